@@ -1,0 +1,270 @@
+//! One GGUF file on disk: opened, identified, mapped or read in place.
+
+use std::fs::{File, Metadata, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use memmap2::Mmap;
+
+use super::header::{Defect, Header, Stop};
+use super::value::{Key, Value, string_ranges};
+
+/// How the bytes of a file are reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// Map the file; read it at positions where mapping is refused.
+    Map,
+    /// Never map. In-place writes then cannot reach tensors unasked, and a file
+    /// cut short gives an error instead of a bus error, at the price of copies.
+    Read,
+}
+
+/// What tells one version of a file from another.
+///
+/// Not the modification time alone: a `rename` over a path can bring an older
+/// file, and two writes can share a second.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FileId {
+    /// Device that holds the file.
+    pub dev: u64,
+    /// Inode number on that device.
+    pub ino: u64,
+    /// Size in bytes.
+    pub size: u64,
+    /// Modification time, seconds since 1970.
+    pub mtime: i64,
+    /// Modification time, nanoseconds within the second.
+    pub mtime_ns: i64,
+}
+
+impl FileId {
+    /// Identity of whatever `path` names now.
+    pub fn of_path(path: &Path) -> io::Result<FileId> {
+        std::fs::metadata(path).map(|found| FileId::of(&found))
+    }
+
+    /// Whether both are the same inode, whatever it holds.
+    pub fn same_inode(&self, other: &FileId) -> bool {
+        (self.dev, self.ino) == (other.dev, other.ino)
+    }
+
+    fn of(found: &Metadata) -> FileId {
+        FileId {
+            dev: found.dev(),
+            ino: found.ino(),
+            size: found.size(),
+            mtime: found.mtime(),
+            mtime_ns: found.mtime_nsec(),
+        }
+    }
+}
+
+/// Why a file or a model was not opened.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message of each variant says what its fields are")]
+pub enum OpenError {
+    #[error("{path}: cannot {action}: {source}{hint}", path = path.display(), hint = hint(source))]
+    Io {
+        path: PathBuf,
+        action: &'static str,
+        source: io::Error,
+    },
+    #[error("{path}: expected a regular file, found {found}", path = path.display())]
+    NotAFile { path: PathBuf, found: &'static str },
+    #[error("{path}: {defect}", path = path.display())]
+    Malformed { path: PathBuf, defect: Defect },
+    #[error("{path}: {reason}", path = path.display())]
+    Shard { path: PathBuf, reason: String },
+    #[error("{path}: the file changed while it was read; try again when its writer is done", path = path.display())]
+    Changing { path: PathBuf },
+}
+
+fn hint(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::EMFILE) => {
+            " (a model needs one open file per shard: raise the limit with 'ulimit -n')"
+        }
+        _ => "",
+    }
+}
+
+/// An open file whose bytes can be reached.
+#[derive(Debug)]
+pub struct Source {
+    path: PathBuf,
+    file: File,
+    id: FileId,
+    map: Option<Mmap>,
+}
+
+impl Source {
+    /// Opens a regular file.
+    pub fn open(path: &Path, access: Access) -> Result<Source, OpenError> {
+        let fail = |action| {
+            move |source| OpenError::Io {
+                path: path.to_owned(),
+                action,
+                source,
+            }
+        };
+        // Without O_NONBLOCK, opening a FIFO would wait for a writer for ever.
+        let file = OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(path)
+            .map_err(fail("open it"))?;
+        let found = file.metadata().map_err(fail("stat it"))?;
+        if !found.is_file() {
+            return Err(OpenError::NotAFile {
+                path: path.to_owned(),
+                found: if found.is_dir() { "a directory" } else { "a special file" },
+            });
+        }
+        // SAFETY: the mapping is private and read-only. Another process can still
+        // change or cut the file: the header is therefore checked as hostile input
+        // while it is read, tensors are copied through `read_at` and not through
+        // the mapping, and hosts that take zero-copy pointers are told to replace
+        // files by rename.
+        let map = match access {
+            Access::Map => unsafe { Mmap::map(&file) }.ok(),
+            Access::Read => None,
+        };
+        Ok(Source {
+            path: path.to_owned(),
+            id: FileId::of(&found),
+            file,
+            map,
+        })
+    }
+
+    /// The path it was opened by.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Identity when it was opened.
+    pub fn id(&self) -> FileId {
+        self.id
+    }
+
+    /// Identity of the open file now: differs from [`Source::id`] when it was
+    /// written in place.
+    pub fn id_now(&self) -> io::Result<FileId> {
+        self.file.metadata().map(|found| FileId::of(&found))
+    }
+
+    /// The mapped bytes, or `None` when the file is not mapped or ends before.
+    pub fn mapped(&self, offset: u64, len: u64) -> Option<&[u8]> {
+        let start = usize::try_from(offset).ok()?;
+        let end = start.checked_add(usize::try_from(len).ok()?)?;
+        self.map.as_ref()?.get(start..end)
+    }
+
+    /// Fills `buffer` from `offset`; an error when the file ends before.
+    pub fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        self.file.read_exact_at(buffer, offset)
+    }
+}
+
+/// An open file and its header.
+#[derive(Debug)]
+pub struct GgufFile {
+    /// The file.
+    pub source: Source,
+    /// What its header says.
+    pub header: Header,
+}
+
+impl GgufFile {
+    /// Opens a file and parses its header; of the data only its place is checked.
+    pub fn open(path: &Path, access: Access) -> Result<GgufFile, OpenError> {
+        let source = Source::open(path, access)?;
+        let malformed = |defect| OpenError::Malformed {
+            path: path.to_owned(),
+            defect,
+        };
+        let header = match &source.map {
+            Some(map) => match Header::parse(map, source.id.size) {
+                Ok(header) => header,
+                Err(Stop::Malformed(defect)) => return Err(malformed(defect)),
+                Err(Stop::NeedMore(_)) => return Err(OpenError::Changing { path: path.to_owned() }),
+            },
+            None => read_header(&source)?,
+        };
+        header.check_data(source.id.size).map_err(malformed)?;
+        Ok(GgufFile { source, header })
+    }
+
+    /// Reads a metadata value that is no array.
+    pub fn value(&self, key: &Key) -> io::Result<Value> {
+        let bytes = self.value_bytes(key)?;
+        Value::decode(key.ty, &bytes).ok_or_else(changed)
+    }
+
+    /// Reads the elements `from..` of an array, at most `limit` of them.
+    pub fn elements(&self, key: &Key, from: u64, limit: u64) -> io::Result<Vec<Value>> {
+        let to = key.count.min(from.saturating_add(limit));
+        let from = from.min(to);
+        let decode = |bytes| Value::decode(key.ty, bytes).ok_or_else(changed);
+        match key.ty.fixed_size() {
+            Some(size) => {
+                let mut bytes = vec![0; ((to - from) * size) as usize];
+                self.source.read_at(&mut bytes, key.offset + from * size)?;
+                bytes.chunks_exact(size as usize).map(decode).collect()
+            }
+            None => {
+                let bytes = self.value_bytes(key)?;
+                string_ranges(&bytes, key.count)
+                    .ok_or_else(changed)?
+                    .drain(from as usize..to as usize)
+                    .map(|range| decode(&bytes[range.start as usize..range.end as usize]))
+                    .collect()
+            }
+        }
+    }
+
+    /// The bytes of a value, copied from the file. They are read and not borrowed
+    /// from the mapping, so that a file that was cut short since gives an error.
+    pub fn value_bytes(&self, key: &Key) -> io::Result<Vec<u8>> {
+        let mut bytes = vec![0; key.len as usize];
+        self.source.read_at(&mut bytes, key.offset)?;
+        Ok(bytes)
+    }
+}
+
+fn changed() -> io::Error {
+    io::Error::new(
+        io::ErrorKind::InvalidData,
+        "the metadata changed since the file was opened",
+    )
+}
+
+/// Parses a header through reads of a growing prefix.
+fn read_header(source: &Source) -> Result<Header, OpenError> {
+    const FIRST_READ: u64 = 256 << 10;
+    let path = || source.path.clone();
+    let mut prefix = Vec::new();
+    let mut want = FIRST_READ;
+    loop {
+        let have = prefix.len();
+        prefix.resize(want.min(source.id.size) as usize, 0);
+        source
+            .read_at(&mut prefix[have..], have as u64)
+            .map_err(|error| match error.kind() {
+                io::ErrorKind::UnexpectedEof => OpenError::Changing { path: path() },
+                _ => OpenError::Io {
+                    path: path(),
+                    action: "read its header",
+                    source: error,
+                },
+            })?;
+        match Header::parse(&prefix, source.id.size) {
+            Ok(header) => return Ok(header),
+            Err(Stop::Malformed(defect)) => {
+                return Err(OpenError::Malformed { path: path(), defect });
+            }
+            Err(Stop::NeedMore(needed)) => want = needed.max(want * 2),
+        }
+    }
+}

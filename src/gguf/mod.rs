@@ -1,0 +1,15 @@
+//! The GGUF format: types, headers, metadata values, files, shards.
+//!
+//! This module knows the format and nothing of models or devices.
+
+mod file;
+mod header;
+mod shards;
+mod types;
+mod value;
+
+pub use file::{Access, FileId, GgufFile, OpenError, Source};
+pub use header::{DEFAULT_ALIGNMENT, Defect, Header, Stop, TensorInfo, strides};
+pub use shards::{open_model, shard_name};
+pub use types::{Origin, TYPES, TypeInfo};
+pub use value::{Key, Value, ValueType, string_ranges};

@@ -1,0 +1,122 @@
+//! Models cut into several files.
+//!
+//! llama.cpp's `gguf-split` writes `split.no`, `split.count` and
+//! `split.tensors.count` into every file and names them
+//! `NAME-00001-of-00003.gguf`.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use super::file::{Access, GgufFile, OpenError};
+
+const COUNT_KEY: &str = "split.count";
+const NUMBER_KEY: &str = "split.no";
+const TENSORS_KEY: &str = "split.tensors.count";
+
+/// File name of shard `number` (from 0) of `count`.
+pub fn shard_name(prefix: &str, number: u64, count: u64) -> String {
+    format!("{prefix}-{:05}-of-{count:05}.gguf", number + 1)
+}
+
+/// Opens all files of the model that `path`, any one of its shards, belongs to.
+///
+/// Files come in the order of their numbers. A tensor name appears in one file
+/// only, and the files agree on how many they are and how many tensors they hold.
+pub fn open_model(path: &Path, access: Access) -> Result<Vec<GgufFile>, OpenError> {
+    let named = GgufFile::open(path, access)?;
+    let count = integer(&named, COUNT_KEY)?.unwrap_or(0);
+    if count <= 1 {
+        return Ok(vec![named]);
+    }
+    let named_number = integer(&named, NUMBER_KEY)?.unwrap_or(0);
+    let prefix = shard_prefix(path, named_number, count).ok_or_else(|| OpenError::Shard {
+        path: path.to_owned(),
+        reason: format!(
+            "this is shard {} of {count}, so its name must end in '{}'",
+            named_number.saturating_add(1),
+            shard_name("", named_number, count)
+        ),
+    })?;
+    let total = integer(&named, TENSORS_KEY)?;
+
+    let mut named = Some(named);
+    let mut files = Vec::new();
+    for number in 0..count {
+        let file = match named.take_if(|_| number == named_number) {
+            Some(file) => file,
+            None => {
+                let shard = path.with_file_name(shard_name(&prefix, number, count));
+                GgufFile::open(&shard, access)?
+            }
+        };
+        check_member(&file, COUNT_KEY, Some(count))?;
+        check_member(&file, NUMBER_KEY, Some(number))?;
+        check_member(&file, TENSORS_KEY, total)?;
+        files.push(file);
+    }
+    check_tensors(&files, total)?;
+    Ok(files)
+}
+
+fn shard_prefix(path: &Path, number: u64, count: u64) -> Option<String> {
+    let name = path.file_name()?.to_str()?;
+    let suffix = shard_name("", number, count);
+    name.strip_suffix(&suffix).map(str::to_owned)
+}
+
+/// An integer key; `None` when absent.
+fn integer(file: &GgufFile, key: &str) -> Result<Option<u64>, OpenError> {
+    let Some(found) = file.header.key(key.as_bytes()) else {
+        return Ok(None);
+    };
+    match found.as_u64() {
+        Some(value) if value <= u64::from(u32::MAX) => Ok(Some(value)),
+        _ => Err(OpenError::Shard {
+            path: file.source.path().to_owned(),
+            reason: format!("key '{key}' has type {}, expected a small non-negative integer", found.ty),
+        }),
+    }
+}
+
+fn check_member(file: &GgufFile, key: &str, expected: Option<u64>) -> Result<(), OpenError> {
+    let found = integer(file, key)?;
+    if found == expected {
+        return Ok(());
+    }
+    let show = |value: Option<u64>| value.map_or("none".into(), |n| n.to_string());
+    Err(OpenError::Shard {
+        path: file.source.path().to_owned(),
+        reason: format!(
+            "this shard does not belong here: '{key}' is {}, expected {}; restore the file that was written with the others",
+            show(found),
+            show(expected)
+        ),
+    })
+}
+
+fn check_tensors(files: &[GgufFile], total: Option<u64>) -> Result<(), OpenError> {
+    let mut seen: HashMap<&std::ffi::CStr, &Path> = HashMap::new();
+    for file in files {
+        for tensor in &file.header.tensors {
+            let name = file.header.name(tensor);
+            if let Some(other) = seen.insert(name, file.source.path()) {
+                return Err(OpenError::Shard {
+                    path: file.source.path().to_owned(),
+                    reason: format!(
+                        "tensor '{}' is also in {}",
+                        name.to_string_lossy(),
+                        other.display()
+                    ),
+                });
+            }
+        }
+    }
+    let found = seen.len() as u64;
+    if let Some(expected) = total.filter(|&expected| expected != found) {
+        return Err(OpenError::Shard {
+            path: files.first().map(|file| file.source.path().to_owned()).unwrap_or_else(PathBuf::new),
+            reason: format!("'{TENSORS_KEY}' promises {expected} tensors, all shards together hold {found}"),
+        });
+    }
+    Ok(())
+}

@@ -1,0 +1,216 @@
+//! Metadata values: where they are, and what they say when somebody asks.
+
+use std::fmt;
+
+/// Type of a metadata value; the numbers are those of `enum gguf_type`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+#[allow(missing_docs, reason = "the names say it")]
+pub enum ValueType {
+    U8 = 0,
+    I8 = 1,
+    U16 = 2,
+    I16 = 3,
+    U32 = 4,
+    I32 = 5,
+    F32 = 6,
+    Bool = 7,
+    String = 8,
+    Array = 9,
+    U64 = 10,
+    I64 = 11,
+    F64 = 12,
+}
+
+impl ValueType {
+    /// The type with this number in a file.
+    pub fn from_id(id: u32) -> Option<ValueType> {
+        use ValueType::*;
+        const ALL: [ValueType; 13] = [
+            U8, I8, U16, I16, U32, I32, F32, Bool, String, Array, U64, I64, F64,
+        ];
+        ALL.get(id as usize).copied()
+    }
+
+    /// Bytes of one value, or `None` for strings and arrays.
+    pub fn fixed_size(self) -> Option<u64> {
+        match self {
+            ValueType::U8 | ValueType::I8 | ValueType::Bool => Some(1),
+            ValueType::U16 | ValueType::I16 => Some(2),
+            ValueType::U32 | ValueType::I32 | ValueType::F32 => Some(4),
+            ValueType::U64 | ValueType::I64 | ValueType::F64 => Some(8),
+            ValueType::String | ValueType::Array => None,
+        }
+    }
+}
+
+impl fmt::Display for ValueType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ValueType::U8 => "u8",
+            ValueType::I8 => "i8",
+            ValueType::U16 => "u16",
+            ValueType::I16 => "i16",
+            ValueType::U32 => "u32",
+            ValueType::I32 => "i32",
+            ValueType::F32 => "f32",
+            ValueType::Bool => "bool",
+            ValueType::String => "str",
+            ValueType::Array => "arr",
+            ValueType::U64 => "u64",
+            ValueType::I64 => "i64",
+            ValueType::F64 => "f64",
+        })
+    }
+}
+
+/// A key-value, located and validated; the value itself is still in the file.
+#[derive(Debug, Clone)]
+pub struct Key {
+    /// Name, as in the file.
+    pub name: Box<[u8]>,
+    /// Type of the value, or of the elements of an array.
+    pub ty: ValueType,
+    /// Whether the value is an array.
+    pub array: bool,
+    /// Elements of an array, else 1.
+    pub count: u64,
+    /// First byte of the value from the start of the file (for a string, of its
+    /// text; for an array, of its first element).
+    pub offset: u64,
+    /// Bytes of the value.
+    pub len: u64,
+    /// The little-endian bits of a value of at most 8 bytes that is no array.
+    pub(super) scalar: u64,
+}
+
+impl Key {
+    /// The name for messages.
+    pub fn name_lossy(&self) -> String {
+        String::from_utf8_lossy(&self.name).into_owned()
+    }
+
+    /// The value as a non-negative integer, if it is an integer scalar that is.
+    pub fn as_u64(&self) -> Option<u64> {
+        if self.array {
+            return None;
+        }
+        let signed = match self.ty {
+            ValueType::U8 | ValueType::U16 | ValueType::U32 | ValueType::U64 => {
+                return Some(self.scalar);
+            }
+            ValueType::I8 => i64::from(self.scalar as i8),
+            ValueType::I16 => i64::from(self.scalar as i16),
+            ValueType::I32 => i64::from(self.scalar as i32),
+            ValueType::I64 => self.scalar as i64,
+            _ => return None,
+        };
+        u64::try_from(signed).ok()
+    }
+
+    pub(super) fn inline(bytes: &[u8]) -> u64 {
+        let mut bits = [0; 8];
+        if let Some(bits) = bits.get_mut(..bytes.len()) {
+            bits.copy_from_slice(bytes);
+        }
+        u64::from_le_bytes(bits)
+    }
+}
+
+/// One value that is no array.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Value {
+    /// Any unsigned integer.
+    Unsigned(u64),
+    /// Any signed integer.
+    Signed(i64),
+    /// A float; an `f32` widened.
+    Float(f64),
+    /// A truth value.
+    Bool(bool),
+    /// Text, not necessarily UTF-8.
+    Text(Vec<u8>),
+}
+
+impl Value {
+    /// Decodes one value of type `ty` from exactly its bytes.
+    ///
+    /// `None` when `bytes` has the wrong length for the type.
+    pub fn decode(ty: ValueType, bytes: &[u8]) -> Option<Value> {
+        if ty.fixed_size().is_some_and(|size| size != bytes.len() as u64) {
+            return None;
+        }
+        let bits = Key::inline(bytes);
+        Some(match ty {
+            ValueType::U8 | ValueType::U16 | ValueType::U32 | ValueType::U64 => {
+                Value::Unsigned(bits)
+            }
+            ValueType::I8 => Value::Signed(i64::from(bits as i8)),
+            ValueType::I16 => Value::Signed(i64::from(bits as i16)),
+            ValueType::I32 => Value::Signed(i64::from(bits as i32)),
+            ValueType::I64 => Value::Signed(bits as i64),
+            ValueType::F32 => Value::Float(f64::from(f32::from_bits(bits as u32))),
+            ValueType::F64 => Value::Float(f64::from_bits(bits)),
+            ValueType::Bool => Value::Bool(bits != 0),
+            ValueType::String => Value::Text(bytes.to_vec()),
+            ValueType::Array => return None,
+        })
+    }
+}
+
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Value::Unsigned(n) => n.fmt(f),
+            Value::Signed(n) => n.fmt(f),
+            Value::Float(n) => n.fmt(f),
+            Value::Bool(b) => b.fmt(f),
+            Value::Text(text) => f.write_str(&String::from_utf8_lossy(text)),
+        }
+    }
+}
+
+/// Where each string of an array begins and ends, relative to the array's first
+/// byte.
+///
+/// `None` when the lengths do not add up to `bytes`: the file changed since its
+/// header was checked.
+pub fn string_ranges(bytes: &[u8], count: u64) -> Option<Vec<std::ops::Range<u64>>> {
+    let mut ranges = Vec::with_capacity(count.min(bytes.len() as u64 / 8) as usize);
+    let mut at = 0usize;
+    for _ in 0..count {
+        let length = u64::from_le_bytes(*bytes.get(at..)?.first_chunk()?);
+        let start = at + 8;
+        let end = start.checked_add(usize::try_from(length).ok()?)?;
+        bytes.get(start..end)?;
+        ranges.push(start as u64..end as u64);
+        at = end;
+    }
+    (at == bytes.len()).then_some(ranges)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scalars_decode_by_type() {
+        let decode = |ty, bytes: &[u8]| Value::decode(ty, bytes).unwrap();
+        assert_eq!(decode(ValueType::I16, &[0xff, 0xff]), Value::Signed(-1));
+        assert_eq!(decode(ValueType::F32, &1.5f32.to_le_bytes()), Value::Float(1.5));
+        assert_eq!(decode(ValueType::Bool, &[2]), Value::Bool(true));
+        assert_eq!(Value::decode(ValueType::U64, &[0; 4]), None);
+    }
+
+    #[test]
+    fn string_arrays_are_checked_when_read() {
+        let mut bytes = 2u64.to_le_bytes().to_vec();
+        bytes.extend(b"ab");
+        bytes.extend(0u64.to_le_bytes());
+        assert_eq!(string_ranges(&bytes, 2), Some(vec![8..10, 18..18]));
+        assert_eq!(string_ranges(&bytes, 1), None, "bytes left over");
+        assert_eq!(string_ranges(&bytes, 3), None, "too few bytes");
+        bytes[0] = 0xff;
+        assert_eq!(string_ranges(&bytes, 2), None, "length past the end");
+    }
+}

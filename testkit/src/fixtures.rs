@@ -1,0 +1,34 @@
+//! Where the fixtures are: outside the repository, so that a clone stays small and
+//! a new clone finds them again.
+
+use std::path::PathBuf;
+
+/// `LLAMA_SIDECAR_CACHE`, or `~/.cache/llama-sidecar`.
+pub fn cache() -> PathBuf {
+    match std::env::var_os("LLAMA_SIDECAR_CACHE") {
+        Some(path) => path.into(),
+        None => {
+            let home = std::env::var_os("HOME").expect("HOME is set");
+            PathBuf::from(home).join(".cache/llama-sidecar")
+        }
+    }
+}
+
+/// A fixture by name, for example `smollm2.gguf`.
+///
+/// Panics with the command that makes it when it is not there: a test that needs
+/// a real model must not pass without one.
+pub fn fixture(name: &str) -> PathBuf {
+    let path = cache().join("fixtures").join(name);
+    assert!(
+        path.exists(),
+        "{} is missing: run 'cargo xtask fixtures' first",
+        path.display()
+    );
+    path
+}
+
+/// Folder of the prebuilt upstream libraries from npm (`libggml-base.so`, …).
+pub fn upstream_libraries() -> PathBuf {
+    fixture("upstream")
+}
