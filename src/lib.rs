@@ -1,11 +1,24 @@
 //! llama-sidecar: change what a llama.cpp process holds and fetches, while it
 //! runs, without patching it.
 //!
-//! The map of the house. Dependencies point downwards only:
+//! The map of the house. Each room knows only rooms further down:
 //!
 //! | room | what it is for |
 //! |---|---|
+//! | [`ffi`] | the C ABI, and nothing but |
+//! | [`model`] | an open model: lazy tensors, loading, evaluations, contexts |
+//! | [`reload`] | hot-swap: detect, compare, stage, commit, against a trait |
+//! | [`device`] | memory where tensors live |
 //! | [`gguf`] | the file format |
+//! | [`config`], [`error`], [`log`] | variables, errors, messages |
 #![deny(unsafe_op_in_unsafe_fn, missing_docs)]
 
+pub mod config;
+pub mod device;
+pub mod error;
+pub mod ffi;
 pub mod gguf;
+pub mod log;
+pub mod model;
+mod parallel;
+pub mod reload;

@@ -62,7 +62,10 @@ impl FileId {
 
 /// Why a file or a model was not opened.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "the message of each variant says what its fields are")]
+#[allow(
+    missing_docs,
+    reason = "the message of each variant says what its fields are"
+)]
 pub enum OpenError {
     #[error("{path}: cannot {action}: {source}{hint}", path = path.display(), hint = hint(source))]
     Io {
@@ -118,15 +121,19 @@ impl Source {
         if !found.is_file() {
             return Err(OpenError::NotAFile {
                 path: path.to_owned(),
-                found: if found.is_dir() { "a directory" } else { "a special file" },
+                found: if found.is_dir() {
+                    "a directory"
+                } else {
+                    "a special file"
+                },
             });
         }
-        // SAFETY: the mapping is private and read-only. Another process can still
-        // change or cut the file: the header is therefore checked as hostile input
-        // while it is read, tensors are copied through `read_at` and not through
-        // the mapping, and hosts that take zero-copy pointers are told to replace
-        // files by rename.
         let map = match access {
+            // SAFETY: the mapping is read-only, but another process can still change
+            // or cut the file: the header is therefore checked as hostile input
+            // while it is read, tensors are copied through `read_at` and not through
+            // the mapping, and hosts that take zero-copy pointers are told to
+            // replace files by rename.
             Access::Map => unsafe { Mmap::map(&file) }.ok(),
             Access::Read => None,
         };
@@ -188,7 +195,11 @@ impl GgufFile {
             Some(map) => match Header::parse(map, source.id.size) {
                 Ok(header) => header,
                 Err(Stop::Malformed(defect)) => return Err(malformed(defect)),
-                Err(Stop::NeedMore(_)) => return Err(OpenError::Changing { path: path.to_owned() }),
+                Err(Stop::NeedMore(_)) => {
+                    return Err(OpenError::Changing {
+                        path: path.to_owned(),
+                    });
+                }
             },
             None => read_header(&source)?,
         };
@@ -262,7 +273,10 @@ fn read_header(source: &Source) -> Result<Header, OpenError> {
         match Header::parse(&prefix, source.id.size) {
             Ok(header) => return Ok(header),
             Err(Stop::Malformed(defect)) => {
-                return Err(OpenError::Malformed { path: path(), defect });
+                return Err(OpenError::Malformed {
+                    path: path(),
+                    defect,
+                });
             }
             Err(Stop::NeedMore(needed)) => want = needed.max(want * 2),
         }

@@ -99,7 +99,10 @@ pub enum Stop {
 /// Offsets are bytes from the start of the file. [`Defect::is_short`] tells the
 /// defects that a file still being written would show.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs, reason = "the message of each variant says what its fields are")]
+#[allow(
+    missing_docs,
+    reason = "the message of each variant says what its fields are"
+)]
 pub enum Defect {
     #[error("expected the magic 'GGUF' at offset 0, found {found:?}: this is not a GGUF file")]
     BadMagic { found: String },
@@ -112,41 +115,105 @@ pub enum Defect {
     #[error("expected GGUF version 2 or 3, found {found}: a newer reader is needed")]
     UnknownVersion { found: u32 },
     #[error("the header promises {count} {what}, which {remaining} remaining bytes cannot hold")]
-    Count { what: &'static str, count: i64, remaining: u64 },
-    #[error("the file ends inside {what} at offset {offset}: {needed} bytes needed, {remaining} left")]
-    Truncated { what: String, offset: u64, needed: u64, remaining: u64 },
+    Count {
+        what: &'static str,
+        count: i64,
+        remaining: u64,
+    },
+    #[error(
+        "the file ends inside {what} at offset {offset}: {needed} bytes needed, {remaining} left"
+    )]
+    Truncated {
+        what: String,
+        offset: u64,
+        needed: u64,
+        remaining: u64,
+    },
     #[error("{what} at offset {offset} has length {length}, the limit is {limit}")]
-    TooLong { what: String, offset: u64, length: u64, limit: u64 },
+    TooLong {
+        what: String,
+        offset: u64,
+        length: u64,
+        limit: u64,
+    },
     #[error("key number {index} at offset {offset} is empty")]
     EmptyKey { index: u64, offset: u64 },
     #[error("key '{key}' appears twice, again at offset {offset}")]
     DuplicateKey { key: String, offset: u64 },
-    #[error("key '{key}' at offset {offset} has value type {found}, expected 0 to 12 and no array of arrays")]
-    ValueType { key: String, found: u32, offset: u64 },
+    #[error(
+        "key '{key}' at offset {offset} has value type {found}, expected 0 to 12 and no array of arrays"
+    )]
+    ValueType {
+        key: String,
+        found: u32,
+        offset: u64,
+    },
     #[error("key 'general.alignment' has type {found}, expected u32")]
     AlignmentType { found: ValueType },
     #[error("general.alignment is {found}, expected a power of two")]
     Alignment { found: u32 },
     #[error("tensor name number {index} at offset {offset} has {length} bytes, the limit is 63")]
-    LongName { index: u64, offset: u64, length: u64 },
+    LongName {
+        index: u64,
+        offset: u64,
+        length: u64,
+    },
     #[error("tensor '{name}' appears twice, again at offset {offset}")]
     DuplicateTensor { name: String, offset: u64 },
     #[error("tensor '{name}' at offset {offset} has {found} dimensions, the limit is 4")]
-    Dimensions { name: String, offset: u64, found: u32 },
+    Dimensions {
+        name: String,
+        offset: u64,
+        found: u32,
+    },
     #[error("tensor '{name}' at offset {offset} has shape {shape:?}: {reason}")]
-    Shape { name: String, offset: u64, shape: [i64; MAX_DIMS], reason: &'static str },
-    #[error("tensor '{name}' at offset {offset} has type {found}, which neither llama.cpp nor ik_llama.cpp defines")]
-    UnknownType { name: String, offset: u64, found: u32 },
-    #[error("tensor '{name}' at offset {offset} has rows of {row} elements, not a multiple of the {block} elements in a block of {ty}")]
-    Block { name: String, offset: u64, row: u64, block: u64, ty: &'static str },
-    #[error("tensor '{name}' starts at offset {found} of the data section, expected {expected}: tensors must follow each other")]
-    Offset { name: String, found: u64, expected: u64 },
+    Shape {
+        name: String,
+        offset: u64,
+        shape: [i64; MAX_DIMS],
+        reason: &'static str,
+    },
+    #[error(
+        "tensor '{name}' at offset {offset} has type {found}, which neither llama.cpp nor ik_llama.cpp defines"
+    )]
+    UnknownType {
+        name: String,
+        offset: u64,
+        found: u32,
+    },
+    #[error(
+        "tensor '{name}' at offset {offset} has rows of {row} elements, not a multiple of the {block} elements in a block of {ty}"
+    )]
+    Block {
+        name: String,
+        offset: u64,
+        row: u64,
+        block: u64,
+        ty: &'static str,
+    },
+    #[error(
+        "tensor '{name}' starts at offset {found} of the data section, expected {expected}: tensors must follow each other"
+    )]
+    Offset {
+        name: String,
+        found: u64,
+        expected: u64,
+    },
     #[error("the data of all tensors together does not fit 64 bits, from tensor '{name}' on")]
     DataSize { name: String },
-    #[error("the data section should start at offset {start}, past the end of the file at {file_len}")]
+    #[error(
+        "the data section should start at offset {start}, past the end of the file at {file_len}"
+    )]
     DataStart { start: u64, file_len: u64 },
-    #[error("tensor '{name}' needs bytes {start} to {end}, but the file ends at {file_len}: it is incomplete")]
-    DataShort { name: String, start: u64, end: u64, file_len: u64 },
+    #[error(
+        "tensor '{name}' needs bytes {start} to {end}, but the file ends at {file_len}: it is incomplete"
+    )]
+    DataShort {
+        name: String,
+        start: u64,
+        end: u64,
+        file_len: u64,
+    },
 }
 
 impl Defect {
@@ -275,9 +342,7 @@ impl Names {
     fn find(&self, name: &CStr, tensors: &[TensorInfo]) -> Option<usize> {
         let hash = self.hasher.hash_one(name.to_bytes());
         self.index
-            .find(hash, |&at| {
-                self.get(tensors[at as usize].name_at) == name
-            })
+            .find(hash, |&at| self.get(tensors[at as usize].name_at) == name)
             .map(|&at| at as usize)
     }
 
@@ -417,7 +482,10 @@ fn key_value(cursor: &mut Cursor, index: u64) -> Result<Key, Stop> {
 }
 
 fn alignment(keys: &[Key]) -> Result<u64, Stop> {
-    let Some(key) = keys.iter().find(|key| &*key.name == ALIGNMENT_KEY.as_bytes()) else {
+    let Some(key) = keys
+        .iter()
+        .find(|key| &*key.name == ALIGNMENT_KEY.as_bytes())
+    else {
         return Ok(DEFAULT_ALIGNMENT);
     };
     if key.ty != ValueType::U32 || key.array {
@@ -680,10 +748,15 @@ mod tests {
         bytes[4..8].copy_from_slice(&3u32.to_be_bytes());
         assert!(matches!(
             header(&bytes),
-            Err(Stop::Malformed(Defect::BigEndian { version: 0x0300_0000 }))
+            Err(Stop::Malformed(Defect::BigEndian {
+                version: 0x0300_0000
+            }))
         ));
         bytes[4..8].copy_from_slice(&1u32.to_le_bytes());
-        assert!(matches!(header(&bytes), Err(Stop::Malformed(Defect::Version1))));
+        assert!(matches!(
+            header(&bytes),
+            Err(Stop::Malformed(Defect::Version1))
+        ));
     }
 
     #[test]
@@ -703,9 +776,15 @@ mod tests {
         let whole = minimal();
         for cut in 0..whole.len() {
             let more = Header::parse(&whole[..cut], whole.len() as u64);
-            assert!(matches!(more, Err(Stop::NeedMore(n)) if n > cut as u64), "{cut}");
+            assert!(
+                matches!(more, Err(Stop::NeedMore(n)) if n > cut as u64),
+                "{cut}"
+            );
             let end = header(&whole[..cut]);
-            assert!(matches!(end, Err(Stop::Malformed(d)) if d.is_short()), "{cut}");
+            assert!(
+                matches!(end, Err(Stop::Malformed(d)) if d.is_short()),
+                "{cut}"
+            );
         }
     }
 }

@@ -5,7 +5,7 @@
 //! `NAME-00001-of-00003.gguf`.
 
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use super::file::{Access, GgufFile, OpenError};
 
@@ -73,7 +73,10 @@ fn integer(file: &GgufFile, key: &str) -> Result<Option<u64>, OpenError> {
         Some(value) if value <= u64::from(u32::MAX) => Ok(Some(value)),
         _ => Err(OpenError::Shard {
             path: file.source.path().to_owned(),
-            reason: format!("key '{key}' has type {}, expected a small non-negative integer", found.ty),
+            reason: format!(
+                "key '{key}' has type {}, expected a small non-negative integer",
+                found.ty
+            ),
         }),
     }
 }
@@ -114,8 +117,10 @@ fn check_tensors(files: &[GgufFile], total: Option<u64>) -> Result<(), OpenError
     let found = seen.len() as u64;
     if let Some(expected) = total.filter(|&expected| expected != found) {
         return Err(OpenError::Shard {
-            path: files.first().map(|file| file.source.path().to_owned()).unwrap_or_else(PathBuf::new),
-            reason: format!("'{TENSORS_KEY}' promises {expected} tensors, all shards together hold {found}"),
+            path: files[0].source.path().to_owned(),
+            reason: format!(
+                "'{TENSORS_KEY}' promises {expected} tensors, all shards together hold {found}"
+            ),
         });
     }
     Ok(())

@@ -224,7 +224,10 @@ mod tests {
         assert_eq!(q4_1.row_bytes(577), None);
         let iq4_ks = TypeInfo::from_name("iq4_ks").unwrap();
         assert_eq!(iq4_ks.row_bytes(512), Some(2 * 136 + 4));
-        assert_eq!(TypeInfo::from_name("f64").unwrap().row_bytes(u64::MAX), None);
+        assert_eq!(
+            TypeInfo::from_name("f64").unwrap().row_bytes(u64::MAX),
+            None
+        );
     }
 
     #[test]

@@ -137,7 +137,10 @@ impl Value {
     ///
     /// `None` when `bytes` has the wrong length for the type.
     pub fn decode(ty: ValueType, bytes: &[u8]) -> Option<Value> {
-        if ty.fixed_size().is_some_and(|size| size != bytes.len() as u64) {
+        if ty
+            .fixed_size()
+            .is_some_and(|size| size != bytes.len() as u64)
+        {
             return None;
         }
         let bits = Key::inline(bytes);
@@ -197,7 +200,10 @@ mod tests {
     fn scalars_decode_by_type() {
         let decode = |ty, bytes: &[u8]| Value::decode(ty, bytes).unwrap();
         assert_eq!(decode(ValueType::I16, &[0xff, 0xff]), Value::Signed(-1));
-        assert_eq!(decode(ValueType::F32, &1.5f32.to_le_bytes()), Value::Float(1.5));
+        assert_eq!(
+            decode(ValueType::F32, &1.5f32.to_le_bytes()),
+            Value::Float(1.5)
+        );
         assert_eq!(decode(ValueType::Bool, &[2]), Value::Bool(true));
         assert_eq!(Value::decode(ValueType::U64, &[0; 4]), None);
     }

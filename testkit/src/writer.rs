@@ -235,7 +235,13 @@ pub fn vocabulary(tokens: usize) -> [(String, Kv); 4] {
     [
         ("tokenizer.ggml.model".into(), Kv::Text("llama".into())),
         ("tokenizer.ggml.tokens".into(), Kv::Texts(words)),
-        ("tokenizer.ggml.scores".into(), Kv::F32s((0..tokens).map(|i| -(i as f32)).collect())),
-        ("tokenizer.ggml.token_type".into(), Kv::I32s(vec![1; tokens])),
+        (
+            "tokenizer.ggml.scores".into(),
+            Kv::F32s((0..tokens).map(|i| -(i as f32)).collect()),
+        ),
+        (
+            "tokenizer.ggml.token_type".into(),
+            Kv::I32s(vec![1; tokens]),
+        ),
     ]
 }

@@ -1,0 +1,50 @@
+//! What can go wrong in the library, each with what to do about it.
+
+use std::io;
+use std::path::PathBuf;
+
+use crate::device::DeviceError;
+use crate::gguf::OpenError;
+
+/// An error of the library.
+#[derive(Debug, thiserror::Error)]
+#[allow(
+    missing_docs,
+    reason = "the message of each variant says what its fields are"
+)]
+pub enum Error {
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    #[error("{path}: cannot read {what} at offset {offset}: {source}", path = path.display())]
+    Read {
+        path: PathBuf,
+        what: String,
+        offset: u64,
+        source: io::Error,
+    },
+    #[error(
+        "{path}: the file was written in place after it was opened, so {what} cannot be trusted: reload it, or open the model again, and replace files by rename", path = path.display()
+    )]
+    WrittenInPlace { path: PathBuf, what: String },
+    #[error("{what} {wanted} does not exist: {available}")]
+    NotFound {
+        what: &'static str,
+        wanted: String,
+        available: String,
+    },
+    #[error("cancelled by the progress callback; nothing was kept")]
+    Cancelled,
+    #[error(
+        "hot-swap is off for this model: set LLAMA_HOTSWAP_ENABLED=1 or the parameter 'hotswap' before loading it"
+    )]
+    HotSwapOff,
+    #[error("{0}")]
+    Busy(&'static str),
+    #[error("{0}")]
+    Invalid(String),
+}
+
+/// Result of the library's operations.
+pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,0 +1,53 @@
+//! A hash of tensor bytes, to tell whether they are the same.
+//!
+//! 128 bits of XXH3: two different tensors of a model collide with a probability
+//! of about 2^-128, and hashing runs at the speed of memory.
+
+use std::io;
+
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::gguf::Source;
+
+/// Hash of the bytes of a tensor.
+pub type Hash = u128;
+
+/// Bytes read at a time: fits the second-level cache.
+const CHUNK: usize = 256 << 10;
+
+/// Hashes what `source` holds from `offset` on.
+pub(super) fn of_source(source: &Source, offset: u64, len: u64) -> io::Result<Hash> {
+    of_reads(len, |at, bytes| source.read_at(bytes, offset + at))
+}
+
+/// Hashes `len` bytes that `read` puts, piece by piece, into a buffer.
+pub(crate) fn of_reads<E>(
+    len: u64,
+    read: impl Fn(u64, &mut [u8]) -> Result<(), E>,
+) -> Result<Hash, E> {
+    let mut hasher = Xxh3::new();
+    let mut buffer = vec![0; CHUNK.min(len as usize)];
+    let mut at = 0;
+    while at < len {
+        let n = (len - at).min(buffer.len() as u64) as usize;
+        read(at, &mut buffer[..n])?;
+        hasher.update(&buffer[..n]);
+        at += n as u64;
+    }
+    Ok(hasher.digest128())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_hash_like_the_whole() {
+        let bytes: Vec<u8> = (0..CHUNK * 2 + 77).map(|i| (i * 31) as u8).collect();
+        let pieces = of_reads(bytes.len() as u64, |at, buffer| {
+            buffer.copy_from_slice(&bytes[at as usize..at as usize + buffer.len()]);
+            Ok::<_, ()>(())
+        });
+        assert_eq!(pieces, Ok(xxhash_rust::xxh3::xxh3_128(&bytes)));
+    }
+}

@@ -1,0 +1,413 @@
+//! Hot-swap: replacing tensors of a running model by what their files now hold.
+//!
+//! The engine knows files, tensors and what may follow from a change. Where
+//! tensors live and how they are switched is behind [`Store`]: the buffers of our
+//! own models, several devices, or the tensors of a foreign process.
+//!
+//! One reload goes through these steps, each in a module of its own:
+//!
+//! 1. [`detect`]: one `stat` per file; a changed file is opened and its header
+//!    parsed through reads.
+//! 2. [`compare`]: for each tensor of it, refuse, keep, return to the original, or
+//!    swap; told apart by type and by a hash of the bytes.
+//! 3. stage: the store reads and uploads everything into new buffers.
+//! 4. verify: the files are still the ones that were read.
+//! 5. commit: between evaluations, all tensors at once.
+//!
+//! Up to the commit nothing that the host can see has changed, so every failure
+//! before it leaves every byte in place.
+
+mod compare;
+mod detect;
+mod hash;
+mod report;
+mod store;
+
+use std::ffi::CString;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use crate::error::Result;
+use crate::gguf::{FileId, GgufFile, TypeInfo};
+use crate::log::{self, Level};
+
+pub use hash::Hash;
+pub(crate) use hash::of_reads as hash_reads;
+pub use report::{FileEvent, FileReport, Outcome, Report, TensorReport, Times};
+pub use store::{Commit, Job, StageError, Store};
+
+/// A file to watch.
+#[derive(Debug)]
+pub struct SourceFile {
+    /// Where it is.
+    pub path: PathBuf,
+    /// What it was when its tensors were loaded.
+    pub id: FileId,
+}
+
+/// A tensor to keep up to date.
+#[derive(Debug)]
+pub struct SourceTensor {
+    /// Its name.
+    pub name: CString,
+    /// Index of its file.
+    pub file: usize,
+    /// Its offset there.
+    pub offset: u64,
+    /// Its type.
+    pub ty: &'static TypeInfo,
+    /// Its shape, which never changes.
+    pub ne: [u64; 4],
+}
+
+/// The reload state machine of one model.
+#[derive(Debug)]
+pub struct Engine {
+    state: Mutex<Registry>,
+}
+
+/// What is known of files and tensors between reloads.
+#[derive(Debug)]
+struct Registry {
+    files: Vec<Watched>,
+    tensors: Vec<Registered>,
+    snapshot_taken: bool,
+}
+
+#[derive(Debug)]
+struct Watched {
+    path: PathBuf,
+    id: FileId,
+    tensors: Vec<usize>,
+    /// The last version of the file that was not taken, and why. It is looked at
+    /// again when the file changes.
+    ignored: Option<(Option<FileId>, String)>,
+}
+
+#[derive(Debug)]
+struct Registered {
+    source: SourceTensor,
+    /// What the tensor was at the first reload.
+    original: Option<Original>,
+    /// Hash of the bytes in use, once somebody needed it.
+    live_hash: Option<Hash>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Original {
+    ty: &'static TypeInfo,
+    bytes: OriginalBytes,
+}
+
+/// What is known of the bytes that a tensor had at first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum OriginalBytes {
+    /// The tensor never left them.
+    InUse,
+    /// It left them, and they hash to this.
+    Left(Hash),
+    /// It left them after their file was written in place: nobody knows them.
+    Lost,
+}
+
+/// A file that changed and was found good.
+struct ChangedFile {
+    file: usize,
+    gguf: GgufFile,
+}
+
+/// What is to happen to one tensor.
+struct Decision {
+    tensor: usize,
+    /// Position of its file among the changed ones.
+    changed: usize,
+    /// Its place in the new header.
+    info: usize,
+    hash: Hash,
+    action: Action,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Action {
+    Keep,
+    InPlace,
+    Return,
+    Swap,
+}
+
+impl Engine {
+    /// Registers files and tensors as they are.
+    pub fn new((files, tensors): (Vec<SourceFile>, Vec<SourceTensor>)) -> Engine {
+        let mut files: Vec<Watched> = files
+            .into_iter()
+            .map(|file| Watched {
+                path: file.path,
+                id: file.id,
+                tensors: Vec::new(),
+                ignored: None,
+            })
+            .collect();
+        for (index, tensor) in tensors.iter().enumerate() {
+            files[tensor.file].tensors.push(index);
+        }
+        let tensors = tensors
+            .into_iter()
+            .map(|source| Registered {
+                source,
+                original: None,
+                live_hash: None,
+            })
+            .collect();
+        Engine {
+            state: Mutex::new(Registry {
+                files,
+                tensors,
+                snapshot_taken: false,
+            }),
+        }
+    }
+
+    /// Brings the tensors in `store` up to date with their files.
+    ///
+    /// Everything that changed is switched together, or nothing is. Files that
+    /// cannot be taken as they are (unreadable, incomplete, of another model) are
+    /// left out and reported. An error means that nothing changed.
+    pub fn reload<S: Store>(&self, store: &S) -> Result<Report> {
+        let began = Instant::now();
+        let mut registry = self.state.lock();
+        if !registry.snapshot_taken {
+            registry.snapshot_taken = true;
+            for tensor in &mut registry.tensors {
+                tensor.original = Some(Original {
+                    ty: tensor.source.ty,
+                    bytes: OriginalBytes::InUse,
+                });
+            }
+        }
+        let mut report = Report::default();
+        let changed = detect::changed_files(&mut registry, &mut report);
+        report.times.detect = began.elapsed();
+        if changed.is_empty() {
+            report.times.total = began.elapsed();
+            return Ok(report);
+        }
+        let result = registry.apply(store, changed, &mut report);
+        report.times.total = began.elapsed();
+        result.map(|()| report.finish())
+    }
+}
+
+impl Registry {
+    fn apply<S: Store>(
+        &mut self,
+        store: &S,
+        mut changed: Vec<ChangedFile>,
+        report: &mut Report,
+    ) -> Result<()> {
+        loop {
+            let comparing = Instant::now();
+            let decisions = compare::decide(self, store, &mut changed, report)?;
+            report.times.compare += comparing.elapsed();
+            if changed.is_empty() {
+                return Ok(());
+            }
+            match self.switch(store, &changed, &decisions, report) {
+                Ok(()) => {
+                    self.accept(store, &changed, report);
+                    return Ok(());
+                }
+                // Without the file that failed, the others can still be taken.
+                Err(Failure::File {
+                    changed: at,
+                    reason,
+                }) => {
+                    let file = changed.swap_remove(at).file;
+                    self.ignore(file, None, reason, report);
+                }
+                Err(Failure::Whole(error)) => return Err(error),
+            }
+        }
+    }
+
+    /// Stages and commits. A tensor that returns needs no memory and frees some, so
+    /// returning comes first; when memory is short, it is committed first, too.
+    fn switch<S: Store>(
+        &mut self,
+        store: &S,
+        changed: &[ChangedFile],
+        decisions: &[Decision],
+        report: &mut Report,
+    ) -> Result<(), Failure> {
+        let of = |action| decisions.iter().filter(move |d| d.action == action);
+        let tensors = |action| of(action).map(|d| d.tensor).collect::<Vec<_>>();
+        let (returning, in_place) = (tensors(Action::Return), tensors(Action::InPlace));
+        let jobs: Vec<Job<'_>> = of(Action::Swap)
+            .map(|decision| {
+                let file = &changed[decision.changed].gguf;
+                let info = &file.header.tensors[decision.info];
+                Job {
+                    tensor: decision.tensor,
+                    ty: info.ty,
+                    source: &file.source,
+                    offset: info.offset,
+                    nbytes: info.nbytes,
+                }
+            })
+            .collect();
+        if jobs.is_empty() && returning.is_empty() && in_place.is_empty() {
+            verify(changed)?;
+            self.note(changed, of(Action::Keep), report);
+            return Ok(());
+        }
+
+        let staging = Instant::now();
+        let mut staged = store.stage(&jobs);
+        let mut switching = [returning, in_place].concat();
+        if matches!(staged, Err(StageError::OutOfMemory(_))) && !switching.is_empty() {
+            verify(changed)?;
+            report.committed(store.commit(None, &switching)?);
+            self.note(
+                changed,
+                of(Action::Return).chain(of(Action::InPlace)),
+                report,
+            );
+            switching.clear();
+            staged = store.stage(&jobs);
+        }
+        report.times.stage += staging.elapsed();
+        let staged = staged.map_err(|error| match error {
+            StageError::Read { job, reason } => Failure::File {
+                changed: of(Action::Swap).nth(job).map_or(0, |d| d.changed),
+                reason,
+            },
+            StageError::OutOfMemory(error) | StageError::Device(error) => {
+                Failure::Whole(error.into())
+            }
+        })?;
+        verify(changed)?;
+        let early = switching.is_empty();
+        report.committed(store.commit(Some(staged), &switching)?);
+        report.bytes_staged = jobs.iter().map(|job| job.nbytes).sum();
+        let noted_before =
+            |d: &&Decision| early && matches!(d.action, Action::Return | Action::InPlace);
+        self.note(
+            changed,
+            decisions.iter().filter(|d| !noted_before(d)),
+            report,
+        );
+        Ok(())
+    }
+
+    /// Takes note of tensors as they now are.
+    fn note<'a>(
+        &mut self,
+        changed: &[ChangedFile],
+        decisions: impl Iterator<Item = &'a Decision>,
+        report: &mut Report,
+    ) {
+        for decision in decisions {
+            let file = &changed[decision.changed];
+            let info = &file.gguf.header.tensors[decision.info];
+            let tensor = &mut self.tensors[decision.tensor];
+            report.tensors.push(TensorReport {
+                tensor: decision.tensor,
+                name: tensor.source.name.clone(),
+                outcome: match decision.action {
+                    Action::Keep => Outcome::Unchanged,
+                    Action::InPlace => Outcome::InPlace,
+                    Action::Return => Outcome::Returned,
+                    Action::Swap => Outcome::Swapped,
+                },
+                old_type: tensor.source.ty,
+                new_type: info.ty,
+                nbytes: info.nbytes,
+                file: file.file,
+                reason: String::new(),
+            });
+            tensor.source.offset = info.offset;
+            tensor.source.ty = info.ty;
+            tensor.live_hash = Some(decision.hash);
+            if decision.action == Action::Return
+                && let Some(original) = &mut tensor.original
+            {
+                original.bytes = OriginalBytes::InUse;
+            }
+        }
+    }
+
+    /// Takes note of files whose tensors are now in use.
+    fn accept<S: Store>(&mut self, store: &S, changed: &[ChangedFile], report: &mut Report) {
+        for file in changed {
+            let id = file.gguf.source.id();
+            store.trust(file.file, id);
+            let watched = &mut self.files[file.file];
+            watched.id = id;
+            watched.ignored = None;
+            report.files.push(FileReport {
+                file: file.file,
+                path: watched.path.clone(),
+                event: FileEvent::Taken,
+                reason: String::new(),
+            });
+        }
+    }
+
+    /// Leaves a changed file out of this reload, and says so once for each version
+    /// of it.
+    fn ignore(&mut self, file: usize, id: Option<FileId>, reason: String, report: &mut Report) {
+        let watched = &mut self.files[file];
+        let news = (id, reason);
+        if watched.ignored.as_ref() != Some(&news) {
+            log::log(
+                Level::Warn,
+                format_args!("{}: ignored: {}", watched.path.display(), news.1),
+            );
+        }
+        report.files.push(FileReport {
+            file,
+            path: watched.path.clone(),
+            event: FileEvent::Ignored,
+            reason: news.1.clone(),
+        });
+        watched.ignored = Some(news);
+    }
+}
+
+/// Why a switch did not happen.
+enum Failure {
+    /// One of the changed files is the reason.
+    File { changed: usize, reason: String },
+    /// Nothing can be switched.
+    Whole(crate::error::Error),
+}
+
+impl From<crate::error::Error> for Failure {
+    fn from(error: crate::error::Error) -> Failure {
+        Failure::Whole(error)
+    }
+}
+
+/// Checks that the files are still what was read from them, and still there.
+fn verify(changed: &[ChangedFile]) -> Result<(), Failure> {
+    for (at, file) in changed.iter().enumerate() {
+        let source = &file.gguf.source;
+        let same = |id: std::io::Result<FileId>| id.is_ok_and(|id| id == source.id());
+        if !same(source.id_now()) || !same(FileId::of_path(source.path())) {
+            return Err(Failure::File {
+                changed: at,
+                reason: "it changed while it was read; it is looked at again at the next reload"
+                    .into(),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// How old a modification time must be before a later write is sure to change it.
+///
+/// File systems stamp writes with a clock that ticks every 1 to 10 ms: two writes
+/// within a tick look the same. A file stamped more recently is read only after
+/// this long, so that a write during the read gives it another time.
+const SETTLE: Duration = Duration::from_millis(20);
