@@ -1,1 +1,113 @@
-//! t
+//! The C ABI, and nothing but: handles, null checks, panic boundaries, plain
+//! structs. One file a concept; what each call does is in the modules it calls.
+//!
+//! `include/llama_sidecar.h` is generated from this module by `cargo xtask header`.
+#![allow(non_camel_case_types, reason = "names as C programs write them")]
+
+mod context;
+mod device;
+mod handle;
+mod log;
+mod metadata;
+mod model;
+mod params;
+mod reload;
+mod status;
+mod tensor;
+
+use std::ffi::{CStr, c_char};
+
+/// A struct that begins with its own size, as its caller knows it.
+///
+/// # Safety
+///
+/// The implementor is `repr(C)`, has only fields for which every bit pattern that
+/// the library writes is valid C, and its first field is `struct_size: usize`.
+unsafe trait SizedStruct: Copy {
+    /// Its name, for messages.
+    const NAME: &'static str;
+    /// Size of its first published version: a caller knows at least that much.
+    const FIRST: usize;
+}
+
+/// Copies `value` to `out`, as much of it as the caller has room for.
+///
+/// # Safety
+///
+/// `out` is null or points to memory whose first field is its size in bytes.
+unsafe fn fill<T: SizedStruct>(out: *mut T, value: &T) -> Result<(), status::Failure> {
+    // SAFETY: `size_of_out` checked that `out` has room for `size` bytes. Both start
+    // with `struct_size`, which is skipped: the caller's own value stays.
+    unsafe {
+        let size = size_of_out(out)?.min(size_of::<T>());
+        let skip = size_of::<usize>();
+        std::ptr::copy_nonoverlapping(
+            std::ptr::from_ref(value).cast::<u8>().add(skip),
+            out.cast::<u8>().add(skip),
+            size - skip,
+        );
+    }
+    Ok(())
+}
+
+/// Reads the caller's struct; fields that the caller does not know keep the value
+/// that they have in `defaults`.
+///
+/// # Safety
+///
+/// As for [`fill`].
+unsafe fn read<T: SizedStruct>(input: *const T, defaults: T) -> Result<T, status::Failure> {
+    let mut value = defaults;
+    // SAFETY: the caller's struct has at least `size` readable bytes.
+    unsafe {
+        let size = size_of_out(input.cast_mut())?.min(size_of::<T>());
+        let target = std::ptr::from_mut(&mut value).cast::<u8>();
+        std::ptr::copy_nonoverlapping(input.cast::<u8>(), target, size);
+    }
+    Ok(value)
+}
+
+unsafe fn size_of_out<T: SizedStruct>(out: *mut T) -> Result<usize, status::Failure> {
+    if out.is_null() {
+        return Err(status::Failure::null(T::NAME));
+    }
+    // SAFETY: the caller vouches for the first field; it may be unaligned for all
+    // we know.
+    let size = unsafe { out.cast::<usize>().read_unaligned() };
+    if size < T::FIRST {
+        return Err(status::Failure::argument(format!(
+            "struct_size of {} is {size}, expected at least {}: set it to sizeof(struct {}) before the call",
+            T::NAME,
+            T::FIRST,
+            T::NAME
+        )));
+    }
+    Ok(size)
+}
+
+/// A C string argument.
+///
+/// # Safety
+///
+/// `text` is null or a NUL-terminated string that lives as long as the result.
+unsafe fn text<'a>(text: *const c_char, what: &str) -> Result<&'a CStr, status::Failure> {
+    if text.is_null() {
+        return Err(status::Failure::null(what));
+    }
+    // SAFETY: as the caller vouches.
+    Ok(unsafe { CStr::from_ptr(text) })
+}
+
+/// Writes a result through an out-pointer.
+///
+/// # Safety
+///
+/// `out` is null or valid for a write.
+unsafe fn put<T>(out: *mut T, value: T, what: &str) -> Result<(), status::Failure> {
+    if out.is_null() {
+        return Err(status::Failure::null(what));
+    }
+    // SAFETY: not null, and valid as the caller vouches.
+    unsafe { out.write(value) };
+    Ok(())
+}

@@ -60,6 +60,9 @@ struct Arena {
     bytes: u64,
 }
 
+/// An arena and its memory.
+type Allocated = (Arena, Box<dyn Buffer>);
+
 /// A piece of a file and where it goes.
 struct Piece<'a> {
     file: usize,
@@ -106,6 +109,30 @@ impl Model {
             )?;
         }
         Ok(self.tensor(index))
+    }
+
+    /// Copies bytes of a tensor, from `at` on: from its device if it is loaded, else
+    /// from its file.
+    pub fn read(&self, index: usize, at: u64, bytes: &mut [u8]) -> Result<()> {
+        let version = self.current(index);
+        let end = at.checked_add(bytes.len() as u64);
+        if end.is_none_or(|end| end > version.nbytes) {
+            return Err(Error::NotFound {
+                what: "byte range",
+                wanted: format!("{at} + {} of {}", bytes.len(), self.quoted(index)),
+                available: format!("it has {} bytes", version.nbytes),
+            });
+        }
+        if let Some(placed) = version.placed() {
+            return Ok(placed.read(at, bytes)?);
+        }
+        let Home::File { file, offset, .. } = version.home else {
+            unreachable!("a tensor that is in no file is in a buffer");
+        };
+        let trusted = *self.files[file].trusted.lock();
+        let read = self.files[file].gguf.source.read_at(bytes, offset + at);
+        read.map_err(|error| self.fill_error(FillError::Read(offset + at, error), file, index))?;
+        self.publish(file, trusted, || self.quoted(index), || ())
     }
 
     /// Materialises every tensor that is not yet, in at most 9 device allocations.
@@ -170,7 +197,7 @@ impl Model {
 
     fn fill_arenas(
         &self,
-        arenas: &mut [(Arena, Box<dyn Buffer>)],
+        arenas: &mut [Allocated],
         total: u64,
         progress: &mut impl FnMut(Progress) -> bool,
     ) -> Result<()> {
@@ -333,7 +360,7 @@ fn upload(
 fn allocate(
     device: &Arc<dyn Device>,
     pending: Vec<Pending>,
-) -> Result<Vec<(Arena, Box<dyn Buffer>)>, DeviceError> {
+) -> Result<Vec<Allocated>, DeviceError> {
     let with_buffer = |arena: Arena| {
         let buffer = device.clone().allocate(arena.bytes)?;
         Ok((arena, buffer))

@@ -1,2 +1,51 @@
-//! t
-fn main() {}
+//! The project's own commands.
+//!
+//! ```text
+//! cargo xtask demo       the first journey, on a real model, told step by step
+//! cargo xtask test       everything that CI checks
+//! cargo xtask bench load open, load and reload against their peers
+//! cargo xtask fixtures   download and make the models the tests use
+//! cargo xtask header     write include/llama_sidecar.h
+//! cargo xtask install --prefix DIR
+//! cargo xtask check [asan] [valgrind] [fuzz MINUTES]
+//! ```
+
+mod cmake;
+mod fixtures;
+mod header;
+mod install;
+mod run;
+mod sanitize;
+mod suite;
+
+use std::path::PathBuf;
+
+use anyhow::{Result, bail};
+
+/// Root of the repository.
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .expect("xtask is a folder of the repository")
+        .to_owned()
+}
+
+fn main() -> Result<()> {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    match words.as_slice() {
+        ["demo"] => suite::demo(),
+        ["test"] => suite::test(),
+        ["bench", "load"] => suite::bench("load"),
+        ["fixtures"] => fixtures::make().map(|_| ()),
+        ["header"] => header::write(),
+        ["header", "--check"] => header::check(),
+        ["install", "--prefix", prefix] => install::install(prefix.as_ref()),
+        ["check", "asan"] => sanitize::asan(),
+        ["check", "valgrind"] => sanitize::valgrind(),
+        ["check", "fuzz", minutes] => sanitize::fuzz(minutes.parse()?),
+        _ => bail!(
+            "usage: cargo xtask demo | test | bench load | fixtures | header [--check] | install --prefix DIR | check asan|valgrind|fuzz MINUTES"
+        ),
+    }
+}

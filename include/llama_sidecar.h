@@ -1,0 +1,639 @@
+/*
+ * llama-sidecar: change what a llama.cpp process holds and fetches, while it runs.
+ *
+ * Generated from src/ffi by 'cargo xtask header'; do not edit.
+ *
+ * Conventions
+ *
+ *  - Every call that can fail returns a status, NULL or false, and leaves a sentence in
+ *    llama_sidecar_last_error() of the same thread.
+ *  - Handles are opaque. NULL, a handle of another library or one that was freed gives
+ *    LLAMA_SIDECAR_STATUS_BAD_HANDLE, never undefined behaviour. Freeing NULL does nothing.
+ *  - Structs that the library fills start with struct_size: set it to sizeof the struct before the
+ *    call. A program built against an older header keeps working; it gets the fields it knows.
+ *  - All calls can be made from any thread, unless their text says otherwise.
+ *  - Pointers are NULL where the text allows it, or valid for what the call does with them.
+ *  - Strings are UTF-8 or the raw bytes of the file, NUL-terminated.
+ *  - Sizes and offsets are bytes; times are microseconds.
+ */
+
+
+#ifndef LLAMA_SIDECAR_H
+#define LLAMA_SIDECAR_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+// Result of a call. Values never change their meaning.
+enum llama_sidecar_status {
+    // Done.
+    LLAMA_SIDECAR_STATUS_OK = 0,
+    // An argument is NULL, out of range or of the wrong size.
+    LLAMA_SIDECAR_STATUS_BAD_ARGUMENT = 1,
+    // A handle is NULL, not one of this library, of another kind, or was freed.
+    LLAMA_SIDECAR_STATUS_BAD_HANDLE = 2,
+    // There is no such file, tensor, key or device.
+    LLAMA_SIDECAR_STATUS_NOT_FOUND = 3,
+    // The operating system refused: opening, reading, mapping.
+    LLAMA_SIDECAR_STATUS_IO = 4,
+    // A file is no valid GGUF file, or a shard that does not belong to its model.
+    LLAMA_SIDECAR_STATUS_MALFORMED = 5,
+    // A device has no room.
+    LLAMA_SIDECAR_STATUS_OUT_OF_MEMORY = 6,
+    // A device failed otherwise.
+    LLAMA_SIDECAR_STATUS_DEVICE = 7,
+    // A callback asked to stop.
+    LLAMA_SIDECAR_STATUS_CANCELLED = 8,
+    // The call cannot be made now, for example a reload during an evaluation of the same thread.
+    LLAMA_SIDECAR_STATUS_BUSY = 9,
+    // The file was written in place, so its bytes cannot be trusted.
+    LLAMA_SIDECAR_STATUS_FILE_CHANGED = 10,
+    // The feature is switched off for this model.
+    LLAMA_SIDECAR_STATUS_DISABLED = 11,
+    // A defect of this library. Nothing was changed; please report the message.
+    LLAMA_SIDECAR_STATUS_INTERNAL = 12,
+};
+
+// What kind of memory a device is.
+enum llama_sidecar_device_kind {
+    // Memory of the process.
+    LLAMA_SIDECAR_DEVICE_KIND_HOST = 0,
+};
+
+// What happened to a tensor in a reload.
+enum llama_sidecar_outcome {
+    // Its file changed, its bytes did not.
+    LLAMA_SIDECAR_OUTCOME_UNCHANGED = 0,
+    // It has new bytes in a buffer of its own.
+    LLAMA_SIDECAR_OUTCOME_SWAPPED = 1,
+    // It is back on its original bytes.
+    LLAMA_SIDECAR_OUTCOME_RETURNED = 2,
+    // Its file was written in place: the bytes in use had changed already.
+    LLAMA_SIDECAR_OUTCOME_IN_PLACE = 3,
+    // It, or its whole file, was refused; it is as before.
+    LLAMA_SIDECAR_OUTCOME_REFUSED = 4,
+};
+
+// What became of a changed file.
+enum llama_sidecar_file_event {
+    // Its tensors are now the ones in use.
+    LLAMA_SIDECAR_FILE_EVENT_TAKEN = 0,
+    // It was left out; its tensors are as before.
+    LLAMA_SIDECAR_FILE_EVENT_IGNORED = 1,
+};
+
+// What has happened to a tensor since the model was opened.
+enum llama_sidecar_tensor_state {
+    // As it was when the model was opened.
+    LLAMA_SIDECAR_TENSOR_STATE_ON_ORIGINAL = 0,
+    // Replaced by other bytes, in a buffer of its own.
+    LLAMA_SIDECAR_TENSOR_STATE_DETACHED = 1,
+};
+
+// Somebody who evaluates a model. Not the llama_context of llama.cpp: neither library accepts the
+// other's.
+struct llama_context;
+
+// An open model. Not the llama_model of llama.cpp: neither library accepts the other's.
+struct llama_model;
+
+// What a reload did.
+struct llama_sidecar_report;
+
+// Told that a reload changed tensors, with the model's new generation: graphs that were built
+// before no longer fit.
+//
+// Called on the thread that reloads, after the switch and before the next evaluation can begin. It
+// must not begin an evaluation or reload.
+typedef void (*llama_sidecar_stale)(uint64_t generation, void *user_data);
+
+// A device and what we hold of it.
+struct llama_sidecar_device_info {
+    // sizeof(struct llama_sidecar_device_info), set by the caller.
+    size_t struct_size;
+    // Its name, cut to fit.
+    char name[64];
+    // What kind of memory it is.
+    enum llama_sidecar_device_kind kind;
+    // All its memory.
+    uint64_t total;
+    // What can still be allocated.
+    uint64_t free;
+    // What live buffers of this model hold.
+    uint64_t used;
+    // The most they ever held.
+    uint64_t peak;
+    // How many buffers were ever allocated.
+    uint64_t allocations;
+};
+
+// Takes a message: its level (1 error, 2 warning, 3 information, 4 debugging) and its text without
+// a newline. Called from any thread.
+typedef void (*llama_sidecar_log_callback)(uint32_t level, const char *text, void *user_data);
+
+// A metadata key and what kind of value it has.
+struct llama_sidecar_metadata_info {
+    // sizeof(struct llama_sidecar_metadata_info), set by the caller.
+    size_t struct_size;
+    // Its name. Valid until the model is freed.
+    const char *key;
+    // Elements of an array, else 1.
+    uint64_t count;
+    // Value of enum gguf_type; of the elements, for an array.
+    uint32_t gguf_type;
+    // Whether the value is an array.
+    bool is_array;
+};
+
+// How to open a model. Fill it with llama_sidecar_default_params first.
+struct llama_sidecar_params {
+    // sizeof(struct llama_sidecar_params), set by the caller.
+    size_t struct_size;
+    // Whether llama_reload_changed_tensors can replace tensors. Default: LLAMA_HOTSWAP_ENABLED.
+    bool hotswap;
+    // Map files, so that tensors can be used in place. Where mapping is refused, files are read.
+    // Default: true.
+    bool use_mmap;
+    // How many host devices the model has, 1 to 64; they stand for GPUs in tests. Default: 1.
+    uint32_t n_devices;
+    // The device that tensors are loaded to. Default: 0.
+    uint32_t device;
+    // The most bytes each device gives out at a time, 0 for all there are. Default: 0.
+    uint64_t device_bytes;
+};
+
+// What a model is.
+struct llama_sidecar_model_info {
+    // sizeof(struct llama_sidecar_model_info), set by the caller.
+    size_t struct_size;
+    // How many tensors it has; their indices count from 0.
+    uint64_t n_tensors;
+    // How many files it comes in.
+    uint64_t n_files;
+    // How many metadata keys its first file has.
+    uint64_t n_metadata;
+    // How many devices it can use.
+    uint64_t n_devices;
+    // Size of all files.
+    uint64_t file_bytes;
+    // How many reloads changed something.
+    uint64_t generation;
+    // How many evaluations had to wait for a reload before they began.
+    uint64_t n_pauses;
+    // The longest of those waits.
+    uint64_t longest_pause_us;
+    // GGUF version of its first file.
+    uint32_t gguf_version;
+};
+
+// Told how far loading is: bytes that are in place, bytes in all. Called on the thread that called
+// llama_sidecar_model_load_all. Returning false stops it.
+typedef bool (*llama_sidecar_progress)(uint64_t done, uint64_t total, void *user_data);
+
+// What llama_sidecar_model_load_all did.
+struct llama_sidecar_load_report {
+    // sizeof(struct llama_sidecar_load_report), set by the caller.
+    size_t struct_size;
+    // Tensors that were not loaded before.
+    uint64_t n_tensors;
+    // Their bytes.
+    uint64_t bytes;
+    // Device allocations, at most 9 for any model.
+    uint64_t allocations;
+    // How long it took.
+    uint64_t time_us;
+};
+
+// What a reload did, in numbers.
+struct llama_sidecar_report_info {
+    // sizeof(struct llama_sidecar_report_info), set by the caller.
+    size_t struct_size;
+    // Files that were looked at, one stat each.
+    uint64_t n_files_checked;
+    // Files that are not as they were; ask for each with llama_sidecar_report_get_file.
+    uint64_t n_files;
+    // Tensors of those files; ask for each with llama_sidecar_report_get_tensor.
+    uint64_t n_tensors;
+    // Tensors with new bytes in a buffer of their own.
+    uint64_t n_swapped;
+    // Tensors that are back on their original bytes.
+    uint64_t n_returned;
+    // Tensors whose file changed and whose bytes did not.
+    uint64_t n_unchanged;
+    // Tensors whose file was written in place: they had changed already.
+    uint64_t n_in_place;
+    // Tensors that were refused.
+    uint64_t n_refused;
+    // Bytes read into new buffers.
+    uint64_t bytes_staged;
+    // The model's generation after the reload; 0 when it changed nothing.
+    uint64_t generation;
+    // Looking at files and parsing changed headers.
+    uint64_t detect_us;
+    // Reading and hashing tensors.
+    uint64_t compare_us;
+    // Allocating and filling new buffers.
+    uint64_t stage_us;
+    // Waiting for running evaluations to end.
+    uint64_t wait_us;
+    // The switch, during which no evaluation could run, in nanoseconds.
+    uint64_t switch_ns;
+    // Everything.
+    uint64_t total_us;
+};
+
+// One tensor of a changed file.
+struct llama_sidecar_report_tensor {
+    // sizeof(struct llama_sidecar_report_tensor), set by the caller.
+    size_t struct_size;
+    // Its index in the model.
+    uint64_t index;
+    // Its name. Valid until the report is freed, as the other strings.
+    const char *name;
+    // Name of its type before. Static.
+    const char *old_type;
+    // Name of its type now. Static.
+    const char *new_type;
+    // Why it was refused; empty otherwise.
+    const char *reason;
+    // Bytes in the file; 0 for a refused tensor.
+    uint64_t nbytes;
+    // What happened to it.
+    enum llama_sidecar_outcome outcome;
+};
+
+// One file that is not as it was at the last reload.
+struct llama_sidecar_report_file {
+    // sizeof(struct llama_sidecar_report_file), set by the caller.
+    size_t struct_size;
+    // Its path. Valid until the report is freed, as the other string.
+    const char *path;
+    // Why it was ignored; empty otherwise.
+    const char *reason;
+    // What became of it.
+    enum llama_sidecar_file_event event;
+};
+
+// A tensor, at the moment of the call.
+struct llama_sidecar_tensor_info {
+    // sizeof(struct llama_sidecar_tensor_info), set by the caller.
+    size_t struct_size;
+    // Its index.
+    uint64_t index;
+    // Its name. Valid until the model is freed.
+    const char *name;
+    // Name of its type, for example "q4_K". Static.
+    const char *type_name;
+    // Path of its file. Valid until the model is freed.
+    const char *path;
+    // Its bytes where the process can read them without a copy: in its host buffer, else in the
+    // mapping of its file; else NULL. Valid until a reload replaces the tensor (hold an evaluation
+    // to keep reloads away) or the model is freed. Read only. In the mapping, it also shows what
+    // others write into the file: replace files by rename.
+    const void *host_data;
+    // Its address on its device once it is loaded; else 0. Valid as long as host_data.
+    uint64_t device_data;
+    // Elements per dimension, innermost first.
+    uint64_t ne[4];
+    // Strides as ggml computes them: nb[0] one block, nb[1] one row.
+    uint64_t nb[4];
+    // Bytes of data.
+    uint64_t nbytes;
+    // Where its bytes start in its file, or UINT64_MAX once a reload replaced them.
+    uint64_t file_offset;
+    // How often it changed since the model was opened.
+    uint64_t generation;
+    // Value of enum ggml_type.
+    uint32_t ggml_type;
+    // Elements in a block of its type; a row is a whole number of blocks.
+    uint32_t block_elements;
+    // The device it is loaded to, or -1.
+    int32_t device;
+    // What has happened to it.
+    enum llama_sidecar_tensor_state state;
+};
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+// Attaches a context to a model. Use one for each thread that evaluates. Returns NULL on failure.
+// Free the result with llama_sidecar_context_free; until then it keeps the model alive.
+struct llama_context *llama_sidecar_context_new(const struct llama_model *model);
+
+// Frees a context; an evaluation that it began ends.
+enum llama_sidecar_status llama_sidecar_context_free(struct llama_context *context);
+
+// Begins an evaluation: until it ends, no tensor of the model changes. Waits for a switch that is
+// under way.
+//
+// `generation` can be NULL; it gets the model's generation. When it differs from that of the last
+// evaluation, graphs must be built again.
+enum llama_sidecar_status llama_sidecar_eval_begin(const struct llama_context *context,
+                                                   uint64_t *generation);
+
+// Ends the evaluation of a context.
+enum llama_sidecar_status llama_sidecar_eval_end(const struct llama_context *context);
+
+// Sets what is called when graphs have become stale; NULL for nothing.
+enum llama_sidecar_status llama_sidecar_on_stale(const struct llama_context *context,
+                                                 llama_sidecar_stale callback,
+                                                 void *user_data);
+
+// Tells about device `device` of a model.
+enum llama_sidecar_status llama_sidecar_device_get_info(const struct llama_model *model,
+                                                        uint32_t device,
+                                                        struct llama_sidecar_device_info *info);
+
+// Sends messages to `callback` instead of standard error; NULL for standard error again. Which
+// levels there are messages of is set by LLAMA_SIDECAR_LOG.
+enum llama_sidecar_status llama_sidecar_log_set(llama_sidecar_log_callback callback,
+                                                void *user_data);
+
+// Puts the index of a key, for example "general.architecture", into `index`.
+enum llama_sidecar_status llama_sidecar_metadata_find(const struct llama_model *model,
+                                                      const char *key,
+                                                      uint64_t *index);
+
+// Tells about the key with an index.
+enum llama_sidecar_status llama_sidecar_metadata_get_info(const struct llama_model *model,
+                                                          uint64_t index,
+                                                          struct llama_sidecar_metadata_info *info);
+
+// Writes a value as text to `buffer`, NUL-terminated and cut to fit: numbers in decimal, truth
+// values as "true" and "false", strings as they are. `element` picks one of an array and is 0
+// otherwise.
+//
+// `length` can be NULL; it gets the length of the whole text without its NUL. With `size` 0,
+// `buffer` can be NULL, too.
+//
+// Asking for the elements of a large array one by one reads its strings each time: ask for those
+// that are needed.
+enum llama_sidecar_status llama_sidecar_metadata_text(const struct llama_model *model,
+                                                      uint64_t index,
+                                                      uint64_t element,
+                                                      char *buffer,
+                                                      size_t size,
+                                                      size_t *length);
+
+// Attaches a context to a model. Use one for each thread that evaluates. Returns NULL on failure.
+// Free the result with llama_sidecar_context_free; until then it keeps the model alive.
+struct llama_context *llama_sidecar_context_new(const struct llama_model *model);
+
+// Frees a context; an evaluation that it began ends.
+enum llama_sidecar_status llama_sidecar_context_free(struct llama_context *context);
+
+// Begins an evaluation: until it ends, no tensor of the model changes. Waits for a switch that is
+// under way.
+//
+// `generation` can be NULL; it gets the model's generation. When it differs from that of the last
+// evaluation, graphs must be built again.
+enum llama_sidecar_status llama_sidecar_eval_begin(const struct llama_context *context,
+                                                   uint64_t *generation);
+
+// Ends the evaluation of a context.
+enum llama_sidecar_status llama_sidecar_eval_end(const struct llama_context *context);
+
+// Sets what is called when graphs have become stale; NULL for nothing.
+enum llama_sidecar_status llama_sidecar_on_stale(const struct llama_context *context,
+                                                 llama_sidecar_stale callback,
+                                                 void *user_data);
+
+// Tells about device `device` of a model.
+enum llama_sidecar_status llama_sidecar_device_get_info(const struct llama_model *model,
+                                                        uint32_t device,
+                                                        struct llama_sidecar_device_info *info);
+
+// Sends messages to `callback` instead of standard error; NULL for standard error again. Which
+// levels there are messages of is set by LLAMA_SIDECAR_LOG.
+enum llama_sidecar_status llama_sidecar_log_set(llama_sidecar_log_callback callback,
+                                                void *user_data);
+
+// Puts the index of a key, for example "general.architecture", into `index`.
+enum llama_sidecar_status llama_sidecar_metadata_find(const struct llama_model *model,
+                                                      const char *key,
+                                                      uint64_t *index);
+
+// Tells about the key with an index.
+enum llama_sidecar_status llama_sidecar_metadata_get_info(const struct llama_model *model,
+                                                          uint64_t index,
+                                                          struct llama_sidecar_metadata_info *info);
+
+// Writes a value as text to `buffer`, NUL-terminated and cut to fit: numbers in decimal, truth
+// values as "true" and "false", strings as they are. `element` picks one of an array and is 0
+// otherwise.
+//
+// `length` can be NULL; it gets the length of the whole text without its NUL. With `size` 0,
+// `buffer` can be NULL, too.
+//
+// Asking for the elements of a large array one by one reads its strings each time: ask for those
+// that are needed.
+enum llama_sidecar_status llama_sidecar_metadata_text(const struct llama_model *model,
+                                                      uint64_t index,
+                                                      uint64_t element,
+                                                      char *buffer,
+                                                      size_t size,
+                                                      size_t *length);
+
+// Opens the model that a GGUF file, or any shard of one, belongs to.
+//
+// Reads headers only; tensors stay where they are until they are asked for.
+//
+// `params` can be NULL for the defaults. Returns NULL on failure. Free the result with
+// llama_sidecar_model_free.
+struct llama_model *llama_model_load(const char *path, const struct llama_sidecar_params *params);
+
+// Lets go of a model. Contexts keep it alive until they are freed, too; reports do not need it.
+enum llama_sidecar_status llama_sidecar_model_free(struct llama_model *model);
+
+// Tells what a model is.
+enum llama_sidecar_status llama_sidecar_model_get_info(const struct llama_model *model,
+                                                       struct llama_sidecar_model_info *info);
+
+// Loads every tensor that is not loaded yet to the model's device, in at most 9 allocations.
+//
+// `progress` can be NULL; when it stops the call, everything that the call had loaded is dropped
+// again. It must not reload this model. `report` can be NULL.
+enum llama_sidecar_status llama_sidecar_model_load_all(const struct llama_model *model,
+                                                       llama_sidecar_progress progress,
+                                                       void *user_data,
+                                                       struct llama_sidecar_load_report *report);
+
+// Fills `params` with the defaults, which follow from the LLAMA_* variables. Set struct_size before.
+enum llama_sidecar_status llama_sidecar_default_params(struct llama_sidecar_params *params);
+
+// Brings all tensors of the context's model up to date with their files, and says whether any
+// changed. False also when it failed: llama_sidecar_last_error then says why.
+//
+// Same name and meaning as in ik_llama.cpp, whose programs link against this library unchanged.
+// Waits until running evaluations end; a thread must not call it during its own.
+bool llama_reload_changed_tensors(struct llama_context *context);
+
+// Like llama_reload_changed_tensors, and tells what happened to each tensor.
+//
+// Everything that changed is switched together, between evaluations; on failure nothing is. Files
+// that cannot be taken (unreadable, incomplete, of another model) are left out and reported.
+//
+// `report` gets a report to be freed with llama_sidecar_report_free; it is independent of the
+// model. With a status other than OK there is none.
+enum llama_sidecar_status llama_sidecar_reload(const struct llama_context *context,
+                                               struct llama_sidecar_report **report);
+
+// Frees a report.
+enum llama_sidecar_status llama_sidecar_report_free(struct llama_sidecar_report *report);
+
+// Tells what a reload did, in numbers.
+enum llama_sidecar_status llama_sidecar_report_get_info(const struct llama_sidecar_report *report,
+                                                        struct llama_sidecar_report_info *info);
+
+// Tells about entry `at` of a report, of n_tensors.
+enum llama_sidecar_status llama_sidecar_report_get_tensor(const struct llama_sidecar_report *report,
+                                                          uint64_t at,
+                                                          struct llama_sidecar_report_tensor *info);
+
+// Tells about entry `at` of a report, of n_files.
+enum llama_sidecar_status llama_sidecar_report_get_file(const struct llama_sidecar_report *report,
+                                                        uint64_t at,
+                                                        struct llama_sidecar_report_file *info);
+
+// Version of the library, for example "0.1.0".
+const char *llama_sidecar_version(void);
+
+// What went wrong in the last call of this thread that failed: what was expected, what was found,
+// where, and what to do. The empty string when none failed yet. Valid until the next failing call
+// of the same thread.
+const char *llama_sidecar_last_error(void);
+
+// The status of the last call of this thread that failed; tells why a call returned NULL or false.
+enum llama_sidecar_status llama_sidecar_last_status(void);
+
+// Name of a status, for example "out of memory"; "unknown status" for other numbers.
+const char *llama_sidecar_status_name(uint32_t status);
+
+// Puts the index of the tensor with this name into `index`.
+enum llama_sidecar_status llama_sidecar_tensor_find(const struct llama_model *model,
+                                                    const char *name,
+                                                    uint64_t *index);
+
+// Tells what a tensor is now.
+enum llama_sidecar_status llama_sidecar_tensor_get_info(const struct llama_model *model,
+                                                        uint64_t index,
+                                                        struct llama_sidecar_tensor_info *info);
+
+// Loads a tensor to the model's device, unless it is there already. Threads that ask for the same
+// one at the same time get the same buffer.
+enum llama_sidecar_status llama_sidecar_tensor_load(const struct llama_model *model,
+                                                    uint64_t index);
+
+// Copies `size` bytes of a tensor, from `offset` on, to `buffer`: from its device if it is loaded,
+// else from its file. Does not load it.
+enum llama_sidecar_status llama_sidecar_tensor_read(const struct llama_model *model,
+                                                    uint64_t index,
+                                                    uint64_t offset,
+                                                    void *buffer,
+                                                    size_t size);
+
+// Opens the model that a GGUF file, or any shard of one, belongs to.
+//
+// Reads headers only; tensors stay where they are until they are asked for.
+//
+// `params` can be NULL for the defaults. Returns NULL on failure. Free the result with
+// llama_sidecar_model_free.
+struct llama_model *llama_model_load(const char *path, const struct llama_sidecar_params *params);
+
+// Lets go of a model. Contexts keep it alive until they are freed, too; reports do not need it.
+enum llama_sidecar_status llama_sidecar_model_free(struct llama_model *model);
+
+// Tells what a model is.
+enum llama_sidecar_status llama_sidecar_model_get_info(const struct llama_model *model,
+                                                       struct llama_sidecar_model_info *info);
+
+// Loads every tensor that is not loaded yet to the model's device, in at most 9 allocations.
+//
+// `progress` can be NULL; when it stops the call, everything that the call had loaded is dropped
+// again. It must not reload this model. `report` can be NULL.
+enum llama_sidecar_status llama_sidecar_model_load_all(const struct llama_model *model,
+                                                       llama_sidecar_progress progress,
+                                                       void *user_data,
+                                                       struct llama_sidecar_load_report *report);
+
+// Fills `params` with the defaults, which follow from the LLAMA_* variables. Set struct_size before.
+enum llama_sidecar_status llama_sidecar_default_params(struct llama_sidecar_params *params);
+
+// Brings all tensors of the context's model up to date with their files, and says whether any
+// changed. False also when it failed: llama_sidecar_last_error then says why.
+//
+// Same name and meaning as in ik_llama.cpp, whose programs link against this library unchanged.
+// Waits until running evaluations end; a thread must not call it during its own.
+bool llama_reload_changed_tensors(struct llama_context *context);
+
+// Like llama_reload_changed_tensors, and tells what happened to each tensor.
+//
+// Everything that changed is switched together, between evaluations; on failure nothing is. Files
+// that cannot be taken (unreadable, incomplete, of another model) are left out and reported.
+//
+// `report` gets a report to be freed with llama_sidecar_report_free; it is independent of the
+// model. With a status other than OK there is none.
+enum llama_sidecar_status llama_sidecar_reload(const struct llama_context *context,
+                                               struct llama_sidecar_report **report);
+
+// Frees a report.
+enum llama_sidecar_status llama_sidecar_report_free(struct llama_sidecar_report *report);
+
+// Tells what a reload did, in numbers.
+enum llama_sidecar_status llama_sidecar_report_get_info(const struct llama_sidecar_report *report,
+                                                        struct llama_sidecar_report_info *info);
+
+// Tells about entry `at` of a report, of n_tensors.
+enum llama_sidecar_status llama_sidecar_report_get_tensor(const struct llama_sidecar_report *report,
+                                                          uint64_t at,
+                                                          struct llama_sidecar_report_tensor *info);
+
+// Tells about entry `at` of a report, of n_files.
+enum llama_sidecar_status llama_sidecar_report_get_file(const struct llama_sidecar_report *report,
+                                                        uint64_t at,
+                                                        struct llama_sidecar_report_file *info);
+
+// Version of the library, for example "0.1.0".
+const char *llama_sidecar_version(void);
+
+// What went wrong in the last call of this thread that failed: what was expected, what was found,
+// where, and what to do. The empty string when none failed yet. Valid until the next failing call
+// of the same thread.
+const char *llama_sidecar_last_error(void);
+
+// The status of the last call of this thread that failed; tells why a call returned NULL or false.
+enum llama_sidecar_status llama_sidecar_last_status(void);
+
+// Name of a status, for example "out of memory"; "unknown status" for other numbers.
+const char *llama_sidecar_status_name(uint32_t status);
+
+// Puts the index of the tensor with this name into `index`.
+enum llama_sidecar_status llama_sidecar_tensor_find(const struct llama_model *model,
+                                                    const char *name,
+                                                    uint64_t *index);
+
+// Tells what a tensor is now.
+enum llama_sidecar_status llama_sidecar_tensor_get_info(const struct llama_model *model,
+                                                        uint64_t index,
+                                                        struct llama_sidecar_tensor_info *info);
+
+// Loads a tensor to the model's device, unless it is there already. Threads that ask for the same
+// one at the same time get the same buffer.
+enum llama_sidecar_status llama_sidecar_tensor_load(const struct llama_model *model,
+                                                    uint64_t index);
+
+// Copies `size` bytes of a tensor, from `offset` on, to `buffer`: from its device if it is loaded,
+// else from its file. Does not load it.
+enum llama_sidecar_status llama_sidecar_tensor_read(const struct llama_model *model,
+                                                    uint64_t index,
+                                                    uint64_t offset,
+                                                    void *buffer,
+                                                    size_t size);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif  // __cplusplus
+
+#endif  /* LLAMA_SIDECAR_H */

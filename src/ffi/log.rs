@@ -1,0 +1,36 @@
+//! Where messages go.
+
+use std::ffi::{CString, c_char, c_void};
+use std::sync::Arc;
+
+use super::status::{llama_sidecar_status, status};
+use crate::log::{self, Level};
+
+/// Takes a message: its level (1 error, 2 warning, 3 information, 4 debugging) and its text without
+/// a newline. Called from any thread.
+pub type llama_sidecar_log_callback =
+    Option<unsafe extern "C" fn(level: u32, text: *const c_char, user_data: *mut c_void)>;
+
+/// Sends messages to `callback` instead of standard error; NULL for standard error again. Which
+/// levels there are messages of is set by LLAMA_SIDECAR_LOG.
+///
+/// # Safety
+///
+/// `callback` can be called with `user_data`, on any thread, until it is replaced.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn llama_sidecar_log_set(
+    callback: llama_sidecar_log_callback,
+    user_data: *mut c_void,
+) -> llama_sidecar_status {
+    let user_data = user_data as usize;
+    status(|| {
+        log::set_sink(callback.map(|callback| {
+            Arc::new(move |level: Level, text: &str| {
+                let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
+                // SAFETY: the caller vouched for calls on any thread.
+                unsafe { callback(level as u32, text.as_ptr(), user_data as *mut c_void) }
+            }) as Arc<log::Sink>
+        }));
+        Ok(())
+    })
+}

@@ -1,0 +1,169 @@
+//! Metadata of a model: the key-values of its first file.
+
+use std::ffi::c_char;
+
+use super::handle::{self, llama_model};
+use super::model::OpenModel;
+use super::status::{Failure, llama_sidecar_status, status};
+use super::{SizedStruct, fill, put, text};
+use crate::gguf::{Key, Value};
+
+/// A metadata key and what kind of value it has.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct llama_sidecar_metadata_info {
+    /// sizeof(struct llama_sidecar_metadata_info), set by the caller.
+    pub struct_size: usize,
+    /// Its name. Valid until the model is freed.
+    pub key: *const c_char,
+    /// Elements of an array, else 1.
+    pub count: u64,
+    /// Value of enum gguf_type; of the elements, for an array.
+    pub gguf_type: u32,
+    /// Whether the value is an array.
+    pub is_array: bool,
+}
+
+// SAFETY: repr(C), starts with struct_size, plain fields.
+unsafe impl SizedStruct for llama_sidecar_metadata_info {
+    const NAME: &'static str = "llama_sidecar_metadata_info";
+    const FIRST: usize = size_of::<llama_sidecar_metadata_info>();
+}
+
+/// Puts the index of a key, for example "general.architecture", into `index`.
+///
+/// # Safety
+///
+/// `key` is null or NUL-terminated; `index` is null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn llama_sidecar_metadata_find(
+    model: *const llama_model,
+    key: *const c_char,
+    index: *mut u64,
+) -> llama_sidecar_status {
+    status(|| {
+        let open = handle::get(model)?;
+        // SAFETY: as the caller vouches.
+        let key = unsafe { text(key, "key") }?;
+        let keys = open.model.metadata();
+        let found = keys.iter().position(|other| &*other.name == key.to_bytes());
+        let found = found.ok_or_else(|| {
+            Failure::new(
+                llama_sidecar_status::NotFound,
+                format!("the model has no metadata key '{}'", key.to_string_lossy()),
+            )
+        })?;
+        // SAFETY: as the caller vouches.
+        unsafe { put(index, found as u64, "index") }
+    })
+}
+
+/// Tells about the key with an index.
+///
+/// # Safety
+///
+/// `info` is null or points to a struct whose struct_size is set.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn llama_sidecar_metadata_get_info(
+    model: *const llama_model,
+    index: u64,
+    info: *mut llama_sidecar_metadata_info,
+) -> llama_sidecar_status {
+    status(|| {
+        let open = handle::get(model)?;
+        let (at, key) = in_range(&open, index)?;
+        let value = llama_sidecar_metadata_info {
+            struct_size: size_of::<llama_sidecar_metadata_info>(),
+            key: open.keys[at].as_ptr(),
+            count: key.count,
+            gguf_type: key.ty as u32,
+            is_array: key.array,
+        };
+        // SAFETY: as the caller vouches.
+        unsafe { fill(info, &value) }
+    })
+}
+
+/// Writes a value as text to `buffer`, NUL-terminated and cut to fit: numbers in decimal, truth
+/// values as "true" and "false", strings as they are. `element` picks one of an array and is 0
+/// otherwise.
+///
+/// `length` can be NULL; it gets the length of the whole text without its NUL. With `size` 0,
+/// `buffer` can be NULL, too.
+///
+/// Asking for the elements of a large array one by one reads its strings each time: ask for those
+/// that are needed.
+///
+/// # Safety
+///
+/// `buffer` is valid for writes of `size` bytes; `length` is null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn llama_sidecar_metadata_text(
+    model: *const llama_model,
+    index: u64,
+    element: u64,
+    buffer: *mut c_char,
+    size: usize,
+    length: *mut usize,
+) -> llama_sidecar_status {
+    status(|| {
+        let open = handle::get(model)?;
+        let (_, key) = in_range(&open, index)?;
+        if buffer.is_null() && size > 0 {
+            return Err(Failure::null("buffer"));
+        }
+        let value = value(&open, key, element)?;
+        let bytes = match value {
+            Value::Text(bytes) => bytes,
+            other => other.to_string().into_bytes(),
+        };
+        if let Some(room) = size.checked_sub(1) {
+            let n = room.min(bytes.len());
+            // SAFETY: `buffer` is valid for `size` bytes, which is `n` and the NUL
+            // at least.
+            unsafe {
+                std::ptr::copy_nonoverlapping(bytes.as_ptr().cast(), buffer, n);
+                buffer.add(n).write(0);
+            }
+        }
+        if !length.is_null() {
+            // SAFETY: not null, and valid as the caller vouches.
+            unsafe { length.write(bytes.len()) };
+        }
+        Ok(())
+    })
+}
+
+fn value(open: &OpenModel, key: &Key, element: u64) -> Result<Value, Failure> {
+    if element >= key.count {
+        return Err(Failure::new(
+            llama_sidecar_status::NotFound,
+            format!(
+                "element {element} of '{}' does not exist: there are {}",
+                key.name_lossy(),
+                key.count
+            ),
+        ));
+    }
+    if !key.array {
+        return Ok(open.model.value(key)?);
+    }
+    let mut found = open.model.elements(key, element, 1)?;
+    found
+        .pop()
+        .ok_or_else(|| Failure::new(llama_sidecar_status::Internal, "an element is missing"))
+}
+
+fn in_range(open: &OpenModel, index: u64) -> Result<(usize, &Key), Failure> {
+    let keys = open.model.metadata();
+    let at = usize::try_from(index).ok();
+    at.and_then(|at| Some((at, keys.get(at)?))).ok_or_else(|| {
+        Failure::new(
+            llama_sidecar_status::NotFound,
+            format!(
+                "metadata key {index} does not exist: there are {}",
+                keys.len()
+            ),
+        )
+    })
+}

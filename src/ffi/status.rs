@@ -1,0 +1,196 @@
+//! Statuses, the last error of a thread, and the boundary that no panic crosses.
+
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use crate::device::DeviceError;
+use crate::error::Error;
+use crate::gguf::OpenError;
+
+/// Result of a call. Values never change their meaning.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum llama_sidecar_status {
+    /// Done.
+    Ok = 0,
+    /// An argument is NULL, out of range or of the wrong size.
+    BadArgument = 1,
+    /// A handle is NULL, not one of this library, of another kind, or was freed.
+    BadHandle = 2,
+    /// There is no such file, tensor, key or device.
+    NotFound = 3,
+    /// The operating system refused: opening, reading, mapping.
+    Io = 4,
+    /// A file is no valid GGUF file, or a shard that does not belong to its model.
+    Malformed = 5,
+    /// A device has no room.
+    OutOfMemory = 6,
+    /// A device failed otherwise.
+    Device = 7,
+    /// A callback asked to stop.
+    Cancelled = 8,
+    /// The call cannot be made now, for example a reload during an evaluation of the same thread.
+    Busy = 9,
+    /// The file was written in place, so its bytes cannot be trusted.
+    FileChanged = 10,
+    /// The feature is switched off for this model.
+    Disabled = 11,
+    /// A defect of this library. Nothing was changed; please report the message.
+    Internal = 12,
+}
+
+/// A status and its message.
+#[derive(Debug)]
+pub(super) struct Failure {
+    pub status: llama_sidecar_status,
+    pub message: String,
+}
+
+impl Failure {
+    pub fn new(status: llama_sidecar_status, message: impl Into<String>) -> Failure {
+        Failure {
+            status,
+            message: message.into(),
+        }
+    }
+
+    pub fn argument(message: impl Into<String>) -> Failure {
+        Failure::new(llama_sidecar_status::BadArgument, message)
+    }
+
+    pub fn null(what: &str) -> Failure {
+        Failure::argument(format!("{what} is NULL"))
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Failure {
+        use llama_sidecar_status as S;
+        let status = match &error {
+            Error::Open(OpenError::Io { source, .. }) => match source.kind() {
+                std::io::ErrorKind::NotFound => S::NotFound,
+                _ => S::Io,
+            },
+            Error::Open(OpenError::Changing { .. }) | Error::WrittenInPlace { .. } => {
+                S::FileChanged
+            }
+            Error::Open(_) => S::Malformed,
+            Error::Device(DeviceError::OutOfMemory { .. }) => S::OutOfMemory,
+            Error::Device(DeviceError::Copy { .. }) => S::Device,
+            Error::Read { .. } => S::Io,
+            Error::NotFound { .. } => S::NotFound,
+            Error::Cancelled => S::Cancelled,
+            Error::HotSwapOff => S::Disabled,
+            Error::Busy(_) => S::Busy,
+        };
+        Failure::new(status, error.to_string())
+    }
+}
+
+thread_local! {
+    static LAST: RefCell<(llama_sidecar_status, CString)> =
+        RefCell::new((llama_sidecar_status::Ok, CString::default()));
+}
+
+fn remember(failure: &Failure) {
+    let message = failure.message.replace('\0', "\u{fffd}");
+    let message = CString::new(message).expect("no NUL is left");
+    // A thread that is being torn down has no place for it any more.
+    let _ = LAST.try_with(|last| *last.borrow_mut() = (failure.status, message));
+}
+
+/// Runs the body of a call: a failure or a panic becomes a status and the last
+/// error.
+pub(super) fn call<T>(
+    body: impl FnOnce() -> Result<T, Failure>,
+) -> Result<T, llama_sidecar_status> {
+    // Unwind safety: state that a panic leaves half-changed is behind the library's
+    // own locks and guards, which restore it.
+    let result = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
+        let what = panic
+            .downcast_ref::<String>()
+            .map(String::as_str)
+            .or_else(|| panic.downcast_ref::<&str>().copied())
+            .unwrap_or("a panic without a message");
+        Err(Failure::new(
+            llama_sidecar_status::Internal,
+            format!("internal error: {what}"),
+        ))
+    });
+    result.map_err(|failure| {
+        remember(&failure);
+        failure.status
+    })
+}
+
+/// [`call`] for functions that return nothing but a status.
+pub(super) fn status(body: impl FnOnce() -> Result<(), Failure>) -> llama_sidecar_status {
+    match call(body) {
+        Ok(()) => llama_sidecar_status::Ok,
+        Err(status) => status,
+    }
+}
+
+/// Version of the library, for example "0.1.0".
+#[unsafe(no_mangle)]
+pub extern "C" fn llama_sidecar_version() -> *const c_char {
+    const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");
+    VERSION.as_ptr().cast()
+}
+
+/// What went wrong in the last call of this thread that failed: what was expected, what was found,
+/// where, and what to do. The empty string when none failed yet. Valid until the next failing call
+/// of the same thread.
+#[unsafe(no_mangle)]
+pub extern "C" fn llama_sidecar_last_error() -> *const c_char {
+    let last = LAST.try_with(|last| last.borrow().1.as_ptr());
+    last.unwrap_or(c"".as_ptr())
+}
+
+/// The status of the last call of this thread that failed; tells why a call returned NULL or false.
+#[unsafe(no_mangle)]
+pub extern "C" fn llama_sidecar_last_status() -> llama_sidecar_status {
+    LAST.try_with(|last| last.borrow().0)
+        .unwrap_or(llama_sidecar_status::Ok)
+}
+
+/// Name of a status, for example "out of memory"; "unknown status" for other numbers.
+#[unsafe(no_mangle)]
+pub extern "C" fn llama_sidecar_status_name(status: u32) -> *const c_char {
+    const NAMES: [&CStr; 13] = [
+        c"ok",
+        c"bad argument",
+        c"bad handle",
+        c"not found",
+        c"input/output error",
+        c"malformed file",
+        c"out of memory",
+        c"device error",
+        c"cancelled",
+        c"busy",
+        c"file changed",
+        c"disabled",
+        c"internal error",
+    ];
+    let name = NAMES.get(status as usize).unwrap_or(&c"unknown status");
+    name.as_ptr()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_becomes_a_status() {
+        let hook = std::panic::take_hook();
+        std::panic::set_hook(Box::new(|_| ()));
+        let result = status(|| panic!("on purpose: {}", 42));
+        std::panic::set_hook(hook);
+        assert_eq!(result, llama_sidecar_status::Internal);
+        // SAFETY: the pointer is valid until the next failing call of this thread.
+        let message = unsafe { CStr::from_ptr(llama_sidecar_last_error()) };
+        assert_eq!(message.to_str(), Ok("internal error: on purpose: 42"));
+        assert_eq!(llama_sidecar_last_status(), llama_sidecar_status::Internal);
+    }
+}
