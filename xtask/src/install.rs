@@ -1,1 +1,71 @@
-//! t
+//! Installs the library the way its users find it: shared library with SONAME,
+//! static library, header, pkg-config file, CMake package, command.
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use std::os::unix::fs::symlink;
+
+use crate::root;
+use crate::run::{command, output, run};
+
+/// Builds in release mode and installs below `prefix`.
+pub fn install(prefix: &Path) -> Result<()> {
+    run(command("cargo", &root()).args(["build", "--quiet", "--release"])
+        .args(["-p", "llama-sidecar", "-p", "llama-sidecar-cli"]))?;
+    let built = target_folder()?.join("release");
+    let version = env!("CARGO_PKG_VERSION");
+    let (major, rest) = version.split_once('.').context("a version has dots")?;
+    let (minor, _) = rest.split_once('.').context("a version has two dots")?;
+    let file = format!("libllama_sidecar.so.{version}");
+    let soname = format!("libllama_sidecar.so.{major}");
+
+    copy(&built.join("libllama_sidecar.so"), &prefix.join("lib").join(&file))?;
+    copy(&built.join("libllama_sidecar.a"), &prefix.join("lib/libllama_sidecar.a"))?;
+    link(&file, &prefix.join("lib").join(&soname))?;
+    link(&soname, &prefix.join("lib/libllama_sidecar.so"))?;
+    copy(&root().join("include/llama_sidecar.h"), &prefix.join("include/llama_sidecar.h"))?;
+    copy(&built.join("llama-sidecar"), &prefix.join("bin/llama-sidecar"))?;
+
+    for (template, target) in [
+        ("llama_sidecar.pc.in", "lib/pkgconfig/llama_sidecar.pc"),
+        ("llama_sidecar-config.cmake.in", "lib/cmake/llama_sidecar/llama_sidecar-config.cmake"),
+        (
+            "llama_sidecar-config-version.cmake.in",
+            "lib/cmake/llama_sidecar/llama_sidecar-config-version.cmake",
+        ),
+    ] {
+        let text = std::fs::read_to_string(root().join("packaging").join(template))?
+            .replace("@VERSION@", version)
+            .replace("@ABI@", major)
+            .replace("@MAJOR@", major)
+            .replace("@MINOR@", minor);
+        let target = prefix.join(target);
+        std::fs::create_dir_all(target.parent().expect("a folder"))?;
+        std::fs::write(target, text)?;
+    }
+    Ok(())
+}
+
+/// Where cargo builds to.
+pub fn target_folder() -> Result<std::path::PathBuf> {
+    let metadata = output(command("cargo", &root()).args(["metadata", "--no-deps", "--format-version=1"]))?;
+    let (_, rest) = metadata
+        .split_once("\"target_directory\":\"")
+        .context("cargo metadata names the target folder")?;
+    let (folder, _) = rest.split_once('"').context("a closing quote")?;
+    Ok(folder.into())
+}
+
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    std::fs::create_dir_all(to.parent().expect("a folder"))?;
+    // A library that is in use must not be written over.
+    let beside = to.with_extension("new");
+    std::fs::copy(from, &beside).with_context(|| format!("{} to {}", from.display(), beside.display()))?;
+    Ok(std::fs::rename(beside, to)?)
+}
+
+fn link(target: &str, at: &Path) -> Result<()> {
+    let _ = std::fs::remove_file(at);
+    Ok(symlink(target, at)?)
+}

@@ -1,1 +1,48 @@
-//! t
+//! Running other programs.
+
+use std::ffi::OsStr;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+/// A command, with its working folder.
+pub fn command(program: impl AsRef<OsStr>, folder: &Path) -> Command {
+    let mut command = Command::new(program);
+    command.current_dir(folder).stdin(Stdio::null());
+    command
+}
+
+/// Runs a command to its end; an error when it fails.
+pub fn run(command: &mut Command) -> Result<()> {
+    let status = command
+        .status()
+        .with_context(|| format!("cannot start {:?}", command.get_program()))?;
+    if !status.success() {
+        bail!("{:?} ended with {status}", command.get_program());
+    }
+    Ok(())
+}
+
+/// Runs a command and returns what it printed.
+pub fn output(command: &mut Command) -> Result<String> {
+    let out = command
+        .stderr(Stdio::inherit())
+        .output()
+        .with_context(|| format!("cannot start {:?}", command.get_program()))?;
+    if !out.status.success() {
+        bail!("{:?} ended with {}", command.get_program(), out.status);
+    }
+    Ok(String::from_utf8(out.stdout)?)
+}
+
+/// Whether a program can be started.
+pub fn exists(program: &str) -> bool {
+    Command::new(program)
+        .arg("--version")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()
+        .is_ok_and(|status| status.success())
+}

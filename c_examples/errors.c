@@ -1,0 +1,204 @@
+// Every way to fail: wrong arguments, wrong handles, wrong files, wrong moments.
+// Each gives a status and a sentence, and harms nothing.
+//
+// usage: errors MODEL.gguf
+
+#include "example.h"
+
+#include <pthread.h>
+#include <string.h>
+
+// The call fails with this status, and the message says at least this.
+#define FAILS(call, expected, words)                                             \
+    do {                                                                         \
+        CHECK((call) == (expected));                                             \
+        CHECK(llama_sidecar_last_status() == (expected));                        \
+        CHECK(strstr(llama_sidecar_last_error(), (words)) != NULL);              \
+        printf("%-14s %s\n", llama_sidecar_status_name(expected),                \
+               llama_sidecar_last_error());                                      \
+    } while (0)
+
+#define LOAD_FAILS(path, params, expected, words)                                \
+    do {                                                                         \
+        CHECK(llama_model_load((path), (params)) == NULL);                       \
+        FAILS(llama_sidecar_last_status(), (expected), (words));                 \
+    } while (0)
+
+static const char * const BAD_FILE = "errors_bad.gguf";
+
+static void write_file(const void * bytes, size_t size) {
+    FILE * file = fopen(BAD_FILE, "wb");
+    CHECK(file != NULL);
+    CHECK(fwrite(bytes, 1, size, file) == size);
+    CHECK(fclose(file) == 0);
+}
+
+static bool stop_at_once(uint64_t done, uint64_t total, void * unused) {
+    (void) done, (void) total, (void) unused;
+    return false;
+}
+
+static void * last_error_of_another_thread(void * unused) {
+    (void) unused;
+    return (void *) (uintptr_t) strlen(llama_sidecar_last_error());
+}
+
+static void files(void) {
+    LOAD_FAILS("no_such_file.gguf", NULL, LLAMA_SIDECAR_STATUS_NOT_FOUND, "no_such_file.gguf");
+    LOAD_FAILS("/", NULL, LLAMA_SIDECAR_STATUS_MALFORMED, "a directory");
+    LOAD_FAILS("/dev/null", NULL, LLAMA_SIDECAR_STATUS_MALFORMED, "a special file");
+    write_file("", 0);
+    LOAD_FAILS(BAD_FILE, NULL, LLAMA_SIDECAR_STATUS_MALFORMED, "ends inside the magic");
+    write_file("JPEG....", 8);
+    LOAD_FAILS(BAD_FILE, NULL, LLAMA_SIDECAR_STATUS_MALFORMED, "not a GGUF file");
+    write_file("GGUF\1\0\0\0", 8);
+    LOAD_FAILS(BAD_FILE, NULL, LLAMA_SIDECAR_STATUS_MALFORMED, "version 1");
+    write_file("GGUF\0\0\0\3", 8);
+    LOAD_FAILS(BAD_FILE, NULL, LLAMA_SIDECAR_STATUS_MALFORMED, "big-endian");
+    write_file("GGUF\3\0\0\0\377\377\377\377\377\377\377\177", 16);
+    LOAD_FAILS(BAD_FILE, NULL, LLAMA_SIDECAR_STATUS_MALFORMED, "tensors");
+    CHECK(remove(BAD_FILE) == 0);
+}
+
+static void parameters(const char * path) {
+    struct llama_sidecar_params params = {0};
+    FAILS(llama_sidecar_default_params(NULL), LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "NULL");
+    FAILS(llama_sidecar_default_params(&params), LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "struct_size");
+    LOAD_FAILS(path, &params, LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "struct_size");
+    params.struct_size = sizeof(params);
+    OK(llama_sidecar_default_params(&params));
+    params.n_devices = 0;
+    LOAD_FAILS(path, &params, LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "n_devices");
+    params.n_devices = 2;
+    params.device    = 2;
+    LOAD_FAILS(path, &params, LLAMA_SIDECAR_STATUS_NOT_FOUND, "device 2");
+    LOAD_FAILS(NULL, NULL, LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "path");
+
+    // A device that is too small: nothing is loaded, and the model stays usable.
+    params.device       = 1;
+    params.device_bytes = 1000;
+    struct llama_model * model = llama_model_load(path, &params);
+    CHECK(model != NULL);
+    FAILS(llama_sidecar_model_load_all(model, NULL, NULL, NULL),
+          LLAMA_SIDECAR_STATUS_OUT_OF_MEMORY, "host1");
+    CHECK(tensor_info(model, 0).device == -1);
+    OK(llama_sidecar_model_free(model));
+}
+
+static void handles(struct llama_model * model, struct llama_context * context) {
+    struct llama_sidecar_model_info info;
+    info.struct_size = sizeof(info);
+    FAILS(llama_sidecar_model_get_info(NULL, &info), LLAMA_SIDECAR_STATUS_BAD_HANDLE, "NULL");
+    // Somebody else's pointer, for example a model of llama.cpp.
+    int                  foreign;
+    struct llama_model * theirs = (struct llama_model *) (void *) &foreign;
+    FAILS(llama_sidecar_model_get_info(theirs, &info), LLAMA_SIDECAR_STATUS_BAD_HANDLE,
+          "not a handle of llama-sidecar");
+    FAILS(llama_sidecar_model_free(theirs), LLAMA_SIDECAR_STATUS_BAD_HANDLE, "not a handle");
+    // A context where a model is expected.
+    FAILS(llama_sidecar_model_get_info((struct llama_model *) (void *) context, &info),
+          LLAMA_SIDECAR_STATUS_BAD_HANDLE, "another kind");
+    CHECK(!llama_reload_changed_tensors((struct llama_context *) (void *) model));
+    FAILS(llama_sidecar_last_status(), LLAMA_SIDECAR_STATUS_BAD_HANDLE, "another kind");
+    CHECK(!llama_reload_changed_tensors(NULL));
+    CHECK(llama_sidecar_context_new(NULL) == NULL);
+    OK(llama_sidecar_model_free(NULL));
+    OK(llama_sidecar_context_free(NULL));
+    OK(llama_sidecar_report_free(NULL));
+}
+
+static void lookups(const struct llama_model * model) {
+    const uint64_t                   count = model_info(model).n_tensors;
+    struct llama_sidecar_tensor_info tensor;
+    tensor.struct_size = sizeof(tensor);
+    char     byte;
+    uint64_t index;
+    FAILS(llama_sidecar_tensor_get_info(model, count, &tensor), LLAMA_SIDECAR_STATUS_NOT_FOUND,
+          "does not exist");
+    FAILS(llama_sidecar_tensor_load(model, UINT64_MAX), LLAMA_SIDECAR_STATUS_NOT_FOUND, "tensor");
+    FAILS(llama_sidecar_tensor_find(model, "no.such.weight", &index),
+          LLAMA_SIDECAR_STATUS_NOT_FOUND, "no.such.weight");
+    FAILS(llama_sidecar_tensor_find(model, NULL, &index), LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "name");
+    FAILS(llama_sidecar_tensor_find(model, tensor_info(model, 0).name, NULL),
+          LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "index");
+    FAILS(llama_sidecar_tensor_get_info(model, 0, NULL), LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "NULL");
+    FAILS(llama_sidecar_tensor_read(model, 0, UINT64_MAX, &byte, 1),
+          LLAMA_SIDECAR_STATUS_NOT_FOUND, "byte range");
+    FAILS(llama_sidecar_tensor_read(model, 0, 0, NULL, 1), LLAMA_SIDECAR_STATUS_BAD_ARGUMENT,
+          "buffer");
+    FAILS(llama_sidecar_metadata_find(model, "no.such.key", &index),
+          LLAMA_SIDECAR_STATUS_NOT_FOUND, "no.such.key");
+    FAILS(llama_sidecar_metadata_text(model, 0, 1, &byte, 1, NULL), LLAMA_SIDECAR_STATUS_NOT_FOUND,
+          "element 1");
+    FAILS(llama_sidecar_metadata_text(model, 1u << 30, 0, &byte, 1, NULL),
+          LLAMA_SIDECAR_STATUS_NOT_FOUND, "metadata key");
+    struct llama_sidecar_device_info device;
+    device.struct_size = sizeof(device);
+    FAILS(llama_sidecar_device_get_info(model, 1, &device), LLAMA_SIDECAR_STATUS_NOT_FOUND,
+          "device 1");
+
+    // A program built against an older header gets the part that it knows, no more.
+    struct {
+        struct llama_sidecar_tensor_info known;
+        unsigned char                    beyond[64];
+    } larger;
+    memset(&larger, 0xee, sizeof(larger));
+    larger.known.struct_size = sizeof(larger);
+    OK(llama_sidecar_tensor_get_info(model, 0, &larger.known));
+    for (size_t i = 0; i < sizeof(larger.beyond); i++) {
+        CHECK(larger.beyond[i] == 0xee);
+    }
+}
+
+static void moments(struct llama_model * model, struct llama_context * context) {
+    FAILS(llama_sidecar_eval_end(context), LLAMA_SIDECAR_STATUS_BUSY, "does not evaluate");
+    OK(llama_sidecar_eval_begin(context, NULL));
+    FAILS(llama_sidecar_eval_begin(context, NULL), LLAMA_SIDECAR_STATUS_BUSY, "already evaluates");
+    OK(llama_sidecar_eval_end(context));
+    struct llama_sidecar_report * report = NULL;
+    FAILS(llama_sidecar_reload(context, &report), LLAMA_SIDECAR_STATUS_DISABLED,
+          "LLAMA_HOTSWAP_ENABLED");
+    CHECK(report == NULL);
+    FAILS(llama_sidecar_model_load_all(model, stop_at_once, NULL, NULL),
+          LLAMA_SIDECAR_STATUS_CANCELLED, "cancelled");
+    CHECK(tensor_info(model, 0).device == -1);
+}
+
+int main(int argc, char ** argv) {
+    if (argc != 2) {
+        fprintf(stderr, "usage: %s MODEL.gguf\n", argv[0]);
+        return 2;
+    }
+    CHECK(strlen(llama_sidecar_last_error()) == 0);
+    CHECK(llama_sidecar_last_status() == LLAMA_SIDECAR_STATUS_OK);
+    files();
+    parameters(argv[1]);
+
+    struct llama_sidecar_params params;
+    params.struct_size = sizeof(params);
+    OK(llama_sidecar_default_params(&params));
+    params.hotswap             = false;
+    struct llama_model * model = llama_model_load(argv[1], &params);
+    CHECK(model != NULL);
+    struct llama_context * context = llama_sidecar_context_new(model);
+    CHECK(context != NULL);
+    handles(model, context);
+    lookups(model);
+    moments(model, context);
+
+    // The last error belongs to a thread.
+    pthread_t thread;
+    void *    length;
+    CHECK(pthread_create(&thread, NULL, last_error_of_another_thread, NULL) == 0);
+    CHECK(pthread_join(thread, &length) == 0);
+    CHECK(length == NULL);
+
+    // Freed handles stay known as freed. The context keeps the model alive.
+    OK(llama_sidecar_model_free(model));
+    FAILS(llama_sidecar_model_free(model), LLAMA_SIDECAR_STATUS_BAD_HANDLE, "was freed");
+    OK(llama_sidecar_eval_begin(context, NULL));
+    OK(llama_sidecar_context_free(context)); // ends the evaluation, too
+    FAILS(llama_sidecar_eval_end(context), LLAMA_SIDECAR_STATUS_BAD_HANDLE, "was freed");
+    CHECK(strcmp(llama_sidecar_status_name(1000), "unknown status") == 0);
+    return 0;
+}

@@ -1,0 +1,55 @@
+// Prints what a GGUF file holds: metadata, then tensors.
+//
+// usage: inspect MODEL.gguf
+
+#include "example.h"
+
+#include <inttypes.h>
+
+static void print_metadata(const struct llama_model * model, uint64_t count) {
+    for (uint64_t i = 0; i < count; i++) {
+        struct llama_sidecar_metadata_info key;
+        key.struct_size = sizeof(key);
+        OK(llama_sidecar_metadata_get_info(model, i, &key));
+        if (key.is_array) {
+            printf("%-45s [%" PRIu64 " elements]\n", key.key, key.count);
+            continue;
+        }
+        char   text[60];
+        size_t length;
+        OK(llama_sidecar_metadata_text(model, i, 0, text, sizeof(text), &length));
+        printf("%-45s %s%s\n", key.key, text, length >= sizeof(text) ? "..." : "");
+    }
+}
+
+int main(int argc, char ** argv) {
+    if (argc != 2) {
+        fprintf(stderr, "usage: %s MODEL.gguf\n", argv[0]);
+        return 2;
+    }
+    struct llama_model * model = llama_model_load(argv[1], NULL);
+    if (model == NULL) {
+        fprintf(stderr, "%s\n", llama_sidecar_last_error());
+        return 1;
+    }
+
+    const struct llama_sidecar_model_info info = model_info(model);
+    printf("GGUF version %" PRIu32 ", %" PRIu64 " file(s), %" PRIu64 " bytes, %" PRIu64
+           " tensors\n\n",
+           info.gguf_version, info.n_files, info.file_bytes, info.n_tensors);
+    print_metadata(model, info.n_metadata);
+    putchar('\n');
+
+    uint64_t bytes = 0;
+    for (uint64_t i = 0; i < info.n_tensors; i++) {
+        const struct llama_sidecar_tensor_info t = tensor_info(model, i);
+        printf("%-40s %-8s %8" PRIu64 " x %8" PRIu64 " x %4" PRIu64 " x %4" PRIu64
+               " %12" PRIu64 " bytes\n",
+               t.name, t.type_name, t.ne[0], t.ne[1], t.ne[2], t.ne[3], t.nbytes);
+        CHECK(t.device == -1); // nothing was loaded
+        bytes += t.nbytes;
+    }
+    CHECK(bytes <= info.file_bytes);
+    OK(llama_sidecar_model_free(model));
+    return 0;
+}
