@@ -9,13 +9,14 @@
 //! | [`model`] | an open model: lazy tensors, loading, evaluations, contexts |
 //! | [`reload`] | hot-swap: detect, compare, stage, commit, against a trait |
 //! | [`device`] | memory where tensors live |
-//! | [`gguf`] | the file format |
+//! | [`gguf`], [`experts`] | the file format; names of expert tensors |
 //! | [`config`], [`error`], [`log`] | variables, errors, messages |
 #![deny(unsafe_op_in_unsafe_fn, missing_docs)]
 
 pub mod config;
 pub mod device;
 pub mod error;
+pub mod experts;
 pub mod ffi;
 pub mod gguf;
 pub mod log;

@@ -1,2 +1,74 @@
-//! t
-fn main() {}
+//! The `llama-sidecar` command.
+
+mod inspect;
+mod load;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Look at GGUF models and load them, the way llama-sidecar does.
+#[derive(Parser)]
+#[command(name = "llama-sidecar", version)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Show metadata, tensors, shards and experts of a model.
+    ///
+    /// Ends with 0 when llama.cpp would accept the file, else with 1 and the reason.
+    Inspect {
+        /// A GGUF file, or any shard of a model.
+        file: PathBuf,
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Load all tensors of a model into memory and say how long it took.
+    Load {
+        /// A GGUF file, or any shard of a model.
+        file: PathBuf,
+    },
+}
+
+fn main() -> ExitCode {
+    allow_many_open_files();
+    let result = match Arguments::parse().command {
+        Command::Inspect { file, json } => inspect::run(&file, json),
+        Command::Load { file } => load::run(&file),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        // A reader that has seen enough, for example `head`, is no failure.
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("llama-sidecar: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    let io = error.downcast_ref::<std::io::Error>();
+    io.is_some_and(|error| error.kind() == std::io::ErrorKind::BrokenPipe)
+}
+
+/// A model of more than 1,000 shards needs more open files than the usual limit
+/// allows. A library leaves the limits of its process alone; this is our process.
+fn allow_many_open_files() {
+    let mut limit = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
+    // SAFETY: both calls get a valid struct and touch nothing else.
+    unsafe {
+        if libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0 {
+            limit.rlim_cur = limit.rlim_max;
+            libc::setrlimit(libc::RLIMIT_NOFILE, &limit);
+        }
+    }
+}

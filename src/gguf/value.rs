@@ -124,8 +124,10 @@ pub enum Value {
     Unsigned(u64),
     /// Any signed integer.
     Signed(i64),
-    /// A float; an `f32` widened.
-    Float(f64),
+    /// A 32-bit float.
+    Single(f32),
+    /// A 64-bit float.
+    Double(f64),
     /// A truth value.
     Bool(bool),
     /// Text, not necessarily UTF-8.
@@ -152,8 +154,8 @@ impl Value {
             ValueType::I16 => Value::Signed(i64::from(bits as i16)),
             ValueType::I32 => Value::Signed(i64::from(bits as i32)),
             ValueType::I64 => Value::Signed(bits as i64),
-            ValueType::F32 => Value::Float(f64::from(f32::from_bits(bits as u32))),
-            ValueType::F64 => Value::Float(f64::from_bits(bits)),
+            ValueType::F32 => Value::Single(f32::from_bits(bits as u32)),
+            ValueType::F64 => Value::Double(f64::from_bits(bits)),
             ValueType::Bool => Value::Bool(bits != 0),
             ValueType::String => Value::Text(bytes.to_vec()),
             ValueType::Array => return None,
@@ -166,7 +168,8 @@ impl fmt::Display for Value {
         match self {
             Value::Unsigned(n) => n.fmt(f),
             Value::Signed(n) => n.fmt(f),
-            Value::Float(n) => n.fmt(f),
+            Value::Single(n) => n.fmt(f),
+            Value::Double(n) => n.fmt(f),
             Value::Bool(b) => b.fmt(f),
             Value::Text(text) => f.write_str(&String::from_utf8_lossy(text)),
         }
@@ -202,7 +205,7 @@ mod tests {
         assert_eq!(decode(ValueType::I16, &[0xff, 0xff]), Value::Signed(-1));
         assert_eq!(
             decode(ValueType::F32, &1.5f32.to_le_bytes()),
-            Value::Float(1.5)
+            Value::Single(1.5)
         );
         assert_eq!(decode(ValueType::Bool, &[2]), Value::Bool(true));
         assert_eq!(Value::decode(ValueType::U64, &[0; 4]), None);

@@ -19,7 +19,14 @@ pub fn build(name: &str, c_flags: &str) -> Result<PathBuf> {
     install(&stage)?;
     let build = target.join(name);
     run(command(tools.join("cmake"), &root())
-        .args(["-S", "c_examples", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-B"])
+        .args([
+            "-S",
+            "c_examples",
+            "-G",
+            "Ninja",
+            "-DCMAKE_BUILD_TYPE=RelWithDebInfo",
+            "-B",
+        ])
         .arg(&build)
         .arg(define("CMAKE_MAKE_PROGRAM", &tools.join("ninja")))
         .arg(define("CMAKE_PREFIX_PATH", &stage))
@@ -28,7 +35,11 @@ pub fn build(name: &str, c_flags: &str) -> Result<PathBuf> {
         .arg(format!("-DCMAKE_C_FLAGS={c_flags}"))
         .arg(format!("-DCMAKE_CXX_FLAGS={c_flags}"))
         .arg("--log-level=WARNING"))?;
-    run(command(tools.join("cmake"), &root()).arg("--build").arg(&build).arg("--").arg("--quiet"))?;
+    run(command(tools.join("cmake"), &root())
+        .arg("--build")
+        .arg(&build)
+        .arg("--")
+        .arg("--quiet"))?;
     Ok(build)
 }
 

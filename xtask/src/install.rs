@@ -11,7 +11,8 @@ use crate::run::{command, output, run};
 
 /// Builds in release mode and installs below `prefix`.
 pub fn install(prefix: &Path) -> Result<()> {
-    run(command("cargo", &root()).args(["build", "--quiet", "--release"])
+    run(command("cargo", &root())
+        .args(["build", "--quiet", "--release"])
         .args(["-p", "llama-sidecar", "-p", "llama-sidecar-cli"]))?;
     let built = target_folder()?.join("release");
     let version = env!("CARGO_PKG_VERSION");
@@ -20,16 +21,31 @@ pub fn install(prefix: &Path) -> Result<()> {
     let file = format!("libllama_sidecar.so.{version}");
     let soname = format!("libllama_sidecar.so.{major}");
 
-    copy(&built.join("libllama_sidecar.so"), &prefix.join("lib").join(&file))?;
-    copy(&built.join("libllama_sidecar.a"), &prefix.join("lib/libllama_sidecar.a"))?;
+    copy(
+        &built.join("libllama_sidecar.so"),
+        &prefix.join("lib").join(&file),
+    )?;
+    copy(
+        &built.join("libllama_sidecar.a"),
+        &prefix.join("lib/libllama_sidecar.a"),
+    )?;
     link(&file, &prefix.join("lib").join(&soname))?;
     link(&soname, &prefix.join("lib/libllama_sidecar.so"))?;
-    copy(&root().join("include/llama_sidecar.h"), &prefix.join("include/llama_sidecar.h"))?;
-    copy(&built.join("llama-sidecar"), &prefix.join("bin/llama-sidecar"))?;
+    copy(
+        &root().join("include/llama_sidecar.h"),
+        &prefix.join("include/llama_sidecar.h"),
+    )?;
+    copy(
+        &built.join("llama-sidecar"),
+        &prefix.join("bin/llama-sidecar"),
+    )?;
 
     for (template, target) in [
         ("llama_sidecar.pc.in", "lib/pkgconfig/llama_sidecar.pc"),
-        ("llama_sidecar-config.cmake.in", "lib/cmake/llama_sidecar/llama_sidecar-config.cmake"),
+        (
+            "llama_sidecar-config.cmake.in",
+            "lib/cmake/llama_sidecar/llama_sidecar-config.cmake",
+        ),
         (
             "llama_sidecar-config-version.cmake.in",
             "lib/cmake/llama_sidecar/llama_sidecar-config-version.cmake",
@@ -49,7 +65,8 @@ pub fn install(prefix: &Path) -> Result<()> {
 
 /// Where cargo builds to.
 pub fn target_folder() -> Result<std::path::PathBuf> {
-    let metadata = output(command("cargo", &root()).args(["metadata", "--no-deps", "--format-version=1"]))?;
+    let metadata =
+        output(command("cargo", &root()).args(["metadata", "--no-deps", "--format-version=1"]))?;
     let (_, rest) = metadata
         .split_once("\"target_directory\":\"")
         .context("cargo metadata names the target folder")?;
@@ -61,7 +78,8 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
     std::fs::create_dir_all(to.parent().expect("a folder"))?;
     // A library that is in use must not be written over.
     let beside = to.with_extension("new");
-    std::fs::copy(from, &beside).with_context(|| format!("{} to {}", from.display(), beside.display()))?;
+    std::fs::copy(from, &beside)
+        .with_context(|| format!("{} to {}", from.display(), beside.display()))?;
     Ok(std::fs::rename(beside, to)?)
 }
 

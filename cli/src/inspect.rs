@@ -1,0 +1,207 @@
+//! `llama-sidecar inspect`.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::Path;
+
+use anyhow::Result;
+use llama_sidecar::experts::{ExpertName, Projection};
+use llama_sidecar::gguf::{Key, Value};
+use llama_sidecar::model::{Model, Options};
+use serde_json::{Value as Json, json};
+
+/// Elements of an array that are shown.
+const SHOWN: u64 = 5;
+
+/// Shows a model on standard output.
+pub fn run(file: &Path, as_json: bool) -> Result<()> {
+    let model = Model::open(file, Options::host())?;
+    let described = describe(&model)?;
+    let mut out = std::io::stdout().lock();
+    if as_json {
+        serde_json::to_writer_pretty(&mut out, &described).map_err(std::io::Error::from)?;
+        writeln!(out)?;
+    } else {
+        print(&mut out, &described)?;
+    }
+    Ok(out.flush()?)
+}
+
+fn describe(model: &Model) -> Result<Json> {
+    let metadata: serde_json::Map<String, Json> = model
+        .metadata()
+        .iter()
+        .map(|key| Ok((key.name_lossy(), metadata_value(model, key)?)))
+        .collect::<Result<_>>()?;
+    let tensors: Vec<Json> = (0..model.tensor_count())
+        .map(|index| {
+            let tensor = model.tensor(index);
+            json!({
+                "name": model.name(index).to_string_lossy(),
+                "type": tensor.ty().name(),
+                "shape": tensor.ne(),
+                "bytes": tensor.nbytes(),
+                "file": tensor.file,
+                "offset": tensor.file_offset(),
+            })
+        })
+        .collect();
+    let files: Vec<String> = (0..model.file_count())
+        .map(|file| model.file_path(file).display().to_string())
+        .collect();
+    Ok(json!({
+        "gguf_version": model.gguf_version(),
+        "files": files,
+        "file_bytes": model.file_bytes(),
+        "metadata": metadata,
+        "types": types(model),
+        "moe_layers": moe_layers(model),
+        "tensors": tensors,
+    }))
+}
+
+fn metadata_value(model: &Model, key: &Key) -> Result<Json> {
+    if !key.array {
+        return Ok(scalar(model.value(key)?));
+    }
+    let first = model.elements(key, 0, SHOWN)?;
+    Ok(json!({
+        "array_of": key.ty.to_string(),
+        "count": key.count,
+        "first": first.into_iter().map(scalar).collect::<Vec<_>>(),
+    }))
+}
+
+fn scalar(value: Value) -> Json {
+    match value {
+        Value::Unsigned(n) => json!(n),
+        Value::Signed(n) => json!(n),
+        // As short as it was written: 1e-5 and not the digits of its nearest double.
+        Value::Single(n) => json!(n.to_string().parse::<f64>().unwrap_or(f64::from(n))),
+        Value::Double(n) => json!(n),
+        Value::Bool(b) => json!(b),
+        Value::Text(text) => json!(String::from_utf8_lossy(&text)),
+    }
+}
+
+fn types(model: &Model) -> Json {
+    let mut types: BTreeMap<&str, (u64, u64)> = BTreeMap::new();
+    for index in 0..model.tensor_count() {
+        let tensor = model.tensor(index);
+        let (count, bytes) = types.entry(tensor.ty().name()).or_default();
+        *count += 1;
+        *bytes += tensor.nbytes();
+    }
+    let each = types
+        .into_iter()
+        .map(|(name, (count, bytes))| (name.to_owned(), json!({"tensors": count, "bytes": bytes})));
+    Json::Object(each.collect())
+}
+
+/// Experts and bytes of one expert, for each projection of each layer.
+fn moe_layers(model: &Model) -> Json {
+    let mut layers: BTreeMap<u32, BTreeMap<Projection, (u64, u64, &str)>> = BTreeMap::new();
+    for index in 0..model.tensor_count() {
+        let name = model.name(index).to_string_lossy();
+        let Some(expert) = ExpertName::parse(&name) else {
+            continue;
+        };
+        let tensor = model.tensor(index);
+        let experts_here = match expert.expert {
+            None => tensor.ne()[2],
+            Some(_) => 1,
+        };
+        let of_layer = layers.entry(expert.layer).or_default();
+        let (experts, bytes, ty) = of_layer.entry(expert.projection).or_default();
+        *experts += experts_here;
+        *bytes = (*bytes).max(tensor.nbytes() / experts_here.max(1));
+        *ty = tensor.ty().name();
+    }
+    let layers = layers.into_iter().map(|(layer, projections)| {
+        let projections = projections
+            .into_iter()
+            .map(|(projection, (experts, bytes, ty))| {
+                let value = json!({"experts": experts, "bytes_per_expert": bytes, "type": ty});
+                (projection.to_string(), value)
+            });
+        json!({"layer": layer, "projections": projections.collect::<serde_json::Map<_, _>>()})
+    });
+    layers.collect()
+}
+
+fn print(out: &mut impl Write, model: &Json) -> std::io::Result<()> {
+    let list = |name: &str| model[name].as_array().cloned().unwrap_or_default();
+    let object = |value: &Json| value.as_object().cloned().unwrap_or_default();
+    writeln!(
+        out,
+        "GGUF version {}, {} file(s), {} bytes, {} tensors",
+        model["gguf_version"],
+        list("files").len(),
+        model["file_bytes"],
+        list("tensors").len()
+    )?;
+    writeln!(out, "\nmetadata")?;
+    for (key, value) in object(&model["metadata"]) {
+        match value.get("count") {
+            Some(count) => {
+                writeln!(
+                    out,
+                    "  {key}: {count} x {} {}, …",
+                    plain(&value["array_of"]),
+                    value["first"]
+                )?;
+            }
+            None => writeln!(out, "  {key}: {}", plain(&value))?,
+        }
+    }
+    writeln!(out, "\ntypes")?;
+    for (name, of_type) in object(&model["types"]) {
+        writeln!(
+            out,
+            "  {name:<10} {:>6} tensors {:>14} bytes",
+            of_type["tensors"], of_type["bytes"]
+        )?;
+    }
+    if !list("moe_layers").is_empty() {
+        writeln!(out, "\nmixture of experts")?;
+    }
+    for layer in list("moe_layers") {
+        write!(out, "  layer {:>3}:", layer["layer"])?;
+        for (projection, p) in object(&layer["projections"]) {
+            write!(
+                out,
+                "  {projection} {} x {} bytes {}",
+                p["experts"],
+                p["bytes_per_expert"],
+                plain(&p["type"])
+            )?;
+        }
+        writeln!(out)?;
+    }
+    writeln!(out, "\ntensors")?;
+    for tensor in list("tensors") {
+        let shape: Vec<String> = tensor["shape"]
+            .as_array()
+            .map(|ne| ne.iter().map(ToString::to_string).collect())
+            .unwrap_or_default();
+        writeln!(
+            out,
+            "  {:<44} {:<8} {:<26} {:>12} bytes, file {}, offset {}",
+            plain(&tensor["name"]),
+            plain(&tensor["type"]),
+            shape.join(" x "),
+            tensor["bytes"],
+            tensor["file"],
+            tensor["offset"]
+        )?;
+    }
+    Ok(())
+}
+
+/// A string without its quotes and on one line, anything else as JSON.
+fn plain(value: &Json) -> String {
+    match value.as_str() {
+        Some(text) => text.replace(['\n', '\r'], " "),
+        None => value.to_string(),
+    }
+}
