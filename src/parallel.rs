@@ -22,19 +22,27 @@ pub fn for_each<T: Send>(
     let queue = Mutex::new(Some(items.into_iter()));
     let next = || queue.lock().as_mut()?.next();
     let stop = || *queue.lock() = None;
-    std::thread::scope(|scope| {
-        for _ in 1..threads {
-            scope.spawn(|| {
-                while let Some(item) = next() {
-                    if !work(item) {
-                        stop();
-                    }
-                }
-            });
+    let help = || {
+        while let Some(item) = next() {
+            if !work(item) {
+                stop();
+            }
         }
+    };
+    std::thread::scope(|scope| {
+        // A thread that cannot be had is done without. Joining each waits until it
+        // is gone and not only done: a host may unload this library next.
+        let helpers: Vec<_> = (1..threads)
+            .filter_map(|_| std::thread::Builder::new().spawn_scoped(scope, help).ok())
+            .collect();
         while let Some(item) = next() {
             if !work(item) || !beside() {
                 stop();
+            }
+        }
+        for helper in helpers {
+            if let Err(panic) = helper.join() {
+                std::panic::resume_unwind(panic);
             }
         }
     });

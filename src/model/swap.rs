@@ -34,7 +34,6 @@ impl Model {
             SourceTensor {
                 name: self.name(index).to_owned(),
                 file: tensor.file as usize,
-                offset: info.offset,
                 ty: info.ty,
                 ne: info.ne,
             }
@@ -81,14 +80,20 @@ impl Store for Model {
             .or_else(|| self.hash(&version))
     }
 
-    fn reads_through(&self, tensor: usize, id: &FileId) -> bool {
+    fn written_through(&self, tensor: usize, id: &FileId) -> Option<u64> {
         let version = self.current(tensor);
-        let Home::File { file, loaded, .. } = &version.home else {
-            return false;
+        let Home::File {
+            file,
+            offset,
+            loaded,
+            ..
+        } = &version.home
+        else {
+            return None;
         };
-        let file = &self.files[*file];
-        let _publishing = file.trusted.lock();
-        loaded.get().is_none() && file.gguf.source.id().same_inode(id)
+        let trusted = self.files[*file].trusted.lock();
+        let written = trusted.same_inode(id) && *trusted != *id;
+        (written && loaded.get().is_none()).then_some(*offset)
     }
 
     fn can_return(&self, tensor: usize, hash: Hash) -> bool {

@@ -147,10 +147,9 @@ fn action<S: Store>(
     let info = &file.gguf.header.tensors[info];
     let known = &mut registry.tensors[tensor];
     let live_type = known.source.ty;
-    let written_through = store.reads_through(tensor, &file.gguf.source.id());
-    if written_through {
+    if let Some(offset) = store.written_through(tensor, &file.gguf.source.id()) {
         let before = known.live_hash.take();
-        if info.ty == live_type && info.offset == known.source.offset {
+        if info.ty == live_type && info.offset == offset {
             known.live_hash = before.filter(|&hash| hash == new_hash);
             return match known.live_hash {
                 Some(_) => Action::Keep,

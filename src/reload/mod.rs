@@ -54,8 +54,6 @@ pub struct SourceTensor {
     pub name: CString,
     /// Index of its file.
     pub file: usize,
-    /// Its offset there.
-    pub offset: u64,
     /// Its type.
     pub ty: &'static TypeInfo,
     /// Its shape, which never changes.
@@ -326,7 +324,6 @@ impl Registry {
                 file: file.file,
                 reason: String::new(),
             });
-            tensor.source.offset = info.offset;
             tensor.source.ty = info.ty;
             tensor.live_hash = Some(decision.hash);
             if decision.action == Action::Return

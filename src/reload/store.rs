@@ -65,9 +65,9 @@ pub trait Store: Sync {
     /// is sure that the bytes have not changed since gives it back.
     fn live_hash(&self, tensor: usize, known: Option<Hash>) -> Option<Hash>;
 
-    /// Whether a tensor is used straight out of this inode, so that writing the
-    /// file in place changed it.
-    fn reads_through(&self, tensor: usize, id: &FileId) -> bool;
+    /// Where a tensor is used straight out of the file with this identity, although
+    /// that was written in place since its bytes were trusted: its offset there.
+    fn written_through(&self, tensor: usize, id: &FileId) -> Option<u64>;
 
     /// Whether a tensor has left its original bytes and can go back to them, and
     /// they still hash to `hash`.

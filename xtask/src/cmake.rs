@@ -45,11 +45,16 @@ pub fn build(name: &str, c_flags: &str) -> Result<PathBuf> {
 
 /// Builds and runs the examples.
 pub fn test() -> Result<()> {
-    let build = build("c_examples", "")?;
+    ctest(&build("c_examples", "")?, &[])
+}
+
+/// Runs the examples of a build folder.
+pub fn ctest(build: &Path, arguments: &[&str]) -> Result<()> {
     run(command(tools()?.join("ctest"), &root())
         .arg("--test-dir")
         .arg(build)
-        .args(["--output-on-failure", "--no-tests=error"]))
+        .args(["--output-on-failure", "--no-tests=error"])
+        .args(arguments))
 }
 
 fn tools() -> Result<PathBuf> {

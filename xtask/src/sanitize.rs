@@ -1,1 +1,80 @@
-//! t
+//! Checks with other tools: sanitizers, valgrind, fuzzing.
+
+use anyhow::{Result, bail};
+use testkit::writer::{F32, Gguf, Q4_0, vocabulary};
+
+use crate::install::target_folder;
+use crate::run::{command, exists, run};
+use crate::{cmake, root};
+
+/// Runs the C examples built with AddressSanitizer and LeakSanitizer.
+pub fn asan() -> Result<()> {
+    let build = cmake::build(
+        "c_examples-asan",
+        "-fsanitize=address,undefined -fno-omit-frame-pointer",
+    )?;
+    cmake::ctest(&build, &[])
+}
+
+/// Runs the C examples under valgrind's memcheck.
+pub fn valgrind() -> Result<()> {
+    if !exists("valgrind") {
+        bail!("valgrind is not installed (Debian: apt-get install valgrind)");
+    }
+    let build = cmake::build("c_examples", "")?;
+    cmake::ctest(
+        &build,
+        &[
+            "-T",
+            "memcheck",
+            "--overwrite",
+            "MemoryCheckCommandOptions=--error-exitcode=9 --leak-check=full --errors-for-leak-kinds=definite,indirect",
+        ],
+    )
+}
+
+/// Fuzzes the parser for some minutes. Findings stay in `fuzz/artifacts`.
+///
+/// The sanitizer flags belong to nightly compilers; RUSTC_BOOTSTRAP lets the
+/// installed one take them, for this build alone.
+pub fn fuzz(minutes: u64) -> Result<()> {
+    let fuzz = root().join("fuzz");
+    let target = target_folder()?.join("fuzz");
+    run(command("cargo", &fuzz)
+        .args(["build", "--release", "--quiet", "--target", "x86_64-unknown-linux-gnu"])
+        .env("CARGO_TARGET_DIR", &target)
+        .env("RUSTC_BOOTSTRAP", "1")
+        .env(
+            "RUSTFLAGS",
+            "-Zsanitizer=address -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
+             -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
+             -Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares \
+             -Ccodegen-units=1 --cfg fuzzing -Cdebug-assertions",
+        ))?;
+
+    let corpus = fuzz.join("corpus/gguf");
+    let artifacts = fuzz.join("artifacts/gguf");
+    std::fs::create_dir_all(&corpus)?;
+    std::fs::create_dir_all(&artifacts)?;
+    let mut small = Gguf::default()
+        .tensor("blk.0.ffn_down_exps.weight", &[32, 2, 4], Q4_0, 1)
+        .tensor("output_norm.weight", &[5], F32, 2);
+    std::fs::write(corpus.join("small"), small.bytes())?;
+    small.kvs.extend(vocabulary(3));
+    small.alignment = 64;
+    std::fs::write(corpus.join("vocabulary"), small.bytes())?;
+
+    run(
+        command(target.join("x86_64-unknown-linux-gnu/release/gguf"), &fuzz)
+            .arg(&corpus)
+            .arg(fuzz.join("regressions/gguf"))
+            .arg(format!("-max_total_time={}", minutes * 60))
+            .arg(format!("-artifact_prefix={}/", artifacts.display()))
+            .args([
+                "-max_len=4096",
+                "-rss_limit_mb=2048",
+                "-timeout=10",
+                "-print_final_stats=1",
+            ]),
+    )
+}

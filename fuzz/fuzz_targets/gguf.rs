@@ -1,0 +1,55 @@
+//! Any bytes as a GGUF file: the header is parsed whole and in pieces, and the file
+//! is opened as a model whose every value and tensor is looked at.
+#![no_main]
+
+use std::io::Write;
+
+use libfuzzer_sys::fuzz_target;
+use llama_sidecar::gguf::{Access, Header, Stop};
+use llama_sidecar::model::{Model, Options};
+
+fuzz_target!(|bytes: &[u8]| {
+    let whole = Header::parse(bytes, bytes.len() as u64);
+    assert!(!matches!(whole, Err(Stop::NeedMore(_))), "the file is all there");
+
+    // A prefix gives the same verdict or asks for more.
+    let cut = bytes.len() / 2;
+    match Header::parse(&bytes[..cut], bytes.len() as u64) {
+        Err(Stop::NeedMore(needed)) => {
+            assert!(needed > cut as u64 && needed <= bytes.len() as u64);
+        }
+        part => assert_eq!(part.is_ok(), whole.is_ok()),
+    }
+    if whole.is_err() {
+        return;
+    }
+
+    let mut file = tempfile::NamedTempFile::new_in("/dev/shm").expect("a file");
+    file.write_all(bytes).expect("room for it");
+    for access in [Access::Map, Access::Read] {
+        let options = Options {
+            access,
+            ..Options::host()
+        };
+        let Ok(model) = Model::open(file.path(), options) else {
+            continue;
+        };
+        for key in model.metadata() {
+            if key.array {
+                let elements = model.elements(key, 0, 3).expect("checked at open");
+                assert_eq!(elements.len() as u64, key.count.min(3));
+            } else {
+                model.value(key).expect("checked at open");
+            }
+        }
+        for index in 0..model.tensor_count() {
+            assert!(model.find(model.name(index)).is_some());
+            let view = model.tensor(index);
+            let mut end = [0; 1];
+            if view.nbytes() > 0 {
+                model.read(index, view.nbytes() - 1, &mut end).expect("checked at open");
+            }
+        }
+        model.load_all(|_| true).expect("it fits in memory");
+    }
+});

@@ -1,0 +1,447 @@
+//! Opening models, shards, lazy loading, arenas.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use llama_sidecar::device::{Device, HostDevice};
+use llama_sidecar::error::Error;
+use llama_sidecar::gguf::{Access, Value, shard_name};
+use llama_sidecar::model::{Model, Options, State};
+use tempfile::TempDir;
+use testkit::fixtures::fixture;
+use testkit::writer::{F16, F32, Gguf, Kv, Q4_0, Q8_0, pattern, vocabulary};
+
+fn sample() -> Gguf {
+    Gguf::default()
+        .tensor("token_embd.weight", &[64, 100], Q8_0, 1)
+        .tensor("blk.0.ffn_down_exps.weight", &[64, 32, 4], Q4_0, 2)
+        .tensor("output_norm.weight", &[64], F32, 3)
+        .tensor("empty.weight", &[64, 0], F32, 4)
+}
+
+fn written(file: &Gguf) -> (TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    file.write(&path).unwrap();
+    (folder, path)
+}
+
+fn on(device: Arc<HostDevice>) -> Options {
+    Options {
+        devices: vec![HostDevice::new("host"), device],
+        device: 1,
+        ..Options::host()
+    }
+}
+
+fn bytes(model: &Model, index: usize) -> Vec<u8> {
+    let mut bytes = vec![0; model.tensor(index).nbytes() as usize];
+    model.read(index, 0, &mut bytes).unwrap();
+    bytes
+}
+
+fn zero_copy(model: &Model, index: usize) -> Vec<u8> {
+    let view = model.tensor(index);
+    let bytes = model.host_bytes(&view).expect("readable in place");
+    // SAFETY: nothing reloads or writes the file, and the model outlives the copy.
+    unsafe { &*bytes }.to_vec()
+}
+
+/// Writes `files` as the shards of one model, with the keys that gguf-split writes.
+fn write_shards(folder: &Path, files: Vec<Gguf>) -> Vec<PathBuf> {
+    let count = files.len();
+    let total: usize = files.iter().map(|file| file.tensors.len()).sum();
+    let keyed = files.into_iter().enumerate().map(|(no, file)| {
+        let path = folder.join(shard_name("m", no as u64, count as u64));
+        file.kv("split.no", Kv::U16(no as u16))
+            .kv("split.count", Kv::U16(count as u16))
+            .kv("split.tensors.count", Kv::I32(total as i32))
+            .write(&path)
+            .unwrap();
+        path
+    });
+    keyed.collect()
+}
+
+fn three_shards() -> Vec<Gguf> {
+    vec![
+        Gguf::default().kv("general.name", Kv::Text("whole".into())),
+        Gguf::default().tensor("a.weight", &[32], F32, 1),
+        Gguf::default()
+            .tensor("b.weight", &[32], F16, 2)
+            .tensor("c.weight", &[32], Q4_0, 3),
+    ]
+}
+
+#[test]
+fn tensors_are_read_in_place_on_demand_and_all_at_once() {
+    let file = sample();
+    let (_folder, path) = written(&file);
+    for access in [Access::Map, Access::Read] {
+        let model = Model::open(
+            &path,
+            Options {
+                access,
+                ..Options::host()
+            },
+        )
+        .unwrap();
+        for (index, tensor) in file.tensors.iter().enumerate() {
+            let view = model.tensor(index);
+            assert_eq!(model.name(index).to_str(), Ok(tensor.name.as_str()));
+            assert_eq!(model.find(model.name(index)), Some(index));
+            assert_eq!(
+                (view.state, view.generation, view.placed()),
+                (State::OnOriginal, 0, None)
+            );
+            assert_eq!(model.host_bytes(&view).is_some(), access == Access::Map);
+            assert_eq!(bytes(&model, index), tensor.data);
+        }
+        let first = model.load(0).unwrap().placed().unwrap();
+        assert_eq!(model.load(0).unwrap().placed(), Some(first), "loaded once");
+        let report = model.load_all(|_| true).unwrap();
+        assert_eq!((report.tensors, report.allocations), (3, 1));
+        assert_eq!(model.load_all(|_| true).unwrap().tensors, 0);
+        for (index, tensor) in file.tensors.iter().enumerate() {
+            assert_eq!(zero_copy(&model, index), tensor.data);
+            let (_, address) = model.tensor(index).placed().unwrap();
+            assert_eq!(address % 256, 0);
+        }
+    }
+}
+
+#[test]
+fn metadata_is_read_when_asked_for() {
+    let mut file = sample().kv("a.f32", Kv::Raw(6, 1e-5f32.to_le_bytes().to_vec()));
+    file.kvs.extend(vocabulary(1000));
+    let (_folder, path) = written(&file);
+    for access in [Access::Map, Access::Read] {
+        let model = Model::open(
+            &path,
+            Options {
+                access,
+                ..Options::host()
+            },
+        )
+        .unwrap();
+        let value = |key: &str| model.value(model.key(key.as_bytes()).unwrap()).unwrap();
+        assert_eq!(
+            value("general.architecture"),
+            Value::Text(b"llama".to_vec())
+        );
+        assert_eq!(value("a.f32"), Value::Single(1e-5));
+        let tokens = model.key(b"tokenizer.ggml.tokens").unwrap();
+        assert_eq!((tokens.count, tokens.array), (1000, true));
+        let some = model.elements(tokens, 998, 10).unwrap();
+        let Kv::Texts(all) = &file.kvs[3].1 else {
+            panic!("the tokens are the fourth key");
+        };
+        let expected: Vec<Value> = all[998..]
+            .iter()
+            .map(|t| Value::Text(t.clone().into()))
+            .collect();
+        assert_eq!(some, expected);
+        assert!(
+            model
+                .elements(tokens, u64::MAX, u64::MAX)
+                .unwrap()
+                .is_empty()
+        );
+        assert!(model.key(b"no.such.key").is_none());
+    }
+}
+
+#[test]
+fn many_threads_get_the_same_buffer() {
+    let (_folder, path) = written(&sample());
+    let device = HostDevice::new("gpu");
+    let model = Model::open(&path, on(device.clone())).unwrap();
+    let barrier = std::sync::Barrier::new(8);
+    let addresses: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..8)
+            .map(|_| {
+                scope.spawn(|| {
+                    barrier.wait();
+                    model.load(0).unwrap().placed()
+                })
+            })
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap())
+            .collect()
+    });
+    assert!(addresses[0].is_some() && addresses.iter().all(|a| *a == addresses[0]));
+    assert_eq!(device.memory().allocations, 1);
+    drop(model);
+    assert_eq!(device.memory().used, 0);
+}
+
+/// A device that refuses buffers above a size, as drivers do.
+#[derive(Debug)]
+struct SmallBuffers {
+    inner: Arc<HostDevice>,
+    largest: u64,
+    calls: AtomicUsize,
+}
+
+impl Device for SmallBuffers {
+    fn name(&self) -> &str {
+        "small buffers"
+    }
+
+    fn kind(&self) -> llama_sidecar::device::DeviceKind {
+        self.inner.kind()
+    }
+
+    fn memory(&self) -> llama_sidecar::device::Memory {
+        self.inner.memory()
+    }
+
+    fn allocate(
+        self: Arc<Self>,
+        len: u64,
+    ) -> Result<Box<dyn llama_sidecar::device::Buffer>, llama_sidecar::device::DeviceError> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        if len > self.largest {
+            return Err(llama_sidecar::device::DeviceError::OutOfMemory {
+                device: self.name().into(),
+                requested: len,
+                free: self.largest,
+            });
+        }
+        self.inner.clone().allocate(len)
+    }
+}
+
+#[test]
+fn any_model_loads_in_nine_allocations() {
+    let mut file = Gguf::default();
+    for i in 0..500u64 {
+        file = file.tensor(
+            &format!("t{i}.weight"),
+            &[64, 1 + (i as i64 * 37) % 90],
+            F32,
+            i,
+        );
+    }
+    let total: u64 = file.tensors.iter().map(|t| t.data.len() as u64).sum();
+    let (_folder, path) = written(&file);
+    for (largest, expected) in [(u64::MAX, 1), (total / 7, 8)] {
+        let device = Arc::new(SmallBuffers {
+            inner: HostDevice::new("inner"),
+            largest,
+            calls: AtomicUsize::new(0),
+        });
+        let options = Options {
+            devices: vec![device.clone()],
+            ..Options::host()
+        };
+        let model = Model::open(&path, options).unwrap();
+        let report = model.load_all(|_| true).unwrap();
+        assert_eq!(
+            (report.tensors, report.bytes, report.allocations),
+            (500, total, expected)
+        );
+        assert!(
+            device.calls.load(Ordering::Relaxed) <= 9,
+            "refused ones included"
+        );
+        for (index, tensor) in file.tensors.iter().enumerate() {
+            assert_eq!(zero_copy(&model, index), tensor.data, "{}", tensor.name);
+        }
+    }
+}
+
+#[test]
+fn a_load_that_is_cancelled_or_does_not_fit_leaves_nothing() {
+    let (_folder, path) = written(&sample());
+    let device = HostDevice::with_capacity("gpu", 20_000);
+    let model = Model::open(&path, on(device.clone())).unwrap();
+    assert!(matches!(model.load_all(|_| false), Err(Error::Cancelled)));
+    assert_eq!(device.memory().used, 0);
+    assert!(model.tensor(0).placed().is_none());
+
+    let mut last = 0;
+    model
+        .load_all(|progress| {
+            assert!(progress.done >= last && progress.done <= progress.total);
+            last = progress.done;
+            true
+        })
+        .unwrap();
+    assert_eq!(
+        last,
+        sample()
+            .tensors
+            .iter()
+            .map(|t| t.data.len() as u64)
+            .sum::<u64>()
+    );
+
+    let tiny = HostDevice::with_capacity("tiny", 7000);
+    let model = Model::open(&path, on(tiny.clone())).unwrap();
+    assert!(matches!(model.load_all(|_| true), Err(Error::Device(_))));
+    assert_eq!(tiny.memory().used, 0);
+    assert!(model.load(0).is_ok(), "one still fits");
+}
+
+#[test]
+fn a_file_written_in_place_is_not_trusted() {
+    let (_folder, path) = written(&sample());
+    let model = Model::open(&path, Options::host()).unwrap();
+    model.load(0).unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    let mut other = sample();
+    other.tensors[2].data = pattern(77, 256);
+    other.write(&path).unwrap();
+    assert!(matches!(model.load(2), Err(Error::WrittenInPlace { .. })));
+    assert!(matches!(
+        model.load_all(|_| true),
+        Err(Error::WrittenInPlace { .. })
+    ));
+    let mut read = [0; 4];
+    assert!(matches!(
+        model.read(2, 0, &mut read),
+        Err(Error::WrittenInPlace { .. })
+    ));
+    assert_eq!(
+        bytes(&model, 0),
+        sample().tensors[0].data,
+        "what was loaded is as it was"
+    );
+
+    std::fs::File::options()
+        .write(true)
+        .open(&path)
+        .unwrap()
+        .set_len(100)
+        .unwrap();
+    assert!(
+        model.load(2).is_err(),
+        "cut short: an error and not a bus error"
+    );
+    let key = model.key(b"general.architecture").unwrap();
+    let _ = model.value(key);
+}
+
+#[test]
+fn any_shard_opens_the_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let paths = write_shards(folder.path(), three_shards());
+    for path in &paths {
+        let model = Model::open(path, Options::host()).unwrap();
+        assert_eq!((model.file_count(), model.tensor_count()), (3, 3));
+        let c = model.find(c"c.weight").unwrap();
+        assert_eq!(model.file_path(model.tensor(c).file), paths[2]);
+        assert_eq!(bytes(&model, c), three_shards()[2].tensors[1].data);
+        let name = model.key(b"general.name").unwrap();
+        assert_eq!(model.value(name).unwrap(), Value::Text(b"whole".to_vec()));
+    }
+}
+
+#[test]
+fn wrong_shards_are_named() {
+    let fails = |break_it: &dyn Fn(&[PathBuf]), file: &str, words: &str| {
+        let folder = tempfile::tempdir().unwrap();
+        let paths = write_shards(folder.path(), three_shards());
+        break_it(&paths);
+        let error = Model::open(&paths[0], Options::host())
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains(file) && error.contains(words), "{error}");
+    };
+    fails(
+        &|paths| std::fs::remove_file(&paths[1]).unwrap(),
+        "m-00002-of-00003",
+        "No such file",
+    );
+    fails(
+        &|paths| std::fs::copy(&paths[1], &paths[2]).map(|_| ()).unwrap(),
+        "m-00003-of-00003",
+        "'split.no' is 1, expected 2",
+    );
+    // A shard of another model of three.
+    fails(
+        &|paths| {
+            let other = tempfile::tempdir().unwrap();
+            let mut files = three_shards();
+            files[0] = Gguf::default().tensor("x.weight", &[32], F32, 9);
+            let others = write_shards(other.path(), files);
+            std::fs::copy(&others[1], &paths[1]).unwrap();
+        },
+        "m-00002-of-00003",
+        "'split.tensors.count' is 4, expected 3",
+    );
+    // The same tensor in two shards.
+    fails(
+        &|paths| {
+            let mut files = three_shards();
+            files[1] = Gguf::default().tensor("b.weight", &[32], F32, 1);
+            write_shards(paths[0].parent().unwrap(), files);
+        },
+        "m-00003-of-00003",
+        "tensor 'b.weight' is also in",
+    );
+    fails(
+        &|paths| {
+            let plain = Gguf::default().tensor("a.weight", &[32], F32, 1);
+            plain.write(&paths[1]).unwrap();
+        },
+        "m-00002-of-00003",
+        "'split.count' is none, expected 3",
+    );
+    fails(
+        &|paths| std::fs::write(&paths[2], "not a model").unwrap(),
+        "m-00003-of-00003",
+        "not a GGUF file",
+    );
+
+    let folder = tempfile::tempdir().unwrap();
+    let paths = write_shards(folder.path(), three_shards());
+    let renamed = folder.path().join("renamed.gguf");
+    std::fs::rename(&paths[0], &renamed).unwrap();
+    let error = Model::open(&renamed, Options::host())
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("must end in '-00001-of-00003.gguf'"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_thousand_shards_of_one_tensor() {
+    let folder = tempfile::tempdir().unwrap();
+    let files = (0..900)
+        .map(|i| Gguf::default().tensor(&format!("t{i}.weight"), &[32], F32, i))
+        .collect();
+    let paths = write_shards(folder.path(), files);
+    let model = Model::open(&paths[450], Options::host()).unwrap();
+    assert_eq!((model.file_count(), model.tensor_count()), (900, 900));
+    assert_eq!(model.load_all(|_| true).unwrap().allocations, 1);
+    assert_eq!(bytes(&model, 899), pattern(899, 128));
+}
+
+#[test]
+fn real_models_open_whole_and_in_shards() {
+    let whole = Model::open(&fixture("smollm2.gguf"), Options::host()).unwrap();
+    for name in [
+        "smollm2-3-shards/smollm2-00002-of-00003.gguf",
+        "smollm2-tensor-shards/smollm2-00001-of-00272.gguf",
+    ] {
+        let shards = Model::open(&fixture(name), Options::host()).unwrap();
+        assert_eq!(shards.tensor_count(), whole.tensor_count());
+        shards.load_all(|_| true).unwrap();
+        for index in 0..whole.tensor_count() {
+            let there = shards.find(whole.name(index)).unwrap();
+            assert_eq!(shards.tensor(there).ty(), whole.tensor(index).ty());
+            assert!(
+                zero_copy(&shards, there) == zero_copy(&whole, index),
+                "{:?}",
+                whole.name(index)
+            );
+        }
+    }
+}
