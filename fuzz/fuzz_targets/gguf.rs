@@ -10,7 +10,10 @@ use llama_sidecar::model::{Model, Options};
 
 fuzz_target!(|bytes: &[u8]| {
     let whole = Header::parse(bytes, bytes.len() as u64);
-    assert!(!matches!(whole, Err(Stop::NeedMore(_))), "the file is all there");
+    assert!(
+        !matches!(whole, Err(Stop::NeedMore(_))),
+        "the file is all there"
+    );
 
     // A prefix gives the same verdict or asks for more.
     let cut = bytes.len() / 2;
@@ -47,7 +50,9 @@ fuzz_target!(|bytes: &[u8]| {
             let view = model.tensor(index);
             let mut end = [0; 1];
             if view.nbytes() > 0 {
-                model.read(index, view.nbytes() - 1, &mut end).expect("checked at open");
+                model
+                    .read(index, view.nbytes() - 1, &mut end)
+                    .expect("checked at open");
             }
         }
         model.load_all(|_| true).expect("it fits in memory");

@@ -2,50 +2,73 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 
 use crate::fixtures;
 use crate::install::{install, target_folder};
 use crate::root;
 use crate::run::{command, run};
 
-/// Installs into the target folder and configures and builds the examples there;
-/// returns the build folder.
-pub fn build(name: &str, c_flags: &str) -> Result<PathBuf> {
-    let fixtures_at = fixtures::make()?;
-    let tools = tools()?;
+/// Installs into the target folder and builds the examples there as a project of
+/// their own; returns the build folder.
+pub fn build(name: &str, flags: &[String]) -> Result<PathBuf> {
     let target = target_folder()?;
     let stage = target.join("stage");
     install(&stage)?;
     let build = target.join(name);
+    let found = define("CMAKE_PREFIX_PATH", &stage);
+    configure("c_examples", &build, &[&[found], flags].concat())?;
+    Ok(build)
+}
+
+/// Builds and runs the examples through the CMakeLists.txt of the repository, and
+/// installs from there.
+pub fn test_top_level() -> Result<()> {
+    let build = target_folder()?.join("cmake");
+    configure(".", &build, &[])?;
+    ctest(&build, &[])?;
+    let prefix = target_folder()?.join("cmake-installed");
+    run(command(tools()?.join("cmake"), &root())
+        .arg("--install")
+        .arg(&build)
+        .arg("--prefix")
+        .arg(&prefix))?;
+    for file in [
+        "include/llama_sidecar.h",
+        "lib/libllama_sidecar.so",
+        "bin/llama-sidecar",
+    ] {
+        ensure!(
+            prefix.join(file).exists(),
+            "cmake --install left out {file}"
+        );
+    }
+    Ok(())
+}
+
+fn configure(source: &str, build: &Path, flags: &[String]) -> Result<()> {
+    let fixtures_at = fixtures::make()?;
+    let tools = tools()?;
     run(command(tools.join("cmake"), &root())
         .args([
             "-S",
-            "c_examples",
+            source,
             "-G",
             "Ninja",
             "-DCMAKE_BUILD_TYPE=RelWithDebInfo",
             "-B",
         ])
-        .arg(&build)
+        .arg(build)
         .arg(define("CMAKE_MAKE_PROGRAM", &tools.join("ninja")))
-        .arg(define("CMAKE_PREFIX_PATH", &stage))
         .arg(define("MODEL", &fixtures_at.join("smollm2.gguf")))
         .arg(define("VARIANT", &fixtures_at.join("smollm2-mixed.gguf")))
-        .arg(format!("-DCMAKE_C_FLAGS={c_flags}"))
-        .arg(format!("-DCMAKE_CXX_FLAGS={c_flags}"))
+        .args(flags)
         .arg("--log-level=WARNING"))?;
     run(command(tools.join("cmake"), &root())
         .arg("--build")
-        .arg(&build)
+        .arg(build)
         .arg("--")
-        .arg("--quiet"))?;
-    Ok(build)
-}
-
-/// Builds and runs the examples.
-pub fn test() -> Result<()> {
-    ctest(&build("c_examples", "")?, &[])
+        .arg("--quiet"))
 }
 
 /// Runs the examples of a build folder.

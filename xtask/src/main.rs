@@ -7,9 +7,10 @@
 //! cargo xtask fixtures   download and make the models the tests use
 //! cargo xtask header     write include/llama_sidecar.h
 //! cargo xtask install --prefix DIR
-//! cargo xtask check [asan] [valgrind] [fuzz MINUTES]
+//! cargo xtask check asan | valgrind | fuzz MINUTES
 //! ```
 
+mod abi;
 mod cmake;
 mod fixtures;
 mod header;
@@ -40,7 +41,7 @@ fn main() -> Result<()> {
         ["fixtures"] => fixtures::make().map(|_| ()),
         ["header"] => header::write(),
         ["header", "--check"] => header::check(),
-        ["install", "--prefix", prefix] => install::install(prefix.as_ref()),
+        ["install", "--prefix", prefix] => install::install(&std::path::absolute(prefix)?),
         ["check", "asan"] => sanitize::asan(),
         ["check", "valgrind"] => sanitize::valgrind(),
         ["check", "fuzz", minutes] => sanitize::fuzz(minutes.parse()?),

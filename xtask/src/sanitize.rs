@@ -7,11 +7,16 @@ use crate::install::target_folder;
 use crate::run::{command, exists, run};
 use crate::{cmake, root};
 
-/// Runs the C examples built with AddressSanitizer and LeakSanitizer.
+/// Runs the C examples built with AddressSanitizer, LeakSanitizer and
+/// UndefinedBehaviorSanitizer.
 pub fn asan() -> Result<()> {
+    let flags = "-fsanitize=address,undefined -fno-sanitize-recover -fno-omit-frame-pointer";
     let build = cmake::build(
         "c_examples-asan",
-        "-fsanitize=address,undefined -fno-omit-frame-pointer",
+        &[
+            format!("-DCMAKE_C_FLAGS={flags}"),
+            format!("-DCMAKE_CXX_FLAGS={flags}"),
+        ],
     )?;
     cmake::ctest(&build, &[])
 }
@@ -21,16 +26,12 @@ pub fn valgrind() -> Result<()> {
     if !exists("valgrind") {
         bail!("valgrind is not installed (Debian: apt-get install valgrind)");
     }
-    let build = cmake::build("c_examples", "")?;
-    cmake::ctest(
-        &build,
-        &[
-            "-T",
-            "memcheck",
-            "--overwrite",
-            "MemoryCheckCommandOptions=--error-exitcode=9 --leak-check=full --errors-for-leak-kinds=definite,indirect",
-        ],
-    )
+    let launcher = "valgrind;--quiet;--error-exitcode=9;--leak-check=full;--errors-for-leak-kinds=definite,indirect";
+    let build = cmake::build(
+        "c_examples-valgrind",
+        &[format!("-DCMAKE_TEST_LAUNCHER={launcher}")],
+    )?;
+    cmake::ctest(&build, &[])
 }
 
 /// Fuzzes the parser for some minutes. Findings stay in `fuzz/artifacts`.

@@ -1,1 +1,144 @@
-//! t
+//! The two commands of the README, and the benches.
+
+use std::time::Instant;
+
+use anyhow::{Result, bail};
+
+use crate::install::{install, target_folder};
+use crate::run::{command, exists, run};
+use crate::{abi, cmake, fixtures, header, root, sanitize};
+
+/// How long CI fuzzes.
+const FUZZ_MINUTES: u64 = 1;
+
+/// A part of the test suite.
+struct Check {
+    name: &'static str,
+    run: fn() -> Result<()>,
+    /// Why it cannot run here, if so.
+    missing: fn() -> Option<&'static str>,
+}
+
+const CHECKS: &[Check] = &[
+    Check::new("format", || {
+        run(command("cargo", &root()).args(["fmt", "--all", "--check"]))?;
+        run(command("cargo", &root().join("fuzz")).args(["fmt", "--check"]))
+    }),
+    Check::new("clippy", || {
+        run(command("cargo", &root()).args([
+            "clippy",
+            "--quiet",
+            "--workspace",
+            "--all-targets",
+            "--",
+            "-D",
+            "warnings",
+        ]))
+    }),
+    Check::new("header is current", header::check),
+    Check::new("fixtures", || fixtures::make().map(|_| ())),
+    Check::new("rust tests", || {
+        run(command("cargo", &root()).args(["test", "--quiet", "--workspace"]))
+    }),
+    Check::new("C examples, top-level CMake", cmake::test_top_level),
+    Check::new("exported symbols", abi::check),
+    Check::new(
+        "C examples, find_package, address sanitizer",
+        sanitize::asan,
+    ),
+    Check {
+        name: "C examples, valgrind",
+        run: sanitize::valgrind,
+        missing: || (!exists("valgrind")).then_some("valgrind is not installed"),
+    },
+    Check::new("fuzzing, short", || sanitize::fuzz(FUZZ_MINUTES)),
+];
+
+impl Check {
+    const fn new(name: &'static str, run: fn() -> Result<()>) -> Check {
+        Check {
+            name,
+            run,
+            missing: || None,
+        }
+    }
+}
+
+/// Runs every check, also after one failed, and sums up.
+pub fn test() -> Result<()> {
+    let mut summary = Vec::new();
+    let (mut passed, mut failed, mut skipped) = (0, 0, 0);
+    for check in CHECKS {
+        println!("\n== {}", check.name);
+        if let Some(reason) = (check.missing)() {
+            skipped += 1;
+            summary.push(format!("skipped  {} ({reason})", check.name));
+            continue;
+        }
+        let began = Instant::now();
+        let result = (check.run)();
+        let seconds = began.elapsed().as_secs_f64();
+        match result {
+            Ok(()) => {
+                passed += 1;
+                summary.push(format!("passed   {} ({seconds:.0} s)", check.name));
+            }
+            Err(error) => {
+                failed += 1;
+                summary.push(format!(
+                    "FAILED   {} ({seconds:.0} s): {error:#}",
+                    check.name
+                ));
+            }
+        }
+    }
+    println!("\n== summary");
+    for line in summary {
+        println!("{line}");
+    }
+    println!("{passed} passed, {failed} failed, {skipped} skipped");
+    if failed > 0 {
+        bail!("{failed} of {} checks failed", CHECKS.len());
+    }
+    Ok(())
+}
+
+/// The first journey: look at a model, load it lazily, swap tensors under it.
+pub fn demo() -> Result<()> {
+    let fixtures = fixtures::make()?;
+    let stage = target_folder()?.join("stage");
+    install(&stage)?;
+    let examples = cmake::build("c_examples", &[])?;
+    let model = fixtures.join("smollm2.gguf");
+    let variant = fixtures.join("smollm2-mixed.gguf");
+
+    tell("A real model, SmolLM2-135M. Its header is read, and nothing else.");
+    run(command("sh", &root())
+        .args(["-c", "\"$1\" inspect \"$2\" | head -n 20", "sh"])
+        .arg(stage.join("bin/llama-sidecar"))
+        .arg(&model))?;
+    tell("A C program opens it lazily: it touches three tensors and has no more in memory.");
+    run(command(examples.join("lazy_load"), &root()).arg(&model))?;
+    tell(
+        "Another has it loaded while the file changes: eight tensors get another quantisation, and go back.",
+    );
+    run(command(examples.join("hot_swap"), &root().join("target"))
+        .arg(&model)
+        .arg(&variant))?;
+    tell("Everything at once: at most nine allocations, at the speed of memory.");
+    run(command(stage.join("bin/llama-sidecar"), &root())
+        .arg("load")
+        .arg(&model))?;
+    tell("The programs are c_examples/lazy_load.c and c_examples/hot_swap.c.");
+    Ok(())
+}
+
+fn tell(text: &str) {
+    println!("\n>> {text}\n");
+}
+
+/// Runs a bench.
+pub fn bench(name: &str) -> Result<()> {
+    fixtures::make()?;
+    run(command("cargo", &root()).args(["bench", "--quiet", "--bench", name]))
+}
