@@ -122,7 +122,7 @@ pub fn demo() -> Result<()> {
     tell(
         "Another has it loaded while the file changes: eight tensors get another quantisation, and go back.",
     );
-    run(command(examples.join("hot_swap"), &root().join("target"))
+    run(command(examples.join("hot_swap"), &target_folder()?)
         .arg(&model)
         .arg(&variant))?;
     tell("Everything at once: at most nine allocations, at the speed of memory.");
