@@ -3,23 +3,36 @@
 //! | variable | default | meaning |
 //! |---|---|---|
 //! | `LLAMA_HOTSWAP_ENABLED` | off | register the files of tensors at load and allow reloads; on when set and neither empty nor `0` |
+//! | `LLAMA_SIDECAR_SPLIT` | none | cut matrices over the devices after the first, in these proportions: `3,1,1` |
+//! | `LLAMA_SIDECAR_CPU_MOE` | off | keep routed experts in host memory; on when set and neither empty nor `0` |
+//! | `LLAMA_SIDECAR_OVERRIDE_TENSOR` | none | tensors whose name matches go to a device, whole: `ffn_.*_exps=0;attn=2` |
+//! | `LLAMA_SIDECAR_STAGING_MB` | `0` | the most that a reload stages before it switches, in MiB; 0 for no limit |
 //! | `LLAMA_SIDECAR_LOG` | `warn` | what goes to the log: `off`, `error`, `warn`, `info`, `debug` |
 //!
 //! A value that does not parse is logged with what is allowed, counted, and the
 //! default is used. A set-uid process reads none of them: its environment belongs
 //! to somebody else.
 
-use std::ffi::OsString;
+use std::ffi::{CString, OsString};
 
 use once_cell::sync::Lazy;
+use regex::Regex;
 
-use crate::log::Level;
+use crate::log::{self, Level};
 
 /// The settings in force.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
     /// `LLAMA_HOTSWAP_ENABLED`.
     pub hotswap: bool,
+    /// `LLAMA_SIDECAR_SPLIT`, as it is: checked, but kept as text.
+    pub split: Option<CString>,
+    /// `LLAMA_SIDECAR_CPU_MOE`.
+    pub cpu_moe: bool,
+    /// `LLAMA_SIDECAR_OVERRIDE_TENSOR`, as it is: checked, but kept as text.
+    pub override_tensor: Option<CString>,
+    /// `LLAMA_SIDECAR_STAGING_MB`, in bytes.
+    pub staging_bytes: u64,
     /// `LLAMA_SIDECAR_LOG`.
     pub log: Level,
     /// One sentence for each variable whose value was not understood.
@@ -38,24 +51,95 @@ impl Config {
     }
 
     fn parse(variable: impl Fn(&str) -> Option<OsString>) -> Config {
-        let mut rejected = Vec::new();
+        let rejected = std::cell::RefCell::new(Vec::new());
         let set = |name: &str| variable(name).filter(|value| !value.is_empty());
-        let hotswap = set("LLAMA_HOTSWAP_ENABLED").is_some_and(|value| value != "0");
-        let log = set("LLAMA_SIDECAR_LOG").map_or(Level::Warn, |value| {
-            let level = value.to_str().and_then(Level::from_name);
-            level.unwrap_or_else(|| {
-                rejected.push(format!(
-                    "LLAMA_SIDECAR_LOG={value:?}: expected off, error, warn, info or debug; using warn"
-                ));
-                Level::Warn
-            })
+        let on = |name: &str| set(name).is_some_and(|value| value != "0");
+        // The value, if `accept` does not say what is wrong with it.
+        let checked = |name: &str, accept: &dyn Fn(&str) -> Result<(), String>| {
+            let value = set(name)?;
+            let accepted = match value.to_str() {
+                Some(text) => accept(text),
+                None => Err("expected UTF-8".into()),
+            };
+            if let Err(why) = accepted {
+                let sentence = format!("{name}={value:?}: {why}; using the default");
+                rejected.borrow_mut().push(sentence);
+                return None;
+            }
+            value.into_string().ok()
+        };
+        let owned = |text: String| CString::new(text).ok();
+
+        let level = checked("LLAMA_SIDECAR_LOG", &|text| {
+            let found = Level::from_name(text).map(|_| ());
+            found.ok_or_else(|| "expected off, error, warn, info or debug".into())
+        });
+        let split_text = checked("LLAMA_SIDECAR_SPLIT", &|text| split(text).map(|_| ()));
+        let override_tensor = checked("LLAMA_SIDECAR_OVERRIDE_TENSOR", &|text| {
+            overrides(text).map(|_| ())
+        });
+        let mib = |text: &str| text.parse::<u64>().ok()?.checked_mul(1 << 20);
+        let staging = checked("LLAMA_SIDECAR_STAGING_MB", &|text| {
+            mib(text)
+                .map(|_| ())
+                .ok_or_else(|| "expected a number of MiB".into())
         });
         Config {
-            hotswap,
-            log,
-            rejected,
+            hotswap: on("LLAMA_HOTSWAP_ENABLED"),
+            split: split_text.and_then(owned),
+            cpu_moe: on("LLAMA_SIDECAR_CPU_MOE"),
+            override_tensor: override_tensor.and_then(owned),
+            staging_bytes: staging.as_deref().and_then(mib).unwrap_or(0),
+            log: level
+                .as_deref()
+                .and_then(Level::from_name)
+                .unwrap_or(Level::Warn),
+            rejected: rejected.into_inner(),
         }
     }
+
+    /// Logs what was not understood, once.
+    pub fn complain(&self) {
+        static ONCE: std::sync::Once = std::sync::Once::new();
+        ONCE.call_once(|| {
+            for sentence in &self.rejected {
+                log::log(Level::Error, format_args!("{sentence}"));
+            }
+        });
+    }
+}
+
+/// Reads proportions such as `3,1,1`.
+pub fn split(text: &str) -> Result<Vec<f64>, String> {
+    let proportion = |part: &str| {
+        let number: f64 = part.trim().parse().ok()?;
+        (number.is_finite() && number >= 0.0).then_some(number)
+    };
+    let all: Option<Vec<f64>> = text.split(',').map(proportion).collect();
+    all.filter(|all| all.iter().sum::<f64>() > 0.0).ok_or_else(|| {
+        format!(
+            "split '{text}': expected numbers with commas between them, for example 3,1,1, and not all of them 0"
+        )
+    })
+}
+
+/// Reads rules such as `ffn_.*_exps=0;attn=2`: a regular expression for tensor names
+/// and the index of a device.
+pub fn overrides(text: &str) -> Result<Vec<(Regex, usize)>, String> {
+    let rules = text.split(';').filter(|rule| !rule.trim().is_empty());
+    rules
+        .map(|rule| {
+            let (pattern, device) = rule
+                .rsplit_once('=')
+                .ok_or_else(|| format!("override '{rule}': expected PATTERN=DEVICE"))?;
+            let device = device.trim().parse().map_err(|_| {
+                format!("override '{rule}': expected the number of a device after '='")
+            })?;
+            let pattern = Regex::new(pattern.trim())
+                .map_err(|error| format!("override '{rule}': {error}"))?;
+            Ok((pattern, device))
+        })
+        .collect()
 }
 
 #[cfg(test)]
@@ -88,11 +172,35 @@ mod tests {
     }
 
     #[test]
+    fn placement_variables_are_checked_and_kept() {
+        let config = parse(&[
+            ("LLAMA_SIDECAR_SPLIT", "3,1"),
+            ("LLAMA_SIDECAR_CPU_MOE", "1"),
+            ("LLAMA_SIDECAR_OVERRIDE_TENSOR", "attn=1"),
+            ("LLAMA_SIDECAR_STAGING_MB", "2"),
+        ]);
+        assert_eq!(config.rejected, [""; 0]);
+        assert_eq!(config.split.as_deref(), Some(c"3,1"));
+        assert_eq!(config.override_tensor.as_deref(), Some(c"attn=1"));
+        assert_eq!((config.cpu_moe, config.staging_bytes), (true, 2 << 20));
+    }
+
+    #[test]
     fn a_bad_value_is_named_and_the_default_used() {
         let config = parse(&[("LLAMA_SIDECAR_LOG", "loud")]);
         assert_eq!(config.log, Level::Warn);
         assert_eq!(config.rejected.len(), 1);
         assert!(config.rejected[0].contains("LLAMA_SIDECAR_LOG=\"loud\""));
+        let config = parse(&[
+            ("LLAMA_SIDECAR_SPLIT", "1,x"),
+            ("LLAMA_SIDECAR_OVERRIDE_TENSOR", "(=1"),
+            ("LLAMA_SIDECAR_STAGING_MB", "-1"),
+        ]);
+        assert_eq!(config.rejected.len(), 3);
+        assert_eq!(
+            (config.split, config.override_tensor, config.staging_bytes),
+            (None, None, 0)
+        );
         assert_eq!(parse(&[("LLAMA_SIDECAR_LOG", "debug")]).log, Level::Debug);
     }
 }

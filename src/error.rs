@@ -42,6 +42,8 @@ pub enum Error {
     HotSwapOff,
     #[error("{0}")]
     Busy(&'static str),
+    #[error("{0}")]
+    Invalid(String),
 }
 
 /// Result of the library's operations.

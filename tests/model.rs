@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use llama_sidecar::device::{Device, HostDevice};
 use llama_sidecar::error::Error;
 use llama_sidecar::gguf::{Access, Value, shard_name};
-use llama_sidecar::model::{Model, Options, State};
+use llama_sidecar::model::{Model, Options, Placement, State};
 use tempfile::TempDir;
 use testkit::fixtures::fixture;
 use testkit::writer::{F16, F32, Gguf, Kv, Q4_0, Q8_0, pattern, vocabulary};
@@ -30,7 +30,7 @@ fn written(file: &Gguf) -> (TempDir, PathBuf) {
 fn on(device: Arc<HostDevice>) -> Options {
     Options {
         devices: vec![HostDevice::new("host"), device],
-        device: 1,
+        placement: Placement::on(1),
         ..Options::host()
     }
 }

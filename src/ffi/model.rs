@@ -63,7 +63,9 @@ pub unsafe extern "C" fn llama_model_load(
             chosen = unsafe { read(params, chosen) }?;
         }
         let path = Path::new(std::ffi::OsStr::from_bytes(path.to_bytes()));
-        let model = Model::open(path, chosen.options()?)?;
+        // SAFETY: the strings are the caller's, or our own defaults.
+        let options = unsafe { chosen.options() }?;
+        let model = Model::open(path, options)?;
         Ok(handle::new(OpenModel::new(model)))
     });
     opened.unwrap_or(std::ptr::null_mut())

@@ -2,10 +2,11 @@
 
 use super::status::{Failure, llama_sidecar_status, status};
 use super::{SizedStruct, fill};
-use crate::config::Config;
+use crate::config::{self, Config};
 use crate::device::{Device, HostDevice};
 use crate::gguf::Access;
-use crate::model::Options;
+use crate::model::{Options, Placement};
+use std::ffi::{CString, c_char};
 use std::sync::Arc;
 
 /// How to open a model. Fill it with llama_sidecar_default_params first.
@@ -19,12 +20,25 @@ pub struct llama_sidecar_params {
     /// Map files, so that tensors can be used in place. Where mapping is refused, files are read.
     /// Default: true.
     pub use_mmap: bool,
-    /// How many host devices the model has, 1 to 64; they stand for GPUs in tests. Default: 1.
+    /// Keep routed experts in host memory, device 0. Default: LLAMA_SIDECAR_CPU_MOE.
+    pub cpu_moe: bool,
+    /// How many host devices the model has, 1 to 64; beside the first, which is the memory of the
+    /// process, they stand for GPUs. Default: 1.
     pub n_devices: u32,
-    /// The device that tensors are loaded to. Default: 0.
+    /// The device of tensors that nothing else is said about. Default: 0.
     pub device: u32,
-    /// The most bytes each device gives out at a time, 0 for all there are. Default: 0.
+    /// The most bytes each device but the first gives out at a time, 0 for all there are. Default: 0.
     pub device_bytes: u64,
+    /// The most bytes a reload stages before it switches, 0 for no limit. Reloads of more are done in
+    /// steps, each consistent. Default: LLAMA_SIDECAR_STAGING_MB.
+    pub staging_bytes: u64,
+    /// Cut matrices over devices 1, 2, ... in these proportions, for example "3,1,1"; NULL or empty
+    /// for no cutting. Default: LLAMA_SIDECAR_SPLIT.
+    pub split: *const c_char,
+    /// Tensors whose name matches a regular expression go to a device, whole; the first match counts.
+    /// For example "ffn_.*_exps=0;attn=2"; NULL or empty for none. Default:
+    /// LLAMA_SIDECAR_OVERRIDE_TENSOR.
+    pub override_tensor: *const c_char,
 }
 
 // SAFETY: repr(C), starts with struct_size, plain fields.
@@ -35,29 +49,55 @@ unsafe impl SizedStruct for llama_sidecar_params {
 
 impl llama_sidecar_params {
     pub(super) fn defaults() -> llama_sidecar_params {
+        let config = Config::get();
+        config.complain();
         llama_sidecar_params {
             struct_size: size_of::<llama_sidecar_params>(),
-            hotswap: Config::get().hotswap,
+            hotswap: config.hotswap,
             use_mmap: true,
+            cpu_moe: config.cpu_moe,
             n_devices: 1,
             device: 0,
             device_bytes: 0,
+            staging_bytes: config.staging_bytes,
+            split: c_text(&config.split),
+            override_tensor: c_text(&config.override_tensor),
         }
     }
 
-    pub(super) fn options(&self) -> Result<Options, Failure> {
+    /// # Safety
+    ///
+    /// The strings are null or NUL-terminated.
+    pub(super) unsafe fn options(&self) -> Result<Options, Failure> {
         if !(1..=64).contains(&self.n_devices) {
             return Err(Failure::argument(format!(
                 "n_devices is {}, expected 1 to 64",
                 self.n_devices
             )));
         }
-        let capacity = match self.device_bytes {
-            0 => u64::MAX,
-            bytes => bytes,
+        // SAFETY: as the caller vouches.
+        let (split, overrides) = unsafe {
+            (
+                utf8(self.split, "split")?,
+                utf8(self.override_tensor, "override_tensor")?,
+            )
         };
-        let device =
-            |i| -> Arc<dyn Device> { HostDevice::with_capacity(format!("host{i}"), capacity) };
+        let placement = Placement {
+            device: self.device as usize,
+            split: match split {
+                "" => Vec::new(),
+                split => config::split(split).map_err(Failure::argument)?,
+            },
+            cpu_moe: self.cpu_moe,
+            overrides: config::overrides(overrides).map_err(Failure::argument)?,
+        };
+        let device = |i| -> Arc<dyn Device> {
+            let capacity = match (i, self.device_bytes) {
+                (0, _) | (_, 0) => u64::MAX,
+                (_, bytes) => bytes,
+            };
+            HostDevice::with_capacity(format!("host{i}"), capacity)
+        };
         Ok(Options {
             access: if self.use_mmap {
                 Access::Map
@@ -66,9 +106,27 @@ impl llama_sidecar_params {
             },
             hotswap: self.hotswap,
             devices: (0..self.n_devices).map(device).collect(),
-            device: self.device as usize,
+            placement,
+            staging_bytes: self.staging_bytes,
         })
     }
+}
+
+fn c_text(text: &'static Option<CString>) -> *const c_char {
+    text.as_ref().map_or(std::ptr::null(), |text| text.as_ptr())
+}
+
+/// # Safety
+///
+/// `text` is null or a NUL-terminated string that lives as long as the result.
+unsafe fn utf8<'a>(text: *const c_char, what: &str) -> Result<&'a str, Failure> {
+    if text.is_null() {
+        return Ok("");
+    }
+    // SAFETY: as the caller vouches.
+    let text = unsafe { super::text(text, what) }?;
+    text.to_str()
+        .map_err(|_| Failure::argument(format!("{what} is not UTF-8")))
 }
 
 /// Fills `params` with the defaults, which follow from the LLAMA_* variables. Set struct_size before.

@@ -11,8 +11,10 @@ use crate::reload::{FileEvent, Outcome, Report};
 /// A report and its texts for C.
 pub(super) struct OwnedReport {
     report: Report,
-    /// Reason of each tensor.
-    reasons: Vec<CString>,
+    /// Reason and placement of each tensor.
+    tensors: Vec<(CString, CString)>,
+    /// Why the reload stopped half-way.
+    failure: CString,
     /// Path and reason of each file.
     files: Vec<(CString, CString)>,
 }
@@ -21,11 +23,12 @@ impl OwnedReport {
     fn new(report: Report) -> OwnedReport {
         let c = |bytes: &[u8]| CString::new(bytes).unwrap_or_default();
         OwnedReport {
-            reasons: report
+            tensors: report
                 .tensors
                 .iter()
-                .map(|t| c(t.reason.as_bytes()))
+                .map(|t| (c(t.reason.as_bytes()), c(t.placement.as_bytes())))
                 .collect(),
+            failure: c(report.failure.as_deref().unwrap_or_default().as_bytes()),
             files: report
                 .files
                 .iter()
@@ -49,7 +52,9 @@ pub extern "C" fn llama_reload_changed_tensors(context: *mut llama_context) -> b
 /// Like llama_reload_changed_tensors, and tells what happened to each tensor.
 ///
 /// Everything that changed is switched together, between evaluations; on failure nothing is. Files
-/// that cannot be taken (unreadable, incomplete, of another model) are left out and reported.
+/// that cannot be taken (unreadable, incomplete, of another model) are left out and reported. Only
+/// when there is less memory, or staging_bytes, than a reload needs is it done in several steps, each
+/// consistent; when a later one fails, the report says so and the next reload goes on from there.
 ///
 /// `report` gets a report to be freed with llama_sidecar_report_free; it is independent of the
 /// model. With a status other than OK there is none.
@@ -103,10 +108,17 @@ pub struct llama_sidecar_report_info {
     pub n_in_place: u64,
     /// Tensors that were refused.
     pub n_refused: u64,
+    /// Tensors whose bytes are the same in other places.
+    pub n_moved: u64,
     /// Bytes read into new buffers.
     pub bytes_staged: u64,
     /// The model's generation after the reload; 0 when it changed nothing.
     pub generation: u64,
+    /// How often evaluations were kept out: 1 when something changed, more when it was done in steps.
+    pub n_commits: u64,
+    /// Why a reload that was done in steps stopped after some of them; empty otherwise. Valid until
+    /// the report is freed.
+    pub failure: *const c_char,
     /// Looking at files and parsing changed headers.
     pub detect_us: u64,
     /// Reading and hashing tensors.
@@ -151,8 +163,11 @@ pub unsafe extern "C" fn llama_sidecar_report_get_info(
             n_unchanged: count(Outcome::Unchanged),
             n_in_place: count(Outcome::InPlace),
             n_refused: count(Outcome::Refused),
+            n_moved: count(Outcome::Moved),
             bytes_staged: report.bytes_staged,
             generation: report.generation,
+            n_commits: u64::from(report.commits),
+            failure: owned.failure.as_ptr(),
             detect_us: report.times.detect.as_micros() as u64,
             compare_us: report.times.compare.as_micros() as u64,
             stage_us: report.times.stage.as_micros() as u64,
@@ -179,6 +194,9 @@ pub enum llama_sidecar_outcome {
     InPlace = 3,
     /// It, or its whole file, was refused; it is as before.
     Refused = 4,
+    /// The same bytes in other places, because something that is laid out with it changed, or there
+    /// was no room on a device, or there is again.
+    Moved = 5,
 }
 
 /// One tensor of a changed file.
@@ -197,7 +215,10 @@ pub struct llama_sidecar_report_tensor {
     pub new_type: *const c_char,
     /// Why it was refused; empty otherwise.
     pub reason: *const c_char,
-    /// Bytes in the file; 0 for a refused tensor.
+    /// Which devices hold which rows of it now, in words; empty when it did not change or is on no
+    /// device.
+    pub placement: *const c_char,
+    /// Bytes in the file; 0 for a tensor that was refused or only moved.
     pub nbytes: u64,
     /// What happened to it.
     pub outcome: llama_sidecar_outcome,
@@ -226,13 +247,15 @@ pub unsafe extern "C" fn llama_sidecar_report_get_tensor(
         let tensor = tensors
             .get(at as usize)
             .ok_or_else(|| missing(at, tensors.len()))?;
+        let (reason, placement) = &owned.tensors[at as usize];
         let value = llama_sidecar_report_tensor {
             struct_size: size_of::<llama_sidecar_report_tensor>(),
             index: tensor.tensor as u64,
             name: tensor.name.as_ptr(),
             old_type: tensor.old_type.c_name().as_ptr(),
             new_type: tensor.new_type.c_name().as_ptr(),
-            reason: owned.reasons[at as usize].as_ptr(),
+            reason: reason.as_ptr(),
+            placement: placement.as_ptr(),
             nbytes: tensor.nbytes,
             outcome: match tensor.outcome {
                 Outcome::Unchanged => llama_sidecar_outcome::Unchanged,
@@ -240,6 +263,7 @@ pub unsafe extern "C" fn llama_sidecar_report_get_tensor(
                 Outcome::Returned => llama_sidecar_outcome::Returned,
                 Outcome::InPlace => llama_sidecar_outcome::InPlace,
                 Outcome::Refused => llama_sidecar_outcome::Refused,
+                Outcome::Moved => llama_sidecar_outcome::Moved,
             },
         };
         // SAFETY: as the caller vouches.

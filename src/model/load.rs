@@ -1,28 +1,27 @@
-//! Materialising tensors: from their file into buffers on their device.
+//! Materialising tensors: from their file into buffers on their devices.
 //!
 //! Bytes are read from the file and not copied out of its mapping: a read costs no
 //! page faults on the source, and a file that was cut short gives an error instead
 //! of a bus error.
 
-use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::tensor::{Home, Placed, Version};
+use super::cut::Runs;
+use super::fill::{CHUNK, FillError, Target, fill, from_file};
+use super::placement::Layout;
+use super::tensor::{Home, Part, PartPlan, Placed, Version, plan_parts};
 use super::{Model, TensorView};
-use crate::device::{ALIGNMENT, Buffer, Device, DeviceError};
+use crate::device::{ALIGNMENT, Buffer, DeviceError};
 use crate::error::{Error, Result};
-use crate::gguf::{FileId, Source};
+use crate::gguf::FileId;
 use crate::parallel;
 
-/// How much is read at a time.
-const CHUNK: usize = 4 << 20;
-
-/// One attempt with a single arena and one with eight make nine allocations.
-const MANY_ARENAS: usize = 8;
+/// Device allocations that loading everything may take.
+const MAX_ALLOCATIONS: usize = 9;
 
 /// How far [`Model::load_all`] is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,7 +39,7 @@ pub struct LoadReport {
     pub tensors: u64,
     /// Their bytes.
     pub bytes: u64,
-    /// Device allocations, at most 9.
+    /// Device allocations: at most 9, unless there are more devices than that.
     pub allocations: u64,
     /// How long it took.
     pub time: Duration,
@@ -50,68 +49,84 @@ pub struct LoadReport {
 struct Pending {
     index: usize,
     version: Arc<Version>,
+    layout: Layout,
+    parts: Vec<PartPlan>,
 }
 
-/// A run of tensors in one buffer.
+/// Parts that share a buffer.
 #[derive(Default)]
 struct Arena {
-    /// Members and their offsets.
-    tensors: Vec<(Pending, u64)>,
+    /// Which tensor, which of its parts, and where in the buffer.
+    slots: Vec<(usize, usize, u64)>,
     bytes: u64,
 }
 
-/// An arena and its memory.
-type Allocated = (Arena, Box<dyn Buffer>);
-
-/// A piece of a file and where it goes.
+/// Something to read: a tensor, or a piece of one that is in one part.
 struct Piece<'a> {
-    file: usize,
     tensor: usize,
+    file: usize,
     offset: u64,
-    target: &'a mut [u8],
+    bytes: u64,
+    parts: Vec<(Runs, Target<'a>)>,
 }
+
+/// A reload changed the model meanwhile: what was read may be laid out wrongly.
+struct Overtaken;
 
 impl Model {
     /// Materialises one tensor and returns it as it then is.
     ///
     /// Loads once: threads that ask at the same time wait and get the same buffer.
     pub fn load(&self, index: usize) -> Result<TensorView> {
-        let version = self.current(index);
-        let Home::File {
-            file,
-            offset,
-            loaded,
-            loading,
-        } = &version.home
-        else {
-            return Ok(self.tensor(index));
-        };
-        let _loading = loading.lock();
-        if loaded.get().is_none() {
+        loop {
+            let (pending, generation) = {
+                let versions = self.versions.read();
+                let version = versions.current[index].version.clone();
+                let layout = self.layout(&versions, index);
+                (self.pending(index, version, layout), versions.generation)
+            };
+            let Home::File {
+                file,
+                offset,
+                loaded,
+                loading,
+            } = &pending.version.home
+            else {
+                return Ok(self.tensor(index));
+            };
+            let _loading = loading.lock();
+            if loaded.get().is_some() {
+                return Ok(self.tensor(index));
+            }
             let trusted = *self.files[*file].trusted.lock();
-            let mut buffer = self.devices[self.device].clone().allocate(version.nbytes)?;
-            fill(&mut *buffer, &self.files[*file].gguf.source, *offset)
-                .map_err(|error| self.fill_error(error, *file, index))?;
-            self.publish(
+            let mut buffers = self.allocate_parts(&pending.parts)?;
+            let source = from_file(&self.files[*file].gguf.source, *offset);
+            let mut parts: Vec<_> = pending
+                .parts
+                .iter()
+                .zip(&mut buffers)
+                .map(|(part, buffer)| (part.runs, Target::all(buffer)))
+                .collect();
+            fill(&source, &mut parts).map_err(|error| self.fill_error(error, *file, index))?;
+            let placed = placed(pending.layout, &pending.parts, buffers);
+            let published = self.publish(
                 *file,
                 trusted,
+                generation,
                 || self.quoted(index),
                 || {
-                    // Whoever loaded everything meanwhile was first, and its buffer may
+                    // Whoever loaded everything meanwhile was first, and its buffers may
                     // already be in use.
-                    let _ = loaded.set(Placed {
-                        len: buffer.len(),
-                        buffer: buffer.into(),
-                        device: self.device,
-                        offset: 0,
-                    });
+                    let _ = loaded.set(placed);
                 },
             )?;
+            if published.is_ok() {
+                return Ok(self.tensor(index));
+            }
         }
-        Ok(self.tensor(index))
     }
 
-    /// Copies bytes of a tensor, from `at` on: from its device if it is loaded, else
+    /// Copies bytes of a tensor, from `at` on: from its devices if it is loaded, else
     /// from its file.
     pub fn read(&self, index: usize, at: u64, bytes: &mut [u8]) -> Result<()> {
         let version = self.current(index);
@@ -127,177 +142,258 @@ impl Model {
             return Ok(placed.read(at, bytes)?);
         }
         let Home::File { file, offset, .. } = version.home else {
-            unreachable!("a tensor that is in no file is in a buffer");
+            unreachable!("a tensor that is in no file is on a device");
         };
         let trusted = *self.files[file].trusted.lock();
-        let read = self.files[file].gguf.source.read_at(bytes, offset + at);
-        read.map_err(|error| self.fill_error(FillError::Read(offset + at, error), file, index))?;
-        self.publish(file, trusted, || self.quoted(index), || ())
+        let source = from_file(&self.files[file].gguf.source, offset);
+        source(at, bytes).map_err(|error| self.fill_error(error, file, index))?;
+        self.check_trusted(file, trusted, || self.quoted(index))
     }
 
     /// Materialises every tensor that is not yet, in at most 9 device allocations.
     ///
-    /// Everything goes into one arena if the device gives one that large, else into
-    /// eight of about the same size, biggest tensor first. `progress` is called on
-    /// this thread after each piece that it read; when it returns `false`,
-    /// everything loaded by this call is dropped again.
+    /// Each device gives one arena, or several of about the same size, biggest tensor
+    /// first, when it refuses one that large. `progress` is called on this thread
+    /// after each piece that it read; when it returns `false`, everything loaded by
+    /// this call is dropped again.
     pub fn load_all(&self, mut progress: impl FnMut(Progress) -> bool) -> Result<LoadReport> {
-        let began = Instant::now();
-        let pending: Vec<Pending> = (0..self.tensors.len())
-            .map(|index| Pending {
-                index,
-                version: self.current(index),
-            })
-            .filter(|tensor| tensor.version.placed().is_none())
-            .collect();
-        let tensors = pending.len() as u64;
-        let bytes: u64 = pending.iter().map(|tensor| tensor.version.nbytes).sum();
-
-        let trusted: Vec<FileId> = self.files.iter().map(|file| *file.trusted.lock()).collect();
-        let device = &self.devices[self.device];
-        let mut arenas = allocate(device, pending)?;
-        self.fill_arenas(&mut arenas, bytes, &mut progress)?;
-
-        let allocations = arenas.len() as u64;
-        let mut of_file: Vec<Vec<(Pending, Placed)>> = Vec::new();
-        of_file.resize_with(self.files.len(), Vec::new);
-        for (arena, buffer) in arenas {
-            let buffer: Arc<dyn Buffer> = buffer.into();
-            for (tensor, offset) in arena.tensors {
-                let placed = Placed {
-                    buffer: buffer.clone(),
-                    device: self.device,
-                    offset,
-                    len: tensor.version.nbytes,
-                };
-                of_file[self.tensors[tensor.index].file as usize].push((tensor, placed));
+        loop {
+            match self.try_load_all(&mut progress)? {
+                Ok(report) => return Ok(report),
+                Err(Overtaken) => continue,
             }
         }
-        for (file, tensors) in of_file.into_iter().enumerate() {
-            self.publish(
-                file,
-                trusted[file],
-                || "its tensors".into(),
-                || {
-                    for (tensor, placed) in tensors {
-                        if let Home::File { loaded, .. } = &tensor.version.home {
-                            let _ = loaded.set(placed);
-                        }
-                    }
-                },
-            )?;
-        }
-        Ok(LoadReport {
-            tensors,
+    }
+
+    fn try_load_all(
+        &self,
+        progress: &mut impl FnMut(Progress) -> bool,
+    ) -> Result<Result<LoadReport, Overtaken>> {
+        let began = Instant::now();
+        let trusted: Vec<FileId> = self.files.iter().map(|file| *file.trusted.lock()).collect();
+        let (pending, generation) = self.all_pending();
+        let bytes: u64 = pending.iter().map(|tensor| tensor.version.nbytes).sum();
+        let (arenas, mut buffers) = self.allocate_arenas(&pending)?;
+        self.fill_arenas(&pending, &arenas, &mut buffers, bytes, progress)?;
+
+        let report = LoadReport {
+            tensors: pending.len() as u64,
             bytes,
-            allocations,
+            allocations: buffers.len() as u64,
             time: began.elapsed(),
-        })
+        };
+        let mut of_file: Vec<Vec<(Pending, Placed)>> = Vec::new();
+        of_file.resize_with(self.files.len(), Vec::new);
+        for (tensor, parts) in
+            pending
+                .into_iter()
+                .zip(shared_parts(report.tensors, &arenas, buffers))
+        {
+            let parts = tensor.parts.iter().zip(parts);
+            let placed = Placed {
+                layout: tensor.layout.clone(),
+                parts: parts
+                    .map(|(part, (buffer, offset))| part.at(buffer, offset))
+                    .collect(),
+            };
+            of_file[self.tensors[tensor.index].file as usize].push((tensor, placed));
+        }
+        for (file, tensors) in of_file.into_iter().enumerate() {
+            let what = || "its tensors".into();
+            let published = self.publish(file, trusted[file], generation, what, || {
+                for (tensor, placed) in tensors {
+                    if let Home::File { loaded, .. } = &tensor.version.home {
+                        let _ = loaded.set(placed);
+                    }
+                }
+            })?;
+            if published.is_err() {
+                return Ok(Err(Overtaken));
+            }
+        }
+        Ok(Ok(report))
+    }
+
+    /// Every tensor that is not loaded, as it is to be laid out, and the generation
+    /// that this holds for.
+    fn all_pending(&self) -> (Vec<Pending>, u64) {
+        let versions = self.versions.read();
+        let mut pending = Vec::new();
+        for group in 0..self.plan().groups.len() {
+            let layouts = self.group_layouts(&versions, group);
+            for (&index, layout) in self.plan().groups[group].tensors.iter().zip(layouts) {
+                let version = &versions.current[index].version;
+                if version.placed().is_none() {
+                    pending.push(self.pending(index, version.clone(), layout));
+                }
+            }
+        }
+        (pending, versions.generation)
+    }
+
+    fn pending(&self, index: usize, version: Arc<Version>, layout: Layout) -> Pending {
+        let rows = self.plan().rows[index];
+        Pending {
+            index,
+            parts: plan_parts(version.ty, &version.ne, version.nbytes, rows, &layout),
+            version,
+            layout,
+        }
+    }
+
+    /// A buffer of its own for each part.
+    pub(super) fn allocate_parts(
+        &self,
+        parts: &[PartPlan],
+    ) -> Result<Vec<Mutex<Box<dyn Buffer>>>, DeviceError> {
+        parts
+            .iter()
+            .map(|part| {
+                let device = self.devices[part.device].clone();
+                Ok(Mutex::new(device.allocate(part.runs.bytes())?))
+            })
+            .collect()
+    }
+
+    /// Lays out all parts and allocates the arenas for them.
+    #[allow(clippy::type_complexity, reason = "two lists that go together")]
+    fn allocate_arenas(
+        &self,
+        pending: &[Pending],
+    ) -> Result<(Vec<Arena>, Vec<Mutex<Box<dyn Buffer>>>), DeviceError> {
+        let slots_of = |device: usize| -> Vec<(usize, usize)> {
+            let parts = pending.iter().enumerate().flat_map(|(at, tensor)| {
+                let parts = tensor.parts.iter().enumerate();
+                parts.map(move |(part, plan)| (at, part, plan.device))
+            });
+            parts
+                .filter(|slot| slot.2 == device)
+                .map(|slot| (slot.0, slot.1))
+                .collect()
+        };
+        let bytes = |&(tensor, part): &(usize, usize)| pending[tensor].parts[part].runs.bytes();
+        let used: Vec<(usize, Vec<(usize, usize)>)> = (0..self.devices.len())
+            .map(|device| (device, slots_of(device)))
+            .filter(|(_, slots)| !slots.is_empty())
+            .collect();
+        // Each device is asked once for all of it, and then for this many parts.
+        let many = MAX_ALLOCATIONS.saturating_sub(used.len()) / used.len().max(1);
+        let (mut arenas, mut buffers) = (Vec::new(), Vec::new());
+        for (device, mut slots) in used {
+            let allocate = |bytes| self.devices[device].clone().allocate(bytes).map(Mutex::new);
+            let mut one = Arena::default();
+            slots.iter().for_each(|slot| one.push(*slot, bytes(slot)));
+            match allocate(one.bytes) {
+                Ok(buffer) => {
+                    arenas.push(one);
+                    buffers.push(buffer);
+                }
+                Err(DeviceError::OutOfMemory { .. }) if many > 1 => {
+                    // The biggest first, each into the arena that holds least.
+                    slots.sort_by_key(|slot| std::cmp::Reverse(bytes(slot)));
+                    let mut several: Vec<Arena> = (0..many).map(|_| Arena::default()).collect();
+                    for slot in slots {
+                        let emptiest = several.iter_mut().min_by_key(|arena| arena.bytes);
+                        emptiest.expect("more than one").push(slot, bytes(&slot));
+                    }
+                    several.retain(|arena| !arena.slots.is_empty());
+                    for arena in several {
+                        buffers.push(allocate(arena.bytes)?);
+                        arenas.push(arena);
+                    }
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok((arenas, buffers))
     }
 
     fn fill_arenas(
         &self,
-        arenas: &mut [Allocated],
+        pending: &[Pending],
+        arenas: &[Arena],
+        buffers: &mut [Mutex<Box<dyn Buffer>>],
         total: u64,
         progress: &mut impl FnMut(Progress) -> bool,
     ) -> Result<()> {
         let done = AtomicU64::new(0);
         let failure: Mutex<Option<Error>> = Mutex::new(None);
         let cancelled = AtomicBool::new(false);
-        let mut beside = || {
+        let read = |mut piece: Piece<'_>| {
+            let source = from_file(&self.files[piece.file].gguf.source, piece.offset);
+            let result = fill(&source, &mut piece.parts);
+            done.fetch_add(piece.bytes, Ordering::Relaxed);
+            result
+                .map_err(|error| {
+                    *failure.lock() = Some(self.fill_error(error, piece.file, piece.tensor));
+                })
+                .is_ok()
+        };
+        let beside = || {
             let done = done.load(Ordering::Relaxed);
             let go_on = progress(Progress { done, total });
             cancelled.fetch_or(!go_on, Ordering::Relaxed);
             go_on
         };
-        for (arena, buffer) in arenas {
-            match buffer.host_mut() {
-                Some(memory) => {
-                    let read = |piece: Piece<'_>| {
-                        let source = &self.files[piece.file].gguf.source;
-                        let result = source.read_at(piece.target, piece.offset);
-                        done.fetch_add(piece.target.len() as u64, Ordering::Relaxed);
-                        result
-                            .map_err(|error| {
-                                let error = FillError::Read(piece.offset, error);
-                                *failure.lock() =
-                                    Some(self.fill_error(error, piece.file, piece.tensor));
-                            })
-                            .is_ok()
-                    };
-                    parallel::for_each(pieces(arena, memory), read, &mut beside);
-                }
-                None => self.upload_arena(arena, &mut **buffer, &done, &mut beside, &failure),
-            }
-            if let Some(error) = failure.lock().take() {
-                return Err(error);
-            }
-            if cancelled.load(Ordering::Relaxed) {
-                return Err(Error::Cancelled);
-            }
+        parallel::for_each(pieces(pending, arenas, buffers), read, beside);
+        if let Some(error) = failure.into_inner() {
+            return Err(error);
         }
-        Ok(())
-    }
-
-    /// Fills an arena that the process cannot write itself.
-    fn upload_arena(
-        &self,
-        arena: &Arena,
-        buffer: &mut dyn Buffer,
-        done: &AtomicU64,
-        beside: &mut impl FnMut() -> bool,
-        failure: &Mutex<Option<Error>>,
-    ) {
-        let mut staging = vec![0; CHUNK];
-        for (tensor, at) in &arena.tensors {
-            let Home::File { file, offset, .. } = tensor.version.home else {
-                continue;
-            };
-            let source = &self.files[file].gguf.source;
-            let result = upload(
-                buffer,
-                *at,
-                source,
-                offset,
-                tensor.version.nbytes,
-                &mut staging,
-            );
-            if let Err(error) = result {
-                *failure.lock() = Some(self.fill_error(error, file, tensor.index));
-                return;
-            }
-            done.fetch_add(tensor.version.nbytes, Ordering::Relaxed);
-            if !beside() {
-                return;
-            }
+        match cancelled.into_inner() {
+            true => Err(Error::Cancelled),
+            false => Ok(()),
         }
     }
 
     /// Makes loaded tensors of a file visible, unless the file was written in place
-    /// since `trusted` was the identity of its bytes.
+    /// since `trusted` was the identity of its bytes, or a reload since `generation`
+    /// may have changed how they are laid out.
     ///
-    /// The lock keeps a reload from deciding at the same moment that these tensors
-    /// are still read out of the file.
+    /// The lock on the file keeps a reload from deciding at the same moment that
+    /// these tensors are still read out of it.
     fn publish(
         &self,
         file: usize,
         trusted: FileId,
+        generation: u64,
         what: impl Fn() -> String,
         publish: impl FnOnce(),
-    ) -> Result<()> {
-        let file = &self.files[file];
-        let now = file.trusted.lock();
-        if *now != trusted || file.gguf.source.id_now().ok() != Some(trusted) {
-            return Err(Error::WrittenInPlace {
-                path: file.gguf.source.path().to_owned(),
-                what: what(),
-            });
+    ) -> Result<Result<(), Overtaken>> {
+        let now = self.files[file].trusted.lock();
+        self.check_identity(file, *now, trusted, what)?;
+        let versions = self.versions.read();
+        if versions.generation != generation {
+            return Ok(Err(Overtaken));
         }
         publish();
-        Ok(())
+        Ok(Ok(()))
     }
 
-    fn quoted(&self, index: usize) -> String {
+    fn check_trusted(&self, file: usize, trusted: FileId, what: impl Fn() -> String) -> Result<()> {
+        let now = *self.files[file].trusted.lock();
+        self.check_identity(file, now, trusted, what)
+    }
+
+    /// An error unless the bytes of a file that were read while it was `before` are
+    /// those that are trusted now.
+    fn check_identity(
+        &self,
+        file: usize,
+        now: FileId,
+        before: FileId,
+        what: impl Fn() -> String,
+    ) -> Result<()> {
+        let source = &self.files[file].gguf.source;
+        if now == before && source.id_now().ok() == Some(before) {
+            return Ok(());
+        }
+        Err(Error::WrittenInPlace {
+            path: source.path().to_owned(),
+            what: what(),
+        })
+    }
+
+    pub(super) fn quoted(&self, index: usize) -> String {
         format!("tensor '{}'", self.name(index).to_string_lossy())
     }
 
@@ -314,115 +410,118 @@ impl Model {
     }
 }
 
-/// Why a buffer was not filled.
-#[derive(Debug)]
-pub(super) enum FillError {
-    /// Reading the file failed, near this offset.
-    Read(u64, io::Error),
-    Device(DeviceError),
-}
-
-/// Fills all of `buffer` with what `source` holds from `offset` on.
-pub(super) fn fill(buffer: &mut dyn Buffer, source: &Source, offset: u64) -> Result<(), FillError> {
-    let len = buffer.len();
-    if let Some(memory) = buffer.host_mut() {
-        return source
-            .read_at(memory, offset)
-            .map_err(|error| FillError::Read(offset, error));
-    }
-    let mut staging = vec![0; CHUNK.min(len as usize)];
-    upload(buffer, 0, source, offset, len, &mut staging)
-}
-
-fn upload(
-    buffer: &mut dyn Buffer,
-    at: u64,
-    source: &Source,
-    offset: u64,
-    len: u64,
-    staging: &mut [u8],
-) -> Result<(), FillError> {
-    let mut copied = 0;
-    while copied < len {
-        let n = (len - copied).min(staging.len() as u64) as usize;
-        source
-            .read_at(&mut staging[..n], offset + copied)
-            .map_err(|error| FillError::Read(offset + copied, error))?;
-        buffer
-            .write(at + copied, &staging[..n])
-            .map_err(FillError::Device)?;
-        copied += n as u64;
-    }
-    Ok(())
-}
-
-/// Lays out `pending` and allocates the arenas for it.
-fn allocate(
-    device: &Arc<dyn Device>,
-    pending: Vec<Pending>,
-) -> Result<Vec<Allocated>, DeviceError> {
-    let with_buffer = |arena: Arena| {
-        let buffer = device.clone().allocate(arena.bytes)?;
-        Ok((arena, buffer))
-    };
-    if pending.is_empty() {
-        return Ok(Vec::new());
-    }
-    let mut one = Arena::default();
-    for tensor in pending {
-        one.push(tensor);
-    }
-    match device.clone().allocate(one.bytes) {
-        Ok(buffer) => Ok(vec![(one, buffer)]),
-        Err(DeviceError::OutOfMemory { .. }) => {
-            let tensors = one.tensors.into_iter().map(|(tensor, _)| tensor).collect();
-            balance(tensors).into_iter().map(with_buffer).collect()
+impl PartPlan {
+    /// The part, once its bytes are at `offset` of a buffer.
+    fn at(&self, buffer: Arc<dyn Buffer>, offset: u64) -> Part {
+        Part {
+            buffer,
+            device: self.device,
+            offset,
+            runs: self.runs,
+            units: self.units,
         }
-        Err(error) => Err(error),
     }
 }
 
-/// Spreads tensors over [`MANY_ARENAS`], the biggest first, each into the arena
-/// that holds least.
-fn balance(mut pending: Vec<Pending>) -> Vec<Arena> {
-    pending.sort_by_key(|tensor| std::cmp::Reverse(tensor.version.nbytes));
-    let mut arenas: Vec<Arena> = (0..MANY_ARENAS).map(|_| Arena::default()).collect();
-    for tensor in pending {
-        let emptiest = arenas.iter_mut().min_by_key(|arena| arena.bytes);
-        emptiest.expect("there are eight").push(tensor);
+/// A tensor whose parts have buffers of their own.
+pub(super) fn placed(
+    layout: Layout,
+    parts: &[PartPlan],
+    buffers: Vec<Mutex<Box<dyn Buffer>>>,
+) -> Placed {
+    let parts = parts.iter().zip(buffers);
+    Placed {
+        layout,
+        parts: parts
+            .map(|(part, buffer)| part.at(buffer.into_inner().into(), 0))
+            .collect(),
     }
-    arenas.retain(|arena| !arena.tensors.is_empty());
-    arenas
 }
 
 impl Arena {
-    fn push(&mut self, tensor: Pending) {
-        let len = tensor.version.nbytes;
-        self.tensors.push((tensor, self.bytes));
-        self.bytes += len.next_multiple_of(ALIGNMENT);
+    fn push(&mut self, (tensor, part): (usize, usize), bytes: u64) {
+        self.slots.push((tensor, part, self.bytes));
+        self.bytes += bytes.next_multiple_of(ALIGNMENT);
     }
 }
 
-/// Cuts the memory of an arena into the pieces to read.
-fn pieces<'a>(arena: &Arena, mut memory: &'a mut [u8]) -> Vec<Piece<'a>> {
+/// Cuts the memory of all arenas into what is read at a time.
+fn pieces<'a>(
+    pending: &[Pending],
+    arenas: &[Arena],
+    buffers: &'a mut [Mutex<Box<dyn Buffer>>],
+) -> Vec<Piece<'a>> {
+    let mut targets: Vec<Vec<(Runs, Target<'a>)>> = Vec::new();
+    targets.resize_with(pending.len(), Vec::new);
+    for (arena, buffer) in arenas.iter().zip(buffers) {
+        let mut whole = Target::all(buffer);
+        let mut at = 0;
+        for &(tensor, part, offset) in &arena.slots {
+            let runs = pending[tensor].parts[part].runs;
+            let target = match whole {
+                Target::Device(buffer, _) => Target::Device(buffer, offset),
+                Target::Memory(memory) => {
+                    let (_, memory) = memory.split_at_mut((offset - at) as usize);
+                    let (part, rest) = memory.split_at_mut(runs.bytes() as usize);
+                    at = offset + runs.bytes();
+                    whole = Target::Memory(rest);
+                    Target::Memory(part)
+                }
+            };
+            targets[tensor].push((runs, target));
+        }
+    }
     let mut pieces = Vec::new();
-    let mut at = 0;
-    for (tensor, start) in &arena.tensors {
+    for (tensor, mut parts) in pending.iter().zip(targets) {
         let Home::File { file, offset, .. } = tensor.version.home else {
             continue;
         };
-        let skip = (start - at) as usize;
-        let len = tensor.version.nbytes as usize;
-        let (target, rest) = memory[skip..].split_at_mut(len);
-        memory = rest;
-        at = start + len as u64;
-        let chunks = target.chunks_mut(CHUNK).enumerate();
-        pieces.extend(chunks.map(|(i, target)| Piece {
-            file,
+        let piece = |from: u64, bytes, parts| Piece {
             tensor: tensor.index,
-            offset: offset + (i * CHUNK) as u64,
-            target,
-        }));
+            file,
+            offset: offset + from,
+            bytes,
+            parts,
+        };
+        match parts.pop() {
+            // In one part and in memory: several threads can read it.
+            Some((_, Target::Memory(memory))) if parts.is_empty() && tensor.is_whole() => {
+                for (i, memory) in memory.chunks_mut(CHUNK).enumerate() {
+                    let bytes = memory.len() as u64;
+                    let parts = vec![(Runs::whole(bytes), Target::Memory(memory))];
+                    pieces.push(piece((i * CHUNK) as u64, bytes, parts));
+                }
+            }
+            last => {
+                parts.extend(last);
+                pieces.push(piece(0, tensor.version.nbytes, parts));
+            }
+        }
     }
     pieces
+}
+
+impl Pending {
+    fn is_whole(&self) -> bool {
+        matches!(self.layout, Layout::Whole(_))
+    }
+}
+
+/// For each tensor, the buffer and offset of each of its parts.
+fn shared_parts(
+    tensors: u64,
+    arenas: &[Arena],
+    buffers: Vec<Mutex<Box<dyn Buffer>>>,
+) -> impl Iterator<Item = Vec<(Arc<dyn Buffer>, u64)>> {
+    let mut of_tensor: Vec<Vec<_>> = vec![Vec::new(); tensors as usize];
+    for (arena, buffer) in arenas.iter().zip(buffers) {
+        let buffer: Arc<dyn Buffer> = buffer.into_inner().into();
+        for &(tensor, part, offset) in &arena.slots {
+            of_tensor[tensor].push((part, buffer.clone(), offset));
+        }
+    }
+    of_tensor.into_iter().map(|mut parts| {
+        parts.sort_by_key(|part| part.0);
+        parts.into_iter().map(|part| (part.1, part.2)).collect()
+    })
 }

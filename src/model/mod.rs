@@ -5,28 +5,36 @@
 //! on its device, one at a time or all together in a few arenas.
 
 mod context;
+mod cut;
+mod fill;
 mod gate;
 mod load;
+mod placement;
 mod swap;
 mod tensor;
 
+use std::collections::HashSet;
 use std::ffi::CStr;
 use std::path::Path;
 use std::sync::Arc;
 
+use once_cell::sync::OnceCell;
 use parking_lot::{Mutex, RwLock};
 
 use crate::device::{Device, HostDevice};
 use crate::error::{Error, Result};
-use crate::gguf::{self, Access, FileId, GgufFile, Key, Value};
+use crate::gguf::{self, Access, FileId, GgufFile, Key, TypeInfo, Value};
 use crate::reload;
 
 pub use context::Context;
+pub use cut::Axis;
 pub use gate::{Evaluation, Pauses};
 pub use load::{LoadReport, Progress};
-pub use tensor::{State, TensorView};
+pub use placement::{HOST, Layout, Placement};
+pub use tensor::{PartView, State, TensorView};
 
 use gate::Gate;
+use placement::{Group, Member, Target};
 use tensor::{Home, Version};
 
 /// How to open a model.
@@ -36,10 +44,13 @@ pub struct Options {
     pub access: Access,
     /// Whether changed files can be reloaded.
     pub hotswap: bool,
-    /// Devices the model can use; the first must be a host device.
+    /// Devices the model can use; the first is the memory of the process.
     pub devices: Vec<Arc<dyn Device>>,
-    /// Index of the device that tensors are materialised on.
-    pub device: usize,
+    /// Where on them tensors belong.
+    pub placement: Placement,
+    /// The most bytes that a reload stages before it switches; 0 for no limit. A
+    /// reload of more is done in steps, each consistent.
+    pub staging_bytes: u64,
 }
 
 impl Options {
@@ -49,7 +60,8 @@ impl Options {
             access: Access::Map,
             hotswap: false,
             devices: vec![HostDevice::new("host")],
-            device: 0,
+            placement: Placement::on(HOST),
+            staging_bytes: 0,
         }
     }
 }
@@ -63,7 +75,10 @@ pub struct Model {
     first_of_file: Vec<usize>,
     versions: RwLock<Versions>,
     devices: Vec<Arc<dyn Device>>,
-    device: usize,
+    placement: Placement,
+    /// Made when it is first needed: opening a model does without.
+    plan: OnceCell<Plan>,
+    staging_bytes: u64,
     gate: Gate,
     listeners: context::Listeners,
     reload: Option<reload::Engine>,
@@ -86,10 +101,24 @@ struct Tensor {
     original: Arc<Version>,
 }
 
+/// What follows from the placement and the names of tensors.
+#[derive(Debug)]
+struct Plan {
+    /// Where each tensor belongs.
+    targets: Vec<Target>,
+    /// Rows of one slice of each tensor.
+    rows: Vec<u64>,
+    groups: Vec<Group>,
+    /// The group of each tensor.
+    group_of: Vec<u32>,
+}
+
 /// What a reload changes, all at once.
 #[derive(Debug)]
 struct Versions {
     current: Vec<Current>,
+    /// Groups that are in host memory because a device had no room.
+    displaced: HashSet<u32>,
     /// How many reloads changed something.
     generation: u64,
 }
@@ -104,13 +133,7 @@ struct Current {
 impl Model {
     /// Opens the model that `path`, a GGUF file or any shard of one, belongs to.
     pub fn open(path: &Path, options: Options) -> Result<Model> {
-        if options.device >= options.devices.len() {
-            return Err(Error::NotFound {
-                what: "device",
-                wanted: options.device.to_string(),
-                available: format!("there are {}", options.devices.len()),
-            });
-        }
+        options.placement.check(&options.devices)?;
         let files = gguf::open_model(path, options.access)?;
         let mut tensors = Vec::new();
         let mut current = Vec::new();
@@ -143,10 +166,13 @@ impl Model {
             tensors,
             versions: RwLock::new(Versions {
                 current,
+                displaced: HashSet::new(),
                 generation: 0,
             }),
             devices: options.devices,
-            device: options.device,
+            placement: options.placement,
+            plan: OnceCell::new(),
+            staging_bytes: options.staging_bytes,
             gate: Gate::default(),
             listeners: context::Listeners::default(),
             reload: None,
@@ -179,18 +205,91 @@ impl Model {
 
     /// What a tensor is at this moment. Panics when there is no such tensor.
     pub fn tensor(&self, index: usize) -> TensorView {
-        let (version, generation) = {
+        let (version, generation, displaced) = {
             let versions = self.versions.read();
             let current = &versions.current[index];
-            (current.version.clone(), current.generation)
+            let displaced = !versions.displaced.is_empty()
+                && versions.displaced.contains(&self.plan().group_of[index]);
+            (current.version.clone(), current.generation, displaced)
         };
         let tensor = &self.tensors[index];
-        let state = if Arc::ptr_eq(&version, &tensor.original) {
+        let state = if displaced {
+            State::FallbackCpu
+        } else if Arc::ptr_eq(&version, &tensor.original) {
             State::OnOriginal
         } else {
             State::Detached
         };
         TensorView::new(version, state, tensor.file as usize, generation)
+    }
+
+    /// How a tensor is laid out over devices, or will be once it is materialised.
+    /// Panics when there is no such tensor.
+    pub fn planned_layout(&self, index: usize) -> Layout {
+        self.layout(&self.versions.read(), index)
+    }
+
+    fn plan(&self) -> &Plan {
+        self.plan.get_or_init(|| {
+            let named = |index: usize| {
+                let ne = self.tensors[index].original.ne;
+                (self.name(index).to_string_lossy(), ne)
+            };
+            let all = 0..self.tensors.len();
+            let targets: Vec<Target> = all
+                .clone()
+                .map(|index| {
+                    let (name, ne) = named(index);
+                    self.placement.target(&name, &ne)
+                })
+                .collect();
+            let rows = all.clone().map(|index| {
+                let (name, ne) = named(index);
+                placement::slice_rows(&name, &ne)
+            });
+            let rows = rows.collect();
+            let (groups, group_of) = placement::groups(all.map(|index| {
+                let (name, ne) = named(index);
+                (name, ne, targets[index])
+            }));
+            Plan {
+                targets,
+                rows,
+                groups,
+                group_of,
+            }
+        })
+    }
+
+    fn layout(&self, versions: &Versions, index: usize) -> Layout {
+        let group = self.plan().group_of[index] as usize;
+        let tensors = &self.plan().groups[group].tensors;
+        let at = tensors
+            .binary_search(&index)
+            .expect("a tensor is in its group");
+        self.group_layouts(versions, group).swap_remove(at)
+    }
+
+    /// Layouts of the tensors of a group, with the types that they have now.
+    fn group_layouts(&self, versions: &Versions, group: usize) -> Vec<Layout> {
+        let tensors = &self.plan().groups[group].tensors;
+        if versions.displaced.contains(&(group as u32)) {
+            return vec![Layout::Whole(HOST); tensors.len()];
+        }
+        let types = |index: usize| versions.current[index].version.ty;
+        self.device_layouts(group, types)
+    }
+
+    /// Layouts of the tensors of a group on the devices where they belong.
+    fn device_layouts(&self, group: usize, ty: impl Fn(usize) -> &'static TypeInfo) -> Vec<Layout> {
+        let plan = self.plan();
+        let members = plan.groups[group].tensors.iter().map(|&index| Member {
+            target: plan.targets[index],
+            ty: ty(index),
+            ne: &self.tensors[index].original.ne,
+            rows: plan.rows[index],
+        });
+        self.placement.layouts(&members.collect::<Vec<_>>())
     }
 
     /// The bytes of a tensor where the process can read them without a copy: in its
@@ -201,13 +300,14 @@ impl Model {
     /// change when somebody writes the file in place.
     pub fn host_bytes(&self, view: &TensorView) -> Option<*const [u8]> {
         let bytes = match view.version().placed() {
+            // In parts, it is nowhere as a whole.
             Some(placed) => placed.host()?,
             None => match &view.version().home {
                 Home::File { file, offset, .. } => {
                     let source = &self.files[*file].gguf.source;
                     source.mapped(*offset, view.version().nbytes)?
                 }
-                Home::Private(_) => return None,
+                Home::Private { .. } => return None,
             },
         };
         Some(bytes)

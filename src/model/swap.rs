@@ -1,15 +1,24 @@
 //! A model's tensors as the reload engine sees them.
 
+use std::collections::BTreeSet;
+use std::fmt::Write;
 use std::sync::Arc;
 
-use super::tensor::{Home, Placed, Version};
-use super::{Model, load};
+use parking_lot::Mutex;
+
+use super::cut::Axis;
+use super::fill::{FillError, Target, fill, from_file};
+use super::load::placed;
+use super::placement::{HOST, Layout};
+use super::tensor::{Home, PartPlan, Version, plan_parts};
+use super::{Model, Versions};
 use crate::device::{Buffer, DeviceError};
 use crate::error::{Error, Result};
-use crate::gguf::FileId;
+use crate::gguf::{FileId, Source, TypeInfo};
 use crate::parallel;
 use crate::reload::{
-    Commit, Hash, Job, Report, SourceFile, SourceTensor, StageError, Store, hash_reads,
+    Change, Commit, Effect, Hash, NoRoom, Outcome, Report, SourceFile, SourceTensor, StageError,
+    Store, hash_reads,
 };
 
 impl Model {
@@ -61,10 +70,192 @@ impl Model {
         let file = &self.files[file];
         file.gguf.source.id_now().ok() == Some(*file.trusted.lock())
     }
+
+    /// Lays out one group and allocates what is new; its bytes are filled in later.
+    fn stage_group<'a>(
+        &self,
+        group: usize,
+        layouts: Vec<Layout>,
+        displaced: bool,
+        changes: &[Change<'a>],
+    ) -> Result<StagedGroup<'a>, DeviceError> {
+        let mut staged = StagedGroup {
+            group,
+            displaced,
+            layouts: Vec::new(),
+            ready: Vec::new(),
+            tasks: Vec::new(),
+        };
+        for (&index, layout) in self.plan().groups[group].tensors.iter().zip(&layouts) {
+            let change = changes.iter().find(|change| change.tensor() == index);
+            let current = self.current(index);
+            let original = &self.tensors[index].original;
+            if let Some(Change::Swap(job)) = change {
+                let bytes = Bytes::File(job.source, job.offset);
+                let task = self.task(index, job.ty, job.nbytes, layout, bytes)?;
+                staged.tasks.push(task.outcome(Outcome::Swapped));
+                continue;
+            }
+            let on_original = Arc::ptr_eq(&current, original);
+            let returns = matches!(change, Some(Change::Return(_)));
+            let fits = |version: &Version| {
+                version
+                    .placed()
+                    .is_none_or(|placed| placed.layout == *layout)
+            };
+            if (on_original || returns || current.is_moved()) && fits(original) {
+                match change {
+                    _ if !on_original => {
+                        staged
+                            .ready
+                            .push((index, original.clone(), Outcome::Returned));
+                    }
+                    Some(_) => staged.ready.push((index, current, Outcome::InPlace)),
+                    None => {}
+                }
+            } else if returns || !fits(&current) {
+                // The same bytes in other places: the original ones, or those in use.
+                let (from, outcome) = match returns {
+                    true => (original.clone(), Outcome::Swapped),
+                    false => (current.clone(), Outcome::Moved),
+                };
+                let moved = returns || on_original || current.is_moved();
+                let (ty, nbytes) = (from.ty, from.nbytes);
+                let task = self.task(index, ty, nbytes, layout, Bytes::Version(from))?;
+                staged.tasks.push(Task {
+                    moved,
+                    ..task.outcome(outcome)
+                });
+            }
+        }
+        staged.layouts = layouts;
+        Ok(staged)
+    }
+
+    fn task<'a>(
+        &self,
+        tensor: usize,
+        ty: &'static TypeInfo,
+        nbytes: u64,
+        layout: &Layout,
+        bytes: Bytes<'a>,
+    ) -> Result<Task<'a>, DeviceError> {
+        let ne = &self.tensors[tensor].original.ne;
+        let parts = plan_parts(ty, ne, nbytes, self.plan().rows[tensor], layout);
+        Ok(Task {
+            tensor,
+            ty,
+            nbytes,
+            layout: layout.clone(),
+            buffers: self.allocate_parts(&parts)?,
+            parts,
+            bytes,
+            moved: false,
+            outcome: Outcome::Moved,
+        })
+    }
+
+    fn fill_task(&self, task: &mut Task<'_>) -> Result<(), FillError> {
+        let mut parts: Vec<_> = task
+            .parts
+            .iter()
+            .zip(&mut task.buffers)
+            .map(|(part, buffer)| (part.runs, Target::all(buffer)))
+            .collect();
+        match &task.bytes {
+            Bytes::File(source, offset) => fill(&from_file(source, *offset), &mut parts),
+            Bytes::Version(version) => {
+                let placed = version.placed().expect("only what is on devices is moved");
+                fill(&|at, bytes| Ok(placed.read(at, bytes)?), &mut parts)
+            }
+        }
+    }
+
+    /// Where a version is, in words.
+    fn describe(&self, version: &Version) -> String {
+        let Some(placed) = version.placed() else {
+            return String::new();
+        };
+        let mut text = String::new();
+        for part in &placed.parts {
+            let separator = if text.is_empty() { "" } else { ", " };
+            let _ = write!(text, "{separator}{}", self.devices[part.device].name());
+            if let Layout::Split { axis, .. } = placed.layout {
+                let units = match axis {
+                    Axis::Rows => "rows",
+                    Axis::Columns => "columns",
+                };
+                let _ = write!(text, " {units} {}..{}", part.units.0, part.units.1);
+            }
+        }
+        text
+    }
 }
 
-/// The new versions of tensors, filled and not yet in use.
-pub struct Staged(Vec<(usize, Arc<Version>)>);
+/// The bytes of a task.
+enum Bytes<'a> {
+    /// A file from an offset on.
+    File(&'a Source, u64),
+    /// A version that is on devices.
+    Version(Arc<Version>),
+}
+
+/// New buffers for a tensor, and what goes into them.
+struct Task<'a> {
+    tensor: usize,
+    ty: &'static TypeInfo,
+    nbytes: u64,
+    layout: Layout,
+    parts: Vec<PartPlan>,
+    buffers: Vec<Mutex<Box<dyn Buffer>>>,
+    bytes: Bytes<'a>,
+    /// Whether the bytes are the original ones.
+    moved: bool,
+    outcome: Outcome,
+}
+
+impl Task<'_> {
+    fn outcome(self, outcome: Outcome) -> Self {
+        Task { outcome, ..self }
+    }
+}
+
+/// A group with its new layout.
+struct StagedGroup<'a> {
+    group: usize,
+    displaced: bool,
+    layouts: Vec<Layout>,
+    /// Tensors that need no copy.
+    ready: Vec<(usize, Arc<Version>, Outcome)>,
+    tasks: Vec<Task<'a>>,
+}
+
+/// New versions of tensors, filled and not yet in use.
+pub struct Staged {
+    next: Vec<(usize, Arc<Version>, Outcome)>,
+    /// Tensors of the same groups that stay, and how they must be laid out by then.
+    kept: Vec<(usize, Layout)>,
+    /// Each group, and whether it will be in host memory for want of room.
+    groups: Vec<(u32, bool)>,
+}
+
+impl Staged {
+    /// Whether what stays is laid out as what comes: a tensor of a group may have been
+    /// loaded since.
+    fn still_fits(&self, versions: &Versions) -> bool {
+        self.kept.iter().all(|(tensor, layout)| {
+            let placed = versions.current[*tensor].version.placed();
+            placed.is_none_or(|placed| placed.layout == *layout)
+        })
+    }
+}
+
+fn stage_error(error: DeviceError) -> StageError {
+    match error {
+        DeviceError::OutOfMemory { .. } => StageError::OutOfMemory(error),
+        DeviceError::Copy { .. } => StageError::Device(error),
+    }
+}
 
 impl Store for Model {
     type Staged = Staged;
@@ -73,7 +264,7 @@ impl Store for Model {
         let version = self.current(tensor);
         let unchangeable = match version.home {
             Home::File { file, .. } => version.placed().is_some() || self.is_trusted(file),
-            Home::Private(_) => true,
+            Home::Private { .. } => true,
         };
         known
             .filter(|_| unchangeable)
@@ -98,7 +289,8 @@ impl Store for Model {
 
     fn can_return(&self, tensor: usize, hash: Hash) -> bool {
         let original = &self.tensors[tensor].original;
-        if Arc::ptr_eq(original, &self.current(tensor)) {
+        let current = self.current(tensor);
+        if Arc::ptr_eq(original, &current) || current.is_moved() {
             return false;
         }
         let untouched = match original.home {
@@ -106,88 +298,178 @@ impl Store for Model {
                 let source = &self.files[file].gguf.source;
                 original.placed().is_some() || source.id_now().ok() == Some(source.id())
             }
-            Home::Private(_) => true,
+            Home::Private { .. } => true,
         };
         untouched || self.hash(original) == Some(hash)
     }
 
-    fn stage(&self, jobs: &[Job<'_>]) -> Result<Self::Staged, StageError> {
-        let mut staged = Vec::with_capacity(jobs.len());
-        for job in jobs {
-            let buffer = self.devices[self.device].clone().allocate(job.nbytes);
-            staged.push(buffer.map_err(|error| match error {
-                DeviceError::OutOfMemory { .. } => StageError::OutOfMemory(error),
-                DeviceError::Copy { .. } => StageError::Device(error),
-            })?);
-        }
-        let failure = parking_lot::Mutex::new(None);
-        let fill = |(at, buffer): (usize, &mut Box<dyn Buffer>)| {
-            let job = &jobs[at];
-            let filled = load::fill(&mut **buffer, job.source, job.offset);
-            filled
-                .map_err(|error| *failure.lock() = Some((at, error)))
-                .is_ok()
+    fn group(&self, tensor: usize) -> usize {
+        self.plan().group_of[tensor] as usize
+    }
+
+    fn staging_bytes(&self) -> u64 {
+        self.staging_bytes
+    }
+
+    fn has_displaced(&self) -> bool {
+        !self.versions.read().displaced.is_empty()
+    }
+
+    fn stage(&self, changes: &[Change<'_>], no_room: NoRoom) -> Result<Option<Staged>, StageError> {
+        let displaced: BTreeSet<usize> = {
+            let versions = self.versions.read();
+            versions
+                .displaced
+                .iter()
+                .map(|&group| group as usize)
+                .collect()
         };
-        parallel::for_each(staged.iter_mut().enumerate().collect(), fill, || true);
+        let asked: BTreeSet<usize> = changes.iter().map(|c| self.group(c.tensor())).collect();
+        let mut groups = Vec::new();
+        for &group in asked.union(&displaced) {
+            let changes: Vec<Change<'_>> = changes
+                .iter()
+                .filter(|change| self.group(change.tensor()) == group)
+                .copied()
+                .collect();
+            let ty = |index: usize| {
+                let new = changes.iter().find_map(|change| match change {
+                    Change::Swap(job) if job.tensor == index => Some(job.ty),
+                    Change::Return(tensor) if *tensor == index => {
+                        Some(self.tensors[index].original.ty)
+                    }
+                    _ => None,
+                });
+                new.unwrap_or_else(|| self.current(index).ty)
+            };
+            let layouts = self.device_layouts(group, ty);
+            let on_host = vec![Layout::Whole(HOST); layouts.len()];
+            let elsewhere = layouts != on_host;
+            match self.stage_group(group, layouts, false, &changes) {
+                Ok(staged) => groups.push(staged),
+                // A displaced group that nothing is asked of stays where it is.
+                Err(DeviceError::OutOfMemory { .. }) if changes.is_empty() => {}
+                Err(DeviceError::OutOfMemory { .. })
+                    if no_room == NoRoom::Fallback && elsewhere =>
+                {
+                    let staged = self.stage_group(group, on_host, true, &changes);
+                    groups.push(staged.map_err(stage_error)?);
+                }
+                Err(error) => return Err(stage_error(error)),
+            }
+        }
+        if groups.is_empty() {
+            return Ok(None);
+        }
+
+        let failure = Mutex::new(None);
+        let tasks = groups.iter_mut().flat_map(|group| &mut group.tasks);
+        parallel::for_each(
+            tasks.collect(),
+            |task| {
+                let filled = self.fill_task(task);
+                filled
+                    .map_err(|error| *failure.lock() = Some((task.tensor, error)))
+                    .is_ok()
+            },
+            || true,
+        );
         match failure.into_inner() {
-            Some((job, load::FillError::Read(offset, error))) => {
+            Some((tensor, FillError::Read(offset, error))) => {
                 return Err(StageError::Read {
-                    job,
+                    tensor,
                     reason: format!(
-                        "cannot read tensor '{}' at offset {offset}: {error}",
-                        self.name(jobs[job].tensor).to_string_lossy()
+                        "cannot read {} at offset {offset}: {error}",
+                        self.quoted(tensor)
                     ),
                 });
             }
-            Some((_, load::FillError::Device(error))) => return Err(StageError::Device(error)),
+            Some((_, FillError::Device(error))) => return Err(stage_error(error)),
             None => {}
         }
-        let version = |(job, buffer): (&Job<'_>, Box<dyn Buffer>)| {
-            let version = Version {
-                ty: job.ty,
-                ne: self.tensors[job.tensor].original.ne,
-                nbytes: job.nbytes,
-                home: Home::Private(Placed {
-                    buffer: buffer.into(),
-                    device: self.device,
-                    offset: 0,
-                    len: job.nbytes,
-                }),
-            };
-            (job.tensor, Arc::new(version))
+        let mut staged = Staged {
+            next: Vec::new(),
+            kept: Vec::new(),
+            groups: Vec::new(),
         };
-        Ok(Staged(jobs.iter().zip(staged).map(version).collect()))
+        for group in groups {
+            let comes: BTreeSet<usize> = group
+                .ready
+                .iter()
+                .map(|ready| ready.0)
+                .chain(group.tasks.iter().map(|task| task.tensor))
+                .collect();
+            let members = self.plan().groups[group.group].tensors.iter();
+            let kept = members
+                .copied()
+                .zip(group.layouts)
+                .filter(|(tensor, _)| !comes.contains(tensor));
+            staged.kept.extend(kept);
+            staged.groups.push((group.group as u32, group.displaced));
+            staged.next.extend(group.ready);
+            staged.next.extend(group.tasks.into_iter().map(|task| {
+                let version = Version {
+                    ty: task.ty,
+                    ne: self.tensors[task.tensor].original.ne,
+                    nbytes: task.nbytes,
+                    home: Home::Private {
+                        placed: placed(task.layout, &task.parts, task.buffers),
+                        moved: task.moved,
+                    },
+                };
+                (task.tensor, Arc::new(version), task.outcome)
+            }));
+        }
+        Ok(Some(staged))
     }
 
-    fn commit(&self, staged: Option<Self::Staged>, others: &[usize]) -> Result<Commit> {
+    fn commit(&self, mut staged: Staged) -> Result<Commit> {
         self.gate.check_can_switch()?;
-        let mut next = staged.map_or_else(Vec::new, |staged| staged.0);
-        next.extend(
-            others
-                .iter()
-                .map(|&tensor| (tensor, self.tensors[tensor].original.clone())),
-        );
-        let mut generation = 0;
+        let effects: Vec<Effect> = staged
+            .next
+            .iter()
+            .map(|(tensor, version, outcome)| Effect {
+                tensor: *tensor,
+                outcome: *outcome,
+                placement: self.describe(version),
+            })
+            .collect();
+        let mut generation = None;
         let switched = self.gate.switch(|| {
             {
                 let mut versions = self.versions.write();
-                versions.generation += 1;
-                generation = versions.generation;
-                for (tensor, version) in &mut next {
+                if !staged.still_fits(&versions) {
+                    return;
+                }
+                for (group, displaced) in &staged.groups {
+                    match displaced {
+                        true => versions.displaced.insert(*group),
+                        false => versions.displaced.remove(group),
+                    };
+                }
+                for (tensor, version, _) in &mut staged.next {
                     let current = &mut versions.current[*tensor];
                     std::mem::swap(&mut current.version, version);
                     current.generation += 1;
                 }
+                versions.generation += 1;
+                generation = Some(versions.generation);
             }
-            self.listeners.tell(generation);
+            generation
+                .into_iter()
+                .for_each(|generation| self.listeners.tell(generation));
         });
         // Freeing what was replaced takes longer than replacing it: evaluations do
         // not wait for it.
-        drop(next);
+        drop(staged);
+        let generation = generation.ok_or(Error::Busy(
+            "a tensor of a layer was loaded while the layer was being replaced; nothing changed, reload again",
+        ))?;
         Ok(Commit {
             wait: switched.wait,
             switch: switched.switch,
             generation,
+            effects,
         })
     }
 

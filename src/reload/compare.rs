@@ -67,7 +67,7 @@ fn refuse_other_models(
         };
         for &tensor in tensors {
             let source = &registry.tensors[tensor].source;
-            report.tensors.push(TensorReport {
+            report.add(TensorReport {
                 tensor,
                 name: source.name.clone(),
                 outcome: Outcome::Refused,
@@ -75,6 +75,7 @@ fn refuse_other_models(
                 new_type: source.ty,
                 nbytes: 0,
                 file: file.file,
+                placement: String::new(),
                 reason: misfit(tensor)
                     .unwrap_or_else(|| format!("its file holds another model: {first}")),
             });

@@ -23,20 +23,21 @@ mod hash;
 mod report;
 mod store;
 
+use std::collections::{HashMap, HashSet};
 use std::ffi::CString;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::gguf::{FileId, GgufFile, TypeInfo};
 use crate::log::{self, Level};
 
 pub use hash::Hash;
 pub(crate) use hash::of_reads as hash_reads;
 pub use report::{FileEvent, FileReport, Outcome, Report, TensorReport, Times};
-pub use store::{Commit, Job, StageError, Store};
+pub use store::{Change, Commit, Effect, Job, NoRoom, StageError, Store};
 
 /// A file to watch.
 #[derive(Debug)]
@@ -187,13 +188,23 @@ impl Engine {
         let mut report = Report::default();
         let changed = detect::changed_files(&mut registry, &mut report);
         report.times.detect = began.elapsed();
-        if changed.is_empty() {
-            report.times.total = began.elapsed();
+        let mut result = Ok(());
+        if !changed.is_empty() {
+            result = registry.apply(store, changed, &mut report);
+        }
+        if result.is_ok() && store.has_displaced() {
+            result = registry.bring_back(store, &mut report);
+        }
+        report.times.total = began.elapsed();
+        match result {
+            Err(error) if report.commits == 0 => return Err(error),
+            Err(error) => report.failure = Some(error.to_string()),
+            Ok(()) => {}
+        }
+        if report.files.is_empty() && report.commits == 0 {
             return Ok(report);
         }
-        let result = registry.apply(store, changed, &mut report);
-        report.times.total = began.elapsed();
-        result.map(|()| report.finish())
+        Ok(report.finish())
     }
 }
 
@@ -229,8 +240,26 @@ impl Registry {
         }
     }
 
-    /// Stages and commits. A tensor that returns needs no memory and frees some, so
-    /// returning comes first; when memory is short, it is committed first, too.
+    /// Brings tensors that are in host memory for want of room back to their devices,
+    /// as far as they fit.
+    fn bring_back<S: Store>(&mut self, store: &S, report: &mut Report) -> Result<()> {
+        let staging = Instant::now();
+        let staged = store.stage(&[], NoRoom::Fail);
+        report.times.stage += staging.elapsed();
+        match staged {
+            Ok(None) | Err(StageError::OutOfMemory(_)) => Ok(()),
+            Ok(Some(staged)) => {
+                let commit = store.commit(staged)?;
+                self.note(&[], [].into_iter(), &commit, report);
+                Ok(())
+            }
+            Err(StageError::Device(error)) => Err(error.into()),
+            Err(StageError::Read { reason, .. }) => Err(Error::Invalid(reason)),
+        }
+    }
+
+    /// Stages and commits all decisions: at once, or in consistent steps when they are
+    /// more than the store wants to stage.
     fn switch<S: Store>(
         &mut self,
         store: &S,
@@ -238,99 +267,148 @@ impl Registry {
         decisions: &[Decision],
         report: &mut Report,
     ) -> Result<(), Failure> {
-        let of = |action| decisions.iter().filter(move |d| d.action == action);
-        let tensors = |action| of(action).map(|d| d.tensor).collect::<Vec<_>>();
-        let (returning, in_place) = (tensors(Action::Return), tensors(Action::InPlace));
-        let jobs: Vec<Job<'_>> = of(Action::Swap)
-            .map(|decision| {
-                let file = &changed[decision.changed].gguf;
-                let info = &file.header.tensors[decision.info];
-                Job {
-                    tensor: decision.tensor,
-                    ty: info.ty,
-                    source: &file.source,
-                    offset: info.offset,
-                    nbytes: info.nbytes,
-                }
-            })
-            .collect();
-        if jobs.is_empty() && returning.is_empty() && in_place.is_empty() {
-            verify(changed)?;
-            self.note(changed, of(Action::Keep), report);
-            return Ok(());
+        for step in steps(store, changed, decisions) {
+            self.switch_step(store, changed, &step, report)?;
         }
+        verify(changed)?;
+        let kept = decisions.iter().filter(|d| d.action == Action::Keep);
+        for decision in kept {
+            self.note_one(changed, decision, Outcome::Unchanged, String::new(), report);
+        }
+        Ok(())
+    }
 
+    /// Stages and commits what is switched together.
+    ///
+    /// When a device has no room, tensors that only return are switched first: they
+    /// need no memory and free some.
+    fn switch_step<S: Store>(
+        &mut self,
+        store: &S,
+        changed: &[ChangedFile],
+        step: &[&Decision],
+        report: &mut Report,
+    ) -> Result<(), Failure> {
         let staging = Instant::now();
-        let mut staged = store.stage(&jobs);
-        let mut switching = [returning, in_place].concat();
-        if matches!(staged, Err(StageError::OutOfMemory(_))) && !switching.is_empty() {
-            verify(changed)?;
-            report.committed(store.commit(None, &switching)?);
-            self.note(
-                changed,
-                of(Action::Return).chain(of(Action::InPlace)),
-                report,
-            );
-            switching.clear();
-            staged = store.stage(&jobs);
+        let mut staged = store.stage(&changes(changed, step), NoRoom::Fail);
+        let mut rest = step.to_vec();
+        if matches!(staged, Err(StageError::OutOfMemory(_))) {
+            let busy: HashSet<usize> = step
+                .iter()
+                .filter(|d| d.action == Action::Swap)
+                .map(|d| store.group(d.tensor))
+                .collect();
+            let only_return = |d: &&Decision| !busy.contains(&store.group(d.tensor));
+            let (first, others): (Vec<&Decision>, _) = rest.iter().copied().partition(only_return);
+            if !first.is_empty() {
+                let staged = store.stage(&changes(changed, &first), NoRoom::Fail);
+                self.commit(store, changed, &first, staged, report)?;
+                rest = others;
+            }
+            staged = store.stage(&changes(changed, &rest), NoRoom::Fallback);
         }
         report.times.stage += staging.elapsed();
+        self.commit(store, changed, &rest, staged, report)
+    }
+
+    fn commit<S: Store>(
+        &mut self,
+        store: &S,
+        changed: &[ChangedFile],
+        decisions: &[&Decision],
+        staged: Result<Option<S::Staged>, StageError>,
+        report: &mut Report,
+    ) -> Result<(), Failure> {
+        let of_file = |tensor| decisions.iter().find(|d| d.tensor == tensor);
         let staged = staged.map_err(|error| match error {
-            StageError::Read { job, reason } => Failure::File {
-                changed: of(Action::Swap).nth(job).map_or(0, |d| d.changed),
-                reason,
+            StageError::Read { tensor, reason } => match of_file(tensor) {
+                Some(decision) => Failure::File {
+                    changed: decision.changed,
+                    reason,
+                },
+                None => Failure::Whole(Error::Invalid(reason)),
             },
             StageError::OutOfMemory(error) | StageError::Device(error) => {
                 Failure::Whole(error.into())
             }
         })?;
         verify(changed)?;
-        let early = switching.is_empty();
-        report.committed(store.commit(Some(staged), &switching)?);
-        report.bytes_staged = jobs.iter().map(|job| job.nbytes).sum();
-        let noted_before =
-            |d: &&Decision| early && matches!(d.action, Action::Return | Action::InPlace);
-        self.note(
-            changed,
-            decisions.iter().filter(|d| !noted_before(d)),
-            report,
-        );
+        let Some(staged) = staged else {
+            return Ok(());
+        };
+        let commit = store.commit(staged)?;
+        self.note(changed, decisions.iter().copied(), &commit, report);
         Ok(())
     }
 
-    /// Takes note of tensors as they now are.
+    /// Takes note of what a commit did.
     fn note<'a>(
         &mut self,
         changed: &[ChangedFile],
         decisions: impl Iterator<Item = &'a Decision>,
+        commit: &Commit,
         report: &mut Report,
     ) {
+        report.committed(commit);
+        let mut effects: HashMap<usize, &Effect> = commit
+            .effects
+            .iter()
+            .map(|effect| (effect.tensor, effect))
+            .collect();
         for decision in decisions {
-            let file = &changed[decision.changed];
-            let info = &file.gguf.header.tensors[decision.info];
-            let tensor = &mut self.tensors[decision.tensor];
-            report.tensors.push(TensorReport {
-                tensor: decision.tensor,
-                name: tensor.source.name.clone(),
-                outcome: match decision.action {
-                    Action::Keep => Outcome::Unchanged,
-                    Action::InPlace => Outcome::InPlace,
-                    Action::Return => Outcome::Returned,
-                    Action::Swap => Outcome::Swapped,
-                },
-                old_type: tensor.source.ty,
-                new_type: info.ty,
-                nbytes: info.nbytes,
-                file: file.file,
+            if let Some(effect) = effects.remove(&decision.tensor) {
+                let placement = effect.placement.clone();
+                self.note_one(changed, decision, effect.outcome, placement, report);
+            }
+        }
+        // What moved along.
+        for effect in effects.into_values() {
+            let source = &self.tensors[effect.tensor].source;
+            report.add(TensorReport {
+                tensor: effect.tensor,
+                name: source.name.clone(),
+                outcome: effect.outcome,
+                old_type: source.ty,
+                new_type: source.ty,
+                nbytes: 0,
+                file: source.file,
+                placement: effect.placement.clone(),
                 reason: String::new(),
             });
-            tensor.source.ty = info.ty;
-            tensor.live_hash = Some(decision.hash);
-            if decision.action == Action::Return
-                && let Some(original) = &mut tensor.original
-            {
-                original.bytes = OriginalBytes::InUse;
-            }
+        }
+    }
+
+    fn note_one(
+        &mut self,
+        changed: &[ChangedFile],
+        decision: &Decision,
+        outcome: Outcome,
+        placement: String,
+        report: &mut Report,
+    ) {
+        let file = &changed[decision.changed];
+        let info = &file.gguf.header.tensors[decision.info];
+        let tensor = &mut self.tensors[decision.tensor];
+        if outcome == Outcome::Swapped {
+            report.bytes_staged += info.nbytes;
+        }
+        report.add(TensorReport {
+            tensor: decision.tensor,
+            name: tensor.source.name.clone(),
+            outcome,
+            old_type: tensor.source.ty,
+            new_type: info.ty,
+            nbytes: info.nbytes,
+            file: file.file,
+            placement,
+            reason: String::new(),
+        });
+        tensor.source.ty = info.ty;
+        tensor.live_hash = Some(decision.hash);
+        if decision.action == Action::Return
+            && let Some(original) = &mut tensor.original
+        {
+            original.bytes = OriginalBytes::InUse;
         }
     }
 
@@ -372,16 +450,83 @@ impl Registry {
     }
 }
 
+/// Changes in the order in which they are staged: what returns, then the rest.
+fn changes<'a>(changed: &'a [ChangedFile], decisions: &[&Decision]) -> Vec<Change<'a>> {
+    let change = |decision: &&Decision| {
+        let file = &changed[decision.changed].gguf;
+        let info = &file.header.tensors[decision.info];
+        match decision.action {
+            Action::Keep => None,
+            Action::Return => Some(Change::Return(decision.tensor)),
+            Action::InPlace => Some(Change::InPlace(decision.tensor)),
+            Action::Swap => Some(Change::Swap(Job {
+                tensor: decision.tensor,
+                ty: info.ty,
+                source: &file.source,
+                offset: info.offset,
+                nbytes: info.nbytes,
+            })),
+        }
+    };
+    decisions.iter().filter_map(change).collect()
+}
+
+/// What is switched together: everything, or as many groups as may be staged at a
+/// time. Groups that only return come first.
+fn steps<'a, S: Store>(
+    store: &S,
+    changed: &[ChangedFile],
+    decisions: &'a [Decision],
+) -> Vec<Vec<&'a Decision>> {
+    let mut groups: HashMap<usize, Vec<&Decision>> = HashMap::new();
+    for decision in decisions.iter().filter(|d| d.action != Action::Keep) {
+        groups
+            .entry(store.group(decision.tensor))
+            .or_default()
+            .push(decision);
+    }
+    let bytes = |group: &Vec<&Decision>| -> u64 {
+        let swaps = group.iter().filter(|d| d.action == Action::Swap);
+        swaps
+            .map(|d| changed[d.changed].gguf.header.tensors[d.info].nbytes)
+            .sum()
+    };
+    let mut groups: Vec<(u64, Vec<&Decision>)> = groups
+        .into_values()
+        .map(|group| (bytes(&group), group))
+        .collect();
+    groups.sort_by_key(|(bytes, group)| (*bytes > 0, group[0].tensor));
+    let limit = match store.staging_bytes() {
+        0 => u64::MAX,
+        limit => limit,
+    };
+    let mut steps: Vec<Vec<&Decision>> = Vec::new();
+    let mut room = 0;
+    for (bytes, group) in groups {
+        match steps.last_mut() {
+            Some(step) if bytes <= room => {
+                step.extend(group);
+                room -= bytes;
+            }
+            _ => {
+                steps.push(group);
+                room = limit.saturating_sub(bytes);
+            }
+        }
+    }
+    steps
+}
+
 /// Why a switch did not happen.
 enum Failure {
     /// One of the changed files is the reason.
     File { changed: usize, reason: String },
     /// Nothing can be switched.
-    Whole(crate::error::Error),
+    Whole(Error),
 }
 
-impl From<crate::error::Error> for Failure {
-    fn from(error: crate::error::Error) -> Failure {
+impl From<Error> for Failure {
+    fn from(error: Error) -> Failure {
         Failure::Whole(error)
     }
 }

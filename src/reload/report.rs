@@ -22,6 +22,9 @@ pub enum Outcome {
     InPlace = 3,
     /// It, or its whole file, was refused; it is as before.
     Refused = 4,
+    /// The same bytes in other places, because something that is laid out with it
+    /// changed, or there was no room on a device, or there is again.
+    Moved = 5,
 }
 
 /// One tensor of a changed file.
@@ -37,10 +40,13 @@ pub struct TensorReport {
     pub old_type: &'static TypeInfo,
     /// Type now; for a refused tensor the type before.
     pub new_type: &'static TypeInfo,
-    /// Bytes in the file; 0 for a refused tensor.
+    /// Bytes in the file; 0 for a tensor that was refused or only moved.
     pub nbytes: u64,
     /// Index of its file.
     pub file: usize,
+    /// Which devices hold which rows of it now, in words; empty when it did not
+    /// change or is on no device.
+    pub placement: String,
     /// Why it was refused; empty otherwise.
     pub reason: String,
 }
@@ -96,11 +102,12 @@ pub struct Report {
     pub tensors: Vec<TensorReport>,
     /// Bytes read into new buffers.
     pub bytes_staged: u64,
-    /// How often evaluations were kept out: 0 when nothing changed, else 1, or 2
-    /// when memory was short.
+    /// How often evaluations were kept out: once, but when memory is short.
     pub commits: u32,
     /// The model's generation after the reload; 0 when this reload changed nothing.
     pub generation: u64,
+    /// Why a reload that was done in steps stopped after some of them.
+    pub failure: Option<String>,
     /// How long it took.
     pub times: Times,
 }
@@ -116,24 +123,40 @@ impl Report {
         self.commits > 0
     }
 
-    pub(super) fn committed(&mut self, commit: Commit) {
+    /// Adds what happened to a tensor; an earlier entry keeps its outcome unless that
+    /// is "unchanged", and gets the new placement.
+    pub(super) fn add(&mut self, mut entry: TensorReport) {
+        match self
+            .tensors
+            .binary_search_by_key(&entry.tensor, |t| t.tensor)
+        {
+            Err(at) => self.tensors.insert(at, entry),
+            Ok(at) => {
+                let known = &mut self.tensors[at];
+                if known.outcome == Outcome::Unchanged {
+                    std::mem::swap(known, &mut entry);
+                } else if !entry.placement.is_empty() {
+                    known.placement = entry.placement;
+                }
+            }
+        }
+    }
+
+    pub(super) fn committed(&mut self, commit: &Commit) {
         self.commits += 1;
         self.times.wait += commit.wait;
         self.times.switch += commit.switch;
         self.generation = commit.generation;
     }
 
-    pub(super) fn finish(mut self) -> Report {
-        // A tensor that was committed early and then found unchanged counts once.
-        self.tensors
-            .sort_by_key(|t| (t.tensor, t.outcome == Outcome::Unchanged));
-        self.tensors.dedup_by_key(|t| t.tensor);
+    pub(super) fn finish(self) -> Report {
         log::log(
             Level::Info,
             format_args!(
-                "reload: {} swapped, {} returned, {} unchanged, {} in place, {} refused; {:.1} ms, evaluations held for {:.0} us",
+                "reload: {} swapped, {} returned, {} moved, {} unchanged, {} in place, {} refused; {:.1} ms, evaluations held for {:.0} us",
                 self.count(Outcome::Swapped),
                 self.count(Outcome::Returned),
+                self.count(Outcome::Moved),
                 self.count(Outcome::Unchanged),
                 self.count(Outcome::InPlace),
                 self.count(Outcome::Refused),

@@ -3,11 +3,33 @@
 use std::time::Duration;
 
 use super::hash::Hash;
+use super::report::Outcome;
 use crate::device::DeviceError;
 use crate::error::Result;
 use crate::gguf::{FileId, Source, TypeInfo};
 
-/// A tensor to replace: read `nbytes` of `source` from `offset` on.
+/// What is to happen to a tensor.
+#[derive(Debug, Clone, Copy)]
+pub enum Change<'a> {
+    /// It goes back to its original bytes.
+    Return(usize),
+    /// Its bytes have changed already, in the file that it is used out of.
+    InPlace(usize),
+    /// It gets new bytes.
+    Swap(Job<'a>),
+}
+
+impl Change<'_> {
+    /// Index of the tensor.
+    pub fn tensor(&self) -> usize {
+        match self {
+            Change::Return(tensor) | Change::InPlace(tensor) => *tensor,
+            Change::Swap(job) => job.tensor,
+        }
+    }
+}
+
+/// New bytes for a tensor: `nbytes` of `source` from `offset` on.
 #[derive(Debug, Clone, Copy)]
 pub struct Job<'a> {
     /// Index of the tensor.
@@ -22,24 +44,44 @@ pub struct Job<'a> {
     pub nbytes: u64,
 }
 
+/// What to do where a device has no room.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NoRoom {
+    /// Stage nothing, and say so.
+    Fail,
+    /// Stage the tensor, and all that must be laid out with it, in host memory.
+    Fallback,
+}
+
 /// Why nothing was staged.
 #[derive(Debug)]
 pub enum StageError {
-    /// The bytes of the job at this position could not be read.
+    /// The bytes of a tensor could not be read.
     Read {
-        /// Position among the jobs.
-        job: usize,
+        /// Index of the tensor.
+        tensor: usize,
         /// What happened.
         reason: String,
     },
-    /// A device had no room.
+    /// A device had no room, and host memory neither or it was not to be used.
     OutOfMemory(DeviceError),
     /// A device failed otherwise.
     Device(DeviceError),
 }
 
-/// What a commit cost.
-#[derive(Debug, Clone, Copy)]
+/// What a commit did to a tensor.
+#[derive(Debug, Clone)]
+pub struct Effect {
+    /// Index of the tensor.
+    pub tensor: usize,
+    /// What happened to it.
+    pub outcome: Outcome,
+    /// Where it now is, in words; empty while it is on no device.
+    pub placement: String,
+}
+
+/// What a commit cost and did.
+#[derive(Debug, Clone)]
 pub struct Commit {
     /// Waiting for running evaluations to end.
     pub wait: Duration,
@@ -47,13 +89,14 @@ pub struct Commit {
     pub switch: Duration,
     /// The generation that it made.
     pub generation: u64,
+    /// Every tensor that it touched.
+    pub effects: Vec<Effect>,
 }
 
 /// Where tensors live and how they are switched.
 ///
-/// Tensors are known by their index at registration. A store may move more than
-/// it is asked to (parts on other devices, siblings that must be laid out alike)
-/// as long as it does so inside the same commit.
+/// Tensors are known by their index at registration. A store may move more than it
+/// is asked to (siblings that must be laid out alike), inside the same commit.
 pub trait Store: Sync {
     /// Everything that [`Store::stage`] prepared. Dropped, it leaves no trace.
     type Staged;
@@ -73,14 +116,28 @@ pub trait Store: Sync {
     /// they still hash to `hash`.
     fn can_return(&self, tensor: usize, hash: Hash) -> bool;
 
-    /// Reads and uploads new bytes for all jobs into new buffers. Changes nothing
-    /// that can be seen.
-    fn stage(&self, jobs: &[Job<'_>]) -> Result<Self::Staged, StageError>;
+    /// Tensors with the same number are laid out together: never switched apart.
+    fn group(&self, tensor: usize) -> usize;
 
-    /// Switches everything staged, sends the tensors in `others` that left their
-    /// original back to it, counts the rest of `others` as changed, and tells
-    /// whoever caches graphs. Between evaluations; all or nothing.
-    fn commit(&self, staged: Option<Self::Staged>, others: &[usize]) -> Result<Commit>;
+    /// The most bytes to stage before a switch; 0 for no limit.
+    fn staging_bytes(&self) -> u64;
+
+    /// Whether tensors are in host memory for want of room, and should go back to
+    /// their devices when they fit again.
+    fn has_displaced(&self) -> bool;
+
+    /// Reads and uploads everything that `changes` need into new buffers. Changes
+    /// nothing that can be seen. With no changes at all, it tries to bring displaced
+    /// tensors back; `None` when there is nothing to switch.
+    fn stage(
+        &self,
+        changes: &[Change<'_>],
+        no_room: NoRoom,
+    ) -> Result<Option<Self::Staged>, StageError>;
+
+    /// Switches everything staged, between evaluations, and tells whoever caches
+    /// graphs. All or nothing.
+    fn commit(&self, staged: Self::Staged) -> Result<Commit>;
 
     /// From now on, the bytes of a file are right under this identity.
     fn trust(&self, file: usize, id: FileId);
