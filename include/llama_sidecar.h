@@ -73,6 +73,9 @@ enum llama_sidecar_outcome {
     LLAMA_SIDECAR_OUTCOME_IN_PLACE = 3,
     // It, or its whole file, was refused; it is as before.
     LLAMA_SIDECAR_OUTCOME_REFUSED = 4,
+    // The same bytes in other places, because something that is laid out with it changed, or there
+    // was no room on a device, or there is again.
+    LLAMA_SIDECAR_OUTCOME_MOVED = 5,
 };
 
 // What became of a changed file.
@@ -87,8 +90,20 @@ enum llama_sidecar_file_event {
 enum llama_sidecar_tensor_state {
     // As it was when the model was opened.
     LLAMA_SIDECAR_TENSOR_STATE_ON_ORIGINAL = 0,
-    // Replaced by other bytes, in a buffer of its own.
+    // In buffers of its own, with other bytes or laid out in another way.
     LLAMA_SIDECAR_TENSOR_STATE_DETACHED = 1,
+    // In host memory, with its whole layer, because a device had no room.
+    LLAMA_SIDECAR_TENSOR_STATE_FALLBACK_CPU = 2,
+};
+
+// Where a tensor is cut.
+enum llama_sidecar_axis {
+    // Inside rows: each part holds some elements of every row.
+    LLAMA_SIDECAR_AXIS_COLUMNS = 0,
+    // Between rows: each part holds some rows of every slice (of every expert, for merged ones).
+    LLAMA_SIDECAR_AXIS_ROWS = 1,
+    // Nowhere: the part is all of it.
+    LLAMA_SIDECAR_AXIS_NONE = 2,
 };
 
 // Somebody who evaluates a model. Not the llama_context of llama.cpp: neither library accepts the
@@ -155,12 +170,25 @@ struct llama_sidecar_params {
     // Map files, so that tensors can be used in place. Where mapping is refused, files are read.
     // Default: true.
     bool use_mmap;
-    // How many host devices the model has, 1 to 64; they stand for GPUs in tests. Default: 1.
+    // Keep routed experts in host memory, device 0. Default: LLAMA_SIDECAR_CPU_MOE.
+    bool cpu_moe;
+    // How many host devices the model has, 1 to 64; beside the first, which is the memory of the
+    // process, they stand for GPUs. Default: 1.
     uint32_t n_devices;
-    // The device that tensors are loaded to. Default: 0.
+    // The device of tensors that nothing else is said about. Default: 0.
     uint32_t device;
-    // The most bytes each device gives out at a time, 0 for all there are. Default: 0.
+    // The most bytes each device but the first gives out at a time, 0 for all there are. Default: 0.
     uint64_t device_bytes;
+    // The most bytes a reload stages before it switches, 0 for no limit. Reloads of more are done in
+    // steps, each consistent. Default: LLAMA_SIDECAR_STAGING_MB.
+    uint64_t staging_bytes;
+    // Cut matrices over devices 1, 2, ... in these proportions, for example "3,1,1"; NULL or empty
+    // for no cutting. Default: LLAMA_SIDECAR_SPLIT.
+    const char *split;
+    // Tensors whose name matches a regular expression go to a device, whole; the first match counts.
+    // For example "ffn_.*_exps=0;attn=2"; NULL or empty for none. Default:
+    // LLAMA_SIDECAR_OVERRIDE_TENSOR.
+    const char *override_tensor;
 };
 
 // What a model is.
@@ -225,10 +253,17 @@ struct llama_sidecar_report_info {
     uint64_t n_in_place;
     // Tensors that were refused.
     uint64_t n_refused;
+    // Tensors whose bytes are the same in other places.
+    uint64_t n_moved;
     // Bytes read into new buffers.
     uint64_t bytes_staged;
     // The model's generation after the reload; 0 when it changed nothing.
     uint64_t generation;
+    // How often evaluations were kept out: 1 when something changed, more when it was done in steps.
+    uint64_t n_commits;
+    // Why a reload that was done in steps stopped after some of them; empty otherwise. Valid until
+    // the report is freed.
+    const char *failure;
     // Looking at files and parsing changed headers.
     uint64_t detect_us;
     // Reading and hashing tensors.
@@ -257,7 +292,10 @@ struct llama_sidecar_report_tensor {
     const char *new_type;
     // Why it was refused; empty otherwise.
     const char *reason;
-    // Bytes in the file; 0 for a refused tensor.
+    // Which devices hold which rows of it now, in words; empty when it did not change or is on no
+    // device.
+    const char *placement;
+    // Bytes in the file; 0 for a tensor that was refused or only moved.
     uint64_t nbytes;
     // What happened to it.
     enum llama_sidecar_outcome outcome;
@@ -287,12 +325,12 @@ struct llama_sidecar_tensor_info {
     const char *type_name;
     // Path of its file. Valid until the model is freed.
     const char *path;
-    // Its bytes where the process can read them without a copy: in its host buffer, else in the
-    // mapping of its file; else NULL. Valid until a reload replaces the tensor (hold an evaluation
+    // Its bytes where the process can read them without a copy: in its host buffer if it is loaded
+    // in one part, in the mapping of its file if it is not loaded; else NULL. Valid until a reload replaces the tensor (hold an evaluation
     // to keep reloads away) or the model is freed. Read only. In the mapping, it also shows what
     // others write into the file: replace files by rename.
     const void *host_data;
-    // Its address on its device once it is loaded; else 0. Valid as long as host_data.
+    // Its address on its device once it is loaded in one part; else 0. Valid as long as host_data.
     uint64_t device_data;
     // Elements per dimension, innermost first.
     uint64_t ne[4];
@@ -308,10 +346,31 @@ struct llama_sidecar_tensor_info {
     uint32_t ggml_type;
     // Elements in a block of its type; a row is a whole number of blocks.
     uint32_t block_elements;
-    // The device it is loaded to, or -1.
+    // The device it is loaded to; -1 when it is not loaded, -2 when it is in parts.
     int32_t device;
+    // How many parts it is in: 0 when it is not loaded. Ask for each with
+    // llama_sidecar_tensor_get_part.
+    uint32_t n_parts;
     // What has happened to it.
     enum llama_sidecar_tensor_state state;
+};
+
+// A part of a loaded tensor: its bytes one after the other on a device.
+struct llama_sidecar_tensor_part {
+    // sizeof(struct llama_sidecar_tensor_part), set by the caller.
+    size_t struct_size;
+    // Its address on the device. Valid as long as host_data of the tensor.
+    uint64_t device_data;
+    // Bytes of the part.
+    uint64_t nbytes;
+    // First row, or first element of each row, that it holds.
+    uint64_t first;
+    // How many of them it holds.
+    uint64_t count;
+    // Index of the device.
+    uint32_t device;
+    // Where the tensor is cut.
+    enum llama_sidecar_axis axis;
 };
 
 #ifdef __cplusplus
@@ -473,7 +532,9 @@ bool llama_reload_changed_tensors(struct llama_context *context);
 // Like llama_reload_changed_tensors, and tells what happened to each tensor.
 //
 // Everything that changed is switched together, between evaluations; on failure nothing is. Files
-// that cannot be taken (unreadable, incomplete, of another model) are left out and reported.
+// that cannot be taken (unreadable, incomplete, of another model) are left out and reported. Only
+// when there is less memory, or staging_bytes, than a reload needs is it done in several steps, each
+// consistent; when a later one fails, the report says so and the next reload goes on from there.
 //
 // `report` gets a report to be freed with llama_sidecar_report_free; it is independent of the
 // model. With a status other than OK there is none.
@@ -521,7 +582,13 @@ enum llama_sidecar_status llama_sidecar_tensor_get_info(const struct llama_model
                                                         uint64_t index,
                                                         struct llama_sidecar_tensor_info *info);
 
-// Loads a tensor to the model's device, unless it is there already. Threads that ask for the same
+// Tells about part `part` of a tensor, of n_parts.
+enum llama_sidecar_status llama_sidecar_tensor_get_part(const struct llama_model *model,
+                                                        uint64_t index,
+                                                        uint32_t part,
+                                                        struct llama_sidecar_tensor_part *info);
+
+// Loads a tensor to the devices where it belongs, unless it is there already. Threads that ask for the same
 // one at the same time get the same buffer.
 enum llama_sidecar_status llama_sidecar_tensor_load(const struct llama_model *model,
                                                     uint64_t index);
@@ -571,7 +638,9 @@ bool llama_reload_changed_tensors(struct llama_context *context);
 // Like llama_reload_changed_tensors, and tells what happened to each tensor.
 //
 // Everything that changed is switched together, between evaluations; on failure nothing is. Files
-// that cannot be taken (unreadable, incomplete, of another model) are left out and reported.
+// that cannot be taken (unreadable, incomplete, of another model) are left out and reported. Only
+// when there is less memory, or staging_bytes, than a reload needs is it done in several steps, each
+// consistent; when a later one fails, the report says so and the next reload goes on from there.
 //
 // `report` gets a report to be freed with llama_sidecar_report_free; it is independent of the
 // model. With a status other than OK there is none.
@@ -619,7 +688,13 @@ enum llama_sidecar_status llama_sidecar_tensor_get_info(const struct llama_model
                                                         uint64_t index,
                                                         struct llama_sidecar_tensor_info *info);
 
-// Loads a tensor to the model's device, unless it is there already. Threads that ask for the same
+// Tells about part `part` of a tensor, of n_parts.
+enum llama_sidecar_status llama_sidecar_tensor_get_part(const struct llama_model *model,
+                                                        uint64_t index,
+                                                        uint32_t part,
+                                                        struct llama_sidecar_tensor_part *info);
+
+// Loads a tensor to the devices where it belongs, unless it is there already. Threads that ask for the same
 // one at the same time get the same buffer.
 enum llama_sidecar_status llama_sidecar_tensor_load(const struct llama_model *model,
                                                     uint64_t index);

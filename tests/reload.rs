@@ -1,5 +1,6 @@
 //! Hot-swap, against files that change in every way files change.
 
+use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -466,6 +467,25 @@ fn a_file_cut_short_in_place_changes_nothing_that_was_loaded() {
     file.set_len(bench.file.bytes().len() as u64 / 2).unwrap();
     assert!(ignored(&bench.reload()).contains("waiting for its writer"));
     bench.expect(&bench.file);
+}
+
+#[test]
+fn bytes_after_the_end_change_nothing() {
+    for bench in Bench::all() {
+        std::thread::sleep(Duration::from_millis(20));
+        let mut file = std::fs::File::options()
+            .append(true)
+            .open(&bench.path)
+            .unwrap();
+        file.write_all(b"trailing bytes that belong to nobody")
+            .unwrap();
+        let report = bench.reload();
+        assert_eq!(report.count(Swapped) + report.count(Refused), 0);
+        bench.expect(&bench.file);
+        bench.model.load_all(|_| true).unwrap();
+        bench.expect(&bench.file);
+        assert!(!bench.reload().changed());
+    }
 }
 
 #[test]

@@ -62,6 +62,12 @@ fn configure(source: &str, build: &Path, flags: &[String]) -> Result<()> {
         .arg(define("CMAKE_MAKE_PROGRAM", &tools.join("ninja")))
         .arg(define("MODEL", &fixtures_at.join("smollm2.gguf")))
         .arg(define("VARIANT", &fixtures_at.join("smollm2-mixed.gguf")))
+        .arg(define("MOE", &fixtures_at.join("moe.gguf")))
+        .arg(define("MOE_VARIANT", &fixtures_at.join("moe-q8_0.gguf")))
+        .arg(define(
+            "MOE_OTHER_BLOCKS",
+            &fixtures_at.join("moe-mixed.gguf"),
+        ))
         .args(flags)
         .arg("--log-level=WARNING"))?;
     run(command(tools.join("cmake"), &root())

@@ -4,6 +4,7 @@
 //! cargo xtask demo       the first journey, on a real model, told step by step
 //! cargo xtask test       everything that CI checks
 //! cargo xtask bench load open, load and reload against their peers
+//! cargo xtask bench swap the pause of a swap, and 10,000 swaps under load
 //! cargo xtask fixtures   download and make the models the tests use
 //! cargo xtask header     write include/llama_sidecar.h
 //! cargo xtask install --prefix DIR
@@ -37,7 +38,7 @@ fn main() -> Result<()> {
     match words.as_slice() {
         ["demo"] => suite::demo(),
         ["test"] => suite::test(),
-        ["bench", "load"] => suite::bench("load"),
+        ["bench", name @ ("load" | "swap")] => suite::bench(name),
         ["fixtures"] => fixtures::make().map(|_| ()),
         ["header"] => header::write(),
         ["header", "--check"] => header::check(),
@@ -46,7 +47,7 @@ fn main() -> Result<()> {
         ["check", "valgrind"] => sanitize::valgrind(),
         ["check", "fuzz", minutes] => sanitize::fuzz(minutes.parse()?),
         _ => bail!(
-            "usage: cargo xtask demo | test | bench load | fixtures | header [--check] | install --prefix DIR | check asan|valgrind|fuzz MINUTES"
+            "usage: cargo xtask demo | test | bench load|swap | fixtures | header [--check] | install --prefix DIR | check asan|valgrind|fuzz MINUTES"
         ),
     }
 }
