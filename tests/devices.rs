@@ -1,54 +1,20 @@
 //! Tensors cut over devices, layers that move together, devices that are full.
 
+mod support;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use llama_sidecar::config;
-use llama_sidecar::device::{Buffer, Device, DeviceError, DeviceKind, HostDevice, Memory};
+use llama_sidecar::device::{Device, HostDevice};
 use llama_sidecar::model::{Axis, Context, Layout, Model, Options, Placement, State};
 use llama_sidecar::reload::{Outcome, Report};
 use proptest::prelude::*;
+use support::Gpu;
 use tempfile::TempDir;
 use testkit::fixtures::fixture;
 use testkit::writer::{F16, F32, Gguf, Q4_0, Q4_K, Q8_0};
-
-/// A device whose room can change.
-#[derive(Debug)]
-struct Gpu {
-    inner: Arc<HostDevice>,
-    capacity: AtomicU64,
-}
-
-impl Device for Gpu {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn kind(&self) -> DeviceKind {
-        self.inner.kind()
-    }
-
-    fn memory(&self) -> Memory {
-        self.inner.memory()
-    }
-
-    fn allocate(self: Arc<Self>, len: u64) -> Result<Box<dyn Buffer>, DeviceError> {
-        let free = self
-            .capacity
-            .load(Ordering::SeqCst)
-            .saturating_sub(self.memory().used);
-        if len > free {
-            return Err(DeviceError::OutOfMemory {
-                device: self.name().into(),
-                requested: len,
-                free,
-            });
-        }
-        self.inner.clone().allocate(len)
-    }
-}
 
 struct Bench {
     folder: TempDir,
@@ -69,13 +35,10 @@ impl Bench {
         stamp(&path, clock);
         let devices: Vec<Arc<Gpu>> = (0..devices)
             .map(|i| {
-                Arc::new(Gpu {
-                    inner: HostDevice::new(if i == 0 {
-                        "host".into()
-                    } else {
-                        format!("gpu{i}")
-                    }),
-                    capacity: AtomicU64::new(u64::MAX),
+                Gpu::new(if i == 0 {
+                    "host".into()
+                } else {
+                    format!("gpu{i}")
                 })
             })
             .collect();
@@ -111,7 +74,7 @@ impl Bench {
     }
 
     fn room(&self, device: usize, bytes: u64) {
-        self.devices[device].capacity.store(bytes, Ordering::SeqCst);
+        self.devices[device].hold_at_most(bytes);
     }
 
     fn used(&self) -> Vec<u64> {

@@ -326,6 +326,69 @@ fn a_file_written_in_place_is_not_trusted() {
     let _ = model.value(key);
 }
 
+/// Not a test of its own: the process in which mapping is refused.
+#[test]
+#[ignore = "started by where_mapping_is_refused_files_are_read, in a process of its own"]
+fn process_with_little_address_space() {
+    let path = PathBuf::from(std::env::var_os("MODEL").unwrap());
+    let model = Model::open(&path, Options::host()).unwrap();
+    assert!(
+        model.host_bytes(&model.tensor(0)).is_none(),
+        "it was mapped"
+    );
+    let mut last = [1; 2];
+    let end = model.tensor(0).nbytes() - 2;
+    model.read(0, end, &mut last).unwrap();
+    assert_eq!(last, [0, 0]);
+    assert_eq!(bytes(&model, 1), pattern(5, 128));
+    let architecture = model.key(b"general.architecture").unwrap();
+    assert_eq!(
+        model.value(architecture).unwrap(),
+        Value::Text(b"llama".to_vec())
+    );
+}
+
+#[test]
+fn where_mapping_is_refused_files_are_read() {
+    // 64 GiB, nearly all of it a hole, in a process that may map 4 GiB.
+    let hole = 64u64 << 30;
+    let mut file = Gguf::default()
+        .tensor("big.weight", &[1 << 20, 0], F16, 0)
+        .tensor("small.weight", &[32], F32, 5);
+    let small = file.tensors[1].data.clone();
+    let mut header = file.header();
+    file.tensors.clear();
+    let find = |header: &[u8], bytes: &[u8]| {
+        header
+            .windows(bytes.len())
+            .position(|window| window == bytes)
+            .unwrap()
+    };
+    let rows = find(&header, &[(1u64 << 20).to_le_bytes(), [0; 8]].concat()) + 8;
+    header[rows..rows + 8].copy_from_slice(&(hole >> 21).to_le_bytes());
+    let name = find(&header, b"small.weight");
+    let offset = name + "small.weight".len() + 4 + 8 + 4;
+    header[offset..offset + 8].copy_from_slice(&hole.to_le_bytes());
+
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("sparse.gguf");
+    std::fs::write(&path, &header).unwrap();
+    let sparse = std::fs::File::options().write(true).open(&path).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&sparse, &small, header.len() as u64 + hole).unwrap();
+    let child = std::process::Command::new("sh")
+        .args(["-c", "ulimit -v 4194304 && exec \"$@\"", "sh"])
+        .arg(std::env::current_exe().unwrap())
+        .args(["--ignored", "--exact", "process_with_little_address_space"])
+        .env("MODEL", &path)
+        .output()
+        .unwrap();
+    assert!(
+        child.status.success(),
+        "{}",
+        String::from_utf8_lossy(&child.stdout)
+    );
+}
+
 #[test]
 fn any_shard_opens_the_model() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,70 +1,23 @@
 //! Hot-swap, against files that change in every way files change.
 
+mod support;
+
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use llama_sidecar::device::{Buffer, Device, DeviceError, DeviceKind, HostDevice, Memory};
+use llama_sidecar::device::{Device, DeviceError};
 use llama_sidecar::error::Error;
 use llama_sidecar::gguf::Access;
 use llama_sidecar::model::{Context, Model, Options, State};
 use llama_sidecar::reload::{FileEvent, Outcome, Report};
 use parking_lot::Mutex;
+use support::Gpu;
 use tempfile::TempDir;
 use testkit::fixtures::fixture;
 use testkit::writer::{F16, F32, Gguf, Q4_0, Q8_0};
-
-/// A device that refuses or fails when told to.
-#[derive(Debug)]
-struct Gpu {
-    inner: Arc<HostDevice>,
-    /// How many more allocations succeed.
-    allocations_left: AtomicU64,
-}
-
-impl Gpu {
-    fn new() -> Arc<Gpu> {
-        Arc::new(Gpu {
-            inner: HostDevice::new("gpu"),
-            allocations_left: AtomicU64::new(u64::MAX),
-        })
-    }
-
-    fn allow(&self, allocations: u64) {
-        self.allocations_left.store(allocations, Ordering::SeqCst);
-    }
-}
-
-impl Device for Gpu {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn kind(&self) -> DeviceKind {
-        self.inner.kind()
-    }
-
-    fn memory(&self) -> Memory {
-        self.inner.memory()
-    }
-
-    fn allocate(self: Arc<Self>, len: u64) -> Result<Box<dyn Buffer>, DeviceError> {
-        let less = |left: u64| left.checked_sub(1);
-        let left = self
-            .allocations_left
-            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
-        if left.is_err() {
-            return Err(DeviceError::OutOfMemory {
-                device: "gpu".into(),
-                requested: len,
-                free: 0,
-            });
-        }
-        self.inner.clone().allocate(len)
-    }
-}
 
 /// A model on disk, the same model open, and the device it is on.
 struct Bench {
@@ -90,7 +43,7 @@ impl Bench {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
         file.write(&path).unwrap();
-        let gpu = Gpu::new();
+        let gpu = Gpu::new("gpu");
         let options = Options {
             access,
             hotswap: true,

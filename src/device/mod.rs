@@ -14,12 +14,11 @@ pub use host::HostDevice;
 /// gives 256.
 pub const ALIGNMENT: u64 = 256;
 
-/// What kind of memory a device is; the numbers are part of the C ABI.
+/// What kind of memory a device is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u32)]
 pub enum DeviceKind {
     /// Memory of the process.
-    Host = 0,
+    Host,
 }
 
 /// How much memory a device has and what we hold of it, in bytes.

@@ -5,6 +5,7 @@ use std::ffi::{CString, c_char};
 use super::handle::{self, llama_model};
 use super::status::{Failure, llama_sidecar_status, status};
 use super::{SizedStruct, fill};
+use crate::device::DeviceKind;
 
 /// What kind of memory a device is.
 #[repr(C)]
@@ -74,7 +75,9 @@ pub unsafe extern "C" fn llama_sidecar_device_get_info(
         let value = llama_sidecar_device_info {
             struct_size: size_of::<llama_sidecar_device_info>(),
             name,
-            kind: llama_sidecar_device_kind::Host,
+            kind: match device.kind() {
+                DeviceKind::Host => llama_sidecar_device_kind::Host,
+            },
             total: memory.total,
             free: memory.free,
             used: memory.used,

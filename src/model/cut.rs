@@ -12,14 +12,13 @@
 
 use crate::gguf::TypeInfo;
 
-/// Where a tensor is cut; the numbers are part of the C ABI.
+/// Where a tensor is cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u32)]
 pub enum Axis {
     /// Inside rows: parts hold some elements of every row.
-    Columns = 0,
+    Columns,
     /// Between rows: parts hold some rows of every slice.
-    Rows = 1,
+    Rows,
 }
 
 /// A tensor, seen as strides of units that parts take runs of.

@@ -70,13 +70,11 @@ struct Piece<'a> {
     parts: Vec<(Runs, Target<'a>)>,
 }
 
-/// A reload changed the model meanwhile: what was read may be laid out wrongly.
-struct Overtaken;
-
 impl Model {
     /// Materialises one tensor and returns it as it then is.
     ///
     /// Loads once: threads that ask at the same time wait and get the same buffer.
+    /// When a reload replaces the tensor meanwhile, it is loaded as it is then.
     pub fn load(&self, index: usize) -> Result<TensorView> {
         loop {
             let (pending, generation) = {
@@ -85,12 +83,13 @@ impl Model {
                 let layout = self.layout(&versions, index);
                 (self.pending(index, version, layout), versions.generation)
             };
+            let version = pending.version.clone();
             let Home::File {
                 file,
                 offset,
                 loaded,
                 loading,
-            } = &pending.version.home
+            } = &version.home
             else {
                 return Ok(self.tensor(index));
             };
@@ -108,21 +107,8 @@ impl Model {
                 .map(|(part, buffer)| (part.runs, Target::all(buffer)))
                 .collect();
             fill(&source, &mut parts).map_err(|error| self.fill_error(error, *file, index))?;
-            let placed = placed(pending.layout, &pending.parts, buffers);
-            let published = self.publish(
-                *file,
-                trusted,
-                generation,
-                || self.quoted(index),
-                || {
-                    // Whoever loaded everything meanwhile was first, and its buffers may
-                    // already be in use.
-                    let _ = loaded.set(placed);
-                },
-            )?;
-            if published.is_ok() {
-                return Ok(self.tensor(index));
-            }
+            let placed = placed(pending.layout.clone(), &pending.parts, buffers);
+            self.publish(*file, trusted, generation, vec![(pending, placed)])?;
         }
     }
 
@@ -156,25 +142,15 @@ impl Model {
     /// first, when it refuses one that large. `progress` is called on this thread
     /// after each piece that it read; when it returns `false`, everything loaded by
     /// this call is dropped again.
+    ///
+    /// A tensor that a reload replaces or moves meanwhile may stay as it is.
     pub fn load_all(&self, mut progress: impl FnMut(Progress) -> bool) -> Result<LoadReport> {
-        loop {
-            match self.try_load_all(&mut progress)? {
-                Ok(report) => return Ok(report),
-                Err(Overtaken) => continue,
-            }
-        }
-    }
-
-    fn try_load_all(
-        &self,
-        progress: &mut impl FnMut(Progress) -> bool,
-    ) -> Result<Result<LoadReport, Overtaken>> {
         let began = Instant::now();
         let trusted: Vec<FileId> = self.files.iter().map(|file| *file.trusted.lock()).collect();
         let (pending, generation) = self.all_pending();
         let bytes: u64 = pending.iter().map(|tensor| tensor.version.nbytes).sum();
         let (arenas, mut buffers) = self.allocate_arenas(&pending)?;
-        self.fill_arenas(&pending, &arenas, &mut buffers, bytes, progress)?;
+        self.fill_arenas(&pending, &arenas, &mut buffers, bytes, &mut progress)?;
 
         let report = LoadReport {
             tensors: pending.len() as u64,
@@ -199,19 +175,9 @@ impl Model {
             of_file[self.tensors[tensor.index].file as usize].push((tensor, placed));
         }
         for (file, tensors) in of_file.into_iter().enumerate() {
-            let what = || "its tensors".into();
-            let published = self.publish(file, trusted[file], generation, what, || {
-                for (tensor, placed) in tensors {
-                    if let Home::File { loaded, .. } = &tensor.version.home {
-                        let _ = loaded.set(placed);
-                    }
-                }
-            })?;
-            if published.is_err() {
-                return Ok(Err(Overtaken));
-            }
+            self.publish(file, trusted[file], generation, tensors)?;
         }
-        Ok(Ok(report))
+        Ok(report)
     }
 
     /// Every tensor that is not loaded, as it is to be laid out, and the generation
@@ -346,8 +312,8 @@ impl Model {
     }
 
     /// Makes loaded tensors of a file visible, unless the file was written in place
-    /// since `trusted` was the identity of its bytes, or a reload since `generation`
-    /// may have changed how they are laid out.
+    /// since `trusted` was the identity of its bytes. Leaves out those that a reload
+    /// has replaced or laid out in another way since `generation`.
     ///
     /// The lock on the file keeps a reload from deciding at the same moment that
     /// these tensors are still read out of it.
@@ -356,17 +322,28 @@ impl Model {
         file: usize,
         trusted: FileId,
         generation: u64,
-        what: impl Fn() -> String,
-        publish: impl FnOnce(),
-    ) -> Result<Result<(), Overtaken>> {
+        tensors: Vec<(Pending, Placed)>,
+    ) -> Result<()> {
         let now = self.files[file].trusted.lock();
-        self.check_identity(file, *now, trusted, what)?;
+        self.check_identity(file, *now, trusted, || match tensors.as_slice() {
+            [(only, _)] => self.quoted(only.index),
+            _ => "its tensors".into(),
+        })?;
         let versions = self.versions.read();
-        if versions.generation != generation {
-            return Ok(Err(Overtaken));
+        for (tensor, placed) in tensors {
+            let current = || {
+                Arc::ptr_eq(&versions.current[tensor.index].version, &tensor.version)
+                    && self.layout(&versions, tensor.index) == tensor.layout
+            };
+            if let Home::File { loaded, .. } = &tensor.version.home
+                && (versions.generation == generation || current())
+            {
+                // Whoever loaded it meanwhile was first, and its buffers may already
+                // be in use.
+                let _ = loaded.set(placed);
+            }
         }
-        publish();
-        Ok(Ok(()))
+        Ok(())
     }
 
     fn check_trusted(&self, file: usize, trusted: FileId, what: impl Fn() -> String) -> Result<()> {

@@ -10,16 +10,15 @@ use super::placement::Layout;
 use crate::device::{Buffer, DeviceError};
 use crate::gguf::{TensorInfo, TypeInfo, strides};
 
-/// What has happened to a tensor; the numbers are part of the C ABI.
+/// What has happened to a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u32)]
 pub enum State {
     /// As it was when the model was opened.
-    OnOriginal = 0,
+    OnOriginal,
     /// In buffers of its own, with other bytes or laid out in another way.
-    Detached = 1,
+    Detached,
     /// In host memory, with its whole layer, because a device had no room.
-    FallbackCpu = 2,
+    FallbackCpu,
 }
 
 /// A tensor with certain bytes of a certain type. Never changes; a reload puts

@@ -8,23 +8,22 @@ use super::store::Commit;
 use crate::gguf::TypeInfo;
 use crate::log::{self, Level};
 
-/// What happened to a tensor; the numbers are part of the C ABI.
+/// What happened to a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u32)]
 pub enum Outcome {
     /// Its file changed, its bytes did not.
-    Unchanged = 0,
+    Unchanged,
     /// It has new bytes in a buffer of its own.
-    Swapped = 1,
+    Swapped,
     /// It is back on its original bytes.
-    Returned = 2,
+    Returned,
     /// Its file was written in place: the bytes in use had changed already.
-    InPlace = 3,
+    InPlace,
     /// It, or its whole file, was refused; it is as before.
-    Refused = 4,
+    Refused,
     /// The same bytes in other places, because something that is laid out with it
     /// changed, or there was no room on a device, or there is again.
-    Moved = 5,
+    Moved,
 }
 
 /// One tensor of a changed file.
@@ -51,14 +50,13 @@ pub struct TensorReport {
     pub reason: String,
 }
 
-/// What became of a changed file; the numbers are part of the C ABI.
+/// What became of a changed file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u32)]
 pub enum FileEvent {
     /// Its tensors are now the ones in use.
-    Taken = 0,
+    Taken,
     /// It was left out; its tensors are as before.
-    Ignored = 1,
+    Ignored,
 }
 
 /// One file that is not as it was at the last reload.

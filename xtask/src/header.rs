@@ -1,6 +1,6 @@
 //! `include/llama_sidecar.h`, generated from `src/ffi`.
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 use crate::root;
 
@@ -9,17 +9,19 @@ const HEADER: &str = "include/llama_sidecar.h";
 fn generate() -> Result<String> {
     let config = cbindgen::Config::from_file(root().join("cbindgen.toml"))
         .map_err(|error| anyhow::anyhow!("cbindgen.toml: {error}"))?;
-    let mut builder = cbindgen::Builder::new().with_config(config);
-    let mut files: Vec<_> = std::fs::read_dir(root().join("src/ffi"))?
-        .map(|entry| Ok(entry?.path()))
-        .collect::<std::io::Result<_>>()?;
-    files.sort();
-    for file in files {
-        builder = builder.with_src(file);
-    }
+    // The other files of the module are found from here.
+    let builder = cbindgen::Builder::new()
+        .with_config(config)
+        .with_src(root().join("src/ffi/mod.rs"));
     let mut text = Vec::new();
     builder.generate()?.write(&mut text);
-    Ok(without_safety_sections(&String::from_utf8(text)?))
+    let header = without_safety_sections(&String::from_utf8(text)?);
+    let functions = header.matches("llama_model_load(").count();
+    ensure!(
+        functions == 1,
+        "cbindgen wrote {functions} declarations of llama_model_load"
+    );
+    Ok(header)
 }
 
 /// Rust asks for a section on what callers of an unsafe function promise. C has no
