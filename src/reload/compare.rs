@@ -163,18 +163,17 @@ fn action<S: Store>(
             return Action::Keep;
         }
     }
-    let Some(original) = &mut known.original else {
-        return Action::Swap;
-    };
-    match original.bytes {
+    match known.original_bytes {
         OriginalBytes::InUse => {
-            original.bytes = known
+            known.original_bytes = known
                 .live_hash
                 .map_or(OriginalBytes::Lost, OriginalBytes::Left);
             Action::Swap
         }
         OriginalBytes::Left(hash)
-            if hash == new_hash && original.ty == info.ty && store.can_return(tensor, hash) =>
+            if hash == new_hash
+                && known.original_type == info.ty
+                && store.can_return(tensor, hash) =>
         {
             Action::Return
         }

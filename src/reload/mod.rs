@@ -72,7 +72,6 @@ pub struct Engine {
 struct Registry {
     files: Vec<Watched>,
     tensors: Vec<Registered>,
-    snapshot_taken: bool,
 }
 
 #[derive(Debug)]
@@ -88,19 +87,15 @@ struct Watched {
 #[derive(Debug)]
 struct Registered {
     source: SourceTensor,
-    /// What the tensor was at the first reload.
-    original: Option<Original>,
+    /// Its type at registration.
+    original_type: &'static TypeInfo,
+    original_bytes: OriginalBytes,
     /// Hash of the bytes in use, once somebody needed it.
     live_hash: Option<Hash>,
 }
 
-#[derive(Debug, Clone, Copy)]
-struct Original {
-    ty: &'static TypeInfo,
-    bytes: OriginalBytes,
-}
-
-/// What is known of the bytes that a tensor had at first.
+/// What is known of the bytes that a tensor had at first. They are hashed when it
+/// leaves them: a model that is never swapped is never read for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum OriginalBytes {
     /// The tensor never left them.
@@ -154,17 +149,14 @@ impl Engine {
         let tensors = tensors
             .into_iter()
             .map(|source| Registered {
-                source,
-                original: None,
+                original_type: source.ty,
+                original_bytes: OriginalBytes::InUse,
                 live_hash: None,
+                source,
             })
             .collect();
         Engine {
-            state: Mutex::new(Registry {
-                files,
-                tensors,
-                snapshot_taken: false,
-            }),
+            state: Mutex::new(Registry { files, tensors }),
         }
     }
 
@@ -176,15 +168,6 @@ impl Engine {
     pub fn reload<S: Store>(&self, store: &S) -> Result<Report> {
         let began = Instant::now();
         let mut registry = self.state.lock();
-        if !registry.snapshot_taken {
-            registry.snapshot_taken = true;
-            for tensor in &mut registry.tensors {
-                tensor.original = Some(Original {
-                    ty: tensor.source.ty,
-                    bytes: OriginalBytes::InUse,
-                });
-            }
-        }
         let mut report = Report::default();
         let changed = detect::changed_files(&mut registry, &mut report);
         report.times.detect = began.elapsed();
@@ -405,10 +388,8 @@ impl Registry {
         });
         tensor.source.ty = info.ty;
         tensor.live_hash = Some(decision.hash);
-        if decision.action == Action::Return
-            && let Some(original) = &mut tensor.original
-        {
-            original.bytes = OriginalBytes::InUse;
+        if decision.action == Action::Return {
+            tensor.original_bytes = OriginalBytes::InUse;
         }
     }
 

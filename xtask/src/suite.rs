@@ -47,7 +47,7 @@ const CHECKS: &[Check] = &[
         sanitize::asan,
     ),
     Check {
-        name: "C examples, valgrind",
+        name: "C examples but swap_under_load, valgrind",
         run: sanitize::valgrind,
         missing: || (!exists("valgrind")).then_some("valgrind is not installed"),
     },
