@@ -11,6 +11,7 @@ use llama_sidecar::device::{Device, HostDevice};
 use llama_sidecar::model::{Axis, Context, Layout, Model, Options, Placement, State};
 use llama_sidecar::reload::{Outcome, Report};
 use proptest::prelude::*;
+use proptest::test_runner::RngSeed;
 use support::Gpu;
 use tempfile::TempDir;
 use testkit::fixtures::fixture;
@@ -651,8 +652,25 @@ impl History {
     }
 }
 
+/// 10,000 histories from a fixed seed, so that a run can be repeated; others with
+/// PROPTEST_CASES and PROPTEST_RNG_SEED.
+fn histories() -> ProptestConfig {
+    let set = |name| std::env::var_os(name).is_some();
+    let mut config = ProptestConfig {
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    };
+    if !set("PROPTEST_CASES") {
+        config.cases = 10_000;
+    }
+    if !set("PROPTEST_RNG_SEED") {
+        config.rng_seed = RngSeed::Fixed(2026);
+    }
+    config
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 10_000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(histories())]
 
     #[test]
     fn random_histories_agree_with_the_oracle(

@@ -248,10 +248,7 @@ impl Model {
                 placement::slice_rows(&name, &ne)
             });
             let rows = rows.collect();
-            let (groups, group_of) = placement::groups(all.map(|index| {
-                let (name, ne) = named(index);
-                (name, ne, targets[index])
-            }));
+            let (groups, group_of) = placement::groups(all.map(named));
             Plan {
                 targets,
                 rows,

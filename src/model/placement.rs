@@ -157,24 +157,19 @@ pub(super) fn slice_rows(name: &str, ne: &[u64; 4]) -> u64 {
     }
 }
 
-/// Groups of tensors, given names, shapes and targets: the routed experts of a layer
-/// that are not on the host anyway belong together. Returns the groups and the group
-/// of each tensor.
+/// Groups of tensors, given names and shapes: the routed experts of a layer whose
+/// hidden layers have the same size. Returns the groups and the group of each tensor.
 pub(super) fn groups<'a>(
-    tensors: impl Iterator<Item = (std::borrow::Cow<'a, str>, [u64; 4], Target)>,
+    tensors: impl Iterator<Item = (std::borrow::Cow<'a, str>, [u64; 4])>,
 ) -> (Vec<Group>, Vec<u32>) {
     let mut groups: Vec<Group> = Vec::new();
     let mut of_tensor = Vec::new();
     let mut of_layer = std::collections::HashMap::new();
-    for (index, (name, ne, target)) in tensors.enumerate() {
-        let on_host = target == Target::Device(HOST);
-        let layer =
-            ExpertName::parse(&name)
-                .filter(|_| !on_host)
-                .map(|expert| match expert.projection {
-                    Projection::Down => (expert.layer, ne[0]),
-                    _ => (expert.layer, slice_rows(&name, &ne)),
-                });
+    for (index, (name, ne)) in tensors.enumerate() {
+        let layer = ExpertName::parse(&name).map(|expert| match expert.projection {
+            Projection::Down => (expert.layer, ne[0]),
+            _ => (expert.layer, slice_rows(&name, &ne)),
+        });
         let group = match layer {
             Some(layer) => *of_layer.entry(layer).or_insert(groups.len()),
             None => groups.len(),
