@@ -113,7 +113,7 @@ pub unsafe extern "C" fn llama_sidecar_tensor_get_info(
         let model = &open.model;
         let view = model.tensor(index);
         let placed = view.placed();
-        let n_parts = view.parts().len() as u32;
+        let n_parts = view.part_count() as u32;
         let value = llama_sidecar_tensor_info {
             struct_size: size_of::<llama_sidecar_tensor_info>(),
             index: index as u64,

@@ -72,13 +72,8 @@ impl TypeInfo {
 
 const fn upstream(id: u32, c_name: &'static std::ffi::CStr, block: u64, bytes: u64) -> TypeInfo {
     TypeInfo {
-        id,
-        c_name,
-        block,
-        bytes,
-        row_meta: 0,
-        interleave: 1,
         origin: Origin::Upstream,
+        ..ik(id, c_name, block, bytes, 0, 1)
     }
 }
 

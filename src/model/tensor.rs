@@ -246,6 +246,11 @@ impl TensorView {
         Some((part.device, part.address()))
     }
 
+    /// How many parts it is in; 0 before it is materialised.
+    pub fn part_count(&self) -> usize {
+        self.version.placed().map_or(0, |placed| placed.parts.len())
+    }
+
     /// Its parts on devices; none before it is materialised.
     pub fn parts(&self) -> Vec<PartView> {
         let placed = self.version.placed();

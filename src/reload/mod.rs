@@ -6,9 +6,9 @@
 //!
 //! One reload goes through these steps, each in a module of its own:
 //!
-//! 1. [`detect`]: one `stat` per file; a changed file is opened and its header
+//! 1. `detect`: one `stat` per file; a changed file is opened and its header
 //!    parsed through reads.
-//! 2. [`compare`]: for each tensor of it, refuse, keep, return to the original, or
+//! 2. `compare`: for each tensor of it, refuse, keep, return to the original, or
 //!    swap; told apart by type and by a hash of the bytes.
 //! 3. stage: the store reads and uploads everything into new buffers.
 //! 4. verify: the files are still the ones that were read.
