@@ -506,8 +506,6 @@ fn a_reload_waits_for_evaluations_and_refuses_its_own() {
         bench.context.end().unwrap();
         let report = reload.join().unwrap();
         assert_eq!(report.count(Swapped), 1);
-        assert!(report.times.wait > Duration::from_millis(50));
-        assert!(report.times.switch < Duration::from_millis(50));
     });
     assert_eq!(bench.context.begin().unwrap(), 1);
     bench.context.end().unwrap();
