@@ -125,11 +125,14 @@ pub fn demo() -> Result<()> {
     run(command(examples.join("hot_swap"), &target_folder()?)
         .arg(&model)
         .arg(&variant))?;
+    tell("A layer of experts, cut over three devices, goes through three quantisations and back.");
+    run(command(examples.join("moe_walk"), &target_folder()?)
+        .args(["moe.gguf", "moe-q8_0.gguf", "moe-mixed.gguf"].map(|name| fixtures.join(name))))?;
     tell("Everything at once: at most nine allocations, at the speed of memory.");
     run(command(stage.join("bin/llama-sidecar"), &root())
         .arg("load")
         .arg(&model))?;
-    tell("The programs are c_examples/lazy_load.c and c_examples/hot_swap.c.");
+    tell("The programs are lazy_load.c, hot_swap.c and moe_walk.c in c_examples.");
     Ok(())
 }
 
