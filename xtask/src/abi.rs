@@ -72,13 +72,14 @@ fn exports(library: &Path) -> Result<BTreeSet<String>> {
 
 /// Names in front of a parenthesis, outside of comments and typedefs.
 fn declared(header: &str) -> BTreeSet<String> {
-    let code = header
-        .split("*/")
-        .last()
-        .unwrap_or_default()
+    header
         .lines()
-        .filter(|line| !line.starts_with("//") && !line.starts_with("typedef"));
-    code.filter_map(|line| line.split_once('('))
+        .filter(|line| {
+            !["//", " *", "typedef"]
+                .iter()
+                .any(|start| line.starts_with(start))
+        })
+        .filter_map(|line| line.split_once('('))
         .filter_map(|(before, _)| before.split([' ', '*']).next_back())
         .filter(|name| name.starts_with("llama_"))
         .map(str::to_owned)

@@ -8,7 +8,7 @@
 //! cargo xtask fixtures   download and make the models the tests use
 //! cargo xtask header     write include/llama_sidecar.h
 //! cargo xtask install --prefix DIR
-//! cargo xtask check asan | valgrind | fuzz MINUTES
+//! cargo xtask check abi | asan | valgrind | fuzz MINUTES
 //! ```
 
 mod abi;
@@ -43,11 +43,12 @@ fn main() -> Result<()> {
         ["header"] => header::write(),
         ["header", "--check"] => header::check(),
         ["install", "--prefix", prefix] => install::install(&std::path::absolute(prefix)?),
+        ["check", "abi"] => abi::check(),
         ["check", "asan"] => sanitize::asan(),
         ["check", "valgrind"] => sanitize::valgrind(),
         ["check", "fuzz", minutes] => sanitize::fuzz(minutes.parse()?),
         _ => bail!(
-            "usage: cargo xtask demo | test | bench load|swap | fixtures | header [--check] | install --prefix DIR | check asan|valgrind|fuzz MINUTES"
+            "usage: cargo xtask demo | test | bench load|swap | fixtures | header [--check] | install --prefix DIR | check abi|asan|valgrind|fuzz MINUTES"
         ),
     }
 }

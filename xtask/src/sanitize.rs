@@ -78,6 +78,7 @@ pub fn fuzz(minutes: u64) -> Result<()> {
                 "-rss_limit_mb=2048",
                 "-timeout=10",
                 "-print_final_stats=1",
+                "-verbosity=0",
             ]),
     )
 }
