@@ -11,14 +11,18 @@ static void print_metadata(const struct llama_model * model, uint64_t count) {
         struct llama_sidecar_metadata_info key;
         key.struct_size = sizeof(key);
         OK(llama_sidecar_metadata_get_info(model, i, &key));
-        if (key.is_array) {
-            printf("%-45s [%" PRIu64 " elements]\n", key.key, key.count);
-            continue;
+        char   text[60] = "";
+        size_t length   = 0;
+        // An array is walked element by element; the last one is shown.
+        for (uint64_t e = 0; e < key.count; e++) {
+            OK(llama_sidecar_metadata_text(model, i, e, text, sizeof(text), &length));
         }
-        char   text[60];
-        size_t length;
-        OK(llama_sidecar_metadata_text(model, i, 0, text, sizeof(text), &length));
-        printf("%-45s %s%s\n", key.key, text, length >= sizeof(text) ? "..." : "");
+        if (key.is_array) {
+            printf("%-45s [%" PRIu64 " elements] ... ", key.key, key.count);
+        } else {
+            printf("%-45s ", key.key);
+        }
+        printf("%s%s\n", text, length >= sizeof(text) ? "..." : "");
     }
 }
 

@@ -427,8 +427,8 @@ enum llama_sidecar_status llama_sidecar_metadata_get_info(const struct llama_mod
 // `length` can be NULL; it gets the length of the whole text without its NUL. With `size` 0,
 // `buffer` can be NULL, too.
 //
-// Asking for the elements of a large array one by one reads its strings each time: ask for those
-// that are needed.
+// The array of strings that was last asked for is kept in memory until another one is, or the model
+// is freed: a vocabulary can be walked element by element.
 enum llama_sidecar_status llama_sidecar_metadata_text(const struct llama_model *model,
                                                       uint64_t index,
                                                       uint64_t element,

@@ -1,12 +1,13 @@
 //! Metadata of a model: the key-values of its first file.
 
 use std::ffi::c_char;
+use std::sync::Arc;
 
 use super::handle::{self, llama_model};
 use super::model::OpenModel;
 use super::status::{Failure, llama_sidecar_status, status};
 use super::{SizedStruct, fill, put, text};
-use crate::gguf::{Key, Value};
+use crate::gguf::{Key, Value, ValueType};
 
 /// A metadata key and what kind of value it has.
 #[repr(C)]
@@ -91,8 +92,8 @@ pub unsafe extern "C" fn llama_sidecar_metadata_get_info(
 /// `length` can be NULL; it gets the length of the whole text without its NUL. With `size` 0,
 /// `buffer` can be NULL, too.
 ///
-/// Asking for the elements of a large array one by one reads its strings each time: ask for those
-/// that are needed.
+/// The array of strings that was last asked for is kept in memory until another one is, or the model
+/// is freed: a vocabulary can be walked element by element.
 ///
 /// # Safety
 ///
@@ -108,11 +109,11 @@ pub unsafe extern "C" fn llama_sidecar_metadata_text(
 ) -> llama_sidecar_status {
     status(|| {
         let open = handle::get(model)?;
-        let (_, key) = in_range(&open, index)?;
+        let (at, key) = in_range(&open, index)?;
         if buffer.is_null() && size > 0 {
             return Err(Failure::null("buffer"));
         }
-        let value = value(&open, key, element)?;
+        let value = value(&open, at, key, element)?;
         let bytes = match value {
             Value::Text(bytes) => bytes,
             other => other.to_string().into_bytes(),
@@ -134,7 +135,7 @@ pub unsafe extern "C" fn llama_sidecar_metadata_text(
     })
 }
 
-fn value(open: &OpenModel, key: &Key, element: u64) -> Result<Value, Failure> {
+fn value(open: &OpenModel, at: usize, key: &Key, element: u64) -> Result<Value, Failure> {
     if element >= key.count {
         return Err(Failure::new(
             llama_sidecar_status::NotFound,
@@ -148,10 +149,23 @@ fn value(open: &OpenModel, key: &Key, element: u64) -> Result<Value, Failure> {
     if !key.array {
         return Ok(open.model.value(key)?);
     }
-    let mut found = open.model.elements(key, element, 1)?;
-    found
-        .pop()
-        .ok_or_else(|| Failure::new(llama_sidecar_status::Internal, "an element is missing"))
+    let missing = || Failure::new(llama_sidecar_status::Internal, "an element is missing");
+    if key.ty != ValueType::String {
+        let mut found = open.model.elements(key, element, 1)?;
+        return found.pop().ok_or_else(missing);
+    }
+    let mut kept = open.strings.lock();
+    let strings = match &*kept {
+        Some((of, strings)) if *of == at => strings.clone(),
+        _ => {
+            let strings = Arc::new(open.model.strings(key)?);
+            *kept = Some((at, strings.clone()));
+            strings
+        }
+    };
+    drop(kept);
+    let text = strings.get(element).ok_or_else(missing)?;
+    Ok(Value::Text(text.to_vec()))
 }
 
 fn in_range(open: &OpenModel, index: u64) -> Result<(usize, &Key), Failure> {

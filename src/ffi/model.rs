@@ -9,13 +9,18 @@ use super::handle::{self, llama_model};
 use super::params::llama_sidecar_params;
 use super::status::{call, llama_sidecar_status, status};
 use super::{SizedStruct, fill, read, text};
+use crate::gguf::Strings;
 use crate::model::{Model, Progress};
+use parking_lot::Mutex;
 
 /// A model and the C strings about it, which live as long as its handle.
 pub(super) struct OpenModel {
     pub model: Arc<Model>,
     pub paths: Vec<CString>,
     pub keys: Vec<CString>,
+    /// The array of strings that was last asked for, by the index of its key: a caller
+    /// that walks over a vocabulary asks for one after the other.
+    pub strings: Mutex<Option<(usize, Arc<Strings>)>>,
 }
 
 impl OpenModel {
@@ -33,6 +38,7 @@ impl OpenModel {
                 .iter()
                 .map(|key| lossy(&key.name))
                 .collect(),
+            strings: Mutex::new(None),
             model: Arc::new(model),
         }
     }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use memmap2::Mmap;
 
 use super::header::{Defect, Header, Stop};
-use super::value::{Key, Value, string_ranges};
+use super::value::{Key, Strings, Value};
 
 /// How the bytes of a file are reached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -225,19 +225,21 @@ impl GgufFile {
                 bytes.chunks_exact(size as usize).map(decode).collect()
             }
             None => {
-                let bytes = self.value_bytes(key)?;
-                string_ranges(&bytes, key.count)
-                    .ok_or_else(changed)?
-                    .drain(from as usize..to as usize)
-                    .map(|range| decode(&bytes[range.start as usize..range.end as usize]))
-                    .collect()
+                let strings = self.strings(key)?;
+                let texts = (from..to).map(|at| strings.get(at).ok_or_else(changed));
+                texts.map(|text| Ok(Value::Text(text?.to_vec()))).collect()
             }
         }
     }
 
+    /// Reads an array of strings.
+    pub fn strings(&self, key: &Key) -> io::Result<Strings> {
+        Strings::parse(self.value_bytes(key)?, key.count).ok_or_else(changed)
+    }
+
     /// The bytes of a value, copied from the file. They are read and not borrowed
     /// from the mapping, so that a file that was cut short since gives an error.
-    pub fn value_bytes(&self, key: &Key) -> io::Result<Vec<u8>> {
+    fn value_bytes(&self, key: &Key) -> io::Result<Vec<u8>> {
         let mut bytes = vec![0; key.len as usize];
         self.source.read_at(&mut bytes, key.offset)?;
         Ok(bytes)

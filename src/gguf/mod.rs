@@ -12,4 +12,4 @@ pub use file::{Access, FileId, GgufFile, OpenError, Source};
 pub use header::{DEFAULT_ALIGNMENT, Defect, Header, Stop, TensorInfo, strides};
 pub use shards::{open_model, shard_name};
 pub use types::{Origin, TYPES, TypeInfo};
-pub use value::{Key, Value, ValueType, string_ranges};
+pub use value::{Key, Strings, Value, ValueType};

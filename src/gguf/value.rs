@@ -176,23 +176,37 @@ impl fmt::Display for Value {
     }
 }
 
-/// Where each string of an array begins and ends, relative to the array's first
-/// byte.
-///
-/// `None` when the lengths do not add up to `bytes`: the file changed since its
-/// header was checked.
-pub fn string_ranges(bytes: &[u8], count: u64) -> Option<Vec<std::ops::Range<u64>>> {
-    let mut ranges = Vec::with_capacity(count.min(bytes.len() as u64 / 8) as usize);
-    let mut at = 0usize;
-    for _ in 0..count {
-        let length = u64::from_le_bytes(*bytes.get(at..)?.first_chunk()?);
-        let start = at + 8;
-        let end = start.checked_add(usize::try_from(length).ok()?)?;
-        bytes.get(start..end)?;
-        ranges.push(start as u64..end as u64);
-        at = end;
+/// An array of strings that was read, and where each of them is.
+#[derive(Debug)]
+pub struct Strings {
+    bytes: Vec<u8>,
+    ranges: Vec<std::ops::Range<usize>>,
+}
+
+impl Strings {
+    /// Finds `count` strings in the bytes of an array.
+    ///
+    /// `None` when the lengths do not add up to `bytes`: the file changed since its
+    /// header was checked.
+    pub fn parse(bytes: Vec<u8>, count: u64) -> Option<Strings> {
+        let mut ranges = Vec::with_capacity(count.min(bytes.len() as u64 / 8) as usize);
+        let mut at = 0usize;
+        for _ in 0..count {
+            let length = u64::from_le_bytes(*bytes.get(at..)?.first_chunk()?);
+            let start = at + 8;
+            let end = start.checked_add(usize::try_from(length).ok()?)?;
+            bytes.get(start..end)?;
+            ranges.push(start..end);
+            at = end;
+        }
+        (at == bytes.len()).then_some(Strings { bytes, ranges })
     }
-    (at == bytes.len()).then_some(ranges)
+
+    /// The string at a position.
+    pub fn get(&self, at: u64) -> Option<&[u8]> {
+        let range = self.ranges.get(usize::try_from(at).ok()?)?;
+        Some(&self.bytes[range.clone()])
+    }
 }
 
 #[cfg(test)]
@@ -216,10 +230,16 @@ mod tests {
         let mut bytes = 2u64.to_le_bytes().to_vec();
         bytes.extend(b"ab");
         bytes.extend(0u64.to_le_bytes());
-        assert_eq!(string_ranges(&bytes, 2), Some(vec![8..10, 18..18]));
-        assert_eq!(string_ranges(&bytes, 1), None, "bytes left over");
-        assert_eq!(string_ranges(&bytes, 3), None, "too few bytes");
+        let parse = |bytes: &[u8], count| Strings::parse(bytes.to_vec(), count);
+        let strings = parse(&bytes, 2).unwrap();
+        assert_eq!(strings.get(0), Some(b"ab".as_slice()));
+        assert_eq!(
+            (strings.get(1), strings.get(2)),
+            (Some(b"".as_slice()), None)
+        );
+        assert!(parse(&bytes, 1).is_none(), "bytes left over");
+        assert!(parse(&bytes, 3).is_none(), "too few bytes");
         bytes[0] = 0xff;
-        assert_eq!(string_ranges(&bytes, 2), None, "length past the end");
+        assert!(parse(&bytes, 2).is_none(), "length past the end");
     }
 }

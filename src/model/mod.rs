@@ -23,7 +23,7 @@ use parking_lot::{Mutex, RwLock};
 
 use crate::device::{Device, HostDevice};
 use crate::error::{Error, Result};
-use crate::gguf::{self, Access, FileId, GgufFile, Key, TypeInfo, Value};
+use crate::gguf::{self, Access, FileId, GgufFile, Key, Strings, TypeInfo, Value};
 use crate::reload;
 
 pub use context::Context;
@@ -369,6 +369,13 @@ impl Model {
     pub fn elements(&self, key: &Key, from: u64, limit: u64) -> Result<Vec<Value>> {
         let file = &self.files[0].gguf;
         file.elements(key, from, limit)
+            .map_err(|source| self.read_error(0, key, source))
+    }
+
+    /// Reads an array of strings.
+    pub fn strings(&self, key: &Key) -> Result<Strings> {
+        let file = &self.files[0].gguf;
+        file.strings(key)
             .map_err(|source| self.read_error(0, key, source))
     }
 
