@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::cut::Runs;
-use super::fill::{CHUNK, FillError, Target, fill, from_file};
+use super::fill::{CHUNK, FillError, ReadAt, Target, fill, from_file};
 use super::placement::Layout;
 use super::tensor::{Home, Part, PartPlan, Placed, Version, plan_parts};
 use super::{Model, TensorView};
@@ -80,6 +80,10 @@ impl Model {
             let (pending, generation) = {
                 let versions = self.versions.read();
                 let version = versions.current[index].version.clone();
+                if version.placed().is_some() {
+                    drop(versions);
+                    return Ok(self.tensor(index));
+                }
                 let layout = self.layout(&versions, index);
                 (self.pending(index, version, layout), versions.generation)
             };
@@ -100,13 +104,8 @@ impl Model {
             let trusted = *self.files[*file].trusted.lock();
             let mut buffers = self.allocate_parts(&pending.parts)?;
             let source = from_file(&self.files[*file].gguf.source, *offset);
-            let mut parts: Vec<_> = pending
-                .parts
-                .iter()
-                .zip(&mut buffers)
-                .map(|(part, buffer)| (part.runs, Target::all(buffer)))
-                .collect();
-            fill(&source, &mut parts).map_err(|error| self.fill_error(error, *file, index))?;
+            fill_parts(&source, &pending.parts, &mut buffers)
+                .map_err(|error| self.fill_error(error, *file, index))?;
             let placed = placed(pending.layout.clone(), &pending.parts, buffers);
             self.publish(*file, trusted, generation, vec![(pending, placed)])?;
         }
@@ -398,6 +397,19 @@ impl PartPlan {
             units: self.units,
         }
     }
+}
+
+/// Fills the parts of a tensor that have buffers of their own.
+pub(super) fn fill_parts(
+    read: &ReadAt<'_>,
+    parts: &[PartPlan],
+    buffers: &mut [Mutex<Box<dyn Buffer>>],
+) -> Result<(), FillError> {
+    let targets = parts.iter().zip(buffers);
+    let mut targets: Vec<_> = targets
+        .map(|(part, buffer)| (part.runs, Target::all(buffer)))
+        .collect();
+    fill(read, &mut targets)
 }
 
 /// A tensor whose parts have buffers of their own.

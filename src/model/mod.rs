@@ -23,6 +23,7 @@ use parking_lot::{Mutex, RwLock};
 
 use crate::device::{Device, HostDevice};
 use crate::error::{Error, Result};
+use crate::experts::ExpertName;
 use crate::gguf::{self, Access, FileId, GgufFile, Key, Strings, TypeInfo, Value};
 use crate::reload;
 
@@ -231,24 +232,15 @@ impl Model {
 
     fn plan(&self) -> &Plan {
         self.plan.get_or_init(|| {
-            let named = |index: usize| {
-                let ne = self.tensors[index].original.ne;
-                (self.name(index).to_string_lossy(), ne)
-            };
-            let all = 0..self.tensors.len();
-            let targets: Vec<Target> = all
-                .clone()
-                .map(|index| {
-                    let (name, ne) = named(index);
-                    self.placement.target(&name, &ne)
-                })
-                .collect();
-            let rows = all.clone().map(|index| {
-                let (name, ne) = named(index);
-                placement::slice_rows(&name, &ne)
-            });
-            let rows = rows.collect();
-            let (groups, group_of) = placement::groups(all.map(named));
+            let (mut targets, mut rows, mut experts) = (Vec::new(), Vec::new(), Vec::new());
+            for (index, tensor) in self.tensors.iter().enumerate() {
+                let (name, ne) = (self.name(index).to_string_lossy(), tensor.original.ne);
+                let expert = ExpertName::parse(&name);
+                targets.push(self.placement.target(&name, expert, &ne));
+                rows.push(placement::slice_rows(expert, &ne));
+                experts.push((expert, ne));
+            }
+            let (groups, group_of) = placement::groups(experts.into_iter());
             Plan {
                 targets,
                 rows,

@@ -78,11 +78,10 @@ impl Placement {
         })
     }
 
-    pub(super) fn target(&self, name: &str, ne: &[u64; 4]) -> Target {
+    pub(super) fn target(&self, name: &str, expert: Option<ExpertName>, ne: &[u64; 4]) -> Target {
         if let Some(rule) = self.overrides.iter().find(|rule| rule.0.is_match(name)) {
             return Target::Device(rule.1);
         }
-        let expert = ExpertName::parse(name);
         if expert.is_some() && self.cpu_moe {
             return Target::Device(HOST);
         }
@@ -104,17 +103,14 @@ impl Placement {
         let granule = cuts
             .clone()
             .fold(1, |g, cut| common_granule(g, cut.granule));
-        let bounds = cuts
-            .map(|cut| cut.units)
-            .max()
-            .map(|units| share(units, granule, &self.split));
-        let layout = |member: &Member<'_>| match (member.target, &bounds) {
-            (Target::Device(device), _) => Layout::Whole(device),
-            (Target::Split(axis), Some(bounds)) => Layout::Split {
+        let units = cuts.map(|cut| cut.units).max().unwrap_or(0);
+        let bounds = share(units, granule, &self.split);
+        let layout = |member: &Member<'_>| match member.target {
+            Target::Device(device) => Layout::Whole(device),
+            Target::Split(axis) => Layout::Split {
                 axis,
                 bounds: bounds.clone(),
             },
-            (Target::Split(_), None) => Layout::Whole(self.device),
         };
         members.iter().map(layout).collect()
     }
@@ -147,8 +143,8 @@ pub(super) struct Group {
 }
 
 /// Rows of one slice of a tensor: gate and up in one tensor are two slices.
-pub(super) fn slice_rows(name: &str, ne: &[u64; 4]) -> u64 {
-    match ExpertName::parse(name) {
+pub(super) fn slice_rows(expert: Option<ExpertName>, ne: &[u64; 4]) -> u64 {
+    match expert {
         Some(ExpertName {
             projection: Projection::GateUp,
             ..
@@ -157,18 +153,19 @@ pub(super) fn slice_rows(name: &str, ne: &[u64; 4]) -> u64 {
     }
 }
 
-/// Groups of tensors, given names and shapes: the routed experts of a layer whose
-/// hidden layers have the same size. Returns the groups and the group of each tensor.
-pub(super) fn groups<'a>(
-    tensors: impl Iterator<Item = (std::borrow::Cow<'a, str>, [u64; 4])>,
+/// Groups of tensors, given what their names say and their shapes: the routed experts
+/// of a layer whose hidden layers have the same size. Returns the groups and the group
+/// of each tensor.
+pub(super) fn groups(
+    tensors: impl Iterator<Item = (Option<ExpertName>, [u64; 4])>,
 ) -> (Vec<Group>, Vec<u32>) {
     let mut groups: Vec<Group> = Vec::new();
     let mut of_tensor = Vec::new();
     let mut of_layer = std::collections::HashMap::new();
-    for (index, (name, ne)) in tensors.enumerate() {
-        let layer = ExpertName::parse(&name).map(|expert| match expert.projection {
-            Projection::Down => (expert.layer, ne[0]),
-            _ => (expert.layer, slice_rows(&name, &ne)),
+    for (index, (expert, ne)) in tensors.enumerate() {
+        let layer = expert.map(|name| match name.projection {
+            Projection::Down => (name.layer, ne[0]),
+            _ => (name.layer, slice_rows(expert, &ne)),
         });
         let group = match layer {
             Some(layer) => *of_layer.entry(layer).or_insert(groups.len()),

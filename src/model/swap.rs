@@ -1,14 +1,14 @@
 //! A model's tensors as the reload engine sees them.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
 use super::cut::Axis;
-use super::fill::{FillError, Target, fill, from_file};
-use super::load::placed;
+use super::fill::{FillError, from_file};
+use super::load::{fill_parts, placed};
 use super::placement::{HOST, Layout};
 use super::tensor::{Home, PartPlan, Version, plan_parts};
 use super::{Model, Versions};
@@ -18,7 +18,7 @@ use crate::gguf::{FileId, Source, TypeInfo};
 use crate::parallel;
 use crate::reload::{
     Change, Commit, Effect, Hash, NoRoom, Outcome, Report, SourceFile, SourceTensor, StageError,
-    Store, hash_reads,
+    Store, hash_reads, hash_source,
 };
 
 impl Model {
@@ -59,10 +59,7 @@ impl Model {
             return None;
         };
         let source = &self.files[file].gguf.source;
-        let hash = hash_reads(version.nbytes, |at, bytes| {
-            source.read_at(bytes, offset + at)
-        })
-        .ok();
+        let hash = hash_source(source, offset, version.nbytes).ok();
         hash.filter(|_| self.is_trusted(file))
     }
 
@@ -98,12 +95,7 @@ impl Model {
             }
             let on_original = Arc::ptr_eq(&current, original);
             let returns = matches!(change, Some(Change::Return(_)));
-            let fits = |version: &Version| {
-                version
-                    .placed()
-                    .is_none_or(|placed| placed.layout == *layout)
-            };
-            if (on_original || returns || current.is_moved()) && fits(original) {
+            if (on_original || returns || current.is_moved()) && original.fits(layout) {
                 match change {
                     _ if !on_original => {
                         staged
@@ -113,7 +105,7 @@ impl Model {
                     Some(_) => staged.ready.push((index, current, Outcome::InPlace)),
                     None => {}
                 }
-            } else if returns || !fits(&current) {
+            } else if returns || !current.fits(layout) {
                 // The same bytes in other places: the original ones, or those in use.
                 let (from, outcome) = match returns {
                     true => (original.clone(), Outcome::Swapped),
@@ -156,17 +148,12 @@ impl Model {
     }
 
     fn fill_task(&self, task: &mut Task<'_>) -> Result<(), FillError> {
-        let mut parts: Vec<_> = task
-            .parts
-            .iter()
-            .zip(&mut task.buffers)
-            .map(|(part, buffer)| (part.runs, Target::all(buffer)))
-            .collect();
+        let (parts, buffers) = (&task.parts, &mut task.buffers);
         match &task.bytes {
-            Bytes::File(source, offset) => fill(&from_file(source, *offset), &mut parts),
+            Bytes::File(source, offset) => fill_parts(&from_file(source, *offset), parts, buffers),
             Bytes::Version(version) => {
                 let placed = version.placed().expect("only what is on devices is moved");
-                fill(&|at, bytes| Ok(placed.read(at, bytes)?), &mut parts)
+                fill_parts(&|at, bytes| Ok(placed.read(at, bytes)?), parts, buffers)
             }
         }
     }
@@ -243,10 +230,9 @@ impl Staged {
     /// Whether what stays is laid out as what comes: a tensor of a group may have been
     /// loaded since.
     fn still_fits(&self, versions: &Versions) -> bool {
-        self.kept.iter().all(|(tensor, layout)| {
-            let placed = versions.current[*tensor].version.placed();
-            placed.is_none_or(|placed| placed.layout == *layout)
-        })
+        self.kept
+            .iter()
+            .all(|(tensor, layout)| versions.current[*tensor].version.fits(layout))
     }
 }
 
@@ -316,22 +302,16 @@ impl Store for Model {
     }
 
     fn stage(&self, changes: &[Change<'_>], no_room: NoRoom) -> Result<Option<Staged>, StageError> {
-        let displaced: BTreeSet<usize> = {
-            let versions = self.versions.read();
-            versions
-                .displaced
-                .iter()
-                .map(|&group| group as usize)
-                .collect()
-        };
-        let asked: BTreeSet<usize> = changes.iter().map(|c| self.group(c.tensor())).collect();
+        let mut asked: BTreeMap<usize, Vec<Change<'_>>> = BTreeMap::new();
+        for change in changes {
+            let group = self.group(change.tensor());
+            asked.entry(group).or_default().push(*change);
+        }
+        for &displaced in &self.versions.read().displaced {
+            asked.entry(displaced as usize).or_default();
+        }
         let mut groups = Vec::new();
-        for &group in asked.union(&displaced) {
-            let changes: Vec<Change<'_>> = changes
-                .iter()
-                .filter(|change| self.group(change.tensor()) == group)
-                .copied()
-                .collect();
+        for (group, changes) in asked {
             let ty = |index: usize| {
                 let new = changes.iter().find_map(|change| match change {
                     Change::Swap(job) if job.tensor == index => Some(job.ty),

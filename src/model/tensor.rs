@@ -169,6 +169,11 @@ impl Version {
         matches!(self.home, Home::Private { moved: true, .. })
     }
 
+    /// Whether it needs no copy to be laid out like this: it is, or it is on no device.
+    pub fn fits(&self, layout: &Layout) -> bool {
+        self.placed().is_none_or(|placed| placed.layout == *layout)
+    }
+
     /// Where the bytes are on devices, if they are on any.
     pub fn placed(&self) -> Option<&Placed> {
         match &self.home {

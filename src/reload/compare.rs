@@ -6,7 +6,6 @@ use super::hash::{self, Hash};
 use super::{
     Action, ChangedFile, Decision, OriginalBytes, Outcome, Registry, Report, Store, TensorReport,
 };
-use crate::error::Result;
 use crate::parallel;
 
 /// Decides for every tensor of every changed file. Files that cannot be taken are
@@ -16,7 +15,7 @@ pub(super) fn decide<S: Store>(
     store: &S,
     changed: &mut Vec<ChangedFile>,
     report: &mut Report,
-) -> Result<Vec<Decision>> {
+) -> Vec<Decision> {
     refuse_other_models(registry, changed, report);
     let hashes = hash_files(registry, changed, report);
     let mut decisions = Vec::new();
@@ -33,7 +32,7 @@ pub(super) fn decide<S: Store>(
             });
         }
     }
-    Ok(decisions)
+    decisions
 }
 
 /// Refuses files in which a tensor is missing or has another shape.

@@ -31,7 +31,7 @@ pub(super) fn changed_files(registry: &mut Registry, report: &mut Report) -> Vec
             registry.ignore(file, Some(found), reason, report);
             continue;
         }
-        match open(watched.path.as_path()) {
+        match open(&watched.path, found) {
             Ok(gguf) => changed.push(ChangedFile { file, gguf }),
             Err(error) => {
                 let (id, reason) = explain(error, found);
@@ -45,13 +45,11 @@ pub(super) fn changed_files(registry: &mut Registry, report: &mut Report) -> Vec
 /// Opens a changed file once its time stamp is old enough to tell later writes.
 ///
 /// It is read and never mapped: its writer may cut it short at any moment.
-fn open(path: &std::path::Path) -> Result<GgufFile, OpenError> {
-    if let Ok(id) = FileId::of_path(path) {
-        let stamped = SystemTime::UNIX_EPOCH
-            + Duration::new(id.mtime.max(0) as u64, id.mtime_ns.max(0) as u32);
-        let age = stamped.elapsed().unwrap_or(SETTLE);
-        std::thread::sleep(SETTLE.saturating_sub(age));
-    }
+fn open(path: &std::path::Path, found: FileId) -> Result<GgufFile, OpenError> {
+    let stamped = SystemTime::UNIX_EPOCH
+        + Duration::new(found.mtime.max(0) as u64, found.mtime_ns.max(0) as u32);
+    let age = stamped.elapsed().unwrap_or(SETTLE);
+    std::thread::sleep(SETTLE.saturating_sub(age));
     GgufFile::open(path, Access::Read)
 }
 

@@ -16,7 +16,7 @@ pub type Hash = u128;
 const CHUNK: usize = 256 << 10;
 
 /// Hashes what `source` holds from `offset` on.
-pub(super) fn of_source(source: &Source, offset: u64, len: u64) -> io::Result<Hash> {
+pub(crate) fn of_source(source: &Source, offset: u64, len: u64) -> io::Result<Hash> {
     of_reads(len, |at, bytes| source.read_at(bytes, offset + at))
 }
 

@@ -35,7 +35,7 @@ use crate::gguf::{FileId, GgufFile, TypeInfo};
 use crate::log::{self, Level};
 
 pub use hash::Hash;
-pub(crate) use hash::of_reads as hash_reads;
+pub(crate) use hash::{of_reads as hash_reads, of_source as hash_source};
 pub use report::{FileEvent, FileReport, Outcome, Report, TensorReport, Times};
 pub use store::{Change, Commit, Effect, Job, NoRoom, StageError, Store};
 
@@ -184,10 +184,10 @@ impl Engine {
             Err(error) => report.failure = Some(error.to_string()),
             Ok(()) => {}
         }
-        if report.files.is_empty() && report.commits == 0 {
-            return Ok(report);
+        if !report.files.is_empty() || report.commits > 0 {
+            report.log();
         }
-        Ok(report.finish())
+        Ok(report)
     }
 }
 
@@ -200,7 +200,7 @@ impl Registry {
     ) -> Result<()> {
         loop {
             let comparing = Instant::now();
-            let decisions = compare::decide(self, store, &mut changed, report)?;
+            let decisions = compare::decide(self, store, &mut changed, report);
             report.times.compare += comparing.elapsed();
             if changed.is_empty() {
                 return Ok(());

@@ -147,7 +147,7 @@ impl Report {
         self.generation = commit.generation;
     }
 
-    pub(super) fn finish(self) -> Report {
+    pub(super) fn log(&self) {
         log::log(
             Level::Info,
             format_args!(
@@ -162,6 +162,5 @@ impl Report {
                 self.times.switch.as_secs_f64() * 1e6,
             ),
         );
-        self
     }
 }
