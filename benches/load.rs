@@ -13,10 +13,11 @@ use llama_sidecar::model::{Model, Options};
 use memmap2::{Advice, Mmap, MmapMut};
 use testkit::fixtures::{cache, fixture, upstream_libraries};
 use testkit::ggml::Ggml;
+use testkit::process::{allow_many_open_files, resident};
 use testkit::writer::{F16, F32, Gguf, Kv, vocabulary};
 
 fn main() {
-    raise_open_files();
+    allow_many_open_files();
     let folder = cache().join("bench");
     std::fs::create_dir_all(&folder).expect("the cache can be written");
     open(&folder);
@@ -301,27 +302,6 @@ fn unchanged_reload(folder: &Path) {
     println!();
 }
 
-fn resident() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").expect("Linux");
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
-    kib.expect("VmRSS in kB") << 10
-}
-
 fn mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
-}
-
-/// 1,000 shards and the rest of the process are more than the usual limit.
-fn raise_open_files() {
-    let mut limit = libc::rlimit {
-        rlim_cur: 0,
-        rlim_max: 0,
-    };
-    // SAFETY: both calls get a valid struct.
-    unsafe {
-        libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit);
-        limit.rlim_cur = limit.rlim_max;
-        libc::setrlimit(libc::RLIMIT_NOFILE, &limit);
-    }
 }

@@ -12,6 +12,7 @@ use llama_sidecar::device::{Device, HostDevice};
 use llama_sidecar::model::{Context, Model, Options, Placement};
 use llama_sidecar::reload::Report;
 use testkit::fixtures::cache;
+use testkit::process::resident;
 use testkit::writer::{F16, Gguf, Q8_0};
 
 fn main() {
@@ -239,11 +240,4 @@ fn used(model: &Model) -> u64 {
         .iter()
         .map(|device| device.memory().used)
         .sum()
-}
-
-fn resident() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").expect("Linux");
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
-    kib.expect("VmRSS in kB") << 10
 }

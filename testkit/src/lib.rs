@@ -3,4 +3,5 @@
 
 pub mod fixtures;
 pub mod ggml;
+pub mod process;
 pub mod writer;
