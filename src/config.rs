@@ -3,6 +3,9 @@
 //! | variable | default | meaning |
 //! |---|---|---|
 //! | `LLAMA_HOTSWAP_ENABLED` | off | register the files of tensors at load and allow reloads; on when set and neither empty nor `0` |
+//! | `LLAMA_HOTSWAP_POLL_MS` | `1000` | drop-in: how often files are looked at, in ms; `0` = only when asked |
+//! | `LLAMA_HOTSWAP_KV` | `keep` | drop-in: what becomes of cached context after a swap: `keep` or `clear` |
+//! | `LLAMA_SIDECAR_CONTROL` | none | drop-in: path of the control socket |
 //! | `LLAMA_SIDECAR_SPLIT` | none | cut matrices over the devices after the first, in these proportions: `3,1,1` |
 //! | `LLAMA_SIDECAR_CPU_MOE` | off | keep routed experts in host memory; on when set and neither empty nor `0` |
 //! | `LLAMA_SIDECAR_OVERRIDE_TENSOR` | none | tensors whose name matches go to a device, whole: `ffn_.*_exps=0;attn=2` |
@@ -14,6 +17,8 @@
 //! to somebody else.
 
 use std::ffi::{CString, OsString};
+use std::path::PathBuf;
+use std::time::Duration;
 
 use once_cell::sync::Lazy;
 use regex::Regex;
@@ -25,6 +30,12 @@ use crate::log::{self, Level};
 pub struct Config {
     /// `LLAMA_HOTSWAP_ENABLED`.
     pub hotswap: bool,
+    /// `LLAMA_HOTSWAP_POLL_MS`; `None` when files are looked at only when asked.
+    pub poll: Option<Duration>,
+    /// `LLAMA_HOTSWAP_KV`: whether cached context is dropped after a swap.
+    pub clear_kv: bool,
+    /// `LLAMA_SIDECAR_CONTROL`.
+    pub control: Option<PathBuf>,
     /// `LLAMA_SIDECAR_SPLIT`, as it is: checked, but kept as text.
     pub split: Option<CString>,
     /// `LLAMA_SIDECAR_CPU_MOE`.
@@ -84,8 +95,20 @@ impl Config {
                 .map(|_| ())
                 .ok_or_else(|| "expected a number of MiB".into())
         });
+        let poll = checked("LLAMA_HOTSWAP_POLL_MS", &|text| {
+            let found = text.parse::<u64>().map(|_| ());
+            found.map_err(|_| "expected a number of milliseconds, or 0".into())
+        });
+        let poll_ms = poll.and_then(|text| text.parse().ok()).unwrap_or(1000);
+        let kv = checked("LLAMA_HOTSWAP_KV", &|text| match text {
+            "keep" | "clear" => Ok(()),
+            _ => Err("expected keep or clear".into()),
+        });
         Config {
             hotswap: on("LLAMA_HOTSWAP_ENABLED"),
+            poll: (poll_ms > 0).then(|| Duration::from_millis(poll_ms)),
+            clear_kv: kv.as_deref() == Some("clear"),
+            control: set("LLAMA_SIDECAR_CONTROL").map(PathBuf::from),
             split: split_text.and_then(owned),
             cpu_moe: on("LLAMA_SIDECAR_CPU_MOE"),
             override_tensor: override_tensor.and_then(owned),
@@ -183,6 +206,25 @@ mod tests {
         assert_eq!(config.split.as_deref(), Some(c"3,1"));
         assert_eq!(config.override_tensor.as_deref(), Some(c"attn=1"));
         assert_eq!((config.cpu_moe, config.staging_bytes), (true, 2 << 20));
+    }
+
+    #[test]
+    fn drop_in_variables() {
+        let config = parse(&[]);
+        assert_eq!(config.poll, Some(Duration::from_secs(1)));
+        assert_eq!((config.clear_kv, config.control), (false, None));
+        let config = parse(&[
+            ("LLAMA_HOTSWAP_POLL_MS", "0"),
+            ("LLAMA_HOTSWAP_KV", "clear"),
+            ("LLAMA_SIDECAR_CONTROL", "/tmp/socket"),
+        ]);
+        assert_eq!((config.poll, config.clear_kv), (None, true));
+        assert_eq!(config.control, Some("/tmp/socket".into()));
+        let config = parse(&[
+            ("LLAMA_HOTSWAP_POLL_MS", "soon"),
+            ("LLAMA_HOTSWAP_KV", "maybe"),
+        ]);
+        assert_eq!(config.rejected.len(), 2);
     }
 
     #[test]

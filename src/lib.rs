@@ -17,6 +17,7 @@ pub mod config;
 pub mod device;
 pub mod error;
 pub mod experts;
+#[cfg(feature = "c-abi")]
 pub mod ffi;
 pub mod gguf;
 pub mod log;

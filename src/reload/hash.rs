@@ -5,7 +5,7 @@
 
 use std::io;
 
-use xxhash_rust::xxh3::Xxh3;
+use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use crate::gguf::Source;
 
@@ -15,8 +15,13 @@ pub type Hash = u128;
 /// Bytes read at a time: fits the second-level cache.
 const CHUNK: usize = 256 << 10;
 
+/// Hashes bytes in memory.
+pub fn of_bytes(bytes: &[u8]) -> Hash {
+    xxh3_128(bytes)
+}
+
 /// Hashes what `source` holds from `offset` on.
-pub(crate) fn of_source(source: &Source, offset: u64, len: u64) -> io::Result<Hash> {
+pub fn of_source(source: &Source, offset: u64, len: u64) -> io::Result<Hash> {
     of_reads(len, |at, bytes| source.read_at(bytes, offset + at))
 }
 
@@ -48,6 +53,6 @@ mod tests {
             buffer.copy_from_slice(&bytes[at as usize..at as usize + buffer.len()]);
             Ok::<_, ()>(())
         });
-        assert_eq!(pieces, Ok(xxhash_rust::xxh3::xxh3_128(&bytes)));
+        assert_eq!(pieces, Ok(of_bytes(&bytes)));
     }
 }

@@ -34,8 +34,8 @@ use crate::error::{Error, Result};
 use crate::gguf::{FileId, GgufFile, TypeInfo};
 use crate::log::{self, Level};
 
-pub use hash::Hash;
-pub(crate) use hash::{of_reads as hash_reads, of_source as hash_source};
+pub(crate) use hash::of_reads as hash_reads;
+pub use hash::{Hash, of_bytes as hash_bytes, of_source as hash_source};
 pub use report::{FileEvent, FileReport, Outcome, Report, TensorReport, Times};
 pub use store::{Change, Commit, Effect, Job, NoRoom, StageError, Store};
 

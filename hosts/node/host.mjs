@@ -1,0 +1,69 @@
+// A host that knows nothing of llama-sidecar: node-llama-cpp with its prebuilt library.
+//
+//   node host.mjs MODEL [GPU_LAYERS]
+//
+// Reads commands from standard input and answers each with a line:
+//
+//   text N   forgets everything, reads the prompt, writes N tokens -> their ids
+//   more N   goes on from there with N more tokens                 -> their ids
+//   free     frees the model and all that belongs to it            -> "freed"
+//   load P   loads a model from another path                       -> "loaded"
+//   end      ends
+//
+// GPU_LAYERS chooses the Vulkan library; without it the CPU's is used.
+import {createInterface} from "node:readline";
+import {getLlama} from "node-llama-cpp";
+
+const PROMPT = "The capital of France is";
+const [modelPath, gpuLayers] = process.argv.slice(2);
+const onGpu = gpuLayers != null;
+
+const llama = await getLlama({build: "never", gpu: onGpu ? "vulkan" : false, logLevel: "error"});
+let model, context, sequence;
+
+async function load(path) {
+    model = await llama.loadModel({modelPath: path, gpuLayers: onGpu ? Number(gpuLayers) : 0});
+    context = await model.createContext({contextSize: 256, batchSize: 64, threads: 2});
+    sequence = context.getSequence();
+}
+
+let last = [];
+
+async function write(tokens, count) {
+    const ids = [];
+    const options = {temperature: 0, yieldEogToken: true};
+    for await (const token of sequence.evaluate(tokens, options)) {
+        ids.push(token);
+        if (ids.length === count) break;
+    }
+    last = [ids.at(-1)];
+    return ids.join(" ");
+}
+
+const commands = {
+    async text(count) {
+        await sequence.clearHistory();
+        return await write(model.tokenize(PROMPT, false, "trimLeadingSpace"), Number(count));
+    },
+    async more(count) {
+        return await write(last, Number(count));
+    },
+    async free() {
+        await context.dispose();
+        await model.dispose();
+        return "freed";
+    },
+    async load(path) {
+        await load(path);
+        return "loaded";
+    }
+};
+
+await load(modelPath);
+console.log("ready");
+for await (const line of createInterface({input: process.stdin})) {
+    const [command, argument] = line.split(" ");
+    if (command === "end") break;
+    console.log(await commands[command](argument));
+}
+process.exit(0);

@@ -1,0 +1,129 @@
+"""A host that knows nothing of llama-sidecar: Python, llama.cpp through ctypes.
+
+    python3 host.py LIBRARIES MODEL
+
+LIBRARIES is the folder of libllama and its companions. Takes the same commands on
+standard input as hosts/node/host.mjs, and `fork`: forks a child that ends at once.
+
+The libraries are loaded with local scope, the way bindings do it, and functions are
+called by handle, past everything that the dynamic linker could interpose.
+"""
+
+import ctypes as c
+import glob
+import os
+import sys
+
+PROMPT = b"The capital of France is"
+
+
+class Params(c.Structure):
+    """Parameters, passed and returned by value. Larger than the library's struct, which
+    reads and writes only its own part of it."""
+
+    _fields_ = [("words", c.c_uint32 * 128)]
+
+
+class Batch(c.Structure):
+    """struct llama_batch."""
+
+    _fields_ = [("n_tokens", c.c_int32)] + [
+        (name, c.c_void_p)
+        for name in ("token", "embd", "pos", "n_seq_id", "seq_id", "logits")
+    ]
+
+
+def library(folder, name):
+    (path,) = glob.glob(os.path.join(folder, name))
+    return c.CDLL(path)
+
+
+folder, model_path = sys.argv[1:]
+library(folder, "libggml-base*.so")
+ggml = library(folder, "libggml.v*.so")
+llama = library(folder, "libllama.v*.so")
+for name in (
+    "llama_model_load_from_file",
+    "llama_init_from_model",
+    "llama_model_get_vocab",
+    "llama_get_memory",
+):
+    getattr(llama, name).restype = c.c_void_p
+llama.llama_model_default_params.restype = Params
+llama.llama_context_default_params.restype = Params
+llama.llama_get_logits_ith.restype = c.POINTER(c.c_float)
+llama.llama_batch_get_one.restype = Batch
+llama.llama_batch_get_one.argtypes = [c.c_void_p, c.c_int32]
+llama.llama_decode.argtypes = [c.c_void_p, Batch]
+llama.llama_memory_clear.argtypes = [c.c_void_p, c.c_bool]
+QUIET = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(lambda *_: None)
+llama.llama_log_set(QUIET, None)
+ggml.ggml_backend_load_all_from_path(folder.encode())
+
+
+class Host:
+    def load(self, path):
+        self.model = c.c_void_p(
+            llama.llama_model_load_from_file(
+                path.encode(), llama.llama_model_default_params()
+            )
+        )
+        assert self.model, path
+        params = llama.llama_context_default_params()
+        assert params.words[0] == 512 and list(params.words[7:9]) == [4, 4]
+        params.words[0] = 256  # n_ctx
+        params.words[7] = params.words[8] = 2  # n_threads, n_threads_batch
+        self.context = c.c_void_p(llama.llama_init_from_model(self.model, params))
+        self.vocab = c.c_void_p(llama.llama_model_get_vocab(self.model))
+        self.size = llama.llama_vocab_n_tokens(self.vocab)
+        return "loaded"
+
+    def decode(self, tokens):
+        array = (c.c_int32 * len(tokens))(*tokens)
+        code = llama.llama_decode(
+            self.context, llama.llama_batch_get_one(array, len(tokens))
+        )
+        assert code == 0, code
+        logits = llama.llama_get_logits_ith(self.context, c.c_int32(-1))
+        return max(range(self.size), key=logits.__getitem__)
+
+    def write(self, tokens, count):
+        written = []
+        while len(written) < count:
+            tokens = [self.decode(tokens)]
+            written += tokens
+        self.last = tokens
+        return " ".join(map(str, written))
+
+    def text(self, count):
+        llama.llama_memory_clear(c.c_void_p(llama.llama_get_memory(self.context)), True)
+        tokens = (c.c_int32 * 64)()
+        found = llama.llama_tokenize(
+            self.vocab, PROMPT, len(PROMPT), tokens, 64, c.c_bool(False), c.c_bool(False)
+        )
+        return self.write(tokens[:found], int(count))
+
+    def more(self, count):
+        return self.write(self.last, int(count))
+
+    def free(self):
+        llama.llama_free(self.context)
+        llama.llama_model_free(self.model)
+        return "freed"
+
+    def fork(self):
+        child = os.fork()
+        if child == 0:
+            self.more(1)
+            os._exit(7)
+        return str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+host = Host()
+host.load(model_path)
+print("ready", flush=True)
+for line in sys.stdin:
+    command, *arguments = line.split()
+    if command == "end":
+        break
+    print(getattr(host, command)(*arguments), flush=True)

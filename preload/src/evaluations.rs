@@ -1,0 +1,529 @@
+//! What each scheduler of the host is doing, and what its graph needs after a switch.
+//!
+//! A host evaluates through a `ggml_backend_sched`. libllama keeps the graph of one
+//! evaluation for the next when it looks the same:
+//!
+//! * On the CPU alone, a kept graph reads the descriptors of its weights anew each
+//!   time, so that it goes on right after a switch. Only a graph with *views* of
+//!   weights does not: a view has a copy of the old type.
+//! * With another backend the graph was split for the weights as they were: copies
+//!   of them were planned, captured graphs hold their addresses. It must be built
+//!   again. Splitting it again ourselves would mean to undo what the scheduler did to
+//!   it, to save its inputs, and to repeat what libllama told the scheduler about
+//!   single nodes. So the host is made to do it, in the way that it does itself:
+//!   libllama keeps a graph only if its input tensors still have the extents that the
+//!   next batch needs. Before it looks, one extent is set to zero.
+//!
+//! "Before it looks" is when libllama asks for the size of the buffer of its
+//! results, which it does at the start of every decode and at no other time between
+//! an evaluation and the next. That it works is tried once, on the first graph that is
+//! kept, when nothing depends on it: a host where it does not is switched when it
+//! builds a graph for reasons of its own.
+//!
+//! Nothing swapped, this costs a few atomic operations per evaluation, a walk over
+//! each new graph, and one graph more in the life of a context that uses a GPU.
+
+use std::cell::Cell;
+use std::ffi::{CStr, c_int};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use llama_sidecar::log::{Level, log};
+use once_cell::sync::Lazy;
+use parking_lot::Mutex;
+
+use crate::gate::{self, Obstacle};
+use crate::ggml::{DEVICE_CPU, Device, Ggml, Graph, Sched, Tensor};
+use crate::registry;
+
+/// `GGML_TENSOR_FLAG_INPUT`.
+const FLAG_INPUT: i32 = 1;
+/// Inputs of libllama's graphs whose first extent is the number of tokens.
+const COUNTED_INPUTS: [&CStr; 2] = [c"inp_tokens", c"inp_pos"];
+/// After this long, a decode that was begun and did not evaluate is taken for given
+/// up. Building a graph takes milliseconds.
+const GIVEN_UP: Duration = Duration::from_secs(1);
+
+/// Nothing runs.
+const IDLE: u32 = 0;
+/// A decode has begun; its graph is being built or is kept.
+const BEGUN: u32 = 1;
+/// Inside of a function of ggml.
+const INSIDE: u32 = 2;
+/// The evaluation was handed to a backend that may still be at it, or the decode
+/// may go on with another part of its batch.
+const RETURNED: u32 = 3;
+
+/// One scheduler.
+pub struct Evaluation {
+    /// Address of the scheduler, or of the backend that is used without one; 0 when
+    /// the place is free.
+    key: AtomicUsize,
+    state: AtomicU32,
+    /// When it was begun, in milliseconds of the process.
+    since: AtomicU64,
+    /// The buffer of libllama's results whose size is asked for as a decode begins.
+    output: AtomicUsize,
+    /// Whether it keeps a graph.
+    kept: AtomicBool,
+    /// Whether a kept graph stays right after a switch.
+    simple: AtomicBool,
+    /// Whether the host can be made to build its graph again.
+    renewable: AtomicBool,
+    /// The generation that its graph was built for.
+    generation: AtomicU64,
+    ggml: AtomicPtr<Ggml>,
+    graph: Mutex<KeptGraph>,
+}
+
+/// What is known of the graph that a scheduler keeps. Used by the thread that
+/// evaluates.
+struct KeptGraph {
+    input: Option<CountedInput>,
+    /// Whether the extent of the input is set to zero.
+    voided: bool,
+    /// The extent that was set to zero before this graph was dropped.
+    renewing: Option<i64>,
+    /// Whether it is known if that works.
+    tried: bool,
+}
+
+#[derive(Clone, Copy)]
+struct CountedInput {
+    tensor: *mut Tensor,
+    extent: i64,
+}
+
+// SAFETY: the tensor is only touched by the thread that evaluates, while it keeps the
+// graph.
+unsafe impl Send for CountedInput {}
+
+/// More than any host has contexts; further ones are counted in [`REFUSED`].
+const CAPACITY: usize = 256;
+static ALL: [Evaluation; CAPACITY] = [const { Evaluation::free() }; CAPACITY];
+/// Places that were ever used.
+static USED: AtomicUsize = AtomicUsize::new(0);
+/// Schedulers without a place. While there is one, nothing can be switched.
+static REFUSED: AtomicUsize = AtomicUsize::new(0);
+/// Evaluations so far.
+static COUNT: AtomicU64 = AtomicU64::new(0);
+
+thread_local! {
+    /// The buffer whose size libllama asked for last on this thread.
+    static LAST_OUTPUT: Cell<usize> = const { Cell::new(0) };
+}
+
+/// How many evaluations there have been.
+pub fn count() -> u64 {
+    COUNT.load(Ordering::Relaxed)
+}
+
+/// What stands in the way of a switch.
+pub fn obstacle() -> Option<Obstacle> {
+    if REFUSED.load(Ordering::Relaxed) > 0 {
+        return Some(Obstacle::Evaluation);
+    }
+    let mut kept = None;
+    for evaluation in used() {
+        if evaluation.key.load(Ordering::SeqCst) == 0 {
+            continue;
+        }
+        match evaluation.state.load(Ordering::SeqCst) {
+            IDLE => {}
+            BEGUN if evaluation.was_given_up() => {}
+            _ => return Some(Obstacle::Evaluation),
+        }
+        let flag = |flag: &AtomicBool| flag.load(Ordering::SeqCst);
+        let survives = flag(&evaluation.simple) || flag(&evaluation.renewable);
+        if flag(&evaluation.kept) && !survives {
+            kept = Some(Obstacle::KeptGraph);
+        }
+    }
+    kept
+}
+
+fn used() -> impl Iterator<Item = &'static Evaluation> {
+    ALL[..USED.load(Ordering::Acquire)].iter()
+}
+
+fn find(key: usize) -> Option<&'static Evaluation> {
+    used().find(|evaluation| evaluation.key.load(Ordering::Relaxed) == key)
+}
+
+fn now_ms() -> u64 {
+    static START: Lazy<Instant> = Lazy::new(Instant::now);
+    START.elapsed().as_millis() as u64
+}
+
+impl Evaluation {
+    const fn free() -> Evaluation {
+        Evaluation {
+            key: AtomicUsize::new(0),
+            state: AtomicU32::new(IDLE),
+            since: AtomicU64::new(0),
+            output: AtomicUsize::new(0),
+            kept: AtomicBool::new(false),
+            simple: AtomicBool::new(true),
+            renewable: AtomicBool::new(false),
+            generation: AtomicU64::new(0),
+            ggml: AtomicPtr::new(std::ptr::null_mut()),
+            graph: Mutex::new(KeptGraph {
+                input: None,
+                voided: false,
+                renewing: None,
+                tried: false,
+            }),
+        }
+    }
+
+    /// The evaluation of a scheduler; `None` when there are too many.
+    pub fn of(ggml: &'static Ggml, key: usize) -> Option<&'static Evaluation> {
+        if let Some(known) = find(key) {
+            return Some(known);
+        }
+        static NEW: Mutex<()> = Mutex::new(());
+        let _one_at_a_time = NEW.lock();
+        let used = USED.load(Ordering::Acquire);
+        let free = ALL[..used]
+            .iter()
+            .find(|evaluation| evaluation.key.load(Ordering::Relaxed) == 0);
+        let place = match free {
+            Some(place) => place,
+            None if used < CAPACITY => {
+                USED.store(used + 1, Ordering::Release);
+                &ALL[used]
+            }
+            None => {
+                if REFUSED.fetch_add(1, Ordering::Relaxed) == 0 {
+                    log(
+                        Level::Warn,
+                        format_args!(
+                            "this program has more than {CAPACITY} contexts; nothing will be swapped"
+                        ),
+                    );
+                }
+                return None;
+            }
+        };
+        place
+            .ggml
+            .store(std::ptr::from_ref(ggml).cast_mut(), Ordering::Relaxed);
+        place.generation.store(gate::generation(), Ordering::Relaxed);
+        place.key.store(key, Ordering::SeqCst);
+        Some(place)
+    }
+
+    /// Takes note that libllama asked for the size of a buffer, and begins the
+    /// evaluation whose results it holds.
+    pub fn output_asked(buffer: usize) {
+        LAST_OUTPUT.set(buffer);
+        let mine = |evaluation: &&Evaluation| evaluation.output.load(Ordering::Relaxed) == buffer;
+        if let Some(evaluation) = used().find(mine) {
+            evaluation.begin();
+            evaluation.void_if_stale();
+        }
+    }
+
+    /// Forgets a buffer that is about to be freed.
+    pub fn output_freed(buffer: usize) {
+        for evaluation in used() {
+            let _ = evaluation.output.compare_exchange(
+                buffer,
+                0,
+                Ordering::Relaxed,
+                Ordering::Relaxed,
+            );
+        }
+    }
+
+    /// The host drops its graph and will build another.
+    pub fn reset(sched: usize) {
+        let Some(evaluation) = find(sched) else {
+            return;
+        };
+        {
+            let mut graph = evaluation.graph.lock();
+            let voided = std::mem::take(&mut graph.voided);
+            let extent = graph.input.take().map(|input| input.extent);
+            graph.renewing = extent.filter(|_| voided);
+        }
+        evaluation.kept.store(false, Ordering::SeqCst);
+        evaluation.begin();
+    }
+
+    /// The scheduler is about to be freed.
+    pub fn freed(sched: usize) {
+        if let Some(evaluation) = find(sched) {
+            let _closed = gate::closed();
+            evaluation.forget();
+        }
+    }
+
+    fn forget(&self) {
+        self.key.store(0, Ordering::SeqCst);
+        self.state.store(IDLE, Ordering::SeqCst);
+        self.output.store(0, Ordering::Relaxed);
+        self.kept.store(false, Ordering::SeqCst);
+        self.simple.store(true, Ordering::SeqCst);
+        self.renewable.store(false, Ordering::SeqCst);
+        *self.graph.lock() = KeptGraph {
+            input: None,
+            voided: false,
+            renewing: None,
+            tried: false,
+        };
+    }
+
+    fn ggml(&self) -> &'static Ggml {
+        // SAFETY: stored before the key, from a reference that lives for ever.
+        unsafe { &*self.ggml.load(Ordering::Relaxed) }
+    }
+
+    fn was_given_up(&self) -> bool {
+        let age = now_ms().saturating_sub(self.since.load(Ordering::Relaxed));
+        age > GIVEN_UP.as_millis() as u64
+    }
+
+    /// A decode begins: a switch that waits can go first.
+    fn begin(&self) {
+        let before = self.state.swap(BEGUN, Ordering::SeqCst);
+        self.since.store(now_ms(), Ordering::Relaxed);
+        if before == INSIDE || !gate::is_waiting() {
+            return;
+        }
+        if before == RETURNED {
+            self.synchronize();
+        }
+        self.give_way(BEGUN);
+    }
+
+    fn give_way(&self, then: u32) {
+        self.state.store(IDLE, Ordering::SeqCst);
+        gate::give_way(|| self.state.store(then, Ordering::SeqCst));
+    }
+
+    /// Waits until the backends are done, as the host would.
+    fn synchronize(&self) {
+        let sched = self.key.load(Ordering::Relaxed) as *mut Sched;
+        // SAFETY: called on the thread that evaluates with this scheduler.
+        unsafe { (self.ggml().f.ggml_backend_sched_synchronize)(sched) }
+    }
+
+    /// Enters a function of ggml that reads tensors, in the course of a decode.
+    pub fn enter(&self) {
+        self.state.swap(INSIDE, Ordering::SeqCst);
+        if gate::is_waiting() {
+            gate::join();
+        }
+    }
+
+    /// Enters the evaluation itself; whether its graph can be used.
+    pub fn enter_compute(&self) -> bool {
+        let output = LAST_OUTPUT.get();
+        if output != 0 {
+            self.output.store(output, Ordering::Relaxed);
+        }
+        let simple = self.simple.load(Ordering::Relaxed);
+        let before = self.state.swap(INSIDE, Ordering::SeqCst);
+        if gate::is_waiting() {
+            match before == IDLE && simple {
+                true => self.give_way(INSIDE),
+                false => gate::join(),
+            }
+        }
+        COUNT.fetch_add(1, Ordering::Relaxed);
+        self.restore_if_voided();
+        let now = gate::generation();
+        let stale = self.kept.load(Ordering::Relaxed)
+            && self.generation.swap(now, Ordering::Relaxed) != now;
+        if stale && !simple {
+            log(
+                Level::Error,
+                format_args!(
+                    "an evaluation was begun before tensors were switched and would mix old and new: it fails, the next one is right"
+                ),
+            );
+            return false;
+        }
+        true
+    }
+
+    /// Leaves a function of ggml; the decode goes on.
+    pub fn leave(&self) {
+        self.since.store(now_ms(), Ordering::Relaxed);
+        self.state.store(BEGUN, Ordering::SeqCst);
+    }
+
+    /// Leaves an evaluation.
+    pub fn leave_compute(&self) {
+        let simple = self.simple.load(Ordering::Relaxed);
+        self.settle(if simple { IDLE } else { RETURNED });
+    }
+
+    /// The host waited until the backends were done.
+    pub fn synchronized(sched: usize) {
+        if let Some(evaluation) = find(sched)
+            && evaluation.state.load(Ordering::SeqCst) == RETURNED
+        {
+            evaluation.rest();
+        }
+    }
+
+    /// Leaves a function of ggml after which nothing runs.
+    pub fn rest(&self) {
+        self.settle(IDLE);
+    }
+
+    fn settle(&self, state: u32) {
+        self.state.store(state, Ordering::SeqCst);
+        if gate::is_waiting() {
+            gate::changed();
+        }
+    }
+
+    /// Makes libllama build its graph again if it is from before a switch, or once to
+    /// see that it does.
+    fn void_if_stale(&self) {
+        let flag = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
+        if !flag(&self.kept) || flag(&self.simple) {
+            return;
+        }
+        let mut graph = self.graph.lock();
+        let stale = self.generation.load(Ordering::Relaxed) != gate::generation();
+        if let Some(input) = graph.input
+            && (stale || gate::is_waiting() || !graph.tried)
+            && !graph.voided
+        {
+            let layout = &self.ggml().layout;
+            // SAFETY: the host keeps the graph, and its thread is here and not in it.
+            unsafe {
+                if layout.read::<i64>(input.tensor, layout.ne) == input.extent {
+                    layout.write(input.tensor, layout.ne, 0i64);
+                    graph.voided = true;
+                }
+            }
+        }
+    }
+
+    /// Gives an input its extent back: the host kept the graph all the same.
+    fn restore_if_voided(&self) {
+        let mut graph = self.graph.lock();
+        if std::mem::take(&mut graph.voided)
+            && let Some(input) = graph.input
+        {
+            let layout = &self.ggml().layout;
+            // SAFETY: the host is about to evaluate the graph that it kept.
+            unsafe { layout.write(input.tensor, layout.ne, input.extent) };
+            graph.tried = true;
+            self.renewable.store(false, Ordering::SeqCst);
+        }
+    }
+
+    /// Takes note of the graph that the scheduler is about to split and allocate, and
+    /// whether it keeps it.
+    ///
+    /// # Safety
+    ///
+    /// `sched` and `graph` are live and of this copy of ggml.
+    pub unsafe fn allocated(&self, sched: *mut Sched, graph: *mut Graph, keeps: bool) {
+        // SAFETY: as the caller vouches.
+        let seen = unsafe { look_at(self.ggml(), graph) };
+        let (devices, on_cpu) = devices(self.ggml(), sched);
+        registry::found_in_graph(self.ggml(), &devices, &seen.weights);
+        let mut known = self.graph.lock();
+        if let Some(extent) = known.renewing.take() {
+            // Another number of tokens would have made a new graph anyway.
+            if seen.input.is_some_and(|input| input.extent == extent) {
+                known.tried = true;
+                self.renewable.store(true, Ordering::SeqCst);
+            }
+        }
+        known.input = seen.input;
+        known.voided = false;
+        let simple = on_cpu && !seen.views_weights;
+        self.simple.store(simple, Ordering::SeqCst);
+        self.generation.store(gate::generation(), Ordering::Relaxed);
+        self.kept.store(keeps, Ordering::SeqCst);
+    }
+}
+
+/// The devices of a scheduler, and whether all of them are the CPU.
+fn devices(ggml: &Ggml, sched: *mut Sched) -> (Vec<*mut Device>, bool) {
+    let f = &ggml.f;
+    // SAFETY: a live scheduler has as many backends as it says.
+    let devices: Vec<*mut Device> = unsafe {
+        let count = (f.ggml_backend_sched_get_n_backends)(sched);
+        (0..count)
+            .map(|i| (f.ggml_backend_get_device)((f.ggml_backend_sched_get_backend)(sched, i)))
+            .collect()
+    };
+    // SAFETY: live devices.
+    let is_cpu = |device: &*mut Device| unsafe {
+        !device.is_null() && (f.ggml_backend_dev_type)(*device) == DEVICE_CPU
+    };
+    let on_cpu = devices.iter().all(is_cpu);
+    (devices, on_cpu)
+}
+
+/// A weight that a graph reads.
+pub struct UsedWeight {
+    /// The tensor.
+    pub tensor: *mut Tensor,
+    /// The operation that reads it.
+    pub op: i32,
+    /// Experts used per token, when it reads routed experts.
+    pub experts_used: i64,
+}
+
+/// What is to be known of a graph.
+struct Seen {
+    input: Option<CountedInput>,
+    weights: Vec<UsedWeight>,
+    /// Whether a node is a view of a weight.
+    views_weights: bool,
+}
+
+/// # Safety
+///
+/// A live graph of this copy.
+unsafe fn look_at(ggml: &Ggml, graph: *mut Graph) -> Seen {
+    let (f, layout) = (&ggml.f, &ggml.layout);
+    let range = registry::addresses();
+    let is_weight = |tensor: *mut Tensor| range.contains(&(tensor as usize));
+    let mut seen = Seen {
+        input: None,
+        weights: Vec::new(),
+        views_weights: false,
+    };
+    // SAFETY: nodes of a live graph are live tensors, and so are their sources.
+    unsafe {
+        let count: c_int = (f.ggml_graph_n_nodes)(graph);
+        for i in 0..count {
+            let node = (f.ggml_graph_node)(graph, i);
+            let op: i32 = layout.read(node, layout.op);
+            for source in layout.sources(node) {
+                if is_weight(source) {
+                    seen.weights.push(UsedWeight {
+                        tensor: source,
+                        op,
+                        experts_used: match op == ggml.ops.mul_mat_id {
+                            true => layout.read(layout.read(node, layout.src + 16), layout.ne),
+                            false => 0,
+                        },
+                    });
+                }
+                let flags: i32 = layout.read(source, layout.flags);
+                if flags & FLAG_INPUT != 0 && seen.input.is_none() {
+                    let name = CStr::from_ptr((f.ggml_get_name)(source));
+                    seen.input = COUNTED_INPUTS.contains(&name).then(|| CountedInput {
+                        tensor: source,
+                        extent: layout.read(source, layout.ne),
+                    });
+                }
+            }
+            let viewed: *mut Tensor = layout.read(node, layout.view_src);
+            seen.views_weights |= is_weight(viewed) && registry::is_registered(viewed);
+        }
+    }
+    seen
+}

@@ -1,0 +1,439 @@
+//! The functions that are put in front of ggml's and llama.cpp's, thin.
+//!
+//! Each exported name is a few instructions that keep every argument register, ask
+//! [`route`] where to go, and jump there: to the function that the caller meant,
+//! untouched and with whatever arguments it has, or to ours. So a program whose
+//! functions of these names are something else entirely does not notice.
+//!
+//! A function of ours calls the one that was meant, and passes its result on as it
+//! came, whatever its type is.
+
+use std::cell::Cell;
+use std::ffi::{CStr, OsStr, c_char, c_void};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use llama_sidecar::config::Config;
+use llama_sidecar::log::{self, Level};
+
+use crate::evaluations::Evaluation;
+use crate::ggml::{Backend, Buffer, Context, Ggml, Graph, STATUS_FAILED, Sched, Tensor};
+use crate::origin::{Origin, path_of_stream};
+use crate::{kv, logits, registry, service};
+
+#[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+compile_error!("the drop-in works on Linux x86-64 only");
+
+/// Exports a name that asks [`route`] for its number.
+macro_rules! hooks {
+    ($($number:literal $name:ident $(=> $ours:path)?;)*) => {
+        /// The names that are interposed, by number.
+        pub static HOOKS: [&CStr; [$($number),*].len()] = [$({
+            let name = concat!(stringify!($name), "\0").as_bytes();
+            match CStr::from_bytes_with_nul(name) {
+                Ok(name) => name,
+                Err(_) => panic!("one NUL, at the end"),
+            }
+        }),*];
+
+        /// Ours, by number; null where there is only something to do before.
+        fn ours(number: usize) -> *const c_void {
+            match number {
+                $($($number => $ours as *const c_void,)?)*
+                _ => std::ptr::null(),
+            }
+        }
+
+        $(
+            /// Jumps to where [`route`] says, with all arguments as they came.
+            ///
+            /// # Safety
+            ///
+            /// As for the function of this name.
+            #[unsafe(naked)]
+            #[unsafe(no_mangle)]
+            pub unsafe extern "C" fn $name() {
+                std::arch::naked_asm!(
+                    // All registers that can hold arguments (System V ABI): xmm0 to
+                    // xmm7, six integers, and al, the number of vector arguments. The
+                    // stack is on 16 bytes then, as calls want it.
+                    ".cfi_startproc",
+                    "sub rsp, 200",
+                    ".cfi_adjust_cfa_offset 200",
+                    "movups [rsp], xmm0",
+                    "movups [rsp + 16], xmm1",
+                    "movups [rsp + 32], xmm2",
+                    "movups [rsp + 48], xmm3",
+                    "movups [rsp + 64], xmm4",
+                    "movups [rsp + 80], xmm5",
+                    "movups [rsp + 96], xmm6",
+                    "movups [rsp + 112], xmm7",
+                    "mov [rsp + 128], rdi",
+                    "mov [rsp + 136], rsi",
+                    "mov [rsp + 144], rdx",
+                    "mov [rsp + 152], rcx",
+                    "mov [rsp + 160], r8",
+                    "mov [rsp + 168], r9",
+                    "mov [rsp + 176], rax",
+                    "mov edi, {number}",
+                    "mov rsi, [rsp + 200]",
+                    "mov rdx, [rsp + 128]",
+                    "call {route}",
+                    "mov r11, rax",
+                    "mov rax, [rsp + 176]",
+                    "mov r9, [rsp + 168]",
+                    "mov r8, [rsp + 160]",
+                    "mov rcx, [rsp + 152]",
+                    "mov rdx, [rsp + 144]",
+                    "mov rsi, [rsp + 136]",
+                    "mov rdi, [rsp + 128]",
+                    "movups xmm7, [rsp + 112]",
+                    "movups xmm6, [rsp + 96]",
+                    "movups xmm5, [rsp + 80]",
+                    "movups xmm4, [rsp + 64]",
+                    "movups xmm3, [rsp + 48]",
+                    "movups xmm2, [rsp + 32]",
+                    "movups xmm1, [rsp + 16]",
+                    "movups xmm0, [rsp]",
+                    "add rsp, 200",
+                    ".cfi_adjust_cfa_offset -200",
+                    "jmp r11",
+                    ".cfi_endproc",
+                    number = const $number,
+                    route = sym route,
+                )
+            }
+        )*
+    };
+}
+
+hooks! {
+    0 gguf_init_from_file => gguf_opened;
+    1 gguf_init_from_file_ptr => gguf_stream_opened;
+    2 ggml_backend_tensor_alloc => tensor_alloc;
+    3 ggml_backend_buffer_get_size => buffer_get_size;
+    4 ggml_backend_buffer_free => buffer_free;
+    5 ggml_backend_free => backend_free;
+    6 ggml_free => context_free;
+    7 ggml_backend_sched_reset => sched_reset;
+    8 ggml_backend_sched_reserve => sched_reserve;
+    9 ggml_backend_sched_alloc_graph => sched_alloc_graph;
+    10 ggml_backend_sched_graph_compute_async => sched_compute;
+    11 ggml_backend_sched_synchronize => sched_synchronize;
+    12 ggml_backend_sched_free => sched_free;
+    13 ggml_backend_graph_compute_async => backend_compute;
+    14 llama_reload_changed_tensors => reload_changed_tensors;
+    15 llama_decode;
+}
+
+/// Hooks that open files: they come before all others.
+const OPENS: std::ops::Range<usize> = 0..2;
+/// The hook that most hosts have nothing behind.
+const RELOAD: usize = 14;
+const DECODE: usize = 15;
+
+/// A call that is on its way to a function of ours.
+#[derive(Clone, Copy)]
+struct Call {
+    origin: &'static Origin,
+    ggml: &'static Ggml,
+    real: *mut c_void,
+}
+
+thread_local! {
+    /// Handed from [`route`] to the function of ours that it chose.
+    static CALL: Cell<Option<Call>> = const { Cell::new(None) };
+    /// Whether this thread is inside of a function of ours: ggml's functions call each
+    /// other through the same names.
+    static INSIDE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Where a call goes: to what it meant, or to ours.
+extern "C" fn route(hook: usize, return_address: usize, argument: usize) -> *const c_void {
+    let origin = Origin::of(return_address);
+    let real = match origin.real(hook) {
+        real if !real.is_null() => real,
+        _ if hook == RELOAD => nothing_reloaded as *mut c_void,
+        _ => {
+            // What the dynamic loader says when it finds no definition.
+            eprintln!("symbol lookup error: undefined symbol: {:?}", HOOKS[hook]);
+            std::process::abort();
+        }
+    };
+    let wanted = service::is_on()
+        && !INSIDE.get()
+        && (OPENS.contains(&hook) || !registry::is_empty())
+        && (hook != DECODE || Config::get().clear_kv);
+    if !wanted {
+        return real;
+    }
+    let _inside = Inside::enter();
+    let Some(ggml) = origin.ggml() else {
+        return real;
+    };
+    if hook == DECODE {
+        kv::clear_after_switch(origin, argument);
+        return real;
+    }
+    CALL.set(Some(Call { origin, ggml, real }));
+    ours(hook)
+}
+
+/// What a host gets that asks for a reload where there is none.
+extern "C" fn nothing_reloaded() -> bool {
+    false
+}
+
+/// The call that was routed to the function that asks, and the inside of it.
+fn entered() -> (Call, Inside) {
+    let call = CALL.take().expect("only route leads here");
+    (call, Inside::enter())
+}
+
+/// While it lasts, calls of this thread go where they mean to.
+pub struct Inside {
+    before: bool,
+}
+
+impl Inside {
+    /// Marks this thread.
+    pub fn enter() -> Inside {
+        Inside {
+            before: INSIDE.replace(true),
+        }
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        INSIDE.set(self.before);
+    }
+}
+
+impl Call {
+    /// The function that was meant.
+    ///
+    /// # Safety
+    ///
+    /// `F` is its type, up to a result that is passed on as it came.
+    unsafe fn real<F: Copy>(&self) -> F {
+        const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
+        // SAFETY: as the caller vouches.
+        unsafe { std::mem::transmute_copy(&self.real) }
+    }
+}
+
+/// A function with these arguments, whose result fits a register.
+macro_rules! meant {
+    ($call:expr, $($argument:ty),*) => {
+        // SAFETY: ggml's headers give the function of this name these arguments.
+        unsafe { $call.real::<unsafe extern "C-unwind" fn($($argument),*) -> usize>() }
+    };
+}
+
+/// `struct gguf_init_params`.
+#[repr(C)]
+struct GgufParams {
+    no_alloc: bool,
+    context: *mut *mut Context,
+}
+
+unsafe extern "C-unwind" fn gguf_opened(path: *const c_char, params: GgufParams) -> usize {
+    let (call, _inside) = entered();
+    let real = meant!(call, *const c_char, GgufParams);
+    // SAFETY: the arguments as they came.
+    let opened = unsafe { real(path, params) };
+    if opened != 0 && !path.is_null() {
+        // SAFETY: the real function has just read it.
+        let path = unsafe { CStr::from_ptr(path) };
+        opened_file(&call, Path::new(OsStr::from_bytes(path.to_bytes())));
+    }
+    opened
+}
+
+unsafe extern "C-unwind" fn gguf_stream_opened(
+    stream: *mut libc::FILE,
+    params: GgufParams,
+) -> usize {
+    let (call, _inside) = entered();
+    let real = meant!(call, *mut libc::FILE, GgufParams);
+    // SAFETY: the arguments as they came.
+    let opened = unsafe { real(stream, params) };
+    if opened != 0
+        && let Some(path) = path_of_stream(stream)
+    {
+        opened_file(&call, &path);
+    }
+    opened
+}
+
+fn opened_file(call: &Call, path: &Path) {
+    // The host may change its folder later.
+    if let Ok(path) = std::path::absolute(path) {
+        registry::file_opened(call.ggml, &path);
+    }
+}
+
+unsafe extern "C-unwind" fn tensor_alloc(
+    buffer: *mut Buffer,
+    tensor: *mut Tensor,
+    address: *mut c_void,
+) -> usize {
+    let (call, _inside) = entered();
+    let real = meant!(call, *mut Buffer, *mut Tensor, *mut c_void);
+    // SAFETY: the arguments as they came.
+    let result = unsafe { real(buffer, tensor, address) };
+    if registry::is_loading() {
+        // SAFETY: the tensor was just placed.
+        unsafe { registry::tensor_placed(call.ggml, tensor, buffer) };
+    }
+    result
+}
+
+unsafe extern "C-unwind" fn buffer_get_size(buffer: *mut Buffer) -> usize {
+    let (call, _inside) = entered();
+    if call.origin.is_llama() {
+        Evaluation::output_asked(buffer as usize);
+    }
+    let real = meant!(call, *mut Buffer);
+    // SAFETY: the argument as it came.
+    unsafe { real(buffer) }
+}
+
+unsafe extern "C-unwind" fn buffer_free(buffer: *mut Buffer) -> usize {
+    let (call, _inside) = entered();
+    if !buffer.is_null() {
+        Evaluation::output_freed(buffer as usize);
+        registry::buffer_freed(buffer);
+    }
+    let real = meant!(call, *mut Buffer);
+    // SAFETY: the argument as it came.
+    unsafe { real(buffer) }
+}
+
+unsafe extern "C-unwind" fn backend_free(backend: *mut Backend) -> usize {
+    let (call, _inside) = entered();
+    Evaluation::freed(backend as usize);
+    let real = meant!(call, *mut Backend);
+    // SAFETY: the argument as it came.
+    unsafe { real(backend) }
+}
+
+unsafe extern "C-unwind" fn context_free(context: *mut Context) -> usize {
+    let (call, _inside) = entered();
+    if !context.is_null() {
+        registry::context_freed(call.ggml, context);
+    }
+    let real = meant!(call, *mut Context);
+    // SAFETY: the argument as it came.
+    unsafe { real(context) }
+}
+
+unsafe extern "C-unwind" fn sched_reset(sched: *mut Sched) -> usize {
+    let (call, _inside) = entered();
+    Evaluation::reset(sched as usize);
+    let real = meant!(call, *mut Sched);
+    // SAFETY: the argument as it came.
+    unsafe { real(sched) }
+}
+
+unsafe extern "C-unwind" fn sched_reserve(sched: *mut Sched, graph: *mut Graph) -> usize {
+    let (call, _inside) = entered();
+    let evaluation = Evaluation::of(call.ggml, sched as usize);
+    if let Some(evaluation) = evaluation {
+        evaluation.enter();
+        // SAFETY: the arguments are live; the graph is about to be split.
+        unsafe { evaluation.allocated(sched, graph, false) };
+    }
+    let real = meant!(call, *mut Sched, *mut Graph);
+    // SAFETY: the arguments as they came.
+    let result = unsafe { real(sched, graph) };
+    if let Some(evaluation) = evaluation {
+        evaluation.rest();
+    }
+    result
+}
+
+unsafe extern "C-unwind" fn sched_alloc_graph(sched: *mut Sched, graph: *mut Graph) -> usize {
+    let (call, _inside) = entered();
+    let evaluation = Evaluation::of(call.ggml, sched as usize);
+    if let Some(evaluation) = evaluation {
+        evaluation.enter();
+        // SAFETY: the arguments are live; the graph is about to be split, which puts
+        // copies in place of its inputs.
+        unsafe { evaluation.allocated(sched, graph, true) };
+    }
+    let real = meant!(call, *mut Sched, *mut Graph);
+    // SAFETY: the arguments as they came.
+    let result = unsafe { real(sched, graph) };
+    if let Some(evaluation) = evaluation {
+        evaluation.leave();
+    }
+    result
+}
+
+unsafe extern "C-unwind" fn sched_compute(sched: *mut Sched, graph: *mut Graph) -> usize {
+    let (call, _inside) = entered();
+    let evaluation = Evaluation::of(call.ggml, sched as usize);
+    if let Some(evaluation) = evaluation
+        && !evaluation.enter_compute()
+    {
+        evaluation.rest();
+        return STATUS_FAILED;
+    }
+    let real = meant!(call, *mut Sched, *mut Graph);
+    // SAFETY: the arguments as they came.
+    let result = unsafe { real(sched, graph) };
+    if log::enabled(Level::Debug) {
+        // SAFETY: the graph is live, and its backends are waited for first.
+        unsafe {
+            (call.ggml.f.ggml_backend_sched_synchronize)(sched);
+            logits::log_hash(call.ggml, graph);
+        }
+    }
+    if let Some(evaluation) = evaluation {
+        evaluation.leave_compute();
+    }
+    result
+}
+
+unsafe extern "C-unwind" fn sched_synchronize(sched: *mut Sched) -> usize {
+    let (call, _inside) = entered();
+    let real = meant!(call, *mut Sched);
+    // SAFETY: the argument as it came.
+    let result = unsafe { real(sched) };
+    Evaluation::synchronized(sched as usize);
+    result
+}
+
+unsafe extern "C-unwind" fn sched_free(sched: *mut Sched) -> usize {
+    let (call, _inside) = entered();
+    Evaluation::freed(sched as usize);
+    let real = meant!(call, *mut Sched);
+    // SAFETY: the argument as it came.
+    unsafe { real(sched) }
+}
+
+/// An evaluation without a scheduler: the graph is read anew each time.
+unsafe extern "C-unwind" fn backend_compute(backend: *mut Backend, graph: *mut Graph) -> usize {
+    let (call, _inside) = entered();
+    let evaluation = Evaluation::of(call.ggml, backend as usize);
+    if let Some(evaluation) = evaluation {
+        evaluation.enter_compute();
+    }
+    let real = meant!(call, *mut Backend, *mut Graph);
+    // SAFETY: the arguments as they came.
+    let result = unsafe { real(backend, graph) };
+    if let Some(evaluation) = evaluation {
+        evaluation.leave_compute();
+    }
+    result
+}
+
+/// Same name and meaning as in ik_llama.cpp: brings all tensors up to date and says
+/// whether any changed. Its argument, the host's context, does not matter: a file
+/// belongs to a model, and all models of the process are looked at.
+extern "C-unwind" fn reload_changed_tensors() -> bool {
+    let (_call, _inside) = entered();
+    service::reload_all()
+}

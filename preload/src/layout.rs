@@ -1,0 +1,277 @@
+//! Where the fields of `struct ggml_tensor` are, found out at run time.
+//!
+//! The struct differs between versions and forks of ggml. Tensors are made through
+//! public functions, and each field is where its known value shows up; a value that
+//! shows up nowhere or twice means that the layout is not understood.
+
+use std::ffi::c_int;
+
+use crate::ggml::{Context, Functions, Tensor, new_context};
+
+/// `GGML_MAX_NAME`.
+const NAME_BYTES: usize = 64;
+/// `GGML_MAX_SRC`.
+const MAX_SRC: usize = 10;
+
+/// Offsets in bytes of the fields that are used.
+#[derive(Debug, Clone, Copy)]
+pub struct Layout {
+    /// `type`.
+    pub ty: usize,
+    /// `buffer`.
+    pub buffer: usize,
+    /// `ne`.
+    pub ne: usize,
+    /// `nb`.
+    pub nb: usize,
+    /// `op`.
+    pub op: usize,
+    /// `flags`.
+    pub flags: usize,
+    /// `src`, the first of them.
+    pub src: usize,
+    /// How many `src` there are.
+    pub src_count: usize,
+    /// `view_src`.
+    pub view_src: usize,
+    /// `data`.
+    pub data: usize,
+    /// `extra`.
+    pub extra: usize,
+}
+
+/// Numbers of the operations that read weights.
+#[derive(Debug, Clone, Copy)]
+pub struct Ops {
+    /// `GGML_OP_ADD`.
+    pub add: i32,
+    /// `GGML_OP_MUL`.
+    pub mul: i32,
+    /// `GGML_OP_MUL_MAT`.
+    pub mul_mat: i32,
+    /// `GGML_OP_MUL_MAT_ID`.
+    pub mul_mat_id: i32,
+    /// `GGML_OP_GET_ROWS`.
+    pub get_rows: i32,
+}
+
+impl Layout {
+    /// Reads a field.
+    ///
+    /// # Safety
+    ///
+    /// The tensor is one that this layout describes, the offset that of a field of
+    /// type `T`.
+    pub unsafe fn read<T: Copy>(&self, tensor: *const Tensor, offset: usize) -> T {
+        // SAFETY: as the caller vouches.
+        unsafe { tensor.byte_add(offset).cast::<T>().read_unaligned() }
+    }
+
+    /// Writes a field.
+    ///
+    /// # Safety
+    ///
+    /// As for reading, and nobody else uses the field.
+    pub unsafe fn write<T: Copy>(&self, tensor: *mut Tensor, offset: usize, value: T) {
+        // SAFETY: as the caller vouches.
+        unsafe { tensor.byte_add(offset).cast::<T>().write_unaligned(value) }
+    }
+
+    /// The source tensors of a node, nulls left out.
+    ///
+    /// # Safety
+    ///
+    /// As for reading.
+    pub unsafe fn sources(&self, node: *const Tensor) -> impl Iterator<Item = *mut Tensor> {
+        let (layout, first) = (*self, self.src);
+        (0..self.src_count)
+            // SAFETY: as the caller vouches.
+            .map(move |i| unsafe { layout.read::<*mut Tensor>(node, first + i * 8) })
+            .filter(|source| !source.is_null())
+    }
+}
+
+/// Finds the fields out, or says which one is unclear.
+pub fn probe(f: &Functions) -> Result<(Layout, Ops), &'static str> {
+    let context = new_context(f, 32).ok_or("no memory for a context")?;
+    // SAFETY: all functions get what their headers ask for; the context is freed once.
+    unsafe {
+        let found = probe_in(f, context);
+        (f.ggml_free)(context);
+        found
+    }
+}
+
+/// # Safety
+///
+/// `context` is live and has room for 32 tensors.
+unsafe fn probe_in(f: &Functions, context: *mut Context) -> Result<(Layout, Ops), &'static str> {
+    const F32: c_int = 0;
+    const F16: c_int = 1;
+    const I32: c_int = 26;
+    // SAFETY: the context is live; every tensor read below is followed by another one,
+    // so that `overhead` bytes from its start are within the context.
+    unsafe {
+        let overhead = (f.ggml_tensor_overhead)();
+        let new = |ty: c_int, ne: [i64; 4]| (f.ggml_new_tensor)(context, ty, 4, ne.as_ptr());
+        let bytes = |tensor: *mut Tensor| {
+            std::slice::from_raw_parts(tensor.cast::<u8>(), overhead).to_vec()
+        };
+        let half = new(F16, [96, 7, 5, 3]);
+        let fresh = bytes(half);
+        let single = new(F32, [96, 7, 5, 3]);
+        let ids = new(I32, [4, 2, 1, 1]);
+        let size = single as usize - half as usize;
+        if size > overhead || size < 200 {
+            return Err("size");
+        }
+
+        let ne = only(find(&fresh, &words([96, 7, 5, 3])), "ne")?;
+        let nb = only(find(&fresh, &words([2, 192, 1344, 6720])), "nb")?;
+        let [halves, singles, integers] = [half, single, ids].map(bytes);
+        let ty = only(
+            matching(size, |at| {
+                [&halves, &singles, &integers].map(|tensor| number(tensor, at))
+                    == [F16, F32, I32]
+            }),
+            "type",
+        )?;
+        let name = (f.ggml_get_name)(half) as usize - half as usize;
+        let extra = name + NAME_BYTES;
+        if extra + 8 > size || fresh[extra..extra + 8] != [0; 8] {
+            return Err("extra");
+        }
+
+        let view = (f.ggml_view_tensor)(context, half);
+        let other = new(F32, [96, 7, 5, 3]);
+        let sum = (f.ggml_add)(context, single, other);
+        let product = (f.ggml_mul)(context, single, other);
+        let matrix = new(F32, [32, 8, 4, 1]);
+        let activations = new(F32, [32, 4, 2, 1]);
+        let routed = (f.ggml_mul_mat_id)(context, matrix, activations, ids);
+        let flat = new(F32, [32, 8, 1, 1]);
+        let multiplied = (f.ggml_mul_mat)(context, flat, flat);
+        let index = new(I32, [4, 1, 1, 1]);
+        let rows = (f.ggml_get_rows)(context, flat, index);
+        let end = new(F32, [1, 1, 1, 1]);
+
+        let pointer = |to: *mut Tensor| (to as usize).to_ne_bytes();
+        let view_src = only(find(&bytes(view)[..size], &pointer(half)), "view_src")?;
+        let pair = [pointer(single), pointer(other)].concat();
+        let src = only(find(&bytes(sum)[..size], &pair), "src")?;
+        let src_count = (view_src.checked_sub(src).ok_or("src")? / 8).min(MAX_SRC);
+        if src_count < 3 {
+            return Err("src");
+        }
+        let made = [sum, product, multiplied, routed, rows].map(bytes);
+        let op = only(
+            matching(size, |at| {
+                let numbers = made.each_ref().map(|tensor| number(tensor, at));
+                let distinct = (0..5).all(|i| !numbers[..i].contains(&numbers[i]));
+                let in_range = numbers.iter().all(|n| (1..1000).contains(n));
+                number(&fresh, at) == 0 && in_range && distinct
+            }),
+            "op",
+        )?;
+
+        let before = bytes(end);
+        (f.ggml_set_input)(end);
+        let after = bytes(end);
+        let flags = only(
+            matching(size, |at| {
+                at % 4 == 0 && number(&before, at) != number(&after, at)
+            }),
+            "flags",
+        )?;
+
+        let buffer = (f.ggml_backend_buft_alloc_buffer)((f.ggml_backend_cpu_buffer_type)(), 4096);
+        if buffer.is_null() {
+            return Err("buffer");
+        }
+        let base = (f.ggml_backend_buffer_get_base)(buffer);
+        (f.ggml_backend_tensor_alloc)(buffer, ids, base);
+        let placed = bytes(ids);
+        let found_base = (f.ggml_get_data)(ids) == base;
+        let buffer_at = only(
+            find(&placed[..size], &(buffer as usize).to_ne_bytes()),
+            "buffer",
+        );
+        let data = only(find(&placed[..size], &(base as usize).to_ne_bytes()), "data");
+        (f.ggml_backend_buffer_free)(buffer);
+        let (buffer, data) = (buffer_at?, data?);
+        if !found_base {
+            return Err("data");
+        }
+
+        let number_of = |tensor: &Vec<u8>| number(tensor, op);
+        let [add, mul, mul_mat, mul_mat_id, get_rows] = made.each_ref().map(number_of);
+        Ok((
+            Layout {
+                ty,
+                buffer,
+                ne,
+                nb,
+                op,
+                flags,
+                src,
+                src_count,
+                view_src,
+                data,
+                extra,
+            },
+            Ops {
+                add,
+                mul,
+                mul_mat,
+                mul_mat_id,
+                get_rows,
+            },
+        ))
+    }
+}
+
+fn words(numbers: [i64; 4]) -> Vec<u8> {
+    numbers.map(i64::to_ne_bytes).concat()
+}
+
+fn number(tensor: &[u8], at: usize) -> i32 {
+    i32::from_ne_bytes(tensor[at..at + 4].try_into().expect("four bytes"))
+}
+
+/// Offsets, four bytes apart, at which a condition holds.
+fn matching(size: usize, holds: impl Fn(usize) -> bool) -> impl Iterator<Item = usize> {
+    (0..=size - 4).step_by(4).filter(move |&at| holds(at))
+}
+
+/// Offsets, four bytes apart, at which a pattern is.
+fn find(bytes: &[u8], pattern: &[u8]) -> impl Iterator<Item = usize> {
+    let found = bytes.windows(pattern.len()).enumerate().step_by(4);
+    found
+        .filter(move |(_, window)| *window == pattern)
+        .map(|(at, _)| at)
+        .collect::<Vec<_>>()
+        .into_iter()
+}
+
+fn only(mut found: impl Iterator<Item = usize>, field: &'static str) -> Result<usize, &'static str> {
+    match (found.next(), found.next()) {
+        (Some(at), None) => Ok(at),
+        _ => Err(field),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_field_is_where_its_value_is_once() {
+        let bytes = [0u8, 0, 0, 0, 7, 0, 0, 0, 9, 0, 0, 0];
+        let at = |n: i32| only(find(&bytes, &n.to_ne_bytes()), "field");
+        assert_eq!((at(7), at(9), at(8)), (Ok(4), Ok(8), Err("field")));
+        let twice = [7u8, 0, 0, 0, 7, 0, 0, 0];
+        assert_eq!(only(find(&twice, &7i32.to_ne_bytes()), "field"), Err("field"));
+        let found = matching(12, |at| number(&bytes, at) > 7);
+        assert_eq!(only(found, "field"), Ok(8));
+    }
+}

@@ -1,0 +1,35 @@
+//! The drop-in: an unmodified llama.cpp program gains hot-swap through `LD_PRELOAD`.
+//!
+//! The map of the house. Each room knows only rooms further down:
+//!
+//! | room | what it is for |
+//! |---|---|
+//! | [`interpose`] | the functions that are put in front of ggml's, thin |
+//! | [`service`], [`control`] | the thread that looks at files; the socket that asks for it |
+//! | [`store`] | the host's tensors as the reload engine sees them |
+//! | [`registry`] | which files a host loaded, and which of its tensors came out of them |
+//! | [`evaluations`] | what each scheduler of the host is doing, and what its graph needs after a switch |
+//! | [`gate`] | switches between evaluations |
+//! | [`placement`] | the buffer type that the host would have chosen |
+//! | [`kv`] | dropping the context that a host cached, after a switch |
+//! | [`logits`] | a hash of what an evaluation put out |
+//! | [`ggml`], [`layout`] | a copy of ggml: its functions, the layout of its tensors |
+//! | [`origin`] | the object that called, and the functions that it meant |
+//!
+//! Nothing here runs before a host opens its first GGUF file with
+//! `LLAMA_HOTSWAP_ENABLED` set. A host without ggml never enters this library.
+#![deny(unsafe_op_in_unsafe_fn, missing_docs)]
+
+mod control;
+mod evaluations;
+mod gate;
+mod ggml;
+mod interpose;
+mod kv;
+mod layout;
+mod logits;
+mod origin;
+mod placement;
+mod registry;
+mod service;
+mod store;

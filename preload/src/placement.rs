@@ -1,0 +1,225 @@
+//! The buffer type that the host would have chosen.
+//!
+//! The CPU backend has buffer types that store some types in another order, with
+//! other kernels: a tensor gives the same result as after a fresh load only in the
+//! buffer type that llama.cpp would have loaded it into. It asks each device in
+//! turn whether it supports the operation that reads the tensor out of its buffer
+//! type: the device of the layer, memory that a GPU can read, the special types of
+//! the CPU, and plain memory (`select_weight_buft` in llama.cpp).
+
+use std::ffi::c_int;
+use std::sync::atomic::Ordering;
+
+use llama_sidecar::gguf::TypeInfo;
+
+use crate::ggml::{BufferType, DEVICE_CPU, Descriptor, Device, Ggml, Tensor};
+use crate::registry::{Instance, Model};
+
+/// Tokens of the batch that llama.cpp asks its devices about.
+const BATCH: i64 = 512;
+
+/// The buffer type for new bytes of a tensor, in host memory if that is asked for;
+/// `None` when no device can use them.
+pub fn choose(
+    model: &Model,
+    instance: &Instance,
+    ne: &[i64],
+    ty: &TypeInfo,
+    on_host: bool,
+) -> Option<*mut BufferType> {
+    let (own, others) = candidates(model, instance);
+    let supported = |&(device, buft): &(*mut Device, *mut BufferType)| {
+        supports(model.ggml, instance, ne, ty, buft, device)
+    };
+    if let Some((_, buft)) = own.filter(|_| !on_host).filter(supported) {
+        return Some(buft);
+    }
+    let found = others.into_iter().find(supported)?;
+    Some(as_mapped(model, instance, found))
+}
+
+/// The device buffer that an instance was in at first, if that was one, and what
+/// llama.cpp tries in host memory.
+#[allow(clippy::type_complexity, reason = "a pair of what ggml calls a pair")]
+fn candidates(
+    model: &Model,
+    instance: &Instance,
+) -> (
+    Option<(*mut Device, *mut BufferType)>,
+    Vec<(*mut Device, *mut BufferType)>,
+) {
+    let f = &model.ggml.f;
+    let buft = instance.original_buffer_type.0;
+    let Some(cpu) = model.devices.last().map(|device| device.0) else {
+        return (None, Vec::new());
+    };
+    let is_cpu = |device: *mut Device| {
+        // SAFETY: a live device.
+        device.is_null() || unsafe { (f.ggml_backend_dev_type)(device) } == DEVICE_CPU
+    };
+    // SAFETY: live devices and buffer types, which are static.
+    unsafe {
+        let home = (f.ggml_backend_buft_get_device)(buft);
+        let in_host_memory =
+            is_cpu(home) || buft == (f.ggml_backend_dev_host_buffer_type)(home);
+        let own = (!in_host_memory).then_some((home, buft));
+        let mut others = Vec::new();
+        let gpus = model.devices.iter().map(|device| device.0);
+        for gpu in gpus.filter(|&device| !is_cpu(device)) {
+            let host = (f.ggml_backend_dev_host_buffer_type)(gpu);
+            if !host.is_null() {
+                others.push((gpu, host));
+                break;
+            }
+        }
+        if uses_special_types(model, cpu) {
+            others.extend(special_types(model.ggml, cpu).map(|buft| (cpu, buft)));
+        }
+        others.push((cpu, (f.ggml_backend_cpu_buffer_type)()));
+        (own, others)
+    }
+}
+
+/// With a mapped file, llama.cpp uses plain memory where it would have used memory
+/// that a GPU can read.
+fn as_mapped(
+    model: &Model,
+    instance: &Instance,
+    (device, buft): (*mut Device, *mut BufferType),
+) -> *mut BufferType {
+    let f = &model.ggml.f;
+    // SAFETY: live devices, which are static.
+    unsafe {
+        let gpu_host = (f.ggml_backend_dev_host_buffer_type)(device);
+        let mapped = instance.mapped || model.tensors.iter().any(|t| t.instances[0].mapped);
+        match !gpu_host.is_null() && buft == gpu_host && mapped {
+            true => (f.ggml_backend_cpu_buffer_type)(),
+            false => buft,
+        }
+    }
+}
+
+/// Whether the host puts tensors into special buffer types of the CPU. It can be told
+/// not to; that shows in a tensor that is in plain memory although one of them supports
+/// it.
+fn uses_special_types(model: &Model, cpu: *mut Device) -> bool {
+    let special: Vec<*mut BufferType> = special_types(model.ggml, cpu).collect();
+    let instances = model
+        .tensors
+        .iter()
+        .flat_map(|tensor| tensor.instances.iter().map(move |instance| (tensor, instance)));
+    let mut left_out = false;
+    for (tensor, instance) in instances {
+        if special.contains(&instance.original_buffer_type.0) {
+            return true;
+        }
+        // SAFETY: a live buffer type.
+        let home = unsafe {
+            (model.ggml.f.ggml_backend_buft_get_device)(instance.original_buffer_type.0)
+        };
+        if !left_out && (home == cpu || home.is_null()) && instance.op().is_some() {
+            let info = &model.files[tensor.file].gguf.header.tensors[tensor.info];
+            let ne = extents(&info.ne, info.n_dims);
+            left_out = special
+                .iter()
+                .any(|&buft| supports(model.ggml, instance, &ne, info.ty, buft, cpu));
+        }
+    }
+    !left_out
+}
+
+/// Extents as ggml takes them.
+pub fn extents(ne: &[u64; 4], n_dims: u32) -> Vec<i64> {
+    ne[..(n_dims as usize).clamp(1, 4)]
+        .iter()
+        .map(|&extent| extent as i64)
+        .collect()
+}
+
+/// The special buffer types of a CPU device, best first.
+fn special_types(ggml: &'static Ggml, cpu: *mut Device) -> impl Iterator<Item = *mut BufferType> {
+    type GetExtra = unsafe extern "C-unwind" fn(*mut Device) -> *mut *mut BufferType;
+    let name = c"ggml_backend_dev_get_extra_bufts";
+    // SAFETY: a live device has a registration; ggml-backend.h gives the function this
+    // type, and its result is an array that ends with null, or null.
+    let list = unsafe {
+        let registration = (ggml.f.ggml_backend_dev_backend_reg)(cpu);
+        let found = (ggml.f.ggml_backend_reg_get_proc_address)(registration, name.as_ptr());
+        match found.is_null() {
+            true => std::ptr::null_mut(),
+            false => std::mem::transmute::<*mut std::ffi::c_void, GetExtra>(found)(cpu),
+        }
+    };
+    (0..)
+        .map_while(move |i: usize| match list.is_null() {
+            true => None,
+            // SAFETY: read up to the null and no further.
+            false => Some(unsafe { *list.add(i) }),
+        })
+        .take_while(|buft| !buft.is_null())
+}
+
+/// Whether a device supports the operation that reads an instance, with this type out
+/// of this buffer type.
+fn supports(
+    ggml: &'static Ggml,
+    instance: &Instance,
+    ne: &[i64],
+    ty: &TypeInfo,
+    buft: *mut BufferType,
+    device: *mut Device,
+) -> bool {
+    let (f, ops) = (&ggml.f, &ggml.ops);
+    let Some(context) = ggml.context(8) else {
+        return false;
+    };
+    let float = |ne: &[i64]| context.tensor(0, ne);
+    let whole = |at: usize| ne.get(at).copied().unwrap_or(1);
+    let integers = |ne: &[i64]| context.tensor(26, ne);
+    let weight = context.tensor(ty.id as c_int, ne);
+    let op = instance.op().unwrap_or(match ne.len() {
+        1 => ops.mul,
+        _ => ops.mul_mat,
+    });
+    // SAFETY: tensors of one live context, with the shapes that the operations need; a
+    // buffer of no bytes stands for the one to come, and is taken out before it is freed.
+    unsafe {
+        let c = context.raw();
+        let node: *mut Tensor = if op == ops.get_rows {
+            (f.ggml_get_rows)(c, weight, integers(&[BATCH]))
+        } else if op == ops.mul_mat {
+            let batch = float(&[whole(0), BATCH, whole(2), whole(3)]);
+            (f.ggml_mul_mat)(c, weight, batch)
+        } else if op == ops.mul_mat_id {
+            let used = instance.experts_used.load(Ordering::Relaxed);
+            let batch = float(&[whole(0), used, BATCH]);
+            (f.ggml_mul_mat_id)(c, weight, batch, integers(&[used, BATCH]))
+        } else if op == ops.add {
+            (f.ggml_add)(c, float(&[whole(0), whole(1), whole(2), whole(3)]), weight)
+        } else {
+            (f.ggml_mul)(c, float(&[whole(0), whole(1), whole(2), whole(3)]), weight)
+        };
+        let buffer = (f.ggml_backend_buft_alloc_buffer)(buft, 0);
+        if buffer.is_null() {
+            return false;
+        }
+        let layout = &ggml.layout;
+        layout.write(weight, layout.buffer, buffer);
+        let supported = (f.ggml_backend_dev_supports_op)(device, node);
+        layout.write(weight, layout.buffer, std::ptr::null_mut::<()>());
+        (f.ggml_backend_buffer_free)(buffer);
+        supported
+    }
+}
+
+/// Where a descriptor is, in words.
+pub fn describe(ggml: &Ggml, descriptor: &Descriptor) -> String {
+    // SAFETY: the buffer of a descriptor in use is live.
+    let buft = unsafe { (ggml.f.ggml_backend_buffer_get_type)(descriptor.buffer) };
+    ggml.buffer_type_name(buft)
+}
+
+/// Whether the host had loaded an instance into memory of the process.
+pub fn is_host_memory(model: &Model, instance: &Instance) -> bool {
+    candidates(model, instance).0.is_none()
+}

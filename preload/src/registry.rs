@@ -1,0 +1,492 @@
+//! Which files a host loaded, and which of its tensors came out of them.
+//!
+//! llama.cpp opens the files of a model, makes its tensors and gives them memory on
+//! one thread, one model at a time. So a tensor that gets memory on a thread belongs
+//! to the files that the thread opened last, if one of them has a tensor of its name
+//! and shape. A model is complete when a graph reads one of its tensors; until then
+//! it may still be loading and is left alone. It is gone when the host frees any of
+//! its memory.
+
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::ffi::{CStr, c_void};
+use std::ops::Range;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicI32, AtomicU64, AtomicUsize, Ordering};
+use std::thread::ThreadId;
+
+use llama_sidecar::gguf::{Access, FileId, GgufFile};
+use llama_sidecar::log::{Level, log};
+use llama_sidecar::reload::{Engine, SourceFile, SourceTensor};
+use parking_lot::{Mutex, RwLock};
+
+use crate::evaluations::UsedWeight;
+use crate::gate;
+use crate::ggml::{Buffer, BufferType, Context, Descriptor, Device, Ggml, OwnBuffer, Tensor};
+use crate::service;
+
+/// A model that the host has loaded.
+pub struct Model {
+    /// Tells models apart.
+    pub number: u64,
+    /// The copy of ggml that holds it.
+    pub ggml: &'static Ggml,
+    /// Its files.
+    pub files: Vec<HostFile>,
+    /// Those of its tensors that the host has.
+    pub tensors: Vec<HostTensor>,
+    /// What brings it up to date.
+    pub engine: Engine,
+    /// The devices that evaluate it, the CPU last.
+    pub devices: Vec<DevicePointer>,
+    /// False once the host has freed any of its memory.
+    alive: AtomicBool,
+}
+
+/// A device of ggml; it lives as long as the process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DevicePointer(pub *mut Device);
+
+// SAFETY: devices are static objects that any thread may ask.
+unsafe impl Send for DevicePointer {}
+// SAFETY: as above.
+unsafe impl Sync for DevicePointer {}
+
+/// A file of a model.
+pub struct HostFile {
+    /// As it was when the host opened it; held open, so that its bytes stay readable
+    /// after another file took its name.
+    pub gguf: GgufFile,
+    /// The identity under which its bytes are right.
+    pub trusted: Mutex<FileId>,
+}
+
+/// A tensor of a file, and all tensors of the host that were loaded from it.
+pub struct HostTensor {
+    /// Index of its file.
+    pub file: usize,
+    /// Its place in the header.
+    pub info: usize,
+    /// llama.cpp makes several of one when input and output share a matrix.
+    pub instances: Vec<Instance>,
+}
+
+/// One tensor of the host.
+pub struct Instance {
+    /// The host's struct.
+    pub tensor: TensorPointer,
+    /// Where its bytes were at first.
+    pub original: Descriptor,
+    /// The type of its first buffer.
+    pub original_buffer_type: BufferTypePointer,
+    /// Whether its bytes were those of the mapped file.
+    pub mapped: bool,
+    /// The operation that reads it: [`Instance::op`].
+    op: AtomicI32,
+    /// Experts used per token by the operation that reads it.
+    pub experts_used: AtomicI64,
+    /// The buffer it is in, when that is ours.
+    pub private: Mutex<Option<OwnBuffer>>,
+}
+
+/// A tensor of the host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TensorPointer(pub *mut Tensor);
+
+// SAFETY: only followed while the gate is closed and the model alive.
+unsafe impl Send for TensorPointer {}
+// SAFETY: as above.
+unsafe impl Sync for TensorPointer {}
+
+/// A buffer type of ggml; it lives as long as the process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BufferTypePointer(pub *mut BufferType);
+
+// SAFETY: buffer types are static objects that any thread may ask.
+unsafe impl Send for BufferTypePointer {}
+// SAFETY: as above.
+unsafe impl Sync for BufferTypePointer {}
+
+/// A model that is being loaded.
+struct Load {
+    thread: ThreadId,
+    ggml: &'static Ggml,
+    files: Vec<GgufFile>,
+    /// Each tensor with its buffer, its file and its place in the header.
+    tensors: Vec<(TensorPointer, usize, usize, usize)>,
+}
+
+static LOADS: Mutex<Vec<Load>> = Mutex::new(Vec::new());
+static MODELS: RwLock<Vec<Arc<Model>>> = RwLock::new(Vec::new());
+/// Every registered tensor: its model, and which instance of which tensor it is.
+static INDEX: RwLock<Option<HashMap<usize, (Arc<Model>, usize, usize)>>> = RwLock::new(None);
+/// Addresses of all tensors that were ever registered.
+static LOWEST: AtomicUsize = AtomicUsize::new(usize::MAX);
+static HIGHEST: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    /// Whether this thread loads a model.
+    static LOADING: Cell<bool> = const { Cell::new(false) };
+}
+
+impl Model {
+    /// Whether the host still has all of it.
+    pub fn is_alive(&self) -> bool {
+        self.alive.load(Ordering::SeqCst)
+    }
+
+    /// Name of a tensor.
+    pub fn name(&self, tensor: usize) -> &CStr {
+        let tensor = &self.tensors[tensor];
+        let header = &self.files[tensor.file].gguf.header;
+        header.name(&header.tensors[tensor.info])
+    }
+}
+
+impl Instance {
+    /// The operation that reads it, by ggml's number; `None` while no graph showed it.
+    pub fn op(&self) -> Option<i32> {
+        match self.op.load(Ordering::Relaxed) {
+            0 => None,
+            op => Some(op),
+        }
+    }
+}
+
+/// All models, in the order in which they were first evaluated.
+pub fn models() -> Vec<Arc<Model>> {
+    MODELS.read().clone()
+}
+
+/// Whether any file was opened so far.
+pub fn is_empty() -> bool {
+    !ANY.load(Ordering::Relaxed)
+}
+
+static ANY: AtomicBool = AtomicBool::new(false);
+
+/// Addresses between which all registered tensors are.
+pub fn addresses() -> Range<usize> {
+    LOWEST.load(Ordering::Relaxed)..HIGHEST.load(Ordering::Relaxed)
+}
+
+/// Whether a tensor is one that was loaded from a file.
+pub fn is_registered(tensor: *mut Tensor) -> bool {
+    let index = INDEX.read();
+    index.as_ref().is_some_and(|index| index.contains_key(&(tensor as usize)))
+}
+
+/// The host has opened a GGUF file on this thread.
+pub fn file_opened(ggml: &'static Ggml, path: &Path) {
+    let gguf = match GgufFile::open(path, Access::Read) {
+        Ok(gguf) => gguf,
+        Err(error) => {
+            log(
+                Level::Warn,
+                format_args!("the host opened a file that is not watched: {error}"),
+            );
+            return;
+        }
+    };
+    if gguf.header.tensors.is_empty() {
+        return;
+    }
+    let thread = std::thread::current().id();
+    let mut loads = LOADS.lock();
+    // Tensors have memory already: this file is of the next model.
+    let current = loads
+        .iter_mut()
+        .find(|load| load.thread == thread && load.tensors.is_empty());
+    match current {
+        Some(load) => {
+            // Opened again, for example to fit its layers to a device first.
+            load.files.retain(|file| file.source.path() != path);
+            load.files.push(gguf);
+        }
+        None => {
+            loads.push(Load {
+                thread,
+                ggml,
+                files: vec![gguf],
+                tensors: Vec::new(),
+            });
+        }
+    }
+    ANY.store(true, Ordering::Relaxed);
+    LOADING.set(true);
+}
+
+/// Whether tensors that get memory on this thread may be weights.
+pub fn is_loading() -> bool {
+    LOADING.get()
+}
+
+/// A tensor has got memory on this thread.
+///
+/// # Safety
+///
+/// A live tensor of this copy of ggml that has a name.
+pub unsafe fn tensor_placed(ggml: &'static Ggml, tensor: *mut Tensor, buffer: *mut Buffer) {
+    // SAFETY: as the caller vouches.
+    let (name, ne) = unsafe {
+        let name = CStr::from_ptr((ggml.f.ggml_get_name)(tensor));
+        let ne: [i64; 4] = ggml.layout.read(tensor, ggml.layout.ne);
+        (name, ne.map(|extent| extent as u64))
+    };
+    let thread = std::thread::current().id();
+    let mut loads = LOADS.lock();
+    let Some(load) = loads.iter_mut().rev().find(|load| load.thread == thread) else {
+        LOADING.set(false);
+        return;
+    };
+    for (file, gguf) in load.files.iter().enumerate().rev() {
+        let Some(info) = gguf.header.find(name) else {
+            continue;
+        };
+        if gguf.header.tensors[info].ne != ne {
+            continue;
+        }
+        load.tensors
+            .push((TensorPointer(tensor), buffer as usize, file, info));
+        LOWEST.fetch_min(tensor as usize, Ordering::Relaxed);
+        HIGHEST.fetch_max(tensor as usize + 1, Ordering::Relaxed);
+        return;
+    }
+}
+
+/// A graph reads these tensors. Models whose tensors show up for the first time are
+/// complete.
+pub fn found_in_graph(ggml: &'static Ggml, devices: &[*mut Device], weights: &[UsedWeight]) {
+    let mut unknown = Vec::new();
+    {
+        let index = INDEX.read();
+        for weight in weights {
+            let known = index.as_ref().and_then(|i| i.get(&(weight.tensor as usize)));
+            match known {
+                Some((model, tensor, instance)) => {
+                    note_use(model, *tensor, *instance, weight);
+                }
+                None => unknown.push(weight.tensor),
+            }
+        }
+    }
+    if unknown.is_empty() {
+        return;
+    }
+    let mut loads = LOADS.lock();
+    let first = unknown.iter().find_map(|&weight| {
+        let has = |load: &Load| load.tensors.iter().any(|(tensor, ..)| tensor.0 == weight);
+        loads.iter().position(has)
+    });
+    let Some(complete) = first else {
+        return;
+    };
+    let load = loads.remove(complete);
+    // What else the thread opened before was read for its metadata alone.
+    loads.retain(|other| other.thread != load.thread || !other.tensors.is_empty());
+    drop(loads);
+    LOADING.set(false);
+    register(load, devices);
+    // Once more: uses of the new tensors are noted now, and further models found.
+    found_in_graph(ggml, devices, weights);
+}
+
+fn note_use(model: &Model, tensor: usize, instance: usize, weight: &UsedWeight) {
+    let instance = &model.tensors[tensor].instances[instance];
+    let get_rows = model.ggml.ops.get_rows;
+    // A matrix that is looked up and multiplied was placed for being looked up.
+    if instance.op.load(Ordering::Relaxed) != get_rows {
+        instance.op.store(weight.op, Ordering::Relaxed);
+    }
+    if weight.experts_used > 0 {
+        instance
+            .experts_used
+            .store(weight.experts_used, Ordering::Relaxed);
+    }
+}
+
+fn register(load: Load, devices: &[*mut Device]) {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    let ggml = load.ggml;
+    let maps = Maps::read();
+    let mut tensors: Vec<HostTensor> = Vec::new();
+    let mut by_place: HashMap<(usize, usize), usize> = HashMap::new();
+    for (tensor, buffer, file, info) in load.tensors {
+        let buffer = buffer as *mut Buffer;
+        // SAFETY: the host has loaded the model and not freed it, which takes the
+        // gate; the functions only read.
+        let (original, buft, is_host) = unsafe {
+            (
+                ggml.descriptor(tensor.0),
+                (ggml.f.ggml_backend_buffer_get_type)(buffer),
+                (ggml.f.ggml_backend_buffer_is_host)(buffer),
+            )
+        };
+        if original.ty as u32 != load.files[file].header.tensors[info].ty.id {
+            // The host converted it: there is no telling what to put in its place.
+            continue;
+        }
+        let mapped = is_host && maps.is_of(original.data, &load.files[file]);
+        let at = *by_place.entry((file, info)).or_insert_with(|| {
+            tensors.push(HostTensor {
+                file,
+                info,
+                instances: Vec::new(),
+            });
+            tensors.len() - 1
+        });
+        tensors[at].instances.push(Instance {
+            tensor,
+            original,
+            original_buffer_type: BufferTypePointer(buft),
+            mapped,
+            op: AtomicI32::new(0),
+            experts_used: AtomicI64::new(1),
+            private: Mutex::new(None),
+        });
+    }
+    let files = load.files.iter().map(|gguf| SourceFile {
+        path: gguf.source.path().to_owned(),
+        id: gguf.source.id(),
+    });
+    let sources = tensors.iter().map(|tensor| {
+        let header = &load.files[tensor.file].header;
+        let info = &header.tensors[tensor.info];
+        SourceTensor {
+            name: header.name(info).to_owned(),
+            file: tensor.file,
+            ty: info.ty,
+            ne: info.ne,
+        }
+    });
+    let engine = Engine::new((files.collect(), sources.collect()));
+    let model = Arc::new(Model {
+        number: NEXT.fetch_add(1, Ordering::Relaxed),
+        ggml,
+        files: load
+            .files
+            .into_iter()
+            .map(|gguf| HostFile {
+                trusted: Mutex::new(gguf.source.id()),
+                gguf,
+            })
+            .collect(),
+        tensors,
+        engine,
+        devices: devices.iter().map(|&device| DevicePointer(device)).collect(),
+        alive: AtomicBool::new(true),
+    });
+    {
+        let mut index = INDEX.write();
+        let index = index.get_or_insert_default();
+        for (at, tensor) in model.tensors.iter().enumerate() {
+            for (number, instance) in tensor.instances.iter().enumerate() {
+                index.insert(instance.tensor.0 as usize, (model.clone(), at, number));
+            }
+        }
+    }
+    log(
+        Level::Info,
+        format_args!(
+            "watching {} tensors of {} file(s), the first is {}",
+            model.tensors.len(),
+            model.files.len(),
+            model.files[0].gguf.source.path().display()
+        ),
+    );
+    MODELS.write().push(model);
+    service::start();
+}
+
+/// The host is about to free a buffer.
+pub fn buffer_freed(buffer: *mut Buffer) {
+    remove(|instance| instance.original.buffer == buffer);
+    let mut loads = LOADS.lock();
+    loads.retain(|load| load.tensors.iter().all(|t| t.1 != buffer as usize));
+}
+
+/// The host is about to free the memory of tensors.
+pub fn context_freed(ggml: &Ggml, context: *mut Context) {
+    // SAFETY: the host has not freed it yet.
+    let (start, size) = unsafe {
+        (
+            (ggml.f.ggml_get_mem_buffer)(context) as usize,
+            (ggml.f.ggml_get_mem_size)(context),
+        )
+    };
+    let range = start..start + size;
+    let known = addresses();
+    if known.start >= range.end || range.start >= known.end {
+        return;
+    }
+    remove(|instance| range.contains(&(instance.tensor.0 as usize)));
+    let mut loads = LOADS.lock();
+    loads.retain(|load| {
+        let tensors = load.tensors.iter();
+        tensors.map(|t| t.0.0 as usize).all(|at| !range.contains(&at))
+    });
+}
+
+/// Removes the models of which any instance answers to a condition.
+fn remove(gone: impl Fn(&Instance) -> bool) {
+    let dead: Vec<Arc<Model>> = models()
+        .into_iter()
+        .filter(|model| model.tensors.iter().flat_map(|t| &t.instances).any(&gone))
+        .collect();
+    for model in dead {
+        {
+            let _closed = gate::closed();
+            model.alive.store(false, Ordering::SeqCst);
+        }
+        MODELS.write().retain(|other| other.number != model.number);
+        if let Some(index) = INDEX.write().as_mut() {
+            index.retain(|_, (other, ..)| other.number != model.number);
+        }
+        // Here and not where the last reference goes: the host may unload its backends
+        // next.
+        for instance in model.tensors.iter().flat_map(|tensor| &tensor.instances) {
+            *instance.private.lock() = None;
+        }
+        log(
+            Level::Info,
+            format_args!(
+                "the host freed the model of {}",
+                model.files[0].gguf.source.path().display()
+            ),
+        );
+    }
+}
+
+/// Files that are mapped into this process.
+struct Maps(Vec<(Range<usize>, u64, Vec<u8>)>);
+
+impl Maps {
+    /// Reads them from `/proc/self/maps` (proc_pid_maps(5)).
+    fn read() -> Maps {
+        let text = std::fs::read("/proc/self/maps").unwrap_or_default();
+        let line = |line: &[u8]| {
+            let fields: Vec<&[u8]> = line.splitn(6, |&byte| byte == b' ').collect();
+            let text = |at: usize| std::str::from_utf8(fields.get(at)?).ok();
+            let (start, end) = text(0)?.split_once('-')?;
+            let address = |text: &str| usize::from_str_radix(text, 16).ok();
+            let inode = text(4)?.parse().ok()?;
+            let path = fields.get(5)?.trim_ascii().to_vec();
+            Some((address(start)?..address(end)?, inode, path))
+        };
+        Maps(text.split(|&byte| byte == b'\n').filter_map(line).collect())
+    }
+
+    /// Whether an address lies in the mapping of a file. Some file systems show
+    /// another device there than `stat` does, so the path tells in the end.
+    fn is_of(&self, address: *mut c_void, file: &GgufFile) -> bool {
+        let found = self.0.iter().find(|map| map.0.contains(&(address as usize)));
+        found.is_some_and(|(_, inode, path)| {
+            let source = &file.source;
+            let same_path = std::fs::canonicalize(source.path())
+                .is_ok_and(|real| real.as_os_str().as_bytes() == path.as_slice());
+            *inode == source.id().ino || same_path
+        })
+    }
+}

@@ -1,0 +1,129 @@
+//! The thread that looks at files, and the ends of its life.
+//!
+//! It is started when the first model is complete. It does not exist in a forked
+//! child, where nothing of the drop-in works on, and it is kept from ggml once the
+//! process ends.
+
+use std::sync::{Arc, Once};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use llama_sidecar::config::Config;
+use llama_sidecar::error::Result;
+use llama_sidecar::log::{Level, log};
+use llama_sidecar::reload::Report;
+use parking_lot::Mutex;
+
+use crate::interpose::Inside;
+use crate::registry::{self, Model};
+use crate::{control, store};
+
+/// Whether the drop-in takes part in anything.
+static OFF: AtomicBool = AtomicBool::new(false);
+/// Held while files are looked at; the end of the process waits for it.
+static RELOADING: Mutex<()> = Mutex::new(());
+/// How long the end of the process waits for a reload to notice.
+const LAST_WAIT: Duration = Duration::from_secs(2);
+
+/// Whether hot-swap is asked for and possible in this process.
+pub fn is_on() -> bool {
+    !OFF.load(Ordering::Relaxed) && Config::get().hotswap
+}
+
+/// Starts what runs beside the host, once.
+pub fn start() {
+    static STARTED: Once = Once::new();
+    STARTED.call_once(|| {
+        let config = Config::get();
+        config.complain();
+        // SAFETY: both only register functions that stay loaded with this library,
+        // which the loader never unloads.
+        unsafe {
+            libc::atexit(at_exit);
+            libc::pthread_atfork(None, None, Some(in_child));
+        }
+        if let Some(poll) = config.poll {
+            spawn("llama-sidecar", move || look_at_files(poll));
+        }
+        if let Some(path) = &config.control {
+            control::start(path);
+        }
+    });
+}
+
+/// Starts a thread that takes none of the host's signals.
+pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) {
+    let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    let mut before = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: valid sets; the thread inherits the mask, and this one gets its own back.
+    let started = unsafe {
+        libc::sigfillset(all.as_mut_ptr());
+        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
+        let started = std::thread::Builder::new().name(name.into()).spawn(|| {
+            let _inside = Inside::enter();
+            work();
+        });
+        libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut());
+        started
+    };
+    if let Err(error) = started {
+        log(
+            Level::Error,
+            format_args!("cannot start the thread '{name}': {error}; files are not looked at"),
+        );
+    }
+}
+
+fn look_at_files(poll: Duration) {
+    while !OFF.load(Ordering::Relaxed) {
+        std::thread::sleep(poll);
+        reload_all();
+    }
+}
+
+/// A reload that fails is tried again at every look; it is not logged every time.
+fn say_once_a_minute(error: &str) {
+    static SAID: Mutex<Option<(Instant, String)>> = Mutex::new(None);
+    let mut said = SAID.lock();
+    let known = said.as_ref().is_some_and(|(when, what)| {
+        what == error && when.elapsed() < Duration::from_secs(60)
+    });
+    if !known {
+        log(Level::Warn, format_args!("reload: {error}"));
+        *said = Some((Instant::now(), error.to_owned()));
+    }
+}
+
+/// Brings all models up to date; whether any tensor changed.
+pub fn reload_all() -> bool {
+    let mut changed = false;
+    for model in registry::models() {
+        match reload(&model) {
+            Ok(report) => changed |= report.changed(),
+            Err(error) => say_once_a_minute(&error.to_string()),
+        }
+    }
+    changed
+}
+
+/// Brings one model up to date.
+pub fn reload(model: &Arc<Model>) -> Result<Report> {
+    let _one_at_a_time = RELOADING.lock();
+    if OFF.load(Ordering::SeqCst) || !model.is_alive() {
+        return Ok(Report::default());
+    }
+    store::reload(model)
+}
+
+/// The host's libraries are torn down next: from here on nothing calls into them.
+extern "C" fn at_exit() {
+    OFF.store(true, Ordering::SeqCst);
+    store::stop();
+    control::stop();
+    drop(RELOADING.try_lock_for(LAST_WAIT));
+}
+
+/// In a forked child the threads are gone, and locks may be held for ever.
+extern "C" fn in_child() {
+    OFF.store(true, Ordering::SeqCst);
+}
