@@ -103,7 +103,10 @@ fn listen(path: &Path) -> io::Result<UnixListener> {
             (&raw const address).cast(),
             size,
         ))?;
-        failed(libc::listen(socket.as_raw_fd(), MOST_CLIENTS as libc::c_int))?;
+        failed(libc::listen(
+            socket.as_raw_fd(),
+            MOST_CLIENTS as libc::c_int,
+        ))?;
         fs::set_permissions(path, Permissions::from_mode(0o600))?;
         Ok(UnixListener::from(socket))
     }
@@ -133,7 +136,10 @@ fn converse(client: &UnixStream) -> io::Result<()> {
     let mut lines = BufReader::new(client);
     loop {
         let mut line = Vec::new();
-        lines.by_ref().take(LONGEST_LINE).read_until(b'\n', &mut line)?;
+        lines
+            .by_ref()
+            .take(LONGEST_LINE)
+            .read_until(b'\n', &mut line)?;
         if line.is_empty() {
             return Ok(());
         }
@@ -185,7 +191,10 @@ fn status() -> Value {
 }
 
 fn model_status(model: &Model) -> Value {
-    let paths = model.files.iter().map(|file| file.gguf.source.path().display().to_string());
+    let paths = model
+        .files
+        .iter()
+        .map(|file| file.gguf.source.path().display().to_string());
     let mut changed = Vec::new();
     for (index, tensor) in model.tensors.iter().enumerate() {
         let states: Vec<&str> = tensor.instances.iter().map(|i| state(model, i)).collect();

@@ -208,7 +208,9 @@ impl Evaluation {
         place
             .ggml
             .store(std::ptr::from_ref(ggml).cast_mut(), Ordering::Relaxed);
-        place.generation.store(gate::generation(), Ordering::Relaxed);
+        place
+            .generation
+            .store(gate::generation(), Ordering::Relaxed);
         place.key.store(key, Ordering::SeqCst);
         Some(place)
     }
@@ -227,12 +229,10 @@ impl Evaluation {
     /// Forgets a buffer that is about to be freed.
     pub fn output_freed(buffer: usize) {
         for evaluation in used() {
-            let _ = evaluation.output.compare_exchange(
-                buffer,
-                0,
-                Ordering::Relaxed,
-                Ordering::Relaxed,
-            );
+            let _ =
+                evaluation
+                    .output
+                    .compare_exchange(buffer, 0, Ordering::Relaxed, Ordering::Relaxed);
         }
     }
 

@@ -284,9 +284,7 @@ impl OwnContext {
     /// A new tensor of this type and shape, without data.
     pub fn tensor(&self, ty: i32, ne: &[i64]) -> *mut Tensor {
         // SAFETY: a live context with room for it, and as many extents as are counted.
-        unsafe {
-            (self.ggml.f.ggml_new_tensor)(self.context, ty, ne.len() as c_int, ne.as_ptr())
-        }
+        unsafe { (self.ggml.f.ggml_new_tensor)(self.context, ty, ne.len() as c_int, ne.as_ptr()) }
     }
 
     /// The context itself, for functions that make tensors.

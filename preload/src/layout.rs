@@ -131,8 +131,7 @@ unsafe fn probe_in(f: &Functions, context: *mut Context) -> Result<(Layout, Ops)
         let [halves, singles, integers] = [half, single, ids].map(bytes);
         let ty = only(
             matching(size, |at| {
-                [&halves, &singles, &integers].map(|tensor| number(tensor, at))
-                    == [F16, F32, I32]
+                [&halves, &singles, &integers].map(|tensor| number(tensor, at)) == [F16, F32, I32]
             }),
             "type",
         )?;
@@ -196,7 +195,10 @@ unsafe fn probe_in(f: &Functions, context: *mut Context) -> Result<(Layout, Ops)
             find(&placed[..size], &(buffer as usize).to_ne_bytes()),
             "buffer",
         );
-        let data = only(find(&placed[..size], &(base as usize).to_ne_bytes()), "data");
+        let data = only(
+            find(&placed[..size], &(base as usize).to_ne_bytes()),
+            "data",
+        );
         (f.ggml_backend_buffer_free)(buffer);
         let (buffer, data) = (buffer_at?, data?);
         if !found_base {
@@ -253,7 +255,10 @@ fn find(bytes: &[u8], pattern: &[u8]) -> impl Iterator<Item = usize> {
         .into_iter()
 }
 
-fn only(mut found: impl Iterator<Item = usize>, field: &'static str) -> Result<usize, &'static str> {
+fn only(
+    mut found: impl Iterator<Item = usize>,
+    field: &'static str,
+) -> Result<usize, &'static str> {
     match (found.next(), found.next()) {
         (Some(at), None) => Ok(at),
         _ => Err(field),
@@ -270,7 +275,10 @@ mod tests {
         let at = |n: i32| only(find(&bytes, &n.to_ne_bytes()), "field");
         assert_eq!((at(7), at(9), at(8)), (Ok(4), Ok(8), Err("field")));
         let twice = [7u8, 0, 0, 0, 7, 0, 0, 0];
-        assert_eq!(only(find(&twice, &7i32.to_ne_bytes()), "field"), Err("field"));
+        assert_eq!(
+            only(find(&twice, &7i32.to_ne_bytes()), "field"),
+            Err("field")
+        );
         let found = matching(12, |at| number(&bytes, at) > 7);
         assert_eq!(only(found, "field"), Ok(8));
     }

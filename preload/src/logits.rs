@@ -26,9 +26,8 @@ pub unsafe fn log_hash(ggml: &Ggml, graph: *mut Graph) {
     // SAFETY: nodes of a live graph are live; an output keeps its bytes.
     unsafe {
         let count = (f.ggml_graph_n_nodes)(graph);
-        let named = |node: &*mut Tensor| {
-            OUTPUTS.contains(&CStr::from_ptr((f.ggml_get_name)(*node)))
-        };
+        let named =
+            |node: &*mut Tensor| OUTPUTS.contains(&CStr::from_ptr((f.ggml_get_name)(*node)));
         let last = (0..count.min(LAST_NODES)).map(|i| (f.ggml_graph_node)(graph, count - 1 - i));
         let Some(output) = last.into_iter().find(named) else {
             return;

@@ -117,9 +117,7 @@ fn learn(address: usize) -> &'static Origin {
     let handle = match object.name.is_empty() {
         true => std::ptr::null_mut(),
         // SAFETY: a C string; NOLOAD only takes a reference to what is loaded.
-        false => unsafe {
-            libc::dlopen(object.name.as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY)
-        },
+        false => unsafe { libc::dlopen(object.name.as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY) },
     };
     let mut origin = Origin {
         start: object.start,

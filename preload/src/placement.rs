@@ -60,8 +60,7 @@ fn candidates(
     // SAFETY: live devices and buffer types, which are static.
     unsafe {
         let home = (f.ggml_backend_buft_get_device)(buft);
-        let in_host_memory =
-            is_cpu(home) || buft == (f.ggml_backend_dev_host_buffer_type)(home);
+        let in_host_memory = is_cpu(home) || buft == (f.ggml_backend_dev_host_buffer_type)(home);
         let own = (!in_host_memory).then_some((home, buft));
         let mut others = Vec::new();
         let gpus = model.devices.iter().map(|device| device.0);
@@ -104,19 +103,20 @@ fn as_mapped(
 /// it.
 fn uses_special_types(model: &Model, cpu: *mut Device) -> bool {
     let special: Vec<*mut BufferType> = special_types(model.ggml, cpu).collect();
-    let instances = model
-        .tensors
-        .iter()
-        .flat_map(|tensor| tensor.instances.iter().map(move |instance| (tensor, instance)));
+    let instances = model.tensors.iter().flat_map(|tensor| {
+        tensor
+            .instances
+            .iter()
+            .map(move |instance| (tensor, instance))
+    });
     let mut left_out = false;
     for (tensor, instance) in instances {
         if special.contains(&instance.original_buffer_type.0) {
             return true;
         }
         // SAFETY: a live buffer type.
-        let home = unsafe {
-            (model.ggml.f.ggml_backend_buft_get_device)(instance.original_buffer_type.0)
-        };
+        let home =
+            unsafe { (model.ggml.f.ggml_backend_buft_get_device)(instance.original_buffer_type.0) };
         if !left_out && (home == cpu || home.is_null()) && instance.op().is_some() {
             let info = &model.files[tensor.file].gguf.header.tensors[tensor.info];
             let ne = extents(&info.ne, info.n_dims);

@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicI32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::thread::ThreadId;
 
 use llama_sidecar::gguf::{Access, FileId, GgufFile};
@@ -175,7 +175,9 @@ pub fn addresses() -> Range<usize> {
 /// Whether a tensor is one that was loaded from a file.
 pub fn is_registered(tensor: *mut Tensor) -> bool {
     let index = INDEX.read();
-    index.as_ref().is_some_and(|index| index.contains_key(&(tensor as usize)))
+    index
+        .as_ref()
+        .is_some_and(|index| index.contains_key(&(tensor as usize)))
 }
 
 /// The host has opened a GGUF file on this thread.
@@ -263,7 +265,9 @@ pub fn found_in_graph(ggml: &'static Ggml, devices: &[*mut Device], weights: &[U
     {
         let index = INDEX.read();
         for weight in weights {
-            let known = index.as_ref().and_then(|i| i.get(&(weight.tensor as usize)));
+            let known = index
+                .as_ref()
+                .and_then(|i| i.get(&(weight.tensor as usize)));
             match known {
                 Some((model, tensor, instance)) => {
                     note_use(model, *tensor, *instance, weight);
@@ -375,7 +379,10 @@ fn register(load: Load, devices: &[*mut Device]) {
             .collect(),
         tensors,
         engine,
-        devices: devices.iter().map(|&device| DevicePointer(device)).collect(),
+        devices: devices
+            .iter()
+            .map(|&device| DevicePointer(device))
+            .collect(),
         alive: AtomicBool::new(true),
     });
     {
@@ -425,7 +432,9 @@ pub fn context_freed(ggml: &Ggml, context: *mut Context) {
     let mut loads = LOADS.lock();
     loads.retain(|load| {
         let tensors = load.tensors.iter();
-        tensors.map(|t| t.0.0 as usize).all(|at| !range.contains(&at))
+        tensors
+            .map(|t| t.0.0 as usize)
+            .all(|at| !range.contains(&at))
     });
 }
 
@@ -481,7 +490,10 @@ impl Maps {
     /// Whether an address lies in the mapping of a file. Some file systems show
     /// another device there than `stat` does, so the path tells in the end.
     fn is_of(&self, address: *mut c_void, file: &GgufFile) -> bool {
-        let found = self.0.iter().find(|map| map.0.contains(&(address as usize)));
+        let found = self
+            .0
+            .iter()
+            .find(|map| map.0.contains(&(address as usize)));
         found.is_some_and(|(_, inode, path)| {
             let source = &file.source;
             let same_path = std::fs::canonicalize(source.path())

@@ -4,8 +4,8 @@
 //! child, where nothing of the drop-in works on, and it is kept from ggml once the
 //! process ends.
 
-use std::sync::{Arc, Once};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
 use llama_sidecar::config::Config;
@@ -85,9 +85,9 @@ fn look_at_files(poll: Duration) {
 fn say_once_a_minute(error: &str) {
     static SAID: Mutex<Option<(Instant, String)>> = Mutex::new(None);
     let mut said = SAID.lock();
-    let known = said.as_ref().is_some_and(|(when, what)| {
-        what == error && when.elapsed() < Duration::from_secs(60)
-    });
+    let known = said
+        .as_ref()
+        .is_some_and(|(when, what)| what == error && when.elapsed() < Duration::from_secs(60));
     if !known {
         log(Level::Warn, format_args!("reload: {error}"));
         *said = Some((Instant::now(), error.to_owned()));

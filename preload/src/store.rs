@@ -97,11 +97,13 @@ impl HostStore<'_> {
             let on = |on_host| {
                 let buft = placement::choose(model, instance, &ne, job.ty, on_host);
                 let buft = buft.ok_or_else(|| {
-                    failed(format!("no device of this program can use {}", job.ty.name()))
+                    failed(format!(
+                        "no device of this program can use {}",
+                        job.ty.name()
+                    ))
                 })?;
                 let name = model.name(job.tensor);
-                let made =
-                    OwnBuffer::for_tensor(ggml, buft, job.ty.id as i32, &ne, name);
+                let made = OwnBuffer::for_tensor(ggml, buft, job.ty.id as i32, &ne, name);
                 Ok(made.map_err(|requested| DeviceError::OutOfMemory {
                     device: ggml.buffer_type_name(buft),
                     requested,
@@ -148,7 +150,9 @@ fn fill(
     // SAFETY: the tensor is new, nobody else knows it, and its buffer was made for it.
     unsafe {
         if (ggml.f.ggml_nbytes)(tensor) != len {
-            return Err(std::io::Error::other("its size is not what this ggml expects"));
+            return Err(std::io::Error::other(
+                "its size is not what this ggml expects",
+            ));
         }
         if buffer.is_host() {
             let data = (ggml.f.ggml_get_data)(tensor).cast::<u8>();

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, SystemTime};
 
-use super::{ChangedFile, Registry, SETTLE, report::Report};
+use super::{ChangedFile, INCOMPLETE, Registry, SETTLE, report::Report};
 use crate::gguf::{Access, FileId, GgufFile, OpenError};
 
 /// Looks at every file, one `stat` each, and opens those that are not as they were.
@@ -57,10 +57,9 @@ fn open(path: &std::path::Path, found: FileId) -> Result<GgufFile, OpenError> {
 /// bytes would give the same answer.
 fn explain(error: OpenError, found: FileId) -> (Option<FileId>, String) {
     match error {
-        OpenError::Malformed { defect, .. } if defect.is_short() => (
-            Some(found),
-            format!("{defect}; waiting for its writer to finish"),
-        ),
+        OpenError::Malformed { defect, .. } if defect.is_short() => {
+            (Some(found), format!("{defect}; {INCOMPLETE}"))
+        }
         OpenError::Malformed { defect, .. } => (Some(found), defect.to_string()),
         OpenError::NotAFile { found, .. } => {
             (None, format!("expected a regular file, found {found}"))

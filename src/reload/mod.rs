@@ -411,11 +411,13 @@ impl Registry {
     }
 
     /// Leaves a changed file out of this reload, and says so once for each version
-    /// of it.
+    /// of it; of a file that is being written, once until it is whole.
     fn ignore(&mut self, file: usize, id: Option<FileId>, reason: String, report: &mut Report) {
         let watched = &mut self.files[file];
         let news = (id, reason);
-        if watched.ignored.as_ref() != Some(&news) {
+        let still_written = news.1.ends_with(INCOMPLETE)
+            && matches!(&watched.ignored, Some((_, known)) if known.ends_with(INCOMPLETE));
+        if watched.ignored.as_ref() != Some(&news) && !still_written {
             log::log(
                 Level::Warn,
                 format_args!("{}: ignored: {}", watched.path.display(), news.1),
@@ -527,6 +529,9 @@ fn verify(changed: &[ChangedFile]) -> Result<(), Failure> {
     }
     Ok(())
 }
+
+/// How the reason ends to ignore a file that is shorter than its header says.
+const INCOMPLETE: &str = "waiting for its writer to finish";
 
 /// How old a modification time must be before a later write is sure to change it.
 ///

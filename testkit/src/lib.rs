@@ -1,7 +1,8 @@
-//! What tests, benches and xtask share: a writer of GGUF files, good and bad, and
-//! the paths of the fixtures.
+//! What tests, benches and xtask share: a writer of GGUF files, good and bad, the
+//! paths of the fixtures, and programs that run llama.cpp.
 
 pub mod fixtures;
 pub mod ggml;
+pub mod host;
 pub mod process;
 pub mod writer;

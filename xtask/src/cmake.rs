@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, ensure};
 
 use crate::fixtures;
-use crate::install::{install, target_folder};
+use crate::install::{install, preload, target_folder};
 use crate::root;
 use crate::run::{command, run};
 
@@ -48,6 +48,21 @@ pub fn test_top_level() -> Result<()> {
 
 fn configure(source: &str, build: &Path, flags: &[String]) -> Result<()> {
     let fixtures_at = fixtures::make()?;
+    configure_with(
+        source,
+        build,
+        &[
+            define("MODEL", &fixtures_at.join("smollm2.gguf")),
+            define("VARIANT", &fixtures_at.join("smollm2-mixed.gguf")),
+            define("MOE", &fixtures_at.join("moe.gguf")),
+            define("MOE_VARIANT", &fixtures_at.join("moe-q8_0.gguf")),
+            define("MOE_OTHER_BLOCKS", &fixtures_at.join("moe-mixed.gguf")),
+        ],
+        flags,
+    )
+}
+
+fn configure_with(source: &str, build: &Path, defines: &[String], flags: &[String]) -> Result<()> {
     let tools = tools()?;
     run(command(tools.join("cmake"), &root())
         .args([
@@ -60,14 +75,7 @@ fn configure(source: &str, build: &Path, flags: &[String]) -> Result<()> {
         ])
         .arg(build)
         .arg(define("CMAKE_MAKE_PROGRAM", &tools.join("ninja")))
-        .arg(define("MODEL", &fixtures_at.join("smollm2.gguf")))
-        .arg(define("VARIANT", &fixtures_at.join("smollm2-mixed.gguf")))
-        .arg(define("MOE", &fixtures_at.join("moe.gguf")))
-        .arg(define("MOE_VARIANT", &fixtures_at.join("moe-q8_0.gguf")))
-        .arg(define(
-            "MOE_OTHER_BLOCKS",
-            &fixtures_at.join("moe-mixed.gguf"),
-        ))
+        .args(defines)
         .args(flags)
         .arg("--log-level=WARNING"))?;
     run(command(tools.join("cmake"), &root())
@@ -77,7 +85,24 @@ fn configure(source: &str, build: &Path, flags: &[String]) -> Result<()> {
         .arg("--quiet"))
 }
 
-/// Runs the examples of a build folder.
+/// Builds the C host and the programs that are none, and returns the build folder.
+pub fn build_hosts() -> Result<PathBuf> {
+    let fixtures_at = fixtures::make()?;
+    let build = target_folder()?.join("hosts-c");
+    configure_with(
+        "hosts/c",
+        &build,
+        &[
+            define("LLAMA_LIBRARIES", &fixtures_at.join("upstream")),
+            define("MODEL", &fixtures_at.join("smollm2.gguf")),
+            define("PRELOAD", &preload()?),
+        ],
+        &[],
+    )?;
+    Ok(build)
+}
+
+/// Runs the tests of a build folder.
 pub fn ctest(build: &Path, arguments: &[&str]) -> Result<()> {
     run(command(tools()?.join("ctest"), &root())
         .arg("--test-dir")

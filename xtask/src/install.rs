@@ -1,7 +1,7 @@
 //! Installs the library the way its users find it: shared library with SONAME,
 //! static library, header, pkg-config file, CMake package, command.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use std::os::unix::fs::symlink;
@@ -31,6 +31,7 @@ pub fn install(prefix: &Path) -> Result<()> {
     )?;
     link(&file, &prefix.join("lib").join(&soname))?;
     link(&soname, &prefix.join("lib/libllama_sidecar.so"))?;
+    copy(&preload()?, &prefix.join("lib/libllama_sidecar_preload.so"))?;
     copy(
         &root().join("include/llama_sidecar.h"),
         &prefix.join("include/llama_sidecar.h"),
@@ -63,8 +64,18 @@ pub fn install(prefix: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Builds the drop-in in release mode. Its dependencies have other features than in
+/// the workspace, so it has a target folder of its own.
+pub fn preload() -> Result<PathBuf> {
+    let target = target_folder()?.join("preload");
+    run(command("cargo", &root().join("preload"))
+        .args(["build", "--quiet", "--release", "--target-dir"])
+        .arg(&target))?;
+    Ok(target.join("release/libllama_sidecar_preload.so"))
+}
+
 /// Where cargo builds to.
-pub fn target_folder() -> Result<std::path::PathBuf> {
+pub fn target_folder() -> Result<PathBuf> {
     let metadata =
         output(command("cargo", &root()).args(["metadata", "--no-deps", "--format-version=1"]))?;
     let (_, rest) = metadata
@@ -74,7 +85,8 @@ pub fn target_folder() -> Result<std::path::PathBuf> {
     Ok(folder.into())
 }
 
-fn copy(from: &Path, to: &Path) -> Result<()> {
+/// Puts a copy of a file in place of another, or where there is none.
+pub fn copy(from: &Path, to: &Path) -> Result<()> {
     std::fs::create_dir_all(to.parent().expect("a folder"))?;
     // A library that is in use must not be written over.
     let beside = to.with_extension("new");

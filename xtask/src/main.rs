@@ -6,6 +6,7 @@
 //! cargo xtask bench load open, load and reload against their peers
 //! cargo xtask bench swap the pause of a swap, and 10,000 swaps under load
 //! cargo xtask fixtures   download and make the models the tests use
+//! cargo xtask hosts      build the drop-in and the programs it is tested with
 //! cargo xtask header     write include/llama_sidecar.h
 //! cargo xtask install --prefix DIR
 //! cargo xtask check abi | asan | valgrind | fuzz MINUTES
@@ -40,6 +41,7 @@ fn main() -> Result<()> {
         ["test"] => suite::test(),
         ["bench", name @ ("load" | "swap")] => suite::bench(name),
         ["fixtures"] => fixtures::make().map(|_| ()),
+        ["hosts"] => cmake::build_hosts().map(|_| ()),
         ["header"] => header::write(),
         ["header", "--check"] => header::check(),
         ["install", "--prefix", prefix] => install::install(&std::path::absolute(prefix)?),
@@ -48,7 +50,7 @@ fn main() -> Result<()> {
         ["check", "valgrind"] => sanitize::valgrind(),
         ["check", "fuzz", minutes] => sanitize::fuzz(minutes.parse()?),
         _ => bail!(
-            "usage: cargo xtask demo | test | bench load|swap | fixtures | header [--check] | install --prefix DIR | check abi|asan|valgrind|fuzz MINUTES"
+            "usage: cargo xtask demo | test | bench load|swap | fixtures | hosts | header [--check] | install --prefix DIR | check abi|asan|valgrind|fuzz MINUTES"
         ),
     }
 }

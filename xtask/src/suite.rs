@@ -16,7 +16,7 @@ struct Check {
     name: &'static str,
     run: fn() -> Result<()>,
     /// Why it cannot run here, if so.
-    missing: fn() -> Option<&'static str>,
+    missing: fn() -> Option<String>,
 }
 
 const CHECKS: &[Check] = &[
@@ -40,6 +40,19 @@ const CHECKS: &[Check] = &[
     Check::new("rust tests", || {
         run(command("cargo", &root()).args(["test", "--quiet", "--workspace"]))
     }),
+    Check::new("drop-in library: format, clippy, tests", dropin_library),
+    Check::new("C host, CTest", || {
+        cmake::ctest(&cmake::build_hosts()?, &[])
+    }),
+    Check::new("drop-in in real hosts", || dropin_tests("dropin")),
+    Check {
+        name: "drop-in in a host with Vulkan",
+        run: || dropin_tests("dropin_vulkan"),
+        missing: || match fixtures::vulkan() {
+            Ok(_) => None,
+            Err(error) => Some(format!("no software Vulkan device: {error:#}")),
+        },
+    },
     Check::new("C examples, top-level CMake", cmake::test_top_level),
     Check::new("exported symbols", abi::check),
     Check::new(
@@ -49,7 +62,7 @@ const CHECKS: &[Check] = &[
     Check {
         name: "C examples but swap_under_load, valgrind",
         run: sanitize::valgrind,
-        missing: || (!exists("valgrind")).then_some("valgrind is not installed"),
+        missing: || (!exists("valgrind")).then(|| "valgrind is not installed".into()),
     },
     Check::new("fuzzing, short", || sanitize::fuzz(FUZZ_MINUTES)),
 ];
@@ -62,6 +75,28 @@ impl Check {
             missing: || None,
         }
     }
+}
+
+/// The drop-in is a workspace of its own.
+fn dropin_library() -> Result<()> {
+    let folder = root().join("preload");
+    let target = target_folder()?.join("preload");
+    run(command("cargo", &folder).args(["fmt", "--check"]))?;
+    run(command("cargo", &folder)
+        .args(["clippy", "--quiet", "--all-targets", "--target-dir"])
+        .arg(&target)
+        .args(["--", "-D", "warnings"]))?;
+    run(command("cargo", &folder)
+        .args(["test", "--quiet", "--target-dir"])
+        .arg(&target))
+}
+
+/// Tests with real hosts: one at a time, each has threads enough.
+fn dropin_tests(name: &str) -> Result<()> {
+    cmake::build_hosts()?;
+    run(command("cargo", &root())
+        .args(["test", "--quiet", "--test", name])
+        .args(["--", "--test-threads=1", "--nocapture"]))
 }
 
 /// Runs every check, also after one failed, and sums up.

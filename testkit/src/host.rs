@@ -1,0 +1,295 @@
+//! Programs that run llama.cpp and know nothing of llama-sidecar, driven by a test.
+//!
+//! They are in `hosts/` and take commands on standard input; `hosts/node/host.mjs`
+//! says which.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::fixtures::{fixture, upstream_libraries};
+
+/// How long a host may take to answer: loading a model on a busy machine, or
+/// compiling shaders for the first time.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// Which program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Program {
+    /// node-llama-cpp on the CPU.
+    Node,
+    /// node-llama-cpp with the Vulkan library, on a software device, with this many
+    /// layers there.
+    NodeVulkan(u32),
+    /// Python with ctypes.
+    Python,
+    /// C, linked with libllama.
+    C,
+}
+
+/// How the drop-in takes part.
+#[derive(Debug, Clone)]
+pub enum DropIn {
+    /// Not at all.
+    Absent,
+    /// Loaded, and nothing asked of it.
+    Idle,
+    /// Hot-swap on, with these further variables. It logs at debug level if nothing
+    /// else is said.
+    On(Vec<(&'static str, String)>),
+}
+
+/// A running host.
+pub struct Host {
+    child: Child,
+    input: Option<ChildStdin>,
+    output: Receiver<String>,
+    log: Arc<Mutex<Vec<String>>>,
+    socket: PathBuf,
+    _folder: tempfile::TempDir,
+}
+
+impl Program {
+    fn command(self, model: &Path) -> Command {
+        let hosts = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../hosts");
+        let mut command;
+        match self {
+            Program::Node | Program::NodeVulkan(_) => {
+                // Modules are found from where the program is.
+                let program = fixture("node").join("host.mjs");
+                command = Command::new("node");
+                command.arg(program).arg(model);
+                if let Program::NodeVulkan(layers) = self {
+                    let vulkan = fixture("vulkan");
+                    command
+                        .arg(layers.to_string())
+                        .env("VK_DRIVER_FILES", vulkan.join("driver.json"))
+                        .env("LD_LIBRARY_PATH", vulkan.join("lib"))
+                        .env("GGML_VK_VISIBLE_DEVICES", "0")
+                        .env("MESA_SHADER_CACHE_DIR", vulkan.join("shaders"));
+                }
+            }
+            Program::Python => {
+                command = Command::new("python3");
+                command
+                    .arg(hosts.join("python/host.py"))
+                    .arg(upstream_libraries())
+                    .arg(model);
+            }
+            Program::C => {
+                command = Command::new(built("hosts-c/host"));
+                command.arg(upstream_libraries()).arg(model);
+            }
+        }
+        command
+    }
+}
+
+/// The drop-in library, in its release build.
+///
+/// Panics with the command that makes it when it is not there.
+pub fn preload_library() -> PathBuf {
+    built("preload/release/libllama_sidecar_preload.so")
+}
+
+/// A file that `cargo xtask hosts` made in the target folder.
+pub fn built(path: &str) -> PathBuf {
+    let test = std::env::current_exe().expect("the path of this program");
+    let found = test.ancestors().map(|folder| folder.join(path));
+    found
+        .into_iter()
+        .find(|path| path.exists())
+        .unwrap_or_else(|| panic!("{path} is missing: run 'cargo xtask hosts' first"))
+}
+
+impl Host {
+    /// Starts a host and waits until it has loaded its model.
+    pub fn start(program: Program, model: &Path, drop_in: &DropIn) -> Host {
+        let folder = tempfile::tempdir().expect("a folder");
+        let socket = folder.path().join("socket");
+        let mut command = program.command(model);
+        for (name, _) in std::env::vars_os() {
+            if name.to_string_lossy().starts_with("LLAMA_") {
+                command.env_remove(name);
+            }
+        }
+        if !matches!(drop_in, DropIn::Absent) {
+            command.env("LD_PRELOAD", preload_library());
+        }
+        if let DropIn::On(variables) = drop_in {
+            command
+                .env("LLAMA_HOTSWAP_ENABLED", "1")
+                .env("LLAMA_HOTSWAP_POLL_MS", "0")
+                .env("LLAMA_SIDECAR_CONTROL", &socket)
+                .env("LLAMA_SIDECAR_LOG", "debug")
+                .envs(variables.iter().map(|(name, value)| (name, value)));
+        }
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the host starts");
+        let (send, output) = channel();
+        let lines = BufReader::new(child.stdout.take().expect("piped"));
+        std::thread::spawn(move || {
+            for line in lines.lines().map_while(Result::ok) {
+                let _ = send.send(line);
+            }
+        });
+        let log = Arc::new(Mutex::new(Vec::new()));
+        let lines = BufReader::new(child.stderr.take().expect("piped"));
+        let kept = log.clone();
+        std::thread::spawn(move || {
+            for line in lines.lines().map_while(Result::ok) {
+                kept.lock().expect("no panic").push(line);
+            }
+        });
+        let mut host = Host {
+            input: child.stdin.take(),
+            child,
+            output,
+            log,
+            socket,
+            _folder: folder,
+        };
+        let ready = host.line();
+        assert_eq!(ready, "ready", "{}", host.log().join("\n"));
+        host
+    }
+
+    /// Its process id.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Gives it a command without waiting for the answer.
+    pub fn tell(&mut self, command: &str) {
+        let input = self.input.as_mut().expect("not ended");
+        writeln!(input, "{command}").expect("the host lives");
+        input.flush().expect("the host lives");
+    }
+
+    /// The next line of its output.
+    pub fn line(&mut self) -> String {
+        self.output.recv_timeout(PATIENCE).unwrap_or_else(|_| {
+            let _ = self.child.kill();
+            panic!(
+                "the host does not answer; it said:\n{}",
+                self.log().join("\n")
+            )
+        })
+    }
+
+    /// Gives it a command and returns the answer.
+    pub fn ask(&mut self, command: &str) -> String {
+        self.tell(command);
+        self.line()
+    }
+
+    /// Everything it wrote to standard error.
+    pub fn log(&self) -> Vec<String> {
+        self.log.lock().expect("no panic").clone()
+    }
+
+    /// Lines of the log that contain a text.
+    pub fn logged(&self, text: &str) -> Vec<String> {
+        let mut lines = self.log();
+        lines.retain(|line| line.contains(text));
+        lines
+    }
+
+    /// Writes a text of so many tokens, and the hashes of the logits of each step.
+    pub fn text(&mut self, tokens: usize) -> Transcript {
+        let before = self.hashes().len();
+        let ids = self.ask(&format!("text {tokens}"));
+        // The log comes through another pipe.
+        let deadline = Instant::now() + Duration::from_secs(5);
+        let mut hashes = self.hashes();
+        while hashes.len() < before + tokens && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(5));
+            hashes = self.hashes();
+        }
+        Transcript {
+            ids,
+            hashes: hashes.split_off(before),
+        }
+    }
+
+    fn hashes(&self) -> Vec<String> {
+        let lines = self.logged("output generation");
+        let hash = |line: &String| line.rsplit(' ').next().unwrap_or_default().to_owned();
+        lines.iter().map(hash).collect()
+    }
+
+    /// Path of its control socket.
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// Sends a request to the control socket and returns the answer.
+    pub fn control(&self, command: &str) -> Value {
+        let mut stream = UnixStream::connect(&self.socket).expect("the control socket");
+        stream.set_read_timeout(Some(PATIENCE)).expect("a socket");
+        writeln!(stream, "{{\"cmd\":\"{command}\"}}").expect("the socket takes it");
+        let mut answer = String::new();
+        BufReader::new(stream)
+            .read_line(&mut answer)
+            .expect("an answer");
+        serde_json::from_str(&answer).expect("JSON")
+    }
+
+    /// Resident memory in bytes that is not shared with files.
+    pub fn private_memory(&self) -> u64 {
+        let mut text = String::new();
+        let path = format!("/proc/{}/status", self.id());
+        let mut file = std::fs::File::open(path).expect("the host lives");
+        file.read_to_string(&mut text).expect("its status");
+        let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+        let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+        kib.expect("RssAnon in kB") << 10
+    }
+
+    /// Ends it and returns its exit code.
+    pub fn end(mut self) -> Option<i32> {
+        self.tell("end");
+        self.input = None;
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while Instant::now() < deadline {
+            if let Some(status) = self.child.try_wait().expect("a child") {
+                return status.code();
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        panic!("the host does not end; it said:\n{}", self.log().join("\n"))
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// What a host wrote.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Transcript {
+    /// The tokens, one after the other.
+    pub ids: String,
+    /// A hash of the raw logits of each step; empty without the drop-in.
+    pub hashes: Vec<String>,
+}
+
+/// Replaces a file by a copy of another, as our tools do: beside it, then `rename`.
+pub fn replace(path: &Path, by: &Path) {
+    let beside = path.with_extension("new");
+    std::fs::copy(by, &beside).expect("room for a copy");
+    std::fs::rename(beside, path).expect("the same folder");
+}

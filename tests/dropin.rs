@@ -1,0 +1,479 @@
+//! The drop-in in real hosts: what they write after a swap is what they write when
+//! they are started with the new file, to the last bit of the logits.
+
+mod hosts;
+
+use std::io::{Read, Write};
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use hosts::{TOKENS, copied, fresh, on, swap_and_back, taken};
+use llama_sidecar::gguf::{Access, GgufFile};
+use serde_json::Value;
+use testkit::fixtures::fixture;
+use testkit::host::{DropIn, Host, Program, preload_library, replace};
+
+/// A copy of a fixture in which bytes of one tensor differ.
+fn other_bytes(folder: &Path, name: &str, tensor: &std::ffi::CStr) -> PathBuf {
+    let path = folder.join("other-bytes.gguf");
+    std::fs::copy(fixture(name), &path).expect("room for a copy");
+    let gguf = GgufFile::open(&path, Access::Read).expect("a model");
+    let info = gguf.header.find(tensor).expect("a tensor of this name");
+    let info = &gguf.header.tensors[info];
+    let mut bytes = vec![0; info.nbytes as usize];
+    gguf.source.read_at(&mut bytes, info.offset).expect("bytes");
+    // Neighbouring blocks change places: valid blocks, other weights.
+    for pair in bytes.chunks_exact_mut(2 * info.ty.bytes as usize) {
+        let (left, right) = pair.split_at_mut(info.ty.bytes as usize);
+        left.swap_with_slice(right);
+    }
+    let file = std::fs::OpenOptions::new().write(true).open(&path);
+    let file = file.expect("our own copy");
+    file.write_all_at(&bytes, info.offset).expect("room");
+    path
+}
+
+#[test]
+fn node_swaps_to_another_quantisation_and_back() {
+    swap_and_back(
+        Program::Node,
+        "smollm2.gguf",
+        &fixture("smollm2-mixed.gguf"),
+        8,
+    );
+}
+
+#[test]
+fn node_swaps_one_tensor() {
+    swap_and_back(
+        Program::Node,
+        "smollm2.gguf",
+        &fixture("smollm2-one-q8_0.gguf"),
+        1,
+    );
+}
+
+#[test]
+fn node_swaps_to_other_bytes_of_the_same_type() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let variant = other_bytes(folder.path(), "smollm2.gguf", c"blk.3.ffn_up.weight");
+    swap_and_back(Program::Node, "smollm2.gguf", &variant, 1);
+}
+
+#[test]
+fn node_swaps_experts() {
+    swap_and_back(Program::Node, "moe.gguf", &fixture("moe-q8_0.gguf"), 3);
+    swap_and_back(Program::Node, "moe.gguf", &fixture("moe-mixed.gguf"), 4);
+}
+
+#[test]
+fn python_swaps() {
+    swap_and_back(
+        Program::Python,
+        "smollm2.gguf",
+        &fixture("smollm2-mixed.gguf"),
+        8,
+    );
+}
+
+#[test]
+fn c_swaps() {
+    swap_and_back(
+        Program::C,
+        "smollm2.gguf",
+        &fixture("smollm2-mixed.gguf"),
+        8,
+    );
+}
+
+/// Waits until something holds.
+fn eventually(what: &str, holds: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !holds() {
+        assert!(Instant::now() < deadline, "not within 20 s: {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn files_are_looked_at_without_being_asked() {
+    let (_folder, path) = copied("smollm2.gguf");
+    let after = fresh(Program::C, &fixture("smollm2-mixed.gguf"));
+    let polled = DropIn::On(vec![("LLAMA_HOTSWAP_POLL_MS", "20".into())]);
+    let mut host = Host::start(Program::C, &path, &polled);
+    host.text(2);
+    replace(&path, &fixture("smollm2-mixed.gguf"));
+    eventually("the swap", || !host.logged("reload: 8 swapped").is_empty());
+    assert_eq!(host.text(TOKENS), after);
+}
+
+#[test]
+fn a_host_that_asks_itself_gets_an_answer() {
+    let (_folder, path) = copied("smollm2.gguf");
+    let after = fresh(Program::C, &fixture("smollm2-mixed.gguf"));
+    let mut host = Host::start(Program::C, &path, &on());
+    assert_eq!(host.ask("reload"), "unchanged");
+    host.text(2);
+    assert_eq!(host.ask("reload"), "unchanged");
+    replace(&path, &fixture("smollm2-mixed.gguf"));
+    assert_eq!(host.ask("reload"), "changed");
+    assert_eq!(host.text(TOKENS), after);
+    let idle = Host::start(Program::C, &path, &DropIn::Idle).ask("reload");
+    assert_eq!(idle, "unchanged");
+}
+
+#[test]
+fn models_of_many_shards_and_models_beside_each_other() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(fixture("smollm2-tensor-shards")).expect("a fixture") {
+        let path = entry.expect("an entry").path();
+        let name = path.file_name().expect("a name").to_owned();
+        std::fs::copy(&path, folder.path().join(&name)).expect("room for a copy");
+        names.push(name);
+    }
+    names.sort();
+    let first = folder.path().join(&names[0]);
+    let before = fresh(Program::C, &fixture("smollm2.gguf"));
+    let (_folder, other) = copied("moe.gguf");
+    let other_before = fresh(Program::C, &other);
+    let other_after = fresh(Program::C, &fixture("moe-mixed.gguf"));
+
+    let mut host = Host::start(Program::C, &first, &on());
+    assert_eq!(host.text(TOKENS), before);
+    // The first model stays.
+    host.ask(&format!("load {}", other.display()));
+    assert_eq!(host.text(TOKENS), other_before);
+    let status = host.control("status");
+    assert_eq!(
+        status["models"][0]["files"].as_array().map(Vec::len),
+        Some(names.len())
+    );
+    assert_eq!(status["models"][0]["tensors"], 272);
+    assert_eq!(status["models"][1]["tensors"], 302);
+    replace(&other, &fixture("moe-mixed.gguf"));
+    // One shard of the other with its blocks in another order.
+    let read =
+        |name: &std::ffi::OsString| std::fs::read(folder.path().join(name)).expect("a shard");
+    let large = |name: &&std::ffi::OsString| read(name).len() > 400_000;
+    let name = names.iter().rev().find(large).expect("a matrix");
+    let (shard, mut bytes) = (folder.path().join(name), read(name));
+    let middle = bytes.len() / 2;
+    bytes[middle..].rotate_left(100_000);
+    let beside = shard.with_extension("new");
+    std::fs::write(&beside, bytes).expect("room");
+    std::fs::rename(beside, &shard).expect("the same folder");
+    let report = host.control("reload");
+    assert_eq!(report["reports"][0]["swapped"], 1, "{report}");
+    assert_eq!(report["reports"][0]["unchanged"], 0, "{report}");
+    assert_eq!(report["reports"][1]["swapped"], 4, "{report}");
+    assert_eq!(host.text(TOKENS), other_after);
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn a_model_that_is_freed_is_forgotten() {
+    for program in [Program::Node, Program::Python, Program::C] {
+        let (_folder, path) = copied("smollm2.gguf");
+        let mut host = Host::start(program, &path, &on());
+        host.text(3);
+        replace(&path, &fixture("smollm2-mixed.gguf"));
+        assert_eq!(taken(&host.control("reload")), (8, 0));
+        assert_eq!(host.ask("free"), "freed");
+        let status = host.control("status");
+        assert_eq!(status["models"], Value::Array(Vec::new()), "{program:?}");
+        assert_eq!(host.control("reload")["ok"], true);
+        host.ask(&format!("load {}", fixture("moe.gguf").display()));
+        host.text(3);
+        assert_eq!(host.control("status")["models"][0]["tensors"], 302);
+        assert_eq!(host.end(), Some(0), "{program:?}");
+    }
+}
+
+#[test]
+fn files_that_are_no_good_change_nothing_and_are_named_once() {
+    let (_folder, path) = copied("smollm2.gguf");
+    let before = fresh(Program::C, &path);
+    let polled = vec![
+        ("LLAMA_HOTSWAP_POLL_MS", "10".into()),
+        ("LLAMA_SIDECAR_LOG", "debug".into()),
+    ];
+    let mut host = Host::start(Program::C, &path, &DropIn::On(polled));
+    assert_eq!(host.text(TOKENS), before);
+    let good = std::fs::read(&path).expect("a model");
+    let put = |bytes: &[u8]| {
+        let beside = path.with_extension("new");
+        std::fs::write(&beside, bytes).expect("room");
+        std::fs::rename(beside, &path).expect("the same folder");
+    };
+    let mut expected = 0;
+    let mut bad = |host: &mut Host, what: &str, change: &dyn Fn()| {
+        change();
+        expected += 1;
+        let ignored = || host.logged("ignored:").len();
+        eventually(what, || ignored() >= expected);
+        assert_eq!(host.text(TOKENS), before, "{what}");
+        std::thread::sleep(Duration::from_millis(100));
+        let lines = host.logged("ignored:");
+        assert_eq!(lines.len(), expected, "{what}: {lines:#?}");
+        // As it was: what comes next is news again.
+        put(&good);
+        std::thread::sleep(Duration::from_millis(100));
+    };
+    for length in [3, 1000, good.len() / 2, good.len() - 1] {
+        bad(&mut host, "cut short", &|| put(&good[..length]));
+    }
+    bad(&mut host, "another model", &|| {
+        replace(&path, &fixture("moe.gguf"))
+    });
+    bad(&mut host, "no model", &|| put(&[7; 5000]));
+    bad(&mut host, "gone", &|| {
+        std::fs::remove_file(&path).expect("our own copy");
+    });
+    bad(&mut host, "a folder", &|| {
+        let beside = path.with_extension("new");
+        std::os::unix::fs::symlink("/", &beside).expect("room");
+        std::fs::rename(beside, &path).expect("the same folder");
+    });
+    // A writer that takes its time: the file grows at its place.
+    bad(&mut host, "half-written", &|| {
+        let variant = std::fs::read(fixture("smollm2-mixed.gguf")).expect("a fixture");
+        put(&variant[..variant.len() / 3]);
+        let file = std::fs::OpenOptions::new().write(true).open(&path);
+        let file = file.expect("our own copy");
+        for part in [4, 5, 6, 7] {
+            std::thread::sleep(Duration::from_millis(50));
+            let end = variant.len() * part / 10;
+            file.write_all_at(&variant[..end], 0).expect("room");
+        }
+    });
+    assert_eq!(host.control("status")["generation"], 0);
+    assert_eq!(host.text(TOKENS), before);
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn cached_context_is_kept_or_cleared() {
+    let (_folder, path) = copied("smollm2.gguf");
+    let mut written = Vec::new();
+    for kv in ["keep", "clear"] {
+        replace(&path, &fixture("smollm2.gguf"));
+        let with = DropIn::On(vec![("LLAMA_HOTSWAP_KV", kv.into())]);
+        let mut host = Host::start(Program::C, &path, &with);
+        host.text(6);
+        replace(&path, &fixture("smollm2-mixed.gguf"));
+        assert_eq!(taken(&host.control("reload")), (8, 0));
+        written.push(host.ask("more 8"));
+        // Without cached context both are the same again.
+        written.push(host.ask("text 8"));
+    }
+    assert_ne!(written[0], written[2], "the context shows");
+    assert_eq!(written[1], written[3]);
+}
+
+#[test]
+fn a_forked_child_evaluates_and_leaves_the_rest_alone() {
+    let (_folder, path) = copied("smollm2.gguf");
+    let after = fresh(Program::Python, &fixture("smollm2-mixed.gguf"));
+    let polled = DropIn::On(vec![("LLAMA_HOTSWAP_POLL_MS", "1".into())]);
+    let mut host = Host::start(Program::Python, &path, &polled);
+    host.text(3);
+    for _ in 0..20 {
+        assert_eq!(host.ask("fork"), "7");
+    }
+    assert_eq!(
+        host.control("ping")["ok"],
+        true,
+        "the socket is still there"
+    );
+    replace(&path, &fixture("smollm2-mixed.gguf"));
+    eventually("the swap", || !host.logged("reload: 8 swapped").is_empty());
+    assert_eq!(host.text(TOKENS), after);
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn the_control_socket_stands_bad_clients() {
+    let mut host = Host::start(Program::C, &fixture("smollm2.gguf"), &on());
+    host.text(1);
+    let mode = std::fs::metadata(host.socket())
+        .expect("a socket")
+        .permissions();
+    assert_eq!(mode.mode() & 0o777, 0o600);
+    let socket = host.socket().to_owned();
+    let answer_to = |bytes: &[u8]| {
+        let mut client = UnixStream::connect(&socket).expect("it listens");
+        let _ = client.write_all(bytes);
+        let _ = client.shutdown(std::net::Shutdown::Write);
+        let mut answer = String::new();
+        let _ = client.read_to_string(&mut answer);
+        answer
+    };
+    let refused = |bytes: &[u8]| {
+        let answer = answer_to(bytes);
+        let value: Value = serde_json::from_str(&answer).unwrap_or_default();
+        assert_eq!(value["ok"], false, "{answer}");
+        assert!(value["error"].is_string(), "{answer}");
+    };
+    refused(b"rubbish\n");
+    refused(b"{\"cmd\":\"fly\"}\n");
+    refused(b"{\"cmd\":\"ping\"}");
+    refused(&[0xff; 100]);
+    refused(&vec![b'{'; 4096]);
+    assert_eq!(answer_to(b""), "");
+    // A gigabyte: the other side hangs up long before.
+    let mut client = UnixStream::connect(&socket).expect("it listens");
+    let piece = vec![b'x'; 1 << 20];
+    let sent = (0..1024)
+        .take_while(|_| client.write_all(&piece).is_ok())
+        .count();
+    assert!(sent < 16, "{sent} MiB were taken");
+    // Clients that say nothing take no one's place for long, and the host goes on.
+    let silent: Vec<_> = (0..40).map(|_| UnixStream::connect(&socket)).collect();
+    let began = Instant::now();
+    host.text(4);
+    assert!(began.elapsed() < Duration::from_secs(5));
+    drop(silent);
+    eventually("another client", || {
+        answer_to(b"{\"cmd\":\"ping\"}\n").contains("true")
+    });
+    assert_eq!(host.end(), Some(0));
+    assert!(!socket.exists(), "it is removed at the end");
+}
+
+#[test]
+fn two_hosts_do_not_share_a_socket() {
+    let first = Host::start(Program::C, &fixture("smollm2.gguf"), &on());
+    let mut first = first;
+    first.text(1);
+    let taken = first.socket().display().to_string();
+    let with = DropIn::On(vec![("LLAMA_SIDECAR_CONTROL", taken)]);
+    let mut second = Host::start(Program::C, &fixture("smollm2.gguf"), &with);
+    second.text(1);
+    eventually("a message", || {
+        !second.logged("another process listens there").is_empty()
+    });
+    assert_eq!(second.end(), Some(0));
+    assert_eq!(first.control("ping")["ok"], true);
+    assert_eq!(first.end(), Some(0));
+}
+
+/// Output and exit code of a command, with and without the drop-in; and how long the
+/// fastest of several runs took.
+fn run_with(drop_in: bool, program: &str, arguments: &[&str]) -> (Vec<u8>, Vec<u8>, Option<i32>) {
+    let mut command = Command::new(program);
+    command.args(arguments).env("LLAMA_HOTSWAP_ENABLED", "1");
+    if drop_in {
+        command.env("LD_PRELOAD", preload_library());
+    }
+    let output = command.output().expect("it starts");
+    (output.stdout, output.stderr, output.status.code())
+}
+
+#[test]
+fn programs_that_are_no_hosts_do_not_notice() {
+    let fake = testkit::host::built("hosts-c/fake_ggml_host");
+    let fake = fake.to_str().expect("UTF-8");
+    for (program, arguments) in [
+        ("ls", &["/"] as &[&str]),
+        ("ls", &["/nothing/there"]),
+        ("python3", &["-c", "pass"]),
+        ("sh", &["-c", "exec echo from a shell; exit 3"]),
+        ("sh", &["-c", "exit 3"]),
+        (fake, &["19"]),
+    ] {
+        let without = run_with(false, program, arguments);
+        let with = run_with(true, program, arguments);
+        if program == fake {
+            // It has functions of these names; that none is what we need is said once.
+            assert_eq!((&without.0, without.2), (&with.0, with.2));
+            let said = String::from_utf8_lossy(&with.1);
+            assert_eq!(said.matches("hot-swap stays off").count(), 1, "{said}");
+        } else {
+            assert_eq!(without, with, "{program} {arguments:?}");
+        }
+    }
+}
+
+#[test]
+fn a_loaded_and_idle_drop_in_says_nothing() {
+    let mut host = Host::start(Program::C, &fixture("smollm2.gguf"), &DropIn::Idle);
+    let without = Host::start(Program::C, &fixture("smollm2.gguf"), &DropIn::Absent).ask("text 8");
+    assert_eq!(host.ask("text 8"), without);
+    assert_eq!(host.log(), Vec::<String>::new());
+    assert_eq!(host.end(), Some(0));
+}
+
+/// Swaps back and forth while the host writes: every text that no switch fell into is
+/// one of the two, and memory does not grow.
+#[test]
+fn many_swaps_while_the_host_writes() {
+    let count: u64 = std::env::var("SWAPS").map_or(60, |text| text.parse().expect("a number"));
+    let (_folder, path) = copied("smollm2.gguf");
+    let names = ["smollm2.gguf", "smollm2-mixed.gguf"];
+    let transcripts = names.map(|name| fresh(Program::C, &fixture(name)));
+    let mut host = Host::start(Program::C, &path, &on());
+    host.text(TOKENS);
+    let socket = host.socket().to_owned();
+    let swapper = std::thread::spawn(move || {
+        for number in 1..=count {
+            replace(&path, &fixture(names[(number % 2) as usize]));
+            let mut client = UnixStream::connect(&socket).expect("it listens");
+            client
+                .write_all(b"{\"cmd\":\"reload\"}\n")
+                .expect("it takes requests");
+            let mut answer = String::new();
+            let mut lines = std::io::BufReader::new(client);
+            std::io::BufRead::read_line(&mut lines, &mut answer).expect("an answer");
+            assert!(answer.contains("\"ok\":true"), "{answer}");
+            assert!(
+                answer.contains(&format!("\"generation\":{number}")),
+                "{answer}"
+            );
+            // Some texts are to be whole, some not.
+            std::thread::sleep(Duration::from_millis(number % 4 * 60));
+        }
+    });
+    let mut memory = Vec::new();
+    let (mut whole, mut crossed) = (0, 0);
+    while !swapper.is_finished() {
+        let before = host.logged("output generation").len();
+        host.text(TOKENS);
+        let lines = host.logged("output generation").split_off(before);
+        let word = |line: &String, at: usize| line.split(' ').nth(at).expect("a word").to_owned();
+        let generations: Vec<String> = lines.iter().map(|line| word(line, 4)).collect();
+        let generation: usize = generations[0].parse().expect("a number");
+        let expected = &transcripts[generation % 2].hashes;
+        for (at, line) in lines.iter().enumerate() {
+            if generations[at] != generations[0] {
+                crossed += 1;
+                break;
+            }
+            assert_eq!(&word(line, 8), &expected[at], "{line}");
+        }
+        whole += u64::from(generations.iter().all(|other| *other == generations[0]));
+        memory.push(host.private_memory() >> 10);
+    }
+    swapper.join().expect("no panic");
+    let quarter = memory.len() / 4;
+    let median = |part: &[u64]| {
+        let mut part = part.to_vec();
+        part.sort_unstable();
+        part[part.len() / 2]
+    };
+    let (early, late) = (
+        median(&memory[quarter..2 * quarter]),
+        median(&memory[3 * quarter..]),
+    );
+    let status = host.control("status");
+    println!(
+        "{count} swaps: {whole} texts whole, {crossed} with a switch inside, memory {early} KiB then {late} KiB, longest pause {} us",
+        status["longest_pause_us"]
+    );
+    assert!(whole > 0, "texts that no switch fell into");
+    assert!(late < early + (8 << 10), "{early} KiB grew to {late} KiB");
+    assert_eq!(host.end(), Some(0));
+}

@@ -1,0 +1,69 @@
+//! What a swap in a real host must do, whatever the host.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+use testkit::fixtures::fixture;
+use testkit::host::{DropIn, Host, Program, Transcript, replace};
+
+/// Tokens of a text.
+pub const TOKENS: usize = 12;
+
+/// Hot-swap on, files looked at when asked.
+pub fn on() -> DropIn {
+    DropIn::On(Vec::new())
+}
+
+/// A folder with a copy of a fixture.
+pub fn copied(name: &str) -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("model.gguf");
+    replace(&path, &fixture(name));
+    (folder, path)
+}
+
+/// What a new process writes with a file.
+pub fn fresh(program: Program, path: &Path) -> Transcript {
+    let mut host = Host::start(program, path, &on());
+    let text = host.text(TOKENS);
+    assert_eq!(text.hashes.len(), TOKENS, "a hash for each step");
+    assert_eq!(host.end(), Some(0));
+    text
+}
+
+/// How many tensors of the only model a reload swapped and returned.
+pub fn taken(report: &Value) -> (u64, u64) {
+    assert_eq!(report["ok"], true, "{report}");
+    let report = &report["reports"][0];
+    let count = |name: &str| report[name].as_u64().expect("a count");
+    (count("swapped"), count("returned"))
+}
+
+/// Swaps a file for a variant while a host runs, and back.
+pub fn swap_and_back(program: Program, original: &str, variant: &Path, tensors: u64) {
+    let (_folder, path) = copied(original);
+    let before = fresh(program, &fixture(original));
+    let after = fresh(program, variant);
+    assert_ne!(before.hashes, after.hashes, "the variant shows");
+
+    let mut host = Host::start(program, &path, &on());
+    assert_eq!(host.text(TOKENS), before);
+    let memory = host.private_memory();
+    replace(&path, variant);
+    assert_eq!(taken(&host.control("reload")), (tensors, 0));
+    // In the middle of a text, with the keys and values of the old weights.
+    host.ask("more 2");
+    assert_eq!(host.text(TOKENS), after);
+    let status = host.control("status");
+    let changed = status["models"][0]["changed"].as_array().expect("a list");
+    assert_eq!(changed.len() as u64, tensors, "{status}");
+
+    replace(&path, &fixture(original));
+    assert_eq!(taken(&host.control("reload")), (0, tensors));
+    assert_eq!(host.text(TOKENS), before);
+    let status = host.control("status");
+    assert_eq!(status["models"][0]["changed"], Value::Array(Vec::new()));
+    let grown = host.private_memory().saturating_sub(memory);
+    assert!(grown < 16 << 20, "{grown} bytes more than before the swaps");
+    assert_eq!(host.end(), Some(0));
+}
