@@ -5,7 +5,7 @@ mod hosts;
 
 use hosts::{TOKENS, copied, fresh, on, swap_and_back, taken};
 use testkit::fixtures::fixture;
-use testkit::host::{Host, Program, replace};
+use testkit::host::{DropIn, Host, Program, replace};
 
 #[test]
 fn all_layers_on_the_device() {
@@ -47,28 +47,56 @@ fn experts_on_the_device() {
     );
 }
 
-/// Swaps come while a text is written: its graph is kept from token to token and must
-/// be built again each time.
+/// Steps of one text with swaps between them; the hash of each.
+fn steps_with_swaps(layers: u32, with: DropIn) -> (Vec<String>, u64) {
+    let (_folder, path) = copied("smollm2.gguf");
+    let mut host = Host::start(Program::NodeVulkan(layers), &path, &with);
+    let mut hashes = host.text(4).hashes;
+    for name in [
+        "smollm2-mixed.gguf",
+        "smollm2.gguf",
+        "smollm2-one-q8_0.gguf",
+    ] {
+        replace(&path, &fixture(name));
+        assert_eq!(host.control("reload")["ok"], true);
+        hashes.extend(host.steps("more", 4).hashes);
+    }
+    let renewed = host.control("status")["graphs_renewed"].as_u64();
+    assert!(host.logged("it fails").is_empty());
+    assert_eq!(host.end(), Some(0));
+    (hashes, renewed.expect("a number"))
+}
+
+/// A graph is kept from token to token, and built again after a switch: the same as in
+/// a host that is told to build each graph anew.
+#[test]
+fn a_kept_graph_is_built_again() {
+    for layers in [99, 15] {
+        let (kept, renewed) = steps_with_swaps(layers, on());
+        let anew = DropIn::On(vec![("LLAMA_GRAPH_REUSE_DISABLE", "1".into())]);
+        let (built, _) = steps_with_swaps(layers, anew);
+        assert_eq!(kept, built);
+        // Once to see that it works, and once for each of three switches.
+        assert_eq!(renewed, 4);
+    }
+}
+
+/// Swaps come while a text is being written.
 #[test]
 fn swaps_in_the_middle_of_a_text() {
     let (_folder, path) = copied("smollm2.gguf");
-    let variant = fixture("smollm2-mixed.gguf");
+    let files = [fixture("smollm2.gguf"), fixture("smollm2-mixed.gguf")];
     let program = Program::NodeVulkan(99);
-    let after = fresh(program, &variant);
+    let after = fresh(program, &files[1]);
     let mut host = Host::start(program, &path, &on());
     host.text(4);
-    for round in 0..6 {
+    for round in 1..=5 {
         host.tell("more 20");
-        match round % 2 {
-            0 => replace(&path, &variant),
-            _ => replace(&path, &fixture("smollm2.gguf")),
-        }
-        let expected = if round % 2 == 0 { (8, 0) } else { (0, 8) };
+        replace(&path, &files[round % 2]);
+        let expected = if round % 2 == 1 { (8, 0) } else { (0, 8) };
         assert_eq!(taken(&host.control("reload")), expected);
         host.line();
     }
-    replace(&path, &variant);
-    assert_eq!(taken(&host.control("reload")), (8, 0));
     assert_eq!(host.text(TOKENS), after);
     assert!(host.logged("it fails").is_empty());
     assert_eq!(host.end(), Some(0));

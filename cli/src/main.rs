@@ -1,5 +1,6 @@
 //! The `llama-sidecar` command.
 
+mod control;
 mod inspect;
 mod load;
 
@@ -8,7 +9,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Look at GGUF models and load them, the way llama-sidecar does.
+/// Look at GGUF models, load them, and talk to hosts that run with llama-sidecar.
 #[derive(Parser)]
 #[command(name = "llama-sidecar", version)]
 struct Arguments {
@@ -28,6 +29,14 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Ask a running host which models it has and what was swapped.
+    Status(Control),
+    /// Let a running host look at its files now, and wait until they are in use.
+    ///
+    /// Ends with 1 when a model could not be brought up to date.
+    Reload(Control),
+    /// Ask whether a host is there.
+    Ping(Control),
     /// Load all tensors of a model into memory and say how long it took.
     Load {
         /// A GGUF file, or any shard of a model.
@@ -35,10 +44,24 @@ enum Command {
     },
 }
 
+/// Where a host listens.
+#[derive(clap::Args)]
+struct Control {
+    /// The path that the host was given in LLAMA_SIDECAR_CONTROL.
+    #[arg(long, env = "LLAMA_SIDECAR_CONTROL")]
+    socket: PathBuf,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
 fn main() -> ExitCode {
     allow_many_open_files();
     let result = match Arguments::parse().command {
         Command::Inspect { file, json } => inspect::run(&file, json),
+        Command::Status(at) => control::run(&at.socket, "status", at.json),
+        Command::Reload(at) => control::run(&at.socket, "reload", at.json),
+        Command::Ping(at) => control::run(&at.socket, "ping", at.json),
         Command::Load { file } => load::run(&file),
     };
     match result {

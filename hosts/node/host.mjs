@@ -6,6 +6,7 @@
 //
 //   text N   forgets everything, reads the prompt, writes N tokens -> their ids
 //   more N   goes on from there with N more tokens                 -> their ids
+//   read     the last text in letters                              -> quoted
 //   free     frees the model and all that belongs to it            -> "freed"
 //   load P   loads a model from another path                       -> "loaded"
 //   end      ends
@@ -28,6 +29,7 @@ async function load(path) {
 }
 
 let last = [];
+let written = [];
 
 async function write(tokens, count) {
     const ids = [];
@@ -37,16 +39,21 @@ async function write(tokens, count) {
         if (ids.length === count) break;
     }
     last = [ids.at(-1)];
+    written.push(...ids);
     return ids.join(" ");
 }
 
 const commands = {
     async text(count) {
         await sequence.clearHistory();
+        written = [];
         return await write(model.tokenize(PROMPT, false, "trimLeadingSpace"), Number(count));
     },
     async more(count) {
         return await write(last, Number(count));
+    },
+    read() {
+        return JSON.stringify(PROMPT + model.detokenize(written));
     },
     async free() {
         await context.dispose();

@@ -3,7 +3,8 @@
     python3 host.py LIBRARIES MODEL
 
 LIBRARIES is the folder of libllama and its companions. Takes the same commands on
-standard input as hosts/node/host.mjs, and `fork`: forks a child that ends at once.
+standard input as hosts/node/host.mjs, and `fork`: forks a child that evaluates once
+and ends.
 
 The libraries are loaded with local scope, the way bindings do it, and functions are
 called by handle, past everything that the dynamic linker could interpose.
@@ -115,7 +116,7 @@ class Host:
         child = os.fork()
         if child == 0:
             self.more(1)
-            os._exit(7)
+            c.CDLL(None).exit(7)  # with everything that runs at the end of a process
         return str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 

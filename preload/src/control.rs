@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use llama_sidecar::log::{Level, log};
-use llama_sidecar::reload::{FileEvent, Outcome, Report};
+use llama_sidecar::reload::{FileEvent, FileReport, Outcome, Report};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
@@ -184,6 +184,7 @@ fn status() -> Value {
         "pid": std::process::id(),
         "evaluations": evaluations::count(),
         "generation": gate::generation(),
+        "graphs_renewed": evaluations::renewed(),
         "pauses": pauses.count,
         "longest_pause_us": pauses.longest.as_micros() as u64,
         "models": models,
@@ -235,7 +236,8 @@ fn reload() -> Value {
     for model in registry::models() {
         match service::reload(&model) {
             Ok(report) => {
-                ok &= report.failure.is_none();
+                let taken = |file: &FileReport| file.event == FileEvent::Taken;
+                ok &= report.failure.is_none() && report.files.iter().all(taken);
                 reports.push(report_as_json(&model, &report));
             }
             Err(error) => {

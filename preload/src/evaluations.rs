@@ -33,7 +33,7 @@ use once_cell::sync::Lazy;
 use parking_lot::Mutex;
 
 use crate::gate::{self, Obstacle};
-use crate::ggml::{DEVICE_CPU, Device, Ggml, Graph, Sched, Tensor};
+use crate::ggml::{Buffer, DEVICE_CPU, Device, Ggml, Graph, Sched, Tensor};
 use crate::registry;
 
 /// `GGML_TENSOR_FLAG_INPUT`.
@@ -73,6 +73,8 @@ pub struct Evaluation {
     /// The generation that its graph was built for.
     generation: AtomicU64,
     ggml: AtomicPtr<Ggml>,
+    /// Whether the extent of its graph's input is set to zero.
+    voided: AtomicBool,
     graph: Mutex<KeptGraph>,
 }
 
@@ -80,8 +82,6 @@ pub struct Evaluation {
 /// evaluates.
 struct KeptGraph {
     input: Option<CountedInput>,
-    /// Whether the extent of the input is set to zero.
-    voided: bool,
     /// The extent that was set to zero before this graph was dropped.
     renewing: Option<i64>,
     /// Whether it is known if that works.
@@ -108,9 +108,16 @@ static REFUSED: AtomicUsize = AtomicUsize::new(0);
 /// Evaluations so far.
 static COUNT: AtomicU64 = AtomicU64::new(0);
 
+static RENEWED: AtomicU64 = AtomicU64::new(0);
+
 thread_local! {
     /// The buffer whose size libllama asked for last on this thread.
     static LAST_OUTPUT: Cell<usize> = const { Cell::new(0) };
+}
+
+/// How many graphs were built again because of us.
+pub fn renewed() -> u64 {
+    RENEWED.load(Ordering::Relaxed)
 }
 
 /// How many evaluations there have been.
@@ -167,9 +174,9 @@ impl Evaluation {
             renewable: AtomicBool::new(false),
             generation: AtomicU64::new(0),
             ggml: AtomicPtr::new(std::ptr::null_mut()),
+            voided: AtomicBool::new(false),
             graph: Mutex::new(KeptGraph {
                 input: None,
-                voided: false,
                 renewing: None,
                 tried: false,
             }),
@@ -243,7 +250,7 @@ impl Evaluation {
         };
         {
             let mut graph = evaluation.graph.lock();
-            let voided = std::mem::take(&mut graph.voided);
+            let voided = evaluation.voided.swap(false, Ordering::Relaxed);
             let extent = graph.input.take().map(|input| input.extent);
             graph.renewing = extent.filter(|_| voided);
         }
@@ -266,9 +273,9 @@ impl Evaluation {
         self.kept.store(false, Ordering::SeqCst);
         self.simple.store(true, Ordering::SeqCst);
         self.renewable.store(false, Ordering::SeqCst);
+        self.voided.store(false, Ordering::Relaxed);
         *self.graph.lock() = KeptGraph {
             input: None,
-            voided: false,
             renewing: None,
             tried: false,
         };
@@ -388,18 +395,18 @@ impl Evaluation {
         if !flag(&self.kept) || flag(&self.simple) {
             return;
         }
-        let mut graph = self.graph.lock();
+        let graph = self.graph.lock();
         let stale = self.generation.load(Ordering::Relaxed) != gate::generation();
         if let Some(input) = graph.input
             && (stale || gate::is_waiting() || !graph.tried)
-            && !graph.voided
+            && !flag(&self.voided)
         {
             let layout = &self.ggml().layout;
             // SAFETY: the host keeps the graph, and its thread is here and not in it.
             unsafe {
                 if layout.read::<i64>(input.tensor, layout.ne) == input.extent {
                     layout.write(input.tensor, layout.ne, 0i64);
-                    graph.voided = true;
+                    self.voided.store(true, Ordering::Relaxed);
                 }
             }
         }
@@ -407,10 +414,11 @@ impl Evaluation {
 
     /// Gives an input its extent back: the host kept the graph all the same.
     fn restore_if_voided(&self) {
+        if !self.voided.swap(false, Ordering::Relaxed) {
+            return;
+        }
         let mut graph = self.graph.lock();
-        if std::mem::take(&mut graph.voided)
-            && let Some(input) = graph.input
-        {
+        if let Some(input) = graph.input {
             let layout = &self.ggml().layout;
             // SAFETY: the host is about to evaluate the graph that it kept.
             unsafe { layout.write(input.tensor, layout.ne, input.extent) };
@@ -429,17 +437,22 @@ impl Evaluation {
         // SAFETY: as the caller vouches.
         let seen = unsafe { look_at(self.ggml(), graph) };
         let (devices, on_cpu) = devices(self.ggml(), sched);
-        registry::found_in_graph(self.ggml(), &devices, &seen.weights);
+        registry::found_in_graph(&devices, &seen.weights);
+        seen.kept_views
+            .iter()
+            .copied()
+            .for_each(registry::note_view);
         let mut known = self.graph.lock();
         if let Some(extent) = known.renewing.take() {
             // Another number of tokens would have made a new graph anyway.
             if seen.input.is_some_and(|input| input.extent == extent) {
+                RENEWED.fetch_add(1, Ordering::Relaxed);
                 known.tried = true;
                 self.renewable.store(true, Ordering::SeqCst);
             }
         }
         known.input = seen.input;
-        known.voided = false;
+        self.voided.store(false, Ordering::Relaxed);
         let simple = on_cpu && !seen.views_weights;
         self.simple.store(simple, Ordering::SeqCst);
         self.generation.store(gate::generation(), Ordering::Relaxed);
@@ -481,6 +494,8 @@ struct Seen {
     weights: Vec<UsedWeight>,
     /// Whether a node is a view of a weight.
     views_weights: bool,
+    /// Weights of which there are views that outlive the graph.
+    kept_views: Vec<*mut Tensor>,
 }
 
 /// # Safety
@@ -494,6 +509,7 @@ unsafe fn look_at(ggml: &Ggml, graph: *mut Graph) -> Seen {
         input: None,
         weights: Vec::new(),
         views_weights: false,
+        kept_views: Vec::new(),
     };
     // SAFETY: nodes of a live graph are live tensors, and so are their sources.
     unsafe {
@@ -522,7 +538,13 @@ unsafe fn look_at(ggml: &Ggml, graph: *mut Graph) -> Seen {
                 }
             }
             let viewed: *mut Tensor = layout.read(node, layout.view_src);
-            seen.views_weights |= is_weight(viewed) && registry::is_registered(viewed);
+            if is_weight(viewed) {
+                seen.views_weights |= registry::is_registered(viewed);
+                // A view of this graph has no memory before the graph is allocated.
+                if !layout.read::<*mut Buffer>(node, layout.buffer).is_null() {
+                    seen.kept_views.push(viewed);
+                }
+            }
         }
     }
     seen

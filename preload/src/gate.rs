@@ -19,6 +19,9 @@ use crate::evaluations;
 /// How long a switch is tried. Evaluations of large models on slow machines take
 /// minutes; after this the files are looked at again and the switch staged anew.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// How long it is tried while only a kept graph is in the way: the host rests, and
+/// will build another when it goes on.
+const PATIENCE_AT_REST: Duration = Duration::from_secs(10);
 /// The longest that one evaluation is held up so that others can end theirs.
 const COURTESY: Duration = Duration::from_millis(100);
 /// How often a waiting switch looks again: states also change without a word.
@@ -47,6 +50,8 @@ pub struct Switched {
 
 /// Whether a switch waits or runs.
 static WAITING: AtomicBool = AtomicBool::new(false);
+/// Whether nothing is switched any more.
+static SHUT: AtomicBool = AtomicBool::new(false);
 /// How many switches there have been.
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 static GATE: Mutex<Gate> = Mutex::new(Gate {
@@ -115,13 +120,21 @@ pub fn switch(work: impl FnMut() -> bool + Send + 'static) -> Result<Switched, &
         if let Some(result) = gate.waiting.as_mut().and_then(|w| w.result.take()) {
             break result;
         }
-        if began.elapsed() > PATIENCE {
-            break Err(match obstacle {
-                Some(Obstacle::KeptGraph) => {
-                    "the host keeps a graph that reads the tensors as they are; nothing changed, it is tried again"
-                }
-                _ => "an evaluation did not end for a minute; nothing changed, it is tried again",
-            });
+        let (patience, refusal) = match obstacle {
+            Some(Obstacle::KeptGraph) => (
+                PATIENCE_AT_REST,
+                "the host rests and keeps a graph for the tensors as they are: nothing changed; let it evaluate once and reload again",
+            ),
+            _ => (
+                PATIENCE,
+                "an evaluation did not end for a minute: nothing changed; reload again",
+            ),
+        };
+        if is_shut() {
+            break Err("the process ends");
+        }
+        if began.elapsed() > patience {
+            break Err(refusal);
         }
         CHANGED.wait_for(&mut gate, LOOK_AGAIN);
     };
@@ -178,6 +191,16 @@ pub fn join() {
 /// Tells a switch that waits to look again.
 pub fn changed() {
     CHANGED.notify_all();
+}
+
+/// Keeps switches away for good: the process ends.
+pub fn shut() {
+    SHUT.store(true, Ordering::SeqCst);
+}
+
+/// Whether nothing is switched any more.
+pub fn is_shut() -> bool {
+    SHUT.load(Ordering::SeqCst)
 }
 
 /// Keeps switches away while the result is held.

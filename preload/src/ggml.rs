@@ -51,6 +51,9 @@ pub struct InitParams {
 
 /// `GGML_BACKEND_DEVICE_TYPE_CPU`.
 pub const DEVICE_CPU: c_int = 0;
+/// `GGML_BACKEND_DEVICE_TYPE_ACCEL`: after the CPU and two kinds of GPU. What follows
+/// (`META`) stands for several devices.
+pub const LAST_PLAIN_DEVICE: c_int = 3;
 /// `GGML_BACKEND_BUFFER_USAGE_WEIGHTS`.
 const USAGE_WEIGHTS: c_int = 1;
 /// `GGML_STATUS_FAILED`, as it comes back in a register.
@@ -360,6 +363,9 @@ impl OwnBuffer {
             (ggml.f.ggml_backend_buffer_set_usage)(buffer, USAGE_WEIGHTS);
             let base = (ggml.f.ggml_backend_buffer_get_base)(buffer);
             (ggml.f.ggml_backend_tensor_alloc)(buffer, tensor, base);
+            if own.is_host() {
+                use_huge_pages(base as usize, size);
+            }
             Ok((own, tensor))
         }
     }
@@ -368,6 +374,18 @@ impl OwnBuffer {
     pub fn is_host(&self) -> bool {
         // SAFETY: a live buffer.
         unsafe { (self.ggml.f.ggml_backend_buffer_is_host)(self.buffer) }
+    }
+}
+
+/// Asks for huge pages where a buffer in plain memory has whole ones: filling new
+/// memory costs a fault a page, which is more than copying into it.
+fn use_huge_pages(start: usize, len: usize) {
+    const HUGE_PAGE: usize = 2 << 20;
+    let first = start.next_multiple_of(HUGE_PAGE);
+    let end = (start + len) / HUGE_PAGE * HUGE_PAGE;
+    if first < end {
+        // SAFETY: within our own buffer; advice changes no byte.
+        unsafe { libc::madvise(first as *mut c_void, end - first, libc::MADV_HUGEPAGE) };
     }
 }
 

@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 
 use llama_sidecar::gguf::TypeInfo;
 
-use crate::ggml::{BufferType, DEVICE_CPU, Descriptor, Device, Ggml, Tensor};
+use crate::ggml::{BufferType, DEVICE_CPU, Descriptor, Device, Ggml, LAST_PLAIN_DEVICE, Tensor};
 use crate::registry::{Instance, Model};
 
 /// Tokens of the batch that llama.cpp asks its devices about.
@@ -27,15 +27,66 @@ pub fn choose(
     ty: &TypeInfo,
     on_host: bool,
 ) -> Option<*mut BufferType> {
-    let (own, others) = candidates(model, instance);
+    let (own, mut others) = candidates(model, instance);
+    let op = instance.op().unwrap_or(match ne.len() {
+        1 => model.ggml.ops.mul,
+        _ => model.ggml.ops.mul_mat,
+    });
     let supported = |&(device, buft): &(*mut Device, *mut BufferType)| {
-        supports(model.ggml, instance, ne, ty, buft, device)
+        supports(model.ggml, instance, ne, ty, op, buft, device)
     };
     if let Some((_, buft)) = own.filter(|_| !on_host).filter(supported) {
         return Some(buft);
     }
+    if own.is_none() && was_put_elsewhere(model, instance, ne, op, &others) {
+        let plain = |(_, buft): &(*mut Device, *mut BufferType)| *buft == plain_memory(model);
+        others.retain(plain);
+    }
     let found = others.into_iter().find(supported)?;
     Some(as_mapped(model, instance, found))
+}
+
+/// Whether the host keeps a tensor in plain memory although its first type would have
+/// gone elsewhere: it was told to, tensor by tensor.
+fn was_put_elsewhere(
+    model: &Model,
+    instance: &Instance,
+    ne: &[i64],
+    op: i32,
+    others: &[(*mut Device, *mut BufferType)],
+) -> bool {
+    let Some(first) = TypeInfo::from_id(instance.original.ty as u32) else {
+        return false;
+    };
+    let supported = |&&(device, buft): &&(*mut Device, *mut BufferType)| {
+        supports(model.ggml, instance, ne, first, op, buft, device)
+    };
+    let expected = others.iter().find(supported);
+    expected.is_some_and(|&found| {
+        let expected = as_mapped(model, instance, found);
+        let actual = instance.original_buffer_type.0;
+        expected != plain_memory(model) && expected != actual
+    })
+}
+
+fn plain_memory(model: &Model) -> *mut BufferType {
+    // SAFETY: takes nothing.
+    unsafe { (model.ggml.f.ggml_backend_cpu_buffer_type)() }
+}
+
+/// Whether a new load would hold a matrix twice that input and output share now: the
+/// output's copy in a special buffer type, with other kernels. One tensor cannot be
+/// in two places, so the last bits of the results can differ from a new load's.
+pub fn would_be_doubled(model: &Model, instance: &Instance, ne: &[i64], ty: &TypeInfo) -> bool {
+    let Some(cpu) = model.devices.last().map(|device| device.0) else {
+        return false;
+    };
+    let op = model.ggml.ops.mul_mat;
+    instance.is_shared()
+        && is_host_memory(model, instance)
+        && uses_special_types(model, cpu)
+        && special_types(model.ggml, cpu)
+            .any(|buft| supports(model.ggml, instance, ne, ty, op, buft, cpu))
 }
 
 /// The device buffer that an instance was in at first, if that was one, and what
@@ -74,7 +125,7 @@ fn candidates(
         if uses_special_types(model, cpu) {
             others.extend(special_types(model.ggml, cpu).map(|buft| (cpu, buft)));
         }
-        others.push((cpu, (f.ggml_backend_cpu_buffer_type)()));
+        others.push((cpu, plain_memory(model)));
         (own, others)
     }
 }
@@ -92,7 +143,7 @@ fn as_mapped(
         let gpu_host = (f.ggml_backend_dev_host_buffer_type)(device);
         let mapped = instance.mapped || model.tensors.iter().any(|t| t.instances[0].mapped);
         match !gpu_host.is_null() && buft == gpu_host && mapped {
-            true => (f.ggml_backend_cpu_buffer_type)(),
+            true => plain_memory(model),
             false => buft,
         }
     }
@@ -117,12 +168,15 @@ fn uses_special_types(model: &Model, cpu: *mut Device) -> bool {
         // SAFETY: a live buffer type.
         let home =
             unsafe { (model.ggml.f.ggml_backend_buft_get_device)(instance.original_buffer_type.0) };
-        if !left_out && (home == cpu || home.is_null()) && instance.op().is_some() {
+        if left_out || !(home == cpu || home.is_null()) {
+            continue;
+        }
+        if let Some(op) = instance.op() {
             let info = &model.files[tensor.file].gguf.header.tensors[tensor.info];
             let ne = extents(&info.ne, info.n_dims);
             left_out = special
                 .iter()
-                .any(|&buft| supports(model.ggml, instance, &ne, info.ty, buft, cpu));
+                .any(|&buft| supports(model.ggml, instance, &ne, info.ty, op, buft, cpu));
         }
     }
     !left_out
@@ -166,6 +220,7 @@ fn supports(
     instance: &Instance,
     ne: &[i64],
     ty: &TypeInfo,
+    op: i32,
     buft: *mut BufferType,
     device: *mut Device,
 ) -> bool {
@@ -177,10 +232,6 @@ fn supports(
     let whole = |at: usize| ne.get(at).copied().unwrap_or(1);
     let integers = |ne: &[i64]| context.tensor(26, ne);
     let weight = context.tensor(ty.id as c_int, ne);
-    let op = instance.op().unwrap_or(match ne.len() {
-        1 => ops.mul,
-        _ => ops.mul_mat,
-    });
     // SAFETY: tensors of one live context, with the shapes that the operations need; a
     // buffer of no bytes stands for the one to come, and is taken out before it is freed.
     unsafe {
@@ -217,6 +268,17 @@ pub fn describe(ggml: &Ggml, descriptor: &Descriptor) -> String {
     // SAFETY: the buffer of a descriptor in use is live.
     let buft = unsafe { (ggml.f.ggml_backend_buffer_get_type)(descriptor.buffer) };
     ggml.buffer_type_name(buft)
+}
+
+/// Whether an instance is cut over devices behind a device of its own kind, which
+/// knows it by its address.
+pub fn is_cut_by_ggml(model: &Model, instance: &Instance) -> bool {
+    let f = &model.ggml.f;
+    // SAFETY: live buffer types and devices, which are static.
+    unsafe {
+        let device = (f.ggml_backend_buft_get_device)(instance.original_buffer_type.0);
+        !device.is_null() && (f.ggml_backend_dev_type)(device) > LAST_PLAIN_DEVICE
+    }
 }
 
 /// Whether the host had loaded an instance into memory of the process.

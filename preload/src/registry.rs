@@ -85,6 +85,10 @@ pub struct Instance {
     pub mapped: bool,
     /// The operation that reads it: [`Instance::op`].
     op: AtomicI32,
+    /// Whether it is looked up and multiplied: input and output share it.
+    shared: AtomicBool,
+    /// Whether the host keeps another tensor that is a view of it.
+    viewed: AtomicBool,
     /// Experts used per token by the operation that reads it.
     pub experts_used: AtomicI64,
     /// The buffer it is in, when that is ours.
@@ -120,8 +124,10 @@ struct Load {
 
 static LOADS: Mutex<Vec<Load>> = Mutex::new(Vec::new());
 static MODELS: RwLock<Vec<Arc<Model>>> = RwLock::new(Vec::new());
-/// Every registered tensor: its model, and which instance of which tensor it is.
-static INDEX: RwLock<Option<HashMap<usize, (Arc<Model>, usize, usize)>>> = RwLock::new(None);
+/// Every registered tensor by its address: its model, and which instance of which
+/// tensor it is.
+type Index = HashMap<usize, (Arc<Model>, usize, usize)>;
+static INDEX: RwLock<Option<Index>> = RwLock::new(None);
 /// Addresses of all tensors that were ever registered.
 static LOWEST: AtomicUsize = AtomicUsize::new(usize::MAX);
 static HIGHEST: AtomicUsize = AtomicUsize::new(0);
@@ -152,6 +158,17 @@ impl Instance {
             0 => None,
             op => Some(op),
         }
+    }
+
+    /// Whether the host keeps another tensor that is a view of it, and that a switch
+    /// would leave behind.
+    pub fn is_viewed(&self) -> bool {
+        self.viewed.load(Ordering::Relaxed)
+    }
+
+    /// Whether it is both looked up and multiplied.
+    pub fn is_shared(&self) -> bool {
+        self.shared.load(Ordering::Relaxed)
     }
 }
 
@@ -260,7 +277,7 @@ pub unsafe fn tensor_placed(ggml: &'static Ggml, tensor: *mut Tensor, buffer: *m
 
 /// A graph reads these tensors. Models whose tensors show up for the first time are
 /// complete.
-pub fn found_in_graph(ggml: &'static Ggml, devices: &[*mut Device], weights: &[UsedWeight]) {
+pub fn found_in_graph(devices: &[*mut Device], weights: &[UsedWeight]) {
     let mut unknown = Vec::new();
     {
         let index = INDEX.read();
@@ -294,14 +311,28 @@ pub fn found_in_graph(ggml: &'static Ggml, devices: &[*mut Device], weights: &[U
     LOADING.set(false);
     register(load, devices);
     // Once more: uses of the new tensors are noted now, and further models found.
-    found_in_graph(ggml, devices, weights);
+    found_in_graph(devices, weights);
+}
+
+/// The host keeps a tensor that is a view of this one.
+pub fn note_view(tensor: *mut Tensor) {
+    if let Some(index) = INDEX.read().as_ref()
+        && let Some((model, tensor, instance)) = index.get(&(tensor as usize))
+    {
+        let instance = &model.tensors[*tensor].instances[*instance];
+        instance.viewed.store(true, Ordering::Relaxed);
+    }
 }
 
 fn note_use(model: &Model, tensor: usize, instance: usize, weight: &UsedWeight) {
     let instance = &model.tensors[tensor].instances[instance];
     let get_rows = model.ggml.ops.get_rows;
+    let known = instance.op.load(Ordering::Relaxed);
+    if known != 0 && known != weight.op && (known == get_rows || weight.op == get_rows) {
+        instance.shared.store(true, Ordering::Relaxed);
+    }
     // A matrix that is looked up and multiplied was placed for being looked up.
-    if instance.op.load(Ordering::Relaxed) != get_rows {
+    if known != get_rows {
         instance.op.store(weight.op, Ordering::Relaxed);
     }
     if weight.experts_used > 0 {
@@ -347,6 +378,8 @@ fn register(load: Load, devices: &[*mut Device]) {
             original_buffer_type: BufferTypePointer(buft),
             mapped,
             op: AtomicI32::new(0),
+            shared: AtomicBool::new(false),
+            viewed: AtomicBool::new(false),
             experts_used: AtomicI64::new(1),
             private: Mutex::new(None),
         });

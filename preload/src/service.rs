@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 
 use crate::interpose::Inside;
 use crate::registry::{self, Model};
-use crate::{control, store};
+use crate::{control, gate, store};
 
 /// Whether the drop-in takes part in anything.
 static OFF: AtomicBool = AtomicBool::new(false);
@@ -117,8 +117,11 @@ pub fn reload(model: &Arc<Model>) -> Result<Report> {
 
 /// The host's libraries are torn down next: from here on nothing calls into them.
 extern "C" fn at_exit() {
-    OFF.store(true, Ordering::SeqCst);
-    store::stop();
+    if OFF.swap(true, Ordering::SeqCst) {
+        // A forked child: the socket is its parent's.
+        return;
+    }
+    gate::shut();
     control::stop();
     drop(RELOADING.try_lock_for(LAST_WAIT));
 }

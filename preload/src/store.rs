@@ -2,11 +2,11 @@
 
 use std::ffi::c_void;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use llama_sidecar::device::DeviceError;
 use llama_sidecar::error::{Error, Result};
 use llama_sidecar::gguf::FileId;
+use llama_sidecar::log::{Level, log};
 use llama_sidecar::reload::{
     Change, Commit, Effect, Hash, Job, NoRoom, Outcome, Report, StageError, Store, hash_source,
 };
@@ -14,7 +14,7 @@ use llama_sidecar::reload::{
 use crate::gate;
 use crate::ggml::{Descriptor, OwnBuffer, Tensor};
 use crate::placement::{self, extents};
-use crate::registry::{Model, TensorPointer};
+use crate::registry::{Instance, Model, TensorPointer};
 
 /// The tensors of one model.
 struct HostStore<'a>(&'a Arc<Model>);
@@ -37,14 +37,6 @@ struct Next {
     to: Descriptor,
     /// The buffer of the new bytes; `None` when it returns to the host's.
     private: Option<OwnBuffer>,
-}
-
-/// Whether staging is to stop: the process ends, and with it the host's libraries.
-static STOP: AtomicBool = AtomicBool::new(false);
-
-/// Stops staging for good.
-pub fn stop() {
-    STOP.store(true, Ordering::SeqCst);
 }
 
 impl HostStore<'_> {
@@ -86,12 +78,21 @@ impl HostStore<'_> {
             )));
         }
         let tensor = &model.tensors[job.tensor];
+        if tensor.instances.iter().any(Instance::is_viewed) {
+            return Err(failed(
+                "the host keeps views of it, which would stay behind".into(),
+            ));
+        }
+        let cut = |instance: &Instance| placement::is_cut_by_ggml(model, instance);
+        if tensor.instances.iter().any(cut) {
+            return Err(failed("the host runs it on several devices at once".into()));
+        }
         let info = &model.files[tensor.file].gguf.header.tensors[tensor.info];
         let ne = extents(&info.ne, info.n_dims);
         let mut bytes = Vec::new();
         let mut places = Vec::new();
         for (number, instance) in tensor.instances.iter().enumerate() {
-            if STOP.load(Ordering::SeqCst) || !model.is_alive() {
+            if gate::is_shut() || !model.is_alive() {
                 return Err(failed("the host is ending or has freed the model".into()));
             }
             let on = |on_host| {
@@ -120,6 +121,16 @@ impl HostStore<'_> {
             // SAFETY: a new tensor that nobody else knows.
             let to = unsafe { ggml.descriptor(new) };
             places.push(placement::describe(ggml, &to));
+            if placement::would_be_doubled(model, instance, &ne, job.ty) {
+                log(
+                    Level::Warn,
+                    format_args!(
+                        "{:?}: input and output share this matrix, and in {} a new load would keep two of it: results can differ from a new load's in their last bits",
+                        model.name(job.tensor),
+                        job.ty.name()
+                    ),
+                );
+            }
             staged.next.push(Next {
                 tensor: job.tensor,
                 instance: number,

@@ -50,7 +50,14 @@ fn open(path: &std::path::Path, found: FileId) -> Result<GgufFile, OpenError> {
         + Duration::new(found.mtime.max(0) as u64, found.mtime_ns.max(0) as u32);
     let age = stamped.elapsed().unwrap_or(SETTLE);
     std::thread::sleep(SETTLE.saturating_sub(age));
-    GgufFile::open(path, Access::Read)
+    let gguf = GgufFile::open(path, Access::Read)?;
+    // Otherwise it was written during the wait, and is as young as before.
+    match gguf.source.id() == found {
+        true => Ok(gguf),
+        false => Err(OpenError::Changing {
+            path: path.to_owned(),
+        }),
+    }
 }
 
 /// The reason to ignore a file, and its identity where looking again at the same

@@ -115,6 +115,7 @@ impl Host {
         let socket = folder.path().join("socket");
         let mut command = program.command(model);
         for (name, _) in std::env::vars_os() {
+            // What the tests are told is not for the host.
             if name.to_string_lossy().starts_with("LLAMA_") {
                 command.env_remove(name);
             }
@@ -207,8 +208,13 @@ impl Host {
 
     /// Writes a text of so many tokens, and the hashes of the logits of each step.
     pub fn text(&mut self, tokens: usize) -> Transcript {
+        self.steps("text", tokens)
+    }
+
+    /// The same for another command that writes tokens.
+    pub fn steps(&mut self, command: &str, tokens: usize) -> Transcript {
         let before = self.hashes().len();
-        let ids = self.ask(&format!("text {tokens}"));
+        let ids = self.ask(&format!("{command} {tokens}"));
         // The log comes through another pipe.
         let deadline = Instant::now() + Duration::from_secs(5);
         let mut hashes = self.hashes();

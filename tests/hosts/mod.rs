@@ -48,22 +48,35 @@ pub fn swap_and_back(program: Program, original: &str, variant: &Path, tensors: 
 
     let mut host = Host::start(program, &path, &on());
     assert_eq!(host.text(TOKENS), before);
-    let memory = host.private_memory();
-    replace(&path, variant);
-    assert_eq!(taken(&host.control("reload")), (tensors, 0));
-    // In the middle of a text, with the keys and values of the old weights.
-    host.ask("more 2");
-    assert_eq!(host.text(TOKENS), after);
-    let status = host.control("status");
-    let changed = status["models"][0]["changed"].as_array().expect("a list");
-    assert_eq!(changed.len() as u64, tensors, "{status}");
+    // A GPU backend compiles kernels when it meets a type first, and keeps them.
+    let rounds = match program {
+        Program::NodeVulkan(_) => 2,
+        _ => 1,
+    };
+    for round in 1..=rounds {
+        let memory = host.private_memory();
+        replace(&path, variant);
+        assert_eq!(taken(&host.control("reload")), (tensors, 0));
+        // In the middle of a text, with the keys and values of the old weights.
+        host.ask("more 2");
+        assert_eq!(host.text(TOKENS), after);
+        let status = host.control("status");
+        let changed = status["models"][0]["changed"].as_array().expect("a list");
+        assert_eq!(changed.len() as u64, tensors, "{status}");
 
-    replace(&path, &fixture(original));
-    assert_eq!(taken(&host.control("reload")), (0, tensors));
-    assert_eq!(host.text(TOKENS), before);
-    let status = host.control("status");
-    assert_eq!(status["models"][0]["changed"], Value::Array(Vec::new()));
-    let grown = host.private_memory().saturating_sub(memory);
-    assert!(grown < 16 << 20, "{grown} bytes more than before the swaps");
+        replace(&path, &fixture(original));
+        assert_eq!(taken(&host.control("reload")), (0, tensors));
+        assert_eq!(host.text(TOKENS), before);
+        let status = host.control("status");
+        assert_eq!(status["models"][0]["changed"], Value::Array(Vec::new()));
+        let grown = host.private_memory().saturating_sub(memory);
+        println!(
+            "{program:?}, {original}: {} KiB more after a swap and back",
+            grown >> 10
+        );
+        if round == rounds {
+            assert!(grown < 16 << 20, "{grown} bytes more than before the swaps");
+        }
+    }
     assert_eq!(host.end(), Some(0));
 }

@@ -1,8 +1,10 @@
 //! The two commands of the README, and the benches.
 
+use std::path::Path;
 use std::time::Instant;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
+use testkit::host::{DropIn, Host, Program, preload_library, replace};
 
 use crate::install::{install, target_folder};
 use crate::run::{command, exists, run};
@@ -168,6 +170,51 @@ pub fn demo() -> Result<()> {
         .arg("load")
         .arg(&model))?;
     tell("The programs are lazy_load.c, hot_swap.c and moe_walk.c in c_examples.");
+    live_swap(&model, &variant)
+}
+
+/// The second journey: a program that nobody changed, with the drop-in.
+fn live_swap(model: &Path, variant: &Path) -> Result<()> {
+    const TOKENS: usize = 16;
+    cmake::build_hosts()?;
+    tell("And now a program that knows nothing of all this: node-llama-cpp, as npm delivers it.");
+    let preload = preload_library();
+    println!(
+        "LD_PRELOAD={} LLAMA_HOTSWAP_ENABLED=1 node host.mjs model.gguf",
+        preload.display()
+    );
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("model.gguf");
+    replace(&path, model);
+    let on = DropIn::On(Vec::new());
+    let mut host = Host::start(Program::Node, &path, &on);
+    let mut fresh = Host::start(Program::Node, variant, &on);
+
+    let before = host.text(TOKENS);
+    println!("before the swap  {}", host.ask("read"));
+    for (to, heading) in [(variant, "after the swap"), (model, "and back")] {
+        replace(&path, to);
+        let began = Instant::now();
+        let report = &host.control("reload")["reports"][0];
+        println!(
+            "                 {} tensors swapped, {} returned, in {:.1} ms; evaluations held for {:.1} us",
+            report["swapped"],
+            report["returned"],
+            began.elapsed().as_secs_f64() * 1e3,
+            report["ms"]["switch"].as_f64().unwrap_or(0.0) * 1e3,
+        );
+        let text = host.text(TOKENS);
+        println!("{heading:16} {}", host.ask("read"));
+        let (reference, whose) = match to == variant {
+            true => (fresh.text(TOKENS), "a new process with the new file"),
+            false => (before.clone(), "before the swap"),
+        };
+        ensure!(
+            text == reference,
+            "{text:?} is not what {whose} writes: {reference:?}"
+        );
+        println!("                 the same as {whose}, to the last bit of {TOKENS} x logits");
+    }
     Ok(())
 }
 
@@ -178,5 +225,8 @@ fn tell(text: &str) {
 /// Runs a bench.
 pub fn bench(name: &str) -> Result<()> {
     fixtures::make()?;
+    if name == "dropin" {
+        cmake::build_hosts()?;
+    }
     run(command("cargo", &root()).args(["bench", "--quiet", "--bench", name]))
 }

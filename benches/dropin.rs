@@ -1,0 +1,201 @@
+//! What the drop-in costs a host, and what it saves: evaluations with it idle against
+//! without it, and a swap of one tensor against starting the host again.
+//!
+//! Run it with `cargo xtask bench dropin`. The host is `hosts/c/host.c`, which starts
+//! faster than any other.
+
+use std::ffi::CString;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use llama_sidecar::gguf::{Access, GgufFile};
+use testkit::fixtures::{cache, fixture};
+use testkit::host::{DropIn, Host, Program};
+
+fn main() {
+    idle();
+    let folder = cache().join("bench-dropin");
+    let _ = std::fs::remove_dir_all(&folder);
+    std::fs::create_dir_all(&folder).expect("the cache can be written");
+    swaps(&folder);
+    std::fs::remove_dir_all(&folder).expect("what was made");
+}
+
+/// As a user has it: nothing logged but warnings, files looked at once a second.
+fn quiet() -> DropIn {
+    DropIn::On(vec![
+        ("LLAMA_SIDECAR_LOG", "warn".into()),
+        ("LLAMA_HOTSWAP_POLL_MS", "1000".into()),
+    ])
+}
+
+fn median(values: &mut [f64]) -> f64 {
+    values.sort_unstable_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+fn seconds(work: impl FnOnce()) -> f64 {
+    let began = Instant::now();
+    work();
+    began.elapsed().as_secs_f64()
+}
+
+/// Time per token with the drop-in idle and without it.
+fn idle() {
+    const TOKENS: usize = 60;
+    const ROUNDS: usize = 41;
+    println!("### Idle: evaluations with hot-swap on and nothing to swap\n");
+    println!(
+        "Peer: the same host without the drop-in. {ROUNDS} rounds of a text of {TOKENS} tokens, alternating; the middle half of the rounds in brackets. Limit: a few atomic operations per token.\n"
+    );
+    println!(
+        "| model | without ms/token | with ms/token | ratio | one `text` against the next, same host |"
+    );
+    println!("|---|---|---|---|---|");
+    for name in ["smollm2.gguf", "moe.gguf"] {
+        let model = fixture(name);
+        let mut hosts = [DropIn::Absent, quiet(), DropIn::Absent]
+            .map(|drop_in| Host::start(Program::C, &model, &drop_in));
+        let command = format!("text {TOKENS}");
+        let mut times = [const { Vec::new() }; 3];
+        for round in 0..ROUNDS + 1 {
+            for turn in 0..3 {
+                let at = (round + turn) % 3;
+                let time = seconds(|| drop(hosts[at].ask(&command)));
+                // The first round warms up.
+                if round > 0 {
+                    times[at].push(time * 1e3 / TOKENS as f64);
+                }
+            }
+        }
+        // Two processes without it, so that what one process has over another shows.
+        let both = |round: usize| (times[0][round] + times[2][round]) / 2.0;
+        let spread = |ratio: &dyn Fn(usize) -> f64| {
+            let mut all: Vec<f64> = (0..ROUNDS).map(ratio).collect();
+            let middle = median(&mut all);
+            (middle, all[ROUNDS / 4], all[ROUNDS * 3 / 4])
+        };
+        let (ratio, low, high) = spread(&|round| times[1][round] / both(round));
+        let (same, same_low, same_high) = spread(&|round| times[2][round] / times[0][round]);
+        let mut without: Vec<f64> = (0..ROUNDS).map(both).collect();
+        println!(
+            "| {name} | {:.3} | {:.3} | **{ratio:.4}** ({low:.3} to {high:.3}) | {same:.4} ({same_low:.3} to {same_high:.3}) |",
+            median(&mut without),
+            median(&mut times[1].clone()),
+        );
+    }
+    println!();
+}
+
+/// A model of which each tensor is a file, and two versions of one of them.
+struct Shards {
+    first: PathBuf,
+    path: PathBuf,
+    versions: [PathBuf; 2],
+    bytes: u64,
+}
+
+impl Shards {
+    fn new(folder: &Path, tensor: &str) -> Shards {
+        let folder = folder.join(tensor);
+        std::fs::create_dir(&folder).expect("a new folder");
+        let mut names = Vec::new();
+        for entry in std::fs::read_dir(fixture("smollm2-large-shards")).expect("a fixture") {
+            let path = entry.expect("an entry").path();
+            let name = path.file_name().expect("a name").to_owned();
+            std::fs::hard_link(&path, folder.join(&name)).expect("links are supported");
+            names.push(name);
+        }
+        names.sort();
+        let wanted = CString::new(tensor).expect("no NUL");
+        let holds = |name: &&std::ffi::OsString| {
+            let gguf = GgufFile::open(&folder.join(name), Access::Read).expect("a shard");
+            gguf.header.find(&wanted).is_some()
+        };
+        let name = names.iter().find(holds).expect("a shard with this tensor");
+        let path = folder.join(name);
+        let versions = [0, 1].map(|i| folder.join(format!("version-{i}")));
+        for version in &versions {
+            std::fs::copy(&path, version).expect("room for a copy");
+        }
+        let gguf = GgufFile::open(&versions[1], Access::Read).expect("a shard");
+        let info = &gguf.header.tensors[0];
+        let mut row = vec![0; 4096];
+        gguf.source.read_at(&mut row, info.offset).expect("bytes");
+        row.rotate_left(1024);
+        let file = std::fs::OpenOptions::new().write(true).open(&versions[1]);
+        let file = file.expect("our own copy");
+        file.write_all_at(&row, info.offset).expect("room");
+        Shards {
+            first: folder.join(&names[0]),
+            path,
+            versions,
+            bytes: info.nbytes,
+        }
+    }
+
+    /// Changes the file by a link: no byte is written, only the reload is measured.
+    fn point_to(&self, version: usize) {
+        let beside = self.path.with_extension("new");
+        let _ = std::fs::remove_file(&beside);
+        std::fs::hard_link(&self.versions[version], &beside).expect("links are supported");
+        std::fs::rename(beside, &self.path).expect("the same folder");
+    }
+}
+
+fn swaps(folder: &Path) {
+    const ROUNDS: usize = 15;
+    println!("### A swap of one tensor against starting the host again\n");
+    println!(
+        "A model of 272 files, one tensor each. Start: from the start of the process until it has loaded the model, its files in the page cache. Swap: from the rename until the reload is answered, while the host writes text. Medians of {ROUNDS}, alternating. Limit: reading the new bytes twice (hash, copy) and the old ones once, at the speed of memory.\n"
+    );
+    println!(
+        "| tensor MB | start ms | swap ms | ratio | switch us | longest pause of an evaluation us | return ms |"
+    );
+    println!("|---|---|---|---|---|---|---|");
+    for tensor in ["blk.0.ffn_up.weight", "token_embd.weight"] {
+        let shards = Shards::new(folder, tensor);
+        // Later than any clock tick in which the files could change again.
+        std::thread::sleep(Duration::from_millis(50));
+        let mut host = Host::start(Program::C, &shards.first, &quiet());
+        host.ask("text 4");
+        let [mut start, mut node, mut swap, mut back, mut switch] = [const { Vec::new() }; 5];
+        for _ in 0..ROUNDS {
+            for (program, times) in [(Program::C, &mut start), (Program::Node, &mut node)] {
+                let mut other = None;
+                times.push(seconds(|| {
+                    other = Some(Host::start(program, &shards.first, &DropIn::Absent));
+                }));
+            }
+            for (version, times) in [(1, &mut swap), (0, &mut back)] {
+                host.tell("text 80");
+                // Past the prompt.
+                std::thread::sleep(Duration::from_millis(60));
+                shards.point_to(version);
+                let began = Instant::now();
+                let report = host.control("reload");
+                times.push(began.elapsed().as_secs_f64());
+                assert_eq!(report["ok"], true, "{report}");
+                let report = &report["reports"][0];
+                let changed = if version == 1 { "swapped" } else { "returned" };
+                assert_eq!(report[changed], 1, "{report}");
+                switch.push(report["ms"]["switch"].as_f64().expect("ms") * 1e3);
+                host.line();
+            }
+        }
+        let [start, node, swap, back, switch] =
+            [&mut start, &mut node, &mut swap, &mut back, &mut switch].map(|times| median(times));
+        println!(
+            "| {:.1} | {:.0} | {:.0} | {:.2} | **{:.1}x** | **{:.1}x** | {switch:.1} | {} | {:.2} |",
+            shards.bytes as f64 / 1e6,
+            start * 1e3,
+            node * 1e3,
+            swap * 1e3,
+            start / swap,
+            node / swap,
+            host.control("status")["longest_pause_us"],
+            back * 1e3,
+        );
+    }
+}

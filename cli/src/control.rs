@@ -1,0 +1,118 @@
+//! `llama-sidecar status`, `reload` and `ping`: requests to the control socket of a
+//! running host.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+
+/// Sends a request and prints the answer, as text or as it came.
+pub fn run(socket: &Path, command: &str, as_json: bool) -> Result<()> {
+    let answer = ask(socket, command)?;
+    if as_json {
+        println!("{answer:#}");
+    } else {
+        match command {
+            "status" => print_status(&answer),
+            "reload" => print_reload(&answer),
+            _ => println!("a host answers at {}", socket.display()),
+        }
+    }
+    if answer["ok"] != true {
+        let error = answer["error"]
+            .as_str()
+            .unwrap_or("not everything was taken");
+        bail!("{error}");
+    }
+    Ok(())
+}
+
+fn ask(socket: &Path, command: &str) -> Result<Value> {
+    let mut stream = UnixStream::connect(socket).with_context(|| {
+        format!(
+            "nobody listens at {}: start the host with LD_PRELOAD, LLAMA_HOTSWAP_ENABLED=1 and LLAMA_SIDECAR_CONTROL={0}; it listens once it has evaluated for the first time",
+            socket.display()
+        )
+    })?;
+    writeln!(stream, "{}", json!({"cmd": command}))?;
+    let mut answer = String::new();
+    BufReader::new(stream).read_line(&mut answer)?;
+    serde_json::from_str(&answer).with_context(|| {
+        format!(
+            "{} is no control socket of llama-sidecar: expected JSON, found {answer:?}",
+            socket.display()
+        )
+    })
+}
+
+fn print_status(answer: &Value) {
+    println!(
+        "process {}, {} evaluations, {} switches, longest pause {} us",
+        answer["pid"], answer["evaluations"], answer["generation"], answer["longest_pause_us"]
+    );
+    for model in list(&answer["models"]) {
+        let files = list(&model["files"]);
+        let first = files.first().map(text).unwrap_or_default();
+        println!(
+            "model {}: {} tensors of {} file(s), {} as loaded: {first}",
+            model["model"],
+            model["tensors"],
+            files.len(),
+            model["on_original"]
+        );
+        for tensor in list(&model["changed"]) {
+            let states: Vec<&str> = list(&tensor["states"]).iter().map(text).collect();
+            println!("  {:40} {}", text(&tensor["name"]), states.join(", "));
+        }
+    }
+}
+
+fn print_reload(answer: &Value) {
+    for report in list(&answer["reports"]) {
+        if let Some(error) = report["error"].as_str() {
+            println!("model {}: {error}", report["model"]);
+            continue;
+        }
+        println!(
+            "model {}: {} swapped, {} returned, {} unchanged, {} in place, {} refused; {:.1} ms, evaluations held for {:.1} us",
+            report["model"],
+            report["swapped"],
+            report["returned"],
+            report["unchanged"],
+            report["in_place"],
+            report["refused"],
+            report["ms"]["total"].as_f64().unwrap_or(0.0),
+            report["ms"]["switch"].as_f64().unwrap_or(0.0) * 1e3,
+        );
+        for file in list(&report["files"]) {
+            let reason = text(&file["reason"]);
+            let colon = if reason.is_empty() { "" } else { ": " };
+            println!(
+                "  {} {}{colon}{reason}",
+                text(&file["event"]),
+                text(&file["path"])
+            );
+        }
+        for tensor in list(&report["tensors"]) {
+            println!(
+                "  {:8} {:40} {} -> {} {} {}",
+                text(&tensor["outcome"]),
+                text(&tensor["name"]),
+                text(&tensor["old_type"]),
+                text(&tensor["new_type"]),
+                text(&tensor["place"]),
+                text(&tensor["reason"]),
+            );
+        }
+    }
+}
+
+fn list(value: &Value) -> &[Value] {
+    value.as_array().map(Vec::as_slice).unwrap_or_default()
+}
+
+fn text(value: &Value) -> &str {
+    value.as_str().unwrap_or_default()
+}
