@@ -7,13 +7,15 @@
 use std::ffi::CString;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use llama_sidecar::gguf::{Access, GgufFile};
 use testkit::fixtures::{cache, fixture};
-use testkit::host::{DropIn, Host, Program};
+use testkit::host::{DropIn, Host, Program, preload_library};
 
 fn main() {
+    start();
     idle();
     let folder = cache().join("bench-dropin");
     let _ = std::fs::remove_dir_all(&folder);
@@ -41,6 +43,28 @@ fn seconds(work: impl FnOnce()) -> f64 {
     began.elapsed().as_secs_f64()
 }
 
+/// Time that a program which is no host takes from start to end.
+fn start() {
+    const ROUNDS: usize = 301;
+    println!("### Programs that are no hosts\n");
+    println!(
+        "`true`, from start to end, {ROUNDS} times, alternating. Limit: loading one more library.\n"
+    );
+    println!("| without ms | with ms | ratio |");
+    println!("|---|---|---|");
+    let mut times = [const { Vec::new() }; 2];
+    for round in 0..2 * ROUNDS {
+        let mut command = Command::new("true");
+        if round % 2 == 1 {
+            command.env("LD_PRELOAD", preload_library());
+        }
+        let time = seconds(|| assert!(command.status().expect("it starts").success()));
+        times[round % 2].push(time * 1e3);
+    }
+    let [without, with] = times.map(|mut times| median(&mut times));
+    println!("| {without:.3} | {with:.3} | **{:.2}** |\n", with / without);
+}
+
 /// Time per token with the drop-in idle and without it.
 fn idle() {
     const TOKENS: usize = 60;
@@ -50,9 +74,9 @@ fn idle() {
         "Peer: the same host without the drop-in. {ROUNDS} rounds of a text of {TOKENS} tokens, alternating; the middle half of the rounds in brackets. Limit: a few atomic operations per token.\n"
     );
     println!(
-        "| model | without ms/token | with ms/token | ratio | one `text` against the next, same host |"
+        "| model | without ms/token | with ms/token | ratio of medians | of the fastest rounds | without against without |"
     );
-    println!("|---|---|---|---|---|");
+    println!("|---|---|---|---|---|---|");
     for name in ["smollm2.gguf", "moe.gguf"] {
         let model = fixture(name);
         let mut hosts = [DropIn::Absent, quiet(), DropIn::Absent]
@@ -79,10 +103,12 @@ fn idle() {
         let (ratio, low, high) = spread(&|round| times[1][round] / both(round));
         let (same, same_low, same_high) = spread(&|round| times[2][round] / times[0][round]);
         let mut without: Vec<f64> = (0..ROUNDS).map(both).collect();
+        let fastest = |times: &[f64]| times.iter().copied().fold(f64::MAX, f64::min);
         println!(
-            "| {name} | {:.3} | {:.3} | **{ratio:.4}** ({low:.3} to {high:.3}) | {same:.4} ({same_low:.3} to {same_high:.3}) |",
+            "| {name} | {:.3} | {:.3} | **{ratio:.4}** ({low:.3} to {high:.3}) | {:.4} | {same:.4} ({same_low:.3} to {same_high:.3}) |",
             median(&mut without),
             median(&mut times[1].clone()),
+            fastest(&times[1]) / fastest(&times[0]).min(fastest(&times[2])),
         );
     }
     println!();
@@ -148,19 +174,19 @@ fn swaps(folder: &Path) {
     const ROUNDS: usize = 15;
     println!("### A swap of one tensor against starting the host again\n");
     println!(
-        "A model of 272 files, one tensor each. Start: from the start of the process until it has loaded the model, its files in the page cache. Swap: from the rename until the reload is answered, while the host writes text. Medians of {ROUNDS}, alternating. Limit: reading the new bytes twice (hash, copy) and the old ones once, at the speed of memory.\n"
+        "A model of 272 files, one tensor each, 200 MB. Start: from the start of the process until it has loaded the model, its files in the page cache: the C program, and node-llama-cpp. Swap: in the C program, from the rename until the reload is answered; while it rests, and while it writes text, when the evaluation of a token ends first. Medians of {ROUNDS}, alternating. Limit: the new bytes are read twice and written once, at the speed of memory.\n"
     );
     println!(
-        "| tensor MB | start ms | swap ms | ratio | switch us | longest pause of an evaluation us | return ms |"
+        "| tensor MB | start C ms | start Node ms | swap ms | ratio C | ratio Node | swap while writing ms | switch us | longest pause of an evaluation us |"
     );
-    println!("|---|---|---|---|---|---|---|");
+    println!("|---|---|---|---|---|---|---|---|---|");
     for tensor in ["blk.0.ffn_up.weight", "token_embd.weight"] {
         let shards = Shards::new(folder, tensor);
         // Later than any clock tick in which the files could change again.
         std::thread::sleep(Duration::from_millis(50));
         let mut host = Host::start(Program::C, &shards.first, &quiet());
         host.ask("text 4");
-        let [mut start, mut node, mut swap, mut back, mut switch] = [const { Vec::new() }; 5];
+        let [mut start, mut node, mut rest, mut busy, mut switch] = [const { Vec::new() }; 5];
         for _ in 0..ROUNDS {
             for (program, times) in [(Program::C, &mut start), (Program::Node, &mut node)] {
                 let mut other = None;
@@ -168,34 +194,45 @@ fn swaps(folder: &Path) {
                     other = Some(Host::start(program, &shards.first, &DropIn::Absent));
                 }));
             }
-            for (version, times) in [(1, &mut swap), (0, &mut back)] {
-                host.tell("text 80");
-                // Past the prompt.
-                std::thread::sleep(Duration::from_millis(60));
-                shards.point_to(version);
-                let began = Instant::now();
-                let report = host.control("reload");
-                times.push(began.elapsed().as_secs_f64());
-                assert_eq!(report["ok"], true, "{report}");
-                let report = &report["reports"][0];
-                let changed = if version == 1 { "swapped" } else { "returned" };
-                assert_eq!(report[changed], 1, "{report}");
-                switch.push(report["ms"]["switch"].as_f64().expect("ms") * 1e3);
-                host.line();
+            for (writing, times) in [(false, &mut rest), (true, &mut busy)] {
+                for version in [1, 0] {
+                    if writing {
+                        host.tell("text 40");
+                        // Past the prompt.
+                        std::thread::sleep(Duration::from_millis(60));
+                    }
+                    shards.point_to(version);
+                    let began = Instant::now();
+                    let report = host.control("reload");
+                    let time = began.elapsed().as_secs_f64();
+                    assert_eq!(report["ok"], true, "{report}");
+                    let report = &report["reports"][0];
+                    // Back is cheaper: nothing is read but to compare it.
+                    if version == 1 {
+                        assert_eq!(report["swapped"], 1, "{report}");
+                        times.push(time);
+                    } else {
+                        assert_eq!(report["returned"], 1, "{report}");
+                    }
+                    switch.push(report["ms"]["switch"].as_f64().expect("ms") * 1e3);
+                    if writing {
+                        host.line();
+                    }
+                }
             }
         }
-        let [start, node, swap, back, switch] =
-            [&mut start, &mut node, &mut swap, &mut back, &mut switch].map(|times| median(times));
+        let times = [&mut start, &mut node, &mut rest, &mut busy, &mut switch];
+        let [start, node, rest, busy, switch] = times.map(|times| median(times));
         println!(
-            "| {:.1} | {:.0} | {:.0} | {:.2} | **{:.1}x** | **{:.1}x** | {switch:.1} | {} | {:.2} |",
+            "| {:.1} | {:.0} | {:.0} | {:.2} | **{:.1}x** | **{:.1}x** | {:.2} | {switch:.1} | {} |",
             shards.bytes as f64 / 1e6,
             start * 1e3,
             node * 1e3,
-            swap * 1e3,
-            start / swap,
-            node / swap,
+            rest * 1e3,
+            start / rest,
+            node / rest,
+            busy * 1e3,
             host.control("status")["longest_pause_us"],
-            back * 1e3,
         );
     }
 }

@@ -275,6 +275,29 @@ fn cached_context_is_kept_or_cleared() {
 }
 
 #[test]
+fn two_contexts_evaluate_on_two_threads_while_tensors_are_swapped() {
+    let (_folder, path) = copied("smollm2.gguf");
+    let files = [fixture("smollm2.gguf"), fixture("smollm2-mixed.gguf")];
+    let program = Program::Python;
+    let written = files.clone().map(|file| fresh(program, &file).ids);
+    let mut host = Host::start(program, &path, &on());
+    host.ask("both 2");
+    for round in 1..=12 {
+        host.tell("both 20");
+        for swap in [round, round + 1, round] {
+            replace(&path, &files[swap % 2]);
+            assert_eq!(host.control("reload")["ok"], true);
+        }
+        host.line();
+        let expected = &written[round % 2];
+        let both = host.ask(&format!("both {TOKENS}"));
+        assert_eq!(both, format!("{expected} | {expected}"));
+    }
+    assert_eq!(host.control("status")["generation"], 36);
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
 fn a_forked_child_evaluates_and_leaves_the_rest_alone() {
     let (_folder, path) = copied("smollm2.gguf");
     let after = fresh(Program::Python, &fixture("smollm2-mixed.gguf"));

@@ -3,13 +3,16 @@
     python3 host.py LIBRARIES MODEL
 
 LIBRARIES is the folder of libllama and its companions. Takes the same commands on
-standard input as hosts/node/host.mjs, and `fork`: forks a child that evaluates once
-and ends.
+standard input as hosts/node/host.mjs, and
+
+    both N   two texts at the same time, each in a context and a thread of its own
+    fork     forks a child that evaluates once and ends; its exit code
 
 The libraries are loaded with local scope, the way bindings do it, and functions are
 called by handle, past everything that the dynamic linker could interpose.
 """
 
+import concurrent.futures
 import ctypes as c
 import glob
 import os
@@ -62,22 +65,18 @@ llama.llama_log_set(QUIET, None)
 ggml.ggml_backend_load_all_from_path(folder.encode())
 
 
-class Host:
-    def load(self, path):
-        self.model = c.c_void_p(
-            llama.llama_model_load_from_file(
-                path.encode(), llama.llama_model_default_params()
-            )
-        )
-        assert self.model, path
+class Context:
+    """One llama_context and the text it is writing."""
+
+    def __init__(self, model):
         params = llama.llama_context_default_params()
         assert params.words[0] == 512 and list(params.words[7:9]) == [4, 4]
         params.words[0] = 256  # n_ctx
-        params.words[7] = params.words[8] = 2  # n_threads, n_threads_batch
-        self.context = c.c_void_p(llama.llama_init_from_model(self.model, params))
-        self.vocab = c.c_void_p(llama.llama_model_get_vocab(self.model))
+        # n_threads, n_threads_batch: two contexts at a time do not fight over two cores.
+        params.words[7] = params.words[8] = 1
+        self.context = c.c_void_p(llama.llama_init_from_model(model, params))
+        self.vocab = c.c_void_p(llama.llama_model_get_vocab(model))
         self.size = llama.llama_vocab_n_tokens(self.vocab)
-        return "loaded"
 
     def decode(self, tokens):
         array = (c.c_int32 * len(tokens))(*tokens)
@@ -102,13 +101,36 @@ class Host:
         found = llama.llama_tokenize(
             self.vocab, PROMPT, len(PROMPT), tokens, 64, c.c_bool(False), c.c_bool(False)
         )
-        return self.write(tokens[:found], int(count))
+        return self.write(tokens[:found], count)
+
+
+class Host:
+    def load(self, path):
+        self.model = c.c_void_p(
+            llama.llama_model_load_from_file(
+                path.encode(), llama.llama_model_default_params()
+            )
+        )
+        assert self.model, path
+        self.contexts = [Context(self.model)]
+        return "loaded"
+
+    def text(self, count):
+        return self.contexts[0].text(int(count))
 
     def more(self, count):
-        return self.write(self.last, int(count))
+        return self.contexts[0].write(self.contexts[0].last, int(count))
+
+    def both(self, count):
+        if len(self.contexts) == 1:
+            self.contexts.append(Context(self.model))
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            texts = threads.map(lambda context: context.text(int(count)), self.contexts)
+            return " | ".join(texts)
 
     def free(self):
-        llama.llama_free(self.context)
+        for context in self.contexts:
+            llama.llama_free(context.context)
         llama.llama_model_free(self.model)
         return "freed"
 

@@ -3,9 +3,9 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 
-use crate::install::{install, target_folder};
+use crate::install::{install, preload, target_folder};
 use crate::run::{command, output};
 use crate::{fixtures, root};
 
@@ -53,6 +53,35 @@ pub fn check() -> Result<()> {
         "{} functions exported, none of upstream's {}",
         ours.len(),
         upstream.len()
+    );
+    check_preload()
+}
+
+/// Fails unless the drop-in exports what it interposes, and nothing of ggml's or
+/// llama.cpp's is undefined in it: a program without them could not start.
+fn check_preload() -> Result<()> {
+    let library = preload()?;
+    let source = std::fs::read_to_string(root().join("preload/src/interpose.rs"))?;
+    let (_, hooks) = source.split_once("\nhooks! {").context("a list of hooks")?;
+    let (hooks, _) = hooks.split_once("\n}").context("its end")?;
+    let name = |line: &str| line.split([' ', ';']).nth(5).map(str::to_owned);
+    let interposed: BTreeSet<String> = hooks.lines().filter_map(name).collect();
+    let exported = exports(&library)?;
+    if exported != interposed || exported.len() < 10 {
+        bail!("the drop-in exports {exported:?}, it interposes {interposed:?}");
+    }
+    let undefined = output(
+        command("nm", &root())
+            .args(["-D", "--undefined-only"])
+            .arg(&library),
+    )?;
+    let foreign = |line: &&str| ["ggml", "gguf", "llama"].iter().any(|of| line.contains(of));
+    if let Some(symbol) = undefined.lines().find(foreign) {
+        bail!("undefined in the drop-in: {symbol}");
+    }
+    println!(
+        "{} functions interposed, and no other exported",
+        exported.len()
     );
     Ok(())
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Result, bail, ensure};
-use testkit::host::{DropIn, Host, Program, preload_library, replace};
+use testkit::host::{DropIn, Host, Program, Transcript, preload_library, replace};
 
 use crate::install::{install, target_folder};
 use crate::run::{command, exists, run};
@@ -191,7 +191,9 @@ fn live_swap(model: &Path, variant: &Path) -> Result<()> {
     let mut fresh = Host::start(Program::Node, variant, &on);
 
     let before = host.text(TOKENS);
+    let first = |text: &Transcript| text.hashes.first().cloned().unwrap_or_default();
     println!("before the swap  {}", host.ask("read"));
+    println!("                 first logits {}", first(&before));
     for (to, heading) in [(variant, "after the swap"), (model, "and back")] {
         replace(&path, to);
         let began = Instant::now();
@@ -205,6 +207,7 @@ fn live_swap(model: &Path, variant: &Path) -> Result<()> {
         );
         let text = host.text(TOKENS);
         println!("{heading:16} {}", host.ask("read"));
+        println!("                 first logits {}", first(&text));
         let (reference, whose) = match to == variant {
             true => (fresh.text(TOKENS), "a new process with the new file"),
             false => (before.clone(), "before the swap"),
