@@ -141,7 +141,9 @@ pub fn obstacle() -> Option<Obstacle> {
             _ => return Some(Obstacle::Evaluation),
         }
         let flag = |flag: &AtomicBool| flag.load(Ordering::SeqCst);
-        let survives = flag(&evaluation.simple) || flag(&evaluation.renewable);
+        // Without the buffer of its results it is not known when a decode begins.
+        let noticed = evaluation.output.load(Ordering::SeqCst) != 0;
+        let survives = flag(&evaluation.simple) || (flag(&evaluation.renewable) && noticed);
         if flag(&evaluation.kept) && !survives {
             kept = Some(Obstacle::KeptGraph);
         }
@@ -163,6 +165,7 @@ fn now_ms() -> u64 {
 }
 
 impl Evaluation {
+    /// A place that nobody uses.
     const fn free() -> Evaluation {
         Evaluation {
             key: AtomicUsize::new(0),
@@ -235,6 +238,9 @@ impl Evaluation {
 
     /// Forgets a buffer that is about to be freed.
     pub fn output_freed(buffer: usize) {
+        if LAST_OUTPUT.get() == buffer {
+            LAST_OUTPUT.set(0);
+        }
         for evaluation in used() {
             let _ =
                 evaluation
@@ -287,14 +293,14 @@ impl Evaluation {
     }
 
     fn was_given_up(&self) -> bool {
-        let age = now_ms().saturating_sub(self.since.load(Ordering::Relaxed));
+        let age = now_ms().saturating_sub(self.since.load(Ordering::SeqCst));
         age > GIVEN_UP.as_millis() as u64
     }
 
     /// A decode begins: a switch that waits can go first.
     fn begin(&self) {
+        self.since.store(now_ms(), Ordering::SeqCst);
         let before = self.state.swap(BEGUN, Ordering::SeqCst);
-        self.since.store(now_ms(), Ordering::Relaxed);
         if before == INSIDE || !gate::is_waiting() {
             return;
         }
@@ -357,7 +363,7 @@ impl Evaluation {
 
     /// Leaves a function of ggml; the decode goes on.
     pub fn leave(&self) {
-        self.since.store(now_ms(), Ordering::Relaxed);
+        self.since.store(now_ms(), Ordering::SeqCst);
         self.state.store(BEGUN, Ordering::SeqCst);
     }
 

@@ -44,9 +44,12 @@ opaque! {
 /// `struct ggml_init_params`.
 #[repr(C)]
 pub struct InitParams {
-    mem_size: usize,
-    mem_buffer: *mut c_void,
-    no_alloc: bool,
+    /// Bytes of the context.
+    pub mem_size: usize,
+    /// Its memory; ggml allocates it when this is null.
+    pub mem_buffer: *mut c_void,
+    /// Whether tensors get no memory for data.
+    pub no_alloc: bool,
 }
 
 /// `GGML_BACKEND_DEVICE_TYPE_CPU`.
@@ -221,9 +224,17 @@ impl Ggml {
         }
     }
 
-    /// A context for `tensors` tensors without data.
+    /// A context for `tensors` tensors without data; `None` when there is no memory.
     pub fn context(&'static self, tensors: usize) -> Option<OwnContext> {
-        new_context(&self.f, tensors).map(|context| OwnContext {
+        // SAFETY: plain values.
+        let context = unsafe {
+            (self.f.ggml_init)(InitParams {
+                mem_size: (self.f.ggml_tensor_overhead)() * tensors,
+                mem_buffer: std::ptr::null_mut(),
+                no_alloc: true,
+            })
+        };
+        (!context.is_null()).then_some(OwnContext {
             ggml: self,
             context,
         })
@@ -301,19 +312,6 @@ impl Drop for OwnContext {
         // SAFETY: made by this copy, freed once.
         unsafe { (self.ggml.f.ggml_free)(self.context) }
     }
-}
-
-/// A context for tensors without data, or `None` when there is no memory.
-pub fn new_context(functions: &Functions, tensors: usize) -> Option<*mut Context> {
-    // SAFETY: plain values; with a null buffer ggml allocates one.
-    let context = unsafe {
-        (functions.ggml_init)(InitParams {
-            mem_size: (functions.ggml_tensor_overhead)() * tensors,
-            mem_buffer: std::ptr::null_mut(),
-            no_alloc: true,
-        })
-    };
-    (!context.is_null()).then_some(context)
 }
 
 /// A buffer that holds one tensor's bytes and is freed when dropped.

@@ -6,12 +6,14 @@
 
 use std::ffi::c_int;
 
-use crate::ggml::{Context, Functions, Tensor, new_context};
+use crate::ggml::{Context, Functions, InitParams, Tensor};
 
 /// `GGML_MAX_NAME`.
 const NAME_BYTES: usize = 64;
 /// `GGML_MAX_SRC`.
 const MAX_SRC: usize = 10;
+/// More than are made to find the layout.
+const TENSORS: usize = 32;
 
 /// Offsets in bytes of the fields that are used.
 #[derive(Debug, Clone, Copy)]
@@ -93,9 +95,22 @@ impl Layout {
 
 /// Finds the fields out, or says which one is unclear.
 pub fn probe(f: &Functions) -> Result<(Layout, Ops), &'static str> {
-    let context = new_context(f, 32).ok_or("no memory for a context")?;
-    // SAFETY: all functions get what their headers ask for; the context is freed once.
+    // SAFETY: takes nothing.
+    let size = unsafe { (f.ggml_tensor_overhead)() } * TENSORS;
+    // Memory of our own, so that every byte that is looked at has a value.
+    let mut memory = vec![0u128; size.div_ceil(16)];
+    let params = InitParams {
+        mem_size: size,
+        mem_buffer: memory.as_mut_ptr().cast(),
+        no_alloc: true,
+    };
+    // SAFETY: all functions get what their headers ask for; the context is freed once,
+    // before its memory.
     unsafe {
+        let context = (f.ggml_init)(params);
+        if context.is_null() {
+            return Err("no context");
+        }
         let found = probe_in(f, context);
         (f.ggml_free)(context);
         found
@@ -104,7 +119,7 @@ pub fn probe(f: &Functions) -> Result<(Layout, Ops), &'static str> {
 
 /// # Safety
 ///
-/// `context` is live and has room for 32 tensors.
+/// `context` is live and has room for [`TENSORS`] tensors.
 unsafe fn probe_in(f: &Functions, context: *mut Context) -> Result<(Layout, Ops), &'static str> {
     const F32: c_int = 0;
     const F16: c_int = 1;
