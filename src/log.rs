@@ -1,6 +1,7 @@
 //! Messages for people. They go to standard error, or where the host says.
 
 use std::fmt;
+use std::io::Write;
 use std::sync::Arc;
 
 use parking_lot::RwLock;
@@ -68,6 +69,13 @@ pub fn log(level: Level, message: fmt::Arguments<'_>) {
     let sink = SINK.read().clone();
     match sink {
         Some(sink) => sink(level, &message.to_string()),
-        None => eprintln!("llama-sidecar: {}: {message}", level.name()),
+        // A host may have closed its standard error: that is no reason to panic.
+        None => {
+            let _ = writeln!(
+                std::io::stderr(),
+                "llama-sidecar: {}: {message}",
+                level.name()
+            );
+        }
     }
 }

@@ -123,10 +123,13 @@ fn serve(listener: &UnixListener) {
             CLIENTS.fetch_sub(1, Ordering::Relaxed);
             continue;
         }
-        service::spawn("llama-sidecar-c", move || {
+        let started = service::spawn("llama-sidecar-c", move || {
             let _ = converse(&client);
             CLIENTS.fetch_sub(1, Ordering::Relaxed);
         });
+        if !started {
+            CLIENTS.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 }
 

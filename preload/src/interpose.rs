@@ -11,6 +11,7 @@
 use std::cell::Cell;
 use std::ffi::{CStr, OsStr, c_char, c_void};
 use std::os::unix::ffi::OsStrExt;
+use std::panic::AssertUnwindSafe;
 use std::path::Path;
 
 use llama_sidecar::config::Config;
@@ -223,6 +224,14 @@ impl Call {
     }
 }
 
+/// Does what is ours in a call of the host's. A panic ends there and not in the host:
+/// it is the last thing that the drop-in does.
+fn guarded(work: impl FnOnce()) {
+    if std::panic::catch_unwind(AssertUnwindSafe(work)).is_err() {
+        service::give_up();
+    }
+}
+
 /// A function with these arguments, whose result fits a register.
 macro_rules! meant {
     ($call:expr, $($argument:ty),*) => {
@@ -270,7 +279,7 @@ unsafe extern "C-unwind" fn gguf_stream_opened(
 fn opened_file(call: &Call, path: &Path) {
     // The host may change its folder later.
     if let Ok(path) = std::path::absolute(path) {
-        registry::file_opened(call.ggml, &path);
+        guarded(|| registry::file_opened(call.ggml, &path));
     }
 }
 
@@ -285,7 +294,7 @@ unsafe extern "C-unwind" fn tensor_alloc(
     let result = unsafe { real(buffer, tensor, address) };
     if registry::is_loading() {
         // SAFETY: the tensor was just placed.
-        unsafe { registry::tensor_placed(call.ggml, tensor, buffer) };
+        guarded(|| unsafe { registry::tensor_placed(call.ggml, tensor, buffer) });
     }
     result
 }
@@ -293,7 +302,7 @@ unsafe extern "C-unwind" fn tensor_alloc(
 unsafe extern "C-unwind" fn buffer_get_size(buffer: *mut Buffer) -> usize {
     let (call, _inside) = entered();
     if call.origin.is_llama() {
-        Evaluation::output_asked(buffer as usize);
+        guarded(|| Evaluation::output_asked(buffer as usize));
     }
     let real = meant!(call, *mut Buffer);
     // SAFETY: the argument as it came.
@@ -303,8 +312,10 @@ unsafe extern "C-unwind" fn buffer_get_size(buffer: *mut Buffer) -> usize {
 unsafe extern "C-unwind" fn buffer_free(buffer: *mut Buffer) -> usize {
     let (call, _inside) = entered();
     if !buffer.is_null() {
-        Evaluation::output_freed(buffer as usize);
-        registry::buffer_freed(buffer);
+        guarded(|| {
+            Evaluation::output_freed(buffer as usize);
+            registry::buffer_freed(buffer);
+        });
     }
     let real = meant!(call, *mut Buffer);
     // SAFETY: the argument as it came.
@@ -322,7 +333,7 @@ unsafe extern "C-unwind" fn backend_free(backend: *mut Backend) -> usize {
 unsafe extern "C-unwind" fn context_free(context: *mut Context) -> usize {
     let (call, _inside) = entered();
     if !context.is_null() {
-        registry::context_freed(call.ggml, context);
+        guarded(|| registry::context_freed(call.ggml, context));
     }
     let real = meant!(call, *mut Context);
     // SAFETY: the argument as it came.
@@ -331,7 +342,7 @@ unsafe extern "C-unwind" fn context_free(context: *mut Context) -> usize {
 
 unsafe extern "C-unwind" fn sched_reset(sched: *mut Sched) -> usize {
     let (call, _inside) = entered();
-    Evaluation::reset(sched as usize);
+    guarded(|| Evaluation::reset(sched as usize));
     let real = meant!(call, *mut Sched);
     // SAFETY: the argument as it came.
     unsafe { real(sched) }
@@ -343,7 +354,7 @@ unsafe extern "C-unwind" fn sched_reserve(sched: *mut Sched, graph: *mut Graph) 
     if let Some(evaluation) = evaluation {
         evaluation.enter();
         // SAFETY: the arguments are live; the graph is about to be split.
-        unsafe { evaluation.allocated(sched, graph, false) };
+        guarded(|| unsafe { evaluation.allocated(sched, graph, false) });
     }
     let real = meant!(call, *mut Sched, *mut Graph);
     // SAFETY: the arguments as they came.
@@ -361,7 +372,7 @@ unsafe extern "C-unwind" fn sched_alloc_graph(sched: *mut Sched, graph: *mut Gra
         evaluation.enter();
         // SAFETY: the arguments are live; the graph is about to be split, which puts
         // copies in place of its inputs.
-        unsafe { evaluation.allocated(sched, graph, true) };
+        guarded(|| unsafe { evaluation.allocated(sched, graph, true) });
     }
     let real = meant!(call, *mut Sched, *mut Graph);
     // SAFETY: the arguments as they came.
@@ -386,10 +397,10 @@ unsafe extern "C-unwind" fn sched_compute(sched: *mut Sched, graph: *mut Graph) 
     let result = unsafe { real(sched, graph) };
     if log::enabled(Level::Debug) {
         // SAFETY: the graph is live, and its backends are waited for first.
-        unsafe {
+        guarded(|| unsafe {
             (call.ggml.f.ggml_backend_sched_synchronize)(sched);
             logits::log_hash(call.ggml, graph);
-        }
+        });
     }
     if let Some(evaluation) = evaluation {
         evaluation.leave_compute();

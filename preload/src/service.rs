@@ -51,8 +51,8 @@ pub fn start() {
     });
 }
 
-/// Starts a thread that takes none of the host's signals.
-pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) {
+/// Starts a thread that takes none of the host's signals; whether it could be had.
+pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> bool {
     let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     let mut before = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: valid sets; the thread inherits the mask, and this one gets its own back.
@@ -66,12 +66,23 @@ pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) {
         libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut());
         started
     };
-    if let Err(error) = started {
+    if let Err(error) = &started {
         log(
             Level::Error,
-            format_args!("cannot start the thread '{name}': {error}; files are not looked at"),
+            format_args!("cannot start the thread '{name}': {error}"),
         );
     }
+    started.is_ok()
+}
+
+/// Takes no part in anything any more: something that cannot be has happened.
+pub fn give_up() {
+    OFF.store(true, Ordering::SeqCst);
+    gate::shut();
+    log(
+        Level::Error,
+        format_args!("this is a defect of llama-sidecar; hot-swap is off from here on"),
+    );
 }
 
 fn look_at_files(poll: Duration) {
