@@ -6,6 +6,9 @@
 //! | `LLAMA_HOTSWAP_POLL_MS` | `1000` | drop-in: how often files are looked at, in ms; `0` = only when asked |
 //! | `LLAMA_HOTSWAP_KV` | `keep` | drop-in: what becomes of cached context after a swap: `keep` or `clear` |
 //! | `LLAMA_SIDECAR_CONTROL` | none | drop-in: path of the control socket |
+//! | `LLAMA_EXPERT_TRACE_STATS` | off | drop-in: count which experts are used; a summary at the end |
+//! | `LLAMA_EXPERT_TRACE_PER_LAYER` | off | drop-in: the summary also layer by layer |
+//! | `LLAMA_EXPERT_TRACE_OUTPUT` | none | drop-in: count, and write the counts there at the end: JSON, or CSV by extension |
 //! | `LLAMA_SIDECAR_SPLIT` | none | cut matrices over the devices after the first, in these proportions: `3,1,1` |
 //! | `LLAMA_SIDECAR_CPU_MOE` | off | keep routed experts in host memory; on when set and neither empty nor `0` |
 //! | `LLAMA_SIDECAR_OVERRIDE_TENSOR` | none | tensors whose name matches go to a device, whole: `ffn_.*_exps=0;attn=2` |
@@ -36,6 +39,12 @@ pub struct Config {
     pub clear_kv: bool,
     /// `LLAMA_SIDECAR_CONTROL`.
     pub control: Option<PathBuf>,
+    /// `LLAMA_EXPERT_TRACE_STATS`.
+    pub trace_summary: bool,
+    /// `LLAMA_EXPERT_TRACE_PER_LAYER`.
+    pub trace_per_layer: bool,
+    /// `LLAMA_EXPERT_TRACE_OUTPUT`.
+    pub trace_output: Option<PathBuf>,
     /// `LLAMA_SIDECAR_SPLIT`, as it is: checked, but kept as text.
     pub split: Option<CString>,
     /// `LLAMA_SIDECAR_CPU_MOE`.
@@ -109,6 +118,9 @@ impl Config {
             poll: (poll_ms > 0).then(|| Duration::from_millis(poll_ms)),
             clear_kv: kv.as_deref() == Some("clear"),
             control: set("LLAMA_SIDECAR_CONTROL").map(PathBuf::from),
+            trace_summary: on("LLAMA_EXPERT_TRACE_STATS"),
+            trace_per_layer: on("LLAMA_EXPERT_TRACE_PER_LAYER"),
+            trace_output: set("LLAMA_EXPERT_TRACE_OUTPUT").map(PathBuf::from),
             split: split_text.and_then(owned),
             cpu_moe: on("LLAMA_SIDECAR_CPU_MOE"),
             override_tensor: override_tensor.and_then(owned),
@@ -119,6 +131,11 @@ impl Config {
                 .unwrap_or(Level::Warn),
             rejected: rejected.into_inner(),
         }
+    }
+
+    /// Whether experts are counted.
+    pub fn traces(&self) -> bool {
+        self.trace_summary || self.trace_output.is_some()
     }
 
     /// Logs what was not understood, once.
@@ -212,7 +229,10 @@ mod tests {
     fn drop_in_variables() {
         let config = parse(&[]);
         assert_eq!(config.poll, Some(Duration::from_secs(1)));
-        assert_eq!((config.clear_kv, config.control), (false, None));
+        assert_eq!((config.clear_kv, &config.control), (false, &None));
+        assert!(!config.traces());
+        assert!(parse(&[("LLAMA_EXPERT_TRACE_STATS", "1")]).traces());
+        assert!(parse(&[("LLAMA_EXPERT_TRACE_OUTPUT", "a.csv")]).traces());
         let config = parse(&[
             ("LLAMA_HOTSWAP_POLL_MS", "0"),
             ("LLAMA_HOTSWAP_KV", "clear"),

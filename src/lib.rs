@@ -8,6 +8,7 @@
 //! | [`ffi`] | the C ABI, and nothing but |
 //! | [`model`] | an open model: lazy tensors, loading, evaluations, contexts |
 //! | [`reload`] | hot-swap: detect, compare, stage, commit, against a trait |
+//! | [`trace`] | which experts a workload uses |
 //! | [`device`] | memory where tensors live |
 //! | [`gguf`], [`experts`] | the file format; names of expert tensors |
 //! | [`config`], [`error`], [`log`] | variables, errors, messages |
@@ -24,3 +25,4 @@ pub mod log;
 pub mod model;
 mod parallel;
 pub mod reload;
+pub mod trace;

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use hosts::{TOKENS, copied, fresh, on, swap_and_back, taken};
+use hosts::{TOKENS, copied, counted_by_host, fresh, on, swap_and_back, taken, traced};
 use llama_sidecar::gguf::{Access, GgufFile};
 use serde_json::Value;
 use testkit::fixtures::fixture;
@@ -295,6 +295,75 @@ fn two_contexts_evaluate_on_two_threads_while_tensors_are_swapped() {
     }
     assert_eq!(host.control("status")["generation"], 36);
     assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn experts_are_counted_as_the_host_counts_them() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let output = folder.path().join("trace.json");
+    let with = DropIn::On(vec![
+        ("LLAMA_EXPERT_TRACE_STATS", "1".into()),
+        ("LLAMA_EXPERT_TRACE_OUTPUT", output.display().to_string()),
+        ("LLAMA_SIDECAR_LOG", "warn".into()),
+    ]);
+    let mut host = Host::start(Program::PythonCounting, &fixture("moe.gguf"), &with);
+    host.ask("text 10");
+    host.ask("more 5");
+    let expected = counted_by_host(&mut host);
+    assert_eq!(expected.len(), 30);
+    let trace = &host.control("trace")["traces"][0];
+    assert_eq!(traced(trace), expected);
+    // A prompt of 5 tokens, of which the last layer sees only the last, and 14 more.
+    let tokens = |layer: usize| trace["layers"][layer]["tokens"].as_u64();
+    assert_eq!((tokens(0), tokens(29)), (Some(19), Some(15)));
+    assert_eq!(
+        (&trace["experts_used"], &trace["rejected"]),
+        (&2.into(), &0.into())
+    );
+
+    assert_eq!(host.control("trace-reset")["ok"], true);
+    host.ask("text 3");
+    let both = counted_by_host(&mut host);
+    let since = &host.control("trace")["traces"][0];
+    for (layer, counts) in traced(since).iter().enumerate() {
+        for (expert, count) in counts.iter().enumerate() {
+            assert_eq!(expected[layer][expert] + count, both[layer][expert]);
+        }
+    }
+    let since = traced(since);
+    let log = host.logged("");
+    assert_eq!(log, Vec::<String>::new());
+    assert_eq!(host.end(), Some(0));
+    let written = std::fs::read_to_string(&output).expect("it is written at the end");
+    let written: Value = serde_json::from_str(&written).expect("JSON");
+    assert_eq!(traced(&written), since);
+    assert_eq!(written["model"]["architecture"], "llama");
+}
+
+#[test]
+fn experts_are_counted_with_kept_graphs_and_without_hot_swap() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut counted = Vec::new();
+    for (program, name) in [
+        (Program::PythonCounting, "python.csv"),
+        (Program::Python, "kept.csv"),
+        (Program::C, "c.csv"),
+    ] {
+        let output = folder.path().join(name);
+        let with = DropIn::On(vec![
+            ("LLAMA_HOTSWAP_ENABLED", "0".into()),
+            ("LLAMA_EXPERT_TRACE_OUTPUT", output.display().to_string()),
+            ("LLAMA_SIDECAR_LOG", "warn".into()),
+        ]);
+        let mut host = Host::start(program, &fixture("moe.gguf"), &with);
+        host.ask("text 12");
+        assert_eq!(host.control("reload")["ok"], false, "it is off");
+        assert_eq!(host.end(), Some(0));
+        counted.push(std::fs::read_to_string(&output).expect("it is written at the end"));
+    }
+    assert_eq!(counted[0].lines().count(), 1 + 30 * 8);
+    assert_eq!(counted[0], counted[1]);
+    assert_eq!(counted[0], counted[2]);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 
 mod hosts;
 
-use hosts::{TOKENS, copied, fresh, on, swap_and_back, taken};
+use hosts::{TOKENS, copied, counted_by_host, fresh, on, swap_and_back, taken, traced};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, replace};
 
@@ -99,5 +99,17 @@ fn swaps_in_the_middle_of_a_text() {
     }
     assert_eq!(host.text(TOKENS), after);
     assert!(host.logged("it fails").is_empty());
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn experts_are_counted_as_the_host_counts_them() {
+    let with = DropIn::On(vec![("LLAMA_EXPERT_TRACE_STATS", "1".into())]);
+    let mut host = Host::start(Program::PythonCountingVulkan, &fixture("moe.gguf"), &with);
+    host.ask("text 4");
+    host.ask("more 3");
+    let expected = counted_by_host(&mut host);
+    assert_eq!(expected.len(), 30);
+    assert_eq!(traced(&host.control("trace")["traces"][0]), expected);
     assert_eq!(host.end(), Some(0));
 }

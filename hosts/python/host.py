@@ -1,11 +1,13 @@
 """A host that knows nothing of llama-sidecar: Python, llama.cpp through ctypes.
 
-    python3 host.py LIBRARIES MODEL
+    python3 host.py LIBRARIES MODEL [count]
 
 LIBRARIES is the folder of libllama and its companions. Takes the same commands on
 standard input as hosts/node/host.mjs, and
 
     both N   two texts at the same time, each in a context and a thread of its own
+    counts   with `count`: which experts were used, counted through the callback that
+             llama.cpp offers for looking at an evaluation; JSON
     fork     forks a child that evaluates once and ends; its exit code
 
 The libraries are loaded with local scope, the way bindings do it, and functions are
@@ -15,6 +17,7 @@ called by handle, past everything that the dynamic linker could interpose.
 import concurrent.futures
 import ctypes as c
 import glob
+import json
 import os
 import sys
 
@@ -42,8 +45,8 @@ def library(folder, name):
     return c.CDLL(path)
 
 
-folder, model_path = sys.argv[1:]
-library(folder, "libggml-base*.so")
+folder, model_path, *options = sys.argv[1:]
+base = library(folder, "libggml-base*.so")
 ggml = library(folder, "libggml.v*.so")
 llama = library(folder, "libllama.v*.so")
 for name in (
@@ -65,6 +68,34 @@ llama.llama_log_set(QUIET, None)
 ggml.ggml_backend_load_all_from_path(folder.encode())
 
 
+base.ggml_get_name.restype = c.c_char_p
+base.ggml_get_name.argtypes = [c.c_void_p]
+base.ggml_backend_tensor_get.argtypes = [c.c_void_p, c.c_void_p, c.c_size_t, c.c_size_t]
+NE, NB = 16, 48  # offsets in struct ggml_tensor
+CB_EVAL = 22  # place of cb_eval in llama_context_params, in words
+counts = {}
+
+
+@c.CFUNCTYPE(c.c_bool, c.c_void_p, c.c_bool, c.c_void_p)
+def look(tensor, ask, _):
+    """Called before each node, whether it is of interest, and after those that are."""
+    name = base.ggml_get_name(tensor)
+    if not name.startswith(b"ffn_moe_topk-"):
+        return not ask
+    if not ask:
+        used, tokens = (c.c_int64 * 2).from_address(tensor + NE)
+        stride, row = (c.c_size_t * 2).from_address(tensor + NB)
+        size = (tokens - 1) * row + (used - 1) * stride + 4
+        bytes_ = (c.c_uint8 * size)()
+        base.ggml_backend_tensor_get(tensor, bytes_, 0, size)
+        layer = counts.setdefault(int(name.split(b"-")[1]), {})
+        for token in range(tokens):
+            for place in range(used):
+                expert = c.c_int32.from_buffer(bytes_, token * row + place * stride).value
+                layer[expert] = layer.get(expert, 0) + 1
+    return True
+
+
 class Context:
     """One llama_context and the text it is writing."""
 
@@ -74,6 +105,10 @@ class Context:
         params.words[0] = 256  # n_ctx
         # n_threads, n_threads_batch: two contexts at a time do not fight over two cores.
         params.words[7] = params.words[8] = 1
+        if "count" in options:
+            callback = c.cast(look, c.c_void_p).value
+            params.words[CB_EVAL] = callback & 0xFFFFFFFF
+            params.words[CB_EVAL + 1] = callback >> 32
         self.context = c.c_void_p(llama.llama_init_from_model(model, params))
         self.vocab = c.c_void_p(llama.llama_model_get_vocab(model))
         self.size = llama.llama_vocab_n_tokens(self.vocab)
@@ -127,6 +162,9 @@ class Host:
         with concurrent.futures.ThreadPoolExecutor() as threads:
             texts = threads.map(lambda context: context.text(int(count)), self.contexts)
             return " | ".join(texts)
+
+    def counts(self):
+        return json.dumps(counts)
 
     def free(self):
         for context in self.contexts:

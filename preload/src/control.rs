@@ -4,6 +4,8 @@
 //! |---|---|
 //! | `{"cmd":"ping"}` | `{"ok":true}` |
 //! | `{"cmd":"status"}` | models, files, tensors that are not as loaded, counters |
+//! | `{"cmd":"trace"}` | which experts were used, model by model (`llama_sidecar::trace::SCHEMA`) |
+//! | `{"cmd":"trace-reset"}` | counts anew from here on |
 //! | `{"cmd":"reload"}` | once everything is switched, what was done |
 //!
 //! Clients are served by threads of their own, which the host never waits for. One
@@ -19,13 +21,14 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use llama_sidecar::config::Config;
 use llama_sidecar::log::{Level, log};
 use llama_sidecar::reload::{FileEvent, FileReport, Outcome, Report};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use crate::registry::{Instance, Model};
-use crate::{evaluations, gate, placement, registry, service};
+use crate::{evaluations, gate, placement, registry, service, tracing};
 
 /// The longest request; ours have less than 100 bytes.
 const LONGEST_LINE: u64 = 4096;
@@ -173,7 +176,15 @@ fn answer(line: &[u8]) -> Result<Value, String> {
         Some("ping") => Ok(json!({"ok": true})),
         Some("status") => Ok(status()),
         Some("reload") => Ok(reload()),
-        _ => Err("expected \"cmd\" to be ping, status or reload".into()),
+        Some("trace") => match Config::get().traces() {
+            true => Ok(json!({"ok": true, "traces": tracing::as_json()})),
+            false => Err("start the host with LLAMA_EXPERT_TRACE_STATS=1".into()),
+        },
+        Some("trace-reset") => {
+            tracing::reset();
+            Ok(json!({"ok": true}))
+        }
+        _ => Err("expected \"cmd\" to be ping, status, reload, trace or trace-reset".into()),
     }
 }
 

@@ -28,6 +28,7 @@ use std::ffi::{CStr, c_int};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use llama_sidecar::config::Config;
 use llama_sidecar::log::{Level, log};
 use once_cell::sync::Lazy;
 use parking_lot::Mutex;
@@ -35,6 +36,7 @@ use parking_lot::Mutex;
 use crate::gate::{self, Obstacle};
 use crate::ggml::{Buffer, DEVICE_CPU, Device, Ggml, Graph, Sched, Tensor};
 use crate::registry;
+use crate::tracing::Routed;
 
 /// `GGML_TENSOR_FLAG_INPUT`.
 const FLAG_INPUT: i32 = 1;
@@ -75,6 +77,10 @@ pub struct Evaluation {
     ggml: AtomicPtr<Ggml>,
     /// Whether the extent of its graph's input is set to zero.
     voided: AtomicBool,
+    /// Whether its graph has routed ids to count.
+    counts: AtomicBool,
+    /// Whether those of the last evaluation are still to be counted.
+    uncounted: AtomicBool,
     graph: Mutex<KeptGraph>,
 }
 
@@ -86,6 +92,20 @@ struct KeptGraph {
     renewing: Option<i64>,
     /// Whether it is known if that works.
     tried: bool,
+    /// Routed ids to count after each evaluation.
+    routed: Vec<Routed>,
+    /// Where they are read to.
+    ids: Vec<u8>,
+}
+
+impl KeptGraph {
+    const NONE: KeptGraph = KeptGraph {
+        input: None,
+        renewing: None,
+        tried: false,
+        routed: Vec::new(),
+        ids: Vec::new(),
+    };
 }
 
 #[derive(Clone, Copy)]
@@ -178,11 +198,9 @@ impl Evaluation {
             generation: AtomicU64::new(0),
             ggml: AtomicPtr::new(std::ptr::null_mut()),
             voided: AtomicBool::new(false),
-            graph: Mutex::new(KeptGraph {
-                input: None,
-                renewing: None,
-                tried: false,
-            }),
+            uncounted: AtomicBool::new(false),
+            counts: AtomicBool::new(false),
+            graph: Mutex::new(KeptGraph::NONE),
         }
     }
 
@@ -254,8 +272,10 @@ impl Evaluation {
         let Some(evaluation) = find(sched) else {
             return;
         };
+        evaluation.count_before();
         {
             let mut graph = evaluation.graph.lock();
+            graph.routed.clear();
             let voided = evaluation.voided.swap(false, Ordering::Relaxed);
             let extent = graph.input.take().map(|input| input.extent);
             graph.renewing = extent.filter(|_| voided);
@@ -267,6 +287,7 @@ impl Evaluation {
     /// The scheduler is about to be freed.
     pub fn freed(sched: usize) {
         if let Some(evaluation) = find(sched) {
+            evaluation.count_before();
             let _closed = gate::closed();
             evaluation.forget();
         }
@@ -280,11 +301,9 @@ impl Evaluation {
         self.simple.store(true, Ordering::SeqCst);
         self.renewable.store(false, Ordering::SeqCst);
         self.voided.store(false, Ordering::Relaxed);
-        *self.graph.lock() = KeptGraph {
-            input: None,
-            renewing: None,
-            tried: false,
-        };
+        self.uncounted.store(false, Ordering::Relaxed);
+        self.counts.store(false, Ordering::Relaxed);
+        *self.graph.lock() = KeptGraph::NONE;
     }
 
     fn ggml(&self) -> &'static Ggml {
@@ -345,6 +364,9 @@ impl Evaluation {
             }
         }
         COUNT.fetch_add(1, Ordering::Relaxed);
+        self.count_before();
+        let counts = self.counts.load(Ordering::Relaxed);
+        self.uncounted.store(counts, Ordering::Relaxed);
         self.restore_if_voided();
         let now = gate::generation();
         let stale = self.kept.load(Ordering::Relaxed)
@@ -370,15 +392,41 @@ impl Evaluation {
     /// Leaves an evaluation.
     pub fn leave_compute(&self) {
         let simple = self.simple.load(Ordering::Relaxed);
+        if self.uncounted.load(Ordering::Relaxed) && simple {
+            self.count();
+        }
         self.settle(if simple { IDLE } else { RETURNED });
     }
 
     /// The host waited until the backends were done.
     pub fn synchronized(sched: usize) {
-        if let Some(evaluation) = find(sched)
-            && evaluation.state.load(Ordering::SeqCst) == RETURNED
-        {
+        let Some(evaluation) = find(sched) else {
+            return;
+        };
+        if evaluation.state.load(Ordering::SeqCst) == RETURNED {
+            if evaluation.uncounted.load(Ordering::Relaxed) {
+                evaluation.count();
+            }
             evaluation.rest();
+        }
+    }
+
+    /// Counts the experts of an evaluation whose backends are done.
+    fn count(&self) {
+        self.uncounted.store(false, Ordering::Relaxed);
+        let mut graph = self.graph.lock();
+        let KeptGraph { routed, ids, .. } = &mut *graph;
+        for routed in routed.iter() {
+            // SAFETY: the graph is kept, and evaluated to its end.
+            unsafe { routed.count(self.ggml(), ids) };
+        }
+    }
+
+    /// Before a graph is dropped or evaluated again: counts what is not counted yet.
+    fn count_before(&self) {
+        if self.uncounted.load(Ordering::Relaxed) {
+            self.synchronize();
+            self.count();
         }
     }
 
@@ -441,13 +489,20 @@ impl Evaluation {
     /// `sched` and `graph` are live and of this copy of ggml.
     pub unsafe fn allocated(&self, sched: *mut Sched, graph: *mut Graph, keeps: bool) {
         // SAFETY: as the caller vouches.
-        let seen = unsafe { look_at(self.ggml(), graph) };
+        let mut seen = unsafe { look_at(self.ggml(), graph) };
         let (devices, on_cpu) = devices(self.ggml(), sched);
         registry::found_in_graph(&devices, &seen.weights);
         seen.kept_views
             .iter()
             .copied()
             .for_each(registry::note_view);
+        for (weight, ids) in std::mem::take(&mut seen.products) {
+            if !seen.routed.iter().any(|routed| routed.is_of(ids)) {
+                // SAFETY: the graph is not yet allocated.
+                seen.routed
+                    .extend(unsafe { registry::keep_ids(weight, ids) });
+            }
+        }
         let mut known = self.graph.lock();
         if let Some(extent) = known.renewing.take() {
             // Another number of tokens would have made a new graph anyway.
@@ -458,6 +513,9 @@ impl Evaluation {
             }
         }
         known.input = seen.input;
+        known.routed = seen.routed;
+        self.counts
+            .store(keeps && !known.routed.is_empty(), Ordering::Relaxed);
         self.voided.store(false, Ordering::Relaxed);
         let simple = on_cpu && !seen.views_weights;
         self.simple.store(simple, Ordering::SeqCst);
@@ -502,6 +560,10 @@ struct Seen {
     views_weights: bool,
     /// Weights of which there are views that outlive the graph.
     kept_views: Vec<*mut Tensor>,
+    /// Matrix products over experts: weight and ids.
+    products: Vec<(*mut Tensor, *mut Tensor)>,
+    /// Routed ids, each matrix once.
+    routed: Vec<Routed>,
 }
 
 /// # Safety
@@ -511,11 +573,14 @@ unsafe fn look_at(ggml: &Ggml, graph: *mut Graph) -> Seen {
     let (f, layout) = (&ggml.f, &ggml.layout);
     let range = registry::addresses();
     let is_weight = |tensor: *mut Tensor| range.contains(&(tensor as usize));
+    let traces = Config::get().traces();
     let mut seen = Seen {
         input: None,
         weights: Vec::new(),
         views_weights: false,
         kept_views: Vec::new(),
+        products: Vec::new(),
+        routed: Vec::new(),
     };
     // SAFETY: nodes of a live graph are live tensors, and so are their sources.
     unsafe {
@@ -541,6 +606,13 @@ unsafe fn look_at(ggml: &Ggml, graph: *mut Graph) -> Seen {
                         tensor: source,
                         extent: layout.read(source, layout.ne),
                     });
+                }
+            }
+            if traces && op == ggml.ops.mul_mat_id {
+                let weight: *mut Tensor = layout.read(node, layout.src);
+                let ids: *mut Tensor = layout.read(node, layout.src + 16);
+                if is_weight(weight) && !ids.is_null() {
+                    seen.products.push((weight, ids));
                 }
             }
             let viewed: *mut Tensor = layout.read(node, layout.view_src);

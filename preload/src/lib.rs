@@ -1,4 +1,5 @@
-//! The drop-in: an unmodified llama.cpp program gains hot-swap through `LD_PRELOAD`.
+//! The drop-in: an unmodified llama.cpp program gains hot-swap and
+//! an expert trace through `LD_PRELOAD`.
 //!
 //! The map of the house. Each room knows only rooms further down:
 //!
@@ -12,12 +13,13 @@
 //! | [`gate`] | switches between evaluations |
 //! | [`placement`] | the buffer type that the host would have chosen |
 //! | [`kv`] | dropping the context that a host cached, after a switch |
+//! | [`tracing`] | which experts the evaluations of a model used |
 //! | [`logits`] | a hash of what an evaluation put out |
 //! | [`ggml`], [`layout`] | a copy of ggml: its functions, the layout of its tensors |
 //! | [`origin`] | the object that called, and the functions that it meant |
 //!
 //! Nothing here runs before a host opens its first GGUF file with
-//! `LLAMA_HOTSWAP_ENABLED` set. A host without ggml never enters this library.
+//! `LLAMA_HOTSWAP_ENABLED` or `LLAMA_EXPERT_TRACE_STATS` set. A host without ggml never enters this library.
 #![deny(unsafe_op_in_unsafe_fn, missing_docs)]
 
 mod control;
@@ -33,3 +35,4 @@ mod placement;
 mod registry;
 mod service;
 mod store;
+mod tracing;

@@ -26,6 +26,7 @@ use crate::evaluations::UsedWeight;
 use crate::gate;
 use crate::ggml::{Buffer, BufferType, Context, Descriptor, Device, Ggml, OwnBuffer, Tensor};
 use crate::service;
+use crate::tracing::{ModelTrace, Routed};
 
 /// A model that the host has loaded.
 pub struct Model {
@@ -39,6 +40,8 @@ pub struct Model {
     pub tensors: Vec<HostTensor>,
     /// What brings it up to date.
     pub engine: Engine,
+    /// What is counted of its experts.
+    pub trace: Option<Arc<ModelTrace>>,
     /// The devices that evaluate it, the CPU last.
     pub devices: Vec<DevicePointer>,
     /// False once the host has freed any of its memory.
@@ -324,6 +327,21 @@ pub fn note_view(tensor: *mut Tensor) {
     }
 }
 
+/// Marks routed ids that are multiplied with this weight, so that they can be counted
+/// after the evaluation; `None` when there is nothing to count.
+///
+/// # Safety
+///
+/// As for [`ModelTrace::keep_ids`].
+pub unsafe fn keep_ids(weight: *mut Tensor, ids: *mut Tensor) -> Option<Routed> {
+    let index = INDEX.read();
+    let (model, tensor, _) = index.as_ref()?.get(&(weight as usize))?;
+    let trace = model.trace.as_ref()?;
+    let name = model.name(*tensor).to_str().ok()?;
+    // SAFETY: as the caller vouches.
+    unsafe { trace.keep_ids(model.ggml, name, ids) }
+}
+
 fn note_use(model: &Model, tensor: usize, instance: usize, weight: &UsedWeight) {
     let instance = &model.tensors[tensor].instances[instance];
     let get_rows = model.ggml.ops.get_rows;
@@ -384,6 +402,7 @@ fn register(load: Load, devices: &[*mut Device]) {
             private: Mutex::new(None),
         });
     }
+    let trace = ModelTrace::of(&load.files);
     let files = load.files.iter().map(|gguf| SourceFile {
         path: gguf.source.path().to_owned(),
         id: gguf.source.id(),
@@ -412,6 +431,7 @@ fn register(load: Load, devices: &[*mut Device]) {
             .collect(),
         tensors,
         engine,
+        trace,
         devices: devices
             .iter()
             .map(|&device| DevicePointer(device))

@@ -9,14 +9,14 @@ use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
 use llama_sidecar::config::Config;
-use llama_sidecar::error::Result;
+use llama_sidecar::error::{Error, Result};
 use llama_sidecar::log::{Level, log};
 use llama_sidecar::reload::Report;
 use parking_lot::Mutex;
 
 use crate::interpose::Inside;
 use crate::registry::{self, Model};
-use crate::{control, gate, store};
+use crate::{control, gate, store, tracing};
 
 /// Whether the drop-in takes part in anything.
 static OFF: AtomicBool = AtomicBool::new(false);
@@ -25,9 +25,10 @@ static RELOADING: Mutex<()> = Mutex::new(());
 /// How long the end of the process waits for a reload to notice.
 const LAST_WAIT: Duration = Duration::from_secs(2);
 
-/// Whether hot-swap is asked for and possible in this process.
+/// Whether anything is asked for and possible in this process.
 pub fn is_on() -> bool {
-    !OFF.load(Ordering::Relaxed) && Config::get().hotswap
+    let config = Config::get();
+    !OFF.load(Ordering::Relaxed) && (config.hotswap || config.traces())
 }
 
 /// Starts what runs beside the host, once.
@@ -42,7 +43,7 @@ pub fn start() {
             libc::atexit(at_exit);
             libc::pthread_atfork(None, None, Some(in_child));
         }
-        if let Some(poll) = config.poll {
+        if let Some(poll) = config.poll.filter(|_| config.hotswap) {
             spawn("llama-sidecar", move || look_at_files(poll));
         }
         if let Some(path) = &config.control {
@@ -107,6 +108,9 @@ fn say_once_a_minute(error: &str) {
 
 /// Brings all models up to date; whether any tensor changed.
 pub fn reload_all() -> bool {
+    if !Config::get().hotswap {
+        return false;
+    }
     let mut changed = false;
     for model in registry::models() {
         match reload(&model) {
@@ -119,6 +123,9 @@ pub fn reload_all() -> bool {
 
 /// Brings one model up to date.
 pub fn reload(model: &Arc<Model>) -> Result<Report> {
+    if !Config::get().hotswap {
+        return Err(Error::HotSwapOff);
+    }
     let _one_at_a_time = RELOADING.lock();
     if OFF.load(Ordering::SeqCst) || !model.is_alive() {
         return Ok(Report::default());
@@ -133,6 +140,7 @@ extern "C" fn at_exit() {
         return;
     }
     gate::shut();
+    tracing::finish();
     control::stop();
     drop(RELOADING.try_lock_for(LAST_WAIT));
 }

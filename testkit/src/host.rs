@@ -19,6 +19,10 @@ use crate::fixtures::{fixture, upstream_libraries};
 /// compiling shaders for the first time.
 const PATIENCE: Duration = Duration::from_secs(300);
 
+/// llama.cpp with Vulkan, among the packages of node-llama-cpp.
+const VULKAN_LIBRARIES: &str =
+    "node/node_modules/@node-llama-cpp/linux-x64-vulkan/bins/linux-x64-vulkan";
+
 /// Which program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Program {
@@ -29,6 +33,10 @@ pub enum Program {
     NodeVulkan(u32),
     /// Python with ctypes.
     Python,
+    /// The same, counting experts itself.
+    PythonCounting,
+    /// The same with the Vulkan library and all layers on a software device.
+    PythonCountingVulkan,
     /// C, linked with libllama.
     C,
 }
@@ -66,21 +74,26 @@ impl Program {
                 command = Command::new("node");
                 command.arg(program).arg(model);
                 if let Program::NodeVulkan(layers) = self {
-                    let vulkan = fixture("vulkan");
-                    command
-                        .arg(layers.to_string())
-                        .env("VK_DRIVER_FILES", vulkan.join("driver.json"))
-                        .env("LD_LIBRARY_PATH", vulkan.join("lib"))
-                        .env("GGML_VK_VISIBLE_DEVICES", "0")
-                        .env("MESA_SHADER_CACHE_DIR", vulkan.join("shaders"));
+                    command.arg(layers.to_string());
+                    on_software_device(&mut command);
                 }
             }
-            Program::Python => {
+            Program::Python | Program::PythonCounting | Program::PythonCountingVulkan => {
+                let libraries = match self {
+                    Program::PythonCountingVulkan => fixture(VULKAN_LIBRARIES),
+                    _ => upstream_libraries(),
+                };
                 command = Command::new("python3");
                 command
                     .arg(hosts.join("python/host.py"))
-                    .arg(upstream_libraries())
+                    .arg(libraries)
                     .arg(model);
+                if self != Program::Python {
+                    command.arg("count");
+                }
+                if self == Program::PythonCountingVulkan {
+                    on_software_device(&mut command);
+                }
             }
             Program::C => {
                 command = Command::new(built("hosts-c/host"));
@@ -89,6 +102,16 @@ impl Program {
         }
         command
     }
+}
+
+/// Lets a host find the Vulkan loader and device of the fixtures.
+fn on_software_device(command: &mut Command) {
+    let vulkan = fixture("vulkan");
+    command
+        .env("VK_DRIVER_FILES", vulkan.join("driver.json"))
+        .env("LD_LIBRARY_PATH", vulkan.join("lib"))
+        .env("GGML_VK_VISIBLE_DEVICES", "0")
+        .env("MESA_SHADER_CACHE_DIR", vulkan.join("shaders"));
 }
 
 /// The drop-in library, in its release build.

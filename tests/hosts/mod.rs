@@ -1,4 +1,5 @@
 //! What a swap in a real host must do, whatever the host.
+#![allow(dead_code, reason = "each test uses what it needs")]
 
 use std::path::{Path, PathBuf};
 
@@ -79,4 +80,29 @@ pub fn swap_and_back(program: Program, original: &str, variant: &Path, tensors: 
         }
     }
     assert_eq!(host.end(), Some(0));
+}
+
+/// Counts of each layer and expert as the host itself counted them.
+pub fn counted_by_host(host: &mut Host) -> Vec<Vec<u64>> {
+    let counts: Value = serde_json::from_str(&host.ask("counts")).expect("JSON");
+    let counts = counts.as_object().expect("an object");
+    let layer = |layer: usize| {
+        let experts = &counts[&layer.to_string()];
+        let count = |expert: usize| experts[expert.to_string()].as_u64().unwrap_or(0);
+        (0..8).map(count).collect()
+    };
+    (0..counts.len()).map(layer).collect()
+}
+
+/// Counts of each layer and expert in a trace.
+pub fn traced(trace: &Value) -> Vec<Vec<u64>> {
+    let layers = trace["layers"].as_array().expect("layers");
+    let counts = |layer: &Value| {
+        let counts = layer["counts"].as_array().expect("counts");
+        counts
+            .iter()
+            .map(|count| count.as_u64().expect("a count"))
+            .collect()
+    };
+    layers.iter().map(counts).collect()
 }

@@ -1,0 +1,113 @@
+//! What counting costs: nanoseconds per activation, against a mutex and two hash maps.
+//!
+//! Run it with `cargo xtask bench trace`.
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use hashbrown::HashMap;
+use llama_sidecar::trace::{Ids, Layout, Trace};
+use parking_lot::Mutex;
+
+const LAYERS: u32 = 48;
+const EXPERTS: u32 = 512;
+const USED: usize = 10;
+/// Tokens of a batch.
+const TOKENS: usize = 64;
+/// Activations of a round, over all threads.
+const ACTIVATIONS: usize = 100_000_000;
+const ROUNDS: usize = 5;
+
+/// The design that is compared with: everything behind one lock, by hash.
+#[derive(Default)]
+struct Hashed {
+    maps: Mutex<(HashMap<u64, u64>, HashMap<(u32, u32), u64>)>,
+}
+
+impl Hashed {
+    fn record(&self, layer: u32, expert: u32) {
+        let mut maps = self.maps.lock();
+        *maps.0.entry(u64::from(expert)).or_insert(0) += 1;
+        *maps.1.entry((layer, expert)).or_insert(0) += 1;
+    }
+}
+
+fn routed(seed: u32) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(2_654_435_761).max(1);
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        state % EXPERTS
+    };
+    (0..TOKENS * USED)
+        .flat_map(|_| (next() as i32).to_ne_bytes())
+        .collect()
+}
+
+fn ids(bytes: &[u8]) -> Ids<'_> {
+    Ids {
+        bytes,
+        used: USED,
+        tokens: TOKENS,
+        used_stride: 4,
+        token_stride: 4 * USED,
+    }
+}
+
+/// Runs `work` on so many threads and returns nanoseconds per activation.
+fn run(threads: usize, activations: usize, work: impl Fn(u32, &[u8]) + Sync) -> f64 {
+    let batches = activations / threads / (TOKENS * USED);
+    let began = Instant::now();
+    std::thread::scope(|scope| {
+        for thread in 0..threads {
+            let work = &work;
+            scope.spawn(move || {
+                let bytes = routed(thread as u32 + 1);
+                for batch in 0..batches {
+                    work(batch as u32 % LAYERS, black_box(&bytes));
+                }
+            });
+        }
+    });
+    began.elapsed().as_secs_f64() * 1e9 / (batches * threads * TOKENS * USED) as f64
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+fn main() {
+    println!("### Counting activations\n");
+    println!(
+        "{LAYERS} layers of {EXPERTS} experts, {USED} per token, batches of {TOKENS} tokens; 10^8 activations a round (a tenth of it for the peer), alternating, medians of {ROUNDS}. Peer: one mutex and two hash maps. Limit: a load, an addition and a store in the first-level cache, about 1 ns.\n"
+    );
+    println!("| threads | peer ns | ours ns | ratio | total exact |");
+    println!("|---|---|---|---|---|");
+    for threads in [1, 8] {
+        let (mut theirs, mut ours) = (Vec::new(), Vec::new());
+        let mut exact = true;
+        for _ in 0..ROUNDS {
+            let hashed = Hashed::default();
+            theirs.push(run(threads, ACTIVATIONS / 10, |layer, bytes| {
+                for id in bytes.chunks_exact(4) {
+                    let id = u32::from_ne_bytes(id.try_into().expect("four bytes"));
+                    hashed.record(layer, id);
+                }
+            }));
+            let trace = Trace::new(Layout::new((0..LAYERS).map(|layer| (layer, EXPERTS))));
+            ours.push(run(threads, ACTIVATIONS, |layer, bytes| {
+                trace.record_batch(layer as usize, &ids(bytes));
+            }));
+            let batches = ACTIVATIONS / threads / (TOKENS * USED) * threads;
+            exact &= trace.snapshot().activations() == (batches * TOKENS * USED) as u64;
+        }
+        let (theirs, ours) = (median(theirs), median(ours));
+        println!(
+            "| {threads} | {theirs:.2} | {ours:.2} | **{:.1}x** | {exact} |",
+            theirs / ours
+        );
+        assert!(exact);
+    }
+}

@@ -1,0 +1,255 @@
+//! Which experts the evaluations of a model used.
+//!
+//! The routed ids are an operand of each matrix product over experts. Their memory is
+//! used again by the time the graph ends, unless they are marked as outputs of the
+//! graph before it is allocated. Then all layers can be read at once after the
+//! evaluation, at no cost to it. Gate, up and down share one tensor of ids, which is
+//! counted once.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use llama_sidecar::config::Config;
+use llama_sidecar::experts::ExpertName;
+use llama_sidecar::gguf::GgufFile;
+use llama_sidecar::gguf::Value as GgufValue;
+use llama_sidecar::log::{Level, log};
+use llama_sidecar::trace::{
+    About, AboutFile, Ids, Layout, Snapshot, Trace, to_csv, to_json, to_text,
+};
+use parking_lot::Mutex;
+use serde_json::Value;
+
+use crate::ggml::{Ggml, Tensor};
+
+/// `GGML_TENSOR_FLAG_OUTPUT`.
+const FLAG_OUTPUT: i32 = 2;
+
+/// What is counted of one model.
+pub struct ModelTrace {
+    counters: Trace,
+    about: About,
+}
+
+/// The routed ids of one layer in a graph.
+#[derive(Clone)]
+pub struct Routed {
+    ids: *mut Tensor,
+    trace: Arc<ModelTrace>,
+    /// Position of the layer.
+    layer: usize,
+}
+
+// SAFETY: the tensor is only read by the thread that evaluates, while it keeps the graph.
+unsafe impl Send for Routed {}
+
+/// Everything that was counted, also of models that are gone.
+static TRACES: Mutex<Vec<Arc<ModelTrace>>> = Mutex::new(Vec::new());
+
+impl ModelTrace {
+    /// Counters for the experts of a model; `None` when it has none, or nobody wants to
+    /// know.
+    pub fn of(files: &[GgufFile]) -> Option<Arc<ModelTrace>> {
+        if !Config::get().traces() {
+            return None;
+        }
+        let experts = |file: &GgufFile| -> Vec<(u32, u32)> {
+            let tensors = file.header.tensors.iter();
+            let counted = tensors.filter_map(|info| {
+                let name = ExpertName::parse(file.header.name(info).to_str().ok()?)?;
+                let count = name.expert.map_or(info.ne[2] as u32, |expert| expert + 1);
+                Some((name.layer, count))
+            });
+            counted.collect()
+        };
+        let layout = Layout::new(files.iter().flat_map(experts));
+        if layout.layers().is_empty() {
+            return None;
+        }
+        let trace = Arc::new(ModelTrace {
+            counters: Trace::new(layout),
+            about: about(files),
+        });
+        TRACES.lock().push(trace.clone());
+        Some(trace)
+    }
+
+    /// Marks the ids that route to a weight of this name, so that they outlive their
+    /// graph; `None` when they route to no experts.
+    ///
+    /// # Safety
+    ///
+    /// A live tensor of this copy of ggml, in a graph that is not yet allocated.
+    pub unsafe fn keep_ids(
+        self: &Arc<Self>,
+        ggml: &Ggml,
+        weight: &str,
+        ids: *mut Tensor,
+    ) -> Option<Routed> {
+        let layer = ExpertName::parse(weight)?.layer;
+        let layer = self.counters.layout().position(layer)?;
+        let layout = &ggml.layout;
+        let mut tensor = ids;
+        while !tensor.is_null() {
+            // SAFETY: as the caller vouches; a view lives as long as what it views.
+            unsafe {
+                let flags: i32 = layout.read(tensor, layout.flags);
+                layout.write(tensor, layout.flags, flags | FLAG_OUTPUT);
+                tensor = layout.read(tensor, layout.view_src);
+            }
+        }
+        Some(Routed {
+            ids,
+            trace: self.clone(),
+            layer,
+        })
+    }
+}
+
+impl Routed {
+    /// Whether this is the same matrix of ids.
+    pub fn is_of(&self, ids: *mut Tensor) -> bool {
+        self.ids == ids
+    }
+
+    /// Counts the ids of an evaluation that has ended.
+    ///
+    /// # Safety
+    ///
+    /// The graph is live and its backends are done.
+    pub unsafe fn count(&self, ggml: &Ggml, buffer: &mut Vec<u8>) {
+        let (f, layout) = (&ggml.f, &ggml.layout);
+        // SAFETY: as the caller vouches.
+        let (ne, nb): ([i64; 4], [usize; 4]) = unsafe {
+            (
+                layout.read(self.ids, layout.ne),
+                layout.read(self.ids, layout.nb),
+            )
+        };
+        let (used, tokens) = (ne[0].max(0) as usize, ne[1].max(0) as usize);
+        // libllama warms a model up by routing to all experts: that is no workload.
+        let expected = self.trace.about.experts_used as usize;
+        if used == 0 || tokens == 0 || (expected > 0 && used > expected) {
+            return;
+        }
+        let len = (tokens - 1) * nb[1] + (used - 1) * nb[0] + 4;
+        buffer.resize(len, 0);
+        // SAFETY: the ids were kept, and are as large as their extents say.
+        unsafe { (f.ggml_backend_tensor_get)(self.ids, buffer.as_mut_ptr().cast(), 0, len) };
+        let ids = Ids {
+            bytes: buffer,
+            used,
+            tokens,
+            used_stride: nb[0],
+            token_stride: nb[1],
+        };
+        self.trace.counters.record_batch(self.layer, &ids);
+    }
+}
+
+fn about(files: &[GgufFile]) -> About {
+    let first = &files[0];
+    let value = |key: &str| {
+        let key = first.header.key(key.as_bytes())?;
+        first.value(key).ok()
+    };
+    let text = |key: &str| match value(key) {
+        Some(GgufValue::Text(text)) => String::from_utf8_lossy(&text).into_owned(),
+        _ => String::new(),
+    };
+    let architecture = text("general.architecture");
+    let used = first
+        .header
+        .key(format!("{architecture}.expert_used_count").as_bytes());
+    About {
+        name: text("general.name"),
+        experts_used: used.and_then(|key| key.as_u64()).unwrap_or(0),
+        architecture,
+        files: files
+            .iter()
+            .map(|file| AboutFile {
+                path: file.source.path().display().to_string(),
+                size: file.source.id().size,
+                mtime: file.source.id().mtime,
+            })
+            .collect(),
+    }
+}
+
+/// What was counted so far, model by model.
+pub fn as_json() -> Vec<Value> {
+    let traces = TRACES.lock().clone();
+    let json = |trace: &Arc<ModelTrace>| to_json(&trace.about, &trace.counters.snapshot());
+    traces.iter().map(json).collect()
+}
+
+/// Begins to count anew.
+pub fn reset() {
+    for trace in TRACES.lock().iter() {
+        trace.counters.reset();
+    }
+}
+
+/// Writes what was asked for, at the end of the process.
+pub fn finish() {
+    let config = Config::get();
+    // The process ends: whoever holds the lock now never gives it back.
+    let Some(traces) = TRACES.try_lock() else {
+        return;
+    };
+    for (number, trace) in traces.iter().enumerate() {
+        let snapshot = trace.counters.snapshot();
+        if config.trace_summary {
+            eprint!(
+                "{}",
+                to_text(&trace.about, &snapshot, config.trace_per_layer)
+            );
+        }
+        if let Some(path) = &config.trace_output {
+            let path = numbered(path, number);
+            if let Err(error) = write(&path, trace, &snapshot) {
+                log(
+                    Level::Error,
+                    format_args!(
+                        "LLAMA_EXPERT_TRACE_OUTPUT: cannot write {}: {error}; the counts are lost, but for the summary of LLAMA_EXPERT_TRACE_STATS=1",
+                        path.display()
+                    ),
+                );
+            }
+        }
+    }
+}
+
+/// The path for the first model, and one with a number for each further.
+fn numbered(path: &Path, number: usize) -> PathBuf {
+    if number == 0 {
+        return path.to_owned();
+    }
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+    let name = match path.extension() {
+        Some(extension) => format!("{stem}-{}.{}", number + 1, extension.to_string_lossy()),
+        None => format!("{stem}-{}", number + 1),
+    };
+    path.with_file_name(name)
+}
+
+/// Writes beside the path and renames: a reader sees all of it or what was there.
+fn write(path: &Path, trace: &ModelTrace, snapshot: &Snapshot) -> std::io::Result<()> {
+    let csv = path.extension().is_some_and(|extension| extension == "csv");
+    let text = match csv {
+        true => to_csv(snapshot),
+        false => format!("{:#}\n", to_json(&trace.about, snapshot)),
+    };
+    if fs::metadata(path).is_ok_and(|found| !found.is_file()) {
+        // A pipe or a terminal is written to as it is.
+        return fs::write(path, text);
+    }
+    let mut beside = path.as_os_str().to_owned();
+    beside.push(".part");
+    let written = fs::write(&beside, text).and_then(|()| fs::rename(&beside, path));
+    if written.is_err() {
+        let _ = fs::remove_file(&beside);
+    }
+    written
+}
