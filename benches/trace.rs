@@ -21,14 +21,20 @@ const ROUNDS: usize = 5;
 /// The design that is compared with: everything behind one lock, by hash.
 #[derive(Default)]
 struct Hashed {
-    maps: Mutex<(HashMap<u64, u64>, HashMap<(u32, u32), u64>)>,
+    maps: Mutex<Maps>,
+}
+
+#[derive(Default)]
+struct Maps {
+    by_expert: HashMap<u64, u64>,
+    by_layer: HashMap<(u32, u32), u64>,
 }
 
 impl Hashed {
     fn record(&self, layer: u32, expert: u32) {
         let mut maps = self.maps.lock();
-        *maps.0.entry(u64::from(expert)).or_insert(0) += 1;
-        *maps.1.entry((layer, expert)).or_insert(0) += 1;
+        *maps.by_expert.entry(u64::from(expert)).or_insert(0) += 1;
+        *maps.by_layer.entry((layer, expert)).or_insert(0) += 1;
     }
 }
 

@@ -1,11 +1,12 @@
-//! `llama-sidecar status`, `reload` and `ping`: requests to the control socket of a
-//! running host.
+//! `llama-sidecar status`, `reload`, `trace` and `ping`: requests to the control socket
+//! of a running host.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
+use llama_sidecar::trace::{from_json, to_text};
 use serde_json::{Value, json};
 
 /// Sends a request and prints the answer, as text or as it came.
@@ -17,6 +18,8 @@ pub fn run(socket: &Path, command: &str, as_json: bool) -> Result<()> {
         match command {
             "status" => print_status(&answer),
             "reload" => print_reload(&answer),
+            "trace" => print_trace(&answer)?,
+            "trace-reset" => println!("counted anew from here on"),
             _ => println!("a host answers at {}", socket.display()),
         }
     }
@@ -107,6 +110,14 @@ fn print_reload(answer: &Value) {
             );
         }
     }
+}
+
+fn print_trace(answer: &Value) -> Result<()> {
+    for trace in list(&answer["traces"]) {
+        let (about, counts) = from_json(trace).map_err(anyhow::Error::msg)?;
+        print!("{}", to_text(&about, &counts, true));
+    }
+    Ok(())
 }
 
 fn list(value: &Value) -> &[Value] {

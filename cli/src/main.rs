@@ -3,6 +3,8 @@
 mod control;
 mod inspect;
 mod load;
+mod picture;
+mod report;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -37,6 +39,30 @@ enum Command {
     Reload(Control),
     /// Ask whether a host is there.
     Ping(Control),
+    /// Ask a running host which experts its models used so far.
+    Trace {
+        #[command(flatten)]
+        at: Control,
+        /// Count anew from here on.
+        #[arg(long)]
+        reset: bool,
+    },
+    /// Show expert traces: a page with -o, a picture with --svg, text without.
+    Report {
+        /// Traces as written to LLAMA_EXPERT_TRACE_OUTPUT; several of the same model are
+        /// added up.
+        #[arg(required = true)]
+        traces: Vec<PathBuf>,
+        /// Write a self-contained HTML page.
+        #[arg(short, long)]
+        output: Option<PathBuf>,
+        /// Write the heat map alone, as SVG.
+        #[arg(long, requires = "output")]
+        svg: bool,
+        /// Show traces beside each other.
+        #[arg(long)]
+        compare: bool,
+    },
     /// Load all tensors of a model into memory and say how long it took.
     Load {
         /// A GGUF file, or any shard of a model.
@@ -61,6 +87,21 @@ fn main() -> ExitCode {
         Command::Inspect { file, json } => inspect::run(&file, json),
         Command::Status(at) => control::run(&at.socket, "status", at.json),
         Command::Reload(at) => control::run(&at.socket, "reload", at.json),
+        Command::Trace { at, reset: true } => control::run(&at.socket, "trace-reset", at.json),
+        Command::Trace { at, reset: false } => control::run(&at.socket, "trace", at.json),
+        Command::Report {
+            traces,
+            output,
+            svg,
+            compare,
+        } => report::run(
+            &traces,
+            &report::Output {
+                path: output,
+                svg,
+                compare,
+            },
+        ),
         Command::Ping(at) => control::run(&at.socket, "ping", at.json),
         Command::Load { file } => load::run(&file),
     };

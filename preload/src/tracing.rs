@@ -7,6 +7,7 @@
 //! counted once.
 
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -201,10 +202,9 @@ pub fn finish() {
     for (number, trace) in traces.iter().enumerate() {
         let snapshot = trace.counters.snapshot();
         if config.trace_summary {
-            eprint!(
-                "{}",
-                to_text(&trace.about, &snapshot, config.trace_per_layer)
-            );
+            let text = to_text(&trace.about, &snapshot, config.trace_per_layer);
+            // Nobody may be there to read it any more.
+            let _ = std::io::stderr().write_all(text.as_bytes());
         }
         if let Some(path) = &config.trace_output {
             let path = numbered(path, number);

@@ -1,10 +1,11 @@
 //! What was counted, as JSON, CSV and text.
 
 use std::fmt::Write;
+use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::counters::Snapshot;
+use super::counters::{LayerCounts, Snapshot};
 
 /// Name and version of the JSON format.
 ///
@@ -69,6 +70,59 @@ pub fn to_json(about: &About, snapshot: &Snapshot) -> Value {
         "seconds": snapshot.time.as_secs_f64(),
         "layers": layers.collect::<Vec<_>>(),
     })
+}
+
+/// Reads the JSON of [`SCHEMA`]; an error says what is wrong with it.
+pub fn from_json(json: &Value) -> Result<(About, Snapshot), String> {
+    let schema = json["schema"].as_str().unwrap_or_default();
+    if schema != SCHEMA {
+        return Err(format!(
+            "expected \"schema\": \"{SCHEMA}\", found {}",
+            json["schema"]
+        ));
+    }
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+    let number = |value: &Value, what: &str| {
+        let found = value.as_u64();
+        found.ok_or_else(|| format!("expected a count as {what}, found {value}"))
+    };
+    let model = &json["model"];
+    let files = list(&model["files"])
+        .iter()
+        .map(|file| AboutFile {
+            path: text(&file["path"]),
+            size: file["size"].as_u64().unwrap_or(0),
+            mtime: file["mtime"].as_i64().unwrap_or(0),
+        })
+        .collect();
+    let mut layers = Vec::new();
+    for layer in list(&json["layers"]) {
+        let number_of = number(&layer["layer"], "a layer's number")?;
+        let counts = list(&layer["counts"]);
+        layers.push(LayerCounts {
+            layer: u32::try_from(number_of).map_err(|_| format!("layer {number_of}"))?,
+            tokens: number(&layer["tokens"], "a layer's tokens")?,
+            experts: counts
+                .iter()
+                .map(|count| number(count, "a layer's counts"))
+                .collect::<Result<_, _>>()?,
+        });
+    }
+    layers.sort_by_key(|layer| layer.layer);
+    let seconds = json["seconds"].as_f64().unwrap_or(0.0);
+    let snapshot = Snapshot {
+        layers,
+        rejected: number(&json["rejected"], "\"rejected\"")?,
+        time: Duration::try_from_secs_f64(seconds).unwrap_or_default(),
+    };
+    let about = About {
+        name: text(&model["name"]),
+        architecture: text(&model["architecture"]),
+        files,
+        experts_used: json["experts_used"].as_u64().unwrap_or(0),
+    };
+    Ok((about, snapshot))
 }
 
 /// A line for each expert, with its share of the activations of its layer.
@@ -171,6 +225,10 @@ mod tests {
         };
         let json = to_json(&about, &counted());
         assert_eq!(json["schema"], SCHEMA);
+        let read = from_json(&json).expect("our own");
+        assert_eq!((&read.0, &read.1.layers), (&about, &counted().layers));
+        assert!(from_json(&json!({"schema": "another"})).is_err());
+        assert!(from_json(&json!({"schema": SCHEMA, "layers": [{"layer": -1}]})).is_err());
         assert_eq!(json["model"]["name"], "a \"model\"");
         assert_eq!(json["layers"][0]["counts"], json!([2, 0, 1]));
         assert_eq!(

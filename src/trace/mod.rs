@@ -7,6 +7,8 @@
 
 mod counters;
 mod export;
+mod figures;
 
 pub use counters::{Ids, LayerCounts, Layout, Snapshot, Trace};
-pub use export::{About, AboutFile, SCHEMA, to_csv, to_json, to_text};
+pub use export::{About, AboutFile, SCHEMA, from_json, to_csv, to_json, to_text};
+pub use figures::{Figures, coverage, experts_for};

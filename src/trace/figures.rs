@@ -1,0 +1,107 @@
+//! What counts tell: how uneven the use of experts is.
+
+use super::counters::{LayerCounts, Snapshot};
+
+/// Figures of one layer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Figures {
+    /// Entropy of the use of its experts over that of even use: 1 is even, 0 is a
+    /// single expert. 1 for a layer of one expert.
+    pub evenness: f64,
+    /// Share of the activations that the most used experts have, as many as there are per
+    /// token: even use gives `used / experts`.
+    pub top_share: f64,
+    /// Experts that were never used.
+    pub unused: usize,
+}
+
+impl Figures {
+    /// Figures of a layer whose tokens use so many experts each.
+    pub fn of(layer: &LayerCounts, used: u64) -> Figures {
+        let all = layer.activations() as f64;
+        let shares = layer.experts.iter().filter(|&&count| count > 0);
+        let entropy: f64 = shares
+            .map(|&count| {
+                let share = count as f64 / all;
+                -share * share.ln()
+            })
+            .sum();
+        let even = (layer.experts.len() as f64).ln();
+        Figures {
+            evenness: if even > 0.0 { entropy / even } else { 1.0 },
+            top_share: coverage(&layer.experts)
+                .get((used as usize).max(1) - 1)
+                .copied()
+                .unwrap_or(0.0),
+            unused: layer.experts.iter().filter(|&&count| count == 0).count(),
+        }
+    }
+}
+
+/// Share of the activations that the 1, 2, 3, … most used experts have; zeros when there
+/// are none.
+pub fn coverage(counts: &[u64]) -> Vec<f64> {
+    let mut counts = counts.to_vec();
+    counts.sort_unstable_by(|a, b| b.cmp(a));
+    let all = counts.iter().sum::<u64>().max(1) as f64;
+    let mut sum = 0;
+    let share = |&count: &u64| {
+        sum += count;
+        sum as f64 / all
+    };
+    counts.iter().map(share).collect()
+}
+
+/// How many (layer, expert) pairs carry a share of all activations, the most used first,
+/// each layer by itself: what a cache must hold that is to be hit this often.
+pub fn experts_for(snapshot: &Snapshot, share: f64) -> usize {
+    let needed = |layer: &LayerCounts| match layer.activations() {
+        0 => 0,
+        _ => {
+            let covered = coverage(&layer.experts);
+            1 + covered
+                .iter()
+                .take_while(|&&sum| sum < share - 1e-12)
+                .count()
+        }
+    };
+    snapshot.layers.iter().map(needed).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layer(experts: &[u64]) -> LayerCounts {
+        LayerCounts {
+            layer: 0,
+            tokens: 1,
+            experts: experts.to_vec(),
+        }
+    }
+
+    #[test]
+    fn even_use_and_a_single_expert() {
+        let even = Figures::of(&layer(&[5; 8]), 2);
+        assert!((even.evenness - 1.0).abs() < 1e-12);
+        assert!((even.top_share - 0.25).abs() < 1e-12);
+        let single = Figures::of(&layer(&[0, 9, 0, 0]), 1);
+        assert_eq!(
+            (single.evenness, single.top_share, single.unused),
+            (0.0, 1.0, 3)
+        );
+        let nothing = Figures::of(&layer(&[0, 0]), 1);
+        assert_eq!((nothing.evenness, nothing.top_share), (0.0, 0.0));
+    }
+
+    #[test]
+    fn coverage_counts_the_most_used_first() {
+        assert_eq!(coverage(&[1, 6, 0, 3]), [0.6, 0.9, 1.0, 1.0]);
+        let snapshot = Snapshot {
+            layers: vec![layer(&[1, 6, 0, 3]), layer(&[0, 0, 0, 0])],
+            ..Snapshot::default()
+        };
+        let needed = [0.5, 0.9, 0.99].map(|share| experts_for(&snapshot, share));
+        assert_eq!(needed, [1, 2, 3]);
+    }
+}
