@@ -110,6 +110,9 @@ enum llama_sidecar_axis {
 // other's.
 struct llama_context;
 
+// Counts of the experts of a model.
+struct llama_expert_trace;
+
 // An open model. Not the llama_model of llama.cpp: neither library accepts the other's.
 struct llama_model;
 
@@ -541,6 +544,60 @@ enum llama_sidecar_status llama_sidecar_tensor_read(const struct llama_model *mo
                                                     uint64_t offset,
                                                     void *buffer,
                                                     size_t size);
+
+// Begins to count which experts of a model are used. Returns NULL on failure, for example when the
+// model has no routed experts. Free the result with llama_expert_trace_free; it does not keep the
+// model alive.
+//
+// Any number of threads may record at the same time: each has counters of its own.
+struct llama_expert_trace *llama_expert_trace_new(const struct llama_model *model);
+
+// Frees a trace.
+enum llama_sidecar_status llama_expert_trace_free(struct llama_expert_trace *trace);
+
+// Counts one token that used one expert. `layer` is the number in the tensors' names.
+enum llama_sidecar_status llama_expert_trace_record(const struct llama_expert_trace *trace,
+                                                    uint32_t layer,
+                                                    uint32_t expert);
+
+// Counts a matrix of routed ids: for each of `n_tokens` tokens `n_used` experts, as ggml lays out
+// src[2] of GGML_OP_MUL_MAT_ID. `used_stride` is its nb[0] and `token_stride` its nb[1], in bytes;
+// rows may be padded.
+//
+// Ids that are no experts of the layer are counted as rejected and otherwise left out.
+enum llama_sidecar_status llama_expert_trace_record_batch(const struct llama_expert_trace *trace,
+                                                          uint32_t layer,
+                                                          const int32_t *ids,
+                                                          size_t n_used,
+                                                          size_t n_tokens,
+                                                          size_t used_stride,
+                                                          size_t token_stride);
+
+// Copies the counts of a layer: how often each expert was used since the trace began or was reset,
+// and how many tokens the layer routed. Of more than `n_counts` experts, the first are copied.
+//
+// `counts` can be NULL when `n_counts` is 0; `tokens` and `n_experts` can be NULL.
+enum llama_sidecar_status llama_expert_trace_counts(const struct llama_expert_trace *trace,
+                                                    uint32_t layer,
+                                                    uint64_t *counts,
+                                                    size_t n_counts,
+                                                    uint64_t *tokens,
+                                                    size_t *n_experts);
+
+// Forgets what was counted so far.
+enum llama_sidecar_status llama_expert_trace_reset(const struct llama_expert_trace *trace);
+
+// Writes what was counted: CSV to a path that ends in ".csv" (layer,expert,count,share), JSON to any
+// other (docs/expert-trace.md). The file is written beside the path and renamed.
+enum llama_sidecar_status llama_expert_trace_write(const struct llama_expert_trace *trace,
+                                                   const char *path);
+
+// Writes a summary for people into `buffer`, cut to `size` bytes with the NUL, and returns how long
+// the whole text is; 0 on failure. `buffer` can be NULL when `size` is 0.
+size_t llama_expert_trace_summary(const struct llama_expert_trace *trace,
+                                  bool per_layer,
+                                  char *buffer,
+                                  size_t size);
 
 #ifdef __cplusplus
 }  // extern "C"

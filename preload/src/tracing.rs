@@ -6,7 +6,6 @@
 //! evaluation, at no cost to it. Gate, up and down share one tensor of ids, which is
 //! counted once.
 
-use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,11 +13,8 @@ use std::sync::Arc;
 use llama_sidecar::config::Config;
 use llama_sidecar::experts::ExpertName;
 use llama_sidecar::gguf::GgufFile;
-use llama_sidecar::gguf::Value as GgufValue;
 use llama_sidecar::log::{Level, log};
-use llama_sidecar::trace::{
-    About, AboutFile, Ids, Layout, Snapshot, Trace, to_csv, to_json, to_text,
-};
+use llama_sidecar::trace::{About, Ids, Layout, Trace, to_json, to_text, write};
 use parking_lot::Mutex;
 use serde_json::Value;
 
@@ -55,22 +51,13 @@ impl ModelTrace {
         if !Config::get().traces() {
             return None;
         }
-        let experts = |file: &GgufFile| -> Vec<(u32, u32)> {
-            let tensors = file.header.tensors.iter();
-            let counted = tensors.filter_map(|info| {
-                let name = ExpertName::parse(file.header.name(info).to_str().ok()?)?;
-                let count = name.expert.map_or(info.ne[2] as u32, |expert| expert + 1);
-                Some((name.layer, count))
-            });
-            counted.collect()
-        };
-        let layout = Layout::new(files.iter().flat_map(experts));
+        let layout = Layout::of(files);
         if layout.layers().is_empty() {
             return None;
         }
         let trace = Arc::new(ModelTrace {
             counters: Trace::new(layout),
-            about: about(files),
+            about: About::of(files),
         });
         TRACES.lock().push(trace.clone());
         Some(trace)
@@ -149,35 +136,6 @@ impl Routed {
     }
 }
 
-fn about(files: &[GgufFile]) -> About {
-    let first = &files[0];
-    let value = |key: &str| {
-        let key = first.header.key(key.as_bytes())?;
-        first.value(key).ok()
-    };
-    let text = |key: &str| match value(key) {
-        Some(GgufValue::Text(text)) => String::from_utf8_lossy(&text).into_owned(),
-        _ => String::new(),
-    };
-    let architecture = text("general.architecture");
-    let used = first
-        .header
-        .key(format!("{architecture}.expert_used_count").as_bytes());
-    About {
-        name: text("general.name"),
-        experts_used: used.and_then(|key| key.as_u64()).unwrap_or(0),
-        architecture,
-        files: files
-            .iter()
-            .map(|file| AboutFile {
-                path: file.source.path().display().to_string(),
-                size: file.source.id().size,
-                mtime: file.source.id().mtime,
-            })
-            .collect(),
-    }
-}
-
 /// What was counted so far, model by model.
 pub fn as_json() -> Vec<Value> {
     let traces = TRACES.lock().clone();
@@ -208,7 +166,7 @@ pub fn finish() {
         }
         if let Some(path) = &config.trace_output {
             let path = numbered(path, number);
-            if let Err(error) = write(&path, trace, &snapshot) {
+            if let Err(error) = write(&path, &trace.about, &snapshot) {
                 log(
                     Level::Error,
                     format_args!(
@@ -232,24 +190,4 @@ fn numbered(path: &Path, number: usize) -> PathBuf {
         None => format!("{stem}-{}", number + 1),
     };
     path.with_file_name(name)
-}
-
-/// Writes beside the path and renames: a reader sees all of it or what was there.
-fn write(path: &Path, trace: &ModelTrace, snapshot: &Snapshot) -> std::io::Result<()> {
-    let csv = path.extension().is_some_and(|extension| extension == "csv");
-    let text = match csv {
-        true => to_csv(snapshot),
-        false => format!("{:#}\n", to_json(&trace.about, snapshot)),
-    };
-    if fs::metadata(path).is_ok_and(|found| !found.is_file()) {
-        // A pipe or a terminal is written to as it is.
-        return fs::write(path, text);
-    }
-    let mut beside = path.as_os_str().to_owned();
-    beside.push(".part");
-    let written = fs::write(&beside, text).and_then(|()| fs::rename(&beside, path));
-    if written.is_err() {
-        let _ = fs::remove_file(&beside);
-    }
-    written
 }

@@ -23,6 +23,7 @@ pub(super) enum Object {
     Model(Arc<super::model::OpenModel>),
     Context(Arc<Context>),
     Report(Arc<super::reload::OwnedReport>),
+    Trace(Arc<super::trace::OwnedTrace>),
 }
 
 #[derive(Default)]
@@ -60,6 +61,11 @@ pub struct llama_sidecar_report {
     _opaque: [u8; 0],
 }
 
+/// Counts of the experts of a model.
+pub struct llama_expert_trace {
+    _opaque: [u8; 0],
+}
+
 macro_rules! handle {
     ($name:ident, $variant:ident, $object:ty) => {
         impl Handle for $name {
@@ -83,6 +89,7 @@ macro_rules! handle {
 handle!(llama_model, Model, super::model::OpenModel);
 handle!(llama_context, Context, Context);
 handle!(llama_sidecar_report, Report, super::reload::OwnedReport);
+handle!(llama_expert_trace, Trace, super::trace::OwnedTrace);
 
 /// Puts an object into the table.
 pub(super) fn new<H: Handle>(object: H::Object) -> *mut H {

@@ -14,6 +14,7 @@ mod params;
 mod reload;
 mod status;
 mod tensor;
+mod trace;
 
 use std::ffi::{CStr, c_char};
 

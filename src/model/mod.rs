@@ -132,6 +132,11 @@ struct Current {
 }
 
 impl Model {
+    /// Its files, in the order of the shards.
+    pub fn gguf_files(&self) -> impl Iterator<Item = &GgufFile> {
+        self.files.iter().map(|file| &file.gguf)
+    }
+
     /// Opens the model that `path`, a GGUF file or any shard of one, belongs to.
     pub fn open(path: &Path, options: Options) -> Result<Model> {
         options.placement.check(&options.devices)?;

@@ -1,10 +1,13 @@
 //! What was counted, as JSON, CSV and text.
 
 use std::fmt::Write;
+use std::fs;
+use std::path::Path;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use super::about::{About, AboutFile};
 use super::counters::{LayerCounts, Snapshot};
 
 /// Name and version of the JSON format.
@@ -21,30 +24,6 @@ use super::counters::{LayerCounts, Snapshot};
 /// | `seconds` | since the trace began or was reset |
 /// | `layers` | `layer` (number), `tokens`, `counts` (activations by expert) |
 pub const SCHEMA: &str = "llama-sidecar/expert-trace/1";
-
-/// Whose experts were counted.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct About {
-    /// `general.name`.
-    pub name: String,
-    /// `general.architecture`.
-    pub architecture: String,
-    /// The files of the model.
-    pub files: Vec<AboutFile>,
-    /// Experts per token; 0 when not known.
-    pub experts_used: u64,
-}
-
-/// A file of the model whose experts were counted.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct AboutFile {
-    /// Where it was.
-    pub path: String,
-    /// Its size in bytes.
-    pub size: u64,
-    /// Its modification time, seconds since 1970.
-    pub mtime: i64,
-}
 
 /// The JSON of [`SCHEMA`].
 pub fn to_json(about: &About, snapshot: &Snapshot) -> Value {
@@ -136,6 +115,27 @@ pub fn to_csv(snapshot: &Snapshot) -> String {
         }
     }
     text
+}
+
+/// Writes a file, as CSV if its name ends so and as JSON otherwise: beside the path and
+/// renamed, so that a reader sees all of it or what was there.
+pub fn write(path: &Path, about: &About, snapshot: &Snapshot) -> std::io::Result<()> {
+    let csv = path.extension().is_some_and(|extension| extension == "csv");
+    let text = match csv {
+        true => to_csv(snapshot),
+        false => format!("{:#}\n", to_json(about, snapshot)),
+    };
+    if fs::metadata(path).is_ok_and(|found| !found.is_file()) {
+        // A pipe or a terminal is written to as it is.
+        return fs::write(path, text);
+    }
+    let mut beside = path.as_os_str().to_owned();
+    beside.push(".part");
+    let written = fs::write(&beside, text).and_then(|()| fs::rename(&beside, path));
+    if written.is_err() {
+        let _ = fs::remove_file(&beside);
+    }
+    written
 }
 
 /// A summary for people: the most used experts, and with `per_layer` those of each

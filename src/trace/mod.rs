@@ -5,10 +5,12 @@
 //! snapshot adds those up. A reset writes to nobody's counters either; it remembers
 //! what they were.
 
+mod about;
 mod counters;
 mod export;
 mod figures;
 
+pub use about::{About, AboutFile};
 pub use counters::{Ids, LayerCounts, Layout, Snapshot, Trace};
-pub use export::{About, AboutFile, SCHEMA, from_json, to_csv, to_json, to_text};
+pub use export::{SCHEMA, from_json, to_csv, to_json, to_text, write};
 pub use figures::{Figures, coverage, experts_for};
