@@ -69,23 +69,31 @@ fn start() {
 fn idle() {
     const TOKENS: usize = 60;
     const ROUNDS: usize = 41;
-    println!("### Idle: evaluations with hot-swap on and nothing to swap\n");
+    println!("### Evaluations with hot-swap on and nothing to swap, and with experts counted\n");
     println!(
-        "Peer: the same host without the drop-in. {ROUNDS} rounds of a text of {TOKENS} tokens, alternating; the middle half of the rounds in brackets. Limit: a few atomic operations per token.\n"
+        "Peer: the same host without the drop-in, two processes of it, so that what one process has over another shows. {ROUNDS} rounds of a text of {TOKENS} tokens, alternating; the middle half of the rounds in brackets. Limit: a few atomic operations per token, and copying 30 x 8 bytes for the experts.\n"
     );
     println!(
-        "| model | without ms/token | with ms/token | ratio of medians | of the fastest rounds | without against without |"
+        "| model | with | without ms/token | with ms/token | ratio of medians | of the fastest rounds |"
     );
     println!("|---|---|---|---|---|---|");
+    let trace = || {
+        DropIn::On(vec![
+            ("LLAMA_HOTSWAP_ENABLED", "0".into()),
+            ("LLAMA_EXPERT_TRACE_OUTPUT", "/dev/null".into()),
+            ("LLAMA_SIDECAR_LOG", "warn".into()),
+        ])
+    };
     for name in ["smollm2.gguf", "moe.gguf"] {
         let model = fixture(name);
-        let mut hosts = [DropIn::Absent, quiet(), DropIn::Absent]
+        let labels = ["nothing (the second process)", "hot-swap", "expert trace"];
+        let mut hosts = [DropIn::Absent, DropIn::Absent, quiet(), trace()]
             .map(|drop_in| Host::start(Program::C, &model, &drop_in));
         let command = format!("text {TOKENS}");
-        let mut times = [const { Vec::new() }; 3];
+        let mut times = [const { Vec::new() }; 4];
         for round in 0..ROUNDS + 1 {
-            for turn in 0..3 {
-                let at = (round + turn) % 3;
+            for turn in 0..hosts.len() {
+                let at = (round + turn) % hosts.len();
                 let time = seconds(|| drop(hosts[at].ask(&command)));
                 // The first round warms up.
                 if round > 0 {
@@ -93,23 +101,27 @@ fn idle() {
                 }
             }
         }
-        // Two processes without it, so that what one process has over another shows.
-        let both = |round: usize| (times[0][round] + times[2][round]) / 2.0;
-        let spread = |ratio: &dyn Fn(usize) -> f64| {
-            let mut all: Vec<f64> = (0..ROUNDS).map(ratio).collect();
-            let middle = median(&mut all);
-            (middle, all[ROUNDS / 4], all[ROUNDS * 3 / 4])
-        };
-        let (ratio, low, high) = spread(&|round| times[1][round] / both(round));
-        let (same, same_low, same_high) = spread(&|round| times[2][round] / times[0][round]);
-        let mut without: Vec<f64> = (0..ROUNDS).map(both).collect();
         let fastest = |times: &[f64]| times.iter().copied().fold(f64::MAX, f64::min);
-        println!(
-            "| {name} | {:.3} | {:.3} | **{ratio:.4}** ({low:.3} to {high:.3}) | {:.4} | {same:.4} ({same_low:.3} to {same_high:.3}) |",
-            median(&mut without),
-            median(&mut times[1].clone()),
-            fastest(&times[1]) / fastest(&times[0]).min(fastest(&times[2])),
-        );
+        for (with, label) in labels.iter().enumerate().map(|(at, label)| (at + 1, label)) {
+            // The second process without it is compared with the first alone.
+            let without = |round: usize| match with {
+                1 => times[0][round],
+                _ => (times[0][round] + times[1][round]) / 2.0,
+            };
+            let mut ratios: Vec<f64> = (0..ROUNDS)
+                .map(|round| times[with][round] / without(round))
+                .collect();
+            let ratio = median(&mut ratios);
+            let mut peer: Vec<f64> = (0..ROUNDS).map(without).collect();
+            println!(
+                "| {name} | {label} | {:.3} | {:.3} | **{ratio:.4}** ({:.3} to {:.3}) | {:.4} |",
+                median(&mut peer),
+                median(&mut times[with].clone()),
+                ratios[ROUNDS / 4],
+                ratios[ROUNDS * 3 / 4],
+                fastest(&times[with]) / fastest(&peer),
+            );
+        }
     }
     println!();
 }

@@ -7,6 +7,7 @@
 //! | `LLAMA_HOTSWAP_KV` | `keep` | drop-in: what becomes of cached context after a swap: `keep` or `clear` |
 //! | `LLAMA_SIDECAR_CONTROL` | none | drop-in: path of the control socket |
 //! | `LLAMA_EXPERT_TRACE_STATS` | off | drop-in: count which experts are used; a summary at the end |
+//! | `LLAMA_EXPERT_TRACE_NAMES` | off | drop-in, with one of the others: log the name of each expert that an evaluation uses |
 //! | `LLAMA_EXPERT_TRACE_PER_LAYER` | off | drop-in: the summary also layer by layer |
 //! | `LLAMA_EXPERT_TRACE_OUTPUT` | none | drop-in: count, and write the counts there at the end: JSON, or CSV by extension |
 //! | `LLAMA_SIDECAR_SPLIT` | none | cut matrices over the devices after the first, in these proportions: `3,1,1` |
@@ -41,6 +42,8 @@ pub struct Config {
     pub control: Option<PathBuf>,
     /// `LLAMA_EXPERT_TRACE_STATS`.
     pub trace_summary: bool,
+    /// `LLAMA_EXPERT_TRACE_NAMES`.
+    pub trace_names: bool,
     /// `LLAMA_EXPERT_TRACE_PER_LAYER`.
     pub trace_per_layer: bool,
     /// `LLAMA_EXPERT_TRACE_OUTPUT`.
@@ -119,6 +122,7 @@ impl Config {
             clear_kv: kv.as_deref() == Some("clear"),
             control: set("LLAMA_SIDECAR_CONTROL").map(PathBuf::from),
             trace_summary: on("LLAMA_EXPERT_TRACE_STATS"),
+            trace_names: on("LLAMA_EXPERT_TRACE_NAMES"),
             trace_per_layer: on("LLAMA_EXPERT_TRACE_PER_LAYER"),
             trace_output: set("LLAMA_EXPERT_TRACE_OUTPUT").map(PathBuf::from),
             split: split_text.and_then(owned),

@@ -62,9 +62,13 @@ pub fn enabled(level: Level) -> bool {
 
 /// Writes a message if its level is wanted.
 pub fn log(level: Level, message: fmt::Arguments<'_>) {
-    if !enabled(level) {
-        return;
+    if enabled(level) {
+        print(level, message);
     }
+}
+
+/// Writes a message that was asked for by a variable of its own, whatever the level.
+pub fn print(level: Level, message: fmt::Arguments<'_>) {
     // The lock is not held while the sink runs: a sink may log or replace itself.
     let sink = SINK.read().clone();
     match sink {

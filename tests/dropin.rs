@@ -341,6 +341,142 @@ fn experts_are_counted_as_the_host_counts_them() {
 }
 
 #[test]
+fn traces_are_written_however_the_host_ends() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (_models, model) = copied("moe.gguf");
+    let path = |name: &str| folder.path().join(name);
+    let with = |name: &str| {
+        DropIn::On(vec![
+            (
+                "LLAMA_EXPERT_TRACE_OUTPUT",
+                path(name).display().to_string(),
+            ),
+            ("LLAMA_EXPERT_TRACE_NAMES", "1".into()),
+            ("LLAMA_SIDECAR_LOG", "warn".into()),
+        ])
+    };
+    let mut host = Host::start(Program::Node, &model, &with("node.json"));
+    host.ask("text 3");
+    assert_eq!(host.end(), Some(0));
+    // Terminated, with and without children that were forked before.
+    let mut host = Host::start(Program::Python, &model, &with("python.json"));
+    host.ask("text 3");
+    assert_eq!(host.ask("fork"), "7");
+    assert!(!path("python.json").exists(), "the child wrote nothing");
+    assert_eq!(host.ask("text 1").split(' ').count(), 1);
+    eventually("names", || {
+        let lines = host.logged("[EXPERT-TRACE] Layer 0, Expert ");
+        lines
+            .iter()
+            .any(|line| line.contains(": blk.0.ffn_gate_exps.weight["))
+    });
+    host.terminate();
+    // A model that was freed before is not forgotten, and a second one is another file.
+    let mut host = Host::start(Program::C, &model, &with("c.csv"));
+    host.ask("text 3");
+    host.ask("free");
+    host.ask(&format!("load {}", model.display()));
+    host.ask("text 5");
+    assert_eq!(host.end(), Some(0));
+    let script = "
+import csv, json, sys
+for name, tokens in (('node.json', 7), ('python.json', 12)):
+    trace = json.load(open(name))
+    assert trace['schema'] == 'llama-sidecar/expert-trace/1', trace
+    assert trace['layers'][0]['tokens'] == tokens, (name, trace['layers'][0])
+    assert sum(sum(layer['counts']) for layer in trace['layers']) == trace['activations']
+for name, tokens in (('c.csv', 7), ('c-2.csv', 9)):
+    rows = list(csv.DictReader(open(name)))
+    assert len(rows) == 30 * 8
+    first = [row for row in rows if row['layer'] == '0']
+    assert sum(int(row['count']) for row in first) == 2 * tokens, name
+    assert abs(sum(float(row['share']) for row in first) - 1) < 1e-5
+";
+    let checked = Command::new("python3")
+        .args(["-c", script])
+        .current_dir(folder.path())
+        .output();
+    let checked = checked.expect("python3 starts");
+    assert!(
+        checked.status.success(),
+        "{}",
+        String::from_utf8_lossy(&checked.stderr)
+    );
+}
+
+#[test]
+fn a_trace_that_cannot_be_written_is_one_message() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let pipe = folder.path().join("pipe");
+    let made = Command::new("mkfifo").arg(&pipe).status();
+    assert!(made.expect("it starts").success());
+    // The last is a pipe that nobody reads.
+    let pipe = pipe.to_str().expect("UTF-8");
+    for output in ["/no/such/folder/trace.json", "/dev/full", "/", pipe] {
+        let with = DropIn::On(vec![
+            ("LLAMA_EXPERT_TRACE_STATS", "1".into()),
+            ("LLAMA_EXPERT_TRACE_OUTPUT", output.into()),
+            ("LLAMA_SIDECAR_LOG", "warn".into()),
+        ]);
+        let mut host = Host::start(Program::C, &fixture("moe.gguf"), &with);
+        host.ask("text 2");
+        let log = host.keep_log();
+        assert_eq!(host.end(), Some(0));
+        let lines = || log.lock().expect("no panic").clone();
+        eventually("the summary", || {
+            lines().iter().any(|line| line.contains("Expert   7"))
+        });
+        let failed: Vec<String> = lines()
+            .into_iter()
+            .filter(|line| line.contains("cannot write"))
+            .collect();
+        assert_eq!(failed.len(), 1, "{failed:?}");
+        assert!(failed[0].contains(output), "{failed:?}");
+    }
+}
+
+#[test]
+fn the_wrapper_runs_a_command_with_the_drop_in() {
+    let cli = testkit::host::built("release/llama-sidecar");
+    let run = |arguments: &[&str]| {
+        let output = Command::new(&cli).arg("run").args(arguments).output();
+        output.expect("it starts")
+    };
+    let shell = [
+        "--hotswap",
+        "--poll-ms",
+        "5",
+        "--",
+        "sh",
+        "-c",
+        "echo $LLAMA_HOTSWAP_POLL_MS$LD_PRELOAD; exit 5",
+    ];
+    let output = run(&shell);
+    assert_eq!(output.status.code(), Some(5));
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        text.starts_with('5') && text.contains("libllama_sidecar_preload.so"),
+        "{text}"
+    );
+    let output = run(&[
+        "--expert-trace-output",
+        "my trace.csv",
+        "--dry-run",
+        "--",
+        "true",
+        "it's",
+    ]);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        text.contains("export LLAMA_EXPERT_TRACE_OUTPUT='my trace.csv'\n"),
+        "{text}"
+    );
+    assert!(text.ends_with("true 'it'\\''s'\n"), "{text}");
+    let output = run(&["--", "/no/such/program"]);
+    assert_eq!(output.status.code(), Some(1));
+}
+
+#[test]
 fn experts_are_counted_with_kept_graphs_and_without_hot_swap() {
     let folder = tempfile::tempdir().expect("a folder");
     let mut counted = Vec::new();

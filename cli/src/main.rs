@@ -5,6 +5,7 @@ mod inspect;
 mod load;
 mod picture;
 mod report;
+mod run;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -31,6 +32,8 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Run a llama.cpp program with the drop-in.
+    Run(run::Options),
     /// Ask a running host which models it has and what was swapped.
     Status(Control),
     /// Let a running host look at its files now, and wait until they are in use.
@@ -85,6 +88,7 @@ fn main() -> ExitCode {
     allow_many_open_files();
     let result = match Arguments::parse().command {
         Command::Inspect { file, json } => inspect::run(&file, json),
+        Command::Run(options) => run::run(&options),
         Command::Status(at) => control::run(&at.socket, "status", at.json),
         Command::Reload(at) => control::run(&at.socket, "reload", at.json),
         Command::Trace { at, reset: true } => control::run(&at.socket, "trace-reset", at.json),

@@ -8,7 +8,8 @@ standard input as hosts/node/host.mjs, and
     both N   two texts at the same time, each in a context and a thread of its own
     counts   with `count`: which experts were used, counted through the callback that
              llama.cpp offers for looking at an evaluation; JSON
-    fork     forks a child that evaluates once and ends; its exit code
+    fork     forks a child that evaluates once and ends, and one that is terminated; the
+             exit code of the first
 
 The libraries are loaded with local scope, the way bindings do it, and functions are
 called by handle, past everything that the dynamic linker could interpose.
@@ -19,7 +20,9 @@ import ctypes as c
 import glob
 import json
 import os
+import signal
 import sys
+import time
 
 PROMPT = b"The capital of France is"
 
@@ -177,6 +180,12 @@ class Host:
         if child == 0:
             self.more(1)
             c.CDLL(None).exit(7)  # with everything that runs at the end of a process
+        other = os.fork()
+        if other == 0:
+            while True:
+                time.sleep(1)
+        os.kill(other, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) == -signal.SIGTERM
         return str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 

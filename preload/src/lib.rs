@@ -6,7 +6,7 @@
 //! | room | what it is for |
 //! |---|---|
 //! | [`interpose`] | the functions that are put in front of ggml's, thin |
-//! | [`service`], [`control`] | the thread that looks at files; the socket that asks for it |
+//! | [`service`], [`control`], [`end`] | threads beside the host, the socket, termination |
 //! | [`store`] | the host's tensors as the reload engine sees them |
 //! | [`registry`] | which files a host loaded, and which of its tensors came out of them |
 //! | [`evaluations`] | what each scheduler of the host is doing, and what its graph needs after a switch |
@@ -23,6 +23,7 @@
 #![deny(unsafe_op_in_unsafe_fn, missing_docs)]
 
 mod control;
+mod end;
 mod evaluations;
 mod gate;
 mod ggml;

@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 
 use crate::interpose::Inside;
 use crate::registry::{self, Model};
-use crate::{control, gate, store, tracing};
+use crate::{control, end, gate, store, tracing};
 
 /// Whether the drop-in takes part in anything.
 static OFF: AtomicBool = AtomicBool::new(false);
@@ -45,6 +45,14 @@ pub fn start() {
         }
         if let Some(poll) = config.poll.filter(|_| config.hotswap) {
             spawn("llama-sidecar", move || look_at_files(poll));
+        }
+        if config.traces() && config.trace_names {
+            spawn("llama-sidecar-n", || {
+                tracing::log_names(|| !OFF.load(Ordering::Relaxed));
+            });
+        }
+        if config.traces() {
+            end::trace_on_termination();
         }
         if let Some(path) = &config.control {
             control::start(path);

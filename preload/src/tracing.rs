@@ -9,11 +9,12 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use llama_sidecar::config::Config;
 use llama_sidecar::experts::ExpertName;
 use llama_sidecar::gguf::GgufFile;
-use llama_sidecar::log::{Level, log};
+use llama_sidecar::log::{Level, log, print};
 use llama_sidecar::trace::{About, Ids, Layout, Trace, to_json, to_text, write};
 use parking_lot::Mutex;
 use serde_json::Value;
@@ -27,7 +28,22 @@ const FLAG_OUTPUT: i32 = 2;
 pub struct ModelTrace {
     counters: Trace,
     about: About,
+    /// The tensor whose experts stand for each layer, by position.
+    names: Mutex<Vec<String>>,
 }
+
+/// Which experts of a layer an evaluation used; to be logged.
+struct Used {
+    trace: Arc<ModelTrace>,
+    layer: usize,
+    experts: Vec<u32>,
+}
+
+/// What is to be logged, at most [`MOST_USED`] entries; then entries are left out.
+static USED: Mutex<Vec<Used>> = Mutex::new(Vec::new());
+const MOST_USED: usize = 100_000;
+/// How often names are logged.
+const NAMES_EVERY: Duration = Duration::from_millis(200);
 
 /// The routed ids of one layer in a graph.
 #[derive(Clone)]
@@ -56,6 +72,7 @@ impl ModelTrace {
             return None;
         }
         let trace = Arc::new(ModelTrace {
+            names: Mutex::new(vec![String::new(); layout.layers().len()]),
             counters: Trace::new(layout),
             about: About::of(files),
         });
@@ -77,6 +94,7 @@ impl ModelTrace {
     ) -> Option<Routed> {
         let layer = ExpertName::parse(weight)?.layer;
         let layer = self.counters.layout().position(layer)?;
+        weight.clone_into(&mut self.names.lock()[layer]);
         let layout = &ggml.layout;
         let mut tensor = ids;
         while !tensor.is_null() {
@@ -133,6 +151,50 @@ impl Routed {
             token_stride: nb[1],
         };
         self.trace.counters.record_batch(self.layer, &ids);
+        if Config::get().trace_names {
+            self.note_names(&ids);
+        }
+    }
+}
+
+impl Routed {
+    /// Keeps the experts of an evaluation for the thread that logs their names.
+    fn note_names(&self, ids: &Ids<'_>) {
+        let places = (0..ids.tokens).flat_map(|token| (0..ids.used).map(move |used| (token, used)));
+        let mut experts: Vec<u32> = places
+            .filter_map(|(token, used)| u32::try_from(ids.get(token, used)?).ok())
+            .collect();
+        experts.sort_unstable();
+        experts.dedup();
+        let mut used = USED.lock();
+        if used.len() < MOST_USED {
+            used.push(Used {
+                trace: self.trace.clone(),
+                layer: self.layer,
+                experts,
+            });
+        }
+    }
+}
+
+/// Logs the names of experts as they come up; for a thread of its own.
+pub fn log_names(go_on: impl Fn() -> bool) {
+    while go_on() {
+        std::thread::sleep(NAMES_EVERY);
+        print_names();
+    }
+}
+
+fn print_names() {
+    for used in std::mem::take(&mut *USED.lock()) {
+        let (layer, _) = used.trace.counters.layout().layers()[used.layer];
+        let name = used.trace.names.lock()[used.layer].clone();
+        for expert in used.experts {
+            print(
+                Level::Info,
+                format_args!("[EXPERT-TRACE] Layer {layer}, Expert {expert}: {name}[{expert}]"),
+            );
+        }
     }
 }
 
@@ -150,9 +212,30 @@ pub fn reset() {
     }
 }
 
-/// Writes what was asked for, at the end of the process.
+/// Writes what was asked for, at the end of the process. A reader that is gone must not
+/// end it by SIGPIPE, which would change how it ended.
 pub fn finish() {
+    let mut pipe = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    let mut before = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    let now = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: sets that are filled before they are read; what is pending is taken before
+    // the mask is as it was.
+    unsafe {
+        libc::sigemptyset(pipe.as_mut_ptr());
+        libc::sigaddset(pipe.as_mut_ptr(), libc::SIGPIPE);
+        libc::pthread_sigmask(libc::SIG_BLOCK, pipe.as_ptr(), before.as_mut_ptr());
+        write_all();
+        libc::sigtimedwait(pipe.as_ptr(), std::ptr::null_mut(), &now);
+        libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut());
+    }
+}
+
+fn write_all() {
     let config = Config::get();
+    print_names();
     // The process ends: whoever holds the lock now never gives it back.
     let Some(traces) = TRACES.try_lock() else {
         return;

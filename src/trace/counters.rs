@@ -57,7 +57,8 @@ pub struct Ids<'a> {
 }
 
 impl Ids<'_> {
-    fn get(&self, token: usize, used: usize) -> Option<i32> {
+    /// An id; `None` beyond the bytes.
+    pub fn get(&self, token: usize, used: usize) -> Option<i32> {
         let at = token
             .checked_mul(self.token_stride)?
             .checked_add(used.checked_mul(self.used_stride)?)?;

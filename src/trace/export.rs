@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 use std::fs;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::Duration;
 
@@ -126,8 +127,13 @@ pub fn write(path: &Path, about: &About, snapshot: &Snapshot) -> std::io::Result
         false => format!("{:#}\n", to_json(about, snapshot)),
     };
     if fs::metadata(path).is_ok_and(|found| !found.is_file()) {
-        // A pipe or a terminal is written to as it is.
-        return fs::write(path, text);
+        // A pipe or a terminal is written to as it is, if somebody reads.
+        let mut options = fs::OpenOptions::new();
+        let file = options
+            .write(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(path);
+        return std::io::Write::write_all(&mut file?, text.as_bytes());
     }
     let mut beside = path.as_os_str().to_owned();
     beside.push(".part");

@@ -222,6 +222,11 @@ impl Host {
         self.log.lock().expect("no panic").clone()
     }
 
+    /// The log, to be read also after the host has ended.
+    pub fn keep_log(&self) -> Arc<Mutex<Vec<String>>> {
+        self.log.clone()
+    }
+
     /// Lines of the log that contain a text.
     pub fn logged(&self, text: &str) -> Vec<String> {
         let mut lines = self.log();
@@ -283,6 +288,13 @@ impl Host {
         let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
         let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
         kib.expect("RssAnon in kB") << 10
+    }
+
+    /// Sends it SIGTERM and waits until it is gone.
+    pub fn terminate(mut self) {
+        // SAFETY: a child of ours that was not waited for.
+        unsafe { libc::kill(self.id() as libc::pid_t, libc::SIGTERM) };
+        self.child.wait().expect("a child");
     }
 
     /// Ends it and returns its exit code.

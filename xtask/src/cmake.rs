@@ -87,6 +87,13 @@ fn configure_with(source: &str, build: &Path, defines: &[String], flags: &[Strin
 
 /// Builds the C host and the programs that are none, and returns the build folder.
 pub fn build_hosts() -> Result<PathBuf> {
+    run(command("cargo", &root()).args([
+        "build",
+        "--quiet",
+        "--release",
+        "-p",
+        "llama-sidecar-cli",
+    ]))?;
     let fixtures_at = fixtures::make()?;
     let build = target_folder()?.join("hosts-c");
     configure_with(

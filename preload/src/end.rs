@@ -1,0 +1,71 @@
+//! The end of a process that is told to terminate and has not said what to do then.
+//!
+//! `exit` runs our handler, a signal does not. Hosts that end on SIGTERM by themselves
+//! (servers) are left alone; for the others the trace is written before they go.
+
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::sync::atomic::{AtomicI32, Ordering};
+
+use crate::{control, service, tracing};
+
+/// The end of the pipe that wakes the thread.
+static WAKE: AtomicI32 = AtomicI32::new(-1);
+/// The process whose thread waits. A forked child has the handler and not the thread.
+static PROCESS: AtomicI32 = AtomicI32::new(0);
+
+/// Sees to it that the trace is written when SIGTERM would end the process.
+pub fn trace_on_termination() {
+    let mut ends = [-1; 2];
+    // SAFETY: plain system calls; `before` is filled before it is read, and the handler
+    // does what a handler may.
+    unsafe {
+        let mut before: libc::sigaction = std::mem::zeroed();
+        let known = libc::sigaction(libc::SIGTERM, std::ptr::null(), &mut before) == 0;
+        if !known || before.sa_sigaction != libc::SIG_DFL {
+            return;
+        }
+        if libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) != 0 {
+            return;
+        }
+        let (read, write) = (OwnedFd::from_raw_fd(ends[0]), OwnedFd::from_raw_fd(ends[1]));
+        WAKE.store(write.as_raw_fd(), Ordering::SeqCst);
+        PROCESS.store(libc::getpid(), Ordering::SeqCst);
+        let started = service::spawn("llama-sidecar-e", move || {
+            let _open = write;
+            wait_and_end(&read);
+        });
+        if !started {
+            return;
+        }
+        let mut ours: libc::sigaction = std::mem::zeroed();
+        ours.sa_sigaction = on_termination as extern "C" fn(libc::c_int) as usize;
+        ours.sa_flags = libc::SA_RESTART;
+        libc::sigaction(libc::SIGTERM, &ours, std::ptr::null_mut());
+    }
+}
+
+extern "C" fn on_termination(_signal: libc::c_int) {
+    // SAFETY: all of these are safe in a handler (signal-safety(7)); errno is put back.
+    unsafe {
+        if libc::getpid() != PROCESS.load(Ordering::SeqCst) {
+            libc::signal(libc::SIGTERM, libc::SIG_DFL);
+            libc::raise(libc::SIGTERM);
+            return;
+        }
+        let before = *libc::__errno_location();
+        libc::write(WAKE.load(Ordering::SeqCst), c"".as_ptr().cast(), 1);
+        *libc::__errno_location() = before;
+    }
+}
+
+fn wait_and_end(read: &OwnedFd) {
+    let mut byte = 0u8;
+    // SAFETY: one byte to read into; then the signal does what it would have done.
+    unsafe {
+        while libc::read(read.as_raw_fd(), (&raw mut byte).cast(), 1) < 0 {}
+        tracing::finish();
+        control::stop();
+        libc::signal(libc::SIGTERM, libc::SIG_DFL);
+        libc::kill(libc::getpid(), libc::SIGTERM);
+    }
+}
