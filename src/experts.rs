@@ -6,7 +6,10 @@
 //! `blk.5.ffn_down_exps.3.weight`. Shared experts (`_shexp`) are not routed, and
 //! biases are no projections: neither is an expert tensor here.
 
+use std::collections::HashMap;
 use std::fmt;
+
+use crate::gguf::GgufFile;
 
 /// One of the matrices of an expert.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -82,6 +85,103 @@ impl ExpertName {
     }
 }
 
+/// More experts than any model has in a layer. A file that names more is no reason to
+/// make room for them.
+const MOST_EXPERTS: u32 = 1 << 16;
+
+impl ExpertName {
+    /// How many experts the layer of a tensor with this name and shape has at least; 0
+    /// when that cannot be.
+    pub fn count(&self, ne: &[u64; 4]) -> u32 {
+        let count = match self.expert {
+            Some(expert) => expert.checked_add(1),
+            None => u32::try_from(ne[2]).ok(),
+        };
+        count.filter(|&count| count <= MOST_EXPERTS).unwrap_or(0)
+    }
+}
+
+impl fmt::Display for ExpertName {
+    /// The tensor's name, in the spelling of current files where there is a choice.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (layer, kind) = (self.layer, self.projection);
+        match self.expert {
+            None => write!(f, "blk.{layer}.ffn_{kind}_exps.weight"),
+            Some(expert) => write!(f, "blk.{layer}.ffn_{kind}.{expert}.weight"),
+        }
+    }
+}
+
+/// Where the bytes of one matrix of one expert are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpertSlice {
+    /// Index of the file.
+    pub file: usize,
+    /// Index of the tensor in its header.
+    pub tensor: usize,
+    /// First byte, from the start of the file.
+    pub offset: u64,
+    /// Bytes of the matrix.
+    pub nbytes: u64,
+}
+
+/// All expert tensors of a model, found by what they are and by name.
+#[derive(Debug, Default)]
+pub struct ExpertIndex {
+    slices: HashMap<(u32, u32, Projection), ExpertSlice>,
+    names: HashMap<String, (ExpertName, u32)>,
+}
+
+impl ExpertIndex {
+    /// Reads the names and places of all tensors, once.
+    pub fn of<'a>(files: impl IntoIterator<Item = &'a GgufFile>) -> ExpertIndex {
+        let mut index = ExpertIndex::default();
+        for (file, gguf) in files.into_iter().enumerate() {
+            for (tensor, info) in gguf.header.tensors.iter().enumerate() {
+                let text = gguf.header.name(info).to_string_lossy();
+                let Some(name) = ExpertName::parse(&text) else {
+                    continue;
+                };
+                // A merged tensor is cut along its third dimension.
+                let (first, count) = match name.expert {
+                    Some(expert) => (expert, 1),
+                    None => (0, name.count(&info.ne)),
+                };
+                let nbytes = info.nbytes / u64::from(count.max(1));
+                for number in 0..count {
+                    let slice = ExpertSlice {
+                        file,
+                        tensor,
+                        offset: info.offset + u64::from(number) * nbytes,
+                        nbytes,
+                    };
+                    let key = (name.layer, first + number, name.projection);
+                    index.slices.insert(key, slice);
+                }
+                index.names.insert(text.into_owned(), (name, count));
+            }
+        }
+        index
+    }
+
+    /// Where a matrix of an expert is.
+    pub fn slice(&self, layer: u32, expert: u32, projection: Projection) -> Option<ExpertSlice> {
+        self.slices.get(&(layer, expert, projection)).copied()
+    }
+
+    /// What a tensor is, and how many experts it holds.
+    pub fn tensor(&self, name: &str) -> Option<(ExpertName, u32)> {
+        self.names.get(name).copied()
+    }
+
+    /// Names of all expert tensors, ascending.
+    pub fn names(&self) -> Vec<&str> {
+        let mut names: Vec<&str> = self.names.keys().map(String::as_str).collect();
+        names.sort_unstable();
+        names
+    }
+}
+
 /// A decimal number as names spell it: no sign, no leading zero.
 fn number(text: &str) -> Option<u32> {
     let canonical = text == "0" || !text.starts_with(['0', '+']);
@@ -109,6 +209,14 @@ mod tests {
             parse("blk.12.ffn_up_exps.511.weight"),
             Some((12, Up, Some(511)))
         );
+    }
+
+    #[test]
+    fn names_are_built_as_they_are_read() {
+        for name in ["blk.5.ffn_down_exps.weight", "blk.12.ffn_gate.3.weight"] {
+            let parsed = ExpertName::parse(name).expect("an expert");
+            assert_eq!(parsed.to_string(), name);
+        }
     }
 
     #[test]

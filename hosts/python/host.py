@@ -85,8 +85,9 @@ def look(tensor, ask, _):
     name = base.ggml_get_name(tensor)
     if not name.startswith(b"ffn_moe_topk-"):
         return not ask
-    if not ask:
-        used, tokens = (c.c_int64 * 2).from_address(tensor + NE)
+    used, tokens = (c.c_int64 * 2).from_address(tensor + NE)
+    # The last layer of a part of a prompt that asks for no result has no tokens.
+    if not ask and tokens > 0:
         stride, row = (c.c_size_t * 2).from_address(tensor + NB)
         size = (tokens - 1) * row + (used - 1) * stride + 4
         bytes_ = (c.c_uint8 * size)()
@@ -109,6 +110,7 @@ class Context:
         # n_threads, n_threads_batch: two contexts at a time do not fight over two cores.
         params.words[7] = params.words[8] = 1
         if "count" in options:
+            params.words[2] = 4  # n_ubatch: a prompt is read in parts
             callback = c.cast(look, c.c_void_p).value
             params.words[CB_EVAL] = callback & 0xFFFFFFFF
             params.words[CB_EVAL + 1] = callback >> 32

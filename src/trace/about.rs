@@ -65,20 +65,12 @@ impl Layout {
     /// The layers of a model that have routed experts.
     pub fn of<'a>(files: impl IntoIterator<Item = &'a GgufFile>) -> Layout {
         let experts = |file: &'a GgufFile| {
-            file.header.tensors.iter().filter_map(move |info| {
+            let tensors = file.header.tensors.iter();
+            tensors.filter_map(move |info| {
                 let name = ExpertName::parse(file.header.name(info).to_str().ok()?)?;
-                let merged = u32::try_from(info.ne[2]).ok();
-                let count = match name.expert {
-                    Some(expert) => expert.checked_add(1),
-                    None => merged,
-                };
-                Some((name.layer, count.filter(|&count| count <= MOST_EXPERTS)?))
+                Some((name.layer, name.count(&info.ne)))
             })
         };
         Layout::new(files.into_iter().flat_map(experts))
     }
 }
-
-/// More experts than any model has in a layer: a file that names more is no reason to
-/// allocate counters for them.
-const MOST_EXPERTS: u32 = 1 << 16;

@@ -16,8 +16,12 @@ pub struct Layout {
 
 impl Layout {
     /// Layers in any order; of one that is named twice, the larger count is taken.
+    /// Layers without experts are left out.
     pub fn new(layers: impl IntoIterator<Item = (u32, u32)>) -> Layout {
-        let mut layers: Vec<(u32, u32)> = layers.into_iter().collect();
+        let mut layers: Vec<(u32, u32)> = layers
+            .into_iter()
+            .filter(|&(_, experts)| experts > 0)
+            .collect();
         layers.sort_unstable();
         layers.dedup_by(|next, before| {
             let same = next.0 == before.0;

@@ -11,7 +11,7 @@
 //! cargo xtask hosts      build the drop-in and the programs it is tested with
 //! cargo xtask header     write include/llama_sidecar.h
 //! cargo xtask install --prefix DIR
-//! cargo xtask check abi | asan | valgrind | fuzz MINUTES
+//! cargo xtask check abi | report | asan | valgrind | fuzz MINUTES
 //! ```
 
 mod abi;
@@ -19,6 +19,7 @@ mod cmake;
 mod fixtures;
 mod header;
 mod install;
+mod report;
 mod run;
 mod sanitize;
 mod suite;
@@ -52,12 +53,13 @@ fn main() -> Result<()> {
         ["header"] => header::write(),
         ["header", "--check"] => header::check(),
         ["install", "--prefix", prefix] => install::install(&std::path::absolute(prefix)?),
+        ["check", "report"] => report::check(),
         ["check", "abi"] => abi::check(),
         ["check", "asan"] => sanitize::asan(),
         ["check", "valgrind"] => sanitize::valgrind(),
         ["check", "fuzz", minutes] => sanitize::fuzz(minutes.parse()?),
         _ => bail!(
-            "usage: cargo xtask demo | test | bench load|swap|dropin|trace | fixtures | hosts | header [--check] | install --prefix DIR | check abi|asan|valgrind|fuzz MINUTES"
+            "usage: cargo xtask demo | test | bench load|swap|dropin|trace | fixtures | hosts | header [--check] | install --prefix DIR | check abi|report|asan|valgrind|fuzz MINUTES"
         ),
     }
 }

@@ -8,7 +8,7 @@ use testkit::host::{DropIn, Host, Program, Transcript, preload_library, replace}
 
 use crate::install::{install, target_folder};
 use crate::run::{command, exists, run};
-use crate::{abi, cmake, fixtures, header, root, sanitize};
+use crate::{abi, cmake, fixtures, header, report, root, sanitize};
 
 /// How long CI fuzzes.
 const FUZZ_MINUTES: u64 = 1;
@@ -54,6 +54,11 @@ const CHECKS: &[Check] = &[
             Ok(_) => None,
             Err(error) => Some(format!("no software Vulkan device: {error:#}")),
         },
+    },
+    Check {
+        name: "report of an expert trace in a browser",
+        run: report::check,
+        missing: report::missing,
     },
     Check::new("C examples, top-level CMake", cmake::test_top_level),
     Check::new("exported symbols", abi::check),

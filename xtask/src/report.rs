@@ -1,0 +1,115 @@
+//! The report of an expert trace in a real browser.
+
+use std::path::Path;
+
+use anyhow::{Result, ensure};
+
+use crate::install::target_folder;
+use crate::root;
+use crate::run::{command, output, run};
+
+const BROWSER: &str = "chromium";
+/// For headless use, without asking anything outside.
+const FLAGS: [&str; 8] = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+];
+/// An empty page of these sizes is a few kilobytes of PNG.
+const LEAST_BYTES: u64 = 30_000;
+
+/// Why it cannot run here, if so.
+pub fn missing() -> Option<String> {
+    (!crate::run::exists(BROWSER)).then(|| format!("{BROWSER} is not installed"))
+}
+
+/// Draws a small and a large trace at two sizes, in light and dark.
+pub fn check() -> Result<()> {
+    let folder = target_folder()?.join("report");
+    std::fs::create_dir_all(&folder)?;
+    run(command("cargo", &root()).args(["build", "--quiet", "-p", "llama-sidecar-cli"]))?;
+    let cli = target_folder()?.join("debug/llama-sidecar");
+    for (layers, experts) in [(4, 8), (48, 512)] {
+        let trace = folder.join("trace.json");
+        std::fs::write(&trace, synthetic(layers, experts))?;
+        let page = folder.join("report.html");
+        run(command(&cli, &folder)
+            .arg("report")
+            .arg(&trace)
+            .arg("-o")
+            .arg(&page))?;
+        let dom = output(&mut browser(&page, &["--dump-dom"], &folder))?;
+        let cells = dom.matches("<title>layer ").count();
+        ensure!(cells == layers * experts, "{cells} cells in the browser");
+        for (name, flags) in [
+            (
+                "light",
+                [
+                    "--window-size=1280,1400",
+                    "--blink-settings=preferredColorScheme=1",
+                ],
+            ),
+            (
+                "dark",
+                [
+                    "--window-size=480,1400",
+                    "--blink-settings=preferredColorScheme=0",
+                ],
+            ),
+        ] {
+            let picture = folder.join(format!("{layers}x{experts}-{name}.png"));
+            let _ = std::fs::remove_file(&picture);
+            let screenshot = format!("--screenshot={}", picture.display());
+            output(&mut browser(
+                &page,
+                &[flags[0], flags[1], &screenshot],
+                &folder,
+            ))?;
+            let bytes = std::fs::metadata(&picture)?.len();
+            ensure!(
+                bytes > LEAST_BYTES,
+                "{} is blank: {bytes} bytes",
+                picture.display()
+            );
+        }
+    }
+    println!("screenshots are in {}", folder.display());
+    Ok(())
+}
+
+fn browser(page: &Path, flags: &[&str], folder: &Path) -> std::process::Command {
+    let mut browser = command(BROWSER, folder);
+    let profile = format!("--user-data-dir={}", folder.join("profile").display());
+    browser
+        .args(FLAGS)
+        .arg(profile)
+        .args(flags)
+        .arg(format!("file://{}", page.display()))
+        .stderr(std::process::Stdio::null());
+    browser
+}
+
+/// A trace with some experts that are used more than others, and some never.
+fn synthetic(layers: usize, experts: usize) -> String {
+    let layer = |layer: usize| {
+        let counts: Vec<usize> = (0..experts)
+            .map(|expert| ((expert * 7919 + layer * 104_729) % 97).pow(2) / 50)
+            .collect();
+        serde_json::json!({"layer": layer, "tokens": 1000, "counts": counts})
+    };
+    let layers: Vec<_> = (0..layers).map(layer).collect();
+    serde_json::json!({
+        "schema": "llama-sidecar/expert-trace/1",
+        "model": {"name": "synthetic", "architecture": "", "files": []},
+        "experts_used": 2,
+        "rejected": 0,
+        "seconds": 1.0,
+        "layers": layers,
+    })
+    .to_string()
+}
