@@ -10,6 +10,7 @@
 //! | `LLAMA_EXPERT_TRACE_NAMES` | off | drop-in, with one of the others: log the name of each expert that an evaluation uses |
 //! | `LLAMA_EXPERT_TRACE_PER_LAYER` | off | drop-in: the summary also layer by layer |
 //! | `LLAMA_EXPERT_TRACE_OUTPUT` | none | drop-in: count, and write the counts there at the end: JSON, or CSV by extension |
+//! | `LLAMA_EXPERT_TRACE_EVERY_S` | `0` | drop-in: write the output also every so many seconds; 0 = at the end only |
 //! | `LLAMA_SIDECAR_SPLIT` | none | cut matrices over the devices after the first, in these proportions: `3,1,1` |
 //! | `LLAMA_SIDECAR_CPU_MOE` | off | keep routed experts in host memory; on when set and neither empty nor `0` |
 //! | `LLAMA_SIDECAR_OVERRIDE_TENSOR` | none | tensors whose name matches go to a device, whole: `ffn_.*_exps=0;attn=2` |
@@ -48,6 +49,8 @@ pub struct Config {
     pub trace_per_layer: bool,
     /// `LLAMA_EXPERT_TRACE_OUTPUT`.
     pub trace_output: Option<PathBuf>,
+    /// `LLAMA_EXPERT_TRACE_EVERY_S`; `None` when it is written at the end only.
+    pub trace_every: Option<Duration>,
     /// `LLAMA_SIDECAR_SPLIT`, as it is: checked, but kept as text.
     pub split: Option<CString>,
     /// `LLAMA_SIDECAR_CPU_MOE`.
@@ -112,6 +115,11 @@ impl Config {
             found.map_err(|_| "expected a number of milliseconds, or 0".into())
         });
         let poll_ms = poll.and_then(|text| text.parse().ok()).unwrap_or(1000);
+        let every = checked("LLAMA_EXPERT_TRACE_EVERY_S", &|text| {
+            let found = text.parse::<u32>().map(|_| ());
+            found.map_err(|_| "expected a number of seconds, or 0".into())
+        });
+        let every = every.and_then(|text| text.parse().ok()).unwrap_or(0);
         let kv = checked("LLAMA_HOTSWAP_KV", &|text| match text {
             "keep" | "clear" => Ok(()),
             _ => Err("expected keep or clear".into()),
@@ -124,6 +132,7 @@ impl Config {
             trace_summary: on("LLAMA_EXPERT_TRACE_STATS"),
             trace_names: on("LLAMA_EXPERT_TRACE_NAMES"),
             trace_per_layer: on("LLAMA_EXPERT_TRACE_PER_LAYER"),
+            trace_every: (every > 0).then(|| Duration::from_secs(every)),
             trace_output: set("LLAMA_EXPERT_TRACE_OUTPUT").map(PathBuf::from),
             split: split_text.and_then(owned),
             cpu_moe: on("LLAMA_SIDECAR_CPU_MOE"),

@@ -371,6 +371,17 @@ fn traces_are_written_however_the_host_ends() {
             .any(|line| line.contains(": blk.0.ffn_gate_exps.weight["))
     });
     host.terminate();
+    // Every second, while the host goes on.
+    let mut every = with("every.json");
+    if let DropIn::On(variables) = &mut every {
+        variables.push(("LLAMA_EXPERT_TRACE_EVERY_S", "1".into()));
+    }
+    let mut host = Host::start(Program::C, &model, &every);
+    host.ask("text 3");
+    eventually("a trace while the host runs", || {
+        path("every.json").exists()
+    });
+    drop(host);
     // A model that was freed before is not forgotten, and a second one is another file.
     let mut host = Host::start(Program::C, &model, &with("c.csv"));
     host.ask("text 3");
@@ -380,7 +391,7 @@ fn traces_are_written_however_the_host_ends() {
     assert_eq!(host.end(), Some(0));
     let script = "
 import csv, json, sys
-for name, tokens in (('node.json', 7), ('python.json', 12)):
+for name, tokens in (('node.json', 7), ('python.json', 12), ('every.json', 7)):
     trace = json.load(open(name))
     assert trace['schema'] == 'llama-sidecar/expert-trace/1', trace
     assert trace['layers'][0]['tokens'] == tokens, (name, trace['layers'][0])

@@ -51,6 +51,11 @@ pub fn start() {
                 tracing::log_names(|| !OFF.load(Ordering::Relaxed));
             });
         }
+        if let Some(period) = config.trace_every.filter(|_| config.traces()) {
+            spawn("llama-sidecar-w", move || {
+                tracing::write_every(period, || !OFF.load(Ordering::Relaxed));
+            });
+        }
         if config.traces() {
             end::trace_on_termination();
         }

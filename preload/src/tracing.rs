@@ -42,6 +42,8 @@ struct Used {
 /// What is to be logged, at most [`MOST_USED`] entries; then entries are left out.
 static USED: Mutex<Vec<Used>> = Mutex::new(Vec::new());
 const MOST_USED: usize = 100_000;
+/// How long the end of the process waits for a write that is under way.
+const LONGEST_WRITE: Duration = Duration::from_secs(2);
 /// How often names are logged.
 const NAMES_EVERY: Duration = Duration::from_millis(200);
 
@@ -240,24 +242,45 @@ fn write_all() {
     let Some(traces) = TRACES.try_lock() else {
         return;
     };
-    for (number, trace) in traces.iter().enumerate() {
-        let snapshot = trace.counters.snapshot();
-        if config.trace_summary {
+    if config.trace_summary {
+        for trace in traces.iter() {
+            let snapshot = trace.counters.snapshot();
             let text = to_text(&trace.about, &snapshot, config.trace_per_layer);
             // Nobody may be there to read it any more.
             let _ = std::io::stderr().write_all(text.as_bytes());
         }
-        if let Some(path) = &config.trace_output {
-            let path = numbered(path, number);
-            if let Err(error) = write(&path, &trace.about, &snapshot) {
-                log(
-                    Level::Error,
-                    format_args!(
-                        "LLAMA_EXPERT_TRACE_OUTPUT: cannot write {}: {error}; the counts are lost, but for the summary of LLAMA_EXPERT_TRACE_STATS=1",
-                        path.display()
-                    ),
-                );
-            }
+    }
+    write_outputs(&traces);
+}
+
+/// Writes the output of every model so far, every so often; for a thread of its own.
+pub fn write_every(period: Duration, go_on: impl Fn() -> bool) {
+    while go_on() {
+        std::thread::sleep(period);
+        let traces = TRACES.lock().clone();
+        if go_on() {
+            write_outputs(&traces);
+        }
+    }
+}
+
+fn write_outputs(traces: &[Arc<ModelTrace>]) {
+    let Some(output) = &Config::get().trace_output else {
+        return;
+    };
+    // The end of the process may come while the other thread writes.
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _turn = ONE_AT_A_TIME.try_lock_for(LONGEST_WRITE);
+    for (number, trace) in traces.iter().enumerate() {
+        let path = numbered(output, number);
+        if let Err(error) = write(&path, &trace.about, &trace.counters.snapshot()) {
+            log(
+                Level::Error,
+                format_args!(
+                    "LLAMA_EXPERT_TRACE_OUTPUT: cannot write {}: {error}; the counts are lost, but for the summary of LLAMA_EXPERT_TRACE_STATS=1",
+                    path.display()
+                ),
+            );
         }
     }
 }

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 
 use crate::install::target_folder;
 use crate::root;
-use crate::run::{command, output, run};
+use crate::run::{command, run};
 
 const BROWSER: &str = "chromium";
 /// For headless use, without asking anything outside.
@@ -43,7 +43,7 @@ pub fn check() -> Result<()> {
             .arg(&trace)
             .arg("-o")
             .arg(&page))?;
-        let dom = output(&mut browser(&page, &["--dump-dom"], &folder))?;
+        let dom = browse(&page, &["--dump-dom"], &folder)?;
         let cells = dom.matches("<title>layer ").count();
         ensure!(cells == layers * experts, "{cells} cells in the browser");
         for (name, flags) in [
@@ -65,11 +65,7 @@ pub fn check() -> Result<()> {
             let picture = folder.join(format!("{layers}x{experts}-{name}.png"));
             let _ = std::fs::remove_file(&picture);
             let screenshot = format!("--screenshot={}", picture.display());
-            output(&mut browser(
-                &page,
-                &[flags[0], flags[1], &screenshot],
-                &folder,
-            ))?;
+            browse(&page, &[flags[0], flags[1], &screenshot], &folder)?;
             let bytes = std::fs::metadata(&picture)?.len();
             ensure!(
                 bytes > LEAST_BYTES,
@@ -82,16 +78,18 @@ pub fn check() -> Result<()> {
     Ok(())
 }
 
-fn browser(page: &Path, flags: &[&str], folder: &Path) -> std::process::Command {
-    let mut browser = command(BROWSER, folder);
+/// Opens a page and returns what the browser prints. What it says about the desktop that
+/// is not there is of no interest.
+fn browse(page: &Path, flags: &[&str], folder: &Path) -> Result<String> {
     let profile = format!("--user-data-dir={}", folder.join("profile").display());
-    browser
+    let out = command(BROWSER, folder)
         .args(FLAGS)
         .arg(profile)
         .args(flags)
         .arg(format!("file://{}", page.display()))
-        .stderr(std::process::Stdio::null());
-    browser
+        .output()?;
+    ensure!(out.status.success(), "{BROWSER} ended with {}", out.status);
+    Ok(String::from_utf8(out.stdout)?)
 }
 
 /// A trace with some experts that are used more than others, and some never.
