@@ -237,7 +237,7 @@ fn state(model: &Model, instance: &Instance) -> &'static str {
     let Some(buffer) = private.as_ref() else {
         return "ON_ORIGINAL";
     };
-    match buffer.is_host() && !placement::is_host_memory(model, instance) {
+    match buffer.is_host() && placement::own_device(model, instance).is_some() {
         true => "FALLBACK_CPU",
         false => "DETACHED",
     }

@@ -489,18 +489,20 @@ impl Evaluation {
     /// `sched` and `graph` are live and of this copy of ggml.
     pub unsafe fn allocated(&self, sched: *mut Sched, graph: *mut Graph, keeps: bool) {
         // SAFETY: as the caller vouches.
-        let mut seen = unsafe { look_at(self.ggml(), graph) };
+        let seen = unsafe { look_at(self.ggml(), graph) };
         let (devices, on_cpu) = devices(self.ggml(), sched);
         registry::found_in_graph(&devices, &seen.weights);
         seen.kept_views
             .iter()
             .copied()
             .for_each(registry::note_view);
-        for (weight, ids) in std::mem::take(&mut seen.products) {
-            if !seen.routed.iter().any(|routed| routed.is_of(ids)) {
-                // SAFETY: the graph is not yet allocated.
-                seen.routed
-                    .extend(unsafe { registry::keep_ids(weight, ids) });
+        let mut routed: Vec<Routed> = Vec::new();
+        if Config::get().traces() {
+            for weight in seen.weights.iter().filter(|weight| !weight.ids.is_null()) {
+                if !routed.iter().any(|routed| routed.is_of(weight.ids)) {
+                    // SAFETY: the graph is not yet allocated.
+                    routed.extend(unsafe { registry::keep_ids(weight.tensor, weight.ids) });
+                }
             }
         }
         let mut known = self.graph.lock();
@@ -513,7 +515,7 @@ impl Evaluation {
             }
         }
         known.input = seen.input;
-        known.routed = seen.routed;
+        known.routed = routed;
         self.counts
             .store(keeps && !known.routed.is_empty(), Ordering::Relaxed);
         self.voided.store(false, Ordering::Relaxed);
@@ -548,8 +550,8 @@ pub struct UsedWeight {
     pub tensor: *mut Tensor,
     /// The operation that reads it.
     pub op: i32,
-    /// Experts used per token, when it reads routed experts.
-    pub experts_used: i64,
+    /// The routed ids, when it reads experts; else null.
+    pub ids: *mut Tensor,
 }
 
 /// What is to be known of a graph.
@@ -560,10 +562,6 @@ struct Seen {
     views_weights: bool,
     /// Weights of which there are views that outlive the graph.
     kept_views: Vec<*mut Tensor>,
-    /// Matrix products over experts: weight and ids.
-    products: Vec<(*mut Tensor, *mut Tensor)>,
-    /// Routed ids, each matrix once.
-    routed: Vec<Routed>,
 }
 
 /// # Safety
@@ -573,14 +571,11 @@ unsafe fn look_at(ggml: &Ggml, graph: *mut Graph) -> Seen {
     let (f, layout) = (&ggml.f, &ggml.layout);
     let range = registry::addresses();
     let is_weight = |tensor: *mut Tensor| range.contains(&(tensor as usize));
-    let traces = Config::get().traces();
     let mut seen = Seen {
         input: None,
         weights: Vec::new(),
         views_weights: false,
         kept_views: Vec::new(),
-        products: Vec::new(),
-        routed: Vec::new(),
     };
     // SAFETY: nodes of a live graph are live tensors, and so are their sources.
     unsafe {
@@ -593,9 +588,10 @@ unsafe fn look_at(ggml: &Ggml, graph: *mut Graph) -> Seen {
                     seen.weights.push(UsedWeight {
                         tensor: source,
                         op,
-                        experts_used: match op == ggml.ops.mul_mat_id {
-                            true => layout.read(layout.read(node, layout.src + 16), layout.ne),
-                            false => 0,
+                        // GGML_OP_MUL_MAT_ID has weights, activations, ids as sources.
+                        ids: match op == ggml.ops.mul_mat_id {
+                            true => layout.read(node, layout.src + 16),
+                            false => std::ptr::null_mut(),
                         },
                     });
                 }
@@ -606,13 +602,6 @@ unsafe fn look_at(ggml: &Ggml, graph: *mut Graph) -> Seen {
                         tensor: source,
                         extent: layout.read(source, layout.ne),
                     });
-                }
-            }
-            if traces && op == ggml.ops.mul_mat_id {
-                let weight: *mut Tensor = layout.read(node, layout.src);
-                let ids: *mut Tensor = layout.read(node, layout.src + 16);
-                if is_weight(weight) && !ids.is_null() {
-                    seen.products.push((weight, ids));
                 }
             }
             let viewed: *mut Tensor = layout.read(node, layout.view_src);

@@ -27,7 +27,8 @@ pub fn choose(
     ty: &TypeInfo,
     on_host: bool,
 ) -> Option<*mut BufferType> {
-    let (own, mut others) = candidates(model, instance);
+    let own = own_device(model, instance);
+    let mut others = in_host_memory(model);
     let op = instance.op().unwrap_or(match ne.len() {
         1 => model.ggml.ops.mul,
         _ => model.ggml.ops.mul_mat,
@@ -83,51 +84,50 @@ pub fn would_be_doubled(model: &Model, instance: &Instance, ne: &[i64], ty: &Typ
     };
     let op = model.ggml.ops.mul_mat;
     instance.is_shared()
-        && is_host_memory(model, instance)
+        && own_device(model, instance).is_none()
         && uses_special_types(model, cpu)
         && special_types(model.ggml, cpu)
             .any(|buft| supports(model.ggml, instance, ne, ty, op, buft, cpu))
 }
 
-/// The device buffer that an instance was in at first, if that was one, and what
-/// llama.cpp tries in host memory.
-#[allow(clippy::type_complexity, reason = "a pair of what ggml calls a pair")]
-fn candidates(
-    model: &Model,
-    instance: &Instance,
-) -> (
-    Option<(*mut Device, *mut BufferType)>,
-    Vec<(*mut Device, *mut BufferType)>,
-) {
+/// The device and the buffer type that an instance was in at first, if that was not
+/// memory of the process.
+pub fn own_device(model: &Model, instance: &Instance) -> Option<(*mut Device, *mut BufferType)> {
     let f = &model.ggml.f;
     let buft = instance.original_buffer_type.0;
-    let Some(cpu) = model.devices.last().map(|device| device.0) else {
-        return (None, Vec::new());
-    };
-    let is_cpu = |device: *mut Device| {
-        // SAFETY: a live device.
-        device.is_null() || unsafe { (f.ggml_backend_dev_type)(device) } == DEVICE_CPU
-    };
-    // SAFETY: live devices and buffer types, which are static.
+    // SAFETY: live buffer types and devices, which are static.
     unsafe {
         let home = (f.ggml_backend_buft_get_device)(buft);
-        let in_host_memory = is_cpu(home) || buft == (f.ggml_backend_dev_host_buffer_type)(home);
-        let own = (!in_host_memory).then_some((home, buft));
-        let mut others = Vec::new();
-        let gpus = model.devices.iter().map(|device| device.0);
-        for gpu in gpus.filter(|&device| !is_cpu(device)) {
-            let host = (f.ggml_backend_dev_host_buffer_type)(gpu);
-            if !host.is_null() {
-                others.push((gpu, host));
-                break;
-            }
-        }
-        if uses_special_types(model, cpu) {
-            others.extend(special_types(model.ggml, cpu).map(|buft| (cpu, buft)));
-        }
-        others.push((cpu, plain_memory(model)));
-        (own, others)
+        let in_host_memory =
+            is_cpu(model.ggml, home) || buft == (f.ggml_backend_dev_host_buffer_type)(home);
+        (!in_host_memory).then_some((home, buft))
     }
+}
+
+/// What llama.cpp tries in memory of the process, best first.
+fn in_host_memory(model: &Model) -> Vec<(*mut Device, *mut BufferType)> {
+    let Some(cpu) = model.devices.last().map(|device| device.0) else {
+        return Vec::new();
+    };
+    let devices = model.devices.iter().map(|device| device.0);
+    let mut gpus = devices.filter(|&device| !is_cpu(model.ggml, device));
+    let readable = |gpu| {
+        // SAFETY: a live device, which is static.
+        let host = unsafe { (model.ggml.f.ggml_backend_dev_host_buffer_type)(gpu) };
+        (!host.is_null()).then_some((gpu, host))
+    };
+    let first = gpus.find_map(readable);
+    let mut all: Vec<(*mut Device, *mut BufferType)> = first.into_iter().collect();
+    if uses_special_types(model, cpu) {
+        all.extend(special_types(model.ggml, cpu).map(|buft| (cpu, buft)));
+    }
+    all.push((cpu, plain_memory(model)));
+    all
+}
+
+fn is_cpu(ggml: &Ggml, device: *mut Device) -> bool {
+    // SAFETY: a live device.
+    device.is_null() || unsafe { (ggml.f.ggml_backend_dev_type)(device) } == DEVICE_CPU
 }
 
 /// With a mapped file, llama.cpp uses plain memory where it would have used memory
@@ -151,8 +151,13 @@ fn as_mapped(
 
 /// Whether the host puts tensors into special buffer types of the CPU. It can be told
 /// not to; that shows in a tensor that is in plain memory although one of them supports
-/// it.
+/// it. All tensors are asked about, so it is found out once.
 fn uses_special_types(model: &Model, cpu: *mut Device) -> bool {
+    let known = &model.special_types;
+    *known.get_or_init(|| find_special_types(model, cpu))
+}
+
+fn find_special_types(model: &Model, cpu: *mut Device) -> bool {
     let special: Vec<*mut BufferType> = special_types(model.ggml, cpu).collect();
     let instances = model.tensors.iter().flat_map(|tensor| {
         tensor
@@ -279,9 +284,4 @@ pub fn is_cut_by_ggml(model: &Model, instance: &Instance) -> bool {
         let device = (f.ggml_backend_buft_get_device)(instance.original_buffer_type.0);
         !device.is_null() && (f.ggml_backend_dev_type)(device) > LAST_PLAIN_DEVICE
     }
-}
-
-/// Whether the host had loaded an instance into memory of the process.
-pub fn is_host_memory(model: &Model, instance: &Instance) -> bool {
-    candidates(model, instance).0.is_none()
 }

@@ -20,6 +20,7 @@ use std::thread::ThreadId;
 use llama_sidecar::gguf::{Access, FileId, GgufFile};
 use llama_sidecar::log::{Level, log};
 use llama_sidecar::reload::{Engine, SourceFile, SourceTensor};
+use once_cell::sync::OnceCell;
 use parking_lot::{Mutex, RwLock};
 
 use crate::evaluations::UsedWeight;
@@ -42,6 +43,8 @@ pub struct Model {
     pub engine: Engine,
     /// What is counted of its experts.
     pub trace: Option<Arc<ModelTrace>>,
+    /// Whether the host puts its tensors into special buffer types of the CPU, once known.
+    pub special_types: OnceCell<bool>,
     /// The devices that evaluate it, the CPU last.
     pub devices: Vec<DevicePointer>,
     /// False once the host has freed any of its memory.
@@ -353,10 +356,11 @@ fn note_use(model: &Model, tensor: usize, instance: usize, weight: &UsedWeight) 
     if known != get_rows {
         instance.op.store(weight.op, Ordering::Relaxed);
     }
-    if weight.experts_used > 0 {
-        instance
-            .experts_used
-            .store(weight.experts_used, Ordering::Relaxed);
+    if !weight.ids.is_null() {
+        let layout = &model.ggml.layout;
+        // SAFETY: the ids are a live tensor of the graph that is looked at.
+        let used: i64 = unsafe { layout.read(weight.ids, layout.ne) };
+        instance.experts_used.store(used, Ordering::Relaxed);
     }
 }
 
@@ -432,6 +436,7 @@ fn register(load: Load, devices: &[*mut Device]) {
         tensors,
         engine,
         trace,
+        special_types: OnceCell::new(),
         devices: devices
             .iter()
             .map(|&device| DevicePointer(device))

@@ -138,10 +138,10 @@ impl Routed {
         let (used, tokens) = (ne[0].max(0) as usize, ne[1].max(0) as usize);
         // libllama warms a model up by routing to all experts: that is no workload.
         let expected = self.trace.about.experts_used as usize;
-        if used == 0 || tokens == 0 || (expected > 0 && used > expected) {
+        let len = Ids::span(used, tokens, nb[0], nb[1]).unwrap_or(0);
+        if len == 0 || (expected > 0 && used > expected) {
             return;
         }
-        let len = (tokens - 1) * nb[1] + (used - 1) * nb[0] + 4;
         buffer.resize(len, 0);
         // SAFETY: the ids were kept, and are as large as their extents say.
         unsafe { (f.ggml_backend_tensor_get)(self.ids, buffer.as_mut_ptr().cast(), 0, len) };
@@ -157,9 +157,7 @@ impl Routed {
             self.note_names(&ids);
         }
     }
-}
 
-impl Routed {
     /// Keeps the experts of an evaluation for the thread that logs their names.
     fn note_names(&self, ids: &Ids<'_>) {
         let places = (0..ids.tokens).flat_map(|token| (0..ids.used).map(move |used| (token, used)));

@@ -93,19 +93,14 @@ pub unsafe extern "C" fn llama_expert_trace_record_batch(
     status(|| {
         let owned = handle::get(trace)?;
         let layer = owned.position(layer)?;
-        if n_used == 0 || n_tokens == 0 {
+        let len = Ids::span(n_used, n_tokens, used_stride, token_stride)
+            .ok_or_else(|| Failure::argument("the matrix of ids is larger than memory"))?;
+        if len == 0 {
             return Ok(());
         }
         if ids.is_null() {
             return Err(Failure::null("ids"));
         }
-        let rows = (n_tokens - 1).checked_mul(token_stride);
-        let row = (n_used - 1).checked_mul(used_stride);
-        let len = rows
-            .zip(row)
-            .and_then(|(rows, row)| rows.checked_add(row)?.checked_add(4))
-            .filter(|&len| len <= isize::MAX as usize)
-            .ok_or_else(|| Failure::argument("the matrix of ids is larger than memory"))?;
         let ids = Ids {
             // SAFETY: not null, and readable up to there as the caller vouches.
             bytes: unsafe { std::slice::from_raw_parts(ids.cast::<u8>(), len) },

@@ -61,6 +61,23 @@ pub struct Ids<'a> {
 }
 
 impl Ids<'_> {
+    /// Bytes from the first id of such a matrix to the end of the last; `None` when that
+    /// is more than memory, and 0 when there are no ids.
+    pub fn span(
+        used: usize,
+        tokens: usize,
+        used_stride: usize,
+        token_stride: usize,
+    ) -> Option<usize> {
+        if used == 0 || tokens == 0 {
+            return Some(0);
+        }
+        let rows = (tokens - 1).checked_mul(token_stride)?;
+        let row = (used - 1).checked_mul(used_stride)?;
+        let len = rows.checked_add(row)?.checked_add(4)?;
+        (len <= isize::MAX as usize).then_some(len)
+    }
+
     /// An id; `None` beyond the bytes.
     pub fn get(&self, token: usize, used: usize) -> Option<i32> {
         let at = token

@@ -3,7 +3,7 @@
 //! They are in `hosts/` and take commands on standard input; `hosts/node/host.mjs`
 //! says which.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::fixtures::{fixture, upstream_libraries};
+use crate::process::memory;
 
 /// How long a host may take to answer: loading a model on a busy machine, or
 /// compiling shaders for the first time.
@@ -281,13 +282,7 @@ impl Host {
 
     /// Resident memory in bytes that is not shared with files.
     pub fn private_memory(&self) -> u64 {
-        let mut text = String::new();
-        let path = format!("/proc/{}/status", self.id());
-        let mut file = std::fs::File::open(path).expect("the host lives");
-        file.read_to_string(&mut text).expect("its status");
-        let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
-        let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
-        kib.expect("RssAnon in kB") << 10
+        memory(&self.id().to_string(), "RssAnon:")
     }
 
     /// Sends it SIGTERM and waits until it is gone.

@@ -1,11 +1,17 @@
-//! What benches ask of their own process.
+//! What tests and benches ask of a process.
 
 /// Resident memory in bytes.
 pub fn resident() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").expect("Linux");
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    memory("self", "VmRSS:")
+}
+
+/// A field of `/proc/PROCESS/status` that is in kB, in bytes.
+pub fn memory(process: &str, field: &str) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{process}/status"));
+    let status = status.expect("Linux, and a process that lives");
+    let line = status.lines().find_map(|line| line.strip_prefix(field));
     let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
-    kib.expect("VmRSS in kB") << 10
+    kib.expect("a number of kB") << 10
 }
 
 /// Raises the limit of open files as far as it goes: 1,000 shards and the rest of the
