@@ -11,6 +11,15 @@
 //! | `LLAMA_EXPERT_TRACE_PER_LAYER` | off | drop-in: the summary also layer by layer |
 //! | `LLAMA_EXPERT_TRACE_OUTPUT` | none | drop-in: count, and write the counts there at the end: JSON, or CSV by extension |
 //! | `LLAMA_EXPERT_TRACE_EVERY_S` | `0` | drop-in: write the output also every so many seconds; 0 = at the end only |
+//! | `LLAMA_POSTFETCH_ENABLE` | `1` | `0`: experts are never fetched |
+//! | `LLAMA_POSTFETCH_FORCE_CPU` | `0` | `1`: every answer is "compute on the CPU", and no device is touched |
+//! | `LLAMA_POSTFETCH_BLOCK_ON_MISS` | `1` | wait for a copy that is under way; `0`: fall back to the CPU |
+//! | `LLAMA_POSTFETCH_MAX_TRANSFERS` | `8` | copies under way at a time, 1 to 1024 |
+//! | `LLAMA_POSTFETCH_SCRATCHPAD_MB` | `0` | device memory for experts, in MiB; 0: what the active experts of the largest layer need |
+//! | `LLAMA_POSTFETCH_USE_DEDICATED_STREAMS` | `1` | copies and kernels in streams of their own; `0`: in one |
+//! | `LLAMA_POSTFETCH_CPU_LIMIT` | physical cores | of a layer's experts, how many have gate and up computed on the CPU; advice for the host |
+//! | `LLAMA_POSTFETCH_PAGE_LOCK` | `1` | page-lock the model's down-projections where they are; `0`: copy through page-locked buffers |
+//! | `LLAMA_POSTFETCH_DEBUG` | `0` | log every transfer |
 //! | `LLAMA_SIDECAR_SPLIT` | none | cut matrices over the devices after the first, in these proportions: `3,1,1` |
 //! | `LLAMA_SIDECAR_CPU_MOE` | off | keep routed experts in host memory; on when set and neither empty nor `0` |
 //! | `LLAMA_SIDECAR_OVERRIDE_TENSOR` | none | tensors whose name matches go to a device, whole: `ffn_.*_exps=0;attn=2` |
@@ -29,6 +38,29 @@ use once_cell::sync::Lazy;
 use regex::Regex;
 
 use crate::log::{self, Level};
+
+/// What the `LLAMA_POSTFETCH_*` variables say.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PostFetch {
+    /// `LLAMA_POSTFETCH_ENABLE`.
+    pub enable: bool,
+    /// `LLAMA_POSTFETCH_FORCE_CPU`.
+    pub force_cpu: bool,
+    /// `LLAMA_POSTFETCH_BLOCK_ON_MISS`.
+    pub block_on_miss: bool,
+    /// `LLAMA_POSTFETCH_MAX_TRANSFERS`.
+    pub max_transfers: u32,
+    /// `LLAMA_POSTFETCH_SCRATCHPAD_MB`, in bytes; 0 for automatic.
+    pub scratchpad_bytes: u64,
+    /// `LLAMA_POSTFETCH_USE_DEDICATED_STREAMS`.
+    pub dedicated_streams: bool,
+    /// `LLAMA_POSTFETCH_CPU_LIMIT`.
+    pub cpu_limit: u32,
+    /// `LLAMA_POSTFETCH_PAGE_LOCK`.
+    pub page_lock: bool,
+    /// `LLAMA_POSTFETCH_DEBUG`.
+    pub debug: bool,
+}
 
 /// The settings in force.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,6 +83,8 @@ pub struct Config {
     pub trace_output: Option<PathBuf>,
     /// `LLAMA_EXPERT_TRACE_EVERY_S`; `None` when it is written at the end only.
     pub trace_every: Option<Duration>,
+    /// `LLAMA_POSTFETCH_*`.
+    pub postfetch: PostFetch,
     /// `LLAMA_SIDECAR_SPLIT`, as it is: checked, but kept as text.
     pub split: Option<CString>,
     /// `LLAMA_SIDECAR_CPU_MOE`.
@@ -124,7 +158,38 @@ impl Config {
             "keep" | "clear" => Ok(()),
             _ => Err("expected keep or clear".into()),
         });
+        let flag = |name: &str, default: bool| {
+            let found = checked(name, &|text| match text {
+                "0" | "1" => Ok(()),
+                _ => Err("expected 0 or 1".into()),
+            });
+            found.map_or(default, |text| text == "1")
+        };
+        let number = |name: &str, most: u32, default: u32| {
+            let parse = |text: &str| text.parse().ok().filter(|n| (1..=most).contains(n));
+            let found = checked(name, &|text| {
+                let found = parse(text).map(|_| ());
+                found.ok_or_else(|| format!("expected a number from 1 to {most}"))
+            });
+            found.as_deref().and_then(parse).unwrap_or(default)
+        };
+        let scratchpad = checked("LLAMA_POSTFETCH_SCRATCHPAD_MB", &|text| {
+            let found = mib(text).map(|_| ());
+            found.ok_or_else(|| "expected a number of MiB".into())
+        });
+        let postfetch = PostFetch {
+            enable: flag("LLAMA_POSTFETCH_ENABLE", true),
+            force_cpu: flag("LLAMA_POSTFETCH_FORCE_CPU", false),
+            block_on_miss: flag("LLAMA_POSTFETCH_BLOCK_ON_MISS", true),
+            max_transfers: number("LLAMA_POSTFETCH_MAX_TRANSFERS", 1024, 8),
+            scratchpad_bytes: scratchpad.as_deref().and_then(mib).unwrap_or(0),
+            dedicated_streams: flag("LLAMA_POSTFETCH_USE_DEDICATED_STREAMS", true),
+            cpu_limit: number("LLAMA_POSTFETCH_CPU_LIMIT", 1 << 16, physical_cores()),
+            page_lock: flag("LLAMA_POSTFETCH_PAGE_LOCK", true),
+            debug: flag("LLAMA_POSTFETCH_DEBUG", false),
+        };
         Config {
+            postfetch,
             hotswap: on("LLAMA_HOTSWAP_ENABLED"),
             poll: (poll_ms > 0).then(|| Duration::from_millis(poll_ms)),
             clear_kv: kv.as_deref() == Some("clear"),
@@ -160,6 +225,19 @@ impl Config {
             }
         });
     }
+}
+
+/// Cores that are not siblings of each other; as many as threads can run where the
+/// kernel does not say.
+fn physical_cores() -> u32 {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let core = |cpu: usize| {
+        let topology = format!("/sys/devices/system/cpu/cpu{cpu}/topology");
+        let read = |name: &str| std::fs::read_to_string(format!("{topology}/{name}")).ok();
+        Some((read("physical_package_id")?, read("core_id")?))
+    };
+    let cores: std::collections::HashSet<_> = (0..threads).map_while(core).collect();
+    if cores.is_empty() { threads as u32 } else { cores.len() as u32 }
 }
 
 /// Reads proportions such as `3,1,1`.
@@ -258,6 +336,41 @@ mod tests {
             ("LLAMA_HOTSWAP_KV", "maybe"),
         ]);
         assert_eq!(config.rejected.len(), 2);
+    }
+
+    #[test]
+    fn postfetch_variables() {
+        let defaults = parse(&[]).postfetch;
+        assert!(defaults.enable && defaults.block_on_miss && defaults.dedicated_streams);
+        assert!(defaults.page_lock && !defaults.force_cpu && !defaults.debug);
+        assert_eq!((defaults.max_transfers, defaults.scratchpad_bytes), (8, 0));
+        assert!(defaults.cpu_limit >= 1);
+        let all = [
+            ("LLAMA_POSTFETCH_ENABLE", "0"),
+            ("LLAMA_POSTFETCH_FORCE_CPU", "1"),
+            ("LLAMA_POSTFETCH_BLOCK_ON_MISS", "0"),
+            ("LLAMA_POSTFETCH_MAX_TRANSFERS", "3"),
+            ("LLAMA_POSTFETCH_SCRATCHPAD_MB", "5"),
+            ("LLAMA_POSTFETCH_USE_DEDICATED_STREAMS", "0"),
+            ("LLAMA_POSTFETCH_CPU_LIMIT", "6"),
+            ("LLAMA_POSTFETCH_PAGE_LOCK", "0"),
+            ("LLAMA_POSTFETCH_DEBUG", "1"),
+        ];
+        let set = PostFetch {
+            enable: false,
+            force_cpu: true,
+            block_on_miss: false,
+            max_transfers: 3,
+            scratchpad_bytes: 5 << 20,
+            dedicated_streams: false,
+            cpu_limit: 6,
+            page_lock: false,
+            debug: true,
+        };
+        assert_eq!(parse(&all).postfetch, set);
+        let nonsense = all.map(|(name, _)| (name, "-1"));
+        let config = parse(&nonsense);
+        assert_eq!((config.rejected.len(), config.postfetch), (9, defaults));
     }
 
     #[test]

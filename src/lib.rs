@@ -8,6 +8,7 @@
 //! | [`ffi`] | the C ABI, and nothing but |
 //! | [`model`] | an open model: lazy tensors, loading, evaluations, contexts |
 //! | [`reload`] | hot-swap: detect, compare, stage, commit, against a trait |
+//! | [`postfetch`] | fetches routed experts to a GPU while others are computed |
 //! | [`trace`] | which experts a workload uses |
 //! | [`device`] | memory where tensors live |
 //! | [`gguf`], [`experts`] | the file format; names of expert tensors |
@@ -24,5 +25,6 @@ pub mod gguf;
 pub mod log;
 pub mod model;
 mod parallel;
+pub mod postfetch;
 pub mod reload;
 pub mod trace;

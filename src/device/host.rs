@@ -106,7 +106,7 @@ impl Device for HostDevice {
 
 /// Total and available bytes of the machine; unlimited where the kernel does not
 /// say.
-fn system_memory() -> (u64, u64) {
+pub fn system_memory() -> (u64, u64) {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let field = |name: &str| {
         let line = text.lines().find_map(|line| line.strip_prefix(name))?;

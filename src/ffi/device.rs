@@ -13,6 +13,8 @@ use crate::device::DeviceKind;
 pub enum llama_sidecar_device_kind {
     /// Memory of the process.
     Host = 0,
+    /// Memory of an NVIDIA GPU.
+    Cuda = 1,
 }
 
 /// A device and what we hold of it.
@@ -77,6 +79,7 @@ pub unsafe extern "C" fn llama_sidecar_device_get_info(
             name,
             kind: match device.kind() {
                 DeviceKind::Host => llama_sidecar_device_kind::Host,
+                DeviceKind::Cuda => llama_sidecar_device_kind::Cuda,
             },
             total: memory.total,
             free: memory.free,

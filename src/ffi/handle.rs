@@ -24,6 +24,7 @@ pub(super) enum Object {
     Context(Arc<Context>),
     Report(Arc<super::reload::OwnedReport>),
     Trace(Arc<super::trace::OwnedTrace>),
+    PostFetch(Arc<crate::postfetch::PostFetch>),
 }
 
 #[derive(Default)]
@@ -66,6 +67,11 @@ pub struct llama_expert_trace {
     _opaque: [u8; 0],
 }
 
+/// Fetches experts to a GPU.
+pub struct llama_postfetch {
+    _opaque: [u8; 0],
+}
+
 macro_rules! handle {
     ($name:ident, $variant:ident, $object:ty) => {
         impl Handle for $name {
@@ -90,6 +96,7 @@ handle!(llama_model, Model, super::model::OpenModel);
 handle!(llama_context, Context, Context);
 handle!(llama_sidecar_report, Report, super::reload::OwnedReport);
 handle!(llama_expert_trace, Trace, super::trace::OwnedTrace);
+handle!(llama_postfetch, PostFetch, crate::postfetch::PostFetch);
 
 /// Puts an object into the table.
 pub(super) fn new<H: Handle>(object: H::Object) -> *mut H {

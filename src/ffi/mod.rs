@@ -11,6 +11,7 @@ mod log;
 mod metadata;
 mod model;
 mod params;
+mod postfetch;
 mod reload;
 mod status;
 mod tensor;
@@ -111,4 +112,25 @@ unsafe fn put<T>(out: *mut T, value: T, what: &str) -> Result<(), status::Failur
     // SAFETY: not null, and valid as the caller vouches.
     unsafe { out.write(value) };
     Ok(())
+}
+
+/// Writes text into a caller's buffer, cut to `size` bytes with the NUL; returns how long all of it
+/// is.
+///
+/// # Safety
+///
+/// `buffer` has room for `size` bytes.
+unsafe fn put_text(text: &str, buffer: *mut c_char, size: usize) -> Result<usize, status::Failure> {
+    if buffer.is_null() && size > 0 {
+        return Err(status::Failure::null("buffer"));
+    }
+    if size > 0 {
+        let len = text.len().min(size - 1);
+        // SAFETY: room for `size` bytes, as the caller vouches.
+        unsafe {
+            std::ptr::copy_nonoverlapping(text.as_ptr(), buffer.cast(), len);
+            buffer.add(len).write(0);
+        }
+    }
+    Ok(text.len())
 }

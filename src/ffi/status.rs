@@ -77,7 +77,7 @@ impl From<Error> for Failure {
             }
             Error::Open(_) => S::Malformed,
             Error::Device(DeviceError::OutOfMemory { .. }) => S::OutOfMemory,
-            Error::Device(DeviceError::Copy { .. }) => S::Device,
+            Error::Device(DeviceError::Failed { .. }) => S::Device,
             Error::Read { .. } => S::Io,
             Error::NotFound { .. } => S::NotFound,
             Error::Cancelled => S::Cancelled,

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::handle::{self, llama_expert_trace, llama_model};
 use super::status::{Failure, call, llama_sidecar_status, status};
-use super::text;
+use super::{put_text, text};
 use crate::trace::{About, Ids, Layout, Trace, to_text, write};
 
 /// Counters and whose experts they count.
@@ -207,19 +207,9 @@ pub unsafe extern "C" fn llama_expert_trace_summary(
 ) -> usize {
     let written = call(|| {
         let owned = handle::get(trace)?;
-        if buffer.is_null() && size > 0 {
-            return Err(Failure::null("buffer"));
-        }
         let text = to_text(&owned.about, &owned.counters.snapshot(), per_layer);
-        if size > 0 {
-            let len = text.len().min(size - 1);
-            // SAFETY: room for `size` bytes, as the caller vouches.
-            unsafe {
-                std::ptr::copy_nonoverlapping(text.as_ptr(), buffer.cast(), len);
-                buffer.add(len).write(0);
-            }
-        }
-        Ok(text.len())
+        // SAFETY: as the caller vouches.
+        unsafe { put_text(&text, buffer, size) }
     });
     written.unwrap_or(0)
 }

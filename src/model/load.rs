@@ -114,7 +114,18 @@ impl Model {
     /// Copies bytes of a tensor, from `at` on: from its devices if it is loaded, else
     /// from its file.
     pub fn read(&self, index: usize, at: u64, bytes: &mut [u8]) -> Result<()> {
-        let version = self.current(index);
+        self.read_view(index, &self.tensor(index), at, bytes)
+    }
+
+    /// [`Model::read`] of the tensor as it was at the moment of `view`.
+    pub fn read_view(
+        &self,
+        index: usize,
+        view: &TensorView,
+        at: u64,
+        bytes: &mut [u8],
+    ) -> Result<()> {
+        let version = view.version();
         let end = at.checked_add(bytes.len() as u64);
         if end.is_none_or(|end| end > version.nbytes) {
             return Err(Error::NotFound {

@@ -239,7 +239,7 @@ impl Staged {
 fn stage_error(error: DeviceError) -> StageError {
     match error {
         DeviceError::OutOfMemory { .. } => StageError::OutOfMemory(error),
-        DeviceError::Copy { .. } => StageError::Device(error),
+        DeviceError::Failed { .. } => StageError::Device(error),
     }
 }
 

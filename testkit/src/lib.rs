@@ -5,4 +5,5 @@ pub mod fixtures;
 pub mod ggml;
 pub mod host;
 pub mod process;
+pub mod sim;
 pub mod writer;

@@ -1,0 +1,83 @@
+//! The simulated CUDA driver, from inside the process that uses it.
+
+use std::ffi::{CString, c_char, c_void};
+use std::path::Path;
+use std::process::Command;
+
+use libc::{RTLD_NOLOAD, RTLD_NOW, dlopen, dlsym};
+
+/// The driver that the loader path leads to, which must be the simulated one. There is
+/// one in a process, so tests that use it run one after the other.
+#[derive(Debug)]
+pub struct Sim {
+    library: *mut c_void,
+}
+
+impl Sim {
+    /// Finds it, and resets it. Panics where another driver or none is found.
+    pub fn fresh() -> Sim {
+        // SAFETY: loads what the library under test loads anyway.
+        let library = unsafe { dlopen(c"libcuda.so.1".as_ptr(), RTLD_NOW) };
+        let sim = Sim { library };
+        assert!(
+            !library.is_null() && !sim.symbol("sim_cuda_reset").is_null(),
+            "the loader path leads to no simulated CUDA driver: run 'cargo xtask test', or set LD_LIBRARY_PATH to target/sim-cuda"
+        );
+        sim.reset();
+        sim
+    }
+
+    /// Whether some CUDA driver is loaded.
+    pub fn some_driver_is_loaded() -> bool {
+        // SAFETY: loads nothing.
+        !unsafe { dlopen(c"libcuda.so.1".as_ptr(), RTLD_NOW | RTLD_NOLOAD) }.is_null()
+    }
+
+    /// An exported function of the driver.
+    pub fn symbol(&self, name: &str) -> *mut c_void {
+        let name = CString::new(name).expect("a name");
+        // SAFETY: looks a name up.
+        unsafe { dlsym(self.library, name.as_ptr()) }
+    }
+
+    /// Forgets everything that happened.
+    pub fn reset(&self) {
+        // SAFETY: the type that the simulation declares.
+        unsafe { std::mem::transmute::<_, extern "C" fn()>(self.symbol("sim_cuda_reset"))() }
+    }
+
+    /// Sets a setting (`SIM_CUDA_MEMORY_MB`), or makes the n-th call of a function fail.
+    pub fn set(&self, name: &str, value: u64) {
+        type Set = extern "C" fn(*const c_char, u64);
+        let name = CString::new(name).expect("a name");
+        // SAFETY: the type that the simulation declares.
+        let set = unsafe { std::mem::transmute::<_, Set>(self.symbol("sim_cuda_set")) };
+        set(name.as_ptr(), value);
+    }
+
+    /// How often a function was called; also `pageable` and `total`.
+    pub fn count(&self, name: &str) -> u64 {
+        type Count = extern "C" fn(*const c_char) -> u64;
+        let name = CString::new(name).expect("a name");
+        // SAFETY: the type that the simulation declares.
+        let count = unsafe { std::mem::transmute::<_, Count>(self.symbol("sim_cuda_count")) };
+        count(name.as_ptr())
+    }
+
+    /// What callers did wrong so far, and what is not freed now.
+    pub fn problems(&self) -> Vec<String> {
+        type Problems = extern "C" fn(*mut u8, usize) -> usize;
+        // SAFETY: the type that the simulation declares.
+        let problems =
+            unsafe { std::mem::transmute::<_, Problems>(self.symbol("sim_cuda_problems")) };
+        let mut text = vec![0; 1 << 16];
+        let len = problems(text.as_mut_ptr(), text.len()).min(text.len());
+        let text = String::from_utf8_lossy(&text[..len]).into_owned();
+        text.lines().map(str::to_owned).collect()
+    }
+}
+
+/// Sets a command up to find the simulated driver in `folder`.
+pub fn use_simulation(command: &mut Command, folder: &Path) {
+    command.env("LD_LIBRARY_PATH", folder);
+}

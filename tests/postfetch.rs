@@ -1,0 +1,870 @@
+//! Post-fetch against the simulated driver, which the loader path has to lead to:
+//! `cargo xtask test` does that. One test at a time: a process has one driver.
+
+use std::ffi::c_void;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant, SystemTime};
+
+use llama_sidecar::config::Config;
+use llama_sidecar::device::cuda::{CudaDevice, device_count};
+use llama_sidecar::device::{AsyncDevice, Device, HostDevice, Stream};
+use llama_sidecar::gguf::Access;
+use llama_sidecar::log;
+use llama_sidecar::model::{Model, Options as ModelOptions, Placement};
+use llama_sidecar::postfetch::{Answer, Options, PostFetch, Reason, State};
+use proptest::prelude::*;
+use proptest::test_runner::RngSeed;
+use tempfile::TempDir;
+use testkit::sim::Sim;
+use testkit::writer::{F16, Gguf, Kv, Q4_0, Q8_0};
+
+/// Experts of layers 0 and 1; layer 2 has six in tensors of their own.
+const EXPERTS: u32 = 16;
+
+/// Layers 0 and 1 with merged experts of different types, layer 2 with tensors of their
+/// own of unequal sizes. The sizes are no multiples of 256.
+fn model_file(seed: u64) -> Gguf {
+    let mut file = Gguf::default().kv("llama.expert_used_count", Kv::U32(4));
+    let experts = i64::from(EXPERTS);
+    for (layer, ty) in [(0, Q8_0), (1, Q4_0)] {
+        for (i, projection) in ["gate", "up", "down"].into_iter().enumerate() {
+            let name = format!("blk.{layer}.ffn_{projection}_exps.weight");
+            let seed = seed + 10 * layer + i as u64;
+            file = file.tensor(&name, &[96, 70, experts], ty, seed);
+        }
+    }
+    for expert in 0..6 {
+        let name = format!("blk.2.ffn_down.{expert}.weight");
+        file = file.tensor(&name, &[64, 10 + 30 * expert as i64], F16, seed + 100 + expert);
+    }
+    file.tensor("blk.0.attn_q.weight", &[64, 64], F16, 7)
+}
+
+struct Bench {
+    sim: Sim,
+    _folder: TempDir,
+    path: PathBuf,
+    model: Arc<Model>,
+}
+
+impl Bench {
+    fn new() -> Bench {
+        Bench::with(Access::Map)
+    }
+
+    fn with(access: Access) -> Bench {
+        let sim = Sim::fresh();
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let path = folder.path().join("model.gguf");
+        model_file(1).write(&path).unwrap();
+        // Nothing has to settle before it is read.
+        set_time(&path, 1 << 20);
+        let options = ModelOptions {
+            hotswap: true,
+            access,
+            ..ModelOptions::host()
+        };
+        let model = Arc::new(Model::open(&path, options).unwrap());
+        Bench {
+            sim,
+            _folder: folder,
+            path,
+            model,
+        }
+    }
+
+    fn fetch(&self, change: impl FnOnce(&mut Options)) -> PostFetch {
+        fetch(&self.model, 0, change)
+    }
+
+    /// What the driver has to say at the end: nothing.
+    fn end(self, fetch: PostFetch) {
+        drop(fetch);
+        assert_eq!(self.sim.problems(), [""; 0]);
+    }
+}
+
+fn set_time(path: &Path, seconds_ago: u64) {
+    let time = SystemTime::now() - Duration::from_secs(seconds_ago);
+    let file = std::fs::File::options().append(true).open(path).unwrap();
+    file.set_modified(time).unwrap();
+}
+
+fn options() -> Options {
+    Options {
+        config: Config::get().postfetch.clone(),
+        active: 0,
+        patience: Duration::from_secs(10),
+    }
+}
+
+fn fetch(model: &Arc<Model>, device: usize, change: impl FnOnce(&mut Options)) -> PostFetch {
+    let mut options = options();
+    change(&mut options);
+    PostFetch::new(model.clone(), options, || {
+        Ok(CudaDevice::open(device)? as Arc<dyn AsyncDevice>)
+    })
+}
+
+/// The bytes of an expert's down-projection, read from the model.
+fn expert_bytes(model: &Model, layer: u32, expert: u32) -> Vec<u8> {
+    let (name, offset) = match layer {
+        2 => (format!("blk.2.ffn_down.{expert}.weight"), 0),
+        _ => (format!("blk.{layer}.ffn_down_exps.weight"), u64::from(expert)),
+    };
+    let index = model.find(&std::ffi::CString::new(name).unwrap()).unwrap();
+    let view = model.tensor(index);
+    let nbytes = match layer {
+        2 => view.nbytes(),
+        _ => view.nbytes() / u64::from(EXPERTS),
+    };
+    let mut bytes = vec![0; nbytes as usize];
+    model.read(index, offset * nbytes, &mut bytes).unwrap();
+    bytes
+}
+
+/// The bytes that an answer leads to, on the device or in the process.
+fn answered_bytes(fetch: &PostFetch, layer: u32, expert: u32, answer: &Answer) -> Option<Vec<u8>> {
+    if answer.device_address != 0 {
+        assert_eq!(answer.device_address % 256, 0);
+        assert_eq!(answer.reason, Reason::None);
+        return fetch.download(layer, expert)?.ok();
+    }
+    assert_ne!(answer.reason, Reason::None);
+    let expert = answer.expert?;
+    let host = expert.host?;
+    // SAFETY: valid as long as nobody reloads.
+    Some(unsafe { std::slice::from_raw_parts(host, expert.nbytes as usize) }.to_vec())
+}
+
+fn check_bytes(fetch: &PostFetch, layer: u32, expert: u32, answer: &Answer) {
+    let right = expert_bytes(fetch.model(), layer, expert);
+    if let Some(bytes) = answered_bytes(fetch, layer, expert, answer) {
+        assert!(bytes == right, "wrong bytes for expert {expert} of {layer}");
+    }
+}
+
+/// Schedules, acquires, checks and releases a layer; how many were on the device.
+fn run_layer(fetch: &PostFetch, layer: u32, ids: &[i32]) -> usize {
+    fetch.schedule(layer, ids);
+    let mut hits = 0;
+    for &id in ids {
+        let answer = fetch.acquire(layer, id as u32);
+        check_bytes(fetch, layer, id as u32, &answer);
+        hits += usize::from(answer.reason == Reason::None);
+    }
+    fetch.release_layer(layer);
+    hits
+}
+
+#[test]
+fn experts_arrive_whole_and_where_the_answer_says() {
+    let bench = Bench::new();
+    let fetch = bench.fetch(|_| ());
+    assert!(fetch.mode().contains("page-locked in place"), "{}", fetch.mode());
+    for (layer, ids) in [(0, [3, 9, 0, 12]), (1, [15, 1, 7, 4]), (2, [5, 0, 2, 4])] {
+        assert_eq!(run_layer(&fetch, layer, &ids), 4, "{}", fetch.mode());
+    }
+    let stats = fetch.stats();
+    assert_eq!((stats.experts, stats.copies, stats.hits), (12, 12, 12));
+    assert_eq!((stats.staged_copies, stats.all_fallbacks(), stats.errors), (0, 0, 0));
+    assert!(stats.transfer > Duration::ZERO);
+    assert_eq!(bench.sim.count("pageable"), 0);
+    bench.end(fetch);
+}
+
+#[test]
+fn places_are_cumulative_aligned_and_just_enough() {
+    let bench = Bench::new();
+    let fetch = bench.fetch(|_| ());
+    // Four of the largest: experts 2 to 5 of layer 2 are larger than those of the others.
+    let padded = |layer, expert| {
+        (expert_bytes(&bench.model, layer, expert).len() as u64).next_multiple_of(256)
+    };
+    let expected = (2..6).map(|expert| padded(2, expert)).sum::<u64>();
+    let merged = 4 * padded(0, 0);
+    assert_eq!(fetch.stats().scratchpad_bytes, expected.max(merged));
+    fetch.schedule(2, &[5, 2, 3, 4]);
+    let answers = [5, 2, 3, 4].map(|expert| fetch.acquire(2, expert));
+    let base = answers[0].device_address;
+    let mut offset = 0;
+    for (answer, expert) in answers.iter().zip([5, 2, 3, 4]) {
+        assert_eq!(answer.device_address, base + offset);
+        offset += padded(2, expert);
+        let found = answer.expert.unwrap();
+        assert_eq!(found.ne, [64, 10 + 30 * u64::from(expert)]);
+        assert_eq!((found.row_bytes, found.ty.id), (128, F16));
+    }
+    bench.end(fetch);
+}
+
+#[test]
+fn the_policy_holds_for_real_copies() {
+    for enable in [true, false] {
+        for force_cpu in [true, false] {
+            for block in [true, false] {
+                let bench = Bench::new();
+                // So slow that it is certainly under way when it is asked for.
+                bench.sim.set("SIM_CUDA_LATENCY_NS", 60_000_000);
+                let fetch = bench.fetch(|options| {
+                    options.config.enable = enable;
+                    options.config.force_cpu = force_cpu;
+                    options.config.block_on_miss = block;
+                });
+                fetch.schedule(0, &[2]);
+                let expected = match (enable, force_cpu, block) {
+                    (false, ..) => (State::CpuOnly, Reason::Disabled),
+                    (_, true, _) => (State::CpuOnly, Reason::Forced),
+                    (.., true) => (State::GpuReady, Reason::None),
+                    (.., false) => (State::CopyInFlight, Reason::Missed),
+                };
+                let looked = fetch.query(0, 2);
+                let works = enable && !force_cpu;
+                assert_eq!(looked.state == State::CopyInFlight, works);
+                let answer = fetch.acquire(0, 2);
+                assert_eq!((answer.state, answer.reason), expected);
+                check_bytes(&fetch, 0, 2, &answer);
+                if works {
+                    std::thread::sleep(Duration::from_millis(100));
+                    let later = fetch.acquire(0, 2);
+                    assert_eq!((later.state, later.reason), (State::GpuReady, Reason::None));
+                    assert_eq!(fetch.stats().waits, u64::from(block));
+                } else {
+                    assert_eq!(bench.sim.count("total"), 0, "no device was to be touched");
+                }
+                bench.end(fetch);
+            }
+        }
+    }
+}
+
+#[test]
+fn neighbours_share_a_copy() {
+    let bench = Bench::new();
+    let fetch = bench.fetch(|options| options.active = 8);
+    assert_eq!(run_layer(&fetch, 0, &[6, 3, 7, 5, 10, 4]), 6);
+    let stats = fetch.stats();
+    assert_eq!((stats.experts, stats.copies, stats.coalesced), (6, 2, 4));
+    assert_eq!(bench.sim.count("cuMemcpy2DAsync_v2"), 1);
+    assert_eq!(bench.sim.count("cuMemcpyHtoDAsync_v2"), 1);
+    // Tensors of their own are never neighbours.
+    assert_eq!(run_layer(&fetch, 2, &[0, 1, 2]), 3);
+    assert_eq!(fetch.stats().copies, 5);
+    bench.end(fetch);
+}
+
+#[test]
+fn ids_repeat_and_are_nonsense() {
+    let bench = Bench::new();
+    let fetch = bench.fetch(|_| ());
+    fetch.schedule(1, &[8, 8, -1, 16, i32::MIN, i32::MAX, 8, 2]);
+    fetch.schedule(1, &[2, 11]);
+    fetch.schedule(7, &[0]);
+    let stats = fetch.stats();
+    assert_eq!((stats.experts, stats.duplicates, stats.rejected), (3, 3, 4));
+    for (layer, expert, reason) in [
+        (1, 8, Reason::None),
+        (1, 11, Reason::None),
+        (1, 3, Reason::NotScheduled),
+        (1, 16, Reason::Foreign),
+        (1, u32::MAX, Reason::Foreign),
+        (7, 0, Reason::Foreign),
+    ] {
+        let answer = fetch.acquire(layer, expert);
+        assert_eq!(answer.reason, reason, "{layer} {expert}");
+        assert_eq!(answer.expert.is_none(), reason == Reason::Foreign);
+    }
+    fetch.release(1, 8);
+    fetch.release(1, 8);
+    fetch.release(1, 99);
+    fetch.release(9, 0);
+    assert_eq!(fetch.acquire(1, 8).reason, Reason::NotScheduled);
+    assert_eq!(fetch.acquire(1, 11).reason, Reason::None);
+    bench.end(fetch);
+}
+
+#[test]
+fn only_so_many_are_under_way_and_the_order_is_kept() {
+    let bench = Bench::new();
+    bench.sim.set("SIM_CUDA_LATENCY_NS", 20_000_000);
+    let fetch = bench.fetch(|options| {
+        options.config.max_transfers = 2;
+        options.active = 8;
+    });
+    let began = Instant::now();
+    fetch.schedule(0, &[14, 2, 8, 0, 6, 4]);
+    assert!(began.elapsed() < Duration::from_millis(15), "it waited");
+    std::thread::sleep(Duration::from_millis(10));
+    assert_eq!(bench.sim.count("cuMemcpyHtoDAsync_v2"), 2);
+    // When one is ready, those before it are, and those that are further away are not.
+    assert_eq!(fetch.acquire(0, 8).reason, Reason::None);
+    for (expert, state) in [
+        (14, State::GpuReady),
+        (2, State::GpuReady),
+        (6, State::CopyInFlight),
+        (4, State::CopyInFlight),
+    ] {
+        assert_eq!(fetch.query(0, expert).state, state, "expert {expert}");
+    }
+    assert_eq!(run_layer(&fetch, 0, &[14, 2, 8, 0, 6, 4]), 6);
+    bench.end(fetch);
+}
+
+#[test]
+fn what_does_not_fit_is_for_the_cpu() {
+    let bench = Bench::new();
+    let fetch = bench.fetch(|_| ());
+    let all: Vec<i32> = (0..16).step_by(2).collect();
+    let hits = run_layer(&fetch, 0, &all);
+    assert!((4..8).contains(&hits), "{hits}");
+    let stats = fetch.stats();
+    assert_eq!(stats.fallbacks[Reason::NoRoom as usize], 8 - hits as u64);
+    assert!(stats.scratchpad_peak <= stats.scratchpad_bytes);
+    // The room is there again, and the size can be chosen.
+    assert_eq!(run_layer(&fetch, 0, &all), hits);
+    let larger = bench.fetch(|options| options.config.scratchpad_bytes = 1 << 20);
+    assert_eq!(run_layer(&larger, 0, &all), 8);
+    drop(larger);
+    bench.end(fetch);
+}
+
+#[test]
+fn the_cpu_limit_is_advice_by_position() {
+    let bench = Bench::new();
+    let fetch = bench.fetch(|options| options.config.cpu_limit = 2);
+    fetch.schedule(0, &[9, 4, 1]);
+    let advice = [9, 4, 1].map(|expert| fetch.acquire(0, expert).gate_up_on_cpu);
+    assert_eq!(advice, [true, true, false]);
+    bench.end(fetch);
+}
+
+#[test]
+fn without_page_locks_copies_go_through_buffers() {
+    for (access, register, page_lock) in [
+        (Access::Map, 0, true),
+        (Access::Map, 1, false),
+        (Access::Read, 1, true),
+    ] {
+        let bench = Bench::with(access);
+        bench.sim.set("SIM_CUDA_REGISTER", register);
+        let fetch = bench.fetch(|options| options.config.page_lock = page_lock);
+        assert!(fetch.mode().contains("through page-locked buffers"), "{}", fetch.mode());
+        assert_eq!(run_layer(&fetch, 0, &[3, 4, 5, 0]), 4);
+        assert_eq!(run_layer(&fetch, 2, &[3, 4, 5, 0]), 4);
+        let stats = fetch.stats();
+        assert_eq!((stats.copies, stats.staged_copies), (6, 6));
+        assert_eq!(bench.sim.count("pageable"), 0);
+        bench.end(fetch);
+    }
+}
+
+#[test]
+fn experts_larger_than_all_buffers_are_staged_in_pieces() {
+    let bench = Bench::with(Access::Read);
+    let mut file = Gguf::default().kv("llama.expert_used_count", Kv::U32(1));
+    file = file.tensor("blk.0.ffn_down_exps.weight", &[5 << 20, 1, 2], F16, 3);
+    file.replace(&bench.path).unwrap();
+    let model = Arc::new(Model::open(&bench.path, ModelOptions::host()).unwrap());
+    let fetch = fetch(&model, 0, |options| options.config.page_lock = false);
+    fetch.schedule(0, &[1]);
+    let answer = fetch.acquire(0, 1);
+    assert_eq!(answer.reason, Reason::None);
+    let mut right = vec![0; 10 << 20];
+    model.read(0, 10 << 20, &mut right).unwrap();
+    assert!(answered_bytes(&fetch, 0, 1, &answer) == Some(right));
+    assert_eq!(bench.sim.count("cuMemcpyHtoDAsync_v2"), 10);
+    bench.end(fetch);
+}
+
+#[test]
+fn a_file_that_was_cut_is_a_reason() {
+    let bench = Bench::with(Access::Read);
+    let fetch = bench.fetch(|_| ());
+    let file = std::fs::File::options().write(true).open(&bench.path).unwrap();
+    file.set_len(4096).unwrap();
+    fetch.schedule(1, &[3]);
+    let answer = fetch.acquire(1, 3);
+    assert_eq!((answer.reason, answer.device_address), (Reason::ReadFailed, 0));
+    bench.end(fetch);
+}
+
+#[test]
+fn what_is_on_a_device_already_is_not_fetched() {
+    let bench = Bench::new();
+    let gpu = CudaDevice::open(0).unwrap();
+    let options = ModelOptions {
+        devices: vec![HostDevice::new("host"), gpu.clone()],
+        placement: Placement::on(1),
+        hotswap: true,
+        ..ModelOptions::host()
+    };
+    // The model can be loaded to a CUDA device, and swapped there.
+    let model = Arc::new(Model::open(&bench.path, options).unwrap());
+    model.load_all(|_| true).unwrap();
+    assert!(gpu.memory().used > 0);
+    let right = expert_bytes(&bench.model, 0, 5);
+    assert!(expert_bytes(&model, 0, 5) == right);
+    let fetch = fetch(&model, 0, |_| ());
+    fetch.schedule(0, &[5]);
+    assert_eq!(fetch.acquire(0, 5).reason, Reason::Elsewhere);
+    drop(fetch);
+    model_file(2).replace(&bench.path).unwrap();
+    set_time(&bench.path, 1 << 19);
+    model.reload().unwrap();
+    assert!(expert_bytes(&model, 0, 5) != right);
+    drop((model, gpu));
+    assert_eq!(bench.sim.problems(), [""; 0]);
+}
+
+#[test]
+fn a_swap_between_schedule_and_acquire_gives_the_old_bytes_whole() {
+    let bench = Bench::new();
+    bench.sim.set("SIM_CUDA_LATENCY_NS", 30_000_000);
+    let fetch = bench.fetch(|options| options.config.max_transfers = 1);
+    let old: Vec<Vec<u8>> = (0..3).map(|e| expert_bytes(&bench.model, 1, 4 * e)).collect();
+    fetch.schedule(1, &[0, 4, 8]);
+    model_file(2).replace(&bench.path).unwrap();
+    set_time(&bench.path, 1 << 19);
+    bench.model.reload().unwrap();
+    for (expert, old) in [0, 4, 8].into_iter().zip(&old) {
+        let answer = fetch.acquire(1, expert);
+        assert_eq!(answer.reason, Reason::None);
+        assert!(answered_bytes(&fetch, 1, expert, &answer).as_ref() == Some(old));
+        let host = answer.expert.unwrap();
+        // SAFETY: valid until the expert is released.
+        let host = unsafe { std::slice::from_raw_parts(host.host.unwrap(), old.len()) };
+        assert!(host == old, "both places have the same bytes");
+    }
+    fetch.release_layer(1);
+    // Scheduled again, they are the new ones, from a buffer that is not page-locked.
+    assert!(expert_bytes(&bench.model, 1, 4) != old[1]);
+    assert_eq!(run_layer(&fetch, 1, &[0, 4, 8]), 3);
+    assert_eq!(fetch.stats().staged_copies, 3);
+    assert_eq!(bench.sim.count("pageable"), 0);
+    bench.end(fetch);
+}
+
+/// What stands for a kernel: copies from the device to page-locked memory in a stream.
+struct Kernels<'a> {
+    sim: &'a Sim,
+    device: Arc<CudaDevice>,
+    memory: *mut u8,
+    used: usize,
+}
+
+impl Kernels<'_> {
+    fn new(sim: &Sim) -> Kernels<'_> {
+        let device = CudaDevice::open(0).unwrap();
+        let memory = device.allocate_pinned(4 << 20).unwrap();
+        Kernels {
+            sim,
+            device,
+            memory,
+            used: 0,
+        }
+    }
+
+    fn read(&mut self, stream: Stream, address: u64, len: usize) -> *const u8 {
+        type Copy = unsafe extern "C" fn(*mut c_void, u64, usize, u64) -> u32;
+        type Push = unsafe extern "C" fn(usize) -> u32;
+        let out = self.memory.wrapping_add(self.used);
+        self.used += len;
+        // SAFETY: the types of cuda.h; the memory is large enough for these tests.
+        unsafe {
+            let copy: Copy = std::mem::transmute(self.sim.symbol("cuMemcpyDtoHAsync_v2"));
+            let push: Push = std::mem::transmute(self.sim.symbol("cuCtxPushCurrent_v2"));
+            let pop: Push = std::mem::transmute(self.sim.symbol("cuCtxPopCurrent_v2"));
+            assert_eq!(push(0xc0de_0001), 0);
+            assert_eq!(copy(out.cast(), address, len, stream.0), 0);
+            let mut gone = 0usize;
+            assert_eq!(pop(&raw mut gone as usize), 0);
+        }
+        out
+    }
+
+    /// Waits for a stream, and frees.
+    fn finish(self, stream: Stream) {
+        let event = self.device.create_event().unwrap();
+        self.device.record(event, stream).unwrap();
+        while !self.device.is_done(event).unwrap() {}
+        self.device.destroy_event(event).unwrap();
+    }
+
+    fn free(&self) {
+        // SAFETY: allocated in `new`; nobody reads it any more.
+        unsafe { self.device.free_pinned(self.memory).unwrap() };
+    }
+}
+
+#[test]
+fn streams_wait_for_bytes_and_memory_waits_for_streams() {
+    for dedicated in [true, false] {
+        let bench = Bench::new();
+        let fetch = bench.fetch(|options| options.config.dedicated_streams = dedicated);
+        let mut kernels = Kernels::new(&bench.sim);
+        let stream = fetch.compute_stream().unwrap();
+        let streams = bench.sim.count("cuStreamCreate");
+        assert_eq!(streams, if dedicated { 2 } else { 1 });
+        let host = kernels.device.create_stream().unwrap();
+        let mut expected = Vec::new();
+        // Every round uses the same device memory, and the kernels are far behind.
+        bench.sim.set("SIM_CUDA_LATENCY_NS", 3_000_000);
+        for round in 0..6 {
+            let (layer, ids) = (round % 2, [3 + round as i32, 9, 15]);
+            fetch.schedule(layer, &ids);
+            for id in ids {
+                // SAFETY: the stream lives as long as the scheduler.
+                let answer = unsafe { fetch.acquire_on(layer, id as u32, stream) };
+                assert_eq!(answer.reason, Reason::None);
+                let right = expert_bytes(&bench.model, layer, id as u32);
+                let read = kernels.read(stream, answer.device_address, right.len());
+                expected.push((read, right));
+            }
+            fetch.release_layer(layer);
+        }
+        // SAFETY: the stream exists.
+        unsafe { fetch.hand_back(host).unwrap() };
+        let (device, memory, sim) = (kernels.device.clone(), kernels.memory, kernels.sim);
+        kernels.finish(host);
+        for (read, right) in &expected {
+            // SAFETY: inside the page-locked memory; the stream is done.
+            let read = unsafe { std::slice::from_raw_parts(*read, right.len()) };
+            assert!(read == right, "a kernel saw other bytes");
+        }
+        let stats = fetch.stats();
+        assert_eq!((stats.stream_hits, stats.waits), (18, 0));
+        device.destroy_stream(host).unwrap();
+        Kernels { sim, device, memory, used: 0 }.free();
+        bench.end(fetch);
+    }
+}
+
+#[test]
+fn an_expert_is_for_one_stream() {
+    let bench = Bench::new();
+    let fetch = bench.fetch(|_| ());
+    let device = CudaDevice::open(0).unwrap();
+    let (one, two) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    fetch.schedule(0, &[1]);
+    // SAFETY: the streams exist until the expert is released.
+    unsafe {
+        assert_eq!(fetch.acquire_on(0, 1, one).reason, Reason::None);
+        assert_eq!(fetch.acquire_on(0, 1, one).reason, Reason::None);
+        assert_eq!(fetch.acquire_on(0, 1, two).reason, Reason::DeviceFailed);
+    }
+    fetch.release(0, 1);
+    device.destroy_stream(one).unwrap();
+    device.destroy_stream(two).unwrap();
+    drop(device);
+    bench.end(fetch);
+}
+
+/// That the simulation would see it if nobody waited.
+#[test]
+fn the_simulation_sees_a_stream_that_does_not_wait() {
+    let bench = Bench::new();
+    bench.sim.set("SIM_CUDA_LATENCY_NS", 5_000_000);
+    let fetch = bench.fetch(|options| options.config.block_on_miss = false);
+    let mut kernels = Kernels::new(&bench.sim);
+    let stream = fetch.compute_stream().unwrap();
+    fetch.schedule(0, &[1]);
+    let address = loop {
+        // SAFETY: the stream lives as long as the scheduler.
+        let answer = unsafe { fetch.acquire_on(0, 1, stream) };
+        if answer.device_address != 0 {
+            break answer.device_address;
+        }
+    };
+    assert_eq!(bench.sim.problems().iter().filter(|p| p.contains("may still")).count(), 0);
+    let other = kernels.device.create_stream().unwrap();
+    kernels.read(other, address, 64);
+    let problems = bench.sim.problems();
+    assert!(problems.iter().any(|p| p.contains("may still write")), "{problems:?}");
+}
+
+#[test]
+fn contexts_and_threads_never_share_memory() {
+    let bench = Bench::new();
+    let contexts = [bench.fetch(|_| ()), bench.fetch(|o| o.config.max_transfers = 1)];
+    let hits = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        for (i, fetch) in contexts.iter().enumerate() {
+            for layer in 0..3u32 {
+                let hits = &hits;
+                scope.spawn(move || {
+                    for round in 0..60i32 {
+                        let first = (round * 7 + i as i32 * 3) % 5;
+                        let found = run_layer(fetch, layer, &[first, first + 1, 5 - first]);
+                        hits.fetch_add(found as u64, Ordering::Relaxed);
+                    }
+                });
+            }
+        }
+    });
+    assert!(hits.into_inner() > 300);
+    // Both use one registration of the model's pages.
+    assert!(bench.sim.count("cuMemHostRegister_v2") <= 8);
+    let [one, two] = contexts;
+    drop(one);
+    assert_eq!(run_layer(&two, 0, &[1, 2]), 2, "the pages are locked still");
+    bench.end(two);
+}
+
+#[test]
+fn the_host_keeps_its_context() {
+    type Context = unsafe extern "C" fn(*mut usize) -> u32;
+    let bench = Bench::new();
+    let fetch = bench.fetch(|_| ());
+    let current = || {
+        let mut context = 0;
+        // SAFETY: the type of cuda.h.
+        unsafe {
+            let get: Context = std::mem::transmute(bench.sim.symbol("cuCtxGetCurrent"));
+            assert_eq!(get(&mut context), 0);
+        }
+        context
+    };
+    let before = current();
+    run_layer(&fetch, 0, &[1, 2, 3]);
+    assert_eq!((before, current()), (0, 0));
+    bench.end(fetch);
+}
+
+#[test]
+fn devices_are_counted_and_chosen() {
+    let bench = Bench::new();
+    bench.sim.set("SIM_CUDA_DEVICES", 3);
+    assert_eq!(device_count().unwrap(), 3);
+    let there = fetch(&bench.model, 2, |_| ());
+    assert_eq!(run_layer(&there, 0, &[1]), 1);
+    assert!(there.mode().contains("cuda2 (simulated GPU)"), "{}", there.mode());
+    let missing = fetch(&bench.model, 3, |_| ());
+    assert_eq!(run_layer(&missing, 0, &[1]), 0);
+    assert_eq!(missing.acquire(0, 1).reason, Reason::NoDevice);
+    assert!(missing.mode().contains("there are 3 CUDA devices"), "{}", missing.mode());
+    drop(missing);
+    bench.end(there);
+}
+
+#[test]
+fn a_full_device_is_a_reason() {
+    let bench = Bench::new();
+    bench.sim.set("SIM_CUDA_MEMORY_MB", 0);
+    let fetch = bench.fetch(|_| ());
+    assert!(fetch.mode().contains("cannot allocate"), "{}", fetch.mode());
+    assert_eq!(run_layer(&fetch, 0, &[1]), 0);
+    bench.end(fetch);
+}
+
+#[test]
+fn only_base_weights_are_fetched() {
+    let bench = Bench::new();
+    let fetch = bench.fetch(|_| ());
+    let layer_of = |name: &std::ffi::CStr| fetch.layer_of(bench.model.find(name).unwrap());
+    assert_eq!(layer_of(c"blk.1.ffn_down_exps.weight"), Some(1));
+    assert_eq!(layer_of(c"blk.2.ffn_down.3.weight"), Some(2));
+    assert_eq!(layer_of(c"blk.1.ffn_gate_exps.weight"), None);
+    assert_eq!(layer_of(c"blk.0.attn_q.weight"), None);
+    assert_eq!(fetch.layer_of(usize::MAX), None);
+    bench.end(fetch);
+}
+
+#[test]
+fn debug_lines_are_those_of_the_seed() {
+    let bench = Bench::new();
+    let lines = Arc::new(parking_lot::Mutex::new(Vec::new()));
+    let sink = lines.clone();
+    log::set_sink(Some(Arc::new(move |_, line: &str| sink.lock().push(line.to_owned()))));
+    let fetch = bench.fetch(|options| options.config.debug = true);
+    run_layer(&fetch, 0, &[4, 9]);
+    log::set_sink(None);
+    let lines = lines.lock();
+    let pf: Vec<_> = lines.iter().filter(|line| line.starts_with("[PF]")).collect();
+    assert_eq!(pf[0], "[PF] Layer 0: Transferring 2 experts, total 0 MB");
+    assert_eq!(pf[1], "[PF]   Expert 4: 7140 bytes @ offset 0");
+    assert_eq!(pf[2], "[PF]   Expert 9: 7140 bytes @ offset 7168");
+    assert!(pf[3].starts_with("[PF] Layer 0: Transfer: 0.") && pf[3].contains("Overlap: "));
+    drop(lines);
+    bench.end(fetch);
+}
+
+/// One use of everything; every answer's bytes are checked.
+fn scenario(model: &Arc<Model>, page_lock: bool) -> (u64, u64) {
+    let fetch = fetch(model, 0, |options| {
+        options.config.page_lock = page_lock;
+        options.config.max_transfers = 2;
+        options.patience = Duration::from_millis(300);
+    });
+    for layer in [0, 1, 2] {
+        run_layer(&fetch, layer, &[3, 4, 0, 5]);
+    }
+    if let Some(stream) = fetch.compute_stream() {
+        fetch.schedule(0, &[7, 1]);
+        for expert in [7, 1] {
+            // SAFETY: the stream lives as long as the scheduler.
+            let answer = unsafe { fetch.acquire_on(0, expert, stream) };
+            assert_eq!(answer.device_address == 0, answer.reason != Reason::None);
+        }
+        fetch.release_layer(0);
+        // SAFETY: as above.
+        let _ = unsafe { fetch.hand_back(stream) };
+    }
+    fetch.schedule(1, &[2, 9, 12]);
+    fetch.release(1, 9);
+    run_layer(&fetch, 1, &[2, 12]);
+    let stats = fetch.stats();
+    (stats.hits, stats.all_fallbacks() + stats.errors)
+}
+
+/// The calls that the scenario makes of each function.
+const CALLS: [&str; 28] = [
+    "cuGetErrorName",
+    "cuDeviceGetCount",
+    "cuDeviceGet",
+    "cuDeviceGetName",
+    "cuDevicePrimaryCtxRetain",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuCtxGetCurrent",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+    "cuMemGetInfo_v2",
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamSynchronize",
+    "cuStreamWaitEvent",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuEventElapsedTime",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpy2DAsync_v2",
+    "cuMemcpyDtoH_v2",
+];
+
+#[test]
+fn every_call_of_the_driver_can_fail() {
+    let mut injected = 0;
+    for page_lock in [true, false] {
+        for call in CALLS {
+            let bench = Bench::new();
+            scenario(&bench.model, page_lock);
+            let calls = bench.sim.count(call);
+            for nth in 1..=calls {
+                bench.sim.reset();
+                bench.sim.set(call, nth);
+                let (hits, noted) = scenario(&bench.model, page_lock);
+                if bench.sim.count(call) < nth {
+                    // Polling is not the same each time.
+                    continue;
+                }
+                injected += 1;
+                assert!(hits + noted > 0);
+                for problem in bench.sim.problems() {
+                    // What could not be freed because just that failed is no fault of ours,
+                    // and a call that failed for want of a context was the injected one.
+                    let excused = problem.starts_with("never freed")
+                        || (call.starts_with("cuCtx") && problem.contains("context"));
+                    assert!(excused, "{call} {nth}: {problem}");
+                }
+            }
+        }
+    }
+    println!("{injected} calls failed, one at a time");
+    assert!(injected > 500, "{injected}");
+}
+
+#[test]
+fn the_device_is_lost_at_any_call() {
+    let bench = Bench::new();
+    scenario(&bench.model, true);
+    let calls = bench.sim.count("total");
+    let mut injected = 0;
+    for nth in 1..calls {
+        bench.sim.reset();
+        bench.sim.set("SIM_CUDA_LOSE", nth);
+        scenario(&bench.model, true);
+        injected += 1;
+        assert_eq!(bench.sim.problems(), [""; 0], "lost at call {nth}");
+    }
+    println!("lost at {injected} calls");
+    assert!(injected > 100);
+}
+
+#[test]
+fn an_event_that_never_comes_is_given_up() {
+    let bench = Bench::new();
+    scenario(&bench.model, true);
+    let records = bench.sim.count("cuEventRecord");
+    for nth in 1..=records {
+        bench.sim.reset();
+        bench.sim.set("SIM_CUDA_HANG", nth);
+        let began = Instant::now();
+        scenario(&bench.model, true);
+        assert!(began.elapsed() < Duration::from_secs(3), "event {nth}");
+        let wrong = |problem: &&String| !problem.starts_with("never freed");
+        let problems = bench.sim.problems();
+        assert_eq!(problems.iter().find(wrong), None, "event {nth}");
+    }
+    println!("{records} events never came");
+}
+
+fn seeded(cases: u32) -> ProptestConfig {
+    ProptestConfig {
+        cases,
+        rng_seed: RngSeed::Fixed(6),
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    }
+}
+
+proptest! {
+    #![proptest_config(seeded(60))]
+
+    #[test]
+    fn whatever_is_asked_in_whatever_order(
+        steps in prop::collection::vec((0u32..5, 0u32..4, prop::collection::vec(-1i32..18, 0..9)), 1..30),
+        max_transfers in 1u32..9,
+        block in any::<bool>(),
+        page_lock in any::<bool>(),
+        dedicated in any::<bool>(),
+        scratchpad in 0u64..6,
+    ) {
+        let bench = Bench::new();
+        let fetch = bench.fetch(|options| {
+            options.config.max_transfers = max_transfers;
+            options.config.block_on_miss = block;
+            options.config.page_lock = page_lock;
+            options.config.dedicated_streams = dedicated;
+            options.config.scratchpad_bytes = scratchpad * 9000;
+        });
+        for (what, layer, ids) in steps {
+            let experts = || ids.iter().map(|&id| id.max(0) as u32);
+            match what {
+                0 | 1 => fetch.schedule(layer, &ids),
+                2 => for expert in experts() {
+                    let answer = fetch.acquire(layer, expert);
+                    let real = layer < 2 && expert < EXPERTS || layer == 2 && expert < 6;
+                    prop_assert_eq!(answer.expert.is_some(), real);
+                    if real {
+                        check_bytes(&fetch, layer, expert, &answer);
+                    }
+                },
+                3 => fetch.release_layer(layer),
+                _ => experts().for_each(|expert| fetch.release(layer, expert)),
+            }
+        }
+        let stats = fetch.stats();
+        prop_assert!(stats.scratchpad_peak <= stats.scratchpad_bytes);
+        prop_assert_eq!(stats.errors, 0);
+        bench.end(fetch);
+    }
+}

@@ -1,0 +1,88 @@
+//! A simulated CUDA driver: what post-fetch calls of `libcuda.so.1`, without a GPU.
+//!
+//! Found through the loader path, as the real one. It is asynchronous (a worker per
+//! stream), takes the time that a link would take (latency and bandwidth, one copy of a
+//! direction at a time), and blocks the caller of a copy from pageable memory. Device
+//! memory lies where no process can read it, is poisoned when it is fresh, and runs out.
+//!
+//! It checks its callers, more strictly than the real one: freed handles, freed memory,
+//! memory that is used by two streams without an event between them, memory read or freed
+//! before its copies were seen to end. What it finds are [`sim_cuda_problems`]; with
+//! `SIM_CUDA_STRICT=1` they, and what was never freed, end the process with status 97.
+//!
+//! | variable | default | meaning |
+//! |---|---|---|
+//! | `SIM_CUDA_DEVICES` | 1 | how many devices |
+//! | `SIM_CUDA_MEMORY_MB` | 1024 | memory of each, MiB |
+//! | `SIM_CUDA_LINK_MBPS` | 13000 | link, from page-locked memory, MB/s |
+//! | `SIM_CUDA_PAGEABLE_MBPS` | 6000 | the same from pageable memory |
+//! | `SIM_CUDA_LATENCY_NS` | 5000 | each copy, before its first byte |
+//! | `SIM_CUDA_MOVE` | 1 | 0: copies take their time but move nothing; a GPU's copy engine takes no core from the benchmark, and a thread would |
+//! | `SIM_CUDA_REGISTER` | 1 | 0: page-locking existing memory is refused |
+//! | `SIM_CUDA_FAIL` | none | `cuEventRecord:3`: the third call of that function fails |
+//! | `SIM_CUDA_LOSE` | 0 | the device is lost at the n-th call |
+//! | `SIM_CUDA_HANG` | 0 | the n-th recorded event, and all behind it, never completes |
+
+#![allow(
+    non_snake_case,
+    clippy::missing_safety_doc,
+    reason = "names and contracts are those of cuda.h"
+)]
+
+mod driver;
+mod order;
+mod state;
+
+use std::ffi::{CStr, c_char};
+
+use state::{Config, SIM, lock};
+
+/// Forgets everything: allocations, streams, faults, counts, problems. Settings are those
+/// of the environment again.
+#[unsafe(no_mangle)]
+pub extern "C" fn sim_cuda_reset() {
+    let mut sim = lock();
+    for stream in sim.streams.values_mut() {
+        stream.quit = true;
+    }
+    sim.start_over(Config::from_environment());
+    SIM.changed.notify_all();
+}
+
+/// Sets a setting by the name of its variable, or a fault: `cuEventRecord` and n makes the
+/// n-th call of it from now on fail.
+///
+/// # Safety
+///
+/// `name` is a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sim_cuda_set(name: *const c_char, value: u64) {
+    // SAFETY: as the caller vouches.
+    let name = unsafe { CStr::from_ptr(name) }.to_string_lossy();
+    lock().set(&name, value);
+}
+
+/// How often a function was called; also `pageable`, copies from pageable memory, and `total`.
+///
+/// # Safety
+///
+/// `name` is a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sim_cuda_count(name: *const c_char) -> u64 {
+    // SAFETY: as the caller vouches.
+    let name = unsafe { CStr::from_ptr(name) }.to_string_lossy();
+    lock().calls.get(&*name).copied().unwrap_or(0)
+}
+
+/// Writes what callers did wrong, and what was never freed, a line each; returns the length.
+///
+/// # Safety
+///
+/// `buffer` has room for `size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sim_cuda_problems(buffer: *mut u8, size: usize) -> usize {
+    let text = lock().findings().join("\n");
+    // SAFETY: as the caller vouches.
+    unsafe { buffer.copy_from_nonoverlapping(text.as_ptr(), text.len().min(size)) };
+    text.len()
+}
