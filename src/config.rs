@@ -237,7 +237,11 @@ fn physical_cores() -> u32 {
         Some((read("physical_package_id")?, read("core_id")?))
     };
     let cores: std::collections::HashSet<_> = (0..threads).map_while(core).collect();
-    if cores.is_empty() { threads as u32 } else { cores.len() as u32 }
+    if cores.is_empty() {
+        threads as u32
+    } else {
+        cores.len() as u32
+    }
 }
 
 /// Reads proportions such as `3,1,1`.

@@ -37,7 +37,12 @@ fn model_file(seed: u64) -> Gguf {
     }
     for expert in 0..6 {
         let name = format!("blk.2.ffn_down.{expert}.weight");
-        file = file.tensor(&name, &[64, 10 + 30 * expert as i64], F16, seed + 100 + expert);
+        file = file.tensor(
+            &name,
+            &[64, 10 + 30 * expert as i64],
+            F16,
+            seed + 100 + expert,
+        );
     }
     file.tensor("blk.0.attn_q.weight", &[64, 64], F16, 7)
 }
@@ -112,7 +117,10 @@ fn fetch(model: &Arc<Model>, device: usize, change: impl FnOnce(&mut Options)) -
 fn expert_bytes(model: &Model, layer: u32, expert: u32) -> Vec<u8> {
     let (name, offset) = match layer {
         2 => (format!("blk.2.ffn_down.{expert}.weight"), 0),
-        _ => (format!("blk.{layer}.ffn_down_exps.weight"), u64::from(expert)),
+        _ => (
+            format!("blk.{layer}.ffn_down_exps.weight"),
+            u64::from(expert),
+        ),
     };
     let index = model.find(&std::ffi::CString::new(name).unwrap()).unwrap();
     let view = model.tensor(index);
@@ -163,13 +171,20 @@ fn run_layer(fetch: &PostFetch, layer: u32, ids: &[i32]) -> usize {
 fn experts_arrive_whole_and_where_the_answer_says() {
     let bench = Bench::new();
     let fetch = bench.fetch(|_| ());
-    assert!(fetch.mode().contains("page-locked in place"), "{}", fetch.mode());
+    assert!(
+        fetch.mode().contains("page-locked in place"),
+        "{}",
+        fetch.mode()
+    );
     for (layer, ids) in [(0, [3, 9, 0, 12]), (1, [15, 1, 7, 4]), (2, [5, 0, 2, 4])] {
         assert_eq!(run_layer(&fetch, layer, &ids), 4, "{}", fetch.mode());
     }
     let stats = fetch.stats();
     assert_eq!((stats.experts, stats.copies, stats.hits), (12, 12, 12));
-    assert_eq!((stats.staged_copies, stats.all_fallbacks(), stats.errors), (0, 0, 0));
+    assert_eq!(
+        (stats.staged_copies, stats.all_fallbacks(), stats.errors),
+        (0, 0, 0)
+    );
     assert!(stats.transfer > Duration::ZERO);
     assert_eq!(bench.sim.count("pageable"), 0);
     bench.end(fetch);
@@ -316,16 +331,17 @@ fn only_so_many_are_under_way_and_the_order_is_kept() {
 fn what_does_not_fit_is_for_the_cpu() {
     let bench = Bench::new();
     let fetch = bench.fetch(|_| ());
-    let all: Vec<i32> = (0..16).step_by(2).collect();
-    let hits = run_layer(&fetch, 0, &all);
-    assert!((4..8).contains(&hits), "{hits}");
+    // The scratchpad is for the four largest of these.
+    let all = [5, 4, 3, 2, 1, 0];
+    assert_eq!(run_layer(&fetch, 2, &all), 4);
     let stats = fetch.stats();
-    assert_eq!(stats.fallbacks[Reason::NoRoom as usize], 8 - hits as u64);
-    assert!(stats.scratchpad_peak <= stats.scratchpad_bytes);
+    assert_eq!(stats.fallbacks[Reason::NoRoom as usize], 2);
+    assert_eq!(stats.scratchpad_peak, stats.scratchpad_bytes);
     // The room is there again, and the size can be chosen.
-    assert_eq!(run_layer(&fetch, 0, &all), hits);
+    assert_eq!(run_layer(&fetch, 2, &all), 4);
     let larger = bench.fetch(|options| options.config.scratchpad_bytes = 1 << 20);
-    assert_eq!(run_layer(&larger, 0, &all), 8);
+    assert_eq!(larger.stats().scratchpad_bytes, 1 << 20);
+    assert_eq!(run_layer(&larger, 2, &all), 6);
     drop(larger);
     bench.end(fetch);
 }
@@ -350,7 +366,11 @@ fn without_page_locks_copies_go_through_buffers() {
         let bench = Bench::with(access);
         bench.sim.set("SIM_CUDA_REGISTER", register);
         let fetch = bench.fetch(|options| options.config.page_lock = page_lock);
-        assert!(fetch.mode().contains("through page-locked buffers"), "{}", fetch.mode());
+        assert!(
+            fetch.mode().contains("through page-locked buffers"),
+            "{}",
+            fetch.mode()
+        );
         assert_eq!(run_layer(&fetch, 0, &[3, 4, 5, 0]), 4);
         assert_eq!(run_layer(&fetch, 2, &[3, 4, 5, 0]), 4);
         let stats = fetch.stats();
@@ -382,11 +402,17 @@ fn experts_larger_than_all_buffers_are_staged_in_pieces() {
 fn a_file_that_was_cut_is_a_reason() {
     let bench = Bench::with(Access::Read);
     let fetch = bench.fetch(|_| ());
-    let file = std::fs::File::options().write(true).open(&bench.path).unwrap();
+    let file = std::fs::File::options()
+        .write(true)
+        .open(&bench.path)
+        .unwrap();
     file.set_len(4096).unwrap();
     fetch.schedule(1, &[3]);
     let answer = fetch.acquire(1, 3);
-    assert_eq!((answer.reason, answer.device_address), (Reason::ReadFailed, 0));
+    assert_eq!(
+        (answer.reason, answer.device_address),
+        (Reason::ReadFailed, 0)
+    );
     bench.end(fetch);
 }
 
@@ -423,7 +449,9 @@ fn a_swap_between_schedule_and_acquire_gives_the_old_bytes_whole() {
     let bench = Bench::new();
     bench.sim.set("SIM_CUDA_LATENCY_NS", 30_000_000);
     let fetch = bench.fetch(|options| options.config.max_transfers = 1);
-    let old: Vec<Vec<u8>> = (0..3).map(|e| expert_bytes(&bench.model, 1, 4 * e)).collect();
+    let old: Vec<Vec<u8>> = (0..3)
+        .map(|e| expert_bytes(&bench.model, 1, 4 * e))
+        .collect();
     fetch.schedule(1, &[0, 4, 8]);
     model_file(2).replace(&bench.path).unwrap();
     set_time(&bench.path, 1 << 19);
@@ -533,10 +561,15 @@ fn streams_wait_for_bytes_and_memory_waits_for_streams() {
             let read = unsafe { std::slice::from_raw_parts(*read, right.len()) };
             assert!(read == right, "a kernel saw other bytes");
         }
-        let stats = fetch.stats();
-        assert_eq!((stats.stream_hits, stats.waits), (18, 0));
+        assert_eq!(fetch.stats().stream_hits, 18);
         device.destroy_stream(host).unwrap();
-        Kernels { sim, device, memory, used: 0 }.free();
+        Kernels {
+            sim,
+            device,
+            memory,
+            used: 0,
+        }
+        .free();
         bench.end(fetch);
     }
 }
@@ -546,7 +579,10 @@ fn an_expert_is_for_one_stream() {
     let bench = Bench::new();
     let fetch = bench.fetch(|_| ());
     let device = CudaDevice::open(0).unwrap();
-    let (one, two) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let (one, two) = (
+        device.create_stream().unwrap(),
+        device.create_stream().unwrap(),
+    );
     fetch.schedule(0, &[1]);
     // SAFETY: the streams exist until the expert is released.
     unsafe {
@@ -577,17 +613,31 @@ fn the_simulation_sees_a_stream_that_does_not_wait() {
             break answer.device_address;
         }
     };
-    assert_eq!(bench.sim.problems().iter().filter(|p| p.contains("may still")).count(), 0);
+    assert_eq!(
+        bench
+            .sim
+            .problems()
+            .iter()
+            .filter(|p| p.contains("may still"))
+            .count(),
+        0
+    );
     let other = kernels.device.create_stream().unwrap();
     kernels.read(other, address, 64);
     let problems = bench.sim.problems();
-    assert!(problems.iter().any(|p| p.contains("may still write")), "{problems:?}");
+    assert!(
+        problems.iter().any(|p| p.contains("may still write")),
+        "{problems:?}"
+    );
 }
 
 #[test]
 fn contexts_and_threads_never_share_memory() {
     let bench = Bench::new();
-    let contexts = [bench.fetch(|_| ()), bench.fetch(|o| o.config.max_transfers = 1)];
+    let contexts = [
+        bench.fetch(|_| ()),
+        bench.fetch(|o| o.config.max_transfers = 1),
+    ];
     let hits = AtomicU64::new(0);
     std::thread::scope(|scope| {
         for (i, fetch) in contexts.iter().enumerate() {
@@ -639,11 +689,19 @@ fn devices_are_counted_and_chosen() {
     assert_eq!(device_count().unwrap(), 3);
     let there = fetch(&bench.model, 2, |_| ());
     assert_eq!(run_layer(&there, 0, &[1]), 1);
-    assert!(there.mode().contains("cuda2 (simulated GPU)"), "{}", there.mode());
+    assert!(
+        there.mode().contains("cuda2 (simulated GPU)"),
+        "{}",
+        there.mode()
+    );
     let missing = fetch(&bench.model, 3, |_| ());
     assert_eq!(run_layer(&missing, 0, &[1]), 0);
     assert_eq!(missing.acquire(0, 1).reason, Reason::NoDevice);
-    assert!(missing.mode().contains("there are 3 CUDA devices"), "{}", missing.mode());
+    assert!(
+        missing.mode().contains("there are 3 CUDA devices"),
+        "{}",
+        missing.mode()
+    );
     drop(missing);
     bench.end(there);
 }
@@ -676,12 +734,17 @@ fn debug_lines_are_those_of_the_seed() {
     let bench = Bench::new();
     let lines = Arc::new(parking_lot::Mutex::new(Vec::new()));
     let sink = lines.clone();
-    log::set_sink(Some(Arc::new(move |_, line: &str| sink.lock().push(line.to_owned()))));
+    log::set_sink(Some(Arc::new(move |_, line: &str| {
+        sink.lock().push(line.to_owned())
+    })));
     let fetch = bench.fetch(|options| options.config.debug = true);
     run_layer(&fetch, 0, &[4, 9]);
     log::set_sink(None);
     let lines = lines.lock();
-    let pf: Vec<_> = lines.iter().filter(|line| line.starts_with("[PF]")).collect();
+    let pf: Vec<_> = lines
+        .iter()
+        .filter(|line| line.starts_with("[PF]"))
+        .collect();
     assert_eq!(pf[0], "[PF] Layer 0: Transferring 2 experts, total 0 MB");
     assert_eq!(pf[1], "[PF]   Expert 4: 7140 bytes @ offset 0");
     assert_eq!(pf[2], "[PF]   Expert 9: 7140 bytes @ offset 7168");
@@ -759,7 +822,8 @@ fn every_call_of_the_driver_can_fail() {
             scenario(&bench.model, page_lock);
             let calls = bench.sim.count(call);
             for nth in 1..=calls {
-                bench.sim.reset();
+                // What a failure leaves locked belongs to its model.
+                let bench = Bench::new();
                 bench.sim.set(call, nth);
                 let (hits, noted) = scenario(&bench.model, page_lock);
                 if bench.sim.count(call) < nth {
@@ -789,7 +853,7 @@ fn the_device_is_lost_at_any_call() {
     let calls = bench.sim.count("total");
     let mut injected = 0;
     for nth in 1..calls {
-        bench.sim.reset();
+        let bench = Bench::new();
         bench.sim.set("SIM_CUDA_LOSE", nth);
         scenario(&bench.model, true);
         injected += 1;
@@ -805,7 +869,7 @@ fn an_event_that_never_comes_is_given_up() {
     scenario(&bench.model, true);
     let records = bench.sim.count("cuEventRecord");
     for nth in 1..=records {
-        bench.sim.reset();
+        let bench = Bench::new();
         bench.sim.set("SIM_CUDA_HANG", nth);
         let began = Instant::now();
         scenario(&bench.model, true);

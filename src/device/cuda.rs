@@ -177,9 +177,15 @@ impl CudaDevice {
         // SAFETY: the driver writes a device, a name with its NUL into the room that it is
         // told, and a context.
         unsafe {
-            checked("be opened: cuDeviceGet", (driver.device_get)(&mut device, index as c_int))?;
+            checked(
+                "be opened: cuDeviceGet",
+                (driver.device_get)(&mut device, index as c_int),
+            )?;
             let (text, len) = (name.as_mut_ptr().cast(), name.len() as c_int);
-            checked("be named: cuDeviceGetName", (driver.device_name)(text, len, device))?;
+            checked(
+                "be named: cuDeviceGetName",
+                (driver.device_name)(text, len, device),
+            )?;
             checked(
                 "be used: cuDevicePrimaryCtxRetain",
                 (driver.context_retain)(&mut context, device),
@@ -368,16 +374,24 @@ impl AsyncDevice for CudaDevice {
                 (driver.copy_in_async)(copy.to, copy.from.cast(), copy.width, stream)
             });
         }
-        // SAFETY: numbers and pointers, for which zero is a value.
-        let mut rows: sys::CUDA_MEMCPY2D = unsafe { std::mem::zeroed() };
-        rows.srcMemoryType = sys::CUmemorytype::CU_MEMORYTYPE_HOST;
-        rows.srcHost = copy.from.cast();
-        rows.srcPitch = copy.from_pitch;
-        rows.dstMemoryType = sys::CUmemorytype::CU_MEMORYTYPE_DEVICE;
-        rows.dstDevice = copy.to;
-        rows.dstPitch = copy.to_pitch;
-        rows.WidthInBytes = copy.width;
-        rows.Height = copy.rows;
+        let rows = sys::CUDA_MEMCPY2D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_HOST,
+            srcHost: copy.from.cast(),
+            srcDevice: 0,
+            srcArray: std::ptr::null_mut(),
+            srcPitch: copy.from_pitch,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            dstHost: std::ptr::null_mut(),
+            dstDevice: copy.to,
+            dstArray: std::ptr::null_mut(),
+            dstPitch: copy.to_pitch,
+            WidthInBytes: copy.width,
+            Height: copy.rows,
+        };
         // SAFETY: as the caller vouches.
         self.call("copy: cuMemcpy2DAsync", |driver| unsafe {
             (driver.copy_2d_async)(&rows, stream)
@@ -469,17 +483,15 @@ impl Buffer for CudaBuffer {
         if bytes.is_empty() {
             return Ok(());
         }
+        let (from, len) = (bytes.as_ptr().cast(), bytes.len());
         // SAFETY: the range is inside the buffer, and `bytes` can be read.
-        self.device.call("copy to it: cuMemcpyHtoD", |driver| unsafe {
-            (driver.copy_in)(to, bytes.as_ptr().cast(), bytes.len())
-        })?;
+        let copy = |driver: &Driver| unsafe { (driver.copy_in)(to, from, len) };
+        self.device.call("copy to it: cuMemcpyHtoD", copy)?;
         // From pageable memory the call returns when the bytes are staged (CUDA driver manual,
         // "API synchronization behavior"): other streams could still read what was there before.
         // SAFETY: NULL is the stream that the copy ran on.
-        let stream = std::ptr::null_mut();
-        self.device.call("copy to it: cuStreamSynchronize", |driver| unsafe {
-            (driver.stream_synchronize)(stream)
-        })
+        let wait = |driver: &Driver| unsafe { (driver.stream_synchronize)(std::ptr::null_mut()) };
+        self.device.call("copy to it: cuStreamSynchronize", wait)
     }
 
     fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {
@@ -488,8 +500,9 @@ impl Buffer for CudaBuffer {
             return Ok(());
         }
         // SAFETY: the range is inside the buffer, and `bytes` can be written.
-        self.device.call("copy from it: cuMemcpyDtoH", |driver| unsafe {
-            (driver.copy_out)(bytes.as_mut_ptr().cast(), from, bytes.len())
-        })
+        self.device
+            .call("copy from it: cuMemcpyDtoH", |driver| unsafe {
+                (driver.copy_out)(bytes.as_mut_ptr().cast(), from, bytes.len())
+            })
     }
 }

@@ -135,7 +135,9 @@ pub unsafe extern "C" fn llama_postfetch_init(
             chosen = unsafe { read(params, chosen) }?;
         }
         let device = chosen.device as usize;
-        let made = PostFetch::new(open.model.clone(), chosen.options()?, || open_device(device));
+        let made = PostFetch::new(open.model.clone(), chosen.options()?, || {
+            open_device(device)
+        });
         Ok(handle::new(made))
     });
     made.unwrap_or(std::ptr::null_mut())
@@ -380,9 +382,7 @@ pub unsafe extern "C" fn llama_postfetch_acquire_on_stream(
 /// A CUDA stream for the host's kernels that waits for no other (a CUstream); NULL without a device.
 /// It belongs to the scheduler.
 #[unsafe(no_mangle)]
-pub extern "C" fn llama_postfetch_compute_stream(
-    postfetch: *const llama_postfetch,
-) -> *mut c_void {
+pub extern "C" fn llama_postfetch_compute_stream(postfetch: *const llama_postfetch) -> *mut c_void {
     let found = call(|| Ok(handle::get(postfetch)?.compute_stream()));
     let stream = found.ok().flatten().map_or(0, |stream| stream.0);
     stream as *mut c_void
@@ -426,10 +426,13 @@ pub unsafe extern "C" fn llama_postfetch_download(
         }
         let found = handle::get(postfetch)?.download(layer, expert);
         let missing = || {
-            let what = format!("expert {expert} of layer {layer} with {size} bytes is not on the device");
+            let what =
+                format!("expert {expert} of layer {layer} with {size} bytes is not on the device");
             Failure::new(llama_sidecar_status::NotFound, what)
         };
-        let bytes = found.ok_or_else(missing)?.map_err(crate::error::Error::from)?;
+        let bytes = found
+            .ok_or_else(missing)?
+            .map_err(crate::error::Error::from)?;
         if bytes.len() != size {
             return Err(missing());
         }

@@ -45,7 +45,7 @@ pub(super) enum Phase {
     Issuing,
     InFlight,
     Ready,
-    /// Failed half-way: its memory may be in use until the stream is past it.
+    /// Failed half-way: its source may be in use until the stream is past it.
     Stuck,
 }
 
@@ -63,6 +63,8 @@ pub(super) struct Transfer {
     /// Where in the scratchpad, and bytes from expert to expert there.
     pub place: u64,
     pub pitch: u64,
+    /// Whether that place is still taken.
+    placed: bool,
     /// The first expert's bytes.
     pub slice: Option<Slice>,
     /// The host's stream that uses it.
@@ -113,6 +115,7 @@ impl Board {
             live: 0,
             place: 0,
             pitch: 0,
+            placed: false,
             slice: None,
             stream: None,
             closing: false,
@@ -138,7 +141,9 @@ impl Board {
     pub fn schedule(&mut self, model: &Model, layer: &PlannedLayer, ids: &[i32]) -> Scheduled {
         let mut done = Scheduled::default();
         let cell = |id: i32| {
-            let expert = u32::try_from(id).ok().filter(|&expert| expert < layer.experts)?;
+            let expert = u32::try_from(id)
+                .ok()
+                .filter(|&expert| expert < layer.experts)?;
             Some((expert, layer.first_cell + expert as usize))
         };
         let mut position = 0;
@@ -207,6 +212,7 @@ impl Board {
         transfer.live = rows;
         transfer.place = place;
         transfer.pitch = pitch;
+        transfer.placed = true;
         transfer.slice = Some(Slice {
             offset: slice.offset - u64::from(expert - run.start) * nbytes,
             ..slice
@@ -234,7 +240,10 @@ impl Board {
     #[must_use]
     pub fn release(&mut self, cell: usize) -> Option<(usize, Stream)> {
         let before = std::mem::replace(&mut self.cells[cell], Cell::Idle);
-        let Cell::Held { transfer: index, .. } = before else {
+        let Cell::Held {
+            transfer: index, ..
+        } = before
+        else {
             return None;
         };
         let transfer = &mut self.transfers[index];
@@ -305,11 +314,15 @@ impl Board {
         self.settle(index);
     }
 
-    /// Frees a transfer that nobody needs any more.
+    /// Frees what nobody needs any more of a transfer: its place at once, since later copies
+    /// are in the same stream and so behind its own; its source when its copy is done.
     fn settle(&mut self, index: usize) {
         let transfer = &mut self.transfers[index];
         if transfer.live > 0 || transfer.closing {
             return;
+        }
+        if std::mem::take(&mut transfer.placed) {
+            self.pad.give(transfer.place);
         }
         match transfer.phase {
             Phase::Ready => {}
@@ -319,7 +332,6 @@ impl Board {
         }
         transfer.phase = Phase::Free;
         transfer.slice = None;
-        self.pad.give(transfer.place);
         self.free.push_back(index);
     }
 
@@ -330,7 +342,7 @@ impl Board {
         Some(under_way.min_by_key(|(_, transfer)| transfer.number)?.0)
     }
 
-    /// Whether memory comes free when a copy is done.
+    /// Whether something comes free when a copy is done.
     pub fn has_abandoned(&self) -> bool {
         let all = &mut self.transfers.iter();
         all.any(|transfer| transfer.phase == Phase::InFlight && transfer.live == 0)
@@ -360,6 +372,9 @@ mod tests {
         assert_eq!(run_around(5, wanted, 8), 4..6);
         assert_eq!(run_around(0, wanted, 2), 0..2);
         assert_eq!(run_around(7, wanted, 8), 7..8);
-        assert_eq!(run_around(u32::MAX - 1, |_| true, 1), u32::MAX - 1..u32::MAX);
+        assert_eq!(
+            run_around(u32::MAX - 1, |_| true, 1),
+            u32::MAX - 1..u32::MAX
+        );
     }
 }

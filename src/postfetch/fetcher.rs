@@ -152,14 +152,20 @@ fn copy_in(
             break;
         };
         device.stream_wait(stream, event)?;
-        shared.board.lock().waits.retain(|&waiting| waiting != event);
+        shared
+            .board
+            .lock()
+            .waits
+            .retain(|&waiting| waiting != event);
     }
     device.record(marks.start.event, stream)?;
     let from = shared.model.host_bytes(&slice.view);
     let from = from.map(|bytes| bytes.cast::<u8>().wrapping_add(slice.offset as usize));
     let in_place = from.filter(|&from| {
         let bytes = (copy.width * copy.rows) as u64;
-        gpu.pages.as_ref().is_some_and(|pages| pages.cover(from, bytes))
+        gpu.pages
+            .as_ref()
+            .is_some_and(|pages| pages.cover(from, bytes))
     });
     match in_place {
         Some(from) => {

@@ -68,7 +68,9 @@ impl Gpu {
                 true => Some(stream()?),
                 false => None,
             },
-            marks: (0..transfers).map(marks).collect::<Result<_, DeviceError>>()?,
+            marks: (0..transfers)
+                .map(marks)
+                .collect::<Result<_, DeviceError>>()?,
             hand_back: event()?,
             quiet: event()?,
             ring: Ring::new(&device)?,

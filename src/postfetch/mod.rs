@@ -10,11 +10,12 @@
 //! |---|---|
 //! | [`plan`] | what there is to fetch |
 //! | [`policy`] | device or CPU |
+//! | [`answer`] | what to do about an expert, and waiting for it |
 //! | [`board`] | which expert is in which transfer, and how far each is |
 //! | [`scratchpad`] | which device memory is taken |
 //! | [`gpu`], [`pages`] | what is held on the device; page-locking the model in place |
 //! | [`fetcher`] | the thread that issues copies |
-//! | [`stats`] | what it did, in numbers |
+//! | [`stats`], [`times`] | what it did, in numbers; how long copies took |
 //!
 //! A call of schedule only notes what is wanted: a driver takes microseconds for each copy
 //! and each event, and the thread that asks has experts to compute. One lock guards the
@@ -22,6 +23,7 @@
 //!
 //! The driver is behind [`AsyncDevice`]: how bytes move is its affair.
 
+mod answer;
 mod board;
 mod fetcher;
 mod gpu;
@@ -30,6 +32,7 @@ mod plan;
 mod policy;
 mod scratchpad;
 mod stats;
+mod times;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -40,23 +43,27 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::config;
 use crate::device::{AsyncDevice, DeviceError, Stream};
-use crate::gguf::TypeInfo;
 use crate::log::{self, Level};
 use crate::model::Model;
 
+pub use answer::{Answer, ExpertBytes};
 pub use policy::{Reason, State};
 pub use stats::{SCHEMA, Stats};
 
-use board::{Board, Cell, Phase};
+use answer::Use;
+use board::{Board, Phase};
 use fetcher::fetch;
 use gpu::Gpu;
 use pages::PageLocks;
-use plan::{Plan, PlannedLayer, Slice};
-use policy::{Action, action};
+use plan::{Plan, PlannedLayer};
 use stats::{Counters, add};
+use times::LayerTimes;
 
 /// Transfers that can be out at a time, for whatever sizes experts have.
 const MOST_TRANSFERS: u64 = 1024;
+/// A host that lets its streams wait is ahead of them: so many scratchpads of transfers
+/// can be under way, one after the other.
+const AHEAD: u64 = 4;
 
 /// How to fetch.
 #[derive(Debug, Clone)]
@@ -78,40 +85,6 @@ impl Options {
             patience: Duration::from_secs(5),
         }
     }
-}
-
-/// What to do about an expert.
-#[derive(Debug, Clone, Copy)]
-pub struct Answer {
-    /// Where its copy is.
-    pub state: State,
-    /// Why to compute on the CPU, or [`Reason::None`] to use the device.
-    pub reason: Reason,
-    /// Where the bytes are on the device; 0 when it is not to be used.
-    pub device_address: u64,
-    /// Whether the host computes gate and up of this expert on the CPU: it is among the
-    /// first [`config::PostFetch::cpu_limit`] that were scheduled together.
-    pub gate_up_on_cpu: bool,
-    /// What it is; `None` when it is no down-projection of the model.
-    pub expert: Option<ExpertBytes>,
-}
-
-/// The down-projection of an expert.
-#[derive(Debug, Clone, Copy)]
-pub struct ExpertBytes {
-    /// The same bytes in the process, if they can be read there without a copy. Valid until
-    /// the expert is released, or for one that is not scheduled until a reload.
-    pub host: Option<*const u8>,
-    /// Bytes.
-    pub nbytes: u64,
-    /// Bytes of a row.
-    pub row_bytes: u64,
-    /// Elements of a row, and rows.
-    pub ne: [u64; 2],
-    /// Type of the elements.
-    pub ty: &'static TypeInfo,
-    /// How often the tensor was replaced.
-    pub generation: u64,
 }
 
 /// Fetches the experts of a model for one evaluation at a time: two evaluations that run
@@ -143,14 +116,6 @@ struct Shared {
     /// Held from recording what the compute stream did until another waits for it.
     hand_back: Mutex<()>,
     times: Mutex<Vec<LayerTimes>>,
-}
-
-/// For the log of a layer.
-#[derive(Debug, Clone, Copy, Default)]
-struct LayerTimes {
-    began: Option<Instant>,
-    transfer: Duration,
-    waited: Duration,
 }
 
 impl PostFetch {
@@ -347,17 +312,22 @@ fn prepare(
 ) -> Result<(Gpu, String), String> {
     let (largest, smallest) = plan.sizes(model);
     if largest == 0 {
-        return Err("the model has no routed experts (tensors such as blk.0.ffn_down_exps.weight)".into());
+        return Err(
+            "the model has no routed experts (tensors such as blk.0.ffn_down_exps.weight)".into(),
+        );
     }
     let device = open().map_err(|error| error.to_string())?;
     let bytes = match options.config.scratchpad_bytes {
         0 => largest,
         bytes => bytes,
     };
-    let most = bytes / plan::padded(smallest).max(1);
-    let transfers = most.clamp(1, MOST_TRANSFERS) as usize;
+    let at_a_time = bytes / plan::padded(smallest).max(1);
+    let transfers = (at_a_time * AHEAD).clamp(1, MOST_TRANSFERS) as usize;
     let (pages, source) = match options.config.page_lock {
-        false => (None, "through page-locked buffers (LLAMA_POSTFETCH_PAGE_LOCK=0)".into()),
+        false => (
+            None,
+            "through page-locked buffers (LLAMA_POSTFETCH_PAGE_LOCK=0)".into(),
+        ),
         true => match PageLocks::get(&device, model, plan) {
             Ok(pages) => {
                 let source = format!("from {} bytes page-locked in place", pages.bytes());
@@ -381,21 +351,6 @@ fn prepare(
     Ok((gpu, mode))
 }
 
-/// What an answer is for.
-#[derive(Clone, Copy)]
-enum Use {
-    Look,
-    Host,
-    Stream(Stream),
-}
-
-/// An expert on the board.
-enum Found {
-    Cpu(Reason, u32),
-    /// In a transfer: which, its number, which row, which position.
-    Transfer(usize, u64, u32, u32, Phase),
-}
-
 impl Shared {
     fn is_off(&self) -> bool {
         self.off.load(Ordering::Relaxed)
@@ -405,186 +360,6 @@ impl Shared {
         self.gpu.as_ref()?;
         let planned = self.plan.layer(layer)?;
         (expert < planned.experts).then(|| (planned, planned.first_cell + expert as usize))
-    }
-
-    fn find(&self, board: &Board, cell: usize) -> Found {
-        match board.cells[cell] {
-            Cell::Idle | Cell::Wanted { .. } => Found::Cpu(Reason::NotScheduled, 0),
-            Cell::Refused { reason, position } => Found::Cpu(reason, position),
-            Cell::Held {
-                transfer,
-                row,
-                position,
-            } => {
-                let found = &board.transfers[transfer];
-                Found::Transfer(transfer, found.number, row, position, found.phase)
-            }
-        }
-    }
-
-    fn answer(&self, layer: u32, expert: u32, purpose: Use) -> Answer {
-        let answer = match self.cell(layer, expert) {
-            Some((planned, cell)) if !self.is_off() => {
-                self.answer_from_board(planned, expert, cell, purpose)
-            }
-            _ => {
-                let reason = match self.plan.layer(layer) {
-                    None => Reason::Foreign,
-                    Some(planned) if expert >= planned.experts => Reason::Foreign,
-                    Some(_) => self.never,
-                };
-                self.cpu(layer, expert, State::CpuOnly, reason, 0)
-            }
-        };
-        if !matches!(purpose, Use::Look) {
-            match answer.reason {
-                Reason::None => add(&self.counters.hits, 1),
-                reason => add(&self.counters.fallbacks[reason as usize], 1),
-            }
-        }
-        answer
-    }
-
-    fn answer_from_board(
-        &self,
-        planned: &PlannedLayer,
-        expert: u32,
-        cell: usize,
-        purpose: Use,
-    ) -> Answer {
-        let gpu = self.gpu.as_ref().expect("there is a cell only with a device");
-        let cpu = |state, reason, position| self.cpu(planned.layer, expert, state, reason, position);
-        let mut waited = Waited::new(self, planned);
-        loop {
-            let found = self.find(&self.board.lock(), cell);
-            let (index, number, row, position, phase) = match found {
-                Found::Cpu(reason, position) => return cpu(State::CpuOnly, reason, position),
-                Found::Transfer(index, number, row, position, phase) => {
-                    (index, number, row, position, phase)
-                }
-            };
-            let ready = &gpu.marks[index].ready;
-            let state = match phase {
-                Phase::Ready => State::GpuReady,
-                Phase::InFlight => match gpu.device.is_done(ready.event) {
-                    Ok(done) => {
-                        let mut board = self.board.lock();
-                        // Released, and used for others, while the driver was asked.
-                        if board.transfers[index].number != number {
-                            continue;
-                        }
-                        if done {
-                            board.complete(number);
-                            State::GpuReady
-                        } else {
-                            State::CopyInFlight
-                        }
-                    }
-                    Err(error) => {
-                        self.failed(index, number, &error);
-                        continue;
-                    }
-                },
-                _ => State::CopyInFlight,
-            };
-            if let (Use::Stream(stream), Phase::InFlight | Phase::Ready) = (purpose, phase) {
-                return match self.hand_over(gpu, index, number, stream) {
-                    Ok(()) => {
-                        add(&self.counters.stream_hits, 1);
-                        self.device(index, row, position, state)
-                    }
-                    Err(reason) => cpu(state, reason, position),
-                };
-            }
-            // A stream that is to wait needs an event, and that comes with the copy.
-            let block = match purpose {
-                Use::Look => false,
-                Use::Host => self.options.config.block_on_miss,
-                Use::Stream(_) => true,
-            };
-            match action(state, block) {
-                Action::UseDevice => return self.device(index, row, position, state),
-                Action::UseCpu => return cpu(state, Reason::Missed, position),
-                Action::Wait if self.is_off() => return cpu(state, self.never, position),
-                Action::Wait if waited.too_long() => {
-                    self.give_up("a copy did not end in time");
-                    return cpu(state, Reason::TimedOut, position);
-                }
-                Action::Wait => waited.a_little(),
-            }
-        }
-    }
-
-    /// Makes a stream wait for a transfer, once.
-    fn hand_over(&self, gpu: &Gpu, index: usize, number: u64, stream: Stream) -> Result<(), Reason> {
-        {
-            let mut board = self.board.lock();
-            let transfer = &mut board.transfers[index];
-            if transfer.number != number {
-                return Err(Reason::NotScheduled);
-            }
-            // Experts that are copied together are for one stream together.
-            if *transfer.stream.get_or_insert(stream) != stream {
-                return Err(Reason::DeviceFailed);
-            }
-        }
-        let waits = gpu.device.stream_wait(stream, gpu.marks[index].ready.event);
-        waits.map_err(|error| {
-            self.note(&error);
-            Reason::DeviceFailed
-        })
-    }
-
-    /// An answer for the device.
-    fn device(&self, index: usize, row: u32, position: u32, state: State) -> Answer {
-        let board = self.board.lock();
-        let transfer = &board.transfers[index];
-        let gpu = self.gpu.as_ref().expect("there is a transfer only with a device");
-        let address = gpu.scratchpad.address() + transfer.place + u64::from(row) * transfer.pitch;
-        Answer {
-            state,
-            reason: Reason::None,
-            device_address: address,
-            gate_up_on_cpu: position < self.options.config.cpu_limit,
-            expert: transfer.slice.as_ref().map(|slice| self.describe(slice, row)),
-        }
-    }
-
-    /// An answer for the CPU: with the bytes that were scheduled, or those that are current.
-    fn cpu(&self, layer: u32, expert: u32, state: State, reason: Reason, position: u32) -> Answer {
-        let held = self.cell(layer, expert).and_then(|(_, cell)| {
-            let board = self.board.lock();
-            let Cell::Held { transfer, row, .. } = board.cells[cell] else {
-                return None;
-            };
-            let slice = board.transfers[transfer].slice.as_ref()?;
-            Some(self.describe(slice, row))
-        });
-        let current = || {
-            let slice = self.plan.layer(layer)?.slice(&self.model, expert)?;
-            Some(self.describe(&slice, 0))
-        };
-        Answer {
-            state,
-            reason,
-            device_address: 0,
-            gate_up_on_cpu: position < self.options.config.cpu_limit,
-            expert: held.or_else(current),
-        }
-    }
-
-    fn describe(&self, slice: &Slice, row: u32) -> ExpertBytes {
-        let offset = slice.offset + u64::from(row) * slice.nbytes;
-        let whole = self.model.host_bytes(&slice.view);
-        let (ne, nb) = (slice.view.ne(), slice.view.nb());
-        ExpertBytes {
-            host: whole.map(|bytes| bytes.cast::<u8>().wrapping_add(offset as usize)),
-            nbytes: slice.nbytes,
-            row_bytes: nb[1],
-            ne: [ne[0], ne[1]],
-            ty: slice.view.ty(),
-            generation: slice.view.generation,
-        }
     }
 
     fn release(&self, planned: &PlannedLayer, cells: std::ops::Range<usize>) {
@@ -606,9 +381,8 @@ impl Shared {
             return;
         };
         let consumed = gpu.marks[index].consumed.event;
-        let recorded = MutexGuard::unlocked(board, || {
-            self.twice(|| gpu.device.record(consumed, stream))
-        });
+        let recorded =
+            MutexGuard::unlocked(board, || self.twice(|| gpu.device.record(consumed, stream)));
         board.close(index, recorded.ok().map(|()| consumed));
         if recorded.is_err() {
             self.give_up("it cannot be known when a stream has used what was fetched");
@@ -660,95 +434,11 @@ impl Shared {
         if self.off.swap(true, Ordering::Relaxed) {
             return;
         }
-        let mode = format!("post-fetch has given up its device, experts are computed on the CPU: {why}");
+        let mode =
+            format!("post-fetch has given up its device, experts are computed on the CPU: {why}");
         log::log(Level::Warn, format_args!("{mode}"));
         *self.mode.lock() = mode;
         self.work.notify_one();
-    }
-
-    /// Adds up how long transfers took. The caller holds the clock.
-    fn take_times(&self, gpu: &Gpu) {
-        loop {
-            let mut board = self.board.lock();
-            let mut all = board.transfers.iter_mut().enumerate();
-            let Some((index, transfer)) = all.find(|(_, transfer)| transfer.untimed) else {
-                return;
-            };
-            transfer.untimed = false;
-            let cell = transfer.cell;
-            drop(board);
-            let marks = &gpu.marks[index];
-            match gpu.device.elapsed(marks.start.event, marks.ready.event) {
-                Ok(took) => {
-                    add(&self.counters.transfer_ns, took.as_nanos() as u64);
-                    if self.options.config.debug {
-                        let layers = &self.plan.layers;
-                        let at = layers.partition_point(|layer| layer.first_cell <= cell) - 1;
-                        self.times.lock()[at].transfer += took;
-                    }
-                }
-                Err(error) => self.note(&error),
-            }
-        }
-    }
-
-    fn log_schedule(&self, planned: &PlannedLayer, ids: &[i32], experts: u64, bytes: u64) {
-        self.layer_times(planned, |times| times.began = Some(Instant::now()));
-        log::print(
-            Level::Debug,
-            format_args!(
-                "[PF] Layer {}: Transferring {experts} experts, total {} MB",
-                planned.layer,
-                bytes >> 20
-            ),
-        );
-        for &id in ids {
-            let cell = planned.first_cell.wrapping_add(id as usize);
-            let board = self.board.lock();
-            let Some(&Cell::Held { transfer, row, .. }) = board.cells.get(cell) else {
-                continue;
-            };
-            let transfer = &board.transfers[transfer];
-            let nbytes = transfer.slice.as_ref().map_or(0, |slice| slice.nbytes);
-            let offset = transfer.place + u64::from(row) * transfer.pitch;
-            drop(board);
-            log::print(
-                Level::Debug,
-                format_args!("[PF]   Expert {id}: {nbytes} bytes @ offset {offset}"),
-            );
-        }
-    }
-
-    fn log_layer(&self, gpu: &Gpu, planned: &PlannedLayer) {
-        {
-            let _clock = self.clock.lock();
-            self.take_times(gpu);
-        }
-        let times = self.layer_times(planned, std::mem::take);
-        let Some(began) = times.began else {
-            return;
-        };
-        let transfer = times.transfer.as_secs_f64();
-        let overlap = match transfer > 0.0 {
-            true => (1.0 - times.waited.as_secs_f64() / transfer).max(0.0),
-            false => 0.0,
-        };
-        log::print(
-            Level::Debug,
-            format_args!(
-                "[PF] Layer {}: Transfer: {:.2} ms, Total: {:.2} ms, Overlap: {:.1}%",
-                planned.layer,
-                transfer * 1e3,
-                began.elapsed().as_secs_f64() * 1e3,
-                overlap * 100.0
-            ),
-        );
-    }
-
-    fn layer_times<T>(&self, planned: &PlannedLayer, with: impl FnOnce(&mut LayerTimes) -> T) -> T {
-        let layers = &self.plan.layers;
-        let at = layers.partition_point(|layer| layer.layer < planned.layer);
-        with(&mut self.times.lock()[at])
     }
 
     /// Whether nothing uses the device's memory any more.
@@ -807,47 +497,6 @@ impl Drop for PostFetch {
                 ),
             );
             std::mem::forget(self.shared.clone());
-        }
-    }
-}
-
-/// A wait for one copy, counted when it was one.
-struct Waited<'a> {
-    shared: &'a Shared,
-    planned: &'a PlannedLayer,
-    backoff: Option<Backoff>,
-}
-
-impl<'a> Waited<'a> {
-    fn new(shared: &'a Shared, planned: &'a PlannedLayer) -> Waited<'a> {
-        Waited {
-            shared,
-            planned,
-            backoff: None,
-        }
-    }
-
-    fn a_little(&mut self) {
-        self.backoff.get_or_insert_with(Backoff::new).pause();
-    }
-
-    fn too_long(&self) -> bool {
-        let backoff = self.backoff.as_ref();
-        backoff.is_some_and(|backoff| backoff.elapsed() > self.shared.options.patience)
-    }
-}
-
-impl Drop for Waited<'_> {
-    fn drop(&mut self) {
-        let Some(backoff) = &self.backoff else {
-            return;
-        };
-        let took = backoff.elapsed();
-        add(&self.shared.counters.waits, 1);
-        add(&self.shared.counters.wait_ns, took.as_nanos() as u64);
-        if self.shared.options.config.debug {
-            self.shared
-                .layer_times(self.planned, |times| times.waited += took);
         }
     }
 }

@@ -116,7 +116,10 @@ fn page_ranges(bytes: impl Iterator<Item = (usize, usize)>) -> Vec<(usize, usize
             _ => merged.push((start, end)),
         }
     }
-    merged.into_iter().map(|(start, end)| (start, end - start)).collect()
+    merged
+        .into_iter()
+        .map(|(start, end)| (start, end - start))
+        .collect()
 }
 
 fn page_size() -> usize {

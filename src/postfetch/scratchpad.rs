@@ -44,7 +44,8 @@ impl Scratchpad {
     /// Gives back what [`Scratchpad::take`] gave.
     pub fn give(&mut self, start: u64) {
         let at = self.taken.binary_search_by_key(&start, |part| part.0);
-        self.taken.remove(at.expect("only what was taken is given back"));
+        self.taken
+            .remove(at.expect("only what was taken is given back"));
     }
 
     /// Bytes that are taken.

@@ -115,7 +115,9 @@ impl Stats {
 
     fn reasons(&self) -> impl Iterator<Item = (&'static str, u64)> {
         let counts = Reason::ALL.iter().zip(self.fallbacks);
-        counts.filter(|(_, count)| *count > 0).map(|(reason, count)| (reason.name(), count))
+        counts
+            .filter(|(_, count)| *count > 0)
+            .map(|(reason, count)| (reason.name(), count))
     }
 
     /// As JSON. `mode` says in words what the scheduler works with.

@@ -43,7 +43,9 @@ impl Sim {
     /// Forgets everything that happened.
     pub fn reset(&self) {
         // SAFETY: the type that the simulation declares.
-        unsafe { std::mem::transmute::<_, extern "C" fn()>(self.symbol("sim_cuda_reset"))() }
+        unsafe {
+            std::mem::transmute::<*mut c_void, extern "C" fn()>(self.symbol("sim_cuda_reset"))()
+        }
     }
 
     /// Sets a setting (`SIM_CUDA_MEMORY_MB`), or makes the n-th call of a function fail.
@@ -51,7 +53,7 @@ impl Sim {
         type Set = extern "C" fn(*const c_char, u64);
         let name = CString::new(name).expect("a name");
         // SAFETY: the type that the simulation declares.
-        let set = unsafe { std::mem::transmute::<_, Set>(self.symbol("sim_cuda_set")) };
+        let set = unsafe { std::mem::transmute::<*mut c_void, Set>(self.symbol("sim_cuda_set")) };
         set(name.as_ptr(), value);
     }
 
@@ -60,7 +62,8 @@ impl Sim {
         type Count = extern "C" fn(*const c_char) -> u64;
         let name = CString::new(name).expect("a name");
         // SAFETY: the type that the simulation declares.
-        let count = unsafe { std::mem::transmute::<_, Count>(self.symbol("sim_cuda_count")) };
+        let count =
+            unsafe { std::mem::transmute::<*mut c_void, Count>(self.symbol("sim_cuda_count")) };
         count(name.as_ptr())
     }
 
@@ -68,8 +71,9 @@ impl Sim {
     pub fn problems(&self) -> Vec<String> {
         type Problems = extern "C" fn(*mut u8, usize) -> usize;
         // SAFETY: the type that the simulation declares.
-        let problems =
-            unsafe { std::mem::transmute::<_, Problems>(self.symbol("sim_cuda_problems")) };
+        let problems = unsafe {
+            std::mem::transmute::<*mut c_void, Problems>(self.symbol("sim_cuda_problems"))
+        };
         let mut text = vec![0; 1 << 16];
         let len = problems(text.as_mut_ptr(), text.len()).min(text.len());
         let text = String::from_utf8_lossy(&text[..len]).into_owned();

@@ -7,7 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use crate::order::{Accesses, Clock};
-use crate::state::{Code, Copy, Event, Pinned, SIM, Sim, Stream, Work, code, lock, move_bytes, work};
+use crate::state::{
+    Code, Copy, Event, Pinned, SIM, Sim, Stream, Work, code, lock, move_bytes, work,
+};
 
 /// The first context is this, the next ones follow.
 const CONTEXT: usize = 0xc0de_0001;
@@ -54,9 +56,9 @@ macro_rules! exports {
     )*};
 }
 
-/// Copies of work that is recorded at an event.
+/// An event that exists.
 fn event<'a>(sim: &'a mut Sim, id: u64, who: &str) -> Result<&'a mut Event, Code> {
-    if !sim.events.get(&id).is_some_and(|event| !event.destroyed) {
+    if sim.events.get(&id).is_none_or(|event| event.destroyed) {
         sim.problem(format!("{who} with event {id:x}, which does not exist"));
         return Err(code::INVALID_HANDLE);
     }
@@ -82,14 +84,26 @@ fn copy_now(name: &'static str, copy: Copy) -> Result<(), Code> {
 /// A copy on a stream. From pageable memory, its caller waits for it.
 fn copy_later(name: &'static str, stream: u64, copy: Copy) -> Result<(), Code> {
     let (mut sim, device) = enter_device(name)?;
-    if sim.streams.get(&stream).is_some_and(|found| found.device != device) {
+    if sim
+        .streams
+        .get(&stream)
+        .is_some_and(|found| found.device != device)
+    {
         sim.problem(format!("{name} on a stream of another device"));
         return Err(code::INVALID_HANDLE);
     }
     let number = sim.enqueue_copy(stream, copy)?;
     if sim.pinned(&copy.host_range()).is_none() {
-        while !sim.lost && sim.streams.get(&stream).is_some_and(|found| found.done < number) {
-            sim = SIM.changed.wait(sim).unwrap_or_else(|poison| poison.into_inner());
+        while !sim.lost
+            && sim
+                .streams
+                .get(&stream)
+                .is_some_and(|found| found.done < number)
+        {
+            sim = SIM
+                .changed
+                .wait(sim)
+                .unwrap_or_else(|poison| poison.into_inner());
         }
     }
     Ok(())
@@ -145,7 +159,7 @@ exports! {
     /// See the CUDA driver manual, also for the others.
     fn cuInit(flags: c_uint) {
         static STRICT: AtomicBool = AtomicBool::new(false);
-        enter("cuInit")?;
+        drop(enter("cuInit")?);
         let strict = std::env::var("SIM_CUDA_STRICT").is_ok_and(|value| value == "1");
         if strict && !STRICT.swap(true, Ordering::Relaxed) {
             // SAFETY: a function of this library, which is never unloaded.
@@ -156,7 +170,7 @@ exports! {
 
     /// Names a code.
     fn cuGetErrorName(number: Code, name: *mut *const c_char) {
-        enter("cuGetErrorName")?;
+        drop(enter("cuGetErrorName")?);
         let text = match number {
             code::SUCCESS => c"CUDA_SUCCESS",
             code::INVALID_VALUE => c"CUDA_ERROR_INVALID_VALUE",
@@ -195,7 +209,7 @@ exports! {
 
     /// Names a device.
     fn cuDeviceGetName(name: *mut c_char, len: c_int, _device: c_int) {
-        enter("cuDeviceGetName")?;
+        drop(enter("cuDeviceGetName")?);
         let text = b"simulated GPU\0";
         if (len as usize) < text.len() {
             return Err(code::INVALID_VALUE);
@@ -227,7 +241,7 @@ exports! {
 
     /// The current context of the thread.
     fn cuCtxGetCurrent(context: *mut usize) {
-        enter("cuCtxGetCurrent")?;
+        drop(enter("cuCtxGetCurrent")?);
         let top = CONTEXTS.with_borrow(|stack| stack.last().copied().unwrap_or(0));
         // SAFETY: the caller's pointer.
         unsafe { context.write(top) };
@@ -236,14 +250,14 @@ exports! {
 
     /// Makes a context current.
     fn cuCtxPushCurrent_v2(context: usize) {
-        enter("cuCtxPushCurrent_v2")?;
+        drop(enter("cuCtxPushCurrent_v2")?);
         CONTEXTS.with_borrow_mut(|stack| stack.push(context));
         Ok(())
     }
 
     /// Makes the one before it current again.
     fn cuCtxPopCurrent_v2(context: *mut usize) {
-        enter("cuCtxPopCurrent_v2")?;
+        drop(enter("cuCtxPopCurrent_v2")?);
         let top = CONTEXTS.with_borrow_mut(|stack| stack.pop());
         // SAFETY: the caller's pointer.
         unsafe { context.write(top.ok_or(code::INVALID_CONTEXT)?) };
@@ -517,14 +531,23 @@ exports! {
 }
 
 fn unpin(sim: &mut Sim, memory: usize, ours: bool) -> Result<Pinned, Code> {
-    let found = sim.pinned.get(&memory).is_some_and(|pinned| pinned.ours == ours);
+    let found = sim
+        .pinned
+        .get(&memory)
+        .is_some_and(|pinned| pinned.ours == ours);
     if !found {
         sim.problem(format!("{memory:x} unlocked twice, or never locked"));
         return Err(code::NOT_REGISTERED);
     }
     let pinned = sim.pinned.remove(&memory).expect("just seen");
-    if let Some(access) = pinned.sources.race(&(0..u64::MAX), true, &sim.seen).cloned() {
-        sim.problem(format!("{memory:x} unlocked before {access:x?} was seen to end"));
+    if let Some(access) = pinned
+        .sources
+        .race(&(0..u64::MAX), true, &sim.seen)
+        .cloned()
+    {
+        sim.problem(format!(
+            "{memory:x} unlocked before {access:x?} was seen to end"
+        ));
     }
     Ok(pinned)
 }

@@ -242,7 +242,12 @@ impl Sim {
             SIM.changed.notify_all();
         }
         // A lost device is lost to its context; what only knows the process still works.
-        let local = ["cuGetErrorName", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"];
+        let local = [
+            "cuGetErrorName",
+            "cuCtxGetCurrent",
+            "cuCtxPushCurrent_v2",
+            "cuCtxPopCurrent_v2",
+        ];
         if self.lost && !local.contains(&name) {
             return Err(code::LAUNCH_FAILED);
         }
@@ -275,9 +280,18 @@ impl Sim {
         left("allocations", self.allocations.len());
         left("page-locked allocations", self.pinned.len() - registered);
         left("registrations", registered);
-        left("streams", self.streams.values().filter(|s| !s.destroyed).count());
-        left("events", self.events.values().filter(|e| !e.destroyed).count());
-        left("contexts", self.contexts.values().filter(|&&n| n != 0).count());
+        left(
+            "streams",
+            self.streams.values().filter(|s| !s.destroyed).count(),
+        );
+        left(
+            "events",
+            self.events.values().filter(|e| !e.destroyed).count(),
+        );
+        left(
+            "contexts",
+            self.contexts.values().filter(|&&n| n != 0).count(),
+        );
         all
     }
 
@@ -404,7 +418,10 @@ pub fn work(id: u64) {
                 sim.streams.remove(&id);
                 return;
             }
-            sim = SIM.changed.wait(sim).unwrap_or_else(|poison| poison.into_inner());
+            sim = SIM
+                .changed
+                .wait(sim)
+                .unwrap_or_else(|poison| poison.into_inner());
             continue;
         };
         let start = since.max(stream.free_at);
@@ -441,16 +458,24 @@ pub fn work(id: u64) {
                 match sim.events.get(&event) {
                     Some(event) if event.reached < time => {}
                     found => {
-                        end = found.and_then(|found| found.at).map_or(end, |at| at.max(end));
+                        end = found
+                            .and_then(|found| found.at)
+                            .map_or(end, |at| at.max(end));
                         break;
                     }
                 }
-                sim = SIM.changed.wait(sim).unwrap_or_else(|poison| poison.into_inner());
+                sim = SIM
+                    .changed
+                    .wait(sim)
+                    .unwrap_or_else(|poison| poison.into_inner());
             },
         }
         // A lost device does nothing any more, and neither does one that hangs.
         while sim.lost && !stopped(&sim, id) {
-            sim = SIM.changed.wait(sim).unwrap_or_else(|poison| poison.into_inner());
+            sim = SIM
+                .changed
+                .wait(sim)
+                .unwrap_or_else(|poison| poison.into_inner());
         }
         let Some(stream) = sim.streams.get_mut(&id) else {
             return;
