@@ -59,6 +59,46 @@ enum llama_sidecar_status {
 enum llama_sidecar_device_kind {
     // Memory of the process.
     LLAMA_SIDECAR_DEVICE_KIND_HOST = 0,
+    // Memory of an NVIDIA GPU.
+    LLAMA_SIDECAR_DEVICE_KIND_CUDA = 1,
+};
+
+// Where the copy of an expert is.
+enum llama_postfetch_state {
+    // There is none.
+    LLAMA_POSTFETCH_STATE_CPU_ONLY = 0,
+    // Queued or under way.
+    LLAMA_POSTFETCH_STATE_COPY_IN_FLIGHT = 1,
+    // On the device.
+    LLAMA_POSTFETCH_STATE_GPU_READY = 2,
+};
+
+// Why an expert is to be computed on the CPU.
+enum llama_postfetch_reason {
+    // It is not: use the device.
+    LLAMA_POSTFETCH_REASON_NONE = 0,
+    // Fetching is switched off.
+    LLAMA_POSTFETCH_REASON_DISABLED = 1,
+    // "CPU" was asked for always.
+    LLAMA_POSTFETCH_REASON_FORCED = 2,
+    // No driver, no device, no memory there, or given up after errors.
+    LLAMA_POSTFETCH_REASON_NO_DEVICE = 3,
+    // No down-projection of the model: another layer, or an expert that it does not have.
+    LLAMA_POSTFETCH_REASON_FOREIGN = 4,
+    // Nobody scheduled it, or it was released.
+    LLAMA_POSTFETCH_REASON_NOT_SCHEDULED = 5,
+    // The scratchpad was full.
+    LLAMA_POSTFETCH_REASON_NO_ROOM = 6,
+    // Still under way, and it is not to be waited for.
+    LLAMA_POSTFETCH_REASON_MISSED = 7,
+    // Its bytes could not be read.
+    LLAMA_POSTFETCH_REASON_READ_FAILED = 8,
+    // The driver refused something, or the expert is used by another stream.
+    LLAMA_POSTFETCH_REASON_DEVICE_FAILED = 9,
+    // The copy did not end in time.
+    LLAMA_POSTFETCH_REASON_TIMED_OUT = 10,
+    // It is not in host memory: there is nothing to fetch.
+    LLAMA_POSTFETCH_REASON_ELSEWHERE = 11,
 };
 
 // What happened to a tensor in a reload.
@@ -115,6 +155,9 @@ struct llama_expert_trace;
 
 // An open model. Not the llama_model of llama.cpp: neither library accepts the other's.
 struct llama_model;
+
+// Fetches experts to a GPU.
+struct llama_postfetch;
 
 // What a reload did.
 struct llama_sidecar_report;
@@ -234,6 +277,111 @@ struct llama_sidecar_load_report {
     uint64_t allocations;
     // How long it took.
     uint64_t time_us;
+};
+
+// How to fetch. Fill it with llama_postfetch_default_params first.
+struct llama_postfetch_params {
+    // sizeof(struct llama_postfetch_params), set by the caller.
+    size_t struct_size;
+    // Fetch at all. Default: LLAMA_POSTFETCH_ENABLE, or true.
+    bool enable;
+    // Answer "CPU" always. Default: LLAMA_POSTFETCH_FORCE_CPU.
+    bool force_cpu;
+    // Wait for a copy that is under way. Default: LLAMA_POSTFETCH_BLOCK_ON_MISS, or true.
+    bool block_on_miss;
+    // Copies and kernels in streams of their own. Default: LLAMA_POSTFETCH_USE_DEDICATED_STREAMS, or
+    // true.
+    bool dedicated_streams;
+    // Page-lock the model where it is. Default: LLAMA_POSTFETCH_PAGE_LOCK, or true.
+    bool page_lock;
+    // Log every transfer. Default: LLAMA_POSTFETCH_DEBUG.
+    bool debug;
+    // The CUDA device, as CUDA_VISIBLE_DEVICES counts them. Default: 0.
+    uint32_t device;
+    // Copies under way at a time, 1 to 1024. Default: LLAMA_POSTFETCH_MAX_TRANSFERS, or 8.
+    uint32_t max_transfers;
+    // Of a layer's experts, how many have gate and up computed on the CPU. Default:
+    // LLAMA_POSTFETCH_CPU_LIMIT, or the physical cores.
+    uint32_t cpu_limit;
+    // Experts that a token uses; 0 for what the model's file says. Default: 0.
+    uint32_t n_active;
+    // Device memory for experts; 0 for what the active experts of the largest layer need. Default:
+    // LLAMA_POSTFETCH_SCRATCHPAD_MB.
+    uint64_t scratchpad_bytes;
+    // How long a copy may take before the device is given up. Default: 5,000,000.
+    uint64_t patience_us;
+};
+
+// What to do about an expert.
+struct llama_postfetch_answer {
+    // sizeof(struct llama_postfetch_answer), set by the caller.
+    size_t struct_size;
+    // Address of its down-projection on the device (a CUdeviceptr, 256-byte aligned); 0 when the CPU
+    // is to compute it. Valid until the expert is released.
+    uint64_t device_data;
+    // The same bytes in the memory of the process, or NULL where they cannot be read without a copy.
+    // Valid as long as device_data; for an expert that is not scheduled, until a reload.
+    const void *host_data;
+    // Bytes of the matrix; 0 when it is no down-projection of the model, and the next ones too.
+    uint64_t nbytes;
+    // Bytes of a row.
+    uint64_t row_bytes;
+    // Elements of a row, and rows.
+    uint64_t ne[2];
+    // How often the tensor was replaced since the model was opened.
+    uint64_t generation;
+    // Value of enum ggml_type.
+    uint32_t ggml_type;
+    // Where its copy is.
+    enum llama_postfetch_state state;
+    // Why the CPU is to compute it.
+    enum llama_postfetch_reason reason;
+    // Whether gate and up of this expert are for the CPU, by cpu_limit.
+    bool gate_up_on_cpu;
+};
+
+// What a scheduler did since it was made.
+struct llama_postfetch_stats {
+    // sizeof(struct llama_postfetch_stats), set by the caller.
+    size_t struct_size;
+    // Calls of llama_postfetch_schedule.
+    uint64_t n_calls;
+    // Experts that were put into copies.
+    uint64_t n_experts;
+    // Those of them that were copied together with a neighbour before them.
+    uint64_t n_coalesced;
+    // Ids that were scheduled already.
+    uint64_t n_duplicates;
+    // Ids that are no experts of their layer.
+    uint64_t n_rejected;
+    // Copies that were issued.
+    uint64_t n_copies;
+    // Those of them that went through page-locked buffers.
+    uint64_t n_staged_copies;
+    // Their bytes.
+    uint64_t bytes;
+    // Answers "use the device".
+    uint64_t n_hits;
+    // Those of them for which a stream waits, and not the caller.
+    uint64_t n_stream_hits;
+    // Answers for which the caller waited.
+    uint64_t n_waits;
+    // How long it waited.
+    uint64_t wait_us;
+    // How long copies took on the device.
+    uint64_t transfer_us;
+    // Errors of the driver.
+    uint64_t n_errors;
+    // Answers "compute on the CPU", by enum llama_postfetch_reason.
+    uint64_t n_fallbacks[16];
+    // Device memory for experts.
+    uint64_t scratchpad_bytes;
+    // The most of it that was in use.
+    uint64_t scratchpad_peak;
+    // Memory of the model that is page-locked in place.
+    uint64_t locked_bytes;
+    // 1 - wait / transfer; negative before a copy was timed.
+    double overlap;
 };
 
 // What a reload did, in numbers.
@@ -465,6 +613,99 @@ enum llama_sidecar_status llama_sidecar_model_load_all(const struct llama_model 
 
 // Fills `params` with the defaults, which follow from the LLAMA_* variables. Set struct_size before.
 enum llama_sidecar_status llama_sidecar_default_params(struct llama_sidecar_params *params);
+
+// Fills `params` with the defaults, which follow from the LLAMA_POSTFETCH_* variables. Set
+// struct_size before.
+enum llama_sidecar_status llama_postfetch_default_params(struct llama_postfetch_params *params);
+
+// Makes a scheduler for the routed experts of a model. Use one for each evaluation that runs at the
+// same time. `params` can be NULL for the defaults.
+//
+// Without a CUDA driver or device, or without memory there, it works too: all its answers are then
+// "compute on the CPU", and llama_postfetch_describe tells why. NULL for bad arguments only. Free the
+// result with llama_postfetch_free; until then it keeps the model alive.
+struct llama_postfetch *llama_postfetch_init(const struct llama_model *model,
+                                             const struct llama_postfetch_params *params);
+
+// Ends a scheduler. Waits for its copies, and for the work of streams that use experts.
+enum llama_sidecar_status llama_postfetch_free(struct llama_postfetch *postfetch);
+
+// Starts to copy the down-projections of `n` experts of a layer to the device, in this order, and
+// returns at once. To be called once a layer, as soon as routing is known. Ids can repeat; of several
+// tokens, give all. `layer` is the number in the tensors' names.
+//
+// Experts for which there is no room, or that the layer does not have, are answered with "CPU" later.
+enum llama_sidecar_status llama_postfetch_schedule(const struct llama_postfetch *postfetch,
+                                                   uint32_t layer,
+                                                   const int32_t *ids,
+                                                   size_t n);
+
+// Tells where an expert is. Never waits.
+enum llama_sidecar_status llama_postfetch_query(const struct llama_postfetch *postfetch,
+                                                uint32_t layer,
+                                                uint32_t expert,
+                                                struct llama_postfetch_answer *answer);
+
+// Tells whether to use the device or the CPU for an expert, by the policy: a copy that is on the
+// device is used, one that is under way is waited for (or not, see block_on_miss), and otherwise the
+// CPU computes it.
+enum llama_sidecar_status llama_postfetch_acquire(const struct llama_postfetch *postfetch,
+                                                  uint32_t layer,
+                                                  uint32_t expert,
+                                                  struct llama_postfetch_answer *answer);
+
+// llama_postfetch_acquire for kernels: the CUDA stream waits for the bytes, the caller does not.
+// What is put into the stream afterwards can use device_data. When the expert is released, its memory
+// is overwritten only after the work that was in the stream by then. An expert is for one stream.
+enum llama_sidecar_status llama_postfetch_acquire_on_stream(const struct llama_postfetch *postfetch,
+                                                            uint32_t layer,
+                                                            uint32_t expert,
+                                                            void *stream,
+                                                            struct llama_postfetch_answer *answer);
+
+// A CUDA stream for the host's kernels that waits for no other (a CUstream); NULL without a device.
+// It belongs to the scheduler.
+void *llama_postfetch_compute_stream(const struct llama_postfetch *postfetch);
+
+// Makes a CUDA stream of the host wait for all work that is in llama_postfetch_compute_stream now.
+enum llama_sidecar_status llama_postfetch_hand_back(const struct llama_postfetch *postfetch,
+                                                    void *stream);
+
+// Copies an expert that is on the device back, to look at it. Fails with
+// LLAMA_SIDECAR_STATUS_NOT_FOUND when it is not there, or `size` is not its size.
+enum llama_sidecar_status llama_postfetch_download(const struct llama_postfetch *postfetch,
+                                                   uint32_t layer,
+                                                   uint32_t expert,
+                                                   void *buffer,
+                                                   size_t size);
+
+// Lets go of an expert.
+enum llama_sidecar_status llama_postfetch_release(const struct llama_postfetch *postfetch,
+                                                  uint32_t layer,
+                                                  uint32_t expert);
+
+// Lets go of all experts of a layer, to be called when the layer is computed: until then their device
+// memory is taken.
+enum llama_sidecar_status llama_postfetch_release_layer(const struct llama_postfetch *postfetch,
+                                                        uint32_t layer);
+
+// Puts the layer whose down-projections tensor `index` of the model holds into `layer`. Only base
+// weights can be fetched: fails with LLAMA_SIDECAR_STATUS_NOT_FOUND for any other tensor.
+enum llama_sidecar_status llama_postfetch_layer_of(const struct llama_postfetch *postfetch,
+                                                   uint64_t index,
+                                                   uint32_t *layer);
+
+// Tells what a scheduler did.
+enum llama_sidecar_status llama_postfetch_get_stats(const struct llama_postfetch *postfetch,
+                                                    struct llama_postfetch_stats *stats);
+
+// Writes what a scheduler works with and what it did into `buffer`, as JSON or for people, cut to
+// `size` bytes with the NUL, and returns how long the whole text is; 0 on failure. `buffer` can be
+// NULL when `size` is 0.
+size_t llama_postfetch_describe(const struct llama_postfetch *postfetch,
+                                bool json,
+                                char *buffer,
+                                size_t size);
 
 // Brings all tensors of the context's model up to date with their files, and says whether any
 // changed. False also when it failed: llama_sidecar_last_error then says why.

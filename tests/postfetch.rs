@@ -781,6 +781,11 @@ fn scenario(model: &Arc<Model>, page_lock: bool) -> (u64, u64) {
     (stats.hits, stats.all_fallbacks() + stats.errors)
 }
 
+/// Says nothing about errors that are made on purpose.
+fn quietly() {
+    log::set_sink(Some(Arc::new(|_, _: &str| ())));
+}
+
 /// The calls that the scenario makes of each function.
 const CALLS: [&str; 28] = [
     "cuGetErrorName",
@@ -815,6 +820,7 @@ const CALLS: [&str; 28] = [
 
 #[test]
 fn every_call_of_the_driver_can_fail() {
+    quietly();
     let mut injected = 0;
     for page_lock in [true, false] {
         for call in CALLS {
@@ -848,6 +854,7 @@ fn every_call_of_the_driver_can_fail() {
 
 #[test]
 fn the_device_is_lost_at_any_call() {
+    quietly();
     let bench = Bench::new();
     scenario(&bench.model, true);
     let calls = bench.sim.count("total");
@@ -865,6 +872,7 @@ fn the_device_is_lost_at_any_call() {
 
 #[test]
 fn an_event_that_never_comes_is_given_up() {
+    quietly();
     let bench = Bench::new();
     scenario(&bench.model, true);
     let records = bench.sim.count("cuEventRecord");

@@ -1,10 +1,8 @@
 //! The simulated CUDA driver, from inside the process that uses it.
 
 use std::ffi::{CString, c_char, c_void};
-use std::path::Path;
-use std::process::Command;
 
-use libc::{RTLD_NOLOAD, RTLD_NOW, dlopen, dlsym};
+use libc::{RTLD_NOW, dlopen, dlsym};
 
 /// The driver that the loader path leads to, which must be the simulated one. There is
 /// one in a process, so tests that use it run one after the other.
@@ -25,12 +23,6 @@ impl Sim {
         );
         sim.reset();
         sim
-    }
-
-    /// Whether some CUDA driver is loaded.
-    pub fn some_driver_is_loaded() -> bool {
-        // SAFETY: loads nothing.
-        !unsafe { dlopen(c"libcuda.so.1".as_ptr(), RTLD_NOW | RTLD_NOLOAD) }.is_null()
     }
 
     /// An exported function of the driver.
@@ -79,9 +71,4 @@ impl Sim {
         let text = String::from_utf8_lossy(&text[..len]).into_owned();
         text.lines().map(str::to_owned).collect()
     }
-}
-
-/// Sets a command up to find the simulated driver in `folder`.
-pub fn use_simulation(command: &mut Command, folder: &Path) {
-    command.env("LD_LIBRARY_PATH", folder);
 }

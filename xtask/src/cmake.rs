@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, ensure};
 
 use crate::fixtures;
-use crate::install::{install, preload, target_folder};
+use crate::install::{copy, install, link, preload, target_folder};
 use crate::root;
 use crate::run::{command, run};
 
@@ -57,6 +57,7 @@ fn configure(source: &str, build: &Path, flags: &[String]) -> Result<()> {
             define("MOE", &fixtures_at.join("moe.gguf")),
             define("MOE_VARIANT", &fixtures_at.join("moe-q8_0.gguf")),
             define("MOE_OTHER_BLOCKS", &fixtures_at.join("moe-mixed.gguf")),
+            define("SIM_CUDA", &sim_cuda()?),
         ],
         flags,
     )
@@ -83,6 +84,17 @@ fn configure_with(source: &str, build: &Path, defines: &[String], flags: &[Strin
         .arg(build)
         .arg("--")
         .arg("--quiet"))
+}
+
+/// Builds the simulated CUDA driver and returns the folder for the loader path.
+pub fn sim_cuda() -> Result<PathBuf> {
+    run(command("cargo", &root()).args(["build", "--quiet", "--release", "-p", "sim-cuda"]))?;
+    let (target, name) = (target_folder()?, "libcuda.so.1");
+    let folder = target.join("sim-cuda");
+    copy(&target.join("release/libsim_cuda.so"), &folder.join(name))?;
+    // The name that is looked for first.
+    link(name, &folder.join("libcuda.so"))?;
+    Ok(folder)
 }
 
 /// Builds the C host and the programs that are none, and returns the build folder.

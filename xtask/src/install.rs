@@ -95,7 +95,8 @@ pub fn copy(from: &Path, to: &Path) -> Result<()> {
     Ok(std::fs::rename(beside, to)?)
 }
 
-fn link(target: &str, at: &Path) -> Result<()> {
+/// Puts a symbolic link in place of another, or where there is none.
+pub fn link(target: &str, at: &Path) -> Result<()> {
     let _ = std::fs::remove_file(at);
     Ok(symlink(target, at)?)
 }

@@ -42,6 +42,7 @@ const CHECKS: &[Check] = &[
     Check::new("rust tests", || {
         run(command("cargo", &root()).args(["test", "--quiet", "--workspace"]))
     }),
+    Check::new("post-fetch on a simulated CUDA driver", postfetch_tests),
     Check::new("drop-in library: format, clippy, tests", dropin_library),
     Check::new("C host, CTest", || {
         cmake::ctest(&cmake::build_hosts()?, &[])
@@ -96,6 +97,14 @@ fn dropin_library() -> Result<()> {
     run(command("cargo", &folder)
         .args(["test", "--quiet", "--target-dir"])
         .arg(&target))
+}
+
+/// A process has one CUDA driver: one test at a time.
+fn postfetch_tests() -> Result<()> {
+    run(command("cargo", &root())
+        .args(["test", "--quiet", "--test", "postfetch"])
+        .args(["--", "--test-threads=1", "--nocapture"])
+        .env("LD_LIBRARY_PATH", cmake::sim_cuda()?))
 }
 
 /// Tests with real hosts: one at a time, each has threads enough.

@@ -1,0 +1,317 @@
+//! Post-fetch: how much of the copies it hides, what it costs the thread that asks, and
+//! what it costs where there is no GPU.
+//!
+//! Run it with `cargo xtask bench postfetch`: on the CUDA driver that is installed, or on
+//! the simulated one, and once without any.
+
+use std::fs::File;
+use std::hint::black_box;
+use std::io::Write;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use llama_sidecar::config::Config;
+use llama_sidecar::device::cuda::{CudaDevice, device_count};
+use llama_sidecar::device::{AsyncDevice, Copy2d, Device};
+use llama_sidecar::model::{Model, Options as ModelOptions};
+use llama_sidecar::postfetch::{Options, PostFetch};
+use testkit::writer::{Gguf, Kv, Q4_K, Tensor};
+
+/// Layers of tokens per round; rounds.
+const LAYERS: usize = 60;
+const ROUNDS: usize = 5;
+/// `enum ggml_type`: 17 bytes for 32 elements.
+const MXFP4: u32 = 39;
+
+/// The down-projections of a model.
+struct Shape {
+    name: &'static str,
+    ty: u32,
+    /// Elements per row, rows, experts.
+    ne: [i64; 3],
+    nbytes: usize,
+    active: usize,
+}
+
+const SHAPES: [Shape; 3] = [
+    Shape {
+        name: "GPT-OSS-120B",
+        ty: MXFP4,
+        ne: [2880, 2880, 128],
+        nbytes: 2880 * 2880 / 32 * 17,
+        active: 4,
+    },
+    Shape {
+        name: "Qwen3-Next-80B",
+        ty: Q4_K,
+        ne: [512, 2048, 512],
+        nbytes: 512 * 2048 / 256 * 144,
+        active: 10,
+    },
+    Shape {
+        name: "Mixtral-8x7B",
+        ty: Q4_K,
+        ne: [14336, 4096, 8],
+        nbytes: 14336 * 4096 / 256 * 144,
+        active: 2,
+    },
+];
+
+impl Shape {
+    /// A file of this shape, with a layer and holes for data.
+    fn model(&self, folder: &std::path::Path) -> Arc<Model> {
+        let path = folder.join(format!("{}.gguf", self.name));
+        let bytes = self.nbytes * self.ne[2] as usize;
+        let mut file = Gguf::default();
+        file = file.kv("llama.expert_used_count", Kv::U32(self.active as u32));
+        file.tensors.push(Tensor {
+            name: "blk.0.ffn_down_exps.weight".into(),
+            ne: self.ne.to_vec(),
+            ty: self.ty,
+            // Never touched, so it takes no memory.
+            data: vec![0; bytes],
+        });
+        let header = file.header();
+        let mut out = File::create(&path).expect("a file");
+        out.write_all(&header).expect("its header");
+        out.set_len((header.len() + bytes).next_multiple_of(32) as u64)
+            .expect("a file with holes");
+        Arc::new(Model::open(&path, ModelOptions::host()).expect("a model"))
+    }
+
+    /// Experts of a token, in no order, the same in every run.
+    fn ids(&self, token: usize) -> Vec<i32> {
+        let n = self.ne[2] as usize;
+        let mut ids = Vec::new();
+        let mut state = token as u32 * 2_654_435_761 + 1;
+        while ids.len() < self.active {
+            state ^= state << 13;
+            state ^= state >> 17;
+            state ^= state << 5;
+            let id = (state as usize % n) as i32;
+            if !ids.contains(&id) {
+                ids.push(id);
+            }
+        }
+        ids
+    }
+}
+
+fn options() -> Options {
+    Options {
+        config: Config::get().postfetch.clone(),
+        active: 0,
+        patience: Duration::from_secs(5),
+    }
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+/// Stands for gate and up.
+fn compute(long: Duration) {
+    let began = Instant::now();
+    while began.elapsed() < long {
+        std::hint::spin_loop();
+    }
+}
+
+fn main() {
+    match device_count() {
+        Ok(count) if count > 0 => with_device(),
+        found => without_device(&found.map_or_else(|e| e.to_string(), |_| "no device".into())),
+    }
+}
+
+fn without_device(why: &str) {
+    println!("### Post-fetch where there is no GPU\n");
+    let folder = tempfile::tempdir_in("/dev/shm").expect("a folder");
+    let shape = &SHAPES[1];
+    let fetch = PostFetch::new(shape.model(folder.path()), options(), || {
+        Ok(CudaDevice::open(0)? as Arc<dyn AsyncDevice>)
+    });
+    let ids = shape.ids(1);
+    let mut best = (Vec::new(), Vec::new());
+    for _ in 0..ROUNDS {
+        const CALLS: u32 = 200_000;
+        let began = Instant::now();
+        for _ in 0..CALLS {
+            fetch.schedule(0, black_box(&ids));
+        }
+        best.0
+            .push(began.elapsed().as_secs_f64() * 1e9 / f64::from(CALLS));
+        let began = Instant::now();
+        for _ in 0..CALLS {
+            black_box(fetch.acquire(0, black_box(7)));
+        }
+        best.1
+            .push(began.elapsed().as_secs_f64() * 1e9 / f64::from(CALLS));
+    }
+    println!("{why}. Medians of {ROUNDS}.\n");
+    println!("| call | ns |\n|---|---|");
+    println!(
+        "| schedule, {} experts | {:.0} |",
+        ids.len(),
+        median(best.0)
+    );
+    println!(
+        "| acquire, with the address of the expert on the host | {:.0} |",
+        median(best.1)
+    );
+}
+
+fn with_device() {
+    let device = CudaDevice::open(0).expect("a device");
+    println!("### Post-fetch on {}\n", device.name());
+    println!(
+        "One layer per step: schedule its active experts, compute for as long as their copies take, acquire all, release. {LAYERS} steps a round, alternating with the peer, medians of {ROUNDS} rounds. Peer: a copy from pageable memory for each expert, and then the same computation. Limit: the bytes at the speed of one plain page-locked copy.\n"
+    );
+    println!(
+        "| experts of | bytes | plain copy | GB/s | schedule us | overlap | peer ms | ours ms | limit ms | ratio |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|---|");
+    let folder = tempfile::tempdir_in("/dev/shm").expect("a folder");
+    for shape in &SHAPES {
+        measure(&device, shape, folder.path());
+    }
+    println!();
+}
+
+fn measure(device: &Arc<CudaDevice>, shape: &Shape, folder: &std::path::Path) {
+    let model = shape.model(folder);
+    let bytes = shape.nbytes * shape.active;
+    let naive = Naive::new(device, shape, &model);
+    let plain = naive.plain_copy(bytes);
+    let (mut theirs, mut ours, mut asked, mut overlaps) = (vec![], vec![], vec![], vec![]);
+    for round in 0..ROUNDS {
+        let began = Instant::now();
+        for step in 0..LAYERS / 4 {
+            naive.copy(&shape.ids(round * LAYERS + step));
+            compute(plain);
+        }
+        theirs.push(began.elapsed().as_secs_f64() * 1e3 / (LAYERS / 4) as f64);
+
+        // Page locks are made anew each round: while they last, the peer's memory is locked too.
+        let opened = device.clone();
+        let fetch = PostFetch::new(model.clone(), options(), || {
+            Ok(opened as Arc<dyn AsyncDevice>)
+        });
+        let began = Instant::now();
+        for step in 0..LAYERS {
+            let ids = shape.ids(round * LAYERS + step);
+            let call = Instant::now();
+            fetch.schedule(0, &ids);
+            asked.push(call.elapsed().as_secs_f64() * 1e6);
+            compute(plain);
+            for id in ids {
+                assert!(
+                    fetch.acquire(0, id as u32).device_address != 0,
+                    "{}",
+                    fetch.mode()
+                );
+            }
+            fetch.release_layer(0);
+        }
+        ours.push(began.elapsed().as_secs_f64() * 1e3 / LAYERS as f64);
+        overlaps.push(fetch.stats().overlap().expect("copies were timed"));
+    }
+    let (theirs, ours) = (median(theirs), median(ours));
+    println!(
+        "| {}: {} of {} | {} x {} | {:.3} ms | {:.1} | {:.2} | **{:.1} %** | {theirs:.3} | {ours:.3} | {:.3} | **{:.2}x** |",
+        shape.name,
+        shape.active,
+        shape.ne[2],
+        shape.active,
+        shape.nbytes,
+        plain.as_secs_f64() * 1e3,
+        bytes as f64 / plain.as_secs_f64() / 1e9,
+        median(asked),
+        median(overlaps) * 100.0,
+        plain.as_secs_f64() * 1e3,
+        theirs / ours,
+    );
+}
+
+/// Copies as a program without a scheduler does.
+struct Naive<'a> {
+    device: &'a Arc<CudaDevice>,
+    shape: &'a Shape,
+    data: *const u8,
+    memory: Box<dyn llama_sidecar::device::Buffer>,
+}
+
+impl<'a> Naive<'a> {
+    fn new(device: &'a Arc<CudaDevice>, shape: &'a Shape, model: &Model) -> Naive<'a> {
+        let bytes = (shape.nbytes * shape.active) as u64;
+        let data = model.host_bytes(&model.tensor(0)).expect("it is mapped");
+        Naive {
+            device,
+            shape,
+            data: data.cast(),
+            memory: device.clone().allocate(bytes).expect("memory"),
+        }
+    }
+
+    fn copy(&self, ids: &[i32]) {
+        let stream = self.device.create_stream().expect("a stream");
+        for (i, &id) in ids.iter().enumerate() {
+            let from = self.data.wrapping_add(id as usize * self.shape.nbytes);
+            let to = self.memory.address() + (i * self.shape.nbytes) as u64;
+            // SAFETY: inside the tensor, and inside the buffer.
+            unsafe { self.one(stream, to, from, self.shape.nbytes) };
+        }
+        self.finish(stream);
+    }
+
+    /// How long one copy from page-locked memory takes.
+    fn plain_copy(&self, len: usize) -> Duration {
+        let pinned = self
+            .device
+            .allocate_pinned(len)
+            .expect("page-locked memory");
+        let mut times = Vec::new();
+        for _ in 0..9 {
+            let stream = self.device.create_stream().expect("a stream");
+            let began = Instant::now();
+            // SAFETY: as large as the buffer.
+            unsafe { self.one(stream, self.memory.address(), pinned, len) };
+            self.finish(stream);
+            times.push(began.elapsed().as_secs_f64());
+        }
+        // SAFETY: all copies are done.
+        unsafe { self.device.free_pinned(pinned).expect("freed") };
+        Duration::from_secs_f64(median(times))
+    }
+
+    /// # Safety
+    ///
+    /// The ranges are alive until the stream is finished.
+    unsafe fn one(
+        &self,
+        stream: llama_sidecar::device::Stream,
+        to: u64,
+        from: *const u8,
+        len: usize,
+    ) {
+        let copy = Copy2d {
+            to,
+            to_pitch: len,
+            from,
+            from_pitch: len,
+            width: len,
+            rows: 1,
+        };
+        // SAFETY: as the caller vouches.
+        unsafe { self.device.copy_in(stream, copy).expect("a copy") };
+    }
+
+    fn finish(&self, stream: llama_sidecar::device::Stream) {
+        let event = self.device.create_event().expect("an event");
+        self.device.record(event, stream).expect("recorded");
+        while !self.device.is_done(event).expect("asked") {}
+        self.device.destroy_event(event).expect("freed");
+        self.device.destroy_stream(stream).expect("freed");
+    }
+}

@@ -1,0 +1,218 @@
+// Runs the experts of a mixture of experts with post-fetch, in the three phases of each layer:
+//
+//   1. The router has chosen. The down-projections of its experts start towards the GPU.
+//   2. Gate and up are computed on the CPU. Meanwhile the copies arrive.
+//   3. For each expert: is its down-projection on the device, or is it for the CPU?
+//
+//   postfetch_moe MOE.gguf [TOKENS]
+//
+// There are no GPU kernels here: what arrived is downloaded again, compared with the file byte for
+// byte, and used. The result has to be that of the host's own copy to the last bit. Works without a
+// CUDA driver (everything is for the CPU then), with a simulated one, and on a real GPU, and says
+// which. The model's experts must be q4_1 and its embeddings q8_0, as in the fixtures.
+#include "example.h"
+
+#include <math.h>
+#include <string.h>
+
+enum { MOST_EXPERTS = 64, MOST_USED = 8, Q4_1 = 3, Q8_0 = 8, F32 = 0, BLOCK = 32 };
+
+static const char * const GATE = "blk.%d.ffn_gate_exps.weight";
+
+static float half(const uint8_t * p) {
+    const uint32_t bits = (uint32_t) p[0] | (uint32_t) p[1] << 8;
+    const int      exponent = (bits >> 10) & 31;
+    const float    fraction = (float) (bits & 1023) / 1024;
+    const float    size = exponent == 0 ? ldexpf(fraction, -14) : ldexpf(1 + fraction, exponent - 15);
+    return bits & 0x8000 ? -size : size;
+}
+
+// A row of q4_1 times a vector: blocks of a scale, a minimum and 32 numbers of 4 bits.
+static float dot(const uint8_t * row, const float * x, uint64_t n) {
+    float sum = 0;
+    for (uint64_t i = 0; i < n; i += BLOCK, row += 20) {
+        const float scale = half(row), least = half(row + 2);
+        for (int j = 0; j < 16; j++) {
+            sum += (scale * (row[4 + j] & 15) + least) * x[i + j];
+            sum += (scale * (row[4 + j] >> 4) + least) * x[i + j + 16];
+        }
+    }
+    return sum;
+}
+
+static void multiply(const void * matrix, uint64_t row_bytes, uint64_t rows, const float * x,
+                     uint64_t n, float * y) {
+    for (uint64_t r = 0; r < rows; r++) {
+        y[r] = dot((const uint8_t *) matrix + r * row_bytes, x, n);
+    }
+}
+
+static struct llama_sidecar_tensor_info find(const struct llama_model * model, const char * format,
+                                             int layer, uint32_t type) {
+    char     name[64];
+    uint64_t index;
+    snprintf(name, sizeof(name), format, layer);
+    OK(llama_sidecar_tensor_find(model, name, &index));
+    const struct llama_sidecar_tensor_info info = tensor_info(model, index);
+    CHECK(info.ggml_type == type && info.host_data != NULL);
+    return info;
+}
+
+// The experts with the largest scores.
+static void route(const float * router, const float * x, uint64_t n, int n_experts, int n_used,
+                  int32_t * ids) {
+    float scores[MOST_EXPERTS];
+    for (int e = 0; e < n_experts; e++) {
+        scores[e] = 0;
+        for (uint64_t i = 0; i < n; i++) {
+            scores[e] += router[(uint64_t) e * n + i] * x[i];
+        }
+    }
+    for (int k = 0; k < n_used; k++) {
+        int best = 0;
+        for (int e = 1; e < n_experts; e++) {
+            best = scores[e] > scores[best] ? e : best;
+        }
+        ids[k]       = best;
+        scores[best] = -INFINITY;
+    }
+}
+
+int main(int argc, char ** argv) {
+    CHECK(argc == 2 || argc == 3);
+    const int            n_tokens = argc == 3 ? atoi(argv[2]) : 2;
+    struct llama_model * model    = llama_model_load(argv[1], NULL);
+    CHECK(model != NULL);
+    struct llama_postfetch * postfetch = llama_postfetch_init(model, NULL);
+    CHECK(postfetch != NULL);
+
+    static char text[4096];
+    CHECK(llama_postfetch_describe(postfetch, false, text, sizeof(text)) > 0);
+    printf("%.*s\n\n", (int) strcspn(text, "\n"), text);
+
+    const struct llama_sidecar_tensor_info embedding = find(model, "token_embd.weight", 0, Q8_0);
+    const uint64_t                         n         = embedding.ne[0];
+    const uint64_t hidden = find(model, GATE, 0, Q4_1).ne[1];
+    const int      n_experts = (int) find(model, GATE, 0, Q4_1).ne[2];
+    const int      n_used    = 2;
+    CHECK(n_experts <= MOST_EXPERTS && n_used <= MOST_USED);
+    float * x = calloc(4 * n + 2 * hidden, sizeof(float));
+    CHECK(x != NULL);
+    float * normal = x + n, *from_device = x + 2 * n, *from_host = x + 3 * n, *gate = x + 4 * n,
+          *up = gate + hidden;
+    float h[MOST_USED][8192];
+    CHECK(hidden <= 8192);
+
+    uint64_t on_device = 0, on_cpu = 0;
+    for (int token = 0; token < n_tokens; token++) {
+        const uint8_t * row = (const uint8_t *) embedding.host_data + (uint64_t) (1000 + token) * embedding.nb[1];
+        for (uint64_t i = 0; i < n; i++) {
+            const uint8_t * block = row + i / BLOCK * 34;
+            x[i] = half(block) * (int8_t) block[2 + i % BLOCK];
+        }
+        for (int layer = 0;; layer++) {
+            char     name[64];
+            uint64_t down;
+            uint32_t its_layer;
+            snprintf(name, sizeof(name), "blk.%d.ffn_down_exps.weight", layer);
+            if (llama_sidecar_tensor_find(model, name, &down) != LLAMA_SIDECAR_STATUS_OK) {
+                break;
+            }
+            // A base weight, and not what an adapter made of one.
+            OK(llama_postfetch_layer_of(postfetch, down, &its_layer));
+            CHECK(its_layer == (uint32_t) layer);
+            const struct llama_sidecar_tensor_info g = find(model, GATE, layer, Q4_1);
+            const struct llama_sidecar_tensor_info u = find(model, "blk.%d.ffn_up_exps.weight", layer, Q4_1);
+            const struct llama_sidecar_tensor_info r = find(model, "blk.%d.ffn_gate_inp.weight", layer, F32);
+            float squares = 1e-6f;
+            for (uint64_t i = 0; i < n; i++) {
+                squares += x[i] * x[i];
+            }
+            for (uint64_t i = 0; i < n; i++) {
+                normal[i] = x[i] / sqrtf(squares / (float) n);
+            }
+
+            // 1. Routing is known.
+            int32_t ids[MOST_USED];
+            route(r.host_data, normal, n, n_experts, n_used, ids);
+            OK(llama_postfetch_schedule(postfetch, its_layer, ids, (size_t) n_used));
+
+            // 2. Gate and up, on the CPU.
+            for (int k = 0; k < n_used; k++) {
+                const uint64_t expert = (uint64_t) ids[k];
+                multiply((const char *) g.host_data + expert * g.nb[2], g.nb[1], hidden, normal, n, gate);
+                multiply((const char *) u.host_data + expert * u.nb[2], u.nb[1], hidden, normal, n, up);
+                for (uint64_t i = 0; i < hidden; i++) {
+                    h[k][i] = gate[i] / (1 + expf(-gate[i])) * up[i];
+                }
+            }
+
+            // 3. Down, from wherever it is.
+            for (int k = 0; k < n_used; k++) {
+                struct llama_postfetch_answer answer;
+                answer.struct_size = sizeof(answer);
+                OK(llama_postfetch_acquire(postfetch, its_layer, (uint32_t) ids[k], &answer));
+                CHECK(answer.ne[0] == hidden && answer.ne[1] == n && answer.host_data != NULL);
+                CHECK(answer.ggml_type == Q4_1);
+                CHECK((answer.device_data != 0) == (answer.reason == LLAMA_POSTFETCH_REASON_NONE));
+                multiply(answer.host_data, answer.row_bytes, n, h[k], hidden, from_host);
+                if (answer.device_data != 0) {
+                    void * bytes = malloc(answer.nbytes);
+                    CHECK(bytes != NULL);
+                    OK(llama_postfetch_download(postfetch, its_layer, (uint32_t) ids[k], bytes,
+                                                answer.nbytes));
+                    CHECK(memcmp(bytes, answer.host_data, answer.nbytes) == 0);
+                    multiply(bytes, answer.row_bytes, n, h[k], hidden, from_device);
+                    CHECK(memcmp(from_device, from_host, n * sizeof(float)) == 0);
+                    free(bytes);
+                    on_device++;
+                } else {
+                    on_cpu++;
+                }
+                for (uint64_t i = 0; i < n; i++) {
+                    x[i] += from_host[i] / (float) n_used;
+                }
+            }
+            OK(llama_postfetch_release_layer(postfetch, its_layer));
+        }
+    }
+    CHECK(isfinite(x[0]) && on_device + on_cpu > 0);
+
+    struct llama_postfetch_stats stats;
+    stats.struct_size = sizeof(stats);
+    OK(llama_postfetch_get_stats(postfetch, &stats));
+    CHECK(stats.n_hits == on_device);
+    CHECK(llama_postfetch_describe(postfetch, false, text, sizeof(text)) < sizeof(text));
+    printf("%s\n", text);
+    CHECK(llama_postfetch_describe(postfetch, true, text, sizeof(text)) < sizeof(text));
+    printf("%s\n", text);
+
+    // What cannot be is an answer or an error, and never more.
+    struct llama_postfetch_answer answer;
+    answer.struct_size = sizeof(answer);
+    OK(llama_postfetch_acquire(postfetch, 9999, 0, &answer));
+    CHECK(answer.reason == LLAMA_POSTFETCH_REASON_FOREIGN && answer.host_data == NULL);
+    OK(llama_postfetch_query(postfetch, 0, 0, &answer));
+    CHECK(answer.state == LLAMA_POSTFETCH_STATE_CPU_ONLY && answer.host_data != NULL);
+    CHECK(llama_postfetch_schedule(postfetch, 0, NULL, 1) == LLAMA_SIDECAR_STATUS_BAD_ARGUMENT);
+    CHECK(llama_postfetch_download(postfetch, 0, 0, text, 7) == LLAMA_SIDECAR_STATUS_NOT_FOUND);
+    CHECK(llama_postfetch_init(NULL, NULL) == NULL);
+    CHECK(llama_postfetch_release((const struct llama_postfetch *) (const void *) model, 0, 0) ==
+          LLAMA_SIDECAR_STATUS_BAD_HANDLE);
+    struct llama_postfetch_params params;
+    params.struct_size = sizeof(params);
+    OK(llama_postfetch_default_params(&params));
+    params.max_transfers = 0;
+    CHECK(llama_postfetch_init(model, &params) == NULL);
+    CHECK(llama_sidecar_last_status() == LLAMA_SIDECAR_STATUS_BAD_ARGUMENT);
+
+    OK(llama_sidecar_model_free(model)); // the scheduler still has it
+    OK(llama_postfetch_schedule(postfetch, 0, (const int32_t[]) {1, 2}, 2));
+    OK(llama_postfetch_free(postfetch)); // with copies under way
+    CHECK(llama_postfetch_free(postfetch) == LLAMA_SIDECAR_STATUS_BAD_HANDLE);
+    CHECK(llama_postfetch_compute_stream(postfetch) == NULL);
+    free(x);
+    printf("%llu experts came from the device, %llu were for the CPU; every byte was right\n",
+           (unsigned long long) on_device, (unsigned long long) on_cpu);
+    return 0;
+}
