@@ -20,6 +20,8 @@ use testkit::writer::{Gguf, Kv, Q4_K, Tensor};
 /// Layers of tokens per round; rounds.
 const LAYERS: usize = 60;
 const ROUNDS: usize = 5;
+/// How long the fetching thread looks out for work.
+const SPIN: Duration = Duration::from_millis(20);
 /// `enum ggml_type`: 17 bytes for 32 elements.
 const MXFP4: u32 = 39;
 
@@ -166,12 +168,12 @@ fn with_device() {
     let device = CudaDevice::open(0).expect("a device");
     println!("### Post-fetch on {}\n", device.name());
     println!(
-        "One layer per step: schedule its active experts, compute for as long as their copies take, acquire all, release. {LAYERS} steps a round, alternating with the peer, medians of {ROUNDS} rounds. Peer: a copy from pageable memory for each expert, and then the same computation. Limit: the bytes at the speed of one plain page-locked copy.\n"
+        "One layer per step: schedule its active experts, compute for as long as their copies take, acquire all, release. {LAYERS} steps a round, alternating with the peer, medians of {ROUNDS} rounds. Peer: a copy from pageable memory for each expert, and then the same computation. Limit: the same copies from page-locked memory, one behind the other, with nothing else to do. Schedule: the median call, with the fetching thread looking out for work, and with it asleep (what is added is the price of waking a thread).\n"
     );
     println!(
-        "| experts of | bytes | plain copy | GB/s | schedule us | overlap | peer ms | ours ms | limit ms | ratio |"
+        "| experts of | bytes | GB/s | schedule us, awake | asleep | overlap, awake | asleep | peer ms | ours ms | limit ms | ratio |"
     );
-    println!("|---|---|---|---|---|---|---|---|---|---|");
+    println!("|---|---|---|---|---|---|---|---|---|---|---|");
     let folder = tempfile::tempdir_in("/dev/shm").expect("a folder");
     for shape in &SHAPES {
         measure(&device, shape, folder.path());
@@ -183,8 +185,9 @@ fn measure(device: &Arc<CudaDevice>, shape: &Shape, folder: &std::path::Path) {
     let model = shape.model(folder);
     let bytes = shape.nbytes * shape.active;
     let naive = Naive::new(device, shape, &model);
-    let plain = naive.plain_copy(bytes);
-    let (mut theirs, mut ours, mut asked, mut overlaps) = (vec![], vec![], vec![], vec![]);
+    let plain = naive.plain_copies();
+    let mut theirs = Vec::new();
+    let mut ours = [Run::default(), Run::default()];
     for round in 0..ROUNDS {
         let began = Instant::now();
         for step in 0..LAYERS / 4 {
@@ -192,18 +195,64 @@ fn measure(device: &Arc<CudaDevice>, shape: &Shape, folder: &std::path::Path) {
             compute(plain);
         }
         theirs.push(began.elapsed().as_secs_f64() * 1e3 / (LAYERS / 4) as f64);
+        for (run, spin) in ours.iter_mut().zip([SPIN, Duration::ZERO]) {
+            run.round(device, shape, &model, plain, spin, round * LAYERS);
+        }
+    }
+    let theirs = median(theirs);
+    let [awake, asleep] = ours.map(Run::medians);
+    println!(
+        "| {}: {} of {} | {} x {} | {:.1} | **{:.2}** | {:.2} | **{:.1} %** | {:.1} % | {theirs:.3} | {:.3} | {:.3} | **{:.2}x** |",
+        shape.name,
+        shape.active,
+        shape.ne[2],
+        shape.active,
+        shape.nbytes,
+        bytes as f64 / plain.as_secs_f64() / 1e9,
+        awake.0,
+        asleep.0,
+        awake.1 * 100.0,
+        asleep.1 * 100.0,
+        awake.2,
+        plain.as_secs_f64() * 1e3,
+        theirs / awake.2,
+    );
+}
 
+/// What was measured with the scheduler: microseconds of each call of schedule, the overlap
+/// and the milliseconds of a layer in each round.
+#[derive(Default)]
+struct Run {
+    asked: Vec<f64>,
+    overlaps: Vec<f64>,
+    layers: Vec<f64>,
+}
+
+impl Run {
+    fn round(
+        &mut self,
+        device: &Arc<CudaDevice>,
+        shape: &Shape,
+        model: &Arc<Model>,
+        plain: Duration,
+        spin: Duration,
+        first: usize,
+    ) {
         // Page locks are made anew each round: while they last, the peer's memory is locked too.
         let opened = device.clone();
-        let fetch = PostFetch::new(model.clone(), options(), || {
-            Ok(opened as Arc<dyn AsyncDevice>)
-        });
+        let mut options = options();
+        options.config.spin = spin;
+        let fetch = PostFetch::new(
+            model.clone(),
+            options,
+            || Ok(opened as Arc<dyn AsyncDevice>),
+        );
         let began = Instant::now();
         for step in 0..LAYERS {
-            let ids = shape.ids(round * LAYERS + step);
+            let ids = shape.ids(first + step);
             let call = Instant::now();
             fetch.schedule(0, &ids);
-            asked.push(call.elapsed().as_secs_f64() * 1e6);
+            self.asked.push(call.elapsed().as_secs_f64() * 1e6);
             compute(plain);
             for id in ids {
                 assert!(
@@ -214,24 +263,19 @@ fn measure(device: &Arc<CudaDevice>, shape: &Shape, folder: &std::path::Path) {
             }
             fetch.release_layer(0);
         }
-        ours.push(began.elapsed().as_secs_f64() * 1e3 / LAYERS as f64);
-        overlaps.push(fetch.stats().overlap().expect("copies were timed"));
+        self.layers
+            .push(began.elapsed().as_secs_f64() * 1e3 / LAYERS as f64);
+        self.overlaps
+            .push(fetch.stats().overlap().expect("copies were timed"));
     }
-    let (theirs, ours) = (median(theirs), median(ours));
-    println!(
-        "| {}: {} of {} | {} x {} | {:.3} ms | {:.1} | {:.2} | **{:.1} %** | {theirs:.3} | {ours:.3} | {:.3} | **{:.2}x** |",
-        shape.name,
-        shape.active,
-        shape.ne[2],
-        shape.active,
-        shape.nbytes,
-        plain.as_secs_f64() * 1e3,
-        bytes as f64 / plain.as_secs_f64() / 1e9,
-        median(asked),
-        median(overlaps) * 100.0,
-        plain.as_secs_f64() * 1e3,
-        theirs / ours,
-    );
+
+    fn medians(self) -> (f64, f64, f64) {
+        (
+            median(self.asked),
+            median(self.overlaps),
+            median(self.layers),
+        )
+    }
 }
 
 /// Copies as a program without a scheduler does.
@@ -265,8 +309,9 @@ impl<'a> Naive<'a> {
         self.finish(stream);
     }
 
-    /// How long one copy from page-locked memory takes.
-    fn plain_copy(&self, len: usize) -> Duration {
+    /// How long the copies of a layer take from page-locked memory, one behind the other.
+    fn plain_copies(&self) -> Duration {
+        let len = self.shape.nbytes;
         let pinned = self
             .device
             .allocate_pinned(len)
@@ -275,8 +320,17 @@ impl<'a> Naive<'a> {
         for _ in 0..9 {
             let stream = self.device.create_stream().expect("a stream");
             let began = Instant::now();
-            // SAFETY: as large as the buffer.
-            unsafe { self.one(stream, self.memory.address(), pinned, len) };
+            for i in 0..self.shape.active {
+                // SAFETY: as large as the buffers.
+                unsafe {
+                    self.one(
+                        stream,
+                        self.memory.address() + (i * len) as u64,
+                        pinned,
+                        len,
+                    )
+                };
+            }
             self.finish(stream);
             times.push(began.elapsed().as_secs_f64());
         }

@@ -218,6 +218,9 @@ struct llama_sidecar_params {
     bool use_mmap;
     // Keep routed experts in host memory, device 0. Default: LLAMA_SIDECAR_CPU_MOE.
     bool cpu_moe;
+    // Devices 1, 2, ... are the CUDA devices of the machine; n_devices and device_bytes are not used
+    // then. Default: false.
+    bool use_cuda;
     // How many host devices the model has, 1 to 64; beside the first, which is the memory of the
     // process, they stand for GPUs. Default: 1.
     uint32_t n_devices;
@@ -308,6 +311,9 @@ struct llama_postfetch_params {
     // Device memory for experts; 0 for what the active experts of the largest layer need. Default:
     // LLAMA_POSTFETCH_SCRATCHPAD_MB.
     uint64_t scratchpad_bytes;
+    // How long the fetching thread looks out for work before it sleeps: a thread that sleeps is woken
+    // by the call of schedule, which takes that some microseconds. Default: LLAMA_POSTFETCH_SPIN_US.
+    uint64_t spin_us;
     // How long a copy may take before the device is given up. Default: 5,000,000.
     uint64_t patience_us;
 };

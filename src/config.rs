@@ -19,6 +19,7 @@
 //! | `LLAMA_POSTFETCH_USE_DEDICATED_STREAMS` | `1` | copies and kernels in streams of their own; `0`: in one |
 //! | `LLAMA_POSTFETCH_CPU_LIMIT` | physical cores | of a layer's experts, how many have gate and up computed on the CPU; advice for the host |
 //! | `LLAMA_POSTFETCH_PAGE_LOCK` | `1` | page-lock the model's down-projections where they are; `0`: copy through page-locked buffers |
+//! | `LLAMA_POSTFETCH_SPIN_US` | `2000`, or `0` | how long the fetching thread looks out for work before it sleeps, in microseconds; by default not at all where there are no more hardware threads than cores |
 //! | `LLAMA_POSTFETCH_DEBUG` | `0` | log every transfer |
 //! | `LLAMA_SIDECAR_SPLIT` | none | cut matrices over the devices after the first, in these proportions: `3,1,1` |
 //! | `LLAMA_SIDECAR_CPU_MOE` | off | keep routed experts in host memory; on when set and neither empty nor `0` |
@@ -58,6 +59,8 @@ pub struct PostFetch {
     pub cpu_limit: u32,
     /// `LLAMA_POSTFETCH_PAGE_LOCK`.
     pub page_lock: bool,
+    /// `LLAMA_POSTFETCH_SPIN_US`.
+    pub spin: Duration,
     /// `LLAMA_POSTFETCH_DEBUG`.
     pub debug: bool,
 }
@@ -177,14 +180,22 @@ impl Config {
             let found = mib(text).map(|_| ());
             found.ok_or_else(|| "expected a number of MiB".into())
         });
+        let spin = checked("LLAMA_POSTFETCH_SPIN_US", &|text| {
+            let found = text.parse::<u32>().map(|_| ());
+            found.map_err(|_| "expected a number of microseconds, or 0".into())
+        });
+        let (cores, threads) = cores_and_threads();
+        let default_spin = if threads > cores { 2000 } else { 0 };
+        let spin = spin.and_then(|text| text.parse().ok());
         let postfetch = PostFetch {
+            spin: Duration::from_micros(spin.unwrap_or(default_spin)),
             enable: flag("LLAMA_POSTFETCH_ENABLE", true),
             force_cpu: flag("LLAMA_POSTFETCH_FORCE_CPU", false),
             block_on_miss: flag("LLAMA_POSTFETCH_BLOCK_ON_MISS", true),
             max_transfers: number("LLAMA_POSTFETCH_MAX_TRANSFERS", 1024, 8),
             scratchpad_bytes: scratchpad.as_deref().and_then(mib).unwrap_or(0),
             dedicated_streams: flag("LLAMA_POSTFETCH_USE_DEDICATED_STREAMS", true),
-            cpu_limit: number("LLAMA_POSTFETCH_CPU_LIMIT", 1 << 16, physical_cores()),
+            cpu_limit: number("LLAMA_POSTFETCH_CPU_LIMIT", 1 << 16, cores),
             page_lock: flag("LLAMA_POSTFETCH_PAGE_LOCK", true),
             debug: flag("LLAMA_POSTFETCH_DEBUG", false),
         };
@@ -227,9 +238,9 @@ impl Config {
     }
 }
 
-/// Cores that are not siblings of each other; as many as threads can run where the
-/// kernel does not say.
-fn physical_cores() -> u32 {
+/// Cores that are not siblings of each other, as many as threads where the kernel does not
+/// say; and hardware threads.
+fn cores_and_threads() -> (u32, u32) {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let core = |cpu: usize| {
         let topology = format!("/sys/devices/system/cpu/cpu{cpu}/topology");
@@ -237,11 +248,12 @@ fn physical_cores() -> u32 {
         Some((read("physical_package_id")?, read("core_id")?))
     };
     let cores: std::collections::HashSet<_> = (0..threads).map_while(core).collect();
-    if cores.is_empty() {
-        threads as u32
+    let cores = if cores.is_empty() {
+        threads
     } else {
-        cores.len() as u32
-    }
+        cores.len()
+    };
+    (cores as u32, threads as u32)
 }
 
 /// Reads proportions such as `3,1,1`.
@@ -358,6 +370,7 @@ mod tests {
             ("LLAMA_POSTFETCH_USE_DEDICATED_STREAMS", "0"),
             ("LLAMA_POSTFETCH_CPU_LIMIT", "6"),
             ("LLAMA_POSTFETCH_PAGE_LOCK", "0"),
+            ("LLAMA_POSTFETCH_SPIN_US", "7"),
             ("LLAMA_POSTFETCH_DEBUG", "1"),
         ];
         let set = PostFetch {
@@ -369,12 +382,13 @@ mod tests {
             dedicated_streams: false,
             cpu_limit: 6,
             page_lock: false,
+            spin: Duration::from_micros(7),
             debug: true,
         };
         assert_eq!(parse(&all).postfetch, set);
         let nonsense = all.map(|(name, _)| (name, "-1"));
         let config = parse(&nonsense);
-        assert_eq!((config.rejected.len(), config.postfetch), (9, defaults));
+        assert_eq!((config.rejected.len(), config.postfetch), (10, defaults));
     }
 
     #[test]

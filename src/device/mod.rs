@@ -66,6 +66,17 @@ pub enum DeviceError {
     },
 }
 
+impl DeviceError {
+    /// The answer of a library that was built without the feature `cuda`.
+    pub fn without_cuda() -> DeviceError {
+        DeviceError::Failed {
+            device: "cuda".into(),
+            action: "be used",
+            reason: "the library was built without CUDA".into(),
+        }
+    }
+}
+
 /// A place that holds tensor bytes. Safe to use from several threads.
 pub trait Device: Send + Sync + fmt::Debug {
     /// Name for people, unique within a process.

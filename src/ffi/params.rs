@@ -3,7 +3,8 @@
 use super::status::{Failure, llama_sidecar_status, status};
 use super::{SizedStruct, fill};
 use crate::config::{self, Config};
-use crate::device::{Device, HostDevice};
+use crate::device::{Device, DeviceError, HostDevice};
+use crate::error::Error;
 use crate::gguf::Access;
 use crate::model::{Options, Placement};
 use std::ffi::{CString, c_char};
@@ -22,6 +23,9 @@ pub struct llama_sidecar_params {
     pub use_mmap: bool,
     /// Keep routed experts in host memory, device 0. Default: LLAMA_SIDECAR_CPU_MOE.
     pub cpu_moe: bool,
+    /// Devices 1, 2, ... are the CUDA devices of the machine; n_devices and device_bytes are not used
+    /// then. Default: false.
+    pub use_cuda: bool,
     /// How many host devices the model has, 1 to 64; beside the first, which is the memory of the
     /// process, they stand for GPUs. Default: 1.
     pub n_devices: u32,
@@ -56,6 +60,7 @@ impl llama_sidecar_params {
             hotswap: config.hotswap,
             use_mmap: true,
             cpu_moe: config.cpu_moe,
+            use_cuda: false,
             n_devices: 1,
             device: 0,
             device_bytes: 0,
@@ -98,6 +103,14 @@ impl llama_sidecar_params {
             };
             HostDevice::with_capacity(format!("host{i}"), capacity)
         };
+        let mut devices: Vec<Arc<dyn Device>> = Vec::new();
+        match self.use_cuda {
+            true => {
+                devices.push(device(0));
+                devices.extend(cuda_devices().map_err(Error::from)?);
+            }
+            false => devices.extend((0..self.n_devices).map(device)),
+        }
         Ok(Options {
             access: if self.use_mmap {
                 Access::Map
@@ -105,11 +118,23 @@ impl llama_sidecar_params {
                 Access::Read
             },
             hotswap: self.hotswap,
-            devices: (0..self.n_devices).map(device).collect(),
+            devices,
             placement,
             staging_bytes: self.staging_bytes,
         })
     }
+}
+
+#[cfg(feature = "cuda")]
+fn cuda_devices() -> Result<Vec<Arc<dyn Device>>, DeviceError> {
+    use crate::device::cuda::{CudaDevice, device_count};
+    let open = |index| Ok(CudaDevice::open(index)? as Arc<dyn Device>);
+    (0..device_count()?).map(open).collect()
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda_devices() -> Result<Vec<Arc<dyn Device>>, DeviceError> {
+    Err(DeviceError::without_cuda())
 }
 
 fn c_text(text: &'static Option<CString>) -> *const c_char {

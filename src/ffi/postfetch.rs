@@ -41,6 +41,9 @@ pub struct llama_postfetch_params {
     /// Device memory for experts; 0 for what the active experts of the largest layer need. Default:
     /// LLAMA_POSTFETCH_SCRATCHPAD_MB.
     pub scratchpad_bytes: u64,
+    /// How long the fetching thread looks out for work before it sleeps: a thread that sleeps is woken
+    /// by the call of schedule, which takes that some microseconds. Default: LLAMA_POSTFETCH_SPIN_US.
+    pub spin_us: u64,
     /// How long a copy may take before the device is given up. Default: 5,000,000.
     pub patience_us: u64,
 }
@@ -69,6 +72,7 @@ impl llama_postfetch_params {
             cpu_limit: config.cpu_limit,
             n_active: options.active,
             scratchpad_bytes: config.scratchpad_bytes,
+            spin_us: config.spin.as_micros() as u64,
             patience_us: options.patience.as_micros() as u64,
         }
     }
@@ -90,6 +94,7 @@ impl llama_postfetch_params {
                 dedicated_streams: self.dedicated_streams,
                 cpu_limit: self.cpu_limit,
                 page_lock: self.page_lock,
+                spin: Duration::from_micros(self.spin_us),
                 debug: self.debug,
             },
             active: self.n_active,
@@ -149,12 +154,8 @@ fn open_device(index: usize) -> Result<Arc<dyn AsyncDevice>, DeviceError> {
 }
 
 #[cfg(not(feature = "cuda"))]
-fn open_device(index: usize) -> Result<Arc<dyn AsyncDevice>, DeviceError> {
-    Err(DeviceError::Failed {
-        device: format!("cuda{index}"),
-        action: "be used",
-        reason: "the library was built without CUDA".into(),
-    })
+fn open_device(_index: usize) -> Result<Arc<dyn AsyncDevice>, DeviceError> {
+    Err(DeviceError::without_cuda())
 }
 
 /// Ends a scheduler. Waits for its copies, and for the work of streams that use experts.

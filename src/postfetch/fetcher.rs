@@ -1,5 +1,6 @@
 //! The thread that issues copies, so that nobody waits for a driver.
 
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::board::{Board, Phase};
@@ -39,6 +40,8 @@ pub(super) fn fetch(shared: &Shared) {
 
 fn next(shared: &Shared) -> Step {
     let most = shared.options.config.max_transfers;
+    let spin = shared.options.config.spin;
+    let idle_since = Instant::now();
     let mut board = shared.board.lock();
     loop {
         if board.stop {
@@ -57,7 +60,16 @@ fn next(shared: &Shared) -> Step {
         {
             return Step::Watch(index, board.transfers[index].number);
         }
-        shared.work.wait(&mut board);
+        if idle_since.elapsed() >= spin {
+            shared.work.wait(&mut board);
+            continue;
+        }
+        let seen = shared.kicks.load(Ordering::Acquire);
+        drop(board);
+        while shared.kicks.load(Ordering::Acquire) == seen && idle_since.elapsed() < spin {
+            std::hint::spin_loop();
+        }
+        board = shared.board.lock();
     }
 }
 

@@ -35,7 +35,7 @@ mod stats;
 mod times;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -102,8 +102,9 @@ struct Shared {
     plan: Plan,
     options: Options,
     board: Mutex<Board>,
-    /// There is something to fetch.
+    /// There is something to fetch, for a thread that sleeps and for one that looks out.
     work: Condvar,
+    kicks: AtomicU64,
     gpu: Option<Gpu>,
     /// Why no device was used from the start.
     never: Reason,
@@ -154,6 +155,7 @@ impl PostFetch {
             times: Mutex::new(vec![LayerTimes::default(); plan.layers.len()]),
             board: Mutex::new(Board::new(cells, bytes, transfers)),
             work: Condvar::new(),
+            kicks: AtomicU64::new(0),
             off: AtomicBool::new(gpu.is_none()),
             never,
             gpu,
@@ -185,7 +187,7 @@ impl PostFetch {
             return;
         };
         let done = shared.board.lock().schedule(&shared.model, planned, ids);
-        shared.work.notify_one();
+        shared.kick();
         let counters = &shared.counters;
         add(&counters.experts, done.experts);
         add(&counters.coalesced, done.coalesced);
@@ -352,6 +354,12 @@ fn prepare(
 }
 
 impl Shared {
+    /// Tells the fetching thread that the board has changed.
+    fn kick(&self) {
+        self.kicks.fetch_add(1, Ordering::Release);
+        self.work.notify_one();
+    }
+
     fn is_off(&self) -> bool {
         self.off.load(Ordering::Relaxed)
     }
@@ -438,7 +446,7 @@ impl Shared {
             format!("post-fetch has given up its device, experts are computed on the CPU: {why}");
         log::log(Level::Warn, format_args!("{mode}"));
         *self.mode.lock() = mode;
-        self.work.notify_one();
+        self.kick();
     }
 
     /// Whether nothing uses the device's memory any more.
@@ -480,7 +488,7 @@ impl Shared {
 impl Drop for PostFetch {
     fn drop(&mut self) {
         self.shared.board.lock().stop = true;
-        self.shared.work.notify_one();
+        self.shared.kick();
         if let Some(fetcher) = self.fetcher.take() {
             // A panic there has been reported by its own hook.
             let _ = fetcher.join();

@@ -7,6 +7,7 @@
 //! cargo xtask bench swap the pause of a swap, and 10,000 swaps under load
 //! cargo xtask bench dropin  what the drop-in costs a host, and what it saves
 //! cargo xtask bench trace   what counting experts costs
+//! cargo xtask bench postfetch  how much of the copies is hidden, and what asking costs
 //! cargo xtask fixtures   download and make the models the tests use
 //! cargo xtask hosts      build the drop-in and the programs it is tested with
 //! cargo xtask header     write include/llama_sidecar.h
@@ -42,7 +43,10 @@ fn main() -> Result<()> {
     match words.as_slice() {
         ["demo"] => suite::demo(),
         ["test"] => suite::test(),
-        ["bench", name @ ("load" | "swap" | "dropin" | "trace")] => suite::bench(name),
+        [
+            "bench",
+            name @ ("load" | "swap" | "dropin" | "trace" | "postfetch"),
+        ] => suite::bench(name),
         ["fixtures"] => fixtures::make().map(|_| ()),
         ["hosts"] => {
             if let Err(reason) = fixtures::vulkan() {
@@ -59,7 +63,7 @@ fn main() -> Result<()> {
         ["check", "valgrind"] => sanitize::valgrind(),
         ["check", "fuzz", minutes] => sanitize::fuzz(minutes.parse()?),
         _ => bail!(
-            "usage: cargo xtask demo | test | bench load|swap|dropin|trace | fixtures | hosts | header [--check] | install --prefix DIR | check abi|report|asan|valgrind|fuzz MINUTES"
+            "usage: cargo xtask demo | test | bench load|swap|dropin|trace|postfetch | fixtures | hosts | header [--check] | install --prefix DIR | check abi|report|asan|valgrind|fuzz MINUTES"
         ),
     }
 }

@@ -461,7 +461,7 @@ exports! {
     fn cuEventQuery(id: u64) {
         let (mut sim, _) = enter_device("cuEventQuery")?;
         let found = event(&mut sim, id, "cuEventQuery")?;
-        if found.reached < found.recorded {
+        if found.reached < found.recorded || found.at.is_some_and(|at| at > Instant::now()) {
             return Err(code::NOT_READY);
         }
         let clock = found.clock.clone();

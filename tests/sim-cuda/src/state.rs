@@ -397,9 +397,52 @@ impl Sim {
         stream.clock.join(&seen);
         stream.clock.note(id, stream.number);
         let number = stream.number;
-        stream.queue.push_back((Instant::now(), work));
-        SIM.changed.notify_all();
+        if self.config.moves {
+            stream.queue.push_back((Instant::now(), work));
+            SIM.changed.notify_all();
+        } else {
+            self.foretell(id, work);
+        }
         Ok(number)
+    }
+
+    /// Where nothing moves, says at once when work will be done: like a copy engine, that
+    /// takes no core from anybody.
+    fn foretell(&mut self, id: u64, work: Work) {
+        let Some(stream) = self.streams.get(&id) else {
+            return;
+        };
+        let (device, mut end) = (stream.device, stream.free_at.max(Instant::now()));
+        match work {
+            Work::Copy(copy) => end = self.occupy_link(device, &copy, end),
+            Work::Record(event, time) => {
+                if let Some(event) = self.events.get_mut(&event) {
+                    event.reached = time;
+                    event.at = Some(end);
+                }
+            }
+            Work::Wait(event, _) => {
+                let at = self.events.get(&event).and_then(|event| event.at);
+                end = at.map_or(end, |at| at.max(end));
+            }
+        }
+        if let Some(stream) = self.streams.get_mut(&id) {
+            stream.free_at = end;
+            stream.done = stream.number;
+        }
+    }
+
+    /// Takes the link for a copy that can begin at `start`; when it will be done.
+    fn occupy_link(&mut self, device: usize, copy: &Copy, start: Instant) -> Instant {
+        let bytes = (copy.width * copy.rows) as f64;
+        let rate = match copy.pageable {
+            true => self.config.pageable,
+            false => self.config.link,
+        };
+        let takes = self.config.latency + Duration::from_secs_f64(bytes / rate);
+        let link = self.links.entry((device, copy.to_device)).or_insert(start);
+        *link = start.max(*link) + takes;
+        *link
     }
 }
 
@@ -429,18 +472,8 @@ pub fn work(id: u64) {
         let mut end = start;
         match work {
             Work::Copy(copy) => {
-                let bytes = (copy.width * copy.rows) as f64;
-                let rate = match copy.pageable {
-                    true => sim.config.pageable,
-                    false => sim.config.link,
-                };
-                let takes = sim.config.latency + Duration::from_secs_f64(bytes / rate);
-                let link = sim.links.entry((device, copy.to_device)).or_insert(start);
-                end = start.max(*link) + takes;
-                *link = end;
-                if sim.config.moves {
-                    move_bytes(&mut sim, &copy);
-                }
+                end = sim.occupy_link(device, &copy, start);
+                move_bytes(&mut sim, &copy);
                 drop(sim);
                 wait_until(end);
                 sim = lock();
@@ -510,7 +543,8 @@ pub fn move_bytes(sim: &mut Sim, copy: &Copy) {
     }
 }
 
-fn wait_until(end: Instant) {
+/// Sleeps, and then watches the clock.
+pub fn wait_until(end: Instant) {
     let left = end.saturating_duration_since(Instant::now());
     if left > WATCH {
         std::thread::sleep(left - WATCH);
