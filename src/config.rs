@@ -25,6 +25,7 @@
 //! | `LLAMA_SIDECAR_CPU_MOE` | off | keep routed experts in host memory; on when set and neither empty nor `0` |
 //! | `LLAMA_SIDECAR_OVERRIDE_TENSOR` | none | tensors whose name matches go to a device, whole: `ffn_.*_exps=0;attn=2` |
 //! | `LLAMA_SIDECAR_STAGING_MB` | `0` | the most that a reload stages before it switches, in MiB; 0 for no limit |
+//! | `LLAMA_SIDECAR_JOURNAL` | none | drop-in: path of a file to which `llama-sidecar run` and `doctor` have their events appended |
 //! | `LLAMA_SIDECAR_LOG` | `warn` | what goes to the log: `off`, `error`, `warn`, `info`, `debug` |
 //!
 //! A value that does not parse is logged with what is allowed, counted, and the
@@ -96,6 +97,8 @@ pub struct Config {
     pub override_tensor: Option<CString>,
     /// `LLAMA_SIDECAR_STAGING_MB`, in bytes.
     pub staging_bytes: u64,
+    /// `LLAMA_SIDECAR_JOURNAL`.
+    pub journal: Option<PathBuf>,
     /// `LLAMA_SIDECAR_LOG`.
     pub log: Level,
     /// One sentence for each variable whose value was not understood.
@@ -209,6 +212,7 @@ impl Config {
             trace_names: on("LLAMA_EXPERT_TRACE_NAMES"),
             trace_per_layer: on("LLAMA_EXPERT_TRACE_PER_LAYER"),
             trace_every: (every > 0).then(|| Duration::from_secs(every)),
+            journal: set("LLAMA_SIDECAR_JOURNAL").map(PathBuf::from),
             trace_output: set("LLAMA_EXPERT_TRACE_OUTPUT").map(PathBuf::from),
             split: split_text.and_then(owned),
             cpu_moe: on("LLAMA_SIDECAR_CPU_MOE"),

@@ -1,11 +1,17 @@
 //! The `llama-sidecar` command.
 
+mod child;
 mod control;
+mod doctor;
 mod inspect;
+mod journal;
 mod load;
 mod picture;
+mod program;
 mod report;
+mod rewrite;
 mod run;
+mod swap;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -32,8 +38,21 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Run a llama.cpp program with the drop-in.
+    /// Run a llama.cpp program with the drop-in, and say at its end what was done.
+    ///
+    /// Signals are passed on, and it ends as the program ends.
     Run(run::Options),
+    /// Find out what the drop-in can do in a program.
+    ///
+    /// Runs it until it has evaluated its model for the first time. Ends with 0 when
+    /// hot-swap works there, else with 1 and the reason.
+    Doctor(doctor::Options),
+    /// Put other versions of tensors into a model's files, and the original ones back.
+    ///
+    /// The new file is written beside the old one, checked, and renamed over it: an
+    /// interruption leaves the old one, and whoever has that open keeps it. The original
+    /// tensors are kept in MODEL.originals.
+    Swap(swap::Options),
     /// Ask a running host which models it has and what was swapped.
     Status(Control),
     /// Let a running host look at its files now, and wait until they are in use.
@@ -89,6 +108,8 @@ fn main() -> ExitCode {
     let result = match Arguments::parse().command {
         Command::Inspect { file, json } => inspect::run(&file, json),
         Command::Run(options) => run::run(&options),
+        Command::Doctor(options) => doctor::run(&options),
+        Command::Swap(options) => swap::run(&options),
         Command::Status(at) => control::run(&at.socket, "status", at.json),
         Command::Reload(at) => control::run(&at.socket, "reload", at.json),
         Command::Trace { at, reset: true } => control::run(&at.socket, "trace-reset", at.json),

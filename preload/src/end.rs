@@ -65,6 +65,7 @@ fn wait_and_end(read: &OwnedFd) {
         while libc::read(read.as_raw_fd(), (&raw mut byte).cast(), 1) < 0 {}
         tracing::finish();
         control::stop();
+        service::ended();
         libc::signal(libc::SIGTERM, libc::SIG_DFL);
         libc::kill(libc::getpid(), libc::SIGTERM);
     }

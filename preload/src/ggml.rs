@@ -9,7 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use llama_sidecar::gguf::TypeInfo;
 use llama_sidecar::log::{Level, log};
 use parking_lot::Mutex;
+use serde_json::json;
 
+use crate::journal;
 use crate::layout::{Layout, Ops};
 use crate::origin::Origin;
 
@@ -193,6 +195,8 @@ impl Ggml {
         }
         match crate::layout::probe(&functions) {
             Ok((layout, ops)) => {
+                let (path, version) = about(origin, &functions);
+                journal::note("ggml", json!({"path": path, "version": version}));
                 let copy = Box::leak(Box::new(Ggml {
                     f: functions,
                     layout,
@@ -387,10 +391,38 @@ fn use_huge_pages(start: usize, len: usize) {
     }
 }
 
+/// The file of a copy of ggml, and the version that it says it is.
+fn about(origin: &Origin, functions: &Functions) -> (String, String) {
+    let mut found = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
+    let address = functions.ggml_init as *const c_void;
+    // SAFETY: dladdr fills the struct, whose names are C strings of loaded objects. ggml.h
+    // declares both functions without arguments and with a static string as result.
+    unsafe {
+        let path = match libc::dladdr(address, found.as_mut_ptr()) {
+            0 => None,
+            _ => Some(CStr::from_ptr(found.assume_init().dli_fname)),
+        };
+        let text = |name: &CStr| {
+            let symbol = origin.symbol(name);
+            if symbol.is_null() {
+                return None;
+            }
+            let ask: extern "C" fn() -> *const c_char = std::mem::transmute(symbol);
+            let text = ask();
+            (!text.is_null()).then(|| CStr::from_ptr(text).to_string_lossy().into_owned())
+        };
+        let version = [text(c"ggml_version"), text(c"ggml_commit")];
+        let version: Vec<String> = version.into_iter().flatten().collect();
+        let path = path.map(|path| path.to_string_lossy().into_owned());
+        (path.unwrap_or_default(), version.join(" "))
+    }
+}
+
 /// Says once for the process why nothing will be swapped.
 fn passive(reason: std::fmt::Arguments<'_>) {
     static SAID: AtomicBool = AtomicBool::new(false);
     if !SAID.swap(true, Ordering::Relaxed) {
+        journal::note("passive", json!({"reason": reason.to_string()}));
         log(
             Level::Warn,
             format_args!("{reason}; hot-swap stays off in this program"),

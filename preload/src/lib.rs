@@ -8,6 +8,7 @@
 //! | [`interpose`] | the functions that are put in front of ggml's, thin |
 //! | [`service`], [`control`], [`end`] | threads beside the host, the socket, termination |
 //! | [`store`] | the host's tensors as the reload engine sees them |
+//! | [`journal`] | what happened, for `llama-sidecar run` and `doctor` |
 //! | [`registry`] | which files a host loaded, and which of its tensors came out of them |
 //! | [`evaluations`] | what each scheduler of the host is doing, and what its graph needs after a switch |
 //! | [`gate`] | switches between evaluations |
@@ -18,7 +19,7 @@
 //! | [`ggml`], [`layout`] | a copy of ggml: its functions, the layout of its tensors |
 //! | [`origin`] | the object that called, and the functions that it meant |
 //!
-//! Nothing here runs before a host opens its first GGUF file with
+//! But for the line of [`journal`] that a wrapper asks for, nothing here runs before a host opens its first GGUF file with
 //! `LLAMA_HOTSWAP_ENABLED` or `LLAMA_EXPERT_TRACE_STATS` set. A host without ggml never enters this library.
 #![deny(unsafe_op_in_unsafe_fn, missing_docs)]
 
@@ -28,6 +29,7 @@ mod evaluations;
 mod gate;
 mod ggml;
 mod interpose;
+mod journal;
 mod kv;
 mod layout;
 mod logits;

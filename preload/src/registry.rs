@@ -20,12 +20,15 @@ use std::thread::ThreadId;
 use llama_sidecar::gguf::{Access, FileId, GgufFile};
 use llama_sidecar::log::{Level, log};
 use llama_sidecar::reload::{Engine, SourceFile, SourceTensor};
+use llama_sidecar::trace::Layout;
 use once_cell::sync::OnceCell;
 use parking_lot::{Mutex, RwLock};
+use serde_json::json;
 
 use crate::evaluations::UsedWeight;
 use crate::gate;
 use crate::ggml::{Buffer, BufferType, Context, Descriptor, Device, Ggml, OwnBuffer, Tensor};
+use crate::journal;
 use crate::service;
 use crate::tracing::{ModelTrace, Routed};
 
@@ -218,6 +221,7 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
     if gguf.header.tensors.is_empty() {
         return;
     }
+    journal::note("opened", json!({"path": path.display().to_string()}));
     let thread = std::thread::current().id();
     let mut loads = LOADS.lock();
     // Tensors have memory already: this file is of the next model.
@@ -461,8 +465,17 @@ fn register(load: Load, devices: &[*mut Device]) {
             model.files[0].gguf.source.path().display()
         ),
     );
+    let layers = Layout::of(model.files.iter().map(|file| &file.gguf))
+        .layers()
+        .len();
+    let (files, tensors) = (model.files.len(), model.tensors.len());
+    let path = model.files[0].gguf.source.path().display().to_string();
     MODELS.write().push(model);
     service::start();
+    journal::note(
+        "model",
+        json!({"path": path, "files": files, "tensors": tensors, "expert_layers": layers}),
+    );
 }
 
 /// The host is about to free a buffer.

@@ -11,12 +11,13 @@ use std::time::{Duration, Instant};
 use llama_sidecar::config::Config;
 use llama_sidecar::error::{Error, Result};
 use llama_sidecar::log::{Level, log};
-use llama_sidecar::reload::Report;
+use llama_sidecar::reload::{Outcome, Report};
 use parking_lot::Mutex;
+use serde_json::json;
 
 use crate::interpose::Inside;
 use crate::registry::{self, Model};
-use crate::{control, end, gate, store, tracing};
+use crate::{control, end, evaluations, gate, journal, store, tracing};
 
 /// Whether the drop-in takes part in anything.
 static OFF: AtomicBool = AtomicBool::new(false);
@@ -143,7 +144,20 @@ pub fn reload(model: &Arc<Model>) -> Result<Report> {
     if OFF.load(Ordering::SeqCst) || !model.is_alive() {
         return Ok(Report::default());
     }
-    store::reload(model)
+    let report = store::reload(model)?;
+    if report.changed() || report.failure.is_some() {
+        let count = |outcome| report.count(outcome);
+        journal::note(
+            "reload",
+            json!({
+                "swapped": count(Outcome::Swapped),
+                "returned": count(Outcome::Returned),
+                "refused": count(Outcome::Refused),
+                "failure": report.failure,
+            }),
+        );
+    }
+    Ok(report)
 }
 
 /// The host's libraries are torn down next: from here on nothing calls into them.
@@ -155,7 +169,21 @@ extern "C" fn at_exit() {
     gate::shut();
     tracing::finish();
     control::stop();
+    ended();
     drop(RELOADING.try_lock_for(LAST_WAIT));
+}
+
+/// Tells a wrapper how it went.
+pub fn ended() {
+    let pauses = gate::pauses();
+    journal::note(
+        "end",
+        json!({
+            "evaluations": evaluations::count(),
+            "switches": gate::generation(),
+            "longest_pause_us": pauses.longest.as_micros() as u64,
+        }),
+    );
 }
 
 /// In a forked child the threads are gone, and locks may be held for ever.

@@ -17,9 +17,10 @@ use llama_sidecar::gguf::GgufFile;
 use llama_sidecar::log::{Level, log, print};
 use llama_sidecar::trace::{About, Ids, Layout, Trace, to_json, to_text, write};
 use parking_lot::Mutex;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::ggml::{Ggml, Tensor};
+use crate::journal;
 
 /// `GGML_TENSOR_FLAG_OUTPUT`.
 const FLAG_OUTPUT: i32 = 2;
@@ -271,7 +272,15 @@ fn write_outputs(traces: &[Arc<ModelTrace>]) {
     let _turn = ONE_AT_A_TIME.try_lock_for(LONGEST_WRITE);
     for (number, trace) in traces.iter().enumerate() {
         let path = numbered(output, number);
-        if let Err(error) = write(&path, &trace.about, &trace.counters.snapshot()) {
+        let written = write(&path, &trace.about, &trace.counters.snapshot());
+        journal::note(
+            "trace",
+            json!({
+                "path": path.display().to_string(),
+                "error": written.as_ref().err().map(|error| error.to_string()),
+            }),
+        );
+        if let Err(error) = written {
             log(
                 Level::Error,
                 format_args!(

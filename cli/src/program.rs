@@ -1,0 +1,165 @@
+//! What can be known of a program before it runs.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use goblin::elf::Elf;
+use goblin::elf::header::machine_to_str;
+
+/// A program as it lies on disk.
+pub struct Program {
+    pub path: PathBuf,
+    pub kind: Kind,
+    /// Whether it gets the rights of somebody else, and none of our environment.
+    set_uid: bool,
+}
+
+/// What kind of program it is.
+pub enum Kind {
+    /// A script; what its first line names is what runs.
+    Script(String),
+    Elf(Image),
+    /// Something that the kernel may know how to run.
+    Unknown,
+}
+
+/// What its ELF header says.
+pub struct Image {
+    pub machine: u16,
+    /// The loader; none for a program that is linked statically.
+    pub interpreter: Option<String>,
+    /// The libraries that it names.
+    pub libraries: Vec<String>,
+}
+
+impl Program {
+    /// Finds a program as a shell does.
+    pub fn find(word: &OsStr) -> Result<Program> {
+        let path = match Path::new(word).components().count() {
+            0 => bail!("expected a command"),
+            1 => {
+                let all = std::env::var_os("PATH").unwrap_or_default();
+                let places = std::env::split_paths(&all).map(|place| place.join(word));
+                let mut runnable = places.filter(|path| is_executable(path));
+                runnable.next().with_context(|| {
+                    format!(
+                        "{} is in no folder of PATH: give its path, or install it",
+                        word.display()
+                    )
+                })?
+            }
+            _ => PathBuf::from(word),
+        };
+        let found = std::fs::metadata(&path)
+            .with_context(|| format!("cannot run {}: check the path", path.display()))?;
+        if !is_executable(&path) {
+            bail!(
+                "{} is not executable: expected a program (chmod +x makes a file one)",
+                path.display()
+            );
+        }
+        // SAFETY: asks for a number.
+        let me = unsafe { libc::geteuid() };
+        Ok(Program {
+            kind: kind(&path).unwrap_or(Kind::Unknown),
+            set_uid: found.mode() & 0o4000 != 0 && found.uid() != me,
+            path,
+        })
+    }
+
+    /// Why the drop-in cannot get into it, and what to do.
+    pub fn obstacle(&self, preload: &Path) -> Option<String> {
+        let name = self.path.display();
+        if self.set_uid {
+            return Some(format!(
+                "{name} is set-uid, where the loader ignores LD_PRELOAD: run it as its owner, without that bit"
+            ));
+        }
+        let Kind::Elf(image) = &self.kind else {
+            return None;
+        };
+        let Some(interpreter) = &image.interpreter else {
+            return Some(format!(
+                "{name} is linked statically, where LD_PRELOAD does nothing: use a build with shared libraries (cmake -DBUILD_SHARED_LIBS=ON)"
+            ));
+        };
+        if interpreter.contains("ld-musl") {
+            return Some(format!(
+                "{name} is built for musl, and the drop-in for glibc: use a build for glibc"
+            ));
+        }
+        match kind(preload) {
+            Some(Kind::Elf(ours)) if ours.machine != image.machine => Some(format!(
+                "{name} is built for {}, and the drop-in for {}: use builds for the same machine",
+                machine_to_str(image.machine),
+                machine_to_str(ours.machine)
+            )),
+            _ => None,
+        }
+    }
+}
+
+impl Kind {
+    /// For people.
+    pub fn describe(&self) -> String {
+        match self {
+            Kind::Script(first) => format!("a script for {first}"),
+            Kind::Unknown => "neither ELF nor a script".into(),
+            Kind::Elf(image) => {
+                let machine = machine_to_str(image.machine);
+                let linked = match image.interpreter {
+                    Some(_) => "dynamically",
+                    None => "statically",
+                };
+                let ggml =
+                    |library: &&String| library.contains("llama") || library.contains("ggml");
+                let ours: Vec<_> = image.libraries.iter().filter(ggml).cloned().collect();
+                match ours.is_empty() {
+                    true => format!("{machine}, {linked} linked, names no llama.cpp library"),
+                    false => format!("{machine}, {linked} linked, needs {}", ours.join(", ")),
+                }
+            }
+        }
+    }
+}
+
+fn is_executable(path: &Path) -> bool {
+    let found = std::fs::metadata(path);
+    found.is_ok_and(|found| found.is_file() && found.permissions().mode() & 0o111 != 0)
+}
+
+/// Reads what a file is; `None` when it cannot be read.
+fn kind(path: &Path) -> Option<Kind> {
+    /// Programs are large, and what is read of them is at their beginning, but for the
+    /// names of libraries.
+    const MOST: u64 = 1 << 30;
+    let mut start = [0; 4];
+    let mut file = File::open(path).ok()?;
+    file.read_exact(&mut start).ok()?;
+    if start.starts_with(b"#!") {
+        let mut line = [0; 256];
+        let len = file.read(&mut line).ok()?;
+        let text = [&start[2..], &line[..len]].concat();
+        let text = String::from_utf8_lossy(&text).into_owned();
+        let first = text.lines().next().unwrap_or_default();
+        return Some(Kind::Script(first.trim().to_owned()));
+    }
+    if &start != b"\x7fELF" || file.metadata().ok()?.len() > MOST {
+        return Some(Kind::Unknown);
+    }
+    let bytes = std::fs::read(path).ok()?;
+    let elf = Elf::parse(&bytes).ok()?;
+    Some(Kind::Elf(Image {
+        machine: elf.header.e_machine,
+        interpreter: elf.interpreter.map(str::to_owned),
+        libraries: elf
+            .libraries
+            .iter()
+            .map(|name| (*name).to_owned())
+            .collect(),
+    }))
+}

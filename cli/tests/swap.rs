@@ -1,0 +1,299 @@
+//! `llama-sidecar swap`, as a user runs it.
+
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use tempfile::TempDir;
+use testkit::writer::{F16, F32, Gguf, Kv, Q4_0, Q8_0};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_llama-sidecar");
+
+fn swap(arguments: &[&str]) -> Output {
+    let mut command = Command::new(PROGRAM);
+    command.arg("swap").args(arguments);
+    command.output().expect("it starts")
+}
+
+fn said(output: &Output) -> String {
+    let bytes = [output.stdout.as_slice(), &output.stderr].concat();
+    String::from_utf8(bytes).expect("text")
+}
+
+fn succeeds(arguments: &[&str]) -> String {
+    let output = swap(arguments);
+    assert!(output.status.success(), "{}", said(&output));
+    said(&output)
+}
+
+/// Fails with one sentence, which says these things.
+fn fails(arguments: &[&str], with: &[&str]) {
+    let output = swap(arguments);
+    let text = said(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert_eq!(text.lines().count(), 1, "{text}");
+    for part in with {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+}
+
+/// A model of four tensors; `ty` and `seed` are those of two of them.
+fn model(ty: u32, seed: u64, alignment: u64) -> Gguf {
+    let mut file = Gguf {
+        alignment,
+        ..Gguf::default()
+    };
+    file = file.kv("llama.text", Kv::Text("a value".into()));
+    file.tensor("token_embd.weight", &[64, 9], F16, 1)
+        .tensor("blk.0.ffn_down.weight", &[64, 7], ty, seed)
+        .tensor("blk.0.attn_norm.weight", &[5], F32, 3)
+        .tensor("blk.1.ffn_down.weight", &[32, 3], ty, seed + 1)
+}
+
+struct Bench {
+    folder: TempDir,
+    model: String,
+    other: String,
+}
+
+impl Bench {
+    fn new(alignment: u64) -> Bench {
+        let folder = tempfile::tempdir().expect("a folder");
+        let at = |name: &str| folder.path().join(name).display().to_string();
+        let (old, other) = (at("model.gguf"), at("other.gguf"));
+        model(Q4_0, 10, alignment)
+            .write(old.as_ref())
+            .expect("a model");
+        model(Q8_0, 20, 32).write(other.as_ref()).expect("another");
+        Bench {
+            folder,
+            model: old,
+            other,
+        }
+    }
+
+    /// Names of what is in the folder.
+    fn files(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(self.folder.path()).expect("a folder");
+        let name = |entry: std::io::Result<std::fs::DirEntry>| {
+            entry
+                .expect("an entry")
+                .file_name()
+                .to_string_lossy()
+                .into_owned()
+        };
+        let mut names: Vec<_> = entries.map(name).collect();
+        names.sort();
+        names
+    }
+}
+
+fn bytes(path: impl AsRef<Path>) -> Vec<u8> {
+    std::fs::read(path).expect("a file")
+}
+
+#[test]
+fn there_and_back_to_the_last_byte() {
+    for alignment in [32, 64] {
+        let bench = Bench::new(alignment);
+        let before = bytes(&bench.model);
+        let all = ["--tensor", ".*ffn_down.*", "--from", &bench.other];
+        let dry = succeeds(&[&[bench.model.as_str(), "--dry-run"], all.as_slice()].concat());
+        assert!(
+            dry.contains("2 of 4 tensors change") && dry.contains("q4_0 -> q8_0"),
+            "{dry}"
+        );
+        assert_eq!(bytes(&bench.model), before);
+        succeeds(&[&[bench.model.as_str()], all.as_slice()].concat());
+        assert_eq!(bytes(&bench.model), model(Q8_0, 20, alignment).bytes());
+        assert_eq!(
+            bench.files(),
+            ["model.gguf", "model.gguf.originals", "other.gguf"]
+        );
+        let again = succeeds(&[&[bench.model.as_str()], all.as_slice()].concat());
+        assert!(again.contains("nothing to do"), "{again}");
+        succeeds(&[&bench.model, "--restore"]);
+        assert_eq!(bytes(&bench.model), before);
+        assert_eq!(bench.files(), ["model.gguf", "other.gguf"]);
+    }
+}
+
+#[test]
+fn the_first_originals_are_kept_and_go_back_one_by_one() {
+    let bench = Bench::new(32);
+    let before = bytes(&bench.model);
+    let third = bench.folder.path().join("third.gguf").display().to_string();
+    model(F16, 30, 32).write(third.as_ref()).expect("a third");
+    succeeds(&[
+        &bench.model,
+        "--tensor",
+        "blk.0.ffn_down.weight",
+        "--from",
+        &bench.other,
+    ]);
+    succeeds(&[&bench.model, "--tensor", "blk.*ffn.*", "--from", &third]);
+    assert_eq!(bytes(&bench.model), bytes(&third));
+    let one = succeeds(&[&bench.model, "--restore", "--tensor", "blk.1.*"]);
+    assert!(one.contains("1 of 4 tensors change"), "{one}");
+    succeeds(&[&bench.model, "--restore", "--tensor", ".*"]);
+    assert_eq!(bytes(&bench.model), before);
+    fails(
+        &[&bench.model, "--restore"],
+        &["has no originals beside it"],
+    );
+}
+
+#[test]
+fn of_many_shards_only_those_that_change_are_written() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let shard = |folder: &Path, number: u16, ty: u32| -> PathBuf {
+        let path = folder.join(format!("m-{number:05}-of-00003.gguf"));
+        let name = format!("blk.{number}.ffn_down.weight");
+        let mut file = Gguf::default();
+        for (key, value) in [
+            ("split.no", Kv::U16(number - 1)),
+            ("split.count", Kv::U16(3)),
+            ("split.tensors.count", Kv::I32(3)),
+        ] {
+            file = file.kv(key, value);
+        }
+        file.tensor(&name, &[64, 4], ty, u64::from(number))
+            .write(&path)
+            .expect("a shard");
+        path
+    };
+    let others = folder.path().join("others");
+    std::fs::create_dir(&others).expect("a folder");
+    let shards: Vec<_> = (1..4)
+        .map(|number| shard(folder.path(), number, Q4_0))
+        .collect();
+    let new: Vec<_> = (1..4).map(|number| shard(&others, number, Q8_0)).collect();
+    let inode = |path: &PathBuf| std::os::unix::fs::MetadataExt::ino(&path.metadata().expect("it"));
+    let before: Vec<u64> = shards.iter().map(inode).collect();
+    let (first, from) = (
+        shards[0].display().to_string(),
+        new[2].display().to_string(),
+    );
+    succeeds(&[&first, "--tensor", "blk.[13].*", "--from", &from]);
+    let after: Vec<u64> = shards.iter().map(inode).collect();
+    assert!(after[0] != before[0] && after[1] == before[1] && after[2] != before[2]);
+    assert_eq!(bytes(&shards[2]), bytes(&new[2]));
+    succeeds(&[&first, "--restore"]);
+    assert_eq!(bytes(&shards[2]), {
+        let again = tempfile::tempdir().expect("a folder");
+        bytes(shard(again.path(), 3, Q4_0))
+    });
+}
+
+#[test]
+fn what_cannot_be_is_one_sentence_and_changes_nothing() {
+    let bench = Bench::new(32);
+    let before = bytes(&bench.model);
+    let path = |name: &str| bench.folder.path().join(name).display().to_string();
+    let (shape, junk) = (path("shape.gguf"), path("junk.gguf"));
+    let other_shape = Gguf::default().tensor("blk.0.ffn_down.weight", &[64, 8], Q8_0, 1);
+    other_shape.write(shape.as_ref()).expect("a file");
+    std::fs::write(&junk, "no model").expect("a file");
+    fails(
+        &[
+            &bench.model,
+            "--tensor",
+            "blk.0.ffn_down.weight",
+            "--from",
+            &shape,
+        ],
+        &["[64, 7, 1, 1]", "[64, 8, 1, 1]", "cannot be swapped"],
+    );
+    fails(
+        &[&bench.model, "--tensor", "blk.1.*", "--from", &shape],
+        &["'blk.1.ffn_down.weight' is not in"],
+    );
+    fails(
+        &[&bench.model, "--tensor", "ffn_down", "--from", &bench.other],
+        &["whole name matches 'ffn_down'", "token_embd.weight"],
+    );
+    fails(
+        &[&bench.model, "--tensor", ".*", "--from", &junk],
+        &["not a GGUF file"],
+    );
+    fails(
+        &[&junk, "--tensor", ".*", "--from", &bench.model],
+        &["not a GGUF file"],
+    );
+    fails(
+        &[&path("none.gguf"), "--tensor", ".*", "--from", &bench.model],
+        &["none.gguf"],
+    );
+    assert_eq!(bytes(&bench.model), before);
+}
+
+#[test]
+fn originals_of_another_version_are_not_put_back() {
+    let bench = Bench::new(32);
+    succeeds(&[
+        &bench.model,
+        "--tensor",
+        "blk.0.ffn.*",
+        "--from",
+        &bench.other,
+    ]);
+    model(Q4_0, 77, 32)
+        .replace(bench.model.as_ref())
+        .expect("a model");
+    let replaced = bytes(&bench.model);
+    fails(&[&bench.model, "--restore"], &["another version"]);
+    assert_eq!(bytes(&bench.model), replaced);
+    // And a swap of the new version keeps the new version's tensors.
+    succeeds(&[
+        &bench.model,
+        "--tensor",
+        "blk.0.ffn.*",
+        "--from",
+        &bench.other,
+    ]);
+    succeeds(&[&bench.model, "--restore"]);
+    assert_eq!(bytes(&bench.model), replaced);
+}
+
+/// The size limit of files stands for a full disk and for anything else that ends the
+/// process in the middle of a write.
+#[test]
+fn an_interruption_leaves_the_old_file() {
+    let bench = Bench::new(32);
+    let before = bytes(&bench.model);
+    let script = "ulimit -f 1; exec \"$@\"";
+    let output = Command::new("bash")
+        .args(["-c", script, "sh", PROGRAM, "swap", &bench.model])
+        .args(["--tensor", ".*ffn.*", "--from", &bench.other])
+        .output()
+        .expect("a shell");
+    assert_eq!(output.status.signal(), Some(libc::SIGXFSZ));
+    assert_eq!(bytes(&bench.model), before);
+    assert_eq!(
+        bench.files().len(),
+        3,
+        "a part was left: {:?}",
+        bench.files()
+    );
+    // What was left goes with the next run.
+    succeeds(&[&bench.model, "--tensor", ".*ffn.*", "--from", &bench.other]);
+    assert_eq!(
+        bench.files(),
+        ["model.gguf", "model.gguf.originals", "other.gguf"]
+    );
+    // An error, in the place of the signal, is one sentence.
+    let bench = Bench::new(32);
+    let script = "ulimit -f 1; trap '' XFSZ; exec \"$@\"";
+    let output = Command::new("bash")
+        .args(["-c", script, "sh", PROGRAM, "swap", &bench.model])
+        .args(["--tensor", ".*ffn.*", "--from", &bench.other])
+        .output()
+        .expect("a shell");
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        text.contains("cannot write beside") && text.contains("as it was"),
+        "{text}"
+    );
+    assert_eq!(bench.files(), ["model.gguf", "other.gguf"]);
+}
