@@ -447,47 +447,6 @@ fn a_trace_that_cannot_be_written_is_one_message() {
 }
 
 #[test]
-fn the_wrapper_runs_a_command_with_the_drop_in() {
-    let cli = testkit::host::built("release/llama-sidecar");
-    let run = |arguments: &[&str]| {
-        let output = Command::new(&cli).arg("run").args(arguments).output();
-        output.expect("it starts")
-    };
-    let shell = [
-        "--hotswap",
-        "--poll-ms",
-        "5",
-        "--",
-        "sh",
-        "-c",
-        "echo $LLAMA_HOTSWAP_POLL_MS$LD_PRELOAD; exit 5",
-    ];
-    let output = run(&shell);
-    assert_eq!(output.status.code(), Some(5));
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(
-        text.starts_with('5') && text.contains("libllama_sidecar_preload.so"),
-        "{text}"
-    );
-    let output = run(&[
-        "--expert-trace-output",
-        "my trace.csv",
-        "--dry-run",
-        "--",
-        "true",
-        "it's",
-    ]);
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(
-        text.contains("export LLAMA_EXPERT_TRACE_OUTPUT='my trace.csv'\n"),
-        "{text}"
-    );
-    assert!(text.ends_with("true 'it'\\''s'\n"), "{text}");
-    let output = run(&["--", "/no/such/program"]);
-    assert_eq!(output.status.code(), Some(1));
-}
-
-#[test]
 fn experts_are_counted_with_kept_graphs_and_without_hot_swap() {
     let folder = tempfile::tempdir().expect("a folder");
     let mut counted = Vec::new();

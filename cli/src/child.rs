@@ -4,7 +4,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus};
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
 /// The child that signals are passed on to; 0 while there is none.
 static CHILD: AtomicI32 = AtomicI32::new(0);
@@ -38,26 +38,14 @@ pub fn spawn(command: &mut Command) -> Result<Child> {
             }
         }
     }
-    let started = command.spawn();
-    let child = started.with_context(|| {
-        let program = command.get_program();
-        format!(
-            "cannot run {}: is it built for this machine?",
-            program.display()
-        )
-    })?;
+    let child = command.spawn()?;
     CHILD.store(child.id() as i32, Ordering::SeqCst);
     let early = EARLY.swap(0, Ordering::SeqCst);
     if early != 0 {
-        signal(&child, early);
+        // SAFETY: a system call; the process is ours until it is waited for.
+        unsafe { libc::kill(child.id() as libc::pid_t, early) };
     }
     Ok(child)
-}
-
-/// Sends a signal to a child that was not waited for yet.
-pub fn signal(child: &Child, signal: libc::c_int) {
-    // SAFETY: a system call; the process is ours until it is waited for.
-    unsafe { libc::kill(child.id() as libc::pid_t, signal) };
 }
 
 /// Waits for the end of a child.

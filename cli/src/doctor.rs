@@ -2,10 +2,11 @@
 
 use std::ffi::OsString;
 use std::io::{Read, Seek};
+use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 
 use crate::child;
 use crate::journal::{Events, Journal};
@@ -44,6 +45,7 @@ pub fn run(options: &Options) -> Result<()> {
     let mut started = child::spawn(
         Command::new(&program.path)
             .args(&options.command[1..])
+            .process_group(0)
             .env("LD_PRELOAD", &preload)
             .env("LLAMA_SIDECAR_JOURNAL", journal.path())
             .env("LLAMA_HOTSWAP_ENABLED", "1")
@@ -87,11 +89,17 @@ fn watch(child: &mut Child, journal: &Journal, patience: Duration) -> Result<Opt
         }
         std::thread::sleep(Duration::from_millis(50));
     }
-    child::signal(child, libc::SIGTERM);
+    // It may be a script, and what it started is to end too.
+    let group = -(child.id() as libc::pid_t);
+    let signal = |signal| {
+        // SAFETY: a system call; the group is the child's own, which was not waited for yet.
+        unsafe { libc::kill(group, signal) };
+    };
+    signal(libc::SIGTERM);
     let asked = Instant::now();
     while child.try_wait()?.is_none() {
         if asked.elapsed() > LAST_WAIT {
-            child.kill().context("cannot end the program")?;
+            signal(libc::SIGKILL);
         }
         std::thread::sleep(Duration::from_millis(20));
     }

@@ -74,7 +74,11 @@ pub fn run(options: &Options) -> Result<()> {
             .args(&options.command[1..])
             .envs(variables)
             .env("LLAMA_SIDECAR_JOURNAL", journal.path()),
-    )?;
+    )
+    .with_context(|| {
+        let obstacle = program.obstacle(&preload);
+        obstacle.unwrap_or_else(|| format!("cannot run {}", program.path.display()))
+    })?;
     let status = child::wait(&mut child)?;
     if !options.quiet {
         for line in summary(options, &program, &preload, &journal.read()) {
@@ -113,7 +117,7 @@ fn summary(options: &Options, program: &Program, preload: &Path, events: &Events
         .filter_map(|end| end["longest_pause_us"].as_u64())
         .max();
     let mut lines = vec![format!(
-        "{} evaluations of {}; {} reloads: {} tensors swapped, {} returned, {} refused; longest pause {} us",
+        "{} evaluations of {}; reloads: {}, with {} tensors swapped, {} returned, {} refused; longest pause {} us",
         events.sum("end", "evaluations"),
         models.join(", "),
         events.of("reload").count(),
@@ -132,6 +136,12 @@ fn summary(options: &Options, program: &Program, preload: &Path, events: &Events
         let failure = reload["failure"].as_str()?;
         Some(format!("a reload failed: {failure}"))
     }));
+    if options.expert_trace_output.is_some() && events.sum("model", "expert_layers") == 0 {
+        lines.push(format!(
+            "no trace: {} has no routed experts",
+            models.join(", ")
+        ));
+    }
     // It may be written many times, and the last time counts.
     let mut traces = std::collections::BTreeMap::new();
     for trace in events.of("trace") {

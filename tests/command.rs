@@ -1,0 +1,213 @@
+//! `llama-sidecar run`, `doctor` and `swap` with real hosts.
+
+mod hosts;
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, Stdio};
+
+use hosts::{TOKENS, on};
+use testkit::fixtures::fixture;
+use testkit::host::{DropIn, Host, Program};
+
+#[test]
+fn the_wrapper_runs_a_command_with_the_drop_in() {
+    let cli = testkit::host::built("release/llama-sidecar");
+    let run = |arguments: &[&str]| {
+        let output = Command::new(&cli).arg("run").args(arguments).output();
+        output.expect("it starts")
+    };
+    let shell = [
+        "--hotswap",
+        "--poll-ms",
+        "5",
+        "--",
+        "sh",
+        "-c",
+        "echo $LLAMA_HOTSWAP_POLL_MS$LD_PRELOAD; exit 5",
+    ];
+    let output = run(&shell);
+    assert_eq!(output.status.code(), Some(5));
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        text.starts_with('5') && text.contains("libllama_sidecar_preload.so"),
+        "{text}"
+    );
+    let output = run(&[
+        "--expert-trace-output",
+        "my trace.csv",
+        "--dry-run",
+        "--",
+        "true",
+        "it's",
+    ]);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        text.contains("export LLAMA_EXPERT_TRACE_OUTPUT='my trace.csv'\n"),
+        "{text}"
+    );
+    assert!(text.ends_with("true 'it'\\''s'\n"), "{text}");
+    let output = run(&["--", "/no/such/program"]);
+    assert_eq!(output.status.code(), Some(1));
+}
+
+/// The command, what it printed, and how it ended.
+fn command_line(arguments: &[&str], input: &str) -> (String, std::process::ExitStatus) {
+    let cli = testkit::host::built("release/llama-sidecar");
+    let mut child = Command::new(cli)
+        .args(arguments)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    let mut stdin = child.stdin.take().expect("a pipe");
+    let _ = stdin.write_all(input.as_bytes());
+    drop(stdin);
+    let output = child.wait_with_output().expect("it ends");
+    let text = [output.stdout, output.stderr].concat();
+    (String::from_utf8_lossy(&text).into_owned(), output.status)
+}
+
+/// The C host as words of a command.
+fn c_host(model: &str) -> Vec<String> {
+    let libraries = fixture("upstream");
+    [
+        testkit::host::built("hosts-c/host"),
+        libraries,
+        fixture(model),
+    ]
+    .map(|path| path.display().to_string())
+    .to_vec()
+}
+
+#[test]
+fn the_wrapper_says_at_the_end_what_was_done() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let trace = folder.path().join("trace.json").display().to_string();
+    let host = c_host("moe.gguf");
+    let host: Vec<&str> = host.iter().map(String::as_str).collect();
+    let asked = ["run", "--hotswap", "--expert-trace-output", &trace, "--"];
+    let (text, status) = command_line(&[&asked, host.as_slice()].concat(), "text 3\nend\n");
+    assert!(status.success(), "{text}");
+    for part in [
+        "3 evaluations of",
+        "moe.gguf; reloads: 0",
+        "trace written to",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    let last = |arguments: &[&str]| {
+        let (text, status) = command_line(arguments, "");
+        (text.lines().last().unwrap_or_default().to_owned(), status)
+    };
+    let (line, status) = last(&["run", "--hotswap", "--", "sh", "-c", "kill -TERM $$"]);
+    assert_eq!(status.signal(), Some(libc::SIGTERM));
+    assert!(
+        line.contains("opened no model through a shared libggml-base.so"),
+        "{line}"
+    );
+    let (line, _) = last(&["run", "--", "true"]);
+    assert!(line.contains("nothing was asked for"), "{line}");
+    let (line, _) = last(&["run", "--quiet", "--", "true"]);
+    assert_eq!(line, "");
+    let (line, _) = last(&[
+        "run",
+        "--postfetch",
+        "max-transfers=3",
+        "--dry-run",
+        "--",
+        "true",
+    ]);
+    assert_eq!(line, "true");
+    let (_, status) = last(&["run", "--postfetch", "nonsense=3", "--", "true"]);
+    assert_eq!(status.code(), Some(2));
+}
+
+#[test]
+fn the_wrapper_passes_signals_on() {
+    let cli = testkit::host::built("release/llama-sidecar");
+    let script = "trap 'echo got it; exit 9' USR1; echo ready; while :; do sleep 0.05; done";
+    let mut child = Command::new(cli)
+        .args(["run", "--quiet", "--", "sh", "-c", script])
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    let mut lines = BufReader::new(child.stdout.take().expect("a pipe")).lines();
+    assert_eq!(lines.next().expect("a line").expect("text"), "ready");
+    // SAFETY: a system call, to a child that was not waited for.
+    unsafe { libc::kill(child.id() as libc::pid_t, libc::SIGUSR1) };
+    assert_eq!(lines.next().expect("a line").expect("text"), "got it");
+    assert_eq!(child.wait().expect("it ends").code(), Some(9));
+}
+
+#[test]
+fn doctor_tells_what_works_and_why_not() {
+    let host = c_host("moe.gguf");
+    let script = format!("(echo text 2; sleep 60) | {}", host.join(" "));
+    let (text, status) = command_line(&["doctor", "--", "sh", "-c", &script], "");
+    assert!(status.success(), "{text}");
+    for part in [
+        "libggml-base.so",
+        "understood",
+        "302 tensors",
+        "hot-swap    works",
+        "30 layers",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    let (text, status) = command_line(&["doctor", "--", "true"], "");
+    assert_eq!(status.code(), Some(1));
+    assert!(text.contains("opened no model"), "{text}");
+    let folder = tempfile::tempdir().expect("a folder");
+    let program = folder.path().join("program");
+    // A program for another machine, and one without a loader.
+    let mut bytes = std::fs::read("/bin/true").expect("a program");
+    bytes[18] = 0xb7;
+    for (offset, sentence) in [
+        (None, "is built for AARCH64"),
+        (Some(0), "is linked statically"),
+    ] {
+        if let Some(value) = offset {
+            // No program headers, and so no interpreter.
+            bytes[56] = value;
+            bytes[18] = 0x3e;
+        }
+        std::fs::write(&program, &bytes).expect("a file");
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        std::fs::set_permissions(&program, mode).expect("a mode");
+        let path = program.display().to_string();
+        let (text, status) = command_line(&["doctor", "--", &path], "");
+        assert_eq!(status.code(), Some(1));
+        assert!(text.contains(sentence), "{sentence}: {text}");
+    }
+}
+
+#[test]
+fn a_swap_of_the_file_reaches_the_running_host() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("model.gguf");
+    std::fs::copy(fixture("smollm2.gguf"), &path).expect("a copy");
+    let mut host = Host::start(Program::C, &path, &on());
+    let before = host.text(TOKENS);
+    let mut fresh = Host::start(
+        Program::C,
+        &fixture("smollm2-mixed.gguf"),
+        &DropIn::On(Vec::new()),
+    );
+    let after = fresh.text(TOKENS);
+    let socket = host.socket().display().to_string();
+    let (path, from) = (path.display().to_string(), fixture("smollm2-mixed.gguf"));
+    let from = from.display().to_string();
+    let swap = [
+        "swap", &path, "--tensor", "blk.*", "--from", &from, "--reload", &socket,
+    ];
+    let (text, status) = command_line(&swap, "");
+    assert!(status.success() && text.contains("8 swapped"), "{text}");
+    assert_eq!(host.text(TOKENS), after);
+    let (text, status) = command_line(&["swap", &path, "--restore", "--reload", &socket], "");
+    assert!(status.success() && text.contains("8 returned"), "{text}");
+    assert_eq!(host.text(TOKENS), before);
+    assert_eq!(fresh.end(), Some(0));
+    assert_eq!(host.end(), Some(0));
+}
