@@ -3,6 +3,7 @@
 mod child;
 mod control;
 mod doctor;
+mod generate;
 mod inspect;
 mod journal;
 mod load;
@@ -85,6 +86,12 @@ enum Command {
         #[arg(long)]
         compare: bool,
     },
+    /// Write man pages and shell completions below a prefix.
+    #[command(hide = true)]
+    Generate {
+        /// For example /usr/local.
+        prefix: PathBuf,
+    },
     /// Load all tensors of a model into memory and say how long it took.
     Load {
         /// A GGUF file, or any shard of a model.
@@ -129,6 +136,7 @@ fn main() -> ExitCode {
         ),
         Command::Ping(at) => control::run(&at.socket, "ping", at.json),
         Command::Load { file } => load::run(&file),
+        Command::Generate { prefix } => generate::run(&prefix),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

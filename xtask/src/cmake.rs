@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 
 use crate::fixtures;
 use crate::install::{copy, install, link, preload, target_folder};
@@ -19,6 +19,12 @@ pub fn build(name: &str, flags: &[String]) -> Result<PathBuf> {
     let found = define("CMAKE_PREFIX_PATH", &stage);
     configure("c_examples", &build, &[&[found], flags].concat())?;
     Ok(build)
+}
+
+/// Builds the examples that are in a folder, against an installed tree.
+pub fn build_in(examples: &Path, build: &Path, prefix: &Path) -> Result<()> {
+    let source = examples.to_str().context("a folder with a name in UTF-8")?;
+    configure(source, build, &[define("CMAKE_PREFIX_PATH", prefix)])
 }
 
 /// Builds and runs the examples through the CMakeLists.txt of the repository, and
@@ -130,7 +136,8 @@ pub fn ctest(build: &Path, arguments: &[&str]) -> Result<()> {
         .args(arguments))
 }
 
-fn tools() -> Result<PathBuf> {
+/// Where the programs from PyPI are.
+pub fn tools() -> Result<PathBuf> {
     let python = fixtures::python()?;
     Ok(python.parent().expect("a folder").to_owned())
 }

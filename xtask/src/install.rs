@@ -1,5 +1,6 @@
 //! Installs the library the way its users find it: shared library with SONAME,
-//! static library, header, pkg-config file, CMake package, command.
+//! static library, header, pkg-config file, CMake package, command with man pages and
+//! completions.
 
 use std::path::{Path, PathBuf};
 
@@ -9,7 +10,16 @@ use std::os::unix::fs::symlink;
 use crate::root;
 use crate::run::{command, output, run};
 
-/// Builds in release mode and installs below `prefix`.
+/// Builds in release mode and installs to `prefix`, below `destdir` if there is one.
+pub fn install_to(prefix: &Path, destdir: Option<&Path>) -> Result<()> {
+    match destdir {
+        Some(destdir) => install(&destdir.join(prefix.strip_prefix("/").unwrap_or(prefix))),
+        None => install(prefix),
+    }
+}
+
+/// Builds in release mode and installs below `prefix`. Nothing that is installed knows the
+/// prefix.
 pub fn install(prefix: &Path) -> Result<()> {
     run(command("cargo", &root())
         .args(["build", "--quiet", "--release"])
@@ -40,6 +50,10 @@ pub fn install(prefix: &Path) -> Result<()> {
         &built.join("llama-sidecar"),
         &prefix.join("bin/llama-sidecar"),
     )?;
+
+    run(command(prefix.join("bin/llama-sidecar"), &root())
+        .arg("generate")
+        .arg(prefix))?;
 
     for (template, target) in [
         ("llama_sidecar.pc.in", "lib/pkgconfig/llama_sidecar.pc"),

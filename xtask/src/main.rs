@@ -11,7 +11,7 @@
 //! cargo xtask fixtures   download and make the models the tests use
 //! cargo xtask hosts      build the drop-in and the programs it is tested with
 //! cargo xtask header     write include/llama_sidecar.h
-//! cargo xtask install --prefix DIR
+//! cargo xtask install --prefix DIR [--destdir DIR]
 //! cargo xtask check abi | report | asan | valgrind | fuzz MINUTES
 //! ```
 
@@ -20,6 +20,7 @@ mod cmake;
 mod fixtures;
 mod header;
 mod install;
+mod packaging;
 mod report;
 mod run;
 mod sanitize;
@@ -57,6 +58,11 @@ fn main() -> Result<()> {
         ["header"] => header::write(),
         ["header", "--check"] => header::check(),
         ["install", "--prefix", prefix] => install::install(&std::path::absolute(prefix)?),
+        ["install", "--prefix", prefix, "--destdir", folder] => {
+            let folder = std::path::absolute(folder)?;
+            install::install_to(&std::path::absolute(prefix)?, Some(&folder))
+        }
+        ["check", "package"] => packaging::check(),
         ["check", "report"] => report::check(),
         ["check", "abi"] => abi::check(),
         ["check", "asan"] => sanitize::asan(),

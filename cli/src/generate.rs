@@ -1,0 +1,33 @@
+//! Man pages and shell completions, for whoever installs the command.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use clap::CommandFactory;
+use clap_complete::Shell;
+
+use crate::Arguments;
+
+/// Writes them below a prefix, to where programs look for them.
+pub fn run(prefix: &Path) -> Result<()> {
+    let mut command = Arguments::command();
+    let man = prefix.join("share/man/man1");
+    fs::create_dir_all(&man).with_context(|| man.display().to_string())?;
+    clap_mangen::generate_to(command.clone(), &man)?;
+    for (shell, folder) in [
+        (Shell::Bash, "share/bash-completion/completions"),
+        (Shell::Zsh, "share/zsh/site-functions"),
+        (Shell::Fish, "share/fish/vendor_completions.d"),
+    ] {
+        let folder = prefix.join(folder);
+        fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
+        let name = command.get_name().to_owned();
+        let written = clap_complete::generate_to(shell, &mut command, &name, &folder)?;
+        if shell == Shell::Bash {
+            // Found by the name of the command.
+            fs::rename(written, folder.join(name))?;
+        }
+    }
+    Ok(())
+}

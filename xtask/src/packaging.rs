@@ -1,0 +1,105 @@
+//! The installed tree, as somebody who ships software uses it: away from the repository.
+
+use std::path::Path;
+
+use anyhow::{Result, ensure};
+
+use crate::cmake::{build_in, ctest, tools};
+use crate::install::install_to;
+use crate::run::{command, output, run};
+use crate::{fixtures, root};
+
+/// What has to be there, below the prefix.
+const FILES: [&str; 16] = [
+    "bin/llama-sidecar",
+    "include/llama_sidecar.h",
+    "lib/libllama_sidecar.a",
+    "lib/libllama_sidecar.so",
+    "lib/libllama_sidecar.so.0",
+    "lib/libllama_sidecar_preload.so",
+    "lib/pkgconfig/llama_sidecar.pc",
+    "lib/cmake/llama_sidecar/llama_sidecar-config.cmake",
+    "lib/cmake/llama_sidecar/llama_sidecar-config-version.cmake",
+    "share/man/man1/llama-sidecar.1",
+    "share/man/man1/llama-sidecar-run.1",
+    "share/man/man1/llama-sidecar-doctor.1",
+    "share/man/man1/llama-sidecar-swap.1",
+    "share/bash-completion/completions/llama-sidecar",
+    "share/zsh/site-functions/_llama-sidecar",
+    "share/fish/vendor_completions.d/llama-sidecar.fish",
+];
+
+/// Installs with DESTDIR, moves the tree, and builds the examples against it with
+/// pkg-config and with find_package.
+pub fn check() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let (staged, moved) = (folder.path().join("staged"), folder.path().join("moved"));
+    install_to(Path::new("/usr/local"), Some(&staged))?;
+    // Nothing in it knows where it was built or staged.
+    std::fs::rename(staged.join("usr/local"), &moved)?;
+    for file in FILES {
+        ensure!(
+            moved.join(file).exists(),
+            "the installed tree has no {file}"
+        );
+    }
+    let completions = moved.join("share/bash-completion/completions/llama-sidecar");
+    run(command("bash", &moved).arg("-n").arg(completions))?;
+
+    let examples = folder.path().join("examples");
+    run(command("cp", folder.path())
+        .arg("-r")
+        .arg(root().join("c_examples"))
+        .arg(&examples))?;
+    with_pkg_config(&moved, &examples)?;
+    let build = folder.path().join("build");
+    build_in(&examples, &build, &moved)?;
+    ctest(
+        &build,
+        &[
+            "--tests-regex",
+            "^(inspect|inspect_static|hot_swap|raii|postfetch_moe)$",
+        ],
+    )?;
+    println!("the installed tree works where it was moved to");
+    Ok(())
+}
+
+/// Builds an example as a Makefile would.
+fn with_pkg_config(prefix: &Path, examples: &Path) -> Result<()> {
+    let ask = |question: &[&str]| {
+        let mut command = command(tools()?.join("pkgconf"), examples);
+        command.env("PKG_CONFIG_PATH", prefix.join("lib/pkgconfig"));
+        output(command.args(question).arg("llama_sidecar"))
+    };
+    let version = ask(&["--modversion"])?;
+    ensure!(
+        version.trim() == env!("CARGO_PKG_VERSION"),
+        "pkg-config says version {version}"
+    );
+    let (shared, all) = (ask(&["--cflags", "--libs"])?, ask(&["--static", "--libs"])?);
+    ensure!(
+        all.contains("-lpthread") && !shared.contains("-lpthread"),
+        "{shared}{all}"
+    );
+    run(command("gcc", examples)
+        .args(["-std=gnu11", "inspect.c", "-o", "inspect"])
+        .args(shared.split_whitespace()))?;
+    let model = fixtures::make()?.join("smollm2.gguf");
+    run(command("./inspect", examples)
+        .env("LD_LIBRARY_PATH", prefix.join("lib"))
+        .arg(&model)
+        .stdout(std::process::Stdio::null()))?;
+    // The static library, by its file: it needs what Libs.private names.
+    run(command("gcc", examples)
+        .args(["-std=gnu11", "inspect.c", "-o", "inspect_static", "-I"])
+        .arg(prefix.join("include"))
+        .arg(prefix.join("lib/libllama_sidecar.a"))
+        .args(
+            all.split_whitespace()
+                .filter(|word| !word.contains("llama") && !word.starts_with("-L")),
+        ))?;
+    run(command("./inspect_static", examples)
+        .arg(&model)
+        .stdout(std::process::Stdio::null()))
+}
