@@ -12,7 +12,7 @@ use crate::run::{command, output, run};
 
 /// A host that runs llama.cpp, and its prebuilt libraries for the CPU and for Vulkan.
 /// libggml-base.so is also the peer of the parser.
-const NODE_PACKAGES: [&str; 3] = [
+pub const NODE_PACKAGES: [&str; 3] = [
     "node-llama-cpp@3.22.1",
     "@node-llama-cpp/linux-x64@3.22.1",
     "@node-llama-cpp/linux-x64-vulkan@3.22.1",

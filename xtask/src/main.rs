@@ -3,19 +3,17 @@
 //! ```text
 //! cargo xtask demo       the first journey, on a real model, told step by step
 //! cargo xtask test       everything that CI checks
-//! cargo xtask bench load open, load and reload against their peers
-//! cargo xtask bench swap the pause of a swap, and 10,000 swaps under load
-//! cargo xtask bench dropin  what the drop-in costs a host, and what it saves
-//! cargo xtask bench trace   what counting experts costs
-//! cargo xtask bench postfetch  how much of the copies is hidden, and what asking costs
+//! cargo xtask bench      every bench, and docs/benchmarks.md anew
+//! cargo xtask bench load | swap | dropin | trace | postfetch
 //! cargo xtask fixtures   download and make the models the tests use
 //! cargo xtask hosts      build the drop-in and the programs it is tested with
 //! cargo xtask header     write include/llama_sidecar.h
 //! cargo xtask install --prefix DIR [--destdir DIR]
-//! cargo xtask check abi | report | asan | valgrind | fuzz MINUTES
+//! cargo xtask check --abi | --package | --report | --asan | --valgrind | --fuzz MINUTES | --miri
 //! ```
 
 mod abi;
+mod bench;
 mod cmake;
 mod fixtures;
 mod header;
@@ -44,10 +42,8 @@ fn main() -> Result<()> {
     match words.as_slice() {
         ["demo"] => suite::demo(),
         ["test"] => suite::test(),
-        [
-            "bench",
-            name @ ("load" | "swap" | "dropin" | "trace" | "postfetch"),
-        ] => suite::bench(name),
+        ["bench"] => bench::all(),
+        ["bench", name] => bench::one(name),
         ["fixtures"] => fixtures::make().map(|_| ()),
         ["hosts"] => {
             if let Err(reason) = fixtures::vulkan() {
@@ -62,14 +58,15 @@ fn main() -> Result<()> {
             let folder = std::path::absolute(folder)?;
             install::install_to(&std::path::absolute(prefix)?, Some(&folder))
         }
-        ["check", "package"] => packaging::check(),
-        ["check", "report"] => report::check(),
-        ["check", "abi"] => abi::check(),
-        ["check", "asan"] => sanitize::asan(),
-        ["check", "valgrind"] => sanitize::valgrind(),
-        ["check", "fuzz", minutes] => sanitize::fuzz(minutes.parse()?),
+        ["check", "--package"] => packaging::check(),
+        ["check", "--report"] => report::check(),
+        ["check", "--abi"] => abi::check(),
+        ["check", "--asan"] => sanitize::asan(),
+        ["check", "--valgrind"] => sanitize::valgrind(),
+        ["check", "--miri"] => sanitize::miri(),
+        ["check", "--fuzz", minutes] => sanitize::fuzz(minutes.parse()?),
         _ => bail!(
-            "usage: cargo xtask demo | test | bench load|swap|dropin|trace|postfetch | fixtures | hosts | header [--check] | install --prefix DIR | check abi|report|asan|valgrind|fuzz MINUTES"
+            "usage: cargo xtask demo | test | bench [NAME] | fixtures | hosts | header [--check] | install --prefix DIR [--destdir DIR] | check --abi|--package|--report|--asan|--valgrind|--fuzz MINUTES|--miri"
         ),
     }
 }

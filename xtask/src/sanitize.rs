@@ -82,3 +82,46 @@ pub fn fuzz(minutes: u64) -> Result<()> {
             ]),
     )
 }
+
+/// Rooms of the library that are Rust alone: no driver, no mapping, no C.
+const PURE: [&str; 6] = [
+    "gguf::types",
+    "gguf::value",
+    "experts::",
+    "postfetch::board",
+    "postfetch::scratchpad",
+    "postfetch::policy",
+];
+
+/// Why miri cannot run here, if so.
+pub fn miri_missing() -> Option<String> {
+    let asked = command("cargo", &root())
+        .args(["+nightly", "miri", "--version"])
+        .output();
+    let there = asked.is_ok_and(|out| out.status.success());
+    (!there).then(|| "rustup +nightly component add miri".into())
+}
+
+/// Runs the unit tests of the pure rooms under miri, which sees undefined behaviour and
+/// races that no test would.
+pub fn miri() -> Result<()> {
+    if let Some(how) = miri_missing() {
+        bail!("miri is not installed ({how})");
+    }
+    run(command("cargo", &root())
+        .args([
+            "+nightly",
+            "miri",
+            "test",
+            "--quiet",
+            "--package",
+            "llama-sidecar",
+            "--lib",
+        ])
+        .args(["--no-default-features", "--"])
+        .args(PURE)
+        .env("CARGO_TARGET_DIR", target_folder()?.join("miri"))
+        // Fewer cases of the property tests: miri is some hundred times slower.
+        .env("PROPTEST_CASES", "4")
+        .env("MIRIFLAGS", "-Zmiri-disable-isolation"))
+}

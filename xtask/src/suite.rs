@@ -1,4 +1,4 @@
-//! The two commands of the README, and the benches.
+//! The two commands of the README.
 
 use std::path::Path;
 use std::time::Instant;
@@ -76,6 +76,11 @@ const CHECKS: &[Check] = &[
         name: "C examples but swap_under_load, valgrind",
         run: sanitize::valgrind,
         missing: || (!exists("valgrind")).then(|| "valgrind is not installed".into()),
+    },
+    Check {
+        name: "unit tests of pure Rust, miri",
+        run: sanitize::miri,
+        missing: || sanitize::miri_missing().map(|how| format!("miri is not installed ({how})")),
     },
     Check::new("fuzzing, short", || sanitize::fuzz(FUZZ_MINUTES)),
 ];
@@ -242,26 +247,4 @@ fn live_swap(model: &Path, variant: &Path) -> Result<()> {
 
 fn tell(text: &str) {
     println!("\n>> {text}\n");
-}
-
-/// Runs a bench.
-pub fn bench(name: &str) -> Result<()> {
-    fixtures::make()?;
-    if name == "dropin" {
-        cmake::build_hosts()?;
-    }
-    let bench = || {
-        let mut cargo = command("cargo", &root());
-        cargo.args(["bench", "--quiet", "--bench", name]);
-        cargo
-    };
-    // On the GPU that is here, or without one.
-    run(&mut bench())?;
-    if name == "postfetch" {
-        // A copy engine takes no core, so the simulated one does not either.
-        run(bench()
-            .env("LD_LIBRARY_PATH", cmake::sim_cuda()?)
-            .env("SIM_CUDA_MOVE", "0"))?;
-    }
-    Ok(())
 }
