@@ -25,10 +25,11 @@ fn main() {
 }
 
 /// As a user has it: nothing logged but warnings, files looked at once a second.
-fn quiet() -> DropIn {
+/// Hot-swap on, with a look at the files every so many milliseconds.
+fn quiet(poll_ms: &str) -> DropIn {
     DropIn::On(vec![
         ("LLAMA_SIDECAR_LOG", "warn".into()),
-        ("LLAMA_HOTSWAP_POLL_MS", "1000".into()),
+        ("LLAMA_HOTSWAP_POLL_MS", poll_ms.into()),
     ])
 }
 
@@ -87,7 +88,7 @@ fn idle() {
     for name in ["smollm2.gguf", "moe.gguf"] {
         let model = fixture(name);
         let labels = ["nothing (the second process)", "hot-swap", "expert trace"];
-        let mut hosts = [DropIn::Absent, DropIn::Absent, quiet(), trace()]
+        let mut hosts = [DropIn::Absent, DropIn::Absent, quiet("1000"), trace()]
             .map(|drop_in| Host::start(Program::C, &model, &drop_in));
         let command = format!("text {TOKENS}");
         let mut times = [const { Vec::new() }; 4];
@@ -196,7 +197,7 @@ fn swaps(folder: &Path) {
         let shards = Shards::new(folder, tensor);
         // Later than any clock tick in which the files could change again.
         std::thread::sleep(Duration::from_millis(50));
-        let mut host = Host::start(Program::C, &shards.first, &quiet());
+        let mut host = Host::start(Program::C, &shards.first, &quiet("0"));
         host.ask("text 4");
         let [mut start, mut node, mut rest, mut busy, mut switch] = [const { Vec::new() }; 5];
         for _ in 0..ROUNDS {

@@ -335,7 +335,8 @@ pub unsafe extern "C" fn llama_postfetch_query(
 
 /// Tells whether to use the device or the CPU for an expert, by the policy: a copy that is on the
 /// device is used, one that is under way is waited for (or not, see block_on_miss), and otherwise the
-/// CPU computes it.
+/// CPU computes it. Whatever uses device_data must have ended before the expert is released;
+/// llama_postfetch_acquire_on_stream sees to that for a stream.
 ///
 /// # Safety
 ///

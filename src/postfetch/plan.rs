@@ -9,6 +9,8 @@ use crate::trace::About;
 
 /// Experts per token where the file does not say.
 const USUAL_ACTIVE: u64 = 8;
+/// More than any layer has experts.
+const MOST_ACTIVE: u64 = 1 << 16;
 
 /// The layers of a model that have routed experts.
 #[derive(Debug, Default)]
@@ -89,6 +91,7 @@ impl Plan {
         if plan.active == 0 {
             plan.active = USUAL_ACTIVE;
         }
+        plan.active = plan.active.min(MOST_ACTIVE);
         for (layer, (experts, tensors)) in found {
             plan.layers.push(PlannedLayer {
                 layer,
