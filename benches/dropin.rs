@@ -24,8 +24,7 @@ fn main() {
     std::fs::remove_dir_all(&folder).expect("what was made");
 }
 
-/// As a user has it: nothing logged but warnings, files looked at once a second.
-/// Hot-swap on, with a look at the files every so many milliseconds.
+/// As a user has it: nothing logged but warnings, and files looked at every so many ms.
 fn quiet(poll_ms: &str) -> DropIn {
     DropIn::On(vec![
         ("LLAMA_SIDECAR_LOG", "warn".into()),

@@ -31,8 +31,8 @@ def likelihood(server, tokens, first):
     for at in range(first, len(tokens)):
         # Nothing that was cached: it would be of the weights before.
         answer = ask(server, "/completion", {
-            "prompt": tokens[:at], "n_predict": 1, "n_probs": 200, "temperature": 1.0,
-            "cache_prompt": False, "samplers": [],
+            "prompt": tokens[:at], "n_predict": 1, "n_probs": 200, "temperature": 0,
+            "cache_prompt": False, "ignore_eos": True,
         })
         candidates = answer["completion_probabilities"][0]["top_logprobs"]
         found = [c["logprob"] for c in candidates if c["id"] == tokens[at]]

@@ -143,10 +143,26 @@ fn main() -> ExitCode {
         // A reader that has seen enough, for example `head`, is no failure.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("llama-sidecar: {error:#}");
+            eprintln!("llama-sidecar: {}", sentence(&error));
             ExitCode::FAILURE
         }
     }
+}
+
+/// What failed and why, in one line. Some errors name their cause themselves.
+fn sentence(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain() {
+        let cause = cause.to_string();
+        if text.contains(&cause) {
+            continue;
+        }
+        if !text.is_empty() {
+            text.push_str(": ");
+        }
+        text.push_str(&cause);
+    }
+    text
 }
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {

@@ -222,7 +222,7 @@ fn what_cannot_be_is_one_sentence_and_changes_nothing() {
     );
     fails(
         &[&path("none.gguf"), "--tensor", ".*", "--from", &bench.model],
-        &["none.gguf"],
+        &["none.gguf: cannot open it: No such file or directory (os error 2)"],
     );
     assert_eq!(bytes(&bench.model), before);
 }
