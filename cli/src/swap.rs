@@ -63,18 +63,16 @@ pub fn run(options: &Options) -> Result<()> {
     if options.dry_run || changes.is_empty() {
         return Ok(());
     }
-    // Everything is there and checked; from here on there are only renames.
+    // Everything is there and checked; from here on there are only renames. After each of
+    // them, the originals of the file that is in place can be found.
     for ((new, originals), change) in written.into_iter().zip(&changes) {
-        new.commit()?;
         let kept = originals_of(change.file.source.path());
-        match originals {
-            Some(originals) => {
-                originals.commit()?;
-                std::fs::rename(beside(&kept), &kept)?;
-            }
-            None => {
-                let _ = std::fs::remove_file(&kept);
-            }
+        let keeps = originals.is_some();
+        originals.map(Written::commit).transpose()?;
+        new.commit()?;
+        match keeps {
+            true => std::fs::rename(beside(&kept), &kept)?,
+            false => drop(std::fs::remove_file(&kept)),
         }
     }
     match &options.reload {

@@ -73,7 +73,7 @@ const CHECKS: &[Check] = &[
         sanitize::asan,
     ),
     Check {
-        name: "C examples but swap_under_load, valgrind",
+        name: "C examples but swap_under_load and the simulated driver, valgrind",
         run: sanitize::valgrind,
         missing: || (!exists("valgrind")).then(|| "valgrind is not installed".into()),
     },
