@@ -37,9 +37,11 @@ behind seven others: while a switch waits for evaluations that run, new ones wai
         heading: "The drop-in",
         note: "The host is `hosts/c/host.c`, linked with the libraries of the npm package (CPU only). \
 Compare the rows of the drop-in with that of the second process without it: below the difference of \
-the two nothing can be seen on this machine. For the tensor of 113 MB, 50x is reached against \
-node-llama-cpp and not against the C program: the model around it has 87 MB more, so starting again \
-moves hardly more bytes than the swap.",
+the two nothing can be seen on this machine. The aim of a swap, 50 times faster than a new start, is for \
+a model that is much larger than the tensor; the tensor of 113 MB is more than half of its model, so \
+starting the C program again moves hardly more bytes than the swap. What that swap takes is mostly fresh \
+memory: between 33 ms, with huge pages that the machine had in use before, and 260 ms, when the virtual \
+machine is given new memory for it.",
     },
     Bench {
         name: "trace",
@@ -157,7 +159,8 @@ named upstream: the prebuilt libraries of the npm packages {}.",
         field("/proc/cpuinfo", "model name"),
         std::thread::available_parallelism()?,
         memory >> 20,
-        kernel.trim(),
+        // Without what its builder appended.
+        kernel.trim().split('-').next().unwrap_or_default(),
         rustc.trim(),
         fixtures::NODE_PACKAGES.join(", "),
     )))
