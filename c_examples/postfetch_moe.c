@@ -78,6 +78,36 @@ static void route(const float * router, const float * x, uint64_t n, int n_exper
     }
 }
 
+// A model can live on CUDA devices as a whole. Where there is none, opening it says so.
+static void on_the_device(const char * path) {
+    struct llama_sidecar_params params;
+    params.struct_size = sizeof(params);
+    OK(llama_sidecar_default_params(&params));
+    params.use_cuda            = true;
+    params.device              = 1;
+    struct llama_model * model = llama_model_load(path, &params);
+    if (model == NULL) {
+        printf("no model on a CUDA device: %s\n", llama_sidecar_last_error());
+        return;
+    }
+    struct llama_sidecar_device_info device;
+    device.struct_size = sizeof(device);
+    OK(llama_sidecar_device_get_info(model, 1, &device));
+    CHECK(device.kind == LLAMA_SIDECAR_DEVICE_KIND_CUDA);
+    const struct llama_sidecar_tensor_info before = find(model, GATE, 0, Q4_1);
+    if (llama_sidecar_tensor_load(model, before.index) != LLAMA_SIDECAR_STATUS_OK) {
+        CHECK(llama_sidecar_last_status() == LLAMA_SIDECAR_STATUS_OUT_OF_MEMORY);
+    } else {
+        void * bytes = malloc(before.nbytes);
+        CHECK(bytes != NULL && tensor_info(model, before.index).device == 1);
+        OK(llama_sidecar_tensor_read(model, before.index, 0, bytes, before.nbytes));
+        CHECK(memcmp(bytes, before.host_data, before.nbytes) == 0);
+        free(bytes);
+        printf("a tensor of the model went to %s and came back as it was\n", device.name);
+    }
+    OK(llama_sidecar_model_free(model));
+}
+
 int main(int argc, char ** argv) {
     CHECK(argc == 2 || argc == 3);
     const int            n_tokens = argc == 3 ? atoi(argv[2]) : 2;
@@ -212,6 +242,7 @@ int main(int argc, char ** argv) {
     CHECK(llama_postfetch_free(postfetch) == LLAMA_SIDECAR_STATUS_BAD_HANDLE);
     CHECK(llama_postfetch_compute_stream(postfetch) == NULL);
     free(x);
+    on_the_device(argv[1]);
     printf("%llu experts came from the device, %llu were for the CPU; every byte was right\n",
            (unsigned long long) on_device, (unsigned long long) on_cpu);
     return 0;
