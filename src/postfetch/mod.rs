@@ -170,7 +170,13 @@ impl PostFetch {
         let fetcher = shared.gpu.as_ref().and_then(|_| {
             let shared = shared.clone();
             let name = std::thread::Builder::new().name("llama-postfetch".into());
-            name.spawn(move || fetch(&shared)).ok()
+            let fetch = move || {
+                let run = std::panic::AssertUnwindSafe(|| fetch(&shared));
+                if std::panic::catch_unwind(run).is_err() {
+                    shared.give_up("a defect of llama-sidecar, please report it");
+                }
+            };
+            name.spawn(fetch).ok()
         });
         if shared.gpu.is_some() && fetcher.is_none() {
             shared.give_up("no thread could be started");
