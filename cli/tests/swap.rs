@@ -255,18 +255,23 @@ fn originals_of_another_version_are_not_put_back() {
     assert_eq!(bytes(&bench.model), replaced);
 }
 
+/// A swap in a shell where files can have a kilobyte.
+fn limited(bench: &Bench, before: &str) -> Output {
+    let script = format!("ulimit -f 1; {before} exec \"$@\"");
+    Command::new("bash")
+        .args(["-c", &script, "sh", PROGRAM, "swap", &bench.model])
+        .args(["--tensor", ".*ffn.*", "--from", &bench.other])
+        .output()
+        .expect("a shell")
+}
+
 /// The size limit of files stands for a full disk and for anything else that ends the
 /// process in the middle of a write.
 #[test]
 fn an_interruption_leaves_the_old_file() {
     let bench = Bench::new(32);
     let before = bytes(&bench.model);
-    let script = "ulimit -f 1; exec \"$@\"";
-    let output = Command::new("bash")
-        .args(["-c", script, "sh", PROGRAM, "swap", &bench.model])
-        .args(["--tensor", ".*ffn.*", "--from", &bench.other])
-        .output()
-        .expect("a shell");
+    let output = limited(&bench, "");
     assert_eq!(output.status.signal(), Some(libc::SIGXFSZ));
     assert_eq!(bytes(&bench.model), before);
     assert_eq!(
@@ -283,12 +288,7 @@ fn an_interruption_leaves_the_old_file() {
     );
     // An error, in the place of the signal, is one sentence.
     let bench = Bench::new(32);
-    let script = "ulimit -f 1; trap '' XFSZ; exec \"$@\"";
-    let output = Command::new("bash")
-        .args(["-c", script, "sh", PROGRAM, "swap", &bench.model])
-        .args(["--tensor", ".*ffn.*", "--from", &bench.other])
-        .output()
-        .expect("a shell");
+    let output = limited(&bench, "trap '' XFSZ;");
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1));
     assert!(

@@ -314,6 +314,23 @@ impl From<Answer> for llama_postfetch_answer {
     }
 }
 
+/// Asks a scheduler, and gives its answer.
+///
+/// # Safety
+///
+/// As for [`fill`].
+unsafe fn put_answer(
+    postfetch: *const llama_postfetch,
+    answer: *mut llama_postfetch_answer,
+    ask: impl FnOnce(&PostFetch) -> Answer,
+) -> llama_sidecar_status {
+    status(|| {
+        let found = ask(&*handle::get(postfetch)?);
+        // SAFETY: as the caller vouches.
+        unsafe { fill(answer, &found.into()) }
+    })
+}
+
 /// Tells where an expert is. Never waits.
 ///
 /// # Safety
@@ -326,11 +343,12 @@ pub unsafe extern "C" fn llama_postfetch_query(
     expert: u32,
     answer: *mut llama_postfetch_answer,
 ) -> llama_sidecar_status {
-    status(|| {
-        let found = handle::get(postfetch)?.query(layer, expert);
-        // SAFETY: as the caller vouches.
-        unsafe { fill(answer, &found.into()) }
-    })
+    // SAFETY: as the caller vouches.
+    unsafe {
+        put_answer(postfetch, answer, |postfetch| {
+            postfetch.query(layer, expert)
+        })
+    }
 }
 
 /// Tells whether to use the device or the CPU for an expert, by the policy: a copy that is on the
@@ -348,11 +366,12 @@ pub unsafe extern "C" fn llama_postfetch_acquire(
     expert: u32,
     answer: *mut llama_postfetch_answer,
 ) -> llama_sidecar_status {
-    status(|| {
-        let found = handle::get(postfetch)?.acquire(layer, expert);
-        // SAFETY: as the caller vouches.
-        unsafe { fill(answer, &found.into()) }
-    })
+    // SAFETY: as the caller vouches.
+    unsafe {
+        put_answer(postfetch, answer, |postfetch| {
+            postfetch.acquire(layer, expert)
+        })
+    }
 }
 
 /// llama_postfetch_acquire for kernels: the CUDA stream waits for the bytes, the caller does not.
@@ -372,13 +391,12 @@ pub unsafe extern "C" fn llama_postfetch_acquire_on_stream(
     answer: *mut llama_postfetch_answer,
 ) -> llama_sidecar_status {
     let stream = Stream(stream as u64);
-    status(|| {
-        // SAFETY: as the caller vouches.
-        unsafe {
-            let found = handle::get(postfetch)?.acquire_on(layer, expert, stream);
-            fill(answer, &found.into())
-        }
-    })
+    // SAFETY: as the caller vouches.
+    unsafe {
+        put_answer(postfetch, answer, |postfetch| {
+            postfetch.acquire_on(layer, expert, stream)
+        })
+    }
 }
 
 /// A CUDA stream for the host's kernels that waits for no other (a CUstream); NULL without a device.
