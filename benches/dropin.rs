@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use llama_sidecar::gguf::{Access, GgufFile};
 use testkit::fixtures::{cache, fixture};
 use testkit::host::{DropIn, Host, Program, preload_library};
+use testkit::median;
 
 fn main() {
     start();
@@ -30,11 +31,6 @@ fn quiet(poll_ms: &str) -> DropIn {
         ("LLAMA_SIDECAR_LOG", "warn".into()),
         ("LLAMA_HOTSWAP_POLL_MS", poll_ms.into()),
     ])
-}
-
-fn median(values: &mut [f64]) -> f64 {
-    values.sort_unstable_by(f64::total_cmp);
-    values[values.len() / 2]
 }
 
 fn seconds(work: impl FnOnce()) -> f64 {

@@ -15,6 +15,7 @@ use llama_sidecar::device::cuda::{CudaDevice, device_count};
 use llama_sidecar::device::{AsyncDevice, Copy2d, Device};
 use llama_sidecar::model::{Model, Options as ModelOptions};
 use llama_sidecar::postfetch::{Options, PostFetch};
+use testkit::median;
 use testkit::writer::{Gguf, Kv, Q4_K, Tensor};
 
 /// Layers of tokens per round; rounds.
@@ -107,11 +108,6 @@ fn options() -> Options {
     }
 }
 
-fn median(mut times: Vec<f64>) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
-}
-
 /// Stands for gate and up.
 fn compute(long: Duration) {
     let began = Instant::now();
@@ -156,11 +152,11 @@ fn without_device(why: &str) {
     println!(
         "| schedule, {} experts | {:.0} |",
         ids.len(),
-        median(best.0)
+        median(&mut best.0)
     );
     println!(
         "| acquire, with the address of the expert on the host | {:.0} |",
-        median(best.1)
+        median(&mut best.1)
     );
 }
 
@@ -199,7 +195,7 @@ fn measure(device: &Arc<CudaDevice>, shape: &Shape, folder: &std::path::Path) {
             run.round(device, shape, &model, plain, spin, round * LAYERS);
         }
     }
-    let theirs = median(theirs);
+    let theirs = median(&mut theirs);
     let [awake, asleep] = ours.map(Run::medians);
     println!(
         "| {}: {} of {} | {} x {} | {:.1} | **{:.2}** | {:.2} | **{:.1} %** | {:.1} % | {theirs:.3} | {:.3} | {:.3} | **{:.2}x** |",
@@ -269,11 +265,11 @@ impl Run {
             .push(fetch.stats().overlap().expect("copies were timed"));
     }
 
-    fn medians(self) -> (f64, f64, f64) {
+    fn medians(mut self) -> (f64, f64, f64) {
         (
-            median(self.asked),
-            median(self.overlaps),
-            median(self.layers),
+            median(&mut self.asked),
+            median(&mut self.overlaps),
+            median(&mut self.layers),
         )
     }
 }
@@ -336,7 +332,7 @@ impl<'a> Naive<'a> {
         }
         // SAFETY: all copies are done.
         unsafe { self.device.free_pinned(pinned).expect("freed") };
-        Duration::from_secs_f64(median(times))
+        Duration::from_secs_f64(median(&mut times))
     }
 
     /// # Safety

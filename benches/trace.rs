@@ -8,6 +8,7 @@ use std::time::Instant;
 use hashbrown::HashMap;
 use llama_sidecar::trace::{Ids, Layout, Trace};
 use parking_lot::Mutex;
+use testkit::median;
 
 const LAYERS: u32 = 48;
 const EXPERTS: u32 = 512;
@@ -79,11 +80,6 @@ fn run(threads: usize, activations: usize, work: impl Fn(u32, &[u8]) + Sync) -> 
     began.elapsed().as_secs_f64() * 1e9 / (batches * threads * TOKENS * USED) as f64
 }
 
-fn median(mut times: Vec<f64>) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
-}
-
 fn main() {
     println!("### Counting activations\n");
     println!(
@@ -109,7 +105,7 @@ fn main() {
             let batches = ACTIVATIONS / threads / (TOKENS * USED) * threads;
             exact &= trace.snapshot().activations() == (batches * TOKENS * USED) as u64;
         }
-        let (theirs, ours) = (median(theirs), median(ours));
+        let (theirs, ours) = (median(&mut theirs), median(&mut ours));
         println!(
             "| {threads} | {theirs:.2} | {ours:.2} | **{:.1}x** | {exact} |",
             theirs / ours

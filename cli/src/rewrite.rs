@@ -5,12 +5,11 @@ use std::ffi::CStr;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
-use llama_sidecar::gguf::{Access, GgufFile, TensorInfo};
+use llama_sidecar::gguf::{Access, FileId, GgufFile, TensorInfo};
 use llama_sidecar::reload::hash_source;
 use tempfile::NamedTempFile;
 
@@ -52,13 +51,10 @@ impl Written {
 
 /// What tells a version of a file from others.
 pub fn identity(path: &Path) -> io::Result<String> {
-    let found = fs::metadata(path)?;
+    let id = FileId::of_path(path)?;
     Ok(format!(
         "{} {} {}.{:09}",
-        found.ino(),
-        found.size(),
-        found.mtime(),
-        found.mtime_nsec()
+        id.ino, id.size, id.mtime, id.mtime_ns
     ))
 }
 

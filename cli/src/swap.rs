@@ -174,14 +174,10 @@ fn is_same(old: &Source<'_>, new: &Source<'_>) -> Result<bool> {
 }
 
 fn describe(change: &Change<'_>) {
-    let moved = |tensors: &[usize]| -> u64 {
-        tensors
-            .iter()
-            .map(|&at| change.tensors[at].info.nbytes)
-            .sum()
-    };
-    let all: Vec<usize> = (0..change.tensors.len()).collect();
-    let (new, total) = (moved(&change.changed), moved(&all));
+    let nbytes = |source: &Source<'_>| source.info.nbytes;
+    let total: u64 = change.tensors.iter().map(nbytes).sum();
+    let changed = change.changed.iter().map(|&at| &change.tensors[at]);
+    let new: u64 = changed.map(nbytes).sum();
     println!(
         "{}: {} of {} tensors change; {new} bytes of them, {} are copied as they are",
         change.file.source.path().display(),
@@ -243,15 +239,17 @@ fn write(change: &Change<'_>, restore: bool) -> Result<(Written, Option<Written>
 
 /// The file beside a model's that has the tensors it had before any swap.
 fn originals_of(path: &Path) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(".originals");
-    name.into()
+    with_suffix(path, ".originals")
 }
 
 /// Where it is while the model's file is renamed.
 fn beside(path: &Path) -> PathBuf {
+    with_suffix(path, ".new")
+}
+
+fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
-    name.push(".new");
+    name.push(suffix);
     name.into()
 }
 

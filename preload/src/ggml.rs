@@ -195,8 +195,10 @@ impl Ggml {
         }
         match crate::layout::probe(&functions) {
             Ok((layout, ops)) => {
-                let (path, version) = about(origin, &functions);
-                journal::note("ggml", json!({"path": path, "version": version}));
+                journal::note("ggml", || {
+                    let (path, version) = about(origin, &functions);
+                    json!({"path": path, "version": version})
+                });
                 let copy = Box::leak(Box::new(Ggml {
                     f: functions,
                     layout,
@@ -422,7 +424,7 @@ fn about(origin: &Origin, functions: &Functions) -> (String, String) {
 fn passive(reason: std::fmt::Arguments<'_>) {
     static SAID: AtomicBool = AtomicBool::new(false);
     if !SAID.swap(true, Ordering::Relaxed) {
-        journal::note("passive", json!({"reason": reason.to_string()}));
+        journal::note("passive", || json!({"reason": reason.to_string()}));
         log(
             Level::Warn,
             format_args!("{reason}; hot-swap stays off in this program"),

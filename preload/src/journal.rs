@@ -21,16 +21,19 @@ extern "C" fn loaded() {
         return;
     }
     let program = std::env::current_exe().unwrap_or_default();
-    note("loaded", json!({"program": program.display().to_string()}));
+    note(
+        "loaded",
+        || json!({"program": program.display().to_string()}),
+    );
 }
 
-/// Notes an event.
-pub fn note(event: &str, what: Value) {
+/// Notes an event. `what` is put together only if somebody wants to know.
+pub fn note(event: &str, what: impl FnOnce() -> Value) {
     let Some(path) = &Config::get().journal else {
         return;
     };
     let mut line = json!({"event": event, "pid": std::process::id()});
-    if let (Some(line), Value::Object(what)) = (line.as_object_mut(), what) {
+    if let (Some(line), Value::Object(what)) = (line.as_object_mut(), what()) {
         line.extend(what);
     }
     let file = std::fs::OpenOptions::new().append(true).open(path);

@@ -221,7 +221,7 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
     if gguf.header.tensors.is_empty() {
         return;
     }
-    journal::note("opened", json!({"path": path.display().to_string()}));
+    journal::note("opened", || json!({"path": path.display().to_string()}));
     let thread = std::thread::current().id();
     let mut loads = LOADS.lock();
     // Tensors have memory already: this file is of the next model.
@@ -465,17 +465,17 @@ fn register(load: Load, devices: &[*mut Device]) {
             model.files[0].gguf.source.path().display()
         ),
     );
-    let layers = Layout::of(model.files.iter().map(|file| &file.gguf))
-        .layers()
-        .len();
-    let (files, tensors) = (model.files.len(), model.tensors.len());
-    let path = model.files[0].gguf.source.path().display().to_string();
-    MODELS.write().push(model);
+    MODELS.write().push(model.clone());
     service::start();
-    journal::note(
-        "model",
-        json!({"path": path, "files": files, "tensors": tensors, "expert_layers": layers}),
-    );
+    journal::note("model", || {
+        let files = model.files.iter().map(|file| &file.gguf);
+        json!({
+            "path": model.files[0].gguf.source.path().display().to_string(),
+            "files": model.files.len(),
+            "tensors": model.tensors.len(),
+            "expert_layers": Layout::of(files).layers().len(),
+        })
+    });
 }
 
 /// The host is about to free a buffer.

@@ -147,15 +147,14 @@ pub fn reload(model: &Arc<Model>) -> Result<Report> {
     let report = store::reload(model)?;
     if report.changed() || report.failure.is_some() {
         let count = |outcome| report.count(outcome);
-        journal::note(
-            "reload",
+        journal::note("reload", || {
             json!({
                 "swapped": count(Outcome::Swapped),
                 "returned": count(Outcome::Returned),
                 "refused": count(Outcome::Refused),
                 "failure": report.failure,
-            }),
-        );
+            })
+        });
     }
     Ok(report)
 }
@@ -175,15 +174,13 @@ extern "C" fn at_exit() {
 
 /// Tells a wrapper how it went.
 pub fn ended() {
-    let pauses = gate::pauses();
-    journal::note(
-        "end",
+    journal::note("end", || {
         json!({
             "evaluations": evaluations::count(),
             "switches": gate::generation(),
-            "longest_pause_us": pauses.longest.as_micros() as u64,
-        }),
-    );
+            "longest_pause_us": gate::pauses().longest.as_micros() as u64,
+        })
+    });
 }
 
 /// In a forked child the threads are gone, and locks may be held for ever.

@@ -273,13 +273,12 @@ fn write_outputs(traces: &[Arc<ModelTrace>]) {
     for (number, trace) in traces.iter().enumerate() {
         let path = numbered(output, number);
         let written = write(&path, &trace.about, &trace.counters.snapshot());
-        journal::note(
-            "trace",
+        journal::note("trace", || {
             json!({
                 "path": path.display().to_string(),
                 "error": written.as_ref().err().map(|error| error.to_string()),
-            }),
-        );
+            })
+        });
         if let Err(error) = written {
             log(
                 Level::Error,

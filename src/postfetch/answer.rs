@@ -19,7 +19,7 @@ pub struct Answer {
     /// Where the bytes are on the device; 0 when it is not to be used.
     pub device_address: u64,
     /// Whether the host computes gate and up of this expert on the CPU: it is among the
-    /// first [`config::PostFetch::cpu_limit`] that were scheduled together.
+    /// first [`cpu_limit`](crate::config::PostFetch::cpu_limit) that were scheduled together.
     pub gate_up_on_cpu: bool,
     /// What it is; `None` when it is no down-projection of the model.
     pub expert: Option<ExpertBytes>,
@@ -242,11 +242,9 @@ impl Shared {
     }
 
     fn describe(&self, slice: &Slice, row: u32) -> ExpertBytes {
-        let offset = slice.offset + u64::from(row) * slice.nbytes;
-        let whole = self.model.host_bytes(&slice.view);
         let (ne, nb) = (slice.view.ne(), slice.view.nb());
         ExpertBytes {
-            host: whole.map(|bytes| bytes.cast::<u8>().wrapping_add(offset as usize)),
+            host: slice.host(&self.model, row),
             nbytes: slice.nbytes,
             row_bytes: nb[1],
             ne: [ne[0], ne[1]],

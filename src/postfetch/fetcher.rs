@@ -171,9 +171,7 @@ fn copy_in(
             .retain(|&waiting| waiting != event);
     }
     device.record(marks.start.event, stream)?;
-    let from = shared.model.host_bytes(&slice.view);
-    let from = from.map(|bytes| bytes.cast::<u8>().wrapping_add(slice.offset as usize));
-    let in_place = from.filter(|&from| {
+    let in_place = slice.host(&shared.model, 0).filter(|&from| {
         let bytes = (copy.width * copy.rows) as u64;
         gpu.pages
             .as_ref()

@@ -188,6 +188,14 @@ impl PlannedLayer {
 }
 
 impl Slice {
+    /// Where the bytes of an expert are in the process, if they can be read there: of this
+    /// one, or of one so many rows behind it.
+    pub fn host(&self, model: &Model, row: u32) -> Option<*const u8> {
+        let offset = self.offset + u64::from(row) * self.nbytes;
+        let whole = model.host_bytes(&self.view)?;
+        Some(whole.cast::<u8>().wrapping_add(offset as usize))
+    }
+
     /// Whether its bytes are in the memory of the process, or in a file.
     pub fn is_on_host(&self) -> bool {
         matches!(self.view.layout(), None | Some(Layout::Whole(HOST)))

@@ -100,12 +100,17 @@ impl Counters {
     }
 }
 
+/// How much of the copies' time nobody waited for; `None` when they took none.
+pub(super) fn overlap(transfer: Duration, wait: Duration) -> Option<f64> {
+    let transfer = transfer.as_secs_f64();
+    (transfer > 0.0).then(|| (1.0 - wait.as_secs_f64() / transfer).max(0.0))
+}
+
 impl Stats {
     /// How much of the copies' time the host did not wait for, 0 to 1; `None` before a copy
     /// was timed.
     pub fn overlap(&self) -> Option<f64> {
-        let transfer = self.transfer.as_secs_f64();
-        (transfer > 0.0).then(|| (1.0 - self.wait.as_secs_f64() / transfer).max(0.0))
+        overlap(self.transfer, self.wait)
     }
 
     /// All answers "compute on the CPU".

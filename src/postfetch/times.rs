@@ -6,7 +6,7 @@ use super::Shared;
 use super::board::Cell;
 use super::gpu::Gpu;
 use super::plan::PlannedLayer;
-use super::stats::add;
+use super::stats::{add, overlap};
 use crate::log::{self, Level};
 
 /// For the log of a layer.
@@ -86,17 +86,13 @@ impl Shared {
         let Some(began) = times.began else {
             return;
         };
-        let transfer = times.transfer.as_secs_f64();
-        let overlap = match transfer > 0.0 {
-            true => (1.0 - times.waited.as_secs_f64() / transfer).max(0.0),
-            false => 0.0,
-        };
+        let overlap = overlap(times.transfer, times.waited).unwrap_or(0.0);
         log::print(
             Level::Debug,
             format_args!(
                 "[PF] Layer {}: Transfer: {:.2} ms, Total: {:.2} ms, Overlap: {:.1}%",
                 planned.layer,
-                transfer * 1e3,
+                times.transfer.as_secs_f64() * 1e3,
                 began.elapsed().as_secs_f64() * 1e3,
                 overlap * 100.0
             ),

@@ -7,3 +7,9 @@ pub mod host;
 pub mod process;
 pub mod sim;
 pub mod writer;
+
+/// The middle of some figures, which are sorted for it. Panics when there are none.
+pub fn median(figures: &mut [f64]) -> f64 {
+    figures.sort_unstable_by(f64::total_cmp);
+    figures[figures.len() / 2]
+}
