@@ -4,7 +4,9 @@
 //! |---|---|---|
 //! | `LLAMA_HOTSWAP_ENABLED` | off | register the files of tensors at load and allow reloads; on when set and neither empty nor `0` |
 //! | `LLAMA_HOTSWAP_POLL_MS` | `1000` | drop-in: how often files are looked at, in ms; `0` = only when asked |
-//! | `LLAMA_HOTSWAP_KV` | `keep` | drop-in: what becomes of cached context after a swap: `keep` or `clear` |
+//! | `LLAMA_HOTSWAP_QUIET_MS` | `2000` | how long a changed file that was found by watching must stay the same before it is used, in ms |
+//! | `LLAMA_HOTSWAP_CHECK` | `1` | refuse a file in which tensors hold rows of zeros or non-finite scales that the tensors in use do not; `0`: use it |
+//! | `LLAMA_HOTSWAP_KV` | `keep` | drop-in: what happens to cached context after a swap; only `keep` is accepted |
 //! | `LLAMA_SIDECAR_CONTROL` | none | drop-in: path of the control socket |
 //! | `LLAMA_EXPERT_TRACE_STATS` | off | drop-in: count which experts are used; a summary at the end |
 //! | `LLAMA_EXPERT_TRACE_NAMES` | off | drop-in, with one of the others: log the name of each expert that an evaluation uses |
@@ -25,6 +27,7 @@
 //! | `LLAMA_SIDECAR_CPU_MOE` | off | keep routed experts in host memory; on when set and neither empty nor `0` |
 //! | `LLAMA_SIDECAR_OVERRIDE_TENSOR` | none | tensors whose name matches go to a device, whole: `ffn_.*_exps=0;attn=2` |
 //! | `LLAMA_SIDECAR_STAGING_MB` | `0` | the most that a reload stages before it switches, in MiB; 0 for no limit |
+//! | `LLAMA_SIDECAR_MEMORY_MB` | what is free | the most that swapped tensors may hold beside the model, what a reload stages included, in MiB; by default what the machine and the control group can still give |
 //! | `LLAMA_SIDECAR_JOURNAL` | none | drop-in: path of a file to which `llama-sidecar run` and `doctor` have their events appended |
 //! | `LLAMA_SIDECAR_LOG` | `warn` | what goes to the log: `off`, `error`, `warn`, `info`, `debug` |
 //!
@@ -73,8 +76,10 @@ pub struct Config {
     pub hotswap: bool,
     /// `LLAMA_HOTSWAP_POLL_MS`; `None` when files are looked at only when asked.
     pub poll: Option<Duration>,
-    /// `LLAMA_HOTSWAP_KV`: whether cached context is dropped after a swap.
-    pub clear_kv: bool,
+    /// `LLAMA_HOTSWAP_QUIET_MS`.
+    pub quiet: Duration,
+    /// `LLAMA_HOTSWAP_CHECK`.
+    pub check_blocks: bool,
     /// `LLAMA_SIDECAR_CONTROL`.
     pub control: Option<PathBuf>,
     /// `LLAMA_EXPERT_TRACE_STATS`.
@@ -97,6 +102,8 @@ pub struct Config {
     pub override_tensor: Option<CString>,
     /// `LLAMA_SIDECAR_STAGING_MB`, in bytes.
     pub staging_bytes: u64,
+    /// `LLAMA_SIDECAR_MEMORY_MB`, in bytes; `None` for what is free.
+    pub memory_bytes: Option<u64>,
     /// `LLAMA_SIDECAR_JOURNAL`.
     pub journal: Option<PathBuf>,
     /// `LLAMA_SIDECAR_LOG`.
@@ -160,9 +167,21 @@ impl Config {
             found.map_err(|_| "expected a number of seconds, or 0".into())
         });
         let every = every.and_then(|text| text.parse().ok()).unwrap_or(0);
-        let kv = checked("LLAMA_HOTSWAP_KV", &|text| match text {
-            "keep" | "clear" => Ok(()),
-            _ => Err("expected keep or clear".into()),
+        checked("LLAMA_HOTSWAP_KV", &|text| {
+            match text {
+            "keep" => Ok(()),
+            "clear" => Err("programs such as llama-server keep a record of their own of what is cached, and would go on without their prompt: send requests with cache_prompt=false, or use 'llama-sidecar reload --server URL'".into()),
+            _ => Err("expected keep".into()),
+        }
+        });
+        let quiet = checked("LLAMA_HOTSWAP_QUIET_MS", &|text| {
+            let found = text.parse::<u32>().map(|_| ());
+            found.map_err(|_| "expected a number of milliseconds, or 0".into())
+        });
+        let quiet_ms = quiet.and_then(|text| text.parse().ok()).unwrap_or(2000);
+        let memory = checked("LLAMA_SIDECAR_MEMORY_MB", &|text| {
+            let found = mib(text).map(|_| ());
+            found.ok_or_else(|| "expected a number of MiB".into())
         });
         let flag = |name: &str, default: bool| {
             let found = checked(name, &|text| match text {
@@ -206,7 +225,9 @@ impl Config {
             postfetch,
             hotswap: on("LLAMA_HOTSWAP_ENABLED"),
             poll: (poll_ms > 0).then(|| Duration::from_millis(poll_ms)),
-            clear_kv: kv.as_deref() == Some("clear"),
+            quiet: Duration::from_millis(quiet_ms),
+            check_blocks: flag("LLAMA_HOTSWAP_CHECK", true),
+            memory_bytes: memory.as_deref().and_then(mib),
             control: set("LLAMA_SIDECAR_CONTROL").map(PathBuf::from),
             trace_summary: on("LLAMA_EXPERT_TRACE_STATS"),
             trace_names: on("LLAMA_EXPERT_TRACE_NAMES"),
@@ -340,22 +361,41 @@ mod tests {
     fn drop_in_variables() {
         let config = parse(&[]);
         assert_eq!(config.poll, Some(Duration::from_secs(1)));
-        assert_eq!((config.clear_kv, &config.control), (false, &None));
+        assert_eq!(
+            (config.quiet, &config.control),
+            (Duration::from_secs(2), &None)
+        );
+        assert_eq!((config.check_blocks, config.memory_bytes), (true, None));
         assert!(!config.traces());
         assert!(parse(&[("LLAMA_EXPERT_TRACE_STATS", "1")]).traces());
         assert!(parse(&[("LLAMA_EXPERT_TRACE_OUTPUT", "a.csv")]).traces());
         let config = parse(&[
             ("LLAMA_HOTSWAP_POLL_MS", "0"),
-            ("LLAMA_HOTSWAP_KV", "clear"),
+            ("LLAMA_HOTSWAP_QUIET_MS", "0"),
+            ("LLAMA_HOTSWAP_CHECK", "0"),
+            ("LLAMA_SIDECAR_MEMORY_MB", "3"),
             ("LLAMA_SIDECAR_CONTROL", "/tmp/socket"),
         ]);
-        assert_eq!((config.poll, config.clear_kv), (None, true));
+        assert_eq!((config.poll, config.quiet), (None, Duration::ZERO));
+        assert_eq!(
+            (config.check_blocks, config.memory_bytes),
+            (false, Some(3 << 20))
+        );
         assert_eq!(config.control, Some("/tmp/socket".into()));
         let config = parse(&[
             ("LLAMA_HOTSWAP_POLL_MS", "soon"),
-            ("LLAMA_HOTSWAP_KV", "maybe"),
+            ("LLAMA_HOTSWAP_KV", "clear"),
+            ("LLAMA_HOTSWAP_QUIET_MS", "long"),
+            ("LLAMA_HOTSWAP_CHECK", "maybe"),
+            ("LLAMA_SIDECAR_MEMORY_MB", "-1"),
         ]);
-        assert_eq!(config.rejected.len(), 2);
+        assert_eq!(config.rejected.len(), 5);
+        assert!(
+            config
+                .rejected
+                .iter()
+                .any(|line| line.contains("cache_prompt=false"))
+        );
     }
 
     #[test]

@@ -43,6 +43,8 @@ pub enum Error {
     #[error("{0}")]
     Busy(&'static str),
     #[error("{0}")]
+    NoMemory(String),
+    #[error("{0}")]
     Invalid(String),
 }
 

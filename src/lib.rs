@@ -15,6 +15,7 @@
 //! | [`config`], [`error`], [`log`] | variables, errors, messages |
 #![deny(unsafe_op_in_unsafe_fn, missing_docs)]
 
+mod background;
 pub mod config;
 pub mod device;
 pub mod error;

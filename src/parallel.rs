@@ -5,6 +5,13 @@ use parking_lot::Mutex;
 /// More threads than this do not make copying memory faster.
 const MAX_THREADS: usize = 8;
 
+/// How many threads are worth it on this machine.
+pub fn threads() -> usize {
+    std::thread::available_parallelism()
+        .map_or(1, usize::from)
+        .min(MAX_THREADS)
+}
+
 /// Calls `work` once for each item, on several threads; items are taken in order.
 ///
 /// `work` returns whether to go on; once it returned `false` no further item is
@@ -15,10 +22,7 @@ pub fn for_each<T: Send>(
     work: impl Fn(T) -> bool + Sync,
     mut beside: impl FnMut() -> bool,
 ) -> bool {
-    let threads = std::thread::available_parallelism()
-        .map_or(1, usize::from)
-        .min(MAX_THREADS)
-        .min(items.len());
+    let threads = threads().min(items.len());
     let queue = Mutex::new(Some(items.into_iter()));
     let next = || queue.lock().as_mut()?.next();
     let stop = || *queue.lock() = None;

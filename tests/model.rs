@@ -11,7 +11,7 @@ use llama_sidecar::gguf::{Access, GgufFile, Value, shard_name};
 use llama_sidecar::model::{Model, Options, Placement, State};
 use tempfile::TempDir;
 use testkit::fixtures::fixture;
-use testkit::writer::{F16, F32, Gguf, Kv, Q4_0, Q8_0, pattern, vocabulary};
+use testkit::writer::{F16, F32, Gguf, Kv, Q4_0, Q8_0, vocabulary, weights};
 
 fn sample() -> Gguf {
     Gguf::default()
@@ -295,7 +295,7 @@ fn a_file_written_in_place_is_not_trusted() {
     model.load(0).unwrap();
     std::thread::sleep(std::time::Duration::from_millis(20));
     let mut other = sample();
-    other.tensors[2].data = pattern(77, 256);
+    other.tensors[2].data = weights(77, F32, 64);
     other.write(&path).unwrap();
     assert!(matches!(model.load(2), Err(Error::WrittenInPlace { .. })));
     assert!(matches!(
@@ -341,7 +341,7 @@ fn process_with_little_address_space() {
     let end = model.tensor(0).nbytes() - 2;
     model.read(0, end, &mut last).unwrap();
     assert_eq!(last, [0, 0]);
-    assert_eq!(bytes(&model, 1), pattern(5, 128));
+    assert_eq!(bytes(&model, 1), weights(5, F32, 32));
     let architecture = model.key(b"general.architecture").unwrap();
     assert_eq!(
         model.value(architecture).unwrap(),
@@ -485,7 +485,7 @@ fn a_thousand_shards_of_one_tensor() {
     let model = Model::open(&paths[450], Options::host()).unwrap();
     assert_eq!((model.file_count(), model.tensor_count()), (900, 900));
     assert_eq!(model.load_all(|_| true).unwrap().allocations, 1);
-    assert_eq!(bytes(&model, 899), pattern(899, 128));
+    assert_eq!(bytes(&model, 899), weights(899, F32, 32));
 }
 
 #[test]

@@ -7,6 +7,10 @@
 //! | `{"cmd":"trace"}` | which experts were used, model by model (`llama_sidecar::trace::SCHEMA`) |
 //! | `{"cmd":"trace-reset"}` | counts anew from here on |
 //! | `{"cmd":"reload"}` | once everything is switched, what was done |
+//! | `{"cmd":"revert"}` | once all tensors are on their originals, what was done; no more reloads |
+//! | `{"cmd":"unfreeze"}` | reloads work again |
+//! | `{"cmd":"hash"}` | a content hash of each model, after reading what was not hashed yet |
+//! | `{"cmd":"metrics"}` | figures in the text format of Prometheus |
 //!
 //! Clients are served by threads of their own, which the host never waits for. One
 //! that sends a line that is too long, or no JSON, is told so and dropped.
@@ -15,20 +19,23 @@ use std::fs::{self, Permissions};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use llama_sidecar::config::Config;
+use llama_sidecar::error::Error;
 use llama_sidecar::log::{Level, log};
-use llama_sidecar::reload::{FileEvent, FileReport, Outcome, Report};
+use llama_sidecar::reload::{FileEvent, FileReport, Outcome, Report, Trigger};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
+use crate::gate::Obstacle;
 use crate::registry::{Instance, Model};
-use crate::{evaluations, gate, placement, registry, service, tracing};
+use crate::{evaluations, gate, metrics, placement, registry, reloads, service, store, tracing};
 
 /// The longest request; ours have less than 100 bytes.
 const LONGEST_LINE: u64 = 4096;
@@ -37,15 +44,15 @@ const MOST_CLIENTS: usize = 16;
 /// How long a client may take to send a line or to take an answer.
 const CLIENT_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Path of the socket that is ours, to be removed at the end.
-static OURS: Mutex<Option<PathBuf>> = Mutex::new(None);
+/// The socket that is ours, to be removed at the end: its path, and its device and inode.
+static OURS: Mutex<Option<(PathBuf, (u64, u64))>> = Mutex::new(None);
 static CLIENTS: AtomicUsize = AtomicUsize::new(0);
 
 /// Listens at `path`.
 pub fn start(path: &Path) {
     match listen(path) {
-        Ok(listener) => {
-            *OURS.lock() = Some(path.to_owned());
+        Ok((listener, identity)) => {
+            *OURS.lock() = Some((path.to_owned(), identity));
             service::spawn("llama-sidecar-c", move || serve(&listener));
         }
         Err(error) => log(
@@ -58,24 +65,86 @@ pub fn start(path: &Path) {
     }
 }
 
-/// Removes the socket.
+/// Removes the socket, unless another process has put its own there.
 pub fn stop() {
-    if let Some(path) = OURS.try_lock().and_then(|mut path| path.take()) {
+    if let Some((path, identity)) = OURS.try_lock().and_then(|mut ours| ours.take())
+        && fs::symlink_metadata(&path).is_ok_and(|found| identity_of(&found) == identity)
+    {
         let _ = fs::remove_file(path);
     }
 }
 
-/// Binds a socket that only its owner can use, over one that nobody listens to.
-fn listen(path: &Path) -> io::Result<UnixListener> {
+fn identity_of(found: &fs::Metadata) -> (u64, u64) {
+    (found.dev(), found.ino())
+}
+
+/// Binds a socket that only its owner can use, over one at which no process listens.
+fn listen(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
     if let Ok(found) = fs::symlink_metadata(path) {
         if !found.file_type().is_socket() {
             return Err(io::Error::other("something else is there"));
         }
-        if UnixStream::connect(path).is_ok() {
+        if is_listened_to(path)? {
             return Err(io::Error::other("another process listens there"));
         }
         fs::remove_file(path)?;
     }
+    let (address, size) = address_of(path)?;
+    // SAFETY: plain system calls on a descriptor that is owned from the start.
+    unsafe {
+        let socket = new_socket(0)?;
+        // Linux gives the path the mode that the descriptor has when it is bound: there
+        // is no moment in which others could connect.
+        checked(libc::fchmod(socket.as_raw_fd(), 0o600))?;
+        checked(libc::bind(
+            socket.as_raw_fd(),
+            (&raw const address).cast(),
+            size,
+        ))?;
+        checked(libc::listen(
+            socket.as_raw_fd(),
+            MOST_CLIENTS as libc::c_int,
+        ))?;
+        fs::set_permissions(path, Permissions::from_mode(0o600))?;
+        let identity = identity_of(&fs::symlink_metadata(path)?);
+        Ok((UnixListener::from(socket), identity))
+    }
+}
+
+/// Whether a process listens at a socket. Does not wait: one with a full backlog is busy,
+/// and it listens.
+fn is_listened_to(path: &Path) -> io::Result<bool> {
+    let (address, size) = address_of(path)?;
+    let socket = new_socket(libc::SOCK_NONBLOCK)?;
+    // SAFETY: a plain system call with a valid address.
+    let connected =
+        checked(unsafe { libc::connect(socket.as_raw_fd(), (&raw const address).cast(), size) });
+    Ok(match connected {
+        Ok(()) => true,
+        Err(error) => error.raw_os_error() == Some(libc::EAGAIN),
+    })
+}
+
+fn new_socket(flags: libc::c_int) -> io::Result<OwnedFd> {
+    let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | flags;
+    // SAFETY: a plain system call; what it returns is owned by nothing else.
+    unsafe {
+        let socket = libc::socket(libc::AF_UNIX, kind, 0);
+        checked(socket.min(0))?;
+        Ok(OwnedFd::from_raw_fd(socket))
+    }
+}
+
+/// The error of a system call that returned other than 0.
+fn checked(code: libc::c_int) -> io::Result<()> {
+    match code {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// The address of a socket at a path, and its size.
+fn address_of(path: &Path) -> io::Result<(libc::sockaddr_un, libc::socklen_t)> {
     let bytes = path.as_os_str().as_bytes();
     // SAFETY: all zeros is a valid address; its family and path are filled in next.
     let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
@@ -86,33 +155,7 @@ fn listen(path: &Path) -> io::Result<UnixListener> {
     for (to, from) in address.sun_path.iter_mut().zip(bytes) {
         *to = *from as libc::c_char;
     }
-    let failed = |code: libc::c_int| match code {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    };
-    // SAFETY: plain system calls on a descriptor that is owned from the start.
-    unsafe {
-        let socket = libc::socket(libc::AF_UNIX, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0);
-        if socket < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        let socket = OwnedFd::from_raw_fd(socket);
-        // Linux gives the path the mode that the descriptor has when it is bound: there
-        // is no moment in which others could connect.
-        failed(libc::fchmod(socket.as_raw_fd(), 0o600))?;
-        let size = size_of::<libc::sockaddr_un>() as libc::socklen_t;
-        failed(libc::bind(
-            socket.as_raw_fd(),
-            (&raw const address).cast(),
-            size,
-        ))?;
-        failed(libc::listen(
-            socket.as_raw_fd(),
-            MOST_CLIENTS as libc::c_int,
-        ))?;
-        fs::set_permissions(path, Permissions::from_mode(0o600))?;
-        Ok(UnixListener::from(socket))
-    }
+    Ok((address, size_of::<libc::sockaddr_un>() as libc::socklen_t))
 }
 
 fn serve(listener: &UnixListener) {
@@ -175,7 +218,19 @@ fn answer(line: &[u8]) -> Result<Value, String> {
     match request.get("cmd").and_then(Value::as_str) {
         Some("ping") => Ok(json!({"ok": true})),
         Some("status") => Ok(status()),
-        Some("reload") => Ok(reload()),
+        Some("reload") => Ok(with_each_model(|model| {
+            reloads::reload(model, Trigger::Command)
+        })),
+        Some("revert") => {
+            reloads::freeze();
+            Ok(with_each_model(reloads::revert))
+        }
+        Some("unfreeze") => {
+            reloads::unfreeze();
+            Ok(json!({"ok": true}))
+        }
+        Some("hash") => Ok(hashes()),
+        Some("metrics") => Ok(json!({"ok": true, "text": metrics::text()})),
         Some("trace") => match Config::get().traces() {
             true => Ok(json!({"ok": true, "traces": tracing::as_json()})),
             false => Err("start the host with LLAMA_EXPERT_TRACE_STATS=1".into()),
@@ -184,7 +239,7 @@ fn answer(line: &[u8]) -> Result<Value, String> {
             tracing::reset();
             Ok(json!({"ok": true}))
         }
-        _ => Err("expected \"cmd\" to be ping, status, reload, trace or trace-reset".into()),
+        _ => Err("expected \"cmd\" to be ping, status, reload, revert, unfreeze, hash, metrics, trace or trace-reset".into()),
     }
 }
 
@@ -201,11 +256,25 @@ fn status() -> Value {
         "graphs_renewed": evaluations::renewed(),
         "pauses": pauses.count,
         "longest_pause_us": pauses.longest.as_micros() as u64,
+        "frozen": reloads::is_frozen(),
+        "waiting": gate::waiting_for().map(|(obstacle, since)| json!({
+            "obstacle": obstacle.map(Obstacle::name),
+            "seconds": since.as_secs_f64(),
+        })),
+        "blocked": reloads::blocked().map(|blocked| json!({
+            "cause": blocked.cause.name(),
+            "error": blocked.error,
+            "seconds": blocked.since.elapsed().as_secs_f64(),
+            "attempts": blocked.attempts,
+        })),
+        "failures": metrics::failures()
+            .map(|(cause, count)| (cause.name().to_owned(), json!(count)))
+            .collect::<serde_json::Map<_, _>>(),
         "models": models,
     })
 }
 
-fn model_status(model: &Model) -> Value {
+fn model_status(model: &Arc<Model>) -> Value {
     let paths = model
         .files
         .iter()
@@ -228,7 +297,21 @@ fn model_status(model: &Model) -> Value {
         "instances": model.tensors.iter().map(|t| t.instances.len()).sum::<usize>(),
         "on_original": model.tensors.len() - changed.len(),
         "changed": changed,
+        "private_bytes": model.private_bytes(),
+        "content_hash": store::content_hash(model, false).map(|hash| format!("{hash:032x}")),
     })
+}
+
+/// A content hash of each model. Reads a model that was never swapped as a whole.
+fn hashes() -> Value {
+    let hashes = registry::models().into_iter().map(|model| {
+        let hash = store::content_hash(&model, true);
+        json!({
+            "model": model.number,
+            "content_hash": hash.map(|hash| format!("{hash:032x}")),
+        })
+    });
+    json!({"ok": true, "models": hashes.collect::<Vec<_>>()})
 }
 
 /// The state of one instance, by the names of the flowchart.
@@ -243,14 +326,14 @@ fn state(model: &Model, instance: &Instance) -> &'static str {
     }
 }
 
-/// Reloads all models, one after the other.
-fn reload() -> Value {
+/// Reloads or reverts all models, one after the other.
+fn with_each_model(work: impl Fn(&Arc<Model>) -> Result<Report, Error>) -> Value {
     let mut reports = Vec::new();
     let mut ok = true;
     for model in registry::models() {
-        match service::reload(&model) {
+        match work(&model) {
             Ok(report) => {
-                let taken = |file: &FileReport| file.event == FileEvent::Taken;
+                let taken = |file: &FileReport| file.event() == FileEvent::Taken;
                 ok &= report.failure.is_none() && report.files.iter().all(taken);
                 reports.push(report_as_json(&model, &report));
             }
@@ -268,8 +351,9 @@ fn report_as_json(model: &Model, report: &Report) -> Value {
     let files = report.files.iter().map(|file| {
         json!({
             "path": file.path.display().to_string(),
-            "event": match file.event { FileEvent::Taken => "taken", FileEvent::Ignored => "ignored" },
-            "reason": file.reason,
+            "event": match file.event() { FileEvent::Taken => "taken", FileEvent::Ignored => "ignored" },
+            "cause": file.ignored.as_ref().map(|ignored| ignored.cause.name()),
+            "reason": file.reason(),
         })
     });
     let tensors = report

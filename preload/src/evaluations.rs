@@ -25,6 +25,7 @@
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_int};
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -35,7 +36,7 @@ use parking_lot::Mutex;
 
 use crate::gate::{self, Obstacle};
 use crate::ggml::{Buffer, DEVICE_CPU, Device, Ggml, Graph, Sched, Tensor};
-use crate::registry;
+use crate::registry::{self, ModelSet};
 use crate::tracing::Routed;
 
 /// `GGML_TENSOR_FLAG_INPUT`.
@@ -72,8 +73,12 @@ pub struct Evaluation {
     simple: AtomicBool,
     /// Whether the host can be made to build its graph again.
     renewable: AtomicBool,
-    /// The generation that its graph was built for.
+    /// The generation that its graph was built for. Only a graph that is built sets it.
     generation: AtomicU64,
+    /// The generation when the host began the decode that may build a graph.
+    begun_in: AtomicU64,
+    /// The models whose weights its graph reads: [`ModelSet`].
+    reads: AtomicU64,
     ggml: AtomicPtr<Ggml>,
     /// Whether the extent of its graph's input is set to zero.
     voided: AtomicBool,
@@ -96,6 +101,8 @@ struct KeptGraph {
     routed: Vec<Routed>,
     /// Where they are read to.
     ids: Vec<u8>,
+    /// Addresses of the backends that evaluate it.
+    backends: Vec<usize>,
 }
 
 impl KeptGraph {
@@ -105,7 +112,14 @@ impl KeptGraph {
         tried: false,
         routed: Vec::new(),
         ids: Vec::new(),
+        backends: Vec::new(),
     };
+}
+
+impl KeptGraph {
+    fn has_ids_in(&self, range: &Range<usize>) -> bool {
+        self.routed.iter().any(|routed| routed.is_in(range))
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -145,8 +159,18 @@ pub fn count() -> u64 {
     COUNT.load(Ordering::Relaxed)
 }
 
-/// What stands in the way of a switch.
-pub fn obstacle() -> Option<Obstacle> {
+/// Whether an evaluation runs, or one began within the last second.
+pub fn any_recent() -> bool {
+    let now = now_ms();
+    used().any(|evaluation| {
+        evaluation.key.load(Ordering::Relaxed) != 0
+            && (evaluation.state.load(Ordering::Relaxed) != IDLE
+                || now.saturating_sub(evaluation.since.load(Ordering::Relaxed)) < 1000)
+    })
+}
+
+/// What stands in the way of a switch of tensors of these models.
+pub fn obstacle(models: ModelSet) -> Option<Obstacle> {
     if REFUSED.load(Ordering::Relaxed) > 0 {
         return Some(Obstacle::Evaluation);
     }
@@ -164,7 +188,8 @@ pub fn obstacle() -> Option<Obstacle> {
         // Without the buffer of its results it is not known when a decode begins.
         let noticed = evaluation.output.load(Ordering::SeqCst) != 0;
         let survives = flag(&evaluation.simple) || (flag(&evaluation.renewable) && noticed);
-        if flag(&evaluation.kept) && !survives {
+        let reads = ModelSet::from_bits(evaluation.reads.load(Ordering::SeqCst));
+        if flag(&evaluation.kept) && !survives && reads.overlaps(models) {
             kept = Some(Obstacle::KeptGraph);
         }
     }
@@ -196,6 +221,8 @@ impl Evaluation {
             simple: AtomicBool::new(true),
             renewable: AtomicBool::new(false),
             generation: AtomicU64::new(0),
+            begun_in: AtomicU64::new(0),
+            reads: AtomicU64::new(0),
             ggml: AtomicPtr::new(std::ptr::null_mut()),
             voided: AtomicBool::new(false),
             uncounted: AtomicBool::new(false),
@@ -236,9 +263,9 @@ impl Evaluation {
         place
             .ggml
             .store(std::ptr::from_ref(ggml).cast_mut(), Ordering::Relaxed);
-        place
-            .generation
-            .store(gate::generation(), Ordering::Relaxed);
+        let now = gate::generation();
+        place.generation.store(now, Ordering::Relaxed);
+        place.begun_in.store(now, Ordering::Relaxed);
         place.key.store(key, Ordering::SeqCst);
         Some(place)
     }
@@ -284,10 +311,34 @@ impl Evaluation {
         evaluation.begin();
     }
 
-    /// The scheduler is about to be freed.
+    /// The host is about to free the memory of tensors. Routed ids that are still to be
+    /// counted are read while they exist.
+    pub fn tensors_freed(range: &Range<usize>) {
+        for evaluation in used() {
+            if evaluation.uncounted.load(Ordering::Relaxed)
+                && evaluation.graph.lock().has_ids_in(range)
+            {
+                evaluation.count_before();
+            }
+        }
+    }
+
+    /// A backend is about to be freed: what it evaluated can no longer be waited for.
+    pub fn backend_freed(backend: usize) {
+        for evaluation in used() {
+            if evaluation.uncounted.load(Ordering::Relaxed)
+                && evaluation.graph.lock().backends.contains(&backend)
+            {
+                evaluation.uncounted.store(false, Ordering::Relaxed);
+            }
+        }
+        Evaluation::freed(backend);
+    }
+
+    /// The scheduler is about to be freed. Its graph and its backends may be gone: hosts
+    /// free them in any order, so nothing of them is touched.
     pub fn freed(sched: usize) {
         if let Some(evaluation) = find(sched) {
-            evaluation.count_before();
             let _closed = gate::closed();
             evaluation.forget();
         }
@@ -300,6 +351,7 @@ impl Evaluation {
         self.kept.store(false, Ordering::SeqCst);
         self.simple.store(true, Ordering::SeqCst);
         self.renewable.store(false, Ordering::SeqCst);
+        self.reads.store(0, Ordering::SeqCst);
         self.voided.store(false, Ordering::Relaxed);
         self.uncounted.store(false, Ordering::Relaxed);
         self.counts.store(false, Ordering::Relaxed);
@@ -320,13 +372,13 @@ impl Evaluation {
     fn begin(&self) {
         self.since.store(now_ms(), Ordering::SeqCst);
         let before = self.state.swap(BEGUN, Ordering::SeqCst);
-        if before == INSIDE || !gate::is_waiting() {
-            return;
+        if before != INSIDE && gate::is_waiting() {
+            if before == RETURNED {
+                self.synchronize();
+            }
+            self.give_way(BEGUN);
         }
-        if before == RETURNED {
-            self.synchronize();
-        }
-        self.give_way(BEGUN);
+        self.begun_in.store(gate::generation(), Ordering::Relaxed);
     }
 
     fn give_way(&self, then: u32) {
@@ -368,14 +420,15 @@ impl Evaluation {
         let counts = self.counts.load(Ordering::Relaxed);
         self.uncounted.store(counts, Ordering::Relaxed);
         self.restore_if_voided();
-        let now = gate::generation();
+        // Only a graph that is built again takes the new generation: this one stays stale.
         let stale = self.kept.load(Ordering::Relaxed)
-            && self.generation.swap(now, Ordering::Relaxed) != now;
+            && self.generation.load(Ordering::Relaxed) != gate::generation();
         if stale && !simple {
+            self.uncounted.store(false, Ordering::Relaxed);
             log(
                 Level::Error,
                 format_args!(
-                    "an evaluation was begun before tensors were switched and would mix old and new: it fails, the next one is right"
+                    "failing an evaluation that was begun before a swap, because its graph mixes old and new tensors; the host's next graph is correct"
                 ),
             );
             return false;
@@ -389,8 +442,11 @@ impl Evaluation {
         self.state.store(BEGUN, Ordering::SeqCst);
     }
 
-    /// Leaves an evaluation.
-    pub fn leave_compute(&self) {
+    /// Leaves an evaluation; one that failed or was aborted routed to nothing.
+    pub fn leave_compute(&self, succeeded: bool) {
+        if !succeeded {
+            self.uncounted.store(false, Ordering::Relaxed);
+        }
         let simple = self.simple.load(Ordering::Relaxed);
         if self.uncounted.load(Ordering::Relaxed) && simple {
             self.count();
@@ -490,8 +546,13 @@ impl Evaluation {
     pub unsafe fn allocated(&self, sched: *mut Sched, graph: *mut Graph, keeps: bool) {
         // SAFETY: as the caller vouches.
         let seen = unsafe { look_at(self.ggml(), graph) };
-        let (devices, on_cpu) = devices(self.ggml(), sched);
-        registry::found_in_graph(&devices, &seen.weights);
+        let (backends, devices, on_cpu) = backends(self.ggml(), sched);
+        let reads = registry::found_in_graph(&devices, &seen.weights);
+        // Known only now: the first graph of a model completes its registration.
+        let views_weights = seen
+            .viewed
+            .iter()
+            .any(|&viewed| registry::is_registered(viewed));
         seen.kept_views
             .iter()
             .copied()
@@ -516,32 +577,40 @@ impl Evaluation {
         }
         known.input = seen.input;
         known.routed = routed;
+        known.backends = backends;
         self.counts
             .store(keeps && !known.routed.is_empty(), Ordering::Relaxed);
         self.voided.store(false, Ordering::Relaxed);
-        let simple = on_cpu && !seen.views_weights;
+        let simple = on_cpu && !views_weights;
         self.simple.store(simple, Ordering::SeqCst);
-        self.generation.store(gate::generation(), Ordering::Relaxed);
+        self.reads.store(reads.bits(), Ordering::SeqCst);
+        // A view copied the type of its weight when the host made it.
+        let built_in = match views_weights {
+            true => self.begun_in.load(Ordering::Relaxed),
+            false => gate::generation(),
+        };
+        self.generation.store(built_in, Ordering::Relaxed);
         self.kept.store(keeps, Ordering::SeqCst);
     }
 }
 
-/// The devices of a scheduler, and whether all of them are the CPU.
-fn devices(ggml: &Ggml, sched: *mut Sched) -> (Vec<*mut Device>, bool) {
+/// The backends of a scheduler, their devices, and whether all of them are the CPU.
+fn backends(ggml: &Ggml, sched: *mut Sched) -> (Vec<usize>, Vec<*mut Device>, bool) {
     let f = &ggml.f;
     // SAFETY: a live scheduler has as many backends as it says.
-    let devices: Vec<*mut Device> = unsafe {
+    let (backends, devices): (Vec<usize>, Vec<*mut Device>) = unsafe {
         let count = (f.ggml_backend_sched_get_n_backends)(sched);
         (0..count)
-            .map(|i| (f.ggml_backend_get_device)((f.ggml_backend_sched_get_backend)(sched, i)))
-            .collect()
+            .map(|i| (f.ggml_backend_sched_get_backend)(sched, i))
+            .map(|backend| (backend as usize, (f.ggml_backend_get_device)(backend)))
+            .unzip()
     };
     // SAFETY: live devices.
     let is_cpu = |device: &*mut Device| unsafe {
         !device.is_null() && (f.ggml_backend_dev_type)(*device) == DEVICE_CPU
     };
     let on_cpu = devices.iter().all(is_cpu);
-    (devices, on_cpu)
+    (backends, devices, on_cpu)
 }
 
 /// A weight that a graph reads.
@@ -558,8 +627,8 @@ pub struct UsedWeight {
 struct Seen {
     input: Option<CountedInput>,
     weights: Vec<UsedWeight>,
-    /// Whether a node is a view of a weight.
-    views_weights: bool,
+    /// Weights of which nodes are views.
+    viewed: Vec<*mut Tensor>,
     /// Weights of which there are views that outlive the graph.
     kept_views: Vec<*mut Tensor>,
 }
@@ -574,7 +643,7 @@ unsafe fn look_at(ggml: &Ggml, graph: *mut Graph) -> Seen {
     let mut seen = Seen {
         input: None,
         weights: Vec::new(),
-        views_weights: false,
+        viewed: Vec::new(),
         kept_views: Vec::new(),
     };
     // SAFETY: nodes of a live graph are live tensors, and so are their sources.
@@ -583,10 +652,16 @@ unsafe fn look_at(ggml: &Ggml, graph: *mut Graph) -> Seen {
         for i in 0..count {
             let node = (f.ggml_graph_node)(graph, i);
             let op: i32 = layout.read(node, layout.op);
+            let viewed: *mut Tensor = layout.read(node, layout.view_src);
             for source in layout.sources(node) {
-                if is_weight(source) {
+                // What reads a view of a weight reads the weight; making the view does not.
+                let weight = match is_weight(source) {
+                    true => source,
+                    false => layout.read(source, layout.view_src),
+                };
+                if is_weight(weight) && weight != viewed {
                     seen.weights.push(UsedWeight {
-                        tensor: source,
+                        tensor: weight,
                         op,
                         // GGML_OP_MUL_MAT_ID has weights, activations, ids as sources.
                         ids: match op == ggml.ops.mul_mat_id {
@@ -604,9 +679,8 @@ unsafe fn look_at(ggml: &Ggml, graph: *mut Graph) -> Seen {
                     });
                 }
             }
-            let viewed: *mut Tensor = layout.read(node, layout.view_src);
             if is_weight(viewed) {
-                seen.views_weights |= registry::is_registered(viewed);
+                seen.viewed.push(viewed);
                 // A view of this graph has no memory before the graph is allocated.
                 if !layout.read::<*mut Buffer>(node, layout.buffer).is_null() {
                     seen.kept_views.push(viewed);

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use crate::evaluations;
+use crate::registry::ModelSet;
 
 /// How long a switch is tried. Evaluations of large models on slow machines take
 /// minutes; after this the files are looked at again and the switch staged anew.
@@ -27,6 +28,9 @@ const COURTESY: Duration = Duration::from_millis(100);
 /// How often a waiting switch looks again: states also change without a word.
 const LOOK_AGAIN: Duration = Duration::from_millis(2);
 
+/// Why a switch of a model that the host frees does not happen.
+const MODEL_FREED: &str = "the model was freed meanwhile";
+
 /// What stands in the way of a switch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Obstacle {
@@ -35,6 +39,16 @@ pub enum Obstacle {
     /// A graph is kept that was built for the tensors as they are, and there is no
     /// certain way to have it built again. It goes when the host builds another.
     KeptGraph,
+}
+
+impl Obstacle {
+    /// Its name, in lower case.
+    pub fn name(self) -> &'static str {
+        match self {
+            Obstacle::Evaluation => "evaluation",
+            Obstacle::KeptGraph => "kept_graph",
+        }
+    }
 }
 
 /// What a switch cost.
@@ -59,6 +73,8 @@ static GATE: Mutex<Gate> = Mutex::new(Gate {
     pauses: Pauses {
         count: 0,
         longest: Duration::ZERO,
+        total: Duration::ZERO,
+        by_bound: [0; PAUSE_BOUNDS.len()],
     },
 });
 static CHANGED: Condvar = Condvar::new();
@@ -69,11 +85,23 @@ struct Gate {
 }
 
 struct Waiting {
+    /// The models whose tensors it replaces.
+    models: ModelSet,
     /// Does it; false when it is not to be done any more.
     work: Box<dyn FnMut() -> bool + Send>,
     since: Instant,
     result: Option<Result<Switched, &'static str>>,
 }
+
+/// Upper bounds of the classes in which pauses are counted.
+pub const PAUSE_BOUNDS: [Duration; 6] = [
+    Duration::from_micros(10),
+    Duration::from_micros(100),
+    Duration::from_millis(1),
+    Duration::from_millis(10),
+    Duration::from_millis(100),
+    Duration::from_secs(1),
+];
 
 /// How long evaluations were held up by switches before they began.
 #[derive(Debug, Clone, Copy)]
@@ -82,6 +110,21 @@ pub struct Pauses {
     pub count: u64,
     /// The longest time.
     pub longest: Duration,
+    /// All of it.
+    pub total: Duration,
+    /// How many lasted up to each of [`PAUSE_BOUNDS`] and longer than the one before.
+    pub by_bound: [u64; PAUSE_BOUNDS.len()],
+}
+
+impl Pauses {
+    fn add(&mut self, pause: Duration) {
+        self.count += 1;
+        self.longest = self.longest.max(pause);
+        self.total += pause;
+        if let Some(class) = PAUSE_BOUNDS.iter().position(|bound| pause <= *bound) {
+            self.by_bound[class] += 1;
+        }
+    }
 }
 
 /// How many switches there have been.
@@ -99,17 +142,33 @@ pub fn is_waiting() -> bool {
     WAITING.load(Ordering::SeqCst)
 }
 
-/// Runs `work` between evaluations, here or on a thread of the host. It returns
-/// whether it did anything; when it did not, nothing was switched.
+/// What stands in the way of the switch that waits, and since when it waits.
+pub fn waiting_for() -> Option<(Option<Obstacle>, Duration)> {
+    let gate = GATE.lock();
+    let waiting = gate.waiting.as_ref()?;
+    Some((
+        evaluations::obstacle(waiting.models),
+        waiting.since.elapsed(),
+    ))
+}
+
+/// Runs `work`, which replaces tensors of these models, between evaluations, here or on a
+/// thread of the host. It returns whether it did anything; when it did not, nothing was
+/// switched. Gives up once `wanted` says no.
 ///
 /// One switch at a time: the reload engine of a model sees to that for its own, and
 /// the caller for those of several models.
-pub fn switch(work: impl FnMut() -> bool + Send + 'static) -> Result<Switched, &'static str> {
+pub fn switch(
+    models: ModelSet,
+    wanted: impl Fn() -> bool,
+    work: impl FnMut() -> bool + Send + 'static,
+) -> Result<Switched, &'static str> {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _turn = ONE_AT_A_TIME.lock();
     let began = Instant::now();
     let mut gate = GATE.lock();
     gate.waiting = Some(Waiting {
+        models,
         work: Box::new(work),
         since: began,
         result: None,
@@ -123,15 +182,18 @@ pub fn switch(work: impl FnMut() -> bool + Send + 'static) -> Result<Switched, &
         let (patience, refusal) = match obstacle {
             Some(Obstacle::KeptGraph) => (
                 PATIENCE_AT_REST,
-                "the host rests and keeps a graph for the tensors as they are: nothing changed; let it evaluate once and reload again",
+                "swap postponed: the idle program holds a graph built for the current tensors; run one evaluation, then reload again",
             ),
             _ => (
                 PATIENCE,
-                "an evaluation did not end for a minute: nothing changed; reload again",
+                "swap postponed: an evaluation did not end within a minute; nothing changed, reload again",
             ),
         };
         if is_shut() {
             break Err("the process ends");
+        }
+        if !wanted() {
+            break Err(MODEL_FREED);
         }
         if began.elapsed() > patience {
             break Err(refusal);
@@ -150,7 +212,7 @@ fn advance(gate: &mut Gate) -> Option<Obstacle> {
     if waiting.result.is_some() {
         return None;
     }
-    let obstacle = evaluations::obstacle();
+    let obstacle = evaluations::obstacle(waiting.models);
     if obstacle.is_none() {
         let began = Instant::now();
         let done = (waiting.work)();
@@ -161,7 +223,7 @@ fn advance(gate: &mut Gate) -> Option<Obstacle> {
                 switch,
                 generation: GENERATION.fetch_add(1, Ordering::SeqCst) + 1,
             }),
-            false => Err("the model was freed meanwhile"),
+            false => Err(MODEL_FREED),
         });
         CHANGED.notify_all();
     }
@@ -177,9 +239,7 @@ pub fn give_way(resume: impl FnOnce()) {
     while advance(&mut gate) == Some(Obstacle::Evaluation) && began.elapsed() < COURTESY {
         CHANGED.wait_for(&mut gate, LOOK_AGAIN);
     }
-    let pause = began.elapsed();
-    gate.pauses.count += 1;
-    gate.pauses.longest = gate.pauses.longest.max(pause);
+    gate.pauses.add(began.elapsed());
     resume();
 }
 

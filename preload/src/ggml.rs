@@ -4,6 +4,7 @@
 //! Names, signatures and constants are those of ggml.h, ggml-backend.h and gguf.h.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use llama_sidecar::gguf::TypeInfo;
@@ -61,6 +62,8 @@ pub const DEVICE_CPU: c_int = 0;
 pub const LAST_PLAIN_DEVICE: c_int = 3;
 /// `GGML_BACKEND_BUFFER_USAGE_WEIGHTS`.
 const USAGE_WEIGHTS: c_int = 1;
+/// `GGML_STATUS_SUCCESS`.
+pub const STATUS_SUCCESS: u32 = 0;
 /// `GGML_STATUS_FAILED`, as it comes back in a register.
 pub const STATUS_FAILED: usize = -1i32 as u32 as usize;
 
@@ -115,6 +118,7 @@ functions! {
     ggml_mul_mat(*mut Context, *mut Tensor, *mut Tensor) -> *mut Tensor;
     ggml_mul_mat_id(*mut Context, *mut Tensor, *mut Tensor, *mut Tensor) -> *mut Tensor;
     ggml_get_rows(*mut Context, *mut Tensor, *mut Tensor) -> *mut Tensor;
+    ggml_op_name(c_int) -> *const c_char;
     ggml_type_name(c_int) -> *const c_char;
     ggml_type_size(c_int) -> usize;
     ggml_blck_size(c_int) -> i64;
@@ -134,6 +138,7 @@ functions! {
     ggml_backend_tensor_set(*mut Tensor, *const c_void, usize, usize);
     ggml_backend_tensor_get(*const Tensor, *mut c_void, usize, usize);
     ggml_backend_dev_type(*mut Device) -> c_int;
+    ggml_backend_dev_memory(*mut Device, *mut usize, *mut usize);
     ggml_backend_dev_supports_op(*mut Device, *const Tensor) -> bool;
     ggml_backend_dev_host_buffer_type(*mut Device) -> *mut BufferType;
     ggml_backend_dev_backend_reg(*mut Device) -> *mut Registration;
@@ -246,6 +251,27 @@ impl Ggml {
         })
     }
 
+    /// The memory that a context has for its tensors.
+    ///
+    /// # Safety
+    ///
+    /// A live context of this copy.
+    pub unsafe fn memory(&self, context: *const Context) -> Range<usize> {
+        // SAFETY: as the caller ensures; both functions only read.
+        unsafe {
+            let start = (self.f.ggml_get_mem_buffer)(context) as usize;
+            start..start + (self.f.ggml_get_mem_size)(context)
+        }
+    }
+
+    /// Bytes that a device can still allocate; `None` where it does not say.
+    pub fn free_memory(&self, device: *mut Device) -> Option<u64> {
+        let (mut free, mut total) = (0usize, 0usize);
+        // SAFETY: a live device, and two numbers to write to.
+        unsafe { (self.f.ggml_backend_dev_memory)(device, &raw mut free, &raw mut total) };
+        (total > 0).then_some(free as u64)
+    }
+
     /// The name of a buffer type.
     pub fn buffer_type_name(&self, buft: *mut BufferType) -> String {
         // SAFETY: a live buffer type has a name.
@@ -324,6 +350,8 @@ impl Drop for OwnContext {
 pub struct OwnBuffer {
     ggml: &'static Ggml,
     buffer: *mut Buffer,
+    /// Bytes that it takes.
+    size: u64,
     /// The tensor it was made for: some backends keep pointers into it.
     _context: OwnContext,
 }
@@ -362,6 +390,7 @@ impl OwnBuffer {
             let own = OwnBuffer {
                 ggml,
                 buffer,
+                size: size as u64,
                 _context: context,
             };
             (ggml.f.ggml_backend_buffer_set_usage)(buffer, USAGE_WEIGHTS);
@@ -372,6 +401,18 @@ impl OwnBuffer {
             }
             Ok((own, tensor))
         }
+    }
+
+    /// Bytes that it takes.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// The name of its buffer type.
+    pub fn place(&self) -> String {
+        // SAFETY: a live buffer.
+        let buft = unsafe { (self.ggml.f.ggml_backend_buffer_get_type)(self.buffer) };
+        self.ggml.buffer_type_name(buft)
     }
 
     /// Whether its bytes are plain memory of this process.

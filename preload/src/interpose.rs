@@ -14,13 +14,14 @@ use std::os::unix::ffi::OsStrExt;
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
 
-use llama_sidecar::config::Config;
 use llama_sidecar::log::{self, Level};
 
 use crate::evaluations::Evaluation;
-use crate::ggml::{Backend, Buffer, Context, Ggml, Graph, STATUS_FAILED, Sched, Tensor};
+use crate::ggml::{
+    Backend, Buffer, Context, Ggml, Graph, STATUS_FAILED, STATUS_SUCCESS, Sched, Tensor,
+};
 use crate::origin::{Origin, path_of_stream};
-use crate::{kv, logits, registry, service};
+use crate::{logits, registry, reloads, service};
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 compile_error!("the drop-in works on Linux x86-64 only");
@@ -78,7 +79,6 @@ macro_rules! hooks {
                     "mov [rsp + 176], rax",
                     "mov edi, {number}",
                     "mov rsi, [rsp + 200]",
-                    "mov rdx, [rsp + 128]",
                     "call {route}",
                     "mov r11, rax",
                     "mov rax, [rsp + 176]",
@@ -124,14 +124,12 @@ hooks! {
     12 ggml_backend_sched_free => sched_free;
     13 ggml_backend_graph_compute_async => backend_compute;
     14 llama_reload_changed_tensors => reload_changed_tensors;
-    15 llama_decode;
 }
 
 /// Hooks that open files: they come before all others.
 const OPENS: std::ops::Range<usize> = 0..2;
 /// The hook that most hosts have nothing behind.
 const RELOAD: usize = 14;
-const DECODE: usize = 15;
 
 /// A call that is on its way to a function of ours.
 #[derive(Clone, Copy)]
@@ -150,7 +148,7 @@ thread_local! {
 }
 
 /// Where a call goes: to what it meant, or to ours.
-extern "C" fn route(hook: usize, return_address: usize, argument: usize) -> *const c_void {
+extern "C" fn route(hook: usize, return_address: usize) -> *const c_void {
     let origin = Origin::of(return_address);
     let real = match origin.real(hook) {
         real if !real.is_null() => real,
@@ -161,10 +159,8 @@ extern "C" fn route(hook: usize, return_address: usize, argument: usize) -> *con
             std::process::abort();
         }
     };
-    let wanted = service::is_on()
-        && !INSIDE.get()
-        && (OPENS.contains(&hook) || !registry::is_empty())
-        && (hook != DECODE || Config::get().clear_kv);
+    let wanted =
+        service::is_on() && !INSIDE.get() && (OPENS.contains(&hook) || !registry::is_empty());
     if !wanted {
         return real;
     }
@@ -172,10 +168,6 @@ extern "C" fn route(hook: usize, return_address: usize, argument: usize) -> *con
     let Some(ggml) = origin.ggml() else {
         return real;
     };
-    if hook == DECODE {
-        kv::clear_after_switch(origin, argument);
-        return real;
-    }
     CALL.set(Some(Call { origin, ggml, real }));
     ours(hook)
 }
@@ -324,7 +316,7 @@ unsafe extern "C-unwind" fn buffer_free(buffer: *mut Buffer) -> usize {
 
 unsafe extern "C-unwind" fn backend_free(backend: *mut Backend) -> usize {
     let (call, _inside) = entered();
-    Evaluation::freed(backend as usize);
+    Evaluation::backend_freed(backend as usize);
     let real = meant!(call, *mut Backend);
     // SAFETY: the argument as it came.
     unsafe { real(backend) }
@@ -333,7 +325,12 @@ unsafe extern "C-unwind" fn backend_free(backend: *mut Backend) -> usize {
 unsafe extern "C-unwind" fn context_free(context: *mut Context) -> usize {
     let (call, _inside) = entered();
     if !context.is_null() {
-        guarded(|| registry::context_freed(call.ggml, context));
+        guarded(|| {
+            // SAFETY: the host has not freed it yet.
+            let range = unsafe { call.ggml.memory(context) };
+            Evaluation::tensors_freed(&range);
+            registry::tensors_freed(&range);
+        });
     }
     let real = meant!(call, *mut Context);
     // SAFETY: the argument as it came.
@@ -403,9 +400,14 @@ unsafe extern "C-unwind" fn sched_compute(sched: *mut Sched, graph: *mut Graph) 
         });
     }
     if let Some(evaluation) = evaluation {
-        evaluation.leave_compute();
+        evaluation.leave_compute(succeeded(result));
     }
     result
+}
+
+/// Whether a call that returns `enum ggml_status` succeeded: the register holds an int.
+fn succeeded(result: usize) -> bool {
+    result as u32 == STATUS_SUCCESS
 }
 
 unsafe extern "C-unwind" fn sched_synchronize(sched: *mut Sched) -> usize {
@@ -436,7 +438,7 @@ unsafe extern "C-unwind" fn backend_compute(backend: *mut Backend, graph: *mut G
     // SAFETY: the arguments as they came.
     let result = unsafe { real(backend, graph) };
     if let Some(evaluation) = evaluation {
-        evaluation.leave_compute();
+        evaluation.leave_compute(succeeded(result));
     }
     result
 }
@@ -446,5 +448,5 @@ unsafe extern "C-unwind" fn backend_compute(backend: *mut Backend, graph: *mut G
 /// belongs to a model, and all models of the process are looked at.
 extern "C-unwind" fn reload_changed_tensors() -> bool {
     let (_call, _inside) = entered();
-    service::reload_all()
+    reloads::reload_all()
 }

@@ -7,13 +7,13 @@
 //! |---|---|
 //! | [`interpose`] | the functions that are put in front of ggml's, thin |
 //! | [`service`], [`control`], [`end`] | threads beside the host, the socket, termination |
+//! | [`reloads`], [`metrics`] | what starts reloads, what came of them, figures for operators |
 //! | [`store`] | the host's tensors as the reload engine sees them |
 //! | [`journal`] | what happened, for `llama-sidecar run` and `doctor` |
 //! | [`registry`] | which files a host loaded, and which of its tensors came out of them |
 //! | [`evaluations`] | what each scheduler of the host is doing, and what its graph needs after a switch |
 //! | [`gate`] | switches between evaluations |
 //! | [`placement`] | the buffer type that the host would have chosen |
-//! | [`kv`] | dropping the context that a host cached, after a switch |
 //! | [`tracing`] | which experts the evaluations of a model used |
 //! | [`logits`] | a hash of what an evaluation put out |
 //! | [`ggml`], [`layout`] | a copy of ggml: its functions, the layout of its tensors |
@@ -30,12 +30,13 @@ mod gate;
 mod ggml;
 mod interpose;
 mod journal;
-mod kv;
 mod layout;
 mod logits;
+mod metrics;
 mod origin;
 mod placement;
 mod registry;
+mod reloads;
 mod service;
 mod store;
 mod tracing;

@@ -7,7 +7,7 @@
 //! type: the device of the layer, memory that a GPU can read, the special types of
 //! the CPU, and plain memory (`select_weight_buft` in llama.cpp).
 
-use std::ffi::c_int;
+use std::ffi::{CStr, c_int};
 use std::sync::atomic::Ordering;
 
 use llama_sidecar::gguf::TypeInfo;
@@ -45,6 +45,50 @@ pub fn choose(
     }
     let found = others.into_iter().find(supported)?;
     Some(as_mapped(model, instance, found))
+}
+
+/// Why no kernel of this program takes a tensor in another type, if so. Backends say that
+/// they support element-wise operations whatever the type, and abort on most.
+pub fn refuses_type(
+    instance: &Instance,
+    ggml: &Ggml,
+    n_dims: usize,
+    ty: &TypeInfo,
+) -> Option<String> {
+    if ty.id == instance.original.ty as u32 {
+        return None;
+    }
+    let ops = &ggml.ops;
+    let op = match (instance.op(), instance.bound_to_type()) {
+        (_, Some(op)) => op,
+        // No graph showed it yet: only matrices are sure to be multiplied.
+        (None, None) if n_dims <= 1 => ops.mul,
+        _ => {
+            return (!is_weight_type(ty)).then(|| {
+                format!(
+                    "no matrix product of this program takes weights in {}",
+                    ty.name()
+                )
+            });
+        }
+    };
+    if (op == ops.mul || op == ops.add) && ty.name() == "f32" {
+        return None;
+    }
+    // SAFETY: ggml has a name for each operation that its graphs show.
+    let op = unsafe { CStr::from_ptr((ggml.f.ggml_op_name)(op)) };
+    Some(format!(
+        "the operation {} that reads it takes {}, not {}: keep its type",
+        op.to_string_lossy(),
+        TypeInfo::from_id(instance.original.ty as u32).map_or("another type", TypeInfo::name),
+        ty.name()
+    ))
+}
+
+/// Whether matrices of weights come in a type: not integers and 64-bit floats, and not the
+/// types that only hold activations for a moment.
+fn is_weight_type(ty: &TypeInfo) -> bool {
+    !["i8", "i16", "i32", "i64", "f64", "q8_1", "q8_K"].contains(&ty.name())
 }
 
 /// Whether the host keeps a tensor in plain memory although its first type would have

@@ -16,6 +16,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::thread::ThreadId;
+use std::time::Duration;
 
 use llama_sidecar::gguf::{Access, FileId, GgufFile};
 use llama_sidecar::log::{Level, log};
@@ -27,10 +28,32 @@ use serde_json::json;
 
 use crate::evaluations::UsedWeight;
 use crate::gate;
-use crate::ggml::{Buffer, BufferType, Context, Descriptor, Device, Ggml, OwnBuffer, Tensor};
+use crate::ggml::{Buffer, BufferType, Descriptor, Device, Ggml, OwnBuffer, Tensor};
 use crate::journal;
 use crate::service;
 use crate::tracing::{ModelTrace, Routed};
+
+/// Some of the models, by number: a set that may hold more than was put in.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ModelSet(u64);
+
+impl ModelSet {
+    /// From what [`ModelSet::bits`] gave.
+    pub const fn from_bits(bits: u64) -> ModelSet {
+        ModelSet(bits)
+    }
+
+    /// To be kept in an atomic.
+    pub const fn bits(self) -> u64 {
+        self.0
+    }
+
+    /// Whether both have a model in common; models whose numbers differ by a multiple of 64
+    /// count as one.
+    pub const fn overlaps(self, other: ModelSet) -> bool {
+        self.0 & other.0 != 0
+    }
+}
 
 /// A model that the host has loaded.
 pub struct Model {
@@ -52,6 +75,8 @@ pub struct Model {
     pub devices: Vec<DevicePointer>,
     /// False once the host has freed any of its memory.
     alive: AtomicBool,
+    /// Held while tensors of it are read, staged and replaced.
+    pub reloading: Mutex<()>,
 }
 
 /// A device of ggml; it lives as long as the process.
@@ -94,6 +119,8 @@ pub struct Instance {
     pub mapped: bool,
     /// The operation that reads it: [`Instance::op`].
     op: AtomicI32,
+    /// An operation that reads it and takes few types: [`Instance::bound_to_type`].
+    bound_to_type: AtomicI32,
     /// Whether it is looked up and multiplied: input and output share it.
     shared: AtomicBool,
     /// Whether the host keeps another tensor that is a view of it.
@@ -122,6 +149,10 @@ unsafe impl Send for BufferTypePointer {}
 // SAFETY: as above.
 unsafe impl Sync for BufferTypePointer {}
 
+/// How long a host that frees a model waits for a reload of it to notice: as long as one
+/// tensor may take to be read.
+const LONGEST_STEP: Duration = Duration::from_secs(10);
+
 /// A model that is being loaded.
 struct Load {
     thread: ThreadId,
@@ -144,12 +175,39 @@ static HIGHEST: AtomicUsize = AtomicUsize::new(0);
 thread_local! {
     /// Whether this thread loads a model.
     static LOADING: Cell<bool> = const { Cell::new(false) };
+    /// Set on a thread that opened a file.
+    static OPENER: Opener = const { Opener };
+}
+
+/// Forgets, at the end of a thread, files that it opened for their metadata alone.
+struct Opener;
+
+impl Drop for Opener {
+    fn drop(&mut self) {
+        let thread = std::thread::current().id();
+        LOADS
+            .lock()
+            .retain(|load| load.thread != thread || !load.tensors.is_empty());
+    }
 }
 
 impl Model {
+    /// The set of this model alone.
+    pub fn as_set(&self) -> ModelSet {
+        ModelSet(1 << (self.number % 64))
+    }
+
     /// Whether the host still has all of it.
     pub fn is_alive(&self) -> bool {
         self.alive.load(Ordering::SeqCst)
+    }
+
+    /// Bytes that its swapped tensors hold beside it.
+    pub fn private_bytes(&self) -> u64 {
+        let instances = self.tensors.iter().flat_map(|tensor| &tensor.instances);
+        instances
+            .filter_map(|instance| Some(instance.private.lock().as_ref()?.size()))
+            .sum()
     }
 
     /// Name of a tensor.
@@ -164,6 +222,15 @@ impl Instance {
     /// The operation that reads it, by ggml's number; `None` while no graph showed it.
     pub fn op(&self) -> Option<i32> {
         match self.op.load(Ordering::Relaxed) {
+            0 => None,
+            op => Some(op),
+        }
+    }
+
+    /// An operation that reads it and is no matrix product and no look-up of rows, by ggml's
+    /// number. The kernels of such operations take few types, and backends do not say which.
+    pub fn bound_to_type(&self) -> Option<i32> {
+        match self.bound_to_type.load(Ordering::Relaxed) {
             0 => None,
             op => Some(op),
         }
@@ -218,19 +285,25 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
             return;
         }
     };
+    let thread = std::thread::current().id();
+    let mut loads = LOADS.lock();
+    // Tensors have memory already: this file is of the next model.
+    let mut current = loads
+        .iter_mut()
+        .find(|load| load.thread == thread && load.tensors.is_empty());
+    // A file that is not a further shard begins a model: what was opened before was read for
+    // its metadata alone, or to fit this model to a device.
+    if let Some(load) = &mut current
+        && !gguf.is_further_shard()
+    {
+        load.files.clear();
+    }
     if gguf.header.tensors.is_empty() {
         return;
     }
     journal::note("opened", || json!({"path": path.display().to_string()}));
-    let thread = std::thread::current().id();
-    let mut loads = LOADS.lock();
-    // Tensors have memory already: this file is of the next model.
-    let current = loads
-        .iter_mut()
-        .find(|load| load.thread == thread && load.tensors.is_empty());
     match current {
         Some(load) => {
-            // Opened again, for example to fit its layers to a device first.
             load.files.retain(|file| file.source.path() != path);
             load.files.push(gguf);
         }
@@ -245,6 +318,8 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
     }
     ANY.store(true, Ordering::Relaxed);
     LOADING.set(true);
+    // A thread that is ending already keeps nothing.
+    let _ = OPENER.try_with(|_| ());
 }
 
 /// Whether tensors that get memory on this thread may be weights.
@@ -286,9 +361,10 @@ pub unsafe fn tensor_placed(ggml: &'static Ggml, tensor: *mut Tensor, buffer: *m
 }
 
 /// A graph reads these tensors. Models whose tensors show up for the first time are
-/// complete.
-pub fn found_in_graph(devices: &[*mut Device], weights: &[UsedWeight]) {
+/// complete. Returns the models that the graph reads.
+pub fn found_in_graph(devices: &[*mut Device], weights: &[UsedWeight]) -> ModelSet {
     let mut unknown = Vec::new();
+    let mut reads = ModelSet::default();
     {
         let index = INDEX.read();
         for weight in weights {
@@ -297,6 +373,7 @@ pub fn found_in_graph(devices: &[*mut Device], weights: &[UsedWeight]) {
                 .and_then(|i| i.get(&(weight.tensor as usize)));
             match known {
                 Some((model, tensor, instance)) => {
+                    reads.0 |= model.as_set().0;
                     note_use(model, *tensor, *instance, weight);
                 }
                 None => unknown.push(weight.tensor),
@@ -304,7 +381,7 @@ pub fn found_in_graph(devices: &[*mut Device], weights: &[UsedWeight]) {
         }
     }
     if unknown.is_empty() {
-        return;
+        return reads;
     }
     let mut loads = LOADS.lock();
     let first = unknown.iter().find_map(|&weight| {
@@ -312,7 +389,7 @@ pub fn found_in_graph(devices: &[*mut Device], weights: &[UsedWeight]) {
         loads.iter().position(has)
     });
     let Some(complete) = first else {
-        return;
+        return reads;
     };
     let load = loads.remove(complete);
     // What else the thread opened before was read for its metadata alone.
@@ -321,7 +398,7 @@ pub fn found_in_graph(devices: &[*mut Device], weights: &[UsedWeight]) {
     LOADING.set(false);
     register(load, devices);
     // Once more: uses of the new tensors are noted now, and further models found.
-    found_in_graph(devices, weights);
+    found_in_graph(devices, weights)
 }
 
 /// The host keeps a tensor that is a view of this one.
@@ -351,7 +428,11 @@ pub unsafe fn keep_ids(weight: *mut Tensor, ids: *mut Tensor) -> Option<Routed> 
 
 fn note_use(model: &Model, tensor: usize, instance: usize, weight: &UsedWeight) {
     let instance = &model.tensors[tensor].instances[instance];
-    let get_rows = model.ggml.ops.get_rows;
+    let ops = &model.ggml.ops;
+    let get_rows = ops.get_rows;
+    if ![get_rows, ops.mul_mat, ops.mul_mat_id].contains(&weight.op) {
+        instance.bound_to_type.store(weight.op, Ordering::Relaxed);
+    }
     let known = instance.op.load(Ordering::Relaxed);
     if known != 0 && known != weight.op && (known == get_rows || weight.op == get_rows) {
         instance.shared.store(true, Ordering::Relaxed);
@@ -404,6 +485,7 @@ fn register(load: Load, devices: &[*mut Device]) {
             original_buffer_type: BufferTypePointer(buft),
             mapped,
             op: AtomicI32::new(0),
+            bound_to_type: AtomicI32::new(0),
             shared: AtomicBool::new(false),
             viewed: AtomicBool::new(false),
             experts_used: AtomicI64::new(1),
@@ -446,6 +528,7 @@ fn register(load: Load, devices: &[*mut Device]) {
             .map(|&device| DevicePointer(device))
             .collect(),
         alive: AtomicBool::new(true),
+        reloading: Mutex::new(()),
     });
     {
         let mut index = INDEX.write();
@@ -486,15 +569,7 @@ pub fn buffer_freed(buffer: *mut Buffer) {
 }
 
 /// The host is about to free the memory of tensors.
-pub fn context_freed(ggml: &Ggml, context: *mut Context) {
-    // SAFETY: the host has not freed it yet.
-    let (start, size) = unsafe {
-        (
-            (ggml.f.ggml_get_mem_buffer)(context) as usize,
-            (ggml.f.ggml_get_mem_size)(context),
-        )
-    };
-    let range = start..start + size;
+pub fn tensors_freed(range: &Range<usize>) {
     let known = addresses();
     if known.start >= range.end || range.start >= known.end {
         return;
@@ -525,7 +600,9 @@ fn remove(gone: impl Fn(&Instance) -> bool) {
             index.retain(|_, (other, ..)| other.number != model.number);
         }
         // Here and not where the last reference goes: the host may unload its backends
-        // next.
+        // next. A reload that runs notices between two tensors, and frees what it staged.
+        gate::changed();
+        let _none_runs = model.reloading.try_lock_for(LONGEST_STEP);
         for instance in model.tensors.iter().flat_map(|tensor| &tensor.instances) {
             *instance.private.lock() = None;
         }

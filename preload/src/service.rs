@@ -4,25 +4,21 @@
 //! child, where nothing of the drop-in works on, and it is kept from ggml once the
 //! process ends.
 
+use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Once};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use llama_sidecar::config::Config;
-use llama_sidecar::error::{Error, Result};
 use llama_sidecar::log::{Level, log};
-use llama_sidecar::reload::{Outcome, Report};
-use parking_lot::Mutex;
 use serde_json::json;
 
 use crate::interpose::Inside;
-use crate::registry::{self, Model};
-use crate::{control, end, evaluations, gate, journal, store, tracing};
+use crate::{control, end, evaluations, gate, journal, reloads, tracing};
 
 /// Whether the drop-in takes part in anything.
 static OFF: AtomicBool = AtomicBool::new(false);
-/// Held while files are looked at; the end of the process waits for it.
-static RELOADING: Mutex<()> = Mutex::new(());
+/// Whether this process is a forked child of the one in which the drop-in was started.
+static FORKED: AtomicBool = AtomicBool::new(false);
 /// How long the end of the process waits for a reload to notice.
 const LAST_WAIT: Duration = Duration::from_secs(2);
 
@@ -45,7 +41,9 @@ pub fn start() {
             libc::pthread_atfork(None, None, Some(in_child));
         }
         if let Some(poll) = config.poll.filter(|_| config.hotswap) {
-            spawn("llama-sidecar", move || look_at_files(poll));
+            spawn("llama-sidecar", move || {
+                reloads::watch(poll, || !OFF.load(Ordering::Relaxed));
+            });
         }
         if config.traces() && config.trace_names {
             spawn("llama-sidecar-n", || {
@@ -100,76 +98,18 @@ pub fn give_up() {
     );
 }
 
-fn look_at_files(poll: Duration) {
-    while !OFF.load(Ordering::Relaxed) {
-        std::thread::sleep(poll);
-        reload_all();
-    }
-}
-
-/// A reload that fails is tried again at every look; it is not logged every time.
-fn say_once_a_minute(error: &str) {
-    static SAID: Mutex<Option<(Instant, String)>> = Mutex::new(None);
-    let mut said = SAID.lock();
-    let known = said
-        .as_ref()
-        .is_some_and(|(when, what)| what == error && when.elapsed() < Duration::from_secs(60));
-    if !known {
-        log(Level::Warn, format_args!("reload: {error}"));
-        *said = Some((Instant::now(), error.to_owned()));
-    }
-}
-
-/// Brings all models up to date; whether any tensor changed.
-pub fn reload_all() -> bool {
-    if !Config::get().hotswap {
-        return false;
-    }
-    let mut changed = false;
-    for model in registry::models() {
-        match reload(&model) {
-            Ok(report) => changed |= report.changed(),
-            Err(error) => say_once_a_minute(&error.to_string()),
-        }
-    }
-    changed
-}
-
-/// Brings one model up to date.
-pub fn reload(model: &Arc<Model>) -> Result<Report> {
-    if !Config::get().hotswap {
-        return Err(Error::HotSwapOff);
-    }
-    let _one_at_a_time = RELOADING.lock();
-    if OFF.load(Ordering::SeqCst) || !model.is_alive() {
-        return Ok(Report::default());
-    }
-    let report = store::reload(model)?;
-    if report.changed() || report.failure.is_some() {
-        let count = |outcome| report.count(outcome);
-        journal::note("reload", || {
-            json!({
-                "swapped": count(Outcome::Swapped),
-                "returned": count(Outcome::Returned),
-                "refused": count(Outcome::Refused),
-                "failure": report.failure,
-            })
-        });
-    }
-    Ok(report)
-}
-
 /// The host's libraries are torn down next: from here on nothing calls into them.
 extern "C" fn at_exit() {
-    if OFF.swap(true, Ordering::SeqCst) {
-        // A forked child: the socket is its parent's.
+    OFF.store(true, Ordering::SeqCst);
+    if FORKED.load(Ordering::SeqCst) {
+        // The socket and the trace are the parent's.
         return;
     }
     gate::shut();
     tracing::finish();
     control::stop();
     ended();
-    drop(RELOADING.try_lock_for(LAST_WAIT));
+    reloads::wait_for_end(LAST_WAIT);
 }
 
 /// Tells a wrapper how it went.
@@ -185,5 +125,6 @@ pub fn ended() {
 
 /// In a forked child the threads are gone, and locks may be held for ever.
 extern "C" fn in_child() {
+    FORKED.store(true, Ordering::SeqCst);
     OFF.store(true, Ordering::SeqCst);
 }

@@ -8,20 +8,33 @@ use llama_sidecar::error::{Error, Result};
 use llama_sidecar::gguf::FileId;
 use llama_sidecar::log::{Level, log};
 use llama_sidecar::reload::{
-    Change, Commit, Effect, Hash, Job, NoRoom, Outcome, Report, StageError, Store, hash_source,
+    Change, Commit, Content, Defects, Effect, Hash, Job, Need, NoRoom, Outcome, Report, StageError,
+    Store, Trigger, content_of, hash_bytes, usable_memory,
 };
+use parking_lot::Mutex;
 
-use crate::gate;
 use crate::ggml::{Descriptor, OwnBuffer, Tensor};
 use crate::placement::{self, extents};
-use crate::registry::{Instance, Model, TensorPointer};
+use crate::registry::{Instance, Model};
+use crate::{evaluations, gate};
 
 /// The tensors of one model.
 struct HostStore<'a>(&'a Arc<Model>);
 
 /// Brings a model of the host up to date with its files.
-pub fn reload(model: &Arc<Model>) -> Result<Report> {
-    model.engine.reload(&HostStore(model))
+pub fn reload(model: &Arc<Model>, trigger: Trigger) -> Result<Report> {
+    model.engine.reload(&HostStore(model), trigger)
+}
+
+/// Returns a model of the host to its original tensors.
+pub fn revert(model: &Arc<Model>) -> Result<Report> {
+    model.engine.revert(&HostStore(model))
+}
+
+/// Hash of what a model of the host evaluates with; reads what is not hashed yet if `read`
+/// says so.
+pub fn content_hash(model: &Arc<Model>, read: bool) -> Option<Hash> {
+    model.engine.content_hash(&HostStore(model), read)
 }
 
 /// New places for instances, filled and not yet in use.
@@ -50,13 +63,42 @@ impl HostStore<'_> {
         file.gguf.source.id_now().ok() == Some(*file.trusted.lock())
     }
 
-    /// Hash of the bytes that the host loaded, from the file that it loaded them from.
-    fn original_hash(&self, tensor: usize) -> Option<Hash> {
+    /// What the file that the host loaded holds of a tensor now.
+    fn file_content(&self, tensor: usize) -> Option<Content> {
         let tensor = &self.0.tensors[tensor];
         let file = &self.0.files[tensor.file].gguf;
-        let info = &file.header.tensors[tensor.info];
-        let hash = hash_source(&file.source, info.offset, info.nbytes).ok();
-        hash.filter(|_| self.is_trusted(tensor.file))
+        file.source.advise_random();
+        content_of(&file.source, &file.header.tensors[tensor.info]).ok()
+    }
+
+    fn file_hash(&self, tensor: usize) -> Option<Hash> {
+        self.file_content(tensor).map(|content| content.hash)
+    }
+
+    /// Hash of the bytes that the host loaded; `None` when their file was written since.
+    fn original_hash(&self, tensor: usize) -> Option<Hash> {
+        let hash = self.file_hash(tensor);
+        hash.filter(|_| self.is_trusted(self.0.tensors[tensor].file))
+    }
+
+    /// Hash of the bytes of a tensor where its own instances hold them: read back from plain
+    /// memory or from a device. The special buffer types of the CPU cannot be read back.
+    fn resident_hash(&self, tensor: usize) -> Option<Hash> {
+        let model = self.0;
+        let f = &model.ggml.f;
+        let instance = &model.tensors[tensor].instances[0];
+        // SAFETY: the model is alive while it is reloaded ([`Model::reloading`]), so its
+        // tensor and its buffer are.
+        unsafe {
+            let is_host = (f.ggml_backend_buffer_is_host)(instance.original.buffer);
+            if !is_host && placement::own_device(model, instance).is_none() {
+                return None;
+            }
+            let len = (f.ggml_nbytes)(instance.tensor.0);
+            let mut bytes = vec![0u8; len];
+            (f.ggml_backend_tensor_get)(instance.tensor.0, bytes.as_mut_ptr().cast(), 0, len);
+            Some(hash_bytes(&bytes))
+        }
     }
 
     fn stage_swap(
@@ -67,28 +109,40 @@ impl HostStore<'_> {
     ) -> Result<(), StageError> {
         let model = self.0;
         let ggml = model.ggml;
+        let named = |reason: String| format!("{:?}: {reason}", model.name(job.tensor));
         let failed = |reason: String| StageError::Read {
             tensor: job.tensor,
-            reason: format!("{:?}: {reason}", model.name(job.tensor)),
+            reason: named(reason),
+        };
+        let refused = |reason: String| StageError::Refused {
+            tensor: job.tensor,
+            reason: named(reason),
         };
         if !ggml.knows(job.ty) {
-            return Err(failed(format!(
+            return Err(refused(format!(
                 "this program's ggml does not know the type {}",
                 job.ty.name()
             )));
         }
         let tensor = &model.tensors[job.tensor];
         if tensor.instances.iter().any(Instance::is_viewed) {
-            return Err(failed(
+            return Err(refused(
                 "the host keeps views of it, which would stay behind".into(),
             ));
         }
         let cut = |instance: &Instance| placement::is_cut_by_ggml(model, instance);
         if tensor.instances.iter().any(cut) {
-            return Err(failed("the host runs it on several devices at once".into()));
+            return Err(refused(
+                "the host runs it on several devices at once".into(),
+            ));
         }
         let info = &model.files[tensor.file].gguf.header.tensors[tensor.info];
         let ne = extents(&info.ne, info.n_dims);
+        let mut kernels = tensor.instances.iter();
+        if let Some(why) = kernels.find_map(|i| placement::refuses_type(i, ggml, ne.len(), job.ty))
+        {
+            return Err(refused(why));
+        }
         let mut bytes = Vec::new();
         let mut places = Vec::new();
         for (number, instance) in tensor.instances.iter().enumerate() {
@@ -98,18 +152,25 @@ impl HostStore<'_> {
             let on = |on_host| {
                 let buft = placement::choose(model, instance, &ne, job.ty, on_host);
                 let buft = buft.ok_or_else(|| {
-                    failed(format!(
+                    refused(format!(
                         "no device of this program can use {}",
                         job.ty.name()
                     ))
                 })?;
                 let name = model.name(job.tensor);
-                let made = OwnBuffer::for_tensor(ggml, buft, job.ty.id as i32, &ne, name);
-                Ok(made.map_err(|requested| DeviceError::OutOfMemory {
+                let out_of_memory = |requested, free| DeviceError::OutOfMemory {
                     device: ggml.buffer_type_name(buft),
                     requested,
-                    free: 0,
-                }))
+                    free,
+                };
+                let own = placement::own_device(model, instance).filter(|_| !on_host);
+                if let Some(free) = own.and_then(|(device, _)| ggml.free_memory(device))
+                    && usable_memory(free) < job.nbytes
+                {
+                    return Ok(Err(out_of_memory(job.nbytes, free)));
+                }
+                let made = OwnBuffer::for_tensor(ggml, buft, job.ty.id as i32, &ne, name);
+                Ok(made.map_err(|requested| out_of_memory(requested, 0)))
             };
             let mut made = on(false)?;
             if made.is_err() && no_room == NoRoom::Fallback {
@@ -187,11 +248,17 @@ impl Store for HostStore<'_> {
         if self.is_private(tensor) {
             return known;
         }
-        let mapped = self.0.tensors[tensor].instances.iter().any(|i| i.mapped);
-        let unchangeable = !mapped || self.is_trusted(self.0.tensors[tensor].file);
-        known
-            .filter(|_| unchangeable)
-            .or_else(|| self.original_hash(tensor))
+        let tensor_of = &self.0.tensors[tensor];
+        let trusted = self.is_trusted(tensor_of.file);
+        let mapped = tensor_of.instances.iter().filter(|i| i.mapped).count();
+        let known = known.filter(|_| trusted || mapped == 0);
+        known.or_else(|| match mapped {
+            _ if trusted => self.file_hash(tensor),
+            // The bytes in use are those of the mapped file, whatever was written there.
+            _ if mapped == tensor_of.instances.len() => self.file_hash(tensor),
+            0 => self.resident_hash(tensor),
+            _ => None,
+        })
     }
 
     fn written_through(&self, tensor: usize, id: &FileId) -> Option<u64> {
@@ -216,6 +283,45 @@ impl Store for HostStore<'_> {
         !mapped
             || source.id_now().ok() == Some(source.id())
             || self.original_hash(tensor) == Some(hash)
+    }
+
+    fn original_defects(&self, tensor: usize) -> Option<Defects> {
+        self.file_content(tensor).map(|content| content.defects)
+    }
+
+    fn need(&self, changes: &[Change<'_>]) -> Need {
+        let model = self.0;
+        let mut need = Need {
+            held: model.private_bytes(),
+            ..Need::default()
+        };
+        for change in changes {
+            let Change::Swap(job) = change else { continue };
+            for instance in &model.tensors[job.tensor].instances {
+                match placement::own_device(model, instance) {
+                    Some(_) => need.device += job.nbytes,
+                    None => need.host += job.nbytes,
+                }
+            }
+        }
+        need
+    }
+
+    fn hash_threads(&self) -> usize {
+        match evaluations::any_recent() {
+            true => 1,
+            false => std::thread::available_parallelism()
+                .map_or(1, usize::from)
+                .min(8),
+        }
+    }
+
+    fn is_wanted(&self) -> bool {
+        self.0.is_alive() && !gate::is_shut()
+    }
+
+    fn activity(&self) -> u64 {
+        evaluations::count()
     }
 
     fn group(&self, tensor: usize) -> usize {
@@ -267,33 +373,29 @@ impl Store for HostStore<'_> {
 
     fn commit(&self, staged: Staged) -> Result<Commit> {
         let model = self.0.clone();
-        let ggml = model.ggml;
-        let writes: Vec<(TensorPointer, Descriptor)> = staged
-            .next
-            .iter()
-            .map(|next| {
-                let instance = &model.tensors[next.tensor].instances[next.instance];
-                (instance.tensor, next.to)
-            })
-            .collect();
-        let alive = model.clone();
-        let switched = gate::switch(move || {
-            if !alive.is_alive() {
-                return false;
-            }
-            for (tensor, to) in &writes {
-                // SAFETY: the gate is closed and the model alive, so nobody reads the
-                // tensor; its new buffer is kept in `private`, or is the host's own.
-                unsafe { ggml.describe(tensor.0, to) };
-            }
-            true
-        })
+        // Buffers change places with the descriptors, before the host can free the model;
+        // those that were in use are freed afterwards: no evaluation reads them any more.
+        let next = Arc::new(Mutex::new(staged.next));
+        let replaced = next.clone();
+        let switched = gate::switch(
+            self.0.as_set(),
+            || self.0.is_alive(),
+            move || {
+                if !model.is_alive() {
+                    return false;
+                }
+                for next in next.lock().iter_mut() {
+                    let instance = &model.tensors[next.tensor].instances[next.instance];
+                    // SAFETY: the gate is closed and the model alive, so nothing reads the
+                    // tensor; its new buffer is kept in `private`, or is the host's own.
+                    unsafe { model.ggml.describe(instance.tensor.0, &next.to) };
+                    std::mem::swap(&mut *instance.private.lock(), &mut next.private);
+                }
+                true
+            },
+        )
         .map_err(Error::Busy)?;
-        for next in staged.next {
-            let instance = &model.tensors[next.tensor].instances[next.instance];
-            // The buffer that was in use goes here: no evaluation reads it any more.
-            *instance.private.lock() = next.private;
-        }
+        drop(replaced);
         Ok(Commit {
             wait: switched.wait,
             switch: switched.switch,

@@ -122,6 +122,11 @@ impl Routed {
         self.ids == ids
     }
 
+    /// Whether the tensor of the ids lies in this memory.
+    pub fn is_in(&self, range: &std::ops::Range<usize>) -> bool {
+        range.contains(&(self.ids as usize))
+    }
+
     /// Counts the ids of an evaluation that has ended.
     ///
     /// # Safety
@@ -204,6 +209,13 @@ pub fn as_json() -> Vec<Value> {
     let traces = TRACES.lock().clone();
     let json = |trace: &Arc<ModelTrace>| to_json(&trace.about, &trace.counters.snapshot());
     traces.iter().map(json).collect()
+}
+
+/// How many experts evaluations routed to, model by model.
+pub fn activations() -> Vec<u64> {
+    let traces = TRACES.lock().clone();
+    let all = |trace: &Arc<ModelTrace>| trace.counters.snapshot().activations();
+    traces.iter().map(all).collect()
 }
 
 /// Begins to count anew.

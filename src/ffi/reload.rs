@@ -32,7 +32,7 @@ impl OwnedReport {
             files: report
                 .files
                 .iter()
-                .map(|f| (c(f.path.as_os_str().as_bytes()), c(f.reason.as_bytes())))
+                .map(|f| (c(f.path.as_os_str().as_bytes()), c(f.reason().as_bytes())))
                 .collect(),
             report,
         }
@@ -323,7 +323,7 @@ pub unsafe extern "C" fn llama_sidecar_report_get_file(
             struct_size: size_of::<llama_sidecar_report_file>(),
             path: path.as_ptr(),
             reason: reason.as_ptr(),
-            event: match file.event {
+            event: match file.event() {
                 FileEvent::Taken => llama_sidecar_file_event::Taken,
                 FileEvent::Ignored => llama_sidecar_file_event::Ignored,
             },

@@ -83,6 +83,7 @@ impl From<Error> for Failure {
             Error::Cancelled => S::Cancelled,
             Error::HotSwapOff => S::Disabled,
             Error::Busy(_) => S::Busy,
+            Error::NoMemory(_) => S::OutOfMemory,
             Error::Invalid(_) => S::BadArgument,
         };
         Failure::new(status, error.to_string())

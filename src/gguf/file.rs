@@ -2,6 +2,7 @@
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
@@ -166,6 +167,68 @@ impl Source {
         let start = usize::try_from(offset).ok()?;
         let end = start.checked_add(usize::try_from(len).ok()?)?;
         self.map.as_ref()?.get(start..end)
+    }
+
+    /// Says that reads of this source jump about, so that the kernel reads nothing ahead
+    /// (`POSIX_FADV_RANDOM`).
+    pub fn advise_random(&self) {
+        // SAFETY: advice for a descriptor that is open.
+        unsafe { libc::posix_fadvise(self.file.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
+    }
+
+    /// Fills `buffer` from `offset` as [`Source::read_at`] does, and leaves in the page cache
+    /// what was there: pages that had to be read are dropped again. A file system that
+    /// cannot tell (`RWF_NOWAIT` of preadv2(2)) keeps them.
+    ///
+    /// Reading ahead is to be off: [`Source::advise_random`].
+    pub fn read_once_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        let cached = self.read_cached(buffer, offset)?;
+        if cached == buffer.len() {
+            return Ok(());
+        }
+        let (rest, at) = (&mut buffer[cached..], offset + cached as u64);
+        self.file.read_exact_at(rest, at)?;
+        // SAFETY: advice for a descriptor that is open.
+        unsafe {
+            libc::posix_fadvise(
+                self.file.as_raw_fd(),
+                at as libc::off_t,
+                rest.len() as libc::off_t,
+                libc::POSIX_FADV_DONTNEED,
+            )
+        };
+        Ok(())
+    }
+
+    /// Reads what the page cache holds from `offset` on; all of it where the file system
+    /// does not tell.
+    fn read_cached(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        let piece = libc::iovec {
+            iov_base: buffer.as_mut_ptr().cast(),
+            iov_len: buffer.len(),
+        };
+        // SAFETY: one piece, which is valid for writes of its length.
+        let read = unsafe {
+            libc::preadv2(
+                self.file.as_raw_fd(),
+                &piece,
+                1,
+                offset as libc::off_t,
+                libc::RWF_NOWAIT,
+            )
+        };
+        if let Ok(read) = usize::try_from(read) {
+            return Ok(read);
+        }
+        let error = io::Error::last_os_error();
+        match error.raw_os_error() {
+            Some(libc::EAGAIN) => Ok(0),
+            Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL) => {
+                self.read_at(buffer, offset)?;
+                Ok(buffer.len())
+            }
+            _ => Err(error),
+        }
     }
 
     /// Fills `buffer` from `offset`; an error when the file ends before.

@@ -4,12 +4,14 @@
 
 mod file;
 mod header;
+mod scales;
 mod shards;
 mod types;
 mod value;
 
 pub use file::{Access, FileId, GgufFile, OpenError, Source};
 pub use header::{DEFAULT_ALIGNMENT, Defect, Header, Stop, TensorInfo, strides};
+pub use scales::{ScaleClass, ScaleFormat};
 pub use shards::{open_model, shard_name};
 pub use types::{Origin, TYPES, TypeInfo};
 pub use value::{Key, Strings, Value, ValueType};

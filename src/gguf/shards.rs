@@ -58,6 +58,13 @@ pub fn open_model(path: &Path, access: Access) -> Result<Vec<GgufFile>, OpenErro
     Ok(files)
 }
 
+impl GgufFile {
+    /// Whether the file is a shard of a model other than its first.
+    pub fn is_further_shard(&self) -> bool {
+        integer(self, NUMBER_KEY).is_ok_and(|number| number.is_some_and(|number| number > 0))
+    }
+}
+
 fn shard_prefix(path: &Path, number: u64, count: u64) -> Option<String> {
     let name = path.file_name()?.to_str()?;
     let suffix = shard_name("", number, count);

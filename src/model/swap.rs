@@ -12,13 +12,13 @@ use super::load::{fill_parts, placed};
 use super::placement::{HOST, Layout};
 use super::tensor::{Home, PartPlan, Version, plan_parts};
 use super::{Model, Versions};
-use crate::device::{Buffer, DeviceError};
+use crate::device::{Buffer, DeviceError, DeviceKind};
 use crate::error::{Error, Result};
 use crate::gguf::{FileId, Source, TypeInfo};
 use crate::parallel;
 use crate::reload::{
-    Change, Commit, Effect, Hash, NoRoom, Outcome, Report, SourceFile, SourceTensor, StageError,
-    Store, hash_reads, hash_source,
+    Change, Commit, Defects, Effect, Hash, Need, NoRoom, Outcome, Report, SourceFile, SourceTensor,
+    StageError, Store, Trigger, content_of, hash_reads, hash_source,
 };
 
 impl Model {
@@ -29,7 +29,7 @@ impl Model {
     pub fn reload(&self) -> Result<Report> {
         let engine = self.reload.as_ref().ok_or(Error::HotSwapOff)?;
         self.gate.check_can_switch()?;
-        engine.reload(self)
+        engine.reload(self, Trigger::Command)
     }
 
     pub(super) fn registry(&self) -> (Vec<SourceFile>, Vec<SourceTensor>) {
@@ -287,6 +287,42 @@ impl Store for Model {
             Home::Private { .. } => true,
         };
         untouched || self.hash(original) == Some(hash)
+    }
+
+    fn original_defects(&self, tensor: usize) -> Option<Defects> {
+        let tensor = &self.tensors[tensor];
+        let file = &self.files[tensor.file as usize].gguf;
+        let info = &file.header.tensors[tensor.info as usize];
+        content_of(&file.source, info)
+            .ok()
+            .map(|found| found.defects)
+    }
+
+    fn need(&self, changes: &[Change<'_>]) -> Need {
+        let mut need = Need::default();
+        for index in 0..self.tensors.len() {
+            let version = self.current(index);
+            if let Home::Private { .. } = version.home {
+                need.held += version.nbytes;
+            }
+        }
+        let only_host = self
+            .devices
+            .iter()
+            .all(|device| device.kind() == DeviceKind::Host);
+        for change in changes {
+            if let Change::Swap(job) = change {
+                match only_host {
+                    true => need.host += job.nbytes,
+                    false => need.device += job.nbytes,
+                }
+            }
+        }
+        need
+    }
+
+    fn hash_threads(&self) -> usize {
+        parallel::threads()
     }
 
     fn group(&self, tensor: usize) -> usize {

@@ -1,12 +1,17 @@
 //! What each tensor of a changed file needs.
 
+use std::collections::HashMap;
+
 use parking_lot::Mutex;
 
-use super::hash::{self, Hash};
+use super::content::{self, Content};
+use super::hash::Hash;
 use super::{
-    Action, ChangedFile, Decision, OriginalBytes, Outcome, Registry, Report, Store, TensorReport,
+    Action, Cause, ChangedFile, Decision, OriginalBytes, Outcome, Registry, Report, Store,
+    TensorReport, Watched,
 };
-use crate::parallel;
+use crate::background;
+use crate::config::Config;
 
 /// Decides for every tensor of every changed file. Files that cannot be taken are
 /// removed from `changed` and reported.
@@ -17,22 +22,36 @@ pub(super) fn decide<S: Store>(
     report: &mut Report,
 ) -> Vec<Decision> {
     refuse_other_models(registry, changed, report);
-    let hashes = hash_files(registry, changed, report);
+    read_files(registry, store, changed, report);
+    refuse_damaged(registry, store, changed, report);
     let mut decisions = Vec::new();
     for (at, file) in changed.iter().enumerate() {
-        for (position, &tensor) in registry.files[file.file].tensors.clone().iter().enumerate() {
-            let (info, hash) = hashes[at][position];
-            let action = action(registry, store, file, tensor, info, hash);
+        let contents = registry.files[file.file].contents_of(file);
+        for (tensor, info, content) in contents {
+            let (action, leaves) = action(registry, store, file, tensor, info, content.hash);
             decisions.push(Decision {
                 tensor,
                 changed: at,
                 info,
-                hash,
+                content,
                 action,
+                leaves,
             });
         }
     }
     decisions
+}
+
+impl Watched {
+    /// Index, position in the new header, and content of each tensor of a version that was
+    /// read.
+    fn contents_of(&self, file: &ChangedFile) -> Vec<(usize, usize, Content)> {
+        let id = file.gguf.source.id();
+        let read = self.contents.iter().filter(|(of, _)| *of == id);
+        read.flat_map(|(_, contents)| self.tensors.iter().zip(contents))
+            .map(|(&tensor, &(info, content))| (tensor, info, content))
+            .collect()
+    }
 }
 
 /// Refuses files in which a tensor is missing or has another shape.
@@ -64,24 +83,13 @@ fn refuse_other_models(
         let Some(first) = tensors.iter().find_map(|&tensor| misfit(tensor)) else {
             return true;
         };
-        for &tensor in tensors {
-            let source = &registry.tensors[tensor].source;
-            report.add(TensorReport {
-                tensor,
-                name: source.name.clone(),
-                outcome: Outcome::Refused,
-                old_type: source.ty,
-                new_type: source.ty,
-                nbytes: 0,
-                file: file.file,
-                placement: String::new(),
-                reason: misfit(tensor)
-                    .unwrap_or_else(|| format!("its file holds another model: {first}")),
-            });
-        }
+        refuse_all(registry, file, report, |tensor| {
+            misfit(tensor).unwrap_or_else(|| format!("its file holds another model: {first}"))
+        });
         registry.ignore(
             file.file,
             Some(file.gguf.source.id()),
+            Cause::OtherModel,
             format!("it holds another model: {first}"),
             report,
         );
@@ -89,53 +97,141 @@ fn refuse_other_models(
     });
 }
 
-/// Position in the new header and hash of the new bytes, for each tensor of each
-/// changed file. A file that cannot be read is removed.
-fn hash_files(
+/// Reads the tensors of each changed file, once for each version of it. A file that cannot
+/// be read is removed.
+fn read_files<S: Store>(
     registry: &mut Registry,
+    store: &S,
     changed: &mut Vec<ChangedFile>,
     report: &mut Report,
-) -> Vec<Vec<(usize, Hash)>> {
-    let mut hashes = Vec::new();
+) {
     changed.retain(|file| {
-        let header = &file.gguf.header;
-        let tensors = &registry.files[file.file].tensors;
-        let mut found: Vec<(usize, Hash)> = tensors
-            .iter()
-            .filter_map(|&tensor| header.find(&registry.tensors[tensor].source.name))
-            .map(|info| (info, 0))
-            .collect();
-        let failure = Mutex::new(None);
-        parallel::for_each(
-            found.iter_mut().collect(),
-            |(info, hash)| {
-                let info = &header.tensors[*info];
-                match hash::of_source(&file.gguf.source, info.offset, info.nbytes) {
-                    Ok(of_file) => *hash = of_file,
-                    Err(error) => {
-                        *failure.lock() =
-                            Some(format!("cannot read it at offset {}: {error}", info.offset));
-                        return false;
-                    }
-                }
-                true
-            },
-            || true,
-        );
-        match failure.into_inner() {
-            None => {
-                hashes.push(found);
+        let watched = &registry.files[file.file];
+        let id = file.gguf.source.id();
+        if watched.contents.as_ref().is_some_and(|(of, _)| *of == id) {
+            return true;
+        }
+        match read_file(registry, store, file) {
+            Ok(contents) => {
+                registry.files[file.file].contents = Some((id, contents));
                 true
             }
-            Some(reason) => {
-                registry.ignore(file.file, None, reason, report);
+            Err(reason) => {
+                registry.files[file.file].note_failure(id, None);
+                registry.ignore(file.file, None, Cause::Unreadable, reason, report);
                 false
             }
         }
     });
-    hashes
 }
 
+/// Position in the new header and content of each tensor of a file.
+fn read_file<S: Store>(
+    registry: &Registry,
+    store: &S,
+    file: &ChangedFile,
+) -> Result<Vec<(usize, Content)>, String> {
+    let (source, header) = (&file.gguf.source, &file.gguf.header);
+    source.advise_random();
+    let tensors = registry.files[file.file].tensors.iter();
+    let infos = tensors.filter_map(|&tensor| header.find(&registry.tensors[tensor].source.name));
+    let mut contents: Vec<(usize, Option<Content>)> = infos.map(|info| (info, None)).collect();
+    let failure = Mutex::new("the model was freed meanwhile".to_owned());
+    background::for_each(
+        store.hash_threads(),
+        contents.iter_mut().collect(),
+        |(info, content)| {
+            let info = &header.tensors[*info];
+            match content::of_tensor(source, info) {
+                Ok(of_file) => *content = Some(of_file),
+                Err(error) => {
+                    *failure.lock() = format!("cannot read it at offset {}: {error}", info.offset);
+                    return false;
+                }
+            }
+            store.is_wanted()
+        },
+    );
+    let complete = contents
+        .into_iter()
+        .map(|(info, content)| Some((info, content?)));
+    complete
+        .collect::<Option<Vec<_>>>()
+        .ok_or_else(|| failure.into_inner())
+}
+
+/// Refuses files in which a tensor looks less like weights than the one in use: zeros of a
+/// download that stalled, scales of a broken conversion.
+fn refuse_damaged<S: Store>(
+    registry: &mut Registry,
+    store: &S,
+    changed: &mut Vec<ChangedFile>,
+    report: &mut Report,
+) {
+    if !Config::get().check_blocks {
+        return;
+    }
+    changed.retain(|file| {
+        let mut damage = Vec::new();
+        for (tensor, _, content) in registry.files[file.file].contents_of(file) {
+            if !content.defects.is_suspicious() {
+                continue;
+            }
+            let known = &mut registry.tensors[tensor];
+            if known.live_defects.is_none() {
+                known.live_defects = store.original_defects(tensor);
+            }
+            let old = known.live_defects.unwrap_or_default();
+            if let Some(why) = content.defects.worse_than(&old) {
+                damage.push((tensor, why));
+            }
+        }
+        let Some((first, why)) = damage.first() else {
+            return true;
+        };
+        let name = registry.tensors[*first].source.name.to_string_lossy();
+        let others = match damage.len() - 1 {
+            0 => String::new(),
+            others => format!(" ({others} more tensors likewise)"),
+        };
+        let reason = format!(
+            "tensor '{name}' is damaged{others}: {why}; write the file again, or set LLAMA_HOTSWAP_CHECK=0 to use it as it is"
+        );
+        let reasons: HashMap<usize, String> = damage.into_iter().collect();
+        refuse_all(registry, file, report, |tensor| {
+            let of_file = || "another tensor of its file is damaged".to_owned();
+            reasons.get(&tensor).cloned().unwrap_or_else(of_file)
+        });
+        let id = file.gguf.source.id();
+        registry.ignore(file.file, Some(id), Cause::Damaged, reason, report);
+        false
+    });
+}
+
+/// Reports every tensor of a file as refused.
+fn refuse_all(
+    registry: &Registry,
+    file: &ChangedFile,
+    report: &mut Report,
+    reason: impl Fn(usize) -> String,
+) {
+    for &tensor in &registry.files[file.file].tensors {
+        let source = &registry.tensors[tensor].source;
+        report.add(TensorReport {
+            tensor,
+            name: source.name.clone(),
+            outcome: Outcome::Refused,
+            old_type: source.ty,
+            new_type: source.ty,
+            nbytes: 0,
+            file: file.file,
+            placement: String::new(),
+            reason: reason(tensor),
+        });
+    }
+}
+
+/// What a tensor needs, and what will be known of its original bytes then.
 fn action<S: Store>(
     registry: &mut Registry,
     store: &S,
@@ -143,7 +239,7 @@ fn action<S: Store>(
     tensor: usize,
     info: usize,
     new_hash: Hash,
-) -> Action {
+) -> (Action, Option<OriginalBytes>) {
     let info = &file.gguf.header.tensors[info];
     let known = &mut registry.tensors[tensor];
     let live_type = known.source.ty;
@@ -152,30 +248,30 @@ fn action<S: Store>(
         if info.ty == live_type && info.offset == offset {
             known.live_hash = before.filter(|&hash| hash == new_hash);
             return match known.live_hash {
-                Some(_) => Action::Keep,
-                None => Action::InPlace,
+                Some(_) => (Action::Keep, None),
+                None => (Action::InPlace, None),
             };
         }
     } else {
         known.live_hash = store.live_hash(tensor, known.live_hash);
         if info.ty == live_type && known.live_hash == Some(new_hash) {
-            return Action::Keep;
+            return (Action::Keep, None);
         }
     }
     match known.original_bytes {
         OriginalBytes::InUse => {
-            known.original_bytes = known
+            let left = known
                 .live_hash
                 .map_or(OriginalBytes::Lost, OriginalBytes::Left);
-            Action::Swap
+            (Action::Swap, Some(left))
         }
         OriginalBytes::Left(hash)
             if hash == new_hash
                 && known.original_type == info.ty
                 && store.can_return(tensor, hash) =>
         {
-            Action::Return
+            (Action::Return, Some(OriginalBytes::InUse))
         }
-        _ => Action::Swap,
+        _ => (Action::Swap, None),
     }
 }

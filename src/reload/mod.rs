@@ -17,7 +17,9 @@
 //! Up to the commit nothing that the host can see has changed, so every failure
 //! before it leaves every byte in place.
 
+mod budget;
 mod compare;
+mod content;
 mod detect;
 mod hash;
 mod report;
@@ -30,14 +32,31 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use crate::background;
+use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::gguf::{FileId, GgufFile, TypeInfo};
 use crate::log::{self, Level};
 
+pub use budget::{Need, usable as usable_memory};
+pub use content::{Content, Defects, of_tensor as content_of};
 pub(crate) use hash::of_reads as hash_reads;
 pub use hash::{Hash, of_bytes as hash_bytes, of_source as hash_source};
-pub use report::{FileEvent, FileReport, Outcome, Report, TensorReport, Times};
+pub use report::{Cause, FileEvent, FileReport, Ignored, Outcome, Report, TensorReport, Times};
 pub use store::{Change, Commit, Effect, Job, NoRoom, StageError, Store};
+
+/// What starts a reload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Trigger {
+    /// A command: every changed file is tried now.
+    Command,
+    /// A look at the files: a changed file is tried once it has been quiet for this long,
+    /// and after a failure at growing intervals.
+    Watch {
+        /// How long a file must have been the same.
+        quiet: Duration,
+    },
+}
 
 /// A file to watch.
 #[derive(Debug)]
@@ -78,10 +97,45 @@ struct Registry {
 struct Watched {
     path: PathBuf,
     id: FileId,
+    /// What it was at registration.
+    first_id: FileId,
     tensors: Vec<usize>,
     /// The last version of the file that was not taken, and why. It is looked at
     /// again when the file changes.
-    ignored: Option<(Option<FileId>, String)>,
+    ignored: Option<(Option<FileId>, Cause, String)>,
+    /// The version that was found last, and since when it has been the same.
+    seen: Option<(FileId, Instant)>,
+    /// What a version that is not yet in use holds: a further attempt reads no bytes twice.
+    contents: Option<(FileId, Vec<(usize, Content)>)>,
+    /// The version whose reload failed last for a reason that may pass.
+    failed: Option<Failed>,
+}
+
+/// A reload that failed, and when it may be tried again.
+#[derive(Debug)]
+struct Failed {
+    id: FileId,
+    times: u32,
+    at: Instant,
+    /// The store's activity, when evaluations stood in the way.
+    activity: Option<u64>,
+}
+
+impl Failed {
+    /// The longest time between two attempts that nothing asks for.
+    const LONGEST_DELAY: Duration = Duration::from_secs(300);
+
+    /// The time after which the next attempt is made: it doubles from one second on.
+    fn delay(&self) -> Duration {
+        let doubled = Duration::from_secs(1).saturating_mul(1 << (self.times - 1).min(16));
+        doubled.min(Self::LONGEST_DELAY)
+    }
+
+    /// Whether the next attempt can be made. While the host rests, its graphs are in the way
+    /// as before.
+    fn may_retry(&self, activity: u64) -> bool {
+        self.at.elapsed() >= self.delay() && self.activity != Some(activity)
+    }
 }
 
 #[derive(Debug)]
@@ -90,8 +144,10 @@ struct Registered {
     /// Its type at registration.
     original_type: &'static TypeInfo,
     original_bytes: OriginalBytes,
-    /// Hash of the bytes in use, once somebody needed it.
+    /// Hash of the bytes in use, once it was needed.
     live_hash: Option<Hash>,
+    /// Defects of the bytes in use, once they were needed.
+    live_defects: Option<Defects>,
 }
 
 /// What is known of the bytes that a tensor had at first. They are hashed when it
@@ -119,8 +175,10 @@ struct Decision {
     changed: usize,
     /// Its place in the new header.
     info: usize,
-    hash: Hash,
+    content: Content,
     action: Action,
+    /// What will be known of its original bytes once it has left them.
+    leaves: Option<OriginalBytes>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -139,8 +197,12 @@ impl Engine {
             .map(|file| Watched {
                 path: file.path,
                 id: file.id,
+                first_id: file.id,
                 tensors: Vec::new(),
                 ignored: None,
+                seen: None,
+                contents: None,
+                failed: None,
             })
             .collect();
         for (index, tensor) in tensors.iter().enumerate() {
@@ -152,6 +214,7 @@ impl Engine {
                 original_type: source.ty,
                 original_bytes: OriginalBytes::InUse,
                 live_hash: None,
+                live_defects: None,
                 source,
             })
             .collect();
@@ -165,29 +228,75 @@ impl Engine {
     /// Everything that changed is switched together, or nothing is. Files that
     /// cannot be taken as they are (unreadable, incomplete, of another model) are
     /// left out and reported. An error means that nothing changed.
-    pub fn reload<S: Store>(&self, store: &S) -> Result<Report> {
+    pub fn reload<S: Store>(&self, store: &S, trigger: Trigger) -> Result<Report> {
         let began = Instant::now();
         let mut registry = self.state.lock();
         let mut report = Report::default();
-        let changed = detect::changed_files(&mut registry, &mut report);
+        let changed = detect::changed_files(&mut registry, trigger, store.activity(), &mut report);
         report.times.detect = began.elapsed();
         let mut result = Ok(());
         if !changed.is_empty() {
+            let attempted: Vec<(usize, FileId)> = changed
+                .iter()
+                .map(|file| (file.file, file.gguf.source.id()))
+                .collect();
             result = registry.apply(store, changed, &mut report);
+            if let Err(error) = &result {
+                let busy = matches!(error, Error::Busy(_));
+                let activity = busy.then(|| store.activity());
+                for (file, id) in attempted {
+                    registry.files[file].note_failure(id, activity);
+                }
+            }
         }
         if result.is_ok() && store.has_displaced() {
             result = registry.bring_back(store, &mut report);
         }
-        report.times.total = began.elapsed();
-        match result {
-            Err(error) if report.commits == 0 => return Err(error),
-            Err(error) => report.failure = Some(error.to_string()),
-            Ok(()) => {}
-        }
-        if !report.files.is_empty() || report.commits > 0 {
-            report.log();
-        }
-        Ok(report)
+        report.finish(began, result)
+    }
+
+    /// Returns every tensor to its original bytes, all at once. Tensors that cannot return,
+    /// because their file was written in place since, are reported as refused.
+    ///
+    /// Files that differ from what was loaded count as changed at the next reload.
+    pub fn revert<S: Store>(&self, store: &S) -> Result<Report> {
+        let began = Instant::now();
+        let mut registry = self.state.lock();
+        let mut report = Report::default();
+        let result = registry.revert(store, &mut report);
+        report.finish(began, result)
+    }
+
+    /// Hash of the names, types, shapes and bytes of all tensors in use, in the order of
+    /// their names: equal for two models that evaluate alike. Reads what was not hashed yet
+    /// if `read` says so; `None` when a hash is missing, or a reload runs.
+    pub fn content_hash<S: Store>(&self, store: &S, read: bool) -> Option<Hash> {
+        let mut registry = match read {
+            true => self.state.lock(),
+            false => self.state.try_lock()?,
+        };
+        registry.content_hash(store, read)
+    }
+}
+
+impl Watched {
+    /// Takes note of a failure to take a version that may pass.
+    fn note_failure(&mut self, id: FileId, activity: Option<u64>) {
+        let before = self.failed.take().filter(|failed| failed.id == id);
+        self.failed = Some(Failed {
+            id,
+            times: before.map_or(1, |failed| failed.times.saturating_add(1)),
+            at: Instant::now(),
+            activity,
+        });
+    }
+
+    /// Forgets what was noted about versions that are not in use.
+    fn forget_attempts(&mut self) {
+        self.ignored = None;
+        self.seen = None;
+        self.contents = None;
+        self.failed = None;
     }
 }
 
@@ -213,10 +322,16 @@ impl Registry {
                 // Without the file that failed, the others can still be taken.
                 Err(Failure::File {
                     changed: at,
+                    cause,
                     reason,
                 }) => {
-                    let file = changed.swap_remove(at).file;
-                    self.ignore(file, None, reason, report);
+                    let file = changed.swap_remove(at);
+                    let id = file.gguf.source.id();
+                    let lasting = cause == Cause::Refused;
+                    if !lasting {
+                        self.files[file.file].note_failure(id, None);
+                    }
+                    self.ignore(file.file, lasting.then_some(id), cause, reason, report);
                 }
                 Err(Failure::Whole(error)) => return Err(error),
             }
@@ -237,8 +352,102 @@ impl Registry {
                 Ok(())
             }
             Err(StageError::Device(error)) => Err(error.into()),
-            Err(StageError::Read { reason, .. }) => Err(Error::Invalid(reason)),
+            Err(StageError::Read { reason, .. } | StageError::Refused { reason, .. }) => {
+                Err(Error::Invalid(reason))
+            }
         }
+    }
+
+    fn revert<S: Store>(&mut self, store: &S, report: &mut Report) -> Result<()> {
+        let mut returning = HashMap::new();
+        for (index, tensor) in self.tensors.iter().enumerate() {
+            match tensor.original_bytes {
+                OriginalBytes::InUse => {}
+                OriginalBytes::Left(hash) if store.can_return(index, hash) => {
+                    returning.insert(index, hash);
+                }
+                _ => report.add(TensorReport {
+                    tensor: index,
+                    name: tensor.source.name.clone(),
+                    outcome: Outcome::Refused,
+                    old_type: tensor.source.ty,
+                    new_type: tensor.source.ty,
+                    nbytes: 0,
+                    file: tensor.source.file,
+                    placement: String::new(),
+                    reason: "its original bytes are gone: the file was written in place".into(),
+                }),
+            }
+        }
+        if !returning.is_empty() {
+            let changes: Vec<Change<'_>> = returning.keys().copied().map(Change::Return).collect();
+            let staged = match store.stage(&changes, NoRoom::Fallback) {
+                Ok(staged) => staged,
+                Err(StageError::OutOfMemory(error) | StageError::Device(error)) => {
+                    return Err(error.into());
+                }
+                Err(StageError::Read { reason, .. } | StageError::Refused { reason, .. }) => {
+                    return Err(Error::Invalid(reason));
+                }
+            };
+            if let Some(staged) = staged {
+                let commit = store.commit(staged)?;
+                for effect in &commit.effects {
+                    let Some(&hash) = returning.get(&effect.tensor) else {
+                        continue;
+                    };
+                    let tensor = &mut self.tensors[effect.tensor];
+                    let old_type = tensor.source.ty;
+                    tensor.source.ty = tensor.original_type;
+                    tensor.live_hash = Some(hash);
+                    tensor.live_defects = None;
+                    tensor.original_bytes = OriginalBytes::InUse;
+                    report.add(TensorReport {
+                        tensor: effect.tensor,
+                        name: tensor.source.name.clone(),
+                        outcome: Outcome::Returned,
+                        old_type,
+                        new_type: tensor.original_type,
+                        nbytes: 0,
+                        file: tensor.source.file,
+                        placement: effect.placement.clone(),
+                        reason: String::new(),
+                    });
+                }
+                self.note(&[], [].into_iter(), &commit, report);
+            }
+        }
+        for file in &mut self.files {
+            file.id = file.first_id;
+            file.forget_attempts();
+        }
+        Ok(())
+    }
+
+    fn content_hash<S: Store>(&mut self, store: &S, read: bool) -> Option<Hash> {
+        if read {
+            let tensors = self.tensors.iter_mut().enumerate();
+            background::for_each(store.hash_threads(), tensors.collect(), |(at, tensor)| {
+                tensor.live_hash = store.live_hash(at, tensor.live_hash);
+                store.is_wanted()
+            });
+        }
+        let mut tensors: Vec<&Registered> = self.tensors.iter().collect();
+        tensors.sort_by(|a, b| a.source.name.cmp(&b.source.name));
+        let mut description = Vec::new();
+        for tensor in tensors {
+            description.extend(tensor.source.name.as_bytes_with_nul());
+            description.extend(tensor.source.ty.id.to_le_bytes());
+            description.extend(
+                tensor
+                    .source
+                    .ne
+                    .iter()
+                    .flat_map(|extent| extent.to_le_bytes()),
+            );
+            description.extend(tensor.live_hash?.to_le_bytes());
+        }
+        Some(hash_bytes(&description))
     }
 
     /// Stages and commits all decisions: at once, or in consistent steps when they are
@@ -273,6 +482,11 @@ impl Registry {
         report: &mut Report,
     ) -> Result<(), Failure> {
         let staging = Instant::now();
+        budget::check(
+            Config::get().memory_bytes,
+            store.need(&changes(changed, step)),
+        )
+        .map_err(|reason| Failure::Whole(Error::NoMemory(reason)))?;
         let mut staged = store.stage(&changes(changed, step), NoRoom::Fail);
         let mut rest = step.to_vec();
         if matches!(staged, Err(StageError::OutOfMemory(_))) {
@@ -303,14 +517,17 @@ impl Registry {
         report: &mut Report,
     ) -> Result<(), Failure> {
         let of_file = |tensor| decisions.iter().find(|d| d.tensor == tensor);
-        let staged = staged.map_err(|error| match error {
-            StageError::Read { tensor, reason } => match of_file(tensor) {
-                Some(decision) => Failure::File {
-                    changed: decision.changed,
-                    reason,
-                },
-                None => Failure::Whole(Error::Invalid(reason)),
+        let of_tensor = |tensor, cause, reason| match of_file(tensor) {
+            Some(decision) => Failure::File {
+                changed: decision.changed,
+                cause,
+                reason,
             },
+            None => Failure::Whole(Error::Invalid(reason)),
+        };
+        let staged = staged.map_err(|error| match error {
+            StageError::Read { tensor, reason } => of_tensor(tensor, Cause::Unreadable, reason),
+            StageError::Refused { tensor, reason } => of_tensor(tensor, Cause::Refused, reason),
             StageError::OutOfMemory(error) | StageError::Device(error) => {
                 Failure::Whole(error.into())
             }
@@ -387,9 +604,10 @@ impl Registry {
             reason: String::new(),
         });
         tensor.source.ty = info.ty;
-        tensor.live_hash = Some(decision.hash);
-        if decision.action == Action::Return {
-            tensor.original_bytes = OriginalBytes::InUse;
+        tensor.live_hash = Some(decision.content.hash);
+        tensor.live_defects = Some(decision.content.defects);
+        if let Some(original_bytes) = decision.leaves {
+            tensor.original_bytes = original_bytes;
         }
     }
 
@@ -400,36 +618,48 @@ impl Registry {
             store.trust(file.file, id);
             let watched = &mut self.files[file.file];
             watched.id = id;
-            watched.ignored = None;
+            watched.forget_attempts();
+            report.news = true;
             report.files.push(FileReport {
                 file: file.file,
                 path: watched.path.clone(),
-                event: FileEvent::Taken,
-                reason: String::new(),
+                ignored: None,
             });
         }
     }
 
     /// Leaves a changed file out of this reload, and says so once for each version
     /// of it; of a file that is being written, once until it is whole.
-    fn ignore(&mut self, file: usize, id: Option<FileId>, reason: String, report: &mut Report) {
+    fn ignore(
+        &mut self,
+        file: usize,
+        id: Option<FileId>,
+        cause: Cause,
+        reason: String,
+        report: &mut Report,
+    ) {
         let watched = &mut self.files[file];
-        let news = (id, reason);
-        let still_written = news.1.ends_with(INCOMPLETE)
-            && matches!(&watched.ignored, Some((_, known)) if known.ends_with(INCOMPLETE));
-        if watched.ignored.as_ref() != Some(&news) && !still_written {
+        let still_written = cause == Cause::Incomplete
+            && matches!(&watched.ignored, Some((_, Cause::Incomplete, _)));
+        let known = matches!(&watched.ignored, Some((of, _, why)) if *of == id && *why == reason);
+        let first = !known && !still_written;
+        if first {
+            report.news = true;
             log::log(
                 Level::Warn,
-                format_args!("{}: ignored: {}", watched.path.display(), news.1),
+                format_args!("{}: ignored: {reason}", watched.path.display()),
             );
         }
         report.files.push(FileReport {
             file,
             path: watched.path.clone(),
-            event: FileEvent::Ignored,
-            reason: news.1.clone(),
+            ignored: Some(Ignored {
+                cause,
+                reason: reason.clone(),
+                first,
+            }),
         });
-        watched.ignored = Some(news);
+        watched.ignored = Some((id, cause, reason));
     }
 }
 
@@ -503,7 +733,11 @@ fn steps<'a, S: Store>(
 /// Why a switch did not happen.
 enum Failure {
     /// One of the changed files is the reason.
-    File { changed: usize, reason: String },
+    File {
+        changed: usize,
+        cause: Cause,
+        reason: String,
+    },
     /// Nothing can be switched.
     Whole(Error),
 }
@@ -522,6 +756,7 @@ fn verify(changed: &[ChangedFile]) -> Result<(), Failure> {
         if !same(source.id_now()) || !same(FileId::of_path(source.path())) {
             return Err(Failure::File {
                 changed: at,
+                cause: Cause::Changing,
                 reason: "it changed while it was read; it is looked at again at the next reload"
                     .into(),
             });
@@ -529,9 +764,6 @@ fn verify(changed: &[ChangedFile]) -> Result<(), Failure> {
     }
     Ok(())
 }
-
-/// How the reason ends to ignore a file that is shorter than its header says.
-const INCOMPLETE: &str = "waiting for its writer to finish";
 
 /// How old a modification time must be before a later write is sure to change it.
 ///

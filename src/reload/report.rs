@@ -2,9 +2,11 @@
 
 use std::ffi::CString;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::store::Commit;
+use crate::device::DeviceError;
+use crate::error::{Error, Result};
 use crate::gguf::TypeInfo;
 use crate::log::{self, Level};
 
@@ -59,6 +61,84 @@ pub enum FileEvent {
     Ignored,
 }
 
+/// Why a file or a reload was not taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cause {
+    /// The file is gone, no regular file, or cannot be read.
+    Unreadable,
+    /// It is shorter than its header says.
+    Incomplete,
+    /// It is no GGUF file that can be read.
+    Malformed,
+    /// It changed while it was read.
+    Changing,
+    /// It lacks tensors of the model, or has them in another shape.
+    OtherModel,
+    /// Its tensors hold zeros or non-finite scales that those in use do not.
+    Damaged,
+    /// The program cannot use what it holds, for example its type.
+    Refused,
+    /// Evaluations, or a graph that the host keeps, stood in the way.
+    Busy,
+    /// There is no memory for it.
+    Memory,
+    /// A device failed, or something else.
+    Other,
+}
+
+impl Cause {
+    /// All causes, in the order of their numbers.
+    pub const ALL: [Cause; 10] = [
+        Cause::Unreadable,
+        Cause::Incomplete,
+        Cause::Malformed,
+        Cause::Changing,
+        Cause::OtherModel,
+        Cause::Damaged,
+        Cause::Refused,
+        Cause::Busy,
+        Cause::Memory,
+        Cause::Other,
+    ];
+
+    /// The cause of a reload that failed as a whole.
+    pub fn of(error: &Error) -> Cause {
+        match error {
+            Error::Busy(_) => Cause::Busy,
+            Error::NoMemory(_) | Error::Device(DeviceError::OutOfMemory { .. }) => Cause::Memory,
+            Error::Read { .. } => Cause::Unreadable,
+            _ => Cause::Other,
+        }
+    }
+
+    /// Its name, in lower case.
+    pub fn name(self) -> &'static str {
+        match self {
+            Cause::Unreadable => "unreadable",
+            Cause::Incomplete => "incomplete",
+            Cause::Malformed => "malformed",
+            Cause::Changing => "changing",
+            Cause::OtherModel => "other_model",
+            Cause::Damaged => "damaged",
+            Cause::Refused => "refused",
+            Cause::Busy => "busy",
+            Cause::Memory => "memory",
+            Cause::Other => "other",
+        }
+    }
+}
+
+/// Why a file was ignored.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ignored {
+    /// In one word.
+    pub cause: Cause,
+    /// In a sentence.
+    pub reason: String,
+    /// Whether no reload reported it before for this version of the file.
+    pub first: bool,
+}
+
 /// One file that is not as it was at the last reload.
 #[derive(Debug, Clone)]
 pub struct FileReport {
@@ -66,10 +146,23 @@ pub struct FileReport {
     pub file: usize,
     /// Its path.
     pub path: PathBuf,
+    /// Why it was left out; `None` when its tensors are now the ones in use.
+    pub ignored: Option<Ignored>,
+}
+
+impl FileReport {
     /// What became of it.
-    pub event: FileEvent,
+    pub fn event(&self) -> FileEvent {
+        match self.ignored {
+            None => FileEvent::Taken,
+            Some(_) => FileEvent::Ignored,
+        }
+    }
+
     /// Why it was ignored; empty otherwise.
-    pub reason: String,
+    pub fn reason(&self) -> &str {
+        self.ignored.as_ref().map_or("", |ignored| &ignored.reason)
+    }
 }
 
 /// How long each step took.
@@ -108,6 +201,12 @@ pub struct Report {
     pub failure: Option<String>,
     /// How long it took.
     pub times: Times,
+    /// When a file will have been quiet for long enough, if one is waited for.
+    pub look_again: Option<Duration>,
+    /// Whether a changed file was left for later because its reload failed before.
+    pub postponed: bool,
+    /// Whether anything is to be said about it that was not said before.
+    pub(super) news: bool,
 }
 
 impl Report {
@@ -140,7 +239,23 @@ impl Report {
         }
     }
 
+    /// Ends a reload that began at `began`: the report of what was done, or the error of
+    /// one that did nothing.
+    pub(super) fn finish(mut self, began: Instant, result: Result<()>) -> Result<Report> {
+        self.times.total = began.elapsed();
+        match result {
+            Err(error) if self.commits == 0 => return Err(error),
+            Err(error) => self.failure = Some(error.to_string()),
+            Ok(()) => {}
+        }
+        if self.news {
+            self.log();
+        }
+        Ok(self)
+    }
+
     pub(super) fn committed(&mut self, commit: &Commit) {
+        self.news = true;
         self.commits += 1;
         self.times.wait += commit.wait;
         self.times.switch += commit.switch;

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use super::budget::Need;
+use super::content::Defects;
 use super::hash::Hash;
 use super::report::Outcome;
 use crate::device::DeviceError;
@@ -63,6 +65,13 @@ pub enum StageError {
         /// What happened.
         reason: String,
     },
+    /// A tensor cannot be what the file has for it, however often it is tried.
+    Refused {
+        /// Index of the tensor.
+        tensor: usize,
+        /// Why.
+        reason: String,
+    },
     /// A device had no room, and host memory neither or it was not to be used.
     OutOfMemory(DeviceError),
     /// A device failed otherwise.
@@ -115,6 +124,26 @@ pub trait Store: Sync {
     /// Whether a tensor has left its original bytes and can go back to them, and
     /// they still hash to `hash`.
     fn can_return(&self, tensor: usize, hash: Hash) -> bool;
+
+    /// Defects of the bytes that a tensor had at first.
+    fn original_defects(&self, tensor: usize) -> Option<Defects>;
+
+    /// Memory that these changes need while they are staged, and what swapped tensors hold.
+    fn need(&self, changes: &[Change<'_>]) -> Need;
+
+    /// How many threads may read and hash, given what the host is doing.
+    fn hash_threads(&self) -> usize;
+
+    /// Whether the model is still there; a reload of one that is not ends early.
+    fn is_wanted(&self) -> bool {
+        true
+    }
+
+    /// Counts evaluations of the host. An attempt that evaluations stood in the way of is
+    /// not repeated before this changed.
+    fn activity(&self) -> u64 {
+        0
+    }
 
     /// Tensors with the same number are laid out together: never switched apart.
     fn group(&self, tensor: usize) -> usize;

@@ -40,6 +40,9 @@ pub enum Program {
     PythonCountingVulkan,
     /// C, linked with libllama.
     C,
+    /// A stand-in for libllama that keeps its graph; `hosts/c/small_host.c` says what it
+    /// takes. Whether it reserves memory before its first evaluation.
+    Small(bool),
 }
 
 /// How the drop-in takes part.
@@ -99,6 +102,13 @@ impl Program {
             Program::C => {
                 command = Command::new(built("hosts-c/host"));
                 command.arg(upstream_libraries()).arg(model);
+            }
+            Program::Small(reserves) => {
+                command = Command::new(built("hosts-c/small_host"));
+                command.arg(upstream_libraries()).arg(model);
+                if !reserves {
+                    command.arg("no-reserve");
+                }
             }
         }
         command

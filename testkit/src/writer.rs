@@ -96,7 +96,7 @@ impl Gguf {
             name: name.into(),
             ne: ne.to_vec(),
             ty,
-            data: pattern(seed, nbytes(ty, elements as u64) as usize),
+            data: weights(seed, ty, elements as u64),
         });
         self
     }
@@ -222,6 +222,24 @@ pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
     }
     out.truncate(len);
     out
+}
+
+/// Bytes of `elements` elements that follow from `seed`, with scales that are finite.
+pub fn weights(seed: u64, ty: u32, elements: u64) -> Vec<u8> {
+    let mut bytes = pattern(seed, nbytes(ty, elements) as usize);
+    // Where a block has its scales ends the exponent: without its highest bit it is finite.
+    let (block, ends): (usize, &[usize]) = match ty {
+        F32 => (4, &[3]),
+        F16 => (2, &[1]),
+        Q4_0 => (18, &[1]),
+        Q8_0 => (34, &[1]),
+        Q4_K => (144, &[1, 3]),
+        other => panic!("the test writer does not know type {other}"),
+    };
+    for block in bytes.chunks_exact_mut(block) {
+        ends.iter().for_each(|&end| block[end] &= 0xbf);
+    }
+    bytes
 }
 
 /// A vocabulary of `tokens` tokens with scores and types, as tokenizers store it.

@@ -48,6 +48,10 @@ const CHECKS: &[Check] = &[
         cmake::ctest(&cmake::build_hosts()?, &[])
     }),
     Check::new("drop-in in real hosts", || dropin_tests("dropin")),
+    Check::new(
+        "drop-in with graphs that no real host makes on demand",
+        || dropin_tests("dropin_graphs"),
+    ),
     Check::new("the command with real hosts", || dropin_tests("command")),
     Check {
         name: "drop-in in a host with Vulkan",

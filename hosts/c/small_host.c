@@ -1,0 +1,57 @@
+// Drives the stand-in for libllama, with commands on standard input.
+//
+//   small_host LIBRARIES MODEL [no-reserve]
+//
+//   decode [STALL_MS]   evaluates and prints the sum of the results, or "failed STATUS"
+//   begin               evaluates without waiting for the results, and prints "begun"
+//   aborted             evaluates once with an abort callback that returns true
+//   free                frees everything, the graph first
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "small_llama.h"
+
+void ggml_backend_load_all_from_path(const char * path);
+
+static void print(float sum, int status) {
+    if (status == 0) {
+        printf("%g\n", (double) sum);
+    } else {
+        printf("failed %d\n", status);
+    }
+}
+
+int main(int argc, char ** argv) {
+    if (argc < 3) {
+        fprintf(stderr, "usage: small_host LIBRARIES MODEL [no-reserve]\n");
+        return 2;
+    }
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    ggml_backend_load_all_from_path(argv[1]);
+    small_load(argv[2], argc == 3);
+    puts("ready");
+    char line[256];
+    while (fgets(line, sizeof(line), stdin)) {
+        line[strcspn(line, "\n")] = 0;
+        int status = 0;
+        if (strncmp(line, "decode", 6) == 0) {
+            const float sum = llama_decode(atoi(line + 6), true, &status);
+            print(sum, status);
+        } else if (strcmp(line, "begin") == 0) {
+            llama_decode(0, false, &status);
+            puts("begun");
+        } else if (strcmp(line, "aborted") == 0) {
+            small_abort(true);
+            const float sum = llama_decode(0, true, &status);
+            small_abort(false);
+            print(sum, status);
+        } else if (strcmp(line, "free") == 0) {
+            small_free();
+            puts("freed");
+        } else {
+            break;
+        }
+    }
+    return 0;
+}

@@ -1,0 +1,220 @@
+#define _DEFAULT_SOURCE
+#include "small_llama.h"
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+// From ggml's headers, as far as it is used.
+enum { F32 = 0, I32 = 26, CPU = 0, WIDTH = 64, ROWS = 8, EXPERTS_USED = 2 };
+struct init_params {
+    size_t mem_size;
+    void * mem_buffer;
+    bool no_alloc;
+};
+struct gguf_init_params {
+    bool no_alloc;
+    struct ggml_context ** context;
+};
+typedef struct ggml_context context_t;
+typedef struct ggml_tensor tensor_t;
+typedef struct ggml_cgraph graph_t;
+typedef struct ggml_backend * backend_t;
+typedef struct ggml_backend_buffer * buffer_t;
+typedef struct ggml_backend_sched * sched_t;
+
+context_t * ggml_init(struct init_params params);
+void ggml_free(context_t * context);
+tensor_t * ggml_new_tensor_1d(context_t *, int type, int64_t);
+tensor_t * ggml_new_tensor_2d(context_t *, int type, int64_t, int64_t);
+tensor_t * ggml_new_tensor_3d(context_t *, int type, int64_t, int64_t, int64_t);
+tensor_t * ggml_view_2d(context_t *, tensor_t *, int64_t, int64_t, size_t stride, size_t offset);
+size_t ggml_row_size(int type, int64_t);
+tensor_t * ggml_mul(context_t *, tensor_t *, tensor_t *);
+tensor_t * ggml_mul_mat(context_t *, tensor_t *, tensor_t *);
+tensor_t * ggml_mul_mat_id(context_t *, tensor_t *, tensor_t *, tensor_t * ids);
+void ggml_set_input(tensor_t *);
+void ggml_set_output(tensor_t *);
+tensor_t * ggml_set_name(tensor_t *, const char *);
+tensor_t * ggml_get_tensor(context_t *, const char *);
+int64_t ggml_nelements(const tensor_t *);
+size_t ggml_nbytes(const tensor_t *);
+graph_t * ggml_new_graph_custom(context_t *, size_t, bool);
+void ggml_build_forward_expand(graph_t *, tensor_t *);
+struct gguf_context * gguf_init_from_file(const char *, struct gguf_init_params);
+int64_t gguf_find_tensor(const struct gguf_context *, const char *);
+size_t gguf_get_data_offset(const struct gguf_context *);
+size_t gguf_get_tensor_offset(const struct gguf_context *, int64_t);
+void gguf_free(struct gguf_context *);
+backend_t ggml_backend_init_by_type(int, const char *);
+void ggml_backend_free(backend_t);
+void * ggml_backend_get_device(backend_t);
+void * ggml_backend_dev_backend_reg(void *);
+void * ggml_backend_reg_get_proc_address(void *, const char *);
+buffer_t ggml_backend_alloc_ctx_tensors(context_t *, backend_t);
+size_t ggml_backend_buffer_get_size(buffer_t);
+buffer_t ggml_backend_buft_alloc_buffer(void *, size_t);
+void * ggml_backend_cpu_buffer_type(void);
+void ggml_backend_tensor_set(tensor_t *, const void *, size_t, size_t);
+void ggml_backend_tensor_get(const tensor_t *, void *, size_t, size_t);
+sched_t ggml_backend_sched_new(backend_t *, void *, int, size_t, bool, bool);
+void ggml_backend_sched_reset(sched_t);
+bool ggml_backend_sched_reserve(sched_t, graph_t *);
+bool ggml_backend_sched_alloc_graph(sched_t, graph_t *);
+int ggml_backend_sched_graph_compute_async(sched_t, graph_t *);
+void ggml_backend_sched_synchronize(sched_t);
+void ggml_backend_sched_free(sched_t);
+
+static const char * const names[] = {"w.weight", "norm.weight", "blk.0.ffn_down_exps.weight"};
+static tensor_t * weights[3];
+static backend_t backend;
+static sched_t sched;
+static buffer_t output;
+static context_t * graph_context;
+static const size_t graph_size = 1 << 20;
+static void * graph_memory;
+static graph_t * graph;
+static tensor_t *input, *ids, *activations, *result;
+static bool reserves_first;
+static bool aborts;
+
+static bool on_abort(void * data) {
+    (void) data;
+    return aborts;
+}
+
+void small_load(const char * path, bool reserves) {
+    context_t * context = NULL;
+    backend = ggml_backend_init_by_type(CPU, NULL);
+    struct gguf_context * file =
+        gguf_init_from_file(path, (struct gguf_init_params){true, &context});
+    FILE * stream = fopen(path, "rb");
+    if (!backend || !file || !stream) {
+        fprintf(stderr, "cannot load %s\n", path);
+        exit(1);
+    }
+    for (int i = 0; i < 3; i++) {
+        weights[i] = ggml_get_tensor(context, names[i]);
+    }
+    ggml_backend_alloc_ctx_tensors(context, backend);
+    for (int i = 0; i < 3; i++) {
+        if (!weights[i]) {
+            continue;
+        }
+        const size_t size = ggml_nbytes(weights[i]);
+        void * bytes = malloc(size);
+        const int64_t at = gguf_find_tensor(file, names[i]);
+        fseek(stream, (long) (gguf_get_data_offset(file) + gguf_get_tensor_offset(file, at)),
+              SEEK_SET);
+        if (fread(bytes, 1, size, stream) != size) {
+            fprintf(stderr, "cannot read %s\n", names[i]);
+            exit(1);
+        }
+        ggml_backend_tensor_set(weights[i], bytes, 0, size);
+        free(bytes);
+    }
+    fclose(stream);
+    gguf_free(file);
+    sched = ggml_backend_sched_new(&backend, NULL, 1, 64, false, false);
+    output = ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), 4096);
+    void * registration = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
+    void (*set_abort)(backend_t, bool (*)(void *), void *) = NULL;
+    *(void **) &set_abort =
+        ggml_backend_reg_get_proc_address(registration, "ggml_backend_set_abort_callback");
+    if (set_abort) {
+        set_abort(backend, on_abort, NULL);
+    }
+    reserves_first = reserves;
+}
+
+void small_abort(bool on) { aborts = on; }
+
+// A matrix product over a view of the weight, whose input may be scaled by a norm, and one
+// over routed experts.
+static void build(void) {
+    if (graph_context) {
+        ggml_free(graph_context);
+    }
+    if (!graph_memory) {
+        graph_memory = malloc(graph_size);
+    }
+    graph_context = ggml_init((struct init_params){graph_size, graph_memory, true});
+    context_t * c = graph_context;
+    input = ggml_new_tensor_2d(c, F32, WIDTH, 1);
+    ggml_set_name(input, "inp_tokens");
+    ggml_set_input(input);
+    tensor_t * scaled = weights[1] ? ggml_mul(c, input, weights[1]) : input;
+    tensor_t * view = ggml_view_2d(c, weights[0], WIDTH, ROWS, ggml_row_size(F32, WIDTH), 0);
+    result = ggml_mul_mat(c, view, scaled);
+    ggml_set_output(result);
+    graph = ggml_new_graph_custom(c, 64, false);
+    ggml_build_forward_expand(graph, result);
+    if (weights[2]) {
+        ids = ggml_new_tensor_2d(c, I32, EXPERTS_USED, 1);
+        ggml_set_input(ids);
+        activations = ggml_new_tensor_3d(c, F32, WIDTH, 1, 1);
+        ggml_set_input(activations);
+        tensor_t * experts = ggml_mul_mat_id(c, weights[2], activations, ids);
+        ggml_set_output(experts);
+        ggml_build_forward_expand(graph, experts);
+    }
+}
+
+static float run(int stall_ms, bool waits, int * status) {
+    if (stall_ms) {
+        usleep((useconds_t) stall_ms * 1000);
+    }
+    float ones[WIDTH];
+    for (int i = 0; i < WIDTH; i++) {
+        ones[i] = 1;
+    }
+    ggml_backend_tensor_set(input, ones, 0, sizeof(ones));
+    if (weights[2]) {
+        const int32_t routed[EXPERTS_USED] = {0, 1};
+        ggml_backend_tensor_set(ids, routed, 0, sizeof(routed));
+        ggml_backend_tensor_set(activations, ones, 0, sizeof(ones));
+    }
+    *status = ggml_backend_sched_graph_compute_async(sched, graph);
+    if (*status != 0 || !waits) {
+        return NAN;
+    }
+    ggml_backend_sched_synchronize(sched);
+    float rows[ROWS], sum = 0;
+    ggml_backend_tensor_get(result, rows, 0, sizeof(rows));
+    for (int i = 0; i < ROWS; i++) {
+        sum += rows[i];
+    }
+    return sum;
+}
+
+float llama_decode(int stall_ms, bool waits, int * status) {
+    static bool reserved;
+    ggml_backend_buffer_get_size(output);
+    if (!graph || ggml_nelements(input) != WIDTH) {
+        if (!reserved && reserves_first) {
+            reserved = true;
+            ggml_backend_sched_reset(sched);
+            build();
+            ggml_backend_sched_reserve(sched, graph);
+        }
+        ggml_backend_sched_reset(sched);
+        build();
+        if (!ggml_backend_sched_alloc_graph(sched, graph)) {
+            *status = -2;
+            return NAN;
+        }
+    }
+    return run(stall_ms, waits, status);
+}
+
+void small_free(void) {
+    ggml_free(graph_context);
+    memset(graph_memory, 0x41, graph_size);
+    free(graph_memory);
+    ggml_backend_free(backend);
+    ggml_backend_sched_free(sched);
+}

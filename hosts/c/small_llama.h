@@ -1,0 +1,23 @@
+// A stand-in for libllama: a small graph over real ggml, kept between evaluations in the
+// way of libllama's `process_ubatch`. It does what no real host can be made to do on
+// demand: it waits between the parts of an evaluation, skips the first reserve, aborts, and
+// frees its graph before its scheduler.
+#pragma once
+
+#include <stdbool.h>
+
+// Loads `w.weight` [64, 8] and, where the file has them, `norm.weight` [64] and
+// `blk.0.ffn_down_exps.weight` [64, 64, 4].
+void small_load(const char * path, bool reserves);
+
+// Evaluates; `stall_ms` passes between the begin and the evaluation of the graph, and
+// `waits` says whether the results are waited for. Returns the sum of the results, or NaN
+// with `*status` set to what ggml returned.
+float llama_decode(int stall_ms, bool waits, int * status);
+
+// Makes the next evaluation end early, as an abort callback does.
+void small_abort(bool aborts);
+
+// Frees the graph, then the backend, then the scheduler; the memory of the graph is
+// overwritten first.
+void small_free(void);

@@ -1,0 +1,239 @@
+//! Figures for operators, in the text format of Prometheus (version 0.0.4).
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use llama_sidecar::error::Result;
+use llama_sidecar::reload::{Cause, Outcome, Report};
+
+use crate::gate::{self, Obstacle};
+use crate::{evaluations, registry, reloads, tracing};
+
+static SWAPPED: AtomicU64 = AtomicU64::new(0);
+static RETURNED: AtomicU64 = AtomicU64::new(0);
+static STAGED_BYTES: AtomicU64 = AtomicU64::new(0);
+/// By position in [`Cause::ALL`].
+static FAILURES: [AtomicU64; Cause::ALL.len()] = [const { AtomicU64::new(0) }; Cause::ALL.len()];
+
+/// Counts what a reload did. A file that stays as it is counts once, however often it is
+/// looked at.
+pub fn count_reload(result: &Result<Report>) {
+    let add = |counter: &AtomicU64, n: u64| counter.fetch_add(n, Ordering::Relaxed);
+    match result {
+        Ok(report) => {
+            add(&SWAPPED, report.count(Outcome::Swapped) as u64);
+            add(&RETURNED, report.count(Outcome::Returned) as u64);
+            add(&STAGED_BYTES, report.bytes_staged);
+            let ignored = report.files.iter().filter_map(|file| file.ignored.as_ref());
+            for ignored in ignored.filter(|ignored| ignored.first) {
+                count_failure(ignored.cause);
+            }
+        }
+        Err(error) => count_failure(Cause::of(error)),
+    }
+}
+
+fn count_failure(cause: Cause) {
+    if let Some(at) = Cause::ALL.iter().position(|&other| other == cause) {
+        FAILURES[at].fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// How many files and reloads were not taken, by cause; those that never happened are left
+/// out.
+pub fn failures() -> impl Iterator<Item = (Cause, u64)> {
+    let counts = Cause::ALL.iter().zip(&FAILURES);
+    counts
+        .map(|(&cause, count)| (cause, count.load(Ordering::Relaxed)))
+        .filter(|(_, count)| *count > 0)
+}
+
+/// All figures.
+pub fn text() -> String {
+    let mut out = Page::default();
+    let version = env!("CARGO_PKG_VERSION");
+    out.head("info", "gauge", "Version of the drop-in.");
+    out.value("info", &[("version", version)], 1.0);
+    let counter = |of: &AtomicU64| of.load(Ordering::Relaxed) as f64;
+    out.single(
+        "generation",
+        "counter",
+        "Swaps committed so far.",
+        gate::generation() as f64,
+    );
+    out.single(
+        "evaluations_total",
+        "counter",
+        "Graphs that the host evaluated.",
+        evaluations::count() as f64,
+    );
+    out.single(
+        "graphs_renewed_total",
+        "counter",
+        "Graphs that the host was made to build again.",
+        evaluations::renewed() as f64,
+    );
+    out.single(
+        "tensors_swapped_total",
+        "counter",
+        "Tensors that got new bytes.",
+        counter(&SWAPPED),
+    );
+    out.single(
+        "tensors_returned_total",
+        "counter",
+        "Tensors that went back to their original bytes.",
+        counter(&RETURNED),
+    );
+    out.single(
+        "staged_bytes_total",
+        "counter",
+        "Bytes read into new buffers.",
+        counter(&STAGED_BYTES),
+    );
+    out.head(
+        "failures_total",
+        "counter",
+        "Versions of files, and reloads, that were not taken, by cause.",
+    );
+    for (cause, count) in Cause::ALL.iter().zip(&FAILURES) {
+        out.value("failures_total", &[("cause", cause.name())], counter(count));
+    }
+    pauses(&mut out);
+    let waiting = gate::waiting_for();
+    out.head(
+        "waiting_seconds",
+        "gauge",
+        "How long a swap has been waiting, by what stands in its way; 0 when none waits.",
+    );
+    for obstacle in [Obstacle::Evaluation, Obstacle::KeptGraph] {
+        let seconds = match waiting {
+            Some((Some(now), since)) if now == obstacle => since.as_secs_f64(),
+            _ => 0.0,
+        };
+        out.value("waiting_seconds", &[("obstacle", obstacle.name())], seconds);
+    }
+    let blocked = reloads::blocked();
+    let seconds = blocked.map_or(0.0, |blocked| blocked.since.elapsed().as_secs_f64());
+    out.single(
+        "blocked_seconds",
+        "gauge",
+        "Time since reloads began to fail; 0 when the last one succeeded.",
+        seconds,
+    );
+    out.single(
+        "frozen",
+        "gauge",
+        "1 after 'revert', until 'unfreeze'.",
+        f64::from(u8::from(reloads::is_frozen())),
+    );
+    private_bytes(&mut out);
+    out.head(
+        "expert_activations_total",
+        "counter",
+        "Experts that evaluations routed to, by model.",
+    );
+    for (model, activations) in tracing::activations().into_iter().enumerate() {
+        let model = (model + 1).to_string();
+        out.value(
+            "expert_activations_total",
+            &[("trace", &model)],
+            activations as f64,
+        );
+    }
+    out.0
+}
+
+fn pauses(out: &mut Page) {
+    let pauses = gate::pauses();
+    out.head(
+        "pause_seconds",
+        "histogram",
+        "How long evaluations were held up by swaps before they began.",
+    );
+    let mut sum = 0;
+    for (bound, count) in gate::PAUSE_BOUNDS.iter().zip(pauses.by_bound) {
+        sum += count;
+        let bound = format!("{}", bound.as_secs_f64());
+        out.value("pause_seconds_bucket", &[("le", &bound)], sum as f64);
+    }
+    out.value(
+        "pause_seconds_bucket",
+        &[("le", "+Inf")],
+        pauses.count as f64,
+    );
+    out.value("pause_seconds_sum", &[], pauses.total.as_secs_f64());
+    out.value("pause_seconds_count", &[], pauses.count as f64);
+}
+
+fn private_bytes(out: &mut Page) {
+    out.head(
+        "private_bytes",
+        "gauge",
+        "Bytes that swapped tensors hold beside the model, by model and buffer type.",
+    );
+    for model in registry::models() {
+        let number = model.number.to_string();
+        let mut by_place: BTreeMap<String, u64> = BTreeMap::new();
+        for instance in model.tensors.iter().flat_map(|tensor| &tensor.instances) {
+            if let Some(buffer) = &*instance.private.lock() {
+                *by_place.entry(buffer.place()).or_default() += buffer.size();
+            }
+        }
+        for (place, bytes) in by_place {
+            let labels = [("model", number.as_str()), ("buffer", place.as_str())];
+            out.value("private_bytes", &labels, bytes as f64);
+        }
+    }
+}
+
+/// A page in the making.
+#[derive(Default)]
+struct Page(String);
+
+impl Page {
+    fn head(&mut self, name: &str, kind: &str, help: &str) {
+        let _ = writeln!(self.0, "# HELP llama_sidecar_{name} {help}");
+        let _ = writeln!(self.0, "# TYPE llama_sidecar_{name} {kind}");
+    }
+
+    fn value(&mut self, name: &str, labels: &[(&str, &str)], value: f64) {
+        let _ = write!(self.0, "llama_sidecar_{name}");
+        for (at, (label, text)) in labels.iter().enumerate() {
+            let open = if at == 0 { '{' } else { ',' };
+            let text = text
+                .replace('\\', "\\\\")
+                .replace('"', "\\\"")
+                .replace('\n', "\\n");
+            let _ = write!(self.0, "{open}{label}=\"{text}\"");
+        }
+        let close = if labels.is_empty() { "" } else { "}" };
+        let _ = writeln!(self.0, "{close} {value}");
+    }
+
+    fn single(&mut self, name: &str, kind: &str, help: &str, value: f64) {
+        self.head(name, kind, help);
+        self.value(name, &[], value);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_are_escaped_and_every_figure_has_a_type() {
+        let mut page = Page::default();
+        page.head("private_bytes", "gauge", "Bytes.");
+        page.value(
+            "private_bytes",
+            &[("model", "1"), ("buffer", "a\"b\\c\n")],
+            5.0,
+        );
+        let expected = "# HELP llama_sidecar_private_bytes Bytes.\n\
+             # TYPE llama_sidecar_private_bytes gauge\n\
+             llama_sidecar_private_bytes{model=\"1\",buffer=\"a\\\"b\\\\c\\n\"} 5\n";
+        assert_eq!(page.0, expected);
+    }
+}

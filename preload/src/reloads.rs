@@ -1,0 +1,166 @@
+//! Reloads of the host's models: what starts them, and what came of them.
+//!
+//! Files are looked at every so often, when a command asks, and when the host itself calls
+//! `llama_reload_changed_tensors`. After `revert` nothing is reloaded before `unfreeze`.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use llama_sidecar::config::Config;
+use llama_sidecar::error::{Error, Result};
+use llama_sidecar::log::{Level, log};
+use llama_sidecar::reload::{Cause, Outcome, Report, Trigger};
+use parking_lot::Mutex;
+use serde_json::json;
+
+use crate::registry::{self, Model};
+use crate::{gate, journal, metrics, store};
+
+/// Whether nothing is reloaded.
+static FROZEN: AtomicBool = AtomicBool::new(false);
+/// Held while a model is reloaded; the end of the process waits for it.
+static RELOADING: Mutex<()> = Mutex::new(());
+/// The last failure, until a reload succeeds.
+static BLOCKED: Mutex<Option<Blocked>> = Mutex::new(None);
+
+/// A reload that failed, and since when.
+#[derive(Debug, Clone)]
+pub struct Blocked {
+    /// Why, in one word.
+    pub cause: Cause,
+    /// Why, in a sentence.
+    pub error: String,
+    /// When it failed first.
+    pub since: Instant,
+    /// How often it was tried.
+    pub attempts: u64,
+}
+
+/// What stops reloads, if the last one failed.
+pub fn blocked() -> Option<Blocked> {
+    BLOCKED.lock().clone()
+}
+
+/// Whether reloads are frozen.
+pub fn is_frozen() -> bool {
+    FROZEN.load(Ordering::SeqCst)
+}
+
+/// Lets files be reloaded again.
+pub fn unfreeze() {
+    FROZEN.store(false, Ordering::SeqCst);
+}
+
+/// Waits until no reload runs, but not longer than this.
+pub fn wait_for_end(longest: Duration) {
+    drop(RELOADING.try_lock_for(longest));
+}
+
+/// Looks at the files of all models every so often while `go_on` says so; for a thread of
+/// its own.
+pub fn watch(poll: Duration, go_on: impl Fn() -> bool) {
+    let quiet = Config::get().quiet;
+    let mut next = poll;
+    while go_on() {
+        std::thread::sleep(next);
+        next = poll;
+        if is_frozen() {
+            continue;
+        }
+        for model in registry::models() {
+            if let Ok(report) = reload(&model, Trigger::Watch { quiet })
+                && let Some(sooner) = report.look_again
+            {
+                next = next.min(sooner.max(Duration::from_millis(1)));
+            }
+        }
+    }
+}
+
+/// Brings all models up to date, as the host asks; whether any tensor changed.
+pub fn reload_all() -> bool {
+    let mut changed = false;
+    for model in registry::models() {
+        changed |= reload(&model, Trigger::Command).is_ok_and(|report| report.changed());
+    }
+    changed
+}
+
+/// Brings one model up to date.
+pub fn reload(model: &Arc<Model>, trigger: Trigger) -> Result<Report> {
+    if !Config::get().hotswap {
+        return Err(Error::HotSwapOff);
+    }
+    if is_frozen() {
+        return Err(Error::Busy(
+            "reloads are frozen since 'revert': run 'llama-sidecar unfreeze' first",
+        ));
+    }
+    let result = exclusively(model, || store::reload(model, trigger));
+    note(&result);
+    result
+}
+
+/// Returns all tensors of a model to their originals; nothing is reloaded from here on.
+pub fn revert(model: &Arc<Model>) -> Result<Report> {
+    if !Config::get().hotswap {
+        return Err(Error::HotSwapOff);
+    }
+    let result = exclusively(model, || store::revert(model));
+    note(&result);
+    result
+}
+
+/// Freezes reloads: those that run end first.
+pub fn freeze() {
+    FROZEN.store(true, Ordering::SeqCst);
+}
+
+fn exclusively(model: &Arc<Model>, work: impl FnOnce() -> Result<Report>) -> Result<Report> {
+    let _one_at_a_time = RELOADING.lock();
+    let _model_stays = model.reloading.lock();
+    if gate::is_shut() || !model.is_alive() {
+        return Ok(Report::default());
+    }
+    work()
+}
+
+/// Counts a reload, tells a wrapper, and logs a failure once until a reload succeeds.
+fn note(result: &Result<Report>) {
+    metrics::count_reload(result);
+    let mut blocked = BLOCKED.lock();
+    match result {
+        Ok(report) => {
+            if !report.postponed {
+                *blocked = None;
+            }
+            if report.changed() || report.failure.is_some() {
+                let count = |outcome| report.count(outcome);
+                journal::note("reload", || {
+                    json!({
+                        "swapped": count(Outcome::Swapped),
+                        "returned": count(Outcome::Returned),
+                        "refused": count(Outcome::Refused),
+                        "failure": report.failure,
+                    })
+                });
+            }
+        }
+        Err(error) => {
+            let (cause, text) = (Cause::of(error), error.to_string());
+            match &mut *blocked {
+                Some(known) if known.error == text => known.attempts += 1,
+                _ => {
+                    log(Level::Warn, format_args!("reload: {text}"));
+                    *blocked = Some(Blocked {
+                        cause,
+                        error: text,
+                        since: Instant::now(),
+                        attempts: 1,
+                    });
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,195 @@
+//! What the bytes of a tensor are: their hash, and signs that they are no weights.
+//!
+//! A download that reserved its space and stalled has a good header, the right size, and
+//! zeros for data. A broken conversion has scales that are infinite or not a number. Header
+//! and size tell neither.
+
+use std::io;
+
+use xxhash_rust::xxh3::Xxh3;
+
+use super::hash::Hash;
+use crate::gguf::{ScaleClass, ScaleFormat, Source, TensorInfo, TypeInfo};
+
+/// Bytes read at a time, before rounding to whole blocks: fits the second-level cache.
+const CHUNK: u64 = 256 << 10;
+
+/// What one pass over the bytes of a tensor finds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Content {
+    /// Hash of all of them.
+    pub hash: Hash,
+    /// What does not look like weights.
+    pub defects: Defects,
+}
+
+/// How much of a tensor does not look like weights.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Defects {
+    /// Rows in which every byte is zero, as in a part of a file that was never written.
+    pub blank_rows: u64,
+    /// Rows whose elements are all zero, blank ones included.
+    pub zero_rows: u64,
+    /// Scales (elements of types without blocks) that are infinite or not a number.
+    pub non_finite: u64,
+}
+
+impl Defects {
+    /// Whether anything has to be compared with the bytes in use at all.
+    pub fn is_suspicious(&self) -> bool {
+        self.blank_rows > 0 || self.non_finite > 0
+    }
+
+    /// Why these bytes are not to replace those with the defects of `old`, if so.
+    pub fn worse_than(&self, old: &Defects) -> Option<String> {
+        if self.blank_rows > old.zero_rows {
+            return Some(format!(
+                "{} of its rows hold only zeros, {} do in the tensor in use",
+                self.blank_rows, old.zero_rows
+            ));
+        }
+        (self.non_finite > 0 && old.non_finite == 0).then(|| {
+            format!(
+                "{} of its scales are infinite or not a number, none is in the tensor in use",
+                self.non_finite
+            )
+        })
+    }
+}
+
+/// Reads a tensor once, and leaves the page cache as it was.
+pub fn of_tensor(source: &Source, info: &TensorInfo) -> io::Result<Content> {
+    let block = info.ty.bytes;
+    let chunk = (CHUNK / block).max(1) * block;
+    let mut buffer = vec![0; chunk.min(info.nbytes) as usize];
+    let mut hasher = Xxh3::new();
+    let mut scan = Scan::new(info.ty, info.ne[0]);
+    let mut at = 0;
+    while at < info.nbytes {
+        let n = (info.nbytes - at).min(chunk) as usize;
+        source.read_once_at(&mut buffer[..n], info.offset + at)?;
+        hasher.update(&buffer[..n]);
+        scan.add(&buffer[..n]);
+        at += n as u64;
+    }
+    Ok(Content {
+        hash: hasher.digest128(),
+        defects: scan.defects,
+    })
+}
+
+/// Looks at the bytes of a tensor piece by piece. Pieces are whole blocks, where the rows of
+/// the type are.
+struct Scan {
+    row: usize,
+    block: usize,
+    format: ScaleFormat,
+    scales: &'static [usize],
+    /// Bytes of the present row so far.
+    at: usize,
+    blank: bool,
+    zero: bool,
+    defects: Defects,
+}
+
+impl Scan {
+    fn new(ty: &TypeInfo, elements: u64) -> Scan {
+        let (format, scales) = ty.scales();
+        Scan {
+            row: ty.row_bytes(elements).unwrap_or(0).max(1) as usize,
+            block: ty.bytes as usize,
+            format,
+            scales,
+            at: 0,
+            blank: true,
+            zero: true,
+            defects: Defects::default(),
+        }
+    }
+
+    fn add(&mut self, mut piece: &[u8]) {
+        while !piece.is_empty() {
+            let (of_row, rest) = piece.split_at(piece.len().min(self.row - self.at));
+            self.blank = self.blank && of_row.iter().all(|&byte| byte == 0);
+            if self.scales.is_empty() {
+                self.zero = self.blank;
+            }
+            for block in of_row.chunks_exact(self.block) {
+                for &scale in self.scales {
+                    match self.format.classify(&block[scale..]) {
+                        ScaleClass::Zero => {}
+                        ScaleClass::Finite => self.zero = false,
+                        ScaleClass::NonFinite => {
+                            self.zero = false;
+                            self.defects.non_finite += 1;
+                        }
+                    }
+                }
+            }
+            self.at += of_row.len();
+            piece = rest;
+            if self.at == self.row {
+                self.defects.blank_rows += u64::from(self.blank);
+                self.defects.zero_rows += u64::from(self.zero || self.blank);
+                (self.at, self.blank, self.zero) = (0, true, true);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn scan(ty: &str, elements: u64, pieces: &[&[u8]]) -> Defects {
+        let mut scan = Scan::new(TypeInfo::from_name(ty).expect("a type"), elements);
+        pieces.iter().for_each(|piece| scan.add(piece));
+        scan.defects
+    }
+
+    #[test]
+    fn rows_and_scales_are_counted_across_pieces() {
+        let one = 0x3c00u16.to_le_bytes();
+        // Two rows of two blocks of q8_0: one with scales and values, one never written.
+        let mut block = vec![7u8; 34];
+        block[..2].copy_from_slice(&one);
+        let blank = vec![0u8; 34];
+        let found = scan("q8_0", 64, &[&block, &blank, &blank, &blank]);
+        assert_eq!((found.blank_rows, found.zero_rows), (1, 1));
+        // A zero row of q4_0 as ggml quantises it: the scale is zero, its bytes are not.
+        let mut zero = vec![0x88u8; 18];
+        zero[..2].fill(0);
+        let found = scan("q4_0", 32, &[&zero]);
+        assert_eq!((found.blank_rows, found.zero_rows), (0, 1));
+        let mut infinite = vec![1u8; 210];
+        infinite[208..].copy_from_slice(&0x7c00u16.to_le_bytes());
+        assert_eq!(scan("q6_K", 256, &[&infinite]).non_finite, 1);
+        let values = [1.0f32, 0.0, f32::NAN, f32::INFINITY].map(f32::to_le_bytes);
+        assert_eq!(scan("f32", 2, &[&values.concat()]).non_finite, 2);
+    }
+
+    #[test]
+    fn only_what_is_worse_is_refused() {
+        let old = Defects {
+            zero_rows: 2,
+            ..Defects::default()
+        };
+        let blank = |blank_rows| Defects {
+            blank_rows,
+            zero_rows: blank_rows,
+            non_finite: 0,
+        };
+        assert_eq!(blank(2).worse_than(&old), None);
+        assert!(
+            blank(3)
+                .worse_than(&old)
+                .is_some_and(|why| why.contains("3 of its rows"))
+        );
+        let broken = Defects {
+            non_finite: 1,
+            ..Defects::default()
+        };
+        assert!(broken.worse_than(&old).is_some());
+        assert_eq!(broken.worse_than(&broken), None);
+    }
+}
