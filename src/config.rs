@@ -31,11 +31,15 @@
 //! | `LLAMA_SIDECAR_JOURNAL` | none | drop-in: path of a file to which `llama-sidecar run` and `doctor` have their events appended |
 //! | `LLAMA_SIDECAR_LOG` | `warn` | what goes to the log: `off`, `error`, `warn`, `info`, `debug` |
 //!
+//! In the paths of the control socket and of the trace, `%p` stands for the process id: programs
+//! that start others of their kind need paths of their own for each.
+//!
 //! A value that does not parse is logged with what is allowed, counted, and the
 //! default is used. A set-uid process reads none of them: its environment belongs
 //! to somebody else.
 
-use std::ffi::{CString, OsString};
+use std::ffi::{CString, OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -142,6 +146,7 @@ impl Config {
             value.into_string().ok()
         };
         let owned = |text: String| CString::new(text).ok();
+        let path = |name: &str| set(name).map(|value| with_process_id(&value));
 
         let level = checked("LLAMA_SIDECAR_LOG", &|text| {
             let found = Level::from_name(text).map(|_| ());
@@ -228,13 +233,13 @@ impl Config {
             quiet: Duration::from_millis(quiet_ms),
             check_blocks: flag("LLAMA_HOTSWAP_CHECK", true),
             memory_bytes: memory.as_deref().and_then(mib),
-            control: set("LLAMA_SIDECAR_CONTROL").map(PathBuf::from),
+            control: path("LLAMA_SIDECAR_CONTROL"),
             trace_summary: on("LLAMA_EXPERT_TRACE_STATS"),
             trace_names: on("LLAMA_EXPERT_TRACE_NAMES"),
             trace_per_layer: on("LLAMA_EXPERT_TRACE_PER_LAYER"),
             trace_every: (every > 0).then(|| Duration::from_secs(every)),
             journal: set("LLAMA_SIDECAR_JOURNAL").map(PathBuf::from),
-            trace_output: set("LLAMA_EXPERT_TRACE_OUTPUT").map(PathBuf::from),
+            trace_output: path("LLAMA_EXPERT_TRACE_OUTPUT"),
             split: split_text.and_then(owned),
             cpu_moe: on("LLAMA_SIDECAR_CPU_MOE"),
             override_tensor: override_tensor.and_then(owned),
@@ -261,6 +266,19 @@ impl Config {
             }
         });
     }
+}
+
+/// A path with the process id in place of each `%p`.
+fn with_process_id(value: &OsStr) -> PathBuf {
+    let mut out = Vec::new();
+    let mut rest = value.as_bytes();
+    while let Some(at) = rest.windows(2).position(|pair| pair == b"%p") {
+        out.extend(&rest[..at]);
+        out.extend(std::process::id().to_string().as_bytes());
+        rest = &rest[at + 2..];
+    }
+    out.extend(rest);
+    PathBuf::from(OsString::from_vec(out))
 }
 
 /// Cores that are not siblings of each other, as many as threads where the kernel does not
@@ -396,6 +414,17 @@ mod tests {
                 .iter()
                 .any(|line| line.contains("cache_prompt=false"))
         );
+    }
+
+    #[test]
+    fn paths_take_the_process_id() {
+        let control = |path: &str| parse(&[("LLAMA_SIDECAR_CONTROL", path)]).control;
+        let id = std::process::id();
+        assert_eq!(
+            control("/run/%p-%p.sock"),
+            Some(format!("/run/{id}-{id}.sock").into())
+        );
+        assert_eq!(control("/run/100%"), Some("/run/100%".into()));
     }
 
     #[test]

@@ -1,70 +1,11 @@
 //! The drop-in in a stand-in for libllama that does what no real host does on demand:
 //! evaluations that stall or are aborted, and graphs that are freed first.
 
-use std::path::{Path, PathBuf};
+mod small;
 
-use serde_json::Value;
-use testkit::host::{DropIn, Host, Program};
-use testkit::writer::{F16, F32, Gguf, Kv, Tensor};
-
-/// Elements of a row of the model's matrix, and its rows.
-const SHAPE: [i64; 2] = [64, 8];
-
-/// A model whose matrix is `value` everywhere: an evaluation gives `512 * value`.
-fn model(value: f32) -> Gguf {
-    with_tensor(Gguf::default(), "w.weight", &SHAPE, value)
-}
-
-fn with_tensor(mut gguf: Gguf, name: &str, ne: &[i64], value: f32) -> Gguf {
-    let count = ne.iter().product::<i64>() as usize;
-    gguf.tensors.push(Tensor {
-        name: name.into(),
-        ne: ne.to_vec(),
-        ty: F32,
-        data: value.to_le_bytes().repeat(count),
-    });
-    gguf
-}
-
-/// The same with four experts, of which two are used.
-fn mixture(value: f32) -> Gguf {
-    let gguf = with_tensor(
-        model(value),
-        "blk.0.ffn_down_exps.weight",
-        &[64, 64, 4],
-        value,
-    );
-    gguf.kv("llama.block_count", Kv::U32(1))
-        .kv("llama.expert_count", Kv::U32(4))
-        .kv("llama.expert_used_count", Kv::U32(2))
-}
-
-/// A folder with a model in it.
-fn folder(gguf: &Gguf) -> (tempfile::TempDir, PathBuf) {
-    let folder = tempfile::tempdir().expect("a folder");
-    let path = folder.path().join("model.gguf");
-    gguf.write(&path).expect("room");
-    (folder, path)
-}
-
-fn on(variables: &[(&'static str, &str)]) -> DropIn {
-    DropIn::On(
-        variables
-            .iter()
-            .map(|(name, value)| (*name, (*value).to_owned()))
-            .collect(),
-    )
-}
-
-/// Puts a model in place of another and has it taken.
-fn swap(host: &Host, path: &Path, gguf: &Gguf) -> Value {
-    gguf.replace(path).expect("room");
-    host.control("reload")
-}
-
-fn result(value: f32) -> String {
-    format!("{}", 512.0 * value)
-}
+use small::{folder, mixture, model, on, result, swap, with_tensor};
+use testkit::host::{Host, Program};
+use testkit::writer::F16;
 
 /// Evaluates until the host's graph is known to be built again when needed.
 fn settle(host: &mut Host, value: f32) {

@@ -1,5 +1,5 @@
-//! `llama-sidecar status`, `reload`, `trace` and `ping`: requests to the control socket
-//! of a running host.
+//! `llama-sidecar status`, `reload`, `revert`, `unfreeze`, `metrics`, `trace` and `ping`:
+//! requests to the control socket of a running host.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -18,6 +18,13 @@ pub fn run(socket: &Path, command: &str, as_json: bool) -> Result<()> {
         match command {
             "status" => print_status(&answer),
             "reload" => print_reload(&answer),
+            "revert" => {
+                print_reload(&answer);
+                println!("reloads are frozen: 'llama-sidecar unfreeze' ends that");
+            }
+            "unfreeze" => println!("changed files are reloaded again"),
+            "metrics" => print!("{}", text(&answer["text"])),
+            "hash" => print_hashes(&answer),
             "trace" => print_trace(&answer)?,
             "trace-reset" => println!("counted anew from here on"),
             _ => println!("a host answers at {}", socket.display()),
@@ -35,7 +42,7 @@ pub fn run(socket: &Path, command: &str, as_json: bool) -> Result<()> {
 fn ask(socket: &Path, command: &str) -> Result<Value> {
     let mut stream = UnixStream::connect(socket).with_context(|| {
         format!(
-            "nobody listens at {}: start the host with LD_PRELOAD, LLAMA_HOTSWAP_ENABLED=1 and LLAMA_SIDECAR_CONTROL={0}; it listens once it has evaluated for the first time",
+            "cannot connect to {}: start the program with 'llama-sidecar run --hotswap --socket {0} -- COMMAND'; the socket appears after its first evaluation",
             socket.display()
         )
     })?;
@@ -55,6 +62,20 @@ fn print_status(answer: &Value) {
         "process {}, {} evaluations, {} switches, longest pause {} us",
         answer["pid"], answer["evaluations"], answer["generation"], answer["longest_pause_us"]
     );
+    if answer["frozen"] == true {
+        println!("frozen: changed files are not reloaded before 'llama-sidecar unfreeze'");
+    }
+    if let Some(seconds) = answer["waiting"]["seconds"].as_f64() {
+        let obstacle = answer["waiting"]["obstacle"].as_str().unwrap_or("nothing");
+        println!("a swap has been waiting for {seconds:.1} s; in its way: {obstacle}");
+    }
+    if let Some(error) = answer["blocked"]["error"].as_str() {
+        println!(
+            "reloads have failed for {:.0} s, {} attempts: {error}",
+            answer["blocked"]["seconds"].as_f64().unwrap_or(0.0),
+            answer["blocked"]["attempts"]
+        );
+    }
     for model in list(&answer["models"]) {
         let files = list(&model["files"]);
         let first = files.first().map(text).unwrap_or_default();
@@ -65,10 +86,28 @@ fn print_status(answer: &Value) {
             files.len(),
             model["on_original"]
         );
+        println!(
+            "  {} bytes in buffers beside the model, content {}",
+            model["private_bytes"],
+            model["content_hash"]
+                .as_str()
+                .unwrap_or("not hashed yet (status --hash)")
+        );
         for tensor in list(&model["changed"]) {
             let states: Vec<&str> = list(&tensor["states"]).iter().map(text).collect();
             println!("  {:40} {}", text(&tensor["name"]), states.join(", "));
         }
+    }
+}
+
+fn print_hashes(answer: &Value) {
+    for model in list(&answer["models"]) {
+        let hash = model["content_hash"].as_str();
+        println!(
+            "model {}: {}",
+            model["model"],
+            hash.unwrap_or("cannot be read")
+        );
     }
 }
 

@@ -55,7 +55,22 @@ enum Command {
     /// tensors are kept in MODEL.originals.
     Swap(swap::Options),
     /// Ask a running host which models it has and what was swapped.
-    Status(Control),
+    Status {
+        #[command(flatten)]
+        at: Control,
+        /// Read what was not hashed yet, and print a content hash of each model alone.
+        #[arg(long)]
+        hash: bool,
+    },
+    /// Return a running host to its original tensors, and freeze it: changed files are not
+    /// reloaded before 'unfreeze'.
+    Revert(Control),
+    /// Let changed files be reloaded again after 'revert'.
+    ///
+    /// Files that differ from what the host loaded count as changed.
+    Unfreeze(Control),
+    /// Print figures of a running host in the text format of Prometheus.
+    Metrics(Control),
     /// Let a running host look at its files now, and wait until they are in use.
     ///
     /// Ends with 1 when a model could not be brought up to date.
@@ -117,7 +132,11 @@ fn main() -> ExitCode {
         Command::Run(options) => run::run(&options),
         Command::Doctor(options) => doctor::run(&options),
         Command::Swap(options) => swap::run(&options),
-        Command::Status(at) => control::run(&at.socket, "status", at.json),
+        Command::Status { at, hash: true } => control::run(&at.socket, "hash", at.json),
+        Command::Status { at, hash: false } => control::run(&at.socket, "status", at.json),
+        Command::Revert(at) => control::run(&at.socket, "revert", at.json),
+        Command::Unfreeze(at) => control::run(&at.socket, "unfreeze", at.json),
+        Command::Metrics(at) => control::run(&at.socket, "metrics", at.json),
         Command::Reload(at) => control::run(&at.socket, "reload", at.json),
         Command::Trace { at, reset: true } => control::run(&at.socket, "trace-reset", at.json),
         Command::Trace { at, reset: false } => control::run(&at.socket, "trace", at.json),

@@ -19,9 +19,14 @@ pub struct Options {
     /// How often files are looked at, in ms; 0: only when asked (LLAMA_HOTSWAP_POLL_MS).
     #[arg(long, value_name = "MS")]
     poll_ms: Option<u64>,
-    /// What becomes of cached context after a swap (LLAMA_HOTSWAP_KV).
-    #[arg(long, value_parser = ["keep", "clear"])]
-    kv: Option<String>,
+    /// How long a changed file must stay the same before it is used when it is found by
+    /// watching, in ms (LLAMA_HOTSWAP_QUIET_MS).
+    #[arg(long, value_name = "MS")]
+    quiet_ms: Option<u32>,
+    /// The most that swapped tensors may hold beside the model, in MiB
+    /// (LLAMA_SIDECAR_MEMORY_MB).
+    #[arg(long, value_name = "MIB")]
+    memory_mb: Option<u32>,
     /// Path of the control socket (LLAMA_SIDECAR_CONTROL).
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
@@ -186,7 +191,9 @@ fn variables(options: &Options, preload: &Path) -> Vec<(&'static str, OsString)>
     let path = |path: &Option<PathBuf>| path.as_ref().map(OsString::from);
     let poll = options.poll_ms.map(|ms| ms.to_string().into());
     value("LLAMA_HOTSWAP_POLL_MS", poll);
-    value("LLAMA_HOTSWAP_KV", text(&options.kv));
+    let number = |number: Option<u32>| number.map(|number| number.to_string().into());
+    value("LLAMA_HOTSWAP_QUIET_MS", number(options.quiet_ms));
+    value("LLAMA_SIDECAR_MEMORY_MB", number(options.memory_mb));
     value("LLAMA_SIDECAR_CONTROL", path(&options.socket));
     value(
         "LLAMA_EXPERT_TRACE_OUTPUT",

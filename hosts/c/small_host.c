@@ -5,7 +5,10 @@
 //   decode [STALL_MS]   evaluates and prints the sum of the results, or "failed STATUS"
 //   begin               evaluates without waiting for the results, and prints "begun"
 //   aborted             evaluates once with an abort callback that returns true
+//   inspect FILE        opens a file for its metadata many times, and prints how many
+//                       descriptors are open more than before
 //   free                frees everything, the graph first
+#include <dirent.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,6 +25,16 @@ static void print(float sum, int status) {
     }
 }
 
+static int descriptors(void) {
+    DIR * folder = opendir("/proc/self/fd");
+    int count = 0;
+    while (folder && readdir(folder)) {
+        count++;
+    }
+    closedir(folder);
+    return count;
+}
+
 int main(int argc, char ** argv) {
     if (argc < 3) {
         fprintf(stderr, "usage: small_host LIBRARIES MODEL [no-reserve]\n");
@@ -31,7 +44,7 @@ int main(int argc, char ** argv) {
     ggml_backend_load_all_from_path(argv[1]);
     small_load(argv[2], argc == 3);
     puts("ready");
-    char line[256];
+    char line[4096];
     while (fgets(line, sizeof(line), stdin)) {
         line[strcspn(line, "\n")] = 0;
         int status = 0;
@@ -46,6 +59,10 @@ int main(int argc, char ** argv) {
             const float sum = llama_decode(0, true, &status);
             small_abort(false);
             print(sum, status);
+        } else if (strncmp(line, "inspect ", 8) == 0) {
+            const int before = descriptors();
+            small_inspect(line + 8, 50);
+            printf("%d\n", descriptors() - before);
         } else if (strcmp(line, "free") == 0) {
             small_free();
             puts("freed");

@@ -2,6 +2,7 @@
 #include "small_llama.h"
 
 #include <math.h>
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -129,6 +130,21 @@ void small_load(const char * path, bool reserves) {
         set_abort(backend, on_abort, NULL);
     }
     reserves_first = reserves;
+}
+
+static void * inspect(void * path) {
+    gguf_free(gguf_init_from_file(path, (struct gguf_init_params){true, NULL}));
+    return NULL;
+}
+
+void small_inspect(const char * path, int count) {
+    for (int i = 0; i < count; i++) {
+        inspect((void *) path);
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, inspect, (void *) path) == 0) {
+            pthread_join(thread, NULL);
+        }
+    }
 }
 
 void small_abort(bool on) { aborts = on; }

@@ -15,6 +15,10 @@ void small_load(const char * path, bool reserves);
 // with `*status` set to what ggml returned.
 float llama_decode(int stall_ms, bool waits, int * status);
 
+// Opens a model's file for its metadata alone, `count` times on this thread and as often on
+// threads of their own.
+void small_inspect(const char * path, int count);
+
 // Makes the next evaluation end early, as an abort callback does.
 void small_abort(bool aborts);
 

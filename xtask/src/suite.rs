@@ -49,6 +49,10 @@ const CHECKS: &[Check] = &[
     }),
     Check::new("drop-in in real hosts", || dropin_tests("dropin")),
     Check::new(
+        "drop-in with files that are not to be used, and the way back",
+        || dropin_tests("dropin_files"),
+    ),
+    Check::new(
         "drop-in with graphs that no real host makes on demand",
         || dropin_tests("dropin_graphs"),
     ),

@@ -1,0 +1,362 @@
+//! The drop-in and files that are not to be used, or not yet: downloads that stalled,
+//! copies of what is in use, more than memory holds; and the way back.
+
+mod small;
+
+use std::fs::FileTimes;
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::time::{Duration, Instant, SystemTime};
+
+use serde_json::Value;
+use small::{folder, model, on, result, swap};
+use testkit::fixtures::fixture;
+use testkit::host::{Host, Program, replace};
+use testkit::writer::Gguf;
+
+/// A host that has evaluated often enough to be swapped at any time.
+fn settled(path: &Path, variables: &[(&'static str, &str)]) -> Host {
+    let mut host = Host::start(Program::Small(true), path, &on(variables));
+    for _ in 0..4 {
+        assert_eq!(host.ask("decode"), result(1.0));
+    }
+    host
+}
+
+fn eventually(what: &str, holds: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !holds() {
+        assert!(Instant::now() < deadline, "not within 60 s: {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn report(answer: &Value) -> &Value {
+    &answer["reports"][0]
+}
+
+/// The value of a figure of `metrics`.
+fn figure(host: &Host, name: &str) -> f64 {
+    let answer = host.control("metrics");
+    let text = answer["text"].as_str().expect("a page").to_owned();
+    let line = text.lines().find_map(|line| line.strip_prefix(name));
+    let line = line.unwrap_or_else(|| panic!("{name} is missing in\n{text}"));
+    line.trim().parse().expect("a number")
+}
+
+/// A file whose writer reserved the space and wrote the header only.
+fn preallocated(gguf: &Gguf) -> Gguf {
+    let mut gguf = gguf.clone();
+    gguf.tensors
+        .iter_mut()
+        .for_each(|tensor| tensor.data.fill(0));
+    gguf
+}
+
+#[test]
+fn a_file_of_zeros_is_refused_by_name() {
+    let (_folder, path) = folder(&model(1.0));
+    let mut host = settled(&path, &[]);
+    let answer = swap(&host, &path, &preallocated(&model(2.0)));
+    assert_eq!(answer["ok"], false);
+    let file = &report(&answer)["files"][0];
+    assert_eq!(file["cause"], "damaged", "{answer}");
+    let reason = file["reason"].as_str().expect("a sentence");
+    assert!(
+        reason.contains("'w.weight'") && reason.contains("8 of its rows hold only zeros"),
+        "{reason}"
+    );
+    let mut broken = model(2.0);
+    broken.tensors[0].data[..4].copy_from_slice(&f32::NAN.to_le_bytes());
+    let answer = swap(&host, &path, &broken);
+    let reason = report(&answer)["files"][0]["reason"].to_string();
+    assert!(reason.contains("infinite or not a number"), "{answer}");
+    assert_eq!(
+        figure(&host, "llama_sidecar_failures_total{cause=\"damaged\"}"),
+        2.0
+    );
+    assert_eq!(host.ask("decode"), result(1.0));
+    // Once it is whole, it is taken.
+    assert_eq!(report(&swap(&host, &path, &model(2.0)))["swapped"], 1);
+    assert_eq!(host.ask("decode"), result(2.0));
+    assert_eq!(host.end(), Some(0));
+
+    // For experiments with tensors of zeros.
+    let (_folder, path) = folder(&model(1.0));
+    let mut host = settled(&path, &[("LLAMA_HOTSWAP_CHECK", "0")]);
+    let answer = swap(&host, &path, &preallocated(&model(2.0)));
+    assert_eq!(report(&answer)["swapped"], 1, "{answer}");
+    assert_eq!(host.ask("decode"), "0");
+}
+
+#[test]
+fn a_file_is_used_once_it_has_been_quiet() {
+    let (_folder, path) = folder(&model(1.0));
+    let watched = |quiet: &'static str| {
+        let variables = [
+            ("LLAMA_HOTSWAP_POLL_MS", "5"),
+            ("LLAMA_HOTSWAP_QUIET_MS", quiet),
+        ];
+        settled(&path, &variables)
+    };
+    let mut host = watched("200");
+    model(2.0).replace(&path).expect("room");
+    eventually("the swap", || {
+        figure(&host, "llama_sidecar_generation") == 1.0
+    });
+    assert_eq!(host.ask("decode"), result(2.0));
+    assert_eq!(host.end(), Some(0));
+
+    // Found by watching it waits, asked for by command it does not.
+    model(1.0).replace(&path).expect("room");
+    let host = watched("3600000");
+    model(2.0).replace(&path).expect("room");
+    std::thread::sleep(Duration::from_millis(200));
+    assert_eq!(figure(&host, "llama_sidecar_generation"), 0.0);
+    assert_eq!(report(&host.control("reload"))["swapped"], 1);
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn equal_bytes_are_no_swap() {
+    let touched = |path: &Path| {
+        let file = std::fs::File::options()
+            .write(true)
+            .open(path)
+            .expect("our own copy");
+        let times = FileTimes::new().set_modified(SystemTime::UNIX_EPOCH);
+        file.set_times(times).expect("our own copy");
+    };
+    let (_folder, path) = folder(&model(1.0));
+    let host = settled(&path, &[]);
+    touched(&path);
+    let answer = swap(&host, &path, &model(1.0));
+    assert_eq!(report(&answer)["swapped"], 0, "{answer}");
+    assert_eq!(report(&answer)["unchanged"], 1, "{answer}");
+    assert_eq!(host.end(), Some(0));
+
+    // Tensors that are used out of the mapped file.
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("model.gguf");
+    replace(&path, &fixture("moe.gguf"));
+    let mut host = Host::start(Program::C, &path, &on(&[]));
+    host.ask("text 2");
+    touched(&path);
+    replace(&path, &fixture("moe.gguf"));
+    let answer = host.control("reload");
+    assert_eq!(report(&answer)["swapped"], 0, "{answer}");
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn more_than_the_limit_is_refused_and_not_tried_all_the_time() {
+    let (_folder, path) = folder(&model(1.0));
+    let variables = [
+        ("LLAMA_SIDECAR_MEMORY_MB", "0"),
+        ("LLAMA_HOTSWAP_POLL_MS", "5"),
+        ("LLAMA_HOTSWAP_QUIET_MS", "0"),
+    ];
+    let mut host = settled(&path, &variables);
+    model(2.0).replace(&path).expect("room");
+    let refused = "llama_sidecar_failures_total{cause=\"memory\"}";
+    eventually("a refusal", || figure(&host, refused) >= 1.0);
+    let status = host.control("status");
+    let error = status["blocked"]["error"].as_str().expect("a sentence");
+    assert!(error.contains("LLAMA_SIDECAR_MEMORY_MB=0"), "{status}");
+    // 5 ms at a time it would have been tried some 200 times; it is after 0, 1, 2, 4 s.
+    let began = Instant::now();
+    std::thread::sleep(Duration::from_secs(1));
+    let most = 2.0 + began.elapsed().as_secs_f64().log2().ceil();
+    let tried = figure(&host, refused);
+    assert!(tried <= most, "{tried} attempts");
+    assert_eq!(host.logged("LLAMA_SIDECAR_MEMORY_MB=0").len(), 1);
+    assert_eq!(host.ask("decode"), result(1.0));
+    assert_eq!(host.end(), Some(0));
+
+    let host = settled_after_reset(&path, &[("LLAMA_SIDECAR_MEMORY_MB", "1")]);
+    assert_eq!(report(&swap(&host, &path, &model(2.0)))["swapped"], 1);
+    assert!(
+        figure(
+            &host,
+            "llama_sidecar_private_bytes{model=\"1\",buffer=\"CPU\"}"
+        ) >= 2048.0
+    );
+}
+
+fn settled_after_reset(path: &Path, variables: &[(&'static str, &str)]) -> Host {
+    model(1.0).replace(path).expect("room");
+    settled(path, variables)
+}
+
+#[test]
+fn a_file_that_stays_ignored_is_named_once() {
+    let (_folder, path) = folder(&model(1.0));
+    let variables = [
+        ("LLAMA_HOTSWAP_POLL_MS", "2"),
+        ("LLAMA_HOTSWAP_QUIET_MS", "0"),
+        ("LLAMA_SIDECAR_LOG", "info"),
+    ];
+    let host = settled(&path, &variables);
+    let bytes = model(2.0).bytes();
+    let beside = path.with_extension("new");
+    std::fs::write(&beside, &bytes[..bytes.len() - 100]).expect("room");
+    std::fs::rename(beside, &path).expect("the same folder");
+    eventually("a warning", || !host.logged("ignored:").is_empty());
+    std::thread::sleep(Duration::from_millis(200));
+    assert_eq!(host.logged("ignored:").len(), 1);
+    assert!(host.logged("reload: 0 swapped").len() <= 1);
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn a_graph_in_the_way_is_not_tried_against_while_the_host_rests() {
+    let (_folder, path) = folder(&model(1.0));
+    let variables = [
+        ("LLAMA_HOTSWAP_POLL_MS", "20"),
+        ("LLAMA_HOTSWAP_QUIET_MS", "0"),
+    ];
+    let mut host = Host::start(Program::Small(true), &path, &on(&variables));
+    // One graph: it is not known yet whether the host can be made to build another.
+    assert_eq!(host.ask("decode"), result(1.0));
+    model(2.0).replace(&path).expect("room");
+    let busy = "llama_sidecar_failures_total{cause=\"busy\"}";
+    eventually("the obstacle", || figure(&host, busy) == 1.0);
+    let status = host.control("status");
+    assert_eq!(status["blocked"]["cause"], "busy", "{status}");
+    std::thread::sleep(Duration::from_secs(2));
+    assert_eq!(
+        figure(&host, busy),
+        1.0,
+        "nothing moved: nothing is read or staged"
+    );
+    // The next evaluations bring the swap about.
+    host.ask("decode");
+    eventually("the swap", || {
+        figure(
+            &host,
+            "llama_sidecar_waiting_seconds{obstacle=\"kept_graph\"}",
+        ) > 0.0
+            || figure(&host, "llama_sidecar_generation") == 1.0
+    });
+    host.ask("decode");
+    eventually("the swap", || {
+        figure(&host, "llama_sidecar_generation") == 1.0
+    });
+    assert_eq!(host.ask("decode"), result(2.0));
+    assert!(host.control("status")["blocked"].is_null());
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn revert_returns_everything_and_freezes() {
+    let (_folder, path) = folder(&model(1.0));
+    let mut host = settled(&path, &[]);
+    let loaded = host.control("hash")["models"][0]["content_hash"].clone();
+    assert!(loaded.is_string());
+    assert_eq!(report(&swap(&host, &path, &model(2.0)))["swapped"], 1);
+    assert_eq!(host.ask("decode"), result(2.0));
+    let status = host.control("status");
+    assert_ne!(status["models"][0]["content_hash"], loaded);
+
+    let answer = host.control("revert");
+    assert_eq!(report(&answer)["returned"], 1, "{answer}");
+    assert_eq!(host.ask("decode"), result(1.0));
+    let status = host.control("status");
+    assert_eq!(
+        (&status["frozen"], &status["models"][0]["private_bytes"]),
+        (&true.into(), &0.into())
+    );
+    assert_eq!(status["models"][0]["content_hash"], loaded);
+    let answer = host.control("reload");
+    assert!(answer.to_string().contains("unfreeze"), "{answer}");
+    assert_eq!(figure(&host, "llama_sidecar_frozen"), 1.0);
+
+    assert_eq!(host.control("unfreeze")["ok"], true);
+    assert_eq!(report(&host.control("reload"))["swapped"], 1);
+    assert_eq!(host.ask("decode"), result(2.0));
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn figures_are_what_prometheus_reads() {
+    let (_folder, path) = folder(&model(1.0));
+    let mut host = settled(&path, &[]);
+    swap(&host, &path, &model(2.0));
+    host.ask("decode");
+    let answer = host.control("metrics");
+    let text = answer["text"].as_str().expect("a page");
+    let mut typed = std::collections::HashMap::new();
+    for line in text.lines() {
+        if let Some(line) = line.strip_prefix("# TYPE ") {
+            let (name, kind) = line.split_once(' ').expect("a name and a type");
+            assert!(["counter", "gauge", "histogram"].contains(&kind), "{line}");
+            assert!(
+                typed.insert(name.to_owned(), kind.to_owned()).is_none(),
+                "{line}"
+            );
+        } else if !line.starts_with("# HELP ") {
+            let (series, value) = line.rsplit_once(' ').expect("a value");
+            value.parse::<f64>().expect("a number");
+            let name = series.split('{').next().expect("a name");
+            let base = ["_bucket", "_sum", "_count"];
+            let base = base.iter().find_map(|end| name.strip_suffix(end));
+            let known = |name: &str| typed.contains_key(name);
+            assert!(known(name) || base.is_some_and(known), "{line} has no type");
+        }
+    }
+    assert_eq!(typed["llama_sidecar_pause_seconds"], "histogram");
+    for (name, value) in [
+        ("llama_sidecar_generation", 1.0),
+        ("llama_sidecar_tensors_swapped_total", 1.0),
+        ("llama_sidecar_evaluations_total", 5.0),
+        ("llama_sidecar_staged_bytes_total", 2048.0),
+    ] {
+        assert_eq!(figure(&host, name), value, "{name}");
+    }
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn files_that_are_opened_for_their_metadata_are_closed_again() {
+    let (_folder, path) = folder(&model(1.0));
+    let mut host = settled(&path, &[]);
+    let more: i64 = host
+        .ask(&format!("inspect {}", path.display()))
+        .parse()
+        .expect("a number");
+    assert!(
+        more <= 1,
+        "{more} descriptors more after 100 files were opened and closed"
+    );
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn a_socket_of_another_process_is_left_alone() {
+    let (folder, path) = folder(&model(1.0));
+    // A listener that accepts nothing, and whose backlog is full.
+    let socket = folder.path().join("busy");
+    let listener = UnixListener::bind(&socket).expect("a socket");
+    // SAFETY: a plain system call on a live descriptor.
+    unsafe { libc::listen(std::os::fd::AsRawFd::as_raw_fd(&listener), 0) };
+    let _first = std::os::unix::net::UnixStream::connect(&socket).expect("the backlog takes one");
+    let at = socket.to_str().expect("UTF-8");
+    let mut host = Host::start(
+        Program::Small(true),
+        &path,
+        &on(&[("LLAMA_SIDECAR_CONTROL", at)]),
+    );
+    assert_eq!(host.ask("decode"), result(1.0));
+    assert_eq!(host.logged("another process listens there").len(), 1);
+    assert_eq!(host.end(), Some(0));
+    assert!(socket.exists());
+
+    // A path that another process took over while the host ran.
+    let socket = folder.path().join("taken");
+    let at = socket.to_str().expect("UTF-8");
+    let host = settled(&path, &[("LLAMA_SIDECAR_CONTROL", at)]);
+    std::fs::remove_file(&socket).expect("the host's socket");
+    let _other = UnixListener::bind(&socket).expect("the path is free");
+    assert_eq!(host.end(), Some(0));
+    assert!(socket.exists(), "the other process's socket is still there");
+}
