@@ -1,5 +1,6 @@
 //! New versions of GGUF files: written beside the old one, checked, and put in its place
-//! by rename, so that whoever has the old one open keeps it, and an interruption leaves it.
+//! by rename, so that a program that has the old one open keeps it, and an interruption
+//! leaves it.
 
 use std::ffi::CStr;
 use std::fs::{self, File};
@@ -312,7 +313,7 @@ fn lock(file: &File) {
     let _ = file.try_lock();
 }
 
-/// Removes files that an interrupted run left: those that nobody holds a lock on.
+/// Removes files that an interrupted run left: those that no process has locked.
 fn remove_leftovers(folder: &Path, prefix: &str) {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     for entry in entries {

@@ -337,8 +337,15 @@ fn carry_out(plan: Plan<'_>, options: &Options) -> Result<bool> {
         change.target.look_again()?;
     }
     let mut locks = Vec::new();
+    let files = plan.changes.len();
     for ((new, originals), change) in written.into_iter().zip(&plan.changes) {
-        locks.push(put_in_place(change, new, originals)?);
+        let placed = put_in_place(change, new, originals);
+        locks.push(match locks.len() {
+            0 => placed?,
+            done => placed.with_context(|| {
+                format!("{done} of {files} files are swapped: swap again for the rest, or put them back with --restore")
+            })?,
+        });
     }
     for target in plan.restored {
         target.look_again()?;

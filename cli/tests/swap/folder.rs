@@ -358,3 +358,58 @@ fn shapes_that_differ_in_trailing_ones_are_the_same() {
         assert_eq!(bytes(&bench.model), of(old, F32, 1).bytes());
     }
 }
+
+/// A file that cannot be renamed over until this is dropped.
+struct Immutable(PathBuf);
+
+impl Immutable {
+    fn new(path: &Path) -> Option<Immutable> {
+        let output = Command::new("chattr").arg("+i").arg(path).output();
+        if output.is_ok_and(|output| output.status.success()) {
+            return Some(Immutable(path.to_owned()));
+        }
+        eprintln!("skipped: a rename that fails needs root, and chattr on the temporary folder");
+        None
+    }
+}
+
+impl Drop for Immutable {
+    fn drop(&mut self) {
+        let _ = Command::new("chattr").arg("-i").arg(&self.0).status();
+    }
+}
+
+#[test]
+fn a_rename_that_fails_leaves_every_file_with_its_originals() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let others = tempfile::tempdir().expect("a folder");
+    let shards: Vec<_> = (1..3).map(|n| shard(folder.path(), n, 2, Q4_0)).collect();
+    let from: Vec<_> = (1..3).map(|n| shard(others.path(), n, 2, Q8_0)).collect();
+    let before: Vec<_> = shards.iter().map(bytes).collect();
+    let arguments = [path(&shards[0]), path(&from[0])];
+    let arguments: [&str; 5] = [&arguments[0], "--tensor", ".*", "--from", &arguments[1]];
+    let Some(immutable) = Immutable::new(&shards[1]) else {
+        return;
+    };
+    fails(
+        &arguments,
+        &[
+            "1 of 2 files are swapped",
+            "cannot rename over",
+            "00002-of-00002.gguf; it is as it was",
+        ],
+    );
+    assert_eq!(bytes(&shards[0]), bytes(&from[0]));
+    assert_eq!(bytes(&shards[1]), before[1]);
+    let names = files(folder.path());
+    let originals = "m-00001-of-00002.gguf.originals";
+    assert_eq!(
+        names,
+        ["m-00001-of-00002.gguf", originals, "m-00002-of-00002.gguf"]
+    );
+    drop(immutable);
+    succeeds(&arguments);
+    assert_eq!(bytes(&shards[1]), bytes(&from[1]));
+    succeeds(&[arguments[0], "--restore"]);
+    assert_eq!(shards.iter().map(bytes).collect::<Vec<_>>(), before);
+}
