@@ -1,5 +1,6 @@
 //! The `llama-sidecar` command.
 
+mod attributes;
 mod child;
 mod control;
 mod doctor;
@@ -7,12 +8,15 @@ mod generate;
 mod inspect;
 mod journal;
 mod load;
+mod originals;
 mod picture;
 mod program;
 mod report;
 mod rewrite;
+mod room;
 mod run;
 mod swap;
+mod target;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -51,8 +55,12 @@ enum Command {
     /// Put other versions of tensors into a model's files, and the original ones back.
     ///
     /// The new file is written beside the old one, checked, and renamed over it: an
-    /// interruption leaves the old one, and whoever has that open keeps it. The original
-    /// tensors are kept in MODEL.originals.
+    /// interruption leaves the old one, and a program that has the old one open keeps it.
+    /// Owner, group, mode, access lists and extended attributes stay. The original tensors
+    /// are kept in MODEL.originals; a model that no swap wrote stops the swap while
+    /// originals of another one are there. Of a symbolic link, the file behind it is
+    /// replaced, and its originals are beside that file. A second swap of the same model
+    /// waits until the first has ended.
     Swap(swap::Options),
     /// Ask a running host which models it has and what was swapped.
     Status {

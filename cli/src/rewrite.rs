@@ -1,254 +1,309 @@
 //! New versions of GGUF files: written beside the old one, checked, and put in its place
-//! by rename, so that whoever has the old one open keeps it, and an interruption leaves it.
+//! by rename, so that a program that has the old one open keeps it, and an interruption
+//! leaves it.
 
 use std::ffi::CStr;
 use std::fs::{self, File};
-use std::io::{self, BufWriter, Seek, SeekFrom, Write};
-use std::os::unix::ffi::OsStrExt;
+use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
-use llama_sidecar::gguf::{Access, FileId, GgufFile, TensorInfo};
-use llama_sidecar::reload::hash_source;
+use llama_sidecar::gguf::{Access, GgufFile, TensorInfo};
+use llama_sidecar::reload::{Hash, hash_bytes, hash_source};
 use tempfile::NamedTempFile;
+
+use crate::attributes::Attributes;
+use crate::originals::{self, Version};
+use crate::room::{folder_of, is_no_room};
+use crate::target::Target;
 
 /// Bytes that are copied between two looks at the progress.
 const STEP: u64 = 64 << 20;
 
-/// A tensor for a new file: its bytes, and the file that they are in.
+/// A tensor for a new file: the file that it is in, and the hash that its data must have.
 #[derive(Clone, Copy)]
-pub struct Source<'a> {
+pub struct Part<'a> {
     pub file: &'a GgufFile,
     pub info: &'a TensorInfo,
+    pub hash: Hash,
 }
 
-impl Source<'_> {
+impl Part<'_> {
     /// Its name.
     pub fn name(&self) -> &CStr {
         self.file.header.name(self.info)
     }
+
+    /// Its type and content.
+    pub fn version(&self) -> Version {
+        Version::new(self.info, self.hash)
+    }
 }
+
+/// A new file, before it is written.
+pub struct Draft<'a> {
+    header: Vec<u8>,
+    alignment: u64,
+    pub parts: Vec<Part<'a>>,
+    /// What follows the data: a range of a file.
+    tail: Option<(&'a GgufFile, u64, u64)>,
+    /// Bytes of the whole file.
+    pub size: u64,
+}
+
+impl<'a> Draft<'a> {
+    /// A new version of a model's file. Only types and offsets in its header change; what
+    /// follows the data stays.
+    pub fn of_model(file: &'a GgufFile, parts: Vec<Part<'a>>) -> Result<Draft<'a>> {
+        let mut header = header_of(file)?;
+        patch(file, &mut header, &parts)?;
+        let (from, len) = tail(file);
+        let draft = Draft::new(header, file.header.alignment, parts)?;
+        Ok(Draft {
+            tail: Some((file, from, len)),
+            size: draft.size.checked_add(len).context(TOO_LARGE)?,
+            ..draft
+        })
+    }
+
+    /// A file with this header and these tensors.
+    pub fn new(header: Vec<u8>, alignment: u64, parts: Vec<Part<'a>>) -> Result<Draft<'a>> {
+        let padded = |part: &Part<'_>| part.info.nbytes.checked_next_multiple_of(alignment);
+        let size = parts.iter().try_fold(header.len() as u64, |size, part| {
+            padded(part).and_then(|padded| size.checked_add(padded))
+        });
+        Ok(Draft {
+            header,
+            alignment,
+            parts,
+            tail: None,
+            size: size.context(TOO_LARGE)?,
+        })
+    }
+
+    /// Gives the file the size that it had before any swap: some writers leave out the
+    /// padding after the last tensor.
+    pub fn with_size_of_original(self, size: u64) -> Result<Draft<'a>> {
+        let last = self.parts.last().map_or(0, |part| part.info.nbytes);
+        let padding = last.next_multiple_of(self.alignment) - last;
+        ensure!(
+            size <= self.size && self.size - size <= padding,
+            "the originals cannot be put back: the file would have {} bytes, and had {size} before; nothing was changed",
+            self.size
+        );
+        Ok(Draft { size, ..self })
+    }
+
+    /// Writes it beside `path`, and checks what was written. It gets owner, mode and
+    /// attributes of the model. `needed` is what all new files together need there.
+    pub fn write(&self, target: &Target, path: &Path, needed: u64) -> Result<Written> {
+        let folder = folder_of(path);
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let prefix = format!(".{name}.swap-");
+        remove_leftovers(folder, &prefix);
+        let made = NamedTempFile::with_prefix_in(prefix, folder).map_err(anyhow::Error::from);
+        let written = made.and_then(|file| {
+            lock(file.as_file());
+            // Attributes first: what cannot be kept is known before anything is copied.
+            let attributes = Attributes::of(&target.file);
+            let attributes = attributes.context("cannot read the attributes of the old file")?;
+            attributes.give_to(file.as_file())?;
+            self.fill(file.as_file())?;
+            file.as_file().sync_all()?;
+            self.check(file.path())?;
+            Ok(file)
+        });
+        match written {
+            Ok(file) => Ok(Written {
+                file,
+                path: path.to_owned(),
+            }),
+            Err(error) => {
+                // This may be the cause, and says it better.
+                target.look_again()?;
+                let mut what = format!(
+                    "cannot write beside {}; it is as it was",
+                    target.path.display()
+                );
+                if is_no_room(&error) {
+                    what += &format!(
+                        "; {needed} bytes are needed in {}: make room there",
+                        folder.display()
+                    );
+                }
+                Err(error.context(what))
+            }
+        }
+    }
+
+    fn fill(&self, file: &File) -> Result<()> {
+        let bar = ProgressBar::new(self.size);
+        bar.set_style(ProgressStyle::with_template(
+            "{bytes} of {total_bytes} {wide_bar} {bytes_per_sec}, {eta}",
+        )?);
+        let mut out = BufWriter::new(file);
+        out.write_all(&self.header)?;
+        out.flush()?;
+        bar.inc(self.header.len() as u64);
+        for part in &self.parts {
+            let info = part.info;
+            copy(part.file, info.offset, info.nbytes, file, &bar)?;
+            let padding = info.nbytes.next_multiple_of(self.alignment) - info.nbytes;
+            (&mut { file }).write_all(&self.padding(part, padding)?)?;
+        }
+        if let Some((from, at, len)) = self.tail {
+            copy(from, at, len, file, &bar)?;
+        }
+        file.set_len(self.size)?;
+        bar.finish_and_clear();
+        Ok(())
+    }
+
+    /// The bytes after a tensor: those that its file has there if that aligns its tensors
+    /// alike, else zeros.
+    fn padding(&self, part: &Part<'_>, len: u64) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; len as usize];
+        let end = part.info.offset + part.info.nbytes;
+        let there = part.file.source.id().size.saturating_sub(end).min(len);
+        if part.file.header.alignment == self.alignment {
+            let source = &part.file.source;
+            source.read_at(&mut bytes[..there as usize], end)?;
+        }
+        Ok(bytes)
+    }
+
+    /// Reads a new file as its users will: it has to have the same tensors, byte for byte.
+    fn check(&self, path: &Path) -> Result<()> {
+        let new = GgufFile::open(path, Access::Read)?;
+        new.header.check_data(new.source.id().size)?;
+        ensure!(
+            new.header.tensors.len() == self.parts.len(),
+            "tensors are missing in the new file"
+        );
+        for (info, part) in new.header.tensors.iter().zip(&self.parts) {
+            let same = new.header.name(info) == part.name()
+                && std::ptr::eq(info.ty, part.info.ty)
+                && info.ne == part.info.ne
+                && originals::hash_of(&new, info)? == part.hash;
+            ensure!(
+                same,
+                "'{}' is not in the new file as it was read: {} was changed meanwhile, or the disk fails; try again when its writer is done",
+                part.name().to_string_lossy(),
+                part.file.source.path().display()
+            );
+        }
+        Ok(())
+    }
+}
+
+const TOO_LARGE: &str = "the new file would need more bytes than a file can have";
 
 /// A file that is complete, and not in its place yet.
 pub struct Written {
     file: NamedTempFile,
     path: PathBuf,
-    /// What tells it from other versions.
-    pub identity: String,
 }
 
 impl Written {
-    /// Puts it in its place.
-    pub fn commit(self) -> Result<()> {
-        let Written { file, path, .. } = self;
+    /// Puts it in its place. The file that is returned keeps the path locked.
+    pub fn commit(self) -> Result<File> {
+        let Written { file, path } = self;
         let kept = file.persist(&path);
-        kept.with_context(|| format!("cannot rename over {}; it is as it was", path.display()))?;
-        let folder = File::open(folder_of(&path))?;
-        Ok(folder.sync_all()?)
+        kept.with_context(|| format!("cannot rename over {}; it is as it was", path.display()))
     }
 }
 
-/// What tells a version of a file from others.
-pub fn identity(path: &Path) -> io::Result<String> {
-    let id = FileId::of_path(path)?;
-    Ok(format!(
-        "{} {} {}.{:09}",
-        id.ino, id.size, id.mtime, id.mtime_ns
-    ))
+/// Makes renames in the folder of a file last.
+pub fn sync_folder_of(path: &Path) -> Result<()> {
+    let folder = folder_of(path);
+    let synced = File::open(folder).and_then(|folder| folder.sync_all());
+    synced.with_context(|| format!("cannot write the folder {} to disk", folder.display()))
 }
 
-/// Writes a new version of a model's file, in which each tensor comes from where `tensors`
-/// says. Only the types and offsets in its header change.
-pub fn with_tensors(file: &GgufFile, tensors: &[Source<'_>]) -> Result<Written> {
-    let path = file.source.path();
+/// Reads the header of a file, its padding included.
+pub fn header_of(file: &GgufFile) -> io::Result<Vec<u8>> {
     let mut header = vec![0; file.header.data_offset as usize];
     file.source.read_at(&mut header, 0)?;
-    patch(file, &mut header, tensors)?;
-    write(file, path, &header, file.header.alignment, tensors)
+    Ok(header)
 }
 
-/// Writes a file of these tensors of a model's file and nothing else, but for the identity
-/// of the version that they are the originals of.
-pub fn originals(
-    file: &GgufFile,
-    path: &Path,
-    of: &str,
-    tensors: &[Source<'_>],
-) -> Result<Written> {
-    const ALIGNMENT: u64 = 32;
-    let mut header = b"GGUF".to_vec();
-    header.extend(3u32.to_le_bytes());
-    header.extend((tensors.len() as u64).to_le_bytes());
-    header.extend(1u64.to_le_bytes());
-    push_text(&mut header, ORIGINALS_OF.as_bytes());
-    header.extend(8u32.to_le_bytes());
-    push_text(&mut header, of.as_bytes());
-    let mut at = 0u64;
-    for source in tensors {
-        push_text(&mut header, source.name().to_bytes());
-        header.extend(source.info.n_dims.to_le_bytes());
-        for extent in &source.info.ne[..source.info.n_dims as usize] {
-            header.extend(extent.to_le_bytes());
-        }
-        header.extend(source.info.ty.id.to_le_bytes());
-        header.extend(at.to_le_bytes());
-        at += source.info.nbytes.next_multiple_of(ALIGNMENT);
+/// Hashes what no swap changes in a model's file: its header but for types and offsets of
+/// tensors, and what follows the data.
+pub fn rest(file: &GgufFile) -> Result<Hash> {
+    let mut header = header_of(file)?;
+    for at in types_in(file, &header)? {
+        header[at..at + 12].fill(0);
     }
-    header.resize(header.len().next_multiple_of(ALIGNMENT as usize), 0);
-    write(file, path, &header, ALIGNMENT, tensors)
+    let (from, len) = tail(file);
+    header.extend(hash_source(&file.source, from, len)?.to_le_bytes());
+    header.extend(len.to_le_bytes());
+    Ok(hash_bytes(&header))
 }
 
-/// The key in a file of originals that tells whose they are.
-pub const ORIGINALS_OF: &str = "llama-sidecar.originals-of";
-
-fn push_text(out: &mut Vec<u8>, text: &[u8]) {
-    out.extend((text.len() as u64).to_le_bytes());
-    out.extend(text);
+/// Where what follows the data and its padding begins, and how many bytes it has.
+fn tail(file: &GgufFile) -> (u64, u64) {
+    let last = file.header.tensors.last();
+    let end = last.map_or(file.header.data_offset, |last| last.offset + last.nbytes);
+    let end = end.next_multiple_of(file.header.alignment);
+    (end, file.source.id().size.saturating_sub(end))
 }
 
-/// Puts new types and offsets into the tensor infos of a header (GGUF specification:
+/// Finds the type of each tensor in a header; its offset is behind it (GGUF specification:
 /// length and text of the name, number of dimensions, dimensions, type, offset).
-fn patch(file: &GgufFile, header: &mut [u8], tensors: &[Source<'_>]) -> Result<()> {
+fn types_in(file: &GgufFile, header: &[u8]) -> Result<Vec<usize>> {
     let keys = file.header.keys.iter();
     let mut at = keys.map(|key| key.offset + key.len).max().unwrap_or(24) as usize;
-    let mut offset = 0u64;
-    for source in tensors {
-        let name = source.name().to_bytes();
-        let found = header.get(at + 8..at + 8 + name.len());
-        ensure!(
-            found == Some(name),
-            "{}: the header is not laid out as expected at byte {at}; nothing was changed",
+    let infos = file.header.tensors.iter();
+    let types = infos.map(|info| {
+        let name = u64::from_le_bytes(*header.get(at..)?.first_chunk()?);
+        let found = header.get(at + 8..)?.get(..usize::try_from(name).ok()?)?;
+        let expected = file.header.name(info).to_bytes();
+        let ty = at + 8 + found.len() + 4 + 8 * info.n_dims as usize;
+        at = ty + 12;
+        (found.starts_with(expected) && at <= header.len()).then_some(ty)
+    });
+    types.collect::<Option<_>>().with_context(|| {
+        format!(
+            "the header of {} changed while it was read; nothing was changed: try again when its writer is done",
             file.source.path().display()
-        );
-        at += 8 + name.len() + 4 + 8 * source.info.n_dims as usize;
-        header[at..at + 4].copy_from_slice(&source.info.ty.id.to_le_bytes());
-        header[at + 4..at + 12].copy_from_slice(&offset.to_le_bytes());
-        at += 12;
-        offset += source.info.nbytes.next_multiple_of(file.header.alignment);
-    }
-    Ok(())
-}
-
-/// Writes a header and tensors beside `path`, and checks what was written. Whoever may
-/// read the model may read it.
-fn write(
-    model: &GgufFile,
-    path: &Path,
-    header: &[u8],
-    alignment: u64,
-    tensors: &[Source<'_>],
-) -> Result<Written> {
-    let data = tensors
-        .iter()
-        .map(|source| source.info.nbytes.next_multiple_of(alignment));
-    let size = header.len() as u64 + data.sum::<u64>();
-    let folder = folder_of(path);
-    check_room(folder, size)?;
-    let name = path
-        .file_name()
-        .unwrap_or_default()
-        .to_string_lossy()
-        .into_owned();
-    let prefix = format!(".{name}.swap-");
-    remove_leftovers(folder, &prefix);
-    let explain = || format!("cannot write beside {}; it is as it was", path.display());
-    let file = NamedTempFile::with_prefix_in(prefix, folder).with_context(explain)?;
-    lock(file.as_file());
-    fill(file.as_file(), header, alignment, tensors, size).with_context(explain)?;
-    if let Ok(old) = fs::metadata(model.source.path()) {
-        file.as_file()
-            .set_permissions(old.permissions())
-            .with_context(explain)?;
-    }
-    file.as_file().sync_all().with_context(explain)?;
-    check(file.path(), tensors)?;
-    Ok(Written {
-        identity: identity(file.path())?,
-        path: path.to_owned(),
-        file,
+        )
     })
 }
 
-fn fill(
-    file: &File,
-    header: &[u8],
-    alignment: u64,
-    tensors: &[Source<'_>],
-    size: u64,
-) -> Result<()> {
-    let bar = ProgressBar::new(size);
-    bar.set_style(ProgressStyle::with_template(
-        "{bytes} of {total_bytes} {wide_bar} {bytes_per_sec}, {eta}",
-    )?);
-    let mut out = BufWriter::new(file);
-    out.write_all(header)?;
-    out.flush()?;
-    bar.inc(header.len() as u64);
-    let zeros = vec![0; alignment as usize];
-    for source in tensors {
-        let mut from = File::open(source.file.source.path())?;
-        from.seek(SeekFrom::Start(source.info.offset))?;
-        let mut left = source.info.nbytes;
-        while left > 0 {
-            // Between two files the kernel copies by itself, and shares blocks where it can.
-            let step = left.min(STEP);
-            let copied = io::copy(&mut io::Read::take(&from, step), &mut { file })?;
-            if copied < step {
-                bail!(
-                    "{} was cut while it was read",
-                    source.file.source.path().display()
-                );
-            }
-            left -= step;
-            bar.inc(step);
-        }
-        let padding = source.info.nbytes.next_multiple_of(alignment) - source.info.nbytes;
-        (&mut { file }).write_all(&zeros[..padding as usize])?;
-    }
-    bar.finish_and_clear();
-    Ok(())
-}
-
-/// Reads a new file as its users will: it has to have the same tensors, byte for byte.
-fn check(path: &Path, tensors: &[Source<'_>]) -> Result<()> {
-    let new = GgufFile::open(path, Access::Read)?;
-    new.header.check_data(new.source.id().size)?;
-    ensure!(
-        new.header.tensors.len() == tensors.len(),
-        "tensors are missing in the new file"
-    );
-    for (info, source) in new.header.tensors.iter().zip(tensors) {
-        let same = new.header.name(info) == source.name()
-            && std::ptr::eq(info.ty, source.info.ty)
-            && info.ne == source.info.ne
-            && hash_source(&new.source, info.offset, info.nbytes)?
-                == hash_source(&source.file.source, source.info.offset, source.info.nbytes)?;
-        ensure!(
-            same,
-            "'{}' is not in the new file as it was read: the source changed meanwhile, or the disk fails",
-            source.name().to_string_lossy()
-        );
+/// Puts new types and offsets into a header. The number of dimensions stays: one that is
+/// followed by ones only is the same shape.
+fn patch(file: &GgufFile, header: &mut [u8], parts: &[Part<'_>]) -> Result<()> {
+    let mut offset = 0u64;
+    for (at, part) in types_in(file, header)?.into_iter().zip(parts) {
+        header[at..at + 4].copy_from_slice(&part.info.ty.id.to_le_bytes());
+        header[at + 4..at + 12].copy_from_slice(&offset.to_le_bytes());
+        let padded = part
+            .info
+            .nbytes
+            .checked_next_multiple_of(file.header.alignment);
+        let next = padded.and_then(|padded| offset.checked_add(padded));
+        offset = next.context(TOO_LARGE)?;
     }
     Ok(())
 }
 
-fn check_room(folder: &Path, size: u64) -> Result<()> {
-    let name = std::ffi::CString::new(folder.as_os_str().as_bytes())?;
-    let mut found = std::mem::MaybeUninit::<libc::statvfs>::uninit();
-    // SAFETY: a C string, and a struct that is read only if it was filled.
-    let free = unsafe {
-        if libc::statvfs(name.as_ptr(), found.as_mut_ptr()) != 0 {
-            return Err(io::Error::last_os_error()).with_context(|| folder.display().to_string());
+/// Copies a range of a file to where another one is written.
+fn copy(from: &GgufFile, at: u64, len: u64, to: &File, bar: &ProgressBar) -> Result<()> {
+    let path = from.source.path();
+    let mut file = File::open(path)?;
+    file.seek(SeekFrom::Start(at))?;
+    let mut left = len;
+    while left > 0 {
+        // Between two files the kernel copies by itself, and shares blocks where it can.
+        let step = left.min(STEP);
+        let copied = io::copy(&mut Read::take(&file, step), &mut { to })?;
+        if copied < step {
+            bail!("{} was cut while it was read", path.display());
         }
-        let found = found.assume_init();
-        found.f_bavail * found.f_frsize
-    };
-    ensure!(
-        size <= free,
-        "the new file needs {size} bytes in {}, and {free} are free: make room there; nothing was changed",
-        folder.display()
-    );
+        left -= step;
+        bar.inc(step);
+    }
     Ok(())
 }
 
@@ -258,7 +313,7 @@ fn lock(file: &File) {
     let _ = file.try_lock();
 }
 
-/// Removes files that an interrupted run left: those that nobody holds a lock on.
+/// Removes files that an interrupted run left: those that no process has locked.
 fn remove_leftovers(folder: &Path, prefix: &str) {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     for entry in entries {
@@ -267,12 +322,5 @@ fn remove_leftovers(folder: &Path, prefix: &str) {
         if file.is_some_and(|file| file.try_lock().is_ok()) {
             let _ = fs::remove_file(entry.path());
         }
-    }
-}
-
-fn folder_of(path: &Path) -> &Path {
-    match path.parent() {
-        Some(folder) if folder != Path::new("") => folder,
-        _ => Path::new("."),
     }
 }

@@ -1,0 +1,120 @@
+//! A model's file that a swap may replace: where it really is, a lock against other swaps,
+//! and what it was when it was locked.
+
+use std::fs::{self, File, Metadata, TryLockError};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+
+/// A file to replace, locked until this is dropped.
+pub struct Target {
+    /// The path as the user knows it.
+    named: PathBuf,
+    /// The file behind all symbolic links.
+    pub path: PathBuf,
+    /// The file, with the lock on its inode. A swap also locks the new file before it is
+    /// in place: the path is locked until the swap has ended.
+    pub file: File,
+    before: Metadata,
+}
+
+/// A file that another swap has locked.
+struct Busy(File);
+
+impl Target {
+    /// Locks all files of a model. Waits while another swap has one of them.
+    pub fn lock_all(paths: &[PathBuf]) -> Result<Vec<Target>> {
+        loop {
+            let (busy, path) = match try_lock_all(paths)? {
+                Ok(targets) => return Ok(targets),
+                Err(busy) => busy,
+            };
+            eprintln!(
+                "llama-sidecar: another swap has locked {}: this one waits until it has ended",
+                path.display()
+            );
+            // Nothing is locked meanwhile, so two swaps never wait for each other.
+            busy.0
+                .lock()
+                .with_context(|| format!("cannot lock {}", path.display()))?;
+        }
+    }
+
+    /// Fails when the path does not name the file any more that was locked, or when that
+    /// was changed.
+    pub fn look_again(&self) -> Result<()> {
+        for path in [&self.named, &self.path] {
+            let now = fs::metadata(path);
+            ensure!(
+                now.is_ok_and(|now| version(&now) == version(&self.before)),
+                "{} was changed by another program during the swap; it is as that program left it: try again when that program has ended",
+                self.named.display()
+            );
+        }
+        Ok(())
+    }
+}
+
+/// What changes with every change of a file. The time of the last change of the inode
+/// cannot be set by programs.
+fn version(found: &Metadata) -> [i128; 7] {
+    [
+        found.dev().into(),
+        found.ino().into(),
+        found.size().into(),
+        found.mtime().into(),
+        found.mtime_nsec().into(),
+        found.ctime().into(),
+        found.ctime_nsec().into(),
+    ]
+}
+
+fn try_lock_all(paths: &[PathBuf]) -> Result<std::result::Result<Vec<Target>, (Busy, PathBuf)>> {
+    let mut targets = Vec::new();
+    for path in paths {
+        let explain = || format!("cannot lock {}", path.display());
+        match try_lock(path).with_context(explain)? {
+            Ok(target) => targets.push(target),
+            Err(busy) => return Ok(Err((busy, path.clone()))),
+        }
+    }
+    Ok(Ok(targets))
+}
+
+fn try_lock(named: &Path) -> io::Result<std::result::Result<Target, Busy>> {
+    loop {
+        let path = fs::canonicalize(named)?;
+        let file = File::open(&path)?;
+        let file = match file.try_lock() {
+            Ok(()) => file,
+            Err(TryLockError::WouldBlock) => return Ok(Err(Busy(file))),
+            // NFS locks only what is open for writing.
+            Err(TryLockError::Error(error)) => {
+                let writable = File::options().read(true).write(true).open(&path);
+                match writable.map(|file| (file.try_lock(), file)) {
+                    Ok((Ok(()), file)) => file,
+                    Ok((Err(TryLockError::WouldBlock), file)) => return Ok(Err(Busy(file))),
+                    _ => {
+                        eprintln!(
+                            "llama-sidecar: {} cannot be locked ({error}): run no other swap of it at the same time",
+                            named.display()
+                        );
+                        file
+                    }
+                }
+            }
+        };
+        // A swap that held the lock has put another file there.
+        let (before, there) = (file.metadata()?, fs::metadata(&path)?);
+        if (before.dev(), before.ino()) == (there.dev(), there.ino()) {
+            return Ok(Ok(Target {
+                named: named.to_owned(),
+                path,
+                file,
+                before,
+            }));
+        }
+    }
+}
