@@ -264,8 +264,9 @@ struct llama_sidecar_model_info {
     uint32_t gguf_version;
 };
 
-// Told how far loading is: bytes that are in place, bytes in all. Called on the thread that called
-// llama_sidecar_model_load_all. Returning false stops it.
+// Receives how far loading is: bytes that are in place, bytes in all. Called on the thread that
+// called llama_sidecar_model_load_all, for the last time with `done` equal to `total`; not at all when
+// there is nothing to load. Returning false stops the call, also the last time.
 typedef bool (*llama_sidecar_progress)(uint64_t done, uint64_t total, void *user_data);
 
 // What llama_sidecar_model_load_all did.

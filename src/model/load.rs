@@ -150,7 +150,8 @@ impl Model {
     ///
     /// Each device gives one arena, or several of about the same size, biggest tensor
     /// first, when it refuses one that large. `progress` is called on this thread
-    /// after each piece that it read; when it returns `false`, everything loaded by
+    /// while pieces are read, and with `done == total` after the last one, unless reading
+    /// failed or nothing was to be loaded; when it returns `false`, everything loaded by
     /// this call is dropped again.
     ///
     /// A tensor that a reload replaces or moves meanwhile may stay as it is.
