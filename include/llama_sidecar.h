@@ -543,7 +543,7 @@ struct llama_context *llama_sidecar_context_new(const struct llama_model *model)
 enum llama_sidecar_status llama_sidecar_context_free(struct llama_context *context);
 
 // Begins an evaluation: until it ends, no tensor of the model changes. Waits for a switch that is
-// under way.
+// under way, and up to 5 seconds for one that itself waits for running evaluations.
 //
 // `generation` can be NULL; it gets the model's generation. When it differs from that of the last
 // evaluation, graphs must be built again.
@@ -551,6 +551,11 @@ enum llama_sidecar_status llama_sidecar_eval_begin(const struct llama_context *c
                                                    uint64_t *generation);
 
 // Ends the evaluation of a context.
+//
+// Can be called on another thread than the one that began the evaluation. The evaluation counts for
+// the thread that began it: only there a reload fails at once with LLAMA_SIDECAR_STATUS_BUSY. A thread
+// that took an evaluation over must end it before it reloads; otherwise the reload waits for its own
+// thread and fails with LLAMA_SIDECAR_STATUS_BUSY after 60 seconds.
 enum llama_sidecar_status llama_sidecar_eval_end(const struct llama_context *context);
 
 // Sets what is called when graphs have become stale; NULL for nothing.
@@ -719,7 +724,9 @@ size_t llama_postfetch_describe(const struct llama_postfetch *postfetch,
 // changed. False also when it failed: llama_sidecar_last_error then says why.
 //
 // Same name and meaning as in ik_llama.cpp, whose programs link against this library unchanged.
-// Waits until running evaluations end; a thread must not call it during its own.
+// Waits until running evaluations end, for at most 60 seconds: then it fails with
+// LLAMA_SIDECAR_STATUS_BUSY and what it did not switch is as before. A thread must not call it during
+// its own evaluation.
 bool llama_reload_changed_tensors(struct llama_context *context);
 
 // Like llama_reload_changed_tensors, and tells what happened to each tensor.

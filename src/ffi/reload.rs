@@ -43,7 +43,9 @@ impl OwnedReport {
 /// changed. False also when it failed: llama_sidecar_last_error then says why.
 ///
 /// Same name and meaning as in ik_llama.cpp, whose programs link against this library unchanged.
-/// Waits until running evaluations end; a thread must not call it during its own.
+/// Waits until running evaluations end, for at most 60 seconds: then it fails with
+/// LLAMA_SIDECAR_STATUS_BUSY and what it did not switch is as before. A thread must not call it during
+/// its own evaluation.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_reload_changed_tensors(context: *mut llama_context) -> bool {
     call(|| Ok(handle::get(context)?.reload()?.changed())).unwrap_or(false)

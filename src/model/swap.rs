@@ -438,7 +438,7 @@ impl Store for Model {
             generation
                 .into_iter()
                 .for_each(|generation| self.listeners.tell(generation));
-        });
+        })?;
         // Freeing what was replaced takes longer than replacing it: evaluations do
         // not wait for it.
         drop(staged);
