@@ -25,6 +25,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
+// The version of this header; llama_sidecar_version() returns that of the library. The number is
+// MAJOR * 1000000 + MINOR * 1000 + PATCH, to be compared.
+#define LLAMA_SIDECAR_VERSION "0.1.0"
+#define LLAMA_SIDECAR_VERSION_MAJOR 0
+#define LLAMA_SIDECAR_VERSION_MINOR 1
+#define LLAMA_SIDECAR_VERSION_PATCH 0
+#define LLAMA_SIDECAR_VERSION_NUMBER 1000
+
 // Result of a call. Values never change their meaning.
 enum llama_sidecar_status {
     // Done.
@@ -758,7 +766,7 @@ enum llama_sidecar_status llama_sidecar_report_get_file(const struct llama_sidec
                                                         uint64_t at,
                                                         struct llama_sidecar_report_file *info);
 
-// Version of the library, for example "0.1.0".
+// Version of the library, for example "0.1.0". LLAMA_SIDECAR_VERSION is that of the header.
 const char *llama_sidecar_version(void);
 
 // What went wrong in the last call of this thread that failed: what was expected, what was found,

@@ -112,7 +112,7 @@ pub struct llama_sidecar_model_info {
 // SAFETY: repr(C), starts with struct_size, plain fields.
 unsafe impl SizedStruct for llama_sidecar_model_info {
     const NAME: &'static str = "llama_sidecar_model_info";
-    const FIRST: usize = size_of::<llama_sidecar_model_info>();
+    const FIRST: usize = 80;
 }
 
 /// Tells what a model is.
@@ -171,7 +171,7 @@ pub struct llama_sidecar_load_report {
 // SAFETY: repr(C), starts with struct_size, plain fields.
 unsafe impl SizedStruct for llama_sidecar_load_report {
     const NAME: &'static str = "llama_sidecar_load_report";
-    const FIRST: usize = size_of::<llama_sidecar_load_report>();
+    const FIRST: usize = 40;
 }
 
 /// Loads every tensor that is not loaded yet to the model's device, in at most 9 allocations.

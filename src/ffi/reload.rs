@@ -138,7 +138,7 @@ pub struct llama_sidecar_report_info {
 // SAFETY: repr(C), starts with struct_size, plain fields.
 unsafe impl SizedStruct for llama_sidecar_report_info {
     const NAME: &'static str = "llama_sidecar_report_info";
-    const FIRST: usize = size_of::<llama_sidecar_report_info>();
+    const FIRST: usize = 160;
 }
 
 /// Tells what a reload did, in numbers.
@@ -229,7 +229,7 @@ pub struct llama_sidecar_report_tensor {
 // SAFETY: repr(C), starts with struct_size, plain fields.
 unsafe impl SizedStruct for llama_sidecar_report_tensor {
     const NAME: &'static str = "llama_sidecar_report_tensor";
-    const FIRST: usize = size_of::<llama_sidecar_report_tensor>();
+    const FIRST: usize = 72;
 }
 
 /// Tells about entry `at` of a report, of n_tensors.
@@ -300,7 +300,7 @@ pub struct llama_sidecar_report_file {
 // SAFETY: repr(C), starts with struct_size, plain fields.
 unsafe impl SizedStruct for llama_sidecar_report_file {
     const NAME: &'static str = "llama_sidecar_report_file";
-    const FIRST: usize = size_of::<llama_sidecar_report_file>();
+    const FIRST: usize = 32;
 }
 
 /// Tells about entry `at` of a report, of n_files.
