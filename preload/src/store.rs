@@ -47,7 +47,7 @@ impl HostStore<'_> {
 
     fn is_trusted(&self, file: usize) -> bool {
         let file = &self.0.files[file];
-        file.gguf.source.id_now().ok() == Some(*file.trusted.lock())
+        file.gguf.source.has_stamp_of(&file.trusted.lock())
     }
 
     /// Hash of the bytes that the host loaded, from the file that it loaded them from.
@@ -56,7 +56,14 @@ impl HostStore<'_> {
         let file = &self.0.files[tensor.file].gguf;
         let info = &file.header.tensors[tensor.info];
         let hash = hash_source(&file.source, info.offset, info.nbytes).ok();
-        hash.filter(|_| self.is_trusted(tensor.file))
+        // Bytes that the host copied do not follow the file: without doubt it has to be
+        // the file that was copied.
+        let copied = tensor.instances.iter().any(|instance| !instance.mapped);
+        let trusted = *self.0.files[tensor.file].trusted.lock();
+        hash.filter(|_| match copied {
+            true => file.source.is_unwritten_since(&trusted),
+            false => file.source.has_stamp_of(&trusted),
+        })
     }
 
     fn stage_swap(
@@ -202,7 +209,7 @@ impl Store for HostStore<'_> {
         }
         let file = &self.0.files[tensor_of.file];
         let trusted = file.trusted.lock();
-        let written = trusted.same_inode(id) && *trusted != *id;
+        let written = trusted.same_inode(id) && !id.unwritten_since(&trusted);
         written.then(|| file.gguf.header.tensors[tensor_of.info].offset)
     }
 
@@ -214,7 +221,7 @@ impl Store for HostStore<'_> {
         let source = &self.0.files[tensor_of.file].gguf.source;
         let mapped = tensor_of.instances.iter().any(|instance| instance.mapped);
         !mapped
-            || source.id_now().ok() == Some(source.id())
+            || source.is_unwritten_since(&source.id())
             || self.original_hash(tensor) == Some(hash)
     }
 

@@ -372,7 +372,7 @@ impl Model {
         what: impl Fn() -> String,
     ) -> Result<()> {
         let source = &self.files[file].gguf.source;
-        if now == before && source.id_now().ok() == Some(before) {
+        if now.unwritten_since(&before) && source.has_stamp_of(&before) {
             return Ok(());
         }
         Err(Error::WrittenInPlace {
