@@ -137,17 +137,28 @@ static void lookups(const struct llama_model * model) {
     FAILS(llama_sidecar_device_get_info(model, 1, &device), LLAMA_SIDECAR_STATUS_NOT_FOUND,
           "device 1");
 
-    // A program built against an older header gets the part that it knows, no more.
-    struct {
-        struct llama_sidecar_tensor_info known;
-        unsigned char                    beyond[64];
-    } larger;
-    memset(&larger, 0xee, sizeof(larger));
-    larger.known.struct_size = sizeof(larger);
-    OK(llama_sidecar_tensor_get_info(model, 0, &larger.known));
-    for (size_t i = 0; i < sizeof(larger.beyond); i++) {
-        CHECK(larger.beyond[i] == 0xee);
+    // A program built with an older header gets the fields that it knows, and not a byte more; one
+    // built with a newer header gets the fields that the library knows.
+    union {
+        struct llama_sidecar_tensor_info info;
+        unsigned char                    bytes[1024];
+    } room;
+    const size_t size_in_0_1 = 168;
+    memset(&room, 0xee, sizeof(room));
+    room.info.struct_size = size_in_0_1;
+    OK(llama_sidecar_tensor_get_info(model, 0, &room.info));
+    CHECK(room.info.struct_size == size_in_0_1 && room.info.index == 0);
+    for (size_t i = size_in_0_1; i < sizeof(room); i++) {
+        CHECK(room.bytes[i] == 0xee);
     }
+    room.info.struct_size = sizeof(room);
+    OK(llama_sidecar_tensor_get_info(model, 0, &room.info));
+    for (size_t i = sizeof(room.info); i < sizeof(room); i++) {
+        CHECK(room.bytes[i] == 0xee);
+    }
+    room.info.struct_size = size_in_0_1 - 1;
+    FAILS(llama_sidecar_tensor_get_info(model, 0, &room.info), LLAMA_SIDECAR_STATUS_BAD_ARGUMENT,
+          "struct_size");
 }
 
 static void moments(struct llama_model * model, struct llama_context * context) {
@@ -169,6 +180,11 @@ int main(int argc, char ** argv) {
         fprintf(stderr, "usage: %s MODEL.gguf\n", argv[0]);
         return 2;
     }
+    // The header and the library of an installed tree are of one version.
+    CHECK(strcmp(llama_sidecar_version(), LLAMA_SIDECAR_VERSION) == 0);
+    CHECK(LLAMA_SIDECAR_VERSION_NUMBER == LLAMA_SIDECAR_VERSION_MAJOR * 1000000 +
+                                              LLAMA_SIDECAR_VERSION_MINOR * 1000 +
+                                              LLAMA_SIDECAR_VERSION_PATCH);
     CHECK(strlen(llama_sidecar_last_error()) == 0);
     CHECK(llama_sidecar_last_status() == LLAMA_SIDECAR_STATUS_OK);
     files();

@@ -25,6 +25,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
+// The version of this header; llama_sidecar_version() returns that of the library. The number is
+// MAJOR * 1000000 + MINOR * 1000 + PATCH, to be compared.
+#define LLAMA_SIDECAR_VERSION "0.1.0"
+#define LLAMA_SIDECAR_VERSION_MAJOR 0
+#define LLAMA_SIDECAR_VERSION_MINOR 1
+#define LLAMA_SIDECAR_VERSION_PATCH 0
+#define LLAMA_SIDECAR_VERSION_NUMBER 1000
+
 // Result of a call. Values never change their meaning.
 enum llama_sidecar_status {
     // Done.
@@ -264,8 +272,9 @@ struct llama_sidecar_model_info {
     uint32_t gguf_version;
 };
 
-// Told how far loading is: bytes that are in place, bytes in all. Called on the thread that called
-// llama_sidecar_model_load_all. Returning false stops it.
+// Receives how far loading is: bytes that are in place, bytes in all. Called on the thread that
+// called llama_sidecar_model_load_all, for the last time with `done` equal to `total`; not at all when
+// there is nothing to load. Returning false stops the call, also the last time.
 typedef bool (*llama_sidecar_progress)(uint64_t done, uint64_t total, void *user_data);
 
 // What llama_sidecar_model_load_all did.
@@ -542,7 +551,7 @@ struct llama_context *llama_sidecar_context_new(const struct llama_model *model)
 enum llama_sidecar_status llama_sidecar_context_free(struct llama_context *context);
 
 // Begins an evaluation: until it ends, no tensor of the model changes. Waits for a switch that is
-// under way.
+// under way, and up to 5 seconds for one that itself waits for running evaluations.
 //
 // `generation` can be NULL; it gets the model's generation. When it differs from that of the last
 // evaluation, graphs must be built again.
@@ -550,6 +559,11 @@ enum llama_sidecar_status llama_sidecar_eval_begin(const struct llama_context *c
                                                    uint64_t *generation);
 
 // Ends the evaluation of a context.
+//
+// Can be called on another thread than the one that began the evaluation. The evaluation counts for
+// the thread that began it: only there a reload fails at once with LLAMA_SIDECAR_STATUS_BUSY. A thread
+// that took an evaluation over must end it before it reloads; otherwise the reload waits for its own
+// thread and fails with LLAMA_SIDECAR_STATUS_BUSY after 60 seconds.
 enum llama_sidecar_status llama_sidecar_eval_end(const struct llama_context *context);
 
 // Sets what is called when graphs have become stale; NULL for nothing.
@@ -718,7 +732,9 @@ size_t llama_postfetch_describe(const struct llama_postfetch *postfetch,
 // changed. False also when it failed: llama_sidecar_last_error then says why.
 //
 // Same name and meaning as in ik_llama.cpp, whose programs link against this library unchanged.
-// Waits until running evaluations end; a thread must not call it during its own.
+// Waits until running evaluations end, for at most 60 seconds: then it fails with
+// LLAMA_SIDECAR_STATUS_BUSY and what it did not switch is as before. A thread must not call it during
+// its own evaluation.
 bool llama_reload_changed_tensors(struct llama_context *context);
 
 // Like llama_reload_changed_tensors, and tells what happened to each tensor.
@@ -750,7 +766,7 @@ enum llama_sidecar_status llama_sidecar_report_get_file(const struct llama_sidec
                                                         uint64_t at,
                                                         struct llama_sidecar_report_file *info);
 
-// Version of the library, for example "0.1.0".
+// Version of the library, for example "0.1.0". LLAMA_SIDECAR_VERSION is that of the header.
 const char *llama_sidecar_version(void);
 
 // What went wrong in the last call of this thread that failed: what was expected, what was found,

@@ -1,6 +1,6 @@
 //! Work spread over a few threads.
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 /// More threads than this do not make copying memory faster.
 const MAX_THREADS: usize = 8;
@@ -15,33 +15,105 @@ pub fn threads() -> usize {
 /// Calls `work` once for each item, on several threads; items are taken in order.
 ///
 /// `work` returns whether to go on; once it returned `false` no further item is
-/// taken. `beside` runs on the calling thread after each item that thread handled,
-/// and can stop the work in the same way. Returns whether all items were handled.
+/// taken. `beside` runs on the calling thread: after items were handled, by whichever
+/// thread, and for the last time after all of them were. It can stop the work in the
+/// same way, and is not called once the work is stopped. Returns whether all items were
+/// handled and nothing stopped the work.
 pub fn for_each<T: Send>(
+    items: Vec<T>,
+    work: impl Fn(T) -> bool + Sync,
+    beside: impl FnMut() -> bool,
+) -> bool {
+    for_each_on(threads().min(items.len()), items, work, beside)
+}
+
+/// Items that wait, and how many were taken and handled.
+struct Queue<T> {
+    state: Mutex<State<T>>,
+    /// An item was handled, or given up by a panic.
+    handled: Condvar,
+}
+
+struct State<T> {
+    /// `None` once the work is stopped.
+    waiting: Option<std::vec::IntoIter<T>>,
+    taken: usize,
+    handled: usize,
+}
+
+impl<T> Queue<T> {
+    /// Handles the next item, if there is one.
+    fn handle_next(&self, work: impl Fn(T) -> bool) -> bool {
+        let item = {
+            let mut state = self.state.lock();
+            let Some(item) = state.waiting.as_mut().and_then(Iterator::next) else {
+                return false;
+            };
+            state.taken += 1;
+            item
+        };
+        // Counted also when `work` panics, or the calling thread would wait for ever.
+        let _counted = Counted(self);
+        if !work(item) {
+            self.stop();
+        }
+        true
+    }
+
+    fn stop(&self) {
+        self.state.lock().waiting = None;
+    }
+
+    /// Waits until more than `known` items are handled and returns how many are; `None`
+    /// when there are no more to come or the work is stopped.
+    fn more_than(&self, known: usize) -> Option<usize> {
+        let mut state = self.state.lock();
+        self.handled.wait_while(&mut state, |state| {
+            state.waiting.is_some() && state.handled == known && state.handled < state.taken
+        });
+        (state.waiting.is_some() && state.handled > known).then_some(state.handled)
+    }
+}
+
+struct Counted<'a, T>(&'a Queue<T>);
+
+impl<T> Drop for Counted<'_, T> {
+    fn drop(&mut self) {
+        self.0.state.lock().handled += 1;
+        self.0.handled.notify_all();
+    }
+}
+
+fn for_each_on<T: Send>(
+    threads: usize,
     items: Vec<T>,
     work: impl Fn(T) -> bool + Sync,
     mut beside: impl FnMut() -> bool,
 ) -> bool {
-    let threads = threads().min(items.len());
-    let queue = Mutex::new(Some(items.into_iter()));
-    let next = || queue.lock().as_mut()?.next();
-    let stop = || *queue.lock() = None;
-    let help = || {
-        while let Some(item) = next() {
-            if !work(item) {
-                stop();
-            }
-        }
+    let queue = Queue {
+        state: Mutex::new(State {
+            waiting: Some(items.into_iter()),
+            taken: 0,
+            handled: 0,
+        }),
+        handled: Condvar::new(),
     };
     std::thread::scope(|scope| {
         // A thread that cannot be had is done without. Joining each waits until it
         // is gone and not only done: a host may unload this library next.
+        let help = || while queue.handle_next(&work) {};
         let helpers: Vec<_> = (1..threads)
             .filter_map(|_| std::thread::Builder::new().spawn_scoped(scope, help).ok())
             .collect();
-        while let Some(item) = next() {
-            if !work(item) || !beside() {
-                stop();
+        let mut known = 0;
+        loop {
+            queue.handle_next(&work);
+            let Some(handled) = queue.more_than(known) else {
+                break;
+            };
+            known = handled;
+            if !beside() {
+                queue.stop();
             }
         }
         for helper in helpers {
@@ -50,13 +122,14 @@ pub fn for_each<T: Send>(
             }
         }
     });
-    queue.into_inner().is_some()
+    queue.state.into_inner().waiting.is_some()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::{Barrier, mpsc};
 
     #[test]
     fn every_item_is_handled_once() {
@@ -78,5 +151,63 @@ mod tests {
         assert!(!for_each(vec![1; 100], |_| false, || true));
         assert!(!for_each(vec![1], |_| true, || false));
         assert!(for_each(Vec::<u8>::new(), |_| false, || false));
+    }
+
+    /// Handles two items on two threads, the one of the helper last, and returns what
+    /// `beside` saw each time, and the result.
+    fn helper_is_last(go_on_at_end: bool) -> (Vec<u64>, bool) {
+        let caller = std::thread::current().id();
+        let (both, done) = (Barrier::new(2), AtomicU64::new(0));
+        let (told, asked) = mpsc::channel();
+        let asked = Mutex::new(asked);
+        let mut seen = Vec::new();
+        let all = for_each_on(
+            2,
+            vec![(), ()],
+            |()| {
+                both.wait();
+                if std::thread::current().id() != caller {
+                    asked.lock().recv().unwrap();
+                }
+                done.fetch_add(1, Ordering::Relaxed);
+                true
+            },
+            || {
+                let now = done.load(Ordering::Relaxed);
+                seen.push(now);
+                told.send(()).unwrap();
+                now < 2 || go_on_at_end
+            },
+        );
+        (seen, all)
+    }
+
+    #[test]
+    fn the_end_is_reported_also_when_a_helper_is_last() {
+        assert_eq!(helper_is_last(true), (vec![1, 2], true));
+    }
+
+    #[test]
+    fn a_stop_is_honoured_also_when_a_helper_is_last() {
+        assert_eq!(helper_is_last(false), (vec![1, 2], false));
+    }
+
+    #[test]
+    fn a_panic_of_a_helper_reaches_the_caller() {
+        let caller = std::thread::current().id();
+        let both = Barrier::new(2);
+        let result = std::panic::catch_unwind(|| {
+            for_each_on(
+                2,
+                vec![(), ()],
+                |()| {
+                    both.wait();
+                    assert!(std::thread::current().id() == caller, "on purpose");
+                    true
+                },
+                || true,
+            )
+        });
+        assert!(result.is_err());
     }
 }

@@ -2,8 +2,10 @@
 
 mod support;
 
+use std::fs::Permissions;
 use std::io::Write;
-use std::path::PathBuf;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -405,6 +407,101 @@ fn a_file_written_in_place_is_noticed() {
         bench.expect(&original);
         let back = if loaded { Returned } else { Swapped };
         assert_eq!(report.tensors[0].outcome, back);
+    }
+}
+
+/// Does something to a file until its time of change is another one.
+fn until_changed(path: &Path, act: impl Fn()) {
+    let stamp = || {
+        let found = std::fs::metadata(path).unwrap();
+        (found.ctime(), found.ctime_nsec())
+    };
+    let before = stamp();
+    act();
+    while stamp() == before {
+        act();
+    }
+}
+
+#[test]
+fn a_file_written_in_place_that_keeps_its_times_is_noticed() {
+    for (loaded, access) in [
+        (false, Access::Map),
+        (false, Access::Read),
+        (true, Access::Map),
+    ] {
+        let bench = Bench::new(sample(), access);
+        if loaded {
+            bench.model.load_all(|_| true).unwrap();
+        }
+        let modified = std::fs::metadata(&bench.path).unwrap().modified().unwrap();
+        let mut expected = bench.file.clone();
+        for (seed, others_are_known) in [(20, loaded), (21, true)] {
+            // As 'cp -p' and 'rsync --inplace --times' do.
+            expected = with(&expected, 1, Q4_0, seed);
+            until_changed(&bench.path, || {
+                expected.write(&bench.path).unwrap();
+                let file = std::fs::File::options().write(true).open(&bench.path);
+                file.unwrap().set_modified(modified).unwrap();
+            });
+            let report = bench.reload();
+            assert!(report.changed());
+            let outcome = if loaded { Swapped } else { InPlace };
+            assert_eq!(report.tensors[1].outcome, outcome);
+            if others_are_known {
+                assert_eq!(report.count(Unchanged), 3);
+            }
+            bench.expect(&expected);
+        }
+        assert!(bench.reload().files.is_empty());
+    }
+}
+
+#[test]
+fn other_permissions_and_links_are_no_other_bytes() {
+    for bench in Bench::all() {
+        let (path, link) = (&bench.path, bench.folder.path().join("link"));
+        until_changed(path, || {
+            std::fs::set_permissions(path, Permissions::from_mode(0o640)).unwrap();
+        });
+        assert_eq!(outcomes(&bench.reload()), [Unchanged; 4]);
+        until_changed(path, || {
+            let _ = std::fs::remove_file(&link);
+            std::fs::hard_link(path, &link).unwrap();
+        });
+        bench.model.load(0).unwrap();
+        assert_eq!(outcomes(&bench.reload()), [Unchanged; 4]);
+        assert_eq!(bench.model.generation(), 0);
+        bench.model.load_all(|_| true).unwrap();
+        bench.expect(&bench.file);
+    }
+}
+
+#[test]
+fn a_file_that_was_moved_away_and_back_is_the_original() {
+    for bench in Bench::all() {
+        let other = with(&bench.file, 1, Q8_0, 20);
+        let away = bench.folder.path().join("away");
+        until_changed(&bench.path, || {
+            std::fs::rename(&bench.path, &away).unwrap();
+            std::fs::rename(&away, &bench.path).unwrap();
+        });
+        std::fs::rename(&bench.path, &away).unwrap();
+        other.write(&bench.path).unwrap();
+        bench.model.load(0).unwrap();
+        assert_eq!(
+            outcomes(&bench.reload()),
+            [Unchanged, Swapped, Unchanged, Unchanged]
+        );
+        bench.expect(&other);
+        std::fs::rename(&away, &bench.path).unwrap();
+        let report = bench.reload();
+        assert_eq!(
+            outcomes(&report),
+            [Unchanged, Returned, Unchanged, Unchanged]
+        );
+        assert_eq!(bench.model.tensor(1).state, State::OnOriginal);
+        bench.expect(&bench.file);
     }
 }
 

@@ -60,7 +60,7 @@ impl HostStore<'_> {
 
     fn is_trusted(&self, file: usize) -> bool {
         let file = &self.0.files[file];
-        file.gguf.source.id_now().ok() == Some(*file.trusted.lock())
+        file.gguf.source.has_stamp_of(&file.trusted.lock())
     }
 
     /// What the file that the host loaded holds of a tensor now.
@@ -77,8 +77,16 @@ impl HostStore<'_> {
 
     /// Hash of the bytes that the host loaded; `None` when their file was written since.
     fn original_hash(&self, tensor: usize) -> Option<Hash> {
-        let hash = self.file_hash(tensor);
-        hash.filter(|_| self.is_trusted(self.0.tensors[tensor].file))
+        let tensor_of = &self.0.tensors[tensor];
+        let source = &self.0.files[tensor_of.file].gguf.source;
+        let trusted = *self.0.files[tensor_of.file].trusted.lock();
+        // Bytes that the host copied do not follow the file: without doubt it has to be
+        // the file that was copied.
+        let copied = tensor_of.instances.iter().any(|instance| !instance.mapped);
+        self.file_hash(tensor).filter(|_| match copied {
+            true => source.is_unwritten_since(&trusted),
+            false => source.has_stamp_of(&trusted),
+        })
     }
 
     /// Hash of the bytes of a tensor where its own instances hold them: read back from plain
@@ -249,15 +257,13 @@ impl Store for HostStore<'_> {
             return known;
         }
         let tensor_of = &self.0.tensors[tensor];
-        let trusted = self.is_trusted(tensor_of.file);
         let mapped = tensor_of.instances.iter().filter(|i| i.mapped).count();
-        let known = known.filter(|_| trusted || mapped == 0);
+        let known = known.filter(|_| mapped == 0 || self.is_trusted(tensor_of.file));
         known.or_else(|| match mapped {
-            _ if trusted => self.file_hash(tensor),
             // The bytes in use are those of the mapped file, whatever was written there.
             _ if mapped == tensor_of.instances.len() => self.file_hash(tensor),
-            0 => self.resident_hash(tensor),
-            _ => None,
+            0 => self.original_hash(tensor).or_else(|| self.resident_hash(tensor)),
+            _ => self.original_hash(tensor),
         })
     }
 
@@ -269,7 +275,7 @@ impl Store for HostStore<'_> {
         }
         let file = &self.0.files[tensor_of.file];
         let trusted = file.trusted.lock();
-        let written = trusted.same_inode(id) && *trusted != *id;
+        let written = trusted.same_inode(id) && !id.unwritten_since(&trusted);
         written.then(|| file.gguf.header.tensors[tensor_of.info].offset)
     }
 
@@ -281,7 +287,7 @@ impl Store for HostStore<'_> {
         let source = &self.0.files[tensor_of.file].gguf.source;
         let mapped = tensor_of.instances.iter().any(|instance| instance.mapped);
         !mapped
-            || source.id_now().ok() == Some(source.id())
+            || source.is_unwritten_since(&source.id())
             || self.original_hash(tensor) == Some(hash)
     }
 

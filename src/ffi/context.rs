@@ -33,7 +33,7 @@ pub extern "C" fn llama_sidecar_context_free(context: *mut llama_context) -> lla
 }
 
 /// Begins an evaluation: until it ends, no tensor of the model changes. Waits for a switch that is
-/// under way.
+/// under way, and up to 5 seconds for one that itself waits for running evaluations.
 ///
 /// `generation` can be NULL; it gets the model's generation. When it differs from that of the last
 /// evaluation, graphs must be built again.
@@ -57,6 +57,11 @@ pub unsafe extern "C" fn llama_sidecar_eval_begin(
 }
 
 /// Ends the evaluation of a context.
+///
+/// Can be called on another thread than the one that began the evaluation. The evaluation counts for
+/// the thread that began it: only there a reload fails at once with LLAMA_SIDECAR_STATUS_BUSY. A thread
+/// that took an evaluation over must end it before it reloads; otherwise the reload waits for its own
+/// thread and fails with LLAMA_SIDECAR_STATUS_BUSY after 60 seconds.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_sidecar_eval_end(context: *const llama_context) -> llama_sidecar_status {
     status(|| Ok(handle::get(context)?.end()?))

@@ -42,7 +42,7 @@ pub struct llama_sidecar_device_info {
 // SAFETY: repr(C), starts with struct_size, plain fields.
 unsafe impl SizedStruct for llama_sidecar_device_info {
     const NAME: &'static str = "llama_sidecar_device_info";
-    const FIRST: usize = size_of::<llama_sidecar_device_info>();
+    const FIRST: usize = 120;
 }
 
 /// Tells about device `device` of a model.

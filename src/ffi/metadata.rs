@@ -28,7 +28,7 @@ pub struct llama_sidecar_metadata_info {
 // SAFETY: repr(C), starts with struct_size, plain fields.
 unsafe impl SizedStruct for llama_sidecar_metadata_info {
     const NAME: &'static str = "llama_sidecar_metadata_info";
-    const FIRST: usize = size_of::<llama_sidecar_metadata_info>();
+    const FIRST: usize = 32;
 }
 
 /// Puts the index of a key, for example "general.architecture", into `index`.

@@ -25,10 +25,14 @@ use std::ffi::{CStr, c_char};
 ///
 /// The implementor is `repr(C)`, has only fields for which every bit pattern that
 /// the library writes is valid C, and its first field is `struct_size: usize`.
+///
+/// A field is only ever added at the end, and in a struct that the library reads, behind
+/// the padding that ended the version before: there an older caller has no value.
 unsafe trait SizedStruct: Copy {
     /// Its name, for messages.
     const NAME: &'static str;
-    /// Size of its first published version: a caller knows at least that much.
+    /// Size of its first published version on x86-64: a caller knows at least that much.
+    /// A number, because `size_of` would grow with the struct and refuse older callers.
     const FIRST: usize;
 }
 
@@ -70,6 +74,7 @@ unsafe fn read<T: SizedStruct>(input: *const T, defaults: T) -> Result<T, status
 }
 
 unsafe fn size_of_out<T: SizedStruct>(out: *mut T) -> Result<usize, status::Failure> {
+    const { assert!(T::FIRST <= size_of::<T>(), "structs only grow") };
     if out.is_null() {
         return Err(status::Failure::null(T::NAME));
     }
@@ -133,4 +138,64 @@ unsafe fn put_text(text: &str, buffer: *mut c_char, size: usize) -> Result<usize
         }
     }
     Ok(text.len())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A struct whose first version ended before `added`.
+    #[repr(C)]
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    struct Grown {
+        struct_size: usize,
+        known: u64,
+        added: u64,
+    }
+
+    // SAFETY: repr(C), starts with struct_size, plain fields.
+    unsafe impl SizedStruct for Grown {
+        const NAME: &'static str = "grown";
+        const FIRST: usize = 16;
+    }
+
+    const PRESENT: Grown = Grown {
+        struct_size: size_of::<Grown>(),
+        known: 1,
+        added: 2,
+    };
+
+    #[test]
+    fn an_older_caller_gives_and_gets_the_fields_it_knows() {
+        let mut older = Grown {
+            struct_size: 16,
+            known: 7,
+            added: 9,
+        };
+        // SAFETY: the struct has at least `struct_size` bytes.
+        let value = unsafe { read(&older, PRESENT) }.unwrap();
+        assert_eq!((value.known, value.added), (7, 2));
+        // SAFETY: as above.
+        unsafe { fill(&mut older, &PRESENT) }.unwrap();
+        assert_eq!((older.struct_size, older.known, older.added), (16, 1, 9));
+    }
+
+    #[test]
+    fn a_newer_caller_keeps_what_the_library_does_not_know() {
+        let mut newer = [32, 0xee, 0xee, 0xee_u64];
+        // SAFETY: the array has the 32 bytes that its first element says.
+        unsafe { fill(newer.as_mut_ptr().cast(), &PRESENT) }.unwrap();
+        assert_eq!(newer, [32, 1, 2, 0xee]);
+    }
+
+    #[test]
+    fn a_size_below_the_first_version_is_refused() {
+        let mut smaller = Grown {
+            struct_size: 15,
+            ..PRESENT
+        };
+        // SAFETY: the struct has at least `struct_size` bytes.
+        let error = unsafe { fill(&mut smaller, &PRESENT) }.unwrap_err();
+        assert!(error.message.contains("is 15, expected at least 16"));
+    }
 }

@@ -112,7 +112,7 @@ pub struct llama_sidecar_model_info {
 // SAFETY: repr(C), starts with struct_size, plain fields.
 unsafe impl SizedStruct for llama_sidecar_model_info {
     const NAME: &'static str = "llama_sidecar_model_info";
-    const FIRST: usize = size_of::<llama_sidecar_model_info>();
+    const FIRST: usize = 80;
 }
 
 /// Tells what a model is.
@@ -146,8 +146,9 @@ pub unsafe extern "C" fn llama_sidecar_model_get_info(
     })
 }
 
-/// Told how far loading is: bytes that are in place, bytes in all. Called on the thread that called
-/// llama_sidecar_model_load_all. Returning false stops it.
+/// Receives how far loading is: bytes that are in place, bytes in all. Called on the thread that
+/// called llama_sidecar_model_load_all, for the last time with `done` equal to `total`; not at all when
+/// there is nothing to load. Returning false stops the call, also the last time.
 pub type llama_sidecar_progress =
     Option<unsafe extern "C" fn(done: u64, total: u64, user_data: *mut c_void) -> bool>;
 
@@ -170,7 +171,7 @@ pub struct llama_sidecar_load_report {
 // SAFETY: repr(C), starts with struct_size, plain fields.
 unsafe impl SizedStruct for llama_sidecar_load_report {
     const NAME: &'static str = "llama_sidecar_load_report";
-    const FIRST: usize = size_of::<llama_sidecar_load_report>();
+    const FIRST: usize = 40;
 }
 
 /// Loads every tensor that is not loaded yet to the model's device, in at most 9 allocations.

@@ -48,7 +48,7 @@ pub struct llama_sidecar_params {
 // SAFETY: repr(C), starts with struct_size, plain fields.
 unsafe impl SizedStruct for llama_sidecar_params {
     const NAME: &'static str = "llama_sidecar_params";
-    const FIRST: usize = size_of::<llama_sidecar_params>();
+    const FIRST: usize = 56;
 }
 
 impl llama_sidecar_params {

@@ -51,7 +51,7 @@ pub struct llama_postfetch_params {
 // SAFETY: repr(C), starts with struct_size, plain fields.
 unsafe impl SizedStruct for llama_postfetch_params {
     const NAME: &'static str = "llama_postfetch_params";
-    const FIRST: usize = size_of::<llama_postfetch_params>();
+    const FIRST: usize = 56;
 }
 
 impl llama_postfetch_params {
@@ -287,7 +287,7 @@ pub struct llama_postfetch_answer {
 // SAFETY: repr(C), starts with struct_size, plain fields.
 unsafe impl SizedStruct for llama_postfetch_answer {
     const NAME: &'static str = "llama_postfetch_answer";
-    const FIRST: usize = size_of::<llama_postfetch_answer>();
+    const FIRST: usize = 80;
 }
 
 impl From<Answer> for llama_postfetch_answer {
@@ -562,7 +562,7 @@ pub struct llama_postfetch_stats {
 // SAFETY: repr(C), starts with struct_size, plain fields.
 unsafe impl SizedStruct for llama_postfetch_stats {
     const NAME: &'static str = "llama_postfetch_stats";
-    const FIRST: usize = size_of::<llama_postfetch_stats>();
+    const FIRST: usize = 280;
 }
 
 /// Tells what a scheduler did.

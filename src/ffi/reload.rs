@@ -43,7 +43,9 @@ impl OwnedReport {
 /// changed. False also when it failed: llama_sidecar_last_error then says why.
 ///
 /// Same name and meaning as in ik_llama.cpp, whose programs link against this library unchanged.
-/// Waits until running evaluations end; a thread must not call it during its own.
+/// Waits until running evaluations end, for at most 60 seconds: then it fails with
+/// LLAMA_SIDECAR_STATUS_BUSY and what it did not switch is as before. A thread must not call it during
+/// its own evaluation.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_reload_changed_tensors(context: *mut llama_context) -> bool {
     call(|| Ok(handle::get(context)?.reload()?.changed())).unwrap_or(false)
@@ -136,7 +138,7 @@ pub struct llama_sidecar_report_info {
 // SAFETY: repr(C), starts with struct_size, plain fields.
 unsafe impl SizedStruct for llama_sidecar_report_info {
     const NAME: &'static str = "llama_sidecar_report_info";
-    const FIRST: usize = size_of::<llama_sidecar_report_info>();
+    const FIRST: usize = 160;
 }
 
 /// Tells what a reload did, in numbers.
@@ -227,7 +229,7 @@ pub struct llama_sidecar_report_tensor {
 // SAFETY: repr(C), starts with struct_size, plain fields.
 unsafe impl SizedStruct for llama_sidecar_report_tensor {
     const NAME: &'static str = "llama_sidecar_report_tensor";
-    const FIRST: usize = size_of::<llama_sidecar_report_tensor>();
+    const FIRST: usize = 72;
 }
 
 /// Tells about entry `at` of a report, of n_tensors.
@@ -298,7 +300,7 @@ pub struct llama_sidecar_report_file {
 // SAFETY: repr(C), starts with struct_size, plain fields.
 unsafe impl SizedStruct for llama_sidecar_report_file {
     const NAME: &'static str = "llama_sidecar_report_file";
-    const FIRST: usize = size_of::<llama_sidecar_report_file>();
+    const FIRST: usize = 32;
 }
 
 /// Tells about entry `at` of a report, of n_files.

@@ -134,7 +134,7 @@ pub(super) fn status(body: impl FnOnce() -> Result<(), Failure>) -> llama_sideca
     }
 }
 
-/// Version of the library, for example "0.1.0".
+/// Version of the library, for example "0.1.0". LLAMA_SIDECAR_VERSION is that of the header.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_sidecar_version() -> *const c_char {
     const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");

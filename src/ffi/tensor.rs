@@ -67,7 +67,7 @@ pub struct llama_sidecar_tensor_info {
 // SAFETY: repr(C), starts with struct_size, plain fields.
 unsafe impl SizedStruct for llama_sidecar_tensor_info {
     const NAME: &'static str = "llama_sidecar_tensor_info";
-    const FIRST: usize = size_of::<llama_sidecar_tensor_info>();
+    const FIRST: usize = 168;
 }
 
 /// Puts the index of the tensor with this name into `index`.
@@ -183,7 +183,7 @@ pub struct llama_sidecar_tensor_part {
 // SAFETY: repr(C), starts with struct_size, plain fields.
 unsafe impl SizedStruct for llama_sidecar_tensor_part {
     const NAME: &'static str = "llama_sidecar_tensor_part";
-    const FIRST: usize = size_of::<llama_sidecar_tensor_part>();
+    const FIRST: usize = 48;
 }
 
 /// Tells about part `part` of a tensor, of n_parts.

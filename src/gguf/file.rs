@@ -24,7 +24,9 @@ pub enum Access {
 /// What tells one version of a file from another.
 ///
 /// Not the modification time alone: a `rename` over a path can bring an older
-/// file, and two writes can share a second.
+/// file, two writes can share a second, and a writer can set the time back. The time of
+/// change (ctime) cannot be set, but also changes when a file is renamed, linked, or gets
+/// another owner or mode: see [`FileId::unwritten_since`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FileId {
     /// Device that holds the file.
@@ -37,6 +39,18 @@ pub struct FileId {
     pub mtime: i64,
     /// Modification time, nanoseconds within the second.
     pub mtime_ns: i64,
+    /// Time of change, seconds since 1970.
+    pub ctime: i64,
+    /// Time of change, nanoseconds within the second.
+    pub ctime_ns: i64,
+    /// Type and permissions.
+    pub mode: u32,
+    /// Owner.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+    /// How many names it has.
+    pub links: u64,
 }
 
 impl FileId {
@@ -50,6 +64,24 @@ impl FileId {
         (self.dev, self.ino) == (other.dev, other.ino)
     }
 
+    /// Whether both are the same inode, of the same size and modification time.
+    pub fn same_stamp(&self, other: &FileId) -> bool {
+        let stamp = |id: &FileId| (id.size, id.mtime, id.mtime_ns);
+        self.same_inode(other) && stamp(self) == stamp(other)
+    }
+
+    /// Whether nothing shows that the file was written since it was `earlier`.
+    ///
+    /// A time of change that differs alone may come from a writer that set the
+    /// modification time back, unless the owner, the mode or the links differ, too: they
+    /// explain it.
+    pub fn unwritten_since(&self, earlier: &FileId) -> bool {
+        let changed = |id: &FileId| (id.ctime, id.ctime_ns);
+        let explains = |id: &FileId| (id.mode, id.uid, id.gid, id.links);
+        self.same_stamp(earlier)
+            && (changed(self) == changed(earlier) || explains(self) != explains(earlier))
+    }
+
     fn of(found: &Metadata) -> FileId {
         FileId {
             dev: found.dev(),
@@ -57,6 +89,12 @@ impl FileId {
             size: found.size(),
             mtime: found.mtime(),
             mtime_ns: found.mtime_nsec(),
+            ctime: found.ctime(),
+            ctime_ns: found.ctime_nsec(),
+            mode: found.mode(),
+            uid: found.uid(),
+            gid: found.gid(),
+            links: found.nlink(),
         }
     }
 }
@@ -156,8 +194,23 @@ impl Source {
         self.id
     }
 
+    /// Whether nothing shows that the open file was written since it was `earlier`. That
+    /// it was renamed explains another time of change, too.
+    pub fn is_unwritten_since(&self, earlier: &FileId) -> bool {
+        let Ok(now) = self.id_now() else {
+            return false;
+        };
+        let renamed = || !FileId::of_path(&self.path).is_ok_and(|at_path| at_path.same_inode(&now));
+        now.unwritten_since(earlier) || now.same_stamp(earlier) && renamed()
+    }
+
+    /// Whether the open file still has the size and modification time of `earlier`.
+    pub fn has_stamp_of(&self, earlier: &FileId) -> bool {
+        self.id_now().is_ok_and(|now| now.same_stamp(earlier))
+    }
+
     /// Identity of the open file now: differs from [`Source::id`] when it was
-    /// written in place.
+    /// written in place, renamed, linked, or got another owner or mode.
     pub fn id_now(&self) -> io::Result<FileId> {
         self.file.metadata().map(|found| FileId::of(&found))
     }

@@ -16,8 +16,17 @@ pub type StaleCallback = dyn Fn(u64) + Send + Sync;
 /// Attached to a model, which it keeps alive.
 pub struct Context {
     model: Arc<Model>,
-    evaluation: Mutex<Option<Evaluation>>,
+    evaluation: Mutex<Slot>,
     listener: Arc<Listener>,
+}
+
+/// What a context does.
+enum Slot {
+    Idle,
+    /// A thread waits to begin an evaluation. It does not keep the lock meanwhile, or the
+    /// stale-graph callback of the switch that it waits for would wait for the lock.
+    Beginning,
+    Evaluates(Evaluation),
 }
 
 /// The part of a context that a reload talks to.
@@ -40,7 +49,7 @@ impl Context {
         drop(all);
         Context {
             model,
-            evaluation: Mutex::new(None),
+            evaluation: Mutex::new(Slot::Idle),
             listener,
         }
     }
@@ -58,24 +67,43 @@ impl Context {
     }
 
     /// Begins an evaluation and returns the model's generation, which stays the
-    /// same until [`Context::end`]. Waits for a switch that is under way.
+    /// same until [`Context::end`]. Waits for a switch that is under way, and some seconds
+    /// for one that waits for other evaluations.
     pub fn begin(&self) -> Result<u64> {
         let mut slot = self.evaluation.lock();
-        if slot.is_some() {
+        if !matches!(*slot, Slot::Idle) {
             return Err(Error::Busy(
                 "this context already evaluates: end that evaluation first, or use one context a thread",
             ));
         }
-        *slot = Some(self.model.gate.begin()?);
+        match self.model.gate.try_begin()? {
+            Some(evaluation) => *slot = Slot::Evaluates(evaluation),
+            None => {
+                *slot = Slot::Beginning;
+                drop(slot);
+                let begun = self.model.gate.begin();
+                let mut slot = self.evaluation.lock();
+                *slot = Slot::Idle;
+                *slot = Slot::Evaluates(begun?);
+            }
+        }
         Ok(self.model.generation())
     }
 
     /// Ends the evaluation.
     pub fn end(&self) -> Result<()> {
-        let evaluation = self.evaluation.lock().take();
-        let evaluation = evaluation.ok_or(Error::Busy("this context does not evaluate"))?;
-        self.model.gate.end(evaluation);
-        Ok(())
+        let mut slot = self.evaluation.lock();
+        match std::mem::replace(&mut *slot, Slot::Idle) {
+            Slot::Evaluates(evaluation) => {
+                drop(slot);
+                self.model.gate.end(evaluation);
+                Ok(())
+            }
+            other => {
+                *slot = other;
+                Err(Error::Busy("this context does not evaluate"))
+            }
+        }
     }
 
     /// Reloads what changed on disk; see [`Model::reload`].
@@ -86,7 +114,8 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        if let Some(evaluation) = self.evaluation.get_mut().take() {
+        let slot = std::mem::replace(self.evaluation.get_mut(), Slot::Idle);
+        if let Slot::Evaluates(evaluation) = slot {
             self.model.gate.end(evaluation);
         }
     }
@@ -110,5 +139,85 @@ impl std::fmt::Debug for Listeners {
         f.debug_tuple("Listeners")
             .field(&self.0.lock().len())
             .finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+    use std::time::Duration;
+
+    use tempfile::TempDir;
+    use testkit::writer::{F16, F32, Gguf};
+
+    use super::super::Options;
+    use super::super::gate::{Gate, Limits};
+    use super::*;
+    use crate::reload::Outcome;
+
+    fn sample(ty: u32) -> Gguf {
+        Gguf::default().tensor("output_norm.weight", &[64], ty, 1)
+    }
+
+    /// A model whose switches wait for `limits`, and its file.
+    fn open(limits: Limits) -> (TempDir, PathBuf, Arc<Model>) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        sample(F32).write(&path).unwrap();
+        let options = Options {
+            hotswap: true,
+            ..Options::host()
+        };
+        let mut model = Model::open(&path, options).unwrap();
+        model.gate = Gate::with(limits);
+        (folder, path, Arc::new(model))
+    }
+
+    #[test]
+    fn a_reload_that_gives_up_changes_nothing_and_can_be_repeated() {
+        let (_folder, path, model) = open(Limits {
+            hold: Duration::ZERO,
+            patience: Duration::ZERO,
+        });
+        let (evaluating, other) = (Context::new(model.clone()), Context::new(model.clone()));
+        evaluating.begin().unwrap();
+        sample(F16).replace(&path).unwrap();
+        std::thread::scope(|scope| {
+            let reload = scope.spawn(|| other.reload()).join().unwrap();
+            assert!(matches!(reload, Err(Error::Busy(_))), "{reload:?}");
+        });
+        assert_eq!(model.generation(), 0);
+        assert_eq!(model.tensor(0).ty().id, F32);
+        assert_eq!(other.begin().unwrap(), 0, "evaluations begin again");
+        other.end().unwrap();
+        evaluating.end().unwrap();
+        let report = other.reload().unwrap();
+        assert_eq!(report.count(Outcome::Swapped), 1);
+        assert_eq!(model.tensor(0).ty().id, F16);
+    }
+
+    #[test]
+    fn a_context_that_waits_to_begin_still_answers() {
+        let (_folder, path, model) = open(Limits::default());
+        let waits = Arc::new(Context::new(model.clone()));
+        let (thread, inside) = (Arc::new(Mutex::new(None)), Arc::downgrade(&waits));
+        let begun = thread.clone();
+        let reloads = Context::new(model);
+        reloads.on_stale(Some(Arc::new(move |_| {
+            let context = inside.upgrade().expect("the test holds it");
+            let other = context.clone();
+            *begun.lock() = Some(std::thread::spawn(move || other.begin()));
+            // As soon as the thread waits for this switch, the context is in use.
+            let in_use = |error: Error| error.to_string().contains("already evaluates");
+            while !context.begin().is_err_and(in_use) {
+                std::thread::yield_now();
+            }
+            assert!(context.end().is_err(), "it has not begun yet");
+        })));
+        sample(F16).replace(&path).unwrap();
+        assert_eq!(reloads.reload().unwrap().count(Outcome::Swapped), 1);
+        let begun = thread.lock().take().expect("the callback was called");
+        assert_eq!(begun.join().unwrap().unwrap(), 1);
+        waits.end().unwrap();
     }
 }

@@ -4,6 +4,10 @@
 //! waits for the running evaluations, new ones wait for it, or a busy host would
 //! never be switched. Nothing is copied or allocated during a switch, so what an
 //! evaluation waits for does not grow with the size of the tensors.
+//!
+//! An evaluation may never end. So both waits have a limit: after [`Limits::hold`] new
+//! evaluations begin although the switch still waits, and after [`Limits::patience`] the
+//! switch gives up.
 
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
@@ -12,8 +16,28 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::error::{Error, Result};
 
+/// How long a switch waits for running evaluations.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Limits {
+    /// How long new evaluations wait for a switch that has not begun.
+    pub hold: Duration,
+    /// How long the switch waits. Evaluations of large models on slow machines take tens
+    /// of seconds.
+    pub patience: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Limits {
+        Limits {
+            hold: Duration::from_secs(5),
+            patience: Duration::from_secs(60),
+        }
+    }
+}
+
 #[derive(Debug, Default)]
 pub(super) struct Gate {
+    limits: Limits,
     state: Mutex<GateState>,
     changed: Condvar,
 }
@@ -22,9 +46,16 @@ pub(super) struct Gate {
 struct GateState {
     /// The thread that began each running evaluation.
     running: Vec<ThreadId>,
-    /// The thread that switches or waits to.
-    switcher: Option<ThreadId>,
+    switcher: Option<Switcher>,
     pauses: Pauses,
+}
+
+/// Who switches or waits to.
+#[derive(Debug)]
+struct Switcher {
+    thread: ThreadId,
+    /// Whether new evaluations wait for the switch.
+    holds: bool,
 }
 
 /// How long evaluations had to wait for switches before they began.
@@ -52,29 +83,58 @@ pub(super) struct Switched {
     pub switch: Duration,
 }
 
-impl Gate {
-    /// Begins an evaluation, after the switch that is waiting, if any.
+impl GateState {
+    /// Begins an evaluation; `None` while a switch holds new ones.
     ///
     /// A thread that already evaluates on this model is let in at once: the switch
     /// waits for that evaluation anyway, and holding up its thread would be waiting
     /// for oneself.
-    pub fn begin(&self) -> Result<Evaluation> {
+    fn begin(&mut self) -> Result<Option<Evaluation>> {
         let me = std::thread::current().id();
+        if let Some(switcher) = &self.switcher {
+            if switcher.thread == me {
+                return Err(Error::Busy(
+                    "an evaluation cannot begin inside the stale-graph callback: the switch it belongs to is not over",
+                ));
+            }
+            if switcher.holds && !self.running.contains(&me) {
+                return Ok(None);
+            }
+        }
+        self.running.push(me);
+        Ok(Some(Evaluation { began_by: me }))
+    }
+}
+
+impl Gate {
+    #[cfg(test)]
+    pub fn with(limits: Limits) -> Gate {
+        Gate {
+            limits,
+            ..Gate::default()
+        }
+    }
+
+    /// Begins an evaluation unless it has to wait for a switch.
+    pub fn try_begin(&self) -> Result<Option<Evaluation>> {
+        self.state.lock().begin()
+    }
+
+    /// Begins an evaluation, after the switch that holds new ones, if any.
+    pub fn begin(&self) -> Result<Evaluation> {
         let mut state = self.state.lock();
-        if state.switcher == Some(me) {
-            return Err(Error::Busy(
-                "an evaluation cannot begin inside the stale-graph callback: the switch it belongs to is not over",
-            ));
+        if let Some(evaluation) = state.begin()? {
+            return Ok(evaluation);
         }
-        if state.switcher.is_some() && !state.running.contains(&me) {
-            let waiting_since = Instant::now();
-            self.changed
-                .wait_while(&mut state, |state| state.switcher.is_some());
-            state.pauses.count += 1;
-            state.pauses.longest = state.pauses.longest.max(waiting_since.elapsed());
+        let waiting_since = Instant::now();
+        loop {
+            self.changed.wait(&mut state);
+            if let Some(evaluation) = state.begin()? {
+                state.pauses.count += 1;
+                state.pauses.longest = state.pauses.longest.max(waiting_since.elapsed());
+                return Ok(evaluation);
+            }
         }
-        state.running.push(me);
-        Ok(Evaluation { began_by: me })
     }
 
     /// Ends an evaluation, on whatever thread.
@@ -91,10 +151,14 @@ impl Gate {
     }
 
     /// An error when a switch on this thread would wait for the thread itself.
+    ///
+    /// Knows evaluations by the thread that began them. One that was handed to another
+    /// thread is not seen here when that thread switches: the switch then gives up.
     pub fn check_can_switch(&self) -> Result<()> {
         let me = std::thread::current().id();
         let state = self.state.lock();
-        if state.running.contains(&me) || state.switcher == Some(me) {
+        let switches = |switcher: &Switcher| switcher.thread == me;
+        if state.running.contains(&me) || state.switcher.as_ref().is_some_and(switches) {
             return Err(Error::Busy(
                 "a reload commits between evaluations: end the evaluation of this thread before asking for one",
             ));
@@ -102,26 +166,56 @@ impl Gate {
         Ok(())
     }
 
-    /// Runs `switch` while no evaluation runs.
-    pub fn switch(&self, switch: impl FnOnce()) -> Switched {
-        let me = std::thread::current().id();
+    /// Runs `switch` while no evaluation runs; an error when one that runs does not end.
+    pub fn switch(&self, switch: impl FnOnce()) -> Result<Switched> {
+        let thread = std::thread::current().id();
         let asked = Instant::now();
+        let until = asked + self.limits.patience;
+        let evaluates = |state: &mut GateState| !state.running.is_empty();
         let mut state = self.state.lock();
         self.changed
-            .wait_while(&mut state, |state| state.switcher.is_some());
-        state.switcher = Some(me);
+            .wait_while_until(&mut state, |state| state.switcher.is_some(), until);
+        if state.switcher.is_some() {
+            return Err(Error::Busy(
+                "another switch of the model did not end for a minute, so nothing was switched: return from the stale-graph callback and reload again",
+            ));
+        }
+        state.switcher = Some(Switcher {
+            thread,
+            holds: true,
+        });
         self.changed
-            .wait_while(&mut state, |state| !state.running.is_empty());
+            .wait_while_until(&mut state, evaluates, asked + self.limits.hold);
+        if evaluates(&mut state) {
+            state.switcher = Some(Switcher {
+                thread,
+                holds: false,
+            });
+            self.changed.notify_all();
+            self.changed.wait_while_until(&mut state, evaluates, until);
+        }
+        if evaluates(&mut state) {
+            state.switcher = None;
+            drop(state);
+            self.changed.notify_all();
+            return Err(Error::Busy(
+                "an evaluation did not end for a minute, so nothing was switched: end it with llama_sidecar_eval_end and reload again",
+            ));
+        }
+        state.switcher = Some(Switcher {
+            thread,
+            holds: true,
+        });
         drop(state);
         // Opens the gate again also when `switch` panics.
         let _open = OpenAgain(self);
         let wait = asked.elapsed();
         let began = Instant::now();
         switch();
-        Switched {
+        Ok(Switched {
             wait,
             switch: began.elapsed(),
-        }
+        })
     }
 
     pub fn pauses(&self) -> Pauses {
@@ -168,7 +262,8 @@ mod tests {
                             assert_eq!(evaluating.load(Ordering::SeqCst), 0);
                             switches.fetch_add(1, Ordering::SeqCst);
                             switching.store(false, Ordering::SeqCst);
-                        });
+                        })
+                        .unwrap();
                     }
                 });
             }
@@ -182,7 +277,7 @@ mod tests {
         let outer = gate.begin().unwrap();
         assert!(gate.check_can_switch().is_err());
         std::thread::scope(|scope| {
-            let switch = scope.spawn(|| gate.switch(|| ()));
+            let switch = scope.spawn(|| gate.switch(|| ()).unwrap());
             while gate.state.lock().switcher.is_none() {
                 std::thread::yield_now();
             }
@@ -191,7 +286,64 @@ mod tests {
             gate.end(outer);
             switch.join().unwrap();
         });
-        gate.switch(|| assert!(gate.begin().is_err()));
+        gate.switch(|| assert!(gate.begin().is_err())).unwrap();
         assert!(gate.check_can_switch().is_ok());
+    }
+
+    const NOT_AT_ALL: Duration = Duration::ZERO;
+    const FOR_EVER: Duration = Duration::from_secs(1 << 30);
+
+    #[test]
+    fn a_switch_gives_up_when_an_evaluation_does_not_end() {
+        let gate = Gate::with(Limits {
+            hold: NOT_AT_ALL,
+            patience: NOT_AT_ALL,
+        });
+        std::thread::scope(|scope| {
+            let endless = scope.spawn(|| gate.begin().unwrap()).join().unwrap();
+            let error = gate.switch(|| panic!("an evaluation runs")).unwrap_err();
+            assert!(error.to_string().contains("did not end"), "{error}");
+            // Nothing is left behind: evaluations begin, and the next switch is done.
+            let evaluation = gate.try_begin().unwrap().expect("nothing holds it");
+            gate.end(evaluation);
+            gate.end(endless);
+            gate.switch(|| ()).unwrap();
+        });
+    }
+
+    #[test]
+    fn a_switch_that_waits_for_long_lets_new_evaluations_begin() {
+        let gate = Gate::with(Limits {
+            hold: NOT_AT_ALL,
+            patience: FOR_EVER,
+        });
+        let endless = gate.begin().unwrap();
+        std::thread::scope(|scope| {
+            let switch = scope.spawn(|| gate.switch(|| ()).unwrap());
+            while gate.state.lock().switcher.is_none() {
+                std::thread::yield_now();
+            }
+            let another = scope.spawn(|| gate.begin().unwrap()).join().unwrap();
+            gate.end(endless);
+            gate.end(another);
+            switch.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn an_evaluation_that_was_handed_over_ends_on_its_new_thread() {
+        let gate = Gate::with(Limits {
+            hold: NOT_AT_ALL,
+            patience: NOT_AT_ALL,
+        });
+        let handed_over = std::thread::scope(|scope| {
+            let begun = scope.spawn(|| gate.begin().unwrap());
+            begun.join().unwrap()
+        });
+        // Its new thread is not known to evaluate, and does not wait for itself for ever.
+        assert!(gate.check_can_switch().is_ok());
+        assert!(gate.switch(|| ()).is_err());
+        gate.end(handed_over);
+        gate.switch(|| ()).unwrap();
     }
 }

@@ -150,7 +150,8 @@ impl Model {
     ///
     /// Each device gives one arena, or several of about the same size, biggest tensor
     /// first, when it refuses one that large. `progress` is called on this thread
-    /// after each piece that it read; when it returns `false`, everything loaded by
+    /// while pieces are read, and with `done == total` after the last one, unless reading
+    /// failed or nothing was to be loaded; when it returns `false`, everything loaded by
     /// this call is dropped again.
     ///
     /// A tensor that a reload replaces or moves meanwhile may stay as it is.
@@ -371,7 +372,7 @@ impl Model {
         what: impl Fn() -> String,
     ) -> Result<()> {
         let source = &self.files[file].gguf.source;
-        if now == before && source.id_now().ok() == Some(before) {
+        if now.unwritten_since(&before) && source.has_stamp_of(&before) {
             return Ok(());
         }
         Err(Error::WrittenInPlace {

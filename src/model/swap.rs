@@ -65,7 +65,7 @@ impl Model {
 
     fn is_trusted(&self, file: usize) -> bool {
         let file = &self.files[file];
-        file.gguf.source.id_now().ok() == Some(*file.trusted.lock())
+        file.gguf.source.has_stamp_of(&file.trusted.lock())
     }
 
     /// Lays out one group and allocates what is new; its bytes are filled in later.
@@ -269,7 +269,7 @@ impl Store for Model {
             return None;
         };
         let trusted = self.files[*file].trusted.lock();
-        let written = trusted.same_inode(id) && *trusted != *id;
+        let written = trusted.same_inode(id) && !id.unwritten_since(&trusted);
         (written && loaded.get().is_none()).then_some(*offset)
     }
 
@@ -282,7 +282,7 @@ impl Store for Model {
         let untouched = match original.home {
             Home::File { file, .. } => {
                 let source = &self.files[file].gguf.source;
-                original.placed().is_some() || source.id_now().ok() == Some(source.id())
+                original.placed().is_some() || source.is_unwritten_since(&source.id())
             }
             Home::Private { .. } => true,
         };
@@ -474,7 +474,7 @@ impl Store for Model {
             generation
                 .into_iter()
                 .for_each(|generation| self.listeners.tell(generation));
-        });
+        })?;
         // Freeing what was replaced takes longer than replacing it: evaluations do
         // not wait for it.
         drop(staged);

@@ -752,7 +752,8 @@ impl From<Error> for Failure {
 fn verify(changed: &[ChangedFile]) -> Result<(), Failure> {
     for (at, file) in changed.iter().enumerate() {
         let source = &file.gguf.source;
-        let same = |id: std::io::Result<FileId>| id.is_ok_and(|id| id == source.id());
+        let same =
+            |id: std::io::Result<FileId>| id.is_ok_and(|id| id.unwritten_since(&source.id()));
         if !same(source.id_now()) || !same(FileId::of_path(source.path())) {
             return Err(Failure::File {
                 changed: at,

@@ -19,15 +19,20 @@ pub fn check() -> Result<()> {
     let stage = target_folder()?.join("stage");
     install(&stage)?;
     let ours = exports(&stage.join("lib/libllama_sidecar.so"))?;
-    let declared = declared(&std::fs::read_to_string(
+    let in_header = declared(&std::fs::read_to_string(
         root().join("include/llama_sidecar.h"),
     )?);
-    if ours != declared {
+    if ours != in_header {
         bail!(
             "exported and not in the header: {:?}; in the header and not exported: {:?}",
-            ours.difference(&declared).collect::<Vec<_>>(),
-            declared.difference(&ours).collect::<Vec<_>>()
+            ours.difference(&in_header).collect::<Vec<_>>(),
+            in_header.difference(&ours).collect::<Vec<_>>()
         );
+    }
+    let promised = std::fs::read_to_string(root().join("tests/abi/llama_sidecar-0.1.h"))?;
+    let missing: Vec<_> = declared(&promised).difference(&ours).cloned().collect();
+    if !missing.is_empty() {
+        bail!("functions of the header of 0.1 are not exported any more: {missing:?}");
     }
     let mut upstream = BTreeSet::new();
     for entry in std::fs::read_dir(fixtures::make()?.join("upstream"))? {

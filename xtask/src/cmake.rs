@@ -127,6 +127,25 @@ pub fn build_hosts() -> Result<PathBuf> {
     Ok(build)
 }
 
+/// Builds the programs of earlier headers, to be run with the libraries in two folders.
+pub fn build_older(present: &Path, grown: &Path) -> Result<PathBuf> {
+    let fixtures_at = fixtures::make()?;
+    let build = target_folder()?.join("abi-programs");
+    configure_with(
+        "tests/abi",
+        &build,
+        &[
+            define("PRESENT", present),
+            define("GROWN", grown),
+            define("MODEL", &fixtures_at.join("smollm2.gguf")),
+            define("VARIANT", &fixtures_at.join("smollm2-mixed.gguf")),
+            define("MOE", &fixtures_at.join("moe.gguf")),
+        ],
+        &[],
+    )?;
+    Ok(build)
+}
+
 /// Runs the tests of a build folder.
 pub fn ctest(build: &Path, arguments: &[&str]) -> Result<()> {
     run(command(tools()?.join("ctest"), &root())

@@ -7,8 +7,9 @@ use crate::root;
 const HEADER: &str = "include/llama_sidecar.h";
 
 fn generate() -> Result<String> {
-    let config = cbindgen::Config::from_file(root().join("cbindgen.toml"))
+    let mut config = cbindgen::Config::from_file(root().join("cbindgen.toml"))
         .map_err(|error| anyhow::anyhow!("cbindgen.toml: {error}"))?;
+    config.after_includes = Some(version()?);
     // The other files of the module are found from here.
     let builder = cbindgen::Builder::new()
         .with_config(config)
@@ -22,6 +23,29 @@ fn generate() -> Result<String> {
         "cbindgen wrote {functions} declarations of llama_model_load"
     );
     Ok(header)
+}
+
+/// Macros that tell which version the header is of: cargo's.
+fn version() -> Result<String> {
+    let version = env!("CARGO_PKG_VERSION");
+    let numbers: Vec<u32> = version
+        .split('.')
+        .map(|number| number.parse().context("a version is three numbers"))
+        .collect::<Result<_>>()?;
+    let &[major, minor, patch] = numbers.as_slice() else {
+        bail!("the version {version} is not of the form MAJOR.MINOR.PATCH");
+    };
+    Ok(format!(
+        "
+// The version of this header; llama_sidecar_version() returns that of the library. The number is
+// MAJOR * 1000000 + MINOR * 1000 + PATCH, to be compared.
+#define LLAMA_SIDECAR_VERSION \"{version}\"
+#define LLAMA_SIDECAR_VERSION_MAJOR {major}
+#define LLAMA_SIDECAR_VERSION_MINOR {minor}
+#define LLAMA_SIDECAR_VERSION_PATCH {patch}
+#define LLAMA_SIDECAR_VERSION_NUMBER {}",
+        major * 1_000_000 + minor * 1000 + patch
+    ))
 }
 
 /// Rust asks for a section on what callers of an unsafe function promise. C has no

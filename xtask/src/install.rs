@@ -26,8 +26,7 @@ pub fn install(prefix: &Path) -> Result<()> {
         .args(["-p", "llama-sidecar", "-p", "llama-sidecar-cli"]))?;
     let built = target_folder()?.join("release");
     let version = env!("CARGO_PKG_VERSION");
-    let (major, rest) = version.split_once('.').context("a version has dots")?;
-    let (minor, _) = rest.split_once('.').context("a version has two dots")?;
+    let (major, _) = version.split_once('.').context("a version has dots")?;
     let file = format!("libllama_sidecar.so.{version}");
     let soname = format!("libllama_sidecar.so.{major}");
 
@@ -69,8 +68,7 @@ pub fn install(prefix: &Path) -> Result<()> {
         let text = std::fs::read_to_string(root().join("packaging").join(template))?
             .replace("@VERSION@", version)
             .replace("@ABI@", major)
-            .replace("@MAJOR@", major)
-            .replace("@MINOR@", minor);
+            .replace("@MAJOR@", major);
         let target = prefix.join(target);
         std::fs::create_dir_all(target.parent().expect("a folder"))?;
         std::fs::write(target, text)?;

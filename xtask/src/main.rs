@@ -18,6 +18,7 @@ mod cmake;
 mod fixtures;
 mod header;
 mod install;
+mod older;
 mod packaging;
 mod report;
 mod run;
@@ -60,7 +61,7 @@ fn main() -> Result<()> {
         }
         ["check", "--package"] => packaging::check(),
         ["check", "--report"] => report::check(),
-        ["check", "--abi"] => abi::check(),
+        ["check", "--abi"] => abi::check().and_then(|()| older::check()),
         ["check", "--asan"] => sanitize::asan(),
         ["check", "--valgrind"] => sanitize::valgrind(),
         ["check", "--miri"] => sanitize::miri(),

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 
 use crate::cmake::{build_in, ctest, tools};
 use crate::install::install_to;
@@ -43,6 +43,7 @@ pub fn check() -> Result<()> {
             "the installed tree has no {file}"
         );
     }
+    same_promise(&moved)?;
     let completions = moved.join("share/bash-completion/completions/llama-sidecar");
     run(command("bash", &moved).arg("-n").arg(completions))?;
 
@@ -62,6 +63,54 @@ pub fn check() -> Result<()> {
         ],
     )?;
     println!("the installed tree works where it was moved to");
+    Ok(())
+}
+
+/// Fails unless SONAME and CMake package promise the same: programs run with every later
+/// version of the same major version, and with no other (docs/c-api.md, "Versions").
+fn same_promise(prefix: &Path) -> Result<()> {
+    let version = env!("CARGO_PKG_VERSION");
+    let numbers: Vec<u32> = version
+        .split('.')
+        .map(str::parse)
+        .collect::<Result<_, _>>()?;
+    let &[major, minor, patch] = numbers.as_slice() else {
+        bail!("the version {version} is not of the form MAJOR.MINOR.PATCH");
+    };
+    let library = prefix.join("lib/libllama_sidecar.so");
+    let dynamic = output(command("readelf", prefix).arg("-d").arg(library))?;
+    let soname = format!("[libllama_sidecar.so.{major}]");
+    ensure!(
+        dynamic.contains(&soname),
+        "expected the SONAME {soname}, found {dynamic}"
+    );
+
+    let script = prefix.join("version.cmake");
+    std::fs::write(
+        &script,
+        "include(${FILE})\nif(NOT PACKAGE_VERSION_COMPATIBLE STREQUAL EXPECTED)\n\
+         message(FATAL_ERROR \"asked for ${PACKAGE_FIND_VERSION}, expected ${EXPECTED}\")\nendif()\n",
+    )?;
+    let file = prefix.join("lib/cmake/llama_sidecar/llama_sidecar-config-version.cmake");
+    for (asked, expected) in [
+        (format!("{major}.0"), true),
+        (format!("{major}.{minor}.{patch}"), true),
+        (format!("{major}.{minor}.{}", patch + 1), false),
+        (format!("{major}.{}", minor + 1), false),
+        (format!("{}.0", major + 1), false),
+    ] {
+        let (asked_major, _) = asked.split_once('.').expect("it has a dot");
+        run(command(tools()?.join("cmake"), prefix)
+            .arg(format!("-DFILE={}", file.display()))
+            .arg(format!("-DPACKAGE_FIND_VERSION={asked}"))
+            .arg(format!("-DPACKAGE_FIND_VERSION_MAJOR={asked_major}"))
+            .arg(format!(
+                "-DEXPECTED={}",
+                if expected { "TRUE" } else { "FALSE" }
+            ))
+            .arg("-P")
+            .arg(&script))?;
+    }
     Ok(())
 }
 

@@ -8,7 +8,7 @@ use testkit::host::{DropIn, Host, Program, Transcript, preload_library, replace}
 
 use crate::install::{install, target_folder};
 use crate::run::{command, exists, run};
-use crate::{abi, cmake, fixtures, header, packaging, report, root, sanitize};
+use crate::{abi, cmake, fixtures, header, older, packaging, report, root, sanitize};
 
 /// How long CI fuzzes.
 const FUZZ_MINUTES: u64 = 1;
@@ -72,6 +72,7 @@ const CHECKS: &[Check] = &[
     },
     Check::new("C examples, top-level CMake", cmake::test_top_level),
     Check::new("exported symbols", abi::check),
+    Check::new("programs built with earlier headers, CTest", older::check),
     Check::new(
         "installed tree: DESTDIR, pkg-config, find_package",
         packaging::check,
