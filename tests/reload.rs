@@ -126,9 +126,9 @@ fn outcomes(report: &Report) -> Vec<Outcome> {
 
 fn ignored(report: &Report) -> &str {
     assert_eq!(report.files.len(), 1);
-    assert_eq!(report.files[0].event, FileEvent::Ignored);
+    assert_eq!(report.files[0].event(), FileEvent::Ignored);
     assert!(!report.changed());
-    &report.files[0].reason
+    report.files[0].reason()
 }
 
 use Outcome::{InPlace, Refused, Returned, Swapped, Unchanged};
