@@ -12,6 +12,7 @@ mod program;
 mod report;
 mod rewrite;
 mod run;
+mod server;
 mod swap;
 
 use std::path::PathBuf;
@@ -58,8 +59,14 @@ enum Command {
     Status(Control),
     /// Let a running host look at its files now, and wait until they are in use.
     ///
-    /// Ends with 1 when a model could not be brought up to date.
-    Reload(Control),
+    /// Ends with 1 when a model could not be brought up to date, or when --server is given
+    /// and its slots could not be emptied.
+    Reload {
+        #[command(flatten)]
+        at: Control,
+        #[command(flatten)]
+        server: server::Options,
+    },
     /// Ask whether a host is there.
     Ping(Control),
     /// Ask a running host which experts its models used so far.
@@ -118,7 +125,7 @@ fn main() -> ExitCode {
         Command::Doctor(options) => doctor::run(&options),
         Command::Swap(options) => swap::run(&options),
         Command::Status(at) => control::run(&at.socket, "status", at.json),
-        Command::Reload(at) => control::run(&at.socket, "reload", at.json),
+        Command::Reload { at, server } => control::reload(&at.socket, &server, at.json),
         Command::Trace { at, reset: true } => control::run(&at.socket, "trace-reset", at.json),
         Command::Trace { at, reset: false } => control::run(&at.socket, "trace", at.json),
         Command::Report {

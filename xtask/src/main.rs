@@ -18,6 +18,7 @@ mod cmake;
 mod fixtures;
 mod header;
 mod install;
+mod llama_cpp;
 mod packaging;
 mod report;
 mod run;
@@ -49,7 +50,8 @@ fn main() -> Result<()> {
             if let Err(reason) = fixtures::vulkan() {
                 println!("no software Vulkan device: {reason:#}");
             }
-            cmake::build_hosts().map(|_| ())
+            cmake::build_hosts()?;
+            llama_cpp::make().map(|_| ())
         }
         ["header"] => header::write(),
         ["header", "--check"] => header::check(),
