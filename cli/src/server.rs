@@ -22,7 +22,7 @@ const LONGEST_ANSWER: u64 = 16 << 20;
 const CACHE_RAM: &str = "LLAMA_ARG_CACHE_RAM";
 
 /// Which server has the model, and how long it is waited for.
-#[derive(clap::Args)]
+#[derive(Default, clap::Args)]
 pub struct Options {
     /// Also empty the slots of the llama-server at this address, so that no answer is built
     /// on keys and values of the old weights. It has to run with --slot-save-path and

@@ -8,8 +8,8 @@ use llama_sidecar::gguf::{Access, GgufFile, Value, open_model};
 use llama_sidecar::reload::hash_source;
 use regex::Regex;
 
-use crate::control;
 use crate::rewrite::{self, ORIGINALS_OF, Source, Written};
+use crate::{control, server};
 
 /// What to put where.
 #[derive(clap::Args)]
@@ -76,7 +76,7 @@ pub fn run(options: &Options) -> Result<()> {
         }
     }
     match &options.reload {
-        Some(socket) => control::run(socket, "reload", false),
+        Some(socket) => control::reload(socket, &server::Options::default(), false),
         None => Ok(()),
     }
 }

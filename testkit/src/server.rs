@@ -85,7 +85,7 @@ impl Options {
         Options {
             slots,
             context: 512,
-            threads: 2,
+            threads: 1,
             prompt_cache: false,
             slot_actions: true,
             api_key: None,
@@ -282,8 +282,17 @@ impl Server {
         assert_eq!(answer.status(), 200, "{text}");
     }
 
-    /// Sends it a signal.
-    pub fn signal(&self, signal: libc::c_int) {
+    /// Stops it, with all its threads, until it is to go on.
+    pub fn stop(&self) {
+        self.signal(libc::SIGSTOP);
+    }
+
+    /// Lets it go on.
+    pub fn go_on(&self) {
+        self.signal(libc::SIGCONT);
+    }
+
+    fn signal(&self, signal: libc::c_int) {
         // SAFETY: a child of ours that was not waited for.
         unsafe { libc::kill(self.id() as libc::pid_t, signal) };
     }

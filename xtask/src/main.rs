@@ -9,7 +9,7 @@
 //! cargo xtask hosts      build the drop-in and the programs it is tested with
 //! cargo xtask header     write include/llama_sidecar.h
 //! cargo xtask install --prefix DIR [--destdir DIR]
-//! cargo xtask check --abi | --package | --report | --asan | --valgrind | --fuzz MINUTES | --miri
+//! cargo xtask check --abi | --package | --report | --asan | --valgrind | --fuzz MINUTES | --miri | --soak MINUTES
 //! ```
 
 mod abi;
@@ -23,6 +23,7 @@ mod packaging;
 mod report;
 mod run;
 mod sanitize;
+mod soak;
 mod suite;
 
 use std::path::PathBuf;
@@ -66,9 +67,10 @@ fn main() -> Result<()> {
         ["check", "--asan"] => sanitize::asan(),
         ["check", "--valgrind"] => sanitize::valgrind(),
         ["check", "--miri"] => sanitize::miri(),
+        ["check", "--soak", minutes] => soak::run(minutes.parse()?),
         ["check", "--fuzz", minutes] => sanitize::fuzz(minutes.parse()?),
         _ => bail!(
-            "usage: cargo xtask demo | test | bench [NAME] | fixtures | hosts | header [--check] | install --prefix DIR [--destdir DIR] | check --abi|--package|--report|--asan|--valgrind|--fuzz MINUTES|--miri"
+            "usage: cargo xtask demo | test | bench [NAME] | fixtures | hosts | header [--check] | install --prefix DIR [--destdir DIR] | check --abi|--package|--report|--asan|--valgrind|--fuzz MINUTES|--miri|--soak MINUTES"
         ),
     }
 }
