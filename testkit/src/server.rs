@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -126,6 +127,14 @@ impl Server {
         }
         options.drop_in.prepare(&mut command, &socket);
         let output = File::create(&log).expect("room for a log");
+        // SAFETY: one system call between fork and exec.
+        unsafe {
+            command.pre_exec(|| {
+                // Whoever is killed drops nothing: the server ends with the thread that starts it.
+                libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+                Ok(())
+            });
+        }
         let child = command
             .stdin(Stdio::null())
             .stdout(output.try_clone().expect("a descriptor"))

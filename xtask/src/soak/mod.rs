@@ -48,6 +48,8 @@ const POLL_MS: &str = "100";
 const GROWTH: u64 = 16 << 20;
 /// What the drop-in may warn about: files that are no models, and were made for that.
 const EXPECTED_WARNINGS: [&str; 2] = [": ignored: ", ": refused: "];
+/// How many answers are looked for again after the run.
+const MOST_UNKNOWN: usize = 1000;
 /// How many failures of a kind are told.
 const TOLD: usize = 5;
 
@@ -225,7 +227,11 @@ fn soak(
     let observe = |seen: Observation| {
         compared.lock().expect("no panic")[seen.model] += 1;
         if !known[seen.model].contains(seen.prompt, &seen.answer) {
-            unknown.lock().expect("no panic").push(seen);
+            let mut unknown = unknown.lock().expect("no panic");
+            match unknown.len() < MOST_UNKNOWN {
+                true => unknown.push(seen),
+                false => failures.add("answers not known", "more than can be looked for again"),
+            }
         }
     };
     let mut steps = Steps::new(files, cli, &place, &server, &load, failures);

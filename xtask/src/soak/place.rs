@@ -16,6 +16,35 @@ use crate::run::command;
 /// beside, and originals.
 const ROOM_MIB: u64 = 420;
 
+/// Lets mounts of this thread, and of the processes and threads that it starts, be seen by them
+/// alone. They are gone with the last of these, however it ends.
+fn leave_mounts_of_others() -> io::Result<()> {
+    let done = |result: libc::c_int| match result {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    };
+    let (none, root) = (std::ptr::null(), c"/".as_ptr());
+    // SAFETY: both calls get strings that end with zero, or none.
+    unsafe {
+        done(libc::unshare(libc::CLONE_NEWNS))?;
+        let private = libc::MS_REC | libc::MS_PRIVATE;
+        done(libc::mount(none, root, none, private, none.cast()))
+    }
+}
+
+fn mount(folder: &Path) -> io::Result<()> {
+    let output = command("mount", &root())
+        .args(["-t", "tmpfs", "-o", &format!("size={ROOM_MIB}m"), "tmpfs"])
+        .arg(folder)
+        .output()?;
+    match output.status.success() {
+        true => Ok(()),
+        false => Err(io::Error::other(
+            String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+        )),
+    }
+}
+
 /// A folder with a model.
 pub struct Place {
     folder: tempfile::TempDir,
@@ -27,15 +56,8 @@ impl Place {
     /// Makes an empty folder.
     pub fn new() -> Result<Place> {
         let folder = tempfile::tempdir()?;
-        let mounted = command("mount", &root())
-            .args(["-t", "tmpfs", "-o", &format!("size={ROOM_MIB}m"), "tmpfs"])
-            .arg(folder.path())
-            .output();
-        let shared = match mounted {
-            Ok(output) if output.status.success() => None,
-            Ok(output) => Some(String::from_utf8_lossy(&output.stderr).trim().to_owned()),
-            Err(error) => Some(error.to_string()),
-        };
+        let mounted = leave_mounts_of_others().and_then(|()| mount(folder.path()));
+        let shared = mounted.err().map(|error| error.to_string());
         Ok(Place { folder, shared })
     }
 
