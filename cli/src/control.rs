@@ -2,12 +2,15 @@
 //! requests to the control socket of a running host.
 
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use llama_sidecar::trace::{from_json, to_text};
 use serde_json::{Value, json};
+
+use crate::server;
 
 /// Sends a request and prints the answer, as text or as it came.
 pub fn run(socket: &Path, command: &str, as_json: bool) -> Result<()> {
@@ -17,7 +20,6 @@ pub fn run(socket: &Path, command: &str, as_json: bool) -> Result<()> {
     } else {
         match command {
             "status" => print_status(&answer),
-            "reload" => print_reload(&answer),
             "revert" => {
                 print_reload(&answer);
                 println!("reloads are frozen: 'llama-sidecar unfreeze' ends that");
@@ -30,6 +32,42 @@ pub fn run(socket: &Path, command: &str, as_json: bool) -> Result<()> {
             _ => println!("a host answers at {}", socket.display()),
         }
     }
+    taken(&answer)
+}
+
+/// Lets a host look at its files; then empties the slots of its server, if one is named.
+pub fn reload(socket: &Path, server: &server::Options, as_json: bool) -> Result<()> {
+    // Before anything changes: whether the slots can be emptied after it.
+    let server = server.check(process_at(socket)?)?;
+    let mut answer = ask(socket, "reload")?;
+    let mut erased = None;
+    if let Some(server) = &server {
+        // The host may have looked at its files before it was asked to. Only as long as
+        // nothing was ever switched, nothing can be cached of other weights.
+        let switches = ask(socket, "status")?["generation"].as_u64();
+        let result = match switches {
+            Some(0) => Ok(0),
+            _ => server.erase(),
+        };
+        if let Ok(count) = result {
+            answer["slots_erased"] = count.into();
+        }
+        erased = Some(result);
+    }
+    if as_json {
+        println!("{answer:#}");
+    } else {
+        print_reload(&answer);
+        if let Some(Ok(count)) = erased {
+            println!("{count} slots of the server emptied");
+        }
+    }
+    erased.transpose()?;
+    taken(&answer)
+}
+
+/// An error if an answer says that not everything was done.
+fn taken(answer: &Value) -> Result<()> {
     if answer["ok"] != true {
         let error = answer["error"]
             .as_str()
@@ -39,19 +77,50 @@ pub fn run(socket: &Path, command: &str, as_json: bool) -> Result<()> {
     Ok(())
 }
 
-fn ask(socket: &Path, command: &str) -> Result<Value> {
-    let mut stream = UnixStream::connect(socket).with_context(|| {
-        format!(
-            "cannot connect to {}: start the program with 'llama-sidecar run --hotswap --socket {0} -- COMMAND'; the socket appears after its first evaluation",
-            socket.display()
+/// The process that listens at a socket, by its number here (in a container it may have
+/// another one of its own).
+fn process_at(socket: &Path) -> Result<u32> {
+    let stream = connect(socket)?;
+    let mut peer = libc::ucred {
+        pid: 0,
+        uid: 0,
+        gid: 0,
+    };
+    let mut size = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: the descriptor is open, and the option fills in a struct of this size.
+    let result = unsafe {
+        libc::getsockopt(
+            stream.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut peer).cast(),
+            &raw mut size,
         )
-    })?;
+    };
+    if result != 0 {
+        return Err(std::io::Error::last_os_error())
+            .with_context(|| format!("who listens at {}", socket.display()));
+    }
+    Ok(peer.pid.unsigned_abs())
+}
+
+fn ask(socket: &Path, command: &str) -> Result<Value> {
+    let mut stream = connect(socket)?;
     writeln!(stream, "{}", json!({"cmd": command}))?;
     let mut answer = String::new();
     BufReader::new(stream).read_line(&mut answer)?;
     serde_json::from_str(&answer).with_context(|| {
         format!(
             "{} is no control socket of llama-sidecar: expected JSON, found {answer:?}",
+            socket.display()
+        )
+    })
+}
+
+fn connect(socket: &Path) -> Result<UnixStream> {
+    UnixStream::connect(socket).with_context(|| {
+        format!(
+            "cannot connect to {}: start the program with 'llama-sidecar run --hotswap --socket {0} -- COMMAND'; the socket appears after its first evaluation",
             socket.display()
         )
     })

@@ -15,6 +15,7 @@ mod report;
 mod rewrite;
 mod room;
 mod run;
+mod server;
 mod swap;
 mod target;
 
@@ -81,8 +82,14 @@ enum Command {
     Metrics(Control),
     /// Let a running host look at its files now, and wait until they are in use.
     ///
-    /// Ends with 1 when a model could not be brought up to date.
-    Reload(Control),
+    /// Ends with 1 when a model could not be brought up to date, or when --server is given
+    /// and its slots could not be emptied.
+    Reload {
+        #[command(flatten)]
+        at: Control,
+        #[command(flatten)]
+        server: server::Options,
+    },
     /// Ask whether a host is there.
     Ping(Control),
     /// Ask a running host which experts its models used so far.
@@ -145,7 +152,7 @@ fn main() -> ExitCode {
         Command::Revert(at) => control::run(&at.socket, "revert", at.json),
         Command::Unfreeze(at) => control::run(&at.socket, "unfreeze", at.json),
         Command::Metrics(at) => control::run(&at.socket, "metrics", at.json),
-        Command::Reload(at) => control::run(&at.socket, "reload", at.json),
+        Command::Reload { at, server } => control::reload(&at.socket, &server, at.json),
         Command::Trace { at, reset: true } => control::run(&at.socket, "trace-reset", at.json),
         Command::Trace { at, reset: false } => control::run(&at.socket, "trace", at.json),
         Command::Report {

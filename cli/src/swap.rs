@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use llama_sidecar::gguf::{Access, GgufFile, TensorInfo, open_model};
 use regex::Regex;
 
-use crate::control;
+use crate::{control, server};
 use crate::originals::{self, Content, Originals, Record};
 use crate::rewrite::{self, Draft, Part, Written};
 use crate::room::{self, Need};
@@ -93,7 +93,7 @@ impl Wanted<'_> {
 pub fn run(options: &Options) -> Result<()> {
     let changed = swap(options)?;
     match &options.reload {
-        Some(socket) if changed => control::run(socket, "reload", false),
+        Some(socket) if changed => control::reload(socket, &server::Options::default(), false),
         _ => Ok(()),
     }
 }

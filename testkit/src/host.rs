@@ -142,29 +142,48 @@ pub fn built(path: &str) -> PathBuf {
         .unwrap_or_else(|| panic!("{path} is missing: run 'cargo xtask hosts' first"))
 }
 
-impl Host {
-    /// Starts a host and waits until it has loaded its model.
-    pub fn start(program: Program, model: &Path, drop_in: &DropIn) -> Host {
-        let folder = tempfile::tempdir().expect("a folder");
-        let socket = folder.path().join("socket");
-        let mut command = program.command(model);
+impl DropIn {
+    /// Sets the variables of a program that is about to be started.
+    pub(crate) fn prepare(&self, command: &mut Command, socket: &Path) {
         for (name, _) in std::env::vars_os() {
             // What the tests are told is not for the host.
             if name.to_string_lossy().starts_with("LLAMA_") {
                 command.env_remove(name);
             }
         }
-        if !matches!(drop_in, DropIn::Absent) {
+        if !matches!(self, DropIn::Absent) {
             command.env("LD_PRELOAD", preload_library());
         }
-        if let DropIn::On(variables) = drop_in {
+        if let DropIn::On(variables) = self {
             command
                 .env("LLAMA_HOTSWAP_ENABLED", "1")
                 .env("LLAMA_HOTSWAP_POLL_MS", "0")
-                .env("LLAMA_SIDECAR_CONTROL", &socket)
+                .env("LLAMA_SIDECAR_CONTROL", socket)
                 .env("LLAMA_SIDECAR_LOG", "debug")
                 .envs(variables.iter().map(|(name, value)| (name, value)));
         }
+    }
+}
+
+/// Sends a request to a control socket and returns the answer.
+pub fn control(socket: &Path, command: &str) -> Value {
+    let mut stream = UnixStream::connect(socket).expect("the control socket");
+    stream.set_read_timeout(Some(PATIENCE)).expect("a socket");
+    writeln!(stream, "{{\"cmd\":\"{command}\"}}").expect("the socket takes it");
+    let mut answer = String::new();
+    BufReader::new(stream)
+        .read_line(&mut answer)
+        .expect("an answer");
+    serde_json::from_str(&answer).expect("JSON")
+}
+
+impl Host {
+    /// Starts a host and waits until it has loaded its model.
+    pub fn start(program: Program, model: &Path, drop_in: &DropIn) -> Host {
+        let folder = tempfile::tempdir().expect("a folder");
+        let socket = folder.path().join("socket");
+        let mut command = program.command(model);
+        drop_in.prepare(&mut command, &socket);
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -280,14 +299,7 @@ impl Host {
 
     /// Sends a request to the control socket and returns the answer.
     pub fn control(&self, command: &str) -> Value {
-        let mut stream = UnixStream::connect(&self.socket).expect("the control socket");
-        stream.set_read_timeout(Some(PATIENCE)).expect("a socket");
-        writeln!(stream, "{{\"cmd\":\"{command}\"}}").expect("the socket takes it");
-        let mut answer = String::new();
-        BufReader::new(stream)
-            .read_line(&mut answer)
-            .expect("an answer");
-        serde_json::from_str(&answer).expect("JSON")
+        control(&self.socket, command)
     }
 
     /// Resident memory in bytes that is not shared with files.

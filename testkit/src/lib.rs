@@ -5,6 +5,7 @@ pub mod fixtures;
 pub mod ggml;
 pub mod host;
 pub mod process;
+pub mod server;
 pub mod sim;
 pub mod writer;
 

@@ -152,7 +152,7 @@ fn fetch_model(target: &Path) -> Result<()> {
 }
 
 /// An empty folder in the cache, so that what is in it can be renamed into place.
-fn scratch(name: &str) -> Result<PathBuf> {
+pub fn scratch(name: &str) -> Result<PathBuf> {
     let folder = cache().join(format!("{name}.part"));
     if folder.exists() {
         std::fs::remove_dir_all(&folder)?;

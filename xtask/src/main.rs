@@ -9,7 +9,7 @@
 //! cargo xtask hosts      build the drop-in and the programs it is tested with
 //! cargo xtask header     write include/llama_sidecar.h
 //! cargo xtask install --prefix DIR [--destdir DIR]
-//! cargo xtask check --abi | --package | --report | --asan | --valgrind | --fuzz MINUTES | --miri
+//! cargo xtask check --abi | --package | --report | --asan | --valgrind | --fuzz MINUTES | --miri | --soak MINUTES
 //! ```
 
 mod abi;
@@ -18,11 +18,13 @@ mod cmake;
 mod fixtures;
 mod header;
 mod install;
+mod llama_cpp;
 mod older;
 mod packaging;
 mod report;
 mod run;
 mod sanitize;
+mod soak;
 mod suite;
 
 use std::path::PathBuf;
@@ -50,7 +52,8 @@ fn main() -> Result<()> {
             if let Err(reason) = fixtures::vulkan() {
                 println!("no software Vulkan device: {reason:#}");
             }
-            cmake::build_hosts().map(|_| ())
+            cmake::build_hosts()?;
+            llama_cpp::make().map(|_| ())
         }
         ["header"] => header::write(),
         ["header", "--check"] => header::check(),
@@ -65,9 +68,10 @@ fn main() -> Result<()> {
         ["check", "--asan"] => sanitize::asan(),
         ["check", "--valgrind"] => sanitize::valgrind(),
         ["check", "--miri"] => sanitize::miri(),
+        ["check", "--soak", minutes] => soak::run(minutes.parse()?),
         ["check", "--fuzz", minutes] => sanitize::fuzz(minutes.parse()?),
         _ => bail!(
-            "usage: cargo xtask demo | test | bench [NAME] | fixtures | hosts | header [--check] | install --prefix DIR [--destdir DIR] | check --abi|--package|--report|--asan|--valgrind|--fuzz MINUTES|--miri"
+            "usage: cargo xtask demo | test | bench [NAME] | fixtures | hosts | header [--check] | install --prefix DIR [--destdir DIR] | check --abi|--package|--report|--asan|--valgrind|--fuzz MINUTES|--miri|--soak MINUTES"
         ),
     }
 }

@@ -8,7 +8,9 @@ use testkit::host::{DropIn, Host, Program, Transcript, preload_library, replace}
 
 use crate::install::{install, target_folder};
 use crate::run::{command, exists, run};
-use crate::{abi, cmake, fixtures, header, older, packaging, report, root, sanitize};
+use crate::{
+    abi, cmake, fixtures, header, llama_cpp, older, packaging, report, root, sanitize,
+};
 
 /// How long CI fuzzes.
 const FUZZ_MINUTES: u64 = 1;
@@ -57,6 +59,11 @@ const CHECKS: &[Check] = &[
         || dropin_tests("dropin_graphs"),
     ),
     Check::new("the command with real hosts", || dropin_tests("command")),
+    Check {
+        name: "drop-in in llama-server from source",
+        run: || dropin_tests("llama_server"),
+        missing: llama_cpp::missing,
+    },
     Check {
         name: "drop-in in a host with Vulkan",
         run: || dropin_tests("dropin_vulkan"),

@@ -1,0 +1,225 @@
+//! The slots of a llama-server, emptied through its own API.
+//!
+//! llama-server keeps its own record of the tokens whose keys and values each slot has
+//! cached. Nobody but the server can drop them together with the record: its request
+//! `POST /slots/N?action=erase` does, checkpoints included, and waits for a slot that is
+//! busy. What erased slots answer was computed with the weights in use alone.
+//!
+//! Prompts that the server keeps in memory beside its slots (`--cache-ram`) have no
+//! such request, and come back into slots. A server that has them is refused.
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+use ureq::http::StatusCode;
+
+/// What a server may answer at most; its settings are a few KiB.
+const LONGEST_ANSWER: u64 = 16 << 20;
+/// Name of the variable that does what `--cache-ram` does.
+const CACHE_RAM: &str = "LLAMA_ARG_CACHE_RAM";
+
+/// Which server has the model, and how long it is waited for.
+#[derive(Default, clap::Args)]
+pub struct Options {
+    /// Also empty the slots of the llama-server at this address, so that no answer is built
+    /// on keys and values of the old weights. It has to run with --slot-save-path and
+    /// --cache-ram 0.
+    #[arg(long, value_name = "URL")]
+    server: Option<String>,
+    /// The server's API key (its --api-key).
+    #[arg(
+        long,
+        value_name = "KEY",
+        env = "LLAMA_API_KEY",
+        hide_env_values = true,
+        requires = "server"
+    )]
+    api_key: Option<String>,
+    /// How long to wait for each slot that is busy.
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value_t = 600,
+        requires = "server"
+    )]
+    slot_timeout: u64,
+}
+
+/// A llama-server whose slots can be emptied.
+pub struct Server {
+    url: String,
+    key: Option<String>,
+    agent: ureq::Agent,
+    slots: u64,
+}
+
+impl Options {
+    /// Asks the server, if one is named, whether emptying its slots makes its answers
+    /// right; an error says what it has to be started with. Changes nothing.
+    pub fn check(&self, process: u32) -> Result<Option<Server>> {
+        let Some(url) = &self.server else {
+            return Ok(None);
+        };
+        let config = ureq::Agent::config_builder()
+            .http_status_as_error(false)
+            .timeout_connect(Some(Duration::from_secs(10)))
+            .timeout_global(Some(Duration::from_secs(self.slot_timeout.max(1))));
+        let mut server = Server {
+            url: url.trim_end_matches('/').to_owned(),
+            key: self.api_key.clone(),
+            agent: config.build().into(),
+            slots: 0,
+        };
+        server.slots = server.count_slots()?;
+        server.ensure_slots_can_be_erased()?;
+        ensure_no_prompt_cache(process)?;
+        Ok(Some(server))
+    }
+}
+
+impl Server {
+    /// Empties all slots, one after the other, and returns how many.
+    pub fn erase(&self) -> Result<u64> {
+        for slot in 0..self.slots {
+            let action = format!("/slots/{slot}?action=erase");
+            let (status, answer) = self.post(&action).with_context(|| {
+                format!(
+                    "slot {slot} of {} was not emptied; a busy slot is waited for: cancel its request, or wait longer with --slot-timeout, and reload again",
+                    self.url
+                )
+            })?;
+            ensure!(
+                status == StatusCode::OK,
+                "slot {slot} of {} was not emptied: {}",
+                self.url,
+                reason(status, &answer)
+            );
+        }
+        Ok(self.slots)
+    }
+
+    fn count_slots(&self) -> Result<u64> {
+        let mut request = self.agent.get(format!("{}/props", self.url));
+        if let Some(key) = &self.key {
+            request = request.header("Authorization", format!("Bearer {key}"));
+        }
+        let found = request.call().map_err(anyhow::Error::from).and_then(text);
+        let (status, answer) =
+            found.with_context(|| format!("no llama-server answers at {}", self.url))?;
+        if status == StatusCode::UNAUTHORIZED {
+            bail!("{} expects its API key: pass it with --api-key", self.url);
+        }
+        let properties: Value = serde_json::from_str(&answer).unwrap_or_default();
+        properties["total_slots"].as_u64().with_context(|| {
+            format!(
+                "{} is no llama-server with a model: expected \"total_slots\" in /props, found {}",
+                self.url,
+                reason(status, &answer)
+            )
+        })
+    }
+
+    /// Asks for an action that does not exist, which a server that takes actions refuses
+    /// as a bad request.
+    fn ensure_slots_can_be_erased(&self) -> Result<()> {
+        let (status, answer) = self
+            .post("/slots/0?action=none")
+            .with_context(|| format!("{}/slots does not answer", self.url))?;
+        ensure!(
+            status == StatusCode::BAD_REQUEST,
+            "{} does not empty slots ({}): start it with --slot-save-path DIR",
+            self.url,
+            reason(status, &answer)
+        );
+        Ok(())
+    }
+
+    fn post(&self, path: &str) -> Result<(StatusCode, String)> {
+        let mut request = self.agent.post(format!("{}{path}", self.url));
+        if let Some(key) = &self.key {
+            request = request.header("Authorization", format!("Bearer {key}"));
+        }
+        text(request.send_empty()?)
+    }
+}
+
+fn text(mut answer: ureq::http::Response<ureq::Body>) -> Result<(StatusCode, String)> {
+    let status = answer.status();
+    let body = answer.body_mut().with_config().limit(LONGEST_ANSWER);
+    Ok((status, body.read_to_string()?))
+}
+
+/// The message of an answer, or its beginning.
+fn reason(status: StatusCode, answer: &str) -> String {
+    let parsed: Value = serde_json::from_str(answer).unwrap_or_default();
+    match parsed["error"]["message"].as_str() {
+        Some(message) => message.to_owned(),
+        None => format!(
+            "{status}, {:?}",
+            answer.chars().take(80).collect::<String>()
+        ),
+    }
+}
+
+/// Fails unless a process was started without prompts in memory.
+fn ensure_no_prompt_cache(process: u32) -> Result<()> {
+    let folder = format!("/proc/{process}");
+    let command = std::fs::read(format!("{folder}/cmdline")).with_context(|| {
+        format!("cannot read how process {process} was started, so not whether with --cache-ram 0")
+    })?;
+    // Those of another user cannot be read; an argument counts more anyway.
+    let variables = std::fs::read(format!("{folder}/environ")).unwrap_or_default();
+    match cache_ram(&command, &variables).as_deref() {
+        Some("0") => Ok(()),
+        found => bail!(
+            "process {process} keeps prompts in memory (--cache-ram is {}), which no request empties, and takes keys and values of the old weights from there: start it with --cache-ram 0, or reload without --server and send \"cache_prompt\": false with each request",
+            found.unwrap_or("its default")
+        ),
+    }
+}
+
+/// The value of `--cache-ram` in a command line and variables as the kernel gives them.
+fn cache_ram(command: &[u8], variables: &[u8]) -> Option<String> {
+    let words: Vec<&OsStr> = command
+        .split(|&byte| byte == 0)
+        .map(OsStr::from_bytes)
+        .collect();
+    let pairs = words.windows(2).rev();
+    let mut named = pairs.filter(|pair| pair[0] == "--cache-ram" || pair[0] == "-cram");
+    if let Some(pair) = named.next() {
+        return Some(pair[1].to_string_lossy().into_owned());
+    }
+    variables.split(|&byte| byte == 0).find_map(|variable| {
+        let text = std::str::from_utf8(variable).ok()?;
+        let (name, value) = text.split_once('=')?;
+        (name == CACHE_RAM).then(|| value.to_owned())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::cache_ram;
+
+    #[test]
+    fn the_last_argument_counts_and_a_variable_where_there_is_none() {
+        let found = |command: &str, variables: &str| {
+            cache_ram(
+                command.replace(' ', "\0").as_bytes(),
+                variables.replace(' ', "\0").as_bytes(),
+            )
+        };
+        assert_eq!(found("server -m x", "HOME=/"), None);
+        assert_eq!(found("server --cache-ram", ""), None);
+        assert_eq!(found("server -cram 0 ", "").as_deref(), Some("0"));
+        assert_eq!(
+            found("server --cache-ram 0 -cram 64 -m x", "").as_deref(),
+            Some("64")
+        );
+        let variable = "HOME=/ LLAMA_ARG_CACHE_RAM=0 ";
+        assert_eq!(found("server -m x ", variable).as_deref(), Some("0"));
+        assert_eq!(found("server -cram 1 ", variable).as_deref(), Some("1"));
+    }
+}

@@ -1,0 +1,402 @@
+//! A llama-server of llama.cpp, driven through HTTP by a test.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use ureq::Body;
+use ureq::http::Response;
+
+use crate::fixtures::cache;
+use crate::host::{DropIn, control};
+
+/// The version of the package that llama-server is built from.
+pub const LLAMA_CPP: &str = "11434";
+/// How long a server may take to start, to answer and to end, on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(300);
+/// What a server may answer at most.
+const LONGEST_ANSWER: u64 = 64 << 20;
+
+/// Where `cargo xtask hosts` puts a program of llama.cpp.
+pub fn llama_cpp(program: &str) -> PathBuf {
+    let folder = format!("llama-cpp-{LLAMA_CPP}");
+    cache().join(folder).join("bin").join(program)
+}
+
+/// How a server is started.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Requests that it evaluates at a time.
+    pub slots: usize,
+    /// Tokens of context of each slot.
+    pub context: usize,
+    /// Threads that evaluate.
+    pub threads: usize,
+    /// Whether it keeps prompts in memory beside its slots (`--cache-ram`).
+    pub prompt_cache: bool,
+    /// Whether its slots can be emptied (`--slot-save-path`).
+    pub slot_actions: bool,
+    /// What its clients have to know.
+    pub api_key: Option<&'static str>,
+    /// How the drop-in takes part.
+    pub drop_in: DropIn,
+}
+
+/// A running server. It is killed when dropped.
+pub struct Server {
+    child: Child,
+    url: String,
+    api_key: &'static str,
+    log: PathBuf,
+    socket: PathBuf,
+    folder: tempfile::TempDir,
+}
+
+/// A request for text, without randomness.
+#[derive(Debug, Clone)]
+pub struct Request {
+    /// The text to continue.
+    pub prompt: String,
+    /// Tokens to write.
+    pub tokens: usize,
+    /// Whether keys and values of a common prefix are taken from the slot.
+    pub cache_prompt: bool,
+    /// The slot to use; `None` for any.
+    pub slot: Option<usize>,
+}
+
+/// What a server answered to a [`Request`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct Answer {
+    /// The text.
+    pub text: String,
+    /// For each token its number and its log-probability, and those of the next best.
+    pub probabilities: Value,
+    /// Tokens of the prompt that were not evaluated for this answer.
+    pub cached: u64,
+}
+
+impl Options {
+    /// A server with so many slots, the drop-in looking at files when asked.
+    pub fn new(slots: usize) -> Options {
+        Options {
+            slots,
+            context: 512,
+            threads: 1,
+            prompt_cache: false,
+            slot_actions: true,
+            api_key: None,
+            drop_in: DropIn::On(Vec::new()),
+        }
+    }
+}
+
+impl Server {
+    /// Starts a server and waits until it has loaded its model.
+    pub fn start(model: &Path, options: &Options) -> Server {
+        let program = llama_cpp("llama-server");
+        assert!(
+            program.exists(),
+            "{} is missing: run 'cargo xtask hosts' first",
+            program.display()
+        );
+        let folder = tempfile::tempdir().expect("a folder");
+        let socket = folder.path().join("socket");
+        let log = folder.path().join("log");
+        let mut command = Command::new(program);
+        command
+            .arg("--model")
+            .arg(model)
+            .args(["--host", "127.0.0.1", "--port", "0", "--offline"])
+            .args(["--parallel", &options.slots.to_string()])
+            .args(["--ctx-size", &(options.slots * options.context).to_string()])
+            .args(["--threads", &options.threads.to_string()])
+            .args(["--batch-size", "128"]);
+        if options.slot_actions {
+            command.arg("--slot-save-path").arg(folder.path());
+        }
+        if let Some(key) = options.api_key {
+            command.args(["--api-key", key]);
+        }
+        if !options.prompt_cache {
+            command.args(["--cache-ram", "0"]);
+        }
+        options.drop_in.prepare(&mut command, &socket);
+        let output = File::create(&log).expect("room for a log");
+        // SAFETY: one system call between fork and exec.
+        unsafe {
+            command.pre_exec(|| {
+                // Whoever is killed drops nothing: the server ends with the thread that starts it.
+                libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+                Ok(())
+            });
+        }
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(output.try_clone().expect("a descriptor"))
+            .stderr(output)
+            .spawn()
+            .expect("the server starts");
+        let mut server = Server {
+            child,
+            url: String::new(),
+            api_key: options.api_key.unwrap_or_default(),
+            log,
+            socket,
+            folder,
+        };
+        server.wait_until_loaded();
+        server
+    }
+
+    fn wait_until_loaded(&mut self) {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let listening = self.logged("listening on http://");
+            let url = listening
+                .first()
+                .and_then(|line| line.split_once("http://"));
+            if let Some((_, address)) = url {
+                self.url = format!("http://{}", address.trim());
+                let health = self.get("/health");
+                if health.is_ok_and(|answer| answer.status() == 200) {
+                    return;
+                }
+            }
+            let ended = self.child.try_wait().expect("a child");
+            assert!(
+                ended.is_none() && Instant::now() < deadline,
+                "the server does not start ({ended:?}); it said:\n{}",
+                self.log().join("\n")
+            );
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Its process id.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Where it is reached, without a slash at the end.
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// Path of its control socket.
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// Path of its log.
+    pub fn log_path(&self) -> &Path {
+        &self.log
+    }
+
+    /// Sends a request to the control socket and returns the answer.
+    pub fn control(&self, command: &str) -> Value {
+        control(&self.socket, command)
+    }
+
+    /// Everything it wrote.
+    pub fn log(&self) -> Vec<String> {
+        let lines = BufReader::new(File::open(&self.log).expect("its log"));
+        lines
+            .split(b'\n')
+            .map(|line| String::from_utf8_lossy(&line.expect("a file")).into_owned())
+            .collect()
+    }
+
+    /// Lines of the log that contain a text.
+    pub fn logged(&self, text: &str) -> Vec<String> {
+        let mut lines = self.log();
+        lines.retain(|line| line.contains(text));
+        lines
+    }
+
+    /// Sends a GET request.
+    pub fn get(&self, path: &str) -> Result<Response<Body>, ureq::Error> {
+        agent().get(format!("{}{path}", self.url)).call()
+    }
+
+    /// Sends a POST request with a body of JSON. What is not read of the answer is given up,
+    /// and with it the request.
+    pub fn post(&self, path: &str, body: &Value) -> Result<Response<Body>, ureq::Error> {
+        agent()
+            .post(format!("{}{path}", self.url))
+            .header("Content-Type", "application/json")
+            .header("Authorization", format!("Bearer {}", self.api_key))
+            .send(body.to_string())
+    }
+
+    /// Asks for text and waits for all of it.
+    pub fn try_complete(&self, request: &Request) -> Result<Answer, String> {
+        let error = |error: ureq::Error| error.to_string();
+        let mut answer = self
+            .post("/completion", &request.body(false))
+            .map_err(error)?;
+        let status = answer.status();
+        // As bytes, so that what is no UTF-8 is an error and no replacement character.
+        let body = answer
+            .body_mut()
+            .with_config()
+            .limit(LONGEST_ANSWER)
+            .read_to_vec()
+            .map_err(error)?;
+        let body = String::from_utf8(body).map_err(|error| error.to_string())?;
+        if status != 200 {
+            return Err(format!("{status}: {body}"));
+        }
+        let body: Value = serde_json::from_str(&body).map_err(|error| error.to_string())?;
+        Answer::read(&body)
+    }
+
+    /// The same; panics when it fails.
+    pub fn complete(&self, request: &Request) -> Answer {
+        self.try_complete(request).unwrap_or_else(|error| {
+            panic!(
+                "no answer to {request:?}: {error}; the server said:\n{}",
+                self.log().join("\n")
+            )
+        })
+    }
+
+    /// Asks for text piece by piece, and closes the connection after some pieces.
+    pub fn cancel_after(&self, request: &Request, pieces: usize) -> Result<(), String> {
+        let error = |error: ureq::Error| error.to_string();
+        let mut answer = self
+            .post("/completion", &request.body(true))
+            .map_err(error)?;
+        if answer.status() != 200 {
+            return Err(answer.status().to_string());
+        }
+        let lines = BufReader::new(answer.body_mut().as_reader()).lines();
+        let data = lines.map_while(Result::ok);
+        let seen = data.filter(|line| line.starts_with("data:")).take(pieces);
+        match seen.count() == pieces {
+            true => Ok(()),
+            false => Err("the stream ended early".into()),
+        }
+    }
+
+    /// Empties a slot.
+    pub fn erase(&self, slot: usize) {
+        let path = format!("/slots/{slot}?action=erase");
+        let mut answer = self.post(&path, &json!({})).expect("an answer");
+        let text = answer.body_mut().read_to_string().expect("text");
+        assert_eq!(answer.status(), 200, "{text}");
+    }
+
+    /// Stops it, with all its threads, until it is to go on.
+    pub fn stop(&self) {
+        self.signal(libc::SIGSTOP);
+    }
+
+    /// Lets it go on.
+    pub fn go_on(&self) {
+        self.signal(libc::SIGCONT);
+    }
+
+    fn signal(&self, signal: libc::c_int) {
+        // SAFETY: a child of ours that was not waited for.
+        unsafe { libc::kill(self.id() as libc::pid_t, signal) };
+    }
+
+    /// Whether it still runs.
+    pub fn lives(&mut self) -> bool {
+        self.child.try_wait().expect("a child").is_none()
+    }
+
+    /// Asks it to end and returns how it did, and its log.
+    pub fn end(mut self) -> (ExitStatus, Vec<String>) {
+        self.signal(libc::SIGTERM);
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.child.try_wait().expect("a child") {
+                return (status, self.log());
+            }
+            assert!(Instant::now() < deadline, "the server does not end");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// The folder with its log and socket, which is removed with it.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Request {
+    /// A request to any slot that uses what is cached.
+    pub fn new(prompt: &str, tokens: usize) -> Request {
+        Request {
+            prompt: prompt.to_owned(),
+            tokens,
+            cache_prompt: true,
+            slot: None,
+        }
+    }
+
+    /// The same to one slot.
+    pub fn at(mut self, slot: usize) -> Request {
+        self.slot = Some(slot);
+        self
+    }
+
+    fn body(&self, stream: bool) -> Value {
+        json!({
+            "prompt": self.prompt,
+            "n_predict": self.tokens,
+            "temperature": 0,
+            "seed": 1,
+            "ignore_eos": true,
+            "n_probs": 3,
+            "cache_prompt": self.cache_prompt,
+            "id_slot": self.slot.map_or(-1, |slot| slot as i64),
+            "stream": stream,
+        })
+    }
+}
+
+impl Answer {
+    /// Reads an answer; an error when it is none, or has a probability that is no number.
+    fn read(body: &Value) -> Result<Answer, String> {
+        let text = body["content"].as_str();
+        let text = text.ok_or_else(|| format!("expected a text, found {body}"))?;
+        let probabilities = body["completion_probabilities"].clone();
+        for token in probabilities.as_array().into_iter().flatten() {
+            // What is not finite is null in JSON.
+            if !token["logprob"].is_number() {
+                return Err(format!("expected a log-probability, found {token}"));
+            }
+        }
+        let cached = body["timings"]["cache_n"].as_u64();
+        Ok(Answer {
+            text: text.to_owned(),
+            probabilities,
+            cached: cached.ok_or_else(|| format!("expected timings, found {body}"))?,
+        })
+    }
+}
+
+/// A client that closes its connection after each request and does not take a status for
+/// an error.
+fn agent() -> ureq::Agent {
+    ureq::Agent::config_builder()
+        .http_status_as_error(false)
+        .max_idle_connections(0)
+        .timeout_global(Some(PATIENCE))
+        .build()
+        .into()
+}

@@ -1,0 +1,296 @@
+//! The drop-in in llama-server, which keeps its own record of what is cached: after a swap
+//! and `llama-sidecar reload --server`, its log-probabilities are those of a server that is
+//! started with the new file.
+
+mod hosts;
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use hosts::{copied, taken};
+use serde_json::Value;
+use testkit::fixtures::fixture;
+use testkit::host::{DropIn, built, replace};
+use testkit::server::{Answer, Options, Request, Server};
+
+/// What all prompts begin with, so that slots have a prefix in common.
+const PREFIX: &str = "Once upon a time, in a village between two rivers, there lived";
+/// How they go on, slot by slot.
+const ENDS: [&str; 4] = [
+    " an old clockmaker who",
+    " a girl with a red kite, and",
+    " a miller and his seven cats;",
+    " nobody at all, until",
+];
+/// Tokens of an answer.
+const TOKENS: usize = 12;
+/// A prompt in two parts; only whoever knows the first can go on after the second.
+const FRANCE: &str = "The capital of Spain is Madrid, of Italy Rome. The capital of France";
+const FRANCE_IS: &str = "The capital of Spain is Madrid, of Italy Rome. The capital of France is";
+
+fn without_drop_in(slots: usize) -> Options {
+    Options {
+        drop_in: DropIn::Absent,
+        ..Options::new(slots)
+    }
+}
+
+fn with_kv(slots: usize, kv: &str) -> Options {
+    Options {
+        drop_in: DropIn::On(vec![("LLAMA_HOTSWAP_KV", kv.into())]),
+        ..Options::new(slots)
+    }
+}
+
+/// Answers of each slot, one after the other, to prompts with a common prefix; the first
+/// of each slot finds nothing cached, or another prompt with that prefix.
+fn answers(server: &Server, slots: usize) -> Vec<Answer> {
+    let mut answers = Vec::new();
+    for round in 0..2 {
+        for slot in 0..slots {
+            let end = ENDS[(slot + round) % ENDS.len()];
+            let request = Request::new(&format!("{PREFIX}{end}"), TOKENS).at(slot);
+            answers.push(server.complete(&request));
+        }
+    }
+    answers
+}
+
+/// What a server without the drop-in that is started with a file answers.
+fn fresh(file: &str, slots: usize) -> Vec<Answer> {
+    let server = Server::start(&fixture(file), &without_drop_in(slots));
+    let answers = answers(&server, slots);
+    assert!(
+        answers[..slots].iter().all(|answer| answer.cached == 0)
+            && answers[slots..].iter().all(|answer| answer.cached > 0),
+        "{answers:?}"
+    );
+    assert!(server.end().0.success());
+    answers
+}
+
+/// `llama-sidecar reload --server`.
+fn reload(server: &Server, arguments: &[&str]) -> Output {
+    Command::new(built("release/llama-sidecar"))
+        .arg("reload")
+        .arg("--socket")
+        .arg(server.socket())
+        .args(["--server", server.url()])
+        .args(arguments)
+        .output()
+        .expect("the command starts")
+}
+
+fn reload_and_erase(server: &Server) -> Value {
+    let output = reload(server, &["--json"]);
+    assert!(output.status.success(), "{output:?}");
+    serde_json::from_slice(&output.stdout).expect("JSON")
+}
+
+/// Text on standard error of a command that failed.
+fn failed(output: &Output) -> String {
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Ends a server, which has to go well, and whose drop-in must not have failed.
+fn end(server: Server) {
+    let (status, log) = server.end();
+    assert!(status.success(), "{status}:\n{}", log.join("\n"));
+    let errors = log
+        .iter()
+        .filter(|line| line.contains("llama-sidecar: error"));
+    assert_eq!(errors.count(), 0, "{}", log.join("\n"));
+}
+
+fn swapped_and_erased_is_fresh(slots: usize) {
+    let before = fresh("smollm2.gguf", slots);
+    let after = fresh("smollm2-mixed.gguf", slots);
+    assert_ne!(before, after, "the variant shows");
+    let (_folder, path) = copied("smollm2.gguf");
+    let server = Server::start(&path, &Options::new(slots));
+    assert_eq!(answers(&server, slots), before);
+    for _ in 0..2 {
+        replace(&path, &fixture("smollm2-mixed.gguf"));
+        let report = reload_and_erase(&server);
+        assert_eq!(taken(&report), (8, 0));
+        assert_eq!(report["slots_erased"], slots);
+        assert_eq!(answers(&server, slots), after);
+        replace(&path, &fixture("smollm2.gguf"));
+        let report = reload_and_erase(&server);
+        assert_eq!(taken(&report), (0, 8));
+        assert_eq!(answers(&server, slots), before);
+    }
+    end(server);
+}
+
+#[test]
+fn one_slot_answers_as_a_new_server_after_a_swap() {
+    swapped_and_erased_is_fresh(1);
+}
+
+#[test]
+fn two_slots_answer_as_a_new_server_after_a_swap() {
+    swapped_and_erased_is_fresh(2);
+}
+
+#[test]
+fn four_slots_answer_as_a_new_server_after_a_swap() {
+    swapped_and_erased_is_fresh(4);
+}
+
+/// A swap by the watching thread is none that the command did, and slots are emptied all
+/// the same; before the first swap there is nothing to empty.
+#[test]
+fn slots_are_emptied_after_any_swap() {
+    let after = fresh("smollm2-mixed.gguf", 1);
+    let (_folder, path) = copied("smollm2.gguf");
+    let server = Server::start(&path, &Options::new(1));
+    answers(&server, 1);
+    assert_eq!(reload_and_erase(&server)["slots_erased"], 0);
+    replace(&path, &fixture("smollm2-mixed.gguf"));
+    assert_eq!(taken(&server.control("reload")), (8, 0));
+    assert_eq!(reload_and_erase(&server)["slots_erased"], 1);
+    assert_eq!(answers(&server, 1), after);
+    end(server);
+}
+
+#[test]
+fn a_busy_slot_is_waited_for() {
+    let after = fresh("smollm2-mixed.gguf", 2);
+    let (_folder, path) = copied("smollm2.gguf");
+    let server = Server::start(&path, &Options::new(2));
+    answers(&server, 2);
+    let long = Request::new(&format!("{PREFIX}{}", ENDS[0]), 200).at(0);
+    std::thread::scope(|scope| {
+        let busy = scope.spawn(|| server.complete(&long));
+        while !is_busy(&server, 0) {
+            assert!(!busy.is_finished(), "it was busy at no time");
+            std::thread::yield_now();
+        }
+        replace(&path, &fixture("smollm2-mixed.gguf"));
+        assert_eq!(reload_and_erase(&server)["slots_erased"], 2);
+        assert!(!busy.join().expect("an answer").text.is_empty());
+    });
+    assert_eq!(answers(&server, 2), after);
+    end(server);
+}
+
+fn is_busy(server: &Server, slot: usize) -> bool {
+    let mut answer = server.get("/slots").expect("an answer");
+    let slots = answer.body_mut().read_to_string().expect("text");
+    let slots: Value = serde_json::from_str(&slots).expect("JSON");
+    slots[slot]["is_processing"] == true
+}
+
+/// With prompts in memory beside the slots, emptying slots is not enough.
+#[test]
+fn a_server_that_keeps_prompts_in_memory_is_refused() {
+    let (_folder, path) = copied("smollm2.gguf");
+    let options = Options {
+        prompt_cache: true,
+        ..Options::new(1)
+    };
+    let server = Server::start(&path, &options);
+    let mut request = Request::new(PREFIX, TOKENS);
+    server.complete(&request);
+    replace(&path, &fixture("smollm2-mixed.gguf"));
+    let error = failed(&reload(&server, &[]));
+    assert!(error.contains("start it with --cache-ram 0"), "{error}");
+    assert_eq!(server.control("status")["generation"], 0, "nothing is done");
+    // What it can do instead.
+    assert_eq!(taken(&server.control("reload")), (8, 0));
+    request.cache_prompt = false;
+    let answer = server.complete(&request);
+    end(server);
+    let server = Server::start(&fixture("smollm2-mixed.gguf"), &without_drop_in(1));
+    assert_eq!(server.complete(&request), answer);
+}
+
+#[test]
+fn a_server_that_cannot_empty_slots_is_refused() {
+    let (_folder, path) = copied("smollm2.gguf");
+    let options = Options {
+        slot_actions: false,
+        ..Options::new(1)
+    };
+    let server = Server::start(&path, &options);
+    server.complete(&Request::new(PREFIX, 1));
+    replace(&path, &fixture("smollm2-mixed.gguf"));
+    let error = failed(&reload(&server, &[]));
+    assert!(
+        error.contains("start it with --slot-save-path DIR"),
+        "{error}"
+    );
+    assert_eq!(server.control("status")["generation"], 0, "nothing is done");
+    end(server);
+}
+
+#[test]
+fn a_server_with_a_key_is_asked_with_it() {
+    let (_folder, path) = copied("smollm2.gguf");
+    let options = Options {
+        api_key: Some("open sesame"),
+        ..Options::new(1)
+    };
+    let server = Server::start(&path, &options);
+    server.complete(&Request::new(PREFIX, 1));
+    replace(&path, &fixture("smollm2-mixed.gguf"));
+    let error = failed(&reload(&server, &[]));
+    assert!(error.contains("pass it with --api-key"), "{error}");
+    assert_eq!(server.control("status")["generation"], 0, "nothing is done");
+    let output = reload(&server, &["--api-key", "open sesame"]);
+    assert!(output.status.success(), "{output:?}");
+    let output = reload(&server, &["--server", "http://127.0.0.1:1"]);
+    assert_eq!(output.status.code(), Some(2), "one server at a time");
+    end(server);
+}
+
+/// Writes a prompt into the slots of a server, swaps, and lets each go on with it; returns
+/// the answers.
+fn go_on_after_a_swap(server: &Server, path: &Path, slots: usize) -> Vec<Answer> {
+    for slot in 0..slots {
+        server.complete(&Request::new(FRANCE, 1).at(slot));
+    }
+    replace(path, &fixture("smollm2-mixed.gguf"));
+    assert_eq!(taken(&server.control("reload")), (8, 0));
+    let go_on = |slot| server.complete(&Request::new(FRANCE_IS, 4).at(slot));
+    (0..slots).map(go_on).collect()
+}
+
+/// Slots that are not emptied go on with what they have cached, which is all of it.
+fn goes_on_with_its_prompt(server: &Server, path: &Path, slots: usize) {
+    for answer in go_on_after_a_swap(server, path, slots) {
+        assert!(answer.cached > 10, "{answer:?}");
+        assert!(answer.text.starts_with(" Paris"), "{answer:?}");
+    }
+}
+
+#[test]
+fn slots_that_are_not_emptied_keep_their_prompt() {
+    for slots in [1, 2, 4] {
+        let (_folder, path) = copied("smollm2.gguf");
+        let server = Server::start(&path, &with_kv(slots, "keep"));
+        goes_on_with_its_prompt(&server, &path, slots);
+        end(server);
+    }
+    let server = Server::start(&fixture("smollm2-mixed.gguf"), &without_drop_in(1));
+    let without = server.complete(&Request::new(" is", 4));
+    assert!(!without.text.contains("Paris"), "the prompt shows");
+}
+
+/// `clear` behind the server's back would make it abort, or answer without its prompt.
+#[test]
+fn clear_is_refused_by_name_and_nothing_is_cleared() {
+    for slots in [1, 2, 4] {
+        let (_folder, path) = copied("smollm2.gguf");
+        let server = Server::start(&path, &with_kv(slots, "clear"));
+        goes_on_with_its_prompt(&server, &path, slots);
+        let (status, log) = server.end();
+        assert!(status.success(), "{status}");
+        let refused = |line: &&String| {
+            line.contains("llama-sidecar: error") && line.contains("LLAMA_HOTSWAP_KV")
+        };
+        assert_eq!(log.iter().filter(refused).count(), 1, "{}", log.join("\n"));
+    }
+}

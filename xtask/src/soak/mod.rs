@@ -1,0 +1,428 @@
+//! A long run of llama-server from source while its model is swapped in every way.
+//!
+//! Four clients ask for text all the time. Answers that were computed with one model alone
+//! have to be answers that the same server gives, under the same load, when its file never
+//! changes. These are compared:
+//!
+//! * requests with `cache_prompt: false` that began after a swap was confirmed and were
+//!   answered before the next one began,
+//! * those with `cache_prompt: true` if every slot was emptied since, too.
+//!
+//! The others overlap with a swap, or go on with keys and values of the other model. They
+//! have to succeed, with text in UTF-8 and log-probabilities that are numbers.
+
+mod known;
+mod load;
+mod place;
+mod steps;
+mod vitals;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail, ensure};
+use testkit::host::DropIn;
+use testkit::server::{Options, Server};
+
+use crate::install::target_folder;
+use crate::{cmake, fixtures, llama_cpp};
+use known::{Known, TOLERANCE};
+use load::{CLIENTS, Load, Observation};
+use place::Place;
+use steps::Steps;
+use vitals::Vitals;
+
+/// The model and the variant of it. The server is started with the first.
+const MODELS: [&str; 2] = ["smollm2.gguf", "smollm2-mixed.gguf"];
+/// Answers to each prompt without anything new after which a model's are taken for known.
+const QUIET_ANSWERS: usize = 30;
+/// How long a model's answers are learnt at most, as a part of the whole time.
+const LEARNING: u32 = 6;
+/// How often the server looks at its file.
+const POLL_MS: &str = "100";
+/// By how much memory that belongs to no file may grow, from the first third of the cycles
+/// to the last.
+const GROWTH: u64 = 16 << 20;
+/// What the drop-in may warn about: files that are no models, and were made for that.
+const EXPECTED_WARNINGS: [&str; 2] = [": ignored: ", ": refused: "];
+/// How many answers are looked for again after the run.
+const MOST_UNKNOWN: usize = 1000;
+/// How many failures of a kind are told.
+const TOLD: usize = 5;
+
+/// What went wrong; empty at the end of a good run.
+#[derive(Default)]
+pub struct Failures(Mutex<BTreeMap<String, Vec<String>>>);
+
+impl Failures {
+    /// Takes note of a failure.
+    pub fn add(&self, kind: &str, what: impl Into<String>) {
+        let mut all = self.0.lock().expect("no panic");
+        all.entry(kind.to_owned()).or_default().push(what.into());
+    }
+
+    fn tell(&self) -> Result<()> {
+        let all = self.0.lock().expect("no panic");
+        for (kind, failures) in all.iter() {
+            println!("FAILED: {kind}, {} times", failures.len());
+            for failure in failures.iter().take(TOLD) {
+                println!("    {failure}");
+            }
+        }
+        ensure!(
+            all.is_empty(),
+            "the soak failed: {}",
+            all.keys().cloned().collect::<Vec<_>>().join("; ")
+        );
+        Ok(())
+    }
+}
+
+/// Runs for so many minutes, prints figures, and fails if anything was not as it has to be.
+pub fn run(minutes: u64) -> Result<()> {
+    if minutes == 0 {
+        bail!("expected a number of minutes");
+    }
+    llama_cpp::make()?;
+    cmake::build_hosts()?;
+    let cli = target_folder()?.join("release/llama-sidecar");
+    let fixtures = fixtures::make()?;
+    let files = MODELS.map(|name| fixtures.join(name));
+    let time = Duration::from_secs(minutes * 60);
+    let began = Instant::now();
+
+    let mut known = [Known::default(), Known::default()];
+    for (model, known) in known.iter_mut().enumerate() {
+        let most = time / LEARNING;
+        let asked = learn(&files[model], known, most, |learnt, _| {
+            learnt >= QUIET_ANSWERS * load::prompts()
+        })?;
+        println!(
+            "{}: {asked} answers under load, {} texts to {} prompts, in {:.0} s so far",
+            MODELS[model],
+            known.texts(),
+            load::prompts(),
+            began.elapsed().as_secs_f64()
+        );
+    }
+    let told = (0..load::prompts()).filter(|&prompt| known[0].is_told_from(&known[1], prompt));
+    let told = told.count();
+    println!("{told} prompts tell the models apart in each answer");
+    ensure!(told > 0, "expected prompts that tell the models apart");
+
+    let failures = Failures::default();
+    let unknown = Mutex::new(Vec::new());
+    let figures = soak(&files, &cli, &known, began + time, &failures, &unknown)?;
+    let unknown = unknown.into_inner().expect("no panic");
+    let found_later = look_again(&files, &mut known, unknown, time / LEARNING, &failures)?;
+
+    println!("\n== soak of {minutes} minutes");
+    for (name, value) in figures {
+        println!("{name:44} {value}");
+    }
+    println!("{:44} {found_later}", "of those, learnt after the run");
+    println!(
+        "{:44} {told} of {}",
+        "prompts that tell the models apart",
+        load::prompts()
+    );
+    failures.tell()
+}
+
+fn options() -> Options {
+    let variables = [
+        ("LLAMA_HOTSWAP_POLL_MS", POLL_MS),
+        ("LLAMA_SIDECAR_LOG", "info"),
+    ];
+    Options {
+        drop_in: DropIn::On(variables.map(|(name, value)| (name, value.into())).to_vec()),
+        ..Options::new(CLIENTS)
+    }
+}
+
+/// Runs the clients on a server whose file does not change, until `enough` says so of the
+/// answers without anything new and of what is known, or the time is over. Returns how many
+/// answers there were.
+fn learn(
+    file: &Path,
+    known: &mut Known,
+    most: Duration,
+    enough: impl Fn(usize, &Known) -> bool,
+) -> Result<u64> {
+    let server = Server::start(file, &options());
+    let load = Load::new(0);
+    let learnt = Mutex::new((0, known));
+    let failures = Failures::default();
+    let began = Instant::now();
+    with_clients(
+        &server,
+        &load,
+        &failures,
+        &|seen| {
+            let mut learnt = learnt.lock().expect("no panic");
+            learnt.0 = match learnt.1.learn(seen.prompt, &seen.answer) {
+                true => 0,
+                false => learnt.0 + 1,
+            };
+        },
+        || {
+            while !load.is_over() && began.elapsed() < most {
+                let learnt = learnt.lock().expect("no panic");
+                if enough(learnt.0, learnt.1) {
+                    break;
+                }
+                drop(learnt);
+                std::thread::sleep(Duration::from_millis(100));
+            }
+            Ok(())
+        },
+    )?;
+    failures.tell()?;
+    ensure!(server.end().0.success(), "the server ends with an error");
+    Ok(load.answered.load(Ordering::Relaxed))
+}
+
+/// Runs the clients while something else is done.
+fn with_clients<T>(
+    server: &Server,
+    load: &Load,
+    failures: &Failures,
+    observe: &(dyn Fn(Observation) + Sync),
+    work: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    std::thread::scope(|scope| {
+        for client in 1..=CLIENTS as u64 {
+            scope.spawn(move || {
+                if let Err(error) = load.client(server, client, observe) {
+                    failures.add("requests that failed", error);
+                    load.end();
+                }
+            });
+        }
+        let done = work();
+        load.end();
+        done
+    })
+}
+
+type Figures = Vec<(String, String)>;
+
+/// The run itself: swaps under load until the deadline.
+fn soak(
+    files: &[PathBuf; 2],
+    cli: &Path,
+    known: &[Known; 2],
+    deadline: Instant,
+    failures: &Failures,
+    unknown: &Mutex<Vec<Observation>>,
+) -> Result<Figures> {
+    let place = Place::new()?;
+    place.put(&files[0])?;
+    let server = Server::start(&place.model(), &options());
+    let load = Load::new(0);
+    let compared = Mutex::new([0u64; 2]);
+    let observe = |seen: Observation| {
+        compared.lock().expect("no panic")[seen.model] += 1;
+        if !known[seen.model].contains(seen.prompt, &seen.answer) {
+            let mut unknown = unknown.lock().expect("no panic");
+            match unknown.len() < MOST_UNKNOWN {
+                true => unknown.push(seen),
+                false => failures.add("answers not known", "more than can be looked for again"),
+            }
+        }
+    };
+    let mut steps = Steps::new(files, cli, &place, &server, &load, failures);
+    let mut rests: Vec<Vitals> = Vec::new();
+    let work = || {
+        loop {
+            steps.cycle()?;
+            rests.push(load.at_rest(|| rest(&server, rests.first()))?);
+            // Fewer have no first and last third after what is settled.
+            if load.is_over() || (Instant::now() >= deadline && rests.len() >= 3) {
+                return Ok(());
+            }
+        }
+    };
+    let ran = with_clients(&server, &load, failures, &observe, work);
+    if let Err(error) = ran {
+        println!("{}", server.log().join("\n"));
+        return Err(error);
+    }
+    let status = server.control("status");
+    let mut figures = steps.figures();
+    drop(steps);
+    flat(&rests, failures);
+    let (ended, log) = server.end();
+    if !ended.success() {
+        failures.add(
+            "the end of the server",
+            format!("expected 0, found {ended}"),
+        );
+    }
+    let warnings = read_log(&log, failures);
+
+    let count = |value: &std::sync::atomic::AtomicU64| value.load(Ordering::Relaxed).to_string();
+    let compared = compared.into_inner().expect("no panic");
+    let (first, last) = (rests[0], rests[rests.len() - 1]);
+    let mib = |bytes: u64| bytes >> 20;
+    let of = |what: &str, first: u64, last: u64, unit: &str| {
+        (
+            format!("{what}, first and last cycle"),
+            format!("{first} -> {last}{unit}"),
+        )
+    };
+    figures.extend([
+        ("requests answered".into(), count(&load.answered)),
+        ("requests cancelled".into(), count(&load.cancelled)),
+        (
+            "answers compared, with each model".into(),
+            format!("{} + {}", compared[0], compared[1]),
+        ),
+        (
+            "answers that overlap a swap".into(),
+            count(&load.overlapping),
+        ),
+        ("cycles".into(), rests.len().to_string()),
+        ("switches".into(), status["generation"].to_string()),
+        ("evaluations".into(), status["evaluations"].to_string()),
+        (
+            "longest pause".into(),
+            format!("{} us", status["longest_pause_us"]),
+        ),
+        of(
+            "resident memory",
+            mib(first.resident),
+            mib(last.resident),
+            " MiB",
+        ),
+        of(
+            "anonymous memory",
+            mib(first.anonymous),
+            mib(last.anonymous),
+            " MiB",
+        ),
+        of(
+            "descriptors",
+            first.descriptors as u64,
+            last.descriptors as u64,
+            "",
+        ),
+        of("threads", first.threads as u64, last.threads as u64, ""),
+        ("warnings, all about bad files".into(), warnings.to_string()),
+        (
+            "answers not known when they came".into(),
+            unknown.lock().expect("no panic").len().to_string(),
+        ),
+    ]);
+    Ok(figures)
+}
+
+/// What the server holds when no request is under way. Connections that clients gave up
+/// are noticed a moment later.
+fn rest(server: &Server, first: Option<&Vitals>) -> Result<Vitals> {
+    let deadline = Instant::now() + Duration::from_secs(5);
+    loop {
+        let now = Vitals::of(server.id())?;
+        let settled = first.is_some_and(|first| {
+            now.descriptors <= first.descriptors && now.threads <= first.threads
+        });
+        if settled || Instant::now() >= deadline {
+            return Ok(now);
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// Fails what grew.
+fn flat(rests: &[Vitals], failures: &Failures) {
+    let third = rests.len().div_ceil(3);
+    let median = |part: &[Vitals]| {
+        let mut values: Vec<u64> = part.iter().map(|rest| rest.anonymous).collect();
+        values.sort_unstable();
+        values[values.len() / 2]
+    };
+    // The first cycle meets every buffer for the first time.
+    let early = median(&rests[1..(1 + third).min(rests.len())]);
+    let late = median(&rests[rests.len() - third..]);
+    if late > early + GROWTH {
+        failures.add(
+            "memory",
+            format!(
+                "{early} bytes after the first cycles, {late} after the last, {GROWTH} more at most"
+            ),
+        );
+    }
+    let (first, last) = (rests[0], rests[rests.len() - 1]);
+    if last.descriptors > first.descriptors {
+        failures.add(
+            "descriptors",
+            format!("{} -> {}", first.descriptors, last.descriptors),
+        );
+    }
+    if last.threads > first.threads {
+        failures.add("threads", format!("{} -> {}", first.threads, last.threads));
+    }
+}
+
+/// Fails errors and unexpected warnings; returns how many expected ones there are.
+fn read_log(log: &[String], failures: &Failures) -> usize {
+    let mut expected = 0;
+    for line in log {
+        // llama.cpp's own lines: a time, a letter, and the rest.
+        let of_server = line.split(' ').nth(1) == Some("E");
+        if of_server || line.contains("llama-sidecar: error") {
+            failures.add("errors in the log", line);
+        } else if line.contains("llama-sidecar: warn") {
+            match EXPECTED_WARNINGS.iter().any(|part| line.contains(part)) {
+                true => expected += 1,
+                false => failures.add("warnings in the log", line),
+            }
+        }
+    }
+    expected
+}
+
+/// Learns on from servers without swaps until every answer that was not known is, and
+/// fails those that are not; returns how many were found.
+fn look_again(
+    files: &[PathBuf; 2],
+    known: &mut [Known; 2],
+    unknown: Vec<Observation>,
+    most: Duration,
+    failures: &Failures,
+) -> Result<usize> {
+    let mut found = 0;
+    for (model, known) in known.iter_mut().enumerate() {
+        let mine = unknown.iter().filter(|seen| seen.model == model);
+        let mine: Vec<&Observation> = mine.collect();
+        let is_known =
+            |known: &Known, seen: &Observation| known.contains(seen.prompt, &seen.answer);
+        if mine.iter().all(|seen| is_known(known, seen)) {
+            continue;
+        }
+        println!(
+            "{}: looking for {} answers again",
+            MODELS[model],
+            mine.len()
+        );
+        learn(&files[model], known, 2 * most, |_, known| {
+            mine.iter().all(|seen| is_known(known, seen))
+        })?;
+        for seen in mine {
+            match is_known(known, seen) {
+                true => found += 1,
+                false => failures.add(
+                    "answers that no server gives without swaps",
+                    format!(
+                        "{}, beyond {TOLERANCE} nats of what is known: {:?}: {:?}",
+                        MODELS[model], seen.request, seen.answer
+                    ),
+                ),
+            }
+        }
+    }
+    Ok(found)
+}

@@ -1,0 +1,344 @@
+//! What happens to the model's file and to the server while it answers.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Output;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail, ensure};
+use serde_json::Value;
+use testkit::server::Server;
+
+use super::Failures;
+use super::load::Load;
+use super::place::Place;
+use crate::root;
+use crate::run::command;
+
+/// How long the clients have a state of things for themselves.
+const DWELL: Duration = Duration::from_secs(2);
+/// How long the server is stopped.
+const STOPPED: Duration = Duration::from_millis(1500);
+/// How long a file that was found by watching may take to be in use: it has to be quiet first.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Swaps of a storm, one right after the other.
+const STORM: usize = 6;
+/// The tensors that differ between the models.
+const DIFFERENT: &str = r"blk\..*";
+
+/// Runs cycles of steps, and counts.
+pub struct Steps<'a> {
+    files: &'a [PathBuf; 2],
+    cli: &'a Path,
+    place: &'a Place,
+    server: &'a Server,
+    load: &'a Load,
+    failures: &'a Failures,
+    /// The model that the server has.
+    now: usize,
+    watched: u64,
+    commanded: u64,
+    returned: u64,
+    touched: u64,
+    stopped: u64,
+    full: u64,
+    cut_short: Refused,
+    preallocated: Refused,
+}
+
+/// Files of a kind that were refused, and one reason.
+#[derive(Default)]
+struct Refused {
+    files: u64,
+    reason: String,
+}
+
+impl<'a> Steps<'a> {
+    /// No step yet, on a server that has the first model.
+    pub fn new(
+        files: &'a [PathBuf; 2],
+        cli: &'a Path,
+        place: &'a Place,
+        server: &'a Server,
+        load: &'a Load,
+        failures: &'a Failures,
+    ) -> Steps<'a> {
+        Steps {
+            files,
+            cli,
+            place,
+            server,
+            load,
+            failures,
+            now: 0,
+            watched: 0,
+            commanded: 0,
+            returned: 0,
+            touched: 0,
+            stopped: 0,
+            full: 0,
+            cut_short: Refused::default(),
+            preallocated: Refused::default(),
+        }
+    }
+
+    /// Runs all steps once, from the first model to the first model.
+    pub fn cycle(&mut self) -> Result<()> {
+        if self
+            .load
+            .answered
+            .load(std::sync::atomic::Ordering::Relaxed)
+            == 0
+        {
+            self.dwell();
+        }
+        self.swap_by_watching()?;
+        self.bad_files()?;
+        self.touch()?;
+        self.swap_while_stopped()?;
+        self.full_disk()?;
+        self.swap_by_command()?;
+        self.storm()
+    }
+
+    /// What was done, for the table.
+    pub fn figures(&self) -> Vec<(String, String)> {
+        let refused = |refused: &Refused| match refused.reason.as_str() {
+            "" => refused.files.to_string(),
+            reason => format!("{} ({reason})", refused.files),
+        };
+        let full = match &self.place.shared {
+            None => self.full.to_string(),
+            Some(why) => format!("skipped: no file system of its own ({why})"),
+        };
+        let figures = [
+            ("swaps by watching", self.watched.to_string()),
+            ("swaps by command", self.commanded.to_string()),
+            ("returns", self.returned.to_string()),
+            ("files refused, cut short", refused(&self.cut_short)),
+            ("files refused, preallocated", refused(&self.preallocated)),
+            ("files touched in place", self.touched.to_string()),
+            ("stops and continuations", self.stopped.to_string()),
+            ("swaps on a full disk that failed", full),
+        ];
+        figures.map(|(name, value)| (name.into(), value)).into()
+    }
+
+    fn dwell(&self) {
+        let deadline = Instant::now() + DWELL;
+        while Instant::now() < deadline && !self.load.is_over() {
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    fn generation(&self) -> Value {
+        self.server.control("status")["generation"].clone()
+    }
+
+    /// Waits until the server has a model, and has nothing cached of another.
+    fn confirm(&mut self, model: usize) -> Result<()> {
+        self.wait_for(model)?;
+        self.load.tell(Some(model), false);
+        self.dwell();
+        self.erase()?;
+        self.load.tell(Some(model), true);
+        self.dwell();
+        Ok(())
+    }
+
+    fn wait_for(&mut self, model: usize) -> Result<()> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let status = self.server.control("status");
+            let changed = status["models"][0]["changed"].as_array();
+            if changed.is_some_and(|changed| changed.is_empty() == (model == 0)) {
+                break;
+            }
+            if Instant::now() >= deadline {
+                bail!("after {PATIENCE:?} the server does not have model {model}: {status}");
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        self.now = model;
+        self.returned += u64::from(model == 0);
+        Ok(())
+    }
+
+    fn command(&self, arguments: &[&str]) -> Result<Output> {
+        Ok(command(self.cli, &root()).args(arguments).output()?)
+    }
+
+    /// Empties the slots of the server, through the command that users have.
+    fn erase(&self) -> Result<()> {
+        let socket = self.server.socket().to_string_lossy();
+        let reload = [
+            "reload",
+            "--socket",
+            &*socket,
+            "--server",
+            self.server.url(),
+        ];
+        let output = self.command(&reload)?;
+        ensure!(output.status.success(), "llama-sidecar reload: {output:?}");
+        Ok(())
+    }
+
+    fn swap_by_watching(&mut self) -> Result<()> {
+        self.load.tell(None, false);
+        self.place.put(&self.files[1])?;
+        self.watched += 1;
+        self.confirm(1)
+    }
+
+    /// Files that must not be taken; the server goes on with what it has.
+    fn bad_files(&mut self) -> Result<()> {
+        let (place, other) = (self.place, &self.files[1 - self.now]);
+        let size = fs::metadata(other)?.len();
+        // The header has about 2 MiB; what follows is complete, half there, or missing.
+        for (part, cut) in [
+            (size / 2, true),
+            (size - 1, true),
+            (size / 20, false),
+            (size / 2, false),
+        ] {
+            match cut {
+                true => place.put_cut(other, part)?,
+                false => place.put_preallocated(other, part)?,
+            }
+            let before = self.generation();
+            let answer = self.server.control("reload");
+            self.dwell();
+            if answer["ok"] == true || before != self.generation() {
+                let kind = if cut { "cut short" } else { "preallocated" };
+                let kind = format!("files {kind} that were taken");
+                self.failures.add(&kind, answer.to_string());
+                // What it has now is nobody's model.
+                self.load.tell(None, false);
+                self.place.put(&self.files[self.now])?;
+                self.confirm(self.now)?;
+                continue;
+            }
+            let refused = match cut {
+                true => &mut self.cut_short,
+                false => &mut self.preallocated,
+            };
+            refused.files += 1;
+            refused.reason = reason(&answer);
+            self.same_again()?;
+        }
+        Ok(())
+    }
+
+    /// Puts the model that the server has in place again, which changes nothing.
+    fn same_again(&mut self) -> Result<()> {
+        let before = self.generation();
+        self.place.put(&self.files[self.now])?;
+        let answer = self.server.control("reload");
+        ensure!(answer["ok"] == true, "a good file is not taken: {answer}");
+        self.unchanged_since(&before, "switches by a copy of the same file");
+        Ok(())
+    }
+
+    fn unchanged_since(&self, before: &Value, kind: &str) {
+        let now = self.generation();
+        if *before != now {
+            let what = format!("expected generation {before}, found {now}");
+            self.failures.add(kind, what);
+        }
+    }
+
+    fn touch(&mut self) -> Result<()> {
+        let before = self.generation();
+        self.place.touch()?;
+        let answer = self.server.control("reload");
+        ensure!(
+            answer["ok"] == true,
+            "a touched file is not taken: {answer}"
+        );
+        self.unchanged_since(&before, "switches by a file that was touched");
+        self.touched += 1;
+        self.dwell();
+        Ok(())
+    }
+
+    fn swap_while_stopped(&mut self) -> Result<()> {
+        let other = 1 - self.now;
+        self.load.tell(None, false);
+        self.server.stop();
+        let put = self.place.put(&self.files[other]);
+        std::thread::sleep(STOPPED);
+        self.server.go_on();
+        put?;
+        self.stopped += 1;
+        self.watched += 1;
+        self.confirm(other)
+    }
+
+    /// A swap without room for the new file fails, and leaves the old one.
+    fn full_disk(&mut self) -> Result<()> {
+        if self.place.shared.is_some() {
+            return Ok(());
+        }
+        let before = self.generation();
+        let output = self.place.when_full(|| self.swap(&[]))??;
+        self.dwell();
+        if output.status.success() {
+            self.failures
+                .add("swaps on a full disk that succeeded", format!("{output:?}"));
+        }
+        self.unchanged_since(&before, "switches by a swap that failed");
+        self.full += 1;
+        Ok(())
+    }
+
+    fn swap(&self, more: &[&str]) -> Result<Output> {
+        let (model, from) = (self.place.model(), &self.files[1]);
+        let (model, from) = (model.to_string_lossy(), from.to_string_lossy());
+        let swap = ["swap", &*model, "--tensor", DIFFERENT];
+        match more {
+            [] => self.command(&[&swap[..], &["--from", &*from]].concat()),
+            _ => self.command(&[&swap[..2], more].concat()),
+        }
+    }
+
+    fn swap_by_command(&mut self) -> Result<()> {
+        for (model, more) in [(1, &[][..]), (0, &["--restore"])] {
+            self.load.tell(None, false);
+            let output = self.swap(more)?;
+            ensure!(output.status.success(), "llama-sidecar swap: {output:?}");
+            // Nothing is between the rename and the command but the watching thread.
+            self.erase()?;
+            self.wait_for(model)?;
+            self.commanded += 1;
+            self.load.tell(Some(model), true);
+            self.dwell();
+        }
+        Ok(())
+    }
+
+    fn storm(&mut self) -> Result<()> {
+        self.load.tell(None, false);
+        for _ in 0..STORM {
+            let other = 1 - self.now;
+            self.place.put(&self.files[other])?;
+            let answer = self.server.control("reload");
+            ensure!(answer["ok"] == true, "a good file is not taken: {answer}");
+            self.wait_for(other)?;
+            self.commanded += 1;
+        }
+        self.confirm(self.now)
+    }
+}
+
+/// Why something was not taken, by the first reason of an answer.
+fn reason(answer: &Value) -> String {
+    let report = &answer["reports"][0];
+    let all = [&report["files"], &report["tensors"]].map(Value::as_array);
+    let mut reasons = all
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|one| &one["reason"]);
+    let first = reasons.find_map(|reason| reason.as_str().filter(|text| !text.is_empty()));
+    first.unwrap_or_default().to_owned()
+}
