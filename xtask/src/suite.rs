@@ -48,7 +48,15 @@ const CHECKS: &[Check] = &[
         cmake::ctest(&cmake::build_hosts()?, &[])
     }),
     Check::new("drop-in in real hosts", || dropin_tests("dropin")),
-    Check::new("the command with real hosts", || dropin_tests("command")),
+    Check::new("drop-in with nothing switched on", || {
+        fixtures::ik_llama()?;
+        cmake::build_loader()?;
+        dropin_tests("idle")
+    }),
+    Check::new("the command with real hosts", || {
+        cmake::build_loader()?;
+        dropin_tests("command")
+    }),
     Check {
         name: "drop-in in a host with Vulkan",
         run: || dropin_tests("dropin_vulkan"),
