@@ -9,6 +9,7 @@ mod journal;
 mod load;
 mod picture;
 mod program;
+mod reach;
 mod report;
 mod rewrite;
 mod run;
