@@ -184,6 +184,37 @@ fn doctor_tells_what_works_and_why_not() {
 }
 
 #[test]
+fn doctor_tells_which_hooks_are_reachable() {
+    let host = c_host("smollm2.gguf");
+    let script = format!("(echo text 2; sleep 60) | {}", host.join(" "));
+    let (text, status) = command_line(&["doctor", "--", "sh", "-c", &script], "");
+    assert!(status.success(), "{text}");
+    assert!(text.contains("hooks       16 of 16 reachable\n"), "{text}");
+    assert!(!text.contains("not reachable"), "{text}");
+
+    let loader = testkit::host::built("hosts-loader/loader");
+    let folder = loader.parent().expect("a folder").display().to_string();
+    let loader = loader.display().to_string();
+    let doctor = |library: &str| {
+        let load = format!("local={folder}/{library}");
+        let seconds = ["doctor", "--seconds", "3", "--", &loader, &load, "wait"];
+        command_line(&seconds, "").0
+    };
+    let text = doctor("libcopy1.so");
+    assert!(text.contains("hooks       1 of 16 reachable\n"), "{text}");
+    assert!(text.contains("ggml_free, "), "{text}");
+    assert!(!text.contains("not reachable"), "{text}");
+    let text = doctor("libplugin_symbolic.so");
+    let inside = "not reachable from inside libsymbolic.so: ggml_backend_buffer_free: ";
+    assert!(text.contains(inside), "{text}");
+    assert!(text.contains("without -Bsymbolic"), "{text}");
+    let text = doctor("libhidden.so");
+    assert!(text.contains("hooks       0 of 16 reachable\n"), "{text}");
+    let linked = "not reachable: ggml_backend_buffer_free: linked into libhidden.so and not";
+    assert!(text.contains(linked), "{text}");
+}
+
+#[test]
 fn a_swap_of_the_file_reaches_the_running_host() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("model.gguf");

@@ -1,8 +1,10 @@
 //! `llama-sidecar doctor`: what the drop-in would do in a program, found by trying.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::io::{Read, Seek};
 use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
@@ -11,6 +13,7 @@ use anyhow::{Result, bail};
 use crate::child;
 use crate::journal::{Events, Journal};
 use crate::program::Program;
+use crate::reach;
 use crate::run::preload_library;
 
 /// What to look at.
@@ -56,8 +59,13 @@ pub fn run(options: &Options) -> Result<()> {
             .stdout(Stdio::null())
             .stderr(errors.try_clone()?),
     )?;
-    let ended = watch(&mut started, &journal, Duration::from_secs(options.seconds))?;
+    let mut mapped = BTreeSet::new();
+    let patience = Duration::from_secs(options.seconds);
+    let ended = watch(&mut started, &journal, patience, &mut mapped)?;
     let events = journal.read();
+    for found in reach::describe(&preload, &mapped) {
+        line("hooks", &found);
+    }
     findings(&events);
     if let Some(status) = ended.filter(|status| !status.success()) {
         let mut text = String::new();
@@ -76,14 +84,20 @@ pub fn run(options: &Options) -> Result<()> {
 }
 
 /// Waits until the program has evaluated, or ended, or its time is over; ends it then. The
-/// status only if it ended by itself.
-fn watch(child: &mut Child, journal: &Journal, patience: Duration) -> Result<Option<ExitStatus>> {
+/// status only if it ended by itself. Adds the files that the command's processes run.
+fn watch(
+    child: &mut Child,
+    journal: &Journal,
+    patience: Duration,
+    mapped: &mut BTreeSet<PathBuf>,
+) -> Result<Option<ExitStatus>> {
     let began = Instant::now();
     loop {
         if let Some(status) = child.try_wait()? {
             return Ok(Some(status));
         }
         let events = journal.read();
+        mapped.extend(events.processes().into_iter().flat_map(reach::mapped));
         if events.any("model") || events.any("passive") || began.elapsed() > patience {
             break;
         }

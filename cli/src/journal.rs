@@ -1,5 +1,6 @@
 //! What the drop-in wrote down about the processes of a command.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use anyhow::{Context, Result};
@@ -39,6 +40,12 @@ impl Events {
 
     pub fn any(&self, kind: &str) -> bool {
         self.of(kind).next().is_some()
+    }
+
+    /// The processes that have written down anything.
+    pub fn processes(&self) -> BTreeSet<u64> {
+        let ids = self.0.iter().filter_map(|event| event["pid"].as_u64());
+        ids.collect()
     }
 
     /// A field of the first event of a kind.

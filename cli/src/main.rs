@@ -11,6 +11,7 @@ mod load;
 mod originals;
 mod picture;
 mod program;
+mod reach;
 mod report;
 mod rewrite;
 mod room;

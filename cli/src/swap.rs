@@ -10,11 +10,11 @@ use anyhow::{Context, Result, bail, ensure};
 use llama_sidecar::gguf::{Access, GgufFile, TensorInfo, open_model};
 use regex::Regex;
 
-use crate::{control, server};
 use crate::originals::{self, Content, Originals, Record};
 use crate::rewrite::{self, Draft, Part, Written};
 use crate::room::{self, Need};
 use crate::target::Target;
+use crate::{control, server};
 
 /// What to put where.
 #[derive(clap::Args)]

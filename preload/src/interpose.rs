@@ -20,7 +20,7 @@ use crate::evaluations::Evaluation;
 use crate::ggml::{
     Backend, Buffer, Context, Ggml, Graph, STATUS_FAILED, STATUS_SUCCESS, Sched, Tensor,
 };
-use crate::origin::{Origin, path_of_stream};
+use crate::origin::{Arguments, Origin, path_of_stream};
 use crate::{logits, registry, reloads, service};
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
@@ -79,6 +79,7 @@ macro_rules! hooks {
                     "mov [rsp + 176], rax",
                     "mov edi, {number}",
                     "mov rsi, [rsp + 200]",
+                    "lea rdx, [rsp + 128]",
                     "call {route}",
                     "mov r11, rax",
                     "mov rax, [rsp + 176]",
@@ -148,16 +149,21 @@ thread_local! {
 }
 
 /// Where a call goes: to what it meant, or to ours.
-extern "C" fn route(hook: usize, return_address: usize) -> *const c_void {
-    let origin = Origin::of(return_address);
-    let real = match origin.real(hook) {
-        real if !real.is_null() => real,
+extern "C" fn route(hook: usize, return_address: usize, arguments: &Arguments) -> *const c_void {
+    // SAFETY: the loader leaves errno alone when it finds a function, and so does this.
+    let errno = unsafe { &mut *libc::__errno_location() };
+    let before = *errno;
+    let to = destination(hook, return_address, arguments);
+    *errno = before;
+    to
+}
+
+fn destination(hook: usize, return_address: usize, arguments: &Arguments) -> *const c_void {
+    let (origin, real) = Origin::of(return_address).meant(hook, arguments);
+    let real = match real {
+        found if !found.is_null() => found,
         _ if hook == RELOAD => nothing_reloaded as *mut c_void,
-        _ => {
-            // What the dynamic loader says when it finds no definition.
-            eprintln!("symbol lookup error: undefined symbol: {:?}", HOOKS[hook]);
-            std::process::abort();
-        }
+        _ => return missing(hook, origin),
     };
     let wanted =
         service::is_on() && !INSIDE.get() && (OPENS.contains(&hook) || !registry::is_empty());
@@ -170,6 +176,47 @@ extern "C" fn route(hook: usize, return_address: usize) -> *const c_void {
     };
     CALL.set(Some(Call { origin, ggml, real }));
     ours(hook)
+}
+
+/// Where a call goes that nothing is behind.
+fn missing(hook: usize, origin: &Origin) -> *const c_void {
+    if origin.requires(HOOKS[hook]) {
+        end_as_the_loader_does(HOOKS[hook], origin);
+    }
+    // The caller found our name where it would have found none: by dlsym, or by a reference
+    // that may stay undefined.
+    nothing_done as *const c_void
+}
+
+/// Ends a program that calls a function which no library has, with the message and the
+/// status of the dynamic loader.
+fn end_as_the_loader_does(name: &CStr, origin: &Origin) -> ! {
+    let program = std::env::args_os().next().unwrap_or_default();
+    let program = program.as_bytes();
+    let object = origin.name();
+    let object = match object.as_slice() {
+        [] => program,
+        path => path,
+    };
+    let message = [
+        program,
+        b": symbol lookup error: ",
+        object,
+        b": undefined symbol: ",
+        name.to_bytes(),
+        b"\n",
+    ]
+    .concat();
+    // SAFETY: writes bytes that are there; ends the process without running its handlers.
+    unsafe {
+        libc::write(libc::STDERR_FILENO, message.as_ptr().cast(), message.len());
+        libc::_exit(127)
+    }
+}
+
+/// What a caller gets that has found a name and nothing behind it.
+extern "C" fn nothing_done() -> usize {
+    0
 }
 
 /// What a host gets that asks for a reload where there is none.

@@ -18,6 +18,7 @@
 //! | [`logits`] | a hash of what an evaluation put out |
 //! | [`ggml`], [`layout`] | a copy of ggml: its functions, the layout of its tensors |
 //! | [`origin`] | the object that called, and the functions that it meant |
+//! | [`loaded`] | the objects that the loader has loaded: what each defines, refers to and needs |
 //!
 //! But for the line of [`journal`] that a wrapper asks for, nothing here runs before a host opens its first GGUF file with
 //! `LLAMA_HOTSWAP_ENABLED` or `LLAMA_EXPERT_TRACE_STATS` set. A host without ggml never enters this library.
@@ -31,6 +32,7 @@ mod ggml;
 mod interpose;
 mod journal;
 mod layout;
+mod loaded;
 mod logits;
 mod metrics;
 mod origin;

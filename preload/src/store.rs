@@ -262,7 +262,9 @@ impl Store for HostStore<'_> {
         known.or_else(|| match mapped {
             // The bytes in use are those of the mapped file, whatever was written there.
             _ if mapped == tensor_of.instances.len() => self.file_hash(tensor),
-            0 => self.original_hash(tensor).or_else(|| self.resident_hash(tensor)),
+            0 => self
+                .original_hash(tensor)
+                .or_else(|| self.resident_hash(tensor)),
             _ => self.original_hash(tensor),
         })
     }

@@ -146,6 +146,12 @@ pub fn build_older(present: &Path, grown: &Path) -> Result<PathBuf> {
     Ok(build)
 }
 
+/// Builds the programs and libraries of `hosts/loader`.
+pub fn build_loader() -> Result<()> {
+    let build = target_folder()?.join("hosts-loader");
+    configure_with("hosts/loader", &build, &[], &[])
+}
+
 /// Runs the tests of a build folder.
 pub fn ctest(build: &Path, arguments: &[&str]) -> Result<()> {
     run(command(tools()?.join("ctest"), &root())

@@ -74,6 +74,28 @@ pub fn python() -> Result<PathBuf> {
     Ok(python)
 }
 
+/// ik_llama.cpp with its Python bindings, prebuilt. What they need beside is not used here.
+const IK_LLAMA: &str = "ik-llama-cpp-python==0.1.5";
+
+/// Makes a virtual environment with the bindings of ik_llama.cpp, if it is not there.
+pub fn ik_llama() -> Result<()> {
+    let target = cache().join("ik-llama");
+    // What is installed is kept inside, so that another version is noticed, and half of an
+    // installation, too.
+    let installed = target.join("installed");
+    if std::fs::read_to_string(&installed).ok().as_deref() == Some(IK_LLAMA) {
+        return Ok(());
+    }
+    println!("installing {IK_LLAMA} into {}", target.display());
+    std::fs::create_dir_all(cache())?;
+    run(command("python3", &cache()).args(["-m", "venv", "--clear", "ik-llama"]))?;
+    run(command(target.join("bin/python"), &cache())
+        .args(["-m", "pip", "install", "--quiet"])
+        .args(["--disable-pip-version-check", "--no-deps", IK_LLAMA]))
+    .context("ik_llama.cpp's Python bindings from PyPI")?;
+    Ok(std::fs::write(installed, IK_LLAMA)?)
+}
+
 fn fetch_node(target: &Path) -> Result<()> {
     println!("downloading {}", NODE_PACKAGES.join(", "));
     let folder = scratch("node")?;

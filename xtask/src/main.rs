@@ -52,6 +52,8 @@ fn main() -> Result<()> {
             if let Err(reason) = fixtures::vulkan() {
                 println!("no software Vulkan device: {reason:#}");
             }
+            fixtures::ik_llama()?;
+            cmake::build_loader()?;
             cmake::build_hosts()?;
             llama_cpp::make().map(|_| ())
         }

@@ -8,9 +8,7 @@ use testkit::host::{DropIn, Host, Program, Transcript, preload_library, replace}
 
 use crate::install::{install, target_folder};
 use crate::run::{command, exists, run};
-use crate::{
-    abi, cmake, fixtures, header, llama_cpp, older, packaging, report, root, sanitize,
-};
+use crate::{abi, cmake, fixtures, header, llama_cpp, older, packaging, report, root, sanitize};
 
 /// How long CI fuzzes.
 const FUZZ_MINUTES: u64 = 1;
@@ -58,7 +56,15 @@ const CHECKS: &[Check] = &[
         "drop-in with graphs that no real host makes on demand",
         || dropin_tests("dropin_graphs"),
     ),
-    Check::new("the command with real hosts", || dropin_tests("command")),
+    Check::new("drop-in with nothing switched on", || {
+        fixtures::ik_llama()?;
+        cmake::build_loader()?;
+        dropin_tests("idle")
+    }),
+    Check::new("the command with real hosts", || {
+        cmake::build_loader()?;
+        dropin_tests("command")
+    }),
     Check {
         name: "drop-in in llama-server from source",
         run: || dropin_tests("llama_server"),

@@ -1,0 +1,180 @@
+//! Which of the functions that the drop-in interposes a program's libraries call through the
+//! dynamic loader, and why not the others.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use goblin::elf::Elf;
+use goblin::elf::header::EM_X86_64;
+use goblin::elf::reloc::{R_X86_64_64, R_X86_64_GLOB_DAT, R_X86_64_JUMP_SLOT};
+use goblin::elf::sym::{STB_LOCAL, Sym};
+use memmap2::Mmap;
+
+/// Functions that ggml also calls itself, in llama.cpp as in ik_llama.cpp.
+const CALLED_BY_GGML: [&str; 7] = [
+    "ggml_free",
+    "ggml_backend_tensor_alloc",
+    "ggml_backend_buffer_free",
+    "ggml_backend_buffer_get_size",
+    "ggml_backend_graph_compute_async",
+    "ggml_backend_sched_alloc_graph",
+    "ggml_backend_sched_synchronize",
+];
+
+/// The function that the drop-in has an answer to where no library defines it.
+const ANSWERED_BY_US: &str = "llama_reload_changed_tensors";
+
+/// The interposed functions as one file of a program has them.
+struct Library {
+    path: PathBuf,
+    /// Exported by it.
+    defines: BTreeSet<String>,
+    /// Called through its procedure linkage table or global offset table.
+    calls: BTreeSet<String>,
+    /// Part of it, and not exported.
+    inside: BTreeSet<String>,
+}
+
+/// The files that a process has mapped to execute them.
+pub fn mapped(pid: u64) -> BTreeSet<PathBuf> {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
+    let executable = maps.lines().filter_map(|line| {
+        // address, permissions, offset, device, inode, path
+        let path = &line[line.find('/')?..];
+        let permissions = line.split(' ').nth(1)?;
+        permissions.contains('x').then(|| PathBuf::from(path))
+    });
+    executable.collect()
+}
+
+/// Says in a line how many hooks are reachable, and in one more each why others are not.
+pub fn describe(preload: &Path, files: &BTreeSet<PathBuf>) -> Vec<String> {
+    let Some(hooks) = exports(preload) else {
+        return Vec::new();
+    };
+    let same = |path: &PathBuf| std::fs::canonicalize(path).ok();
+    let ours = std::fs::canonicalize(preload).ok();
+    let others = files.iter().filter(|path| same(path) != ours);
+    let libraries: Vec<_> = others
+        .filter_map(|path| Library::read(path, &hooks))
+        .collect();
+    if libraries.is_empty() {
+        return Vec::new();
+    }
+    let exported = |hook: &String| libraries.iter().find(|of| of.defines.contains(hook));
+    let called = |hook: &String| libraries.iter().any(|of| of.calls.contains(hook));
+    let is_reached =
+        |hook: &&String| called(hook) && (*hook == ANSWERED_BY_US || exported(hook).is_some());
+    let (reached, rest): (Vec<&String>, Vec<&String>) = hooks.iter().partition(is_reached);
+    let mut lines = vec![format!("{} of {} reachable", reached.len(), hooks.len())];
+    // Each cause with the functions that it concerns.
+    let mut causes: Vec<(String, Vec<&str>)> = Vec::new();
+    let mut nowhere = Vec::new();
+    for hook in rest {
+        let Some(library) = exported(hook) else {
+            if !libraries.iter().any(|of| of.inside.contains(hook)) {
+                nowhere.push(hook.as_str());
+            }
+            continue;
+        };
+        let cause = format!(
+            "no library calls it through the loader: the program finds it with dlsym, or {} binds its own calls (-Bsymbolic)",
+            library.name()
+        );
+        match causes.iter_mut().find(|(known, _)| *known == cause) {
+            Some((_, names)) => names.push(hook),
+            None => causes.push((cause, vec![hook])),
+        }
+    }
+    for library in libraries.iter().filter(|of| !of.inside.is_empty()) {
+        let cause = format!(
+            "linked into {} and not exported: use a build with shared libraries (cmake -DBUILD_SHARED_LIBS=ON)",
+            library.name()
+        );
+        causes.push((cause, library.inside.iter().map(String::as_str).collect()));
+    }
+    lines.extend(
+        causes
+            .iter()
+            .map(|(cause, names)| format!("not reachable: {}: {cause}", names.join(", "))),
+    );
+    if !nowhere.is_empty() {
+        lines.push(format!("in no library: {}", nowhere.join(", ")));
+    }
+    for library in &libraries {
+        let bound: Vec<_> = CALLED_BY_GGML
+            .into_iter()
+            .filter(|name| library.defines.contains(*name) && !library.calls.contains(*name))
+            .filter(|name| reached.iter().any(|reached| reached == name))
+            .collect();
+        if !bound.is_empty() {
+            lines.push(format!(
+                "not reachable from inside {}: {}: it binds its own calls; use a build without -Bsymbolic",
+                library.name(),
+                bound.join(", ")
+            ));
+        }
+    }
+    lines
+}
+
+impl Library {
+    /// `None` when the file has nothing to do with the hooks, or is no ELF file for this
+    /// machine.
+    fn read(path: &Path, hooks: &BTreeSet<String>) -> Option<Library> {
+        let bytes = map(path)?;
+        let elf = Elf::parse(&bytes).ok()?;
+        if elf.header.e_machine != EM_X86_64 {
+            return None;
+        }
+        let hook =
+            |name: Option<&str>| name.filter(|name| hooks.contains(*name)).map(str::to_owned);
+        let exported = |symbol: &Sym| !symbol.is_import() && symbol.st_bind() != STB_LOCAL;
+        let dynamic = |symbol: &Sym| hook(elf.dynstrtab.get_at(symbol.st_name));
+        let relocations = elf.pltrelocs.iter().chain(elf.dynrelas.iter());
+        let calls = relocations
+            .filter(|to| [R_X86_64_JUMP_SLOT, R_X86_64_GLOB_DAT, R_X86_64_64].contains(&to.r_type))
+            .filter_map(|to| dynamic(&elf.dynsyms.get(to.r_sym)?));
+        let defines = elf.dynsyms.iter().filter(exported);
+        let defines: BTreeSet<_> = defines.filter_map(|symbol| dynamic(&symbol)).collect();
+        let defined = elf.syms.iter().filter(|symbol| symbol.st_shndx != 0);
+        let inside = defined.filter_map(|symbol| hook(elf.strtab.get_at(symbol.st_name)));
+        let library = Library {
+            path: path.to_owned(),
+            calls: calls.collect(),
+            inside: inside.filter(|name| !defines.contains(name)).collect(),
+            defines,
+        };
+        let concerned = [&library.defines, &library.calls, &library.inside];
+        concerned
+            .iter()
+            .any(|names| !names.is_empty())
+            .then_some(library)
+    }
+
+    fn name(&self) -> String {
+        let name = self.path.file_name().unwrap_or(self.path.as_os_str());
+        name.to_string_lossy().into_owned()
+    }
+}
+
+/// The functions that a library exports.
+fn exports(library: &Path) -> Option<BTreeSet<String>> {
+    let bytes = map(library)?;
+    let elf = Elf::parse(&bytes).ok()?;
+    let exported = elf
+        .dynsyms
+        .iter()
+        .filter(|symbol| !symbol.is_import() && symbol.is_function());
+    let names = exported.filter_map(|symbol| elf.dynstrtab.get_at(symbol.st_name));
+    Some(names.map(str::to_owned).collect())
+}
+
+/// A file as bytes. Libraries with kernels for GPUs are too large to be read whole.
+fn map(path: &Path) -> Option<Mmap> {
+    let file = File::open(path).ok()?;
+    // SAFETY: a program or library that is in use, which the kernel or an installer replaces
+    // as a whole; the mapping lives for as long as it is read.
+    unsafe { Mmap::map(&file) }.ok()
+}

@@ -1,0 +1,252 @@
+//! The drop-in with nothing switched on: a program does what it does without it.
+
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
+use std::process::Command;
+
+use testkit::fixtures::fixture;
+use testkit::host::{built, preload_library};
+
+/// What can be seen of a program from outside.
+#[derive(Debug, PartialEq, Eq)]
+struct Seen {
+    output: String,
+    errors: String,
+    code: Option<i32>,
+    signal: Option<i32>,
+}
+
+/// Runs a command without the variables of llama-sidecar.
+fn seen(command: &mut Command) -> Seen {
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("LLAMA_") {
+            command.env_remove(name);
+        }
+    }
+    let output = command.output().expect("it starts");
+    Seen {
+        output: String::from_utf8_lossy(&output.stdout).into_owned(),
+        errors: String::from_utf8_lossy(&output.stderr).into_owned(),
+        code: output.status.code(),
+        signal: output.status.signal(),
+    }
+}
+
+/// A program of `hosts/loader` and its steps.
+fn loader(program: &str, steps: &[&str]) -> Command {
+    let path = built("hosts-loader").join(program);
+    let mut command = Command::new(&path);
+    command.args(steps).current_dir(built("hosts-loader"));
+    command
+}
+
+/// Runs the steps without and with the drop-in, and compares what is seen with each
+/// other and with what is expected.
+fn same(program: &str, steps: &[&str], expected: &[&str]) {
+    let without = seen(&mut loader(program, steps));
+    let lines: Vec<&str> = without.output.lines().collect();
+    assert_eq!(lines, expected, "{program} {steps:?} alone: {without:?}");
+    let with = seen(loader(program, steps).env("LD_PRELOAD", preload_library()));
+    assert_eq!(with, without, "{program} {steps:?}");
+}
+
+const UNLOADED: [&str; 3] = ["", "copy 1 unloaded", "copy 2 unloaded"];
+
+#[test]
+fn each_of_two_local_copies_serves_its_own_plugin() {
+    let steps = [
+        "local=./libplugin1.so",
+        "local=./libplugin2.so",
+        "call=0:go",
+        "call=1:go",
+        "call=1:go",
+        "call=0:go",
+    ];
+    let expected = ["1", "2", "2", "1", UNLOADED[1], UNLOADED[2]];
+    same("loader", &steps, &expected);
+}
+
+#[test]
+fn a_global_copy_comes_before_a_local_one() {
+    let steps = ["self", "local=./libplugin2.so", "call=0:go", "next"];
+    let expected = ["1", "1", "1", UNLOADED[1], UNLOADED[2]];
+    same("loader_with_copy1", &steps, &expected);
+}
+
+#[test]
+fn a_deeply_bound_plugin_gets_its_own_copy() {
+    let steps = ["deep=./libplugin2.so", "call=0:go", "self"];
+    let expected = ["2", "1", UNLOADED[1], UNLOADED[2]];
+    same("loader_with_copy1", &steps, &expected);
+}
+
+#[test]
+fn a_copy_that_becomes_global_later_is_found() {
+    let steps = ["local=./libbare.so", "global=./libcopy2.so", "call=0:go"];
+    same("loader", &steps, &["2", UNLOADED[2]]);
+    // Before a copy that is local to the caller, too.
+    let steps = [
+        "global=./libcopy2.so",
+        "local=./libplugin1.so",
+        "call=1:go",
+        "call=1:go",
+    ];
+    same("loader", &steps, &["2", "2", UNLOADED[2], UNLOADED[1]]);
+}
+
+#[test]
+fn what_was_bound_stays_bound() {
+    let steps = [
+        "local=./libplugin1.so",
+        "call=0:go",
+        "global=./libcopy2.so",
+        "call=0:go",
+        "local=./libplugin_new.so",
+        "close=2",
+        "call=0:go",
+    ];
+    let expected = ["1", "1", "copy 7 unloaded", "1", UNLOADED[1], UNLOADED[2]];
+    same("loader", &steps, &expected);
+}
+
+#[test]
+fn a_library_gets_the_copy_of_its_group() {
+    let steps = [
+        "local=./libplugin1.so",
+        "call=0:go",
+        "local=./libgroup.so",
+        "call=1:go_on",
+    ];
+    same("loader", &steps, &["1", "2", UNLOADED[1], UNLOADED[2]]);
+}
+
+#[test]
+fn a_jump_reaches_the_copy_although_the_caller_has_none() {
+    let steps = [
+        "local=./libcopy1.so",
+        "call=0:jump",
+        "call=0:jump_with_buffer",
+    ];
+    same("loader", &steps, &["1", "1", UNLOADED[1]]);
+}
+
+#[test]
+fn a_buffer_goes_to_the_copy_that_made_it() {
+    let steps = [
+        "local=./libcopy1.so",
+        "local=./libcopy2.so",
+        "call=0:jump_with_buffer",
+        "call=1:jump_with_buffer",
+        "call=0:jump_with_buffer",
+    ];
+    let expected = ["1", "2", "1", UNLOADED[1], UNLOADED[2]];
+    same("loader", &steps, &expected);
+}
+
+#[test]
+fn a_caller_gets_the_version_that_it_was_linked_with() {
+    let steps = [
+        "local=./libplugin_new.so",
+        "local=./libplugin_old.so",
+        "call=0:go",
+        "call=1:go",
+    ];
+    same("loader", &steps, &["8", "7", "copy 7 unloaded"]);
+    let steps = [
+        "local=./libplugin1.so",
+        "local=./libplugin_old.so",
+        "call=1:go",
+    ];
+    same("loader", &steps, &["7", UNLOADED[1], "copy 7 unloaded"]);
+}
+
+#[test]
+fn a_library_is_unloaded_when_the_program_says_so() {
+    let round = |plugin: &'static str, number| {
+        let call = ["call=0:go", "call=1:go", "call=2:go", "call=3:go"];
+        let close = ["close=0", "close=1", "close=2", "close=3"];
+        [plugin, call[number], close[number]]
+    };
+    let (one, two) = ("local=./libplugin1.so", "local=./libplugin2.so");
+    let rounds = [round(one, 0), round(two, 1), round(one, 2), round(two, 3)];
+    let steps = rounds.concat();
+    let once = ["1", UNLOADED[1], "2", UNLOADED[2]];
+    same("loader", &steps, &[once, once].concat());
+}
+
+#[test]
+fn a_function_that_no_library_has_ends_the_program_as_the_loader_does() {
+    same("loader", &["local=./libbare.so", "call=0:go"], &[]);
+}
+
+#[test]
+fn a_name_that_is_only_asked_for_ends_nothing() {
+    same("loader", &["weak", "next"], &["0", "0"]);
+    same("loader_wraps", &["self", "next"], &["100", "0"]);
+}
+
+#[test]
+fn a_function_of_the_program_stays_in_front() {
+    let steps = ["self", "next", "local=./libplugin2.so", "call=0:go"];
+    let expected = ["101", "1", "101", UNLOADED[1], UNLOADED[2]];
+    same("loader_wraps_copy1", &steps, &expected);
+}
+
+#[test]
+fn errno_and_the_loaders_message_stay() {
+    let steps = [
+        "local=./libplugin1.so",
+        "call=0:go",
+        "local=./libplugin_old.so",
+        "call=1:go",
+        "local=./none.so",
+        "errno=33",
+        "again",
+        "errno",
+        "error",
+    ];
+    let expected = ["1", "7", "not loaded", "7", "33", "an error"];
+    let ends = [UNLOADED[1], "copy 7 unloaded"];
+    same("loader", &steps, &[&expected[..], &ends].concat());
+    // The first call after a failure.
+    let steps = ["local=./none.so", "errno=33", "self", "errno", "error"];
+    let expected = ["not loaded", "1", "33", "an error", UNLOADED[1]];
+    same("loader_with_copy1", &steps, &expected);
+}
+
+#[test]
+fn a_constructor_may_wait_for_a_thread_that_calls() {
+    let steps = ["local=./libplugin_thread.so", "call=0:go"];
+    same("loader", &steps, &["1", UNLOADED[1]]);
+}
+
+/// What ik_llama.cpp's Python bindings write.
+fn ik_llama(variables: &[(&str, &str)]) -> Seen {
+    let program = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("hosts/python/ik_llama.py");
+    let python = testkit::fixtures::cache().join("ik-llama/bin/python");
+    assert!(python.exists(), "run 'cargo xtask hosts' first");
+    let mut command = Command::new(python);
+    command.arg(program).arg(fixture("smollm2.gguf"));
+    seen(command.envs(variables.iter().copied()))
+}
+
+#[test]
+fn ik_llama_writes_the_same() {
+    let preload = preload_library();
+    let preload = ("LD_PRELOAD", preload.to_str().expect("UTF-8"));
+    let without = ik_llama(&[]);
+    assert_eq!(without.code, Some(0), "{without:?}");
+    assert_eq!(without.output.split_whitespace().count(), 12, "{without:?}");
+    let idle = ik_llama(&[preload]);
+    assert_eq!(
+        (&idle.output, idle.code),
+        (&without.output, Some(0)),
+        "{idle:?}"
+    );
+    assert!(!idle.errors.contains("llama-sidecar: "), "{idle:?}");
+    // Hot-swap does not understand it, and stays out of its way.
+    let on = ik_llama(&[preload, ("LLAMA_HOTSWAP_ENABLED", "1")]);
+    assert_eq!((&on.output, on.code), (&without.output, Some(0)), "{on:?}");
+    let said = on.errors.matches("hot-swap stays off").count();
+    assert_eq!(said, 1, "{on:?}");
+}
