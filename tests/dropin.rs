@@ -98,11 +98,19 @@ fn eventually(what: &str, holds: impl Fn() -> bool) {
     }
 }
 
+/// Variables for a host that looks at its files all the time, and takes them at once.
+fn watched(poll_ms: &str) -> Vec<(&'static str, String)> {
+    vec![
+        ("LLAMA_HOTSWAP_POLL_MS", poll_ms.into()),
+        ("LLAMA_HOTSWAP_QUIET_MS", "0".into()),
+    ]
+}
+
 #[test]
 fn files_are_looked_at_without_being_asked() {
     let (_folder, path) = copied("smollm2.gguf");
     let after = fresh(Program::C, &fixture("smollm2-mixed.gguf"));
-    let polled = DropIn::On(vec![("LLAMA_HOTSWAP_POLL_MS", "20".into())]);
+    let polled = DropIn::On(watched("20"));
     let mut host = Host::start(Program::C, &path, &polled);
     host.text(2);
     replace(&path, &fixture("smollm2-mixed.gguf"));
@@ -197,11 +205,7 @@ fn a_model_that_is_freed_is_forgotten() {
 fn files_that_are_no_good_change_nothing_and_are_named_once() {
     let (_folder, path) = copied("smollm2.gguf");
     let before = fresh(Program::C, &path);
-    let polled = vec![
-        ("LLAMA_HOTSWAP_POLL_MS", "10".into()),
-        ("LLAMA_SIDECAR_LOG", "debug".into()),
-    ];
-    let mut host = Host::start(Program::C, &path, &DropIn::On(polled));
+    let mut host = Host::start(Program::C, &path, &DropIn::On(watched("10")));
     assert_eq!(host.text(TOKENS), before);
     let good = std::fs::read(&path).expect("a model");
     let put = |bytes: &[u8]| {
@@ -256,7 +260,7 @@ fn files_that_are_no_good_change_nothing_and_are_named_once() {
 }
 
 #[test]
-fn cached_context_is_kept_or_cleared() {
+fn cached_context_is_kept_and_never_cleared_behind_the_host() {
     let (_folder, path) = copied("smollm2.gguf");
     let mut written = Vec::new();
     for kv in ["keep", "clear"] {
@@ -267,11 +271,11 @@ fn cached_context_is_kept_or_cleared() {
         replace(&path, &fixture("smollm2-mixed.gguf"));
         assert_eq!(taken(&host.control("reload")), (8, 0));
         written.push(host.ask("more 8"));
-        // Without cached context both are the same again.
-        written.push(host.ask("text 8"));
+        let refused = host.logged("LLAMA_HOTSWAP_KV=\"clear\"");
+        assert_eq!(refused.len(), usize::from(kv == "clear"), "{refused:?}");
+        assert!(refused.iter().all(|line| line.contains("--server URL")));
     }
-    assert_ne!(written[0], written[2], "the context shows");
-    assert_eq!(written[1], written[3]);
+    assert_eq!(written[0], written[1]);
 }
 
 #[test]
@@ -476,7 +480,7 @@ fn experts_are_counted_with_kept_graphs_and_without_hot_swap() {
 fn a_forked_child_evaluates_and_leaves_the_rest_alone() {
     let (_folder, path) = copied("smollm2.gguf");
     let after = fresh(Program::Python, &fixture("smollm2-mixed.gguf"));
-    let polled = DropIn::On(vec![("LLAMA_HOTSWAP_POLL_MS", "1".into())]);
+    let polled = DropIn::On(watched("1"));
     let mut host = Host::start(Program::Python, &path, &polled);
     host.text(3);
     for _ in 0..20 {

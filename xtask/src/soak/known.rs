@@ -37,15 +37,23 @@ impl Known {
 
     /// Whether an answer was seen, up to [`TOLERANCE`].
     pub fn contains(&self, prompt: usize, answer: &Answer) -> bool {
-        let texts = self.prompts.get(&prompt);
-        let Some(ranges) = texts.and_then(|texts| texts.get(&answer.text)) else {
-            return false;
-        };
+        self.distance(prompt, answer)
+            .is_some_and(|distance| distance <= TOLERANCE)
+    }
+
+    /// By how many nats the log-probabilities of an answer leave the ranges that were seen
+    /// with its text; `None` for a text that was not seen.
+    pub fn distance(&self, prompt: usize, answer: &Answer) -> Option<f64> {
+        let ranges = self.prompts.get(&prompt)?.get(&answer.text)?;
         let values = log_probabilities(answer);
-        let near = |(&(least, most), &value): (&(f64, f64), &f64)| {
-            (least - TOLERANCE..=most + TOLERANCE).contains(&value)
-        };
-        ranges.len() == values.len() && ranges.iter().zip(&values).all(near)
+        if ranges.len() != values.len() {
+            return None;
+        }
+        let beyond = ranges
+            .iter()
+            .zip(values)
+            .map(|(&(least, most), value)| (least - value).max(value - most).max(0.0));
+        Some(beyond.fold(0.0, f64::max))
     }
 
     /// Whether no answer to a prompt can be one of `other`'s.

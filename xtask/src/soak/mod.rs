@@ -29,7 +29,7 @@ use testkit::server::{Options, Server};
 
 use crate::install::target_folder;
 use crate::{cmake, fixtures, llama_cpp};
-use known::{Known, TOLERANCE};
+use known::Known;
 use load::{CLIENTS, Load, Observation};
 use place::Place;
 use steps::Steps;
@@ -38,9 +38,9 @@ use vitals::Vitals;
 /// The model and the variant of it. The server is started with the first.
 const MODELS: [&str; 2] = ["smollm2.gguf", "smollm2-mixed.gguf"];
 /// Answers to each prompt without anything new after which a model's are taken for known.
-const QUIET_ANSWERS: usize = 30;
-/// How long a model's answers are learnt at most, as a part of the whole time.
-const LEARNING: u32 = 6;
+const QUIET_ANSWERS: usize = 50;
+/// How long a model's answers are learnt at most, as a part of the time of the run.
+const LEARNING: u32 = 4;
 /// How often the server looks at its file.
 const POLL_MS: &str = "100";
 /// By how much memory that belongs to no file may grow, from the first third of the cycles
@@ -81,7 +81,8 @@ impl Failures {
     }
 }
 
-/// Runs for so many minutes, prints figures, and fails if anything was not as it has to be.
+/// Learns what the models answer, runs for so many minutes, prints figures, and fails if
+/// anything was not as it has to be.
 pub fn run(minutes: u64) -> Result<()> {
     if minutes == 0 {
         bail!("expected a number of minutes");
@@ -115,7 +116,8 @@ pub fn run(minutes: u64) -> Result<()> {
 
     let failures = Failures::default();
     let unknown = Mutex::new(Vec::new());
-    let figures = soak(&files, &cli, &known, began + time, &failures, &unknown)?;
+    let deadline = Instant::now() + time;
+    let figures = soak(&files, &cli, &known, deadline, &failures, &unknown)?;
     let unknown = unknown.into_inner().expect("no panic");
     let found_later = look_again(&files, &mut known, unknown, time / LEARNING, &failures)?;
 
@@ -417,8 +419,14 @@ fn look_again(
                 false => failures.add(
                     "answers that no server gives without swaps",
                     format!(
-                        "{}, beyond {TOLERANCE} nats of what is known: {:?}: {:?}",
-                        MODELS[model], seen.request, seen.answer
+                        "{}, {}: {:?}: {:?}",
+                        MODELS[model],
+                        match known.distance(seen.prompt, &seen.answer) {
+                            Some(nats) => format!("{nats:.3} nats from what is known"),
+                            None => "a text that is not known".into(),
+                        },
+                        seen.request,
+                        seen.answer.text
                     ),
                 ),
             }
