@@ -246,7 +246,7 @@ fn answer(line: &[u8]) -> Result<Value, String> {
 fn status() -> Value {
     let pauses = gate::pauses();
     let models = registry::models();
-    let models: Vec<Value> = models.iter().map(|model| model_status(model)).collect();
+    let models: Vec<Value> = models.iter().map(model_status).collect();
     json!({
         "ok": true,
         "version": env!("CARGO_PKG_VERSION"),

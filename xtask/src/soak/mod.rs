@@ -254,6 +254,7 @@ fn soak(
         return Err(error);
     }
     let status = server.control("status");
+    let metrics = server.control("metrics");
     let mut figures = steps.figures();
     drop(steps);
     flat(&rests, failures);
@@ -294,6 +295,14 @@ fn soak(
             "longest pause".into(),
             format!("{} us", status["longest_pause_us"]),
         ),
+        (
+            "pauses, up to so many seconds".into(),
+            pauses(metrics["text"].as_str().unwrap_or_default()),
+        ),
+        (
+            "files and reloads not taken, by cause".into(),
+            status["failures"].to_string(),
+        ),
         of(
             "resident memory",
             mib(first.resident),
@@ -320,6 +329,17 @@ fn soak(
         ),
     ]);
     Ok(figures)
+}
+
+/// The histogram of pauses, from the figures of the drop-in.
+fn pauses(metrics: &str) -> String {
+    let bucket = |line: &str| {
+        let line = line.strip_prefix("llama_sidecar_pause_seconds_bucket{le=\"")?;
+        let (bound, count) = line.split_once("\"} ")?;
+        Some(format!("{bound}: {count}"))
+    };
+    let buckets: Vec<String> = metrics.lines().filter_map(bucket).collect();
+    buckets.join(", ")
 }
 
 /// What the server holds when no request is under way. Connections that clients gave up

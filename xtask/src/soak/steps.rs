@@ -42,6 +42,7 @@ pub struct Steps<'a> {
     touched: u64,
     stopped: u64,
     full: u64,
+    reverted: u64,
     cut_short: Refused,
     preallocated: Refused,
 }
@@ -77,6 +78,7 @@ impl<'a> Steps<'a> {
             touched: 0,
             stopped: 0,
             full: 0,
+            reverted: 0,
             cut_short: Refused::default(),
             preallocated: Refused::default(),
         }
@@ -98,7 +100,8 @@ impl<'a> Steps<'a> {
         self.swap_while_stopped()?;
         self.full_disk()?;
         self.swap_by_command()?;
-        self.storm()
+        self.storm()?;
+        self.revert()
     }
 
     /// What was done, for the table.
@@ -120,6 +123,7 @@ impl<'a> Steps<'a> {
             ("files touched in place", self.touched.to_string()),
             ("stops and continuations", self.stopped.to_string()),
             ("swaps on a full disk that failed", full),
+            ("reverts to the originals", self.reverted.to_string()),
         ];
         figures.map(|(name, value)| (name.into(), value)).into()
     }
@@ -327,6 +331,30 @@ impl<'a> Steps<'a> {
             self.commanded += 1;
         }
         self.confirm(self.now)
+    }
+}
+
+impl Steps<'_> {
+    /// Swaps, returns everything by command, and lets files be reloaded again.
+    fn revert(&mut self) -> Result<()> {
+        self.load.tell(None, false);
+        self.place.put(&self.files[1])?;
+        self.server.control("reload");
+        self.wait_for(1)?;
+        let socket = self.server.socket().to_string_lossy().into_owned();
+        let said = self.command(&["revert", "--socket", &socket])?;
+        ensure!(said.status.success(), "llama-sidecar revert: {said:?}");
+        self.wait_for(0)?;
+        let private = self.server.control("status")["models"][0]["private_bytes"].clone();
+        if private != 0 {
+            let what = format!("expected 0 bytes, found {private}");
+            self.failures.add("memory held after a revert", what);
+        }
+        self.place.put(&self.files[0])?;
+        let said = self.command(&["unfreeze", "--socket", &socket])?;
+        ensure!(said.status.success(), "llama-sidecar unfreeze: {said:?}");
+        self.reverted += 1;
+        self.confirm(0)
     }
 }
 
