@@ -161,7 +161,9 @@ fn more_than_the_limit_is_refused_and_not_tried_all_the_time() {
     let refused = "llama_sidecar_failures_total{cause=\"memory\"}";
     eventually("a refusal", || figure(&host, refused) >= 1.0);
     let status = host.control("status");
-    let error = status["blocked"]["error"].as_str().expect("a sentence");
+    let error = status["models"][0]["blocked"]["error"]
+        .as_str()
+        .expect("a sentence");
     assert!(error.contains("LLAMA_SIDECAR_MEMORY_MB=0"), "{status}");
     // 5 ms at a time it would have been tried some 200 times; it is after 0, 1, 2, 4 s.
     let began = Instant::now();
@@ -222,7 +224,7 @@ fn a_graph_in_the_way_is_not_tried_against_while_the_host_rests() {
     let busy = "llama_sidecar_failures_total{cause=\"busy\"}";
     eventually("the obstacle", || figure(&host, busy) == 1.0);
     let status = host.control("status");
-    assert_eq!(status["blocked"]["cause"], "busy", "{status}");
+    assert_eq!(status["models"][0]["blocked"]["cause"], "busy", "{status}");
     std::thread::sleep(Duration::from_secs(2));
     assert_eq!(
         figure(&host, busy),
@@ -243,7 +245,7 @@ fn a_graph_in_the_way_is_not_tried_against_while_the_host_rests() {
         figure(&host, "llama_sidecar_generation") == 1.0
     });
     assert_eq!(host.ask("decode"), result(2.0));
-    assert!(host.control("status")["blocked"].is_null());
+    assert!(host.control("status")["models"][0]["blocked"].is_null());
     assert_eq!(host.end(), Some(0));
 }
 

@@ -8,7 +8,9 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use llama_sidecar::gguf::{Access, Defect, GgufFile, Header, OpenError, Origin, Stop, TYPES};
+use llama_sidecar::gguf::{
+    Access, Defect, GgufFile, Header, OpenError, Origin, ScaleFormat, Stop, TYPES,
+};
 use testkit::fixtures::upstream_libraries;
 use testkit::ggml::Ggml;
 use testkit::writer::{F32, Gguf, Kv, Q4_0};
@@ -172,6 +174,47 @@ fn the_type_table_is_upstreams() {
         );
         assert_eq!((ty.row_meta, ty.interleave), (0, 1));
     }
+}
+
+#[test]
+fn scales_are_where_upstream_reads_them() {
+    let ggml = Ggml::load(&upstream_libraries());
+    let mut checked = Vec::new();
+    for ty in TYPES.iter().filter(|ty| ty.origin == Origin::Upstream) {
+        let (format, offsets) = ty.scales();
+        let (one, infinite): (&[u8], &[u8]) = match format {
+            ScaleFormat::F32 => continue,
+            ScaleFormat::F16 => (&[0, 0x3c], &[0, 0x7c]),
+            ScaleFormat::Bf16 => (&[0x80, 0x3f], &[0x80, 0x7f]),
+            ScaleFormat::E8m0 => (&[127], &[255]),
+        };
+        let block = |scale: &[u8], at: usize| {
+            let mut block = vec![0x55; ty.bytes as usize];
+            for &offset in offsets {
+                let scale = if offset == at { scale } else { one };
+                block[offset..offset + scale.len()].copy_from_slice(scale);
+            }
+            block
+        };
+        let finite = |block: &[u8]| {
+            let floats = ggml.floats(ty.id, block)?;
+            Some(floats.iter().all(|float| float.is_finite()))
+        };
+        for &at in offsets {
+            // ggml does not turn q8_1 into floats.
+            if let Some(whole) = finite(&block(one, at)) {
+                assert!(whole, "{}", ty.name());
+                assert_eq!(
+                    finite(&block(infinite, at)),
+                    Some(false),
+                    "{} at {at}",
+                    ty.name()
+                );
+                checked.push(ty.name());
+            }
+        }
+    }
+    assert!(checked.len() >= 24, "{checked:?}");
 }
 
 #[test]

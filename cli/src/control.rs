@@ -138,13 +138,6 @@ fn print_status(answer: &Value) {
         let obstacle = answer["waiting"]["obstacle"].as_str().unwrap_or("nothing");
         println!("a swap has been waiting for {seconds:.1} s; in its way: {obstacle}");
     }
-    if let Some(error) = answer["blocked"]["error"].as_str() {
-        println!(
-            "reloads have failed for {:.0} s, {} attempts: {error}",
-            answer["blocked"]["seconds"].as_f64().unwrap_or(0.0),
-            answer["blocked"]["attempts"]
-        );
-    }
     for model in list(&answer["models"]) {
         let files = list(&model["files"]);
         let first = files.first().map(text).unwrap_or_default();
@@ -155,6 +148,13 @@ fn print_status(answer: &Value) {
             files.len(),
             model["on_original"]
         );
+        if let Some(error) = model["blocked"]["error"].as_str() {
+            println!(
+                "  reloads have failed for {:.0} s, {} attempts: {error}",
+                model["blocked"]["seconds"].as_f64().unwrap_or(0.0),
+                model["blocked"]["attempts"]
+            );
+        }
         println!(
             "  {} bytes in buffers beside the model, content {}",
             model["private_bytes"],

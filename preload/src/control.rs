@@ -261,12 +261,6 @@ fn status() -> Value {
             "obstacle": obstacle.map(Obstacle::name),
             "seconds": since.as_secs_f64(),
         })),
-        "blocked": reloads::blocked().map(|blocked| json!({
-            "cause": blocked.cause.name(),
-            "error": blocked.error,
-            "seconds": blocked.since.elapsed().as_secs_f64(),
-            "attempts": blocked.attempts,
-        })),
         "failures": metrics::failures()
             .map(|(cause, count)| (cause.name().to_owned(), json!(count)))
             .collect::<serde_json::Map<_, _>>(),
@@ -298,6 +292,12 @@ fn model_status(model: &Arc<Model>) -> Value {
         "on_original": model.tensors.len() - changed.len(),
         "changed": changed,
         "private_bytes": model.private_bytes(),
+        "blocked": reloads::blocked(model).map(|blocked| json!({
+            "cause": blocked.cause.name(),
+            "error": blocked.error,
+            "seconds": blocked.since.elapsed().as_secs_f64(),
+            "attempts": blocked.attempts,
+        })),
         "content_hash": store::content_hash(model, false).map(|hash| format!("{hash:032x}")),
     })
 }

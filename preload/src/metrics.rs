@@ -114,14 +114,20 @@ pub fn text() -> String {
         };
         out.value("waiting_seconds", &[("obstacle", obstacle.name())], seconds);
     }
-    let blocked = reloads::blocked();
-    let seconds = blocked.map_or(0.0, |blocked| blocked.since.elapsed().as_secs_f64());
-    out.single(
+    out.head(
         "blocked_seconds",
         "gauge",
-        "Time since reloads began to fail; 0 when the last one succeeded.",
-        seconds,
+        "Time since reloads of a model began to fail; 0 when the last one succeeded.",
     );
+    for model in registry::models() {
+        let blocked = reloads::blocked(&model);
+        let seconds = blocked.map_or(0.0, |blocked| blocked.since.elapsed().as_secs_f64());
+        out.value(
+            "blocked_seconds",
+            &[("model", &model.number.to_string())],
+            seconds,
+        );
+    }
     out.single(
         "frozen",
         "gauge",

@@ -3,6 +3,7 @@
 //! Files are looked at every so often, when a command asks, and when the host itself calls
 //! `llama_reload_changed_tensors`. After `revert` nothing is reloaded before `unfreeze`.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -21,8 +22,8 @@ use crate::{gate, journal, metrics, store};
 static FROZEN: AtomicBool = AtomicBool::new(false);
 /// Held while a model is reloaded; the end of the process waits for it.
 static RELOADING: Mutex<()> = Mutex::new(());
-/// The last failure, until a reload succeeds.
-static BLOCKED: Mutex<Option<Blocked>> = Mutex::new(None);
+/// The last failure of each model, by its number, until a reload of it succeeds.
+static BLOCKED: Mutex<BTreeMap<u64, Blocked>> = Mutex::new(BTreeMap::new());
 
 /// A reload that failed, and since when.
 #[derive(Debug, Clone)]
@@ -37,9 +38,9 @@ pub struct Blocked {
     pub attempts: u64,
 }
 
-/// What stops reloads, if the last one failed.
-pub fn blocked() -> Option<Blocked> {
-    BLOCKED.lock().clone()
+/// What stops reloads of a model, if the last one failed.
+pub fn blocked(model: &Model) -> Option<Blocked> {
+    BLOCKED.lock().get(&model.number).cloned()
 }
 
 /// Whether reloads are frozen.
@@ -98,7 +99,7 @@ pub fn reload(model: &Arc<Model>, trigger: Trigger) -> Result<Report> {
         ));
     }
     let result = exclusively(model, || store::reload(model, trigger));
-    note(&result);
+    note(model, &result);
     result
 }
 
@@ -108,7 +109,7 @@ pub fn revert(model: &Arc<Model>) -> Result<Report> {
         return Err(Error::HotSwapOff);
     }
     let result = exclusively(model, || store::revert(model));
-    note(&result);
+    note(model, &result);
     result
 }
 
@@ -127,13 +128,13 @@ fn exclusively(model: &Arc<Model>, work: impl FnOnce() -> Result<Report>) -> Res
 }
 
 /// Counts a reload, tells a wrapper, and logs a failure once until a reload succeeds.
-fn note(result: &Result<Report>) {
+fn note(model: &Model, result: &Result<Report>) {
     metrics::count_reload(result);
     let mut blocked = BLOCKED.lock();
     match result {
         Ok(report) => {
-            if !report.postponed {
-                *blocked = None;
+            if !report.postponed || !model.is_alive() {
+                blocked.remove(&model.number);
             }
             if report.changed() || report.failure.is_some() {
                 let count = |outcome| report.count(outcome);
@@ -149,16 +150,17 @@ fn note(result: &Result<Report>) {
         }
         Err(error) => {
             let (cause, text) = (Cause::of(error), error.to_string());
-            match &mut *blocked {
+            match blocked.get_mut(&model.number) {
                 Some(known) if known.error == text => known.attempts += 1,
                 _ => {
                     log(Level::Warn, format_args!("reload: {text}"));
-                    *blocked = Some(Blocked {
+                    let failure = Blocked {
                         cause,
                         error: text,
                         since: Instant::now(),
                         attempts: 1,
-                    });
+                    };
+                    blocked.insert(model.number, failure);
                 }
             }
         }

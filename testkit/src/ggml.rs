@@ -11,6 +11,17 @@ struct InitParams {
     ctx: *mut *mut c_void,
 }
 
+/// Mirrors the start of `struct ggml_type_traits`.
+#[repr(C)]
+struct TypeTraits {
+    type_name: *const c_char,
+    block: i64,
+    block_interleaved: i64,
+    bytes: usize,
+    is_quantized: bool,
+    to_float: Option<unsafe extern "C" fn(*const c_void, *mut f32, i64)>,
+}
+
 /// A loaded `libggml-base.so`.
 pub struct Ggml {
     gguf_init_from_file: unsafe extern "C" fn(*const c_char, InitParams) -> *mut c_void,
@@ -18,6 +29,7 @@ pub struct Ggml {
     ggml_type_name: unsafe extern "C" fn(c_int) -> *const c_char,
     ggml_type_size: unsafe extern "C" fn(c_int) -> usize,
     ggml_blck_size: unsafe extern "C" fn(c_int) -> i64,
+    ggml_get_type_traits: unsafe extern "C" fn(c_int) -> *const TypeTraits,
 }
 
 extern "C" fn quiet(_level: c_int, _text: *const c_char, _user: *mut c_void) {}
@@ -67,6 +79,10 @@ impl Ggml {
                     *mut c_void,
                     unsafe extern "C" fn(c_int) -> i64,
                 >(symbol(c"ggml_blck_size")),
+                ggml_get_type_traits: std::mem::transmute::<
+                    *mut c_void,
+                    unsafe extern "C" fn(c_int) -> *const TypeTraits,
+                >(symbol(c"ggml_get_type_traits")),
             }
         }
     }
@@ -88,6 +104,19 @@ impl Ggml {
             }
             (self.gguf_free)(context);
             true
+        }
+    }
+
+    /// The numbers that a block of a type id below ggml's count stands for; `None` for types
+    /// that ggml does not turn into floats.
+    pub fn floats(&self, id: u32, block: &[u8]) -> Option<Vec<f32>> {
+        // SAFETY: the traits are static, and the block and the floats are as large as they say.
+        unsafe {
+            let traits = &*(self.ggml_get_type_traits)(id as c_int);
+            assert_eq!(traits.bytes, block.len());
+            let mut floats = vec![0.0; traits.block as usize];
+            traits.to_float?(block.as_ptr().cast(), floats.as_mut_ptr(), traits.block);
+            Some(floats)
         }
     }
 
