@@ -40,6 +40,8 @@ pub enum Program {
     PythonCountingVulkan,
     /// C, linked with libllama.
     C,
+    /// The same with ThreadSanitizer.
+    CThreadSanitizer,
 }
 
 /// How the drop-in takes part.
@@ -96,8 +98,12 @@ impl Program {
                     on_software_device(&mut command);
                 }
             }
-            Program::C => {
-                command = Command::new(built("hosts-c/host"));
+            Program::C | Program::CThreadSanitizer => {
+                let folder = match self {
+                    Program::C => "hosts-c",
+                    _ => "hosts-c-tsan",
+                };
+                command = Command::new(built(&format!("{folder}/host")));
                 command.arg(upstream_libraries()).arg(model);
             }
         }
