@@ -9,6 +9,7 @@
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use testkit::host::{DropIn, Host, Program, control, replace};
@@ -25,6 +26,9 @@ const FLAGS: &str = "-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer";
 const FOUND: i32 = 66;
 /// Swaps in the host; it is some ten times slower than usual.
 const SWAPS: usize = 12;
+
+/// How long a client of the control socket waits before it asks again.
+const PAUSE: Duration = Duration::from_millis(50);
 
 /// Runs what can be run under ThreadSanitizer.
 pub fn check() -> Result<()> {
@@ -96,6 +100,8 @@ fn drop_in() -> Result<()> {
                 while !over.load(Ordering::Relaxed) {
                     control(&socket, "status");
                     control(&socket, "trace");
+                    // There is a limit of clients, and one that left is noticed later.
+                    std::thread::sleep(PAUSE);
                 }
             });
         }
