@@ -40,6 +40,8 @@ pub enum Program {
     PythonCountingVulkan,
     /// C, linked with libllama.
     C,
+    /// The same with ThreadSanitizer.
+    CThreadSanitizer,
     /// A stand-in for libllama that keeps its graph; `hosts/c/small_host.c` says what it
     /// takes. Whether it reserves memory before its first evaluation.
     Small(bool),
@@ -99,8 +101,12 @@ impl Program {
                     on_software_device(&mut command);
                 }
             }
-            Program::C => {
-                command = Command::new(built("hosts-c/host"));
+            Program::C | Program::CThreadSanitizer => {
+                let folder = match self {
+                    Program::C => "hosts-c",
+                    _ => "hosts-c-tsan",
+                };
+                command = Command::new(built(&format!("{folder}/host")));
                 command.arg(upstream_libraries()).arg(model);
             }
             Program::Small(reserves) => {

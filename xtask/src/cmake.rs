@@ -112,8 +112,17 @@ pub fn build_hosts() -> Result<PathBuf> {
         "-p",
         "llama-sidecar-cli",
     ]))?;
+    build_hosts_with("hosts-c", &[])
+}
+
+/// Builds the C host with ThreadSanitizer.
+pub fn build_sanitized_host() -> Result<PathBuf> {
+    build_hosts_with("hosts-c-tsan", &["-DTHREAD_SANITIZER=ON".into()])
+}
+
+fn build_hosts_with(name: &str, flags: &[String]) -> Result<PathBuf> {
     let fixtures_at = fixtures::make()?;
-    let build = target_folder()?.join("hosts-c");
+    let build = target_folder()?.join(name);
     configure_with(
         "hosts/c",
         &build,
@@ -122,7 +131,7 @@ pub fn build_hosts() -> Result<PathBuf> {
             define("MODEL", &fixtures_at.join("smollm2.gguf")),
             define("PRELOAD", &preload()?),
         ],
-        &[],
+        flags,
     )?;
     Ok(build)
 }

@@ -9,7 +9,7 @@
 //! cargo xtask hosts      build the drop-in and the programs it is tested with
 //! cargo xtask header     write include/llama_sidecar.h
 //! cargo xtask install --prefix DIR [--destdir DIR]
-//! cargo xtask check --abi | --package | --report | --asan | --valgrind | --fuzz MINUTES | --miri | --soak MINUTES
+//! cargo xtask check --abi | --package | --report | --asan | --valgrind | --fuzz MINUTES | --miri | --tsan | --soak MINUTES
 //! ```
 
 mod abi;
@@ -26,6 +26,7 @@ mod run;
 mod sanitize;
 mod soak;
 mod suite;
+mod tsan;
 
 use std::path::PathBuf;
 
@@ -70,10 +71,11 @@ fn main() -> Result<()> {
         ["check", "--asan"] => sanitize::asan(),
         ["check", "--valgrind"] => sanitize::valgrind(),
         ["check", "--miri"] => sanitize::miri(),
+        ["check", "--tsan"] => tsan::check(),
         ["check", "--soak", minutes] => soak::run(minutes.parse()?),
         ["check", "--fuzz", minutes] => sanitize::fuzz(minutes.parse()?),
         _ => bail!(
-            "usage: cargo xtask demo | test | bench [NAME] | fixtures | hosts | header [--check] | install --prefix DIR [--destdir DIR] | check --abi|--package|--report|--asan|--valgrind|--fuzz MINUTES|--miri|--soak MINUTES"
+            "usage: cargo xtask demo | test | bench [NAME] | fixtures | hosts | header [--check] | install --prefix DIR [--destdir DIR] | check --abi|--package|--report|--asan|--valgrind|--fuzz MINUTES|--miri|--tsan|--soak MINUTES"
         ),
     }
 }

@@ -35,8 +35,11 @@ use place::Place;
 use steps::Steps;
 use vitals::Vitals;
 
-/// The model and the variant of it. The server is started with the first.
-const MODELS: [&str; 2] = ["smollm2.gguf", "smollm2-mixed.gguf"];
+/// The model and the variant of it. The server is started with the first. Both have types whose
+/// kernels compute the same in each batch, so that what a model answers is soon known.
+const MODELS: [&str; 2] = ["smollm2.gguf", "smollm2-one-q8_0.gguf"];
+/// Another variant, with other types; its answers are not compared.
+const THIRD: &str = "smollm2-mixed.gguf";
 /// Answers to each prompt without anything new after which a model's are taken for known.
 const QUIET_ANSWERS: usize = 50;
 /// How long a model's answers are learnt at most, as a part of the time of the run.
@@ -102,9 +105,9 @@ pub fn run(minutes: u64) -> Result<()> {
             learnt >= QUIET_ANSWERS * load::prompts()
         })?;
         println!(
-            "{}: {asked} answers under load, {} texts to {} prompts, in {:.0} s so far",
+            "{}: {asked} answers under load, {} different ones to {} prompts, in {:.0} s so far",
             MODELS[model],
-            known.texts(),
+            known.len(),
             load::prompts(),
             began.elapsed().as_secs_f64()
         );
@@ -117,7 +120,8 @@ pub fn run(minutes: u64) -> Result<()> {
     let failures = Failures::default();
     let unknown = Mutex::new(Vec::new());
     let deadline = Instant::now() + time;
-    let figures = soak(&files, &cli, &known, deadline, &failures, &unknown)?;
+    let used = [&files[0], &files[1], &fixtures.join(THIRD)];
+    let figures = soak(used, &cli, &known, deadline, &failures, &unknown)?;
     let unknown = unknown.into_inner().expect("no panic");
     let found_later = look_again(&files, &mut known, unknown, time / LEARNING, &failures)?;
 
@@ -214,7 +218,7 @@ type Figures = Vec<(String, String)>;
 
 /// The run itself: swaps under load until the deadline.
 fn soak(
-    files: &[PathBuf; 2],
+    files: [&PathBuf; 3],
     cli: &Path,
     known: &[Known; 2],
     deadline: Instant,
@@ -222,7 +226,7 @@ fn soak(
     unknown: &Mutex<Vec<Observation>>,
 ) -> Result<Figures> {
     let place = Place::new()?;
-    place.put(&files[0])?;
+    place.put(files[0])?;
     let server = Server::start(&place.model(), &options());
     let load = Load::new(0);
     let compared = Mutex::new([0u64; 2]);
@@ -438,16 +442,7 @@ fn look_again(
                 true => found += 1,
                 false => failures.add(
                     "answers that no server gives without swaps",
-                    format!(
-                        "{}, {}: {:?}: {:?}",
-                        MODELS[model],
-                        match known.distance(seen.prompt, &seen.answer) {
-                            Some(nats) => format!("{nats:.3} nats from what is known"),
-                            None => "a text that is not known".into(),
-                        },
-                        seen.request,
-                        seen.answer.text
-                    ),
+                    format!("{}: {:?}: {:?}", MODELS[model], seen.request, seen.answer),
                 ),
             }
         }

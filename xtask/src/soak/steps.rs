@@ -21,14 +21,15 @@ const DWELL: Duration = Duration::from_secs(2);
 const STOPPED: Duration = Duration::from_millis(1500);
 /// How long a file that was found by watching may take to be in use: it has to be quiet first.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Swaps of a storm, one right after the other.
-const STORM: usize = 6;
+/// Rounds of a storm of swaps.
+const STORM: usize = 3;
 /// The tensors that differ between the models.
 const DIFFERENT: &str = r"blk\..*";
 
 /// Runs cycles of steps, and counts.
 pub struct Steps<'a> {
-    files: &'a [PathBuf; 2],
+    /// The models, and one more.
+    files: [&'a PathBuf; 3],
     cli: &'a Path,
     place: &'a Place,
     server: &'a Server,
@@ -57,7 +58,7 @@ struct Refused {
 impl<'a> Steps<'a> {
     /// No step yet, on a server that has the first model.
     pub fn new(
-        files: &'a [PathBuf; 2],
+        files: [&'a PathBuf; 3],
         cli: &'a Path,
         place: &'a Place,
         server: &'a Server,
@@ -189,14 +190,14 @@ impl<'a> Steps<'a> {
 
     fn swap_by_watching(&mut self) -> Result<()> {
         self.load.tell(None, false);
-        self.place.put(&self.files[1])?;
+        self.place.put(self.files[1])?;
         self.watched += 1;
         self.confirm(1)
     }
 
     /// Files that must not be taken; the server goes on with what it has.
     fn bad_files(&mut self) -> Result<()> {
-        let (place, other) = (self.place, &self.files[1 - self.now]);
+        let (place, other) = (self.place, self.files[1 - self.now]);
         let size = fs::metadata(other)?.len();
         // The header has about 2 MiB; what follows is complete, half there, or missing.
         for (part, cut) in [
@@ -218,7 +219,9 @@ impl<'a> Steps<'a> {
                 self.failures.add(&kind, answer.to_string());
                 // What it has now is nobody's model.
                 self.load.tell(None, false);
-                self.place.put(&self.files[self.now])?;
+                self.place.put(self.files[self.now])?;
+                let answer = self.server.control("reload");
+                ensure!(answer["ok"] == true, "a good file is not taken: {answer}");
                 self.confirm(self.now)?;
                 continue;
             }
@@ -236,7 +239,7 @@ impl<'a> Steps<'a> {
     /// Puts the model that the server has in place again, which changes nothing.
     fn same_again(&mut self) -> Result<()> {
         let before = self.generation();
-        self.place.put(&self.files[self.now])?;
+        self.place.put(self.files[self.now])?;
         let answer = self.server.control("reload");
         ensure!(answer["ok"] == true, "a good file is not taken: {answer}");
         self.unchanged_since(&before, "switches by a copy of the same file");
@@ -269,7 +272,7 @@ impl<'a> Steps<'a> {
         let other = 1 - self.now;
         self.load.tell(None, false);
         self.server.stop();
-        let put = self.place.put(&self.files[other]);
+        let put = self.place.put(self.files[other]);
         std::thread::sleep(STOPPED);
         self.server.go_on();
         put?;
@@ -296,7 +299,7 @@ impl<'a> Steps<'a> {
     }
 
     fn swap(&self, more: &[&str]) -> Result<Output> {
-        let (model, from) = (self.place.model(), &self.files[1]);
+        let (model, from) = (self.place.model(), self.files[1]);
         let (model, from) = (model.to_string_lossy(), from.to_string_lossy());
         let swap = ["swap", &*model, "--tensor", DIFFERENT];
         match more {
@@ -320,17 +323,18 @@ impl<'a> Steps<'a> {
         Ok(())
     }
 
+    /// Swaps one right after the other, also to tensors of other types.
     fn storm(&mut self) -> Result<()> {
         self.load.tell(None, false);
         for _ in 0..STORM {
-            let other = 1 - self.now;
-            self.place.put(&self.files[other])?;
-            let answer = self.server.control("reload");
-            ensure!(answer["ok"] == true, "a good file is not taken: {answer}");
-            self.wait_for(other)?;
-            self.commanded += 1;
+            for file in [2, 1, 0] {
+                self.place.put(self.files[file])?;
+                let answer = self.server.control("reload");
+                ensure!(answer["ok"] == true, "a good file is not taken: {answer}");
+                self.commanded += 1;
+            }
         }
-        self.confirm(self.now)
+        self.confirm(0)
     }
 }
 
