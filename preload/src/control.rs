@@ -305,7 +305,7 @@ fn model_status(model: &Arc<Model>) -> Value {
 /// A content hash of each model. Reads a model that was never swapped as a whole.
 fn hashes() -> Value {
     let hashes = registry::models().into_iter().map(|model| {
-        let hash = store::content_hash(&model, true);
+        let hash = reloads::read_content_hash(&model);
         json!({
             "model": model.number,
             "content_hash": hash.map(|hash| format!("{hash:032x}")),

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use llama_sidecar::config::Config;
 use llama_sidecar::error::{Error, Result};
 use llama_sidecar::log::{Level, log};
-use llama_sidecar::reload::{Cause, Outcome, Report, Trigger};
+use llama_sidecar::reload::{Cause, Hash, Outcome, Report, Trigger};
 use parking_lot::Mutex;
 use serde_json::json;
 
@@ -111,6 +111,14 @@ pub fn revert(model: &Arc<Model>) -> Result<Report> {
     let result = exclusively(model, || store::revert(model));
     note(model, &result);
     result
+}
+
+/// Hash of what a model evaluates with, after reading what was not hashed yet; `None` when
+/// that cannot be read.
+pub fn read_content_hash(model: &Arc<Model>) -> Option<Hash> {
+    let _model_stays = model.reloading.lock();
+    let there = model.is_alive() && !gate::is_shut();
+    there.then(|| store::content_hash(model, true)).flatten()
 }
 
 /// Freezes reloads: those that run end first.

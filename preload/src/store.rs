@@ -32,7 +32,7 @@ pub fn revert(model: &Arc<Model>) -> Result<Report> {
 }
 
 /// Hash of what a model of the host evaluates with; reads what is not hashed yet if `read`
-/// says so.
+/// says so. Then [`Model::reloading`] is to be held: the host must not free the model meanwhile.
 pub fn content_hash(model: &Arc<Model>, read: bool) -> Option<Hash> {
     model.engine.content_hash(&HostStore(model), read)
 }
