@@ -75,11 +75,9 @@ pub fn print(level: Level, message: fmt::Arguments<'_>) {
         Some(sink) => sink(level, &message.to_string()),
         // A host may have closed its standard error: that is no reason to panic.
         None => {
-            let _ = writeln!(
-                std::io::stderr(),
-                "llama-sidecar: {}: {message}",
-                level.name()
-            );
+            // In one write: the host writes there, too.
+            let line = format!("llama-sidecar: {}: {message}\n", level.name());
+            let _ = std::io::stderr().write_all(line.as_bytes());
         }
     }
 }

@@ -206,6 +206,32 @@ fn a_model_that_is_freed_is_forgotten() {
 }
 
 #[test]
+fn a_model_can_be_freed_while_it_is_read_and_swapped() {
+    let (_folder, path) = copied("smollm2.gguf");
+    let mut host = Host::start(Program::C, &path, &on());
+    for (round, request) in ["hash", "reload", "revert", "reload"]
+        .into_iter()
+        .enumerate()
+    {
+        host.text(3);
+        host.control("unfreeze");
+        let variant = ["smollm2-mixed.gguf", "smollm2.gguf"][round % 2];
+        replace(&path, &fixture(variant));
+        let mut client = UnixStream::connect(host.socket()).expect("it listens");
+        writeln!(client, "{{\"cmd\":\"{request}\"}}").expect("it takes requests");
+        assert_eq!(host.ask("free"), "freed");
+        let mut answer = String::new();
+        let mut lines = std::io::BufReader::new(client);
+        std::io::BufRead::read_line(&mut lines, &mut answer).expect("an answer");
+        assert!(answer.contains("\"ok\":"), "{answer}");
+        assert_eq!(host.control("status")["models"], Value::Array(Vec::new()));
+        host.ask(&format!("load {}", path.display()));
+    }
+    host.text(3);
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
 fn files_that_are_no_good_change_nothing_and_are_named_once() {
     let (_folder, path) = copied("smollm2.gguf");
     let before = fresh(Program::C, &path);
