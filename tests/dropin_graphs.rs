@@ -68,9 +68,10 @@ fn an_evaluation_that_was_aborted_is_not_counted() {
 fn a_type_that_the_kernel_does_not_take_is_refused_by_name() {
     let whole = with_tensor(model(1.0), "norm.weight", &[64], 1.0);
     let (_folder, path) = folder(&whole);
-    let mut host = Host::start(Program::Small(true), &path, &on(&[]));
+    let in_steps = [("LLAMA_SIDECAR_STAGING_MB", "1")];
+    let mut host = Host::start(Program::Small(true), &path, &on(&in_steps));
     settle(&mut host, 1.0);
-    let mut half = whole.clone();
+    let mut half = with_tensor(model(2.0), "norm.weight", &[64], 1.0);
     let one = 0x3c00u16.to_le_bytes();
     half.tensors[1].ty = F16;
     half.tensors[1].data = one.repeat(64);
@@ -81,6 +82,11 @@ fn a_type_that_the_kernel_does_not_take_is_refused_by_name() {
         "{report}"
     );
     assert_eq!(host.ask("decode"), result(1.0));
+    // Nothing of such a file is taken, in however many steps it would be.
+    assert_eq!(
+        report["reports"][0]["files"][0]["cause"], "refused",
+        "{report}"
+    );
     // The same type with other bytes is taken.
     let twice = with_tensor(model(1.0), "norm.weight", &[64], 2.0);
     let report = swap(&host, &path, &twice);

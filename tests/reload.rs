@@ -743,3 +743,56 @@ fn real_models_swap_and_return() {
         assert_eq!(open.devices()[0].memory().used, 0);
     }
 }
+
+#[test]
+fn zeros_written_in_place_of_copied_tensors_are_refused() {
+    let bench = Bench::new(sample(), Access::Read);
+    bench.model.load_all(|_| true).unwrap();
+    let mut zeros = sample();
+    zeros
+        .tensors
+        .iter_mut()
+        .for_each(|tensor| tensor.data.fill(0));
+    zeros.write(&bench.path).unwrap();
+    let report = bench.reload();
+    assert!(ignored(&report).contains("is damaged"), "{report:?}");
+    assert!(!report.changed());
+}
+
+#[test]
+fn a_file_of_which_a_part_was_taken_is_never_taken_for_unchanged() {
+    let folder = tempfile::tempdir().unwrap();
+    let names = ["a", "b"].map(|name| folder.path().join(name));
+    let path = folder.path().join("model.gguf");
+    sample().write(&names[0]).unwrap();
+    let mut other = sample();
+    other.tensors.iter_mut().for_each(|tensor| {
+        tensor.data =
+            testkit::writer::weights(9, tensor.ty, tensor.ne.iter().product::<i64>() as u64);
+    });
+    other.write(&names[1]).unwrap();
+    // A link that points elsewhere leaves both files as they are, their times included.
+    let point_to = |name: &Path| {
+        let link = folder.path().join("link");
+        std::os::unix::fs::symlink(name, &link).unwrap();
+        std::fs::rename(link, &path).unwrap();
+    };
+    point_to(&names[0]);
+    let gpu = Gpu::new("gpu");
+    let options = Options {
+        hotswap: true,
+        devices: vec![gpu.clone()],
+        staging_bytes: 1,
+        ..Options::host()
+    };
+    let model = Model::open(&path, options).unwrap();
+    model.load_all(|_| true).unwrap();
+    point_to(&names[1]);
+    gpu.allow(1);
+    let report = model.reload().unwrap();
+    assert_eq!((report.commits, report.failure.is_some()), (1, true));
+    gpu.allow(u64::MAX);
+    point_to(&names[0]);
+    let report = model.reload().unwrap();
+    assert_eq!(report.count(Outcome::Returned), 1, "{report:?}");
+}

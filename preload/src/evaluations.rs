@@ -84,6 +84,8 @@ pub struct Evaluation {
     voided: AtomicBool,
     /// Whether its graph has routed ids to count.
     counts: AtomicBool,
+    /// Whether a backend may still be at the last evaluation.
+    in_flight: AtomicBool,
     /// Whether those of the last evaluation are still to be counted.
     uncounted: AtomicBool,
     graph: Mutex<KeptGraph>,
@@ -142,6 +144,9 @@ static REFUSED: AtomicUsize = AtomicUsize::new(0);
 /// Evaluations so far.
 static COUNT: AtomicU64 = AtomicU64::new(0);
 
+/// How often a scheduler came to rest or was freed.
+static ENDED: AtomicU64 = AtomicU64::new(0);
+
 static RENEWED: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
@@ -157,6 +162,11 @@ pub fn renewed() -> u64 {
 /// How many evaluations there have been.
 pub fn count() -> u64 {
     COUNT.load(Ordering::Relaxed)
+}
+
+/// Counts what may have removed an obstacle: evaluations, and schedulers that came to rest.
+pub fn activity() -> u64 {
+    count() + ENDED.load(Ordering::Relaxed)
 }
 
 /// Whether an evaluation runs, or one began within the last second.
@@ -181,7 +191,7 @@ pub fn obstacle(models: ModelSet) -> Option<Obstacle> {
         }
         match evaluation.state.load(Ordering::SeqCst) {
             IDLE => {}
-            BEGUN if evaluation.was_given_up() => {}
+            BEGUN if evaluation.was_given_up() && !evaluation.in_flight.load(Ordering::SeqCst) => {}
             _ => return Some(Obstacle::Evaluation),
         }
         let flag = |flag: &AtomicBool| flag.load(Ordering::SeqCst);
@@ -225,6 +235,7 @@ impl Evaluation {
             reads: AtomicU64::new(0),
             ggml: AtomicPtr::new(std::ptr::null_mut()),
             voided: AtomicBool::new(false),
+            in_flight: AtomicBool::new(false),
             uncounted: AtomicBool::new(false),
             counts: AtomicBool::new(false),
             graph: Mutex::new(KeptGraph::NONE),
@@ -353,7 +364,9 @@ impl Evaluation {
         self.renewable.store(false, Ordering::SeqCst);
         self.reads.store(0, Ordering::SeqCst);
         self.voided.store(false, Ordering::Relaxed);
+        self.in_flight.store(false, Ordering::SeqCst);
         self.uncounted.store(false, Ordering::Relaxed);
+        ENDED.fetch_add(1, Ordering::Relaxed);
         self.counts.store(false, Ordering::Relaxed);
         *self.graph.lock() = KeptGraph::NONE;
     }
@@ -373,7 +386,7 @@ impl Evaluation {
         self.since.store(now_ms(), Ordering::SeqCst);
         let before = self.state.swap(BEGUN, Ordering::SeqCst);
         if before != INSIDE && gate::is_waiting() {
-            if before == RETURNED {
+            if self.in_flight.load(Ordering::SeqCst) {
                 self.synchronize();
             }
             self.give_way(BEGUN);
@@ -391,6 +404,7 @@ impl Evaluation {
         let sched = self.key.load(Ordering::Relaxed) as *mut Sched;
         // SAFETY: called on the thread that evaluates with this scheduler.
         unsafe { (self.ggml().f.ggml_backend_sched_synchronize)(sched) }
+        self.in_flight.store(false, Ordering::SeqCst);
     }
 
     /// Enters a function of ggml that reads tensors, in the course of a decode.
@@ -451,6 +465,7 @@ impl Evaluation {
         if self.uncounted.load(Ordering::Relaxed) && simple {
             self.count();
         }
+        self.in_flight.store(!simple, Ordering::SeqCst);
         self.settle(if simple { IDLE } else { RETURNED });
     }
 
@@ -459,6 +474,7 @@ impl Evaluation {
         let Some(evaluation) = find(sched) else {
             return;
         };
+        evaluation.in_flight.store(false, Ordering::SeqCst);
         if evaluation.state.load(Ordering::SeqCst) == RETURNED {
             if evaluation.uncounted.load(Ordering::Relaxed) {
                 evaluation.count();
@@ -493,6 +509,7 @@ impl Evaluation {
 
     fn settle(&self, state: u32) {
         self.state.store(state, Ordering::SeqCst);
+        ENDED.fetch_add(u64::from(state == IDLE), Ordering::Relaxed);
         if gate::is_waiting() {
             gate::changed();
         }

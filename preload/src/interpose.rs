@@ -495,5 +495,7 @@ unsafe extern "C-unwind" fn backend_compute(backend: *mut Backend, graph: *mut G
 /// belongs to a model, and all models of the process are looked at.
 extern "C-unwind" fn reload_changed_tensors() -> bool {
     let (_call, _inside) = entered();
-    reloads::reload_all()
+    let mut changed = false;
+    guarded(|| changed = reloads::reload_all());
+    changed
 }

@@ -25,6 +25,7 @@ pub fn count_reload(result: &Result<Report>) {
             add(&SWAPPED, report.count(Outcome::Swapped) as u64);
             add(&RETURNED, report.count(Outcome::Returned) as u64);
             add(&STAGED_BYTES, report.bytes_staged);
+            report.cause.into_iter().for_each(count_failure);
             let ignored = report.files.iter().filter_map(|file| file.ignored.as_ref());
             for ignored in ignored.filter(|ignored| ignored.first) {
                 count_failure(ignored.cause);

@@ -20,6 +20,8 @@ use crate::{gate, journal, metrics, store};
 
 /// Whether nothing is reloaded.
 static FROZEN: AtomicBool = AtomicBool::new(false);
+/// Why nothing is reloaded then.
+const FROZEN_REASON: &str = "reloads are frozen since 'revert': run 'llama-sidecar unfreeze' first";
 /// Held while a model is reloaded; the end of the process waits for it.
 static RELOADING: Mutex<()> = Mutex::new(());
 /// The last failure of each model, by its number, until a reload of it succeeds.
@@ -56,6 +58,9 @@ pub fn unfreeze() {
 /// Waits until no reload runs, but not longer than this.
 pub fn wait_for_end(longest: Duration) {
     drop(RELOADING.try_lock_for(longest));
+    for model in registry::models() {
+        drop(model.reloading.try_lock_for(longest));
+    }
 }
 
 /// Looks at the files of all models every so often while `go_on` says so; for a thread of
@@ -93,13 +98,14 @@ pub fn reload(model: &Arc<Model>, trigger: Trigger) -> Result<Report> {
     if !Config::get().hotswap {
         return Err(Error::HotSwapOff);
     }
-    if is_frozen() {
-        return Err(Error::Busy(
-            "reloads are frozen since 'revert': run 'llama-sidecar unfreeze' first",
-        ));
+    // Asked once it has its turn: it may have waited behind a 'revert'.
+    let result = exclusively(model, || match is_frozen() {
+        true => Err(Error::Busy(FROZEN_REASON)),
+        false => store::reload(model, trigger),
+    });
+    if !matches!(&result, Err(Error::Busy(reason)) if *reason == FROZEN_REASON) {
+        note(model, &result);
     }
-    let result = exclusively(model, || store::reload(model, trigger));
-    note(model, &result);
     result
 }
 
@@ -139,11 +145,8 @@ fn exclusively(model: &Arc<Model>, work: impl FnOnce() -> Result<Report>) -> Res
 fn note(model: &Model, result: &Result<Report>) {
     metrics::count_reload(result);
     let mut blocked = BLOCKED.lock();
-    match result {
+    let failed = match result {
         Ok(report) => {
-            if !report.postponed || !model.is_alive() {
-                blocked.remove(&model.number);
-            }
             if report.changed() || report.failure.is_some() {
                 let count = |outcome| report.count(outcome);
                 journal::note("reload", || {
@@ -155,22 +158,27 @@ fn note(model: &Model, result: &Result<Report>) {
                     })
                 });
             }
-        }
-        Err(error) => {
-            let (cause, text) = (Cause::of(error), error.to_string());
-            match blocked.get_mut(&model.number) {
-                Some(known) if known.error == text => known.attempts += 1,
-                _ => {
-                    log(Level::Warn, format_args!("reload: {text}"));
-                    let failure = Blocked {
-                        cause,
-                        error: text,
-                        since: Instant::now(),
-                        attempts: 1,
-                    };
-                    blocked.insert(model.number, failure);
-                }
+            if report.failure.is_none() && !report.postponed {
+                blocked.remove(&model.number);
             }
+            report.failure.clone().zip(report.cause)
+        }
+        Err(error) => Some((error.to_string(), Cause::of(error))),
+    };
+    let Some((error, cause)) = failed else {
+        return;
+    };
+    match blocked.get_mut(&model.number) {
+        Some(known) if known.error == error => known.attempts += 1,
+        _ => {
+            log(Level::Warn, format_args!("reload: {error}"));
+            let failure = Blocked {
+                cause,
+                error,
+                since: Instant::now(),
+                attempts: 1,
+            };
+            blocked.insert(model.number, failure);
         }
     }
 }

@@ -75,23 +75,41 @@ impl HostStore<'_> {
         self.file_content(tensor).map(|content| content.hash)
     }
 
-    /// Hash of the bytes that the host loaded; `None` when their file was written since.
-    fn original_hash(&self, tensor: usize) -> Option<Hash> {
-        let tensor_of = &self.0.tensors[tensor];
-        let source = &self.0.files[tensor_of.file].gguf.source;
-        let trusted = *self.0.files[tensor_of.file].trusted.lock();
+    /// Shape of a tensor, as ggml takes it.
+    fn extents(&self, tensor: usize) -> Vec<i64> {
+        let tensor = &self.0.tensors[tensor];
+        let info = &self.0.files[tensor.file].gguf.header.tensors[tensor.info];
+        extents(&info.ne, info.n_dims)
+    }
+
+    /// Whether the file still holds the bytes of a tensor that the host loaded.
+    fn holds_original_bytes(&self, tensor: usize) -> bool {
+        let tensor = &self.0.tensors[tensor];
+        let file = &self.0.files[tensor.file];
+        let trusted = *file.trusted.lock();
         // Bytes that the host copied do not follow the file: without doubt it has to be
         // the file that was copied.
-        let copied = tensor_of.instances.iter().any(|instance| !instance.mapped);
-        self.file_hash(tensor).filter(|_| match copied {
-            true => source.is_unwritten_since(&trusted),
-            false => source.has_stamp_of(&trusted),
-        })
+        match tensor.instances.iter().any(|instance| !instance.mapped) {
+            true => file.gguf.source.is_unwritten_since(&trusted),
+            false => file.gguf.source.has_stamp_of(&trusted),
+        }
+    }
+
+    /// Hash of the bytes that the host loaded; `None` when their file was written since.
+    fn original_hash(&self, tensor: usize) -> Option<Hash> {
+        if !self.holds_original_bytes(tensor) {
+            return None;
+        }
+        let hash = self.file_hash(tensor);
+        hash.filter(|_| self.holds_original_bytes(tensor))
     }
 
     /// Hash of the bytes of a tensor where its own instances hold them: read back from plain
     /// memory or from a device. The special buffer types of the CPU cannot be read back.
     fn resident_hash(&self, tensor: usize) -> Option<Hash> {
+        if !self.is_wanted() {
+            return None;
+        }
         let model = self.0;
         let f = &model.ggml.f;
         let instance = &model.tensors[tensor].instances[0];
@@ -117,40 +135,12 @@ impl HostStore<'_> {
     ) -> Result<(), StageError> {
         let model = self.0;
         let ggml = model.ggml;
-        let named = |reason: String| format!("{:?}: {reason}", model.name(job.tensor));
         let failed = |reason: String| StageError::Read {
             tensor: job.tensor,
-            reason: named(reason),
+            reason: format!("{:?}: {reason}", model.name(job.tensor)),
         };
-        let refused = |reason: String| StageError::Refused {
-            tensor: job.tensor,
-            reason: named(reason),
-        };
-        if !ggml.knows(job.ty) {
-            return Err(refused(format!(
-                "this program's ggml does not know the type {}",
-                job.ty.name()
-            )));
-        }
         let tensor = &model.tensors[job.tensor];
-        if tensor.instances.iter().any(Instance::is_viewed) {
-            return Err(refused(
-                "the host keeps views of it, which would stay behind".into(),
-            ));
-        }
-        let cut = |instance: &Instance| placement::is_cut_by_ggml(model, instance);
-        if tensor.instances.iter().any(cut) {
-            return Err(refused(
-                "the host runs it on several devices at once".into(),
-            ));
-        }
-        let info = &model.files[tensor.file].gguf.header.tensors[tensor.info];
-        let ne = extents(&info.ne, info.n_dims);
-        let mut kernels = tensor.instances.iter();
-        if let Some(why) = kernels.find_map(|i| placement::refuses_type(i, ggml, ne.len(), job.ty))
-        {
-            return Err(refused(why));
-        }
+        let ne = self.extents(job.tensor);
         let mut bytes = Vec::new();
         let mut places = Vec::new();
         for (number, instance) in tensor.instances.iter().enumerate() {
@@ -160,7 +150,7 @@ impl HostStore<'_> {
             let on = |on_host| {
                 let buft = placement::choose(model, instance, &ne, job.ty, on_host);
                 let buft = buft.ok_or_else(|| {
-                    refused(format!(
+                    failed(format!(
                         "no device of this program can use {}",
                         job.ty.name()
                     ))
@@ -294,7 +284,39 @@ impl Store for HostStore<'_> {
     }
 
     fn original_defects(&self, tensor: usize) -> Option<Defects> {
-        self.file_content(tensor).map(|content| content.defects)
+        let content = self.file_content(tensor)?;
+        self.holds_original_bytes(tensor).then_some(content.defects)
+    }
+
+    fn refuses(&self, job: &Job<'_>) -> Option<String> {
+        let (model, ggml) = (self.0, self.0.ggml);
+        let tensor = &model.tensors[job.tensor];
+        let ne = self.extents(job.tensor);
+        let name = job.ty.name();
+        let usable = |instance: &Instance, on_host| {
+            placement::choose(model, instance, &ne, job.ty, on_host).is_some()
+        };
+        let mut instances = tensor.instances.iter();
+        let reason = if !ggml.knows(job.ty) {
+            format!("this program's ggml does not know the type {name}")
+        } else if tensor.instances.iter().any(Instance::is_viewed) {
+            "the host keeps views of it, which would stay behind".into()
+        } else if instances
+            .clone()
+            .any(|instance| placement::is_cut_by_ggml(model, instance))
+        {
+            "the host runs it on several devices at once".into()
+        } else if let Some(why) = instances
+            .clone()
+            .find_map(|instance| placement::refuses_type(instance, ggml, ne.len(), job.ty))
+        {
+            why
+        } else if !instances.all(|instance| usable(instance, false) || usable(instance, true)) {
+            format!("no device of this program can use {name}")
+        } else {
+            return None;
+        };
+        Some(format!("{:?}: {reason}", model.name(job.tensor)))
     }
 
     fn need(&self, changes: &[Change<'_>]) -> Need {
@@ -329,7 +351,7 @@ impl Store for HostStore<'_> {
     }
 
     fn activity(&self) -> u64 {
-        evaluations::count()
+        evaluations::activity()
     }
 
     fn group(&self, tensor: usize) -> usize {
@@ -349,6 +371,13 @@ impl Store for HostStore<'_> {
             next: Vec::new(),
             effects: Vec::new(),
         };
+        if !self.is_wanted() {
+            return Err(StageError::Device(DeviceError::Failed {
+                device: "host".into(),
+                action: "be staged for",
+                reason: "the host has freed the model, or ends".into(),
+            }));
+        }
         for change in changes {
             match change {
                 Change::Swap(job) => self.stage_swap(job, no_room, &mut staged)?,

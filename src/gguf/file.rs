@@ -276,11 +276,11 @@ impl Source {
         let error = io::Error::last_os_error();
         match error.raw_os_error() {
             Some(libc::EAGAIN) => Ok(0),
-            Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL) => {
+            // Not supported here, or not allowed: an error of the file itself shows again.
+            _ => {
                 self.read_at(buffer, offset)?;
                 Ok(buffer.len())
             }
-            _ => Err(error),
         }
     }
 

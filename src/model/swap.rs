@@ -291,11 +291,16 @@ impl Store for Model {
 
     fn original_defects(&self, tensor: usize) -> Option<Defects> {
         let tensor = &self.tensors[tensor];
-        let file = &self.files[tensor.file as usize].gguf;
-        let info = &file.header.tensors[tensor.info as usize];
-        content_of(&file.source, info)
-            .ok()
-            .map(|found| found.defects)
+        let file = &self.files[tensor.file as usize];
+        let (source, trusted) = (&file.gguf.source, *file.trusted.lock());
+        let info = &file.gguf.header.tensors[tensor.info as usize];
+        let content = content_of(source, info).ok()?;
+        // Bytes that were copied do not follow the file.
+        let unwritten = match tensor.original.placed() {
+            Some(_) => source.is_unwritten_since(&trusted),
+            None => source.has_stamp_of(&trusted),
+        };
+        unwritten.then_some(content.defects)
     }
 
     fn need(&self, changes: &[Change<'_>]) -> Need {
@@ -306,16 +311,17 @@ impl Store for Model {
                 need.held += version.nbytes;
             }
         }
-        let only_host = self
-            .devices
-            .iter()
-            .all(|device| device.kind() == DeviceKind::Host);
+        let is_host = |device: usize| self.devices[device].kind() == DeviceKind::Host;
         for change in changes {
-            if let Change::Swap(job) = change {
-                match only_host {
-                    true => need.host += job.nbytes,
-                    false => need.device += job.nbytes,
-                }
+            let Change::Swap(job) = change else { continue };
+            // On a device if it is on one now, or is not loaded yet and there are any.
+            let on_host = match self.current(job.tensor).placed() {
+                Some(placed) => placed.parts.iter().all(|part| is_host(part.device)),
+                None => (0..self.devices.len()).all(is_host),
+            };
+            match on_host {
+                true => need.host += job.nbytes,
+                false => need.device += job.nbytes,
             }
         }
         need

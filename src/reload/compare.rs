@@ -12,6 +12,7 @@ use super::{
 };
 use crate::background;
 use crate::config::Config;
+use crate::gguf::FileId;
 
 /// Decides for every tensor of every changed file. Files that cannot be taken are
 /// removed from `changed` and reported.
@@ -24,6 +25,7 @@ pub(super) fn decide<S: Store>(
     refuse_other_models(registry, changed, report);
     read_files(registry, store, changed, report);
     refuse_damaged(registry, store, changed, report);
+    hash_live(registry, store, changed);
     let mut decisions = Vec::new();
     for (at, file) in changed.iter().enumerate() {
         let contents = registry.files[file.file].contents_of(file);
@@ -160,6 +162,24 @@ fn read_file<S: Store>(
         .ok_or_else(|| failure.into_inner())
 }
 
+/// Brings the hashes of the bytes in use up to date, for all tensors of the changed files that
+/// are not used out of a file that was written in place.
+fn hash_live<S: Store>(registry: &mut Registry, store: &S, changed: &[ChangedFile]) {
+    let ids: HashMap<usize, FileId> = changed
+        .iter()
+        .map(|file| (file.file, file.gguf.source.id()))
+        .collect();
+    let tensors = registry.tensors.iter_mut().enumerate();
+    let wanted = tensors.filter(|(at, tensor)| {
+        let id = ids.get(&tensor.source.file);
+        id.is_some_and(|id| store.written_through(*at, id).is_none())
+    });
+    background::for_each(store.hash_threads(), wanted.collect(), |(at, tensor)| {
+        tensor.live_hash = store.live_hash(at, tensor.live_hash);
+        store.is_wanted()
+    });
+}
+
 /// Refuses files in which a tensor looks less like weights than the one in use: zeros of a
 /// download that stalled, scales of a broken conversion.
 fn refuse_damaged<S: Store>(
@@ -252,11 +272,8 @@ fn action<S: Store>(
                 None => (Action::InPlace, None),
             };
         }
-    } else {
-        known.live_hash = store.live_hash(tensor, known.live_hash);
-        if info.ty == live_type && known.live_hash == Some(new_hash) {
-            return (Action::Keep, None);
-        }
+    } else if info.ty == live_type && known.live_hash == Some(new_hash) {
+        return (Action::Keep, None);
     }
     match known.original_bytes {
         OriginalBytes::InUse => {

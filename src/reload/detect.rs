@@ -18,7 +18,7 @@ pub(super) fn changed_files(
         report.files_checked += 1;
         let watched = &registry.files[file];
         let found = FileId::of_path(&watched.path);
-        if matches!(&found, Ok(id) if *id == watched.id) {
+        if !watched.mixed && matches!(&found, Ok(id) if *id == watched.id) {
             // As before; a version in between that was ignored is gone.
             registry.files[file].forget_attempts();
             continue;

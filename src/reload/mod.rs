@@ -99,6 +99,9 @@ struct Watched {
     id: FileId,
     /// What it was at registration.
     first_id: FileId,
+    /// Whether only some of its tensors were switched to another version, because a later
+    /// step failed: no version of it is the one in use then.
+    mixed: bool,
     tensors: Vec<usize>,
     /// The last version of the file that was not taken, and why. It is looked at
     /// again when the file changes.
@@ -148,6 +151,8 @@ struct Registered {
     live_hash: Option<Hash>,
     /// Defects of the bytes in use, once they were needed.
     live_defects: Option<Defects>,
+    /// Whether the file of its original bytes was written in place.
+    written_in_place: bool,
 }
 
 /// What is known of the bytes that a tensor had at first. They are hashed when it
@@ -198,6 +203,7 @@ impl Engine {
                 path: file.path,
                 id: file.id,
                 first_id: file.id,
+                mixed: false,
                 tensors: Vec::new(),
                 ignored: None,
                 seen: None,
@@ -215,6 +221,7 @@ impl Engine {
                 original_bytes: OriginalBytes::InUse,
                 live_hash: None,
                 live_defects: None,
+                written_in_place: false,
                 source,
             })
             .collect();
@@ -240,10 +247,10 @@ impl Engine {
                 .iter()
                 .map(|file| (file.file, file.gguf.source.id()))
                 .collect();
+            let activity = store.activity();
             result = registry.apply(store, changed, &mut report);
             if let Err(error) = &result {
-                let busy = matches!(error, Error::Busy(_));
-                let activity = busy.then(|| store.activity());
+                let activity = matches!(error, Error::Busy(_)).then_some(activity);
                 for (file, id) in attempted {
                     registry.files[file].note_failure(id, activity);
                 }
@@ -351,10 +358,7 @@ impl Registry {
                 self.note(&[], [].into_iter(), &commit, report);
                 Ok(())
             }
-            Err(StageError::Device(error)) => Err(error.into()),
-            Err(StageError::Read { reason, .. } | StageError::Refused { reason, .. }) => {
-                Err(Error::Invalid(reason))
-            }
+            Err(error) => Err(error.into()),
         }
     }
 
@@ -362,8 +366,10 @@ impl Registry {
         let mut returning = HashMap::new();
         for (index, tensor) in self.tensors.iter().enumerate() {
             match tensor.original_bytes {
-                OriginalBytes::InUse => {}
-                OriginalBytes::Left(hash) if store.can_return(index, hash) => {
+                OriginalBytes::InUse if !tensor.written_in_place => {}
+                OriginalBytes::Left(hash)
+                    if !tensor.written_in_place && store.can_return(index, hash) =>
+                {
                     returning.insert(index, hash);
                 }
                 _ => report.add(TensorReport {
@@ -381,15 +387,9 @@ impl Registry {
         }
         if !returning.is_empty() {
             let changes: Vec<Change<'_>> = returning.keys().copied().map(Change::Return).collect();
-            let staged = match store.stage(&changes, NoRoom::Fallback) {
-                Ok(staged) => staged,
-                Err(StageError::OutOfMemory(error) | StageError::Device(error)) => {
-                    return Err(error.into());
-                }
-                Err(StageError::Read { reason, .. } | StageError::Refused { reason, .. }) => {
-                    return Err(Error::Invalid(reason));
-                }
-            };
+            let staged = store
+                .stage(&changes, NoRoom::Fallback)
+                .map_err(Error::from)?;
             if let Some(staged) = staged {
                 let commit = store.commit(staged)?;
                 for effect in &commit.effects {
@@ -419,6 +419,7 @@ impl Registry {
         }
         for file in &mut self.files {
             file.id = file.first_id;
+            file.mixed = false;
             file.forget_attempts();
         }
         Ok(())
@@ -459,6 +460,20 @@ impl Registry {
         decisions: &[Decision],
         report: &mut Report,
     ) -> Result<(), Failure> {
+        for decision in decisions {
+            // Before the first step: a file is taken whole or not at all.
+            for change in changes(changed, &[decision]) {
+                if let Change::Swap(job) = change
+                    && let Some(reason) = store.refuses(&job)
+                {
+                    return Err(Failure::File {
+                        changed: decision.changed,
+                        cause: Cause::Refused,
+                        reason,
+                    });
+                }
+            }
+        }
         for step in steps(store, changed, decisions) {
             self.switch_step(store, changed, &step, report)?;
         }
@@ -482,14 +497,9 @@ impl Registry {
         report: &mut Report,
     ) -> Result<(), Failure> {
         let staging = Instant::now();
-        budget::check(
-            Config::get().memory_bytes,
-            store.need(&changes(changed, step)),
-        )
-        .map_err(|reason| Failure::Whole(Error::NoMemory(reason)))?;
-        let mut staged = store.stage(&changes(changed, step), NoRoom::Fail);
+        let mut staged = stage(store, &changes(changed, step), NoRoom::Fail);
         let mut rest = step.to_vec();
-        if matches!(staged, Err(StageError::OutOfMemory(_))) {
+        if lacks_room(&staged) {
             let busy: HashSet<usize> = step
                 .iter()
                 .filter(|d| d.action == Action::Swap)
@@ -498,11 +508,14 @@ impl Registry {
             let only_return = |d: &&Decision| !busy.contains(&store.group(d.tensor));
             let (first, others): (Vec<&Decision>, _) = rest.iter().copied().partition(only_return);
             if !first.is_empty() {
-                let staged = store.stage(&changes(changed, &first), NoRoom::Fail);
-                self.commit(store, changed, &first, staged, report)?;
+                let returning = stage(store, &changes(changed, &first), NoRoom::Fail);
+                self.commit(store, changed, &first, returning, report)?;
                 rest = others;
+                staged = stage(store, &changes(changed, &rest), NoRoom::Fail);
             }
-            staged = store.stage(&changes(changed, &rest), NoRoom::Fallback);
+            if matches!(staged, Err(StageError::OutOfMemory(_))) {
+                staged = stage(store, &changes(changed, &rest), NoRoom::Fallback);
+            }
         }
         report.times.stage += staging.elapsed();
         self.commit(store, changed, &rest, staged, report)
@@ -527,10 +540,7 @@ impl Registry {
         };
         let staged = staged.map_err(|error| match error {
             StageError::Read { tensor, reason } => of_tensor(tensor, Cause::Unreadable, reason),
-            StageError::Refused { tensor, reason } => of_tensor(tensor, Cause::Refused, reason),
-            StageError::OutOfMemory(error) | StageError::Device(error) => {
-                Failure::Whole(error.into())
-            }
+            other => Failure::Whole(other.into()),
         })?;
         verify(changed)?;
         let Some(staged) = staged else {
@@ -606,6 +616,8 @@ impl Registry {
         tensor.source.ty = info.ty;
         tensor.live_hash = Some(decision.content.hash);
         tensor.live_defects = Some(decision.content.defects);
+        tensor.written_in_place |= outcome == Outcome::InPlace;
+        self.files[file.file].mixed |= outcome != Outcome::Unchanged;
         if let Some(original_bytes) = decision.leaves {
             tensor.original_bytes = original_bytes;
         }
@@ -618,6 +630,7 @@ impl Registry {
             store.trust(file.file, id);
             let watched = &mut self.files[file.file];
             watched.id = id;
+            watched.mixed = false;
             watched.forget_attempts();
             report.news = true;
             report.files.push(FileReport {
@@ -682,6 +695,38 @@ fn changes<'a>(changed: &'a [ChangedFile], decisions: &[&Decision]) -> Vec<Chang
         }
     };
     decisions.iter().filter_map(change).collect()
+}
+
+/// Stages changes if the memory that they need may be taken. What falls back to host memory
+/// counts there.
+fn stage<S: Store>(
+    store: &S,
+    changes: &[Change<'_>],
+    no_room: NoRoom,
+) -> Result<Option<S::Staged>, StageError> {
+    let mut need = store.need(changes);
+    if no_room == NoRoom::Fallback {
+        need.host += std::mem::take(&mut need.device);
+    }
+    budget::check(Config::get().memory_bytes, need).map_err(StageError::OverBudget)?;
+    store.stage(changes, no_room)
+}
+
+fn lacks_room<T>(staged: &Result<T, StageError>) -> bool {
+    matches!(
+        staged,
+        Err(StageError::OutOfMemory(_) | StageError::OverBudget(_))
+    )
+}
+
+impl From<StageError> for Error {
+    fn from(error: StageError) -> Error {
+        match error {
+            StageError::OutOfMemory(error) | StageError::Device(error) => error.into(),
+            StageError::OverBudget(reason) => Error::NoMemory(reason),
+            StageError::Read { reason, .. } => Error::Invalid(reason),
+        }
+    }
 }
 
 /// What is switched together: everything, or as many groups as may be staged at a

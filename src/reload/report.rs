@@ -199,6 +199,8 @@ pub struct Report {
     pub generation: u64,
     /// Why a reload that was done in steps stopped after some of them.
     pub failure: Option<String>,
+    /// The same in one word.
+    pub cause: Option<Cause>,
     /// How long it took.
     pub times: Times,
     /// When a file will have been quiet for long enough, if one is waited for.
@@ -245,7 +247,10 @@ impl Report {
         self.times.total = began.elapsed();
         match result {
             Err(error) if self.commits == 0 => return Err(error),
-            Err(error) => self.failure = Some(error.to_string()),
+            Err(error) => {
+                self.cause = Some(Cause::of(&error));
+                self.failure = Some(error.to_string());
+            }
             Ok(()) => {}
         }
         if self.news {

@@ -65,13 +65,8 @@ pub enum StageError {
         /// What happened.
         reason: String,
     },
-    /// A tensor cannot be what the file has for it, however often it is tried.
-    Refused {
-        /// Index of the tensor.
-        tensor: usize,
-        /// Why.
-        reason: String,
-    },
+    /// More memory than the limit allows.
+    OverBudget(String),
     /// A device had no room, and host memory neither or it was not to be used.
     OutOfMemory(DeviceError),
     /// A device failed otherwise.
@@ -125,7 +120,13 @@ pub trait Store: Sync {
     /// they still hash to `hash`.
     fn can_return(&self, tensor: usize, hash: Hash) -> bool;
 
-    /// Defects of the bytes that a tensor had at first.
+    /// Why a tensor cannot get these bytes, however often it is tried; `None` when it can.
+    fn refuses(&self, _job: &Job<'_>) -> Option<String> {
+        None
+    }
+
+    /// Defects of the bytes that a tensor had at first; `None` when their file was written
+    /// since.
     fn original_defects(&self, tensor: usize) -> Option<Defects>;
 
     /// Memory that these changes need while they are staged, and what swapped tensors hold.
