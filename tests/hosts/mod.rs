@@ -59,7 +59,7 @@ pub fn swap_and_back(program: Program, original: &str, variant: &Path, tensors: 
         replace(&path, variant);
         assert_eq!(taken(&host.control("reload")), (tensors, 0));
         // In the middle of a text, with the keys and values of the old weights.
-        host.ask("more 2");
+        host.steps("more", 2);
         assert_eq!(host.text(TOKENS), after);
         let status = host.control("status");
         let changed = status["models"][0]["changed"].as_array().expect("a list");
