@@ -342,7 +342,7 @@ impl Steps<'_> {
     /// Swaps, returns everything by command, and lets files be reloaded again.
     fn revert(&mut self) -> Result<()> {
         self.load.tell(None, false);
-        self.place.put(&self.files[1])?;
+        self.place.put(self.files[1])?;
         self.server.control("reload");
         self.wait_for(1)?;
         let socket = self.server.socket().to_string_lossy().into_owned();
@@ -354,7 +354,7 @@ impl Steps<'_> {
             let what = format!("expected 0 bytes, found {private}");
             self.failures.add("memory held after a revert", what);
         }
-        self.place.put(&self.files[0])?;
+        self.place.put(self.files[0])?;
         let said = self.command(&["unfreeze", "--socket", &socket])?;
         ensure!(said.status.success(), "llama-sidecar unfreeze: {said:?}");
         self.reverted += 1;
