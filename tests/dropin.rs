@@ -8,6 +8,8 @@ use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use hosts::{TOKENS, copied, counted_by_host, fresh, on, swap_and_back, taken, traced};
@@ -253,9 +255,9 @@ fn files_that_are_no_good_change_nothing_and_are_named_once() {
         std::thread::sleep(Duration::from_millis(100));
         let lines = host.logged("ignored:");
         assert_eq!(lines.len(), expected, "{what}: {lines:#?}");
-        // As it was: what comes next is news again.
+        // As it was, and read to its end: what comes next is news again.
         put(&good);
-        std::thread::sleep(Duration::from_millis(100));
+        assert_eq!(host.control("reload")["ok"], true, "{what}");
     };
     for length in [3, 1000, good.len() / 2, good.len() - 1] {
         bad(&mut host, "cut short", &|| put(&good[..length]));
@@ -650,6 +652,8 @@ fn many_swaps_while_the_host_writes() {
     let mut host = Host::start(Program::C, &path, &on());
     host.text(TOKENS);
     let socket = host.socket().to_owned();
+    let written = Arc::new(AtomicU64::new(0));
+    let texts = written.clone();
     let swapper = std::thread::spawn(move || {
         for number in 1..=count {
             replace(&path, &fixture(names[(number % 2) as usize]));
@@ -665,8 +669,12 @@ fn many_swaps_while_the_host_writes() {
                 answer.contains(&format!("\"generation\":{number}")),
                 "{answer}"
             );
-            // Some texts are to be whole, some not.
-            std::thread::sleep(Duration::from_millis(number % 4 * 60));
+            // Some texts are to be whole, some not: of two that end after a swap, the second
+            // began after it.
+            let before = texts.load(Ordering::SeqCst);
+            while number % 4 == 0 && texts.load(Ordering::SeqCst) < before + 2 {
+                std::thread::sleep(Duration::from_millis(5));
+            }
         }
     });
     let mut memory = Vec::new();
@@ -688,6 +696,7 @@ fn many_swaps_while_the_host_writes() {
         }
         whole += u64::from(generations.iter().all(|other| *other == generations[0]));
         memory.push(host.private_memory() >> 10);
+        written.fetch_add(1, Ordering::SeqCst);
     }
     swapper.join().expect("no panic");
     let quarter = memory.len() / 4;
