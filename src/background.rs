@@ -2,16 +2,28 @@
 
 use parking_lot::Mutex;
 
-/// Calls `work` once for each item on threads of low priority, and waits for them; items are
+/// How many threads read, and whether they give way to the host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Readers {
+    /// How many.
+    pub threads: usize,
+    /// Whether they run at low priority.
+    pub low_priority: bool,
+}
+
+/// Calls `work` once for each item on threads of their own, and waits for them; items are
 /// taken in order. `work` returns whether to go on; returns whether all items were handled.
 ///
-/// A thread runs nicer by 10 than its caller and reads at the lowest best-effort priority
+/// At low priority, a thread runs nicer by 10 than its caller and reads at the lowest best-effort priority
 /// (ioprio_set(2)). It takes no signals: they are the host's.
-pub fn for_each<T: Send>(threads: usize, items: Vec<T>, work: impl Fn(T) -> bool + Sync) -> bool {
-    let threads = threads.clamp(1, items.len().max(1));
+pub fn for_each<T: Send>(readers: Readers, items: Vec<T>, work: impl Fn(T) -> bool + Sync) -> bool {
+    let threads = readers.threads.clamp(1, items.len().max(1));
     let items = Mutex::new((items.into_iter(), true));
     let run = || {
-        lower_priority();
+        block_signals();
+        if readers.low_priority {
+            lower_priority();
+        }
         loop {
             let item = {
                 let mut items = items.lock();
@@ -47,19 +59,24 @@ pub fn for_each<T: Send>(threads: usize, items: Vec<T>, work: impl Fn(T) -> bool
     items.1 && items.0.len() == 0
 }
 
-/// Blocks signals for this thread and lowers its priority for processors and disks. Failing
-/// costs speed only.
+/// Blocks all signals for this thread.
+fn block_signals() {
+    let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: a set that is filled before it is read.
+    unsafe {
+        libc::sigfillset(all.as_mut_ptr());
+        libc::pthread_sigmask(libc::SIG_BLOCK, all.as_ptr(), std::ptr::null_mut());
+    }
+}
+
+/// Lowers the priority of this thread for processors and disks. Failing costs speed only.
 fn lower_priority() {
     const WHO_PROCESS: libc::c_int = 1;
     const IDLE_CLASS: libc::c_long = 3;
     const CLASS_SHIFT: libc::c_int = 13;
     const LOWEST_BEST_EFFORT: libc::c_int = (2 << CLASS_SHIFT) | 7;
-    let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: a set that is filled before it is read, and plain system calls, which on Linux
-    // act on the calling thread.
+    // SAFETY: plain system calls, which on Linux act on the calling thread.
     unsafe {
-        libc::sigfillset(all.as_mut_ptr());
-        libc::pthread_sigmask(libc::SIG_BLOCK, all.as_ptr(), std::ptr::null_mut());
         libc::nice(10);
         let now = libc::syscall(libc::SYS_ioprio_get, WHO_PROCESS, 0);
         if now >> CLASS_SHIFT != IDLE_CLASS {
@@ -72,13 +89,20 @@ fn lower_priority() {
 mod tests {
     use super::*;
 
+    fn readers(threads: usize) -> Readers {
+        Readers {
+            threads,
+            low_priority: true,
+        }
+    }
+
     #[test]
     fn every_item_is_handled_once_at_low_priority() {
         let sum = Mutex::new(0u64);
         // SAFETY: a plain system call.
         let priority = || unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
         let lowered = (priority() + 10).min(19);
-        let all = for_each(3, (1..=100).collect(), |item: u64| {
+        let all = for_each(readers(3), (1..=100).collect(), |item: u64| {
             *sum.lock() += item;
             priority() == lowered
         });
@@ -89,7 +113,7 @@ mod tests {
     #[test]
     fn work_that_says_stop_stops() {
         let handled = Mutex::new(Vec::new());
-        let all = for_each(1, vec![1, 2, 3], |item| {
+        let all = for_each(readers(1), vec![1, 2, 3], |item| {
             handled.lock().push(item);
             item < 2
         });

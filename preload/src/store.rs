@@ -8,8 +8,8 @@ use llama_sidecar::error::{Error, Result};
 use llama_sidecar::gguf::FileId;
 use llama_sidecar::log::{Level, log};
 use llama_sidecar::reload::{
-    Change, Commit, Content, Defects, Effect, Hash, Job, Need, NoRoom, Outcome, Report, StageError,
-    Store, Trigger, content_of, hash_bytes, usable_memory,
+    Change, Commit, Content, Defects, Effect, Hash, Job, Need, NoRoom, Outcome, Readers, Report,
+    StageError, Store, Trigger, content_of, hash_bytes, usable_memory,
 };
 use parking_lot::Mutex;
 
@@ -337,12 +337,12 @@ impl Store for HostStore<'_> {
         need
     }
 
-    fn hash_threads(&self) -> usize {
-        match evaluations::any_recent() {
-            true => 1,
-            false => std::thread::available_parallelism()
-                .map_or(1, usize::from)
-                .min(8),
+    fn readers(&self) -> Readers {
+        let evaluates = evaluations::any_recent();
+        let all = std::thread::available_parallelism().map_or(1, usize::from);
+        Readers {
+            threads: if evaluates { 1 } else { all.min(8) },
+            low_priority: evaluates,
         }
     }
 

@@ -17,8 +17,8 @@ use crate::error::{Error, Result};
 use crate::gguf::{FileId, Source, TypeInfo};
 use crate::parallel;
 use crate::reload::{
-    Change, Commit, Defects, Effect, Hash, Need, NoRoom, Outcome, Report, SourceFile, SourceTensor,
-    StageError, Store, Trigger, content_of, hash_reads, hash_source,
+    Change, Commit, Defects, Effect, Hash, Need, NoRoom, Outcome, Readers, Report, SourceFile,
+    SourceTensor, StageError, Store, Trigger, content_of, hash_reads, hash_source,
 };
 
 impl Model {
@@ -327,8 +327,12 @@ impl Store for Model {
         need
     }
 
-    fn hash_threads(&self) -> usize {
-        parallel::threads()
+    fn readers(&self) -> Readers {
+        // The host itself asks for the reload, and waits for it.
+        Readers {
+            threads: parallel::threads(),
+            low_priority: false,
+        }
     }
 
     fn group(&self, tensor: usize) -> usize {

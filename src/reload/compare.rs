@@ -140,7 +140,7 @@ fn read_file<S: Store>(
     let mut contents: Vec<(usize, Option<Content>)> = infos.map(|info| (info, None)).collect();
     let failure = Mutex::new("the model was freed meanwhile".to_owned());
     background::for_each(
-        store.hash_threads(),
+        store.readers(),
         contents.iter_mut().collect(),
         |(info, content)| {
             let info = &header.tensors[*info];
@@ -174,7 +174,7 @@ fn hash_live<S: Store>(registry: &mut Registry, store: &S, changed: &[ChangedFil
         let id = ids.get(&tensor.source.file);
         id.is_some_and(|id| store.written_through(*at, id).is_none())
     });
-    background::for_each(store.hash_threads(), wanted.collect(), |(at, tensor)| {
+    background::for_each(store.readers(), wanted.collect(), |(at, tensor)| {
         tensor.live_hash = store.live_hash(at, tensor.live_hash);
         store.is_wanted()
     });

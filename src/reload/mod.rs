@@ -38,6 +38,7 @@ use crate::error::{Error, Result};
 use crate::gguf::{FileId, GgufFile, TypeInfo};
 use crate::log::{self, Level};
 
+pub use crate::background::Readers;
 pub use budget::{Need, usable as usable_memory};
 pub use content::{Content, Defects, of_tensor as content_of};
 pub(crate) use hash::of_reads as hash_reads;
@@ -428,7 +429,7 @@ impl Registry {
     fn content_hash<S: Store>(&mut self, store: &S, read: bool) -> Option<Hash> {
         if read {
             let tensors = self.tensors.iter_mut().enumerate();
-            background::for_each(store.hash_threads(), tensors.collect(), |(at, tensor)| {
+            background::for_each(store.readers(), tensors.collect(), |(at, tensor)| {
                 tensor.live_hash = store.live_hash(at, tensor.live_hash);
                 store.is_wanted()
             });

@@ -6,6 +6,7 @@ use super::budget::Need;
 use super::content::Defects;
 use super::hash::Hash;
 use super::report::Outcome;
+use crate::background::Readers;
 use crate::device::DeviceError;
 use crate::error::Result;
 use crate::gguf::{FileId, Source, TypeInfo};
@@ -132,8 +133,8 @@ pub trait Store: Sync {
     /// Memory that these changes need while they are staged, and what swapped tensors hold.
     fn need(&self, changes: &[Change<'_>]) -> Need;
 
-    /// How many threads may read and hash, given what the host is doing.
-    fn hash_threads(&self) -> usize;
+    /// How tensors may be read and hashed, given what the host is doing.
+    fn readers(&self) -> Readers;
 
     /// Whether the model is still there; a reload of one that is not ends early.
     fn is_wanted(&self) -> bool {
