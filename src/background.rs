@@ -2,6 +2,8 @@
 
 use parking_lot::Mutex;
 
+use crate::parallel;
+
 /// How many threads read, and whether they give way to the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Readers {
@@ -9,6 +11,22 @@ pub struct Readers {
     pub threads: usize,
     /// Whether they run at low priority.
     pub low_priority: bool,
+}
+
+impl Readers {
+    /// One that gives way to the host.
+    pub const BESIDE_THE_HOST: Readers = Readers {
+        threads: 1,
+        low_priority: true,
+    };
+
+    /// As many as are worth it on this machine, at the caller's priority.
+    pub fn all() -> Readers {
+        Readers {
+            threads: parallel::threads(),
+            low_priority: false,
+        }
+    }
 }
 
 /// Calls `work` once for each item on threads of their own, and waits for them; items are

@@ -95,13 +95,19 @@ impl HostStore<'_> {
         }
     }
 
-    /// Hash of the bytes that the host loaded; `None` when their file was written since.
-    fn original_hash(&self, tensor: usize) -> Option<Hash> {
+    /// The bytes that the host loaded, out of their file; `None` when that was written since,
+    /// or while it was read.
+    fn original_content(&self, tensor: usize) -> Option<Content> {
         if !self.holds_original_bytes(tensor) {
             return None;
         }
-        let hash = self.file_hash(tensor);
-        hash.filter(|_| self.holds_original_bytes(tensor))
+        let content = self.file_content(tensor);
+        content.filter(|_| self.holds_original_bytes(tensor))
+    }
+
+    /// Hash of the bytes that the host loaded; `None` when their file was written since.
+    fn original_hash(&self, tensor: usize) -> Option<Hash> {
+        self.original_content(tensor).map(|content| content.hash)
     }
 
     /// Hash of the bytes of a tensor where its own instances hold them: read back from plain
@@ -284,8 +290,7 @@ impl Store for HostStore<'_> {
     }
 
     fn original_defects(&self, tensor: usize) -> Option<Defects> {
-        let content = self.file_content(tensor)?;
-        self.holds_original_bytes(tensor).then_some(content.defects)
+        self.original_content(tensor).map(|content| content.defects)
     }
 
     fn refuses(&self, job: &Job<'_>) -> Option<String> {
@@ -338,11 +343,9 @@ impl Store for HostStore<'_> {
     }
 
     fn readers(&self) -> Readers {
-        let evaluates = evaluations::any_recent();
-        let all = std::thread::available_parallelism().map_or(1, usize::from);
-        Readers {
-            threads: if evaluates { 1 } else { all.min(8) },
-            low_priority: evaluates,
+        match evaluations::any_recent() {
+            true => Readers::BESIDE_THE_HOST,
+            false => Readers::all(),
         }
     }
 

@@ -329,10 +329,7 @@ impl Store for Model {
 
     fn readers(&self) -> Readers {
         // The host itself asks for the reload, and waits for it.
-        Readers {
-            threads: parallel::threads(),
-            low_priority: false,
-        }
+        Readers::all()
     }
 
     fn group(&self, tensor: usize) -> usize {
