@@ -84,12 +84,26 @@ fn configure_with(source: &str, build: &Path, defines: &[String], flags: &[Strin
         .arg(define("CMAKE_MAKE_PROGRAM", &tools.join("ninja")))
         .args(defines)
         .args(flags)
+        .args(another_clone_made(build, source).then_some("--fresh"))
         .arg("--log-level=WARNING"))?;
     run(command(tools.join("cmake"), &root())
         .arg("--build")
         .arg(build)
         .arg("--")
         .arg("--quiet"))
+}
+
+/// Whether a build folder was configured from another clone of this repository: the
+/// target folder may be shared (`CARGO_TARGET_DIR`), and CMake refuses another source.
+fn another_clone_made(build: &Path, source: &str) -> bool {
+    let Ok(cache) = std::fs::read_to_string(build.join("CMakeCache.txt")) else {
+        return false;
+    };
+    let source = std::fs::canonicalize(root().join(source)).unwrap_or_default();
+    let made_from = cache
+        .lines()
+        .find_map(|line| line.strip_prefix("CMAKE_HOME_DIRECTORY:INTERNAL="));
+    made_from.is_some_and(|made_from| Path::new(made_from) != source)
 }
 
 /// Builds the simulated CUDA driver and returns the folder for the loader path.
