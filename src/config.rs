@@ -43,10 +43,9 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use log::LevelFilter;
 use once_cell::sync::Lazy;
 use regex::Regex;
-
-use crate::log::{self, Level};
 
 /// What the `LLAMA_POSTFETCH_*` variables say.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -111,7 +110,7 @@ pub struct Config {
     /// `LLAMA_SIDECAR_JOURNAL`.
     pub journal: Option<PathBuf>,
     /// `LLAMA_SIDECAR_LOG`.
-    pub log: Level,
+    pub log: LevelFilter,
     /// One sentence for each variable whose value was not understood.
     pub rejected: Vec<String>,
 }
@@ -148,8 +147,8 @@ impl Config {
         let owned = |text: String| CString::new(text).ok();
         let path = |name: &str| set(name).map(|value| with_process_id(&value));
 
-        let level = checked("LLAMA_SIDECAR_LOG", &|text| {
-            let found = Level::from_name(text).map(|_| ());
+        let log = checked("LLAMA_SIDECAR_LOG", &|text| {
+            let found = level(text).map(|_| ());
             found.ok_or_else(|| "expected off, error, warn, info or debug".into())
         });
         let split_text = checked("LLAMA_SIDECAR_SPLIT", &|text| split(text).map(|_| ()));
@@ -244,10 +243,7 @@ impl Config {
             cpu_moe: on("LLAMA_SIDECAR_CPU_MOE"),
             override_tensor: override_tensor.and_then(owned),
             staging_bytes: staging.as_deref().and_then(mib).unwrap_or(0),
-            log: level
-                .as_deref()
-                .and_then(Level::from_name)
-                .unwrap_or(Level::Warn),
+            log: log.as_deref().and_then(level).unwrap_or(LevelFilter::Warn),
             rejected: rejected.into_inner(),
         }
     }
@@ -256,16 +252,12 @@ impl Config {
     pub fn traces(&self) -> bool {
         self.trace_summary || self.trace_output.is_some()
     }
+}
 
-    /// Logs what was not understood, once.
-    pub fn complain(&self) {
-        static ONCE: std::sync::Once = std::sync::Once::new();
-        ONCE.call_once(|| {
-            for sentence in &self.rejected {
-                log::log(Level::Error, format_args!("{sentence}"));
-            }
-        });
-    }
+/// Returns the level with this name; no message has the level `trace`.
+fn level(name: &str) -> Option<LevelFilter> {
+    let level = name.parse().ok();
+    level.filter(|&level| level != LevelFilter::Trace)
 }
 
 /// A path with the process id in place of each `%p`.
@@ -346,7 +338,7 @@ mod tests {
     #[test]
     fn defaults_without_variables() {
         let config = parse(&[]);
-        assert_eq!((config.hotswap, config.log), (false, Level::Warn));
+        assert_eq!((config.hotswap, config.log), (false, LevelFilter::Warn));
         assert!(config.rejected.is_empty());
     }
 
@@ -467,7 +459,7 @@ mod tests {
     #[test]
     fn a_bad_value_is_named_and_the_default_used() {
         let config = parse(&[("LLAMA_SIDECAR_LOG", "loud")]);
-        assert_eq!(config.log, Level::Warn);
+        assert_eq!(config.log, LevelFilter::Warn);
         assert_eq!(config.rejected.len(), 1);
         assert!(config.rejected[0].contains("LLAMA_SIDECAR_LOG=\"loud\""));
         let config = parse(&[
@@ -480,6 +472,9 @@ mod tests {
             (config.split, config.override_tensor, config.staging_bytes),
             (None, None, 0)
         );
-        assert_eq!(parse(&[("LLAMA_SIDECAR_LOG", "debug")]).log, Level::Debug);
+        assert_eq!(
+            parse(&[("LLAMA_SIDECAR_LOG", "debug")]).log,
+            LevelFilter::Debug
+        );
     }
 }

@@ -12,7 +12,7 @@
 //! | [`trace`] | which experts a workload uses |
 //! | [`device`] | memory where tensors live |
 //! | [`gguf`], [`experts`] | the file format; names of expert tensors |
-//! | [`config`], [`error`], [`log`] | variables, errors, messages |
+//! | [`config`], [`error`], [`logger`] | variables, errors, messages |
 #![deny(unsafe_op_in_unsafe_fn, missing_docs)]
 
 mod background;
@@ -23,7 +23,7 @@ pub mod experts;
 #[cfg(feature = "c-abi")]
 pub mod ffi;
 pub mod gguf;
-pub mod log;
+pub mod logger;
 pub mod model;
 mod parallel;
 pub mod postfetch;

@@ -11,7 +11,7 @@ use llama_sidecar::config::Config;
 use llama_sidecar::device::cuda::{CudaDevice, device_count};
 use llama_sidecar::device::{AsyncDevice, Device, HostDevice, Stream};
 use llama_sidecar::gguf::Access;
-use llama_sidecar::log;
+use llama_sidecar::logger;
 use llama_sidecar::model::{Model, Options as ModelOptions, Placement};
 use llama_sidecar::postfetch::{Answer, Options, PostFetch, Reason, State};
 use proptest::prelude::*;
@@ -734,12 +734,13 @@ fn debug_lines_are_those_of_the_seed() {
     let bench = Bench::new();
     let lines = Arc::new(parking_lot::Mutex::new(Vec::new()));
     let sink = lines.clone();
-    log::set_sink(Some(Arc::new(move |_, line: &str| {
+    logger::init();
+    logger::set_sink(Some(Arc::new(move |_, line: &str| {
         sink.lock().push(line.to_owned())
     })));
     let fetch = bench.fetch(|options| options.config.debug = true);
     run_layer(&fetch, 0, &[4, 9]);
-    log::set_sink(None);
+    logger::set_sink(None);
     let lines = lines.lock();
     let pf: Vec<_> = lines
         .iter()
@@ -783,7 +784,8 @@ fn scenario(model: &Arc<Model>, page_lock: bool) -> (u64, u64) {
 
 /// Says nothing about errors that are made on purpose.
 fn quietly() {
-    log::set_sink(Some(Arc::new(|_, _: &str| ())));
+    logger::init();
+    logger::set_sink(Some(Arc::new(|_, _: &str| ())));
 }
 
 /// The calls that the scenario makes of each function.

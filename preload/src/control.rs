@@ -28,7 +28,6 @@ use std::time::Duration;
 
 use llama_sidecar::config::Config;
 use llama_sidecar::error::Error;
-use llama_sidecar::log::{Level, log};
 use llama_sidecar::reload::{FileEvent, FileReport, Outcome, Report, Trigger};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
@@ -55,12 +54,9 @@ pub fn start(path: &Path) {
             *OURS.lock() = Some((path.to_owned(), identity));
             service::spawn("llama-sidecar-c", move || serve(&listener));
         }
-        Err(error) => log(
-            Level::Error,
-            format_args!(
-                "LLAMA_SIDECAR_CONTROL={}: cannot listen there: {error}; there is no control socket",
-                path.display()
-            ),
+        Err(error) => log::error!(
+            "LLAMA_SIDECAR_CONTROL={}: cannot listen there: {error}; there is no control socket",
+            path.display()
         ),
     }
 }

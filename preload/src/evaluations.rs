@@ -30,7 +30,6 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize
 use std::time::{Duration, Instant};
 
 use llama_sidecar::config::Config;
-use llama_sidecar::log::{Level, log};
 use once_cell::sync::Lazy;
 use parking_lot::Mutex;
 
@@ -261,11 +260,8 @@ impl Evaluation {
             }
             None => {
                 if REFUSED.fetch_add(1, Ordering::Relaxed) == 0 {
-                    log(
-                        Level::Warn,
-                        format_args!(
-                            "this program has more than {CAPACITY} contexts; nothing will be swapped"
-                        ),
+                    log::warn!(
+                        "this program has more than {CAPACITY} contexts; nothing will be swapped"
                     );
                 }
                 return None;
@@ -439,11 +435,8 @@ impl Evaluation {
             && self.generation.load(Ordering::Relaxed) != gate::generation();
         if stale && !simple {
             self.uncounted.store(false, Ordering::Relaxed);
-            log(
-                Level::Error,
-                format_args!(
-                    "failing an evaluation that was begun before a swap, because its graph mixes old and new tensors; the host's next graph is correct"
-                ),
+            log::error!(
+                "failing an evaluation that was begun before a swap, because its graph mixes old and new tensors; the host's next graph is correct"
             );
             return false;
         }

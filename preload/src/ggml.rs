@@ -8,7 +8,6 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use llama_sidecar::gguf::TypeInfo;
-use llama_sidecar::log::{Level, log};
 use parking_lot::Mutex;
 use serde_json::json;
 
@@ -466,9 +465,6 @@ fn passive(reason: std::fmt::Arguments<'_>) {
     static SAID: AtomicBool = AtomicBool::new(false);
     if !SAID.swap(true, Ordering::Relaxed) {
         journal::note("passive", || json!({"reason": reason.to_string()}));
-        log(
-            Level::Warn,
-            format_args!("{reason}; hot-swap stays off in this program"),
-        );
+        log::warn!("{reason}; hot-swap stays off in this program");
     }
 }

@@ -14,7 +14,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
 
-use llama_sidecar::log::{self, Level};
+use llama_sidecar::logger;
 
 use crate::evaluations::Evaluation;
 use crate::ggml::{
@@ -171,6 +171,7 @@ fn destination(hook: usize, return_address: usize, arguments: &Arguments) -> *co
         return real;
     }
     let _inside = Inside::enter();
+    logger::init();
     let Some(ggml) = origin.ggml() else {
         return real;
     };
@@ -439,7 +440,7 @@ unsafe extern "C-unwind" fn sched_compute(sched: *mut Sched, graph: *mut Graph) 
     let real = meant!(call, *mut Sched, *mut Graph);
     // SAFETY: the arguments as they came.
     let result = unsafe { real(sched, graph) };
-    if log::enabled(Level::Debug) {
+    if log::log_enabled!(log::Level::Debug) {
         // SAFETY: the graph is live, and its backends are waited for first.
         guarded(|| unsafe {
             (call.ggml.f.ggml_backend_sched_synchronize)(sched);

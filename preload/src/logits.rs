@@ -5,7 +5,6 @@
 
 use std::ffi::CStr;
 
-use llama_sidecar::log::{Level, log};
 use llama_sidecar::reload::hash_bytes;
 
 use crate::gate;
@@ -35,14 +34,11 @@ pub unsafe fn log_hash(ggml: &Ggml, graph: *mut Graph) {
         let mut bytes = vec![0u8; (f.ggml_nbytes)(output)];
         (f.ggml_backend_tensor_get)(output, bytes.as_mut_ptr().cast(), 0, bytes.len());
         let ne: [i64; 4] = ggml.layout.read(output, ggml.layout.ne);
-        log(
-            Level::Debug,
-            format_args!(
-                "output generation {} rows {} hash {:032x}",
-                gate::generation(),
-                ne[1],
-                hash_bytes(&bytes)
-            ),
+        log::debug!(
+            "output generation {} rows {} hash {:032x}",
+            gate::generation(),
+            ne[1],
+            hash_bytes(&bytes)
         );
     }
 }

@@ -19,7 +19,6 @@ use std::thread::ThreadId;
 use std::time::Duration;
 
 use llama_sidecar::gguf::{Access, FileId, GgufFile};
-use llama_sidecar::log::{Level, log};
 use llama_sidecar::reload::{Engine, SourceFile, SourceTensor};
 use llama_sidecar::trace::Layout;
 use once_cell::sync::OnceCell;
@@ -278,10 +277,7 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
     let gguf = match GgufFile::open(path, Access::Read) {
         Ok(gguf) => gguf,
         Err(error) => {
-            log(
-                Level::Warn,
-                format_args!("the host opened a file that is not watched: {error}"),
-            );
+            log::warn!("the host opened a file that is not watched: {error}");
             return;
         }
     };
@@ -539,14 +535,11 @@ fn register(load: Load, devices: &[*mut Device]) {
             }
         }
     }
-    log(
-        Level::Info,
-        format_args!(
-            "watching {} tensors of {} file(s), the first is {}",
-            model.tensors.len(),
-            model.files.len(),
-            model.files[0].gguf.source.path().display()
-        ),
+    log::info!(
+        "watching {} tensors of {} file(s), the first is {}",
+        model.tensors.len(),
+        model.files.len(),
+        model.files[0].gguf.source.path().display()
     );
     MODELS.write().push(model.clone());
     service::start();
@@ -606,12 +599,9 @@ fn remove(gone: impl Fn(&Instance) -> bool) {
         for instance in model.tensors.iter().flat_map(|tensor| &tensor.instances) {
             *instance.private.lock() = None;
         }
-        log(
-            Level::Info,
-            format_args!(
-                "the host freed the model of {}",
-                model.files[0].gguf.source.path().display()
-            ),
+        log::info!(
+            "the host freed the model of {}",
+            model.files[0].gguf.source.path().display()
         );
     }
 }

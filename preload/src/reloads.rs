@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 
 use llama_sidecar::config::Config;
 use llama_sidecar::error::{Error, Result};
-use llama_sidecar::log::{Level, log};
 use llama_sidecar::reload::{Cause, Hash, Outcome, Report, Trigger};
 use parking_lot::Mutex;
 use serde_json::json;
@@ -171,7 +170,7 @@ fn note(model: &Model, result: &Result<Report>) {
     match blocked.get_mut(&model.number) {
         Some(known) if known.error == error => known.attempts += 1,
         _ => {
-            log(Level::Warn, format_args!("reload: {error}"));
+            log::warn!("reload: {error}");
             let failure = Blocked {
                 cause,
                 error,

@@ -9,7 +9,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use llama_sidecar::config::Config;
-use llama_sidecar::log::{Level, log};
 use serde_json::json;
 
 use crate::interpose::Inside;
@@ -33,7 +32,6 @@ pub fn start() {
     static STARTED: Once = Once::new();
     STARTED.call_once(|| {
         let config = Config::get();
-        config.complain();
         // SAFETY: both only register functions that stay loaded with this library,
         // which the loader never unloads.
         unsafe {
@@ -80,10 +78,7 @@ pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> bool {
         started
     };
     if let Err(error) = &started {
-        log(
-            Level::Error,
-            format_args!("cannot start the thread '{name}': {error}"),
-        );
+        log::error!("cannot start the thread '{name}': {error}");
     }
     started.is_ok()
 }
@@ -92,10 +87,7 @@ pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> bool {
 pub fn give_up() {
     OFF.store(true, Ordering::SeqCst);
     gate::shut();
-    log(
-        Level::Error,
-        format_args!("this is a defect of llama-sidecar; hot-swap is off from here on"),
-    );
+    log::error!("this is a defect of llama-sidecar; hot-swap is off from here on");
 }
 
 /// The host's libraries are torn down next: from here on nothing calls into them.

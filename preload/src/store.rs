@@ -6,7 +6,6 @@ use std::sync::Arc;
 use llama_sidecar::device::DeviceError;
 use llama_sidecar::error::{Error, Result};
 use llama_sidecar::gguf::FileId;
-use llama_sidecar::log::{Level, log};
 use llama_sidecar::reload::{
     Change, Commit, Content, Defects, Effect, Hash, Job, Need, NoRoom, Outcome, Readers, Report,
     StageError, Store, Trigger, content_of, hash_bytes, usable_memory,
@@ -187,13 +186,10 @@ impl HostStore<'_> {
             let to = unsafe { ggml.descriptor(new) };
             places.push(placement::describe(ggml, &to));
             if placement::would_be_doubled(model, instance, &ne, job.ty) {
-                log(
-                    Level::Warn,
-                    format_args!(
-                        "{:?}: input and output share this matrix, and in {} a new load would keep two of it: results can differ from a new load's in their last bits",
-                        model.name(job.tensor),
-                        job.ty.name()
-                    ),
+                log::warn!(
+                    "{:?}: input and output share this matrix, and in {} a new load would keep two of it: results can differ from a new load's in their last bits",
+                    model.name(job.tensor),
+                    job.ty.name()
                 );
             }
             staged.next.push(Next {

@@ -14,7 +14,7 @@ use std::time::Duration;
 use llama_sidecar::config::Config;
 use llama_sidecar::experts::ExpertName;
 use llama_sidecar::gguf::GgufFile;
-use llama_sidecar::log::{Level, log, print};
+use llama_sidecar::logger::REQUESTED;
 use llama_sidecar::trace::{About, Ids, Layout, Trace, to_json, to_text, write};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
@@ -196,10 +196,7 @@ fn print_names() {
         let (layer, _) = used.trace.counters.layout().layers()[used.layer];
         let name = used.trace.names.lock()[used.layer].clone();
         for expert in used.experts {
-            print(
-                Level::Info,
-                format_args!("[EXPERT-TRACE] Layer {layer}, Expert {expert}: {name}[{expert}]"),
-            );
+            log::info!(target: REQUESTED, "[EXPERT-TRACE] Layer {layer}, Expert {expert}: {name}[{expert}]");
         }
     }
 }
@@ -292,12 +289,9 @@ fn write_outputs(traces: &[Arc<ModelTrace>]) {
             })
         });
         if let Err(error) = written {
-            log(
-                Level::Error,
-                format_args!(
-                    "LLAMA_EXPERT_TRACE_OUTPUT: cannot write {}: {error}; the counts are lost, but for the summary of LLAMA_EXPERT_TRACE_STATS=1",
-                    path.display()
-                ),
+            log::error!(
+                "LLAMA_EXPERT_TRACE_OUTPUT: cannot write {}: {error}; the counts are lost, but for the summary of LLAMA_EXPERT_TRACE_STATS=1",
+                path.display()
             );
         }
     }

@@ -4,7 +4,7 @@ use std::ffi::{CString, c_char, c_void};
 use std::sync::Arc;
 
 use super::status::{llama_sidecar_status, status};
-use crate::log::{self, Level};
+use crate::logger;
 
 /// Takes a message: its level (1 error, 2 warning, 3 information, 4 debugging) and its text without
 /// a newline. Called from any thread.
@@ -24,12 +24,12 @@ pub unsafe extern "C" fn llama_sidecar_log_set(
 ) -> llama_sidecar_status {
     let user_data = user_data as usize;
     status(|| {
-        log::set_sink(callback.map(|callback| {
-            Arc::new(move |level: Level, text: &str| {
+        logger::set_sink(callback.map(|callback| {
+            Arc::new(move |level: log::Level, text: &str| {
                 let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
                 // SAFETY: the caller vouched for calls on any thread.
                 unsafe { callback(level as u32, text.as_ptr(), user_data as *mut c_void) }
-            }) as Arc<log::Sink>
+            }) as Arc<logger::Sink>
         }));
         Ok(())
     })

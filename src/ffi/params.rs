@@ -54,7 +54,7 @@ unsafe impl SizedStruct for llama_sidecar_params {
 impl llama_sidecar_params {
     pub(super) fn defaults() -> llama_sidecar_params {
         let config = Config::get();
-        config.complain();
+        crate::logger::init();
         llama_sidecar_params {
             struct_size: size_of::<llama_sidecar_params>(),
             hotswap: config.hotswap,

@@ -56,7 +56,7 @@ unsafe impl SizedStruct for llama_postfetch_params {
 
 impl llama_postfetch_params {
     fn defaults() -> llama_postfetch_params {
-        crate::config::Config::get().complain();
+        crate::logger::init();
         let options = Options::from_environment();
         let config = &options.config;
         llama_postfetch_params {

@@ -43,7 +43,6 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::config;
 use crate::device::{AsyncDevice, DeviceError, Stream};
-use crate::log::{self, Level};
 use crate::model::Model;
 
 pub use answer::{Answer, ExpertBytes};
@@ -148,7 +147,7 @@ impl PostFetch {
                 (None, mode, 0)
             }
         };
-        log::log(Level::Info, format_args!("{mode}"));
+        log::info!("{mode}");
         let bytes = gpu.as_ref().map_or(0, |gpu| gpu.scratchpad.len());
         let cells = gpu.as_ref().map_or(0, |_| plan.cells);
         let shared = Arc::new(Shared {
@@ -419,7 +418,7 @@ impl Shared {
     /// Counts an error of the driver.
     fn note(&self, error: &DeviceError) {
         add(&self.counters.errors, 1);
-        log::log(Level::Debug, format_args!("post-fetch: {error}"));
+        log::debug!("post-fetch: {error}");
     }
 
     /// A copy that was under way failed.
@@ -450,7 +449,7 @@ impl Shared {
         }
         let mode =
             format!("post-fetch has given up its device, experts are computed on the CPU: {why}");
-        log::log(Level::Warn, format_args!("{mode}"));
+        log::warn!("{mode}");
         *self.mode.lock() = mode;
         self.kick();
     }
@@ -503,12 +502,9 @@ impl Drop for PostFetch {
             return;
         };
         if !self.shared.is_quiet(gpu) {
-            log::log(
-                Level::Warn,
-                format_args!(
-                    "post-fetch: {} may still use its memory, which is therefore never freed",
-                    gpu.device.name()
-                ),
+            log::warn!(
+                "post-fetch: {} may still use its memory, which is therefore never freed",
+                gpu.device.name()
             );
             std::mem::forget(self.shared.clone());
         }

@@ -7,7 +7,7 @@ use super::board::Cell;
 use super::gpu::Gpu;
 use super::plan::PlannedLayer;
 use super::stats::{add, overlap};
-use crate::log::{self, Level};
+use crate::logger::REQUESTED;
 
 /// For the log of a layer.
 #[derive(Debug, Clone, Copy, Default)]
@@ -52,14 +52,9 @@ impl Shared {
         bytes: u64,
     ) {
         self.layer_times(planned, |times| times.began = Some(Instant::now()));
-        log::print(
-            Level::Debug,
-            format_args!(
-                "[PF] Layer {}: Transferring {experts} experts, total {} MB",
+        log::debug!(target: REQUESTED, "[PF] Layer {}: Transferring {experts} experts, total {} MB",
                 planned.layer,
-                bytes >> 20
-            ),
-        );
+                bytes >> 20);
         for &id in ids {
             let cell = planned.first_cell.wrapping_add(id as usize);
             let board = self.board.lock();
@@ -70,10 +65,7 @@ impl Shared {
             let nbytes = transfer.slice.as_ref().map_or(0, |slice| slice.nbytes);
             let offset = transfer.place + u64::from(row) * transfer.pitch;
             drop(board);
-            log::print(
-                Level::Debug,
-                format_args!("[PF]   Expert {id}: {nbytes} bytes @ offset {offset}"),
-            );
+            log::debug!(target: REQUESTED, "[PF]   Expert {id}: {nbytes} bytes @ offset {offset}");
         }
     }
 
@@ -87,16 +79,11 @@ impl Shared {
             return;
         };
         let overlap = overlap(times.transfer, times.waited).unwrap_or(0.0);
-        log::print(
-            Level::Debug,
-            format_args!(
-                "[PF] Layer {}: Transfer: {:.2} ms, Total: {:.2} ms, Overlap: {:.1}%",
+        log::debug!(target: REQUESTED, "[PF] Layer {}: Transfer: {:.2} ms, Total: {:.2} ms, Overlap: {:.1}%",
                 planned.layer,
                 times.transfer.as_secs_f64() * 1e3,
                 began.elapsed().as_secs_f64() * 1e3,
-                overlap * 100.0
-            ),
-        );
+                overlap * 100.0);
     }
 
     pub(super) fn layer_times<T>(

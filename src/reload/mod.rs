@@ -36,7 +36,6 @@ use crate::background;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::gguf::{FileId, GgufFile, TypeInfo};
-use crate::log::{self, Level};
 
 pub use crate::background::Readers;
 pub use budget::{Need, usable as usable_memory};
@@ -659,10 +658,7 @@ impl Registry {
         let first = !known && !still_written;
         if first {
             report.news = true;
-            log::log(
-                Level::Warn,
-                format_args!("{}: ignored: {reason}", watched.path.display()),
-            );
+            log::warn!("{}: ignored: {reason}", watched.path.display());
         }
         report.files.push(FileReport {
             file,

@@ -8,7 +8,6 @@ use super::store::Commit;
 use crate::device::DeviceError;
 use crate::error::{Error, Result};
 use crate::gguf::TypeInfo;
-use crate::log::{self, Level};
 
 /// What happened to a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -268,19 +267,16 @@ impl Report {
     }
 
     pub(super) fn log(&self) {
-        log::log(
-            Level::Info,
-            format_args!(
-                "reload: {} swapped, {} returned, {} moved, {} unchanged, {} in place, {} refused; {:.1} ms, evaluations held for {:.0} us",
-                self.count(Outcome::Swapped),
-                self.count(Outcome::Returned),
-                self.count(Outcome::Moved),
-                self.count(Outcome::Unchanged),
-                self.count(Outcome::InPlace),
-                self.count(Outcome::Refused),
-                self.times.total.as_secs_f64() * 1e3,
-                self.times.switch.as_secs_f64() * 1e6,
-            ),
+        log::info!(
+            "reload: {} swapped, {} returned, {} moved, {} unchanged, {} in place, {} refused; {:.1} ms, evaluations held for {:.0} us",
+            self.count(Outcome::Swapped),
+            self.count(Outcome::Returned),
+            self.count(Outcome::Moved),
+            self.count(Outcome::Unchanged),
+            self.count(Outcome::InPlace),
+            self.count(Outcome::Refused),
+            self.times.total.as_secs_f64() * 1e3,
+            self.times.switch.as_secs_f64() * 1e6,
         );
     }
 }

@@ -1,0 +1,73 @@
+//! Destination of the messages of the [`log`] macros: standard error, or a callback.
+//!
+//! Programs that use the Rust API may install a logger of their own instead; the C API and
+//! the drop-in call [`init`].
+
+use std::io::Write;
+use std::sync::{Arc, Once};
+
+use log::{Level, LevelFilter, Log, Metadata, Record};
+use parking_lot::RwLock;
+
+use crate::config::Config;
+
+/// Target of messages that a variable of their own requests, for example
+/// `LLAMA_POSTFETCH_DEBUG`: written whatever `LLAMA_SIDECAR_LOG` says.
+pub const REQUESTED: &str = "llama_sidecar::requested";
+
+/// Receives messages without their newline, on any thread.
+pub type Sink = dyn Fn(Level, &str) + Send + Sync;
+
+static SINK: RwLock<Option<Arc<Sink>>> = RwLock::new(None);
+
+/// Installs the logger, once, and reports the variables whose values were rejected.
+/// Has no effect in a program that has installed another logger.
+pub fn init() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        if log::set_logger(&Messages).is_ok() {
+            log::set_max_level(LevelFilter::Debug);
+        }
+        for message in &Config::get().rejected {
+            log::error!("{message}");
+        }
+    });
+}
+
+/// Sends messages to `sink`, or to standard error again with `None`.
+pub fn set_sink(sink: Option<Arc<Sink>>) {
+    *SINK.write() = sink;
+}
+
+struct Messages;
+
+impl Log for Messages {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.target() == REQUESTED || metadata.level() <= Config::get().log
+    }
+
+    fn log(&self, record: &Record<'_>) {
+        if !self.enabled(record.metadata()) {
+            return;
+        }
+        // The lock is not held while the sink runs: a sink may log or replace itself.
+        let sink = SINK.read().clone();
+        match sink {
+            Some(sink) => sink(record.level(), &record.args().to_string()),
+            // A host may have closed its standard error: a failed write is ignored.
+            None => {
+                // One write for the whole line: the host writes to the same descriptor.
+                let level = match record.level() {
+                    Level::Error => "error",
+                    Level::Warn => "warn",
+                    Level::Info => "info",
+                    Level::Debug | Level::Trace => "debug",
+                };
+                let line = format!("llama-sidecar: {level}: {}\n", record.args());
+                let _ = std::io::stderr().write_all(line.as_bytes());
+            }
+        }
+    }
+
+    fn flush(&self) {}
+}
