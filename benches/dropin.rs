@@ -151,7 +151,7 @@ impl Shards {
         let path = folder.join(name);
         let versions = [0, 1].map(|i| folder.join(format!("version-{i}")));
         for version in &versions {
-            std::fs::copy(&path, version).expect("room for a copy");
+            std::fs::copy(&path, version).expect("space for a copy");
         }
         let gguf = GgufFile::open(&versions[1], Access::Read).expect("a shard");
         let info = &gguf.header.tensors[0];
@@ -159,8 +159,8 @@ impl Shards {
         gguf.source.read_at(&mut row, info.offset).expect("bytes");
         row.rotate_left(1024);
         let file = std::fs::OpenOptions::new().write(true).open(&versions[1]);
-        let file = file.expect("our own copy");
-        file.write_all_at(&row, info.offset).expect("room");
+        let file = file.expect("a private copy");
+        file.write_all_at(&row, info.offset).expect("space");
         Shards {
             first: folder.join(&names[0]),
             path,

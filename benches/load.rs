@@ -141,7 +141,7 @@ fn sparse(folder: &Path) {
     let opened = resident();
     let view = model.tensor(100);
     let bytes = model.host_bytes(&view).expect("mapped");
-    // SAFETY: nobody writes the file, and the model outlives the loop.
+    // SAFETY: no process writes the file, and the model outlives the loop.
     let sum: u64 = unsafe { &*bytes }
         .iter()
         .step_by(4096)

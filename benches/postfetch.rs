@@ -21,7 +21,7 @@ use testkit::writer::{Gguf, Kv, Q4_K, Tensor};
 /// Layers of tokens per round; rounds.
 const LAYERS: usize = 60;
 const ROUNDS: usize = 5;
-/// How long the fetching thread looks out for work.
+/// How long the fetch thread busy-waits.
 const SPIN: Duration = Duration::from_millis(20);
 /// `enum ggml_type`: 17 bytes for 32 elements.
 const MXFP4: u32 = 39;
@@ -234,7 +234,7 @@ impl Run {
         spin: Duration,
         first: usize,
     ) {
-        // Page locks are made anew each round: while they last, the peer's memory is locked too.
+        // Page locks are taken again in each round: while they last, the peer's memory is locked too.
         let opened = device.clone();
         let mut options = options();
         options.config.spin = spin;
@@ -353,7 +353,7 @@ impl<'a> Naive<'a> {
             width: len,
             rows: 1,
         };
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         unsafe { self.device.copy_in(stream, copy).expect("a copy") };
     }
 
