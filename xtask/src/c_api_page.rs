@@ -106,13 +106,13 @@ fn kind(code: &str) -> Kind {
 /// Reads declarations with comments in the style of C99 (`//`) or Doxygen (`/** */`).
 fn items(header: &str) -> Result<Vec<Item>> {
     let mut items: Vec<Item> = Vec::new();
-    let (mut doc, mut code) = (Vec::new(), String::new());
+    let (mut doc, mut code) = (Vec::<String>::new(), String::new());
     let (mut in_comment, mut in_body) = (false, false);
     for line in header.lines() {
         let trimmed = line.trim();
         if in_comment || trimmed.starts_with("//") || trimmed.starts_with("/**") {
             in_comment = !trimmed.starts_with("//") && !trimmed.ends_with("*/");
-            doc.push(text(trimmed.trim_end_matches("*/")));
+            doc.push(markdown(text(trimmed.trim_end_matches("*/"))));
             continue;
         }
         let is_guard = ["extern", "#if", "#endif", "#include", "}  //"]
@@ -160,6 +160,18 @@ fn text(line: &str) -> &str {
     line.trim_start_matches([' ', '/', '*']).trim_end()
 }
 
+/// Turns the commands of Doxygen for parameters and results into items of a list.
+fn markdown(line: &str) -> String {
+    let parameter = line
+        .strip_prefix("@param ")
+        .and_then(|rest| rest.split_once(' '));
+    match (parameter, line.strip_prefix("@return ")) {
+        (Some((name, text)), _) => format!("- `{name}`: {text}"),
+        (None, Some(text)) => format!("- Result: {text}"),
+        (None, None) => line.to_owned(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -200,7 +212,9 @@ struct options {
 /**
  * Loads a model.
  *
- * `options` can be NULL.
+ * @param options NULL for
+ * the defaults.
+ * @return The model.
  */
 struct model *load(const char *path,
                    const struct options *options);
@@ -218,7 +232,7 @@ struct model *load(const char *path,
             "### model\n\n```c\nstruct model;\n```\n\nOpaque.\n",
             "### progress\n\n```c\ntypedef bool (*progress)(uint64_t done);\n```\n\nReceives progress.\n",
             "### options\n\nOptions.\n\n| field | meaning |\n|---|---|\n| `uint64_t ne[4]` | Either a \\| or nothing. |\n",
-            "### load\n\n```c\nstruct model *load(const char *path,\n                   const struct options *options);\n```\n\nLoads a model.\n\n`options` can be NULL.\n",
+            "### load\n\n```c\nstruct model *load(const char *path,\n                   const struct options *options);\n```\n\nLoads a model.\n\n- `options`: NULL for\nthe defaults.\n- Result: The model.\n",
         ] {
             assert!(page.contains(expected), "{expected} is not in {page}");
         }
