@@ -421,9 +421,7 @@ impl Store for HostStore<'_> {
         .map_err(Error::Busy)?;
         drop(replaced);
         Ok(Commit {
-            wait: switched.wait,
-            switch: switched.switch,
-            generation: switched.generation,
+            switched,
             effects: staged.effects,
         })
     }

@@ -25,11 +25,11 @@ use crate::device::{Device, HostDevice};
 use crate::error::{Error, Result};
 use crate::experts::ExpertName;
 use crate::gguf::{self, Access, GgufFile, Key, Strings, TypeInfo, Value};
-use crate::reload::{Engine, TrackedFile};
+use crate::reload::{Engine, Pauses, TrackedFile};
 
 pub use context::Context;
 pub use cut::Axis;
-pub use gate::{Evaluation, Pauses};
+pub use gate::Evaluation;
 pub use load::{LoadReport, Progress};
 pub use placement::{HOST, Layout, Placement};
 pub use tensor::{PartView, State, TensorView};

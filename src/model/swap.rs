@@ -430,41 +430,35 @@ impl Store for Model {
                 placement: self.describe(version),
             })
             .collect();
-        let mut generation = None;
         let switched = self.gate.switch(|| {
-            {
-                let mut versions = self.versions.write();
-                if !staged.still_fits(&versions) {
-                    return;
-                }
-                for (group, displaced) in &staged.groups {
-                    match displaced {
-                        true => versions.displaced.insert(*group),
-                        false => versions.displaced.remove(group),
-                    };
-                }
-                for (tensor, version, _) in &mut staged.next {
-                    let current = &mut versions.current[*tensor];
-                    std::mem::swap(&mut current.version, version);
-                    current.generation += 1;
-                }
-                versions.generation += 1;
-                generation = Some(versions.generation);
+            let mut versions = self.versions.write();
+            if !staged.still_fits(&versions) {
+                return Err(Error::Busy(
+                    "a tensor of a layer was loaded while the layer was being replaced; nothing changed, reload again",
+                ));
             }
-            generation
-                .into_iter()
-                .for_each(|generation| self.listeners.tell(generation));
-        })?;
+            for (group, displaced) in &staged.groups {
+                match displaced {
+                    true => versions.displaced.insert(*group),
+                    false => versions.displaced.remove(group),
+                };
+            }
+            for (tensor, version, _) in &mut staged.next {
+                let current = &mut versions.current[*tensor];
+                std::mem::swap(&mut current.version, version);
+                current.generation += 1;
+            }
+            versions.generation += 1;
+            let generation = versions.generation;
+            drop(versions);
+            self.listeners.tell(generation);
+            Ok(generation)
+        });
         // Freeing what was replaced takes longer than replacing it: evaluations do
         // not wait for it.
         drop(staged);
-        let generation = generation.ok_or(Error::Busy(
-            "a tensor of a layer was loaded while the layer was being replaced; nothing changed, reload again",
-        ))?;
         Ok(Commit {
-            wait: switched.wait,
-            switch: switched.switch,
-            generation,
+            switched: switched?,
             effects,
         })
     }

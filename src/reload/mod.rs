@@ -22,6 +22,7 @@ mod compare;
 mod content;
 mod detect;
 mod hash;
+mod pauses;
 mod report;
 mod store;
 mod tracked;
@@ -43,8 +44,9 @@ pub use budget::{Need, usable as usable_memory};
 pub use content::{Content, Defects, of_tensor as content_of};
 pub(crate) use hash::of_reads as hash_reads;
 pub use hash::{Hash, of_bytes as hash_bytes, of_source as hash_source};
+pub use pauses::Pauses;
 pub use report::{Cause, FileEvent, FileReport, Ignored, Outcome, Report, TensorReport, Times};
-pub use store::{Change, Commit, Effect, Job, NoRoom, StageError, Store};
+pub use store::{Change, Commit, Effect, Job, NoRoom, StageError, Store, Switched};
 pub use tracked::TrackedFile;
 
 /// What starts a reload.
