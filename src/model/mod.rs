@@ -79,7 +79,6 @@ pub struct Model {
     placement: Placement,
     /// Made when it is first needed: opening a model does without.
     plan: OnceCell<Plan>,
-    staging_bytes: u64,
     gate: Gate,
     listeners: context::Listeners,
     reload: Option<Engine>,
@@ -163,7 +162,6 @@ impl Model {
             devices: options.devices,
             placement: options.placement,
             plan: OnceCell::new(),
-            staging_bytes: options.staging_bytes,
             gate: Gate::default(),
             listeners: context::Listeners::default(),
             reload: None,
@@ -171,7 +169,7 @@ impl Model {
         if options.hotswap {
             let tensors = model.tensors.iter();
             let places = tensors.map(|tensor| (tensor.file as usize, tensor.info as usize));
-            model.reload = Some(Engine::new(&model.files, places));
+            model.reload = Some(Engine::new(&model.files, places, options.staging_bytes));
         }
         Ok(model)
     }

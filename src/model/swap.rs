@@ -17,8 +17,8 @@ use crate::error::{Error, Result};
 use crate::gguf::{FileId, Source, TypeInfo};
 use crate::parallel;
 use crate::reload::{
-    Change, Commit, Defects, Effect, Hash, Need, NoRoom, Outcome, Readers, Report, StageError,
-    Store, Trigger, content_of, hash_reads, hash_source,
+    Change, Commit, Defects, Effect, Hash, Need, OnOutOfMemory, Outcome, Readers, Report,
+    StageError, Store, Trigger, content_of, hash_reads, hash_source,
 };
 
 impl Model {
@@ -64,9 +64,9 @@ impl Model {
             let change = changes.iter().find(|change| change.tensor() == index);
             let current = self.current(index);
             let original = &self.tensors[index].original;
-            if let Some(Change::Swap(job)) = change {
-                let bytes = Bytes::File(job.source, job.offset);
-                let task = self.task(index, job.ty, job.nbytes, layout, bytes)?;
+            if let Some(Change::Swap(new_data)) = change {
+                let bytes = Bytes::File(new_data.source, new_data.offset);
+                let task = self.task(index, new_data.ty, new_data.nbytes, layout, bytes)?;
                 staged.tasks.push(task.outcome(Outcome::Swapped));
                 continue;
             }
@@ -234,7 +234,7 @@ impl Store for Model {
             .or_else(|| self.hash(&version))
     }
 
-    fn written_through(&self, tensor: usize, id: &FileId) -> Option<u64> {
+    fn modified_mapped_offset(&self, tensor: usize, id: &FileId) -> Option<u64> {
         let version = self.current(tensor);
         let Home::File {
             file,
@@ -286,15 +286,17 @@ impl Store for Model {
         }
         let is_host = |device: usize| self.devices[device].kind() == DeviceKind::Host;
         for change in changes {
-            let Change::Swap(job) = change else { continue };
+            let Change::Swap(new_data) = change else {
+                continue;
+            };
             // On a device if it is on one now, or is not loaded yet and there are any.
-            let on_host = match self.current(job.tensor).placed() {
+            let on_host = match self.current(new_data.tensor).placed() {
                 Some(placed) => placed.parts.iter().all(|part| is_host(part.device)),
                 None => (0..self.devices.len()).all(is_host),
             };
             match on_host {
-                true => need.host += job.nbytes,
-                false => need.device += job.nbytes,
+                true => need.host += new_data.nbytes,
+                false => need.device += new_data.nbytes,
             }
         }
         need
@@ -309,15 +311,11 @@ impl Store for Model {
         self.plan().group_of[tensor] as usize
     }
 
-    fn staging_bytes(&self) -> u64 {
-        self.staging_bytes
-    }
-
-    fn has_displaced(&self) -> bool {
-        !self.versions.read().displaced.is_empty()
-    }
-
-    fn stage(&self, changes: &[Change<'_>], no_room: NoRoom) -> Result<Option<Staged>, StageError> {
+    fn stage(
+        &self,
+        changes: &[Change<'_>],
+        on_out_of_memory: OnOutOfMemory,
+    ) -> Result<Option<Staged>, StageError> {
         let mut asked: BTreeMap<usize, Vec<Change<'_>>> = BTreeMap::new();
         for change in changes {
             let group = self.group(change.tensor());
@@ -330,7 +328,7 @@ impl Store for Model {
         for (group, changes) in asked {
             let ty = |index: usize| {
                 let new = changes.iter().find_map(|change| match change {
-                    Change::Swap(job) if job.tensor == index => Some(job.ty),
+                    Change::Swap(new_data) if new_data.tensor == index => Some(new_data.ty),
                     Change::Return(tensor) if *tensor == index => {
                         Some(self.tensors[index].original.ty)
                     }
@@ -346,7 +344,7 @@ impl Store for Model {
                 // A displaced group that nothing is asked of stays where it is.
                 Err(DeviceError::OutOfMemory { .. }) if changes.is_empty() => {}
                 Err(DeviceError::OutOfMemory { .. })
-                    if no_room == NoRoom::Fallback && elsewhere =>
+                    if on_out_of_memory == OnOutOfMemory::Fallback && elsewhere =>
                 {
                     let staged = self.stage_group(group, on_host, true, &changes);
                     groups.push(staged.map_err(stage_error)?);
@@ -417,6 +415,10 @@ impl Store for Model {
             }));
         }
         Ok(Some(staged))
+    }
+
+    fn stage_displaced(&self) -> Result<Option<Staged>, StageError> {
+        self.stage(&[], OnOutOfMemory::Fail)
     }
 
     fn commit(&self, mut staged: Staged) -> Result<Commit> {
