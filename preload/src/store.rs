@@ -30,10 +30,12 @@ pub fn revert(model: &Arc<Model>) -> Result<Report> {
     model.engine.revert(&HostStore(model))
 }
 
-/// Hash of what a model of the host evaluates with; reads what is not hashed yet if `read`
-/// says so. Then [`Model::reloading`] is to be held: the host must not free the model meanwhile.
-pub fn content_hash(model: &Arc<Model>, read: bool) -> Option<Hash> {
-    model.engine.content_hash(&HostStore(model), read)
+/// Hashes tensors of a model of the host from `next` on; see [`Engine::hash_some`].
+/// [`Model::reloading`] is to be held: the host must not free the model meanwhile.
+///
+/// [`Engine::hash_some`]: llama_sidecar::reload::Engine::hash_some
+pub fn hash_some(model: &Arc<Model>, next: &mut usize) -> bool {
+    model.engine.hash_some(&HostStore(model), next)
 }
 
 /// New places for instances, filled and not yet in use.
@@ -63,10 +65,6 @@ impl HostStore<'_> {
         let file = &self.0.files[tensor.file].gguf;
         file.source.advise_random();
         content_of(&file.source, &file.header.tensors[tensor.info]).ok()
-    }
-
-    fn file_hash(&self, tensor: usize) -> Option<Hash> {
-        self.file_content(tensor).map(|content| content.hash)
     }
 
     /// Shape of a tensor, as ggml takes it.
@@ -241,8 +239,6 @@ impl Store for HostStore<'_> {
         let mapped = tensor_of.instances.iter().filter(|i| i.mapped).count();
         let known = known.filter(|_| mapped == 0 || self.0.files[tensor_of.file].is_trusted());
         known.or_else(|| match mapped {
-            // The bytes in use are those of the mapped file, whatever was written there.
-            _ if mapped == tensor_of.instances.len() => self.file_hash(tensor),
             0 => self
                 .original_hash(tensor)
                 .or_else(|| self.resident_hash(tensor)),

@@ -25,6 +25,8 @@ mod hash;
 mod pauses;
 mod report;
 mod store;
+#[cfg(test)]
+mod tests;
 mod tracked;
 
 use std::collections::{HashMap, HashSet};
@@ -290,15 +292,36 @@ impl Engine {
         report.finish(began, result)
     }
 
-    /// Hash of the names, types, shapes and bytes of all tensors in use, in the order of
-    /// their names: equal for two models that evaluate alike. Reads what was not hashed yet
-    /// if `read` says so; `None` when a hash is missing, or a reload runs.
-    pub fn content_hash<S: Store>(&self, store: &S, read: bool) -> Option<Hash> {
-        let mut registry = match read {
+    /// Hashes tensors in use that were not hashed yet: as many as are read at a time, from
+    /// `next` on. Moves `next` behind them. Reloads and reverts can run between two calls.
+    ///
+    /// Returns `false` when the bytes of a tensor cannot be hashed, or were written in place
+    /// and no reload has seen that yet.
+    pub fn hash_some<S: Store>(&self, store: &S, next: &mut usize) -> bool {
+        let mut registry = self.state.lock();
+        let readers = store.readers();
+        let tensors = registry.tensors.iter_mut().enumerate().skip(*next);
+        let batch: Vec<_> = tensors.take(readers.threads.max(1)).collect();
+        *next += batch.len();
+        background::for_each(readers, batch, |(at, tensor)| {
+            let hash = store.live_hash(at, tensor.live_hash);
+            // Without one, what is known stays: the next reload compares with it.
+            tensor.live_hash = hash.or(tensor.live_hash);
+            hash.is_some() && store.is_wanted()
+        })
+    }
+
+    /// Returns a hash of the names, types, shapes and bytes of all tensors in use, in the order
+    /// of their names: equal for two models that evaluate alike.
+    ///
+    /// `None` when a tensor is not hashed yet ([`Engine::hash_some`]), or while a reload runs
+    /// unless `wait` says to wait for its end.
+    pub fn content_hash(&self, wait: bool) -> Option<Hash> {
+        let registry = match wait {
             true => self.state.lock(),
             false => self.state.try_lock()?,
         };
-        registry.content_hash(store, read)
+        registry.content_hash()
     }
 }
 
@@ -441,14 +464,7 @@ impl Registry {
         Ok(())
     }
 
-    fn content_hash<S: Store>(&mut self, store: &S, read: bool) -> Option<Hash> {
-        if read {
-            let tensors = self.tensors.iter_mut().enumerate();
-            background::for_each(store.readers(), tensors.collect(), |(at, tensor)| {
-                tensor.live_hash = store.live_hash(at, tensor.live_hash);
-                store.is_wanted()
-            });
-        }
+    fn content_hash(&self) -> Option<Hash> {
         let mut tensors: Vec<&Registered> = self.tensors.iter().collect();
         tensors.sort_by(|a, b| a.source.name.cmp(&b.source.name));
         let mut description = Vec::new();
