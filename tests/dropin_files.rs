@@ -280,23 +280,6 @@ fn revert_returns_everything_and_freezes() {
 }
 
 #[test]
-fn a_write_in_place_is_reported_although_the_content_was_hashed_since() {
-    let (_folder, path) = folder(&model(1.0));
-    let host = settled(&path, &[("LLAMA_HOTSWAP_POLL_MS", "0")]);
-    let hash = || host.control("hash")["models"][0]["content_hash"].clone();
-    let loaded = hash();
-    let mut file = std::fs::File::options().write(true).open(&path).unwrap();
-    std::io::Write::write_all(&mut file, &model(2.0).bytes()).unwrap();
-    file.set_modified(SystemTime::UNIX_EPOCH).unwrap();
-    assert!(hash().is_null(), "a reload looks at the file first");
-    let answer = host.control("reload");
-    assert_eq!(report(&answer)["in_place"], 1, "{answer}");
-    assert!(hash().is_string());
-    assert_ne!(hash(), loaded);
-    assert_eq!(host.end(), Some(0));
-}
-
-#[test]
 fn figures_are_what_prometheus_reads() {
     let (_folder, path) = folder(&model(1.0));
     let mut host = settled(&path, &[]);
