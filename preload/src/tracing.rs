@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llama_sidecar::config::Config;
-use llama_sidecar::experts::ExpertName;
+use llama_sidecar::experts::{ExpertIndex, ExpertName};
 use llama_sidecar::gguf::GgufFile;
 use llama_sidecar::logger::REQUESTED;
 use llama_sidecar::trace::{About, Ids, Layout, Trace, to_json, to_text, write};
@@ -70,7 +70,7 @@ impl ModelTrace {
         if !Config::get().traces() {
             return None;
         }
-        let layout = Layout::of(files);
+        let layout = Layout::of(&ExpertIndex::of(files));
         if layout.layers().is_empty() {
             return None;
         }

@@ -35,7 +35,7 @@ impl OwnedTrace {
 pub extern "C" fn llama_expert_trace_new(model: *const llama_model) -> *mut llama_expert_trace {
     let made = call(|| {
         let open = handle::get(model)?;
-        let layout = Layout::of(open.model.gguf_files());
+        let layout = Layout::of(open.model.experts());
         if layout.layers().is_empty() {
             return Err(Failure::new(
                 llama_sidecar_status::NotFound,

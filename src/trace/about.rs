@@ -1,7 +1,7 @@
 //! Whose experts are counted.
 
 use super::counters::Layout;
-use crate::experts::ExpertName;
+use crate::experts::ExpertIndex;
 use crate::gguf::{GgufFile, Value};
 
 /// Whose experts were counted.
@@ -62,15 +62,8 @@ impl About {
 }
 
 impl Layout {
-    /// The layers of a model that have routed experts.
-    pub fn of<'a>(files: impl IntoIterator<Item = &'a GgufFile>) -> Layout {
-        let experts = |file: &'a GgufFile| {
-            let tensors = file.header.tensors.iter();
-            tensors.filter_map(move |info| {
-                let name = ExpertName::parse(file.header.name(info).to_str().ok()?)?;
-                Some((name.layer, name.count(&info.ne)))
-            })
-        };
-        Layout::new(files.into_iter().flat_map(experts))
+    /// Returns the layers of a model that have routed experts.
+    pub fn of(experts: &ExpertIndex) -> Layout {
+        Layout::new(experts.layers())
     }
 }
