@@ -3,7 +3,7 @@
 use crate::device::ALIGNMENT;
 use crate::experts::{ExpertIndex, Projection};
 use crate::model::{HOST, Layout, Model, TensorView};
-use crate::trace::About;
+use crate::trace::ModelMeta;
 
 /// Experts per token where the file does not say.
 const USUAL_ACTIVE: u64 = 8;
@@ -49,7 +49,7 @@ impl Plan {
     pub fn of(model: &Model, active: u32) -> Plan {
         let mut plan = Plan {
             active: match active {
-                0 => About::of(model.gguf_files()).experts_used,
+                0 => ModelMeta::of(model.gguf_files()).experts_used,
                 active => u64::from(active),
             },
             ..Plan::default()
