@@ -4,14 +4,14 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use llama_sidecar::trace::{About, Figures, Snapshot, coverage, experts_for, from_json};
+use llama_sidecar::trace::{LayerStats, ModelMeta, Snapshot, coverage, experts_for, from_json};
 
 use crate::picture;
 
 /// One trace, or several of the same model added up.
 pub struct Traced {
     /// Whose it is.
-    pub about: About,
+    pub about: ModelMeta,
     /// What was counted.
     pub counts: Snapshot,
     /// What to call it: its files.
@@ -110,8 +110,12 @@ fn facts(traced: &Traced) -> Vec<(&'static str, String)> {
     let counts = &traced.counts;
     let experts: usize = counts.layers.iter().map(|layer| layer.experts.len()).sum();
     let used = traced.about.experts_used;
-    let figures: Vec<Figures> = counts.layers.iter().map(|l| Figures::of(l, used)).collect();
-    let mean = |of: &dyn Fn(&Figures) -> f64| {
+    let figures: Vec<LayerStats> = counts
+        .layers
+        .iter()
+        .map(|l| LayerStats::of(l, used))
+        .collect();
+    let mean = |of: &dyn Fn(&LayerStats) -> f64| {
         figures.iter().map(of).sum::<f64>() / figures.len().max(1) as f64
     };
     let needed = |share: f64| {
@@ -228,7 +232,7 @@ fn layers_table(body: &mut String, traced: &Traced) {
         "<div class=wide><table><tr><th>layer<th>tokens<th>evenness<th>share of top {used}<th>for 90 %<th>never used<th>most used</tr>"
     );
     for layer in &traced.counts.layers {
-        let figures = Figures::of(layer, used);
+        let figures = LayerStats::of(layer, used);
         let covered = coverage(&layer.experts);
         let needed = covered.iter().take_while(|&&sum| sum < 0.9 - 1e-12).count() + 1;
         let mut order: Vec<usize> = (0..layer.experts.len()).collect();
@@ -279,10 +283,10 @@ th{color:var(--soft);font-weight:500}svg{max-width:100%;height:auto}.wide svg{ma
 #[cfg(test)]
 mod tests {
     use super::*;
-    use llama_sidecar::trace::{Layout, Trace};
+    use llama_sidecar::trace::{ExpertLayout, Trace};
 
     fn traced(experts: u32, layers: u32) -> Traced {
-        let trace = Trace::new(Layout::new((0..layers).map(|layer| (layer, experts))));
+        let trace = Trace::new(ExpertLayout::new((0..layers).map(|layer| (layer, experts))));
         for layer in 0..layers {
             for expert in 0..experts {
                 for _ in 0..expert % 5 {
@@ -291,10 +295,10 @@ mod tests {
             }
         }
         Traced {
-            about: About {
+            about: ModelMeta {
                 name: "a <b>model</b>".into(),
                 experts_used: 2,
-                ..About::default()
+                ..ModelMeta::default()
             },
             counts: trace.snapshot(),
             label: "trace.json".into(),

@@ -23,7 +23,7 @@ use parking_lot::RwLock;
 
 use crate::device::{Device, HostDevice};
 use crate::error::{Error, Result};
-use crate::experts::ExpertName;
+use crate::experts::ExpertIndex;
 use crate::gguf::{self, Access, GgufFile, Key, Strings, TypeInfo, Value};
 use crate::reload::{Engine, Pauses, TrackedFile};
 
@@ -79,6 +79,8 @@ pub struct Model {
     placement: Placement,
     /// Made when it is first needed: opening a model does without.
     plan: OnceCell<Plan>,
+    /// Made when it is first needed, as the plan.
+    experts: OnceCell<ExpertIndex>,
     gate: Gate,
     listeners: context::Listeners,
     reload: Option<Engine>,
@@ -162,6 +164,7 @@ impl Model {
             devices: options.devices,
             placement: options.placement,
             plan: OnceCell::new(),
+            experts: OnceCell::new(),
             gate: Gate::default(),
             listeners: context::Listeners::default(),
             reload: None,
@@ -220,12 +223,22 @@ impl Model {
         self.layout(&self.versions.read(), index)
     }
 
+    /// Returns the model's expert tensors, as its files have them.
+    pub fn experts(&self) -> &ExpertIndex {
+        let index = || ExpertIndex::of(self.gguf_files());
+        self.experts.get_or_init(index)
+    }
+
     fn plan(&self) -> &Plan {
         self.plan.get_or_init(|| {
             let (mut targets, mut rows, mut experts) = (Vec::new(), Vec::new(), Vec::new());
+            let mut names = vec![None; self.tensors.len()];
+            for expert in self.experts().tensors() {
+                names[expert.tensor] = Some(expert.name);
+            }
             for (index, tensor) in self.tensors.iter().enumerate() {
                 let (name, ne) = (self.name(index).to_string_lossy(), tensor.original.ne);
-                let expert = ExpertName::parse(&name);
+                let expert = names[index];
                 targets.push(self.placement.target(&name, expert, &ne));
                 rows.push(placement::slice_rows(expert, &ne));
                 experts.push((expert, ne));
