@@ -7,12 +7,12 @@ use std::path::Path;
 use super::handle::{self, llama_expert_trace, llama_model};
 use super::status::{Failure, call, llama_sidecar_status, status};
 use super::{put_text, text};
-use crate::trace::{About, Ids, Layout, Trace, to_text, write};
+use crate::trace::{ExpertLayout, Ids, ModelMeta, Trace, to_text, write};
 
 /// Counters and whose experts they count.
 pub(super) struct OwnedTrace {
     counters: Trace,
-    about: About,
+    about: ModelMeta,
 }
 
 impl OwnedTrace {
@@ -35,7 +35,7 @@ impl OwnedTrace {
 pub extern "C" fn llama_expert_trace_new(model: *const llama_model) -> *mut llama_expert_trace {
     let made = call(|| {
         let open = handle::get(model)?;
-        let layout = Layout::of(open.model.gguf_files());
+        let layout = ExpertLayout::of(open.model.experts());
         if layout.layers().is_empty() {
             return Err(Failure::new(
                 llama_sidecar_status::NotFound,
@@ -44,7 +44,7 @@ pub extern "C" fn llama_expert_trace_new(model: *const llama_model) -> *mut llam
         }
         Ok(handle::new(OwnedTrace {
             counters: Trace::new(layout),
-            about: About::of(open.model.gguf_files()),
+            about: ModelMeta::of(open.model.gguf_files()),
         }))
     });
     made.unwrap_or(std::ptr::null_mut())
@@ -93,7 +93,7 @@ pub unsafe extern "C" fn llama_expert_trace_record_batch(
     status(|| {
         let owned = handle::get(trace)?;
         let layer = owned.position(layer)?;
-        let len = Ids::span(n_used, n_tokens, used_stride, token_stride)
+        let len = Ids::byte_len(n_used, n_tokens, used_stride, token_stride)
             .ok_or_else(|| Failure::argument("the matrix of ids is larger than memory"))?;
         if len == 0 {
             return Ok(());
