@@ -8,7 +8,7 @@ use super::handle::{self, Handle};
 use super::model::llama_model;
 use super::status::{Failure, call, llama_sidecar_status, status};
 use super::{put_text, text};
-use crate::trace::{About, Ids, Layout, Trace, to_text, write};
+use crate::trace::{ExpertLayout, Ids, ModelMeta, Trace, to_text, write};
 
 /// Usage counters for the routed experts of a model.
 pub struct llama_expert_trace {
@@ -23,7 +23,7 @@ impl Handle for llama_expert_trace {
 /// Counters and the model that they belong to.
 pub(super) struct OwnedTrace {
     counters: Trace,
-    about: About,
+    about: ModelMeta,
 }
 
 impl OwnedTrace {
@@ -49,7 +49,7 @@ impl OwnedTrace {
 pub extern "C" fn llama_expert_trace_new(model: *const llama_model) -> *mut llama_expert_trace {
     let made = call(|| {
         let open = handle::get(model)?;
-        let layout = Layout::of(open.model.gguf_files());
+        let layout = ExpertLayout::of(open.model.experts());
         if layout.layers().is_empty() {
             return Err(Failure::new(
                 llama_sidecar_status::NotFound,
@@ -58,7 +58,7 @@ pub extern "C" fn llama_expert_trace_new(model: *const llama_model) -> *mut llam
         }
         Ok(handle::new(OwnedTrace {
             counters: Trace::new(layout),
-            about: About::of(open.model.gguf_files()),
+            about: ModelMeta::of(open.model.gguf_files()),
         }))
     });
     made.unwrap_or(std::ptr::null_mut())
@@ -112,7 +112,7 @@ pub unsafe extern "C" fn llama_expert_trace_record_batch(
     status(|| {
         let owned = handle::get(trace)?;
         let layer = owned.position(layer)?;
-        let len = Ids::span(n_used, n_tokens, used_stride, token_stride)
+        let len = Ids::byte_len(n_used, n_tokens, used_stride, token_stride)
             .ok_or_else(|| Failure::argument("the matrix of ids is larger than memory"))?;
         if len == 0 {
             return Ok(());

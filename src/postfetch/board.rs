@@ -184,9 +184,9 @@ impl Board {
             return Err(Reason::Elsewhere);
         }
         let pitch = padded(slice.nbytes);
-        let most = match layer.is_merged() {
-            true => (TOGETHER / pitch.max(1)).max(1) as u32,
-            false => 1,
+        let most = match slice.parts {
+            1 => 1,
+            _ => (TOGETHER / pitch.max(1)).max(1) as u32,
         };
         let wanted = |expert: u32| {
             let cell = self.cells[layer.first_cell..].get(expert as usize);

@@ -280,7 +280,7 @@ impl PostFetch {
     /// The layer whose down-projections a tensor of the model holds: of base weights only.
     /// A tensor that a LoRA adapter or anybody else made is in no model, and is not fetched.
     pub fn layer_of(&self, tensor: usize) -> Option<u32> {
-        self.shared.plan.layer_of(tensor)
+        plan::layer_of(self.shared.model.experts(), tensor)
     }
 
     /// The model that it fetches from.
@@ -335,7 +335,7 @@ fn prepare(
             None,
             "through page-locked buffers (LLAMA_POSTFETCH_PAGE_LOCK=0)".into(),
         ),
-        true => match PageLocks::get(&device, model, plan) {
+        true => match PageLocks::get(&device, model) {
             Ok(pages) => {
                 let source = format!("from {} bytes page-locked in place", pages.bytes());
                 (Some(pages), source)

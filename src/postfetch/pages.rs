@@ -10,8 +10,8 @@ use std::sync::{Arc, Weak};
 use once_cell::sync::Lazy;
 use parking_lot::Mutex;
 
-use super::plan::Plan;
 use crate::device::{AsyncDevice, system_memory};
+use crate::experts::Projection;
 use crate::model::{Model, TensorView};
 
 /// Of any system that runs this: x86-64 and AArch64 as Linux distributions configure it
@@ -37,7 +37,6 @@ impl PageLocks {
     pub fn get(
         device: &Arc<dyn AsyncDevice>,
         model: &Arc<Model>,
-        plan: &Plan,
     ) -> Result<Arc<PageLocks>, String> {
         let mut all = ALL.lock();
         all.retain(|locks| locks.strong_count() > 0);
@@ -46,7 +45,11 @@ impl PageLocks {
             return Ok(locks);
         }
         drop(live);
-        let views: Vec<TensorView> = plan.tensors().map(|index| model.tensor(index)).collect();
+        let tensors = model.experts().tensors().iter();
+        let views: Vec<TensorView> = tensors
+            .filter(|tensor| tensor.name.projection == Projection::Down && tensor.experts > 0)
+            .map(|tensor| model.tensor(tensor.tensor))
+            .collect();
         let host = views.iter().filter_map(|view| model.host_bytes(view));
         let ranges = page_ranges(host.map(|bytes| (bytes.cast::<u8>() as usize, bytes.len())));
         let bytes: usize = ranges.iter().map(|range| range.1).sum();

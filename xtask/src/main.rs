@@ -7,7 +7,9 @@
 //! cargo xtask bench load | swap | dropin | trace | postfetch
 //! cargo xtask fixtures   download and make the models the tests use
 //! cargo xtask hosts      build the drop-in and the programs it is tested with
+//! cargo xtask prose      check the words of documentation, comments and messages
 //! cargo xtask header     write include/llama_sidecar.h
+//! cargo xtask docs       write the tables of variables in README.md and docs/post-fetch.md
 //! cargo xtask install --prefix DIR [--destdir DIR]
 //! cargo xtask check --abi | --package | --report | --asan | --valgrind | --fuzz MINUTES | --miri | --tsan | --soak MINUTES
 //! ```
@@ -21,12 +23,14 @@ mod install;
 mod llama_cpp;
 mod older;
 mod packaging;
+mod prose;
 mod report;
 mod run;
 mod sanitize;
 mod soak;
 mod suite;
 mod tsan;
+mod variables;
 
 use std::path::PathBuf;
 
@@ -58,8 +62,11 @@ fn main() -> Result<()> {
             cmake::build_hosts()?;
             llama_cpp::make().map(|_| ())
         }
+        ["prose"] => prose::check(),
         ["header"] => header::write(),
         ["header", "--check"] => header::check(),
+        ["docs"] => variables::write(),
+        ["docs", "--check"] => variables::check(),
         ["install", "--prefix", prefix] => install::install(&std::path::absolute(prefix)?),
         ["install", "--prefix", prefix, "--destdir", folder] => {
             let folder = std::path::absolute(folder)?;
@@ -75,7 +82,7 @@ fn main() -> Result<()> {
         ["check", "--soak", minutes] => soak::run(minutes.parse()?),
         ["check", "--fuzz", minutes] => sanitize::fuzz(minutes.parse()?),
         _ => bail!(
-            "usage: cargo xtask demo | test | bench [NAME] | fixtures | hosts | header [--check] | install --prefix DIR [--destdir DIR] | check --abi|--package|--report|--asan|--valgrind|--fuzz MINUTES|--miri|--tsan|--soak MINUTES"
+            "usage: cargo xtask demo | test | bench [NAME] | fixtures | hosts | prose | header [--check] | docs [--check] | install --prefix DIR [--destdir DIR] | check --abi|--package|--report|--asan|--valgrind|--fuzz MINUTES|--miri|--tsan|--soak MINUTES"
         ),
     }
 }
