@@ -7,7 +7,7 @@ use super::handle::{self, llama_model, llama_postfetch};
 use super::status::{Failure, call, llama_sidecar_status, status};
 use super::{SizedStruct, fill, put, put_text, read};
 use crate::device::{AsyncDevice, DeviceError, Stream};
-use crate::postfetch::{Answer, Options, PostFetch, Reason, State};
+use crate::postfetch::{Acquired, Options, PostFetch, Reason, State};
 use std::sync::Arc;
 
 /// How to fetch. Fill it with llama_postfetch_default_params first.
@@ -73,7 +73,7 @@ impl llama_postfetch_params {
             n_active: options.active,
             scratchpad_bytes: config.scratchpad_bytes,
             spin_us: config.spin.as_micros() as u64,
-            patience_us: options.patience.as_micros() as u64,
+            patience_us: options.timeout.as_micros() as u64,
         }
     }
 
@@ -98,7 +98,7 @@ impl llama_postfetch_params {
                 debug: self.debug,
             },
             active: self.n_active,
-            patience: Duration::from_micros(self.patience_us),
+            timeout: Duration::from_micros(self.patience_us),
         })
     }
 }
@@ -290,8 +290,8 @@ unsafe impl SizedStruct for llama_postfetch_answer {
     const FIRST: usize = 80;
 }
 
-impl From<Answer> for llama_postfetch_answer {
-    fn from(answer: Answer) -> llama_postfetch_answer {
+impl From<Acquired> for llama_postfetch_answer {
+    fn from(answer: Acquired) -> llama_postfetch_answer {
         let expert = answer.expert;
         let host = expert.and_then(|expert| expert.host);
         llama_postfetch_answer {
@@ -322,7 +322,7 @@ impl From<Answer> for llama_postfetch_answer {
 unsafe fn put_answer(
     postfetch: *const llama_postfetch,
     answer: *mut llama_postfetch_answer,
-    ask: impl FnOnce(&PostFetch) -> Answer,
+    ask: impl FnOnce(&PostFetch) -> Acquired,
 ) -> llama_sidecar_status {
     status(|| {
         let found = ask(&*handle::get(postfetch)?);
