@@ -34,7 +34,7 @@ use serde_json::{Value, json};
 
 use crate::gate::Obstacle;
 use crate::registry::{Instance, Model};
-use crate::{evaluations, gate, metrics, placement, registry, reloads, service, store, tracing};
+use crate::{evaluations, gate, metrics, placement, registry, reloads, service, tracing};
 
 /// The longest request; ours have less than 100 bytes.
 const LONGEST_LINE: u64 = 4096;
@@ -294,7 +294,7 @@ fn model_status(model: &Arc<Model>) -> Value {
             "seconds": blocked.since.elapsed().as_secs_f64(),
             "attempts": blocked.attempts,
         })),
-        "content_hash": store::content_hash(model, false).map(|hash| format!("{hash:032x}")),
+        "content_hash": model.engine.content_hash(false).map(|hash| format!("{hash:032x}")),
     })
 }
 

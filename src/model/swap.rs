@@ -17,8 +17,8 @@ use crate::error::{Error, Result};
 use crate::gguf::{FileId, Source, TypeInfo};
 use crate::parallel;
 use crate::reload::{
-    Change, Commit, Defects, Effect, Hash, Need, NoRoom, Outcome, Readers, Report, SourceFile,
-    SourceTensor, StageError, Store, Trigger, content_of, hash_reads, hash_source,
+    Change, Commit, Defects, Effect, Hash, Need, OnOutOfMemory, Outcome, Readers, Report,
+    StageError, Store, Trigger, content_of, hash_reads, hash_source,
 };
 
 impl Model {
@@ -32,24 +32,6 @@ impl Model {
         engine.reload(self, Trigger::Command)
     }
 
-    pub(super) fn registry(&self) -> (Vec<SourceFile>, Vec<SourceTensor>) {
-        let files = self.files.iter().map(|file| SourceFile {
-            path: file.gguf.source.path().to_owned(),
-            id: file.gguf.source.id(),
-        });
-        let tensors = self.tensors.iter().enumerate().map(|(index, tensor)| {
-            let header = &self.files[tensor.file as usize].gguf.header;
-            let info = &header.tensors[tensor.info as usize];
-            SourceTensor {
-                name: self.name(index).to_owned(),
-                file: tensor.file as usize,
-                ty: info.ty,
-                ne: info.ne,
-            }
-        });
-        (files.collect(), tensors.collect())
-    }
-
     /// Hash of the bytes of a version, or `None` when they cannot be trusted.
     fn hash(&self, version: &Version) -> Option<Hash> {
         if let Some(placed) = version.placed() {
@@ -60,12 +42,7 @@ impl Model {
         };
         let source = &self.files[file].gguf.source;
         let hash = hash_source(source, offset, version.nbytes).ok();
-        hash.filter(|_| self.is_trusted(file))
-    }
-
-    fn is_trusted(&self, file: usize) -> bool {
-        let file = &self.files[file];
-        file.gguf.source.has_stamp_of(&file.trusted.lock())
+        hash.filter(|_| self.files[file].is_trusted())
     }
 
     /// Lays out one group and allocates what is new; its bytes are filled in later.
@@ -87,9 +64,9 @@ impl Model {
             let change = changes.iter().find(|change| change.tensor() == index);
             let current = self.current(index);
             let original = &self.tensors[index].original;
-            if let Some(Change::Swap(job)) = change {
-                let bytes = Bytes::File(job.source, job.offset);
-                let task = self.task(index, job.ty, job.nbytes, layout, bytes)?;
+            if let Some(Change::Swap(new_data)) = change {
+                let bytes = Bytes::File(new_data.source, new_data.offset);
+                let task = self.task(index, new_data.ty, new_data.nbytes, layout, bytes)?;
                 staged.tasks.push(task.outcome(Outcome::Swapped));
                 continue;
             }
@@ -249,7 +226,7 @@ impl Store for Model {
     fn live_hash(&self, tensor: usize, known: Option<Hash>) -> Option<Hash> {
         let version = self.current(tensor);
         let unchangeable = match version.home {
-            Home::File { file, .. } => version.placed().is_some() || self.is_trusted(file),
+            Home::File { file, .. } => version.placed().is_some() || self.files[file].is_trusted(),
             Home::Private { .. } => true,
         };
         known
@@ -257,7 +234,7 @@ impl Store for Model {
             .or_else(|| self.hash(&version))
     }
 
-    fn written_through(&self, tensor: usize, id: &FileId) -> Option<u64> {
+    fn modified_mapped_offset(&self, tensor: usize, id: &FileId) -> Option<u64> {
         let version = self.current(tensor);
         let Home::File {
             file,
@@ -268,8 +245,9 @@ impl Store for Model {
         else {
             return None;
         };
-        let trusted = self.files[*file].trusted.lock();
-        let written = trusted.same_inode(id) && !id.unwritten_since(&trusted);
+        // In this order: a load that ends in between is published only if the file was not
+        // written, and makes that sure while it holds the trusted identity.
+        let written = self.files[*file].is_write_in_place(id);
         (written && loaded.get().is_none()).then_some(*offset)
     }
 
@@ -292,15 +270,10 @@ impl Store for Model {
     fn original_defects(&self, tensor: usize) -> Option<Defects> {
         let tensor = &self.tensors[tensor];
         let file = &self.files[tensor.file as usize];
-        let (source, trusted) = (&file.gguf.source, *file.trusted.lock());
         let info = &file.gguf.header.tensors[tensor.info as usize];
-        let content = content_of(source, info).ok()?;
-        // Bytes that were copied do not follow the file.
-        let unwritten = match tensor.original.placed() {
-            Some(_) => source.is_unwritten_since(&trusted),
-            None => source.has_stamp_of(&trusted),
-        };
-        unwritten.then_some(content.defects)
+        let content = content_of(&file.gguf.source, info).ok()?;
+        let copied = tensor.original.placed().is_some();
+        file.holds_bytes_in_use(copied).then_some(content.defects)
     }
 
     fn need(&self, changes: &[Change<'_>]) -> Need {
@@ -313,15 +286,17 @@ impl Store for Model {
         }
         let is_host = |device: usize| self.devices[device].kind() == DeviceKind::Host;
         for change in changes {
-            let Change::Swap(job) = change else { continue };
+            let Change::Swap(new_data) = change else {
+                continue;
+            };
             // On a device if it is on one now, or is not loaded yet and there are any.
-            let on_host = match self.current(job.tensor).placed() {
+            let on_host = match self.current(new_data.tensor).placed() {
                 Some(placed) => placed.parts.iter().all(|part| is_host(part.device)),
                 None => (0..self.devices.len()).all(is_host),
             };
             match on_host {
-                true => need.host += job.nbytes,
-                false => need.device += job.nbytes,
+                true => need.host += new_data.nbytes,
+                false => need.device += new_data.nbytes,
             }
         }
         need
@@ -336,15 +311,11 @@ impl Store for Model {
         self.plan().group_of[tensor] as usize
     }
 
-    fn staging_bytes(&self) -> u64 {
-        self.staging_bytes
-    }
-
-    fn has_displaced(&self) -> bool {
-        !self.versions.read().displaced.is_empty()
-    }
-
-    fn stage(&self, changes: &[Change<'_>], no_room: NoRoom) -> Result<Option<Staged>, StageError> {
+    fn stage(
+        &self,
+        changes: &[Change<'_>],
+        on_out_of_memory: OnOutOfMemory,
+    ) -> Result<Option<Staged>, StageError> {
         let mut asked: BTreeMap<usize, Vec<Change<'_>>> = BTreeMap::new();
         for change in changes {
             let group = self.group(change.tensor());
@@ -357,7 +328,7 @@ impl Store for Model {
         for (group, changes) in asked {
             let ty = |index: usize| {
                 let new = changes.iter().find_map(|change| match change {
-                    Change::Swap(job) if job.tensor == index => Some(job.ty),
+                    Change::Swap(new_data) if new_data.tensor == index => Some(new_data.ty),
                     Change::Return(tensor) if *tensor == index => {
                         Some(self.tensors[index].original.ty)
                     }
@@ -373,7 +344,7 @@ impl Store for Model {
                 // A displaced group that nothing is asked of stays where it is.
                 Err(DeviceError::OutOfMemory { .. }) if changes.is_empty() => {}
                 Err(DeviceError::OutOfMemory { .. })
-                    if no_room == NoRoom::Fallback && elsewhere =>
+                    if on_out_of_memory == OnOutOfMemory::Fallback && elsewhere =>
                 {
                     let staged = self.stage_group(group, on_host, true, &changes);
                     groups.push(staged.map_err(stage_error)?);
@@ -446,6 +417,10 @@ impl Store for Model {
         Ok(Some(staged))
     }
 
+    fn stage_displaced(&self) -> Result<Option<Staged>, StageError> {
+        self.stage(&[], OnOutOfMemory::Fail)
+    }
+
     fn commit(&self, mut staged: Staged) -> Result<Commit> {
         self.gate.check_can_switch()?;
         let effects: Vec<Effect> = staged
@@ -457,49 +432,40 @@ impl Store for Model {
                 placement: self.describe(version),
             })
             .collect();
-        let mut generation = None;
         let switched = self.gate.switch(|| {
-            {
-                let mut versions = self.versions.write();
-                if !staged.still_fits(&versions) {
-                    return;
-                }
-                for (group, displaced) in &staged.groups {
-                    match displaced {
-                        true => versions.displaced.insert(*group),
-                        false => versions.displaced.remove(group),
-                    };
-                }
-                for (tensor, version, _) in &mut staged.next {
-                    let current = &mut versions.current[*tensor];
-                    std::mem::swap(&mut current.version, version);
-                    current.generation += 1;
-                }
-                versions.generation += 1;
-                generation = Some(versions.generation);
+            let mut versions = self.versions.write();
+            if !staged.still_fits(&versions) {
+                return Err(Error::Busy(
+                    "a tensor of a layer was loaded while the layer was being replaced; nothing changed, reload again",
+                ));
             }
-            generation
-                .into_iter()
-                .for_each(|generation| self.listeners.tell(generation));
-        })?;
+            for (group, displaced) in &staged.groups {
+                match displaced {
+                    true => versions.displaced.insert(*group),
+                    false => versions.displaced.remove(group),
+                };
+            }
+            for (tensor, version, _) in &mut staged.next {
+                let current = &mut versions.current[*tensor];
+                std::mem::swap(&mut current.version, version);
+                current.generation += 1;
+            }
+            versions.generation += 1;
+            let generation = versions.generation;
+            drop(versions);
+            self.listeners.tell(generation);
+            Ok(generation)
+        });
         // Freeing what was replaced takes longer than replacing it: evaluations do
         // not wait for it.
         drop(staged);
-        let generation = generation.ok_or(Error::Busy(
-            "a tensor of a layer was loaded while the layer was being replaced; nothing changed, reload again",
-        ))?;
         Ok(Commit {
-            wait: switched.wait,
-            switch: switched.switch,
-            generation,
+            switched: switched?,
             effects,
         })
     }
 
     fn trust(&self, file: usize, id: FileId) {
-        let file = &self.files[file];
-        if file.gguf.source.id().same_inode(&id) {
-            *file.trusted.lock() = id;
-        }
+        self.files[file].trust(id);
     }
 }
