@@ -236,7 +236,7 @@ fn the_policy_holds_for_real_copies() {
                 fetch.schedule(0, &[2]);
                 let expected = match (enable, force_cpu, block) {
                     (false, ..) => (State::CpuOnly, Reason::Disabled),
-                    (_, true, _) => (State::CpuOnly, Reason::Forced),
+                    (_, true, _) => (State::CpuOnly, Reason::ForcedCpu),
                     (.., true) => (State::GpuReady, Reason::None),
                     (.., false) => (State::CopyInFlight, Reason::Missed),
                 };
@@ -288,13 +288,13 @@ fn ids_repeat_and_are_nonsense() {
         (1, 8, Reason::None),
         (1, 11, Reason::None),
         (1, 3, Reason::NotScheduled),
-        (1, 16, Reason::Foreign),
-        (1, u32::MAX, Reason::Foreign),
-        (7, 0, Reason::Foreign),
+        (1, 16, Reason::NotAnExpert),
+        (1, u32::MAX, Reason::NotAnExpert),
+        (7, 0, Reason::NotAnExpert),
     ] {
         let answer = fetch.acquire(layer, expert);
         assert_eq!(answer.reason, reason, "{layer} {expert}");
-        assert_eq!(answer.expert.is_none(), reason == Reason::Foreign);
+        assert_eq!(answer.expert.is_none(), reason == Reason::NotAnExpert);
     }
     fetch.release(1, 8);
     fetch.release(1, 8);
@@ -439,7 +439,7 @@ fn what_is_on_a_device_already_is_not_fetched() {
     assert!(expert_bytes(&model, 0, 5) == right);
     let fetch = fetch(&model, 0, |_| ());
     fetch.schedule(0, &[5]);
-    assert_eq!(fetch.acquire(0, 5).reason, Reason::Elsewhere);
+    assert_eq!(fetch.acquire(0, 5).reason, Reason::NotInHostMemory);
     drop(fetch);
     model_file(2).replace(&bench.path).unwrap();
     set_time(&bench.path, 1 << 19);

@@ -267,16 +267,16 @@ impl From<Reason> for llama_postfetch_reason {
         match reason {
             Reason::None => llama_postfetch_reason::None,
             Reason::Disabled => llama_postfetch_reason::Disabled,
-            Reason::Forced => llama_postfetch_reason::Forced,
+            Reason::ForcedCpu => llama_postfetch_reason::Forced,
             Reason::NoDevice => llama_postfetch_reason::NoDevice,
-            Reason::Foreign => llama_postfetch_reason::Foreign,
+            Reason::NotAnExpert => llama_postfetch_reason::Foreign,
             Reason::NotScheduled => llama_postfetch_reason::NotScheduled,
             Reason::NoRoom => llama_postfetch_reason::NoRoom,
             Reason::Missed => llama_postfetch_reason::Missed,
             Reason::ReadFailed => llama_postfetch_reason::ReadFailed,
             Reason::DeviceFailed => llama_postfetch_reason::DeviceFailed,
             Reason::TimedOut => llama_postfetch_reason::TimedOut,
-            Reason::Elsewhere => llama_postfetch_reason::Elsewhere,
+            Reason::NotInHostMemory => llama_postfetch_reason::Elsewhere,
         }
     }
 }

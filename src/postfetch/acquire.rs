@@ -70,7 +70,7 @@ pub(super) fn acquire(shared: &Shared, layer: u32, expert: u32, access: Access) 
         _ => {
             let planned = shared.plan.layer(layer);
             let reason = match planned.and_then(|planned| planned.slot(expert)) {
-                None => Reason::Foreign,
+                None => Reason::NotAnExpert,
                 Some(_) => shared.initial_fallback,
             };
             on_cpu(shared, (layer, expert), State::CpuOnly, reason, 0)

@@ -1,6 +1,6 @@
 //! The choice between device and CPU, and its reasons.
 
-/// Progress of an expert's copy. The numbers are those of the C interface.
+/// Progress of an expert's copy, with the numbers of `enum llama_postfetch_state`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum State {
@@ -12,7 +12,7 @@ pub enum State {
     GpuReady = 2,
 }
 
-/// Reason to compute an expert on the CPU. The numbers and names are those of the C interface.
+/// Reason to compute an expert on the CPU, with the numbers of `enum llama_postfetch_reason`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Reason {
@@ -21,11 +21,11 @@ pub enum Reason {
     /// Post-fetch is disabled (`LLAMA_POSTFETCH_ENABLE=0`).
     Disabled = 1,
     /// The CPU is forced for all experts (`LLAMA_POSTFETCH_FORCE_CPU=1`).
-    Forced = 2,
+    ForcedCpu = 2,
     /// No driver, no device, no memory for the scratchpad, or the device is unused after errors.
     NoDevice = 3,
     /// Not an expert of the model: the layer has no routed experts, or fewer.
-    Foreign = 4,
+    NotAnExpert = 4,
     /// Not scheduled, or released.
     NotScheduled = 5,
     /// The scratchpad is full.
@@ -39,7 +39,7 @@ pub enum Reason {
     /// The copy took longer than the timeout.
     TimedOut = 10,
     /// Not in host memory: the tensor is on a device already.
-    Elsewhere = 11,
+    NotInHostMemory = 11,
 }
 
 impl Reason {
@@ -47,33 +47,33 @@ impl Reason {
     pub const ALL: [Reason; 12] = [
         Reason::None,
         Reason::Disabled,
-        Reason::Forced,
+        Reason::ForcedCpu,
         Reason::NoDevice,
-        Reason::Foreign,
+        Reason::NotAnExpert,
         Reason::NotScheduled,
         Reason::NoRoom,
         Reason::Missed,
         Reason::ReadFailed,
         Reason::DeviceFailed,
         Reason::TimedOut,
-        Reason::Elsewhere,
+        Reason::NotInHostMemory,
     ];
 
-    /// Returns the name that statistics use.
+    /// Returns the name in the statistics.
     pub fn name(self) -> &'static str {
         match self {
             Reason::None => "none",
             Reason::Disabled => "disabled",
-            Reason::Forced => "forced",
+            Reason::ForcedCpu => "forced",
             Reason::NoDevice => "no_device",
-            Reason::Foreign => "foreign",
+            Reason::NotAnExpert => "foreign",
             Reason::NotScheduled => "not_scheduled",
             Reason::NoRoom => "no_room",
             Reason::Missed => "missed",
             Reason::ReadFailed => "read_failed",
             Reason::DeviceFailed => "device_failed",
             Reason::TimedOut => "timed_out",
-            Reason::Elsewhere => "elsewhere",
+            Reason::NotInHostMemory => "elsewhere",
         }
     }
 }

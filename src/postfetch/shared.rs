@@ -78,7 +78,7 @@ impl Shared {
         let (initial_fallback, opened) = if !config.enable {
             (Reason::Disabled, Err("LLAMA_POSTFETCH_ENABLE=0".into()))
         } else if config.force_cpu {
-            (Reason::Forced, Err("LLAMA_POSTFETCH_FORCE_CPU=1".into()))
+            (Reason::ForcedCpu, Err("LLAMA_POSTFETCH_FORCE_CPU=1".into()))
         } else {
             let opened = DeviceState::open(&model, &plan, config, open);
             (Reason::NoDevice, opened)

@@ -249,9 +249,9 @@ impl TransferTable {
         expert: u32,
         done: &mut Scheduled,
     ) -> Result<(), Reason> {
-        let weights = layer.weights(model, expert).ok_or(Reason::Foreign)?;
+        let weights = layer.weights(model, expert).ok_or(Reason::NotAnExpert)?;
         if !weights.is_on_host() {
-            return Err(Reason::Elsewhere);
+            return Err(Reason::NotInHostMemory);
         }
         let pitch = padded(weights.nbytes);
         let most = match weights.parts {
