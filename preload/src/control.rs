@@ -32,9 +32,9 @@ use llama_sidecar::reload::{FileEvent, FileReport, Outcome, Report, Trigger};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
-use crate::gate::Obstacle;
-use crate::registry::{Instance, Model};
-use crate::{evaluations, gate, metrics, placement, registry, reloads, service, store, tracing};
+use crate::barrier::Obstacle;
+use crate::models::{Instance, Model};
+use crate::{barrier, expert_trace, lifecycle, metrics, models, placement, reloader, sched, store};
 
 /// The longest request; ours have less than 100 bytes.
 const LONGEST_LINE: u64 = 4096;
@@ -52,7 +52,7 @@ pub fn start(path: &Path) {
     match listen(path) {
         Ok((listener, identity)) => {
             *OURS.lock() = Some((path.to_owned(), identity));
-            service::spawn("llama-sidecar-c", move || serve(&listener));
+            lifecycle::spawn("llama-sidecar-c", move || serve(&listener));
         }
         Err(error) => log::error!(
             "LLAMA_SIDECAR_CONTROL={}: cannot listen there: {error}; there is no control socket",
@@ -165,7 +165,7 @@ fn serve(listener: &UnixListener) {
             CLIENTS.fetch_sub(1, Ordering::Relaxed);
             continue;
         }
-        let started = service::spawn("llama-sidecar-c", move || {
+        let started = lifecycle::spawn("llama-sidecar-c", move || {
             let _ = converse(&client);
             CLIENTS.fetch_sub(1, Ordering::Relaxed);
         });
@@ -215,24 +215,24 @@ fn answer(line: &[u8]) -> Result<Value, String> {
         Some("ping") => Ok(json!({"ok": true})),
         Some("status") => Ok(status()),
         Some("reload") => Ok(with_each_model(|model| {
-            reloads::reload(model, Trigger::Command)
+            reloader::reload(model, Trigger::Command)
         })),
         Some("revert") => {
-            reloads::freeze();
-            Ok(with_each_model(reloads::revert))
+            reloader::freeze();
+            Ok(with_each_model(reloader::revert))
         }
         Some("unfreeze") => {
-            reloads::unfreeze();
+            reloader::unfreeze();
             Ok(json!({"ok": true}))
         }
         Some("hash") => Ok(hashes()),
         Some("metrics") => Ok(json!({"ok": true, "text": metrics::text()})),
         Some("trace") => match Config::get().traces() {
-            true => Ok(json!({"ok": true, "traces": tracing::as_json()})),
+            true => Ok(json!({"ok": true, "traces": expert_trace::as_json()})),
             false => Err("start the host with LLAMA_EXPERT_TRACE_STATS=1".into()),
         },
         Some("trace-reset") => {
-            tracing::reset();
+            expert_trace::reset();
             Ok(json!({"ok": true}))
         }
         _ => Err("expected \"cmd\" to be ping, status, reload, revert, unfreeze, hash, metrics, trace or trace-reset".into()),
@@ -240,20 +240,20 @@ fn answer(line: &[u8]) -> Result<Value, String> {
 }
 
 fn status() -> Value {
-    let pauses = gate::pauses();
-    let models = registry::models();
+    let pauses = barrier::pauses();
+    let models = models::models();
     let models: Vec<Value> = models.iter().map(model_status).collect();
     json!({
         "ok": true,
         "version": env!("CARGO_PKG_VERSION"),
         "pid": std::process::id(),
-        "evaluations": evaluations::count(),
-        "generation": gate::generation(),
-        "graphs_renewed": evaluations::renewed(),
+        "evaluations": sched::count(),
+        "generation": barrier::generation(),
+        "graphs_renewed": sched::renewed(),
         "pauses": pauses.count,
         "longest_pause_us": pauses.longest.as_micros() as u64,
-        "frozen": reloads::is_frozen(),
-        "waiting": gate::waiting_for().map(|(obstacle, since)| json!({
+        "frozen": reloader::is_frozen(),
+        "waiting": barrier::waiting_for().map(|(obstacle, since)| json!({
             "obstacle": obstacle.map(Obstacle::name),
             "seconds": since.as_secs_f64(),
         })),
@@ -288,7 +288,7 @@ fn model_status(model: &Arc<Model>) -> Value {
         "on_original": model.tensors.len() - changed.len(),
         "changed": changed,
         "private_bytes": model.private_bytes(),
-        "blocked": reloads::blocked(model).map(|blocked| json!({
+        "blocked": reloader::blocked(model).map(|blocked| json!({
             "cause": blocked.cause.name(),
             "error": blocked.error,
             "seconds": blocked.since.elapsed().as_secs_f64(),
@@ -300,8 +300,8 @@ fn model_status(model: &Arc<Model>) -> Value {
 
 /// A content hash of each model. Reads a model that was never swapped as a whole.
 fn hashes() -> Value {
-    let hashes = registry::models().into_iter().map(|model| {
-        let hash = reloads::read_content_hash(&model);
+    let hashes = models::models().into_iter().map(|model| {
+        let hash = reloader::read_content_hash(&model);
         json!({
             "model": model.number,
             "content_hash": hash.map(|hash| format!("{hash:032x}")),
@@ -326,7 +326,7 @@ fn state(model: &Model, instance: &Instance) -> &'static str {
 fn with_each_model(work: impl Fn(&Arc<Model>) -> Result<Report, Error>) -> Value {
     let mut reports = Vec::new();
     let mut ok = true;
-    for model in registry::models() {
+    for model in models::models() {
         match work(&model) {
             Ok(report) => {
                 let taken = |file: &FileReport| file.event() == FileEvent::Taken;

@@ -16,12 +16,12 @@ use std::path::Path;
 
 use llama_sidecar::logger;
 
-use crate::evaluations::Evaluation;
+use crate::caller::{Arguments, Origin, path_of_stream};
 use crate::ggml::{
     Backend, Buffer, Context, Ggml, Graph, STATUS_FAILED, STATUS_SUCCESS, Sched, Tensor,
 };
-use crate::origin::{Arguments, Origin, path_of_stream};
-use crate::{logits, registry, reloads, service};
+use crate::sched::Evaluation;
+use crate::{lifecycle, logits, models, reloader};
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 compile_error!("the drop-in works on Linux x86-64 only");
@@ -166,7 +166,7 @@ fn destination(hook: usize, return_address: usize, arguments: &Arguments) -> *co
         _ => return missing(hook, origin),
     };
     let wanted =
-        service::is_on() && !INSIDE.get() && (OPENS.contains(&hook) || !registry::is_empty());
+        lifecycle::is_on() && !INSIDE.get() && (OPENS.contains(&hook) || !models::is_empty());
     if !wanted {
         return real;
     }
@@ -268,7 +268,7 @@ impl Call {
 /// it is the last thing that the drop-in does.
 fn guarded(work: impl FnOnce()) {
     if std::panic::catch_unwind(AssertUnwindSafe(work)).is_err() {
-        service::give_up();
+        lifecycle::give_up();
     }
 }
 
@@ -319,7 +319,7 @@ unsafe extern "C-unwind" fn gguf_stream_opened(
 fn opened_file(call: &Call, path: &Path) {
     // The host may change its folder later.
     if let Ok(path) = std::path::absolute(path) {
-        guarded(|| registry::file_opened(call.ggml, &path));
+        guarded(|| models::file_opened(call.ggml, &path));
     }
 }
 
@@ -332,9 +332,9 @@ unsafe extern "C-unwind" fn tensor_alloc(
     let real = meant!(call, *mut Buffer, *mut Tensor, *mut c_void);
     // SAFETY: the arguments as they came.
     let result = unsafe { real(buffer, tensor, address) };
-    if registry::is_loading() {
+    if models::is_loading() {
         // SAFETY: the tensor was just placed.
-        guarded(|| unsafe { registry::tensor_placed(call.ggml, tensor, buffer) });
+        guarded(|| unsafe { models::tensor_placed(call.ggml, tensor, buffer) });
     }
     result
 }
@@ -354,7 +354,7 @@ unsafe extern "C-unwind" fn buffer_free(buffer: *mut Buffer) -> usize {
     if !buffer.is_null() {
         guarded(|| {
             Evaluation::output_freed(buffer as usize);
-            registry::buffer_freed(buffer);
+            models::buffer_freed(buffer);
         });
     }
     let real = meant!(call, *mut Buffer);
@@ -377,7 +377,7 @@ unsafe extern "C-unwind" fn context_free(context: *mut Context) -> usize {
             // SAFETY: the host has not freed it yet.
             let range = unsafe { call.ggml.memory(context) };
             Evaluation::tensors_freed(&range);
-            registry::tensors_freed(&range);
+            models::tensors_freed(&range);
         });
     }
     let real = meant!(call, *mut Context);
@@ -497,6 +497,6 @@ unsafe extern "C-unwind" fn backend_compute(backend: *mut Backend, graph: *mut G
 extern "C-unwind" fn reload_changed_tensors() -> bool {
     let (_call, _inside) = entered();
     let mut changed = false;
-    guarded(|| changed = reloads::reload_all());
+    guarded(|| changed = reloader::reload_all());
     changed
 }

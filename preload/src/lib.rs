@@ -6,39 +6,38 @@
 //! | room | what it is for |
 //! |---|---|
 //! | [`interpose`] | the functions that are put in front of ggml's, thin |
-//! | [`service`], [`control`], [`end`] | threads beside the host, the socket, termination |
-//! | [`reloads`], [`metrics`] | what starts reloads, what came of them, figures for operators |
+//! | [`lifecycle`], [`control`], [`sigterm`] | threads beside the host, the socket, termination |
+//! | [`reloader`], [`metrics`] | what starts reloads, what came of them, figures for operators |
 //! | [`store`] | the host's tensors as the reload engine sees them |
 //! | [`journal`] | what happened, for `llama-sidecar run` and `doctor` |
-//! | [`registry`] | which files a host loaded, and which of its tensors came out of them |
-//! | [`evaluations`] | what each scheduler of the host is doing, and what its graph needs after a switch |
-//! | [`gate`] | switches between evaluations |
+//! | [`models`] | which files a host loaded, and which of its tensors came out of them |
+//! | [`sched`] | what each scheduler of the host is doing, and what its graph needs after a switch |
+//! | [`barrier`] | switches between evaluations |
 //! | [`placement`] | the buffer type that the host would have chosen |
-//! | [`tracing`] | which experts the evaluations of a model used |
+//! | [`expert_trace`] | which experts the evaluations of a model used |
 //! | [`logits`] | a hash of what an evaluation put out |
-//! | [`ggml`], [`layout`] | a copy of ggml: its functions, the layout of its tensors |
-//! | [`origin`] | the object that called, and the functions that it meant |
+//! | [`ggml`] | a copy of ggml: its functions, the layout of its tensors |
+//! | [`caller`] | the object that called, and the functions that it meant |
 //! | [`loaded`] | the objects that the loader has loaded: what each defines, refers to and needs |
 //!
 //! But for the line of [`journal`] that a wrapper asks for, nothing here runs before a host opens its first GGUF file with
 //! `LLAMA_HOTSWAP_ENABLED` or `LLAMA_EXPERT_TRACE_STATS` set. A host without ggml never enters this library.
 #![deny(unsafe_op_in_unsafe_fn, missing_docs)]
 
+mod barrier;
+mod caller;
 mod control;
-mod end;
-mod evaluations;
-mod gate;
+mod expert_trace;
 mod ggml;
 mod interpose;
 mod journal;
-mod layout;
+mod lifecycle;
 mod loaded;
 mod logits;
 mod metrics;
-mod origin;
+mod models;
 mod placement;
-mod registry;
-mod reloads;
-mod service;
+mod reloader;
+mod sched;
+mod sigterm;
 mod store;
-mod tracing;

@@ -7,7 +7,7 @@ use std::ffi::CStr;
 
 use llama_sidecar::reload::hash_bytes;
 
-use crate::gate;
+use crate::barrier;
 use crate::ggml::{Ggml, Graph, Tensor};
 
 /// Names of the tensor that libllama reads logits or embeddings from.
@@ -36,7 +36,7 @@ pub unsafe fn log_hash(ggml: &Ggml, graph: *mut Graph) {
         let ne: [i64; 4] = ggml.layout.read(output, ggml.layout.ne);
         log::debug!(
             "output generation {} rows {} hash {:032x}",
-            gate::generation(),
+            barrier::generation(),
             ne[1],
             hash_bytes(&bytes)
         );

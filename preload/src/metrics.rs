@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use llama_sidecar::error::Result;
 use llama_sidecar::reload::{Cause, Outcome, Report};
 
-use crate::gate::{self, Obstacle};
-use crate::{evaluations, registry, reloads, tracing};
+use crate::barrier::{self, Obstacle};
+use crate::{expert_trace, models, reloader, sched};
 
 static SWAPPED: AtomicU64 = AtomicU64::new(0);
 static RETURNED: AtomicU64 = AtomicU64::new(0);
@@ -61,19 +61,19 @@ pub fn text() -> String {
         "generation",
         "counter",
         "Swaps committed so far.",
-        gate::generation() as f64,
+        barrier::generation() as f64,
     );
     out.single(
         "evaluations_total",
         "counter",
         "Graphs that the host evaluated.",
-        evaluations::count() as f64,
+        sched::count() as f64,
     );
     out.single(
         "graphs_renewed_total",
         "counter",
         "Graphs that the host was made to build again.",
-        evaluations::renewed() as f64,
+        sched::renewed() as f64,
     );
     out.single(
         "tensors_swapped_total",
@@ -102,7 +102,7 @@ pub fn text() -> String {
         out.value("failures_total", &[("cause", cause.name())], counter(count));
     }
     pauses(&mut out);
-    let waiting = gate::waiting_for();
+    let waiting = barrier::waiting_for();
     out.head(
         "waiting_seconds",
         "gauge",
@@ -120,8 +120,8 @@ pub fn text() -> String {
         "gauge",
         "Time since reloads of a model began to fail; 0 when the last one succeeded.",
     );
-    for model in registry::models() {
-        let blocked = reloads::blocked(&model);
+    for model in models::models() {
+        let blocked = reloader::blocked(&model);
         let seconds = blocked.map_or(0.0, |blocked| blocked.since.elapsed().as_secs_f64());
         out.value(
             "blocked_seconds",
@@ -133,7 +133,7 @@ pub fn text() -> String {
         "frozen",
         "gauge",
         "1 after 'revert', until 'unfreeze'.",
-        f64::from(u8::from(reloads::is_frozen())),
+        f64::from(u8::from(reloader::is_frozen())),
     );
     private_bytes(&mut out);
     out.head(
@@ -141,7 +141,7 @@ pub fn text() -> String {
         "counter",
         "Experts that evaluations routed to, by model.",
     );
-    for (model, activations) in tracing::activations().into_iter().enumerate() {
+    for (model, activations) in expert_trace::activations().into_iter().enumerate() {
         let model = (model + 1).to_string();
         out.value(
             "expert_activations_total",
@@ -153,14 +153,14 @@ pub fn text() -> String {
 }
 
 fn pauses(out: &mut Page) {
-    let pauses = gate::pauses();
+    let pauses = barrier::pauses();
     out.head(
         "pause_seconds",
         "histogram",
         "How long evaluations were held up by swaps before they began.",
     );
     let mut sum = 0;
-    for (bound, count) in gate::PAUSE_BOUNDS.iter().zip(pauses.by_bound) {
+    for (bound, count) in barrier::PAUSE_BOUNDS.iter().zip(pauses.by_bound) {
         sum += count;
         let bound = format!("{}", bound.as_secs_f64());
         out.value("pause_seconds_bucket", &[("le", &bound)], sum as f64);
@@ -180,7 +180,7 @@ fn private_bytes(out: &mut Page) {
         "gauge",
         "Bytes that swapped tensors hold beside the model, by model and buffer type.",
     );
-    for model in registry::models() {
+    for model in models::models() {
         let number = model.number.to_string();
         let mut by_place: BTreeMap<String, u64> = BTreeMap::new();
         for instance in model.tensors.iter().flat_map(|tensor| &tensor.instances) {

@@ -13,7 +13,7 @@ use std::sync::atomic::Ordering;
 use llama_sidecar::gguf::TypeInfo;
 
 use crate::ggml::{BufferType, DEVICE_CPU, Descriptor, Device, Ggml, LAST_PLAIN_DEVICE, Tensor};
-use crate::registry::{Instance, Model};
+use crate::models::{Instance, Model};
 
 /// Tokens of the batch that llama.cpp asks its devices about.
 const BATCH: i64 = 512;

@@ -13,9 +13,9 @@ use llama_sidecar::reload::{
 use parking_lot::Mutex;
 
 use crate::ggml::{Descriptor, OwnBuffer, Tensor};
+use crate::models::{Instance, Model};
 use crate::placement::{self, extents};
-use crate::registry::{Instance, Model};
-use crate::{evaluations, gate};
+use crate::{barrier, sched};
 
 /// The tensors of one model.
 struct HostStore<'a>(&'a Arc<Model>);
@@ -149,7 +149,7 @@ impl HostStore<'_> {
         let mut bytes = Vec::new();
         let mut places = Vec::new();
         for (number, instance) in tensor.instances.iter().enumerate() {
-            if gate::is_shut() || !model.is_alive() {
+            if barrier::is_shut() || !model.is_alive() {
                 return Err(failed("the host is ending or has freed the model".into()));
             }
             let on = |on_host| {
@@ -339,18 +339,18 @@ impl Store for HostStore<'_> {
     }
 
     fn readers(&self) -> Readers {
-        match evaluations::any_recent() {
+        match sched::any_recent() {
             true => Readers::BESIDE_THE_HOST,
             false => Readers::all(),
         }
     }
 
     fn is_wanted(&self) -> bool {
-        self.0.is_alive() && !gate::is_shut()
+        self.0.is_alive() && !barrier::is_shut()
     }
 
     fn activity(&self) -> u64 {
-        evaluations::activity()
+        sched::activity()
     }
 
     fn group(&self, tensor: usize) -> usize {
@@ -413,7 +413,7 @@ impl Store for HostStore<'_> {
         // those that were in use are freed afterwards: no evaluation reads them any more.
         let next = Arc::new(Mutex::new(staged.next));
         let replaced = next.clone();
-        let switched = gate::switch(
+        let switched = barrier::switch(
             self.0.as_set(),
             || self.0.is_alive(),
             move || {

@@ -11,9 +11,11 @@ use llama_sidecar::gguf::TypeInfo;
 use parking_lot::Mutex;
 use serde_json::json;
 
+use crate::caller::Origin;
+use crate::ggml::layout::{Layout, Ops};
 use crate::journal;
-use crate::layout::{Layout, Ops};
-use crate::origin::Origin;
+
+pub mod layout;
 
 /// Opaque types of ggml.
 macro_rules! opaque {
@@ -197,7 +199,7 @@ impl Ggml {
         if let Some(known) = copies.iter().find(same) {
             return Some(known);
         }
-        match crate::layout::probe(&functions) {
+        match crate::ggml::layout::probe(&functions) {
             Ok((layout, ops)) => {
                 journal::note("ggml", || {
                     let (path, version) = about(origin, &functions);

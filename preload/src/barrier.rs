@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::evaluations;
-use crate::registry::ModelSet;
+use crate::models::ModelSet;
+use crate::sched;
 
 /// How long a switch is tried. Evaluations of large models on slow machines take
 /// minutes; after this the files are looked at again and the switch staged anew.
@@ -146,10 +146,7 @@ pub fn is_waiting() -> bool {
 pub fn waiting_for() -> Option<(Option<Obstacle>, Duration)> {
     let gate = GATE.lock();
     let waiting = gate.waiting.as_ref()?;
-    Some((
-        evaluations::obstacle(waiting.models),
-        waiting.since.elapsed(),
-    ))
+    Some((sched::obstacle(waiting.models), waiting.since.elapsed()))
 }
 
 /// Runs `work`, which replaces tensors of these models, between evaluations, here or on a
@@ -212,7 +209,7 @@ fn advance(gate: &mut Gate) -> Option<Obstacle> {
     if waiting.result.is_some() {
         return None;
     }
-    let obstacle = evaluations::obstacle(waiting.models);
+    let obstacle = sched::obstacle(waiting.models);
     if obstacle.is_none() {
         let began = Instant::now();
         let done = (waiting.work)();

@@ -14,8 +14,8 @@ use llama_sidecar::reload::{Cause, Hash, Outcome, Report, Trigger};
 use parking_lot::Mutex;
 use serde_json::json;
 
-use crate::registry::{self, Model};
-use crate::{gate, journal, metrics, store};
+use crate::models::{self, Model};
+use crate::{barrier, journal, metrics, store};
 
 /// Whether nothing is reloaded.
 static FROZEN: AtomicBool = AtomicBool::new(false);
@@ -57,7 +57,7 @@ pub fn unfreeze() {
 /// Waits until no reload runs, but not longer than this.
 pub fn wait_for_end(longest: Duration) {
     drop(RELOADING.try_lock_for(longest));
-    for model in registry::models() {
+    for model in models::models() {
         drop(model.reloading.try_lock_for(longest));
     }
 }
@@ -73,7 +73,7 @@ pub fn watch(poll: Duration, go_on: impl Fn() -> bool) {
         if is_frozen() {
             continue;
         }
-        for model in registry::models() {
+        for model in models::models() {
             if let Ok(report) = reload(&model, Trigger::Watch { quiet })
                 && let Some(sooner) = report.look_again
             {
@@ -86,7 +86,7 @@ pub fn watch(poll: Duration, go_on: impl Fn() -> bool) {
 /// Brings all models up to date, as the host asks; whether any tensor changed.
 pub fn reload_all() -> bool {
     let mut changed = false;
-    for model in registry::models() {
+    for model in models::models() {
         changed |= reload(&model, Trigger::Command).is_ok_and(|report| report.changed());
     }
     changed
@@ -122,7 +122,7 @@ pub fn revert(model: &Arc<Model>) -> Result<Report> {
 /// that cannot be read.
 pub fn read_content_hash(model: &Arc<Model>) -> Option<Hash> {
     let _model_stays = model.reloading.lock();
-    let there = model.is_alive() && !gate::is_shut();
+    let there = model.is_alive() && !barrier::is_shut();
     there.then(|| store::content_hash(model, true)).flatten()
 }
 
@@ -134,7 +134,7 @@ pub fn freeze() {
 fn exclusively(model: &Arc<Model>, work: impl FnOnce() -> Result<Report>) -> Result<Report> {
     let _one_at_a_time = RELOADING.lock();
     let _model_stays = model.reloading.lock();
-    if gate::is_shut() || !model.is_alive() {
+    if barrier::is_shut() || !model.is_alive() {
         return Ok(Report::default());
     }
     work()

@@ -25,12 +25,12 @@ use once_cell::sync::OnceCell;
 use parking_lot::{Mutex, RwLock};
 use serde_json::json;
 
-use crate::evaluations::UsedWeight;
-use crate::gate;
+use crate::barrier;
+use crate::expert_trace::{ModelTrace, Routed};
 use crate::ggml::{Buffer, BufferType, Descriptor, Device, Ggml, OwnBuffer, Tensor};
 use crate::journal;
-use crate::service;
-use crate::tracing::{ModelTrace, Routed};
+use crate::lifecycle;
+use crate::sched::UsedWeight;
 
 /// Some of the models, by number: a set that may hold more than was put in.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -542,7 +542,7 @@ fn register(load: Load, devices: &[*mut Device]) {
         model.files[0].gguf.source.path().display()
     );
     MODELS.write().push(model.clone());
-    service::start();
+    lifecycle::start();
     journal::note("model", || {
         let files = model.files.iter().map(|file| &file.gguf);
         json!({
@@ -585,7 +585,7 @@ fn remove(gone: impl Fn(&Instance) -> bool) {
         .collect();
     for model in dead {
         {
-            let _closed = gate::closed();
+            let _closed = barrier::closed();
             model.alive.store(false, Ordering::SeqCst);
         }
         MODELS.write().retain(|other| other.number != model.number);
@@ -594,7 +594,7 @@ fn remove(gone: impl Fn(&Instance) -> bool) {
         }
         // Here and not where the last reference goes: the host may unload its backends
         // next. A reload that runs notices between two tensors, and frees what it staged.
-        gate::changed();
+        barrier::changed();
         let _none_runs = model.reloading.try_lock_for(LONGEST_STEP);
         for instance in model.tensors.iter().flat_map(|tensor| &tensor.instances) {
             *instance.private.lock() = None;

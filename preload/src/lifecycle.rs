@@ -12,7 +12,7 @@ use llama_sidecar::config::Config;
 use serde_json::json;
 
 use crate::interpose::Inside;
-use crate::{control, end, evaluations, gate, journal, reloads, tracing};
+use crate::{barrier, control, expert_trace, journal, reloader, sched, sigterm};
 
 /// Whether the drop-in takes part in anything.
 static OFF: AtomicBool = AtomicBool::new(false);
@@ -40,21 +40,21 @@ pub fn start() {
         }
         if let Some(poll) = config.poll.filter(|_| config.hotswap) {
             spawn("llama-sidecar", move || {
-                reloads::watch(poll, || !OFF.load(Ordering::Relaxed));
+                reloader::watch(poll, || !OFF.load(Ordering::Relaxed));
             });
         }
         if config.traces() && config.trace_names {
             spawn("llama-sidecar-n", || {
-                tracing::log_names(|| !OFF.load(Ordering::Relaxed));
+                expert_trace::log_names(|| !OFF.load(Ordering::Relaxed));
             });
         }
         if let Some(period) = config.trace_every.filter(|_| config.traces()) {
             spawn("llama-sidecar-w", move || {
-                tracing::write_every(period, || !OFF.load(Ordering::Relaxed));
+                expert_trace::write_every(period, || !OFF.load(Ordering::Relaxed));
             });
         }
         if config.traces() {
-            end::trace_on_termination();
+            sigterm::trace_on_termination();
         }
         if let Some(path) = &config.control {
             control::start(path);
@@ -86,7 +86,7 @@ pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> bool {
 /// Takes no part in anything any more: something that cannot be has happened.
 pub fn give_up() {
     OFF.store(true, Ordering::SeqCst);
-    gate::shut();
+    barrier::shut();
     log::error!("this is a defect of llama-sidecar; hot-swap is off from here on");
 }
 
@@ -97,20 +97,20 @@ extern "C" fn at_exit() {
         // The socket and the trace are the parent's.
         return;
     }
-    gate::shut();
-    tracing::finish();
+    barrier::shut();
+    expert_trace::finish();
     control::stop();
     ended();
-    reloads::wait_for_end(LAST_WAIT);
+    reloader::wait_for_end(LAST_WAIT);
 }
 
 /// Tells a wrapper how it went.
 pub fn ended() {
     journal::note("end", || {
         json!({
-            "evaluations": evaluations::count(),
-            "switches": gate::generation(),
-            "longest_pause_us": gate::pauses().longest.as_micros() as u64,
+            "evaluations": sched::count(),
+            "switches": barrier::generation(),
+            "longest_pause_us": barrier::pauses().longest.as_micros() as u64,
         })
     });
 }

@@ -33,10 +33,10 @@ use llama_sidecar::config::Config;
 use once_cell::sync::Lazy;
 use parking_lot::Mutex;
 
-use crate::gate::{self, Obstacle};
+use crate::barrier::{self, Obstacle};
+use crate::expert_trace::Routed;
 use crate::ggml::{Buffer, DEVICE_CPU, Device, Ggml, Graph, Sched, Tensor};
-use crate::registry::{self, ModelSet};
-use crate::tracing::Routed;
+use crate::models::{self, ModelSet};
 
 /// `GGML_TENSOR_FLAG_INPUT`.
 const FLAG_INPUT: i32 = 1;
@@ -270,7 +270,7 @@ impl Evaluation {
         place
             .ggml
             .store(std::ptr::from_ref(ggml).cast_mut(), Ordering::Relaxed);
-        let now = gate::generation();
+        let now = barrier::generation();
         place.generation.store(now, Ordering::Relaxed);
         place.begun_in.store(now, Ordering::Relaxed);
         place.key.store(key, Ordering::SeqCst);
@@ -346,7 +346,7 @@ impl Evaluation {
     /// free them in any order, so nothing of them is touched.
     pub fn freed(sched: usize) {
         if let Some(evaluation) = find(sched) {
-            let _closed = gate::closed();
+            let _closed = barrier::closed();
             evaluation.forget();
         }
     }
@@ -381,18 +381,19 @@ impl Evaluation {
     fn begin(&self) {
         self.since.store(now_ms(), Ordering::SeqCst);
         let before = self.state.swap(BEGUN, Ordering::SeqCst);
-        if before != INSIDE && gate::is_waiting() {
+        if before != INSIDE && barrier::is_waiting() {
             if self.in_flight.load(Ordering::SeqCst) {
                 self.synchronize();
             }
             self.give_way(BEGUN);
         }
-        self.begun_in.store(gate::generation(), Ordering::Relaxed);
+        self.begun_in
+            .store(barrier::generation(), Ordering::Relaxed);
     }
 
     fn give_way(&self, then: u32) {
         self.state.store(IDLE, Ordering::SeqCst);
-        gate::give_way(|| self.state.store(then, Ordering::SeqCst));
+        barrier::give_way(|| self.state.store(then, Ordering::SeqCst));
     }
 
     /// Waits until the backends are done, as the host would.
@@ -406,8 +407,8 @@ impl Evaluation {
     /// Enters a function of ggml that reads tensors, in the course of a decode.
     pub fn enter(&self) {
         self.state.swap(INSIDE, Ordering::SeqCst);
-        if gate::is_waiting() {
-            gate::join();
+        if barrier::is_waiting() {
+            barrier::join();
         }
     }
 
@@ -419,10 +420,10 @@ impl Evaluation {
         }
         let simple = self.simple.load(Ordering::Relaxed);
         let before = self.state.swap(INSIDE, Ordering::SeqCst);
-        if gate::is_waiting() {
+        if barrier::is_waiting() {
             match before == IDLE && simple {
                 true => self.give_way(INSIDE),
-                false => gate::join(),
+                false => barrier::join(),
             }
         }
         COUNT.fetch_add(1, Ordering::Relaxed);
@@ -432,7 +433,7 @@ impl Evaluation {
         self.restore_if_voided();
         // Only a graph that is built again takes the new generation: this one stays stale.
         let stale = self.kept.load(Ordering::Relaxed)
-            && self.generation.load(Ordering::Relaxed) != gate::generation();
+            && self.generation.load(Ordering::Relaxed) != barrier::generation();
         if stale && !simple {
             self.uncounted.store(false, Ordering::Relaxed);
             log::error!(
@@ -503,8 +504,8 @@ impl Evaluation {
     fn settle(&self, state: u32) {
         self.state.store(state, Ordering::SeqCst);
         ENDED.fetch_add(u64::from(state == IDLE), Ordering::Relaxed);
-        if gate::is_waiting() {
-            gate::changed();
+        if barrier::is_waiting() {
+            barrier::changed();
         }
     }
 
@@ -516,9 +517,9 @@ impl Evaluation {
             return;
         }
         let graph = self.graph.lock();
-        let stale = self.generation.load(Ordering::Relaxed) != gate::generation();
+        let stale = self.generation.load(Ordering::Relaxed) != barrier::generation();
         if let Some(input) = graph.input
-            && (stale || gate::is_waiting() || !graph.tried)
+            && (stale || barrier::is_waiting() || !graph.tried)
             && !flag(&self.voided)
         {
             let layout = &self.ggml().layout;
@@ -557,22 +558,19 @@ impl Evaluation {
         // SAFETY: as the caller vouches.
         let seen = unsafe { look_at(self.ggml(), graph) };
         let (backends, devices, on_cpu) = backends(self.ggml(), sched);
-        let reads = registry::found_in_graph(&devices, &seen.weights);
+        let reads = models::found_in_graph(&devices, &seen.weights);
         // Known only now: the first graph of a model completes its registration.
         let views_weights = seen
             .viewed
             .iter()
-            .any(|&viewed| registry::is_registered(viewed));
-        seen.kept_views
-            .iter()
-            .copied()
-            .for_each(registry::note_view);
+            .any(|&viewed| models::is_registered(viewed));
+        seen.kept_views.iter().copied().for_each(models::note_view);
         let mut routed: Vec<Routed> = Vec::new();
         if Config::get().traces() {
             for weight in seen.weights.iter().filter(|weight| !weight.ids.is_null()) {
                 if !routed.iter().any(|routed| routed.is_of(weight.ids)) {
                     // SAFETY: the graph is not yet allocated.
-                    routed.extend(unsafe { registry::keep_ids(weight.tensor, weight.ids) });
+                    routed.extend(unsafe { models::keep_ids(weight.tensor, weight.ids) });
                 }
             }
         }
@@ -597,7 +595,7 @@ impl Evaluation {
         // A view copied the type of its weight when the host made it.
         let built_in = match views_weights {
             true => self.begun_in.load(Ordering::Relaxed),
-            false => gate::generation(),
+            false => barrier::generation(),
         };
         self.generation.store(built_in, Ordering::Relaxed);
         self.kept.store(keeps, Ordering::SeqCst);
@@ -648,7 +646,7 @@ struct Seen {
 /// A live graph of this copy.
 unsafe fn look_at(ggml: &Ggml, graph: *mut Graph) -> Seen {
     let (f, layout) = (&ggml.f, &ggml.layout);
-    let range = registry::addresses();
+    let range = models::addresses();
     let is_weight = |tensor: *mut Tensor| range.contains(&(tensor as usize));
     let mut seen = Seen {
         input: None,

@@ -6,7 +6,7 @@
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use crate::{control, service, tracing};
+use crate::{control, expert_trace, lifecycle};
 
 /// The end of the pipe that wakes the thread.
 static WAKE: AtomicI32 = AtomicI32::new(-1);
@@ -30,7 +30,7 @@ pub fn trace_on_termination() {
         let (read, write) = (OwnedFd::from_raw_fd(ends[0]), OwnedFd::from_raw_fd(ends[1]));
         WAKE.store(write.as_raw_fd(), Ordering::SeqCst);
         PROCESS.store(libc::getpid(), Ordering::SeqCst);
-        let started = service::spawn("llama-sidecar-e", move || {
+        let started = lifecycle::spawn("llama-sidecar-e", move || {
             let _open = write;
             wait_and_end(&read);
         });
@@ -63,9 +63,9 @@ fn wait_and_end(read: &OwnedFd) {
     // SAFETY: one byte to read into; then the signal does what it would have done.
     unsafe {
         while libc::read(read.as_raw_fd(), (&raw mut byte).cast(), 1) < 0 {}
-        tracing::finish();
+        expert_trace::finish();
         control::stop();
-        service::ended();
+        lifecycle::ended();
         libc::signal(libc::SIGTERM, libc::SIG_DFL);
         libc::kill(libc::getpid(), libc::SIGTERM);
     }
