@@ -21,8 +21,62 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use once_cell::sync::OnceCell;
 
 use crate::ggml::Ggml;
-use crate::interpose::HOOKS;
 use crate::loaded::{self, Place};
+
+/// Calls a macro with the table of interposed functions: a [`Hook`] and the exported name.
+macro_rules! hooks {
+    ($use:ident) => {
+        $use! {
+            GgufInit = gguf_init_from_file,
+            GgufInitStream = gguf_init_from_file_ptr,
+            TensorAlloc = ggml_backend_tensor_alloc,
+            BufferGetSize = ggml_backend_buffer_get_size,
+            BufferFree = ggml_backend_buffer_free,
+            BackendFree = ggml_backend_free,
+            ContextFree = ggml_free,
+            SchedReset = ggml_backend_sched_reset,
+            SchedReserve = ggml_backend_sched_reserve,
+            SchedAllocGraph = ggml_backend_sched_alloc_graph,
+            SchedCompute = ggml_backend_sched_graph_compute_async,
+            SchedSynchronize = ggml_backend_sched_synchronize,
+            SchedFree = ggml_backend_sched_free,
+            BackendCompute = ggml_backend_graph_compute_async,
+            ReloadChangedTensors = llama_reload_changed_tensors,
+        }
+    };
+}
+pub(crate) use hooks;
+
+macro_rules! define_hooks {
+    ($($hook:ident = $name:ident,)*) => {
+        /// An interposed function.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        #[repr(usize)]
+        pub enum Hook {
+            $(
+                #[doc = concat!("`", stringify!($name), "`.")]
+                $hook,
+            )*
+        }
+
+        impl Hook {
+            /// All of them, in the order of their numbers.
+            const ALL: &[Hook] = &[$(Hook::$hook),*];
+
+            /// Returns the exported name.
+            pub const fn name(self) -> &'static CStr {
+                let name = match self {
+                    $(Hook::$hook => concat!(stringify!($name), "\0"),)*
+                };
+                match CStr::from_bytes_with_nul(name.as_bytes()) {
+                    Ok(name) => name,
+                    Err(_) => panic!("one NUL, at the end"),
+                }
+            }
+        }
+    };
+}
+hooks!(define_hooks);
 
 /// Arguments in integer registers.
 pub type Arguments = [usize; 6];
@@ -35,7 +89,7 @@ pub struct Origin {
     /// How many objects had been unloaded when what is known here was last found to hold.
     checked: AtomicU64,
     /// The functions behind ours, by number of the hook.
-    real: [AtomicPtr<c_void>; HOOKS.len()],
+    real: [AtomicPtr<c_void>; Hook::ALL.len()],
     ggml: OnceCell<Option<&'static Ggml>>,
     /// Whether the object and its ggml stay loaded for as long as the process lives.
     kept: AtomicBool,
@@ -68,7 +122,7 @@ impl Origin {
         Origin {
             place,
             checked: AtomicU64::new(checked),
-            real: [const { AtomicPtr::new(std::ptr::null_mut()) }; HOOKS.len()],
+            real: [const { AtomicPtr::new(std::ptr::null_mut()) }; Hook::ALL.len()],
             ggml: OnceCell::new(),
             kept: AtomicBool::new(false),
             is_llama: OnceCell::new(),
@@ -99,13 +153,13 @@ impl Origin {
     /// The function behind a hook, or null if there is none; and the object that meant it.
     pub fn meant(
         &'static self,
-        hook: usize,
+        hook: Hook,
         arguments: &Arguments,
     ) -> (&'static Origin, *mut c_void) {
         if let Some(known) = self.real(hook) {
             return (self, known);
         }
-        match self.meaning(HOOKS[hook]) {
+        match self.meaning(hook.name()) {
             Meaning::This(found) => (self, self.remember(hook, found)),
             Meaning::Nothing => (self, std::ptr::null_mut()),
             // Not remembered: the next call may have other arguments.
@@ -116,14 +170,14 @@ impl Origin {
     }
 
     /// What is known to be behind a hook.
-    fn real(&self, hook: usize) -> Option<*mut c_void> {
-        let known = self.real[hook].load(Ordering::Relaxed);
+    fn real(&self, hook: Hook) -> Option<*mut c_void> {
+        let known = self.real[hook as usize].load(Ordering::Relaxed);
         (!known.is_null()).then_some(known)
     }
 
-    fn remember(&self, hook: usize, found: usize) -> *mut c_void {
+    fn remember(&self, hook: Hook, found: usize) -> *mut c_void {
         let found = found as *mut c_void;
-        self.real[hook].store(found, Ordering::Relaxed);
+        self.real[hook as usize].store(found, Ordering::Relaxed);
         found
     }
 
@@ -205,7 +259,7 @@ impl Origin {
         if self.checked.load(Ordering::Acquire) == unloads {
             return;
         }
-        for (real, name) in self.real.iter().zip(HOOKS) {
+        for (real, hook) in self.real.iter().zip(Hook::ALL) {
             let known = real.load(Ordering::Relaxed);
             if known.is_null() {
                 continue;
@@ -214,7 +268,7 @@ impl Origin {
                 let object = objects
                     .iter()
                     .find(|object| object.contains(known as usize));
-                object.is_some_and(|object| object.defines_at(name, known as usize))
+                object.is_some_and(|object| object.defines_at(hook.name(), known as usize))
             });
             if holds != Some(true) {
                 real.store(std::ptr::null_mut(), Ordering::Relaxed);
@@ -231,7 +285,9 @@ impl Origin {
     /// The copy of ggml that this object uses; `None` when it is not understood. From here
     /// on the object and the copy stay loaded: threads of the drop-in call into it.
     pub fn ggml(&self) -> Option<&'static Ggml> {
-        let found = *self.ggml.get_or_init(|| Ggml::of(self));
+        let found = *self
+            .ggml
+            .get_or_init(|| Ggml::resolve(&|name| self.symbol(name)));
         // Not while the cell is being filled: dlopen waits for constructors, which may wait
         // for it.
         if let Some(ggml) = found
@@ -288,7 +344,7 @@ fn learn(place: Place, unloads: u64) -> &'static Origin {
 
 /// The function behind a hook for the first object whose code or data an argument, or what
 /// it points to, leads into; for calls from code that has none of the copies in its scope.
-fn by_arguments(hook: usize, arguments: &Arguments) -> Option<(&'static Origin, *mut c_void)> {
+fn by_arguments(hook: Hook, arguments: &Arguments) -> Option<(&'static Origin, *mut c_void)> {
     /// Hooks have three arguments at most.
     const LOOKED_AT: usize = 3;
     arguments.iter().take(LOOKED_AT).find_map(|argument| {
@@ -297,7 +353,7 @@ fn by_arguments(hook: usize, arguments: &Arguments) -> Option<(&'static Origin, 
         copy_of_memory(*argument, &mut words[1..]);
         words.into_iter().find_map(|word| {
             let found = loaded::look(|objects, scratch| {
-                loaded::in_own_group(objects, scratch, word, HOOKS[hook], ours())
+                loaded::in_own_group(objects, scratch, word, hook.name(), ours())
             });
             Some((Origin::of(word), found.flatten()? as *mut c_void))
         })
@@ -340,12 +396,4 @@ fn ours() -> Place {
         let here = ours as fn() -> Place as usize;
         loaded::place_of(here).unwrap_or(Place::NOWHERE)
     })
-}
-
-/// The path of the file behind an open stream.
-pub fn path_of_stream(stream: *mut libc::FILE) -> Option<std::path::PathBuf> {
-    // SAFETY: the host has just let ggml read this stream.
-    let descriptor = unsafe { libc::fileno(stream) };
-    let path = std::fs::read_link(format!("/proc/self/fd/{descriptor}")).ok()?;
-    path.is_absolute().then_some(path)
 }

@@ -34,7 +34,7 @@ use serde_json::{Value, json};
 
 use crate::barrier::Obstacle;
 use crate::models::{Instance, Model};
-use crate::{barrier, expert_trace, lifecycle, metrics, models, placement, reloader, sched, store};
+use crate::{barrier, expert_trace, metrics, models, placement, reloader, sched, store, thread};
 
 /// The longest request; ours have less than 100 bytes.
 const LONGEST_LINE: u64 = 4096;
@@ -52,7 +52,7 @@ pub fn start(path: &Path) {
     match listen(path) {
         Ok((listener, identity)) => {
             *OURS.lock() = Some((path.to_owned(), identity));
-            lifecycle::spawn("llama-sidecar-c", move || serve(&listener));
+            thread::spawn("llama-sidecar-c", move || serve(&listener));
         }
         Err(error) => log::error!(
             "LLAMA_SIDECAR_CONTROL={}: cannot listen there: {error}; there is no control socket",
@@ -165,7 +165,7 @@ fn serve(listener: &UnixListener) {
             CLIENTS.fetch_sub(1, Ordering::Relaxed);
             continue;
         }
-        let started = lifecycle::spawn("llama-sidecar-c", move || {
+        let started = thread::spawn("llama-sidecar-c", move || {
             let _ = converse(&client);
             CLIENTS.fetch_sub(1, Ordering::Relaxed);
         });

@@ -16,36 +16,20 @@ use std::path::Path;
 
 use llama_sidecar::logger;
 
-use crate::caller::{Arguments, Origin, path_of_stream};
+use crate::caller::{Arguments, Hook, Origin, hooks};
 use crate::ggml::{
     Backend, Buffer, Context, Ggml, Graph, STATUS_FAILED, STATUS_SUCCESS, Sched, Tensor,
 };
 use crate::sched::Evaluation;
+use crate::thread::{self, Inside};
 use crate::{lifecycle, logits, models, reloader};
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 compile_error!("the drop-in works on Linux x86-64 only");
 
-/// Exports a name that asks [`route`] for its number.
-macro_rules! hooks {
-    ($($number:literal $name:ident $(=> $ours:path)?;)*) => {
-        /// The names that are interposed, by number.
-        pub static HOOKS: [&CStr; [$($number),*].len()] = [$({
-            let name = concat!(stringify!($name), "\0").as_bytes();
-            match CStr::from_bytes_with_nul(name) {
-                Ok(name) => name,
-                Err(_) => panic!("one NUL, at the end"),
-            }
-        }),*];
-
-        /// Ours, by number; null where there is only something to do before.
-        fn ours(number: usize) -> *const c_void {
-            match number {
-                $($($number => $ours as *const c_void,)?)*
-                _ => std::ptr::null(),
-            }
-        }
-
+/// Exports each name of the table as a jump to where [`route`] decides.
+macro_rules! export {
+    ($($hook:ident = $name:ident,)*) => {
         $(
             /// Jumps to where [`route`] says, with all arguments as they came.
             ///
@@ -77,7 +61,7 @@ macro_rules! hooks {
                     "mov [rsp + 160], r8",
                     "mov [rsp + 168], r9",
                     "mov [rsp + 176], rax",
-                    "mov edi, {number}",
+                    "mov edi, {hook}",
                     "mov rsi, [rsp + 200]",
                     "lea rdx, [rsp + 128]",
                     "call {route}",
@@ -101,7 +85,7 @@ macro_rules! hooks {
                     ".cfi_adjust_cfa_offset -200",
                     "jmp r11",
                     ".cfi_endproc",
-                    number = const $number,
+                    hook = const Hook::$hook as usize,
                     route = sym route,
                 )
             }
@@ -109,28 +93,28 @@ macro_rules! hooks {
     };
 }
 
-hooks! {
-    0 gguf_init_from_file => gguf_opened;
-    1 gguf_init_from_file_ptr => gguf_stream_opened;
-    2 ggml_backend_tensor_alloc => tensor_alloc;
-    3 ggml_backend_buffer_get_size => buffer_get_size;
-    4 ggml_backend_buffer_free => buffer_free;
-    5 ggml_backend_free => backend_free;
-    6 ggml_free => context_free;
-    7 ggml_backend_sched_reset => sched_reset;
-    8 ggml_backend_sched_reserve => sched_reserve;
-    9 ggml_backend_sched_alloc_graph => sched_alloc_graph;
-    10 ggml_backend_sched_graph_compute_async => sched_compute;
-    11 ggml_backend_sched_synchronize => sched_synchronize;
-    12 ggml_backend_sched_free => sched_free;
-    13 ggml_backend_graph_compute_async => backend_compute;
-    14 llama_reload_changed_tensors => reload_changed_tensors;
-}
+hooks!(export);
 
-/// Hooks that open files: they come before all others.
-const OPENS: std::ops::Range<usize> = 0..2;
-/// The hook that most hosts have nothing behind.
-const RELOAD: usize = 14;
+/// The function of the drop-in that replaces an interposed one.
+fn replacement(hook: Hook) -> *const c_void {
+    match hook {
+        Hook::GgufInit => gguf_opened as *const c_void,
+        Hook::GgufInitStream => gguf_stream_opened as *const c_void,
+        Hook::TensorAlloc => tensor_alloc as *const c_void,
+        Hook::BufferGetSize => buffer_get_size as *const c_void,
+        Hook::BufferFree => buffer_free as *const c_void,
+        Hook::BackendFree => backend_free as *const c_void,
+        Hook::ContextFree => context_free as *const c_void,
+        Hook::SchedReset => sched_reset as *const c_void,
+        Hook::SchedReserve => sched_reserve as *const c_void,
+        Hook::SchedAllocGraph => sched_alloc_graph as *const c_void,
+        Hook::SchedCompute => sched_compute as *const c_void,
+        Hook::SchedSynchronize => sched_synchronize as *const c_void,
+        Hook::SchedFree => sched_free as *const c_void,
+        Hook::BackendCompute => backend_compute as *const c_void,
+        Hook::ReloadChangedTensors => reload_changed_tensors as *const c_void,
+    }
+}
 
 /// A call that is on its way to a function of ours.
 #[derive(Clone, Copy)]
@@ -143,13 +127,10 @@ struct Call {
 thread_local! {
     /// Handed from [`route`] to the function of ours that it chose.
     static CALL: Cell<Option<Call>> = const { Cell::new(None) };
-    /// Whether this thread is inside of a function of ours: ggml's functions call each
-    /// other through the same names.
-    static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Where a call goes: to what it meant, or to ours.
-extern "C" fn route(hook: usize, return_address: usize, arguments: &Arguments) -> *const c_void {
+extern "C" fn route(hook: Hook, return_address: usize, arguments: &Arguments) -> *const c_void {
     // SAFETY: the loader leaves errno alone when it finds a function, and so does this.
     let errno = unsafe { &mut *libc::__errno_location() };
     let before = *errno;
@@ -158,15 +139,15 @@ extern "C" fn route(hook: usize, return_address: usize, arguments: &Arguments) -
     to
 }
 
-fn destination(hook: usize, return_address: usize, arguments: &Arguments) -> *const c_void {
+fn destination(hook: Hook, return_address: usize, arguments: &Arguments) -> *const c_void {
     let (origin, real) = Origin::of(return_address).meant(hook, arguments);
     let real = match real {
         found if !found.is_null() => found,
-        _ if hook == RELOAD => nothing_reloaded as *mut c_void,
+        _ if hook == Hook::ReloadChangedTensors => nothing_reloaded as *mut c_void,
         _ => return missing(hook, origin),
     };
-    let wanted =
-        lifecycle::is_on() && !INSIDE.get() && (OPENS.contains(&hook) || !models::is_empty());
+    let opens_file = matches!(hook, Hook::GgufInit | Hook::GgufInitStream);
+    let wanted = lifecycle::is_on() && !thread::is_inside() && (opens_file || !models::is_empty());
     if !wanted {
         return real;
     }
@@ -176,13 +157,13 @@ fn destination(hook: usize, return_address: usize, arguments: &Arguments) -> *co
         return real;
     };
     CALL.set(Some(Call { origin, ggml, real }));
-    ours(hook)
+    replacement(hook)
 }
 
 /// Where a call goes that nothing is behind.
-fn missing(hook: usize, origin: &Origin) -> *const c_void {
-    if origin.requires(HOOKS[hook]) {
-        end_as_the_loader_does(HOOKS[hook], origin);
+fn missing(hook: Hook, origin: &Origin) -> *const c_void {
+    if origin.requires(hook.name()) {
+        end_as_the_loader_does(hook.name(), origin);
     }
     // The caller found our name where it would have found none: by dlsym, or by a reference
     // that may stay undefined.
@@ -229,26 +210,6 @@ extern "C" fn nothing_reloaded() -> bool {
 fn entered() -> (Call, Inside) {
     let call = CALL.take().expect("only route leads here");
     (call, Inside::enter())
-}
-
-/// While it lasts, calls of this thread go where they mean to.
-pub struct Inside {
-    before: bool,
-}
-
-impl Inside {
-    /// Marks this thread.
-    pub fn enter() -> Inside {
-        Inside {
-            before: INSIDE.replace(true),
-        }
-    }
-}
-
-impl Drop for Inside {
-    fn drop(&mut self) {
-        INSIDE.set(self.before);
-    }
 }
 
 impl Call {
@@ -314,6 +275,14 @@ unsafe extern "C-unwind" fn gguf_stream_opened(
         opened_file(&call, &path);
     }
     opened
+}
+
+/// The path of the file behind an open stream.
+pub fn path_of_stream(stream: *mut libc::FILE) -> Option<std::path::PathBuf> {
+    // SAFETY: the host has just let ggml read this stream.
+    let descriptor = unsafe { libc::fileno(stream) };
+    let path = std::fs::read_link(format!("/proc/self/fd/{descriptor}")).ok()?;
+    path.is_absolute().then_some(path)
 }
 
 fn opened_file(call: &Call, path: &Path) {

@@ -41,3 +41,4 @@ mod reloader;
 mod sched;
 mod sigterm;
 mod store;
+mod thread;

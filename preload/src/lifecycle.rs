@@ -11,8 +11,7 @@ use std::time::Duration;
 use llama_sidecar::config::Config;
 use serde_json::json;
 
-use crate::interpose::Inside;
-use crate::{barrier, control, expert_trace, journal, reloader, sched, sigterm};
+use crate::{barrier, control, expert_trace, journal, reloader, sched, sigterm, thread};
 
 /// Whether the drop-in takes part in anything.
 static OFF: AtomicBool = AtomicBool::new(false);
@@ -39,17 +38,17 @@ pub fn start() {
             libc::pthread_atfork(None, None, Some(in_child));
         }
         if let Some(poll) = config.poll.filter(|_| config.hotswap) {
-            spawn("llama-sidecar", move || {
+            thread::spawn("llama-sidecar", move || {
                 reloader::watch(poll, || !OFF.load(Ordering::Relaxed));
             });
         }
         if config.traces() && config.trace_names {
-            spawn("llama-sidecar-n", || {
+            thread::spawn("llama-sidecar-n", || {
                 expert_trace::log_names(|| !OFF.load(Ordering::Relaxed));
             });
         }
         if let Some(period) = config.trace_every.filter(|_| config.traces()) {
-            spawn("llama-sidecar-w", move || {
+            thread::spawn("llama-sidecar-w", move || {
                 expert_trace::write_every(period, || !OFF.load(Ordering::Relaxed));
             });
         }
@@ -60,27 +59,6 @@ pub fn start() {
             control::start(path);
         }
     });
-}
-
-/// Starts a thread that takes none of the host's signals; whether it could be had.
-pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> bool {
-    let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-    let mut before = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: valid sets; the thread inherits the mask, and this one gets its own back.
-    let started = unsafe {
-        libc::sigfillset(all.as_mut_ptr());
-        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
-        let started = std::thread::Builder::new().name(name.into()).spawn(|| {
-            let _inside = Inside::enter();
-            work();
-        });
-        libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut());
-        started
-    };
-    if let Err(error) = &started {
-        log::error!("cannot start the thread '{name}': {error}");
-    }
-    started.is_ok()
 }
 
 /// Takes no part in anything any more: something that cannot be has happened.

@@ -6,7 +6,7 @@
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use crate::{control, expert_trace, lifecycle};
+use crate::{control, expert_trace, lifecycle, thread};
 
 /// The end of the pipe that wakes the thread.
 static WAKE: AtomicI32 = AtomicI32::new(-1);
@@ -30,7 +30,7 @@ pub fn trace_on_termination() {
         let (read, write) = (OwnedFd::from_raw_fd(ends[0]), OwnedFd::from_raw_fd(ends[1]));
         WAKE.store(write.as_raw_fd(), Ordering::SeqCst);
         PROCESS.store(libc::getpid(), Ordering::SeqCst);
-        let started = lifecycle::spawn("llama-sidecar-e", move || {
+        let started = thread::spawn("llama-sidecar-e", move || {
             let _open = write;
             wait_and_end(&read);
         });

@@ -6,7 +6,7 @@
 
 use std::ffi::c_int;
 
-use crate::ggml::{Context, Functions, InitParams, Tensor};
+use super::sys::{Context, Functions, InitParams, Tensor};
 
 /// `GGML_MAX_NAME`.
 const NAME_BYTES: usize = 64;
@@ -17,7 +17,7 @@ const TENSORS: usize = 32;
 
 /// Offsets in bytes of the fields that are used.
 #[derive(Debug, Clone, Copy)]
-pub struct Layout {
+pub struct TensorLayout {
     /// `type`.
     pub ty: usize,
     /// `buffer`.
@@ -57,7 +57,7 @@ pub struct Ops {
     pub get_rows: i32,
 }
 
-impl Layout {
+impl TensorLayout {
     /// Reads a field.
     ///
     /// # Safety
@@ -94,7 +94,7 @@ impl Layout {
 }
 
 /// Finds the fields out, or says which one is unclear.
-pub fn probe(f: &Functions) -> Result<(Layout, Ops), &'static str> {
+pub fn probe(f: &Functions) -> Result<(TensorLayout, Ops), &'static str> {
     // SAFETY: takes nothing.
     let size = unsafe { (f.ggml_tensor_overhead)() } * TENSORS;
     // Memory of our own, so that every byte that is looked at has a value.
@@ -120,7 +120,10 @@ pub fn probe(f: &Functions) -> Result<(Layout, Ops), &'static str> {
 /// # Safety
 ///
 /// `context` is live and has room for [`TENSORS`] tensors.
-unsafe fn probe_in(f: &Functions, context: *mut Context) -> Result<(Layout, Ops), &'static str> {
+unsafe fn probe_in(
+    f: &Functions,
+    context: *mut Context,
+) -> Result<(TensorLayout, Ops), &'static str> {
     const F32: c_int = 0;
     const F16: c_int = 1;
     const I32: c_int = 26;
@@ -223,7 +226,7 @@ unsafe fn probe_in(f: &Functions, context: *mut Context) -> Result<(Layout, Ops)
         let number_of = |tensor: &Vec<u8>| number(tensor, op);
         let [add, mul, mul_mat, mul_mat_id, get_rows] = made.each_ref().map(number_of);
         Ok((
-            Layout {
+            TensorLayout {
                 ty,
                 buffer,
                 ne,

@@ -1,7 +1,4 @@
-//! One copy of ggml in this process: its public functions and the layout of its
-//! tensors.
-//!
-//! Names, signatures and constants are those of ggml.h, ggml-backend.h and gguf.h.
+//! A copy of ggml in this process: its public functions and the layout of its tensors.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ops::Range;
@@ -11,151 +8,20 @@ use llama_sidecar::gguf::TypeInfo;
 use parking_lot::Mutex;
 use serde_json::json;
 
-use crate::caller::Origin;
-use crate::ggml::layout::{Layout, Ops};
 use crate::journal;
 
-pub mod layout;
+mod layout;
+mod sys;
 
-/// Opaque types of ggml.
-macro_rules! opaque {
-    ($($(#[$doc:meta])* $name:ident)*) => {
-        $($(#[$doc])* #[repr(C)] pub struct $name { _opaque: [u8; 0] })*
-    };
-}
-
-opaque! {
-    /// `struct ggml_tensor`.
-    Tensor
-    /// `struct ggml_context`.
-    Context
-    /// `struct ggml_cgraph`.
-    Graph
-    /// `struct ggml_backend_sched`.
-    Sched
-    /// `struct ggml_backend`.
-    Backend
-    /// `struct ggml_backend_buffer`.
-    Buffer
-    /// `struct ggml_backend_buffer_type`.
-    BufferType
-    /// `struct ggml_backend_device`.
-    Device
-    /// `struct ggml_backend_reg`.
-    Registration
-}
-
-/// `struct ggml_init_params`.
-#[repr(C)]
-pub struct InitParams {
-    /// Bytes of the context.
-    pub mem_size: usize,
-    /// Its memory; ggml allocates it when this is null.
-    pub mem_buffer: *mut c_void,
-    /// Whether tensors get no memory for data.
-    pub no_alloc: bool,
-}
-
-/// `GGML_BACKEND_DEVICE_TYPE_CPU`.
-pub const DEVICE_CPU: c_int = 0;
-/// `GGML_BACKEND_DEVICE_TYPE_ACCEL`: after the CPU and two kinds of GPU. What follows
-/// (`META`) stands for several devices.
-pub const LAST_PLAIN_DEVICE: c_int = 3;
-/// `GGML_BACKEND_BUFFER_USAGE_WEIGHTS`.
-const USAGE_WEIGHTS: c_int = 1;
-/// `GGML_STATUS_SUCCESS`.
-pub const STATUS_SUCCESS: u32 = 0;
-/// `GGML_STATUS_FAILED`, as it comes back in a register.
-pub const STATUS_FAILED: usize = -1i32 as u32 as usize;
-
-macro_rules! functions {
-    ($($name:ident($($argument:ty),*) $(-> $result:ty)?;)*) => {
-        /// Public functions of ggml, found through the object that uses it.
-        #[allow(missing_docs, reason = "documented in ggml's headers")]
-        pub struct Functions {
-            $(pub $name: unsafe extern "C-unwind" fn($($argument),*) $(-> $result)?,)*
-        }
-
-        impl Functions {
-            /// Finds all of them, or names one that is missing.
-            fn of(origin: &Origin) -> Result<Functions, &'static str> {
-                Ok(Functions {
-                    $($name: {
-                        let name = concat!(stringify!($name), "\0");
-                        let name = CStr::from_bytes_with_nul(name.as_bytes()).expect("one NUL");
-                        let found = origin.symbol(name);
-                        if found.is_null() {
-                            return Err(stringify!($name));
-                        }
-                        // SAFETY: ggml's headers give the function of this name this type.
-                        unsafe {
-                            std::mem::transmute::<
-                                *mut c_void,
-                                unsafe extern "C-unwind" fn($($argument),*) $(-> $result)?,
-                            >(found)
-                        }
-                    },)*
-                })
-            }
-        }
-    };
-}
-
-functions! {
-    ggml_init(InitParams) -> *mut Context;
-    ggml_free(*mut Context);
-    ggml_get_mem_buffer(*const Context) -> *mut c_void;
-    ggml_get_mem_size(*const Context) -> usize;
-    ggml_tensor_overhead() -> usize;
-    ggml_new_tensor(*mut Context, c_int, c_int, *const i64) -> *mut Tensor;
-    ggml_view_tensor(*mut Context, *mut Tensor) -> *mut Tensor;
-    ggml_set_name(*mut Tensor, *const c_char) -> *mut Tensor;
-    ggml_get_name(*const Tensor) -> *const c_char;
-    ggml_get_data(*const Tensor) -> *mut c_void;
-    ggml_nbytes(*const Tensor) -> usize;
-    ggml_set_input(*mut Tensor);
-    ggml_add(*mut Context, *mut Tensor, *mut Tensor) -> *mut Tensor;
-    ggml_mul(*mut Context, *mut Tensor, *mut Tensor) -> *mut Tensor;
-    ggml_mul_mat(*mut Context, *mut Tensor, *mut Tensor) -> *mut Tensor;
-    ggml_mul_mat_id(*mut Context, *mut Tensor, *mut Tensor, *mut Tensor) -> *mut Tensor;
-    ggml_get_rows(*mut Context, *mut Tensor, *mut Tensor) -> *mut Tensor;
-    ggml_op_name(c_int) -> *const c_char;
-    ggml_type_name(c_int) -> *const c_char;
-    ggml_type_size(c_int) -> usize;
-    ggml_blck_size(c_int) -> i64;
-    ggml_graph_n_nodes(*mut Graph) -> c_int;
-    ggml_graph_node(*mut Graph, c_int) -> *mut Tensor;
-    ggml_backend_buffer_free(*mut Buffer);
-    ggml_backend_buffer_get_base(*mut Buffer) -> *mut c_void;
-    ggml_backend_buffer_get_type(*mut Buffer) -> *mut BufferType;
-    ggml_backend_buffer_is_host(*mut Buffer) -> bool;
-    ggml_backend_buffer_set_usage(*mut Buffer, c_int);
-    ggml_backend_buft_alloc_buffer(*mut BufferType, usize) -> *mut Buffer;
-    ggml_backend_buft_get_alloc_size(*mut BufferType, *const Tensor) -> usize;
-    ggml_backend_buft_get_device(*mut BufferType) -> *mut Device;
-    ggml_backend_buft_name(*mut BufferType) -> *const c_char;
-    ggml_backend_cpu_buffer_type() -> *mut BufferType;
-    ggml_backend_tensor_alloc(*mut Buffer, *mut Tensor, *mut c_void) -> c_int;
-    ggml_backend_tensor_set(*mut Tensor, *const c_void, usize, usize);
-    ggml_backend_tensor_get(*const Tensor, *mut c_void, usize, usize);
-    ggml_backend_dev_type(*mut Device) -> c_int;
-    ggml_backend_dev_memory(*mut Device, *mut usize, *mut usize);
-    ggml_backend_dev_supports_op(*mut Device, *const Tensor) -> bool;
-    ggml_backend_dev_host_buffer_type(*mut Device) -> *mut BufferType;
-    ggml_backend_dev_backend_reg(*mut Device) -> *mut Registration;
-    ggml_backend_reg_get_proc_address(*mut Registration, *const c_char) -> *mut c_void;
-    ggml_backend_get_device(*mut Backend) -> *mut Device;
-    ggml_backend_sched_synchronize(*mut Sched);
-    ggml_backend_sched_get_n_backends(*mut Sched) -> c_int;
-    ggml_backend_sched_get_backend(*mut Sched, c_int) -> *mut Backend;
-}
+use layout::{Ops, TensorLayout};
+pub use sys::*;
 
 /// One copy of ggml. Never freed.
 pub struct Ggml {
     /// Its functions.
     pub f: Functions,
     /// Where the fields of its tensors are.
-    pub layout: Layout,
+    pub layout: TensorLayout,
     /// Its numbers of the operations that read weights.
     pub ops: Ops,
 }
@@ -182,10 +48,11 @@ unsafe impl Send for Descriptor {}
 unsafe impl Sync for Descriptor {}
 
 impl Ggml {
-    /// The copy that an object uses. Says once why it is not understood.
-    pub fn of(origin: &Origin) -> Option<&'static Ggml> {
+    /// Returns the copy whose functions `symbol` finds; `None` when it is not supported,
+    /// after logging the reason once.
+    pub fn resolve(symbol: &dyn Fn(&CStr) -> *mut c_void) -> Option<&'static Ggml> {
         static COPIES: Mutex<Vec<&'static Ggml>> = Mutex::new(Vec::new());
-        let functions = match Functions::of(origin) {
+        let functions = match Functions::resolve(symbol) {
             Ok(functions) => functions,
             Err(missing) => {
                 passive(format_args!(
@@ -199,10 +66,10 @@ impl Ggml {
         if let Some(known) = copies.iter().find(same) {
             return Some(known);
         }
-        match crate::ggml::layout::probe(&functions) {
+        match layout::probe(&functions) {
             Ok((layout, ops)) => {
                 journal::note("ggml", || {
-                    let (path, version) = about(origin, &functions);
+                    let (path, version) = about(symbol, &functions);
                     json!({"path": path, "version": version})
                 });
                 let copy = Box::leak(Box::new(Ggml {
@@ -436,7 +303,7 @@ fn use_huge_pages(start: usize, len: usize) {
 }
 
 /// The file of a copy of ggml, and the version that it says it is.
-fn about(origin: &Origin, functions: &Functions) -> (String, String) {
+fn about(symbol: &dyn Fn(&CStr) -> *mut c_void, functions: &Functions) -> (String, String) {
     let mut found = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
     let address = functions.ggml_init as *const c_void;
     // SAFETY: dladdr fills the struct, whose names are C strings of loaded objects. ggml.h
@@ -447,12 +314,12 @@ fn about(origin: &Origin, functions: &Functions) -> (String, String) {
             _ => Some(CStr::from_ptr(found.assume_init().dli_fname)),
         };
         let text = |name: &CStr| {
-            let symbol = origin.symbol(name);
-            if symbol.is_null() {
+            let found = symbol(name);
+            if found.is_null() {
                 return None;
             }
-            let ask: extern "C" fn() -> *const c_char = std::mem::transmute(symbol);
-            let text = ask();
+            let function: extern "C" fn() -> *const c_char = std::mem::transmute(found);
+            let text = function();
             (!text.is_null()).then(|| CStr::from_ptr(text).to_string_lossy().into_owned())
         };
         let version = [text(c"ggml_version"), text(c"ggml_commit")];
