@@ -12,6 +12,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use llama_sidecar::reload::{Pauses, Switched};
 use parking_lot::{Condvar, Mutex};
 
 use crate::models::ModelSet;
@@ -51,17 +52,6 @@ impl Obstacle {
     }
 }
 
-/// What a switch cost.
-#[derive(Debug, Clone, Copy)]
-pub struct Switched {
-    /// Waiting for evaluations to end.
-    pub wait: Duration,
-    /// The switch itself, during which nothing could run.
-    pub switch: Duration,
-    /// The generation that it made.
-    pub generation: u64,
-}
-
 /// Whether a switch waits or runs.
 static WAITING: AtomicBool = AtomicBool::new(false);
 /// Whether nothing is switched any more.
@@ -70,12 +60,7 @@ static SHUT: AtomicBool = AtomicBool::new(false);
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 static GATE: Mutex<Gate> = Mutex::new(Gate {
     waiting: None,
-    pauses: Pauses {
-        count: 0,
-        longest: Duration::ZERO,
-        total: Duration::ZERO,
-        by_bound: [0; PAUSE_BOUNDS.len()],
-    },
+    pauses: Pauses::new(),
 });
 static CHANGED: Condvar = Condvar::new();
 
@@ -91,40 +76,6 @@ struct Waiting {
     work: Box<dyn FnMut() -> bool + Send>,
     since: Instant,
     result: Option<Result<Switched, &'static str>>,
-}
-
-/// Upper bounds of the classes in which pauses are counted.
-pub const PAUSE_BOUNDS: [Duration; 6] = [
-    Duration::from_micros(10),
-    Duration::from_micros(100),
-    Duration::from_millis(1),
-    Duration::from_millis(10),
-    Duration::from_millis(100),
-    Duration::from_secs(1),
-];
-
-/// How long evaluations were held up by switches before they began.
-#[derive(Debug, Clone, Copy)]
-pub struct Pauses {
-    /// How many were held up at all.
-    pub count: u64,
-    /// The longest time.
-    pub longest: Duration,
-    /// All of it.
-    pub total: Duration,
-    /// How many lasted up to each of [`PAUSE_BOUNDS`] and longer than the one before.
-    pub by_bound: [u64; PAUSE_BOUNDS.len()],
-}
-
-impl Pauses {
-    fn add(&mut self, pause: Duration) {
-        self.count += 1;
-        self.longest = self.longest.max(pause);
-        self.total += pause;
-        if let Some(class) = PAUSE_BOUNDS.iter().position(|bound| pause <= *bound) {
-            self.by_bound[class] += 1;
-        }
-    }
 }
 
 /// How many switches there have been.

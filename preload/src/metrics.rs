@@ -5,7 +5,7 @@ use std::fmt::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use llama_sidecar::error::Result;
-use llama_sidecar::reload::{Cause, Outcome, Report};
+use llama_sidecar::reload::{Cause, Outcome, Pauses, Report};
 
 use crate::barrier::{self, Obstacle};
 use crate::{expert_trace, models, reloader, sched};
@@ -160,7 +160,7 @@ fn pauses(out: &mut Page) {
         "How long evaluations were held up by swaps before they began.",
     );
     let mut sum = 0;
-    for (bound, count) in barrier::PAUSE_BOUNDS.iter().zip(pauses.by_bound) {
+    for (bound, count) in Pauses::BOUNDS.iter().zip(pauses.by_bound) {
         sum += count;
         let bound = format!("{}", bound.as_secs_f64());
         out.value("pause_seconds_bucket", &[("le", &bound)], sum as f64);

@@ -18,8 +18,8 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU64, AtomicUsize
 use std::thread::ThreadId;
 use std::time::Duration;
 
-use llama_sidecar::gguf::{Access, FileId, GgufFile};
-use llama_sidecar::reload::{Engine, SourceFile, SourceTensor};
+use llama_sidecar::gguf::{Access, GgufFile};
+use llama_sidecar::reload::{Engine, TrackedFile};
 use llama_sidecar::trace::Layout;
 use once_cell::sync::OnceCell;
 use parking_lot::{Mutex, RwLock};
@@ -61,7 +61,7 @@ pub struct Model {
     /// The copy of ggml that holds it.
     pub ggml: &'static Ggml,
     /// Its files.
-    pub files: Vec<HostFile>,
+    pub files: Vec<TrackedFile>,
     /// Those of its tensors that the host has.
     pub tensors: Vec<HostTensor>,
     /// What brings it up to date.
@@ -86,15 +86,6 @@ pub struct DevicePointer(pub *mut Device);
 unsafe impl Send for DevicePointer {}
 // SAFETY: as above.
 unsafe impl Sync for DevicePointer {}
-
-/// A file of a model.
-pub struct HostFile {
-    /// As it was when the host opened it; held open, so that its bytes stay readable
-    /// after another file took its name.
-    pub gguf: GgufFile,
-    /// The identity under which its bytes are right.
-    pub trusted: Mutex<FileId>,
-}
 
 /// A tensor of a file, and all tensors of the host that were loaded from it.
 pub struct HostTensor {
@@ -489,32 +480,13 @@ fn register(load: Load, devices: &[*mut Device]) {
         });
     }
     let trace = ModelTrace::of(&load.files);
-    let files = load.files.iter().map(|gguf| SourceFile {
-        path: gguf.source.path().to_owned(),
-        id: gguf.source.id(),
-    });
-    let sources = tensors.iter().map(|tensor| {
-        let header = &load.files[tensor.file].header;
-        let info = &header.tensors[tensor.info];
-        SourceTensor {
-            name: header.name(info).to_owned(),
-            file: tensor.file,
-            ty: info.ty,
-            ne: info.ne,
-        }
-    });
-    let engine = Engine::new((files.collect(), sources.collect()));
+    let files: Vec<TrackedFile> = load.files.into_iter().map(TrackedFile::new).collect();
+    let places = tensors.iter().map(|tensor| (tensor.file, tensor.info));
+    let engine = Engine::new(&files, places);
     let model = Arc::new(Model {
         number: NEXT.fetch_add(1, Ordering::Relaxed),
         ggml,
-        files: load
-            .files
-            .into_iter()
-            .map(|gguf| HostFile {
-                trusted: Mutex::new(gguf.source.id()),
-                gguf,
-            })
-            .collect(),
+        files,
         tensors,
         engine,
         trace,

@@ -57,11 +57,6 @@ impl HostStore<'_> {
         instances[0].private.lock().is_some()
     }
 
-    fn is_trusted(&self, file: usize) -> bool {
-        let file = &self.0.files[file];
-        file.gguf.source.has_stamp_of(&file.trusted.lock())
-    }
-
     /// What the file that the host loaded holds of a tensor now.
     fn file_content(&self, tensor: usize) -> Option<Content> {
         let tensor = &self.0.tensors[tensor];
@@ -85,13 +80,7 @@ impl HostStore<'_> {
     fn holds_original_bytes(&self, tensor: usize) -> bool {
         let tensor = &self.0.tensors[tensor];
         let file = &self.0.files[tensor.file];
-        let trusted = *file.trusted.lock();
-        // Bytes that the host copied do not follow the file: without doubt it has to be
-        // the file that was copied.
-        match tensor.instances.iter().any(|instance| !instance.mapped) {
-            true => file.gguf.source.is_unwritten_since(&trusted),
-            false => file.gguf.source.has_stamp_of(&trusted),
-        }
+        file.holds_bytes_in_use(tensor.instances.iter().any(|instance| !instance.mapped))
     }
 
     /// The bytes that the host loaded, out of their file; `None` when that was written since,
@@ -250,7 +239,7 @@ impl Store for HostStore<'_> {
         }
         let tensor_of = &self.0.tensors[tensor];
         let mapped = tensor_of.instances.iter().filter(|i| i.mapped).count();
-        let known = known.filter(|_| mapped == 0 || self.is_trusted(tensor_of.file));
+        let known = known.filter(|_| mapped == 0 || self.0.files[tensor_of.file].is_trusted());
         known.or_else(|| match mapped {
             // The bytes in use are those of the mapped file, whatever was written there.
             _ if mapped == tensor_of.instances.len() => self.file_hash(tensor),
@@ -268,8 +257,7 @@ impl Store for HostStore<'_> {
             return None;
         }
         let file = &self.0.files[tensor_of.file];
-        let trusted = file.trusted.lock();
-        let written = trusted.same_inode(id) && !id.unwritten_since(&trusted);
+        let written = file.is_write_in_place(id);
         written.then(|| file.gguf.header.tensors[tensor_of.info].offset)
     }
 
@@ -433,17 +421,12 @@ impl Store for HostStore<'_> {
         .map_err(Error::Busy)?;
         drop(replaced);
         Ok(Commit {
-            wait: switched.wait,
-            switch: switched.switch,
-            generation: switched.generation,
+            switched,
             effects: staged.effects,
         })
     }
 
     fn trust(&self, file: usize, id: FileId) {
-        let file = &self.0.files[file];
-        if file.gguf.source.id().same_inode(&id) {
-            *file.trusted.lock() = id;
-        }
+        self.0.files[file].trust(id);
     }
 }

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use crate::error::{Error, Result};
+use crate::reload::{Pauses, Switched};
 
 /// How long a switch waits for running evaluations.
 #[derive(Debug, Clone, Copy)]
@@ -58,29 +59,11 @@ struct Switcher {
     holds: bool,
 }
 
-/// How long evaluations had to wait for switches before they began.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Pauses {
-    /// How many had to wait at all.
-    pub count: u64,
-    /// The longest wait.
-    pub longest: Duration,
-}
-
 /// A running evaluation. While it lasts, no reload changes a tensor.
 #[derive(Debug)]
 #[must_use]
 pub struct Evaluation {
     began_by: ThreadId,
-}
-
-/// What a switch cost.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Switched {
-    /// Waiting for running evaluations to end.
-    pub wait: Duration,
-    /// The switch itself, during which nothing could run.
-    pub switch: Duration,
 }
 
 impl GateState {
@@ -130,8 +113,7 @@ impl Gate {
         loop {
             self.changed.wait(&mut state);
             if let Some(evaluation) = state.begin()? {
-                state.pauses.count += 1;
-                state.pauses.longest = state.pauses.longest.max(waiting_since.elapsed());
+                state.pauses.add(waiting_since.elapsed());
                 return Ok(evaluation);
             }
         }
@@ -167,7 +149,8 @@ impl Gate {
     }
 
     /// Runs `switch` while no evaluation runs; an error when one that runs does not end.
-    pub fn switch(&self, switch: impl FnOnce()) -> Result<Switched> {
+    /// `switch` returns the generation that it made, or why it changed nothing.
+    pub fn switch(&self, switch: impl FnOnce() -> Result<u64>) -> Result<Switched> {
         let thread = std::thread::current().id();
         let asked = Instant::now();
         let until = asked + self.limits.patience;
@@ -211,10 +194,11 @@ impl Gate {
         let _open = OpenAgain(self);
         let wait = asked.elapsed();
         let began = Instant::now();
-        switch();
+        let generation = switch()?;
         Ok(Switched {
             wait,
             switch: began.elapsed(),
+            generation,
         })
     }
 
@@ -262,6 +246,7 @@ mod tests {
                             assert_eq!(evaluating.load(Ordering::SeqCst), 0);
                             switches.fetch_add(1, Ordering::SeqCst);
                             switching.store(false, Ordering::SeqCst);
+                            Ok(1)
                         })
                         .unwrap();
                     }
@@ -277,7 +262,7 @@ mod tests {
         let outer = gate.begin().unwrap();
         assert!(gate.check_can_switch().is_err());
         std::thread::scope(|scope| {
-            let switch = scope.spawn(|| gate.switch(|| ()).unwrap());
+            let switch = scope.spawn(|| gate.switch(|| Ok(1)).unwrap());
             while gate.state.lock().switcher.is_none() {
                 std::thread::yield_now();
             }
@@ -286,7 +271,11 @@ mod tests {
             gate.end(outer);
             switch.join().unwrap();
         });
-        gate.switch(|| assert!(gate.begin().is_err())).unwrap();
+        gate.switch(|| {
+            assert!(gate.begin().is_err());
+            Ok(1)
+        })
+        .unwrap();
         assert!(gate.check_can_switch().is_ok());
     }
 
@@ -307,7 +296,7 @@ mod tests {
             let evaluation = gate.try_begin().unwrap().expect("nothing holds it");
             gate.end(evaluation);
             gate.end(endless);
-            gate.switch(|| ()).unwrap();
+            gate.switch(|| Ok(1)).unwrap();
         });
     }
 
@@ -319,7 +308,7 @@ mod tests {
         });
         let endless = gate.begin().unwrap();
         std::thread::scope(|scope| {
-            let switch = scope.spawn(|| gate.switch(|| ()).unwrap());
+            let switch = scope.spawn(|| gate.switch(|| Ok(1)).unwrap());
             while gate.state.lock().switcher.is_none() {
                 std::thread::yield_now();
             }
@@ -342,8 +331,8 @@ mod tests {
         });
         // Its new thread is not known to evaluate, and does not wait for itself for ever.
         assert!(gate.check_can_switch().is_ok());
-        assert!(gate.switch(|| ()).is_err());
+        assert!(gate.switch(|| Ok(1)).is_err());
         gate.end(handed_over);
-        gate.switch(|| ()).unwrap();
+        gate.switch(|| Ok(1)).unwrap();
     }
 }

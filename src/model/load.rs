@@ -19,6 +19,7 @@ use crate::device::{ALIGNMENT, Buffer, DeviceError};
 use crate::error::{Error, Result};
 use crate::gguf::FileId;
 use crate::parallel;
+use crate::reload::TrackedFile;
 
 /// Device allocations that loading everything may take.
 const MAX_ALLOCATIONS: usize = 9;
@@ -101,7 +102,7 @@ impl Model {
             if loaded.get().is_some() {
                 return Ok(self.tensor(index));
             }
-            let trusted = *self.files[*file].trusted.lock();
+            let trusted = self.files[*file].trusted();
             let mut buffers = self.allocate_parts(&pending.parts)?;
             let source = from_file(&self.files[*file].gguf.source, *offset);
             fill_parts(&source, &pending.parts, &mut buffers)
@@ -140,7 +141,7 @@ impl Model {
         let Home::File { file, offset, .. } = version.home else {
             unreachable!("a tensor that is in no file is on a device");
         };
-        let trusted = *self.files[file].trusted.lock();
+        let trusted = self.files[file].trusted();
         let source = from_file(&self.files[file].gguf.source, offset);
         source(at, bytes).map_err(|error| self.fill_error(error, file, index))?;
         self.check_trusted(file, trusted, || self.quoted(index))
@@ -157,7 +158,7 @@ impl Model {
     /// A tensor that a reload replaces or moves meanwhile may stay as it is.
     pub fn load_all(&self, mut progress: impl FnMut(Progress) -> bool) -> Result<LoadReport> {
         let began = Instant::now();
-        let trusted: Vec<FileId> = self.files.iter().map(|file| *file.trusted.lock()).collect();
+        let trusted: Vec<FileId> = self.files.iter().map(TrackedFile::trusted).collect();
         let (pending, generation) = self.all_pending();
         let bytes: u64 = pending.iter().map(|tensor| tensor.version.nbytes).sum();
         let (arenas, mut buffers) = self.allocate_arenas(&pending)?;
@@ -335,7 +336,7 @@ impl Model {
         generation: u64,
         tensors: Vec<(Pending, Placed)>,
     ) -> Result<()> {
-        let now = self.files[file].trusted.lock();
+        let now = self.files[file].lock_trusted();
         self.check_identity(file, *now, trusted, || match tensors.as_slice() {
             [(only, _)] => self.quoted(only.index),
             _ => "its tensors".into(),
@@ -358,7 +359,7 @@ impl Model {
     }
 
     fn check_trusted(&self, file: usize, trusted: FileId, what: impl Fn() -> String) -> Result<()> {
-        let now = *self.files[file].trusted.lock();
+        let now = self.files[file].trusted();
         self.check_identity(file, now, trusted, what)
     }
 

@@ -19,17 +19,17 @@ use std::path::Path;
 use std::sync::Arc;
 
 use once_cell::sync::OnceCell;
-use parking_lot::{Mutex, RwLock};
+use parking_lot::RwLock;
 
 use crate::device::{Device, HostDevice};
 use crate::error::{Error, Result};
 use crate::experts::ExpertName;
-use crate::gguf::{self, Access, FileId, GgufFile, Key, Strings, TypeInfo, Value};
-use crate::reload;
+use crate::gguf::{self, Access, GgufFile, Key, Strings, TypeInfo, Value};
+use crate::reload::{Engine, Pauses, TrackedFile};
 
 pub use context::Context;
 pub use cut::Axis;
-pub use gate::{Evaluation, Pauses};
+pub use gate::Evaluation;
 pub use load::{LoadReport, Progress};
 pub use placement::{HOST, Layout, Placement};
 pub use tensor::{PartView, State, TensorView};
@@ -70,7 +70,7 @@ impl Options {
 /// An open model. All methods can be called from several threads.
 #[derive(Debug)]
 pub struct Model {
-    files: Vec<ModelFile>,
+    files: Vec<TrackedFile>,
     tensors: Vec<Tensor>,
     /// First tensor of each file.
     first_of_file: Vec<usize>,
@@ -82,16 +82,7 @@ pub struct Model {
     staging_bytes: u64,
     gate: Gate,
     listeners: context::Listeners,
-    reload: Option<reload::Engine>,
-}
-
-/// One file of the model.
-#[derive(Debug)]
-struct ModelFile {
-    gguf: GgufFile,
-    /// The identity under which its bytes are trusted: the one it was opened with,
-    /// or the one of an in-place change that a reload has seen.
-    trusted: Mutex<FileId>,
+    reload: Option<Engine>,
 }
 
 /// What never changes about a tensor.
@@ -159,13 +150,7 @@ impl Model {
                 });
             }
         }
-        let files: Vec<ModelFile> = files
-            .into_iter()
-            .map(|gguf| ModelFile {
-                trusted: Mutex::new(gguf.source.id()),
-                gguf,
-            })
-            .collect();
+        let files: Vec<TrackedFile> = files.into_iter().map(TrackedFile::new).collect();
         let mut model = Model {
             first_of_file,
             files,
@@ -184,7 +169,9 @@ impl Model {
             reload: None,
         };
         if options.hotswap {
-            model.reload = Some(reload::Engine::new(model.registry()));
+            let tensors = model.tensors.iter();
+            let places = tensors.map(|tensor| (tensor.file as usize, tensor.info as usize));
+            model.reload = Some(Engine::new(&model.files, places));
         }
         Ok(model)
     }

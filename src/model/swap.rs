@@ -17,8 +17,8 @@ use crate::error::{Error, Result};
 use crate::gguf::{FileId, Source, TypeInfo};
 use crate::parallel;
 use crate::reload::{
-    Change, Commit, Defects, Effect, Hash, Need, NoRoom, Outcome, Readers, Report, SourceFile,
-    SourceTensor, StageError, Store, Trigger, content_of, hash_reads, hash_source,
+    Change, Commit, Defects, Effect, Hash, Need, NoRoom, Outcome, Readers, Report, StageError,
+    Store, Trigger, content_of, hash_reads, hash_source,
 };
 
 impl Model {
@@ -32,24 +32,6 @@ impl Model {
         engine.reload(self, Trigger::Command)
     }
 
-    pub(super) fn registry(&self) -> (Vec<SourceFile>, Vec<SourceTensor>) {
-        let files = self.files.iter().map(|file| SourceFile {
-            path: file.gguf.source.path().to_owned(),
-            id: file.gguf.source.id(),
-        });
-        let tensors = self.tensors.iter().enumerate().map(|(index, tensor)| {
-            let header = &self.files[tensor.file as usize].gguf.header;
-            let info = &header.tensors[tensor.info as usize];
-            SourceTensor {
-                name: self.name(index).to_owned(),
-                file: tensor.file as usize,
-                ty: info.ty,
-                ne: info.ne,
-            }
-        });
-        (files.collect(), tensors.collect())
-    }
-
     /// Hash of the bytes of a version, or `None` when they cannot be trusted.
     fn hash(&self, version: &Version) -> Option<Hash> {
         if let Some(placed) = version.placed() {
@@ -60,12 +42,7 @@ impl Model {
         };
         let source = &self.files[file].gguf.source;
         let hash = hash_source(source, offset, version.nbytes).ok();
-        hash.filter(|_| self.is_trusted(file))
-    }
-
-    fn is_trusted(&self, file: usize) -> bool {
-        let file = &self.files[file];
-        file.gguf.source.has_stamp_of(&file.trusted.lock())
+        hash.filter(|_| self.files[file].is_trusted())
     }
 
     /// Lays out one group and allocates what is new; its bytes are filled in later.
@@ -249,7 +226,7 @@ impl Store for Model {
     fn live_hash(&self, tensor: usize, known: Option<Hash>) -> Option<Hash> {
         let version = self.current(tensor);
         let unchangeable = match version.home {
-            Home::File { file, .. } => version.placed().is_some() || self.is_trusted(file),
+            Home::File { file, .. } => version.placed().is_some() || self.files[file].is_trusted(),
             Home::Private { .. } => true,
         };
         known
@@ -268,8 +245,9 @@ impl Store for Model {
         else {
             return None;
         };
-        let trusted = self.files[*file].trusted.lock();
-        let written = trusted.same_inode(id) && !id.unwritten_since(&trusted);
+        // In this order: a load that ends in between is published only if the file was not
+        // written, and makes that sure while it holds the trusted identity.
+        let written = self.files[*file].is_write_in_place(id);
         (written && loaded.get().is_none()).then_some(*offset)
     }
 
@@ -292,15 +270,10 @@ impl Store for Model {
     fn original_defects(&self, tensor: usize) -> Option<Defects> {
         let tensor = &self.tensors[tensor];
         let file = &self.files[tensor.file as usize];
-        let (source, trusted) = (&file.gguf.source, *file.trusted.lock());
         let info = &file.gguf.header.tensors[tensor.info as usize];
-        let content = content_of(source, info).ok()?;
-        // Bytes that were copied do not follow the file.
-        let unwritten = match tensor.original.placed() {
-            Some(_) => source.is_unwritten_since(&trusted),
-            None => source.has_stamp_of(&trusted),
-        };
-        unwritten.then_some(content.defects)
+        let content = content_of(&file.gguf.source, info).ok()?;
+        let copied = tensor.original.placed().is_some();
+        file.holds_bytes_in_use(copied).then_some(content.defects)
     }
 
     fn need(&self, changes: &[Change<'_>]) -> Need {
@@ -457,49 +430,40 @@ impl Store for Model {
                 placement: self.describe(version),
             })
             .collect();
-        let mut generation = None;
         let switched = self.gate.switch(|| {
-            {
-                let mut versions = self.versions.write();
-                if !staged.still_fits(&versions) {
-                    return;
-                }
-                for (group, displaced) in &staged.groups {
-                    match displaced {
-                        true => versions.displaced.insert(*group),
-                        false => versions.displaced.remove(group),
-                    };
-                }
-                for (tensor, version, _) in &mut staged.next {
-                    let current = &mut versions.current[*tensor];
-                    std::mem::swap(&mut current.version, version);
-                    current.generation += 1;
-                }
-                versions.generation += 1;
-                generation = Some(versions.generation);
+            let mut versions = self.versions.write();
+            if !staged.still_fits(&versions) {
+                return Err(Error::Busy(
+                    "a tensor of a layer was loaded while the layer was being replaced; nothing changed, reload again",
+                ));
             }
-            generation
-                .into_iter()
-                .for_each(|generation| self.listeners.tell(generation));
-        })?;
+            for (group, displaced) in &staged.groups {
+                match displaced {
+                    true => versions.displaced.insert(*group),
+                    false => versions.displaced.remove(group),
+                };
+            }
+            for (tensor, version, _) in &mut staged.next {
+                let current = &mut versions.current[*tensor];
+                std::mem::swap(&mut current.version, version);
+                current.generation += 1;
+            }
+            versions.generation += 1;
+            let generation = versions.generation;
+            drop(versions);
+            self.listeners.tell(generation);
+            Ok(generation)
+        });
         // Freeing what was replaced takes longer than replacing it: evaluations do
         // not wait for it.
         drop(staged);
-        let generation = generation.ok_or(Error::Busy(
-            "a tensor of a layer was loaded while the layer was being replaced; nothing changed, reload again",
-        ))?;
         Ok(Commit {
-            wait: switched.wait,
-            switch: switched.switch,
-            generation,
+            switched: switched?,
             effects,
         })
     }
 
     fn trust(&self, file: usize, id: FileId) {
-        let file = &self.files[file];
-        if file.gguf.source.id().same_inode(&id) {
-            *file.trusted.lock() = id;
-        }
+        self.files[file].trust(id);
     }
 }

@@ -22,8 +22,10 @@ mod compare;
 mod content;
 mod detect;
 mod hash;
+mod pauses;
 mod report;
 mod store;
+mod tracked;
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::CString;
@@ -42,8 +44,10 @@ pub use budget::{Need, usable as usable_memory};
 pub use content::{Content, Defects, of_tensor as content_of};
 pub(crate) use hash::of_reads as hash_reads;
 pub use hash::{Hash, of_bytes as hash_bytes, of_source as hash_source};
+pub use pauses::Pauses;
 pub use report::{Cause, FileEvent, FileReport, Ignored, Outcome, Report, TensorReport, Times};
-pub use store::{Change, Commit, Effect, Job, NoRoom, StageError, Store};
+pub use store::{Change, Commit, Effect, Job, NoRoom, StageError, Store, Switched};
+pub use tracked::TrackedFile;
 
 /// What starts a reload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,26 +62,16 @@ pub enum Trigger {
     },
 }
 
-/// A file to watch.
+/// A tensor that follows its file.
 #[derive(Debug)]
-pub struct SourceFile {
-    /// Where it is.
-    pub path: PathBuf,
-    /// What it was when its tensors were loaded.
-    pub id: FileId,
-}
-
-/// A tensor to keep up to date.
-#[derive(Debug)]
-pub struct SourceTensor {
-    /// Its name.
-    pub name: CString,
+struct SourceTensor {
+    name: CString,
     /// Index of its file.
-    pub file: usize,
-    /// Its type.
-    pub ty: &'static TypeInfo,
+    file: usize,
+    /// The type of the bytes in use.
+    ty: &'static TypeInfo,
     /// Its shape, which never changes.
-    pub ne: [u64; 4],
+    ne: [u64; 4],
 }
 
 /// The reload state machine of one model.
@@ -195,14 +189,16 @@ enum Action {
 }
 
 impl Engine {
-    /// Registers files and tensors as they are.
-    pub fn new((files, tensors): (Vec<SourceFile>, Vec<SourceTensor>)) -> Engine {
-        let mut files: Vec<Watched> = files
-            .into_iter()
-            .map(|file| Watched {
-                path: file.path,
-                id: file.id,
-                first_id: file.id,
+    /// Registers files and tensors as they are. A tensor is given by the index of its file and
+    /// its position in the header of that file.
+    pub fn new(files: &[TrackedFile], tensors: impl Iterator<Item = (usize, usize)>) -> Engine {
+        let mut watched: Vec<Watched> = files
+            .iter()
+            .map(|file| &file.gguf.source)
+            .map(|source| Watched {
+                path: source.path().to_owned(),
+                id: source.id(),
+                first_id: source.id(),
                 mixed: false,
                 tensors: Vec::new(),
                 ignored: None,
@@ -211,22 +207,30 @@ impl Engine {
                 failed: None,
             })
             .collect();
-        for (index, tensor) in tensors.iter().enumerate() {
-            files[tensor.file].tensors.push(index);
-        }
-        let tensors = tensors
-            .into_iter()
-            .map(|source| Registered {
-                original_type: source.ty,
+        let mut registered = Vec::new();
+        for (index, (file, info)) in tensors.enumerate() {
+            let header = &files[file].gguf.header;
+            let info = &header.tensors[info];
+            watched[file].tensors.push(index);
+            registered.push(Registered {
+                source: SourceTensor {
+                    name: header.name(info).to_owned(),
+                    file,
+                    ty: info.ty,
+                    ne: info.ne,
+                },
+                original_type: info.ty,
                 original_bytes: OriginalBytes::InUse,
                 live_hash: None,
                 live_defects: None,
                 written_in_place: false,
-                source,
-            })
-            .collect();
+            });
+        }
         Engine {
-            state: Mutex::new(Registry { files, tensors }),
+            state: Mutex::new(Registry {
+                files: watched,
+                tensors: registered,
+            }),
         }
     }
 

@@ -261,9 +261,9 @@ impl Report {
     pub(super) fn committed(&mut self, commit: &Commit) {
         self.news = true;
         self.commits += 1;
-        self.times.wait += commit.wait;
-        self.times.switch += commit.switch;
-        self.generation = commit.generation;
+        self.times.wait += commit.switched.wait;
+        self.times.switch += commit.switched.switch;
+        self.generation = commit.switched.generation;
     }
 
     pub(super) fn log(&self) {

@@ -85,16 +85,23 @@ pub struct Effect {
     pub placement: String,
 }
 
-/// What a commit cost and did.
+/// A switch that was done.
+#[derive(Debug, Clone, Copy)]
+pub struct Switched {
+    /// How long the switch waited for running evaluations to end.
+    pub wait: Duration,
+    /// How long the switch itself took. No evaluation ran meanwhile.
+    pub switch: Duration,
+    /// The generation after the switch.
+    pub generation: u64,
+}
+
+/// What a commit did.
 #[derive(Debug, Clone)]
 pub struct Commit {
-    /// Waiting for running evaluations to end.
-    pub wait: Duration,
-    /// The switch itself, during which no evaluation could run.
-    pub switch: Duration,
-    /// The generation that it made.
-    pub generation: u64,
-    /// Every tensor that it touched.
+    /// The switch.
+    pub switched: Switched,
+    /// Every tensor that the commit touched.
     pub effects: Vec<Effect>,
 }
 
