@@ -249,15 +249,17 @@ fn status() -> Value {
         "pid": std::process::id(),
         "evaluations": sched::count(),
         "generation": barrier::generation(),
-        "graphs_renewed": sched::renewed(),
+        "graphs_renewed": sched::rebuilt(),
         "pauses": pauses.count,
         "longest_pause_us": pauses.longest.as_micros() as u64,
         "frozen": reloader::is_frozen(),
-        "waiting": barrier::waiting_for().map(|(obstacle, since)| json!({
+        "waiting": barrier::pending().map(|(obstacle, since)| json!({
             "obstacle": obstacle.map(Obstacle::name),
             "seconds": since.as_secs_f64(),
         })),
-        "failures": metrics::failures()
+        "failures": reloader::counts()
+            .failures
+            .filter(|(_, count)| *count > 0)
             .map(|(cause, count)| (cause.name().to_owned(), json!(count)))
             .collect::<serde_json::Map<_, _>>(),
         "models": models,

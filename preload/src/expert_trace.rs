@@ -7,26 +7,37 @@
 //! counted once.
 
 use std::io::Write;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use llama_sidecar::config::Config;
 use llama_sidecar::experts::ExpertName;
-use llama_sidecar::gguf::GgufFile;
 use llama_sidecar::logger::REQUESTED;
 use llama_sidecar::trace::{About, Ids, Layout, Trace, to_json, to_text, write};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use serde_json::{Value, json};
 
+use crate::barrier::{self, SLOTS};
+use crate::capability::Capability;
 use crate::ggml::{Ggml, Tensor};
-use crate::journal;
+use crate::graph::UsedWeight;
+use crate::models::{self, Model};
+use crate::sched::{Allocated, Scheduler};
+use crate::{journal, thread};
 
 /// `GGML_TENSOR_FLAG_OUTPUT`.
 const FLAG_OUTPUT: i32 = 2;
 
+/// The expert trace, as a capability.
+pub struct ExpertTrace;
+
 /// What is counted of one model.
-pub struct ModelTrace {
+struct ModelTrace {
+    /// The number of the model.
+    model: u64,
     counters: Trace,
     about: About,
     /// The tensor whose experts stand for each layer, by position.
@@ -49,8 +60,7 @@ const LONGEST_WRITE: Duration = Duration::from_secs(2);
 const NAMES_EVERY: Duration = Duration::from_millis(200);
 
 /// The routed ids of one layer in a graph.
-#[derive(Clone)]
-pub struct Routed {
+struct Routed {
     ids: *mut Tensor,
     trace: Arc<ModelTrace>,
     /// Position of the layer.
@@ -60,27 +70,203 @@ pub struct Routed {
 // SAFETY: the tensor is only read by the thread that evaluates, while it keeps the graph.
 unsafe impl Send for Routed {}
 
+/// What is counted in the evaluations of one scheduler.
+struct SchedulerTrace {
+    /// Whether its graph has routed ids to count.
+    counts: AtomicBool,
+    /// Whether those of the last evaluation are still to be counted.
+    uncounted: AtomicBool,
+    graph: Mutex<TracedGraph>,
+}
+
+/// Used by the thread that evaluates.
+struct TracedGraph {
+    /// Routed ids to count after each evaluation.
+    routed: Vec<Routed>,
+    /// Where they are copied to.
+    ids: Vec<u8>,
+    /// Addresses of the backends that evaluate the graph.
+    backends: Vec<usize>,
+}
+
+/// By the number of the scheduler.
+static SCHEDULERS: [SchedulerTrace; SLOTS] = [const { SchedulerTrace::new() }; SLOTS];
 /// Everything that was counted, also of models that are gone.
-static TRACES: Mutex<Vec<Arc<ModelTrace>>> = Mutex::new(Vec::new());
+static TRACES: RwLock<Vec<Arc<ModelTrace>>> = RwLock::new(Vec::new());
+
+impl Capability for ExpertTrace {
+    fn is_enabled(&self) -> bool {
+        Config::get().traces()
+    }
+
+    fn start(&self) {
+        let config = Config::get();
+        if config.trace_names {
+            thread::spawn("llama-sidecar-n", log_names);
+        }
+        if let Some(period) = config.trace_every {
+            thread::spawn("llama-sidecar-w", move || write_every(period));
+        }
+    }
+
+    fn model_complete(&self, model: &Arc<Model>) {
+        if self.is_enabled() {
+            ModelTrace::register(model);
+        }
+    }
+
+    fn graph_allocated(&self, scheduler: Scheduler, graph: &Allocated, keeps: bool) {
+        if !self.is_enabled() {
+            return;
+        }
+        let mut routed: Vec<Routed> = Vec::new();
+        let weights = graph.reads.weights.iter();
+        for weight in weights.filter(|weight| !weight.ids.is_null()) {
+            if !routed.iter().any(|routed| routed.ids == weight.ids) {
+                // SAFETY: the graph is live and not yet allocated.
+                routed.extend(unsafe { keep_ids(weight) });
+            }
+        }
+        let of = &SCHEDULERS[scheduler.number()];
+        of.counts
+            .store(keeps && !routed.is_empty(), Ordering::Relaxed);
+        let mut known = of.graph.lock();
+        known.routed = routed;
+        known.backends.clone_from(&graph.backends.addresses);
+    }
+
+    fn graph_dropped(&self, scheduler: Scheduler) {
+        count_pending(scheduler);
+        SCHEDULERS[scheduler.number()].graph.lock().routed.clear();
+    }
+
+    fn evaluation_begun(&self, scheduler: Scheduler) {
+        count_pending(scheduler);
+        let of = &SCHEDULERS[scheduler.number()];
+        let counts = of.counts.load(Ordering::Relaxed);
+        of.uncounted.store(counts, Ordering::Relaxed);
+    }
+
+    fn evaluation_ended(&self, scheduler: Scheduler) {
+        let of = &SCHEDULERS[scheduler.number()];
+        if of.uncounted.swap(false, Ordering::Relaxed) {
+            of.count(scheduler.ggml());
+        }
+    }
+
+    fn evaluation_failed(&self, scheduler: Scheduler) {
+        let of = &SCHEDULERS[scheduler.number()];
+        of.uncounted.store(false, Ordering::Relaxed);
+    }
+
+    fn tensors_freed(&self, addresses: &Range<usize>) {
+        for scheduler in Scheduler::all() {
+            let of = &SCHEDULERS[scheduler.number()];
+            if of.uncounted.load(Ordering::Relaxed) && of.has_ids_in(addresses) {
+                count_pending(scheduler);
+            }
+        }
+    }
+
+    fn backend_freed(&self, backend: usize) {
+        for of in &SCHEDULERS[..barrier::slots().len()] {
+            if of.uncounted.load(Ordering::Relaxed) && of.graph.lock().backends.contains(&backend) {
+                of.uncounted.store(false, Ordering::Relaxed);
+            }
+        }
+    }
+
+    fn scheduler_freed(&self, scheduler: Scheduler) {
+        let of = &SCHEDULERS[scheduler.number()];
+        of.uncounted.store(false, Ordering::Relaxed);
+        of.counts.store(false, Ordering::Relaxed);
+        *of.graph.lock() = TracedGraph::EMPTY;
+    }
+
+    fn finish(&self) {
+        if self.is_enabled() {
+            write_without_sigpipe();
+        }
+    }
+}
+
+/// Counts the ids of the last evaluation before its graph is dropped or evaluated again.
+fn count_pending(scheduler: Scheduler) {
+    let of = &SCHEDULERS[scheduler.number()];
+    if of.uncounted.load(Ordering::Relaxed) {
+        scheduler.synchronize();
+        of.uncounted.store(false, Ordering::Relaxed);
+        of.count(scheduler.ggml());
+    }
+}
+
+/// Marks the ids that route to a weight, so that they can be counted after the evaluation;
+/// `None` when there is nothing to count.
+///
+/// # Safety
+///
+/// A weight of a live graph that is not yet allocated.
+unsafe fn keep_ids(weight: &UsedWeight) -> Option<Routed> {
+    let (model, tensor) = models::find(weight.tensor)?;
+    let trace = {
+        let traces = TRACES.read();
+        let of_model = |trace: &&Arc<ModelTrace>| trace.model == model.number;
+        traces.iter().find(of_model)?.clone()
+    };
+    let name = model.name(tensor).to_str().ok()?;
+    // SAFETY: as the caller ensures.
+    unsafe { trace.keep_ids(model.ggml, name, weight.ids) }
+}
+
+impl TracedGraph {
+    const EMPTY: TracedGraph = TracedGraph {
+        routed: Vec::new(),
+        ids: Vec::new(),
+        backends: Vec::new(),
+    };
+}
+
+impl SchedulerTrace {
+    const fn new() -> SchedulerTrace {
+        SchedulerTrace {
+            counts: AtomicBool::new(false),
+            uncounted: AtomicBool::new(false),
+            graph: Mutex::new(TracedGraph::EMPTY),
+        }
+    }
+
+    /// Whether any of the routed ids lie in this memory.
+    fn has_ids_in(&self, range: &Range<usize>) -> bool {
+        let graph = self.graph.lock();
+        let mut ids = graph.routed.iter().map(|routed| routed.ids as usize);
+        ids.any(|ids| range.contains(&ids))
+    }
+
+    /// Counts the experts of an evaluation whose backends are done.
+    fn count(&self, ggml: &Ggml) {
+        let mut graph = self.graph.lock();
+        let TracedGraph { routed, ids, .. } = &mut *graph;
+        for routed in routed.iter() {
+            // SAFETY: the graph is kept, and evaluated to its end.
+            unsafe { routed.count(ggml, ids) };
+        }
+    }
+}
 
 impl ModelTrace {
-    /// Counters for the experts of a model; `None` when it has none, or nobody wants to
-    /// know.
-    pub fn of(files: &[GgufFile]) -> Option<Arc<ModelTrace>> {
-        if !Config::get().traces() {
-            return None;
-        }
-        let layout = Layout::of(files);
+    /// Adds counters for the experts of a model, if it has any.
+    fn register(model: &Model) {
+        let files = || model.files.iter().map(|file| &file.gguf);
+        let layout = Layout::of(files());
         if layout.layers().is_empty() {
-            return None;
+            return;
         }
-        let trace = Arc::new(ModelTrace {
+        TRACES.write().push(Arc::new(ModelTrace {
+            model: model.number,
             names: Mutex::new(vec![String::new(); layout.layers().len()]),
             counters: Trace::new(layout),
-            about: About::of(files),
-        });
-        TRACES.lock().push(trace.clone());
-        Some(trace)
+            about: About::of(files()),
+        }));
     }
 
     /// Marks the ids that route to a weight of this name, so that they outlive their
@@ -89,7 +275,7 @@ impl ModelTrace {
     /// # Safety
     ///
     /// A live tensor of this copy of ggml, in a graph that is not yet allocated.
-    pub unsafe fn keep_ids(
+    unsafe fn keep_ids(
         self: &Arc<Self>,
         ggml: &Ggml,
         weight: &str,
@@ -117,22 +303,12 @@ impl ModelTrace {
 }
 
 impl Routed {
-    /// Whether this is the same matrix of ids.
-    pub fn is_of(&self, ids: *mut Tensor) -> bool {
-        self.ids == ids
-    }
-
-    /// Whether the tensor of the ids lies in this memory.
-    pub fn is_in(&self, range: &std::ops::Range<usize>) -> bool {
-        range.contains(&(self.ids as usize))
-    }
-
     /// Counts the ids of an evaluation that has ended.
     ///
     /// # Safety
     ///
     /// The graph is live and its backends are done.
-    pub unsafe fn count(&self, ggml: &Ggml, buffer: &mut Vec<u8>) {
+    unsafe fn count(&self, ggml: &Ggml, buffer: &mut Vec<u8>) {
         let (f, layout) = (&ggml.f, &ggml.layout);
         // SAFETY: as the caller vouches.
         let (ne, nb): ([i64; 4], [usize; 4]) = unsafe {
@@ -183,9 +359,9 @@ impl Routed {
     }
 }
 
-/// Logs the names of experts as they come up; for a thread of its own.
-pub fn log_names(go_on: impl Fn() -> bool) {
-    while go_on() {
+/// Logs the names of experts as evaluations use them; for a thread of its own.
+fn log_names() {
+    while !barrier::is_shut() {
         std::thread::sleep(NAMES_EVERY);
         print_names();
     }
@@ -203,28 +379,28 @@ fn print_names() {
 
 /// What was counted so far, model by model.
 pub fn as_json() -> Vec<Value> {
-    let traces = TRACES.lock().clone();
+    let traces = TRACES.read().clone();
     let json = |trace: &Arc<ModelTrace>| to_json(&trace.about, &trace.counters.snapshot());
     traces.iter().map(json).collect()
 }
 
 /// How many experts evaluations routed to, model by model.
 pub fn activations() -> Vec<u64> {
-    let traces = TRACES.lock().clone();
+    let traces = TRACES.read().clone();
     let all = |trace: &Arc<ModelTrace>| trace.counters.snapshot().activations();
     traces.iter().map(all).collect()
 }
 
 /// Begins to count anew.
 pub fn reset() {
-    for trace in TRACES.lock().iter() {
+    for trace in TRACES.read().iter() {
         trace.counters.reset();
     }
 }
 
 /// Writes what was asked for, at the end of the process. A reader that is gone must not
 /// end it by SIGPIPE, which would change how it ended.
-pub fn finish() {
+fn write_without_sigpipe() {
     let mut pipe = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     let mut before = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     let now = libc::timespec {
@@ -247,7 +423,7 @@ fn write_all() {
     let config = Config::get();
     print_names();
     // The process ends: whoever holds the lock now never gives it back.
-    let Some(traces) = TRACES.try_lock() else {
+    let Some(traces) = TRACES.try_read() else {
         return;
     };
     if config.trace_summary {
@@ -262,11 +438,11 @@ fn write_all() {
 }
 
 /// Writes the output of every model so far, every so often; for a thread of its own.
-pub fn write_every(period: Duration, go_on: impl Fn() -> bool) {
-    while go_on() {
+fn write_every(period: Duration) {
+    while !barrier::is_shut() {
         std::thread::sleep(period);
-        let traces = TRACES.lock().clone();
-        if go_on() {
+        let traces = TRACES.read().clone();
+        if !barrier::is_shut() {
             write_outputs(&traces);
         }
     }

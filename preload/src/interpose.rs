@@ -13,6 +13,7 @@ use std::ffi::{CStr, OsStr, c_char, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
+use std::sync::Arc;
 
 use llama_sidecar::logger;
 
@@ -20,7 +21,8 @@ use crate::caller::{Arguments, Hook, Origin, hooks};
 use crate::ggml::{
     Backend, Buffer, Context, Ggml, Graph, STATUS_FAILED, STATUS_SUCCESS, Sched, Tensor,
 };
-use crate::sched::Evaluation;
+use crate::models::Model;
+use crate::sched::{self, Scheduler};
 use crate::thread::{self, Inside};
 use crate::{lifecycle, logits, models, reloader};
 
@@ -229,7 +231,7 @@ impl Call {
 /// it is the last thing that the drop-in does.
 fn guarded(work: impl FnOnce()) {
     if std::panic::catch_unwind(AssertUnwindSafe(work)).is_err() {
-        lifecycle::give_up();
+        lifecycle::disable();
     }
 }
 
@@ -311,7 +313,7 @@ unsafe extern "C-unwind" fn tensor_alloc(
 unsafe extern "C-unwind" fn buffer_get_size(buffer: *mut Buffer) -> usize {
     let (call, _inside) = entered();
     if call.origin.is_llama() {
-        guarded(|| Evaluation::output_asked(buffer as usize));
+        guarded(|| sched::output_size_read(buffer as usize));
     }
     let real = meant!(call, *mut Buffer);
     // SAFETY: the argument as it came.
@@ -322,8 +324,8 @@ unsafe extern "C-unwind" fn buffer_free(buffer: *mut Buffer) -> usize {
     let (call, _inside) = entered();
     if !buffer.is_null() {
         guarded(|| {
-            Evaluation::output_freed(buffer as usize);
-            models::buffer_freed(buffer);
+            sched::output_freed(buffer as usize);
+            report_freed(&models::buffer_freed(buffer));
         });
     }
     let real = meant!(call, *mut Buffer);
@@ -333,7 +335,10 @@ unsafe extern "C-unwind" fn buffer_free(buffer: *mut Buffer) -> usize {
 
 unsafe extern "C-unwind" fn backend_free(backend: *mut Backend) -> usize {
     let (call, _inside) = entered();
-    Evaluation::backend_freed(backend as usize);
+    guarded(|| {
+        lifecycle::report(|to| to.backend_freed(backend as usize));
+        forget_scheduler(backend as usize);
+    });
     let real = meant!(call, *mut Backend);
     // SAFETY: the argument as it came.
     unsafe { real(backend) }
@@ -345,8 +350,8 @@ unsafe extern "C-unwind" fn context_free(context: *mut Context) -> usize {
         guarded(|| {
             // SAFETY: the host has not freed it yet.
             let range = unsafe { call.ggml.memory(context) };
-            Evaluation::tensors_freed(&range);
-            models::tensors_freed(&range);
+            lifecycle::report(|to| to.tensors_freed(&range));
+            report_freed(&models::tensors_freed(&range));
         });
     }
     let real = meant!(call, *mut Context);
@@ -356,7 +361,12 @@ unsafe extern "C-unwind" fn context_free(context: *mut Context) -> usize {
 
 unsafe extern "C-unwind" fn sched_reset(sched: *mut Sched) -> usize {
     let (call, _inside) = entered();
-    guarded(|| Evaluation::reset(sched as usize));
+    if let Some(scheduler) = Scheduler::find(sched as usize) {
+        guarded(|| {
+            lifecycle::report(|to| to.graph_dropped(scheduler));
+            scheduler.reset();
+        });
+    }
     let real = meant!(call, *mut Sched);
     // SAFETY: the argument as it came.
     unsafe { real(sched) }
@@ -364,60 +374,80 @@ unsafe extern "C-unwind" fn sched_reset(sched: *mut Sched) -> usize {
 
 unsafe extern "C-unwind" fn sched_reserve(sched: *mut Sched, graph: *mut Graph) -> usize {
     let (call, _inside) = entered();
-    let evaluation = Evaluation::of(call.ggml, sched as usize);
-    if let Some(evaluation) = evaluation {
-        evaluation.enter();
-        // SAFETY: the arguments are live; the graph is about to be split.
-        guarded(|| unsafe { evaluation.allocated(sched, graph, false) });
-    }
+    let scheduler = allocating(&call, sched, graph, false);
     let real = meant!(call, *mut Sched, *mut Graph);
     // SAFETY: the arguments as they came.
     let result = unsafe { real(sched, graph) };
-    if let Some(evaluation) = evaluation {
-        evaluation.rest();
+    if let Some(scheduler) = scheduler {
+        scheduler.rest();
     }
     result
 }
 
 unsafe extern "C-unwind" fn sched_alloc_graph(sched: *mut Sched, graph: *mut Graph) -> usize {
     let (call, _inside) = entered();
-    let evaluation = Evaluation::of(call.ggml, sched as usize);
-    if let Some(evaluation) = evaluation {
-        evaluation.enter();
-        // SAFETY: the arguments are live; the graph is about to be split, which puts
-        // copies in place of its inputs.
-        guarded(|| unsafe { evaluation.allocated(sched, graph, true) });
-    }
+    let scheduler = allocating(&call, sched, graph, true);
     let real = meant!(call, *mut Sched, *mut Graph);
     // SAFETY: the arguments as they came.
     let result = unsafe { real(sched, graph) };
-    if let Some(evaluation) = evaluation {
-        evaluation.leave();
+    if let Some(scheduler) = scheduler {
+        scheduler.leave();
     }
     result
 }
 
+/// Reads a graph before ggml splits it, which puts copies in place of its inputs.
+fn allocating(call: &Call, sched: *mut Sched, graph: *mut Graph, keeps: bool) -> Option<Scheduler> {
+    let scheduler = Scheduler::of(call.ggml, sched as usize)?;
+    scheduler.enter();
+    guarded(|| {
+        // SAFETY: the arguments of the call are live.
+        let allocated = unsafe { scheduler.allocate(sched, graph, keeps) };
+        allocated
+            .complete
+            .iter()
+            .for_each(lifecycle::model_complete);
+        lifecycle::report(|to| to.graph_allocated(scheduler, &allocated, keeps));
+    });
+    Some(scheduler)
+}
+
 unsafe extern "C-unwind" fn sched_compute(sched: *mut Sched, graph: *mut Graph) -> usize {
     let (call, _inside) = entered();
-    let evaluation = Evaluation::of(call.ggml, sched as usize);
-    if let Some(evaluation) = evaluation
-        && !evaluation.enter_compute()
-    {
-        evaluation.rest();
-        return STATUS_FAILED;
+    evaluate(Scheduler::of(call.ggml, sched as usize), || {
+        let real = meant!(call, *mut Sched, *mut Graph);
+        // SAFETY: the arguments as they came.
+        let result = unsafe { real(sched, graph) };
+        if log::log_enabled!(log::Level::Debug) {
+            // SAFETY: the graph is live, and its backends are waited for first.
+            guarded(|| unsafe {
+                (call.ggml.f.ggml_backend_sched_synchronize)(sched);
+                logits::log_hash(call.ggml, graph);
+            });
+        }
+        result
+    })
+}
+
+/// Evaluates a graph with the function that was meant, unless the graph is stale.
+fn evaluate(scheduler: Option<Scheduler>, real: impl FnOnce() -> usize) -> usize {
+    let Some(scheduler) = scheduler else {
+        return real();
+    };
+    let valid = scheduler.enter_compute();
+    guarded(|| lifecycle::report(|to| to.evaluation_begun(scheduler)));
+    let result = match valid {
+        true => real(),
+        false => STATUS_FAILED,
+    };
+    if !succeeded(result) {
+        guarded(|| lifecycle::report(|to| to.evaluation_failed(scheduler)));
+    } else if scheduler.ends_with_compute() {
+        guarded(|| lifecycle::report(|to| to.evaluation_ended(scheduler)));
     }
-    let real = meant!(call, *mut Sched, *mut Graph);
-    // SAFETY: the arguments as they came.
-    let result = unsafe { real(sched, graph) };
-    if log::log_enabled!(log::Level::Debug) {
-        // SAFETY: the graph is live, and its backends are waited for first.
-        guarded(|| unsafe {
-            (call.ggml.f.ggml_backend_sched_synchronize)(sched);
-            logits::log_hash(call.ggml, graph);
-        });
-    }
-    if let Some(evaluation) = evaluation {
-        evaluation.leave_compute(succeeded(result));
+    match valid {
+        true => scheduler.leave_compute(),
+        false => scheduler.rest(),
     }
     result
 }
@@ -432,13 +462,18 @@ unsafe extern "C-unwind" fn sched_synchronize(sched: *mut Sched) -> usize {
     let real = meant!(call, *mut Sched);
     // SAFETY: the argument as it came.
     let result = unsafe { real(sched) };
-    Evaluation::synchronized(sched as usize);
+    if let Some(scheduler) = Scheduler::find(sched as usize)
+        && scheduler.synchronized()
+    {
+        guarded(|| lifecycle::report(|to| to.evaluation_ended(scheduler)));
+        scheduler.rest();
+    }
     result
 }
 
 unsafe extern "C-unwind" fn sched_free(sched: *mut Sched) -> usize {
     let (call, _inside) = entered();
-    Evaluation::freed(sched as usize);
+    guarded(|| forget_scheduler(sched as usize));
     let real = meant!(call, *mut Sched);
     // SAFETY: the argument as it came.
     unsafe { real(sched) }
@@ -447,17 +482,26 @@ unsafe extern "C-unwind" fn sched_free(sched: *mut Sched) -> usize {
 /// An evaluation without a scheduler: the graph is read anew each time.
 unsafe extern "C-unwind" fn backend_compute(backend: *mut Backend, graph: *mut Graph) -> usize {
     let (call, _inside) = entered();
-    let evaluation = Evaluation::of(call.ggml, backend as usize);
-    if let Some(evaluation) = evaluation {
-        evaluation.enter_compute();
+    evaluate(Scheduler::of(call.ggml, backend as usize), || {
+        let real = meant!(call, *mut Backend, *mut Graph);
+        // SAFETY: the arguments as they came.
+        unsafe { real(backend, graph) }
+    })
+}
+
+/// Reports a scheduler that is about to be freed, and forgets it.
+fn forget_scheduler(key: usize) {
+    if let Some(scheduler) = Scheduler::find(key) {
+        lifecycle::report(|to| to.scheduler_freed(scheduler));
+        scheduler.forget();
     }
-    let real = meant!(call, *mut Backend, *mut Graph);
-    // SAFETY: the arguments as they came.
-    let result = unsafe { real(backend, graph) };
-    if let Some(evaluation) = evaluation {
-        evaluation.leave_compute(succeeded(result));
+}
+
+/// Reports models whose memory is about to be freed.
+fn report_freed(models: &[Arc<Model>]) {
+    for model in models {
+        lifecycle::report(|to| to.model_freed(model));
     }
-    result
 }
 
 /// Same name and meaning as in ik_llama.cpp: brings all tensors up to date and says

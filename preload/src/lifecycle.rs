@@ -1,74 +1,87 @@
-//! The thread that looks at files, and the ends of its life.
+//! The capabilities of the drop-in, and its start and end in this process.
 //!
-//! It is started when the first model is complete. It does not exist in a forked
-//! child, where nothing of the drop-in works on, and it is kept from ggml once the
-//! process ends.
+//! Threads start when the first model is complete. In a forked child the drop-in is off, and
+//! it calls nothing of ggml once the process exits.
 
-use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use llama_sidecar::config::Config;
+use llama_sidecar::trace::Layout;
 use serde_json::json;
 
-use crate::{barrier, control, expert_trace, journal, reloader, sched, sigterm, thread};
+use crate::capability::Capability;
+use crate::expert_trace::ExpertTrace;
+use crate::models::Model;
+use crate::reloader::{self, HotSwap};
+use crate::{barrier, control, journal, sched, sigterm};
 
-/// Whether the drop-in takes part in anything.
+/// The capabilities, in the order in which events are reported to them.
+static CAPABILITIES: [&dyn Capability; 2] = [&ExpertTrace, &HotSwap];
+
+/// Whether the drop-in is disabled.
 static OFF: AtomicBool = AtomicBool::new(false);
 /// Whether this process is a forked child of the one in which the drop-in was started.
 static FORKED: AtomicBool = AtomicBool::new(false);
-/// How long the end of the process waits for a reload to notice.
-const LAST_WAIT: Duration = Duration::from_secs(2);
+/// How long the exit of the process waits for a reload to end.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Whether anything is asked for and possible in this process.
+/// Whether any capability is enabled and the drop-in works in this process.
 pub fn is_on() -> bool {
-    let config = Config::get();
-    !OFF.load(Ordering::Relaxed) && (config.hotswap || config.traces())
+    !OFF.load(Ordering::Relaxed) && CAPABILITIES.iter().any(|of| of.is_enabled())
 }
 
-/// Starts what runs beside the host, once.
-pub fn start() {
+/// Reports an event to all capabilities.
+pub fn report(event: impl Fn(&dyn Capability)) {
+    for capability in CAPABILITIES {
+        event(capability);
+    }
+}
+
+/// Reports a model that is complete; starts what runs beside the program with the first one.
+pub fn model_complete(model: &Arc<Model>) {
+    report(|to| to.model_complete(model));
     static STARTED: Once = Once::new();
-    STARTED.call_once(|| {
-        let config = Config::get();
-        // SAFETY: both only register functions that stay loaded with this library,
-        // which the loader never unloads.
-        unsafe {
-            libc::atexit(at_exit);
-            libc::pthread_atfork(None, None, Some(in_child));
-        }
-        if let Some(poll) = config.poll.filter(|_| config.hotswap) {
-            thread::spawn("llama-sidecar", move || {
-                reloader::watch(poll, || !OFF.load(Ordering::Relaxed));
-            });
-        }
-        if config.traces() && config.trace_names {
-            thread::spawn("llama-sidecar-n", || {
-                expert_trace::log_names(|| !OFF.load(Ordering::Relaxed));
-            });
-        }
-        if let Some(period) = config.trace_every.filter(|_| config.traces()) {
-            thread::spawn("llama-sidecar-w", move || {
-                expert_trace::write_every(period, || !OFF.load(Ordering::Relaxed));
-            });
-        }
-        if config.traces() {
-            sigterm::trace_on_termination();
-        }
-        if let Some(path) = &config.control {
-            control::start(path);
-        }
+    STARTED.call_once(start);
+    journal::note("model", || {
+        let files = model.files.iter().map(|file| &file.gguf);
+        json!({
+            "path": model.files[0].gguf.source.path().display().to_string(),
+            "files": model.files.len(),
+            "tensors": model.tensors.len(),
+            "expert_layers": Layout::of(files).layers().len(),
+        })
     });
 }
 
-/// Takes no part in anything any more: something that cannot be has happened.
-pub fn give_up() {
+fn start() {
+    // SAFETY: both only register functions that stay loaded with this library, which the
+    // loader never unloads.
+    unsafe {
+        libc::atexit(at_exit);
+        libc::pthread_atfork(None, None, Some(after_fork_in_child));
+    }
+    for capability in CAPABILITIES.iter().filter(|of| of.is_enabled()) {
+        capability.start();
+    }
+    let config = Config::get();
+    if config.traces() {
+        sigterm::finish_on_sigterm(finish);
+    }
+    if let Some(path) = &config.control {
+        control::start(path);
+    }
+}
+
+/// Disables the drop-in after an internal error.
+pub fn disable() {
     OFF.store(true, Ordering::SeqCst);
     barrier::shut();
     log::error!("this is a defect of llama-sidecar; hot-swap is off from here on");
 }
 
-/// The host's libraries are torn down next: from here on nothing calls into them.
+/// Runs before the program's libraries are torn down: from here on nothing calls into them.
 extern "C" fn at_exit() {
     OFF.store(true, Ordering::SeqCst);
     if FORKED.load(Ordering::SeqCst) {
@@ -76,14 +89,14 @@ extern "C" fn at_exit() {
         return;
     }
     barrier::shut();
-    expert_trace::finish();
-    control::stop();
-    ended();
-    reloader::wait_for_end(LAST_WAIT);
+    finish();
+    reloader::wait_for_end(EXIT_TIMEOUT);
 }
 
-/// Tells a wrapper how it went.
-pub fn ended() {
+/// Writes what capabilities keep, removes the socket, and notes the end in the journal.
+fn finish() {
+    report(|to| to.finish());
+    control::stop();
     journal::note("end", || {
         json!({
             "evaluations": sched::count(),
@@ -93,8 +106,9 @@ pub fn ended() {
     });
 }
 
-/// In a forked child the threads are gone, and locks may be held for ever.
-extern "C" fn in_child() {
+/// Turns the drop-in off: its threads do not exist in a forked child, and locks may be held
+/// for ever.
+extern "C" fn after_fork_in_child() {
     FORKED.store(true, Ordering::SeqCst);
     OFF.store(true, Ordering::SeqCst);
 }

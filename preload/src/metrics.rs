@@ -2,53 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use llama_sidecar::error::Result;
-use llama_sidecar::reload::{Cause, Outcome, Pauses, Report};
+use llama_sidecar::reload::Pauses;
 
 use crate::barrier::{self, Obstacle};
 use crate::{expert_trace, models, reloader, sched};
-
-static SWAPPED: AtomicU64 = AtomicU64::new(0);
-static RETURNED: AtomicU64 = AtomicU64::new(0);
-static STAGED_BYTES: AtomicU64 = AtomicU64::new(0);
-/// By position in [`Cause::ALL`].
-static FAILURES: [AtomicU64; Cause::ALL.len()] = [const { AtomicU64::new(0) }; Cause::ALL.len()];
-
-/// Counts what a reload did. A file that stays as it is counts once, however often it is
-/// looked at.
-pub fn count_reload(result: &Result<Report>) {
-    let add = |counter: &AtomicU64, n: u64| counter.fetch_add(n, Ordering::Relaxed);
-    match result {
-        Ok(report) => {
-            add(&SWAPPED, report.count(Outcome::Swapped) as u64);
-            add(&RETURNED, report.count(Outcome::Returned) as u64);
-            add(&STAGED_BYTES, report.bytes_staged);
-            report.cause.into_iter().for_each(count_failure);
-            let ignored = report.files.iter().filter_map(|file| file.ignored.as_ref());
-            for ignored in ignored.filter(|ignored| ignored.first) {
-                count_failure(ignored.cause);
-            }
-        }
-        Err(error) => count_failure(Cause::of(error)),
-    }
-}
-
-fn count_failure(cause: Cause) {
-    if let Some(at) = Cause::ALL.iter().position(|&other| other == cause) {
-        FAILURES[at].fetch_add(1, Ordering::Relaxed);
-    }
-}
-
-/// How many files and reloads were not taken, by cause; those that never happened are left
-/// out.
-pub fn failures() -> impl Iterator<Item = (Cause, u64)> {
-    let counts = Cause::ALL.iter().zip(&FAILURES);
-    counts
-        .map(|(&cause, count)| (cause, count.load(Ordering::Relaxed)))
-        .filter(|(_, count)| *count > 0)
-}
 
 /// All figures.
 pub fn text() -> String {
@@ -56,7 +14,7 @@ pub fn text() -> String {
     let version = env!("CARGO_PKG_VERSION");
     out.head("info", "gauge", "Version of the drop-in.");
     out.value("info", &[("version", version)], 1.0);
-    let counter = |of: &AtomicU64| of.load(Ordering::Relaxed) as f64;
+    let counts = reloader::counts();
     out.single(
         "generation",
         "counter",
@@ -73,36 +31,36 @@ pub fn text() -> String {
         "graphs_renewed_total",
         "counter",
         "Graphs that the host was made to build again.",
-        sched::renewed() as f64,
+        sched::rebuilt() as f64,
     );
     out.single(
         "tensors_swapped_total",
         "counter",
         "Tensors that got new bytes.",
-        counter(&SWAPPED),
+        counts.swapped as f64,
     );
     out.single(
         "tensors_returned_total",
         "counter",
         "Tensors that went back to their original bytes.",
-        counter(&RETURNED),
+        counts.returned as f64,
     );
     out.single(
         "staged_bytes_total",
         "counter",
         "Bytes read into new buffers.",
-        counter(&STAGED_BYTES),
+        counts.staged_bytes as f64,
     );
     out.head(
         "failures_total",
         "counter",
         "Versions of files, and reloads, that were not taken, by cause.",
     );
-    for (cause, count) in Cause::ALL.iter().zip(&FAILURES) {
-        out.value("failures_total", &[("cause", cause.name())], counter(count));
+    for (cause, count) in counts.failures {
+        out.value("failures_total", &[("cause", cause.name())], count as f64);
     }
     pauses(&mut out);
-    let waiting = barrier::waiting_for();
+    let waiting = barrier::pending();
     out.head(
         "waiting_seconds",
         "gauge",

@@ -9,50 +9,24 @@
 
 use std::cell::Cell;
 use std::collections::HashMap;
-use std::ffi::{CStr, c_void};
+use std::ffi::CStr;
 use std::ops::Range;
-use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::thread::ThreadId;
-use std::time::Duration;
 
 use llama_sidecar::gguf::{Access, GgufFile};
 use llama_sidecar::reload::{Engine, TrackedFile};
-use llama_sidecar::trace::Layout;
 use once_cell::sync::OnceCell;
 use parking_lot::{Mutex, RwLock};
 use serde_json::json;
 
-use crate::barrier;
-use crate::expert_trace::{ModelTrace, Routed};
+use crate::barrier::{self, ModelSet};
 use crate::ggml::{Buffer, BufferType, Descriptor, Device, Ggml, OwnBuffer, Tensor};
+use crate::graph::UsedWeight;
 use crate::journal;
-use crate::lifecycle;
-use crate::sched::UsedWeight;
-
-/// Some of the models, by number: a set that may hold more than was put in.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct ModelSet(u64);
-
-impl ModelSet {
-    /// From what [`ModelSet::bits`] gave.
-    pub const fn from_bits(bits: u64) -> ModelSet {
-        ModelSet(bits)
-    }
-
-    /// To be kept in an atomic.
-    pub const fn bits(self) -> u64 {
-        self.0
-    }
-
-    /// Whether both have a model in common; models whose numbers differ by a multiple of 64
-    /// count as one.
-    pub const fn overlaps(self, other: ModelSet) -> bool {
-        self.0 & other.0 != 0
-    }
-}
+use crate::maps::Maps;
 
 /// A model that the host has loaded.
 pub struct Model {
@@ -66,8 +40,6 @@ pub struct Model {
     pub tensors: Vec<HostTensor>,
     /// What brings it up to date.
     pub engine: Engine,
-    /// What is counted of its experts.
-    pub trace: Option<Arc<ModelTrace>>,
     /// Whether the host puts its tensors into special buffer types of the CPU, once known.
     pub special_types: OnceCell<bool>,
     /// The devices that evaluate it, the CPU last.
@@ -139,10 +111,6 @@ unsafe impl Send for BufferTypePointer {}
 // SAFETY: as above.
 unsafe impl Sync for BufferTypePointer {}
 
-/// How long a host that frees a model waits for a reload of it to notice: as long as one
-/// tensor may take to be read.
-const LONGEST_STEP: Duration = Duration::from_secs(10);
-
 /// A model that is being loaded.
 struct Load {
     thread: ThreadId,
@@ -184,7 +152,7 @@ impl Drop for Opener {
 impl Model {
     /// The set of this model alone.
     pub fn as_set(&self) -> ModelSet {
-        ModelSet(1 << (self.number % 64))
+        ModelSet::of(self.number)
     }
 
     /// Whether the host still has all of it.
@@ -347,45 +315,65 @@ pub unsafe fn tensor_placed(ggml: &'static Ggml, tensor: *mut Tensor, buffer: *m
     }
 }
 
-/// A graph reads these tensors. Models whose tensors show up for the first time are
-/// complete. Returns the models that the graph reads.
-pub fn found_in_graph(devices: &[*mut Device], weights: &[UsedWeight]) -> ModelSet {
+/// What a graph reads.
+#[derive(Default)]
+pub struct Found {
+    /// The models.
+    pub reads: ModelSet,
+    /// Those of them that are complete since now.
+    pub complete: Vec<Arc<Model>>,
+}
+
+/// Looks up the weights that a graph reads. A model that was being loaded is complete when
+/// a graph reads one of its tensors.
+pub fn find_in_graph(devices: &[*mut Device], weights: &[UsedWeight]) -> Found {
+    let mut complete = Vec::new();
+    loop {
+        let (reads, unknown) = note_uses(weights);
+        let Some(load) = take_load_of(&unknown) else {
+            return Found { reads, complete };
+        };
+        // Once more: uses of the new tensors are noted now, and further models found.
+        complete.push(register(load, devices));
+    }
+}
+
+/// Notes how a graph uses registered tensors. Returns the models that it reads, and the
+/// tensors that are not registered.
+fn note_uses(weights: &[UsedWeight]) -> (ModelSet, Vec<*mut Tensor>) {
     let mut unknown = Vec::new();
     let mut reads = ModelSet::default();
-    {
-        let index = INDEX.read();
-        for weight in weights {
-            let known = index
-                .as_ref()
-                .and_then(|i| i.get(&(weight.tensor as usize)));
-            match known {
-                Some((model, tensor, instance)) => {
-                    reads.0 |= model.as_set().0;
-                    note_use(model, *tensor, *instance, weight);
-                }
-                None => unknown.push(weight.tensor),
+    let index = INDEX.read();
+    for weight in weights {
+        let known = index
+            .as_ref()
+            .and_then(|i| i.get(&(weight.tensor as usize)));
+        match known {
+            Some((model, tensor, instance)) => {
+                reads.extend(model.as_set());
+                note_use(model, *tensor, *instance, weight);
             }
+            None => unknown.push(weight.tensor),
         }
     }
-    if unknown.is_empty() {
-        return reads;
+    (reads, unknown)
+}
+
+/// Takes the model that is being loaded and has the first of these tensors that any has.
+fn take_load_of(tensors: &[*mut Tensor]) -> Option<Load> {
+    if tensors.is_empty() {
+        return None;
     }
     let mut loads = LOADS.lock();
-    let first = unknown.iter().find_map(|&weight| {
+    let position = tensors.iter().find_map(|&weight| {
         let has = |load: &Load| load.tensors.iter().any(|(tensor, ..)| tensor.0 == weight);
         loads.iter().position(has)
-    });
-    let Some(complete) = first else {
-        return reads;
-    };
-    let load = loads.remove(complete);
+    })?;
+    let load = loads.remove(position);
     // What else the thread opened before was read for its metadata alone.
     loads.retain(|other| other.thread != load.thread || !other.tensors.is_empty());
-    drop(loads);
     LOADING.set(false);
-    register(load, devices);
-    // Once more: uses of the new tensors are noted now, and further models found.
-    found_in_graph(devices, weights)
+    Some(load)
 }
 
 /// The host keeps a tensor that is a view of this one.
@@ -398,19 +386,11 @@ pub fn note_view(tensor: *mut Tensor) {
     }
 }
 
-/// Marks routed ids that are multiplied with this weight, so that they can be counted
-/// after the evaluation; `None` when there is nothing to count.
-///
-/// # Safety
-///
-/// As for [`ModelTrace::keep_ids`].
-pub unsafe fn keep_ids(weight: *mut Tensor, ids: *mut Tensor) -> Option<Routed> {
+/// Returns the model of a tensor, and the index of the tensor in the model.
+pub fn find(tensor: *mut Tensor) -> Option<(Arc<Model>, usize)> {
     let index = INDEX.read();
-    let (model, tensor, _) = index.as_ref()?.get(&(weight as usize))?;
-    let trace = model.trace.as_ref()?;
-    let name = model.name(*tensor).to_str().ok()?;
-    // SAFETY: as the caller vouches.
-    unsafe { trace.keep_ids(model.ggml, name, ids) }
+    let (model, tensor, _) = index.as_ref()?.get(&(tensor as usize))?;
+    Some((model.clone(), *tensor))
 }
 
 fn note_use(model: &Model, tensor: usize, instance: usize, weight: &UsedWeight) {
@@ -436,7 +416,7 @@ fn note_use(model: &Model, tensor: usize, instance: usize, weight: &UsedWeight) 
     }
 }
 
-fn register(load: Load, devices: &[*mut Device]) {
+fn register(load: Load, devices: &[*mut Device]) -> Arc<Model> {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let ggml = load.ggml;
     let maps = Maps::read();
@@ -479,7 +459,6 @@ fn register(load: Load, devices: &[*mut Device]) {
             private: Mutex::new(None),
         });
     }
-    let trace = ModelTrace::of(&load.files);
     let files: Vec<TrackedFile> = load.files.into_iter().map(TrackedFile::new).collect();
     let places = tensors.iter().map(|tensor| (tensor.file, tensor.info));
     let engine = Engine::new(&files, places);
@@ -489,7 +468,6 @@ fn register(load: Load, devices: &[*mut Device]) {
         files,
         tensors,
         engine,
-        trace,
         special_types: OnceCell::new(),
         devices: devices
             .iter()
@@ -514,32 +492,25 @@ fn register(load: Load, devices: &[*mut Device]) {
         model.files[0].gguf.source.path().display()
     );
     MODELS.write().push(model.clone());
-    lifecycle::start();
-    journal::note("model", || {
-        let files = model.files.iter().map(|file| &file.gguf);
-        json!({
-            "path": model.files[0].gguf.source.path().display().to_string(),
-            "files": model.files.len(),
-            "tensors": model.tensors.len(),
-            "expert_layers": Layout::of(files).layers().len(),
-        })
-    });
+    model
 }
 
-/// The host is about to free a buffer.
-pub fn buffer_freed(buffer: *mut Buffer) {
-    remove(|instance| instance.original.buffer == buffer);
+/// Forgets the models that use a buffer, which is about to be freed; returns them.
+pub fn buffer_freed(buffer: *mut Buffer) -> Vec<Arc<Model>> {
+    let removed = remove(|instance| instance.original.buffer == buffer);
     let mut loads = LOADS.lock();
     loads.retain(|load| load.tensors.iter().all(|t| t.1 != buffer as usize));
+    removed
 }
 
-/// The host is about to free the memory of tensors.
-pub fn tensors_freed(range: &Range<usize>) {
+/// Forgets the models that have tensors at these addresses, whose memory is about to be
+/// freed; returns them.
+pub fn tensors_freed(range: &Range<usize>) -> Vec<Arc<Model>> {
     let known = addresses();
     if known.start >= range.end || range.start >= known.end {
-        return;
+        return Vec::new();
     }
-    remove(|instance| range.contains(&(instance.tensor.0 as usize)));
+    let removed = remove(|instance| range.contains(&(instance.tensor.0 as usize)));
     let mut loads = LOADS.lock();
     loads.retain(|load| {
         let tensors = load.tensors.iter();
@@ -547,68 +518,28 @@ pub fn tensors_freed(range: &Range<usize>) {
             .map(|t| t.0.0 as usize)
             .all(|at| !range.contains(&at))
     });
+    removed
 }
 
-/// Removes the models of which any instance answers to a condition.
-fn remove(gone: impl Fn(&Instance) -> bool) {
+/// Removes the models of which any instance fulfils a condition; returns them.
+fn remove(gone: impl Fn(&Instance) -> bool) -> Vec<Arc<Model>> {
     let dead: Vec<Arc<Model>> = models()
         .into_iter()
         .filter(|model| model.tensors.iter().flat_map(|t| &t.instances).any(&gone))
         .collect();
-    for model in dead {
+    for model in &dead {
         {
-            let _closed = barrier::closed();
+            let _no_switch = barrier::hold();
             model.alive.store(false, Ordering::SeqCst);
         }
         MODELS.write().retain(|other| other.number != model.number);
         if let Some(index) = INDEX.write().as_mut() {
             index.retain(|_, (other, ..)| other.number != model.number);
         }
-        // Here and not where the last reference goes: the host may unload its backends
-        // next. A reload that runs notices between two tensors, and frees what it staged.
-        barrier::changed();
-        let _none_runs = model.reloading.try_lock_for(LONGEST_STEP);
-        for instance in model.tensors.iter().flat_map(|tensor| &tensor.instances) {
-            *instance.private.lock() = None;
-        }
         log::info!(
             "the host freed the model of {}",
             model.files[0].gguf.source.path().display()
         );
     }
-}
-
-/// Files that are mapped into this process.
-struct Maps(Vec<(Range<usize>, u64, Vec<u8>)>);
-
-impl Maps {
-    /// Reads them from `/proc/self/maps` (proc_pid_maps(5)).
-    fn read() -> Maps {
-        let text = std::fs::read("/proc/self/maps").unwrap_or_default();
-        let line = |line: &[u8]| {
-            let fields: Vec<&[u8]> = line.splitn(6, |&byte| byte == b' ').collect();
-            let text = |at: usize| std::str::from_utf8(fields.get(at)?).ok();
-            let (start, end) = text(0)?.split_once('-')?;
-            let address = |text: &str| usize::from_str_radix(text, 16).ok();
-            let inode = text(4)?.parse().ok()?;
-            let path = fields.get(5)?.trim_ascii().to_vec();
-            Some((address(start)?..address(end)?, inode, path))
-        };
-        Maps(text.split(|&byte| byte == b'\n').filter_map(line).collect())
-    }
-
-    /// Whether an address lies in the mapping of a file. Some file systems show
-    /// another device there than `stat` does, so the path tells in the end.
-    fn is_of(&self, address: *mut c_void, file: &GgufFile) -> bool {
-        let found = self
-            .0
-            .iter()
-            .find(|map| map.0.contains(&(address as usize)));
-        found.is_some_and(|(_, inode, path)| {
-            let source = &file.source;
-            let same_path = std::fs::canonicalize(source.path())
-                .is_ok_and(|real| real.as_os_str().as_bytes() == path.as_slice());
-            *inode == source.id().ino || same_path
-        })
-    }
+    dead
 }

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use llama_sidecar::config::Config;
@@ -14,8 +14,9 @@ use llama_sidecar::reload::{Cause, Hash, Outcome, Report, Trigger};
 use parking_lot::Mutex;
 use serde_json::json;
 
+use crate::capability::Capability;
 use crate::models::{self, Model};
-use crate::{barrier, journal, metrics, store};
+use crate::{barrier, journal, store, thread};
 
 /// Whether nothing is reloaded.
 static FROZEN: AtomicBool = AtomicBool::new(false);
@@ -25,6 +26,65 @@ const FROZEN_REASON: &str = "reloads are frozen since 'revert': run 'llama-sidec
 static RELOADING: Mutex<()> = Mutex::new(());
 /// The last failure of each model, by its number, until a reload of it succeeds.
 static BLOCKED: Mutex<BTreeMap<u64, Blocked>> = Mutex::new(BTreeMap::new());
+
+static SWAPPED: AtomicU64 = AtomicU64::new(0);
+static RETURNED: AtomicU64 = AtomicU64::new(0);
+static STAGED_BYTES: AtomicU64 = AtomicU64::new(0);
+/// By position in [`Cause::ALL`].
+static FAILURES: [AtomicU64; Cause::ALL.len()] = [const { AtomicU64::new(0) }; Cause::ALL.len()];
+
+/// How long a program that frees a model waits for a reload of the model to end: as long as
+/// reading one tensor may take.
+const MODEL_FREE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Hot-swap, as a capability.
+pub struct HotSwap;
+
+impl Capability for HotSwap {
+    fn is_enabled(&self) -> bool {
+        Config::get().hotswap
+    }
+
+    fn start(&self) {
+        if let Some(interval) = Config::get().poll {
+            thread::spawn("llama-sidecar", move || poll_files(interval));
+        }
+    }
+
+    /// Frees the buffers of swapped tensors. That cannot wait until the last reference to the
+    /// model goes: the program may unload its backends next. A running reload stops before
+    /// its next tensor, and frees what it staged.
+    fn model_freed(&self, model: &Model) {
+        barrier::notify();
+        let _no_reload = model.reloading.try_lock_for(MODEL_FREE_TIMEOUT);
+        for instance in model.tensors.iter().flat_map(|tensor| &tensor.instances) {
+            *instance.private.lock() = None;
+        }
+    }
+}
+
+/// What reloads did so far.
+pub struct Counts<F> {
+    /// Tensors that got new bytes.
+    pub swapped: u64,
+    /// Tensors that went back to their original bytes.
+    pub returned: u64,
+    /// Bytes that were read into new buffers.
+    pub staged_bytes: u64,
+    /// Reloads and versions of files that were not applied, for each cause.
+    pub failures: F,
+}
+
+/// Returns what reloads did so far.
+pub fn counts() -> Counts<impl Iterator<Item = (Cause, u64)>> {
+    let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+    Counts {
+        swapped: read(&SWAPPED),
+        returned: read(&RETURNED),
+        staged_bytes: read(&STAGED_BYTES),
+        failures: Cause::ALL.into_iter().zip(FAILURES.each_ref().map(read)),
+    }
+}
 
 /// A reload that failed, and since when.
 #[derive(Debug, Clone)]
@@ -62,14 +122,13 @@ pub fn wait_for_end(longest: Duration) {
     }
 }
 
-/// Looks at the files of all models every so often while `go_on` says so; for a thread of
-/// its own.
-pub fn watch(poll: Duration, go_on: impl Fn() -> bool) {
+/// Reloads changed files of all models at an interval; for a thread of its own.
+fn poll_files(interval: Duration) {
     let quiet = Config::get().quiet;
-    let mut next = poll;
-    while go_on() {
+    let mut next = interval;
+    while !barrier::is_shut() {
         std::thread::sleep(next);
-        next = poll;
+        next = interval;
         if is_frozen() {
             continue;
         }
@@ -140,9 +199,34 @@ fn exclusively(model: &Arc<Model>, work: impl FnOnce() -> Result<Report>) -> Res
     work()
 }
 
+/// Counts what a reload did. A file that stays as it is counts once, however often it is
+/// looked at.
+fn count_reload(result: &Result<Report>) {
+    let add = |counter: &AtomicU64, n: u64| counter.fetch_add(n, Ordering::Relaxed);
+    match result {
+        Ok(report) => {
+            add(&SWAPPED, report.count(Outcome::Swapped) as u64);
+            add(&RETURNED, report.count(Outcome::Returned) as u64);
+            add(&STAGED_BYTES, report.bytes_staged);
+            report.cause.into_iter().for_each(count_failure);
+            let ignored = report.files.iter().filter_map(|file| file.ignored.as_ref());
+            for ignored in ignored.filter(|ignored| ignored.first) {
+                count_failure(ignored.cause);
+            }
+        }
+        Err(error) => count_failure(Cause::of(error)),
+    }
+}
+
+fn count_failure(cause: Cause) {
+    if let Some(at) = Cause::ALL.iter().position(|&other| other == cause) {
+        FAILURES[at].fetch_add(1, Ordering::Relaxed);
+    }
+}
+
 /// Counts a reload, tells a wrapper, and logs a failure once until a reload succeeds.
 fn note(model: &Model, result: &Result<Report>) {
-    metrics::count_reload(result);
+    count_reload(result);
     let mut blocked = BLOCKED.lock();
     let failed = match result {
         Ok(report) => {

@@ -327,7 +327,7 @@ impl Store for HostStore<'_> {
     }
 
     fn readers(&self) -> Readers {
-        match sched::any_recent() {
+        match barrier::is_busy() {
             true => Readers::BESIDE_THE_HOST,
             false => Readers::all(),
         }
