@@ -34,7 +34,7 @@ use serde_json::{Value, json};
 
 use crate::barrier::Obstacle;
 use crate::models::{Instance, Model};
-use crate::{barrier, expert_trace, metrics, models, placement, reloader, sched, store, thread};
+use crate::{barrier, expert_trace, metrics, models, placement, reloader, sched, thread};
 
 /// The longest request; ours have less than 100 bytes.
 const LONGEST_LINE: u64 = 4096;
@@ -296,7 +296,7 @@ fn model_status(model: &Arc<Model>) -> Value {
             "seconds": blocked.since.elapsed().as_secs_f64(),
             "attempts": blocked.attempts,
         })),
-        "content_hash": store::content_hash(model, false).map(|hash| format!("{hash:032x}")),
+        "content_hash": model.engine.content_hash(false).map(|hash| format!("{hash:032x}")),
     })
 }
 

@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::thread::ThreadId;
 
+use llama_sidecar::config::Config;
 use llama_sidecar::gguf::{Access, GgufFile};
 use llama_sidecar::reload::{Engine, TrackedFile};
 use once_cell::sync::OnceCell;
@@ -461,7 +462,7 @@ fn register(load: Load, devices: &[*mut Device]) -> Arc<Model> {
     }
     let files: Vec<TrackedFile> = load.files.into_iter().map(TrackedFile::new).collect();
     let places = tensors.iter().map(|tensor| (tensor.file, tensor.info));
-    let engine = Engine::new(&files, places);
+    let engine = Engine::new(&files, places, Config::get().staging_bytes);
     let model = Arc::new(Model {
         number: NEXT.fetch_add(1, Ordering::Relaxed),
         ggml,

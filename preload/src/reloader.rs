@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use llama_sidecar::config::Config;
 use llama_sidecar::error::{Error, Result};
 use llama_sidecar::reload::{Cause, Hash, Outcome, Report, Trigger};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use serde_json::json;
 
 use crate::capability::Capability;
@@ -180,9 +180,21 @@ pub fn revert(model: &Arc<Model>) -> Result<Report> {
 /// Hash of what a model evaluates with, after reading what was not hashed yet; `None` when
 /// that cannot be read.
 pub fn read_content_hash(model: &Arc<Model>) -> Option<Hash> {
-    let _model_stays = model.reloading.lock();
-    let there = model.is_alive() && !barrier::is_shut();
-    there.then(|| store::content_hash(model, true)).flatten()
+    let mut next = 0;
+    loop {
+        let model_stays = model.reloading.lock();
+        if !model.is_alive() || barrier::is_shut() {
+            return None;
+        }
+        if next == model.tensors.len() {
+            return model.engine.content_hash(true);
+        }
+        if !store::hash_some(model, &mut next) {
+            return None;
+        }
+        // A reload or a revert that waits runs now.
+        MutexGuard::unlock_fair(model_stays);
+    }
 }
 
 /// Freezes reloads: those that run end first.

@@ -7,8 +7,8 @@ use llama_sidecar::device::DeviceError;
 use llama_sidecar::error::{Error, Result};
 use llama_sidecar::gguf::FileId;
 use llama_sidecar::reload::{
-    Change, Commit, Content, Defects, Effect, Hash, Job, Need, NoRoom, Outcome, Readers, Report,
-    StageError, Store, Trigger, content_of, hash_bytes, usable_memory,
+    Change, Commit, Content, Defects, Effect, Hash, Need, NewData, OnOutOfMemory, Outcome, Readers,
+    Report, StageError, Store, Trigger, content_of, hash_bytes, usable_memory,
 };
 use parking_lot::Mutex;
 
@@ -30,10 +30,12 @@ pub fn revert(model: &Arc<Model>) -> Result<Report> {
     model.engine.revert(&HostStore(model))
 }
 
-/// Hash of what a model of the host evaluates with; reads what is not hashed yet if `read`
-/// says so. Then [`Model::reloading`] is to be held: the host must not free the model meanwhile.
-pub fn content_hash(model: &Arc<Model>, read: bool) -> Option<Hash> {
-    model.engine.content_hash(&HostStore(model), read)
+/// Hashes tensors of a model of the host from `next` on; see [`Engine::hash_some`].
+/// [`Model::reloading`] is to be held: the host must not free the model meanwhile.
+///
+/// [`Engine::hash_some`]: llama_sidecar::reload::Engine::hash_some
+pub fn hash_some(model: &Arc<Model>, next: &mut usize) -> bool {
+    model.engine.hash_some(&HostStore(model), next)
 }
 
 /// New places for instances, filled and not yet in use.
@@ -63,10 +65,6 @@ impl HostStore<'_> {
         let file = &self.0.files[tensor.file].gguf;
         file.source.advise_random();
         content_of(&file.source, &file.header.tensors[tensor.info]).ok()
-    }
-
-    fn file_hash(&self, tensor: usize) -> Option<Hash> {
-        self.file_content(tensor).map(|content| content.hash)
     }
 
     /// Shape of a tensor, as ggml takes it.
@@ -123,18 +121,18 @@ impl HostStore<'_> {
 
     fn stage_swap(
         &self,
-        job: &Job<'_>,
-        no_room: NoRoom,
+        new_data: &NewData<'_>,
+        on_out_of_memory: OnOutOfMemory,
         staged: &mut Staged,
     ) -> Result<(), StageError> {
         let model = self.0;
         let ggml = model.ggml;
         let failed = |reason: String| StageError::Read {
-            tensor: job.tensor,
-            reason: format!("{:?}: {reason}", model.name(job.tensor)),
+            tensor: new_data.tensor,
+            reason: format!("{:?}: {reason}", model.name(new_data.tensor)),
         };
-        let tensor = &model.tensors[job.tensor];
-        let ne = self.extents(job.tensor);
+        let tensor = &model.tensors[new_data.tensor];
+        let ne = self.extents(new_data.tensor);
         let mut bytes = Vec::new();
         let mut places = Vec::new();
         for (number, instance) in tensor.instances.iter().enumerate() {
@@ -142,14 +140,14 @@ impl HostStore<'_> {
                 return Err(failed("the host is ending or has freed the model".into()));
             }
             let on = |on_host| {
-                let buft = placement::choose(model, instance, &ne, job.ty, on_host);
+                let buft = placement::choose(model, instance, &ne, new_data.ty, on_host);
                 let buft = buft.ok_or_else(|| {
                     failed(format!(
                         "no device of this program can use {}",
-                        job.ty.name()
+                        new_data.ty.name()
                     ))
                 })?;
-                let name = model.name(job.tensor);
+                let name = model.name(new_data.tensor);
                 let out_of_memory = |requested, free| DeviceError::OutOfMemory {
                     device: ggml.buffer_type_name(buft),
                     requested,
@@ -157,32 +155,32 @@ impl HostStore<'_> {
                 };
                 let own = placement::own_device(model, instance).filter(|_| !on_host);
                 if let Some(free) = own.and_then(|(device, _)| ggml.free_memory(device))
-                    && usable_memory(free) < job.nbytes
+                    && usable_memory(free) < new_data.nbytes
                 {
-                    return Ok(Err(out_of_memory(job.nbytes, free)));
+                    return Ok(Err(out_of_memory(new_data.nbytes, free)));
                 }
-                let made = OwnBuffer::for_tensor(ggml, buft, job.ty.id as i32, &ne, name);
+                let made = OwnBuffer::for_tensor(ggml, buft, new_data.ty.id as i32, &ne, name);
                 Ok(made.map_err(|requested| out_of_memory(requested, 0)))
             };
             let mut made = on(false)?;
-            if made.is_err() && no_room == NoRoom::Fallback {
+            if made.is_err() && on_out_of_memory == OnOutOfMemory::Fallback {
                 made = on(true)?;
             }
             let (buffer, new) = made.map_err(StageError::OutOfMemory)?;
-            fill(ggml, job, &buffer, new, &mut bytes)
+            fill(ggml, new_data, &buffer, new, &mut bytes)
                 .map_err(|error| failed(format!("cannot read it: {error}")))?;
             // SAFETY: a new tensor that nobody else knows.
             let to = unsafe { ggml.descriptor(new) };
             places.push(placement::describe(ggml, &to));
-            if placement::would_be_doubled(model, instance, &ne, job.ty) {
+            if placement::would_be_doubled(model, instance, &ne, new_data.ty) {
                 log::warn!(
                     "{:?}: input and output share this matrix, and in {} a new load would keep two of it: results can differ from a new load's in their last bits",
-                    model.name(job.tensor),
-                    job.ty.name()
+                    model.name(new_data.tensor),
+                    new_data.ty.name()
                 );
             }
             staged.next.push(Next {
-                tensor: job.tensor,
+                tensor: new_data.tensor,
                 instance: number,
                 to,
                 private: Some(buffer),
@@ -190,7 +188,7 @@ impl HostStore<'_> {
         }
         places.dedup();
         staged.effects.push(Effect {
-            tensor: job.tensor,
+            tensor: new_data.tensor,
             outcome: Outcome::Swapped,
             placement: places.join(", "),
         });
@@ -202,12 +200,12 @@ impl HostStore<'_> {
 /// through `bytes`, which are read once for all instances.
 fn fill(
     ggml: &'static crate::ggml::Ggml,
-    job: &Job<'_>,
+    new_data: &NewData<'_>,
     buffer: &OwnBuffer,
     tensor: *mut Tensor,
     bytes: &mut Vec<u8>,
 ) -> std::io::Result<()> {
-    let len = job.nbytes as usize;
+    let len = new_data.nbytes as usize;
     // SAFETY: the tensor is new, nobody else knows it, and its buffer was made for it.
     unsafe {
         if (ggml.f.ggml_nbytes)(tensor) != len {
@@ -218,11 +216,11 @@ fn fill(
         if buffer.is_host() {
             let data = (ggml.f.ggml_get_data)(tensor).cast::<u8>();
             let data = std::slice::from_raw_parts_mut(data, len);
-            return job.source.read_at(data, job.offset);
+            return new_data.source.read_at(data, new_data.offset);
         }
         if bytes.is_empty() {
             bytes.resize(len, 0);
-            job.source.read_at(bytes, job.offset)?;
+            new_data.source.read_at(bytes, new_data.offset)?;
         }
         let from: *const c_void = bytes.as_ptr().cast();
         (ggml.f.ggml_backend_tensor_set)(tensor, from, 0, len);
@@ -241,8 +239,6 @@ impl Store for HostStore<'_> {
         let mapped = tensor_of.instances.iter().filter(|i| i.mapped).count();
         let known = known.filter(|_| mapped == 0 || self.0.files[tensor_of.file].is_trusted());
         known.or_else(|| match mapped {
-            // The bytes in use are those of the mapped file, whatever was written there.
-            _ if mapped == tensor_of.instances.len() => self.file_hash(tensor),
             0 => self
                 .original_hash(tensor)
                 .or_else(|| self.resident_hash(tensor)),
@@ -250,7 +246,7 @@ impl Store for HostStore<'_> {
         })
     }
 
-    fn written_through(&self, tensor: usize, id: &FileId) -> Option<u64> {
+    fn modified_mapped_offset(&self, tensor: usize, id: &FileId) -> Option<u64> {
         let tensor_of = &self.0.tensors[tensor];
         let mapped = tensor_of.instances.iter().all(|instance| instance.mapped);
         if self.is_private(tensor) || !mapped {
@@ -277,16 +273,16 @@ impl Store for HostStore<'_> {
         self.original_content(tensor).map(|content| content.defects)
     }
 
-    fn refuses(&self, job: &Job<'_>) -> Option<String> {
+    fn refuses(&self, new_data: &NewData<'_>) -> Option<String> {
         let (model, ggml) = (self.0, self.0.ggml);
-        let tensor = &model.tensors[job.tensor];
-        let ne = self.extents(job.tensor);
-        let name = job.ty.name();
+        let tensor = &model.tensors[new_data.tensor];
+        let ne = self.extents(new_data.tensor);
+        let name = new_data.ty.name();
         let usable = |instance: &Instance, on_host| {
-            placement::choose(model, instance, &ne, job.ty, on_host).is_some()
+            placement::choose(model, instance, &ne, new_data.ty, on_host).is_some()
         };
         let mut instances = tensor.instances.iter();
-        let reason = if !ggml.knows(job.ty) {
+        let reason = if !ggml.knows(new_data.ty) {
             format!("this program's ggml does not know the type {name}")
         } else if tensor.instances.iter().any(Instance::is_viewed) {
             "the host keeps views of it, which would stay behind".into()
@@ -297,7 +293,7 @@ impl Store for HostStore<'_> {
             "the host runs it on several devices at once".into()
         } else if let Some(why) = instances
             .clone()
-            .find_map(|instance| placement::refuses_type(instance, ggml, ne.len(), job.ty))
+            .find_map(|instance| placement::refuses_type(instance, ggml, ne.len(), new_data.ty))
         {
             why
         } else if !instances.all(|instance| usable(instance, false) || usable(instance, true)) {
@@ -305,7 +301,7 @@ impl Store for HostStore<'_> {
         } else {
             return None;
         };
-        Some(format!("{:?}: {reason}", model.name(job.tensor)))
+        Some(format!("{:?}: {reason}", model.name(new_data.tensor)))
     }
 
     fn need(&self, changes: &[Change<'_>]) -> Need {
@@ -315,11 +311,13 @@ impl Store for HostStore<'_> {
             ..Need::default()
         };
         for change in changes {
-            let Change::Swap(job) = change else { continue };
-            for instance in &model.tensors[job.tensor].instances {
+            let Change::Swap(new_data) = change else {
+                continue;
+            };
+            for instance in &model.tensors[new_data.tensor].instances {
                 match placement::own_device(model, instance) {
-                    Some(_) => need.device += job.nbytes,
-                    None => need.host += job.nbytes,
+                    Some(_) => need.device += new_data.nbytes,
+                    None => need.host += new_data.nbytes,
                 }
             }
         }
@@ -345,15 +343,11 @@ impl Store for HostStore<'_> {
         tensor
     }
 
-    fn staging_bytes(&self) -> u64 {
-        llama_sidecar::config::Config::get().staging_bytes
-    }
-
-    fn has_displaced(&self) -> bool {
-        false
-    }
-
-    fn stage(&self, changes: &[Change<'_>], no_room: NoRoom) -> Result<Option<Staged>, StageError> {
+    fn stage(
+        &self,
+        changes: &[Change<'_>],
+        on_out_of_memory: OnOutOfMemory,
+    ) -> Result<Option<Staged>, StageError> {
         let mut staged = Staged {
             next: Vec::new(),
             effects: Vec::new(),
@@ -367,7 +361,9 @@ impl Store for HostStore<'_> {
         }
         for change in changes {
             match change {
-                Change::Swap(job) => self.stage_swap(job, no_room, &mut staged)?,
+                Change::Swap(new_data) => {
+                    self.stage_swap(new_data, on_out_of_memory, &mut staged)?
+                }
                 Change::Return(tensor) => {
                     let instances = &self.0.tensors[*tensor].instances;
                     for (number, instance) in instances.iter().enumerate() {

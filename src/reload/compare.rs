@@ -172,7 +172,7 @@ fn hash_live<S: Store>(registry: &mut Registry, store: &S, changed: &[ChangedFil
     let tensors = registry.tensors.iter_mut().enumerate();
     let wanted = tensors.filter(|(at, tensor)| {
         let id = ids.get(&tensor.source.file);
-        id.is_some_and(|id| store.written_through(*at, id).is_none())
+        id.is_some_and(|id| store.modified_mapped_offset(*at, id).is_none())
     });
     background::for_each(store.readers(), wanted.collect(), |(at, tensor)| {
         tensor.live_hash = store.live_hash(at, tensor.live_hash);
@@ -263,7 +263,7 @@ fn action<S: Store>(
     let info = &file.gguf.header.tensors[info];
     let known = &mut registry.tensors[tensor];
     let live_type = known.source.ty;
-    if let Some(offset) = store.written_through(tensor, &file.gguf.source.id()) {
+    if let Some(offset) = store.modified_mapped_offset(tensor, &file.gguf.source.id()) {
         let before = known.live_hash.take();
         if info.ty == live_type && info.offset == offset {
             known.live_hash = before.filter(|&hash| hash == new_hash);

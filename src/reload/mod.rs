@@ -25,6 +25,8 @@ mod hash;
 mod pauses;
 mod report;
 mod store;
+#[cfg(test)]
+mod tests;
 mod tracked;
 
 use std::collections::{HashMap, HashSet};
@@ -45,8 +47,10 @@ pub use content::{Content, Defects, of_tensor as content_of};
 pub(crate) use hash::of_reads as hash_reads;
 pub use hash::{Hash, of_bytes as hash_bytes, of_source as hash_source};
 pub use pauses::Pauses;
-pub use report::{Cause, FileEvent, FileReport, Ignored, Outcome, Report, TensorReport, Times};
-pub use store::{Change, Commit, Effect, Job, NoRoom, StageError, Store, Switched};
+pub use report::{
+    Cause, Effect, FileEvent, FileReport, Ignored, Outcome, Report, TensorReport, Times,
+};
+pub use store::{Change, Commit, NewData, OnOutOfMemory, StageError, Store, Switched};
 pub use tracked::TrackedFile;
 
 /// What starts a reload.
@@ -85,6 +89,8 @@ pub struct Engine {
 struct Registry {
     files: Vec<Watched>,
     tensors: Vec<Registered>,
+    /// The most bytes to stage before a switch; 0 for no limit.
+    staging_bytes: u64,
 }
 
 #[derive(Debug)]
@@ -191,7 +197,14 @@ enum Action {
 impl Engine {
     /// Registers files and tensors as they are. A tensor is given by the index of its file and
     /// its position in the header of that file.
-    pub fn new(files: &[TrackedFile], tensors: impl Iterator<Item = (usize, usize)>) -> Engine {
+    ///
+    /// A reload that would stage more than `staging_bytes` is done in steps, each consistent;
+    /// 0 for no limit.
+    pub fn new(
+        files: &[TrackedFile],
+        tensors: impl Iterator<Item = (usize, usize)>,
+        staging_bytes: u64,
+    ) -> Engine {
         let mut watched: Vec<Watched> = files
             .iter()
             .map(|file| &file.gguf.source)
@@ -230,6 +243,7 @@ impl Engine {
             state: Mutex::new(Registry {
                 files: watched,
                 tensors: registered,
+                staging_bytes,
             }),
         }
     }
@@ -260,7 +274,7 @@ impl Engine {
                 }
             }
         }
-        if result.is_ok() && store.has_displaced() {
+        if result.is_ok() {
             result = registry.bring_back(store, &mut report);
         }
         report.finish(began, result)
@@ -278,15 +292,36 @@ impl Engine {
         report.finish(began, result)
     }
 
-    /// Hash of the names, types, shapes and bytes of all tensors in use, in the order of
-    /// their names: equal for two models that evaluate alike. Reads what was not hashed yet
-    /// if `read` says so; `None` when a hash is missing, or a reload runs.
-    pub fn content_hash<S: Store>(&self, store: &S, read: bool) -> Option<Hash> {
-        let mut registry = match read {
+    /// Hashes tensors in use that were not hashed yet: as many as are read at a time, from
+    /// `next` on. Moves `next` behind them. Reloads and reverts can run between two calls.
+    ///
+    /// Returns `false` when the bytes of a tensor cannot be hashed, or were written in place
+    /// and no reload has seen that yet.
+    pub fn hash_some<S: Store>(&self, store: &S, next: &mut usize) -> bool {
+        let mut registry = self.state.lock();
+        let readers = store.readers();
+        let tensors = registry.tensors.iter_mut().enumerate().skip(*next);
+        let batch: Vec<_> = tensors.take(readers.threads.max(1)).collect();
+        *next += batch.len();
+        background::for_each(readers, batch, |(at, tensor)| {
+            let hash = store.live_hash(at, tensor.live_hash);
+            // Without one, what is known stays: the next reload compares with it.
+            tensor.live_hash = hash.or(tensor.live_hash);
+            hash.is_some() && store.is_wanted()
+        })
+    }
+
+    /// Returns a hash of the names, types, shapes and bytes of all tensors in use, in the order
+    /// of their names: equal for two models that evaluate alike.
+    ///
+    /// `None` when a tensor is not hashed yet ([`Engine::hash_some`]), or while a reload runs
+    /// unless `wait` says to wait for its end.
+    pub fn content_hash(&self, wait: bool) -> Option<Hash> {
+        let registry = match wait {
             true => self.state.lock(),
             false => self.state.try_lock()?,
         };
-        registry.content_hash(store, read)
+        registry.content_hash()
     }
 }
 
@@ -353,7 +388,7 @@ impl Registry {
     /// as far as they fit.
     fn bring_back<S: Store>(&mut self, store: &S, report: &mut Report) -> Result<()> {
         let staging = Instant::now();
-        let staged = store.stage(&[], NoRoom::Fail);
+        let staged = store.stage_displaced();
         report.times.stage += staging.elapsed();
         match staged {
             Ok(None) | Err(StageError::OutOfMemory(_)) => Ok(()),
@@ -392,7 +427,7 @@ impl Registry {
         if !returning.is_empty() {
             let changes: Vec<Change<'_>> = returning.keys().copied().map(Change::Return).collect();
             let staged = store
-                .stage(&changes, NoRoom::Fallback)
+                .stage(&changes, OnOutOfMemory::Fallback)
                 .map_err(Error::from)?;
             if let Some(staged) = staged {
                 let commit = store.commit(staged)?;
@@ -429,14 +464,7 @@ impl Registry {
         Ok(())
     }
 
-    fn content_hash<S: Store>(&mut self, store: &S, read: bool) -> Option<Hash> {
-        if read {
-            let tensors = self.tensors.iter_mut().enumerate();
-            background::for_each(store.readers(), tensors.collect(), |(at, tensor)| {
-                tensor.live_hash = store.live_hash(at, tensor.live_hash);
-                store.is_wanted()
-            });
-        }
+    fn content_hash(&self) -> Option<Hash> {
         let mut tensors: Vec<&Registered> = self.tensors.iter().collect();
         tensors.sort_by(|a, b| a.source.name.cmp(&b.source.name));
         let mut description = Vec::new();
@@ -467,8 +495,8 @@ impl Registry {
         for decision in decisions {
             // Before the first step: a file is taken whole or not at all.
             for change in changes(changed, &[decision]) {
-                if let Change::Swap(job) = change
-                    && let Some(reason) = store.refuses(&job)
+                if let Change::Swap(new_data) = change
+                    && let Some(reason) = store.refuses(&new_data)
                 {
                     return Err(Failure::File {
                         changed: decision.changed,
@@ -478,7 +506,7 @@ impl Registry {
                 }
             }
         }
-        for step in steps(store, changed, decisions) {
+        for step in steps(store, self.staging_bytes, changed, decisions) {
             self.switch_step(store, changed, &step, report)?;
         }
         verify(changed)?;
@@ -501,7 +529,7 @@ impl Registry {
         report: &mut Report,
     ) -> Result<(), Failure> {
         let staging = Instant::now();
-        let mut staged = stage(store, &changes(changed, step), NoRoom::Fail);
+        let mut staged = stage(store, &changes(changed, step), OnOutOfMemory::Fail);
         let mut rest = step.to_vec();
         if lacks_room(&staged) {
             let busy: HashSet<usize> = step
@@ -512,13 +540,13 @@ impl Registry {
             let only_return = |d: &&Decision| !busy.contains(&store.group(d.tensor));
             let (first, others): (Vec<&Decision>, _) = rest.iter().copied().partition(only_return);
             if !first.is_empty() {
-                let returning = stage(store, &changes(changed, &first), NoRoom::Fail);
+                let returning = stage(store, &changes(changed, &first), OnOutOfMemory::Fail);
                 self.commit(store, changed, &first, returning, report)?;
                 rest = others;
-                staged = stage(store, &changes(changed, &rest), NoRoom::Fail);
+                staged = stage(store, &changes(changed, &rest), OnOutOfMemory::Fail);
             }
             if matches!(staged, Err(StageError::OutOfMemory(_))) {
-                staged = stage(store, &changes(changed, &rest), NoRoom::Fallback);
+                staged = stage(store, &changes(changed, &rest), OnOutOfMemory::Fallback);
             }
         }
         report.times.stage += staging.elapsed();
@@ -563,7 +591,11 @@ impl Registry {
         commit: &Commit,
         report: &mut Report,
     ) {
-        report.committed(commit);
+        report.news = true;
+        report.commits += 1;
+        report.times.wait += commit.switched.wait;
+        report.times.switch += commit.switched.switch;
+        report.generation = commit.switched.generation;
         let mut effects: HashMap<usize, &Effect> = commit
             .effects
             .iter()
@@ -686,7 +718,7 @@ fn changes<'a>(changed: &'a [ChangedFile], decisions: &[&Decision]) -> Vec<Chang
             Action::Keep => None,
             Action::Return => Some(Change::Return(decision.tensor)),
             Action::InPlace => Some(Change::InPlace(decision.tensor)),
-            Action::Swap => Some(Change::Swap(Job {
+            Action::Swap => Some(Change::Swap(NewData {
                 tensor: decision.tensor,
                 ty: info.ty,
                 source: &file.source,
@@ -703,14 +735,14 @@ fn changes<'a>(changed: &'a [ChangedFile], decisions: &[&Decision]) -> Vec<Chang
 fn stage<S: Store>(
     store: &S,
     changes: &[Change<'_>],
-    no_room: NoRoom,
+    on_out_of_memory: OnOutOfMemory,
 ) -> Result<Option<S::Staged>, StageError> {
     let mut need = store.need(changes);
-    if no_room == NoRoom::Fallback {
+    if on_out_of_memory == OnOutOfMemory::Fallback {
         need.host += std::mem::take(&mut need.device);
     }
     budget::check(Config::get().memory_bytes, need).map_err(StageError::OverBudget)?;
-    store.stage(changes, no_room)
+    store.stage(changes, on_out_of_memory)
 }
 
 fn lacks_room<T>(staged: &Result<T, StageError>) -> bool {
@@ -734,6 +766,7 @@ impl From<StageError> for Error {
 /// time. Groups that only return come first.
 fn steps<'a, S: Store>(
     store: &S,
+    staging_bytes: u64,
     changed: &[ChangedFile],
     decisions: &'a [Decision],
 ) -> Vec<Vec<&'a Decision>> {
@@ -755,7 +788,7 @@ fn steps<'a, S: Store>(
         .map(|group| (bytes(&group), group))
         .collect();
     groups.sort_by_key(|(bytes, group)| (*bytes > 0, group[0].tensor));
-    let limit = match store.staging_bytes() {
+    let limit = match staging_bytes {
         0 => u64::MAX,
         limit => limit,
     };
