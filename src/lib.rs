@@ -13,6 +13,7 @@
 //! | [`device`] | memory where tensors live |
 //! | [`gguf`], [`experts`] | the file format; names of expert tensors |
 //! | [`config`], [`error`], [`logger`] | variables, errors, messages |
+//! | [`protocol`] | messages of the control socket, events of the journal |
 #![deny(unsafe_op_in_unsafe_fn, missing_docs)]
 
 mod background;
@@ -27,5 +28,6 @@ pub mod logger;
 pub mod model;
 mod parallel;
 pub mod postfetch;
+pub mod protocol;
 pub mod reload;
 pub mod trace;
