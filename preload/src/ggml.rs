@@ -8,8 +8,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use llama_sidecar::gguf::TypeInfo;
+use llama_sidecar::protocol::Event;
 use parking_lot::Mutex;
-use serde_json::json;
 
 use crate::journal;
 use crate::layout::{Layout, Ops};
@@ -199,9 +199,9 @@ impl Ggml {
         }
         match crate::layout::probe(&functions) {
             Ok((layout, ops)) => {
-                journal::note("ggml", || {
+                journal::note(|| {
                     let (path, version) = about(origin, &functions);
-                    json!({"path": path, "version": version})
+                    Event::Ggml { path, version }
                 });
                 let copy = Box::leak(Box::new(Ggml {
                     f: functions,
@@ -464,7 +464,9 @@ fn about(origin: &Origin, functions: &Functions) -> (String, String) {
 fn passive(reason: std::fmt::Arguments<'_>) {
     static SAID: AtomicBool = AtomicBool::new(false);
     if !SAID.swap(true, Ordering::Relaxed) {
-        journal::note("passive", || json!({"reason": reason.to_string()}));
+        journal::note(|| Event::Passive {
+            reason: reason.to_string(),
+        });
         log::warn!("{reason}; hot-swap stays off in this program");
     }
 }

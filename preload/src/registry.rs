@@ -19,11 +19,11 @@ use std::thread::ThreadId;
 use std::time::Duration;
 
 use llama_sidecar::gguf::{Access, FileId, GgufFile};
+use llama_sidecar::protocol::Event;
 use llama_sidecar::reload::{Engine, SourceFile, SourceTensor};
 use llama_sidecar::trace::Layout;
 use once_cell::sync::OnceCell;
 use parking_lot::{Mutex, RwLock};
-use serde_json::json;
 
 use crate::evaluations::UsedWeight;
 use crate::gate;
@@ -297,7 +297,9 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
     if gguf.header.tensors.is_empty() {
         return;
     }
-    journal::note("opened", || json!({"path": path.display().to_string()}));
+    journal::note(|| Event::Opened {
+        path: path.display().to_string(),
+    });
     match current {
         Some(load) => {
             load.files.retain(|file| file.source.path() != path);
@@ -543,14 +545,14 @@ fn register(load: Load, devices: &[*mut Device]) {
     );
     MODELS.write().push(model.clone());
     service::start();
-    journal::note("model", || {
+    journal::note(|| {
         let files = model.files.iter().map(|file| &file.gguf);
-        json!({
-            "path": model.files[0].gguf.source.path().display().to_string(),
-            "files": model.files.len(),
-            "tensors": model.tensors.len(),
-            "expert_layers": Layout::of(files).layers().len(),
-        })
+        Event::Model {
+            path: model.files[0].gguf.source.path().display().to_string(),
+            files: model.files.len(),
+            tensors: model.tensors.len(),
+            expert_layers: Layout::of(files).layers().len(),
+        }
     });
 }
 

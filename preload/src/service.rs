@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use llama_sidecar::config::Config;
-use serde_json::json;
+use llama_sidecar::protocol::Event;
 
 use crate::interpose::Inside;
 use crate::{control, end, evaluations, gate, journal, reloads, tracing};
@@ -106,12 +106,10 @@ extern "C" fn at_exit() {
 
 /// Tells a wrapper how it went.
 pub fn ended() {
-    journal::note("end", || {
-        json!({
-            "evaluations": evaluations::count(),
-            "switches": gate::generation(),
-            "longest_pause_us": gate::pauses().longest.as_micros() as u64,
-        })
+    journal::note(|| Event::End {
+        evaluations: evaluations::count(),
+        switches: gate::generation(),
+        longest_pause_us: gate::pauses().longest.as_micros() as u64,
     });
 }
 
