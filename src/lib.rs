@@ -11,6 +11,7 @@
 //! | [`model`] | an open model: lazy tensors, loading, evaluations, contexts |
 //! | [`reload`] | hot-swap: detect, compare, stage, commit, against a trait |
 //! | [`trace`] | which experts a workload uses |
+//! | [`protocol`] | messages of the control socket, events of the journal |
 //! | [`error`] | errors of all modules |
 //! | [`device`] | memory of tensors: host and CUDA |
 //! | [`experts`] | names of expert tensors |
@@ -33,5 +34,6 @@ pub mod logger;
 pub mod model;
 mod parallel;
 pub mod postfetch;
+pub mod protocol;
 pub mod reload;
 pub mod trace;

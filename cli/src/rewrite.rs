@@ -15,7 +15,7 @@ use tempfile::NamedTempFile;
 
 use crate::attributes::Attributes;
 use crate::originals::{self, Version};
-use crate::room::{folder_of, is_no_room};
+use crate::space::{folder_of, is_no_room};
 use crate::target::Target;
 
 /// Bytes that are copied between two looks at the progress.

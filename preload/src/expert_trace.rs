@@ -16,9 +16,10 @@ use std::time::Duration;
 use llama_sidecar::config::Config;
 use llama_sidecar::experts::ExpertName;
 use llama_sidecar::logger::REQUESTED;
+use llama_sidecar::protocol::Event;
 use llama_sidecar::trace::{About, Ids, Layout, Trace, to_json, to_text, write};
 use parking_lot::{Mutex, RwLock};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use crate::barrier::{self, SLOTS};
 use crate::capability::Capability;
@@ -458,11 +459,9 @@ fn write_outputs(traces: &[Arc<ModelTrace>]) {
     for (number, trace) in traces.iter().enumerate() {
         let path = numbered(output, number);
         let written = write(&path, &trace.about, &trace.counters.snapshot());
-        journal::note("trace", || {
-            json!({
-                "path": path.display().to_string(),
-                "error": written.as_ref().err().map(|error| error.to_string()),
-            })
+        journal::note(|| Event::Trace {
+            path: path.display().to_string(),
+            error: written.as_ref().err().map(|error| error.to_string()),
         });
         if let Err(error) = written {
             log::error!(

@@ -6,7 +6,7 @@
 use std::io::Write;
 
 use llama_sidecar::config::Config;
-use serde_json::{Value, json};
+use llama_sidecar::protocol::{Entry, Event};
 
 /// Runs when the library is loaded, in every program of a command: that the loader took
 /// it is the first thing that a wrapper wants to know.
@@ -21,23 +21,25 @@ extern "C" fn loaded() {
         return;
     }
     let program = std::env::current_exe().unwrap_or_default();
-    note(
-        "loaded",
-        || json!({"program": program.display().to_string()}),
-    );
+    note(|| Event::Loaded {
+        program: program.display().to_string(),
+    });
 }
 
-/// Notes an event. `what` is put together only if somebody wants to know.
-pub fn note(event: &str, what: impl FnOnce() -> Value) {
+/// Appends an event. `event` is called only where a journal is written.
+pub fn note(event: impl FnOnce() -> Event) {
     let Some(path) = &Config::get().journal else {
         return;
     };
-    let mut line = json!({"event": event, "pid": std::process::id()});
-    if let (Some(line), Value::Object(what)) = (line.as_object_mut(), what()) {
-        line.extend(what);
-    }
+    let entry = Entry {
+        pid: std::process::id(),
+        event: event(),
+    };
+    let Ok(line) = serde_json::to_string(&entry) else {
+        return;
+    };
     let file = std::fs::OpenOptions::new().append(true).open(path);
-    // In one write: other processes of the command append too. A wrapper that is gone
-    // does not need to know.
+    // In one write, because other processes of the command append too. The wrapper may have
+    // ended: a failed write is ignored.
     let _ = file.and_then(|mut file| file.write_all(format!("{line}\n").as_bytes()));
 }

@@ -8,8 +8,8 @@ use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use llama_sidecar::config::Config;
+use llama_sidecar::protocol::Event;
 use llama_sidecar::trace::Layout;
-use serde_json::json;
 
 use crate::capability::Capability;
 use crate::expert_trace::ExpertTrace;
@@ -44,14 +44,14 @@ pub fn model_complete(model: &Arc<Model>) {
     report(|to| to.model_complete(model));
     static STARTED: Once = Once::new();
     STARTED.call_once(start);
-    journal::note("model", || {
+    journal::note(|| {
         let files = model.files.iter().map(|file| &file.gguf);
-        json!({
-            "path": model.files[0].gguf.source.path().display().to_string(),
-            "files": model.files.len(),
-            "tensors": model.tensors.len(),
-            "expert_layers": Layout::of(files).layers().len(),
-        })
+        Event::Model {
+            path: model.files[0].gguf.source.path().display().to_string(),
+            files: model.files.len(),
+            tensors: model.tensors.len(),
+            expert_layers: Layout::of(files).layers().len(),
+        }
     });
 }
 
@@ -97,12 +97,10 @@ extern "C" fn at_exit() {
 fn finish() {
     report(|to| to.finish());
     control::stop();
-    journal::note("end", || {
-        json!({
-            "evaluations": sched::count(),
-            "switches": barrier::generation(),
-            "longest_pause_us": barrier::pauses().longest.as_micros() as u64,
-        })
+    journal::note(|| Event::End {
+        evaluations: sched::count(),
+        switches: barrier::generation(),
+        longest_pause_us: barrier::pauses().longest.as_micros() as u64,
     });
 }
 

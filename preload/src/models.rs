@@ -18,10 +18,10 @@ use std::thread::ThreadId;
 
 use llama_sidecar::config::Config;
 use llama_sidecar::gguf::{Access, GgufFile};
+use llama_sidecar::protocol::Event;
 use llama_sidecar::reload::{Engine, TrackedFile};
 use once_cell::sync::OnceCell;
 use parking_lot::{Mutex, RwLock};
-use serde_json::json;
 
 use crate::barrier::{self, ModelSet};
 use crate::ggml::{Buffer, BufferType, Descriptor, Device, Ggml, OwnBuffer, Tensor};
@@ -257,7 +257,9 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
     if gguf.header.tensors.is_empty() {
         return;
     }
-    journal::note("opened", || json!({"path": path.display().to_string()}));
+    journal::note(|| Event::Opened {
+        path: path.display().to_string(),
+    });
     match current {
         Some(load) => {
             load.files.retain(|file| file.source.path() != path);

@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 
 use llama_sidecar::config::Config;
 use llama_sidecar::error::{Error, Result};
+use llama_sidecar::protocol::Event;
 use llama_sidecar::reload::{Cause, Hash, Outcome, Report, Trigger};
 use parking_lot::{Mutex, MutexGuard};
-use serde_json::json;
 
 use crate::capability::Capability;
 use crate::models::{self, Model};
@@ -243,14 +243,12 @@ fn note(model: &Model, result: &Result<Report>) {
     let failed = match result {
         Ok(report) => {
             if report.changed() || report.failure.is_some() {
-                let count = |outcome| report.count(outcome);
-                journal::note("reload", || {
-                    json!({
-                        "swapped": count(Outcome::Swapped),
-                        "returned": count(Outcome::Returned),
-                        "refused": count(Outcome::Refused),
-                        "failure": report.failure,
-                    })
+                let count = |outcome| report.count(outcome) as u64;
+                journal::note(|| Event::Reload {
+                    swapped: count(Outcome::Swapped),
+                    returned: count(Outcome::Returned),
+                    refused: count(Outcome::Refused),
+                    failure: report.failure.clone(),
                 });
             }
             if report.failure.is_none() && !report.postponed {

@@ -5,8 +5,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use llama_sidecar::gguf::TypeInfo;
+use llama_sidecar::protocol::Event;
 use parking_lot::Mutex;
-use serde_json::json;
 
 use crate::journal;
 
@@ -68,9 +68,9 @@ impl Ggml {
         }
         match layout::probe(&functions) {
             Ok((layout, ops)) => {
-                journal::note("ggml", || {
+                journal::note(|| {
                     let (path, version) = about(symbol, &functions);
-                    json!({"path": path, "version": version})
+                    Event::Ggml { path, version }
                 });
                 let copy = Box::leak(Box::new(Ggml {
                     f: functions,
@@ -333,7 +333,9 @@ fn about(symbol: &dyn Fn(&CStr) -> *mut c_void, functions: &Functions) -> (Strin
 fn passive(reason: std::fmt::Arguments<'_>) {
     static SAID: AtomicBool = AtomicBool::new(false);
     if !SAID.swap(true, Ordering::Relaxed) {
-        journal::note("passive", || json!({"reason": reason.to_string()}));
+        journal::note(|| Event::Passive {
+            reason: reason.to_string(),
+        });
         log::warn!("{reason}; hot-swap stays off in this program");
     }
 }
