@@ -1,18 +1,18 @@
-//! The object that called one of our functions, and the functions that it meant.
+//! The object that called an exported function, and the functions that it meant.
 //!
-//! What a caller gets is what the dynamic loader would have given it without this
-//! library. Whatever is global comes first, in the loader's order, then what was loaded
-//! together with the caller. A host may have loaded llama.cpp with local scope (Python,
+//! A caller gets the function that the dynamic loader would have found without this
+//! library. Global objects come first, in the loader's order, then the objects that were
+//! loaded together with the caller. A program may load llama.cpp with local scope (Python,
 //! Node), or twice, so the next definition in the global order can be missing.
 //!
-//! The address that a call returns to does not always lie in the caller: a function whose
-//! last act is a call jumps there, and the called one returns to the caller's caller. So a
-//! name that is not found in the scope of that object is looked for in all objects.
-//! When several define it, the arguments decide: ggml's structs hold addresses of functions
-//! and data of the copy that made them. When they do not tell, the first copy is taken.
+//! The return address of a call is not always in the caller: a tail call is a jump, and the
+//! called function returns to the caller's caller. Therefore a name that is not found in the
+//! scope of that object is looked up in all objects. When several define it, the arguments
+//! decide: ggml's structs have addresses of functions and data of the copy that made them.
+//! Where the arguments do not decide, the first copy is used.
 //!
-//! No object is kept loaded by being known here, and no lock is taken: a library's
-//! constructor may wait for a thread that calls one of our functions.
+//! Registering a caller keeps no object loaded and takes no lock: a library's constructor
+//! may wait for a thread that calls an exported function.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::os::fd::AsRawFd;
@@ -81,45 +81,45 @@ hooks!(define_hooks);
 /// Arguments in integer registers.
 pub type Arguments = [usize; 6];
 
-/// A loaded object from which our functions were called. Never freed; when the object is
-/// unloaded and loaded again at the same place, it is used again.
-pub struct Origin {
-    /// Where the object lies; nowhere for code that is in no object.
+/// A loaded object that called an exported function. Never freed; used again when the
+/// object is unloaded and loaded again at the same place.
+pub struct Caller {
+    /// The place of the object; `None` for code that is in no object.
     place: Option<Place>,
-    /// How many objects had been unloaded when what is known here was last found to hold.
+    /// The number of unloaded objects when the functions below were last checked.
     checked: AtomicU64,
-    /// The functions behind ours, by number of the hook.
+    /// The functions that were meant, by number of the hook.
     real: [AtomicPtr<c_void>; Hook::ALL.len()],
     ggml: OnceCell<Option<&'static Ggml>>,
     /// Whether the object and its ggml stay loaded for as long as the process lives.
     kept: AtomicBool,
     is_llama: OnceCell<bool>,
-    next: *const Origin,
+    next: *const Caller,
 }
 
 // SAFETY: all fields are immutable or atomic, and so is what `next` points to.
-unsafe impl Send for Origin {}
+unsafe impl Send for Caller {}
 // SAFETY: as above.
-unsafe impl Sync for Origin {}
+unsafe impl Sync for Caller {}
 
-/// The origins seen so far, newest first.
-static SEEN: AtomicPtr<Origin> = AtomicPtr::new(std::ptr::null_mut());
-/// Code that was made at run time.
-static NOWHERE: Origin = Origin::new(None, 0);
+/// The registered callers, newest first.
+static SEEN: AtomicPtr<Caller> = AtomicPtr::new(std::ptr::null_mut());
+/// Code that is in no object: it was generated at run time.
+static NOWHERE: Caller = Caller::new(None, 0);
 
-/// What a name stands for.
-enum Meaning {
-    /// This function.
-    This(usize),
-    /// One of several, and the caller's scope does not say which; this is the first.
-    OneOf(usize),
-    /// Nothing that is loaded defines it.
-    Nothing,
+/// The result of a look-up of a name.
+enum Resolution {
+    /// The address of the function.
+    One(usize),
+    /// The first of several, where the scope of the caller does not decide.
+    Ambiguous(usize),
+    /// No loaded object defines the name.
+    None,
 }
 
-impl Origin {
-    const fn new(place: Option<Place>, checked: u64) -> Origin {
-        Origin {
+impl Caller {
+    const fn new(place: Option<Place>, checked: u64) -> Caller {
+        Caller {
             place,
             checked: AtomicU64::new(checked),
             real: [const { AtomicPtr::new(std::ptr::null_mut()) }; Hook::ALL.len()],
@@ -130,46 +130,46 @@ impl Origin {
         }
     }
 
-    /// The origin of a call that returns to this address.
-    pub fn of(return_address: usize) -> &'static Origin {
+    /// Returns the caller of a call that returns to this address.
+    pub fn of(return_address: usize) -> &'static Caller {
         let unloads = loaded::unloads();
-        let current = |origin: &&Origin| {
-            origin.contains(return_address) && origin.checked.load(Ordering::Acquire) == unloads
+        let current = |caller: &&Caller| {
+            caller.contains(return_address) && caller.checked.load(Ordering::Acquire) == unloads
         };
-        if let Some(origin) = seen().find(current) {
-            return origin;
+        if let Some(caller) = seen().find(current) {
+            return caller;
         }
         let Some(place) = loaded::place_of(return_address) else {
             NOWHERE.check(unloads);
             return &NOWHERE;
         };
-        if let Some(origin) = seen().find(|origin| origin.place == Some(place)) {
-            origin.check(unloads);
-            return origin;
+        if let Some(caller) = seen().find(|caller| caller.place == Some(place)) {
+            caller.check(unloads);
+            return caller;
         }
-        learn(place, unloads)
+        register(place, unloads)
     }
 
-    /// The function behind a hook, or null if there is none; and the object that meant it.
-    pub fn meant(
+    /// Returns the function that was meant, or null if there is none, and its caller.
+    pub fn resolve(
         &'static self,
         hook: Hook,
         arguments: &Arguments,
-    ) -> (&'static Origin, *mut c_void) {
+    ) -> (&'static Caller, *mut c_void) {
         if let Some(known) = self.real(hook) {
             return (self, known);
         }
-        match self.meaning(hook.name()) {
-            Meaning::This(found) => (self, self.remember(hook, found)),
-            Meaning::Nothing => (self, std::ptr::null_mut()),
-            // Not remembered: the next call may have other arguments.
-            Meaning::OneOf(first) => {
+        match self.resolution(hook.name()) {
+            Resolution::One(found) => (self, self.remember(hook, found)),
+            Resolution::None => (self, std::ptr::null_mut()),
+            // Not kept: the next call may have other arguments.
+            Resolution::Ambiguous(first) => {
                 by_arguments(hook, arguments).unwrap_or((self, first as *mut c_void))
             }
         }
     }
 
-    /// What is known to be behind a hook.
+    /// Returns the function of a hook if it was resolved before.
     fn real(&self, hook: Hook) -> Option<*mut c_void> {
         let known = self.real[hook as usize].load(Ordering::Relaxed);
         (!known.is_null()).then_some(known)
@@ -181,11 +181,11 @@ impl Origin {
         found
     }
 
-    /// A function by name, as this object would have found it without us; or null.
+    /// Returns a function by name, as the loader would have found it for this object; or null.
     pub fn symbol(&self, name: &CStr) -> *mut c_void {
-        match self.meaning(name) {
-            Meaning::This(found) | Meaning::OneOf(found) => found as *mut c_void,
-            Meaning::Nothing => std::ptr::null_mut(),
+        match self.resolution(name) {
+            Resolution::One(found) | Resolution::Ambiguous(found) => found as *mut c_void,
+            Resolution::None => std::ptr::null_mut(),
         }
     }
 
@@ -195,7 +195,7 @@ impl Origin {
         reference.flatten().is_some_and(|reference| !reference.weak)
     }
 
-    /// What the loader calls the object; nothing for the main program.
+    /// Returns the loader's name of the object; empty for the main program.
     pub fn name(&self) -> Vec<u8> {
         const LONGEST: usize = libc::PATH_MAX as usize;
         let mut name = Vec::with_capacity(LONGEST);
@@ -213,17 +213,17 @@ impl Origin {
             .find(|object| Some(object.place) == self.place)
     }
 
-    fn meaning(&self, name: &CStr) -> Meaning {
-        let ours = ours();
+    fn resolution(&self, name: &CStr) -> Resolution {
+        let this = this_library();
         let found = loaded::look(|objects, _| {
-            // Objects before this library are those that the loader asks before it.
-            let after = objects.iter().position(|object| object.place == ours);
+            // The loader searches the objects before this library first.
+            let after = objects.iter().position(|object| object.place == this);
             let after = objects.get(after.map_or(0, |at| at + 1)..).unwrap_or(&[]);
-            // Most libraries have no versions, and then it takes long to find out which
-            // one a caller means.
+            // Most libraries have no versions, and reading the version that a caller means
+            // takes long.
             let versions = after.iter().any(|object| object.defines_versions_of(name));
-            let caller = self.among(objects).filter(|_| versions);
-            let reference = caller.and_then(|caller| caller.reference(name));
+            let object = self.among(objects).filter(|_| versions);
+            let reference = object.and_then(|object| object.reference(name));
             let version = reference.and_then(|reference| reference.version);
             let mut all = after
                 .iter()
@@ -231,30 +231,30 @@ impl Origin {
             (all.next(), all.next().is_some(), version)
         });
         let (first, version) = match found {
-            Some((Some(first), false, _)) => return Meaning::This(first),
-            Some((None, _, _)) => return Meaning::Nothing,
+            Some((Some(first), false, _)) => return Resolution::One(first),
+            Some((None, _, _)) => return Resolution::None,
             Some((Some(first), true, version)) => (Some(first), version),
-            // No memory to look.
+            // No memory for the list of objects.
             None => (None, None),
         };
-        // Which objects are global is known to the loader only.
+        // Only the loader knows which objects are global.
         // SAFETY: the call is made from this library, which is what RTLD_NEXT goes by.
         let next = unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) } as usize;
         let scoped = loaded::look(|objects, scratch| {
             let global = objects.iter().find(|object| object.contains(next));
             let global = global.and_then(|object| object.definition(name, version));
             let from = self.place?.start;
-            global.or_else(|| loaded::in_local_scope(objects, scratch, from, name, version, ours))
+            global.or_else(|| loaded::in_local_scope(objects, scratch, from, name, version, this))
         });
         match (scoped.flatten(), first) {
-            (Some(found), _) => Meaning::This(found),
-            (None, Some(first)) => Meaning::OneOf(first),
-            (None, None) if next != 0 => Meaning::OneOf(next),
-            (None, None) => Meaning::Nothing,
+            (Some(found), _) => Resolution::One(found),
+            (None, Some(first)) => Resolution::Ambiguous(first),
+            (None, None) if next != 0 => Resolution::Ambiguous(next),
+            (None, None) => Resolution::None,
         }
     }
 
-    /// Keeps what is known only as far as it still holds after objects were unloaded.
+    /// Drops functions of objects that were unloaded since the last check.
     fn check(&self, unloads: u64) {
         if self.checked.load(Ordering::Acquire) == unloads {
             return;
@@ -282,14 +282,14 @@ impl Origin {
         place.is_some_and(|place| (place.start..place.end).contains(&address))
     }
 
-    /// The copy of ggml that this object uses; `None` when it is not understood. From here
-    /// on the object and the copy stay loaded: threads of the drop-in call into it.
+    /// Returns the copy of ggml that this object uses; `None` when it is not supported. From
+    /// here on the object and the copy stay loaded: threads of the drop-in call them.
     pub fn ggml(&self) -> Option<&'static Ggml> {
         let found = *self
             .ggml
             .get_or_init(|| Ggml::resolve(&|name| self.symbol(name)));
         // Not while the cell is being filled: dlopen waits for constructors, which may wait
-        // for it.
+        // for the cell.
         if let Some(ggml) = found
             && !self.kept.swap(true, Ordering::Relaxed)
         {
@@ -308,62 +308,61 @@ impl Origin {
     }
 }
 
-fn seen() -> impl Iterator<Item = &'static Origin> {
-    // SAFETY: the list holds what is never freed and never changed but for atomics and
-    // cells.
+fn seen() -> impl Iterator<Item = &'static Caller> {
+    // SAFETY: callers in the list are never freed, and change only in atomics and cells.
     let first = unsafe { SEEN.load(Ordering::Acquire).cast_const().as_ref() };
     // SAFETY: as above.
-    std::iter::successors(first, |origin| unsafe { origin.next.as_ref() })
+    std::iter::successors(first, |caller| unsafe { caller.next.as_ref() })
 }
 
-/// Adds an origin to the list. Two threads may add the same; the newer one is used then.
-fn learn(place: Place, unloads: u64) -> &'static Origin {
-    let layout = std::alloc::Layout::new::<Origin>();
-    // SAFETY: an origin has a size.
-    let room = unsafe { std::alloc::alloc(layout) }.cast::<Origin>();
+/// Adds a caller to the list. Two threads may add the same one; then the newer is used.
+fn register(place: Place, unloads: u64) -> &'static Caller {
+    let layout = std::alloc::Layout::new::<Caller>();
+    // SAFETY: a caller has a size.
+    let room = unsafe { std::alloc::alloc(layout) }.cast::<Caller>();
     if room.is_null() {
-        // It is looked at anew with each call.
+        // The next call tries again.
         return &NOWHERE;
     }
-    let mut origin = Origin::new(Some(place), unloads);
+    let mut caller = Caller::new(Some(place), unloads);
     let mut first = SEEN.load(Ordering::Acquire);
     loop {
-        origin.next = first;
-        // SAFETY: the room is for this, and not in the list yet.
-        unsafe { room.write(origin) };
+        caller.next = first;
+        // SAFETY: allocated for this type, and not in the list yet.
+        unsafe { room.write(caller) };
         match SEEN.compare_exchange(first, room, Ordering::AcqRel, Ordering::Acquire) {
-            // SAFETY: it is never freed, and never changed but for atomics and cells.
+            // SAFETY: never freed, and changes only in atomics and cells.
             Ok(_) => return unsafe { &*room },
             Err(other) => {
                 first = other;
-                origin = Origin::new(Some(place), unloads);
+                caller = Caller::new(Some(place), unloads);
             }
         }
     }
 }
 
-/// The function behind a hook for the first object whose code or data an argument, or what
-/// it points to, leads into; for calls from code that has none of the copies in its scope.
-fn by_arguments(hook: Hook, arguments: &Arguments) -> Option<(&'static Origin, *mut c_void)> {
+/// Returns the function of a hook in the first object that an argument, or a word of what it
+/// points to, is an address of. For calls from code that has no copy in its scope.
+fn by_arguments(hook: Hook, arguments: &Arguments) -> Option<(&'static Caller, *mut c_void)> {
     /// Hooks have three arguments at most.
-    const LOOKED_AT: usize = 3;
-    arguments.iter().take(LOOKED_AT).find_map(|argument| {
+    const ARGUMENTS: usize = 3;
+    arguments.iter().take(ARGUMENTS).find_map(|argument| {
         let mut words = [0; 1 + WORDS];
         words[0] = *argument;
         copy_of_memory(*argument, &mut words[1..]);
         words.into_iter().find_map(|word| {
             let found = loaded::look(|objects, scratch| {
-                loaded::in_own_group(objects, scratch, word, hook.name(), ours())
+                loaded::in_own_group(objects, scratch, word, hook.name(), this_library())
             });
-            Some((Origin::of(word), found.flatten()? as *mut c_void))
+            Some((Caller::of(word), found.flatten()? as *mut c_void))
         })
     })
 }
 
-/// How much of what an argument points to is looked at, in words.
+/// How many words are read of what an argument points to.
 const WORDS: usize = 24;
 
-/// Copies memory that may not be there, as far as it is.
+/// Copies memory as far as it can be read.
 fn copy_of_memory(address: usize, words: &mut [usize]) {
     let Ok(memory) = std::fs::File::open("/proc/self/mem") else {
         return;
@@ -376,7 +375,7 @@ fn copy_of_memory(address: usize, words: &mut [usize]) {
     unsafe { libc::pread(memory.as_raw_fd(), words.as_mut_ptr().cast(), bytes, offset) };
 }
 
-/// Keeps the object loaded that an address lies in.
+/// Keeps the object of an address loaded.
 fn keep_loaded(address: *const c_void) {
     let mut found = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
     // SAFETY: dladdr fills the struct, whose name is a C string of a loaded object; NOLOAD
@@ -389,11 +388,11 @@ fn keep_loaded(address: *const c_void) {
     }
 }
 
-/// Where this library lies.
-fn ours() -> Place {
-    static OURS: OnceCell<Place> = OnceCell::new();
-    *OURS.get_or_init(|| {
-        let here = ours as fn() -> Place as usize;
+/// Returns the place of this library.
+fn this_library() -> Place {
+    static PLACE: OnceCell<Place> = OnceCell::new();
+    *PLACE.get_or_init(|| {
+        let here = this_library as fn() -> Place as usize;
         loaded::place_of(here).unwrap_or(Place::NOWHERE)
     })
 }

@@ -2,8 +2,8 @@
 //!
 //! [`llama_sidecar::protocol`] has the messages.
 //!
-//! Clients are served by threads of their own, which the host never waits for. One
-//! that sends a line that is too long, or no JSON, is told so and dropped.
+//! Each client has its own thread, which evaluations never wait for. A client that sends a
+//! line that is too long or not JSON gets an error, and its connection is closed.
 
 use std::fs::{self, Permissions};
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -30,34 +30,34 @@ use serde_json::{Value, json};
 use crate::models::{Instance, Model};
 use crate::{barrier, expert_trace, metrics, models, placement, reloader, sched, thread};
 
-/// The longest request; ours have less than 100 bytes.
-const LONGEST_LINE: u64 = 4096;
+/// The longest request. Those of `llama-sidecar` have less than 100 bytes.
+const MAX_LINE: u64 = 4096;
 /// Clients at a time.
-const MOST_CLIENTS: usize = 16;
+const MAX_CLIENTS: usize = 16;
 /// How long a client may take to send a line or to take an answer.
-const CLIENT_PATIENCE: Duration = Duration::from_secs(10);
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The socket that is ours, to be removed at the end: its path, and its device and inode.
-static OURS: Mutex<Option<(PathBuf, (u64, u64))>> = Mutex::new(None);
+/// The socket of this process, to be removed at the end: path, device and inode.
+static SOCKET: Mutex<Option<(PathBuf, (u64, u64))>> = Mutex::new(None);
 static CLIENTS: AtomicUsize = AtomicUsize::new(0);
 
 /// Listens at `path`.
 pub fn start(path: &Path) {
     match listen(path) {
         Ok((listener, identity)) => {
-            *OURS.lock() = Some((path.to_owned(), identity));
+            *SOCKET.lock() = Some((path.to_owned(), identity));
             thread::spawn("llama-sidecar-c", move || serve(&listener));
         }
         Err(error) => log::error!(
-            "LLAMA_SIDECAR_CONTROL={}: cannot listen there: {error}; there is no control socket",
+            "LLAMA_SIDECAR_CONTROL={}: cannot create the control socket: {error}; choose another path",
             path.display()
         ),
     }
 }
 
-/// Removes the socket, unless another process has put its own there.
+/// Removes the socket, unless another process has replaced it.
 pub fn stop() {
-    if let Some((path, identity)) = OURS.try_lock().and_then(|mut ours| ours.take())
+    if let Some((path, identity)) = SOCKET.try_lock().and_then(|mut socket| socket.take())
         && fs::symlink_metadata(&path).is_ok_and(|found| identity_of(&found) == identity)
     {
         let _ = fs::remove_file(path);
@@ -68,11 +68,12 @@ fn identity_of(found: &fs::Metadata) -> (u64, u64) {
     (found.dev(), found.ino())
 }
 
-/// Binds a socket that only its owner can use, over one at which no process listens.
+/// Binds a socket that only its owner can use. Replaces a socket at which no process
+/// listens.
 fn listen(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
     if let Ok(found) = fs::symlink_metadata(path) {
         if !found.file_type().is_socket() {
-            return Err(io::Error::other("something else is there"));
+            return Err(io::Error::other("another file is there"));
         }
         if is_listened_to(path)? {
             return Err(io::Error::other("another process listens there"));
@@ -91,10 +92,7 @@ fn listen(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
             (&raw const address).cast(),
             size,
         ))?;
-        checked(libc::listen(
-            socket.as_raw_fd(),
-            MOST_CLIENTS as libc::c_int,
-        ))?;
+        checked(libc::listen(socket.as_raw_fd(), MAX_CLIENTS as libc::c_int))?;
         fs::set_permissions(path, Permissions::from_mode(0o600))?;
         let identity = identity_of(&fs::symlink_metadata(path)?);
         Ok((UnixListener::from(socket), identity))
@@ -155,7 +153,7 @@ fn serve(listener: &UnixListener) {
             std::thread::sleep(Duration::from_millis(100));
             continue;
         };
-        if CLIENTS.fetch_add(1, Ordering::Relaxed) >= MOST_CLIENTS {
+        if CLIENTS.fetch_add(1, Ordering::Relaxed) >= MAX_CLIENTS {
             CLIENTS.fetch_sub(1, Ordering::Relaxed);
             continue;
         }
@@ -170,15 +168,12 @@ fn serve(listener: &UnixListener) {
 }
 
 fn converse(client: &UnixStream) -> io::Result<()> {
-    client.set_read_timeout(Some(CLIENT_PATIENCE))?;
-    client.set_write_timeout(Some(CLIENT_PATIENCE))?;
+    client.set_read_timeout(Some(CLIENT_TIMEOUT))?;
+    client.set_write_timeout(Some(CLIENT_TIMEOUT))?;
     let mut lines = BufReader::new(client);
     loop {
         let mut line = Vec::new();
-        lines
-            .by_ref()
-            .take(LONGEST_LINE)
-            .read_until(b'\n', &mut line)?;
+        lines.by_ref().take(MAX_LINE).read_until(b'\n', &mut line)?;
         if line.is_empty() {
             return Ok(());
         }
@@ -326,7 +321,7 @@ fn state(model: &Model, instance: &Instance) -> TensorState {
     let Some(buffer) = private.as_ref() else {
         return TensorState::OnOriginal;
     };
-    match buffer.is_host() && placement::own_device(model, instance).is_some() {
+    match buffer.is_host() && placement::device_buffer_type(model, instance).is_some() {
         true => TensorState::FallbackCpu,
         false => TensorState::Detached,
     }

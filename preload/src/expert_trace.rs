@@ -1,4 +1,4 @@
-//! Which experts the evaluations of a model used.
+//! The expert trace: which experts the evaluations of a model use.
 //!
 //! The routed ids are an operand of each matrix product over experts. Their memory is
 //! used again by the time the graph ends, unless they are marked as outputs of the
@@ -35,27 +35,27 @@ const FLAG_OUTPUT: i32 = 2;
 /// The expert trace, as a capability.
 pub struct ExpertTrace;
 
-/// What is counted of one model.
+/// Counters of one model.
 struct ModelTrace {
     /// The number of the model.
     model: u64,
     counters: Trace,
     about: About,
-    /// The tensor whose experts stand for each layer, by position.
+    /// The name of the tensor that is logged for each layer, by position.
     names: Mutex<Vec<String>>,
 }
 
-/// Which experts of a layer an evaluation used; to be logged.
+/// Experts of a layer that an evaluation used; to be logged.
 struct Used {
     trace: Arc<ModelTrace>,
     layer: usize,
     experts: Vec<u32>,
 }
 
-/// What is to be logged, at most [`MOST_USED`] entries; then entries are left out.
+/// Entries to be logged, at most [`MOST_USED`]; further ones are dropped.
 static USED: Mutex<Vec<Used>> = Mutex::new(Vec::new());
 const MOST_USED: usize = 100_000;
-/// How long the end of the process waits for a write that is under way.
+/// How long the end of the process waits for a running write.
 const LONGEST_WRITE: Duration = Duration::from_secs(2);
 /// How often names are logged.
 const NAMES_EVERY: Duration = Duration::from_millis(200);
@@ -84,7 +84,7 @@ struct SchedulerTrace {
 struct TracedGraph {
     /// Routed ids to count after each evaluation.
     routed: Vec<Routed>,
-    /// Where they are copied to.
+    /// The buffer that they are copied to.
     ids: Vec<u8>,
     /// Addresses of the backends that evaluate the graph.
     backends: Vec<usize>,
@@ -92,7 +92,7 @@ struct TracedGraph {
 
 /// By the number of the scheduler.
 static SCHEDULERS: [SchedulerTrace; SLOTS] = [const { SchedulerTrace::new() }; SLOTS];
-/// Everything that was counted, also of models that are gone.
+/// The counters of all models, also of freed ones.
 static TRACES: RwLock<Vec<Arc<ModelTrace>>> = RwLock::new(Vec::new());
 
 impl Capability for ExpertTrace {
@@ -288,7 +288,7 @@ impl ModelTrace {
         let layout = &ggml.layout;
         let mut tensor = ids;
         while !tensor.is_null() {
-            // SAFETY: as the caller vouches; a view lives as long as what it views.
+            // SAFETY: as the caller ensures; a view lives as long as what it views.
             unsafe {
                 let flags: i32 = layout.read(tensor, layout.flags);
                 layout.write(tensor, layout.flags, flags | FLAG_OUTPUT);
@@ -311,7 +311,7 @@ impl Routed {
     /// The graph is live and its backends are done.
     unsafe fn count(&self, ggml: &Ggml, buffer: &mut Vec<u8>) {
         let (f, layout) = (&ggml.f, &ggml.layout);
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller ensures.
         let (ne, nb): ([i64; 4], [usize; 4]) = unsafe {
             (
                 layout.read(self.ids, layout.ne),
@@ -319,14 +319,14 @@ impl Routed {
             )
         };
         let (used, tokens) = (ne[0].max(0) as usize, ne[1].max(0) as usize);
-        // libllama warms a model up by routing to all experts: that is no workload.
+        // libllama warms a model up by routing to all experts: that is not counted.
         let expected = self.trace.about.experts_used as usize;
         let len = Ids::span(used, tokens, nb[0], nb[1]).unwrap_or(0);
         if len == 0 || (expected > 0 && used > expected) {
             return;
         }
         buffer.resize(len, 0);
-        // SAFETY: the ids were kept, and are as large as their extents say.
+        // SAFETY: the ids were kept, and have `len` bytes by their extents.
         unsafe { (f.ggml_backend_tensor_get)(self.ids, buffer.as_mut_ptr().cast(), 0, len) };
         let ids = Ids {
             bytes: buffer,
@@ -341,7 +341,7 @@ impl Routed {
         }
     }
 
-    /// Keeps the experts of an evaluation for the thread that logs their names.
+    /// Keeps the experts of an evaluation for the thread that logs names.
     fn note_names(&self, ids: &Ids<'_>) {
         let places = (0..ids.tokens).flat_map(|token| (0..ids.used).map(move |used| (token, used)));
         let mut experts: Vec<u32> = places
@@ -378,29 +378,29 @@ fn print_names() {
     }
 }
 
-/// What was counted so far, model by model.
+/// Returns the counts so far, model by model.
 pub fn as_json() -> Vec<Value> {
     let traces = TRACES.read().clone();
     let json = |trace: &Arc<ModelTrace>| to_json(&trace.about, &trace.counters.snapshot());
     traces.iter().map(json).collect()
 }
 
-/// How many experts evaluations routed to, model by model.
+/// Returns how many experts evaluations routed to, model by model.
 pub fn activations() -> Vec<u64> {
     let traces = TRACES.read().clone();
     let all = |trace: &Arc<ModelTrace>| trace.counters.snapshot().activations();
     traces.iter().map(all).collect()
 }
 
-/// Begins to count anew.
+/// Sets all counts to zero.
 pub fn reset() {
     for trace in TRACES.read().iter() {
         trace.counters.reset();
     }
 }
 
-/// Writes what was asked for, at the end of the process. A reader that is gone must not
-/// end it by SIGPIPE, which would change how it ended.
+/// Writes the trace at the end of the process. A reader that is gone must not end the
+/// process by SIGPIPE, which would change its exit status.
 fn write_without_sigpipe() {
     let mut pipe = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     let mut before = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
@@ -408,8 +408,8 @@ fn write_without_sigpipe() {
         tv_sec: 0,
         tv_nsec: 0,
     };
-    // SAFETY: sets that are filled before they are read; what is pending is taken before
-    // the mask is as it was.
+    // SAFETY: sets that are filled before they are read; a pending SIGPIPE is taken before
+    // the mask is restored.
     unsafe {
         libc::sigemptyset(pipe.as_mut_ptr());
         libc::sigaddset(pipe.as_mut_ptr(), libc::SIGPIPE);
@@ -423,7 +423,7 @@ fn write_without_sigpipe() {
 fn write_all() {
     let config = Config::get();
     print_names();
-    // The process ends: whoever holds the lock now never gives it back.
+    // The process ends: a thread that holds the lock may never release it.
     let Some(traces) = TRACES.try_read() else {
         return;
     };
@@ -431,14 +431,14 @@ fn write_all() {
         for trace in traces.iter() {
             let snapshot = trace.counters.snapshot();
             let text = to_text(&trace.about, &snapshot, config.trace_per_layer);
-            // Nobody may be there to read it any more.
+            // Fails when the reader is gone.
             let _ = std::io::stderr().write_all(text.as_bytes());
         }
     }
     write_outputs(&traces);
 }
 
-/// Writes the output of every model so far, every so often; for a thread of its own.
+/// Writes the output of every model at an interval; for a thread of its own.
 fn write_every(period: Duration) {
     while !barrier::is_shut() {
         std::thread::sleep(period);
@@ -453,7 +453,7 @@ fn write_outputs(traces: &[Arc<ModelTrace>]) {
     let Some(output) = &Config::get().trace_output else {
         return;
     };
-    // The end of the process may come while the other thread writes.
+    // The process may end while the other thread writes.
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _turn = ONE_AT_A_TIME.try_lock_for(LONGEST_WRITE);
     for (number, trace) in traces.iter().enumerate() {
@@ -465,14 +465,14 @@ fn write_outputs(traces: &[Arc<ModelTrace>]) {
         });
         if let Err(error) = written {
             log::error!(
-                "LLAMA_EXPERT_TRACE_OUTPUT: cannot write {}: {error}; the counts are lost, but for the summary of LLAMA_EXPERT_TRACE_STATS=1",
+                "LLAMA_EXPERT_TRACE_OUTPUT: cannot write {}: {error}; the counts are lost except for the summary of LLAMA_EXPERT_TRACE_STATS=1",
                 path.display()
             );
         }
     }
 }
 
-/// The path for the first model, and one with a number for each further.
+/// Returns the path for a model: with a number from the second model on.
 fn numbered(path: &Path, number: usize) -> PathBuf {
     if number == 0 {
         return path.to_owned();

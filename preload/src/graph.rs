@@ -123,7 +123,7 @@ impl Backends {
     /// A live scheduler of this copy.
     pub unsafe fn of(ggml: &Ggml, sched: *mut Sched) -> Backends {
         let f = &ggml.f;
-        // SAFETY: a live scheduler has as many backends as it says.
+        // SAFETY: a live scheduler has as many backends as it counts.
         let (addresses, devices): (Vec<usize>, Vec<*mut Device>) = unsafe {
             let count = (f.ggml_backend_sched_get_n_backends)(sched);
             (0..count)

@@ -1,12 +1,12 @@
-//! The functions that are put in front of ggml's and llama.cpp's, thin.
+//! The exported functions, which replace functions of ggml and llama.cpp.
 //!
-//! Each exported name is a few instructions that keep every argument register, ask
-//! [`route`] where to go, and jump there: to the function that the caller meant,
-//! untouched and with whatever arguments it has, or to ours. So a program whose
-//! functions of these names are something else entirely does not notice.
+//! Each exported function consists of a few instructions that save every argument register,
+//! call [`route`], restore the registers and jump to the address that `route` returned: the
+//! function that the caller meant, or its replacement here. A program that has unrelated
+//! functions of these names is not affected.
 //!
-//! A function of ours calls the one that was meant, and passes its result on as it
-//! came, whatever its type is.
+//! A replacement calls the function that was meant, and returns its result unchanged,
+//! whatever its type is.
 
 use std::cell::Cell;
 use std::ffi::{CStr, OsStr, c_char, c_void};
@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use llama_sidecar::logger;
 
-use crate::caller::{Arguments, Hook, Origin, hooks};
+use crate::caller::{Arguments, Caller, Hook, hooks};
 use crate::ggml::{
     Backend, Buffer, Context, Ggml, Graph, STATUS_FAILED, STATUS_SUCCESS, Sched, Tensor,
 };
@@ -33,7 +33,7 @@ compile_error!("the drop-in works on Linux x86-64 only");
 macro_rules! export {
     ($($hook:ident = $name:ident,)*) => {
         $(
-            /// Jumps to where [`route`] says, with all arguments as they came.
+            /// Jumps to the address that [`route`] returns, with all arguments unchanged.
             ///
             /// # Safety
             ///
@@ -118,22 +118,22 @@ fn replacement(hook: Hook) -> *const c_void {
     }
 }
 
-/// A call that is on its way to a function of ours.
+/// A call that was routed to a replacement.
 #[derive(Clone, Copy)]
 struct Call {
-    origin: &'static Origin,
+    caller: &'static Caller,
     ggml: &'static Ggml,
     real: *mut c_void,
 }
 
 thread_local! {
-    /// Handed from [`route`] to the function of ours that it chose.
+    /// Passed from [`route`] to the replacement that it chose.
     static CALL: Cell<Option<Call>> = const { Cell::new(None) };
 }
 
-/// Where a call goes: to what it meant, or to ours.
+/// Returns the function that a call goes to: the one that was meant, or its replacement.
 extern "C" fn route(hook: Hook, return_address: usize, arguments: &Arguments) -> *const c_void {
-    // SAFETY: the loader leaves errno alone when it finds a function, and so does this.
+    // SAFETY: the loader keeps errno when it resolves a function, and so does this.
     let errno = unsafe { &mut *libc::__errno_location() };
     let before = *errno;
     let to = destination(hook, return_address, arguments);
@@ -142,11 +142,11 @@ extern "C" fn route(hook: Hook, return_address: usize, arguments: &Arguments) ->
 }
 
 fn destination(hook: Hook, return_address: usize, arguments: &Arguments) -> *const c_void {
-    let (origin, real) = Origin::of(return_address).meant(hook, arguments);
+    let (caller, real) = Caller::of(return_address).resolve(hook, arguments);
     let real = match real {
         found if !found.is_null() => found,
         _ if hook == Hook::ReloadChangedTensors => nothing_reloaded as *mut c_void,
-        _ => return missing(hook, origin),
+        _ => return missing(hook, caller),
     };
     let opens_file = matches!(hook, Hook::GgufInit | Hook::GgufInitStream);
     let wanted = lifecycle::is_on() && !thread::is_inside() && (opens_file || !models::is_empty());
@@ -155,29 +155,29 @@ fn destination(hook: Hook, return_address: usize, arguments: &Arguments) -> *con
     }
     let _inside = Inside::enter();
     logger::init();
-    let Some(ggml) = origin.ggml() else {
+    let Some(ggml) = caller.ggml() else {
         return real;
     };
-    CALL.set(Some(Call { origin, ggml, real }));
+    CALL.set(Some(Call { caller, ggml, real }));
     replacement(hook)
 }
 
-/// Where a call goes that nothing is behind.
-fn missing(hook: Hook, origin: &Origin) -> *const c_void {
-    if origin.requires(hook.name()) {
-        end_as_the_loader_does(hook.name(), origin);
+/// Returns the function that a call goes to when no library has the one that was meant.
+fn missing(hook: Hook, caller: &Caller) -> *const c_void {
+    if caller.requires(hook.name()) {
+        end_as_the_loader_does(hook.name(), caller);
     }
-    // The caller found our name where it would have found none: by dlsym, or by a reference
-    // that may stay undefined.
+    // The caller found an exported name where it would have found none: by dlsym, or by a
+    // reference that may stay undefined.
     nothing_done as *const c_void
 }
 
 /// Ends a program that calls a function which no library has, with the message and the
 /// status of the dynamic loader.
-fn end_as_the_loader_does(name: &CStr, origin: &Origin) -> ! {
+fn end_as_the_loader_does(name: &CStr, caller: &Caller) -> ! {
     let program = std::env::args_os().next().unwrap_or_default();
     let program = program.as_bytes();
-    let object = origin.name();
+    let object = caller.name();
     let object = match object.as_slice() {
         [] => program,
         path => path,
@@ -191,26 +191,27 @@ fn end_as_the_loader_does(name: &CStr, origin: &Origin) -> ! {
         b"\n",
     ]
     .concat();
-    // SAFETY: writes bytes that are there; ends the process without running its handlers.
+    // SAFETY: writes valid bytes; ends the process without running its handlers.
     unsafe {
         libc::write(libc::STDERR_FILENO, message.as_ptr().cast(), message.len());
         libc::_exit(127)
     }
 }
 
-/// What a caller gets that has found a name and nothing behind it.
+/// The function behind a name that no library defines.
 extern "C" fn nothing_done() -> usize {
     0
 }
 
-/// What a host gets that asks for a reload where there is none.
+/// The reload function where the program has none of its own.
 extern "C" fn nothing_reloaded() -> bool {
     false
 }
 
-/// The call that was routed to the function that asks, and the inside of it.
+/// Returns the call that was routed to this replacement; calls of this thread go straight
+/// to ggml while the second value lives.
 fn entered() -> (Call, Inside) {
-    let call = CALL.take().expect("only route leads here");
+    let call = CALL.take().expect("set by route");
     (call, Inside::enter())
 }
 
@@ -219,16 +220,16 @@ impl Call {
     ///
     /// # Safety
     ///
-    /// `F` is its type, up to a result that is passed on as it came.
+    /// `F` is its type, except for a result that is passed on unchanged.
     unsafe fn real<F: Copy>(&self) -> F {
         const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller ensures.
         unsafe { std::mem::transmute_copy(&self.real) }
     }
 }
 
-/// Does what is ours in a call of the host's. A panic ends there and not in the host:
-/// it is the last thing that the drop-in does.
+/// Runs work of the drop-in in a call of the program. A panic disables the drop-in and does
+/// not reach the program.
 fn guarded(work: impl FnOnce()) {
     if std::panic::catch_unwind(AssertUnwindSafe(work)).is_err() {
         lifecycle::disable();
@@ -253,7 +254,7 @@ struct GgufParams {
 unsafe extern "C-unwind" fn gguf_opened(path: *const c_char, params: GgufParams) -> usize {
     let (call, _inside) = entered();
     let real = meant!(call, *const c_char, GgufParams);
-    // SAFETY: the arguments as they came.
+    // SAFETY: the arguments of the call.
     let opened = unsafe { real(path, params) };
     if opened != 0 && !path.is_null() {
         // SAFETY: the real function has just read it.
@@ -269,7 +270,7 @@ unsafe extern "C-unwind" fn gguf_stream_opened(
 ) -> usize {
     let (call, _inside) = entered();
     let real = meant!(call, *mut libc::FILE, GgufParams);
-    // SAFETY: the arguments as they came.
+    // SAFETY: the arguments of the call.
     let opened = unsafe { real(stream, params) };
     if opened != 0
         && let Some(path) = path_of_stream(stream)
@@ -279,16 +280,16 @@ unsafe extern "C-unwind" fn gguf_stream_opened(
     opened
 }
 
-/// The path of the file behind an open stream.
-pub fn path_of_stream(stream: *mut libc::FILE) -> Option<std::path::PathBuf> {
-    // SAFETY: the host has just let ggml read this stream.
+/// Returns the path of the file of an open stream.
+fn path_of_stream(stream: *mut libc::FILE) -> Option<std::path::PathBuf> {
+    // SAFETY: ggml has just read this stream.
     let descriptor = unsafe { libc::fileno(stream) };
     let path = std::fs::read_link(format!("/proc/self/fd/{descriptor}")).ok()?;
     path.is_absolute().then_some(path)
 }
 
 fn opened_file(call: &Call, path: &Path) {
-    // The host may change its folder later.
+    // The program may change its working directory later.
     if let Ok(path) = std::path::absolute(path) {
         guarded(|| models::file_opened(call.ggml, &path));
     }
@@ -301,7 +302,7 @@ unsafe extern "C-unwind" fn tensor_alloc(
 ) -> usize {
     let (call, _inside) = entered();
     let real = meant!(call, *mut Buffer, *mut Tensor, *mut c_void);
-    // SAFETY: the arguments as they came.
+    // SAFETY: the arguments of the call.
     let result = unsafe { real(buffer, tensor, address) };
     if models::is_loading() {
         // SAFETY: the tensor was just placed.
@@ -312,11 +313,11 @@ unsafe extern "C-unwind" fn tensor_alloc(
 
 unsafe extern "C-unwind" fn buffer_get_size(buffer: *mut Buffer) -> usize {
     let (call, _inside) = entered();
-    if call.origin.is_llama() {
+    if call.caller.is_llama() {
         guarded(|| sched::output_size_read(buffer as usize));
     }
     let real = meant!(call, *mut Buffer);
-    // SAFETY: the argument as it came.
+    // SAFETY: the argument of the call.
     unsafe { real(buffer) }
 }
 
@@ -329,7 +330,7 @@ unsafe extern "C-unwind" fn buffer_free(buffer: *mut Buffer) -> usize {
         });
     }
     let real = meant!(call, *mut Buffer);
-    // SAFETY: the argument as it came.
+    // SAFETY: the argument of the call.
     unsafe { real(buffer) }
 }
 
@@ -340,7 +341,7 @@ unsafe extern "C-unwind" fn backend_free(backend: *mut Backend) -> usize {
         forget_scheduler(backend as usize);
     });
     let real = meant!(call, *mut Backend);
-    // SAFETY: the argument as it came.
+    // SAFETY: the argument of the call.
     unsafe { real(backend) }
 }
 
@@ -348,14 +349,14 @@ unsafe extern "C-unwind" fn context_free(context: *mut Context) -> usize {
     let (call, _inside) = entered();
     if !context.is_null() {
         guarded(|| {
-            // SAFETY: the host has not freed it yet.
+            // SAFETY: the program has not freed it yet.
             let range = unsafe { call.ggml.memory(context) };
             lifecycle::report(|to| to.tensors_freed(&range));
             report_freed(&models::tensors_freed(&range));
         });
     }
     let real = meant!(call, *mut Context);
-    // SAFETY: the argument as it came.
+    // SAFETY: the argument of the call.
     unsafe { real(context) }
 }
 
@@ -368,7 +369,7 @@ unsafe extern "C-unwind" fn sched_reset(sched: *mut Sched) -> usize {
         });
     }
     let real = meant!(call, *mut Sched);
-    // SAFETY: the argument as it came.
+    // SAFETY: the argument of the call.
     unsafe { real(sched) }
 }
 
@@ -376,7 +377,7 @@ unsafe extern "C-unwind" fn sched_reserve(sched: *mut Sched, graph: *mut Graph) 
     let (call, _inside) = entered();
     let scheduler = allocating(&call, sched, graph, false);
     let real = meant!(call, *mut Sched, *mut Graph);
-    // SAFETY: the arguments as they came.
+    // SAFETY: the arguments of the call.
     let result = unsafe { real(sched, graph) };
     if let Some(scheduler) = scheduler {
         scheduler.rest();
@@ -388,7 +389,7 @@ unsafe extern "C-unwind" fn sched_alloc_graph(sched: *mut Sched, graph: *mut Gra
     let (call, _inside) = entered();
     let scheduler = allocating(&call, sched, graph, true);
     let real = meant!(call, *mut Sched, *mut Graph);
-    // SAFETY: the arguments as they came.
+    // SAFETY: the arguments of the call.
     let result = unsafe { real(sched, graph) };
     if let Some(scheduler) = scheduler {
         scheduler.leave();
@@ -416,7 +417,7 @@ unsafe extern "C-unwind" fn sched_compute(sched: *mut Sched, graph: *mut Graph) 
     let (call, _inside) = entered();
     evaluate(Scheduler::of(call.ggml, sched as usize), || {
         let real = meant!(call, *mut Sched, *mut Graph);
-        // SAFETY: the arguments as they came.
+        // SAFETY: the arguments of the call.
         let result = unsafe { real(sched, graph) };
         if log::log_enabled!(log::Level::Debug) {
             // SAFETY: the graph is live, and its backends are waited for first.
@@ -460,7 +461,7 @@ fn succeeded(result: usize) -> bool {
 unsafe extern "C-unwind" fn sched_synchronize(sched: *mut Sched) -> usize {
     let (call, _inside) = entered();
     let real = meant!(call, *mut Sched);
-    // SAFETY: the argument as it came.
+    // SAFETY: the argument of the call.
     let result = unsafe { real(sched) };
     if let Some(scheduler) = Scheduler::find(sched as usize)
         && scheduler.synchronized()
@@ -475,16 +476,16 @@ unsafe extern "C-unwind" fn sched_free(sched: *mut Sched) -> usize {
     let (call, _inside) = entered();
     guarded(|| forget_scheduler(sched as usize));
     let real = meant!(call, *mut Sched);
-    // SAFETY: the argument as it came.
+    // SAFETY: the argument of the call.
     unsafe { real(sched) }
 }
 
-/// An evaluation without a scheduler: the graph is read anew each time.
+/// An evaluation without a scheduler: it keeps no graph.
 unsafe extern "C-unwind" fn backend_compute(backend: *mut Backend, graph: *mut Graph) -> usize {
     let (call, _inside) = entered();
     evaluate(Scheduler::of(call.ggml, backend as usize), || {
         let real = meant!(call, *mut Backend, *mut Graph);
-        // SAFETY: the arguments as they came.
+        // SAFETY: the arguments of the call.
         unsafe { real(backend, graph) }
     })
 }
@@ -504,9 +505,8 @@ fn report_freed(models: &[Arc<Model>]) {
     }
 }
 
-/// Same name and meaning as in ik_llama.cpp: brings all tensors up to date and says
-/// whether any changed. Its argument, the host's context, does not matter: a file
-/// belongs to a model, and all models of the process are looked at.
+/// Reloads changed tensors of all models of the process, and returns whether any changed.
+/// Name and meaning are those of ik_llama.cpp, without its argument, the context.
 extern "C-unwind" fn reload_changed_tensors() -> bool {
     let (_call, _inside) = entered();
     let mut changed = false;

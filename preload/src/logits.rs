@@ -1,4 +1,4 @@
-//! A hash of what an evaluation put out.
+//! A hash of the output of an evaluation.
 //!
 //! At debug level every evaluation of a model logs a hash of its output tensor: two
 //! processes that log the same hashes computed the same, to the last bit.
@@ -22,7 +22,7 @@ const LAST_NODES: i32 = 64;
 /// A live graph of this copy of ggml whose backends are done.
 pub unsafe fn log_hash(ggml: &Ggml, graph: *mut Graph) {
     let f = &ggml.f;
-    // SAFETY: nodes of a live graph are live; an output keeps its bytes.
+    // SAFETY: nodes of a live graph are live; the bytes of an output are kept.
     unsafe {
         let count = (f.ggml_graph_n_nodes)(graph);
         let named =

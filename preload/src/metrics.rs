@@ -8,7 +8,7 @@ use llama_sidecar::reload::Pauses;
 use crate::barrier::{self, Obstacle};
 use crate::{expert_trace, models, reloader, sched};
 
-/// All figures.
+/// Returns all figures.
 pub fn text() -> String {
     let mut out = Page::default();
     let version = env!("CARGO_PKG_VERSION");
@@ -18,19 +18,19 @@ pub fn text() -> String {
     out.single(
         "generation",
         "counter",
-        "Swaps committed so far.",
+        "Swaps committed.",
         barrier::generation() as f64,
     );
     out.single(
         "evaluations_total",
         "counter",
-        "Graphs that the host evaluated.",
+        "Graphs that the program evaluated.",
         sched::count() as f64,
     );
     out.single(
         "graphs_renewed_total",
         "counter",
-        "Graphs that the host was made to build again.",
+        "Graphs that the program was made to rebuild.",
         sched::rebuilt() as f64,
     );
     out.single(
@@ -54,7 +54,7 @@ pub fn text() -> String {
     out.head(
         "failures_total",
         "counter",
-        "Versions of files, and reloads, that were not taken, by cause.",
+        "Versions of files, and reloads, that were not applied, by cause.",
     );
     for (cause, count) in counts.failures {
         out.value("failures_total", &[("cause", cause.name())], count as f64);
@@ -64,7 +64,7 @@ pub fn text() -> String {
     out.head(
         "waiting_seconds",
         "gauge",
-        "How long a swap has been waiting, by what stands in its way; 0 when none waits.",
+        "How long a swap has been waiting, by what blocks it; 0 when none waits.",
     );
     for obstacle in [Obstacle::Evaluation, Obstacle::KeptGraph] {
         let seconds = match waiting {
@@ -115,7 +115,7 @@ fn pauses(out: &mut Page) {
     out.head(
         "pause_seconds",
         "histogram",
-        "How long evaluations were held up by swaps before they began.",
+        "How long evaluations were delayed by swaps before they began.",
     );
     let mut sum = 0;
     for (bound, count) in Pauses::BOUNDS.iter().zip(pauses.by_bound) {
@@ -153,7 +153,7 @@ fn private_bytes(out: &mut Page) {
     }
 }
 
-/// A page in the making.
+/// A page that is being written.
 #[derive(Default)]
 struct Page(String);
 

@@ -1,7 +1,7 @@
-//! Reloads of the host's models: what starts them, and what came of them.
+//! Hot-swap: reloads of the program's models, and their results.
 //!
-//! Files are looked at every so often, when a command asks, and when the host itself calls
-//! `llama_reload_changed_tensors`. After `revert` nothing is reloaded before `unfreeze`.
+//! A reload starts at an interval, by a command of the control socket, and when the program
+//! calls `llama_reload_changed_tensors`. After `revert`, reloads are off until `unfreeze`.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,9 +18,9 @@ use crate::capability::Capability;
 use crate::models::{self, Model};
 use crate::{barrier, journal, store, thread};
 
-/// Whether nothing is reloaded.
+/// Whether reloads are frozen.
 static FROZEN: AtomicBool = AtomicBool::new(false);
-/// Why nothing is reloaded then.
+/// Why a frozen reload fails.
 const FROZEN_REASON: &str = "reloads are frozen since 'revert': run 'llama-sidecar unfreeze' first";
 /// Held while a model is reloaded; the end of the process waits for it.
 static RELOADING: Mutex<()> = Mutex::new(());
@@ -89,17 +89,17 @@ pub fn counts() -> Counts<impl Iterator<Item = (Cause, u64)>> {
 /// A reload that failed, and since when.
 #[derive(Debug, Clone)]
 pub struct Blocked {
-    /// Why, in one word.
+    /// The cause.
     pub cause: Cause,
-    /// Why, in a sentence.
+    /// The message.
     pub error: String,
-    /// When it failed first.
+    /// When the reload failed first.
     pub since: Instant,
     /// How often it was tried.
     pub attempts: u64,
 }
 
-/// What stops reloads of a model, if the last one failed.
+/// Returns the last failure of a model, if its last reload failed.
 pub fn blocked(model: &Model) -> Option<Blocked> {
     BLOCKED.lock().get(&model.number).cloned()
 }
@@ -109,7 +109,7 @@ pub fn is_frozen() -> bool {
     FROZEN.load(Ordering::SeqCst)
 }
 
-/// Lets files be reloaded again.
+/// Allows reloads again.
 pub fn unfreeze() {
     FROZEN.store(false, Ordering::SeqCst);
 }
@@ -142,7 +142,7 @@ fn poll_files(interval: Duration) {
     }
 }
 
-/// Brings all models up to date, as the host asks; whether any tensor changed.
+/// Reloads all models, at a call of the program; returns whether any tensor changed.
 pub fn reload_all() -> bool {
     let mut changed = false;
     for model in models::models() {
@@ -151,12 +151,12 @@ pub fn reload_all() -> bool {
     changed
 }
 
-/// Brings one model up to date.
+/// Reloads the changed tensors of one model.
 pub fn reload(model: &Arc<Model>, trigger: Trigger) -> Result<Report> {
     if !Config::get().hotswap {
         return Err(Error::HotSwapOff);
     }
-    // Asked once it has its turn: it may have waited behind a 'revert'.
+    // Checked once the lock is held: a 'revert' may have run before.
     let result = exclusively(model, || match is_frozen() {
         true => Err(Error::Busy(FROZEN_REASON)),
         false => store::reload(model, trigger),
@@ -167,7 +167,7 @@ pub fn reload(model: &Arc<Model>, trigger: Trigger) -> Result<Report> {
     result
 }
 
-/// Returns all tensors of a model to their originals; nothing is reloaded from here on.
+/// Returns all tensors of a model to their originals.
 pub fn revert(model: &Arc<Model>) -> Result<Report> {
     if !Config::get().hotswap {
         return Err(Error::HotSwapOff);
@@ -177,8 +177,8 @@ pub fn revert(model: &Arc<Model>) -> Result<Report> {
     result
 }
 
-/// Hash of what a model evaluates with, after reading what was not hashed yet; `None` when
-/// that cannot be read.
+/// Returns a hash of all tensors in use, after reading those that were not hashed yet; `None`
+/// when one cannot be read.
 pub fn read_content_hash(model: &Arc<Model>) -> Option<Hash> {
     let mut next = 0;
     loop {
@@ -192,12 +192,12 @@ pub fn read_content_hash(model: &Arc<Model>) -> Option<Hash> {
         if !store::hash_some(model, &mut next) {
             return None;
         }
-        // A reload or a revert that waits runs now.
+        // A waiting reload or revert runs now.
         MutexGuard::unlock_fair(model_stays);
     }
 }
 
-/// Freezes reloads: those that run end first.
+/// Freezes reloads; running ones end first.
 pub fn freeze() {
     FROZEN.store(true, Ordering::SeqCst);
 }
@@ -211,8 +211,7 @@ fn exclusively(model: &Arc<Model>, work: impl FnOnce() -> Result<Report>) -> Res
     work()
 }
 
-/// Counts what a reload did. A file that stays as it is counts once, however often it is
-/// looked at.
+/// Counts what a reload did. A version of a file that was not applied counts once.
 fn count_reload(result: &Result<Report>) {
     let add = |counter: &AtomicU64, n: u64| counter.fetch_add(n, Ordering::Relaxed);
     match result {
@@ -236,7 +235,8 @@ fn count_failure(cause: Cause) {
     }
 }
 
-/// Counts a reload, tells a wrapper, and logs a failure once until a reload succeeds.
+/// Counts a reload, writes it to the journal, and logs a failure once until a reload
+/// succeeds.
 fn note(model: &Model, result: &Result<Report>) {
     count_reload(result);
     let mut blocked = BLOCKED.lock();

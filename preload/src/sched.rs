@@ -253,7 +253,7 @@ impl Scheduler {
             && self.state.generation.load(Ordering::Relaxed) != barrier::generation();
         if stale && !self.ends_with_compute() {
             log::error!(
-                "failing an evaluation that was begun before a swap, because its graph mixes old and new tensors; the host's next graph is correct"
+                "failing an evaluation that was begun before a swap, because its graph mixes old and new tensors; the program's next graph is correct"
             );
             return false;
         }

@@ -8,16 +8,16 @@ use std::sync::atomic::{AtomicI32, Ordering};
 
 use crate::thread;
 
-/// The end of the pipe that wakes the thread.
+/// The write end of the pipe that wakes the thread.
 static WAKE: AtomicI32 = AtomicI32::new(-1);
-/// The process whose thread waits. A forked child has the handler and not the thread.
+/// The process of the thread. A forked child has the handler and not the thread.
 static PROCESS: AtomicI32 = AtomicI32::new(0);
 
 /// Runs `finish` when SIGTERM is about to end the process, unless the program handles it.
 pub fn finish_on_sigterm(finish: fn()) {
     let mut ends = [-1; 2];
-    // SAFETY: plain system calls; `before` is filled before it is read, and the handler
-    // does what a handler may.
+    // SAFETY: plain system calls; `before` is filled before it is read, and the handler only
+    // calls functions that are safe in a handler.
     unsafe {
         let mut before: libc::sigaction = std::mem::zeroed();
         let known = libc::sigaction(libc::SIGTERM, std::ptr::null(), &mut before) == 0;
@@ -45,7 +45,7 @@ pub fn finish_on_sigterm(finish: fn()) {
 }
 
 extern "C" fn on_termination(_signal: libc::c_int) {
-    // SAFETY: all of these are safe in a handler (signal-safety(7)); errno is put back.
+    // SAFETY: all of these are safe in a handler (signal-safety(7)); errno is restored.
     unsafe {
         if libc::getpid() != PROCESS.load(Ordering::SeqCst) {
             libc::signal(libc::SIGTERM, libc::SIG_DFL);
@@ -60,7 +60,7 @@ extern "C" fn on_termination(_signal: libc::c_int) {
 
 fn wait_and_end(read: &OwnedFd, finish: fn()) {
     let mut byte = 0u8;
-    // SAFETY: one byte to read into; then the signal does what it would have done.
+    // SAFETY: one byte to read into; then the signal has its default effect.
     unsafe {
         while libc::read(read.as_raw_fd(), (&raw mut byte).cast(), 1) < 0 {}
         finish();

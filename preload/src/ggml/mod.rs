@@ -20,7 +20,7 @@ pub use sys::*;
 pub struct Ggml {
     /// Its functions.
     pub f: Functions,
-    /// Where the fields of its tensors are.
+    /// The offsets of the fields of its tensors.
     pub layout: TensorLayout,
     /// Its numbers of the operations that read weights.
     pub ops: Ops,
@@ -41,8 +41,8 @@ pub struct Descriptor {
     pub extra: *mut c_void,
 }
 
-// SAFETY: the pointers are values that are written into tensors; who does it sees to
-// it that they are still valid.
+// SAFETY: the pointers are values that are written into tensors; the code that writes them
+// ensures that they are still valid.
 unsafe impl Send for Descriptor {}
 // SAFETY: as above.
 unsafe impl Sync for Descriptor {}
@@ -89,10 +89,10 @@ impl Ggml {
         }
     }
 
-    /// Whether this copy knows a type by the same name and with the same layout.
+    /// Whether this copy has a type of the same name and layout.
     pub fn knows(&self, ty: &TypeInfo) -> bool {
         let id = ty.id as c_int;
-        // SAFETY: ggml_type_name takes any number; the others are only asked for a type
+        // SAFETY: ggml_type_name takes any number; the others are only called for a type
         // that has the expected name.
         unsafe {
             let name = (self.f.ggml_type_name)(id);
@@ -103,7 +103,7 @@ impl Ggml {
         }
     }
 
-    /// A context for `tensors` tensors without data; `None` when there is no memory.
+    /// Makes a context for `tensors` tensors without data; `None` when there is no memory.
     pub fn context(&'static self, tensors: usize) -> Option<OwnContext> {
         // SAFETY: plain values.
         let context = unsafe {
@@ -119,7 +119,7 @@ impl Ggml {
         })
     }
 
-    /// The memory that a context has for its tensors.
+    /// Returns the memory that a context has for its tensors.
     ///
     /// # Safety
     ///
@@ -132,7 +132,7 @@ impl Ggml {
         }
     }
 
-    /// Bytes that a device can still allocate; `None` where it does not say.
+    /// Returns the bytes that a device can still allocate; `None` if it does not report them.
     pub fn free_memory(&self, device: *mut Device) -> Option<u64> {
         let (mut free, mut total) = (0usize, 0usize);
         // SAFETY: a live device, and two numbers to write to.
@@ -140,7 +140,7 @@ impl Ggml {
         (total > 0).then_some(free as u64)
     }
 
-    /// The name of a buffer type.
+    /// Returns the name of a buffer type.
     pub fn buffer_type_name(&self, buft: *mut BufferType) -> String {
         // SAFETY: a live buffer type has a name.
         let name = unsafe { CStr::from_ptr((self.f.ggml_backend_buft_name)(buft)) };
@@ -151,7 +151,7 @@ impl Ggml {
     ///
     /// # Safety
     ///
-    /// The tensor is one of this copy, and nobody writes to it meanwhile.
+    /// The tensor is one of this copy, and no other thread writes to it.
     pub unsafe fn descriptor(&self, tensor: *const Tensor) -> Descriptor {
         let at = &self.layout;
         // SAFETY: the offsets are those of the fields.
@@ -170,7 +170,7 @@ impl Ggml {
     ///
     /// # Safety
     ///
-    /// The tensor is one of this copy, nobody uses it meanwhile, and the buffer of the
+    /// The tensor is one of this copy, no other thread uses it, and the buffer of the
     /// descriptor outlives its use.
     pub unsafe fn describe(&self, tensor: *mut Tensor, to: &Descriptor) {
         let at = &self.layout;
@@ -191,17 +191,17 @@ pub struct OwnContext {
     context: *mut Context,
 }
 
-// SAFETY: a context belongs to whoever holds it; ggml ties none to a thread.
+// SAFETY: ggml ties no context to a thread.
 unsafe impl Send for OwnContext {}
 
 impl OwnContext {
-    /// A new tensor of this type and shape, without data.
+    /// Makes a tensor of this type and shape, without data.
     pub fn tensor(&self, ty: i32, ne: &[i64]) -> *mut Tensor {
         // SAFETY: a live context with room for it, and as many extents as are counted.
         unsafe { (self.ggml.f.ggml_new_tensor)(self.context, ty, ne.len() as c_int, ne.as_ptr()) }
     }
 
-    /// The context itself, for functions that make tensors.
+    /// Returns the context, for functions that make tensors.
     pub fn raw(&self) -> *mut Context {
         self.context
     }
@@ -218,9 +218,9 @@ impl Drop for OwnContext {
 pub struct OwnBuffer {
     ggml: &'static Ggml,
     buffer: *mut Buffer,
-    /// Bytes that it takes.
+    /// The size in bytes.
     size: u64,
-    /// The tensor it was made for: some backends keep pointers into it.
+    /// The context of its tensor: some backends keep pointers to the tensor.
     _context: OwnContext,
 }
 
@@ -235,8 +235,8 @@ impl Drop for OwnBuffer {
 }
 
 impl OwnBuffer {
-    /// Allocates a buffer of a type for one tensor; `Err` with the size that was not to
-    /// be had. The second value is the tensor, which lives as long as the buffer.
+    /// Allocates a buffer of a type for one tensor; returns both. The tensor lives as long as
+    /// the buffer. The error is the size that could not be allocated.
     pub fn for_tensor(
         ggml: &'static Ggml,
         buft: *mut BufferType,
@@ -246,8 +246,8 @@ impl OwnBuffer {
     ) -> Result<(OwnBuffer, *mut Tensor), u64> {
         let context = ggml.context(1).ok_or(0u64)?;
         let tensor = context.tensor(ty, ne);
-        // SAFETY: the tensor is new and not shared; the buffer is as large as its type
-        // says that the tensor needs.
+        // SAFETY: the tensor is new and not shared; the buffer has the size that its type
+        // returns for the tensor.
         unsafe {
             (ggml.f.ggml_set_name)(tensor, name.as_ptr());
             let size = (ggml.f.ggml_backend_buft_get_alloc_size)(buft, tensor);
@@ -271,38 +271,38 @@ impl OwnBuffer {
         }
     }
 
-    /// Bytes that it takes.
+    /// The size in bytes.
     pub fn size(&self) -> u64 {
         self.size
     }
 
-    /// The name of its buffer type.
+    /// Returns the name of its buffer type.
     pub fn place(&self) -> String {
         // SAFETY: a live buffer.
         let buft = unsafe { (self.ggml.f.ggml_backend_buffer_get_type)(self.buffer) };
         self.ggml.buffer_type_name(buft)
     }
 
-    /// Whether its bytes are plain memory of this process.
+    /// Whether its bytes are in memory of this process.
     pub fn is_host(&self) -> bool {
         // SAFETY: a live buffer.
         unsafe { (self.ggml.f.ggml_backend_buffer_is_host)(self.buffer) }
     }
 }
 
-/// Asks for huge pages where a buffer in plain memory has whole ones: filling new
-/// memory costs a fault a page, which is more than copying into it.
+/// Advises the kernel to use huge pages for the part of a buffer that covers whole ones:
+/// the first write to each page is a page fault, which costs more than the copy.
 fn use_huge_pages(start: usize, len: usize) {
     const HUGE_PAGE: usize = 2 << 20;
     let first = start.next_multiple_of(HUGE_PAGE);
     let end = (start + len) / HUGE_PAGE * HUGE_PAGE;
     if first < end {
-        // SAFETY: within our own buffer; advice changes no byte.
+        // SAFETY: within the buffer; the advice changes no byte.
         unsafe { libc::madvise(first as *mut c_void, end - first, libc::MADV_HUGEPAGE) };
     }
 }
 
-/// The file of a copy of ggml, and the version that it says it is.
+/// Returns the file of a copy of ggml, and its version.
 fn about(symbol: &dyn Fn(&CStr) -> *mut c_void, functions: &Functions) -> (String, String) {
     let mut found = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
     let address = functions.ggml_init as *const c_void;
@@ -329,7 +329,7 @@ fn about(symbol: &dyn Fn(&CStr) -> *mut c_void, functions: &Functions) -> (Strin
     }
 }
 
-/// Says once for the process why nothing will be swapped.
+/// Logs once for the process why hot-swap is off.
 fn passive(reason: std::fmt::Arguments<'_>) {
     static SAID: AtomicBool = AtomicBool::new(false);
     if !SAID.swap(true, Ordering::Relaxed) {

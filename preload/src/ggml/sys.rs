@@ -45,14 +45,14 @@ pub struct InitParams {
 
 /// `GGML_BACKEND_DEVICE_TYPE_CPU`.
 pub const DEVICE_CPU: c_int = 0;
-/// `GGML_BACKEND_DEVICE_TYPE_ACCEL`: after the CPU and two kinds of GPU. What follows
-/// (`META`) stands for several devices.
+/// `GGML_BACKEND_DEVICE_TYPE_ACCEL`, after the CPU and two kinds of GPU. The type after it
+/// (`META`) is one device for several.
 pub const LAST_PLAIN_DEVICE: c_int = 3;
 /// `GGML_BACKEND_BUFFER_USAGE_WEIGHTS`.
 pub const USAGE_WEIGHTS: c_int = 1;
 /// `GGML_STATUS_SUCCESS`.
 pub const STATUS_SUCCESS: u32 = 0;
-/// `GGML_STATUS_FAILED`, as it comes back in a register.
+/// `GGML_STATUS_FAILED`, as a register returns it.
 pub const STATUS_FAILED: usize = -1i32 as u32 as usize;
 
 macro_rules! functions {
