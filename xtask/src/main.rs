@@ -16,6 +16,7 @@
 
 mod abi;
 mod bench;
+mod c_api_page;
 mod cmake;
 mod fixtures;
 mod header;
