@@ -87,9 +87,9 @@ fn python_swaps() {
 }
 
 #[test]
-fn c_swaps() {
+fn c_with_two_threads_swaps() {
     swap_and_back(
-        Program::C,
+        Program::CTwoThreads,
         "smollm2.gguf",
         &fixture("smollm2-mixed.gguf"),
         8,

@@ -38,9 +38,11 @@ pub enum Program {
     PythonCounting,
     /// The same with the Vulkan library and all layers on a software device.
     PythonCountingVulkan,
-    /// C, linked with libllama.
+    /// C, linked with libllama, with one thread.
     C,
-    /// The same with ThreadSanitizer.
+    /// The same with two threads.
+    CTwoThreads,
+    /// The same as `C`, built with ThreadSanitizer.
     CThreadSanitizer,
     /// A stand-in for libllama that keeps its graph; `hosts/c/small_host.c` says what it
     /// takes. Whether it reserves memory before its first evaluation.
@@ -101,13 +103,16 @@ impl Program {
                     on_software_device(&mut command);
                 }
             }
-            Program::C | Program::CThreadSanitizer => {
+            Program::C | Program::CTwoThreads | Program::CThreadSanitizer => {
                 let folder = match self {
-                    Program::C => "hosts-c",
-                    _ => "hosts-c-tsan",
+                    Program::CThreadSanitizer => "hosts-c-tsan",
+                    _ => "hosts-c",
                 };
                 command = Command::new(built(&format!("{folder}/host")));
                 command.arg(upstream_libraries()).arg(model);
+                if self == Program::CTwoThreads {
+                    command.env("HOST_THREADS", "2");
+                }
             }
             Program::Small(reserves) => {
                 command = Command::new(built("hosts-c/small_host"));

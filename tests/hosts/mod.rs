@@ -8,7 +8,7 @@ use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, Transcript, replace};
 
 /// Tokens of a text.
-pub const TOKENS: usize = 12;
+pub const TOKENS: usize = 8;
 
 /// Hot-swap on, files looked at when asked.
 pub fn on() -> DropIn {
