@@ -20,6 +20,9 @@ use crate::process::memory;
 /// compiling shaders for the first time.
 const PATIENCE: Duration = Duration::from_secs(300);
 
+/// How long the last lines of the log may take to arrive.
+const LOG_DELAY: Duration = Duration::from_secs(60);
+
 /// llama.cpp with Vulkan, among the packages of node-llama-cpp.
 const VULKAN_LIBRARIES: &str =
     "node/node_modules/@node-llama-cpp/linux-x64-vulkan/bins/linux-x64-vulkan";
@@ -285,7 +288,7 @@ impl Host {
         let before = self.hashes().len();
         let ids = self.ask(&format!("{command} {tokens}"));
         // The log comes through another pipe.
-        let deadline = Instant::now() + Duration::from_secs(5);
+        let deadline = Instant::now() + LOG_DELAY;
         let mut hashes = self.hashes();
         while hashes.len() < before + tokens && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(5));

@@ -1,7 +1,6 @@
 //! Checks with other tools: sanitizers, valgrind, fuzzing.
 
 use anyhow::{Result, bail};
-use testkit::writer::{F32, Gguf, Q4_0, vocabulary};
 
 use crate::install::target_folder;
 use crate::run::{command, exists, run};
@@ -60,13 +59,9 @@ pub fn fuzz(minutes: u64) -> Result<()> {
     let artifacts = fuzz.join("artifacts/gguf");
     std::fs::create_dir_all(&corpus)?;
     std::fs::create_dir_all(&artifacts)?;
-    let mut small = Gguf::default()
-        .tensor("blk.0.ffn_down_exps.weight", &[32, 2, 4], Q4_0, 1)
-        .tensor("output_norm.weight", &[5], F32, 2);
-    std::fs::write(corpus.join("small"), small.bytes())?;
-    small.kvs.extend(vocabulary(3));
-    small.alignment = 64;
-    std::fs::write(corpus.join("vocabulary"), small.bytes())?;
+    for (name, bytes) in testkit::seeds::gguf() {
+        std::fs::write(corpus.join(name), bytes)?;
+    }
 
     run(
         command(target.join("x86_64-unknown-linux-gnu/release/gguf"), &fuzz)
