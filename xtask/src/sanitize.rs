@@ -20,9 +20,9 @@ pub fn asan() -> Result<()> {
     cmake::ctest(&build, &[])
 }
 
-/// Runs the C examples under valgrind's memcheck, but for the one with nine busy
-/// threads and those with a simulated driver: valgrind runs one thread at a time, and they
-/// would take many minutes. The address sanitizer runs them.
+/// Runs the C examples under valgrind's memcheck, except the one with nine busy threads and
+/// those with a simulated driver: valgrind runs one thread at a time, so they would take many
+/// minutes. The address sanitizer runs them.
 pub fn valgrind() -> Result<()> {
     if !exists("valgrind") {
         bail!("valgrind is not installed (Debian: apt-get install valgrind)");
@@ -39,7 +39,7 @@ pub fn valgrind() -> Result<()> {
 /// Fuzzes the parser for some minutes. Findings stay in `fuzz/artifacts`.
 ///
 /// The sanitizer flags belong to nightly compilers; RUSTC_BOOTSTRAP lets the
-/// installed one take them, for this build alone.
+/// installed one accept them, for this build alone.
 pub fn fuzz(minutes: u64) -> Result<()> {
     let fuzz = root().join("fuzz");
     let target = target_folder()?.join("fuzz");
@@ -79,7 +79,7 @@ pub fn fuzz(minutes: u64) -> Result<()> {
     )
 }
 
-/// Rooms of the library that are Rust alone: no driver, no mapping, no C.
+/// Modules of the library in Rust alone: no driver, no mapping, no C.
 const PURE: [&str; 6] = [
     "gguf::types",
     "gguf::value",
@@ -89,7 +89,7 @@ const PURE: [&str; 6] = [
     "postfetch::policy",
 ];
 
-/// Why miri cannot run here, if so.
+/// Why miri cannot run, if so.
 pub fn miri_missing() -> Option<String> {
     let asked = command("cargo", &root())
         .args(["+nightly", "miri", "--version"])
@@ -98,8 +98,8 @@ pub fn miri_missing() -> Option<String> {
     (!there).then(|| "rustup +nightly component add miri".into())
 }
 
-/// Runs the unit tests of the pure rooms under miri, which sees undefined behaviour and
-/// races that no test would.
+/// Runs the unit tests of these modules under miri, which finds undefined behaviour and
+/// races that tests do not show.
 pub fn miri() -> Result<()> {
     if let Some(how) = miri_missing() {
         bail!("miri is not installed ({how})");
