@@ -64,8 +64,8 @@ fn steps_with_swaps(layers: u32, with: DropIn) -> (Vec<String>, u64) {
     (hashes, renewed.expect("a number"))
 }
 
-/// A graph is kept from token to token, and built again after a switch: the same as in
-/// a host that is told to build each graph anew.
+/// A graph is kept from token to token and rebuilt after a switch. The logits are those of a
+/// host that rebuilds each graph.
 #[test]
 fn a_kept_graph_is_built_again() {
     for layers in [99, 2] {

@@ -1,5 +1,5 @@
-//! What tests, benches and xtask share: a writer of GGUF files, good and bad, the
-//! paths of the fixtures, and programs that run llama.cpp.
+//! Shared by tests, benches and xtask: a writer of good and bad GGUF files, the paths of the
+//! fixtures, and programs that run llama.cpp.
 
 pub mod fixtures;
 pub mod ggml;

@@ -50,7 +50,13 @@ fn browser(folder: &Path) -> Result<Command> {
 pub fn check() -> Result<()> {
     let folder = target_folder()?.join("report");
     std::fs::create_dir_all(&folder)?;
-    run(command("cargo", &root()).args(["build", "--quiet", "-p", "llama-sidecar-cli"]))?;
+    run(command("cargo", &root()).args([
+        "build",
+        "--quiet",
+        "--workspace",
+        "--bin",
+        "llama-sidecar",
+    ]))?;
     let cli = target_folder()?.join("debug/llama-sidecar");
     for (layers, experts) in [(4, 8), (48, 512)] {
         let trace = folder.join("trace.json");

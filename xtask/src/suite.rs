@@ -169,10 +169,12 @@ fn dropin_tests(name: &str) -> Result<()> {
     run(&mut serial_tests(name, &[]))
 }
 
+/// With `--workspace`, although one package has the test: else cargo builds dependencies again,
+/// with fewer of their features.
 fn serial_tests(name: &str, filter: &[&str]) -> Command {
     let mut cargo = command("cargo", &root());
     cargo
-        .args(["test", "--quiet", "--test", name])
+        .args(["test", "--quiet", "--workspace", "--test", name])
         .args(filter)
         .args(["--", "--test-threads=1", "--nocapture"]);
     cargo

@@ -108,7 +108,7 @@ fn a_full_disk_is_found_before_anything_is_written() {
     old.write(&model).expect("a model");
     new.write(&other).expect("another");
     let model = model.display().to_string();
-    // There is room for the new version, and none for the originals beside it.
+    // There is space for the new version, and none for the originals.
     assert!(disk.free() > 30 * 1024 && disk.free() < 60 * 1024);
     let from = other.display().to_string();
     let arguments: [&str; 5] = [&model, "--tensor", ".*", "--from", &from];

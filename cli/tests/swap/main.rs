@@ -250,8 +250,8 @@ fn what_cannot_be_is_one_sentence_and_changes_nothing() {
     assert_eq!(bytes(&bench.model), before);
 }
 
-/// Checks that this package asks for what it needs. Build it alone for that: in a build of
-/// the whole workspace, a dependency of other tests asks for it, too.
+/// Checks the features that this package enables, if it is built alone: in a build of the
+/// whole workspace, other packages enable them, too.
 #[test]
 fn an_expression_can_ignore_case() {
     let bench = Bench::new(32);
