@@ -113,7 +113,7 @@ fn tensors_are_read_in_place_on_demand_and_all_at_once() {
 }
 
 #[test]
-fn metadata_is_read_when_asked_for() {
+fn metadata_is_read_on_demand() {
     let mut file = sample().kv("a.f32", Kv::Raw(6, 1e-5f32.to_le_bytes().to_vec()));
     file.kvs.extend(vocabulary(1000));
     let (_folder, path) = written(&file);

@@ -178,7 +178,7 @@ fn run_layer(fetch: &PostFetch, layer: u32, ids: &[i32]) -> usize {
 }
 
 #[test]
-fn experts_arrive_whole_and_where_the_answer_says() {
+fn acquired_experts_are_whole_at_their_device_address() {
     let it = Fixture::new();
     let fetch = it.fetch(|_| ());
     assert!(
@@ -201,7 +201,7 @@ fn experts_arrive_whole_and_where_the_answer_says() {
 }
 
 #[test]
-fn places_are_cumulative_aligned_and_just_enough() {
+fn scratchpad_offsets_are_cumulative_and_aligned() {
     let it = Fixture::new();
     let fetch = it.fetch(|_| ());
     // Four of the largest: experts 2 to 5 of layer 2 are larger than those of the others.
@@ -265,7 +265,7 @@ fn the_policy_holds_for_real_copies() {
 }
 
 #[test]
-fn neighbours_share_a_copy() {
+fn neighbouring_experts_share_a_copy() {
     let it = Fixture::new();
     let fetch = it.fetch(|options| options.active = 8);
     assert_eq!(run_layer(&fetch, 0, &[6, 3, 7, 5, 10, 4]), 6);
@@ -280,7 +280,7 @@ fn neighbours_share_a_copy() {
 }
 
 #[test]
-fn ids_repeat_and_are_nonsense() {
+fn schedule_rejects_repeated_and_invalid_ids() {
     let it = Fixture::new();
     let fetch = it.fetch(|_| ());
     fetch.schedule(1, &[8, 8, -1, 16, i32::MIN, i32::MAX, 8, 2]);
@@ -310,7 +310,7 @@ fn ids_repeat_and_are_nonsense() {
 }
 
 #[test]
-fn only_so_many_are_under_way_and_the_order_is_kept() {
+fn max_transfers_limits_copies_and_keeps_their_order() {
     let it = Fixture::new();
     it.sim.set("SIM_CUDA_LATENCY_NS", 200_000_000);
     let fetch = it.fetch(|options| {
@@ -339,7 +339,7 @@ fn only_so_many_are_under_way_and_the_order_is_kept() {
 }
 
 #[test]
-fn what_does_not_fit_is_for_the_cpu() {
+fn experts_beyond_the_scratchpad_fall_back_to_the_cpu() {
     let it = Fixture::new();
     let fetch = it.fetch(|_| ());
     // The scratchpad is for the four largest of these.
@@ -358,7 +358,7 @@ fn what_does_not_fit_is_for_the_cpu() {
 }
 
 #[test]
-fn the_cpu_limit_is_advice_by_position() {
+fn cpu_limit_sets_gate_up_on_cpu_by_position() {
     let it = Fixture::new();
     let fetch = it.fetch(|options| options.config.cpu_limit = 2);
     fetch.schedule(0, &[9, 4, 1]);
@@ -410,7 +410,7 @@ fn experts_larger_than_all_buffers_are_staged_in_pieces() {
 }
 
 #[test]
-fn a_file_that_was_cut_is_a_reason() {
+fn a_truncated_file_is_read_failed() {
     let it = Fixture::with(Access::Read);
     let fetch = it.fetch(|_| ());
     let file = std::fs::File::options().write(true).open(&it.path).unwrap();
@@ -425,7 +425,7 @@ fn a_file_that_was_cut_is_a_reason() {
 }
 
 #[test]
-fn what_is_on_a_device_already_is_not_fetched() {
+fn experts_on_a_device_are_not_fetched() {
     let it = Fixture::new();
     let gpu = CudaDevice::open(0).unwrap();
     let options = ModelOptions {
@@ -581,7 +581,7 @@ fn streams_wait_for_bytes_and_memory_waits_for_streams() {
 }
 
 #[test]
-fn an_expert_is_for_one_stream() {
+fn acquire_on_takes_one_stream_an_expert() {
     let it = Fixture::new();
     let fetch = it.fetch(|_| ());
     let device = CudaDevice::open(0).unwrap();
@@ -665,7 +665,7 @@ fn contexts_and_threads_never_share_memory() {
 }
 
 #[test]
-fn the_host_keeps_its_context() {
+fn the_cuda_context_of_the_program_is_kept() {
     type Context = unsafe extern "C" fn(*mut usize) -> u32;
     let it = Fixture::new();
     let fetch = it.fetch(|_| ());
@@ -709,7 +709,7 @@ fn devices_are_counted_and_chosen() {
 }
 
 #[test]
-fn a_full_device_is_a_reason() {
+fn a_full_device_falls_back_to_the_cpu() {
     let it = Fixture::new();
     it.sim.set("SIM_CUDA_MEMORY_MB", 0);
     let fetch = it.fetch(|_| ());
@@ -919,7 +919,7 @@ proptest! {
     #![proptest_config(seeded(60))]
 
     #[test]
-    fn whatever_is_asked_in_whatever_order(
+    fn random_schedules_and_acquires_return_the_right_bytes(
         steps in prop::collection::vec((0u32..5, 0u32..4, prop::collection::vec(-1i32..18, 0..9)), 1..30),
         max_transfers in 1u32..9,
         block in any::<bool>(),

@@ -299,7 +299,7 @@ fn a_short_file_waits_for_its_writer_at_every_length() {
 }
 
 #[test]
-fn paths_that_are_no_files_are_ignored() {
+fn a_reload_ignores_directories_and_special_files() {
     let mut it = Fixture::new(sample(), Access::Map);
     let original = it.file.clone();
     std::fs::remove_file(&it.path).unwrap();
@@ -323,7 +323,7 @@ fn paths_that_are_no_files_are_ignored() {
 }
 
 #[test]
-fn without_memory_every_byte_stays() {
+fn a_reload_without_memory_changes_nothing() {
     for mut it in Fixture::all() {
         let original = it.file.clone();
         let used = it.used();
@@ -608,7 +608,7 @@ fn a_reload_waits_for_evaluations_and_refuses_its_own() {
 }
 
 #[test]
-fn every_context_is_told_once_and_may_look_at_the_model() {
+fn on_stale_is_called_once_a_context_and_may_read_the_model() {
     let mut it = Fixture::new(sample(), Access::Map);
     let other = Context::new(it.model.clone());
     let seen = Arc::new(Mutex::new(Vec::new()));
