@@ -108,7 +108,7 @@ fn the_wrapper_says_at_the_end_what_was_done() {
         "{line}"
     );
     let (line, _) = last(&["run", "--", "true"]);
-    assert!(line.contains("nothing was asked for"), "{line}");
+    assert!(line.contains("nothing enabled"), "{line}");
     let (line, _) = last(&["run", "--quiet", "--", "true"]);
     assert_eq!(line, "");
     let (line, _) = last(&[

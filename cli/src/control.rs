@@ -36,7 +36,7 @@ pub fn run(socket: &Path, command: &str, as_json: bool) -> Result<()> {
 }
 
 /// Lets a host look at its files; then empties the slots of its server, if one is named.
-pub fn reload(socket: &Path, server: &server::Options, as_json: bool) -> Result<()> {
+pub fn reload(socket: &Path, server: &server::ServerOptions, as_json: bool) -> Result<()> {
     // Before anything changes: whether the slots can be emptied after it.
     let server = server.check(process_at(socket)?)?;
     let mut answer = ask(socket, "reload")?;

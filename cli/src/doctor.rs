@@ -11,14 +11,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 
 use crate::child;
+use crate::executable::Executable;
+use crate::hooks;
 use crate::journal::{Events, Journal};
-use crate::program::Program;
-use crate::reach;
 use crate::run::preload_library;
 
 /// What to look at.
 #[derive(clap::Args)]
-pub struct Options {
+pub struct DoctorOptions {
     /// How long to wait until the program has evaluated its model for the first time.
     #[arg(long, value_name = "N", default_value_t = 60)]
     seconds: u64,
@@ -32,9 +32,9 @@ pub struct Options {
 const LAST_WAIT: Duration = Duration::from_secs(5);
 
 /// Runs the program until it has evaluated, and tells what was seen.
-pub fn run(options: &Options) -> Result<()> {
+pub fn run(options: &DoctorOptions) -> Result<()> {
     let preload = preload_library()?;
-    let program = Program::find(&options.command[0])?;
+    let program = Executable::find(&options.command[0])?;
     line(
         "program",
         &format!("{}: {}", program.path.display(), program.kind.describe()),
@@ -63,7 +63,7 @@ pub fn run(options: &Options) -> Result<()> {
     let patience = Duration::from_secs(options.seconds);
     let ended = watch(&mut started, &journal, patience, &mut mapped)?;
     let events = journal.read();
-    for found in reach::describe(&preload, &mapped) {
+    for found in hooks::describe(&preload, &mapped) {
         line("hooks", &found);
     }
     findings(&events);
@@ -97,7 +97,7 @@ fn watch(
             return Ok(Some(status));
         }
         let events = journal.read();
-        mapped.extend(events.processes().into_iter().flat_map(reach::mapped));
+        mapped.extend(events.processes().into_iter().flat_map(hooks::mapped));
         if events.any("model") || events.any("passive") || began.elapsed() > patience {
             break;
         }

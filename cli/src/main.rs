@@ -1,24 +1,40 @@
 //! The `llama-sidecar` command.
+//!
+//! Modules, top to bottom. A module imports only modules below it:
+//!
+//! | module | content |
+//! |---|---|
+//! | [`generate`] | man pages and shell completions |
+//! | [`doctor`], [`run`] | programs with the drop-in |
+//! | [`swap`] | tensors from one model's files to another's, and back |
+//! | [`control`] | requests to a running program |
+//! | [`server`] | the slots of a llama-server |
+//! | [`report`], [`svg`], [`trace_report`] | expert traces as a page, images, counts |
+//! | [`inspect`], [`load`] | a model's description, the time to load it |
+//! | [`originals`], [`rewrite`] | the file of original tensors, new versions of a file |
+//! | [`target`], [`attributes`], [`space`] | a file to replace, its attributes, free space |
+//! | [`child`], [`executable`], [`journal`], [`hooks`] | processes, ELF files, events of the drop-in, reachable hooks |
 
 mod attributes;
 mod child;
 mod control;
 mod doctor;
+mod executable;
 mod generate;
+mod hooks;
 mod inspect;
 mod journal;
 mod load;
 mod originals;
-mod picture;
-mod program;
-mod reach;
 mod report;
 mod rewrite;
-mod room;
 mod run;
 mod server;
+mod space;
+mod svg;
 mod swap;
 mod target;
+mod trace_report;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -48,12 +64,12 @@ enum Command {
     /// Run a llama.cpp program with the drop-in, and say at its end what was done.
     ///
     /// Signals are passed on, and it ends as the program ends.
-    Run(run::Options),
+    Run(run::RunOptions),
     /// Find out what the drop-in can do in a program.
     ///
     /// Runs it until it has evaluated its model for the first time. Ends with 0 when
     /// hot-swap works there, else with 1 and the reason.
-    Doctor(doctor::Options),
+    Doctor(doctor::DoctorOptions),
     /// Put other versions of tensors into a model's files, and the original ones back.
     ///
     /// The new file is written beside the old one, checked, and renamed over it: an
@@ -63,7 +79,7 @@ enum Command {
     /// originals of another one are there. Of a symbolic link, the file behind it is
     /// replaced, and its originals are beside that file. A second swap of the same model
     /// waits until the first has ended.
-    Swap(swap::Options),
+    Swap(swap::SwapOptions),
     /// Ask a running host which models it has and what was swapped.
     Status {
         #[command(flatten)]
@@ -89,7 +105,7 @@ enum Command {
         #[command(flatten)]
         at: Control,
         #[command(flatten)]
-        server: server::Options,
+        server: server::ServerOptions,
     },
     /// Ask whether a host is there.
     Ping(Control),

@@ -1,30 +1,21 @@
-//! `llama-sidecar report`: expert traces as a page, a picture or text.
+//! `llama-sidecar report`: expert traces as a page, an SVG image or text.
 
 use std::fmt::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
-use llama_sidecar::trace::{About, Figures, Snapshot, coverage, experts_for, from_json};
+use llama_sidecar::trace::{LayerStats, coverage, experts_for};
 
-use crate::picture;
+use crate::svg::{self, escape};
+use crate::trace_report::TraceReport;
 
-/// One trace, or several of the same model added up.
-pub struct Traced {
-    /// Whose it is.
-    pub about: About,
-    /// What was counted.
-    pub counts: Snapshot,
-    /// What to call it: its files.
-    pub label: String,
-}
-
-/// Where the report goes.
+/// Form and destination of the report.
 pub struct Output {
-    /// A file; text on standard output without.
+    /// A file; without one, text goes to standard output.
     pub path: Option<PathBuf>,
-    /// The picture alone.
+    /// Whether only the heat map is written.
     pub svg: bool,
-    /// Traces beside each other instead of added up.
+    /// Whether traces are shown side by side instead of summed.
     pub compare: bool,
 }
 
@@ -32,16 +23,16 @@ pub struct Output {
 pub fn run(files: &[PathBuf], output: &Output) -> Result<()> {
     let mut traces = files
         .iter()
-        .map(|path| read(path))
+        .map(|path| TraceReport::read(path))
         .collect::<Result<Vec<_>>>()?;
     if !output.compare {
-        traces = vec![added_up(traces)?];
+        traces = vec![TraceReport::sum(traces)?];
     }
     let text = match (&output.path, output.svg) {
         (None, _) => traces.iter().map(as_text).collect(),
         (Some(_), true) => match traces.as_slice() {
-            [only] => picture::heat_map(only),
-            _ => bail!("--svg draws one picture: leave --compare out"),
+            [only] => svg::heat_map(only),
+            _ => bail!("--svg draws one heat map: leave out --compare"),
         },
         (Some(_), false) => page(&traces),
     };
@@ -56,62 +47,17 @@ pub fn run(files: &[PathBuf], output: &Output) -> Result<()> {
     }
 }
 
-fn read(path: &Path) -> Result<Traced> {
-    let text = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
-    let json = serde_json::from_slice(&text).with_context(|| {
-        format!(
-            "{} is no JSON: a trace is written to LLAMA_EXPERT_TRACE_OUTPUT=trace.json",
-            path.display()
-        )
-    })?;
-    let (about, counts) = from_json(&json)
-        .map_err(anyhow::Error::msg)
-        .with_context(|| format!("{} is no expert trace", path.display()))?;
-    if counts.activations() == 0 {
-        bail!("{}: nothing was counted", path.display());
-    }
-    let label = path
-        .file_name()
-        .unwrap_or_default()
-        .to_string_lossy()
-        .into_owned();
-    Ok(Traced {
-        about,
-        counts,
-        label,
-    })
-}
-
-fn added_up(traces: Vec<Traced>) -> Result<Traced> {
-    let mut traces = traces.into_iter();
-    let mut sum = traces.next().context("expected at least one trace")?;
-    for next in traces {
-        let shape = |traced: &Traced| -> Vec<(u32, usize)> {
-            let layers = traced.counts.layers.iter();
-            layers
-                .map(|layer| (layer.layer, layer.experts.len()))
-                .collect()
-        };
-        if shape(&sum) != shape(&next) || sum.about.name != next.about.name {
-            bail!(
-                "{} and {} are traces of different models: use --compare",
-                sum.label,
-                next.label
-            );
-        }
-        sum.counts.merge(&next.counts);
-        sum.label = format!("{} + {}", sum.label, next.label);
-    }
-    Ok(sum)
-}
-
-/// What all layers together tell, in a few words each.
-fn facts(traced: &Traced) -> Vec<(&'static str, String)> {
+/// Returns figures over all layers.
+fn facts(traced: &TraceReport) -> Vec<(&'static str, String)> {
     let counts = &traced.counts;
     let experts: usize = counts.layers.iter().map(|layer| layer.experts.len()).sum();
     let used = traced.about.experts_used;
-    let figures: Vec<Figures> = counts.layers.iter().map(|l| Figures::of(l, used)).collect();
-    let mean = |of: &dyn Fn(&Figures) -> f64| {
+    let figures: Vec<LayerStats> = counts
+        .layers
+        .iter()
+        .map(|l| LayerStats::of(l, used))
+        .collect();
+    let mean = |of: &dyn Fn(&LayerStats) -> f64| {
         figures.iter().map(of).sum::<f64>() / figures.len().max(1) as f64
     };
     let needed = |share: f64| {
@@ -145,15 +91,15 @@ fn facts(traced: &Traced) -> Vec<(&'static str, String)> {
     ]
 }
 
-fn title(traced: &Traced) -> String {
+fn title(traced: &TraceReport) -> String {
     match traced.about.name.as_str() {
         "" => traced.label.clone(),
         name => format!("{name} ({})", traced.label),
     }
 }
 
-/// Facts and a heat map for a terminal.
-fn as_text(traced: &Traced) -> String {
+/// Returns figures and a heat map for a terminal.
+fn as_text(traced: &TraceReport) -> String {
     const WIDEST: usize = 96;
     const SHADES: [char; 6] = ['.', ':', '+', '*', '#', '@'];
     let mut text = format!("{}\n\n", title(traced));
@@ -184,8 +130,8 @@ fn as_text(traced: &Traced) -> String {
     text
 }
 
-/// One self-contained page.
-fn page(traces: &[Traced]) -> String {
+/// Returns a self-contained page.
+fn page(traces: &[TraceReport]) -> String {
     let mut body = String::new();
     for traced in traces {
         let _ = write!(body, "<section><h1>{}</h1>", escape(&title(traced)));
@@ -207,11 +153,11 @@ fn page(traces: &[Traced]) -> String {
         body.push_str(
             "<h2>Use of each expert</h2><p class=note>A row is a layer, a column an expert. The colour is its share of the layer's activations against even use: hover for numbers.</p>",
         );
-        let _ = write!(body, "<div class=wide>{}</div>", picture::heat_map(traced));
+        let _ = write!(body, "<div class=wide>{}</div>", svg::heat_map(traced));
         body.push_str(
             "<h2>What a cache or a pruning could gain</h2><p class=note>Share of a layer's activations that its most used experts carry; the mean of all layers, and between the least and the most uneven one. The straight line is even use.</p>",
         );
-        body.push_str(&picture::coverage_curve(traced));
+        body.push_str(&svg::coverage_curve(traced));
         body.push_str("<h2>Layers</h2>");
         layers_table(&mut body, traced);
         body.push_str("</section>");
@@ -221,14 +167,14 @@ fn page(traces: &[Traced]) -> String {
     )
 }
 
-fn layers_table(body: &mut String, traced: &Traced) {
+fn layers_table(body: &mut String, traced: &TraceReport) {
     let used = traced.about.experts_used;
     let _ = write!(
         body,
         "<div class=wide><table><tr><th>layer<th>tokens<th>evenness<th>share of top {used}<th>for 90 %<th>never used<th>most used</tr>"
     );
     for layer in &traced.counts.layers {
-        let figures = Figures::of(layer, used);
+        let figures = LayerStats::of(layer, used);
         let covered = coverage(&layer.experts);
         let needed = covered.iter().take_while(|&&sum| sum < 0.9 - 1e-12).count() + 1;
         let mut order: Vec<usize> = (0..layer.experts.len()).collect();
@@ -249,18 +195,6 @@ fn layers_table(body: &mut String, traced: &Traced) {
     body.push_str("</table></div>");
 }
 
-/// Text for HTML and SVG.
-pub fn escape(text: &str) -> String {
-    let escaped = |character: char| match character {
-        '<' => "&lt;".into(),
-        '>' => "&gt;".into(),
-        '&' => "&amp;".into(),
-        '"' => "&quot;".into(),
-        other => other.to_string(),
-    };
-    text.chars().map(escaped).collect()
-}
-
 const STYLE: &str = "\
 :root{color-scheme:light dark;--ink:#1c2026;--soft:#667;--paper:#fff;--line:#d8dbe2}\
 @media(prefers-color-scheme:dark){:root{--ink:#e8eaf0;--soft:#9aa3b2;--paper:#14171c;--line:#333a45}}\
@@ -279,30 +213,10 @@ th{color:var(--soft);font-weight:500}svg{max-width:100%;height:auto}.wide svg{ma
 #[cfg(test)]
 mod tests {
     use super::*;
-    use llama_sidecar::trace::{Layout, Trace};
-
-    fn traced(experts: u32, layers: u32) -> Traced {
-        let trace = Trace::new(Layout::new((0..layers).map(|layer| (layer, experts))));
-        for layer in 0..layers {
-            for expert in 0..experts {
-                for _ in 0..expert % 5 {
-                    trace.record(layer as usize, expert);
-                }
-            }
-        }
-        Traced {
-            about: About {
-                name: "a <b>model</b>".into(),
-                experts_used: 2,
-                ..About::default()
-            },
-            counts: trace.snapshot(),
-            label: "trace.json".into(),
-        }
-    }
+    use crate::trace_report::sample as traced;
 
     #[test]
-    fn the_page_stands_alone_and_escapes_names() {
+    fn the_page_is_self_contained_and_escapes_names() {
         let page = page(&[traced(8, 3), traced(4, 2)]);
         assert!(page.contains("a &lt;b&gt;model&lt;/b&gt;"));
         for outside in ["http://", "https://", "src=", "<script", "@import", "url("] {
@@ -321,15 +235,5 @@ mod tests {
         let text = as_text(&traced(5, 1));
         // Counts 0, 1, 2, 3, 4 of 10: even use is 2.
         assert!(text.contains("   0 | :+**|"), "{text}");
-    }
-
-    #[test]
-    fn traces_of_different_models_are_not_added_up() {
-        assert!(added_up(vec![traced(8, 3), traced(8, 2)]).is_err());
-        let sum = added_up(vec![traced(8, 3), traced(8, 3)]).expect("the same model");
-        assert_eq!(
-            sum.counts.activations(),
-            2 * traced(8, 3).counts.activations()
-        );
     }
 }

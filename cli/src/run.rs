@@ -1,57 +1,30 @@
-//! `llama-sidecar run`: a command with the drop-in, and what that did.
+//! `llama-sidecar run`: a command with the drop-in, and a summary of its work.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
+use clap::builder::ValueParser;
+use clap::{Arg, ArgAction, ArgMatches, FromArgMatches};
+use llama_sidecar::config::{Config, Kind, VARIABLES, Variable};
 
 use crate::child;
+use crate::executable::Executable;
 use crate::journal::{Events, Journal};
-use crate::program::Program;
 
-/// What the drop-in is to do; each is a variable of the same meaning.
+/// A command and the settings of the drop-in in it.
 #[derive(clap::Args)]
-pub struct Options {
-    /// Swap tensors when the model's files change (LLAMA_HOTSWAP_ENABLED).
-    #[arg(long)]
-    hotswap: bool,
-    /// How often files are looked at, in ms; 0: only when asked (LLAMA_HOTSWAP_POLL_MS).
-    #[arg(long, value_name = "MS")]
-    poll_ms: Option<u64>,
-    /// How long a changed file must stay the same before it is used when it is found by
-    /// watching, in ms (LLAMA_HOTSWAP_QUIET_MS).
-    #[arg(long, value_name = "MS")]
-    quiet_ms: Option<u32>,
-    /// The most that swapped tensors may hold beside the model, in MiB
-    /// (LLAMA_SIDECAR_MEMORY_MB).
-    #[arg(long, value_name = "MIB")]
-    memory_mb: Option<u32>,
-    /// Path of the control socket (LLAMA_SIDECAR_CONTROL).
-    #[arg(long, value_name = "PATH")]
-    socket: Option<PathBuf>,
-    /// Count which experts are used (LLAMA_EXPERT_TRACE_STATS).
-    #[arg(long)]
-    expert_trace_stats: bool,
-    /// Log the names of experts as they are used (LLAMA_EXPERT_TRACE_NAMES).
-    #[arg(long)]
-    expert_trace_names: bool,
-    /// Count, with a summary layer by layer (LLAMA_EXPERT_TRACE_PER_LAYER).
-    #[arg(long)]
-    expert_trace_per_layer: bool,
-    /// Count, and write JSON, or CSV by extension (LLAMA_EXPERT_TRACE_OUTPUT).
-    #[arg(long, value_name = "FILE")]
-    expert_trace_output: Option<PathBuf>,
-    /// A setting of post-fetch, for programs in link mode: NAME=VALUE sets LLAMA_POSTFETCH_NAME.
+pub struct RunOptions {
+    #[command(flatten)]
+    settings: Settings,
+    /// Set LLAMA_POSTFETCH_NAME, for programs in link mode.
     #[arg(long, value_name = "NAME=VALUE", value_parser = postfetch)]
-    postfetch: Vec<(&'static str, String)>,
-    /// What is logged (LLAMA_SIDECAR_LOG).
-    #[arg(long, value_parser = ["off", "error", "warn", "info", "debug"])]
-    log: Option<String>,
+    postfetch: Vec<Setting>,
     /// Print the variables and the command, and do not run it.
     #[arg(long)]
     dry_run: bool,
-    /// Say nothing at the end.
+    /// Print no summary at the end.
     #[arg(short, long)]
     quiet: bool,
     /// The program and its arguments, after `--`.
@@ -59,9 +32,75 @@ pub struct Options {
     command: Vec<OsString>,
 }
 
-/// Runs the command, says what the drop-in did, and ends as the command ended. Returns only
-/// if it cannot be run.
-pub fn run(options: &Options) -> Result<()> {
+/// A variable and its value.
+type Setting = (&'static str, OsString);
+
+/// The flags that set a variable each, from the table of variables.
+#[derive(Default)]
+struct Settings(Vec<Setting>);
+
+/// Returns the variables that have a flag.
+fn flags() -> impl Iterator<Item = (&'static str, &'static Variable)> {
+    VARIABLES.iter().filter_map(|of| Some((of.flag?, of)))
+}
+
+fn argument(flag: &'static str, variable: &'static Variable) -> Arg {
+    let help = variable
+        .help
+        .trim_start_matches("drop-in: ")
+        .replace('`', "'");
+    let (first, rest) = help.split_at(1);
+    let help = format!("{}{rest} ({})", first.to_uppercase(), variable.name);
+    let argument = Arg::new(flag).long(flag).help(help);
+    let value = |name: &'static str| argument.clone().value_name(name);
+    match variable.kind {
+        Kind::Switch => argument.action(ArgAction::SetTrue),
+        Kind::Path => value("PATH").value_parser(ValueParser::os_string()),
+        Kind::Level => value("LEVEL").value_parser(["off", "error", "warn", "info", "debug"]),
+        Kind::Number { .. } | Kind::Text(_) => {
+            value("VALUE").value_parser(move |text: &str| checked(variable, text))
+        }
+    }
+}
+
+/// Returns a value that the variable accepts.
+fn checked(variable: &Variable, text: &str) -> Result<String, String> {
+    variable.check(OsStr::new(text))?;
+    Ok(text.to_owned())
+}
+
+impl clap::Args for Settings {
+    fn augment_args(command: clap::Command) -> clap::Command {
+        command.args(flags().map(|(flag, variable)| argument(flag, variable)))
+    }
+
+    fn augment_args_for_update(command: clap::Command) -> clap::Command {
+        Settings::augment_args(command)
+    }
+}
+
+impl FromArgMatches for Settings {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Settings, clap::Error> {
+        let set = flags().filter_map(|(flag, variable)| {
+            let value = match variable.kind {
+                Kind::Switch => matches.get_flag(flag).then(|| "1".into()),
+                Kind::Path => matches.get_one::<OsString>(flag).cloned(),
+                _ => matches.get_one::<String>(flag).map(OsString::from),
+            };
+            Some((variable.name, value?))
+        });
+        Ok(Settings(set.collect()))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Settings::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+/// Runs the command, prints a summary of the drop-in's work, and ends as the command ended.
+/// Returns only if the command cannot be run.
+pub fn run(options: &RunOptions) -> Result<()> {
     let preload = preload_library()?;
     let variables = variables(options, &preload);
     if options.dry_run {
@@ -72,12 +111,12 @@ pub fn run(options: &Options) -> Result<()> {
         println!("{}", words.join(" "));
         return Ok(());
     }
-    let program = Program::find(&options.command[0])?;
+    let program = Executable::find(&options.command[0])?;
     let journal = Journal::new()?;
     let mut child = child::spawn(
         Command::new(&program.path)
             .args(&options.command[1..])
-            .envs(variables)
+            .envs(variables.iter().map(|(name, value)| (name, value)))
             .env("LLAMA_SIDECAR_JOURNAL", journal.path()),
     )
     .with_context(|| {
@@ -86,28 +125,25 @@ pub fn run(options: &Options) -> Result<()> {
     })?;
     let status = child::wait(&mut child)?;
     if !options.quiet {
-        for line in summary(options, &program, &preload, &journal.read()) {
+        // The settings as the program had them.
+        let config = Config::parse(|name| {
+            let set = variables.iter().find(|(variable, _)| *variable == name);
+            set.map(|(_, value)| value.clone())
+                .or_else(|| std::env::var_os(name))
+        });
+        for line in summary(&config, &program, &preload, &journal.read()) {
             eprintln!("llama-sidecar: {line}");
         }
     }
-    // What follows drops nothing.
+    // The process ends below without running destructors.
     drop(journal);
     child::end_like(status)
 }
 
-/// What was done, a line for each thing.
-fn summary(options: &Options, program: &Program, preload: &Path, events: &Events) -> Vec<String> {
-    let on = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty() && value != "0");
-    let asked = options.hotswap
-        || options.expert_trace_output.is_some()
-        || options.expert_trace_stats
-        || options.expert_trace_names
-        || options.expert_trace_per_layer
-        || on("LLAMA_HOTSWAP_ENABLED")
-        || on("LLAMA_EXPERT_TRACE_STATS")
-        || on("LLAMA_EXPERT_TRACE_OUTPUT");
-    if !asked {
-        return vec!["nothing was asked for: give --hotswap or one of --expert-trace-…".into()];
+/// Returns the lines of the summary.
+fn summary(config: &Config, program: &Executable, preload: &Path, events: &Events) -> Vec<String> {
+    if !config.hotswap && !config.traces() {
+        return vec!["nothing enabled: pass --hotswap or an --expert-trace-* option".into()];
     }
     let obstacle = program.obstacle(preload).or_else(|| events.obstacle());
     if let Some(obstacle) = obstacle {
@@ -141,7 +177,7 @@ fn summary(options: &Options, program: &Program, preload: &Path, events: &Events
         let failure = reload["failure"].as_str()?;
         Some(format!("a reload failed: {failure}"))
     }));
-    if options.expert_trace_output.is_some() && events.sum("model", "expert_layers") == 0 {
+    if config.trace_output.is_some() && events.sum("model", "expert_layers") == 0 {
         lines.push(format!(
             "no trace: {} has no routed experts",
             models.join(", ")
@@ -162,77 +198,41 @@ fn summary(options: &Options, program: &Program, preload: &Path, events: &Events
     lines
 }
 
-fn variables(options: &Options, preload: &Path) -> Vec<(&'static str, OsString)> {
-    let mut all: Vec<(&str, OsString)> = Vec::new();
+/// Returns the variables of the command.
+fn variables(options: &RunOptions, preload: &Path) -> Vec<Setting> {
     let mut list = preload.as_os_str().to_owned();
     if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
         list.push(":");
         list.push(others);
     }
-    all.push(("LD_PRELOAD", list));
-    let mut flag = |name, on: bool| {
-        if on {
-            all.push((name, "1".into()));
-        }
-    };
-    let stats =
-        options.expert_trace_stats || options.expert_trace_names || options.expert_trace_per_layer;
-    flag("LLAMA_HOTSWAP_ENABLED", options.hotswap);
-    flag("LLAMA_EXPERT_TRACE_STATS", stats);
-    flag("LLAMA_EXPERT_TRACE_NAMES", options.expert_trace_names);
-    flag(
-        "LLAMA_EXPERT_TRACE_PER_LAYER",
-        options.expert_trace_per_layer,
-    );
-    let mut value = |name, value: Option<OsString>| {
-        all.extend(value.map(|value| (name, value)));
-    };
-    let text = |text: &Option<String>| text.as_ref().map(OsString::from);
-    let path = |path: &Option<PathBuf>| path.as_ref().map(OsString::from);
-    let poll = options.poll_ms.map(|ms| ms.to_string().into());
-    value("LLAMA_HOTSWAP_POLL_MS", poll);
-    let number = |number: Option<u32>| number.map(|number| number.to_string().into());
-    value("LLAMA_HOTSWAP_QUIET_MS", number(options.quiet_ms));
-    value("LLAMA_SIDECAR_MEMORY_MB", number(options.memory_mb));
-    value("LLAMA_SIDECAR_CONTROL", path(&options.socket));
-    value(
-        "LLAMA_EXPERT_TRACE_OUTPUT",
-        path(&options.expert_trace_output),
-    );
-    value("LLAMA_SIDECAR_LOG", text(&options.log));
-    for (name, setting) in &options.postfetch {
-        value(name, Some(setting.into()));
+    let mut all = vec![("LD_PRELOAD", list)];
+    all.extend(options.settings.0.iter().cloned());
+    all.extend(options.postfetch.iter().cloned());
+    let is_set = |name| all.iter().any(|(set, _)| *set == name);
+    // Names and layers are parts of the summary.
+    if is_set("LLAMA_EXPERT_TRACE_NAMES") || is_set("LLAMA_EXPERT_TRACE_PER_LAYER") {
+        all.push(("LLAMA_EXPERT_TRACE_STATS", "1".into()));
     }
     all
 }
 
-/// A setting of post-fetch and the variable that it is.
-fn postfetch(text: &str) -> Result<(&'static str, String), String> {
-    const VARIABLES: [&str; 10] = [
-        "LLAMA_POSTFETCH_ENABLE",
-        "LLAMA_POSTFETCH_FORCE_CPU",
-        "LLAMA_POSTFETCH_BLOCK_ON_MISS",
-        "LLAMA_POSTFETCH_MAX_TRANSFERS",
-        "LLAMA_POSTFETCH_SCRATCHPAD_MB",
-        "LLAMA_POSTFETCH_USE_DEDICATED_STREAMS",
-        "LLAMA_POSTFETCH_CPU_LIMIT",
-        "LLAMA_POSTFETCH_PAGE_LOCK",
-        "LLAMA_POSTFETCH_SPIN_US",
-        "LLAMA_POSTFETCH_DEBUG",
-    ];
+/// Parses a setting of post-fetch.
+fn postfetch(text: &str) -> Result<Setting, String> {
     const PREFIX: &str = "LLAMA_POSTFETCH_";
     let names = || {
-        VARIABLES
-            .map(|name| name[PREFIX.len()..].to_lowercase())
-            .join(", ")
+        let names = VARIABLES
+            .iter()
+            .filter_map(|of| of.name.strip_prefix(PREFIX));
+        let names: Vec<String> = names.map(str::to_lowercase).collect();
+        names.join(", ")
     };
     let (name, value) = text
         .split_once('=')
-        .ok_or_else(|| format!("expected NAME=VALUE; names: {}", names()))?;
+        .ok_or_else(|| format!("expected NAME=VALUE, with NAME one of {}", names()))?;
     let wanted = format!("{PREFIX}{}", name.to_uppercase().replace('-', "_"));
-    let found = VARIABLES.into_iter().find(|variable| *variable == wanted);
-    let variable = found.ok_or_else(|| format!("no such setting; names: {}", names()))?;
-    Ok((variable, value.to_owned()))
+    let variable = VARIABLES.iter().find(|variable| variable.name == wanted);
+    let variable = variable.ok_or_else(|| format!("expected one of {} before '='", names()))?;
+    Ok((variable.name, checked(variable, value)?.into()))
 }
 
 /// The drop-in library, beside this program: installed, or in the build tree.

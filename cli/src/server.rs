@@ -23,7 +23,7 @@ const CACHE_RAM: &str = "LLAMA_ARG_CACHE_RAM";
 
 /// Which server has the model, and how long it is waited for.
 #[derive(Default, clap::Args)]
-pub struct Options {
+pub struct ServerOptions {
     /// Also empty the slots of the llama-server at this address, so that no answer is built
     /// on keys and values of the old weights. It has to run with --slot-save-path and
     /// --cache-ram 0.
@@ -56,7 +56,7 @@ pub struct Server {
     slots: u64,
 }
 
-impl Options {
+impl ServerOptions {
     /// Asks the server, if one is named, whether emptying its slots makes its answers
     /// right; an error says what it has to be started with. Changes nothing.
     pub fn check(&self, process: u32) -> Result<Option<Server>> {

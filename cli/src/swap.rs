@@ -12,13 +12,13 @@ use regex::Regex;
 
 use crate::originals::{self, Content, Originals, Record};
 use crate::rewrite::{self, Draft, Part, Written};
-use crate::room::{self, Need};
+use crate::space::{self, Need};
 use crate::target::Target;
 use crate::{control, server};
 
 /// What to put where.
 #[derive(clap::Args)]
-pub struct Options {
+pub struct SwapOptions {
     /// The model: a GGUF file, or any shard of one.
     model: PathBuf,
     /// Tensors whose whole name matches this regular expression.
@@ -90,16 +90,18 @@ impl Wanted<'_> {
 }
 
 /// Swaps, and says what was done.
-pub fn run(options: &Options) -> Result<()> {
+pub fn run(options: &SwapOptions) -> Result<()> {
     let changed = swap(options)?;
     match &options.reload {
-        Some(socket) if changed => control::reload(socket, &server::Options::default(), false),
+        Some(socket) if changed => {
+            control::reload(socket, &server::ServerOptions::default(), false)
+        }
         _ => Ok(()),
     }
 }
 
 /// Says whether anything was changed.
-fn swap(options: &Options) -> Result<bool> {
+fn swap(options: &SwapOptions) -> Result<bool> {
     let path_of = |file: &GgufFile| file.source.path().to_owned();
     let paths = open_model(&options.model, Access::Read)?;
     let paths: Vec<_> = paths.iter().map(path_of).collect();
@@ -279,7 +281,7 @@ fn change<'a>(
             written,
         };
         let alignment = file.header.alignment;
-        let header = originals::header(&record, alignment, &saved);
+        let header = originals::header(&record, alignment, &saved)?;
         originals = Some(Draft::new(header, alignment, saved)?);
     }
     Ok(Change {
@@ -293,7 +295,7 @@ fn change<'a>(
 }
 
 /// Writes everything, and then puts it in its place.
-fn carry_out(plan: Plan<'_>, options: &Options) -> Result<bool> {
+fn carry_out(plan: Plan<'_>, options: &SwapOptions) -> Result<bool> {
     if plan.changes.is_empty() {
         let what = match options.restore {
             true => "the original ones",
@@ -380,7 +382,7 @@ fn describe(change: &Change<'_>) {
 /// Writes the new file and its originals.
 fn write(change: &Change<'_>, needs: &[Need]) -> Result<(Written, Option<Written>)> {
     let target = change.target;
-    let needed = room::needed_at(needs, &target.path)?;
+    let needed = space::needed_at(needs, &target.path)?;
     let new = change.new.write(target, &target.path, needed)?;
     let beside = Originals::beside(&target.path);
     let originals = change.originals.as_ref();

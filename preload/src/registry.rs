@@ -19,9 +19,9 @@ use std::thread::ThreadId;
 use std::time::Duration;
 
 use llama_sidecar::config::Config;
+use llama_sidecar::experts::ExpertIndex;
 use llama_sidecar::gguf::{Access, GgufFile};
 use llama_sidecar::reload::{Engine, TrackedFile};
-use llama_sidecar::trace::Layout;
 use once_cell::sync::OnceCell;
 use parking_lot::{Mutex, RwLock};
 use serde_json::json;
@@ -522,7 +522,7 @@ fn register(load: Load, devices: &[*mut Device]) {
             "path": model.files[0].gguf.source.path().display().to_string(),
             "files": model.files.len(),
             "tensors": model.tensors.len(),
-            "expert_layers": Layout::of(files).layers().len(),
+            "expert_layers": ExpertIndex::of(files).layers().count(),
         })
     });
 }

@@ -12,10 +12,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llama_sidecar::config::Config;
-use llama_sidecar::experts::ExpertName;
+use llama_sidecar::experts::{ExpertIndex, ExpertName};
 use llama_sidecar::gguf::GgufFile;
 use llama_sidecar::logger::REQUESTED;
-use llama_sidecar::trace::{About, Ids, Layout, Trace, to_json, to_text, write};
+use llama_sidecar::trace::{ModelMeta, Ids, ExpertLayout, Trace, to_json, to_text, write};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
@@ -28,7 +28,7 @@ const FLAG_OUTPUT: i32 = 2;
 /// What is counted of one model.
 pub struct ModelTrace {
     counters: Trace,
-    about: About,
+    about: ModelMeta,
     /// The tensor whose experts stand for each layer, by position.
     names: Mutex<Vec<String>>,
 }
@@ -70,14 +70,14 @@ impl ModelTrace {
         if !Config::get().traces() {
             return None;
         }
-        let layout = Layout::of(files);
+        let layout = ExpertLayout::of(&ExpertIndex::of(files));
         if layout.layers().is_empty() {
             return None;
         }
         let trace = Arc::new(ModelTrace {
             names: Mutex::new(vec![String::new(); layout.layers().len()]),
             counters: Trace::new(layout),
-            about: About::of(files),
+            about: ModelMeta::of(files),
         });
         TRACES.lock().push(trace.clone());
         Some(trace)
@@ -144,7 +144,7 @@ impl Routed {
         let (used, tokens) = (ne[0].max(0) as usize, ne[1].max(0) as usize);
         // libllama warms a model up by routing to all experts: that is no workload.
         let expected = self.trace.about.experts_used as usize;
-        let len = Ids::span(used, tokens, nb[0], nb[1]).unwrap_or(0);
+        let len = Ids::byte_len(used, tokens, nb[0], nb[1]).unwrap_or(0);
         if len == 0 || (expected > 0 && used > expected) {
             return;
         }

@@ -8,6 +8,7 @@
 //! cargo xtask fixtures   download and make the models the tests use
 //! cargo xtask hosts      build the drop-in and the programs it is tested with
 //! cargo xtask header     write include/llama_sidecar.h
+//! cargo xtask docs       write the tables of variables in README.md and docs/post-fetch.md
 //! cargo xtask install --prefix DIR [--destdir DIR]
 //! cargo xtask check --abi | --package | --report | --asan | --valgrind | --fuzz MINUTES | --miri | --tsan | --soak MINUTES
 //! ```
@@ -27,6 +28,7 @@ mod sanitize;
 mod soak;
 mod suite;
 mod tsan;
+mod variables;
 
 use std::path::PathBuf;
 
@@ -60,6 +62,8 @@ fn main() -> Result<()> {
         }
         ["header"] => header::write(),
         ["header", "--check"] => header::check(),
+        ["docs"] => variables::write(),
+        ["docs", "--check"] => variables::check(),
         ["install", "--prefix", prefix] => install::install(&std::path::absolute(prefix)?),
         ["install", "--prefix", prefix, "--destdir", folder] => {
             let folder = std::path::absolute(folder)?;
@@ -75,7 +79,7 @@ fn main() -> Result<()> {
         ["check", "--soak", minutes] => soak::run(minutes.parse()?),
         ["check", "--fuzz", minutes] => sanitize::fuzz(minutes.parse()?),
         _ => bail!(
-            "usage: cargo xtask demo | test | bench [NAME] | fixtures | hosts | header [--check] | install --prefix DIR [--destdir DIR] | check --abi|--package|--report|--asan|--valgrind|--fuzz MINUTES|--miri|--tsan|--soak MINUTES"
+            "usage: cargo xtask demo | test | bench [NAME] | fixtures | hosts | header [--check] | docs [--check] | install --prefix DIR [--destdir DIR] | check --abi|--package|--report|--asan|--valgrind|--fuzz MINUTES|--miri|--tsan|--soak MINUTES"
         ),
     }
 }

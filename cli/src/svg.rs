@@ -1,10 +1,10 @@
-//! The pictures of a report, as SVG.
+//! The images of a report, as SVG.
 
 use std::fmt::Write;
 
 use llama_sidecar::trace::coverage;
 
-use crate::report::{Traced, escape};
+use crate::trace_report::TraceReport;
 
 /// Colours for a share against even use: never, a quarter, a half, even, twice, four
 /// times and more. Readable on light and dark paper, also without red and green.
@@ -13,7 +13,7 @@ const COLOURS: [&str; 7] = [
 ];
 const MEANINGS: [&str; 7] = ["never", "< 1/4", "1/4", "1/2", "even", "2x", "4x"];
 
-/// Place among [`COLOURS`] for a share over that of even use.
+/// Returns the index in [`COLOURS`] for a share over that of even use.
 fn colour(ratio: f64) -> usize {
     if ratio <= 0.0 {
         return 0;
@@ -22,8 +22,8 @@ fn colour(ratio: f64) -> usize {
     (ratio.log2().round() + 4.0).clamp(1.0, 6.0) as usize
 }
 
-/// Layers down, experts across.
-pub fn heat_map(traced: &Traced) -> String {
+/// Draws the use of each expert: layers down, experts across.
+pub fn heat_map(traced: &TraceReport) -> String {
     const LEFT: usize = 44;
     const TOP: usize = 20;
     let layers = &traced.counts.layers;
@@ -32,7 +32,7 @@ pub fn heat_map(traced: &Traced) -> String {
         .map(|layer| layer.experts.len())
         .max()
         .unwrap_or(0);
-    // Wide cells for few experts; for 512 the picture is as wide as a large screen.
+    // Wide cells for few experts; for 512 the image is as wide as a large screen.
     let wide = (900 / experts.max(1)).clamp(4, 40);
     let high = (700 / layers.len().max(1)).clamp(9, 22);
     let width = (LEFT + experts * wide + 10).max(460);
@@ -99,8 +99,8 @@ pub fn heat_map(traced: &Traced) -> String {
     svg
 }
 
-/// Share of the activations against the share of the experts, the most used first.
-pub fn coverage_curve(traced: &Traced) -> String {
+/// Draws the share of the activations against the share of the experts, the most used first.
+pub fn coverage_curve(traced: &TraceReport) -> String {
     const SIZE: f64 = 320.0;
     const LEFT: f64 = 44.0;
     const TOP: f64 = 12.0;
@@ -169,12 +169,24 @@ pub fn coverage_curve(traced: &Traced) -> String {
     svg
 }
 
+/// Escapes text for HTML and SVG.
+pub fn escape(text: &str) -> String {
+    let escaped = |character: char| match character {
+        '<' => "&lt;".into(),
+        '>' => "&gt;".into(),
+        '&' => "&amp;".into(),
+        '"' => "&quot;".into(),
+        other => other.to_string(),
+    };
+    text.chars().map(escaped).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn colours_go_by_powers_of_two() {
+    fn colours_are_powers_of_two() {
         let found = [0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 40.0].map(colour);
         assert_eq!(found, [0, 1, 2, 3, 4, 5, 6, 6]);
         assert_eq!(COLOURS.len(), MEANINGS.len());

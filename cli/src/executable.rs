@@ -11,7 +11,7 @@ use goblin::elf::Elf;
 use goblin::elf::header::machine_to_str;
 
 /// A program as it lies on disk.
-pub struct Program {
+pub struct Executable {
     pub path: PathBuf,
     pub kind: Kind,
     /// Whether it gets the rights of somebody else, and none of our environment.
@@ -36,9 +36,9 @@ pub struct Image {
     pub libraries: Vec<String>,
 }
 
-impl Program {
+impl Executable {
     /// Finds a program as a shell does.
-    pub fn find(word: &OsStr) -> Result<Program> {
+    pub fn find(word: &OsStr) -> Result<Executable> {
         let path = match Path::new(word).components().count() {
             0 => bail!("expected a command"),
             1 => {
@@ -64,7 +64,7 @@ impl Program {
         }
         // SAFETY: asks for a number.
         let me = unsafe { libc::geteuid() };
-        Ok(Program {
+        Ok(Executable {
             kind: kind(&path).unwrap_or(Kind::Unknown),
             set_uid: found.mode() & 0o4000 != 0 && found.uid() != me,
             path,

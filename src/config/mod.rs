@@ -1,0 +1,500 @@
+//! The `LLAMA_*` variables that the library reads, parsed once. [`VARIABLES`] is their table.
+//!
+//! An unset or empty variable has its default. A switch is off with `0` and on with every
+//! other value. In the paths of the control socket and of the trace, `%p` stands for the
+//! process id: each process of a program that starts others needs paths of its own.
+//!
+//! A value that does not parse is logged with what is allowed, counted, and replaced by the
+//! default. A set-uid process reads none of the variables, because its environment belongs to
+//! another user.
+
+mod variables;
+
+pub use variables::{DefaultValue, Kind, VARIABLES, Variable, table};
+
+use std::ffi::{CString, OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use log::LevelFilter;
+use once_cell::sync::Lazy;
+use regex::Regex;
+
+use variables::utf8;
+
+/// The `LLAMA_POSTFETCH_*` settings.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PostFetch {
+    /// `LLAMA_POSTFETCH_ENABLE`.
+    pub enable: bool,
+    /// `LLAMA_POSTFETCH_FORCE_CPU`.
+    pub force_cpu: bool,
+    /// `LLAMA_POSTFETCH_BLOCK_ON_MISS`.
+    pub block_on_miss: bool,
+    /// `LLAMA_POSTFETCH_MAX_TRANSFERS`.
+    pub max_transfers: u32,
+    /// `LLAMA_POSTFETCH_SCRATCHPAD_MB`, in bytes; 0 for automatic.
+    pub scratchpad_bytes: u64,
+    /// `LLAMA_POSTFETCH_USE_DEDICATED_STREAMS`.
+    pub dedicated_streams: bool,
+    /// `LLAMA_POSTFETCH_CPU_LIMIT`.
+    pub cpu_limit: u32,
+    /// `LLAMA_POSTFETCH_PAGE_LOCK`.
+    pub page_lock: bool,
+    /// `LLAMA_POSTFETCH_SPIN_US`.
+    pub spin: Duration,
+    /// `LLAMA_POSTFETCH_DEBUG`.
+    pub debug: bool,
+}
+
+/// The settings in force.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    /// `LLAMA_HOTSWAP_ENABLED`.
+    pub hotswap: bool,
+    /// `LLAMA_HOTSWAP_POLL_MS`; `None` when files are checked only on request.
+    pub poll: Option<Duration>,
+    /// `LLAMA_HOTSWAP_QUIET_MS`.
+    pub quiet: Duration,
+    /// `LLAMA_HOTSWAP_CHECK`.
+    pub check_blocks: bool,
+    /// `LLAMA_SIDECAR_CONTROL`.
+    pub control: Option<PathBuf>,
+    /// `LLAMA_EXPERT_TRACE_STATS`.
+    pub trace_summary: bool,
+    /// `LLAMA_EXPERT_TRACE_NAMES`.
+    pub trace_names: bool,
+    /// `LLAMA_EXPERT_TRACE_PER_LAYER`.
+    pub trace_per_layer: bool,
+    /// `LLAMA_EXPERT_TRACE_OUTPUT`.
+    pub trace_output: Option<PathBuf>,
+    /// `LLAMA_EXPERT_TRACE_EVERY_S`; `None` when the trace is written only at exit.
+    pub trace_every: Option<Duration>,
+    /// `LLAMA_POSTFETCH_*`.
+    pub postfetch: PostFetch,
+    /// `LLAMA_SIDECAR_SPLIT`, checked and kept as text.
+    pub split: Option<CString>,
+    /// `LLAMA_SIDECAR_CPU_MOE`.
+    pub cpu_moe: bool,
+    /// `LLAMA_SIDECAR_OVERRIDE_TENSOR`, checked and kept as text.
+    pub override_tensor: Option<CString>,
+    /// `LLAMA_SIDECAR_STAGING_MB`, in bytes.
+    pub staging_bytes: u64,
+    /// `LLAMA_SIDECAR_MEMORY_MB`, in bytes; `None` for the free memory.
+    pub memory_bytes: Option<u64>,
+    /// `LLAMA_SIDECAR_JOURNAL`.
+    pub journal: Option<PathBuf>,
+    /// `LLAMA_SIDECAR_LOG`.
+    pub log: LevelFilter,
+    /// One sentence for each variable with a value that does not parse, or that has another
+    /// effect than it says.
+    pub rejected: Vec<String>,
+}
+
+impl Config {
+    /// Returns the settings of this process, read from its environment on first use.
+    pub fn get() -> &'static Config {
+        static CONFIG: Lazy<Config> = Lazy::new(|| {
+            // SAFETY: getauxval only reads a value that the kernel left at start.
+            let secure = unsafe { libc::getauxval(libc::AT_SECURE) } != 0;
+            Config::parse(|name| std::env::var_os(name).filter(|_| !secure))
+        });
+        &CONFIG
+    }
+
+    /// Parses the settings from an environment.
+    pub fn parse(environment: impl Fn(&str) -> Option<OsString>) -> Config {
+        let mut values = Values {
+            environment,
+            rejected: Vec::new(),
+        };
+        let (cores, threads) = cores_and_threads();
+        let default_spin = if threads > cores { 2000 } else { 0 };
+        let postfetch = PostFetch {
+            enable: values.switch("LLAMA_POSTFETCH_ENABLE"),
+            force_cpu: values.switch("LLAMA_POSTFETCH_FORCE_CPU"),
+            block_on_miss: values.switch("LLAMA_POSTFETCH_BLOCK_ON_MISS"),
+            max_transfers: values.number("LLAMA_POSTFETCH_MAX_TRANSFERS").unwrap_or(8) as u32,
+            scratchpad_bytes: values.mib("LLAMA_POSTFETCH_SCRATCHPAD_MB").unwrap_or(0),
+            dedicated_streams: values.switch("LLAMA_POSTFETCH_USE_DEDICATED_STREAMS"),
+            cpu_limit: values
+                .number("LLAMA_POSTFETCH_CPU_LIMIT")
+                .map_or(cores, |limit| limit as u32),
+            page_lock: values.switch("LLAMA_POSTFETCH_PAGE_LOCK"),
+            spin: Duration::from_micros(
+                values
+                    .number("LLAMA_POSTFETCH_SPIN_US")
+                    .unwrap_or(default_spin),
+            ),
+            debug: values.switch("LLAMA_POSTFETCH_DEBUG"),
+        };
+        // Checked for its message alone: there is one setting.
+        values.text("LLAMA_HOTSWAP_KV");
+        Config {
+            postfetch,
+            hotswap: values.switch("LLAMA_HOTSWAP_ENABLED"),
+            poll: values.interval("LLAMA_HOTSWAP_POLL_MS", Duration::from_millis),
+            quiet: values
+                .interval("LLAMA_HOTSWAP_QUIET_MS", Duration::from_millis)
+                .unwrap_or_default(),
+            check_blocks: values.switch("LLAMA_HOTSWAP_CHECK"),
+            control: values.path("LLAMA_SIDECAR_CONTROL"),
+            trace_summary: values.switch("LLAMA_EXPERT_TRACE_STATS"),
+            trace_names: values.switch("LLAMA_EXPERT_TRACE_NAMES"),
+            trace_per_layer: values.switch("LLAMA_EXPERT_TRACE_PER_LAYER"),
+            trace_output: values.path("LLAMA_EXPERT_TRACE_OUTPUT"),
+            trace_every: values.interval("LLAMA_EXPERT_TRACE_EVERY_S", Duration::from_secs),
+            split: values.text("LLAMA_SIDECAR_SPLIT"),
+            cpu_moe: values.switch("LLAMA_SIDECAR_CPU_MOE"),
+            override_tensor: values.text("LLAMA_SIDECAR_OVERRIDE_TENSOR"),
+            staging_bytes: values.mib("LLAMA_SIDECAR_STAGING_MB").unwrap_or(0),
+            memory_bytes: values.mib("LLAMA_SIDECAR_MEMORY_MB"),
+            journal: values.get("LLAMA_SIDECAR_JOURNAL", |value| Ok(value.into())),
+            log: values
+                .get("LLAMA_SIDECAR_LOG", |value| utf8(value).and_then(level))
+                .unwrap_or(LevelFilter::Warn),
+            rejected: values.rejected,
+        }
+    }
+
+    /// Returns whether expert use is counted.
+    pub fn traces(&self) -> bool {
+        self.trace_summary || self.trace_output.is_some()
+    }
+}
+
+/// The values of an environment, in the grammar of [`VARIABLES`].
+struct Values<F> {
+    environment: F,
+    rejected: Vec<String>,
+}
+
+impl<F: Fn(&str) -> Option<OsString>> Values<F> {
+    /// Returns the parsed value of a variable, or its default if that is a value.
+    fn get<T>(&mut self, name: &str, parse: impl Fn(&OsStr) -> Result<T, String>) -> Option<T> {
+        if let Some(value) = self.set(name) {
+            match parse(&value) {
+                Ok(parsed) => return Some(parsed),
+                Err(reason) => self.reject(name, &value, &reason, "using the default"),
+            }
+        }
+        match Variable::named(name).default {
+            DefaultValue::Value(value) => parse(OsStr::new(value)).ok(),
+            DefaultValue::Described(_) => None,
+        }
+    }
+
+    fn set(&self, name: &str) -> Option<OsString> {
+        (self.environment)(name).filter(|value| !value.is_empty())
+    }
+
+    fn reject(&mut self, name: &str, value: &OsStr, reason: &str, effect: &str) {
+        let sentence = format!("{name}={value:?}: {reason}; {effect}");
+        self.rejected.push(sentence);
+    }
+
+    fn switch(&mut self, name: &str) -> bool {
+        if let Some(value) = self.set(name)
+            && let Err(reason) = Variable::named(name).check(&value)
+        {
+            self.reject(name, &value, &reason, "it is on");
+        }
+        self.get(name, |value| Ok(value != "0")).unwrap_or(false)
+    }
+
+    fn number(&mut self, name: &str) -> Option<u64> {
+        let variable = Variable::named(name);
+        self.get(name, |value| variable.number(value))
+    }
+
+    fn mib(&mut self, name: &str) -> Option<u64> {
+        self.number(name).map(|mib| mib << 20)
+    }
+
+    /// Returns a time in a unit; `None` for 0.
+    fn interval(&mut self, name: &str, unit: fn(u64) -> Duration) -> Option<Duration> {
+        self.number(name).filter(|&number| number > 0).map(unit)
+    }
+
+    fn path(&mut self, name: &str) -> Option<PathBuf> {
+        self.get(name, |value| Ok(with_process_id(value)))
+    }
+
+    /// Returns text that is checked and kept as it is.
+    fn text(&mut self, name: &str) -> Option<CString> {
+        let variable = Variable::named(name);
+        self.get(name, |value| {
+            variable.check(value)?;
+            CString::new(value.as_bytes()).map_err(|error| error.to_string())
+        })
+    }
+}
+
+/// Returns the level with this name; no message has the level `trace`.
+fn level(name: &str) -> Result<LevelFilter, String> {
+    match name.parse() {
+        Ok(level) if level != LevelFilter::Trace => Ok(level),
+        _ => Err("expected off, error, warn, info or debug".into()),
+    }
+}
+
+/// Returns a path with the process id in place of each `%p`.
+fn with_process_id(value: &OsStr) -> PathBuf {
+    let mut out = Vec::new();
+    let mut rest = value.as_bytes();
+    while let Some(at) = rest.windows(2).position(|pair| pair == b"%p") {
+        out.extend(&rest[..at]);
+        out.extend(std::process::id().to_string().as_bytes());
+        rest = &rest[at + 2..];
+    }
+    out.extend(rest);
+    PathBuf::from(OsString::from_vec(out))
+}
+
+/// Returns the number of physical cores and of hardware threads. Where the kernel does not
+/// report cores, there are as many as threads.
+fn cores_and_threads() -> (u32, u32) {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let core = |cpu: usize| {
+        let topology = format!("/sys/devices/system/cpu/cpu{cpu}/topology");
+        let read = |name: &str| std::fs::read_to_string(format!("{topology}/{name}")).ok();
+        Some((read("physical_package_id")?, read("core_id")?))
+    };
+    let cores: std::collections::HashSet<_> = (0..threads).map_while(core).collect();
+    let cores = if cores.is_empty() {
+        threads
+    } else {
+        cores.len()
+    };
+    (cores as u32, threads as u32)
+}
+
+/// Reads proportions such as `3,1,1`.
+pub fn split(text: &str) -> Result<Vec<f64>, String> {
+    let proportion = |part: &str| {
+        let number: f64 = part.trim().parse().ok()?;
+        (number.is_finite() && number >= 0.0).then_some(number)
+    };
+    let all: Option<Vec<f64>> = text.split(',').map(proportion).collect();
+    all.filter(|all| all.iter().sum::<f64>() > 0.0).ok_or_else(|| {
+        format!(
+            "split '{text}': expected numbers separated by commas, at least one of them above 0, for example 3,1,1"
+        )
+    })
+}
+
+/// Reads rules such as `ffn_.*_exps=0;attn=2`: a regular expression for tensor names
+/// and the index of a device.
+pub fn overrides(text: &str) -> Result<Vec<(Regex, usize)>, String> {
+    let rules = text.split(';').filter(|rule| !rule.trim().is_empty());
+    rules
+        .map(|rule| {
+            let (pattern, device) = rule
+                .rsplit_once('=')
+                .ok_or_else(|| format!("override '{rule}': expected PATTERN=DEVICE"))?;
+            let device = device.trim().parse().map_err(|_| {
+                format!("override '{rule}': expected the number of a device after '='")
+            })?;
+            let pattern = Regex::new(pattern.trim())
+                .map_err(|error| format!("override '{rule}': {error}"))?;
+            Ok((pattern, device))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(variables: &[(&str, &str)]) -> Config {
+        Config::parse(|name| {
+            let found = variables.iter().find(|(key, _)| *key == name)?;
+            Some(found.1.into())
+        })
+    }
+
+    #[test]
+    fn defaults_without_variables() {
+        let config = parse(&[]);
+        assert_eq!((config.hotswap, config.log), (false, LevelFilter::Warn));
+        assert!(config.rejected.is_empty());
+    }
+
+    #[test]
+    fn a_switch_is_on_when_set_and_not_zero() {
+        for (value, on) in [("1", true), ("yes", true), ("0", false), ("", false)] {
+            for name in ["LLAMA_HOTSWAP_ENABLED", "LLAMA_SIDECAR_CPU_MOE"] {
+                let config = parse(&[(name, value)]);
+                assert_eq!(config.hotswap || config.cpu_moe, on, "{name}={value}");
+                assert!(config.rejected.is_empty());
+            }
+            let check = parse(&[("LLAMA_HOTSWAP_CHECK", value)]).check_blocks;
+            assert_eq!(check, value != "0", "{value}");
+        }
+        let config = parse(&[("LLAMA_HOTSWAP_ENABLED", "off")]);
+        assert!(config.hotswap);
+        assert!(
+            config.rejected[0].contains("set 0 to turn it off; it is on"),
+            "{:?}",
+            config.rejected
+        );
+    }
+
+    #[test]
+    fn a_bad_value_of_each_variable_is_reported_and_changes_nothing() {
+        let defaults = parse(&[]);
+        for variable in VARIABLES {
+            let value = match variable.kind {
+                Kind::Path => continue,
+                Kind::Switch => "off",
+                Kind::Number { .. } | Kind::Level | Kind::Text(_) => "=",
+            };
+            let config = parse(&[(variable.name, value)]);
+            let sentence = format!("{}={value:?}: ", variable.name);
+            assert_eq!(config.rejected.len(), 1, "{}", variable.name);
+            assert!(config.rejected[0].starts_with(&sentence), "{config:?}");
+            if !matches!(variable.kind, Kind::Switch) {
+                let rejected = Vec::new();
+                assert_eq!(Config { rejected, ..config }, defaults, "{}", variable.name);
+            }
+        }
+    }
+
+    #[test]
+    fn each_variable_of_the_table_is_read_and_its_default_is_the_one_in_force() {
+        let read = std::cell::RefCell::new(std::collections::BTreeSet::new());
+        let defaults = Config::parse(|name| {
+            read.borrow_mut().insert(name.to_owned());
+            None
+        });
+        let names = VARIABLES.iter().map(|variable| variable.name.to_owned());
+        assert_eq!(read.into_inner(), names.collect());
+        for variable in VARIABLES {
+            if let DefaultValue::Value(value) = variable.default {
+                assert_eq!(parse(&[(variable.name, value)]), defaults);
+            }
+        }
+    }
+
+    #[test]
+    fn placement_variables_are_checked_and_kept() {
+        let config = parse(&[
+            ("LLAMA_SIDECAR_SPLIT", "3,1"),
+            ("LLAMA_SIDECAR_CPU_MOE", "1"),
+            ("LLAMA_SIDECAR_OVERRIDE_TENSOR", "attn=1"),
+            ("LLAMA_SIDECAR_STAGING_MB", "2"),
+        ]);
+        assert_eq!(config.rejected, [""; 0]);
+        assert_eq!(config.split.as_deref(), Some(c"3,1"));
+        assert_eq!(config.override_tensor.as_deref(), Some(c"attn=1"));
+        assert_eq!((config.cpu_moe, config.staging_bytes), (true, 2 << 20));
+    }
+
+    #[test]
+    fn drop_in_variables() {
+        let config = parse(&[]);
+        assert_eq!(config.poll, Some(Duration::from_secs(1)));
+        assert_eq!(
+            (config.quiet, &config.control),
+            (Duration::from_secs(2), &None)
+        );
+        assert_eq!((config.check_blocks, config.memory_bytes), (true, None));
+        assert!(!config.traces());
+        assert!(parse(&[("LLAMA_EXPERT_TRACE_STATS", "1")]).traces());
+        assert!(parse(&[("LLAMA_EXPERT_TRACE_OUTPUT", "a.csv")]).traces());
+        let config = parse(&[
+            ("LLAMA_HOTSWAP_POLL_MS", "0"),
+            ("LLAMA_HOTSWAP_QUIET_MS", "0"),
+            ("LLAMA_HOTSWAP_CHECK", "0"),
+            ("LLAMA_SIDECAR_MEMORY_MB", "3"),
+            ("LLAMA_SIDECAR_CONTROL", "/tmp/socket"),
+        ]);
+        assert_eq!((config.poll, config.quiet), (None, Duration::ZERO));
+        assert_eq!(
+            (config.check_blocks, config.memory_bytes),
+            (false, Some(3 << 20))
+        );
+        assert_eq!(config.control, Some("/tmp/socket".into()));
+        let config = parse(&[("LLAMA_HOTSWAP_KV", "clear")]);
+        assert!(config.rejected[0].contains("cache_prompt=false"));
+    }
+
+    #[test]
+    fn paths_take_the_process_id() {
+        let control = |path: &str| parse(&[("LLAMA_SIDECAR_CONTROL", path)]).control;
+        let id = std::process::id();
+        assert_eq!(
+            control("/run/%p-%p.sock"),
+            Some(format!("/run/{id}-{id}.sock").into())
+        );
+        assert_eq!(control("/run/100%"), Some("/run/100%".into()));
+    }
+
+    #[test]
+    fn postfetch_variables() {
+        let defaults = parse(&[]).postfetch;
+        assert!(defaults.enable && defaults.block_on_miss && defaults.dedicated_streams);
+        assert!(defaults.page_lock && !defaults.force_cpu && !defaults.debug);
+        assert_eq!((defaults.max_transfers, defaults.scratchpad_bytes), (8, 0));
+        assert!(defaults.cpu_limit >= 1);
+        let all = [
+            ("LLAMA_POSTFETCH_ENABLE", "0"),
+            ("LLAMA_POSTFETCH_FORCE_CPU", "1"),
+            ("LLAMA_POSTFETCH_BLOCK_ON_MISS", "0"),
+            ("LLAMA_POSTFETCH_MAX_TRANSFERS", "3"),
+            ("LLAMA_POSTFETCH_SCRATCHPAD_MB", "5"),
+            ("LLAMA_POSTFETCH_USE_DEDICATED_STREAMS", "0"),
+            ("LLAMA_POSTFETCH_CPU_LIMIT", "6"),
+            ("LLAMA_POSTFETCH_PAGE_LOCK", "0"),
+            ("LLAMA_POSTFETCH_SPIN_US", "7"),
+            ("LLAMA_POSTFETCH_DEBUG", "1"),
+        ];
+        let set = PostFetch {
+            enable: false,
+            force_cpu: true,
+            block_on_miss: false,
+            max_transfers: 3,
+            scratchpad_bytes: 5 << 20,
+            dedicated_streams: false,
+            cpu_limit: 6,
+            page_lock: false,
+            spin: Duration::from_micros(7),
+            debug: true,
+        };
+        assert_eq!(parse(&all).postfetch, set);
+        for (name, value) in [
+            ("LLAMA_POSTFETCH_MAX_TRANSFERS", "0"),
+            ("LLAMA_POSTFETCH_MAX_TRANSFERS", "1025"),
+            ("LLAMA_POSTFETCH_CPU_LIMIT", "0"),
+            ("LLAMA_POSTFETCH_SPIN_US", "4294967296"),
+            ("LLAMA_POSTFETCH_SCRATCHPAD_MB", "17592186044416"),
+        ] {
+            let config = parse(&[(name, value)]);
+            assert_eq!(config.rejected.len(), 1, "{name}={value}");
+            assert_eq!(config.postfetch, defaults);
+        }
+    }
+
+    #[test]
+    fn a_bad_value_is_named_and_the_default_used() {
+        let config = parse(&[("LLAMA_SIDECAR_LOG", "loud")]);
+        assert_eq!(config.log, LevelFilter::Warn);
+        assert_eq!(config.rejected.len(), 1);
+        assert!(config.rejected[0].contains("LLAMA_SIDECAR_LOG=\"loud\""));
+        let config = parse(&[
+            ("LLAMA_SIDECAR_SPLIT", "1,x"),
+            ("LLAMA_SIDECAR_OVERRIDE_TENSOR", "(=1"),
+            ("LLAMA_SIDECAR_STAGING_MB", "-1"),
+        ]);
+        assert_eq!(config.rejected.len(), 3);
+        assert_eq!(
+            (config.split, config.override_tensor, config.staging_bytes),
+            (None, None, 0)
+        );
+        assert_eq!(
+            parse(&[("LLAMA_SIDECAR_LOG", "debug")]).log,
+            LevelFilter::Debug
+        );
+    }
+}

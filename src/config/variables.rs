@@ -1,0 +1,337 @@
+//! The table of the `LLAMA_*` variables.
+//!
+//! Parsing, the flags of `llama-sidecar run`, the tables in `README.md` and
+//! `docs/post-fetch.md` and the tests of rejected values follow from it.
+
+use std::ffi::OsStr;
+
+use super::{level, overrides, split};
+
+/// A variable of the environment.
+#[derive(Debug)]
+pub struct Variable {
+    /// Name in the environment.
+    pub name: &'static str,
+    /// Value in force when the variable is unset, empty or rejected.
+    pub default: DefaultValue,
+    /// Grammar of the values.
+    pub kind: Kind,
+    /// Effect, in Markdown.
+    pub help: &'static str,
+    /// Flag of `llama-sidecar run` that sets the variable, without the dashes.
+    pub flag: Option<&'static str>,
+}
+
+/// Default of a variable.
+#[derive(Debug, Clone, Copy)]
+pub enum DefaultValue {
+    /// A value in the grammar of the variable.
+    Value(&'static str),
+    /// A description, in Markdown, of a default that no value expresses.
+    Described(&'static str),
+}
+
+/// Grammar of the values of a variable.
+#[derive(Debug, Clone, Copy)]
+pub enum Kind {
+    /// `0` is off, every other value is on.
+    Switch,
+    /// A whole number.
+    Number {
+        /// Unit, in the plural.
+        unit: &'static str,
+        /// Smallest value.
+        least: u64,
+        /// Largest value.
+        most: u64,
+    },
+    /// A path.
+    Path,
+    /// A log level.
+    Level,
+    /// Text that this function accepts, or rejects with the reason.
+    Text(fn(&str) -> Result<(), String>),
+}
+
+use DefaultValue::{Described, Value};
+use Kind::{Level, Path, Switch, Text};
+
+const fn number(unit: &'static str, least: u64, most: u64) -> Kind {
+    Kind::Number { unit, least, most }
+}
+
+/// A number of MiB whose bytes fit into 64 bits.
+const MIB: Kind = number("MiB", 0, u64::MAX >> 20);
+
+/// All variables, in the order of the documentation.
+pub static VARIABLES: &[Variable] = &[
+    Variable {
+        name: "LLAMA_HOTSWAP_ENABLED",
+        default: Value("0"),
+        kind: Switch,
+        help: "register files at load and allow reloads",
+        flag: Some("hotswap"),
+    },
+    Variable {
+        name: "LLAMA_HOTSWAP_POLL_MS",
+        default: Value("1000"),
+        kind: number("milliseconds", 0, u64::MAX),
+        help: "drop-in: interval between checks of the files, in ms; `0`: only on request",
+        flag: Some("poll-ms"),
+    },
+    Variable {
+        name: "LLAMA_HOTSWAP_QUIET_MS",
+        default: Value("2000"),
+        kind: number("milliseconds", 0, u32::MAX as u64),
+        help: "time for which a changed file must stay the same before polling uses it, in ms",
+        flag: Some("quiet-ms"),
+    },
+    Variable {
+        name: "LLAMA_HOTSWAP_CHECK",
+        default: Value("1"),
+        kind: Switch,
+        help: "refuse damaged files (rows of zeros, non-finite scales); `0`: use them",
+        flag: None,
+    },
+    Variable {
+        name: "LLAMA_HOTSWAP_KV",
+        default: Value("keep"),
+        kind: Text(cached_context),
+        help: "drop-in: treatment of [cached context](docs/hot-swap.md#cached-context) after a swap; only `keep` is accepted",
+        flag: None,
+    },
+    Variable {
+        name: "LLAMA_SIDECAR_CONTROL",
+        default: Described("none"),
+        kind: Path,
+        help: "drop-in: path of the control socket",
+        flag: Some("socket"),
+    },
+    Variable {
+        name: "LLAMA_EXPERT_TRACE_STATS",
+        default: Value("0"),
+        kind: Switch,
+        help: "drop-in: count expert use and print a summary at exit",
+        flag: Some("expert-trace-stats"),
+    },
+    Variable {
+        name: "LLAMA_EXPERT_TRACE_NAMES",
+        default: Value("0"),
+        kind: Switch,
+        help: "drop-in: log the name of each expert used; needs `LLAMA_EXPERT_TRACE_STATS` or `_OUTPUT`",
+        flag: Some("expert-trace-names"),
+    },
+    Variable {
+        name: "LLAMA_EXPERT_TRACE_PER_LAYER",
+        default: Value("0"),
+        kind: Switch,
+        help: "drop-in: add a line for each layer to the summary",
+        flag: Some("expert-trace-per-layer"),
+    },
+    Variable {
+        name: "LLAMA_EXPERT_TRACE_OUTPUT",
+        default: Described("none"),
+        kind: Path,
+        help: "drop-in: count expert use and write JSON, or CSV by extension, to this path at exit",
+        flag: Some("expert-trace-output"),
+    },
+    Variable {
+        name: "LLAMA_EXPERT_TRACE_EVERY_S",
+        default: Value("0"),
+        kind: number("seconds", 0, u32::MAX as u64),
+        help: "drop-in: also write the output at this interval, in seconds; `0`: only at exit",
+        flag: Some("expert-trace-every-s"),
+    },
+    Variable {
+        name: "LLAMA_POSTFETCH_ENABLE",
+        default: Value("1"),
+        kind: Switch,
+        help: "`0`: use no device",
+        flag: None,
+    },
+    Variable {
+        name: "LLAMA_POSTFETCH_FORCE_CPU",
+        default: Value("0"),
+        kind: Switch,
+        help: "`1`: use no device, with the reason `forced`, for comparisons",
+        flag: None,
+    },
+    Variable {
+        name: "LLAMA_POSTFETCH_BLOCK_ON_MISS",
+        default: Value("1"),
+        kind: Switch,
+        help: "`0`: compute an expert on the CPU while its copy is in flight",
+        flag: None,
+    },
+    Variable {
+        name: "LLAMA_POSTFETCH_MAX_TRANSFERS",
+        default: Value("8"),
+        kind: number("copies", 1, 1024),
+        help: "maximum number of copies in flight, from 1 to 1024",
+        flag: None,
+    },
+    Variable {
+        name: "LLAMA_POSTFETCH_SCRATCHPAD_MB",
+        default: Value("0"),
+        kind: MIB,
+        help: "device memory for experts, in MiB; `0`: the need of one token",
+        flag: None,
+    },
+    Variable {
+        name: "LLAMA_POSTFETCH_USE_DEDICATED_STREAMS",
+        default: Value("1"),
+        kind: Switch,
+        help: "`0`: `compute_stream` is the stream of the copies",
+        flag: None,
+    },
+    Variable {
+        name: "LLAMA_POSTFETCH_CPU_LIMIT",
+        default: Described("physical cores"),
+        kind: number("experts", 1, 1 << 16),
+        help: "number of experts of a layer with `gate_up_on_cpu` set in the answer",
+        flag: None,
+    },
+    Variable {
+        name: "LLAMA_POSTFETCH_PAGE_LOCK",
+        default: Value("1"),
+        kind: Switch,
+        help: "`0`: always copy through page-locked buffers",
+        flag: None,
+    },
+    Variable {
+        name: "LLAMA_POSTFETCH_SPIN_US",
+        default: Described("`2000` with SMT, else `0`"),
+        kind: number("microseconds", 0, u32::MAX as u64),
+        help: "microseconds for which the fetch thread busy-waits before it sleeps",
+        flag: None,
+    },
+    Variable {
+        name: "LLAMA_POSTFETCH_DEBUG",
+        default: Value("0"),
+        kind: Switch,
+        help: "`1`: log each layer and expert, and the overlap of each layer",
+        flag: None,
+    },
+    Variable {
+        name: "LLAMA_SIDECAR_JOURNAL",
+        default: Described("none"),
+        kind: Path,
+        help: "drop-in: file for events; `run` and `doctor` set it",
+        flag: None,
+    },
+    Variable {
+        name: "LLAMA_SIDECAR_SPLIT",
+        default: Described("none"),
+        kind: Text(|text| split(text).map(drop)),
+        help: "split matrices over devices 1, 2, … in these proportions: `3,1,1`",
+        flag: None,
+    },
+    Variable {
+        name: "LLAMA_SIDECAR_CPU_MOE",
+        default: Value("0"),
+        kind: Switch,
+        help: "keep routed experts in host memory",
+        flag: None,
+    },
+    Variable {
+        name: "LLAMA_SIDECAR_OVERRIDE_TENSOR",
+        default: Described("none"),
+        kind: Text(|text| overrides(text).map(drop)),
+        help: "place tensors with matching names on a device, whole: `ffn_.*_exps=0;attn=2`",
+        flag: None,
+    },
+    Variable {
+        name: "LLAMA_SIDECAR_STAGING_MB",
+        default: Value("0"),
+        kind: MIB,
+        help: "limit for the bytes that a reload stages before it switches, in MiB; `0`: no limit",
+        flag: None,
+    },
+    Variable {
+        name: "LLAMA_SIDECAR_MEMORY_MB",
+        default: Described("free memory"),
+        kind: MIB,
+        help: "limit for the memory of swapped tensors, including what a reload stages, in MiB",
+        flag: Some("memory-mb"),
+    },
+    Variable {
+        name: "LLAMA_SIDECAR_LOG",
+        default: Value("warn"),
+        kind: Level,
+        help: "log level: `off`, `error`, `warn`, `info`, `debug`",
+        flag: Some("log"),
+    },
+];
+
+impl Variable {
+    /// Returns the variable with this name.
+    ///
+    /// # Panics
+    ///
+    /// Panics when the table has no such variable.
+    pub fn named(name: &str) -> &'static Variable {
+        let found = VARIABLES.iter().find(|variable| variable.name == name);
+        found.unwrap_or_else(|| panic!("{name} is missing in VARIABLES"))
+    }
+
+    /// Checks a value against the grammar; the error says what is expected.
+    ///
+    /// A word such as `off` turns a switch on, and is an error here because that is not what
+    /// it says.
+    pub fn check(&self, value: &OsStr) -> Result<(), String> {
+        match self.kind {
+            Switch => match value.to_str().map(str::to_lowercase).as_deref() {
+                Some("off" | "no" | "false") => {
+                    Err("every value but 0 turns it on: set 0 to turn it off".into())
+                }
+                _ => Ok(()),
+            },
+            Kind::Number { .. } => self.number(value).map(drop),
+            Path => Ok(()),
+            Level => utf8(value).and_then(level).map(drop),
+            Text(accept) => utf8(value).and_then(accept),
+        }
+    }
+
+    /// Parses a number in the range of the variable.
+    pub(super) fn number(&self, value: &OsStr) -> Result<u64, String> {
+        let Kind::Number { unit, least, most } = self.kind else {
+            return Err(format!("{} is not a number", self.name));
+        };
+        let number = utf8(value)?.parse().ok();
+        let number = number.filter(|number| (least..=most).contains(number));
+        number.ok_or_else(|| format!("expected a whole number of {unit} from {least} to {most}"))
+    }
+}
+
+/// Returns a value as text.
+pub(super) fn utf8(value: &OsStr) -> Result<&str, String> {
+    value.to_str().ok_or_else(|| "expected UTF-8".into())
+}
+
+fn cached_context(text: &str) -> Result<(), String> {
+    match text {
+        "keep" => Ok(()),
+        "clear" => Err("llama-server and similar programs keep their own record of cached tokens and would lose their prompt: send requests with cache_prompt=false, or use 'llama-sidecar reload --server URL'".into()),
+        _ => Err("expected keep".into()),
+    }
+}
+
+/// Writes variables as a table in Markdown.
+pub fn table<'a>(variables: impl IntoIterator<Item = &'a Variable>) -> String {
+    let mut text = String::from("| variable | default | meaning |\n|---|---|---|\n");
+    for Variable {
+        name,
+        default,
+        help,
+        ..
+    } in variables
+    {
+        let default = match default {
+            Value(value) => format!("`{value}`"),
+            Described(words) => (*words).into(),
+        };
+        text += &format!("| `{name}` | {default} | {help} |\n");
+    }
+    text
+}
