@@ -24,12 +24,11 @@ pub type StaleCallback = dyn Fn(u64) + Send + Sync;
 ///
 /// use llama_sidecar::model::{Context, Model, Options};
 /// use llama_sidecar::reload::Outcome;
-/// use testkit::writer::{F16, F32, Gguf};
 ///
+/// # use testkit::writer::{F16, F32, Gguf};
 /// # let folder = tempfile::tempdir()?;
-/// let path = folder.path().join("model.gguf");
-/// Gguf::default().tensor("output.weight", &[64, 32], F32, 1).write(&path)?;
-///
+/// # let path = folder.path().join("model.gguf");
+/// # Gguf::default().tensor("output.weight", &[64, 32], F32, 1).write(&path)?;
 /// let options = Options { hotswap: true, ..Options::host() };
 /// let context = Context::new(Arc::new(Model::open(&path, options)?));
 /// context.on_stale(Some(Arc::new(|generation| {
@@ -40,8 +39,8 @@ pub type StaleCallback = dyn Fn(u64) + Send + Sync;
 /// assert_eq!(context.begin()?, 0);
 /// context.end()?;
 ///
-/// // Writes a new file and renames it over the path.
-/// Gguf::default().tensor("output.weight", &[64, 32], F16, 2).replace(&path)?;
+/// // Another program writes a new file and renames it over the path.
+/// # Gguf::default().tensor("output.weight", &[64, 32], F16, 2).replace(&path)?;
 /// let report = context.reload()?;
 /// assert_eq!(report.count(Outcome::Swapped), 1);
 /// assert_eq!(context.model().tensor(0).ty().name(), "f16");

@@ -76,13 +76,12 @@ impl Options {
 ///
 /// ```
 /// use llama_sidecar::model::{Model, Options};
-/// use testkit::writer::{F32, Gguf};
 ///
+/// # use testkit::writer::{F32, Gguf};
 /// # let folder = tempfile::tempdir()?;
-/// let path = folder.path().join("model.gguf");
-/// let file = Gguf::default().tensor("token_embd.weight", &[64, 32], F32, 1);
-/// file.write(&path)?;
-///
+/// # let path = folder.path().join("model.gguf");
+/// # let file = Gguf::default().tensor("token_embd.weight", &[64, 32], F32, 1);
+/// # file.write(&path)?;
 /// // Reads the header only.
 /// let model = Model::open(&path, Options::host())?;
 /// let index = model.find(c"token_embd.weight").expect("the file has this tensor");
@@ -95,7 +94,7 @@ impl Options {
 /// assert!(view.placed().is_some());
 /// let mut bytes = vec![0; view.nbytes() as usize];
 /// model.read(index, 0, &mut bytes)?;
-/// assert_eq!(bytes, file.tensors[0].data);
+/// # assert_eq!(bytes, file.tensors[0].data);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]

@@ -81,7 +81,7 @@ impl Registry {
                     returning.insert(index, hash);
                 }
                 _ => {
-                    let reason = "its original bytes are gone: the file was written in place";
+                    let reason = "its original bytes are gone, because the file was written in place: put the original file back and reload";
                     report.add(tensor.refused(index, reason.into()));
                 }
             }
