@@ -69,6 +69,34 @@ impl Options {
 }
 
 /// An open model. All methods can be called from several threads.
+///
+/// # Examples
+///
+/// Opens a model and loads one of its tensors:
+///
+/// ```
+/// use llama_sidecar::model::{Model, Options};
+///
+/// # use testkit::writer::{F32, Gguf};
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("model.gguf");
+/// # let file = Gguf::default().tensor("token_embd.weight", &[64, 32], F32, 1);
+/// # file.write(&path)?;
+/// // Reads the header only.
+/// let model = Model::open(&path, Options::host())?;
+/// let index = model.find(c"token_embd.weight").expect("the file has this tensor");
+/// let view = model.tensor(index);
+/// assert_eq!((view.ty().name(), view.nbytes()), ("f32", 64 * 32 * 4));
+/// assert_eq!(view.placed(), None, "not loaded yet");
+///
+/// // Reads this tensor into a buffer on its device, here host memory.
+/// let view = model.load(index)?;
+/// assert!(view.placed().is_some());
+/// let mut bytes = vec![0; view.nbytes() as usize];
+/// model.read(index, 0, &mut bytes)?;
+/// # assert_eq!(bytes, file.tensors[0].data);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct Model {
     files: Vec<TrackedFile>,
