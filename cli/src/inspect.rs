@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::Result;
 use llama_sidecar::experts::Projection;
-use llama_sidecar::gguf::{Key, Value};
+use llama_sidecar::gguf::{KeyValue, Value};
 use llama_sidecar::model::{Model, Options};
 use serde_json::{Value as Json, json};
 
@@ -60,7 +60,7 @@ fn describe(model: &Model) -> Result<Json> {
     }))
 }
 
-fn metadata_value(model: &Model, key: &Key) -> Result<Json> {
+fn metadata_value(model: &Model, key: &KeyValue) -> Result<Json> {
     if !key.array {
         return Ok(scalar(model.value(key)?));
     }

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use llama_sidecar::gguf::{
-    Access, GgufFile, HeaderWriter, Key, OpenError, TensorInfo, Value, ValueType,
+    Access, GgufFile, HeaderWriter, KeyValue, OpenError, TensorInfo, Value, ValueType,
 };
 use llama_sidecar::reload::{Hash, hash_bytes, hash_source};
 
@@ -166,7 +166,7 @@ impl Originals {
             key(FIRST_FORMAT_KEY).is_none(),
             "it was written by an earlier version of llama-sidecar and does not say which content of the model it belongs to; its tensors can be put in with --tensor and --from"
         );
-        let format = key(FORMAT_KEY).and_then(Key::as_u64);
+        let format = key(FORMAT_KEY).and_then(KeyValue::as_u64);
         let format = format.context("it is no file of originals")?;
         ensure!(
             format == u64::from(FORMAT),
@@ -174,7 +174,7 @@ impl Originals {
         );
         check_header(&file)?;
         let rest = key(REST_KEY).map(|key| hash_at(&file, key)).transpose()?;
-        let size = key(SIZE_KEY).and_then(Key::as_u64);
+        let size = key(SIZE_KEY).and_then(KeyValue::as_u64);
         let versions = |name: &str| key(name).map(|key| versions_at(&file, key)).transpose();
         let (written, saved) = (versions(WRITTEN_KEY)?, versions(SAVED_KEY)?);
         let (Some(rest), Some(size), Some(written), Some(saved)) = (rest, size, written, saved)
@@ -335,7 +335,7 @@ fn check_header(file: &GgufFile) -> Result<()> {
     Ok(())
 }
 
-fn hash_at(file: &GgufFile, key: &Key) -> Result<Hash> {
+fn hash_at(file: &GgufFile, key: &KeyValue) -> Result<Hash> {
     let text = match key.len == DIGITS as u64 && !key.array {
         true => file.value(key)?,
         false => bail!("it is damaged: a hash has not {DIGITS} digits"),
@@ -346,7 +346,7 @@ fn hash_at(file: &GgufFile, key: &Key) -> Result<Hash> {
     }
 }
 
-fn versions_at(file: &GgufFile, key: &Key) -> Result<Vec<Version>> {
+fn versions_at(file: &GgufFile, key: &KeyValue) -> Result<Vec<Version>> {
     /// Length, type, space and hash, at most.
     const LONGEST: u64 = 8 + 10 + 1 + DIGITS as u64;
     let fits = key.array && key.ty == ValueType::String;

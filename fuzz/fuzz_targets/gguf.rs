@@ -7,7 +7,7 @@
 
 use std::io::Write;
 
-use llama_sidecar::gguf::{Access, Header, Stop};
+use llama_sidecar::gguf::{Access, Header, ParseError};
 use llama_sidecar::model::{Model, Options};
 
 #[cfg(fuzzing)]
@@ -17,14 +17,14 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| check(bytes));
 pub fn check(bytes: &[u8]) {
     let whole = Header::parse(bytes, bytes.len() as u64);
     assert!(
-        !matches!(whole, Err(Stop::NeedMore(_))),
+        !matches!(whole, Err(ParseError::NeedMore(_))),
         "the file is all there"
     );
 
     // A prefix gives the same verdict or asks for more.
     let cut = bytes.len() / 2;
     match Header::parse(&bytes[..cut], bytes.len() as u64) {
-        Err(Stop::NeedMore(needed)) => {
+        Err(ParseError::NeedMore(needed)) => {
             assert!(needed > cut as u64 && needed <= bytes.len() as u64);
         }
         part => assert_eq!(part.is_ok(), whole.is_ok()),

@@ -8,8 +8,9 @@ use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
 
-use super::header::{Defect, Header, Stop};
-use super::value::{Key, Strings, Value};
+use super::error::{FormatError, ParseError};
+use super::header::Header;
+use super::value::{KeyValue, Strings, Value};
 
 /// How the bytes of a file are reached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -114,8 +115,8 @@ pub enum OpenError {
     },
     #[error("{path}: expected a regular file, found {found}", path = path.display())]
     NotAFile { path: PathBuf, found: &'static str },
-    #[error("{path}: {defect}", path = path.display())]
-    Malformed { path: PathBuf, defect: Defect },
+    #[error("{path}: {error}", path = path.display())]
+    Malformed { path: PathBuf, error: FormatError },
     #[error("{path}: {reason}", path = path.display())]
     Shard { path: PathBuf, reason: String },
     #[error("{path}: the file changed while it was read; try again when its writer is done", path = path.display())]
@@ -303,15 +304,15 @@ impl GgufFile {
     /// Opens a file and parses its header; of the data only its place is checked.
     pub fn open(path: &Path, access: Access) -> Result<GgufFile, OpenError> {
         let source = Source::open(path, access)?;
-        let malformed = |defect| OpenError::Malformed {
+        let malformed = |error| OpenError::Malformed {
             path: path.to_owned(),
-            defect,
+            error,
         };
         let header = match &source.map {
             Some(map) => match Header::parse(map, source.id.size) {
                 Ok(header) => header,
-                Err(Stop::Malformed(defect)) => return Err(malformed(defect)),
-                Err(Stop::NeedMore(_)) => {
+                Err(ParseError::Malformed(error)) => return Err(malformed(error)),
+                Err(ParseError::NeedMore(_)) => {
                     return Err(OpenError::Changing {
                         path: path.to_owned(),
                     });
@@ -324,13 +325,13 @@ impl GgufFile {
     }
 
     /// Reads a metadata value that is no array.
-    pub fn value(&self, key: &Key) -> io::Result<Value> {
+    pub fn value(&self, key: &KeyValue) -> io::Result<Value> {
         let bytes = self.value_bytes(key)?;
         Value::decode(key.ty, &bytes).ok_or_else(changed)
     }
 
     /// Reads the elements `from..` of an array, at most `limit` of them.
-    pub fn elements(&self, key: &Key, from: u64, limit: u64) -> io::Result<Vec<Value>> {
+    pub fn elements(&self, key: &KeyValue, from: u64, limit: u64) -> io::Result<Vec<Value>> {
         let to = key.count.min(from.saturating_add(limit));
         let from = from.min(to);
         let decode = |bytes| Value::decode(key.ty, bytes).ok_or_else(changed);
@@ -349,13 +350,13 @@ impl GgufFile {
     }
 
     /// Reads an array of strings.
-    pub fn strings(&self, key: &Key) -> io::Result<Strings> {
+    pub fn strings(&self, key: &KeyValue) -> io::Result<Strings> {
         Strings::parse(self.value_bytes(key)?, key.count).ok_or_else(changed)
     }
 
     /// The bytes of a value, copied from the file. They are read and not borrowed
     /// from the mapping, so that a file that was cut short since gives an error.
-    fn value_bytes(&self, key: &Key) -> io::Result<Vec<u8>> {
+    fn value_bytes(&self, key: &KeyValue) -> io::Result<Vec<u8>> {
         let mut bytes = vec![0; key.len as usize];
         self.source.read_at(&mut bytes, key.offset)?;
         Ok(bytes)
@@ -390,13 +391,13 @@ fn read_header(source: &Source) -> Result<Header, OpenError> {
             })?;
         match Header::parse(&prefix, source.id.size) {
             Ok(header) => return Ok(header),
-            Err(Stop::Malformed(defect)) => {
+            Err(ParseError::Malformed(error)) => {
                 return Err(OpenError::Malformed {
                     path: path(),
-                    defect,
+                    error,
                 });
             }
-            Err(Stop::NeedMore(needed)) => want = needed.max(want * 2),
+            Err(ParseError::NeedMore(needed)) => want = needed.max(want * 2),
         }
     }
 }

@@ -2,20 +2,24 @@
 //!
 //! This module knows the format and nothing of models or devices.
 
+mod cursor;
+mod error;
 mod file;
 mod header;
+mod names;
 mod scales;
 mod shards;
 mod types;
 mod value;
 mod write;
 
+pub use error::{FormatError, ParseError};
 pub use file::{Access, FileId, GgufFile, OpenError, Source};
-pub use header::{DEFAULT_ALIGNMENT, Defect, Header, Stop, TensorInfo, strides};
+pub use header::{DEFAULT_ALIGNMENT, Header, TensorInfo, strides};
 pub use scales::{ScaleClass, ScaleFormat};
 pub use shards::{open_model, shard_name};
-pub use types::{Origin, TYPES, TypeInfo};
-pub use value::{Key, Strings, Value, ValueType};
+pub use types::{Dialect, TYPES, TypeInfo};
+pub use value::{KeyValue, Strings, Value, ValueType};
 pub use write::{
     HeaderWriter, MetadataValue, TYPE_AND_OFFSET, TooLarge, padded, padding, retype, type_fields,
     write_data,

@@ -3,7 +3,7 @@
 //! Offsets are those of the `block_*` structs in ggml's `ggml-common.h`. For types without
 //! blocks, each element counts as its own scale.
 
-use super::types::{Origin, TypeInfo};
+use super::types::{Dialect, TypeInfo};
 
 /// How a scale is stored, little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,7 +58,7 @@ impl TypeInfo {
     /// is not known here.
     pub fn scales(&self) -> (ScaleFormat, &'static [usize]) {
         use ScaleFormat::*;
-        if self.origin != Origin::Upstream {
+        if self.dialect != Dialect::Upstream {
             return (F16, &[]);
         }
         match self.name() {

@@ -8,7 +8,7 @@
 
 /// Who defines a type id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Origin {
+pub enum Dialect {
     /// ggml of upstream llama.cpp (ik_llama.cpp reads nearly all of these too).
     Upstream,
     /// Only ik_llama.cpp.
@@ -31,7 +31,7 @@ pub struct TypeInfo {
     /// Rows stored interleaved; a tensor is only cut between such groups.
     pub interleave: u64,
     /// Who defines it.
-    pub origin: Origin,
+    pub dialect: Dialect,
 }
 
 impl TypeInfo {
@@ -72,7 +72,7 @@ impl TypeInfo {
 
 const fn upstream(id: u32, c_name: &'static std::ffi::CStr, block: u64, bytes: u64) -> TypeInfo {
     TypeInfo {
-        origin: Origin::Upstream,
+        dialect: Dialect::Upstream,
         ..ik(id, c_name, block, bytes, 0, 1)
     }
 }
@@ -92,7 +92,7 @@ const fn ik(
         bytes,
         row_meta,
         interleave,
-        origin: Origin::IkLlama,
+        dialect: Dialect::IkLlama,
     }
 }
 

@@ -66,7 +66,7 @@ impl fmt::Display for ValueType {
 
 /// A key-value, located and validated; the value itself is still in the file.
 #[derive(Debug, Clone)]
-pub struct Key {
+pub struct KeyValue {
     /// Name, as in the file.
     pub name: Box<[u8]>,
     /// Type of the value, or of the elements of an array.
@@ -84,7 +84,7 @@ pub struct Key {
     pub(super) scalar: u64,
 }
 
-impl Key {
+impl KeyValue {
     /// The name for messages.
     pub fn name_lossy(&self) -> String {
         String::from_utf8_lossy(&self.name).into_owned()
@@ -145,7 +145,7 @@ impl Value {
         {
             return None;
         }
-        let bits = Key::inline(bytes);
+        let bits = KeyValue::inline(bytes);
         Some(match ty {
             ValueType::U8 | ValueType::U16 | ValueType::U32 | ValueType::U64 => {
                 Value::Unsigned(bits)

@@ -25,7 +25,7 @@ use parking_lot::RwLock;
 use crate::device::{Device, HostDevice};
 use crate::error::{Error, Result};
 use crate::experts::ExpertIndex;
-use crate::gguf::{self, Access, GgufFile, Key, Strings, TypeInfo, Value};
+use crate::gguf::{self, Access, GgufFile, KeyValue, Strings, TypeInfo, Value};
 use crate::reload::{Engine, Pauses, TrackedFile};
 
 pub use context::Context;
@@ -384,37 +384,37 @@ impl Model {
     }
 
     /// Returns the metadata: the key-values of the first file.
-    pub fn metadata(&self) -> &[Key] {
+    pub fn metadata(&self) -> &[KeyValue] {
         &self.files[0].gguf.header.keys
     }
 
     /// Returns the metadata key of this name.
-    pub fn key(&self, name: &[u8]) -> Option<&Key> {
+    pub fn key(&self, name: &[u8]) -> Option<&KeyValue> {
         self.files[0].gguf.header.key(name)
     }
 
     /// Reads the value of `key`, which is one of [`Model::metadata`].
-    pub fn value(&self, key: &Key) -> Result<Value> {
+    pub fn value(&self, key: &KeyValue) -> Result<Value> {
         let file = &self.files[0].gguf;
         file.value(key)
             .map_err(|source| self.read_error(0, key, source))
     }
 
     /// Reads at most `limit` elements of an array, from index `from` on.
-    pub fn elements(&self, key: &Key, from: u64, limit: u64) -> Result<Vec<Value>> {
+    pub fn elements(&self, key: &KeyValue, from: u64, limit: u64) -> Result<Vec<Value>> {
         let file = &self.files[0].gguf;
         file.elements(key, from, limit)
             .map_err(|source| self.read_error(0, key, source))
     }
 
     /// Reads an array of strings.
-    pub fn strings(&self, key: &Key) -> Result<Strings> {
+    pub fn strings(&self, key: &KeyValue) -> Result<Strings> {
         let file = &self.files[0].gguf;
         file.strings(key)
             .map_err(|source| self.read_error(0, key, source))
     }
 
-    fn read_error(&self, file: usize, key: &Key, source: std::io::Error) -> Error {
+    fn read_error(&self, file: usize, key: &KeyValue, source: std::io::Error) -> Error {
         Error::Read {
             path: self.file_path(file).to_owned(),
             what: format!("metadata key '{}'", key.name_lossy()),
