@@ -1,4 +1,4 @@
-//! What counting costs: nanoseconds per activation, against a mutex and two hash maps.
+//! Measures the cost of counting in nanoseconds per activation, against a mutex and two hash maps.
 //!
 //! Run it with `cargo xtask bench trace`.
 

@@ -39,173 +39,95 @@
 /** Version of this header for comparisons: MAJOR * 1000000 + MINOR * 1000 + PATCH. */
 #define LLAMA_SIDECAR_VERSION_NUMBER 1000
 
-/**
- * Result of a call. The meaning of a value never changes.
- */
+/** Result of a call. The meaning of a value never changes. */
 enum llama_sidecar_status {
-    /**
-     * The call succeeded.
-     */
+    /** The call succeeded. */
     LLAMA_SIDECAR_STATUS_OK = 0,
-    /**
-     * An argument is NULL, out of range, or of the wrong size.
-     */
+    /** An argument is NULL, out of range, or of the wrong size. */
     LLAMA_SIDECAR_STATUS_BAD_ARGUMENT = 1,
-    /**
-     * A handle is NULL, freed, of another type, or not a handle of this library.
-     */
+    /** A handle is NULL, freed, of another type, or not a handle of this library. */
     LLAMA_SIDECAR_STATUS_BAD_HANDLE = 2,
-    /**
-     * The file, tensor, key, layer, or device does not exist.
-     */
+    /** The file, tensor, key, layer, or device does not exist. */
     LLAMA_SIDECAR_STATUS_NOT_FOUND = 3,
-    /**
-     * The operating system failed to open, read, or write a file.
-     */
+    /** The operating system failed to open, read, or write a file. */
     LLAMA_SIDECAR_STATUS_IO = 4,
-    /**
-     * A file is not a valid GGUF file, or is a shard that does not belong to the model.
-     */
+    /** A file is not a valid GGUF file, or is a shard that does not belong to the model. */
     LLAMA_SIDECAR_STATUS_MALFORMED = 5,
-    /**
-     * A device does not have enough free memory.
-     */
+    /** A device does not have enough free memory. */
     LLAMA_SIDECAR_STATUS_OUT_OF_MEMORY = 6,
-    /**
-     * A device reported another error.
-     */
+    /** A device reported another error. */
     LLAMA_SIDECAR_STATUS_DEVICE = 7,
-    /**
-     * A callback returned false, so the call stopped.
-     */
+    /** A callback returned false, so the call stopped. */
     LLAMA_SIDECAR_STATUS_CANCELLED = 8,
     /**
      * The call is not possible now: for example, a reload during an evaluation of the same thread.
      */
     LLAMA_SIDECAR_STATUS_BUSY = 9,
-    /**
-     * A file was modified in place after it was opened, or while it was read.
-     */
+    /** A file was modified in place after it was opened, or while it was read. */
     LLAMA_SIDECAR_STATUS_FILE_CHANGED = 10,
-    /**
-     * The feature is disabled for this model.
-     */
+    /** The feature is disabled for this model. */
     LLAMA_SIDECAR_STATUS_DISABLED = 11,
-    /**
-     * Internal error. Nothing was changed. Report the message as a bug of llama-sidecar.
-     */
+    /** Internal error. Nothing was changed. Report the message as a bug of llama-sidecar. */
     LLAMA_SIDECAR_STATUS_INTERNAL = 12,
 };
 
-/**
- * Kind of memory of a device.
- */
+/** Kind of memory of a device. */
 enum llama_sidecar_device_kind {
-    /**
-     * Memory of the process.
-     */
+    /** Memory of the process. */
     LLAMA_SIDECAR_DEVICE_KIND_HOST = 0,
-    /**
-     * Memory of an NVIDIA GPU.
-     */
+    /** Memory of an NVIDIA GPU. */
     LLAMA_SIDECAR_DEVICE_KIND_CUDA = 1,
 };
 
-/**
- * State of the copy of an expert.
- */
+/** State of the copy of an expert. */
 enum llama_postfetch_state {
-    /**
-     * The expert has no copy.
-     */
+    /** The expert has no copy. */
     LLAMA_POSTFETCH_STATE_CPU_ONLY = 0,
-    /**
-     * The copy is queued or in flight.
-     */
+    /** The copy is queued or in flight. */
     LLAMA_POSTFETCH_STATE_COPY_IN_FLIGHT = 1,
-    /**
-     * The copy is on the device.
-     */
+    /** The copy is on the device. */
     LLAMA_POSTFETCH_STATE_GPU_READY = 2,
 };
 
-/**
- * Reason why an expert must be computed on the CPU.
- */
+/** Reason why an expert must be computed on the CPU. */
 enum llama_postfetch_reason {
-    /**
-     * No reason: use the device.
-     */
+    /** No reason: use the device. */
     LLAMA_POSTFETCH_REASON_NONE = 0,
-    /**
-     * Copies are disabled.
-     */
+    /** Copies are disabled. */
     LLAMA_POSTFETCH_REASON_DISABLED = 1,
-    /**
-     * The parameter force_cpu is set.
-     */
+    /** The parameter force_cpu is set. */
     LLAMA_POSTFETCH_REASON_FORCED = 2,
-    /**
-     * No driver, no device, no device memory, or the device was disabled after errors.
-     */
+    /** No driver, no device, no device memory, or the device was disabled after errors. */
     LLAMA_POSTFETCH_REASON_NO_DEVICE = 3,
-    /**
-     * The model has no down-projection with this layer and expert.
-     */
+    /** The model has no down-projection with this layer and expert. */
     LLAMA_POSTFETCH_REASON_FOREIGN = 4,
-    /**
-     * The expert was not scheduled, or was released.
-     */
+    /** The expert was not scheduled, or was released. */
     LLAMA_POSTFETCH_REASON_NOT_SCHEDULED = 5,
-    /**
-     * The scratchpad was full.
-     */
+    /** The scratchpad was full. */
     LLAMA_POSTFETCH_REASON_NO_ROOM = 6,
-    /**
-     * The copy is in flight and block_on_miss is false.
-     */
+    /** The copy is in flight and block_on_miss is false. */
     LLAMA_POSTFETCH_REASON_MISSED = 7,
-    /**
-     * The data of the expert could not be read.
-     */
+    /** The data of the expert could not be read. */
     LLAMA_POSTFETCH_REASON_READ_FAILED = 8,
-    /**
-     * A driver call failed, or another stream uses the expert.
-     */
+    /** A driver call failed, or another stream uses the expert. */
     LLAMA_POSTFETCH_REASON_DEVICE_FAILED = 9,
-    /**
-     * The copy exceeded patience_us.
-     */
+    /** The copy exceeded patience_us. */
     LLAMA_POSTFETCH_REASON_TIMED_OUT = 10,
-    /**
-     * The expert is not in host memory.
-     */
+    /** The expert is not in host memory. */
     LLAMA_POSTFETCH_REASON_ELSEWHERE = 11,
 };
 
-/**
- * Outcome of a reload for one tensor.
- */
+/** Outcome of a reload for one tensor. */
 enum llama_sidecar_outcome {
-    /**
-     * The file changed, but the data of the tensor did not.
-     */
+    /** The file changed, but the data of the tensor did not. */
     LLAMA_SIDECAR_OUTCOME_UNCHANGED = 0,
-    /**
-     * The tensor has new data in a buffer of its own.
-     */
+    /** The tensor has new data in a buffer of its own. */
     LLAMA_SIDECAR_OUTCOME_SWAPPED = 1,
-    /**
-     * The tensor has its original data again.
-     */
+    /** The tensor has its original data again. */
     LLAMA_SIDECAR_OUTCOME_RETURNED = 2,
-    /**
-     * The file was modified in place, so the mapped data had already changed.
-     */
+    /** The file was modified in place, so the mapped data had already changed. */
     LLAMA_SIDECAR_OUTCOME_IN_PLACE = 3,
-    /**
-     * The tensor or its file was refused. The tensor is unchanged.
-     */
+    /** The tensor or its file was refused. The tensor is unchanged. */
     LLAMA_SIDECAR_OUTCOME_REFUSED = 4,
     /**
      * Same data, new placement: the layout of a sibling changed, a device ran out of memory, or a
@@ -214,53 +136,33 @@ enum llama_sidecar_outcome {
     LLAMA_SIDECAR_OUTCOME_MOVED = 5,
 };
 
-/**
- * Outcome of a reload for one file.
- */
+/** Outcome of a reload for one file. */
 enum llama_sidecar_file_event {
-    /**
-     * The tensors of the file are now in use.
-     */
+    /** The tensors of the file are now in use. */
     LLAMA_SIDECAR_FILE_EVENT_TAKEN = 0,
-    /**
-     * The file was skipped; its tensors are unchanged.
-     */
+    /** The file was skipped; its tensors are unchanged. */
     LLAMA_SIDECAR_FILE_EVENT_IGNORED = 1,
 };
 
-/**
- * State of a tensor since the model was opened.
- */
+/** State of a tensor since the model was opened. */
 enum llama_sidecar_tensor_state {
-    /**
-     * The tensor is unchanged.
-     */
+    /** The tensor is unchanged. */
     LLAMA_SIDECAR_TENSOR_STATE_ON_ORIGINAL = 0,
-    /**
-     * The tensor is in buffers of its own, with other data or another layout.
-     */
+    /** The tensor is in buffers of its own, with other data or another layout. */
     LLAMA_SIDECAR_TENSOR_STATE_DETACHED = 1,
-    /**
-     * The tensor and its layer are in host memory, because a device did not have enough memory.
-     */
+    /** The tensor and its layer are in host memory, because a device did not have enough memory. */
     LLAMA_SIDECAR_TENSOR_STATE_FALLBACK_CPU = 2,
 };
 
-/**
- * Axis along which a tensor is split.
- */
+/** Axis along which a tensor is split. */
 enum llama_sidecar_axis {
-    /**
-     * Within rows: each part has some elements of every row.
-     */
+    /** Within rows: each part has some elements of every row. */
     LLAMA_SIDECAR_AXIS_COLUMNS = 0,
     /**
      * Between rows: each part has some rows of every slice; for merged experts, of every expert.
      */
     LLAMA_SIDECAR_AXIS_ROWS = 1,
-    /**
-     * Not split: the part is the whole tensor.
-     */
+    /** Not split: the part is the whole tensor. */
     LLAMA_SIDECAR_AXIS_NONE = 2,
 };
 
@@ -269,9 +171,7 @@ enum llama_sidecar_axis {
  */
 struct llama_context;
 
-/**
- * Usage counters for the routed experts of a model.
- */
+/** Usage counters for the routed experts of a model. */
 struct llama_expert_trace;
 
 /**
@@ -281,14 +181,10 @@ struct llama_expert_trace;
  */
 struct llama_model;
 
-/**
- * A scheduler that copies routed experts to a GPU.
- */
+/** A scheduler that copies routed experts to a GPU. */
 struct llama_postfetch;
 
-/**
- * The result of a reload.
- */
+/** The result of a reload. */
 struct llama_sidecar_report;
 
 /**
@@ -300,41 +196,23 @@ struct llama_sidecar_report;
  */
 typedef void (*llama_sidecar_stale)(uint64_t generation, void *user_data);
 
-/**
- * A device and its memory use.
- */
+/** A device and its memory use. */
 struct llama_sidecar_device_info {
-    /**
-     * Set by the caller to sizeof(struct llama_sidecar_device_info).
-     */
+    /** Set by the caller to sizeof(struct llama_sidecar_device_info). */
     size_t struct_size;
-    /**
-     * Name of the device, truncated to fit, NUL-terminated.
-     */
+    /** Name of the device, truncated to fit, NUL-terminated. */
     char name[64];
-    /**
-     * What kind of memory it is.
-     */
+    /** Kind of memory. */
     enum llama_sidecar_device_kind kind;
-    /**
-     * Total memory in bytes.
-     */
+    /** Total memory in bytes. */
     uint64_t total;
-    /**
-     * Free memory in bytes.
-     */
+    /** Free memory in bytes. */
     uint64_t free;
-    /**
-     * Bytes in live buffers of this model.
-     */
+    /** Bytes in live buffers of this model. */
     uint64_t used;
-    /**
-     * Maximum of `used` so far.
-     */
+    /** Maximum of `used` so far. */
     uint64_t peak;
-    /**
-     * Number of buffers allocated so far.
-     */
+    /** Number of buffers allocated so far. */
     uint64_t allocations;
 };
 
@@ -346,52 +224,32 @@ struct llama_sidecar_device_info {
  */
 typedef void (*llama_sidecar_log_callback)(uint32_t level, const char *text, void *user_data);
 
-/**
- * A metadata key and the type of its value.
- */
+/** A metadata key and the type of its value. */
 struct llama_sidecar_metadata_info {
-    /**
-     * Set by the caller to sizeof(struct llama_sidecar_metadata_info).
-     */
+    /** Set by the caller to sizeof(struct llama_sidecar_metadata_info). */
     size_t struct_size;
-    /**
-     * Name of the key. Valid until the model is freed.
-     */
+    /** Name of the key. Valid until the model is freed. */
     const char *key;
-    /**
-     * Number of elements of an array; 1 for any other value.
-     */
+    /** Number of elements of an array; 1 for any other value. */
     uint64_t count;
-    /**
-     * Value of enum gguf_type (GGUF specification); for an array, the type of its elements.
-     */
+    /** Value of enum gguf_type (GGUF specification); for an array, the type of its elements. */
     uint32_t gguf_type;
-    /**
-     * Whether the value is an array.
-     */
+    /** Whether the value is an array. */
     bool is_array;
 };
 
-/**
- * Parameters of llama_model_load. Initialise with llama_sidecar_default_params.
- */
+/** Parameters of llama_model_load. Initialise with llama_sidecar_default_params. */
 struct llama_sidecar_params {
-    /**
-     * Set by the caller to sizeof(struct llama_sidecar_params).
-     */
+    /** Set by the caller to sizeof(struct llama_sidecar_params). */
     size_t struct_size;
-    /**
-     * Allow reloads to replace tensors. Default: LLAMA_HOTSWAP_ENABLED.
-     */
+    /** Allow reloads to replace tensors. Default: LLAMA_HOTSWAP_ENABLED. */
     bool hotswap;
     /**
      * Map files into memory, so that tensors can be used in place. If a file cannot be mapped, it
      * is read instead. Default: true.
      */
     bool use_mmap;
-    /**
-     * Keep routed experts in host memory (device 0). Default: LLAMA_SIDECAR_CPU_MOE.
-     */
+    /** Keep routed experts in host memory (device 0). Default: LLAMA_SIDECAR_CPU_MOE. */
     bool cpu_moe;
     /**
      * Use the CUDA devices of the machine as devices 1, 2, ...; n_devices and device_bytes are
@@ -403,13 +261,9 @@ struct llama_sidecar_params {
      * simulate GPUs. Default: 1.
      */
     uint32_t n_devices;
-    /**
-     * Device of tensors for which no other rule applies. Default: 0.
-     */
+    /** Device of tensors for which no other rule applies. Default: 0. */
     uint32_t device;
-    /**
-     * Memory limit per device in bytes, except device 0; 0 for no limit. Default: 0.
-     */
+    /** Memory limit per device in bytes, except device 0; 0 for no limit. Default: 0. */
     uint64_t device_bytes;
     /**
      * Maximum number of bytes that a reload stages before it switches; 0 for no limit. A larger
@@ -429,49 +283,27 @@ struct llama_sidecar_params {
     const char *override_tensor;
 };
 
-/**
- * Tensor, file, and device counts of a model.
- */
+/** Tensor, file, and device counts of a model. */
 struct llama_sidecar_model_info {
-    /**
-     * Set by the caller to sizeof(struct llama_sidecar_model_info).
-     */
+    /** Set by the caller to sizeof(struct llama_sidecar_model_info). */
     size_t struct_size;
-    /**
-     * Number of tensors. Indices of tensors start at 0.
-     */
+    /** Number of tensors. Indices of tensors start at 0. */
     uint64_t n_tensors;
-    /**
-     * Number of files.
-     */
+    /** Number of files. */
     uint64_t n_files;
-    /**
-     * Number of metadata keys of the first file.
-     */
+    /** Number of metadata keys of the first file. */
     uint64_t n_metadata;
-    /**
-     * Number of devices that the model can use.
-     */
+    /** Number of devices that the model can use. */
     uint64_t n_devices;
-    /**
-     * Total size of all files in bytes.
-     */
+    /** Total size of all files in bytes. */
     uint64_t file_bytes;
-    /**
-     * Number of times that reloads switched tensors since the model was opened.
-     */
+    /** Number of times that reloads switched tensors since the model was opened. */
     uint64_t generation;
-    /**
-     * Number of evaluations that waited for a reload before they began.
-     */
+    /** Number of evaluations that waited for a reload before they began. */
     uint64_t n_pauses;
-    /**
-     * Longest of these waits in microseconds.
-     */
+    /** Longest of these waits in microseconds. */
     uint64_t longest_pause_us;
-    /**
-     * GGUF version of the first file.
-     */
+    /** GGUF version of the first file. */
     uint32_t gguf_version;
 };
 
@@ -485,69 +317,43 @@ struct llama_sidecar_model_info {
  */
 typedef bool (*llama_sidecar_progress)(uint64_t done, uint64_t total, void *user_data);
 
-/**
- * Result of llama_sidecar_model_load_all.
- */
+/** Result of llama_sidecar_model_load_all. */
 struct llama_sidecar_load_report {
-    /**
-     * Set by the caller to sizeof(struct llama_sidecar_load_report).
-     */
+    /** Set by the caller to sizeof(struct llama_sidecar_load_report). */
     size_t struct_size;
-    /**
-     * Number of tensors that the call loaded.
-     */
+    /** Number of tensors that the call loaded. */
     uint64_t n_tensors;
-    /**
-     * Bytes of these tensors.
-     */
+    /** Bytes of these tensors. */
     uint64_t bytes;
     /**
      * Number of device allocations: at most 9 per model, unless the model has more devices than
      * that.
      */
     uint64_t allocations;
-    /**
-     * Duration in microseconds.
-     */
+    /** Duration in microseconds. */
     uint64_t time_us;
 };
 
-/**
- * Parameters of llama_postfetch_init. Initialise with llama_postfetch_default_params.
- */
+/** Parameters of llama_postfetch_init. Initialise with llama_postfetch_default_params. */
 struct llama_postfetch_params {
-    /**
-     * Set by the caller to sizeof(struct llama_postfetch_params).
-     */
+    /** Set by the caller to sizeof(struct llama_postfetch_params). */
     size_t struct_size;
-    /**
-     * Enable copies. Default: LLAMA_POSTFETCH_ENABLE, or true.
-     */
+    /** Enable copies. Default: LLAMA_POSTFETCH_ENABLE, or true. */
     bool enable;
-    /**
-     * Use the CPU for every expert. Default: LLAMA_POSTFETCH_FORCE_CPU.
-     */
+    /** Use the CPU for every expert. Default: LLAMA_POSTFETCH_FORCE_CPU. */
     bool force_cpu;
-    /**
-     * Wait for a copy in flight. Default: LLAMA_POSTFETCH_BLOCK_ON_MISS, or true.
-     */
+    /** Wait for a copy in flight. Default: LLAMA_POSTFETCH_BLOCK_ON_MISS, or true. */
     bool block_on_miss;
     /**
      * Use separate streams for copies and for kernels. Default:
      * LLAMA_POSTFETCH_USE_DEDICATED_STREAMS, or true.
      */
     bool dedicated_streams;
-    /**
-     * Page-lock the model in place. Default: LLAMA_POSTFETCH_PAGE_LOCK, or true.
-     */
+    /** Page-lock the model in place. Default: LLAMA_POSTFETCH_PAGE_LOCK, or true. */
     bool page_lock;
-    /**
-     * Log every transfer. Default: LLAMA_POSTFETCH_DEBUG.
-     */
+    /** Log every transfer. Default: LLAMA_POSTFETCH_DEBUG. */
     bool debug;
-    /**
-     * Ordinal of the CUDA device, after CUDA_VISIBLE_DEVICES. Default: 0.
-     */
+    /** Ordinal of the CUDA device, after CUDA_VISIBLE_DEVICES. Default: 0. */
     uint32_t device;
     /**
      * Maximum number of copies in flight, 1 to 1024. Default: LLAMA_POSTFETCH_MAX_TRANSFERS, or 8.
@@ -558,9 +364,7 @@ struct llama_postfetch_params {
      * LLAMA_POSTFETCH_CPU_LIMIT, or the number of physical cores.
      */
     uint32_t cpu_limit;
-    /**
-     * Number of experts per token; 0 for the value in the model's metadata. Default: 0.
-     */
+    /** Number of experts per token; 0 for the value in the model's metadata. Default: 0. */
     uint32_t n_active;
     /**
      * Device memory for experts in bytes; 0 for the size of the active experts of the largest
@@ -579,13 +383,9 @@ struct llama_postfetch_params {
     uint64_t patience_us;
 };
 
-/**
- * Where to compute an expert, and its data.
- */
+/** Where to compute an expert, and its data. */
 struct llama_postfetch_answer {
-    /**
-     * Set by the caller to sizeof(struct llama_postfetch_answer).
-     */
+    /** Set by the caller to sizeof(struct llama_postfetch_answer). */
     size_t struct_size;
     /**
      * Device address of the down-projection (a CUdeviceptr, 256-byte aligned), or 0 if the CPU
@@ -602,115 +402,61 @@ struct llama_postfetch_answer {
      * are 0.
      */
     uint64_t nbytes;
-    /**
-     * Bytes of a row.
-     */
+    /** Bytes of a row. */
     uint64_t row_bytes;
-    /**
-     * Number of elements per row, and number of rows.
-     */
+    /** Number of elements per row, and number of rows. */
     uint64_t ne[2];
-    /**
-     * Number of times that the tensor changed since the model was opened.
-     */
+    /** Number of times that the tensor changed since the model was opened. */
     uint64_t generation;
-    /**
-     * Value of enum ggml_type.
-     */
+    /** Value of enum ggml_type. */
     uint32_t ggml_type;
-    /**
-     * State of the copy.
-     */
+    /** State of the copy. */
     enum llama_postfetch_state state;
-    /**
-     * Reason why the CPU must compute the expert.
-     */
+    /** Reason why the CPU must compute the expert. */
     enum llama_postfetch_reason reason;
-    /**
-     * Whether cpu_limit assigns the gate and up projections of this expert to the CPU.
-     */
+    /** Whether cpu_limit assigns the gate and up projections of this expert to the CPU. */
     bool gate_up_on_cpu;
 };
 
-/**
- * Statistics of a scheduler since its creation.
- */
+/** Statistics of a scheduler since its creation. */
 struct llama_postfetch_stats {
-    /**
-     * Set by the caller to sizeof(struct llama_postfetch_stats).
-     */
+    /** Set by the caller to sizeof(struct llama_postfetch_stats). */
     size_t struct_size;
-    /**
-     * Number of calls of llama_postfetch_schedule.
-     */
+    /** Number of calls of llama_postfetch_schedule. */
     uint64_t n_calls;
-    /**
-     * Number of experts that were queued for a copy.
-     */
+    /** Number of experts that were queued for a copy. */
     uint64_t n_experts;
-    /**
-     * Number of these that were copied together with the preceding neighbour.
-     */
+    /** Number of these that were copied together with the preceding neighbour. */
     uint64_t n_coalesced;
-    /**
-     * Number of ids that were already scheduled.
-     */
+    /** Number of ids that were already scheduled. */
     uint64_t n_duplicates;
-    /**
-     * Number of ids that are not experts of their layer.
-     */
+    /** Number of ids that are not experts of their layer. */
     uint64_t n_rejected;
-    /**
-     * Number of copies issued.
-     */
+    /** Number of copies issued. */
     uint64_t n_copies;
-    /**
-     * Number of these that went through page-locked staging buffers.
-     */
+    /** Number of these that went through page-locked staging buffers. */
     uint64_t n_staged_copies;
-    /**
-     * Bytes of these copies.
-     */
+    /** Bytes of these copies. */
     uint64_t bytes;
-    /**
-     * Number of answers to use the device.
-     */
+    /** Number of answers to use the device. */
     uint64_t n_hits;
-    /**
-     * Number of these for which a stream waits instead of the caller.
-     */
+    /** Number of these for which a stream waits instead of the caller. */
     uint64_t n_stream_hits;
-    /**
-     * Number of answers for which the caller waited.
-     */
+    /** Number of answers for which the caller waited. */
     uint64_t n_waits;
-    /**
-     * Total time that callers waited, in microseconds.
-     */
+    /** Total time that callers waited, in microseconds. */
     uint64_t wait_us;
-    /**
-     * Total time of copies on the device, in microseconds.
-     */
+    /** Total time of copies on the device, in microseconds. */
     uint64_t transfer_us;
-    /**
-     * Number of driver errors.
-     */
+    /** Number of driver errors. */
     uint64_t n_errors;
-    /**
-     * Number of answers to use the CPU, indexed by enum llama_postfetch_reason.
-     */
+    /** Number of answers to use the CPU, indexed by enum llama_postfetch_reason. */
     uint64_t n_fallbacks[16];
-    /**
-     * Device memory for experts in bytes.
-     */
+    /** Device memory for experts in bytes. */
     uint64_t scratchpad_bytes;
-    /**
-     * Maximum use of this memory in bytes.
-     */
+    /** Maximum use of this memory in bytes. */
     uint64_t scratchpad_peak;
-    /**
-     * Bytes of the model that are page-locked in place.
-     */
+    /** Bytes of the model that are page-locked in place. */
     uint64_t locked_bytes;
     /**
      * Overlap of copies with computation: 1 - wait_us / transfer_us; negative if no copy was timed
@@ -719,57 +465,31 @@ struct llama_postfetch_stats {
     double overlap;
 };
 
-/**
- * Counts and durations of a reload.
- */
+/** Counts and durations of a reload. */
 struct llama_sidecar_report_info {
-    /**
-     * Set by the caller to sizeof(struct llama_sidecar_report_info).
-     */
+    /** Set by the caller to sizeof(struct llama_sidecar_report_info). */
     size_t struct_size;
-    /**
-     * Number of files that were checked for changes, with one stat call each.
-     */
+    /** Number of files that were checked for changes, with one stat call each. */
     uint64_t n_files_checked;
-    /**
-     * Number of changed files; see llama_sidecar_report_get_file.
-     */
+    /** Number of changed files; see llama_sidecar_report_get_file. */
     uint64_t n_files;
-    /**
-     * Number of tensors in these files; see llama_sidecar_report_get_tensor.
-     */
+    /** Number of tensors in these files; see llama_sidecar_report_get_tensor. */
     uint64_t n_tensors;
-    /**
-     * Number of tensors with LLAMA_SIDECAR_OUTCOME_SWAPPED.
-     */
+    /** Number of tensors with LLAMA_SIDECAR_OUTCOME_SWAPPED. */
     uint64_t n_swapped;
-    /**
-     * Number of tensors with LLAMA_SIDECAR_OUTCOME_RETURNED.
-     */
+    /** Number of tensors with LLAMA_SIDECAR_OUTCOME_RETURNED. */
     uint64_t n_returned;
-    /**
-     * Number of tensors with LLAMA_SIDECAR_OUTCOME_UNCHANGED.
-     */
+    /** Number of tensors with LLAMA_SIDECAR_OUTCOME_UNCHANGED. */
     uint64_t n_unchanged;
-    /**
-     * Number of tensors with LLAMA_SIDECAR_OUTCOME_IN_PLACE.
-     */
+    /** Number of tensors with LLAMA_SIDECAR_OUTCOME_IN_PLACE. */
     uint64_t n_in_place;
-    /**
-     * Number of tensors with LLAMA_SIDECAR_OUTCOME_REFUSED.
-     */
+    /** Number of tensors with LLAMA_SIDECAR_OUTCOME_REFUSED. */
     uint64_t n_refused;
-    /**
-     * Number of tensors with LLAMA_SIDECAR_OUTCOME_MOVED.
-     */
+    /** Number of tensors with LLAMA_SIDECAR_OUTCOME_MOVED. */
     uint64_t n_moved;
-    /**
-     * Bytes read into new buffers.
-     */
+    /** Bytes read into new buffers. */
     uint64_t bytes_staged;
-    /**
-     * Generation of the model after the reload; 0 if nothing changed.
-     */
+    /** Generation of the model after the reload; 0 if nothing changed. */
     uint64_t generation;
     /**
      * Number of switches: 0 if nothing changed, 1 for an ordinary reload, more for a reload in
@@ -781,120 +501,68 @@ struct llama_sidecar_report_info {
      * report is freed.
      */
     const char *failure;
-    /**
-     * Time for checking files and parsing changed headers, in microseconds.
-     */
+    /** Time for checking files and parsing changed headers, in microseconds. */
     uint64_t detect_us;
-    /**
-     * Time for reading and hashing tensors, in microseconds.
-     */
+    /** Time for reading and hashing tensors, in microseconds. */
     uint64_t compare_us;
-    /**
-     * Time for allocating and filling new buffers, in microseconds.
-     */
+    /** Time for allocating and filling new buffers, in microseconds. */
     uint64_t stage_us;
-    /**
-     * Time spent waiting for running evaluations to end, in microseconds.
-     */
+    /** Time spent waiting for running evaluations to end, in microseconds. */
     uint64_t wait_us;
-    /**
-     * Time of the switch, during which no evaluation could run, in nanoseconds.
-     */
+    /** Time of the switch, during which no evaluation could run, in nanoseconds. */
     uint64_t switch_ns;
-    /**
-     * Total time in microseconds.
-     */
+    /** Total time in microseconds. */
     uint64_t total_us;
 };
 
-/**
- * One tensor of a changed file.
- */
+/** One tensor of a changed file. */
 struct llama_sidecar_report_tensor {
-    /**
-     * Set by the caller to sizeof(struct llama_sidecar_report_tensor).
-     */
+    /** Set by the caller to sizeof(struct llama_sidecar_report_tensor). */
     size_t struct_size;
-    /**
-     * Index of the tensor in the model.
-     */
+    /** Index of the tensor in the model. */
     uint64_t index;
-    /**
-     * Name of the tensor. Valid until the report is freed, as are the other strings.
-     */
+    /** Name of the tensor. Valid until the report is freed, as are the other strings. */
     const char *name;
-    /**
-     * Name of the previous type. A static string.
-     */
+    /** Name of the previous type. A static string. */
     const char *old_type;
-    /**
-     * Name of the new type. A static string.
-     */
+    /** Name of the new type. A static string. */
     const char *new_type;
-    /**
-     * Why the tensor was refused; empty otherwise.
-     */
+    /** Why the tensor was refused; empty otherwise. */
     const char *reason;
     /**
      * Description of the devices and the rows on each; empty if the tensor did not change or is on
      * no device.
      */
     const char *placement;
-    /**
-     * Bytes in the file; 0 for a tensor that was refused or only moved.
-     */
+    /** Bytes in the file; 0 for a tensor that was refused or only moved. */
     uint64_t nbytes;
-    /**
-     * Outcome for the tensor.
-     */
+    /** Outcome for the tensor. */
     enum llama_sidecar_outcome outcome;
 };
 
-/**
- * A file that changed since the last reload.
- */
+/** A file that changed since the last reload. */
 struct llama_sidecar_report_file {
-    /**
-     * Set by the caller to sizeof(struct llama_sidecar_report_file).
-     */
+    /** Set by the caller to sizeof(struct llama_sidecar_report_file). */
     size_t struct_size;
-    /**
-     * Path of the file. Valid until the report is freed, as is the reason.
-     */
+    /** Path of the file. Valid until the report is freed, as is the reason. */
     const char *path;
-    /**
-     * Why the file was skipped; empty otherwise.
-     */
+    /** Why the file was skipped; empty otherwise. */
     const char *reason;
-    /**
-     * Outcome for the file.
-     */
+    /** Outcome for the file. */
     enum llama_sidecar_file_event event;
 };
 
-/**
- * A tensor at the time of the call.
- */
+/** A tensor at the time of the call. */
 struct llama_sidecar_tensor_info {
-    /**
-     * Set by the caller to sizeof(struct llama_sidecar_tensor_info).
-     */
+    /** Set by the caller to sizeof(struct llama_sidecar_tensor_info). */
     size_t struct_size;
-    /**
-     * Index of the tensor.
-     */
+    /** Index of the tensor. */
     uint64_t index;
-    /**
-     * Name of the tensor. Valid until the model is freed.
-     */
+    /** Name of the tensor. Valid until the model is freed. */
     const char *name;
-    /**
-     * Name of the type in ggml, for example "q4_K". A static string.
-     */
+    /** Name of the type in ggml, for example "q4_K". A static string. */
     const char *type_name;
-    /**
-     * Path of the file of the tensor. Valid until the model is freed.
-     */
+    /** Path of the file of the tensor. Valid until the model is freed. */
     const char *path;
     /**
      * Host address of the data (host buffer or file mapping), or NULL if it is not readable
@@ -908,79 +576,43 @@ struct llama_sidecar_tensor_info {
      * host_data.
      */
     uint64_t device_data;
-    /**
-     * Number of elements per dimension, innermost first, as in ggml.
-     */
+    /** Number of elements per dimension, innermost first, as in ggml. */
     uint64_t ne[4];
-    /**
-     * Strides in bytes, as in ggml: nb[0] is a block, nb[1] is a row.
-     */
+    /** Strides in bytes, as in ggml: nb[0] is a block, nb[1] is a row. */
     uint64_t nb[4];
-    /**
-     * Size of the data in bytes.
-     */
+    /** Size of the data in bytes. */
     uint64_t nbytes;
-    /**
-     * Offset of the data in the file, or UINT64_MAX if a reload replaced the data.
-     */
+    /** Offset of the data in the file, or UINT64_MAX if a reload replaced the data. */
     uint64_t file_offset;
-    /**
-     * Number of times that the tensor changed since the model was opened.
-     */
+    /** Number of times that the tensor changed since the model was opened. */
     uint64_t generation;
-    /**
-     * Value of enum ggml_type.
-     */
+    /** Value of enum ggml_type. */
     uint32_t ggml_type;
-    /**
-     * Number of elements in a block of the type. A row is a whole number of blocks.
-     */
+    /** Number of elements in a block of the type. A row is a whole number of blocks. */
     uint32_t block_elements;
-    /**
-     * Index of the device; -1 if the tensor is not loaded, -2 if it is in several parts.
-     */
+    /** Index of the device; -1 if the tensor is not loaded, -2 if it is in several parts. */
     int32_t device;
-    /**
-     * Number of parts; 0 if the tensor is not loaded. See llama_sidecar_tensor_get_part.
-     */
+    /** Number of parts; 0 if the tensor is not loaded. See llama_sidecar_tensor_get_part. */
     uint32_t n_parts;
-    /**
-     * State of the tensor.
-     */
+    /** State of the tensor. */
     enum llama_sidecar_tensor_state state;
 };
 
-/**
- * A part of a loaded tensor, contiguous on one device.
- */
+/** A part of a loaded tensor, contiguous on one device. */
 struct llama_sidecar_tensor_part {
-    /**
-     * Set by the caller to sizeof(struct llama_sidecar_tensor_part).
-     */
+    /** Set by the caller to sizeof(struct llama_sidecar_tensor_part). */
     size_t struct_size;
-    /**
-     * Address of the part on the device. Valid as long as host_data of the tensor.
-     */
+    /** Address of the part on the device. Valid as long as host_data of the tensor. */
     uint64_t device_data;
-    /**
-     * Size of the part in bytes.
-     */
+    /** Size of the part in bytes. */
     uint64_t nbytes;
-    /**
-     * First row of the part, or first element of each row, depending on the axis.
-     */
+    /** First row of the part, or first element of each row, depending on the axis. */
     uint64_t first;
-    /**
-     * Number of rows, or of elements of each row.
-     */
+    /** Number of rows, or of elements of each row. */
     uint64_t count;
-    /**
-     * Index of the device.
-     */
+    /** Index of the device. */
     uint32_t device;
-    /**
-     * Where the tensor is cut.
-     */
+    /** Axis along which the tensor is split. */
     enum llama_sidecar_axis axis;
 };
 
@@ -996,9 +628,7 @@ extern "C" {
  */
 struct llama_context *llama_sidecar_context_new(const struct llama_model *model);
 
-/**
- * Frees a context and ends its evaluation, if one is running.
- */
+/** Frees a context and ends its evaluation, if one is running. */
 enum llama_sidecar_status llama_sidecar_context_free(struct llama_context *context);
 
 /**
@@ -1024,6 +654,9 @@ enum llama_sidecar_status llama_sidecar_eval_end(const struct llama_context *con
 
 /**
  * Sets the callback for stale graphs. NULL removes it.
+ *
+ * @param user_data Passed to `callback`. Must stay valid until the callback is replaced or the
+ * context is freed, and until a reload that is running then returns.
  */
 enum llama_sidecar_status llama_sidecar_on_stale(const struct llama_context *context,
                                                  llama_sidecar_stale callback,
@@ -1047,9 +680,7 @@ enum llama_sidecar_status llama_sidecar_device_get_info(const struct llama_model
 enum llama_sidecar_status llama_sidecar_log_set(llama_sidecar_log_callback callback,
                                                 void *user_data);
 
-/**
- * Finds a key by name, for example "general.architecture", and writes its index to `index`.
- */
+/** Finds a key by name, for example "general.architecture", and writes its index to `index`. */
 enum llama_sidecar_status llama_sidecar_metadata_find(const struct llama_model *model,
                                                       const char *key,
                                                       uint64_t *index);
@@ -1097,9 +728,7 @@ struct llama_model *llama_model_load(const char *path, const struct llama_sideca
  */
 enum llama_sidecar_status llama_sidecar_model_free(struct llama_model *model);
 
-/**
- * Fills `info` with the tensor, file, and device counts of a model.
- */
+/** Fills `info` with the tensor, file, and device counts of a model. */
 enum llama_sidecar_status llama_sidecar_model_get_info(const struct llama_model *model,
                                                        struct llama_sidecar_model_info *info);
 
@@ -1116,9 +745,7 @@ enum llama_sidecar_status llama_sidecar_model_load_all(const struct llama_model 
                                                        void *user_data,
                                                        struct llama_sidecar_load_report *report);
 
-/**
- * Fills `params` with the defaults, which depend on the LLAMA_* environment variables.
- */
+/** Fills `params` with the defaults, which depend on the LLAMA_* environment variables. */
 enum llama_sidecar_status llama_sidecar_default_params(struct llama_sidecar_params *params);
 
 /**
@@ -1139,9 +766,7 @@ enum llama_sidecar_status llama_postfetch_default_params(struct llama_postfetch_
 struct llama_postfetch *llama_postfetch_init(const struct llama_model *model,
                                              const struct llama_postfetch_params *params);
 
-/**
- * Frees a scheduler. Waits for its copies and for the work of streams that use its experts.
- */
+/** Frees a scheduler. Waits for its copies and for the work of streams that use its experts. */
 enum llama_sidecar_status llama_postfetch_free(struct llama_postfetch *postfetch);
 
 /**
@@ -1159,9 +784,7 @@ enum llama_sidecar_status llama_postfetch_schedule(const struct llama_postfetch 
                                                    const int32_t *ids,
                                                    size_t n);
 
-/**
- * Reports the state of an expert. Never waits.
- */
+/** Reports the state of an expert. Never waits. */
 enum llama_sidecar_status llama_postfetch_query(const struct llama_postfetch *postfetch,
                                                 uint32_t layer,
                                                 uint32_t expert,
@@ -1222,9 +845,7 @@ enum llama_sidecar_status llama_postfetch_download(const struct llama_postfetch 
                                                    void *buffer,
                                                    size_t size);
 
-/**
- * Releases an expert. Its device memory becomes reusable.
- */
+/** Releases an expert. Its device memory becomes reusable. */
 enum llama_sidecar_status llama_postfetch_release(const struct llama_postfetch *postfetch,
                                                   uint32_t layer,
                                                   uint32_t expert);
@@ -1245,9 +866,7 @@ enum llama_sidecar_status llama_postfetch_layer_of(const struct llama_postfetch 
                                                    uint64_t index,
                                                    uint32_t *layer);
 
-/**
- * Fills `stats` with the statistics of a scheduler.
- */
+/** Fills `stats` with the statistics of a scheduler. */
 enum llama_sidecar_status llama_postfetch_get_stats(const struct llama_postfetch *postfetch,
                                                     struct llama_postfetch_stats *stats);
 
@@ -1292,14 +911,10 @@ bool llama_reload_changed_tensors(struct llama_context *context);
 enum llama_sidecar_status llama_sidecar_reload(const struct llama_context *context,
                                                struct llama_sidecar_report **report);
 
-/**
- * Frees a report.
- */
+/** Frees a report. */
 enum llama_sidecar_status llama_sidecar_report_free(struct llama_sidecar_report *report);
 
-/**
- * Fills `info` with the counts and durations of a reload.
- */
+/** Fills `info` with the counts and durations of a reload. */
 enum llama_sidecar_status llama_sidecar_report_get_info(const struct llama_sidecar_report *report,
                                                         struct llama_sidecar_report_info *info);
 
@@ -1350,16 +965,12 @@ enum llama_sidecar_status llama_sidecar_last_status(void);
  */
 const char *llama_sidecar_status_name(uint32_t status);
 
-/**
- * Finds a tensor by name and writes its index to `index`.
- */
+/** Finds a tensor by name and writes its index to `index`. */
 enum llama_sidecar_status llama_sidecar_tensor_find(const struct llama_model *model,
                                                     const char *name,
                                                     uint64_t *index);
 
-/**
- * Fills `info` with the type, shape, and location of a tensor.
- */
+/** Fills `info` with the type, shape, and location of a tensor. */
 enum llama_sidecar_status llama_sidecar_tensor_get_info(const struct llama_model *model,
                                                         uint64_t index,
                                                         struct llama_sidecar_tensor_info *info);
@@ -1403,9 +1014,7 @@ enum llama_sidecar_status llama_sidecar_tensor_read(const struct llama_model *mo
  */
 struct llama_expert_trace *llama_expert_trace_new(const struct llama_model *model);
 
-/**
- * Frees a trace.
- */
+/** Frees a trace. */
 enum llama_sidecar_status llama_expert_trace_free(struct llama_expert_trace *trace);
 
 /**
@@ -1450,9 +1059,7 @@ enum llama_sidecar_status llama_expert_trace_counts(const struct llama_expert_tr
                                                     uint64_t *tokens,
                                                     size_t *n_experts);
 
-/**
- * Resets all counters to 0.
- */
+/** Resets all counters to 0. */
 enum llama_sidecar_status llama_expert_trace_reset(const struct llama_expert_trace *trace);
 
 /**
