@@ -15,7 +15,7 @@ use tempfile::NamedTempFile;
 
 use crate::attributes::Attributes;
 use crate::originals::{self, Version};
-use crate::space::{folder_of, is_no_room};
+use crate::space::{folder_of, is_out_of_space};
 use crate::target::Target;
 
 /// Bytes that are copied between two looks at the progress.
@@ -126,7 +126,7 @@ impl<'a> Draft<'a> {
                     "cannot write beside {}; it is as it was",
                     target.path.display()
                 );
-                if is_no_room(&error) {
+                if is_out_of_space(&error) {
                     what += &format!(
                         "; {needed} bytes are needed in {}: make room there",
                         folder.display()

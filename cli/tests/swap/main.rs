@@ -152,10 +152,7 @@ fn the_first_originals_are_kept_and_go_back_one_by_one() {
     assert!(one.contains("1 of 4 tensors change"), "{one}");
     succeeds(&[&bench.model, "--restore", "--tensor", ".*"]);
     assert_eq!(bytes(&bench.model), before);
-    fails(
-        &[&bench.model, "--restore"],
-        &["has no originals beside it"],
-    );
+    fails(&[&bench.model, "--restore"], &["has no file of originals"]);
 }
 
 /// Writes a shard of `count` with one tensor.
