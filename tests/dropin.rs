@@ -96,6 +96,25 @@ fn c_swaps() {
     );
 }
 
+#[test]
+fn a_write_in_place_is_reported_although_the_content_was_hashed_since() {
+    let (_folder, path) = copied("smollm2.gguf");
+    let mut host = Host::start(Program::C, &path, &on());
+    host.text(TOKENS);
+    let hash = |host: &Host| host.control("hash")["models"][0]["content_hash"].clone();
+    let loaded = hash(&host);
+    assert!(loaded.is_string(), "{loaded}");
+    let gguf = GgufFile::open(&path, Access::Read).expect("a model");
+    let tensor = gguf.header.find(c"blk.3.ffn_up.weight");
+    exchange_blocks(&path, tensor.expect("a tensor of this name"));
+    assert!(hash(&host).is_null(), "a reload looks at the file first");
+    let answer = host.control("reload");
+    assert_eq!(answer["reports"][0]["in_place"], 1, "{answer}");
+    assert!(hash(&host).is_string());
+    assert_ne!(hash(&host), loaded);
+    assert_eq!(host.end(), Some(0));
+}
+
 /// Waits until something holds.
 fn eventually(what: &str, holds: impl Fn() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(20);

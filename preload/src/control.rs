@@ -2,8 +2,8 @@
 //!
 //! [`llama_sidecar::protocol`] has the messages.
 //!
-//! Clients are served by threads of their own, which the host never waits for. One
-//! that sends a line that is too long, or no JSON, is told so and dropped.
+//! Each client has its own thread, which evaluations never wait for. A client that sends a
+//! line that is too long or not JSON gets an error, and its connection is closed.
 
 use std::fs::{self, Permissions};
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -27,37 +27,37 @@ use llama_sidecar::reload::{Outcome, Report, Trigger};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
-use crate::registry::{Instance, Model};
-use crate::{evaluations, gate, metrics, placement, registry, reloads, service, store, tracing};
+use crate::models::{Instance, Model};
+use crate::{barrier, expert_trace, metrics, models, placement, reloader, sched, thread};
 
-/// The longest request; ours have less than 100 bytes.
-const LONGEST_LINE: u64 = 4096;
+/// The longest request. Those of `llama-sidecar` have less than 100 bytes.
+const MAX_LINE: u64 = 4096;
 /// Clients at a time.
-const MOST_CLIENTS: usize = 16;
+const MAX_CLIENTS: usize = 16;
 /// How long a client may take to send a line or to take an answer.
-const CLIENT_PATIENCE: Duration = Duration::from_secs(10);
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The socket that is ours, to be removed at the end: its path, and its device and inode.
-static OURS: Mutex<Option<(PathBuf, (u64, u64))>> = Mutex::new(None);
+/// The socket of this process, to be removed at the end: path, device and inode.
+static SOCKET: Mutex<Option<(PathBuf, (u64, u64))>> = Mutex::new(None);
 static CLIENTS: AtomicUsize = AtomicUsize::new(0);
 
 /// Listens at `path`.
 pub fn start(path: &Path) {
     match listen(path) {
         Ok((listener, identity)) => {
-            *OURS.lock() = Some((path.to_owned(), identity));
-            service::spawn("llama-sidecar-c", move || serve(&listener));
+            *SOCKET.lock() = Some((path.to_owned(), identity));
+            thread::spawn("llama-sidecar-c", move || serve(&listener));
         }
         Err(error) => log::error!(
-            "LLAMA_SIDECAR_CONTROL={}: cannot listen there: {error}; there is no control socket",
+            "LLAMA_SIDECAR_CONTROL={}: cannot create the control socket: {error}; choose another path",
             path.display()
         ),
     }
 }
 
-/// Removes the socket, unless another process has put its own there.
+/// Removes the socket, unless another process has replaced it.
 pub fn stop() {
-    if let Some((path, identity)) = OURS.try_lock().and_then(|mut ours| ours.take())
+    if let Some((path, identity)) = SOCKET.try_lock().and_then(|mut socket| socket.take())
         && fs::symlink_metadata(&path).is_ok_and(|found| identity_of(&found) == identity)
     {
         let _ = fs::remove_file(path);
@@ -68,11 +68,12 @@ fn identity_of(found: &fs::Metadata) -> (u64, u64) {
     (found.dev(), found.ino())
 }
 
-/// Binds a socket that only its owner can use, over one at which no process listens.
+/// Binds a socket that only its owner can use. Replaces a socket at which no process
+/// listens.
 fn listen(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
     if let Ok(found) = fs::symlink_metadata(path) {
         if !found.file_type().is_socket() {
-            return Err(io::Error::other("something else is there"));
+            return Err(io::Error::other("another file is there"));
         }
         if is_listened_to(path)? {
             return Err(io::Error::other("another process listens there"));
@@ -91,10 +92,7 @@ fn listen(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
             (&raw const address).cast(),
             size,
         ))?;
-        checked(libc::listen(
-            socket.as_raw_fd(),
-            MOST_CLIENTS as libc::c_int,
-        ))?;
+        checked(libc::listen(socket.as_raw_fd(), MAX_CLIENTS as libc::c_int))?;
         fs::set_permissions(path, Permissions::from_mode(0o600))?;
         let identity = identity_of(&fs::symlink_metadata(path)?);
         Ok((UnixListener::from(socket), identity))
@@ -155,11 +153,11 @@ fn serve(listener: &UnixListener) {
             std::thread::sleep(Duration::from_millis(100));
             continue;
         };
-        if CLIENTS.fetch_add(1, Ordering::Relaxed) >= MOST_CLIENTS {
+        if CLIENTS.fetch_add(1, Ordering::Relaxed) >= MAX_CLIENTS {
             CLIENTS.fetch_sub(1, Ordering::Relaxed);
             continue;
         }
-        let started = service::spawn("llama-sidecar-c", move || {
+        let started = thread::spawn("llama-sidecar-c", move || {
             let _ = converse(&client);
             CLIENTS.fetch_sub(1, Ordering::Relaxed);
         });
@@ -170,15 +168,12 @@ fn serve(listener: &UnixListener) {
 }
 
 fn converse(client: &UnixStream) -> io::Result<()> {
-    client.set_read_timeout(Some(CLIENT_PATIENCE))?;
-    client.set_write_timeout(Some(CLIENT_PATIENCE))?;
+    client.set_read_timeout(Some(CLIENT_TIMEOUT))?;
+    client.set_write_timeout(Some(CLIENT_TIMEOUT))?;
     let mut lines = BufReader::new(client);
     loop {
         let mut line = Vec::new();
-        lines
-            .by_ref()
-            .take(LONGEST_LINE)
-            .read_until(b'\n', &mut line)?;
+        lines.by_ref().take(MAX_LINE).read_until(b'\n', &mut line)?;
         if line.is_empty() {
             return Ok(());
         }
@@ -212,14 +207,14 @@ fn answer(line: &[u8]) -> Result<Value, String> {
         Request::Ping => json!(Reply::done()),
         Request::Status => json!(status()),
         Request::Reload => json!(with_each_model(|model| {
-            reloads::reload(model, Trigger::Command)
+            reloader::reload(model, Trigger::Command)
         })),
         Request::Revert => {
-            reloads::freeze();
-            json!(with_each_model(reloads::revert))
+            reloader::freeze();
+            json!(with_each_model(reloader::revert))
         }
         Request::Unfreeze => {
-            reloads::unfreeze();
+            reloader::unfreeze();
             json!(Reply::done())
         }
         Request::Hash => json!(hashes()),
@@ -234,35 +229,37 @@ fn answer(line: &[u8]) -> Result<Value, String> {
         }
         Request::Trace => json!(Traces {
             ok: true,
-            traces: tracing::as_json(),
+            traces: expert_trace::as_json(),
         }),
         Request::TraceReset => {
-            tracing::reset();
+            expert_trace::reset();
             json!(Reply::done())
         }
     })
 }
 
 fn status() -> Status {
-    let pauses = gate::pauses();
+    let pauses = barrier::pauses();
     Status {
         ok: true,
         version: env!("CARGO_PKG_VERSION").into(),
         pid: std::process::id(),
-        evaluations: evaluations::count(),
-        generation: gate::generation(),
-        graphs_renewed: evaluations::renewed(),
+        evaluations: sched::count(),
+        generation: barrier::generation(),
+        graphs_renewed: sched::rebuilt(),
         pauses: pauses.count,
         longest_pause_us: pauses.longest.as_micros() as u64,
-        frozen: reloads::is_frozen(),
-        waiting: gate::waiting_for().map(|(obstacle, since)| Waiting {
+        frozen: reloader::is_frozen(),
+        waiting: barrier::pending().map(|(obstacle, since)| Waiting {
             obstacle: obstacle.map(|obstacle| obstacle.name().into()),
             seconds: since.as_secs_f64(),
         }),
-        failures: metrics::failures()
+        failures: reloader::counts()
+            .failures
+            .filter(|(_, count)| *count > 0)
             .map(|(cause, count)| (cause.name().into(), count))
             .collect(),
-        models: registry::models().iter().map(model_status).collect(),
+        models: models::models().iter().map(model_status).collect(),
     }
 }
 
@@ -290,20 +287,23 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
         on_original: model.tensors.len() - changed.len(),
         changed,
         private_bytes: model.private_bytes(),
-        blocked: reloads::blocked(model).map(|blocked| Blocked {
+        blocked: reloader::blocked(model).map(|blocked| Blocked {
             cause: blocked.cause.name().into(),
             error: blocked.error,
             seconds: blocked.since.elapsed().as_secs_f64(),
             attempts: blocked.attempts,
         }),
-        content_hash: store::content_hash(model, false).map(|hash| format!("{hash:032x}")),
+        content_hash: model
+            .engine
+            .content_hash(false)
+            .map(|hash| format!("{hash:032x}")),
     }
 }
 
 /// Returns a content hash of each model. Reads a model that was never swapped as a whole.
 fn hashes() -> Hashes {
-    let models = registry::models().into_iter().map(|model| {
-        let hash = reloads::read_content_hash(&model);
+    let models = models::models().into_iter().map(|model| {
+        let hash = reloader::read_content_hash(&model);
         ModelHash {
             model: model.number,
             content_hash: hash.map(|hash| format!("{hash:032x}")),
@@ -321,7 +321,7 @@ fn state(model: &Model, instance: &Instance) -> TensorState {
     let Some(buffer) = private.as_ref() else {
         return TensorState::OnOriginal;
     };
-    match buffer.is_host() && placement::own_device(model, instance).is_some() {
+    match buffer.is_host() && placement::device_buffer_type(model, instance).is_some() {
         true => TensorState::FallbackCpu,
         false => TensorState::Detached,
     }
@@ -331,7 +331,7 @@ fn state(model: &Model, instance: &Instance) -> TensorState {
 fn with_each_model(work: impl Fn(&Arc<Model>) -> Result<Report, Error>) -> Reloads {
     let mut reports = Vec::new();
     let mut ok = true;
-    for model in registry::models() {
+    for model in models::models() {
         reports.push(match work(&model) {
             Ok(report) => {
                 let all_used = report.files.iter().all(|file| file.ignored.is_none());

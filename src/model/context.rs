@@ -1,41 +1,41 @@
-//! What evaluates a model: marks when it does, and is told when cached graphs no
-//! longer fit.
+//! Evaluation contexts of a model. A context begins and ends evaluations, and calls back when
+//! cached graphs are stale.
 
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
 use super::Model;
-use super::gate::Evaluation;
+use super::quiesce::Evaluation;
 use crate::error::{Error, Result};
 use crate::reload;
 
-/// Called when a reload changed tensors, with the model's new generation.
+/// Receives the new generation of the model after a reload changed tensors.
 pub type StaleCallback = dyn Fn(u64) + Send + Sync;
 
-/// Attached to a model, which it keeps alive.
+/// An evaluation context of a model. Keeps the model alive.
 pub struct Context {
     model: Arc<Model>,
     evaluation: Mutex<Slot>,
     listener: Arc<Listener>,
 }
 
-/// What a context does.
+/// The evaluation of a context.
 enum Slot {
     Idle,
-    /// A thread waits to begin an evaluation. It does not keep the lock meanwhile, or the
-    /// stale-graph callback of the switch that it waits for would wait for the lock.
+    /// A thread waits to begin an evaluation. The thread does not hold the lock of the slot
+    /// meanwhile, because the stale-graph callback of the awaited switch may need that lock.
     Beginning,
     Evaluates(Evaluation),
 }
 
-/// The part of a context that a reload talks to.
+/// The callback of a context.
 #[derive(Default)]
 struct Listener {
     callback: Mutex<Option<Arc<StaleCallback>>>,
 }
 
-/// Everybody who is told of a switch.
+/// The callbacks of all contexts of a model.
 #[derive(Default)]
 pub(super) struct Listeners(Mutex<Vec<Weak<Listener>>>);
 
@@ -54,34 +54,34 @@ impl Context {
         }
     }
 
-    /// The model.
+    /// Returns the model.
     pub fn model(&self) -> &Arc<Model> {
         &self.model
     }
 
-    /// Calls `callback` whenever a reload changed tensors: after the switch and
-    /// before the next evaluation can begin, on the thread that reloads. It must
-    /// not begin an evaluation or reload.
+    /// Calls `callback` whenever a reload changed tensors: after the switch, before the next
+    /// evaluation can begin, on the thread that reloads. The callback must not begin an
+    /// evaluation and must not reload.
     pub fn on_stale(&self, callback: Option<Arc<StaleCallback>>) {
         *self.listener.callback.lock() = callback;
     }
 
-    /// Begins an evaluation and returns the model's generation, which stays the
-    /// same until [`Context::end`]. Waits for a switch that is under way, and some seconds
-    /// for one that waits for other evaluations.
+    /// Begins an evaluation and returns the generation of the model. The generation stays the
+    /// same until [`Context::end`]. Waits for a running switch, and up to 5 seconds for a switch
+    /// that waits for other evaluations.
     pub fn begin(&self) -> Result<u64> {
         let mut slot = self.evaluation.lock();
         if !matches!(*slot, Slot::Idle) {
             return Err(Error::Busy(
-                "this context already evaluates: end that evaluation first, or use one context a thread",
+                "this context already evaluates: end that evaluation first, or use one context per thread",
             ));
         }
-        match self.model.gate.try_begin()? {
+        match self.model.barrier.try_begin()? {
             Some(evaluation) => *slot = Slot::Evaluates(evaluation),
             None => {
                 *slot = Slot::Beginning;
                 drop(slot);
-                let begun = self.model.gate.begin();
+                let begun = self.model.barrier.begin();
                 let mut slot = self.evaluation.lock();
                 *slot = Slot::Idle;
                 *slot = Slot::Evaluates(begun?);
@@ -96,17 +96,19 @@ impl Context {
         match std::mem::replace(&mut *slot, Slot::Idle) {
             Slot::Evaluates(evaluation) => {
                 drop(slot);
-                self.model.gate.end(evaluation);
+                self.model.barrier.end(evaluation);
                 Ok(())
             }
             other => {
                 *slot = other;
-                Err(Error::Busy("this context does not evaluate"))
+                Err(Error::Busy(
+                    "this context does not evaluate: begin an evaluation first",
+                ))
             }
         }
     }
 
-    /// Reloads what changed on disk; see [`Model::reload`].
+    /// Reloads changed files; see [`Model::reload`].
     pub fn reload(&self) -> Result<reload::Report> {
         self.model.reload()
     }
@@ -116,13 +118,13 @@ impl Drop for Context {
     fn drop(&mut self) {
         let slot = std::mem::replace(self.evaluation.get_mut(), Slot::Idle);
         if let Slot::Evaluates(evaluation) = slot {
-            self.model.gate.end(evaluation);
+            self.model.barrier.end(evaluation);
         }
     }
 }
 
 impl Listeners {
-    pub(super) fn tell(&self, generation: u64) {
+    pub(super) fn notify(&self, generation: u64) {
         // Called without the lock: a callback may create or free contexts.
         let all: Vec<_> = self.0.lock().iter().filter_map(Weak::upgrade).collect();
         for listener in all {
@@ -144,32 +146,41 @@ impl std::fmt::Debug for Listeners {
 
 #[cfg(test)]
 mod tests {
-    use std::path::PathBuf;
+    use std::path::{Path, PathBuf};
     use std::time::Duration;
 
     use tempfile::TempDir;
-    use testkit::writer::{F16, F32, Gguf};
 
     use super::super::Options;
-    use super::super::gate::{Gate, Limits};
+    use super::super::quiesce::{EvalBarrier, Limits};
     use super::*;
+    use crate::gguf::{HeaderWriter, TypeInfo};
     use crate::reload::Outcome;
 
-    fn sample(ty: u32) -> Gguf {
-        Gguf::default().tensor("output_norm.weight", &[64], ty, 1)
+    /// Puts a model of one tensor of 64 elements there, by rename.
+    fn write(ty: &str, path: &Path) {
+        let ty = TypeInfo::from_name(ty).unwrap();
+        let data = vec![0x11; 64 * ty.bytes as usize];
+        let mut header = HeaderWriter::new(32);
+        let name = b"output_norm.weight";
+        let written = header.tensor(name, &[64], ty.id, data.len() as u64);
+        written.unwrap();
+        let beside = path.with_extension("new");
+        std::fs::write(&beside, [header.finish(), data].concat()).unwrap();
+        std::fs::rename(beside, path).unwrap();
     }
 
     /// A model whose switches wait for `limits`, and its file.
     fn open(limits: Limits) -> (TempDir, PathBuf, Arc<Model>) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
-        sample(F32).write(&path).unwrap();
+        write("f32", &path);
         let options = Options {
             hotswap: true,
             ..Options::host()
         };
         let mut model = Model::open(&path, options).unwrap();
-        model.gate = Gate::with(limits);
+        model.barrier = EvalBarrier::with(limits);
         (folder, path, Arc::new(model))
     }
 
@@ -177,23 +188,23 @@ mod tests {
     fn a_reload_that_gives_up_changes_nothing_and_can_be_repeated() {
         let (_folder, path, model) = open(Limits {
             hold: Duration::ZERO,
-            patience: Duration::ZERO,
+            timeout: Duration::ZERO,
         });
         let (evaluating, other) = (Context::new(model.clone()), Context::new(model.clone()));
         evaluating.begin().unwrap();
-        sample(F16).replace(&path).unwrap();
+        write("f16", &path);
         std::thread::scope(|scope| {
             let reload = scope.spawn(|| other.reload()).join().unwrap();
             assert!(matches!(reload, Err(Error::Busy(_))), "{reload:?}");
         });
         assert_eq!(model.generation(), 0);
-        assert_eq!(model.tensor(0).ty().id, F32);
+        assert_eq!(model.tensor(0).ty().name(), "f32");
         assert_eq!(other.begin().unwrap(), 0, "evaluations begin again");
         other.end().unwrap();
         evaluating.end().unwrap();
         let report = other.reload().unwrap();
         assert_eq!(report.count(Outcome::Swapped), 1);
-        assert_eq!(model.tensor(0).ty().id, F16);
+        assert_eq!(model.tensor(0).ty().name(), "f16");
     }
 
     #[test]
@@ -214,7 +225,7 @@ mod tests {
             }
             assert!(context.end().is_err(), "it has not begun yet");
         })));
-        sample(F16).replace(&path).unwrap();
+        write("f16", &path);
         assert_eq!(reloads.reload().unwrap().count(Outcome::Swapped), 1);
         let begun = thread.lock().take().expect("the callback was called");
         assert_eq!(begun.join().unwrap().unwrap(), 1);

@@ -4,7 +4,6 @@ use std::ffi::CString;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use super::store::Commit;
 use crate::device::DeviceError;
 use crate::error::{Error, Result};
 use crate::gguf::TypeInfo;
@@ -25,6 +24,17 @@ pub enum Outcome {
     /// The same bytes in other places, because something that is laid out with it
     /// changed, or there was no room on a device, or there is again.
     Moved,
+}
+
+/// What a commit did to a tensor.
+#[derive(Debug, Clone)]
+pub struct Effect {
+    /// Index of the tensor.
+    pub tensor: usize,
+    /// What happened to the tensor.
+    pub outcome: Outcome,
+    /// Which devices hold which rows of the tensor now; empty while it is on no device.
+    pub placement: String,
 }
 
 /// One tensor of a changed file.
@@ -256,14 +266,6 @@ impl Report {
             self.log();
         }
         Ok(self)
-    }
-
-    pub(super) fn committed(&mut self, commit: &Commit) {
-        self.news = true;
-        self.commits += 1;
-        self.times.wait += commit.wait;
-        self.times.switch += commit.switch;
-        self.generation = commit.generation;
     }
 
     pub(super) fn log(&self) {

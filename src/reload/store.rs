@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::budget::Need;
 use super::content::Defects;
 use super::hash::Hash;
-use super::report::Outcome;
+use super::report::Effect;
 use crate::background::Readers;
 use crate::device::DeviceError;
 use crate::error::Result;
@@ -19,7 +19,7 @@ pub enum Change<'a> {
     /// Its bytes have changed already, in the file that it is used out of.
     InPlace(usize),
     /// It gets new bytes.
-    Swap(Job<'a>),
+    Swap(NewData<'a>),
 }
 
 impl Change<'_> {
@@ -27,14 +27,14 @@ impl Change<'_> {
     pub fn tensor(&self) -> usize {
         match self {
             Change::Return(tensor) | Change::InPlace(tensor) => *tensor,
-            Change::Swap(job) => job.tensor,
+            Change::Swap(new_data) => new_data.tensor,
         }
     }
 }
 
 /// New bytes for a tensor: `nbytes` of `source` from `offset` on.
 #[derive(Debug, Clone, Copy)]
-pub struct Job<'a> {
+pub struct NewData<'a> {
     /// Index of the tensor.
     pub tensor: usize,
     /// Type of the new bytes; the shape is the old one.
@@ -47,9 +47,9 @@ pub struct Job<'a> {
     pub nbytes: u64,
 }
 
-/// What to do where a device has no room.
+/// What to do where a device is out of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum NoRoom {
+pub enum OnOutOfMemory {
     /// Stage nothing, and say so.
     Fail,
     /// Stage the tensor, and all that must be laid out with it, in host memory.
@@ -74,27 +74,23 @@ pub enum StageError {
     Device(DeviceError),
 }
 
-/// What a commit did to a tensor.
-#[derive(Debug, Clone)]
-pub struct Effect {
-    /// Index of the tensor.
-    pub tensor: usize,
-    /// What happened to it.
-    pub outcome: Outcome,
-    /// Where it now is, in words; empty while it is on no device.
-    pub placement: String,
+/// A switch that was done.
+#[derive(Debug, Clone, Copy)]
+pub struct Switched {
+    /// How long the switch waited for running evaluations to end.
+    pub wait: Duration,
+    /// How long the switch itself took. No evaluation ran meanwhile.
+    pub switch: Duration,
+    /// The generation after the switch.
+    pub generation: u64,
 }
 
-/// What a commit cost and did.
+/// What a commit did.
 #[derive(Debug, Clone)]
 pub struct Commit {
-    /// Waiting for running evaluations to end.
-    pub wait: Duration,
-    /// The switch itself, during which no evaluation could run.
-    pub switch: Duration,
-    /// The generation that it made.
-    pub generation: u64,
-    /// Every tensor that it touched.
+    /// The switch.
+    pub switched: Switched,
+    /// Every tensor that the commit touched.
     pub effects: Vec<Effect>,
 }
 
@@ -113,16 +109,16 @@ pub trait Store: Sync {
     /// is sure that the bytes have not changed since gives it back.
     fn live_hash(&self, tensor: usize, known: Option<Hash>) -> Option<Hash>;
 
-    /// Where a tensor is used straight out of the file with this identity, although
-    /// that was written in place since its bytes were trusted: its offset there.
-    fn written_through(&self, tensor: usize, id: &FileId) -> Option<u64>;
+    /// Returns the offset of a tensor that is used through the mapping of a file, if that file
+    /// was written in place and has the identity `id` now, which is not trusted yet.
+    fn modified_mapped_offset(&self, tensor: usize, id: &FileId) -> Option<u64>;
 
     /// Whether a tensor has left its original bytes and can go back to them, and
     /// they still hash to `hash`.
     fn can_return(&self, tensor: usize, hash: Hash) -> bool;
 
     /// Why a tensor cannot get these bytes, however often it is tried; `None` when it can.
-    fn refuses(&self, _job: &Job<'_>) -> Option<String> {
+    fn refuses(&self, _job: &NewData<'_>) -> Option<String> {
         None
     }
 
@@ -150,21 +146,19 @@ pub trait Store: Sync {
     /// Tensors with the same number are laid out together: never switched apart.
     fn group(&self, tensor: usize) -> usize;
 
-    /// The most bytes to stage before a switch; 0 for no limit.
-    fn staging_bytes(&self) -> u64;
-
-    /// Whether tensors are in host memory for want of room, and should go back to
-    /// their devices when they fit again.
-    fn has_displaced(&self) -> bool;
-
     /// Reads and uploads everything that `changes` need into new buffers. Changes
-    /// nothing that can be seen. With no changes at all, it tries to bring displaced
-    /// tensors back; `None` when there is nothing to switch.
+    /// nothing that can be seen. `None` when there is nothing to switch.
     fn stage(
         &self,
         changes: &[Change<'_>],
-        no_room: NoRoom,
+        on_out_of_memory: OnOutOfMemory,
     ) -> Result<Option<Self::Staged>, StageError>;
+
+    /// Stages the return of tensors that [`OnOutOfMemory::Fallback`] has put into host memory,
+    /// as far as their devices have room again. `None` when there is nothing to switch.
+    fn stage_displaced(&self) -> Result<Option<Self::Staged>, StageError> {
+        Ok(None)
+    }
 
     /// Switches everything staged, between evaluations, and tells whoever caches
     /// graphs. All or nothing.
