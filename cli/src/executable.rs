@@ -1,4 +1,4 @@
-//! Executable files: how they are found, and whether the drop-in can be loaded into them.
+//! Executable files: search, format, and whether the drop-in can be loaded into them.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -160,4 +160,24 @@ fn kind(path: &Path) -> Option<Kind> {
             .map(|name| (*name).to_owned())
             .collect(),
     }))
+}
+
+/// Returns the path of the drop-in library, relative to this program: installed, or in the build
+/// tree.
+pub fn preload_library() -> Result<PathBuf> {
+    const NAME: &str = "libllama_sidecar_preload.so";
+    let program = std::env::current_exe().context("cannot find the path of this program")?;
+    let folder = program
+        .parent()
+        .context("the path of this program has no folder")?;
+    let places = ["../lib", "../preload/release", "."];
+    for place in places {
+        if let Ok(found) = folder.join(place).join(NAME).canonicalize() {
+            return Ok(found);
+        }
+    }
+    bail!(
+        "{NAME} is not in {}: install it with 'cargo xtask install --prefix DIR' and run DIR/bin/llama-sidecar",
+        folder.join("../lib").display()
+    )
 }

@@ -9,10 +9,14 @@
 //! | [`swap`] | tensors from one model's files to another's, and back |
 //! | [`control`] | requests to a running program |
 //! | [`server`] | the slots of a llama-server |
-//! | [`report`], [`svg`], [`trace_report`] | expert traces as a page, images, counts |
+//! | [`report`] | expert traces as a page or text |
+//! | [`svg`] | images of expert traces |
+//! | [`trace_report`] | expert traces from files |
 //! | [`inspect`], [`load`] | a model's description, the time to load it |
-//! | [`originals`], [`rewrite`] | the file of original tensors, new versions of a file |
-//! | [`target`], [`attributes`], [`space`] | a file to replace, its attributes, free space |
+//! | [`originals`] | the file of original tensors |
+//! | [`rewrite`] | new versions of a file |
+//! | [`part`] | tensors of files, by type and content |
+//! | [`target`], [`attributes`], [`space`] | files to replace, their attributes, free space |
 //! | [`child`], [`executable`], [`journal`], [`hooks`] | processes, ELF files, events of the drop-in, reachable hooks |
 
 mod attributes;
@@ -26,6 +30,7 @@ mod inspect;
 mod journal;
 mod load;
 mod originals;
+mod part;
 mod report;
 mod rewrite;
 mod run;

@@ -6,17 +6,15 @@
 
 use std::cell::OnceCell;
 use std::ffi::{CStr, OsString};
-use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use llama_sidecar::gguf::{
-    Access, GgufFile, HeaderWriter, Key, OpenError, TensorInfo, Value, ValueType,
-};
-use llama_sidecar::reload::{Hash, hash_bytes, hash_source};
+use llama_sidecar::gguf::{Access, GgufFile, HeaderWriter, Key, OpenError, Value, ValueType};
+use llama_sidecar::reload::{Hash, hash_bytes};
 
-use crate::rewrite::{self, Part};
+use crate::part::{Part, Version, hash_from, hash_of};
+use crate::rewrite;
 
 /// The format of the file. The first one had no such key.
 const FORMAT: u32 = 2;
@@ -36,40 +34,6 @@ const FIRST_FORMAT_KEY: &str = "llama-sidecar.originals-of";
 
 /// Hexadecimal digits of a hash.
 const DIGITS: usize = 32;
-
-/// Type and content of a tensor, which identify a version of the tensor.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Version {
-    ty: u32,
-    hash: Hash,
-}
-
-impl Version {
-    /// Returns the version of a tensor with this hash.
-    pub fn new(info: &TensorInfo, hash: Hash) -> Version {
-        let ty = info.ty.id;
-        Version { ty, hash }
-    }
-
-    fn parse(text: &[u8]) -> Option<Version> {
-        let (ty, hash) = std::str::from_utf8(text).ok()?.split_once(' ')?;
-        Some(Version {
-            ty: ty.parse().ok()?,
-            hash: hash_from(hash.as_bytes())?,
-        })
-    }
-}
-
-impl fmt::Display for Version {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {:032x}", self.ty, self.hash)
-    }
-}
-
-fn hash_from(text: &[u8]) -> Option<Hash> {
-    let text = std::str::from_utf8(text).ok()?;
-    Hash::from_str_radix(text, 16).ok()
-}
 
 /// The content of a model's file. Each tensor is read at most once.
 pub struct Content<'a> {
@@ -102,12 +66,6 @@ impl<'a> Content<'a> {
     pub fn parts(&self) -> Result<Vec<Part<'a>>> {
         (0..self.hashes.len()).map(|at| self.part(at)).collect()
     }
-}
-
-/// Hashes the data of a tensor.
-pub fn hash_of(file: &GgufFile, info: &TensorInfo) -> Result<Hash> {
-    let hash = hash_source(&file.source, info.offset, info.nbytes);
-    hash.with_context(|| format!("cannot read {}", file.source.path().display()))
 }
 
 /// The originals of a model's file.

@@ -11,7 +11,8 @@ use llama_sidecar::gguf::{Access, GgufFile, TensorInfo, open_model};
 use regex::Regex;
 
 use crate::originals::{self, Content, Originals, Record};
-use crate::rewrite::{self, Draft, Part, Written};
+use crate::part::{Part, Version, hash_of};
+use crate::rewrite::{self, Draft, Written};
 use crate::space::{self, Need};
 use crate::target::Target;
 use crate::{control, server};
@@ -188,7 +189,7 @@ fn plan_swap<'a>(
                 new.ne,
                 from.source.path().display()
             );
-            let hash = originals::hash_of(from, new)?;
+            let hash = hash_of(from, new)?;
             let new = Part {
                 file: from,
                 info: new,
@@ -264,8 +265,7 @@ fn change<'a>(
         parts[at] = new;
     }
     let written: Vec<_> = parts.iter().map(Part::version).collect();
-    let differs =
-        |(before, written): &(Part<'a>, &originals::Version)| before.version() != **written;
+    let differs = |(before, written): &(Part<'a>, &Version)| before.version() != **written;
     let saved = before.into_iter().zip(&written).filter(differs);
     let saved: Vec<_> = saved.map(|(before, _)| before).collect();
     let size = known.map_or(file.source.id().size, |known| known.size);
