@@ -107,7 +107,7 @@ fn a_full_disk_is_found_before_anything_is_written() {
     assert!(disk.free() > 30 * 1024 && disk.free() < 60 * 1024);
     let from = other.display().to_string();
     let arguments: [&str; 5] = [&model, "--tensor", ".*", "--from", &from];
-    let free = format!("and {} are free: make room there", disk.free());
+    let free = format!("and {} are free: free some space", disk.free());
     fails(&arguments, &["the new files need", &free]);
     let text = String::from_utf8(swap(&arguments).stderr).expect("text");
     let needed = text.split_once(" bytes in").map(|(before, _)| before);

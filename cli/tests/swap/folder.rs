@@ -74,7 +74,7 @@ fn a_swap_waits_for_another_and_takes_its_result() {
     let mut errors = BufReader::new(child.stderr.take().expect("a pipe"));
     errors.read_line(&mut line).expect("text");
     assert!(
-        line.contains("model.gguf") && line.contains("waits until"),
+        line.contains("model.gguf") && line.contains("waiting for its end"),
         "{line}"
     );
     // What the other one did meanwhile: a new file at the path.

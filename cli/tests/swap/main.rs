@@ -152,7 +152,7 @@ fn the_first_originals_are_kept_and_go_back_one_by_one() {
     assert!(one.contains("1 of 4 tensors change"), "{one}");
     succeeds(&[&it.model, "--restore", "--tensor", ".*"]);
     assert_eq!(bytes(&it.model), before);
-    fails(&[&it.model, "--restore"], &["has no originals beside it"]);
+    fails(&[&it.model, "--restore"], &["has no file of originals"]);
 }
 
 /// Writes a shard of `count` with one tensor.

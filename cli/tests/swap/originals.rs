@@ -100,7 +100,7 @@ fn a_tensor_that_no_swap_wrote_stops_swap_and_restore() {
             "model.gguf.originals does not fit",
             &format!("'{name}' is neither"),
             "nothing was changed",
-            "move it away",
+            "move the originals away",
         ]);
         // What the message advises.
         let moved = it.at("moved.gguf");
