@@ -1,8 +1,8 @@
-//! What the drop-in costs a host, and what it saves: evaluations with it idle against
-//! without it, and a swap of one tensor against starting the host again.
+//! Measures the cost of the idle drop-in per evaluation, and a swap of one tensor against a
+//! restart of the program.
 //!
-//! Run it with `cargo xtask bench dropin`. The host is `hosts/c/host.c`, which starts
-//! faster than any other.
+//! Run it with `cargo xtask bench dropin`. The program is `hosts/c/host.c`, which starts
+//! faster than the others.
 
 use std::ffi::CString;
 use std::os::unix::fs::FileExt;
@@ -42,9 +42,9 @@ fn seconds(work: impl FnOnce()) -> f64 {
 /// Time that a program which is no host takes from start to end.
 fn start() {
     const ROUNDS: usize = 301;
-    println!("### Programs that are no hosts\n");
+    println!("### Programs without ggml\n");
     println!(
-        "`true`, from start to end, {ROUNDS} times, alternating. Limit: loading one more library.\n"
+        "`true`, from start to exit, {ROUNDS} times, alternating. Limit: loading one more library.\n"
     );
     println!("| without ms | with ms | ratio |");
     println!("|---|---|---|");
@@ -65,9 +65,9 @@ fn start() {
 fn idle() {
     const TOKENS: usize = 60;
     const ROUNDS: usize = 41;
-    println!("### Evaluations with hot-swap on and nothing to swap, and with experts counted\n");
+    println!("### Evaluations with hot-swap and nothing to swap, and with the expert trace\n");
     println!(
-        "Peer: the same host without the drop-in, two processes of it, so that what one process has over another shows. {ROUNDS} rounds of a text of {TOKENS} tokens, alternating; the middle half of the rounds in brackets. Limit: a few atomic operations per token, and copying 30 x 8 bytes for the experts.\n"
+        "Peer: the same program without the drop-in, in two processes, which shows the difference between equal processes. {ROUNDS} rounds of a text of {TOKENS} tokens, alternating; the range of the middle half of the rounds in brackets. Limit: a few atomic operations per token, and copying 30 x 8 bytes for the experts.\n"
     );
     println!(
         "| model | with | without ms/token | with ms/token | ratio of medians | of the fastest rounds |"
@@ -151,7 +151,7 @@ impl Shards {
         let path = folder.join(name);
         let versions = [0, 1].map(|i| folder.join(format!("version-{i}")));
         for version in &versions {
-            std::fs::copy(&path, version).expect("room for a copy");
+            std::fs::copy(&path, version).expect("space for a copy");
         }
         let gguf = GgufFile::open(&versions[1], Access::Read).expect("a shard");
         let info = &gguf.header.tensors[0];
@@ -159,8 +159,8 @@ impl Shards {
         gguf.source.read_at(&mut row, info.offset).expect("bytes");
         row.rotate_left(1024);
         let file = std::fs::OpenOptions::new().write(true).open(&versions[1]);
-        let file = file.expect("our own copy");
-        file.write_all_at(&row, info.offset).expect("room");
+        let file = file.expect("a private copy");
+        file.write_all_at(&row, info.offset).expect("space");
         Shards {
             first: folder.join(&names[0]),
             path,
@@ -180,12 +180,12 @@ impl Shards {
 
 fn swaps(folder: &Path) {
     const ROUNDS: usize = 15;
-    println!("### A swap of one tensor against starting the host again\n");
+    println!("### A swap of one tensor against a restart\n");
     println!(
-        "A model of 272 files, one tensor each, 200 MB. Start: from the start of the process until it has loaded the model, its files in the page cache: the C program, and node-llama-cpp. Swap: in the C program, from the rename until the reload is answered; while it rests, and while it writes text, when the evaluation of a token ends first. Medians of {ROUNDS}, alternating. Limit: the new bytes are read twice and written once, at the speed of memory.\n"
+        "A model of 272 files, one tensor each, 200 MB. Start: from the start of the process until the model is loaded, with its files in the page cache; for the C program and for node-llama-cpp. Swap: in the C program, from the rename until the answer to the reload; once while the program is idle, and once while it generates text, which includes the rest of a token's evaluation. Medians of {ROUNDS}, alternating. Limit: the new bytes are read twice and written once, at the speed of memory.\n"
     );
     println!(
-        "| tensor MB | start C ms | start Node ms | swap ms | ratio C | ratio Node | swap while writing ms | switch us | longest pause of an evaluation us |"
+        "| tensor MB | start C ms | start Node ms | swap ms | ratio C | ratio Node | swap while generating ms | switch us | longest pause of an evaluation us |"
     );
     println!("|---|---|---|---|---|---|---|---|---|");
     for tensor in ["blk.0.ffn_up.weight", "token_embd.weight"] {

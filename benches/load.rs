@@ -1,7 +1,7 @@
-//! Open, load and reload against their peers, as ratios within one run.
+//! Compares open, load and reload with their peers, as ratios within one run.
 //!
-//! Both sides of a comparison alternate, so that a noisy machine is noisy for
-//! both; each figure is the median. Run it with `cargo xtask bench load`.
+//! Both sides of a comparison alternate, so noise affects both; each figure is the
+//! median. Run it with `cargo xtask bench load`.
 
 use std::fs::File;
 use std::hint::black_box;
@@ -71,9 +71,9 @@ fn open(folder: &Path) {
     });
     let ggml = Ggml::load(&upstream_libraries());
 
-    println!("### Open: header, index of all tensors, ready to use\n");
+    println!("### Open: header and index of all tensors\n");
     println!(
-        "Peer: `gguf_init_from_file` of upstream's prebuilt libggml-base.so. Limit: the same walk over a header that is already in memory and mapped.\n"
+        "Peer: `gguf_init_from_file` of upstream's prebuilt libggml-base.so. Limit: one pass over a header that is already in memory and mapped.\n"
     );
     println!("| file | ggml ms | model open ms | ratio | limit ms | header MB |");
     println!("|---|---|---|---|---|---|");
@@ -141,7 +141,7 @@ fn sparse(folder: &Path) {
     let opened = resident();
     let view = model.tensor(100);
     let bytes = model.host_bytes(&view).expect("mapped");
-    // SAFETY: nobody writes the file, and the model outlives the loop.
+    // SAFETY: no process writes the file, and the model outlives the loop.
     let sum: u64 = unsafe { &*bytes }
         .iter()
         .step_by(4096)
@@ -153,7 +153,7 @@ fn sparse(folder: &Path) {
         "### A model of {:.0} GB (sparse file)\n",
         model.file_bytes() as f64 / 1e9
     );
-    println!("| step | resident MiB more | bar |");
+    println!("| step | added resident MiB | target |");
     println!("|---|---|---|");
     println!(
         "| open ({:.2} ms) | {:.1} | < 32 |",

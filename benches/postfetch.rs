@@ -1,5 +1,5 @@
-//! Post-fetch: how much of the copies it hides, what it costs the thread that asks, and
-//! what it costs where there is no GPU.
+//! Measures the overlap of post-fetch, its cost for the calling thread, and its cost without
+//! a GPU.
 //!
 //! Run it with `cargo xtask bench postfetch`: on the CUDA driver that is installed, or on
 //! the simulated one, and once without any.
@@ -21,7 +21,7 @@ use testkit::writer::{Gguf, Kv, Q4_K, Tensor};
 /// Layers of tokens per round; rounds.
 const LAYERS: usize = 60;
 const ROUNDS: usize = 5;
-/// How long the fetching thread looks out for work.
+/// How long the fetch thread busy-waits.
 const SPIN: Duration = Duration::from_millis(20);
 /// `enum ggml_type`: 17 bytes for 32 elements.
 const MXFP4: u32 = 39;
@@ -104,7 +104,7 @@ fn options() -> Options {
     Options {
         config: Config::get().postfetch.clone(),
         active: 0,
-        patience: Duration::from_secs(5),
+        timeout: Duration::from_secs(5),
     }
 }
 
@@ -124,7 +124,7 @@ fn main() {
 }
 
 fn without_device(why: &str) {
-    println!("### Post-fetch where there is no GPU\n");
+    println!("### Post-fetch without a GPU\n");
     let folder = tempfile::tempdir_in("/dev/shm").expect("a folder");
     let shape = &SHAPES[1];
     let fetch = PostFetch::new(shape.model(folder.path()), options(), || {
@@ -164,7 +164,7 @@ fn with_device() {
     let device = CudaDevice::open(0).expect("a device");
     println!("### Post-fetch on {}\n", device.name());
     println!(
-        "One layer per step: schedule its active experts, compute for as long as their copies take, acquire all, release. {LAYERS} steps a round, alternating with the peer, medians of {ROUNDS} rounds. Peer: a copy from pageable memory for each expert, and then the same computation. Limit: the same copies from page-locked memory, one behind the other, with nothing else to do. Schedule: the median call, with the fetching thread looking out for work, and with it asleep (what is added is the price of waking a thread).\n"
+        "One layer per step: schedule its active experts, compute for as long as their copies take, acquire all, release. {LAYERS} steps a round, alternating with the peer, medians of {ROUNDS} rounds. Peer: a copy from pageable memory for each expert, and then the same computation. Limit: the same copies from page-locked memory, one behind the other, with nothing else to do. Schedule: the median call, with a busy-waiting fetch thread, and with a sleeping one (the difference is the cost of waking a thread).\n"
     );
     println!(
         "| experts of | bytes | GB/s | schedule us, awake | asleep | overlap, awake | asleep | peer ms | ours ms | limit ms | ratio |"
@@ -234,7 +234,7 @@ impl Run {
         spin: Duration,
         first: usize,
     ) {
-        // Page locks are made anew each round: while they last, the peer's memory is locked too.
+        // Page locks are taken again in each round: while they last, the peer's memory is locked too.
         let opened = device.clone();
         let mut options = options();
         options.config.spin = spin;
@@ -353,7 +353,7 @@ impl<'a> Naive<'a> {
             width: len,
             rows: 1,
         };
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         unsafe { self.device.copy_in(stream, copy).expect("a copy") };
     }
 

@@ -1,4 +1,4 @@
-//! What a swap costs the evaluations that run: the pause against the size of the
+//! Measures the cost of a swap for running evaluations: the pause by size of the
 //! tensor, and 10,000 swaps under eight evaluating threads.
 //!
 //! Run it with `cargo xtask bench swap`.
@@ -130,7 +130,7 @@ fn pause(folder: &Path) {
     let [small_total, large_total] = totals.map(median);
     println!("### The pause of a swap\n");
     println!(
-        "One tensor, swapped to other bytes and back while one thread begins and ends evaluations; medians of {ROUNDS}, the two sizes alternating. The switch is the time during which nothing can run; the wait is the longest that an evaluation saw at its beginning, the scheduler of a 2-core machine included. Limit: exchanging two pointers.\n"
+        "One tensor, swapped to other bytes and back while one thread begins and ends evaluations; medians of {ROUNDS}, the two sizes alternating. Switch: the time during which no evaluation can run. Longest wait: the longest wait of an evaluation at its beginning, including the scheduling of a 2-core machine. Limit: exchanging two pointers.\n"
     );
     println!("| tensor | switch us | longest wait us | whole reload ms |");
     println!("|---|---|---|---|");
@@ -202,7 +202,7 @@ fn soak(folder: &Path) {
     let pauses = model.pauses();
     println!("### {SWAPS} swaps under eight evaluating threads\n");
     println!(
-        "A down-projection of experts, cut over two devices, between two types; each evaluation compares every byte.\n"
+        "A down-projection of experts, split over two devices, alternating between two types; each evaluation compares every byte.\n"
     );
     println!(
         "| swaps | time s | evaluations | wrong bytes | longest switch us | evaluations that waited | longest wait ms |"

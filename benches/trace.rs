@@ -1,4 +1,4 @@
-//! What counting costs: nanoseconds per activation, against a mutex and two hash maps.
+//! Measures the cost of counting in nanoseconds per activation, against a mutex and two hash maps.
 //!
 //! Run it with `cargo xtask bench trace`.
 
@@ -6,7 +6,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use hashbrown::HashMap;
-use llama_sidecar::trace::{Ids, Layout, Trace};
+use llama_sidecar::trace::{ExpertLayout, Ids, Trace};
 use parking_lot::Mutex;
 use testkit::median;
 
@@ -98,7 +98,7 @@ fn main() {
                     hashed.record(layer, id);
                 }
             }));
-            let trace = Trace::new(Layout::new((0..LAYERS).map(|layer| (layer, EXPERTS))));
+            let trace = Trace::new(ExpertLayout::new((0..LAYERS).map(|layer| (layer, EXPERTS))));
             ours.push(run(threads, ACTIVATIONS, |layer, bytes| {
                 trace.record_batch(layer as usize, &ids(bytes));
             }));

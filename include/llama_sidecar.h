@@ -1,20 +1,23 @@
-/*
+/**
+ * @file llama_sidecar.h
+ *
  * llama-sidecar: change what a llama.cpp process holds and fetches, while it runs.
  *
  * Generated from src/ffi by 'cargo xtask header'; do not edit.
  *
  * Conventions
  *
- *  - Every call that can fail returns a status, NULL or false, and leaves a sentence in
- *    llama_sidecar_last_error() of the same thread.
- *  - Handles are opaque. NULL, a handle of another library or one that was freed gives
- *    LLAMA_SIDECAR_STATUS_BAD_HANDLE, never undefined behaviour. Freeing NULL does nothing.
- *  - Structs that the library fills start with struct_size: set it to sizeof the struct before the
- *    call. A program built against an older header keeps working; it gets the fields it knows.
- *  - All calls can be made from any thread, unless their text says otherwise.
- *  - Pointers are NULL where the text allows it, or valid for what the call does with them.
- *  - Strings are UTF-8 or the raw bytes of the file, NUL-terminated.
- *  - Sizes and offsets are bytes; times are microseconds.
+ *  - Errors: a call that can fail returns a status, NULL, false or 0, and sets the message of
+ *    llama_sidecar_last_error() for its thread.
+ *  - Handles are opaque. NULL, a freed handle, or a handle of another library fails with
+ *    LLAMA_SIDECAR_STATUS_BAD_HANDLE; it is never undefined behaviour. Freeing NULL does nothing.
+ *  - Structs with struct_size: set it to sizeof the struct before the call. A program that was built
+ *    with an older header keeps working, with the fields that it knows.
+ *  - Threads: every call can be made from any thread, unless its description says otherwise.
+ *  - Pointers must be valid for the call. They can be NULL only where the description says so.
+ *  - Strings are NUL-terminated: UTF-8, or the raw bytes of the file. The caller frees nothing but
+ *    handles; each description says how long a returned pointer is valid.
+ *  - Sizes and offsets are in bytes, times in microseconds, unless the name says otherwise.
  */
 
 
@@ -25,517 +28,591 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// The version of this header; llama_sidecar_version() returns that of the library. The number is
-// MAJOR * 1000000 + MINOR * 1000 + PATCH, to be compared.
+/** Version of this header. llama_sidecar_version() returns the version of the library. */
 #define LLAMA_SIDECAR_VERSION "0.1.0"
+/** Major version of this header. */
 #define LLAMA_SIDECAR_VERSION_MAJOR 0
+/** Minor version of this header. */
 #define LLAMA_SIDECAR_VERSION_MINOR 1
+/** Patch version of this header. */
 #define LLAMA_SIDECAR_VERSION_PATCH 0
+/** Version of this header for comparisons: MAJOR * 1000000 + MINOR * 1000 + PATCH. */
 #define LLAMA_SIDECAR_VERSION_NUMBER 1000
 
-// Result of a call. Values never change their meaning.
+/** Result of a call. The meaning of a value never changes. */
 enum llama_sidecar_status {
-    // Done.
+    /** The call succeeded. */
     LLAMA_SIDECAR_STATUS_OK = 0,
-    // An argument is NULL, out of range or of the wrong size.
+    /** An argument is NULL, out of range, or of the wrong size. */
     LLAMA_SIDECAR_STATUS_BAD_ARGUMENT = 1,
-    // A handle is NULL, not one of this library, of another kind, or was freed.
+    /** A handle is NULL, freed, of another type, or not a handle of this library. */
     LLAMA_SIDECAR_STATUS_BAD_HANDLE = 2,
-    // There is no such file, tensor, key or device.
+    /** The file, tensor, key, layer, or device does not exist. */
     LLAMA_SIDECAR_STATUS_NOT_FOUND = 3,
-    // The operating system refused: opening, reading, mapping.
+    /** The operating system failed to open, read, or write a file. */
     LLAMA_SIDECAR_STATUS_IO = 4,
-    // A file is no valid GGUF file, or a shard that does not belong to its model.
+    /** A file is not a valid GGUF file, or is a shard that does not belong to the model. */
     LLAMA_SIDECAR_STATUS_MALFORMED = 5,
-    // A device has no room.
+    /** A device does not have enough free memory. */
     LLAMA_SIDECAR_STATUS_OUT_OF_MEMORY = 6,
-    // A device failed otherwise.
+    /** A device reported another error. */
     LLAMA_SIDECAR_STATUS_DEVICE = 7,
-    // A callback asked to stop.
+    /** A callback returned false, so the call stopped. */
     LLAMA_SIDECAR_STATUS_CANCELLED = 8,
-    // The call cannot be made now, for example a reload during an evaluation of the same thread.
+    /**
+     * The call is not possible now: for example, a reload during an evaluation of the same thread.
+     */
     LLAMA_SIDECAR_STATUS_BUSY = 9,
-    // The file was written in place, so its bytes cannot be trusted.
+    /** A file was modified in place after it was opened, or while it was read. */
     LLAMA_SIDECAR_STATUS_FILE_CHANGED = 10,
-    // The feature is switched off for this model.
+    /** The feature is disabled for this model. */
     LLAMA_SIDECAR_STATUS_DISABLED = 11,
-    // A defect of this library. Nothing was changed; please report the message.
+    /** Internal error. Nothing was changed. Report the message as a bug of llama-sidecar. */
     LLAMA_SIDECAR_STATUS_INTERNAL = 12,
 };
 
-// What kind of memory a device is.
+/** Kind of memory of a device. */
 enum llama_sidecar_device_kind {
-    // Memory of the process.
+    /** Memory of the process. */
     LLAMA_SIDECAR_DEVICE_KIND_HOST = 0,
-    // Memory of an NVIDIA GPU.
+    /** Memory of an NVIDIA GPU. */
     LLAMA_SIDECAR_DEVICE_KIND_CUDA = 1,
 };
 
-// Where the copy of an expert is.
+/** State of the copy of an expert. */
 enum llama_postfetch_state {
-    // There is none.
+    /** The expert has no copy. */
     LLAMA_POSTFETCH_STATE_CPU_ONLY = 0,
-    // Queued or under way.
+    /** The copy is queued or in flight. */
     LLAMA_POSTFETCH_STATE_COPY_IN_FLIGHT = 1,
-    // On the device.
+    /** The copy is on the device. */
     LLAMA_POSTFETCH_STATE_GPU_READY = 2,
 };
 
-// Why an expert is to be computed on the CPU.
+/** Reason why an expert must be computed on the CPU. */
 enum llama_postfetch_reason {
-    // It is not: use the device.
+    /** No reason: use the device. */
     LLAMA_POSTFETCH_REASON_NONE = 0,
-    // Fetching is switched off.
+    /** Copies are disabled. */
     LLAMA_POSTFETCH_REASON_DISABLED = 1,
-    // "CPU" was asked for always.
+    /** The parameter force_cpu is set. */
     LLAMA_POSTFETCH_REASON_FORCED = 2,
-    // No driver, no device, no memory there, or given up after errors.
+    /** No driver, no device, no device memory, or the device was disabled after errors. */
     LLAMA_POSTFETCH_REASON_NO_DEVICE = 3,
-    // No down-projection of the model: another layer, or an expert that it does not have.
+    /** The model has no down-projection with this layer and expert. */
     LLAMA_POSTFETCH_REASON_FOREIGN = 4,
-    // Nobody scheduled it, or it was released.
+    /** The expert was not scheduled, or was released. */
     LLAMA_POSTFETCH_REASON_NOT_SCHEDULED = 5,
-    // The scratchpad was full.
+    /** The scratchpad was full. */
     LLAMA_POSTFETCH_REASON_NO_ROOM = 6,
-    // Still under way, and it is not to be waited for.
+    /** The copy is in flight and block_on_miss is false. */
     LLAMA_POSTFETCH_REASON_MISSED = 7,
-    // Its bytes could not be read.
+    /** The data of the expert could not be read. */
     LLAMA_POSTFETCH_REASON_READ_FAILED = 8,
-    // The driver refused something, or the expert is used by another stream.
+    /** A driver call failed, or another stream uses the expert. */
     LLAMA_POSTFETCH_REASON_DEVICE_FAILED = 9,
-    // The copy did not end in time.
+    /** The copy exceeded patience_us. */
     LLAMA_POSTFETCH_REASON_TIMED_OUT = 10,
-    // It is not in host memory: there is nothing to fetch.
+    /** The expert is not in host memory. */
     LLAMA_POSTFETCH_REASON_ELSEWHERE = 11,
 };
 
-// What happened to a tensor in a reload.
+/** Outcome of a reload for one tensor. */
 enum llama_sidecar_outcome {
-    // Its file changed, its bytes did not.
+    /** The file changed, but the data of the tensor did not. */
     LLAMA_SIDECAR_OUTCOME_UNCHANGED = 0,
-    // It has new bytes in a buffer of its own.
+    /** The tensor has new data in a buffer of its own. */
     LLAMA_SIDECAR_OUTCOME_SWAPPED = 1,
-    // It is back on its original bytes.
+    /** The tensor has its original data again. */
     LLAMA_SIDECAR_OUTCOME_RETURNED = 2,
-    // Its file was written in place: the bytes in use had changed already.
+    /** The file was modified in place, so the mapped data had already changed. */
     LLAMA_SIDECAR_OUTCOME_IN_PLACE = 3,
-    // It, or its whole file, was refused; it is as before.
+    /** The tensor or its file was refused. The tensor is unchanged. */
     LLAMA_SIDECAR_OUTCOME_REFUSED = 4,
-    // The same bytes in other places, because something that is laid out with it changed, or there
-    // was no room on a device, or there is again.
+    /**
+     * Same data, new placement: the layout of a sibling changed, a device ran out of memory, or a
+     * device has enough memory again.
+     */
     LLAMA_SIDECAR_OUTCOME_MOVED = 5,
 };
 
-// What became of a changed file.
+/** Outcome of a reload for one file. */
 enum llama_sidecar_file_event {
-    // Its tensors are now the ones in use.
+    /** The tensors of the file are now in use. */
     LLAMA_SIDECAR_FILE_EVENT_TAKEN = 0,
-    // It was left out; its tensors are as before.
+    /** The file was skipped; its tensors are unchanged. */
     LLAMA_SIDECAR_FILE_EVENT_IGNORED = 1,
 };
 
-// What has happened to a tensor since the model was opened.
+/** State of a tensor since the model was opened. */
 enum llama_sidecar_tensor_state {
-    // As it was when the model was opened.
+    /** The tensor is unchanged. */
     LLAMA_SIDECAR_TENSOR_STATE_ON_ORIGINAL = 0,
-    // In buffers of its own, with other bytes or laid out in another way.
+    /** The tensor is in buffers of its own, with other data or another layout. */
     LLAMA_SIDECAR_TENSOR_STATE_DETACHED = 1,
-    // In host memory, with its whole layer, because a device had no room.
+    /** The tensor and its layer are in host memory, because a device did not have enough memory. */
     LLAMA_SIDECAR_TENSOR_STATE_FALLBACK_CPU = 2,
 };
 
-// Where a tensor is cut.
+/** Axis along which a tensor is split. */
 enum llama_sidecar_axis {
-    // Inside rows: each part holds some elements of every row.
+    /** Within rows: each part has some elements of every row. */
     LLAMA_SIDECAR_AXIS_COLUMNS = 0,
-    // Between rows: each part holds some rows of every slice (of every expert, for merged ones).
+    /**
+     * Between rows: each part has some rows of every slice; for merged experts, of every expert.
+     */
     LLAMA_SIDECAR_AXIS_ROWS = 1,
-    // Nowhere: the part is all of it.
+    /** Not split: the part is the whole tensor. */
     LLAMA_SIDECAR_AXIS_NONE = 2,
 };
 
-// Somebody who evaluates a model. Not the llama_context of llama.cpp: neither library accepts the
-// other's.
+/**
+ * An evaluation context of a model. This is not the llama_context of llama.cpp; see llama_model.
+ */
 struct llama_context;
 
-// Counts of the experts of a model.
+/** Usage counters for the routed experts of a model. */
 struct llama_expert_trace;
 
-// An open model. Not the llama_model of llama.cpp: neither library accepts the other's.
+/**
+ * An open model. This is not the llama_model of llama.cpp. Passing a handle of llama.cpp to this
+ * library fails with LLAMA_SIDECAR_STATUS_BAD_HANDLE; passing a handle of this library to
+ * llama.cpp is undefined behaviour.
+ */
 struct llama_model;
 
-// Fetches experts to a GPU.
+/** A scheduler that copies routed experts to a GPU. */
 struct llama_postfetch;
 
-// What a reload did.
+/** The result of a reload. */
 struct llama_sidecar_report;
 
-// Told that a reload changed tensors, with the model's new generation: graphs that were built
-// before no longer fit.
-//
-// Called on the thread that reloads, after the switch and before the next evaluation can begin. It
-// must not begin an evaluation or reload.
+/**
+ * Receives the new generation of the model after a reload that changed tensors. Graphs that were
+ * built before are stale.
+ *
+ * Called on the thread that reloads, after the switch and before the next evaluation can begin.
+ * The callback must not begin an evaluation or start a reload.
+ */
 typedef void (*llama_sidecar_stale)(uint64_t generation, void *user_data);
 
-// A device and what we hold of it.
+/** A device and its memory use. */
 struct llama_sidecar_device_info {
-    // sizeof(struct llama_sidecar_device_info), set by the caller.
+    /** Set by the caller to sizeof(struct llama_sidecar_device_info). */
     size_t struct_size;
-    // Its name, cut to fit.
+    /** Name of the device, truncated to fit, NUL-terminated. */
     char name[64];
-    // What kind of memory it is.
+    /** Kind of memory. */
     enum llama_sidecar_device_kind kind;
-    // All its memory.
+    /** Total memory in bytes. */
     uint64_t total;
-    // What can still be allocated.
+    /** Free memory in bytes. */
     uint64_t free;
-    // What live buffers of this model hold.
+    /** Bytes in live buffers of this model. */
     uint64_t used;
-    // The most they ever held.
+    /** Maximum of `used` so far. */
     uint64_t peak;
-    // How many buffers were ever allocated.
+    /** Number of buffers allocated so far. */
     uint64_t allocations;
 };
 
-// Takes a message: its level (1 error, 2 warning, 3 information, 4 debugging) and its text without
-// a newline. Called from any thread.
+/**
+ * Receives a log message. Can be called from any thread.
+ *
+ * @param level 1 error, 2 warning, 3 information, 4 debugging.
+ * @param text Message without a newline. Valid during the call only.
+ */
 typedef void (*llama_sidecar_log_callback)(uint32_t level, const char *text, void *user_data);
 
-// A metadata key and what kind of value it has.
+/** A metadata key and the type of its value. */
 struct llama_sidecar_metadata_info {
-    // sizeof(struct llama_sidecar_metadata_info), set by the caller.
+    /** Set by the caller to sizeof(struct llama_sidecar_metadata_info). */
     size_t struct_size;
-    // Its name. Valid until the model is freed.
+    /** Name of the key. Valid until the model is freed. */
     const char *key;
-    // Elements of an array, else 1.
+    /** Number of elements of an array; 1 for any other value. */
     uint64_t count;
-    // Value of enum gguf_type; of the elements, for an array.
+    /** Value of enum gguf_type (GGUF specification); for an array, the type of its elements. */
     uint32_t gguf_type;
-    // Whether the value is an array.
+    /** Whether the value is an array. */
     bool is_array;
 };
 
-// How to open a model. Fill it with llama_sidecar_default_params first.
+/** Parameters of llama_model_load. Initialise with llama_sidecar_default_params. */
 struct llama_sidecar_params {
-    // sizeof(struct llama_sidecar_params), set by the caller.
+    /** Set by the caller to sizeof(struct llama_sidecar_params). */
     size_t struct_size;
-    // Whether llama_reload_changed_tensors can replace tensors. Default: LLAMA_HOTSWAP_ENABLED.
+    /** Allow reloads to replace tensors. Default: LLAMA_HOTSWAP_ENABLED. */
     bool hotswap;
-    // Map files, so that tensors can be used in place. Where mapping is refused, files are read.
-    // Default: true.
+    /**
+     * Map files into memory, so that tensors can be used in place. If a file cannot be mapped, it
+     * is read instead. Default: true.
+     */
     bool use_mmap;
-    // Keep routed experts in host memory, device 0. Default: LLAMA_SIDECAR_CPU_MOE.
+    /** Keep routed experts in host memory (device 0). Default: LLAMA_SIDECAR_CPU_MOE. */
     bool cpu_moe;
-    // Devices 1, 2, ... are the CUDA devices of the machine; n_devices and device_bytes are not used
-    // then. Default: false.
+    /**
+     * Use the CUDA devices of the machine as devices 1, 2, ...; n_devices and device_bytes are
+     * then ignored. Default: false.
+     */
     bool use_cuda;
-    // How many host devices the model has, 1 to 64; beside the first, which is the memory of the
-    // process, they stand for GPUs. Default: 1.
+    /**
+     * Number of devices in host memory, 1 to 64. Device 0 is the memory of the process; the others
+     * simulate GPUs. Default: 1.
+     */
     uint32_t n_devices;
-    // The device of tensors that nothing else is said about. Default: 0.
+    /** Device of tensors for which no other rule applies. Default: 0. */
     uint32_t device;
-    // The most bytes each device but the first gives out at a time, 0 for all there are. Default: 0.
+    /** Memory limit per device in bytes, except device 0; 0 for no limit. Default: 0. */
     uint64_t device_bytes;
-    // The most bytes a reload stages before it switches, 0 for no limit. Reloads of more are done in
-    // steps, each consistent. Default: LLAMA_SIDECAR_STAGING_MB.
+    /**
+     * Maximum number of bytes that a reload stages before it switches; 0 for no limit. A larger
+     * reload is done in several consistent steps. Default: LLAMA_SIDECAR_STAGING_MB.
+     */
     uint64_t staging_bytes;
-    // Cut matrices over devices 1, 2, ... in these proportions, for example "3,1,1"; NULL or empty
-    // for no cutting. Default: LLAMA_SIDECAR_SPLIT.
+    /**
+     * Split matrices over devices 1, 2, ... in these proportions, for example "3,1,1"; NULL or
+     * empty for no split. Default: LLAMA_SIDECAR_SPLIT.
+     */
     const char *split;
-    // Tensors whose name matches a regular expression go to a device, whole; the first match counts.
-    // For example "ffn_.*_exps=0;attn=2"; NULL or empty for none. Default:
-    // LLAMA_SIDECAR_OVERRIDE_TENSOR.
+    /**
+     * Rules REGEX=DEVICE, separated by semicolons, for example "ffn_.*_exps=0;attn=2". A tensor
+     * whose name matches is placed unsplit on that device; the first match applies. NULL or empty
+     * for no rules. Default: LLAMA_SIDECAR_OVERRIDE_TENSOR.
+     */
     const char *override_tensor;
 };
 
-// What a model is.
+/** Tensor, file, and device counts of a model. */
 struct llama_sidecar_model_info {
-    // sizeof(struct llama_sidecar_model_info), set by the caller.
+    /** Set by the caller to sizeof(struct llama_sidecar_model_info). */
     size_t struct_size;
-    // How many tensors it has; their indices count from 0.
+    /** Number of tensors. Indices of tensors start at 0. */
     uint64_t n_tensors;
-    // How many files it comes in.
+    /** Number of files. */
     uint64_t n_files;
-    // How many metadata keys its first file has.
+    /** Number of metadata keys of the first file. */
     uint64_t n_metadata;
-    // How many devices it can use.
+    /** Number of devices that the model can use. */
     uint64_t n_devices;
-    // Size of all files.
+    /** Total size of all files in bytes. */
     uint64_t file_bytes;
-    // How many reloads changed something.
+    /** Number of times that reloads switched tensors since the model was opened. */
     uint64_t generation;
-    // How many evaluations had to wait for a reload before they began.
+    /** Number of evaluations that waited for a reload before they began. */
     uint64_t n_pauses;
-    // The longest of those waits.
+    /** Longest of these waits in microseconds. */
     uint64_t longest_pause_us;
-    // GGUF version of its first file.
+    /** GGUF version of the first file. */
     uint32_t gguf_version;
 };
 
-// Receives how far loading is: bytes that are in place, bytes in all. Called on the thread that
-// called llama_sidecar_model_load_all, for the last time with `done` equal to `total`; not at all when
-// there is nothing to load. Returning false stops the call, also the last time.
+/**
+ * Receives the progress of llama_sidecar_model_load_all, on the thread that made that call. The
+ * last call has `done` equal to `total`. There is no call if nothing is to be loaded.
+ *
+ * @param done Bytes loaded so far.
+ * @param total Bytes to load.
+ * @return false to cancel the load, also in the last call.
+ */
 typedef bool (*llama_sidecar_progress)(uint64_t done, uint64_t total, void *user_data);
 
-// What llama_sidecar_model_load_all did.
+/** Result of llama_sidecar_model_load_all. */
 struct llama_sidecar_load_report {
-    // sizeof(struct llama_sidecar_load_report), set by the caller.
+    /** Set by the caller to sizeof(struct llama_sidecar_load_report). */
     size_t struct_size;
-    // Tensors that were not loaded before.
+    /** Number of tensors that the call loaded. */
     uint64_t n_tensors;
-    // Their bytes.
+    /** Bytes of these tensors. */
     uint64_t bytes;
-    // Device allocations, at most 9 for any model.
+    /**
+     * Number of device allocations: at most 9 per model, unless the model has more devices than
+     * that.
+     */
     uint64_t allocations;
-    // How long it took.
+    /** Duration in microseconds. */
     uint64_t time_us;
 };
 
-// How to fetch. Fill it with llama_postfetch_default_params first.
+/** Parameters of llama_postfetch_init. Initialise with llama_postfetch_default_params. */
 struct llama_postfetch_params {
-    // sizeof(struct llama_postfetch_params), set by the caller.
+    /** Set by the caller to sizeof(struct llama_postfetch_params). */
     size_t struct_size;
-    // Fetch at all. Default: LLAMA_POSTFETCH_ENABLE, or true.
+    /** Enable copies. Default: LLAMA_POSTFETCH_ENABLE, or true. */
     bool enable;
-    // Answer "CPU" always. Default: LLAMA_POSTFETCH_FORCE_CPU.
+    /** Use the CPU for every expert. Default: LLAMA_POSTFETCH_FORCE_CPU. */
     bool force_cpu;
-    // Wait for a copy that is under way. Default: LLAMA_POSTFETCH_BLOCK_ON_MISS, or true.
+    /** Wait for a copy in flight. Default: LLAMA_POSTFETCH_BLOCK_ON_MISS, or true. */
     bool block_on_miss;
-    // Copies and kernels in streams of their own. Default: LLAMA_POSTFETCH_USE_DEDICATED_STREAMS, or
-    // true.
+    /**
+     * Use separate streams for copies and for kernels. Default:
+     * LLAMA_POSTFETCH_USE_DEDICATED_STREAMS, or true.
+     */
     bool dedicated_streams;
-    // Page-lock the model where it is. Default: LLAMA_POSTFETCH_PAGE_LOCK, or true.
+    /** Page-lock the model in place. Default: LLAMA_POSTFETCH_PAGE_LOCK, or true. */
     bool page_lock;
-    // Log every transfer. Default: LLAMA_POSTFETCH_DEBUG.
+    /** Log every transfer. Default: LLAMA_POSTFETCH_DEBUG. */
     bool debug;
-    // The CUDA device, as CUDA_VISIBLE_DEVICES counts them. Default: 0.
+    /** Ordinal of the CUDA device, after CUDA_VISIBLE_DEVICES. Default: 0. */
     uint32_t device;
-    // Copies under way at a time, 1 to 1024. Default: LLAMA_POSTFETCH_MAX_TRANSFERS, or 8.
+    /**
+     * Maximum number of copies in flight, 1 to 1024. Default: LLAMA_POSTFETCH_MAX_TRANSFERS, or 8.
+     */
     uint32_t max_transfers;
-    // Of a layer's experts, how many have gate and up computed on the CPU. Default:
-    // LLAMA_POSTFETCH_CPU_LIMIT, or the physical cores.
+    /**
+     * Number of experts per layer whose gate and up projections are computed on the CPU. Default:
+     * LLAMA_POSTFETCH_CPU_LIMIT, or the number of physical cores.
+     */
     uint32_t cpu_limit;
-    // Experts that a token uses; 0 for what the model's file says. Default: 0.
+    /** Number of experts per token; 0 for the value in the model's metadata. Default: 0. */
     uint32_t n_active;
-    // Device memory for experts; 0 for what the active experts of the largest layer need. Default:
-    // LLAMA_POSTFETCH_SCRATCHPAD_MB.
+    /**
+     * Device memory for experts in bytes; 0 for the size of the active experts of the largest
+     * layer. Default: LLAMA_POSTFETCH_SCRATCHPAD_MB.
+     */
     uint64_t scratchpad_bytes;
-    // How long the fetching thread looks out for work before it sleeps: a thread that sleeps is woken
-    // by the call of schedule, which takes that some microseconds. Default: LLAMA_POSTFETCH_SPIN_US.
+    /**
+     * Microseconds that the fetch thread busy-waits before it sleeps. Waking a sleeping thread
+     * adds a few microseconds to llama_postfetch_schedule. Default: LLAMA_POSTFETCH_SPIN_US.
+     */
     uint64_t spin_us;
-    // How long a copy may take before the device is given up. Default: 5,000,000.
+    /**
+     * Timeout of a copy in microseconds. After a timeout, the device is no longer used. Default:
+     * 5,000,000.
+     */
     uint64_t patience_us;
 };
 
-// What to do about an expert.
+/** Where to compute an expert, and its data. */
 struct llama_postfetch_answer {
-    // sizeof(struct llama_postfetch_answer), set by the caller.
+    /** Set by the caller to sizeof(struct llama_postfetch_answer). */
     size_t struct_size;
-    // Address of its down-projection on the device (a CUdeviceptr, 256-byte aligned); 0 when the CPU
-    // is to compute it. Valid until the expert is released.
+    /**
+     * Device address of the down-projection (a CUdeviceptr, 256-byte aligned), or 0 if the CPU
+     * must compute the expert. Valid until the expert is released.
+     */
     uint64_t device_data;
-    // The same bytes in the memory of the process, or NULL where they cannot be read without a copy.
-    // Valid as long as device_data; for an expert that is not scheduled, until a reload.
+    /**
+     * Host address of the down-projection, or NULL if it is not readable without a copy. Valid
+     * until the expert is released; for an expert that is not scheduled, until a reload.
+     */
     const void *host_data;
-    // Bytes of the matrix; 0 when it is no down-projection of the model, and the next ones too.
+    /**
+     * Bytes of the matrix. If the model has no such down-projection, this field and the next four
+     * are 0.
+     */
     uint64_t nbytes;
-    // Bytes of a row.
+    /** Bytes of a row. */
     uint64_t row_bytes;
-    // Elements of a row, and rows.
+    /** Number of elements per row, and number of rows. */
     uint64_t ne[2];
-    // How often the tensor was replaced since the model was opened.
+    /** Number of times that the tensor changed since the model was opened. */
     uint64_t generation;
-    // Value of enum ggml_type.
+    /** Value of enum ggml_type. */
     uint32_t ggml_type;
-    // Where its copy is.
+    /** State of the copy. */
     enum llama_postfetch_state state;
-    // Why the CPU is to compute it.
+    /** Reason why the CPU must compute the expert. */
     enum llama_postfetch_reason reason;
-    // Whether gate and up of this expert are for the CPU, by cpu_limit.
+    /** Whether cpu_limit assigns the gate and up projections of this expert to the CPU. */
     bool gate_up_on_cpu;
 };
 
-// What a scheduler did since it was made.
+/** Statistics of a scheduler since its creation. */
 struct llama_postfetch_stats {
-    // sizeof(struct llama_postfetch_stats), set by the caller.
+    /** Set by the caller to sizeof(struct llama_postfetch_stats). */
     size_t struct_size;
-    // Calls of llama_postfetch_schedule.
+    /** Number of calls of llama_postfetch_schedule. */
     uint64_t n_calls;
-    // Experts that were put into copies.
+    /** Number of experts that were queued for a copy. */
     uint64_t n_experts;
-    // Those of them that were copied together with a neighbour before them.
+    /** Number of these that were copied together with the preceding neighbour. */
     uint64_t n_coalesced;
-    // Ids that were scheduled already.
+    /** Number of ids that were already scheduled. */
     uint64_t n_duplicates;
-    // Ids that are no experts of their layer.
+    /** Number of ids that are not experts of their layer. */
     uint64_t n_rejected;
-    // Copies that were issued.
+    /** Number of copies issued. */
     uint64_t n_copies;
-    // Those of them that went through page-locked buffers.
+    /** Number of these that went through page-locked staging buffers. */
     uint64_t n_staged_copies;
-    // Their bytes.
+    /** Bytes of these copies. */
     uint64_t bytes;
-    // Answers "use the device".
+    /** Number of answers to use the device. */
     uint64_t n_hits;
-    // Those of them for which a stream waits, and not the caller.
+    /** Number of these for which a stream waits instead of the caller. */
     uint64_t n_stream_hits;
-    // Answers for which the caller waited.
+    /** Number of answers for which the caller waited. */
     uint64_t n_waits;
-    // How long it waited.
+    /** Total time that callers waited, in microseconds. */
     uint64_t wait_us;
-    // How long copies took on the device.
+    /** Total time of copies on the device, in microseconds. */
     uint64_t transfer_us;
-    // Errors of the driver.
+    /** Number of driver errors. */
     uint64_t n_errors;
-    // Answers "compute on the CPU", by enum llama_postfetch_reason.
+    /** Number of answers to use the CPU, indexed by enum llama_postfetch_reason. */
     uint64_t n_fallbacks[16];
-    // Device memory for experts.
+    /** Device memory for experts in bytes. */
     uint64_t scratchpad_bytes;
-    // The most of it that was in use.
+    /** Maximum use of this memory in bytes. */
     uint64_t scratchpad_peak;
-    // Memory of the model that is page-locked in place.
+    /** Bytes of the model that are page-locked in place. */
     uint64_t locked_bytes;
-    // 1 - wait / transfer; negative before a copy was timed.
+    /**
+     * Overlap of copies with computation: 1 - wait_us / transfer_us; negative if no copy was timed
+     * yet.
+     */
     double overlap;
 };
 
-// What a reload did, in numbers.
+/** Counts and durations of a reload. */
 struct llama_sidecar_report_info {
-    // sizeof(struct llama_sidecar_report_info), set by the caller.
+    /** Set by the caller to sizeof(struct llama_sidecar_report_info). */
     size_t struct_size;
-    // Files that were looked at, one stat each.
+    /** Number of files that were checked for changes, with one stat call each. */
     uint64_t n_files_checked;
-    // Files that are not as they were; ask for each with llama_sidecar_report_get_file.
+    /** Number of changed files; see llama_sidecar_report_get_file. */
     uint64_t n_files;
-    // Tensors of those files; ask for each with llama_sidecar_report_get_tensor.
+    /** Number of tensors in these files; see llama_sidecar_report_get_tensor. */
     uint64_t n_tensors;
-    // Tensors with new bytes in a buffer of their own.
+    /** Number of tensors with LLAMA_SIDECAR_OUTCOME_SWAPPED. */
     uint64_t n_swapped;
-    // Tensors that are back on their original bytes.
+    /** Number of tensors with LLAMA_SIDECAR_OUTCOME_RETURNED. */
     uint64_t n_returned;
-    // Tensors whose file changed and whose bytes did not.
+    /** Number of tensors with LLAMA_SIDECAR_OUTCOME_UNCHANGED. */
     uint64_t n_unchanged;
-    // Tensors whose file was written in place: they had changed already.
+    /** Number of tensors with LLAMA_SIDECAR_OUTCOME_IN_PLACE. */
     uint64_t n_in_place;
-    // Tensors that were refused.
+    /** Number of tensors with LLAMA_SIDECAR_OUTCOME_REFUSED. */
     uint64_t n_refused;
-    // Tensors whose bytes are the same in other places.
+    /** Number of tensors with LLAMA_SIDECAR_OUTCOME_MOVED. */
     uint64_t n_moved;
-    // Bytes read into new buffers.
+    /** Bytes read into new buffers. */
     uint64_t bytes_staged;
-    // The model's generation after the reload; 0 when it changed nothing.
+    /** Generation of the model after the reload; 0 if nothing changed. */
     uint64_t generation;
-    // How often evaluations were kept out: 1 when something changed, more when it was done in steps.
+    /**
+     * Number of switches: 0 if nothing changed, 1 for an ordinary reload, more for a reload in
+     * several steps.
+     */
     uint64_t n_commits;
-    // Why a reload that was done in steps stopped after some of them; empty otherwise. Valid until
-    // the report is freed.
+    /**
+     * Why a reload in several steps stopped before the last one; empty otherwise. Valid until the
+     * report is freed.
+     */
     const char *failure;
-    // Looking at files and parsing changed headers.
+    /** Time for checking files and parsing changed headers, in microseconds. */
     uint64_t detect_us;
-    // Reading and hashing tensors.
+    /** Time for reading and hashing tensors, in microseconds. */
     uint64_t compare_us;
-    // Allocating and filling new buffers.
+    /** Time for allocating and filling new buffers, in microseconds. */
     uint64_t stage_us;
-    // Waiting for running evaluations to end.
+    /** Time spent waiting for running evaluations to end, in microseconds. */
     uint64_t wait_us;
-    // The switch, during which no evaluation could run, in nanoseconds.
+    /** Time of the switch, during which no evaluation could run, in nanoseconds. */
     uint64_t switch_ns;
-    // Everything.
+    /** Total time in microseconds. */
     uint64_t total_us;
 };
 
-// One tensor of a changed file.
+/** One tensor of a changed file. */
 struct llama_sidecar_report_tensor {
-    // sizeof(struct llama_sidecar_report_tensor), set by the caller.
+    /** Set by the caller to sizeof(struct llama_sidecar_report_tensor). */
     size_t struct_size;
-    // Its index in the model.
+    /** Index of the tensor in the model. */
     uint64_t index;
-    // Its name. Valid until the report is freed, as the other strings.
+    /** Name of the tensor. Valid until the report is freed, as are the other strings. */
     const char *name;
-    // Name of its type before. Static.
+    /** Name of the previous type. A static string. */
     const char *old_type;
-    // Name of its type now. Static.
+    /** Name of the new type. A static string. */
     const char *new_type;
-    // Why it was refused; empty otherwise.
+    /** Why the tensor was refused; empty otherwise. */
     const char *reason;
-    // Which devices hold which rows of it now, in words; empty when it did not change or is on no
-    // device.
+    /**
+     * Description of the devices and the rows on each; empty if the tensor did not change or is on
+     * no device.
+     */
     const char *placement;
-    // Bytes in the file; 0 for a tensor that was refused or only moved.
+    /** Bytes in the file; 0 for a tensor that was refused or only moved. */
     uint64_t nbytes;
-    // What happened to it.
+    /** Outcome for the tensor. */
     enum llama_sidecar_outcome outcome;
 };
 
-// One file that is not as it was at the last reload.
+/** A file that changed since the last reload. */
 struct llama_sidecar_report_file {
-    // sizeof(struct llama_sidecar_report_file), set by the caller.
+    /** Set by the caller to sizeof(struct llama_sidecar_report_file). */
     size_t struct_size;
-    // Its path. Valid until the report is freed, as the other string.
+    /** Path of the file. Valid until the report is freed, as is the reason. */
     const char *path;
-    // Why it was ignored; empty otherwise.
+    /** Why the file was skipped; empty otherwise. */
     const char *reason;
-    // What became of it.
+    /** Outcome for the file. */
     enum llama_sidecar_file_event event;
 };
 
-// A tensor, at the moment of the call.
+/** A tensor at the time of the call. */
 struct llama_sidecar_tensor_info {
-    // sizeof(struct llama_sidecar_tensor_info), set by the caller.
+    /** Set by the caller to sizeof(struct llama_sidecar_tensor_info). */
     size_t struct_size;
-    // Its index.
+    /** Index of the tensor. */
     uint64_t index;
-    // Its name. Valid until the model is freed.
+    /** Name of the tensor. Valid until the model is freed. */
     const char *name;
-    // Name of its type, for example "q4_K". Static.
+    /** Name of the type in ggml, for example "q4_K". A static string. */
     const char *type_name;
-    // Path of its file. Valid until the model is freed.
+    /** Path of the file of the tensor. Valid until the model is freed. */
     const char *path;
-    // Its bytes where the process can read them without a copy: in its host buffer if it is loaded
-    // in one part, in the mapping of its file if it is not loaded; else NULL. Valid until a reload replaces the tensor (hold an evaluation
-    // to keep reloads away) or the model is freed. Read only. In the mapping, it also shows what
-    // others write into the file: replace files by rename.
+    /**
+     * Host address of the data (host buffer or file mapping), or NULL if it is not readable
+     * without a copy. Read-only. Valid until a reload replaces the tensor or the model is freed;
+     * reloads do not replace tensors during an evaluation. A file mapping shows in-place changes
+     * of the file, so replace files by rename.
+     */
     const void *host_data;
-    // Its address on its device once it is loaded in one part; else 0. Valid as long as host_data.
+    /**
+     * Device address of a tensor that is loaded in one part; otherwise 0. Valid as long as
+     * host_data.
+     */
     uint64_t device_data;
-    // Elements per dimension, innermost first.
+    /** Number of elements per dimension, innermost first, as in ggml. */
     uint64_t ne[4];
-    // Strides as ggml computes them: nb[0] one block, nb[1] one row.
+    /** Strides in bytes, as in ggml: nb[0] is a block, nb[1] is a row. */
     uint64_t nb[4];
-    // Bytes of data.
+    /** Size of the data in bytes. */
     uint64_t nbytes;
-    // Where its bytes start in its file, or UINT64_MAX once a reload replaced them.
+    /** Offset of the data in the file, or UINT64_MAX if a reload replaced the data. */
     uint64_t file_offset;
-    // How often it changed since the model was opened.
+    /** Number of times that the tensor changed since the model was opened. */
     uint64_t generation;
-    // Value of enum ggml_type.
+    /** Value of enum ggml_type. */
     uint32_t ggml_type;
-    // Elements in a block of its type; a row is a whole number of blocks.
+    /** Number of elements in a block of the type. A row is a whole number of blocks. */
     uint32_t block_elements;
-    // The device it is loaded to; -1 when it is not loaded, -2 when it is in parts.
+    /** Index of the device; -1 if the tensor is not loaded, -2 if it is in several parts. */
     int32_t device;
-    // How many parts it is in: 0 when it is not loaded. Ask for each with
-    // llama_sidecar_tensor_get_part.
+    /** Number of parts; 0 if the tensor is not loaded. See llama_sidecar_tensor_get_part. */
     uint32_t n_parts;
-    // What has happened to it.
+    /** State of the tensor. */
     enum llama_sidecar_tensor_state state;
 };
 
-// A part of a loaded tensor: its bytes one after the other on a device.
+/** A part of a loaded tensor, contiguous on one device. */
 struct llama_sidecar_tensor_part {
-    // sizeof(struct llama_sidecar_tensor_part), set by the caller.
+    /** Set by the caller to sizeof(struct llama_sidecar_tensor_part). */
     size_t struct_size;
-    // Its address on the device. Valid as long as host_data of the tensor.
+    /** Address of the part on the device. Valid as long as host_data of the tensor. */
     uint64_t device_data;
-    // Bytes of the part.
+    /** Size of the part in bytes. */
     uint64_t nbytes;
-    // First row, or first element of each row, that it holds.
+    /** First row of the part, or first element of each row, depending on the axis. */
     uint64_t first;
-    // How many of them it holds.
+    /** Number of rows, or of elements of each row. */
     uint64_t count;
-    // Index of the device.
+    /** Index of the device. */
     uint32_t device;
-    // Where the tensor is cut.
+    /** Axis along which the tensor is split. */
     enum llama_sidecar_axis axis;
 };
 
@@ -543,63 +620,91 @@ struct llama_sidecar_tensor_part {
 extern "C" {
 #endif // __cplusplus
 
-// Attaches a context to a model. Use one for each thread that evaluates. Returns NULL on failure.
-// Free the result with llama_sidecar_context_free; until then it keeps the model alive.
+/**
+ * Creates an evaluation context of a model. Use one context per evaluating thread. The context
+ * keeps the model alive.
+ *
+ * @return The context, or NULL on failure. Free it with llama_sidecar_context_free.
+ */
 struct llama_context *llama_sidecar_context_new(const struct llama_model *model);
 
-// Frees a context; an evaluation that it began ends.
+/** Frees a context and ends its evaluation, if one is running. */
 enum llama_sidecar_status llama_sidecar_context_free(struct llama_context *context);
 
-// Begins an evaluation: until it ends, no tensor of the model changes. Waits for a switch that is
-// under way, and up to 5 seconds for one that itself waits for running evaluations.
-//
-// `generation` can be NULL; it gets the model's generation. When it differs from that of the last
-// evaluation, graphs must be built again.
+/**
+ * Begins an evaluation. Until the evaluation ends, no tensor of the model changes. Waits while a
+ * reload switches tensors, and up to 5 seconds for a reload that waits for running evaluations.
+ *
+ * @param generation Receives the generation of the model; can be NULL. If the value differs from
+ * the last evaluation, rebuild graphs.
+ */
 enum llama_sidecar_status llama_sidecar_eval_begin(const struct llama_context *context,
                                                    uint64_t *generation);
 
-// Ends the evaluation of a context.
-//
-// Can be called on another thread than the one that began the evaluation. The evaluation counts for
-// the thread that began it: only there a reload fails at once with LLAMA_SIDECAR_STATUS_BUSY. A thread
-// that took an evaluation over must end it before it reloads; otherwise the reload waits for its own
-// thread and fails with LLAMA_SIDECAR_STATUS_BUSY after 60 seconds.
+/**
+ * Ends the evaluation of a context.
+ *
+ * The call can be made on another thread than llama_sidecar_eval_begin. The evaluation still
+ * belongs to the thread that began it: a reload on that thread fails at once with
+ * LLAMA_SIDECAR_STATUS_BUSY. A thread that took over an evaluation must end it before it reloads;
+ * otherwise the reload waits for its own thread and fails with LLAMA_SIDECAR_STATUS_BUSY after 60
+ * seconds.
+ */
 enum llama_sidecar_status llama_sidecar_eval_end(const struct llama_context *context);
 
-// Sets what is called when graphs have become stale; NULL for nothing.
+/**
+ * Sets the callback for stale graphs. NULL removes it.
+ *
+ * @param user_data Passed to `callback`. Must stay valid until the callback is replaced or the
+ * context is freed, and until a reload that is running then returns.
+ */
 enum llama_sidecar_status llama_sidecar_on_stale(const struct llama_context *context,
                                                  llama_sidecar_stale callback,
                                                  void *user_data);
 
-// Tells about device `device` of a model.
+/**
+ * Fills `info` with the name and the memory of a device.
+ *
+ * @param device Index of the device, less than n_devices of llama_sidecar_model_info.
+ */
 enum llama_sidecar_status llama_sidecar_device_get_info(const struct llama_model *model,
                                                         uint32_t device,
                                                         struct llama_sidecar_device_info *info);
 
-// Sends messages to `callback` instead of standard error; NULL for standard error again. Which
-// levels there are messages of is set by LLAMA_SIDECAR_LOG.
+/**
+ * Sends log messages to `callback` instead of standard error. The variable LLAMA_SIDECAR_LOG sets
+ * the lowest level that is logged.
+ *
+ * @param callback NULL restores standard error.
+ */
 enum llama_sidecar_status llama_sidecar_log_set(llama_sidecar_log_callback callback,
                                                 void *user_data);
 
-// Puts the index of a key, for example "general.architecture", into `index`.
+/** Finds a key by name, for example "general.architecture", and writes its index to `index`. */
 enum llama_sidecar_status llama_sidecar_metadata_find(const struct llama_model *model,
                                                       const char *key,
                                                       uint64_t *index);
 
-// Tells about the key with an index.
+/**
+ * Fills `info` with the name and the type of a key.
+ *
+ * @param index Index of the key, less than n_metadata of llama_sidecar_model_info.
+ */
 enum llama_sidecar_status llama_sidecar_metadata_get_info(const struct llama_model *model,
                                                           uint64_t index,
                                                           struct llama_sidecar_metadata_info *info);
 
-// Writes a value as text to `buffer`, NUL-terminated and cut to fit: numbers in decimal, truth
-// values as "true" and "false", strings as they are. `element` picks one of an array and is 0
-// otherwise.
-//
-// `length` can be NULL; it gets the length of the whole text without its NUL. With `size` 0,
-// `buffer` can be NULL, too.
-//
-// The array of strings that was last asked for is kept in memory until another one is, or the model
-// is freed: a vocabulary can be walked element by element.
+/**
+ * Writes a value as text to `buffer`, truncated to `size` bytes including the NUL. Numbers are
+ * decimal, booleans are "true" or "false", strings are copied.
+ *
+ * @param element Index of an array element; 0 for a value that is not an array.
+ * @param buffer Can be NULL when `size` is 0.
+ * @param length Receives the length of the whole text without the NUL; can be NULL.
+ *
+ * The model caches the last array of strings that was read, so a loop over a vocabulary reads the
+ * file once.
+ */
 enum llama_sidecar_status llama_sidecar_metadata_text(const struct llama_model *model,
                                                       uint64_t index,
                                                       uint64_t element,
@@ -607,228 +712,330 @@ enum llama_sidecar_status llama_sidecar_metadata_text(const struct llama_model *
                                                       size_t size,
                                                       size_t *length);
 
-// Opens the model that a GGUF file, or any shard of one, belongs to.
-//
-// Reads headers only; tensors stay where they are until they are asked for.
-//
-// `params` can be NULL for the defaults. Returns NULL on failure. Free the result with
-// llama_sidecar_model_free.
+/**
+ * Opens the model of a GGUF file or of any of its shards.
+ *
+ * The call reads headers only. Tensor data is read on demand.
+ *
+ * @param params NULL for the defaults of llama_sidecar_default_params.
+ * @return The model, or NULL on failure. Free it with llama_sidecar_model_free.
+ */
 struct llama_model *llama_model_load(const char *path, const struct llama_sidecar_params *params);
 
-// Lets go of a model. Contexts keep it alive until they are freed, too; reports do not need it.
+/**
+ * Frees the handle of a model. The model itself lives until its contexts and post-fetch schedulers
+ * are freed. Reports and expert traces do not use it.
+ */
 enum llama_sidecar_status llama_sidecar_model_free(struct llama_model *model);
 
-// Tells what a model is.
+/** Fills `info` with the tensor, file, and device counts of a model. */
 enum llama_sidecar_status llama_sidecar_model_get_info(const struct llama_model *model,
                                                        struct llama_sidecar_model_info *info);
 
-// Loads every tensor that is not loaded yet to the model's device, in at most 9 allocations.
-//
-// `progress` can be NULL; when it stops the call, everything that the call had loaded is dropped
-// again. It must not reload this model. `report` can be NULL.
+/**
+ * Loads every tensor that is not loaded yet to its device.
+ *
+ * @param progress Can be NULL. If it returns false, the call frees what it loaded and fails with
+ * LLAMA_SIDECAR_STATUS_CANCELLED. It must not reload this model.
+ * @param user_data Passed to `progress`.
+ * @param report Receives the result; can be NULL.
+ */
 enum llama_sidecar_status llama_sidecar_model_load_all(const struct llama_model *model,
                                                        llama_sidecar_progress progress,
                                                        void *user_data,
                                                        struct llama_sidecar_load_report *report);
 
-// Fills `params` with the defaults, which follow from the LLAMA_* variables. Set struct_size before.
+/** Fills `params` with the defaults, which depend on the LLAMA_* environment variables. */
 enum llama_sidecar_status llama_sidecar_default_params(struct llama_sidecar_params *params);
 
-// Fills `params` with the defaults, which follow from the LLAMA_POSTFETCH_* variables. Set
-// struct_size before.
+/**
+ * Fills `params` with the defaults, which depend on the LLAMA_POSTFETCH_* environment variables.
+ */
 enum llama_sidecar_status llama_postfetch_default_params(struct llama_postfetch_params *params);
 
-// Makes a scheduler for the routed experts of a model. Use one for each evaluation that runs at the
-// same time. `params` can be NULL for the defaults.
-//
-// Without a CUDA driver or device, or without memory there, it works too: all its answers are then
-// "compute on the CPU", and llama_postfetch_describe tells why. NULL for bad arguments only. Free the
-// result with llama_postfetch_free; until then it keeps the model alive.
+/**
+ * Creates a scheduler for the routed experts of a model. Use one scheduler per concurrent
+ * evaluation. The scheduler keeps the model alive.
+ *
+ * Without a CUDA driver, a device, or device memory, the scheduler answers that the CPU must
+ * compute every expert; llama_postfetch_describe reports the reason.
+ *
+ * @param params NULL for the defaults of llama_postfetch_default_params.
+ * @return The scheduler, or NULL for bad arguments. Free it with llama_postfetch_free.
+ */
 struct llama_postfetch *llama_postfetch_init(const struct llama_model *model,
                                              const struct llama_postfetch_params *params);
 
-// Ends a scheduler. Waits for its copies, and for the work of streams that use experts.
+/** Frees a scheduler. Waits for its copies and for the work of streams that use its experts. */
 enum llama_sidecar_status llama_postfetch_free(struct llama_postfetch *postfetch);
 
-// Starts to copy the down-projections of `n` experts of a layer to the device, in this order, and
-// returns at once. To be called once a layer, as soon as routing is known. Ids can repeat; of several
-// tokens, give all. `layer` is the number in the tensors' names.
-//
-// Experts for which there is no room, or that the layer does not have, are answered with "CPU" later.
+/**
+ * Starts to copy the down-projections of `n` experts of a layer to the device, in this order.
+ * Returns without waiting. Call it once per layer as soon as the routed ids are known, with the
+ * ids of all tokens. Ids can repeat.
+ *
+ * An expert that does not fit into the scratchpad, or that the layer does not have, must be
+ * computed on the CPU; llama_postfetch_acquire answers so.
+ *
+ * @param layer Number of the layer in tensor names, such as 3 in blk.3.ffn_down_exps.weight.
+ */
 enum llama_sidecar_status llama_postfetch_schedule(const struct llama_postfetch *postfetch,
                                                    uint32_t layer,
                                                    const int32_t *ids,
                                                    size_t n);
 
-// Tells where an expert is. Never waits.
+/** Reports the state of an expert. Never waits. */
 enum llama_sidecar_status llama_postfetch_query(const struct llama_postfetch *postfetch,
                                                 uint32_t layer,
                                                 uint32_t expert,
                                                 struct llama_postfetch_answer *answer);
 
-// Tells whether to use the device or the CPU for an expert, by the policy: a copy that is on the
-// device is used, one that is under way is waited for (or not, see block_on_miss), and otherwise the
-// CPU computes it. Whatever uses device_data must have ended before the expert is released;
-// llama_postfetch_acquire_on_stream sees to that for a stream.
+/**
+ * Decides whether the device or the CPU computes an expert. The device computes an expert whose
+ * copy is on the device. For a copy in flight, the call waits if block_on_miss is true. In all
+ * other cases, the CPU computes the expert.
+ *
+ * All use of device_data must end before the expert is released. llama_postfetch_acquire_on_stream
+ * ensures this for a stream.
+ */
 enum llama_sidecar_status llama_postfetch_acquire(const struct llama_postfetch *postfetch,
                                                   uint32_t layer,
                                                   uint32_t expert,
                                                   struct llama_postfetch_answer *answer);
 
-// llama_postfetch_acquire for kernels: the CUDA stream waits for the bytes, the caller does not.
-// What is put into the stream afterwards can use device_data. When the expert is released, its memory
-// is overwritten only after the work that was in the stream by then. An expert is for one stream.
+/**
+ * Does the same as llama_postfetch_acquire, but the CUDA stream waits for the copy instead of the
+ * caller. Work that is submitted to the stream after the call can use device_data. After the
+ * expert is released, its memory is overwritten only when the work submitted to the stream before
+ * the release is complete. Only one stream can acquire an expert.
+ *
+ * @param stream A CUstream or cudaStream_t of the same device; must exist until the expert is
+ * released.
+ */
 enum llama_sidecar_status llama_postfetch_acquire_on_stream(const struct llama_postfetch *postfetch,
                                                             uint32_t layer,
                                                             uint32_t expert,
                                                             void *stream,
                                                             struct llama_postfetch_answer *answer);
 
-// A CUDA stream for the host's kernels that waits for no other (a CUstream); NULL without a device.
-// It belongs to the scheduler.
+/**
+ * Returns a CUDA stream for the caller's kernels that does not synchronise with other streams.
+ *
+ * @return A CUstream, or NULL without a device. Owned by the scheduler; do not destroy it.
+ */
 void *llama_postfetch_compute_stream(const struct llama_postfetch *postfetch);
 
-// Makes a CUDA stream of the host wait for all work that is in llama_postfetch_compute_stream now.
+/**
+ * Makes a CUDA stream of the caller wait for all work submitted to llama_postfetch_compute_stream
+ * so far.
+ *
+ * @param stream A CUstream or cudaStream_t of the same device.
+ */
 enum llama_sidecar_status llama_postfetch_hand_back(const struct llama_postfetch *postfetch,
                                                     void *stream);
 
-// Copies an expert that is on the device back, to look at it. Fails with
-// LLAMA_SIDECAR_STATUS_NOT_FOUND when it is not there, or `size` is not its size.
+/**
+ * Copies an expert from the device to `buffer`, for debugging. Fails with
+ * LLAMA_SIDECAR_STATUS_NOT_FOUND if the expert is not on the device or `size` is not its size in
+ * bytes.
+ */
 enum llama_sidecar_status llama_postfetch_download(const struct llama_postfetch *postfetch,
                                                    uint32_t layer,
                                                    uint32_t expert,
                                                    void *buffer,
                                                    size_t size);
 
-// Lets go of an expert.
+/** Releases an expert. Its device memory becomes reusable. */
 enum llama_sidecar_status llama_postfetch_release(const struct llama_postfetch *postfetch,
                                                   uint32_t layer,
                                                   uint32_t expert);
 
-// Lets go of all experts of a layer, to be called when the layer is computed: until then their device
-// memory is taken.
+/**
+ * Releases all experts of a layer. Call it when the layer is computed; until then, the experts
+ * occupy device memory.
+ */
 enum llama_sidecar_status llama_postfetch_release_layer(const struct llama_postfetch *postfetch,
                                                         uint32_t layer);
 
-// Puts the layer whose down-projections tensor `index` of the model holds into `layer`. Only base
-// weights can be fetched: fails with LLAMA_SIDECAR_STATUS_NOT_FOUND for any other tensor.
+/**
+ * Writes the number of the layer whose down-projections are in tensor `index` to `layer`. Fails
+ * with LLAMA_SIDECAR_STATUS_NOT_FOUND for any other tensor, because post-fetch copies only the
+ * base weights of down-projections.
+ */
 enum llama_sidecar_status llama_postfetch_layer_of(const struct llama_postfetch *postfetch,
                                                    uint64_t index,
                                                    uint32_t *layer);
 
-// Tells what a scheduler did.
+/** Fills `stats` with the statistics of a scheduler. */
 enum llama_sidecar_status llama_postfetch_get_stats(const struct llama_postfetch *postfetch,
                                                     struct llama_postfetch_stats *stats);
 
-// Writes what a scheduler works with and what it did into `buffer`, as JSON or for people, cut to
-// `size` bytes with the NUL, and returns how long the whole text is; 0 on failure. `buffer` can be
-// NULL when `size` is 0.
+/**
+ * Writes the configuration and the statistics of a scheduler to `buffer`, truncated to `size`
+ * bytes including the NUL.
+ *
+ * @param json true for JSON, false for plain text.
+ * @param buffer Can be NULL when `size` is 0.
+ * @return Length of the whole text without the NUL, or 0 on failure.
+ */
 size_t llama_postfetch_describe(const struct llama_postfetch *postfetch,
                                 bool json,
                                 char *buffer,
                                 size_t size);
 
-// Brings all tensors of the context's model up to date with their files, and says whether any
-// changed. False also when it failed: llama_sidecar_last_error then says why.
-//
-// Same name and meaning as in ik_llama.cpp, whose programs link against this library unchanged.
-// Waits until running evaluations end, for at most 60 seconds: then it fails with
-// LLAMA_SIDECAR_STATUS_BUSY and what it did not switch is as before. A thread must not call it during
-// its own evaluation.
+/**
+ * Reloads the tensors of the context's model whose files changed.
+ *
+ * Name and meaning are those of ik_llama.cpp, so programs that are written for it link without
+ * changes. The call waits at most 60 seconds for running evaluations to end, then fails with
+ * LLAMA_SIDECAR_STATUS_BUSY and keeps the tensors that were not switched. A thread must not call
+ * it during its own evaluation.
+ *
+ * @return true if any tensor changed; false if none changed or on failure.
+ * llama_sidecar_last_error has the message of a failure.
+ */
 bool llama_reload_changed_tensors(struct llama_context *context);
 
-// Like llama_reload_changed_tensors, and tells what happened to each tensor.
-//
-// Everything that changed is switched together, between evaluations; on failure nothing is. Files
-// that cannot be taken (unreadable, incomplete, of another model) are left out and reported. Only
-// when there is less memory, or staging_bytes, than a reload needs is it done in several steps, each
-// consistent; when a later one fails, the report says so and the next reload goes on from there.
-//
-// `report` gets a report to be freed with llama_sidecar_report_free; it is independent of the
-// model. With a status other than OK there is none.
+/**
+ * Does the same as llama_reload_changed_tensors, and reports the outcome of each tensor.
+ *
+ * All changed tensors are switched together between evaluations; on failure, none is switched.
+ * Files that cannot be used (unreadable, incomplete, of another model) are skipped and reported.
+ * If a reload needs more memory than is free, or more than staging_bytes, it is done in several
+ * consistent steps. If a later step fails, the report has the reason, and the next reload
+ * continues from there.
+ *
+ * @param report Receives a report if the status is LLAMA_SIDECAR_STATUS_OK. Free it with
+ * llama_sidecar_report_free. It stays valid after the model is freed.
+ */
 enum llama_sidecar_status llama_sidecar_reload(const struct llama_context *context,
                                                struct llama_sidecar_report **report);
 
-// Frees a report.
+/** Frees a report. */
 enum llama_sidecar_status llama_sidecar_report_free(struct llama_sidecar_report *report);
 
-// Tells what a reload did, in numbers.
+/** Fills `info` with the counts and durations of a reload. */
 enum llama_sidecar_status llama_sidecar_report_get_info(const struct llama_sidecar_report *report,
                                                         struct llama_sidecar_report_info *info);
 
-// Tells about entry `at` of a report, of n_tensors.
+/**
+ * Fills `info` with a tensor of a report.
+ *
+ * @param at Index of the entry, less than n_tensors of llama_sidecar_report_info.
+ */
 enum llama_sidecar_status llama_sidecar_report_get_tensor(const struct llama_sidecar_report *report,
                                                           uint64_t at,
                                                           struct llama_sidecar_report_tensor *info);
 
-// Tells about entry `at` of a report, of n_files.
+/**
+ * Fills `info` with a file of a report.
+ *
+ * @param at Index of the entry, less than n_files of llama_sidecar_report_info.
+ */
 enum llama_sidecar_status llama_sidecar_report_get_file(const struct llama_sidecar_report *report,
                                                         uint64_t at,
                                                         struct llama_sidecar_report_file *info);
 
-// Version of the library, for example "0.1.0". LLAMA_SIDECAR_VERSION is that of the header.
+/**
+ * Returns the version of the library, for example "0.1.0". LLAMA_SIDECAR_VERSION is the version of
+ * the header.
+ *
+ * @return A static string.
+ */
 const char *llama_sidecar_version(void);
 
-// What went wrong in the last call of this thread that failed: what was expected, what was found,
-// where, and what to do. The empty string when none failed yet. Valid until the next failing call
-// of the same thread.
+/**
+ * Returns the message of the last failed call of this thread: what failed, why, and what to do.
+ *
+ * @return A string of the library, empty if no call has failed. Valid until the next failed call
+ * of the same thread.
+ */
 const char *llama_sidecar_last_error(void);
 
-// The status of the last call of this thread that failed; tells why a call returned NULL or false.
+/**
+ * Returns the status of the last failed call of this thread. Use it after a call that returns NULL
+ * or false on failure.
+ */
 enum llama_sidecar_status llama_sidecar_last_status(void);
 
-// Name of a status, for example "out of memory"; "unknown status" for other numbers.
+/**
+ * Returns the name of a status, for example "out of memory".
+ *
+ * @return A static string; "unknown status" for a number that is not a status.
+ */
 const char *llama_sidecar_status_name(uint32_t status);
 
-// Puts the index of the tensor with this name into `index`.
+/** Finds a tensor by name and writes its index to `index`. */
 enum llama_sidecar_status llama_sidecar_tensor_find(const struct llama_model *model,
                                                     const char *name,
                                                     uint64_t *index);
 
-// Tells what a tensor is now.
+/** Fills `info` with the type, shape, and location of a tensor. */
 enum llama_sidecar_status llama_sidecar_tensor_get_info(const struct llama_model *model,
                                                         uint64_t index,
                                                         struct llama_sidecar_tensor_info *info);
 
-// Tells about part `part` of a tensor, of n_parts.
+/**
+ * Fills `info` with a part of a tensor.
+ *
+ * @param part Index of the part, less than n_parts of llama_sidecar_tensor_info.
+ */
 enum llama_sidecar_status llama_sidecar_tensor_get_part(const struct llama_model *model,
                                                         uint64_t index,
                                                         uint32_t part,
                                                         struct llama_sidecar_tensor_part *info);
 
-// Loads a tensor to the devices where it belongs, unless it is there already. Threads that ask for the same
-// one at the same time get the same buffer.
+/**
+ * Loads a tensor to its devices. Does nothing if the tensor is loaded. Concurrent calls for the
+ * same tensor load it once.
+ */
 enum llama_sidecar_status llama_sidecar_tensor_load(const struct llama_model *model,
                                                     uint64_t index);
 
-// Copies `size` bytes of a tensor, from `offset` on, to `buffer`: from its device if it is loaded,
-// else from its file. Does not load it.
+/**
+ * Copies `size` bytes of a tensor, starting at `offset`, to `buffer`. Reads from the device if the
+ * tensor is loaded, otherwise from the file. Does not load the tensor.
+ */
 enum llama_sidecar_status llama_sidecar_tensor_read(const struct llama_model *model,
                                                     uint64_t index,
                                                     uint64_t offset,
                                                     void *buffer,
                                                     size_t size);
 
-// Begins to count which experts of a model are used. Returns NULL on failure, for example when the
-// model has no routed experts. Free the result with llama_expert_trace_free; it does not keep the
-// model alive.
-//
-// Any number of threads may record at the same time: each has counters of its own.
+/**
+ * Creates usage counters for the routed experts of a model. The trace does not keep the model
+ * alive.
+ *
+ * Any number of threads can record at the same time without contention, because each thread has
+ * its own counters.
+ *
+ * @return The trace, or NULL on failure: for example, when the model has no routed experts. Free
+ * it with llama_expert_trace_free.
+ */
 struct llama_expert_trace *llama_expert_trace_new(const struct llama_model *model);
 
-// Frees a trace.
+/** Frees a trace. */
 enum llama_sidecar_status llama_expert_trace_free(struct llama_expert_trace *trace);
 
-// Counts one token that used one expert. `layer` is the number in the tensors' names.
+/**
+ * Counts one use of an expert by one token.
+ *
+ * @param layer Number of the layer in tensor names, such as 3 in blk.3.ffn_gate_exps.weight.
+ */
 enum llama_sidecar_status llama_expert_trace_record(const struct llama_expert_trace *trace,
                                                     uint32_t layer,
                                                     uint32_t expert);
 
-// Counts a matrix of routed ids: for each of `n_tokens` tokens `n_used` experts, as ggml lays out
-// src[2] of GGML_OP_MUL_MAT_ID. `used_stride` is its nb[0] and `token_stride` its nb[1], in bytes;
-// rows may be padded.
-//
-// Ids that are no experts of the layer are counted as rejected and otherwise left out.
+/**
+ * Counts a matrix of routed ids, laid out as src[2] of GGML_OP_MUL_MAT_ID in ggml. Rows can be
+ * padded.
+ *
+ * Ids that are not experts of the layer are counted as rejected only.
+ *
+ * @param n_used Number of experts per token.
+ * @param used_stride Bytes between the ids of a token: nb[0].
+ * @param token_stride Bytes between the rows of two tokens: nb[1].
+ */
 enum llama_sidecar_status llama_expert_trace_record_batch(const struct llama_expert_trace *trace,
                                                           uint32_t layer,
                                                           const int32_t *ids,
@@ -837,10 +1044,14 @@ enum llama_sidecar_status llama_expert_trace_record_batch(const struct llama_exp
                                                           size_t used_stride,
                                                           size_t token_stride);
 
-// Copies the counts of a layer: how often each expert was used since the trace began or was reset,
-// and how many tokens the layer routed. Of more than `n_counts` experts, the first are copied.
-//
-// `counts` can be NULL when `n_counts` is 0; `tokens` and `n_experts` can be NULL.
+/**
+ * Copies the counts of a layer since the trace was created or reset. If the layer has more than
+ * `n_counts` experts, the first `n_counts` are copied.
+ *
+ * @param counts Receives the number of uses of each expert; can be NULL when `n_counts` is 0.
+ * @param tokens Receives the number of tokens that the layer routed; can be NULL.
+ * @param n_experts Receives the number of experts of the layer; can be NULL.
+ */
 enum llama_sidecar_status llama_expert_trace_counts(const struct llama_expert_trace *trace,
                                                     uint32_t layer,
                                                     uint64_t *counts,
@@ -848,16 +1059,24 @@ enum llama_sidecar_status llama_expert_trace_counts(const struct llama_expert_tr
                                                     uint64_t *tokens,
                                                     size_t *n_experts);
 
-// Forgets what was counted so far.
+/** Resets all counters to 0. */
 enum llama_sidecar_status llama_expert_trace_reset(const struct llama_expert_trace *trace);
 
-// Writes what was counted: CSV to a path that ends in ".csv" (layer,expert,count,share), JSON to any
-// other (docs/expert-trace.md). The file is written beside the path and renamed.
+/**
+ * Writes the counts to a file: as CSV (layer,expert,count,share) if the path ends in ".csv",
+ * otherwise as JSON (docs/expert-trace.md). The call writes a temporary file in the same folder
+ * and renames it to the path.
+ */
 enum llama_sidecar_status llama_expert_trace_write(const struct llama_expert_trace *trace,
                                                    const char *path);
 
-// Writes a summary for people into `buffer`, cut to `size` bytes with the NUL, and returns how long
-// the whole text is; 0 on failure. `buffer` can be NULL when `size` is 0.
+/**
+ * Writes a plain-text summary to `buffer`, truncated to `size` bytes including the NUL.
+ *
+ * @param per_layer true to add a section per layer.
+ * @param buffer Can be NULL when `size` is 0.
+ * @return Length of the whole text without the NUL, or 0 on failure.
+ */
 size_t llama_expert_trace_summary(const struct llama_expert_trace *trace,
                                   bool per_layer,
                                   char *buffer,

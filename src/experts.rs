@@ -1,24 +1,44 @@
-//! Names of the routed experts' tensors.
+//! The routed experts of a model: tensors by name, and the bytes of each expert.
 //!
-//! Models spell them in three ways: all experts of a layer merged in one 3-D tensor
-//! (`blk.5.ffn_down_exps.weight`, expert *e* at `e * nb[2]`), one tensor an expert
-//! as older files have them (`blk.5.ffn_down.3.weight`), and rarely
-//! `blk.5.ffn_down_exps.3.weight`. Shared experts (`_shexp`) are not routed, and
-//! biases are no projections: neither is an expert tensor here.
+//! A mixture-of-experts layer sends each token to a few of its experts. GGUF files store an
+//! expert's matrices in these forms, with the shape (`ne`) innermost first:
+//!
+//! | tensor | shape | contents |
+//! |---|---|---|
+//! | `blk.5.ffn_gate_exps.weight` | `[n_embd, n_ff, n_expert]` | gate of all experts |
+//! | `blk.5.ffn_up_exps.weight` | `[n_embd, n_ff, n_expert]` | up of all experts |
+//! | `blk.5.ffn_gate_up_exps.weight` | `[n_embd, 2 * n_ff, n_expert]` | gate and up of all experts |
+//! | `blk.5.ffn_down_exps.weight` | `[n_ff, n_embd, n_expert]` | down of all experts |
+//! | `blk.5.ffn_down.3.weight` | `[n_ff, n_embd]` | down of expert 3, in older files |
+//! | `blk.5.ffn_down_exps.3.weight` | `[n_ff, n_embd]` | down of expert 3, a rare spelling |
+//!
+//! In a merged tensor, expert *e* begins at byte `e * nb[2]`. These tensors are left out:
+//! biases (`blk.5.ffn_down_exps.bias`), shared experts (`blk.5.ffn_down_shexp.weight`), which
+//! every token uses, the router (`blk.5.ffn_gate_inp.weight`) and dense layers
+//! (`blk.5.ffn_down.weight`).
+//!
+//! [`ExpertIndex`] reads the names of a model's tensors once; [`ExpertIndex::slice`] then
+//! answers where a matrix of an expert is.
 
-use std::collections::HashMap;
 use std::fmt;
+use std::ops::Range;
 
 use crate::gguf::GgufFile;
 
-/// One of the matrices of an expert.
+/// Layers that are indexed: llama.cpp loads 512 at most. The limit bounds the memory that
+/// a malformed file can make callers reserve.
+pub const MAX_LAYERS: u32 = 1 << 12;
+/// Experts per layer that are indexed: llama.cpp loads 512 at most.
+pub const MAX_EXPERTS: u32 = 1 << 12;
+
+/// A weight matrix of an expert.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Projection {
     /// Gate.
     Gate,
     /// Up.
     Up,
-    /// Gate and up in one tensor.
+    /// Gate and up in one matrix.
     GateUp,
     /// Down.
     Down,
@@ -48,35 +68,40 @@ impl fmt::Display for Projection {
     }
 }
 
-/// What the name of an expert tensor says.
+/// The parsed name of an expert tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ExpertName {
     /// Layer, from 0.
     pub layer: u32,
     /// Which matrix.
     pub projection: Projection,
-    /// Which expert; `None` when the tensor holds all of the layer.
+    /// Which expert; `None` when the tensor holds all experts of the layer.
     pub expert: Option<u32>,
 }
 
 impl ExpertName {
-    /// Reads a tensor name; `None` when it is not one of an expert.
+    /// Parses a tensor name; `None` when the tensor is no expert tensor.
     pub fn parse(name: &str) -> Option<ExpertName> {
-        let parts: Vec<&str> = name.split('.').collect();
-        let (layer, kind, expert) = match parts.as_slice() {
-            ["blk", layer, kind, "weight"] => (layer, kind, None),
-            ["blk", layer, kind, expert, "weight"] => (layer, kind, Some(number(expert)?)),
-            _ => return None,
-        };
-        let kind = kind.strip_prefix("ffn_")?;
+        let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
+        let (kind, expert) = rest
+            .strip_prefix("ffn_")?
+            .strip_suffix(".weight")
+            .map(|kind| match kind.split_once('.') {
+                Some((kind, expert)) => (kind, Some(expert)),
+                None => (kind, None),
+            })?;
         let (kind, merged_spelling) = match kind.strip_suffix("_exps") {
             Some(kind) => (kind, true),
             None => (kind, false),
         };
-        // `blk.5.ffn_down.weight` is the network of a layer without experts.
+        // `blk.5.ffn_down.weight` belongs to a dense layer.
         if !merged_spelling && expert.is_none() {
             return None;
         }
+        let expert = match expert {
+            Some(expert) => Some(number(expert)?),
+            None => None,
+        };
         Some(ExpertName {
             layer: number(layer)?,
             projection: Projection::ALL.into_iter().find(|p| p.name() == kind)?,
@@ -85,24 +110,8 @@ impl ExpertName {
     }
 }
 
-/// More experts than any model has in a layer. A file that names more is no reason to
-/// make room for them.
-const MOST_EXPERTS: u32 = 1 << 16;
-
-impl ExpertName {
-    /// How many experts the layer of a tensor with this name and shape has at least; 0
-    /// when that cannot be.
-    pub fn count(&self, ne: &[u64; 4]) -> u32 {
-        let count = match self.expert {
-            Some(expert) => expert.checked_add(1),
-            None => u32::try_from(ne[2]).ok(),
-        };
-        count.filter(|&count| count <= MOST_EXPERTS).unwrap_or(0)
-    }
-}
-
 impl fmt::Display for ExpertName {
-    /// The tensor's name, in the spelling of current files where there is a choice.
+    /// Writes the tensor's name, in the spelling of current files where there is a choice.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (layer, kind) = (self.layer, self.projection);
         match self.expert {
@@ -112,77 +121,209 @@ impl fmt::Display for ExpertName {
     }
 }
 
-/// Where the bytes of one matrix of one expert are.
+/// A tensor that holds a matrix of one expert or of all experts of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ExpertSlice {
+pub struct ExpertTensor {
+    /// Layer, matrix and expert.
+    pub name: ExpertName,
+    /// Index of the tensor, counted through all files of the model.
+    pub tensor: usize,
     /// Index of the file.
     pub file: usize,
-    /// Index of the tensor in its header.
+    /// First byte, from the start of the file.
+    pub offset: u64,
+    /// Bytes of the whole tensor.
+    pub nbytes: u64,
+    /// Number of experts in the tensor; 0 when the shape is not that of experts, or beyond
+    /// [`MAX_LAYERS`] or [`MAX_EXPERTS`]. Such a tensor has no slices.
+    pub experts: u32,
+}
+
+impl ExpertTensor {
+    /// Returns the numbers of the experts in the tensor.
+    pub fn range(&self) -> Range<u32> {
+        let first = self.name.expert.unwrap_or(0);
+        first..first + self.experts
+    }
+
+    /// Returns the bytes of one expert; `None` when the tensor does not hold the expert.
+    pub fn slice(&self, expert: u32) -> Option<ExpertSlice> {
+        let range = self.range();
+        let mut slice = ExpertSlice {
+            tensor: self.tensor,
+            file: self.file,
+            offset: self.offset,
+            nbytes: self.nbytes,
+            part: range.contains(&expert).then(|| expert - range.start)?,
+            parts: self.experts,
+        };
+        let bytes = slice.within(self.nbytes);
+        slice.offset += bytes.start;
+        slice.nbytes = bytes.end - bytes.start;
+        Some(slice)
+    }
+}
+
+/// Returns the number of experts in a tensor of this name and shape; 0 when it is out of bounds.
+fn experts_in(name: ExpertName, ne: &[u64; 4]) -> u32 {
+    let (experts, end) = match name.expert {
+        Some(expert) => (1, u64::from(expert) + 1),
+        None if ne[3] == 1 => (ne[2], ne[2]),
+        None => return 0,
+    };
+    match name.layer < MAX_LAYERS && end <= u64::from(MAX_EXPERTS) {
+        true => experts as u32,
+        false => 0,
+    }
+}
+
+/// The bytes of one matrix of one expert, as they are in the model's files.
+///
+/// A reload can change the type of a tensor and with it all sizes. [`ExpertSlice::within`]
+/// gives the range inside the tensor's current data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpertSlice {
+    /// Index of the tensor, counted through all files of the model.
     pub tensor: usize,
+    /// Index of the file.
+    pub file: usize,
     /// First byte, from the start of the file.
     pub offset: u64,
     /// Bytes of the matrix.
     pub nbytes: u64,
+    /// Which of the tensor's equal parts, from 0.
+    pub part: u32,
+    /// Number of equal parts of the tensor: its experts.
+    pub parts: u32,
 }
 
-/// All expert tensors of a model, found by what they are and by name.
+impl ExpertSlice {
+    /// Returns the range of the matrix inside a tensor of `tensor_bytes` bytes.
+    pub fn within(&self, tensor_bytes: u64) -> Range<u64> {
+        let nbytes = tensor_bytes / u64::from(self.parts);
+        let start = u64::from(self.part) * nbytes;
+        start..start + nbytes
+    }
+}
+
+/// All expert tensors of a model.
+///
+/// The index takes memory for each tensor, not for each expert. Queries are binary searches
+/// and allocate nothing.
+///
+/// Where a layer has a merged tensor and tensors of single experts for the same matrix, the
+/// merged one counts. Of tensors with the same meaning, the first in the files counts.
+///
+/// ```
+/// use llama_sidecar::experts::{ExpertIndex, Projection};
+/// use llama_sidecar::gguf::{Access, GgufFile};
+/// # use testkit::writer::{Gguf, Q4_0};
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("model.gguf");
+/// # Gguf::default().tensor("blk.0.ffn_down_exps.weight", &[64, 32, 8], Q4_0, 1).write(&path)?;
+///
+/// let file = GgufFile::open(&path, Access::Read)?;
+/// let index = ExpertIndex::of([&file]);
+/// assert_eq!(index.layers().collect::<Vec<_>>(), [(0, 8)]);
+///
+/// let slice = index.slice(0, Projection::Down, 3).expect("expert 3 of layer 0");
+/// assert_eq!(slice.nbytes, 32 * 64 / 32 * 18);
+/// assert_eq!(slice.offset, file.header.tensors[0].offset + 3 * slice.nbytes);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Default)]
 pub struct ExpertIndex {
-    slices: HashMap<(u32, u32, Projection), ExpertSlice>,
-    names: HashMap<String, (ExpertName, u32)>,
+    /// Ascending by name; of equal names, the first in the files is the last here, where
+    /// [`ExpertIndex::find`] ends its search.
+    tensors: Vec<ExpertTensor>,
 }
 
 impl ExpertIndex {
-    /// Reads the names and places of all tensors, once.
+    /// Reads the names of all tensors of a model's files.
     pub fn of<'a>(files: impl IntoIterator<Item = &'a GgufFile>) -> ExpertIndex {
-        let mut index = ExpertIndex::default();
+        let mut tensors = Vec::new();
+        let mut first_of_file = 0;
         for (file, gguf) in files.into_iter().enumerate() {
-            for (tensor, info) in gguf.header.tensors.iter().enumerate() {
-                let text = gguf.header.name(info).to_string_lossy();
-                let Some(name) = ExpertName::parse(&text) else {
+            for (at, info) in gguf.header.tensors.iter().enumerate() {
+                let text = gguf.header.name(info).to_str();
+                let Some(name) = text.ok().and_then(ExpertName::parse) else {
                     continue;
                 };
-                // A merged tensor is cut along its third dimension.
-                let (first, count) = match name.expert {
-                    Some(expert) => (expert, 1),
-                    None => (0, name.count(&info.ne)),
-                };
-                let nbytes = info.nbytes / u64::from(count.max(1));
-                for number in 0..count {
-                    let slice = ExpertSlice {
-                        file,
-                        tensor,
-                        offset: info.offset + u64::from(number) * nbytes,
-                        nbytes,
-                    };
-                    let key = (name.layer, first + number, name.projection);
-                    index.slices.insert(key, slice);
-                }
-                index.names.insert(text.into_owned(), (name, count));
+                tensors.push(ExpertTensor {
+                    name,
+                    tensor: first_of_file + at,
+                    file,
+                    offset: info.offset,
+                    nbytes: info.nbytes,
+                    experts: experts_in(name, &info.ne),
+                });
             }
+            first_of_file += gguf.header.tensors.len();
         }
-        index
+        ExpertIndex::sorted(tensors)
     }
 
-    /// Where a matrix of an expert is.
-    pub fn slice(&self, layer: u32, expert: u32, projection: Projection) -> Option<ExpertSlice> {
-        self.slices.get(&(layer, expert, projection)).copied()
+    fn sorted(mut tensors: Vec<ExpertTensor>) -> ExpertIndex {
+        tensors.sort_unstable_by_key(|t| (t.name, std::cmp::Reverse(t.tensor)));
+        ExpertIndex { tensors }
     }
 
-    /// What a tensor is, and how many experts it holds.
-    pub fn tensor(&self, name: &str) -> Option<(ExpertName, u32)> {
-        self.names.get(name).copied()
+    /// Returns all expert tensors, ascending by layer, matrix and expert.
+    pub fn tensors(&self) -> &[ExpertTensor] {
+        &self.tensors
     }
 
-    /// Names of all expert tensors, ascending.
-    pub fn names(&self) -> Vec<&str> {
-        let mut names: Vec<&str> = self.names.keys().map(String::as_str).collect();
-        names.sort_unstable();
-        names
+    /// Returns the tensor of this meaning.
+    pub fn find(&self, name: ExpertName) -> Option<&ExpertTensor> {
+        let after = self.tensors.partition_point(|t| t.name <= name);
+        self.tensors[..after].last().filter(|t| t.name == name)
+    }
+
+    /// Returns where a matrix of an expert is.
+    pub fn slice(&self, layer: u32, projection: Projection, expert: u32) -> Option<ExpertSlice> {
+        let name = |expert| ExpertName {
+            layer,
+            projection,
+            expert,
+        };
+        let usable = |name| self.find(name).filter(|t| t.experts > 0);
+        let tensor = usable(name(None)).or_else(|| usable(name(Some(expert))));
+        tensor?.slice(expert)
+    }
+
+    /// Returns the layers that have experts, ascending, each with its number of experts: the
+    /// largest of its matrices.
+    pub fn layers(&self) -> impl Iterator<Item = (u32, u32)> {
+        let layers = self.tensors.chunk_by(|a, b| a.name.layer == b.name.layer);
+        let experts = layers.map(|all| (all[0].name.layer, highest(all.iter())));
+        experts.filter(|&(_, experts)| experts > 0)
+    }
+
+    /// Returns the layers that have a matrix, ascending, each with its number of experts.
+    pub fn layers_with(&self, projection: Projection) -> impl Iterator<Item = (u32, u32)> {
+        let of_projection = move |t: &&ExpertTensor| t.name.projection == projection;
+        let layers = self.tensors.chunk_by(|a, b| a.name.layer == b.name.layer);
+        let experts = layers.map(move |all| {
+            let mut of_layer = all.iter().filter(of_projection);
+            let merged = of_layer.rfind(|t| t.name.expert.is_none() && t.experts > 0);
+            let experts = merged.map(|t| t.experts);
+            let layer = all[0].name.layer;
+            (
+                layer,
+                experts.unwrap_or_else(|| highest(all.iter().filter(of_projection))),
+            )
+        });
+        experts.filter(|&(_, experts)| experts > 0)
     }
 }
 
-/// A decimal number as names spell it: no sign, no leading zero.
+/// Returns the end of the experts' numbers in some tensors.
+fn highest<'a>(tensors: impl Iterator<Item = &'a ExpertTensor>) -> u32 {
+    let usable = tensors.filter(|t| t.experts > 0);
+    usable.map(|t| t.range().end).max().unwrap_or(0)
+}
+
+/// Parses a decimal number as names spell it: no sign, no leading zero.
 fn number(text: &str) -> Option<u32> {
     let canonical = text == "0" || !text.starts_with(['0', '+']);
     text.parse().ok().filter(|_| canonical)
@@ -234,5 +375,70 @@ mod tests {
         ] {
             assert_eq!(parse(name), None, "{name}");
         }
+    }
+
+    /// An index of `f16` tensors with these names and shapes.
+    fn index(tensors: &[(&str, [u64; 4])]) -> ExpertIndex {
+        let tensors = tensors
+            .iter()
+            .enumerate()
+            .filter_map(|(tensor, (name, ne))| {
+                let name = ExpertName::parse(name)?;
+                Some(ExpertTensor {
+                    name,
+                    tensor,
+                    file: 0,
+                    offset: 1000 * tensor as u64,
+                    nbytes: 2 * ne.iter().product::<u64>(),
+                    experts: experts_in(name, ne),
+                })
+            });
+        ExpertIndex::sorted(tensors.collect())
+    }
+
+    #[test]
+    fn slices_of_merged_and_single_tensors() {
+        let index = index(&[
+            ("blk.1.ffn_down.4.weight", [2, 8, 1, 1]),
+            ("blk.1.ffn_down.1.weight", [2, 4, 1, 1]),
+            ("blk.0.ffn_up_exps.weight", [4, 2, 3, 1]),
+            ("blk.0.ffn_up.1.weight", [4, 2, 1, 1]),
+            ("blk.0.attn_q.weight", [4, 2, 1, 1]),
+        ]);
+        assert_eq!(index.layers().collect::<Vec<_>>(), [(0, 3), (1, 5)]);
+        let of = |projection| index.layers_with(projection).collect::<Vec<_>>();
+        assert_eq!(
+            (of(Projection::Up), of(Projection::Gate)),
+            (vec![(0, 3)], vec![])
+        );
+        assert_eq!(of(Projection::Down), [(1, 5)]);
+        let slice = |layer, projection, expert| {
+            let slice = index.slice(layer, projection, expert)?;
+            Some((slice.offset, slice.nbytes, slice.within(300)))
+        };
+        assert_eq!(slice(0, Projection::Up, 2), Some((2032, 16, 200..300)));
+        assert_eq!(slice(0, Projection::Up, 1), Some((2016, 16, 100..200)));
+        assert_eq!(slice(0, Projection::Up, 3), None);
+        assert_eq!(slice(1, Projection::Down, 4), Some((0, 32, 0..300)));
+        assert_eq!(slice(1, Projection::Down, 1), Some((1000, 16, 0..300)));
+        assert_eq!(slice(1, Projection::Down, 0), None);
+        assert_eq!(slice(2, Projection::Down, 0), None);
+    }
+
+    #[test]
+    fn malformed_tensors_have_no_slices() {
+        let index = index(&[
+            ("blk.0.ffn_up_exps.weight", [1, 1, 4097, 1]),
+            ("blk.0.ffn_down_exps.weight", [1, 1, 2, 2]),
+            ("blk.0.ffn_down.4096.weight", [1; 4]),
+            ("blk.0.ffn_down.4294967295.weight", [1; 4]),
+            ("blk.4096.ffn_down_exps.weight", [1, 1, 2, 1]),
+            ("blk.4294967295.ffn_down.0.weight", [1; 4]),
+        ]);
+        assert_eq!(index.tensors().len(), 6);
+        assert!(index.tensors().iter().all(|t| t.slice(0).is_none()));
+        assert_eq!(index.layers().count(), 0);
+        assert_eq!(index.slice(0, Projection::Down, u32::MAX), None);
+        assert_eq!(index.slice(u32::MAX, Projection::Down, 0), None);
     }
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use llama_sidecar::device::{Device, HostDevice};
 use llama_sidecar::error::Error;
-use llama_sidecar::experts::{ExpertIndex, Projection};
+use llama_sidecar::experts::{ExpertIndex, ExpertName, Projection};
 use llama_sidecar::gguf::{Access, GgufFile, Value, shard_name};
 use llama_sidecar::model::{Model, Options, Placement, State};
 use tempfile::TempDir;
@@ -514,19 +514,20 @@ fn real_models_open_whole_and_in_shards() {
 fn experts_are_found_by_what_they_are_and_by_name() {
     let gguf = GgufFile::open(&fixture("moe.gguf"), Access::Read).expect("a model");
     let index = ExpertIndex::of([&gguf]);
-    assert_eq!(index.names().len(), 30 * 3);
+    assert_eq!(index.tensors().len(), 30 * 3);
     let name = "blk.7.ffn_down_exps.weight";
-    let (what, count) = index.tensor(name).expect("an expert tensor");
+    let what = ExpertName::parse(name).expect("an expert tensor");
+    let tensor = index.find(what).expect("an expert tensor");
     assert_eq!(
-        (what.layer, what.projection, count),
+        (what.layer, what.projection, tensor.experts),
         (7, Projection::Down, 8)
     );
-    assert_eq!(what.to_string(), name);
-    let slice = index.slice(7, 3, Projection::Down).expect("an expert");
+    assert_eq!(tensor.name.to_string(), name);
+    let slice = index.slice(7, Projection::Down, 3).expect("an expert");
     let info = &gguf.header.tensors[slice.tensor];
     assert_eq!(slice.offset, info.offset + 3 * info.nb()[2]);
     assert_eq!(slice.nbytes, info.nb()[2]);
-    assert_eq!(index.slice(7, 8, Projection::Down), None);
-    assert_eq!(index.slice(30, 0, Projection::Gate), None);
-    assert!(index.tensor("blk.7.attn_q.weight").is_none());
+    assert_eq!(index.slice(7, Projection::Down, 8), None);
+    assert_eq!(index.slice(30, Projection::Gate, 0), None);
+    assert!(ExpertName::parse("blk.7.attn_q.weight").is_none());
 }

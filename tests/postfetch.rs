@@ -13,7 +13,7 @@ use llama_sidecar::device::{AsyncDevice, Device, HostDevice, Stream};
 use llama_sidecar::gguf::Access;
 use llama_sidecar::logger;
 use llama_sidecar::model::{Model, Options as ModelOptions, Placement};
-use llama_sidecar::postfetch::{Answer, Options, PostFetch, Reason, State};
+use llama_sidecar::postfetch::{Acquired, Options, PostFetch, Reason, State};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use tempfile::TempDir;
@@ -101,7 +101,7 @@ fn options() -> Options {
     Options {
         config: Config::get().postfetch.clone(),
         active: 0,
-        patience: Duration::from_secs(10),
+        timeout: Duration::from_secs(10),
     }
 }
 
@@ -134,7 +134,12 @@ fn expert_bytes(model: &Model, layer: u32, expert: u32) -> Vec<u8> {
 }
 
 /// The bytes that an answer leads to, on the device or in the process.
-fn answered_bytes(fetch: &PostFetch, layer: u32, expert: u32, answer: &Answer) -> Option<Vec<u8>> {
+fn answered_bytes(
+    fetch: &PostFetch,
+    layer: u32,
+    expert: u32,
+    answer: &Acquired,
+) -> Option<Vec<u8>> {
     if answer.device_address != 0 {
         assert_eq!(answer.device_address % 256, 0);
         assert_eq!(answer.reason, Reason::None);
@@ -147,7 +152,7 @@ fn answered_bytes(fetch: &PostFetch, layer: u32, expert: u32, answer: &Answer) -
     Some(unsafe { std::slice::from_raw_parts(host, expert.nbytes as usize) }.to_vec())
 }
 
-fn check_bytes(fetch: &PostFetch, layer: u32, expert: u32, answer: &Answer) {
+fn check_bytes(fetch: &PostFetch, layer: u32, expert: u32, answer: &Acquired) {
     let right = expert_bytes(fetch.model(), layer, expert);
     if let Some(bytes) = answered_bytes(fetch, layer, expert, answer) {
         assert!(bytes == right, "wrong bytes for expert {expert} of {layer}");
@@ -231,7 +236,7 @@ fn the_policy_holds_for_real_copies() {
                 fetch.schedule(0, &[2]);
                 let expected = match (enable, force_cpu, block) {
                     (false, ..) => (State::CpuOnly, Reason::Disabled),
-                    (_, true, _) => (State::CpuOnly, Reason::Forced),
+                    (_, true, _) => (State::CpuOnly, Reason::ForcedCpu),
                     (.., true) => (State::GpuReady, Reason::None),
                     (.., false) => (State::CopyInFlight, Reason::Missed),
                 };
@@ -283,13 +288,13 @@ fn ids_repeat_and_are_nonsense() {
         (1, 8, Reason::None),
         (1, 11, Reason::None),
         (1, 3, Reason::NotScheduled),
-        (1, 16, Reason::Foreign),
-        (1, u32::MAX, Reason::Foreign),
-        (7, 0, Reason::Foreign),
+        (1, 16, Reason::NotAnExpert),
+        (1, u32::MAX, Reason::NotAnExpert),
+        (7, 0, Reason::NotAnExpert),
     ] {
         let answer = fetch.acquire(layer, expert);
         assert_eq!(answer.reason, reason, "{layer} {expert}");
-        assert_eq!(answer.expert.is_none(), reason == Reason::Foreign);
+        assert_eq!(answer.expert.is_none(), reason == Reason::NotAnExpert);
     }
     fetch.release(1, 8);
     fetch.release(1, 8);
@@ -434,7 +439,7 @@ fn what_is_on_a_device_already_is_not_fetched() {
     assert!(expert_bytes(&model, 0, 5) == right);
     let fetch = fetch(&model, 0, |_| ());
     fetch.schedule(0, &[5]);
-    assert_eq!(fetch.acquire(0, 5).reason, Reason::Elsewhere);
+    assert_eq!(fetch.acquire(0, 5).reason, Reason::NotInHostMemory);
     drop(fetch);
     model_file(2).replace(&bench.path).unwrap();
     set_time(&bench.path, 1 << 19);
@@ -730,7 +735,7 @@ fn only_base_weights_are_fetched() {
 }
 
 #[test]
-fn debug_lines_are_those_of_the_seed() {
+fn debug_lines_have_the_documented_format() {
     let bench = Bench::new();
     let lines = Arc::new(parking_lot::Mutex::new(Vec::new()));
     let sink = lines.clone();
@@ -759,7 +764,7 @@ fn scenario(model: &Arc<Model>, page_lock: bool) -> (u64, u64) {
     let fetch = fetch(model, 0, |options| {
         options.config.page_lock = page_lock;
         options.config.max_transfers = 2;
-        options.patience = Duration::from_millis(300);
+        options.timeout = Duration::from_millis(300);
     });
     for layer in [0, 1, 2] {
         run_layer(&fetch, layer, &[3, 4, 0, 5]);

@@ -9,6 +9,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
 
 use anyhow::{Context, Result};
+use rustix::io::Errno;
 use xattr::FileExt;
 
 /// The access list of a file: an attribute that also changes the mode.
@@ -114,8 +115,8 @@ fn extended(file: &File) -> io::Result<BTreeMap<OsString, Vec<u8>>> {
     let names = match file.list_xattr() {
         Ok(names) => names,
         Err(error) => {
-            return match error.raw_os_error() {
-                Some(libc::ENOTSUP | libc::ENOSYS) => Ok(BTreeMap::new()),
+            return match Errno::from_io_error(&error) {
+                Some(Errno::NOTSUP | Errno::NOSYS) => Ok(BTreeMap::new()),
                 _ => Err(error),
             };
         }

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use goblin::elf::Elf;
 use goblin::elf::header::machine_to_str;
+use rustix::process::geteuid;
 
 /// A program as it lies on disk.
 pub struct Executable {
@@ -62,11 +63,9 @@ impl Executable {
                 path.display()
             );
         }
-        // SAFETY: asks for a number.
-        let me = unsafe { libc::geteuid() };
         Ok(Executable {
             kind: kind(&path).unwrap_or(Kind::Unknown),
-            set_uid: found.mode() & 0o4000 != 0 && found.uid() != me,
+            set_uid: found.mode() & 0o4000 != 0 && found.uid() != geteuid().as_raw(),
             path,
         })
     }

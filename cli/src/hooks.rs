@@ -37,7 +37,7 @@ struct Library {
 }
 
 /// The files that a process has mapped to execute them.
-pub fn mapped(pid: u64) -> BTreeSet<PathBuf> {
+pub fn mapped(pid: u32) -> BTreeSet<PathBuf> {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
     let executable = maps.lines().filter_map(|line| {
         // address, permissions, offset, device, inode, path

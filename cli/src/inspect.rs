@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::Path;
 
 use anyhow::Result;
-use llama_sidecar::experts::{ExpertName, Projection};
+use llama_sidecar::experts::Projection;
 use llama_sidecar::gguf::{Key, Value};
 use llama_sidecar::model::{Model, Options};
 use serde_json::{Value as Json, json};
@@ -98,24 +98,15 @@ fn types(model: &Model) -> Json {
     Json::Object(each.collect())
 }
 
-/// Experts and bytes of one expert, for each projection of each layer.
+/// Lists for each layer and projection the number of experts and the bytes of one.
 fn moe_layers(model: &Model) -> Json {
-    let mut layers: BTreeMap<u32, BTreeMap<Projection, (u64, u64, &str)>> = BTreeMap::new();
-    for index in 0..model.tensor_count() {
-        let name = model.name(index).to_string_lossy();
-        let Some(expert) = ExpertName::parse(&name) else {
-            continue;
-        };
-        let tensor = model.tensor(index);
-        let experts_here = match expert.expert {
-            None => tensor.ne()[2],
-            Some(_) => 1,
-        };
-        let of_layer = layers.entry(expert.layer).or_default();
-        let (experts, bytes, ty) = of_layer.entry(expert.projection).or_default();
-        *experts += experts_here;
-        *bytes = (*bytes).max(tensor.nbytes() / experts_here.max(1));
-        *ty = tensor.ty().name();
+    let mut layers: BTreeMap<u32, BTreeMap<Projection, (u32, u64, &str)>> = BTreeMap::new();
+    for tensor in model.experts().tensors() {
+        let of_layer = layers.entry(tensor.name.layer).or_default();
+        let (experts, bytes, ty) = of_layer.entry(tensor.name.projection).or_default();
+        *experts += tensor.experts;
+        *bytes = (*bytes).max(tensor.nbytes / u64::from(tensor.experts.max(1)));
+        *ty = model.tensor(tensor.tensor).ty().name();
     }
     let layers = layers.into_iter().map(|(layer, projections)| {
         let projections = projections

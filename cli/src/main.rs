@@ -40,6 +40,8 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use llama_sidecar::protocol::Request;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// Look at GGUF models, load them, and talk to hosts that run with llama-sidecar.
 #[derive(Parser)]
@@ -164,14 +166,16 @@ fn main() -> ExitCode {
         Command::Run(options) => run::run(&options),
         Command::Doctor(options) => doctor::run(&options),
         Command::Swap(options) => swap::run(&options),
-        Command::Status { at, hash: true } => control::run(&at.socket, "hash", at.json),
-        Command::Status { at, hash: false } => control::run(&at.socket, "status", at.json),
-        Command::Revert(at) => control::run(&at.socket, "revert", at.json),
-        Command::Unfreeze(at) => control::run(&at.socket, "unfreeze", at.json),
-        Command::Metrics(at) => control::run(&at.socket, "metrics", at.json),
+        Command::Status { at, hash: true } => control::run(&at.socket, Request::Hash, at.json),
+        Command::Status { at, hash: false } => control::run(&at.socket, Request::Status, at.json),
+        Command::Revert(at) => control::run(&at.socket, Request::Revert, at.json),
+        Command::Unfreeze(at) => control::run(&at.socket, Request::Unfreeze, at.json),
+        Command::Metrics(at) => control::run(&at.socket, Request::Metrics, at.json),
         Command::Reload { at, server } => control::reload(&at.socket, &server, at.json),
-        Command::Trace { at, reset: true } => control::run(&at.socket, "trace-reset", at.json),
-        Command::Trace { at, reset: false } => control::run(&at.socket, "trace", at.json),
+        Command::Trace { at, reset: true } => {
+            control::run(&at.socket, Request::TraceReset, at.json)
+        }
+        Command::Trace { at, reset: false } => control::run(&at.socket, Request::Trace, at.json),
         Command::Report {
             traces,
             output,
@@ -185,7 +189,7 @@ fn main() -> ExitCode {
                 compare,
             },
         ),
-        Command::Ping(at) => control::run(&at.socket, "ping", at.json),
+        Command::Ping(at) => control::run(&at.socket, Request::Ping, at.json),
         Command::Load { file } => load::run(&file),
         Command::Generate { prefix } => generate::run(&prefix),
     };
@@ -221,18 +225,16 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
     io.is_some_and(|error| error.kind() == std::io::ErrorKind::BrokenPipe)
 }
 
-/// A model of more than 1,000 shards needs more open files than the usual limit
-/// allows. A library leaves the limits of its process alone; this is our process.
+/// Raises the limit for open files: a model of more than 1,000 shards needs more than the usual
+/// limit. A library must not change the limits of its process; this is the process.
 fn allow_many_open_files() {
-    let mut limit = libc::rlimit {
-        rlim_cur: 0,
-        rlim_max: 0,
-    };
-    // SAFETY: both calls get a valid struct and touch nothing else.
-    unsafe {
-        if libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0 {
-            limit.rlim_cur = limit.rlim_max;
-            libc::setrlimit(libc::RLIMIT_NOFILE, &limit);
-        }
-    }
+    let limit = getrlimit(Resource::Nofile);
+    // A failure shows when a file cannot be opened.
+    let _ = setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: limit.maximum,
+            ..limit
+        },
+    );
 }

@@ -12,7 +12,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use llama_sidecar::gguf::{Access, GgufFile, Key, OpenError, TensorInfo, Value, ValueType};
+use llama_sidecar::gguf::{
+    Access, GgufFile, HeaderWriter, Key, OpenError, TensorInfo, Value, ValueType,
+};
 use llama_sidecar::reload::{Hash, hash_bytes, hash_source};
 
 use crate::rewrite::{self, Part};
@@ -288,73 +290,35 @@ pub struct Record {
     pub written: Vec<Version>,
 }
 
-/// Makes the header of a file of originals. It has the model's alignment, so that bytes
-/// between tensors can be kept, too.
-pub fn header(record: &Record, alignment: u64, saved: &[Part<'_>]) -> Vec<u8> {
-    let mut keys = Keys::default();
-    keys.add("general.alignment", ValueType::U32)
-        .extend((alignment as u32).to_le_bytes());
-    keys.add(FORMAT_KEY, ValueType::U32)
-        .extend(FORMAT.to_le_bytes());
-    let rest = format!("{:032x}", record.rest);
-    push_text(keys.add(REST_KEY, ValueType::String), rest.as_bytes());
-    keys.add(SIZE_KEY, ValueType::U64)
-        .extend(record.size.to_le_bytes());
+/// Builds the header of a file of originals. It has the model's alignment, so that bytes between
+/// tensors can be kept, too.
+pub fn header(record: &Record, alignment: u64, saved: &[Part<'_>]) -> Result<Vec<u8>> {
+    let unchecked = header_with(record, alignment, saved, 0)?;
+    header_with(record, alignment, saved, hash_bytes(&unchecked))
+}
+
+/// Builds the header with this hash of itself.
+fn header_with(
+    record: &Record,
+    alignment: u64,
+    saved: &[Part<'_>],
+    check: Hash,
+) -> Result<Vec<u8>> {
+    let texts = |versions: &[Version]| versions.iter().map(Version::to_string).collect::<Vec<_>>();
     let versions: Vec<_> = saved.iter().map(Part::version).collect();
-    for (key, versions) in [(WRITTEN_KEY, &record.written), (SAVED_KEY, &versions)] {
-        let out = keys.add(key, ValueType::Array);
-        out.extend((ValueType::String as u32).to_le_bytes());
-        out.extend((versions.len() as u64).to_le_bytes());
-        for version in versions {
-            push_text(out, version.to_string().as_bytes());
-        }
-    }
-    let out = keys.add(CHECK_KEY, ValueType::String);
-    push_text(out, &[b'0'; DIGITS]);
-
-    let mut header = b"GGUF".to_vec();
-    header.extend(3u32.to_le_bytes());
-    header.extend((saved.len() as u64).to_le_bytes());
-    header.extend(keys.count.to_le_bytes());
-    header.extend(&keys.bytes);
-    let check = header.len() - DIGITS;
-    let mut at = 0u64;
+    let mut writer = HeaderWriter::new(alignment.try_into()?);
+    writer.value(FORMAT_KEY, &FORMAT);
+    writer.value(REST_KEY, &format!("{:032x}", record.rest));
+    writer.value(SIZE_KEY, &record.size);
+    writer.array(WRITTEN_KEY, &texts(&record.written));
+    writer.array(SAVED_KEY, &texts(&versions));
+    writer.value(CHECK_KEY, &format!("{check:032x}"));
     for part in saved {
-        push_text(&mut header, part.name().to_bytes());
-        header.extend(part.info.n_dims.to_le_bytes());
-        for extent in &part.info.ne[..part.info.n_dims as usize] {
-            header.extend(extent.to_le_bytes());
-        }
-        header.extend(part.info.ty.id.to_le_bytes());
-        header.extend(at.to_le_bytes());
-        at += part.info.nbytes.next_multiple_of(alignment);
+        let info = part.info;
+        let ne = &info.ne[..info.n_dims as usize];
+        writer.tensor(part.name().to_bytes(), ne, info.ty.id, info.nbytes)?;
     }
-    header.resize(header.len().next_multiple_of(alignment as usize), 0);
-    let hash = format!("{:032x}", hash_bytes(&header));
-    header[check..check + DIGITS].copy_from_slice(hash.as_bytes());
-    header
-}
-
-/// Key-values of a header.
-#[derive(Default)]
-struct Keys {
-    bytes: Vec<u8>,
-    count: u64,
-}
-
-impl Keys {
-    /// Adds a key; its value goes where this points.
-    fn add(&mut self, key: &str, ty: ValueType) -> &mut Vec<u8> {
-        self.count += 1;
-        push_text(&mut self.bytes, key.as_bytes());
-        self.bytes.extend((ty as u32).to_le_bytes());
-        &mut self.bytes
-    }
-}
-
-fn push_text(out: &mut Vec<u8>, text: &[u8]) {
-    out.extend((text.len() as u64).to_le_bytes());
-    out.extend(text);
+    Ok(writer.finish())
 }
 
 /// Compares the header with the hash in it.

@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
-use llama_sidecar::trace::{Figures, coverage, experts_for};
+use llama_sidecar::trace::{LayerStats, coverage, experts_for};
 
 use crate::svg::{self, escape};
 use crate::trace_report::TraceReport;
@@ -52,8 +52,12 @@ fn facts(traced: &TraceReport) -> Vec<(&'static str, String)> {
     let counts = &traced.counts;
     let experts: usize = counts.layers.iter().map(|layer| layer.experts.len()).sum();
     let used = traced.about.experts_used;
-    let figures: Vec<Figures> = counts.layers.iter().map(|l| Figures::of(l, used)).collect();
-    let mean = |of: &dyn Fn(&Figures) -> f64| {
+    let figures: Vec<LayerStats> = counts
+        .layers
+        .iter()
+        .map(|l| LayerStats::of(l, used))
+        .collect();
+    let mean = |of: &dyn Fn(&LayerStats) -> f64| {
         figures.iter().map(of).sum::<f64>() / figures.len().max(1) as f64
     };
     let needed = |share: f64| {
@@ -170,7 +174,7 @@ fn layers_table(body: &mut String, traced: &TraceReport) {
         "<div class=wide><table><tr><th>layer<th>tokens<th>evenness<th>share of top {used}<th>for 90 %<th>never used<th>most used</tr>"
     );
     for layer in &traced.counts.layers {
-        let figures = Figures::of(layer, used);
+        let figures = LayerStats::of(layer, used);
         let covered = coverage(&layer.experts);
         let needed = covered.iter().take_while(|&&sum| sum < 0.9 - 1e-12).count() + 1;
         let mut order: Vec<usize> = (0..layer.experts.len()).collect();

@@ -9,7 +9,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
-use llama_sidecar::gguf::{Access, GgufFile, TensorInfo};
+use llama_sidecar::gguf::{
+    Access, GgufFile, TYPE_AND_OFFSET, TensorInfo, TooLarge, padded, padding, retype, type_fields,
+};
 use llama_sidecar::reload::{Hash, hash_bytes, hash_source};
 use tempfile::NamedTempFile;
 
@@ -57,28 +59,30 @@ impl<'a> Draft<'a> {
     /// follows the data stays.
     pub fn of_model(file: &'a GgufFile, parts: Vec<Part<'a>>) -> Result<Draft<'a>> {
         let mut header = header_of(file)?;
-        patch(file, &mut header, &parts)?;
+        let types = types_in(file, &header)?;
+        // The number of dimensions stays: one that is followed by ones only is the same shape.
+        let tensors = parts.iter().map(|part| (part.info.ty, part.info.nbytes));
+        retype(&mut header, &types, file.header.alignment, tensors)?;
         let (from, len) = tail(file);
         let draft = Draft::new(header, file.header.alignment, parts)?;
         Ok(Draft {
             tail: Some((file, from, len)),
-            size: draft.size.checked_add(len).context(TOO_LARGE)?,
+            size: draft.size.checked_add(len).ok_or(TooLarge)?,
             ..draft
         })
     }
 
     /// A file with this header and these tensors.
     pub fn new(header: Vec<u8>, alignment: u64, parts: Vec<Part<'a>>) -> Result<Draft<'a>> {
-        let padded = |part: &Part<'_>| part.info.nbytes.checked_next_multiple_of(alignment);
         let size = parts.iter().try_fold(header.len() as u64, |size, part| {
-            padded(part).and_then(|padded| size.checked_add(padded))
+            size.checked_add(padded(part.info.nbytes, alignment)?)
         });
         Ok(Draft {
             header,
             alignment,
             parts,
             tail: None,
-            size: size.context(TOO_LARGE)?,
+            size: size.ok_or(TooLarge)?,
         })
     }
 
@@ -86,7 +90,7 @@ impl<'a> Draft<'a> {
     /// padding after the last tensor.
     pub fn with_size_of_original(self, size: u64) -> Result<Draft<'a>> {
         let last = self.parts.last().map_or(0, |part| part.info.nbytes);
-        let padding = last.next_multiple_of(self.alignment) - last;
+        let padding = padding(last, self.alignment);
         ensure!(
             size <= self.size && self.size - size <= padding,
             "the originals cannot be put back: the file would have {} bytes, and had {size} before; nothing was changed",
@@ -149,8 +153,7 @@ impl<'a> Draft<'a> {
         for part in &self.parts {
             let info = part.info;
             copy(part.file, info.offset, info.nbytes, file, &bar)?;
-            let padding = info.nbytes.next_multiple_of(self.alignment) - info.nbytes;
-            (&mut { file }).write_all(&self.padding(part, padding)?)?;
+            (&mut { file }).write_all(&self.padding_after(part)?)?;
         }
         if let Some((from, at, len)) = self.tail {
             copy(from, at, len, file, &bar)?;
@@ -162,7 +165,8 @@ impl<'a> Draft<'a> {
 
     /// The bytes after a tensor: those that its file has there if that aligns its tensors
     /// alike, else zeros.
-    fn padding(&self, part: &Part<'_>, len: u64) -> Result<Vec<u8>> {
+    fn padding_after(&self, part: &Part<'_>) -> Result<Vec<u8>> {
+        let len = padding(part.info.nbytes, self.alignment);
         let mut bytes = vec![0; len as usize];
         let end = part.info.offset + part.info.nbytes;
         let there = part.file.source.id().size.saturating_sub(end).min(len);
@@ -196,8 +200,6 @@ impl<'a> Draft<'a> {
         Ok(())
     }
 }
-
-const TOO_LARGE: &str = "the new file would need more bytes than a file can have";
 
 /// A file that is complete, and not in its place yet.
 pub struct Written {
@@ -233,7 +235,7 @@ pub fn header_of(file: &GgufFile) -> io::Result<Vec<u8>> {
 pub fn rest(file: &GgufFile) -> Result<Hash> {
     let mut header = header_of(file)?;
     for at in types_in(file, &header)? {
-        header[at..at + 12].fill(0);
+        header[at..at + TYPE_AND_OFFSET].fill(0);
     }
     let (from, len) = tail(file);
     header.extend(hash_source(&file.source, from, len)?.to_le_bytes());
@@ -249,43 +251,15 @@ fn tail(file: &GgufFile) -> (u64, u64) {
     (end, file.source.id().size.saturating_sub(end))
 }
 
-/// Finds the type of each tensor in a header; its offset is behind it (GGUF specification:
-/// length and text of the name, number of dimensions, dimensions, type, offset).
+/// Finds the types of the tensors in the header of a file, which may have changed since it was
+/// opened.
 fn types_in(file: &GgufFile, header: &[u8]) -> Result<Vec<usize>> {
-    let keys = file.header.keys.iter();
-    let mut at = keys.map(|key| key.offset + key.len).max().unwrap_or(24) as usize;
-    let infos = file.header.tensors.iter();
-    let types = infos.map(|info| {
-        let name = u64::from_le_bytes(*header.get(at..)?.first_chunk()?);
-        let found = header.get(at + 8..)?.get(..usize::try_from(name).ok()?)?;
-        let expected = file.header.name(info).to_bytes();
-        let ty = at + 8 + found.len() + 4 + 8 * info.n_dims as usize;
-        at = ty + 12;
-        (found.starts_with(expected) && at <= header.len()).then_some(ty)
-    });
-    types.collect::<Option<_>>().with_context(|| {
+    type_fields(&file.header, header).with_context(|| {
         format!(
             "the header of {} changed while it was read; nothing was changed: try again when its writer is done",
             file.source.path().display()
         )
     })
-}
-
-/// Puts new types and offsets into a header. The number of dimensions stays: one that is
-/// followed by ones only is the same shape.
-fn patch(file: &GgufFile, header: &mut [u8], parts: &[Part<'_>]) -> Result<()> {
-    let mut offset = 0u64;
-    for (at, part) in types_in(file, header)?.into_iter().zip(parts) {
-        header[at..at + 4].copy_from_slice(&part.info.ty.id.to_le_bytes());
-        header[at + 4..at + 12].copy_from_slice(&offset.to_le_bytes());
-        let padded = part
-            .info
-            .nbytes
-            .checked_next_multiple_of(file.header.alignment);
-        let next = padded.and_then(|padded| offset.checked_add(padded));
-        offset = next.context(TOO_LARGE)?;
-    }
-    Ok(())
 }
 
 /// Copies a range of a file to where another one is written.

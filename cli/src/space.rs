@@ -1,13 +1,12 @@
 //! Free space for new files beside old ones.
 
-use std::ffi::CString;
 use std::fs;
 use std::io;
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use rustix::fs::statvfs;
 
 /// What new files need on one file system.
 pub struct Need {
@@ -80,14 +79,6 @@ pub fn folder_of(path: &Path) -> &Path {
 }
 
 fn free_in(folder: &Path) -> io::Result<u64> {
-    let name = CString::new(folder.as_os_str().as_bytes())?;
-    let mut found = std::mem::MaybeUninit::<libc::statvfs>::uninit();
-    // SAFETY: a C string, and a struct that is read only if it was filled.
-    unsafe {
-        if libc::statvfs(name.as_ptr(), found.as_mut_ptr()) != 0 {
-            return Err(io::Error::last_os_error());
-        }
-        let found = found.assume_init();
-        Ok(found.f_bavail.saturating_mul(found.f_frsize))
-    }
+    let found = statvfs(folder)?;
+    Ok(found.f_bavail.saturating_mul(found.f_frsize))
 }

@@ -281,7 +281,7 @@ fn change<'a>(
             written,
         };
         let alignment = file.header.alignment;
-        let header = originals::header(&record, alignment, &saved);
+        let header = originals::header(&record, alignment, &saved)?;
         originals = Some(Draft::new(header, alignment, saved)?);
     }
     Ok(Change {

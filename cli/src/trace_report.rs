@@ -3,12 +3,12 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
-use llama_sidecar::trace::{About, Snapshot, from_json};
+use llama_sidecar::trace::{ModelMeta, Snapshot, from_json};
 
 /// One trace, or the sum of several of the same model.
 pub struct TraceReport {
     /// The model.
-    pub about: About,
+    pub about: ModelMeta,
     /// The counts.
     pub counts: Snapshot,
     /// The names of the files.
@@ -75,8 +75,8 @@ impl TraceReport {
 /// Returns a trace with uneven counts.
 #[cfg(test)]
 pub fn sample(experts: u32, layers: u32) -> TraceReport {
-    use llama_sidecar::trace::{Layout, Trace};
-    let trace = Trace::new(Layout::new((0..layers).map(|layer| (layer, experts))));
+    use llama_sidecar::trace::{ExpertLayout, Trace};
+    let trace = Trace::new(ExpertLayout::new((0..layers).map(|layer| (layer, experts))));
     for layer in 0..layers {
         for expert in 0..experts {
             for _ in 0..expert % 5 {
@@ -85,10 +85,10 @@ pub fn sample(experts: u32, layers: u32) -> TraceReport {
         }
     }
     TraceReport {
-        about: About {
+        about: ModelMeta {
             name: "a <b>model</b>".into(),
             experts_used: 2,
-            ..About::default()
+            ..ModelMeta::default()
         },
         counts: trace.snapshot(),
         label: "trace.json".into(),

@@ -14,10 +14,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use llama_sidecar::config::Config;
-use llama_sidecar::experts::ExpertName;
+use llama_sidecar::experts::{ExpertIndex, ExpertName};
 use llama_sidecar::logger::REQUESTED;
 use llama_sidecar::protocol::Event;
-use llama_sidecar::trace::{About, Ids, Layout, Trace, to_json, to_text, write};
+use llama_sidecar::trace::{ExpertLayout, Ids, ModelMeta, Trace, to_json, to_text, write};
 use parking_lot::{Mutex, RwLock};
 use serde_json::Value;
 
@@ -40,7 +40,7 @@ struct ModelTrace {
     /// The number of the model.
     model: u64,
     counters: Trace,
-    about: About,
+    about: ModelMeta,
     /// The name of the tensor that is logged for each layer, by position.
     names: Mutex<Vec<String>>,
 }
@@ -258,7 +258,7 @@ impl ModelTrace {
     /// Adds counters for the experts of a model, if it has any.
     fn register(model: &Model) {
         let files = || model.files.iter().map(|file| &file.gguf);
-        let layout = Layout::of(files());
+        let layout = ExpertLayout::of(&ExpertIndex::of(files()));
         if layout.layers().is_empty() {
             return;
         }
@@ -266,7 +266,7 @@ impl ModelTrace {
             model: model.number,
             names: Mutex::new(vec![String::new(); layout.layers().len()]),
             counters: Trace::new(layout),
-            about: About::of(files()),
+            about: ModelMeta::of(files()),
         }));
     }
 
@@ -321,7 +321,7 @@ impl Routed {
         let (used, tokens) = (ne[0].max(0) as usize, ne[1].max(0) as usize);
         // libllama warms a model up by routing to all experts: that is not counted.
         let expected = self.trace.about.experts_used as usize;
-        let len = Ids::span(used, tokens, nb[0], nb[1]).unwrap_or(0);
+        let len = Ids::byte_len(used, tokens, nb[0], nb[1]).unwrap_or(0);
         if len == 0 || (expected > 0 && used > expected) {
             return;
         }

@@ -8,8 +8,8 @@ use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use llama_sidecar::config::Config;
+use llama_sidecar::experts::ExpertIndex;
 use llama_sidecar::protocol::Event;
-use llama_sidecar::trace::Layout;
 
 use crate::capability::Capability;
 use crate::expert_trace::ExpertTrace;
@@ -50,7 +50,7 @@ pub fn model_complete(model: &Arc<Model>) {
             path: model.files[0].gguf.source.path().display().to_string(),
             files: model.files.len(),
             tensors: model.tensors.len(),
-            expert_layers: Layout::of(files).layers().len(),
+            expert_layers: ExpertIndex::of(files).layers().count(),
         }
     });
 }

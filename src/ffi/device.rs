@@ -2,12 +2,13 @@
 
 use std::ffi::{CString, c_char};
 
-use super::handle::{self, llama_model};
+use super::handle;
+use super::model::llama_model;
 use super::status::{Failure, llama_sidecar_status, status};
 use super::{SizedStruct, fill};
 use crate::device::DeviceKind;
 
-/// What kind of memory a device is.
+/// Kind of memory of a device.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum llama_sidecar_device_kind {
@@ -17,25 +18,34 @@ pub enum llama_sidecar_device_kind {
     Cuda = 1,
 }
 
-/// A device and what we hold of it.
+impl From<DeviceKind> for llama_sidecar_device_kind {
+    fn from(kind: DeviceKind) -> llama_sidecar_device_kind {
+        match kind {
+            DeviceKind::Host => llama_sidecar_device_kind::Host,
+            DeviceKind::Cuda => llama_sidecar_device_kind::Cuda,
+        }
+    }
+}
+
+/// A device and its memory use.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct llama_sidecar_device_info {
-    /// sizeof(struct llama_sidecar_device_info), set by the caller.
+    /// Set by the caller to sizeof(struct llama_sidecar_device_info).
     pub struct_size: usize,
-    /// Its name, cut to fit.
+    /// Name of the device, truncated to fit, NUL-terminated.
     pub name: [c_char; 64],
-    /// What kind of memory it is.
+    /// Kind of memory.
     pub kind: llama_sidecar_device_kind,
-    /// All its memory.
+    /// Total memory in bytes.
     pub total: u64,
-    /// What can still be allocated.
+    /// Free memory in bytes.
     pub free: u64,
-    /// What live buffers of this model hold.
+    /// Bytes in live buffers of this model.
     pub used: u64,
-    /// The most they ever held.
+    /// Maximum of `used` so far.
     pub peak: u64,
-    /// How many buffers were ever allocated.
+    /// Number of buffers allocated so far.
     pub allocations: u64,
 }
 
@@ -45,7 +55,9 @@ unsafe impl SizedStruct for llama_sidecar_device_info {
     const FIRST: usize = 120;
 }
 
-/// Tells about device `device` of a model.
+/// Fills `info` with the name and the memory of a device.
+///
+/// @param device Index of the device, less than n_devices of llama_sidecar_model_info.
 ///
 /// # Safety
 ///
@@ -77,17 +89,14 @@ pub unsafe extern "C" fn llama_sidecar_device_get_info(
         let value = llama_sidecar_device_info {
             struct_size: size_of::<llama_sidecar_device_info>(),
             name,
-            kind: match device.kind() {
-                DeviceKind::Host => llama_sidecar_device_kind::Host,
-                DeviceKind::Cuda => llama_sidecar_device_kind::Cuda,
-            },
+            kind: device.kind().into(),
             total: memory.total,
             free: memory.free,
             used: memory.used,
             peak: memory.peak,
             allocations: memory.allocations,
         };
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         unsafe { fill(info, &value) }
     })
 }

@@ -1,10 +1,10 @@
-//! Handles, checked against a table of those that are alive.
+//! Handles, and the table of live handles that every call checks.
 //!
-//! A handle is a number in the clothes of a pointer. The numbers lie where no
-//! address can be (not canonical on x86-64, beyond the address space on AArch64),
-//! so a pointer of another library is never mistaken for one; they are never used
-//! twice, so neither is one that was freed.
+//! A handle is an integer id cast to a pointer. Ids are not valid addresses (non-canonical on
+//! x86-64, outside the address space on AArch64), so an id never equals a pointer of another
+//! library. An id is never reused, so a freed handle is never taken for a live one.
 
+use std::any::Any;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -12,20 +12,11 @@ use once_cell::sync::Lazy;
 use parking_lot::RwLock;
 
 use super::status::{Failure, llama_sidecar_status};
-use crate::model::Context;
 
-/// "ls", in the top bits of every handle.
+/// The top 16 bits of every handle: "ls" in ASCII.
 const TAG: u64 = 0x6c73 << 48;
 
-/// What a handle can stand for.
-#[derive(Clone)]
-pub(super) enum Object {
-    Model(Arc<super::model::OpenModel>),
-    Context(Arc<Context>),
-    Report(Arc<super::reload::OwnedReport>),
-    Trace(Arc<super::trace::OwnedTrace>),
-    PostFetch(Arc<crate::postfetch::PostFetch>),
-}
+type Object = Arc<dyn Any + Send + Sync>;
 
 #[derive(Default)]
 struct Table {
@@ -35,109 +26,54 @@ struct Table {
 
 static TABLE: Lazy<RwLock<Table>> = Lazy::new(RwLock::default);
 
-/// Types that C sees as pointers to an opaque struct.
+/// A type that C uses through a pointer to an opaque struct.
 pub(super) trait Handle {
-    /// What is behind it.
-    type Object;
-    /// Its name, for messages.
+    /// The object of the handle. Each handle type has an object type of its own.
+    type Object: Send + Sync + 'static;
+    /// Name of the C type, for messages.
     const NAME: &'static str;
-
-    fn wrap(object: Arc<Self::Object>) -> Object;
-    fn unwrap(object: &Object) -> Option<Arc<Self::Object>>;
 }
 
-/// An open model. Not the llama_model of llama.cpp: neither library accepts the other's.
-pub struct llama_model {
-    _opaque: [u8; 0],
-}
-
-/// Somebody who evaluates a model. Not the llama_context of llama.cpp: neither library accepts the
-/// other's.
-pub struct llama_context {
-    _opaque: [u8; 0],
-}
-
-/// What a reload did.
-pub struct llama_sidecar_report {
-    _opaque: [u8; 0],
-}
-
-/// Counts of the experts of a model.
-pub struct llama_expert_trace {
-    _opaque: [u8; 0],
-}
-
-/// Fetches experts to a GPU.
-pub struct llama_postfetch {
-    _opaque: [u8; 0],
-}
-
-macro_rules! handle {
-    ($name:ident, $variant:ident, $object:ty) => {
-        impl Handle for $name {
-            type Object = $object;
-            const NAME: &'static str = stringify!($name);
-
-            fn wrap(object: Arc<$object>) -> Object {
-                Object::$variant(object)
-            }
-
-            fn unwrap(object: &Object) -> Option<Arc<$object>> {
-                match object {
-                    Object::$variant(object) => Some(object.clone()),
-                    _ => None,
-                }
-            }
-        }
-    };
-}
-
-handle!(llama_model, Model, super::model::OpenModel);
-handle!(llama_context, Context, Context);
-handle!(llama_sidecar_report, Report, super::reload::OwnedReport);
-handle!(llama_expert_trace, Trace, super::trace::OwnedTrace);
-handle!(llama_postfetch, PostFetch, crate::postfetch::PostFetch);
-
-/// Puts an object into the table.
+/// Adds an object to the table and returns its handle.
 pub(super) fn new<H: Handle>(object: H::Object) -> *mut H {
     let mut table = TABLE.write();
     table.made += 1;
     let handle = TAG | table.made << 4;
-    table.alive.insert(handle, H::wrap(Arc::new(object)));
+    table.alive.insert(handle, Arc::new(object));
     handle as *mut H
 }
 
-/// The object behind a handle. It lives at least as long as the result, also when
-/// another thread frees the handle.
+/// Returns the object of a handle. The result keeps the object alive, also when another thread
+/// frees the handle.
 pub(super) fn get<H: Handle>(handle: *const H) -> Result<Arc<H::Object>, Failure> {
     let table = TABLE.read();
-    let object = table.alive.get(&(handle as u64));
-    object
-        .and_then(H::unwrap)
-        .ok_or_else(|| bad(handle, object))
+    let object = table.alive.get(&(handle as u64)).cloned();
+    let found = object.is_some();
+    let object = object.and_then(|object| object.downcast().ok());
+    object.ok_or_else(|| bad(handle, found))
 }
 
-/// Takes an object out of the table. NULL is no error.
+/// Removes an object from the table. NULL is not an error.
 pub(super) fn free<H: Handle>(handle: *mut H) -> Result<(), Failure> {
     if handle.is_null() {
         return Ok(());
     }
     get(handle)?;
-    // Dropped after the lock is released: the last owner may take a while.
+    // Dropped after the lock is released, because dropping the last owner can take long.
     let object = TABLE.write().alive.remove(&(handle as u64));
     drop(object);
     Ok(())
 }
 
-fn bad<H: Handle>(handle: *const H, found: Option<&Object>) -> Failure {
+fn bad<H: Handle>(handle: *const H, found: bool) -> Failure {
     let problem = if handle.is_null() {
         "is NULL"
-    } else if found.is_some() {
+    } else if found {
         "is a handle of another kind"
     } else if handle as u64 >> 48 == TAG >> 48 {
         "was freed"
     } else {
-        "is not a handle of llama-sidecar (one of llama.cpp, perhaps)"
+        "is not a handle of llama-sidecar (a handle of llama.cpp cannot be used here)"
     };
     Failure::new(
         llama_sidecar_status::BadHandle,

@@ -1,4 +1,4 @@
-//! Where messages go.
+//! Log messages for C callers.
 
 use std::ffi::{CString, c_char, c_void};
 use std::sync::Arc;
@@ -6,13 +6,17 @@ use std::sync::Arc;
 use super::status::{llama_sidecar_status, status};
 use crate::logger;
 
-/// Takes a message: its level (1 error, 2 warning, 3 information, 4 debugging) and its text without
-/// a newline. Called from any thread.
+/// Receives a log message. Can be called from any thread.
+///
+/// @param level 1 error, 2 warning, 3 information, 4 debugging.
+/// @param text Message without a newline. Valid during the call only.
 pub type llama_sidecar_log_callback =
     Option<unsafe extern "C" fn(level: u32, text: *const c_char, user_data: *mut c_void)>;
 
-/// Sends messages to `callback` instead of standard error; NULL for standard error again. Which
-/// levels there are messages of is set by LLAMA_SIDECAR_LOG.
+/// Sends log messages to `callback` instead of standard error. The variable LLAMA_SIDECAR_LOG sets
+/// the lowest level that is logged.
+///
+/// @param callback NULL restores standard error.
 ///
 /// # Safety
 ///
@@ -27,7 +31,7 @@ pub unsafe extern "C" fn llama_sidecar_log_set(
         logger::set_sink(callback.map(|callback| {
             Arc::new(move |level: log::Level, text: &str| {
                 let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
-                // SAFETY: the caller vouched for calls on any thread.
+                // SAFETY: the caller guarantees calls on any thread.
                 unsafe { callback(level as u32, text.as_ptr(), user_data as *mut c_void) }
             }) as Arc<logger::Sink>
         }));

@@ -3,23 +3,23 @@
 use std::ffi::c_char;
 use std::sync::Arc;
 
-use super::handle::{self, llama_model};
-use super::model::OpenModel;
+use super::handle;
+use super::model::{OpenModel, llama_model};
 use super::status::{Failure, llama_sidecar_status, status};
 use super::{SizedStruct, fill, put, text};
 use crate::gguf::{Key, Value, ValueType};
 
-/// A metadata key and what kind of value it has.
+/// A metadata key and the type of its value.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct llama_sidecar_metadata_info {
-    /// sizeof(struct llama_sidecar_metadata_info), set by the caller.
+    /// Set by the caller to sizeof(struct llama_sidecar_metadata_info).
     pub struct_size: usize,
-    /// Its name. Valid until the model is freed.
+    /// Name of the key. Valid until the model is freed.
     pub key: *const c_char,
-    /// Elements of an array, else 1.
+    /// Number of elements of an array; 1 for any other value.
     pub count: u64,
-    /// Value of enum gguf_type; of the elements, for an array.
+    /// Value of enum gguf_type (GGUF specification); for an array, the type of its elements.
     pub gguf_type: u32,
     /// Whether the value is an array.
     pub is_array: bool,
@@ -31,7 +31,7 @@ unsafe impl SizedStruct for llama_sidecar_metadata_info {
     const FIRST: usize = 32;
 }
 
-/// Puts the index of a key, for example "general.architecture", into `index`.
+/// Finds a key by name, for example "general.architecture", and writes its index to `index`.
 ///
 /// # Safety
 ///
@@ -44,7 +44,7 @@ pub unsafe extern "C" fn llama_sidecar_metadata_find(
 ) -> llama_sidecar_status {
     status(|| {
         let open = handle::get(model)?;
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         let key = unsafe { text(key, "key") }?;
         let keys = open.model.metadata();
         let found = keys.iter().position(|other| &*other.name == key.to_bytes());
@@ -54,12 +54,14 @@ pub unsafe extern "C" fn llama_sidecar_metadata_find(
                 format!("the model has no metadata key '{}'", key.to_string_lossy()),
             )
         })?;
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         unsafe { put(index, found as u64, "index") }
     })
 }
 
-/// Tells about the key with an index.
+/// Fills `info` with the name and the type of a key.
+///
+/// @param index Index of the key, less than n_metadata of llama_sidecar_model_info.
 ///
 /// # Safety
 ///
@@ -80,20 +82,20 @@ pub unsafe extern "C" fn llama_sidecar_metadata_get_info(
             gguf_type: key.ty as u32,
             is_array: key.array,
         };
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         unsafe { fill(info, &value) }
     })
 }
 
-/// Writes a value as text to `buffer`, NUL-terminated and cut to fit: numbers in decimal, truth
-/// values as "true" and "false", strings as they are. `element` picks one of an array and is 0
-/// otherwise.
+/// Writes a value as text to `buffer`, truncated to `size` bytes including the NUL. Numbers are
+/// decimal, booleans are "true" or "false", strings are copied.
 ///
-/// `length` can be NULL; it gets the length of the whole text without its NUL. With `size` 0,
-/// `buffer` can be NULL, too.
+/// @param element Index of an array element; 0 for a value that is not an array.
+/// @param buffer Can be NULL when `size` is 0.
+/// @param length Receives the length of the whole text without the NUL; can be NULL.
 ///
-/// The array of strings that was last asked for is kept in memory until another one is, or the model
-/// is freed: a vocabulary can be walked element by element.
+/// The model caches the last array of strings that was read, so a loop over a vocabulary reads the
+/// file once.
 ///
 /// # Safety
 ///
@@ -128,7 +130,7 @@ pub unsafe extern "C" fn llama_sidecar_metadata_text(
             }
         }
         if !length.is_null() {
-            // SAFETY: not null, and valid as the caller vouches.
+            // SAFETY: not null, and valid as the caller guarantees.
             unsafe { length.write(bytes.len()) };
         }
         Ok(())

@@ -1,5 +1,5 @@
-//! The C ABI, and nothing but: handles, null checks, panic boundaries, plain
-//! structs. One file a concept; what each call does is in the modules it calls.
+//! The C ABI: handles, null checks, panic boundaries, and plain structs. Each file covers one
+//! concept. The modules below do the work of each call.
 //!
 //! `include/llama_sidecar.h` is generated from this module by `cargo xtask header`.
 #![allow(non_camel_case_types, reason = "names as C programs write them")]
@@ -19,24 +19,25 @@ mod trace;
 
 use std::ffi::{CStr, c_char};
 
-/// A struct that begins with its own size, as its caller knows it.
+/// A struct that starts with its size, as the caller knows it.
 ///
 /// # Safety
 ///
-/// The implementor is `repr(C)`, has only fields for which every bit pattern that
-/// the library writes is valid C, and its first field is `struct_size: usize`.
+/// The type is `repr(C)`. Its first field is `struct_size: usize`. Every bit pattern that the
+/// library writes to a field is valid in C.
 ///
-/// A field is only ever added at the end, and in a struct that the library reads, behind
-/// the padding that ended the version before: there an older caller has no value.
+/// New fields are added at the end only. In a struct that the library reads, a new field also
+/// starts after the padding that ended the previous version: an older caller does not initialise
+/// that padding.
 unsafe trait SizedStruct: Copy {
-    /// Its name, for messages.
+    /// Name of the struct, for messages.
     const NAME: &'static str;
-    /// Size of its first published version on x86-64: a caller knows at least that much.
-    /// A number, because `size_of` would grow with the struct and refuse older callers.
+    /// Size of the first published version on x86-64, the minimum that a caller knows. It is a
+    /// literal, because `size_of` grows with the struct and would reject older callers.
     const FIRST: usize;
 }
 
-/// Copies `value` to `out`, as much of it as the caller has room for.
+/// Copies the fields of `value` that the caller knows to `out`.
 ///
 /// # Safety
 ///
@@ -56,8 +57,7 @@ unsafe fn fill<T: SizedStruct>(out: *mut T, value: &T) -> Result<(), status::Fai
     Ok(())
 }
 
-/// Reads the caller's struct; fields that the caller does not know keep the value
-/// that they have in `defaults`.
+/// Reads the caller's struct. Fields that the caller does not know keep their values in `defaults`.
 ///
 /// # Safety
 ///
@@ -78,8 +78,7 @@ unsafe fn size_of_out<T: SizedStruct>(out: *mut T) -> Result<usize, status::Fail
     if out.is_null() {
         return Err(status::Failure::null(T::NAME));
     }
-    // SAFETY: the caller vouches for the first field; it may be unaligned for all
-    // we know.
+    // SAFETY: the caller guarantees the first field; it may be unaligned.
     let size = unsafe { out.cast::<usize>().read_unaligned() };
     if size < T::FIRST {
         return Err(status::Failure::argument(format!(
@@ -92,7 +91,7 @@ unsafe fn size_of_out<T: SizedStruct>(out: *mut T) -> Result<usize, status::Fail
     Ok(size)
 }
 
-/// A C string argument.
+/// Converts a C string argument.
 ///
 /// # Safety
 ///
@@ -101,11 +100,11 @@ unsafe fn text<'a>(text: *const c_char, what: &str) -> Result<&'a CStr, status::
     if text.is_null() {
         return Err(status::Failure::null(what));
     }
-    // SAFETY: as the caller vouches.
+    // SAFETY: as the caller guarantees.
     Ok(unsafe { CStr::from_ptr(text) })
 }
 
-/// Writes a result through an out-pointer.
+/// Writes a result through an output pointer.
 ///
 /// # Safety
 ///
@@ -114,13 +113,13 @@ unsafe fn put<T>(out: *mut T, value: T, what: &str) -> Result<(), status::Failur
     if out.is_null() {
         return Err(status::Failure::null(what));
     }
-    // SAFETY: not null, and valid as the caller vouches.
+    // SAFETY: not null, and valid as the caller guarantees.
     unsafe { out.write(value) };
     Ok(())
 }
 
-/// Writes text into a caller's buffer, cut to `size` bytes with the NUL; returns how long all of it
-/// is.
+/// Writes text into a caller's buffer, truncated to `size` bytes including the NUL. Returns the
+/// length of the whole text.
 ///
 /// # Safety
 ///
@@ -131,7 +130,7 @@ unsafe fn put_text(text: &str, buffer: *mut c_char, size: usize) -> Result<usize
     }
     if size > 0 {
         let len = text.len().min(size - 1);
-        // SAFETY: room for `size` bytes, as the caller vouches.
+        // SAFETY: room for `size` bytes, as the caller guarantees.
         unsafe {
             std::ptr::copy_nonoverlapping(text.as_ptr(), buffer.cast(), len);
             buffer.add(len).write(0);

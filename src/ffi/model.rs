@@ -1,11 +1,11 @@
-//! Models: open, look at, load, free.
+//! Models: open, inspect, load, free.
 
 use std::ffi::{CString, c_char, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::handle::{self, llama_model};
+use super::handle::{self, Handle};
 use super::params::llama_sidecar_params;
 use super::status::{call, llama_sidecar_status, status};
 use super::{SizedStruct, fill, read, text};
@@ -13,13 +13,25 @@ use crate::gguf::Strings;
 use crate::model::{Model, Progress};
 use parking_lot::Mutex;
 
-/// A model and the C strings about it, which live as long as its handle.
+/// An open model. This is not the llama_model of llama.cpp. Passing a handle of llama.cpp to this
+/// library fails with LLAMA_SIDECAR_STATUS_BAD_HANDLE; passing a handle of this library to
+/// llama.cpp is undefined behaviour.
+pub struct llama_model {
+    _opaque: [u8; 0],
+}
+
+impl Handle for llama_model {
+    type Object = OpenModel;
+    const NAME: &'static str = "llama_model";
+}
+
+/// A model and its C strings, which live as long as the handle.
 pub(super) struct OpenModel {
     pub model: Arc<Model>,
     pub paths: Vec<CString>,
     pub keys: Vec<CString>,
-    /// The array of strings that was last asked for, by the index of its key: a caller
-    /// that walks over a vocabulary asks for one after the other.
+    /// The last array of strings that was read, by the index of its key. A caller that iterates
+    /// over a vocabulary reads the same array many times.
     pub strings: Mutex<Option<(usize, Arc<Strings>)>>,
 }
 
@@ -44,12 +56,12 @@ impl OpenModel {
     }
 }
 
-/// Opens the model that a GGUF file, or any shard of one, belongs to.
+/// Opens the model of a GGUF file or of any of its shards.
 ///
-/// Reads headers only; tensors stay where they are until they are asked for.
+/// The call reads headers only. Tensor data is read on demand.
 ///
-/// `params` can be NULL for the defaults. Returns NULL on failure. Free the result with
-/// llama_sidecar_model_free.
+/// @param params NULL for the defaults of llama_sidecar_default_params.
+/// @return The model, or NULL on failure. Free it with llama_sidecar_model_free.
 ///
 /// # Safety
 ///
@@ -61,11 +73,11 @@ pub unsafe extern "C" fn llama_model_load(
     params: *const llama_sidecar_params,
 ) -> *mut llama_model {
     let opened = call(|| {
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         let path = unsafe { text(path, "path") }?;
         let mut chosen = llama_sidecar_params::defaults();
         if !params.is_null() {
-            // SAFETY: as the caller vouches.
+            // SAFETY: as the caller guarantees.
             chosen = unsafe { read(params, chosen) }?;
         }
         let path = Path::new(std::ffi::OsStr::from_bytes(path.to_bytes()));
@@ -77,35 +89,36 @@ pub unsafe extern "C" fn llama_model_load(
     opened.unwrap_or(std::ptr::null_mut())
 }
 
-/// Lets go of a model. Contexts keep it alive until they are freed, too; reports do not need it.
+/// Frees the handle of a model. The model itself lives until its contexts and post-fetch schedulers
+/// are freed. Reports and expert traces do not use it.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_sidecar_model_free(model: *mut llama_model) -> llama_sidecar_status {
     status(|| handle::free(model))
 }
 
-/// What a model is.
+/// Tensor, file, and device counts of a model.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct llama_sidecar_model_info {
-    /// sizeof(struct llama_sidecar_model_info), set by the caller.
+    /// Set by the caller to sizeof(struct llama_sidecar_model_info).
     pub struct_size: usize,
-    /// How many tensors it has; their indices count from 0.
+    /// Number of tensors. Indices of tensors start at 0.
     pub n_tensors: u64,
-    /// How many files it comes in.
+    /// Number of files.
     pub n_files: u64,
-    /// How many metadata keys its first file has.
+    /// Number of metadata keys of the first file.
     pub n_metadata: u64,
-    /// How many devices it can use.
+    /// Number of devices that the model can use.
     pub n_devices: u64,
-    /// Size of all files.
+    /// Total size of all files in bytes.
     pub file_bytes: u64,
-    /// How many reloads changed something.
+    /// Number of times that reloads switched tensors since the model was opened.
     pub generation: u64,
-    /// How many evaluations had to wait for a reload before they began.
+    /// Number of evaluations that waited for a reload before they began.
     pub n_pauses: u64,
-    /// The longest of those waits.
+    /// Longest of these waits in microseconds.
     pub longest_pause_us: u64,
-    /// GGUF version of its first file.
+    /// GGUF version of the first file.
     pub gguf_version: u32,
 }
 
@@ -115,7 +128,7 @@ unsafe impl SizedStruct for llama_sidecar_model_info {
     const FIRST: usize = 80;
 }
 
-/// Tells what a model is.
+/// Fills `info` with the tensor, file, and device counts of a model.
 ///
 /// # Safety
 ///
@@ -141,30 +154,34 @@ pub unsafe extern "C" fn llama_sidecar_model_get_info(
             longest_pause_us: pauses.longest.as_micros() as u64,
             gguf_version: model.gguf_version(),
         };
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         unsafe { fill(info, &value) }
     })
 }
 
-/// Receives how far loading is: bytes that are in place, bytes in all. Called on the thread that
-/// called llama_sidecar_model_load_all, for the last time with `done` equal to `total`; not at all when
-/// there is nothing to load. Returning false stops the call, also the last time.
+/// Receives the progress of llama_sidecar_model_load_all, on the thread that made that call. The
+/// last call has `done` equal to `total`. There is no call if nothing is to be loaded.
+///
+/// @param done Bytes loaded so far.
+/// @param total Bytes to load.
+/// @return false to cancel the load, also in the last call.
 pub type llama_sidecar_progress =
     Option<unsafe extern "C" fn(done: u64, total: u64, user_data: *mut c_void) -> bool>;
 
-/// What llama_sidecar_model_load_all did.
+/// Result of llama_sidecar_model_load_all.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct llama_sidecar_load_report {
-    /// sizeof(struct llama_sidecar_load_report), set by the caller.
+    /// Set by the caller to sizeof(struct llama_sidecar_load_report).
     pub struct_size: usize,
-    /// Tensors that were not loaded before.
+    /// Number of tensors that the call loaded.
     pub n_tensors: u64,
-    /// Their bytes.
+    /// Bytes of these tensors.
     pub bytes: u64,
-    /// Device allocations, at most 9 for any model.
+    /// Number of device allocations: at most 9 per model, unless the model has more devices than
+    /// that.
     pub allocations: u64,
-    /// How long it took.
+    /// Duration in microseconds.
     pub time_us: u64,
 }
 
@@ -174,10 +191,12 @@ unsafe impl SizedStruct for llama_sidecar_load_report {
     const FIRST: usize = 40;
 }
 
-/// Loads every tensor that is not loaded yet to the model's device, in at most 9 allocations.
+/// Loads every tensor that is not loaded yet to its device.
 ///
-/// `progress` can be NULL; when it stops the call, everything that the call had loaded is dropped
-/// again. It must not reload this model. `report` can be NULL.
+/// @param progress Can be NULL. If it returns false, the call frees what it loaded and fails with
+/// LLAMA_SIDECAR_STATUS_CANCELLED. It must not reload this model.
+/// @param user_data Passed to `progress`.
+/// @param report Receives the result; can be NULL.
 ///
 /// # Safety
 ///
@@ -206,7 +225,7 @@ pub unsafe extern "C" fn llama_sidecar_model_load_all(
             allocations: done.allocations,
             time_us: done.time.as_micros() as u64,
         };
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         unsafe { fill(report, &value) }
     })
 }

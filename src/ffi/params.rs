@@ -1,4 +1,4 @@
-//! How to open a model, as C says it.
+//! Parameters for opening a model.
 
 use super::status::{Failure, llama_sidecar_status, status};
 use super::{SizedStruct, fill};
@@ -10,38 +10,38 @@ use crate::model::{Options, Placement};
 use std::ffi::{CString, c_char};
 use std::sync::Arc;
 
-/// How to open a model. Fill it with llama_sidecar_default_params first.
+/// Parameters of llama_model_load. Initialise with llama_sidecar_default_params.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct llama_sidecar_params {
-    /// sizeof(struct llama_sidecar_params), set by the caller.
+    /// Set by the caller to sizeof(struct llama_sidecar_params).
     pub struct_size: usize,
-    /// Whether llama_reload_changed_tensors can replace tensors. Default: LLAMA_HOTSWAP_ENABLED.
+    /// Allow reloads to replace tensors. Default: LLAMA_HOTSWAP_ENABLED.
     pub hotswap: bool,
-    /// Map files, so that tensors can be used in place. Where mapping is refused, files are read.
-    /// Default: true.
+    /// Map files into memory, so that tensors can be used in place. If a file cannot be mapped, it
+    /// is read instead. Default: true.
     pub use_mmap: bool,
-    /// Keep routed experts in host memory, device 0. Default: LLAMA_SIDECAR_CPU_MOE.
+    /// Keep routed experts in host memory (device 0). Default: LLAMA_SIDECAR_CPU_MOE.
     pub cpu_moe: bool,
-    /// Devices 1, 2, ... are the CUDA devices of the machine; n_devices and device_bytes are not used
-    /// then. Default: false.
+    /// Use the CUDA devices of the machine as devices 1, 2, ...; n_devices and device_bytes are
+    /// then ignored. Default: false.
     pub use_cuda: bool,
-    /// How many host devices the model has, 1 to 64; beside the first, which is the memory of the
-    /// process, they stand for GPUs. Default: 1.
+    /// Number of devices in host memory, 1 to 64. Device 0 is the memory of the process; the others
+    /// simulate GPUs. Default: 1.
     pub n_devices: u32,
-    /// The device of tensors that nothing else is said about. Default: 0.
+    /// Device of tensors for which no other rule applies. Default: 0.
     pub device: u32,
-    /// The most bytes each device but the first gives out at a time, 0 for all there are. Default: 0.
+    /// Memory limit per device in bytes, except device 0; 0 for no limit. Default: 0.
     pub device_bytes: u64,
-    /// The most bytes a reload stages before it switches, 0 for no limit. Reloads of more are done in
-    /// steps, each consistent. Default: LLAMA_SIDECAR_STAGING_MB.
+    /// Maximum number of bytes that a reload stages before it switches; 0 for no limit. A larger
+    /// reload is done in several consistent steps. Default: LLAMA_SIDECAR_STAGING_MB.
     pub staging_bytes: u64,
-    /// Cut matrices over devices 1, 2, ... in these proportions, for example "3,1,1"; NULL or empty
-    /// for no cutting. Default: LLAMA_SIDECAR_SPLIT.
+    /// Split matrices over devices 1, 2, ... in these proportions, for example "3,1,1"; NULL or
+    /// empty for no split. Default: LLAMA_SIDECAR_SPLIT.
     pub split: *const c_char,
-    /// Tensors whose name matches a regular expression go to a device, whole; the first match counts.
-    /// For example "ffn_.*_exps=0;attn=2"; NULL or empty for none. Default:
-    /// LLAMA_SIDECAR_OVERRIDE_TENSOR.
+    /// Rules REGEX=DEVICE, separated by semicolons, for example "ffn_.*_exps=0;attn=2". A tensor
+    /// whose name matches is placed unsplit on that device; the first match applies. NULL or empty
+    /// for no rules. Default: LLAMA_SIDECAR_OVERRIDE_TENSOR.
     pub override_tensor: *const c_char,
 }
 
@@ -80,7 +80,7 @@ impl llama_sidecar_params {
                 self.n_devices
             )));
         }
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         let (split, overrides) = unsafe {
             (
                 utf8(self.split, "split")?,
@@ -148,13 +148,13 @@ unsafe fn utf8<'a>(text: *const c_char, what: &str) -> Result<&'a str, Failure> 
     if text.is_null() {
         return Ok("");
     }
-    // SAFETY: as the caller vouches.
+    // SAFETY: as the caller guarantees.
     let text = unsafe { super::text(text, what) }?;
     text.to_str()
         .map_err(|_| Failure::argument(format!("{what} is not UTF-8")))
 }
 
-/// Fills `params` with the defaults, which follow from the LLAMA_* variables. Set struct_size before.
+/// Fills `params` with the defaults, which depend on the LLAMA_* environment variables.
 ///
 /// # Safety
 ///
@@ -163,6 +163,6 @@ unsafe fn utf8<'a>(text: *const c_char, what: &str) -> Result<&'a str, Failure> 
 pub unsafe extern "C" fn llama_sidecar_default_params(
     params: *mut llama_sidecar_params,
 ) -> llama_sidecar_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: as the caller guarantees.
     status(|| unsafe { fill(params, &llama_sidecar_params::defaults()) })
 }

@@ -1,50 +1,62 @@
-//! Post-fetch: routed experts' down-projections go to a GPU while gate and up compute.
+//! Post-fetch: copies down-projections of routed experts to a GPU while gate and up compute.
 
 use std::ffi::{c_char, c_void};
 use std::time::Duration;
 
-use super::handle::{self, llama_model, llama_postfetch};
+use super::handle::{self, Handle};
+use super::model::llama_model;
 use super::status::{Failure, call, llama_sidecar_status, status};
 use super::{SizedStruct, fill, put, put_text, read};
 use crate::device::{AsyncDevice, DeviceError, Stream};
-use crate::postfetch::{Answer, Options, PostFetch, Reason, State};
+use crate::postfetch::{Acquired, Options, PostFetch, Reason, State};
 use std::sync::Arc;
 
-/// How to fetch. Fill it with llama_postfetch_default_params first.
+/// A scheduler that copies routed experts to a GPU.
+pub struct llama_postfetch {
+    _opaque: [u8; 0],
+}
+
+impl Handle for llama_postfetch {
+    type Object = PostFetch;
+    const NAME: &'static str = "llama_postfetch";
+}
+
+/// Parameters of llama_postfetch_init. Initialise with llama_postfetch_default_params.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct llama_postfetch_params {
-    /// sizeof(struct llama_postfetch_params), set by the caller.
+    /// Set by the caller to sizeof(struct llama_postfetch_params).
     pub struct_size: usize,
-    /// Fetch at all. Default: LLAMA_POSTFETCH_ENABLE, or true.
+    /// Enable copies. Default: LLAMA_POSTFETCH_ENABLE, or true.
     pub enable: bool,
-    /// Answer "CPU" always. Default: LLAMA_POSTFETCH_FORCE_CPU.
+    /// Use the CPU for every expert. Default: LLAMA_POSTFETCH_FORCE_CPU.
     pub force_cpu: bool,
-    /// Wait for a copy that is under way. Default: LLAMA_POSTFETCH_BLOCK_ON_MISS, or true.
+    /// Wait for a copy in flight. Default: LLAMA_POSTFETCH_BLOCK_ON_MISS, or true.
     pub block_on_miss: bool,
-    /// Copies and kernels in streams of their own. Default: LLAMA_POSTFETCH_USE_DEDICATED_STREAMS, or
-    /// true.
+    /// Use separate streams for copies and for kernels. Default:
+    /// LLAMA_POSTFETCH_USE_DEDICATED_STREAMS, or true.
     pub dedicated_streams: bool,
-    /// Page-lock the model where it is. Default: LLAMA_POSTFETCH_PAGE_LOCK, or true.
+    /// Page-lock the model in place. Default: LLAMA_POSTFETCH_PAGE_LOCK, or true.
     pub page_lock: bool,
     /// Log every transfer. Default: LLAMA_POSTFETCH_DEBUG.
     pub debug: bool,
-    /// The CUDA device, as CUDA_VISIBLE_DEVICES counts them. Default: 0.
+    /// Ordinal of the CUDA device, after CUDA_VISIBLE_DEVICES. Default: 0.
     pub device: u32,
-    /// Copies under way at a time, 1 to 1024. Default: LLAMA_POSTFETCH_MAX_TRANSFERS, or 8.
+    /// Maximum number of copies in flight, 1 to 1024. Default: LLAMA_POSTFETCH_MAX_TRANSFERS, or 8.
     pub max_transfers: u32,
-    /// Of a layer's experts, how many have gate and up computed on the CPU. Default:
-    /// LLAMA_POSTFETCH_CPU_LIMIT, or the physical cores.
+    /// Number of experts per layer whose gate and up projections are computed on the CPU. Default:
+    /// LLAMA_POSTFETCH_CPU_LIMIT, or the number of physical cores.
     pub cpu_limit: u32,
-    /// Experts that a token uses; 0 for what the model's file says. Default: 0.
+    /// Number of experts per token; 0 for the value in the model's metadata. Default: 0.
     pub n_active: u32,
-    /// Device memory for experts; 0 for what the active experts of the largest layer need. Default:
-    /// LLAMA_POSTFETCH_SCRATCHPAD_MB.
+    /// Device memory for experts in bytes; 0 for the size of the active experts of the largest
+    /// layer. Default: LLAMA_POSTFETCH_SCRATCHPAD_MB.
     pub scratchpad_bytes: u64,
-    /// How long the fetching thread looks out for work before it sleeps: a thread that sleeps is woken
-    /// by the call of schedule, which takes that some microseconds. Default: LLAMA_POSTFETCH_SPIN_US.
+    /// Microseconds that the fetch thread busy-waits before it sleeps. Waking a sleeping thread
+    /// adds a few microseconds to llama_postfetch_schedule. Default: LLAMA_POSTFETCH_SPIN_US.
     pub spin_us: u64,
-    /// How long a copy may take before the device is given up. Default: 5,000,000.
+    /// Timeout of a copy in microseconds. After a timeout, the device is no longer used. Default:
+    /// 5,000,000.
     pub patience_us: u64,
 }
 
@@ -73,7 +85,7 @@ impl llama_postfetch_params {
             n_active: options.active,
             scratchpad_bytes: config.scratchpad_bytes,
             spin_us: config.spin.as_micros() as u64,
-            patience_us: options.patience.as_micros() as u64,
+            patience_us: options.timeout.as_micros() as u64,
         }
     }
 
@@ -98,13 +110,12 @@ impl llama_postfetch_params {
                 debug: self.debug,
             },
             active: self.n_active,
-            patience: Duration::from_micros(self.patience_us),
+            timeout: Duration::from_micros(self.patience_us),
         })
     }
 }
 
-/// Fills `params` with the defaults, which follow from the LLAMA_POSTFETCH_* variables. Set
-/// struct_size before.
+/// Fills `params` with the defaults, which depend on the LLAMA_POSTFETCH_* environment variables.
 ///
 /// # Safety
 ///
@@ -113,16 +124,18 @@ impl llama_postfetch_params {
 pub unsafe extern "C" fn llama_postfetch_default_params(
     params: *mut llama_postfetch_params,
 ) -> llama_sidecar_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: as the caller guarantees.
     status(|| unsafe { fill(params, &llama_postfetch_params::defaults()) })
 }
 
-/// Makes a scheduler for the routed experts of a model. Use one for each evaluation that runs at the
-/// same time. `params` can be NULL for the defaults.
+/// Creates a scheduler for the routed experts of a model. Use one scheduler per concurrent
+/// evaluation. The scheduler keeps the model alive.
 ///
-/// Without a CUDA driver or device, or without memory there, it works too: all its answers are then
-/// "compute on the CPU", and llama_postfetch_describe tells why. NULL for bad arguments only. Free the
-/// result with llama_postfetch_free; until then it keeps the model alive.
+/// Without a CUDA driver, a device, or device memory, the scheduler answers that the CPU must
+/// compute every expert; llama_postfetch_describe reports the reason.
+///
+/// @param params NULL for the defaults of llama_postfetch_default_params.
+/// @return The scheduler, or NULL for bad arguments. Free it with llama_postfetch_free.
 ///
 /// # Safety
 ///
@@ -136,7 +149,7 @@ pub unsafe extern "C" fn llama_postfetch_init(
         let open = handle::get(model)?;
         let mut chosen = llama_postfetch_params::defaults();
         if !params.is_null() {
-            // SAFETY: as the caller vouches.
+            // SAFETY: as the caller guarantees.
             chosen = unsafe { read(params, chosen) }?;
         }
         let device = chosen.device as usize;
@@ -158,17 +171,20 @@ fn open_device(_index: usize) -> Result<Arc<dyn AsyncDevice>, DeviceError> {
     Err(DeviceError::without_cuda())
 }
 
-/// Ends a scheduler. Waits for its copies, and for the work of streams that use experts.
+/// Frees a scheduler. Waits for its copies and for the work of streams that use its experts.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_postfetch_free(postfetch: *mut llama_postfetch) -> llama_sidecar_status {
     status(|| handle::free(postfetch))
 }
 
-/// Starts to copy the down-projections of `n` experts of a layer to the device, in this order, and
-/// returns at once. To be called once a layer, as soon as routing is known. Ids can repeat; of several
-/// tokens, give all. `layer` is the number in the tensors' names.
+/// Starts to copy the down-projections of `n` experts of a layer to the device, in this order.
+/// Returns without waiting. Call it once per layer as soon as the routed ids are known, with the
+/// ids of all tokens. Ids can repeat.
 ///
-/// Experts for which there is no room, or that the layer does not have, are answered with "CPU" later.
+/// An expert that does not fit into the scratchpad, or that the layer does not have, must be
+/// computed on the CPU; llama_postfetch_acquire answers so.
+///
+/// @param layer Number of the layer in tensor names, such as 3 in blk.3.ffn_down_exps.weight.
 ///
 /// # Safety
 ///
@@ -188,99 +204,111 @@ pub unsafe extern "C" fn llama_postfetch_schedule(
         if ids.is_null() {
             return Err(Failure::null("ids"));
         }
-        // SAFETY: not null, with `n` elements as the caller vouches.
+        // SAFETY: not null, with `n` elements as the caller guarantees.
         postfetch.schedule(layer, unsafe { std::slice::from_raw_parts(ids, n) });
         Ok(())
     })
 }
 
-/// Where the copy of an expert is.
+/// State of the copy of an expert.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum llama_postfetch_state {
-    /// There is none.
+    /// The expert has no copy.
     CpuOnly = 0,
-    /// Queued or under way.
+    /// The copy is queued or in flight.
     CopyInFlight = 1,
-    /// On the device.
+    /// The copy is on the device.
     GpuReady = 2,
 }
 
-/// Why an expert is to be computed on the CPU.
+impl From<State> for llama_postfetch_state {
+    fn from(state: State) -> llama_postfetch_state {
+        match state {
+            State::CpuOnly => llama_postfetch_state::CpuOnly,
+            State::CopyInFlight => llama_postfetch_state::CopyInFlight,
+            State::GpuReady => llama_postfetch_state::GpuReady,
+        }
+    }
+}
+
+/// Reason why an expert must be computed on the CPU.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum llama_postfetch_reason {
-    /// It is not: use the device.
+    /// No reason: use the device.
     None = 0,
-    /// Fetching is switched off.
+    /// Copies are disabled.
     Disabled = 1,
-    /// "CPU" was asked for always.
+    /// The parameter force_cpu is set.
     Forced = 2,
-    /// No driver, no device, no memory there, or given up after errors.
+    /// No driver, no device, no device memory, or the device was disabled after errors.
     NoDevice = 3,
-    /// No down-projection of the model: another layer, or an expert that it does not have.
+    /// The model has no down-projection with this layer and expert.
     Foreign = 4,
-    /// Nobody scheduled it, or it was released.
+    /// The expert was not scheduled, or was released.
     NotScheduled = 5,
     /// The scratchpad was full.
     NoRoom = 6,
-    /// Still under way, and it is not to be waited for.
+    /// The copy is in flight and block_on_miss is false.
     Missed = 7,
-    /// Its bytes could not be read.
+    /// The data of the expert could not be read.
     ReadFailed = 8,
-    /// The driver refused something, or the expert is used by another stream.
+    /// A driver call failed, or another stream uses the expert.
     DeviceFailed = 9,
-    /// The copy did not end in time.
+    /// The copy exceeded patience_us.
     TimedOut = 10,
-    /// It is not in host memory: there is nothing to fetch.
+    /// The expert is not in host memory.
     Elsewhere = 11,
 }
 
-const REASONS: [llama_postfetch_reason; Reason::ALL.len()] = {
-    use llama_postfetch_reason as R;
-    [
-        R::None,
-        R::Disabled,
-        R::Forced,
-        R::NoDevice,
-        R::Foreign,
-        R::NotScheduled,
-        R::NoRoom,
-        R::Missed,
-        R::ReadFailed,
-        R::DeviceFailed,
-        R::TimedOut,
-        R::Elsewhere,
-    ]
-};
+impl From<Reason> for llama_postfetch_reason {
+    fn from(reason: Reason) -> llama_postfetch_reason {
+        match reason {
+            Reason::None => llama_postfetch_reason::None,
+            Reason::Disabled => llama_postfetch_reason::Disabled,
+            Reason::ForcedCpu => llama_postfetch_reason::Forced,
+            Reason::NoDevice => llama_postfetch_reason::NoDevice,
+            Reason::NotAnExpert => llama_postfetch_reason::Foreign,
+            Reason::NotScheduled => llama_postfetch_reason::NotScheduled,
+            Reason::NoRoom => llama_postfetch_reason::NoRoom,
+            Reason::Missed => llama_postfetch_reason::Missed,
+            Reason::ReadFailed => llama_postfetch_reason::ReadFailed,
+            Reason::DeviceFailed => llama_postfetch_reason::DeviceFailed,
+            Reason::TimedOut => llama_postfetch_reason::TimedOut,
+            Reason::NotInHostMemory => llama_postfetch_reason::Elsewhere,
+        }
+    }
+}
 
-/// What to do about an expert.
+/// Where to compute an expert, and its data.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct llama_postfetch_answer {
-    /// sizeof(struct llama_postfetch_answer), set by the caller.
+    /// Set by the caller to sizeof(struct llama_postfetch_answer).
     pub struct_size: usize,
-    /// Address of its down-projection on the device (a CUdeviceptr, 256-byte aligned); 0 when the CPU
-    /// is to compute it. Valid until the expert is released.
+    /// Device address of the down-projection (a CUdeviceptr, 256-byte aligned), or 0 if the CPU
+    /// must compute the expert. Valid until the expert is released.
     pub device_data: u64,
-    /// The same bytes in the memory of the process, or NULL where they cannot be read without a copy.
-    /// Valid as long as device_data; for an expert that is not scheduled, until a reload.
+    /// Host address of the down-projection, or NULL if it is not readable without a copy. Valid
+    /// until the expert is released; for an expert that is not scheduled, until a reload.
     pub host_data: *const c_void,
-    /// Bytes of the matrix; 0 when it is no down-projection of the model, and the next ones too.
+    /// Bytes of the matrix. If the model has no such down-projection, this field and the next four
+    /// are 0.
     pub nbytes: u64,
     /// Bytes of a row.
     pub row_bytes: u64,
-    /// Elements of a row, and rows.
+    /// Number of elements per row, and number of rows.
     pub ne: [u64; 2],
-    /// How often the tensor was replaced since the model was opened.
+    /// Number of times that the tensor changed since the model was opened.
     pub generation: u64,
     /// Value of enum ggml_type.
     pub ggml_type: u32,
-    /// Where its copy is.
+    /// State of the copy.
     pub state: llama_postfetch_state,
-    /// Why the CPU is to compute it.
+    /// Reason why the CPU must compute the expert.
     pub reason: llama_postfetch_reason,
-    /// Whether gate and up of this expert are for the CPU, by cpu_limit.
+    /// Whether cpu_limit assigns the gate and up projections of this expert to the CPU.
     pub gate_up_on_cpu: bool,
 }
 
@@ -290,8 +318,8 @@ unsafe impl SizedStruct for llama_postfetch_answer {
     const FIRST: usize = 80;
 }
 
-impl From<Answer> for llama_postfetch_answer {
-    fn from(answer: Answer) -> llama_postfetch_answer {
+impl From<Acquired> for llama_postfetch_answer {
+    fn from(answer: Acquired) -> llama_postfetch_answer {
         let expert = answer.expert;
         let host = expert.and_then(|expert| expert.host);
         llama_postfetch_answer {
@@ -303,18 +331,14 @@ impl From<Answer> for llama_postfetch_answer {
             ne: expert.map_or([0; 2], |expert| expert.ne),
             generation: expert.map_or(0, |expert| expert.generation),
             ggml_type: expert.map_or(0, |expert| expert.ty.id),
-            state: match answer.state {
-                State::CpuOnly => llama_postfetch_state::CpuOnly,
-                State::CopyInFlight => llama_postfetch_state::CopyInFlight,
-                State::GpuReady => llama_postfetch_state::GpuReady,
-            },
-            reason: REASONS[answer.reason as usize],
+            state: answer.state.into(),
+            reason: answer.reason.into(),
             gate_up_on_cpu: answer.gate_up_on_cpu,
         }
     }
 }
 
-/// Asks a scheduler, and gives its answer.
+/// Writes the answer of a scheduler to `answer`.
 ///
 /// # Safety
 ///
@@ -322,16 +346,16 @@ impl From<Answer> for llama_postfetch_answer {
 unsafe fn put_answer(
     postfetch: *const llama_postfetch,
     answer: *mut llama_postfetch_answer,
-    ask: impl FnOnce(&PostFetch) -> Answer,
+    ask: impl FnOnce(&PostFetch) -> Acquired,
 ) -> llama_sidecar_status {
     status(|| {
         let found = ask(&*handle::get(postfetch)?);
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         unsafe { fill(answer, &found.into()) }
     })
 }
 
-/// Tells where an expert is. Never waits.
+/// Reports the state of an expert. Never waits.
 ///
 /// # Safety
 ///
@@ -343,7 +367,7 @@ pub unsafe extern "C" fn llama_postfetch_query(
     expert: u32,
     answer: *mut llama_postfetch_answer,
 ) -> llama_sidecar_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: as the caller guarantees.
     unsafe {
         put_answer(postfetch, answer, |postfetch| {
             postfetch.query(layer, expert)
@@ -351,10 +375,12 @@ pub unsafe extern "C" fn llama_postfetch_query(
     }
 }
 
-/// Tells whether to use the device or the CPU for an expert, by the policy: a copy that is on the
-/// device is used, one that is under way is waited for (or not, see block_on_miss), and otherwise the
-/// CPU computes it. Whatever uses device_data must have ended before the expert is released;
-/// llama_postfetch_acquire_on_stream sees to that for a stream.
+/// Decides whether the device or the CPU computes an expert. The device computes an expert whose
+/// copy is on the device. For a copy in flight, the call waits if block_on_miss is true. In all
+/// other cases, the CPU computes the expert.
+///
+/// All use of device_data must end before the expert is released. llama_postfetch_acquire_on_stream
+/// ensures this for a stream.
 ///
 /// # Safety
 ///
@@ -366,7 +392,7 @@ pub unsafe extern "C" fn llama_postfetch_acquire(
     expert: u32,
     answer: *mut llama_postfetch_answer,
 ) -> llama_sidecar_status {
-    // SAFETY: as the caller vouches.
+    // SAFETY: as the caller guarantees.
     unsafe {
         put_answer(postfetch, answer, |postfetch| {
             postfetch.acquire(layer, expert)
@@ -374,9 +400,13 @@ pub unsafe extern "C" fn llama_postfetch_acquire(
     }
 }
 
-/// llama_postfetch_acquire for kernels: the CUDA stream waits for the bytes, the caller does not.
-/// What is put into the stream afterwards can use device_data. When the expert is released, its memory
-/// is overwritten only after the work that was in the stream by then. An expert is for one stream.
+/// Does the same as llama_postfetch_acquire, but the CUDA stream waits for the copy instead of the
+/// caller. Work that is submitted to the stream after the call can use device_data. After the
+/// expert is released, its memory is overwritten only when the work submitted to the stream before
+/// the release is complete. Only one stream can acquire an expert.
+///
+/// @param stream A CUstream or cudaStream_t of the same device; must exist until the expert is
+/// released.
 ///
 /// # Safety
 ///
@@ -391,7 +421,7 @@ pub unsafe extern "C" fn llama_postfetch_acquire_on_stream(
     answer: *mut llama_postfetch_answer,
 ) -> llama_sidecar_status {
     let stream = Stream(stream as u64);
-    // SAFETY: as the caller vouches.
+    // SAFETY: as the caller guarantees.
     unsafe {
         put_answer(postfetch, answer, |postfetch| {
             postfetch.acquire_on(layer, expert, stream)
@@ -399,8 +429,9 @@ pub unsafe extern "C" fn llama_postfetch_acquire_on_stream(
     }
 }
 
-/// A CUDA stream for the host's kernels that waits for no other (a CUstream); NULL without a device.
-/// It belongs to the scheduler.
+/// Returns a CUDA stream for the caller's kernels that does not synchronise with other streams.
+///
+/// @return A CUstream, or NULL without a device. Owned by the scheduler; do not destroy it.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_postfetch_compute_stream(postfetch: *const llama_postfetch) -> *mut c_void {
     let found = call(|| Ok(handle::get(postfetch)?.compute_stream()));
@@ -408,7 +439,10 @@ pub extern "C" fn llama_postfetch_compute_stream(postfetch: *const llama_postfet
     stream as *mut c_void
 }
 
-/// Makes a CUDA stream of the host wait for all work that is in llama_postfetch_compute_stream now.
+/// Makes a CUDA stream of the caller wait for all work submitted to llama_postfetch_compute_stream
+/// so far.
+///
+/// @param stream A CUstream or cudaStream_t of the same device.
 ///
 /// # Safety
 ///
@@ -420,14 +454,15 @@ pub unsafe extern "C" fn llama_postfetch_hand_back(
 ) -> llama_sidecar_status {
     let stream = Stream(stream as u64);
     status(|| {
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         unsafe { handle::get(postfetch)?.hand_back(stream) }
             .map_err(|error| crate::error::Error::from(error).into())
     })
 }
 
-/// Copies an expert that is on the device back, to look at it. Fails with
-/// LLAMA_SIDECAR_STATUS_NOT_FOUND when it is not there, or `size` is not its size.
+/// Copies an expert from the device to `buffer`, for debugging. Fails with
+/// LLAMA_SIDECAR_STATUS_NOT_FOUND if the expert is not on the device or `size` is not its size in
+/// bytes.
 ///
 /// # Safety
 ///
@@ -456,13 +491,13 @@ pub unsafe extern "C" fn llama_postfetch_download(
         if bytes.len() != size {
             return Err(missing());
         }
-        // SAFETY: room for `size` bytes, as the caller vouches.
+        // SAFETY: room for `size` bytes, as the caller guarantees.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), buffer.cast(), size) };
         Ok(())
     })
 }
 
-/// Lets go of an expert.
+/// Releases an expert. Its device memory becomes reusable.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_postfetch_release(
     postfetch: *const llama_postfetch,
@@ -475,8 +510,8 @@ pub extern "C" fn llama_postfetch_release(
     })
 }
 
-/// Lets go of all experts of a layer, to be called when the layer is computed: until then their device
-/// memory is taken.
+/// Releases all experts of a layer. Call it when the layer is computed; until then, the experts
+/// occupy device memory.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_postfetch_release_layer(
     postfetch: *const llama_postfetch,
@@ -488,8 +523,9 @@ pub extern "C" fn llama_postfetch_release_layer(
     })
 }
 
-/// Puts the layer whose down-projections tensor `index` of the model holds into `layer`. Only base
-/// weights can be fetched: fails with LLAMA_SIDECAR_STATUS_NOT_FOUND for any other tensor.
+/// Writes the number of the layer whose down-projections are in tensor `index` to `layer`. Fails
+/// with LLAMA_SIDECAR_STATUS_NOT_FOUND for any other tensor, because post-fetch copies only the
+/// base weights of down-projections.
 ///
 /// # Safety
 ///
@@ -508,54 +544,55 @@ pub unsafe extern "C" fn llama_postfetch_layer_of(
             let what = format!("tensor {index} holds no down-projections of routed experts");
             Failure::new(llama_sidecar_status::NotFound, what)
         })?;
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         unsafe { put(layer, found, "layer") }
     })
 }
 
-/// What a scheduler did since it was made.
+/// Statistics of a scheduler since its creation.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct llama_postfetch_stats {
-    /// sizeof(struct llama_postfetch_stats), set by the caller.
+    /// Set by the caller to sizeof(struct llama_postfetch_stats).
     pub struct_size: usize,
-    /// Calls of llama_postfetch_schedule.
+    /// Number of calls of llama_postfetch_schedule.
     pub n_calls: u64,
-    /// Experts that were put into copies.
+    /// Number of experts that were queued for a copy.
     pub n_experts: u64,
-    /// Those of them that were copied together with a neighbour before them.
+    /// Number of these that were copied together with the preceding neighbour.
     pub n_coalesced: u64,
-    /// Ids that were scheduled already.
+    /// Number of ids that were already scheduled.
     pub n_duplicates: u64,
-    /// Ids that are no experts of their layer.
+    /// Number of ids that are not experts of their layer.
     pub n_rejected: u64,
-    /// Copies that were issued.
+    /// Number of copies issued.
     pub n_copies: u64,
-    /// Those of them that went through page-locked buffers.
+    /// Number of these that went through page-locked staging buffers.
     pub n_staged_copies: u64,
-    /// Their bytes.
+    /// Bytes of these copies.
     pub bytes: u64,
-    /// Answers "use the device".
+    /// Number of answers to use the device.
     pub n_hits: u64,
-    /// Those of them for which a stream waits, and not the caller.
+    /// Number of these for which a stream waits instead of the caller.
     pub n_stream_hits: u64,
-    /// Answers for which the caller waited.
+    /// Number of answers for which the caller waited.
     pub n_waits: u64,
-    /// How long it waited.
+    /// Total time that callers waited, in microseconds.
     pub wait_us: u64,
-    /// How long copies took on the device.
+    /// Total time of copies on the device, in microseconds.
     pub transfer_us: u64,
-    /// Errors of the driver.
+    /// Number of driver errors.
     pub n_errors: u64,
-    /// Answers "compute on the CPU", by enum llama_postfetch_reason.
+    /// Number of answers to use the CPU, indexed by enum llama_postfetch_reason.
     pub n_fallbacks: [u64; 16],
-    /// Device memory for experts.
+    /// Device memory for experts in bytes.
     pub scratchpad_bytes: u64,
-    /// The most of it that was in use.
+    /// Maximum use of this memory in bytes.
     pub scratchpad_peak: u64,
-    /// Memory of the model that is page-locked in place.
+    /// Bytes of the model that are page-locked in place.
     pub locked_bytes: u64,
-    /// 1 - wait / transfer; negative before a copy was timed.
+    /// Overlap of copies with computation: 1 - wait_us / transfer_us; negative if no copy was timed
+    /// yet.
     pub overlap: f64,
 }
 
@@ -565,7 +602,7 @@ unsafe impl SizedStruct for llama_postfetch_stats {
     const FIRST: usize = 280;
 }
 
-/// Tells what a scheduler did.
+/// Fills `stats` with the statistics of a scheduler.
 ///
 /// # Safety
 ///
@@ -578,7 +615,9 @@ pub unsafe extern "C" fn llama_postfetch_get_stats(
     status(|| {
         let found = handle::get(postfetch)?.stats();
         let mut n_fallbacks = [0; 16];
-        n_fallbacks[..found.fallbacks.len()].copy_from_slice(&found.fallbacks);
+        for (reason, &count) in Reason::ALL.into_iter().zip(&found.fallbacks) {
+            n_fallbacks[llama_postfetch_reason::from(reason) as usize] = count;
+        }
         let value = llama_postfetch_stats {
             struct_size: size_of::<llama_postfetch_stats>(),
             n_calls: found.calls,
@@ -601,14 +640,17 @@ pub unsafe extern "C" fn llama_postfetch_get_stats(
             locked_bytes: found.locked_bytes,
             overlap: found.overlap().unwrap_or(-1.0),
         };
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         unsafe { fill(stats, &value) }
     })
 }
 
-/// Writes what a scheduler works with and what it did into `buffer`, as JSON or for people, cut to
-/// `size` bytes with the NUL, and returns how long the whole text is; 0 on failure. `buffer` can be
-/// NULL when `size` is 0.
+/// Writes the configuration and the statistics of a scheduler to `buffer`, truncated to `size`
+/// bytes including the NUL.
+///
+/// @param json true for JSON, false for plain text.
+/// @param buffer Can be NULL when `size` is 0.
+/// @return Length of the whole text without the NUL, or 0 on failure.
 ///
 /// # Safety
 ///
@@ -627,7 +669,7 @@ pub unsafe extern "C" fn llama_postfetch_describe(
             true => stats.to_json(&mode).to_string(),
             false => stats.to_text(&mode),
         };
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         unsafe { put_text(&text, buffer, size) }
     });
     written.unwrap_or(0)

@@ -3,17 +3,28 @@
 use std::ffi::{CString, c_char};
 use std::os::unix::ffi::OsStrExt;
 
-use super::handle::{self, llama_context, llama_sidecar_report};
+use super::context::llama_context;
+use super::handle::{self, Handle};
 use super::status::{Failure, call, llama_sidecar_status, status};
 use super::{SizedStruct, fill, put};
 use crate::reload::{FileEvent, Outcome, Report};
 
-/// A report and its texts for C.
+/// The result of a reload.
+pub struct llama_sidecar_report {
+    _opaque: [u8; 0],
+}
+
+impl Handle for llama_sidecar_report {
+    type Object = OwnedReport;
+    const NAME: &'static str = "llama_sidecar_report";
+}
+
+/// A report and its C strings.
 pub(super) struct OwnedReport {
     report: Report,
     /// Reason and placement of each tensor.
     tensors: Vec<(CString, CString)>,
-    /// Why the reload stopped half-way.
+    /// Why the reload stopped after some of its steps.
     failure: CString,
     /// Path and reason of each file.
     files: Vec<(CString, CString)>,
@@ -39,27 +50,30 @@ impl OwnedReport {
     }
 }
 
-/// Brings all tensors of the context's model up to date with their files, and says whether any
-/// changed. False also when it failed: llama_sidecar_last_error then says why.
+/// Reloads the tensors of the context's model whose files changed.
 ///
-/// Same name and meaning as in ik_llama.cpp, whose programs link against this library unchanged.
-/// Waits until running evaluations end, for at most 60 seconds: then it fails with
-/// LLAMA_SIDECAR_STATUS_BUSY and what it did not switch is as before. A thread must not call it during
-/// its own evaluation.
+/// Name and meaning are those of ik_llama.cpp, so programs that are written for it link without
+/// changes. The call waits at most 60 seconds for running evaluations to end, then fails with
+/// LLAMA_SIDECAR_STATUS_BUSY and keeps the tensors that were not switched. A thread must not call
+/// it during its own evaluation.
+///
+/// @return true if any tensor changed; false if none changed or on failure.
+/// llama_sidecar_last_error has the message of a failure.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_reload_changed_tensors(context: *mut llama_context) -> bool {
     call(|| Ok(handle::get(context)?.reload()?.changed())).unwrap_or(false)
 }
 
-/// Like llama_reload_changed_tensors, and tells what happened to each tensor.
+/// Does the same as llama_reload_changed_tensors, and reports the outcome of each tensor.
 ///
-/// Everything that changed is switched together, between evaluations; on failure nothing is. Files
-/// that cannot be taken (unreadable, incomplete, of another model) are left out and reported. Only
-/// when there is less memory, or staging_bytes, than a reload needs is it done in several steps, each
-/// consistent; when a later one fails, the report says so and the next reload goes on from there.
+/// All changed tensors are switched together between evaluations; on failure, none is switched.
+/// Files that cannot be used (unreadable, incomplete, of another model) are skipped and reported.
+/// If a reload needs more memory than is free, or more than staging_bytes, it is done in several
+/// consistent steps. If a later step fails, the report has the reason, and the next reload
+/// continues from there.
 ///
-/// `report` gets a report to be freed with llama_sidecar_report_free; it is independent of the
-/// model. With a status other than OK there is none.
+/// @param report Receives a report if the status is LLAMA_SIDECAR_STATUS_OK. Free it with
+/// llama_sidecar_report_free. It stays valid after the model is freed.
 ///
 /// # Safety
 ///
@@ -75,7 +89,7 @@ pub unsafe extern "C" fn llama_sidecar_reload(
             return Err(Failure::null("report"));
         }
         let made = handle::new(OwnedReport::new(context.reload()?));
-        // SAFETY: not null, and valid as the caller vouches.
+        // SAFETY: not null, and valid as the caller guarantees.
         unsafe { put(report, made, "report") }
     })
 }
@@ -88,50 +102,51 @@ pub extern "C" fn llama_sidecar_report_free(
     status(|| handle::free(report))
 }
 
-/// What a reload did, in numbers.
+/// Counts and durations of a reload.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct llama_sidecar_report_info {
-    /// sizeof(struct llama_sidecar_report_info), set by the caller.
+    /// Set by the caller to sizeof(struct llama_sidecar_report_info).
     pub struct_size: usize,
-    /// Files that were looked at, one stat each.
+    /// Number of files that were checked for changes, with one stat call each.
     pub n_files_checked: u64,
-    /// Files that are not as they were; ask for each with llama_sidecar_report_get_file.
+    /// Number of changed files; see llama_sidecar_report_get_file.
     pub n_files: u64,
-    /// Tensors of those files; ask for each with llama_sidecar_report_get_tensor.
+    /// Number of tensors in these files; see llama_sidecar_report_get_tensor.
     pub n_tensors: u64,
-    /// Tensors with new bytes in a buffer of their own.
+    /// Number of tensors with LLAMA_SIDECAR_OUTCOME_SWAPPED.
     pub n_swapped: u64,
-    /// Tensors that are back on their original bytes.
+    /// Number of tensors with LLAMA_SIDECAR_OUTCOME_RETURNED.
     pub n_returned: u64,
-    /// Tensors whose file changed and whose bytes did not.
+    /// Number of tensors with LLAMA_SIDECAR_OUTCOME_UNCHANGED.
     pub n_unchanged: u64,
-    /// Tensors whose file was written in place: they had changed already.
+    /// Number of tensors with LLAMA_SIDECAR_OUTCOME_IN_PLACE.
     pub n_in_place: u64,
-    /// Tensors that were refused.
+    /// Number of tensors with LLAMA_SIDECAR_OUTCOME_REFUSED.
     pub n_refused: u64,
-    /// Tensors whose bytes are the same in other places.
+    /// Number of tensors with LLAMA_SIDECAR_OUTCOME_MOVED.
     pub n_moved: u64,
     /// Bytes read into new buffers.
     pub bytes_staged: u64,
-    /// The model's generation after the reload; 0 when it changed nothing.
+    /// Generation of the model after the reload; 0 if nothing changed.
     pub generation: u64,
-    /// How often evaluations were kept out: 1 when something changed, more when it was done in steps.
+    /// Number of switches: 0 if nothing changed, 1 for an ordinary reload, more for a reload in
+    /// several steps.
     pub n_commits: u64,
-    /// Why a reload that was done in steps stopped after some of them; empty otherwise. Valid until
-    /// the report is freed.
+    /// Why a reload in several steps stopped before the last one; empty otherwise. Valid until the
+    /// report is freed.
     pub failure: *const c_char,
-    /// Looking at files and parsing changed headers.
+    /// Time for checking files and parsing changed headers, in microseconds.
     pub detect_us: u64,
-    /// Reading and hashing tensors.
+    /// Time for reading and hashing tensors, in microseconds.
     pub compare_us: u64,
-    /// Allocating and filling new buffers.
+    /// Time for allocating and filling new buffers, in microseconds.
     pub stage_us: u64,
-    /// Waiting for running evaluations to end.
+    /// Time spent waiting for running evaluations to end, in microseconds.
     pub wait_us: u64,
-    /// The switch, during which no evaluation could run, in nanoseconds.
+    /// Time of the switch, during which no evaluation could run, in nanoseconds.
     pub switch_ns: u64,
-    /// Everything.
+    /// Total time in microseconds.
     pub total_us: u64,
 }
 
@@ -141,7 +156,7 @@ unsafe impl SizedStruct for llama_sidecar_report_info {
     const FIRST: usize = 160;
 }
 
-/// Tells what a reload did, in numbers.
+/// Fills `info` with the counts and durations of a reload.
 ///
 /// # Safety
 ///
@@ -177,52 +192,65 @@ pub unsafe extern "C" fn llama_sidecar_report_get_info(
             switch_ns: report.times.switch.as_nanos() as u64,
             total_us: report.times.total.as_micros() as u64,
         };
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         unsafe { fill(info, &value) }
     })
 }
 
-/// What happened to a tensor in a reload.
+/// Outcome of a reload for one tensor.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum llama_sidecar_outcome {
-    /// Its file changed, its bytes did not.
+    /// The file changed, but the data of the tensor did not.
     Unchanged = 0,
-    /// It has new bytes in a buffer of its own.
+    /// The tensor has new data in a buffer of its own.
     Swapped = 1,
-    /// It is back on its original bytes.
+    /// The tensor has its original data again.
     Returned = 2,
-    /// Its file was written in place: the bytes in use had changed already.
+    /// The file was modified in place, so the mapped data had already changed.
     InPlace = 3,
-    /// It, or its whole file, was refused; it is as before.
+    /// The tensor or its file was refused. The tensor is unchanged.
     Refused = 4,
-    /// The same bytes in other places, because something that is laid out with it changed, or there
-    /// was no room on a device, or there is again.
+    /// Same data, new placement: the layout of a sibling changed, a device ran out of memory, or a
+    /// device has enough memory again.
     Moved = 5,
+}
+
+impl From<Outcome> for llama_sidecar_outcome {
+    fn from(outcome: Outcome) -> llama_sidecar_outcome {
+        match outcome {
+            Outcome::Unchanged => llama_sidecar_outcome::Unchanged,
+            Outcome::Swapped => llama_sidecar_outcome::Swapped,
+            Outcome::Returned => llama_sidecar_outcome::Returned,
+            Outcome::InPlace => llama_sidecar_outcome::InPlace,
+            Outcome::Refused => llama_sidecar_outcome::Refused,
+            Outcome::Moved => llama_sidecar_outcome::Moved,
+        }
+    }
 }
 
 /// One tensor of a changed file.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct llama_sidecar_report_tensor {
-    /// sizeof(struct llama_sidecar_report_tensor), set by the caller.
+    /// Set by the caller to sizeof(struct llama_sidecar_report_tensor).
     pub struct_size: usize,
-    /// Its index in the model.
+    /// Index of the tensor in the model.
     pub index: u64,
-    /// Its name. Valid until the report is freed, as the other strings.
+    /// Name of the tensor. Valid until the report is freed, as are the other strings.
     pub name: *const c_char,
-    /// Name of its type before. Static.
+    /// Name of the previous type. A static string.
     pub old_type: *const c_char,
-    /// Name of its type now. Static.
+    /// Name of the new type. A static string.
     pub new_type: *const c_char,
-    /// Why it was refused; empty otherwise.
+    /// Why the tensor was refused; empty otherwise.
     pub reason: *const c_char,
-    /// Which devices hold which rows of it now, in words; empty when it did not change or is on no
-    /// device.
+    /// Description of the devices and the rows on each; empty if the tensor did not change or is on
+    /// no device.
     pub placement: *const c_char,
     /// Bytes in the file; 0 for a tensor that was refused or only moved.
     pub nbytes: u64,
-    /// What happened to it.
+    /// Outcome for the tensor.
     pub outcome: llama_sidecar_outcome,
 }
 
@@ -232,7 +260,9 @@ unsafe impl SizedStruct for llama_sidecar_report_tensor {
     const FIRST: usize = 72;
 }
 
-/// Tells about entry `at` of a report, of n_tensors.
+/// Fills `info` with a tensor of a report.
+///
+/// @param at Index of the entry, less than n_tensors of llama_sidecar_report_info.
 ///
 /// # Safety
 ///
@@ -259,41 +289,43 @@ pub unsafe extern "C" fn llama_sidecar_report_get_tensor(
             reason: reason.as_ptr(),
             placement: placement.as_ptr(),
             nbytes: tensor.nbytes,
-            outcome: match tensor.outcome {
-                Outcome::Unchanged => llama_sidecar_outcome::Unchanged,
-                Outcome::Swapped => llama_sidecar_outcome::Swapped,
-                Outcome::Returned => llama_sidecar_outcome::Returned,
-                Outcome::InPlace => llama_sidecar_outcome::InPlace,
-                Outcome::Refused => llama_sidecar_outcome::Refused,
-                Outcome::Moved => llama_sidecar_outcome::Moved,
-            },
+            outcome: tensor.outcome.into(),
         };
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         unsafe { fill(info, &value) }
     })
 }
 
-/// What became of a changed file.
+/// Outcome of a reload for one file.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum llama_sidecar_file_event {
-    /// Its tensors are now the ones in use.
+    /// The tensors of the file are now in use.
     Taken = 0,
-    /// It was left out; its tensors are as before.
+    /// The file was skipped; its tensors are unchanged.
     Ignored = 1,
 }
 
-/// One file that is not as it was at the last reload.
+impl From<FileEvent> for llama_sidecar_file_event {
+    fn from(event: FileEvent) -> llama_sidecar_file_event {
+        match event {
+            FileEvent::Taken => llama_sidecar_file_event::Taken,
+            FileEvent::Ignored => llama_sidecar_file_event::Ignored,
+        }
+    }
+}
+
+/// A file that changed since the last reload.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct llama_sidecar_report_file {
-    /// sizeof(struct llama_sidecar_report_file), set by the caller.
+    /// Set by the caller to sizeof(struct llama_sidecar_report_file).
     pub struct_size: usize,
-    /// Its path. Valid until the report is freed, as the other string.
+    /// Path of the file. Valid until the report is freed, as is the reason.
     pub path: *const c_char,
-    /// Why it was ignored; empty otherwise.
+    /// Why the file was skipped; empty otherwise.
     pub reason: *const c_char,
-    /// What became of it.
+    /// Outcome for the file.
     pub event: llama_sidecar_file_event,
 }
 
@@ -303,7 +335,9 @@ unsafe impl SizedStruct for llama_sidecar_report_file {
     const FIRST: usize = 32;
 }
 
-/// Tells about entry `at` of a report, of n_files.
+/// Fills `info` with a file of a report.
+///
+/// @param at Index of the entry, less than n_files of llama_sidecar_report_info.
 ///
 /// # Safety
 ///
@@ -325,12 +359,9 @@ pub unsafe extern "C" fn llama_sidecar_report_get_file(
             struct_size: size_of::<llama_sidecar_report_file>(),
             path: path.as_ptr(),
             reason: reason.as_ptr(),
-            event: match file.event() {
-                FileEvent::Taken => llama_sidecar_file_event::Taken,
-                FileEvent::Ignored => llama_sidecar_file_event::Ignored,
-            },
+            event: file.event().into(),
         };
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         unsafe { fill(info, &value) }
     })
 }

@@ -1,4 +1,4 @@
-//! Statuses, the last error of a thread, and the boundary that no panic crosses.
+//! Status codes, the last error of each thread, and the boundary that catches panics.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};
@@ -8,35 +8,35 @@ use crate::device::DeviceError;
 use crate::error::Error;
 use crate::gguf::OpenError;
 
-/// Result of a call. Values never change their meaning.
+/// Result of a call. The meaning of a value never changes.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum llama_sidecar_status {
-    /// Done.
+    /// The call succeeded.
     Ok = 0,
-    /// An argument is NULL, out of range or of the wrong size.
+    /// An argument is NULL, out of range, or of the wrong size.
     BadArgument = 1,
-    /// A handle is NULL, not one of this library, of another kind, or was freed.
+    /// A handle is NULL, freed, of another type, or not a handle of this library.
     BadHandle = 2,
-    /// There is no such file, tensor, key or device.
+    /// The file, tensor, key, layer, or device does not exist.
     NotFound = 3,
-    /// The operating system refused: opening, reading, mapping.
+    /// The operating system failed to open, read, or write a file.
     Io = 4,
-    /// A file is no valid GGUF file, or a shard that does not belong to its model.
+    /// A file is not a valid GGUF file, or is a shard that does not belong to the model.
     Malformed = 5,
-    /// A device has no room.
+    /// A device does not have enough free memory.
     OutOfMemory = 6,
-    /// A device failed otherwise.
+    /// A device reported another error.
     Device = 7,
-    /// A callback asked to stop.
+    /// A callback returned false, so the call stopped.
     Cancelled = 8,
-    /// The call cannot be made now, for example a reload during an evaluation of the same thread.
+    /// The call is not possible now: for example, a reload during an evaluation of the same thread.
     Busy = 9,
-    /// The file was written in place, so its bytes cannot be trusted.
+    /// A file was modified in place after it was opened, or while it was read.
     FileChanged = 10,
-    /// The feature is switched off for this model.
+    /// The feature is disabled for this model.
     Disabled = 11,
-    /// A defect of this library. Nothing was changed; please report the message.
+    /// Internal error. Nothing was changed. Report the message as a bug of llama-sidecar.
     Internal = 12,
 }
 
@@ -102,7 +102,7 @@ fn remember(failure: &Failure) {
     let _ = LAST.try_with(|last| *last.borrow_mut() = (failure.status, message));
 }
 
-/// Runs the body of a call: a failure or a panic becomes a status and the last
+/// Runs the body of a call. Converts a failure or a panic into a status and records it as the last
 /// error.
 pub(super) fn call<T>(
     body: impl FnOnce() -> Result<T, Failure>,
@@ -126,7 +126,7 @@ pub(super) fn call<T>(
     })
 }
 
-/// [`call`] for functions that return nothing but a status.
+/// Runs the body of a function that returns a status only; see [`call`].
 pub(super) fn status(body: impl FnOnce() -> Result<(), Failure>) -> llama_sidecar_status {
     match call(body) {
         Ok(()) => llama_sidecar_status::Ok,
@@ -134,15 +134,19 @@ pub(super) fn status(body: impl FnOnce() -> Result<(), Failure>) -> llama_sideca
     }
 }
 
-/// Version of the library, for example "0.1.0". LLAMA_SIDECAR_VERSION is that of the header.
+/// Returns the version of the library, for example "0.1.0". LLAMA_SIDECAR_VERSION is the version of
+/// the header.
+///
+/// @return A static string.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_sidecar_version() -> *const c_char {
     const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");
     VERSION.as_ptr().cast()
 }
 
-/// What went wrong in the last call of this thread that failed: what was expected, what was found,
-/// where, and what to do. The empty string when none failed yet. Valid until the next failing call
+/// Returns the message of the last failed call of this thread: what failed, why, and what to do.
+///
+/// @return A string of the library, empty if no call has failed. Valid until the next failed call
 /// of the same thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_sidecar_last_error() -> *const c_char {
@@ -150,17 +154,20 @@ pub extern "C" fn llama_sidecar_last_error() -> *const c_char {
     last.unwrap_or(c"".as_ptr())
 }
 
-/// The status of the last call of this thread that failed; tells why a call returned NULL or false.
+/// Returns the status of the last failed call of this thread. Use it after a call that returns NULL
+/// or false on failure.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_sidecar_last_status() -> llama_sidecar_status {
     LAST.try_with(|last| last.borrow().0)
         .unwrap_or(llama_sidecar_status::Ok)
 }
 
-/// Name of a status, for example "out of memory"; "unknown status" for other numbers.
+/// Returns the name of a status, for example "out of memory".
+///
+/// @return A static string; "unknown status" for a number that is not a status.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_sidecar_status_name(status: u32) -> *const c_char {
-    const NAMES: [&CStr; 13] = [
+    const NAMES: [&CStr; llama_sidecar_status::Internal as usize + 1] = [
         c"ok",
         c"bad argument",
         c"bad handle",

@@ -1,66 +1,76 @@
-//! Tensors: find, look at, load, copy out.
+//! Tensors: find, inspect, load, read.
 
 use std::ffi::{c_char, c_void};
 
-use super::handle::{self, llama_model};
-use super::model::OpenModel;
+use super::handle;
+use super::model::{OpenModel, llama_model};
 use super::status::{Failure, llama_sidecar_status, status};
 use super::{SizedStruct, fill, put, text};
 use crate::model::{Axis, Layout, State};
 
-/// What has happened to a tensor since the model was opened.
+/// State of a tensor since the model was opened.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum llama_sidecar_tensor_state {
-    /// As it was when the model was opened.
+    /// The tensor is unchanged.
     OnOriginal = 0,
-    /// In buffers of its own, with other bytes or laid out in another way.
+    /// The tensor is in buffers of its own, with other data or another layout.
     Detached = 1,
-    /// In host memory, with its whole layer, because a device had no room.
+    /// The tensor and its layer are in host memory, because a device did not have enough memory.
     FallbackCpu = 2,
 }
 
-/// A tensor, at the moment of the call.
+impl From<State> for llama_sidecar_tensor_state {
+    fn from(state: State) -> llama_sidecar_tensor_state {
+        match state {
+            State::OnOriginal => llama_sidecar_tensor_state::OnOriginal,
+            State::Detached => llama_sidecar_tensor_state::Detached,
+            State::FallbackCpu => llama_sidecar_tensor_state::FallbackCpu,
+        }
+    }
+}
+
+/// A tensor at the time of the call.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct llama_sidecar_tensor_info {
-    /// sizeof(struct llama_sidecar_tensor_info), set by the caller.
+    /// Set by the caller to sizeof(struct llama_sidecar_tensor_info).
     pub struct_size: usize,
-    /// Its index.
+    /// Index of the tensor.
     pub index: u64,
-    /// Its name. Valid until the model is freed.
+    /// Name of the tensor. Valid until the model is freed.
     pub name: *const c_char,
-    /// Name of its type, for example "q4_K". Static.
+    /// Name of the type in ggml, for example "q4_K". A static string.
     pub type_name: *const c_char,
-    /// Path of its file. Valid until the model is freed.
+    /// Path of the file of the tensor. Valid until the model is freed.
     pub path: *const c_char,
-    /// Its bytes where the process can read them without a copy: in its host buffer if it is loaded
-    /// in one part, in the mapping of its file if it is not loaded; else NULL. Valid until a reload replaces the tensor (hold an evaluation
-    /// to keep reloads away) or the model is freed. Read only. In the mapping, it also shows what
-    /// others write into the file: replace files by rename.
+    /// Host address of the data (host buffer or file mapping), or NULL if it is not readable
+    /// without a copy. Read-only. Valid until a reload replaces the tensor or the model is freed;
+    /// reloads do not replace tensors during an evaluation. A file mapping shows in-place changes
+    /// of the file, so replace files by rename.
     pub host_data: *const c_void,
-    /// Its address on its device once it is loaded in one part; else 0. Valid as long as host_data.
+    /// Device address of a tensor that is loaded in one part; otherwise 0. Valid as long as
+    /// host_data.
     pub device_data: u64,
-    /// Elements per dimension, innermost first.
+    /// Number of elements per dimension, innermost first, as in ggml.
     pub ne: [u64; 4],
-    /// Strides as ggml computes them: nb[0] one block, nb[1] one row.
+    /// Strides in bytes, as in ggml: nb[0] is a block, nb[1] is a row.
     pub nb: [u64; 4],
-    /// Bytes of data.
+    /// Size of the data in bytes.
     pub nbytes: u64,
-    /// Where its bytes start in its file, or UINT64_MAX once a reload replaced them.
+    /// Offset of the data in the file, or UINT64_MAX if a reload replaced the data.
     pub file_offset: u64,
-    /// How often it changed since the model was opened.
+    /// Number of times that the tensor changed since the model was opened.
     pub generation: u64,
     /// Value of enum ggml_type.
     pub ggml_type: u32,
-    /// Elements in a block of its type; a row is a whole number of blocks.
+    /// Number of elements in a block of the type. A row is a whole number of blocks.
     pub block_elements: u32,
-    /// The device it is loaded to; -1 when it is not loaded, -2 when it is in parts.
+    /// Index of the device; -1 if the tensor is not loaded, -2 if it is in several parts.
     pub device: i32,
-    /// How many parts it is in: 0 when it is not loaded. Ask for each with
-    /// llama_sidecar_tensor_get_part.
+    /// Number of parts; 0 if the tensor is not loaded. See llama_sidecar_tensor_get_part.
     pub n_parts: u32,
-    /// What has happened to it.
+    /// State of the tensor.
     pub state: llama_sidecar_tensor_state,
 }
 
@@ -70,7 +80,7 @@ unsafe impl SizedStruct for llama_sidecar_tensor_info {
     const FIRST: usize = 168;
 }
 
-/// Puts the index of the tensor with this name into `index`.
+/// Finds a tensor by name and writes its index to `index`.
 ///
 /// # Safety
 ///
@@ -83,7 +93,7 @@ pub unsafe extern "C" fn llama_sidecar_tensor_find(
 ) -> llama_sidecar_status {
     status(|| {
         let open = handle::get(model)?;
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         let name = unsafe { text(name, "name") }?;
         let found = open.model.find(name).ok_or_else(|| {
             Failure::new(
@@ -91,12 +101,12 @@ pub unsafe extern "C" fn llama_sidecar_tensor_find(
                 format!("the model has no tensor '{}'", name.to_string_lossy()),
             )
         })?;
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         unsafe { put(index, found as u64, "index") }
     })
 }
 
-/// Tells what a tensor is now.
+/// Fills `info` with the type, shape, and location of a tensor.
 ///
 /// # Safety
 ///
@@ -137,46 +147,54 @@ pub unsafe extern "C" fn llama_sidecar_tensor_get_info(
                 (None, _) => -2,
             },
             n_parts,
-            state: match view.state {
-                State::OnOriginal => llama_sidecar_tensor_state::OnOriginal,
-                State::Detached => llama_sidecar_tensor_state::Detached,
-                State::FallbackCpu => llama_sidecar_tensor_state::FallbackCpu,
-            },
+            state: view.state.into(),
         };
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         unsafe { fill(info, &value) }
     })
 }
 
-/// Where a tensor is cut.
+/// Axis along which a tensor is split.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum llama_sidecar_axis {
-    /// Inside rows: each part holds some elements of every row.
+    /// Within rows: each part has some elements of every row.
     Columns = 0,
-    /// Between rows: each part holds some rows of every slice (of every expert, for merged ones).
+    /// Between rows: each part has some rows of every slice; for merged experts, of every expert.
     Rows = 1,
-    /// Nowhere: the part is all of it.
+    /// Not split: the part is the whole tensor.
     None = 2,
 }
 
-/// A part of a loaded tensor: its bytes one after the other on a device.
+impl From<Option<&Layout>> for llama_sidecar_axis {
+    fn from(layout: Option<&Layout>) -> llama_sidecar_axis {
+        match layout {
+            Some(Layout::Split { axis, .. }) => match axis {
+                Axis::Columns => llama_sidecar_axis::Columns,
+                Axis::Rows => llama_sidecar_axis::Rows,
+            },
+            Some(Layout::Whole(_)) | None => llama_sidecar_axis::None,
+        }
+    }
+}
+
+/// A part of a loaded tensor, contiguous on one device.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct llama_sidecar_tensor_part {
-    /// sizeof(struct llama_sidecar_tensor_part), set by the caller.
+    /// Set by the caller to sizeof(struct llama_sidecar_tensor_part).
     pub struct_size: usize,
-    /// Its address on the device. Valid as long as host_data of the tensor.
+    /// Address of the part on the device. Valid as long as host_data of the tensor.
     pub device_data: u64,
-    /// Bytes of the part.
+    /// Size of the part in bytes.
     pub nbytes: u64,
-    /// First row, or first element of each row, that it holds.
+    /// First row of the part, or first element of each row, depending on the axis.
     pub first: u64,
-    /// How many of them it holds.
+    /// Number of rows, or of elements of each row.
     pub count: u64,
     /// Index of the device.
     pub device: u32,
-    /// Where the tensor is cut.
+    /// Axis along which the tensor is split.
     pub axis: llama_sidecar_axis,
 }
 
@@ -186,7 +204,9 @@ unsafe impl SizedStruct for llama_sidecar_tensor_part {
     const FIRST: usize = 48;
 }
 
-/// Tells about part `part` of a tensor, of n_parts.
+/// Fills `info` with a part of a tensor.
+///
+/// @param part Index of the part, less than n_parts of llama_sidecar_tensor_info.
 ///
 /// # Safety
 ///
@@ -219,24 +239,15 @@ pub unsafe extern "C" fn llama_sidecar_tensor_get_part(
             first: found.units.0,
             count: found.units.1 - found.units.0,
             device: found.device as u32,
-            axis: match view.layout() {
-                Some(Layout::Split {
-                    axis: Axis::Columns,
-                    ..
-                }) => llama_sidecar_axis::Columns,
-                Some(Layout::Split {
-                    axis: Axis::Rows, ..
-                }) => llama_sidecar_axis::Rows,
-                _ => llama_sidecar_axis::None,
-            },
+            axis: view.layout().into(),
         };
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         unsafe { fill(info, &value) }
     })
 }
 
-/// Loads a tensor to the devices where it belongs, unless it is there already. Threads that ask for the same
-/// one at the same time get the same buffer.
+/// Loads a tensor to its devices. Does nothing if the tensor is loaded. Concurrent calls for the
+/// same tensor load it once.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_sidecar_tensor_load(
     model: *const llama_model,
@@ -250,8 +261,8 @@ pub extern "C" fn llama_sidecar_tensor_load(
     })
 }
 
-/// Copies `size` bytes of a tensor, from `offset` on, to `buffer`: from its device if it is loaded,
-/// else from its file. Does not load it.
+/// Copies `size` bytes of a tensor, starting at `offset`, to `buffer`. Reads from the device if the
+/// tensor is loaded, otherwise from the file. Does not load the tensor.
 ///
 /// # Safety
 ///
@@ -270,7 +281,7 @@ pub unsafe extern "C" fn llama_sidecar_tensor_read(
         if buffer.is_null() {
             return Err(Failure::null("buffer"));
         }
-        // SAFETY: not null, and valid as the caller vouches. The bytes are only
+        // SAFETY: not null, and valid as the caller guarantees. The bytes are only
         // written to; zeroing them first makes them a proper slice.
         let bytes = unsafe {
             std::ptr::write_bytes(buffer.cast::<u8>(), 0, size);

@@ -4,15 +4,26 @@ use std::ffi::{CStr, OsStr, c_char};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-use super::handle::{self, llama_expert_trace, llama_model};
+use super::handle::{self, Handle};
+use super::model::llama_model;
 use super::status::{Failure, call, llama_sidecar_status, status};
 use super::{put_text, text};
-use crate::trace::{About, Ids, Layout, Trace, to_text, write};
+use crate::trace::{ExpertLayout, Ids, ModelMeta, Trace, to_text, write};
 
-/// Counters and whose experts they count.
+/// Usage counters for the routed experts of a model.
+pub struct llama_expert_trace {
+    _opaque: [u8; 0],
+}
+
+impl Handle for llama_expert_trace {
+    type Object = OwnedTrace;
+    const NAME: &'static str = "llama_expert_trace";
+}
+
+/// Counters and the model that they belong to.
 pub(super) struct OwnedTrace {
     counters: Trace,
-    about: About,
+    about: ModelMeta,
 }
 
 impl OwnedTrace {
@@ -26,16 +37,19 @@ impl OwnedTrace {
     }
 }
 
-/// Begins to count which experts of a model are used. Returns NULL on failure, for example when the
-/// model has no routed experts. Free the result with llama_expert_trace_free; it does not keep the
-/// model alive.
+/// Creates usage counters for the routed experts of a model. The trace does not keep the model
+/// alive.
 ///
-/// Any number of threads may record at the same time: each has counters of its own.
+/// Any number of threads can record at the same time without contention, because each thread has
+/// its own counters.
+///
+/// @return The trace, or NULL on failure: for example, when the model has no routed experts. Free
+/// it with llama_expert_trace_free.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_expert_trace_new(model: *const llama_model) -> *mut llama_expert_trace {
     let made = call(|| {
         let open = handle::get(model)?;
-        let layout = Layout::of(open.model.gguf_files());
+        let layout = ExpertLayout::of(open.model.experts());
         if layout.layers().is_empty() {
             return Err(Failure::new(
                 llama_sidecar_status::NotFound,
@@ -44,7 +58,7 @@ pub extern "C" fn llama_expert_trace_new(model: *const llama_model) -> *mut llam
         }
         Ok(handle::new(OwnedTrace {
             counters: Trace::new(layout),
-            about: About::of(open.model.gguf_files()),
+            about: ModelMeta::of(open.model.gguf_files()),
         }))
     });
     made.unwrap_or(std::ptr::null_mut())
@@ -56,7 +70,9 @@ pub extern "C" fn llama_expert_trace_free(trace: *mut llama_expert_trace) -> lla
     status(|| handle::free(trace))
 }
 
-/// Counts one token that used one expert. `layer` is the number in the tensors' names.
+/// Counts one use of an expert by one token.
+///
+/// @param layer Number of the layer in tensor names, such as 3 in blk.3.ffn_gate_exps.weight.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_expert_trace_record(
     trace: *const llama_expert_trace,
@@ -70,11 +86,14 @@ pub extern "C" fn llama_expert_trace_record(
     })
 }
 
-/// Counts a matrix of routed ids: for each of `n_tokens` tokens `n_used` experts, as ggml lays out
-/// src[2] of GGML_OP_MUL_MAT_ID. `used_stride` is its nb[0] and `token_stride` its nb[1], in bytes;
-/// rows may be padded.
+/// Counts a matrix of routed ids, laid out as src[2] of GGML_OP_MUL_MAT_ID in ggml. Rows can be
+/// padded.
 ///
-/// Ids that are no experts of the layer are counted as rejected and otherwise left out.
+/// Ids that are not experts of the layer are counted as rejected only.
+///
+/// @param n_used Number of experts per token.
+/// @param used_stride Bytes between the ids of a token: nb[0].
+/// @param token_stride Bytes between the rows of two tokens: nb[1].
 ///
 /// # Safety
 ///
@@ -93,7 +112,7 @@ pub unsafe extern "C" fn llama_expert_trace_record_batch(
     status(|| {
         let owned = handle::get(trace)?;
         let layer = owned.position(layer)?;
-        let len = Ids::span(n_used, n_tokens, used_stride, token_stride)
+        let len = Ids::byte_len(n_used, n_tokens, used_stride, token_stride)
             .ok_or_else(|| Failure::argument("the matrix of ids is larger than memory"))?;
         if len == 0 {
             return Ok(());
@@ -102,7 +121,7 @@ pub unsafe extern "C" fn llama_expert_trace_record_batch(
             return Err(Failure::null("ids"));
         }
         let ids = Ids {
-            // SAFETY: not null, and readable up to there as the caller vouches.
+            // SAFETY: not null, and readable up to there as the caller guarantees.
             bytes: unsafe { std::slice::from_raw_parts(ids.cast::<u8>(), len) },
             used: n_used,
             tokens: n_tokens,
@@ -114,10 +133,12 @@ pub unsafe extern "C" fn llama_expert_trace_record_batch(
     })
 }
 
-/// Copies the counts of a layer: how often each expert was used since the trace began or was reset,
-/// and how many tokens the layer routed. Of more than `n_counts` experts, the first are copied.
+/// Copies the counts of a layer since the trace was created or reset. If the layer has more than
+/// `n_counts` experts, the first `n_counts` are copied.
 ///
-/// `counts` can be NULL when `n_counts` is 0; `tokens` and `n_experts` can be NULL.
+/// @param counts Receives the number of uses of each expert; can be NULL when `n_counts` is 0.
+/// @param tokens Receives the number of tokens that the layer routed; can be NULL.
+/// @param n_experts Receives the number of experts of the layer; can be NULL.
 ///
 /// # Safety
 ///
@@ -140,10 +161,10 @@ pub unsafe extern "C" fn llama_expert_trace_counts(
         let snapshot = owned.counters.snapshot();
         let layer = &snapshot.layers[layer];
         for (at, &count) in layer.experts.iter().take(n_counts).enumerate() {
-            // SAFETY: not null and with room for `n_counts`, as the caller vouches.
+            // SAFETY: not null and with room for `n_counts`, as the caller guarantees.
             unsafe { counts.add(at).write(count) };
         }
-        // SAFETY: null or valid, as the caller vouches.
+        // SAFETY: null or valid, as the caller guarantees.
         unsafe {
             if !tokens.is_null() {
                 tokens.write(layer.tokens);
@@ -156,7 +177,7 @@ pub unsafe extern "C" fn llama_expert_trace_counts(
     })
 }
 
-/// Forgets what was counted so far.
+/// Resets all counters to 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_expert_trace_reset(
     trace: *const llama_expert_trace,
@@ -167,8 +188,9 @@ pub extern "C" fn llama_expert_trace_reset(
     })
 }
 
-/// Writes what was counted: CSV to a path that ends in ".csv" (layer,expert,count,share), JSON to any
-/// other (docs/expert-trace.md). The file is written beside the path and renamed.
+/// Writes the counts to a file: as CSV (layer,expert,count,share) if the path ends in ".csv",
+/// otherwise as JSON (docs/expert-trace.md). The call writes a temporary file in the same folder
+/// and renames it to the path.
 ///
 /// # Safety
 ///
@@ -180,7 +202,7 @@ pub unsafe extern "C" fn llama_expert_trace_write(
 ) -> llama_sidecar_status {
     status(|| {
         let owned = handle::get(trace)?;
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         let path: &CStr = unsafe { text(path, "path")? };
         let path = Path::new(OsStr::from_bytes(path.to_bytes()));
         write(path, &owned.about, &owned.counters.snapshot()).map_err(|error| {
@@ -192,8 +214,11 @@ pub unsafe extern "C" fn llama_expert_trace_write(
     })
 }
 
-/// Writes a summary for people into `buffer`, cut to `size` bytes with the NUL, and returns how long
-/// the whole text is; 0 on failure. `buffer` can be NULL when `size` is 0.
+/// Writes a plain-text summary to `buffer`, truncated to `size` bytes including the NUL.
+///
+/// @param per_layer true to add a section per layer.
+/// @param buffer Can be NULL when `size` is 0.
+/// @return Length of the whole text without the NUL, or 0 on failure.
 ///
 /// # Safety
 ///
@@ -208,7 +233,7 @@ pub unsafe extern "C" fn llama_expert_trace_summary(
     let written = call(|| {
         let owned = handle::get(trace)?;
         let text = to_text(&owned.about, &owned.counters.snapshot(), per_layer);
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         unsafe { put_text(&text, buffer, size) }
     });
     written.unwrap_or(0)

@@ -31,7 +31,7 @@ const MAX_STRING: u64 = 1 << 30;
 /// Limit of llama.cpp's reader for one array.
 const MAX_ELEMENTS: u64 = 1 << 30;
 /// The key whose value places the data section.
-const ALIGNMENT_KEY: &str = "general.alignment";
+pub(super) const ALIGNMENT_KEY: &str = "general.alignment";
 
 /// The parsed header of one file.
 #[derive(Debug)]

@@ -8,6 +8,7 @@ mod scales;
 mod shards;
 mod types;
 mod value;
+mod write;
 
 pub use file::{Access, FileId, GgufFile, OpenError, Source};
 pub use header::{DEFAULT_ALIGNMENT, Defect, Header, Stop, TensorInfo, strides};
@@ -15,3 +16,7 @@ pub use scales::{ScaleClass, ScaleFormat};
 pub use shards::{open_model, shard_name};
 pub use types::{Origin, TYPES, TypeInfo};
 pub use value::{Key, Strings, Value, ValueType};
+pub use write::{
+    HeaderWriter, MetadataValue, TYPE_AND_OFFSET, TooLarge, padded, padding, retype, type_fields,
+    write_data,
+};

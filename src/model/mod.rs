@@ -24,7 +24,7 @@ use parking_lot::RwLock;
 
 use crate::device::{Device, HostDevice};
 use crate::error::{Error, Result};
-use crate::experts::ExpertName;
+use crate::experts::ExpertIndex;
 use crate::gguf::{self, Access, GgufFile, Key, Strings, TypeInfo, Value};
 use crate::reload::{Engine, Pauses, TrackedFile};
 
@@ -80,6 +80,8 @@ pub struct Model {
     placement: Placement,
     /// Made at the first use, so that opening a model stays fast.
     plan: OnceCell<Plan>,
+    /// Made at the first use, as the plan.
+    experts: OnceCell<ExpertIndex>,
     barrier: EvalBarrier,
     listeners: context::Listeners,
     reload: Option<Engine>,
@@ -163,6 +165,7 @@ impl Model {
             devices: options.devices,
             placement: options.placement,
             plan: OnceCell::new(),
+            experts: OnceCell::new(),
             barrier: EvalBarrier::default(),
             listeners: context::Listeners::default(),
             reload: None,
@@ -232,12 +235,22 @@ impl Model {
         self.layout(&self.versions.read(), index)
     }
 
+    /// Returns the model's expert tensors, as its files have them.
+    pub fn experts(&self) -> &ExpertIndex {
+        let index = || ExpertIndex::of(self.gguf_files());
+        self.experts.get_or_init(index)
+    }
+
     fn plan(&self) -> &Plan {
         self.plan.get_or_init(|| {
             let (mut assignments, mut rows, mut experts) = (Vec::new(), Vec::new(), Vec::new());
+            let mut names = vec![None; self.tensors.len()];
+            for expert in self.experts().tensors() {
+                names[expert.tensor] = Some(expert.name);
+            }
             for (index, tensor) in self.tensors.iter().enumerate() {
                 let (name, ne) = (self.name(index).to_string_lossy(), tensor.original.ne);
-                let expert = ExpertName::parse(&name);
+                let expert = names[index];
                 assignments.push(self.placement.assignment(&name, expert, &ne));
                 rows.push(placement::slice_rows(expert, &ne));
                 experts.push((expert, ne));

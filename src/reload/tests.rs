@@ -9,7 +9,7 @@ use tempfile::TempDir;
 use testkit::writer::{F32, Gguf};
 
 use super::*;
-use crate::gguf::Access;
+use crate::gguf::{Access, GgufFile};
 
 /// Tensors that are never staged: a write in place is the only change.
 struct Mapped {

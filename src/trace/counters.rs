@@ -1,4 +1,4 @@
-//! The counters.
+//! Per-thread counters of routed experts, and their sums.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -7,17 +7,17 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// Which layers are counted and how many routed experts each has.
+/// The layers that are counted, each with its number of routed experts.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Layout {
-    /// Number of each layer and how many experts it has, by ascending number.
+pub struct ExpertLayout {
+    /// Layer and number of experts, ascending by layer.
     layers: Vec<(u32, u32)>,
 }
 
-impl Layout {
-    /// Layers in any order; of one that is named twice, the larger count is taken.
-    /// Layers without experts are left out.
-    pub fn new(layers: impl IntoIterator<Item = (u32, u32)>) -> Layout {
+impl ExpertLayout {
+    /// Makes a layout from pairs of layer and number of experts, in any order. Of a layer
+    /// that is given twice, the larger number counts; layers without experts are left out.
+    pub fn new(layers: impl IntoIterator<Item = (u32, u32)>) -> ExpertLayout {
         let mut layers: Vec<(u32, u32)> = layers
             .into_iter()
             .filter(|&(_, experts)| experts > 0)
@@ -30,25 +30,25 @@ impl Layout {
             }
             same
         });
-        Layout { layers }
+        ExpertLayout { layers }
     }
 
-    /// Number and expert count of each layer, ascending.
+    /// Returns layer and number of experts, ascending by layer.
     pub fn layers(&self) -> &[(u32, u32)] {
         &self.layers
     }
 
-    /// Position of a layer by its number.
+    /// Returns the position of a layer in the layout.
     pub fn position(&self, layer: u32) -> Option<usize> {
         self.layers.binary_search_by_key(&layer, |l| l.0).ok()
     }
 }
 
-/// A matrix of routed ids: for each token the experts that were chosen, as ggml lays
-/// it out for `GGML_OP_MUL_MAT_ID`: 32-bit integers, rows perhaps padded.
+/// A matrix of routed ids: the experts of each token, in the layout of ggml's
+/// `GGML_OP_MUL_MAT_ID` (`src[2]`): 32-bit integers, rows possibly padded.
 #[derive(Debug, Clone, Copy)]
 pub struct Ids<'a> {
-    /// Everything from the first id to the last.
+    /// The bytes from the first id to the end of the last.
     pub bytes: &'a [u8],
     /// Experts per token (`ne[0]`).
     pub used: usize,
@@ -61,9 +61,9 @@ pub struct Ids<'a> {
 }
 
 impl Ids<'_> {
-    /// Bytes from the first id of such a matrix to the end of the last; `None` when that
-    /// is more than memory, and 0 when there are no ids.
-    pub fn span(
+    /// Returns the bytes from the first id of such a matrix to the end of the last; 0 without
+    /// ids, `None` when the result is more than an allocation can have.
+    pub fn byte_len(
         used: usize,
         tokens: usize,
         used_stride: usize,
@@ -78,7 +78,7 @@ impl Ids<'_> {
         (len <= isize::MAX as usize).then_some(len)
     }
 
-    /// An id; `None` beyond the bytes.
+    /// Returns an id; `None` when it is outside the bytes.
     pub fn get(&self, token: usize, used: usize) -> Option<i32> {
         let at = token
             .checked_mul(self.token_stride)?
@@ -88,61 +88,89 @@ impl Ids<'_> {
     }
 }
 
-/// Counts of one model, added to by any number of threads.
+/// Counts of one model. Any number of threads can record at the same time.
+///
+/// A trace counts the ids of routing and writes the sums as text, JSON or CSV:
+///
+/// ```
+/// use llama_sidecar::trace::{ExpertLayout, Ids, ModelMeta, Trace, to_csv, to_json, to_text};
+///
+/// // Layers 0 and 1 have 4 experts each.
+/// let trace = Trace::new(ExpertLayout::new([(0, 4), (1, 4)]));
+///
+/// // Three tokens, two experts per token.
+/// let ids: [[i32; 2]; 3] = [[0, 3], [3, 1], [3, 0]];
+/// let bytes: Vec<u8> = ids.as_flattened().iter().flat_map(|id| id.to_ne_bytes()).collect();
+/// let layer = trace.layout().position(1).expect("layer 1 has experts");
+/// trace.record_batch(
+///     layer,
+///     &Ids { bytes: &bytes, used: 2, tokens: 3, used_stride: 4, token_stride: 8 },
+/// );
+///
+/// let counted = trace.snapshot();
+/// assert_eq!(counted.layers[layer].experts, [2, 1, 0, 3]);
+///
+/// let model = ModelMeta { name: "a model".into(), ..ModelMeta::default() };
+/// let summary = to_text(&model, &counted, false);
+/// assert!(summary.contains("Expert   3:          3 activations (50.00 %)"));
+/// assert_eq!(to_json(&model, &counted)["tokens"], 3);
+/// assert!(to_csv(&counted).contains("\n1,3,3,0.500000\n"));
+/// ```
 #[derive(Debug)]
 pub struct Trace {
-    /// Tells traces apart, also those at the same address one after the other.
+    /// Differs between all traces of the process, also of those that are freed.
     id: u64,
-    layout: Layout,
-    /// Where the counters of each layer begin: its tokens, then its experts.
+    layout: ExpertLayout,
+    /// Position of each layer's first counter: its tokens; its experts follow.
     starts: Vec<usize>,
-    shards: Mutex<Vec<Arc<Shard>>>,
-    origin: Mutex<Origin>,
+    threads: Mutex<Vec<Arc<ThreadCounters>>>,
+    baseline: Mutex<Baseline>,
     rejected: AtomicU64,
 }
 
-/// What the counters were at the last reset.
+/// The sums at the last reset.
 #[derive(Debug)]
-struct Origin {
+struct Baseline {
     counts: Vec<u64>,
     since: Instant,
 }
 
-/// The counters of one thread. Only that thread adds to them, so an addition is a load
-/// and a store; others read them at any time.
+/// The counters of one thread. Only that thread adds to the counters, so an addition is a
+/// load and a store without a lock; other threads only read.
 #[derive(Debug)]
-struct Shard {
+struct ThreadCounters {
     counts: Box<[AtomicU64]>,
     owned: AtomicBool,
 }
 
-impl Shard {
+impl ThreadCounters {
     fn add(&self, at: usize, by: u64) {
         let counter = &self.counts[at];
         counter.store(counter.load(Ordering::Relaxed) + by, Ordering::Relaxed);
     }
 }
 
-/// The shards that a thread owns; given back when it ends.
-struct Owned(Vec<(u64, Arc<Shard>)>);
+/// The counters that a thread owns, by the id of their trace. Another thread can use the
+/// counters after this one has ended.
+struct Owned(Vec<(u64, Arc<ThreadCounters>)>);
 
 impl Drop for Owned {
     fn drop(&mut self) {
-        for (_, shard) in &self.0 {
-            shard.owned.store(false, Ordering::Release);
+        for (_, counters) in &self.0 {
+            counters.owned.store(false, Ordering::Release);
         }
     }
 }
 
 thread_local! {
     static OWNED: RefCell<Owned> = const { RefCell::new(Owned(Vec::new())) };
-    /// The shard that was used last, by the id of its trace. It is kept alive by `OWNED`.
-    static LAST: Cell<(u64, *const Shard)> = const { Cell::new((0, std::ptr::null())) };
+    /// The counters that were used last, with the id of their trace. `OWNED` keeps them alive.
+    static LAST: Cell<(u64, *const ThreadCounters)> = const { Cell::new((0, std::ptr::null())) };
 }
 
 impl Trace {
-    /// Counters for these layers, all zero.
-    pub fn new(layout: Layout) -> Trace {
+    /// Makes counters for these layers, all zero.
+    pub fn new(layout: ExpertLayout) -> Trace {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let mut starts = Vec::with_capacity(layout.layers.len() + 1);
         let mut at = 0;
@@ -155,8 +183,8 @@ impl Trace {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             layout,
             starts,
-            shards: Mutex::new(Vec::new()),
-            origin: Mutex::new(Origin {
+            threads: Mutex::new(Vec::new()),
+            baseline: Mutex::new(Baseline {
                 counts: vec![0; at],
                 since: Instant::now(),
             }),
@@ -164,8 +192,8 @@ impl Trace {
         }
     }
 
-    /// The layers that are counted.
-    pub fn layout(&self) -> &Layout {
+    /// Returns the layers that are counted.
+    pub fn layout(&self) -> &ExpertLayout {
         &self.layout
     }
 
@@ -184,8 +212,8 @@ impl Trace {
         );
     }
 
-    /// Counts every id of a matrix, and its tokens. Ids that are no experts of the layer
-    /// are counted as rejected and otherwise left out.
+    /// Counts every id of a matrix, and its tokens. `layer` is a position in the layout. Ids
+    /// that are no experts of the layer are only counted as rejected.
     pub fn record_batch(&self, layer: usize, ids: &Ids<'_>) {
         let Some((_, experts)) = self.layout.layers.get(layer) else {
             self.rejected.fetch_add(1, Ordering::Relaxed);
@@ -193,13 +221,13 @@ impl Trace {
         };
         let start = self.starts[layer];
         let mut rejected = 0;
-        self.with_shard(|shard| {
-            shard.add(start, ids.tokens as u64);
+        self.with_own_counters(|counters| {
+            counters.add(start, ids.tokens as u64);
             for token in 0..ids.tokens {
                 for used in 0..ids.used {
                     match ids.get(token, used).and_then(|id| u32::try_from(id).ok()) {
                         Some(expert) if expert < *experts => {
-                            shard.add(start + 1 + expert as usize, 1);
+                            counters.add(start + 1 + expert as usize, 1);
                         }
                         _ => rejected += 1,
                     }
@@ -211,72 +239,74 @@ impl Trace {
         }
     }
 
-    fn with_shard(&self, work: impl FnOnce(&Shard)) {
-        let (id, shard) = LAST.get();
+    fn with_own_counters(&self, work: impl FnOnce(&ThreadCounters)) {
+        let (id, counters) = LAST.get();
         if id == self.id {
-            // SAFETY: `LAST` names a shard that `OWNED` of this thread keeps alive.
-            work(unsafe { &*shard });
+            // SAFETY: `OWNED` of this thread keeps the counters in `LAST` alive.
+            work(unsafe { &*counters });
             return;
         }
         OWNED.with_borrow_mut(|owned| {
-            // Shards of traces that are gone have no other owner.
-            owned.0.retain(|(_, shard)| Arc::strong_count(shard) > 1);
+            // Counters of freed traces have no other owner.
+            owned
+                .0
+                .retain(|(_, counters)| Arc::strong_count(counters) > 1);
             let known = owned.0.iter().find(|(id, _)| *id == self.id);
-            let shard = match known {
-                Some((_, shard)) => shard.clone(),
+            let counters = match known {
+                Some((_, counters)) => counters.clone(),
                 None => {
-                    let shard = self.take_shard();
-                    owned.0.push((self.id, shard.clone()));
-                    shard
+                    let counters = self.free_or_new();
+                    owned.0.push((self.id, counters.clone()));
+                    counters
                 }
             };
-            LAST.set((self.id, Arc::as_ptr(&shard)));
-            work(&shard);
+            LAST.set((self.id, Arc::as_ptr(&counters)));
+            work(&counters);
         });
     }
 
-    /// A shard that no thread owns, new if need be.
-    fn take_shard(&self) -> Arc<Shard> {
-        let mut shards = self.shards.lock();
-        let free = shards
+    /// Returns counters that no thread owns, and allocates them if there are none.
+    fn free_or_new(&self) -> Arc<ThreadCounters> {
+        let mut threads = self.threads.lock();
+        let free = threads
             .iter()
-            .find(|shard| !shard.owned.swap(true, Ordering::Acquire));
-        if let Some(shard) = free {
-            return shard.clone();
+            .find(|counters| !counters.owned.swap(true, Ordering::Acquire));
+        if let Some(counters) = free {
+            return counters.clone();
         }
         let total = *self.starts.last().expect("at least one");
-        let shard = Arc::new(Shard {
+        let counters = Arc::new(ThreadCounters {
             counts: (0..total).map(|_| AtomicU64::new(0)).collect(),
             owned: AtomicBool::new(true),
         });
-        shards.push(shard.clone());
-        shard
+        threads.push(counters.clone());
+        counters
     }
 
     fn sums(&self) -> Vec<u64> {
         let mut sums = vec![0; *self.starts.last().expect("at least one")];
-        for shard in self.shards.lock().iter() {
-            for (sum, count) in sums.iter_mut().zip(&shard.counts) {
+        for counters in self.threads.lock().iter() {
+            for (sum, count) in sums.iter_mut().zip(&counters.counts) {
                 *sum += count.load(Ordering::Relaxed);
             }
         }
         sums
     }
 
-    /// Forgets what was counted so far. Additions that run meanwhile are counted before
-    /// or after it, each once.
+    /// Sets all counts to zero. A record that runs at the same time counts before or after
+    /// the reset, and once.
     pub fn reset(&self) {
-        let mut origin = self.origin.lock();
-        origin.counts = self.sums();
-        origin.since = Instant::now();
+        let mut baseline = self.baseline.lock();
+        baseline.counts = self.sums();
+        baseline.since = Instant::now();
         self.rejected.store(0, Ordering::Relaxed);
     }
 
-    /// What was counted since the last reset.
+    /// Returns the counts since the last reset.
     pub fn snapshot(&self) -> Snapshot {
-        let origin = self.origin.lock();
+        let baseline = self.baseline.lock();
         let mut counts = self.sums();
-        for (count, before) in counts.iter_mut().zip(&origin.counts) {
+        for (count, before) in counts.iter_mut().zip(&baseline.counts) {
             *count -= before;
         }
         let layers = self.layout.layers.iter().zip(self.starts.windows(2));
@@ -289,26 +319,26 @@ impl Trace {
                 })
                 .collect(),
             rejected: self.rejected.load(Ordering::Relaxed),
-            time: origin.since.elapsed(),
+            time: baseline.since.elapsed(),
         }
     }
 }
 
-/// What was counted.
+/// Counts at one moment.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Snapshot {
     /// Layers by ascending number.
     pub layers: Vec<LayerCounts>,
-    /// Ids that were no experts.
+    /// Ids that are no experts of their layer.
     pub rejected: u64,
-    /// Since the trace began or was reset.
+    /// Time since the trace was made or reset.
     pub time: Duration,
 }
 
 /// Counts of one layer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LayerCounts {
-    /// Its number.
+    /// Number of the layer.
     pub layer: u32,
     /// Tokens that were routed.
     pub tokens: u64,
@@ -317,26 +347,26 @@ pub struct LayerCounts {
 }
 
 impl LayerCounts {
-    /// Activations of all experts.
+    /// Returns the activations of all experts.
     pub fn activations(&self) -> u64 {
         self.experts.iter().sum()
     }
 }
 
 impl Snapshot {
-    /// Activations of all layers.
+    /// Returns the activations of all layers.
     pub fn activations(&self) -> u64 {
         self.layers.iter().map(LayerCounts::activations).sum()
     }
 
-    /// The most tokens that any layer routed. Layers differ: of a prompt, the last ones
-    /// see only the tokens whose results are asked for.
+    /// Returns the tokens of the layer that routed most. Layers differ: of a prompt, the last
+    /// layers compute only the tokens whose logits are used.
     pub fn tokens(&self) -> u64 {
         let tokens = self.layers.iter().map(|layer| layer.tokens);
         tokens.max().unwrap_or(0)
     }
 
-    /// Adds what another process or run counted of the same model.
+    /// Adds the counts of another run of the same model.
     pub fn merge(&mut self, other: &Snapshot) {
         for layer in &other.layers {
             match self.layers.binary_search_by_key(&layer.layer, |l| l.layer) {
@@ -379,7 +409,7 @@ mod tests {
 
     #[test]
     fn every_id_of_a_padded_matrix_is_counted_once() {
-        let trace = Trace::new(Layout::new([(3, 4), (1, 8)]));
+        let trace = Trace::new(ExpertLayout::new([(3, 4), (1, 8)]));
         let bytes = ids(&[[0, 3], [3, 1], [3, 0]], 20);
         let layer = trace.layout().position(3).expect("a layer");
         trace.record_batch(layer, &matrix(&bytes, 3, 20));
@@ -396,10 +426,10 @@ mod tests {
 
     #[test]
     fn what_is_no_expert_is_rejected() {
-        let trace = Trace::new(Layout::new([(0, 4)]));
+        let trace = Trace::new(ExpertLayout::new([(0, 4)]));
         let bytes = ids(&[[4, -1], [i32::MAX, 2]], 0);
         trace.record_batch(0, &matrix(&bytes, 2, 0));
-        // Strides and counts that lead out of the bytes.
+        // Strides and counts that point outside the bytes.
         trace.record_batch(0, &matrix(&bytes[..9], 2, usize::MAX - 8));
         trace.record_batch(9, &matrix(&bytes, 2, 0));
         let snapshot = trace.snapshot();
@@ -410,8 +440,8 @@ mod tests {
     #[test]
     fn threads_add_in_parallel_and_nothing_is_lost() {
         const EACH: u64 = 100_000;
-        let trace = Trace::new(Layout::new([(0, 512), (1, 512)]));
-        // More threads than live at a time: shards are used again.
+        let trace = Trace::new(ExpertLayout::new([(0, 512), (1, 512)]));
+        // More threads in total than at a time: counters are used again.
         for _ in 0..3 {
             std::thread::scope(|scope| {
                 for thread in 0..8u32 {
@@ -427,19 +457,19 @@ mod tests {
             });
         }
         assert_eq!(trace.snapshot().activations(), 3 * 8 * EACH);
-        assert!(trace.shards.lock().len() <= 8);
+        assert!(trace.threads.lock().len() <= 8);
     }
 
     #[test]
     fn a_reset_forgets_and_a_merge_adds() {
-        let trace = Trace::new(Layout::new([(0, 4), (2, 2)]));
+        let trace = Trace::new(ExpertLayout::new([(0, 4), (2, 2)]));
         trace.record(0, 1);
         trace.reset();
         assert_eq!(trace.snapshot().activations(), 0);
         trace.record(0, 1);
         trace.record(1, 0);
         let mut sum = trace.snapshot();
-        let other = Trace::new(Layout::new([(0, 6), (1, 2)]));
+        let other = Trace::new(ExpertLayout::new([(0, 6), (1, 2)]));
         other.record(0, 5);
         other.record(1, 1);
         sum.merge(&other.snapshot());
@@ -461,8 +491,8 @@ mod tests {
     #[test]
     fn traces_do_not_share_counters() {
         for _ in 0..100 {
-            let first = Trace::new(Layout::new([(0, 2)]));
-            let second = Trace::new(Layout::new([(0, 2)]));
+            let first = Trace::new(ExpertLayout::new([(0, 2)]));
+            let second = Trace::new(ExpertLayout::new([(0, 2)]));
             for _ in 0..3 {
                 first.record(0, 0);
                 second.record(0, 1);

@@ -1,15 +1,16 @@
-//! What was counted, as JSON, CSV and text.
+//! Counts as JSON, CSV and text.
 
 use std::fmt::Write;
 use std::fs;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::about::{About, AboutFile};
 use super::counters::{LayerCounts, Snapshot};
+use super::model_meta::{FileMeta, ModelMeta};
 
 /// Name and version of the JSON format.
 ///
@@ -18,17 +19,17 @@ use super::counters::{LayerCounts, Snapshot};
 /// | `schema` | this name |
 /// | `version` | of the library that wrote it |
 /// | `model` | `name`, `architecture` and `files`: `path`, `size` in bytes, `mtime` in seconds since 1970 |
-/// | `experts_used` | experts per token; 0 when not known |
+/// | `experts_used` | experts per token; 0 if unknown |
 /// | `tokens` | tokens of the layer that routed most |
-/// | `activations` | of all layers and experts |
-/// | `rejected` | ids that were no experts; 0 if all is well |
-/// | `seconds` | since the trace began or was reset |
+/// | `activations` | sum over all layers and experts |
+/// | `rejected` | ids that are no experts of their layer; 0 in a correct trace |
+/// | `seconds` | time since the trace was made or reset |
 /// | `layers` | `layer` (number), `tokens`, `counts` (activations by expert) |
 pub const SCHEMA: &str = "llama-sidecar/expert-trace/1";
 
-/// The JSON of [`SCHEMA`].
-pub fn to_json(about: &About, snapshot: &Snapshot) -> Value {
-    let files = about
+/// Returns counts as JSON, in the format [`SCHEMA`].
+pub fn to_json(meta: &ModelMeta, snapshot: &Snapshot) -> Value {
+    let files = meta
         .files
         .iter()
         .map(|file| json!({"path": file.path, "size": file.size, "mtime": file.mtime}));
@@ -39,11 +40,11 @@ pub fn to_json(about: &About, snapshot: &Snapshot) -> Value {
         "schema": SCHEMA,
         "version": env!("CARGO_PKG_VERSION"),
         "model": {
-            "name": about.name,
-            "architecture": about.architecture,
+            "name": meta.name,
+            "architecture": meta.architecture,
             "files": files.collect::<Vec<_>>(),
         },
-        "experts_used": about.experts_used,
+        "experts_used": meta.experts_used,
         "tokens": snapshot.tokens(),
         "activations": snapshot.activations(),
         "rejected": snapshot.rejected,
@@ -52,8 +53,8 @@ pub fn to_json(about: &About, snapshot: &Snapshot) -> Value {
     })
 }
 
-/// Reads the JSON of [`SCHEMA`]; an error says what is wrong with it.
-pub fn from_json(json: &Value) -> Result<(About, Snapshot), String> {
+/// Reads JSON in the format [`SCHEMA`]. The error says what was expected and what was found.
+pub fn from_json(json: &Value) -> Result<(ModelMeta, Snapshot), String> {
     let schema = json["schema"].as_str().unwrap_or_default();
     if schema != SCHEMA {
         return Err(format!(
@@ -70,7 +71,7 @@ pub fn from_json(json: &Value) -> Result<(About, Snapshot), String> {
     let model = &json["model"];
     let files = list(&model["files"])
         .iter()
-        .map(|file| AboutFile {
+        .map(|file| FileMeta {
             path: text(&file["path"]),
             size: file["size"].as_u64().unwrap_or(0),
             mtime: file["mtime"].as_i64().unwrap_or(0),
@@ -81,7 +82,8 @@ pub fn from_json(json: &Value) -> Result<(About, Snapshot), String> {
         let number_of = number(&layer["layer"], "a layer's number")?;
         let counts = list(&layer["counts"]);
         layers.push(LayerCounts {
-            layer: u32::try_from(number_of).map_err(|_| format!("layer {number_of}"))?,
+            layer: u32::try_from(number_of)
+                .map_err(|_| format!("expected a layer's number below 2^32, found {number_of}"))?,
             tokens: number(&layer["tokens"], "a layer's tokens")?,
             experts: counts
                 .iter()
@@ -96,16 +98,16 @@ pub fn from_json(json: &Value) -> Result<(About, Snapshot), String> {
         rejected: number(&json["rejected"], "\"rejected\"")?,
         time: Duration::try_from_secs_f64(seconds).unwrap_or_default(),
     };
-    let about = About {
+    let meta = ModelMeta {
         name: text(&model["name"]),
         architecture: text(&model["architecture"]),
         files,
         experts_used: json["experts_used"].as_u64().unwrap_or(0),
     };
-    Ok((about, snapshot))
+    Ok((meta, snapshot))
 }
 
-/// A line for each expert, with its share of the activations of its layer.
+/// Returns counts as CSV: a line for each expert, with its share of the layer's activations.
 pub fn to_csv(snapshot: &Snapshot) -> String {
     let mut text = String::from("layer,expert,count,share\n");
     for layer in &snapshot.layers {
@@ -118,16 +120,19 @@ pub fn to_csv(snapshot: &Snapshot) -> String {
     text
 }
 
-/// Writes a file, as CSV if its name ends so and as JSON otherwise: beside the path and
-/// renamed, so that a reader sees all of it or what was there.
-pub fn write(path: &Path, about: &About, snapshot: &Snapshot) -> std::io::Result<()> {
+/// Writes counts to a file, as CSV if the name ends in `.csv` and as JSON otherwise.
+///
+/// The text goes into a new file next to `path`, which is then renamed, so a reader never sees
+/// a part of it. The file is not flushed to the disk: the end of a traced process must not wait
+/// for that. A crash of the machine can lose the trace; a crash of the process cannot.
+pub fn write(path: &Path, meta: &ModelMeta, snapshot: &Snapshot) -> std::io::Result<()> {
     let csv = path.extension().is_some_and(|extension| extension == "csv");
     let text = match csv {
         true => to_csv(snapshot),
-        false => format!("{:#}\n", to_json(about, snapshot)),
+        false => format!("{:#}\n", to_json(meta, snapshot)),
     };
     if fs::metadata(path).is_ok_and(|found| !found.is_file()) {
-        // A pipe or a terminal is written to as it is, if somebody reads.
+        // A pipe or a terminal cannot be renamed over. Without a reader, the open fails.
         let mut options = fs::OpenOptions::new();
         let file = options
             .write(true)
@@ -135,18 +140,21 @@ pub fn write(path: &Path, about: &About, snapshot: &Snapshot) -> std::io::Result
             .open(path);
         return std::io::Write::write_all(&mut file?, text.as_bytes());
     }
-    let mut beside = path.as_os_str().to_owned();
-    beside.push(".part");
-    let written = fs::write(&beside, text).and_then(|()| fs::rename(&beside, path));
+    let mut part = path.as_os_str().to_owned();
+    // Processes and threads with the same output path must not write into each other's file.
+    static WRITES: AtomicU64 = AtomicU64::new(0);
+    let number = WRITES.fetch_add(1, Ordering::Relaxed);
+    part.push(format!(".{}-{number}.part", std::process::id()));
+    let written = fs::write(&part, text).and_then(|()| fs::rename(&part, path));
     if written.is_err() {
-        let _ = fs::remove_file(&beside);
+        let _ = fs::remove_file(&part);
     }
     written
 }
 
-/// A summary for people: the most used experts, and with `per_layer` those of each
-/// layer. Shares are of all activations that are spoken of.
-pub fn to_text(about: &About, snapshot: &Snapshot, per_layer: bool) -> String {
+/// Returns a readable summary: the most used experts of all layers, and with `per_layer` of
+/// each layer. Shares are relative to the activations in the same list.
+pub fn to_text(meta: &ModelMeta, snapshot: &Snapshot, per_layer: bool) -> String {
     const MOST: usize = 10;
     let mut text = String::new();
     let all = snapshot.activations();
@@ -154,17 +162,21 @@ pub fn to_text(about: &About, snapshot: &Snapshot, per_layer: bool) -> String {
     let _ = writeln!(
         text,
         "{}: {} tokens, {all} activations in {} layers, {:.1} s",
-        if about.name.is_empty() {
+        if meta.name.is_empty() {
             "model"
         } else {
-            &about.name
+            &meta.name
         },
         snapshot.tokens(),
         snapshot.layers.len(),
         snapshot.time.as_secs_f64(),
     );
     if snapshot.rejected > 0 {
-        let _ = writeln!(text, "{} ids were no experts", snapshot.rejected);
+        let _ = writeln!(
+            text,
+            "{} ids are no experts of their layer",
+            snapshot.rejected
+        );
     }
     let experts = snapshot
         .layers
@@ -211,11 +223,11 @@ fn list(text: &mut String, heading: &str, counts: &[u64], most: usize) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Layout, Trace};
+    use super::super::{ExpertLayout, Trace};
     use super::*;
 
     fn counted() -> Snapshot {
-        let trace = Trace::new(Layout::new([(0, 3), (1, 3)]));
+        let trace = Trace::new(ExpertLayout::new([(0, 3), (1, 3)]));
         for expert in [0, 0, 2] {
             trace.record(0, expert);
         }
@@ -225,14 +237,14 @@ mod tests {
 
     #[test]
     fn json_holds_everything() {
-        let about = About {
+        let meta = ModelMeta {
             name: "a \"model\"".into(),
-            ..About::default()
+            ..ModelMeta::default()
         };
-        let json = to_json(&about, &counted());
+        let json = to_json(&meta, &counted());
         assert_eq!(json["schema"], SCHEMA);
         let read = from_json(&json).expect("our own");
-        assert_eq!((&read.0, &read.1.layers), (&about, &counted().layers));
+        assert_eq!((&read.0, &read.1.layers), (&meta, &counted().layers));
         assert!(from_json(&json!({"schema": "another"})).is_err());
         assert!(from_json(&json!({"schema": SCHEMA, "layers": [{"layer": -1}]})).is_err());
         assert_eq!(json["model"]["name"], "a \"model\"");
@@ -254,7 +266,7 @@ mod tests {
 
     #[test]
     fn shares_are_of_all_activations() {
-        let text = to_text(&About::default(), &counted(), true);
+        let text = to_text(&ModelMeta::default(), &counted(), true);
         assert!(
             text.contains("Expert   0:          2 activations (50.00 %)"),
             "{text}"
@@ -267,7 +279,7 @@ mod tests {
             text.contains("Expert   1:          1 activations (100.00 %)"),
             "{text}"
         );
-        let nothing = to_text(&About::default(), &Snapshot::default(), true);
+        let nothing = to_text(&ModelMeta::default(), &Snapshot::default(), true);
         assert!(nothing.contains("0 activations"), "{nothing}");
     }
 }

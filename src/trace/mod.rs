@@ -1,16 +1,15 @@
-//! Which experts a workload uses: exact counts per layer and expert.
+//! Expert trace: exact counts of the experts that a workload uses, per layer and expert.
 //!
-//! Counting is what happens at every token of every layer, so it takes no lock and
-//! hashes nothing: each thread adds to counters of its own, one for each expert, and a
-//! snapshot adds those up. A reset writes to nobody's counters either; it remembers
-//! what they were.
+//! Counting runs for every token of every layer, so it takes no lock and hashes nothing: each
+//! thread has its own counters, one for each expert, and a snapshot adds them up. A reset does
+//! not write to the counters; it keeps their sums as the baseline of later snapshots.
 
-mod about;
 mod counters;
 mod export;
-mod figures;
+mod model_meta;
+mod skew;
 
-pub use about::{About, AboutFile};
-pub use counters::{Ids, LayerCounts, Layout, Snapshot, Trace};
+pub use counters::{ExpertLayout, Ids, LayerCounts, Snapshot, Trace};
 pub use export::{SCHEMA, from_json, to_csv, to_json, to_text, write};
-pub use figures::{Figures, coverage, experts_for};
+pub use model_meta::{FileMeta, ModelMeta};
+pub use skew::{LayerStats, coverage, experts_for};

@@ -1,5 +1,8 @@
-//! What tests, benches and xtask share: a writer of GGUF files, good and bad, the
-//! paths of the fixtures, and programs that run llama.cpp.
+//! Shared by tests, benches and xtask: a writer of valid and malformed GGUF files, the paths of the
+//! fixtures, and programs that run llama.cpp.
+//!
+//! Unit tests in `src` of the library cannot use this crate: it links the library, whose exported C
+//! functions would then be there twice.
 
 pub mod fixtures;
 pub mod ggml;

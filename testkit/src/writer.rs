@@ -1,11 +1,13 @@
-//! Writes GGUF files.
+//! Describes GGUF files for tests, and writes them with the library's writer.
 //!
-//! It writes what it is told, also nonsense: the parser's tests need files that no
-//! sane writer makes.
+//! Files are written as described, also when no reader accepts them: the tests of the parser
+//! need malformed files.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
+
+use llama_sidecar::gguf::{HeaderWriter, write_data};
 
 /// A metadata value.
 #[derive(Debug, Clone)]
@@ -103,32 +105,27 @@ impl Gguf {
 
     /// Bytes of the header, padding before the data included.
     pub fn header(&self) -> Vec<u8> {
-        let mut kvs = self.kvs.clone();
-        if self.alignment != 32 {
-            kvs.push(("general.alignment".into(), Kv::U32(self.alignment as u32)));
-        }
-        let mut out = b"GGUF".to_vec();
-        out.extend(self.version.to_le_bytes());
-        out.extend((self.tensors.len() as u64).to_le_bytes());
-        out.extend((kvs.len() as u64).to_le_bytes());
-        for (key, value) in &kvs {
-            text(&mut out, key);
-            value.write(&mut out);
-        }
-        let mut at = 0u64;
-        for tensor in &self.tensors {
-            text(&mut out, &tensor.name);
-            out.extend((tensor.ne.len() as u32).to_le_bytes());
-            for extent in &tensor.ne {
-                out.extend(extent.to_le_bytes());
+        let mut writer = HeaderWriter::new(self.alignment as u32);
+        writer.version(self.version);
+        for (key, value) in &self.kvs {
+            match value {
+                Kv::U16(n) => writer.value(key, n),
+                Kv::U32(n) => writer.value(key, n),
+                Kv::I32(n) => writer.value(key, n),
+                Kv::Text(text) => writer.value(key, text),
+                Kv::Texts(all) => writer.array(key, all),
+                Kv::F32s(all) => writer.array(key, all),
+                Kv::I32s(all) => writer.array(key, all),
+                Kv::Raw(id, bytes) => writer.raw(key, *id, bytes),
             }
-            out.extend(tensor.ty.to_le_bytes());
-            out.extend(at.to_le_bytes());
-            at += (tensor.data.len() as u64).next_multiple_of(self.alignment);
         }
-        let len = out.len().next_multiple_of(self.alignment as usize);
-        out.resize(len, 0);
-        out
+        for tensor in &self.tensors {
+            let ne: Vec<u64> = tensor.ne.iter().map(|&extent| extent as u64).collect();
+            let (name, nbytes) = (tensor.name.as_bytes(), tensor.data.len() as u64);
+            let written = writer.tensor(name, &ne, tensor.ty, nbytes);
+            written.expect("data in memory fits a file");
+        }
+        writer.finish()
     }
 
     /// The whole file.
@@ -156,57 +153,11 @@ impl Gguf {
     fn write_to(&self, out: &mut impl Write) -> io::Result<()> {
         out.write_all(&self.header())?;
         for tensor in &self.tensors {
-            out.write_all(&tensor.data)?;
-            let padded = tensor.data.len().next_multiple_of(self.alignment as usize);
-            out.write_all(&vec![0; padded - tensor.data.len()])?;
+            let len = tensor.data.len() as u64;
+            write_data(out, tensor.data.as_slice(), len, self.alignment)?;
         }
         Ok(())
     }
-}
-
-impl Kv {
-    fn write(&self, out: &mut Vec<u8>) {
-        let mut typed = |id: u32, bytes: &[u8]| {
-            out.extend(id.to_le_bytes());
-            out.extend(bytes);
-        };
-        let array = |id: u32, count: usize| {
-            let mut bytes = id.to_le_bytes().to_vec();
-            bytes.extend((count as u64).to_le_bytes());
-            bytes
-        };
-        match self {
-            Kv::U16(n) => typed(2, &n.to_le_bytes()),
-            Kv::U32(n) => typed(4, &n.to_le_bytes()),
-            Kv::I32(n) => typed(5, &n.to_le_bytes()),
-            Kv::Text(s) => {
-                let mut bytes = Vec::new();
-                text(&mut bytes, s);
-                typed(8, &bytes);
-            }
-            Kv::Texts(all) => {
-                let mut bytes = array(8, all.len());
-                all.iter().for_each(|s| text(&mut bytes, s));
-                typed(9, &bytes);
-            }
-            Kv::F32s(all) => {
-                let mut bytes = array(6, all.len());
-                bytes.extend(all.iter().flat_map(|n| n.to_le_bytes()));
-                typed(9, &bytes);
-            }
-            Kv::I32s(all) => {
-                let mut bytes = array(5, all.len());
-                bytes.extend(all.iter().flat_map(|n| n.to_le_bytes()));
-                typed(9, &bytes);
-            }
-            Kv::Raw(id, bytes) => typed(*id, bytes),
-        }
-    }
-}
-
-fn text(out: &mut Vec<u8>, s: &str) {
-    out.extend((s.len() as u64).to_le_bytes());
-    out.extend(s.as_bytes());
 }
 
 /// `len` bytes that follow from `seed` and differ between seeds.

@@ -1,4 +1,4 @@
-//! The benches, and the page of their figures.
+//! Runs the benchmarks and writes docs/benchmarks.md.
 
 use std::fmt::Write;
 use std::process::{Command, Stdio};
@@ -8,11 +8,11 @@ use anyhow::{Context, Result, ensure};
 use crate::run::{command, output};
 use crate::{cmake, fixtures, root};
 
-/// A part of docs/benchmarks.md.
+/// A section of docs/benchmarks.md.
 struct Bench {
     name: &'static str,
     heading: &'static str,
-    /// How to read its figures.
+    /// Explains the figures of the section.
     note: &'static str,
 }
 
@@ -20,28 +20,29 @@ const BENCHES: [Bench; 5] = [
     Bench {
         name: "load",
         heading: "Opening and loading",
-        note: "`load_all` reads through the page cache, which costs no page faults on the source and \
-cannot end the process when a file is cut short; copying out of a mapping that is already in the page \
-tables can be faster. On two shared cores its share of the limit varies from run to run.",
+        note: "`load_all` reads through the page cache: it causes no page faults on the source, and a truncated \
+file cannot end the process. Copying from a mapping that is already in the page tables can be \
+faster. On two shared cores the ratio to the limit varies from run to run.",
     },
     Bench {
         name: "swap",
         heading: "Hot-swap in link mode",
-        note: "The switch does the same for both sizes: the larger reload has just moved 800 MiB \
-through the caches, so its few pointers come from memory, and the longest of the waits is taken over \
-many times as long a time. With eight threads on two cores the longest wait is that of an evaluation \
-behind seven others: while a switch waits for evaluations that run, new ones wait, too.",
+        note: "The switch does the same work for both sizes. The larger reload has just moved 800 MiB through the \
+caches, so its few pointers come from memory. It also takes much longer, so its longest wait is the \
+maximum over more evaluations. With eight threads on two cores, the longest wait is that of an \
+evaluation queued behind seven others: while a switch waits for running evaluations, new ones wait, \
+too.",
     },
     Bench {
         name: "dropin",
         heading: "The drop-in",
-        note: "The host is `hosts/c/host.c`, linked with the libraries of the npm package (CPU only). \
-Compare the rows of the drop-in with that of the second process without it: below the difference of \
-the two nothing can be seen on this machine. The aim of a swap, 50 times faster than a new start, is for \
-a model that is much larger than the tensor; the tensor of 113 MB is more than half of its model, so \
-starting the C program again moves hardly more bytes than the swap. What that swap takes is mostly fresh \
-memory: between 33 ms, with huge pages that the machine had in use before, and 260 ms, when the virtual \
-machine is given new memory for it.",
+        note: "The program is `hosts/c/host.c`, linked with the libraries of the npm package (CPU only). Compare \
+the rows of the drop-in with the row of the second process without it: smaller differences are \
+noise on this machine. The target of a swap, 50 times faster than a restart, applies to a model \
+that is much larger than the tensor. The tensor of 113 MB is more than half of its model, so a \
+restart of the C program moves hardly more bytes than the swap; this row misses the target. Most of \
+that swap's time is the allocation of new memory: between 33 ms, with huge pages that the machine \
+had in use before, and 260 ms, when the virtual machine gets new memory.",
     },
     Bench {
         name: "trace",
@@ -51,31 +52,31 @@ machine is given new memory for it.",
     Bench {
         name: "postfetch",
         heading: "Post-fetch",
-        note: "The simulated link has the figures of PCIe 4.0 x8: 13 GB/s from page-locked memory, 6 GB/s \
-from pageable memory, 5 us for each copy beside its bytes. Its copies take no core, as a copy engine \
-takes none, and move no bytes (the tests move and compare them). It shows what the scheduler adds, and \
-not what a GPU does. A thread that is asleep has to be woken: on this virtual machine a wake by itself \
-takes 5 to 14 us of the caller.",
+        note: "The simulated link has the speed of PCIe 4.0 x8: 13 GB/s from page-locked memory, 6 GB/s from \
+pageable memory, and a fixed cost of 5 us for each copy. Its copies use no core, like a copy \
+engine, and move no bytes (the tests move and compare them). The figures show the cost of the \
+scheduler, not the behaviour of a GPU. Waking a sleeping thread costs the caller 5 to 14 us on this \
+virtual machine.",
     },
 ];
 
-/// Runs one bench and prints what it prints.
+/// Runs one benchmark and prints its tables.
 pub fn one(name: &str) -> Result<()> {
     let bench = BENCHES.iter().find(|bench| bench.name == name);
     let bench = bench.with_context(|| {
         let names = BENCHES.map(|bench| bench.name).join(", ");
-        format!("no bench is called '{name}': there are {names}")
+        format!("no benchmark is called '{name}': use one of {names}")
     })?;
     print!("{}", figures(bench)?);
     Ok(())
 }
 
-/// Runs all benches, and writes docs/benchmarks.md.
+/// Runs all benchmarks and writes docs/benchmarks.md.
 pub fn all() -> Result<()> {
     let mut page = format!(
-        "# Benchmarks\n\nWritten by `cargo xtask bench`, which runs all of them; `cargo xtask bench NAME` \
-runs one. Both sides of a comparison alternate in one run; figures are medians unless they say \
-\"longest\". The limit of each, what the machine itself allows, is named above its table.\n\n{}\n",
+        "# Benchmarks\n\n`cargo xtask bench` runs all benchmarks and writes this page; `cargo xtask bench NAME` runs one. \
+Both sides of a comparison alternate in one run. Figures are medians unless marked \"longest\". The \
+text above each table names the peer and the limit that the machine sets.\n\n{}\n",
         machine()?
     );
     for bench in &BENCHES {
@@ -120,14 +121,18 @@ fn figures(bench: &Bench) -> Result<String> {
     Ok(text)
 }
 
-/// What a bench prints; what cargo says goes to the terminal.
+/// Returns the standard output of a benchmark; standard error goes to the terminal.
 fn printed(command: &mut Command) -> Result<String> {
     let out = command.stderr(Stdio::inherit()).output()?;
-    ensure!(out.status.success(), "a bench ended with {}", out.status);
+    ensure!(
+        out.status.success(),
+        "a benchmark ended with {}",
+        out.status
+    );
     Ok(String::from_utf8(out.stdout)?)
 }
 
-/// The machine and the versions, in a sentence each.
+/// Describes the machine and the versions.
 fn machine() -> Result<String> {
     let field = |file: &str, name: &str| {
         let text = std::fs::read_to_string(file).unwrap_or_default();
@@ -151,22 +156,22 @@ fn machine() -> Result<String> {
         .output();
     let gpu = match gpu {
         Ok(out) if out.status.success() => String::from_utf8_lossy(&out.stdout).trim().to_owned(),
-        _ => "no GPU was at hand".into(),
+        _ => "no GPU".into(),
     };
     Ok(wrapped(&format!(
-        "Machine: {}, {} cores, {} GiB, {}; {gpu}. Built with {}, release profile. Peer, where one is \
-named upstream: the prebuilt libraries of the npm packages {}.",
+        "Machine: {}, {} cores, {} GiB, {}; {gpu}. Built with {}, release profile. \"Upstream\" \
+means the prebuilt libraries of the npm packages {}.",
         field("/proc/cpuinfo", "model name"),
         std::thread::available_parallelism()?,
         memory >> 20,
-        // Without what its builder appended.
+        // Drops the suffix of the kernel build.
         kernel.trim().split('-').next().unwrap_or_default(),
         rustc.trim(),
         fixtures::NODE_PACKAGES.join(", "),
     )))
 }
 
-/// Lines of about a hundred characters.
+/// Wraps text at about a hundred characters.
 fn wrapped(text: &str) -> String {
     let mut lines = vec![String::new()];
     for word in text.split_whitespace() {

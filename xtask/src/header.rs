@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::root;
+use crate::{c_api_page, root};
 
 const HEADER: &str = "include/llama_sidecar.h";
 
@@ -16,7 +16,7 @@ fn generate() -> Result<String> {
         .with_src(root().join("src/ffi/mod.rs"));
     let mut text = Vec::new();
     builder.generate()?.write(&mut text);
-    let header = without_safety_sections(&String::from_utf8(text)?);
+    let header = with_short_comments(&without_safety_sections(&String::from_utf8(text)?));
     let functions = header.matches("llama_model_load(").count();
     ensure!(
         functions == 1,
@@ -25,7 +25,7 @@ fn generate() -> Result<String> {
     Ok(header)
 }
 
-/// Macros that tell which version the header is of: cargo's.
+/// Builds the version macros from cargo's version.
 fn version() -> Result<String> {
     let version = env!("CARGO_PKG_VERSION");
     let numbers: Vec<u32> = version
@@ -37,30 +37,33 @@ fn version() -> Result<String> {
     };
     Ok(format!(
         "
-// The version of this header; llama_sidecar_version() returns that of the library. The number is
-// MAJOR * 1000000 + MINOR * 1000 + PATCH, to be compared.
+/** Version of this header. llama_sidecar_version() returns the version of the library. */
 #define LLAMA_SIDECAR_VERSION \"{version}\"
+/** Major version of this header. */
 #define LLAMA_SIDECAR_VERSION_MAJOR {major}
+/** Minor version of this header. */
 #define LLAMA_SIDECAR_VERSION_MINOR {minor}
+/** Patch version of this header. */
 #define LLAMA_SIDECAR_VERSION_PATCH {patch}
+/** Version of this header for comparisons: MAJOR * 1000000 + MINOR * 1000 + PATCH. */
 #define LLAMA_SIDECAR_VERSION_NUMBER {}",
         major * 1_000_000 + minor * 1000 + patch
     ))
 }
 
-/// Rust asks for a section on what callers of an unsafe function promise. C has no
-/// other functions, and the conventions at the top of the header say the same.
+/// Removes the sections on safety. Clippy requires them for unsafe functions of Rust; the
+/// conventions at the top of the header replace them for C.
 fn without_safety_sections(header: &str) -> String {
     let mut out = String::with_capacity(header.len());
     let mut in_section = false;
     for line in header.lines() {
         in_section = match line.trim() {
-            "// # Safety" => {
-                // The empty comment line that led to the section goes, too.
-                out.truncate(out.trim_end_matches("//\n").len());
+            "* # Safety" => {
+                // Also remove the empty comment line before the section.
+                out.truncate(out.trim_end_matches(" *\n").len());
                 true
             }
-            comment => in_section && comment.starts_with("//"),
+            comment => in_section && comment != "*/",
         };
         if !in_section {
             out.push_str(line);
@@ -70,19 +73,46 @@ fn without_safety_sections(header: &str) -> String {
     out
 }
 
-/// Writes the header.
+/// Puts each comment of one line that fits into one line.
+fn with_short_comments(header: &str) -> String {
+    const WIDTH: usize = 100;
+    let lines: Vec<&str> = header.lines().collect();
+    let mut out = String::with_capacity(header.len());
+    let mut at = 0;
+    while at < lines.len() {
+        let short = match lines[at..] {
+            [open, text, close, ..] if open.trim() == "/**" && close.trim() == "*/" => {
+                let text = text.trim().trim_start_matches("* ");
+                Some(open.to_owned() + " " + text + " */").filter(|line| line.len() <= WIDTH)
+            }
+            _ => None,
+        };
+        at += if short.is_some() { 3 } else { 1 };
+        out += short.as_deref().unwrap_or(lines[at - 1]);
+        out.push('\n');
+    }
+    out
+}
+
+/// Writes the header and the page that is made from it.
 pub fn write() -> Result<()> {
+    let header = generate()?;
     let path = root().join(HEADER);
     std::fs::create_dir_all(path.parent().expect("a folder"))?;
-    std::fs::write(path, generate()?)?;
+    std::fs::write(path, &header)?;
+    std::fs::write(root().join(c_api_page::PAGE), c_api_page::page(&header)?)?;
     Ok(())
 }
 
-/// Fails when the header in the repository is not the one that would be written.
+/// Fails when the header or its page in the repository differ from what [`write`] would write.
 pub fn check() -> Result<()> {
-    let kept = std::fs::read_to_string(root().join(HEADER)).context(HEADER)?;
-    if kept != generate()? {
-        bail!("{HEADER} is stale: run 'cargo xtask header' and commit it");
+    let header = generate()?;
+    let page = c_api_page::page(&header)?;
+    for (path, expected) in [(HEADER, header), (c_api_page::PAGE, page)] {
+        let kept = std::fs::read_to_string(root().join(path)).context(path)?;
+        if kept != expected {
+            bail!("{path} is stale: run 'cargo xtask header' and commit it");
+        }
     }
     Ok(())
 }

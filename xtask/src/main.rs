@@ -7,6 +7,7 @@
 //! cargo xtask bench load | swap | dropin | trace | postfetch
 //! cargo xtask fixtures   download and make the models the tests use
 //! cargo xtask hosts      build the drop-in and the programs it is tested with
+//! cargo xtask prose      check the words of documentation, comments and messages
 //! cargo xtask header     write include/llama_sidecar.h
 //! cargo xtask docs       write the tables of variables in README.md and docs/post-fetch.md
 //! cargo xtask install --prefix DIR [--destdir DIR]
@@ -15,6 +16,7 @@
 
 mod abi;
 mod bench;
+mod c_api_page;
 mod cmake;
 mod fixtures;
 mod header;
@@ -22,6 +24,7 @@ mod install;
 mod llama_cpp;
 mod older;
 mod packaging;
+mod prose;
 mod report;
 mod run;
 mod sanitize;
@@ -60,6 +63,7 @@ fn main() -> Result<()> {
             cmake::build_hosts()?;
             llama_cpp::make().map(|_| ())
         }
+        ["prose"] => prose::check(),
         ["header"] => header::write(),
         ["header", "--check"] => header::check(),
         ["docs"] => variables::write(),
@@ -79,7 +83,7 @@ fn main() -> Result<()> {
         ["check", "--soak", minutes] => soak::run(minutes.parse()?),
         ["check", "--fuzz", minutes] => sanitize::fuzz(minutes.parse()?),
         _ => bail!(
-            "usage: cargo xtask demo | test | bench [NAME] | fixtures | hosts | header [--check] | docs [--check] | install --prefix DIR [--destdir DIR] | check --abi|--package|--report|--asan|--valgrind|--fuzz MINUTES|--miri|--tsan|--soak MINUTES"
+            "usage: cargo xtask demo | test | bench [NAME] | fixtures | hosts | prose | header [--check] | docs [--check] | install --prefix DIR [--destdir DIR] | check --abi|--package|--report|--asan|--valgrind|--fuzz MINUTES|--miri|--tsan|--soak MINUTES"
         ),
     }
 }

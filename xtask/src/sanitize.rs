@@ -89,7 +89,7 @@ const PURE: [&str; 6] = [
     "gguf::types",
     "gguf::value",
     "experts::",
-    "postfetch::board",
+    "postfetch::transfer_table",
     "postfetch::scratchpad",
     "postfetch::policy",
 ];

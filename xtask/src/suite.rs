@@ -8,7 +8,9 @@ use testkit::host::{DropIn, Host, Program, Transcript, preload_library, replace}
 
 use crate::install::{install, target_folder};
 use crate::run::{command, exists, run};
-use crate::{abi, cmake, fixtures, header, llama_cpp, older, packaging, report, root, sanitize};
+use crate::{
+    abi, cmake, fixtures, header, llama_cpp, older, packaging, prose, report, root, sanitize,
+};
 
 /// How long CI fuzzes.
 const FUZZ_MINUTES: u64 = 1;
@@ -37,6 +39,7 @@ const CHECKS: &[Check] = &[
             "warnings",
         ]))
     }),
+    Check::new("prose", prose::check),
     Check::new("header is current", header::check),
     Check::new("fixtures", || fixtures::make().map(|_| ())),
     Check::new("rust tests", || {

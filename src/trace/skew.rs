@@ -1,23 +1,23 @@
-//! What counts tell: how uneven the use of experts is.
+//! Statistics of how unevenly experts are used.
 
 use super::counters::{LayerCounts, Snapshot};
 
-/// Figures of one layer.
+/// Statistics of one layer.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Figures {
-    /// Entropy of the use of its experts over that of even use: 1 is even, 0 is a
-    /// single expert. 1 for a layer of one expert.
+pub struct LayerStats {
+    /// Entropy of the activations, divided by the entropy of even use: 1 is even use, 0 is
+    /// use of a single expert. 1 for a layer of one expert.
     pub evenness: f64,
-    /// Share of the activations that the most used experts have, as many as there are per
-    /// token: even use gives `used / experts`.
+    /// Share of the activations that fall on the `used` most used experts, where `used` is
+    /// the number of experts per token. Even use gives `used / experts`.
     pub top_share: f64,
     /// Experts that were never used.
     pub unused: usize,
 }
 
-impl Figures {
-    /// Figures of a layer whose tokens use so many experts each.
-    pub fn of(layer: &LayerCounts, used: u64) -> Figures {
+impl LayerStats {
+    /// Computes the statistics of a layer that uses `used` experts per token.
+    pub fn of(layer: &LayerCounts, used: u64) -> LayerStats {
         let all = layer.activations() as f64;
         let shares = layer.experts.iter().filter(|&&count| count > 0);
         let entropy: f64 = shares
@@ -27,7 +27,7 @@ impl Figures {
             })
             .sum();
         let even = (layer.experts.len() as f64).ln();
-        Figures {
+        LayerStats {
             evenness: if even > 0.0 { entropy / even } else { 1.0 },
             top_share: coverage(&layer.experts)
                 .get((used as usize).max(1) - 1)
@@ -38,8 +38,8 @@ impl Figures {
     }
 }
 
-/// Share of the activations that the 1, 2, 3, … most used experts have; zeros when there
-/// are none.
+/// Returns the share of the activations that fall on the 1, 2, 3, … most used experts; zeros
+/// without activations.
 pub fn coverage(counts: &[u64]) -> Vec<f64> {
     let mut counts = counts.to_vec();
     counts.sort_unstable_by(|a, b| b.cmp(a));
@@ -52,8 +52,8 @@ pub fn coverage(counts: &[u64]) -> Vec<f64> {
     counts.iter().map(share).collect()
 }
 
-/// How many (layer, expert) pairs carry a share of all activations, the most used first,
-/// each layer by itself: what a cache must hold that is to be hit this often.
+/// Returns how many (layer, expert) pairs cover a share of the activations of every layer,
+/// the most used experts first: the size of a cache with that hit rate.
 pub fn experts_for(snapshot: &Snapshot, share: f64) -> usize {
     let needed = |layer: &LayerCounts| match layer.activations() {
         0 => 0,
@@ -82,15 +82,15 @@ mod tests {
 
     #[test]
     fn even_use_and_a_single_expert() {
-        let even = Figures::of(&layer(&[5; 8]), 2);
+        let even = LayerStats::of(&layer(&[5; 8]), 2);
         assert!((even.evenness - 1.0).abs() < 1e-12);
         assert!((even.top_share - 0.25).abs() < 1e-12);
-        let single = Figures::of(&layer(&[0, 9, 0, 0]), 1);
+        let single = LayerStats::of(&layer(&[0, 9, 0, 0]), 1);
         assert_eq!(
             (single.evenness, single.top_share, single.unused),
             (0.0, 1.0, 3)
         );
-        let nothing = Figures::of(&layer(&[0, 0]), 1);
+        let nothing = LayerStats::of(&layer(&[0, 0]), 1);
         assert_eq!((nothing.evenness, nothing.top_share), (0.0, 0.0));
     }
 

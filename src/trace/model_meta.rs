@@ -1,39 +1,39 @@
-//! Whose experts are counted.
+//! Metadata of the model whose experts are counted.
 
-use super::counters::Layout;
-use crate::experts::ExpertName;
+use super::counters::ExpertLayout;
+use crate::experts::ExpertIndex;
 use crate::gguf::{GgufFile, Value};
 
-/// Whose experts were counted.
+/// Name, architecture and files of a traced model.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct About {
+pub struct ModelMeta {
     /// `general.name`.
     pub name: String,
     /// `general.architecture`.
     pub architecture: String,
     /// The files of the model.
-    pub files: Vec<AboutFile>,
+    pub files: Vec<FileMeta>,
     /// Experts per token; 0 when not known.
     pub experts_used: u64,
 }
 
-/// A file of the model whose experts were counted.
+/// A file of a traced model.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct AboutFile {
-    /// Where it was.
+pub struct FileMeta {
+    /// Path of the file.
     pub path: String,
-    /// Its size in bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// Its modification time, seconds since 1970.
+    /// Modification time, in seconds since 1970.
     pub mtime: i64,
 }
 
-impl About {
-    /// What the files of a model say about it; the first has the metadata.
-    pub fn of<'a>(files: impl IntoIterator<Item = &'a GgufFile>) -> About {
+impl ModelMeta {
+    /// Reads the metadata from the first of a model's files.
+    pub fn of<'a>(files: impl IntoIterator<Item = &'a GgufFile>) -> ModelMeta {
         let files: Vec<&GgufFile> = files.into_iter().collect();
         let Some(first) = files.first() else {
-            return About::default();
+            return ModelMeta::default();
         };
         let text = |key: &str| {
             let key = first.header.key(key.as_bytes());
@@ -45,13 +45,13 @@ impl About {
         let architecture = text("general.architecture");
         let used = format!("{architecture}.expert_used_count");
         let used = first.header.key(used.as_bytes());
-        About {
+        ModelMeta {
             name: text("general.name"),
             experts_used: used.and_then(|key| key.as_u64()).unwrap_or(0),
             architecture,
             files: files
                 .iter()
-                .map(|file| AboutFile {
+                .map(|file| FileMeta {
                     path: file.source.path().display().to_string(),
                     size: file.source.id().size,
                     mtime: file.source.id().mtime,
@@ -61,16 +61,9 @@ impl About {
     }
 }
 
-impl Layout {
-    /// The layers of a model that have routed experts.
-    pub fn of<'a>(files: impl IntoIterator<Item = &'a GgufFile>) -> Layout {
-        let experts = |file: &'a GgufFile| {
-            let tensors = file.header.tensors.iter();
-            tensors.filter_map(move |info| {
-                let name = ExpertName::parse(file.header.name(info).to_str().ok()?)?;
-                Some((name.layer, name.count(&info.ne)))
-            })
-        };
-        Layout::new(files.into_iter().flat_map(experts))
+impl ExpertLayout {
+    /// Returns the layers of a model that have routed experts.
+    pub fn of(experts: &ExpertIndex) -> ExpertLayout {
+        ExpertLayout::new(experts.layers())
     }
 }
