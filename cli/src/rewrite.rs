@@ -1,6 +1,5 @@
-//! New versions of GGUF files: written beside the old one, checked, and put in its place
-//! by rename, so that a program that has the old one open keeps it, and an interruption
-//! leaves it.
+//! Replaces GGUF files: writes the new version next to the old one, checks it, and renames it to
+//! the path. A program that has the old file open keeps it; an interruption leaves the old file.
 
 use std::ffi::CStr;
 use std::fs::{self, File};
@@ -20,10 +19,10 @@ use crate::originals::{self, Version};
 use crate::space::{folder_of, is_no_room};
 use crate::target::Target;
 
-/// Bytes that are copied between two looks at the progress.
+/// Bytes that are copied between two updates of the progress bar.
 const STEP: u64 = 64 << 20;
 
-/// A tensor for a new file: the file that it is in, and the hash that its data must have.
+/// A tensor for a new file: its source file and the expected hash of its data.
 #[derive(Clone, Copy)]
 pub struct Part<'a> {
     pub file: &'a GgufFile,
@@ -32,31 +31,31 @@ pub struct Part<'a> {
 }
 
 impl Part<'_> {
-    /// Its name.
+    /// Returns the name of the tensor.
     pub fn name(&self) -> &CStr {
         self.file.header.name(self.info)
     }
 
-    /// Its type and content.
+    /// Returns the type and the content hash.
     pub fn version(&self) -> Version {
         Version::new(self.info, self.hash)
     }
 }
 
-/// A new file, before it is written.
+/// The contents of a new file.
 pub struct Draft<'a> {
     header: Vec<u8>,
     alignment: u64,
     pub parts: Vec<Part<'a>>,
-    /// What follows the data: a range of a file.
+    /// The bytes after the data: a range of a file.
     tail: Option<(&'a GgufFile, u64, u64)>,
     /// Bytes of the whole file.
     pub size: u64,
 }
 
 impl<'a> Draft<'a> {
-    /// A new version of a model's file. Only types and offsets in its header change; what
-    /// follows the data stays.
+    /// Creates the draft of a new version of a model's file. In the header, only types and offsets
+    /// change. The bytes after the data are kept.
     pub fn of_model(file: &'a GgufFile, parts: Vec<Part<'a>>) -> Result<Draft<'a>> {
         let mut header = header_of(file)?;
         let types = types_in(file, &header)?;
@@ -72,7 +71,7 @@ impl<'a> Draft<'a> {
         })
     }
 
-    /// A file with this header and these tensors.
+    /// Creates the draft of a file with this header and these tensors.
     pub fn new(header: Vec<u8>, alignment: u64, parts: Vec<Part<'a>>) -> Result<Draft<'a>> {
         let size = parts.iter().try_fold(header.len() as u64, |size, part| {
             size.checked_add(padded(part.info.nbytes, alignment)?)
@@ -86,8 +85,8 @@ impl<'a> Draft<'a> {
         })
     }
 
-    /// Gives the file the size that it had before any swap: some writers leave out the
-    /// padding after the last tensor.
+    /// Restores the size that the file had before any swap. Some writers omit the padding after the
+    /// last tensor.
     pub fn with_size_of_original(self, size: u64) -> Result<Draft<'a>> {
         let last = self.parts.last().map_or(0, |part| part.info.nbytes);
         let padding = padding(last, self.alignment);
@@ -99,8 +98,8 @@ impl<'a> Draft<'a> {
         Ok(Draft { size, ..self })
     }
 
-    /// Writes it beside `path`, and checks what was written. It gets owner, mode and
-    /// attributes of the model. `needed` is what all new files together need there.
+    /// Writes the file next to `path` with the owner, mode and attributes of the model, and checks
+    /// the result. `needed` is the total size of all new files in the folder.
     pub fn write(&self, target: &Target, path: &Path, needed: u64) -> Result<Written> {
         let folder = folder_of(path);
         let name = path.file_name().unwrap_or_default().to_string_lossy();
@@ -124,7 +123,7 @@ impl<'a> Draft<'a> {
                 path: path.to_owned(),
             }),
             Err(error) => {
-                // This may be the cause, and says it better.
+                // A change of the target can be the cause, and its message is more precise.
                 target.look_again()?;
                 let mut what = format!(
                     "cannot write beside {}; it is as it was",
@@ -132,7 +131,7 @@ impl<'a> Draft<'a> {
                 );
                 if is_no_room(&error) {
                     what += &format!(
-                        "; {needed} bytes are needed in {}: make room there",
+                        "; {needed} bytes are needed in {}: free space there",
                         folder.display()
                     );
                 }
@@ -163,8 +162,8 @@ impl<'a> Draft<'a> {
         Ok(())
     }
 
-    /// The bytes after a tensor: those that its file has there if that aligns its tensors
-    /// alike, else zeros.
+    /// Returns the padding after a tensor: the bytes of its source file if the alignment is the
+    /// same, otherwise zeros.
     fn padding_after(&self, part: &Part<'_>) -> Result<Vec<u8>> {
         let len = padding(part.info.nbytes, self.alignment);
         let mut bytes = vec![0; len as usize];
@@ -177,7 +176,7 @@ impl<'a> Draft<'a> {
         Ok(bytes)
     }
 
-    /// Reads a new file as its users will: it has to have the same tensors, byte for byte.
+    /// Opens the new file and compares every tensor with its source.
     fn check(&self, path: &Path) -> Result<()> {
         let new = GgufFile::open(path, Access::Read)?;
         new.header.check_data(new.source.id().size)?;
@@ -201,14 +200,14 @@ impl<'a> Draft<'a> {
     }
 }
 
-/// A file that is complete, and not in its place yet.
+/// A complete file that is not renamed to its path yet.
 pub struct Written {
     file: NamedTempFile,
     path: PathBuf,
 }
 
 impl Written {
-    /// Puts it in its place. The file that is returned keeps the path locked.
+    /// Renames the file to its path. The returned file keeps the path locked.
     pub fn commit(self) -> Result<File> {
         let Written { file, path } = self;
         let kept = file.persist(&path);
@@ -216,22 +215,22 @@ impl Written {
     }
 }
 
-/// Makes renames in the folder of a file last.
+/// Writes the folder of a file to disk, so that renames in it survive a power failure.
 pub fn sync_folder_of(path: &Path) -> Result<()> {
     let folder = folder_of(path);
     let synced = File::open(folder).and_then(|folder| folder.sync_all());
     synced.with_context(|| format!("cannot write the folder {} to disk", folder.display()))
 }
 
-/// Reads the header of a file, its padding included.
+/// Reads the header of a file with its padding.
 pub fn header_of(file: &GgufFile) -> io::Result<Vec<u8>> {
     let mut header = vec![0; file.header.data_offset as usize];
     file.source.read_at(&mut header, 0)?;
     Ok(header)
 }
 
-/// Hashes what no swap changes in a model's file: its header but for types and offsets of
-/// tensors, and what follows the data.
+/// Hashes the parts of a model's file that swaps never change: the header without the types and
+/// offsets of tensors, and the bytes after the data.
 pub fn rest(file: &GgufFile) -> Result<Hash> {
     let mut header = header_of(file)?;
     for at in types_in(file, &header)? {
@@ -243,7 +242,7 @@ pub fn rest(file: &GgufFile) -> Result<Hash> {
     Ok(hash_bytes(&header))
 }
 
-/// Where what follows the data and its padding begins, and how many bytes it has.
+/// Returns the offset and the length of the bytes after the data and its padding.
 fn tail(file: &GgufFile) -> (u64, u64) {
     let last = file.header.tensors.last();
     let end = last.map_or(file.header.data_offset, |last| last.offset + last.nbytes);
@@ -262,7 +261,7 @@ fn types_in(file: &GgufFile, header: &[u8]) -> Result<Vec<usize>> {
     })
 }
 
-/// Copies a range of a file to where another one is written.
+/// Copies a range of a file to the current position of another file.
 fn copy(from: &GgufFile, at: u64, len: u64, to: &File, bar: &ProgressBar) -> Result<()> {
     let path = from.source.path();
     let mut file = File::open(path)?;
@@ -281,13 +280,13 @@ fn copy(from: &GgufFile, at: u64, len: u64, to: &File, bar: &ProgressBar) -> Res
     Ok(())
 }
 
-/// Marks a file as being written.
+/// Locks a file while it is written.
 fn lock(file: &File) {
     // Where there are no locks, leftovers stay.
     let _ = file.try_lock();
 }
 
-/// Removes files that an interrupted run left: those that no process has locked.
+/// Removes files of interrupted runs: those that no process has locked.
 fn remove_leftovers(folder: &Path, prefix: &str) {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     for entry in entries {
