@@ -5,7 +5,7 @@ use super::error::{FormatError, ParseError};
 /// Limit of llama.cpp's reader for one string.
 const MAX_STRING: u64 = 1 << 30;
 
-/// A position in the bytes read so far of a file that may be longer.
+/// A position in the first bytes of a file, which can be longer.
 pub(super) struct Cursor<'a> {
     pub bytes: &'a [u8],
     pub at: usize,
@@ -64,9 +64,9 @@ impl<'a> Cursor<'a> {
         self.take(length, what)
     }
 
-    /// Walks over `count` strings. This loop is where opening a model spends its
-    /// time: each length is needed to find the next one, so it is kept to one load
-    /// and one comparison a string, and leaves the messages to [`Cursor::string`].
+    /// Skips `count` strings. Opening a model spends most of its time in this loop, because each
+    /// length is needed to find the next string. The loop does one load and one comparison per
+    /// string; [`Cursor::string`] builds the messages.
     pub fn skip_strings(
         &mut self,
         count: u64,

@@ -13,14 +13,14 @@ pub enum ParseError {
     Malformed(FormatError),
 }
 
-/// What is wrong with a file, and where.
+/// What makes a file invalid, and where.
 ///
-/// Offsets are bytes from the start of the file. [`FormatError::is_short`] tells the
-/// defects that a file still being written would show.
+/// Offsets are bytes from the start of the file. [`FormatError::is_short`] is true for the errors
+/// of a file that is still being written.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(
     missing_docs,
-    reason = "the message of each variant says what its fields are"
+    reason = "the message of each variant describes its fields"
 )]
 pub enum FormatError {
     #[error("expected the magic 'GGUF' at offset 0, found {found:?}: this is not a GGUF file")]
@@ -33,7 +33,7 @@ pub enum FormatError {
     Version1,
     #[error("expected GGUF version 2 or 3, found {found}: a newer reader is needed")]
     UnknownVersion { found: u32 },
-    #[error("the header promises {count} {what}, which {remaining} remaining bytes cannot hold")]
+    #[error("the header states {count} {what}, more than fit into the remaining {remaining} bytes")]
     Count {
         what: &'static str,
         count: i64,
@@ -93,7 +93,7 @@ pub enum FormatError {
         reason: &'static str,
     },
     #[error(
-        "tensor '{name}' at offset {offset} has type {found}, which neither llama.cpp nor ik_llama.cpp defines"
+        "tensor '{name}' at offset {offset} has type {found}, which neither llama.cpp nor ik_llama.cpp defines: update llama-sidecar, or convert the model again"
     )]
     UnknownType {
         name: String,
@@ -125,7 +125,7 @@ pub enum FormatError {
     )]
     DataStart { start: u64, file_len: u64 },
     #[error(
-        "tensor '{name}' needs bytes {start} to {end}, but the file ends at {file_len}: it is incomplete"
+        "tensor '{name}' needs bytes {start} to {end}, but the file ends at {file_len}: the file is incomplete"
     )]
     DataShort {
         name: String,
@@ -136,7 +136,7 @@ pub enum FormatError {
 }
 
 impl FormatError {
-    /// Whether a file that is still being written could look like this.
+    /// Returns whether a file that is still being written can have this error.
     pub fn is_short(&self) -> bool {
         matches!(
             self,

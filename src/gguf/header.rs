@@ -1,11 +1,10 @@
-//! The header of one GGUF file: counts, key-values, tensor infos.
+//! The header of a GGUF file: counts, key-values, tensor infos.
 //!
-//! One walk over the bytes checks everything that llama.cpp's own reader checks
-//! (`gguf_init_from_file` in ggml's `gguf.cpp`) and writes down where things are.
-//! Values stay in the file: a vocabulary of 262,144 tokens costs the walk over its
-//! lengths and no allocation. Nothing is trusted: every length is compared with
-//! what is left of the file before it is used, and no allocation is larger than
-//! the bytes already seen justify.
+//! One pass over the bytes checks everything that llama.cpp's reader checks (`gguf_init_from_file`
+//! in ggml's `gguf.cpp`) and records the positions. Values stay in the file: a vocabulary of
+//! 262,144 tokens costs one pass over its lengths and no allocation. The input is untrusted: every
+//! length is compared with the remaining bytes of the file before use, and allocations are bounded
+//! by the bytes already read.
 //!
 //! Layout, from the GGUF specification: magic `GGUF`, version `u32`, tensor count
 //! `i64`, key-value count `i64`, the key-values, the tensor infos, padding up to
@@ -31,7 +30,7 @@ const MAX_NAME: usize = 64;
 pub(super) const MAX_DIMS: usize = 4;
 /// Limit of llama.cpp's reader for one array.
 const MAX_ELEMENTS: u64 = 1 << 30;
-/// The key whose value places the data section.
+/// The key with the alignment of the data section.
 pub(super) const ALIGNMENT_KEY: &str = "general.alignment";
 
 /// The parsed header of one file.
@@ -50,13 +49,13 @@ pub struct Header {
     names: Names,
 }
 
-/// One tensor, as the header describes it.
+/// The description of a tensor in a header.
 #[derive(Debug, Clone)]
 pub struct TensorInfo {
     pub(super) name_at: usize,
     /// Type of the elements.
     pub ty: &'static TypeInfo,
-    /// How many dimensions the file states, at most 4.
+    /// Number of dimensions in the file, at most 4.
     pub n_dims: u32,
     /// Elements per dimension, innermost first; 1 beyond `n_dims`.
     pub ne: [u64; MAX_DIMS],
@@ -67,14 +66,13 @@ pub struct TensorInfo {
 }
 
 impl TensorInfo {
-    /// Strides in bytes, as ggml computes them: `nb[0]` is one block, `nb[1]` one
-    /// row.
+    /// Returns the strides in bytes, as in ggml: `nb[0]` is a block, `nb[1]` is a row.
     pub fn nb(&self) -> [u64; MAX_DIMS] {
         strides(self.ty, &self.ne)
     }
 }
 
-/// Strides in bytes of a contiguous tensor, as ggml computes them.
+/// Returns the strides in bytes of a contiguous tensor, as in ggml.
 pub fn strides(ty: &TypeInfo, ne: &[u64; MAX_DIMS]) -> [u64; MAX_DIMS] {
     let row = ty.row_bytes(ne[0]).unwrap_or(0);
     [
@@ -88,8 +86,8 @@ pub fn strides(ty: &TypeInfo, ne: &[u64; MAX_DIMS]) -> [u64; MAX_DIMS] {
 impl Header {
     /// Parses a header from the first bytes of a file of `file_len` bytes.
     ///
-    /// `prefix` may be shorter than the header: [`ParseError::NeedMore`] then says how
-    /// much to read before trying again.
+    /// `prefix` can be shorter than the header. [`ParseError::NeedMore`] then has the number of
+    /// bytes to read before the next attempt.
     pub fn parse(prefix: &[u8], file_len: u64) -> Result<Header, ParseError> {
         let mut cursor = Cursor {
             bytes: prefix,
@@ -138,26 +136,25 @@ impl Header {
         })
     }
 
-    /// The key-value with this name.
+    /// Returns the key-value with this name.
     pub fn key(&self, name: &[u8]) -> Option<&KeyValue> {
         self.keys.iter().find(|key| &*key.name == name)
     }
 
-    /// Name of a tensor of this header.
+    /// Returns the name of a tensor of this header.
     ///
-    /// Bytes as in the file, cut at the first NUL as ggml does; not necessarily
-    /// UTF-8.
+    /// The bytes are those of the file up to the first NUL, as in ggml. They need not be UTF-8.
     pub fn name(&self, tensor: &TensorInfo) -> &CStr {
         self.names.get(tensor.name_at)
     }
 
-    /// Position of the tensor with this name.
+    /// Returns the position of the tensor with this name.
     pub fn find(&self, name: &CStr) -> Option<usize> {
         self.names.find(name, &self.tensors)
     }
 
-    /// Checks that the data of every tensor lies inside a file of `file_len`
-    /// bytes, as llama.cpp's model loader does.
+    /// Checks that a file of `file_len` bytes has the data of every tensor, as llama.cpp's model
+    /// loader does.
     pub fn check_data(&self, file_len: u64) -> Result<(), FormatError> {
         for tensor in &self.tensors {
             let end = tensor.offset.checked_add(tensor.nbytes);
@@ -174,11 +171,11 @@ impl Header {
     }
 }
 
-/// Shortest key-value: an empty key, its type and a one-byte value.
+/// Bytes of the shortest key-value: an empty key, its type and a one-byte value.
 const MIN_KEY_BYTES: u64 = 8 + 4 + 1;
-/// Shortest tensor info: an empty name, no dimension, type and offset.
+/// Bytes of the shortest tensor info: an empty name, no dimension, type and offset.
 const MIN_TENSOR_BYTES: u64 = 8 + 4 + 4 + 8;
-/// Most entries to make room for on the word of a count alone.
+/// Maximum number of entries to allocate from a count that is not checked yet.
 const MAX_RESERVED: usize = 1 << 15;
 
 fn magic_and_version(cursor: &mut Cursor) -> Result<u32, ParseError> {
@@ -310,7 +307,7 @@ fn alignment(keys: &[KeyValue]) -> Result<u64, ParseError> {
     Ok(u64::from(found))
 }
 
-/// Reads one tensor info; its `offset` is still the one inside the data section.
+/// Reads a tensor info. Its `offset` is still relative to the data section.
 fn tensor_info(
     cursor: &mut Cursor,
     index: u64,

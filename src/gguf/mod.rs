@@ -1,6 +1,30 @@
 //! The GGUF format: types, headers, metadata values, files, shards.
 //!
-//! This module knows the format and nothing of models or devices.
+//! This module does not depend on models or devices.
+//!
+//! ```
+//! use llama_sidecar::gguf::{Access, GgufFile, Value};
+//! # use llama_sidecar::gguf::HeaderWriter;
+//! # let file = tempfile::NamedTempFile::new()?;
+//! # let path = file.path();
+//! # let mut header = HeaderWriter::new(32);
+//! # header.value("general.architecture", "llama");
+//! # header.array("tokenizer.ggml.tokens", &["a", "b"]);
+//! # header.tensor(b"output_norm.weight", &[8], 0, 32)?;
+//! # std::fs::write(path, [header.finish(), vec![0; 32]].concat())?;
+//!
+//! let file = GgufFile::open(path, Access::Map)?;
+//! let key = file.header.key(b"general.architecture").unwrap();
+//! assert_eq!(file.value(key)?, Value::Text(b"llama".to_vec()));
+//! let tokens = file.header.key(b"tokenizer.ggml.tokens").unwrap();
+//! assert_eq!(file.strings(tokens)?.get(1), Some(b"b".as_slice()));
+//!
+//! for tensor in &file.header.tensors {
+//!     let name = file.header.name(tensor).to_string_lossy();
+//!     println!("{name}: {} {:?}, {} bytes", tensor.ty.name(), tensor.ne, tensor.nbytes);
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod cursor;
 mod error;

@@ -7,7 +7,7 @@ use hashbrown::{DefaultHashBuilder, HashTable};
 
 use super::header::TensorInfo;
 
-/// Tensor names, each with its NUL, in one allocation, and the index over them.
+/// Tensor names with their NULs in one allocation, and a hash index.
 #[derive(Debug)]
 pub(super) struct Names {
     bytes: Vec<u8>,
@@ -35,7 +35,7 @@ impl Names {
             .map(|&at| at as usize)
     }
 
-    /// Stores the name of the next tensor; `None` when it is taken.
+    /// Stores the name of the next tensor. Returns `None` when another tensor has the name.
     pub fn insert(&mut self, name: &[u8], tensors: &[TensorInfo]) -> Option<usize> {
         let name_at = self.bytes.len();
         self.bytes.extend_from_slice(name);

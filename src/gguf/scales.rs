@@ -1,4 +1,4 @@
-//! Where the blocks of a type keep the numbers that all their elements are multiplied with.
+//! Positions and formats of the scales in the blocks of each type.
 //!
 //! Offsets are those of the `block_*` structs in ggml's `ggml-common.h`. For types without
 //! blocks, each element counts as its own scale.
@@ -18,12 +18,12 @@ pub enum ScaleFormat {
     E8m0,
 }
 
-/// What a scale says about its block.
+/// Class of a scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScaleClass {
-    /// The block is zero.
+    /// Zero: all elements of the block are zero.
     Zero,
-    /// An ordinary number.
+    /// A finite number other than zero.
     Finite,
     /// An infinity, or not a number.
     NonFinite,
@@ -54,8 +54,8 @@ impl ScaleFormat {
 }
 
 impl TypeInfo {
-    /// Where a block of this type keeps its scales, and how; empty for types of which that
-    /// is not known here.
+    /// Returns the format and the offsets of the scales in a block of this type. There are no
+    /// offsets for a type that is not in the table.
     pub fn scales(&self) -> (ScaleFormat, &'static [usize]) {
         use ScaleFormat::*;
         if self.dialect != Dialect::Upstream {
