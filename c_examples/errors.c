@@ -1,5 +1,5 @@
-// Every way to fail: wrong arguments, wrong handles, wrong files, wrong moments.
-// Each gives a status and a sentence, and harms nothing.
+// Shows the errors of the library: invalid arguments, handles and files, and calls at the wrong
+// time. Each error sets a status and a message, and changes nothing.
 //
 // usage: errors MODEL.gguf
 
@@ -8,7 +8,7 @@
 #include <pthread.h>
 #include <string.h>
 
-// The call fails with this status, and the message says at least this.
+// Checks that the call fails with this status, and that the message contains these words.
 #define FAILS(call, expected, words)                                             \
     do {                                                                         \
         CHECK((call) == (expected));                                             \
@@ -74,7 +74,7 @@ static void parameters(const char * path) {
     LOAD_FAILS(path, &params, LLAMA_SIDECAR_STATUS_NOT_FOUND, "device 2");
     LOAD_FAILS(NULL, NULL, LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "path");
 
-    // A device that is too small: nothing is loaded, and the model stays usable.
+    // The device is too small: nothing is loaded, and the model stays usable.
     params.device       = 1;
     params.device_bytes = 1000;
     struct llama_model * model = llama_model_load(path, &params);
@@ -89,7 +89,7 @@ static void handles(struct llama_model * model, struct llama_context * context) 
     struct llama_sidecar_model_info info;
     info.struct_size = sizeof(info);
     FAILS(llama_sidecar_model_get_info(NULL, &info), LLAMA_SIDECAR_STATUS_BAD_HANDLE, "NULL");
-    // Somebody else's pointer, for example a model of llama.cpp.
+    // A pointer of another library, for example a model of llama.cpp.
     int                  foreign;
     struct llama_model * theirs = (struct llama_model *) (void *) &foreign;
     FAILS(llama_sidecar_model_get_info(theirs, &info), LLAMA_SIDECAR_STATUS_BAD_HANDLE,
@@ -137,8 +137,9 @@ static void lookups(const struct llama_model * model) {
     FAILS(llama_sidecar_device_get_info(model, 1, &device), LLAMA_SIDECAR_STATUS_NOT_FOUND,
           "device 1");
 
-    // A program built with an older header gets the fields that it knows, and not a byte more; one
-    // built with a newer header gets the fields that the library knows.
+    // The library writes only the fields that both know: no byte after the struct of a program that
+    // was built with an older header, or after the fields of the library for a newer header. A
+    // struct smaller than that of version 0.1 is refused.
     union {
         struct llama_sidecar_tensor_info info;
         unsigned char                    bytes[1024];
@@ -180,7 +181,7 @@ int main(int argc, char ** argv) {
         fprintf(stderr, "usage: %s MODEL.gguf\n", argv[0]);
         return 2;
     }
-    // The header and the library of an installed tree are of one version.
+    // In an installed tree, header and library have the same version.
     CHECK(strcmp(llama_sidecar_version(), LLAMA_SIDECAR_VERSION) == 0);
     CHECK(LLAMA_SIDECAR_VERSION_NUMBER == LLAMA_SIDECAR_VERSION_MAJOR * 1000000 +
                                               LLAMA_SIDECAR_VERSION_MINOR * 1000 +
@@ -202,18 +203,18 @@ int main(int argc, char ** argv) {
     lookups(model);
     moments(model, context);
 
-    // The last error belongs to a thread.
+    // The last error of a thread is not visible to other threads.
     pthread_t thread;
     void *    length;
     CHECK(pthread_create(&thread, NULL, last_error_of_another_thread, NULL) == 0);
     CHECK(pthread_join(thread, &length) == 0);
     CHECK(length == NULL);
 
-    // Freed handles stay known as freed. The context keeps the model alive.
+    // A freed handle is refused. The context keeps the model alive.
     OK(llama_sidecar_model_free(model));
     FAILS(llama_sidecar_model_free(model), LLAMA_SIDECAR_STATUS_BAD_HANDLE, "was freed");
     OK(llama_sidecar_eval_begin(context, NULL));
-    OK(llama_sidecar_context_free(context)); // ends the evaluation, too
+    OK(llama_sidecar_context_free(context)); // also ends the evaluation
     FAILS(llama_sidecar_eval_end(context), LLAMA_SIDECAR_STATUS_BAD_HANDLE, "was freed");
     CHECK(strcmp(llama_sidecar_status_name(1000), "unknown status") == 0);
     return 0;

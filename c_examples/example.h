@@ -1,4 +1,4 @@
-// What the examples share: stop with a message when something is not as it must be.
+// Shared by the examples: macros that end the program with a message when a check fails.
 #ifndef EXAMPLE_H
 #define EXAMPLE_H
 

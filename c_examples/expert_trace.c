@@ -1,9 +1,9 @@
-// Counts a routing matrix and compares with counting by hand.
+// Counts the routed ids of a matrix, and compares the counts with those of a plain loop.
 //
-//   expert_trace MODEL.gguf
+// usage: expert_trace MODEL.gguf
 //
-// A program that evaluates a mixture of experts has such a matrix for each layer and
-// batch: for each token, the experts that the router chose.
+// A program that evaluates a mixture of experts has such a matrix for each layer and batch:
+// for each token, the ids of the experts that the router chose.
 #include "example.h"
 
 #include <string.h>
@@ -22,7 +22,7 @@ int main(int argc, char ** argv) {
     OK(llama_expert_trace_counts(trace, LAYER, NULL, 0, NULL, &n_experts));
     CHECK(n_experts >= USED && n_experts <= MOST_EXPERTS);
 
-    // Rows are padded, as ggml's can be; what is between them is no expert.
+    // Rows are padded, as in ggml. The padding is not counted.
     static int32_t ids[TOKENS][PADDED];
     uint64_t by_hand[MOST_EXPERTS] = {0};
     memset(ids, 0xff, sizeof(ids));
@@ -51,7 +51,7 @@ int main(int argc, char ** argv) {
     OK(llama_expert_trace_counts(trace, LAYER, counts, 1, &tokens, NULL));
     CHECK(counts[0] == 0 && tokens == 0);
 
-    // What cannot be is an error, and nothing is counted.
+    // Invalid arguments give an error, and nothing is counted.
     CHECK(llama_expert_trace_record(trace, 9999, 0) == LLAMA_SIDECAR_STATUS_NOT_FOUND);
     CHECK(llama_expert_trace_record_batch(trace, LAYER, NULL, 1, 1, 4, 4) ==
           LLAMA_SIDECAR_STATUS_BAD_ARGUMENT);

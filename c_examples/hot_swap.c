@@ -1,9 +1,9 @@
-// Replaces tensors of a loaded model by changing its file, and takes it back.
+// Replaces tensors of a loaded model by replacing its file, then restores the original tensors.
 //
 // usage: hot_swap MODEL.gguf VARIANT.gguf
 //
-// VARIANT is the same model with one tensor or more in another quantisation. The
-// example works on a copy of MODEL in the current folder.
+// VARIANT is the same model with at least one tensor in another quantisation. The example uses a
+// copy of MODEL in the current folder.
 
 #include "example.h"
 
@@ -24,7 +24,7 @@ static void copy_file(const char * from, const char * to) {
     CHECK(fclose(in) == 0 && fclose(out) == 0);
 }
 
-// Changes a file that is in use the safe way: write beside it, rename over it.
+// Replaces a file in use safely: writes a new file next to it and renames it to the path.
 static void replace_file(const char * from) {
     copy_file(from, "hot_swap_work.gguf.new");
     CHECK(rename("hot_swap_work.gguf.new", WORK) == 0);
@@ -55,7 +55,7 @@ static struct llama_sidecar_report_info reload(struct llama_context * context) {
     return info;
 }
 
-// Compares all tensors with those of a freshly opened model.
+// Compares all tensors with those of a newly opened model.
 static void expect_same_tensors(const struct llama_model * model, const char * path) {
     struct llama_model * fresh = llama_model_load(path, NULL);
     CHECK(fresh != NULL);
@@ -102,14 +102,14 @@ int main(int argc, char ** argv) {
     CHECK(!llama_reload_changed_tensors(context));
     CHECK(stale == 0);
 
-    printf("the file becomes %s\n", argv[2]);
+    printf("replacing the file by %s\n", argv[2]);
     replace_file(argv[2]);
     const struct llama_sidecar_report_info swapped = reload(context);
     CHECK(swapped.n_swapped > 0 && swapped.n_refused == 0);
     CHECK(stale == 1);
     expect_same_tensors(model, argv[2]);
 
-    // An evaluation sees the new tensors, and no reload can come between.
+    // The evaluation uses the new tensors, and no reload can change them before it ends.
     uint64_t generation = 0;
     OK(llama_sidecar_eval_begin(context, &generation));
     CHECK(generation == 1);
@@ -118,7 +118,7 @@ int main(int argc, char ** argv) {
     CHECK(llama_sidecar_last_status() == LLAMA_SIDECAR_STATUS_BUSY);
     OK(llama_sidecar_eval_end(context));
 
-    printf("the file becomes %s again\n", argv[1]);
+    printf("replacing the file by %s again\n", argv[1]);
     replace_file(argv[1]);
     const struct llama_sidecar_report_info returned = reload(context);
     CHECK(returned.n_returned == swapped.n_swapped && returned.n_swapped == 0);
@@ -134,7 +134,7 @@ int main(int argc, char ** argv) {
     device.struct_size = sizeof(device);
     OK(llama_sidecar_device_get_info(model, 0, &device));
     CHECK(device.used == 0 && device.peak > 0);
-    printf("every tensor is back where it was, no buffer is left\n");
+    printf("all tensors have their original data, and no buffer is left\n");
 
     free(at_load);
     OK(llama_sidecar_context_free(context));

@@ -1,4 +1,4 @@
-// Prints what a GGUF file holds: metadata, then tensors.
+// Prints the metadata and the tensors of a GGUF file.
 //
 // usage: inspect MODEL.gguf
 
@@ -13,7 +13,7 @@ static void print_metadata(const struct llama_model * model, uint64_t count) {
         OK(llama_sidecar_metadata_get_info(model, i, &key));
         char   text[60] = "";
         size_t length   = 0;
-        // An array is walked element by element; the last one is shown.
+        // Reads each element of an array; prints the last one.
         for (uint64_t e = 0; e < key.count; e++) {
             OK(llama_sidecar_metadata_text(model, i, e, text, sizeof(text), &length));
         }

@@ -1,6 +1,6 @@
-// Opens a model, touches three tensors, and proves that the rest was not read: the
-// memory that the process has of the file grows by those three only. Then loads
-// everything, in at most nine allocations.
+// Opens a model, reads three tensors in place, and checks that the rest was not read: the resident
+// memory of the process grows by these three only. Then loads all tensors in at most nine
+// allocations.
 //
 // usage: lazy_load MODEL.gguf
 
@@ -62,11 +62,11 @@ int main(int argc, char ** argv) {
     printf("resident memory grew by %" PRIu64 " bytes for %" PRIu64 " bytes touched, of %" PRIu64
            " in the file\n",
            grown, touched, info.file_bytes);
-    // The kernel maps neighbouring pages that are in its cache anyway.
+    // The kernel also maps neighbouring pages that are in the page cache.
     CHECK(grown < touched + (2u << 20));
     CHECK(grown < info.file_bytes / 4);
 
-    // On demand: one tensor in a buffer of its own, the same bytes.
+    // Loads one tensor into a buffer of its own. Its data is the same.
     const struct llama_sidecar_tensor_info in_file = tensor_info(model, 1);
     OK(llama_sidecar_tensor_load(model, 1));
     const struct llama_sidecar_tensor_info loaded = tensor_info(model, 1);
@@ -74,7 +74,7 @@ int main(int argc, char ** argv) {
     CHECK(loaded.host_data != in_file.host_data);
     CHECK(memcmp(loaded.host_data, in_file.host_data, loaded.nbytes) == 0);
 
-    // Everything, in arenas.
+    // Loads all other tensors.
     int                              calls = 0;
     struct llama_sidecar_load_report report;
     report.struct_size = sizeof(report);

@@ -1,12 +1,11 @@
-// Walks a layer of experts through quantisations on three devices: as it was, in
-// another type, in a type of another block size, and back. Prints which device holds
-// what at each step.
+// Changes the quantisation of the experts of a layer on three devices: original type, another type,
+// a type with another block size, original type again. Prints the rows on each device at each step.
 //
 // usage: moe_walk MOE.gguf VARIANT.gguf OTHER_BLOCKS.gguf
 //
-// Gate and up are cut by rows, down inside its rows: so each device has the same
-// hidden units of every expert. A type of larger blocks allows fewer places to cut
-// down at, and gate and up follow.
+// Gate and up are split between rows, down within rows, so each device has the same hidden units of
+// every expert. A type with larger blocks allows fewer positions to split down; gate and up are
+// split at the same positions.
 
 #include "example.h"
 
@@ -19,7 +18,7 @@ static const char * const MEMBER[] = {"blk.1.ffn_gate_exps.weight", "blk.1.ffn_u
                                       "blk.1.ffn_down_exps.weight"};
 enum { GATE, UP, DOWN, MEMBERS };
 
-// What a path names is what counts: a link that is replaced is a file that changed.
+// Replaces the link at a path: a reload compares the file that the path leads to.
 static void point_to(const char * file) {
     remove("moe_walk_work.gguf.new");
     CHECK(symlink(file, "moe_walk_work.gguf.new") == 0);
@@ -32,7 +31,8 @@ static uint64_t find(const struct llama_model * model, const char * name) {
     return index;
 }
 
-// Prints the plan, checks that the three are cut alike, and returns the first cut.
+// Prints the split, checks that it is the same for the three tensors, and returns its first
+// position.
 static uint64_t show(const struct llama_model * model) {
     uint64_t cuts[MEMBERS][8];
     uint32_t parts[MEMBERS];
@@ -53,7 +53,7 @@ static uint64_t show(const struct llama_model * model) {
             bytes += part.nbytes;
         }
         printf("\n");
-        CHECK(bytes == t.nbytes); // nothing lost, nothing twice
+        CHECK(bytes == t.nbytes); // the parts are complete and do not overlap
         parts[m] = t.n_parts;
     }
     for (int m = 1; m < MEMBERS; m++) {
@@ -63,7 +63,7 @@ static uint64_t show(const struct llama_model * model) {
     return cuts[0][1];
 }
 
-// The bytes on the devices are those of the file.
+// Compares the data on the devices with the file.
 static void expect_bytes_of(const struct llama_model * model, const char * path) {
     struct llama_model * fresh = llama_model_load(path, NULL);
     CHECK(fresh != NULL);
@@ -123,23 +123,23 @@ int main(int argc, char ** argv) {
     for (int m = 0; m < MEMBERS; m++) {
         OK(llama_sidecar_tensor_load(model, find(model, MEMBER[m])));
     }
-    printf("as it was\n");
+    printf("original type\n");
     const uint64_t original_cut = show(model);
     expect_bytes_of(model, argv[1]);
 
     printf("another type\n");
     point_to(argv[2]);
     CHECK(reload(context).n_swapped > 0);
-    CHECK(show(model) == original_cut); // the blocks are as large as before
+    CHECK(show(model) == original_cut); // the block size is the same
     expect_bytes_of(model, argv[2]);
 
-    printf("a type of another block size\n");
+    printf("a type with another block size\n");
     point_to(argv[3]);
     CHECK(reload(context).n_swapped > 0);
     CHECK(show(model) != original_cut);
     expect_bytes_of(model, argv[3]);
 
-    printf("back\n");
+    printf("original type again\n");
     point_to(argv[1]);
     const struct llama_sidecar_report_info back = reload(context);
     CHECK(back.n_returned >= MEMBERS && back.bytes_staged == 0);

@@ -1,15 +1,16 @@
-// Runs the experts of a mixture of experts with post-fetch, in the three phases of each layer:
+// Computes a mixture of experts with post-fetch. Each layer has three phases:
 //
-//   1. The router has chosen. The down-projections of its experts start towards the GPU.
-//   2. Gate and up are computed on the CPU. Meanwhile the copies arrive.
-//   3. For each expert: is its down-projection on the device, or is it for the CPU?
+//   1. The routed ids are known. Copies of the down-projections of these experts to the GPU start.
+//   2. Gate and up are computed on the CPU while the copies are in flight.
+//   3. For each expert, llama_postfetch_acquire decides between the device and the CPU.
 //
-//   postfetch_moe MOE.gguf [TOKENS]
+// usage: postfetch_moe MOE.gguf [TOKENS]
 //
-// There are no GPU kernels here: what arrived is downloaded again, compared with the file byte for
-// byte, and used. The result has to be that of the host's own copy to the last bit. Works without a
-// CUDA driver (everything is for the CPU then), with a simulated one, and on a real GPU, and says
-// which. The model's experts must be q4_1 and its embeddings q8_0, as in the fixtures.
+// The example has no GPU kernels. It copies each expert back from the device, compares it with the
+// file byte for byte, and uses it. The result must be bit-identical to that of the data in host
+// memory. The example also works without a CUDA driver (the CPU computes everything) and with a
+// simulated one, and prints the device. The model's experts must be q4_1 and its embeddings q8_0,
+// as in the fixtures.
 #include "example.h"
 
 #include <math.h>
@@ -27,7 +28,7 @@ static float half(const uint8_t * p) {
     return bits & 0x8000 ? -size : size;
 }
 
-// A row of q4_1 times a vector: blocks of a scale, a minimum and 32 numbers of 4 bits.
+// Multiplies a row of q4_1 by a vector. A block has a scale, a minimum and 32 numbers of 4 bits.
 static float dot(const uint8_t * row, const float * x, uint64_t n) {
     float sum = 0;
     for (uint64_t i = 0; i < n; i += BLOCK, row += 20) {
@@ -58,7 +59,7 @@ static struct llama_sidecar_tensor_info find(const struct llama_model * model, c
     return info;
 }
 
-// The experts with the largest scores.
+// Finds the experts with the largest scores.
 static void route(const float * router, const float * x, uint64_t n, int n_experts, int n_used,
                   int32_t * ids) {
     float scores[MOST_EXPERTS];
@@ -78,7 +79,7 @@ static void route(const float * router, const float * x, uint64_t n, int n_exper
     }
 }
 
-// A model can live on CUDA devices as a whole. Where there is none, opening it says so.
+// Loads a whole model to CUDA devices. Without a CUDA device, opening the model fails.
 static void on_the_device(const char * path) {
     struct llama_sidecar_params params;
     params.struct_size = sizeof(params);
@@ -103,7 +104,7 @@ static void on_the_device(const char * path) {
         OK(llama_sidecar_tensor_read(model, before.index, 0, bytes, before.nbytes));
         CHECK(memcmp(bytes, before.host_data, before.nbytes) == 0);
         free(bytes);
-        printf("a tensor of the model went to %s and came back as it was\n", device.name);
+        printf("a tensor of the model was copied to %s and back without a difference\n", device.name);
     }
     OK(llama_sidecar_model_free(model));
 }
@@ -148,7 +149,7 @@ int main(int argc, char ** argv) {
             if (llama_sidecar_tensor_find(model, name, &down) != LLAMA_SIDECAR_STATUS_OK) {
                 break;
             }
-            // A base weight, and not what an adapter made of one.
+            // Only base weights have a layer; tensors of adapters have none.
             OK(llama_postfetch_layer_of(postfetch, down, &its_layer));
             CHECK(its_layer == (uint32_t) layer);
             const struct llama_sidecar_tensor_info g = find(model, GATE, layer, Q4_1);
@@ -162,12 +163,12 @@ int main(int argc, char ** argv) {
                 normal[i] = x[i] / sqrtf(squares / (float) n);
             }
 
-            // 1. Routing is known.
+            // 1. The routed ids are known.
             int32_t ids[MOST_USED];
             route(r.host_data, normal, n, n_experts, n_used, ids);
             OK(llama_postfetch_schedule(postfetch, its_layer, ids, (size_t) n_used));
 
-            // 2. Gate and up, on the CPU.
+            // 2. Gate and up on the CPU.
             for (int k = 0; k < n_used; k++) {
                 const uint64_t expert = (uint64_t) ids[k];
                 multiply((const char *) g.host_data + expert * g.nb[2], g.nb[1], hidden, normal, n, gate);
@@ -177,7 +178,7 @@ int main(int argc, char ** argv) {
                 }
             }
 
-            // 3. Down, from wherever it is.
+            // 3. Down on the device or on the CPU.
             for (int k = 0; k < n_used; k++) {
                 struct llama_postfetch_answer answer;
                 answer.struct_size = sizeof(answer);
@@ -217,7 +218,7 @@ int main(int argc, char ** argv) {
     CHECK(llama_postfetch_describe(postfetch, true, text, sizeof(text)) < sizeof(text));
     printf("%s\n", text);
 
-    // What cannot be is an answer or an error, and never more.
+    // Invalid arguments give an error, or the answer to use the CPU.
     struct llama_postfetch_answer answer;
     answer.struct_size = sizeof(answer);
     OK(llama_postfetch_acquire(postfetch, 9999, 0, &answer));
@@ -236,9 +237,9 @@ int main(int argc, char ** argv) {
     CHECK(llama_postfetch_init(model, &params) == NULL);
     CHECK(llama_sidecar_last_status() == LLAMA_SIDECAR_STATUS_BAD_ARGUMENT);
 
-    OK(llama_sidecar_model_free(model)); // the scheduler still has it
+    OK(llama_sidecar_model_free(model)); // the scheduler keeps the model alive
     OK(llama_postfetch_schedule(postfetch, 0, (const int32_t[]) {1, 2}, 2));
-    OK(llama_postfetch_free(postfetch)); // with copies under way
+    OK(llama_postfetch_free(postfetch)); // waits for copies in flight
     CHECK(llama_postfetch_free(postfetch) == LLAMA_SIDECAR_STATUS_BAD_HANDLE);
     CHECK(llama_postfetch_compute_stream(postfetch) == NULL);
     free(x);

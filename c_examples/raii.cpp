@@ -1,4 +1,4 @@
-// The C header from C++: handles owned by std::unique_ptr, failures as exceptions.
+// Uses the C header in C++: std::unique_ptr owns handles, and failures become exceptions.
 //
 // usage: raii MODEL.gguf
 
@@ -46,7 +46,7 @@ std::string metadata(const Model & model, const char * key) {
     return text;
 }
 
-// One evaluation: no tensor changes while it lives.
+// An evaluation. No tensor changes during its lifetime.
 class Evaluation {
   public:
     explicit Evaluation(const Context & context) : context_(context.get()) {
@@ -97,7 +97,7 @@ int main(int argc, char ** argv) {
             load("no_such_file.gguf");
             throw std::logic_error("a missing file was loaded");
         } catch (const std::runtime_error & expected) {
-            std::cout << "as it should: " << expected.what() << '\n';
+            std::cout << "expected error: " << expected.what() << '\n';
         }
         return 0;
     } catch (const std::exception & error) {

@@ -1,10 +1,9 @@
-// Swaps tensors while eight threads evaluate: each evaluation sees all of one file,
-// never a mix, and is held up for no longer than a few pointers take to switch.
+// Swaps tensors while eight threads evaluate. Each evaluation uses the tensors of one file only,
+// and waits no longer than the switch of a few pointers takes.
 //
 // usage: swap_under_load MODEL.gguf VARIANT.gguf
 //
-// An "evaluation" here mixes bytes from all over the tensors that differ between the
-// two into a sum.
+// An "evaluation" of the example adds up bytes of all tensors that differ between the two files.
 
 #include "example.h"
 
@@ -14,11 +13,11 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { THREADS = 8, SWAPS = 40, MAX_TENSORS = 64, STEP = 61 };
+enum { THREADS = 8, SWAPS = 16, MAX_TENSORS = 64, STEP = 61 };
 
 static const char * const WORK = "swap_under_load_work.gguf";
 
-// What the threads work on.
+// State of the threads.
 static struct llama_model * model;
 static uint64_t             tensors[MAX_TENSORS];
 static uint64_t             n_tensors;
@@ -60,7 +59,7 @@ static void * evaluate(void * unused) {
     return NULL;
 }
 
-// Finds the tensors that differ, and what to expect of them.
+// Finds the tensors that differ, and their expected sums.
 static void compare(const char * a_path, const char * b_path) {
     struct llama_model * a = llama_model_load(a_path, NULL);
     struct llama_model * b = llama_model_load(b_path, NULL);
@@ -119,7 +118,7 @@ int main(int argc, char ** argv) {
 
     const struct llama_sidecar_model_info info = model_info(model);
     CHECK(info.generation == SWAPS);
-    printf("%d swaps of %" PRIu64 " tensors under %d threads: %llu evaluations, all of one file\n",
+    printf("%d swaps of %" PRIu64 " tensors under %d threads: %llu evaluations, each with the tensors of one file\n",
            SWAPS, n_tensors, THREADS, (unsigned long long) atomic_load(&evaluations));
     printf("longest switch %" PRIu64 " ns; %" PRIu64
            " evaluations waited for one that ran or a switch, at most %" PRIu64 " us\n",

@@ -1,4 +1,4 @@
-//! What can go wrong in the library, each with what to do about it.
+//! Errors of the library. Each message states what failed, why, and the next step.
 
 use std::io;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use crate::gguf::OpenError;
 #[derive(Debug, thiserror::Error)]
 #[allow(
     missing_docs,
-    reason = "the message of each variant says what its fields are"
+    reason = "the message of each variant describes its fields"
 )]
 pub enum Error {
     #[error(transparent)]
@@ -25,7 +25,7 @@ pub enum Error {
         source: io::Error,
     },
     #[error(
-        "{path}: the file was written in place after it was opened, so {what} cannot be trusted: reload it, or open the model again, and replace files by rename", path = path.display()
+        "{path}: cannot use {what}, because the file was modified in place after it was opened: reload or reopen the model, and replace files by rename", path = path.display()
     )]
     WrittenInPlace { path: PathBuf, what: String },
     #[error("{what} {wanted} does not exist: {available}")]

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use llama_sidecar::gguf::{
-    Access, Defect, GgufFile, Header, OpenError, Origin, ScaleFormat, Stop, TYPES,
+    Access, Dialect, FormatError, GgufFile, Header, OpenError, ParseError, ScaleFormat, TYPES,
 };
 use testkit::fixtures::upstream_libraries;
 use testkit::ggml::Ggml;
@@ -83,23 +83,23 @@ fn upstream(paths: &[PathBuf]) -> Vec<Verdict> {
     verdicts
 }
 
-fn ours(bytes: &[u8]) -> Result<Header, Defect> {
+fn ours(bytes: &[u8]) -> Result<Header, FormatError> {
     Header::parse(bytes, bytes.len() as u64).map_err(|stop| match stop {
-        Stop::Malformed(defect) => defect,
-        Stop::NeedMore(_) => panic!("the whole file was there"),
+        ParseError::Malformed(error) => error,
+        ParseError::NeedMore(_) => panic!("the whole file was there"),
     })
 }
 
 /// Whether a verdict of ours may differ from upstream's, and why.
-fn deliberate(ours: &Result<Header, Defect>, upstream: Verdict) -> bool {
+fn deliberate(ours: &Result<Header, FormatError>, upstream: Verdict) -> bool {
     match (ours, upstream) {
         // Types that only ik_llama.cpp knows.
         (Ok(header), Verdict::Rejected) => header
             .tensors
             .iter()
-            .any(|tensor| tensor.ty.origin == Origin::IkLlama),
+            .any(|tensor| tensor.ty.dialect == Dialect::IkLlama),
         // Upstream's own product of dimensions can wrap around to a small number.
-        (Err(Defect::Shape { .. }), Verdict::Accepted) => true,
+        (Err(FormatError::Shape { .. }), Verdict::Accepted) => true,
         (Err(_), Verdict::Crashed) => true,
         _ => false,
     }
@@ -127,7 +127,7 @@ fn compare(folder: &Path, files: &[Vec<u8>]) -> [usize; 3] {
         let data_is_short = matches!(
             &read,
             Err(OpenError::Malformed {
-                defect: Defect::DataShort { .. },
+                error: FormatError::DataShort { .. },
                 ..
             })
         );
@@ -166,7 +166,7 @@ fn sample() -> Gguf {
 #[test]
 fn the_type_table_is_upstreams() {
     let ggml = Ggml::load(&upstream_libraries());
-    for ty in TYPES.iter().filter(|ty| ty.origin == Origin::Upstream) {
+    for ty in TYPES.iter().filter(|ty| ty.dialect == Dialect::Upstream) {
         let (name, block, bytes) = ggml.type_traits(ty.id);
         assert_eq!(
             (ty.name(), ty.block, ty.bytes),
@@ -180,7 +180,7 @@ fn the_type_table_is_upstreams() {
 fn scales_are_where_upstream_reads_them() {
     let ggml = Ggml::load(&upstream_libraries());
     let mut checked = Vec::new();
-    for ty in TYPES.iter().filter(|ty| ty.origin == Origin::Upstream) {
+    for ty in TYPES.iter().filter(|ty| ty.dialect == Dialect::Upstream) {
         let (format, offsets) = ty.scales();
         let (one, infinite): (&[u8], &[u8]) = match format {
             ScaleFormat::F32 => continue,

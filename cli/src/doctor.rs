@@ -13,10 +13,9 @@ use llama_sidecar::protocol::Event;
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use crate::child;
-use crate::executable::Executable;
+use crate::executable::{Executable, preload_library};
 use crate::hooks;
 use crate::journal::{Events, Journal};
-use crate::run::preload_library;
 
 /// The program to try.
 #[derive(clap::Args)]

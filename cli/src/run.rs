@@ -2,17 +2,17 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, ArgMatches, FromArgMatches};
 use llama_sidecar::config::{Config, Kind, VARIABLES, Variable};
 use llama_sidecar::protocol::Event;
 
 use crate::child;
-use crate::executable::Executable;
+use crate::executable::{Executable, preload_library};
 use crate::journal::{Events, Journal};
 
 /// A command and the settings of the drop-in in it.
@@ -261,26 +261,6 @@ fn postfetch(text: &str) -> Result<Setting, String> {
     let variable = VARIABLES.iter().find(|variable| variable.name == wanted);
     let variable = variable.ok_or_else(|| format!("expected one of {} before '='", names()))?;
     Ok((variable.name, checked(variable, value)?.into()))
-}
-
-/// Returns the path of the drop-in library, relative to this program: installed, or in the build
-/// tree.
-pub fn preload_library() -> Result<PathBuf> {
-    const NAME: &str = "libllama_sidecar_preload.so";
-    let program = std::env::current_exe().context("cannot find the path of this program")?;
-    let folder = program
-        .parent()
-        .context("the path of this program has no folder")?;
-    let places = ["../lib", "../preload/release", "."];
-    for place in places {
-        if let Ok(found) = folder.join(place).join(NAME).canonicalize() {
-            return Ok(found);
-        }
-    }
-    bail!(
-        "{NAME} is not in {}: install it with 'cargo xtask install --prefix DIR' and run DIR/bin/llama-sidecar",
-        folder.join("../lib").display()
-    )
 }
 
 /// Quotes a word for a shell.

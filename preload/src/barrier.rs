@@ -485,3 +485,49 @@ pub fn is_shut() -> bool {
 pub fn hold() -> impl Sized {
     BARRIER.lock()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn evaluations_and_kept_graphs_of_the_same_models_block_a_switch() {
+        let (one, other) = (ModelSet::of(1), ModelSet::of(2));
+        let slot = &ALL[claim(0x1000, |_| ()).expect("a slot")];
+        let set = |flag: &AtomicBool, to| flag.store(to, Ordering::SeqCst);
+        assert_eq!(obstacle(one), None);
+        slot.enter();
+        assert_eq!(obstacle(one), Some(Obstacle::Evaluation));
+        assert_eq!(obstacle(other), Some(Obstacle::Evaluation));
+        slot.set_reads(one);
+        set(&slot.keeps_graph, true);
+        slot.rest();
+        assert_eq!(obstacle(one), None, "the graph stays valid");
+        set(&slot.stays_valid, false);
+        assert_eq!(obstacle(one), Some(Obstacle::KeptGraph));
+        assert_eq!(obstacle(other), None);
+        set(&slot.can_rebuild, true);
+        assert_eq!(obstacle(one), Some(Obstacle::KeptGraph));
+        slot.output.store(0x2000, Ordering::SeqCst);
+        assert_eq!(obstacle(one), None, "it is rebuilt when a decode begins");
+        slot.begin(|| ());
+        assert_eq!(obstacle(one), Some(Obstacle::Evaluation));
+        slot.leave_running();
+        assert_eq!(obstacle(one), Some(Obstacle::Evaluation));
+        slot.leave_ended();
+        assert_eq!(obstacle(one), None);
+        slot.release();
+        assert_eq!(slot.key(), 0);
+    }
+
+    #[test]
+    fn a_switch_runs_its_work_once() {
+        let before = generation();
+        let switched = switch(ModelSet::of(9), || true, || true).expect("no obstacle");
+        assert_eq!(switched.generation, before + 1);
+        assert_eq!(
+            switch(ModelSet::of(9), || true, || false).map(|_| ()),
+            Err(MODEL_FREED)
+        );
+    }
+}

@@ -1,13 +1,13 @@
-//! NVIDIA GPUs, through the driver API that is found at run time.
+//! NVIDIA GPUs, through the CUDA driver API that is loaded at run time.
 //!
-//! cudarc finds the driver library and names its types. The functions are resolved
-//! here, all of them before the first is called: cudarc's own wrappers panic where an
-//! old driver lacks one, and return an enum of Rust, which a code that a newer driver
-//! invented would break.
+//! cudarc loads the driver library and defines its types. This module resolves all functions before
+//! it calls the first one, for two reasons. The wrappers of cudarc panic if an old driver lacks a
+//! function. They also return a Rust enum, for which the error code of a newer driver can be
+//! invalid.
 //!
-//! Every thread may call everything: each call runs with the device's primary context
-//! current, the one that CUDA's runtime API uses too, so streams of the host can be
-//! used here and the other way round.
+//! All methods can be called from any thread. Each call makes the primary context of the device
+//! current. The CUDA runtime API uses the same context, so streams of the program and of this
+//! module are interchangeable.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt;
@@ -28,15 +28,14 @@ const OUT_OF_MEMORY: Code = 2;
 
 macro_rules! driver {
     ($($field:ident: $name:literal = fn($($argument:ty),*);)*) => {
-        /// The functions of the driver that are used, by the names that it exports.
+        /// The functions of the driver in use, by their exported names.
         struct Driver {
             $($field: unsafe extern "C" fn($($argument),*) -> Code,)*
         }
 
         impl Driver {
             fn resolve() -> Result<Driver, String> {
-                // SAFETY: loading the driver library runs its initialisers, which is what
-                // it is installed for.
+                // SAFETY: loading the driver library runs its initialisers only.
                 if !unsafe { sys::is_culib_present() } {
                     return Err("no CUDA driver is installed (libcuda.so.1 was not found)".into());
                 }
@@ -46,7 +45,7 @@ macro_rules! driver {
                     $(let $field = library.get(concat!($name, "\0").as_bytes());)*
                     Ok(Driver {
                         $($field: *$field.map_err(|_| {
-                            format!("the CUDA driver is too old: it lacks {}", $name)
+                            format!("the CUDA driver is too old, because it lacks {}: update the driver", $name)
                         })?,)*
                     })
                 }
@@ -89,7 +88,7 @@ driver! {
 }
 
 impl Driver {
-    /// The driver, initialised; or why there is none, found out once.
+    /// Returns the initialised driver, or why there is none. The driver is loaded once.
     fn get() -> Result<&'static Driver, &'static str> {
         static DRIVER: OnceCell<Result<Driver, String>> = OnceCell::new();
         let driver = DRIVER.get_or_init(|| {
@@ -103,7 +102,7 @@ impl Driver {
         driver.as_ref().map_err(String::as_str)
     }
 
-    /// A code in words.
+    /// Returns the name of an error code.
     fn describe(&self, code: Code) -> String {
         let mut name = std::ptr::null();
         // SAFETY: the driver sets the pointer to a static string, or leaves it.
@@ -117,7 +116,7 @@ impl Driver {
     }
 }
 
-/// How many CUDA devices there are, or why none can be used.
+/// Returns the number of CUDA devices, or why none can be used.
 pub fn device_count() -> Result<usize, DeviceError> {
     let driver = Driver::get().map_err(|reason| failed("cuda", "be used", reason))?;
     let mut count = 0;
@@ -159,7 +158,7 @@ impl fmt::Debug for CudaDevice {
 }
 
 impl CudaDevice {
-    /// Opens device `index`, as `CUDA_VISIBLE_DEVICES` counts them.
+    /// Opens the device with this ordinal, after `CUDA_VISIBLE_DEVICES`.
     pub fn open(index: usize) -> Result<Arc<CudaDevice>, DeviceError> {
         let count = device_count()?;
         let unnamed = format!("cuda{index}");
@@ -174,8 +173,8 @@ impl CudaDevice {
         };
         let (mut device, mut context) = (0, std::ptr::null_mut());
         let mut name = [0u8; 128];
-        // SAFETY: the driver writes a device, a name with its NUL into the room that it is
-        // told, and a context.
+        // SAFETY: the driver writes a device, a name with its NUL of at most the
+        // given length, and a context.
         unsafe {
             checked(
                 "be opened: cuDeviceGet",
@@ -203,11 +202,11 @@ impl CudaDevice {
         }))
     }
 
-    /// Makes one call with this device's context current, and leaves the thread with the
-    /// context that it had.
+    /// Makes one call with the context of this device current, and restores the previous context of
+    /// the thread.
     fn code(&self, call: impl FnOnce(&Driver) -> Code) -> Code {
         let mut current = std::ptr::null_mut();
-        // SAFETY: the driver writes a context; ours lives as long as `self`.
+        // SAFETY: the driver writes a context; that of this device lives as long as `self`.
         unsafe {
             let code = (self.driver.context_current)(&mut current);
             if code == SUCCESS && current == self.context {
@@ -254,7 +253,7 @@ impl Device for CudaDevice {
     fn memory(&self) -> Memory {
         let (mut free, mut total) = (0, 0);
         // SAFETY: the driver writes two numbers. When it fails, they say that there is none.
-        let _ = self.call("tell its memory: cuMemGetInfo", |driver| unsafe {
+        let _ = self.call("report its memory: cuMemGetInfo", |driver| unsafe {
             (driver.memory_info)(&mut free, &mut total)
         });
         Memory {
@@ -309,7 +308,7 @@ impl AsyncDevice for CudaDevice {
     }
 
     fn destroy_stream(&self, stream: Stream) -> Result<(), DeviceError> {
-        // SAFETY: whoever made the stream destroys it once.
+        // SAFETY: the creator of the stream destroys it once.
         self.call("free a stream: cuStreamDestroy", |driver| unsafe {
             (driver.stream_destroy)(stream.0 as sys::CUstream)
         })
@@ -325,7 +324,7 @@ impl AsyncDevice for CudaDevice {
     }
 
     fn destroy_event(&self, event: Event) -> Result<(), DeviceError> {
-        // SAFETY: whoever made the event destroys it once.
+        // SAFETY: the creator of the event destroys it once.
         self.call("free an event: cuEventDestroy", |driver| unsafe {
             (driver.event_destroy)(event.0 as sys::CUevent)
         })
@@ -360,7 +359,7 @@ impl AsyncDevice for CudaDevice {
     fn elapsed(&self, from: Event, to: Event) -> Result<Duration, DeviceError> {
         let mut ms = 0f32;
         // SAFETY: both are alive; the driver writes a number.
-        self.call("tell times: cuEventElapsedTime", |driver| unsafe {
+        self.call("report times: cuEventElapsedTime", |driver| unsafe {
             (driver.event_elapsed)(&mut ms, from.0 as sys::CUevent, to.0 as sys::CUevent)
         })?;
         Ok(Duration::try_from_secs_f32(ms / 1e3).unwrap_or_default())
@@ -369,7 +368,7 @@ impl AsyncDevice for CudaDevice {
     unsafe fn copy_in(&self, stream: Stream, copy: Copy2d) -> Result<(), DeviceError> {
         let stream = stream.0 as sys::CUstream;
         if copy.rows == 1 {
-            // SAFETY: as the caller vouches.
+            // SAFETY: as the caller guarantees.
             return self.call("copy: cuMemcpyHtoDAsync", |driver| unsafe {
                 (driver.copy_in_async)(copy.to, copy.from.cast(), copy.width, stream)
             });
@@ -392,7 +391,7 @@ impl AsyncDevice for CudaDevice {
             WidthInBytes: copy.width,
             Height: copy.rows,
         };
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         self.call("copy: cuMemcpy2DAsync", |driver| unsafe {
             (driver.copy_2d_async)(&rows, stream)
         })
@@ -408,7 +407,7 @@ impl AsyncDevice for CudaDevice {
     }
 
     unsafe fn free_pinned(&self, memory: *mut u8) -> Result<(), DeviceError> {
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         self.call("free page-locked memory: cuMemFreeHost", |driver| unsafe {
             (driver.host_free)(memory.cast())
         })
@@ -417,14 +416,14 @@ impl AsyncDevice for CudaDevice {
     unsafe fn lock_pages(&self, start: *const u8, len: usize) -> Result<(), DeviceError> {
         // Mappings of models are read-only, and locking them for writing would be refused.
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_READ_ONLY;
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         self.call("page-lock the model: cuMemHostRegister", |driver| unsafe {
             (driver.host_register)(start.cast_mut().cast(), len, flags)
         })
     }
 
     unsafe fn unlock_pages(&self, start: *const u8) -> Result<(), DeviceError> {
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         self.call("unlock pages: cuMemHostUnregister", |driver| unsafe {
             (driver.host_unregister)(start.cast_mut().cast())
         })

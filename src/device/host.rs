@@ -1,5 +1,4 @@
-//! Memory of the process as a device: the default where there is no GPU, and the
-//! stand-in for GPUs in tests, where several exist side by side.
+//! Host memory as a device: the default without a GPU, and a substitute for GPUs in tests.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,17 +7,33 @@ use memmap2::MmapMut;
 
 use super::{ALIGNMENT, Buffer, Device, DeviceError, DeviceKind, Memory};
 
-/// From this size on, a buffer is a mapping of its own: it goes back to the system
-/// as soon as it is freed, and can use huge pages.
+/// Minimum size of a buffer with a mapping of its own. Such a buffer is returned to the system when
+/// it is freed, and can use huge pages.
 const MAP_FROM: u64 = 1 << 20;
-/// From this size on, an allocation is compared with what the machine has left.
+/// Minimum size of an allocation that is compared with the available memory of the machine.
 const CHECK_FROM: u64 = 64 << 20;
 
-/// A host memory device.
+/// A device in host memory.
+///
+/// ```
+/// use llama_sidecar::device::{ALIGNMENT, Device, HostDevice};
+///
+/// let device = HostDevice::with_capacity("host0", 1 << 20);
+/// let mut buffer = device.clone().allocate(1000)?;
+/// assert_eq!(buffer.address() % ALIGNMENT, 0);
+/// buffer.write(0, b"weights")?;
+/// assert_eq!(&buffer.host().unwrap()[..7], b"weights");
+/// assert_eq!(device.memory().used, 1000);
+/// assert!(device.clone().allocate(1 << 20).is_err(), "more than its capacity");
+///
+/// drop(buffer);
+/// assert_eq!(device.memory().used, 0);
+/// # Ok::<(), llama_sidecar::device::DeviceError>(())
+/// ```
 #[derive(Debug)]
 pub struct HostDevice {
     name: String,
-    /// Most bytes to give out at a time.
+    /// Maximum number of bytes in live buffers.
     capacity: u64,
     used: AtomicU64,
     peak: AtomicU64,
@@ -26,12 +41,12 @@ pub struct HostDevice {
 }
 
 impl HostDevice {
-    /// A device over all the memory there is.
+    /// Creates a device without a memory limit.
     pub fn new(name: impl Into<String>) -> Arc<HostDevice> {
         HostDevice::with_capacity(name, u64::MAX)
     }
 
-    /// A device that gives out at most `capacity` bytes at a time.
+    /// Creates a device with a memory limit of `capacity` bytes.
     pub fn with_capacity(name: impl Into<String>, capacity: u64) -> Arc<HostDevice> {
         Arc::new(HostDevice {
             name: name.into(),
@@ -42,7 +57,7 @@ impl HostDevice {
         })
     }
 
-    /// Takes `len` bytes out of the capacity; `false` when they do not fit.
+    /// Reserves `len` bytes. Returns `false` when they exceed the capacity.
     fn reserve(&self, len: u64) -> bool {
         let fits = |used: u64| used.checked_add(len).filter(|&sum| sum <= self.capacity);
         let taken = self
@@ -86,10 +101,10 @@ impl Device for HostDevice {
             requested: len,
             free: device.memory().free,
         };
-        // The kernel promises more than it has, and ends the process when it is
-        // touched: what is clearly too much is refused here.
-        let hopeless = len >= CHECK_FROM && len > self.memory().free;
-        if hopeless || !self.reserve(len) {
+        // The kernel overcommits memory and kills the process when the pages are used, so
+        // requests that exceed the available memory are refused here.
+        let too_large = len >= CHECK_FROM && len > self.memory().free;
+        if too_large || !self.reserve(len) {
             return Err(refused(&self));
         }
         let Some(bytes) = Bytes::allocate(len) else {
@@ -104,8 +119,8 @@ impl Device for HostDevice {
     }
 }
 
-/// Total and available bytes of the machine; unlimited where the kernel does not
-/// say.
+/// Returns the total and the available bytes of the machine, or `u64::MAX` where `/proc/meminfo`
+/// does not have them.
 pub fn system_memory() -> (u64, u64) {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let field = |name: &str| {
@@ -131,8 +146,8 @@ impl Drop for HostBuffer {
     }
 }
 
-/// Aligned memory, without a line of unsafe code: a mapping, or a vector with room
-/// to start at an aligned byte.
+/// Aligned memory without unsafe code: a mapping, or a vector that is large enough to start at an
+/// aligned byte.
 #[derive(Debug)]
 enum Bytes {
     Mapped(MmapMut),

@@ -1,7 +1,7 @@
-//! Places where tensor bytes can live, behind one seam.
+//! Devices: memory for tensor data, behind one trait.
 //!
-//! A [`Device`] gives out [`Buffer`]s. A buffer is filled while one owner holds it
-//! and is only read once it is shared, so nobody ever sees half of a tensor.
+//! A [`Device`] allocates [`Buffer`]s. A buffer is filled by its only owner and is read-only once
+//! it is shared, so a partly filled tensor is never visible.
 
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -13,11 +13,11 @@ use std::time::Duration;
 
 pub use host::{HostDevice, system_memory};
 
-/// Alignment of a buffer and of every tensor in it, in bytes: ggml needs 32, CUDA
-/// gives 256.
+/// Alignment in bytes of a buffer and of every tensor in it: ggml requires 32, CUDA allocates with
+/// 256.
 pub const ALIGNMENT: u64 = 256;
 
-/// What kind of memory a device is.
+/// Kind of memory of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceKind {
     /// Memory of the process.
@@ -26,22 +26,22 @@ pub enum DeviceKind {
     Cuda,
 }
 
-/// How much memory a device has and what we hold of it, in bytes.
+/// Memory of a device and its use, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Memory {
-    /// All of it.
+    /// Total memory.
     pub total: u64,
-    /// What can still be allocated.
+    /// Free memory.
     pub free: u64,
-    /// What our live buffers hold.
+    /// Bytes in live buffers.
     pub used: u64,
-    /// The most they ever held.
+    /// Maximum of `used` so far.
     pub peak: u64,
-    /// How many buffers were ever allocated.
+    /// Number of buffers allocated so far.
     pub allocations: u64,
 }
 
-/// Why a device refused.
+/// Errors of a device.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DeviceError {
     /// An allocation did not fit.
@@ -49,25 +49,25 @@ pub enum DeviceError {
     OutOfMemory {
         /// Name of the device.
         device: String,
-        /// Bytes asked for.
+        /// Requested bytes.
         requested: u64,
-        /// Bytes it had.
+        /// Free bytes.
         free: u64,
     },
-    /// Something else failed.
+    /// Another operation failed.
     #[error("device '{device}' cannot {action}: {reason}")]
     Failed {
         /// Name of the device.
         device: String,
-        /// What was tried.
+        /// The operation.
         action: &'static str,
-        /// What the driver said.
+        /// Error of the driver.
         reason: String,
     },
 }
 
 impl DeviceError {
-    /// The answer of a library that was built without the feature `cuda`.
+    /// Returns the error of a library that was built without the feature `cuda`.
     pub fn without_cuda() -> DeviceError {
         DeviceError::Failed {
             device: "cuda".into(),
@@ -77,108 +77,106 @@ impl DeviceError {
     }
 }
 
-/// A place that holds tensor bytes. Safe to use from several threads.
+/// Memory for tensor data. Can be used from any thread.
 pub trait Device: Send + Sync + fmt::Debug {
-    /// Name for people, unique within a process.
+    /// Returns the display name, unique within a process.
     fn name(&self) -> &str;
 
-    /// What kind of memory it is.
+    /// Returns the kind of memory.
     fn kind(&self) -> DeviceKind;
 
-    /// How much memory there is.
+    /// Returns the memory and its use.
     fn memory(&self) -> Memory;
 
-    /// A new buffer of `len` bytes, aligned to [`ALIGNMENT`]; its bytes are
-    /// unspecified. Freed when dropped.
+    /// Allocates a buffer of `len` bytes, aligned to [`ALIGNMENT`], with unspecified content.
+    /// Dropping the buffer frees it.
     fn allocate(self: Arc<Self>, len: u64) -> Result<Box<dyn Buffer>, DeviceError>;
 }
 
 /// Memory on a device.
 pub trait Buffer: Send + Sync + fmt::Debug {
-    /// Size in bytes.
+    /// Returns the size in bytes.
     fn len(&self) -> u64;
 
-    /// Whether it has no bytes.
+    /// Returns whether the size is 0.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Address of the first byte, in the address space of the device.
+    /// Returns the address of the first byte in the address space of the device.
     fn address(&self) -> u64;
 
-    /// The bytes, where the process can read them directly.
+    /// Returns the bytes of a buffer in host memory, or `None`.
     fn host(&self) -> Option<&[u8]>;
 
-    /// The bytes to fill, where the process can write them directly.
+    /// Returns the writable bytes of a buffer in host memory, or `None`.
     fn host_mut(&mut self) -> Option<&mut [u8]>;
 
-    /// Copies `bytes` to `offset`. Panics when they do not fit.
+    /// Copies `bytes` to `offset`. Panics when the range is outside the buffer.
     fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), DeviceError>;
 
-    /// Copies from `offset` into `bytes`. Panics when it is out of range.
+    /// Copies from `offset` to `bytes`. Panics when the range is outside the buffer.
     fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<(), DeviceError>;
 }
 
-/// A queue of work on a device, in order. What the driver calls it by.
+/// Handle of a stream: an ordered queue of work on a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stream(pub u64);
 
-/// A mark in a stream. What the driver calls it by.
+/// Handle of an event: a position in a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Event(pub u64);
 
-/// A device that copies in the background: all that the post-fetch scheduler knows of
-/// a driver.
+/// A device with asynchronous copies: the interface between the post-fetch scheduler and a driver.
 ///
-/// Streams and events are plain values, as in the drivers themselves: whoever creates
-/// one destroys it, and nobody else uses it then. All methods can be called from any
-/// thread and leave its current device as it was.
+/// Streams and events are plain handles, as in the driver APIs. The creator destroys them, after
+/// their last use. All methods can be called from any thread and keep its current device.
 pub trait AsyncDevice: Device {
-    /// A new stream that waits for no other.
+    /// Creates a stream that does not synchronise with other streams.
     fn create_stream(&self) -> Result<Stream, DeviceError>;
 
-    /// Gives a stream back; its work goes on.
+    /// Destroys a stream. Its submitted work continues.
     fn destroy_stream(&self, stream: Stream) -> Result<(), DeviceError>;
 
-    /// A new event, which counts as reached until it is recorded.
+    /// Creates an event. Until it is recorded, it counts as complete.
     fn create_event(&self) -> Result<Event, DeviceError>;
 
-    /// Gives an event back.
+    /// Destroys an event.
     fn destroy_event(&self, event: Event) -> Result<(), DeviceError>;
 
-    /// Puts the event behind all work that is in the stream now.
+    /// Records the event after all work submitted to the stream so far.
     fn record(&self, event: Event, stream: Stream) -> Result<(), DeviceError>;
 
-    /// Whether the work before the event is done. Never waits.
+    /// Returns whether the work before the event is complete. Never waits.
     fn is_done(&self, event: Event) -> Result<bool, DeviceError>;
 
-    /// Holds up later work of the stream until the event is reached. Never waits itself.
+    /// Makes later work of the stream wait for the event. The call itself never waits.
     fn stream_wait(&self, stream: Stream, event: Event) -> Result<(), DeviceError>;
 
-    /// Time on the device from one event to another, both reached.
+    /// Returns the time on the device between two complete events.
     fn elapsed(&self, from: Event, to: Event) -> Result<Duration, DeviceError>;
 
-    /// Queues a copy of `rows` rows of `width` bytes, `from_pitch` bytes apart in host
-    /// memory and `to_pitch` bytes apart at `to`.
+    /// Submits a copy of `rows` rows of `width` bytes, `from_pitch` bytes apart in host memory and
+    /// `to_pitch` bytes apart on the device.
     ///
     /// # Safety
     ///
-    /// The bytes at `from` can be read, and nobody changes them, until the stream has
-    /// done the copy; so has the range at `to` a live buffer.
+    /// Until the copy is complete, the bytes at `from` are readable and do not change, and the
+    /// range at `to` is in a live buffer.
     unsafe fn copy_in(&self, stream: Stream, copy: Copy2d) -> Result<(), DeviceError>;
 
-    /// Page-locked memory of the process, for [`AsyncDevice::copy_in`] to copy from without
-    /// holding up its caller.
+    /// Allocates page-locked host memory. [`AsyncDevice::copy_in`] copies from it without blocking
+    /// the caller.
     fn allocate_pinned(&self, len: usize) -> Result<*mut u8, DeviceError>;
 
     /// Frees page-locked memory.
     ///
     /// # Safety
     ///
-    /// It is from [`AsyncDevice::allocate_pinned`], and nobody uses it any more.
+    /// The memory is from [`AsyncDevice::allocate_pinned`] and is not used any more.
     unsafe fn free_pinned(&self, memory: *mut u8) -> Result<(), DeviceError>;
 
-    /// Page-locks memory that the process has already and only reads.
+    /// Page-locks existing memory that the process only reads.
     ///
     /// # Safety
     ///
@@ -189,7 +187,7 @@ pub trait AsyncDevice: Device {
     ///
     /// # Safety
     ///
-    /// No copy from these pages is under way.
+    /// No copy from these pages is in flight.
     unsafe fn unlock_pages(&self, start: *const u8) -> Result<(), DeviceError>;
 }
 
@@ -198,14 +196,14 @@ pub trait AsyncDevice: Device {
 pub struct Copy2d {
     /// Address on the device.
     pub to: u64,
-    /// Bytes from row to row there.
+    /// Bytes between the starts of two rows there.
     pub to_pitch: usize,
     /// Address in the process.
     pub from: *const u8,
-    /// Bytes from row to row there.
+    /// Bytes between the starts of two rows there.
     pub from_pitch: usize,
     /// Bytes of a row.
     pub width: usize,
-    /// How many rows.
+    /// Number of rows.
     pub rows: usize,
 }

@@ -7,7 +7,7 @@ use super::handle;
 use super::model::{OpenModel, llama_model};
 use super::status::{Failure, llama_sidecar_status, status};
 use super::{SizedStruct, fill, put, text};
-use crate::gguf::{Key, Value, ValueType};
+use crate::gguf::{KeyValue, Value, ValueType};
 
 /// A metadata key and the type of its value.
 #[repr(C)]
@@ -137,7 +137,7 @@ pub unsafe extern "C" fn llama_sidecar_metadata_text(
     })
 }
 
-fn value(open: &OpenModel, at: usize, key: &Key, element: u64) -> Result<Value, Failure> {
+fn value(open: &OpenModel, at: usize, key: &KeyValue, element: u64) -> Result<Value, Failure> {
     if element >= key.count {
         return Err(Failure::new(
             llama_sidecar_status::NotFound,
@@ -170,7 +170,7 @@ fn value(open: &OpenModel, at: usize, key: &Key, element: u64) -> Result<Value, 
     Ok(Value::Text(text.to_vec()))
 }
 
-fn in_range(open: &OpenModel, index: u64) -> Result<(usize, &Key), Failure> {
+fn in_range(open: &OpenModel, index: u64) -> Result<(usize, &KeyValue), Failure> {
     let keys = open.model.metadata();
     let at = usize::try_from(index).ok();
     at.and_then(|at| Some((at, keys.get(at)?))).ok_or_else(|| {

@@ -43,7 +43,7 @@ unsafe trait SizedStruct: Copy {
 ///
 /// `out` is null or points to memory whose first field is its size in bytes.
 unsafe fn fill<T: SizedStruct>(out: *mut T, value: &T) -> Result<(), status::Failure> {
-    // SAFETY: `size_of_out` checked that `out` has room for `size` bytes. Both start
+    // SAFETY: `size_of_out` checked that `out` has `size` bytes. Both start
     // with `struct_size`, which is skipped: the caller's own value stays.
     unsafe {
         let size = size_of_out(out)?.min(size_of::<T>());
@@ -123,14 +123,14 @@ unsafe fn put<T>(out: *mut T, value: T, what: &str) -> Result<(), status::Failur
 ///
 /// # Safety
 ///
-/// `buffer` has room for `size` bytes.
+/// `buffer` is valid for writes of `size` bytes.
 unsafe fn put_text(text: &str, buffer: *mut c_char, size: usize) -> Result<usize, status::Failure> {
     if buffer.is_null() && size > 0 {
         return Err(status::Failure::null("buffer"));
     }
     if size > 0 {
         let len = text.len().min(size - 1);
-        // SAFETY: room for `size` bytes, as the caller guarantees.
+        // SAFETY: valid for `size` bytes, as the caller guarantees.
         unsafe {
             std::ptr::copy_nonoverlapping(text.as_ptr(), buffer.cast(), len);
             buffer.add(len).write(0);
@@ -182,7 +182,7 @@ mod tests {
     #[test]
     fn a_newer_caller_keeps_what_the_library_does_not_know() {
         let mut newer = [32, 0xee, 0xee, 0xee_u64];
-        // SAFETY: the array has the 32 bytes that its first element says.
+        // SAFETY: the array has the 32 bytes that its first element states.
         unsafe { fill(newer.as_mut_ptr().cast(), &PRESENT) }.unwrap();
         assert_eq!(newer, [32, 1, 2, 0xee]);
     }

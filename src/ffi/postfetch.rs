@@ -466,7 +466,7 @@ pub unsafe extern "C" fn llama_postfetch_hand_back(
 ///
 /// # Safety
 ///
-/// `buffer` has room for `size` bytes.
+/// `buffer` is valid for writes of `size` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llama_postfetch_download(
     postfetch: *const llama_postfetch,
@@ -491,7 +491,7 @@ pub unsafe extern "C" fn llama_postfetch_download(
         if bytes.len() != size {
             return Err(missing());
         }
-        // SAFETY: room for `size` bytes, as the caller guarantees.
+        // SAFETY: valid for `size` bytes, as the caller guarantees.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), buffer.cast(), size) };
         Ok(())
     })
@@ -654,7 +654,7 @@ pub unsafe extern "C" fn llama_postfetch_get_stats(
 ///
 /// # Safety
 ///
-/// `buffer` has room for `size` bytes.
+/// `buffer` is valid for writes of `size` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llama_postfetch_describe(
     postfetch: *const llama_postfetch,

@@ -98,7 +98,7 @@ thread_local! {
 fn remember(failure: &Failure) {
     let message = failure.message.replace('\0', "\u{fffd}");
     let message = CString::new(message).expect("no NUL is left");
-    // A thread that is being torn down has no place for it any more.
+    // A thread that is ending may have destroyed its last error.
     let _ = LAST.try_with(|last| *last.borrow_mut() = (failure.status, message));
 }
 

@@ -98,7 +98,7 @@ pub extern "C" fn llama_expert_trace_record(
 /// # Safety
 ///
 /// `ids` is null, or every id is readable: the last one ends
-/// `(n_tokens - 1) * token_stride + (n_used - 1) * used_stride + 4` bytes behind it.
+/// `(n_tokens - 1) * token_stride + (n_used - 1) * used_stride + 4` bytes after `ids`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llama_expert_trace_record_batch(
     trace: *const llama_expert_trace,
@@ -142,7 +142,7 @@ pub unsafe extern "C" fn llama_expert_trace_record_batch(
 ///
 /// # Safety
 ///
-/// `counts` has room for `n_counts`; `tokens` and `n_experts` are null or valid for a write.
+/// `counts` is valid for `n_counts` writes; `tokens` and `n_experts` are null or valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llama_expert_trace_counts(
     trace: *const llama_expert_trace,
@@ -161,7 +161,7 @@ pub unsafe extern "C" fn llama_expert_trace_counts(
         let snapshot = owned.counters.snapshot();
         let layer = &snapshot.layers[layer];
         for (at, &count) in layer.experts.iter().take(n_counts).enumerate() {
-            // SAFETY: not null and with room for `n_counts`, as the caller guarantees.
+            // SAFETY: not null and valid for `n_counts` writes, as the caller guarantees.
             unsafe { counts.add(at).write(count) };
         }
         // SAFETY: null or valid, as the caller guarantees.
@@ -222,7 +222,7 @@ pub unsafe extern "C" fn llama_expert_trace_write(
 ///
 /// # Safety
 ///
-/// `buffer` has room for `size` bytes.
+/// `buffer` is valid for writes of `size` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llama_expert_trace_summary(
     trace: *const llama_expert_trace,

@@ -1,4 +1,4 @@
-//! One GGUF file on disk: opened, identified, mapped or read in place.
+//! A GGUF file on disk: opening, identity, mapping and reading.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io;
@@ -8,25 +8,26 @@ use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
 
-use super::header::{Defect, Header, Stop};
-use super::value::{Key, Strings, Value};
+use super::error::{FormatError, ParseError};
+use super::header::Header;
+use super::value::{KeyValue, Strings, Value};
 
-/// How the bytes of a file are reached.
+/// How the bytes of a file are accessed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Map the file; read it at positions where mapping is refused.
+    /// Map the file. If mapping fails, read it.
     Map,
-    /// Never map. In-place writes then cannot reach tensors unasked, and a file
-    /// cut short gives an error instead of a bus error, at the price of copies.
+    /// Read the file and never map it. In-place writes then do not change tensors in use, and a
+    /// truncated file gives an error instead of a bus error. The cost is a copy of the data.
     Read,
 }
 
-/// What tells one version of a file from another.
+/// The identity of one version of a file.
 ///
-/// Not the modification time alone: a `rename` over a path can bring an older
-/// file, two writes can share a second, and a writer can set the time back. The time of
-/// change (ctime) cannot be set, but also changes when a file is renamed, linked, or gets
-/// another owner or mode: see [`FileId::unwritten_since`].
+/// The modification time alone is not enough: a `rename` can install an older file, two writes can
+/// happen within a second, and a writer can set the time back. The time of change (ctime) cannot be
+/// set, but it also changes when a file is renamed, linked, or gets another owner or mode; see
+/// [`FileId::unwritten_since`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FileId {
     /// Device that holds the file.
@@ -49,32 +50,31 @@ pub struct FileId {
     pub uid: u32,
     /// Group.
     pub gid: u32,
-    /// How many names it has.
+    /// Number of hard links.
     pub links: u64,
 }
 
 impl FileId {
-    /// Identity of whatever `path` names now.
+    /// Returns the identity of the file that is at `path` now.
     pub fn of_path(path: &Path) -> io::Result<FileId> {
         std::fs::metadata(path).map(|found| FileId::of(&found))
     }
 
-    /// Whether both are the same inode, whatever it holds.
+    /// Returns whether both are the same inode, regardless of content.
     pub fn same_inode(&self, other: &FileId) -> bool {
         (self.dev, self.ino) == (other.dev, other.ino)
     }
 
-    /// Whether both are the same inode, of the same size and modification time.
+    /// Returns whether both are the same inode with the same size and modification time.
     pub fn same_stamp(&self, other: &FileId) -> bool {
         let stamp = |id: &FileId| (id.size, id.mtime, id.mtime_ns);
         self.same_inode(other) && stamp(self) == stamp(other)
     }
 
-    /// Whether nothing shows that the file was written since it was `earlier`.
+    /// Returns whether there is no sign that the file was written since it was `earlier`.
     ///
-    /// A time of change that differs alone may come from a writer that set the
-    /// modification time back, unless the owner, the mode or the links differ, too: they
-    /// explain it.
+    /// If only the time of change differs, a writer may have set the modification time back. A
+    /// different owner, mode or number of links explains the difference otherwise.
     pub fn unwritten_since(&self, earlier: &FileId) -> bool {
         let changed = |id: &FileId| (id.ctime, id.ctime_ns);
         let explains = |id: &FileId| (id.mode, id.uid, id.gid, id.links);
@@ -103,7 +103,7 @@ impl FileId {
 #[derive(Debug, thiserror::Error)]
 #[allow(
     missing_docs,
-    reason = "the message of each variant says what its fields are"
+    reason = "the message of each variant describes its fields"
 )]
 pub enum OpenError {
     #[error("{path}: cannot {action}: {source}{hint}", path = path.display(), hint = hint(source))]
@@ -114,11 +114,11 @@ pub enum OpenError {
     },
     #[error("{path}: expected a regular file, found {found}", path = path.display())]
     NotAFile { path: PathBuf, found: &'static str },
-    #[error("{path}: {defect}", path = path.display())]
-    Malformed { path: PathBuf, defect: Defect },
+    #[error("{path}: {error}", path = path.display())]
+    Malformed { path: PathBuf, error: FormatError },
     #[error("{path}: {reason}", path = path.display())]
     Shard { path: PathBuf, reason: String },
-    #[error("{path}: the file changed while it was read; try again when its writer is done", path = path.display())]
+    #[error("{path}: the file changed while it was read: try again when its writer has finished", path = path.display())]
     Changing { path: PathBuf },
 }
 
@@ -131,7 +131,7 @@ fn hint(error: &io::Error) -> &'static str {
     }
 }
 
-/// An open file whose bytes can be reached.
+/// An open file.
 #[derive(Debug)]
 pub struct Source {
     path: PathBuf,
@@ -171,8 +171,8 @@ impl Source {
             // SAFETY: the mapping is read-only, but another process can still change
             // or cut the file: the header is therefore checked as hostile input
             // while it is read, tensors are copied through `read_at` and not through
-            // the mapping, and hosts that take zero-copy pointers are told to
-            // replace files by rename.
+            // the mapping, and the documentation of zero-copy
+            // pointers requires programs to replace files by rename.
             Access::Map => unsafe { Mmap::map(&file) }.ok(),
             Access::Read => None,
         };
@@ -184,18 +184,18 @@ impl Source {
         })
     }
 
-    /// The path it was opened by.
+    /// Returns the path that the file was opened with.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Identity when it was opened.
+    /// Returns the identity at the time of opening.
     pub fn id(&self) -> FileId {
         self.id
     }
 
-    /// Whether nothing shows that the open file was written since it was `earlier`. That
-    /// it was renamed explains another time of change, too.
+    /// Returns whether there is no sign that the open file was written since it was `earlier`. A
+    /// rename of the file also explains a different time of change.
     pub fn is_unwritten_since(&self, earlier: &FileId) -> bool {
         let Ok(now) = self.id_now() else {
             return false;
@@ -204,36 +204,35 @@ impl Source {
         now.unwritten_since(earlier) || now.same_stamp(earlier) && renamed()
     }
 
-    /// Whether the open file still has the size and modification time of `earlier`.
+    /// Returns whether the open file still has the size and the modification time of `earlier`.
     pub fn has_stamp_of(&self, earlier: &FileId) -> bool {
         self.id_now().is_ok_and(|now| now.same_stamp(earlier))
     }
 
-    /// Identity of the open file now: differs from [`Source::id`] when it was
-    /// written in place, renamed, linked, or got another owner or mode.
+    /// Returns the identity of the open file now. It differs from [`Source::id`] when the file was
+    /// modified in place, renamed, linked, or got another owner or mode.
     pub fn id_now(&self) -> io::Result<FileId> {
         self.file.metadata().map(|found| FileId::of(&found))
     }
 
-    /// The mapped bytes, or `None` when the file is not mapped or ends before.
+    /// Returns mapped bytes, or `None` when the file is not mapped or is too short.
     pub fn mapped(&self, offset: u64, len: u64) -> Option<&[u8]> {
         let start = usize::try_from(offset).ok()?;
         let end = start.checked_add(usize::try_from(len).ok()?)?;
         self.map.as_ref()?.get(start..end)
     }
 
-    /// Says that reads of this source jump about, so that the kernel reads nothing ahead
-    /// (`POSIX_FADV_RANDOM`).
+    /// Disables read-ahead of the kernel for this file (`POSIX_FADV_RANDOM`).
     pub fn advise_random(&self) {
         // SAFETY: advice for a descriptor that is open.
         unsafe { libc::posix_fadvise(self.file.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
     }
 
-    /// Fills `buffer` from `offset` as [`Source::read_at`] does, and leaves in the page cache
-    /// what was there: pages that had to be read are dropped again. A file system that
-    /// cannot tell (`RWF_NOWAIT` of preadv2(2)) keeps them.
+    /// Fills `buffer` from `offset` as [`Source::read_at`] does, without adding to the page cache:
+    /// pages that were not cached are dropped after the read. On a file system without `RWF_NOWAIT`
+    /// (preadv2(2)), they stay in the page cache.
     ///
-    /// Reading ahead is to be off: [`Source::advise_random`].
+    /// Call [`Source::advise_random`] first.
     pub fn read_once_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         let cached = self.read_cached(buffer, offset)?;
         if cached == buffer.len() {
@@ -253,8 +252,8 @@ impl Source {
         Ok(())
     }
 
-    /// Reads what the page cache holds from `offset` on; all of it where the file system
-    /// does not tell.
+    /// Reads the cached bytes from `offset` on and returns their number. Reads the whole range
+    /// where the file system does not support `RWF_NOWAIT`.
     fn read_cached(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
         let piece = libc::iovec {
             iov_base: buffer.as_mut_ptr().cast(),
@@ -276,7 +275,7 @@ impl Source {
         let error = io::Error::last_os_error();
         match error.raw_os_error() {
             Some(libc::EAGAIN) => Ok(0),
-            // Not supported here, or not allowed: an error of the file itself shows again.
+            // Not supported or not allowed. An error of the file itself occurs again in `read_at`.
             _ => {
                 self.read_at(buffer, offset)?;
                 Ok(buffer.len())
@@ -284,7 +283,7 @@ impl Source {
         }
     }
 
-    /// Fills `buffer` from `offset`; an error when the file ends before.
+    /// Fills `buffer` from `offset`. Fails when the file is too short.
     pub fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         self.file.read_exact_at(buffer, offset)
     }
@@ -295,23 +294,23 @@ impl Source {
 pub struct GgufFile {
     /// The file.
     pub source: Source,
-    /// What its header says.
+    /// The parsed header.
     pub header: Header,
 }
 
 impl GgufFile {
-    /// Opens a file and parses its header; of the data only its place is checked.
+    /// Opens a file and parses its header. Of the data, only the position is checked.
     pub fn open(path: &Path, access: Access) -> Result<GgufFile, OpenError> {
         let source = Source::open(path, access)?;
-        let malformed = |defect| OpenError::Malformed {
+        let malformed = |error| OpenError::Malformed {
             path: path.to_owned(),
-            defect,
+            error,
         };
         let header = match &source.map {
             Some(map) => match Header::parse(map, source.id.size) {
                 Ok(header) => header,
-                Err(Stop::Malformed(defect)) => return Err(malformed(defect)),
-                Err(Stop::NeedMore(_)) => {
+                Err(ParseError::Malformed(error)) => return Err(malformed(error)),
+                Err(ParseError::NeedMore(_)) => {
                     return Err(OpenError::Changing {
                         path: path.to_owned(),
                     });
@@ -323,14 +322,14 @@ impl GgufFile {
         Ok(GgufFile { source, header })
     }
 
-    /// Reads a metadata value that is no array.
-    pub fn value(&self, key: &Key) -> io::Result<Value> {
+    /// Reads a metadata value that is not an array.
+    pub fn value(&self, key: &KeyValue) -> io::Result<Value> {
         let bytes = self.value_bytes(key)?;
         Value::decode(key.ty, &bytes).ok_or_else(changed)
     }
 
-    /// Reads the elements `from..` of an array, at most `limit` of them.
-    pub fn elements(&self, key: &Key, from: u64, limit: u64) -> io::Result<Vec<Value>> {
+    /// Reads at most `limit` elements of an array, starting at `from`.
+    pub fn elements(&self, key: &KeyValue, from: u64, limit: u64) -> io::Result<Vec<Value>> {
         let to = key.count.min(from.saturating_add(limit));
         let from = from.min(to);
         let decode = |bytes| Value::decode(key.ty, bytes).ok_or_else(changed);
@@ -349,13 +348,13 @@ impl GgufFile {
     }
 
     /// Reads an array of strings.
-    pub fn strings(&self, key: &Key) -> io::Result<Strings> {
+    pub fn strings(&self, key: &KeyValue) -> io::Result<Strings> {
         Strings::parse(self.value_bytes(key)?, key.count).ok_or_else(changed)
     }
 
-    /// The bytes of a value, copied from the file. They are read and not borrowed
-    /// from the mapping, so that a file that was cut short since gives an error.
-    fn value_bytes(&self, key: &Key) -> io::Result<Vec<u8>> {
+    /// Reads the bytes of a value. They are not borrowed from the mapping, so that a file that was
+    /// truncated after opening gives an error.
+    fn value_bytes(&self, key: &KeyValue) -> io::Result<Vec<u8>> {
         let mut bytes = vec![0; key.len as usize];
         self.source.read_at(&mut bytes, key.offset)?;
         Ok(bytes)
@@ -369,7 +368,7 @@ fn changed() -> io::Error {
     )
 }
 
-/// Parses a header through reads of a growing prefix.
+/// Parses a header by reading a growing prefix of the file.
 fn read_header(source: &Source) -> Result<Header, OpenError> {
     const FIRST_READ: u64 = 256 << 10;
     let path = || source.path.clone();
@@ -390,13 +389,13 @@ fn read_header(source: &Source) -> Result<Header, OpenError> {
             })?;
         match Header::parse(&prefix, source.id.size) {
             Ok(header) => return Ok(header),
-            Err(Stop::Malformed(defect)) => {
+            Err(ParseError::Malformed(error)) => {
                 return Err(OpenError::Malformed {
                     path: path(),
-                    defect,
+                    error,
                 });
             }
-            Err(Stop::NeedMore(needed)) => want = needed.max(want * 2),
+            Err(ParseError::NeedMore(needed)) => want = needed.max(want * 2),
         }
     }
 }

@@ -1,21 +1,49 @@
 //! The GGUF format: types, headers, metadata values, files, shards.
 //!
-//! This module knows the format and nothing of models or devices.
+//! This module does not depend on models or devices.
+//!
+//! ```
+//! use llama_sidecar::gguf::{Access, GgufFile, Value};
+//! # use llama_sidecar::gguf::HeaderWriter;
+//! # let file = tempfile::NamedTempFile::new()?;
+//! # let path = file.path();
+//! # let mut header = HeaderWriter::new(32);
+//! # header.value("general.architecture", "llama");
+//! # header.array("tokenizer.ggml.tokens", &["a", "b"]);
+//! # header.tensor(b"output_norm.weight", &[8], 0, 32)?;
+//! # std::fs::write(path, [header.finish(), vec![0; 32]].concat())?;
+//!
+//! let file = GgufFile::open(path, Access::Map)?;
+//! let key = file.header.key(b"general.architecture").unwrap();
+//! assert_eq!(file.value(key)?, Value::Text(b"llama".to_vec()));
+//! let tokens = file.header.key(b"tokenizer.ggml.tokens").unwrap();
+//! assert_eq!(file.strings(tokens)?.get(1), Some(b"b".as_slice()));
+//!
+//! for tensor in &file.header.tensors {
+//!     let name = file.header.name(tensor).to_string_lossy();
+//!     println!("{name}: {} {:?}, {} bytes", tensor.ty.name(), tensor.ne, tensor.nbytes);
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
+mod cursor;
+mod error;
 mod file;
 mod header;
+mod names;
 mod scales;
 mod shards;
 mod types;
 mod value;
 mod write;
 
+pub use error::{FormatError, ParseError};
 pub use file::{Access, FileId, GgufFile, OpenError, Source};
-pub use header::{DEFAULT_ALIGNMENT, Defect, Header, Stop, TensorInfo, strides};
+pub use header::{DEFAULT_ALIGNMENT, Header, TensorInfo, strides};
 pub use scales::{ScaleClass, ScaleFormat};
 pub use shards::{open_model, shard_name};
-pub use types::{Origin, TYPES, TypeInfo};
-pub use value::{Key, Strings, Value, ValueType};
+pub use types::{Dialect, TYPES, TypeInfo};
+pub use value::{KeyValue, Strings, Value, ValueType};
 pub use write::{
     HeaderWriter, MetadataValue, TYPE_AND_OFFSET, TooLarge, padded, padding, retype, type_fields,
     write_data,

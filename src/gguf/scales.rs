@@ -1,9 +1,9 @@
-//! Where the blocks of a type keep the numbers that all their elements are multiplied with.
+//! Positions and formats of the scales in the blocks of each type.
 //!
 //! Offsets are those of the `block_*` structs in ggml's `ggml-common.h`. For types without
 //! blocks, each element counts as its own scale.
 
-use super::types::{Origin, TypeInfo};
+use super::types::{Dialect, TypeInfo};
 
 /// How a scale is stored, little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,12 +18,12 @@ pub enum ScaleFormat {
     E8m0,
 }
 
-/// What a scale says about its block.
+/// Class of a scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScaleClass {
-    /// The block is zero.
+    /// Zero: all elements of the block are zero.
     Zero,
-    /// An ordinary number.
+    /// A finite number other than zero.
     Finite,
     /// An infinity, or not a number.
     NonFinite,
@@ -54,11 +54,11 @@ impl ScaleFormat {
 }
 
 impl TypeInfo {
-    /// Where a block of this type keeps its scales, and how; empty for types of which that
-    /// is not known here.
+    /// Returns the format and the offsets of the scales in a block of this type. There are no
+    /// offsets for a type that is not in the table.
     pub fn scales(&self) -> (ScaleFormat, &'static [usize]) {
         use ScaleFormat::*;
-        if self.origin != Origin::Upstream {
+        if self.dialect != Dialect::Upstream {
             return (F16, &[]);
         }
         match self.name() {

@@ -1,4 +1,4 @@
-//! Models cut into several files.
+//! Models in several files (shards).
 //!
 //! llama.cpp's `gguf-split` writes `split.no`, `split.count` and
 //! `split.tensors.count` into every file and names them
@@ -13,15 +13,15 @@ const COUNT_KEY: &str = "split.count";
 const NUMBER_KEY: &str = "split.no";
 const TENSORS_KEY: &str = "split.tensors.count";
 
-/// File name of shard `number` (from 0) of `count`.
+/// Returns the file name of shard `number` (from 0) of `count`.
 pub fn shard_name(prefix: &str, number: u64, count: u64) -> String {
     format!("{prefix}-{:05}-of-{count:05}.gguf", number + 1)
 }
 
-/// Opens all files of the model that `path`, any one of its shards, belongs to.
+/// Opens all files of a model. `path` is the file or any of its shards.
 ///
-/// Files come in the order of their numbers. A tensor name appears in one file
-/// only, and the files agree on how many they are and how many tensors they hold.
+/// Files are returned in the order of their numbers. Each tensor name is in one file only. All
+/// files have the same counts of files and tensors.
 pub fn open_model(path: &Path, access: Access) -> Result<Vec<GgufFile>, OpenError> {
     let named = GgufFile::open(path, access)?;
     let count = integer(&named, COUNT_KEY)?.unwrap_or(0);
@@ -59,7 +59,7 @@ pub fn open_model(path: &Path, access: Access) -> Result<Vec<GgufFile>, OpenErro
 }
 
 impl GgufFile {
-    /// Whether the file is a shard of a model other than its first.
+    /// Returns whether the file is a shard other than the first one of its model.
     pub fn is_further_shard(&self) -> bool {
         integer(self, NUMBER_KEY).is_ok_and(|number| number.is_some_and(|number| number > 0))
     }
@@ -71,7 +71,7 @@ fn shard_prefix(path: &Path, number: u64, count: u64) -> Option<String> {
     name.strip_suffix(&suffix).map(str::to_owned)
 }
 
-/// An integer key; `None` when absent.
+/// Returns the value of an integer key, or `None` when the key is absent.
 fn integer(file: &GgufFile, key: &str) -> Result<Option<u64>, OpenError> {
     let Some(found) = file.header.key(key.as_bytes()) else {
         return Ok(None);
@@ -97,7 +97,7 @@ fn check_member(file: &GgufFile, key: &str, expected: Option<u64>) -> Result<(),
     Err(OpenError::Shard {
         path: file.source.path().to_owned(),
         reason: format!(
-            "this shard does not belong here: '{key}' is {}, expected {}; restore the file that was written with the others",
+            "this shard does not belong to the model: '{key}' is {}, expected {}; restore the file that was written with the others",
             show(found),
             show(expected)
         ),
@@ -126,7 +126,7 @@ fn check_tensors(files: &[GgufFile], total: Option<u64>) -> Result<(), OpenError
         return Err(OpenError::Shard {
             path: files[0].source.path().to_owned(),
             reason: format!(
-                "'{TENSORS_KEY}' promises {expected} tensors, all shards together hold {found}"
+                "'{TENSORS_KEY}' states {expected} tensors, but all shards together have {found}: restore the files that were written together"
             ),
         });
     }

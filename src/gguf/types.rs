@@ -1,17 +1,15 @@
-//! The tensor types a GGUF file can name, as data.
+//! The table of tensor types in GGUF files.
 //!
-//! Ids, block sizes and names are those of `enum ggml_type` and its type traits:
-//! upstream ggml for the low ids, ik_llama.cpp for the ids it added. A quantised
-//! row is a run of blocks; some of ik_llama.cpp's types put a few bytes of scale
-//! in front of each row (`row_meta`) or store several rows interleaved
-//! (`interleave`).
+//! Ids, block sizes and names are those of `enum ggml_type` and its type traits, in upstream ggml
+//! and in ik_llama.cpp. A quantised row is a sequence of blocks. Some types of ik_llama.cpp have
+//! scale bytes before each row (`row_meta`) or interleave several rows (`interleave`).
 
-/// Who defines a type id.
+/// The project that defines a type id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Origin {
-    /// ggml of upstream llama.cpp (ik_llama.cpp reads nearly all of these too).
+pub enum Dialect {
+    /// Upstream ggml. ik_llama.cpp also reads most of these types.
     Upstream,
-    /// Only ik_llama.cpp.
+    /// ik_llama.cpp only.
     IkLlama,
 }
 
@@ -26,16 +24,16 @@ pub struct TypeInfo {
     pub block: u64,
     /// Bytes per block.
     pub bytes: u64,
-    /// Bytes in front of every row.
+    /// Bytes before each row.
     pub row_meta: u64,
-    /// Rows stored interleaved; a tensor is only cut between such groups.
+    /// Number of interleaved rows. A tensor can be split between such groups of rows only.
     pub interleave: u64,
-    /// Who defines it.
-    pub origin: Origin,
+    /// The project that defines the type.
+    pub dialect: Dialect,
 }
 
 impl TypeInfo {
-    /// The type with this id, or `None` when it is unknown or was removed.
+    /// Returns the type with this id, or `None` when the id is unknown or was removed.
     pub fn from_id(id: u32) -> Option<&'static TypeInfo> {
         TYPES
             .binary_search_by_key(&id, |t| t.id)
@@ -43,22 +41,22 @@ impl TypeInfo {
             .map(|at| &TYPES[at])
     }
 
-    /// The type with this ggml name, for example `q4_K`.
+    /// Returns the type with this name in ggml, for example `q4_K`.
     pub fn from_name(name: &str) -> Option<&'static TypeInfo> {
         TYPES.iter().find(|t| t.name() == name)
     }
 
-    /// ggml's name of the type.
+    /// Returns the name of the type in ggml.
     pub fn name(&self) -> &'static str {
         self.c_name.to_str().expect("type names are ASCII")
     }
 
-    /// The same name for C.
+    /// Returns the same name as a C string.
     pub fn c_name(&self) -> &'static std::ffi::CStr {
         self.c_name
     }
 
-    /// Bytes of a row of `elements`, or `None` when that is no whole number of
+    /// Returns the bytes of a row of `elements`, or `None` when that is not a whole number of
     /// blocks or does not fit 64 bits.
     pub fn row_bytes(&self, elements: u64) -> Option<u64> {
         if !elements.is_multiple_of(self.block) {
@@ -72,7 +70,7 @@ impl TypeInfo {
 
 const fn upstream(id: u32, c_name: &'static std::ffi::CStr, block: u64, bytes: u64) -> TypeInfo {
     TypeInfo {
-        origin: Origin::Upstream,
+        dialect: Dialect::Upstream,
         ..ik(id, c_name, block, bytes, 0, 1)
     }
 }
@@ -92,14 +90,14 @@ const fn ik(
         bytes,
         row_meta,
         interleave,
-        origin: Origin::IkLlama,
+        dialect: Dialect::IkLlama,
     }
 }
 
 /// Every known type, by ascending id.
 ///
-/// Absent on purpose: 4 and 5 (`q4_2`, `q4_3`), 37 and 38 (`iq4_nl_4_8`,
-/// `iq4_nl_8_8`), which no current reader accepts.
+/// Ids 4 and 5 (`q4_2`, `q4_3`), 37 and 38 (`iq4_nl_4_8`, `iq4_nl_8_8`) are absent, because no
+/// current reader accepts them.
 pub static TYPES: [TypeInfo; TYPE_COUNT] = [
     upstream(0, c"f32", 1, 4),
     upstream(1, c"f16", 1, 2),

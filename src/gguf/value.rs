@@ -1,4 +1,4 @@
-//! Metadata values: where they are, and what they say when somebody asks.
+//! Metadata values: their positions in the file, and decoding.
 
 use std::fmt;
 
@@ -23,7 +23,7 @@ pub enum ValueType {
 }
 
 impl ValueType {
-    /// The type with this number in a file.
+    /// Returns the type with this number.
     pub fn from_id(id: u32) -> Option<ValueType> {
         use ValueType::*;
         const ALL: [ValueType; 13] = [
@@ -32,7 +32,7 @@ impl ValueType {
         ALL.get(id as usize).copied()
     }
 
-    /// Bytes of one value, or `None` for strings and arrays.
+    /// Returns the bytes of one value, or `None` for strings and arrays.
     pub fn fixed_size(self) -> Option<u64> {
         match self {
             ValueType::U8 | ValueType::I8 | ValueType::Bool => Some(1),
@@ -64,33 +64,34 @@ impl fmt::Display for ValueType {
     }
 }
 
-/// A key-value, located and validated; the value itself is still in the file.
+/// The validated position of a key-value. The value stays in the file.
 #[derive(Debug, Clone)]
-pub struct Key {
+pub struct KeyValue {
     /// Name, as in the file.
     pub name: Box<[u8]>,
     /// Type of the value, or of the elements of an array.
     pub ty: ValueType,
     /// Whether the value is an array.
     pub array: bool,
-    /// Elements of an array, else 1.
+    /// Number of elements of an array; 1 for any other value.
     pub count: u64,
     /// First byte of the value from the start of the file (for a string, of its
     /// text; for an array, of its first element).
     pub offset: u64,
     /// Bytes of the value.
     pub len: u64,
-    /// The little-endian bits of a value of at most 8 bytes that is no array.
+    /// The little-endian bits of a value of at most 8 bytes that is not an array.
     pub(super) scalar: u64,
 }
 
-impl Key {
-    /// The name for messages.
+impl KeyValue {
+    /// Returns the name for messages.
     pub fn name_lossy(&self) -> String {
         String::from_utf8_lossy(&self.name).into_owned()
     }
 
-    /// The value as a non-negative integer, if it is an integer scalar that is.
+    /// Returns the value of a non-negative integer that is not an array; `None` for any other
+    /// value.
     pub fn as_u64(&self) -> Option<u64> {
         if self.array {
             return None;
@@ -117,7 +118,7 @@ impl Key {
     }
 }
 
-/// One value that is no array.
+/// A value that is not an array.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Value {
     /// Any unsigned integer.
@@ -128,7 +129,7 @@ pub enum Value {
     Single(f32),
     /// A 64-bit float.
     Double(f64),
-    /// A truth value.
+    /// A boolean.
     Bool(bool),
     /// Text, not necessarily UTF-8.
     Text(Vec<u8>),
@@ -137,7 +138,7 @@ pub enum Value {
 impl Value {
     /// Decodes one value of type `ty` from exactly its bytes.
     ///
-    /// `None` when `bytes` has the wrong length for the type.
+    /// Returns `None` when `bytes` has the wrong length for the type.
     pub fn decode(ty: ValueType, bytes: &[u8]) -> Option<Value> {
         if ty
             .fixed_size()
@@ -145,7 +146,7 @@ impl Value {
         {
             return None;
         }
-        let bits = Key::inline(bytes);
+        let bits = KeyValue::inline(bytes);
         Some(match ty {
             ValueType::U8 | ValueType::U16 | ValueType::U32 | ValueType::U64 => {
                 Value::Unsigned(bits)
@@ -176,7 +177,7 @@ impl fmt::Display for Value {
     }
 }
 
-/// An array of strings that was read, and where each of them is.
+/// The bytes of an array of strings, and the range of each string.
 #[derive(Debug)]
 pub struct Strings {
     bytes: Vec<u8>,
@@ -186,7 +187,7 @@ pub struct Strings {
 impl Strings {
     /// Finds `count` strings in the bytes of an array.
     ///
-    /// `None` when the lengths do not add up to `bytes`: the file changed since its
+    /// Returns `None` when the lengths do not add up to `bytes`, because the file changed after its
     /// header was checked.
     pub fn parse(bytes: Vec<u8>, count: u64) -> Option<Strings> {
         let mut ranges = Vec::with_capacity(count.min(bytes.len() as u64 / 8) as usize);
@@ -202,7 +203,7 @@ impl Strings {
         (at == bytes.len()).then_some(Strings { bytes, ranges })
     }
 
-    /// The string at a position.
+    /// Returns the string at a position.
     pub fn get(&self, at: u64) -> Option<&[u8]> {
         let range = self.ranges.get(usize::try_from(at).ok()?)?;
         Some(&self.bytes[range.clone()])

@@ -14,6 +14,40 @@ use crate::reload;
 pub type StaleCallback = dyn Fn(u64) + Send + Sync;
 
 /// An evaluation context of a model. Keeps the model alive.
+///
+/// # Examples
+///
+/// Reloads a tensor that another program changed in the file, also to another type:
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use llama_sidecar::model::{Context, Model, Options};
+/// use llama_sidecar::reload::Outcome;
+///
+/// # use testkit::writer::{F16, F32, Gguf};
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("model.gguf");
+/// # Gguf::default().tensor("output.weight", &[64, 32], F32, 1).write(&path)?;
+/// let options = Options { hotswap: true, ..Options::host() };
+/// let context = Context::new(Arc::new(Model::open(&path, options)?));
+/// context.on_stale(Some(Arc::new(|generation| {
+///     println!("generation {generation}: graphs that were built before are stale");
+/// })));
+///
+/// // No tensor changes between `begin` and `end`.
+/// assert_eq!(context.begin()?, 0);
+/// context.end()?;
+///
+/// // Another program writes a new file and renames it over the path.
+/// # Gguf::default().tensor("output.weight", &[64, 32], F16, 2).replace(&path)?;
+/// let report = context.reload()?;
+/// assert_eq!(report.count(Outcome::Swapped), 1);
+/// assert_eq!(context.model().tensor(0).ty().name(), "f16");
+/// assert_eq!(context.begin()?, 1);
+/// context.end()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Context {
     model: Arc<Model>,
     evaluation: Mutex<Slot>,

@@ -1,7 +1,7 @@
 //! Loads tensors from their file into buffers on their devices.
 //!
 //! Bytes are read from the file and not copied from its mapping. A read causes no page faults
-//! on the source, and a file that was cut short gives an error instead of a bus error.
+//! on the source, and a truncated file gives an error instead of a bus error.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

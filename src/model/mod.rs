@@ -25,7 +25,7 @@ use parking_lot::RwLock;
 use crate::device::{Device, HostDevice};
 use crate::error::{Error, Result};
 use crate::experts::ExpertIndex;
-use crate::gguf::{self, Access, GgufFile, Key, Strings, TypeInfo, Value};
+use crate::gguf::{self, Access, GgufFile, KeyValue, Strings, TypeInfo, Value};
 use crate::reload::{Engine, Pauses, TrackedFile};
 
 pub use context::Context;
@@ -69,6 +69,34 @@ impl Options {
 }
 
 /// An open model. All methods can be called from several threads.
+///
+/// # Examples
+///
+/// Opens a model and loads one of its tensors:
+///
+/// ```
+/// use llama_sidecar::model::{Model, Options};
+///
+/// # use testkit::writer::{F32, Gguf};
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("model.gguf");
+/// # let file = Gguf::default().tensor("token_embd.weight", &[64, 32], F32, 1);
+/// # file.write(&path)?;
+/// // Reads the header only.
+/// let model = Model::open(&path, Options::host())?;
+/// let index = model.find(c"token_embd.weight").expect("the file has this tensor");
+/// let view = model.tensor(index);
+/// assert_eq!((view.ty().name(), view.nbytes()), ("f32", 64 * 32 * 4));
+/// assert_eq!(view.placed(), None, "not loaded yet");
+///
+/// // Reads this tensor into a buffer on its device, here host memory.
+/// let view = model.load(index)?;
+/// assert!(view.placed().is_some());
+/// let mut bytes = vec![0; view.nbytes() as usize];
+/// model.read(index, 0, &mut bytes)?;
+/// # assert_eq!(bytes, file.tensors[0].data);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct Model {
     files: Vec<TrackedFile>,
@@ -356,37 +384,37 @@ impl Model {
     }
 
     /// Returns the metadata: the key-values of the first file.
-    pub fn metadata(&self) -> &[Key] {
+    pub fn metadata(&self) -> &[KeyValue] {
         &self.files[0].gguf.header.keys
     }
 
     /// Returns the metadata key of this name.
-    pub fn key(&self, name: &[u8]) -> Option<&Key> {
+    pub fn key(&self, name: &[u8]) -> Option<&KeyValue> {
         self.files[0].gguf.header.key(name)
     }
 
     /// Reads the value of `key`, which is one of [`Model::metadata`].
-    pub fn value(&self, key: &Key) -> Result<Value> {
+    pub fn value(&self, key: &KeyValue) -> Result<Value> {
         let file = &self.files[0].gguf;
         file.value(key)
             .map_err(|source| self.read_error(0, key, source))
     }
 
     /// Reads at most `limit` elements of an array, from index `from` on.
-    pub fn elements(&self, key: &Key, from: u64, limit: u64) -> Result<Vec<Value>> {
+    pub fn elements(&self, key: &KeyValue, from: u64, limit: u64) -> Result<Vec<Value>> {
         let file = &self.files[0].gguf;
         file.elements(key, from, limit)
             .map_err(|source| self.read_error(0, key, source))
     }
 
     /// Reads an array of strings.
-    pub fn strings(&self, key: &Key) -> Result<Strings> {
+    pub fn strings(&self, key: &KeyValue) -> Result<Strings> {
         let file = &self.files[0].gguf;
         file.strings(key)
             .map_err(|source| self.read_error(0, key, source))
     }
 
-    fn read_error(&self, file: usize, key: &Key, source: std::io::Error) -> Error {
+    fn read_error(&self, file: usize, key: &KeyValue, source: std::io::Error) -> Error {
         Error::Read {
             path: self.file_path(file).to_owned(),
             what: format!("metadata key '{}'", key.name_lossy()),

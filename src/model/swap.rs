@@ -430,7 +430,7 @@ impl Store for Model {
             let mut versions = self.versions.write();
             if !staged.still_fits(&versions) {
                 return Err(Error::Busy(
-                    "a tensor of a layer was loaded while the layer was being replaced; nothing changed, reload again",
+                    "nothing was switched, because a tensor was loaded while its layer was replaced: reload again",
                 ));
             }
             for (group, displaced) in &staged.groups {

@@ -177,8 +177,8 @@ fn read_file<S: Store>(
 }
 
 /// Hashes the bytes in use of all tensors of the changed files. Leaves out tensors that are used
-/// through the mapping of a file that was written in place: their known hash tells whether the
-/// write changed them.
+/// through the mapping of a file that was written in place: [`action`] compares their known hash
+/// with the new one.
 fn hash_live<S: Store>(registry: &mut Registry, store: &S, changed: &[ChangedFile]) {
     let ids: HashMap<usize, FileId> = changed
         .iter()

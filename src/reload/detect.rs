@@ -128,12 +128,14 @@ fn open(path: &std::path::Path, found: FileId) -> Result<GgufFile, OpenError> {
 /// error again.
 fn explain(error: OpenError, found: FileId) -> (Option<FileId>, Cause, String) {
     match error {
-        OpenError::Malformed { defect, .. } if defect.is_short() => (
+        OpenError::Malformed { error: defect, .. } if defect.is_short() => (
             Some(found),
             Cause::Incomplete,
             format!("{defect}; waiting for its writer to finish"),
         ),
-        OpenError::Malformed { defect, .. } => (Some(found), Cause::Malformed, defect.to_string()),
+        OpenError::Malformed { error: defect, .. } => {
+            (Some(found), Cause::Malformed, defect.to_string())
+        }
         OpenError::NotAFile { found, .. } => (
             None,
             Cause::Unreadable,

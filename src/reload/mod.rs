@@ -119,7 +119,7 @@ impl Engine {
     }
 
     /// Hashes tensors in use that were not hashed yet: as many as are read at a time, from
-    /// `next` on. Moves `next` behind them. Reloads and reverts can run between two calls.
+    /// `next` on. Advances `next` past them. Reloads and reverts can run between two calls.
     ///
     /// Returns `false` when the bytes of a tensor cannot be hashed, or were written in place
     /// and no reload has seen that yet.
@@ -140,8 +140,8 @@ impl Engine {
     /// Returns a hash of the names, types, shapes and bytes of all tensors in use, in the order
     /// of their names: equal for two models that evaluate alike.
     ///
-    /// `None` when a tensor is not hashed yet ([`Engine::hash_some`]), or while a reload runs
-    /// unless `wait` says to wait for its end.
+    /// `None` when a tensor is not hashed yet ([`Engine::hash_some`]), or while a reload runs. With
+    /// `wait`, waits for the end of the reload.
     pub fn content_hash(&self, wait: bool) -> Option<Hash> {
         let registry = match wait {
             true => self.state.lock(),

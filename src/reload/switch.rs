@@ -81,7 +81,7 @@ impl Registry {
                     returning.insert(index, hash);
                 }
                 _ => {
-                    let reason = "its original bytes are gone: the file was written in place";
+                    let reason = "its original bytes are gone, because the file was written in place: put the original file back and reload";
                     report.add(tensor.refused(index, reason.into()));
                 }
             }
@@ -376,16 +376,16 @@ fn steps<'a, S: Store>(
         limit => limit,
     };
     let mut steps: Vec<Vec<&Decision>> = Vec::new();
-    let mut room = 0;
+    let mut left = 0;
     for (bytes, group) in groups {
         match steps.last_mut() {
-            Some(step) if bytes <= room => {
+            Some(step) if bytes <= left => {
                 step.extend(group);
-                room -= bytes;
+                left -= bytes;
             }
             _ => {
                 steps.push(group);
-                room = limit.saturating_sub(bytes);
+                left = limit.saturating_sub(bytes);
             }
         }
     }

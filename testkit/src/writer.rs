@@ -27,13 +27,13 @@ pub enum Kv {
 /// One tensor to write.
 #[derive(Debug, Clone)]
 pub struct Tensor {
-    /// Its name.
+    /// Name.
     pub name: String,
     /// Elements per dimension, innermost first.
     pub ne: Vec<i64>,
     /// Value of `enum ggml_type`.
     pub ty: u32,
-    /// Its data, already in that type.
+    /// Data in that type.
     pub data: Vec<u8>,
 }
 
@@ -48,7 +48,7 @@ pub const Q8_0: u32 = 8;
 /// Value of `enum ggml_type` for `q4_K`: 144 bytes for 256 elements.
 pub const Q4_K: u32 = 12;
 
-/// Bytes of `elements` elements in one of the types named here.
+/// Returns the bytes of `elements` elements in one of these types.
 pub fn nbytes(ty: u32, elements: u64) -> u64 {
     match ty {
         F32 => elements * 4,
@@ -65,7 +65,7 @@ pub fn nbytes(ty: u32, elements: u64) -> u64 {
 pub struct Gguf {
     /// Version field.
     pub version: u32,
-    /// Alignment of the data; written as a key only when it is not 32.
+    /// Alignment of the data. The key is written only for a value other than 32.
     pub alignment: u64,
     /// Key-values, in order.
     pub kvs: Vec<(String, Kv)>,
@@ -91,7 +91,7 @@ impl Gguf {
         self
     }
 
-    /// Adds a tensor whose bytes follow from `seed`.
+    /// Adds a tensor with pseudo-random data of this seed.
     pub fn tensor(mut self, name: &str, ne: &[i64], ty: u32, seed: u64) -> Gguf {
         let elements: i64 = ne.iter().product();
         self.tensors.push(Tensor {
@@ -103,7 +103,7 @@ impl Gguf {
         self
     }
 
-    /// Bytes of the header, padding before the data included.
+    /// Returns the bytes of the header, with the padding before the data.
     pub fn header(&self) -> Vec<u8> {
         let mut writer = HeaderWriter::new(self.alignment as u32);
         writer.version(self.version);
@@ -128,7 +128,7 @@ impl Gguf {
         writer.finish()
     }
 
-    /// The whole file.
+    /// Returns the bytes of the whole file.
     pub fn bytes(&self) -> Vec<u8> {
         let mut out = Vec::new();
         self.write_to(&mut out).expect("a Vec takes everything");
@@ -142,8 +142,7 @@ impl Gguf {
         file.flush()
     }
 
-    /// Writes the file beside `path` and renames it over `path`: how a model that
-    /// is in use is to be changed.
+    /// Writes a new file next to `path` and renames it to `path`, as for a model in use.
     pub fn replace(&self, path: &Path) -> io::Result<()> {
         let beside = path.with_extension("gguf.new");
         self.write(&beside)?;
@@ -160,7 +159,7 @@ impl Gguf {
     }
 }
 
-/// `len` bytes that follow from `seed` and differ between seeds.
+/// Returns `len` pseudo-random bytes of this seed.
 pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut out = Vec::with_capacity(len + 8);
@@ -175,7 +174,7 @@ pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
     out
 }
 
-/// Bytes of `elements` elements that follow from `seed`, with scales that are finite.
+/// Returns pseudo-random data of this seed for `elements` elements, with finite scales.
 pub fn weights(seed: u64, ty: u32, elements: u64) -> Vec<u8> {
     let mut bytes = pattern(seed, nbytes(ty, elements) as usize);
     // Where a block has its scales ends the exponent: without its highest bit it is finite.
@@ -193,7 +192,7 @@ pub fn weights(seed: u64, ty: u32, elements: u64) -> Vec<u8> {
     bytes
 }
 
-/// A vocabulary of `tokens` tokens with scores and types, as tokenizers store it.
+/// Returns the keys of a vocabulary of `tokens` tokens with scores and types.
 pub fn vocabulary(tokens: usize) -> [(String, Kv); 4] {
     let words = (0..tokens)
         .map(|i| {

@@ -3,10 +3,9 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 
-use crate::install::{install, preload, target_folder};
-use crate::run::{command, output};
+use crate::install::{DebugInfo, install, preload, target_folder};
 use crate::{fixtures, root};
 
 /// The one name that another library may export, too: a program compiled against
@@ -17,7 +16,7 @@ const SHARED_ON_PURPOSE: &str = "llama_reload_changed_tensors";
 /// exported by upstream's libraries.
 pub fn check() -> Result<()> {
     let stage = target_folder()?.join("stage");
-    install(&stage)?;
+    install(&stage, DebugInfo::Separate)?;
     let ours = exports(&stage.join("lib/libllama_sidecar.so"))?;
     let in_header = declared(&std::fs::read_to_string(
         root().join("include/llama_sidecar.h"),
@@ -77,14 +76,9 @@ fn check_preload(upstream: &BTreeSet<String>) -> Result<()> {
             exported.len()
         );
     }
-    let undefined = output(
-        command("nm", &root())
-            .args(["-D", "--undefined-only"])
-            .arg(&library),
-    )?;
-    let foreign = |line: &&str| ["ggml", "gguf", "llama"].iter().any(|of| line.contains(of));
-    if let Some(symbol) = undefined.lines().find(foreign) {
-        bail!("undefined in the drop-in: {symbol}");
+    let foreign = |name: &String| ["ggml", "gguf", "llama"].iter().any(|of| name.contains(of));
+    if let Some(name) = symbols(&library, true)?.into_iter().find(foreign) {
+        bail!("undefined in the drop-in: {name}");
     }
     println!(
         "{} functions interposed, and no other exported",
@@ -94,14 +88,19 @@ fn check_preload(upstream: &BTreeSet<String>) -> Result<()> {
 }
 
 fn exports(library: &Path) -> Result<BTreeSet<String>> {
-    let symbols = output(
-        command("nm", &root())
-            .args(["-D", "--defined-only"])
-            .arg(library),
-    )?;
-    Ok(symbols
-        .lines()
-        .filter_map(|line| line.split_whitespace().nth(2))
+    symbols(library, false)
+}
+
+/// The dynamic symbols that a library needs, or those that it exports.
+fn symbols(library: &Path, undefined: bool) -> Result<BTreeSet<String>> {
+    let bytes = std::fs::read(library)?;
+    let elf = goblin::elf::Elf::parse(&bytes)
+        .with_context(|| format!("cannot read {}", library.display()))?;
+    Ok(elf
+        .dynsyms
+        .iter()
+        .filter(|symbol| symbol.is_import() == undefined && symbol.st_name != 0)
+        .filter_map(|symbol| elf.dynstrtab.get_at(symbol.st_name))
         .map(str::to_owned)
         .collect())
 }
