@@ -37,8 +37,8 @@ fn declared(lib: &str) -> Vec<String> {
     lib.lines().filter_map(name).collect()
 }
 
-/// The modules of its own crate that a file names, with line numbers. `nested` tells a file in
-/// a folder, where `super` is a module and not the crate.
+/// The modules of its own crate that a file names, with line numbers. `nested` is true
+/// for a file in a folder, where `super` is a module and not the crate.
 fn named(text: &str, modules: &[String], nested: bool) -> Vec<(usize, String)> {
     let mut found = Vec::new();
     // Inside the braces of `use crate::{`, which may go over several lines.

@@ -166,7 +166,7 @@ impl Slot {
     }
 
     /// Enters the evaluation; a pending switch can go first if the graph stays valid and
-    /// the decode was not seen to begin.
+    /// it is not known that the decode began.
     pub fn enter_compute(&self) {
         let before = self.state.swap(RUNNING, Ordering::SeqCst);
         if is_pending() {

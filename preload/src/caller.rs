@@ -238,7 +238,7 @@ impl Caller {
             None => (None, None),
         };
         // Only the loader knows which objects are global.
-        // SAFETY: the call is made from this library, which is what RTLD_NEXT goes by.
+        // SAFETY: the call is made from this library, which is the starting point of RTLD_NEXT.
         let next = unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) } as usize;
         let scoped = loaded::look(|objects, scratch| {
             let global = objects.iter().find(|object| object.contains(next));
@@ -371,7 +371,7 @@ fn copy_of_memory(address: usize, words: &mut [usize]) {
         return;
     };
     let bytes = size_of_val(words);
-    // SAFETY: the kernel writes as many bytes as there is room for, or fails.
+    // SAFETY: the kernel writes at most the size of `words`, or fails.
     unsafe { libc::pread(memory.as_raw_fd(), words.as_mut_ptr().cast(), bytes, offset) };
 }
 

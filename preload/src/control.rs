@@ -149,7 +149,7 @@ fn address_of(path: &Path) -> io::Result<(libc::sockaddr_un, libc::socklen_t)> {
 fn serve(listener: &UnixListener) {
     for client in listener.incoming() {
         let Ok(client) = client else {
-            // Out of descriptors, most likely.
+            // The process probably has no free descriptors.
             std::thread::sleep(Duration::from_millis(100));
             continue;
         };

@@ -34,7 +34,7 @@ unsafe impl Send for CountedInput {}
 
 /// The weights and the input of a graph.
 pub struct GraphReads {
-    /// The first input that tells the number of tokens.
+    /// The first input whose extent is the number of tokens.
     pub input: Option<CountedInput>,
     /// Weights that nodes read.
     pub weights: Vec<UsedWeight>,

@@ -7,7 +7,7 @@ use std::io::Write;
 use llama_sidecar::config::Config;
 use llama_sidecar::protocol::{Entry, Event};
 
-/// Runs when the library is loaded, in every program of a command: the first event tells that
+/// Runs when the library is loaded, in every program of a command: the first event shows that
 /// the loader accepted the library.
 #[used]
 #[unsafe(link_section = ".init_array")]

@@ -110,7 +110,7 @@ const RELOCATION_BYTES: usize = 24;
 ///
 /// # Safety
 ///
-/// The address lies in a table of an object that is loaded.
+/// The address is in a table of an object that is loaded.
 unsafe fn read<T: Copy>(address: usize) -> T {
     // SAFETY: as the caller ensures; tables may be aligned for less than `T`.
     unsafe { std::ptr::read_unaligned(address as *const T) }

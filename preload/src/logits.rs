@@ -1,7 +1,7 @@
 //! A hash of the output of an evaluation.
 //!
 //! At debug level every evaluation of a model logs a hash of its output tensor: two
-//! processes that log the same hashes computed the same, to the last bit.
+//! processes that log the same hashes computed bit-identical results.
 
 use std::ffi::CStr;
 

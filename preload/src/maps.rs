@@ -25,7 +25,7 @@ impl Maps {
         Maps(text.split(|&byte| byte == b'\n').filter_map(line).collect())
     }
 
-    /// Whether an address lies in the mapping of a file. Some file systems show another
+    /// Whether an address is in the mapping of a file. Some file systems show another
     /// device there than `stat` does, so the path is compared, too.
     pub fn is_of(&self, address: *mut c_void, file: &GgufFile) -> bool {
         let found = self

@@ -1,11 +1,11 @@
 //! The buffer type that llama.cpp would have chosen.
 //!
-//! The CPU backend has buffer types that store some types in another order, with
-//! other kernels: a tensor gives the same result as after a fresh load only in the
-//! buffer type that llama.cpp would have loaded it into. It checks for
-//! each device in turn whether it supports the operation that reads the tensor out of its buffer
-//! type: the device of the layer, memory that a GPU can read, the special types of
-//! the CPU, and plain memory (`select_weight_buft` in llama.cpp).
+//! The CPU backend has buffer types that store some types in another order, with other
+//! kernels. A tensor gives the same result as after a fresh load only in the buffer type
+//! that llama.cpp would have loaded it into. llama.cpp takes the first buffer type in which
+//! the device supports the operation that reads the tensor. Its order is: the device of the
+//! layer, memory that a GPU can read, the special types of the CPU, and plain memory
+//! (`select_weight_buft` in llama.cpp).
 
 use std::ffi::{CStr, c_int};
 use std::sync::atomic::Ordering;

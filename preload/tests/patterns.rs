@@ -1,7 +1,7 @@
-//! Regular expressions, with the features that the library asks for itself.
+//! Regular expressions, with the features that the library itself enables.
 //!
 //! This package is a workspace of its own, without the dependencies of the library's own
-//! tests: they ask for more of the same crates, and would hide that a feature is missing.
+//! tests: they enable more features of the same crates, which would hide a missing one.
 
 use llama_sidecar::config::overrides;
 

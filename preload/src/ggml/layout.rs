@@ -119,7 +119,7 @@ pub fn probe(f: &Functions) -> Result<(TensorLayout, Ops), &'static str> {
 
 /// # Safety
 ///
-/// `context` is live and has room for [`TENSORS`] tensors.
+/// `context` is live and has memory for [`TENSORS`] tensors.
 unsafe fn probe_in(
     f: &Functions,
     context: *mut Context,

@@ -197,7 +197,7 @@ unsafe impl Send for OwnContext {}
 impl OwnContext {
     /// Makes a tensor of this type and shape, without data.
     pub fn tensor(&self, ty: i32, ne: &[i64]) -> *mut Tensor {
-        // SAFETY: a live context with room for it, and as many extents as are counted.
+        // SAFETY: a live context with memory for the tensor; the count is that of the extents.
         unsafe { (self.ggml.f.ggml_new_tensor)(self.context, ty, ne.len() as c_int, ne.as_ptr()) }
     }
 
