@@ -1,4 +1,4 @@
-//! The maps in `src/lib.rs` and `preload/src/lib.rs` are true.
+//! The maps in `src/lib.rs`, `preload/src/lib.rs` and `cli/src/main.rs` are true.
 //!
 //! A map is a table whose rows name modules, top to bottom. A module imports only modules in
 //! rows below its own; the modules of one row import none of each other.
@@ -158,13 +158,14 @@ fn files(folder: &Path) -> Vec<std::path::PathBuf> {
 
 /// What is wrong with the map of a crate.
 fn faults(folder: &Path) -> Vec<String> {
-    let lib = fs::read_to_string(folder.join("lib.rs")).expect("lib.rs");
-    let (map, declared) = (map(&lib), declared(&lib));
+    let roots = ["lib.rs", "main.rs"].map(|name| folder.join(name));
+    let lib = roots.iter().find(|path| path.exists()).expect("a crate");
+    let text = fs::read_to_string(lib).expect("text");
+    let (map, declared) = (map(&text), declared(&text));
     let row = |module: &str| {
         map.iter()
             .position(|row| row.iter().any(|name| name == module))
     };
-    let lib = folder.join("lib.rs");
     let unknown = map.iter().flatten().filter(|name| !declared.contains(name));
     let missing = declared.iter().filter(|name| row(name).is_none());
     let mut faults: Vec<String> = unknown
@@ -203,6 +204,12 @@ fn the_library_imports_downwards() {
 #[test]
 fn the_drop_in_imports_downwards() {
     let faults = faults(&root("preload/src"));
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
+}
+
+#[test]
+fn the_command_imports_downwards() {
+    let faults = faults(&root("cli/src"));
     assert!(faults.is_empty(), "{}", faults.join("\n"));
 }
 

@@ -1,6 +1,7 @@
 //! The `llama-sidecar` command.
 //!
-//! Modules, top to bottom. A module imports only modules below it:
+//! Modules, top to bottom. A module imports only modules below it; `tests/layers.rs` checks
+//! that.
 //!
 //! | module | content |
 //! |---|---|
