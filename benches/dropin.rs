@@ -84,7 +84,7 @@ fn idle() {
         let model = fixture(name);
         let labels = ["nothing (the second process)", "hot-swap", "expert trace"];
         let mut hosts = [DropIn::Absent, DropIn::Absent, quiet("1000"), trace()]
-            .map(|drop_in| Host::start(Program::C, &model, &drop_in));
+            .map(|drop_in| Host::start(Program::CTwoThreads, &model, &drop_in));
         let command = format!("text {TOKENS}");
         let mut times = [const { Vec::new() }; 4];
         for round in 0..ROUNDS + 1 {
@@ -192,11 +192,14 @@ fn swaps(folder: &Path) {
         let shards = Shards::new(folder, tensor);
         // Later than any clock tick in which the files could change again.
         std::thread::sleep(Duration::from_millis(50));
-        let mut host = Host::start(Program::C, &shards.first, &quiet("0"));
+        let mut host = Host::start(Program::CTwoThreads, &shards.first, &quiet("0"));
         host.ask("text 4");
         let [mut start, mut node, mut rest, mut busy, mut switch] = [const { Vec::new() }; 5];
         for _ in 0..ROUNDS {
-            for (program, times) in [(Program::C, &mut start), (Program::Node, &mut node)] {
+            for (program, times) in [
+                (Program::CTwoThreads, &mut start),
+                (Program::Node, &mut node),
+            ] {
                 let mut other = None;
                 times.push(seconds(|| {
                     other = Some(Host::start(program, &shards.first, &DropIn::Absent));

@@ -104,7 +104,7 @@ fn options() -> Options {
     Options {
         config: Config::get().postfetch.clone(),
         active: 0,
-        patience: Duration::from_secs(5),
+        timeout: Duration::from_secs(5),
     }
 }
 

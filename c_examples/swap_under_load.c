@@ -13,7 +13,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { THREADS = 8, SWAPS = 40, MAX_TENSORS = 64, STEP = 61 };
+enum { THREADS = 8, SWAPS = 16, MAX_TENSORS = 64, STEP = 61 };
 
 static const char * const WORK = "swap_under_load_work.gguf";
 

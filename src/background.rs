@@ -1,26 +1,26 @@
-//! Work that must not slow the host down.
+//! Work on a list of items on threads that may run at low priority.
 
 use parking_lot::Mutex;
 
 use crate::parallel;
 
-/// How many threads read, and whether they give way to the host.
+/// Number and priority of the threads that read tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Readers {
-    /// How many.
+    /// Number of threads.
     pub threads: usize,
-    /// Whether they run at low priority.
+    /// Whether the threads run at low priority.
     pub low_priority: bool,
 }
 
 impl Readers {
-    /// One that gives way to the host.
+    /// One thread at low priority, beside a program that evaluates.
     pub const BESIDE_THE_HOST: Readers = Readers {
         threads: 1,
         low_priority: true,
     };
 
-    /// As many as are worth it on this machine, at the caller's priority.
+    /// Returns as many threads as speed up copying on this machine, at the caller's priority.
     pub fn all() -> Readers {
         Readers {
             threads: parallel::threads(),
@@ -29,11 +29,11 @@ impl Readers {
     }
 }
 
-/// Calls `work` once for each item on threads of their own, and waits for them; items are
-/// taken in order. `work` returns whether to go on; returns whether all items were handled.
+/// Calls `work` once for each item, in order, on new threads, and waits for the threads. `work`
+/// returns whether to go on. Returns whether all items were handled.
 ///
-/// At low priority, a thread runs nicer by 10 than its caller and reads at the lowest best-effort priority
-/// (ioprio_set(2)). It takes no signals: they are the host's.
+/// At low priority, a thread has a nice value 10 above its caller's, and the lowest best-effort
+/// priority for reads (ioprio_set(2)). The threads block all signals, which the program handles.
 pub fn for_each<T: Send>(readers: Readers, items: Vec<T>, work: impl Fn(T) -> bool + Sync) -> bool {
     let threads = readers.threads.clamp(1, items.len().max(1));
     let items = Mutex::new((items.into_iter(), true));
@@ -62,7 +62,7 @@ pub fn for_each<T: Send>(readers: Readers, items: Vec<T>, work: impl Fn(T) -> bo
             let builder = std::thread::Builder::new().name("llama-sidecar-h".into());
             started += usize::from(builder.spawn_scoped(scope, run).is_ok());
         }
-        // Out of threads: the work is done all the same, at the caller's priority.
+        // No thread could be started: the caller does the work at its own priority.
         if started == 0 {
             let mut items = items.lock();
             while let Some(item) = items.0.next() {
@@ -80,20 +80,20 @@ pub fn for_each<T: Send>(readers: Readers, items: Vec<T>, work: impl Fn(T) -> bo
 /// Blocks all signals for this thread.
 fn block_signals() {
     let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: a set that is filled before it is read.
+    // SAFETY: the set is filled before it is read.
     unsafe {
         libc::sigfillset(all.as_mut_ptr());
         libc::pthread_sigmask(libc::SIG_BLOCK, all.as_ptr(), std::ptr::null_mut());
     }
 }
 
-/// Lowers the priority of this thread for processors and disks. Failing costs speed only.
+/// Lowers the CPU and I/O priority of this thread. A failure has no effect but on speed.
 fn lower_priority() {
     const WHO_PROCESS: libc::c_int = 1;
     const IDLE_CLASS: libc::c_long = 3;
     const CLASS_SHIFT: libc::c_int = 13;
     const LOWEST_BEST_EFFORT: libc::c_int = (2 << CLASS_SHIFT) | 7;
-    // SAFETY: plain system calls, which on Linux act on the calling thread.
+    // SAFETY: system calls without pointers, which on Linux act on the calling thread.
     unsafe {
         libc::nice(10);
         let now = libc::syscall(libc::SYS_ioprio_get, WHO_PROCESS, 0);
@@ -117,7 +117,7 @@ mod tests {
     #[test]
     fn every_item_is_handled_once_at_low_priority() {
         let sum = Mutex::new(0u64);
-        // SAFETY: a plain system call.
+        // SAFETY: a system call without pointers.
         let priority = || unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
         let lowered = (priority() + 10).min(19);
         let all = for_each(readers(3), (1..=100).collect(), |item: u64| {

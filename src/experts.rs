@@ -260,6 +260,10 @@ impl ExpertIndex {
             }
             first_of_file += gguf.header.tensors.len();
         }
+        ExpertIndex::sorted(tensors)
+    }
+
+    fn sorted(mut tensors: Vec<ExpertTensor>) -> ExpertIndex {
         tensors.sort_unstable_by_key(|t| (t.name, std::cmp::Reverse(t.tensor)));
         ExpertIndex { tensors }
     }
@@ -373,28 +377,33 @@ mod tests {
         }
     }
 
-    /// A header with tensors of these names and shapes.
-    fn index(tensors: &[(&str, &[i64])]) -> ExpertIndex {
-        use crate::gguf::Access;
-        use testkit::writer::{F16, Gguf};
-        let mut gguf = Gguf::default();
-        for (name, ne) in tensors {
-            gguf = gguf.tensor(name, ne, F16, 1);
-        }
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join("model.gguf");
-        gguf.write(&path).expect("written");
-        ExpertIndex::of([&GgufFile::open(&path, Access::Read).expect("a model")])
+    /// An index of `f16` tensors with these names and shapes.
+    fn index(tensors: &[(&str, [u64; 4])]) -> ExpertIndex {
+        let tensors = tensors
+            .iter()
+            .enumerate()
+            .filter_map(|(tensor, (name, ne))| {
+                let name = ExpertName::parse(name)?;
+                Some(ExpertTensor {
+                    name,
+                    tensor,
+                    file: 0,
+                    offset: 1000 * tensor as u64,
+                    nbytes: 2 * ne.iter().product::<u64>(),
+                    experts: experts_in(name, ne),
+                })
+            });
+        ExpertIndex::sorted(tensors.collect())
     }
 
     #[test]
     fn slices_of_merged_and_single_tensors() {
         let index = index(&[
-            ("blk.1.ffn_down.4.weight", &[2, 8]),
-            ("blk.1.ffn_down.1.weight", &[2, 4]),
-            ("blk.0.ffn_up_exps.weight", &[4, 2, 3]),
-            ("blk.0.ffn_up.1.weight", &[4, 2]),
-            ("blk.0.attn_q.weight", &[4, 2]),
+            ("blk.1.ffn_down.4.weight", [2, 8, 1, 1]),
+            ("blk.1.ffn_down.1.weight", [2, 4, 1, 1]),
+            ("blk.0.ffn_up_exps.weight", [4, 2, 3, 1]),
+            ("blk.0.ffn_up.1.weight", [4, 2, 1, 1]),
+            ("blk.0.attn_q.weight", [4, 2, 1, 1]),
         ]);
         assert_eq!(index.layers().collect::<Vec<_>>(), [(0, 3), (1, 5)]);
         let of = |projection| index.layers_with(projection).collect::<Vec<_>>();
@@ -405,13 +414,13 @@ mod tests {
         assert_eq!(of(Projection::Down), [(1, 5)]);
         let slice = |layer, projection, expert| {
             let slice = index.slice(layer, projection, expert)?;
-            Some((slice.tensor, slice.nbytes, slice.within(300)))
+            Some((slice.offset, slice.nbytes, slice.within(300)))
         };
-        assert_eq!(slice(0, Projection::Up, 2), Some((2, 16, 200..300)));
-        assert_eq!(slice(0, Projection::Up, 1), Some((2, 16, 100..200)));
+        assert_eq!(slice(0, Projection::Up, 2), Some((2032, 16, 200..300)));
+        assert_eq!(slice(0, Projection::Up, 1), Some((2016, 16, 100..200)));
         assert_eq!(slice(0, Projection::Up, 3), None);
         assert_eq!(slice(1, Projection::Down, 4), Some((0, 32, 0..300)));
-        assert_eq!(slice(1, Projection::Down, 1), Some((1, 16, 0..300)));
+        assert_eq!(slice(1, Projection::Down, 1), Some((1000, 16, 0..300)));
         assert_eq!(slice(1, Projection::Down, 0), None);
         assert_eq!(slice(2, Projection::Down, 0), None);
     }
@@ -419,12 +428,12 @@ mod tests {
     #[test]
     fn malformed_tensors_have_no_slices() {
         let index = index(&[
-            ("blk.0.ffn_up_exps.weight", &[1, 1, 4097]),
-            ("blk.0.ffn_down_exps.weight", &[1, 1, 2, 2]),
-            ("blk.0.ffn_down.4096.weight", &[1]),
-            ("blk.0.ffn_down.4294967295.weight", &[1]),
-            ("blk.4096.ffn_down_exps.weight", &[1, 1, 2]),
-            ("blk.4294967295.ffn_down.0.weight", &[1]),
+            ("blk.0.ffn_up_exps.weight", [1, 1, 4097, 1]),
+            ("blk.0.ffn_down_exps.weight", [1, 1, 2, 2]),
+            ("blk.0.ffn_down.4096.weight", [1; 4]),
+            ("blk.0.ffn_down.4294967295.weight", [1; 4]),
+            ("blk.4096.ffn_down_exps.weight", [1, 1, 2, 1]),
+            ("blk.4294967295.ffn_down.0.weight", [1; 4]),
         ]);
         assert_eq!(index.tensors().len(), 6);
         assert!(index.tensors().iter().all(|t| t.slice(0).is_none()));

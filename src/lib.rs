@@ -1,18 +1,25 @@
 //! llama-sidecar: change what a llama.cpp process holds and fetches, while it
 //! runs, without patching it.
 //!
-//! The map of the house. Each room knows only rooms further down:
+//! Modules, top to bottom. A module imports only modules below it; `tests/layers.rs` checks
+//! that.
 //!
-//! | room | what it is for |
+//! | module | contents |
 //! |---|---|
-//! | [`ffi`] | the C ABI, and nothing but |
+//! | [`ffi`] | the C ABI |
+//! | [`postfetch`] | routed experts, copied to a GPU while others are computed |
 //! | [`model`] | an open model: lazy tensors, loading, evaluations, contexts |
 //! | [`reload`] | hot-swap: detect, compare, stage, commit, against a trait |
-//! | [`postfetch`] | fetches routed experts to a GPU while others are computed |
 //! | [`trace`] | which experts a workload uses |
-//! | [`device`] | memory where tensors live |
-//! | [`gguf`], [`experts`] | the file format; names of expert tensors |
-//! | [`config`], [`error`], [`logger`] | variables, errors, messages |
+//! | [`protocol`] | messages of the control socket, events of the journal |
+//! | [`error`] | errors of all modules |
+//! | [`device`] | memory of tensors: host and CUDA |
+//! | [`experts`] | names of expert tensors |
+//! | [`gguf`] | the file format |
+//! | `background` | threads that run while the program goes on |
+//! | `parallel` | work that is divided among threads |
+//! | [`logger`] | messages |
+//! | [`config`] | variables |
 #![deny(unsafe_op_in_unsafe_fn, missing_docs)]
 
 mod background;
@@ -27,5 +34,6 @@ pub mod logger;
 pub mod model;
 mod parallel;
 pub mod postfetch;
+pub mod protocol;
 pub mod reload;
 pub mod trace;

@@ -1,24 +1,23 @@
-//! Work spread over a few threads.
+//! Work on a list of items on several threads.
 
 use parking_lot::{Condvar, Mutex};
 
-/// More threads than this do not make copying memory faster.
+/// The number of threads above which copying memory does not get faster.
 const MAX_THREADS: usize = 8;
 
-/// How many threads are worth it on this machine.
+/// Returns the number of threads that speed up copying on this machine.
 pub fn threads() -> usize {
     std::thread::available_parallelism()
         .map_or(1, usize::from)
         .min(MAX_THREADS)
 }
 
-/// Calls `work` once for each item, on several threads; items are taken in order.
+/// Calls `work` once for each item, in order, on several threads.
 ///
-/// `work` returns whether to go on; once it returned `false` no further item is
-/// taken. `beside` runs on the calling thread: after items were handled, by whichever
-/// thread, and for the last time after all of them were. It can stop the work in the
-/// same way, and is not called once the work is stopped. Returns whether all items were
-/// handled and nothing stopped the work.
+/// `work` returns whether to go on; after `false`, no further item is handled. `beside` runs on
+/// the calling thread after items were handled on any thread, and for the last time after all
+/// items were. `beside` can stop the work in the same way, and is not called after the work is
+/// stopped. Returns whether all items were handled and the work was not stopped.
 pub fn for_each<T: Send>(
     items: Vec<T>,
     work: impl Fn(T) -> bool + Sync,
@@ -27,10 +26,10 @@ pub fn for_each<T: Send>(
     for_each_on(threads().min(items.len()), items, work, beside)
 }
 
-/// Items that wait, and how many were taken and handled.
+/// The items that wait, and the numbers of items taken and handled.
 struct Queue<T> {
     state: Mutex<State<T>>,
-    /// An item was handled, or given up by a panic.
+    /// Signals that an item was handled, or abandoned by a panic.
     handled: Condvar,
 }
 
@@ -42,7 +41,7 @@ struct State<T> {
 }
 
 impl<T> Queue<T> {
-    /// Handles the next item, if there is one.
+    /// Handles the next item; returns whether there was one.
     fn handle_next(&self, work: impl Fn(T) -> bool) -> bool {
         let item = {
             let mut state = self.state.lock();
@@ -52,7 +51,7 @@ impl<T> Queue<T> {
             state.taken += 1;
             item
         };
-        // Counted also when `work` panics, or the calling thread would wait for ever.
+        // Also when `work` panics, or the calling thread would wait without end.
         let _counted = Counted(self);
         if !work(item) {
             self.stop();
@@ -64,8 +63,8 @@ impl<T> Queue<T> {
         self.state.lock().waiting = None;
     }
 
-    /// Waits until more than `known` items are handled and returns how many are; `None`
-    /// when there are no more to come or the work is stopped.
+    /// Waits until more than `known` items are handled and returns their number; `None` when no
+    /// more items will be handled.
     fn more_than(&self, known: usize) -> Option<usize> {
         let mut state = self.state.lock();
         self.handled.wait_while(&mut state, |state| {
@@ -99,8 +98,8 @@ fn for_each_on<T: Send>(
         handled: Condvar::new(),
     };
     std::thread::scope(|scope| {
-        // A thread that cannot be had is done without. Joining each waits until it
-        // is gone and not only done: a host may unload this library next.
+        // Fewer threads do the work if one cannot be started. Joining a thread waits until it
+        // has exited, because a program may unload this library next.
         let help = || while queue.handle_next(&work) {};
         let helpers: Vec<_> = (1..threads)
             .filter_map(|_| std::thread::Builder::new().spawn_scoped(scope, help).ok())

@@ -82,7 +82,7 @@ fn c_host(model: &str) -> Vec<String> {
 }
 
 #[test]
-fn the_wrapper_says_at_the_end_what_was_done() {
+fn the_wrapper_reports_evaluations_and_reloads_at_the_end() {
     let folder = tempfile::tempdir().expect("a folder");
     let trace = folder.path().join("trace.json").display().to_string();
     let host = c_host("moe.gguf");
@@ -142,7 +142,7 @@ fn the_wrapper_passes_signals_on() {
 }
 
 #[test]
-fn doctor_tells_what_works_and_why_not() {
+fn doctor_reports_what_works_and_why_not() {
     let host = c_host("moe.gguf");
     let script = format!("(echo text 2; sleep 60) | {}", host.join(" "));
     let (text, status) = command_line(&["doctor", "--", "sh", "-c", &script], "");
@@ -184,7 +184,7 @@ fn doctor_tells_what_works_and_why_not() {
 }
 
 #[test]
-fn doctor_tells_which_hooks_are_reachable() {
+fn doctor_reports_reachable_hooks() {
     let host = c_host("smollm2.gguf");
     let script = format!("(echo text 2; sleep 60) | {}", host.join(" "));
     let (text, status) = command_line(&["doctor", "--", "sh", "-c", &script], "");

@@ -17,7 +17,8 @@ use tempfile::TempDir;
 use testkit::fixtures::fixture;
 use testkit::writer::{F16, F32, Gguf, Q4_0, Q4_K, Q8_0};
 
-struct Bench {
+/// A model on disk, the same model open, and the devices it is on.
+struct Fixture {
     folder: TempDir,
     path: PathBuf,
     devices: Vec<Arc<Gpu>>,
@@ -27,8 +28,8 @@ struct Bench {
     clock: SystemTime,
 }
 
-impl Bench {
-    fn new(file: &Gguf, placement: Placement, devices: usize, staging_bytes: u64) -> Bench {
+impl Fixture {
+    fn new(file: &Gguf, placement: Placement, devices: usize, staging_bytes: u64) -> Fixture {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let path = folder.path().join("model.gguf");
         file.write(&path).unwrap();
@@ -53,7 +54,7 @@ impl Bench {
             staging_bytes,
             ..Options::host()
         };
-        Bench {
+        Fixture {
             model: Arc::new(Model::open(&path, options).unwrap()),
             folder,
             path,
@@ -158,17 +159,17 @@ fn outcome(report: &Report, index: usize) -> Option<Outcome> {
 #[test]
 fn every_kind_of_tensor_is_cut_and_put_together_again() {
     for proportions in ["1,1,1", "3,1,1", "0,1,2", "5,3,2"] {
-        let bench = Bench::new(&sample(), split(proportions), 4, 0);
-        bench.expect(&sample());
-        bench.model.load(GATE).unwrap();
-        let report = bench.model.load_all(|_| true).unwrap();
+        let it = Fixture::new(&sample(), split(proportions), 4, 0);
+        it.expect(&sample());
+        it.model.load(GATE).unwrap();
+        let report = it.model.load_all(|_| true).unwrap();
         assert!(report.allocations <= 9);
-        bench.expect(&sample());
-        assert_eq!(bench.parts(7), [(1, 0, 1)], "a vector is not cut");
-        assert_eq!(bench.used()[0], 0);
+        it.expect(&sample());
+        assert_eq!(it.parts(7), [(1, 0, 1)], "a vector is not cut");
+        assert_eq!(it.used()[0], 0);
         // All of a tensor is there once.
         for (index, tensor) in sample().tensors.iter().enumerate() {
-            let parts = bench.model.tensor(index).parts();
+            let parts = it.model.tensor(index).parts();
             let bytes: u64 = parts.iter().map(|part| part.bytes).sum();
             assert_eq!(bytes, tensor.data.len() as u64);
         }
@@ -182,9 +183,9 @@ fn placement_follows_its_rules() {
         overrides: config::overrides("attn_q=2 ; gate_up=1").unwrap(),
         ..split("1,1")
     };
-    let bench = Bench::new(&sample(), placement, 3, 0);
-    bench.model.load_all(|_| true).unwrap();
-    let whole = |index| match bench.model.planned_layout(index) {
+    let it = Fixture::new(&sample(), placement, 3, 0);
+    it.model.load_all(|_| true).unwrap();
+    let whole = |index| match it.model.planned_layout(index) {
         Layout::Whole(device) => device,
         other => panic!("{other:?}"),
     };
@@ -192,7 +193,7 @@ fn placement_follows_its_rules() {
         [0, 1, 2, 3, 4, 5, 6, 7].map(whole),
         [0, 0, 0, 1, 0, 0, 2, 1]
     );
-    bench.expect(&sample());
+    it.expect(&sample());
     let missing = Placement {
         overrides: config::overrides("x=9").unwrap(),
         ..Placement::default()
@@ -202,7 +203,7 @@ fn placement_follows_its_rules() {
         ..Options::host()
     };
     assert!(
-        Model::open(&bench.path, options)
+        Model::open(&it.path, options)
             .unwrap_err()
             .to_string()
             .contains("device 9")
@@ -211,136 +212,136 @@ fn placement_follows_its_rules() {
 
 #[test]
 fn siblings_follow_when_the_block_size_changes_and_return_without_a_copy() {
-    let mut bench = Bench::new(&sample(), split("3,1,1"), 4, 0);
-    bench.model.load_all(|_| true).unwrap();
-    let used = bench.used();
+    let mut it = Fixture::new(&sample(), split("3,1,1"), 4, 0);
+    it.model.load_all(|_| true).unwrap();
+    let used = it.used();
     let by_32 = [(1, 0, 320), (2, 320, 416), (3, 416, 512)];
-    let addresses: Vec<_> = (0..8).map(|i| bench.model.tensor(i).parts()).collect();
-    assert!([GATE, UP, DOWN].iter().all(|&i| bench.parts(i) == by_32));
+    let addresses: Vec<_> = (0..8).map(|i| it.model.tensor(i).parts()).collect();
+    assert!([GATE, UP, DOWN].iter().all(|&i| it.parts(i) == by_32));
 
     // Another type with the same blocks: the others stay.
     let q8 = with(&sample(), DOWN, Q8_0, 30);
-    bench.replace(&q8);
-    let report = bench.model.reload().unwrap();
+    it.replace(&q8);
+    let report = it.model.reload().unwrap();
     assert_eq!(outcome(&report, DOWN), Some(Outcome::Swapped));
     assert_eq!(
         report.tensors[DOWN].placement,
         "gpu1 columns 0..320, gpu2 columns 320..416, gpu3 columns 416..512"
     );
     assert_eq!(outcome(&report, UP), Some(Outcome::Unchanged));
-    bench.expect(&q8);
+    it.expect(&q8);
 
     // Blocks of 256: all shares are rounded again, and gate and up follow.
     let q4_k = with(&sample(), DOWN, Q4_K, 31);
-    bench.replace(&q4_k);
-    let report = bench.model.reload().unwrap();
+    it.replace(&q4_k);
+    let report = it.model.reload().unwrap();
     assert_eq!(outcome(&report, DOWN), Some(Outcome::Swapped));
     assert_eq!(outcome(&report, GATE), Some(Outcome::Moved));
     assert_eq!(outcome(&report, UP), Some(Outcome::Moved));
     assert_eq!(report.commits, 1);
     let by_256 = [(1, 0, 256), (2, 256, 512)];
-    assert!([GATE, UP, DOWN].iter().all(|&i| bench.parts(i) == by_256));
+    assert!([GATE, UP, DOWN].iter().all(|&i| it.parts(i) == by_256));
     assert!(
         [GATE, UP, DOWN]
             .iter()
-            .all(|&i| bench.model.tensor(i).state == State::Detached)
+            .all(|&i| it.model.tensor(i).state == State::Detached)
     );
-    bench.expect(&q4_k);
+    it.expect(&q4_k);
     assert_eq!(
-        bench.parts(4),
+        it.parts(4),
         [(1, 0, 320), (2, 320, 416), (3, 416, 512)],
         "another layer stays"
     );
 
-    bench.replace(&sample());
-    let report = bench.model.reload().unwrap();
+    it.replace(&sample());
+    let report = it.model.reload().unwrap();
     assert!(
         [GATE, UP, DOWN]
             .iter()
             .all(|&i| outcome(&report, i) == Some(Outcome::Returned))
     );
     assert_eq!(report.bytes_staged, 0);
-    assert_eq!(bench.used(), used);
-    let back: Vec<_> = (0..8).map(|i| bench.model.tensor(i).parts()).collect();
+    assert_eq!(it.used(), used);
+    let back: Vec<_> = (0..8).map(|i| it.model.tensor(i).parts()).collect();
     assert_eq!(back, addresses, "the very same buffers");
-    bench.expect(&sample());
+    it.expect(&sample());
 }
 
 #[test]
 fn a_layer_that_does_not_fit_falls_back_whole_and_comes_back() {
-    let mut bench = Bench::new(&sample(), split("1,1"), 3, 0);
-    bench.model.load_all(|_| true).unwrap();
-    let used = bench.used();
-    bench.room(2, used[2]);
+    let mut it = Fixture::new(&sample(), split("1,1"), 3, 0);
+    it.model.load_all(|_| true).unwrap();
+    let used = it.used();
+    it.room(2, used[2]);
     let big = with(&sample(), DOWN, F32, 40);
-    bench.replace(&big);
-    let report = bench.model.reload().unwrap();
+    it.replace(&big);
+    let report = it.model.reload().unwrap();
     assert_eq!(report.tensors[DOWN].placement, "host");
     assert_eq!(outcome(&report, GATE), Some(Outcome::Moved));
     for &index in LAYERS[0] {
-        assert_eq!(bench.model.tensor(index).state, State::FallbackCpu);
-        assert_eq!(bench.parts(index).first().map(|p| p.0), Some(0));
+        assert_eq!(it.model.tensor(index).state, State::FallbackCpu);
+        assert_eq!(it.parts(index).first().map(|p| p.0), Some(0));
     }
     assert!(
         LAYERS[1]
             .iter()
-            .all(|&i| bench.model.tensor(i).state == State::OnOriginal)
+            .all(|&i| it.model.tensor(i).state == State::OnOriginal)
     );
-    bench.expect(&big);
+    it.expect(&big);
     assert_eq!(
-        bench.used()[1..],
+        it.used()[1..],
         used[1..],
         "nothing private is on the devices"
     );
 
     // Nothing has changed, and there is no room yet.
-    assert!(!bench.model.reload().unwrap().changed());
+    assert!(!it.model.reload().unwrap().changed());
     // Room again: the layer goes back, though no file changed.
-    bench.room(2, u64::MAX);
-    let report = bench.model.reload().unwrap();
+    it.room(2, u64::MAX);
+    let report = it.model.reload().unwrap();
     assert_eq!(outcome(&report, DOWN), Some(Outcome::Moved));
-    assert_eq!(bench.used()[0], 0);
-    assert_eq!(bench.model.tensor(DOWN).state, State::Detached);
-    assert_eq!(bench.model.tensor(GATE).state, State::OnOriginal);
-    bench.expect(&big);
+    assert_eq!(it.used()[0], 0);
+    assert_eq!(it.model.tensor(DOWN).state, State::Detached);
+    assert_eq!(it.model.tensor(GATE).state, State::OnOriginal);
+    it.expect(&big);
 
     // The host is full, too: nothing changes at all.
     let bigger = with(&big, GATE, F32, 41);
-    bench.replace(&bigger);
-    let before = bench.used();
-    bench.room(1, 0);
-    bench.room(0, 0);
-    assert!(bench.model.reload().is_err());
-    bench.expect(&big);
-    assert_eq!(bench.used(), before);
+    it.replace(&bigger);
+    let before = it.used();
+    it.room(1, 0);
+    it.room(0, 0);
+    assert!(it.model.reload().is_err());
+    it.expect(&big);
+    assert_eq!(it.used(), before);
 
     // A layer in host memory returns to its original without needing room.
-    bench.room(0, u64::MAX);
-    bench.model.reload().unwrap();
-    assert_eq!(bench.model.tensor(DOWN).state, State::FallbackCpu);
-    bench.expect(&bigger);
-    bench.replace(&sample());
-    bench.model.reload().unwrap();
+    it.room(0, u64::MAX);
+    it.model.reload().unwrap();
+    assert_eq!(it.model.tensor(DOWN).state, State::FallbackCpu);
+    it.expect(&bigger);
+    it.replace(&sample());
+    it.model.reload().unwrap();
     assert!(
         LAYERS[0]
             .iter()
-            .all(|&i| bench.model.tensor(i).state == State::OnOriginal)
+            .all(|&i| it.model.tensor(i).state == State::OnOriginal)
     );
-    assert_eq!(bench.used(), used);
-    bench.expect(&sample());
+    assert_eq!(it.used(), used);
+    it.expect(&sample());
 }
 
 #[test]
 fn a_reload_of_more_than_may_be_staged_goes_in_whole_layers() {
-    let mut bench = Bench::new(&sample(), split("1,1"), 3, 1000);
-    bench.model.load_all(|_| true).unwrap();
+    let mut it = Fixture::new(&sample(), split("1,1"), 3, 1000);
+    it.model.load_all(|_| true).unwrap();
     let mut next = sample();
     for (index, ty) in [(GATE, Q8_0), (DOWN, Q4_K), (4, Q4_K), (5, Q8_0), (6, Q8_0)] {
         next = with(&next, index, ty, 50 + index as u64);
     }
-    let context = Context::new(bench.model.clone());
+    let context = Context::new(it.model.clone());
     let (model, seen) = (
-        bench.model.clone(),
+        it.model.clone(),
         Arc::new(parking_lot::Mutex::new(Vec::new())),
     );
     let log = seen.clone();
@@ -348,10 +349,10 @@ fn a_reload_of_more_than_may_be_staged_goes_in_whole_layers() {
         log.lock()
             .push([GATE, DOWN, 4, 5, 6].map(|i| model.tensor(i).generation));
     })));
-    bench.replace(&next);
+    it.replace(&next);
     let report = context.reload().unwrap();
     assert_eq!(report.commits, 3);
-    bench.expect(&next);
+    it.expect(&next);
     let seen = seen.lock();
     assert_eq!(seen.len(), 3);
     for generations in seen.iter() {
@@ -410,8 +411,8 @@ fn a_real_mixture_of_experts_on_three_devices() {
     same_as("moe.gguf");
 }
 
-// The property test: random histories against an oracle that only knows, for each
-// tensor, the type and bytes it must have.
+// The property test: random histories against an oracle that holds the expected type and
+// bytes of each tensor.
 
 #[derive(Debug, Clone)]
 enum Step {
@@ -476,9 +477,9 @@ fn placement() -> impl Strategy<Value = (Placement, usize)> {
     })
 }
 
-/// The oracle and what it watches.
+/// The oracle and the model that it checks.
 struct History {
-    bench: Bench,
+    it: Fixture,
     /// What is on disk.
     file: Gguf,
     /// What the model must hold.
@@ -518,7 +519,7 @@ impl History {
                 self.put(other.bytes(), false);
             }
             Step::Vanish => {
-                let _ = std::fs::remove_file(&self.bench.path);
+                let _ = std::fs::remove_file(&self.it.path);
                 self.takeable = false;
             }
             Step::Touch => {
@@ -527,28 +528,28 @@ impl History {
                 }
             }
             Step::Load(index) => {
-                let before = self.bench.used();
-                let _ = self.bench.model.load(*index);
+                let before = self.it.used();
+                let _ = self.it.model.load(*index);
                 self.count_loaded(&before);
                 return;
             }
             Step::LoadAll => {
-                let before = self.bench.used();
-                let _ = self.bench.model.load_all(|_| true);
+                let before = self.it.used();
+                let _ = self.it.model.load_all(|_| true);
                 self.count_loaded(&before);
                 return;
             }
             Step::Room(device, more) => {
-                if let Some(used) = self.bench.used().get(*device) {
-                    self.bench.room(*device, used.saturating_add(*more));
+                if let Some(used) = self.it.used().get(*device) {
+                    self.it.room(*device, used.saturating_add(*more));
                 }
             }
             Step::Evaluate => {
-                let context = Context::new(self.bench.model.clone());
+                let context = Context::new(self.it.model.clone());
                 let generation = context.begin().unwrap();
                 assert!(context.reload().is_err());
                 self.check();
-                assert_eq!(self.bench.model.generation(), generation);
+                assert_eq!(self.it.model.generation(), generation);
                 context.end().unwrap();
             }
         }
@@ -556,7 +557,7 @@ impl History {
     }
 
     fn put(&mut self, bytes: Vec<u8>, takeable: bool) {
-        self.bench.replace_bytes(&bytes);
+        self.it.replace_bytes(&bytes);
         self.takeable = takeable;
     }
 
@@ -564,14 +565,14 @@ impl History {
         for (loaded, (after, before)) in self
             .loaded
             .iter_mut()
-            .zip(self.bench.used().into_iter().zip(before))
+            .zip(self.it.used().into_iter().zip(before))
         {
             *loaded += after - before;
         }
     }
 
     fn reload(&mut self) {
-        let result = self.bench.model.reload();
+        let result = self.it.model.reload();
         if !self.takeable {
             assert!(result.unwrap().tensors.iter().all(|t| {
                 matches!(
@@ -587,7 +588,7 @@ impl History {
             Ok(_) => {
                 let singles = [[6].as_slice(), &[7]];
                 for group in LAYERS.iter().chain(&singles) {
-                    let together = group.iter().all(|&i| self.bench.is(i, &self.file));
+                    let together = group.iter().all(|&i| self.it.is(i, &self.file));
                     if together {
                         for &i in *group {
                             self.live.tensors[i] = self.file.tensors[i].clone();
@@ -600,8 +601,8 @@ impl History {
     }
 
     fn check(&self) {
-        let model = &self.bench.model;
-        self.bench.expect(&self.live);
+        let model = &self.it.model;
+        self.it.expect(&self.live);
         for layer in LAYERS {
             let displaced = layer
                 .iter()
@@ -645,15 +646,15 @@ impl History {
             .map(|(private, loaded)| private + loaded)
             .collect();
         assert_eq!(
-            self.bench.used(),
+            self.it.used(),
             expected,
             "memory is not what the states imply"
         );
     }
 }
 
-/// 10,000 histories from a fixed seed, so that a run can be repeated; others with
-/// PROPTEST_CASES and PROPTEST_RNG_SEED.
+/// Histories from a fixed seed, so that a run can be repeated: 1,000, or 10,000 in the long
+/// form. PROPTEST_CASES and PROPTEST_RNG_SEED set others.
 fn histories() -> ProptestConfig {
     let set = |name| std::env::var_os(name).is_some();
     let mut config = ProptestConfig {
@@ -661,7 +662,7 @@ fn histories() -> ProptestConfig {
         ..ProptestConfig::default()
     };
     if !set("PROPTEST_CASES") {
-        config.cases = 10_000;
+        config.cases = if testkit::long_tests() { 10_000 } else { 1_000 };
     }
     if !set("PROPTEST_RNG_SEED") {
         config.rng_seed = RngSeed::Fixed(2026);
@@ -678,19 +679,19 @@ proptest! {
         staging_bytes in prop_oneof![Just(0), Just(20_000u64)],
         steps in proptest::collection::vec(step(), 1..9),
     ) {
-        let bench = Bench::new(&sample(), placement, devices, staging_bytes);
+        let it = Fixture::new(&sample(), placement, devices, staging_bytes);
         let mut history = History {
             loaded: vec![0; devices],
             file: sample(),
             live: sample(),
             takeable: true,
-            bench,
+            it,
         };
         for step in &steps {
             history.apply(step);
             history.check();
         }
-        let Bench { model, devices, .. } = history.bench;
+        let Fixture { model, devices, .. } = history.it;
         drop(model);
         prop_assert!(devices.iter().all(|gpu| gpu.memory().used == 0), "a leak");
     }

@@ -280,7 +280,7 @@ fn revert_returns_everything_and_freezes() {
 }
 
 #[test]
-fn figures_are_what_prometheus_reads() {
+fn metrics_have_the_text_format_of_prometheus() {
     let (_folder, path) = folder(&model(1.0));
     let mut host = settled(&path, &[]);
     swap(&host, &path, &model(2.0));

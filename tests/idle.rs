@@ -95,7 +95,7 @@ fn a_copy_that_becomes_global_later_is_found() {
 }
 
 #[test]
-fn what_was_bound_stays_bound() {
+fn a_bound_symbol_stays_bound() {
     let steps = [
         "local=./libplugin1.so",
         "call=0:go",

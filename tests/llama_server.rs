@@ -24,7 +24,7 @@ const ENDS: [&str; 4] = [
 ];
 /// Tokens of an answer.
 const TOKENS: usize = 12;
-/// A prompt in two parts; only whoever knows the first can go on after the second.
+/// A prompt in two parts; the text after the second depends on the first.
 const FRANCE: &str = "The capital of Spain is Madrid, of Italy Rome. The capital of France";
 const FRANCE_IS: &str = "The capital of Spain is Madrid, of Italy Rome. The capital of France is";
 

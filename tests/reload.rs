@@ -7,8 +7,8 @@ use std::io::Write;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
 
 use llama_sidecar::device::{Device, DeviceError};
 use llama_sidecar::error::Error;
@@ -22,7 +22,7 @@ use testkit::fixtures::fixture;
 use testkit::writer::{F16, F32, Gguf, Q4_0, Q8_0};
 
 /// A model on disk, the same model open, and the device it is on.
-struct Bench {
+struct Fixture {
     folder: TempDir,
     path: PathBuf,
     file: Gguf,
@@ -40,11 +40,15 @@ fn sample() -> Gguf {
         .tensor("output_norm.weight", &[64], F32, 4)
 }
 
-impl Bench {
-    fn new(file: Gguf, access: Access) -> Bench {
+impl Fixture {
+    fn new(file: Gguf, access: Access) -> Fixture {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
         file.write(&path).unwrap();
+        // Each later write has another time.
+        let past = SystemTime::now() - Duration::from_secs(3600);
+        let opened = std::fs::File::options().append(true).open(&path);
+        opened.unwrap().set_modified(past).unwrap();
         let gpu = Gpu::new("gpu");
         let options = Options {
             access,
@@ -59,7 +63,7 @@ impl Bench {
         context.on_stale(Some(Arc::new(move |generation| {
             seen.lock().push(generation)
         })));
-        Bench {
+        Fixture {
             folder,
             path,
             file,
@@ -70,13 +74,13 @@ impl Bench {
         }
     }
 
-    /// One bench for each way tensors can be where they are.
-    fn all() -> [Bench; 3] {
-        let loaded = Bench::new(sample(), Access::Map);
+    /// One fixture for each way tensors can be where they are.
+    fn all() -> [Fixture; 3] {
+        let loaded = Fixture::new(sample(), Access::Map);
         loaded.model.load_all(|_| true).unwrap();
         [
-            Bench::new(sample(), Access::Map),
-            Bench::new(sample(), Access::Read),
+            Fixture::new(sample(), Access::Map),
+            Fixture::new(sample(), Access::Read),
             loaded,
         ]
     }
@@ -135,104 +139,101 @@ use Outcome::{InPlace, Refused, Returned, Swapped, Unchanged};
 
 #[test]
 fn nothing_changed_costs_one_stat_a_file() {
-    for bench in Bench::all() {
-        let report = bench.reload();
+    for it in Fixture::all() {
+        let report = it.reload();
         assert_eq!((report.files_checked, report.files.len()), (1, 0));
         assert!(!report.changed() && report.tensors.is_empty());
-        assert!(bench.generations.lock().is_empty());
+        assert!(it.generations.lock().is_empty());
     }
 }
 
 #[test]
 fn another_type_is_swapped_and_the_original_returns_without_a_copy() {
-    for mut bench in Bench::all() {
-        let original = bench.file.clone();
-        let placed = bench.model.tensor(1).placed();
-        let used = bench.used();
+    for mut it in Fixture::all() {
+        let original = it.file.clone();
+        let placed = it.model.tensor(1).placed();
+        let used = it.used();
 
-        bench.replace(with(&original, 1, Q8_0, 20));
-        let report = bench.reload();
+        it.replace(with(&original, 1, Q8_0, 20));
+        let report = it.reload();
         assert_eq!(
             outcomes(&report),
             [Unchanged, Swapped, Unchanged, Unchanged]
         );
         assert_eq!(report.tensors[1].old_type.name(), "q4_0");
         assert_eq!(report.tensors[1].new_type.name(), "q8_0");
-        assert_eq!(bench.model.tensor(1).state, State::Detached);
-        assert_eq!(bench.model.tensor(1).generation, 1);
-        assert_eq!(bench.used(), used + 64 * 32 / 32 * 34);
-        bench.expect(&bench.file);
-        assert!(!bench.reload().changed());
+        assert_eq!(it.model.tensor(1).state, State::Detached);
+        assert_eq!(it.model.tensor(1).generation, 1);
+        assert_eq!(it.used(), used + 64 * 32 / 32 * 34);
+        it.expect(&it.file);
+        assert!(!it.reload().changed());
 
-        bench.replace(original.clone());
-        let report = bench.reload();
+        it.replace(original.clone());
+        let report = it.reload();
         assert_eq!(
             outcomes(&report),
             [Unchanged, Returned, Unchanged, Unchanged]
         );
         assert_eq!(report.bytes_staged, 0);
-        assert_eq!(bench.model.tensor(1).state, State::OnOriginal);
-        assert_eq!(bench.model.tensor(1).placed(), placed);
-        assert_eq!(bench.used(), used, "no private buffer is left");
-        bench.expect(&original);
-        assert_eq!(*bench.generations.lock(), [1, 2]);
+        assert_eq!(it.model.tensor(1).state, State::OnOriginal);
+        assert_eq!(it.model.tensor(1).placed(), placed);
+        assert_eq!(it.used(), used, "no private buffer is left");
+        it.expect(&original);
+        assert_eq!(*it.generations.lock(), [1, 2]);
     }
 }
 
 #[test]
 fn the_same_type_with_other_bytes_is_a_swap_and_no_return() {
-    for mut bench in Bench::all() {
-        let original = bench.file.clone();
+    for mut it in Fixture::all() {
+        let original = it.file.clone();
         for (seed, expected) in [(20, Swapped), (21, Swapped), (2, Returned), (20, Swapped)] {
-            bench.replace(with(&original, 1, Q4_0, seed));
-            let report = bench.reload();
+            it.replace(with(&original, 1, Q4_0, seed));
+            let report = it.reload();
             assert_eq!(report.tensors[1].outcome, expected, "{seed}");
-            bench.expect(&bench.file);
+            it.expect(&it.file);
         }
     }
 }
 
 #[test]
 fn only_what_differs_is_swapped() {
-    for mut bench in Bench::all() {
+    for mut it in Fixture::all() {
         // All offsets behind the first tensor move.
-        bench.replace(with(&bench.file, 0, F16, 1));
+        it.replace(with(&it.file, 0, F16, 1));
         assert_eq!(
-            outcomes(&bench.reload()),
+            outcomes(&it.reload()),
             [Swapped, Unchanged, Unchanged, Unchanged]
         );
-        bench.expect(&bench.file);
+        it.expect(&it.file);
         // The same bytes in a new file.
-        bench.replace(bench.file.clone());
-        let report = bench.reload();
+        it.replace(it.file.clone());
+        let report = it.reload();
         assert_eq!(outcomes(&report), [Unchanged; 4]);
         assert!(!report.changed());
-        assert_eq!(*bench.generations.lock(), [1]);
+        assert_eq!(*it.generations.lock(), [1]);
     }
 }
 
 #[test]
 fn an_older_file_is_a_change_too() {
-    let mut bench = Bench::new(sample(), Access::Map);
-    bench.replace(with(&bench.file, 1, Q8_0, 20));
-    let hour_ago = std::time::SystemTime::now() - Duration::from_secs(3600);
-    let file = std::fs::File::options()
-        .write(true)
-        .open(&bench.path)
-        .unwrap();
-    file.set_modified(hour_ago).unwrap();
-    assert_eq!(bench.reload().count(Swapped), 1);
-    bench.expect(&bench.file);
+    let mut it = Fixture::new(sample(), Access::Map);
+    it.replace(with(&it.file, 1, Q8_0, 20));
+    let past = SystemTime::now() - Duration::from_secs(7200);
+    let file = std::fs::File::options().write(true).open(&it.path).unwrap();
+    file.set_modified(past).unwrap();
+    assert_eq!(it.reload().count(Swapped), 1);
+    it.expect(&it.file);
 }
 
 #[test]
 fn a_file_of_another_model_is_refused_whole_and_by_name() {
-    for mut bench in Bench::all() {
-        let original = bench.file.clone();
+    for mut it in Fixture::all() {
+        let original = it.file.clone();
         let mut other = with(&original, 1, Q8_0, 20);
         other.tensors[2].ne = vec![32, 64];
-        other.replace(&bench.path).unwrap();
-        let report = bench.reload();
+        other.replace(&it.path).unwrap();
+        let report = it.reload();
         assert!(
             ignored(&report).contains("another model"),
             "{}",
@@ -244,130 +245,130 @@ fn a_file_of_another_model_is_refused_whole_and_by_name() {
                 .reason
                 .contains("has shape [32, 64, 1, 1]")
         );
-        bench.expect(&original);
+        it.expect(&original);
 
         let mut fewer = original.clone();
         fewer.tensors.pop();
-        fewer.replace(&bench.path).unwrap();
-        let report = bench.reload();
+        fewer.replace(&it.path).unwrap();
+        let report = it.reload();
         assert!(
             report.tensors[3]
                 .reason
                 .contains("no tensor 'output_norm.weight'")
         );
-        bench.expect(&original);
+        it.expect(&original);
 
         // An unknown type, and then a good file again.
         let mut unknown = original.clone();
         unknown.tensors[0].ty = 99_999;
-        unknown.replace(&bench.path).unwrap();
-        assert!(ignored(&bench.reload()).contains("has type 99999"));
-        bench.expect(&original);
-        bench.replace(with(&original, 1, Q8_0, 20));
-        assert_eq!(bench.reload().count(Swapped), 1);
-        bench.expect(&bench.file);
-        assert_eq!(*bench.generations.lock(), [1]);
+        unknown.replace(&it.path).unwrap();
+        assert!(ignored(&it.reload()).contains("has type 99999"));
+        it.expect(&original);
+        it.replace(with(&original, 1, Q8_0, 20));
+        assert_eq!(it.reload().count(Swapped), 1);
+        it.expect(&it.file);
+        assert_eq!(*it.generations.lock(), [1]);
     }
 }
 
 #[test]
 fn a_short_file_waits_for_its_writer_at_every_length() {
-    let mut bench = Bench::new(sample(), Access::Map);
-    let original = bench.file.clone();
+    let mut it = Fixture::new(sample(), Access::Map);
+    let original = it.file.clone();
     let next = with(&original, 1, Q8_0, 20);
     let whole = next.bytes();
     let data_end = whole.len();
     for cut in [0, 3, 20, 100, whole.len() / 2, data_end - 300, data_end - 1] {
-        let beside = bench.folder.path().join("cut");
+        let beside = it.folder.path().join("cut");
         std::fs::write(&beside, &whole[..cut]).unwrap();
-        std::fs::rename(&beside, &bench.path).unwrap();
-        let report = bench.reload();
+        std::fs::rename(&beside, &it.path).unwrap();
+        let report = it.reload();
         assert!(
             ignored(&report).contains("waiting for its writer"),
             "{cut}: {}",
             ignored(&report)
         );
-        bench.expect(&original);
-        assert_eq!(bench.used(), 0);
+        it.expect(&original);
+        assert_eq!(it.used(), 0);
         // The same file again gives the same answer.
-        assert!(ignored(&bench.reload()).contains("waiting for its writer"));
+        assert!(ignored(&it.reload()).contains("waiting for its writer"));
     }
-    bench.replace(next);
-    assert_eq!(bench.reload().count(Swapped), 1);
-    bench.expect(&bench.file);
+    it.replace(next);
+    assert_eq!(it.reload().count(Swapped), 1);
+    it.expect(&it.file);
 }
 
 #[test]
-fn paths_that_are_no_files_are_ignored() {
-    let mut bench = Bench::new(sample(), Access::Map);
-    let original = bench.file.clone();
-    std::fs::remove_file(&bench.path).unwrap();
-    assert!(ignored(&bench.reload()).contains("cannot stat it"));
-    bench.expect(&original);
-    std::fs::create_dir(&bench.path).unwrap();
-    assert!(ignored(&bench.reload()).contains("found a directory"));
-    std::fs::remove_dir(&bench.path).unwrap();
-    std::os::unix::fs::symlink(&bench.path, &bench.path).unwrap();
-    assert!(ignored(&bench.reload()).contains("cannot stat it"));
-    std::fs::remove_file(&bench.path).unwrap();
-    let fifo = std::ffi::CString::new(bench.path.to_str().unwrap()).unwrap();
+fn a_reload_ignores_directories_and_special_files() {
+    let mut it = Fixture::new(sample(), Access::Map);
+    let original = it.file.clone();
+    std::fs::remove_file(&it.path).unwrap();
+    assert!(ignored(&it.reload()).contains("cannot stat it"));
+    it.expect(&original);
+    std::fs::create_dir(&it.path).unwrap();
+    assert!(ignored(&it.reload()).contains("found a directory"));
+    std::fs::remove_dir(&it.path).unwrap();
+    std::os::unix::fs::symlink(&it.path, &it.path).unwrap();
+    assert!(ignored(&it.reload()).contains("cannot stat it"));
+    std::fs::remove_file(&it.path).unwrap();
+    let fifo = std::ffi::CString::new(it.path.to_str().unwrap()).unwrap();
     // SAFETY: a valid path, and nothing else.
     assert_eq!(unsafe { libc::mkfifo(fifo.as_ptr(), 0o600) }, 0);
-    assert!(ignored(&bench.reload()).contains("found a special file"));
-    std::fs::remove_file(&bench.path).unwrap();
-    bench.expect(&original);
-    bench.replace(with(&original, 1, Q8_0, 20));
-    assert_eq!(bench.reload().count(Swapped), 1);
-    bench.expect(&bench.file);
+    assert!(ignored(&it.reload()).contains("found a special file"));
+    std::fs::remove_file(&it.path).unwrap();
+    it.expect(&original);
+    it.replace(with(&original, 1, Q8_0, 20));
+    assert_eq!(it.reload().count(Swapped), 1);
+    it.expect(&it.file);
 }
 
 #[test]
-fn without_memory_every_byte_stays() {
-    for mut bench in Bench::all() {
-        let original = bench.file.clone();
-        let used = bench.used();
+fn a_reload_without_memory_changes_nothing() {
+    for mut it in Fixture::all() {
+        let original = it.file.clone();
+        let used = it.used();
         let next = with(&with(&original, 1, Q8_0, 20), 2, Q8_0, 30);
-        bench.replace(next.clone());
+        it.replace(next.clone());
         for allowed in [0, 1] {
-            bench.gpu.allow(allowed);
-            let error = bench.context.reload().unwrap_err();
+            it.gpu.allow(allowed);
+            let error = it.context.reload().unwrap_err();
             assert!(
                 matches!(error, Error::Device(DeviceError::OutOfMemory { .. })),
                 "{error}"
             );
-            bench.expect(&original);
-            assert_eq!(bench.used(), used);
-            assert!(bench.generations.lock().is_empty());
+            it.expect(&original);
+            assert_eq!(it.used(), used);
+            assert!(it.generations.lock().is_empty());
         }
-        bench.gpu.allow(u64::MAX);
-        assert_eq!(bench.reload().count(Swapped), 2);
-        bench.expect(&next);
+        it.gpu.allow(u64::MAX);
+        assert_eq!(it.reload().count(Swapped), 2);
+        it.expect(&next);
     }
 }
 
 #[test]
 fn returning_comes_first_when_memory_is_short() {
-    for mut bench in Bench::all() {
-        let original = bench.file.clone();
-        bench.replace(with(&original, 1, Q8_0, 20));
-        bench.reload();
+    for mut it in Fixture::all() {
+        let original = it.file.clone();
+        it.replace(with(&original, 1, Q8_0, 20));
+        it.reload();
         let next = with(&original, 2, Q8_0, 30);
-        bench.replace(next.clone());
-        bench.gpu.allow(0);
-        let report = bench.reload();
+        it.replace(next.clone());
+        it.gpu.allow(0);
+        let report = it.reload();
         let failure = report.failure.as_deref().unwrap_or_default();
         assert!(failure.contains("cannot allocate 2176 bytes"), "{failure}");
         assert_eq!(outcomes(&report), [Returned]);
         // What returned is consistent on its own, and is not tried again.
-        assert_eq!(bench.model.tensor(1).state, State::OnOriginal);
-        bench.expect(&original);
-        bench.gpu.allow(u64::MAX);
-        let report = bench.reload();
+        assert_eq!(it.model.tensor(1).state, State::OnOriginal);
+        it.expect(&original);
+        it.gpu.allow(u64::MAX);
+        let report = it.reload();
         assert_eq!(
             outcomes(&report),
             [Unchanged, Unchanged, Swapped, Unchanged]
         );
-        bench.expect(&next);
+        it.expect(&next);
     }
 }
 
@@ -378,33 +379,31 @@ fn a_file_written_in_place_is_noticed() {
         (false, Access::Read),
         (true, Access::Map),
     ] {
-        let mut bench = Bench::new(sample(), access);
+        let mut it = Fixture::new(sample(), access);
         if loaded {
-            bench.model.load_all(|_| true).unwrap();
+            it.model.load_all(|_| true).unwrap();
         }
-        let original = bench.file.clone();
+        let original = it.file.clone();
         let changed = with(&original, 1, Q4_0, 20);
-        std::thread::sleep(Duration::from_millis(20));
-        changed.write(&bench.path).unwrap();
-        let report = bench.reload();
+        changed.write(&it.path).unwrap();
+        let report = it.reload();
         assert!(report.changed());
         let expected = if loaded { Swapped } else { InPlace };
         assert_eq!(report.tensors[1].outcome, expected);
-        bench.expect(&changed);
-        assert_eq!(*bench.generations.lock(), [1]);
+        it.expect(&changed);
+        assert_eq!(*it.generations.lock(), [1]);
 
         // In another type, in place: what is read out of the file has new bytes.
         let moved = with(&changed, 0, F16, 40);
-        moved.write(&bench.path).unwrap();
-        let report = bench.reload();
+        moved.write(&it.path).unwrap();
+        let report = it.reload();
         assert_eq!(report.tensors[0].outcome, Swapped);
-        bench.expect(&moved);
+        it.expect(&moved);
 
         // The bytes that were there at first are gone, unless they were loaded.
-        std::thread::sleep(Duration::from_millis(20));
-        bench.replace(original.clone());
-        let report = bench.reload();
-        bench.expect(&original);
+        it.replace(original.clone());
+        let report = it.reload();
+        it.expect(&original);
         let back = if loaded { Returned } else { Swapped };
         assert_eq!(report.tensors[0].outcome, back);
     }
@@ -430,119 +429,113 @@ fn a_file_written_in_place_that_keeps_its_times_is_noticed() {
         (false, Access::Read),
         (true, Access::Map),
     ] {
-        let bench = Bench::new(sample(), access);
+        let it = Fixture::new(sample(), access);
         if loaded {
-            bench.model.load_all(|_| true).unwrap();
+            it.model.load_all(|_| true).unwrap();
         }
-        let modified = std::fs::metadata(&bench.path).unwrap().modified().unwrap();
-        let mut expected = bench.file.clone();
+        let modified = std::fs::metadata(&it.path).unwrap().modified().unwrap();
+        let mut expected = it.file.clone();
         for (seed, others_are_known) in [(20, loaded), (21, true)] {
             // As 'cp -p' and 'rsync --inplace --times' do.
             expected = with(&expected, 1, Q4_0, seed);
-            until_changed(&bench.path, || {
-                expected.write(&bench.path).unwrap();
-                let file = std::fs::File::options().write(true).open(&bench.path);
+            until_changed(&it.path, || {
+                expected.write(&it.path).unwrap();
+                let file = std::fs::File::options().write(true).open(&it.path);
                 file.unwrap().set_modified(modified).unwrap();
             });
-            let report = bench.reload();
+            let report = it.reload();
             assert!(report.changed());
             let outcome = if loaded { Swapped } else { InPlace };
             assert_eq!(report.tensors[1].outcome, outcome);
             if others_are_known {
                 assert_eq!(report.count(Unchanged), 3);
             }
-            bench.expect(&expected);
+            it.expect(&expected);
         }
-        assert!(bench.reload().files.is_empty());
+        assert!(it.reload().files.is_empty());
     }
 }
 
 #[test]
 fn other_permissions_and_links_are_no_other_bytes() {
-    for bench in Bench::all() {
-        let (path, link) = (&bench.path, bench.folder.path().join("link"));
+    for it in Fixture::all() {
+        let (path, link) = (&it.path, it.folder.path().join("link"));
         until_changed(path, || {
             std::fs::set_permissions(path, Permissions::from_mode(0o640)).unwrap();
         });
-        assert_eq!(outcomes(&bench.reload()), [Unchanged; 4]);
+        assert_eq!(outcomes(&it.reload()), [Unchanged; 4]);
         until_changed(path, || {
             let _ = std::fs::remove_file(&link);
             std::fs::hard_link(path, &link).unwrap();
         });
-        bench.model.load(0).unwrap();
-        assert_eq!(outcomes(&bench.reload()), [Unchanged; 4]);
-        assert_eq!(bench.model.generation(), 0);
-        bench.model.load_all(|_| true).unwrap();
-        bench.expect(&bench.file);
+        it.model.load(0).unwrap();
+        assert_eq!(outcomes(&it.reload()), [Unchanged; 4]);
+        assert_eq!(it.model.generation(), 0);
+        it.model.load_all(|_| true).unwrap();
+        it.expect(&it.file);
     }
 }
 
 #[test]
 fn a_file_that_was_moved_away_and_back_is_the_original() {
-    for bench in Bench::all() {
-        let other = with(&bench.file, 1, Q8_0, 20);
-        let away = bench.folder.path().join("away");
-        until_changed(&bench.path, || {
-            std::fs::rename(&bench.path, &away).unwrap();
-            std::fs::rename(&away, &bench.path).unwrap();
+    for it in Fixture::all() {
+        let other = with(&it.file, 1, Q8_0, 20);
+        let away = it.folder.path().join("away");
+        until_changed(&it.path, || {
+            std::fs::rename(&it.path, &away).unwrap();
+            std::fs::rename(&away, &it.path).unwrap();
         });
-        std::fs::rename(&bench.path, &away).unwrap();
-        other.write(&bench.path).unwrap();
-        bench.model.load(0).unwrap();
+        std::fs::rename(&it.path, &away).unwrap();
+        other.write(&it.path).unwrap();
+        it.model.load(0).unwrap();
         assert_eq!(
-            outcomes(&bench.reload()),
+            outcomes(&it.reload()),
             [Unchanged, Swapped, Unchanged, Unchanged]
         );
-        bench.expect(&other);
-        std::fs::rename(&away, &bench.path).unwrap();
-        let report = bench.reload();
+        it.expect(&other);
+        std::fs::rename(&away, &it.path).unwrap();
+        let report = it.reload();
         assert_eq!(
             outcomes(&report),
             [Unchanged, Returned, Unchanged, Unchanged]
         );
-        assert_eq!(bench.model.tensor(1).state, State::OnOriginal);
-        bench.expect(&bench.file);
+        assert_eq!(it.model.tensor(1).state, State::OnOriginal);
+        it.expect(&it.file);
     }
 }
 
 #[test]
 fn a_file_cut_short_in_place_changes_nothing_that_was_loaded() {
-    let bench = Bench::new(sample(), Access::Map);
-    bench.model.load_all(|_| true).unwrap();
-    std::thread::sleep(Duration::from_millis(20));
-    let file = std::fs::File::options()
-        .write(true)
-        .open(&bench.path)
-        .unwrap();
-    file.set_len(bench.file.bytes().len() as u64 / 2).unwrap();
-    assert!(ignored(&bench.reload()).contains("waiting for its writer"));
-    bench.expect(&bench.file);
+    let it = Fixture::new(sample(), Access::Map);
+    it.model.load_all(|_| true).unwrap();
+    let file = std::fs::File::options().write(true).open(&it.path).unwrap();
+    file.set_len(it.file.bytes().len() as u64 / 2).unwrap();
+    assert!(ignored(&it.reload()).contains("waiting for its writer"));
+    it.expect(&it.file);
 }
 
 #[test]
 fn bytes_after_the_end_change_nothing() {
-    for bench in Bench::all() {
-        std::thread::sleep(Duration::from_millis(20));
+    for it in Fixture::all() {
         let mut file = std::fs::File::options()
             .append(true)
-            .open(&bench.path)
+            .open(&it.path)
             .unwrap();
-        file.write_all(b"trailing bytes that belong to nobody")
-            .unwrap();
-        let report = bench.reload();
+        file.write_all(b"trailing bytes of no tensor").unwrap();
+        let report = it.reload();
         assert_eq!(report.count(Swapped) + report.count(Refused), 0);
-        bench.expect(&bench.file);
-        bench.model.load_all(|_| true).unwrap();
-        bench.expect(&bench.file);
-        assert!(!bench.reload().changed());
+        it.expect(&it.file);
+        it.model.load_all(|_| true).unwrap();
+        it.expect(&it.file);
+        assert!(!it.reload().changed());
     }
 }
 
 #[test]
 fn a_writer_that_never_stops_is_never_taken_half() {
-    let mut bench = Bench::new(sample(), Access::Map);
-    let original = bench.file.clone();
-    bench.model.load_all(|_| true).unwrap();
+    let mut it = Fixture::new(sample(), Access::Map);
+    let original = it.file.clone();
+    it.model.load_all(|_| true).unwrap();
     let versions: Vec<Gguf> = (0..2u64)
         .map(|i| {
             let seeds = [i + 100, i + 200, i + 300];
@@ -550,24 +543,28 @@ fn a_writer_that_never_stops_is_never_taken_half() {
             with(&with(&once, 1, Q4_0, seeds[1]), 2, Q4_0, seeds[2])
         })
         .collect();
-    let stop = AtomicU64::new(0);
+    const PAUSES: usize = 20;
+    let (reloads, stop) = (AtomicU64::new(0), AtomicBool::new(false));
     let taken = std::thread::scope(|scope| {
-        scope.spawn(|| {
-            let mut i = 0;
-            while stop.load(Ordering::SeqCst) == 0 {
-                // In place: at most moments the file is neither of the two.
-                versions[i % 2].write(&bench.path).unwrap();
-                if i % 15 == 14 {
-                    std::thread::sleep(Duration::from_millis(60));
+        let writer = scope.spawn(|| {
+            for i in 0..15 * PAUSES {
+                // In place: most of the time the file is neither of the two.
+                versions[i % 2].write(&it.path).unwrap();
+                // A pause in which a whole reload begins and ends.
+                let before = reloads.load(Ordering::SeqCst);
+                while i % 15 == 14 && reloads.load(Ordering::SeqCst) < before + 2 {
+                    if stop.load(Ordering::SeqCst) {
+                        return;
+                    }
+                    std::thread::yield_now();
                 }
-                i += 1;
             }
         });
         let mut taken = 0;
-        let deadline = std::time::Instant::now() + Duration::from_secs(20);
-        while taken < 5 && std::time::Instant::now() < deadline {
-            taken += u64::from(bench.reload().changed());
-            let tensors: Vec<_> = (0..3).map(|index| bench.bytes(index)).collect();
+        while taken < 5 && !writer.is_finished() {
+            taken += u64::from(it.reload().changed());
+            reloads.fetch_add(1, Ordering::SeqCst);
+            let tensors: Vec<_> = (0..3).map(|index| it.bytes(index)).collect();
             let whole =
                 |file: &Gguf| (0..3).all(|index| tensors[index] == file.tensors[index].data);
             assert!(
@@ -575,47 +572,47 @@ fn a_writer_that_never_stops_is_never_taken_half() {
                 "half of a file was taken"
             );
         }
-        stop.store(1, Ordering::SeqCst);
+        stop.store(true, Ordering::SeqCst);
         taken
     });
     assert!(taken >= 5, "a pause of the writer is enough");
-    bench.replace(original.clone());
-    bench.reload();
-    bench.expect(&original);
+    it.replace(original.clone());
+    it.reload();
+    it.expect(&original);
 }
 
 #[test]
 fn a_reload_waits_for_evaluations_and_refuses_its_own() {
-    let mut bench = Bench::new(sample(), Access::Map);
-    bench.replace(with(&bench.file, 1, Q8_0, 20));
-    assert_eq!(bench.context.begin().unwrap(), 0);
-    assert!(matches!(bench.context.reload(), Err(Error::Busy(_))));
-    assert!(matches!(bench.context.begin(), Err(Error::Busy(_))));
+    let mut it = Fixture::new(sample(), Access::Map);
+    it.replace(with(&it.file, 1, Q8_0, 20));
+    assert_eq!(it.context.begin().unwrap(), 0);
+    assert!(matches!(it.context.reload(), Err(Error::Busy(_))));
+    assert!(matches!(it.context.begin(), Err(Error::Busy(_))));
     std::thread::scope(|scope| {
-        let reload = scope.spawn(|| bench.reload());
+        let reload = scope.spawn(|| it.reload());
         std::thread::sleep(Duration::from_millis(100));
         assert!(!reload.is_finished());
         assert_eq!(
-            bench.model.tensor(1).generation,
+            it.model.tensor(1).generation,
             0,
             "the evaluation still runs"
         );
-        bench.context.end().unwrap();
+        it.context.end().unwrap();
         let report = reload.join().unwrap();
         assert_eq!(report.count(Swapped), 1);
     });
-    assert_eq!(bench.context.begin().unwrap(), 1);
-    bench.context.end().unwrap();
-    assert!(matches!(bench.context.end(), Err(Error::Busy(_))));
-    bench.expect(&bench.file);
+    assert_eq!(it.context.begin().unwrap(), 1);
+    it.context.end().unwrap();
+    assert!(matches!(it.context.end(), Err(Error::Busy(_))));
+    it.expect(&it.file);
 }
 
 #[test]
-fn every_context_is_told_once_and_may_look_at_the_model() {
-    let mut bench = Bench::new(sample(), Access::Map);
-    let other = Context::new(bench.model.clone());
+fn on_stale_is_called_once_a_context_and_may_read_the_model() {
+    let mut it = Fixture::new(sample(), Access::Map);
+    let other = Context::new(it.model.clone());
     let seen = Arc::new(Mutex::new(Vec::new()));
-    let (log, model) = (seen.clone(), bench.model.clone());
+    let (log, model) = (seen.clone(), it.model.clone());
     let other = Arc::new(other);
     let inside = Arc::downgrade(&other);
     other.on_stale(Some(Arc::new(move |generation| {
@@ -624,15 +621,15 @@ fn every_context_is_told_once_and_may_look_at_the_model() {
         log.lock()
             .push((generation, model.tensor(1).generation, begun));
     })));
-    bench.replace(with(&bench.file, 1, Q8_0, 20));
-    bench.reload();
+    it.replace(with(&it.file, 1, Q8_0, 20));
+    it.reload();
     assert_eq!(*seen.lock(), [(1, 1, Some(true))]);
-    assert_eq!(*bench.generations.lock(), [1]);
+    assert_eq!(*it.generations.lock(), [1]);
     drop(other);
-    bench.replace(sample());
-    bench.reload();
+    it.replace(sample());
+    it.reload();
     assert_eq!(seen.lock().len(), 1);
-    assert_eq!(*bench.generations.lock(), [1, 2]);
+    assert_eq!(*it.generations.lock(), [1, 2]);
 }
 
 #[test]
@@ -646,8 +643,8 @@ fn without_hotswap_nothing_is_registered() {
 
 #[test]
 fn eight_threads_never_see_a_mix() {
-    let mut bench = Bench::new(sample(), Access::Map);
-    bench.model.load_all(|_| true).unwrap();
+    let mut it = Fixture::new(sample(), Access::Map);
+    it.model.load_all(|_| true).unwrap();
     let versions: Vec<Gguf> = (0..2u64)
         .map(|i| {
             let once = with(&sample(), 1, [Q4_0, Q8_0][i as usize], 50 + i);
@@ -659,36 +656,36 @@ fn eight_threads_never_see_a_mix() {
     std::thread::scope(|scope| {
         for _ in 0..8 {
             scope.spawn(|| {
-                let context = Context::new(bench.model.clone());
+                let context = Context::new(it.model.clone());
                 while stop.load(Ordering::SeqCst) == 0 {
                     let generation = context.begin().unwrap();
-                    let seen = [bench.bytes(1), bench.bytes(2)];
+                    let seen = [it.bytes(1), it.bytes(2)];
                     let is = |file: &Gguf| (1..3).all(|i| seen[i - 1] == file.tensors[i].data);
                     assert!(versions.iter().any(is) || is(&sample()));
-                    assert_eq!(bench.model.generation(), generation);
+                    assert_eq!(it.model.generation(), generation);
                     context.end().unwrap();
                     evaluations.fetch_add(1, Ordering::Relaxed);
                 }
             });
         }
         for i in 0..100 {
-            versions[i % 2].replace(&bench.path).unwrap();
-            swaps += bench.reload().count(Swapped);
+            versions[i % 2].replace(&it.path).unwrap();
+            swaps += it.reload().count(Swapped);
         }
         stop.store(1, Ordering::SeqCst);
     });
     assert_eq!(swaps, 200);
     assert!(evaluations.load(Ordering::Relaxed) > 200);
-    bench.replace(sample());
-    assert_eq!(bench.reload().count(Returned), 2);
+    it.replace(sample());
+    assert_eq!(it.reload().count(Returned), 2);
 }
 
 #[test]
 fn many_threads_reload_at_once() {
-    let mut bench = Bench::new(sample(), Access::Map);
-    bench.replace(with(&bench.file, 1, Q8_0, 20));
+    let mut it = Fixture::new(sample(), Access::Map);
+    it.replace(with(&it.file, 1, Q8_0, 20));
     let changed: usize = std::thread::scope(|scope| {
-        let reloads: Vec<_> = (0..8).map(|_| scope.spawn(|| bench.reload())).collect();
+        let reloads: Vec<_> = (0..8).map(|_| scope.spawn(|| it.reload())).collect();
         let reports = reloads.into_iter().map(|thread| thread.join().unwrap());
         reports.map(|report| usize::from(report.changed())).sum()
     });
@@ -696,7 +693,7 @@ fn many_threads_reload_at_once() {
         changed, 1,
         "the first took it, the others found nothing to do"
     );
-    bench.expect(&bench.file);
+    it.expect(&it.file);
 }
 
 #[test]
@@ -746,15 +743,15 @@ fn real_models_swap_and_return() {
 
 #[test]
 fn zeros_written_in_place_of_copied_tensors_are_refused() {
-    let bench = Bench::new(sample(), Access::Read);
-    bench.model.load_all(|_| true).unwrap();
+    let it = Fixture::new(sample(), Access::Read);
+    it.model.load_all(|_| true).unwrap();
     let mut zeros = sample();
     zeros
         .tensors
         .iter_mut()
         .for_each(|tensor| tensor.data.fill(0));
-    zeros.write(&bench.path).unwrap();
-    let report = bench.reload();
+    zeros.write(&it.path).unwrap();
+    let report = it.reload();
     assert!(ignored(&report).contains("is damaged"), "{report:?}");
     assert!(!report.changed());
 }

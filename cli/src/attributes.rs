@@ -1,5 +1,4 @@
-//! Owner, group, mode, access lists and extended attributes of a file, to give a new
-//! version of it the same.
+//! Owner, group, mode, access lists and extended attributes, copied to the new version of a file.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -9,12 +8,13 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
 
 use anyhow::{Context, Result};
+use rustix::io::Errno;
 use xattr::FileExt;
 
 /// The access list of a file: an attribute that also changes the mode.
 const ACCESS: &str = "system.posix_acl_access";
 
-/// What a new version of a file gets from the old one.
+/// Attributes of a file.
 pub struct Attributes {
     user: u32,
     group: u32,
@@ -23,7 +23,7 @@ pub struct Attributes {
 }
 
 impl Attributes {
-    /// Reads those of an open file.
+    /// Reads the attributes of an open file.
     pub fn of(file: &File) -> io::Result<Attributes> {
         let found = file.metadata()?;
         Ok(Attributes {
@@ -34,7 +34,7 @@ impl Attributes {
         })
     }
 
-    /// Gives them to a new file.
+    /// Sets the attributes of a new file.
     ///
     /// The order matters: attributes of the namespace `user` need write permission,
     /// another owner takes some bits of the mode, and an access list gets its mask from
@@ -46,20 +46,20 @@ impl Attributes {
         if (own.user, own.group) != (self.user, self.group) {
             fchown(file, Some(self.user), Some(self.group)).with_context(|| {
                 format!(
-                    "the new file cannot belong to user {0} and group {1} as the old one does: run the swap as user {0} or as root",
+                    "cannot give the new file user {0} and group {1} of the old file: run the swap as user {0} or as root",
                     self.user, self.group
                 )
             })?;
         }
         let access = OsStr::new(ACCESS);
         if own.extended.contains_key(access) && !self.extended.contains_key(access) {
-            // It came from the folder's default.
+            // The default of the folder set it.
             file.remove_xattr(access)
-                .context("cannot remove the access list that the folder gives to new files")?;
+                .context("cannot remove the default access list of the folder from the new file")?;
         }
         let mode = Permissions::from_mode(self.mode);
         file.set_permissions(mode)
-            .with_context(|| format!("the new file cannot have the mode {:o}", self.mode))?;
+            .with_context(|| format!("cannot set the mode {:o} of the new file", self.mode))?;
         self.give_extended(file, &own, |name| !is_user(name))
     }
 
@@ -71,7 +71,7 @@ impl Attributes {
     ) -> Result<()> {
         let wanted = self.extended.iter().filter(|(name, _)| which(name));
         for (name, value) in wanted {
-            // The access list is set again, for the mode has changed it.
+            // The access list is set again because the mode has changed it.
             if own.extended.get(name) == Some(value) && name != ACCESS {
                 continue;
             }
@@ -79,7 +79,7 @@ impl Attributes {
                 Err(error) if is_needed(name) => {
                     return Err(error).with_context(|| {
                         format!(
-                            "the new file cannot have the attribute '{}' as the old one has: run the swap as a user who may set it, or remove it",
+                            "cannot set the attribute '{}' of the new file: run the swap as a user with the right to set it, or remove it from the old file",
                             name.to_string_lossy()
                         )
                     });
@@ -91,8 +91,8 @@ impl Attributes {
     }
 }
 
-/// Says whether a file without the attribute would be another file to its users. Other
-/// namespaces say how a file system stores a file.
+/// Returns whether users of the file depend on the attribute. Other namespaces describe how a
+/// file system stores a file.
 fn is_needed(name: &OsStr) -> bool {
     let namespaces: [&[u8]; 3] = [b"user.", b"system.", b"security."];
     namespaces
@@ -100,7 +100,7 @@ fn is_needed(name: &OsStr) -> bool {
         .any(|namespace| name.as_bytes().starts_with(namespace))
 }
 
-/// Attributes that the kernel makes from the content or the inode of a file.
+/// Returns whether the kernel computes the attribute from the content or the inode of a file.
 fn is_derived(name: &OsStr) -> bool {
     name == "security.ima" || name == "security.evm"
 }
@@ -109,13 +109,13 @@ fn mode(found: &Metadata) -> u32 {
     found.mode() & 0o7777
 }
 
-/// Reads all extended attributes; none where the file system has none.
+/// Reads all extended attributes; none if the file system does not support them.
 fn extended(file: &File) -> io::Result<BTreeMap<OsString, Vec<u8>>> {
     let names = match file.list_xattr() {
         Ok(names) => names,
         Err(error) => {
-            return match error.raw_os_error() {
-                Some(libc::ENOTSUP | libc::ENOSYS) => Ok(BTreeMap::new()),
+            return match Errno::from_io_error(&error) {
+                Some(Errno::NOTSUP | Errno::NOSYS) => Ok(BTreeMap::new()),
                 _ => Err(error),
             };
         }

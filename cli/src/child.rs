@@ -1,87 +1,84 @@
-//! A program that runs under this one: it gets our signals, we get its end.
+//! A child process: it gets the signals of this process, and this process ends as it ends.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus};
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::{Mutex, PoisonError};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
+use rustix::io::retry_on_intr;
+use rustix::process::{
+    Pid, Resource, Rlimit, Signal, WaitId, WaitIdOptions, kill_process, setrlimit, waitid,
+};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
+use signal_hook::iterator::SignalsInfo;
+use signal_hook::iterator::exfiltrator::origin::WithOrigin;
+use signal_hook::low_level::emulate_default_handler;
+use signal_hook::low_level::siginfo::Cause;
 
-/// The child that signals are passed on to; 0 while there is none.
-static CHILD: AtomicI32 = AtomicI32::new(0);
-/// A signal that came before there was one.
-static EARLY: AtomicI32 = AtomicI32::new(0);
+/// Signals with which users control a program.
+const PASSED_ON: [i32; 6] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
 
-/// Signals by which somebody asks a program for something.
-const PASSED_ON: [libc::c_int; 6] = [
-    libc::SIGHUP,
-    libc::SIGINT,
-    libc::SIGQUIT,
-    libc::SIGTERM,
-    libc::SIGUSR1,
-    libc::SIGUSR2,
-];
+/// The child that gets the signals.
+static CHILD: Mutex<Option<Pid>> = Mutex::new(None);
+
+fn set_child(child: Option<Pid>) {
+    *CHILD.lock().unwrap_or_else(PoisonError::into_inner) = child;
+}
 
 /// Starts a command that gets the signals that are sent to this process.
 pub fn spawn(command: &mut Command) -> Result<Child> {
-    // SAFETY: the handler does what a handler may; exec gives the child the default ones.
-    unsafe {
-        let mut action: libc::sigaction = std::mem::zeroed();
-        let handler: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) = pass_on;
-        action.sa_sigaction = handler as usize;
-        action.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART;
-        for signal in PASSED_ON {
-            let mut before: libc::sigaction = std::mem::zeroed();
-            libc::sigaction(signal, std::ptr::null(), &mut before);
-            // What our parent had us ignore (nohup), the child ignores too.
-            if before.sa_sigaction != libc::SIG_IGN {
-                libc::sigaction(signal, &action, std::ptr::null_mut());
+    // The child ignores the signals that the parent of this process ignores (nohup).
+    let ignored = ignored_signals();
+    let passed_on = PASSED_ON.into_iter().filter(|signal| !ignored(*signal));
+    // From here on signals wait for the thread. In the child, exec restores the default.
+    let mut signals = SignalsInfo::<WithOrigin>::new(passed_on)?;
+    let child = command.spawn()?;
+    set_child(Some(Pid::from_child(&child)));
+    let pass_on = move || {
+        for origin in &mut signals {
+            // The kernel sends the signal of a key to the whole group, the child included.
+            let from_key = matches!(origin.cause, Cause::Kernel);
+            let signal = Signal::from_named_raw(origin.signal).filter(|_| !from_key);
+            let child = CHILD.lock().unwrap_or_else(PoisonError::into_inner);
+            if let (Some(child), Some(signal)) = (*child, signal) {
+                let _ = kill_process(child, signal);
             }
         }
-    }
-    let child = command.spawn()?;
-    CHILD.store(child.id() as i32, Ordering::SeqCst);
-    let early = EARLY.swap(0, Ordering::SeqCst);
-    if early != 0 {
-        // SAFETY: a system call; the process is ours until it is waited for.
-        unsafe { libc::kill(child.id() as libc::pid_t, early) };
-    }
+    };
+    let thread = std::thread::Builder::new().name("signals".into());
+    thread.spawn(pass_on).context("cannot start a thread")?;
     Ok(child)
 }
 
 /// Waits for the end of a child.
 pub fn wait(child: &mut Child) -> Result<ExitStatus> {
-    let status = child.wait()?;
-    CHILD.store(0, Ordering::SeqCst);
-    Ok(status)
+    // Until the child is reaped, no other process gets its number.
+    let end = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+    retry_on_intr(|| waitid(WaitId::Pid(Pid::from_child(child)), end))?;
+    set_child(None);
+    Ok(child.wait()?)
 }
 
 /// Ends this process as another one ended.
 pub fn end_like(status: ExitStatus) -> ! {
     if let Some(signal) = status.signal() {
-        let no_core = libc::rlimit {
-            rlim_cur: 0,
-            rlim_max: 0,
+        // The child has written its core file, if it writes one.
+        let none = Rlimit {
+            current: Some(0),
+            maximum: Some(0),
         };
-        // SAFETY: plain system calls. The child has left its core already, if it did.
-        unsafe {
-            libc::setrlimit(libc::RLIMIT_CORE, &no_core);
-            libc::signal(signal, libc::SIG_DFL);
-            libc::raise(signal);
-        }
+        let _ = setrlimit(Resource::Core, none);
+        let _ = emulate_default_handler(signal);
+        // The signal has no known default.
+        std::process::exit(128 + signal);
     }
     std::process::exit(status.code().unwrap_or(1));
 }
 
-extern "C" fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
-    /// From the kernel, for a key: the child is in the same group and has had it.
-    const SI_KERNEL: libc::c_int = 0x80;
-    // SAFETY: the kernel filled the struct; kill may be called in a handler.
-    unsafe {
-        let child = CHILD.load(Ordering::SeqCst);
-        if child == 0 {
-            EARLY.store(signal, Ordering::SeqCst);
-        } else if (*info).si_code != SI_KERNEL {
-            libc::kill(child, signal);
-        }
-    }
+/// Returns a function that tells which signals this process ignores.
+fn ignored_signals() -> impl Fn(i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    move |signal| mask.unwrap_or(0) >> (signal - 1) & 1 == 1
 }

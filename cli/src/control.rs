@@ -1,52 +1,60 @@
 //! `llama-sidecar status`, `reload`, `revert`, `unfreeze`, `metrics`, `trace` and `ping`:
-//! requests to the control socket of a running host.
+//! requests to the control socket of a running program.
 
 use std::io::{BufRead, BufReader, Write};
-use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
+use llama_sidecar::protocol::{
+    Hashes, Metrics, ModelReload, ReloadReport, Reloads, Reply, Request, Status, Traces,
+};
 use llama_sidecar::trace::{from_json, to_text};
+use rustix::net::sockopt::socket_peercred;
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use crate::server;
+use crate::server::ServerOptions;
 
-/// Sends a request and prints the answer, as text or as it came.
-pub fn run(socket: &Path, command: &str, as_json: bool) -> Result<()> {
-    let answer = ask(socket, command)?;
+/// Sends a request and prints the reply, as text or as JSON.
+pub fn run(socket: &Path, request: Request, as_json: bool) -> Result<()> {
+    let answer = ask(socket, request)?;
     if as_json {
         println!("{answer:#}");
-    } else {
-        match command {
-            "status" => print_status(&answer),
-            "revert" => {
-                print_reload(&answer);
-                println!("reloads are frozen: 'llama-sidecar unfreeze' ends that");
+        return done(&answer);
+    }
+    // A refused request has a reply with nothing to print.
+    if answer["error"].is_null() {
+        match request {
+            Request::Ping => println!("llama-sidecar listens at {}", socket.display()),
+            Request::Status => print_status(&parsed(&answer)?),
+            Request::Reload => print_reloads(&parsed(&answer)?),
+            Request::Revert => {
+                print_reloads(&parsed(&answer)?);
+                println!("reloads are frozen: run 'llama-sidecar unfreeze' to permit them");
             }
-            "unfreeze" => println!("changed files are reloaded again"),
-            "metrics" => print!("{}", text(&answer["text"])),
-            "hash" => print_hashes(&answer),
-            "trace" => print_trace(&answer)?,
-            "trace-reset" => println!("counted anew from here on"),
-            _ => println!("a host answers at {}", socket.display()),
+            Request::Unfreeze => println!("reloads are permitted"),
+            Request::Metrics => print!("{}", parsed::<Metrics>(&answer)?.text),
+            Request::Hash => print_hashes(&parsed(&answer)?),
+            Request::Trace => print_traces(&parsed(&answer)?)?,
+            Request::TraceReset => println!("all counts are 0"),
         }
     }
-    taken(&answer)
+    done(&answer)
 }
 
-/// Lets a host look at its files; then empties the slots of its server, if one is named.
-pub fn reload(socket: &Path, server: &server::ServerOptions, as_json: bool) -> Result<()> {
-    // Before anything changes: whether the slots can be emptied after it.
+/// Reloads changed files; then empties the slots of a llama-server, if one is named.
+pub fn reload(socket: &Path, server: &ServerOptions, as_json: bool) -> Result<()> {
+    // Before anything changes, because the slots must be erasable afterwards.
     let server = server.check(process_at(socket)?)?;
-    let mut answer = ask(socket, "reload")?;
+    let mut answer = ask(socket, Request::Reload)?;
     let mut erased = None;
     if let Some(server) = &server {
-        // The host may have looked at its files before it was asked to. Only as long as
-        // nothing was ever switched, nothing can be cached of other weights.
-        let switches = ask(socket, "status")?["generation"].as_u64();
-        let result = match switches {
-            Some(0) => Ok(0),
+        // An earlier reload, by polling, may have switched tensors. As long as nothing was
+        // ever switched, nothing cached comes from other weights.
+        let status: Status = parsed(&ask(socket, Request::Status)?)?;
+        let result = match status.generation {
+            0 => Ok(0),
             _ => server.erase(),
         };
         if let Ok(count) = result {
@@ -57,61 +65,50 @@ pub fn reload(socket: &Path, server: &server::ServerOptions, as_json: bool) -> R
     if as_json {
         println!("{answer:#}");
     } else {
-        print_reload(&answer);
+        print_reloads(&parsed(&answer)?);
         if let Some(Ok(count)) = erased {
             println!("{count} slots of the server emptied");
         }
     }
     erased.transpose()?;
-    taken(&answer)
+    done(&answer)
 }
 
-/// An error if an answer says that not everything was done.
-fn taken(answer: &Value) -> Result<()> {
-    if answer["ok"] != true {
-        let error = answer["error"]
-            .as_str()
-            .unwrap_or("not everything was taken");
-        bail!("{error}");
+/// Fails if a reply says that not everything was done.
+fn done(answer: &Value) -> Result<()> {
+    let reply: Reply = parsed(answer)?;
+    if !reply.ok {
+        let files = "some files were not used: see the reasons above, or run with --json";
+        bail!("{}", reply.error.as_deref().unwrap_or(files));
     }
     Ok(())
 }
 
-/// The process that listens at a socket, by its number here (in a container it may have
-/// another one of its own).
-fn process_at(socket: &Path) -> Result<u32> {
-    let stream = connect(socket)?;
-    let mut peer = libc::ucred {
-        pid: 0,
-        uid: 0,
-        gid: 0,
-    };
-    let mut size = size_of::<libc::ucred>() as libc::socklen_t;
-    // SAFETY: the descriptor is open, and the option fills in a struct of this size.
-    let result = unsafe {
-        libc::getsockopt(
-            stream.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_PEERCRED,
-            (&raw mut peer).cast(),
-            &raw mut size,
-        )
-    };
-    if result != 0 {
-        return Err(std::io::Error::last_os_error())
-            .with_context(|| format!("who listens at {}", socket.display()));
-    }
-    Ok(peer.pid.unsigned_abs())
+/// Parses a reply.
+fn parsed<T: DeserializeOwned>(answer: &Value) -> Result<T> {
+    T::deserialize(answer).context("the reply comes from another version of llama-sidecar: use the command of the version that runs")
 }
 
-fn ask(socket: &Path, command: &str) -> Result<Value> {
+/// Returns the process that listens at a socket, by its number in this process namespace.
+fn process_at(socket: &Path) -> Result<u32> {
+    let peer = socket_peercred(connect(socket)?).with_context(|| {
+        format!(
+            "cannot find the process that listens at {}",
+            socket.display()
+        )
+    })?;
+    Ok(peer.pid.as_raw_pid().unsigned_abs())
+}
+
+/// Sends a request and returns the reply.
+fn ask(socket: &Path, request: Request) -> Result<Value> {
     let mut stream = connect(socket)?;
-    writeln!(stream, "{}", json!({"cmd": command}))?;
+    writeln!(stream, "{}", json!(request))?;
     let mut answer = String::new();
     BufReader::new(stream).read_line(&mut answer)?;
     serde_json::from_str(&answer).with_context(|| {
         format!(
-            "{} is no control socket of llama-sidecar: expected JSON, found {answer:?}",
+            "{} is not a control socket of llama-sidecar: expected JSON, found {answer:?}",
             socket.display()
         )
     })
@@ -126,112 +123,108 @@ fn connect(socket: &Path) -> Result<UnixStream> {
     })
 }
 
-fn print_status(answer: &Value) {
+fn print_status(status: &Status) {
     println!(
         "process {}, {} evaluations, {} switches, longest pause {} us",
-        answer["pid"], answer["evaluations"], answer["generation"], answer["longest_pause_us"]
+        status.pid, status.evaluations, status.generation, status.longest_pause_us
     );
-    if answer["frozen"] == true {
-        println!("frozen: changed files are not reloaded before 'llama-sidecar unfreeze'");
+    if status.frozen {
+        println!("reloads are frozen: run 'llama-sidecar unfreeze' to permit them");
     }
-    if let Some(seconds) = answer["waiting"]["seconds"].as_f64() {
-        let obstacle = answer["waiting"]["obstacle"].as_str().unwrap_or("nothing");
-        println!("a swap has been waiting for {seconds:.1} s; in its way: {obstacle}");
-    }
-    for model in list(&answer["models"]) {
-        let files = list(&model["files"]);
-        let first = files.first().map(text).unwrap_or_default();
+    if let Some(waiting) = &status.waiting {
         println!(
-            "model {}: {} tensors of {} file(s), {} as loaded: {first}",
-            model["model"],
-            model["tensors"],
-            files.len(),
-            model["on_original"]
+            "a swap has waited for {:.1} s; obstacle: {}",
+            waiting.seconds,
+            waiting.obstacle.as_deref().unwrap_or("none")
         );
-        if let Some(error) = model["blocked"]["error"].as_str() {
+    }
+    for model in &status.models {
+        println!(
+            "model {}: {} tensors of {} file(s), {} as loaded: {}",
+            model.model,
+            model.tensors,
+            model.files.len(),
+            model.on_original,
+            model.files.first().map_or("", String::as_str)
+        );
+        if let Some(blocked) = &model.blocked {
             println!(
-                "  reloads have failed for {:.0} s, {} attempts: {error}",
-                model["blocked"]["seconds"].as_f64().unwrap_or(0.0),
-                model["blocked"]["attempts"]
+                "  reloads have failed for {:.0} s, {} attempts: {}",
+                blocked.seconds, blocked.attempts, blocked.error
             );
         }
         println!(
-            "  {} bytes in buffers beside the model, content {}",
-            model["private_bytes"],
-            model["content_hash"]
-                .as_str()
+            "  {} bytes in buffers of swapped tensors, content {}",
+            model.private_bytes,
+            model
+                .content_hash
+                .as_deref()
                 .unwrap_or("not hashed yet (status --hash)")
         );
-        for tensor in list(&model["changed"]) {
-            let states: Vec<&str> = list(&tensor["states"]).iter().map(text).collect();
-            println!("  {:40} {}", text(&tensor["name"]), states.join(", "));
+        for tensor in &model.changed {
+            let states: Vec<_> = tensor.states.iter().map(|state| state.name()).collect();
+            println!("  {:40} {}", tensor.name, states.join(", "));
         }
     }
 }
 
-fn print_hashes(answer: &Value) {
-    for model in list(&answer["models"]) {
-        let hash = model["content_hash"].as_str();
+fn print_hashes(hashes: &Hashes) {
+    for model in &hashes.models {
+        let hash = model.content_hash.as_deref();
+        println!("model {}: {}", model.model, hash.unwrap_or("unreadable"));
+    }
+}
+
+fn print_reloads(reloads: &Reloads) {
+    for report in &reloads.reports {
+        match report {
+            ModelReload::Failed { model, error } => println!("model {model}: {error}"),
+            ModelReload::Done(report) => print_report(report),
+        }
+    }
+}
+
+fn print_report(report: &ReloadReport) {
+    println!(
+        "model {}: {} swapped, {} returned, {} unchanged, {} in place, {} refused; {:.1} ms, evaluations held for {:.1} us",
+        report.model,
+        report.swapped,
+        report.returned,
+        report.unchanged,
+        report.in_place,
+        report.refused,
+        report.ms.total,
+        report.ms.switch * 1e3,
+    );
+    if let Some(failure) = &report.failure {
+        println!("  incomplete: {failure}");
+    }
+    for file in &report.files {
+        let colon = if file.reason.is_empty() { "" } else { ": " };
         println!(
-            "model {}: {}",
-            model["model"],
-            hash.unwrap_or("cannot be read")
+            "  {} {}{colon}{}",
+            file.event.name(),
+            file.path,
+            file.reason
+        );
+    }
+    for tensor in &report.tensors {
+        println!(
+            "  {:8} {:40} {} -> {} {} {}",
+            tensor.outcome,
+            tensor.name,
+            tensor.old_type,
+            tensor.new_type,
+            tensor.place,
+            tensor.reason,
         );
     }
 }
 
-fn print_reload(answer: &Value) {
-    for report in list(&answer["reports"]) {
-        if let Some(error) = report["error"].as_str() {
-            println!("model {}: {error}", report["model"]);
-            continue;
-        }
-        println!(
-            "model {}: {} swapped, {} returned, {} unchanged, {} in place, {} refused; {:.1} ms, evaluations held for {:.1} us",
-            report["model"],
-            report["swapped"],
-            report["returned"],
-            report["unchanged"],
-            report["in_place"],
-            report["refused"],
-            report["ms"]["total"].as_f64().unwrap_or(0.0),
-            report["ms"]["switch"].as_f64().unwrap_or(0.0) * 1e3,
-        );
-        for file in list(&report["files"]) {
-            let reason = text(&file["reason"]);
-            let colon = if reason.is_empty() { "" } else { ": " };
-            println!(
-                "  {} {}{colon}{reason}",
-                text(&file["event"]),
-                text(&file["path"])
-            );
-        }
-        for tensor in list(&report["tensors"]) {
-            println!(
-                "  {:8} {:40} {} -> {} {} {}",
-                text(&tensor["outcome"]),
-                text(&tensor["name"]),
-                text(&tensor["old_type"]),
-                text(&tensor["new_type"]),
-                text(&tensor["place"]),
-                text(&tensor["reason"]),
-            );
-        }
-    }
-}
-
-fn print_trace(answer: &Value) -> Result<()> {
-    for trace in list(&answer["traces"]) {
+fn print_traces(traces: &Traces) -> Result<()> {
+    for trace in &traces.traces {
         let (about, counts) = from_json(trace).map_err(anyhow::Error::msg)?;
         print!("{}", to_text(&about, &counts, true));
     }
     Ok(())
-}
-
-fn list(value: &Value) -> &[Value] {
-    value.as_array().map(Vec::as_slice).unwrap_or_default()
-}
-
-fn text(value: &Value) -> &str {
-    value.as_str().unwrap_or_default()
 }

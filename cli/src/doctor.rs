@@ -1,4 +1,4 @@
-//! `llama-sidecar doctor`: what the drop-in would do in a program, found by trying.
+//! `llama-sidecar doctor`: a trial run that shows what the drop-in can do in a program.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -9,29 +9,30 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
+use llama_sidecar::protocol::Event;
+use rustix::process::{Pid, Signal, kill_process_group};
 
 use crate::child;
-use crate::executable::Executable;
+use crate::executable::{Executable, preload_library};
 use crate::hooks;
 use crate::journal::{Events, Journal};
-use crate::run::preload_library;
 
-/// What to look at.
+/// The program to try.
 #[derive(clap::Args)]
 pub struct DoctorOptions {
-    /// How long to wait until the program has evaluated its model for the first time.
+    /// Longest time to wait for the first evaluation, in seconds.
     #[arg(long, value_name = "N", default_value_t = 60)]
     seconds: u64,
-    /// The program and its arguments, after `--`: so that it loads a model and writes a
-    /// token, or is a server that warms up.
+    /// The program and its arguments, after `--`. The program must load a model and generate a
+    /// token, or be a server with a warm-up.
     #[arg(required = true, last = true)]
     command: Vec<OsString>,
 }
 
-/// How long a program has to end once it is asked to.
+/// Time between SIGTERM and SIGKILL.
 const LAST_WAIT: Duration = Duration::from_secs(5);
 
-/// Runs the program until it has evaluated, and tells what was seen.
+/// Runs the program until its first evaluation, and prints the findings.
 pub fn run(options: &DoctorOptions) -> Result<()> {
     let preload = preload_library()?;
     let program = Executable::find(&options.command[0])?;
@@ -74,7 +75,10 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
         let last = text.lines().rev().find(|line| !line.trim().is_empty());
         line(
             "ended",
-            &format!("{status}; it last said: {}", last.unwrap_or("nothing")),
+            &format!(
+                "{status}; last line of its errors: {}",
+                last.unwrap_or("none")
+            ),
         );
     }
     match events.obstacle() {
@@ -83,8 +87,9 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
     }
 }
 
-/// Waits until the program has evaluated, or ended, or its time is over; ends it then. The
-/// status only if it ended by itself. Adds the files that the command's processes run.
+/// Waits for the first evaluation, the end of the program or the end of its time, and ends the
+/// program then. Returns the status of a program that ended by itself. Collects the files that
+/// the processes of the command execute.
 fn watch(
     child: &mut Child,
     journal: &Journal,
@@ -98,61 +103,68 @@ fn watch(
         }
         let events = journal.read();
         mapped.extend(events.processes().into_iter().flat_map(hooks::mapped));
-        if events.any("model") || events.any("passive") || began.elapsed() > patience {
+        let found = !events.models().is_empty() || events.passive_reason().is_some();
+        if found || began.elapsed() > patience {
             break;
         }
         std::thread::sleep(Duration::from_millis(50));
     }
-    // It may be a script, and what it started is to end too.
-    let group = -(child.id() as libc::pid_t);
-    let signal = |signal| {
-        // SAFETY: a system call; the group is the child's own, which was not waited for yet.
-        unsafe { libc::kill(group, signal) };
-    };
-    signal(libc::SIGTERM);
-    let asked = Instant::now();
+    // The program may be a script: the processes that it started end, too.
+    let group = Pid::from_child(child);
+    // The group exists: its leader was not waited for yet.
+    let _ = kill_process_group(group, Signal::TERM);
+    let since = Instant::now();
     while child.try_wait()?.is_none() {
-        if asked.elapsed() > LAST_WAIT {
-            signal(libc::SIGKILL);
+        if since.elapsed() > LAST_WAIT {
+            let _ = kill_process_group(group, Signal::KILL);
         }
         std::thread::sleep(Duration::from_millis(20));
     }
     Ok(None)
 }
 
+/// Prints what the events show.
 fn findings(events: &Events) {
     let yes_no = |yes| if yes { "yes" } else { "no" };
-    line("loaded", yes_no(events.any("loaded")));
-    for ggml in events.of("ggml") {
-        let version = ggml["version"]
-            .as_str()
-            .filter(|version| !version.is_empty());
-        let path = ggml["path"].as_str().unwrap_or_default();
-        let version = version.unwrap_or("of unknown version (it has no ggml_version)");
-        line("ggml", &format!("{path}, {version}"));
-        line("layout", "understood");
+    line("loaded", yes_no(events.is_loaded()));
+    for event in events.iter() {
+        if let Event::Ggml { path, version } = event {
+            let version = match version.as_str() {
+                "" => "of unknown version (it has no ggml_version)",
+                known => known,
+            };
+            line("ggml", &format!("{path}, {version}"));
+            line("layout", "understood");
+        }
     }
-    if let Some(reason) = events.text("passive", "reason") {
+    if let Some(reason) = events.passive_reason() {
         line("layout", reason);
     }
-    let Some(model) = events.of("model").next() else {
-        for opened in events.of("opened") {
-            line("opened", opened["path"].as_str().unwrap_or_default());
+    let model = events.iter().find_map(|event| match event {
+        Event::Model {
+            path,
+            files,
+            tensors,
+            expert_layers,
+        } => Some((path, files, tensors, *expert_layers)),
+        _ => None,
+    });
+    let Some((path, files, tensors, expert_layers)) = model else {
+        for event in events.iter() {
+            if let Event::Opened { path } = event {
+                line("opened", path);
+            }
         }
         return;
     };
-    let path = model["path"].as_str().unwrap_or_default();
     line(
         "model",
-        &format!(
-            "{path}, {} tensors in {} file(s)",
-            model["tensors"], model["files"]
-        ),
+        &format!("{path}, {tensors} tensors in {files} file(s)"),
     );
     line("hot-swap", "works");
-    match model["expert_layers"].as_u64() {
-        Some(0) | None => line("experts", "this model has no routed experts to trace"),
-        Some(layers) => line(
+    match expert_layers {
+        0 => line("experts", "this model has no routed experts to trace"),
+        layers => line(
             "experts",
             &format!("trace works: {layers} layers with routed experts"),
         ),

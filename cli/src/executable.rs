@@ -1,4 +1,4 @@
-//! What can be known of a program before it runs.
+//! Executable files: search, format, and whether the drop-in can be loaded into them.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -9,35 +9,36 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use goblin::elf::Elf;
 use goblin::elf::header::machine_to_str;
+use rustix::process::geteuid;
 
-/// A program as it lies on disk.
+/// An executable file.
 pub struct Executable {
     pub path: PathBuf,
     pub kind: Kind,
-    /// Whether it gets the rights of somebody else, and none of our environment.
+    /// Whether the file runs with the rights of another user, where the loader ignores LD_PRELOAD.
     set_uid: bool,
 }
 
-/// What kind of program it is.
+/// Format of an executable file.
 pub enum Kind {
-    /// A script; what its first line names is what runs.
+    /// A script, with the interpreter in its first line.
     Script(String),
     Elf(Image),
-    /// Something that the kernel may know how to run.
+    /// Another format.
     Unknown,
 }
 
-/// What its ELF header says.
+/// Properties of an ELF file.
 pub struct Image {
     pub machine: u16,
-    /// The loader; none for a program that is linked statically.
+    /// The loader; none for a statically linked program.
     pub interpreter: Option<String>,
-    /// The libraries that it names.
+    /// The needed libraries.
     pub libraries: Vec<String>,
 }
 
 impl Executable {
-    /// Finds a program as a shell does.
+    /// Finds a program in `PATH`, as a shell does.
     pub fn find(word: &OsStr) -> Result<Executable> {
         let path = match Path::new(word).components().count() {
             0 => bail!("expected a command"),
@@ -47,7 +48,7 @@ impl Executable {
                 let mut runnable = places.filter(|path| is_executable(path));
                 runnable.next().with_context(|| {
                     format!(
-                        "{} is in no folder of PATH: give its path, or install it",
+                        "{} is not in PATH: pass the path of the program, or install it",
                         word.display()
                     )
                 })?
@@ -58,25 +59,23 @@ impl Executable {
             .with_context(|| format!("cannot run {}: check the path", path.display()))?;
         if !is_executable(&path) {
             bail!(
-                "{} is not executable: expected a program (chmod +x makes a file one)",
+                "{} is not executable: pass a program, or make the file executable with chmod +x",
                 path.display()
             );
         }
-        // SAFETY: asks for a number.
-        let me = unsafe { libc::geteuid() };
         Ok(Executable {
             kind: kind(&path).unwrap_or(Kind::Unknown),
-            set_uid: found.mode() & 0o4000 != 0 && found.uid() != me,
+            set_uid: found.mode() & 0o4000 != 0 && found.uid() != geteuid().as_raw(),
             path,
         })
     }
 
-    /// Why the drop-in cannot get into it, and what to do.
+    /// Returns why the drop-in cannot be loaded into the program, and the next step.
     pub fn obstacle(&self, preload: &Path) -> Option<String> {
         let name = self.path.display();
         if self.set_uid {
             return Some(format!(
-                "{name} is set-uid, where the loader ignores LD_PRELOAD: run it as its owner, without that bit"
+                "{name} is set-uid, so the loader ignores LD_PRELOAD: run a copy without the set-uid bit"
             ));
         }
         let Kind::Elf(image) = &self.kind else {
@@ -104,7 +103,7 @@ impl Executable {
 }
 
 impl Kind {
-    /// For people.
+    /// Describes the format.
     pub fn describe(&self) -> String {
         match self {
             Kind::Script(first) => format!("a script for {first}"),
@@ -119,7 +118,7 @@ impl Kind {
                     |library: &&String| library.contains("llama") || library.contains("ggml");
                 let ours: Vec<_> = image.libraries.iter().filter(ggml).cloned().collect();
                 match ours.is_empty() {
-                    true => format!("{machine}, {linked} linked, names no llama.cpp library"),
+                    true => format!("{machine}, {linked} linked, needs no llama.cpp library"),
                     false => format!("{machine}, {linked} linked, needs {}", ours.join(", ")),
                 }
             }
@@ -132,10 +131,9 @@ fn is_executable(path: &Path) -> bool {
     found.is_ok_and(|found| found.is_file() && found.permissions().mode() & 0o111 != 0)
 }
 
-/// Reads what a file is; `None` when it cannot be read.
+/// Reads the format of a file; `None` if the file cannot be read.
 fn kind(path: &Path) -> Option<Kind> {
-    /// Programs are large, and what is read of them is at their beginning, but for the
-    /// names of libraries.
+    /// Size of the largest file that is read.
     const MOST: u64 = 1 << 30;
     let mut start = [0; 4];
     let mut file = File::open(path).ok()?;
@@ -162,4 +160,24 @@ fn kind(path: &Path) -> Option<Kind> {
             .map(|name| (*name).to_owned())
             .collect(),
     }))
+}
+
+/// Returns the path of the drop-in library, relative to this program: installed, or in the build
+/// tree.
+pub fn preload_library() -> Result<PathBuf> {
+    const NAME: &str = "libllama_sidecar_preload.so";
+    let program = std::env::current_exe().context("cannot find the path of this program")?;
+    let folder = program
+        .parent()
+        .context("the path of this program has no folder")?;
+    let places = ["../lib", "../preload/release", "."];
+    for place in places {
+        if let Ok(found) = folder.join(place).join(NAME).canonicalize() {
+            return Ok(found);
+        }
+    }
+    bail!(
+        "{NAME} is not in {}: install it with 'cargo xtask install --prefix DIR' and run DIR/bin/llama-sidecar",
+        folder.join("../lib").display()
+    )
 }

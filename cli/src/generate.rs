@@ -1,4 +1,4 @@
-//! Man pages and shell completions, for whoever installs the command.
+//! Man pages and shell completions.
 
 use std::fs;
 use std::path::Path;
@@ -9,7 +9,7 @@ use clap_complete::Shell;
 
 use crate::Arguments;
 
-/// Writes them below a prefix, to where programs look for them.
+/// Writes man pages and completions to their standard folders below a prefix.
 pub fn run(prefix: &Path) -> Result<()> {
     let mut command = Arguments::command();
     let man = prefix.join("share/man/man1");
@@ -25,7 +25,7 @@ pub fn run(prefix: &Path) -> Result<()> {
         let name = command.get_name().to_owned();
         let written = clap_complete::generate_to(shell, &mut command, &name, &folder)?;
         if shell == Shell::Bash {
-            // Found by the name of the command.
+            // Bash looks for a file with the name of the command.
             fs::rename(written, folder.join(name))?;
         }
     }

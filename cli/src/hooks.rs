@@ -1,5 +1,5 @@
-//! Which of the functions that the drop-in interposes a program's libraries call through the
-//! dynamic loader, and why not the others.
+//! Reachable hooks: the interposed functions that the libraries of a program call through the
+//! dynamic loader, and why other hooks are not reachable.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -11,7 +11,8 @@ use goblin::elf::reloc::{R_X86_64_64, R_X86_64_GLOB_DAT, R_X86_64_JUMP_SLOT};
 use goblin::elf::sym::{STB_LOCAL, Sym};
 use memmap2::Mmap;
 
-/// Functions that ggml also calls itself, in llama.cpp as in ik_llama.cpp.
+/// Functions that ggml also calls from inside its own libraries, in llama.cpp and in
+/// ik_llama.cpp.
 const CALLED_BY_GGML: [&str; 7] = [
     "ggml_free",
     "ggml_backend_tensor_alloc",
@@ -22,22 +23,22 @@ const CALLED_BY_GGML: [&str; 7] = [
     "ggml_backend_sched_synchronize",
 ];
 
-/// The function that the drop-in has an answer to where no library defines it.
-const ANSWERED_BY_US: &str = "llama_reload_changed_tensors";
+/// The function that the drop-in defines itself where no library defines it.
+const DEFINED_BY_DROP_IN: &str = "llama_reload_changed_tensors";
 
-/// The interposed functions as one file of a program has them.
+/// The interposed functions in one file of a program.
 struct Library {
     path: PathBuf,
-    /// Exported by it.
+    /// Functions that the file exports.
     defines: BTreeSet<String>,
-    /// Called through its procedure linkage table or global offset table.
+    /// Functions that the file calls through its procedure linkage table or global offset table.
     calls: BTreeSet<String>,
-    /// Part of it, and not exported.
+    /// Functions in the file that it does not export.
     inside: BTreeSet<String>,
 }
 
-/// The files that a process has mapped to execute them.
-pub fn mapped(pid: u64) -> BTreeSet<PathBuf> {
+/// Returns the files that a process has mapped as executable.
+pub fn mapped(pid: u32) -> BTreeSet<PathBuf> {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
     let executable = maps.lines().filter_map(|line| {
         // address, permissions, offset, device, inode, path
@@ -48,7 +49,8 @@ pub fn mapped(pid: u64) -> BTreeSet<PathBuf> {
     executable.collect()
 }
 
-/// Says in a line how many hooks are reachable, and in one more each why others are not.
+/// Returns a line with the number of reachable hooks, and a line for each cause why others are
+/// not reachable.
 pub fn describe(preload: &Path, files: &BTreeSet<PathBuf>) -> Vec<String> {
     let Some(hooks) = exports(preload) else {
         return Vec::new();
@@ -65,10 +67,10 @@ pub fn describe(preload: &Path, files: &BTreeSet<PathBuf>) -> Vec<String> {
     let exported = |hook: &String| libraries.iter().find(|of| of.defines.contains(hook));
     let called = |hook: &String| libraries.iter().any(|of| of.calls.contains(hook));
     let is_reached =
-        |hook: &&String| called(hook) && (*hook == ANSWERED_BY_US || exported(hook).is_some());
+        |hook: &&String| called(hook) && (*hook == DEFINED_BY_DROP_IN || exported(hook).is_some());
     let (reached, rest): (Vec<&String>, Vec<&String>) = hooks.iter().partition(is_reached);
     let mut lines = vec![format!("{} of {} reachable", reached.len(), hooks.len())];
-    // Each cause with the functions that it concerns.
+    // Each cause, and the functions that it affects.
     let mut causes: Vec<(String, Vec<&str>)> = Vec::new();
     let mut nowhere = Vec::new();
     for hook in rest {
@@ -120,8 +122,7 @@ pub fn describe(preload: &Path, files: &BTreeSet<PathBuf>) -> Vec<String> {
 }
 
 impl Library {
-    /// `None` when the file has nothing to do with the hooks, or is no ELF file for this
-    /// machine.
+    /// Reads a file; `None` if it has none of the hooks, or is not an ELF file for this machine.
     fn read(path: &Path, hooks: &BTreeSet<String>) -> Option<Library> {
         let bytes = map(path)?;
         let elf = Elf::parse(&bytes).ok()?;
@@ -159,7 +160,7 @@ impl Library {
     }
 }
 
-/// The functions that a library exports.
+/// Returns the functions that a library exports.
 fn exports(library: &Path) -> Option<BTreeSet<String>> {
     let bytes = map(library)?;
     let elf = Elf::parse(&bytes).ok()?;
@@ -171,10 +172,10 @@ fn exports(library: &Path) -> Option<BTreeSet<String>> {
     Some(names.map(str::to_owned).collect())
 }
 
-/// A file as bytes. Libraries with kernels for GPUs are too large to be read whole.
+/// Maps a file: libraries with GPU kernels are too large to read.
 fn map(path: &Path) -> Option<Mmap> {
     let file = File::open(path).ok()?;
-    // SAFETY: a program or library that is in use, which the kernel or an installer replaces
-    // as a whole; the mapping lives for as long as it is read.
+    // SAFETY: the file is a program or library in use, which installers replace as a whole
+    // and do not truncate; the mapping outlives its readers.
     unsafe { Mmap::map(&file) }.ok()
 }

@@ -10,10 +10,10 @@ use llama_sidecar::gguf::{KeyValue, Value};
 use llama_sidecar::model::{Model, Options};
 use serde_json::{Value as Json, json};
 
-/// Elements of an array that are shown.
+/// Number of array elements in the output.
 const SHOWN: u64 = 5;
 
-/// Shows a model on standard output.
+/// Prints a model to standard output.
 pub fn run(file: &Path, as_json: bool) -> Result<()> {
     let model = Model::open(file, Options::host())?;
     let described = describe(&model)?;
@@ -76,7 +76,7 @@ fn scalar(value: Value) -> Json {
     match value {
         Value::Unsigned(n) => json!(n),
         Value::Signed(n) => json!(n),
-        // As short as it was written: 1e-5 and not the digits of its nearest double.
+        // The shortest form: 1e-5 instead of the digits of the nearest double.
         Value::Single(n) => json!(n.to_string().parse::<f64>().unwrap_or(f64::from(n))),
         Value::Double(n) => json!(n),
         Value::Bool(b) => json!(b),

@@ -1,23 +1,23 @@
-//! What the drop-in wrote down about the processes of a command.
+//! Events that the drop-in wrote about the processes of a command.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use serde_json::Value;
+use llama_sidecar::protocol::{Entry, Event};
 use tempfile::NamedTempFile;
 
-/// A file that the drop-in appends events to.
+/// A file to which the drop-in appends events.
 pub struct Journal(NamedTempFile);
 
-/// What happened so far.
-pub struct Events(Vec<Value>);
+/// The events so far.
+pub struct Events(Vec<Entry>);
 
 impl Journal {
     pub fn new() -> Result<Journal> {
         let file = NamedTempFile::with_prefix("llama-sidecar-");
         Ok(Journal(file.context(
-            "cannot make a temporary file (set TMPDIR to a folder with room)",
+            "cannot create a temporary file: set TMPDIR to a folder with free space",
         )?))
     }
 
@@ -33,45 +33,55 @@ impl Journal {
 }
 
 impl Events {
-    /// Events of a kind, in the order in which they happened.
-    pub fn of<'a>(&'a self, kind: &'a str) -> impl Iterator<Item = &'a Value> + Clone {
-        self.0.iter().filter(move |event| event["event"] == kind)
+    /// Returns the events in the order in which they happened.
+    pub fn iter(&self) -> impl Iterator<Item = &Event> + Clone {
+        self.0.iter().map(|entry| &entry.event)
     }
 
-    pub fn any(&self, kind: &str) -> bool {
-        self.of(kind).next().is_some()
+    /// Returns the processes with events.
+    pub fn processes(&self) -> BTreeSet<u32> {
+        self.0.iter().map(|entry| entry.pid).collect()
     }
 
-    /// The processes that have written down anything.
-    pub fn processes(&self) -> BTreeSet<u64> {
-        let ids = self.0.iter().filter_map(|event| event["pid"].as_u64());
-        ids.collect()
+    /// Returns whether the loader loaded the drop-in.
+    pub fn is_loaded(&self) -> bool {
+        self.iter()
+            .any(|event| matches!(event, Event::Loaded { .. }))
     }
 
-    /// A field of the first event of a kind.
-    pub fn text<'a>(&'a self, kind: &'a str, field: &str) -> Option<&'a str> {
-        self.of(kind).next()?[field].as_str()
+    /// Returns why the drop-in does nothing in this program, if it found a reason.
+    pub fn passive_reason(&self) -> Option<&str> {
+        self.iter().find_map(|event| match event {
+            Event::Passive { reason } => Some(reason.as_str()),
+            _ => None,
+        })
     }
 
-    /// The sum of a field over all events of a kind.
-    pub fn sum(&self, kind: &str, field: &str) -> u64 {
-        self.of(kind)
-            .filter_map(|event| event[field].as_u64())
-            .sum()
+    /// Returns the paths of the evaluated models.
+    pub fn models<'a>(&'a self) -> Vec<&'a str> {
+        let path = |event: &'a Event| match event {
+            Event::Model { path, .. } => Some(path.as_str()),
+            _ => None,
+        };
+        self.iter().filter_map(path).collect()
     }
 
-    /// Why nothing of what was asked for could be done, if so, and what to do.
+    /// Returns why nothing could be done, and the next step.
     pub fn obstacle(&self) -> Option<String> {
-        if let Some(reason) = self.text("passive", "reason") {
-            return Some(format!("{reason}; please report which llama.cpp this is"));
+        if let Some(reason) = self.passive_reason() {
+            return Some(format!("{reason}; please report the version of llama.cpp"));
         }
-        if self.any("model") {
+        if !self.models().is_empty() {
             return None;
         }
-        Some(match (self.any("loaded"), self.text("opened", "path")) {
-            (false, _) => "the loader did not take the drop-in: is the program linked statically, or does it clear LD_PRELOAD? 'llama-sidecar doctor -- COMMAND' looks into it".into(),
-            (true, None) => "the program opened no model through a shared libggml-base.so: it loaded none, or ggml is linked into the program itself (then use a build with shared libraries, cmake -DBUILD_SHARED_LIBS=ON)".into(),
-            (true, Some(path)) => format!("{path} was opened, and not evaluated: let the program write a token first"),
+        let opened = self.iter().find_map(|event| match event {
+            Event::Opened { path } => Some(path),
+            _ => None,
+        });
+        Some(match (self.is_loaded(), opened) {
+            (false, _) => "the loader did not load the drop-in: the program is linked statically or clears LD_PRELOAD; run 'llama-sidecar doctor -- COMMAND' for details".into(),
+            (true, None) => "the program opened no model through a shared libggml-base.so: load a model, or, if ggml is linked into the program itself, use a build with shared libraries (cmake -DBUILD_SHARED_LIBS=ON)".into(),
+            (true, Some(path)) => format!("{path} was opened but not evaluated: let the program generate a token first"),
         })
     }
 }

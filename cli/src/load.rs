@@ -7,7 +7,7 @@ use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
 use llama_sidecar::model::{Model, Options, Progress};
 
-/// Loads everything and prints what it took. The bar shows on a terminal only.
+/// Loads all tensors and prints time and memory. The progress bar appears on a terminal only.
 pub fn run(file: &Path) -> Result<()> {
     let opening = Instant::now();
     let model = Model::open(file, Options::host())?;

@@ -9,10 +9,14 @@
 //! | [`swap`] | tensors from one model's files to another's, and back |
 //! | [`control`] | requests to a running program |
 //! | [`server`] | the slots of a llama-server |
-//! | [`report`], [`svg`], [`trace_report`] | expert traces as a page, images, counts |
+//! | [`report`] | expert traces as a page or text |
+//! | [`svg`] | images of expert traces |
+//! | [`trace_report`] | expert traces from files |
 //! | [`inspect`], [`load`] | a model's description, the time to load it |
-//! | [`originals`], [`rewrite`] | the file of original tensors, new versions of a file |
-//! | [`target`], [`attributes`], [`space`] | a file to replace, its attributes, free space |
+//! | [`originals`] | the file of original tensors |
+//! | [`rewrite`] | new versions of a file |
+//! | [`part`] | tensors of files, by type and content |
+//! | [`target`], [`attributes`], [`space`] | files to replace, their attributes, free space |
 //! | [`child`], [`executable`], [`journal`], [`hooks`] | processes, ELF files, events of the drop-in, reachable hooks |
 
 mod attributes;
@@ -26,6 +30,7 @@ mod inspect;
 mod journal;
 mod load;
 mod originals;
+mod part;
 mod report;
 mod rewrite;
 mod run;
@@ -40,8 +45,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use llama_sidecar::protocol::Request;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Look at GGUF models, load them, and talk to hosts that run with llama-sidecar.
+/// Inspects and changes GGUF models, and controls programs that run with llama-sidecar.
 #[derive(Parser)]
 #[command(name = "llama-sidecar", version)]
 struct Arguments {
@@ -53,7 +60,7 @@ struct Arguments {
 enum Command {
     /// Show metadata, tensors, shards and experts of a model.
     ///
-    /// Ends with 0 when llama.cpp would accept the file, else with 1 and the reason.
+    /// The exit status is 0 if llama.cpp accepts the file, else 1, with the reason.
     Inspect {
         /// A GGUF file, or any shard of a model.
         file: PathBuf,
@@ -61,75 +68,74 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Run a llama.cpp program with the drop-in, and say at its end what was done.
+    /// Run a llama.cpp program with the drop-in, and print a summary at its end.
     ///
-    /// Signals are passed on, and it ends as the program ends.
+    /// The program gets the signals that this command gets. The exit status is that of the
+    /// program.
     Run(run::RunOptions),
-    /// Find out what the drop-in can do in a program.
+    /// Show what the drop-in can do in a program.
     ///
-    /// Runs it until it has evaluated its model for the first time. Ends with 0 when
-    /// hot-swap works there, else with 1 and the reason.
+    /// Runs the program until the first evaluation of its model. The exit status is 0 if
+    /// hot-swap works in the program, else 1, with the reason.
     Doctor(doctor::DoctorOptions),
-    /// Put other versions of tensors into a model's files, and the original ones back.
+    /// Replace tensors in a model's files, or restore the originals.
     ///
-    /// The new file is written beside the old one, checked, and renamed over it: an
-    /// interruption leaves the old one, and a program that has the old one open keeps it.
-    /// Owner, group, mode, access lists and extended attributes stay. The original tensors
-    /// are kept in MODEL.originals; a model that no swap wrote stops the swap while
-    /// originals of another one are there. Of a symbolic link, the file behind it is
-    /// replaced, and its originals are beside that file. A second swap of the same model
-    /// waits until the first has ended.
+    /// Writes the new file next to the old one, checks the new file and renames it over the
+    /// old one. An interruption leaves the old file, and a program that has the old file open
+    /// keeps it. Owner, group, mode, access lists and extended attributes stay. The original
+    /// tensors are kept in MODEL.originals. If MODEL.originals belongs to another model, the
+    /// command fails and changes nothing. A symbolic link stays: the file that it names is
+    /// replaced, and the originals are next to that file. A second swap of the same model
+    /// waits for the first.
     Swap(swap::SwapOptions),
-    /// Ask a running host which models it has and what was swapped.
+    /// Show the models of a running program and their swapped tensors.
     Status {
         #[command(flatten)]
         at: Control,
-        /// Read what was not hashed yet, and print a content hash of each model alone.
+        /// Read the tensors without a hash, and print only a content hash of each model.
         #[arg(long)]
         hash: bool,
     },
-    /// Return a running host to its original tensors, and freeze it: changed files are not
-    /// reloaded before 'unfreeze'.
+    /// Restore the original tensors of a running program, and freeze reloads until 'unfreeze'.
     Revert(Control),
-    /// Let changed files be reloaded again after 'revert'.
+    /// Permit reloads after 'revert'.
     ///
-    /// Files that differ from what the host loaded count as changed.
+    /// Files that differ from what the program loaded count as changed.
     Unfreeze(Control),
-    /// Print figures of a running host in the text format of Prometheus.
+    /// Print metrics of a running program in the text format of Prometheus.
     Metrics(Control),
-    /// Let a running host look at its files now, and wait until they are in use.
+    /// Reload changed files in a running program and wait for the result.
     ///
-    /// Ends with 1 when a model could not be brought up to date, or when --server is given
-    /// and its slots could not be emptied.
+    /// The exit status is 1 if a changed file is not in use afterwards, or if the slots of
+    /// --server cannot be emptied.
     Reload {
         #[command(flatten)]
         at: Control,
         #[command(flatten)]
         server: server::ServerOptions,
     },
-    /// Ask whether a host is there.
+    /// Check that a program listens at the socket.
     Ping(Control),
-    /// Ask a running host which experts its models used so far.
+    /// Show which experts a running program has used.
     Trace {
         #[command(flatten)]
         at: Control,
-        /// Count anew from here on.
+        /// Set the counts to 0.
         #[arg(long)]
         reset: bool,
     },
-    /// Show expert traces: a page with -o, a picture with --svg, text without.
+    /// Show expert traces as text, as a page with -o, or as an image with -o and --svg.
     Report {
-        /// Traces as written to LLAMA_EXPERT_TRACE_OUTPUT; several of the same model are
-        /// added up.
+        /// Traces in JSON, from LLAMA_EXPERT_TRACE_OUTPUT. Traces of the same model are summed.
         #[arg(required = true)]
         traces: Vec<PathBuf>,
         /// Write a self-contained HTML page.
         #[arg(short, long)]
         output: Option<PathBuf>,
-        /// Write the heat map alone, as SVG.
+        /// Write only the heat map, as SVG.
         #[arg(long, requires = "output")]
         svg: bool,
-        /// Show traces beside each other.
+        /// Show traces side by side.
         #[arg(long)]
         compare: bool,
     },
@@ -139,17 +145,17 @@ enum Command {
         /// For example /usr/local.
         prefix: PathBuf,
     },
-    /// Load all tensors of a model into memory and say how long it took.
+    /// Load all tensors of a model into memory, and print the time.
     Load {
         /// A GGUF file, or any shard of a model.
         file: PathBuf,
     },
 }
 
-/// Where a host listens.
+/// The control socket of a program.
 #[derive(clap::Args)]
 struct Control {
-    /// The path that the host was given in LLAMA_SIDECAR_CONTROL.
+    /// Path of the control socket, from LLAMA_SIDECAR_CONTROL of the program.
     #[arg(long, env = "LLAMA_SIDECAR_CONTROL")]
     socket: PathBuf,
     /// Print JSON.
@@ -164,14 +170,16 @@ fn main() -> ExitCode {
         Command::Run(options) => run::run(&options),
         Command::Doctor(options) => doctor::run(&options),
         Command::Swap(options) => swap::run(&options),
-        Command::Status { at, hash: true } => control::run(&at.socket, "hash", at.json),
-        Command::Status { at, hash: false } => control::run(&at.socket, "status", at.json),
-        Command::Revert(at) => control::run(&at.socket, "revert", at.json),
-        Command::Unfreeze(at) => control::run(&at.socket, "unfreeze", at.json),
-        Command::Metrics(at) => control::run(&at.socket, "metrics", at.json),
+        Command::Status { at, hash: true } => control::run(&at.socket, Request::Hash, at.json),
+        Command::Status { at, hash: false } => control::run(&at.socket, Request::Status, at.json),
+        Command::Revert(at) => control::run(&at.socket, Request::Revert, at.json),
+        Command::Unfreeze(at) => control::run(&at.socket, Request::Unfreeze, at.json),
+        Command::Metrics(at) => control::run(&at.socket, Request::Metrics, at.json),
         Command::Reload { at, server } => control::reload(&at.socket, &server, at.json),
-        Command::Trace { at, reset: true } => control::run(&at.socket, "trace-reset", at.json),
-        Command::Trace { at, reset: false } => control::run(&at.socket, "trace", at.json),
+        Command::Trace { at, reset: true } => {
+            control::run(&at.socket, Request::TraceReset, at.json)
+        }
+        Command::Trace { at, reset: false } => control::run(&at.socket, Request::Trace, at.json),
         Command::Report {
             traces,
             output,
@@ -185,13 +193,13 @@ fn main() -> ExitCode {
                 compare,
             },
         ),
-        Command::Ping(at) => control::run(&at.socket, "ping", at.json),
+        Command::Ping(at) => control::run(&at.socket, Request::Ping, at.json),
         Command::Load { file } => load::run(&file),
         Command::Generate { prefix } => generate::run(&prefix),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
-        // A reader that has seen enough, for example `head`, is no failure.
+        // A reader that closes its end, for example `head`, is not a failure.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("llama-sidecar: {}", sentence(&error));
@@ -200,7 +208,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// What failed and why, in one line. Some errors name their cause themselves.
+/// Returns an error and its causes in one line. Some errors contain their cause.
 fn sentence(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain() {
@@ -221,18 +229,16 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
     io.is_some_and(|error| error.kind() == std::io::ErrorKind::BrokenPipe)
 }
 
-/// A model of more than 1,000 shards needs more open files than the usual limit
-/// allows. A library leaves the limits of its process alone; this is our process.
+/// Raises the limit for open files: a model of more than 1,000 shards needs more than the usual
+/// limit. A library must not change the limits of its process; this is the process.
 fn allow_many_open_files() {
-    let mut limit = libc::rlimit {
-        rlim_cur: 0,
-        rlim_max: 0,
-    };
-    // SAFETY: both calls get a valid struct and touch nothing else.
-    unsafe {
-        if libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0 {
-            limit.rlim_cur = limit.rlim_max;
-            libc::setrlimit(libc::RLIMIT_NOFILE, &limit);
-        }
-    }
+    let limit = getrlimit(Resource::Nofile);
+    // A failure shows when a file cannot be opened.
+    let _ = setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: limit.maximum,
+            ..limit
+        },
+    );
 }

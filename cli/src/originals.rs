@@ -1,23 +1,20 @@
-//! The tensors that swaps replaced in a model's file, kept in a file beside it.
+//! The file of originals: the tensors that swaps replaced in a model's file.
 //!
-//! That file belongs to the model by content: it has a hash of every tensor that the swap
-//! wrote, of every tensor that it keeps, and of all else in the model. So a copy of both, or
-//! another time of modification, changes nothing, and a model that no swap wrote is
-//! noticed.
+//! The file belongs to the model by content. It has a hash of each tensor that the swap wrote,
+//! of each tensor that it keeps, and of the rest of the model. So both files can be copied or
+//! get another time of modification, and a model that no swap wrote is detected.
 
 use std::cell::OnceCell;
 use std::ffi::{CStr, OsString};
-use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use llama_sidecar::gguf::{
-    Access, GgufFile, HeaderWriter, KeyValue, OpenError, TensorInfo, Value, ValueType,
-};
-use llama_sidecar::reload::{Hash, hash_bytes, hash_source};
+use llama_sidecar::gguf::{Access, GgufFile, HeaderWriter, KeyValue, OpenError, Value, ValueType};
+use llama_sidecar::reload::{Hash, hash_bytes};
 
-use crate::rewrite::{self, Part};
+use crate::part::{Part, Version, hash_from, hash_of};
+use crate::rewrite;
 
 /// The format of the file. The first one had no such key.
 const FORMAT: u32 = 2;
@@ -32,45 +29,11 @@ const WRITTEN_KEY: &str = "llama-sidecar.originals.written";
 const SAVED_KEY: &str = "llama-sidecar.originals.saved";
 /// Hash of the header, with zeros in the place of this value.
 const CHECK_KEY: &str = "llama-sidecar.originals.check";
-/// The key of the first format, which told files apart by inode, size and time.
+/// The key of the first format, which identified files by inode, size and time.
 const FIRST_FORMAT_KEY: &str = "llama-sidecar.originals-of";
 
 /// Hexadecimal digits of a hash.
 const DIGITS: usize = 32;
-
-/// Type and content of a tensor: what tells one version of it from another.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Version {
-    ty: u32,
-    hash: Hash,
-}
-
-impl Version {
-    /// The version of a tensor with this hash.
-    pub fn new(info: &TensorInfo, hash: Hash) -> Version {
-        let ty = info.ty.id;
-        Version { ty, hash }
-    }
-
-    fn parse(text: &[u8]) -> Option<Version> {
-        let (ty, hash) = std::str::from_utf8(text).ok()?.split_once(' ')?;
-        Some(Version {
-            ty: ty.parse().ok()?,
-            hash: hash_from(hash.as_bytes())?,
-        })
-    }
-}
-
-impl fmt::Display for Version {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {:032x}", self.ty, self.hash)
-    }
-}
-
-fn hash_from(text: &[u8]) -> Option<Hash> {
-    let text = std::str::from_utf8(text).ok()?;
-    Hash::from_str_radix(text, 16).ok()
-}
 
 /// The content of a model's file. Each tensor is read at most once.
 pub struct Content<'a> {
@@ -79,7 +42,7 @@ pub struct Content<'a> {
 }
 
 impl<'a> Content<'a> {
-    /// The content of this file.
+    /// Returns the content of a file.
     pub fn of(file: &'a GgufFile) -> Content<'a> {
         let hashes = file.header.tensors.iter().map(|_| OnceCell::new());
         Content {
@@ -88,7 +51,7 @@ impl<'a> Content<'a> {
         }
     }
 
-    /// A tensor of the file, with its hash.
+    /// Returns a tensor of the file, with its hash.
     pub fn part(&self, at: usize) -> Result<Part<'a>> {
         let (file, info) = (self.file, &self.file.header.tensors[at]);
         let hash = match self.hashes[at].get() {
@@ -99,21 +62,15 @@ impl<'a> Content<'a> {
         Ok(Part { file, info, hash })
     }
 
-    /// All tensors of the file.
+    /// Returns all tensors of the file.
     pub fn parts(&self) -> Result<Vec<Part<'a>>> {
         (0..self.hashes.len()).map(|at| self.part(at)).collect()
     }
 }
 
-/// Hashes the data of a tensor.
-pub fn hash_of(file: &GgufFile, info: &TensorInfo) -> Result<Hash> {
-    let hash = hash_source(&file.source, info.offset, info.nbytes);
-    hash.with_context(|| format!("cannot read {}", file.source.path().display()))
-}
-
 /// The originals of a model's file.
 pub struct Originals {
-    /// The file that they are in.
+    /// The file with the originals.
     file: GgufFile,
     rest: Hash,
     /// Bytes of the model before the first swap.
@@ -123,22 +80,23 @@ pub struct Originals {
 }
 
 impl Originals {
-    /// Where the originals of a model are.
+    /// Returns the path of the originals of a model.
     pub fn path_of(model: &Path) -> PathBuf {
         with_suffix(model, ".originals")
     }
 
-    /// Where they are while the model is renamed. An interruption leaves them there.
+    /// Returns the path of new originals until the model is renamed. An interruption leaves them
+    /// there.
     pub fn beside(model: &Path) -> PathBuf {
         with_suffix(&Originals::path_of(model), ".new")
     }
 
-    /// Where these are.
+    /// Returns the path of these originals.
     pub fn path(&self) -> &Path {
         self.file.source.path()
     }
 
-    /// Reads what is there beside a model: nothing, one file, or two after an interruption.
+    /// Reads the originals of a model: none, one file, or two after an interruption.
     pub fn load(model: &Path) -> Result<Vec<Originals>> {
         let mut found = Vec::new();
         for path in [Originals::beside(model), Originals::path_of(model)] {
@@ -151,7 +109,7 @@ impl Originals {
             let originals = file.and_then(Originals::parse);
             found.push(originals.with_context(|| {
                 format!(
-                    "{} cannot be used; nothing was changed: put an intact copy of it there, or move it away to swap without it",
+                    "cannot use {}; nothing was changed: replace it with an intact copy, or move it away to swap without it",
                     path.display()
                 )
             })?);
@@ -164,10 +122,10 @@ impl Originals {
         let key = |name: &str| header.key(name.as_bytes());
         ensure!(
             key(FIRST_FORMAT_KEY).is_none(),
-            "it was written by an earlier version of llama-sidecar and does not say which content of the model it belongs to; its tensors can be put in with --tensor and --from"
+            "an earlier version of llama-sidecar wrote it without the hashes of the model: pass it to --from, with --tensor, to restore its tensors"
         );
         let format = key(FORMAT_KEY).and_then(KeyValue::as_u64);
-        let format = format.context("it is no file of originals")?;
+        let format = format.context("it is not a file of originals")?;
         ensure!(
             format == u64::from(FORMAT),
             "it has format {format}, expected {FORMAT}: use the version of llama-sidecar that wrote it"
@@ -184,7 +142,7 @@ impl Originals {
         let types = header.tensors.iter().map(|info| info.ty.id);
         ensure!(
             types.eq(saved.iter().map(|version| version.ty)),
-            "it is damaged: types do not belong to its tensors"
+            "it is damaged: the recorded types are not those of its tensors"
         );
         Ok(Originals {
             rest,
@@ -195,8 +153,8 @@ impl Originals {
         })
     }
 
-    /// Finds those that belong to a model as it is now. Fails when there are some, and none
-    /// of them does.
+    /// Returns the originals that belong to the current content of a model. Fails if there are
+    /// originals, and none of them fits.
     pub fn that_fit<'a>(
         found: &'a [Originals],
         content: &Content<'_>,
@@ -212,27 +170,29 @@ impl Originals {
             return Ok(None);
         };
         bail!(
-            "{} does not fit {}: {reason}; nothing was changed: put the model back that it belongs to, or move it away (its tensors can then be put in with --tensor and --from)",
+            "{} does not fit {}: {reason}; nothing was changed: restore the model that the originals belong to, or move the originals away (--tensor and --from can then restore single tensors)",
             originals.path().display(),
             content.file.source.path().display()
         )
     }
 
-    /// Says why these do not belong to a model as it is now. A tensor may be what the last
-    /// swap wrote, or, after an interruption, the original.
+    /// Returns why these originals do not belong to the current content of a model. Each tensor
+    /// must be the one that the last swap wrote or, after an interruption, the original.
     fn misfit(&self, content: &Content<'_>) -> Result<Option<String>> {
         let model = &content.file.header;
         let same =
             self.rest == rewrite::rest(content.file)? && self.written.len() == model.tensors.len();
         if !same {
-            let what = "the model's metadata, its list of tensors or what follows their data is not what it was at the last swap";
+            let what = "the metadata, the list of tensors or the bytes after the tensors have changed since the last swap";
             return Ok(Some(what.into()));
         }
         for saved in self.parts() {
             let of = model.find(saved.name()).map(|at| &model.tensors[at]);
             if of.is_none_or(|of| of.ne != saved.info.ne) {
                 let name = saved.name().to_string_lossy();
-                return Ok(Some(format!("'{name}' is no tensor of this shape there")));
+                return Ok(Some(format!(
+                    "the model has no tensor '{name}' of this shape"
+                )));
             }
         }
         for (at, written) in self.written.iter().enumerate() {
@@ -240,7 +200,7 @@ impl Originals {
             let original = || self.part(now.name()).map(|saved| saved.version());
             if *written != now.version() && original() != Some(now.version()) {
                 return Ok(Some(format!(
-                    "'{}' is neither the original tensor nor the one that a swap put there",
+                    "'{}' is neither the original tensor nor the tensor that the last swap wrote",
                     now.name().to_string_lossy()
                 )));
             }
@@ -248,7 +208,7 @@ impl Originals {
         Ok(None)
     }
 
-    /// The tensors that are kept.
+    /// Returns the kept tensors.
     pub fn parts(&self) -> impl Iterator<Item = Part<'_>> {
         let infos = self.file.header.tensors.iter().zip(&self.saved);
         infos.map(|(info, &hash)| Part {
@@ -258,7 +218,7 @@ impl Originals {
         })
     }
 
-    /// The original of a tensor, if it is kept here.
+    /// Returns the original of a tensor, if this file keeps it.
     pub fn part(&self, name: &CStr) -> Option<Part<'_>> {
         let at = self.file.header.find(name)?;
         Some(Part {
@@ -268,11 +228,11 @@ impl Originals {
         })
     }
 
-    /// Compares a tensor that is kept here with its hash.
+    /// Compares a kept tensor with its hash.
     pub fn check(&self, part: &Part<'_>) -> Result<()> {
         ensure!(
             hash_of(part.file, part.info)? == part.hash,
-            "{} is damaged: '{}' is not the tensor that was kept; nothing was changed: put an intact copy of it there, or move it away to swap without it",
+            "{} is damaged: the hash of '{}' does not match; nothing was changed: replace it with an intact copy, or move it away to swap without it",
             self.path().display(),
             part.name().to_string_lossy()
         );
@@ -280,13 +240,13 @@ impl Originals {
     }
 }
 
-/// What a file of originals says about its model.
+/// The record of a model in its file of originals.
 pub struct Record {
-    /// Hash of what no swap changes.
+    /// Hash of the parts that no swap changes.
     pub rest: Hash,
     /// Bytes of the model before the first swap.
     pub size: u64,
-    /// Each of its tensors after the swap.
+    /// Version of each tensor after the swap.
     pub written: Vec<Version>,
 }
 
@@ -330,7 +290,7 @@ fn check_header(file: &GgufFile) -> Result<()> {
     header[key.offset as usize..][..DIGITS].fill(b'0');
     ensure!(
         hash_bytes(&header) == expected,
-        "it is damaged: its header does not have the hash that it states"
+        "it is damaged: the hash of its header does not match"
     );
     Ok(())
 }
@@ -338,11 +298,11 @@ fn check_header(file: &GgufFile) -> Result<()> {
 fn hash_at(file: &GgufFile, key: &KeyValue) -> Result<Hash> {
     let text = match key.len == DIGITS as u64 && !key.array {
         true => file.value(key)?,
-        false => bail!("it is damaged: a hash has not {DIGITS} digits"),
+        false => bail!("it is damaged: expected a hash of {DIGITS} digits"),
     };
     match text {
         Value::Text(text) => hash_from(&text).context("it is damaged: expected a hash"),
-        _ => bail!("it is damaged: a hash is no text"),
+        _ => bail!("it is damaged: expected a hash as text"),
     }
 }
 

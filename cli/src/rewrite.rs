@@ -1,7 +1,6 @@
-//! Replaces GGUF files: writes the new version next to the old one, checks it, and renames it to
-//! the path. A program that has the old file open keeps it; an interruption leaves the old file.
+//! New versions of GGUF files: written next to the old file, checked, and renamed over it. A
+//! program that has the old file open keeps it, and an interruption leaves it in place.
 
-use std::ffi::CStr;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
@@ -9,53 +8,33 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
 use llama_sidecar::gguf::{
-    Access, GgufFile, TYPE_AND_OFFSET, TensorInfo, TooLarge, padded, padding, retype, type_fields,
+    Access, GgufFile, TYPE_AND_OFFSET, TooLarge, padded, padding, retype, type_fields,
 };
 use llama_sidecar::reload::{Hash, hash_bytes, hash_source};
 use tempfile::NamedTempFile;
 
 use crate::attributes::Attributes;
-use crate::originals::{self, Version};
-use crate::space::{folder_of, is_no_room};
+use crate::part::{Part, hash_of};
+use crate::space::{folder_of, is_out_of_space};
 use crate::target::Target;
 
 /// Bytes that are copied between two updates of the progress bar.
 const STEP: u64 = 64 << 20;
 
-/// A tensor for a new file: its source file and the expected hash of its data.
-#[derive(Clone, Copy)]
-pub struct Part<'a> {
-    pub file: &'a GgufFile,
-    pub info: &'a TensorInfo,
-    pub hash: Hash,
-}
-
-impl Part<'_> {
-    /// Returns the name of the tensor.
-    pub fn name(&self) -> &CStr {
-        self.file.header.name(self.info)
-    }
-
-    /// Returns the type and the content hash.
-    pub fn version(&self) -> Version {
-        Version::new(self.info, self.hash)
-    }
-}
-
-/// The contents of a new file.
+/// Content of a new file.
 pub struct Draft<'a> {
     header: Vec<u8>,
     alignment: u64,
     pub parts: Vec<Part<'a>>,
-    /// The bytes after the data: a range of a file.
+    /// The range of a file that follows the data.
     tail: Option<(&'a GgufFile, u64, u64)>,
-    /// Bytes of the whole file.
+    /// Size of the file.
     pub size: u64,
 }
 
 impl<'a> Draft<'a> {
-    /// Creates the draft of a new version of a model's file. In the header, only types and offsets
-    /// change. The bytes after the data are kept.
+    /// Returns a new version of a model's file. Of the header, only types and offsets change;
+    /// the bytes after the data stay.
     pub fn of_model(file: &'a GgufFile, parts: Vec<Part<'a>>) -> Result<Draft<'a>> {
         let mut header = header_of(file)?;
         let types = types_in(file, &header)?;
@@ -71,7 +50,7 @@ impl<'a> Draft<'a> {
         })
     }
 
-    /// Creates the draft of a file with this header and these tensors.
+    /// Returns a file with this header and these tensors.
     pub fn new(header: Vec<u8>, alignment: u64, parts: Vec<Part<'a>>) -> Result<Draft<'a>> {
         let size = parts.iter().try_fold(header.len() as u64, |size, part| {
             size.checked_add(padded(part.info.nbytes, alignment)?)
@@ -85,21 +64,21 @@ impl<'a> Draft<'a> {
         })
     }
 
-    /// Restores the size that the file had before any swap. Some writers omit the padding after the
+    /// Sets the size that the file had before any swap: some writers omit the padding after the
     /// last tensor.
     pub fn with_size_of_original(self, size: u64) -> Result<Draft<'a>> {
         let last = self.parts.last().map_or(0, |part| part.info.nbytes);
         let padding = padding(last, self.alignment);
         ensure!(
             size <= self.size && self.size - size <= padding,
-            "the originals cannot be put back: the file would have {} bytes, and had {size} before; nothing was changed",
+            "cannot restore the originals: the file would have {} bytes instead of {size}; nothing was changed",
             self.size
         );
         Ok(Draft { size, ..self })
     }
 
-    /// Writes the file next to `path` with the owner, mode and attributes of the model, and checks
-    /// the result. `needed` is the total size of all new files in the folder.
+    /// Writes the file next to `path`, with owner, mode and attributes of the model, and checks
+    /// its content. `needed` is the space that all new files need on the file system.
     pub fn write(&self, target: &Target, path: &Path, needed: u64) -> Result<Written> {
         let folder = folder_of(path);
         let name = path.file_name().unwrap_or_default().to_string_lossy();
@@ -108,7 +87,7 @@ impl<'a> Draft<'a> {
         let made = NamedTempFile::with_prefix_in(prefix, folder).map_err(anyhow::Error::from);
         let written = made.and_then(|file| {
             lock(file.as_file());
-            // Attributes first: what cannot be kept is known before anything is copied.
+            // Attributes first, so that a failure comes before the copy.
             let attributes = Attributes::of(&target.file);
             let attributes = attributes.context("cannot read the attributes of the old file")?;
             attributes.give_to(file.as_file())?;
@@ -123,15 +102,15 @@ impl<'a> Draft<'a> {
                 path: path.to_owned(),
             }),
             Err(error) => {
-                // A change of the target can be the cause, and its message is more precise.
+                // A change by another program may be the cause, and has a clearer message.
                 target.look_again()?;
                 let mut what = format!(
                     "cannot write beside {}; it is as it was",
                     target.path.display()
                 );
-                if is_no_room(&error) {
+                if is_out_of_space(&error) {
                     what += &format!(
-                        "; {needed} bytes are needed in {}: free space there",
+                        "; {needed} bytes are needed in {}: free some space",
                         folder.display()
                     );
                 }
@@ -162,8 +141,8 @@ impl<'a> Draft<'a> {
         Ok(())
     }
 
-    /// Returns the padding after a tensor: the bytes of its source file if the alignment is the
-    /// same, otherwise zeros.
+    /// Returns the padding after a tensor: the bytes of its file if the alignment is the same,
+    /// else zeros.
     fn padding_after(&self, part: &Part<'_>) -> Result<Vec<u8>> {
         let len = padding(part.info.nbytes, self.alignment);
         let mut bytes = vec![0; len as usize];
@@ -176,22 +155,22 @@ impl<'a> Draft<'a> {
         Ok(bytes)
     }
 
-    /// Opens the new file and compares every tensor with its source.
+    /// Opens and reads the new file, and compares its tensors byte for byte.
     fn check(&self, path: &Path) -> Result<()> {
         let new = GgufFile::open(path, Access::Read)?;
         new.header.check_data(new.source.id().size)?;
         ensure!(
             new.header.tensors.len() == self.parts.len(),
-            "tensors are missing in the new file"
+            "the new file lacks tensors"
         );
         for (info, part) in new.header.tensors.iter().zip(&self.parts) {
             let same = new.header.name(info) == part.name()
                 && std::ptr::eq(info.ty, part.info.ty)
                 && info.ne == part.info.ne
-                && originals::hash_of(&new, info)? == part.hash;
+                && hash_of(&new, info)? == part.hash;
             ensure!(
                 same,
-                "'{}' is not in the new file as it was read: {} was changed meanwhile, or the disk fails; try again when its writer is done",
+                "'{}' differs between the new file and {}: another program changed the source, or the disk has an error; try again when that program has ended",
                 part.name().to_string_lossy(),
                 part.file.source.path().display()
             );
@@ -200,7 +179,7 @@ impl<'a> Draft<'a> {
     }
 }
 
-/// A complete file that is not renamed to its path yet.
+/// A complete file under a temporary name.
 pub struct Written {
     file: NamedTempFile,
     path: PathBuf,
@@ -215,22 +194,22 @@ impl Written {
     }
 }
 
-/// Writes the folder of a file to disk, so that renames in it survive a power failure.
+/// Writes renames in the folder of a file to disk.
 pub fn sync_folder_of(path: &Path) -> Result<()> {
     let folder = folder_of(path);
     let synced = File::open(folder).and_then(|folder| folder.sync_all());
     synced.with_context(|| format!("cannot write the folder {} to disk", folder.display()))
 }
 
-/// Reads the header of a file with its padding.
+/// Reads the header of a file, including its padding.
 pub fn header_of(file: &GgufFile) -> io::Result<Vec<u8>> {
     let mut header = vec![0; file.header.data_offset as usize];
     file.source.read_at(&mut header, 0)?;
     Ok(header)
 }
 
-/// Hashes the parts of a model's file that swaps never change: the header without the types and
-/// offsets of tensors, and the bytes after the data.
+/// Hashes the parts of a model's file that no swap changes: the header without types and offsets
+/// of tensors, and the bytes after the data.
 pub fn rest(file: &GgufFile) -> Result<Hash> {
     let mut header = header_of(file)?;
     for at in types_in(file, &header)? {
@@ -242,7 +221,7 @@ pub fn rest(file: &GgufFile) -> Result<Hash> {
     Ok(hash_bytes(&header))
 }
 
-/// Returns the offset and the length of the bytes after the data and its padding.
+/// Returns offset and size of the bytes after the data and its padding.
 fn tail(file: &GgufFile) -> (u64, u64) {
     let last = file.header.tensors.last();
     let end = last.map_or(file.header.data_offset, |last| last.offset + last.nbytes);
@@ -255,24 +234,27 @@ fn tail(file: &GgufFile) -> (u64, u64) {
 fn types_in(file: &GgufFile, header: &[u8]) -> Result<Vec<usize>> {
     type_fields(&file.header, header).with_context(|| {
         format!(
-            "the header of {} changed while it was read; nothing was changed: try again when its writer is done",
+            "another program changed the header of {}; nothing was changed: try again when that program has ended",
             file.source.path().display()
         )
     })
 }
 
-/// Copies a range of a file to the current position of another file.
+/// Appends a range of a file to another file.
 fn copy(from: &GgufFile, at: u64, len: u64, to: &File, bar: &ProgressBar) -> Result<()> {
     let path = from.source.path();
     let mut file = File::open(path)?;
     file.seek(SeekFrom::Start(at))?;
     let mut left = len;
     while left > 0 {
-        // Between two files the kernel copies by itself, and shares blocks where it can.
+        // Between two files, the kernel copies the bytes, or shares blocks if it can.
         let step = left.min(STEP);
         let copied = io::copy(&mut Read::take(&file, step), &mut { to })?;
         if copied < step {
-            bail!("{} was cut while it was read", path.display());
+            bail!(
+                "another program truncated {}: try again when that program has ended",
+                path.display()
+            );
         }
         left -= step;
         bar.inc(step);
@@ -282,7 +264,7 @@ fn copy(from: &GgufFile, at: u64, len: u64, to: &File, bar: &ProgressBar) -> Res
 
 /// Locks a file while it is written.
 fn lock(file: &File) {
-    // Where there are no locks, leftovers stay.
+    // Without locks, files of interrupted runs stay.
     let _ = file.try_lock();
 }
 

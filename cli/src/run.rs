@@ -1,16 +1,18 @@
 //! `llama-sidecar run`: a command with the drop-in, and a summary of its work.
 
+use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, ArgMatches, FromArgMatches};
 use llama_sidecar::config::{Config, Kind, VARIABLES, Variable};
+use llama_sidecar::protocol::Event;
 
 use crate::child;
-use crate::executable::Executable;
+use crate::executable::{Executable, preload_library};
 use crate::journal::{Events, Journal};
 
 /// A command and the settings of the drop-in in it.
@@ -58,7 +60,7 @@ fn argument(flag: &'static str, variable: &'static Variable) -> Arg {
         Kind::Path => value("PATH").value_parser(ValueParser::os_string()),
         Kind::Level => value("LEVEL").value_parser(["off", "error", "warn", "info", "debug"]),
         Kind::Number { .. } | Kind::Text(_) => {
-            value("VALUE").value_parser(move |text: &str| checked(variable, text))
+            value("N").value_parser(move |text: &str| checked(variable, text))
         }
     }
 }
@@ -147,55 +149,81 @@ fn summary(config: &Config, program: &Executable, preload: &Path, events: &Event
     }
     let obstacle = program.obstacle(preload).or_else(|| events.obstacle());
     if let Some(obstacle) = obstacle {
-        return vec![format!("nothing was done: {obstacle}")];
+        return vec![format!("hot-swap and trace did nothing: {obstacle}")];
     }
-    let models: Vec<_> = events
-        .of("model")
-        .filter_map(|model| model["path"].as_str())
-        .collect();
-    let pause = events
-        .of("end")
-        .filter_map(|end| end["longest_pause_us"].as_u64())
-        .max();
-    let mut lines = vec![format!(
-        "{} evaluations of {}; reloads: {}, with {} tensors swapped, {} returned, {} refused; longest pause {} us",
-        events.sum("end", "evaluations"),
-        models.join(", "),
-        events.of("reload").count(),
-        events.sum("reload", "swapped"),
-        events.sum("reload", "returned"),
-        events.sum("reload", "refused"),
-        pause.unwrap_or(0),
-    )];
-    if !events.any("end") {
-        lines[0] = format!(
-            "{} ended without a chance to say what was done",
-            models.join(", ")
-        );
+    let models = events.models().join(", ");
+    let mut total = Totals::default();
+    let mut failures = Vec::new();
+    // A trace may be written many times; the last result counts.
+    let mut traces = BTreeMap::new();
+    for event in events.iter() {
+        match event {
+            Event::Model { expert_layers, .. } => total.expert_layers += expert_layers,
+            Event::Reload {
+                swapped,
+                returned,
+                refused,
+                failure,
+            } => {
+                total.reloads += 1;
+                total.swapped += swapped;
+                total.returned += returned;
+                total.refused += refused;
+                failures.extend(
+                    failure
+                        .as_ref()
+                        .map(|why| format!("a reload failed: {why}")),
+                );
+            }
+            Event::Trace { path, error } => {
+                traces.insert(path, error);
+            }
+            Event::End {
+                evaluations,
+                longest_pause_us,
+                ..
+            } => {
+                total.ends += 1;
+                total.evaluations += evaluations;
+                total.longest_pause_us = total.longest_pause_us.max(*longest_pause_us);
+            }
+            _ => {}
+        }
     }
-    lines.extend(events.of("reload").filter_map(|reload| {
-        let failure = reload["failure"].as_str()?;
-        Some(format!("a reload failed: {failure}"))
-    }));
-    if config.trace_output.is_some() && events.sum("model", "expert_layers") == 0 {
-        lines.push(format!(
-            "no trace: {} has no routed experts",
-            models.join(", ")
-        ));
-    }
-    // It may be written many times, and the last time counts.
-    let mut traces = std::collections::BTreeMap::new();
-    for trace in events.of("trace") {
-        traces.insert(
-            trace["path"].as_str().unwrap_or_default(),
-            trace["error"].as_str(),
-        );
+    let mut lines = vec![match total.ends {
+        0 => format!("{models}: the process ended before it could write a summary"),
+        _ => format!(
+            "{} evaluations of {models}; reloads: {}, with {} tensors swapped, {} returned, {} refused; longest pause {} us",
+            total.evaluations,
+            total.reloads,
+            total.swapped,
+            total.returned,
+            total.refused,
+            total.longest_pause_us,
+        ),
+    }];
+    lines.extend(failures);
+    if config.trace_output.is_some() && total.expert_layers == 0 {
+        lines.push(format!("no trace: {models} has no routed experts"));
     }
     lines.extend(traces.into_iter().map(|(path, error)| match error {
-        None => format!("trace written to {path} ('llama-sidecar report {path}' shows it)"),
-        Some(error) => format!("the trace could not be written to {path}: {error}"),
+        None => format!("trace written to {path}; run 'llama-sidecar report {path}' to see it"),
+        Some(error) => format!("cannot write the trace to {path}: {error}"),
     }));
     lines
+}
+
+/// Sums over the processes of a command.
+#[derive(Default)]
+struct Totals {
+    expert_layers: usize,
+    reloads: u64,
+    swapped: u64,
+    returned: u64,
+    refused: u64,
+    ends: u64,
+    evaluations: u64,
+    longest_pause_us: u64,
 }
 
 /// Returns the variables of the command.
@@ -235,24 +263,7 @@ fn postfetch(text: &str) -> Result<Setting, String> {
     Ok((variable.name, checked(variable, value)?.into()))
 }
 
-/// The drop-in library, beside this program: installed, or in the build tree.
-pub fn preload_library() -> Result<PathBuf> {
-    const NAME: &str = "libllama_sidecar_preload.so";
-    let program = std::env::current_exe().context("where this program is")?;
-    let folder = program.parent().context("this program is in a folder")?;
-    let places = ["../lib", "../preload/release", "."];
-    for place in places {
-        if let Ok(found) = folder.join(place).join(NAME).canonicalize() {
-            return Ok(found);
-        }
-    }
-    bail!(
-        "{NAME} is not in {}: install with 'cargo xtask install --prefix DIR' and run DIR/bin/llama-sidecar",
-        folder.join("../lib").display()
-    )
-}
-
-/// A word as a shell reads it back.
+/// Quotes a word for a shell.
 fn quoted(word: &OsStr) -> String {
     let text = word.to_string_lossy();
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);

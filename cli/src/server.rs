@@ -1,12 +1,12 @@
-//! The slots of a llama-server, emptied through its own API.
+//! Slots of a llama-server, emptied through its own API.
 //!
 //! llama-server keeps its own record of the tokens whose keys and values each slot has
-//! cached. Nobody but the server can drop them together with the record: its request
-//! `POST /slots/N?action=erase` does, checkpoints included, and waits for a slot that is
-//! busy. What erased slots answer was computed with the weights in use alone.
+//! cached. Only the server can drop keys, values and record together: the request
+//! `POST /slots/N?action=erase` does so, including checkpoints, and waits for a busy slot.
+//! Later answers of an erased slot depend only on the weights in use.
 //!
-//! Prompts that the server keeps in memory beside its slots (`--cache-ram`) have no
-//! such request, and come back into slots. A server that has them is refused.
+//! No request drops the prompts that the server keeps in memory outside its slots
+//! (`--cache-ram`), and they return into slots. So a server with such a cache is refused.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -16,20 +16,20 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 use ureq::http::StatusCode;
 
-/// What a server may answer at most; its settings are a few KiB.
+/// Size of the largest accepted answer; settings have a few KiB.
 const LONGEST_ANSWER: u64 = 16 << 20;
-/// Name of the variable that does what `--cache-ram` does.
+/// The variable with the effect of `--cache-ram`.
 const CACHE_RAM: &str = "LLAMA_ARG_CACHE_RAM";
 
-/// Which server has the model, and how long it is waited for.
+/// The llama-server that runs the model.
 #[derive(Default, clap::Args)]
 pub struct ServerOptions {
-    /// Also empty the slots of the llama-server at this address, so that no answer is built
-    /// on keys and values of the old weights. It has to run with --slot-save-path and
+    /// Also empty the slots of the llama-server at this address, so that no answer depends on
+    /// keys and values of the old weights. The server must run with --slot-save-path and
     /// --cache-ram 0.
     #[arg(long, value_name = "URL")]
     server: Option<String>,
-    /// The server's API key (its --api-key).
+    /// API key of the server (its --api-key).
     #[arg(
         long,
         value_name = "KEY",
@@ -38,7 +38,7 @@ pub struct ServerOptions {
         requires = "server"
     )]
     api_key: Option<String>,
-    /// How long to wait for each slot that is busy.
+    /// Longest time to wait for each busy slot.
     #[arg(
         long,
         value_name = "SECONDS",
@@ -57,8 +57,8 @@ pub struct Server {
 }
 
 impl ServerOptions {
-    /// Asks the server, if one is named, whether emptying its slots makes its answers
-    /// right; an error says what it has to be started with. Changes nothing.
+    /// Checks that the server, if one is named, can empty its slots and has no other cache; the
+    /// error names the arguments that the server needs. Changes nothing.
     pub fn check(&self, process: u32) -> Result<Option<Server>> {
         let Some(url) = &self.server else {
             return Ok(None);
@@ -81,13 +81,13 @@ impl ServerOptions {
 }
 
 impl Server {
-    /// Empties all slots, one after the other, and returns how many.
+    /// Empties all slots, one after the other, and returns their number.
     pub fn erase(&self) -> Result<u64> {
         for slot in 0..self.slots {
             let action = format!("/slots/{slot}?action=erase");
             let (status, answer) = self.post(&action).with_context(|| {
                 format!(
-                    "slot {slot} of {} was not emptied; a busy slot is waited for: cancel its request, or wait longer with --slot-timeout, and reload again",
+                    "slot {slot} of {} was not emptied within --slot-timeout: cancel its request or pass a longer --slot-timeout, then reload again",
                     self.url
                 )
             })?;
@@ -115,22 +115,21 @@ impl Server {
         let properties: Value = serde_json::from_str(&answer).unwrap_or_default();
         properties["total_slots"].as_u64().with_context(|| {
             format!(
-                "{} is no llama-server with a model: expected \"total_slots\" in /props, found {}",
+                "{} is not a llama-server with a model: expected \"total_slots\" in /props, found {}",
                 self.url,
                 reason(status, &answer)
             )
         })
     }
 
-    /// Asks for an action that does not exist, which a server that takes actions refuses
-    /// as a bad request.
+    /// Requests an unknown action: a server that supports actions refuses it as a bad request.
     fn ensure_slots_can_be_erased(&self) -> Result<()> {
         let (status, answer) = self
             .post("/slots/0?action=none")
             .with_context(|| format!("{}/slots does not answer", self.url))?;
         ensure!(
             status == StatusCode::BAD_REQUEST,
-            "{} does not empty slots ({}): start it with --slot-save-path DIR",
+            "{} does not support emptying slots ({}): start it with --slot-save-path DIR",
             self.url,
             reason(status, &answer)
         );
@@ -152,7 +151,7 @@ fn text(mut answer: ureq::http::Response<ureq::Body>) -> Result<(StatusCode, Str
     Ok((status, body.read_to_string()?))
 }
 
-/// The message of an answer, or its beginning.
+/// Returns the message of an answer, or its beginning.
 fn reason(status: StatusCode, answer: &str) -> String {
     let parsed: Value = serde_json::from_str(answer).unwrap_or_default();
     match parsed["error"]["message"].as_str() {
@@ -164,24 +163,24 @@ fn reason(status: StatusCode, answer: &str) -> String {
     }
 }
 
-/// Fails unless a process was started without prompts in memory.
+/// Fails unless a process was started without a prompt cache in memory.
 fn ensure_no_prompt_cache(process: u32) -> Result<()> {
     let folder = format!("/proc/{process}");
     let command = std::fs::read(format!("{folder}/cmdline")).with_context(|| {
-        format!("cannot read how process {process} was started, so not whether with --cache-ram 0")
+        format!("cannot read the command line of process {process} to check for --cache-ram 0")
     })?;
-    // Those of another user cannot be read; an argument counts more anyway.
+    // Variables of another user's process are unreadable; arguments have precedence anyway.
     let variables = std::fs::read(format!("{folder}/environ")).unwrap_or_default();
     match cache_ram(&command, &variables).as_deref() {
         Some("0") => Ok(()),
         found => bail!(
-            "process {process} keeps prompts in memory (--cache-ram is {}), which no request empties, and takes keys and values of the old weights from there: start it with --cache-ram 0, or reload without --server and send \"cache_prompt\": false with each request",
+            "process {process} keeps prompts in memory (--cache-ram is {}), with keys and values of the old weights that no request drops: start the process with --cache-ram 0, or reload without --server and send \"cache_prompt\": false with each request",
             found.unwrap_or("its default")
         ),
     }
 }
 
-/// The value of `--cache-ram` in a command line and variables as the kernel gives them.
+/// Returns the value of `--cache-ram` in a command line and variables, in the format of `/proc`.
 fn cache_ram(command: &[u8], variables: &[u8]) -> Option<String> {
     let words: Vec<&OsStr> = command
         .split(|&byte| byte == 0)

@@ -1,24 +1,23 @@
-//! Free space for new files beside old ones.
+//! Free space for new files next to old ones.
 
-use std::ffi::CString;
 use std::fs;
 use std::io;
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use rustix::fs::statvfs;
 
-/// What new files need on one file system.
+/// Space that new files need on one file system.
 pub struct Need {
     device: u64,
-    /// A folder there.
+    /// A folder on the file system.
     pub folder: PathBuf,
     pub bytes: u64,
 }
 
 impl Need {
-    /// Adds up what files of these sizes need, by file system.
+    /// Sums the sizes of files by file system.
     pub fn of<'a>(files: impl IntoIterator<Item = (&'a Path, u64)>) -> Result<Vec<Need>> {
         let mut needs: Vec<Need> = Vec::new();
         for (path, bytes) in files {
@@ -36,13 +35,13 @@ impl Need {
         Ok(needs)
     }
 
-    /// Fails when there is less room than needed.
+    /// Fails if the file system has less free space than needed.
     pub fn check(&self) -> Result<()> {
         let free = free_in(&self.folder)
             .with_context(|| format!("cannot find the free space in {}", self.folder.display()))?;
         ensure!(
             self.bytes <= free,
-            "the new files need {} bytes in {}, and {free} are free: make room there; nothing was changed",
+            "the new files need {} bytes in {}, and {free} are free: free some space; nothing was changed",
             self.bytes,
             self.folder.display()
         );
@@ -50,16 +49,16 @@ impl Need {
     }
 }
 
-/// Finds what is needed where `path` is.
+/// Returns the space needed on the file system of `path`.
 pub fn needed_at(needs: &[Need], path: &Path) -> Result<u64> {
     let device = fs::metadata(folder_of(path))?.dev();
     let need = needs.iter().find(|need| need.device == device);
     Ok(need.map_or(0, |need| need.bytes))
 }
 
-/// Says whether an error means that there is no room: on the disk, in a quota, or below the
-/// limit for a file.
-pub fn is_no_room(error: &anyhow::Error) -> bool {
+/// Returns whether an error means that no space is left: on the disk, in a quota, or below the
+/// size limit of a file.
+pub fn is_out_of_space(error: &anyhow::Error) -> bool {
     let io = error
         .chain()
         .find_map(|cause| cause.downcast_ref::<io::Error>());
@@ -71,7 +70,7 @@ pub fn is_no_room(error: &anyhow::Error) -> bool {
     )
 }
 
-/// The folder that a file is in.
+/// Returns the folder of a file.
 pub fn folder_of(path: &Path) -> &Path {
     match path.parent() {
         Some(folder) if folder != Path::new("") => folder,
@@ -80,14 +79,6 @@ pub fn folder_of(path: &Path) -> &Path {
 }
 
 fn free_in(folder: &Path) -> io::Result<u64> {
-    let name = CString::new(folder.as_os_str().as_bytes())?;
-    let mut found = std::mem::MaybeUninit::<libc::statvfs>::uninit();
-    // SAFETY: a C string, and a struct that is read only if it was filled.
-    unsafe {
-        if libc::statvfs(name.as_ptr(), found.as_mut_ptr()) != 0 {
-            return Err(io::Error::last_os_error());
-        }
-        let found = found.assume_init();
-        Ok(found.f_bavail.saturating_mul(found.f_frsize))
-    }
+    let found = statvfs(folder)?;
+    Ok(found.f_bavail.saturating_mul(found.f_frsize))
 }

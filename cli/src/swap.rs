@@ -1,4 +1,4 @@
-//! `llama-sidecar swap`: other tensors into a model's files, and back.
+//! `llama-sidecar swap`: replacing tensors in a model's files, and restoring them.
 
 use std::collections::HashMap;
 use std::ffi::CStr;
@@ -11,12 +11,13 @@ use llama_sidecar::gguf::{Access, GgufFile, TensorInfo, open_model};
 use regex::Regex;
 
 use crate::originals::{self, Content, Originals, Record};
-use crate::rewrite::{self, Draft, Part, Written};
+use crate::part::{Part, Version, hash_of};
+use crate::rewrite::{self, Draft, Written};
 use crate::space::{self, Need};
 use crate::target::Target;
 use crate::{control, server};
 
-/// What to put where.
+/// The model, and the tensors to replace.
 #[derive(clap::Args)]
 pub struct SwapOptions {
     /// The model: a GGUF file, or any shard of one.
@@ -24,21 +25,21 @@ pub struct SwapOptions {
     /// Tensors whose whole name matches this regular expression.
     #[arg(long, value_name = "REGEX", required_unless_present = "restore")]
     tensor: Option<Regex>,
-    /// A model that has them in another version: any shard of it.
+    /// The model with the new tensors: any shard of it.
     #[arg(long, value_name = "GGUF", required_unless_present = "restore")]
     from: Option<PathBuf>,
-    /// Put the original tensors back: all, or those that --tensor names.
+    /// Restore the original tensors: all, or those that match --tensor.
     #[arg(long, conflicts_with = "from")]
     restore: bool,
-    /// Say what would be done, and do nothing.
+    /// Print the changes, and make none.
     #[arg(long)]
     dry_run: bool,
-    /// Let the host that listens there take it at once, and wait until it has.
+    /// Reload the files in the program that listens at this socket, and wait for the result.
     #[arg(long, value_name = "SOCKET")]
     reload: Option<PathBuf>,
 }
 
-/// What becomes of a file.
+/// The change of a file.
 struct Change<'a> {
     target: &'a Target,
     file: &'a GgufFile,
@@ -46,24 +47,23 @@ struct Change<'a> {
     changed: Vec<usize>,
     /// Its new version.
     new: Draft<'a>,
-    /// The originals of what it then has no more; none when all is original again.
+    /// The new file of originals; none if all tensors are original again.
     originals: Option<Draft<'a>>,
-    /// The originals that it has now.
+    /// The file of originals now.
     known: Option<&'a Originals>,
 }
 
-/// What a swap does.
+/// The changes of a swap.
 #[derive(Default)]
 struct Plan<'a> {
     changes: Vec<Change<'a>>,
-    /// Files that are the original ones already, with originals that an interrupted restore
-    /// has left.
+    /// Files without changed tensors, with originals that an interrupted restore left.
     restored: Vec<&'a Target>,
-    /// Tensors that were named.
+    /// Number of matching tensors.
     named: usize,
 }
 
-/// Which tensors a swap is about.
+/// The tensors that a swap selects.
 struct Wanted<'a> {
     regex: Option<&'a Regex>,
     whole: Option<Regex>,
@@ -89,7 +89,7 @@ impl Wanted<'_> {
     }
 }
 
-/// Swaps, and says what was done.
+/// Swaps, and reloads the files in a program if one is named.
 pub fn run(options: &SwapOptions) -> Result<()> {
     let changed = swap(options)?;
     match &options.reload {
@@ -100,17 +100,17 @@ pub fn run(options: &SwapOptions) -> Result<()> {
     }
 }
 
-/// Says whether anything was changed.
+/// Swaps, and returns whether anything changed.
 fn swap(options: &SwapOptions) -> Result<bool> {
     let path_of = |file: &GgufFile| file.source.path().to_owned();
     let paths = open_model(&options.model, Access::Read)?;
     let paths: Vec<_> = paths.iter().map(path_of).collect();
     let targets = Target::lock_all(&paths)?;
-    // Opened again: it may have been another one before it was locked.
+    // Opened again, because another swap may have replaced it before the lock.
     let model = open_model(&options.model, Access::Read)?;
     ensure!(
         model.iter().map(path_of).eq(paths),
-        "{} was changed by another program: try again when that program has ended",
+        "another program changed {}: try again when that program has ended",
         options.model.display()
     );
     let wanted = Wanted::new(options.tensor.as_ref())?;
@@ -137,23 +137,23 @@ fn swap(options: &SwapOptions) -> Result<bool> {
             .flat_map(|f| f.header.tensors.iter().map(|t| f.header.name(t)));
         let some: Vec<_> = names.take(3).map(|name| name.to_string_lossy()).collect();
         bail!(
-            "no tensor's whole name matches '{regex}': names look like {} (llama-sidecar inspect lists them)",
+            "no tensor's whole name matches '{regex}': names have the form {}; run 'llama-sidecar inspect' to list them",
             some.join(", ")
         );
     }
     if sources.is_none() && kept.iter().all(Vec::is_empty) {
         bail!(
-            "{} has no originals beside it: it was not changed by 'llama-sidecar swap', or all is back already",
+            "{} has no file of originals: no swap changed the model, or all tensors are restored already",
             options.model.display()
         );
     }
     carry_out(plan, options)
 }
 
-/// A file of the model, its lock, and the originals that were found beside it.
+/// A file of the model, its lock, and its files of originals.
 type Known<'a> = ((&'a GgufFile, &'a Target), &'a Vec<Originals>);
 
-/// Finds what comes from another model. Nothing is written yet.
+/// Plans the tensors that come from another model. Writes nothing.
 fn plan_swap<'a>(
     plan: &mut Plan<'a>,
     files: &[Known<'a>],
@@ -177,7 +177,7 @@ fn plan_swap<'a>(
             let Some(&(from, new)) = by_name.get(name) else {
                 let first = sources.first().map(|file| file.source.path());
                 bail!(
-                    "'{text}' is not in {}: expected a version of the same model",
+                    "'{text}' is not in {}: pass another version of the same model to --from",
                     first.unwrap_or(Path::new("the other model")).display()
                 );
             };
@@ -189,7 +189,7 @@ fn plan_swap<'a>(
                 new.ne,
                 from.source.path().display()
             );
-            let hash = originals::hash_of(from, new)?;
+            let hash = hash_of(from, new)?;
             let new = Part {
                 file: from,
                 info: new,
@@ -208,7 +208,7 @@ fn plan_swap<'a>(
     Ok(())
 }
 
-/// Finds what goes back. Nothing is written yet.
+/// Plans the tensors to restore. Writes nothing.
 fn plan_restore<'a>(plan: &mut Plan<'a>, files: &[Known<'a>], wanted: &Wanted<'_>) -> Result<()> {
     for &((file, target), kept) in files {
         plan.named += wanted.of(file).len();
@@ -250,7 +250,7 @@ fn change<'a>(
 ) -> Result<Change<'a>> {
     let mut parts = content.parts()?;
     let changed: Vec<usize> = replaced.iter().map(|&(at, _)| at).collect();
-    // What is kept goes in as it is, or into the new originals: in both cases it has to be
+    // Each kept tensor goes into the new file or into the new originals, so each must be
     // intact.
     for part in known.iter().flat_map(|known| known.parts()) {
         known.map_or(Ok(()), |known| known.check(&part))?;
@@ -265,8 +265,7 @@ fn change<'a>(
         parts[at] = new;
     }
     let written: Vec<_> = parts.iter().map(Part::version).collect();
-    let differs =
-        |(before, written): &(Part<'a>, &originals::Version)| before.version() != **written;
+    let differs = |(before, written): &(Part<'a>, &Version)| before.version() != **written;
     let saved = before.into_iter().zip(&written).filter(differs);
     let saved: Vec<_> = saved.map(|(before, _)| before).collect();
     let size = known.map_or(file.source.id().size, |known| known.size);
@@ -294,7 +293,7 @@ fn change<'a>(
     })
 }
 
-/// Writes everything, and then puts it in its place.
+/// Writes all new files, and then renames them.
 fn carry_out(plan: Plan<'_>, options: &SwapOptions) -> Result<bool> {
     if plan.changes.is_empty() {
         let what = match options.restore {
@@ -302,7 +301,7 @@ fn carry_out(plan: Plan<'_>, options: &SwapOptions) -> Result<bool> {
             false => "the same",
         };
         println!(
-            "all {} tensors are {what} already; nothing to do",
+            "all {} tensors are {what} already: nothing to do",
             plan.named
         );
     }
@@ -333,8 +332,8 @@ fn carry_out(plan: Plan<'_>, options: &SwapOptions) -> Result<bool> {
     for change in &plan.changes {
         written.push(write(change, &needs)?);
     }
-    // Everything is there and checked; from here on there are only renames. After each of
-    // them, the originals of the file that is in place can be found.
+    // All new files are complete and checked; only renames follow. After each rename, the
+    // originals that belong to the current file exist.
     for change in &plan.changes {
         change.target.look_again()?;
     }
@@ -345,7 +344,7 @@ fn carry_out(plan: Plan<'_>, options: &SwapOptions) -> Result<bool> {
         locks.push(match locks.len() {
             0 => placed?,
             done => placed.with_context(|| {
-                format!("{done} of {files} files are swapped: swap again for the rest, or put them back with --restore")
+                format!("{done} of {files} files are swapped: swap again for the rest, or restore them with --restore")
             })?,
         });
     }
@@ -390,12 +389,12 @@ fn write(change: &Change<'_>, needs: &[Need]) -> Result<(Written, Option<Written
     Ok((new, originals.transpose()?))
 }
 
-/// Renames the new file over the old one, with the originals beside it at any time.
+/// Renames the new file over the old one. The matching originals exist at any time.
 fn put_in_place(change: &Change<'_>, new: Written, originals: Option<Written>) -> Result<File> {
     let path = &change.target.path;
     let (kept, beside) = (Originals::path_of(path), Originals::beside(path));
-    // Those of the old version get their own name first, if an interruption has left them
-    // under that of the new ones.
+    // The originals of the old version get their own name first, if an interruption has left
+    // them under the name of the new ones.
     if change.known.is_some_and(|known| known.path() == beside) {
         rename(&beside, &kept)?;
     }
@@ -406,7 +405,7 @@ fn put_in_place(change: &Change<'_>, new: Written, originals: Option<Written>) -
     }
     let placed = change.target.look_again().and_then(|()| new.commit());
     let lock = placed.inspect_err(|_| {
-        // The old version is there, and so are its originals.
+        // The old version and its originals are still in place.
         let _ = fs::remove_file(&beside);
     })?;
     rewrite::sync_folder_of(path)?;
@@ -423,7 +422,7 @@ fn rename(from: &Path, to: &Path) -> Result<()> {
     rewrite::sync_folder_of(to)
 }
 
-/// Removes the originals of a file that is the original one again.
+/// Removes the file of originals of a restored file.
 fn remove_originals(model: &Path) -> Result<()> {
     for path in [Originals::path_of(model), Originals::beside(model)] {
         match fs::remove_file(&path) {

@@ -1,5 +1,5 @@
-//! A model's file that a swap may replace: where it really is, a lock against other swaps,
-//! and what it was when it was locked.
+//! Files to replace: their real paths, a lock against other swaps, and their versions when they
+//! were locked.
 
 use std::fs::{self, File, Metadata, TryLockError};
 use std::io;
@@ -10,12 +10,12 @@ use anyhow::{Context, Result, ensure};
 
 /// A file to replace, locked until this is dropped.
 pub struct Target {
-    /// The path as the user knows it.
+    /// The path from the command line or from the model.
     named: PathBuf,
     /// The file behind all symbolic links.
     pub path: PathBuf,
-    /// The file, with the lock on its inode. A swap also locks the new file before it is
-    /// in place: the path is locked until the swap has ended.
+    /// The file, with the lock on its inode. A swap also locks the new file before the rename,
+    /// so the path stays locked until the swap ends.
     pub file: File,
     before: Metadata,
 }
@@ -32,24 +32,23 @@ impl Target {
                 Err(busy) => busy,
             };
             eprintln!(
-                "llama-sidecar: another swap has locked {}: this one waits until it has ended",
+                "llama-sidecar: another swap has locked {}: waiting for its end",
                 path.display()
             );
-            // Nothing is locked meanwhile, so two swaps never wait for each other.
+            // This process holds no locks now, so two swaps never wait for each other.
             busy.0
                 .lock()
                 .with_context(|| format!("cannot lock {}", path.display()))?;
         }
     }
 
-    /// Fails when the path does not name the file any more that was locked, or when that
-    /// was changed.
+    /// Fails if the path names another file than the locked one, or if the file has changed.
     pub fn look_again(&self) -> Result<()> {
         for path in [&self.named, &self.path] {
             let now = fs::metadata(path);
             ensure!(
                 now.is_ok_and(|now| version(&now) == version(&self.before)),
-                "{} was changed by another program during the swap; it is as that program left it: try again when that program has ended",
+                "another program changed {} during the swap; its version was kept: try again when that program has ended",
                 self.named.display()
             );
         }
@@ -57,8 +56,8 @@ impl Target {
     }
 }
 
-/// What changes with every change of a file. The time of the last change of the inode
-/// cannot be set by programs.
+/// Returns values that change with every change of a file. Programs cannot set the time of the
+/// last change of the inode.
 fn version(found: &Metadata) -> [i128; 7] {
     [
         found.dev().into(),
@@ -98,7 +97,7 @@ fn try_lock(named: &Path) -> io::Result<std::result::Result<Target, Busy>> {
                     Ok((Err(TryLockError::WouldBlock), file)) => return Ok(Err(Busy(file))),
                     _ => {
                         eprintln!(
-                            "llama-sidecar: {} cannot be locked ({error}): run no other swap of it at the same time",
+                            "llama-sidecar: cannot lock {} ({error}): run no other swap of this file at the same time",
                             named.display()
                         );
                         file
@@ -106,7 +105,7 @@ fn try_lock(named: &Path) -> io::Result<std::result::Result<Target, Busy>> {
                 }
             }
         };
-        // A swap that held the lock has put another file there.
+        // The swap that held the lock may have replaced the file.
         let (before, there) = (file.metadata()?, fs::metadata(&path)?);
         if (before.dev(), before.ino()) == (there.dev(), there.ino()) {
             return Ok(Ok(Target {

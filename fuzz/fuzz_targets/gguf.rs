@@ -1,14 +1,20 @@
-//! Any bytes as a GGUF file: the header is parsed whole and in pieces, and the file
-//! is opened as a model whose every value and tensor is looked at.
-#![no_main]
+//! Parses any bytes as a GGUF header, whole and in part; opens them as a model, and reads
+//! each of its values and tensors.
+//!
+//! `cargo xtask check --fuzz MINUTES` runs this under libFuzzer; `tests/fuzz_seeds.rs` is the
+//! short form.
+#![cfg_attr(fuzzing, no_main)]
 
 use std::io::Write;
 
-use libfuzzer_sys::fuzz_target;
 use llama_sidecar::gguf::{Access, Header, ParseError};
 use llama_sidecar::model::{Model, Options};
 
-fuzz_target!(|bytes: &[u8]| {
+#[cfg(fuzzing)]
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| check(bytes));
+
+/// Panics where the library contradicts itself.
+pub fn check(bytes: &[u8]) {
     let whole = Header::parse(bytes, bytes.len() as u64);
     assert!(
         !matches!(whole, Err(ParseError::NeedMore(_))),
@@ -57,4 +63,4 @@ fuzz_target!(|bytes: &[u8]| {
         }
         model.load_all(|_| true).expect("it fits in memory");
     }
-});
+}

@@ -1,10 +1,10 @@
-// A host that knows nothing of llama-sidecar: C, linked with libllama.
+// A host without a reference to llama-sidecar: C, linked with libllama.
 //
 //   host LIBRARIES MODEL
 //
 // Takes the same commands on standard input as hosts/node/host.mjs, and `reload`,
 // which calls llama_reload_changed_tensors where a library has it, as programs made
-// for ik_llama.cpp do.
+// for ik_llama.cpp do. HOST_THREADS sets the number of threads, 1 by default.
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -63,8 +63,10 @@ static void load(const char * path) {
         fprintf(stderr, "cannot load %s, or another version of llama.cpp\n", path);
         exit(1);
     }
+    // Threads of ggml spin while they wait: several of them are slow on busy cores.
+    const char * threads = getenv("HOST_THREADS");
     params.words[0] = 256; // n_ctx
-    params.words[7] = params.words[8] = 2; // n_threads, n_threads_batch
+    params.words[7] = params.words[8] = threads ? (uint32_t) atoi(threads) : 1; // n_threads, n_threads_batch
     context = llama_init_from_model(model, params);
 }
 

@@ -1,4 +1,4 @@
-// A host that knows nothing of llama-sidecar: node-llama-cpp with its prebuilt library.
+// A host without a reference to llama-sidecar: node-llama-cpp with its prebuilt library.
 //
 //   node host.mjs MODEL [GPU_LAYERS]
 //
@@ -11,20 +11,23 @@
 //   load P   loads a model from another path                       -> "loaded"
 //   end      ends
 //
-// GPU_LAYERS chooses the Vulkan library; without it the CPU's is used.
+// GPU_LAYERS selects the Vulkan library; without it, that for the CPU is used. HOST_THREADS
+// sets the number of threads, 1 by default: threads of ggml spin while they wait, so several
+// are slow on busy cores.
 import {createInterface} from "node:readline";
 import {getLlama} from "node-llama-cpp";
 
 const PROMPT = "The capital of France is";
 const [modelPath, gpuLayers] = process.argv.slice(2);
 const onGpu = gpuLayers != null;
+const threads = Number(process.env.HOST_THREADS ?? 1);
 
 const llama = await getLlama({build: "never", gpu: onGpu ? "vulkan" : false, logLevel: "error"});
 let model, context, sequence;
 
 async function load(path) {
     model = await llama.loadModel({modelPath: path, gpuLayers: onGpu ? Number(gpuLayers) : 0});
-    context = await model.createContext({contextSize: 256, batchSize: 64, threads: 2});
+    context = await model.createContext({contextSize: 256, batchSize: 64, threads});
     sequence = context.getSequence();
 }
 

@@ -1,4 +1,4 @@
-"""A host that knows nothing of llama-sidecar: Python, llama.cpp through ctypes.
+"""A host without a reference to llama-sidecar: Python, llama.cpp through ctypes.
 
     python3 host.py LIBRARIES MODEL [count]
 
@@ -86,7 +86,7 @@ def look(tensor, ask, _):
     if not name.startswith(b"ffn_moe_topk-"):
         return not ask
     used, tokens = (c.c_int64 * 2).from_address(tensor + NE)
-    # The last layer of a part of a prompt that asks for no result has no tokens.
+    # The last layer has no tokens for a part of a prompt that needs no result.
     if not ask and tokens > 0:
         stride, row = (c.c_size_t * 2).from_address(tensor + NB)
         size = (tokens - 1) * row + (used - 1) * stride + 4

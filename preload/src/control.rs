@@ -1,19 +1,9 @@
 //! The control socket: one JSON object a line, and one in answer.
 //!
-//! | request | answer |
-//! |---|---|
-//! | `{"cmd":"ping"}` | `{"ok":true}` |
-//! | `{"cmd":"status"}` | models, files, tensors that are not as loaded, counters |
-//! | `{"cmd":"trace"}` | which experts were used, model by model (`llama_sidecar::trace::SCHEMA`) |
-//! | `{"cmd":"trace-reset"}` | counts anew from here on |
-//! | `{"cmd":"reload"}` | once everything is switched, what was done |
-//! | `{"cmd":"revert"}` | once all tensors are on their originals, what was done; no more reloads |
-//! | `{"cmd":"unfreeze"}` | reloads work again |
-//! | `{"cmd":"hash"}` | a content hash of each model, after reading what was not hashed yet |
-//! | `{"cmd":"metrics"}` | figures in the text format of Prometheus |
+//! [`llama_sidecar::protocol`] has the messages.
 //!
-//! Clients are served by threads of their own, which the host never waits for. One
-//! that sends a line that is too long, or no JSON, is told so and dropped.
+//! Each client has its own thread, which evaluations never wait for. A client that sends a
+//! line that is too long or not JSON gets an error, and its connection is closed.
 
 use std::fs::{self, Permissions};
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -28,42 +18,46 @@ use std::time::Duration;
 
 use llama_sidecar::config::Config;
 use llama_sidecar::error::Error;
-use llama_sidecar::reload::{FileEvent, FileReport, Outcome, Report, Trigger};
+use llama_sidecar::protocol::{
+    Blocked, FileEvent, FileStatus, Hashes, Metrics, Milliseconds, ModelHash, ModelReload,
+    ModelStatus, ReloadReport, Reloads, Reply, Request, Status, TensorChange, TensorState,
+    TensorStatus, Traces, Waiting,
+};
+use llama_sidecar::reload::{Outcome, Report, Trigger};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
-use crate::gate::Obstacle;
-use crate::registry::{Instance, Model};
-use crate::{evaluations, gate, metrics, placement, registry, reloads, service, tracing};
+use crate::models::{Instance, Model};
+use crate::{barrier, expert_trace, metrics, models, placement, reloader, sched, thread};
 
-/// The longest request; ours have less than 100 bytes.
-const LONGEST_LINE: u64 = 4096;
+/// The longest request. Those of `llama-sidecar` have less than 100 bytes.
+const MAX_LINE: u64 = 4096;
 /// Clients at a time.
-const MOST_CLIENTS: usize = 16;
+const MAX_CLIENTS: usize = 16;
 /// How long a client may take to send a line or to take an answer.
-const CLIENT_PATIENCE: Duration = Duration::from_secs(10);
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The socket that is ours, to be removed at the end: its path, and its device and inode.
-static OURS: Mutex<Option<(PathBuf, (u64, u64))>> = Mutex::new(None);
+/// The socket of this process, to be removed at the end: path, device and inode.
+static SOCKET: Mutex<Option<(PathBuf, (u64, u64))>> = Mutex::new(None);
 static CLIENTS: AtomicUsize = AtomicUsize::new(0);
 
 /// Listens at `path`.
 pub fn start(path: &Path) {
     match listen(path) {
         Ok((listener, identity)) => {
-            *OURS.lock() = Some((path.to_owned(), identity));
-            service::spawn("llama-sidecar-c", move || serve(&listener));
+            *SOCKET.lock() = Some((path.to_owned(), identity));
+            thread::spawn("llama-sidecar-c", move || serve(&listener));
         }
         Err(error) => log::error!(
-            "LLAMA_SIDECAR_CONTROL={}: cannot listen there: {error}; there is no control socket",
+            "LLAMA_SIDECAR_CONTROL={}: cannot create the control socket: {error}; choose another path",
             path.display()
         ),
     }
 }
 
-/// Removes the socket, unless another process has put its own there.
+/// Removes the socket, unless another process has replaced it.
 pub fn stop() {
-    if let Some((path, identity)) = OURS.try_lock().and_then(|mut ours| ours.take())
+    if let Some((path, identity)) = SOCKET.try_lock().and_then(|mut socket| socket.take())
         && fs::symlink_metadata(&path).is_ok_and(|found| identity_of(&found) == identity)
     {
         let _ = fs::remove_file(path);
@@ -74,11 +68,12 @@ fn identity_of(found: &fs::Metadata) -> (u64, u64) {
     (found.dev(), found.ino())
 }
 
-/// Binds a socket that only its owner can use, over one at which no process listens.
+/// Binds a socket that only its owner can use. Replaces a socket at which no process
+/// listens.
 fn listen(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
     if let Ok(found) = fs::symlink_metadata(path) {
         if !found.file_type().is_socket() {
-            return Err(io::Error::other("something else is there"));
+            return Err(io::Error::other("another file is there"));
         }
         if is_listened_to(path)? {
             return Err(io::Error::other("another process listens there"));
@@ -97,10 +92,7 @@ fn listen(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
             (&raw const address).cast(),
             size,
         ))?;
-        checked(libc::listen(
-            socket.as_raw_fd(),
-            MOST_CLIENTS as libc::c_int,
-        ))?;
+        checked(libc::listen(socket.as_raw_fd(), MAX_CLIENTS as libc::c_int))?;
         fs::set_permissions(path, Permissions::from_mode(0o600))?;
         let identity = identity_of(&fs::symlink_metadata(path)?);
         Ok((UnixListener::from(socket), identity))
@@ -161,11 +153,11 @@ fn serve(listener: &UnixListener) {
             std::thread::sleep(Duration::from_millis(100));
             continue;
         };
-        if CLIENTS.fetch_add(1, Ordering::Relaxed) >= MOST_CLIENTS {
+        if CLIENTS.fetch_add(1, Ordering::Relaxed) >= MAX_CLIENTS {
             CLIENTS.fetch_sub(1, Ordering::Relaxed);
             continue;
         }
-        let started = service::spawn("llama-sidecar-c", move || {
+        let started = thread::spawn("llama-sidecar-c", move || {
             let _ = converse(&client);
             CLIENTS.fetch_sub(1, Ordering::Relaxed);
         });
@@ -176,15 +168,12 @@ fn serve(listener: &UnixListener) {
 }
 
 fn converse(client: &UnixStream) -> io::Result<()> {
-    client.set_read_timeout(Some(CLIENT_PATIENCE))?;
-    client.set_write_timeout(Some(CLIENT_PATIENCE))?;
+    client.set_read_timeout(Some(CLIENT_TIMEOUT))?;
+    client.set_write_timeout(Some(CLIENT_TIMEOUT))?;
     let mut lines = BufReader::new(client);
     loop {
         let mut line = Vec::new();
-        lines
-            .by_ref()
-            .take(LONGEST_LINE)
-            .read_until(b'\n', &mut line)?;
+        lines.by_ref().take(MAX_LINE).read_until(b'\n', &mut line)?;
         if line.is_empty() {
             return Ok(());
         }
@@ -198,7 +187,7 @@ fn converse(client: &UnixStream) -> io::Result<()> {
         };
         let (answer, go_on) = match answer {
             Ok(answer) => (answer, true),
-            Err(text) => (json!({"ok": false, "error": text}), false),
+            Err(text) => (json!(Reply::refused(text)), false),
         };
         let mut client = client;
         client.write_all(format!("{answer}\n").as_bytes())?;
@@ -209,183 +198,204 @@ fn converse(client: &UnixStream) -> io::Result<()> {
 }
 
 fn answer(line: &[u8]) -> Result<Value, String> {
-    let request: Value =
-        serde_json::from_slice(line).map_err(|error| format!("expected JSON: {error}"))?;
-    match request.get("cmd").and_then(Value::as_str) {
-        Some("ping") => Ok(json!({"ok": true})),
-        Some("status") => Ok(status()),
-        Some("reload") => Ok(with_each_model(|model| {
-            reloads::reload(model, Trigger::Command)
+    let request = serde_json::from_slice(line).map_err(|error| {
+        format!(
+            "not a request: {error}; send a JSON object such as {{\"cmd\":\"status\"}} on one line"
+        )
+    })?;
+    Ok(match request {
+        Request::Ping => json!(Reply::done()),
+        Request::Status => json!(status()),
+        Request::Reload => json!(with_each_model(|model| {
+            reloader::reload(model, Trigger::Command)
         })),
-        Some("revert") => {
-            reloads::freeze();
-            Ok(with_each_model(reloads::revert))
+        Request::Revert => {
+            reloader::freeze();
+            json!(with_each_model(reloader::revert))
         }
-        Some("unfreeze") => {
-            reloads::unfreeze();
-            Ok(json!({"ok": true}))
+        Request::Unfreeze => {
+            reloader::unfreeze();
+            json!(Reply::done())
         }
-        Some("hash") => Ok(hashes()),
-        Some("metrics") => Ok(json!({"ok": true, "text": metrics::text()})),
-        Some("trace") => match Config::get().traces() {
-            true => Ok(json!({"ok": true, "traces": tracing::as_json()})),
-            false => Err("start the host with LLAMA_EXPERT_TRACE_STATS=1".into()),
-        },
-        Some("trace-reset") => {
-            tracing::reset();
-            Ok(json!({"ok": true}))
+        Request::Hash => json!(hashes()),
+        Request::Metrics => json!(Metrics {
+            ok: true,
+            text: metrics::text(),
+        }),
+        Request::Trace if !Config::get().traces() => {
+            return Err(
+                "experts are not counted: start the program with LLAMA_EXPERT_TRACE_STATS=1".into(),
+            );
         }
-        _ => Err("expected \"cmd\" to be ping, status, reload, revert, unfreeze, hash, metrics, trace or trace-reset".into()),
-    }
-}
-
-fn status() -> Value {
-    let pauses = gate::pauses();
-    let models = registry::models();
-    let models: Vec<Value> = models.iter().map(model_status).collect();
-    json!({
-        "ok": true,
-        "version": env!("CARGO_PKG_VERSION"),
-        "pid": std::process::id(),
-        "evaluations": evaluations::count(),
-        "generation": gate::generation(),
-        "graphs_renewed": evaluations::renewed(),
-        "pauses": pauses.count,
-        "longest_pause_us": pauses.longest.as_micros() as u64,
-        "frozen": reloads::is_frozen(),
-        "waiting": gate::waiting_for().map(|(obstacle, since)| json!({
-            "obstacle": obstacle.map(Obstacle::name),
-            "seconds": since.as_secs_f64(),
-        })),
-        "failures": metrics::failures()
-            .map(|(cause, count)| (cause.name().to_owned(), json!(count)))
-            .collect::<serde_json::Map<_, _>>(),
-        "models": models,
+        Request::Trace => json!(Traces {
+            ok: true,
+            traces: expert_trace::as_json(),
+        }),
+        Request::TraceReset => {
+            expert_trace::reset();
+            json!(Reply::done())
+        }
     })
 }
 
-fn model_status(model: &Arc<Model>) -> Value {
+fn status() -> Status {
+    let pauses = barrier::pauses();
+    Status {
+        ok: true,
+        version: env!("CARGO_PKG_VERSION").into(),
+        pid: std::process::id(),
+        evaluations: sched::count(),
+        generation: barrier::generation(),
+        graphs_renewed: sched::rebuilt(),
+        pauses: pauses.count,
+        longest_pause_us: pauses.longest.as_micros() as u64,
+        frozen: reloader::is_frozen(),
+        waiting: barrier::pending().map(|(obstacle, since)| Waiting {
+            obstacle: obstacle.map(|obstacle| obstacle.name().into()),
+            seconds: since.as_secs_f64(),
+        }),
+        failures: reloader::counts()
+            .failures
+            .filter(|(_, count)| *count > 0)
+            .map(|(cause, count)| (cause.name().into(), count))
+            .collect(),
+        models: models::models().iter().map(model_status).collect(),
+    }
+}
+
+fn model_status(model: &Arc<Model>) -> ModelStatus {
     let paths = model
         .files
         .iter()
         .map(|file| file.gguf.source.path().display().to_string());
     let mut changed = Vec::new();
     for (index, tensor) in model.tensors.iter().enumerate() {
-        let states: Vec<&str> = tensor.instances.iter().map(|i| state(model, i)).collect();
-        if states.iter().all(|&state| state == "ON_ORIGINAL") {
+        let states: Vec<_> = tensor.instances.iter().map(|i| state(model, i)).collect();
+        if states.iter().all(|&state| state == TensorState::OnOriginal) {
             continue;
         }
-        changed.push(json!({
-            "name": model.name(index).to_string_lossy(),
-            "states": states,
-        }));
+        changed.push(TensorStatus {
+            name: model.name(index).to_string_lossy().into_owned(),
+            states,
+        });
     }
-    json!({
-        "model": model.number,
-        "files": paths.collect::<Vec<_>>(),
-        "tensors": model.tensors.len(),
-        "instances": model.tensors.iter().map(|t| t.instances.len()).sum::<usize>(),
-        "on_original": model.tensors.len() - changed.len(),
-        "changed": changed,
-        "private_bytes": model.private_bytes(),
-        "blocked": reloads::blocked(model).map(|blocked| json!({
-            "cause": blocked.cause.name(),
-            "error": blocked.error,
-            "seconds": blocked.since.elapsed().as_secs_f64(),
-            "attempts": blocked.attempts,
-        })),
-        "content_hash": model.engine.content_hash(false).map(|hash| format!("{hash:032x}")),
-    })
+    ModelStatus {
+        model: model.number,
+        files: paths.collect(),
+        tensors: model.tensors.len(),
+        instances: model.tensors.iter().map(|t| t.instances.len()).sum(),
+        on_original: model.tensors.len() - changed.len(),
+        changed,
+        private_bytes: model.private_bytes(),
+        blocked: reloader::blocked(model).map(|blocked| Blocked {
+            cause: blocked.cause.name().into(),
+            error: blocked.error,
+            seconds: blocked.since.elapsed().as_secs_f64(),
+            attempts: blocked.attempts,
+        }),
+        content_hash: model
+            .engine
+            .content_hash(false)
+            .map(|hash| format!("{hash:032x}")),
+    }
 }
 
-/// A content hash of each model. Reads a model that was never swapped as a whole.
-fn hashes() -> Value {
-    let hashes = registry::models().into_iter().map(|model| {
-        let hash = reloads::read_content_hash(&model);
-        json!({
-            "model": model.number,
-            "content_hash": hash.map(|hash| format!("{hash:032x}")),
-        })
+/// Returns a content hash of each model. Reads a model that was never swapped as a whole.
+fn hashes() -> Hashes {
+    let models = models::models().into_iter().map(|model| {
+        let hash = reloader::read_content_hash(&model);
+        ModelHash {
+            model: model.number,
+            content_hash: hash.map(|hash| format!("{hash:032x}")),
+        }
     });
-    json!({"ok": true, "models": hashes.collect::<Vec<_>>()})
+    Hashes {
+        ok: true,
+        models: models.collect(),
+    }
 }
 
-/// The state of one instance, by the names of the flowchart.
-fn state(model: &Model, instance: &Instance) -> &'static str {
+/// Returns the state of one instance.
+fn state(model: &Model, instance: &Instance) -> TensorState {
     let private = instance.private.lock();
     let Some(buffer) = private.as_ref() else {
-        return "ON_ORIGINAL";
+        return TensorState::OnOriginal;
     };
-    match buffer.is_host() && placement::own_device(model, instance).is_some() {
-        true => "FALLBACK_CPU",
-        false => "DETACHED",
+    match buffer.is_host() && placement::device_buffer_type(model, instance).is_some() {
+        true => TensorState::FallbackCpu,
+        false => TensorState::Detached,
     }
 }
 
 /// Reloads or reverts all models, one after the other.
-fn with_each_model(work: impl Fn(&Arc<Model>) -> Result<Report, Error>) -> Value {
+fn with_each_model(work: impl Fn(&Arc<Model>) -> Result<Report, Error>) -> Reloads {
     let mut reports = Vec::new();
     let mut ok = true;
-    for model in registry::models() {
-        match work(&model) {
+    for model in models::models() {
+        reports.push(match work(&model) {
             Ok(report) => {
-                let taken = |file: &FileReport| file.event() == FileEvent::Taken;
-                ok &= report.failure.is_none() && report.files.iter().all(taken);
-                reports.push(report_as_json(&model, &report));
+                let all_used = report.files.iter().all(|file| file.ignored.is_none());
+                ok &= report.failure.is_none() && all_used;
+                ModelReload::Done(reload_report(&model, &report))
             }
             Err(error) => {
                 ok = false;
-                reports.push(json!({"model": model.number, "error": error.to_string()}));
+                ModelReload::Failed {
+                    model: model.number,
+                    error: error.to_string(),
+                }
             }
-        }
+        });
     }
-    json!({"ok": ok, "reports": reports})
+    Reloads { ok, reports }
 }
 
-fn report_as_json(model: &Model, report: &Report) -> Value {
+fn reload_report(model: &Model, report: &Report) -> ReloadReport {
     let count = |outcome| report.count(outcome);
-    let files = report.files.iter().map(|file| {
-        json!({
-            "path": file.path.display().to_string(),
-            "event": match file.event() { FileEvent::Taken => "taken", FileEvent::Ignored => "ignored" },
-            "cause": file.ignored.as_ref().map(|ignored| ignored.cause.name()),
-            "reason": file.reason(),
-        })
+    let files = report.files.iter().map(|file| FileStatus {
+        path: file.path.display().to_string(),
+        event: match file.ignored {
+            None => FileEvent::Taken,
+            Some(_) => FileEvent::Ignored,
+        },
+        cause: file
+            .ignored
+            .as_ref()
+            .map(|ignored| ignored.cause.name().into()),
+        reason: file.reason().into(),
     });
-    let tensors = report
+    let changed = report
         .tensors
         .iter()
-        .filter(|tensor| tensor.outcome != Outcome::Unchanged)
-        .map(|tensor| {
-            json!({
-                "name": tensor.name.to_string_lossy(),
-                "outcome": format!("{:?}", tensor.outcome).to_lowercase(),
-                "old_type": tensor.old_type.name(),
-                "new_type": tensor.new_type.name(),
-                "bytes": tensor.nbytes,
-                "place": tensor.placement,
-                "reason": tensor.reason,
-            })
-        });
+        .filter(|tensor| tensor.outcome != Outcome::Unchanged);
+    let tensors = changed.map(|tensor| TensorChange {
+        name: tensor.name.to_string_lossy().into_owned(),
+        outcome: format!("{:?}", tensor.outcome).to_lowercase(),
+        old_type: tensor.old_type.name().into(),
+        new_type: tensor.new_type.name().into(),
+        bytes: tensor.nbytes,
+        place: tensor.placement.clone(),
+        reason: tensor.reason.clone(),
+    });
     let ms = |time: Duration| time.as_secs_f64() * 1e3;
-    json!({
-        "model": model.number,
-        "swapped": count(Outcome::Swapped),
-        "returned": count(Outcome::Returned),
-        "unchanged": count(Outcome::Unchanged),
-        "in_place": count(Outcome::InPlace),
-        "refused": count(Outcome::Refused),
-        "generation": report.generation,
-        "failure": report.failure,
-        "ms": {
-            "detect": ms(report.times.detect),
-            "compare": ms(report.times.compare),
-            "stage": ms(report.times.stage),
-            "wait": ms(report.times.wait),
-            "switch": ms(report.times.switch),
-            "total": ms(report.times.total),
+    ReloadReport {
+        model: model.number,
+        swapped: count(Outcome::Swapped),
+        returned: count(Outcome::Returned),
+        unchanged: count(Outcome::Unchanged),
+        in_place: count(Outcome::InPlace),
+        refused: count(Outcome::Refused),
+        generation: report.generation,
+        failure: report.failure.clone(),
+        ms: Milliseconds {
+            detect: ms(report.times.detect),
+            compare: ms(report.times.compare),
+            stage: ms(report.times.stage),
+            wait: ms(report.times.wait),
+            switch: ms(report.times.switch),
+            total: ms(report.times.total),
         },
-        "files": files.collect::<Vec<_>>(),
-        "tensors": tensors.collect::<Vec<_>>(),
-    })
+        files: files.collect(),
+        tensors: tensors.collect(),
+    }
 }

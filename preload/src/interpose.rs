@@ -1,53 +1,39 @@
-//! The functions that are put in front of ggml's and llama.cpp's, thin.
+//! The exported functions, which replace functions of ggml and llama.cpp.
 //!
-//! Each exported name is a few instructions that keep every argument register, ask
-//! [`route`] where to go, and jump there: to the function that the caller meant,
-//! untouched and with whatever arguments it has, or to ours. So a program whose
-//! functions of these names are something else entirely does not notice.
+//! Each exported function consists of a few instructions that save every argument register,
+//! call [`route`], restore the registers and jump to the address that `route` returned: the
+//! function that the caller meant, or its replacement here. A program that has unrelated
+//! functions of these names is not affected.
 //!
-//! A function of ours calls the one that was meant, and passes its result on as it
-//! came, whatever its type is.
+//! A replacement calls the function that was meant, and returns its result unchanged,
+//! whatever its type is.
 
 use std::cell::Cell;
 use std::ffi::{CStr, OsStr, c_char, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
+use std::sync::Arc;
 
 use llama_sidecar::logger;
 
-use crate::evaluations::Evaluation;
+use crate::caller::{Arguments, Caller, Hook, hooks};
 use crate::ggml::{
     Backend, Buffer, Context, Ggml, Graph, STATUS_FAILED, STATUS_SUCCESS, Sched, Tensor,
 };
-use crate::origin::{Arguments, Origin, path_of_stream};
-use crate::{logits, registry, reloads, service};
+use crate::models::Model;
+use crate::sched::{self, Scheduler};
+use crate::thread::{self, Inside};
+use crate::{lifecycle, logits, models, reloader};
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 compile_error!("the drop-in works on Linux x86-64 only");
 
-/// Exports a name that asks [`route`] for its number.
-macro_rules! hooks {
-    ($($number:literal $name:ident $(=> $ours:path)?;)*) => {
-        /// The names that are interposed, by number.
-        pub static HOOKS: [&CStr; [$($number),*].len()] = [$({
-            let name = concat!(stringify!($name), "\0").as_bytes();
-            match CStr::from_bytes_with_nul(name) {
-                Ok(name) => name,
-                Err(_) => panic!("one NUL, at the end"),
-            }
-        }),*];
-
-        /// Ours, by number; null where there is only something to do before.
-        fn ours(number: usize) -> *const c_void {
-            match number {
-                $($($number => $ours as *const c_void,)?)*
-                _ => std::ptr::null(),
-            }
-        }
-
+/// Exports each name of the table as a jump to where [`route`] decides.
+macro_rules! export {
+    ($($hook:ident = $name:ident,)*) => {
         $(
-            /// Jumps to where [`route`] says, with all arguments as they came.
+            /// Jumps to the address that [`route`] returns, with all arguments unchanged.
             ///
             /// # Safety
             ///
@@ -77,7 +63,7 @@ macro_rules! hooks {
                     "mov [rsp + 160], r8",
                     "mov [rsp + 168], r9",
                     "mov [rsp + 176], rax",
-                    "mov edi, {number}",
+                    "mov edi, {hook}",
                     "mov rsi, [rsp + 200]",
                     "lea rdx, [rsp + 128]",
                     "call {route}",
@@ -101,7 +87,7 @@ macro_rules! hooks {
                     ".cfi_adjust_cfa_offset -200",
                     "jmp r11",
                     ".cfi_endproc",
-                    number = const $number,
+                    hook = const Hook::$hook as usize,
                     route = sym route,
                 )
             }
@@ -109,48 +95,45 @@ macro_rules! hooks {
     };
 }
 
-hooks! {
-    0 gguf_init_from_file => gguf_opened;
-    1 gguf_init_from_file_ptr => gguf_stream_opened;
-    2 ggml_backend_tensor_alloc => tensor_alloc;
-    3 ggml_backend_buffer_get_size => buffer_get_size;
-    4 ggml_backend_buffer_free => buffer_free;
-    5 ggml_backend_free => backend_free;
-    6 ggml_free => context_free;
-    7 ggml_backend_sched_reset => sched_reset;
-    8 ggml_backend_sched_reserve => sched_reserve;
-    9 ggml_backend_sched_alloc_graph => sched_alloc_graph;
-    10 ggml_backend_sched_graph_compute_async => sched_compute;
-    11 ggml_backend_sched_synchronize => sched_synchronize;
-    12 ggml_backend_sched_free => sched_free;
-    13 ggml_backend_graph_compute_async => backend_compute;
-    14 llama_reload_changed_tensors => reload_changed_tensors;
+hooks!(export);
+
+/// The function of the drop-in that replaces an interposed one.
+fn replacement(hook: Hook) -> *const c_void {
+    match hook {
+        Hook::GgufInit => gguf_opened as *const c_void,
+        Hook::GgufInitStream => gguf_stream_opened as *const c_void,
+        Hook::TensorAlloc => tensor_alloc as *const c_void,
+        Hook::BufferGetSize => buffer_get_size as *const c_void,
+        Hook::BufferFree => buffer_free as *const c_void,
+        Hook::BackendFree => backend_free as *const c_void,
+        Hook::ContextFree => context_free as *const c_void,
+        Hook::SchedReset => sched_reset as *const c_void,
+        Hook::SchedReserve => sched_reserve as *const c_void,
+        Hook::SchedAllocGraph => sched_alloc_graph as *const c_void,
+        Hook::SchedCompute => sched_compute as *const c_void,
+        Hook::SchedSynchronize => sched_synchronize as *const c_void,
+        Hook::SchedFree => sched_free as *const c_void,
+        Hook::BackendCompute => backend_compute as *const c_void,
+        Hook::ReloadChangedTensors => reload_changed_tensors as *const c_void,
+    }
 }
 
-/// Hooks that open files: they come before all others.
-const OPENS: std::ops::Range<usize> = 0..2;
-/// The hook that most hosts have nothing behind.
-const RELOAD: usize = 14;
-
-/// A call that is on its way to a function of ours.
+/// A call that was routed to a replacement.
 #[derive(Clone, Copy)]
 struct Call {
-    origin: &'static Origin,
+    caller: &'static Caller,
     ggml: &'static Ggml,
     real: *mut c_void,
 }
 
 thread_local! {
-    /// Handed from [`route`] to the function of ours that it chose.
+    /// Passed from [`route`] to the replacement that it chose.
     static CALL: Cell<Option<Call>> = const { Cell::new(None) };
-    /// Whether this thread is inside of a function of ours: ggml's functions call each
-    /// other through the same names.
-    static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Where a call goes: to what it meant, or to ours.
-extern "C" fn route(hook: usize, return_address: usize, arguments: &Arguments) -> *const c_void {
-    // SAFETY: the loader leaves errno alone when it finds a function, and so does this.
+/// Returns the function that a call goes to: the one that was meant, or its replacement.
+extern "C" fn route(hook: Hook, return_address: usize, arguments: &Arguments) -> *const c_void {
+    // SAFETY: the loader keeps errno when it resolves a function, and so does this.
     let errno = unsafe { &mut *libc::__errno_location() };
     let before = *errno;
     let to = destination(hook, return_address, arguments);
@@ -158,43 +141,43 @@ extern "C" fn route(hook: usize, return_address: usize, arguments: &Arguments) -
     to
 }
 
-fn destination(hook: usize, return_address: usize, arguments: &Arguments) -> *const c_void {
-    let (origin, real) = Origin::of(return_address).meant(hook, arguments);
+fn destination(hook: Hook, return_address: usize, arguments: &Arguments) -> *const c_void {
+    let (caller, real) = Caller::of(return_address).resolve(hook, arguments);
     let real = match real {
         found if !found.is_null() => found,
-        _ if hook == RELOAD => nothing_reloaded as *mut c_void,
-        _ => return missing(hook, origin),
+        _ if hook == Hook::ReloadChangedTensors => nothing_reloaded as *mut c_void,
+        _ => return missing(hook, caller),
     };
-    let wanted =
-        service::is_on() && !INSIDE.get() && (OPENS.contains(&hook) || !registry::is_empty());
+    let opens_file = matches!(hook, Hook::GgufInit | Hook::GgufInitStream);
+    let wanted = lifecycle::is_on() && !thread::is_inside() && (opens_file || !models::is_empty());
     if !wanted {
         return real;
     }
     let _inside = Inside::enter();
     logger::init();
-    let Some(ggml) = origin.ggml() else {
+    let Some(ggml) = caller.ggml() else {
         return real;
     };
-    CALL.set(Some(Call { origin, ggml, real }));
-    ours(hook)
+    CALL.set(Some(Call { caller, ggml, real }));
+    replacement(hook)
 }
 
-/// Where a call goes that nothing is behind.
-fn missing(hook: usize, origin: &Origin) -> *const c_void {
-    if origin.requires(HOOKS[hook]) {
-        end_as_the_loader_does(HOOKS[hook], origin);
+/// Returns the function that a call goes to when no library has the one that was meant.
+fn missing(hook: Hook, caller: &Caller) -> *const c_void {
+    if caller.requires(hook.name()) {
+        end_as_the_loader_does(hook.name(), caller);
     }
-    // The caller found our name where it would have found none: by dlsym, or by a reference
-    // that may stay undefined.
+    // The caller found an exported name where it would have found none: by dlsym, or by a
+    // reference that may stay undefined.
     nothing_done as *const c_void
 }
 
 /// Ends a program that calls a function which no library has, with the message and the
 /// status of the dynamic loader.
-fn end_as_the_loader_does(name: &CStr, origin: &Origin) -> ! {
+fn end_as_the_loader_does(name: &CStr, caller: &Caller) -> ! {
     let program = std::env::args_os().next().unwrap_or_default();
     let program = program.as_bytes();
-    let object = origin.name();
+    let object = caller.name();
     let object = match object.as_slice() {
         [] => program,
         path => path,
@@ -208,47 +191,28 @@ fn end_as_the_loader_does(name: &CStr, origin: &Origin) -> ! {
         b"\n",
     ]
     .concat();
-    // SAFETY: writes bytes that are there; ends the process without running its handlers.
+    // SAFETY: writes valid bytes; ends the process without running its handlers.
     unsafe {
         libc::write(libc::STDERR_FILENO, message.as_ptr().cast(), message.len());
         libc::_exit(127)
     }
 }
 
-/// What a caller gets that has found a name and nothing behind it.
+/// The function behind a name that no library defines.
 extern "C" fn nothing_done() -> usize {
     0
 }
 
-/// What a host gets that asks for a reload where there is none.
+/// The reload function where the program has none of its own.
 extern "C" fn nothing_reloaded() -> bool {
     false
 }
 
-/// The call that was routed to the function that asks, and the inside of it.
+/// Returns the call that was routed to this replacement; calls of this thread go straight
+/// to ggml while the second value lives.
 fn entered() -> (Call, Inside) {
-    let call = CALL.take().expect("only route leads here");
+    let call = CALL.take().expect("set by route");
     (call, Inside::enter())
-}
-
-/// While it lasts, calls of this thread go where they mean to.
-pub struct Inside {
-    before: bool,
-}
-
-impl Inside {
-    /// Marks this thread.
-    pub fn enter() -> Inside {
-        Inside {
-            before: INSIDE.replace(true),
-        }
-    }
-}
-
-impl Drop for Inside {
-    fn drop(&mut self) {
-        INSIDE.set(self.before);
-    }
 }
 
 impl Call {
@@ -256,19 +220,19 @@ impl Call {
     ///
     /// # Safety
     ///
-    /// `F` is its type, up to a result that is passed on as it came.
+    /// `F` is its type, except for a result that is passed on unchanged.
     unsafe fn real<F: Copy>(&self) -> F {
         const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller ensures.
         unsafe { std::mem::transmute_copy(&self.real) }
     }
 }
 
-/// Does what is ours in a call of the host's. A panic ends there and not in the host:
-/// it is the last thing that the drop-in does.
+/// Runs work of the drop-in in a call of the program. A panic disables the drop-in and does
+/// not reach the program.
 fn guarded(work: impl FnOnce()) {
     if std::panic::catch_unwind(AssertUnwindSafe(work)).is_err() {
-        service::give_up();
+        lifecycle::disable();
     }
 }
 
@@ -290,7 +254,7 @@ struct GgufParams {
 unsafe extern "C-unwind" fn gguf_opened(path: *const c_char, params: GgufParams) -> usize {
     let (call, _inside) = entered();
     let real = meant!(call, *const c_char, GgufParams);
-    // SAFETY: the arguments as they came.
+    // SAFETY: the arguments of the call.
     let opened = unsafe { real(path, params) };
     if opened != 0 && !path.is_null() {
         // SAFETY: the real function has just read it.
@@ -306,7 +270,7 @@ unsafe extern "C-unwind" fn gguf_stream_opened(
 ) -> usize {
     let (call, _inside) = entered();
     let real = meant!(call, *mut libc::FILE, GgufParams);
-    // SAFETY: the arguments as they came.
+    // SAFETY: the arguments of the call.
     let opened = unsafe { real(stream, params) };
     if opened != 0
         && let Some(path) = path_of_stream(stream)
@@ -316,10 +280,18 @@ unsafe extern "C-unwind" fn gguf_stream_opened(
     opened
 }
 
+/// Returns the path of the file of an open stream.
+fn path_of_stream(stream: *mut libc::FILE) -> Option<std::path::PathBuf> {
+    // SAFETY: ggml has just read this stream.
+    let descriptor = unsafe { libc::fileno(stream) };
+    let path = std::fs::read_link(format!("/proc/self/fd/{descriptor}")).ok()?;
+    path.is_absolute().then_some(path)
+}
+
 fn opened_file(call: &Call, path: &Path) {
-    // The host may change its folder later.
+    // The program may change its working directory later.
     if let Ok(path) = std::path::absolute(path) {
-        guarded(|| registry::file_opened(call.ggml, &path));
+        guarded(|| models::file_opened(call.ggml, &path));
     }
 }
 
@@ -330,22 +302,22 @@ unsafe extern "C-unwind" fn tensor_alloc(
 ) -> usize {
     let (call, _inside) = entered();
     let real = meant!(call, *mut Buffer, *mut Tensor, *mut c_void);
-    // SAFETY: the arguments as they came.
+    // SAFETY: the arguments of the call.
     let result = unsafe { real(buffer, tensor, address) };
-    if registry::is_loading() {
+    if models::is_loading() {
         // SAFETY: the tensor was just placed.
-        guarded(|| unsafe { registry::tensor_placed(call.ggml, tensor, buffer) });
+        guarded(|| unsafe { models::tensor_placed(call.ggml, tensor, buffer) });
     }
     result
 }
 
 unsafe extern "C-unwind" fn buffer_get_size(buffer: *mut Buffer) -> usize {
     let (call, _inside) = entered();
-    if call.origin.is_llama() {
-        guarded(|| Evaluation::output_asked(buffer as usize));
+    if call.caller.is_llama() {
+        guarded(|| sched::output_size_read(buffer as usize));
     }
     let real = meant!(call, *mut Buffer);
-    // SAFETY: the argument as it came.
+    // SAFETY: the argument of the call.
     unsafe { real(buffer) }
 }
 
@@ -353,20 +325,23 @@ unsafe extern "C-unwind" fn buffer_free(buffer: *mut Buffer) -> usize {
     let (call, _inside) = entered();
     if !buffer.is_null() {
         guarded(|| {
-            Evaluation::output_freed(buffer as usize);
-            registry::buffer_freed(buffer);
+            sched::output_freed(buffer as usize);
+            report_freed(&models::buffer_freed(buffer));
         });
     }
     let real = meant!(call, *mut Buffer);
-    // SAFETY: the argument as it came.
+    // SAFETY: the argument of the call.
     unsafe { real(buffer) }
 }
 
 unsafe extern "C-unwind" fn backend_free(backend: *mut Backend) -> usize {
     let (call, _inside) = entered();
-    Evaluation::backend_freed(backend as usize);
+    guarded(|| {
+        lifecycle::report(|to| to.backend_freed(backend as usize));
+        forget_scheduler(backend as usize);
+    });
     let real = meant!(call, *mut Backend);
-    // SAFETY: the argument as it came.
+    // SAFETY: the argument of the call.
     unsafe { real(backend) }
 }
 
@@ -374,81 +349,106 @@ unsafe extern "C-unwind" fn context_free(context: *mut Context) -> usize {
     let (call, _inside) = entered();
     if !context.is_null() {
         guarded(|| {
-            // SAFETY: the host has not freed it yet.
+            // SAFETY: the program has not freed it yet.
             let range = unsafe { call.ggml.memory(context) };
-            Evaluation::tensors_freed(&range);
-            registry::tensors_freed(&range);
+            lifecycle::report(|to| to.tensors_freed(&range));
+            report_freed(&models::tensors_freed(&range));
         });
     }
     let real = meant!(call, *mut Context);
-    // SAFETY: the argument as it came.
+    // SAFETY: the argument of the call.
     unsafe { real(context) }
 }
 
 unsafe extern "C-unwind" fn sched_reset(sched: *mut Sched) -> usize {
     let (call, _inside) = entered();
-    guarded(|| Evaluation::reset(sched as usize));
+    if let Some(scheduler) = Scheduler::find(sched as usize) {
+        guarded(|| {
+            lifecycle::report(|to| to.graph_dropped(scheduler));
+            scheduler.reset();
+        });
+    }
     let real = meant!(call, *mut Sched);
-    // SAFETY: the argument as it came.
+    // SAFETY: the argument of the call.
     unsafe { real(sched) }
 }
 
 unsafe extern "C-unwind" fn sched_reserve(sched: *mut Sched, graph: *mut Graph) -> usize {
     let (call, _inside) = entered();
-    let evaluation = Evaluation::of(call.ggml, sched as usize);
-    if let Some(evaluation) = evaluation {
-        evaluation.enter();
-        // SAFETY: the arguments are live; the graph is about to be split.
-        guarded(|| unsafe { evaluation.allocated(sched, graph, false) });
-    }
+    let scheduler = allocating(&call, sched, graph, false);
     let real = meant!(call, *mut Sched, *mut Graph);
-    // SAFETY: the arguments as they came.
+    // SAFETY: the arguments of the call.
     let result = unsafe { real(sched, graph) };
-    if let Some(evaluation) = evaluation {
-        evaluation.rest();
+    if let Some(scheduler) = scheduler {
+        scheduler.rest();
     }
     result
 }
 
 unsafe extern "C-unwind" fn sched_alloc_graph(sched: *mut Sched, graph: *mut Graph) -> usize {
     let (call, _inside) = entered();
-    let evaluation = Evaluation::of(call.ggml, sched as usize);
-    if let Some(evaluation) = evaluation {
-        evaluation.enter();
-        // SAFETY: the arguments are live; the graph is about to be split, which puts
-        // copies in place of its inputs.
-        guarded(|| unsafe { evaluation.allocated(sched, graph, true) });
-    }
+    let scheduler = allocating(&call, sched, graph, true);
     let real = meant!(call, *mut Sched, *mut Graph);
-    // SAFETY: the arguments as they came.
+    // SAFETY: the arguments of the call.
     let result = unsafe { real(sched, graph) };
-    if let Some(evaluation) = evaluation {
-        evaluation.leave();
+    if let Some(scheduler) = scheduler {
+        scheduler.leave();
     }
     result
 }
 
+/// Reads a graph before ggml splits it, which puts copies in place of its inputs.
+fn allocating(call: &Call, sched: *mut Sched, graph: *mut Graph, keeps: bool) -> Option<Scheduler> {
+    let scheduler = Scheduler::of(call.ggml, sched as usize)?;
+    scheduler.enter();
+    guarded(|| {
+        // SAFETY: the arguments of the call are live.
+        let allocated = unsafe { scheduler.allocate(sched, graph, keeps) };
+        allocated
+            .complete
+            .iter()
+            .for_each(lifecycle::model_complete);
+        lifecycle::report(|to| to.graph_allocated(scheduler, &allocated, keeps));
+    });
+    Some(scheduler)
+}
+
 unsafe extern "C-unwind" fn sched_compute(sched: *mut Sched, graph: *mut Graph) -> usize {
     let (call, _inside) = entered();
-    let evaluation = Evaluation::of(call.ggml, sched as usize);
-    if let Some(evaluation) = evaluation
-        && !evaluation.enter_compute()
-    {
-        evaluation.rest();
-        return STATUS_FAILED;
+    evaluate(Scheduler::of(call.ggml, sched as usize), || {
+        let real = meant!(call, *mut Sched, *mut Graph);
+        // SAFETY: the arguments of the call.
+        let result = unsafe { real(sched, graph) };
+        if log::log_enabled!(log::Level::Debug) {
+            // SAFETY: the graph is live, and its backends are waited for first.
+            guarded(|| unsafe {
+                (call.ggml.f.ggml_backend_sched_synchronize)(sched);
+                logits::log_hash(call.ggml, graph);
+            });
+        }
+        result
+    })
+}
+
+/// Evaluates a graph with the function that was meant, unless the graph is stale.
+fn evaluate(scheduler: Option<Scheduler>, real: impl FnOnce() -> usize) -> usize {
+    let Some(scheduler) = scheduler else {
+        return real();
+    };
+    let valid = scheduler.enter_compute();
+    guarded(|| lifecycle::report(|to| to.evaluation_begun(scheduler)));
+    let result = match valid {
+        true => real(),
+        false => STATUS_FAILED,
+    };
+    if !succeeded(result) {
+        guarded(|| lifecycle::report(|to| to.evaluation_failed(scheduler)));
+    } else if scheduler.ends_with_compute() {
+        guarded(|| lifecycle::report(|to| to.evaluation_ended(scheduler)));
     }
-    let real = meant!(call, *mut Sched, *mut Graph);
-    // SAFETY: the arguments as they came.
-    let result = unsafe { real(sched, graph) };
-    if log::log_enabled!(log::Level::Debug) {
-        // SAFETY: the graph is live, and its backends are waited for first.
-        guarded(|| unsafe {
-            (call.ggml.f.ggml_backend_sched_synchronize)(sched);
-            logits::log_hash(call.ggml, graph);
-        });
-    }
-    if let Some(evaluation) = evaluation {
-        evaluation.leave_compute(succeeded(result));
+    match valid {
+        true => scheduler.leave_compute(),
+        false => scheduler.rest(),
     }
     result
 }
@@ -461,42 +461,55 @@ fn succeeded(result: usize) -> bool {
 unsafe extern "C-unwind" fn sched_synchronize(sched: *mut Sched) -> usize {
     let (call, _inside) = entered();
     let real = meant!(call, *mut Sched);
-    // SAFETY: the argument as it came.
+    // SAFETY: the argument of the call.
     let result = unsafe { real(sched) };
-    Evaluation::synchronized(sched as usize);
+    if let Some(scheduler) = Scheduler::find(sched as usize)
+        && scheduler.synchronized()
+    {
+        guarded(|| lifecycle::report(|to| to.evaluation_ended(scheduler)));
+        scheduler.rest();
+    }
     result
 }
 
 unsafe extern "C-unwind" fn sched_free(sched: *mut Sched) -> usize {
     let (call, _inside) = entered();
-    Evaluation::freed(sched as usize);
+    guarded(|| forget_scheduler(sched as usize));
     let real = meant!(call, *mut Sched);
-    // SAFETY: the argument as it came.
+    // SAFETY: the argument of the call.
     unsafe { real(sched) }
 }
 
-/// An evaluation without a scheduler: the graph is read anew each time.
+/// An evaluation without a scheduler: it keeps no graph.
 unsafe extern "C-unwind" fn backend_compute(backend: *mut Backend, graph: *mut Graph) -> usize {
     let (call, _inside) = entered();
-    let evaluation = Evaluation::of(call.ggml, backend as usize);
-    if let Some(evaluation) = evaluation {
-        evaluation.enter_compute();
-    }
-    let real = meant!(call, *mut Backend, *mut Graph);
-    // SAFETY: the arguments as they came.
-    let result = unsafe { real(backend, graph) };
-    if let Some(evaluation) = evaluation {
-        evaluation.leave_compute(succeeded(result));
-    }
-    result
+    evaluate(Scheduler::of(call.ggml, backend as usize), || {
+        let real = meant!(call, *mut Backend, *mut Graph);
+        // SAFETY: the arguments of the call.
+        unsafe { real(backend, graph) }
+    })
 }
 
-/// Same name and meaning as in ik_llama.cpp: brings all tensors up to date and says
-/// whether any changed. Its argument, the host's context, does not matter: a file
-/// belongs to a model, and all models of the process are looked at.
+/// Reports a scheduler that is about to be freed, and forgets it.
+fn forget_scheduler(key: usize) {
+    if let Some(scheduler) = Scheduler::find(key) {
+        lifecycle::report(|to| to.scheduler_freed(scheduler));
+        scheduler.forget();
+    }
+}
+
+/// Reports models whose memory is about to be freed.
+fn report_freed(models: &[Arc<Model>]) {
+    for model in models {
+        lifecycle::report(|to| to.model_freed(model));
+    }
+}
+
+/// Reloads changed tensors of all models of the process, and returns whether any changed.
+/// Name and meaning are those of ik_llama.cpp, without its argument, the context.
 extern "C-unwind" fn reload_changed_tensors() -> bool {
     let (_call, _inside) = entered();
     let mut changed = false;
-    guarded(|| changed = reloads::reload_all());
+    guarded(|| changed = reloader::reload_all());
     changed
 }

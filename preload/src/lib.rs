@@ -1,44 +1,59 @@
-//! The drop-in: an unmodified llama.cpp program gains hot-swap and
-//! an expert trace through `LD_PRELOAD`.
+//! The drop-in: an unmodified llama.cpp program gains hot-swap and an expert trace through
+//! `LD_PRELOAD`.
 //!
-//! The map of the house. Each room knows only rooms further down:
+//! Modules, top to bottom. A module imports only modules below it; `tests/layers.rs` checks
+//! that.
 //!
-//! | room | what it is for |
+//! | module | contents |
 //! |---|---|
-//! | [`interpose`] | the functions that are put in front of ggml's, thin |
-//! | [`service`], [`control`], [`end`] | threads beside the host, the socket, termination |
-//! | [`reloads`], [`metrics`] | what starts reloads, what came of them, figures for operators |
-//! | [`store`] | the host's tensors as the reload engine sees them |
-//! | [`journal`] | what happened, for `llama-sidecar run` and `doctor` |
-//! | [`registry`] | which files a host loaded, and which of its tensors came out of them |
-//! | [`evaluations`] | what each scheduler of the host is doing, and what its graph needs after a switch |
-//! | [`gate`] | switches between evaluations |
-//! | [`placement`] | the buffer type that the host would have chosen |
-//! | [`tracing`] | which experts the evaluations of a model used |
-//! | [`logits`] | a hash of what an evaluation put out |
-//! | [`ggml`], [`layout`] | a copy of ggml: its functions, the layout of its tensors |
-//! | [`origin`] | the object that called, and the functions that it meant |
-//! | [`loaded`] | the objects that the loader has loaded: what each defines, refers to and needs |
+//! | [`interpose`] | the exported functions, which replace functions of ggml |
+//! | [`lifecycle`] | the list of capabilities; start, exit, fork, internal errors |
+//! | [`sigterm`] | work before SIGTERM ends the process |
+//! | [`control`] | the control socket |
+//! | [`metrics`] | figures in the text format of Prometheus |
+//! | [`reloader`] | hot-swap: what starts reloads, and their results |
+//! | [`store`] | the program's tensors as the reload engine sees them |
+//! | [`placement`] | the buffer type that llama.cpp would have chosen |
+//! | [`expert_trace`] | the expert trace: which experts evaluations use |
+//! | [`capability`] | the events that are reported to capabilities |
+//! | [`sched`] | schedulers, their evaluations and kept graphs |
+//! | [`models`] | the models that the program loaded |
+//! | [`maps`] | files that are mapped into the process |
+//! | [`graph`] | what a graph reads |
+//! | [`logits`] | a hash of the output of an evaluation |
+//! | [`barrier`] | switches between evaluations |
+//! | [`caller`] | the object that made a call, and the functions that it meant |
+//! | [`loaded`] | the objects that the dynamic loader has loaded |
+//! | [`ggml`] | a copy of ggml: its functions and the layout of its tensors |
+//! | [`thread`] | threads of the drop-in |
+//! | [`journal`] | events for `llama-sidecar run` and `doctor` |
 //!
-//! But for the line of [`journal`] that a wrapper asks for, nothing here runs before a host opens its first GGUF file with
-//! `LLAMA_HOTSWAP_ENABLED` or `LLAMA_EXPERT_TRACE_STATS` set. A host without ggml never enters this library.
+//! A capability is a module that implements [`capability::Capability`], and a line in the
+//! list of [`lifecycle`].
+//!
+//! Except for the first line of [`journal`], nothing here runs before the program opens its
+//! first GGUF file with `LLAMA_HOTSWAP_ENABLED` or `LLAMA_EXPERT_TRACE_STATS` set. A program
+//! without ggml never enters this library.
 #![deny(unsafe_op_in_unsafe_fn, missing_docs)]
 
+mod barrier;
+mod caller;
+mod capability;
 mod control;
-mod end;
-mod evaluations;
-mod gate;
+mod expert_trace;
 mod ggml;
+mod graph;
 mod interpose;
 mod journal;
-mod layout;
+mod lifecycle;
 mod loaded;
 mod logits;
+mod maps;
 mod metrics;
-mod origin;
+mod models;
 mod placement;
-mod registry;
-mod reloads;
-mod service;
+mod reloader;
+mod sched;
+mod sigterm;
 mod store;
-mod tracing;
+mod thread;

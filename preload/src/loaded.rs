@@ -1,10 +1,11 @@
-//! The objects that the dynamic loader has loaded: what each defines, refers to and needs.
+//! The objects that the dynamic loader has loaded: their definitions, references and
+//! dependencies.
 //!
-//! Reads their dynamic sections where they are in memory. `dlopen` and `dlsym` are no way to
-//! ask: both wait for the loader's lock, which a thread holds while it runs a library's
-//! constructor; `dlopen` keeps an object loaded; and both replace the message that the
-//! program may yet read with `dlerror`. Crates for ELF read files: they need the sizes of
-//! tables, which a loaded object does not tell.
+//! Reads their dynamic sections in memory. `dlopen` and `dlsym` are not usable here: both
+//! wait for the loader's lock, which a thread holds while it runs a library's constructor;
+//! `dlopen` keeps an object loaded; and both replace the message that the program may yet
+//! read with `dlerror`. Crates for ELF read files: they need the sizes of tables, which a
+//! loaded object does not have.
 //!
 //! The rules are those of glibc's loader (`elf/dl-lookup.c`).
 
@@ -13,29 +14,30 @@ use std::hash::{DefaultHasher, Hasher};
 
 use libc::{Elf64_Phdr, Elf64_Sym, dl_phdr_info};
 
-/// An object where it lies. Two are equal when they are the same file at the same place.
+/// The addresses and the name of an object. Two are equal when the same file is loaded at
+/// the same addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
-    /// Its first address.
+    /// The first address.
     pub start: usize,
     /// The address behind its last byte.
     pub end: usize,
-    /// A hash of the name that the loader knows it by.
+    /// A hash of the loader's name of the object.
     name: u64,
 }
 
 /// A loaded object. Its tables are valid only inside of [`look`].
 #[derive(Clone, Copy)]
 pub struct Object {
-    /// Where it lies.
+    /// Its addresses.
     pub place: Place,
-    /// What the loader calls it: a path, or nothing for the main program.
+    /// The loader's name: a path; null or empty for the main program.
     name: *const c_char,
     base: usize,
     tables: Tables,
 }
 
-/// The tables of a dynamic section; null or 0 for what is not there.
+/// The tables of a dynamic section; 0 for a table that is missing.
 #[derive(Clone, Copy, Default)]
 struct Tables {
     dynamic: usize,
@@ -57,16 +59,16 @@ struct Relocations {
     bytes: usize,
 }
 
-/// How an object refers to a name that it leaves undefined.
+/// A reference of an object to a name that it does not define.
 #[derive(Debug, Clone, Copy)]
 pub struct Reference {
-    /// Whether the object works without it.
+    /// Whether the object works without a definition.
     pub weak: bool,
-    /// The version that the reference asks for, by its hash in the file format.
+    /// The version of the reference.
     pub version: Option<Version>,
 }
 
-/// The version of a symbol: the hash that the file format keeps beside its name.
+/// The version of a symbol, by its hash in the file format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Version(u32);
 
@@ -95,9 +97,9 @@ const STT_FUNC: u8 = 2;
 const STT_GNU_IFUNC: u8 = 10;
 const STV_INTERNAL: u8 = 1;
 const STV_HIDDEN: u8 = 2;
-/// The bit of a version index that hides it from references without a version.
+/// The bit of a version index that hides the symbol from references without a version.
 const VERSION_HIDDEN: u16 = 0x8000;
-/// The first version index that stands for a version after the first of an object.
+/// The first index of a version after the first version of an object.
 const LATER_VERSION: u16 = 3;
 
 const SYMBOL_BYTES: usize = size_of::<Elf64_Sym>();
@@ -110,7 +112,7 @@ const RELOCATION_BYTES: usize = 24;
 ///
 /// The address lies in a table of an object that is loaded.
 unsafe fn read<T: Copy>(address: usize) -> T {
-    // SAFETY: as the caller vouches; tables may be aligned for less than `T`.
+    // SAFETY: as the caller ensures; tables may be aligned for less than `T`.
     unsafe { std::ptr::read_unaligned(address as *const T) }
 }
 
@@ -136,7 +138,7 @@ fn each(mut visit: impl FnMut(&dl_phdr_info) -> bool) {
     unsafe { libc::dl_iterate_phdr(Some(call), (&raw mut visit).cast()) };
 }
 
-/// How often an object was unloaded so far.
+/// Returns how often an object was unloaded so far.
 pub fn unloads() -> u64 {
     let mut count = 0;
     each(|info| {
@@ -146,7 +148,7 @@ pub fn unloads() -> u64 {
     count
 }
 
-/// Where the object lies that an address is in.
+/// Returns the place of the object that has an address.
 pub fn place_of(address: usize) -> Option<Place> {
     let mut found = None;
     each(|info| {
@@ -164,7 +166,7 @@ pub fn place_of(address: usize) -> Option<Place> {
 ///
 /// `work` must not allocate: a thread that does may wait for one that waits for the loader.
 pub fn look<R>(work: impl FnOnce(&[Object], &mut Scratch) -> R) -> Option<R> {
-    /// What may be loaded between counting and looking.
+    /// Objects that may be loaded between counting and listing.
     const MORE: usize = 16;
     let mut work = Some(work);
     loop {
@@ -179,7 +181,7 @@ pub fn look<R>(work: impl FnOnce(&[Object], &mut Scratch) -> R) -> Option<R> {
         scratch.order.try_reserve_exact(count + MORE).ok()?;
         scratch.seen.try_reserve_exact(count + MORE).ok()?;
         let mut result = None;
-        // The lock is taken again by the same thread, and held until `work` is done.
+        // The same thread takes the loader's lock again, and holds it until `work` returns.
         each(|_| {
             let mut complete = true;
             each(|info| {
@@ -200,7 +202,7 @@ pub fn look<R>(work: impl FnOnce(&[Object], &mut Scratch) -> R) -> Option<R> {
     }
 }
 
-/// Room for [`Object`]s to be put in order, allocated before it is needed.
+/// Memory for putting [`Object`]s in order, allocated before the loader's lock is taken.
 #[derive(Default)]
 pub struct Scratch {
     order: Vec<usize>,
@@ -208,12 +210,12 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// The objects that are loaded for a root's sake, in the order in which the loader
-    /// searches them: the root, what it needs, what that needs.
+    /// Returns the objects that were loaded because of a root, in the order in which the
+    /// loader searches them: the root, its dependencies, their dependencies.
     fn group<'a>(&'a mut self, objects: &[Object], root: usize) -> &'a [usize] {
         self.order.clear();
         self.seen.clear();
-        // Both have room for all objects.
+        // Both have capacity for all objects.
         self.seen
             .resize(objects.len().min(self.seen.capacity()), false);
         let mut add = |order: &mut Vec<usize>, at: usize| {
@@ -239,7 +241,7 @@ impl Scratch {
     }
 }
 
-/// The address of what a name stands for in the object at `from` and what it needs.
+/// Returns the definition of a name in the object at `from` and its dependencies.
 pub fn in_own_group(
     objects: &[Object],
     scratch: &mut Scratch,
@@ -264,8 +266,8 @@ fn first_definition(
         .find_map(|object| object.definition(name, version))
 }
 
-/// The address of what a name stands for to the object at `from`, going by the groups of
-/// objects that it was loaded with: where the loader looks after the global objects.
+/// Returns the definition of a name for the object at `from`, in the groups of objects that
+/// it was loaded with: the loader searches them after the global objects.
 pub fn in_local_scope(
     objects: &[Object],
     scratch: &mut Scratch,
@@ -309,7 +311,7 @@ impl Place {
     }
 }
 
-/// The first address of an object, and the one behind its last byte.
+/// Returns the first address of an object, and the address behind its last byte.
 fn bounds(info: &dl_phdr_info) -> (usize, usize) {
     let loaded = headers(info).iter().filter(|h| h.p_type == libc::PT_LOAD);
     let parts = loaded.map(|h| {
@@ -325,7 +327,7 @@ fn headers(info: &dl_phdr_info) -> &[Elf64_Phdr] {
     if info.dlpi_phdr.is_null() {
         return &[];
     }
-    // SAFETY: the entry says how many program headers there are.
+    // SAFETY: the entry has the number of program headers.
     unsafe { std::slice::from_raw_parts(info.dlpi_phdr, usize::from(info.dlpi_phnum)) }
 }
 
@@ -367,7 +369,7 @@ impl Object {
         self.tables = found;
     }
 
-    /// The entries of the dynamic section.
+    /// Returns the entries of the dynamic section.
     fn dynamic(&self) -> impl Iterator<Item = (usize, usize)> {
         let start = self.tables.dynamic;
         let entries = (0..).map_while(move |number: usize| {
@@ -378,8 +380,8 @@ impl Object {
         entries.take(if start == 0 { 0 } else { usize::MAX })
     }
 
-    /// The address of a table. The loader has replaced offsets by addresses where the
-    /// section can be written; 0 for what lies outside of the object.
+    /// Returns the address of a table; 0 if it is outside of the object. The loader has
+    /// replaced offsets by addresses where the section can be written.
     fn address(&self, value: usize) -> usize {
         let moved = self.base.wrapping_add(value);
         [value, moved]
@@ -388,12 +390,12 @@ impl Object {
             .unwrap_or(0)
     }
 
-    /// Whether an address lies in this object.
+    /// Whether an address is in this object.
     pub fn contains(&self, address: usize) -> bool {
         (self.place.start..self.place.end).contains(&address)
     }
 
-    /// What the loader calls it, or nothing for the main program.
+    /// Returns the loader's name; empty for the main program.
     pub fn name(&self) -> &CStr {
         if self.name.is_null() {
             return c"";
@@ -474,8 +476,8 @@ impl Object {
         }
     }
 
-    /// The address that this object gives a function, of the version that a reference asks
-    /// for. Runs the resolver of an indirect function.
+    /// Returns the address of a function that this object defines, in the version of a
+    /// reference. Runs the resolver of an indirect function.
     pub fn definition(&self, name: &CStr, version: Option<Version>) -> Option<usize> {
         let mut later = None;
         let mut laters = 0;
@@ -494,7 +496,7 @@ impl Object {
                     own == Some(wanted) || own.is_none() && !hidden
                 }
                 None if index < LATER_VERSION => true,
-                // The default of several versions, if nothing older is there.
+                // The default of several versions, if there is no older one.
                 None => {
                     if !hidden {
                         later.get_or_insert(symbol);
@@ -511,14 +513,14 @@ impl Object {
         let symbol = exact.or(later.filter(|_| laters == 1))?;
         let mut address = self.address_of(&symbol);
         if symbol.st_info & 15 == STT_GNU_IFUNC {
-            // SAFETY: the object is loaded, and says that this returns the address.
+            // SAFETY: the object is loaded; the function of an indirect symbol returns the address.
             let resolver: extern "C" fn() -> usize = unsafe { std::mem::transmute(address) };
             address = resolver();
         }
         Some(address)
     }
 
-    /// The version of an index of defined symbols; `None` for the object's own name.
+    /// Returns the version of an index of defined symbols; `None` for the object's own name.
     fn version_name(&self, index: u16) -> Option<Version> {
         let mut at = self.tables.defined_versions;
         if at == 0 || index <= 1 {
@@ -526,7 +528,7 @@ impl Object {
         }
         // struct Elf64_Verdef: u16 version, flags, index, count; u32 hash, aux, next.
         loop {
-            // SAFETY: each entry says where the next one is, the last one 0.
+            // SAFETY: each entry has the offset of the next one; the last one has 0.
             let (found, hash, next) = unsafe {
                 (
                     read::<u16>(at + 4),
@@ -544,7 +546,7 @@ impl Object {
         }
     }
 
-    /// The version of an index of undefined symbols.
+    /// Returns the version of an index of undefined symbols.
     fn needed_version(&self, index: u16) -> Option<Version> {
         let mut at = self.tables.needed_versions;
         if at == 0 || index <= 1 {
@@ -578,7 +580,7 @@ impl Object {
         }
     }
 
-    /// How this object refers to a name; `None` if it does not.
+    /// Returns the reference of this object to a name, if it has one.
     pub fn reference(&self, name: &CStr) -> Option<Reference> {
         if self.tables.symbols == 0 {
             return None;
@@ -627,7 +629,7 @@ impl Object {
         }
     }
 
-    /// Looks in `DT_GNU_HASH`, until `found` returns true.
+    /// Searches `DT_GNU_HASH` until `found` returns true.
     fn in_gnu_hash(&self, name: &CStr, mut found: impl FnMut(usize) -> bool) {
         let table = self.tables.gnu_hash;
         let hash = name.to_bytes().iter().fold(5381u32, |hash, byte| {
@@ -661,7 +663,7 @@ impl Object {
         }
     }
 
-    /// Looks in `DT_HASH`, until `found` returns true.
+    /// Searches `DT_HASH` until `found` returns true.
     fn in_hash(&self, name: &CStr, mut found: impl FnMut(usize) -> bool) {
         let table = self.tables.hash;
         let hash = name.to_bytes().iter().fold(0u32, |hash, byte| {

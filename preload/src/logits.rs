@@ -1,4 +1,4 @@
-//! A hash of what an evaluation put out.
+//! A hash of the output of an evaluation.
 //!
 //! At debug level every evaluation of a model logs a hash of its output tensor: two
 //! processes that log the same hashes computed the same, to the last bit.
@@ -7,7 +7,7 @@ use std::ffi::CStr;
 
 use llama_sidecar::reload::hash_bytes;
 
-use crate::gate;
+use crate::barrier;
 use crate::ggml::{Ggml, Graph, Tensor};
 
 /// Names of the tensor that libllama reads logits or embeddings from.
@@ -22,7 +22,7 @@ const LAST_NODES: i32 = 64;
 /// A live graph of this copy of ggml whose backends are done.
 pub unsafe fn log_hash(ggml: &Ggml, graph: *mut Graph) {
     let f = &ggml.f;
-    // SAFETY: nodes of a live graph are live; an output keeps its bytes.
+    // SAFETY: nodes of a live graph are live; the bytes of an output are kept.
     unsafe {
         let count = (f.ggml_graph_n_nodes)(graph);
         let named =
@@ -36,7 +36,7 @@ pub unsafe fn log_hash(ggml: &Ggml, graph: *mut Graph) {
         let ne: [i64; 4] = ggml.layout.read(output, ggml.layout.ne);
         log::debug!(
             "output generation {} rows {} hash {:032x}",
-            gate::generation(),
+            barrier::generation(),
             ne[1],
             hash_bytes(&bytes)
         );

@@ -2,111 +2,69 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use llama_sidecar::error::Result;
-use llama_sidecar::reload::{Cause, Outcome, Pauses, Report};
+use llama_sidecar::reload::Pauses;
 
-use crate::gate::{self, Obstacle};
-use crate::{evaluations, registry, reloads, tracing};
+use crate::barrier::{self, Obstacle};
+use crate::{expert_trace, models, reloader, sched};
 
-static SWAPPED: AtomicU64 = AtomicU64::new(0);
-static RETURNED: AtomicU64 = AtomicU64::new(0);
-static STAGED_BYTES: AtomicU64 = AtomicU64::new(0);
-/// By position in [`Cause::ALL`].
-static FAILURES: [AtomicU64; Cause::ALL.len()] = [const { AtomicU64::new(0) }; Cause::ALL.len()];
-
-/// Counts what a reload did. A file that stays as it is counts once, however often it is
-/// looked at.
-pub fn count_reload(result: &Result<Report>) {
-    let add = |counter: &AtomicU64, n: u64| counter.fetch_add(n, Ordering::Relaxed);
-    match result {
-        Ok(report) => {
-            add(&SWAPPED, report.count(Outcome::Swapped) as u64);
-            add(&RETURNED, report.count(Outcome::Returned) as u64);
-            add(&STAGED_BYTES, report.bytes_staged);
-            report.cause.into_iter().for_each(count_failure);
-            let ignored = report.files.iter().filter_map(|file| file.ignored.as_ref());
-            for ignored in ignored.filter(|ignored| ignored.first) {
-                count_failure(ignored.cause);
-            }
-        }
-        Err(error) => count_failure(Cause::of(error)),
-    }
-}
-
-fn count_failure(cause: Cause) {
-    if let Some(at) = Cause::ALL.iter().position(|&other| other == cause) {
-        FAILURES[at].fetch_add(1, Ordering::Relaxed);
-    }
-}
-
-/// How many files and reloads were not taken, by cause; those that never happened are left
-/// out.
-pub fn failures() -> impl Iterator<Item = (Cause, u64)> {
-    let counts = Cause::ALL.iter().zip(&FAILURES);
-    counts
-        .map(|(&cause, count)| (cause, count.load(Ordering::Relaxed)))
-        .filter(|(_, count)| *count > 0)
-}
-
-/// All figures.
+/// Returns all figures.
 pub fn text() -> String {
     let mut out = Page::default();
     let version = env!("CARGO_PKG_VERSION");
     out.head("info", "gauge", "Version of the drop-in.");
     out.value("info", &[("version", version)], 1.0);
-    let counter = |of: &AtomicU64| of.load(Ordering::Relaxed) as f64;
+    let counts = reloader::counts();
     out.single(
         "generation",
         "counter",
-        "Swaps committed so far.",
-        gate::generation() as f64,
+        "Swaps committed.",
+        barrier::generation() as f64,
     );
     out.single(
         "evaluations_total",
         "counter",
-        "Graphs that the host evaluated.",
-        evaluations::count() as f64,
+        "Graphs that the program evaluated.",
+        sched::count() as f64,
     );
     out.single(
         "graphs_renewed_total",
         "counter",
-        "Graphs that the host was made to build again.",
-        evaluations::renewed() as f64,
+        "Graphs that the program was made to rebuild.",
+        sched::rebuilt() as f64,
     );
     out.single(
         "tensors_swapped_total",
         "counter",
         "Tensors that got new bytes.",
-        counter(&SWAPPED),
+        counts.swapped as f64,
     );
     out.single(
         "tensors_returned_total",
         "counter",
         "Tensors that went back to their original bytes.",
-        counter(&RETURNED),
+        counts.returned as f64,
     );
     out.single(
         "staged_bytes_total",
         "counter",
         "Bytes read into new buffers.",
-        counter(&STAGED_BYTES),
+        counts.staged_bytes as f64,
     );
     out.head(
         "failures_total",
         "counter",
-        "Versions of files, and reloads, that were not taken, by cause.",
+        "Versions of files, and reloads, that were not applied, by cause.",
     );
-    for (cause, count) in Cause::ALL.iter().zip(&FAILURES) {
-        out.value("failures_total", &[("cause", cause.name())], counter(count));
+    for (cause, count) in counts.failures {
+        out.value("failures_total", &[("cause", cause.name())], count as f64);
     }
     pauses(&mut out);
-    let waiting = gate::waiting_for();
+    let waiting = barrier::pending();
     out.head(
         "waiting_seconds",
         "gauge",
-        "How long a swap has been waiting, by what stands in its way; 0 when none waits.",
+        "How long a swap has been waiting, by what blocks it; 0 when none waits.",
     );
     for obstacle in [Obstacle::Evaluation, Obstacle::KeptGraph] {
         let seconds = match waiting {
@@ -120,8 +78,8 @@ pub fn text() -> String {
         "gauge",
         "Time since reloads of a model began to fail; 0 when the last one succeeded.",
     );
-    for model in registry::models() {
-        let blocked = reloads::blocked(&model);
+    for model in models::models() {
+        let blocked = reloader::blocked(&model);
         let seconds = blocked.map_or(0.0, |blocked| blocked.since.elapsed().as_secs_f64());
         out.value(
             "blocked_seconds",
@@ -133,7 +91,7 @@ pub fn text() -> String {
         "frozen",
         "gauge",
         "1 after 'revert', until 'unfreeze'.",
-        f64::from(u8::from(reloads::is_frozen())),
+        f64::from(u8::from(reloader::is_frozen())),
     );
     private_bytes(&mut out);
     out.head(
@@ -141,7 +99,7 @@ pub fn text() -> String {
         "counter",
         "Experts that evaluations routed to, by model.",
     );
-    for (model, activations) in tracing::activations().into_iter().enumerate() {
+    for (model, activations) in expert_trace::activations().into_iter().enumerate() {
         let model = (model + 1).to_string();
         out.value(
             "expert_activations_total",
@@ -153,11 +111,11 @@ pub fn text() -> String {
 }
 
 fn pauses(out: &mut Page) {
-    let pauses = gate::pauses();
+    let pauses = barrier::pauses();
     out.head(
         "pause_seconds",
         "histogram",
-        "How long evaluations were held up by swaps before they began.",
+        "How long evaluations were delayed by swaps before they began.",
     );
     let mut sum = 0;
     for (bound, count) in Pauses::BOUNDS.iter().zip(pauses.by_bound) {
@@ -180,7 +138,7 @@ fn private_bytes(out: &mut Page) {
         "gauge",
         "Bytes that swapped tensors hold beside the model, by model and buffer type.",
     );
-    for model in registry::models() {
+    for model in models::models() {
         let number = model.number.to_string();
         let mut by_place: BTreeMap<String, u64> = BTreeMap::new();
         for instance in model.tensors.iter().flat_map(|tensor| &tensor.instances) {
@@ -195,7 +153,7 @@ fn private_bytes(out: &mut Page) {
     }
 }
 
-/// A page in the making.
+/// A page that is being written.
 #[derive(Default)]
 struct Page(String);
 

@@ -1,9 +1,9 @@
-//! The buffer type that the host would have chosen.
+//! The buffer type that llama.cpp would have chosen.
 //!
 //! The CPU backend has buffer types that store some types in another order, with
 //! other kernels: a tensor gives the same result as after a fresh load only in the
-//! buffer type that llama.cpp would have loaded it into. It asks each device in
-//! turn whether it supports the operation that reads the tensor out of its buffer
+//! buffer type that llama.cpp would have loaded it into. It checks for
+//! each device in turn whether it supports the operation that reads the tensor out of its buffer
 //! type: the device of the layer, memory that a GPU can read, the special types of
 //! the CPU, and plain memory (`select_weight_buft` in llama.cpp).
 
@@ -13,12 +13,12 @@ use std::sync::atomic::Ordering;
 use llama_sidecar::gguf::TypeInfo;
 
 use crate::ggml::{BufferType, DEVICE_CPU, Descriptor, Device, Ggml, LAST_PLAIN_DEVICE, Tensor};
-use crate::registry::{Instance, Model};
+use crate::models::{Instance, Model};
 
-/// Tokens of the batch that llama.cpp asks its devices about.
+/// Tokens of the batch that llama.cpp checks its devices with.
 const BATCH: i64 = 512;
 
-/// The buffer type for new bytes of a tensor, in host memory if that is asked for;
+/// Returns the buffer type for new bytes of a tensor, in host memory if `on_host` is true;
 /// `None` when no device can use them.
 pub fn choose(
     model: &Model,
@@ -27,7 +27,7 @@ pub fn choose(
     ty: &TypeInfo,
     on_host: bool,
 ) -> Option<*mut BufferType> {
-    let own = own_device(model, instance);
+    let own = device_buffer_type(model, instance);
     let mut others = in_host_memory(model);
     let op = instance.op().unwrap_or(match ne.len() {
         1 => model.ggml.ops.mul,
@@ -39,7 +39,7 @@ pub fn choose(
     if let Some((_, buft)) = own.filter(|_| !on_host).filter(supported) {
         return Some(buft);
     }
-    if own.is_none() && was_put_elsewhere(model, instance, ne, op, &others) {
+    if own.is_none() && has_override(model, instance, ne, op, &others) {
         let plain = |(_, buft): &(*mut Device, *mut BufferType)| *buft == plain_memory(model);
         others.retain(plain);
     }
@@ -47,8 +47,9 @@ pub fn choose(
     Some(as_mapped(model, instance, found))
 }
 
-/// Why no kernel of this program takes a tensor in another type, if so. Backends say that
-/// they support element-wise operations whatever the type, and abort on most.
+/// Returns why no kernel of this program supports a tensor in another type, if none does.
+/// Backends report that they support element-wise operations for every type, and abort on
+/// most.
 pub fn refuses_type(
     instance: &Instance,
     ggml: &Ggml,
@@ -61,12 +62,12 @@ pub fn refuses_type(
     let ops = &ggml.ops;
     let op = match (instance.op(), instance.bound_to_type()) {
         (_, Some(op)) => op,
-        // No graph showed it yet: only matrices are sure to be multiplied.
+        // No graph reads it yet: only matrices are certain to be multiplied.
         (None, None) if n_dims <= 1 => ops.mul,
         _ => {
             return (!is_weight_type(ty)).then(|| {
                 format!(
-                    "no matrix product of this program takes weights in {}",
+                    "no matrix product of this program supports weights in {}",
                     ty.name()
                 )
             });
@@ -75,25 +76,25 @@ pub fn refuses_type(
     if (op == ops.mul || op == ops.add) && ty.name() == "f32" {
         return None;
     }
-    // SAFETY: ggml has a name for each operation that its graphs show.
+    // SAFETY: ggml has a name for each operation of its graphs.
     let op = unsafe { CStr::from_ptr((ggml.f.ggml_op_name)(op)) };
     Some(format!(
-        "the operation {} that reads it takes {}, not {}: keep its type",
+        "the operation {} that reads it supports {}, not {}: keep its type",
         op.to_string_lossy(),
         TypeInfo::from_id(instance.original.ty as u32).map_or("another type", TypeInfo::name),
         ty.name()
     ))
 }
 
-/// Whether matrices of weights come in a type: not integers and 64-bit floats, and not the
-/// types that only hold activations for a moment.
+/// Whether a type is used for matrices of weights: integers, 64-bit floats and the types of
+/// intermediate activations are not.
 fn is_weight_type(ty: &TypeInfo) -> bool {
     !["i8", "i16", "i32", "i64", "f64", "q8_1", "q8_K"].contains(&ty.name())
 }
 
-/// Whether the host keeps a tensor in plain memory although its first type would have
-/// gone elsewhere: it was told to, tensor by tensor.
-fn was_put_elsewhere(
+/// Whether the program keeps a tensor in plain memory although llama.cpp's default for its
+/// first type is another buffer type: an option overrides the placement of this tensor.
+fn has_override(
     model: &Model,
     instance: &Instance,
     ne: &[i64],
@@ -119,36 +120,44 @@ fn plain_memory(model: &Model) -> *mut BufferType {
     unsafe { (model.ggml.f.ggml_backend_cpu_buffer_type)() }
 }
 
-/// Whether a new load would hold a matrix twice that input and output share now: the
-/// output's copy in a special buffer type, with other kernels. One tensor cannot be
-/// in two places, so the last bits of the results can differ from a new load's.
-pub fn would_be_doubled(model: &Model, instance: &Instance, ne: &[i64], ty: &TypeInfo) -> bool {
+/// Whether a fresh load would have two copies of a matrix that input and output share now:
+/// the output's copy in a special buffer type, with other kernels. One tensor cannot be in
+/// two buffers, so the last bits of the results can differ from those of a fresh load.
+pub fn fresh_load_duplicates(
+    model: &Model,
+    instance: &Instance,
+    ne: &[i64],
+    ty: &TypeInfo,
+) -> bool {
     let Some(cpu) = model.devices.last().map(|device| device.0) else {
         return false;
     };
     let op = model.ggml.ops.mul_mat;
     instance.is_shared()
-        && own_device(model, instance).is_none()
+        && device_buffer_type(model, instance).is_none()
         && uses_special_types(model, cpu)
         && special_types(model.ggml, cpu)
             .any(|buft| supports(model.ggml, instance, ne, ty, op, buft, cpu))
 }
 
-/// The device and the buffer type that an instance was in at first, if that was not
+/// Returns the device and the buffer type that an instance was loaded into, if that was not
 /// memory of the process.
-pub fn own_device(model: &Model, instance: &Instance) -> Option<(*mut Device, *mut BufferType)> {
+pub fn device_buffer_type(
+    model: &Model,
+    instance: &Instance,
+) -> Option<(*mut Device, *mut BufferType)> {
     let f = &model.ggml.f;
     let buft = instance.original_buffer_type.0;
     // SAFETY: live buffer types and devices, which are static.
     unsafe {
-        let home = (f.ggml_backend_buft_get_device)(buft);
+        let device = (f.ggml_backend_buft_get_device)(buft);
         let in_host_memory =
-            is_cpu(model.ggml, home) || buft == (f.ggml_backend_dev_host_buffer_type)(home);
-        (!in_host_memory).then_some((home, buft))
+            is_cpu(model.ggml, device) || buft == (f.ggml_backend_dev_host_buffer_type)(device);
+        (!in_host_memory).then_some((device, buft))
     }
 }
 
-/// What llama.cpp tries in memory of the process, best first.
+/// Returns what llama.cpp tries in memory of the process, best first.
 fn in_host_memory(model: &Model) -> Vec<(*mut Device, *mut BufferType)> {
     let Some(cpu) = model.devices.last().map(|device| device.0) else {
         return Vec::new();
@@ -174,8 +183,8 @@ fn is_cpu(ggml: &Ggml, device: *mut Device) -> bool {
     device.is_null() || unsafe { (ggml.f.ggml_backend_dev_type)(device) } == DEVICE_CPU
 }
 
-/// With a mapped file, llama.cpp uses plain memory where it would have used memory
-/// that a GPU can read.
+/// Returns the buffer type that llama.cpp uses with a mapped file: plain memory instead of
+/// memory that a GPU can read.
 fn as_mapped(
     model: &Model,
     instance: &Instance,
@@ -193,9 +202,9 @@ fn as_mapped(
     }
 }
 
-/// Whether the host puts tensors into special buffer types of the CPU. It can be told
-/// not to; that shows in a tensor that is in plain memory although one of them supports
-/// it. All tensors are asked about, so it is found out once.
+/// Whether the program uses special buffer types of the CPU. An option turns them off; then
+/// a tensor is in plain memory although one of these types supports it. All tensors are
+/// checked, so the result is kept.
 fn uses_special_types(model: &Model, cpu: *mut Device) -> bool {
     let known = &model.special_types;
     *known.get_or_init(|| find_special_types(model, cpu))
@@ -215,9 +224,9 @@ fn find_special_types(model: &Model, cpu: *mut Device) -> bool {
             return true;
         }
         // SAFETY: a live buffer type.
-        let home =
+        let device =
             unsafe { (model.ggml.f.ggml_backend_buft_get_device)(instance.original_buffer_type.0) };
-        if left_out || !(home == cpu || home.is_null()) {
+        if left_out || !(device == cpu || device.is_null()) {
             continue;
         }
         if let Some(op) = instance.op() {
@@ -231,7 +240,7 @@ fn find_special_types(model: &Model, cpu: *mut Device) -> bool {
     !left_out
 }
 
-/// Extents as ggml takes them.
+/// Returns extents as ggml takes them.
 pub fn extents(ne: &[u64; 4], n_dims: u32) -> Vec<i64> {
     ne[..(n_dims as usize).clamp(1, 4)]
         .iter()
@@ -239,7 +248,7 @@ pub fn extents(ne: &[u64; 4], n_dims: u32) -> Vec<i64> {
         .collect()
 }
 
-/// The special buffer types of a CPU device, best first.
+/// Returns the special buffer types of a CPU device, best first.
 fn special_types(ggml: &'static Ggml, cpu: *mut Device) -> impl Iterator<Item = *mut BufferType> {
     type GetExtra = unsafe extern "C-unwind" fn(*mut Device) -> *mut *mut BufferType;
     let name = c"ggml_backend_dev_get_extra_bufts";
@@ -262,8 +271,8 @@ fn special_types(ggml: &'static Ggml, cpu: *mut Device) -> impl Iterator<Item = 
         .take_while(|buft| !buft.is_null())
 }
 
-/// Whether a device supports the operation that reads an instance, with this type out
-/// of this buffer type.
+/// Whether a device supports the operation that reads an instance, for this type in this
+/// buffer type.
 fn supports(
     ggml: &'static Ggml,
     instance: &Instance,
@@ -312,16 +321,16 @@ fn supports(
     }
 }
 
-/// Where a descriptor is, in words.
+/// Returns the name of the buffer type of a descriptor.
 pub fn describe(ggml: &Ggml, descriptor: &Descriptor) -> String {
     // SAFETY: the buffer of a descriptor in use is live.
     let buft = unsafe { (ggml.f.ggml_backend_buffer_get_type)(descriptor.buffer) };
     ggml.buffer_type_name(buft)
 }
 
-/// Whether an instance is cut over devices behind a device of its own kind, which
-/// knows it by its address.
-pub fn is_cut_by_ggml(model: &Model, instance: &Instance) -> bool {
+/// Whether ggml splits an instance over several devices. The device that stands for them
+/// finds the instance by its address.
+pub fn is_split_by_ggml(model: &Model, instance: &Instance) -> bool {
     let f = &model.ggml.f;
     // SAFETY: live buffer types and devices, which are static.
     unsafe {

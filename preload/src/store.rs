@@ -1,4 +1,4 @@
-//! The host's tensors as the reload engine sees them.
+//! The program's tensors as the reload engine sees them.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -12,54 +12,54 @@ use llama_sidecar::reload::{
 };
 use parking_lot::Mutex;
 
-use crate::ggml::{Descriptor, OwnBuffer, Tensor};
+use crate::ggml::{Descriptor, Ggml, OwnBuffer, Tensor};
+use crate::models::{Instance, Model};
 use crate::placement::{self, extents};
-use crate::registry::{Instance, Model};
-use crate::{evaluations, gate};
+use crate::{barrier, sched};
 
 /// The tensors of one model.
-struct HostStore<'a>(&'a Arc<Model>);
+struct ProgramStore<'a>(&'a Arc<Model>);
 
-/// Brings a model of the host up to date with its files.
+/// Reloads the changed tensors of a model.
 pub fn reload(model: &Arc<Model>, trigger: Trigger) -> Result<Report> {
-    model.engine.reload(&HostStore(model), trigger)
+    model.engine.reload(&ProgramStore(model), trigger)
 }
 
-/// Returns a model of the host to its original tensors.
+/// Returns all tensors of a model to their originals.
 pub fn revert(model: &Arc<Model>) -> Result<Report> {
-    model.engine.revert(&HostStore(model))
+    model.engine.revert(&ProgramStore(model))
 }
 
-/// Hashes tensors of a model of the host from `next` on; see [`Engine::hash_some`].
-/// [`Model::reloading`] is to be held: the host must not free the model meanwhile.
+/// Hashes tensors of a model from `next` on; see [`Engine::hash_some`]. The caller holds
+/// [`Model::reloading`], which keeps the program from freeing the model.
 ///
 /// [`Engine::hash_some`]: llama_sidecar::reload::Engine::hash_some
 pub fn hash_some(model: &Arc<Model>, next: &mut usize) -> bool {
-    model.engine.hash_some(&HostStore(model), next)
+    model.engine.hash_some(&ProgramStore(model), next)
 }
 
-/// New places for instances, filled and not yet in use.
+/// New descriptors and buffers for instances, filled and not yet in use.
 pub struct Staged {
     next: Vec<Next>,
     effects: Vec<Effect>,
 }
 
-/// What one instance will be.
+/// The next descriptor of an instance.
 struct Next {
     tensor: usize,
     instance: usize,
     to: Descriptor,
-    /// The buffer of the new bytes; `None` when it returns to the host's.
+    /// The buffer of the new bytes; `None` when it returns to the original bytes.
     private: Option<OwnBuffer>,
 }
 
-impl HostStore<'_> {
+impl ProgramStore<'_> {
     fn is_private(&self, tensor: usize) -> bool {
         let instances = &self.0.tensors[tensor].instances;
         instances[0].private.lock().is_some()
     }
 
-    /// What the file that the host loaded holds of a tensor now.
+    /// Reads the current bytes of a tensor in the file that the program loaded.
     fn file_content(&self, tensor: usize) -> Option<Content> {
         let tensor = &self.0.tensors[tensor];
         let file = &self.0.files[tensor.file].gguf;
@@ -67,22 +67,22 @@ impl HostStore<'_> {
         content_of(&file.source, &file.header.tensors[tensor.info]).ok()
     }
 
-    /// Shape of a tensor, as ggml takes it.
+    /// Returns the shape of a tensor, as ggml takes it.
     fn extents(&self, tensor: usize) -> Vec<i64> {
         let tensor = &self.0.tensors[tensor];
         let info = &self.0.files[tensor.file].gguf.header.tensors[tensor.info];
         extents(&info.ne, info.n_dims)
     }
 
-    /// Whether the file still holds the bytes of a tensor that the host loaded.
+    /// Whether the file still has the bytes of a tensor that the program loaded.
     fn holds_original_bytes(&self, tensor: usize) -> bool {
         let tensor = &self.0.tensors[tensor];
         let file = &self.0.files[tensor.file];
         file.holds_bytes_in_use(tensor.instances.iter().any(|instance| !instance.mapped))
     }
 
-    /// The bytes that the host loaded, out of their file; `None` when that was written since,
-    /// or while it was read.
+    /// Reads the bytes that the program loaded from their file; `None` when the file was
+    /// written since, or meanwhile.
     fn original_content(&self, tensor: usize) -> Option<Content> {
         if !self.holds_original_bytes(tensor) {
             return None;
@@ -91,13 +91,14 @@ impl HostStore<'_> {
         content.filter(|_| self.holds_original_bytes(tensor))
     }
 
-    /// Hash of the bytes that the host loaded; `None` when their file was written since.
+    /// Returns the hash of the bytes that the program loaded; `None` when their file was written
+    /// since.
     fn original_hash(&self, tensor: usize) -> Option<Hash> {
         self.original_content(tensor).map(|content| content.hash)
     }
 
-    /// Hash of the bytes of a tensor where its own instances hold them: read back from plain
-    /// memory or from a device. The special buffer types of the CPU cannot be read back.
+    /// Returns the hash of a tensor's bytes in use, read back from memory or from a device.
+    /// The special buffer types of the CPU cannot be read back.
     fn resident_hash(&self, tensor: usize) -> Option<Hash> {
         if !self.is_wanted() {
             return None;
@@ -109,7 +110,7 @@ impl HostStore<'_> {
         // tensor and its buffer are.
         unsafe {
             let is_host = (f.ggml_backend_buffer_is_host)(instance.original.buffer);
-            if !is_host && placement::own_device(model, instance).is_none() {
+            if !is_host && placement::device_buffer_type(model, instance).is_none() {
                 return None;
             }
             let len = (f.ggml_nbytes)(instance.tensor.0);
@@ -136,14 +137,16 @@ impl HostStore<'_> {
         let mut bytes = Vec::new();
         let mut places = Vec::new();
         for (number, instance) in tensor.instances.iter().enumerate() {
-            if gate::is_shut() || !model.is_alive() {
-                return Err(failed("the host is ending or has freed the model".into()));
+            if barrier::is_shut() || !model.is_alive() {
+                return Err(failed(
+                    "the process ends, or the program has freed the model".into(),
+                ));
             }
             let on = |on_host| {
                 let buft = placement::choose(model, instance, &ne, new_data.ty, on_host);
                 let buft = buft.ok_or_else(|| {
                     failed(format!(
-                        "no device of this program can use {}",
+                        "no device of this program supports {}",
                         new_data.ty.name()
                     ))
                 })?;
@@ -153,7 +156,7 @@ impl HostStore<'_> {
                     requested,
                     free,
                 };
-                let own = placement::own_device(model, instance).filter(|_| !on_host);
+                let own = placement::device_buffer_type(model, instance).filter(|_| !on_host);
                 if let Some(free) = own.and_then(|(device, _)| ggml.free_memory(device))
                     && usable_memory(free) < new_data.nbytes
                 {
@@ -167,14 +170,14 @@ impl HostStore<'_> {
                 made = on(true)?;
             }
             let (buffer, new) = made.map_err(StageError::OutOfMemory)?;
-            fill(ggml, new_data, &buffer, new, &mut bytes)
+            write_tensor(ggml, new_data, &buffer, new, &mut bytes)
                 .map_err(|error| failed(format!("cannot read it: {error}")))?;
-            // SAFETY: a new tensor that nobody else knows.
+            // SAFETY: a new tensor that is not shared.
             let to = unsafe { ggml.descriptor(new) };
             places.push(placement::describe(ggml, &to));
-            if placement::would_be_doubled(model, instance, &ne, new_data.ty) {
+            if placement::fresh_load_duplicates(model, instance, &ne, new_data.ty) {
                 log::warn!(
-                    "{:?}: input and output share this matrix, and in {} a new load would keep two of it: results can differ from a new load's in their last bits",
+                    "{:?}: input and output share this matrix, and a fresh load in {} would have two copies: the last bits of the results can differ from a fresh load",
                     model.name(new_data.tensor),
                     new_data.ty.name()
                 );
@@ -196,21 +199,21 @@ impl HostStore<'_> {
     }
 }
 
-/// Fills a new tensor from a file: in place where its bytes are plain memory, else
-/// through `bytes`, which are read once for all instances.
-fn fill(
-    ggml: &'static crate::ggml::Ggml,
+/// Writes the bytes of a file to a new tensor: directly where the tensor is in memory of the
+/// process, else through `bytes`, which are read once for all instances.
+fn write_tensor(
+    ggml: &'static Ggml,
     new_data: &NewData<'_>,
     buffer: &OwnBuffer,
     tensor: *mut Tensor,
     bytes: &mut Vec<u8>,
 ) -> std::io::Result<()> {
     let len = new_data.nbytes as usize;
-    // SAFETY: the tensor is new, nobody else knows it, and its buffer was made for it.
+    // SAFETY: the tensor is new and not shared, and its buffer was made for it.
     unsafe {
         if (ggml.f.ggml_nbytes)(tensor) != len {
             return Err(std::io::Error::other(
-                "its size is not what this ggml expects",
+                "its size differs from the size that this ggml expects",
             ));
         }
         if buffer.is_host() {
@@ -228,7 +231,7 @@ fn fill(
     Ok(())
 }
 
-impl Store for HostStore<'_> {
+impl Store for ProgramStore<'_> {
     type Staged = Staged;
 
     fn live_hash(&self, tensor: usize, known: Option<Hash>) -> Option<Hash> {
@@ -285,19 +288,19 @@ impl Store for HostStore<'_> {
         let reason = if !ggml.knows(new_data.ty) {
             format!("this program's ggml does not know the type {name}")
         } else if tensor.instances.iter().any(Instance::is_viewed) {
-            "the host keeps views of it, which would stay behind".into()
+            "the program keeps views of it, which a swap would not change".into()
         } else if instances
             .clone()
-            .any(|instance| placement::is_cut_by_ggml(model, instance))
+            .any(|instance| placement::is_split_by_ggml(model, instance))
         {
-            "the host runs it on several devices at once".into()
+            "ggml splits it over several devices".into()
         } else if let Some(why) = instances
             .clone()
             .find_map(|instance| placement::refuses_type(instance, ggml, ne.len(), new_data.ty))
         {
             why
         } else if !instances.all(|instance| usable(instance, false) || usable(instance, true)) {
-            format!("no device of this program can use {name}")
+            format!("no device of this program supports {name}")
         } else {
             return None;
         };
@@ -315,7 +318,7 @@ impl Store for HostStore<'_> {
                 continue;
             };
             for instance in &model.tensors[new_data.tensor].instances {
-                match placement::own_device(model, instance) {
+                match placement::device_buffer_type(model, instance) {
                     Some(_) => need.device += new_data.nbytes,
                     None => need.host += new_data.nbytes,
                 }
@@ -325,18 +328,18 @@ impl Store for HostStore<'_> {
     }
 
     fn readers(&self) -> Readers {
-        match evaluations::any_recent() {
+        match barrier::is_busy() {
             true => Readers::BESIDE_THE_HOST,
             false => Readers::all(),
         }
     }
 
     fn is_wanted(&self) -> bool {
-        self.0.is_alive() && !gate::is_shut()
+        self.0.is_alive() && !barrier::is_shut()
     }
 
     fn activity(&self) -> u64 {
-        evaluations::activity()
+        sched::activity()
     }
 
     fn group(&self, tensor: usize) -> usize {
@@ -356,7 +359,7 @@ impl Store for HostStore<'_> {
             return Err(StageError::Device(DeviceError::Failed {
                 device: "host".into(),
                 action: "be staged for",
-                reason: "the host has freed the model, or ends".into(),
+                reason: "the process ends, or the program has freed the model".into(),
             }));
         }
         for change in changes {
@@ -393,11 +396,11 @@ impl Store for HostStore<'_> {
 
     fn commit(&self, staged: Staged) -> Result<Commit> {
         let model = self.0.clone();
-        // Buffers change places with the descriptors, before the host can free the model;
-        // those that were in use are freed afterwards: no evaluation reads them any more.
+        // Buffers are exchanged together with the descriptors, before the program can free the
+        // model; the old ones are freed afterwards, when no evaluation reads them any more.
         let next = Arc::new(Mutex::new(staged.next));
         let replaced = next.clone();
-        let switched = gate::switch(
+        let switched = barrier::switch(
             self.0.as_set(),
             || self.0.is_alive(),
             move || {
@@ -406,8 +409,8 @@ impl Store for HostStore<'_> {
                 }
                 for next in next.lock().iter_mut() {
                     let instance = &model.tensors[next.tensor].instances[next.instance];
-                    // SAFETY: the gate is closed and the model alive, so nothing reads the
-                    // tensor; its new buffer is kept in `private`, or is the host's own.
+                    // SAFETY: no evaluation runs and the model is alive, so nothing reads the
+                    // tensor; its new buffer is kept in `private`, or is the original one.
                     unsafe { model.ggml.describe(instance.tensor.0, &next.to) };
                     std::mem::swap(&mut *instance.private.lock(), &mut next.private);
                 }

@@ -300,7 +300,7 @@ impl Variable {
         };
         let number = utf8(value)?.parse().ok();
         let number = number.filter(|number| (least..=most).contains(number));
-        number.ok_or_else(|| format!("expected a whole number of {unit} from {least} to {most}"))
+        number.ok_or_else(|| format!("expected a number of {unit} from {least} to {most}"))
     }
 }
 

@@ -8,7 +8,7 @@ use super::model::llama_model;
 use super::status::{Failure, call, llama_sidecar_status, status};
 use super::{SizedStruct, fill, put, put_text, read};
 use crate::device::{AsyncDevice, DeviceError, Stream};
-use crate::postfetch::{Answer, Options, PostFetch, Reason, State};
+use crate::postfetch::{Acquired, Options, PostFetch, Reason, State};
 use std::sync::Arc;
 
 /// A scheduler that copies routed experts to a GPU.
@@ -85,7 +85,7 @@ impl llama_postfetch_params {
             n_active: options.active,
             scratchpad_bytes: config.scratchpad_bytes,
             spin_us: config.spin.as_micros() as u64,
-            patience_us: options.patience.as_micros() as u64,
+            patience_us: options.timeout.as_micros() as u64,
         }
     }
 
@@ -110,7 +110,7 @@ impl llama_postfetch_params {
                 debug: self.debug,
             },
             active: self.n_active,
-            patience: Duration::from_micros(self.patience_us),
+            timeout: Duration::from_micros(self.patience_us),
         })
     }
 }
@@ -267,16 +267,16 @@ impl From<Reason> for llama_postfetch_reason {
         match reason {
             Reason::None => llama_postfetch_reason::None,
             Reason::Disabled => llama_postfetch_reason::Disabled,
-            Reason::Forced => llama_postfetch_reason::Forced,
+            Reason::ForcedCpu => llama_postfetch_reason::Forced,
             Reason::NoDevice => llama_postfetch_reason::NoDevice,
-            Reason::Foreign => llama_postfetch_reason::Foreign,
+            Reason::NotAnExpert => llama_postfetch_reason::Foreign,
             Reason::NotScheduled => llama_postfetch_reason::NotScheduled,
             Reason::NoRoom => llama_postfetch_reason::NoRoom,
             Reason::Missed => llama_postfetch_reason::Missed,
             Reason::ReadFailed => llama_postfetch_reason::ReadFailed,
             Reason::DeviceFailed => llama_postfetch_reason::DeviceFailed,
             Reason::TimedOut => llama_postfetch_reason::TimedOut,
-            Reason::Elsewhere => llama_postfetch_reason::Elsewhere,
+            Reason::NotInHostMemory => llama_postfetch_reason::Elsewhere,
         }
     }
 }
@@ -318,8 +318,8 @@ unsafe impl SizedStruct for llama_postfetch_answer {
     const FIRST: usize = 80;
 }
 
-impl From<Answer> for llama_postfetch_answer {
-    fn from(answer: Answer) -> llama_postfetch_answer {
+impl From<Acquired> for llama_postfetch_answer {
+    fn from(answer: Acquired) -> llama_postfetch_answer {
         let expert = answer.expert;
         let host = expert.and_then(|expert| expert.host);
         llama_postfetch_answer {
@@ -346,7 +346,7 @@ impl From<Answer> for llama_postfetch_answer {
 unsafe fn put_answer(
     postfetch: *const llama_postfetch,
     answer: *mut llama_postfetch_answer,
-    ask: impl FnOnce(&PostFetch) -> Answer,
+    ask: impl FnOnce(&PostFetch) -> Acquired,
 ) -> llama_sidecar_status {
     status(|| {
         let found = ask(&*handle::get(postfetch)?);

@@ -1,41 +1,75 @@
-//! What evaluates a model: marks when it does, and is told when cached graphs no
-//! longer fit.
+//! Evaluation contexts of a model. A context begins and ends evaluations, and calls back when
+//! cached graphs are stale.
 
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
 use super::Model;
-use super::gate::Evaluation;
+use super::quiesce::Evaluation;
 use crate::error::{Error, Result};
 use crate::reload;
 
-/// Called when a reload changed tensors, with the model's new generation.
+/// Receives the new generation of the model after a reload changed tensors.
 pub type StaleCallback = dyn Fn(u64) + Send + Sync;
 
-/// Attached to a model, which it keeps alive.
+/// An evaluation context of a model. Keeps the model alive.
+///
+/// # Examples
+///
+/// Reloads a tensor that another program changed in the file, also to another type:
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use llama_sidecar::model::{Context, Model, Options};
+/// use llama_sidecar::reload::Outcome;
+///
+/// # use testkit::writer::{F16, F32, Gguf};
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("model.gguf");
+/// # Gguf::default().tensor("output.weight", &[64, 32], F32, 1).write(&path)?;
+/// let options = Options { hotswap: true, ..Options::host() };
+/// let context = Context::new(Arc::new(Model::open(&path, options)?));
+/// context.on_stale(Some(Arc::new(|generation| {
+///     println!("generation {generation}: graphs that were built before are stale");
+/// })));
+///
+/// // No tensor changes between `begin` and `end`.
+/// assert_eq!(context.begin()?, 0);
+/// context.end()?;
+///
+/// // Another program writes a new file and renames it over the path.
+/// # Gguf::default().tensor("output.weight", &[64, 32], F16, 2).replace(&path)?;
+/// let report = context.reload()?;
+/// assert_eq!(report.count(Outcome::Swapped), 1);
+/// assert_eq!(context.model().tensor(0).ty().name(), "f16");
+/// assert_eq!(context.begin()?, 1);
+/// context.end()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Context {
     model: Arc<Model>,
     evaluation: Mutex<Slot>,
     listener: Arc<Listener>,
 }
 
-/// What a context does.
+/// The evaluation of a context.
 enum Slot {
     Idle,
-    /// A thread waits to begin an evaluation. It does not keep the lock meanwhile, or the
-    /// stale-graph callback of the switch that it waits for would wait for the lock.
+    /// A thread waits to begin an evaluation. The thread does not hold the lock of the slot
+    /// meanwhile, because the stale-graph callback of the awaited switch may need that lock.
     Beginning,
     Evaluates(Evaluation),
 }
 
-/// The part of a context that a reload talks to.
+/// The callback of a context.
 #[derive(Default)]
 struct Listener {
     callback: Mutex<Option<Arc<StaleCallback>>>,
 }
 
-/// Everybody who is told of a switch.
+/// The callbacks of all contexts of a model.
 #[derive(Default)]
 pub(super) struct Listeners(Mutex<Vec<Weak<Listener>>>);
 
@@ -54,34 +88,34 @@ impl Context {
         }
     }
 
-    /// The model.
+    /// Returns the model.
     pub fn model(&self) -> &Arc<Model> {
         &self.model
     }
 
-    /// Calls `callback` whenever a reload changed tensors: after the switch and
-    /// before the next evaluation can begin, on the thread that reloads. It must
-    /// not begin an evaluation or reload.
+    /// Calls `callback` whenever a reload changed tensors: after the switch, before the next
+    /// evaluation can begin, on the thread that reloads. The callback must not begin an
+    /// evaluation and must not reload.
     pub fn on_stale(&self, callback: Option<Arc<StaleCallback>>) {
         *self.listener.callback.lock() = callback;
     }
 
-    /// Begins an evaluation and returns the model's generation, which stays the
-    /// same until [`Context::end`]. Waits for a switch that is under way, and some seconds
-    /// for one that waits for other evaluations.
+    /// Begins an evaluation and returns the generation of the model. The generation stays the
+    /// same until [`Context::end`]. Waits for a running switch, and up to 5 seconds for a switch
+    /// that waits for other evaluations.
     pub fn begin(&self) -> Result<u64> {
         let mut slot = self.evaluation.lock();
         if !matches!(*slot, Slot::Idle) {
             return Err(Error::Busy(
-                "this context already evaluates: end that evaluation first, or use one context a thread",
+                "this context already evaluates: end that evaluation first, or use one context per thread",
             ));
         }
-        match self.model.gate.try_begin()? {
+        match self.model.barrier.try_begin()? {
             Some(evaluation) => *slot = Slot::Evaluates(evaluation),
             None => {
                 *slot = Slot::Beginning;
                 drop(slot);
-                let begun = self.model.gate.begin();
+                let begun = self.model.barrier.begin();
                 let mut slot = self.evaluation.lock();
                 *slot = Slot::Idle;
                 *slot = Slot::Evaluates(begun?);
@@ -96,17 +130,19 @@ impl Context {
         match std::mem::replace(&mut *slot, Slot::Idle) {
             Slot::Evaluates(evaluation) => {
                 drop(slot);
-                self.model.gate.end(evaluation);
+                self.model.barrier.end(evaluation);
                 Ok(())
             }
             other => {
                 *slot = other;
-                Err(Error::Busy("this context does not evaluate"))
+                Err(Error::Busy(
+                    "this context does not evaluate: begin an evaluation first",
+                ))
             }
         }
     }
 
-    /// Reloads what changed on disk; see [`Model::reload`].
+    /// Reloads changed files; see [`Model::reload`].
     pub fn reload(&self) -> Result<reload::Report> {
         self.model.reload()
     }
@@ -116,13 +152,13 @@ impl Drop for Context {
     fn drop(&mut self) {
         let slot = std::mem::replace(self.evaluation.get_mut(), Slot::Idle);
         if let Slot::Evaluates(evaluation) = slot {
-            self.model.gate.end(evaluation);
+            self.model.barrier.end(evaluation);
         }
     }
 }
 
 impl Listeners {
-    pub(super) fn tell(&self, generation: u64) {
+    pub(super) fn notify(&self, generation: u64) {
         // Called without the lock: a callback may create or free contexts.
         let all: Vec<_> = self.0.lock().iter().filter_map(Weak::upgrade).collect();
         for listener in all {
@@ -150,7 +186,7 @@ mod tests {
     use tempfile::TempDir;
 
     use super::super::Options;
-    use super::super::gate::{Gate, Limits};
+    use super::super::quiesce::{EvalBarrier, Limits};
     use super::*;
     use crate::gguf::{HeaderWriter, TypeInfo};
     use crate::reload::Outcome;
@@ -178,7 +214,7 @@ mod tests {
             ..Options::host()
         };
         let mut model = Model::open(&path, options).unwrap();
-        model.gate = Gate::with(limits);
+        model.barrier = EvalBarrier::with(limits);
         (folder, path, Arc::new(model))
     }
 
@@ -186,7 +222,7 @@ mod tests {
     fn a_reload_that_gives_up_changes_nothing_and_can_be_repeated() {
         let (_folder, path, model) = open(Limits {
             hold: Duration::ZERO,
-            patience: Duration::ZERO,
+            timeout: Duration::ZERO,
         });
         let (evaluating, other) = (Context::new(model.clone()), Context::new(model.clone()));
         evaluating.begin().unwrap();

@@ -1,8 +1,7 @@
-//! Materialising tensors: from their file into buffers on their devices.
+//! Loads tensors from their file into buffers on their devices.
 //!
-//! Bytes are read from the file and not copied out of its mapping: a read costs no
-//! page faults on the source, and a file that was cut short gives an error instead
-//! of a bus error.
+//! Bytes are read from the file and not copied from its mapping. A read causes no page faults
+//! on the source, and a truncated file gives an error instead of a bus error.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,10 +9,11 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::cut::Runs;
-use super::fill::{CHUNK, FillError, ReadAt, Target, fill, from_file};
+use super::copy::{CHUNK, CopyError, Destination, copy_parts, from_file};
 use super::placement::Layout;
-use super::tensor::{Home, Part, PartPlan, Placed, Version, plan_parts};
+use super::resident::{NewParts, PartPlan, Resident, plan_parts};
+use super::split::StridedRange;
+use super::tensor::{Storage, Version};
 use super::{Model, TensorView};
 use crate::device::{ALIGNMENT, Buffer, DeviceError};
 use crate::error::{Error, Result};
@@ -21,32 +21,32 @@ use crate::gguf::FileId;
 use crate::parallel;
 use crate::reload::TrackedFile;
 
-/// Device allocations that loading everything may take.
+/// The most device allocations of [`Model::load_all`].
 const MAX_ALLOCATIONS: usize = 9;
 
-/// How far [`Model::load_all`] is.
+/// Progress of [`Model::load_all`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress {
-    /// Bytes that are where they belong.
+    /// Bytes loaded so far.
     pub done: u64,
     /// Bytes to load.
     pub total: u64,
 }
 
-/// What [`Model::load_all`] did.
+/// Result of [`Model::load_all`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadReport {
-    /// Tensors that were not loaded before.
+    /// Number of tensors that were loaded.
     pub tensors: u64,
-    /// Their bytes.
+    /// Bytes of those tensors.
     pub bytes: u64,
-    /// Device allocations: at most 9, unless there are more devices than that.
+    /// Number of device allocations: at most 9, or one per device if there are more devices.
     pub allocations: u64,
-    /// How long it took.
+    /// Duration of the call.
     pub time: Duration,
 }
 
-/// A tensor that waits to be loaded.
+/// A tensor that is to be loaded.
 struct Pending {
     index: usize,
     version: Arc<Version>,
@@ -57,31 +57,31 @@ struct Pending {
 /// Parts that share a buffer.
 #[derive(Default)]
 struct Arena {
-    /// Which tensor, which of its parts, and where in the buffer.
+    /// Index of the tensor, index of the part, and offset in the buffer.
     slots: Vec<(usize, usize, u64)>,
     bytes: u64,
 }
 
-/// Something to read: a tensor, or a piece of one that is in one part.
+/// Bytes to read at a time: a tensor, or a piece of a tensor in one part.
 struct Piece<'a> {
     tensor: usize,
     file: usize,
     offset: u64,
     bytes: u64,
-    parts: Vec<(Runs, Target<'a>)>,
+    parts: Vec<(StridedRange, Destination<'a>)>,
 }
 
 impl Model {
-    /// Materialises one tensor and returns it as it then is.
+    /// Loads one tensor into buffers on its devices and returns a view of the tensor.
     ///
-    /// Loads once: threads that ask at the same time wait and get the same buffer.
-    /// When a reload replaces the tensor meanwhile, it is loaded as it is then.
+    /// A tensor is loaded once: concurrent calls wait and return the same buffer. When a reload
+    /// replaces the tensor meanwhile, the new version is loaded.
     pub fn load(&self, index: usize) -> Result<TensorView> {
         loop {
             let (pending, generation) = {
                 let versions = self.versions.read();
                 let version = versions.current[index].version.clone();
-                if version.placed().is_some() {
+                if version.resident().is_some() {
                     drop(versions);
                     return Ok(self.tensor(index));
                 }
@@ -89,12 +89,12 @@ impl Model {
                 (self.pending(index, version, layout), versions.generation)
             };
             let version = pending.version.clone();
-            let Home::File {
+            let Storage::File {
                 file,
                 offset,
                 loaded,
                 loading,
-            } = &version.home
+            } = &version.storage
             else {
                 return Ok(self.tensor(index));
             };
@@ -103,22 +103,23 @@ impl Model {
                 return Ok(self.tensor(index));
             }
             let trusted = self.files[*file].trusted();
-            let mut buffers = self.allocate_parts(&pending.parts)?;
-            let source = from_file(&self.files[*file].gguf.source, *offset);
-            fill_parts(&source, &pending.parts, &mut buffers)
-                .map_err(|error| self.fill_error(error, *file, index))?;
-            let placed = placed(pending.layout.clone(), &pending.parts, buffers);
-            self.publish(*file, trusted, generation, vec![(pending, placed)])?;
+            let (layout, parts) = (pending.layout.clone(), pending.parts.clone());
+            let mut parts = NewParts::allocate(&self.devices, layout, parts)?;
+            parts
+                .fill(&from_file(&self.files[*file].gguf.source, *offset))
+                .map_err(|error| self.copy_error(error, *file, index))?;
+            let loaded = vec![(pending, parts.into_resident())];
+            self.publish(*file, trusted, generation, loaded)?;
         }
     }
 
-    /// Copies bytes of a tensor, from `at` on: from its devices if it is loaded, else
-    /// from its file.
+    /// Copies bytes of a tensor from `at` on: from its devices if the tensor is loaded, else from
+    /// its file.
     pub fn read(&self, index: usize, at: u64, bytes: &mut [u8]) -> Result<()> {
         self.read_view(index, &self.tensor(index), at, bytes)
     }
 
-    /// [`Model::read`] of the tensor as it was at the moment of `view`.
+    /// Copies bytes of a tensor as it was at the moment of `view`; see [`Model::read`].
     pub fn read_view(
         &self,
         index: usize,
@@ -135,27 +136,26 @@ impl Model {
                 available: format!("it has {} bytes", version.nbytes),
             });
         }
-        if let Some(placed) = version.placed() {
-            return Ok(placed.read(at, bytes)?);
+        if let Some(resident) = version.resident() {
+            return Ok(resident.read(at, bytes)?);
         }
-        let Home::File { file, offset, .. } = version.home else {
+        let Storage::File { file, offset, .. } = version.storage else {
             unreachable!("a tensor that is in no file is on a device");
         };
         let trusted = self.files[file].trusted();
         let source = from_file(&self.files[file].gguf.source, offset);
-        source(at, bytes).map_err(|error| self.fill_error(error, file, index))?;
+        source(at, bytes).map_err(|error| self.copy_error(error, file, index))?;
         self.check_trusted(file, trusted, || self.quoted(index))
     }
 
-    /// Materialises every tensor that is not yet, in at most 9 device allocations.
+    /// Loads every tensor that is not loaded yet, in at most 9 device allocations.
     ///
-    /// Each device gives one arena, or several of about the same size, biggest tensor
-    /// first, when it refuses one that large. `progress` is called on this thread
-    /// while pieces are read, and with `done == total` after the last one, unless reading
-    /// failed or nothing was to be loaded; when it returns `false`, everything loaded by
-    /// this call is dropped again.
+    /// Allocates one buffer per device, or several of about the same size when the device
+    /// refuses one that large. Calls `progress` on this thread while pieces are read, and with
+    /// `done == total` after the last piece, unless reading failed or no tensor was to be loaded.
+    /// When `progress` returns `false`, all tensors loaded by this call are dropped again.
     ///
-    /// A tensor that a reload replaces or moves meanwhile may stay as it is.
+    /// A tensor that a reload replaces or relocates meanwhile may stay as it is.
     pub fn load_all(&self, mut progress: impl FnMut(Progress) -> bool) -> Result<LoadReport> {
         let began = Instant::now();
         let trusted: Vec<FileId> = self.files.iter().map(TrackedFile::trusted).collect();
@@ -170,7 +170,7 @@ impl Model {
             allocations: buffers.len() as u64,
             time: began.elapsed(),
         };
-        let mut of_file: Vec<Vec<(Pending, Placed)>> = Vec::new();
+        let mut of_file: Vec<Vec<(Pending, Resident)>> = Vec::new();
         of_file.resize_with(self.files.len(), Vec::new);
         for (tensor, parts) in
             pending
@@ -178,13 +178,13 @@ impl Model {
                 .zip(shared_parts(report.tensors, &arenas, buffers))
         {
             let parts = tensor.parts.iter().zip(parts);
-            let placed = Placed {
+            let resident = Resident {
                 layout: tensor.layout.clone(),
                 parts: parts
                     .map(|(part, (buffer, offset))| part.at(buffer, offset))
                     .collect(),
             };
-            of_file[self.tensors[tensor.index].file as usize].push((tensor, placed));
+            of_file[self.tensors[tensor.index].file as usize].push((tensor, resident));
         }
         for (file, tensors) in of_file.into_iter().enumerate() {
             self.publish(file, trusted[file], generation, tensors)?;
@@ -192,8 +192,8 @@ impl Model {
         Ok(report)
     }
 
-    /// Every tensor that is not loaded, as it is to be laid out, and the generation
-    /// that this holds for.
+    /// Returns every tensor that is not loaded, with its layout, and the generation in which
+    /// that layout is right.
     fn all_pending(&self) -> (Vec<Pending>, u64) {
         let versions = self.versions.read();
         let mut pending = Vec::new();
@@ -201,7 +201,7 @@ impl Model {
             let layouts = self.group_layouts(&versions, group);
             for (&index, layout) in self.plan().groups[group].tensors.iter().zip(layouts) {
                 let version = &versions.current[index].version;
-                if version.placed().is_none() {
+                if version.resident().is_none() {
                     pending.push(self.pending(index, version.clone(), layout));
                 }
             }
@@ -219,21 +219,7 @@ impl Model {
         }
     }
 
-    /// A buffer of its own for each part.
-    pub(super) fn allocate_parts(
-        &self,
-        parts: &[PartPlan],
-    ) -> Result<Vec<Mutex<Box<dyn Buffer>>>, DeviceError> {
-        parts
-            .iter()
-            .map(|part| {
-                let device = self.devices[part.device].clone();
-                Ok(Mutex::new(device.allocate(part.runs.bytes())?))
-            })
-            .collect()
-    }
-
-    /// Lays out all parts and allocates the arenas for them.
+    /// Assigns all parts to arenas and allocates the arenas.
     #[allow(clippy::type_complexity, reason = "two lists that go together")]
     fn allocate_arenas(
         &self,
@@ -249,12 +235,12 @@ impl Model {
                 .map(|slot| (slot.0, slot.1))
                 .collect()
         };
-        let bytes = |&(tensor, part): &(usize, usize)| pending[tensor].parts[part].runs.bytes();
+        let bytes = |&(tensor, part): &(usize, usize)| pending[tensor].parts[part].range.bytes();
         let used: Vec<(usize, Vec<(usize, usize)>)> = (0..self.devices.len())
             .map(|device| (device, slots_of(device)))
             .filter(|(_, slots)| !slots.is_empty())
             .collect();
-        // Each device is asked once for all of it, and then for this many parts.
+        // One allocation per device is tried first, then this many.
         let many = MAX_ALLOCATIONS.saturating_sub(used.len()) / used.len().max(1);
         let (mut arenas, mut buffers) = (Vec::new(), Vec::new());
         for (device, mut slots) in used {
@@ -267,12 +253,12 @@ impl Model {
                     buffers.push(buffer);
                 }
                 Err(DeviceError::OutOfMemory { .. }) if many > 1 => {
-                    // The biggest first, each into the arena that holds least.
+                    // The largest part first, each into the arena with the fewest bytes.
                     slots.sort_by_key(|slot| std::cmp::Reverse(bytes(slot)));
                     let mut several: Vec<Arena> = (0..many).map(|_| Arena::default()).collect();
                     for slot in slots {
-                        let emptiest = several.iter_mut().min_by_key(|arena| arena.bytes);
-                        emptiest.expect("more than one").push(slot, bytes(&slot));
+                        let smallest = several.iter_mut().min_by_key(|arena| arena.bytes);
+                        smallest.expect("more than one").push(slot, bytes(&slot));
                     }
                     several.retain(|arena| !arena.slots.is_empty());
                     for arena in several {
@@ -299,11 +285,11 @@ impl Model {
         let cancelled = AtomicBool::new(false);
         let read = |mut piece: Piece<'_>| {
             let source = from_file(&self.files[piece.file].gguf.source, piece.offset);
-            let result = fill(&source, &mut piece.parts);
+            let result = copy_parts(&source, &mut piece.parts);
             done.fetch_add(piece.bytes, Ordering::Relaxed);
             result
                 .map_err(|error| {
-                    *failure.lock() = Some(self.fill_error(error, piece.file, piece.tensor));
+                    *failure.lock() = Some(self.copy_error(error, piece.file, piece.tensor));
                 })
                 .is_ok()
         };
@@ -323,18 +309,18 @@ impl Model {
         }
     }
 
-    /// Makes loaded tensors of a file visible, unless the file was written in place
-    /// since `trusted` was the identity of its bytes. Leaves out those that a reload
-    /// has replaced or laid out in another way since `generation`.
+    /// Makes loaded tensors of a file visible. Fails if the file was written in place since
+    /// `trusted` was the identity of its bytes. Leaves out tensors that a reload has replaced or
+    /// laid out in another way since `generation`.
     ///
-    /// The lock on the file keeps a reload from deciding at the same moment that
-    /// these tensors are still read out of it.
+    /// Holds the trusted identity, so that no reload decides at the same moment that these
+    /// tensors are used through the mapping of the file.
     fn publish(
         &self,
         file: usize,
         trusted: FileId,
         generation: u64,
-        tensors: Vec<(Pending, Placed)>,
+        tensors: Vec<(Pending, Resident)>,
     ) -> Result<()> {
         let now = self.files[file].lock_trusted();
         self.check_identity(file, *now, trusted, || match tensors.as_slice() {
@@ -342,17 +328,17 @@ impl Model {
             _ => "its tensors".into(),
         })?;
         let versions = self.versions.read();
-        for (tensor, placed) in tensors {
+        for (tensor, resident) in tensors {
             let current = || {
                 Arc::ptr_eq(&versions.current[tensor.index].version, &tensor.version)
                     && self.layout(&versions, tensor.index) == tensor.layout
             };
-            if let Home::File { loaded, .. } = &tensor.version.home
+            if let Storage::File { loaded, .. } = &tensor.version.storage
                 && (versions.generation == generation || current())
             {
-                // Whoever loaded it meanwhile was first, and its buffers may already
-                // be in use.
-                let _ = loaded.set(placed);
+                // If another thread loaded the tensor meanwhile, its buffers may already be in
+                // use.
+                let _ = loaded.set(resident);
             }
         }
         Ok(())
@@ -363,8 +349,8 @@ impl Model {
         self.check_identity(file, now, trusted, what)
     }
 
-    /// An error unless the bytes of a file that were read while it was `before` are
-    /// those that are trusted now.
+    /// Returns an error unless the bytes that were read while the file had the identity `before`
+    /// are the bytes that are trusted under the identity `now`.
     fn check_identity(
         &self,
         file: usize,
@@ -382,61 +368,16 @@ impl Model {
         })
     }
 
-    pub(super) fn quoted(&self, index: usize) -> String {
-        format!("tensor '{}'", self.name(index).to_string_lossy())
-    }
-
-    fn fill_error(&self, error: FillError, file: usize, tensor: usize) -> Error {
+    fn copy_error(&self, error: CopyError, file: usize, tensor: usize) -> Error {
         match error {
-            FillError::Device(error) => error.into(),
-            FillError::Read(offset, source) => Error::Read {
+            CopyError::Device(error) => error.into(),
+            CopyError::Read(offset, source) => Error::Read {
                 path: self.file_path(file).to_owned(),
                 what: self.quoted(tensor),
                 offset,
                 source,
             },
         }
-    }
-}
-
-impl PartPlan {
-    /// The part, once its bytes are at `offset` of a buffer.
-    fn at(&self, buffer: Arc<dyn Buffer>, offset: u64) -> Part {
-        Part {
-            buffer,
-            device: self.device,
-            offset,
-            runs: self.runs,
-            units: self.units,
-        }
-    }
-}
-
-/// Fills the parts of a tensor that have buffers of their own.
-pub(super) fn fill_parts(
-    read: &ReadAt<'_>,
-    parts: &[PartPlan],
-    buffers: &mut [Mutex<Box<dyn Buffer>>],
-) -> Result<(), FillError> {
-    let targets = parts.iter().zip(buffers);
-    let mut targets: Vec<_> = targets
-        .map(|(part, buffer)| (part.runs, Target::all(buffer)))
-        .collect();
-    fill(read, &mut targets)
-}
-
-/// A tensor whose parts have buffers of their own.
-pub(super) fn placed(
-    layout: Layout,
-    parts: &[PartPlan],
-    buffers: Vec<Mutex<Box<dyn Buffer>>>,
-) -> Placed {
-    let parts = parts.iter().zip(buffers);
-    Placed {
-        layout,
-        parts: parts
-            .map(|(part, buffer)| part.at(buffer.into_inner().into(), 0))
-            .collect(),
     }
 }
 
@@ -447,35 +388,35 @@ impl Arena {
     }
 }
 
-/// Cuts the memory of all arenas into what is read at a time.
+/// Splits the memory of all arenas into pieces that are read at a time.
 fn pieces<'a>(
     pending: &[Pending],
     arenas: &[Arena],
     buffers: &'a mut [Mutex<Box<dyn Buffer>>],
 ) -> Vec<Piece<'a>> {
-    let mut targets: Vec<Vec<(Runs, Target<'a>)>> = Vec::new();
-    targets.resize_with(pending.len(), Vec::new);
+    let mut destinations: Vec<Vec<(StridedRange, Destination<'a>)>> = Vec::new();
+    destinations.resize_with(pending.len(), Vec::new);
     for (arena, buffer) in arenas.iter().zip(buffers) {
-        let mut whole = Target::all(buffer);
+        let mut whole = Destination::all(buffer);
         let mut at = 0;
         for &(tensor, part, offset) in &arena.slots {
-            let runs = pending[tensor].parts[part].runs;
-            let target = match whole {
-                Target::Device(buffer, _) => Target::Device(buffer, offset),
-                Target::Memory(memory) => {
+            let range = pending[tensor].parts[part].range;
+            let destination = match whole {
+                Destination::Device(buffer, _) => Destination::Device(buffer, offset),
+                Destination::Memory(memory) => {
                     let (_, memory) = memory.split_at_mut((offset - at) as usize);
-                    let (part, rest) = memory.split_at_mut(runs.bytes() as usize);
-                    at = offset + runs.bytes();
-                    whole = Target::Memory(rest);
-                    Target::Memory(part)
+                    let (part, rest) = memory.split_at_mut(range.bytes() as usize);
+                    at = offset + range.bytes();
+                    whole = Destination::Memory(rest);
+                    Destination::Memory(part)
                 }
             };
-            targets[tensor].push((runs, target));
+            destinations[tensor].push((range, destination));
         }
     }
     let mut pieces = Vec::new();
-    for (tensor, mut parts) in pending.iter().zip(targets) {
-        let Home::File { file, offset, .. } = tensor.version.home else {
+    for (tensor, mut parts) in pending.iter().zip(destinations) {
+        let Storage::File { file, offset, .. } = tensor.version.storage else {
             continue;
         };
         let piece = |from: u64, bytes, parts| Piece {
@@ -486,11 +427,11 @@ fn pieces<'a>(
             parts,
         };
         match parts.pop() {
-            // In one part and in memory: several threads can read it.
-            Some((_, Target::Memory(memory))) if parts.is_empty() && tensor.is_whole() => {
+            // One part in memory of the process: several threads can read pieces of it.
+            Some((_, Destination::Memory(memory))) if parts.is_empty() && tensor.is_whole() => {
                 for (i, memory) in memory.chunks_mut(CHUNK).enumerate() {
                     let bytes = memory.len() as u64;
-                    let parts = vec![(Runs::whole(bytes), Target::Memory(memory))];
+                    let parts = vec![(StridedRange::whole(bytes), Destination::Memory(memory))];
                     pieces.push(piece((i * CHUNK) as u64, bytes, parts));
                 }
             }
@@ -509,7 +450,7 @@ impl Pending {
     }
 }
 
-/// For each tensor, the buffer and offset of each of its parts.
+/// Returns the buffer and offset of each part of each tensor.
 fn shared_parts(
     tensors: u64,
     arenas: &[Arena],

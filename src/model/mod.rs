@@ -1,15 +1,16 @@
-//! A model that is open: its tensors, where they are, and how they get there.
+//! An open model: its tensors, where they are, and how they are loaded and reloaded.
 //!
-//! Opening reads headers only. A tensor is a handle until somebody asks for it:
-//! its bytes can be had in place, through the mapping, or materialised in a buffer
-//! on its device, one at a time or all together in a few arenas.
+//! Opening a model reads headers only. The bytes of a tensor can be used in place, through the
+//! mapping of its file, or loaded into a buffer on its device: one tensor at a time, or all
+//! tensors together in a few allocations.
 
 mod context;
-mod cut;
-mod fill;
-mod gate;
+mod copy;
 mod load;
 mod placement;
+mod quiesce;
+mod resident;
+mod split;
 mod swap;
 mod tensor;
 
@@ -28,34 +29,34 @@ use crate::gguf::{self, Access, GgufFile, KeyValue, Strings, TypeInfo, Value};
 use crate::reload::{Engine, Pauses, TrackedFile};
 
 pub use context::Context;
-pub use cut::Axis;
-pub use gate::Evaluation;
 pub use load::{LoadReport, Progress};
 pub use placement::{HOST, Layout, Placement};
+pub use quiesce::Evaluation;
+pub use split::Axis;
 pub use tensor::{PartView, State, TensorView};
 
-use gate::Gate;
-use placement::{Group, Member, Target};
-use tensor::{Home, Version};
+use placement::{Assignment, Group, GroupMember};
+use quiesce::EvalBarrier;
+use tensor::{Storage, Version};
 
-/// How to open a model.
+/// Options of [`Model::open`].
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// How file bytes are reached.
+    /// How the bytes of files are read.
     pub access: Access,
     /// Whether changed files can be reloaded.
     pub hotswap: bool,
     /// Devices the model can use; the first is the memory of the process.
     pub devices: Vec<Arc<dyn Device>>,
-    /// Where on them tensors belong.
+    /// Which device each tensor is assigned to.
     pub placement: Placement,
-    /// The most bytes that a reload stages before it switches; 0 for no limit. A
-    /// reload of more is done in steps, each consistent.
+    /// The most bytes that a reload stages before it switches; 0 for no limit. A larger reload
+    /// is done in steps, each consistent.
     pub staging_bytes: u64,
 }
 
 impl Options {
-    /// Everything on one host device, mapped.
+    /// Returns options for a model that is mapped, with host memory as its only device.
     pub fn host() -> Options {
         Options {
             access: Access::Map,
@@ -68,6 +69,34 @@ impl Options {
 }
 
 /// An open model. All methods can be called from several threads.
+///
+/// # Examples
+///
+/// Opens a model and loads one of its tensors:
+///
+/// ```
+/// use llama_sidecar::model::{Model, Options};
+///
+/// # use testkit::writer::{F32, Gguf};
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("model.gguf");
+/// # let file = Gguf::default().tensor("token_embd.weight", &[64, 32], F32, 1);
+/// # file.write(&path)?;
+/// // Reads the header only.
+/// let model = Model::open(&path, Options::host())?;
+/// let index = model.find(c"token_embd.weight").expect("the file has this tensor");
+/// let view = model.tensor(index);
+/// assert_eq!((view.ty().name(), view.nbytes()), ("f32", 64 * 32 * 4));
+/// assert_eq!(view.placed(), None, "not loaded yet");
+///
+/// // Reads this tensor into a buffer on its device, here host memory.
+/// let view = model.load(index)?;
+/// assert!(view.placed().is_some());
+/// let mut bytes = vec![0; view.nbytes() as usize];
+/// model.read(index, 0, &mut bytes)?;
+/// # assert_eq!(bytes, file.tensors[0].data);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct Model {
     files: Vec<TrackedFile>,
@@ -77,16 +106,16 @@ pub struct Model {
     versions: RwLock<Versions>,
     devices: Vec<Arc<dyn Device>>,
     placement: Placement,
-    /// Made when it is first needed: opening a model does without.
+    /// Made at the first use, so that opening a model stays fast.
     plan: OnceCell<Plan>,
-    /// Made when it is first needed, as the plan.
+    /// Made at the first use, as the plan.
     experts: OnceCell<ExpertIndex>,
-    gate: Gate,
+    barrier: EvalBarrier,
     listeners: context::Listeners,
     reload: Option<Engine>,
 }
 
-/// What never changes about a tensor.
+/// The part of a tensor that never changes.
 #[derive(Debug)]
 struct Tensor {
     file: u32,
@@ -94,11 +123,11 @@ struct Tensor {
     original: Arc<Version>,
 }
 
-/// What follows from the placement and the names of tensors.
+/// How tensors are laid out, as far as it follows from the placement and their names.
 #[derive(Debug)]
 struct Plan {
-    /// Where each tensor belongs.
-    targets: Vec<Target>,
+    /// The assignment of each tensor.
+    assignments: Vec<Assignment>,
     /// Rows of one slice of each tensor.
     rows: Vec<u64>,
     groups: Vec<Group>,
@@ -106,30 +135,30 @@ struct Plan {
     group_of: Vec<u32>,
 }
 
-/// What a reload changes, all at once.
+/// The versions in use. A reload changes them all at once.
 #[derive(Debug)]
 struct Versions {
     current: Vec<Current>,
-    /// Groups that are in host memory because a device had no room.
+    /// Groups that are in host memory because a device was out of memory.
     displaced: HashSet<u32>,
-    /// How many reloads changed something.
+    /// How many switches changed tensors.
     generation: u64,
 }
 
 #[derive(Debug)]
 struct Current {
     version: Arc<Version>,
-    /// How often this tensor changed.
+    /// How often the tensor changed.
     generation: u64,
 }
 
 impl Model {
-    /// Its files, in the order of the shards.
+    /// Returns the files of the model, in the order of the shards.
     pub fn gguf_files(&self) -> impl Iterator<Item = &GgufFile> {
         self.files.iter().map(|file| &file.gguf)
     }
 
-    /// Opens the model that `path`, a GGUF file or any shard of one, belongs to.
+    /// Opens the model that `path` belongs to: a GGUF file, or any shard of a model.
     pub fn open(path: &Path, options: Options) -> Result<Model> {
         options.placement.check(&options.devices)?;
         let files = gguf::open_model(path, options.access)?;
@@ -165,7 +194,7 @@ impl Model {
             placement: options.placement,
             plan: OnceCell::new(),
             experts: OnceCell::new(),
-            gate: Gate::default(),
+            barrier: EvalBarrier::default(),
             listeners: context::Listeners::default(),
             reload: None,
         };
@@ -177,19 +206,23 @@ impl Model {
         Ok(model)
     }
 
-    /// How many tensors there are.
+    /// Returns the number of tensors.
     pub fn tensor_count(&self) -> usize {
         self.tensors.len()
     }
 
-    /// Name of a tensor. Panics when there is no such tensor.
+    /// Returns the name of a tensor.
+    ///
+    /// # Panics
+    ///
+    /// When there is no tensor of this index.
     pub fn name(&self, index: usize) -> &CStr {
         let tensor = &self.tensors[index];
         let header = &self.files[tensor.file as usize].gguf.header;
         header.name(&header.tensors[tensor.info as usize])
     }
 
-    /// Index of the tensor with this name.
+    /// Returns the index of the tensor with this name.
     pub fn find(&self, name: &CStr) -> Option<usize> {
         let firsts = self.first_of_file.iter();
         firsts
@@ -197,7 +230,11 @@ impl Model {
             .find_map(|(first, file)| Some(first + file.gguf.header.find(name)?))
     }
 
-    /// What a tensor is at this moment. Panics when there is no such tensor.
+    /// Returns a view of a tensor as it is now.
+    ///
+    /// # Panics
+    ///
+    /// When there is no tensor of this index.
     pub fn tensor(&self, index: usize) -> TensorView {
         let (version, generation, displaced) = {
             let versions = self.versions.read();
@@ -217,8 +254,11 @@ impl Model {
         TensorView::new(version, state, tensor.file as usize, generation)
     }
 
-    /// How a tensor is laid out over devices, or will be once it is materialised.
-    /// Panics when there is no such tensor.
+    /// Returns the layout that a tensor has over devices, or will have after it is loaded.
+    ///
+    /// # Panics
+    ///
+    /// When there is no tensor of this index.
     pub fn planned_layout(&self, index: usize) -> Layout {
         self.layout(&self.versions.read(), index)
     }
@@ -231,7 +271,7 @@ impl Model {
 
     fn plan(&self) -> &Plan {
         self.plan.get_or_init(|| {
-            let (mut targets, mut rows, mut experts) = (Vec::new(), Vec::new(), Vec::new());
+            let (mut assignments, mut rows, mut experts) = (Vec::new(), Vec::new(), Vec::new());
             let mut names = vec![None; self.tensors.len()];
             for expert in self.experts().tensors() {
                 names[expert.tensor] = Some(expert.name);
@@ -239,13 +279,13 @@ impl Model {
             for (index, tensor) in self.tensors.iter().enumerate() {
                 let (name, ne) = (self.name(index).to_string_lossy(), tensor.original.ne);
                 let expert = names[index];
-                targets.push(self.placement.target(&name, expert, &ne));
+                assignments.push(self.placement.assignment(&name, expert, &ne));
                 rows.push(placement::slice_rows(expert, &ne));
                 experts.push((expert, ne));
             }
             let (groups, group_of) = placement::groups(experts.into_iter());
             Plan {
-                targets,
+                assignments,
                 rows,
                 groups,
                 group_of,
@@ -262,7 +302,7 @@ impl Model {
         self.group_layouts(versions, group).swap_remove(at)
     }
 
-    /// Layouts of the tensors of a group, with the types that they have now.
+    /// Returns the layouts of the tensors of a group, for the types that the tensors have now.
     fn group_layouts(&self, versions: &Versions, group: usize) -> Vec<Layout> {
         let tensors = &self.plan().groups[group].tensors;
         if versions.displaced.contains(&(group as u32)) {
@@ -272,11 +312,11 @@ impl Model {
         self.device_layouts(group, types)
     }
 
-    /// Layouts of the tensors of a group on the devices where they belong.
+    /// Returns the layouts of the tensors of a group on their assigned devices.
     fn device_layouts(&self, group: usize, ty: impl Fn(usize) -> &'static TypeInfo) -> Vec<Layout> {
         let plan = self.plan();
-        let members = plan.groups[group].tensors.iter().map(|&index| Member {
-            target: plan.targets[index],
+        let members = plan.groups[group].tensors.iter().map(|&index| GroupMember {
+            assignment: plan.assignments[index],
             ty: ty(index),
             ne: &self.tensors[index].original.ne,
             rows: plan.rows[index],
@@ -284,38 +324,38 @@ impl Model {
         self.placement.layouts(&members.collect::<Vec<_>>())
     }
 
-    /// The bytes of a tensor where the process can read them without a copy: in its
-    /// host buffer if it has one, else in the mapping of its file.
+    /// Returns the bytes of a tensor if the process can read them without a copy: in a host
+    /// buffer, or in the mapping of the file.
     ///
-    /// They stay valid and unchanged until a reload replaces the tensor; hold a
-    /// [`Context`]'s evaluation to keep reloads away. Bytes in the mapping also
-    /// change when somebody writes the file in place.
+    /// The bytes stay valid and unchanged until a reload replaces the tensor; begin an
+    /// evaluation of a [`Context`] to keep reloads away. Bytes in the mapping also change when a
+    /// program writes the file in place.
     pub fn host_bytes(&self, view: &TensorView) -> Option<*const [u8]> {
-        let bytes = match view.version().placed() {
-            // In parts, it is nowhere as a whole.
-            Some(placed) => placed.host()?,
-            None => match &view.version().home {
-                Home::File { file, offset, .. } => {
+        let bytes = match view.version().resident() {
+            // A split tensor is nowhere as a whole.
+            Some(resident) => resident.host()?,
+            None => match &view.version().storage {
+                Storage::File { file, offset, .. } => {
                     let source = &self.files[*file].gguf.source;
                     source.mapped(*offset, view.version().nbytes)?
                 }
-                Home::Private { .. } => return None,
+                Storage::Private { .. } => return None,
             },
         };
         Some(bytes)
     }
 
-    /// Path of the file a tensor was loaded from.
+    /// Returns the path of a file.
     pub fn file_path(&self, file: usize) -> &Path {
         self.files[file].gguf.source.path()
     }
 
-    /// How many files the model has.
+    /// Returns the number of files.
     pub fn file_count(&self) -> usize {
         self.files.len()
     }
 
-    /// Size of all files together, in bytes.
+    /// Returns the size of all files together, in bytes.
     pub fn file_bytes(&self) -> u64 {
         self.files
             .iter()
@@ -323,44 +363,44 @@ impl Model {
             .sum()
     }
 
-    /// Format version of the first file.
+    /// Returns the format version of the first file.
     pub fn gguf_version(&self) -> u32 {
         self.files[0].gguf.header.version
     }
 
-    /// Devices of the model, by index.
+    /// Returns the devices of the model, by index.
     pub fn devices(&self) -> &[Arc<dyn Device>] {
         &self.devices
     }
 
-    /// How many reloads changed something.
+    /// Returns the number of switches that changed tensors.
     pub fn generation(&self) -> u64 {
         self.versions.read().generation
     }
 
-    /// How long evaluations had to wait for reloads.
+    /// Returns how long evaluations waited for switches.
     pub fn pauses(&self) -> Pauses {
-        self.gate.pauses()
+        self.barrier.pauses()
     }
 
-    /// The model's metadata: the key-values of its first file.
+    /// Returns the metadata: the key-values of the first file.
     pub fn metadata(&self) -> &[KeyValue] {
         &self.files[0].gguf.header.keys
     }
 
-    /// A metadata key by name.
+    /// Returns the metadata key of this name.
     pub fn key(&self, name: &[u8]) -> Option<&KeyValue> {
         self.files[0].gguf.header.key(name)
     }
 
-    /// Reads the metadata value of `key`, one of [`Model::metadata`]'s.
+    /// Reads the value of `key`, which is one of [`Model::metadata`].
     pub fn value(&self, key: &KeyValue) -> Result<Value> {
         let file = &self.files[0].gguf;
         file.value(key)
             .map_err(|source| self.read_error(0, key, source))
     }
 
-    /// Reads elements `from..` of an array, at most `limit`.
+    /// Reads at most `limit` elements of an array, from index `from` on.
     pub fn elements(&self, key: &KeyValue, from: u64, limit: u64) -> Result<Vec<Value>> {
         let file = &self.files[0].gguf;
         file.elements(key, from, limit)
@@ -381,6 +421,11 @@ impl Model {
             offset: key.offset,
             source,
         }
+    }
+
+    /// Returns the name of a tensor for a message.
+    fn quoted(&self, index: usize) -> String {
+        format!("tensor '{}'", self.name(index).to_string_lossy())
     }
 
     fn current(&self, index: usize) -> Arc<Version> {

@@ -1,57 +1,57 @@
-//! Which device a tensor belongs on: the plan that a model is loaded by.
+//! Assigns tensors to devices.
 
 use regex::Regex;
 
-use super::cut::{Axis, Cut, common_granule, share};
+use super::split::{Axis, SplitPlan, common_granularity, split_bounds};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::experts::{ExpertName, Projection};
 use crate::gguf::TypeInfo;
 use std::sync::Arc;
 
-/// The device that is the memory of the process: where experts stay on request, and
-/// where a layer goes that does not fit elsewhere.
+/// Index of the device that is the memory of the process: experts stay there on request, and
+/// tensors fall back to it when another device is out of memory.
 pub const HOST: usize = 0;
 
-/// Where tensors belong.
+/// Rules that assign tensors to devices.
 #[derive(Debug, Clone, Default)]
 pub struct Placement {
-    /// Device of tensors that nothing else is said about.
+    /// Device of tensors that no other rule assigns.
     pub device: usize,
-    /// Cut matrices over the devices after the first, in these proportions; empty
-    /// for no cutting. What cannot be cut goes to `device`.
+    /// Split matrices over the devices after the first, in these proportions; empty for no
+    /// split. Tensors that cannot be split go to `device`.
     pub split: Vec<f64>,
     /// Keep the routed experts in host memory, as llama.cpp's `--cpu-moe` does.
     pub cpu_moe: bool,
-    /// Tensors whose name matches go to a device, whole; the first match counts, as
-    /// with llama.cpp's `--override-tensor`.
+    /// Assign tensors whose name matches to one device; the first match counts, as with
+    /// llama.cpp's `--override-tensor`.
     pub overrides: Vec<(Regex, usize)>,
 }
 
-/// Where one tensor belongs.
+/// The assignment of one tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Target {
+pub(super) enum Assignment {
     Device(usize),
     Split(Axis),
 }
 
-/// Where the parts of a tensor are. Equal layouts need no copy between them.
+/// The devices that hold the parts of a tensor. Tensors of equal layouts need no copy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Layout {
-    /// In one piece on a device.
+    /// One part, on this device.
     Whole(usize),
-    /// Cut along an axis: part *i*, on device *i* + 1, has units
+    /// Split along an axis: part *i*, on device *i* + 1, holds units
     /// `bounds[i]..bounds[i + 1]`.
     Split {
-        /// Where it is cut.
+        /// The axis.
         axis: Axis,
-        /// Units before each part, and their number at the end.
+        /// First unit of each part, and the number of units at the end.
         bounds: Vec<u64>,
     },
 }
 
 impl Placement {
-    /// Everything on one device.
+    /// Assigns every tensor to one device.
     pub fn on(device: usize) -> Placement {
         Placement {
             device,
@@ -59,13 +59,13 @@ impl Placement {
         }
     }
 
-    /// Checks that every device that is named exists.
+    /// Checks that all devices that rules name exist.
     pub(super) fn check(&self, devices: &[Arc<dyn Device>]) -> Result<()> {
         let named = self.overrides.iter().map(|rule| rule.1);
-        let cut_over = (!self.split.is_empty()).then_some(self.split.len());
+        let split_over = (!self.split.is_empty()).then_some(self.split.len());
         let highest = named
             .chain([self.device])
-            .chain(cut_over)
+            .chain(split_over)
             .max()
             .unwrap_or(0);
         if highest < devices.len() {
@@ -78,17 +78,23 @@ impl Placement {
         })
     }
 
-    pub(super) fn target(&self, name: &str, expert: Option<ExpertName>, ne: &[u64; 4]) -> Target {
+    /// Returns the assignment of a tensor.
+    pub(super) fn assignment(
+        &self,
+        name: &str,
+        expert: Option<ExpertName>,
+        ne: &[u64; 4],
+    ) -> Assignment {
         if let Some(rule) = self.overrides.iter().find(|rule| rule.0.is_match(name)) {
-            return Target::Device(rule.1);
+            return Assignment::Device(rule.1);
         }
         if expert.is_some() && self.cpu_moe {
-            return Target::Device(HOST);
+            return Assignment::Device(HOST);
         }
         if self.split.is_empty() || ne[1] < 2 {
-            return Target::Device(self.device);
+            return Assignment::Device(self.device);
         }
-        Target::Split(match expert {
+        Assignment::Split(match expert {
             Some(ExpertName {
                 projection: Projection::Down,
                 ..
@@ -97,17 +103,17 @@ impl Placement {
         })
     }
 
-    /// Layouts of tensors that are cut alike, given their types.
-    pub(super) fn layouts(&self, members: &[Member<'_>]) -> Vec<Layout> {
-        let cuts = members.iter().filter_map(Member::cut);
-        let granule = cuts
+    /// Returns the layouts of the tensors of a group, which are split at the same bounds.
+    pub(super) fn layouts(&self, members: &[GroupMember<'_>]) -> Vec<Layout> {
+        let plans = members.iter().filter_map(GroupMember::split_plan);
+        let granularity = plans
             .clone()
-            .fold(1, |g, cut| common_granule(g, cut.granule));
-        let units = cuts.map(|cut| cut.units).max().unwrap_or(0);
-        let bounds = share(units, granule, &self.split);
-        let layout = |member: &Member<'_>| match member.target {
-            Target::Device(device) => Layout::Whole(device),
-            Target::Split(axis) => Layout::Split {
+            .fold(1, |g, plan| common_granularity(g, plan.granularity));
+        let units = plans.map(|plan| plan.units).max().unwrap_or(0);
+        let bounds = split_bounds(units, granularity, &self.split);
+        let layout = |member: &GroupMember<'_>| match member.assignment {
+            Assignment::Device(device) => Layout::Whole(device),
+            Assignment::Split(axis) => Layout::Split {
                 axis,
                 bounds: bounds.clone(),
             },
@@ -116,33 +122,32 @@ impl Placement {
     }
 }
 
-/// A tensor of a group, as far as layouts depend on it.
+/// A tensor of a group: the properties that layouts depend on.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Member<'a> {
-    pub target: Target,
+pub(super) struct GroupMember<'a> {
+    pub assignment: Assignment,
     pub ty: &'static TypeInfo,
     pub ne: &'a [u64; 4],
     /// Rows of one slice.
     pub rows: u64,
 }
 
-impl Member<'_> {
-    fn cut(&self) -> Option<Cut> {
-        match self.target {
-            Target::Device(_) => None,
-            Target::Split(axis) => Some(Cut::new(self.ty, self.ne, self.rows, axis)),
+impl GroupMember<'_> {
+    fn split_plan(&self) -> Option<SplitPlan> {
+        match self.assignment {
+            Assignment::Device(_) => None,
+            Assignment::Split(axis) => Some(SplitPlan::new(self.ty, self.ne, self.rows, axis)),
         }
     }
 }
 
-/// Tensors that must be laid out together: the routed experts of a layer, or a
-/// single tensor.
+/// Tensors that are laid out together: the routed experts of a layer, or a single tensor.
 #[derive(Debug)]
 pub(super) struct Group {
     pub tensors: Vec<usize>,
 }
 
-/// Rows of one slice of a tensor: gate and up in one tensor are two slices.
+/// Returns the rows of one slice of a tensor: gate and up in one tensor are two slices.
 pub(super) fn slice_rows(expert: Option<ExpertName>, ne: &[u64; 4]) -> u64 {
     match expert {
         Some(ExpertName {
@@ -153,9 +158,8 @@ pub(super) fn slice_rows(expert: Option<ExpertName>, ne: &[u64; 4]) -> u64 {
     }
 }
 
-/// Groups of tensors, given what their names say and their shapes: the routed experts
-/// of a layer whose hidden layers have the same size. Returns the groups and the group
-/// of each tensor.
+/// Groups tensors by their expert names and shapes: the routed experts of a layer whose hidden
+/// layers have the same size are a group. Returns the groups, and the group of each tensor.
 pub(super) fn groups(
     tensors: impl Iterator<Item = (Option<ExpertName>, [u64; 4])>,
 ) -> (Vec<Group>, Vec<u32>) {

@@ -1,4 +1,4 @@
-//! A model's tensors as the reload engine sees them.
+//! The store of the reload engine: stages and commits new versions of a model's tensors.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -6,13 +6,13 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::cut::Axis;
-use super::fill::{FillError, from_file};
-use super::load::{fill_parts, placed};
+use super::copy::{CopyError, from_file};
 use super::placement::{HOST, Layout};
-use super::tensor::{Home, PartPlan, Version, plan_parts};
+use super::resident::{NewParts, plan_parts};
+use super::split::Axis;
+use super::tensor::{Storage, Version};
 use super::{Model, Versions};
-use crate::device::{Buffer, DeviceError, DeviceKind};
+use crate::device::{DeviceError, DeviceKind};
 use crate::error::{Error, Result};
 use crate::gguf::{FileId, Source, TypeInfo};
 use crate::parallel;
@@ -22,22 +22,23 @@ use crate::reload::{
 };
 
 impl Model {
-    /// Brings all tensors up to date with their files; see
-    /// [`reload::Engine::reload`](crate::reload::Engine::reload).
+    /// Brings all tensors up to date with their files; see [`Engine::reload`].
     ///
-    /// Waits for evaluations that run, so a thread cannot call it during its own.
+    /// Waits for running evaluations, so a thread cannot reload during its own evaluation.
+    ///
+    /// [`Engine::reload`]: crate::reload::Engine::reload
     pub fn reload(&self) -> Result<Report> {
         let engine = self.reload.as_ref().ok_or(Error::HotSwapOff)?;
-        self.gate.check_can_switch()?;
+        self.barrier.check_can_switch()?;
         engine.reload(self, Trigger::Command)
     }
 
-    /// Hash of the bytes of a version, or `None` when they cannot be trusted.
+    /// Hashes the bytes of a version; `None` when the bytes cannot be trusted.
     fn hash(&self, version: &Version) -> Option<Hash> {
-        if let Some(placed) = version.placed() {
-            return hash_reads(version.nbytes, |at, bytes| placed.read(at, bytes)).ok();
+        if let Some(resident) = version.resident() {
+            return hash_reads(version.nbytes, |at, bytes| resident.read(at, bytes)).ok();
         }
-        let Home::File { file, offset, .. } = version.home else {
+        let Storage::File { file, offset, .. } = version.storage else {
             return None;
         };
         let source = &self.files[file].gguf.source;
@@ -45,7 +46,7 @@ impl Model {
         hash.filter(|_| self.files[file].is_trusted())
     }
 
-    /// Lays out one group and allocates what is new; its bytes are filled in later.
+    /// Lays out one group and allocates new buffers, which are filled later.
     fn stage_group<'a>(
         &self,
         group: usize,
@@ -58,21 +59,24 @@ impl Model {
             displaced,
             layouts: Vec::new(),
             ready: Vec::new(),
-            tasks: Vec::new(),
+            copies: Vec::new(),
         };
         for (&index, layout) in self.plan().groups[group].tensors.iter().zip(&layouts) {
             let change = changes.iter().find(|change| change.tensor() == index);
             let current = self.current(index);
             let original = &self.tensors[index].original;
             if let Some(Change::Swap(new_data)) = change {
-                let bytes = Bytes::File(new_data.source, new_data.offset);
-                let task = self.task(index, new_data.ty, new_data.nbytes, layout, bytes)?;
-                staged.tasks.push(task.outcome(Outcome::Swapped));
+                let from = CopyFrom::File(new_data.source, new_data.offset);
+                let (ty, nbytes) = (new_data.ty, new_data.nbytes);
+                staged.copies.push(TensorCopy {
+                    outcome: Outcome::Swapped,
+                    ..self.copy(index, ty, nbytes, layout, from)?
+                });
                 continue;
             }
             let on_original = Arc::ptr_eq(&current, original);
             let returns = matches!(change, Some(Change::Return(_)));
-            if (on_original || returns || current.is_moved()) && original.fits(layout) {
+            if (on_original || returns || current.is_relocated()) && original.fits(layout) {
                 match change {
                     _ if !on_original => {
                         staged
@@ -83,17 +87,16 @@ impl Model {
                     None => {}
                 }
             } else if returns || !current.fits(layout) {
-                // The same bytes in other places: the original ones, or those in use.
+                // The same bytes in another layout: the original bytes, or the bytes in use.
                 let (from, outcome) = match returns {
                     true => (original.clone(), Outcome::Swapped),
                     false => (current.clone(), Outcome::Moved),
                 };
-                let moved = returns || on_original || current.is_moved();
                 let (ty, nbytes) = (from.ty, from.nbytes);
-                let task = self.task(index, ty, nbytes, layout, Bytes::Version(from))?;
-                staged.tasks.push(Task {
-                    moved,
-                    ..task.outcome(outcome)
+                staged.copies.push(TensorCopy {
+                    relocates: returns || on_original || current.is_relocated(),
+                    outcome,
+                    ..self.copy(index, ty, nbytes, layout, CopyFrom::Version(from))?
                 });
             }
         }
@@ -101,50 +104,38 @@ impl Model {
         Ok(staged)
     }
 
-    fn task<'a>(
+    /// Allocates the buffers of a copy.
+    fn copy<'a>(
         &self,
         tensor: usize,
         ty: &'static TypeInfo,
         nbytes: u64,
         layout: &Layout,
-        bytes: Bytes<'a>,
-    ) -> Result<Task<'a>, DeviceError> {
+        from: CopyFrom<'a>,
+    ) -> Result<TensorCopy<'a>, DeviceError> {
         let ne = &self.tensors[tensor].original.ne;
         let parts = plan_parts(ty, ne, nbytes, self.plan().rows[tensor], layout);
-        Ok(Task {
+        Ok(TensorCopy {
             tensor,
             ty,
             nbytes,
-            layout: layout.clone(),
-            buffers: self.allocate_parts(&parts)?,
-            parts,
-            bytes,
-            moved: false,
+            parts: NewParts::allocate(&self.devices, layout.clone(), parts)?,
+            from,
+            relocates: false,
             outcome: Outcome::Moved,
         })
     }
 
-    fn fill_task(&self, task: &mut Task<'_>) -> Result<(), FillError> {
-        let (parts, buffers) = (&task.parts, &mut task.buffers);
-        match &task.bytes {
-            Bytes::File(source, offset) => fill_parts(&from_file(source, *offset), parts, buffers),
-            Bytes::Version(version) => {
-                let placed = version.placed().expect("only what is on devices is moved");
-                fill_parts(&|at, bytes| Ok(placed.read(at, bytes)?), parts, buffers)
-            }
-        }
-    }
-
-    /// Where a version is, in words.
+    /// Describes the devices of a version and the units on each.
     fn describe(&self, version: &Version) -> String {
-        let Some(placed) = version.placed() else {
+        let Some(resident) = version.resident() else {
             return String::new();
         };
         let mut text = String::new();
-        for part in &placed.parts {
+        for part in &resident.parts {
             let separator = if text.is_empty() { "" } else { ", " };
             let _ = write!(text, "{separator}{}", self.devices[part.device].name());
-            if let Layout::Split { axis, .. } = placed.layout {
+            if let Layout::Split { axis, .. } = resident.layout {
                 let units = match axis {
                     Axis::Rows => "rows",
                     Axis::Columns => "columns",
@@ -156,31 +147,36 @@ impl Model {
     }
 }
 
-/// The bytes of a task.
-enum Bytes<'a> {
-    /// A file from an offset on.
+/// The source of a copy.
+enum CopyFrom<'a> {
+    /// A file, from an offset on.
     File(&'a Source, u64),
-    /// A version that is on devices.
+    /// A version on devices.
     Version(Arc<Version>),
 }
 
-/// New buffers for a tensor, and what goes into them.
-struct Task<'a> {
+/// A copy of a tensor into new buffers.
+struct TensorCopy<'a> {
     tensor: usize,
     ty: &'static TypeInfo,
     nbytes: u64,
-    layout: Layout,
-    parts: Vec<PartPlan>,
-    buffers: Vec<Mutex<Box<dyn Buffer>>>,
-    bytes: Bytes<'a>,
+    parts: NewParts,
+    from: CopyFrom<'a>,
     /// Whether the bytes are the original ones.
-    moved: bool,
+    relocates: bool,
     outcome: Outcome,
 }
 
-impl Task<'_> {
-    fn outcome(self, outcome: Outcome) -> Self {
-        Task { outcome, ..self }
+impl TensorCopy<'_> {
+    fn run(&mut self) -> Result<(), CopyError> {
+        match &self.from {
+            CopyFrom::File(source, offset) => self.parts.fill(&from_file(source, *offset)),
+            CopyFrom::Version(version) => {
+                let resident = version.resident().expect("only residents are copied");
+                let read = |at, bytes: &mut [u8]| Ok(resident.read(at, bytes)?);
+                self.parts.fill(&read)
+            }
+        }
     }
 }
 
@@ -189,23 +185,23 @@ struct StagedGroup<'a> {
     group: usize,
     displaced: bool,
     layouts: Vec<Layout>,
-    /// Tensors that need no copy.
+    /// New versions that need no copy.
     ready: Vec<(usize, Arc<Version>, Outcome)>,
-    tasks: Vec<Task<'a>>,
+    copies: Vec<TensorCopy<'a>>,
 }
 
-/// New versions of tensors, filled and not yet in use.
+/// New versions of tensors, which are filled and not in use yet.
 pub struct Staged {
     next: Vec<(usize, Arc<Version>, Outcome)>,
-    /// Tensors of the same groups that stay, and how they must be laid out by then.
+    /// Tensors of the same groups that are not replaced, and the layout that they must have.
     kept: Vec<(usize, Layout)>,
-    /// Each group, and whether it will be in host memory for want of room.
+    /// Each group, and whether it falls back to host memory.
     groups: Vec<(u32, bool)>,
 }
 
 impl Staged {
-    /// Whether what stays is laid out as what comes: a tensor of a group may have been
-    /// loaded since.
+    /// Returns whether the tensors that are not replaced have the layout of their group: one of
+    /// them may have been loaded since.
     fn still_fits(&self, versions: &Versions) -> bool {
         self.kept
             .iter()
@@ -225,9 +221,11 @@ impl Store for Model {
 
     fn live_hash(&self, tensor: usize, known: Option<Hash>) -> Option<Hash> {
         let version = self.current(tensor);
-        let unchangeable = match version.home {
-            Home::File { file, .. } => version.placed().is_some() || self.files[file].is_trusted(),
-            Home::Private { .. } => true,
+        let unchangeable = match version.storage {
+            Storage::File { file, .. } => {
+                version.resident().is_some() || self.files[file].is_trusted()
+            }
+            Storage::Private { .. } => true,
         };
         known
             .filter(|_| unchangeable)
@@ -236,17 +234,17 @@ impl Store for Model {
 
     fn modified_mapped_offset(&self, tensor: usize, id: &FileId) -> Option<u64> {
         let version = self.current(tensor);
-        let Home::File {
+        let Storage::File {
             file,
             offset,
             loaded,
             ..
-        } = &version.home
+        } = &version.storage
         else {
             return None;
         };
-        // In this order: a load that ends in between is published only if the file was not
-        // written, and makes that sure while it holds the trusted identity.
+        // `loaded` comes second. A load that ends in between checks under the lock of the trusted
+        // identity that the file was not written, and is not published if the file was written.
         let written = self.files[*file].is_write_in_place(id);
         (written && loaded.get().is_none()).then_some(*offset)
     }
@@ -254,17 +252,17 @@ impl Store for Model {
     fn can_return(&self, tensor: usize, hash: Hash) -> bool {
         let original = &self.tensors[tensor].original;
         let current = self.current(tensor);
-        if Arc::ptr_eq(original, &current) || current.is_moved() {
+        if Arc::ptr_eq(original, &current) || current.is_relocated() {
             return false;
         }
-        let untouched = match original.home {
-            Home::File { file, .. } => {
+        let unwritten = match original.storage {
+            Storage::File { file, .. } => {
                 let source = &self.files[file].gguf.source;
-                original.placed().is_some() || source.is_unwritten_since(&source.id())
+                original.resident().is_some() || source.is_unwritten_since(&source.id())
             }
-            Home::Private { .. } => true,
+            Storage::Private { .. } => true,
         };
-        untouched || self.hash(original) == Some(hash)
+        unwritten || self.hash(original) == Some(hash)
     }
 
     fn original_defects(&self, tensor: usize) -> Option<Defects> {
@@ -272,7 +270,7 @@ impl Store for Model {
         let file = &self.files[tensor.file as usize];
         let info = &file.gguf.header.tensors[tensor.info as usize];
         let content = content_of(&file.gguf.source, info).ok()?;
-        let copied = tensor.original.placed().is_some();
+        let copied = tensor.original.resident().is_some();
         file.holds_bytes_in_use(copied).then_some(content.defects)
     }
 
@@ -280,7 +278,7 @@ impl Store for Model {
         let mut need = Need::default();
         for index in 0..self.tensors.len() {
             let version = self.current(index);
-            if let Home::Private { .. } = version.home {
+            if let Storage::Private { .. } = version.storage {
                 need.held += version.nbytes;
             }
         }
@@ -289,9 +287,9 @@ impl Store for Model {
             let Change::Swap(new_data) = change else {
                 continue;
             };
-            // On a device if it is on one now, or is not loaded yet and there are any.
-            let on_host = match self.current(new_data.tensor).placed() {
-                Some(placed) => placed.parts.iter().all(|part| is_host(part.device)),
+            // A tensor that is not loaded yet goes to a device if there is one.
+            let on_host = match self.current(new_data.tensor).resident() {
+                Some(resident) => resident.parts.iter().all(|part| is_host(part.device)),
                 None => (0..self.devices.len()).all(is_host),
             };
             match on_host {
@@ -303,7 +301,7 @@ impl Store for Model {
     }
 
     fn readers(&self) -> Readers {
-        // The host itself asks for the reload, and waits for it.
+        // The program itself called the reload, and waits for it.
         Readers::all()
     }
 
@@ -341,7 +339,7 @@ impl Store for Model {
             let elsewhere = layouts != on_host;
             match self.stage_group(group, layouts, false, &changes) {
                 Ok(staged) => groups.push(staged),
-                // A displaced group that nothing is asked of stays where it is.
+                // A displaced group without changes stays in host memory.
                 Err(DeviceError::OutOfMemory { .. }) if changes.is_empty() => {}
                 Err(DeviceError::OutOfMemory { .. })
                     if on_out_of_memory == OnOutOfMemory::Fallback && elsewhere =>
@@ -357,19 +355,18 @@ impl Store for Model {
         }
 
         let failure = Mutex::new(None);
-        let tasks = groups.iter_mut().flat_map(|group| &mut group.tasks);
+        let copies = groups.iter_mut().flat_map(|group| &mut group.copies);
         parallel::for_each(
-            tasks.collect(),
-            |task| {
-                let filled = self.fill_task(task);
-                filled
-                    .map_err(|error| *failure.lock() = Some((task.tensor, error)))
+            copies.collect(),
+            |copy| {
+                copy.run()
+                    .map_err(|error| *failure.lock() = Some((copy.tensor, error)))
                     .is_ok()
             },
             || true,
         );
         match failure.into_inner() {
-            Some((tensor, FillError::Read(offset, error))) => {
+            Some((tensor, CopyError::Read(offset, error))) => {
                 return Err(StageError::Read {
                     tensor,
                     reason: format!(
@@ -378,7 +375,7 @@ impl Store for Model {
                     ),
                 });
             }
-            Some((_, FillError::Device(error))) => return Err(stage_error(error)),
+            Some((_, CopyError::Device(error))) => return Err(stage_error(error)),
             None => {}
         }
         let mut staged = Staged {
@@ -387,31 +384,28 @@ impl Store for Model {
             groups: Vec::new(),
         };
         for group in groups {
-            let comes: BTreeSet<usize> = group
-                .ready
-                .iter()
-                .map(|ready| ready.0)
-                .chain(group.tasks.iter().map(|task| task.tensor))
-                .collect();
+            let ready = group.ready.iter().map(|ready| ready.0);
+            let copied = group.copies.iter().map(|copy| copy.tensor);
+            let replaced: BTreeSet<usize> = ready.chain(copied).collect();
             let members = self.plan().groups[group.group].tensors.iter();
             let kept = members
                 .copied()
                 .zip(group.layouts)
-                .filter(|(tensor, _)| !comes.contains(tensor));
+                .filter(|(tensor, _)| !replaced.contains(tensor));
             staged.kept.extend(kept);
             staged.groups.push((group.group as u32, group.displaced));
             staged.next.extend(group.ready);
-            staged.next.extend(group.tasks.into_iter().map(|task| {
+            staged.next.extend(group.copies.into_iter().map(|copy| {
                 let version = Version {
-                    ty: task.ty,
-                    ne: self.tensors[task.tensor].original.ne,
-                    nbytes: task.nbytes,
-                    home: Home::Private {
-                        placed: placed(task.layout, &task.parts, task.buffers),
-                        moved: task.moved,
+                    ty: copy.ty,
+                    ne: self.tensors[copy.tensor].original.ne,
+                    nbytes: copy.nbytes,
+                    storage: Storage::Private {
+                        resident: copy.parts.into_resident(),
+                        relocated: copy.relocates,
                     },
                 };
-                (task.tensor, Arc::new(version), task.outcome)
+                (copy.tensor, Arc::new(version), copy.outcome)
             }));
         }
         Ok(Some(staged))
@@ -422,7 +416,7 @@ impl Store for Model {
     }
 
     fn commit(&self, mut staged: Staged) -> Result<Commit> {
-        self.gate.check_can_switch()?;
+        self.barrier.check_can_switch()?;
         let effects: Vec<Effect> = staged
             .next
             .iter()
@@ -432,11 +426,11 @@ impl Store for Model {
                 placement: self.describe(version),
             })
             .collect();
-        let switched = self.gate.switch(|| {
+        let switched = self.barrier.switch(|| {
             let mut versions = self.versions.write();
             if !staged.still_fits(&versions) {
                 return Err(Error::Busy(
-                    "a tensor of a layer was loaded while the layer was being replaced; nothing changed, reload again",
+                    "nothing was switched, because a tensor was loaded while its layer was replaced: reload again",
                 ));
             }
             for (group, displaced) in &staged.groups {
@@ -453,11 +447,10 @@ impl Store for Model {
             versions.generation += 1;
             let generation = versions.generation;
             drop(versions);
-            self.listeners.tell(generation);
+            self.listeners.notify(generation);
             Ok(generation)
         });
-        // Freeing what was replaced takes longer than replacing it: evaluations do
-        // not wait for it.
+        // Frees the replaced buffers after the switch: evaluations do not wait for that.
         drop(staged);
         Ok(Commit {
             switched: switched?,

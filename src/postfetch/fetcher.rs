@@ -1,249 +1,252 @@
-//! The thread that issues copies, so that nobody waits for a driver.
+//! The thread that issues copies. A driver takes microseconds for each copy and each event;
+//! callers do not wait for that.
 
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use super::board::{Board, Phase};
-use super::gpu::{CHUNK, CHUNKS, Gpu};
-use super::plan::Slice;
+use super::device_state::{CHUNK, CHUNKS, DeviceState};
+use super::plan::ExpertWeights;
+use super::policy::Reason;
+use super::shared::{Backoff, Shared};
 use super::stats::add;
-use super::{Backoff, Reason, Shared};
+use super::transfer_table::{Issue, TransferId};
 use crate::device::{Copy2d, DeviceError};
 
-/// What to do next.
+/// The next work of the thread.
 enum Step {
     Stop,
-    /// Issue the copy of this transfer.
-    Issue(usize),
-    /// See whether this transfer, of this number, is done.
-    Watch(usize, u64),
+    /// Issue the copy of a transfer.
+    Issue(Issue),
+    /// Check whether a transfer is done.
+    Watch(TransferId),
 }
 
-/// Fetches until it is told to stop.
-pub(super) fn fetch(shared: &Shared) {
-    let gpu = shared.gpu.as_ref().expect("it is started for a device");
-    let mut chunk = 0;
-    let mut watched = (0, Instant::now());
-    loop {
-        match next(shared) {
-            Step::Stop => return,
-            Step::Issue(index) => issue(shared, gpu, index, &mut chunk),
-            Step::Watch(index, number) => {
-                if watched.0 != number {
-                    watched = (number, Instant::now());
-                }
-                watch(shared, gpu, index, number, watched.1);
-            }
-        }
-    }
-}
-
-fn next(shared: &Shared) -> Step {
-    let most = shared.options.config.max_transfers;
-    let spin = shared.options.config.spin;
-    let idle_since = Instant::now();
-    let mut board = shared.board.lock();
-    loop {
-        if board.stop {
-            return Step::Stop;
-        }
-        if shared.is_off() {
-            refuse_all(&mut board);
-        } else if board.in_flight < most
-            && let Some(index) = board.queue.pop_front()
-        {
-            board.in_flight += 1;
-            board.transfers[index].phase = Phase::Issuing;
-            return Step::Issue(index);
-        } else if (!board.queue.is_empty() || board.has_abandoned())
-            && let Some(index) = board.oldest_in_flight()
-        {
-            return Step::Watch(index, board.transfers[index].number);
-        }
-        if idle_since.elapsed() >= spin {
-            shared.work.wait(&mut board);
-            continue;
-        }
-        let seen = shared.kicks.load(Ordering::Acquire);
-        drop(board);
-        while shared.kicks.load(Ordering::Acquire) == seen && idle_since.elapsed() < spin {
-            std::hint::spin_loop();
-        }
-        board = shared.board.lock();
-    }
-}
-
-fn refuse_all(board: &mut Board) {
-    while let Some(&index) = board.queue.front() {
-        board.queue.pop_front();
-        board.fail(index, Reason::NoDevice, false);
-    }
-}
-
-fn watch(shared: &Shared, gpu: &Gpu, index: usize, number: u64, since: Instant) {
-    match gpu.device.is_done(gpu.marks[index].ready.event) {
-        Ok(true) => {
-            let mut board = shared.board.lock();
-            if board.transfers[index].number == number {
-                board.complete(number);
-            }
-        }
-        Ok(false) if since.elapsed() > shared.options.patience => {
-            shared.give_up("a copy did not end in time");
-        }
-        // Others are under way: the link is busy while this sleeps.
-        Ok(false) => std::thread::sleep(Backoff::SLEEP),
-        Err(error) => shared.failed(index, number, &error),
-    }
-}
-
-/// Why a transfer failed.
-enum Stop {
+/// Why a copy was not issued.
+enum IssueError {
     Read,
     Device(DeviceError),
 }
 
-impl From<DeviceError> for Stop {
-    fn from(error: DeviceError) -> Stop {
-        Stop::Device(error)
+impl From<DeviceError> for IssueError {
+    fn from(error: DeviceError) -> IssueError {
+        IssueError::Device(error)
     }
 }
 
-fn issue(shared: &Shared, gpu: &Gpu, index: usize, chunk: &mut usize) {
-    let clock = shared.clock.lock();
-    shared.take_times(gpu);
-    let (slice, copy) = {
-        let board = shared.board.lock();
-        let transfer = &board.transfers[index];
-        let slice = transfer.slice.clone().expect("a transfer has a source");
-        let copy = Copy2d {
-            to: gpu.scratchpad.address() + transfer.place,
-            to_pitch: transfer.pitch as usize,
-            from: std::ptr::null(),
-            from_pitch: slice.nbytes as usize,
-            width: slice.nbytes as usize,
-            rows: transfer.rows as usize,
-        };
-        (slice, copy)
+/// Issues copies until the table is stopped. A panic ends the use of the device.
+pub(super) fn run(shared: &Shared) {
+    let Some(gpu) = &shared.gpu else {
+        return;
     };
-    let mut touched = false;
-    let result = copy_in(shared, gpu, index, &slice, copy, chunk, &mut touched);
-    drop(clock);
-    let mut board = shared.board.lock();
-    match result {
-        Ok(()) => {
-            board.transfers[index].phase = Phase::InFlight;
-            drop(board);
-            add(&shared.counters.copies, 1);
-            add(&shared.counters.bytes, (copy.width * copy.rows) as u64);
-        }
-        Err(Stop::Read) => board.fail(index, Reason::ReadFailed, touched),
-        Err(Stop::Device(error)) => {
-            board.fail(index, Reason::DeviceFailed, touched);
-            let failures = board.failures;
-            drop(board);
-            shared.note(&error);
-            shared.after_failure(failures, &error);
-        }
+    let mut fetcher = Fetcher {
+        shared,
+        gpu,
+        chunk: 0,
+    };
+    let fetch = std::panic::AssertUnwindSafe(|| fetcher.run());
+    if std::panic::catch_unwind(fetch).is_err() {
+        shared.disable("an internal error of llama-sidecar; report it");
     }
 }
 
-fn copy_in(
-    shared: &Shared,
-    gpu: &Gpu,
-    index: usize,
-    slice: &Slice,
-    mut copy: Copy2d,
-    chunk: &mut usize,
-    touched: &mut bool,
-) -> Result<(), Stop> {
-    let (device, stream, marks) = (&gpu.device, gpu.fetch.stream, &gpu.marks[index]);
-    loop {
-        let event = shared.board.lock().waits.last().copied();
-        let Some(event) = event else {
-            break;
-        };
-        device.stream_wait(stream, event)?;
-        shared
-            .board
-            .lock()
-            .waits
-            .retain(|&waiting| waiting != event);
-    }
-    device.record(marks.start.event, stream)?;
-    let in_place = slice.host(&shared.model, 0).filter(|&from| {
-        let bytes = (copy.width * copy.rows) as u64;
-        gpu.pages
-            .as_ref()
-            .is_some_and(|pages| pages.cover(from, bytes))
-    });
-    match in_place {
-        Some(from) => {
-            copy.from = from;
-            *touched = true;
-            // SAFETY: the transfer holds the view of the bytes, and its part of the
-            // scratchpad, until the stream is known to be past it.
-            unsafe { device.copy_in(stream, copy)? };
-        }
-        None => {
-            add(&shared.counters.staged_copies, 1);
-            staged(shared, gpu, slice, copy, chunk, touched)?;
-        }
-    }
-    Ok(device.record(marks.ready.event, stream)?)
+struct Fetcher<'a> {
+    shared: &'a Shared,
+    gpu: &'a DeviceState,
+    /// The page-locked buffer to fill next.
+    chunk: usize,
 }
 
-/// Copies through the page-locked buffers, piece by piece.
-fn staged(
-    shared: &Shared,
-    gpu: &Gpu,
-    slice: &Slice,
-    copy: Copy2d,
-    chunk: &mut usize,
-    touched: &mut bool,
-) -> Result<(), Stop> {
-    let (device, stream) = (&gpu.device, gpu.fetch.stream);
-    for row in 0..copy.rows {
-        for at in (0..copy.width).step_by(CHUNK) {
-            let len = CHUNK.min(copy.width - at);
-            wait_for_chunk(shared, gpu, *chunk)?;
-            // SAFETY: this thread alone uses the ring, and the last copy is done.
-            let buffer = unsafe { gpu.ring.chunk(*chunk) };
-            let offset = slice.offset + row as u64 * slice.nbytes + at as u64;
-            let (model, bytes) = (&shared.model, &mut buffer[..len]);
-            let read = model.read_view(slice.tensor, &slice.view, offset, bytes);
-            read.map_err(|_| Stop::Read)?;
-            let piece = Copy2d {
-                to: copy.to + (row * copy.to_pitch + at) as u64,
-                from: buffer.as_ptr(),
-                width: len,
-                rows: 1,
-                ..copy
-            };
-            *touched = true;
-            // SAFETY: the buffer is filled again only after its event; the place as in `copy_in`.
-            unsafe { device.copy_in(stream, piece)? };
-            let copied = gpu.ring.copied(*chunk);
-            if shared.twice(|| device.record(copied, stream)).is_err() {
-                shared.give_up("it cannot be known when a buffer is copied");
+impl Fetcher<'_> {
+    fn run(&mut self) {
+        let mut watched: Option<(TransferId, Instant)> = None;
+        loop {
+            match self.next() {
+                Step::Stop => return,
+                Step::Issue(issue) => self.issue(&issue),
+                Step::Watch(id) => {
+                    let same = watched.filter(|(before, _)| *before == id);
+                    let (_, since) = *watched.insert(same.unwrap_or((id, Instant::now())));
+                    self.watch(id, since);
+                }
             }
-            *chunk = (*chunk + 1) % CHUNKS;
         }
     }
-    Ok(())
-}
 
-fn wait_for_chunk(shared: &Shared, gpu: &Gpu, chunk: usize) -> Result<(), Stop> {
-    let backoff = Backoff::new();
-    while !gpu.device.is_done(gpu.ring.copied(chunk))? {
-        if backoff.elapsed() > shared.options.patience || shared.board.lock().stop {
-            return Err(Stop::Device(DeviceError::Failed {
-                device: gpu.device.name().into(),
-                action: "copy",
-                reason: "a copy did not end in time".into(),
-            }));
+    /// Waits for the next step: spins for the configured time, then sleeps.
+    fn next(&self) -> Step {
+        let shared = self.shared;
+        let config = &shared.options.config;
+        let idle_since = Instant::now();
+        let mut table = shared.table.lock();
+        loop {
+            if table.is_stopped() {
+                return Step::Stop;
+            }
+            if shared.is_off() {
+                table.refuse_queued();
+            } else if let Some(issue) = table.begin_issue(config.max_transfers) {
+                return Step::Issue(issue);
+            } else if let Some(id) = table.next_to_watch() {
+                return Step::Watch(id);
+            }
+            if idle_since.elapsed() >= config.spin {
+                shared.work.wait(&mut table);
+                continue;
+            }
+            let seen = shared.wakes.load(Ordering::Acquire);
+            drop(table);
+            while shared.wakes.load(Ordering::Acquire) == seen && idle_since.elapsed() < config.spin
+            {
+                std::hint::spin_loop();
+            }
+            table = shared.table.lock();
         }
-        backoff.pause();
     }
-    Ok(())
+
+    fn watch(&self, id: TransferId, since: Instant) {
+        let shared = self.shared;
+        let ready = self.gpu.events[id.index()].ready.event;
+        match self.gpu.device.is_done(ready) {
+            Ok(true) => {
+                shared.table.lock().complete(id);
+            }
+            Ok(false) if since.elapsed() > shared.options.timeout => {
+                shared.disable("a copy took longer than the timeout");
+            }
+            // Other copies are under way: the link is busy during the sleep.
+            Ok(false) => std::thread::sleep(Backoff::SLEEP),
+            Err(error) => shared.copy_failed(id, &error),
+        }
+    }
+
+    fn issue(&mut self, issue: &Issue) {
+        let shared = self.shared;
+        let events = shared.collect_times(self.gpu);
+        let copy = Copy2d {
+            to: self.gpu.scratchpad.address() + issue.offset,
+            to_pitch: issue.pitch as usize,
+            from: std::ptr::null(),
+            from_pitch: issue.weights.nbytes as usize,
+            width: issue.weights.nbytes as usize,
+            rows: issue.rows as usize,
+        };
+        let mut source_in_use = false;
+        let result = self.copy_in(issue, copy, &mut source_in_use);
+        drop(events);
+        let mut table = shared.table.lock();
+        match result {
+            Ok(()) => {
+                table.issued(issue.id);
+                drop(table);
+                add(&shared.counters.copies, 1);
+                add(&shared.counters.bytes, (copy.width * copy.rows) as u64);
+            }
+            Err(IssueError::Read) => {
+                table.fail(issue.id, Reason::ReadFailed, source_in_use);
+            }
+            Err(IssueError::Device(error)) => {
+                let failures = table.fail(issue.id, Reason::DeviceFailed, source_in_use);
+                drop(table);
+                shared.counters.note_error(&error);
+                shared.after_failure(failures, &error);
+            }
+        }
+    }
+
+    fn copy_in(
+        &mut self,
+        issue: &Issue,
+        mut copy: Copy2d,
+        source_in_use: &mut bool,
+    ) -> Result<(), IssueError> {
+        let (shared, gpu) = (self.shared, self.gpu);
+        let (device, stream) = (&gpu.device, gpu.fetch.stream);
+        let events = &gpu.events[issue.id.index()];
+        loop {
+            let event = shared.table.lock().next_wait();
+            let Some(event) = event else {
+                break;
+            };
+            device.stream_wait(stream, event)?;
+            shared.table.lock().wait_issued(event);
+        }
+        device.record(events.start.event, stream)?;
+        let in_place = issue.weights.host(&shared.model, 0).filter(|&from| {
+            let bytes = (copy.width * copy.rows) as u64;
+            gpu.pages
+                .as_ref()
+                .is_some_and(|pages| pages.cover(from, bytes))
+        });
+        match in_place {
+            Some(from) => {
+                copy.from = from;
+                *source_in_use = true;
+                // SAFETY: the transfer holds the view of the bytes, and its part of the
+                // scratchpad, until the stream is known to be past the copy.
+                unsafe { device.copy_in(stream, copy)? };
+            }
+            None => {
+                add(&shared.counters.staged_copies, 1);
+                self.staged(&issue.weights, copy, source_in_use)?;
+            }
+        }
+        Ok(device.record(events.ready.event, stream)?)
+    }
+
+    /// Copies through the page-locked buffers, piece by piece.
+    fn staged(
+        &mut self,
+        weights: &ExpertWeights,
+        copy: Copy2d,
+        source_in_use: &mut bool,
+    ) -> Result<(), IssueError> {
+        let (shared, gpu) = (self.shared, self.gpu);
+        let (device, stream) = (&gpu.device, gpu.fetch.stream);
+        for row in 0..copy.rows {
+            for at in (0..copy.width).step_by(CHUNK) {
+                let len = CHUNK.min(copy.width - at);
+                self.wait_for_chunk()?;
+                // SAFETY: this thread alone uses the ring, and the last copy is done.
+                let buffer = unsafe { gpu.ring.chunk(self.chunk) };
+                let offset = weights.offset + row as u64 * weights.nbytes + at as u64;
+                let (model, bytes) = (&shared.model, &mut buffer[..len]);
+                let read = model.read_view(weights.tensor, &weights.view, offset, bytes);
+                read.map_err(|_| IssueError::Read)?;
+                let piece = Copy2d {
+                    to: copy.to + (row * copy.to_pitch + at) as u64,
+                    from: buffer.as_ptr(),
+                    width: len,
+                    rows: 1,
+                    ..copy
+                };
+                *source_in_use = true;
+                // SAFETY: the buffer is filled again only after its event; the destination is
+                // reserved as in `copy_in`.
+                unsafe { device.copy_in(stream, piece)? };
+                let copied = gpu.ring.copied(self.chunk);
+                if shared.retry_once(|| device.record(copied, stream)).is_err() {
+                    shared.disable("cannot record when a buffer is copied");
+                }
+                self.chunk = (self.chunk + 1) % CHUNKS;
+            }
+        }
+        Ok(())
+    }
+
+    fn wait_for_chunk(&self) -> Result<(), IssueError> {
+        let (shared, device) = (self.shared, &self.gpu.device);
+        let backoff = Backoff::new();
+        while !device.is_done(self.gpu.ring.copied(self.chunk))? {
+            let over = backoff.elapsed() > shared.options.timeout;
+            if over || shared.table.lock().is_stopped() {
+                return Err(IssueError::Device(DeviceError::Failed {
+                    device: device.name().into(),
+                    action: "copy",
+                    reason: "a copy took longer than the timeout".into(),
+                }));
+            }
+            backoff.pause();
+        }
+        Ok(())
+    }
 }

@@ -1,307 +1,252 @@
-//! Post-fetch: routed experts' down-projections go to a GPU while gate and up compute.
+//! Post-fetch: the down-projections of routed experts go to a GPU while gate and up compute.
 //!
-//! Routing says which experts a layer uses before any of them is computed. Of each, the
-//! down-projection is needed last. [`PostFetch::schedule`] starts to copy just those, and
-//! returns at once; when they are needed, [`PostFetch::acquire`] tells for each whether to
-//! use the device or the CPU. Nothing is cached, nothing is guessed, and whatever fails is
-//! an answer "compute on the CPU", a counter and a reason, never an error.
+//! Routing names the experts of a layer before any of them is computed, and the
+//! down-projection of each is needed last. [`PostFetch::schedule`] starts to copy those
+//! down-projections and returns at once. [`PostFetch::acquire`] then chooses device or CPU for
+//! each expert. Nothing is cached or predicted. A failure is never an error: the expert is
+//! computed on the CPU, with a counter and a [`Reason`].
 //!
-//! | room | what it is for |
+//! Modules, top to bottom. A module imports only modules below it.
+//!
+//! | module | contents |
 //! |---|---|
-//! | [`plan`] | what there is to fetch |
-//! | [`policy`] | device or CPU |
-//! | [`answer`] | what to do about an expert, and waiting for it |
-//! | [`board`] | which expert is in which transfer, and how far each is |
-//! | [`scratchpad`] | which device memory is taken |
-//! | [`gpu`], [`pages`] | what is held on the device; page-locking the model in place |
-//! | [`fetcher`] | the thread that issues copies |
-//! | [`stats`], [`times`] | what it did, in numbers; how long copies took |
+//! | `fetcher`, `acquire` | the thread that issues copies; the choice for one expert |
+//! | `shared` | the state of a scheduler |
+//! | `times` | times of copies, and the log |
+//! | `device_state` | streams, events and memory on the device |
+//! | `transfer_table` | transfers and their experts |
+//! | `pages`, `plan` | page locks on the model; layers and weights |
+//! | `scratchpad`, `stats`, `policy` | an allocator for device memory; counters; reasons |
 //!
-//! A call of schedule only notes what is wanted: a driver takes microseconds for each copy
-//! and each event, and the thread that asks has experts to compute. One lock guards the
-//! board, for some hundred nanoseconds at a time and never across a call of the driver.
-//!
-//! The driver is behind [`AsyncDevice`]: how bytes move is its affair.
+//! A call of schedule only changes the transfer table, because the calling thread has experts
+//! to compute. One lock guards the table, for some hundred nanoseconds at a time and never
+//! during a call of the driver, which is behind [`AsyncDevice`].
 
-mod answer;
-mod board;
+mod acquire;
+mod device_state;
 mod fetcher;
-mod gpu;
 mod pages;
 mod plan;
 mod policy;
 mod scratchpad;
+mod shared;
 mod stats;
 mod times;
+mod transfer_table;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
-
-use crate::config;
 use crate::device::{AsyncDevice, DeviceError, Stream};
 use crate::model::Model;
 
-pub use answer::{Answer, ExpertBytes};
+pub use acquire::{Acquired, ExpertBytes};
 pub use policy::{Reason, State};
+pub use shared::Options;
 pub use stats::{SCHEMA, Stats};
 
-use answer::Use;
-use board::{Board, Phase};
-use fetcher::fetch;
-use gpu::Gpu;
-use pages::PageLocks;
-use plan::{Plan, PlannedLayer};
-use stats::{Counters, add};
-use times::LayerTimes;
+use acquire::{Access, acquire};
+use device_state::DeviceState;
+use plan::PlannedLayer;
+use shared::Shared;
+use stats::add;
 
-/// Transfers that can be out at a time, for whatever sizes experts have.
-const MOST_TRANSFERS: u64 = 1024;
-/// A host that lets its streams wait is ahead of them: so many scratchpads of transfers
-/// can be under way, one after the other.
-const AHEAD: u64 = 4;
-
-/// How to fetch.
-#[derive(Debug, Clone)]
-pub struct Options {
-    /// What the variables say.
-    pub config: config::PostFetch,
-    /// Experts per token; 0 for what the model's file says.
-    pub active: u32,
-    /// How long a copy may take before the device is given up.
-    pub patience: Duration,
-}
-
-impl Options {
-    /// What the environment says.
-    pub fn from_environment() -> Options {
-        Options {
-            config: config::Config::get().postfetch.clone(),
-            active: 0,
-            patience: Duration::from_secs(5),
-        }
-    }
-}
-
-/// Fetches the experts of a model for one evaluation at a time: two evaluations that run
-/// at the same time need two. All methods can be called from several threads.
+/// Fetches the experts of a model for one evaluation at a time. Evaluations that run at the same
+/// time need one scheduler each. All methods can be called from several threads.
+///
+/// A device is optional. Without one, every expert is computed on the CPU, with the reason:
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use llama_sidecar::device::DeviceError;
+/// use llama_sidecar::model::{Model, Options as ModelOptions};
+/// use llama_sidecar::postfetch::{Options, PostFetch, Reason};
+/// # use testkit::writer::{Gguf, Q4_0};
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("model.gguf");
+/// # Gguf::default().tensor("blk.0.ffn_down_exps.weight", &[64, 32, 8], Q4_0, 1).write(&path)?;
+///
+/// let model = Arc::new(Model::open(&path, ModelOptions::host())?);
+/// let postfetch = PostFetch::new(model, Options::from_environment(), || {
+///     Err(DeviceError::Failed {
+///         device: "cuda0".into(),
+///         action: "open",
+///         reason: "this example has no device".into(),
+///     })
+/// });
+///
+/// // Routing chose experts 3 and 5 of layer 0.
+/// postfetch.schedule(0, &[3, 5]);
+/// for expert in [3, 5] {
+///     let acquired = postfetch.acquire(0, expert);
+///     assert_eq!(acquired.reason, Reason::NoDevice);
+///     assert_eq!(acquired.device_address, 0);
+///     // Compute on the CPU, with the bytes in the model's mapping.
+///     let weights = acquired.expert.expect("the model has the expert");
+///     assert!(weights.host.is_some());
+/// }
+/// postfetch.release_layer(0);
+///
+/// assert_eq!(postfetch.stats().fallbacks[Reason::NoDevice as usize], 2);
+/// assert!(postfetch.mode().contains("this example has no device"));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct PostFetch {
     shared: Arc<Shared>,
     fetcher: Option<JoinHandle<()>>,
 }
 
-/// What callers and the fetching thread share.
-#[derive(Debug)]
-struct Shared {
-    model: Arc<Model>,
-    plan: Plan,
-    options: Options,
-    board: Mutex<Board>,
-    /// There is something to fetch, for a thread that sleeps and for one that looks out.
-    work: Condvar,
-    kicks: AtomicU64,
-    gpu: Option<Gpu>,
-    /// Why no device was used from the start.
-    never: Reason,
-    off: AtomicBool,
-    /// What is used, or why nothing is.
-    mode: Mutex<String>,
-    counters: Counters,
-    /// Held while events of transfers are recorded, or asked for their times.
-    clock: Mutex<()>,
-    /// Held from recording what the compute stream did until another waits for it.
-    hand_back: Mutex<()>,
-    times: Mutex<Vec<LayerTimes>>,
-}
-
 impl PostFetch {
-    /// Makes a scheduler for a model. `open` opens the device; it is not called when the
-    /// options want none. Whatever is missing, the result works: it then answers "CPU".
+    /// Makes a scheduler for a model. `open` opens the device; it is not called when the options
+    /// exclude the device. A failure is no error: the scheduler then always chooses the CPU.
     pub fn new(
         model: Arc<Model>,
         options: Options,
         open: impl FnOnce() -> Result<Arc<dyn AsyncDevice>, DeviceError>,
     ) -> PostFetch {
-        let plan = Plan::of(&model, options.active);
-        let never = match &options.config {
-            config if !config.enable => Reason::Disabled,
-            config if config.force_cpu => Reason::Forced,
-            _ => Reason::NoDevice,
-        };
-        let prepared = match never {
-            Reason::Disabled => Err("LLAMA_POSTFETCH_ENABLE=0".into()),
-            Reason::Forced => Err("LLAMA_POSTFETCH_FORCE_CPU=1".into()),
-            _ => prepare(&model, &plan, &options, open),
-        };
-        let (gpu, mode, transfers) = match prepared {
-            Ok((gpu, mode)) => {
-                let transfers = gpu.marks.len();
-                (Some(gpu), mode, transfers)
-            }
-            Err(why) => {
-                let mode = format!("post-fetch is off, every expert is computed on the CPU: {why}");
-                (None, mode, 0)
-            }
-        };
-        log::info!("{mode}");
-        let bytes = gpu.as_ref().map_or(0, |gpu| gpu.scratchpad.len());
-        let cells = gpu.as_ref().map_or(0, |_| plan.cells);
-        let shared = Arc::new(Shared {
-            times: Mutex::new(vec![LayerTimes::default(); plan.layers.len()]),
-            board: Mutex::new(Board::new(cells, bytes, transfers)),
-            work: Condvar::new(),
-            kicks: AtomicU64::new(0),
-            off: AtomicBool::new(gpu.is_none()),
-            never,
-            gpu,
-            mode: Mutex::new(mode),
-            counters: Counters::default(),
-            clock: Mutex::new(()),
-            hand_back: Mutex::new(()),
-            model,
-            plan,
-            options,
-        });
+        let shared = Arc::new(Shared::new(model, options, open));
         let fetcher = shared.gpu.as_ref().and_then(|_| {
             let shared = shared.clone();
-            let name = std::thread::Builder::new().name("llama-postfetch".into());
-            let fetch = move || {
-                let run = std::panic::AssertUnwindSafe(|| fetch(&shared));
-                if std::panic::catch_unwind(run).is_err() {
-                    shared.give_up("a defect of llama-sidecar, please report it");
-                }
-            };
-            name.spawn(fetch).ok()
+            let thread = std::thread::Builder::new().name("llama-postfetch".into());
+            thread.spawn(move || fetcher::run(&shared)).ok()
         });
         if shared.gpu.is_some() && fetcher.is_none() {
-            shared.give_up("no thread could be started");
+            shared.disable("cannot start a thread");
         }
         PostFetch { shared, fetcher }
     }
 
     /// Starts to copy the down-projections of these experts of a layer, in this order, and
-    /// returns at once. Ids can repeat; experts that are scheduled already stay as they are.
+    /// returns at once. Ids can repeat. Experts that are scheduled already are left as they are.
     pub fn schedule(&self, layer: u32, ids: &[i32]) {
         let shared = &*self.shared;
-        add(&shared.counters.calls, 1);
+        let counters = &shared.counters;
+        add(&counters.calls, 1);
         let (false, Some(planned)) = (shared.is_off(), shared.plan.layer(layer)) else {
             return;
         };
-        let done = shared.board.lock().schedule(&shared.model, planned, ids);
-        shared.kick();
-        let counters = &shared.counters;
+        let done = shared.table.lock().schedule(&shared.model, planned, ids);
+        shared.wake();
         add(&counters.experts, done.experts);
         add(&counters.coalesced, done.coalesced);
         add(&counters.duplicates, done.duplicates);
         add(&counters.rejected, done.rejected);
         if shared.options.config.debug {
-            shared.log_schedule(planned, ids, done.experts, done.bytes);
+            let counts = (done.experts, done.bytes);
+            shared
+                .times
+                .log_schedule(planned, ids, counts, &shared.table);
         }
     }
 
-    /// Where an expert is now. Never waits, counts nothing.
-    pub fn query(&self, layer: u32, expert: u32) -> Answer {
-        self.shared.answer(layer, expert, Use::Look)
+    /// Returns where an expert is now. Never waits, counts nothing.
+    pub fn query(&self, layer: u32, expert: u32) -> Acquired {
+        acquire(&self.shared, layer, expert, Access::Query)
     }
 
-    /// Whether to use the device or the CPU for an expert, by the policy: a copy that is
-    /// under way is waited for, unless `LLAMA_POSTFETCH_BLOCK_ON_MISS=0`. An answer for the
-    /// device holds until the expert is released.
-    pub fn acquire(&self, layer: u32, expert: u32) -> Answer {
-        self.shared.answer(layer, expert, Use::Host)
+    /// Chooses device or CPU for an expert. Waits for a copy that is under way, unless
+    /// `LLAMA_POSTFETCH_BLOCK_ON_MISS=0`. The address on the device is valid until the expert is
+    /// released.
+    pub fn acquire(&self, layer: u32, expert: u32) -> Acquired {
+        acquire(&self.shared, layer, expert, Access::Host)
     }
 
-    /// [`PostFetch::acquire`] for work in a stream of the device: the stream waits for the
-    /// bytes, the caller does not. When the expert is released, its memory is used again
-    /// only after the work that was in the stream by then. An expert is for one stream.
+    /// Does [`PostFetch::acquire`] for work in a stream of the device: the stream waits for the
+    /// bytes, the caller does not. After the release, the memory is used again only when the work
+    /// that was in the stream at the release is done. One stream can acquire an expert.
     ///
     /// # Safety
     ///
     /// The stream belongs to the same device, and exists until the expert is released.
-    pub unsafe fn acquire_on(&self, layer: u32, expert: u32, stream: Stream) -> Answer {
-        self.shared.answer(layer, expert, Use::Stream(stream))
+    pub unsafe fn acquire_on(&self, layer: u32, expert: u32, stream: Stream) -> Acquired {
+        acquire(&self.shared, layer, expert, Access::Stream(stream))
     }
 
-    /// Lets go of an expert: it will not be used before it is scheduled again.
+    /// Releases an expert. To use the expert again, schedule it again.
     pub fn release(&self, layer: u32, expert: u32) {
-        if let Some((planned, cell)) = self.shared.cell(layer, expert) {
-            self.shared.release(planned, cell..cell + 1);
+        if let Some((gpu, planned, slot)) = self.shared.slot(layer, expert) {
+            self.shared.release(gpu, slot..slot + 1);
+            self.log_layer(gpu, planned);
         }
     }
 
-    /// Lets go of all experts of a layer.
+    /// Releases all experts of a layer.
     pub fn release_layer(&self, layer: u32) {
         let shared = &*self.shared;
-        let (Some(planned), Some(_)) = (shared.plan.layer(layer), &shared.gpu) else {
+        let (Some(planned), Some(gpu)) = (shared.plan.layer(layer), &shared.gpu) else {
             return;
         };
-        let cells = planned.first_cell..planned.first_cell + planned.experts as usize;
-        shared.release(planned, cells);
+        let first = planned.first_slot;
+        shared.release(gpu, first..first + planned.experts as usize);
+        self.log_layer(gpu, planned);
     }
 
-    /// A stream for the host's kernels, ordered after no other; `None` without a device.
-    /// With `LLAMA_POSTFETCH_USE_DEDICATED_STREAMS=0` copies run in it, too.
+    fn log_layer(&self, gpu: &DeviceState, planned: &PlannedLayer) {
+        let shared = &*self.shared;
+        if shared.options.config.debug {
+            drop(shared.collect_times(gpu));
+            shared.times.log_layer(planned);
+        }
+    }
+
+    /// Returns a stream for the caller's kernels, which waits for no other stream; `None` without
+    /// a device. With `LLAMA_POSTFETCH_USE_DEDICATED_STREAMS=0` it is also the stream of the
+    /// copies.
     pub fn compute_stream(&self) -> Option<Stream> {
         Some(self.shared.gpu.as_ref()?.compute())
     }
 
-    /// Makes a stream of the host wait for all work that is in
-    /// [`PostFetch::compute_stream`] now.
+    /// Makes a stream of the caller wait for all work that is now in
+    /// [`PostFetch::compute_stream`].
     ///
     /// # Safety
     ///
     /// The stream exists and belongs to the same device.
     pub unsafe fn hand_back(&self, stream: Stream) -> Result<(), DeviceError> {
-        let Some(gpu) = &self.shared.gpu else {
-            return Ok(());
-        };
-        let _alone = self.shared.hand_back.lock();
-        let done = gpu.hand_back.event;
-        gpu.device.record(done, gpu.compute())?;
-        gpu.device.stream_wait(stream, done)
+        match &self.shared.gpu {
+            Some(gpu) => self.shared.join(gpu, stream),
+            None => Ok(()),
+        }
     }
 
-    /// Copies an expert back from the device; `None` unless it is there, and was acquired.
+    /// Copies an expert back from the device; `None` unless the expert is there and was acquired.
     pub fn download(&self, layer: u32, expert: u32) -> Option<Result<Vec<u8>, DeviceError>> {
-        let answer = self.query(layer, expert);
-        let (gpu, bytes) = (self.shared.gpu.as_ref()?, answer.expert?);
-        if answer.device_address == 0 {
+        let found = self.query(layer, expert);
+        let (gpu, weights) = (self.shared.gpu.as_ref()?, found.expert?);
+        if found.device_address == 0 {
             return None;
         }
-        let place = answer.device_address - gpu.scratchpad.address();
-        let mut found = vec![0; bytes.nbytes as usize];
-        Some(gpu.scratchpad.read(place, &mut found).map(|()| found))
+        let offset = found.device_address - gpu.scratchpad.address();
+        let mut bytes = vec![0; weights.nbytes as usize];
+        Some(gpu.scratchpad.read(offset, &mut bytes).map(|()| bytes))
     }
 
-    /// The layer whose down-projections a tensor of the model holds: of base weights only.
-    /// A tensor that a LoRA adapter or anybody else made is in no model, and is not fetched.
+    /// Returns the layer whose down-projections a tensor of the model holds. Only base weights
+    /// have a layer: a tensor of a LoRA adapter is in no model, and is not fetched.
     pub fn layer_of(&self, tensor: usize) -> Option<u32> {
         plan::layer_of(self.shared.model.experts(), tensor)
     }
 
-    /// The model that it fetches from.
+    /// Returns the model that the experts are fetched from.
     pub fn model(&self) -> &Arc<Model> {
         &self.shared.model
     }
 
-    /// What it works with and why, a sentence.
+    /// Returns device and setup, or the reason why no device is used, as a sentence.
     pub fn mode(&self) -> String {
-        self.shared.mode.lock().clone()
+        self.shared.mode()
     }
 
-    /// What it did so far.
+    /// Returns the statistics so far.
     pub fn stats(&self) -> Stats {
         let shared = &*self.shared;
         if let Some(gpu) = &shared.gpu {
-            let _clock = shared.clock.lock();
-            shared.take_times(gpu);
+            drop(shared.collect_times(gpu));
         }
         let mut stats = shared.counters.snapshot();
-        stats.scratchpad_peak = shared.board.lock().pad.peak();
+        stats.scratchpad_peak = shared.table.lock().peak();
         if let Some(gpu) = &shared.gpu {
             stats.scratchpad_bytes = gpu.scratchpad.len();
             stats.locked_bytes = gpu.pages.as_ref().map_or(0, |pages| pages.bytes());
@@ -310,231 +255,23 @@ impl PostFetch {
     }
 }
 
-/// Opens the device and makes room on it; or says why not.
-fn prepare(
-    model: &Arc<Model>,
-    plan: &Plan,
-    options: &Options,
-    open: impl FnOnce() -> Result<Arc<dyn AsyncDevice>, DeviceError>,
-) -> Result<(Gpu, String), String> {
-    let (largest, smallest) = plan.sizes(model);
-    if largest == 0 {
-        return Err(
-            "the model has no routed experts (tensors such as blk.0.ffn_down_exps.weight)".into(),
-        );
-    }
-    let device = open().map_err(|error| error.to_string())?;
-    let bytes = match options.config.scratchpad_bytes {
-        0 => largest,
-        bytes => bytes,
-    };
-    let at_a_time = bytes / plan::padded(smallest).max(1);
-    let transfers = (at_a_time * AHEAD).clamp(1, MOST_TRANSFERS) as usize;
-    let (pages, source) = match options.config.page_lock {
-        false => (
-            None,
-            "through page-locked buffers (LLAMA_POSTFETCH_PAGE_LOCK=0)".into(),
-        ),
-        true => match PageLocks::get(&device, model) {
-            Ok(pages) => {
-                let source = format!("from {} bytes page-locked in place", pages.bytes());
-                (Some(pages), source)
-            }
-            Err(why) => (None, format!("through page-locked buffers ({why})")),
-        },
-    };
-    let name = device.name().to_owned();
-    let gpu = Gpu::new(device, bytes, transfers, pages, options);
-    let gpu = gpu.map_err(|error| error.to_string())?;
-    let mode = format!(
-        "post-fetch to {name}: {} layers with experts, {} active; scratchpad of {bytes} bytes ({}); {source}",
-        plan.layers.len(),
-        plan.active,
-        match options.config.scratchpad_bytes {
-            0 => "what the active experts of the largest layer need",
-            _ => "LLAMA_POSTFETCH_SCRATCHPAD_MB",
-        },
-    );
-    Ok((gpu, mode))
-}
-
-impl Shared {
-    /// Tells the fetching thread that the board has changed.
-    fn kick(&self) {
-        self.kicks.fetch_add(1, Ordering::Release);
-        self.work.notify_one();
-    }
-
-    fn is_off(&self) -> bool {
-        self.off.load(Ordering::Relaxed)
-    }
-
-    fn cell(&self, layer: u32, expert: u32) -> Option<(&PlannedLayer, usize)> {
-        self.gpu.as_ref()?;
-        let planned = self.plan.layer(layer)?;
-        (expert < planned.experts).then(|| (planned, planned.first_cell + expert as usize))
-    }
-
-    fn release(&self, planned: &PlannedLayer, cells: std::ops::Range<usize>) {
-        let Some(gpu) = &self.gpu else {
-            return;
-        };
-        let mut board = self.board.lock();
-        for cell in cells {
-            self.release_cell(gpu, &mut board, cell);
-        }
-        drop(board);
-        if self.options.config.debug {
-            self.log_layer(gpu, planned);
-        }
-    }
-
-    fn release_cell(&self, gpu: &Gpu, board: &mut MutexGuard<'_, Board>, cell: usize) {
-        let Some((index, stream)) = board.release(cell) else {
-            return;
-        };
-        let consumed = gpu.marks[index].consumed.event;
-        let recorded =
-            MutexGuard::unlocked(board, || self.twice(|| gpu.device.record(consumed, stream)));
-        board.close(index, recorded.ok().map(|()| consumed));
-        if recorded.is_err() {
-            self.give_up("it cannot be known when a stream has used what was fetched");
-        }
-    }
-
-    /// Tries again once: an error need not last.
-    fn twice<T>(&self, call: impl Fn() -> Result<T, DeviceError>) -> Result<T, Reason> {
-        call()
-            .or_else(|error| {
-                self.note(&error);
-                call()
-            })
-            .map_err(|error| {
-                self.note(&error);
-                Reason::DeviceFailed
-            })
-    }
-
-    /// Counts an error of the driver.
-    fn note(&self, error: &DeviceError) {
-        add(&self.counters.errors, 1);
-        log::debug!("post-fetch: {error}");
-    }
-
-    /// A copy that was under way failed.
-    fn failed(&self, index: usize, number: u64, error: &DeviceError) {
-        self.note(error);
-        let mut board = self.board.lock();
-        let transfer = &board.transfers[index];
-        if transfer.number == number && transfer.phase == Phase::InFlight {
-            board.fail(index, Reason::DeviceFailed, true);
-        }
-        let failures = board.failures;
-        drop(board);
-        self.after_failure(failures, error);
-    }
-
-    fn after_failure(&self, failures: u32, error: &DeviceError) {
-        /// So many failures in a row are no accident.
-        const ENOUGH: u32 = 3;
-        if failures >= ENOUGH {
-            self.give_up(&error.to_string());
-        }
-    }
-
-    /// Uses the device no more.
-    fn give_up(&self, why: &str) {
-        if self.off.swap(true, Ordering::Relaxed) {
-            return;
-        }
-        let mode =
-            format!("post-fetch has given up its device, experts are computed on the CPU: {why}");
-        log::warn!("{mode}");
-        *self.mode.lock() = mode;
-        self.kick();
-    }
-
-    /// Whether nothing uses the device's memory any more.
-    fn is_quiet(&self, gpu: &Gpu) -> bool {
-        let mut board = self.board.lock();
-        for cell in 0..board.cells.len() {
-            self.release_cell(gpu, &mut board, cell);
-        }
-        let mut events = std::mem::take(&mut board.waits);
-        let doubtful = board.doubtful;
-        drop(board);
-        for (event, stream) in [
-            (gpu.quiet.event, gpu.fetch.stream),
-            (gpu.hand_back.event, gpu.compute()),
-        ] {
-            if self.twice(|| gpu.device.record(event, stream)).is_err() {
-                return false;
-            }
-            events.push(event);
-        }
-        let backoff = Backoff::new();
-        let patience = match self.is_off() {
-            true => Duration::from_millis(200),
-            false => self.options.patience,
-        };
-        !doubtful
-            && events.iter().all(|&event| {
-                loop {
-                    match self.twice(|| gpu.device.is_done(event)) {
-                        Ok(true) => return true,
-                        Ok(false) if backoff.elapsed() < patience => backoff.pause(),
-                        Ok(false) | Err(_) => return false,
-                    }
-                }
-            })
-    }
-}
-
 impl Drop for PostFetch {
     fn drop(&mut self) {
-        self.shared.board.lock().stop = true;
-        self.shared.kick();
+        self.shared.table.lock().stop();
+        self.shared.wake();
         if let Some(fetcher) = self.fetcher.take() {
-            // A panic there has been reported by its own hook.
+            // The thread has handled its own panic.
             let _ = fetcher.join();
         }
         let Some(gpu) = &self.shared.gpu else {
             return;
         };
-        if !self.shared.is_quiet(gpu) {
+        if !self.shared.wait_until_idle(gpu) {
             log::warn!(
-                "post-fetch: {} may still use its memory, which is therefore never freed",
+                "post-fetch: {} may still use its memory, which is therefore not freed",
                 gpu.device.name()
             );
             std::mem::forget(self.shared.clone());
-        }
-    }
-}
-
-/// Waiting for a device: watching at first, then sleeping.
-struct Backoff {
-    since: Instant,
-}
-
-impl Backoff {
-    /// A sleep costs about this much more than it was asked for.
-    const WATCH: Duration = Duration::from_micros(200);
-    const SLEEP: Duration = Duration::from_micros(30);
-
-    fn new() -> Backoff {
-        Backoff {
-            since: Instant::now(),
-        }
-    }
-
-    fn elapsed(&self) -> Duration {
-        self.since.elapsed()
-    }
-
-    fn pause(&self) {
-        match self.elapsed() < Backoff::WATCH {
-            true => std::thread::yield_now(),
-            false => std::thread::sleep(Backoff::SLEEP),
         }
     }
 }

@@ -1,9 +1,9 @@
-//! Page-locking the model where it is.
+//! Page locks on the model's mapping.
 //!
-//! A copy from pageable memory holds up whoever asks for it. Pages of the model's mapping
-//! can be locked in place (`cuMemHostRegister`): then its bytes go straight from the page
-//! cache to the device. That keeps all of them in memory, so it is done only for the
-//! down-projections, and only while they are no more than half of what is available.
+//! A copy from pageable memory blocks the thread that issues it. Pages of the model's mapping
+//! can be locked in place (`cuMemHostRegister`); their bytes then go from the page cache to the
+//! device without a buffer. Locked pages stay in memory, so only the down-projections are
+//! locked, and only up to half of the available memory.
 
 use std::sync::{Arc, Weak};
 
@@ -14,26 +14,26 @@ use crate::device::{AsyncDevice, system_memory};
 use crate::experts::Projection;
 use crate::model::{Model, TensorView};
 
-/// Of any system that runs this: x86-64 and AArch64 as Linux distributions configure it
-/// have pages of 4 KiB, or 16 or 64.
+/// The page size if the system does not report one: the largest of x86-64 and AArch64.
 const PAGE: usize = 64 << 10;
 
-/// Locked pages. Unlocked when dropped.
+/// Locked pages, which are unlocked on drop.
 #[derive(Debug)]
 pub(super) struct PageLocks {
     device: Arc<dyn AsyncDevice>,
     model: Arc<Model>,
-    /// First address and length of each, ascending.
+    /// First address and length of each range, ascending.
     ranges: Vec<(usize, usize)>,
-    /// Keep what is locked mapped.
+    /// Keep the locked pages mapped.
     _views: Vec<TensorView>,
 }
 
-/// Those of this process: contexts of a model share them, since nothing can be locked twice.
+/// All locks of the process. Schedulers of a model share its locks, because a page cannot be
+/// locked twice.
 static ALL: Lazy<Mutex<Vec<Weak<PageLocks>>>> = Lazy::new(Mutex::default);
 
 impl PageLocks {
-    /// Locks the down-projections of a model, or says why not.
+    /// Locks the down-projections of a model. The error is the reason for the log.
     pub fn get(
         device: &Arc<dyn AsyncDevice>,
         model: &Arc<Model>,
@@ -59,7 +59,7 @@ impl PageLocks {
         }
         if bytes as u64 > available / 2 {
             return Err(format!(
-                "its {bytes} bytes are more than half of the {available} that are available"
+                "its {bytes} bytes are more than half of the {available} bytes of available memory"
             ));
         }
         let mut locks = PageLocks {
@@ -79,7 +79,7 @@ impl PageLocks {
         Ok(locks)
     }
 
-    /// Whether bytes can be copied from where they are.
+    /// Returns whether all of these bytes are locked.
     pub fn cover(&self, start: *const u8, len: u64) -> bool {
         let start = start as usize;
         let after = self.ranges.partition_point(|range| range.0 <= start);
@@ -89,7 +89,7 @@ impl PageLocks {
         (start - first) as u64 + len <= locked as u64
     }
 
-    /// Bytes that are locked.
+    /// Returns the locked bytes.
     pub fn bytes(&self) -> u64 {
         self.ranges.iter().map(|range| range.1 as u64).sum()
     }
@@ -98,13 +98,13 @@ impl PageLocks {
 impl Drop for PageLocks {
     fn drop(&mut self) {
         for &(start, _) in &self.ranges {
-            // SAFETY: a scheduler drops its locks when its stream is quiet.
+            // SAFETY: a scheduler drops its locks when its stream is idle.
             let _ = unsafe { self.device.unlock_pages(start as *const u8) };
         }
     }
 }
 
-/// The whole pages around some bytes, each once.
+/// Returns the whole pages around some bytes, each once.
 fn page_ranges(bytes: impl Iterator<Item = (usize, usize)>) -> Vec<(usize, usize)> {
     let page = page_size();
     let mut all: Vec<(usize, usize)> = bytes
@@ -126,7 +126,7 @@ fn page_ranges(bytes: impl Iterator<Item = (usize, usize)>) -> Vec<(usize, usize
 }
 
 fn page_size() -> usize {
-    // SAFETY: asks for a number.
+    // SAFETY: takes and returns numbers.
     let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
     usize::try_from(size).unwrap_or(PAGE).max(1)
 }

@@ -1,78 +1,87 @@
-//! What there is to fetch: the down-projections of the routed experts.
+//! The layers that can be fetched, and the weights of their experts.
 
 use crate::device::ALIGNMENT;
-use crate::experts::{ExpertIndex, Projection};
+use crate::experts::{ExpertIndex, MAX_EXPERTS, Projection};
 use crate::model::{HOST, Layout, Model, TensorView};
 use crate::trace::ModelMeta;
 
-/// Experts per token where the file does not say.
-const USUAL_ACTIVE: u64 = 8;
-/// More than any layer has experts.
-const MOST_ACTIVE: u64 = 1 << 16;
+/// Experts per token if the file does not have the number.
+const DEFAULT_ACTIVE: u64 = 8;
 
 /// The layers of a model that have routed experts.
 #[derive(Debug, Default)]
 pub(super) struct Plan {
+    /// Ascending by number.
     pub layers: Vec<PlannedLayer>,
-    /// Experts of all layers.
-    pub cells: usize,
-    /// Experts of a layer that are active for a token.
+    /// Experts of all layers: each has a slot.
+    pub slots: usize,
+    /// Experts per token.
     pub active: u64,
 }
 
 /// A layer with routed experts.
 #[derive(Debug)]
 pub(super) struct PlannedLayer {
-    /// Its number in the names of tensors.
+    /// Position in the plan.
+    pub position: usize,
+    /// Number in the names of tensors.
     pub layer: u32,
-    /// The place of its first expert among those of all layers.
-    pub first_cell: usize,
+    /// Slot of the first expert; the others follow.
+    pub first_slot: usize,
+    /// Number of experts.
     pub experts: u32,
 }
 
-/// The down-projection of an expert, at one moment.
+/// The current down-projection of an expert.
 #[derive(Debug, Clone)]
-pub(super) struct Slice {
+pub(super) struct ExpertWeights {
     pub tensor: usize,
-    /// Keeps the bytes as they are.
+    /// Keeps the bytes alive and unchanged.
     pub view: TensorView,
-    /// Where in the tensor it begins.
+    /// First byte in the tensor.
     pub offset: u64,
     pub nbytes: u64,
-    /// Experts in the tensor, one after the other.
+    /// Number of experts in the tensor, one after the other.
     pub parts: u32,
 }
 
 impl Plan {
-    /// Reads the names of a model's tensors. `active` is how many experts a token uses, 0
-    /// for what the file says.
+    /// Plans the layers of a model. `active` is the number of experts per token; 0 for the
+    /// number in the file.
     pub fn of(model: &Model, active: u32) -> Plan {
+        let active = match active {
+            0 => ModelMeta::of(model.gguf_files()).experts_used,
+            active => u64::from(active),
+        };
         let mut plan = Plan {
             active: match active {
-                0 => ModelMeta::of(model.gguf_files()).experts_used,
-                active => u64::from(active),
+                0 => DEFAULT_ACTIVE,
+                active => active.min(u64::from(MAX_EXPERTS)),
             },
             ..Plan::default()
         };
-        if plan.active == 0 {
-            plan.active = USUAL_ACTIVE;
-        }
-        plan.active = plan.active.min(MOST_ACTIVE);
         for (layer, experts) in model.experts().layers_with(Projection::Down) {
             plan.layers.push(PlannedLayer {
+                position: plan.layers.len(),
                 layer,
-                first_cell: plan.cells,
+                first_slot: plan.slots,
                 experts,
             });
-            plan.cells += experts as usize;
+            plan.slots += experts as usize;
         }
         plan
     }
 
-    /// A layer by its number in the names.
+    /// Returns a layer by its number.
     pub fn layer(&self, layer: u32) -> Option<&PlannedLayer> {
         let at = self.layers.binary_search_by_key(&layer, |l| l.layer).ok()?;
         Some(&self.layers[at])
+    }
+
+    /// Returns the layer of a slot. Panics when there is no such slot.
+    pub fn layer_of_slot(&self, slot: usize) -> &PlannedLayer {
+        let after = self.layers.partition_point(|l| l.first_slot <= slot);
+        &self.layers[after - 1]
     }
 
     /// Returns the device memory that the active experts of the largest layer need, and the
@@ -80,8 +89,8 @@ impl Plan {
     pub fn sizes(&self, model: &Model) -> (u64, u64) {
         let (mut largest, mut smallest) = (0, u64::MAX);
         for layer in &self.layers {
-            let slices = (0..layer.experts).filter_map(|expert| layer.slice(model, expert));
-            let mut sizes: Vec<u64> = slices.map(|slice| slice.nbytes).collect();
+            let experts = (0..layer.experts).filter_map(|expert| layer.weights(model, expert));
+            let mut sizes: Vec<u64> = experts.map(|weights| weights.nbytes).collect();
             sizes.sort_unstable_by(|a, b| b.cmp(a));
             sizes.truncate(self.active as usize);
             smallest = smallest.min(sizes.last().copied().unwrap_or(u64::MAX));
@@ -94,46 +103,50 @@ impl Plan {
 /// Returns the layer whose down-projections a tensor holds.
 pub(super) fn layer_of(experts: &ExpertIndex, tensor: usize) -> Option<u32> {
     let mut all = experts.tensors().iter();
-    let name = all.find(|found| found.tensor == tensor)?.name;
-    let expert = name.expert.unwrap_or(0);
-    let slice = experts.slice(name.layer, Projection::Down, expert)?;
-    (slice.tensor == tensor).then_some(name.layer)
+    let found = all.find(|found| found.tensor == tensor)?;
+    let (layer, expert) = (found.name.layer, found.range().start);
+    let slice = experts.slice(layer, Projection::Down, expert)?;
+    (slice.tensor == tensor).then_some(layer)
 }
 
 impl PlannedLayer {
+    /// Returns the slot of an expert; `None` when the layer does not have the expert.
+    pub fn slot(&self, expert: u32) -> Option<usize> {
+        (expert < self.experts).then(|| self.first_slot + expert as usize)
+    }
+
     /// Returns the current weights of an expert.
-    pub fn slice(&self, model: &Model, expert: u32) -> Option<Slice> {
-        let place = model
-            .experts()
-            .slice(self.layer, Projection::Down, expert)?;
-        let view = model.tensor(place.tensor);
-        let bytes = place.within(view.nbytes());
-        Some(Slice {
-            tensor: place.tensor,
+    pub fn weights(&self, model: &Model, expert: u32) -> Option<ExpertWeights> {
+        let experts = model.experts();
+        let slice = experts.slice(self.layer, Projection::Down, expert)?;
+        let view = model.tensor(slice.tensor);
+        let bytes = slice.within(view.nbytes());
+        Some(ExpertWeights {
+            tensor: slice.tensor,
             offset: bytes.start,
             nbytes: bytes.end - bytes.start,
-            parts: place.parts,
+            parts: slice.parts,
             view,
         })
     }
 }
 
-impl Slice {
-    /// Where the bytes of an expert are in the process, if they can be read there: of this
-    /// one, or of one so many rows behind it.
+impl ExpertWeights {
+    /// Returns the address in the process of the expert that is `row` experts further in the
+    /// same tensor; `None` when the bytes cannot be read there without a copy.
     pub fn host(&self, model: &Model, row: u32) -> Option<*const u8> {
         let offset = self.offset + u64::from(row) * self.nbytes;
         let whole = model.host_bytes(&self.view)?;
         Some(whole.cast::<u8>().wrapping_add(offset as usize))
     }
 
-    /// Whether its bytes are in the memory of the process, or in a file.
+    /// Returns whether the bytes are in the memory of the process, or in a file.
     pub fn is_on_host(&self) -> bool {
         matches!(self.view.layout(), None | Some(Layout::Whole(HOST)))
     }
 }
 
-/// Bytes that an expert takes in the scratchpad.
+/// Returns the bytes that an expert takes in the scratchpad.
 pub(super) fn padded(nbytes: u64) -> u64 {
     nbytes.div_ceil(ALIGNMENT).saturating_mul(ALIGNMENT)
 }

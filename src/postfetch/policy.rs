@@ -1,83 +1,84 @@
-//! Device or CPU: the rule, and what there is to say about an answer.
+//! The choice between device and CPU, and its reasons.
 
-/// Where the copy of an expert is.
+/// Progress of an expert's copy, with the numbers of `enum llama_postfetch_state`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
 pub enum State {
-    /// There is none.
-    CpuOnly,
-    /// Queued or under way.
-    CopyInFlight,
+    /// Not copied.
+    CpuOnly = 0,
+    /// Queued, or in the stream.
+    CopyInFlight = 1,
     /// On the device.
-    GpuReady,
+    GpuReady = 2,
 }
 
-/// Why an answer is "compute on the CPU".
+/// Reason to compute an expert on the CPU, with the numbers of `enum llama_postfetch_reason`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Reason {
-    /// It is not: use the device.
+    /// No reason: use the device.
     None = 0,
-    /// `LLAMA_POSTFETCH_ENABLE=0`.
+    /// Post-fetch is disabled (`LLAMA_POSTFETCH_ENABLE=0`).
     Disabled = 1,
-    /// `LLAMA_POSTFETCH_FORCE_CPU=1`.
-    Forced = 2,
-    /// No driver, no device, no memory for the scratchpad, or given up after errors.
+    /// The CPU is forced for all experts (`LLAMA_POSTFETCH_FORCE_CPU=1`).
+    ForcedCpu = 2,
+    /// No driver, no device, no memory for the scratchpad, or the device is unused after errors.
     NoDevice = 3,
-    /// No down-projection of the model: another tensor, or an expert that it has not.
-    Foreign = 4,
-    /// Nobody scheduled it.
+    /// Not an expert of the model: the layer has no routed experts, or fewer.
+    NotAnExpert = 4,
+    /// Not scheduled, or released.
     NotScheduled = 5,
-    /// The scratchpad was full.
+    /// The scratchpad is full.
     NoRoom = 6,
-    /// Still under way, and `LLAMA_POSTFETCH_BLOCK_ON_MISS=0`.
+    /// The copy is not done, and waiting is disabled (`LLAMA_POSTFETCH_BLOCK_ON_MISS=0`).
     Missed = 7,
-    /// Its bytes could not be read.
+    /// The expert's bytes cannot be read from the model.
     ReadFailed = 8,
-    /// The driver refused something.
+    /// The driver returned an error, or another stream uses the expert.
     DeviceFailed = 9,
-    /// The copy did not end in time.
+    /// The copy took longer than the timeout.
     TimedOut = 10,
-    /// It is not in host memory: there is nothing to fetch.
-    Elsewhere = 11,
+    /// Not in host memory: the tensor is on a device already.
+    NotInHostMemory = 11,
 }
 
 impl Reason {
-    /// All of them, by their numbers.
+    /// All reasons, in the order of their numbers.
     pub const ALL: [Reason; 12] = [
         Reason::None,
         Reason::Disabled,
-        Reason::Forced,
+        Reason::ForcedCpu,
         Reason::NoDevice,
-        Reason::Foreign,
+        Reason::NotAnExpert,
         Reason::NotScheduled,
         Reason::NoRoom,
         Reason::Missed,
         Reason::ReadFailed,
         Reason::DeviceFailed,
         Reason::TimedOut,
-        Reason::Elsewhere,
+        Reason::NotInHostMemory,
     ];
 
-    /// For statistics.
+    /// Returns the name in the statistics.
     pub fn name(self) -> &'static str {
         match self {
             Reason::None => "none",
             Reason::Disabled => "disabled",
-            Reason::Forced => "forced",
+            Reason::ForcedCpu => "forced",
             Reason::NoDevice => "no_device",
-            Reason::Foreign => "foreign",
+            Reason::NotAnExpert => "foreign",
             Reason::NotScheduled => "not_scheduled",
             Reason::NoRoom => "no_room",
             Reason::Missed => "missed",
             Reason::ReadFailed => "read_failed",
             Reason::DeviceFailed => "device_failed",
             Reason::TimedOut => "timed_out",
-            Reason::Elsewhere => "elsewhere",
+            Reason::NotInHostMemory => "elsewhere",
         }
     }
 }
 
-/// What to do about an expert that is about to be used.
+/// What to do with an expert that is about to be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Action {
     UseDevice,
@@ -85,7 +86,7 @@ pub(super) enum Action {
     UseCpu,
 }
 
-/// The rule of the seed: the device never has to be used.
+/// Chooses what to do. Using the device is always optional; the CPU is the fallback.
 pub(super) fn action(state: State, block_on_miss: bool) -> Action {
     match state {
         State::GpuReady => Action::UseDevice,
@@ -99,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_whole_table() {
+    fn every_state_has_its_action() {
         use State::*;
         for (state, block, expected) in [
             (CpuOnly, true, Action::UseCpu),

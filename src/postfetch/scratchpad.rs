@@ -1,9 +1,10 @@
-//! Which parts of the device's scratchpad are taken.
+//! An allocator for the scratchpad on the device.
 //!
-//! One allocation on the device, given out at cumulative offsets: experts differ in
-//! size. A part is never given out twice before it is given back, whoever asks, so layers
-//! that are under way at the same time cannot share bytes.
+//! The scratchpad is one allocation. Its parts are taken at cumulative offsets, because experts
+//! differ in size. A part is given out again only after it was given back, so layers that are
+//! under way at the same time do not share bytes.
 
+/// The free and taken parts of the scratchpad.
 #[derive(Debug)]
 pub(super) struct Scratchpad {
     len: u64,
@@ -13,7 +14,7 @@ pub(super) struct Scratchpad {
 }
 
 impl Scratchpad {
-    /// `parts` is the most that will be out at a time: then nothing is allocated later.
+    /// Makes an allocator for `len` bytes. Up to `parts` parts at a time need no allocation.
     pub fn new(len: u64, parts: usize) -> Scratchpad {
         Scratchpad {
             len,
@@ -22,7 +23,7 @@ impl Scratchpad {
         }
     }
 
-    /// Takes the first place that is large enough.
+    /// Takes the first free part that is large enough, and returns its offset.
     pub fn take(&mut self, len: u64) -> Option<u64> {
         let mut start = 0;
         let mut at = 0;
@@ -41,19 +42,19 @@ impl Scratchpad {
         Some(start)
     }
 
-    /// Gives back what [`Scratchpad::take`] gave.
+    /// Gives back a part by its offset.
     pub fn give(&mut self, start: u64) {
         let at = self.taken.binary_search_by_key(&start, |part| part.0);
         self.taken
             .remove(at.expect("only what was taken is given back"));
     }
 
-    /// Bytes that are taken.
+    /// Returns the bytes that are taken.
     pub fn used(&self) -> u64 {
         self.taken.iter().map(|part| part.1).sum()
     }
 
-    /// The most that ever was.
+    /// Returns the most bytes that were taken at a time.
     pub fn peak(&self) -> u64 {
         self.peak
     }

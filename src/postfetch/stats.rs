@@ -1,4 +1,4 @@
-//! What a scheduler did, in numbers.
+//! Statistics of a scheduler.
 
 use std::fmt::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,11 +7,12 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::policy::Reason;
+use crate::device::DeviceError;
 
-/// Version of the JSON.
+/// Name and version of the JSON format.
 pub const SCHEMA: &str = "llama-sidecar/post-fetch/1";
 
-/// Counters that threads add to.
+/// Counters of a scheduler. Any thread can add to them.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     pub calls: AtomicU64,
@@ -31,52 +32,60 @@ pub(super) struct Counters {
     pub fallbacks: [AtomicU64; Reason::ALL.len()],
 }
 
+/// Adds to a counter.
 pub(super) fn add(counter: &AtomicU64, more: u64) {
     counter.fetch_add(more, Ordering::Relaxed);
 }
 
-/// What a scheduler did since it was made.
+/// Statistics of a scheduler since it was made.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Calls of schedule.
     pub calls: u64,
     /// Experts that were put into transfers.
     pub experts: u64,
-    /// Those of them that were copied together with a neighbour before them.
+    /// Experts that share a copy with a neighbour before them.
     pub coalesced: u64,
-    /// Ids that were scheduled already.
+    /// Ids of experts that were scheduled already.
     pub duplicates: u64,
     /// Ids that are no experts of their layer.
     pub rejected: u64,
     /// Copies that were issued.
     pub copies: u64,
-    /// Those of them that went through page-locked buffers.
+    /// Copies through page-locked buffers.
     pub staged_copies: u64,
-    /// Their bytes.
+    /// Bytes of all copies.
     pub bytes: u64,
-    /// Answers "use the device".
+    /// Experts that were acquired for the device.
     pub hits: u64,
-    /// Those of them for which the host's stream waits, and not the host.
+    /// Hits for which a stream of the caller waits instead of the caller.
     pub stream_hits: u64,
-    /// Answers for which the host waited.
+    /// Acquisitions that waited for a copy.
     pub waits: u64,
-    /// How long it waited.
+    /// Total time of those waits.
     pub wait: Duration,
-    /// How long copies took on the device.
+    /// Total time of the copies on the device.
     pub transfer: Duration,
     /// Errors of the driver.
     pub errors: u64,
-    /// Answers "compute on the CPU", by reason.
+    /// Experts that were acquired for the CPU, by reason.
     pub fallbacks: [u64; Reason::ALL.len()],
-    /// Device memory for experts, in bytes.
+    /// Size of the scratchpad on the device, in bytes.
     pub scratchpad_bytes: u64,
-    /// The most of it that was in use.
+    /// The most bytes of the scratchpad that were in use at a time.
     pub scratchpad_peak: u64,
-    /// Memory of the model that is page-locked in place, in bytes.
+    /// Bytes of the model that are page-locked in place.
     pub locked_bytes: u64,
 }
 
 impl Counters {
+    /// Counts and logs an error of the driver.
+    pub fn note_error(&self, error: &DeviceError) {
+        add(&self.errors, 1);
+        log::debug!("post-fetch: {error}");
+    }
+
+    /// Returns the counts at this moment.
     pub fn snapshot(&self) -> Stats {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Stats {
@@ -100,20 +109,20 @@ impl Counters {
     }
 }
 
-/// How much of the copies' time nobody waited for; `None` when they took none.
+/// Returns the share of the copies' time without a wait, 0 to 1; `None` without copies.
 pub(super) fn overlap(transfer: Duration, wait: Duration) -> Option<f64> {
     let transfer = transfer.as_secs_f64();
     (transfer > 0.0).then(|| (1.0 - wait.as_secs_f64() / transfer).max(0.0))
 }
 
 impl Stats {
-    /// How much of the copies' time the host did not wait for, 0 to 1; `None` before a copy
-    /// was timed.
+    /// Returns the share of the copies' time without a wait, 0 to 1; `None` before a copy was
+    /// timed.
     pub fn overlap(&self) -> Option<f64> {
         overlap(self.transfer, self.wait)
     }
 
-    /// All answers "compute on the CPU".
+    /// Returns the experts that were acquired for the CPU, for all reasons.
     pub fn all_fallbacks(&self) -> u64 {
         self.fallbacks.iter().sum()
     }
@@ -125,7 +134,7 @@ impl Stats {
             .map(|(reason, count)| (reason.name(), count))
     }
 
-    /// As JSON. `mode` says in words what the scheduler works with.
+    /// Returns the statistics as JSON. `mode` describes the device and its setup.
     pub fn to_json(&self, mode: &str) -> Value {
         json!({
             "schema": SCHEMA,
@@ -153,7 +162,7 @@ impl Stats {
         })
     }
 
-    /// For people.
+    /// Returns the statistics as text. `mode` describes the device and its setup.
     pub fn to_text(&self, mode: &str) -> String {
         let mib = |bytes: u64| bytes as f64 / (1 << 20) as f64;
         let mut text = format!("{mode}\n");

@@ -1,80 +1,104 @@
-//! How long copies took, and what is logged about them.
+//! The times of copies, and the log lines of `LLAMA_POSTFETCH_DEBUG=1`.
 
 use std::time::{Duration, Instant};
 
-use super::Shared;
-use super::board::Cell;
-use super::gpu::Gpu;
-use super::plan::PlannedLayer;
-use super::stats::{add, overlap};
+use parking_lot::{Mutex, MutexGuard};
+
+use super::device_state::DeviceState;
+use super::plan::{Plan, PlannedLayer};
+use super::stats::{Counters, add, overlap};
+use super::transfer_table::TransferTable;
 use crate::logger::REQUESTED;
 
-/// For the log of a layer.
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct LayerTimes {
-    began: Option<Instant>,
-    transfer: Duration,
-    pub waited: Duration,
+/// Times of the transfers and of each layer.
+#[derive(Debug)]
+pub(super) struct CopyTimes {
+    /// Held while events of transfers are recorded, or their times are read.
+    events: Mutex<()>,
+    /// Only for the log.
+    layers: Mutex<Vec<LayerTimes>>,
 }
 
-impl Shared {
-    /// Adds up how long transfers took. The caller holds the clock.
-    pub(super) fn take_times(&self, gpu: &Gpu) {
+/// Times of a layer since its last line in the log.
+#[derive(Debug, Clone, Copy, Default)]
+struct LayerTimes {
+    began: Option<Instant>,
+    transfer: Duration,
+    waited: Duration,
+}
+
+impl CopyTimes {
+    pub fn new(plan: &Plan) -> CopyTimes {
+        CopyTimes {
+            events: Mutex::new(()),
+            layers: Mutex::new(vec![LayerTimes::default(); plan.layers.len()]),
+        }
+    }
+
+    /// Adds up the times of all transfers that are done. Until the returned lock is dropped, no
+    /// other thread reads times: events can be recorded.
+    pub fn collect(
+        &self,
+        gpu: &DeviceState,
+        table: &Mutex<TransferTable>,
+        plan: &Plan,
+        counters: &Counters,
+    ) -> MutexGuard<'_, ()> {
+        let events = self.events.lock();
+        // In two statements: the lock of the table ends before the driver is called.
         loop {
-            let mut board = self.board.lock();
-            let mut all = board.transfers.iter_mut().enumerate();
-            let Some((index, transfer)) = all.find(|(_, transfer)| transfer.untimed) else {
-                return;
+            let untimed = table.lock().take_untimed();
+            let Some((id, slot)) = untimed else {
+                return events;
             };
-            transfer.untimed = false;
-            let cell = transfer.cell;
-            drop(board);
-            let marks = &gpu.marks[index];
-            match gpu.device.elapsed(marks.start.event, marks.ready.event) {
+            let transfer = &gpu.events[id.index()];
+            match gpu
+                .device
+                .elapsed(transfer.start.event, transfer.ready.event)
+            {
                 Ok(took) => {
-                    add(&self.counters.transfer_ns, took.as_nanos() as u64);
-                    if self.options.config.debug {
-                        let layers = &self.plan.layers;
-                        let at = layers.partition_point(|layer| layer.first_cell <= cell) - 1;
-                        self.times.lock()[at].transfer += took;
-                    }
+                    add(&counters.transfer_ns, took.as_nanos() as u64);
+                    let layer = plan.layer_of_slot(slot);
+                    self.layers.lock()[layer.position].transfer += took;
                 }
-                Err(error) => self.note(&error),
+                Err(error) => counters.note_error(&error),
             }
         }
     }
 
-    pub(super) fn log_schedule(
+    /// Adds the time of a wait for an expert of a layer.
+    pub fn waited(&self, planned: &PlannedLayer, took: Duration) {
+        self.layers.lock()[planned.position].waited += took;
+    }
+
+    /// Logs what a call of schedule transfers.
+    pub fn log_schedule(
         &self,
         planned: &PlannedLayer,
         ids: &[i32],
-        experts: u64,
-        bytes: u64,
+        (experts, bytes): (u64, u64),
+        table: &Mutex<TransferTable>,
     ) {
-        self.layer_times(planned, |times| times.began = Some(Instant::now()));
+        self.layers.lock()[planned.position].began = Some(Instant::now());
         log::debug!(target: REQUESTED, "[PF] Layer {}: Transferring {experts} experts, total {} MB",
                 planned.layer,
                 bytes >> 20);
         for &id in ids {
-            let cell = planned.first_cell.wrapping_add(id as usize);
-            let board = self.board.lock();
-            let Some(&Cell::Held { transfer, row, .. }) = board.cells.get(cell) else {
-                continue;
-            };
-            let transfer = &board.transfers[transfer];
-            let nbytes = transfer.slice.as_ref().map_or(0, |slice| slice.nbytes);
-            let offset = transfer.place + u64::from(row) * transfer.pitch;
-            drop(board);
-            log::debug!(target: REQUESTED, "[PF]   Expert {id}: {nbytes} bytes @ offset {offset}");
+            let slot = u32::try_from(id).ok().and_then(|id| planned.slot(id));
+            let held = slot.and_then(|slot| {
+                let table = table.lock();
+                let held = table.held(slot)?;
+                Some((held.weights.nbytes, held.offset))
+            });
+            if let Some((nbytes, offset)) = held {
+                log::debug!(target: REQUESTED, "[PF]   Expert {id}: {nbytes} bytes @ offset {offset}");
+            }
         }
     }
 
-    pub(super) fn log_layer(&self, gpu: &Gpu, planned: &PlannedLayer) {
-        {
-            let _clock = self.clock.lock();
-            self.take_times(gpu);
-        }
-        let times = self.layer_times(planned, std::mem::take);
+    /// Logs the times of a layer that is released, if it was scheduled.
+    pub fn log_layer(&self, planned: &PlannedLayer) {
+        let times = std::mem::take(&mut self.layers.lock()[planned.position]);
         let Some(began) = times.began else {
             return;
         };
@@ -84,15 +108,5 @@ impl Shared {
                 times.transfer.as_secs_f64() * 1e3,
                 began.elapsed().as_secs_f64() * 1e3,
                 overlap * 100.0);
-    }
-
-    pub(super) fn layer_times<T>(
-        &self,
-        planned: &PlannedLayer,
-        with: impl FnOnce(&mut LayerTimes) -> T,
-    ) -> T {
-        let layers = &self.plan.layers;
-        let at = layers.partition_point(|layer| layer.layer < planned.layer);
-        with(&mut self.times.lock()[at])
     }
 }

@@ -1,15 +1,15 @@
-//! How much memory swapped tensors may hold beside the model.
+//! Limits the memory that swapped tensors hold beside the model.
 //!
-//! `LLAMA_SIDECAR_MEMORY_MB` sets it. Without it, the bound is what the machine and the
-//! process's control group can still give, less a reserve: a swap must not be the reason
-//! for which the kernel ends a server.
+//! `LLAMA_SIDECAR_MEMORY_MB` sets the limit. Without it, the limit is the free memory of the
+//! machine or of the control group of the process, less a reserve: a swap must not make the
+//! kernel kill a server.
 
 use std::path::{Path, PathBuf};
 
-/// Bytes that new buffers need and that older ones hold.
+/// The memory that new buffers need and that swapped tensors hold.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Need {
-    /// Bytes that swapped tensors hold already, anywhere.
+    /// Bytes that swapped tensors hold already, in any memory.
     pub held: u64,
     /// Bytes of new buffers in memory of the process.
     pub host: u64,
@@ -17,21 +17,21 @@ pub struct Need {
     pub device: u64,
 }
 
-/// Of memory that is free, what new buffers may take: one sixteenth, and at least 64 MiB, is
-/// left to others.
+/// Returns how much of the free memory new buffers may use: all but one sixteenth, and all but at
+/// least 64 MiB.
 pub fn usable(free: u64) -> u64 {
     free.saturating_sub((free / 16).max(64 << 20))
 }
 
-/// Checks that new buffers fit; the reason when they do not. `limit` is in bytes, `None`
-/// for what the machine can give.
+/// Checks that new buffers are within the limit, and returns the reason when they are not.
+/// `limit` is in bytes; `None` for the free memory.
 pub(super) fn check(limit: Option<u64>, need: Need) -> Result<(), String> {
     const MIB: u64 = 1 << 20;
     let new = need.host.saturating_add(need.device);
     if let Some(limit) = limit {
         if need.held.saturating_add(new) > limit {
             return Err(format!(
-                "staging {} MiB beside the {} MiB that swapped tensors hold would exceed LLAMA_SIDECAR_MEMORY_MB={}: raise it, or return tensors to their originals first",
+                "staging {} MiB beside the {} MiB that swapped tensors hold would exceed LLAMA_SIDECAR_MEMORY_MB={}: raise the limit, or return tensors to their originals first",
                 new.div_ceil(MIB),
                 need.held.div_ceil(MIB),
                 limit / MIB
@@ -45,7 +45,7 @@ pub(super) fn check(limit: Option<u64>, need: Need) -> Result<(), String> {
     let usable = usable(free);
     if need.host > usable {
         return Err(format!(
-            "staging {} MiB needs more than the {} MiB that {what} leaves to new buffers: free memory, or set LLAMA_SIDECAR_MEMORY_MB to allow it",
+            "staging {} MiB needs more than the {} MiB that {what} leaves for new buffers: free memory, or set LLAMA_SIDECAR_MEMORY_MB to allow it",
             need.host.div_ceil(MIB),
             usable / MIB
         ));
@@ -53,7 +53,7 @@ pub(super) fn check(limit: Option<u64>, need: Need) -> Result<(), String> {
     Ok(())
 }
 
-/// What this process can still allocate, and what bounds it.
+/// Returns the bytes that this process can still allocate, and the name of the limit.
 fn free_memory() -> Option<(u64, &'static str)> {
     let machine = available(&std::fs::read_to_string("/proc/meminfo").ok()?)?;
     let group = control_groups(&std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default())
@@ -66,7 +66,7 @@ fn free_memory() -> Option<(u64, &'static str)> {
     })
 }
 
-/// `MemAvailable` of /proc/meminfo, in bytes.
+/// Returns `MemAvailable` of /proc/meminfo, in bytes.
 fn available(meminfo: &str) -> Option<u64> {
     let line = meminfo
         .lines()
@@ -75,8 +75,8 @@ fn available(meminfo: &str) -> Option<u64> {
     kib.checked_mul(1024)
 }
 
-/// The folders of a process's control groups and of those above them, as cgroups(7) lays
-/// them out: version 2, and the memory controller of version 1.
+/// Returns the folders of the control groups of a process and of the groups above them
+/// (cgroups(7)): version 2, and the memory controller of version 1.
 fn control_groups(of_process: &str) -> Vec<PathBuf> {
     let mut folders = Vec::new();
     for line in of_process.lines() {
@@ -99,7 +99,8 @@ fn control_groups(of_process: &str) -> Vec<PathBuf> {
     folders
 }
 
-/// What a control group can still take; page cache counts as free. `None` without a limit.
+/// Returns the bytes that a control group can still use; page cache counts as free. `None` without
+/// a limit.
 fn free_in_group(folder: &Path) -> Option<u64> {
     let number = |names: [&str; 2]| {
         let text = names
@@ -113,7 +114,7 @@ fn free_in_group(folder: &Path) -> Option<u64> {
     Some(limit.saturating_sub(used.saturating_sub(cached(&statistics))))
 }
 
-/// Bytes of files that can be dropped, from `memory.stat`.
+/// Returns the bytes of page cache that can be dropped, from `memory.stat`.
 fn cached(statistics: &str) -> u64 {
     let field = |name: &str| {
         let mut lines = statistics.lines();
@@ -169,11 +170,11 @@ mod tests {
         assert_eq!(cached("inactive_file 5\nactive_file 7\nfile 99\n"), 12);
         let folder = tempfile::tempdir().expect("a folder");
         assert_eq!(free_in_group(folder.path()), None);
-        std::fs::write(folder.path().join("memory.max"), "max\n").expect("room");
-        std::fs::write(folder.path().join("memory.current"), "100\n").expect("room");
+        std::fs::write(folder.path().join("memory.max"), "max\n").expect("written");
+        std::fs::write(folder.path().join("memory.current"), "100\n").expect("written");
         assert_eq!(free_in_group(folder.path()), None);
-        std::fs::write(folder.path().join("memory.max"), "1000\n").expect("room");
-        std::fs::write(folder.path().join("memory.stat"), "inactive_file 40\n").expect("room");
+        std::fs::write(folder.path().join("memory.max"), "1000\n").expect("written");
+        std::fs::write(folder.path().join("memory.stat"), "inactive_file 40\n").expect("written");
         assert_eq!(free_in_group(folder.path()), Some(940));
     }
 }

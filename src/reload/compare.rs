@@ -1,21 +1,47 @@
-//! What each tensor of a changed file needs.
+//! Decides what happens to each tensor of a changed file.
 
 use std::collections::HashMap;
 
 use parking_lot::Mutex;
 
 use super::content::{self, Content};
+use super::detect::ChangedFile;
 use super::hash::Hash;
-use super::{
-    Action, Cause, ChangedFile, Decision, OriginalBytes, Outcome, Registry, Report, Store,
-    TensorReport, Watched,
-};
+use super::registry::{OriginalBytes, Registry};
+use super::report::{Cause, Report};
+use super::store::Store;
 use crate::background;
 use crate::config::Config;
 use crate::gguf::FileId;
 
-/// Decides for every tensor of every changed file. Files that cannot be taken are
-/// removed from `changed` and reported.
+/// The decision about one tensor.
+pub(super) struct Decision {
+    pub tensor: usize,
+    /// Position of its file among the changed files.
+    pub changed: usize,
+    /// Position of the tensor in the new header.
+    pub info: usize,
+    pub content: Content,
+    pub action: Action,
+    /// What is known of the original bytes after the commit; `None` when that does not change.
+    pub leaves: Option<OriginalBytes>,
+}
+
+/// What is done to a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Action {
+    /// The bytes in use are the bytes of the file.
+    Keep,
+    /// The bytes in use have changed already, in the mapped file.
+    InPlace,
+    /// The original bytes are used again.
+    Return,
+    /// The bytes of the file are read.
+    Swap,
+}
+
+/// Decides for every tensor of every changed file. Files that cannot be used are removed from
+/// `changed` and reported. Reads and hashes tensors, and keeps the hashes for later reloads.
 pub(super) fn decide<S: Store>(
     registry: &mut Registry,
     store: &S,
@@ -28,7 +54,7 @@ pub(super) fn decide<S: Store>(
     hash_live(registry, store, changed);
     let mut decisions = Vec::new();
     for (at, file) in changed.iter().enumerate() {
-        let contents = registry.files[file.file].contents_of(file);
+        let contents = registry.files[file.file].contents_of(file.gguf.source.id());
         for (tensor, info, content) in contents {
             let (action, leaves) = action(registry, store, file, tensor, info, content.hash);
             decisions.push(Decision {
@@ -44,22 +70,10 @@ pub(super) fn decide<S: Store>(
     decisions
 }
 
-impl Watched {
-    /// Index, position in the new header, and content of each tensor of a version that was
-    /// read.
-    fn contents_of(&self, file: &ChangedFile) -> Vec<(usize, usize, Content)> {
-        let id = file.gguf.source.id();
-        let read = self.contents.iter().filter(|(of, _)| *of == id);
-        read.flat_map(|(_, contents)| self.tensors.iter().zip(contents))
-            .map(|(&tensor, &(info, content))| (tensor, info, content))
-            .collect()
-    }
-}
-
 /// Refuses files in which a tensor is missing or has another shape.
 ///
-/// Such a file holds another model. Taking the tensors that happen to fit would
-/// mix two models, so all of the file is refused, each tensor by name.
+/// Such a file holds another model. Using the tensors that fit would mix two models, so the whole
+/// file is refused, each tensor by name.
 fn refuse_other_models(
     registry: &mut Registry,
     changed: &mut Vec<ChangedFile>,
@@ -68,16 +82,16 @@ fn refuse_other_models(
     changed.retain(|file| {
         let header = &file.gguf.header;
         let misfit = |tensor: usize| {
-            let source = &registry.tensors[tensor].source;
-            let name = source.name.to_string_lossy();
-            let Some(info) = header.find(&source.name) else {
+            let known = &registry.tensors[tensor];
+            let name = known.name.to_string_lossy();
+            let Some(info) = header.find(&known.name) else {
                 return Some(format!("the file has no tensor '{name}' any more"));
             };
             let info = &header.tensors[info];
-            (info.ne != source.ne).then(|| {
+            (info.ne != known.ne).then(|| {
                 format!(
                     "tensor '{name}' has shape {:?} in the file, the model needs {:?}",
-                    info.ne, source.ne
+                    info.ne, known.ne
                 )
             })
         };
@@ -99,8 +113,8 @@ fn refuse_other_models(
     });
 }
 
-/// Reads the tensors of each changed file, once for each version of it. A file that cannot
-/// be read is removed.
+/// Reads the tensors of each changed file, once for each version of the file. Files that cannot
+/// be read are removed.
 fn read_files<S: Store>(
     registry: &mut Registry,
     store: &S,
@@ -127,7 +141,7 @@ fn read_files<S: Store>(
     });
 }
 
-/// Position in the new header and content of each tensor of a file.
+/// Returns the position in the new header and the content of each tensor of a file.
 fn read_file<S: Store>(
     registry: &Registry,
     store: &S,
@@ -136,7 +150,7 @@ fn read_file<S: Store>(
     let (source, header) = (&file.gguf.source, &file.gguf.header);
     source.advise_random();
     let tensors = registry.files[file.file].tensors.iter();
-    let infos = tensors.filter_map(|&tensor| header.find(&registry.tensors[tensor].source.name));
+    let infos = tensors.filter_map(|&tensor| header.find(&registry.tensors[tensor].name));
     let mut contents: Vec<(usize, Option<Content>)> = infos.map(|info| (info, None)).collect();
     let failure = Mutex::new("the model was freed meanwhile".to_owned());
     background::for_each(
@@ -162,8 +176,9 @@ fn read_file<S: Store>(
         .ok_or_else(|| failure.into_inner())
 }
 
-/// Brings the hashes of the bytes in use up to date, for all tensors of the changed files that
-/// are not used out of a file that was written in place.
+/// Hashes the bytes in use of all tensors of the changed files. Leaves out tensors that are used
+/// through the mapping of a file that was written in place: [`action`] compares their known hash
+/// with the new one.
 fn hash_live<S: Store>(registry: &mut Registry, store: &S, changed: &[ChangedFile]) {
     let ids: HashMap<usize, FileId> = changed
         .iter()
@@ -171,7 +186,7 @@ fn hash_live<S: Store>(registry: &mut Registry, store: &S, changed: &[ChangedFil
         .collect();
     let tensors = registry.tensors.iter_mut().enumerate();
     let wanted = tensors.filter(|(at, tensor)| {
-        let id = ids.get(&tensor.source.file);
+        let id = ids.get(&tensor.file);
         id.is_some_and(|id| store.modified_mapped_offset(*at, id).is_none())
     });
     background::for_each(store.readers(), wanted.collect(), |(at, tensor)| {
@@ -180,8 +195,8 @@ fn hash_live<S: Store>(registry: &mut Registry, store: &S, changed: &[ChangedFil
     });
 }
 
-/// Refuses files in which a tensor looks less like weights than the one in use: zeros of a
-/// download that stalled, scales of a broken conversion.
+/// Refuses files in which a tensor has zeros or non-finite scales that the tensor in use does not
+/// have: an incomplete download, or a broken conversion.
 fn refuse_damaged<S: Store>(
     registry: &mut Registry,
     store: &S,
@@ -193,7 +208,7 @@ fn refuse_damaged<S: Store>(
     }
     changed.retain(|file| {
         let mut damage = Vec::new();
-        for (tensor, _, content) in registry.files[file.file].contents_of(file) {
+        for (tensor, _, content) in registry.files[file.file].contents_of(file.gguf.source.id()) {
             if !content.defects.is_suspicious() {
                 continue;
             }
@@ -209,10 +224,10 @@ fn refuse_damaged<S: Store>(
         let Some((first, why)) = damage.first() else {
             return true;
         };
-        let name = registry.tensors[*first].source.name.to_string_lossy();
+        let name = registry.tensors[*first].name.to_string_lossy();
         let others = match damage.len() - 1 {
             0 => String::new(),
-            others => format!(" ({others} more tensors likewise)"),
+            others => format!(" ({others} more tensors are damaged, too)"),
         };
         let reason = format!(
             "tensor '{name}' is damaged{others}: {why}; write the file again, or set LLAMA_HOTSWAP_CHECK=0 to use it as it is"
@@ -236,24 +251,13 @@ fn refuse_all(
     reason: impl Fn(usize) -> String,
 ) {
     for &tensor in &registry.files[file.file].tensors {
-        let source = &registry.tensors[tensor].source;
-        report.add(TensorReport {
-            tensor,
-            name: source.name.clone(),
-            outcome: Outcome::Refused,
-            old_type: source.ty,
-            new_type: source.ty,
-            nbytes: 0,
-            file: file.file,
-            placement: String::new(),
-            reason: reason(tensor),
-        });
+        report.add(registry.tensors[tensor].refused(tensor, reason(tensor)));
     }
 }
 
-/// What a tensor needs, and what will be known of its original bytes then.
+/// Decides what happens to a tensor, and what will be known of its original bytes then.
 fn action<S: Store>(
-    registry: &mut Registry,
+    registry: &Registry,
     store: &S,
     file: &ChangedFile,
     tensor: usize,
@@ -261,25 +265,27 @@ fn action<S: Store>(
     new_hash: Hash,
 ) -> (Action, Option<OriginalBytes>) {
     let info = &file.gguf.header.tensors[info];
-    let known = &mut registry.tensors[tensor];
-    let live_type = known.source.ty;
-    if let Some(offset) = store.modified_mapped_offset(tensor, &file.gguf.source.id()) {
-        let before = known.live_hash.take();
-        if info.ty == live_type && info.offset == offset {
-            known.live_hash = before.filter(|&hash| hash == new_hash);
-            return match known.live_hash {
-                Some(_) => (Action::Keep, None),
-                None => (Action::InPlace, None),
+    let known = &registry.tensors[tensor];
+    let modified = store.modified_mapped_offset(tensor, &file.gguf.source.id());
+    let same_type = info.ty == known.ty;
+    let same_bytes = known.live_hash == Some(new_hash);
+    match modified {
+        None if same_type && same_bytes => return (Action::Keep, None),
+        Some(offset) if same_type && info.offset == offset => {
+            return match same_bytes {
+                true => (Action::Keep, None),
+                false => (Action::InPlace, None),
             };
         }
-    } else if info.ty == live_type && known.live_hash == Some(new_hash) {
-        return (Action::Keep, None);
+        _ => {}
     }
     match known.original_bytes {
         OriginalBytes::InUse => {
-            let left = known
-                .live_hash
-                .map_or(OriginalBytes::Lost, OriginalBytes::Left);
+            // A write in place has overwritten the bytes that were hashed.
+            let left = match (modified, known.live_hash) {
+                (None, Some(hash)) => OriginalBytes::Left(hash),
+                _ => OriginalBytes::Lost,
+            };
             (Action::Swap, Some(left))
         }
         OriginalBytes::Left(hash)

@@ -1,8 +1,8 @@
-//! What the bytes of a tensor are: their hash, and signs that they are no weights.
+//! Hashes the bytes of a tensor and finds defects: rows of zeros and non-finite scales.
 //!
-//! A download that reserved its space and stalled has a good header, the right size, and
-//! zeros for data. A broken conversion has scales that are infinite or not a number. Header
-//! and size tell neither.
+//! An incomplete download into preallocated space has a valid header, the right size, and zeros
+//! for data. A broken conversion has scales that are infinite or not a number. Header and size
+//! show neither.
 
 use std::io;
 
@@ -14,33 +14,33 @@ use crate::gguf::{ScaleClass, ScaleFormat, Source, TensorInfo, TypeInfo};
 /// Bytes read at a time, before rounding to whole blocks: fits the second-level cache.
 const CHUNK: u64 = 256 << 10;
 
-/// What one pass over the bytes of a tensor finds.
+/// Hash and defects of a tensor, from one pass over its bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Content {
-    /// Hash of all of them.
+    /// Hash of all bytes.
     pub hash: Hash,
-    /// What does not look like weights.
+    /// Signs that the bytes are not weights.
     pub defects: Defects,
 }
 
-/// How much of a tensor does not look like weights.
+/// Signs that the bytes of a tensor are not weights.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Defects {
-    /// Rows in which every byte is zero, as in a part of a file that was never written.
+    /// Number of rows in which every byte is zero, as in a part of a file that was never written.
     pub blank_rows: u64,
-    /// Rows whose elements are all zero, blank ones included.
+    /// Number of rows whose elements are all zero, blank rows included.
     pub zero_rows: u64,
-    /// Scales (elements of types without blocks) that are infinite or not a number.
+    /// Number of scales (of types without blocks: elements) that are infinite or not a number.
     pub non_finite: u64,
 }
 
 impl Defects {
-    /// Whether anything has to be compared with the bytes in use at all.
+    /// Returns whether the defects have to be compared with those of the bytes in use.
     pub fn is_suspicious(&self) -> bool {
         self.blank_rows > 0 || self.non_finite > 0
     }
 
-    /// Why these bytes are not to replace those with the defects of `old`, if so.
+    /// Returns why these bytes must not replace bytes with the defects `old`; `None` when they may.
     pub fn worse_than(&self, old: &Defects) -> Option<String> {
         if self.blank_rows > old.zero_rows {
             return Some(format!(
@@ -57,7 +57,7 @@ impl Defects {
     }
 }
 
-/// Reads a tensor once, and leaves the page cache as it was.
+/// Reads a tensor once, without filling the page cache.
 pub fn of_tensor(source: &Source, info: &TensorInfo) -> io::Result<Content> {
     let block = info.ty.bytes;
     let chunk = (CHUNK / block).max(1) * block;
@@ -78,14 +78,14 @@ pub fn of_tensor(source: &Source, info: &TensorInfo) -> io::Result<Content> {
     })
 }
 
-/// Looks at the bytes of a tensor piece by piece. Pieces are whole blocks, where the rows of
-/// the type are.
+/// Counts the defects of a tensor, piece by piece. A piece has whole blocks if the rows of the
+/// type have.
 struct Scan {
     row: usize,
     block: usize,
     format: ScaleFormat,
     scales: &'static [usize],
-    /// Bytes of the present row so far.
+    /// Bytes of the current row so far.
     at: usize,
     blank: bool,
     zero: bool,

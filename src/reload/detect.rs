@@ -1,12 +1,40 @@
-//! Which files changed, and whether what they now hold can be used.
+//! Detects changed files and parses their headers.
 
 use std::time::{Duration, Instant, SystemTime};
 
-use super::{Cause, ChangedFile, Registry, SETTLE, Trigger, Watched, report::Report};
+use super::registry::{Registry, Watched};
+use super::report::{Cause, Report};
 use crate::gguf::{Access, FileId, GgufFile, OpenError};
 
-/// Looks at every file, one `stat` each, and opens those that are not as they were and that
-/// the trigger lets be tried now.
+/// What starts a reload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Trigger {
+    /// A command: every changed file is tried now.
+    Command,
+    /// A periodic check: a changed file is tried once it has not changed for `quiet`, and after
+    /// a failure at growing intervals.
+    Watch {
+        /// How long a file must not have changed.
+        quiet: Duration,
+    },
+}
+
+/// How old a modification time must be so that a later write changes it.
+///
+/// File systems stamp writes with a clock that ticks every 1 to 10 ms: two writes within a tick
+/// have the same time. A file with a more recent time is read only after this delay, so that a
+/// write during the read changes its time.
+const SETTLE: Duration = Duration::from_millis(20);
+
+/// A changed file that was opened.
+pub(super) struct ChangedFile {
+    /// Index of the file.
+    pub file: usize,
+    pub gguf: GgufFile,
+}
+
+/// Checks every file, with one `stat` each. Opens the changed files that the trigger allows to be
+/// tried now.
 pub(super) fn changed_files(
     registry: &mut Registry,
     trigger: Trigger,
@@ -19,7 +47,7 @@ pub(super) fn changed_files(
         let watched = &registry.files[file];
         let found = FileId::of_path(&watched.path);
         if !watched.mixed && matches!(&found, Ok(id) if *id == watched.id) {
-            // As before; a version in between that was ignored is gone.
+            // The version in use. A version in between that was ignored is gone.
             registry.files[file].forget_attempts();
             continue;
         }
@@ -40,7 +68,7 @@ pub(super) fn changed_files(
         }
         if let Trigger::Watch { quiet } = trigger {
             let watched = &mut registry.files[file];
-            if let Some(left) = watched.noise_left(found, quiet) {
+            if let Some(left) = watched.quiet_time_left(found, quiet) {
                 let sooner = report.look_again.map_or(left, |other| other.min(left));
                 report.look_again = Some(sooner);
                 continue;
@@ -64,9 +92,9 @@ pub(super) fn changed_files(
 }
 
 impl Watched {
-    /// How much longer a version must stay the same until it has been quiet for so long;
-    /// `None` when it has.
-    fn noise_left(&mut self, found: FileId, quiet: Duration) -> Option<Duration> {
+    /// Returns how much longer the file must not change; `None` when it has not changed for
+    /// `quiet`.
+    fn quiet_time_left(&mut self, found: FileId, quiet: Duration) -> Option<Duration> {
         let since = match self.seen {
             Some((known, since)) if known == found => since,
             _ => Instant::now(),
@@ -78,16 +106,16 @@ impl Watched {
     }
 }
 
-/// Opens a changed file once its time stamp is old enough to tell later writes.
+/// Opens a changed file once its modification time is old enough.
 ///
-/// It is read and never mapped: its writer may cut it short at any moment.
+/// The file is read and never mapped, because its writer may cut it short at any moment.
 fn open(path: &std::path::Path, found: FileId) -> Result<GgufFile, OpenError> {
     let stamped = SystemTime::UNIX_EPOCH
         + Duration::new(found.mtime.max(0) as u64, found.mtime_ns.max(0) as u32);
     let age = stamped.elapsed().unwrap_or(SETTLE);
     std::thread::sleep(SETTLE.saturating_sub(age));
     let gguf = GgufFile::open(path, Access::Read)?;
-    // Otherwise it was written during the wait, and is as young as before.
+    // Otherwise the file was written during the delay.
     match gguf.source.id() == found {
         true => Ok(gguf),
         false => Err(OpenError::Changing {
@@ -96,8 +124,8 @@ fn open(path: &std::path::Path, found: FileId) -> Result<GgufFile, OpenError> {
     }
 }
 
-/// The reason to ignore a file, and its identity where looking again at the same
-/// bytes would give the same answer.
+/// Returns the reason to ignore a file, and its identity if the same bytes would give the same
+/// error again.
 fn explain(error: OpenError, found: FileId) -> (Option<FileId>, Cause, String) {
     match error {
         OpenError::Malformed { error: defect, .. } if defect.is_short() => (

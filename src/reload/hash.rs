@@ -1,7 +1,7 @@
-//! A hash of tensor bytes, to tell whether they are the same.
+//! Hashes the bytes of tensors with the 128-bit XXH3.
 //!
-//! 128 bits of XXH3: two different tensors of a model collide with a probability
-//! of about 2^-128, and hashing runs at the speed of memory.
+//! Two different tensors have the same hash with a probability of about 2^-128. Hashing is as
+//! fast as reading memory.
 
 use std::io;
 
@@ -20,12 +20,12 @@ pub fn of_bytes(bytes: &[u8]) -> Hash {
     xxh3_128(bytes)
 }
 
-/// Hashes what `source` holds from `offset` on.
+/// Hashes `len` bytes of a file from `offset` on.
 pub fn of_source(source: &Source, offset: u64, len: u64) -> io::Result<Hash> {
     of_reads(len, |at, bytes| source.read_at(bytes, offset + at))
 }
 
-/// Hashes `len` bytes that `read` puts, piece by piece, into a buffer.
+/// Hashes `len` bytes, which `read` copies into a buffer piece by piece.
 pub(crate) fn of_reads<E>(
     len: u64,
     read: impl Fn(u64, &mut [u8]) -> Result<(), E>,

@@ -1,4 +1,4 @@
-//! What a reload did, file by file and tensor by tensor.
+//! Reports of reloads: files, tensors and times.
 
 use std::ffi::CString;
 use std::path::PathBuf;
@@ -8,21 +8,21 @@ use crate::device::DeviceError;
 use crate::error::{Error, Result};
 use crate::gguf::TypeInfo;
 
-/// What happened to a tensor.
+/// The outcome of a reload for a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// Its file changed, its bytes did not.
+    /// The file changed, the bytes of the tensor did not.
     Unchanged,
-    /// It has new bytes in a buffer of its own.
+    /// New bytes, in a buffer of its own.
     Swapped,
-    /// It is back on its original bytes.
+    /// The original bytes are in use again.
     Returned,
-    /// Its file was written in place: the bytes in use had changed already.
+    /// The file was written in place: the bytes in use had changed already.
     InPlace,
-    /// It, or its whole file, was refused; it is as before.
+    /// The tensor or its whole file was refused; nothing changed.
     Refused,
-    /// The same bytes in other places, because something that is laid out with it
-    /// changed, or there was no room on a device, or there is again.
+    /// Same bytes, new placement: a tensor that is laid out with it changed, a device ran out of
+    /// memory, or has memory again.
     Moved,
 }
 
@@ -31,67 +31,67 @@ pub enum Outcome {
 pub struct Effect {
     /// Index of the tensor.
     pub tensor: usize,
-    /// What happened to the tensor.
+    /// The outcome for the tensor.
     pub outcome: Outcome,
     /// Which devices hold which rows of the tensor now; empty while it is on no device.
     pub placement: String,
 }
 
-/// One tensor of a changed file.
+/// A tensor of a changed file.
 #[derive(Debug, Clone)]
 pub struct TensorReport {
-    /// Its index.
+    /// Index of the tensor.
     pub tensor: usize,
-    /// Its name.
+    /// Name of the tensor.
     pub name: CString,
-    /// What happened to it.
+    /// The outcome for the tensor.
     pub outcome: Outcome,
     /// Type before.
     pub old_type: &'static TypeInfo,
     /// Type now; for a refused tensor the type before.
     pub new_type: &'static TypeInfo,
-    /// Bytes in the file; 0 for a tensor that was refused or only moved.
+    /// Bytes in the file; 0 for a tensor that was refused, returned by a revert, or only moved.
     pub nbytes: u64,
-    /// Index of its file.
+    /// Index of the file.
     pub file: usize,
-    /// Which devices hold which rows of it now, in words; empty when it did not
-    /// change or is on no device.
+    /// Which devices hold which rows of the tensor now; empty when the tensor did not change or is
+    /// on no device.
     pub placement: String,
-    /// Why it was refused; empty otherwise.
+    /// Why the tensor was refused; empty otherwise.
     pub reason: String,
 }
 
-/// What became of a changed file.
+/// The outcome of a reload for a changed file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FileEvent {
-    /// Its tensors are now the ones in use.
+    /// The tensors of the file are in use now.
     Taken,
-    /// It was left out; its tensors are as before.
+    /// The file was left out; its tensors did not change.
     Ignored,
 }
 
-/// Why a file or a reload was not taken.
+/// Why a file was ignored or a reload failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cause {
-    /// The file is gone, no regular file, or cannot be read.
+    /// The file does not exist, is no regular file, or cannot be read.
     Unreadable,
-    /// It is shorter than its header says.
+    /// The file is shorter than its header says.
     Incomplete,
-    /// It is no GGUF file that can be read.
+    /// The file is not a valid GGUF file.
     Malformed,
-    /// It changed while it was read.
+    /// The file changed while it was read.
     Changing,
-    /// It lacks tensors of the model, or has them in another shape.
+    /// Tensors of the model are missing in the file, or have another shape.
     OtherModel,
-    /// Its tensors hold zeros or non-finite scales that those in use do not.
+    /// Tensors of the file have zeros or non-finite scales that the tensors in use do not have.
     Damaged,
-    /// The program cannot use what it holds, for example its type.
+    /// The program cannot use a tensor of the file, for example because of its type.
     Refused,
-    /// Evaluations, or a graph that the host keeps, stood in the way.
+    /// Running evaluations, or a graph that the program keeps, prevented the switch.
     Busy,
-    /// There is no memory for it.
+    /// There is not enough memory.
     Memory,
-    /// A device failed, or something else.
+    /// A device failed, or another error.
     Other,
 }
 
@@ -110,7 +110,7 @@ impl Cause {
         Cause::Other,
     ];
 
-    /// The cause of a reload that failed as a whole.
+    /// Returns the cause of a failed reload.
     pub fn of(error: &Error) -> Cause {
         match error {
             Error::Busy(_) => Cause::Busy,
@@ -120,7 +120,7 @@ impl Cause {
         }
     }
 
-    /// Its name, in lower case.
+    /// Returns the name, in lower case.
     pub fn name(self) -> &'static str {
         match self {
             Cause::Unreadable => "unreadable",
@@ -140,27 +140,27 @@ impl Cause {
 /// Why a file was ignored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ignored {
-    /// In one word.
+    /// The cause.
     pub cause: Cause,
-    /// In a sentence.
+    /// The cause, in a sentence.
     pub reason: String,
-    /// Whether no reload reported it before for this version of the file.
+    /// Whether this is the first report of the cause for this version of the file.
     pub first: bool,
 }
 
-/// One file that is not as it was at the last reload.
+/// A file that changed since the last reload.
 #[derive(Debug, Clone)]
 pub struct FileReport {
     /// Index of the file.
     pub file: usize,
-    /// Its path.
+    /// Path of the file.
     pub path: PathBuf,
-    /// Why it was left out; `None` when its tensors are now the ones in use.
+    /// Why the file was ignored; `None` when its tensors are in use now.
     pub ignored: Option<Ignored>,
 }
 
 impl FileReport {
-    /// What became of it.
+    /// Returns the outcome for the file.
     pub fn event(&self) -> FileEvent {
         match self.ignored {
             None => FileEvent::Taken,
@@ -168,16 +168,16 @@ impl FileReport {
         }
     }
 
-    /// Why it was ignored; empty otherwise.
+    /// Returns why the file was ignored; empty otherwise.
     pub fn reason(&self) -> &str {
         self.ignored.as_ref().map_or("", |ignored| &ignored.reason)
     }
 }
 
-/// How long each step took.
+/// Duration of each step of a reload.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Times {
-    /// Looking at files and parsing changed headers.
+    /// Checking files and parsing changed headers.
     pub detect: Duration,
     /// Reading and hashing tensors.
     pub compare: Duration,
@@ -185,54 +185,55 @@ pub struct Times {
     pub stage: Duration,
     /// Waiting for running evaluations to end.
     pub wait: Duration,
-    /// The switch, during which no evaluation could run.
+    /// Switching, while no evaluation runs.
     pub switch: Duration,
-    /// Everything.
+    /// The whole reload.
     pub total: Duration,
 }
 
-/// What a reload did.
+/// The report of a reload.
 #[derive(Debug, Clone, Default)]
 pub struct Report {
-    /// How many files were looked at, one `stat` each.
+    /// Number of files that were checked, one `stat` each.
     pub files_checked: usize,
-    /// Files that are not as they were.
+    /// Files that changed.
     pub files: Vec<FileReport>,
-    /// Tensors of those files, by index.
+    /// Tensors of those files, sorted by index.
     pub tensors: Vec<TensorReport>,
     /// Bytes read into new buffers.
     pub bytes_staged: u64,
-    /// How often evaluations were kept out: once, but when memory is short.
+    /// Number of switches: one, or several when a reload is done in steps.
     pub commits: u32,
-    /// The model's generation after the reload; 0 when this reload changed nothing.
+    /// Generation of the model after the reload; 0 when this reload changed nothing.
     pub generation: u64,
-    /// Why a reload that was done in steps stopped after some of them.
+    /// Why a reload in steps stopped after some of them.
     pub failure: Option<String>,
-    /// The same in one word.
+    /// The cause of `failure`.
     pub cause: Option<Cause>,
-    /// How long it took.
+    /// Duration of each step.
     pub times: Times,
-    /// When a file will have been quiet for long enough, if one is waited for.
+    /// Time until a changed file has not changed for long enough; `None` when no file is waited
+    /// for.
     pub look_again: Option<Duration>,
-    /// Whether a changed file was left for later because its reload failed before.
+    /// Whether a changed file was postponed because its reload failed before.
     pub postponed: bool,
-    /// Whether anything is to be said about it that was not said before.
+    /// Whether the report has anything to log that was not logged before.
     pub(super) news: bool,
 }
 
 impl Report {
-    /// How many tensors had this outcome.
+    /// Returns the number of tensors with this outcome.
     pub fn count(&self, outcome: Outcome) -> usize {
         self.tensors.iter().filter(|t| t.outcome == outcome).count()
     }
 
-    /// Whether any tensor has other bytes than before the call.
+    /// Returns whether any tensor was switched.
     pub fn changed(&self) -> bool {
         self.commits > 0
     }
 
-    /// Adds what happened to a tensor; an earlier entry keeps its outcome unless that
-    /// is "unchanged", and gets the new placement.
+    /// Adds the outcome for a tensor. An earlier entry keeps its outcome unless the outcome is
+    /// `Unchanged`, and gets the new placement.
     pub(super) fn add(&mut self, mut entry: TensorReport) {
         match self
             .tensors
@@ -250,8 +251,8 @@ impl Report {
         }
     }
 
-    /// Ends a reload that began at `began`: the report of what was done, or the error of
-    /// one that did nothing.
+    /// Ends a reload that began at `began`: returns the report, or the error of a reload that
+    /// changed nothing.
     pub(super) fn finish(mut self, began: Instant, result: Result<()>) -> Result<Report> {
         self.times.total = began.elapsed();
         match result {

@@ -1,4 +1,4 @@
-//! The seam between the reload engine and whatever holds the tensors.
+//! The interface between the reload engine and the tensors that it keeps up to date.
 
 use std::time::Duration;
 
@@ -11,19 +11,19 @@ use crate::device::DeviceError;
 use crate::error::Result;
 use crate::gguf::{FileId, Source, TypeInfo};
 
-/// What is to happen to a tensor.
+/// A change of a tensor.
 #[derive(Debug, Clone, Copy)]
 pub enum Change<'a> {
-    /// It goes back to its original bytes.
+    /// The original bytes are used again.
     Return(usize),
-    /// Its bytes have changed already, in the file that it is used out of.
+    /// The bytes in use have changed already, through the mapping of the file.
     InPlace(usize),
-    /// It gets new bytes.
+    /// New bytes replace the bytes in use.
     Swap(NewData<'a>),
 }
 
 impl Change<'_> {
-    /// Index of the tensor.
+    /// Returns the index of the tensor.
     pub fn tensor(&self) -> usize {
         match self {
             Change::Return(tensor) | Change::InPlace(tensor) => *tensor,
@@ -39,20 +39,20 @@ pub struct NewData<'a> {
     pub tensor: usize,
     /// Type of the new bytes; the shape is the old one.
     pub ty: &'static TypeInfo,
-    /// The file that holds them.
+    /// The file that holds the new bytes.
     pub source: &'a Source,
-    /// Where they start.
+    /// Offset of the new bytes in the file.
     pub offset: u64,
-    /// How many they are.
+    /// Number of new bytes.
     pub nbytes: u64,
 }
 
 /// What to do where a device is out of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnOutOfMemory {
-    /// Stage nothing, and say so.
+    /// Stage nothing and return [`StageError::OutOfMemory`].
     Fail,
-    /// Stage the tensor, and all that must be laid out with it, in host memory.
+    /// Stage the tensor in host memory, with all tensors that are laid out with it.
     Fallback,
 }
 
@@ -63,14 +63,14 @@ pub enum StageError {
     Read {
         /// Index of the tensor.
         tensor: usize,
-        /// What happened.
+        /// The error.
         reason: String,
     },
-    /// More memory than the limit allows.
+    /// The changes need more memory than the limit allows.
     OverBudget(String),
-    /// A device had no room, and host memory neither or it was not to be used.
+    /// A device is out of memory, and host memory is, too, or may not be used.
     OutOfMemory(DeviceError),
-    /// A device failed otherwise.
+    /// A device failed in another way.
     Device(DeviceError),
 }
 
@@ -94,60 +94,60 @@ pub struct Commit {
     pub effects: Vec<Effect>,
 }
 
-/// Where tensors live and how they are switched.
+/// Holds the tensors of a model, and stages and commits changes of them.
 ///
-/// Tensors are known by their index at registration. A store may move more than it
-/// is asked to (siblings that must be laid out alike), inside the same commit.
+/// A tensor is given by its index at registration. A commit may also relocate tensors that no
+/// change names, because they are laid out with a changed tensor.
 pub trait Store: Sync {
-    /// Everything that [`Store::stage`] prepared. Dropped, it leaves no trace.
+    /// Staged changes. Dropping them changes nothing.
     type Staged;
 
-    /// Hash of the bytes in use of a tensor; `None` when they are not what was
-    /// loaded, because their file was written in place.
+    /// Hashes the bytes in use of a tensor; `None` when they are not the bytes that were loaded,
+    /// because their file was written in place.
     ///
-    /// `known` is what it was when last asked for or last switched; a store that
-    /// is sure that the bytes have not changed since gives it back.
+    /// `known` is the hash at the last call or switch. A store returns it without reading when
+    /// the bytes cannot have changed since.
     fn live_hash(&self, tensor: usize, known: Option<Hash>) -> Option<Hash>;
 
     /// Returns the offset of a tensor that is used through the mapping of a file, if that file
     /// was written in place and has the identity `id` now, which is not trusted yet.
     fn modified_mapped_offset(&self, tensor: usize, id: &FileId) -> Option<u64>;
 
-    /// Whether a tensor has left its original bytes and can go back to them, and
-    /// they still hash to `hash`.
+    /// Returns whether a tensor does not use its original bytes and can use them again, and the
+    /// original bytes still have this hash.
     fn can_return(&self, tensor: usize, hash: Hash) -> bool;
 
-    /// Why a tensor cannot get these bytes, however often it is tried; `None` when it can.
+    /// Returns why a tensor can never have these bytes; `None` when it can.
     fn refuses(&self, _job: &NewData<'_>) -> Option<String> {
         None
     }
 
-    /// Defects of the bytes that a tensor had at first; `None` when their file was written
+    /// Returns the defects of the original bytes of a tensor; `None` when their file was written
     /// since.
     fn original_defects(&self, tensor: usize) -> Option<Defects>;
 
-    /// Memory that these changes need while they are staged, and what swapped tensors hold.
+    /// Returns the memory that these changes need, and the memory that swapped tensors hold.
     fn need(&self, changes: &[Change<'_>]) -> Need;
 
-    /// How tensors may be read and hashed, given what the host is doing.
+    /// Returns on how many threads tensors are read now, and at which priority.
     fn readers(&self) -> Readers;
 
-    /// Whether the model is still there; a reload of one that is not ends early.
+    /// Returns whether the model still exists. Otherwise the reload ends early.
     fn is_wanted(&self) -> bool {
         true
     }
 
-    /// Counts evaluations of the host. An attempt that evaluations stood in the way of is
-    /// not repeated before this changed.
+    /// Returns a number that changes with every evaluation. A switch that evaluations prevented
+    /// is not tried again before the number has changed.
     fn activity(&self) -> u64 {
         0
     }
 
-    /// Tensors with the same number are laid out together: never switched apart.
+    /// Returns the group of a tensor. Tensors of a group are laid out and switched together.
     fn group(&self, tensor: usize) -> usize;
 
-    /// Reads and uploads everything that `changes` need into new buffers. Changes
-    /// nothing that can be seen. `None` when there is nothing to switch.
+    /// Reads and uploads everything that `changes` need into new buffers. The program sees no
+    /// difference yet. `None` when there is nothing to switch.
     fn stage(
         &self,
         changes: &[Change<'_>],
@@ -155,15 +155,15 @@ pub trait Store: Sync {
     ) -> Result<Option<Self::Staged>, StageError>;
 
     /// Stages the return of tensors that [`OnOutOfMemory::Fallback`] has put into host memory,
-    /// as far as their devices have room again. `None` when there is nothing to switch.
+    /// as far as their devices have memory again. `None` when there is nothing to switch.
     fn stage_displaced(&self) -> Result<Option<Self::Staged>, StageError> {
         Ok(None)
     }
 
-    /// Switches everything staged, between evaluations, and tells whoever caches
-    /// graphs. All or nothing.
+    /// Switches everything staged between evaluations, and calls the stale-graph callbacks. Either
+    /// all changes are made or none.
     fn commit(&self, staged: Self::Staged) -> Result<Commit>;
 
-    /// From now on, the bytes of a file are right under this identity.
+    /// Trusts the bytes of a file under this identity; see [`TrackedFile::trust`](super::TrackedFile::trust).
     fn trust(&self, file: usize, id: FileId);
 }

@@ -6,10 +6,9 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use tempfile::TempDir;
-use testkit::writer::{F32, Gguf};
 
 use super::*;
-use crate::gguf::Access;
+use crate::gguf::{Access, GgufFile, HeaderWriter, TypeInfo};
 
 /// Tensors that are never staged: a write in place is the only change.
 struct Mapped {
@@ -88,21 +87,22 @@ impl Store for Mapped {
     }
 }
 
-fn model(second: u64) -> Gguf {
-    Gguf::default()
-        .tensor("first.weight", &[64], F32, 1)
-        .tensor("second.weight", &[64], F32, second)
-}
-
-/// Writes a file in place, without cutting it short, and gives it a time of its own.
-fn write(path: &Path, gguf: &Gguf, seconds: u64) {
+/// Writes a model of two tensors in place, without cutting the file short, and sets its time.
+/// `second` is each byte of the second tensor.
+fn write(path: &Path, second: u8, seconds: u64) {
+    let ty = TypeInfo::from_name("f32").unwrap();
+    let mut header = HeaderWriter::new(32);
+    for name in ["first.weight", "second.weight"] {
+        header.tensor(name.as_bytes(), &[64], ty.id, 256).unwrap();
+    }
+    let bytes = [header.finish(), vec![1; 256], vec![second; 256]].concat();
     let mut file = File::options()
         .create(true)
         .truncate(false)
         .write(true)
         .open(path)
         .unwrap();
-    file.write_all(&gguf.bytes()).unwrap();
+    file.write_all(&bytes).unwrap();
     let time = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
     file.set_modified(time).unwrap();
 }
@@ -110,7 +110,7 @@ fn write(path: &Path, gguf: &Gguf, seconds: u64) {
 fn open() -> (TempDir, PathBuf, Mapped, Engine) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    write(&path, &model(2), 1);
+    write(&path, 2, 1);
     let store = Mapped {
         files: vec![TrackedFile::new(
             GgufFile::open(&path, Access::Map).unwrap(),
@@ -137,7 +137,7 @@ fn a_write_in_place_is_reported_although_the_content_was_hashed_since() {
     for (second, outcome) in [(2, Outcome::Unchanged), (3, Outcome::InPlace)] {
         let (_folder, path, store, engine) = open();
         assert!(hash_all(&engine, &store).is_some());
-        write(&path, &model(second), 2);
+        write(&path, second, 2);
         assert_eq!(hash_all(&engine, &store), None, "a reload trusts it first");
         let report = engine.reload(&store, Trigger::Command).unwrap();
         let outcomes: Vec<Outcome> = report.tensors.iter().map(|t| t.outcome).collect();

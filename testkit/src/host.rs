@@ -1,7 +1,7 @@
-//! Programs that run llama.cpp and know nothing of llama-sidecar, driven by a test.
+//! Programs that run llama.cpp without a reference to llama-sidecar, driven by a test.
 //!
-//! They are in `hosts/` and take commands on standard input; `hosts/node/host.mjs`
-//! says which.
+//! They are in `hosts/` and take commands on standard input; `hosts/node/host.mjs` lists
+//! them.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -19,6 +19,9 @@ use crate::process::memory;
 /// How long a host may take to answer: loading a model on a busy machine, or
 /// compiling shaders for the first time.
 const PATIENCE: Duration = Duration::from_secs(300);
+
+/// How long the last lines of the log may take to arrive.
+const LOG_DELAY: Duration = Duration::from_secs(60);
 
 /// llama.cpp with Vulkan, among the packages of node-llama-cpp.
 const VULKAN_LIBRARIES: &str =
@@ -38,24 +41,25 @@ pub enum Program {
     PythonCounting,
     /// The same with the Vulkan library and all layers on a software device.
     PythonCountingVulkan,
-    /// C, linked with libllama.
+    /// C, linked with libllama, with one thread.
     C,
-    /// The same with ThreadSanitizer.
+    /// The same with two threads.
+    CTwoThreads,
+    /// The same as `C`, built with ThreadSanitizer.
     CThreadSanitizer,
-    /// A stand-in for libllama that keeps its graph; `hosts/c/small_host.c` says what it
-    /// takes. Whether it reserves memory before its first evaluation.
+    /// A stand-in for libllama that keeps its graph; `hosts/c/small_host.c` lists its commands.
+    /// Whether it reserves memory before its first evaluation.
     Small(bool),
 }
 
-/// How the drop-in takes part.
+/// How the drop-in is used.
 #[derive(Debug, Clone)]
 pub enum DropIn {
     /// Not at all.
     Absent,
-    /// Loaded, and nothing asked of it.
+    /// Loaded, with nothing enabled.
     Idle,
-    /// Hot-swap on, with these further variables. It logs at debug level if nothing
-    /// else is said.
+    /// Hot-swap on, with these further variables; at debug level unless they set another.
     On(Vec<(&'static str, String)>),
 }
 
@@ -101,13 +105,16 @@ impl Program {
                     on_software_device(&mut command);
                 }
             }
-            Program::C | Program::CThreadSanitizer => {
+            Program::C | Program::CTwoThreads | Program::CThreadSanitizer => {
                 let folder = match self {
-                    Program::C => "hosts-c",
-                    _ => "hosts-c-tsan",
+                    Program::CThreadSanitizer => "hosts-c-tsan",
+                    _ => "hosts-c",
                 };
                 command = Command::new(built(&format!("{folder}/host")));
                 command.arg(upstream_libraries()).arg(model);
+                if self == Program::CTwoThreads {
+                    command.env("HOST_THREADS", "2");
+                }
             }
             Program::Small(reserves) => {
                 command = Command::new(built("hosts-c/small_host"));
@@ -152,7 +159,7 @@ impl DropIn {
     /// Sets the variables of a program that is about to be started.
     pub(crate) fn prepare(&self, command: &mut Command, socket: &Path) {
         for (name, _) in std::env::vars_os() {
-            // What the tests are told is not for the host.
+            // Settings of the tests are not for the host.
             if name.to_string_lossy().starts_with("LLAMA_") {
                 command.env_remove(name);
             }
@@ -229,7 +236,7 @@ impl Host {
         self.child.id()
     }
 
-    /// Gives it a command without waiting for the answer.
+    /// Sends a command without waiting for the answer.
     pub fn tell(&mut self, command: &str) {
         let input = self.input.as_mut().expect("not ended");
         writeln!(input, "{command}").expect("the host lives");
@@ -241,13 +248,13 @@ impl Host {
         self.output.recv_timeout(PATIENCE).unwrap_or_else(|_| {
             let _ = self.child.kill();
             panic!(
-                "the host does not answer; it said:\n{}",
+                "the host does not answer; its log:\n{}",
                 self.log().join("\n")
             )
         })
     }
 
-    /// Gives it a command and returns the answer.
+    /// Sends a command and returns the answer.
     pub fn ask(&mut self, command: &str) -> String {
         self.tell(command);
         self.line()
@@ -280,7 +287,7 @@ impl Host {
         let before = self.hashes().len();
         let ids = self.ask(&format!("{command} {tokens}"));
         // The log comes through another pipe.
-        let deadline = Instant::now() + Duration::from_secs(5);
+        let deadline = Instant::now() + LOG_DELAY;
         let mut hashes = self.hashes();
         while hashes.len() < before + tokens && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(5));
@@ -331,7 +338,7 @@ impl Host {
             }
             std::thread::sleep(Duration::from_millis(10));
         }
-        panic!("the host does not end; it said:\n{}", self.log().join("\n"))
+        panic!("the host does not end; its log:\n{}", self.log().join("\n"))
     }
 }
 
@@ -351,7 +358,7 @@ pub struct Transcript {
     pub hashes: Vec<String>,
 }
 
-/// Replaces a file by a copy of another, as our tools do: beside it, then `rename`.
+/// Replaces a file by a copy of another, as the tools do: copies it beside, then renames.
 pub fn replace(path: &Path, by: &Path) {
     let beside = path.with_extension("new");
     std::fs::copy(by, &beside).expect("room for a copy");

@@ -8,9 +8,16 @@ pub mod fixtures;
 pub mod ggml;
 pub mod host;
 pub mod process;
+pub mod seeds;
 pub mod server;
 pub mod sim;
 pub mod writer;
+
+/// Whether the long form of the tests was requested: `cargo xtask check --long` sets
+/// `SIDECAR_LONG_TESTS`.
+pub fn long_tests() -> bool {
+    std::env::var_os("SIDECAR_LONG_TESTS").is_some()
+}
 
 /// The middle of some figures, which are sorted for it. Panics when there are none.
 pub fn median(figures: &mut [f64]) -> f64 {

@@ -1,4 +1,4 @@
-//! What tests and benches ask of a process.
+//! Memory and limits of a process.
 
 /// Resident memory in bytes.
 pub fn resident() -> u64 {

@@ -130,7 +130,7 @@ impl Server {
         // SAFETY: one system call between fork and exec.
         unsafe {
             command.pre_exec(|| {
-                // Whoever is killed drops nothing: the server ends with the thread that starts it.
+                // A killed test runs no destructor: the server ends with the thread that starts it.
                 libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
                 Ok(())
             });
@@ -170,7 +170,7 @@ impl Server {
             let ended = self.child.try_wait().expect("a child");
             assert!(
                 ended.is_none() && Instant::now() < deadline,
-                "the server does not start ({ended:?}); it said:\n{}",
+                "the server does not start ({ended:?}); its log:\n{}",
                 self.log().join("\n")
             );
             std::thread::sleep(Duration::from_millis(20));
@@ -182,7 +182,7 @@ impl Server {
         self.child.id()
     }
 
-    /// Where it is reached, without a slash at the end.
+    /// Its address, without a slash at the end.
     pub fn url(&self) -> &str {
         &self.url
     }
@@ -223,8 +223,8 @@ impl Server {
         agent().get(format!("{}{path}", self.url)).call()
     }
 
-    /// Sends a POST request with a body of JSON. What is not read of the answer is given up,
-    /// and with it the request.
+    /// Sends a POST request with a body of JSON. Dropping the answer before its end cancels the
+    /// request.
     pub fn post(&self, path: &str, body: &Value) -> Result<Response<Body>, ureq::Error> {
         agent()
             .post(format!("{}{path}", self.url))
@@ -233,7 +233,7 @@ impl Server {
             .send(body.to_string())
     }
 
-    /// Asks for text and waits for all of it.
+    /// Requests text and waits for all of it.
     pub fn try_complete(&self, request: &Request) -> Result<Answer, String> {
         let error = |error: ureq::Error| error.to_string();
         let mut answer = self
@@ -259,13 +259,13 @@ impl Server {
     pub fn complete(&self, request: &Request) -> Answer {
         self.try_complete(request).unwrap_or_else(|error| {
             panic!(
-                "no answer to {request:?}: {error}; the server said:\n{}",
+                "no answer to {request:?}: {error}; the server's log:\n{}",
                 self.log().join("\n")
             )
         })
     }
 
-    /// Asks for text piece by piece, and closes the connection after some pieces.
+    /// Requests text piece by piece, and closes the connection after some pieces.
     pub fn cancel_after(&self, request: &Request, pieces: usize) -> Result<(), String> {
         let error = |error: ureq::Error| error.to_string();
         let mut answer = self
@@ -291,12 +291,12 @@ impl Server {
         assert_eq!(answer.status(), 200, "{text}");
     }
 
-    /// Stops it, with all its threads, until it is to go on.
+    /// Stops it, with all its threads, until `go_on`.
     pub fn stop(&self) {
         self.signal(libc::SIGSTOP);
     }
 
-    /// Lets it go on.
+    /// Continues it.
     pub fn go_on(&self) {
         self.signal(libc::SIGCONT);
     }
@@ -311,7 +311,7 @@ impl Server {
         self.child.try_wait().expect("a child").is_none()
     }
 
-    /// Asks it to end and returns how it did, and its log.
+    /// Terminates it; returns its exit status and its log.
     pub fn end(mut self) -> (ExitStatus, Vec<String>) {
         self.signal(libc::SIGTERM);
         let deadline = Instant::now() + PATIENCE;
@@ -390,8 +390,7 @@ impl Answer {
     }
 }
 
-/// A client that closes its connection after each request and does not take a status for
-/// an error.
+/// A client that closes its connection after each request and treats no status as an error.
 fn agent() -> ureq::Agent {
     ureq::Agent::config_builder()
         .http_status_as_error(false)

@@ -1,16 +1,18 @@
-//! What a swap in a real host must do, whatever the host.
+//! Checks of a swap that are the same for all real hosts.
 #![allow(dead_code, reason = "each test uses what it needs")]
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
 use serde_json::Value;
-use testkit::fixtures::fixture;
+use testkit::fixtures::{cache, fixture};
 use testkit::host::{DropIn, Host, Program, Transcript, replace};
 
 /// Tokens of a text.
-pub const TOKENS: usize = 12;
+pub const TOKENS: usize = 8;
 
-/// Hot-swap on, files looked at when asked.
+/// Hot-swap on, without polling.
 pub fn on() -> DropIn {
     DropIn::On(Vec::new())
 }
@@ -23,8 +25,23 @@ pub fn copied(name: &str) -> (tempfile::TempDir, PathBuf) {
     (folder, path)
 }
 
-/// What a new process writes with a file.
+/// What a new process writes with a file. It is written once for each program and fixture.
 pub fn fresh(program: Program, path: &Path) -> Transcript {
+    static WRITTEN: Mutex<BTreeMap<String, Transcript>> = Mutex::new(BTreeMap::new());
+    let key = format!("{program:?} {}", path.display());
+    let written = WRITTEN.lock().expect("no panic").get(&key).cloned();
+    if let Some(text) = written {
+        return text;
+    }
+    let text = write_fresh(program, path);
+    if path.starts_with(cache()) {
+        let mut written = WRITTEN.lock().expect("no panic");
+        written.insert(key, text.clone());
+    }
+    text
+}
+
+fn write_fresh(program: Program, path: &Path) -> Transcript {
     let mut host = Host::start(program, path, &on());
     let text = host.text(TOKENS);
     assert_eq!(text.hashes.len(), TOKENS, "a hash for each step");
@@ -32,7 +49,7 @@ pub fn fresh(program: Program, path: &Path) -> Transcript {
     text
 }
 
-/// How many tensors of the only model a reload swapped and returned.
+/// The numbers of swapped and returned tensors of the only model.
 pub fn taken(report: &Value) -> (u64, u64) {
     assert_eq!(report["ok"], true, "{report}");
     let report = &report["reports"][0];
@@ -49,7 +66,7 @@ pub fn swap_and_back(program: Program, original: &str, variant: &Path, tensors: 
 
     let mut host = Host::start(program, &path, &on());
     assert_eq!(host.text(TOKENS), before);
-    // A GPU backend compiles kernels when it meets a type first, and keeps them.
+    // A GPU backend compiles kernels at the first use of a type, and keeps them.
     let rounds = match program {
         Program::NodeVulkan(_) => 2,
         _ => 1,
@@ -82,7 +99,7 @@ pub fn swap_and_back(program: Program, original: &str, variant: &Path, tensors: 
     assert_eq!(host.end(), Some(0));
 }
 
-/// Counts of each layer and expert as the host itself counted them.
+/// Counts of each layer and expert, by the host itself.
 pub fn counted_by_host(host: &mut Host) -> Vec<Vec<u64>> {
     let counts: Value = serde_json::from_str(&host.ask("counts")).expect("JSON");
     let counts = counts.as_object().expect("an object");

@@ -1,4 +1,4 @@
-//! A device for tests: host memory that refuses when told to.
+//! A device for tests: host memory with limits that a test sets.
 #![allow(dead_code, reason = "each test uses the part that it needs")]
 
 use std::sync::Arc;

@@ -5,8 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 
-use crate::install::{install, preload, target_folder};
-use crate::run::{command, output};
+use crate::install::{DebugInfo, install, preload, target_folder};
 use crate::{fixtures, root};
 
 /// The one name that another library may export, too: a program compiled against
@@ -17,7 +16,7 @@ const SHARED_ON_PURPOSE: &str = "llama_reload_changed_tensors";
 /// exported by upstream's libraries.
 pub fn check() -> Result<()> {
     let stage = target_folder()?.join("stage");
-    install(&stage)?;
+    install(&stage, DebugInfo::Separate)?;
     let ours = exports(&stage.join("lib/libllama_sidecar.so"))?;
     let in_header = declared(&std::fs::read_to_string(
         root().join("include/llama_sidecar.h"),
@@ -59,30 +58,27 @@ pub fn check() -> Result<()> {
         ours.len(),
         upstream.len()
     );
-    check_preload()
+    check_preload(&upstream)
 }
 
-/// Fails unless the drop-in exports what it interposes, and nothing of ggml's or
-/// llama.cpp's is undefined in it: a program without them could not start.
-fn check_preload() -> Result<()> {
+/// Fails unless all exports of the drop-in are functions of upstream's libraries, and nothing
+/// of ggml's or llama.cpp's is undefined in it: a program without them could not start.
+fn check_preload(upstream: &BTreeSet<String>) -> Result<()> {
     let library = preload()?;
-    let source = std::fs::read_to_string(root().join("preload/src/interpose.rs"))?;
-    let (_, hooks) = source.split_once("\nhooks! {").context("a list of hooks")?;
-    let (hooks, _) = hooks.split_once("\n}").context("its end")?;
-    let name = |line: &str| line.split([' ', ';']).nth(5).map(str::to_owned);
-    let interposed: BTreeSet<String> = hooks.lines().filter_map(name).collect();
     let exported = exports(&library)?;
-    if exported != interposed || exported.len() < 10 {
-        bail!("the drop-in exports {exported:?}, it interposes {interposed:?}");
+    let unknown: Vec<_> = exported
+        .difference(upstream)
+        .filter(|name| *name != SHARED_ON_PURPOSE)
+        .collect();
+    if !unknown.is_empty() || exported.len() < 10 {
+        bail!(
+            "the drop-in exports {} functions; not exported by upstream: {unknown:?}",
+            exported.len()
+        );
     }
-    let undefined = output(
-        command("nm", &root())
-            .args(["-D", "--undefined-only"])
-            .arg(&library),
-    )?;
-    let foreign = |line: &&str| ["ggml", "gguf", "llama"].iter().any(|of| line.contains(of));
-    if let Some(symbol) = undefined.lines().find(foreign) {
-        bail!("undefined in the drop-in: {symbol}");
+    let foreign = |name: &String| ["ggml", "gguf", "llama"].iter().any(|of| name.contains(of));
+    if let Some(name) = symbols(&library, true)?.into_iter().find(foreign) {
+        bail!("undefined in the drop-in: {name}");
     }
     println!(
         "{} functions interposed, and no other exported",
@@ -92,14 +88,19 @@ fn check_preload() -> Result<()> {
 }
 
 fn exports(library: &Path) -> Result<BTreeSet<String>> {
-    let symbols = output(
-        command("nm", &root())
-            .args(["-D", "--defined-only"])
-            .arg(library),
-    )?;
-    Ok(symbols
-        .lines()
-        .filter_map(|line| line.split_whitespace().nth(2))
+    symbols(library, false)
+}
+
+/// The dynamic symbols that a library needs, or those that it exports.
+fn symbols(library: &Path, undefined: bool) -> Result<BTreeSet<String>> {
+    let bytes = std::fs::read(library)?;
+    let elf = goblin::elf::Elf::parse(&bytes)
+        .with_context(|| format!("cannot read {}", library.display()))?;
+    Ok(elf
+        .dynsyms
+        .iter()
+        .filter(|symbol| symbol.is_import() == undefined && symbol.st_name != 0)
+        .filter_map(|symbol| elf.dynstrtab.get_at(symbol.st_name))
         .map(str::to_owned)
         .collect())
 }

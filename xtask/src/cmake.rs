@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 
 use crate::fixtures;
-use crate::install::{copy, install, link, preload, target_folder};
+use crate::install::{DebugInfo, copy, install, link, preload, target_folder};
 use crate::root;
 use crate::run::{command, run};
 
@@ -14,7 +14,8 @@ use crate::run::{command, run};
 pub fn build(name: &str, flags: &[String]) -> Result<PathBuf> {
     let target = target_folder()?;
     let stage = target.join("stage");
-    install(&stage)?;
+    // For the reports of sanitizers and valgrind.
+    install(&stage, DebugInfo::Separate)?;
     let build = target.join(name);
     let found = define("CMAKE_PREFIX_PATH", &stage);
     configure("c_examples", &build, &[&[found], flags].concat())?;
@@ -112,12 +113,12 @@ pub fn sim_cuda() -> Result<PathBuf> {
     let (target, name) = (target_folder()?, "libcuda.so.1");
     let folder = target.join("sim-cuda");
     copy(&target.join("release/libsim_cuda.so"), &folder.join(name))?;
-    // The name that is looked for first.
+    // The name that the library tries first.
     link(name, &folder.join("libcuda.so"))?;
     Ok(folder)
 }
 
-/// Builds the C host and the programs that are none, and returns the build folder.
+/// Builds the command, the C host and other C programs, and returns the build folder.
 pub fn build_hosts() -> Result<PathBuf> {
     run(command("cargo", &root()).args([
         "build",
@@ -175,16 +176,16 @@ pub fn build_loader() -> Result<()> {
     configure_with("hosts/loader", &build, &[], &[])
 }
 
-/// Runs the tests of a build folder.
+/// Runs the tests of a build folder, two at a time.
 pub fn ctest(build: &Path, arguments: &[&str]) -> Result<()> {
     run(command(tools()?.join("ctest"), &root())
         .arg("--test-dir")
         .arg(build)
-        .args(["--output-on-failure", "--no-tests=error"])
+        .args(["--output-on-failure", "--no-tests=error", "--parallel", "2"])
         .args(arguments))
 }
 
-/// Where the programs from PyPI are.
+/// Folder of the programs from PyPI.
 pub fn tools() -> Result<PathBuf> {
     let python = fixtures::python()?;
     Ok(python.parent().expect("a folder").to_owned())

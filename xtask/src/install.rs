@@ -2,25 +2,36 @@
 //! static library, header, pkg-config file, CMake package, command with man pages and
 //! completions.
 
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use std::os::unix::fs::symlink;
 
 use crate::root;
 use crate::run::{command, output, run};
 
+/// Whether debug information is installed, in files of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DebugInfo {
+    /// No.
+    Left,
+    /// In `NAME.debug` next to each library and program, where debuggers find it.
+    Separate,
+}
+
 /// Builds in release mode and installs to `prefix`, below `destdir` if there is one.
-pub fn install_to(prefix: &Path, destdir: Option<&Path>) -> Result<()> {
+pub fn install_to(prefix: &Path, destdir: Option<&Path>, debug_info: DebugInfo) -> Result<()> {
     match destdir {
-        Some(destdir) => install(&destdir.join(prefix.strip_prefix("/").unwrap_or(prefix))),
-        None => install(prefix),
+        Some(destdir) => install(
+            &destdir.join(prefix.strip_prefix("/").unwrap_or(prefix)),
+            debug_info,
+        ),
+        None => install(prefix, debug_info),
     }
 }
 
-/// Builds in release mode and installs below `prefix`. Nothing that is installed knows the
-/// prefix.
-pub fn install(prefix: &Path) -> Result<()> {
+/// Builds in release mode and installs below `prefix`. No installed file contains the prefix.
+pub fn install(prefix: &Path, debug_info: DebugInfo) -> Result<()> {
     run(command("cargo", &root())
         .args(["build", "--quiet", "--release"])
         .args(["-p", "llama-sidecar", "-p", "llama-sidecar-cli"]))?;
@@ -29,25 +40,32 @@ pub fn install(prefix: &Path) -> Result<()> {
     let (major, _) = version.split_once('.').context("a version has dots")?;
     let file = format!("libllama_sidecar.so.{version}");
     let soname = format!("libllama_sidecar.so.{major}");
+    let lib = prefix.join("lib");
 
-    copy(
+    strip(
         &built.join("libllama_sidecar.so"),
-        &prefix.join("lib").join(&file),
+        &lib.join(&file),
+        debug_info,
     )?;
-    copy(
+    link(&file, &lib.join(&soname))?;
+    link(&soname, &lib.join("libllama_sidecar.so"))?;
+    strip(
+        &preload()?,
+        &lib.join("libllama_sidecar_preload.so"),
+        debug_info,
+    )?;
+    strip(
+        &built.join("llama-sidecar"),
+        &prefix.join("bin/llama-sidecar"),
+        debug_info,
+    )?;
+    strip_archive(
         &built.join("libllama_sidecar.a"),
-        &prefix.join("lib/libllama_sidecar.a"),
+        &lib.join("libllama_sidecar.a"),
     )?;
-    link(&file, &prefix.join("lib").join(&soname))?;
-    link(&soname, &prefix.join("lib/libllama_sidecar.so"))?;
-    copy(&preload()?, &prefix.join("lib/libllama_sidecar_preload.so"))?;
     copy(
         &root().join("include/llama_sidecar.h"),
         &prefix.join("include/llama_sidecar.h"),
-    )?;
-    copy(
-        &built.join("llama-sidecar"),
-        &prefix.join("bin/llama-sidecar"),
     )?;
 
     run(command(prefix.join("bin/llama-sidecar"), &root())
@@ -95,6 +113,43 @@ pub fn target_folder() -> Result<PathBuf> {
         .context("cargo metadata names the target folder")?;
     let (folder, _) = rest.split_once('"').context("a closing quote")?;
     Ok(folder.into())
+}
+
+/// Installs a library or program without its debug information.
+fn strip(from: &Path, to: &Path, debug_info: DebugInfo) -> Result<()> {
+    let name = to.file_name().context("a file")?.to_string_lossy();
+    let folder = to.parent().expect("a folder");
+    let debug = folder.join(format!("{name}.debug"));
+    std::fs::create_dir_all(folder)?;
+    let _ = std::fs::remove_file(&debug);
+    // A library that is in use must not be written over.
+    let beside = to.with_extension("new");
+    run(command("strip", folder)
+        .args(["--strip-unneeded", "-o"])
+        .arg(&beside)
+        .arg(from))
+    .context("install binutils, which gcc needs, too")?;
+    if debug_info == DebugInfo::Separate {
+        run(command("objcopy", folder)
+            .arg("--only-keep-debug")
+            .arg(from)
+            .arg(&debug))?;
+        // The link holds the name without the folder.
+        run(command("objcopy", folder)
+            .arg(format!("--add-gnu-debuglink={name}.debug"))
+            .arg(&beside))?;
+    }
+    Ok(std::fs::rename(beside, to)?)
+}
+
+/// Installs a static library without its debug information.
+fn strip_archive(from: &Path, to: &Path) -> Result<()> {
+    let beside = to.with_extension("new");
+    run(command("strip", &root())
+        .args(["--strip-debug", "-o"])
+        .arg(&beside)
+        .arg(from))?;
+    Ok(std::fs::rename(beside, to)?)
 }
 
 /// Puts a copy of a file in place of another, or where there is none.

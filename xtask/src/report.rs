@@ -1,15 +1,17 @@
 //! The report of an expert trace in a real browser.
 
 use std::path::Path;
+use std::process::Command;
 
 use anyhow::{Result, ensure};
 
+use crate::fixtures::{self, DEBIAN_LIBRARIES};
 use crate::install::target_folder;
 use crate::root;
-use crate::run::{command, run};
+use crate::run::{command, exists, run};
 
 const BROWSER: &str = "chromium";
-/// For headless use, without asking anything outside.
+/// For headless use, without network access.
 const FLAGS: [&str; 8] = [
     "--headless",
     "--no-sandbox",
@@ -23,16 +25,38 @@ const FLAGS: [&str; 8] = [
 /// An empty page of these sizes is a few kilobytes of PNG.
 const LEAST_BYTES: u64 = 30_000;
 
-/// Why it cannot run here, if so.
+/// Why the check cannot run, if so.
 pub fn missing() -> Option<String> {
-    (!crate::run::exists(BROWSER)).then(|| format!("{BROWSER} is not installed"))
+    let error = browser(&root()).err()?;
+    Some(format!(
+        "{BROWSER} is not installed, nor from Debian: {error:#}"
+    ))
+}
+
+/// The browser of this machine, or that of Debian's package.
+fn browser(folder: &Path) -> Result<Command> {
+    if exists(BROWSER) {
+        return Ok(command(BROWSER, folder));
+    }
+    let unpacked = fixtures::browser()?;
+    let libraries = unpacked.join(DEBIAN_LIBRARIES);
+    let folders = ["", "pulseaudio", "nss"].map(|name| libraries.join(name));
+    let mut browser = command(unpacked.join("usr/lib/chromium/chromium"), folder);
+    browser.env("LD_LIBRARY_PATH", std::env::join_paths(folders)?);
+    Ok(browser)
 }
 
 /// Draws a small and a large trace at two sizes, in light and dark.
 pub fn check() -> Result<()> {
     let folder = target_folder()?.join("report");
     std::fs::create_dir_all(&folder)?;
-    run(command("cargo", &root()).args(["build", "--quiet", "-p", "llama-sidecar-cli"]))?;
+    run(command("cargo", &root()).args([
+        "build",
+        "--quiet",
+        "--workspace",
+        "--bin",
+        "llama-sidecar",
+    ]))?;
     let cli = target_folder()?.join("debug/llama-sidecar");
     for (layers, experts) in [(4, 8), (48, 512)] {
         let trace = folder.join("trace.json");
@@ -78,11 +102,11 @@ pub fn check() -> Result<()> {
     Ok(())
 }
 
-/// Opens a page and returns what the browser prints. What it says about the desktop that
-/// is not there is of no interest.
+/// Opens a page and returns what the browser prints, without its messages about the desktop
+/// that is missing.
 fn browse(page: &Path, flags: &[&str], folder: &Path) -> Result<String> {
     let profile = format!("--user-data-dir={}", folder.join("profile").display());
-    let out = command(BROWSER, folder)
+    let out = browser(folder)?
         .args(FLAGS)
         .arg(profile)
         .args(flags)
@@ -92,7 +116,7 @@ fn browse(page: &Path, flags: &[&str], folder: &Path) -> Result<String> {
     Ok(String::from_utf8(out.stdout)?)
 }
 
-/// A trace with some experts that are used more than others, and some never.
+/// A trace in which some experts are used more than others, and some never.
 fn synthetic(layers: usize, experts: usize) -> String {
     let layer = |layer: usize| {
         let counts: Vec<usize> = (0..experts)

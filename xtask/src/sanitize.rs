@@ -1,7 +1,6 @@
 //! Checks with other tools: sanitizers, valgrind, fuzzing.
 
 use anyhow::{Result, bail};
-use testkit::writer::{F32, Gguf, Q4_0, vocabulary};
 
 use crate::install::target_folder;
 use crate::run::{command, exists, run};
@@ -21,9 +20,9 @@ pub fn asan() -> Result<()> {
     cmake::ctest(&build, &[])
 }
 
-/// Runs the C examples under valgrind's memcheck, but for the one with nine busy
-/// threads and those with a simulated driver: valgrind runs one thread at a time, and they
-/// would take many minutes. The address sanitizer runs them.
+/// Runs the C examples under valgrind's memcheck, except the one with nine busy threads and
+/// those with a simulated driver: valgrind runs one thread at a time, so they would take many
+/// minutes. The address sanitizer runs them.
 pub fn valgrind() -> Result<()> {
     if !exists("valgrind") {
         bail!("valgrind is not installed (Debian: apt-get install valgrind)");
@@ -40,7 +39,7 @@ pub fn valgrind() -> Result<()> {
 /// Fuzzes the parser for some minutes. Findings stay in `fuzz/artifacts`.
 ///
 /// The sanitizer flags belong to nightly compilers; RUSTC_BOOTSTRAP lets the
-/// installed one take them, for this build alone.
+/// installed one accept them, for this build alone.
 pub fn fuzz(minutes: u64) -> Result<()> {
     let fuzz = root().join("fuzz");
     let target = target_folder()?.join("fuzz");
@@ -60,13 +59,9 @@ pub fn fuzz(minutes: u64) -> Result<()> {
     let artifacts = fuzz.join("artifacts/gguf");
     std::fs::create_dir_all(&corpus)?;
     std::fs::create_dir_all(&artifacts)?;
-    let mut small = Gguf::default()
-        .tensor("blk.0.ffn_down_exps.weight", &[32, 2, 4], Q4_0, 1)
-        .tensor("output_norm.weight", &[5], F32, 2);
-    std::fs::write(corpus.join("small"), small.bytes())?;
-    small.kvs.extend(vocabulary(3));
-    small.alignment = 64;
-    std::fs::write(corpus.join("vocabulary"), small.bytes())?;
+    for (name, bytes) in testkit::seeds::gguf() {
+        std::fs::write(corpus.join(name), bytes)?;
+    }
 
     run(
         command(target.join("x86_64-unknown-linux-gnu/release/gguf"), &fuzz)
@@ -84,17 +79,17 @@ pub fn fuzz(minutes: u64) -> Result<()> {
     )
 }
 
-/// Rooms of the library that are Rust alone: no driver, no mapping, no C.
+/// Modules of the library in Rust alone: no driver, no mapping, no C.
 const PURE: [&str; 6] = [
     "gguf::types",
     "gguf::value",
     "experts::",
-    "postfetch::board",
+    "postfetch::transfer_table",
     "postfetch::scratchpad",
     "postfetch::policy",
 ];
 
-/// Why miri cannot run here, if so.
+/// Why miri cannot run, if so.
 pub fn miri_missing() -> Option<String> {
     let asked = command("cargo", &root())
         .args(["+nightly", "miri", "--version"])
@@ -103,8 +98,8 @@ pub fn miri_missing() -> Option<String> {
     (!there).then(|| "rustup +nightly component add miri".into())
 }
 
-/// Runs the unit tests of the pure rooms under miri, which sees undefined behaviour and
-/// races that no test would.
+/// Runs the unit tests of these modules under miri, which finds undefined behaviour and
+/// races that tests do not show.
 pub fn miri() -> Result<()> {
     if let Some(how) = miri_missing() {
         bail!("miri is not installed ({how})");

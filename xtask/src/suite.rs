@@ -1,19 +1,20 @@
-//! The two commands of the README.
+//! The commands of the README: the tests and the demo.
 
 use std::path::Path;
+use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Result, bail, ensure};
 use testkit::host::{DropIn, Host, Program, Transcript, preload_library, replace};
 
-use crate::install::{install, target_folder};
+use crate::install::{DebugInfo, install, target_folder};
 use crate::run::{command, exists, run};
 use crate::{
-    abi, cmake, fixtures, header, llama_cpp, older, packaging, prose, report, root, sanitize,
+    abi, cmake, fixtures, header, llama_cpp, msrv, older, packaging, prose, report, root, sanitize,
 };
 
-/// How long CI fuzzes.
-const FUZZ_MINUTES: u64 = 1;
+/// How long the long form of the tests fuzzes.
+const FUZZ_MINUTES: u64 = 10;
 
 /// A part of the test suite.
 struct Check {
@@ -40,6 +41,24 @@ const CHECKS: &[Check] = &[
         ]))
     }),
     Check::new("prose", prose::check),
+    Check {
+        name: "oldest supported Rust",
+        run: msrv::check,
+        missing: msrv::missing,
+    },
+    Check {
+        name: "licences and sources of dependencies, cargo deny",
+        run: || {
+            let checks = ["deny", "check", "bans", "licenses", "sources"];
+            run(command("cargo", &root()).args(checks))
+        },
+        missing: || missing_tool("cargo-deny"),
+    },
+    Check {
+        name: "security advisories, cargo audit",
+        run: || run(command("cargo", &root()).args(["audit", "--quiet"])),
+        missing: || missing_tool("cargo-audit"),
+    },
     Check::new("header is current", header::check),
     Check::new("fixtures", || fixtures::make().map(|_| ())),
     Check::new("rust tests", || {
@@ -47,27 +66,19 @@ const CHECKS: &[Check] = &[
     }),
     Check::new("post-fetch on a simulated CUDA driver", postfetch_tests),
     Check::new("drop-in library: format, clippy, tests", dropin_library),
+    Check::new("drop-in and hosts are built", hosts),
     Check::new("C host, CTest", || {
-        cmake::ctest(&cmake::build_hosts()?, &[])
+        cmake::ctest(&target_folder()?.join("hosts-c"), &[])
     }),
     Check::new("drop-in in real hosts", || dropin_tests("dropin")),
-    Check::new(
-        "drop-in with files that are not to be used, and the way back",
-        || dropin_tests("dropin_files"),
-    ),
-    Check::new(
-        "drop-in with graphs that no real host makes on demand",
-        || dropin_tests("dropin_graphs"),
-    ),
-    Check::new("drop-in with nothing switched on", || {
-        fixtures::ik_llama()?;
-        cmake::build_loader()?;
-        dropin_tests("idle")
+    Check::new("drop-in with bad files, revert and metrics", || {
+        dropin_tests("dropin_files")
     }),
-    Check::new("the command with real hosts", || {
-        cmake::build_loader()?;
-        dropin_tests("command")
+    Check::new("drop-in with graphs of a stand-in for libllama", || {
+        dropin_tests("dropin_graphs")
     }),
+    Check::new("drop-in with nothing enabled", || dropin_tests("idle")),
+    Check::new("the command with real hosts", || dropin_tests("command")),
     Check {
         name: "drop-in in llama-server from source",
         run: || dropin_tests("llama_server"),
@@ -107,8 +118,12 @@ const CHECKS: &[Check] = &[
         run: sanitize::miri,
         missing: || sanitize::miri_missing().map(|how| format!("miri is not installed ({how})")),
     },
-    Check::new("fuzzing, short", || sanitize::fuzz(FUZZ_MINUTES)),
 ];
+
+/// Why a program of cargo cannot run, if so.
+fn missing_tool(name: &str) -> Option<String> {
+    (!exists(name)).then(|| format!("{name} is not installed (cargo install {name})"))
+}
 
 impl Check {
     const fn new(name: &'static str, run: fn() -> Result<()>) -> Check {
@@ -134,24 +149,64 @@ fn dropin_library() -> Result<()> {
         .arg(&target))
 }
 
-/// A process has one CUDA driver: one test at a time.
-fn postfetch_tests() -> Result<()> {
-    run(command("cargo", &root())
-        .args(["test", "--quiet", "--test", "postfetch"])
-        .args(["--", "--test-threads=1", "--nocapture"])
-        .env("LD_LIBRARY_PATH", cmake::sim_cuda()?))
+/// Builds the drop-in, the command and the programs that they are tested with.
+pub fn hosts() -> Result<()> {
+    fixtures::ik_llama()?;
+    cmake::build_loader()?;
+    cmake::build_hosts().map(|_| ())
 }
 
-/// Tests with real hosts: one at a time, each has threads enough.
+/// A process has one CUDA driver: one test at a time.
+fn postfetch_tests() -> Result<()> {
+    run(serial_tests("postfetch", &[]).env("LD_LIBRARY_PATH", cmake::sim_cuda()?))
+}
+
+/// Tests with real hosts, which are built: one at a time, because each host has several
+/// threads.
 fn dropin_tests(name: &str) -> Result<()> {
-    cmake::build_hosts()?;
-    run(command("cargo", &root())
-        .args(["test", "--quiet", "--test", name])
-        .args(["--", "--test-threads=1", "--nocapture"]))
+    run(&mut serial_tests(name, &[]))
+}
+
+/// With `--workspace`, although one package has the test: else cargo builds dependencies again,
+/// with fewer of their features.
+fn serial_tests(name: &str, filter: &[&str]) -> Command {
+    let mut cargo = command("cargo", &root());
+    cargo
+        .args(["test", "--quiet", "--workspace", "--test", name])
+        .args(filter)
+        .args(["--", "--test-threads=1", "--nocapture"]);
+    cargo
+}
+
+/// Runs what takes too long for each day: all cases of the property test, a fault at each call
+/// of the CUDA driver, many swaps while a host evaluates, and libFuzzer.
+pub fn long() -> Result<()> {
+    const LONG: (&str, &str) = ("SIDECAR_LONG_TESTS", "1");
+    fixtures::make()?;
+    run(serial_tests("devices", &[]).env(LONG.0, LONG.1))?;
+    run(serial_tests("postfetch", &[])
+        .env(LONG.0, LONG.1)
+        .env("LD_LIBRARY_PATH", cmake::sim_cuda()?))?;
+    hosts()?;
+    run(serial_tests("dropin", &["many_swaps"]).env("SWAPS", "400"))?;
+    sanitize::fuzz(FUZZ_MINUTES)
+}
+
+/// User and system time of all programs that were started and have ended, in seconds.
+fn cpu_seconds() -> f64 {
+    // SAFETY: a struct of numbers, which the call fills.
+    let usage = unsafe {
+        let mut usage: libc::rusage = std::mem::zeroed();
+        libc::getrusage(libc::RUSAGE_CHILDREN, &mut usage);
+        usage
+    };
+    let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 / 1e6;
+    seconds(usage.ru_utime) + seconds(usage.ru_stime)
 }
 
 /// Runs every check, also after one failed, and sums up.
 pub fn test() -> Result<()> {
+    let began = Instant::now();
     let mut summary = Vec::new();
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
     for check in CHECKS {
@@ -161,20 +216,21 @@ pub fn test() -> Result<()> {
             summary.push(format!("skipped  {} ({reason})", check.name));
             continue;
         }
-        let began = Instant::now();
+        let (began, cpu) = (Instant::now(), cpu_seconds());
         let result = (check.run)();
-        let seconds = began.elapsed().as_secs_f64();
+        let took = format!(
+            "{:.0} s, {:.0} s of CPU",
+            began.elapsed().as_secs_f64(),
+            cpu_seconds() - cpu
+        );
         match result {
             Ok(()) => {
                 passed += 1;
-                summary.push(format!("passed   {} ({seconds:.0} s)", check.name));
+                summary.push(format!("passed   {} ({took})", check.name));
             }
             Err(error) => {
                 failed += 1;
-                summary.push(format!(
-                    "FAILED   {} ({seconds:.0} s): {error:#}",
-                    check.name
-                ));
+                summary.push(format!("FAILED   {} ({took}): {error:#}", check.name));
             }
         }
     }
@@ -182,18 +238,22 @@ pub fn test() -> Result<()> {
     for line in summary {
         println!("{line}");
     }
-    println!("{passed} passed, {failed} failed, {skipped} skipped");
+    println!(
+        "{passed} passed, {failed} failed, {skipped} skipped; {:.0} s, {:.0} s of CPU",
+        began.elapsed().as_secs_f64(),
+        cpu_seconds()
+    );
     if failed > 0 {
         bail!("{failed} of {} checks failed", CHECKS.len());
     }
     Ok(())
 }
 
-/// The first journey: look at a model, load it lazily, swap tensors under it.
+/// Inspects a model, loads it lazily and swaps its tensors, in link mode and in a program.
 pub fn demo() -> Result<()> {
     let fixtures = fixtures::make()?;
     let stage = target_folder()?.join("stage");
-    install(&stage)?;
+    install(&stage, DebugInfo::Separate)?;
     let examples = cmake::build("c_examples", &[])?;
     let model = fixtures.join("smollm2.gguf");
     let variant = fixtures.join("smollm2-mixed.gguf");
@@ -203,18 +263,18 @@ pub fn demo() -> Result<()> {
         .args(["-c", "\"$1\" inspect \"$2\" | head -n 20", "sh"])
         .arg(stage.join("bin/llama-sidecar"))
         .arg(&model))?;
-    tell("A C program opens it lazily: it touches three tensors and has no more in memory.");
+    tell("A C program opens it lazily: it reads three tensors and has no more in memory.");
     run(command(examples.join("lazy_load"), &root()).arg(&model))?;
     tell(
-        "Another has it loaded while the file changes: eight tensors get another quantisation, and go back.",
+        "Another C program has it loaded while the file changes: eight tensors change to another quantisation, and back.",
     );
     run(command(examples.join("hot_swap"), &target_folder()?)
         .arg(&model)
         .arg(&variant))?;
-    tell("A layer of experts, cut over three devices, goes through three quantisations and back.");
+    tell("A layer of experts, split over three devices, changes its quantisation twice, and back.");
     run(command(examples.join("moe_walk"), &target_folder()?)
         .args(["moe.gguf", "moe-q8_0.gguf", "moe-mixed.gguf"].map(|name| fixtures.join(name))))?;
-    tell("Everything at once: at most nine allocations, at the speed of memory.");
+    tell("All tensors are loaded at once: at most nine allocations, at the speed of memory.");
     run(command(stage.join("bin/llama-sidecar"), &root())
         .arg("load")
         .arg(&model))?;
@@ -222,11 +282,11 @@ pub fn demo() -> Result<()> {
     live_swap(&model, &variant)
 }
 
-/// The second journey: a program that nobody changed, with the drop-in.
+/// Swaps tensors in an unchanged program, with the drop-in.
 fn live_swap(model: &Path, variant: &Path) -> Result<()> {
     const TOKENS: usize = 16;
     cmake::build_hosts()?;
-    tell("And now a program that knows nothing of all this: node-llama-cpp, as npm delivers it.");
+    tell("Now an unchanged program, with the drop-in: node-llama-cpp, as npm delivers it.");
     let preload = preload_library();
     println!(
         "LD_PRELOAD={} LLAMA_HOTSWAP_ENABLED=1 node host.mjs model.gguf",

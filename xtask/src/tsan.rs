@@ -1,7 +1,7 @@
-//! ThreadSanitizer, as far as it sees: every access of our own code, of crates, and of
-//! generics of the standard library that are compiled with them. It does not see what the
-//! standard library brings compiled, nor llama.cpp, but both call into functions of the C
-//! library that it watches. `tests/tsan/suppressions` names what follows from that.
+//! ThreadSanitizer. It instruments the project's own code, its crates, and the generics of the
+//! standard library that are compiled with them. It does not instrument the precompiled part of
+//! the standard library, nor llama.cpp; it intercepts only their calls of the C library.
+//! `tests/tsan/suppressions` lists the false reports that follow.
 //!
 //! The library runs its tests of reloads, among them eight threads that evaluate while tensors
 //! are swapped. The drop-in runs in the C host with its watching thread, clients of
@@ -20,7 +20,7 @@ use crate::{cmake, fixtures, root};
 
 /// Where sanitized code is built for: with a target named, build scripts are not sanitized.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
-/// The standard library comes without; that is asked to be allowed.
+/// The standard library is not instrumented, which must be allowed.
 const FLAGS: &str = "-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer";
 /// The exit code of a process with findings.
 const FOUND: i32 = 66;
@@ -51,7 +51,7 @@ fn library() -> Result<()> {
     run(command("cargo", &root())
         .args(["test", "--quiet", "--target", TARGET, "--test", "reload"])
         .env("CARGO_TARGET_DIR", target_folder()?.join("tsan"))
-        // It belongs to nightly compilers; this lets the installed one take it.
+        // The flag belongs to nightly compilers; this lets the installed one accept it.
         .env("RUSTC_BOOTSTRAP", "1")
         .env("RUSTFLAGS", FLAGS)
         .env("PROPTEST_CASES", "8")
@@ -83,7 +83,7 @@ fn drop_in() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("model.gguf");
     replace(&path, &files[1]);
-    // The runtime goes first: the drop-in is made to need it, and does not name it.
+    // The runtime goes first: the drop-in needs it, and does not name it.
     let libraries = format!("{}:{}", runtime.display(), preload.display());
     let variables = vec![
         ("LD_PRELOAD", libraries),
@@ -100,7 +100,7 @@ fn drop_in() -> Result<()> {
                 while !over.load(Ordering::Relaxed) {
                     control(&socket, "status");
                     control(&socket, "trace");
-                    // There is a limit of clients, and one that left is noticed later.
+                    // The number of clients is limited, and a disconnect is noticed later.
                     std::thread::sleep(PAUSE);
                 }
             });
@@ -123,7 +123,7 @@ fn drop_in() -> Result<()> {
         other => bail!("the host ended with {other:?}:\n{log}"),
     }
     let switches = switches.context("a generation")?;
-    ensure!(switches > 0, "expected swaps; the host said:\n{log}");
+    ensure!(switches > 0, "expected swaps; its log:\n{log}");
     println!("{switches} switches in the host under ThreadSanitizer, without a finding");
     Ok(())
 }

@@ -5,11 +5,11 @@ use std::os::unix::process::ExitStatusExt;
 use super::*;
 
 /// A swap in a shell where files can have a kilobyte.
-fn limited(bench: &Bench, before: &str) -> Output {
+fn limited(it: &Fixture, before: &str) -> Output {
     let script = format!("ulimit -f 1; {before} exec \"$@\"");
     Command::new("bash")
-        .args(["-c", &script, "sh", PROGRAM, "swap", &bench.model])
-        .args(["--tensor", ".*ffn.*", "--from", &bench.other])
+        .args(["-c", &script, "sh", PROGRAM, "swap", &it.model])
+        .args(["--tensor", ".*ffn.*", "--from", &it.other])
         .output()
         .expect("a shell")
 }
@@ -18,33 +18,28 @@ fn limited(bench: &Bench, before: &str) -> Output {
 /// process in the middle of a write.
 #[test]
 fn an_interruption_leaves_the_old_file() {
-    let bench = Bench::new(32);
-    let before = bytes(&bench.model);
-    let output = limited(&bench, "");
+    let it = Fixture::new(32);
+    let before = bytes(&it.model);
+    let output = limited(&it, "");
     assert_eq!(output.status.signal(), Some(libc::SIGXFSZ));
-    assert_eq!(bytes(&bench.model), before);
-    assert_eq!(
-        bench.files().len(),
-        3,
-        "a part was left: {:?}",
-        bench.files()
-    );
+    assert_eq!(bytes(&it.model), before);
+    assert_eq!(it.files().len(), 3, "a part was left: {:?}", it.files());
     // What was left goes with the next run.
-    succeeds(&[&bench.model, "--tensor", ".*ffn.*", "--from", &bench.other]);
+    succeeds(&[&it.model, "--tensor", ".*ffn.*", "--from", &it.other]);
     assert_eq!(
-        bench.files(),
+        it.files(),
         ["model.gguf", "model.gguf.originals", "other.gguf"]
     );
     // An error, in the place of the signal, is one sentence.
-    let bench = Bench::new(32);
-    let output = limited(&bench, "trap '' XFSZ;");
+    let it = Fixture::new(32);
+    let output = limited(&it, "trap '' XFSZ;");
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1));
     assert!(
         text.contains("cannot write beside") && text.contains("as it was"),
         "{text}"
     );
-    assert_eq!(bench.files(), ["model.gguf", "other.gguf"]);
+    assert_eq!(it.files(), ["model.gguf", "other.gguf"]);
 }
 
 /// A file system in memory, unmounted when dropped.
@@ -108,11 +103,11 @@ fn a_full_disk_is_found_before_anything_is_written() {
     old.write(&model).expect("a model");
     new.write(&other).expect("another");
     let model = model.display().to_string();
-    // There is room for the new version, and none for the originals beside it.
+    // There is space for the new version, and none for the originals.
     assert!(disk.free() > 30 * 1024 && disk.free() < 60 * 1024);
     let from = other.display().to_string();
     let arguments: [&str; 5] = [&model, "--tensor", ".*", "--from", &from];
-    let free = format!("and {} are free: make room there", disk.free());
+    let free = format!("and {} are free: free some space", disk.free());
     fails(&arguments, &["the new files need", &free]);
     let text = String::from_utf8(swap(&arguments).stderr).expect("text");
     let needed = text.split_once(" bytes in").map(|(before, _)| before);

@@ -20,11 +20,11 @@ fn many(tensors: u64, seed: u64) -> Gguf {
 }
 
 /// A folder with `model.gguf` and `other.gguf`.
-fn pair(model: &Gguf, other: &Gguf) -> Bench {
-    let bench = Bench::new(32);
-    model.write(bench.model.as_ref()).expect("a model");
-    other.write(bench.other.as_ref()).expect("another");
-    bench
+fn pair(model: &Gguf, other: &Gguf) -> Fixture {
+    let it = Fixture::new(32);
+    model.write(it.model.as_ref()).expect("a model");
+    other.write(it.other.as_ref()).expect("another");
+    it
 }
 
 fn is_root() -> bool {
@@ -37,14 +37,14 @@ fn is_root() -> bool {
 }
 
 #[test]
-fn of_swaps_at_the_same_time_none_is_lost() {
+fn concurrent_swaps_are_all_kept() {
     const SWAPS: u64 = 8;
-    let bench = pair(&many(SWAPS, 100), &many(SWAPS, 200));
-    let before = bytes(&bench.model);
+    let it = pair(&many(SWAPS, 100), &many(SWAPS, 200));
+    let before = bytes(&it.model);
     let start = |at: u64| {
         let regex = format!("blk.{at}.*");
         let mut command = Command::new(PROGRAM);
-        command.arg("swap").args(bench.tensors(&regex));
+        command.arg("swap").args(it.tensors(&regex));
         let command = command.stdout(Stdio::piped()).stderr(Stdio::piped());
         command.spawn().expect("it starts")
     };
@@ -52,21 +52,21 @@ fn of_swaps_at_the_same_time_none_is_lost() {
         let output = child.wait_with_output().expect("it ends");
         assert!(output.status.success(), "{}", said(&output));
     }
-    assert_eq!(bytes(&bench.model), bytes(&bench.other));
-    succeeds(&[&bench.model, "--restore"]);
-    assert_eq!(bytes(&bench.model), before);
-    assert_eq!(bench.files(), ["model.gguf", "other.gguf"]);
+    assert_eq!(bytes(&it.model), bytes(&it.other));
+    succeeds(&[&it.model, "--restore"]);
+    assert_eq!(bytes(&it.model), before);
+    assert_eq!(it.files(), ["model.gguf", "other.gguf"]);
 }
 
 #[test]
 fn a_swap_waits_for_another_and_takes_its_result() {
     let (model, other) = (many(2, 100), many(2, 200));
-    let bench = pair(&model, &other);
-    let lock = File::open(&bench.model).expect("a model");
+    let it = pair(&model, &other);
+    let lock = File::open(&it.model).expect("a model");
     lock.lock().expect("a lock");
     let mut child = Command::new(PROGRAM)
         .arg("swap")
-        .args(bench.tensors("blk.1.*"))
+        .args(it.tensors("blk.1.*"))
         .stderr(Stdio::piped())
         .spawn()
         .expect("it starts");
@@ -74,35 +74,35 @@ fn a_swap_waits_for_another_and_takes_its_result() {
     let mut errors = BufReader::new(child.stderr.take().expect("a pipe"));
     errors.read_line(&mut line).expect("text");
     assert!(
-        line.contains("model.gguf") && line.contains("waits until"),
+        line.contains("model.gguf") && line.contains("waiting for its end"),
         "{line}"
     );
     // What the other one did meanwhile: a new file at the path.
     let mut half = model.clone();
     half.tensors[0] = other.tensors[0].clone();
-    half.replace(bench.model.as_ref()).expect("a model");
+    half.replace(it.model.as_ref()).expect("a model");
     drop(lock);
     assert!(child.wait().expect("it ends").success());
-    assert_eq!(bytes(&bench.model), other.bytes());
-    succeeds(&[&bench.model, "--restore"]);
-    assert_eq!(bytes(&bench.model), half.bytes());
+    assert_eq!(bytes(&it.model), other.bytes());
+    succeeds(&[&it.model, "--restore"]);
+    assert_eq!(bytes(&it.model), half.bytes());
 }
 
 /// Waits until a change gets another time than the model has: some file systems stamp changes
 /// with a clock that ticks every few milliseconds.
-fn next_tick(bench: &Bench) {
+fn next_tick(it: &Fixture) {
     let changed = |path: &str| {
         let found = fs::metadata(path).expect("a file");
         (found.ctime(), found.ctime_nsec())
     };
-    let scratch = tempfile::NamedTempFile::new_in(bench.folder.path()).expect("a file");
-    while changed(&path(scratch.path())) <= changed(&bench.model) {
+    let scratch = tempfile::NamedTempFile::new_in(it.folder.path()).expect("a file");
+    while changed(&path(scratch.path())) <= changed(&it.model) {
         fs::write(scratch.path(), "a change").expect("room");
     }
 }
 
 /// Runs `meanwhile` after a swap of all tensors was planned, and before it is written.
-fn interrupted(bench: &Bench, meanwhile: impl FnOnce()) -> Output {
+fn interrupted(it: &Fixture, meanwhile: impl FnOnce()) -> Output {
     // The list of tensors is longer than the pipe: it holds the program up.
     let (mut list, out) = std::io::pipe().expect("a pipe");
     // SAFETY: the descriptor is open; the call changes its buffer only.
@@ -110,13 +110,13 @@ fn interrupted(bench: &Bench, meanwhile: impl FnOnce()) -> Output {
     assert_eq!(size, 4096);
     let child = {
         let mut command = Command::new(PROGRAM);
-        command.arg("swap").args(bench.tensors(".*"));
+        command.arg("swap").args(it.tensors(".*"));
         let command = command.stdout(out).stderr(Stdio::piped());
         command.spawn().expect("it starts")
     };
     let mut first = [0; 1];
     list.read_exact(&mut first).expect("a byte");
-    next_tick(bench);
+    next_tick(it);
     meanwhile();
     let mut rest = Vec::new();
     list.read_to_end(&mut rest).expect("text");
@@ -130,18 +130,18 @@ fn a_model_that_another_program_changes_meanwhile_is_left_alone() {
     const TENSORS: u64 = 200;
     let (model, other) = (many(TENSORS, 1000), many(TENSORS, 5000));
     let replaced = many(TENSORS, 9000);
-    type Meanwhile<'a> = &'a dyn Fn(&Bench);
+    type Meanwhile<'a> = &'a dyn Fn(&Fixture);
     let changes: [(Meanwhile<'_>, &Gguf); 3] = [
         (
-            &|bench| replaced.replace(bench.model.as_ref()).expect("a model"),
+            &|it| replaced.replace(it.model.as_ref()).expect("a model"),
             &replaced,
         ),
         // In place, with the old time of modification.
         (
-            &|bench| {
-                let times = fs::metadata(&bench.model).and_then(|found| found.modified());
-                replaced.write(bench.model.as_ref()).expect("a model");
-                let file = File::options().write(true).open(&bench.model);
+            &|it| {
+                let times = fs::metadata(&it.model).and_then(|found| found.modified());
+                replaced.write(it.model.as_ref()).expect("a model");
+                let file = File::options().write(true).open(&it.model);
                 let file = file.expect("a model");
                 file.set_modified(times.expect("a time")).expect("a time");
             },
@@ -149,64 +149,64 @@ fn a_model_that_another_program_changes_meanwhile_is_left_alone() {
         ),
         // Other permissions.
         (
-            &|bench| {
+            &|it| {
                 let mode = fs::Permissions::from_mode(0o640);
-                fs::set_permissions(&bench.model, mode).expect("a mode");
+                fs::set_permissions(&it.model, mode).expect("a mode");
             },
             &model,
         ),
     ];
     for (change, expected) in changes {
-        let bench = pair(&model, &other);
-        let output = interrupted(&bench, || change(&bench));
+        let it = pair(&model, &other);
+        let output = interrupted(&it, || change(&it));
         let text = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(1), "{text}");
         assert!(
             text.contains("model.gguf") && text.contains("try again"),
             "{text}"
         );
-        assert_eq!(bytes(&bench.model), expected.bytes());
-        assert_eq!(bench.files(), ["model.gguf", "other.gguf"]);
+        assert_eq!(bytes(&it.model), expected.bytes());
+        assert_eq!(it.files(), ["model.gguf", "other.gguf"]);
     }
 }
 
 #[test]
 fn owner_group_and_mode_stay() {
-    let bench = Bench::new(32);
+    let it = Fixture::new(32);
     if !is_root() {
         return;
     }
-    chown(&bench.model, Some(NOBODY), Some(NOBODY - 1)).expect("an owner");
-    fs::set_permissions(&bench.model, fs::Permissions::from_mode(0o640)).expect("a mode");
+    chown(&it.model, Some(NOBODY), Some(NOBODY - 1)).expect("an owner");
+    fs::set_permissions(&it.model, fs::Permissions::from_mode(0o640)).expect("a mode");
     let of = |path: &str| {
         let found = fs::metadata(path).expect("a file");
         (found.uid(), found.gid(), found.mode() & 0o7777)
     };
-    succeeds(&bench.tensors(".*ffn.*"));
+    succeeds(&it.tensors(".*ffn.*"));
     let expected = (NOBODY, NOBODY - 1, 0o640);
-    assert_eq!(of(&bench.model), expected);
-    assert_eq!(of(&bench.at("model.gguf.originals")), expected);
-    succeeds(&[&bench.model, "--restore"]);
-    assert_eq!(of(&bench.model), expected);
+    assert_eq!(of(&it.model), expected);
+    assert_eq!(of(&it.at("model.gguf.originals")), expected);
+    succeeds(&[&it.model, "--restore"]);
+    assert_eq!(of(&it.model), expected);
 }
 
 #[test]
 fn an_owner_that_cannot_be_kept_stops_the_swap() {
-    let bench = Bench::new(32);
+    let it = Fixture::new(32);
     if !is_root() {
         return;
     }
-    let before = bytes(&bench.model);
+    let before = bytes(&it.model);
     // A user who may write in the folder, and does not own the model.
-    chown(bench.folder.path(), Some(NOBODY), Some(NOBODY)).expect("an owner");
-    let program = bench.at("llama-sidecar");
+    chown(it.folder.path(), Some(NOBODY), Some(NOBODY)).expect("an owner");
+    let program = it.at("llama-sidecar");
     // Another process copies it: a file that is open for writing, also in a process that
     // another test starts just then, cannot be executed.
     let copied = Command::new("cp").args([PROGRAM, &program]).status();
     assert!(copied.is_ok_and(|status| status.success()));
     let output = Command::new(&program)
         .arg("swap")
-        .args(bench.tensors(".*ffn.*"))
+        .args(it.tensors(".*ffn.*"))
         .uid(NOBODY)
         .gid(NOBODY)
         .output()
@@ -221,9 +221,9 @@ fn an_owner_that_cannot_be_kept_stops_the_swap() {
     ] {
         assert!(text.contains(part), "{part}: {text}");
     }
-    assert_eq!(bytes(&bench.model), before);
-    assert_eq!(fs::metadata(&bench.model).expect("it").uid(), 0);
-    assert_eq!(bench.files(), ["llama-sidecar", "model.gguf", "other.gguf"]);
+    assert_eq!(bytes(&it.model), before);
+    assert_eq!(fs::metadata(&it.model).expect("it").uid(), 0);
+    assert_eq!(it.files(), ["llama-sidecar", "model.gguf", "other.gguf"]);
 }
 
 /// A POSIX ACL in the form of its attribute: version 2, then tag, permissions and id.
@@ -251,7 +251,7 @@ fn access_lists_and_attributes_stay() {
     const NONE: u32 = u32::MAX;
     const ACCESS: &str = "system.posix_acl_access";
     const DEFAULT: &str = "system.posix_acl_default";
-    let bench = Bench::new(32);
+    let it = Fixture::new(32);
     // Owner, one more user, group, mask, others.
     let access = acl(&[
         (1, 6, NONE),
@@ -261,59 +261,56 @@ fn access_lists_and_attributes_stay() {
         (0x20, 0, NONE),
     ]);
     let origin = b"https://example.org/model.gguf";
-    if !set(&bench.model, "user.xdg.origin.url", origin) || !set(&bench.model, ACCESS, &access) {
+    if !set(&it.model, "user.xdg.origin.url", origin) || !set(&it.model, ACCESS, &access) {
         return;
     }
-    let get = |name: &str| xattr::get(&bench.model, name).expect("attributes");
-    let mode = || fs::metadata(&bench.model).expect("a file").mode();
+    let get = |name: &str| xattr::get(&it.model, name).expect("attributes");
+    let mode = || fs::metadata(&it.model).expect("a file").mode();
     let before = mode();
-    succeeds(&bench.tensors(".*ffn.*"));
+    succeeds(&it.tensors(".*ffn.*"));
     assert_eq!(get("user.xdg.origin.url").as_deref(), Some(&origin[..]));
     assert_eq!(get(ACCESS), Some(access.clone()));
     assert_eq!(mode(), before);
-    succeeds(&[&bench.model, "--restore"]);
+    succeeds(&[&it.model, "--restore"]);
     assert_eq!(get(ACCESS), Some(access.clone()));
     // A list that the folder gives to new files is not given to a model that has none.
-    xattr::remove(&bench.model, ACCESS).expect("it was there");
-    fs::set_permissions(&bench.model, fs::Permissions::from_mode(0o640)).expect("a mode");
-    assert!(set(&path(bench.folder.path()), DEFAULT, &access));
-    succeeds(&bench.tensors(".*ffn.*"));
+    xattr::remove(&it.model, ACCESS).expect("it was there");
+    fs::set_permissions(&it.model, fs::Permissions::from_mode(0o640)).expect("a mode");
+    assert!(set(&path(it.folder.path()), DEFAULT, &access));
+    succeeds(&it.tensors(".*ffn.*"));
     assert_eq!(get(ACCESS), None);
     assert_eq!(mode() & 0o7777, 0o640);
 }
 
 #[test]
 fn a_link_stays_one_and_the_file_behind_it_changes() {
-    let bench = Bench::new(32);
-    let before = bytes(&bench.model);
+    let it = Fixture::new(32);
+    let before = bytes(&it.model);
     // As in caches of downloads: snapshots/main/model.gguf -> ../../blobs/0123, and a link
     // to the link.
     for folder in ["blobs", "snapshots", "snapshots/main"] {
-        fs::create_dir(bench.at(folder)).expect("a folder");
+        fs::create_dir(it.at(folder)).expect("a folder");
     }
-    let (blob, link) = (bench.at("blobs/0123"), bench.at("snapshots/main/m.gguf"));
-    fs::rename(&bench.model, &blob).expect("a rename");
+    let (blob, link) = (it.at("blobs/0123"), it.at("snapshots/main/m.gguf"));
+    fs::rename(&it.model, &blob).expect("a rename");
     symlink("../../blobs/0123", &link).expect("a link");
-    symlink("snapshots/main/m.gguf", &bench.model).expect("a link");
-    succeeds(&bench.tensors(".*ffn.*"));
-    for link in [&link, &bench.model] {
+    symlink("snapshots/main/m.gguf", &it.model).expect("a link");
+    succeeds(&it.tensors(".*ffn.*"));
+    for link in [&link, &it.model] {
         assert!(fs::symlink_metadata(link).expect("a link").is_symlink());
         assert_eq!(bytes(link), model(Q8_0, 20, 32).bytes());
     }
     assert!(fs::symlink_metadata(&blob).expect("a file").is_file());
+    assert_eq!(files(it.at("blobs").as_ref()), ["0123", "0123.originals"]);
+    assert_eq!(files(it.at("snapshots/main").as_ref()), ["m.gguf"]);
     assert_eq!(
-        files(bench.at("blobs").as_ref()),
-        ["0123", "0123.originals"]
-    );
-    assert_eq!(files(bench.at("snapshots/main").as_ref()), ["m.gguf"]);
-    assert_eq!(
-        bench.files(),
+        it.files(),
         ["blobs", "model.gguf", "other.gguf", "snapshots"]
     );
     // By another name of the same file.
     succeeds(&[&link, "--restore"]);
-    assert_eq!(bytes(&bench.model), before);
-    assert_eq!(files(bench.at("blobs").as_ref()), ["0123"]);
+    assert_eq!(bytes(&it.model), before);
+    assert_eq!(files(it.at("blobs").as_ref()), ["0123"]);
 }
 
 #[test]
@@ -351,11 +348,11 @@ fn shapes_that_differ_in_trailing_ones_are_the_same() {
         file.tensor("blk.0.ffn_down.weight", &[32, 3], F32, 3)
     };
     for (old, new) in [(&[64][..], &[64, 1][..]), (&[64, 1, 1], &[64])] {
-        let bench = pair(&of(old, F32, 1), &of(new, Q8_0, 2));
-        succeeds(&bench.tensors(".*norm.*"));
-        assert_eq!(bytes(&bench.model), of(old, Q8_0, 2).bytes());
-        succeeds(&[&bench.model, "--restore"]);
-        assert_eq!(bytes(&bench.model), of(old, F32, 1).bytes());
+        let it = pair(&of(old, F32, 1), &of(new, Q8_0, 2));
+        succeeds(&it.tensors(".*norm.*"));
+        assert_eq!(bytes(&it.model), of(old, Q8_0, 2).bytes());
+        succeeds(&[&it.model, "--restore"]);
+        assert_eq!(bytes(&it.model), of(old, F32, 1).bytes());
     }
 }
 

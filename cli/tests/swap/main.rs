@@ -53,14 +53,14 @@ fn model(ty: u32, seed: u64, alignment: u64) -> Gguf {
         .tensor("blk.1.ffn_down.weight", &[32, 3], ty, seed + 1)
 }
 
-struct Bench {
+struct Fixture {
     folder: TempDir,
     model: String,
     other: String,
 }
 
-impl Bench {
-    fn new(alignment: u64) -> Bench {
+impl Fixture {
+    fn new(alignment: u64) -> Fixture {
         let folder = tempfile::tempdir().expect("a folder");
         let at = |name: &str| folder.path().join(name).display().to_string();
         let (old, other) = (at("model.gguf"), at("other.gguf"));
@@ -68,7 +68,7 @@ impl Bench {
             .write(old.as_ref())
             .expect("a model");
         model(Q8_0, 20, 32).write(other.as_ref()).expect("another");
-        Bench {
+        Fixture {
             folder,
             model: old,
             other,
@@ -108,54 +108,51 @@ fn bytes(path: impl AsRef<Path>) -> Vec<u8> {
 }
 
 #[test]
-fn there_and_back_to_the_last_byte() {
+fn swap_and_restore_return_every_byte() {
     for alignment in [32, 64] {
-        let bench = Bench::new(alignment);
-        let before = bytes(&bench.model);
-        let all = ["--tensor", ".*ffn_down.*", "--from", &bench.other];
-        let dry = succeeds(&[&[bench.model.as_str(), "--dry-run"], all.as_slice()].concat());
+        let it = Fixture::new(alignment);
+        let before = bytes(&it.model);
+        let all = ["--tensor", ".*ffn_down.*", "--from", &it.other];
+        let dry = succeeds(&[&[it.model.as_str(), "--dry-run"], all.as_slice()].concat());
         assert!(
             dry.contains("2 of 4 tensors change") && dry.contains("q4_0 -> q8_0"),
             "{dry}"
         );
-        assert_eq!(bytes(&bench.model), before);
-        succeeds(&[&[bench.model.as_str()], all.as_slice()].concat());
-        assert_eq!(bytes(&bench.model), model(Q8_0, 20, alignment).bytes());
+        assert_eq!(bytes(&it.model), before);
+        succeeds(&[&[it.model.as_str()], all.as_slice()].concat());
+        assert_eq!(bytes(&it.model), model(Q8_0, 20, alignment).bytes());
         assert_eq!(
-            bench.files(),
+            it.files(),
             ["model.gguf", "model.gguf.originals", "other.gguf"]
         );
-        let again = succeeds(&[&[bench.model.as_str()], all.as_slice()].concat());
+        let again = succeeds(&[&[it.model.as_str()], all.as_slice()].concat());
         assert!(again.contains("nothing to do"), "{again}");
-        succeeds(&[&bench.model, "--restore"]);
-        assert_eq!(bytes(&bench.model), before);
-        assert_eq!(bench.files(), ["model.gguf", "other.gguf"]);
+        succeeds(&[&it.model, "--restore"]);
+        assert_eq!(bytes(&it.model), before);
+        assert_eq!(it.files(), ["model.gguf", "other.gguf"]);
     }
 }
 
 #[test]
 fn the_first_originals_are_kept_and_go_back_one_by_one() {
-    let bench = Bench::new(32);
-    let before = bytes(&bench.model);
-    let third = bench.folder.path().join("third.gguf").display().to_string();
+    let it = Fixture::new(32);
+    let before = bytes(&it.model);
+    let third = it.folder.path().join("third.gguf").display().to_string();
     model(F16, 30, 32).write(third.as_ref()).expect("a third");
     succeeds(&[
-        &bench.model,
+        &it.model,
         "--tensor",
         "blk.0.ffn_down.weight",
         "--from",
-        &bench.other,
+        &it.other,
     ]);
-    succeeds(&[&bench.model, "--tensor", "blk.*ffn.*", "--from", &third]);
-    assert_eq!(bytes(&bench.model), bytes(&third));
-    let one = succeeds(&[&bench.model, "--restore", "--tensor", "blk.1.*"]);
+    succeeds(&[&it.model, "--tensor", "blk.*ffn.*", "--from", &third]);
+    assert_eq!(bytes(&it.model), bytes(&third));
+    let one = succeeds(&[&it.model, "--restore", "--tensor", "blk.1.*"]);
     assert!(one.contains("1 of 4 tensors change"), "{one}");
-    succeeds(&[&bench.model, "--restore", "--tensor", ".*"]);
-    assert_eq!(bytes(&bench.model), before);
-    fails(
-        &[&bench.model, "--restore"],
-        &["has no originals beside it"],
-    );
+    succeeds(&[&it.model, "--restore", "--tensor", ".*"]);
+    assert_eq!(bytes(&it.model), before);
+    fails(&[&it.model, "--restore"], &["has no file of originals"]);
 }
 
 /// Writes a shard of `count` with one tensor.
@@ -209,17 +206,17 @@ fn of_many_shards_only_those_that_change_are_written() {
 }
 
 #[test]
-fn what_cannot_be_is_one_sentence_and_changes_nothing() {
-    let bench = Bench::new(32);
-    let before = bytes(&bench.model);
-    let path = |name: &str| bench.folder.path().join(name).display().to_string();
+fn swap_errors_are_one_sentence_and_change_no_file() {
+    let it = Fixture::new(32);
+    let before = bytes(&it.model);
+    let path = |name: &str| it.folder.path().join(name).display().to_string();
     let (shape, junk) = (path("shape.gguf"), path("junk.gguf"));
     let other_shape = Gguf::default().tensor("blk.0.ffn_down.weight", &[64, 8], Q8_0, 1);
     other_shape.write(shape.as_ref()).expect("a file");
     std::fs::write(&junk, "no model").expect("a file");
     fails(
         &[
-            &bench.model,
+            &it.model,
             "--tensor",
             "blk.0.ffn_down.weight",
             "--from",
@@ -228,33 +225,33 @@ fn what_cannot_be_is_one_sentence_and_changes_nothing() {
         &["[64, 7, 1, 1]", "[64, 8, 1, 1]", "cannot be swapped"],
     );
     fails(
-        &[&bench.model, "--tensor", "blk.1.*", "--from", &shape],
+        &[&it.model, "--tensor", "blk.1.*", "--from", &shape],
         &["'blk.1.ffn_down.weight' is not in"],
     );
     fails(
-        &[&bench.model, "--tensor", "ffn_down", "--from", &bench.other],
+        &[&it.model, "--tensor", "ffn_down", "--from", &it.other],
         &["whole name matches 'ffn_down'", "token_embd.weight"],
     );
     fails(
-        &[&bench.model, "--tensor", ".*", "--from", &junk],
+        &[&it.model, "--tensor", ".*", "--from", &junk],
         &["not a GGUF file"],
     );
     fails(
-        &[&junk, "--tensor", ".*", "--from", &bench.model],
+        &[&junk, "--tensor", ".*", "--from", &it.model],
         &["not a GGUF file"],
     );
     fails(
-        &[&path("none.gguf"), "--tensor", ".*", "--from", &bench.model],
+        &[&path("none.gguf"), "--tensor", ".*", "--from", &it.model],
         &["none.gguf: cannot open it: No such file or directory (os error 2)"],
     );
-    assert_eq!(bytes(&bench.model), before);
+    assert_eq!(bytes(&it.model), before);
 }
 
-/// Checks that this package asks for what it needs. Build it alone for that: in a build of
-/// the whole workspace, a dependency of other tests asks for it, too.
+/// Checks the features that this package enables, if it is built alone: in a build of the
+/// whole workspace, other packages enable them, too.
 #[test]
 fn an_expression_can_ignore_case() {
-    let bench = Bench::new(32);
-    let dry = succeeds(&[bench.tensors("(?i)BLK.*FFN.*").as_slice(), &["--dry-run"]].concat());
+    let it = Fixture::new(32);
+    let dry = succeeds(&[it.tensors("(?i)BLK.*FFN.*").as_slice(), &["--dry-run"]].concat());
     assert!(dry.contains("2 of 4 tensors change"), "{dry}");
 }

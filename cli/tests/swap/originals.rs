@@ -9,7 +9,7 @@ use super::*;
 const FIRST: &str = "blk.0.ffn_down.weight";
 const SECOND: &str = "blk.1.ffn_down.weight";
 
-impl Bench {
+impl Fixture {
     fn originals(&self) -> String {
         self.at("model.gguf.originals")
     }
@@ -58,27 +58,27 @@ fn data_of(file: &Gguf, name: &str) -> usize {
 
 #[test]
 fn originals_survive_another_time_of_modification() {
-    let bench = Bench::new(32);
-    let before = bytes(&bench.model);
-    succeeds(&bench.tensors(FIRST));
-    let file = File::options().write(true).open(&bench.model);
+    let it = Fixture::new(32);
+    let before = bytes(&it.model);
+    succeeds(&it.tensors(FIRST));
+    let file = File::options().write(true).open(&it.model);
     let touched = file.expect("a model").set_modified(SystemTime::UNIX_EPOCH);
     touched.expect("a time");
-    succeeds(&bench.tensors(SECOND));
-    succeeds(&[&bench.model, "--restore"]);
-    assert_eq!(bytes(&bench.model), before);
-    assert_eq!(bench.files(), ["model.gguf", "other.gguf"]);
+    succeeds(&it.tensors(SECOND));
+    succeeds(&[&it.model, "--restore"]);
+    assert_eq!(bytes(&it.model), before);
+    assert_eq!(it.files(), ["model.gguf", "other.gguf"]);
 }
 
 #[test]
 fn a_copy_of_model_and_originals_can_be_restored() {
-    let bench = Bench::new(32);
-    let before = bytes(&bench.model);
-    succeeds(&bench.tensors(FIRST));
-    let copy = bench.at("copy.gguf");
-    fs::copy(&bench.model, &copy).expect("a copy");
-    fs::copy(bench.originals(), bench.at("copy.gguf.originals")).expect("a copy");
-    succeeds(&[&copy, "--tensor", SECOND, "--from", &bench.other]);
+    let it = Fixture::new(32);
+    let before = bytes(&it.model);
+    succeeds(&it.tensors(FIRST));
+    let copy = it.at("copy.gguf");
+    fs::copy(&it.model, &copy).expect("a copy");
+    fs::copy(it.originals(), it.at("copy.gguf.originals")).expect("a copy");
+    succeeds(&[&copy, "--tensor", SECOND, "--from", &it.other]);
     succeeds(&[&copy, "--restore"]);
     assert_eq!(bytes(&copy), before);
 }
@@ -92,26 +92,26 @@ fn a_tensor_that_no_swap_wrote_stops_swap_and_restore() {
     };
     // One that was swapped, and one that never was.
     for name in [FIRST, "token_embd.weight"] {
-        let bench = Bench::new(32);
-        succeeds(&bench.tensors(FIRST));
-        assert_eq!(bytes(&bench.model), swapped.bytes());
-        edit(&bench.model, data_of(&swapped, name) + 3, b"edited");
-        bench.refuses(&[
+        let it = Fixture::new(32);
+        succeeds(&it.tensors(FIRST));
+        assert_eq!(bytes(&it.model), swapped.bytes());
+        edit(&it.model, data_of(&swapped, name) + 3, b"edited");
+        it.refuses(&[
             "model.gguf.originals does not fit",
             &format!("'{name}' is neither"),
             "nothing was changed",
-            "move it away",
+            "move the originals away",
         ]);
         // What the message advises.
-        let moved = bench.at("moved.gguf");
-        let edited = bytes(&bench.model);
-        fs::rename(bench.originals(), &moved).expect("a rename");
-        succeeds(&bench.tensors(SECOND));
-        succeeds(&[&bench.model, "--restore"]);
-        assert_eq!(bytes(&bench.model), edited);
-        succeeds(&[&bench.model, "--tensor", FIRST, "--from", &moved]);
+        let moved = it.at("moved.gguf");
+        let edited = bytes(&it.model);
+        fs::rename(it.originals(), &moved).expect("a rename");
+        succeeds(&it.tensors(SECOND));
+        succeeds(&[&it.model, "--restore"]);
+        assert_eq!(bytes(&it.model), edited);
+        succeeds(&[&it.model, "--tensor", FIRST, "--from", &moved]);
         let header = model(Q4_0, 10, 32).header();
-        assert_eq!(bytes(&bench.model)[..header.len()], header);
+        assert_eq!(bytes(&it.model)[..header.len()], header);
     }
 }
 
@@ -126,85 +126,85 @@ fn originals_of_another_model_stop_swap_and_restore() {
         model(Q8_0, 20, 32),
     ];
     for other in others {
-        let bench = Bench::new(32);
-        succeeds(&bench.tensors(FIRST));
-        other.replace(bench.model.as_ref()).expect("a model");
-        bench.refuses(&["model.gguf.originals does not fit", "nothing was changed"]);
+        let it = Fixture::new(32);
+        succeeds(&it.tensors(FIRST));
+        other.replace(it.model.as_ref()).expect("a model");
+        it.refuses(&["model.gguf.originals does not fit", "nothing was changed"]);
     }
 }
 
 #[test]
 fn the_original_download_in_place_of_the_swapped_file_needs_no_restore() {
-    let bench = Bench::new(32);
-    succeeds(&bench.tensors(FIRST));
+    let it = Fixture::new(32);
+    succeeds(&it.tensors(FIRST));
     model(Q4_0, 10, 32)
-        .replace(bench.model.as_ref())
+        .replace(it.model.as_ref())
         .expect("a model");
-    let before = bytes(&bench.model);
-    succeeds(&bench.tensors(SECOND));
-    succeeds(&[&bench.model, "--restore"]);
-    assert_eq!(bytes(&bench.model), before);
-    assert_eq!(bench.files(), ["model.gguf", "other.gguf"]);
+    let before = bytes(&it.model);
+    succeeds(&it.tensors(SECOND));
+    succeeds(&[&it.model, "--restore"]);
+    assert_eq!(bytes(&it.model), before);
+    assert_eq!(it.files(), ["model.gguf", "other.gguf"]);
 }
 
 #[test]
 fn originals_that_came_from_another_file_are_dropped() {
-    let bench = Bench::new(32);
-    let before = bytes(&bench.model);
-    let download = bench.at("download.gguf");
-    fs::copy(&bench.model, &download).expect("a copy");
-    succeeds(&bench.tensors(".*ffn.*"));
-    let back = |regex| [bench.model.as_str(), "--tensor", regex, "--from", &download];
+    let it = Fixture::new(32);
+    let before = bytes(&it.model);
+    let download = it.at("download.gguf");
+    fs::copy(&it.model, &download).expect("a copy");
+    succeeds(&it.tensors(".*ffn.*"));
+    let back = |regex| [it.model.as_str(), "--tensor", regex, "--from", &download];
     succeeds(&back(FIRST));
-    let rest = succeeds(&[&bench.model, "--restore", "--dry-run"]);
+    let rest = succeeds(&[&it.model, "--restore", "--dry-run"]);
     assert!(rest.contains("1 of 4 tensors change"), "{rest}");
     succeeds(&back(".*"));
-    assert_eq!(bytes(&bench.model), before);
-    assert_eq!(bench.files(), ["download.gguf", "model.gguf", "other.gguf"]);
+    assert_eq!(bytes(&it.model), before);
+    assert_eq!(it.files(), ["download.gguf", "model.gguf", "other.gguf"]);
 }
 
 #[test]
 fn damaged_originals_stop_swap_and_restore() {
-    let bench = Bench::new(32);
-    succeeds(&bench.tensors(FIRST));
-    let good = bytes(bench.originals());
+    let it = Fixture::new(32);
+    succeeds(&it.tensors(FIRST));
+    let good = bytes(it.originals());
     let saved = &model(Q4_0, 10, 32).tensors[1].data;
     let data = (0..good.len())
         .find(|&at| good[at..].starts_with(saved))
         .expect("the saved tensor");
-    let put = |content: &[u8]| fs::write(bench.originals(), content).expect("a file");
+    let put = |content: &[u8]| fs::write(it.originals(), content).expect("a file");
     for cut in [0, 3, 24, 60, 200, data, data + 17] {
         put(&good[..cut]);
-        bench.refuses(&["model.gguf.originals"]);
+        it.refuses(&["model.gguf.originals"]);
     }
     // A flipped bit of the saved tensor.
     let mut content = good.clone();
     content[data + 40] ^= 4;
     put(&content);
-    bench.refuses(&["model.gguf.originals is damaged", FIRST]);
+    it.refuses(&["model.gguf.originals is damaged", FIRST]);
     // A flipped bit anywhere in the header: never a panic, and never a wrong model.
     let before = model(Q4_0, 10, 32).bytes();
-    let swapped = bytes(&bench.model);
+    let swapped = bytes(&it.model);
     for at in 0..data {
         let mut content = good.clone();
         content[at] ^= 1 << (at % 8);
         put(&content);
-        let output = swap(&[&bench.model, "--restore"]);
+        let output = swap(&[&it.model, "--restore"]);
         match output.status.code() {
-            Some(0) => assert_eq!(bytes(&bench.model), before, "{at}: {}", said(&output)),
-            Some(1) => assert_eq!(bytes(&bench.model), swapped, "{at}: {}", said(&output)),
+            Some(0) => assert_eq!(bytes(&it.model), before, "{at}: {}", said(&output)),
+            Some(1) => assert_eq!(bytes(&it.model), swapped, "{at}: {}", said(&output)),
             _ => panic!("{at}: {}", said(&output)),
         }
-        fs::write(&bench.model, &swapped).expect("a file");
+        fs::write(&it.model, &swapped).expect("a file");
     }
     put(&good);
-    succeeds(&[&bench.model, "--restore"]);
-    assert_eq!(bytes(&bench.model), before);
+    succeeds(&[&it.model, "--restore"]);
+    assert_eq!(bytes(&it.model), before);
 }
 
 #[test]
 fn files_that_are_no_originals_stop_swap_and_restore() {
-    let bench = Bench::new(32);
+    let it = Fixture::new(32);
     // The format that told versions apart by inode, size and time.
     let identity = Kv::Text("1 2 3.000000004".into());
     let old = Gguf {
@@ -212,17 +212,17 @@ fn files_that_are_no_originals_stop_swap_and_restore() {
         ..Gguf::default()
     };
     old.tensor(FIRST, &[64, 7], Q4_0, 10)
-        .write(bench.originals().as_ref())
+        .write(it.originals().as_ref())
         .expect("a file");
-    bench.refuses(&["an earlier version of llama-sidecar", "move it away"]);
+    it.refuses(&["an earlier version of llama-sidecar", "move it away"]);
     // A model.
-    fs::copy(&bench.other, bench.originals()).expect("a copy");
-    bench.refuses(&["model.gguf.originals", "move it away"]);
+    fs::copy(&it.other, it.originals()).expect("a copy");
+    it.refuses(&["model.gguf.originals", "move it away"]);
     // Nothing that could be read.
-    fs::remove_file(bench.originals()).expect("it was there");
-    fs::create_dir(bench.originals()).expect("a folder");
-    fails(&bench.tensors(FIRST), &["expected a regular file"]);
-    fails(&[&bench.model, "--restore"], &["expected a regular file"]);
+    fs::remove_file(it.originals()).expect("it was there");
+    fs::create_dir(it.originals()).expect("a folder");
+    fails(&it.tensors(FIRST), &["expected a regular file"]);
+    fails(&[&it.model, "--restore"], &["expected a regular file"]);
 }
 
 #[test]
@@ -231,15 +231,15 @@ fn an_interruption_between_renames_loses_nothing() {
     // The states of a first swap, a second one, a restore of one tensor and of all: those
     // before, and those after.
     let reach = |steps: &[&[&str]]| {
-        let bench = Bench::new(32);
+        let it = Fixture::new(32);
         for step in steps {
             let rest: &[&str] = match step.contains(&"--restore") {
                 true => &[],
-                false => &["--from", &bench.other],
+                false => &["--from", &it.other],
             };
-            succeeds(&[&[bench.model.as_str()], *step, rest].concat());
+            succeeds(&[&[it.model.as_str()], *step, rest].concat());
         }
-        bench
+        it
     };
     let (a, b): (&[&str], &[&str]) = (&["--tensor", FIRST], &["--tensor", SECOND]);
     let back: &[&str] = &["--restore", "--tensor", FIRST];
@@ -271,16 +271,16 @@ fn an_interruption_between_renames_loses_nothing() {
 
 #[test]
 fn an_interrupted_restore_is_finished() {
-    let bench = Bench::new(32);
-    let before = bytes(&bench.model);
-    succeeds(&bench.tensors(".*ffn.*"));
-    fs::write(&bench.model, &before).expect("a file");
-    let dry = succeeds(&[&bench.model, "--restore", "--dry-run"]);
+    let it = Fixture::new(32);
+    let before = bytes(&it.model);
+    succeeds(&it.tensors(".*ffn.*"));
+    fs::write(&it.model, &before).expect("a file");
+    let dry = succeeds(&[&it.model, "--restore", "--dry-run"]);
     assert!(dry.contains("nothing to do"), "{dry}");
-    assert!(Path::new(&bench.originals()).exists());
-    succeeds(&[&bench.model, "--restore"]);
-    assert_eq!(bytes(&bench.model), before);
-    assert_eq!(bench.files(), ["model.gguf", "other.gguf"]);
+    assert!(Path::new(&it.originals()).exists());
+    succeeds(&[&it.model, "--restore"]);
+    assert_eq!(bytes(&it.model), before);
+    assert_eq!(it.files(), ["model.gguf", "other.gguf"]);
 }
 
 #[test]
@@ -298,13 +298,13 @@ fn padding_and_what_follows_the_data_come_back_too() {
         [whole.as_slice(), b"a signature"].concat(),
         marked,
     ] {
-        let bench = Bench::new(64);
-        fs::write(&bench.model, &before).expect("a file");
-        succeeds(&bench.tensors(FIRST));
-        succeeds(&bench.tensors(SECOND));
-        succeeds(&[&bench.model, "--restore", "--tensor", FIRST]);
-        succeeds(&[&bench.model, "--restore"]);
-        assert_eq!(bytes(&bench.model), before);
+        let it = Fixture::new(64);
+        fs::write(&it.model, &before).expect("a file");
+        succeeds(&it.tensors(FIRST));
+        succeeds(&it.tensors(SECOND));
+        succeeds(&[&it.model, "--restore", "--tensor", FIRST]);
+        succeeds(&[&it.model, "--restore"]);
+        assert_eq!(bytes(&it.model), before);
     }
 }
 

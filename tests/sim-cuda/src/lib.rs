@@ -57,7 +57,7 @@ pub extern "C" fn sim_cuda_reset() {
 /// `name` is a C string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sim_cuda_set(name: *const c_char, value: u64) {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the caller's promise.
     let name = unsafe { CStr::from_ptr(name) }.to_string_lossy();
     lock().set(&name, value);
 }
@@ -69,7 +69,7 @@ pub unsafe extern "C" fn sim_cuda_set(name: *const c_char, value: u64) {
 /// `name` is a C string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sim_cuda_count(name: *const c_char) -> u64 {
-    // SAFETY: as the caller vouches.
+    // SAFETY: the caller's promise.
     let name = unsafe { CStr::from_ptr(name) }.to_string_lossy();
     lock().calls.get(&*name).copied().unwrap_or(0)
 }
@@ -82,7 +82,7 @@ pub unsafe extern "C" fn sim_cuda_count(name: *const c_char) -> u64 {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sim_cuda_problems(buffer: *mut u8, size: usize) -> usize {
     let text = lock().findings().join("\n");
-    // SAFETY: as the caller vouches.
+    // SAFETY: the caller's promise.
     unsafe { buffer.copy_from_nonoverlapping(text.as_ptr(), text.len().min(size)) };
     text.len()
 }

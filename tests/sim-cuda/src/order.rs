@@ -44,7 +44,7 @@ pub struct Access {
     pub writes: bool,
 }
 
-/// Uses of memory that somebody may still have to wait for.
+/// Uses of memory that later work may have to wait for.
 #[derive(Debug, Default)]
 pub struct Accesses(Vec<Access>);
 

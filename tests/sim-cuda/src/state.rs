@@ -260,7 +260,7 @@ impl Sim {
 
     pub fn new_handle(&mut self) -> u64 {
         self.next += 1;
-        // Odd, so that nobody takes one for an address.
+        // Odd, unlike an address.
         0x51c0_0001 + self.next * 16
     }
 
@@ -407,7 +407,7 @@ impl Sim {
     }
 
     /// Where nothing moves, says at once when work will be done: like a copy engine, that
-    /// takes no core from anybody.
+    /// uses no core.
     fn foretell(&mut self, id: u64, work: Work) {
         let Some(stream) = self.streams.get(&id) else {
             return;
@@ -533,7 +533,7 @@ pub fn move_bytes(sim: &mut Sim, copy: &Copy) {
         let at = offset + row * copy.device_pitch;
         let device = &mut allocation.bytes[at..at + copy.width];
         let host = copy.host + row * copy.host_pitch;
-        // SAFETY: the caller of the copy vouches for its host memory until it is done.
+        // SAFETY: the caller of the copy keeps its host memory valid until it is done.
         unsafe {
             match copy.to_device {
                 true => (host as *const u8).copy_to_nonoverlapping(device.as_mut_ptr(), copy.width),

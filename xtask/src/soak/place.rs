@@ -102,7 +102,7 @@ impl Place {
         Ok(file.set_modified(SystemTime::now())?)
     }
 
-    /// Fills the file system, does something, and makes room again.
+    /// Fills the file system, runs an action, and frees the space again.
     pub fn when_full<T>(&self, work: impl FnOnce() -> T) -> Result<T> {
         if self.shared.is_some() {
             bail!("others use this file system, too");

@@ -217,7 +217,7 @@ impl<'a> Steps<'a> {
                 let kind = if cut { "cut short" } else { "preallocated" };
                 let kind = format!("files {kind} that were taken");
                 self.failures.add(&kind, answer.to_string());
-                // What it has now is nobody's model.
+                // It now holds the tensors of no file.
                 self.load.tell(None, false);
                 self.place.put(self.files[self.now])?;
                 let answer = self.server.control("reload");
@@ -281,7 +281,7 @@ impl<'a> Steps<'a> {
         self.confirm(other)
     }
 
-    /// A swap without room for the new file fails, and leaves the old one.
+    /// A swap without disk space for the new file fails, and leaves the old one.
     fn full_disk(&mut self) -> Result<()> {
         if self.place.shared.is_some() {
             return Ok(());

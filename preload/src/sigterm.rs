@@ -1,23 +1,23 @@
-//! The end of a process that is told to terminate and has not said what to do then.
+//! Work before SIGTERM ends a process that has no handler of its own.
 //!
-//! `exit` runs our handler, a signal does not. Hosts that end on SIGTERM by themselves
-//! (servers) are left alone; for the others the trace is written before they go.
+//! `exit` runs the handlers of atexit(3), a signal does not. Programs that handle SIGTERM
+//! themselves (servers) are not changed.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use crate::{control, service, tracing};
+use crate::thread;
 
-/// The end of the pipe that wakes the thread.
+/// The write end of the pipe that wakes the thread.
 static WAKE: AtomicI32 = AtomicI32::new(-1);
-/// The process whose thread waits. A forked child has the handler and not the thread.
+/// The process of the thread. A forked child has the handler and not the thread.
 static PROCESS: AtomicI32 = AtomicI32::new(0);
 
-/// Sees to it that the trace is written when SIGTERM would end the process.
-pub fn trace_on_termination() {
+/// Runs `finish` when SIGTERM is about to end the process, unless the program handles it.
+pub fn finish_on_sigterm(finish: fn()) {
     let mut ends = [-1; 2];
-    // SAFETY: plain system calls; `before` is filled before it is read, and the handler
-    // does what a handler may.
+    // SAFETY: plain system calls; `before` is filled before it is read, and the handler only
+    // calls functions that are safe in a handler.
     unsafe {
         let mut before: libc::sigaction = std::mem::zeroed();
         let known = libc::sigaction(libc::SIGTERM, std::ptr::null(), &mut before) == 0;
@@ -30,9 +30,9 @@ pub fn trace_on_termination() {
         let (read, write) = (OwnedFd::from_raw_fd(ends[0]), OwnedFd::from_raw_fd(ends[1]));
         WAKE.store(write.as_raw_fd(), Ordering::SeqCst);
         PROCESS.store(libc::getpid(), Ordering::SeqCst);
-        let started = service::spawn("llama-sidecar-e", move || {
+        let started = thread::spawn("llama-sidecar-e", move || {
             let _open = write;
-            wait_and_end(&read);
+            wait_and_end(&read, finish);
         });
         if !started {
             return;
@@ -45,7 +45,7 @@ pub fn trace_on_termination() {
 }
 
 extern "C" fn on_termination(_signal: libc::c_int) {
-    // SAFETY: all of these are safe in a handler (signal-safety(7)); errno is put back.
+    // SAFETY: all of these are safe in a handler (signal-safety(7)); errno is restored.
     unsafe {
         if libc::getpid() != PROCESS.load(Ordering::SeqCst) {
             libc::signal(libc::SIGTERM, libc::SIG_DFL);
@@ -58,14 +58,12 @@ extern "C" fn on_termination(_signal: libc::c_int) {
     }
 }
 
-fn wait_and_end(read: &OwnedFd) {
+fn wait_and_end(read: &OwnedFd, finish: fn()) {
     let mut byte = 0u8;
-    // SAFETY: one byte to read into; then the signal does what it would have done.
+    // SAFETY: one byte to read into; then the signal has its default effect.
     unsafe {
         while libc::read(read.as_raw_fd(), (&raw mut byte).cast(), 1) < 0 {}
-        tracing::finish();
-        control::stop();
-        service::ended();
+        finish();
         libc::signal(libc::SIGTERM, libc::SIG_DFL);
         libc::kill(libc::getpid(), libc::SIGTERM);
     }

@@ -1,81 +1,53 @@
-//! Which files a host loaded, and which of its tensors came out of them.
+//! The models that the program loaded: their files, and the tensors made from them.
 //!
 //! llama.cpp opens the files of a model, makes its tensors and gives them memory on
 //! one thread, one model at a time. So a tensor that gets memory on a thread belongs
 //! to the files that the thread opened last, if one of them has a tensor of its name
 //! and shape. A model is complete when a graph reads one of its tensors; until then
-//! it may still be loading and is left alone. It is gone when the host frees any of
-//! its memory.
+//! the model may still be loading. A model is removed when the program frees any of its
+//! memory.
 
 use std::cell::Cell;
 use std::collections::HashMap;
-use std::ffi::{CStr, c_void};
+use std::ffi::CStr;
 use std::ops::Range;
-use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::thread::ThreadId;
-use std::time::Duration;
 
 use llama_sidecar::config::Config;
-use llama_sidecar::experts::ExpertIndex;
 use llama_sidecar::gguf::{Access, GgufFile};
+use llama_sidecar::protocol::Event;
 use llama_sidecar::reload::{Engine, TrackedFile};
 use once_cell::sync::OnceCell;
 use parking_lot::{Mutex, RwLock};
-use serde_json::json;
 
-use crate::evaluations::UsedWeight;
-use crate::gate;
+use crate::barrier::{self, ModelSet};
 use crate::ggml::{Buffer, BufferType, Descriptor, Device, Ggml, OwnBuffer, Tensor};
+use crate::graph::UsedWeight;
 use crate::journal;
-use crate::service;
-use crate::tracing::{ModelTrace, Routed};
+use crate::maps::Maps;
 
-/// Some of the models, by number: a set that may hold more than was put in.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct ModelSet(u64);
-
-impl ModelSet {
-    /// From what [`ModelSet::bits`] gave.
-    pub const fn from_bits(bits: u64) -> ModelSet {
-        ModelSet(bits)
-    }
-
-    /// To be kept in an atomic.
-    pub const fn bits(self) -> u64 {
-        self.0
-    }
-
-    /// Whether both have a model in common; models whose numbers differ by a multiple of 64
-    /// count as one.
-    pub const fn overlaps(self, other: ModelSet) -> bool {
-        self.0 & other.0 != 0
-    }
-}
-
-/// A model that the host has loaded.
+/// A model that the program loaded.
 pub struct Model {
-    /// Tells models apart.
+    /// Its number, from 1.
     pub number: u64,
     /// The copy of ggml that holds it.
     pub ggml: &'static Ggml,
     /// Its files.
     pub files: Vec<TrackedFile>,
-    /// Those of its tensors that the host has.
-    pub tensors: Vec<HostTensor>,
-    /// What brings it up to date.
+    /// The tensors of its files that the program has.
+    pub tensors: Vec<ModelTensor>,
+    /// Reloads it.
     pub engine: Engine,
-    /// What is counted of its experts.
-    pub trace: Option<Arc<ModelTrace>>,
-    /// Whether the host puts its tensors into special buffer types of the CPU, once known.
+    /// Whether the program uses special buffer types of the CPU for its tensors, once known.
     pub special_types: OnceCell<bool>,
     /// The devices that evaluate it, the CPU last.
     pub devices: Vec<DevicePointer>,
-    /// False once the host has freed any of its memory.
+    /// False after the program freed any of its memory.
     alive: AtomicBool,
-    /// Held while tensors of it are read, staged and replaced.
+    /// Held while its tensors are read, staged and replaced.
     pub reloading: Mutex<()>,
 }
 
@@ -83,50 +55,50 @@ pub struct Model {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DevicePointer(pub *mut Device);
 
-// SAFETY: devices are static objects that any thread may ask.
+// SAFETY: devices are static objects that any thread may use.
 unsafe impl Send for DevicePointer {}
 // SAFETY: as above.
 unsafe impl Sync for DevicePointer {}
 
-/// A tensor of a file, and all tensors of the host that were loaded from it.
-pub struct HostTensor {
+/// A tensor of a file, and all tensors of the program that were loaded from it.
+pub struct ModelTensor {
     /// Index of its file.
     pub file: usize,
-    /// Its place in the header.
+    /// Its index in the header.
     pub info: usize,
-    /// llama.cpp makes several of one when input and output share a matrix.
+    /// The tensors of the program; several when input and output share a matrix.
     pub instances: Vec<Instance>,
 }
 
-/// One tensor of the host.
+/// One tensor of the program.
 pub struct Instance {
-    /// The host's struct.
+    /// Its struct in the program.
     pub tensor: TensorPointer,
-    /// Where its bytes were at first.
+    /// The descriptor that the program loaded it with.
     pub original: Descriptor,
-    /// The type of its first buffer.
+    /// The type of the buffer that the program loaded it into.
     pub original_buffer_type: BufferTypePointer,
-    /// Whether its bytes were those of the mapped file.
+    /// Whether the program loaded it in the mapping of its file.
     pub mapped: bool,
     /// The operation that reads it: [`Instance::op`].
     op: AtomicI32,
     /// An operation that reads it and takes few types: [`Instance::bound_to_type`].
     bound_to_type: AtomicI32,
-    /// Whether it is looked up and multiplied: input and output share it.
+    /// Whether rows are read from it and it is multiplied: input and output share it.
     shared: AtomicBool,
-    /// Whether the host keeps another tensor that is a view of it.
+    /// Whether the program keeps another tensor that is a view of it.
     viewed: AtomicBool,
     /// Experts used per token by the operation that reads it.
     pub experts_used: AtomicI64,
-    /// The buffer it is in, when that is ours.
+    /// Its buffer, if the drop-in allocated it.
     pub private: Mutex<Option<OwnBuffer>>,
 }
 
-/// A tensor of the host.
+/// Address of a tensor of the program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorPointer(pub *mut Tensor);
 
-// SAFETY: only followed while the gate is closed and the model alive.
+// SAFETY: only dereferenced while no evaluation runs and the model is alive.
 unsafe impl Send for TensorPointer {}
 // SAFETY: as above.
 unsafe impl Sync for TensorPointer {}
@@ -135,28 +107,24 @@ unsafe impl Sync for TensorPointer {}
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BufferTypePointer(pub *mut BufferType);
 
-// SAFETY: buffer types are static objects that any thread may ask.
+// SAFETY: buffer types are static objects that any thread may use.
 unsafe impl Send for BufferTypePointer {}
 // SAFETY: as above.
 unsafe impl Sync for BufferTypePointer {}
-
-/// How long a host that frees a model waits for a reload of it to notice: as long as one
-/// tensor may take to be read.
-const LONGEST_STEP: Duration = Duration::from_secs(10);
 
 /// A model that is being loaded.
 struct Load {
     thread: ThreadId,
     ggml: &'static Ggml,
     files: Vec<GgufFile>,
-    /// Each tensor with its buffer, its file and its place in the header.
+    /// For each tensor: its buffer, its file and its index in the header.
     tensors: Vec<(TensorPointer, usize, usize, usize)>,
 }
 
 static LOADS: Mutex<Vec<Load>> = Mutex::new(Vec::new());
 static MODELS: RwLock<Vec<Arc<Model>>> = RwLock::new(Vec::new());
-/// Every registered tensor by its address: its model, and which instance of which
-/// tensor it is.
+/// Registered tensors by address: the model, the index of the tensor, and the index of the
+/// instance.
 type Index = HashMap<usize, (Arc<Model>, usize, usize)>;
 static INDEX: RwLock<Option<Index>> = RwLock::new(None);
 /// Addresses of all tensors that were ever registered.
@@ -170,7 +138,7 @@ thread_local! {
     static OPENER: Opener = const { Opener };
 }
 
-/// Forgets, at the end of a thread, files that it opened for their metadata alone.
+/// Closes, at the end of a thread, files that the thread opened for their metadata only.
 struct Opener;
 
 impl Drop for Opener {
@@ -183,17 +151,17 @@ impl Drop for Opener {
 }
 
 impl Model {
-    /// The set of this model alone.
+    /// Returns the set of this model.
     pub fn as_set(&self) -> ModelSet {
-        ModelSet(1 << (self.number % 64))
+        ModelSet::of(self.number)
     }
 
-    /// Whether the host still has all of it.
+    /// Whether the program still has the model.
     pub fn is_alive(&self) -> bool {
         self.alive.load(Ordering::SeqCst)
     }
 
-    /// Bytes that its swapped tensors hold beside it.
+    /// Returns the bytes that its swapped tensors hold beside the model.
     pub fn private_bytes(&self) -> u64 {
         let instances = self.tensors.iter().flat_map(|tensor| &tensor.instances);
         instances
@@ -201,7 +169,7 @@ impl Model {
             .sum()
     }
 
-    /// Name of a tensor.
+    /// Returns the name of a tensor.
     pub fn name(&self, tensor: usize) -> &CStr {
         let tensor = &self.tensors[tensor];
         let header = &self.files[tensor.file].gguf.header;
@@ -210,7 +178,7 @@ impl Model {
 }
 
 impl Instance {
-    /// The operation that reads it, by ggml's number; `None` while no graph showed it.
+    /// Returns the operation that reads it, by ggml's number; `None` before a graph reads it.
     pub fn op(&self) -> Option<i32> {
         match self.op.load(Ordering::Relaxed) {
             0 => None,
@@ -218,8 +186,9 @@ impl Instance {
         }
     }
 
-    /// An operation that reads it and is no matrix product and no look-up of rows, by ggml's
-    /// number. The kernels of such operations take few types, and backends do not say which.
+    /// Returns an operation that reads it and is neither a matrix product nor a look-up of
+    /// rows, by ggml's number. The kernels of such operations support few types, and backends
+    /// do not report which.
     pub fn bound_to_type(&self) -> Option<i32> {
         match self.bound_to_type.load(Ordering::Relaxed) {
             0 => None,
@@ -227,36 +196,36 @@ impl Instance {
         }
     }
 
-    /// Whether the host keeps another tensor that is a view of it, and that a switch
-    /// would leave behind.
+    /// Whether the program keeps another tensor that is a view of it. A switch does not
+    /// change such a view.
     pub fn is_viewed(&self) -> bool {
         self.viewed.load(Ordering::Relaxed)
     }
 
-    /// Whether it is both looked up and multiplied.
+    /// Whether rows are read from it and it is multiplied.
     pub fn is_shared(&self) -> bool {
         self.shared.load(Ordering::Relaxed)
     }
 }
 
-/// All models, in the order in which they were first evaluated.
+/// Returns all models, in the order in which they were first evaluated.
 pub fn models() -> Vec<Arc<Model>> {
     MODELS.read().clone()
 }
 
-/// Whether any file was opened so far.
+/// Whether no file was opened so far.
 pub fn is_empty() -> bool {
     !ANY.load(Ordering::Relaxed)
 }
 
 static ANY: AtomicBool = AtomicBool::new(false);
 
-/// Addresses between which all registered tensors are.
+/// Returns the range of addresses that has all registered tensors.
 pub fn addresses() -> Range<usize> {
     LOWEST.load(Ordering::Relaxed)..HIGHEST.load(Ordering::Relaxed)
 }
 
-/// Whether a tensor is one that was loaded from a file.
+/// Whether a tensor was loaded from a file.
 pub fn is_registered(tensor: *mut Tensor) -> bool {
     let index = INDEX.read();
     index
@@ -264,18 +233,18 @@ pub fn is_registered(tensor: *mut Tensor) -> bool {
         .is_some_and(|index| index.contains_key(&(tensor as usize)))
 }
 
-/// The host has opened a GGUF file on this thread.
+/// Records a GGUF file that the program opened on this thread.
 pub fn file_opened(ggml: &'static Ggml, path: &Path) {
     let gguf = match GgufFile::open(path, Access::Read) {
         Ok(gguf) => gguf,
         Err(error) => {
-            log::warn!("the host opened a file that is not watched: {error}");
+            log::warn!("cannot watch a file that the program opened: {error}");
             return;
         }
     };
     let thread = std::thread::current().id();
     let mut loads = LOADS.lock();
-    // Tensors have memory already: this file is of the next model.
+    // If tensors have memory already, this file is of the next model.
     let mut current = loads
         .iter_mut()
         .find(|load| load.thread == thread && load.tensors.is_empty());
@@ -289,7 +258,9 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
     if gguf.header.tensors.is_empty() {
         return;
     }
-    journal::note("opened", || json!({"path": path.display().to_string()}));
+    journal::note(|| Event::Opened {
+        path: path.display().to_string(),
+    });
     match current {
         Some(load) => {
             load.files.retain(|file| file.source.path() != path);
@@ -306,22 +277,22 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
     }
     ANY.store(true, Ordering::Relaxed);
     LOADING.set(true);
-    // A thread that is ending already keeps nothing.
+    // Fails on a thread that is ending, which keeps nothing.
     let _ = OPENER.try_with(|_| ());
 }
 
-/// Whether tensors that get memory on this thread may be weights.
+/// Whether tensors that are given memory on this thread may be weights.
 pub fn is_loading() -> bool {
     LOADING.get()
 }
 
-/// A tensor has got memory on this thread.
+/// Records a tensor that was given memory on this thread.
 ///
 /// # Safety
 ///
 /// A live tensor of this copy of ggml that has a name.
 pub unsafe fn tensor_placed(ggml: &'static Ggml, tensor: *mut Tensor, buffer: *mut Buffer) {
-    // SAFETY: as the caller vouches.
+    // SAFETY: as the caller ensures.
     let (name, ne) = unsafe {
         let name = CStr::from_ptr((ggml.f.ggml_get_name)(tensor));
         let ne: [i64; 4] = ggml.layout.read(tensor, ggml.layout.ne);
@@ -348,48 +319,68 @@ pub unsafe fn tensor_placed(ggml: &'static Ggml, tensor: *mut Tensor, buffer: *m
     }
 }
 
-/// A graph reads these tensors. Models whose tensors show up for the first time are
-/// complete. Returns the models that the graph reads.
-pub fn found_in_graph(devices: &[*mut Device], weights: &[UsedWeight]) -> ModelSet {
-    let mut unknown = Vec::new();
-    let mut reads = ModelSet::default();
-    {
-        let index = INDEX.read();
-        for weight in weights {
-            let known = index
-                .as_ref()
-                .and_then(|i| i.get(&(weight.tensor as usize)));
-            match known {
-                Some((model, tensor, instance)) => {
-                    reads.0 |= model.as_set().0;
-                    note_use(model, *tensor, *instance, weight);
-                }
-                None => unknown.push(weight.tensor),
-            }
-        }
-    }
-    if unknown.is_empty() {
-        return reads;
-    }
-    let mut loads = LOADS.lock();
-    let first = unknown.iter().find_map(|&weight| {
-        let has = |load: &Load| load.tensors.iter().any(|(tensor, ..)| tensor.0 == weight);
-        loads.iter().position(has)
-    });
-    let Some(complete) = first else {
-        return reads;
-    };
-    let load = loads.remove(complete);
-    // What else the thread opened before was read for its metadata alone.
-    loads.retain(|other| other.thread != load.thread || !other.tensors.is_empty());
-    drop(loads);
-    LOADING.set(false);
-    register(load, devices);
-    // Once more: uses of the new tensors are noted now, and further models found.
-    found_in_graph(devices, weights)
+/// What a graph reads.
+#[derive(Default)]
+pub struct Found {
+    /// The models.
+    pub reads: ModelSet,
+    /// Those of them that are complete since now.
+    pub complete: Vec<Arc<Model>>,
 }
 
-/// The host keeps a tensor that is a view of this one.
+/// Looks up the weights that a graph reads. A model that was being loaded is complete when
+/// a graph reads one of its tensors.
+pub fn find_in_graph(devices: &[*mut Device], weights: &[UsedWeight]) -> Found {
+    let mut complete = Vec::new();
+    loop {
+        let (reads, unknown) = note_uses(weights);
+        let Some(load) = take_load_of(&unknown) else {
+            return Found { reads, complete };
+        };
+        // Once more: uses of the new tensors are noted now, and further models found.
+        complete.push(register(load, devices));
+    }
+}
+
+/// Notes how a graph uses registered tensors. Returns the models that it reads, and the
+/// tensors that are not registered.
+fn note_uses(weights: &[UsedWeight]) -> (ModelSet, Vec<*mut Tensor>) {
+    let mut unknown = Vec::new();
+    let mut reads = ModelSet::default();
+    let index = INDEX.read();
+    for weight in weights {
+        let known = index
+            .as_ref()
+            .and_then(|i| i.get(&(weight.tensor as usize)));
+        match known {
+            Some((model, tensor, instance)) => {
+                reads.extend(model.as_set());
+                note_use(model, *tensor, *instance, weight);
+            }
+            None => unknown.push(weight.tensor),
+        }
+    }
+    (reads, unknown)
+}
+
+/// Takes the model that is being loaded and has the first of these tensors that any has.
+fn take_load_of(tensors: &[*mut Tensor]) -> Option<Load> {
+    if tensors.is_empty() {
+        return None;
+    }
+    let mut loads = LOADS.lock();
+    let position = tensors.iter().find_map(|&weight| {
+        let has = |load: &Load| load.tensors.iter().any(|(tensor, ..)| tensor.0 == weight);
+        loads.iter().position(has)
+    })?;
+    let load = loads.remove(position);
+    // The thread opened its other files for their metadata only.
+    loads.retain(|other| other.thread != load.thread || !other.tensors.is_empty());
+    LOADING.set(false);
+    Some(load)
+}
+
+/// Records that the program keeps a tensor that is a view of this one.
 pub fn note_view(tensor: *mut Tensor) {
     if let Some(index) = INDEX.read().as_ref()
         && let Some((model, tensor, instance)) = index.get(&(tensor as usize))
@@ -399,19 +390,11 @@ pub fn note_view(tensor: *mut Tensor) {
     }
 }
 
-/// Marks routed ids that are multiplied with this weight, so that they can be counted
-/// after the evaluation; `None` when there is nothing to count.
-///
-/// # Safety
-///
-/// As for [`ModelTrace::keep_ids`].
-pub unsafe fn keep_ids(weight: *mut Tensor, ids: *mut Tensor) -> Option<Routed> {
+/// Returns the model of a tensor, and the index of the tensor in the model.
+pub fn find(tensor: *mut Tensor) -> Option<(Arc<Model>, usize)> {
     let index = INDEX.read();
-    let (model, tensor, _) = index.as_ref()?.get(&(weight as usize))?;
-    let trace = model.trace.as_ref()?;
-    let name = model.name(*tensor).to_str().ok()?;
-    // SAFETY: as the caller vouches.
-    unsafe { trace.keep_ids(model.ggml, name, ids) }
+    let (model, tensor, _) = index.as_ref()?.get(&(tensor as usize))?;
+    Some((model.clone(), *tensor))
 }
 
 fn note_use(model: &Model, tensor: usize, instance: usize, weight: &UsedWeight) {
@@ -425,28 +408,27 @@ fn note_use(model: &Model, tensor: usize, instance: usize, weight: &UsedWeight) 
     if known != 0 && known != weight.op && (known == get_rows || weight.op == get_rows) {
         instance.shared.store(true, Ordering::Relaxed);
     }
-    // A matrix that is looked up and multiplied was placed for being looked up.
+    // llama.cpp placed a matrix that is both looked up and multiplied for the look-up.
     if known != get_rows {
         instance.op.store(weight.op, Ordering::Relaxed);
     }
     if !weight.ids.is_null() {
         let layout = &model.ggml.layout;
-        // SAFETY: the ids are a live tensor of the graph that is looked at.
+        // SAFETY: the ids are a live tensor of the graph.
         let used: i64 = unsafe { layout.read(weight.ids, layout.ne) };
         instance.experts_used.store(used, Ordering::Relaxed);
     }
 }
 
-fn register(load: Load, devices: &[*mut Device]) {
+fn register(load: Load, devices: &[*mut Device]) -> Arc<Model> {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let ggml = load.ggml;
     let maps = Maps::read();
-    let mut tensors: Vec<HostTensor> = Vec::new();
+    let mut tensors: Vec<ModelTensor> = Vec::new();
     let mut by_place: HashMap<(usize, usize), usize> = HashMap::new();
     for (tensor, buffer, file, info) in load.tensors {
         let buffer = buffer as *mut Buffer;
-        // SAFETY: the host has loaded the model and not freed it, which takes the
-        // gate; the functions only read.
+        // SAFETY: the program has loaded the model and not freed it; the functions only read.
         let (original, buft, is_host) = unsafe {
             (
                 ggml.descriptor(tensor.0),
@@ -455,12 +437,12 @@ fn register(load: Load, devices: &[*mut Device]) {
             )
         };
         if original.ty as u32 != load.files[file].header.tensors[info].ty.id {
-            // The host converted it: there is no telling what to put in its place.
+            // The program converted it: the bytes to replace it with are unknown.
             continue;
         }
         let mapped = is_host && maps.is_of(original.data, &load.files[file]);
         let at = *by_place.entry((file, info)).or_insert_with(|| {
-            tensors.push(HostTensor {
+            tensors.push(ModelTensor {
                 file,
                 info,
                 instances: Vec::new(),
@@ -480,7 +462,6 @@ fn register(load: Load, devices: &[*mut Device]) {
             private: Mutex::new(None),
         });
     }
-    let trace = ModelTrace::of(&load.files);
     let files: Vec<TrackedFile> = load.files.into_iter().map(TrackedFile::new).collect();
     let places = tensors.iter().map(|tensor| (tensor.file, tensor.info));
     let engine = Engine::new(&files, places, Config::get().staging_bytes);
@@ -490,7 +471,6 @@ fn register(load: Load, devices: &[*mut Device]) {
         files,
         tensors,
         engine,
-        trace,
         special_types: OnceCell::new(),
         devices: devices
             .iter()
@@ -515,32 +495,25 @@ fn register(load: Load, devices: &[*mut Device]) {
         model.files[0].gguf.source.path().display()
     );
     MODELS.write().push(model.clone());
-    service::start();
-    journal::note("model", || {
-        let files = model.files.iter().map(|file| &file.gguf);
-        json!({
-            "path": model.files[0].gguf.source.path().display().to_string(),
-            "files": model.files.len(),
-            "tensors": model.tensors.len(),
-            "expert_layers": ExpertIndex::of(files).layers().count(),
-        })
-    });
+    model
 }
 
-/// The host is about to free a buffer.
-pub fn buffer_freed(buffer: *mut Buffer) {
-    remove(|instance| instance.original.buffer == buffer);
+/// Forgets the models that use a buffer, which is about to be freed; returns them.
+pub fn buffer_freed(buffer: *mut Buffer) -> Vec<Arc<Model>> {
+    let removed = remove(|instance| instance.original.buffer == buffer);
     let mut loads = LOADS.lock();
     loads.retain(|load| load.tensors.iter().all(|t| t.1 != buffer as usize));
+    removed
 }
 
-/// The host is about to free the memory of tensors.
-pub fn tensors_freed(range: &Range<usize>) {
+/// Forgets the models that have tensors at these addresses, whose memory is about to be
+/// freed; returns them.
+pub fn tensors_freed(range: &Range<usize>) -> Vec<Arc<Model>> {
     let known = addresses();
     if known.start >= range.end || range.start >= known.end {
-        return;
+        return Vec::new();
     }
-    remove(|instance| range.contains(&(instance.tensor.0 as usize)));
+    let removed = remove(|instance| range.contains(&(instance.tensor.0 as usize)));
     let mut loads = LOADS.lock();
     loads.retain(|load| {
         let tensors = load.tensors.iter();
@@ -548,68 +521,28 @@ pub fn tensors_freed(range: &Range<usize>) {
             .map(|t| t.0.0 as usize)
             .all(|at| !range.contains(&at))
     });
+    removed
 }
 
-/// Removes the models of which any instance answers to a condition.
-fn remove(gone: impl Fn(&Instance) -> bool) {
+/// Removes the models of which any instance fulfils a condition; returns them.
+fn remove(gone: impl Fn(&Instance) -> bool) -> Vec<Arc<Model>> {
     let dead: Vec<Arc<Model>> = models()
         .into_iter()
         .filter(|model| model.tensors.iter().flat_map(|t| &t.instances).any(&gone))
         .collect();
-    for model in dead {
+    for model in &dead {
         {
-            let _closed = gate::closed();
+            let _no_switch = barrier::hold();
             model.alive.store(false, Ordering::SeqCst);
         }
         MODELS.write().retain(|other| other.number != model.number);
         if let Some(index) = INDEX.write().as_mut() {
             index.retain(|_, (other, ..)| other.number != model.number);
         }
-        // Here and not where the last reference goes: the host may unload its backends
-        // next. A reload that runs notices between two tensors, and frees what it staged.
-        gate::changed();
-        let _none_runs = model.reloading.try_lock_for(LONGEST_STEP);
-        for instance in model.tensors.iter().flat_map(|tensor| &tensor.instances) {
-            *instance.private.lock() = None;
-        }
         log::info!(
-            "the host freed the model of {}",
+            "the program freed the model of {}",
             model.files[0].gguf.source.path().display()
         );
     }
-}
-
-/// Files that are mapped into this process.
-struct Maps(Vec<(Range<usize>, u64, Vec<u8>)>);
-
-impl Maps {
-    /// Reads them from `/proc/self/maps` (proc_pid_maps(5)).
-    fn read() -> Maps {
-        let text = std::fs::read("/proc/self/maps").unwrap_or_default();
-        let line = |line: &[u8]| {
-            let fields: Vec<&[u8]> = line.splitn(6, |&byte| byte == b' ').collect();
-            let text = |at: usize| std::str::from_utf8(fields.get(at)?).ok();
-            let (start, end) = text(0)?.split_once('-')?;
-            let address = |text: &str| usize::from_str_radix(text, 16).ok();
-            let inode = text(4)?.parse().ok()?;
-            let path = fields.get(5)?.trim_ascii().to_vec();
-            Some((address(start)?..address(end)?, inode, path))
-        };
-        Maps(text.split(|&byte| byte == b'\n').filter_map(line).collect())
-    }
-
-    /// Whether an address lies in the mapping of a file. Some file systems show
-    /// another device there than `stat` does, so the path tells in the end.
-    fn is_of(&self, address: *mut c_void, file: &GgufFile) -> bool {
-        let found = self
-            .0
-            .iter()
-            .find(|map| map.0.contains(&(address as usize)));
-        found.is_some_and(|(_, inode, path)| {
-            let source = &file.source;
-            let same_path = std::fs::canonicalize(source.path())
-                .is_ok_and(|real| real.as_os_str().as_bytes() == path.as_slice());
-            *inode == source.id().ino || same_path
-        })
-    }
+    dead
 }

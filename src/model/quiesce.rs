@@ -1,13 +1,13 @@
-//! Keeps evaluations and switches apart.
+//! Switches tensors while no evaluation runs.
 //!
-//! Any number of evaluations run at a time; a switch runs alone. While a switch
-//! waits for the running evaluations, new ones wait for it, or a busy host would
-//! never be switched. Nothing is copied or allocated during a switch, so what an
-//! evaluation waits for does not grow with the size of the tensors.
+//! Any number of evaluations run at a time; a switch runs alone. While a switch waits for the
+//! running evaluations, new evaluations wait for the switch, or a busy program would never be
+//! switched. A switch copies and allocates nothing, so the pause of an evaluation does not grow
+//! with the size of the tensors.
 //!
-//! An evaluation may never end. So both waits have a limit: after [`Limits::hold`] new
-//! evaluations begin although the switch still waits, and after [`Limits::patience`] the
-//! switch gives up.
+//! An evaluation may never end, so both waits have a limit. After [`Limits::hold`], new
+//! evaluations begin although the switch still waits. After [`Limits::timeout`], the switch
+//! fails.
 
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
@@ -17,41 +17,42 @@ use parking_lot::{Condvar, Mutex};
 use crate::error::{Error, Result};
 use crate::reload::{Pauses, Switched};
 
-/// How long a switch waits for running evaluations.
+/// How long evaluations and switches wait for each other.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
     /// How long new evaluations wait for a switch that has not begun.
     pub hold: Duration,
-    /// How long the switch waits. Evaluations of large models on slow machines take tens
-    /// of seconds.
-    pub patience: Duration,
+    /// How long a switch waits. Evaluations of large models on slow machines take tens of
+    /// seconds.
+    pub timeout: Duration,
 }
 
 impl Default for Limits {
     fn default() -> Limits {
         Limits {
             hold: Duration::from_secs(5),
-            patience: Duration::from_secs(60),
+            timeout: Duration::from_secs(60),
         }
     }
 }
 
+/// Keeps evaluations and switches of one model apart.
 #[derive(Debug, Default)]
-pub(super) struct Gate {
+pub(super) struct EvalBarrier {
     limits: Limits,
-    state: Mutex<GateState>,
+    state: Mutex<BarrierState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct GateState {
+struct BarrierState {
     /// The thread that began each running evaluation.
     running: Vec<ThreadId>,
     switcher: Option<Switcher>,
     pauses: Pauses,
 }
 
-/// Who switches or waits to.
+/// A switch that runs or waits.
 #[derive(Debug)]
 struct Switcher {
     thread: ThreadId,
@@ -59,25 +60,24 @@ struct Switcher {
     holds: bool,
 }
 
-/// A running evaluation. While it lasts, no reload changes a tensor.
+/// A running evaluation. No reload changes a tensor before the evaluation ends.
 #[derive(Debug)]
 #[must_use]
 pub struct Evaluation {
     began_by: ThreadId,
 }
 
-impl GateState {
-    /// Begins an evaluation; `None` while a switch holds new ones.
+impl BarrierState {
+    /// Begins an evaluation; `None` while a switch holds new evaluations.
     ///
-    /// A thread that already evaluates on this model is let in at once: the switch
-    /// waits for that evaluation anyway, and holding up its thread would be waiting
-    /// for oneself.
+    /// A thread that already evaluates this model is never held: the switch waits for the
+    /// evaluation of that thread, so the thread would wait for itself.
     fn begin(&mut self) -> Result<Option<Evaluation>> {
         let me = std::thread::current().id();
         if let Some(switcher) = &self.switcher {
             if switcher.thread == me {
                 return Err(Error::Busy(
-                    "an evaluation cannot begin inside the stale-graph callback: the switch it belongs to is not over",
+                    "an evaluation cannot begin inside the stale-graph callback, because the switch is not over: return from the callback first",
                 ));
             }
             if switcher.holds && !self.running.contains(&me) {
@@ -89,21 +89,21 @@ impl GateState {
     }
 }
 
-impl Gate {
+impl EvalBarrier {
     #[cfg(test)]
-    pub fn with(limits: Limits) -> Gate {
-        Gate {
+    pub fn with(limits: Limits) -> EvalBarrier {
+        EvalBarrier {
             limits,
-            ..Gate::default()
+            ..EvalBarrier::default()
         }
     }
 
-    /// Begins an evaluation unless it has to wait for a switch.
+    /// Begins an evaluation; `None` if it has to wait for a switch.
     pub fn try_begin(&self) -> Result<Option<Evaluation>> {
         self.state.lock().begin()
     }
 
-    /// Begins an evaluation, after the switch that holds new ones, if any.
+    /// Begins an evaluation, after the switch that holds new evaluations.
     pub fn begin(&self) -> Result<Evaluation> {
         let mut state = self.state.lock();
         if let Some(evaluation) = state.begin()? {
@@ -119,7 +119,7 @@ impl Gate {
         }
     }
 
-    /// Ends an evaluation, on whatever thread.
+    /// Ends an evaluation, on any thread.
     pub fn end(&self, evaluation: Evaluation) {
         let mut state = self.state.lock();
         let at = state
@@ -132,29 +132,29 @@ impl Gate {
         self.changed.notify_all();
     }
 
-    /// An error when a switch on this thread would wait for the thread itself.
+    /// Returns an error when a switch on this thread would wait for the thread itself.
     ///
-    /// Knows evaluations by the thread that began them. One that was handed to another
-    /// thread is not seen here when that thread switches: the switch then gives up.
+    /// An evaluation is known by the thread that began it. If another thread took the
+    /// evaluation over and switches, the switch fails after its timeout.
     pub fn check_can_switch(&self) -> Result<()> {
         let me = std::thread::current().id();
         let state = self.state.lock();
         let switches = |switcher: &Switcher| switcher.thread == me;
         if state.running.contains(&me) || state.switcher.as_ref().is_some_and(switches) {
             return Err(Error::Busy(
-                "a reload commits between evaluations: end the evaluation of this thread before asking for one",
+                "a reload cannot run inside an evaluation of the same thread: end the evaluation, then reload",
             ));
         }
         Ok(())
     }
 
-    /// Runs `switch` while no evaluation runs; an error when one that runs does not end.
-    /// `switch` returns the generation that it made, or why it changed nothing.
+    /// Runs `switch` while no evaluation runs. Fails when a running evaluation does not end in
+    /// time. `switch` returns the generation that it made, or why it changed nothing.
     pub fn switch(&self, switch: impl FnOnce() -> Result<u64>) -> Result<Switched> {
         let thread = std::thread::current().id();
         let asked = Instant::now();
-        let until = asked + self.limits.patience;
-        let evaluates = |state: &mut GateState| !state.running.is_empty();
+        let until = asked + self.limits.timeout;
+        let evaluates = |state: &mut BarrierState| !state.running.is_empty();
         let mut state = self.state.lock();
         self.changed
             .wait_while_until(&mut state, |state| state.switcher.is_some(), until);
@@ -190,8 +190,8 @@ impl Gate {
             holds: true,
         });
         drop(state);
-        // Opens the gate again also when `switch` panics.
-        let _open = OpenAgain(self);
+        // Also when `switch` panics.
+        let _release = Release(self);
         let wait = asked.elapsed();
         let began = Instant::now();
         let generation = switch()?;
@@ -202,14 +202,16 @@ impl Gate {
         })
     }
 
+    /// Returns how long evaluations waited for switches so far.
     pub fn pauses(&self) -> Pauses {
         self.state.lock().pauses
     }
 }
 
-struct OpenAgain<'a>(&'a Gate);
+/// Lets evaluations begin again when dropped.
+struct Release<'a>(&'a EvalBarrier);
 
-impl Drop for OpenAgain<'_> {
+impl Drop for Release<'_> {
     fn drop(&mut self) {
         self.0.state.lock().switcher = None;
         self.0.changed.notify_all();
@@ -223,32 +225,33 @@ mod tests {
 
     #[test]
     fn switches_and_evaluations_never_overlap() {
-        let gate = Gate::default();
+        let barrier = EvalBarrier::default();
         let (switching, evaluating, switches) =
             (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..2000 {
-                        let evaluation = gate.begin().unwrap();
+                        let evaluation = barrier.begin().unwrap();
                         evaluating.fetch_add(1, Ordering::SeqCst);
                         assert!(!switching.load(Ordering::SeqCst));
                         evaluating.fetch_sub(1, Ordering::SeqCst);
-                        gate.end(evaluation);
+                        barrier.end(evaluation);
                     }
                 });
             }
             for _ in 0..2 {
                 scope.spawn(|| {
                     for _ in 0..500 {
-                        gate.switch(|| {
-                            assert!(!switching.swap(true, Ordering::SeqCst));
-                            assert_eq!(evaluating.load(Ordering::SeqCst), 0);
-                            switches.fetch_add(1, Ordering::SeqCst);
-                            switching.store(false, Ordering::SeqCst);
-                            Ok(1)
-                        })
-                        .unwrap();
+                        barrier
+                            .switch(|| {
+                                assert!(!switching.swap(true, Ordering::SeqCst));
+                                assert_eq!(evaluating.load(Ordering::SeqCst), 0);
+                                switches.fetch_add(1, Ordering::SeqCst);
+                                switching.store(false, Ordering::SeqCst);
+                                Ok(1)
+                            })
+                            .unwrap();
                     }
                 });
             }
@@ -258,81 +261,82 @@ mod tests {
 
     #[test]
     fn a_thread_never_waits_for_itself() {
-        let gate = Gate::default();
-        let outer = gate.begin().unwrap();
-        assert!(gate.check_can_switch().is_err());
+        let barrier = EvalBarrier::default();
+        let outer = barrier.begin().unwrap();
+        assert!(barrier.check_can_switch().is_err());
         std::thread::scope(|scope| {
-            let switch = scope.spawn(|| gate.switch(|| Ok(1)).unwrap());
-            while gate.state.lock().switcher.is_none() {
+            let switch = scope.spawn(|| barrier.switch(|| Ok(1)).unwrap());
+            while barrier.state.lock().switcher.is_none() {
                 std::thread::yield_now();
             }
-            let nested = gate.begin().unwrap();
-            gate.end(nested);
-            gate.end(outer);
+            let nested = barrier.begin().unwrap();
+            barrier.end(nested);
+            barrier.end(outer);
             switch.join().unwrap();
         });
-        gate.switch(|| {
-            assert!(gate.begin().is_err());
-            Ok(1)
-        })
-        .unwrap();
-        assert!(gate.check_can_switch().is_ok());
+        barrier
+            .switch(|| {
+                assert!(barrier.begin().is_err());
+                Ok(1)
+            })
+            .unwrap();
+        assert!(barrier.check_can_switch().is_ok());
     }
 
-    const NOT_AT_ALL: Duration = Duration::ZERO;
-    const FOR_EVER: Duration = Duration::from_secs(1 << 30);
+    const NO_TIME: Duration = Duration::ZERO;
+    const NO_LIMIT: Duration = Duration::from_secs(1 << 30);
 
     #[test]
     fn a_switch_gives_up_when_an_evaluation_does_not_end() {
-        let gate = Gate::with(Limits {
-            hold: NOT_AT_ALL,
-            patience: NOT_AT_ALL,
+        let barrier = EvalBarrier::with(Limits {
+            hold: NO_TIME,
+            timeout: NO_TIME,
         });
         std::thread::scope(|scope| {
-            let endless = scope.spawn(|| gate.begin().unwrap()).join().unwrap();
-            let error = gate.switch(|| panic!("an evaluation runs")).unwrap_err();
+            let endless = scope.spawn(|| barrier.begin().unwrap()).join().unwrap();
+            let error = barrier.switch(|| panic!("an evaluation runs")).unwrap_err();
             assert!(error.to_string().contains("did not end"), "{error}");
             // Nothing is left behind: evaluations begin, and the next switch is done.
-            let evaluation = gate.try_begin().unwrap().expect("nothing holds it");
-            gate.end(evaluation);
-            gate.end(endless);
-            gate.switch(|| Ok(1)).unwrap();
+            let evaluation = barrier.try_begin().unwrap().expect("nothing holds it");
+            barrier.end(evaluation);
+            barrier.end(endless);
+            barrier.switch(|| Ok(1)).unwrap();
         });
     }
 
     #[test]
     fn a_switch_that_waits_for_long_lets_new_evaluations_begin() {
-        let gate = Gate::with(Limits {
-            hold: NOT_AT_ALL,
-            patience: FOR_EVER,
+        let barrier = EvalBarrier::with(Limits {
+            hold: NO_TIME,
+            timeout: NO_LIMIT,
         });
-        let endless = gate.begin().unwrap();
+        let endless = barrier.begin().unwrap();
         std::thread::scope(|scope| {
-            let switch = scope.spawn(|| gate.switch(|| Ok(1)).unwrap());
-            while gate.state.lock().switcher.is_none() {
+            let switch = scope.spawn(|| barrier.switch(|| Ok(1)).unwrap());
+            while barrier.state.lock().switcher.is_none() {
                 std::thread::yield_now();
             }
-            let another = scope.spawn(|| gate.begin().unwrap()).join().unwrap();
-            gate.end(endless);
-            gate.end(another);
+            let another = scope.spawn(|| barrier.begin().unwrap()).join().unwrap();
+            barrier.end(endless);
+            barrier.end(another);
             switch.join().unwrap();
         });
     }
 
     #[test]
     fn an_evaluation_that_was_handed_over_ends_on_its_new_thread() {
-        let gate = Gate::with(Limits {
-            hold: NOT_AT_ALL,
-            patience: NOT_AT_ALL,
+        let barrier = EvalBarrier::with(Limits {
+            hold: NO_TIME,
+            timeout: NO_TIME,
         });
         let handed_over = std::thread::scope(|scope| {
-            let begun = scope.spawn(|| gate.begin().unwrap());
+            let begun = scope.spawn(|| barrier.begin().unwrap());
             begun.join().unwrap()
         });
-        // Its new thread is not known to evaluate, and does not wait for itself for ever.
-        assert!(gate.check_can_switch().is_ok());
-        assert!(gate.switch(|| Ok(1)).is_err());
-        gate.end(handed_over);
-        gate.switch(|| Ok(1)).unwrap();
+        // The barrier does not know that this thread evaluates: the switch gives up after its timeout.
+        assert!(barrier.check_can_switch().is_ok());
+        assert!(barrier.switch(|| Ok(1)).is_err());
+        barrier.end(handed_over);
+        barrier.switch(|| Ok(1)).unwrap();
     }
 }

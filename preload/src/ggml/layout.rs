@@ -1,23 +1,23 @@
-//! Where the fields of `struct ggml_tensor` are, found out at run time.
+//! The offsets of the fields of `struct ggml_tensor`, determined at run time.
 //!
-//! The struct differs between versions and forks of ggml. Tensors are made through
-//! public functions, and each field is where its known value shows up; a value that
-//! shows up nowhere or twice means that the layout is not understood.
+//! The struct differs between versions and forks of ggml. Tensors are made through public
+//! functions, and a field is at the offset that has its known value. If no offset or several
+//! offsets have the value, the layout is not supported.
 
 use std::ffi::c_int;
 
-use crate::ggml::{Context, Functions, InitParams, Tensor};
+use super::sys::{Context, Functions, InitParams, Tensor};
 
 /// `GGML_MAX_NAME`.
 const NAME_BYTES: usize = 64;
 /// `GGML_MAX_SRC`.
 const MAX_SRC: usize = 10;
-/// More than are made to find the layout.
+/// More tensors than are made to find the layout.
 const TENSORS: usize = 32;
 
 /// Offsets in bytes of the fields that are used.
 #[derive(Debug, Clone, Copy)]
-pub struct Layout {
+pub struct TensorLayout {
     /// `type`.
     pub ty: usize,
     /// `buffer`.
@@ -30,9 +30,9 @@ pub struct Layout {
     pub op: usize,
     /// `flags`.
     pub flags: usize,
-    /// `src`, the first of them.
+    /// The first `src`.
     pub src: usize,
-    /// How many `src` there are.
+    /// The number of `src`.
     pub src_count: usize,
     /// `view_src`.
     pub view_src: usize,
@@ -57,7 +57,7 @@ pub struct Ops {
     pub get_rows: i32,
 }
 
-impl Layout {
+impl TensorLayout {
     /// Reads a field.
     ///
     /// # Safety
@@ -65,7 +65,7 @@ impl Layout {
     /// The tensor is one that this layout describes, the offset that of a field of
     /// type `T`.
     pub unsafe fn read<T: Copy>(&self, tensor: *const Tensor, offset: usize) -> T {
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller ensures.
         unsafe { tensor.byte_add(offset).cast::<T>().read_unaligned() }
     }
 
@@ -73,13 +73,13 @@ impl Layout {
     ///
     /// # Safety
     ///
-    /// As for reading, and nobody else uses the field.
+    /// As for reading, and no other thread uses the field.
     pub unsafe fn write<T: Copy>(&self, tensor: *mut Tensor, offset: usize, value: T) {
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller ensures.
         unsafe { tensor.byte_add(offset).cast::<T>().write_unaligned(value) }
     }
 
-    /// The source tensors of a node, nulls left out.
+    /// Returns the source tensors of a node that are not null.
     ///
     /// # Safety
     ///
@@ -87,24 +87,24 @@ impl Layout {
     pub unsafe fn sources(&self, node: *const Tensor) -> impl Iterator<Item = *mut Tensor> {
         let (layout, first) = (*self, self.src);
         (0..self.src_count)
-            // SAFETY: as the caller vouches.
+            // SAFETY: as the caller ensures.
             .map(move |i| unsafe { layout.read::<*mut Tensor>(node, first + i * 8) })
             .filter(|source| !source.is_null())
     }
 }
 
-/// Finds the fields out, or says which one is unclear.
-pub fn probe(f: &Functions) -> Result<(Layout, Ops), &'static str> {
+/// Finds the offsets, or returns the name of a field that is unclear.
+pub fn probe(f: &Functions) -> Result<(TensorLayout, Ops), &'static str> {
     // SAFETY: takes nothing.
     let size = unsafe { (f.ggml_tensor_overhead)() } * TENSORS;
-    // Memory of our own, so that every byte that is looked at has a value.
+    // Allocated here, so that every byte that is read has a value.
     let mut memory = vec![0u128; size.div_ceil(16)];
     let params = InitParams {
         mem_size: size,
         mem_buffer: memory.as_mut_ptr().cast(),
         no_alloc: true,
     };
-    // SAFETY: all functions get what their headers ask for; the context is freed once,
+    // SAFETY: all functions get the arguments of their headers; the context is freed once,
     // before its memory.
     unsafe {
         let context = (f.ggml_init)(params);
@@ -120,7 +120,10 @@ pub fn probe(f: &Functions) -> Result<(Layout, Ops), &'static str> {
 /// # Safety
 ///
 /// `context` is live and has room for [`TENSORS`] tensors.
-unsafe fn probe_in(f: &Functions, context: *mut Context) -> Result<(Layout, Ops), &'static str> {
+unsafe fn probe_in(
+    f: &Functions,
+    context: *mut Context,
+) -> Result<(TensorLayout, Ops), &'static str> {
     const F32: c_int = 0;
     const F16: c_int = 1;
     const I32: c_int = 26;
@@ -223,7 +226,7 @@ unsafe fn probe_in(f: &Functions, context: *mut Context) -> Result<(Layout, Ops)
         let number_of = |tensor: &Vec<u8>| number(tensor, op);
         let [add, mul, mul_mat, mul_mat_id, get_rows] = made.each_ref().map(number_of);
         Ok((
-            Layout {
+            TensorLayout {
                 ty,
                 buffer,
                 ne,
@@ -255,12 +258,12 @@ fn number(tensor: &[u8], at: usize) -> i32 {
     i32::from_ne_bytes(tensor[at..at + 4].try_into().expect("four bytes"))
 }
 
-/// Offsets, four bytes apart, at which a condition holds.
+/// Returns the offsets, multiples of four, at which a condition holds.
 fn matching(size: usize, holds: impl Fn(usize) -> bool) -> impl Iterator<Item = usize> {
     (0..=size - 4).step_by(4).filter(move |&at| holds(at))
 }
 
-/// Offsets, four bytes apart, at which a pattern is.
+/// Returns the offsets, multiples of four, at which a pattern is.
 fn find(bytes: &[u8], pattern: &[u8]) -> impl Iterator<Item = usize> {
     let found = bytes.windows(pattern.len()).enumerate().step_by(4);
     found

@@ -1,0 +1,533 @@
+//! Switches of tensors between evaluations.
+//!
+//! A switch replaces the descriptors of tensors while no evaluation reads them. Two threads
+//! can execute it: the thread that requested it, when no evaluation runs, or a thread of the
+//! program that is about to begin an evaluation. Beginning an evaluation costs two atomic
+//! operations; a lock is taken only while a switch is pending.
+//!
+//! Each scheduler has a [`Slot`], which its thread writes and a switch reads. Each side
+//! publishes its own state before it reads the other's: an evaluation stores its state and
+//! then loads [`PENDING`], a switch stores `PENDING` and then loads the states, all
+//! sequentially consistent. At least one of them sees the other.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use llama_sidecar::reload::{Pauses, Switched};
+use once_cell::sync::Lazy;
+use parking_lot::{Condvar, Mutex};
+
+/// How long a switch waits for evaluations to end. Evaluations of large models on slow
+/// machines take minutes; after this time the reload fails and starts again later.
+const SWITCH_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long a switch waits while only a kept graph blocks it: the program is idle, and
+/// builds another graph with its next evaluation.
+const KEPT_GRAPH_TIMEOUT: Duration = Duration::from_secs(10);
+/// The longest time that one evaluation is delayed so that others can end.
+const MAX_YIELD: Duration = Duration::from_millis(100);
+/// How often a pending switch reads the slots again: states also change without a
+/// notification.
+const RECHECK_INTERVAL: Duration = Duration::from_millis(2);
+/// After this time, a decode that was begun and did not evaluate counts as abandoned.
+/// Building a graph takes milliseconds.
+const BEGIN_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Why a switch of a freed model does not happen.
+const MODEL_FREED: &str = "the model was freed meanwhile";
+
+/// What blocks a switch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Obstacle {
+    /// An evaluation runs or was begun.
+    Evaluation,
+    /// A graph is kept that was built for the current tensors, and there is no certain
+    /// way to have it rebuilt. It goes when the program builds another graph.
+    KeptGraph,
+}
+
+impl Obstacle {
+    /// Returns its name, in lower case.
+    pub fn name(self) -> &'static str {
+        match self {
+            Obstacle::Evaluation => "evaluation",
+            Obstacle::KeptGraph => "kept_graph",
+        }
+    }
+}
+
+/// A set of models. It may report more members than were put in.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ModelSet(u64);
+
+impl ModelSet {
+    /// Returns the set of one model. Models whose numbers differ by a multiple of 64 count
+    /// as one.
+    pub fn of(number: u64) -> ModelSet {
+        ModelSet(1 << (number % 64))
+    }
+
+    /// Adds the members of another set.
+    pub fn extend(&mut self, other: ModelSet) {
+        self.0 |= other.0;
+    }
+
+    /// Whether both sets have a model in common.
+    fn overlaps(self, other: ModelSet) -> bool {
+        self.0 & other.0 != 0
+    }
+}
+
+/// State of a slot: nothing runs.
+const IDLE: u32 = 0;
+/// State of a slot: a decode has begun; its graph is being built or is kept.
+const BEGUN: u32 = 1;
+/// State of a slot: a function of ggml runs.
+const RUNNING: u32 = 2;
+/// State of a slot: a backend may still run the evaluation, or the decode may go on with
+/// another part of its batch.
+const RETURNED: u32 = 3;
+
+/// More slots than any program has contexts; further schedulers are counted in [`REFUSED`].
+pub const SLOTS: usize = 256;
+static ALL: [Slot; SLOTS] = [const { Slot::free() }; SLOTS];
+/// Slots that were ever used.
+static USED: AtomicUsize = AtomicUsize::new(0);
+/// Schedulers without a slot. While there is one, nothing can be switched.
+static REFUSED: AtomicUsize = AtomicUsize::new(0);
+/// How often a slot became idle or was freed.
+static RESTS: AtomicU64 = AtomicU64::new(0);
+
+/// What a switch has to know of one scheduler. Written by the thread that evaluates.
+pub struct Slot {
+    /// Address of the scheduler, or of the backend that is used without one; 0 when the
+    /// slot is free.
+    key: AtomicUsize,
+    state: AtomicU32,
+    /// When the state was last set to [`BEGUN`], in milliseconds of the process.
+    since: AtomicU64,
+    /// Whether a backend may still run the last evaluation.
+    pub in_flight: AtomicBool,
+    /// The buffer of libllama's results whose size is read as a decode begins; 0 while
+    /// it is unknown, and with it the moment when a decode begins.
+    pub output: AtomicUsize,
+    /// Whether the scheduler keeps a graph.
+    pub keeps_graph: AtomicBool,
+    /// Whether a kept graph stays valid after a switch.
+    pub stays_valid: AtomicBool,
+    /// Whether the program can be made to rebuild a kept graph.
+    pub can_rebuild: AtomicBool,
+    /// The models whose weights the graph reads.
+    reads: AtomicU64,
+}
+
+impl Slot {
+    const fn free() -> Slot {
+        Slot {
+            key: AtomicUsize::new(0),
+            state: AtomicU32::new(IDLE),
+            since: AtomicU64::new(0),
+            in_flight: AtomicBool::new(false),
+            output: AtomicUsize::new(0),
+            keeps_graph: AtomicBool::new(false),
+            stays_valid: AtomicBool::new(true),
+            can_rebuild: AtomicBool::new(false),
+            reads: AtomicU64::new(0),
+        }
+    }
+
+    /// Returns the address that the slot was claimed for; 0 when it is free.
+    pub fn key(&self) -> usize {
+        self.key.load(Ordering::Relaxed)
+    }
+
+    /// Records the models whose weights the graph reads.
+    pub fn set_reads(&self, reads: ModelSet) {
+        self.reads.store(reads.0, Ordering::SeqCst);
+    }
+
+    /// Begins a decode; a pending switch can go first. `synchronize` waits for backends.
+    pub fn begin(&self, synchronize: impl FnOnce()) {
+        self.since.store(now_ms(), Ordering::SeqCst);
+        let before = self.state.swap(BEGUN, Ordering::SeqCst);
+        if before != RUNNING && is_pending() {
+            if self.in_flight.load(Ordering::SeqCst) {
+                synchronize();
+            }
+            self.yield_to_switch(BEGUN);
+        }
+    }
+
+    /// Enters a function of ggml that reads tensors, in the course of a decode.
+    pub fn enter(&self) {
+        self.state.swap(RUNNING, Ordering::SeqCst);
+        if is_pending() {
+            wait_for_switch();
+        }
+    }
+
+    /// Enters the evaluation; a pending switch can go first if the graph stays valid and
+    /// the decode was not seen to begin.
+    pub fn enter_compute(&self) {
+        let before = self.state.swap(RUNNING, Ordering::SeqCst);
+        if is_pending() {
+            match before == IDLE && self.stays_valid.load(Ordering::Relaxed) {
+                true => self.yield_to_switch(RUNNING),
+                false => wait_for_switch(),
+            }
+        }
+    }
+
+    /// Leaves a function of ggml; the decode goes on.
+    pub fn leave(&self) {
+        self.since.store(now_ms(), Ordering::SeqCst);
+        self.state.store(BEGUN, Ordering::SeqCst);
+    }
+
+    /// Leaves an evaluation that a backend may still run.
+    pub fn leave_running(&self) {
+        self.in_flight.store(true, Ordering::SeqCst);
+        self.settle(RETURNED);
+    }
+
+    /// Leaves an evaluation that has ended.
+    pub fn leave_ended(&self) {
+        self.in_flight.store(false, Ordering::SeqCst);
+        self.rest();
+    }
+
+    /// Whether an evaluation was left that a backend may still run.
+    pub fn has_returned(&self) -> bool {
+        self.state.load(Ordering::SeqCst) == RETURNED
+    }
+
+    /// Leaves a function of ggml after which nothing runs.
+    pub fn rest(&self) {
+        self.settle(IDLE);
+    }
+
+    fn settle(&self, state: u32) {
+        self.state.store(state, Ordering::SeqCst);
+        RESTS.fetch_add(u64::from(state == IDLE), Ordering::Relaxed);
+        if is_pending() {
+            notify();
+        }
+    }
+
+    fn yield_to_switch(&self, then: u32) {
+        self.state.store(IDLE, Ordering::SeqCst);
+        yield_to_switch(|| self.state.store(then, Ordering::SeqCst));
+    }
+
+    fn is_abandoned(&self) -> bool {
+        let age = now_ms().saturating_sub(self.since.load(Ordering::SeqCst));
+        age > BEGIN_TIMEOUT.as_millis() as u64
+    }
+
+    /// Frees the slot. [`hold`] keeps switches away meanwhile.
+    pub fn release(&self) {
+        self.state.store(IDLE, Ordering::SeqCst);
+        self.output.store(0, Ordering::Relaxed);
+        self.keeps_graph.store(false, Ordering::SeqCst);
+        self.stays_valid.store(true, Ordering::SeqCst);
+        self.can_rebuild.store(false, Ordering::SeqCst);
+        self.reads.store(0, Ordering::SeqCst);
+        self.in_flight.store(false, Ordering::SeqCst);
+        RESTS.fetch_add(1, Ordering::Relaxed);
+        self.key.store(0, Ordering::SeqCst);
+    }
+
+    fn obstacle(&self, models: ModelSet) -> Option<Obstacle> {
+        if self.key.load(Ordering::SeqCst) == 0 {
+            return None;
+        }
+        let flag = |flag: &AtomicBool| flag.load(Ordering::SeqCst);
+        match self.state.load(Ordering::SeqCst) {
+            IDLE => {}
+            BEGUN if self.is_abandoned() && !flag(&self.in_flight) => {}
+            _ => return Some(Obstacle::Evaluation),
+        }
+        // Without the output buffer it is unknown when a decode begins.
+        let begin_is_seen = self.output.load(Ordering::SeqCst) != 0;
+        let survives = flag(&self.stays_valid) || (flag(&self.can_rebuild) && begin_is_seen);
+        let reads = ModelSet(self.reads.load(Ordering::SeqCst));
+        (flag(&self.keeps_graph) && !survives && reads.overlaps(models))
+            .then_some(Obstacle::KeptGraph)
+    }
+}
+
+/// Returns the slots that were ever used; the position of a slot is its number.
+pub fn slots() -> &'static [Slot] {
+    &ALL[..USED.load(Ordering::Acquire)]
+}
+
+/// Claims a slot for a scheduler and returns its number; `None` when there are too many.
+/// `prepare` runs before a switch or another thread can find the slot by its key.
+pub fn claim(key: usize, prepare: impl FnOnce(usize)) -> Option<usize> {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _turn = ONE_AT_A_TIME.lock();
+    let used = slots();
+    let number = match used.iter().position(|slot| slot.key() == 0) {
+        Some(number) => number,
+        None if used.len() < SLOTS => {
+            USED.store(used.len() + 1, Ordering::Release);
+            used.len()
+        }
+        None => {
+            if REFUSED.fetch_add(1, Ordering::Relaxed) == 0 {
+                log::warn!("hot-swap is off: this program has more than {SLOTS} contexts");
+            }
+            return None;
+        }
+    };
+    prepare(number);
+    ALL[number].key.store(key, Ordering::SeqCst);
+    Some(number)
+}
+
+/// Counts the slots that became idle so far.
+pub fn rests() -> u64 {
+    RESTS.load(Ordering::Relaxed)
+}
+
+/// Whether an evaluation runs, or one began within the last second.
+pub fn is_busy() -> bool {
+    let now = now_ms();
+    slots().iter().any(|slot| {
+        slot.key() != 0
+            && (slot.state.load(Ordering::Relaxed) != IDLE
+                || now.saturating_sub(slot.since.load(Ordering::Relaxed)) < 1000)
+    })
+}
+
+/// Returns what blocks a switch of tensors of these models.
+fn obstacle(models: ModelSet) -> Option<Obstacle> {
+    if REFUSED.load(Ordering::Relaxed) > 0 {
+        return Some(Obstacle::Evaluation);
+    }
+    let mut kept = None;
+    for slot in slots() {
+        match slot.obstacle(models) {
+            Some(Obstacle::Evaluation) => return Some(Obstacle::Evaluation),
+            Some(Obstacle::KeptGraph) => kept = Some(Obstacle::KeptGraph),
+            None => {}
+        }
+    }
+    kept
+}
+
+fn now_ms() -> u64 {
+    static START: Lazy<Instant> = Lazy::new(Instant::now);
+    START.elapsed().as_millis() as u64
+}
+
+/// Whether a switch is pending or runs.
+static PENDING: AtomicBool = AtomicBool::new(false);
+/// Whether switches are over for good.
+static SHUT: AtomicBool = AtomicBool::new(false);
+/// Counts switches.
+static GENERATION: AtomicU64 = AtomicU64::new(0);
+static BARRIER: Mutex<Barrier> = Mutex::new(Barrier {
+    pending: None,
+    pauses: Pauses::new(),
+});
+static CHANGED: Condvar = Condvar::new();
+
+struct Barrier {
+    pending: Option<Pending>,
+    pauses: Pauses,
+}
+
+/// A switch that was requested.
+struct Pending {
+    /// The models whose tensors it replaces.
+    models: ModelSet,
+    /// Replaces them; returns false if the model was freed.
+    work: Box<dyn FnMut() -> bool + Send>,
+    since: Instant,
+    result: Option<Result<Switched, &'static str>>,
+}
+
+/// Returns the number of switches so far.
+pub fn generation() -> u64 {
+    GENERATION.load(Ordering::SeqCst)
+}
+
+/// Returns how long evaluations waited for switches so far.
+pub fn pauses() -> Pauses {
+    BARRIER.lock().pauses
+}
+
+/// Whether a switch is pending: evaluations then go through [`yield_to_switch`] or
+/// [`wait_for_switch`].
+pub fn is_pending() -> bool {
+    PENDING.load(Ordering::SeqCst)
+}
+
+/// Returns what blocks the pending switch, and how long it has been pending.
+pub fn pending() -> Option<(Option<Obstacle>, Duration)> {
+    let barrier = BARRIER.lock();
+    let pending = barrier.pending.as_ref()?;
+    Some((obstacle(pending.models), pending.since.elapsed()))
+}
+
+/// Runs `work`, which replaces tensors of these models, between evaluations, on this thread
+/// or on a thread of the program. `work` returns false if it replaced nothing. The switch is
+/// given up when `wanted` returns false.
+///
+/// One switch runs at a time: the reload engine of a model orders the switches of that
+/// model, and the lock here those of several models.
+pub fn switch(
+    models: ModelSet,
+    wanted: impl Fn() -> bool,
+    work: impl FnMut() -> bool + Send + 'static,
+) -> Result<Switched, &'static str> {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _turn = ONE_AT_A_TIME.lock();
+    let began = Instant::now();
+    let mut barrier = BARRIER.lock();
+    barrier.pending = Some(Pending {
+        models,
+        work: Box::new(work),
+        since: began,
+        result: None,
+    });
+    PENDING.store(true, Ordering::SeqCst);
+    let result = loop {
+        let obstacle = advance(&mut barrier);
+        if let Some(result) = barrier.pending.as_mut().and_then(|p| p.result.take()) {
+            break result;
+        }
+        let (timeout, refusal) = match obstacle {
+            Some(Obstacle::KeptGraph) => (
+                KEPT_GRAPH_TIMEOUT,
+                "swap postponed: the idle program holds a graph built for the current tensors; run one evaluation, then reload again",
+            ),
+            _ => (
+                SWITCH_TIMEOUT,
+                "swap postponed: an evaluation did not end within a minute; nothing changed, reload again",
+            ),
+        };
+        if is_shut() {
+            break Err("the process ends");
+        }
+        if !wanted() {
+            break Err(MODEL_FREED);
+        }
+        if began.elapsed() > timeout {
+            break Err(refusal);
+        }
+        CHANGED.wait_for(&mut barrier, RECHECK_INTERVAL);
+    };
+    barrier.pending = None;
+    PENDING.store(false, Ordering::SeqCst);
+    CHANGED.notify_all();
+    result
+}
+
+/// Executes the pending switch if nothing blocks it; returns what does.
+fn advance(barrier: &mut Barrier) -> Option<Obstacle> {
+    let pending = barrier.pending.as_mut()?;
+    if pending.result.is_some() {
+        return None;
+    }
+    let obstacle = obstacle(pending.models);
+    if obstacle.is_none() {
+        let began = Instant::now();
+        let done = (pending.work)();
+        let switch = began.elapsed();
+        pending.result = Some(match done {
+            true => Ok(Switched {
+                wait: began - pending.since,
+                switch,
+                generation: GENERATION.fetch_add(1, Ordering::SeqCst) + 1,
+            }),
+            false => Err(MODEL_FREED),
+        });
+        CHANGED.notify_all();
+    }
+    obstacle
+}
+
+/// Executes the pending switch on a thread of the program whose own slot is idle. While
+/// other evaluations run, waits for them up to [`MAX_YIELD`]. `resume` runs before another
+/// switch can begin.
+fn yield_to_switch(resume: impl FnOnce()) {
+    let began = Instant::now();
+    let mut barrier = BARRIER.lock();
+    while advance(&mut barrier) == Some(Obstacle::Evaluation) && began.elapsed() < MAX_YIELD {
+        CHANGED.wait_for(&mut barrier, RECHECK_INTERVAL);
+    }
+    barrier.pauses.add(began.elapsed());
+    resume();
+}
+
+/// Waits until no switch runs; a pending one stays pending.
+fn wait_for_switch() {
+    drop(BARRIER.lock());
+}
+
+/// Makes a pending switch read the slots again.
+pub fn notify() {
+    CHANGED.notify_all();
+}
+
+/// Ends switches for good: the process ends or the drop-in was disabled.
+pub fn shut() {
+    SHUT.store(true, Ordering::SeqCst);
+}
+
+/// Whether switches are over for good.
+pub fn is_shut() -> bool {
+    SHUT.load(Ordering::SeqCst)
+}
+
+/// Keeps switches away while the result is held.
+pub fn hold() -> impl Sized {
+    BARRIER.lock()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn evaluations_and_kept_graphs_of_the_same_models_block_a_switch() {
+        let (one, other) = (ModelSet::of(1), ModelSet::of(2));
+        let slot = &ALL[claim(0x1000, |_| ()).expect("a slot")];
+        let set = |flag: &AtomicBool, to| flag.store(to, Ordering::SeqCst);
+        assert_eq!(obstacle(one), None);
+        slot.enter();
+        assert_eq!(obstacle(one), Some(Obstacle::Evaluation));
+        assert_eq!(obstacle(other), Some(Obstacle::Evaluation));
+        slot.set_reads(one);
+        set(&slot.keeps_graph, true);
+        slot.rest();
+        assert_eq!(obstacle(one), None, "the graph stays valid");
+        set(&slot.stays_valid, false);
+        assert_eq!(obstacle(one), Some(Obstacle::KeptGraph));
+        assert_eq!(obstacle(other), None);
+        set(&slot.can_rebuild, true);
+        assert_eq!(obstacle(one), Some(Obstacle::KeptGraph));
+        slot.output.store(0x2000, Ordering::SeqCst);
+        assert_eq!(obstacle(one), None, "it is rebuilt when a decode begins");
+        slot.begin(|| ());
+        assert_eq!(obstacle(one), Some(Obstacle::Evaluation));
+        slot.leave_running();
+        assert_eq!(obstacle(one), Some(Obstacle::Evaluation));
+        slot.leave_ended();
+        assert_eq!(obstacle(one), None);
+        slot.release();
+        assert_eq!(slot.key(), 0);
+    }
+
+    #[test]
+    fn a_switch_runs_its_work_once() {
+        let before = generation();
+        let switched = switch(ModelSet::of(9), || true, || true).expect("no obstacle");
+        assert_eq!(switched.generation, before + 1);
+        assert_eq!(
+            switch(ModelSet::of(9), || true, || false).map(|_| ()),
+            Err(MODEL_FREED)
+        );
+    }
+}

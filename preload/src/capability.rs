@@ -1,0 +1,54 @@
+//! What a capability is informed of.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::models::Model;
+use crate::sched::{Allocated, Scheduler};
+
+/// A capability of the drop-in, like hot-swap or the expert trace.
+///
+/// Its methods run on the thread of the program that makes the call which is reported, and
+/// delay that thread. What is reported for each evaluation must neither allocate nor take a
+/// lock that another thread holds for long.
+pub trait Capability: Sync {
+    /// Whether the environment enables it.
+    fn is_enabled(&self) -> bool;
+
+    /// Starts its threads, once, when the first model is complete. Called if it is enabled.
+    fn start(&self) {}
+
+    /// A model is complete: a graph reads its tensors for the first time.
+    fn model_complete(&self, _model: &Arc<Model>) {}
+
+    /// The program is about to free a model, which is no longer registered.
+    fn model_freed(&self, _model: &Model) {}
+
+    /// The program is about to free the memory of tensors.
+    fn tensors_freed(&self, _addresses: &Range<usize>) {}
+
+    /// A scheduler is about to split and allocate a graph, and keeps it for evaluations if
+    /// `keeps` is true.
+    fn graph_allocated(&self, _scheduler: Scheduler, _graph: &Allocated, _keeps: bool) {}
+
+    /// The program is about to drop the graph that a scheduler keeps.
+    fn graph_dropped(&self, _scheduler: Scheduler) {}
+
+    /// An evaluation begins.
+    fn evaluation_begun(&self, _scheduler: Scheduler) {}
+
+    /// An evaluation has ended, and its graph is still there.
+    fn evaluation_ended(&self, _scheduler: Scheduler) {}
+
+    /// An evaluation has failed or was aborted.
+    fn evaluation_failed(&self, _scheduler: Scheduler) {}
+
+    /// A backend is about to be freed: evaluations on it can no longer be waited for.
+    fn backend_freed(&self, _backend: usize) {}
+
+    /// A scheduler is about to be freed; its graph and its backends may be gone.
+    fn scheduler_freed(&self, _scheduler: Scheduler) {}
+
+    /// Writes what is to be kept when the process ends.
+    fn finish(&self) {}
+}

@@ -1,0 +1,140 @@
+//! ggml's C API as far as it is used: types, constants and functions.
+//!
+//! Names, signatures and constants are those of ggml.h, ggml-backend.h and gguf.h.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+
+/// Opaque types of ggml.
+macro_rules! opaque {
+    ($($(#[$doc:meta])* $name:ident)*) => {
+        $($(#[$doc])* #[repr(C)] pub struct $name { _opaque: [u8; 0] })*
+    };
+}
+
+opaque! {
+    /// `struct ggml_tensor`.
+    Tensor
+    /// `struct ggml_context`.
+    Context
+    /// `struct ggml_cgraph`.
+    Graph
+    /// `struct ggml_backend_sched`.
+    Sched
+    /// `struct ggml_backend`.
+    Backend
+    /// `struct ggml_backend_buffer`.
+    Buffer
+    /// `struct ggml_backend_buffer_type`.
+    BufferType
+    /// `struct ggml_backend_device`.
+    Device
+    /// `struct ggml_backend_reg`.
+    Registration
+}
+
+/// `struct ggml_init_params`.
+#[repr(C)]
+pub struct InitParams {
+    /// Bytes of the context.
+    pub mem_size: usize,
+    /// Its memory; ggml allocates it when this is null.
+    pub mem_buffer: *mut c_void,
+    /// Whether tensors get no memory for data.
+    pub no_alloc: bool,
+}
+
+/// `GGML_BACKEND_DEVICE_TYPE_CPU`.
+pub const DEVICE_CPU: c_int = 0;
+/// `GGML_BACKEND_DEVICE_TYPE_ACCEL`, after the CPU and two kinds of GPU. The type after it
+/// (`META`) is one device for several.
+pub const LAST_PLAIN_DEVICE: c_int = 3;
+/// `GGML_BACKEND_BUFFER_USAGE_WEIGHTS`.
+pub const USAGE_WEIGHTS: c_int = 1;
+/// `GGML_STATUS_SUCCESS`.
+pub const STATUS_SUCCESS: u32 = 0;
+/// `GGML_STATUS_FAILED`, as a register returns it.
+pub const STATUS_FAILED: usize = -1i32 as u32 as usize;
+
+macro_rules! functions {
+    ($($name:ident($($argument:ty),*) $(-> $result:ty)?;)*) => {
+        /// Public functions of ggml, found through the object that uses it.
+        #[allow(missing_docs, reason = "documented in ggml's headers")]
+        pub struct Functions {
+            $(pub $name: unsafe extern "C-unwind" fn($($argument),*) $(-> $result)?,)*
+        }
+
+        impl Functions {
+            /// Finds all functions, or returns the name of one that is missing.
+            pub fn resolve(
+                symbol: &dyn Fn(&CStr) -> *mut c_void,
+            ) -> Result<Functions, &'static str> {
+                Ok(Functions {
+                    $($name: {
+                        let name = concat!(stringify!($name), "\0");
+                        let name = CStr::from_bytes_with_nul(name.as_bytes()).expect("one NUL");
+                        let found = symbol(name);
+                        if found.is_null() {
+                            return Err(stringify!($name));
+                        }
+                        // SAFETY: ggml's headers give the function of this name this type.
+                        unsafe {
+                            std::mem::transmute::<
+                                *mut c_void,
+                                unsafe extern "C-unwind" fn($($argument),*) $(-> $result)?,
+                            >(found)
+                        }
+                    },)*
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    ggml_init(InitParams) -> *mut Context;
+    ggml_free(*mut Context);
+    ggml_get_mem_buffer(*const Context) -> *mut c_void;
+    ggml_get_mem_size(*const Context) -> usize;
+    ggml_tensor_overhead() -> usize;
+    ggml_new_tensor(*mut Context, c_int, c_int, *const i64) -> *mut Tensor;
+    ggml_view_tensor(*mut Context, *mut Tensor) -> *mut Tensor;
+    ggml_set_name(*mut Tensor, *const c_char) -> *mut Tensor;
+    ggml_get_name(*const Tensor) -> *const c_char;
+    ggml_get_data(*const Tensor) -> *mut c_void;
+    ggml_nbytes(*const Tensor) -> usize;
+    ggml_set_input(*mut Tensor);
+    ggml_add(*mut Context, *mut Tensor, *mut Tensor) -> *mut Tensor;
+    ggml_mul(*mut Context, *mut Tensor, *mut Tensor) -> *mut Tensor;
+    ggml_mul_mat(*mut Context, *mut Tensor, *mut Tensor) -> *mut Tensor;
+    ggml_mul_mat_id(*mut Context, *mut Tensor, *mut Tensor, *mut Tensor) -> *mut Tensor;
+    ggml_get_rows(*mut Context, *mut Tensor, *mut Tensor) -> *mut Tensor;
+    ggml_op_name(c_int) -> *const c_char;
+    ggml_type_name(c_int) -> *const c_char;
+    ggml_type_size(c_int) -> usize;
+    ggml_blck_size(c_int) -> i64;
+    ggml_graph_n_nodes(*mut Graph) -> c_int;
+    ggml_graph_node(*mut Graph, c_int) -> *mut Tensor;
+    ggml_backend_buffer_free(*mut Buffer);
+    ggml_backend_buffer_get_base(*mut Buffer) -> *mut c_void;
+    ggml_backend_buffer_get_type(*mut Buffer) -> *mut BufferType;
+    ggml_backend_buffer_is_host(*mut Buffer) -> bool;
+    ggml_backend_buffer_set_usage(*mut Buffer, c_int);
+    ggml_backend_buft_alloc_buffer(*mut BufferType, usize) -> *mut Buffer;
+    ggml_backend_buft_get_alloc_size(*mut BufferType, *const Tensor) -> usize;
+    ggml_backend_buft_get_device(*mut BufferType) -> *mut Device;
+    ggml_backend_buft_name(*mut BufferType) -> *const c_char;
+    ggml_backend_cpu_buffer_type() -> *mut BufferType;
+    ggml_backend_tensor_alloc(*mut Buffer, *mut Tensor, *mut c_void) -> c_int;
+    ggml_backend_tensor_set(*mut Tensor, *const c_void, usize, usize);
+    ggml_backend_tensor_get(*const Tensor, *mut c_void, usize, usize);
+    ggml_backend_dev_type(*mut Device) -> c_int;
+    ggml_backend_dev_memory(*mut Device, *mut usize, *mut usize);
+    ggml_backend_dev_supports_op(*mut Device, *const Tensor) -> bool;
+    ggml_backend_dev_host_buffer_type(*mut Device) -> *mut BufferType;
+    ggml_backend_dev_backend_reg(*mut Device) -> *mut Registration;
+    ggml_backend_reg_get_proc_address(*mut Registration, *const c_char) -> *mut c_void;
+    ggml_backend_get_device(*mut Backend) -> *mut Device;
+    ggml_backend_sched_synchronize(*mut Sched);
+    ggml_backend_sched_get_n_backends(*mut Sched) -> c_int;
+    ggml_backend_sched_get_backend(*mut Sched, c_int) -> *mut Backend;
+}

@@ -1,0 +1,145 @@
+//! What a graph of the program reads.
+
+use std::ffi::{CStr, c_int};
+use std::ops::Range;
+
+use crate::ggml::{Buffer, DEVICE_CPU, Device, Ggml, Graph, Sched, Tensor};
+
+/// `GGML_TENSOR_FLAG_INPUT`.
+const FLAG_INPUT: i32 = 1;
+/// Inputs of libllama's graphs whose first extent is the number of tokens.
+const COUNTED_INPUTS: [&CStr; 2] = [c"inp_tokens", c"inp_pos"];
+
+/// A weight that a graph reads.
+pub struct UsedWeight {
+    /// The tensor.
+    pub tensor: *mut Tensor,
+    /// The operation that reads the tensor.
+    pub op: i32,
+    /// The routed ids, when the operation reads experts; else null.
+    pub ids: *mut Tensor,
+}
+
+/// An input of a graph whose first extent is the number of tokens.
+#[derive(Clone, Copy)]
+pub struct CountedInput {
+    /// The tensor.
+    pub tensor: *mut Tensor,
+    /// The extent.
+    pub extent: i64,
+}
+
+// SAFETY: the tensor is only used by the thread that evaluates, while it keeps the graph.
+unsafe impl Send for CountedInput {}
+
+/// The weights and the input of a graph.
+pub struct GraphReads {
+    /// The first input that tells the number of tokens.
+    pub input: Option<CountedInput>,
+    /// Weights that nodes read.
+    pub weights: Vec<UsedWeight>,
+    /// Weights of which nodes are views.
+    pub viewed: Vec<*mut Tensor>,
+    /// Weights of which nodes are views that outlive the graph.
+    pub kept_views: Vec<*mut Tensor>,
+}
+
+impl GraphReads {
+    /// Lists what a graph reads. Tensors at addresses in `weights` count as weights.
+    ///
+    /// # Safety
+    ///
+    /// A live graph of this copy.
+    pub unsafe fn of(ggml: &Ggml, graph: *mut Graph, weights: &Range<usize>) -> GraphReads {
+        let (f, layout) = (&ggml.f, &ggml.layout);
+        let is_weight = |tensor: *mut Tensor| weights.contains(&(tensor as usize));
+        let mut reads = GraphReads {
+            input: None,
+            weights: Vec::new(),
+            viewed: Vec::new(),
+            kept_views: Vec::new(),
+        };
+        // SAFETY: nodes of a live graph are live tensors, and so are their sources.
+        unsafe {
+            let count: c_int = (f.ggml_graph_n_nodes)(graph);
+            for i in 0..count {
+                let node = (f.ggml_graph_node)(graph, i);
+                let op: i32 = layout.read(node, layout.op);
+                let viewed: *mut Tensor = layout.read(node, layout.view_src);
+                for source in layout.sources(node) {
+                    // What reads a view of a weight reads the weight; making the view does not.
+                    let weight = match is_weight(source) {
+                        true => source,
+                        false => layout.read(source, layout.view_src),
+                    };
+                    if is_weight(weight) && weight != viewed {
+                        reads.weights.push(UsedWeight {
+                            tensor: weight,
+                            op,
+                            // GGML_OP_MUL_MAT_ID has weights, activations, ids as sources.
+                            ids: match op == ggml.ops.mul_mat_id {
+                                true => layout.read(node, layout.src + 16),
+                                false => std::ptr::null_mut(),
+                            },
+                        });
+                    }
+                    let flags: i32 = layout.read(source, layout.flags);
+                    if flags & FLAG_INPUT != 0 && reads.input.is_none() {
+                        let name = CStr::from_ptr((f.ggml_get_name)(source));
+                        reads.input = COUNTED_INPUTS.contains(&name).then(|| CountedInput {
+                            tensor: source,
+                            extent: layout.read(source, layout.ne),
+                        });
+                    }
+                }
+                if is_weight(viewed) {
+                    reads.viewed.push(viewed);
+                    // A view of this graph has no memory before the graph is allocated.
+                    if !layout.read::<*mut Buffer>(node, layout.buffer).is_null() {
+                        reads.kept_views.push(viewed);
+                    }
+                }
+            }
+        }
+        reads
+    }
+}
+
+/// The backends of a scheduler.
+pub struct Backends {
+    /// Their addresses.
+    pub addresses: Vec<usize>,
+    /// Their devices, the CPU last.
+    pub devices: Vec<*mut Device>,
+    /// Whether all devices are the CPU.
+    pub on_cpu: bool,
+}
+
+impl Backends {
+    /// Lists the backends of a scheduler.
+    ///
+    /// # Safety
+    ///
+    /// A live scheduler of this copy.
+    pub unsafe fn of(ggml: &Ggml, sched: *mut Sched) -> Backends {
+        let f = &ggml.f;
+        // SAFETY: a live scheduler has as many backends as it counts.
+        let (addresses, devices): (Vec<usize>, Vec<*mut Device>) = unsafe {
+            let count = (f.ggml_backend_sched_get_n_backends)(sched);
+            (0..count)
+                .map(|i| (f.ggml_backend_sched_get_backend)(sched, i))
+                .map(|backend| (backend as usize, (f.ggml_backend_get_device)(backend)))
+                .unzip()
+        };
+        // SAFETY: live devices.
+        let is_cpu = |device: &*mut Device| unsafe {
+            !device.is_null() && (f.ggml_backend_dev_type)(*device) == DEVICE_CPU
+        };
+        let on_cpu = devices.iter().all(is_cpu);
+        Backends {
+            addresses,
+            devices,
+            on_cpu,
+        }
+    }
+}

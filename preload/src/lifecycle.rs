@@ -1,0 +1,112 @@
+//! The capabilities of the drop-in, and its start and end in this process.
+//!
+//! Threads start when the first model is complete. In a forked child the drop-in is off, and
+//! it calls nothing of ggml once the process exits.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Once};
+use std::time::Duration;
+
+use llama_sidecar::config::Config;
+use llama_sidecar::experts::ExpertIndex;
+use llama_sidecar::protocol::Event;
+
+use crate::capability::Capability;
+use crate::expert_trace::ExpertTrace;
+use crate::models::Model;
+use crate::reloader::{self, HotSwap};
+use crate::{barrier, control, journal, sched, sigterm};
+
+/// The capabilities, in the order in which events are reported to them.
+static CAPABILITIES: [&dyn Capability; 2] = [&ExpertTrace, &HotSwap];
+
+/// Whether the drop-in is disabled.
+static OFF: AtomicBool = AtomicBool::new(false);
+/// Whether this process is a forked child of the one in which the drop-in was started.
+static FORKED: AtomicBool = AtomicBool::new(false);
+/// How long the exit of the process waits for a reload to end.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Whether any capability is enabled and the drop-in works in this process.
+pub fn is_on() -> bool {
+    !OFF.load(Ordering::Relaxed) && CAPABILITIES.iter().any(|of| of.is_enabled())
+}
+
+/// Reports an event to all capabilities.
+pub fn report(event: impl Fn(&dyn Capability)) {
+    for capability in CAPABILITIES {
+        event(capability);
+    }
+}
+
+/// Reports a model that is complete; starts what runs beside the program with the first one.
+pub fn model_complete(model: &Arc<Model>) {
+    report(|to| to.model_complete(model));
+    static STARTED: Once = Once::new();
+    STARTED.call_once(start);
+    journal::note(|| {
+        let files = model.files.iter().map(|file| &file.gguf);
+        Event::Model {
+            path: model.files[0].gguf.source.path().display().to_string(),
+            files: model.files.len(),
+            tensors: model.tensors.len(),
+            expert_layers: ExpertIndex::of(files).layers().count(),
+        }
+    });
+}
+
+fn start() {
+    // SAFETY: both only register functions that stay loaded with this library, which the
+    // loader never unloads.
+    unsafe {
+        libc::atexit(at_exit);
+        libc::pthread_atfork(None, None, Some(after_fork_in_child));
+    }
+    for capability in CAPABILITIES.iter().filter(|of| of.is_enabled()) {
+        capability.start();
+    }
+    let config = Config::get();
+    if config.traces() {
+        sigterm::finish_on_sigterm(finish);
+    }
+    if let Some(path) = &config.control {
+        control::start(path);
+    }
+}
+
+/// Disables the drop-in after an internal error.
+pub fn disable() {
+    OFF.store(true, Ordering::SeqCst);
+    barrier::shut();
+    log::error!("this is a defect of llama-sidecar; hot-swap is off from here on");
+}
+
+/// Runs before the program's libraries are torn down: from here on nothing calls into them.
+extern "C" fn at_exit() {
+    OFF.store(true, Ordering::SeqCst);
+    if FORKED.load(Ordering::SeqCst) {
+        // The socket and the trace are the parent's.
+        return;
+    }
+    barrier::shut();
+    finish();
+    reloader::wait_for_end(EXIT_TIMEOUT);
+}
+
+/// Writes what capabilities keep, removes the socket, and notes the end in the journal.
+fn finish() {
+    report(|to| to.finish());
+    control::stop();
+    journal::note(|| Event::End {
+        evaluations: sched::count(),
+        switches: barrier::generation(),
+        longest_pause_us: barrier::pauses().longest.as_micros() as u64,
+    });
+}
+
+/// Turns the drop-in off: its threads do not exist in a forked child, and locks may be held
+/// for ever.
+extern "C" fn after_fork_in_child() {
+    FORKED.store(true, Ordering::SeqCst);
+    OFF.store(true, Ordering::SeqCst);
+}

@@ -1,0 +1,277 @@
+//! Hot-swap: reloads of the program's models, and their results.
+//!
+//! A reload starts at an interval, by a command of the control socket, and when the program
+//! calls `llama_reload_changed_tensors`. After `revert`, reloads are off until `unfreeze`.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use llama_sidecar::config::Config;
+use llama_sidecar::error::{Error, Result};
+use llama_sidecar::protocol::Event;
+use llama_sidecar::reload::{Cause, Hash, Outcome, Report, Trigger};
+use parking_lot::{Mutex, MutexGuard};
+
+use crate::capability::Capability;
+use crate::models::{self, Model};
+use crate::{barrier, journal, store, thread};
+
+/// Whether reloads are frozen.
+static FROZEN: AtomicBool = AtomicBool::new(false);
+/// Why a frozen reload fails.
+const FROZEN_REASON: &str = "reloads are frozen since 'revert': run 'llama-sidecar unfreeze' first";
+/// Held while a model is reloaded; the end of the process waits for it.
+static RELOADING: Mutex<()> = Mutex::new(());
+/// The last failure of each model, by its number, until a reload of it succeeds.
+static BLOCKED: Mutex<BTreeMap<u64, Blocked>> = Mutex::new(BTreeMap::new());
+
+static SWAPPED: AtomicU64 = AtomicU64::new(0);
+static RETURNED: AtomicU64 = AtomicU64::new(0);
+static STAGED_BYTES: AtomicU64 = AtomicU64::new(0);
+/// By position in [`Cause::ALL`].
+static FAILURES: [AtomicU64; Cause::ALL.len()] = [const { AtomicU64::new(0) }; Cause::ALL.len()];
+
+/// How long a program that frees a model waits for a reload of the model to end: as long as
+/// reading one tensor may take.
+const MODEL_FREE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Hot-swap, as a capability.
+pub struct HotSwap;
+
+impl Capability for HotSwap {
+    fn is_enabled(&self) -> bool {
+        Config::get().hotswap
+    }
+
+    fn start(&self) {
+        if let Some(interval) = Config::get().poll {
+            thread::spawn("llama-sidecar", move || poll_files(interval));
+        }
+    }
+
+    /// Frees the buffers of swapped tensors. That cannot wait until the last reference to the
+    /// model goes: the program may unload its backends next. A running reload stops before
+    /// its next tensor, and frees what it staged.
+    fn model_freed(&self, model: &Model) {
+        barrier::notify();
+        let _no_reload = model.reloading.try_lock_for(MODEL_FREE_TIMEOUT);
+        for instance in model.tensors.iter().flat_map(|tensor| &tensor.instances) {
+            *instance.private.lock() = None;
+        }
+    }
+}
+
+/// What reloads did so far.
+pub struct Counts<F> {
+    /// Tensors that got new bytes.
+    pub swapped: u64,
+    /// Tensors that went back to their original bytes.
+    pub returned: u64,
+    /// Bytes that were read into new buffers.
+    pub staged_bytes: u64,
+    /// Reloads and versions of files that were not applied, for each cause.
+    pub failures: F,
+}
+
+/// Returns what reloads did so far.
+pub fn counts() -> Counts<impl Iterator<Item = (Cause, u64)>> {
+    let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+    Counts {
+        swapped: read(&SWAPPED),
+        returned: read(&RETURNED),
+        staged_bytes: read(&STAGED_BYTES),
+        failures: Cause::ALL.into_iter().zip(FAILURES.each_ref().map(read)),
+    }
+}
+
+/// A reload that failed, and since when.
+#[derive(Debug, Clone)]
+pub struct Blocked {
+    /// The cause.
+    pub cause: Cause,
+    /// The message.
+    pub error: String,
+    /// When the reload failed first.
+    pub since: Instant,
+    /// How often it was tried.
+    pub attempts: u64,
+}
+
+/// Returns the last failure of a model, if its last reload failed.
+pub fn blocked(model: &Model) -> Option<Blocked> {
+    BLOCKED.lock().get(&model.number).cloned()
+}
+
+/// Whether reloads are frozen.
+pub fn is_frozen() -> bool {
+    FROZEN.load(Ordering::SeqCst)
+}
+
+/// Allows reloads again.
+pub fn unfreeze() {
+    FROZEN.store(false, Ordering::SeqCst);
+}
+
+/// Waits until no reload runs, but not longer than this.
+pub fn wait_for_end(longest: Duration) {
+    drop(RELOADING.try_lock_for(longest));
+    for model in models::models() {
+        drop(model.reloading.try_lock_for(longest));
+    }
+}
+
+/// Reloads changed files of all models at an interval; for a thread of its own.
+fn poll_files(interval: Duration) {
+    let quiet = Config::get().quiet;
+    let mut next = interval;
+    while !barrier::is_shut() {
+        std::thread::sleep(next);
+        next = interval;
+        if is_frozen() {
+            continue;
+        }
+        for model in models::models() {
+            if let Ok(report) = reload(&model, Trigger::Watch { quiet })
+                && let Some(sooner) = report.look_again
+            {
+                next = next.min(sooner.max(Duration::from_millis(1)));
+            }
+        }
+    }
+}
+
+/// Reloads all models, at a call of the program; returns whether any tensor changed.
+pub fn reload_all() -> bool {
+    let mut changed = false;
+    for model in models::models() {
+        changed |= reload(&model, Trigger::Command).is_ok_and(|report| report.changed());
+    }
+    changed
+}
+
+/// Reloads the changed tensors of one model.
+pub fn reload(model: &Arc<Model>, trigger: Trigger) -> Result<Report> {
+    if !Config::get().hotswap {
+        return Err(Error::HotSwapOff);
+    }
+    // Checked once the lock is held: a 'revert' may have run before.
+    let result = exclusively(model, || match is_frozen() {
+        true => Err(Error::Busy(FROZEN_REASON)),
+        false => store::reload(model, trigger),
+    });
+    if !matches!(&result, Err(Error::Busy(reason)) if *reason == FROZEN_REASON) {
+        note(model, &result);
+    }
+    result
+}
+
+/// Returns all tensors of a model to their originals.
+pub fn revert(model: &Arc<Model>) -> Result<Report> {
+    if !Config::get().hotswap {
+        return Err(Error::HotSwapOff);
+    }
+    let result = exclusively(model, || store::revert(model));
+    note(model, &result);
+    result
+}
+
+/// Returns a hash of all tensors in use, after reading those that were not hashed yet; `None`
+/// when one cannot be read.
+pub fn read_content_hash(model: &Arc<Model>) -> Option<Hash> {
+    let mut next = 0;
+    loop {
+        let model_stays = model.reloading.lock();
+        if !model.is_alive() || barrier::is_shut() {
+            return None;
+        }
+        if next == model.tensors.len() {
+            return model.engine.content_hash(true);
+        }
+        if !store::hash_some(model, &mut next) {
+            return None;
+        }
+        // A waiting reload or revert runs now.
+        MutexGuard::unlock_fair(model_stays);
+    }
+}
+
+/// Freezes reloads; running ones end first.
+pub fn freeze() {
+    FROZEN.store(true, Ordering::SeqCst);
+}
+
+fn exclusively(model: &Arc<Model>, work: impl FnOnce() -> Result<Report>) -> Result<Report> {
+    let _one_at_a_time = RELOADING.lock();
+    let _model_stays = model.reloading.lock();
+    if barrier::is_shut() || !model.is_alive() {
+        return Ok(Report::default());
+    }
+    work()
+}
+
+/// Counts what a reload did. A version of a file that was not applied counts once.
+fn count_reload(result: &Result<Report>) {
+    let add = |counter: &AtomicU64, n: u64| counter.fetch_add(n, Ordering::Relaxed);
+    match result {
+        Ok(report) => {
+            add(&SWAPPED, report.count(Outcome::Swapped) as u64);
+            add(&RETURNED, report.count(Outcome::Returned) as u64);
+            add(&STAGED_BYTES, report.bytes_staged);
+            report.cause.into_iter().for_each(count_failure);
+            let ignored = report.files.iter().filter_map(|file| file.ignored.as_ref());
+            for ignored in ignored.filter(|ignored| ignored.first) {
+                count_failure(ignored.cause);
+            }
+        }
+        Err(error) => count_failure(Cause::of(error)),
+    }
+}
+
+fn count_failure(cause: Cause) {
+    if let Some(at) = Cause::ALL.iter().position(|&other| other == cause) {
+        FAILURES[at].fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Counts a reload, writes it to the journal, and logs a failure once until a reload
+/// succeeds.
+fn note(model: &Model, result: &Result<Report>) {
+    count_reload(result);
+    let mut blocked = BLOCKED.lock();
+    let failed = match result {
+        Ok(report) => {
+            if report.changed() || report.failure.is_some() {
+                let count = |outcome| report.count(outcome) as u64;
+                journal::note(|| Event::Reload {
+                    swapped: count(Outcome::Swapped),
+                    returned: count(Outcome::Returned),
+                    refused: count(Outcome::Refused),
+                    failure: report.failure.clone(),
+                });
+            }
+            if report.failure.is_none() && !report.postponed {
+                blocked.remove(&model.number);
+            }
+            report.failure.clone().zip(report.cause)
+        }
+        Err(error) => Some((error.to_string(), Cause::of(error))),
+    };
+    let Some((error, cause)) = failed else {
+        return;
+    };
+    match blocked.get_mut(&model.number) {
+        Some(known) if known.error == error => known.attempts += 1,
+        _ => {
+            log::warn!("reload: {error}");
+            let failure = Blocked {
+                cause,
+                error,
+                since: Instant::now(),
+                attempts: 1,
+            };
+            blocked.insert(model.number, failure);
+        }
+    }
+}

@@ -1,0 +1,232 @@
+//! The resources of a scheduler on its device, which are freed on drop.
+
+use std::sync::Arc;
+
+use super::pages::PageLocks;
+use super::plan::{Plan, padded};
+use crate::config;
+use crate::device::{AsyncDevice, Buffer, DeviceError, Event, Stream};
+use crate::model::Model;
+
+/// Most transfers at a time, for experts of any size.
+const MAX_TRANSFERS: u64 = 1024;
+/// Scratchpads of transfers that can be under way, one after the other: a caller whose streams
+/// wait is ahead of them.
+const SCRATCHPADS_IN_FLIGHT: u64 = 4;
+/// Bytes of a page-locked buffer: large enough for a copy at full speed, small enough to begin
+/// early.
+pub(super) const CHUNK: usize = 1 << 20;
+/// Number of page-locked buffers: while one is filled, the others are copied.
+pub(super) const CHUNKS: usize = 8;
+
+/// A device, with the memory, streams and events of a scheduler.
+#[derive(Debug)]
+pub(super) struct DeviceState {
+    pub device: Arc<dyn AsyncDevice>,
+    pub scratchpad: Box<dyn Buffer>,
+    /// The stream of the copies.
+    pub fetch: OwnedStream,
+    /// A stream for the caller's kernels; `None` when they share the stream of the copies.
+    pub compute: Option<OwnedStream>,
+    /// The events of each transfer.
+    pub events: Vec<TransferEvents>,
+    /// The work in the compute stream that another stream waits for.
+    pub join_event: OwnedEvent,
+    /// The end of all work in the fetch stream.
+    pub idle: OwnedEvent,
+    /// The model's memory that can be copied in place.
+    pub pages: Option<Arc<PageLocks>>,
+    /// Buffers for all other copies.
+    pub ring: Ring,
+}
+
+/// The events of a transfer.
+#[derive(Debug)]
+pub(super) struct TransferEvents {
+    /// The copy begins.
+    pub start: OwnedEvent,
+    /// The copy is done.
+    pub ready: OwnedEvent,
+    /// The caller's stream has used the bytes.
+    pub consumed: OwnedEvent,
+}
+
+impl DeviceState {
+    /// Opens the device and allocates on it. Returns the state with a description of it, or
+    /// the reason why the device is not used.
+    pub fn open(
+        model: &Arc<Model>,
+        plan: &Plan,
+        config: &config::PostFetch,
+        open: impl FnOnce() -> Result<Arc<dyn AsyncDevice>, DeviceError>,
+    ) -> Result<(DeviceState, String), String> {
+        let (largest, smallest) = plan.sizes(model);
+        if largest == 0 {
+            return Err(
+                "the model has no routed experts (tensors such as blk.0.ffn_down_exps.weight)"
+                    .into(),
+            );
+        }
+        let device = open().map_err(|error| error.to_string())?;
+        let (bytes, size) = match config.scratchpad_bytes {
+            0 => (largest, "the active experts of the largest layer"),
+            bytes => (bytes, "LLAMA_POSTFETCH_SCRATCHPAD_MB"),
+        };
+        let at_a_time = bytes / padded(smallest).max(1);
+        let transfers = (at_a_time * SCRATCHPADS_IN_FLIGHT).clamp(1, MAX_TRANSFERS) as usize;
+        let locked = match config.page_lock {
+            true => PageLocks::get(&device, model),
+            false => Err("LLAMA_POSTFETCH_PAGE_LOCK=0".into()),
+        };
+        let (pages, source) = match locked {
+            Ok(pages) => {
+                let source = format!("from {} bytes page-locked in place", pages.bytes());
+                (Some(pages), source)
+            }
+            Err(why) => (None, format!("through page-locked buffers ({why})")),
+        };
+        let name = device.name().to_owned();
+        let state = DeviceState::new(device, bytes, transfers, pages, config.dedicated_streams);
+        let state = state.map_err(|error| error.to_string())?;
+        let mode = format!(
+            "post-fetch to {name}: {} layers with experts, {} active; scratchpad of {bytes} bytes ({size}); {source}",
+            plan.layers.len(),
+            plan.active,
+        );
+        Ok((state, mode))
+    }
+
+    fn new(
+        device: Arc<dyn AsyncDevice>,
+        bytes: u64,
+        transfers: usize,
+        pages: Option<Arc<PageLocks>>,
+        dedicated_streams: bool,
+    ) -> Result<DeviceState, DeviceError> {
+        let event = || OwnedEvent::new(&device);
+        let stream = || OwnedStream::new(&device);
+        let events = |_| {
+            Ok(TransferEvents {
+                start: event()?,
+                ready: event()?,
+                consumed: event()?,
+            })
+        };
+        Ok(DeviceState {
+            scratchpad: device.clone().allocate(bytes)?,
+            fetch: stream()?,
+            compute: match dedicated_streams {
+                true => Some(stream()?),
+                false => None,
+            },
+            events: (0..transfers)
+                .map(events)
+                .collect::<Result<_, DeviceError>>()?,
+            join_event: event()?,
+            idle: event()?,
+            ring: Ring::new(&device)?,
+            pages,
+            device,
+        })
+    }
+
+    /// Returns the stream for the caller's kernels.
+    pub fn compute(&self) -> Stream {
+        self.compute.as_ref().unwrap_or(&self.fetch).stream
+    }
+}
+
+/// A stream that is destroyed on drop.
+#[derive(Debug)]
+pub(super) struct OwnedStream {
+    device: Arc<dyn AsyncDevice>,
+    pub stream: Stream,
+}
+
+impl OwnedStream {
+    fn new(device: &Arc<dyn AsyncDevice>) -> Result<OwnedStream, DeviceError> {
+        Ok(OwnedStream {
+            stream: device.create_stream()?,
+            device: device.clone(),
+        })
+    }
+}
+
+impl Drop for OwnedStream {
+    fn drop(&mut self) {
+        // An error leaves nothing to undo.
+        let _ = self.device.destroy_stream(self.stream);
+    }
+}
+
+/// An event that is destroyed on drop.
+#[derive(Debug)]
+pub(super) struct OwnedEvent {
+    device: Arc<dyn AsyncDevice>,
+    pub event: Event,
+}
+
+impl OwnedEvent {
+    fn new(device: &Arc<dyn AsyncDevice>) -> Result<OwnedEvent, DeviceError> {
+        Ok(OwnedEvent {
+            event: device.create_event()?,
+            device: device.clone(),
+        })
+    }
+}
+
+impl Drop for OwnedEvent {
+    fn drop(&mut self) {
+        let _ = self.device.destroy_event(self.event);
+    }
+}
+
+/// Page-locked buffers that are filled and copied in turn. Only the fetching thread uses the
+/// buffers.
+#[derive(Debug)]
+pub(super) struct Ring {
+    device: Arc<dyn AsyncDevice>,
+    memory: *mut u8,
+    copied: Vec<OwnedEvent>,
+}
+
+// SAFETY: the memory belongs to the ring, and the contract of `chunk` is one thread at a time.
+unsafe impl Send for Ring {}
+// SAFETY: as above.
+unsafe impl Sync for Ring {}
+
+impl Ring {
+    fn new(device: &Arc<dyn AsyncDevice>) -> Result<Ring, DeviceError> {
+        let copied = (0..CHUNKS).map(|_| OwnedEvent::new(device));
+        let copied = copied.collect::<Result<_, DeviceError>>()?;
+        Ok(Ring {
+            copied,
+            memory: device.allocate_pinned(CHUNK * CHUNKS)?,
+            device: device.clone(),
+        })
+    }
+
+    /// Returns the event that follows the last copy from a buffer.
+    pub fn copied(&self, chunk: usize) -> Event {
+        self.copied[chunk].event
+    }
+
+    /// Returns a buffer to fill.
+    ///
+    /// # Safety
+    ///
+    /// No other thread uses the buffer, and the last copy from the buffer is done.
+    #[allow(clippy::mut_from_ref, reason = "the contract is exclusive use")]
+    pub unsafe fn chunk(&self, chunk: usize) -> &mut [u8] {
+        assert!(chunk < CHUNKS);
+        // SAFETY: inside the allocation, whose bytes are initialised; exclusive by contract.
+        unsafe { std::slice::from_raw_parts_mut(self.memory.add(chunk * CHUNK), CHUNK) }
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        // SAFETY: allocated by the same device, and a ring is dropped when its stream is idle.
+        let _ = unsafe { self.device.free_pinned(self.memory) };
+    }
+}

@@ -1,0 +1,280 @@
+//! The state that callers and the fetching thread share.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use super::device_state::DeviceState;
+use super::plan::{Plan, PlannedLayer};
+use super::policy::Reason;
+use super::stats::Counters;
+use super::times::CopyTimes;
+use super::transfer_table::{TransferId, TransferTable};
+use crate::config;
+use crate::device::{AsyncDevice, DeviceError, Event, Stream};
+use crate::model::Model;
+
+/// Failures in a row after which the device is not used any more.
+const MAX_FAILURES: u32 = 3;
+/// Wait at the end for a device that is not used any more.
+const LAST_TIMEOUT: Duration = Duration::from_millis(200);
+
+/// Settings of a scheduler.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// The settings that have variables.
+    pub config: config::PostFetch,
+    /// Experts per token; 0 for the number in the model's file.
+    pub active: u32,
+    /// Longest time for a copy. After that the device is not used any more.
+    pub timeout: Duration,
+}
+
+impl Options {
+    /// Returns the settings of the `LLAMA_POSTFETCH_*` variables.
+    pub fn from_environment() -> Options {
+        Options {
+            config: config::Config::get().postfetch.clone(),
+            active: 0,
+            timeout: Duration::from_secs(5),
+        }
+    }
+}
+
+/// A scheduler without its thread.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub model: Arc<Model>,
+    pub plan: Plan,
+    pub options: Options,
+    pub table: Mutex<TransferTable>,
+    pub gpu: Option<DeviceState>,
+    /// The reason of all answers while the device is not used.
+    pub initial_fallback: Reason,
+    pub counters: Counters,
+    pub times: CopyTimes,
+    /// Held from the record of [`DeviceState::join_event`] until another stream waits for it.
+    pub joining: Mutex<()>,
+    /// Wakes the fetching thread: `work` while it sleeps, `wakes` while it spins.
+    pub work: Condvar,
+    pub wakes: AtomicU64,
+    off: AtomicBool,
+    /// Device and setup, or the reason why there is none.
+    mode: Mutex<String>,
+}
+
+impl Shared {
+    /// Plans a model and opens the device, if the options want one.
+    pub fn new(
+        model: Arc<Model>,
+        options: Options,
+        open: impl FnOnce() -> Result<Arc<dyn AsyncDevice>, DeviceError>,
+    ) -> Shared {
+        let plan = Plan::of(&model, options.active);
+        let config = &options.config;
+        let (initial_fallback, opened) = if !config.enable {
+            (Reason::Disabled, Err("LLAMA_POSTFETCH_ENABLE=0".into()))
+        } else if config.force_cpu {
+            (Reason::ForcedCpu, Err("LLAMA_POSTFETCH_FORCE_CPU=1".into()))
+        } else {
+            let opened = DeviceState::open(&model, &plan, config, open);
+            (Reason::NoDevice, opened)
+        };
+        let (gpu, mode) = match opened {
+            Ok((gpu, mode)) => (Some(gpu), mode),
+            Err(why) => {
+                let mode = format!("post-fetch is off, every expert is computed on the CPU: {why}");
+                (None, mode)
+            }
+        };
+        log::info!("{mode}");
+        let table = match &gpu {
+            Some(gpu) => TransferTable::new(plan.slots, gpu.scratchpad.len(), gpu.events.len()),
+            None => TransferTable::new(0, 0, 0),
+        };
+        Shared {
+            times: CopyTimes::new(&plan),
+            table: Mutex::new(table),
+            work: Condvar::new(),
+            wakes: AtomicU64::new(0),
+            off: AtomicBool::new(gpu.is_none()),
+            initial_fallback,
+            gpu,
+            mode: Mutex::new(mode),
+            counters: Counters::default(),
+            joining: Mutex::new(()),
+            model,
+            plan,
+            options,
+        }
+    }
+
+    /// Wakes the fetching thread after a change of the table.
+    pub fn wake(&self) {
+        self.wakes.fetch_add(1, Ordering::Release);
+        self.work.notify_one();
+    }
+
+    /// Returns whether the device is not used, or not used any more.
+    pub fn is_off(&self) -> bool {
+        self.off.load(Ordering::Relaxed)
+    }
+
+    /// Returns device and setup, or the reason why there is none.
+    pub fn mode(&self) -> String {
+        self.mode.lock().clone()
+    }
+
+    /// Releases experts.
+    pub fn release(&self, gpu: &DeviceState, slots: Range<usize>) {
+        let mut table = self.table.lock();
+        for slot in slots {
+            let Some((id, stream)) = table.release(slot) else {
+                continue;
+            };
+            let consumed = gpu.events[id.index()].consumed.event;
+            let recorded = MutexGuard::unlocked(&mut table, || {
+                self.retry_once(|| gpu.device.record(consumed, stream))
+            });
+            table.consumed(id, recorded.ok().map(|()| consumed));
+            if recorded.is_err() {
+                self.disable("cannot record when a stream has used the experts");
+            }
+        }
+    }
+
+    /// Makes a stream wait for all work in the compute stream.
+    pub fn join(&self, gpu: &DeviceState, stream: Stream) -> Result<(), DeviceError> {
+        let _alone = self.joining.lock();
+        let done = gpu.join_event.event;
+        gpu.device.record(done, gpu.compute())?;
+        gpu.device.stream_wait(stream, done)
+    }
+
+    /// Adds up the times of copies that are done. Events can be recorded until the lock ends.
+    pub fn collect_times(&self, gpu: &DeviceState) -> MutexGuard<'_, ()> {
+        let Shared {
+            table,
+            plan,
+            counters,
+            ..
+        } = self;
+        self.times.collect(gpu, table, plan, counters)
+    }
+
+    /// Calls the driver, and after an error once more.
+    pub fn retry_once<T>(&self, call: impl Fn() -> Result<T, DeviceError>) -> Result<T, Reason> {
+        let noted = |error| self.counters.note_error(&error);
+        let first = call().map_err(noted);
+        let last = first.or_else(|()| call().map_err(noted));
+        last.map_err(|()| Reason::DeviceFailed)
+    }
+
+    /// Notes that the state of a copy in flight cannot be read.
+    pub fn copy_failed(&self, id: TransferId, error: &DeviceError) {
+        self.counters.note_error(error);
+        let failures = self.table.lock().fail_in_flight(id);
+        self.after_failure(failures, error);
+    }
+
+    /// Stops to use the device after too many failures in a row.
+    pub fn after_failure(&self, failures: u32, error: &DeviceError) {
+        if failures >= MAX_FAILURES {
+            self.disable(&error.to_string());
+        }
+    }
+
+    /// Stops to use the device.
+    pub fn disable(&self, why: &str) {
+        if self.off.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let mode =
+            format!("post-fetch stopped using its device, experts are computed on the CPU: {why}");
+        log::warn!("{mode}");
+        *self.mode.lock() = mode;
+        self.wake();
+    }
+
+    /// Releases all experts and waits until the device does not use its memory any more.
+    /// Returns false when that is unknown.
+    pub fn wait_until_idle(&self, gpu: &DeviceState) -> bool {
+        let slots = self.table.lock().len();
+        self.release(gpu, 0..slots);
+        let (mut events, leaked) = {
+            let mut table = self.table.lock();
+            (table.take_waits(), table.has_leaked())
+        };
+        for (event, stream) in [
+            (gpu.idle.event, gpu.fetch.stream),
+            (gpu.join_event.event, gpu.compute()),
+        ] {
+            if self
+                .retry_once(|| gpu.device.record(event, stream))
+                .is_err()
+            {
+                return false;
+            }
+            events.push(event);
+        }
+        let timeout = match self.is_off() {
+            true => LAST_TIMEOUT,
+            false => self.options.timeout,
+        };
+        !leaked && self.wait_for(gpu, &events, timeout)
+    }
+
+    fn wait_for(&self, gpu: &DeviceState, events: &[Event], timeout: Duration) -> bool {
+        let backoff = Backoff::new();
+        events.iter().all(|&event| {
+            loop {
+                match self.retry_once(|| gpu.device.is_done(event)) {
+                    Ok(true) => return true,
+                    Ok(false) if backoff.elapsed() < timeout => backoff.pause(),
+                    Ok(false) | Err(_) => return false,
+                }
+            }
+        })
+    }
+
+    /// Returns layer and slot of an expert, if there is a device.
+    pub fn slot(&self, layer: u32, expert: u32) -> Option<(&DeviceState, &PlannedLayer, usize)> {
+        let gpu = self.gpu.as_ref()?;
+        let planned = self.plan.layer(layer)?;
+        Some((gpu, planned, planned.slot(expert)?))
+    }
+}
+
+/// A wait for a device: spins at first, then sleeps.
+pub(super) struct Backoff {
+    since: Instant,
+}
+
+impl Backoff {
+    /// How long to spin: some times the error of a sleep.
+    const SPIN: Duration = Duration::from_micros(200);
+    /// Length of one sleep.
+    pub const SLEEP: Duration = Duration::from_micros(30);
+
+    pub fn new() -> Backoff {
+        Backoff {
+            since: Instant::now(),
+        }
+    }
+
+    /// Returns the time since the wait began.
+    pub fn elapsed(&self) -> Duration {
+        self.since.elapsed()
+    }
+
+    /// Waits a little.
+    pub fn pause(&self) {
+        match self.elapsed() < Backoff::SPIN {
+            true => std::thread::yield_now(),
+            false => std::thread::sleep(Backoff::SLEEP),
+        }
+    }
+}

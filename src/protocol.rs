@@ -1,0 +1,462 @@
+//! Messages of the control socket and events of the journal, for the drop-in and for the
+//! command.
+//!
+//! A request is a JSON object on one line, and so is its reply:
+//!
+//! | request | reply |
+//! |---|---|
+//! | `{"cmd":"ping"}`, `{"cmd":"unfreeze"}`, `{"cmd":"trace-reset"}` | [`Reply`] |
+//! | `{"cmd":"status"}` | [`Status`] |
+//! | `{"cmd":"reload"}`, `{"cmd":"revert"}` | [`Reloads`], after the switch |
+//! | `{"cmd":"hash"}` | [`Hashes`], after reading tensors without a hash |
+//! | `{"cmd":"metrics"}` | [`Metrics`] |
+//! | `{"cmd":"trace"}` | [`Traces`] |
+//!
+//! Every reply has `ok`. A request that fails as a whole has a [`Reply`] with `error`. A
+//! reader ignores keys that it does not know, and a missing key has the default of its type,
+//! so that a command and a drop-in of different versions understand each other.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// A request to the drop-in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "cmd", rename_all = "kebab-case")]
+pub enum Request {
+    /// Checks that a drop-in listens.
+    Ping,
+    /// Asks for models, files, changed tensors and counters.
+    Status,
+    /// Reloads changed files.
+    Reload,
+    /// Returns all tensors to their originals and freezes reloads.
+    Revert,
+    /// Permits reloads after [`Request::Revert`].
+    Unfreeze,
+    /// Asks for a content hash of each model.
+    Hash,
+    /// Asks for figures in the text format of Prometheus.
+    Metrics,
+    /// Asks for the expert counts of each model.
+    Trace,
+    /// Sets the expert counts to zero.
+    TraceReset,
+}
+
+/// Whether a request was carried out.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Reply {
+    /// Whether everything was done.
+    pub ok: bool,
+    /// Why the request was refused.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+impl Reply {
+    /// The reply to a request that was carried out.
+    pub fn done() -> Reply {
+        Reply {
+            ok: true,
+            error: None,
+        }
+    }
+
+    /// The reply to a request that was refused.
+    pub fn refused(error: impl Into<String>) -> Reply {
+        Reply {
+            ok: false,
+            error: Some(error.into()),
+        }
+    }
+}
+
+/// Models and counters of a program.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs, reason = "the name of each key says what it holds")]
+pub struct Status {
+    pub ok: bool,
+    pub version: String,
+    pub pid: u32,
+    pub evaluations: u64,
+    /// Number of switches.
+    pub generation: u64,
+    pub graphs_renewed: u64,
+    pub pauses: u64,
+    pub longest_pause_us: u64,
+    /// Whether reloads are frozen by [`Request::Revert`].
+    pub frozen: bool,
+    /// The switch that waits, if one does.
+    pub waiting: Option<Waiting>,
+    /// Number of files and reloads that failed, by cause.
+    pub failures: BTreeMap<String, u64>,
+    pub models: Vec<ModelStatus>,
+}
+
+/// A switch that waits for the program.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Waiting {
+    /// What the switch waits for.
+    pub obstacle: Option<String>,
+    /// Time since the switch began to wait.
+    pub seconds: f64,
+}
+
+/// State of a model.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ModelStatus {
+    /// Number of the model in its process.
+    pub model: u64,
+    /// Paths of its files.
+    pub files: Vec<String>,
+    /// Number of tensors.
+    pub tensors: usize,
+    /// Number of copies of the tensors in the program.
+    pub instances: usize,
+    /// Number of tensors with original bytes.
+    pub on_original: usize,
+    /// The other tensors.
+    pub changed: Vec<TensorStatus>,
+    /// Memory of swapped tensors.
+    pub private_bytes: u64,
+    /// The failure of the last reload.
+    pub blocked: Option<Blocked>,
+    /// Hash of the tensors in use, where all hashes are known.
+    pub content_hash: Option<String>,
+}
+
+/// States of a tensor.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct TensorStatus {
+    /// Name of the tensor.
+    pub name: String,
+    /// State of each copy of the tensor in the program.
+    pub states: Vec<TensorState>,
+}
+
+/// Place of the bytes of a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "SCREAMING_SNAKE_CASE")]
+pub enum TensorState {
+    /// Where the program loaded them.
+    OnOriginal,
+    /// In a buffer of the drop-in on the device of the tensor.
+    Detached,
+    /// In host memory, although the tensor belongs on a device.
+    FallbackCpu,
+}
+
+impl TensorState {
+    /// Returns the name of the state in the protocol.
+    pub fn name(self) -> &'static str {
+        match self {
+            TensorState::OnOriginal => "ON_ORIGINAL",
+            TensorState::Detached => "DETACHED",
+            TensorState::FallbackCpu => "FALLBACK_CPU",
+        }
+    }
+}
+
+/// A reload that fails again and again.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Blocked {
+    /// Cause, in one word.
+    pub cause: String,
+    /// Cause, in a sentence.
+    pub error: String,
+    /// Time since the first failure.
+    pub seconds: f64,
+    /// Number of attempts.
+    pub attempts: u64,
+}
+
+/// Reports of a reload or a revert.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Reloads {
+    /// Whether all models are up to date.
+    pub ok: bool,
+    /// A report for each model.
+    pub reports: Vec<ModelReload>,
+}
+
+/// Result of a reload of one model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum ModelReload {
+    /// Nothing changed.
+    Failed {
+        /// Number of the model in its process.
+        model: u64,
+        /// Cause, in a sentence.
+        error: String,
+    },
+    /// The reload ended, perhaps with files that were not used.
+    Done(ReloadReport),
+}
+
+/// Report of a reload of one model.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs, reason = "a number of tensors for each outcome")]
+pub struct ReloadReport {
+    /// Number of the model in its process.
+    pub model: u64,
+    pub swapped: usize,
+    pub returned: usize,
+    pub unchanged: usize,
+    pub in_place: usize,
+    pub refused: usize,
+    /// Number of switches so far; 0 when this reload changed nothing.
+    pub generation: u64,
+    /// Why a reload in several steps stopped.
+    pub failure: Option<String>,
+    /// Time of each step.
+    pub ms: Milliseconds,
+    /// The changed files.
+    pub files: Vec<FileStatus>,
+    /// The tensors that are not unchanged.
+    pub tensors: Vec<TensorChange>,
+}
+
+/// Time of each step of a reload, in milliseconds.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs, reason = "the name of each key is the step")]
+pub struct Milliseconds {
+    pub detect: f64,
+    pub compare: f64,
+    pub stage: f64,
+    pub wait: f64,
+    pub switch: f64,
+    pub total: f64,
+}
+
+/// Result for a changed file.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct FileStatus {
+    /// Path of the file.
+    pub path: String,
+    /// Whether its tensors are in use.
+    pub event: FileEvent,
+    /// Why not, in one word.
+    #[serde(default)]
+    pub cause: Option<String>,
+    /// Why not, in a sentence; else empty.
+    #[serde(default)]
+    pub reason: String,
+}
+
+/// Whether the tensors of a changed file are in use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FileEvent {
+    /// They are.
+    Taken,
+    /// They are not; the tensors of the file are as before.
+    Ignored,
+}
+
+impl FileEvent {
+    /// Returns the name of the event in the protocol.
+    pub fn name(self) -> &'static str {
+        match self {
+            FileEvent::Taken => "taken",
+            FileEvent::Ignored => "ignored",
+        }
+    }
+}
+
+/// Result for a tensor.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct TensorChange {
+    /// Name of the tensor.
+    pub name: String,
+    /// Outcome, in one word.
+    pub outcome: String,
+    /// Type before the reload.
+    pub old_type: String,
+    /// Type after the reload.
+    pub new_type: String,
+    /// Bytes in the file.
+    pub bytes: u64,
+    /// Rows of the tensor on each device, in words.
+    pub place: String,
+    /// Why the tensor was refused; else empty.
+    pub reason: String,
+}
+
+/// Content hashes.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Hashes {
+    /// Whether the request was carried out.
+    pub ok: bool,
+    /// The hash of each model.
+    pub models: Vec<ModelHash>,
+}
+
+/// Content hash of a model.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ModelHash {
+    /// Number of the model in its process.
+    pub model: u64,
+    /// The hash, unless a tensor cannot be read.
+    pub content_hash: Option<String>,
+}
+
+/// Figures.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Metrics {
+    /// Whether the request was carried out.
+    pub ok: bool,
+    /// The text format of Prometheus.
+    pub text: String,
+}
+
+/// Expert counts.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Traces {
+    /// Whether the request was carried out.
+    pub ok: bool,
+    /// A trace for each model, as `trace::to_json` writes it.
+    pub traces: Vec<Value>,
+}
+
+/// A line of the journal, which a wrapper reads.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Entry {
+    /// The process.
+    pub pid: u32,
+    /// What happened in it.
+    #[serde(flatten)]
+    pub event: Event,
+}
+
+/// An event in a process with the drop-in.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+#[allow(missing_docs, reason = "the name of each key says what it holds")]
+pub enum Event {
+    /// The loader loaded the drop-in.
+    Loaded { program: String },
+    /// A copy of ggml was found and its layout understood.
+    Ggml { path: String, version: String },
+    /// A copy of ggml was found and its layout not understood: hot-swap is off.
+    Passive { reason: String },
+    /// The program opened a GGUF file with tensors.
+    Opened { path: String },
+    /// The program evaluated a model for the first time.
+    Model {
+        path: String,
+        files: usize,
+        tensors: usize,
+        expert_layers: usize,
+    },
+    /// A reload changed tensors or failed.
+    Reload {
+        swapped: u64,
+        returned: u64,
+        refused: u64,
+        failure: Option<String>,
+    },
+    /// An expert trace was written, or not.
+    Trace { path: String, error: Option<String> },
+    /// The process ended.
+    End {
+        evaluations: u64,
+        switches: u64,
+        longest_pause_us: u64,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{from_str, json, to_value};
+
+    #[test]
+    fn requests_have_the_names_of_the_commands() {
+        for (name, request) in [
+            ("ping", Request::Ping),
+            ("status", Request::Status),
+            ("reload", Request::Reload),
+            ("revert", Request::Revert),
+            ("unfreeze", Request::Unfreeze),
+            ("hash", Request::Hash),
+            ("metrics", Request::Metrics),
+            ("trace", Request::Trace),
+            ("trace-reset", Request::TraceReset),
+        ] {
+            let json = json!({"cmd": name});
+            assert_eq!(to_value(request).expect("JSON"), json);
+            let with_more = json!({"id": 7, "cmd": name}).to_string();
+            assert_eq!(from_str::<Request>(&with_more).expect(name), request);
+        }
+        for bad in [
+            "{}",
+            "[]",
+            "\"status\"",
+            "{\"cmd\":\"stop\"}",
+            "{\"cmd\":1}",
+        ] {
+            assert!(from_str::<Request>(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn replies_of_other_versions_are_read() {
+        let status: Status = from_str("{\"ok\":true,\"models\":[{\"new_key\":1}]}").expect("reply");
+        assert!(status.ok && status.models.len() == 1);
+        let reply: Reply = from_str("{\"ok\":false,\"error\":\"reason\"}").expect("reply");
+        assert_eq!(reply, Reply::refused("reason"));
+        assert_eq!(to_value(Reply::done()).expect("JSON"), json!({"ok": true}));
+    }
+
+    #[test]
+    fn names_are_those_of_the_json() {
+        for state in [
+            TensorState::OnOriginal,
+            TensorState::Detached,
+            TensorState::FallbackCpu,
+        ] {
+            assert_eq!(to_value(state).expect("JSON"), state.name());
+        }
+        for event in [FileEvent::Taken, FileEvent::Ignored] {
+            assert_eq!(to_value(event).expect("JSON"), event.name());
+        }
+    }
+
+    #[test]
+    fn failed_and_ended_reloads_are_told_apart() {
+        let failed = "{\"model\":1,\"error\":\"reason\"}";
+        let reload: ModelReload = from_str(failed).expect("report");
+        assert!(matches!(reload, ModelReload::Failed { .. }));
+        let done = ModelReload::Done(ReloadReport::default());
+        let text = serde_json::to_string(&done).expect("JSON");
+        assert_eq!(from_str::<ModelReload>(&text).expect("report"), done);
+    }
+
+    #[test]
+    fn an_event_is_one_object() {
+        let event = Event::Opened {
+            path: "model.gguf".into(),
+        };
+        let entry = Entry { pid: 3, event };
+        let json = json!({"pid": 3, "event": "opened", "path": "model.gguf"});
+        assert_eq!(to_value(&entry).expect("JSON"), json);
+        assert_eq!(from_str::<Entry>(&json.to_string()).expect("entry"), entry);
+    }
+}
