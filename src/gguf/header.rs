@@ -13,6 +13,8 @@
 use std::ffi::CStr;
 use std::hash::BuildHasher;
 
+use gguf_write::ALIGNMENT_KEY;
+pub use gguf_write::DEFAULT_ALIGNMENT;
 use hashbrown::{DefaultHashBuilder, HashTable};
 
 use super::cursor::Cursor;
@@ -21,17 +23,12 @@ use super::names::Names;
 use super::types::TypeInfo;
 use super::value::{KeyValue, ValueType};
 
-/// Alignment of the data section when the file names none.
-pub const DEFAULT_ALIGNMENT: u64 = 32;
-
 /// `GGML_MAX_NAME`: a tensor name, its NUL included, fits in this many bytes.
 const MAX_NAME: usize = 64;
 /// `GGML_MAX_DIMS`.
 pub(super) const MAX_DIMS: usize = 4;
 /// Limit of llama.cpp's reader for one array.
 const MAX_ELEMENTS: u64 = 1 << 30;
-/// The key with the alignment of the data section.
-pub(super) const ALIGNMENT_KEY: &str = "general.alignment";
 
 /// The parsed header of one file.
 #[derive(Debug)]

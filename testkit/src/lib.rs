@@ -1,8 +1,8 @@
 //! Shared by tests, benches and xtask: a writer of valid and malformed GGUF files, the paths of the
 //! fixtures, and programs that run llama.cpp.
 //!
-//! Unit tests in `src` of the library cannot use this crate: it links the library, whose exported C
-//! functions would then be there twice.
+//! This crate must not depend on the library: unit tests of the library link it, and the exported
+//! C functions would then be defined twice.
 
 pub mod fixtures;
 pub mod ggml;

@@ -1,4 +1,4 @@
-//! Describes GGUF files for tests, and writes them with the library's writer.
+//! Describes GGUF files for tests, and writes them with `gguf-write`.
 //!
 //! Files are written as described, also when no reader accepts them: the tests of the parser
 //! need malformed files.
@@ -7,7 +7,7 @@ use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
-use llama_sidecar::gguf::{HeaderWriter, write_data};
+use gguf_write::{HeaderWriter, write_data};
 
 /// A metadata value.
 #[derive(Debug, Clone)]
