@@ -18,16 +18,29 @@ use crate::placement::{self, extents};
 use crate::{barrier, sched};
 
 /// The tensors of one model.
-struct ProgramStore<'a>(&'a Arc<Model>);
+struct ProgramStore<'a>(&'a Arc<Model>, WrittenInPlace);
+
+/// Whether the bytes of a mapped file that was written in place are hashed.
+#[derive(Clone, Copy, PartialEq)]
+enum WrittenInPlace {
+    /// They are, for a reload: it compares with the bytes in use.
+    Hashed,
+    /// They are not, for a content hash: the next reload has to find the write.
+    Unknown,
+}
 
 /// Reloads the changed tensors of a model.
 pub fn reload(model: &Arc<Model>, trigger: Trigger) -> Result<Report> {
-    model.engine.reload(&ProgramStore(model), trigger)
+    model
+        .engine
+        .reload(&ProgramStore(model, WrittenInPlace::Hashed), trigger)
 }
 
 /// Returns all tensors of a model to their originals.
 pub fn revert(model: &Arc<Model>) -> Result<Report> {
-    model.engine.revert(&ProgramStore(model))
+    model
+        .engine
+        .revert(&ProgramStore(model, WrittenInPlace::Hashed))
 }
 
 /// Hashes tensors of a model from `next` on; see [`Engine::hash_some`]. The caller holds
@@ -35,7 +48,8 @@ pub fn revert(model: &Arc<Model>) -> Result<Report> {
 ///
 /// [`Engine::hash_some`]: llama_sidecar::reload::Engine::hash_some
 pub fn hash_some(model: &Arc<Model>, next: &mut usize) -> bool {
-    model.engine.hash_some(&ProgramStore(model), next)
+    let store = ProgramStore(model, WrittenInPlace::Unknown);
+    model.engine.hash_some(&store, next)
 }
 
 /// New descriptors and buffers for instances, filled and not yet in use.
@@ -241,7 +255,11 @@ impl Store for ProgramStore<'_> {
         let tensor_of = &self.0.tensors[tensor];
         let mapped = tensor_of.instances.iter().filter(|i| i.mapped).count();
         let known = known.filter(|_| mapped == 0 || self.0.files[tensor_of.file].is_trusted());
+        let all_mapped = mapped == tensor_of.instances.len();
         known.or_else(|| match mapped {
+            _ if all_mapped && self.1 == WrittenInPlace::Hashed => {
+                self.file_content(tensor).map(|content| content.hash)
+            }
             0 => self
                 .original_hash(tensor)
                 .or_else(|| self.resident_hash(tensor)),
