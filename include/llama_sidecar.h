@@ -13,11 +13,11 @@
  *    LLAMA_SIDECAR_STATUS_BAD_HANDLE; it is never undefined behaviour. Freeing NULL does nothing.
  *  - Structs with struct_size: set it to sizeof the struct before the call. A program that was built
  *    with an older header keeps working, with the fields that it knows.
- *  - Threads: every call can be made from any thread, unless its description says otherwise.
- *  - Pointers must be valid for the call. They can be NULL only where the description says so.
- *  - Strings are NUL-terminated: UTF-8, or the raw bytes of the file. The caller frees nothing but
- *    handles; each description says how long a returned pointer is valid.
- *  - Sizes and offsets are in bytes, times in microseconds, unless the name says otherwise.
+ *  - Threads: every call can be made from any thread, unless its description states otherwise.
+ *  - Pointers must be valid for the call. They can be NULL only where the description allows it.
+ *  - Strings are NUL-terminated: UTF-8, or the raw bytes of the file. The caller frees only
+ *    handles; each description states how long a returned pointer is valid.
+ *  - Sizes and offsets are in bytes, times in microseconds, unless the name states otherwise.
  */
 
 
