@@ -12,7 +12,7 @@ use parking_lot::RwLock;
 use crate::config::Config;
 
 /// Target of messages that a variable of their own requests, for example
-/// `LLAMA_POSTFETCH_DEBUG`: written whatever `LLAMA_SIDECAR_LOG` says.
+/// `LLAMA_POSTFETCH_DEBUG`: written at every value of `LLAMA_SIDECAR_LOG`.
 pub const REQUESTED: &str = "llama_sidecar::requested";
 
 /// Receives messages without their newline, on any thread.

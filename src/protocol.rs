@@ -27,7 +27,7 @@ use serde_json::Value;
 pub enum Request {
     /// Checks that a drop-in listens.
     Ping,
-    /// Asks for models, files, changed tensors and counters.
+    /// Requests models, files, changed tensors and counters.
     Status,
     /// Reloads changed files.
     Reload,
@@ -35,11 +35,11 @@ pub enum Request {
     Revert,
     /// Permits reloads after [`Request::Revert`].
     Unfreeze,
-    /// Asks for a content hash of each model.
+    /// Requests a content hash of each model.
     Hash,
-    /// Asks for figures in the text format of Prometheus.
+    /// Requests metrics in the text format of Prometheus.
     Metrics,
-    /// Asks for the expert counts of each model.
+    /// Requests the expert counts of each model.
     Trace,
     /// Sets the expert counts to zero.
     TraceReset,
@@ -77,7 +77,7 @@ impl Reply {
 /// Models and counters of a program.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-#[allow(missing_docs, reason = "the name of each key says what it holds")]
+#[allow(missing_docs, reason = "the name of each key describes its value")]
 pub struct Status {
     pub ok: bool,
     pub version: String,
@@ -348,7 +348,7 @@ pub struct Entry {
 /// An event in a process with the drop-in.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
-#[allow(missing_docs, reason = "the name of each key says what it holds")]
+#[allow(missing_docs, reason = "the name of each key describes its value")]
 pub enum Event {
     /// The loader loaded the drop-in.
     Loaded { program: String },

@@ -294,9 +294,9 @@ fn a_layer_that_does_not_fit_falls_back_whole_and_comes_back() {
         "nothing private is on the devices"
     );
 
-    // Nothing has changed, and there is no room yet.
+    // Nothing has changed, and no memory is free yet.
     assert!(!it.model.reload().unwrap().changed());
-    // Room again: the layer goes back, though no file changed.
+    // Memory is free again: the layer goes back, though no file changed.
     it.room(2, u64::MAX);
     let report = it.model.reload().unwrap();
     assert_eq!(outcome(&report, DOWN), Some(Outcome::Moved));
@@ -315,7 +315,7 @@ fn a_layer_that_does_not_fit_falls_back_whole_and_comes_back() {
     it.expect(&big);
     assert_eq!(it.used(), before);
 
-    // A layer in host memory returns to its original without needing room.
+    // A layer in host memory returns to its original without needing memory.
     it.room(0, u64::MAX);
     it.model.reload().unwrap();
     assert_eq!(it.model.tensor(DOWN).state, State::FallbackCpu);

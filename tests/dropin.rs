@@ -1,5 +1,5 @@
 //! The drop-in in real hosts: after a swap, a host writes what a new process with the new
-//! file writes, to the last bit of the logits.
+//! file writes, with bit-identical logits.
 
 mod hosts;
 
@@ -21,7 +21,7 @@ use testkit::host::{DropIn, Host, Program, preload_library, replace};
 /// A copy of a fixture in which bytes of one tensor differ.
 fn other_bytes(folder: &Path, name: &str, tensor: &std::ffi::CStr) -> PathBuf {
     let path = folder.join("other-bytes.gguf");
-    std::fs::copy(fixture(name), &path).expect("room for a copy");
+    std::fs::copy(fixture(name), &path).expect("free space");
     let gguf = GgufFile::open(&path, Access::Read).expect("a model");
     let info = gguf.header.find(tensor).expect("a tensor of this name");
     exchange_blocks(&path, info);
@@ -40,7 +40,7 @@ fn exchange_blocks(path: &Path, tensor: usize) {
     }
     let file = std::fs::OpenOptions::new().write(true).open(path);
     let file = file.expect("our own copy");
-    file.write_all_at(&bytes, info.offset).expect("room");
+    file.write_all_at(&bytes, info.offset).expect("free space");
 }
 
 #[test]
@@ -166,7 +166,7 @@ fn models_of_many_shards_and_models_beside_each_other() {
     for entry in std::fs::read_dir(fixture("smollm2-tensor-shards")).expect("a fixture") {
         let path = entry.expect("an entry").path();
         let name = path.file_name().expect("a name").to_owned();
-        std::fs::copy(&path, folder.path().join(&name)).expect("room for a copy");
+        std::fs::copy(&path, folder.path().join(&name)).expect("free space");
         names.push(name);
     }
     names.sort();
@@ -196,7 +196,7 @@ fn models_of_many_shards_and_models_beside_each_other() {
     let name = names.iter().rev().find(large).expect("a matrix");
     let shard = folder.path().join(name);
     let beside = shard.with_extension("new");
-    std::fs::write(&beside, read(name)).expect("room");
+    std::fs::write(&beside, read(name)).expect("free space");
     exchange_blocks(&beside, 0);
     std::fs::rename(beside, &shard).expect("the same folder");
     let report = host.control("reload");
@@ -261,7 +261,7 @@ fn bad_files_are_logged_once_and_swap_nothing() {
     let good = std::fs::read(&path).expect("a model");
     let put = |bytes: &[u8]| {
         let beside = path.with_extension("new");
-        std::fs::write(&beside, bytes).expect("room");
+        std::fs::write(&beside, bytes).expect("free space");
         std::fs::rename(beside, &path).expect("the same folder");
     };
     let mut expected = 0;
@@ -279,7 +279,7 @@ fn bad_files_are_logged_once_and_swap_nothing() {
         assert_eq!(host.control("reload")["ok"], true, "{what}");
     };
     for length in [3, 1000, good.len() / 2, good.len() - 1] {
-        bad(&mut host, "cut short", &|| put(&good[..length]));
+        bad(&mut host, "truncated", &|| put(&good[..length]));
     }
     bad(&mut host, "another model", &|| {
         replace(&path, &fixture("moe.gguf"))
@@ -290,7 +290,7 @@ fn bad_files_are_logged_once_and_swap_nothing() {
     });
     bad(&mut host, "a folder", &|| {
         let beside = path.with_extension("new");
-        std::os::unix::fs::symlink("/", &beside).expect("room");
+        std::os::unix::fs::symlink("/", &beside).expect("free space");
         std::fs::rename(beside, &path).expect("the same folder");
     });
     // A slow writer: the file grows in place.
@@ -301,7 +301,7 @@ fn bad_files_are_logged_once_and_swap_nothing() {
         let file = file.expect("our own copy");
         for part in [4, 5, 6, 7] {
             let end = variant.len() * part / 10;
-            file.write_all_at(&variant[..end], 0).expect("room");
+            file.write_all_at(&variant[..end], 0).expect("free space");
         }
     });
     assert_eq!(host.control("status")["generation"], 0);

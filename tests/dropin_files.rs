@@ -1,5 +1,5 @@
 //! The drop-in and files that are not to be used, or not yet: downloads that stalled,
-//! copies of what is in use, more than memory holds; and the way back.
+//! copies of what is in use, more than memory holds; and reverting.
 
 mod small;
 
@@ -100,17 +100,17 @@ fn a_file_is_used_once_it_has_been_quiet() {
         settled(&path, &variables)
     };
     let mut host = watched("200");
-    model(2.0).replace(&path).expect("room");
+    model(2.0).replace(&path).expect("free space");
     eventually("the swap", || {
         figure(&host, "llama_sidecar_generation") == 1.0
     });
     assert_eq!(host.ask("decode"), result(2.0));
     assert_eq!(host.end(), Some(0));
 
-    // Found by watching it waits, asked for by command it does not.
-    model(1.0).replace(&path).expect("room");
+    // A change found by polling waits for the quiet time; a command does not.
+    model(1.0).replace(&path).expect("free space");
     let host = watched("3600000");
-    model(2.0).replace(&path).expect("room");
+    model(2.0).replace(&path).expect("free space");
     std::thread::sleep(Duration::from_millis(200));
     assert_eq!(figure(&host, "llama_sidecar_generation"), 0.0);
     assert_eq!(report(&host.control("reload"))["swapped"], 1);
@@ -157,7 +157,7 @@ fn more_than_the_limit_is_refused_and_not_tried_all_the_time() {
         ("LLAMA_HOTSWAP_QUIET_MS", "0"),
     ];
     let mut host = settled(&path, &variables);
-    model(2.0).replace(&path).expect("room");
+    model(2.0).replace(&path).expect("free space");
     let refused = "llama_sidecar_failures_total{cause=\"memory\"}";
     eventually("a refusal", || figure(&host, refused) >= 1.0);
     let status = host.control("status");
@@ -186,7 +186,7 @@ fn more_than_the_limit_is_refused_and_not_tried_all_the_time() {
 }
 
 fn settled_after_reset(path: &Path, variables: &[(&'static str, &str)]) -> Host {
-    model(1.0).replace(path).expect("room");
+    model(1.0).replace(path).expect("free space");
     settled(path, variables)
 }
 
@@ -201,7 +201,7 @@ fn a_file_that_stays_ignored_is_named_once() {
     let host = settled(&path, &variables);
     let bytes = model(2.0).bytes();
     let beside = path.with_extension("new");
-    std::fs::write(&beside, &bytes[..bytes.len() - 100]).expect("room");
+    std::fs::write(&beside, &bytes[..bytes.len() - 100]).expect("free space");
     std::fs::rename(beside, &path).expect("the same folder");
     eventually("a warning", || !host.logged("ignored:").is_empty());
     std::thread::sleep(Duration::from_millis(200));
@@ -220,7 +220,7 @@ fn a_graph_in_the_way_is_not_tried_against_while_the_host_rests() {
     let mut host = Host::start(Program::Small(true), &path, &on(&variables));
     // One graph: it is not known yet whether the host can be made to build another.
     assert_eq!(host.ask("decode"), result(1.0));
-    model(2.0).replace(&path).expect("room");
+    model(2.0).replace(&path).expect("free space");
     let busy = "llama_sidecar_failures_total{cause=\"busy\"}";
     eventually("the obstacle", || figure(&host, busy) == 1.0);
     let status = host.control("status");

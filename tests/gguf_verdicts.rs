@@ -90,7 +90,7 @@ fn ours(bytes: &[u8]) -> Result<Header, FormatError> {
     })
 }
 
-/// Whether a verdict of ours may differ from upstream's, and why.
+/// Whether a verdict of this library may differ from upstream's, and why.
 fn deliberate(ours: &Result<Header, FormatError>, upstream: Verdict) -> bool {
     match (ours, upstream) {
         // Types that only ik_llama.cpp knows.

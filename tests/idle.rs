@@ -244,7 +244,7 @@ fn ik_llama_writes_the_same() {
         "{idle:?}"
     );
     assert!(!idle.errors.contains("llama-sidecar: "), "{idle:?}");
-    // Hot-swap does not understand it, and stays out of its way.
+    // Hot-swap does not know its layout, and stays off.
     let on = ik_llama(&[preload, ("LLAMA_HOTSWAP_ENABLED", "1")]);
     assert_eq!((&on.output, on.code), (&without.output, Some(0)), "{on:?}");
     let said = on.errors.matches("hot-swap stays off").count();

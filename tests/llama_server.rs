@@ -20,7 +20,7 @@ const ENDS: [&str; 4] = [
     " an old clockmaker who",
     " a girl with a red kite, and",
     " a miller and his seven cats;",
-    " nobody at all, until",
+    " two old farmers, until",
 ];
 /// Tokens of an answer.
 const TOKENS: usize = 12;

@@ -323,7 +323,7 @@ fn a_file_written_in_place_is_not_trusted() {
         .unwrap();
     assert!(
         model.load(2).is_err(),
-        "cut short: an error and not a bus error"
+        "truncated: an error and not a bus error"
     );
     let key = model.key(b"general.architecture").unwrap();
     let _ = model.value(key);

@@ -353,7 +353,7 @@ fn experts_beyond_the_scratchpad_fall_back_to_the_cpu() {
     let stats = fetch.stats();
     assert_eq!(stats.fallbacks[Reason::NoRoom as usize], 2);
     assert_eq!(stats.scratchpad_peak, stats.scratchpad_bytes);
-    // The room is there again, and the size can be chosen.
+    // The memory is free again, and the size can be chosen.
     assert_eq!(run_layer(&fetch, 2, &all), 4);
     let larger = it.fetch(|options| options.config.scratchpad_bytes = 1 << 20);
     assert_eq!(larger.stats().scratchpad_bytes, 1 << 20);

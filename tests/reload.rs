@@ -312,7 +312,7 @@ fn a_reload_ignores_directories_and_special_files() {
     assert!(ignored(&it.reload()).contains("cannot stat it"));
     std::fs::remove_file(&it.path).unwrap();
     let fifo = std::ffi::CString::new(it.path.to_str().unwrap()).unwrap();
-    // SAFETY: a valid path, and nothing else.
+    // SAFETY: only a valid path is passed.
     assert_eq!(unsafe { libc::mkfifo(fifo.as_ptr(), 0o600) }, 0);
     assert!(ignored(&it.reload()).contains("found a special file"));
     std::fs::remove_file(&it.path).unwrap();

@@ -75,7 +75,7 @@ pub fn end_like(status: ExitStatus) -> ! {
     std::process::exit(status.code().unwrap_or(1));
 }
 
-/// Returns a function that tells which signals this process ignores.
+/// Returns a function that returns which signals this process ignores.
 fn ignored_signals() -> impl Fn(i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));

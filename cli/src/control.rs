@@ -74,7 +74,7 @@ pub fn reload(socket: &Path, server: &ServerOptions, as_json: bool) -> Result<()
     done(&answer)
 }
 
-/// Fails if a reply says that not everything was done.
+/// Fails if a reply reports a failure.
 fn done(answer: &Value) -> Result<()> {
     let reply: Reply = parsed(answer)?;
     if !reply.ok {

@@ -21,7 +21,7 @@ pub fn check(bytes: &[u8]) {
         "the file is all there"
     );
 
-    // A prefix gives the same verdict or asks for more.
+    // A prefix gives the same verdict or needs more bytes.
     let cut = bytes.len() / 2;
     match Header::parse(&bytes[..cut], bytes.len() as u64) {
         Err(ParseError::NeedMore(needed)) => {
@@ -34,7 +34,7 @@ pub fn check(bytes: &[u8]) {
     }
 
     let mut file = tempfile::NamedTempFile::new_in("/dev/shm").expect("a file");
-    file.write_all(bytes).expect("room for it");
+    file.write_all(bytes).expect("free space");
     for access in [Access::Map, Access::Read] {
         let options = Options {
             access,

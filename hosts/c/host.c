@@ -45,7 +45,7 @@ void llama_model_free(struct llama_model * model);
 void llama_log_set(void (*callback)(int, const char *, void *), void * user_data);
 void ggml_backend_load_all_from_path(const char * path);
 
-// ik_llama.cpp has this function; a program may ask for it without needing it.
+// ik_llama.cpp has this function; a program may look it up without needing it.
 bool llama_reload_changed_tensors(struct llama_context * context) __attribute__((weak));
 
 static struct llama_model * model;

@@ -1,5 +1,5 @@
-// A stand-in for libllama: a small graph over real ggml, kept between evaluations in the
-// way of libllama's `process_ubatch`. It does what no real host can be made to do on
+// A stand-in for libllama: a small graph over real ggml, kept between evaluations as
+// libllama's `process_ubatch` does. It does what no real host can be made to do on
 // demand: it waits between the parts of an evaluation, skips the first reserve, aborts, and
 // frees its graph before its scheduler.
 #pragma once
@@ -11,7 +11,7 @@
 void small_load(const char * path, bool reserves);
 
 // Evaluates; `stall_ms` passes between the begin and the evaluation of the graph, and
-// `waits` says whether the results are waited for. Returns the sum of the results, or NaN
+// `waits`: whether the results are waited for. Returns the sum of the results, or NaN
 // with `*status` set to what ggml returned.
 float llama_decode(int stall_ms, bool waits, int * status);
 

@@ -88,7 +88,7 @@ pub struct Config {
     /// `LLAMA_SIDECAR_LOG`.
     pub log: LevelFilter,
     /// One sentence for each variable with a value that does not parse, or that has another
-    /// effect than it says.
+    /// effect than its wording suggests.
     pub rejected: Vec<String>,
 }
 

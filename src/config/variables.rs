@@ -274,10 +274,10 @@ impl Variable {
         found.unwrap_or_else(|| panic!("{name} is missing in VARIABLES"))
     }
 
-    /// Checks a value against the grammar; the error says what is expected.
+    /// Checks a value against the grammar; the error states what is expected.
     ///
-    /// A word such as `off` turns a switch on, and is an error here because that is not what
-    /// it says.
+    /// A word such as `off` turns a switch on, and is an error here because the word means the
+    /// opposite.
     pub fn check(&self, value: &OsStr) -> Result<(), String> {
         match self.kind {
             Switch => match value.to_str().map(str::to_lowercase).as_deref() {

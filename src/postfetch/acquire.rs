@@ -1,4 +1,4 @@
-//! The choice between device and CPU for one expert, with the waits that the policy wants.
+//! The choice between device and CPU for one expert, with the waits that the policy permits.
 
 use super::device_state::DeviceState;
 use super::plan::{ExpertWeights, PlannedLayer};

@@ -392,7 +392,7 @@ impl TransferTable {
         true
     }
 
-    /// Notes that a transfer failed: the CPU computes its experts. `source_in_use` tells that
+    /// Notes that a transfer failed: the CPU computes its experts. `source_in_use` means that
     /// the device may still read the source. Returns the number of failures in a row.
     pub fn fail(&mut self, id: TransferId, reason: Reason, source_in_use: bool) -> u32 {
         self.fail_at(id.index, reason, source_in_use);

@@ -53,7 +53,7 @@ pub fn to_json(meta: &ModelMeta, snapshot: &Snapshot) -> Value {
     })
 }
 
-/// Reads JSON in the format [`SCHEMA`]. The error says what was expected and what was found.
+/// Reads JSON in the format [`SCHEMA`]. The error states what was expected and what was found.
 pub fn from_json(json: &Value) -> Result<(ModelMeta, Snapshot), String> {
     let schema = json["schema"].as_str().unwrap_or_default();
     if schema != SCHEMA {

@@ -87,7 +87,7 @@ impl Ggml {
         }
     }
 
-    /// Opens a file the way llama.cpp does and lets go of it again; whether it was
+    /// Opens a file the way llama.cpp does and closes it again; whether it was
     /// accepted. A file that makes ggml abort takes the process along.
     pub fn accepts(&self, path: &Path) -> bool {
         let path = CString::new(path.as_os_str().as_bytes()).expect("no NUL in a path");
@@ -95,7 +95,7 @@ impl Ggml {
             no_alloc: true,
             ctx: std::ptr::null_mut(),
         };
-        // SAFETY: the path is a C string, the parameters ask for the header alone,
+        // SAFETY: the path is a C string, the parameters request only the header,
         // and what was returned is freed once.
         unsafe {
             let context = (self.gguf_init_from_file)(path.as_ptr(), params);

@@ -322,7 +322,7 @@ impl Host {
 
     /// Sends it SIGTERM and waits until it is gone.
     pub fn terminate(mut self) {
-        // SAFETY: a child of ours that was not waited for.
+        // SAFETY: a child of this process that was not waited for.
         unsafe { libc::kill(self.id() as libc::pid_t, libc::SIGTERM) };
         self.child.wait().expect("a child");
     }
@@ -361,6 +361,6 @@ pub struct Transcript {
 /// Replaces a file by a copy of another, as the tools do: copies it beside, then renames.
 pub fn replace(path: &Path, by: &Path) {
     let beside = path.with_extension("new");
-    std::fs::copy(by, &beside).expect("room for a copy");
+    std::fs::copy(by, &beside).expect("free space");
     std::fs::rename(beside, path).expect("the same folder");
 }

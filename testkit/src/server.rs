@@ -126,7 +126,7 @@ impl Server {
             command.args(["--cache-ram", "0"]);
         }
         options.drop_in.prepare(&mut command, &socket);
-        let output = File::create(&log).expect("room for a log");
+        let output = File::create(&log).expect("free space");
         // SAFETY: one system call between fork and exec.
         unsafe {
             command.pre_exec(|| {
@@ -302,7 +302,7 @@ impl Server {
     }
 
     fn signal(&self, signal: libc::c_int) {
-        // SAFETY: a child of ours that was not waited for.
+        // SAFETY: a child of this process that was not waited for.
         unsafe { libc::kill(self.id() as libc::pid_t, signal) };
     }
 

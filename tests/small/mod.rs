@@ -44,7 +44,7 @@ pub fn mixture(value: f32) -> Gguf {
 pub fn folder(gguf: &Gguf) -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("model.gguf");
-    gguf.write(&path).expect("room");
+    gguf.write(&path).expect("free space");
     (folder, path)
 }
 
@@ -60,7 +60,7 @@ pub fn on(variables: &[(&'static str, &str)]) -> DropIn {
 
 /// Puts a model in place of another and has it taken.
 pub fn swap(host: &Host, path: &Path, gguf: &Gguf) -> Value {
-    gguf.replace(path).expect("room");
+    gguf.replace(path).expect("free space");
     host.control("reload")
 }
 

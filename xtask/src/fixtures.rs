@@ -128,7 +128,7 @@ const BROWSER_PACKAGE: &str = "chromium";
 pub const DEBIAN_LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
 
 /// Makes a folder with a Vulkan loader and a software device, without installing anything;
-/// an error says why that is not possible.
+/// an error states why that is not possible.
 pub fn vulkan() -> Result<PathBuf> {
     let target = cache().join("fixtures/vulkan");
     if target.exists() {
@@ -146,7 +146,7 @@ pub fn vulkan() -> Result<PathBuf> {
     Ok(target)
 }
 
-/// Makes a folder with Debian's browser, without installing anything; an error says why that
+/// Makes a folder with Debian's browser, without installing anything; an error states why that
 /// is not possible.
 pub fn browser() -> Result<PathBuf> {
     let target = cache().join("browser");

@@ -126,7 +126,7 @@ fn same_promise(prefix: &Path) -> Result<()> {
     std::fs::write(
         &script,
         "include(${FILE})\nif(NOT PACKAGE_VERSION_COMPATIBLE STREQUAL EXPECTED)\n\
-         message(FATAL_ERROR \"asked for ${PACKAGE_FIND_VERSION}, expected ${EXPECTED}\")\nendif()\n",
+         message(FATAL_ERROR \"requested ${PACKAGE_FIND_VERSION}, expected ${EXPECTED}\")\nendif()\n",
     )?;
     let file = prefix.join("lib/cmake/llama_sidecar/llama_sidecar-config-version.cmake");
     for (asked, expected) in [
@@ -161,7 +161,7 @@ fn with_pkg_config(prefix: &Path, examples: &Path) -> Result<()> {
     let version = ask(&["--modversion"])?;
     ensure!(
         version.trim() == env!("CARGO_PKG_VERSION"),
-        "pkg-config says version {version}"
+        "pkg-config reports version {version}"
     );
     let (shared, all) = (ask(&["--cflags", "--libs"])?, ask(&["--static", "--libs"])?);
     ensure!(

@@ -14,7 +14,19 @@ use crate::root;
 use crate::run::{command, exists, output, run};
 
 /// Folders whose sources are checked. Markdown files are checked everywhere.
-const FOLDERS: &[&str] = &["benches"];
+const FOLDERS: &[&str] = &[
+    "benches",
+    "c_examples",
+    "cli",
+    "fuzz",
+    "gguf-write",
+    "hosts",
+    "preload",
+    "src",
+    "testkit",
+    "tests",
+    "xtask",
+];
 /// Headers of released versions, which never change, and files generated from `src/ffi`.
 const EXCLUDED: &[&str] = &["tests/abi/", "include/", "docs/c-api-reference.md"];
 /// Stands for a character of code: neither a space nor part of a word.

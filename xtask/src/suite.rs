@@ -258,7 +258,7 @@ pub fn demo() -> Result<()> {
     let model = fixtures.join("smollm2.gguf");
     let variant = fixtures.join("smollm2-mixed.gguf");
 
-    tell("A real model, SmolLM2-135M. Its header is read, and nothing else.");
+    tell("A real model, SmolLM2-135M. Only its header is read.");
     run(command("sh", &root())
         .args(["-c", "\"$1\" inspect \"$2\" | head -n 20", "sh"])
         .arg(stage.join("bin/llama-sidecar"))
@@ -325,7 +325,7 @@ fn live_swap(model: &Path, variant: &Path) -> Result<()> {
             text == reference,
             "{text:?} is not what {whose} writes: {reference:?}"
         );
-        println!("                 the same as {whose}, to the last bit of {TOKENS} x logits");
+        println!("                 bit-identical to {whose}: {TOKENS} x logits");
     }
     Ok(())
 }

@@ -97,7 +97,7 @@ fn next_tick(it: &Fixture) {
     };
     let scratch = tempfile::NamedTempFile::new_in(it.folder.path()).expect("a file");
     while changed(&path(scratch.path())) <= changed(&it.model) {
-        fs::write(scratch.path(), "a change").expect("room");
+        fs::write(scratch.path(), "a change").expect("free space");
     }
 }
 

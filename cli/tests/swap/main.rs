@@ -29,7 +29,7 @@ fn succeeds(arguments: &[&str]) -> String {
     said(&output)
 }
 
-/// Fails with one sentence, which says these things.
+/// Expects a failure with one sentence, which contains these texts.
 fn fails(arguments: &[&str], with: &[&str]) {
     let output = swap(arguments);
     let text = String::from_utf8_lossy(&output.stderr);

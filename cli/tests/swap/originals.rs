@@ -42,7 +42,7 @@ fn edit(path: &str, at: usize, with: &[u8]) {
     let mut file = File::options().write(true).open(path).expect("a file");
     let time = file.metadata().and_then(|found| found.modified());
     file.seek(SeekFrom::Start(at as u64)).expect("a position");
-    file.write_all(with).expect("room");
+    file.write_all(with).expect("free space");
     file.set_modified(time.expect("a time")).expect("a time");
 }
 

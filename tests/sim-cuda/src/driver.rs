@@ -214,7 +214,7 @@ exports! {
         if (len as usize) < text.len() {
             return Err(code::INVALID_VALUE);
         }
-        // SAFETY: the caller's buffer has room for `len` bytes.
+        // SAFETY: the caller's buffer holds `len` bytes.
         unsafe { name.copy_from_nonoverlapping(text.as_ptr().cast(), text.len()) };
         Ok(())
     }
@@ -264,7 +264,7 @@ exports! {
         Ok(())
     }
 
-    /// Tells free and total memory.
+    /// Returns free and total memory.
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
         let (sim, device) = enter_device("cuMemGetInfo_v2")?;
         let here = sim.allocations.values().filter(|a| a.device == device);

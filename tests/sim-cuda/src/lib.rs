@@ -21,7 +21,7 @@
 //! | `SIM_CUDA_REGISTER` | 1 | 0: page-locking existing memory is refused |
 //! | `SIM_CUDA_FAIL` | none | `cuEventRecord:3`: the third call of that function fails |
 //! | `SIM_CUDA_LOSE` | 0 | the device is lost at the n-th call |
-//! | `SIM_CUDA_HANG` | 0 | the n-th recorded event, and all behind it, never completes |
+//! | `SIM_CUDA_HANG` | 0 | the n-th recorded event, and all after it, never completes |
 
 #![allow(
     non_snake_case,
@@ -78,7 +78,7 @@ pub unsafe extern "C" fn sim_cuda_count(name: *const c_char) -> u64 {
 ///
 /// # Safety
 ///
-/// `buffer` has room for `size` bytes.
+/// `buffer` holds `size` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sim_cuda_problems(buffer: *mut u8, size: usize) -> usize {
     let text = lock().findings().join("\n");

@@ -1,6 +1,6 @@
 //! Who may touch what: a vector clock per stream.
 //!
-//! Every piece of work of a stream has a number. A clock says up to which number of each
+//! Every piece of work of a stream has a number. A clock states up to which number of each
 //! stream something comes after. Two uses of the same bytes, one of them a write, are a
 //! race unless the later one's clock knows the earlier one.
 

@@ -406,7 +406,7 @@ impl Sim {
         Ok(number)
     }
 
-    /// Where nothing moves, says at once when work will be done: like a copy engine, that
+    /// Where nothing moves, returns at once when work will be done: like a copy engine, that
     /// uses no core.
     fn foretell(&mut self, id: u64, work: Work) {
         let Some(stream) = self.streams.get(&id) else {

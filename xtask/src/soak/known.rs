@@ -1,8 +1,8 @@
-//! What a server answers to each prompt with each model, learnt under load.
+//! The answers of a server to each prompt with each model, collected under load.
 //!
 //! The same prompt can get answers that differ in their last bits, and after a while in
 //! their words, by what else is in the batch. So there is not one right answer but a set,
-//! which is learnt from a server whose file never changes, under the same load. Compared is
+//! which is collected from a server whose file never changes, under the same load. Compared is
 //! every bit of the log-probabilities.
 
 use std::collections::{HashMap, HashSet};

@@ -1,4 +1,4 @@
-//! Clients of a server, which ask for text, ask again, and hang up.
+//! Clients of a server, which request text, repeat requests, and cancel them.
 
 use std::sync::RwLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -17,9 +17,9 @@ const CACHED: u64 = 45;
 /// Pairs of prompts that begin alike.
 const BEGINNINGS: [&str; 2] = [
     "Once upon a time, in a village between two rivers, there lived",
-    "Three reasons to learn to swim: first,",
+    "Three reasons to take up swimming: first,",
 ];
-const ENDS: [&str; 2] = ["", " as everybody knows, the"];
+const ENDS: [&str; 2] = ["", " as is well known, the"];
 
 /// Which model the server has, as far as its clients know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,7 +90,7 @@ impl Load {
         *self.epoch.read().expect("no panic")
     }
 
-    /// Tells the clients of a change.
+    /// Notifies the clients of a change.
     pub fn tell(&self, model: Option<usize>, erased: bool) {
         let mut epoch = self.epoch.write().expect("no panic");
         *epoch = Epoch {

@@ -1,6 +1,6 @@
 //! A long run of llama-server from source while its model is swapped in every way.
 //!
-//! Four clients ask for text all the time. Answers that were computed with one model alone
+//! Four clients request text all the time. Answers that were computed with one model alone
 //! have to be answers that the same server gives, under the same load, when its file never
 //! changes. These are compared:
 //!
@@ -42,7 +42,7 @@ const MODELS: [&str; 2] = ["smollm2.gguf", "smollm2-one-q8_0.gguf"];
 const THIRD: &str = "smollm2-mixed.gguf";
 /// Answers to each prompt without anything new after which a model's are taken for known.
 const QUIET_ANSWERS: usize = 50;
-/// How long a model's answers are learnt at most, as a part of the time of the run.
+/// How long a model's answers are collected at most, as a part of the time of the run.
 const LEARNING: u32 = 4;
 /// How often the server looks at its file.
 const POLL_MS: &str = "100";
@@ -53,7 +53,7 @@ const GROWTH: u64 = 16 << 20;
 const EXPECTED_WARNINGS: [&str; 2] = [": ignored: ", ": refused: "];
 /// How many answers are looked for again after the run.
 const MOST_UNKNOWN: usize = 1000;
-/// How many failures of a kind are told.
+/// How many failures of a kind are printed.
 const TOLD: usize = 5;
 
 /// What went wrong; empty at the end of a good run.
@@ -84,7 +84,7 @@ impl Failures {
     }
 }
 
-/// Learns what the models answer, runs for so many minutes, prints figures, and fails if
+/// Collects the answers of the models, runs for so many minutes, prints figures, and fails if
 /// anything was not as it has to be.
 pub fn run(minutes: u64) -> Result<()> {
     if minutes == 0 {
@@ -129,7 +129,7 @@ pub fn run(minutes: u64) -> Result<()> {
     for (name, value) in figures {
         println!("{name:44} {value}");
     }
-    println!("{:44} {found_later}", "of those, learnt after the run");
+    println!("{:44} {found_later}", "of those, collected after the run");
     println!(
         "{:44} {told} of {}",
         "prompts that tell the models apart",
@@ -149,7 +149,7 @@ fn options() -> Options {
     }
 }
 
-/// Runs the clients on a server whose file does not change, until `enough` says so of the
+/// Runs the clients on a server whose file does not change, until `enough` accepts the
 /// answers without anything new and of what is known, or the time is over. Returns how many
 /// answers there were.
 fn learn(
@@ -411,7 +411,7 @@ fn read_log(log: &[String], failures: &Failures) -> usize {
     expected
 }
 
-/// Learns on from servers without swaps until every answer that was not known is, and
+/// Collects more answers from servers without swaps until every answer that was not known is, and
 /// fails those that are not; returns how many were found.
 fn look_again(
     files: &[PathBuf; 2],

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 use crate::root;
 use crate::run::command;
 
-/// Room for four versions of the model: that in use, that mapped since the start, a new one
+/// Space for four versions of the model: that in use, that mapped since the start, a new one
 /// beside, and originals.
 const ROOM_MIB: u64 = 420;
 

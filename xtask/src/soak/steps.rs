@@ -119,7 +119,7 @@ impl<'a> Steps<'a> {
             ("swaps by watching", self.watched.to_string()),
             ("swaps by command", self.commanded.to_string()),
             ("returns", self.returned.to_string()),
-            ("files refused, cut short", refused(&self.cut_short)),
+            ("files refused, truncated", refused(&self.cut_short)),
             ("files refused, preallocated", refused(&self.preallocated)),
             ("files touched in place", self.touched.to_string()),
             ("stops and continuations", self.stopped.to_string()),
@@ -214,7 +214,7 @@ impl<'a> Steps<'a> {
             let answer = self.server.control("reload");
             self.dwell();
             if answer["ok"] == true || before != self.generation() {
-                let kind = if cut { "cut short" } else { "preallocated" };
+                let kind = if cut { "truncated" } else { "preallocated" };
                 let kind = format!("files {kind} that were taken");
                 self.failures.add(&kind, answer.to_string());
                 // It now holds the tensors of no file.
