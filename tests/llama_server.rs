@@ -196,7 +196,10 @@ fn a_server_that_keeps_prompts_in_memory_is_refused() {
     server.complete(&request);
     replace(&path, &fixture("smollm2-mixed.gguf"));
     let error = failed(&reload(&server, &[]));
-    assert!(error.contains("start the process with --cache-ram 0"), "{error}");
+    assert!(
+        error.contains("start the process with --cache-ram 0"),
+        "{error}"
+    );
     assert_eq!(server.control("status")["generation"], 0, "nothing is done");
     // What it can do instead.
     assert_eq!(taken(&server.control("reload")), (8, 0));

@@ -17,6 +17,7 @@ mod run;
 mod sanitize;
 mod soak;
 mod suite;
+mod toolchain;
 mod tsan;
 mod variables;
 

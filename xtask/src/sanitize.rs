@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 
 use crate::install::target_folder;
 use crate::run::{command, exists, run};
-use crate::{cmake, root};
+use crate::{cmake, root, toolchain};
 
 /// Runs the C examples built with AddressSanitizer, LeakSanitizer and
 /// UndefinedBehaviorSanitizer.
@@ -89,24 +89,27 @@ const PURE: [&str; 6] = [
     "postfetch::policy",
 ];
 
-/// Why miri cannot run, if so.
+/// The nightly compiler with miri.
+const MIRI: &str = "nightly-2026-10-30";
+
+/// Returns why miri cannot run. Installs it where rustup can.
 pub fn miri_missing() -> Option<String> {
-    let asked = command("cargo", &root())
-        .args(["+nightly", "miri", "--version"])
-        .output();
-    let there = asked.is_ok_and(|out| out.status.success());
-    (!there).then(|| "rustup +nightly component add miri".into())
+    install_miri().err().map(|error| format!("{error:#}"))
+}
+
+fn install_miri() -> Result<()> {
+    toolchain::rust(MIRI, &["miri", "rust-src"])
 }
 
 /// Runs the unit tests of these modules under miri, which finds undefined behaviour and
 /// races that tests do not show.
 pub fn miri() -> Result<()> {
-    if let Some(how) = miri_missing() {
-        bail!("miri is not installed ({how})");
-    }
-    run(command("cargo", &root())
+    install_miri()?;
+    run(command("rustup", &root())
         .args([
-            "+nightly",
+            "run",
+            MIRI,
+            "cargo",
             "miri",
             "test",
             "--quiet",

@@ -1,6 +1,6 @@
 //! The commands of the README: the tests and the demo.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
@@ -11,6 +11,7 @@ use crate::install::{DebugInfo, install, target_folder};
 use crate::run::{command, exists, run};
 use crate::{
     abi, cmake, fixtures, header, llama_cpp, msrv, older, packaging, prose, report, root, sanitize,
+    toolchain,
 };
 
 /// How long the long form of the tests fuzzes.
@@ -48,16 +49,16 @@ const CHECKS: &[Check] = &[
     },
     Check {
         name: "licences and sources of dependencies, cargo deny",
-        run: || {
-            let checks = ["deny", "check", "bans", "licenses", "sources"];
-            run(command("cargo", &root()).args(checks))
-        },
-        missing: || missing_tool("cargo-deny"),
+        run: licences,
+        missing: || cargo_deny().err().map(|error| format!("{error:#}")),
     },
     Check {
         name: "security advisories, cargo audit",
         run: || run(command("cargo", &root()).args(["audit", "--quiet"])),
-        missing: || missing_tool("cargo-audit"),
+        missing: || {
+            let reason = "cargo-audit is not installed (cargo install cargo-audit)";
+            (!exists("cargo-audit")).then(|| reason.into())
+        },
     },
     Check::new("header is current", header::check),
     Check::new("fixtures", || fixtures::make().map(|_| ())),
@@ -116,13 +117,23 @@ const CHECKS: &[Check] = &[
     Check {
         name: "unit tests of pure Rust, miri",
         run: sanitize::miri,
-        missing: || sanitize::miri_missing().map(|how| format!("miri is not installed ({how})")),
+        missing: sanitize::miri_missing,
     },
 ];
 
-/// Why a program of cargo cannot run, if so.
-fn missing_tool(name: &str) -> Option<String> {
-    (!exists(name)).then(|| format!("{name} is not installed (cargo install {name})"))
+fn cargo_deny() -> Result<PathBuf> {
+    toolchain::program("cargo-deny", "0.20.2")
+}
+
+/// Checks what `deny.toml` states, except for advisories: their database is not in a registry.
+fn licences() -> Result<()> {
+    for folder in [root(), root().join("preload"), root().join("fuzz")] {
+        run(command(cargo_deny()?, &folder)
+            .args(["--log-level", "error", "--all-features", "--config"])
+            .arg(root().join("deny.toml"))
+            .args(["check", "bans", "licenses", "sources"]))?;
+    }
+    Ok(())
 }
 
 impl Check {
