@@ -14,7 +14,7 @@
 //! | [`protocol`] | messages of the control socket, events of the journal |
 //! | [`error`] | errors of all modules |
 //! | [`device`] | memory of tensors: host and CUDA |
-//! | [`experts`] | names of expert tensors |
+//! | [`experts`] | names of expert tensors, and an index of them |
 //! | [`gguf`] | the file format |
 //! | `background` | threads that run while the program goes on |
 //! | `parallel` | work that is divided among threads |
