@@ -24,14 +24,19 @@ static SINK: RwLock<Option<Arc<Sink>>> = RwLock::new(None);
 /// Has no effect in a program that has installed another logger.
 pub fn init() {
     static ONCE: Once = Once::new();
+    let mut first = false;
     ONCE.call_once(|| {
+        first = true;
         if log::set_logger(&Messages).is_ok() {
             log::set_max_level(LevelFilter::Debug);
         }
+    });
+    // Not inside the call above: a sink may use the C API, which comes back here.
+    if first {
         for message in &Config::get().rejected {
             log::error!("{message}");
         }
-    });
+    }
 }
 
 /// Sends messages to `sink`, or to standard error again with `None`.

@@ -32,9 +32,9 @@ pub fn spawn(command: &mut Command) -> Result<Child> {
     let passed_on = PASSED_ON.into_iter().filter(|signal| !ignored(*signal));
     // From here on signals wait for the thread. In the child, exec restores the default.
     let mut signals = SignalsInfo::<WithOrigin>::new(passed_on)?;
-    let child = command.spawn()?;
-    set_child(Some(Pid::from_child(&child)));
+    let (started, child_started) = std::sync::mpsc::channel::<()>();
     let pass_on = move || {
+        let _ = child_started.recv();
         for origin in &mut signals {
             // The kernel sends the signal of a key to the whole group, the child included.
             let from_key = matches!(origin.cause, Cause::Kernel);
@@ -47,6 +47,10 @@ pub fn spawn(command: &mut Command) -> Result<Child> {
     };
     let thread = std::thread::Builder::new().name("signals".into());
     thread.spawn(pass_on).context("cannot start a thread")?;
+    let child = command.spawn()?;
+    set_child(Some(Pid::from_child(&child)));
+    // The thread goes on when its channel is closed.
+    drop(started);
     Ok(child)
 }
 

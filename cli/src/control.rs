@@ -2,15 +2,15 @@
 //! requests to the control socket of a running program.
 
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use llama_sidecar::protocol::{
     Hashes, Metrics, ModelReload, ReloadReport, Reloads, Reply, Request, Status, Traces,
 };
 use llama_sidecar::trace::{from_json, to_text};
-use rustix::net::sockopt::socket_peercred;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
@@ -46,7 +46,7 @@ pub fn run(socket: &Path, request: Request, as_json: bool) -> Result<()> {
 /// Reloads changed files; then empties the slots of a llama-server, if one is named.
 pub fn reload(socket: &Path, server: &ServerOptions, as_json: bool) -> Result<()> {
     // Before anything changes, because the slots must be erasable afterwards.
-    let server = server.check(process_at(socket)?)?;
+    let server = server.check(|| process_at(socket))?;
     let mut answer = ask(socket, Request::Reload)?;
     let mut erased = None;
     if let Some(server) = &server {
@@ -91,13 +91,34 @@ fn parsed<T: DeserializeOwned>(answer: &Value) -> Result<T> {
 
 /// Returns the process that listens at a socket, by its number in this process namespace.
 fn process_at(socket: &Path) -> Result<u32> {
-    let peer = socket_peercred(connect(socket)?).with_context(|| {
-        format!(
-            "cannot find the process that listens at {}",
-            socket.display()
+    let stream = connect(socket)?;
+    let mut peer = libc::ucred {
+        pid: 0,
+        uid: 0,
+        gid: 0,
+    };
+    let mut size = size_of::<libc::ucred>() as libc::socklen_t;
+    // rustix has this option, but its process id cannot be 0.
+    // SAFETY: the descriptor is open, and the option fills in a struct of this size.
+    let result = unsafe {
+        libc::getsockopt(
+            stream.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut peer).cast(),
+            &raw mut size,
         )
-    })?;
-    Ok(peer.pid.as_raw_pid().unsigned_abs())
+    };
+    let socket = socket.display();
+    if result != 0 {
+        let error = std::io::Error::last_os_error();
+        return Err(error).context(format!("cannot find the process that listens at {socket}"));
+    }
+    ensure!(
+        peer.pid > 0,
+        "the process that listens at {socket} is in another process namespace, so its arguments cannot be checked for --cache-ram 0: run this command in its container"
+    );
+    Ok(peer.pid.unsigned_abs())
 }
 
 /// Sends a request and returns the reply.
@@ -171,7 +192,13 @@ fn print_status(status: &Status) {
 fn print_hashes(hashes: &Hashes) {
     for model in &hashes.models {
         let hash = model.content_hash.as_deref();
-        println!("model {}: {}", model.model, hash.unwrap_or("unreadable"));
+        println!(
+            "model {}: {}",
+            model.model,
+            hash.unwrap_or(
+                "unknown: its file was written or cannot be read; reload, then try again"
+            )
+        );
     }
 }
 

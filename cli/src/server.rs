@@ -58,8 +58,9 @@ pub struct Server {
 
 impl ServerOptions {
     /// Checks that the server, if one is named, can empty its slots and has no other cache; the
-    /// error names the arguments that the server needs. Changes nothing.
-    pub fn check(&self, process: u32) -> Result<Option<Server>> {
+    /// error names the arguments that the server needs. `process` returns the process of the
+    /// server. Changes nothing.
+    pub fn check(&self, process: impl FnOnce() -> Result<u32>) -> Result<Option<Server>> {
         let Some(url) = &self.server else {
             return Ok(None);
         };
@@ -75,7 +76,7 @@ impl ServerOptions {
         };
         server.slots = server.count_slots()?;
         server.ensure_slots_can_be_erased()?;
-        ensure_no_prompt_cache(process)?;
+        ensure_no_prompt_cache(process()?)?;
         Ok(Some(server))
     }
 }

@@ -209,11 +209,8 @@ fn count_pending(scheduler: Scheduler) {
 /// A weight of a live graph that is not yet allocated.
 unsafe fn keep_ids(weight: &UsedWeight) -> Option<Routed> {
     let (model, tensor) = models::find(weight.tensor)?;
-    let trace = {
-        let traces = TRACES.read();
-        let of_model = |trace: &&Arc<ModelTrace>| trace.model == model.number;
-        traces.iter().find(of_model)?.clone()
-    };
+    // Another thread may have found the model a moment before it is reported as complete.
+    let trace = ModelTrace::of(&model).or_else(|| ModelTrace::register(&model))?;
     let name = model.name(tensor).to_str().ok()?;
     // SAFETY: as the caller ensures.
     unsafe { trace.keep_ids(model.ggml, name, weight.ids) }
@@ -255,19 +252,33 @@ impl SchedulerTrace {
 }
 
 impl ModelTrace {
-    /// Adds counters for the experts of a model, if it has any.
-    fn register(model: &Model) {
+    /// Returns the counters of a model that is registered.
+    fn of(model: &Model) -> Option<Arc<ModelTrace>> {
+        let traces = TRACES.read();
+        let of_model = traces.iter().find(|trace| trace.model == model.number);
+        of_model.cloned()
+    }
+
+    /// Adds counters for the experts of a model, once; `None` if it has no experts.
+    fn register(model: &Model) -> Option<Arc<ModelTrace>> {
         let files = || model.files.iter().map(|file| &file.gguf);
         let layout = ExpertLayout::of(&ExpertIndex::of(files()));
         if layout.layers().is_empty() {
-            return;
+            return None;
         }
-        TRACES.write().push(Arc::new(ModelTrace {
+        let mut traces = TRACES.write();
+        let registered = traces.iter().find(|trace| trace.model == model.number);
+        if let Some(trace) = registered {
+            return Some(trace.clone());
+        }
+        let trace = Arc::new(ModelTrace {
             model: model.number,
             names: Mutex::new(vec![String::new(); layout.layers().len()]),
             counters: Trace::new(layout),
             about: ModelMeta::of(files()),
-        }));
+        });
+        traces.push(trace.clone());
+        Some(trace)
     }
 
     /// Marks the ids that route to a weight of this name, so that they outlive their
@@ -369,7 +380,9 @@ fn log_names() {
 }
 
 fn print_names() {
-    for used in std::mem::take(&mut *USED.lock()) {
+    // The lock is not held while messages are written: evaluations take it.
+    let all = std::mem::take(&mut *USED.lock());
+    for used in all {
         let (layer, _) = used.trace.counters.layout().layers()[used.layer];
         let name = used.trace.names.lock()[used.layer].clone();
         for expert in used.experts {

@@ -21,7 +21,7 @@ use log::LevelFilter;
 use once_cell::sync::Lazy;
 use regex::Regex;
 
-use variables::utf8;
+use variables::{is_on, utf8};
 
 /// The `LLAMA_POSTFETCH_*` settings.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -195,12 +195,7 @@ impl<F: Fn(&str) -> Option<OsString>> Values<F> {
     }
 
     fn switch(&mut self, name: &str) -> bool {
-        if let Some(value) = self.set(name)
-            && let Err(reason) = Variable::named(name).check(&value)
-        {
-            self.reject(name, &value, &reason, "it is on");
-        }
-        self.get(name, |value| Ok(value != "0")).unwrap_or(false)
+        self.get(name, |value| Ok(is_on(value))).unwrap_or(false)
     }
 
     fn number(&mut self, name: &str) -> Option<u64> {
@@ -322,23 +317,24 @@ mod tests {
     }
 
     #[test]
-    fn a_switch_is_on_when_set_and_not_zero() {
-        for (value, on) in [("1", true), ("yes", true), ("0", false), ("", false)] {
+    fn a_switch_is_on_unless_its_value_means_off() {
+        let values = [
+            ("1", true),
+            ("yes", true),
+            ("0", false),
+            ("off", false),
+            ("False", false),
+            ("", false),
+        ];
+        for (value, on) in values {
             for name in ["LLAMA_HOTSWAP_ENABLED", "LLAMA_SIDECAR_CPU_MOE"] {
                 let config = parse(&[(name, value)]);
                 assert_eq!(config.hotswap || config.cpu_moe, on, "{name}={value}");
                 assert!(config.rejected.is_empty());
             }
             let check = parse(&[("LLAMA_HOTSWAP_CHECK", value)]).check_blocks;
-            assert_eq!(check, value != "0", "{value}");
+            assert_eq!(check, on || value.is_empty(), "{value}");
         }
-        let config = parse(&[("LLAMA_HOTSWAP_ENABLED", "off")]);
-        assert!(config.hotswap);
-        assert!(
-            config.rejected[0].contains("set 0 to turn it off; it is on"),
-            "{:?}",
-            config.rejected
-        );
     }
 
     #[test]
@@ -346,18 +342,15 @@ mod tests {
         let defaults = parse(&[]);
         for variable in VARIABLES {
             let value = match variable.kind {
-                Kind::Path => continue,
-                Kind::Switch => "off",
+                Kind::Path | Kind::Switch => continue,
                 Kind::Number { .. } | Kind::Level | Kind::Text(_) => "=",
             };
             let config = parse(&[(variable.name, value)]);
             let sentence = format!("{}={value:?}: ", variable.name);
             assert_eq!(config.rejected.len(), 1, "{}", variable.name);
             assert!(config.rejected[0].starts_with(&sentence), "{config:?}");
-            if !matches!(variable.kind, Kind::Switch) {
-                let rejected = Vec::new();
-                assert_eq!(Config { rejected, ..config }, defaults, "{}", variable.name);
-            }
+            let rejected = Vec::new();
+            assert_eq!(Config { rejected, ..config }, defaults, "{}", variable.name);
         }
     }
 

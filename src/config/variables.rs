@@ -34,7 +34,7 @@ pub enum DefaultValue {
 /// Grammar of the values of a variable.
 #[derive(Debug, Clone, Copy)]
 pub enum Kind {
-    /// `0` is off, every other value is on.
+    /// `0`, `off`, `no` and `false` are off, every other value is on.
     Switch,
     /// A whole number.
     Number {
@@ -275,19 +275,10 @@ impl Variable {
     }
 
     /// Checks a value against the grammar; the error states what is expected.
-    ///
-    /// A word such as `off` turns a switch on, and is an error here because the word means the
-    /// opposite.
     pub fn check(&self, value: &OsStr) -> Result<(), String> {
         match self.kind {
-            Switch => match value.to_str().map(str::to_lowercase).as_deref() {
-                Some("off" | "no" | "false") => {
-                    Err("every value but 0 turns it on: set 0 to turn it off".into())
-                }
-                _ => Ok(()),
-            },
+            Switch | Path => Ok(()),
             Kind::Number { .. } => self.number(value).map(drop),
-            Path => Ok(()),
             Level => utf8(value).and_then(level).map(drop),
             Text(accept) => utf8(value).and_then(accept),
         }
@@ -302,6 +293,12 @@ impl Variable {
         let number = number.filter(|number| (least..=most).contains(number));
         number.ok_or_else(|| format!("expected a number of {unit} from {least} to {most}"))
     }
+}
+
+/// Returns whether a value turns a switch on.
+pub(super) fn is_on(value: &OsStr) -> bool {
+    let off = ["0", "off", "no", "false"];
+    !off.iter().any(|word| value.eq_ignore_ascii_case(word))
 }
 
 /// Returns a value as text.

@@ -12,7 +12,7 @@ const POSTFETCH: &str = "LLAMA_POSTFETCH_";
 const FURTHER: &str = "\
 | `LLAMA_POSTFETCH_*` | | post-fetch: [docs/post-fetch.md](docs/post-fetch.md#variables) |
 
-Of a switch, `0` is off and every other value is on. An unset or empty variable has its default.
+Of a switch, `0`, `off`, `no` and `false` are off, and every other value is on. An unset or empty variable has its default.
 ";
 
 /// Returns the pages that have a table, and their tables.
