@@ -127,8 +127,9 @@ fn cargo_deny() -> Result<PathBuf> {
 
 /// Checks what `deny.toml` states, except for advisories: their database is not in a registry.
 fn licences() -> Result<()> {
+    let cargo_deny = cargo_deny()?;
     for folder in [root(), root().join("preload"), root().join("fuzz")] {
-        run(command(cargo_deny()?, &folder)
+        run(command(&cargo_deny, &folder)
             .args(["--log-level", "error", "--all-features", "--config"])
             .arg(root().join("deny.toml"))
             .args(["check", "bans", "licenses", "sources"]))?;

@@ -42,20 +42,37 @@ fn an_interruption_leaves_the_old_file() {
     assert_eq!(it.files(), ["model.gguf", "other.gguf"]);
 }
 
-/// A file system in memory, unmounted when dropped.
+/// A file system in memory with a model, unmounted when dropped. Another version of the model is
+/// on another file system.
 struct SmallDisk {
     folder: TempDir,
+    _others: TempDir,
+    old: Gguf,
+    model: String,
+    other: String,
 }
 
 impl SmallDisk {
-    /// Mounts it, where that is permitted.
-    fn new(options: &str) -> Option<SmallDisk> {
+    /// Mounts it, where that is permitted, and writes a model of `size` bytes to it.
+    fn new(options: &str, size: i64) -> Option<SmallDisk> {
         let folder = tempfile::tempdir().expect("a folder");
         let mut mount = Command::new("mount");
         mount.args(["-t", "tmpfs", "-o", options, "tmpfs"]);
         let output = mount.arg(folder.path()).output();
         if output.is_ok_and(|output| output.status.success()) {
-            return Some(SmallDisk { folder });
+            let others = tempfile::tempdir().expect("a folder");
+            let (old, new) = models_of(size);
+            let model = folder.path().join("model.gguf");
+            let other = others.path().join("o");
+            old.write(&model).expect("a model");
+            new.write(&other).expect("another");
+            return Some(SmallDisk {
+                model: model.display().to_string(),
+                other: other.display().to_string(),
+                folder,
+                _others: others,
+                old,
+            });
         }
         eprintln!("skipped: a full disk needs root, to mount a small tmpfs");
         None
@@ -91,22 +108,12 @@ fn models_of(size: i64) -> (Gguf, Gguf) {
 
 #[test]
 fn a_full_disk_is_found_before_anything_is_written() {
-    let Some(disk) = SmallDisk::new("size=64k") else {
+    let Some(disk) = SmallDisk::new("size=64k", 30 * 1024) else {
         return;
     };
-    let (old, new) = models_of(30 * 1024);
-    let others = tempfile::tempdir().expect("a folder");
-    let (model, other) = (
-        disk.folder.path().join("model.gguf"),
-        others.path().join("o"),
-    );
-    old.write(&model).expect("a model");
-    new.write(&other).expect("another");
-    let model = model.display().to_string();
     // There is space for the new version, and none for the originals.
     assert!(disk.free() > 30 * 1024 && disk.free() < 60 * 1024);
-    let from = other.display().to_string();
-    let arguments: [&str; 5] = [&model, "--tensor", ".*", "--from", &from];
+    let arguments: [&str; 5] = [&disk.model, "--tensor", ".*", "--from", &disk.other];
     let free = format!("and {} are free: free some space", disk.free());
     fails(&arguments, &["the new files need", &free]);
     let text = String::from_utf8(swap(&arguments).stderr).expect("text");
@@ -116,7 +123,7 @@ fn a_full_disk_is_found_before_anything_is_written() {
         needed.is_some_and(|needed: u64| needed > 2 * 30_000),
         "{text}"
     );
-    assert_eq!(bytes(&model), old.bytes());
+    assert_eq!(bytes(&disk.model), disk.old.bytes());
     assert_eq!(files(disk.folder.path()), ["model.gguf"]);
 }
 
@@ -124,20 +131,11 @@ fn a_full_disk_is_found_before_anything_is_written() {
 fn a_disk_that_fills_up_meanwhile_leaves_the_old_file() {
     // Free space is stated in bytes, and used in pages: the sum of both new files fits,
     // their pages do not.
-    let Some(disk) = SmallDisk::new("size=128k") else {
+    let Some(disk) = SmallDisk::new("size=128k", 30 * 1024 - 512) else {
         return;
     };
-    let (old, new) = models_of(30 * 1024 - 512);
-    let others = tempfile::tempdir().expect("a folder");
-    let (model, other) = (
-        disk.folder.path().join("model.gguf"),
-        others.path().join("o"),
-    );
-    old.write(&model).expect("a model");
-    new.write(&other).expect("another");
-    let (model, from) = (model.display().to_string(), other.display().to_string());
-    let dry = [&model, "--tensor", ".*", "--from", &from, "--dry-run"];
-    let needed = succeeds(&dry);
+    let arguments: [&str; 5] = [&disk.model, "--tensor", ".*", "--from", &disk.other];
+    let needed = succeeds(&[&arguments[..], &["--dry-run"]].concat());
     let needed: u64 = needed
         .lines()
         .find_map(|line| line.split_once(" bytes are needed"))
@@ -149,7 +147,7 @@ fn a_disk_that_fills_up_meanwhile_leaves_the_old_file() {
     std::fs::write(&filler, vec![1; (disk.free() - left) as usize]).expect("a file");
     assert!(needed <= disk.free(), "{needed} {}", disk.free());
     fails(
-        &[&model, "--tensor", ".*", "--from", &from],
+        &arguments,
         &[
             "cannot write beside",
             "as it was",
@@ -157,7 +155,7 @@ fn a_disk_that_fills_up_meanwhile_leaves_the_old_file() {
             &format!("{needed} bytes are needed"),
         ],
     );
-    assert_eq!(bytes(&model), old.bytes());
+    assert_eq!(bytes(&disk.model), disk.old.bytes());
     assert_eq!(files(disk.folder.path()), ["filler", "model.gguf"]);
     std::fs::remove_file(&filler).expect("it was there");
 }
