@@ -78,7 +78,7 @@ pub fn for_each<T: Send>(readers: Readers, items: Vec<T>, work: impl Fn(T) -> bo
 }
 
 /// Blocks all signals for this thread.
-fn block_signals() {
+pub fn block_signals() {
     let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: the set is filled before it is read.
     unsafe {

@@ -45,7 +45,8 @@ pub enum Projection {
 }
 
 impl Projection {
-    const ALL: [Projection; 4] = [
+    /// All of them.
+    pub const ALL: [Projection; 4] = [
         Projection::Gate,
         Projection::Up,
         Projection::GateUp,

@@ -10,6 +10,7 @@
 //! | [`postfetch`] | routed experts, copied to a GPU while others are computed |
 //! | [`model`] | an open model: lazy tensors, loading, evaluations, contexts |
 //! | [`reload`] | hot-swap: detect, compare, stage, commit, against a trait |
+//! | [`stream`] | routed experts, read from disk as soon as routing is known |
 //! | [`trace`] | which experts a workload uses |
 //! | [`protocol`] | messages of the control socket, events of the journal |
 //! | [`error`] | errors of all modules |
@@ -36,4 +37,5 @@ mod parallel;
 pub mod postfetch;
 pub mod protocol;
 pub mod reload;
+pub mod stream;
 pub mod trace;

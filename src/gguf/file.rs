@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use memmap2::Mmap;
 
@@ -135,7 +136,7 @@ fn hint(error: &io::Error) -> &'static str {
 #[derive(Debug)]
 pub struct Source {
     path: PathBuf,
-    file: File,
+    file: Arc<File>,
     id: FileId,
     map: Option<Mmap>,
 }
@@ -179,7 +180,7 @@ impl Source {
         Ok(Source {
             path: path.to_owned(),
             id: FileId::of(&found),
-            file,
+            file: Arc::new(file),
             map,
         })
     }
@@ -187,6 +188,11 @@ impl Source {
     /// Returns the path that the file was opened with.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Returns the open file, for advice on its page cache. It stays open as long as it is used.
+    pub fn handle(&self) -> Arc<File> {
+        self.file.clone()
     }
 
     /// Returns the identity at the time of opening.

@@ -1,0 +1,25 @@
+//! Routed experts, read from disk as soon as routing is known.
+//!
+//! A model that is larger than memory stays on disk, and the page cache holds a part of it.
+//! Without help, the threads that multiply matrices read the rest: each page fault waits for a
+//! small read, one after the other. But once a layer's router has chosen, the bytes that the
+//! layer needs are known. A [`Reader`] requests all of them from the disk at once, while the
+//! program goes on, and the faults find pages that are in memory or on their way.
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`reader`](Reader) | threads that read ahead; figures |
+//! | `requests` | experts to be read |
+//! | `router` | a guess at the routing of the next layer |
+//! | `pages` | the page cache of a file |
+//!
+//! A reader only gives advice on files (`POSIX_FADV_WILLNEED`): it changes no byte, keeps no
+//! memory of the program, and can stop at any time. It must have the files open that the program
+//! has mapped.
+
+mod pages;
+mod reader;
+mod requests;
+mod router;
+
+pub use reader::{Counts, Matrices, Reader, Settings};

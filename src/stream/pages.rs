@@ -1,0 +1,117 @@
+//! The page cache of a file: which pages it has, and reading pages ahead.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+
+/// `cachestat(2)`, since Linux 6.5; libc has no name for it on all targets.
+const SYS_CACHESTAT: libc::c_long = 451;
+
+/// `struct cachestat_range`.
+#[repr(C)]
+struct CachestatRange {
+    offset: u64,
+    len: u64,
+}
+
+/// `struct cachestat`.
+#[repr(C)]
+#[derive(Default)]
+struct Cachestat {
+    cached: u64,
+    dirty: u64,
+    writeback: u64,
+    evicted: u64,
+    recently_evicted: u64,
+}
+
+/// Returns the size of a page.
+pub fn page_size() -> u64 {
+    // SAFETY: reads a constant of the system.
+    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    u64::try_from(size).unwrap_or(4096)
+}
+
+/// Returns the range of whole pages around a range of bytes.
+pub fn around(bytes: &Range<u64>, page: u64) -> Range<u64> {
+    bytes.start / page * page..bytes.end.next_multiple_of(page)
+}
+
+/// Returns how many pages of a range are in the page cache or being read into it. Fails on
+/// kernels before 6.5, which do not report it.
+pub fn cached(file: &File, bytes: &Range<u64>) -> io::Result<u64> {
+    let range = CachestatRange {
+        offset: bytes.start,
+        len: bytes.end - bytes.start,
+    };
+    let mut found = Cachestat::default();
+    // SAFETY: both structs have the layout that the kernel expects, and live during the call.
+    let code = unsafe {
+        libc::syscall(
+            SYS_CACHESTAT,
+            file.as_raw_fd(),
+            &raw const range,
+            &raw mut found,
+            0,
+        )
+    };
+    match code {
+        0 => Ok(found.cached),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Lets the kernel begin to read a range into the page cache, and does not wait for the bytes.
+///
+/// The kernel reads at most one read-ahead window of the device, or the largest request of the
+/// device if that is larger (`force_page_cache_ra` in mm/readahead.c), and ignores the rest.
+pub fn read_ahead(file: &File, bytes: &Range<u64>) -> io::Result<()> {
+    // SAFETY: advice for a descriptor that is open.
+    let code = unsafe {
+        libc::posix_fadvise(
+            file.as_raw_fd(),
+            bytes.start as libc::off_t,
+            (bytes.end - bytes.start) as libc::off_t,
+            libc::POSIX_FADV_WILLNEED,
+        )
+    };
+    match code {
+        0 => Ok(()),
+        code => Err(io::Error::from_raw_os_error(code)),
+    }
+}
+
+/// Returns the number of page faults of this process that waited for a disk.
+pub fn major_faults() -> u64 {
+    let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
+    // SAFETY: fills the struct, of which all zeros is a valid value, too.
+    let usage = unsafe {
+        libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr());
+        usage.assume_init()
+    };
+    u64::try_from(usage.ru_majflt).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_are_whole() {
+        assert_eq!(around(&(0..1), 4096), 0..4096);
+        assert_eq!(around(&(4095..4097), 4096), 0..8192);
+        assert_eq!(around(&(8192..12288), 4096), 8192..12288);
+    }
+
+    #[test]
+    fn pages_that_were_just_written_are_cached() {
+        let file = tempfile::tempfile().expect("a file");
+        std::os::unix::fs::FileExt::write_all_at(&file, &[1; 3 * 4096], 0).expect("free space");
+        match cached(&file, &(0..3 * 4096)) {
+            Ok(pages) => assert_eq!(pages * page_size(), 3 * 4096),
+            Err(error) => assert_eq!(error.raw_os_error(), Some(libc::ENOSYS), "{error}"),
+        }
+        read_ahead(&file, &(0..4096)).expect("advice is taken");
+    }
+}

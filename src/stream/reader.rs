@@ -1,0 +1,573 @@
+//! Threads that read experts ahead.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::thread::{JoinHandle, Thread};
+use std::time::Instant;
+
+use once_cell::sync::OnceCell;
+
+use super::pages;
+use super::requests::{ExpertSet, Requests, UNITS, Unit};
+use super::router::Routers;
+use crate::background::block_signals;
+use crate::experts::{ExpertIndex, MAX_EXPERTS, Projection};
+use crate::gguf::GgufFile;
+use crate::trace::Ids;
+
+/// The bytes of the first read-ahead calls. Halved as long as the kernel reads less.
+const FIRST_CHUNK: u64 = 2 << 20;
+/// The smallest read-ahead window that devices have by default (`VM_READAHEAD_PAGES`).
+const LEAST_CHUNK: u64 = 128 << 10;
+/// Passes through all layers with all experts in memory, before a reader rests.
+const RESIDENT_PASSES: usize = 4;
+/// While a reader rests, one of so many layers is checked all the same.
+const REST_PERIOD: u64 = 256;
+/// Matrices in a row that the kernel did not read ahead, after which the reader stops.
+const FRUITLESS: usize = 64;
+
+/// Settings of a [`Reader`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Settings {
+    /// Whether the reader checks residency also after all experts were in memory for some time.
+    pub always: bool,
+    /// Whether the reader guesses the experts of the next layer from the input of this layer's
+    /// router.
+    pub predict: bool,
+    /// Number of threads.
+    pub threads: usize,
+}
+
+impl Settings {
+    /// Returns half of the processors, from 1 to 4: a thread spends most of its time on making
+    /// room in the page cache, at about 1 GB/s.
+    pub fn default_threads() -> usize {
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        (processors / 2).clamp(1, 4)
+    }
+}
+
+/// Matrices of a layer.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Matrices(u8);
+
+impl Matrices {
+    /// All matrices.
+    pub const ALL: Matrices = Matrices((1 << UNITS) - 1);
+
+    /// Adds a matrix.
+    pub fn insert(&mut self, projection: Projection) {
+        self.0 |= 1 << projection as u8;
+    }
+
+    fn has(self, projection: usize) -> bool {
+        self.0 & (1 << projection) != 0
+    }
+}
+
+/// Figures of a reader, since it was made.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Counts {
+    /// Layers that were scheduled.
+    pub layers: u64,
+    /// Bytes of routed experts that were checked.
+    pub checked_bytes: u64,
+    /// Bytes of them that were in memory or on their way.
+    pub resident_bytes: u64,
+    /// Bytes read ahead because of routing.
+    pub read_bytes: u64,
+    /// Bytes read ahead because of a guess.
+    pub guessed_bytes: u64,
+    /// Experts that were guessed.
+    pub guesses: u64,
+    /// Experts that were guessed and routed.
+    pub hits: u64,
+    /// Routed experts for which there was a guess at their layer.
+    pub guessable: u64,
+    /// Read-ahead calls that failed.
+    pub failed: u64,
+    /// Page faults of the process that waited for a disk.
+    pub major_faults: u64,
+    /// Seconds from the first layer that was scheduled to the last.
+    pub seconds: f64,
+    /// Whether all experts are in memory, so that only samples are checked.
+    pub resting: bool,
+    /// Whether the reader stopped for good.
+    pub stopped: bool,
+}
+
+/// Reads the experts of one model ahead. Dropping a reader ends its threads.
+///
+/// ```
+/// use llama_sidecar::experts::ExpertIndex;
+/// use llama_sidecar::gguf::{Access, GgufFile};
+/// use llama_sidecar::stream::{Matrices, Reader, Settings};
+/// use llama_sidecar::trace::Ids;
+/// # use testkit::writer::{Gguf, Q4_0};
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("model.gguf");
+/// # Gguf::default().tensor("blk.3.ffn_down_exps.weight", &[64, 32, 8], Q4_0, 1).write(&path)?;
+///
+/// let file = GgufFile::open(&path, Access::Read)?;
+/// let settings = Settings { always: true, predict: false, threads: 1 };
+/// let reader = Reader::new(&[&file], settings)?;
+///
+/// // The router of layer 3 has chosen experts 1 and 6 for one token.
+/// let layer = reader.position(3).expect("layer 3 has experts");
+/// let bytes: Vec<u8> = [1i32, 6].iter().flat_map(|id| id.to_ne_bytes()).collect();
+/// let ids = Ids { bytes: &bytes, used: 2, tokens: 1, used_stride: 4, token_stride: 8 };
+/// reader.schedule(layer, Matrices::ALL, &ids, None);
+///
+/// // For programs that wait, and tests: the bytes are in memory or on their way.
+/// reader.finish();
+/// assert!(reader.counts().checked_bytes > 0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Reader {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+    /// A forked child has no threads to wait for.
+    process: u32,
+}
+
+#[derive(Debug)]
+struct Shared {
+    index: ExpertIndex,
+    files: Vec<Arc<File>>,
+    /// Number and experts of each layer, ascending.
+    layers: Vec<(u32, u32)>,
+    always: bool,
+    routers: Option<Routers>,
+    page: u64,
+    /// Routed experts.
+    wanted: Requests,
+    /// Guessed experts, which are read when none is wanted.
+    guessed: Requests,
+    /// The last guess at each layer, until the layer is routed.
+    guesses: Vec<parking_lot::Mutex<Option<ExpertSet>>>,
+    /// The position of the layer that was scheduled last.
+    current: AtomicUsize,
+    /// Bits of threads that wait for requests.
+    idle: AtomicU64,
+    threads: OnceCell<Vec<Thread>>,
+    chunk: AtomicU64,
+    /// Units in a row whose experts were all in memory.
+    resident_units: AtomicUsize,
+    resting: AtomicBool,
+    /// Matrices in a row for which reading ahead had no effect.
+    fruitless: AtomicUsize,
+    stopped: AtomicBool,
+    ended: AtomicBool,
+    began: Instant,
+    figures: Figures,
+}
+
+#[derive(Debug, Default)]
+struct Figures {
+    layers: AtomicU64,
+    checked_pages: AtomicU64,
+    resident_pages: AtomicU64,
+    read_pages: AtomicU64,
+    guessed_pages: AtomicU64,
+    guesses: AtomicU64,
+    hits: AtomicU64,
+    guessable: AtomicU64,
+    failed: AtomicU64,
+    /// Major faults of the process when the reader was made.
+    faults_before: u64,
+    /// Major faults when the reader began to rest or was last woken.
+    faults_seen: AtomicU64,
+    /// Nanoseconds since `began`, plus 1, of the first and the last schedule.
+    first: AtomicU64,
+    last: AtomicU64,
+}
+
+fn add(figure: &AtomicU64, count: u64) {
+    figure.fetch_add(count, Ordering::Relaxed);
+}
+
+impl Reader {
+    /// Makes a reader for the files of a model, and starts its threads.
+    ///
+    /// # Errors
+    ///
+    /// Fails when the files have no routed experts, or no thread can be started.
+    pub fn new(files: &[&GgufFile], settings: Settings) -> io::Result<Reader> {
+        let index = ExpertIndex::of(files.iter().copied());
+        let layers: Vec<_> = index.layers().collect();
+        let Some(most) = layers.iter().map(|layer| layer.1).max() else {
+            return Err(io::Error::other("the model has no routed experts"));
+        };
+        let routers = settings
+            .predict
+            .then(|| Routers::read(files, &layers))
+            .transpose()?;
+        let faults = pages::major_faults();
+        let shared = Arc::new(Shared {
+            files: files.iter().map(|file| file.source.handle()).collect(),
+            index,
+            always: settings.always,
+            routers,
+            page: pages::page_size(),
+            wanted: Requests::new(layers.len(), most as usize),
+            guessed: Requests::new(layers.len(), most as usize),
+            guesses: layers.iter().map(|_| Default::default()).collect(),
+            layers,
+            current: AtomicUsize::new(0),
+            idle: AtomicU64::new(0),
+            threads: OnceCell::new(),
+            chunk: AtomicU64::new(FIRST_CHUNK),
+            resident_units: AtomicUsize::new(0),
+            resting: AtomicBool::new(false),
+            fruitless: AtomicUsize::new(0),
+            stopped: AtomicBool::new(false),
+            ended: AtomicBool::new(false),
+            began: Instant::now(),
+            figures: Figures {
+                faults_before: faults,
+                faults_seen: AtomicU64::new(faults),
+                ..Figures::default()
+            },
+        });
+        let mut reader = Reader {
+            shared,
+            threads: Vec::new(),
+            process: std::process::id(),
+        };
+        for number in 0..settings.threads.clamp(1, u64::BITS as usize) {
+            let shared = reader.shared.clone();
+            let builder = std::thread::Builder::new().name("llama-sidecar-s".into());
+            let thread = builder.spawn(move || {
+                block_signals();
+                shared.run(number);
+            })?;
+            reader.threads.push(thread);
+        }
+        let threads = reader.threads.iter().map(|thread| thread.thread().clone());
+        let _ = reader.shared.threads.set(threads.collect());
+        Ok(reader)
+    }
+
+    /// Returns the position of a layer among those with experts.
+    pub fn position(&self, layer: u32) -> Option<usize> {
+        let layers = &self.shared.layers;
+        layers.binary_search_by_key(&layer, |of| of.0).ok()
+    }
+
+    /// Requests the matrices of the experts that a layer, by its position, was routed to.
+    /// `hidden` is the input of the layer's router for the last token, as a base for a guess at
+    /// the next layer.
+    ///
+    /// Never waits, takes no memory, and takes no lock for which another thread waits. Ids that
+    /// are no experts of the layer are ignored.
+    pub fn schedule(
+        &self,
+        layer: usize,
+        matrices: Matrices,
+        ids: &Ids<'_>,
+        hidden: Option<&[f32]>,
+    ) {
+        self.shared.schedule(layer, matrices, ids, hidden);
+    }
+
+    /// Waits until no request is left: the bytes are in memory or on their way.
+    pub fn finish(&self) {
+        let shared = &self.shared;
+        let all = (1u64 << (self.threads.len() - 1)) * 2 - 1;
+        while !shared.stopped.load(Ordering::Relaxed)
+            && (shared.wanted.is_pending() || shared.idle.load(Ordering::SeqCst) != all)
+        {
+            shared.wake(self.threads.len());
+            std::thread::yield_now();
+        }
+    }
+
+    /// Returns the figures so far.
+    pub fn counts(&self) -> Counts {
+        let shared = &self.shared;
+        let figures = &shared.figures;
+        let get = |figure: &AtomicU64| figure.load(Ordering::Relaxed);
+        let bytes = |figure: &AtomicU64| get(figure) * shared.page;
+        Counts {
+            layers: get(&figures.layers),
+            checked_bytes: bytes(&figures.checked_pages),
+            resident_bytes: bytes(&figures.resident_pages),
+            read_bytes: bytes(&figures.read_pages),
+            guessed_bytes: bytes(&figures.guessed_pages),
+            guesses: get(&figures.guesses),
+            hits: get(&figures.hits),
+            guessable: get(&figures.guessable),
+            failed: get(&figures.failed),
+            major_faults: pages::major_faults().saturating_sub(figures.faults_before),
+            seconds: get(&figures.last).saturating_sub(get(&figures.first)) as f64 * 1e-9,
+            resting: shared.resting.load(Ordering::Relaxed),
+            stopped: shared.stopped.load(Ordering::Relaxed),
+        }
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        self.shared.ended.store(true, Ordering::SeqCst);
+        if self.process != std::process::id() {
+            self.threads.drain(..).for_each(std::mem::forget);
+            return;
+        }
+        for thread in self.threads.drain(..) {
+            thread.thread().unpark();
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Why a matrix is read.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Reason {
+    Routed,
+    Guessed,
+}
+
+impl Shared {
+    fn schedule(&self, layer: usize, matrices: Matrices, ids: &Ids<'_>, hidden: Option<&[f32]>) {
+        if self.stopped.load(Ordering::Relaxed) {
+            return;
+        }
+        let count = self.figures.layers.fetch_add(1, Ordering::Relaxed);
+        if self.resting.load(Ordering::Relaxed) && !self.wakes(count) {
+            return;
+        }
+        let Some(&(_, experts)) = self.layers.get(layer) else {
+            return;
+        };
+        let now = self.began.elapsed().as_nanos() as u64 + 1;
+        let first = &self.figures.first;
+        let _ = first.compare_exchange(0, now, Ordering::Relaxed, Ordering::Relaxed);
+        self.figures.last.store(now, Ordering::Relaxed);
+        let routed = routed(ids, experts);
+        if let Some(guess) = self.guesses[layer].try_lock().and_then(|mut of| of.take()) {
+            add(&self.figures.guesses, guess.len().into());
+            add(&self.figures.hits, guess.common(&routed).into());
+            add(&self.figures.guessable, routed.len().into());
+        }
+        self.current.store(layer, Ordering::Relaxed);
+        let mut units = 0;
+        for projection in 0..UNITS {
+            let unit = layer * UNITS + projection;
+            self.guessed.clear(unit);
+            if matrices.has(projection) {
+                self.wanted.add(unit, &routed);
+                self.wanted.publish(unit);
+                units += 1;
+            }
+        }
+        // A batch that uses most experts of a layer uses most of the next one.
+        let next = layer + 1;
+        match self.layers.get(next) {
+            Some(&(_, experts)) if ids.tokens > 1 && routed.len() * 4 >= experts * 3 => {
+                self.guess(next, &ExpertSet::first(experts));
+            }
+            Some(_) => {
+                if let (Some(routers), Some(hidden)) = (&self.routers, hidden) {
+                    routers.keep(next, hidden, ids.used);
+                }
+            }
+            None => {}
+        }
+        self.wake(units);
+    }
+
+    /// Whether a reader that rests must work: pages were missing, or it is time for a sample.
+    fn wakes(&self, count: u64) -> bool {
+        let faults = pages::major_faults();
+        if self.figures.faults_seen.swap(faults, Ordering::Relaxed) != faults {
+            self.resident_units.store(0, Ordering::Relaxed);
+            self.resting.store(false, Ordering::Relaxed);
+            return true;
+        }
+        count.is_multiple_of(REST_PERIOD)
+    }
+
+    /// Requests the experts that a layer will probably use.
+    fn guess(&self, layer: usize, experts: &ExpertSet) {
+        if let Some(mut guess) = self.guesses[layer].try_lock() {
+            *guess = Some(*experts);
+        }
+        for unit in layer * UNITS..(layer + 1) * UNITS {
+            self.guessed.add(unit, experts);
+            self.guessed.publish(unit);
+        }
+    }
+
+    /// Wakes as many threads as there are units, if they wait.
+    fn wake(&self, units: usize) {
+        let Some(threads) = self.threads.get() else {
+            return;
+        };
+        let mut idle = self.idle.load(Ordering::SeqCst);
+        for _ in 0..units {
+            if idle == 0 {
+                return;
+            }
+            let number = idle.trailing_zeros();
+            idle &= idle - 1;
+            threads[number as usize].unpark();
+        }
+    }
+
+    /// The work of a thread.
+    fn run(&self, number: usize) {
+        let bit = 1 << number;
+        while !self.ended.load(Ordering::SeqCst) {
+            if self.work() {
+                continue;
+            }
+            self.idle.fetch_or(bit, Ordering::SeqCst);
+            // What was requested before the bit was set would wake nothing.
+            if !self.wanted.is_pending() && !self.guessed.is_pending() {
+                std::thread::park();
+            }
+            self.idle.fetch_and(!bit, Ordering::SeqCst);
+        }
+    }
+
+    /// Handles a request; returns whether there was one.
+    fn work(&self) -> bool {
+        let first = self.current.load(Ordering::Relaxed) * UNITS;
+        if let Some(unit) = self.wanted.claim(first) {
+            let mut resident = true;
+            while let Some(expert) = self.wanted.pop(unit) {
+                resident &= self.read(unit, expert, Reason::Routed);
+            }
+            self.note_residency(resident);
+            return true;
+        }
+        let guess = self.routers.as_ref().and_then(Routers::guess);
+        if let Some((layer, experts)) = guess {
+            self.guess(layer, &experts);
+        }
+        let Some(unit) = self.guessed.claim(first) else {
+            return guess.is_some();
+        };
+        while !self.wanted.is_pending() {
+            match self.guessed.pop(unit) {
+                Some(expert) => self.read(unit, expert, Reason::Guessed),
+                None => return true,
+            };
+        }
+        self.guessed.publish(unit);
+        true
+    }
+
+    /// Counts units without missing pages, and rests after enough of them.
+    fn note_residency(&self, resident: bool) {
+        if !resident {
+            self.resident_units.store(0, Ordering::Relaxed);
+            return;
+        }
+        let units = self.resident_units.fetch_add(1, Ordering::Relaxed);
+        let enough = self.layers.len() * UNITS * RESIDENT_PASSES;
+        if units >= enough && !self.always && !self.resting.load(Ordering::Relaxed) {
+            let faults = pages::major_faults();
+            self.figures.faults_seen.store(faults, Ordering::Relaxed);
+            self.resting.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Reads a matrix of an expert ahead; returns whether all of it was in memory.
+    fn read(&self, unit: Unit, expert: u32, reason: Reason) -> bool {
+        let (layer, _) = self.layers[unit / UNITS];
+        let projection = Projection::ALL[unit % UNITS];
+        let Some(slice) = self.index.slice(layer, projection, expert) else {
+            return true;
+        };
+        let Some(file) = self.files.get(slice.file) else {
+            return true;
+        };
+        let bytes = slice.offset..slice.offset + slice.nbytes;
+        let bytes = pages::around(&bytes, self.page);
+        let all = (bytes.end - bytes.start) / self.page;
+        // Before Linux 6.5 residency is not known: everything is requested.
+        let before = pages::cached(file, &bytes);
+        let missing = all.saturating_sub(*before.as_ref().unwrap_or(&0));
+        if reason == Reason::Routed {
+            add(&self.figures.checked_pages, all);
+            add(&self.figures.resident_pages, all - missing);
+        }
+        if missing == 0 {
+            return true;
+        }
+        let read = match before.is_ok() {
+            true => self.read_missing(file, &bytes, all, missing),
+            false => {
+                self.request(file, &bytes, LEAST_CHUNK);
+                missing
+            }
+        };
+        add(
+            match reason {
+                Reason::Routed => &self.figures.read_pages,
+                Reason::Guessed => &self.figures.guessed_pages,
+            },
+            read,
+        );
+        self.note_effect(read > 0);
+        false
+    }
+
+    /// Reads the missing pages of a range of `all` pages; returns how many the kernel began to
+    /// read.
+    fn read_missing(&self, file: &File, bytes: &Range<u64>, all: u64, missing: u64) -> u64 {
+        loop {
+            let chunk = self.chunk.load(Ordering::Relaxed);
+            self.request(file, bytes, chunk);
+            let after = pages::cached(file, bytes).unwrap_or(all);
+            let left = all.saturating_sub(after);
+            // The kernel read the beginning of each chunk.
+            if left * 8 > missing && left < missing && chunk > LEAST_CHUNK {
+                self.chunk.store(chunk / 2, Ordering::Relaxed);
+                continue;
+            }
+            return missing.saturating_sub(left);
+        }
+    }
+
+    fn request(&self, file: &File, bytes: &Range<u64>, chunk: u64) {
+        for start in bytes.clone().step_by(chunk as usize) {
+            let end = bytes.end.min(start + chunk);
+            if pages::read_ahead(file, &(start..end)).is_err() {
+                add(&self.figures.failed, 1);
+            }
+        }
+    }
+
+    /// Stops after many matrices for which the kernel read nothing.
+    fn note_effect(&self, effective: bool) {
+        if effective {
+            self.fruitless.store(0, Ordering::Relaxed);
+        } else if self.fruitless.fetch_add(1, Ordering::Relaxed) + 1 >= FRUITLESS
+            && !self.stopped.swap(true, Ordering::Relaxed)
+        {
+            log::warn!(
+                "reading experts ahead has no effect on this file system or with so little free memory: streaming is off for this model, and the program reads as without it"
+            );
+        }
+    }
+}
+
+/// Returns the experts that any token was routed to.
+fn routed(ids: &Ids<'_>, experts: u32) -> ExpertSet {
+    let mut set = ExpertSet::EMPTY;
+    for token in 0..ids.tokens {
+        for used in 0..ids.used {
+            let expert = ids.get(token, used).and_then(|id| u32::try_from(id).ok());
+            if let Some(expert) = expert.filter(|expert| *expert < experts.min(MAX_EXPERTS)) {
+                set.insert(expert);
+            }
+        }
+    }
+    set
+}
