@@ -107,6 +107,68 @@ pub struct Waiting {
     pub seconds: f64,
 }
 
+/// Figures of expert streaming.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct StreamFigures {
+    /// Number of layers that were scheduled.
+    pub layers: u64,
+    /// Bytes of routed experts whose residency was checked.
+    pub checked_bytes: u64,
+    /// Bytes of them that were in memory or on their way.
+    pub resident_bytes: u64,
+    /// Bytes that were read ahead because of routing.
+    pub read_bytes: u64,
+    /// Bytes that were read ahead because of a guess.
+    pub guessed_bytes: u64,
+    /// Number of experts that were guessed.
+    pub guesses: u64,
+    /// Number of experts that were guessed and routed.
+    pub hits: u64,
+    /// Number of routed experts of layers with a guess.
+    pub guessable: u64,
+    /// Number of read-ahead calls that failed.
+    pub failed: u64,
+    /// Number of page faults of the process that waited for a disk.
+    pub major_faults: u64,
+    /// Time from the first layer to the last.
+    pub seconds: f64,
+    /// Whether all experts are in memory, so that only samples are checked.
+    pub resting: bool,
+    /// Whether streaming stopped because reading ahead had no effect.
+    pub stopped: bool,
+}
+
+impl StreamFigures {
+    /// Returns the figures as a sentence without its full stop.
+    pub fn sentence(&self) -> String {
+        let mb = |bytes: u64| bytes as f64 / 1e6;
+        let percent = |part: u64, whole: u64| 100.0 * part as f64 / whole.max(1) as f64;
+        let read = self.read_bytes + self.guessed_bytes;
+        let mut text = format!(
+            "{:.0} MB read ahead ({:.0} MB/s), {:.0} % of the routed experts' bytes were in memory, {} page faults waited for the disk",
+            mb(read),
+            mb(read) / self.seconds.max(1e-3),
+            percent(self.resident_bytes, self.checked_bytes),
+            self.major_faults,
+        );
+        if self.guesses > 0 {
+            text += &format!(
+                ", {:.0} % of {} guesses were right",
+                percent(self.hits, self.guesses),
+                self.guesses
+            );
+        }
+        if self.resting {
+            text += "; all experts are in memory now, so that streaming rests";
+        }
+        if self.stopped {
+            text += "; streaming stopped because reading ahead had no effect";
+        }
+        text
+    }
+}
+
 /// State of a model.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -129,6 +191,8 @@ pub struct ModelStatus {
     pub blocked: Option<Blocked>,
     /// Hash of the tensors in use, where all hashes are known.
     pub content_hash: Option<String>,
+    /// Figures of expert streaming, if experts of the model are streamed.
+    pub stream: Option<StreamFigures>,
 }
 
 /// States of a tensor.
@@ -374,6 +438,8 @@ pub enum Event {
     },
     /// An expert trace was written, or not.
     Trace { path: String, error: Option<String> },
+    /// Figures of expert streaming of a model, when the model or the process ended.
+    Stream { model: u64, figures: StreamFigures },
     /// The process ended.
     End {
         evaluations: u64,

@@ -182,6 +182,9 @@ fn print_status(status: &Status) {
                 .as_deref()
                 .unwrap_or("not hashed yet (status --hash)")
         );
+        if let Some(stream) = &model.stream {
+            println!("  experts: {}", stream.sentence());
+        }
         for tensor in &model.changed {
             let states: Vec<_> = tensor.states.iter().map(|state| state.name()).collect();
             println!("  {:40} {}", tensor.name, states.join(", "));

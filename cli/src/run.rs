@@ -149,20 +149,28 @@ pub fn run(options: &RunOptions) -> Result<()> {
 
 /// Returns the lines of the summary.
 fn summary(config: &Config, program: &Executable, preload: &Path, events: &Events) -> Vec<String> {
-    if !config.hotswap && !config.traces() {
-        return vec!["nothing enabled: pass --hotswap or an --expert-trace-* option".into()];
+    let streams = config.expert_stream.streams();
+    if !config.hotswap && !config.traces() && !streams {
+        return vec![
+            "nothing enabled: pass --hotswap, --stream-experts or an --expert-trace-* option"
+                .into(),
+        ];
     }
     let obstacle = program.obstacle(preload).or_else(|| events.obstacle());
     if let Some(obstacle) = obstacle {
-        return vec![format!("hot-swap and trace did nothing: {obstacle}")];
+        return vec![format!("the drop-in did nothing: {obstacle}")];
     }
     let models = events.models().join(", ");
     let mut total = Totals::default();
     let mut failures = Vec::new();
     // A trace may be written many times; the last result counts.
     let mut traces = BTreeMap::new();
+    let mut streamed = Vec::new();
     for event in events.iter() {
         match event {
+            Event::Stream { figures, .. } => {
+                streamed.push(format!("experts: {}", figures.sentence()));
+            }
             Event::Model { expert_layers, .. } => total.expert_layers += expert_layers,
             Event::Reload {
                 swapped,
@@ -208,6 +216,12 @@ fn summary(config: &Config, program: &Executable, preload: &Path, events: &Event
         ),
     }];
     lines.extend(failures);
+    if streams && streamed.is_empty() {
+        let reason =
+            "no model had routed experts in a mapped file; LLAMA_SIDECAR_LOG=info names the reason";
+        streamed.push(format!("nothing was streamed: {reason}"));
+    }
+    lines.extend(streamed);
     if config.trace_output.is_some() && total.expert_layers == 0 {
         lines.push(format!("no trace: {models} has no routed experts"));
     }

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::models::Model;
+use crate::routing::Routed;
 use crate::sched::{Allocated, Scheduler};
 
 /// A capability of the drop-in, like hot-swap or the expert trace.
@@ -33,6 +34,15 @@ pub trait Capability: Sync {
 
     /// The program is about to drop the graph that a scheduler keeps.
     fn graph_dropped(&self, _scheduler: Scheduler) {}
+
+    /// Whether it is to be informed of routed experts.
+    fn uses_routing(&self) -> bool {
+        false
+    }
+
+    /// The experts of a layer are known, and none of them is read yet. Delays an evaluation in
+    /// its middle.
+    fn routed(&self, _routed: &Routed<'_>) {}
 
     /// An evaluation begins.
     fn evaluation_begun(&self, _scheduler: Scheduler) {}

@@ -28,7 +28,9 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use crate::models::{Instance, Model};
-use crate::{barrier, expert_trace, metrics, models, placement, reloader, sched, thread};
+use crate::{
+    barrier, expert_trace, metrics, models, placement, reloader, sched, streaming, thread,
+};
 
 /// The longest request. Those of `llama-sidecar` have less than 100 bytes.
 const MAX_LINE: u64 = 4096;
@@ -297,6 +299,7 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
             .engine
             .content_hash(false)
             .map(|hash| format!("{hash:032x}")),
+        stream: streaming::figures(model),
     }
 }
 

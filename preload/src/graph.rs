@@ -3,7 +3,7 @@
 use std::ffi::{CStr, c_int};
 use std::ops::Range;
 
-use crate::ggml::{Buffer, DEVICE_CPU, Device, Ggml, Graph, Sched, Tensor};
+use crate::ggml::{Buffer, Device, Ggml, Graph, Sched, Tensor};
 
 /// `GGML_TENSOR_FLAG_INPUT`.
 const FLAG_INPUT: i32 = 1;
@@ -18,6 +18,8 @@ pub struct UsedWeight {
     pub op: i32,
     /// The routed ids, when the operation reads experts; else null.
     pub ids: *mut Tensor,
+    /// The second operand: the input of a matrix product.
+    pub input: *mut Tensor,
 }
 
 /// An input of a graph whose first extent is the number of tokens.
@@ -81,6 +83,7 @@ impl GraphReads {
                                 true => layout.read(node, layout.src + 16),
                                 false => std::ptr::null_mut(),
                             },
+                            input: layout.read(node, layout.src + 8),
                         });
                     }
                     let flags: i32 = layout.read(source, layout.flags);
@@ -132,10 +135,7 @@ impl Backends {
                 .unzip()
         };
         // SAFETY: live devices.
-        let is_cpu = |device: &*mut Device| unsafe {
-            !device.is_null() && (f.ggml_backend_dev_type)(*device) == DEVICE_CPU
-        };
-        let on_cpu = devices.iter().all(is_cpu);
+        let on_cpu = devices.iter().all(|device| unsafe { ggml.is_cpu(*device) });
         Backends {
             addresses,
             devices,

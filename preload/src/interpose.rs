@@ -9,7 +9,7 @@
 //! whatever its type is.
 
 use std::cell::Cell;
-use std::ffi::{CStr, OsStr, c_char, c_void};
+use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
@@ -22,9 +22,9 @@ use crate::ggml::{
     Backend, Buffer, Context, Ggml, Graph, STATUS_FAILED, STATUS_SUCCESS, Sched, Tensor,
 };
 use crate::models::Model;
-use crate::sched::{self, Scheduler};
+use crate::sched::{self, Allocated, Scheduler};
 use crate::thread::{self, Inside};
-use crate::{lifecycle, logits, models, reloader};
+use crate::{lifecycle, logits, models, reloader, routing};
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 compile_error!("the drop-in works on Linux x86-64 only");
@@ -379,7 +379,7 @@ unsafe extern "C-unwind" fn sched_reserve(sched: *mut Sched, graph: *mut Graph) 
     let real = meant!(call, *mut Sched, *mut Graph);
     // SAFETY: the arguments of the call.
     let result = unsafe { real(sched, graph) };
-    if let Some(scheduler) = scheduler {
+    if let Some((scheduler, _)) = scheduler {
         scheduler.rest();
     }
     result
@@ -391,16 +391,33 @@ unsafe extern "C-unwind" fn sched_alloc_graph(sched: *mut Sched, graph: *mut Gra
     let real = meant!(call, *mut Sched, *mut Graph);
     // SAFETY: the arguments of the call.
     let result = unsafe { real(sched, graph) };
-    if let Some(scheduler) = scheduler {
+    if let Some((scheduler, allocated)) = scheduler {
+        if let Some(Allocated {
+            reads, backends, ..
+        }) = allocated
+            && lifecycle::uses_routing()
+            && is_true(result)
+        {
+            guarded(|| {
+                // SAFETY: the arguments of the call are live, and the graph is allocated.
+                unsafe { routing::watch(scheduler, sched, &reads, backends.on_cpu, ids_known) };
+            });
+        }
         scheduler.leave();
     }
     result
 }
 
 /// Reads a graph before ggml splits it, which puts copies in place of its inputs.
-fn allocating(call: &Call, sched: *mut Sched, graph: *mut Graph, keeps: bool) -> Option<Scheduler> {
+fn allocating(
+    call: &Call,
+    sched: *mut Sched,
+    graph: *mut Graph,
+    keeps: bool,
+) -> Option<(Scheduler, Option<Allocated>)> {
     let scheduler = Scheduler::of(call.ggml, sched as usize)?;
     scheduler.enter();
+    let mut read = None;
     guarded(|| {
         // SAFETY: the arguments of the call are live.
         let allocated = unsafe { scheduler.allocate(sched, graph, keeps) };
@@ -409,8 +426,27 @@ fn allocating(call: &Call, sched: *mut Sched, graph: *mut Graph, keeps: bool) ->
             .iter()
             .for_each(lifecycle::model_complete);
         lifecycle::report(|to| to.graph_allocated(scheduler, &allocated, keeps));
+        read = Some(allocated);
     });
-    Some(scheduler)
+    Some((scheduler, read))
+}
+
+/// Called by the CPU backend when the ids of a layer are complete; see [`routing::watch`].
+unsafe extern "C" fn ids_known(
+    node: *mut Tensor,
+    _ids: *const Tensor,
+    thread: c_int,
+    _threads: c_int,
+    place: *mut c_void,
+) {
+    if lifecycle::is_on() {
+        // SAFETY: the arguments of the call.
+        guarded(|| unsafe {
+            routing::known(node, thread, place, |routed| {
+                lifecycle::report(|to| to.routed(routed));
+            });
+        });
+    }
 }
 
 unsafe extern "C-unwind" fn sched_compute(sched: *mut Sched, graph: *mut Graph) -> usize {
@@ -451,6 +487,11 @@ fn evaluate(scheduler: Option<Scheduler>, real: impl FnOnce() -> usize) -> usize
         false => scheduler.rest(),
     }
     result
+}
+
+/// Whether a call that returns `bool` returned true: the register holds a byte.
+fn is_true(result: usize) -> bool {
+    result as u8 != 0
 }
 
 /// Whether a call that returns `enum ggml_status` succeeded: the register holds an int.

@@ -15,7 +15,9 @@
 //! | [`store`] | the program's tensors as the reload engine sees them |
 //! | [`placement`] | the buffer type that llama.cpp would have chosen |
 //! | [`expert_trace`] | the expert trace: which experts evaluations use |
+//! | [`streaming`] | expert streaming: experts from disk as soon as they are routed |
 //! | [`capability`] | the events that are reported to capabilities |
+//! | [`routing`] | the moment at which the experts of a layer are known |
 //! | [`sched`] | schedulers, their evaluations and kept graphs |
 //! | [`models`] | the models that the program loaded |
 //! | [`maps`] | files that are mapped into the process |
@@ -53,7 +55,9 @@ mod metrics;
 mod models;
 mod placement;
 mod reloader;
+mod routing;
 mod sched;
 mod sigterm;
 mod store;
+mod streaming;
 mod thread;

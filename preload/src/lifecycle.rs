@@ -15,10 +15,11 @@ use crate::capability::Capability;
 use crate::expert_trace::ExpertTrace;
 use crate::models::Model;
 use crate::reloader::{self, HotSwap};
+use crate::streaming::Streaming;
 use crate::{barrier, control, journal, sched, sigterm};
 
 /// The capabilities, in the order in which events are reported to them.
-static CAPABILITIES: [&dyn Capability; 2] = [&ExpertTrace, &HotSwap];
+static CAPABILITIES: [&dyn Capability; 3] = [&ExpertTrace, &Streaming, &HotSwap];
 
 /// Whether the drop-in is disabled.
 static OFF: AtomicBool = AtomicBool::new(false);
@@ -30,6 +31,11 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Whether any capability is enabled and the drop-in works in this process.
 pub fn is_on() -> bool {
     !OFF.load(Ordering::Relaxed) && CAPABILITIES.iter().any(|of| of.is_enabled())
+}
+
+/// Whether any capability is to be informed of routed experts.
+pub fn uses_routing() -> bool {
+    CAPABILITIES.iter().any(|of| of.uses_routing())
 }
 
 /// Reports an event to all capabilities.

@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
+use llama_sidecar::protocol::StreamFigures;
 use llama_sidecar::reload::Pauses;
 
 use crate::barrier::{self, Obstacle};
-use crate::{expert_trace, models, reloader, sched};
+use crate::{expert_trace, models, reloader, sched, streaming};
 
 /// Returns all figures.
 pub fn text() -> String {
@@ -94,6 +95,7 @@ pub fn text() -> String {
         f64::from(u8::from(reloader::is_frozen())),
     );
     private_bytes(&mut out);
+    streams(&mut out);
     out.head(
         "expert_activations_total",
         "counter",
@@ -149,6 +151,79 @@ fn private_bytes(out: &mut Page) {
         for (place, bytes) in by_place {
             let labels = [("model", number.as_str()), ("buffer", place.as_str())];
             out.value("private_bytes", &labels, bytes as f64);
+        }
+    }
+}
+
+/// A figure of expert streaming: name, kind, help and value.
+type StreamFigure = (
+    &'static str,
+    &'static str,
+    &'static str,
+    fn(&StreamFigures) -> f64,
+);
+
+const STREAM_FIGURES: [StreamFigure; 8] = [
+    (
+        "stream_checked_bytes_total",
+        "counter",
+        "Bytes of routed experts whose residency was checked.",
+        |of| of.checked_bytes as f64,
+    ),
+    (
+        "stream_resident_bytes_total",
+        "counter",
+        "Bytes of routed experts that were in memory or on their way.",
+        |of| of.resident_bytes as f64,
+    ),
+    (
+        "stream_read_bytes_total",
+        "counter",
+        "Bytes that were read ahead because of routing.",
+        |of| of.read_bytes as f64,
+    ),
+    (
+        "stream_guessed_bytes_total",
+        "counter",
+        "Bytes that were read ahead because of a guess.",
+        |of| of.guessed_bytes as f64,
+    ),
+    (
+        "stream_guesses_total",
+        "counter",
+        "Experts that were guessed.",
+        |of| of.guesses as f64,
+    ),
+    (
+        "stream_hits_total",
+        "counter",
+        "Experts that were guessed and routed.",
+        |of| of.hits as f64,
+    ),
+    (
+        "stream_major_faults_total",
+        "counter",
+        "Page faults of the process that waited for a disk.",
+        |of| of.major_faults as f64,
+    ),
+    (
+        "stream_resting",
+        "gauge",
+        "1 while all experts are in memory, so that streaming rests.",
+        |of| f64::from(u8::from(of.resting)),
+    ),
+];
+
+fn streams(out: &mut Page) {
+    let models = models::models();
+    let figures = models
+        .iter()
+        .filter_map(|model| Some((model.number.to_string(), streaming::figures(model)?)));
+    let figures: Vec<_> = figures.collect();
+    for (name, kind, help, value) in STREAM_FIGURES {
+        out.head(name, kind, help);
+        for (model, figures) in &figures {
+            out.value(name, &[("model", model)], value(figures));
         }
     }
 }

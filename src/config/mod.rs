@@ -91,6 +91,8 @@ pub struct Config {
     pub trace_every: Option<Duration>,
     /// `LLAMA_EXPERT_STREAM`.
     pub expert_stream: ExpertStream,
+    /// `LLAMA_EXPERT_STREAM_PREDICT`.
+    pub expert_stream_predict: bool,
     /// `LLAMA_POSTFETCH_*`.
     pub postfetch: PostFetch,
     /// `LLAMA_SIDECAR_SPLIT`, checked and kept as text.
@@ -166,6 +168,7 @@ impl Config {
             trace_output: values.path("LLAMA_EXPERT_TRACE_OUTPUT"),
             trace_every: values.interval("LLAMA_EXPERT_TRACE_EVERY_S", Duration::from_secs),
             expert_stream: values.expert_stream(),
+            expert_stream_predict: values.switch("LLAMA_EXPERT_STREAM_PREDICT"),
             split: values.text("LLAMA_SIDECAR_SPLIT"),
             cpu_moe: values.switch("LLAMA_SIDECAR_CPU_MOE"),
             override_tensor: values.text("LLAMA_SIDECAR_OVERRIDE_TENSOR"),

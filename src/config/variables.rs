@@ -160,6 +160,13 @@ pub static VARIABLES: &[Variable] = &[
         flag: Some("stream-experts"),
     },
     Variable {
+        name: "LLAMA_EXPERT_STREAM_PREDICT",
+        default: Value("0"),
+        kind: Switch,
+        help: "drop-in: also read the experts that the next layer will probably use",
+        flag: Some("stream-predict"),
+    },
+    Variable {
         name: "LLAMA_POSTFETCH_ENABLE",
         default: Value("1"),
         kind: Switch,

@@ -22,4 +22,4 @@ mod reader;
 mod requests;
 mod router;
 
-pub use reader::{Counts, Matrices, Reader, Settings};
+pub use reader::{Matrices, Reader, Settings};

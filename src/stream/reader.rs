@@ -16,6 +16,7 @@ use super::router::Routers;
 use crate::background::block_signals;
 use crate::experts::{ExpertIndex, MAX_EXPERTS, Projection};
 use crate::gguf::GgufFile;
+use crate::protocol::StreamFigures;
 use crate::trace::Ids;
 
 /// The bytes of the first read-ahead calls. Halved as long as the kernel reads less.
@@ -66,37 +67,6 @@ impl Matrices {
     fn has(self, projection: usize) -> bool {
         self.0 & (1 << projection) != 0
     }
-}
-
-/// Figures of a reader, since it was made.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Counts {
-    /// Layers that were scheduled.
-    pub layers: u64,
-    /// Bytes of routed experts that were checked.
-    pub checked_bytes: u64,
-    /// Bytes of them that were in memory or on their way.
-    pub resident_bytes: u64,
-    /// Bytes read ahead because of routing.
-    pub read_bytes: u64,
-    /// Bytes read ahead because of a guess.
-    pub guessed_bytes: u64,
-    /// Experts that were guessed.
-    pub guesses: u64,
-    /// Experts that were guessed and routed.
-    pub hits: u64,
-    /// Routed experts for which there was a guess at their layer.
-    pub guessable: u64,
-    /// Read-ahead calls that failed.
-    pub failed: u64,
-    /// Page faults of the process that waited for a disk.
-    pub major_faults: u64,
-    /// Seconds from the first layer that was scheduled to the last.
-    pub seconds: f64,
-    /// Whether all experts are in memory, so that only samples are checked.
-    pub resting: bool,
-    /// Whether the reader stopped for good.
-    pub stopped: bool,
 }
 
 /// Reads the experts of one model ahead. Dropping a reader ends its threads.
@@ -286,13 +256,13 @@ impl Reader {
         }
     }
 
-    /// Returns the figures so far.
-    pub fn counts(&self) -> Counts {
+    /// Returns the figures since the reader was made.
+    pub fn counts(&self) -> StreamFigures {
         let shared = &self.shared;
         let figures = &shared.figures;
         let get = |figure: &AtomicU64| figure.load(Ordering::Relaxed);
         let bytes = |figure: &AtomicU64| get(figure) * shared.page;
-        Counts {
+        StreamFigures {
             layers: get(&figures.layers),
             checked_bytes: bytes(&figures.checked_pages),
             resident_bytes: bytes(&figures.resident_pages),

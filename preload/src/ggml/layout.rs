@@ -42,7 +42,7 @@ pub struct TensorLayout {
     pub extra: usize,
 }
 
-/// Numbers of the operations that read weights.
+/// Numbers of operations: those that read weights, and views.
 #[derive(Debug, Clone, Copy)]
 pub struct Ops {
     /// `GGML_OP_ADD`.
@@ -55,6 +55,8 @@ pub struct Ops {
     pub mul_mat_id: i32,
     /// `GGML_OP_GET_ROWS`.
     pub get_rows: i32,
+    /// `GGML_OP_VIEW`.
+    pub view: i32,
 }
 
 impl TensorLayout {
@@ -170,6 +172,7 @@ unsafe fn probe_in(
         let multiplied = (f.ggml_mul_mat)(context, flat, flat);
         let index = new(I32, [4, 1, 1, 1]);
         let rows = (f.ggml_get_rows)(context, flat, index);
+        let row = (f.ggml_view_1d)(context, flat, 32, 0);
         let end = new(F32, [1, 1, 1, 1]);
 
         let pointer = |to: *mut Tensor| (to as usize).to_ne_bytes();
@@ -225,6 +228,7 @@ unsafe fn probe_in(
 
         let number_of = |tensor: &Vec<u8>| number(tensor, op);
         let [add, mul, mul_mat, mul_mat_id, get_rows] = made.each_ref().map(number_of);
+        let view = number_of(&bytes(row));
         Ok((
             TensorLayout {
                 ty,
@@ -245,6 +249,7 @@ unsafe fn probe_in(
                 mul_mat,
                 mul_mat_id,
                 get_rows,
+                view,
             },
         ))
     }

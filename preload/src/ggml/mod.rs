@@ -6,13 +6,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use llama_sidecar::gguf::TypeInfo;
 use llama_sidecar::protocol::Event;
+use once_cell::sync::OnceCell;
 use parking_lot::Mutex;
 
 use crate::journal;
 
+mod custom;
 mod layout;
 mod sys;
 
+use custom::Custom;
 use layout::{Ops, TensorLayout};
 pub use sys::*;
 
@@ -22,8 +25,10 @@ pub struct Ggml {
     pub f: Functions,
     /// The offsets of the fields of its tensors.
     pub layout: TensorLayout,
-    /// Its numbers of the operations that read weights.
+    /// Its numbers of operations.
     pub ops: Ops,
+    /// How a node calls a function; determined on first use.
+    custom: OnceCell<Option<Custom>>,
 }
 
 /// The fields of a tensor that a switch replaces.
@@ -76,6 +81,7 @@ impl Ggml {
                     f: functions,
                     layout,
                     ops,
+                    custom: OnceCell::new(),
                 }));
                 copies.push(copy);
                 Some(copy)
@@ -138,6 +144,16 @@ impl Ggml {
         // SAFETY: a live device, and two numbers to write to.
         unsafe { (self.f.ggml_backend_dev_memory)(device, &raw mut free, &raw mut total) };
         (total > 0).then_some(free as u64)
+    }
+
+    /// Whether a device is the CPU.
+    ///
+    /// # Safety
+    ///
+    /// A device of this copy, or null.
+    pub unsafe fn is_cpu(&self, device: *mut Device) -> bool {
+        // SAFETY: as the caller ensures.
+        !device.is_null() && unsafe { (self.f.ggml_backend_dev_type)(device) } == DEVICE_CPU
     }
 
     /// Returns the name of a buffer type.

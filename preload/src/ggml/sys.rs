@@ -43,6 +43,9 @@ pub struct InitParams {
     pub no_alloc: bool,
 }
 
+/// `ggml_custom1_op_t`: result, operand, number of the thread, number of threads, user data.
+pub type Callback = unsafe extern "C" fn(*mut Tensor, *const Tensor, c_int, c_int, *mut c_void);
+
 /// `GGML_BACKEND_DEVICE_TYPE_CPU`.
 pub const DEVICE_CPU: c_int = 0;
 /// `GGML_BACKEND_DEVICE_TYPE_ACCEL`, after the CPU and two kinds of GPU. The type after it
@@ -98,6 +101,7 @@ functions! {
     ggml_tensor_overhead() -> usize;
     ggml_new_tensor(*mut Context, c_int, c_int, *const i64) -> *mut Tensor;
     ggml_view_tensor(*mut Context, *mut Tensor) -> *mut Tensor;
+    ggml_view_1d(*mut Context, *mut Tensor, i64, usize) -> *mut Tensor;
     ggml_set_name(*mut Tensor, *const c_char) -> *mut Tensor;
     ggml_get_name(*const Tensor) -> *const c_char;
     ggml_get_data(*const Tensor) -> *mut c_void;
@@ -108,6 +112,7 @@ functions! {
     ggml_mul_mat(*mut Context, *mut Tensor, *mut Tensor) -> *mut Tensor;
     ggml_mul_mat_id(*mut Context, *mut Tensor, *mut Tensor, *mut Tensor) -> *mut Tensor;
     ggml_get_rows(*mut Context, *mut Tensor, *mut Tensor) -> *mut Tensor;
+    ggml_map_custom1_inplace(*mut Context, *mut Tensor, Callback, c_int, *mut c_void) -> *mut Tensor;
     ggml_op_name(c_int) -> *const c_char;
     ggml_type_name(c_int) -> *const c_char;
     ggml_type_size(c_int) -> usize;
@@ -135,6 +140,7 @@ functions! {
     ggml_backend_reg_get_proc_address(*mut Registration, *const c_char) -> *mut c_void;
     ggml_backend_get_device(*mut Backend) -> *mut Device;
     ggml_backend_sched_synchronize(*mut Sched);
+    ggml_backend_sched_get_tensor_backend(*mut Sched, *mut Tensor) -> *mut Backend;
     ggml_backend_sched_get_n_backends(*mut Sched) -> c_int;
     ggml_backend_sched_get_backend(*mut Sched, c_int) -> *mut Backend;
 }

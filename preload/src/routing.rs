@@ -1,0 +1,264 @@
+//! The moment at which the routed experts of a layer are known.
+//!
+//! In llama.cpp's graphs, the routed ids are a view of the sorted scores: `src[2]` of each
+//! `GGML_OP_MUL_MAT_ID`. After a graph is allocated, that view is made to call a function
+//! ([`Ggml::call_at_view`]). The CPU backend calls it when the ids are complete and before any
+//! expert of the layer is read, also when the program uses the graph again.
+//!
+//! Each node has a record, which says what the ids are for. Records are kept for the next graph
+//! of the same scheduler and are never freed: a node of a graph that was replaced finds a record
+//! of another node, and is ignored.
+
+use std::ffi::{CStr, c_int, c_void};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use llama_sidecar::experts::{ExpertName, Projection};
+use llama_sidecar::stream::Matrices;
+use llama_sidecar::trace::Ids;
+use parking_lot::Mutex;
+
+use crate::barrier::SLOTS;
+use crate::ggml::{Callback, Ggml, Sched, Tensor};
+use crate::graph::{GraphReads, UsedWeight};
+use crate::models::{self, Model, TensorPointer};
+use crate::sched::Scheduler;
+
+/// The experts that a layer was routed to, before any of them is read.
+pub struct Routed<'a> {
+    /// The model.
+    pub model: &'a Arc<Model>,
+    /// The number of the layer.
+    pub layer: u32,
+    /// Matrices that are in the mapping of their file.
+    pub mapped: Matrices,
+    /// The ids.
+    pub ids: Ids<'a>,
+    /// The input of the router for a single token; `None` for several.
+    pub hidden: Option<&'a [f32]>,
+}
+
+/// What the ids of a node are for.
+struct Record {
+    /// The node. Compared only.
+    node: usize,
+    model: Arc<Model>,
+    layer: u32,
+    /// The matrices of the layer, and where each is while it is in the mapping of its file.
+    matrices: Vec<(Projection, TensorPointer, usize)>,
+    /// The input of the router.
+    hidden: Option<TensorPointer>,
+}
+
+/// A record that a node points to, for as long as the process lives.
+type Place = Mutex<Option<Record>>;
+
+/// The records of each scheduler.
+static PLACES: [Mutex<Vec<&'static Place>>; SLOTS] = [const { Mutex::new(Vec::new()) }; SLOTS];
+
+/// Makes a graph that was allocated call `function` when the ids of a layer are complete.
+/// `function` passes its arguments to [`known`].
+///
+/// # Safety
+///
+/// A scheduler and a graph of this copy, both live; the graph was just allocated.
+pub unsafe fn watch(
+    scheduler: Scheduler,
+    sched: *mut Sched,
+    reads: &GraphReads,
+    on_cpu: bool,
+    function: Callback,
+) {
+    let ggml = scheduler.ggml();
+    let mut places = PLACES[scheduler.number()].lock();
+    let mut used = 0;
+    let experts = reads.weights.iter().filter(|weight| !weight.ids.is_null());
+    for weight in experts {
+        let Some((model, name, mapped)) = expert(weight.tensor) else {
+            continue;
+        };
+        let matrix = (name.projection, TensorPointer(weight.tensor), mapped);
+        let known = places[..used].iter().find_map(|place| {
+            let mut record = place.lock();
+            let record = record.as_mut()?;
+            (record.node == weight.ids as usize).then(|| record.matrices.push(matrix))
+        });
+        if known.is_some() {
+            continue;
+        }
+        if used == places.len() {
+            places.push(Box::leak(Box::default()));
+        }
+        let place = places[used];
+        // SAFETY: as the caller ensures; the place is never freed.
+        let watched = unsafe {
+            (on_cpu || is_on_cpu(ggml, sched, weight.ids))
+                && ggml.call_at_view(weight.ids, function, std::ptr::from_ref(place).cast())
+        };
+        if !watched {
+            note_unknown(ggml, name.layer, weight.ids);
+            continue;
+        }
+        *place.lock() = Some(Record {
+            node: weight.ids as usize,
+            layer: name.layer,
+            matrices: vec![matrix],
+            hidden: router_input(reads, &model, name.layer),
+            model,
+        });
+        used += 1;
+    }
+    for place in &places[used..] {
+        *place.lock() = None;
+    }
+}
+
+/// Returns the model and the name of an expert tensor, and its address if it is in the mapping
+/// of its file, else 0.
+fn expert(tensor: *mut Tensor) -> Option<(Arc<Model>, ExpertName, usize)> {
+    let (model, at) = models::find(tensor)?;
+    let name = ExpertName::parse(model.name(at).to_str().ok()?)?;
+    let instances = &model.tensors[at].instances;
+    let instance = instances
+        .iter()
+        .find(|instance| instance.tensor.0 == tensor)?;
+    let mapped = match instance.mapped {
+        true => instance.original.data as usize,
+        false => 0,
+    };
+    Some((model, name, mapped))
+}
+
+/// Returns the input of the router of a layer.
+fn router_input(reads: &GraphReads, model: &Model, layer: u32) -> Option<TensorPointer> {
+    let is_router = |weight: &&UsedWeight| {
+        let found = models::find(weight.tensor);
+        found.is_some_and(|(of, at)| {
+            let name = model.name(at).to_str();
+            of.number == model.number
+                && name.is_ok_and(|name| name == format!("blk.{layer}.ffn_gate_inp.weight"))
+        })
+    };
+    let router = reads.weights.iter().find(is_router)?;
+    (!router.input.is_null()).then_some(TensorPointer(router.input))
+}
+
+/// Whether the CPU evaluates a node.
+///
+/// # Safety
+///
+/// As for [`watch`].
+unsafe fn is_on_cpu(ggml: &Ggml, sched: *mut Sched, node: *mut Tensor) -> bool {
+    // SAFETY: as the caller ensures.
+    unsafe {
+        let backend = (ggml.f.ggml_backend_sched_get_tensor_backend)(sched, node);
+        !backend.is_null() && ggml.is_cpu((ggml.f.ggml_backend_get_device)(backend))
+    }
+}
+
+fn note_unknown(ggml: &Ggml, layer: u32, ids: *mut Tensor) {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    if !SAID.swap(true, Ordering::Relaxed) {
+        // SAFETY: the ids are a live tensor, and ggml names each of its operations.
+        let op = unsafe {
+            let op = ggml.layout.read(ids, ggml.layout.op);
+            CStr::from_ptr((ggml.f.ggml_op_name)(op)).to_string_lossy()
+        };
+        log::warn!(
+            "layer {layer}: the routed ids come from a GPU or from the operation {op}; the experts of such layers are read as without streaming"
+        );
+    }
+}
+
+/// Calls `report` with the experts of a node whose ids are complete.
+///
+/// # Safety
+///
+/// The arguments of a call that [`watch`] asked for.
+pub unsafe fn known(
+    node: *mut Tensor,
+    thread: c_int,
+    place: *mut c_void,
+    report: impl FnOnce(&Routed<'_>),
+) {
+    if thread != 0 {
+        return;
+    }
+    // SAFETY: a place, which is never freed.
+    let place = unsafe { &*place.cast::<Place>() };
+    let Some(record) = place.try_lock() else {
+        return;
+    };
+    let Some(record) = record
+        .as_ref()
+        .filter(|record| record.node == node as usize)
+    else {
+        return;
+    };
+    let (ggml, layout) = (record.model.ggml, &record.model.ggml.layout);
+    let mut mapped = Matrices::default();
+    for (projection, tensor, address) in &record.matrices {
+        // SAFETY: the graph reads the tensor, which is live.
+        let now: usize = unsafe { layout.read(tensor.0, layout.data) };
+        if now == *address {
+            mapped.insert(*projection);
+        }
+    }
+    // SAFETY: the node is being evaluated: its data is complete, and has the bytes of its
+    // extents. So has the input of the router, which the next nodes read.
+    unsafe {
+        let Some(ids) = ids_of(ggml, node) else {
+            return;
+        };
+        let hidden = record.hidden.filter(|_| ids.tokens == 1);
+        report(&Routed {
+            model: &record.model,
+            layer: record.layer,
+            mapped,
+            ids,
+            hidden: hidden.and_then(|tensor| floats_of(ggml, tensor.0)),
+        });
+    }
+}
+
+/// Returns the ids of a tensor; `None` if there are none.
+///
+/// # Safety
+///
+/// A live tensor of integers in host memory whose data is complete, and stays for `'a`.
+unsafe fn ids_of<'a>(ggml: &Ggml, tensor: *const Tensor) -> Option<Ids<'a>> {
+    let layout = &ggml.layout;
+    // SAFETY: as the caller ensures.
+    unsafe {
+        let ne: [i64; 4] = layout.read(tensor, layout.ne);
+        let nb: [usize; 4] = layout.read(tensor, layout.nb);
+        let data: *const u8 = layout.read(tensor, layout.data);
+        let (used, tokens) = (ne[0].max(0) as usize, ne[1].max(0) as usize);
+        let len = Ids::byte_len(used, tokens, nb[0], nb[1])?;
+        (len > 0 && !data.is_null()).then(|| Ids {
+            bytes: std::slice::from_raw_parts(data, len),
+            used,
+            tokens,
+            used_stride: nb[0],
+            token_stride: nb[1],
+        })
+    }
+}
+
+/// Returns the floats of a vector.
+///
+/// # Safety
+///
+/// A live tensor in host memory whose data is complete, and stays for `'a`.
+unsafe fn floats_of<'a>(ggml: &Ggml, tensor: *const Tensor) -> Option<&'a [f32]> {
+    const F32: i32 = 0;
+    let layout = &ggml.layout;
+    // SAFETY: as the caller ensures.
+    unsafe {
+        let ne: [i64; 4] = layout.read(tensor, layout.ne);
+        let ty: i32 = layout.read(tensor, layout.ty);
+        let data: *const f32 = layout.read(tensor, layout.data);
+        let plain = ty == F32 && ne[1..] == [1; 3] && !data.is_null() && data.is_aligned();
+        plain.then(|| std::slice::from_raw_parts(data, ne[0].max(0) as usize))
+    }
+}
