@@ -5,7 +5,7 @@
 //! ([`Ggml::call_at_view`]). The CPU backend calls it when the ids are complete and before any
 //! expert of the layer is read, also when the program uses the graph again.
 //!
-//! Each node has a record, which says what the ids are for. Records are kept for the next graph
+//! Each node has a record, with what the ids are for. Records are kept for the next graph
 //! of the same scheduler and are never freed: a node of a graph that was replaced finds a record
 //! of another node, and is ignored.
 
@@ -174,7 +174,7 @@ fn note_unknown(ggml: &Ggml, layer: u32, ids: *mut Tensor) {
 ///
 /// # Safety
 ///
-/// The arguments of a call that [`watch`] asked for.
+/// The arguments of a call that [`watch`] requested.
 pub unsafe fn known(
     node: *mut Tensor,
     thread: c_int,

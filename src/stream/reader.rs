@@ -43,8 +43,8 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Returns half of the processors, from 1 to 4: a thread spends most of its time on making
-    /// room in the page cache, at about 1 GB/s.
+    /// Returns half of the processors, from 1 to 4: a thread spends most of its time on freeing
+    /// memory for the page cache, at about 1 GB/s.
     pub fn default_threads() -> usize {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         (processors / 2).clamp(1, 4)
