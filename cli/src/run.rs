@@ -58,6 +58,11 @@ fn argument(flag: &'static str, variable: &'static Variable) -> Arg {
     match variable.kind {
         Kind::Switch => argument.action(ArgAction::SetTrue),
         Kind::Path => value("PATH").value_parser(ValueParser::os_string()),
+        Kind::Choice { values, bare_flag } => value("WHEN")
+            .num_args(0..=1)
+            .require_equals(true)
+            .default_missing_value(bare_flag)
+            .value_parser(values.to_vec()),
         Kind::Level => value("LEVEL").value_parser(["off", "error", "warn", "info", "debug"]),
         Kind::Number { .. } | Kind::Text(_) => {
             value("N").value_parser(move |text: &str| checked(variable, text))

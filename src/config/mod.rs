@@ -48,6 +48,24 @@ pub struct PostFetch {
     pub debug: bool,
 }
 
+/// When routed experts are read from disk as soon as routing is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExpertStream {
+    /// Never.
+    Off,
+    /// While experts are not in memory.
+    Auto,
+    /// Always.
+    On,
+}
+
+impl ExpertStream {
+    /// Returns whether experts may be read that way.
+    pub fn streams(self) -> bool {
+        self != ExpertStream::Off
+    }
+}
+
 /// The settings in force.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
@@ -71,6 +89,8 @@ pub struct Config {
     pub trace_output: Option<PathBuf>,
     /// `LLAMA_EXPERT_TRACE_EVERY_S`; `None` when the trace is written only at exit.
     pub trace_every: Option<Duration>,
+    /// `LLAMA_EXPERT_STREAM`.
+    pub expert_stream: ExpertStream,
     /// `LLAMA_POSTFETCH_*`.
     pub postfetch: PostFetch,
     /// `LLAMA_SIDECAR_SPLIT`, checked and kept as text.
@@ -145,6 +165,7 @@ impl Config {
             trace_per_layer: values.switch("LLAMA_EXPERT_TRACE_PER_LAYER"),
             trace_output: values.path("LLAMA_EXPERT_TRACE_OUTPUT"),
             trace_every: values.interval("LLAMA_EXPERT_TRACE_EVERY_S", Duration::from_secs),
+            expert_stream: values.expert_stream(),
             split: values.text("LLAMA_SIDECAR_SPLIT"),
             cpu_moe: values.switch("LLAMA_SIDECAR_CPU_MOE"),
             override_tensor: values.text("LLAMA_SIDECAR_OVERRIDE_TENSOR"),
@@ -214,6 +235,19 @@ impl<F: Fn(&str) -> Option<OsString>> Values<F> {
 
     fn path(&mut self, name: &str) -> Option<PathBuf> {
         self.get(name, |value| Ok(with_process_id(value)))
+    }
+
+    fn expert_stream(&mut self) -> ExpertStream {
+        let variable = Variable::named("LLAMA_EXPERT_STREAM");
+        let parse = |value: &OsStr| {
+            variable.check(value)?;
+            Ok(match value.as_bytes() {
+                b"on" => ExpertStream::On,
+                b"auto" => ExpertStream::Auto,
+                _ => ExpertStream::Off,
+            })
+        };
+        self.get(variable.name, parse).unwrap_or(ExpertStream::Off)
     }
 
     /// Returns text that is checked and kept as it is.
@@ -343,7 +377,7 @@ mod tests {
         for variable in VARIABLES {
             let value = match variable.kind {
                 Kind::Path | Kind::Switch => continue,
-                Kind::Number { .. } | Kind::Level | Kind::Text(_) => "=",
+                Kind::Number { .. } | Kind::Level | Kind::Choice { .. } | Kind::Text(_) => "=",
             };
             let config = parse(&[(variable.name, value)]);
             let sentence = format!("{}={value:?}: ", variable.name);
@@ -382,6 +416,21 @@ mod tests {
         assert_eq!(config.split.as_deref(), Some(c"3,1"));
         assert_eq!(config.override_tensor.as_deref(), Some(c"attn=1"));
         assert_eq!((config.cpu_moe, config.staging_bytes), (true, 2 << 20));
+    }
+
+    #[test]
+    fn a_choice_is_one_of_its_words() {
+        let values = [
+            ("off", ExpertStream::Off, 0),
+            ("auto", ExpertStream::Auto, 0),
+            ("on", ExpertStream::On, 0),
+            ("ON", ExpertStream::Off, 1),
+        ];
+        for (value, expected, rejected) in values {
+            let config = parse(&[("LLAMA_EXPERT_STREAM", value)]);
+            assert_eq!(config.expert_stream, expected, "{value}");
+            assert_eq!(config.rejected.len(), rejected, "{value}");
+        }
     }
 
     #[test]

@@ -49,6 +49,13 @@ pub enum Kind {
     Path,
     /// A log level.
     Level,
+    /// One of a few words.
+    Choice {
+        /// The words.
+        values: &'static [&'static str],
+        /// Word that the flag of `run` sets when it has no value.
+        bare_flag: &'static str,
+    },
     /// Text that this function accepts, or rejects with the reason.
     Text(fn(&str) -> Result<(), String>),
 }
@@ -141,6 +148,16 @@ pub static VARIABLES: &[Variable] = &[
         kind: number("seconds", 0, u32::MAX as u64),
         help: "drop-in: also write the output at this interval, in seconds; `0`: only at exit",
         flag: Some("expert-trace-every-s"),
+    },
+    Variable {
+        name: "LLAMA_EXPERT_STREAM",
+        default: Value("off"),
+        kind: Kind::Choice {
+            values: &["off", "auto", "on"],
+            bare_flag: "auto",
+        },
+        help: "drop-in: read routed experts from disk as soon as routing is known: `off`, `auto` (while experts are not in memory), `on`",
+        flag: Some("stream-experts"),
     },
     Variable {
         name: "LLAMA_POSTFETCH_ENABLE",
@@ -280,6 +297,10 @@ impl Variable {
             Switch | Path => Ok(()),
             Kind::Number { .. } => self.number(value).map(drop),
             Level => utf8(value).and_then(level).map(drop),
+            Kind::Choice { values, .. } => match values.iter().any(|&word| value == word) {
+                true => Ok(()),
+                false => Err(format!("expected one of {}", values.join(", "))),
+            },
             Text(accept) => utf8(value).and_then(accept),
         }
     }
