@@ -13,6 +13,7 @@ use std::sync::atomic::Ordering;
 use llama_sidecar::gguf::TypeInfo;
 
 use crate::ggml::{BufferType, DEVICE_CPU, Descriptor, Device, Ggml, LAST_PLAIN_DEVICE, Tensor};
+use crate::load;
 use crate::models::{Instance, Model};
 
 /// Tokens of the batch that llama.cpp checks its devices with.
@@ -314,7 +315,9 @@ fn supports(
         }
         let layout = &ggml.layout;
         layout.write(weight, layout.buffer, buffer);
-        let supported = (f.ggml_backend_dev_supports_op)(device, node);
+        (f.ggml_set_name)(weight, (f.ggml_get_name)(instance.tensor.0));
+        let supported = (f.ggml_backend_dev_supports_op)(device, node)
+            && load::kept_out(ggml, device, node).is_none();
         layout.write(weight, layout.buffer, std::ptr::null_mut::<()>());
         (f.ggml_backend_buffer_free)(buffer);
         supported
