@@ -120,7 +120,7 @@ static SET_WARMUP: Redirection = Redirection::of(c"llama_set_warmup");
 
 /// The copy of ggml whose `ggml_backend_dev_supports_op` is redirected.
 static GGML: AtomicPtr<Ggml> = AtomicPtr::new(std::ptr::null_mut());
-/// Bytes that were mapped without `MAP_POPULATE` although the program asked for it.
+/// Bytes that were mapped without `MAP_POPULATE` although the program set the flag.
 static UNREAD: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
