@@ -23,7 +23,7 @@ use llama_sidecar::gguf::GgufFile;
 
 use crate::caller::Caller;
 use crate::capability::Capability;
-use crate::ggml::{Buffer, DEVICE_CPU, Device, Ggml, Tensor};
+use crate::ggml::{Buffer, BufferType, DEVICE_CPU, Device, Ggml, Tensor};
 use crate::loaded;
 use crate::maps;
 use crate::models::{self, Model};
@@ -62,24 +62,16 @@ pub enum ExpertMemory {
 /// Returns where the routed experts of a model are; `None` for a model without experts.
 /// Reads files in `/proc`.
 pub fn expert_memory(model: &Model) -> Option<ExpertMemory> {
-    let mut experts = expert_tensors(model).peekable();
+    let tensors = model.tensors.iter().map(|tensor| &tensor.instances[0]);
+    let mut experts = tensors.filter(|tensor| tensor.has_experts).peekable();
     experts.peek()?;
-    let mapped = experts.find(|&tensor| model.tensors[tensor].instances[0].mapped);
-    Some(match mapped {
+    Some(match experts.find(|tensor| tensor.mapped) {
         None => ExpertMemory::Copied,
-        Some(tensor) => {
-            let address = model.tensors[tensor].instances[0].original.data;
-            match maps::is_locked(address as usize) {
-                true => ExpertMemory::Locked,
-                false => ExpertMemory::Mapped,
-            }
-        }
+        Some(tensor) => match maps::is_locked(tensor.original.data as usize) {
+            true => ExpertMemory::Locked,
+            false => ExpertMemory::Mapped,
+        },
     })
-}
-
-/// Returns the indices of the tensors of routed experts.
-fn expert_tensors(model: &Model) -> impl Iterator<Item = usize> {
-    (0..model.tensors.len()).filter(|&tensor| is_expert(model.name(tensor)))
 }
 
 fn is_expert(name: &CStr) -> bool {
@@ -118,7 +110,7 @@ static MMAP64: Redirection = Redirection::of(c"mmap64");
 static SUPPORTS_OP: Redirection = Redirection::of(c"ggml_backend_dev_supports_op");
 static SET_WARMUP: Redirection = Redirection::of(c"llama_set_warmup");
 
-/// The copy of ggml whose `ggml_backend_dev_supports_op` is redirected.
+/// The copy of ggml whose `ggml_backend_dev_supports_op` is redirected; null before.
 static GGML: AtomicPtr<Ggml> = AtomicPtr::new(std::ptr::null_mut());
 /// Bytes that were mapped without `MAP_POPULATE` although the program set the flag.
 static UNREAD: AtomicU64 = AtomicU64::new(0);
@@ -170,12 +162,12 @@ fn redirect(caller: &Caller, ggml: &'static Ggml) {
             );
         }
         let real = ggml.f.ggml_backend_dev_supports_op as *const () as usize;
-        GGML.store(std::ptr::from_ref(ggml).cast_mut(), Ordering::Release);
-        if !SUPPORTS_OP.install(supports_op as *const () as usize, real, is_llama) {
-            say_once(
-                &ASKED,
-                "cannot change how libllama chooses buffers: experts may be copied out of the mapping; if they are, start the program with --no-repack",
-            );
+        match SUPPORTS_OP.install(supports_op as *const () as usize, real, is_llama) {
+            true => GGML.store(std::ptr::from_ref(ggml).cast_mut(), Ordering::Release),
+            false => say_once(
+                &CHOSEN,
+                "cannot change how libllama chooses buffers, so it may copy experts out of the mapping: start the program without repacking (--no-repack)",
+            ),
         }
         // Programs with a newer llama.cpp do not call it.
         let name = SET_WARMUP.name();
@@ -191,7 +183,7 @@ fn redirect(caller: &Caller, ggml: &'static Ggml) {
 }
 
 static MAPPED: AtomicBool = AtomicBool::new(false);
-static ASKED: AtomicBool = AtomicBool::new(false);
+static CHOSEN: AtomicBool = AtomicBool::new(false);
 static WARMED: AtomicBool = AtomicBool::new(false);
 
 fn say_once(said: &AtomicBool, sentence: &str) {
@@ -279,46 +271,56 @@ unsafe extern "C-unwind" fn supports_op(device: *mut Device, node: *const Tensor
         if !supported || !LOADS_EXPERTS.get() {
             return supported;
         }
-        let ggml = &*GGML.load(Ordering::Acquire);
-        let Some(name) = kept_out(ggml, device, node) else {
+        let Some(ggml) = GGML.load(Ordering::Acquire).as_ref() else {
             return true;
         };
-        models::note_kept_out(name);
+        match refused_weight(ggml, device, node) {
+            Some(name) => models::note_kept_out(name),
+            None => return true,
+        }
         false
     }
 }
 
-/// Returns the name of the weight of an operation if the weight is kept out of its buffer
-/// type: a routed expert in a special buffer type of the CPU, which would hold a copy of it.
+/// Returns the name of the weight of an operation if that is kept out of its buffer type.
 ///
 /// # Safety
 ///
 /// A live device and a live node of this copy of ggml; the weight is live as long as the name.
-pub unsafe fn kept_out<'a>(
+unsafe fn refused_weight<'a>(
     ggml: &Ggml,
     device: *mut Device,
     node: *const Tensor,
 ) -> Option<&'a CStr> {
-    let (f, layout) = (&ggml.f, &ggml.layout);
+    let layout = &ggml.layout;
     // SAFETY: as the caller ensures; sources of a node are live, and so are their buffers.
     unsafe {
         let op: i32 = layout.read(node, layout.op);
-        if op != ggml.ops.mul_mat_id
-            || !streams()
-            || (f.ggml_backend_dev_type)(device) != DEVICE_CPU
-        {
+        if op != ggml.ops.mul_mat_id {
             return None;
         }
         let weight: *mut Tensor = layout.read(node, layout.src);
         let buffer: *mut Buffer = layout.read(weight, layout.buffer);
-        if buffer.is_null()
-            || (f.ggml_backend_buffer_get_type)(buffer) == (f.ggml_backend_cpu_buffer_type)()
-        {
+        if buffer.is_null() {
             return None;
         }
-        let name = CStr::from_ptr((f.ggml_get_name)(weight));
-        is_expert(name).then_some(name)
+        let name = CStr::from_ptr((ggml.f.ggml_get_name)(weight));
+        let buft = (ggml.f.ggml_backend_buffer_get_type)(buffer);
+        let refused = is_expert(name) && keeps_experts_out(ggml, device, buft);
+        refused.then_some(name)
     }
+}
+
+/// Whether routed experts are kept out of a buffer type of a device: a special buffer type of
+/// the CPU would hold a copy of them. False where libllama still chooses such types.
+pub fn keeps_experts_out(ggml: &Ggml, device: *mut Device, buft: *mut BufferType) -> bool {
+    let f = &ggml.f;
+    // SAFETY: a live device; the other function takes nothing.
+    std::ptr::eq(ggml, GGML.load(Ordering::Acquire))
+        && unsafe {
+            (f.ggml_backend_dev_type)(device) == DEVICE_CPU
+                && buft != (f.ggml_backend_cpu_buffer_type)()
+        }
 }
 
 /// Replaces `llama_set_warmup`, which makes evaluations route to all experts.

@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU64, AtomicUsize
 use std::thread::ThreadId;
 
 use llama_sidecar::config::Config;
+use llama_sidecar::experts::ExpertName;
 use llama_sidecar::gguf::{Access, GgufFile};
 use llama_sidecar::protocol::Event;
 use llama_sidecar::reload::{Engine, TrackedFile};
@@ -82,6 +83,8 @@ pub struct Instance {
     pub original_buffer_type: BufferTypePointer,
     /// Whether the program loaded it in the mapping of its file.
     pub mapped: bool,
+    /// Whether it has weights of routed experts, by its name.
+    pub has_experts: bool,
     /// The operation that reads it: [`Instance::op`].
     op: AtomicI32,
     /// An operation that reads it and takes few types: [`Instance::bound_to_type`].
@@ -464,6 +467,9 @@ fn register(load: Load, devices: &[*mut Device]) -> Arc<Model> {
             continue;
         }
         let mapped = is_host && maps.is_of(original.data, &load.files[file]);
+        let header = &load.files[file].header;
+        let name = header.name(&header.tensors[info]).to_str().ok();
+        let has_experts = name.and_then(ExpertName::parse).is_some();
         let at = *by_place.entry((file, info)).or_insert_with(|| {
             tensors.push(ModelTensor {
                 file,
@@ -477,6 +483,7 @@ fn register(load: Load, devices: &[*mut Device]) -> Arc<Model> {
             original,
             original_buffer_type: BufferTypePointer(buft),
             mapped,
+            has_experts,
             op: AtomicI32::new(0),
             bound_to_type: AtomicI32::new(0),
             shared: AtomicBool::new(false),

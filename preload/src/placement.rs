@@ -284,6 +284,10 @@ fn supports(
     device: *mut Device,
 ) -> bool {
     let (f, ops) = (&ggml.f, &ggml.ops);
+    let has_experts = instance.has_experts && op == ops.mul_mat_id;
+    if has_experts && load::keeps_experts_out(ggml, device, buft) {
+        return false;
+    }
     let Some(context) = ggml.context(8) else {
         return false;
     };
@@ -315,9 +319,7 @@ fn supports(
         }
         let layout = &ggml.layout;
         layout.write(weight, layout.buffer, buffer);
-        (f.ggml_set_name)(weight, (f.ggml_get_name)(instance.tensor.0));
-        let supported = (f.ggml_backend_dev_supports_op)(device, node)
-            && load::kept_out(ggml, device, node).is_none();
+        let supported = (f.ggml_backend_dev_supports_op)(device, node);
         layout.write(weight, layout.buffer, std::ptr::null_mut::<()>());
         (f.ggml_backend_buffer_free)(buffer);
         supported
