@@ -2,9 +2,10 @@
 //
 //   host LIBRARIES MODEL
 //
-// Takes the same commands on standard input as hosts/node/host.mjs, and `reload`,
-// which calls llama_reload_changed_tensors where a library has it, as programs made
-// for ik_llama.cpp do. HOST_THREADS sets the number of threads, 1 by default.
+// Takes the same commands on standard input as hosts/node/host.mjs, and two more: `reload`
+// calls llama_reload_changed_tensors where a library has it, as programs made for
+// ik_llama.cpp do; `warmup` evaluates the prompt in the warm-up mode of llama.cpp.
+// HOST_THREADS sets the number of threads, 1 by default.
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -47,6 +48,8 @@ void ggml_backend_load_all_from_path(const char * path);
 
 // ik_llama.cpp has this function; a program may look it up without needing it.
 bool llama_reload_changed_tensors(struct llama_context * context) __attribute__((weak));
+// Later versions of llama.cpp may lack this one.
+void llama_set_warmup(struct llama_context * context, bool warmup) __attribute__((weak));
 
 static struct llama_model * model;
 static struct llama_context * context;
@@ -92,6 +95,16 @@ static void write_tokens(int32_t * tokens, int32_t n_tokens, int count) {
     printf("\n");
 }
 
+// Forgets everything, reads the prompt and writes `count` tokens.
+static void write_text(int count) {
+    static const char prompt[] = "The capital of France is";
+    int32_t tokens[64];
+    const int32_t n_tokens = llama_tokenize(llama_model_get_vocab(model), prompt,
+                                            (int32_t) strlen(prompt), tokens, 64, false, false);
+    llama_memory_clear(llama_get_memory(context), true);
+    write_tokens(tokens, n_tokens, count);
+}
+
 int main(int argc, char ** argv) {
     if (argc != 3) {
         fprintf(stderr, "usage: host LIBRARIES MODEL\n");
@@ -110,13 +123,11 @@ int main(int argc, char ** argv) {
             *argument++ = 0;
         }
         if (strcmp(line, "text") == 0) {
-            static const char prompt[] = "The capital of France is";
-            int32_t tokens[64];
-            const int32_t n_tokens =
-                llama_tokenize(llama_model_get_vocab(model), prompt, (int32_t) strlen(prompt),
-                               tokens, 64, false, false);
-            llama_memory_clear(llama_get_memory(context), true);
-            write_tokens(tokens, n_tokens, atoi(argument));
+            write_text(atoi(argument));
+        } else if (strcmp(line, "warmup") == 0 && llama_set_warmup) {
+            llama_set_warmup(context, true);
+            write_text(1);
+            llama_set_warmup(context, false);
         } else if (strcmp(line, "more") == 0) {
             int32_t token = last;
             write_tokens(&token, 1, atoi(argument));

@@ -208,9 +208,12 @@ impl Caller {
     }
 
     fn among<'a>(&self, objects: &'a [loaded::Object]) -> Option<&'a loaded::Object> {
-        objects
-            .iter()
-            .find(|object| Some(object.place) == self.place)
+        objects.iter().find(|object| self.is(object))
+    }
+
+    /// Whether this is a loaded object.
+    pub fn is(&self, object: &loaded::Object) -> bool {
+        Some(object.place) == self.place
     }
 
     fn resolution(&self, name: &CStr) -> Resolution {

@@ -24,7 +24,7 @@ use crate::ggml::{
 use crate::models::Model;
 use crate::sched::{self, Allocated, Scheduler};
 use crate::thread::{self, Inside};
-use crate::{lifecycle, logits, models, reloader, routing};
+use crate::{lifecycle, load, logits, models, reloader, routing};
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 compile_error!("the drop-in works on Linux x86-64 only");
@@ -291,7 +291,10 @@ fn path_of_stream(stream: *mut libc::FILE) -> Option<std::path::PathBuf> {
 fn opened_file(call: &Call, path: &Path) {
     // The program may change its working directory later.
     if let Ok(path) = std::path::absolute(path) {
-        guarded(|| models::file_opened(call.ggml, &path));
+        guarded(|| {
+            models::file_opened(call.ggml, &path);
+            load::file_opened(call.caller, call.ggml);
+        });
     }
 }
 

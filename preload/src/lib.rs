@@ -14,6 +14,7 @@
 //! | [`reloader`] | hot-swap: what starts reloads, and their results |
 //! | [`store`] | the program's tensors as the reload engine sees them |
 //! | [`placement`] | the buffer type that llama.cpp would have chosen |
+//! | [`load`] | loading a model without reading its experts |
 //! | [`expert_trace`] | the expert trace: which experts evaluations use |
 //! | [`streaming`] | expert streaming: experts from disk as soon as they are routed |
 //! | [`capability`] | the events that are reported to capabilities |
@@ -25,6 +26,7 @@
 //! | [`logits`] | a hash of the output of an evaluation |
 //! | [`barrier`] | switches between evaluations |
 //! | [`caller`] | the object that made a call, and the functions that it meant |
+//! | [`redirect`] | calls of loaded objects that go to the drop-in |
 //! | [`loaded`] | the objects that the dynamic loader has loaded |
 //! | [`ggml`] | a copy of ggml: its functions and the layout of its tensors |
 //! | [`thread`] | threads of the drop-in |
@@ -48,12 +50,14 @@ mod graph;
 mod interpose;
 mod journal;
 mod lifecycle;
+mod load;
 mod loaded;
 mod logits;
 mod maps;
 mod metrics;
 mod models;
 mod placement;
+mod redirect;
 mod reloader;
 mod routing;
 mod sched;

@@ -1,5 +1,5 @@
-//! The objects that the dynamic loader has loaded: their definitions, references and
-//! dependencies.
+//! The objects that the dynamic loader has loaded: their definitions, references,
+//! dependencies, and the slots through which they call functions of other objects.
 //!
 //! Reads their dynamic sections in memory. `dlopen` and `dlsym` are not usable here: both
 //! wait for the loader's lock, which a thread holds while it runs a library's constructor;
@@ -11,6 +11,7 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::hash::{DefaultHasher, Hasher};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use libc::{Elf64_Phdr, Elf64_Sym, dl_phdr_info};
 
@@ -34,6 +35,8 @@ pub struct Object {
     /// The loader's name: a path; null or empty for the main program.
     name: *const c_char,
     base: usize,
+    /// The pages that the loader made read-only after it had filled the slots in them.
+    read_only: (usize, usize),
     tables: Tables,
 }
 
@@ -66,6 +69,14 @@ pub struct Reference {
     pub weak: bool,
     /// The version of the reference.
     pub version: Option<Version>,
+}
+
+/// A word of an object that holds the address of a function. The object calls the function
+/// through it. Valid while the object is loaded.
+#[derive(Debug, Clone, Copy)]
+pub struct Slot {
+    address: usize,
+    read_only: bool,
 }
 
 /// The version of a symbol, by its hash in the file format.
@@ -105,6 +116,8 @@ const LATER_VERSION: u16 = 3;
 const SYMBOL_BYTES: usize = size_of::<Elf64_Sym>();
 /// `struct Elf64_Rela`: offset, info, addend.
 const RELOCATION_BYTES: usize = 24;
+const R_X86_64_GLOB_DAT: u32 = 6;
+const R_X86_64_JUMP_SLOT: u32 = 7;
 
 /// Reads a value of a loaded object.
 ///
@@ -331,12 +344,62 @@ fn headers(info: &dl_phdr_info) -> &[Elf64_Phdr] {
     unsafe { std::slice::from_raw_parts(info.dlpi_phdr, usize::from(info.dlpi_phnum)) }
 }
 
+/// Returns the pages that the loader makes read-only after relocation: first address and end.
+fn read_only_pages(info: &dl_phdr_info) -> (usize, usize) {
+    let headers = headers(info);
+    let part = headers.iter().find(|h| h.p_type == libc::PT_GNU_RELRO);
+    part.map_or((0, 0), |part| {
+        let start = (info.dlpi_addr as usize).wrapping_add(part.p_vaddr as usize);
+        let end = start.wrapping_add(part.p_memsz as usize);
+        (page_of(start), page_of(end))
+    })
+}
+
+/// Returns the first address of the page of an address.
+fn page_of(address: usize) -> usize {
+    address & !(page_bytes() - 1)
+}
+
+fn page_bytes() -> usize {
+    // SAFETY: takes a constant.
+    unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
+}
+
+impl Slot {
+    fn word(&self) -> &AtomicUsize {
+        // SAFETY: slots are aligned words of a loaded object, as the loader itself requires.
+        unsafe { &*(self.address as *const AtomicUsize) }
+    }
+
+    /// Returns the address that it holds. Before the first call through it, that is an address
+    /// in its own object, where the call asks the loader.
+    pub fn get(&self) -> usize {
+        self.word().load(Ordering::Acquire)
+    }
+
+    /// Lets it hold another address; returns whether the page could be written.
+    pub fn set(&self, to: usize) -> bool {
+        let page = page_of(self.address) as *mut c_void;
+        // SAFETY: a page of a loaded object, which keeps its protection.
+        let protect = |access| unsafe { libc::mprotect(page, page_bytes(), access) } == 0;
+        if self.read_only && !protect(libc::PROT_READ | libc::PROT_WRITE) {
+            return false;
+        }
+        self.word().store(to, Ordering::Release);
+        if self.read_only {
+            protect(libc::PROT_READ);
+        }
+        true
+    }
+}
+
 impl Object {
     fn of(info: &dl_phdr_info) -> Object {
         let mut object = Object {
             place: Place::of(info),
             name: info.dlpi_name,
             base: info.dlpi_addr as usize,
+            read_only: read_only_pages(info),
             tables: Tables::default(),
         };
         let dynamic = headers(info).iter().find(|h| h.p_type == libc::PT_DYNAMIC);
@@ -446,9 +509,14 @@ impl Object {
         }
     }
 
+    /// Whether it defines a function of this name.
+    pub fn defines(&self, name: &CStr) -> bool {
+        self.any_definition(name, |_| true)
+    }
+
     /// Whether it defines versions of a function.
     pub fn defines_versions_of(&self, name: &CStr) -> bool {
-        self.tables.defined_versions != 0 && self.any_definition(name, |_| true)
+        self.tables.defined_versions != 0 && self.defines(name)
     }
 
     /// Whether it defines a function of this name at this address.
@@ -582,34 +650,50 @@ impl Object {
 
     /// Returns the reference of this object to a name, if it has one.
     pub fn reference(&self, name: &CStr) -> Option<Reference> {
-        if self.tables.symbols == 0 {
-            return None;
-        }
-        [self.tables.plt_relocations, self.tables.relocations]
+        let (_, _, index) = self.relocations_for(name).next()?;
+        let symbol = self.symbol(index);
+        let version = self.version_index(index) & !VERSION_HIDDEN;
+        Some(Reference {
+            weak: symbol.st_info >> 4 == STB_WEAK,
+            version: match symbol.st_shndx {
+                SHN_UNDEF => self.needed_version(version),
+                _ => self.version_name(version),
+            },
+        })
+    }
+
+    /// Returns the slots through which this object calls the function of a name.
+    pub fn slots(&self, name: &CStr) -> impl Iterator<Item = Slot> {
+        let (start, end) = self.read_only;
+        self.relocations_for(name)
+            .filter(|(_, kind, _)| [R_X86_64_GLOB_DAT, R_X86_64_JUMP_SLOT].contains(kind))
+            .map(move |(offset, ..)| {
+                let address = self.base.wrapping_add(offset);
+                Slot {
+                    address,
+                    read_only: (start..end).contains(&address),
+                }
+            })
+            .filter(|slot| self.contains(slot.address))
+    }
+
+    /// Returns the relocations for a name: offset of the slot, kind, and index of the symbol.
+    fn relocations_for(&self, name: &CStr) -> impl Iterator<Item = (usize, u32, usize)> {
+        let tables = [self.tables.plt_relocations, self.tables.relocations];
+        tables
             .into_iter()
-            .filter(|table| table.start != 0)
+            .filter(|table| table.start != 0 && self.tables.symbols != 0)
             .flat_map(|table| {
                 let count = table.bytes / RELOCATION_BYTES;
                 (0..count).map(move |number| table.start + number * RELOCATION_BYTES)
             })
-            .find_map(|relocation| {
-                // SAFETY: within the table; the symbol's index is the upper half of info.
-                let index = unsafe { read::<u64>(relocation + 8) >> 32 } as usize;
-                if index == 0 {
-                    return None;
-                }
-                let symbol = self.symbol(index);
-                if self.string(symbol.st_name as usize) != name {
-                    return None;
-                }
-                let version = self.version_index(index) & !VERSION_HIDDEN;
-                Some(Reference {
-                    weak: symbol.st_info >> 4 == STB_WEAK,
-                    version: match symbol.st_shndx {
-                        SHN_UNDEF => self.needed_version(version),
-                        _ => self.version_name(version),
-                    },
-                })
+            .map(|relocation| {
+                // SAFETY: within the table; info is the symbol's index and the kind.
+                unsafe { (read::<usize>(relocation), read::<u64>(relocation + 8)) }
+            })
+            .map(|(offset, info)| (offset, info as u32, (info >> 32) as usize))
+            .filter(move |&(_, _, index)| {
+                index != 0 && self.string(self.symbol(index).st_name as usize) == name
             })
     }
 

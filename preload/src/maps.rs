@@ -6,6 +6,34 @@ use std::os::unix::ffi::OsStrExt;
 
 use llama_sidecar::gguf::GgufFile;
 
+/// Whether an address is in memory that is locked (`mlock`).
+pub fn is_locked(address: usize) -> bool {
+    // smaps counts the pages of each mapping, which takes long.
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let locked = status.lines().find_map(|line| line.strip_prefix("VmLck:"));
+    if locked.is_some_and(|size| size.trim().starts_with("0 ")) {
+        return false;
+    }
+    let text = std::fs::read("/proc/self/smaps").unwrap_or_default();
+    let mut here = false;
+    for line in text.split(|&byte| byte == b'\n') {
+        if let Some(range) = range_of(line) {
+            here = range.contains(&address);
+        } else if here && line.starts_with(b"VmFlags:") {
+            return line.split(|&byte| byte == b' ').any(|flag| flag == b"lo");
+        }
+    }
+    false
+}
+
+/// Returns the addresses at the start of a line; `None` where a line has none.
+fn range_of(line: &[u8]) -> Option<Range<usize>> {
+    let first = line.split(|&byte| byte == b' ').next()?;
+    let (start, end) = std::str::from_utf8(first).ok()?.split_once('-')?;
+    let address = |text: &str| usize::from_str_radix(text, 16).ok();
+    Some(address(start)?..address(end)?)
+}
+
 /// Mapped files: addresses, inode and path.
 pub struct Maps(Vec<(Range<usize>, u64, Vec<u8>)>);
 
@@ -16,11 +44,9 @@ impl Maps {
         let line = |line: &[u8]| {
             let fields: Vec<&[u8]> = line.splitn(6, |&byte| byte == b' ').collect();
             let text = |at: usize| std::str::from_utf8(fields.get(at)?).ok();
-            let (start, end) = text(0)?.split_once('-')?;
-            let address = |text: &str| usize::from_str_radix(text, 16).ok();
             let inode = text(4)?.parse().ok()?;
             let path = fields.get(5)?.trim_ascii().to_vec();
-            Some((address(start)?..address(end)?, inode, path))
+            Some((range_of(line)?, inode, path))
         };
         Maps(text.split(|&byte| byte == b'\n').filter_map(line).collect())
     }

@@ -8,8 +8,8 @@
 //! memory.
 
 use std::cell::Cell;
-use std::collections::HashMap;
-use std::ffi::CStr;
+use std::collections::{BTreeSet, HashMap};
+use std::ffi::{CStr, CString};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU64, AtomicUsize
 use std::thread::ThreadId;
 
 use llama_sidecar::config::Config;
+use llama_sidecar::experts::ExpertName;
 use llama_sidecar::gguf::{Access, GgufFile};
 use llama_sidecar::protocol::Event;
 use llama_sidecar::reload::{Engine, TrackedFile};
@@ -43,6 +44,8 @@ pub struct Model {
     pub engine: Engine,
     /// Whether the program uses special buffer types of the CPU for its tensors, once known.
     pub special_types: OnceCell<bool>,
+    /// Names of the tensors that were kept out of special buffer types: [`note_kept_out`].
+    pub kept_out: BTreeSet<CString>,
     /// The devices that evaluate it, the CPU last.
     pub devices: Vec<DevicePointer>,
     /// False after the program freed any of its memory.
@@ -80,6 +83,8 @@ pub struct Instance {
     pub original_buffer_type: BufferTypePointer,
     /// Whether the program loaded it in the mapping of its file.
     pub mapped: bool,
+    /// Whether it has weights of routed experts, by its name.
+    pub has_experts: bool,
     /// The operation that reads it: [`Instance::op`].
     op: AtomicI32,
     /// An operation that reads it and takes few types: [`Instance::bound_to_type`].
@@ -119,6 +124,7 @@ struct Load {
     files: Vec<GgufFile>,
     /// For each tensor: its buffer, its file and its index in the header.
     tensors: Vec<(TensorPointer, usize, usize, usize)>,
+    kept_out: BTreeSet<CString>,
 }
 
 static LOADS: Mutex<Vec<Load>> = Mutex::new(Vec::new());
@@ -254,6 +260,7 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
         && !gguf.is_further_shard()
     {
         load.files.clear();
+        load.kept_out.clear();
     }
     if gguf.header.tensors.is_empty() {
         return;
@@ -272,6 +279,7 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
                 ggml,
                 files: vec![gguf],
                 tensors: Vec::new(),
+                kept_out: BTreeSet::new(),
             });
         }
     }
@@ -284,6 +292,24 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
 /// Whether tensors that are given memory on this thread may be weights.
 pub fn is_loading() -> bool {
     LOADING.get()
+}
+
+/// Calls `work` with the files of the model that this thread loads; none before it opens one.
+pub fn opened_files<R>(work: impl FnOnce(&[GgufFile]) -> R) -> R {
+    let thread = std::thread::current().id();
+    let loads = LOADS.lock();
+    let load = loads.iter().rev().find(|load| load.thread == thread);
+    work(load.map_or(&[], |load| &load.files))
+}
+
+/// Records that a tensor of the model that this thread loads is kept out of a special buffer
+/// type, although the program would have used that type.
+pub fn note_kept_out(name: &CStr) {
+    let thread = std::thread::current().id();
+    let mut loads = LOADS.lock();
+    if let Some(load) = loads.iter_mut().rev().find(|load| load.thread == thread) {
+        load.kept_out.insert(name.to_owned());
+    }
 }
 
 /// Records a tensor that was given memory on this thread.
@@ -441,6 +467,9 @@ fn register(load: Load, devices: &[*mut Device]) -> Arc<Model> {
             continue;
         }
         let mapped = is_host && maps.is_of(original.data, &load.files[file]);
+        let header = &load.files[file].header;
+        let name = header.name(&header.tensors[info]).to_str().ok();
+        let has_experts = name.and_then(ExpertName::parse).is_some();
         let at = *by_place.entry((file, info)).or_insert_with(|| {
             tensors.push(ModelTensor {
                 file,
@@ -454,6 +483,7 @@ fn register(load: Load, devices: &[*mut Device]) -> Arc<Model> {
             original,
             original_buffer_type: BufferTypePointer(buft),
             mapped,
+            has_experts,
             op: AtomicI32::new(0),
             bound_to_type: AtomicI32::new(0),
             shared: AtomicBool::new(false),
@@ -472,6 +502,7 @@ fn register(load: Load, devices: &[*mut Device]) -> Arc<Model> {
         tensors,
         engine,
         special_types: OnceCell::new(),
+        kept_out: load.kept_out,
         devices: devices
             .iter()
             .map(|&device| DevicePointer(device))

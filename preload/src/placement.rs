@@ -13,6 +13,7 @@ use std::sync::atomic::Ordering;
 use llama_sidecar::gguf::TypeInfo;
 
 use crate::ggml::{BufferType, DEVICE_CPU, Descriptor, Device, Ggml, LAST_PLAIN_DEVICE, Tensor};
+use crate::load;
 use crate::models::{Instance, Model};
 
 /// Tokens of the batch that llama.cpp checks its devices with.
@@ -283,6 +284,10 @@ fn supports(
     device: *mut Device,
 ) -> bool {
     let (f, ops) = (&ggml.f, &ggml.ops);
+    let has_experts = instance.has_experts && op == ops.mul_mat_id;
+    if has_experts && load::keeps_experts_out(ggml, device, buft) {
+        return false;
+    }
     let Some(context) = ggml.context(8) else {
         return false;
     };

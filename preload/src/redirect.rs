@@ -1,0 +1,76 @@
+//! Calls of loaded objects that go to a function of the drop-in.
+//!
+//! An exported name replaces a function in every program that loads this library, also in
+//! those without llama.cpp. A redirection changes the slots through which certain objects
+//! call a function, from when it is needed: `mmap` of one library, for example.
+
+use std::ffi::CStr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::loaded::{self, Object};
+
+/// A function whose calls are redirected.
+pub struct Redirection {
+    name: &'static CStr,
+    /// The function that the calls reached before; 0 while none is redirected.
+    before: AtomicUsize,
+}
+
+impl Redirection {
+    /// The redirection of a function that does nothing yet.
+    pub const fn of(name: &'static CStr) -> Redirection {
+        Redirection {
+            name,
+            before: AtomicUsize::new(0),
+        }
+    }
+
+    /// Returns the name of the function.
+    pub fn name(&self) -> &'static CStr {
+        self.name
+    }
+
+    /// Returns the function that the calls reached before.
+    pub fn before(&self) -> usize {
+        self.before.load(Ordering::Acquire)
+    }
+
+    /// Lets the chosen objects call `to`. Returns whether any object calls it now.
+    ///
+    /// `real` is the function of slots that the loader has not filled yet. Slots that hold
+    /// another function than earlier ones keep it: there is one function to go on to.
+    ///
+    /// # Safety
+    ///
+    /// `to` and `real` have the type of the function, and the chosen objects stay loaded.
+    pub unsafe fn install(
+        &self,
+        to: usize,
+        real: usize,
+        mut chosen: impl FnMut(&Object) -> bool,
+    ) -> bool {
+        let installed = loaded::look(|objects, _| {
+            let mut any = false;
+            for object in objects.iter().filter(|object| chosen(object)) {
+                for slot in object.slots(self.name) {
+                    let found = slot.get();
+                    let function = match object.contains(found) {
+                        true => real,
+                        false => found,
+                    };
+                    any |= found == to || self.goes_on_to(function) && slot.set(to);
+                }
+            }
+            any
+        });
+        installed == Some(true)
+    }
+
+    /// Notes the function that is called after the replacement; false if that is another one
+    /// already. Done before the first slot is changed: a call may come at once.
+    fn goes_on_to(&self, function: usize) -> bool {
+        let (set, get) = (Ordering::AcqRel, Ordering::Acquire);
+        let noted = self.before.compare_exchange(0, function, set, get);
+        function != 0 && noted.map_or_else(|before| before == function, |_| true)
+    }
+}
