@@ -9,7 +9,7 @@
 //   force N   evaluates the next N tokens of a fixed text, one at a time; the answer
 //             has the ms of a token, its major page faults and a hash of all logits
 //   prefill N evaluates the first N tokens of the text in one batch; `force` goes on
-//             behind them
+//             after them
 //
 // HOST_THREADS sets the number of threads, 1 by default, and HOST_CONTEXT the size of the
 // context, 256 by default. HOST_ROUTES names a file for the experts of each evaluation: a

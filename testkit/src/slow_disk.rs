@@ -139,7 +139,7 @@ impl SlowDisk {
     /// Cuts the file to a size, or gives its bytes back.
     pub fn set_size(&self, size: u64) -> std::io::Result<()> {
         self.control.size.store(size, Ordering::SeqCst);
-        // The kernel asks for the size, and drops the pages behind it.
+        // The kernel reads the size, and drops the pages after it.
         let seen = std::fs::metadata(self.path())?.len();
         assert_eq!(seen, size, "the size is not cached");
         Ok(())

@@ -13,6 +13,10 @@ use super::control::{Control, SharedControl};
 use super::fuse::{self, Connection, ReadRequest};
 use super::{FILE, mount_point};
 
+/// How long before its time the sleep before an answer ends. A virtual machine takes about this
+/// long to run a thread again.
+const WAKING_NS: u64 = 50_000;
+
 /// A read with the time at which its answer is due.
 struct Due {
     request: ReadRequest,
@@ -99,7 +103,7 @@ fn answer(connection: &Connection, bytes: &[u8], control: &Control, due: Receive
         fails,
     } in due
     {
-        sleep_until(at_ns);
+        wait_until(at_ns);
         control
             .late_ns
             .fetch_add(now_ns().saturating_sub(at_ns), Ordering::SeqCst);
@@ -131,23 +135,23 @@ fn now_ns() -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-fn sleep_until(at_ns: u64) {
-    let time = libc::timespec {
-        tv_sec: (at_ns / 1_000_000_000) as i64,
-        tv_nsec: (at_ns % 1_000_000_000) as i64,
+/// Sleeps until shortly before a time, and spins for the rest.
+fn wait_until(at_ns: u64) {
+    let wake_ns = at_ns - WAKING_NS;
+    let wake = libc::timespec {
+        tv_sec: (wake_ns / 1_000_000_000) as i64,
+        tv_nsec: (wake_ns % 1_000_000_000) as i64,
     };
-    loop {
-        // SAFETY: a valid struct; the rest of the time is not wanted.
-        let code = unsafe {
-            libc::clock_nanosleep(
-                libc::CLOCK_MONOTONIC,
-                libc::TIMER_ABSTIME,
-                &time,
-                std::ptr::null_mut(),
-            )
-        };
-        if code != libc::EINTR {
-            return;
-        }
+    // SAFETY: a valid struct; the rest of an interrupted sleep is spent spinning.
+    unsafe {
+        libc::clock_nanosleep(
+            libc::CLOCK_MONOTONIC,
+            libc::TIMER_ABSTIME,
+            &wake,
+            std::ptr::null_mut(),
+        )
+    };
+    while now_ns() < at_ns {
+        std::hint::spin_loop();
     }
 }
