@@ -2,6 +2,7 @@
 //! page faults of a token, time until the first token.
 //!
 //! Run it with `cargo xtask bench stream`; `cargo bench --bench stream -- --quick` is a short form.
+//! Each argument `--with=NAME=VALUE,NAME=VALUE` adds a run with these variables of the drop-in.
 //! The program is `hosts/c/host.c` with one thread, in a control group with a limit of memory.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -19,22 +20,48 @@ use testkit::slow_disk::{SlowDisk, Speed};
 
 /// What the program is run with.
 struct Way {
-    label: &'static str,
+    label: String,
     /// Variables of the drop-in, or nothing where it is absent.
-    variables: Option<&'static [(&'static str, &'static str)]>,
+    drop_in: DropIn,
 }
 
-/// The first is what the others are compared with.
-const WAYS: [Way; 2] = [
-    Way {
-        label: "stock",
-        variables: None,
-    },
-    Way {
-        label: "streaming",
-        variables: Some(&[("LLAMA_EXPERT_STREAM", "on")]),
-    },
-];
+/// What is compared: the first with each of the others.
+fn ways(arguments: &[String]) -> Vec<Way> {
+    let with = arguments
+        .iter()
+        .filter_map(|argument| argument.strip_prefix("--with="));
+    let mut ways = vec![
+        Way {
+            label: "stock".into(),
+            drop_in: DropIn::Absent,
+        },
+        Way::new("streaming", "LLAMA_EXPERT_STREAM=on"),
+    ];
+    ways.extend(with.map(|variables| Way::new(variables, variables)));
+    ways
+}
+
+impl Way {
+    /// The drop-in with variables that are separated by commas.
+    fn new(label: &str, variables: &str) -> Way {
+        let common = "LLAMA_HOTSWAP_ENABLED=0,LLAMA_SIDECAR_LOG=warn";
+        let all = common.split(',').chain(variables.split(','));
+        let parts = all.map(|variable| variable.split_once('=').expect("NAME=VALUE"));
+        // Their names live as long as the program.
+        let named = parts.map(|(name, value)| (&*name.to_owned().leak(), value.to_owned()));
+        Way {
+            label: label.into(),
+            drop_in: DropIn::On(named.collect()),
+        }
+    }
+
+    fn start(&self, model: &Path, set: impl FnOnce(&mut Command)) -> Host {
+        Host::start_with(Program::C, model, &self.drop_in, |command| {
+            command.env("HOST_CONTEXT", "512");
+            set(command);
+        })
+    }
+}
 
 /// A disk, and the share of the model that fits into memory, in percent.
 const DISKS: [(Speed, u64); 3] = [
@@ -84,8 +111,10 @@ const QUICK: Amount = Amount {
 };
 
 fn main() {
-    let quick = std::env::args().any(|argument| argument == "--quick");
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let quick = arguments.iter().any(|argument| argument == "--quick");
     let amount = if quick { QUICK } else { FULL };
+    let ways = ways(&arguments);
     let model = large_model();
     println!("### A model larger than memory\n");
     let disk = SlowDisk::mount(&model, DISKS[0].0).and_then(|disk| {
@@ -98,29 +127,10 @@ fn main() {
         Err(reason) => return println!("Skipped: {reason}.\n"),
     };
     let parts = Parts::of(&model);
-    let reference = reference(&model, &amount);
-    slow(&disk, &parts, &reference, &amount);
+    let reference = reference(&ways[0], &model, &amount);
+    slow(&disk, &ways, &parts, &reference, &amount);
     drop(disk);
-    resident(&model, &amount);
-}
-
-/// Starts the program in a way.
-fn start(way: &Way, model: &Path, set: impl FnOnce(&mut Command)) -> Host {
-    let drop_in = way.variables.map_or(DropIn::Absent, |variables| {
-        let common = [
-            ("LLAMA_HOTSWAP_ENABLED", "0"),
-            ("LLAMA_SIDECAR_LOG", "warn"),
-        ];
-        let all = common.iter().chain(variables);
-        DropIn::On(
-            all.map(|(name, value)| (*name, (*value).to_owned()))
-                .collect(),
-        )
-    });
-    Host::start_with(Program::C, model, &drop_in, |command| {
-        command.env("HOST_CONTEXT", "512");
-        set(command);
-    })
+    resident(&ways, &model, &amount);
 }
 
 /// The answer of the program to `force` and `prefill`.
@@ -214,9 +224,9 @@ struct Reference {
     ms_per_token: f64,
 }
 
-fn reference(model: &Path, amount: &Amount) -> Reference {
+fn reference(stock: &Way, model: &Path, amount: &Amount) -> Reference {
     let file = tempfile::NamedTempFile::new().expect("a folder");
-    let mut traced = start(&WAYS[0], model, |command| {
+    let mut traced = stock.start(model, |command| {
         command.env("HOST_ROUTES", file.path());
     });
     let expected = hashes(&evaluate(&mut traced, amount));
@@ -232,7 +242,7 @@ fn reference(model: &Path, amount: &Amount) -> Reference {
         let route = routes.last_mut().expect("an evaluation");
         route.entry(layer).or_default().extend(numbers);
     }
-    let mut host = start(&WAYS[0], model, |_| {});
+    let mut host = stock.start(model, |_| {});
     assert_eq!(hashes(&evaluate(&mut host, amount)), expected);
     let fastest = (0..5).map(|_| {
         ask(&mut host, "prefill", 8);
@@ -299,7 +309,7 @@ struct Figures {
 }
 
 /// Measures each way on each disk, alternating.
-fn slow(disk: &SlowDisk, parts: &Parts, reference: &Reference, amount: &Amount) {
+fn slow(disk: &SlowDisk, ways: &[Way], parts: &Parts, reference: &Reference, amount: &Amount) {
     println!(
         "A mixture of 64 experts, 4 per token, {:.1} GB, on a disk with a latency and a bandwidth; memory for a share of the model, nothing in the page cache at the start, {READ_AHEAD_KB} KB read-ahead, one thread. First token: from the start of the process. Prefill: {} tokens at a time. Then {} tokens one by one, and the {} that are measured. Medians of {}, alternating; the logits are the same as those with everything in memory, where a token takes {:.1} ms (the fastest of 5 texts). LRU: what an exact LRU in the same memory reads. Limit: the longer of the computation, and the bytes of the LRU at the disk's bandwidth with one latency for each layer that misses an expert.\n",
         parts.all as f64 / 1e9,
@@ -316,10 +326,10 @@ fn slow(disk: &SlowDisk, parts: &Parts, reference: &Reference, amount: &Amount) 
     for (speed, percent) in amount.disks {
         disk.set_speed(*speed);
         let limit = parts.all * percent / 100;
-        let mut figures: [Figures; WAYS.len()] = Default::default();
+        let mut figures: Vec<Figures> = ways.iter().map(|_| Figures::default()).collect();
         let mut private = 0;
         for _ in 0..amount.rounds {
-            for (figures, way) in figures.iter_mut().zip(&WAYS) {
+            for (figures, way) in figures.iter_mut().zip(ways) {
                 private = measure(disk, limit, way, reference, amount, figures);
             }
         }
@@ -330,7 +340,7 @@ fn slow(disk: &SlowDisk, parts: &Parts, reference: &Reference, amount: &Amount) 
             + lru.layers * speed.latency.as_secs_f64() * 1e3;
         let limit_ms = reference.ms_per_token.max(reading_ms);
         let mut stock = None;
-        for (figures, way) in figures.iter_mut().zip(&WAYS) {
+        for (figures, way) in figures.iter_mut().zip(ways) {
             let ms = median(&mut figures.ms);
             let mb = median(&mut figures.mb);
             let stock = *stock.get_or_insert(ms);
@@ -371,7 +381,7 @@ fn measure(
     disk.drop_cache().expect("no process has mapped the file");
     let group = MemoryLimit::new(limit).unwrap_or_else(|reason| panic!("{reason}"));
     let began = Instant::now();
-    let mut host = start(way, &disk.path(), |command| group.apply(command));
+    let mut host = way.start(&disk.path(), |command| group.apply(command));
     let first = ask(&mut host, "force", 1);
     figures.first_token_s.push(began.elapsed().as_secs_f64());
     let prefill = ask(&mut host, "prefill", amount.prefill);
@@ -391,7 +401,7 @@ fn measure(
 }
 
 /// Compares the ways with everything in memory, on the real disk.
-fn resident(model: &Path, amount: &Amount) {
+fn resident(ways: &[Way], model: &Path, amount: &Amount) {
     const TOKENS: usize = 32;
     println!("### A model in memory\n");
     println!(
@@ -400,8 +410,11 @@ fn resident(model: &Path, amount: &Amount) {
     );
     println!("| with | ms/token | ratio of tokens/s |");
     println!("|---|---|---|");
-    let mut hosts = WAYS.each_ref().map(|way| start(way, model, |_| {}));
-    let mut times = [const { Vec::new() }; WAYS.len()];
+    let mut hosts = ways
+        .iter()
+        .map(|way| way.start(model, |_| {}))
+        .collect::<Vec<_>>();
+    let mut times = vec![Vec::new(); ways.len()];
     for round in 0..amount.resident_rounds + 1 {
         for turn in 0..hosts.len() {
             let at = (round + turn) % hosts.len();
@@ -413,7 +426,7 @@ fn resident(model: &Path, amount: &Amount) {
             }
         }
     }
-    for (at, way) in WAYS.iter().enumerate() {
+    for (at, way) in ways.iter().enumerate() {
         let mut ratios: Vec<f64> = (0..amount.resident_rounds)
             .map(|round| times[0][round] / times[at][round])
             .collect();
