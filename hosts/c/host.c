@@ -2,15 +2,27 @@
 //
 //   host LIBRARIES MODEL
 //
-// Takes the same commands on standard input as hosts/node/host.mjs, and two more: `reload`
-// calls llama_reload_changed_tensors where a library has it, as programs made for
-// ik_llama.cpp do; `warmup` evaluates the prompt in the warm-up mode of llama.cpp.
-// HOST_THREADS sets the number of threads, 1 by default.
+// Takes the same commands on standard input as hosts/node/host.mjs, and
+//
+//   reload    calls llama_reload_changed_tensors where a library has it, as programs
+//             made for ik_llama.cpp do
+//   warmup    evaluates the prompt in the warm-up mode of llama.cpp
+//   force N   evaluates the next N tokens of a fixed text, one at a time; the answer
+//             has the ms of a token, its major page faults and a hash of all logits
+//   prefill N evaluates the first N tokens of the text in one batch; `force` goes on
+//             after them
+//
+// HOST_THREADS sets the number of threads, 1 by default, and HOST_CONTEXT the size of the
+// context, 256 by default. HOST_ROUTES names a file for the experts of each evaluation: a
+// line `evaluation`, and one line for each layer and token, the layer before the experts.
+#include <inttypes.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
+#include <time.h>
 
 // From llama.h, as far as it is used. Parameters are passed and returned by value;
 // these are larger than the library's structs, which read and write only their own
@@ -45,6 +57,9 @@ void llama_free(struct llama_context * context);
 void llama_model_free(struct llama_model * model);
 void llama_log_set(void (*callback)(int, const char *, void *), void * user_data);
 void ggml_backend_load_all_from_path(const char * path);
+struct ggml_tensor;
+const char * ggml_get_name(const struct ggml_tensor * tensor);
+void ggml_backend_tensor_get(const struct ggml_tensor * tensor, void * data, size_t offset, size_t size);
 
 // ik_llama.cpp has this function; a program may look it up without needing it.
 bool llama_reload_changed_tensors(struct llama_context * context) __attribute__((weak));
@@ -54,9 +69,42 @@ void llama_set_warmup(struct llama_context * context, bool warmup) __attribute__
 static struct llama_model * model;
 static struct llama_context * context;
 static int32_t last;
+static FILE * routes;
+// The tokens of the fixed text.
+static int32_t text[4096];
+static int32_t n_text;
+// The token of the text that `force` evaluates next.
+static int32_t next;
 
 static void quiet(int level, const char * text, void * user_data) {
     (void) level, (void) text, (void) user_data;
+}
+
+// Writes the experts of a layer. llama.cpp calls it before each node, whether the node is of
+// interest, and after those that are.
+static bool write_route(struct ggml_tensor * tensor, bool ask, void * user_data) {
+    (void) user_data;
+    static const char topk[] = "ffn_moe_topk-";
+    const char * name = ggml_get_name(tensor);
+    if (strncmp(name, topk, strlen(topk)) != 0) {
+        return !ask;
+    }
+    if (ask) {
+        return true;
+    }
+    // Places in struct ggml_tensor, as in hosts/python/host.py.
+    const int64_t * ne = (const int64_t *) ((const char *) tensor + 16);
+    const size_t * nb = (const size_t *) ((const char *) tensor + 48);
+    for (int64_t token = 0; token < ne[1]; token++) {
+        fputs(name + strlen(topk), routes);
+        for (int64_t place = 0; place < ne[0]; place++) {
+            int32_t expert;
+            ggml_backend_tensor_get(tensor, &expert, token * nb[1] + place * nb[0], sizeof(expert));
+            fprintf(routes, " %" PRId32, expert);
+        }
+        fputc('\n', routes);
+    }
+    return true;
 }
 
 static void load(const char * path) {
@@ -68,9 +116,84 @@ static void load(const char * path) {
     }
     // Threads of ggml spin while they wait: several of them are slow on busy cores.
     const char * threads = getenv("HOST_THREADS");
-    params.words[0] = 256; // n_ctx
+    const char * size = getenv("HOST_CONTEXT");
+    params.words[0] = size ? (uint32_t) atoi(size) : 256; // n_ctx
     params.words[7] = params.words[8] = threads ? (uint32_t) atoi(threads) : 1; // n_threads, n_threads_batch
+    if (routes) {
+        bool (*callback)(struct ggml_tensor *, bool, void *) = write_route;
+        memcpy(&params.words[22], &callback, sizeof(callback)); // cb_eval
+    }
     context = llama_init_from_model(model, params);
+}
+
+static double now_ms(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1e3 + time.tv_nsec / 1e6;
+}
+
+static long major_faults(void) {
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    return usage.ru_majflt;
+}
+
+static int by_size(const void * a, const void * b) {
+    const double x = *(const double *) a, y = *(const double *) b;
+    return (x > y) - (x < y);
+}
+
+static void read_text(void) {
+    static char bytes[1 << 14];
+    FILE * file = fopen(TEXT, "r");
+    const size_t len = file ? fread(bytes, 1, sizeof(bytes), file) : 0;
+    if (file) {
+        fclose(file);
+    }
+    n_text = llama_tokenize(llama_model_get_vocab(model), bytes, (int32_t) len, text,
+                            sizeof(text) / sizeof(*text), false, false);
+}
+
+// Evaluates the next tokens of the text, so many at a time, and writes the answer of `force`.
+static void evaluate_text(int32_t count, int32_t at_a_time) {
+    static double ms[sizeof(text) / sizeof(*text)];
+    const int32_t size = llama_vocab_n_tokens(llama_model_get_vocab(model));
+    if (count < 1 || count > n_text - next) {
+        fprintf(stderr, "%d tokens of the text are left\n", n_text - next);
+        exit(1);
+    }
+    const int32_t evaluations = count / at_a_time;
+    const long faults = major_faults();
+    double sum = 0;
+    // FNV-1a, by words.
+    uint64_t hash = 0xcbf29ce484222325;
+    for (int32_t i = 0; i < evaluations; i++) {
+        if (routes) {
+            fputs("evaluation\n", routes);
+        }
+        const double began = now_ms();
+        const int32_t code = llama_decode(context, llama_batch_get_one(text + next, at_a_time));
+        const float * logits = llama_get_logits_ith(context, -1);
+        ms[i] = now_ms() - began;
+        if (code != 0) {
+            fprintf(stderr, "llama_decode failed\n");
+            exit(1);
+        }
+        sum += ms[i];
+        next += at_a_time;
+        for (int32_t token = 0; token < size; token++) {
+            uint32_t bits;
+            memcpy(&bits, &logits[token], sizeof(bits));
+            hash = (hash ^ bits) * 0x100000001b3;
+        }
+    }
+    const double faults_each = (double) (major_faults() - faults) / evaluations;
+    qsort(ms, (size_t) evaluations, sizeof(*ms), by_size);
+    if (routes) {
+        fflush(routes);
+    }
+    printf("median_ms %.3f mean_ms %.3f faults %.1f hash %016" PRIx64 "\n", ms[evaluations / 2],
+           sum / evaluations, faults_each, hash);
 }
 
 // Reads the tokens and writes `count` more, each the most likely one.
@@ -111,6 +234,11 @@ int main(int argc, char ** argv) {
         return 2;
     }
     llama_log_set(quiet, NULL);
+    const char * path = getenv("HOST_ROUTES");
+    if (path && !(routes = fopen(path, "w"))) {
+        fprintf(stderr, "cannot write %s\n", path);
+        return 1;
+    }
     ggml_backend_load_all_from_path(argv[1]);
     load(argv[2]);
     setvbuf(stdout, NULL, _IOLBF, 0);
@@ -131,6 +259,16 @@ int main(int argc, char ** argv) {
         } else if (strcmp(line, "more") == 0) {
             int32_t token = last;
             write_tokens(&token, 1, atoi(argument));
+        } else if (strcmp(line, "force") == 0 || strcmp(line, "prefill") == 0) {
+            const int32_t count = atoi(argument);
+            if (!n_text) {
+                read_text();
+            }
+            if (*line == 'p') {
+                llama_memory_clear(llama_get_memory(context), true);
+                next = 0;
+            }
+            evaluate_text(count, *line == 'p' ? count : 1);
         } else if (strcmp(line, "reload") == 0) {
             puts(llama_reload_changed_tensors == NULL           ? "no such function"
                  : llama_reload_changed_tensors(context) ? "changed"

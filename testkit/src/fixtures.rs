@@ -28,6 +28,19 @@ pub fn fixture(name: &str) -> PathBuf {
     path
 }
 
+/// The fixture of 3.2 GB, a mixture of 64 experts of which each token uses 4; for benches only.
+///
+/// Panics with the command that makes it when it is not there.
+pub fn large_model() -> PathBuf {
+    let path = cache().join("fixtures/moe64.gguf");
+    assert!(
+        path.exists(),
+        "{} is missing: run 'cargo xtask fixtures --large' first",
+        path.display()
+    );
+    path
+}
+
 /// Folder of the prebuilt upstream libraries from npm (`libggml-base.so`, …).
 pub fn upstream_libraries() -> PathBuf {
     fixture("upstream")

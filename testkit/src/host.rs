@@ -193,10 +193,21 @@ pub fn control(socket: &Path, command: &str) -> Value {
 impl Host {
     /// Starts a host and waits until it has loaded its model.
     pub fn start(program: Program, model: &Path, drop_in: &DropIn) -> Host {
+        Host::start_with(program, model, drop_in, |_| {})
+    }
+
+    /// The same with further settings of the process.
+    pub fn start_with(
+        program: Program,
+        model: &Path,
+        drop_in: &DropIn,
+        set: impl FnOnce(&mut Command),
+    ) -> Host {
         let folder = tempfile::tempdir().expect("a folder");
         let socket = folder.path().join("socket");
         let mut command = program.command(model);
         drop_in.prepare(&mut command, &socket);
+        set(&mut command);
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

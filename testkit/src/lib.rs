@@ -7,10 +7,12 @@
 pub mod fixtures;
 pub mod ggml;
 pub mod host;
+pub mod memory_limit;
 pub mod process;
 pub mod seeds;
 pub mod server;
 pub mod sim;
+pub mod slow_disk;
 pub mod writer;
 
 /// Whether the long form of the tests was requested: `cargo xtask check --long` sets

@@ -16,7 +16,7 @@ struct Bench {
     note: &'static str,
 }
 
-const BENCHES: [Bench; 5] = [
+const BENCHES: [Bench; 6] = [
     Bench {
         name: "load",
         heading: "Opening and loading",
@@ -57,6 +57,15 @@ pageable memory, and a fixed cost of 5 us for each copy. Its copies use no core,
 engine, and move no bytes (the tests move and compare them). The figures show the cost of the \
 scheduler, not the behaviour of a GPU. Waking a sleeping thread costs the caller 5 to 14 us on this \
 virtual machine.",
+    },
+    Bench {
+        name: "stream",
+        heading: "Experts from disk",
+        note: "The disk is emulated by a FUSE file system whose process shares the two cores with the program: it copies \
+each byte once, and wakes up for each answer. Both sides have this cost. The LRU is exact, knows no \
+read-ahead and wastes nothing: the page cache of the kernel has no more memory, and pages of 4 KB \
+at the edges of experts. The time of the bound counts one latency for each layer in which the LRU \
+misses an expert, because the experts of a layer are known only when its router has chosen.",
     },
 ];
 
@@ -101,8 +110,11 @@ text above each table names the peer and the limit that the machine sets.\n\n{}\
 
 fn figures(bench: &Bench) -> Result<String> {
     fixtures::make()?;
-    if bench.name == "dropin" {
+    if ["dropin", "stream"].contains(&bench.name) {
         cmake::build_hosts()?;
+    }
+    if bench.name == "stream" {
+        fixtures::make_large()?;
     }
     let cargo = || {
         let mut cargo = command("cargo", &root());

@@ -118,7 +118,8 @@ pub fn sim_cuda() -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// Builds the command, the C host and other C programs, and returns the build folder.
+/// Builds the command, the server of the emulated disk, the C host and other C programs, and
+/// returns the build folder.
 pub fn build_hosts() -> Result<PathBuf> {
     run(command("cargo", &root()).args([
         "build",
@@ -126,6 +127,8 @@ pub fn build_hosts() -> Result<PathBuf> {
         "--release",
         "-p",
         "llama-sidecar-cli",
+        "-p",
+        "testkit",
     ]))?;
     build_hosts_with("hosts-c", &[])
 }

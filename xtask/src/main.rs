@@ -37,11 +37,15 @@ enum Command {
     Test,
     /// Run a bench, or all of them and write docs/benchmarks.md
     Bench {
-        /// load, swap, dropin, trace or postfetch
+        /// load, swap, dropin, trace, postfetch or stream
         name: Option<String>,
     },
     /// Download and make the models that the tests use
-    Fixtures,
+    Fixtures {
+        /// Make the model of 3.2 GB for the bench of streaming, too
+        #[arg(long)]
+        large: bool,
+    },
     /// Build the drop-in and the programs that it is tested with
     Hosts,
     /// Check the words of documentation, comments and messages
@@ -126,7 +130,8 @@ fn main() -> Result<()> {
         Command::Test => suite::test(),
         Command::Bench { name: None } => bench::all(),
         Command::Bench { name: Some(name) } => bench::one(&name),
-        Command::Fixtures => fixtures::make().map(|_| ()),
+        Command::Fixtures { large: false } => fixtures::make().map(|_| ()),
+        Command::Fixtures { large: true } => fixtures::make_large(),
         Command::Hosts => {
             if let Err(reason) = fixtures::vulkan() {
                 println!("no software Vulkan device: {reason:#}");

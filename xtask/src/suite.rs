@@ -2,10 +2,11 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
 use testkit::host::{DropIn, Host, Program, Transcript, preload_library, replace};
+use testkit::slow_disk::{SlowDisk, Speed};
 
 use crate::install::{DebugInfo, install, target_folder};
 use crate::run::{command, exists, run};
@@ -68,6 +69,11 @@ const CHECKS: &[Check] = &[
     Check::new("post-fetch on a simulated CUDA driver", postfetch_tests),
     Check::new("drop-in library: format, clippy, tests", dropin_library),
     Check::new("drop-in and hosts are built", hosts),
+    Check {
+        name: "emulated disk",
+        run: || run(&mut serial_tests("slow_disk", &[])),
+        missing: no_slow_disk,
+    },
     Check::new("C host, CTest", || {
         cmake::ctest(&target_folder()?.join("hosts-c"), &[])
     }),
@@ -120,6 +126,17 @@ const CHECKS: &[Check] = &[
         missing: sanitize::miri_missing,
     },
 ];
+
+/// Why no emulated disk can be mounted here, if so.
+fn no_slow_disk() -> Option<String> {
+    let built = target_folder().ok()?.join("release/slow-disk").exists();
+    let speed = Speed {
+        latency: Duration::ZERO,
+        bandwidth: 1_000_000_000,
+    };
+    // The test fails where the program is missing.
+    built.then(|| SlowDisk::mount(&root().join("Cargo.toml"), speed).err())?
+}
 
 fn cargo_deny() -> Result<PathBuf> {
     toolchain::program("cargo-deny", "0.20.2")
