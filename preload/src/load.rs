@@ -112,7 +112,7 @@ fn describe(model: &Arc<Model>) {
 /// Reads the weights that every token uses, on a thread: page faults of an evaluation would
 /// read them one window after the other.
 fn read_ahead(model: &Arc<Model>) {
-    /// The read-ahead window of a disk whose settings nobody changed.
+    /// The read-ahead window of a disk with its default settings.
     const WINDOW: u64 = 128 << 10;
     let is_used = |tensor: &&ModelTensor| {
         let instances = tensor.instances.iter();
