@@ -9,6 +9,8 @@
 //! | the warm-up routes to all experts | the warm-up routes like any evaluation |
 //! | special buffer types of the CPU take copies in another order | routed experts stay in the mapping |
 //!
+//! Every token uses the weights of the other tensors: a thread reads those ahead.
+//!
 //! Other advice that llama.cpp gives is left alone: `MADV_WILLNEED` for the whole mapping reads
 //! one read-ahead window at most, and `POSIX_FADV_SEQUENTIAL` doubles the window.
 
@@ -26,8 +28,9 @@ use crate::capability::Capability;
 use crate::ggml::{Buffer, BufferType, DEVICE_CPU, Device, Ggml, Tensor};
 use crate::loaded;
 use crate::maps;
-use crate::models::{self, Model};
+use crate::models::{self, Model, ModelTensor};
 use crate::redirect::Redirection;
+use crate::thread;
 
 /// Loading without reading experts.
 pub struct StreamedLoad;
@@ -79,8 +82,8 @@ fn is_expert(name: &CStr) -> bool {
     name.and_then(ExpertName::parse).is_some()
 }
 
-/// Logs what loading a model with experts did.
-fn describe(model: &Model) {
+/// Logs what loading a model with experts did, and reads what it left out besides experts.
+fn describe(model: &Arc<Model>) {
     let Some(memory) = expert_memory(model) else {
         return;
     };
@@ -95,6 +98,7 @@ fn describe(model: &Model) {
                     model.kept_out.len()
                 );
             }
+            read_ahead(model);
         }
         ExpertMemory::Locked => log::warn!(
             "{path}: its experts are locked in memory, so nothing is left to stream: start the program without mlock"
@@ -103,6 +107,39 @@ fn describe(model: &Model) {
             "{path}: its experts are not in the mapping of the file, so nothing is left to stream: start the program with mmap, and keep experts on the CPU"
         ),
     }
+}
+
+/// Reads the weights that every token uses, on a thread: page faults of an evaluation would
+/// read them one window after the other.
+fn read_ahead(model: &Arc<Model>) {
+    /// The read-ahead window of a disk with its default settings.
+    const WINDOW: u64 = 128 << 10;
+    let is_used = |tensor: &&ModelTensor| {
+        let instances = tensor.instances.iter();
+        let mut mapped = instances.filter(|instance| instance.mapped && !instance.has_experts);
+        // A token uses one row of a tensor that rows are read from.
+        mapped.any(|used| used.op() != Some(model.ggml.ops.get_rows) || used.is_shared())
+    };
+    let used = model.tensors.iter().filter(is_used);
+    let mut tensors: Vec<(usize, usize)> = used.map(|tensor| (tensor.file, tensor.info)).collect();
+    tensors.sort_unstable();
+    let model = Arc::downgrade(model);
+    thread::spawn("shared-weights", move || {
+        for (file, info) in tensors {
+            let Some(model) = model.upgrade() else {
+                return;
+            };
+            let gguf = &model.files[file].gguf;
+            let info = &gguf.header.tensors[info];
+            let end = info.offset + info.nbytes;
+            for at in (info.offset..end).step_by(WINDOW as usize) {
+                if !model.is_alive() {
+                    return;
+                }
+                gguf.source.advise_needed(at, WINDOW.min(end - at));
+            }
+        }
+    });
 }
 
 static MMAP: Redirection = Redirection::of(c"mmap");

@@ -66,3 +66,28 @@ impl Maps {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn locked_memory_is_told_from_other_memory() {
+        const BYTES: usize = 4096;
+        let map = || {
+            let access = libc::PROT_READ | libc::PROT_WRITE;
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            // SAFETY: a new mapping.
+            unsafe { libc::mmap(std::ptr::null_mut(), BYTES, access, flags, -1, 0) }
+        };
+        let (locked, other) = (map(), map());
+        assert!(!is_locked(locked as usize));
+        // SAFETY: a mapping of this size.
+        if unsafe { libc::mlock(locked, BYTES) } != 0 {
+            println!("not tested: this process may not lock memory");
+            return;
+        }
+        assert!(is_locked(locked as usize));
+        assert!(!is_locked(other as usize));
+    }
+}

@@ -74,3 +74,44 @@ impl Redirection {
         function != 0 && noted.map_or_else(|before| before == function, |_| true)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    extern "C" fn forty_two() -> libc::pid_t {
+        42
+    }
+
+    /// The only test that calls getpgrp.
+    #[test]
+    fn calls_reach_the_replacement_and_know_the_function_before() {
+        static GROUP: Redirection = Redirection::of(c"getpgrp");
+        // SAFETY: takes nothing.
+        let group = || unsafe { libc::getpgrp() };
+        let before = group();
+        assert_eq!(GROUP.before(), 0);
+        let real = libc::getpgrp as *const () as usize;
+        let of_program = |object: &Object| object.name().is_empty();
+        for _ in 0..2 {
+            // SAFETY: both have the type of the function; the program stays loaded.
+            let installed = unsafe {
+                let to = forty_two as *const () as usize;
+                GROUP.install(to, real, of_program)
+            };
+            assert!(installed);
+            assert_eq!(group(), 42);
+        }
+        // SAFETY: the function that was called before.
+        let real: extern "C" fn() -> libc::pid_t = unsafe { std::mem::transmute(GROUP.before()) };
+        assert_eq!(real(), before);
+    }
+
+    #[test]
+    fn a_function_that_no_chosen_object_calls_is_not_redirected() {
+        static NONE: Redirection = Redirection::of(c"no such function");
+        // SAFETY: nothing is redirected.
+        assert!(!unsafe { NONE.install(1, 1, |_| true) });
+        assert_eq!(NONE.before(), 0);
+    }
+}
