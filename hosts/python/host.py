@@ -1,7 +1,8 @@
 """A host without a reference to llama-sidecar: Python, llama.cpp through ctypes.
 
-    python3 host.py LIBRARIES MODEL [count]
+    python3 host.py LIBRARIES MODEL [count] [experts-on-cpu]
 
+With `experts-on-cpu`, routed experts stay in host memory, as llama.cpp's flag -cmoe has it.
 LIBRARIES is the folder of libllama and its companions. Takes the same commands on
 standard input as hosts/node/host.mjs, and
 
@@ -144,12 +145,32 @@ class Context:
         return self.write(tokens[:found], count)
 
 
+class Override(c.Structure):
+    """struct llama_model_tensor_buft_override."""
+
+    _fields_ = [("pattern", c.c_char_p), ("buffer_type", c.c_void_p)]
+
+
+base.ggml_backend_cpu_buffer_type.restype = c.c_void_p
+EXPERTS_ON_CPU = (Override * 2)(
+    Override(rb"\.ffn_(up|down|gate|gate_up)_exps", base.ggml_backend_cpu_buffer_type())
+)
+
+
+def model_params():
+    params = llama.llama_model_default_params()
+    if "experts-on-cpu" in options:
+        address = c.addressof(EXPERTS_ON_CPU)
+        # tensor_buft_overrides, the second pointer
+        params.words[2] = address & 0xFFFFFFFF
+        params.words[3] = address >> 32
+    return params
+
+
 class Host:
     def load(self, path):
         self.model = c.c_void_p(
-            llama.llama_model_load_from_file(
-                path.encode(), llama.llama_model_default_params()
-            )
+            llama.llama_model_load_from_file(path.encode(), model_params())
         )
         assert self.model, path
         self.contexts = [Context(self.model)]

@@ -129,6 +129,8 @@ struct Call {
 thread_local! {
     /// Passed from [`route`] to the replacement that it chose.
     static CALL: Cell<Option<Call>> = const { Cell::new(None) };
+    /// Whether this thread evaluates a graph part by part, and routed experts are reported.
+    static IN_SPLITS: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Returns the function that a call goes to: the one that was meant, or its replacement.
@@ -149,7 +151,10 @@ fn destination(hook: Hook, return_address: usize, arguments: &Arguments) -> *con
         _ => return missing(hook, caller),
     };
     let opens_file = matches!(hook, Hook::GgufInit | Hook::GgufInitStream);
-    let wanted = lifecycle::is_on() && !thread::is_inside() && (opens_file || !models::is_empty());
+    let is_split = hook == Hook::BackendCompute && IN_SPLITS.get();
+    let wanted = lifecycle::is_on()
+        && (!thread::is_inside() || is_split)
+        && (opens_file || !models::is_empty());
     if !wanted {
         return real;
     }
@@ -159,7 +164,10 @@ fn destination(hook: Hook, return_address: usize, arguments: &Arguments) -> *con
         return real;
     };
     CALL.set(Some(Call { caller, ggml, real }));
-    replacement(hook)
+    match is_split {
+        true => split_compute as *const c_void,
+        false => replacement(hook),
+    }
 }
 
 /// Returns the function that a call goes to when no library has the one that was meant.
@@ -454,10 +462,14 @@ unsafe extern "C" fn ids_known(
 
 unsafe extern "C-unwind" fn sched_compute(sched: *mut Sched, graph: *mut Graph) -> usize {
     let (call, _inside) = entered();
-    evaluate(Scheduler::of(call.ggml, sched as usize), || {
+    let scheduler = Scheduler::of(call.ggml, sched as usize);
+    evaluate(scheduler, || {
         let real = meant!(call, *mut Sched, *mut Graph);
+        let in_splits = lifecycle::uses_routing() && scheduler.is_some_and(routing::is_mixed);
+        IN_SPLITS.set(in_splits);
         // SAFETY: the arguments of the call.
         let result = unsafe { real(sched, graph) };
+        IN_SPLITS.set(false);
         if log::log_enabled!(log::Level::Debug) {
             // SAFETY: the graph is live, and its backends are waited for first.
             guarded(|| unsafe {
@@ -532,6 +544,25 @@ unsafe extern "C-unwind" fn backend_compute(backend: *mut Backend, graph: *mut G
         // SAFETY: the arguments of the call.
         unsafe { real(backend, graph) }
     })
+}
+
+/// The evaluation of a part of a graph.
+unsafe extern "C-unwind" fn split_compute(backend: *mut Backend, split: *mut Graph) -> usize {
+    let (call, _inside) = entered();
+    // SAFETY: the arguments of the call are live.
+    guarded(|| unsafe {
+        if call
+            .ggml
+            .is_cpu((call.ggml.f.ggml_backend_get_device)(backend))
+        {
+            routing::split_begins(call.ggml, split, |routed| {
+                lifecycle::report(|to| to.routed(routed));
+            });
+        }
+    });
+    let real = meant!(call, *mut Backend, *mut Graph);
+    // SAFETY: the arguments of the call.
+    unsafe { real(backend, split) }
 }
 
 /// Reports a scheduler that is about to be freed, and forgets it.

@@ -5,6 +5,10 @@
 //! ([`Ggml::call_at_view`]). The CPU backend calls it when the ids are complete and before any
 //! expert of the layer is read, also when the program uses the graph again.
 //!
+//! Where a GPU computes the router, and the CPU the experts, the scheduler copies the ids to the
+//! CPU before it lets the CPU evaluate its part of the graph. At that moment the ids are complete
+//! ([`split_begins`]).
+//!
 //! Each node has a record, with what the ids are for. Records are kept for the next graph
 //! of the same scheduler and are never freed: a node of a graph that was replaced finds a record
 //! of another node, and is ignored.
@@ -19,10 +23,13 @@ use llama_sidecar::trace::Ids;
 use parking_lot::Mutex;
 
 use crate::barrier::SLOTS;
-use crate::ggml::{Callback, Ggml, Sched, Tensor};
+use crate::ggml::{Callback, Ggml, Graph, Sched, Tensor};
 use crate::graph::{GraphReads, UsedWeight};
 use crate::models::{self, Model, TensorPointer};
 use crate::sched::Scheduler;
+
+/// `GGML_OP_NONE`.
+const OP_NONE: i32 = 0;
 
 /// The experts that a layer was routed to, before any of them is read.
 pub struct Routed<'a> {
@@ -56,6 +63,14 @@ type Place = Mutex<Option<Record>>;
 /// The records of each scheduler.
 static PLACES: [Mutex<Vec<&'static Place>>; SLOTS] = [const { Mutex::new(Vec::new()) }; SLOTS];
 
+/// Schedulers whose last graph has parts for other devices than the CPU.
+static MIXED: [AtomicBool; SLOTS] = [const { AtomicBool::new(false) }; SLOTS];
+
+/// Whether parts of the graph of a scheduler are evaluated on other devices than the CPU.
+pub fn is_mixed(scheduler: Scheduler) -> bool {
+    MIXED[scheduler.number()].load(Ordering::Relaxed)
+}
+
 /// Makes a graph that was allocated call `function` when the ids of a layer are complete.
 /// `function` passes its arguments to [`known`].
 ///
@@ -70,6 +85,7 @@ pub unsafe fn watch(
     function: Callback,
 ) {
     let ggml = scheduler.ggml();
+    MIXED[scheduler.number()].store(!on_cpu, Ordering::Relaxed);
     let mut places = PLACES[scheduler.number()].lock();
     let mut used = 0;
     let experts = reads.weights.iter().filter(|weight| !weight.ids.is_null());
@@ -91,13 +107,14 @@ pub unsafe fn watch(
         }
         let place = places[used];
         // SAFETY: as the caller ensures; the place is never freed.
-        let watched = unsafe {
-            (on_cpu || is_on_cpu(ggml, sched, weight.ids))
-                && ggml.call_at_view(weight.ids, function, std::ptr::from_ref(place).cast())
-        };
-        if !watched {
-            note_unknown(ggml, name.layer, weight.ids);
-            continue;
+        unsafe {
+            if !on_cpu && !is_on_cpu(ggml, sched, weight.ids) {
+                continue;
+            }
+            if !ggml.call_at_view(weight.ids, function, std::ptr::from_ref(place).cast()) {
+                note_unknown(ggml, name.layer, weight.ids);
+                continue;
+            }
         }
         *place.lock() = Some(Record {
             node: weight.ids as usize,
@@ -165,7 +182,7 @@ fn note_unknown(ggml: &Ggml, layer: u32, ids: *mut Tensor) {
             CStr::from_ptr((ggml.f.ggml_op_name)(op)).to_string_lossy()
         };
         log::warn!(
-            "layer {layer}: the routed ids come from a GPU or from the operation {op}; the experts of such layers are read as without streaming"
+            "layer {layer}: the routed ids come from the operation {op}, where VIEW is expected; the experts of such layers are read as without streaming"
         );
     }
 }
@@ -195,12 +212,11 @@ pub unsafe fn known(
     else {
         return;
     };
-    let (ggml, layout) = (record.model.ggml, &record.model.ggml.layout);
+    let ggml = record.model.ggml;
     let mut mapped = Matrices::default();
     for (projection, tensor, address) in &record.matrices {
         // SAFETY: the graph reads the tensor, which is live.
-        let now: usize = unsafe { layout.read(tensor.0, layout.data) };
-        if now == *address {
+        if unsafe { is_at(ggml, tensor.0, *address) } {
             mapped.insert(*projection);
         }
     }
@@ -219,6 +235,60 @@ pub unsafe fn known(
             hidden: hidden.and_then(|tensor| floats_of(ggml, tensor.0)),
         });
     }
+}
+
+/// Calls `report` with the experts of the layers that a part of a graph reads, as far as their
+/// ids were computed by another part.
+///
+/// # Safety
+///
+/// A live part of a graph of this copy, which the CPU is about to evaluate.
+pub unsafe fn split_begins(ggml: &Ggml, split: *mut Graph, report: impl Fn(&Routed<'_>)) {
+    let (f, layout) = (&ggml.f, &ggml.layout);
+    // SAFETY: nodes of a live graph and their sources are live tensors; the ids are in memory of
+    // the CPU, which reads them, and were copied there before.
+    unsafe {
+        let node = |at| (f.ggml_graph_node)(split, at);
+        for at in 0..(f.ggml_graph_n_nodes)(split) {
+            let node = node(at);
+            if layout.read::<i32>(node, layout.op) != ggml.ops.mul_mat_id {
+                continue;
+            }
+            let ids: *mut Tensor = layout.read(node, layout.src + 16);
+            // What this part computes has an operation.
+            if ids.is_null() || layout.read::<i32>(ids, layout.op) != OP_NONE {
+                continue;
+            }
+            let weight: *mut Tensor = layout.read(node, layout.src);
+            let Some((model, name, address)) = expert(weight) else {
+                continue;
+            };
+            let mut mapped = Matrices::default();
+            if is_at(ggml, weight, address) {
+                mapped.insert(name.projection);
+            }
+            if let Some(ids) = ids_of(ggml, ids) {
+                report(&Routed {
+                    model: &model,
+                    layer: name.layer,
+                    mapped,
+                    ids,
+                    hidden: None,
+                });
+            }
+        }
+    }
+}
+
+/// Whether the data of a tensor is at an address.
+///
+/// # Safety
+///
+/// A live tensor of this copy.
+unsafe fn is_at(ggml: &Ggml, tensor: *const Tensor, address: usize) -> bool {
+    // SAFETY: as the caller ensures.
+    let now: usize = unsafe { ggml.layout.read(tensor, ggml.layout.data) };
+    now == address
 }
 
 /// Returns the ids of a tensor; `None` if there are none.

@@ -41,6 +41,8 @@ pub enum Program {
     PythonCounting,
     /// The same with the Vulkan library and all layers on a software device.
     PythonCountingVulkan,
+    /// The same without counting, and with routed experts in host memory.
+    PythonVulkanExpertsOnCpu,
     /// C, linked with libllama, with one thread.
     C,
     /// The same with two threads.
@@ -88,20 +90,29 @@ impl Program {
                     on_software_device(&mut command);
                 }
             }
-            Program::Python | Program::PythonCounting | Program::PythonCountingVulkan => {
-                let libraries = match self {
-                    Program::PythonCountingVulkan => fixture(VULKAN_LIBRARIES),
-                    _ => upstream_libraries(),
+            Program::Python
+            | Program::PythonCounting
+            | Program::PythonCountingVulkan
+            | Program::PythonVulkanExpertsOnCpu => {
+                let on_device = matches!(
+                    self,
+                    Program::PythonCountingVulkan | Program::PythonVulkanExpertsOnCpu
+                );
+                let libraries = match on_device {
+                    true => fixture(VULKAN_LIBRARIES),
+                    false => upstream_libraries(),
                 };
                 command = Command::new("python3");
                 command
                     .arg(hosts.join("python/host.py"))
                     .arg(libraries)
                     .arg(model);
-                if self != Program::Python {
-                    command.arg("count");
-                }
-                if self == Program::PythonCountingVulkan {
+                command.args(match self {
+                    Program::Python => None,
+                    Program::PythonVulkanExpertsOnCpu => Some("experts-on-cpu"),
+                    _ => Some("count"),
+                });
+                if on_device {
                     on_software_device(&mut command);
                 }
             }
