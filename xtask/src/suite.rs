@@ -84,6 +84,9 @@ const CHECKS: &[Check] = &[
     Check::new("drop-in with graphs of a stand-in for libllama", || {
         dropin_tests("dropin_graphs")
     }),
+    Check::new("drop-in while a streamed model is loaded", || {
+        dropin_tests("dropin_stream_load")
+    }),
     Check::new("drop-in with nothing enabled", || dropin_tests("idle")),
     Check::new("the command with real hosts", || dropin_tests("command")),
     Check {
