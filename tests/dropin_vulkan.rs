@@ -4,7 +4,10 @@
 
 mod hosts;
 
-use hosts::{TOKENS, copied, counted_by_host, fresh, on, swap_and_back, taken, traced};
+use hosts::{
+    TOKENS, copied, count, counted_by_host, fresh, on, same_with_streaming, streamed_text,
+    streaming, swap_and_back, taken, traced,
+};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, replace};
 
@@ -113,4 +116,20 @@ fn experts_are_counted_as_the_host_counts_them() {
     assert_eq!(expected.len(), 4);
     assert_eq!(traced(&host.control("trace")["traces"][0]), expected);
     assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn layers_on_a_gpu_and_experts_on_the_cpu() {
+    let gpu = Program::PythonVulkanExpertsOnCpu;
+    let figures = same_with_streaming(gpu, "small-moe.gguf");
+    assert!(count(&figures, "resident_bytes") > 0, "{figures}");
+}
+
+#[test]
+fn some_layers_on_a_gpu() {
+    let model = fixture("small-moe.gguf");
+    let program = Program::NodeVulkan(2);
+    let (text, figures) = streamed_text(program, &model, &streaming(&[]));
+    assert_eq!(text, fresh(program, &model));
+    assert!(count(&figures, "layers") >= 2 * TOKENS as u64, "{figures}");
 }

@@ -14,9 +14,9 @@
 //! | [`reloader`] | hot-swap: what starts reloads, and their results |
 //! | [`store`] | the program's tensors as the reload engine sees them |
 //! | [`placement`] | the buffer type that llama.cpp would have chosen |
-//! | [`load`] | loading a model without reading its experts |
 //! | [`expert_trace`] | the expert trace: which experts evaluations use |
 //! | [`streaming`] | expert streaming: experts from disk as soon as they are routed |
+//! | [`load`] | loading a model without reading its experts |
 //! | [`capability`] | the events that are reported to capabilities |
 //! | [`routing`] | the moment at which the experts of a layer are known |
 //! | [`sched`] | schedulers, their evaluations and kept graphs |
@@ -36,7 +36,7 @@
 //! list of [`lifecycle`].
 //!
 //! Except for the first line of [`journal`], nothing here runs before the program opens its
-//! first GGUF file with `LLAMA_HOTSWAP_ENABLED` or `LLAMA_EXPERT_TRACE_STATS` set. A program
+//! first GGUF file with a variable set that enables a capability. A program
 //! without ggml never enters this library.
 #![deny(unsafe_op_in_unsafe_fn, missing_docs)]
 

@@ -13,14 +13,13 @@ use llama_sidecar::protocol::Event;
 
 use crate::capability::Capability;
 use crate::expert_trace::ExpertTrace;
-use crate::load::StreamedLoad;
 use crate::models::Model;
 use crate::reloader::{self, HotSwap};
 use crate::streaming::Streaming;
 use crate::{barrier, control, journal, sched, sigterm};
 
 /// The capabilities, in the order in which events are reported to them.
-static CAPABILITIES: [&dyn Capability; 4] = [&ExpertTrace, &StreamedLoad, &Streaming, &HotSwap];
+static CAPABILITIES: [&dyn Capability; 3] = [&ExpertTrace, &Streaming, &HotSwap];
 
 /// Whether the drop-in is disabled.
 static OFF: AtomicBool = AtomicBool::new(false);

@@ -22,30 +22,15 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use llama_sidecar::config::Config;
 use llama_sidecar::experts::{ExpertIndex, ExpertName};
 use llama_sidecar::gguf::GgufFile;
+use llama_sidecar::stream::read_ahead;
 
 use crate::caller::Caller;
-use crate::capability::Capability;
 use crate::ggml::{Buffer, BufferType, DEVICE_CPU, Device, Ggml, Tensor};
 use crate::loaded;
 use crate::maps;
 use crate::models::{self, Model, ModelTensor};
 use crate::redirect::Redirection;
 use crate::thread;
-
-/// Loading without reading experts.
-pub struct StreamedLoad;
-
-impl Capability for StreamedLoad {
-    fn is_enabled(&self) -> bool {
-        streams()
-    }
-
-    fn model_complete(&self, model: &Arc<Model>) {
-        if streams() {
-            describe(model);
-        }
-    }
-}
 
 fn streams() -> bool {
     Config::get().expert_stream.streams()
@@ -83,9 +68,10 @@ fn is_expert(name: &CStr) -> bool {
 }
 
 /// Logs what loading a model with experts did, and reads what it left out besides experts.
-fn describe(model: &Arc<Model>) {
+/// Returns whether experts are in the mapping, and not locked.
+pub fn finish(model: &Arc<Model>) -> bool {
     let Some(memory) = expert_memory(model) else {
-        return;
+        return false;
     };
     let path = model.files[0].gguf.source.path().display();
     match memory {
@@ -98,7 +84,7 @@ fn describe(model: &Arc<Model>) {
                     model.kept_out.len()
                 );
             }
-            read_ahead(model);
+            read_shared(model);
         }
         ExpertMemory::Locked => log::warn!(
             "{path}: its experts are locked in memory, so nothing is left to stream: start the program without mlock"
@@ -107,11 +93,12 @@ fn describe(model: &Arc<Model>) {
             "{path}: its experts are not in the mapping of the file, so nothing is left to stream: start the program with mmap, and keep experts on the CPU"
         ),
     }
+    memory == ExpertMemory::Mapped
 }
 
 /// Reads the weights that every token uses, on a thread: page faults of an evaluation would
 /// read them one window after the other.
-fn read_ahead(model: &Arc<Model>) {
+fn read_shared(model: &Arc<Model>) {
     /// The read-ahead window of a disk with its default settings.
     const WINDOW: u64 = 128 << 10;
     let is_used = |tensor: &&ModelTensor| {
@@ -136,7 +123,8 @@ fn read_ahead(model: &Arc<Model>) {
                 if !model.is_alive() {
                     return;
                 }
-                gguf.source.advise_needed(at, WINDOW.min(end - at));
+                // Without it, the program reads the bytes itself.
+                let _ = read_ahead(&gguf.source.handle(), &(at..end.min(at + WINDOW)));
             }
         }
     });

@@ -4,15 +4,14 @@
 use std::sync::Arc;
 
 use llama_sidecar::config::{Config, ExpertStream};
-use llama_sidecar::experts::ExpertName;
 use llama_sidecar::protocol::{Event, StreamFigures};
 use llama_sidecar::stream::{Reader, Settings};
 use parking_lot::RwLock;
 
 use crate::capability::Capability;
-use crate::journal;
 use crate::models::Model;
 use crate::routing::Routed;
+use crate::{journal, load};
 
 /// Expert streaming, as a capability.
 pub struct Streaming;
@@ -77,25 +76,12 @@ impl Capability for Streaming {
     }
 }
 
-/// Makes a reader for a model, if its experts are in the mapping of its files.
-fn start(model: &Model) {
-    let is_expert = |tensor: &usize| {
-        let name = model.name(*tensor).to_str();
-        name.ok().and_then(ExpertName::parse).is_some()
-    };
-    let experts = (0..model.tensors.len()).filter(is_expert);
-    let instances = experts.flat_map(|tensor| &model.tensors[tensor].instances);
-    let (mapped, copied): (Vec<_>, Vec<_>) = instances.partition(|instance| instance.mapped);
-    let path = model.files[0].gguf.source.path().display();
-    if mapped.is_empty() {
-        match copied.len() {
-            0 => log::info!("{path} has no routed experts: nothing to stream"),
-            _ => log::warn!(
-                "{path}: the program has copied all routed experts into memory, so that nothing is streamed; remove --no-mmap and keep experts on the CPU to stream them"
-            ),
-        }
+/// Makes a reader for a model whose experts are in the mapping of its files.
+fn start(model: &Arc<Model>) {
+    if !load::finish(model) {
         return;
     }
+    let path = model.files[0].gguf.source.path().display();
     let config = Config::get();
     let settings = Settings {
         always: config.expert_stream == ExpertStream::On,
@@ -105,11 +91,7 @@ fn start(model: &Model) {
     let files: Vec<_> = model.files.iter().map(|file| &file.gguf).collect();
     match Reader::new(&files, settings) {
         Ok(reader) => {
-            log::info!(
-                "streaming the routed experts of {path}: {} of {} tensors are in its mapping",
-                mapped.len(),
-                mapped.len() + copied.len(),
-            );
+            log::info!("streaming the routed experts of {path}");
             STREAMS.write().push(Stream {
                 model: model.number,
                 reader,

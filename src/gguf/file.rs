@@ -234,21 +234,6 @@ impl Source {
         unsafe { libc::posix_fadvise(self.file.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
     }
 
-    /// Starts to read bytes into the page cache (`POSIX_FADV_WILLNEED`). The kernel takes no more
-    /// than one read-ahead window of the range.
-    pub fn advise_needed(&self, offset: u64, len: u64) {
-        let (offset, len) = (offset as libc::off_t, len as libc::off_t);
-        // SAFETY: advice for a descriptor that is open.
-        unsafe {
-            libc::posix_fadvise(
-                self.file.as_raw_fd(),
-                offset,
-                len,
-                libc::POSIX_FADV_WILLNEED,
-            )
-        };
-    }
-
     /// Fills `buffer` from `offset` as [`Source::read_at`] does, without adding to the page cache:
     /// pages that were not cached are dropped after the read. On a file system without `RWF_NOWAIT`
     /// (preadv2(2)), they stay in the page cache.

@@ -127,3 +127,48 @@ pub fn traced(trace: &Value) -> Vec<Vec<u64>> {
     };
     layers.iter().map(counts).collect()
 }
+
+/// Streaming on, with these further variables.
+pub fn streaming(more: &[(&'static str, &str)]) -> DropIn {
+    let mut variables = vec![("LLAMA_EXPERT_STREAM", "on".to_owned())];
+    variables.extend(
+        more.iter()
+            .map(|(name, value)| (*name, (*value).to_owned())),
+    );
+    DropIn::On(variables)
+}
+
+/// The figures of the first model.
+pub fn stream_figures(host: &Host) -> Value {
+    host.control("status")["models"][0]["stream"].clone()
+}
+
+/// A figure by name.
+pub fn count(figures: &Value, name: &str) -> u64 {
+    let count = figures[name].as_u64();
+    count.unwrap_or_else(|| panic!("{name} is missing in {figures}"))
+}
+
+/// Writes a text twice, and returns it with the figures.
+pub fn streamed_text(program: Program, model: &Path, drop_in: &DropIn) -> (Transcript, Value) {
+    let mut host = Host::start(program, model, drop_in);
+    let text = host.text(TOKENS);
+    assert_eq!(host.text(TOKENS), text);
+    let figures = stream_figures(&host);
+    assert_eq!(host.end(), Some(0));
+    (text, figures)
+}
+
+/// Checks that a program writes the same with streaming; returns the figures.
+pub fn same_with_streaming(program: Program, model: &str) -> Value {
+    let model = fixture(model);
+    let (text, figures) = streamed_text(program, &model, &streaming(&[]));
+    assert_eq!(text, fresh(program, &model));
+    // A prompt and then a token at a time: all layers are scheduled in each evaluation.
+    assert!(
+        count(&figures, "layers") >= 4 * 2 * TOKENS as u64,
+        "{figures}"
+    );
+    assert!(count(&figures, "checked_bytes") > 0, "{figures}");
+    figures
+}

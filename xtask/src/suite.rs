@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
 use testkit::host::{DropIn, Host, Program, Transcript, preload_library, replace};
+use testkit::memory_limit::MemoryLimit;
 use testkit::slow_disk::{SlowDisk, Speed};
 
 use crate::install::{DebugInfo, install, target_folder};
@@ -74,6 +75,11 @@ const CHECKS: &[Check] = &[
         run: || run(&mut serial_tests("slow_disk", &[])),
         missing: no_slow_disk,
     },
+    Check {
+        name: "drop-in with a model larger than memory",
+        run: || dropin_tests("dropin_stream_disk"),
+        missing: || no_slow_disk().or_else(|| MemoryLimit::new(1 << 30).err()),
+    },
     Check::new("C host, CTest", || {
         cmake::ctest(&target_folder()?.join("hosts-c"), &[])
     }),
@@ -83,6 +89,9 @@ const CHECKS: &[Check] = &[
     }),
     Check::new("drop-in with graphs of a stand-in for libllama", || {
         dropin_tests("dropin_graphs")
+    }),
+    Check::new("drop-in with experts from disk", || {
+        dropin_tests("dropin_stream")
     }),
     Check::new("drop-in while a streamed model is loaded", || {
         dropin_tests("dropin_stream_load")

@@ -1,0 +1,64 @@
+//! Expert streaming with a model that is larger than memory, on an emulated disk (FUSE) and with
+//! a memory limit (control groups).
+
+mod hosts;
+
+use std::time::Duration;
+
+use hosts::{TOKENS, count, fresh, stream_figures, streaming};
+use testkit::fixtures::fixture;
+use testkit::host::{DropIn, Host, Program};
+use testkit::memory_limit::MemoryLimit;
+use testkit::slow_disk::{SlowDisk, Speed};
+
+/// An emulated disk with a fixture, and a memory limit.
+fn small_memory(model: &str, mb: u64) -> (SlowDisk, MemoryLimit) {
+    let speed = Speed {
+        latency: Duration::from_micros(200),
+        bandwidth: 1_000_000_000,
+    };
+    (
+        SlowDisk::mount(&fixture(model), speed).expect("FUSE"),
+        MemoryLimit::new(mb << 20).expect("a control group"),
+    )
+}
+
+/// A host on an emulated disk, with little memory.
+fn limited(disk: &SlowDisk, limit: &MemoryLimit, drop_in: &DropIn) -> Host {
+    disk.read_ahead_kb(128).expect("a mounted disk");
+    disk.drop_cache().expect("a file");
+    Host::start_with(Program::C, &disk.path(), drop_in, |command| {
+        limit.apply(command);
+    })
+}
+
+#[test]
+fn experts_are_read_ahead_under_a_memory_limit() {
+    let (disk, limit) = small_memory("moe.gguf", 200);
+    let model = fixture("moe.gguf");
+    for with in [
+        streaming(&[]),
+        streaming(&[("LLAMA_EXPERT_STREAM_PREDICT", "1")]),
+    ] {
+        let mut host = limited(&disk, &limit, &with);
+        let text = host.text(TOKENS);
+        assert_eq!(text, fresh(Program::C, &model));
+        let figures = stream_figures(&host);
+        assert!(count(&figures, "read_bytes") > 0, "{figures}");
+        assert_eq!(figures["stopped"], false, "{figures}");
+        assert_eq!(host.end(), Some(0));
+    }
+}
+
+#[test]
+fn reads_that_fail_leave_the_program_as_it_is() {
+    let (disk, limit) = small_memory("moe.gguf", 200);
+    let model = fixture("moe.gguf");
+    let mut host = limited(&disk, &limit, &streaming(&[]));
+    host.text(2);
+    // Every read of an expert that is read ahead fails; the program's own read comes after.
+    let size = std::fs::metadata(&model).expect("a fixture").len();
+    disk.fail(size / 2..size, 3);
+    assert_eq!(host.text(TOKENS), fresh(Program::C, &model));
+    assert_eq!(host.end(), Some(0));
+}
