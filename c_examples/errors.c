@@ -162,6 +162,25 @@ static void lookups(const struct llama_model * model) {
           "struct_size");
 }
 
+static void streams(const struct llama_model * model) {
+    struct llama_expert_stream_params params = {0};
+    FAILS(llama_expert_stream_default_params(NULL), LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "NULL");
+    FAILS(llama_expert_stream_default_params(&params), LLAMA_SIDECAR_STATUS_BAD_ARGUMENT,
+          "struct_size");
+    params.struct_size = sizeof(params);
+    OK(llama_expert_stream_default_params(&params));
+    CHECK(params.n_threads > 0);
+    CHECK(llama_expert_stream_new(NULL, &params) == NULL);
+    FAILS(llama_sidecar_last_status(), LLAMA_SIDECAR_STATUS_BAD_HANDLE, "NULL");
+    CHECK(llama_expert_stream_new(model, &params) == NULL);
+    FAILS(llama_sidecar_last_status(), LLAMA_SIDECAR_STATUS_NOT_FOUND, "no routed experts");
+    params.n_threads = 0;
+    CHECK(llama_expert_stream_new(model, &params) == NULL);
+    FAILS(llama_sidecar_last_status(), LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "n_threads");
+    FAILS(llama_expert_stream_finish(NULL), LLAMA_SIDECAR_STATUS_BAD_HANDLE, "NULL");
+    OK(llama_expert_stream_free(NULL));
+}
+
 static void moments(struct llama_model * model, struct llama_context * context) {
     FAILS(llama_sidecar_eval_end(context), LLAMA_SIDECAR_STATUS_BUSY, "does not evaluate");
     OK(llama_sidecar_eval_begin(context, NULL));
@@ -202,6 +221,7 @@ int main(int argc, char ** argv) {
     handles(model, context);
     lookups(model);
     moments(model, context);
+    streams(model);
 
     // The last error of a thread is not visible to other threads.
     pthread_t thread;

@@ -171,6 +171,9 @@ enum llama_sidecar_axis {
  */
 struct llama_context;
 
+/** Threads that read routed experts of a model from disk before the program uses them. */
+struct llama_expert_stream;
+
 /** Usage counters for the routed experts of a model. */
 struct llama_expert_trace;
 
@@ -552,6 +555,56 @@ struct llama_sidecar_report_file {
     enum llama_sidecar_file_event event;
 };
 
+/** Parameters of llama_expert_stream_new. Initialise with llama_expert_stream_default_params. */
+struct llama_expert_stream_params {
+    /** Set by the caller to sizeof(struct llama_expert_stream_params). */
+    size_t struct_size;
+    /**
+     * Check every layer. Otherwise, only a sample of layers is checked while all experts are in
+     * memory. Default: whether LLAMA_EXPERT_STREAM is "on".
+     */
+    bool always;
+    /**
+     * Also read the experts that the router of the next layer would choose for the hidden state of
+     * llama_expert_stream_schedule. Default: LLAMA_EXPERT_STREAM_PREDICT.
+     */
+    bool predict;
+    /** Number of threads, 1 to 64. Default: half of the processors, from 1 to 4. */
+    uint32_t n_threads;
+};
+
+/** Statistics of a stream since its creation. */
+struct llama_expert_stream_stats {
+    /** Set by the caller to sizeof(struct llama_expert_stream_stats). */
+    size_t struct_size;
+    /** Number of layers that were scheduled. */
+    uint64_t n_layers;
+    /** Bytes of routed experts whose residency was checked. */
+    uint64_t checked_bytes;
+    /** Bytes of these that were in memory or on their way. */
+    uint64_t resident_bytes;
+    /** Bytes that were read ahead because of routing. */
+    uint64_t read_bytes;
+    /** Bytes that were read ahead because of a prediction. */
+    uint64_t predicted_bytes;
+    /** Number of experts that were predicted. */
+    uint64_t n_predicted;
+    /** Number of experts that were predicted and routed. */
+    uint64_t n_hits;
+    /** Number of routed experts of layers with a prediction. */
+    uint64_t n_predictable;
+    /** Number of read-ahead calls that failed. */
+    uint64_t n_failed;
+    /** Number of page faults of the process that waited for a disk. */
+    uint64_t n_major_faults;
+    /** Time from the first call of llama_expert_stream_schedule to the last, in microseconds. */
+    uint64_t schedule_us;
+    /** Whether all experts are in memory, so that only a sample of layers is checked. */
+    bool resting;
+    /** Whether the stream stopped, because reading ahead had no effect. */
+    bool stopped;
+};
+
 /** A tensor at the time of the call. */
 struct llama_sidecar_tensor_info {
     /** Set by the caller to sizeof(struct llama_sidecar_tensor_info). */
@@ -723,8 +776,8 @@ enum llama_sidecar_status llama_sidecar_metadata_text(const struct llama_model *
 struct llama_model *llama_model_load(const char *path, const struct llama_sidecar_params *params);
 
 /**
- * Frees the handle of a model. The model itself lives until its contexts and post-fetch schedulers
- * are freed. Reports and expert traces do not use it.
+ * Frees the handle of a model. The model itself lives until its contexts, post-fetch schedulers and
+ * expert streams are freed. Reports and expert traces do not use it.
  */
 enum llama_sidecar_status llama_sidecar_model_free(struct llama_model *model);
 
@@ -964,6 +1017,72 @@ enum llama_sidecar_status llama_sidecar_last_status(void);
  * @return A static string; "unknown status" for a number that is not a status.
  */
 const char *llama_sidecar_status_name(uint32_t status);
+
+/**
+ * Fills `params` with the defaults, which depend on the LLAMA_EXPERT_STREAM* environment
+ * variables. The value "off" of LLAMA_EXPERT_STREAM is the same as "auto" here, because a stream
+ * exists only in a program that creates it.
+ */
+enum llama_sidecar_status llama_expert_stream_default_params(struct llama_expert_stream_params *params);
+
+/**
+ * Creates a stream for the routed experts of a model that is larger than memory, and starts its
+ * threads. Any number of threads and contexts can use one stream. The stream keeps the model alive
+ * and its files open. Reloads do not wait for the stream.
+ *
+ * The stream reads into the page cache, so the program must use the experts in place, through the
+ * mapping of the files: host_data of llama_sidecar_tensor_get_info for a tensor that is not
+ * loaded. Fails with LLAMA_SIDECAR_STATUS_DISABLED if no expert can be used in place, because
+ * use_mmap is false, the files cannot be mapped, or all experts are loaded.
+ *
+ * @param params NULL for the defaults of llama_expert_stream_default_params.
+ * @return The stream, or NULL on failure: for example, when the model has no routed experts. Free
+ * it with llama_expert_stream_free.
+ */
+struct llama_expert_stream *llama_expert_stream_new(const struct llama_model *model,
+                                                    const struct llama_expert_stream_params *params);
+
+/** Frees a stream. Ends its threads; requests that have not begun are dropped. */
+enum llama_sidecar_status llama_expert_stream_free(struct llama_expert_stream *stream);
+
+/**
+ * Starts to read the experts that a layer was routed to. Returns without waiting for the disk, and
+ * allocates no memory. Call it for each layer of each evaluation as soon as the routed ids are
+ * known. The ids and the hidden state are not used after the call.
+ *
+ * The ids are laid out as src[2] of GGML_OP_MUL_MAT_ID in ggml. Ids that are not experts of the
+ * layer are ignored. A matrix that is loaded, or that a reload replaced, is left out, because the
+ * program does not use it in place.
+ *
+ * @param layer Number of the layer in tensor names, such as 3 in blk.3.ffn_gate_exps.weight.
+ * @param n_used Number of experts per token.
+ * @param used_stride Bytes between the ids of a token: nb[0].
+ * @param token_stride Bytes between the rows of two tokens: nb[1].
+ * @param hidden Input of the layer's router for the last token, used if `predict` is set; NULL for
+ * no prediction.
+ * @param n_embd Number of elements of `hidden`. A number other than the row length of the routers
+ * gives no prediction.
+ */
+enum llama_sidecar_status llama_expert_stream_schedule(const struct llama_expert_stream *stream,
+                                                       uint32_t layer,
+                                                       const int32_t *ids,
+                                                       size_t n_used,
+                                                       size_t n_tokens,
+                                                       size_t used_stride,
+                                                       size_t token_stride,
+                                                       const float *hidden,
+                                                       size_t n_embd);
+
+/**
+ * Waits until all experts that were scheduled are in memory or on their way from the disk. An
+ * evaluation does not need the call: it is for programs that measure or warm up. Another thread
+ * that schedules without a pause can make the call wait longer.
+ */
+enum llama_sidecar_status llama_expert_stream_finish(const struct llama_expert_stream *stream);
+
+/** Fills `stats` with the statistics of a stream. */
+enum llama_sidecar_status llama_expert_stream_get_stats(const struct llama_expert_stream *stream,
+                                                        struct llama_expert_stream_stats *stats);
 
 /** Finds a tensor by name and writes its index to `index`. */
 enum llama_sidecar_status llama_sidecar_tensor_find(const struct llama_model *model,

@@ -156,14 +156,14 @@ pub static VARIABLES: &[Variable] = &[
             values: &["off", "auto", "on"],
             bare_flag: "auto",
         },
-        help: "drop-in: read routed experts from disk as soon as routing is known: `off`, `auto` (while experts are not in memory), `on`",
+        help: "drop-in: read routed experts from disk as soon as routing is known: `off`, `auto` (while experts are not in memory), `on`; link mode: `on` is the default of `always`",
         flag: Some("stream-experts"),
     },
     Variable {
         name: "LLAMA_EXPERT_STREAM_PREDICT",
         default: Value("0"),
         kind: Switch,
-        help: "drop-in: also read the experts that the next layer will probably use",
+        help: "also read the experts that the next layer will probably use",
         flag: Some("stream-predict"),
     },
     Variable {

@@ -14,6 +14,7 @@ mod params;
 mod postfetch;
 mod reload;
 mod status;
+mod stream;
 mod tensor;
 mod trace;
 

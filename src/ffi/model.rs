@@ -89,8 +89,8 @@ pub unsafe extern "C" fn llama_model_load(
     opened.unwrap_or(std::ptr::null_mut())
 }
 
-/// Frees the handle of a model. The model itself lives until its contexts and post-fetch schedulers
-/// are freed. Reports and expert traces do not use it.
+/// Frees the handle of a model. The model itself lives until its contexts, post-fetch schedulers and
+/// expert streams are freed. Reports and expert traces do not use it.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_sidecar_model_free(model: *mut llama_model) -> llama_sidecar_status {
     status(|| handle::free(model))

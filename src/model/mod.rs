@@ -345,6 +345,21 @@ impl Model {
         Some(bytes)
     }
 
+    /// Returns whether the bytes of a tensor are used in place: through the mapping of its file.
+    ///
+    /// # Panics
+    ///
+    /// When there is no tensor of this index.
+    pub fn is_in_place(&self, index: usize) -> bool {
+        let versions = self.versions.read();
+        let version = &versions.current[index].version;
+        let Storage::File { file, offset, .. } = &version.storage else {
+            return false;
+        };
+        let source = &self.files[*file].gguf.source;
+        version.resident().is_none() && source.mapped(*offset, version.nbytes).is_some()
+    }
+
     /// Returns the path of a file.
     pub fn file_path(&self, file: usize) -> &Path {
         self.files[file].gguf.source.path()

@@ -247,7 +247,11 @@ impl Reader {
     /// Waits until no request is left: the bytes are in memory or on their way.
     pub fn finish(&self) {
         let shared = &self.shared;
-        let all = (1u64 << (self.threads.len() - 1)) * 2 - 1;
+        // A forked child has no threads that could read.
+        if self.process != std::process::id() {
+            return;
+        }
+        let all = u64::MAX >> (u64::BITS as usize - self.threads.len());
         while !shared.stopped.load(Ordering::Relaxed)
             && (shared.wanted.is_pending() || shared.idle.load(Ordering::SeqCst) != all)
         {
@@ -436,6 +440,7 @@ impl Shared {
     fn note_residency(&self, resident: bool) {
         if !resident {
             self.resident_units.store(0, Ordering::Relaxed);
+            self.resting.store(false, Ordering::Relaxed);
             return;
         }
         let units = self.resident_units.fetch_add(1, Ordering::Relaxed);
@@ -449,6 +454,9 @@ impl Shared {
 
     /// Reads a matrix of an expert ahead; returns whether all of it was in memory.
     fn read(&self, unit: Unit, expert: u32, reason: Reason) -> bool {
+        if self.ended.load(Ordering::Relaxed) {
+            return true;
+        }
         let (layer, _) = self.layers[unit / UNITS];
         let projection = Projection::ALL[unit % UNITS];
         let Some(slice) = self.index.slice(layer, projection, expert) else {
@@ -507,6 +515,9 @@ impl Shared {
 
     fn request(&self, file: &File, bytes: &Range<u64>, chunk: u64) {
         for start in bytes.clone().step_by(chunk as usize) {
+            if self.ended.load(Ordering::Relaxed) {
+                return;
+            }
             let end = bytes.end.min(start + chunk);
             if pages::read_ahead(file, &(start..end)).is_err() {
                 add(&self.figures.failed, 1);

@@ -1,0 +1,512 @@
+//! Expert streaming on real files: which pages are in the page cache after a layer was scheduled.
+
+use std::collections::BTreeSet;
+use std::ffi::CString;
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::AsRawFd;
+use std::path::PathBuf;
+
+use llama_sidecar::experts::{ExpertIndex, Projection};
+use llama_sidecar::gguf::{Access, GgufFile};
+use llama_sidecar::model::{Model, Options};
+use llama_sidecar::stream::{Matrices, Reader, Settings};
+use llama_sidecar::trace::Ids;
+use tempfile::TempDir;
+use testkit::writer::{F32, Gguf, Tensor};
+
+const EXPERTS: u32 = 8;
+const PAGE: u64 = 4096;
+
+/// A model file whose pages are not in memory.
+struct Fixture {
+    _folder: TempDir,
+    path: PathBuf,
+    gguf: GgufFile,
+}
+
+impl Fixture {
+    /// Writes a model; `None` where the page cache of its file system cannot be emptied or read.
+    fn new(model: &Gguf) -> Option<Fixture> {
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let path = folder.path().join("model.gguf");
+        model.write(&path).unwrap();
+        // Only clean pages can be dropped.
+        File::open(&path).unwrap().sync_all().unwrap();
+        let fixture = Fixture {
+            gguf: GgufFile::open(&path, Access::Read).unwrap(),
+            _folder: folder,
+            path,
+        };
+        let problem = match fixture.cached_pages() {
+            Err(error) => format!("cachestat (Linux 6.5) failed: {error}"),
+            Ok(_) if fixture.drop_cache() => return Some(fixture),
+            Ok(_) => format!(
+                "pages of {} stay in memory; set CARGO_TARGET_DIR to a folder on a disk",
+                fixture.path.display()
+            ),
+        };
+        // Not captured, as `eprintln` would be.
+        let _ = writeln!(std::io::stderr(), "test of streaming SKIPPED: {problem}");
+        None
+    }
+
+    /// Makes a reader that uses the file while none of its pages is in memory.
+    fn reader(&self, change: impl FnOnce(&mut Settings)) -> Reader {
+        let mut settings = Settings {
+            always: true,
+            predict: false,
+            threads: 2,
+        };
+        change(&mut settings);
+        let reader = Reader::new(&[&self.gguf], settings).unwrap();
+        assert!(self.drop_cache());
+        reader
+    }
+
+    /// Drops all pages of the file from memory; returns whether none is left.
+    fn drop_cache(&self) -> bool {
+        let file = self.gguf.source.handle();
+        (0..100).any(|_| {
+            // SAFETY: advice for a descriptor that is open.
+            unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
+            let empty = self.cached_pages().unwrap().is_empty();
+            if !empty {
+                // Pages that are being read cannot be dropped: this waits for them.
+                std::fs::read(&self.path).unwrap();
+            }
+            empty
+        })
+    }
+
+    /// Returns the pages of the file that are in memory or on their way.
+    fn cached_pages(&self) -> std::io::Result<BTreeSet<u64>> {
+        let file = self.gguf.source.handle();
+        let mut found = BTreeSet::new();
+        for page in 0..file.metadata()?.len().div_ceil(PAGE) {
+            let range = [page * PAGE, PAGE];
+            let mut pages = [0u64; 5];
+            // SAFETY: `cachestat` reads two numbers and writes five.
+            let code = unsafe {
+                libc::syscall(451, file.as_raw_fd(), range.as_ptr(), pages.as_mut_ptr(), 0)
+            };
+            if code != 0 {
+                return Err(std::io::Error::last_os_error());
+            }
+            if pages[0] > 0 {
+                found.insert(page);
+            }
+        }
+        Ok(found)
+    }
+
+    /// Returns the pages with all matrices of some experts of layers.
+    fn pages_of(&self, experts: impl IntoIterator<Item = (u32, u32)>) -> BTreeSet<u64> {
+        let index = ExpertIndex::of([&self.gguf]);
+        let matrices = experts.into_iter().flat_map(|(layer, expert)| {
+            let slices = Projection::ALL.map(|matrix| index.slice(layer, matrix, expert));
+            slices.into_iter().flatten()
+        });
+        let pages = matrices.flat_map(|matrix| {
+            matrix.offset / PAGE..(matrix.offset + matrix.nbytes).div_ceil(PAGE)
+        });
+        pages.collect()
+    }
+}
+
+/// A model with merged experts, whose borders are inside pages.
+fn model(layers: u32) -> Gguf {
+    (0..layers).fold(Gguf::default(), |file, layer| {
+        ["gate", "up", "down"].iter().fold(file, |file, matrix| {
+            let name = format!("blk.{layer}.ffn_{matrix}_exps.weight");
+            file.tensor(&name, &[64, 100, EXPERTS.into()], F32, layer.into())
+        })
+    })
+}
+
+/// Schedules a layer by its position for tokens with `used` experts each.
+fn schedule(reader: &Reader, layer: usize, used: usize, ids: &[i32], hidden: Option<&[f32]>) {
+    let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_ne_bytes()).collect();
+    let ids = Ids {
+        bytes: &bytes,
+        used,
+        tokens: ids.len() / used,
+        used_stride: 4,
+        token_stride: 4 * used,
+    };
+    reader.schedule(layer, Matrices::ALL, &ids, hidden);
+}
+
+#[test]
+fn exactly_the_pages_of_routed_experts_are_read() {
+    let Some(fixture) = Fixture::new(&model(3)) else {
+        return;
+    };
+    let reader = fixture.reader(|_| ());
+    schedule(&reader, 1, 2, &[0, 5], None);
+    schedule(&reader, 2, 1, &[7], None);
+    reader.finish();
+    let expected = fixture.pages_of([(1, 0), (1, 5), (2, 7)]);
+    assert_eq!(fixture.cached_pages().unwrap(), expected);
+    let counts = reader.counts();
+    assert_eq!(
+        (counts.layers, counts.failed, counts.guessed_bytes),
+        (2, 0, 0)
+    );
+    assert_eq!(
+        counts.read_bytes + counts.resident_bytes,
+        counts.checked_bytes
+    );
+    assert!(counts.checked_bytes >= 9 * 64 * 100 * 4);
+}
+
+#[test]
+fn matrices_that_are_left_out_are_not_read() {
+    let Some(fixture) = Fixture::new(&model(1)) else {
+        return;
+    };
+    let reader = fixture.reader(|_| ());
+    let mut down = Matrices::default();
+    down.insert(Projection::Down);
+    let ids = Ids {
+        bytes: &3i32.to_ne_bytes(),
+        used: 1,
+        tokens: 1,
+        used_stride: 4,
+        token_stride: 4,
+    };
+    reader.schedule(0, down, &ids, None);
+    reader.finish();
+    let index = ExpertIndex::of([&fixture.gguf]);
+    let slice = index.slice(0, Projection::Down, 3).unwrap();
+    let pages = slice.offset / PAGE..(slice.offset + slice.nbytes).div_ceil(PAGE);
+    assert!(fixture.cached_pages().unwrap().into_iter().eq(pages));
+}
+
+#[test]
+fn ids_that_are_no_experts_are_ignored() {
+    let Some(fixture) = Fixture::new(&model(2)) else {
+        return;
+    };
+    let reader = fixture.reader(|_| ());
+    let ids = [-1, i32::MIN, i32::MAX, EXPERTS as i32, 4096, 2];
+    schedule(&reader, 0, ids.len(), &ids, None);
+    schedule(&reader, 2, 1, &[1], None);
+    schedule(&reader, usize::MAX, 1, &[1], None);
+    reader.finish();
+    assert_eq!(fixture.cached_pages().unwrap(), fixture.pages_of([(0, 2)]));
+}
+
+#[test]
+fn experts_that_only_some_matrices_have_are_read() {
+    let file = Gguf::default()
+        .tensor("blk.0.ffn_gate_exps.weight", &[64, 100, 8], F32, 1)
+        .tensor("blk.0.ffn_down_exps.weight", &[64, 100, 4], F32, 2)
+        .tensor("blk.0.ffn_up.6.weight", &[64, 100], F32, 3)
+        .tensor("blk.1.ffn_down_exps.weight", &[64, 100, 5000], F32, 3);
+    let Some(fixture) = Fixture::new(&file) else {
+        return;
+    };
+    let reader = fixture.reader(|_| ());
+    // The index has no layers beyond its bound of experts.
+    assert_eq!((reader.position(0), reader.position(1)), (Some(0), None));
+    schedule(&reader, 0, 2, &[3, 6], None);
+    reader.finish();
+    let expected = fixture.pages_of([(0, 3), (0, 6)]);
+    assert_eq!(fixture.cached_pages().unwrap(), expected);
+}
+
+#[test]
+fn a_batch_that_uses_most_experts_reads_the_next_layer() {
+    let Some(fixture) = Fixture::new(&model(3)) else {
+        return;
+    };
+    let reader = fixture.reader(|_| ());
+    schedule(&reader, 0, 3, &[0, 1, 2, 3, 4, 5], None);
+    reader.finish();
+    let routed = (0..6).map(|expert| (0, expert));
+    let next = (0..EXPERTS).map(|expert| (1, expert));
+    let expected = fixture.pages_of(routed.chain(next));
+    assert_eq!(fixture.cached_pages().unwrap(), expected);
+    assert!(reader.counts().guessed_bytes > 0);
+    // Fewer experts, or one token, do not read ahead.
+    let reader = fixture.reader(|_| ());
+    schedule(&reader, 0, 2, &[0, 1, 2, 3], None);
+    schedule(&reader, 1, 6, &[0, 1, 2, 3, 4, 5], None);
+    reader.finish();
+    assert_eq!(reader.counts().guessed_bytes, 0);
+}
+
+#[test]
+fn the_experts_of_the_next_router_are_read() {
+    let floats = |name: &str, ne: &[i64], values: &[f32]| Tensor {
+        name: name.into(),
+        ne: ne.to_vec(),
+        ty: F32,
+        data: values
+            .iter()
+            .flat_map(|value| value.to_le_bytes())
+            .collect(),
+    };
+    // The score of an expert is the element of its number.
+    let mut identity = [0.0; 64];
+    (0..8).for_each(|expert| identity[expert * 8 + expert] = 1.0);
+    let mut file = model(3);
+    for (layer, norm_of_5) in [(0, 1.0), (1, 0.1), (2, 1.0)] {
+        let norm = [1.0, 1.0, 1.0, 1.0, 1.0, norm_of_5, 1.0, 1.0];
+        let name = |what| format!("blk.{layer}.{what}.weight");
+        file.tensors
+            .push(floats(&name("ffn_gate_inp"), &[8, 8], &identity));
+        file.tensors.push(floats(&name("ffn_norm"), &[8], &norm));
+    }
+    let Some(fixture) = Fixture::new(&file) else {
+        return;
+    };
+    let reader = fixture.reader(|settings| settings.predict = true);
+    let hidden = [0.0, 2.0, 3.0, 0.0, 0.0, 4.0, 0.0, 1.0];
+    schedule(&reader, 0, 2, &[0, 7], Some(&hidden));
+    reader.finish();
+    // The norm of layer 1 makes expert 5 less probable than 1 and 2.
+    let expected = fixture.pages_of([(0, 0), (0, 7), (1, 1), (1, 2)]);
+    assert_eq!(fixture.cached_pages().unwrap(), expected);
+    schedule(&reader, 1, 2, &[1, 3], None);
+    // A hidden state of another length gives no guess.
+    schedule(&reader, 1, 2, &[1, 3], Some(&hidden[..7]));
+    reader.finish();
+    let counts = reader.counts();
+    assert_eq!((counts.guesses, counts.hits, counts.guessable), (2, 1, 2));
+}
+
+#[test]
+fn threads_schedule_at_once() {
+    let Some(fixture) = Fixture::new(&model(4)) else {
+        return;
+    };
+    let reader = fixture.reader(|settings| settings.threads = 3);
+    std::thread::scope(|scope| {
+        for thread in 0..2 {
+            let reader = &reader;
+            scope.spawn(move || {
+                for step in 0..400 {
+                    // Experts 0 to 3 in one thread, 4 to 6 in the other.
+                    let expert = (step / 4 % (4 - thread) + 4 * thread) as i32;
+                    schedule(reader, step % 4, 1, &[expert], None);
+                }
+            });
+        }
+    });
+    reader.finish();
+    let experts = (0..4).flat_map(|layer| (0..7).map(move |expert| (layer, expert)));
+    let expected = fixture.pages_of(experts);
+    assert_eq!(fixture.cached_pages().unwrap(), expected);
+    assert_eq!(reader.counts().layers, 800);
+}
+
+/// Schedules layer 0 until the reader rests.
+fn rest(reader: &Reader) {
+    let rests = |_| {
+        schedule(reader, 0, 1, &[0], None);
+        reader.finish();
+        reader.counts().resting
+    };
+    assert!((0..1000).any(rests));
+}
+
+#[test]
+fn a_reader_rests_until_a_page_fault_waits_for_the_disk() {
+    let Some(fixture) = Fixture::new(&model(1)) else {
+        return;
+    };
+    let reader = fixture.reader(|settings| settings.always = false);
+    rest(&reader);
+    assert!(fixture.drop_cache());
+    let before = reader.counts().major_faults;
+    // SAFETY: no program writes the file of this test.
+    let map = unsafe { memmap2::Mmap::map(&fixture.gguf.source.handle()) }.unwrap();
+    std::hint::black_box(map[map.len() - 1]);
+    assert!(reader.counts().major_faults > before);
+    schedule(&reader, 0, 1, &[0], None);
+    reader.finish();
+    assert!(!reader.counts().resting);
+    assert!(
+        fixture
+            .cached_pages()
+            .unwrap()
+            .is_superset(&fixture.pages_of([(0, 0)]))
+    );
+}
+
+#[test]
+fn a_reader_rests_until_a_sample_has_missing_pages() {
+    let Some(fixture) = Fixture::new(&model(1)) else {
+        return;
+    };
+    let reader = fixture.reader(|settings| settings.always = false);
+    rest(&reader);
+    let works_again = |_| {
+        // Programs that read files without a mapping have no page faults.
+        assert!(fixture.drop_cache());
+        schedule(&reader, 0, 1, &[0], None);
+        reader.finish();
+        !reader.counts().resting
+    };
+    assert!((0..300).any(works_again));
+}
+
+#[test]
+fn a_reader_that_always_checks_does_not_rest() {
+    let Some(fixture) = Fixture::new(&model(1)) else {
+        return;
+    };
+    let reader = fixture.reader(|_| ());
+    for _ in 0..50 {
+        schedule(&reader, 0, 1, &[0], None);
+        reader.finish();
+        assert!(!reader.counts().resting);
+    }
+}
+
+#[test]
+fn a_truncated_file_stops_the_reader() {
+    let Some(fixture) = Fixture::new(&model(4)) else {
+        return;
+    };
+    let reader = fixture.reader(|_| ());
+    schedule(&reader, 0, 1, &[0], None);
+    let file = File::options().write(true).open(&fixture.path).unwrap();
+    file.set_len(1000).unwrap();
+    let all: Vec<i32> = (0..EXPERTS as i32).collect();
+    for layer in 0..4 {
+        schedule(&reader, layer, all.len(), &all, None);
+        reader.finish();
+    }
+    assert!(reader.counts().stopped);
+    // Further calls do nothing.
+    let layers = reader.counts().layers;
+    schedule(&reader, 0, 1, &[0], None);
+    reader.finish();
+    assert_eq!(reader.counts().layers, layers);
+}
+
+#[test]
+fn a_reader_ends_while_an_expert_is_read() {
+    // A file with holes: two experts of 1 TB.
+    let mut header = gguf_header(&[1 << 20, 1 << 18, 2]);
+    let data = header.len().next_multiple_of(32);
+    header.resize(data, 0);
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = folder.path().join("model.gguf");
+    std::fs::write(&path, &header).unwrap();
+    let file = File::options().write(true).open(&path).unwrap();
+    if let Err(error) = file.set_len(data as u64 + (2 << 40)) {
+        let _ = writeln!(
+            std::io::stderr(),
+            "test of streaming SKIPPED: a file of 2 TB: {error}"
+        );
+        return;
+    }
+    let gguf = GgufFile::open(&path, Access::Read).unwrap();
+    let settings = Settings {
+        always: true,
+        predict: false,
+        threads: 1,
+    };
+    let reader = Reader::new(&[&gguf], settings).unwrap();
+    schedule(&reader, 0, 1, &[1], None);
+    // Would take minutes if the thread read the whole expert.
+    drop(reader);
+}
+
+/// The header of a file with one tensor of `f32`, which holds experts.
+fn gguf_header(ne: &[u64; 3]) -> Vec<u8> {
+    let name = b"blk.0.ffn_down_exps.weight";
+    let mut header = b"GGUF\x03\0\0\0".to_vec();
+    let numbers = [1, 0, name.len() as u64];
+    header.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
+    header.extend_from_slice(name);
+    header.extend_from_slice(&3u32.to_le_bytes());
+    header.extend(ne.iter().flat_map(|extent| extent.to_le_bytes()));
+    header.extend_from_slice(&F32.to_le_bytes());
+    header.extend_from_slice(&0u64.to_le_bytes());
+    header
+}
+
+#[test]
+fn a_reader_with_many_threads_finishes() {
+    let Some(fixture) = Fixture::new(&model(2)) else {
+        return;
+    };
+    let reader = fixture.reader(|settings| settings.threads = 1000);
+    schedule(&reader, 1, 1, &[4], None);
+    reader.finish();
+    assert_eq!(fixture.cached_pages().unwrap(), fixture.pages_of([(1, 4)]));
+}
+
+#[test]
+fn a_forked_child_can_use_and_drop_a_reader() {
+    let Some(fixture) = Fixture::new(&model(2)) else {
+        return;
+    };
+    let reader = fixture.reader(|_| ());
+    schedule(&reader, 0, 1, &[0], None);
+    let ids = 1i32.to_ne_bytes();
+    // SAFETY: the child calls the reader, which takes no lock that another thread has, and ends.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: ends the child if a call waits for a thread that the child does not have.
+        unsafe { libc::alarm(60) };
+        let ids = Ids {
+            bytes: &ids,
+            used: 1,
+            tokens: 1,
+            used_stride: 4,
+            token_stride: 4,
+        };
+        reader.schedule(1, Matrices::ALL, &ids, None);
+        reader.finish();
+        drop(reader);
+        // SAFETY: ends the child without handlers of the parent.
+        unsafe { libc::_exit(0) };
+    }
+    let mut status = -1;
+    // SAFETY: waits for the child of this test.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(status, 0);
+    reader.finish();
+    assert_eq!(fixture.cached_pages().unwrap(), fixture.pages_of([(0, 0)]));
+}
+
+#[test]
+fn a_model_without_experts_has_no_reader() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let file = Gguf::default().tensor("blk.0.ffn_down.weight", &[64, 64], F32, 1);
+    file.write(&path).unwrap();
+    let gguf = GgufFile::open(&path, Access::Read).unwrap();
+    let settings = Settings {
+        always: true,
+        predict: true,
+        threads: 1,
+    };
+    let error = Reader::new(&[&gguf], settings).unwrap_err();
+    assert!(error.to_string().contains("no routed experts"));
+}
+
+#[test]
+fn tensors_are_in_place_until_they_are_loaded() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    model(1).write(&path).unwrap();
+    let name = CString::new("blk.0.ffn_up_exps.weight").unwrap();
+    for access in [Access::Map, Access::Read] {
+        let options = Options {
+            access,
+            ..Options::host()
+        };
+        let model = Model::open(&path, options).unwrap();
+        let index = model.find(&name).unwrap();
+        assert_eq!(model.is_in_place(index), access == Access::Map);
+        model.load(index).unwrap();
+        assert!(!model.is_in_place(index));
+    }
+}
