@@ -569,6 +569,7 @@ unsafe extern "C-unwind" fn split_compute(backend: *mut Backend, split: *mut Gra
 fn forget_scheduler(key: usize) {
     if let Some(scheduler) = Scheduler::find(key) {
         lifecycle::report(|to| to.scheduler_freed(scheduler));
+        routing::forget(scheduler);
         scheduler.forget();
     }
 }

@@ -88,13 +88,19 @@ pub unsafe fn watch(
     MIXED[scheduler.number()].store(!on_cpu, Ordering::Relaxed);
     let mut places = PLACES[scheduler.number()].lock();
     let mut used = 0;
+    // With a GPU, the input may be in its memory.
+    let inputs = match on_cpu {
+        true => router_inputs(reads),
+        false => Vec::new(),
+    };
     let experts = reads.weights.iter().filter(|weight| !weight.ids.is_null());
     for weight in experts {
         let Some((model, name, mapped)) = expert(weight.tensor) else {
             continue;
         };
         let matrix = (name.projection, TensorPointer(weight.tensor), mapped);
-        let known = places[..used].iter().find_map(|place| {
+        // The matrices of a layer follow each other.
+        let known = places[..used].iter().rev().find_map(|place| {
             let mut record = place.lock();
             let record = record.as_mut()?;
             (record.node == weight.ids as usize).then(|| record.matrices.push(matrix))
@@ -116,16 +122,25 @@ pub unsafe fn watch(
                 continue;
             }
         }
+        let of_layer = |input: &&RouterInput| (input.0, input.1) == (model.number, name.layer);
+        let hidden = inputs.iter().find(of_layer);
         *place.lock() = Some(Record {
             node: weight.ids as usize,
             layer: name.layer,
             matrices: vec![matrix],
-            hidden: router_input(reads, &model, name.layer),
+            hidden: hidden.map(|(.., input)| *input),
             model,
         });
         used += 1;
     }
     for place in &places[used..] {
+        *place.lock() = None;
+    }
+}
+
+/// Forgets the graph of a scheduler.
+pub fn forget(scheduler: Scheduler) {
+    for place in PLACES[scheduler.number()].lock().iter() {
         *place.lock() = None;
     }
 }
@@ -146,18 +161,21 @@ fn expert(tensor: *mut Tensor) -> Option<(Arc<Model>, ExpertName, usize)> {
     Some((model, name, mapped))
 }
 
-/// Returns the input of the router of a layer.
-fn router_input(reads: &GraphReads, model: &Model, layer: u32) -> Option<TensorPointer> {
-    let is_router = |weight: &&UsedWeight| {
-        let found = models::find(weight.tensor);
-        found.is_some_and(|(of, at)| {
-            let name = model.name(at).to_str();
-            of.number == model.number
-                && name.is_ok_and(|name| name == format!("blk.{layer}.ffn_gate_inp.weight"))
-        })
+/// The input of a router: the number of the model, the layer, and the tensor.
+type RouterInput = (u64, u32, TensorPointer);
+
+/// Returns the inputs of the routers that a graph reads.
+fn router_inputs(reads: &GraphReads) -> Vec<RouterInput> {
+    let input = |weight: &UsedWeight| {
+        let (model, at) = models::find(weight.tensor)?;
+        let name = model.name(at).to_str().ok()?;
+        let layer = name
+            .strip_prefix("blk.")?
+            .strip_suffix(".ffn_gate_inp.weight")?;
+        let input = TensorPointer(weight.input);
+        (!weight.input.is_null()).then_some((model.number, layer.parse().ok()?, input))
     };
-    let router = reads.weights.iter().find(is_router)?;
-    (!router.input.is_null()).then_some(TensorPointer(router.input))
+    reads.weights.iter().filter_map(input).collect()
 }
 
 /// Whether the CPU evaluates a node.
