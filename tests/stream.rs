@@ -18,6 +18,11 @@ use testkit::writer::{F32, Gguf, Tensor};
 const EXPERTS: u32 = 8;
 const PAGE: u64 = 4096;
 
+/// Reports why a test cannot run. `eprintln` would be captured.
+fn skipped(reason: &str) {
+    let _ = writeln!(std::io::stderr(), "test of streaming SKIPPED: {reason}");
+}
+
 /// A model file whose pages are not in memory.
 struct Fixture {
     _folder: TempDir,
@@ -46,8 +51,7 @@ impl Fixture {
                 fixture.path.display()
             ),
         };
-        // Not captured, as `eprintln` would be.
-        let _ = writeln!(std::io::stderr(), "test of streaming SKIPPED: {problem}");
+        skipped(&problem);
         None
     }
 
@@ -67,7 +71,7 @@ impl Fixture {
     /// Drops all pages of the file from memory; returns whether none is left.
     fn drop_cache(&self) -> bool {
         let file = self.gguf.source.handle();
-        (0..100).any(|_| {
+        (0..20).any(|_| {
             // SAFETY: advice for a descriptor that is open.
             unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
             let empty = self.cached_pages().unwrap().is_empty();
@@ -278,6 +282,50 @@ fn the_experts_of_the_next_router_are_read() {
 }
 
 #[test]
+fn matrices_that_were_left_out_are_not_read_for_a_guess() {
+    let Some(fixture) = Fixture::new(&model(2)) else {
+        return;
+    };
+    let reader = fixture.reader(|_| ());
+    let none = Ids {
+        bytes: &[],
+        used: 0,
+        tokens: 0,
+        used_stride: 4,
+        token_stride: 4,
+    };
+    reader.schedule(1, Matrices::default(), &none, None);
+    schedule(&reader, 0, 4, &[0, 1, 2, 3, 4, 5, 6, 7], None);
+    reader.finish();
+    let expected = fixture.pages_of((0..EXPERTS).map(|expert| (0, expert)));
+    assert_eq!(fixture.cached_pages().unwrap(), expected);
+}
+
+/// Adds a tensor of `f32` without data.
+fn with_hole(mut file: Gguf, name: &str, ne: &[i64]) -> Gguf {
+    file.tensors.push(Tensor {
+        name: name.into(),
+        ne: ne.to_vec(),
+        ty: F32,
+        data: Vec::new(),
+    });
+    file
+}
+
+/// Writes a file with a hole of this size as its last tensor.
+fn sparse(folder: &TempDir, file: &Gguf, hole: u64) -> Option<GgufFile> {
+    let path = folder.path().join("model.gguf");
+    file.write(&path).unwrap();
+    let written = File::options().write(true).open(&path).unwrap();
+    let len = written.metadata().unwrap().len();
+    if let Err(error) = written.set_len(len + hole) {
+        skipped(&format!("a file of {hole} bytes: {error}"));
+        return None;
+    }
+    Some(GgufFile::open(&path, Access::Read).unwrap())
+}
+
+#[test]
 fn threads_schedule_at_once() {
     let Some(fixture) = Fixture::new(&model(4)) else {
         return;
@@ -390,22 +438,12 @@ fn a_truncated_file_stops_the_reader() {
 
 #[test]
 fn a_reader_ends_while_an_expert_is_read() {
-    // A file with holes: two experts of 1 TB.
-    let mut header = gguf_header(&[1 << 20, 1 << 18, 2]);
-    let data = header.len().next_multiple_of(32);
-    header.resize(data, 0);
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let path = folder.path().join("model.gguf");
-    std::fs::write(&path, &header).unwrap();
-    let file = File::options().write(true).open(&path).unwrap();
-    if let Err(error) = file.set_len(data as u64 + (2 << 40)) {
-        let _ = writeln!(
-            std::io::stderr(),
-            "test of streaming SKIPPED: a file of 2 TB: {error}"
-        );
+    let ne = [1 << 20, 1 << 18, 2];
+    let file = with_hole(Gguf::default(), "blk.0.ffn_down_exps.weight", &ne);
+    let Some(gguf) = sparse(&folder, &file, 2 << 40) else {
         return;
-    }
-    let gguf = GgufFile::open(&path, Access::Read).unwrap();
+    };
     let settings = Settings {
         always: true,
         predict: false,
@@ -413,22 +451,38 @@ fn a_reader_ends_while_an_expert_is_read() {
     };
     let reader = Reader::new(&[&gguf], settings).unwrap();
     schedule(&reader, 0, 1, &[1], None);
-    // Would take minutes if the thread read the whole expert.
+    // Takes minutes if the thread reads all of the expert, which has 1 TB.
     drop(reader);
 }
 
-/// The header of a file with one tensor of `f32`, which holds experts.
-fn gguf_header(ne: &[u64; 3]) -> Vec<u8> {
-    let name = b"blk.0.ffn_down_exps.weight";
-    let mut header = b"GGUF\x03\0\0\0".to_vec();
-    let numbers = [1, 0, name.len() as u64];
-    header.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
-    header.extend_from_slice(name);
-    header.extend_from_slice(&3u32.to_le_bytes());
-    header.extend(ne.iter().flat_map(|extent| extent.to_le_bytes()));
-    header.extend_from_slice(&F32.to_le_bytes());
-    header.extend_from_slice(&0u64.to_le_bytes());
-    header
+#[test]
+fn malformed_routers_give_no_guess() {
+    let experts = || model(2);
+    let router = "blk.1.ffn_gate_inp.weight";
+    let norm = "blk.0.ffn_norm.weight";
+    for (file, hole) in [
+        (experts(), 0),
+        (with_hole(experts(), router, &[1 << 61, 0]), 0),
+        (with_hole(experts(), router, &[1 << 38, 8]), 8 << 40),
+        (with_hole(experts(), norm, &[1 << 41]), 8 << 40),
+    ] {
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        // A larger file than the file system has is skipped.
+        let Some(gguf) = sparse(&folder, &file, hole) else {
+            continue;
+        };
+        let settings = Settings {
+            always: true,
+            predict: true,
+            threads: 1,
+        };
+        let reader = Reader::new(&[&gguf], settings).unwrap();
+        for hidden in [&[][..], &[1.0; 8]] {
+            schedule(&reader, 0, 2, &[0, 1], Some(hidden));
+            reader.finish();
+        }
+        assert_eq!(reader.counts().guesses, 0);
+    }
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::thread::{JoinHandle, Thread};
 use std::time::Instant;
 
@@ -119,6 +119,8 @@ struct Shared {
     guessed: Requests,
     /// The last guess at each layer, until the layer is routed.
     guesses: Vec<parking_lot::Mutex<Option<ExpertSet>>>,
+    /// The matrices of each layer when it was scheduled last.
+    matrices: Vec<AtomicU8>,
     /// The position of the layer that was scheduled last.
     current: AtomicUsize,
     /// Bits of threads that wait for requests.
@@ -186,6 +188,10 @@ impl Reader {
             wanted: Requests::new(layers.len(), most as usize),
             guessed: Requests::new(layers.len(), most as usize),
             guesses: layers.iter().map(|_| Default::default()).collect(),
+            matrices: layers
+                .iter()
+                .map(|_| AtomicU8::new(Matrices::ALL.0))
+                .collect(),
             layers,
             current: AtomicUsize::new(0),
             idle: AtomicU64::new(0),
@@ -327,6 +333,7 @@ impl Shared {
             add(&self.figures.hits, guess.common(&routed).into());
             add(&self.figures.guessable, routed.len().into());
         }
+        self.matrices[layer].store(matrices.0, Ordering::Relaxed);
         self.current.store(layer, Ordering::Relaxed);
         let mut units = 0;
         for projection in 0..UNITS {
@@ -370,7 +377,9 @@ impl Shared {
         if let Some(mut guess) = self.guesses[layer].try_lock() {
             *guess = Some(*experts);
         }
-        for unit in layer * UNITS..(layer + 1) * UNITS {
+        let matrices = Matrices(self.matrices[layer].load(Ordering::Relaxed));
+        for projection in (0..UNITS).filter(|projection| matrices.has(*projection)) {
+            let unit = layer * UNITS + projection;
             self.guessed.add(unit, experts);
             self.guessed.publish(unit);
         }

@@ -54,14 +54,14 @@ impl Routers {
         for &(layer, experts) in layers {
             let norm = ["ffn_norm", "post_attention_norm"]
                 .iter()
-                .find_map(|name| floats(files, &format!("blk.{layer}.{name}.weight"), u64::MAX));
+                .find_map(|name| floats(files, &format!("blk.{layer}.{name}.weight"), MOST_BYTES));
             let norm = norm.transpose()?.map(|(norm, _)| norm);
             let left = MOST_BYTES - bytes;
             let found = floats(files, &format!("blk.{layer}.ffn_gate_inp.weight"), left);
             let mut router = Router::default();
             if let Some((mut rows, width)) = found.transpose()?
                 && width > 0
-                && rows.len() == width * experts as usize
+                && width.checked_mul(experts as usize) == Some(rows.len())
             {
                 bytes += 4 * rows.len() as u64;
                 if let (Some(before), Some(norm)) = (&before, &norm)
@@ -93,7 +93,7 @@ impl Routers {
     /// Keeps the input of a router, which chose `used` experts, for a guess at the layer after it,
     /// which is given by its position. Drops the input if the last one is being used.
     pub fn keep(&self, next: usize, hidden: &[f32], used: usize) {
-        if self.layers[next].width != hidden.len() {
+        if hidden.is_empty() || self.layers[next].width != hidden.len() {
             return;
         }
         if let Some(mut input) = self.input.try_lock() {
