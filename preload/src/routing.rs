@@ -263,12 +263,28 @@ pub unsafe fn known(
 /// A live part of a graph of this copy, which the CPU is about to evaluate.
 pub unsafe fn split_begins(ggml: &Ggml, split: *mut Graph, report: impl Fn(&Routed<'_>)) {
     let (f, layout) = (&ggml.f, &ggml.layout);
-    // SAFETY: nodes of a live graph and their sources are live tensors; the ids are in memory of
-    // the CPU, which reads them, and were copied there before.
-    unsafe {
-        let node = |at| (f.ggml_graph_node)(split, at);
-        for at in 0..(f.ggml_graph_n_nodes)(split) {
-            let node = node(at);
+    let mut layer: Option<(*mut Tensor, Arc<Model>, u32, Matrices)> = None;
+    let finish = |layer: Option<(*mut Tensor, Arc<Model>, u32, Matrices)>| {
+        let Some((ids, model, layer, mapped)) = layer else {
+            return;
+        };
+        // SAFETY: the ids are in memory of the CPU, which reads them, and were copied before.
+        if let Some(ids) = unsafe { ids_of(ggml, ids) } {
+            report(&Routed {
+                model: &model,
+                layer,
+                mapped,
+                ids,
+                hidden: None,
+            });
+        }
+    };
+    // SAFETY: nodes of a live graph and their sources are live tensors.
+    let count = unsafe { (f.ggml_graph_n_nodes)(split) };
+    for at in 0..count {
+        // SAFETY: as above.
+        let (ids, weight) = unsafe {
+            let node = (f.ggml_graph_node)(split, at);
             if layout.read::<i32>(node, layout.op) != ggml.ops.mul_mat_id {
                 continue;
             }
@@ -277,25 +293,21 @@ pub unsafe fn split_begins(ggml: &Ggml, split: *mut Graph, report: impl Fn(&Rout
             if ids.is_null() || layout.read::<i32>(ids, layout.op) != OP_NONE {
                 continue;
             }
-            let weight: *mut Tensor = layout.read(node, layout.src);
-            let Some((model, name, address)) = expert(weight) else {
-                continue;
-            };
-            let mut mapped = Matrices::default();
-            if is_at(ggml, weight, address) {
-                mapped.insert(name.projection);
-            }
-            if let Some(ids) = ids_of(ggml, ids) {
-                report(&Routed {
-                    model: &model,
-                    layer: name.layer,
-                    mapped,
-                    ids,
-                    hidden: None,
-                });
-            }
+            (ids, layout.read(node, layout.src))
+        };
+        let Some((model, name, address)) = expert(weight) else {
+            continue;
+        };
+        if layer.as_ref().is_none_or(|of| of.0 != ids) {
+            finish(layer.replace((ids, model, name.layer, Matrices::default())));
+        }
+        // SAFETY: as above.
+        let in_place = unsafe { is_at(ggml, weight, address) };
+        if let Some((.., mapped)) = layer.as_mut().filter(|_| in_place) {
+            mapped.insert(name.projection);
         }
     }
+    finish(layer);
 }
 
 /// Whether the data of a tensor is at an address.

@@ -117,7 +117,7 @@ struct Shared {
     wanted: Requests,
     /// Guessed experts, which are read when none is wanted.
     guessed: Requests,
-    /// The last guess at each layer, until the layer is routed.
+    /// The experts that the router of each layer will probably choose, until the layer is routed.
     guesses: Vec<parking_lot::Mutex<Option<ExpertSet>>>,
     /// The matrices of each layer when it was scheduled last.
     matrices: Vec<AtomicU8>,
@@ -374,9 +374,6 @@ impl Shared {
 
     /// Requests the experts that a layer will probably use.
     fn guess(&self, layer: usize, experts: &ExpertSet) {
-        if let Some(mut guess) = self.guesses[layer].try_lock() {
-            *guess = Some(*experts);
-        }
         let matrices = Matrices(self.matrices[layer].load(Ordering::Relaxed));
         for projection in (0..UNITS).filter(|projection| matrices.has(*projection)) {
             let unit = layer * UNITS + projection;
@@ -390,13 +387,13 @@ impl Shared {
         let Some(threads) = self.threads.get() else {
             return;
         };
-        let mut idle = self.idle.load(Ordering::SeqCst);
         for _ in 0..units {
+            let idle = self.idle.load(Ordering::SeqCst);
             if idle == 0 {
                 return;
             }
             let number = idle.trailing_zeros();
-            idle &= idle - 1;
+            self.idle.fetch_and(!(1 << number), Ordering::SeqCst);
             threads[number as usize].unpark();
         }
     }
@@ -429,7 +426,12 @@ impl Shared {
             return true;
         }
         let guess = self.routers.as_ref().and_then(Routers::guess);
-        if let Some((layer, experts)) = guess {
+        // A later layer may have been routed meanwhile.
+        let is_next = |layer| self.current.load(Ordering::Relaxed) + 1 == layer;
+        if let Some((layer, experts)) = guess.filter(|guess| is_next(guess.0)) {
+            if let Some(mut of_layer) = self.guesses[layer].try_lock() {
+                *of_layer = Some(experts);
+            }
             self.guess(layer, &experts);
         }
         let Some(unit) = self.guessed.claim(first) else {
