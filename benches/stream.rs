@@ -35,7 +35,11 @@ fn ways(arguments: &[String]) -> Vec<Way> {
             label: "stock".into(),
             drop_in: DropIn::Absent,
         },
-        Way::new("streaming", "LLAMA_EXPERT_STREAM=on"),
+        Way::new("streaming", "LLAMA_EXPERT_STREAM=auto"),
+        Way::new(
+            "streaming with guesses",
+            "LLAMA_EXPERT_STREAM=auto,LLAMA_EXPERT_STREAM_PREDICT=1",
+        ),
     ];
     ways.extend(with.map(|variables| Way::new(variables, variables)));
     ways
