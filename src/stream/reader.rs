@@ -258,10 +258,12 @@ impl Reader {
             return;
         }
         let all = u64::MAX >> (u64::BITS as usize - self.threads.len());
-        while !shared.stopped.load(Ordering::Relaxed)
-            && (shared.wanted.is_pending() || shared.idle.load(Ordering::SeqCst) != all)
-        {
-            shared.wake(self.threads.len());
+        while !shared.stopped.load(Ordering::Relaxed) {
+            if shared.wanted.is_pending() {
+                shared.wake(self.threads.len());
+            } else if shared.idle.load(Ordering::SeqCst) == all {
+                return;
+            }
             std::thread::yield_now();
         }
     }
