@@ -135,7 +135,7 @@ fn memory_sentence(free: u64, whose: &str, share: f64) -> String {
     let free = format!("{whose} leaves {:.0} MB for the model", mb(free as f64));
     match share >= 1.0 {
         true => format!("{free}: all experts fit, so streaming would rest and gain nothing"),
-        false => format!("{free}: {:.0} % of the experts fit", 100.0 * share),
+        false => format!("{free}: at most {:.0} % of the experts fit", 100.0 * share),
     }
 }
 
@@ -251,7 +251,7 @@ mod tests {
         let sentence = memory_sentence(5_000_000, "the machine", 0.25);
         assert_eq!(
             sentence,
-            "the machine leaves 5 MB for the model: 25 % of the experts fit"
+            "the machine leaves 5 MB for the model: at most 25 % of the experts fit"
         );
         assert!(memory_sentence(1, "the machine", 1.0).contains("streaming would rest"));
     }
