@@ -254,8 +254,7 @@ impl Slot {
         // Without the output buffer it is unknown when a decode begins.
         let begin_is_seen = self.output.load(Ordering::SeqCst) != 0;
         let survives = flag(&self.stays_valid) || (flag(&self.can_rebuild) && begin_is_seen);
-        (flag(&self.keeps_graph) && !survives && self.reads(models))
-            .then_some(Obstacle::KeptGraph)
+        (flag(&self.keeps_graph) && !survives && self.reads(models)).then_some(Obstacle::KeptGraph)
     }
 }
 

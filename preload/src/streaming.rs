@@ -19,6 +19,9 @@ use crate::{journal, load};
 /// Expert streaming, as a capability.
 pub struct Streaming;
 
+/// Why an evaluation scheduled no layer.
+const NOT_UNDERSTOOD: &str = "its graph was not understood, so its experts are read as without streaming: set LLAMA_SIDECAR_LOG=warn to see the operation, and report it with the version of llama.cpp";
+
 /// The reader of a model.
 struct Stream {
     /// The number of the model.
@@ -96,10 +99,8 @@ impl Stream {
     /// Notes in the journal whether the first evaluation scheduled layers.
     fn note_start(&self) {
         self.noted.store(true, Ordering::Relaxed);
-        note_start(&self.path, || match self.reader.counts().layers {
-            0 => Some("its graph was not understood, so its experts are read as without streaming: set LLAMA_SIDECAR_LOG=warn to see the operation, and report it with the version of llama.cpp".into()),
-            _ => None,
-        });
+        let unknown = self.reader.counts().layers == 0;
+        note_start(&self.path, || unknown.then(|| NOT_UNDERSTOOD.to_owned()));
     }
 }
 
@@ -137,7 +138,9 @@ fn start(model: &Arc<Model>) {
             log::warn!(
                 "{path}: cannot stream its experts: {error}; the program reads them as without streaming"
             );
-            note_start(&path, || Some(format!("cannot stream its experts: {error}")));
+            note_start(&path, || {
+                Some(format!("cannot stream its experts: {error}"))
+            });
         }
     }
 }
