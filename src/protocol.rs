@@ -438,6 +438,12 @@ pub enum Event {
     },
     /// An expert trace was written, or not.
     Trace { path: String, error: Option<String> },
+    /// The first evaluation of a model with routed experts ended, and they are streamed unless
+    /// there is an obstacle. An obstacle that is known earlier is reported earlier.
+    StreamStart {
+        path: String,
+        obstacle: Option<String>,
+    },
     /// Figures of expert streaming of a model, when the model or the process ended.
     Stream { model: u64, figures: StreamFigures },
     /// The process ended.

@@ -141,6 +141,49 @@ fn the_wrapper_passes_signals_on() {
     assert_eq!(child.wait().expect("it ends").code(), Some(9));
 }
 
+/// The program has no handler of its own for these signals.
+#[test]
+fn the_wrapper_reports_streaming_after_a_signal() {
+    let cli = testkit::host::built("release/llama-sidecar");
+    let host = c_host("moe.gguf");
+    for signal in [libc::SIGTERM, libc::SIGINT] {
+        let mut child = Command::new(&cli)
+            .args(["run", "--stream-experts", "--"])
+            .args(&host)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("it starts");
+        let mut lines = BufReader::new(child.stdout.take().expect("a pipe")).lines();
+        let mut stdin = child.stdin.take().expect("a pipe");
+        assert_eq!(lines.next().expect("a line").expect("text"), "ready");
+        writeln!(stdin, "text 2").expect("it reads");
+        lines.next().expect("a line").expect("text");
+        // SAFETY: a system call, to a child that was not waited for.
+        unsafe { libc::kill(child.id() as libc::pid_t, signal) };
+        let output = child.wait_with_output().expect("it ends");
+        assert_eq!(output.status.signal(), Some(signal));
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(text.contains("llama-sidecar: 2 evaluations of"), "{text}");
+        assert!(text.contains("llama-sidecar: experts: "), "{text}");
+    }
+}
+
+#[test]
+fn the_wrapper_reports_why_nothing_is_streamed() {
+    let host = c_host("smollm2.gguf");
+    let host: Vec<&str> = host.iter().map(String::as_str).collect();
+    let asked = ["run", "--stream-experts", "--"];
+    let (text, status) = command_line(&[&asked, host.as_slice()].concat(), "text 1\nend\n");
+    assert!(status.success(), "{text}");
+    assert!(text.contains("nothing was streamed: "), "{text}");
+    assert!(
+        text.contains("smollm2.gguf has no routed experts"),
+        "{text}"
+    );
+}
+
 #[test]
 fn doctor_reports_what_works_and_why_not() {
     let host = c_host("moe.gguf");
@@ -153,6 +196,11 @@ fn doctor_reports_what_works_and_why_not() {
         "302 tensors",
         "hot-swap    works",
         "30 layers",
+        "streaming   works in this program",
+        "sizes       30 layers of 8 experts: 398 MB of routed experts, 47 MB of other tensors",
+        "a token uses 2 of them in each layer, 99.5 MB in all",
+        "\nmemory      ",
+        "\ndisk        ",
     ] {
         assert!(text.contains(part), "{part}: {text}");
     }
@@ -191,6 +239,9 @@ fn doctor_reports_reachable_hooks() {
     assert!(status.success(), "{text}");
     assert!(text.contains("hooks       15 of 15 reachable\n"), "{text}");
     assert!(!text.contains("not reachable"), "{text}");
+    let no_experts = "experts     this model has no routed experts to trace or to stream\n";
+    assert!(text.contains(no_experts), "{text}");
+    assert!(!text.contains("streaming  "), "{text}");
 
     let loader = testkit::host::built("hosts-loader/loader");
     let folder = loader.parent().expect("a folder").display().to_string();

@@ -3,11 +3,12 @@
 
 mod hosts;
 
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use hosts::{TOKENS, count, fresh, stream_figures, streaming};
 use testkit::fixtures::fixture;
-use testkit::host::{DropIn, Host, Program};
+use testkit::host::{DropIn, Host, Program, built};
 use testkit::memory_limit::MemoryLimit;
 use testkit::slow_disk::{SlowDisk, Speed};
 
@@ -61,4 +62,30 @@ fn reads_that_fail_leave_the_program_as_it_is() {
     disk.fail(size / 2..size, 3);
     assert_eq!(host.text(TOKENS), fresh(Program::C, &model));
     assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn doctor_says_what_share_fits_and_what_the_disk_does() {
+    let (disk, limit) = small_memory("moe.gguf", 200);
+    disk.read_ahead_kb(128).expect("a mounted disk");
+    disk.drop_cache().expect("a file");
+    let [host, libraries] = [built("hosts-c/host"), fixture("upstream")];
+    let words = [&host, &libraries, &disk.path()].map(|path| path.display().to_string());
+    let script = format!("(echo text 2; sleep 60) | {}", words.join(" "));
+    let mut command = Command::new(built("release/llama-sidecar"));
+    command.args(["doctor", "--", "sh", "-c", &script]);
+    limit.apply(&mut command);
+    let output = command.stdin(Stdio::null()).output().expect("it starts");
+    let text = String::from_utf8_lossy(&output.stdout);
+    println!("{text}");
+    assert!(output.status.success(), "{output:?}");
+    for part in [
+        "streaming   works in this program\n",
+        "memory      the memory limit of the control group leaves ",
+        " % of the experts fit\n",
+        "disk        random reads of 128 KiB: ",
+        "bound       the disk limits the program to ",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
 }

@@ -7,11 +7,12 @@ mod hosts;
 use std::path::Path;
 use std::process::{Command, Output};
 
-use hosts::{copied, taken};
-use serde_json::Value;
+use hosts::{copied, streaming, taken};
+use serde_json::{Value, json};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, built, replace};
 use testkit::server::{Answer, Options, Request, Server};
+use testkit::writer::{F32, Gguf, Kv, Tensor};
 
 /// What all prompts begin with, so that slots have a prefix in common.
 const PREFIX: &str = "Once upon a time, in a village between two rivers, there lived";
@@ -296,4 +297,168 @@ fn clear_is_refused_by_name_and_nothing_is_cleared() {
         };
         assert_eq!(log.iter().filter(refused).count(), 1, "{}", log.join("\n"));
     }
+}
+
+/// What a server with these arguments answers without the drop-in.
+fn stock(file: &str, slots: usize, arguments: &[&str]) -> Vec<Answer> {
+    let options = Options {
+        arguments: words(arguments),
+        ..without_drop_in(slots)
+    };
+    let server = Server::start(&fixture(file), &options);
+    let answers = answers(&server, slots);
+    end(server);
+    answers
+}
+
+/// A server that streams experts.
+fn streaming_server(file: &str, slots: usize, arguments: &[&str]) -> Server {
+    let options = Options {
+        arguments: words(arguments),
+        drop_in: streaming(&[]),
+        ..Options::new(slots)
+    };
+    Server::start(&fixture(file), &options)
+}
+
+fn words(arguments: &[&str]) -> Vec<String> {
+    arguments.iter().map(|word| (*word).to_owned()).collect()
+}
+
+/// The number of layers that were scheduled for a model of a server.
+fn layers(server: &Server, model: usize) -> Option<u64> {
+    server.control("status")["models"][model]["stream"]["layers"].as_u64()
+}
+
+/// Checks that a server that streams experts answers as another one; returns the server.
+fn streams_as(expected: &[Answer], file: &str, arguments: &[&str]) -> Server {
+    let server = streaming_server(file, 1, arguments);
+    assert_eq!(answers(&server, 1), expected);
+    assert!(layers(&server, 0) > Some(0), "{:?}", server.log());
+    server
+}
+
+#[test]
+fn several_slots_answer_the_same_with_streamed_experts() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let journal = folder.path().join("journal");
+    std::fs::write(&journal, "").expect("a file");
+    let journal_path = journal.display().to_string();
+    let options = Options {
+        drop_in: streaming(&[("LLAMA_SIDECAR_JOURNAL", &journal_path)]),
+        ..Options::new(4)
+    };
+    let server = Server::start(&fixture("moe.gguf"), &options);
+    assert_eq!(answers(&server, 4), stock("moe.gguf", 4, &[]));
+    std::thread::scope(|scope| {
+        for (slot, end) in ENDS.into_iter().enumerate() {
+            let (server, prompt) = (&server, format!("{PREFIX}{end}"));
+            scope.spawn(move || server.complete(&Request::new(&prompt, TOKENS).at(slot)));
+        }
+    });
+    assert!(layers(&server, 0) > Some(0));
+    end(server);
+    // SIGTERM ended it, and it exited.
+    let events = std::fs::read_to_string(&journal).expect("a file");
+    let events = events.lines().map(|line| serde_json::from_str(line));
+    let events: Vec<Value> = events.collect::<Result<_, _>>().expect("JSON");
+    let found = |name: &str| {
+        let mut found = events.iter().filter(|event| event["event"] == name);
+        let first = found
+            .next()
+            .unwrap_or_else(|| panic!("no {name}: {events:?}"));
+        assert_eq!(found.count(), 0, "{name} once");
+        first
+    };
+    assert_eq!(found("stream_start")["obstacle"], Value::Null);
+    assert!(found("stream")["figures"]["layers"].as_u64() > Some(0));
+}
+
+#[test]
+fn experts_outside_a_mapping_are_left_alone() {
+    let expected = stock("moe.gguf", 1, &[]);
+    for (mode, reason) in [
+        ("none", "not in the mapping of the file"),
+        ("mmap+mlock", "locked in memory"),
+    ] {
+        let server = streaming_server("moe.gguf", 1, &["--load-mode", mode]);
+        assert_eq!(answers(&server, 1), expected, "{mode}");
+        if server.logged("failed to mlock").is_empty() {
+            assert_eq!(layers(&server, 0), None, "{mode}");
+            assert_eq!(server.logged(reason).len(), 1, "{mode}");
+        } else {
+            println!("skipped: {mode}, because this process may not lock so much memory");
+        }
+        end(server);
+    }
+}
+
+/// Streaming keeps experts in the mapping, where a server without it repacks them.
+#[test]
+fn repacked_types_answer_as_without_repacking() {
+    let plain = stock("moe-mixed.gguf", 1, &["--no-repack"]);
+    if std::is_x86_feature_detected!("avx2") {
+        assert_ne!(stock("moe-mixed.gguf", 1, &[]), plain, "other kernels");
+    } else {
+        println!("not compared: without AVX2 the server repacks no type of the fixture");
+    }
+    end(streams_as(&plain, "moe-mixed.gguf", &[]));
+}
+
+#[test]
+fn a_draft_model_changes_no_answer_with_streamed_experts() {
+    let draft = fixture("smollm2.gguf").display().to_string();
+    let arguments = ["--spec-type", "draft-simple", "--spec-draft-model", &draft];
+    let server = streams_as(&stock("moe.gguf", 1, &arguments), "moe.gguf", &arguments);
+    assert_eq!(layers(&server, 1), None, "the draft model has no experts");
+    let body = json!({"prompt": PREFIX, "n_predict": TOKENS, "temperature": 0});
+    let mut answer = server.post("/completion", &body).expect("an answer");
+    let answer = answer.body_mut().read_to_string().expect("text");
+    let answer: Value = serde_json::from_str(&answer).expect("JSON");
+    assert!(answer["timings"]["draft_n"].as_u64() > Some(0), "{answer}");
+    end(server);
+}
+
+/// Writes an adapter (LoRA) for `moe.gguf`: a matrix of the attention, and one of all experts.
+fn write_adapter(path: &Path) {
+    const RANK: i64 = 4;
+    /// `GGUF_TYPE_FLOAT32`.
+    const FLOAT: u32 = 6;
+    let mut adapter = Gguf::default()
+        .kv("general.type", Kv::Text("adapter".into()))
+        .kv("adapter.type", Kv::Text("lora".into()))
+        .kv(
+            "adapter.lora.alpha",
+            Kv::Raw(FLOAT, 8f32.to_le_bytes().into()),
+        );
+    for (name, [columns, rows, experts]) in [
+        ("blk.0.attn_q.weight", [576, 576, 1]),
+        ("blk.3.ffn_down_exps.weight", [1536, 576, 8]),
+    ] {
+        for (side, ne) in [
+            ("lora_a", [columns, RANK, experts]),
+            ("lora_b", [RANK, rows, experts]),
+        ] {
+            let value = |at: i64| (at % 7) as f32 * 0.02 - 0.05;
+            let values = 0..ne.iter().product();
+            adapter.tensors.push(Tensor {
+                name: format!("{name}.{side}"),
+                ne: ne.into(),
+                ty: F32,
+                data: values.flat_map(|at| value(at).to_le_bytes()).collect(),
+            });
+        }
+    }
+    adapter.write(path).expect("free space");
+}
+
+#[test]
+fn an_adapter_changes_the_same_with_streamed_experts() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let adapter = folder.path().join("adapter.gguf");
+    write_adapter(&adapter);
+    let arguments = ["--lora", &adapter.display().to_string()];
+    let expected = stock("moe.gguf", 1, &arguments);
+    assert_ne!(expected, stock("moe.gguf", 1, &[]), "the adapter shows");
+    end(streams_as(&expected, "moe.gguf", &arguments));
 }

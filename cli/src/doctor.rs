@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::io::{Read, Seek};
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
@@ -16,6 +16,7 @@ use crate::child;
 use crate::executable::{Executable, preload_library};
 use crate::hooks;
 use crate::journal::{Events, Journal};
+use crate::stream_report;
 
 /// The program to try.
 #[derive(clap::Args)]
@@ -55,6 +56,7 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
             .env("LLAMA_HOTSWAP_ENABLED", "1")
             .env("LLAMA_HOTSWAP_POLL_MS", "0")
             .env("LLAMA_EXPERT_TRACE_STATS", "1")
+            .env("LLAMA_EXPERT_STREAM", "auto")
             .env("LLAMA_SIDECAR_LOG", "error")
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -87,6 +89,21 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
     }
 }
 
+/// Whether the events show what works: the first evaluation, and with it streaming.
+fn is_complete(events: &Events) -> bool {
+    let mut models = events.iter().filter_map(|event| match event {
+        Event::Model {
+            path,
+            expert_layers,
+            ..
+        } => Some(*expert_layers == 0 || events.streams(path).is_some()),
+        _ => None,
+    });
+    let first = models.next();
+    events.passive_reason().is_some()
+        || first.is_some_and(|known| known && models.all(|known| known))
+}
+
 /// Waits for the first evaluation, the end of the program or the end of its time, and ends the
 /// program then. Returns the status of a program that ended by itself. Collects the files that
 /// the processes of the command execute.
@@ -103,8 +120,7 @@ fn watch(
         }
         let events = journal.read();
         mapped.extend(events.processes().into_iter().flat_map(hooks::mapped));
-        let found = !events.models().is_empty() || events.passive_reason().is_some();
-        if found || began.elapsed() > patience {
+        if is_complete(&events) || began.elapsed() > patience {
             break;
         }
         std::thread::sleep(Duration::from_millis(50));
@@ -140,36 +156,57 @@ fn findings(events: &Events) {
     if let Some(reason) = events.passive_reason() {
         line("layout", reason);
     }
-    let model = events.iter().find_map(|event| match event {
-        Event::Model {
-            path,
-            files,
-            tensors,
-            expert_layers,
-        } => Some((path, files, tensors, *expert_layers)),
-        _ => None,
-    });
-    let Some((path, files, tensors, expert_layers)) = model else {
+    if events.models().is_empty() {
         for event in events.iter() {
             if let Event::Opened { path } = event {
                 line("opened", path);
             }
         }
         return;
-    };
-    line(
-        "model",
-        &format!("{path}, {tensors} tensors in {files} file(s)"),
-    );
+    }
+    for event in events.iter() {
+        if let Event::Model {
+            path,
+            files,
+            tensors,
+            expert_layers,
+        } = event
+        {
+            line(
+                "model",
+                &format!("{path}, {tensors} tensors in {files} file(s)"),
+            );
+            match expert_layers {
+                0 => line(
+                    "experts",
+                    "this model has no routed experts to trace or to stream",
+                ),
+                layers => {
+                    let found = format!("trace works: {layers} layers with routed experts");
+                    line("experts", &found);
+                    streaming(path, events);
+                }
+            }
+        }
+    }
     line("hot-swap", "works");
-    match expert_layers {
-        0 => line("experts", "this model has no routed experts to trace"),
-        layers => line(
-            "experts",
-            &format!("trace works: {layers} layers with routed experts"),
+    line("post-fetch", "in link mode only (docs/post-fetch.md)");
+}
+
+/// Prints whether the experts of a model can be streamed, and what that would do.
+fn streaming(path: &str, events: &Events) {
+    match events.streams(path) {
+        Some(Ok(())) => line("streaming", "works in this program"),
+        Some(Err(obstacle)) => line("streaming", &format!("does not work: {obstacle}")),
+        None => line(
+            "streaming",
+            "not known, because the first evaluation did not end: increase --seconds",
         ),
     }
-    line("post-fetch", "in link mode only (docs/post-fetch.md)");
+    match stream_report::describe(Path::new(path)) {
+        Ok(lines) => lines.iter().for_each(|(what, found)| line(what, found)),
+        Err(error) => line("sizes", &format!("cannot read the model: {error:#}")),
+    }
 }
 
 fn line(what: &str, found: &str) {

@@ -66,6 +66,17 @@ impl Events {
         self.iter().filter_map(path).collect()
     }
 
+    /// Returns whether the experts of a model are streamed, or why they are not; `None` when
+    /// there is no answer yet.
+    pub fn streams(&self, model: &str) -> Option<Result<(), &str>> {
+        self.iter().find_map(|event| match event {
+            Event::StreamStart { path, obstacle } if path == model => {
+                Some(obstacle.as_deref().map_or(Ok(()), Err))
+            }
+            _ => None,
+        })
+    }
+
     /// Returns why nothing could be done, and the next step.
     pub fn obstacle(&self) -> Option<String> {
         if let Some(reason) = self.passive_reason() {

@@ -7,6 +7,7 @@
 //! |---|---|
 //! | [`generate`] | man pages and shell completions |
 //! | [`doctor`], [`run`] | programs with the drop-in |
+//! | [`stream_report`] | what expert streaming would do with a model |
 //! | [`swap`] | tensors from one model's files to another's, and back |
 //! | [`control`] | requests to a running program |
 //! | [`server`] | the slots of a llama-server |
@@ -37,6 +38,7 @@ mod rewrite;
 mod run;
 mod server;
 mod space;
+mod stream_report;
 mod svg;
 mod swap;
 mod target;

@@ -166,11 +166,16 @@ fn summary(config: &Config, program: &Executable, preload: &Path, events: &Event
     // A trace may be written many times; the last result counts.
     let mut traces = BTreeMap::new();
     let mut streamed = Vec::new();
+    let mut not_streamed = Vec::new();
     for event in events.iter() {
         match event {
-            Event::Stream { figures, .. } => {
+            Event::Stream { figures, .. } if figures.layers > 0 => {
                 streamed.push(format!("experts: {}", figures.sentence()));
             }
+            Event::StreamStart {
+                path,
+                obstacle: Some(why),
+            } => not_streamed.push(format!("{path}: not streamed: {why}")),
             Event::Model { expert_layers, .. } => total.expert_layers += expert_layers,
             Event::Reload {
                 swapped,
@@ -216,11 +221,12 @@ fn summary(config: &Config, program: &Executable, preload: &Path, events: &Event
         ),
     }];
     lines.extend(failures);
-    if streams && streamed.is_empty() {
-        let reason =
-            "no model had routed experts in a mapped file; LLAMA_SIDECAR_LOG=info names the reason";
-        streamed.push(format!("nothing was streamed: {reason}"));
+    if streams && total.expert_layers == 0 {
+        lines.push(format!(
+            "nothing was streamed: {models} has no routed experts"
+        ));
     }
+    lines.extend(not_streamed);
     lines.extend(streamed);
     if config.trace_output.is_some() && total.expert_layers == 0 {
         lines.push(format!("no trace: {models} has no routed experts"));

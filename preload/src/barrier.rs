@@ -140,6 +140,11 @@ impl Slot {
         self.key.load(Ordering::Relaxed)
     }
 
+    /// Whether the graph reads weights of any of these models.
+    pub fn reads(&self, models: ModelSet) -> bool {
+        ModelSet(self.reads.load(Ordering::SeqCst)).overlaps(models)
+    }
+
     /// Records the models whose weights the graph reads.
     pub fn set_reads(&self, reads: ModelSet) {
         self.reads.store(reads.0, Ordering::SeqCst);
@@ -249,9 +254,7 @@ impl Slot {
         // Without the output buffer it is unknown when a decode begins.
         let begin_is_seen = self.output.load(Ordering::SeqCst) != 0;
         let survives = flag(&self.stays_valid) || (flag(&self.can_rebuild) && begin_is_seen);
-        let reads = ModelSet(self.reads.load(Ordering::SeqCst));
-        (flag(&self.keeps_graph) && !survives && reads.overlaps(models))
-            .then_some(Obstacle::KeptGraph)
+        (flag(&self.keeps_graph) && !survives && self.reads(models)).then_some(Obstacle::KeptGraph)
     }
 }
 

@@ -8,7 +8,7 @@
 //! |---|---|
 //! | [`interpose`] | the exported functions, which replace functions of ggml |
 //! | [`lifecycle`] | the list of capabilities; start, exit, fork, internal errors |
-//! | [`sigterm`] | work before SIGTERM ends the process |
+//! | [`signals`] | work before a signal ends the process |
 //! | [`control`] | the control socket |
 //! | [`metrics`] | figures in the text format of Prometheus |
 //! | [`reloader`] | hot-swap: what starts reloads, and their results |
@@ -61,7 +61,7 @@ mod redirect;
 mod reloader;
 mod routing;
 mod sched;
-mod sigterm;
+mod signals;
 mod store;
 mod streaming;
 mod thread;

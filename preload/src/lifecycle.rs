@@ -16,7 +16,7 @@ use crate::expert_trace::ExpertTrace;
 use crate::models::Model;
 use crate::reloader::{self, HotSwap};
 use crate::streaming::Streaming;
-use crate::{barrier, control, journal, sched, sigterm};
+use crate::{barrier, control, journal, sched, signals};
 
 /// The capabilities, in the order in which events are reported to them.
 static CAPABILITIES: [&dyn Capability; 3] = [&ExpertTrace, &Streaming, &HotSwap];
@@ -72,8 +72,8 @@ fn start() {
         capability.start();
     }
     let config = Config::get();
-    if config.traces() {
-        sigterm::finish_on_sigterm(finish);
+    if config.traces() || config.expert_stream.streams() {
+        signals::finish_on_signals(finish);
     }
     if let Some(path) = &config.control {
         control::start(path);

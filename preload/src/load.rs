@@ -47,6 +47,21 @@ pub enum ExpertMemory {
     Copied,
 }
 
+impl ExpertMemory {
+    /// Returns why experts there are not streamed, and the next step.
+    pub fn obstacle(self) -> Option<&'static str> {
+        match self {
+            ExpertMemory::Mapped => None,
+            ExpertMemory::Locked => Some(
+                "its experts are locked in memory, so nothing is left to stream: start the program without mlock",
+            ),
+            ExpertMemory::Copied => Some(
+                "its experts are not in the mapping of the file, so nothing is left to stream: start the program with mmap, and keep experts on the CPU",
+            ),
+        }
+    }
+}
+
 /// Returns where the routed experts of a model are; `None` for a model without experts.
 /// Reads files in `/proc`.
 pub fn expert_memory(model: &Model) -> Option<ExpertMemory> {
@@ -67,33 +82,19 @@ fn is_expert(name: &CStr) -> bool {
     name.and_then(ExpertName::parse).is_some()
 }
 
-/// Logs what loading a model with experts did, and reads what it left out besides experts.
-/// Returns whether experts are in the mapping, and not locked.
-pub fn finish(model: &Arc<Model>) -> bool {
-    let Some(memory) = expert_memory(model) else {
-        return false;
-    };
+/// Logs what loading a model with mapped experts did, and reads what it left out besides
+/// experts.
+pub fn finish(model: &Arc<Model>) {
     let path = model.files[0].gguf.source.path().display();
-    match memory {
-        ExpertMemory::Mapped => {
-            let unread = UNREAD.swap(0, Ordering::Relaxed) >> 20;
-            log::info!("{path}: {unread} MiB were mapped without reading them");
-            if !model.kept_out.is_empty() {
-                log::info!(
-                    "{path}: {} expert tensors stay in the mapping; the program's kernels for repacked tensors are not used for them",
-                    model.kept_out.len()
-                );
-            }
-            read_shared(model);
-        }
-        ExpertMemory::Locked => log::warn!(
-            "{path}: its experts are locked in memory, so nothing is left to stream: start the program without mlock"
-        ),
-        ExpertMemory::Copied => log::warn!(
-            "{path}: its experts are not in the mapping of the file, so nothing is left to stream: start the program with mmap, and keep experts on the CPU"
-        ),
+    let unread = UNREAD.swap(0, Ordering::Relaxed) >> 20;
+    log::info!("{path}: {unread} MiB were mapped without reading them");
+    if !model.kept_out.is_empty() {
+        log::info!(
+            "{path}: {} expert tensors stay in the mapping; the program's kernels for repacked tensors are not used for them",
+            model.kept_out.len()
+        );
     }
-    memory == ExpertMemory::Mapped
+    read_shared(model);
 }
 
 /// Reads the weights that every token uses, on a thread: page faults of an evaluation would

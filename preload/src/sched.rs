@@ -29,7 +29,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use crate::barrier::{self, SLOTS, Slot};
+use crate::barrier::{self, ModelSet, SLOTS, Slot};
 use crate::ggml::{Ggml, Graph, Sched};
 use crate::graph::{Backends, CountedInput, GraphReads};
 use crate::models::{self, Model};
@@ -180,6 +180,11 @@ impl Scheduler {
     /// Returns its number, less than [`SLOTS`]; freed numbers are used again.
     pub fn number(self) -> usize {
         self.number
+    }
+
+    /// Whether its graph reads weights of any of these models.
+    pub fn reads(self, models: ModelSet) -> bool {
+        self.slot.reads(models)
     }
 
     /// Returns its copy of ggml.

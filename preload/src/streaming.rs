@@ -2,25 +2,36 @@
 //! as their layer is routed.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use llama_sidecar::config::{Config, ExpertStream};
 use llama_sidecar::protocol::{Event, StreamFigures};
 use llama_sidecar::stream::{Reader, Settings};
 use parking_lot::RwLock;
 
+use crate::barrier::ModelSet;
 use crate::capability::Capability;
 use crate::models::Model;
 use crate::routing::Routed;
+use crate::sched::Scheduler;
 use crate::{journal, load};
 
 /// Expert streaming, as a capability.
 pub struct Streaming;
 
+/// Why an evaluation scheduled no layer.
+const NOT_UNDERSTOOD: &str = "its graph was not understood, so its experts are read as without streaming: set LLAMA_SIDECAR_LOG=warn to see the operation, and report it with the version of llama.cpp";
+
 /// The reader of a model.
 struct Stream {
     /// The number of the model.
     model: u64,
+    /// The set of the model.
+    set: ModelSet,
+    path: String,
     reader: Reader,
+    /// Whether the journal has its start.
+    noted: AtomicBool,
 }
 
 /// The readers of models that the program has.
@@ -65,6 +76,14 @@ impl Capability for Streaming {
         }
     }
 
+    fn evaluation_ended(&self, scheduler: Scheduler) {
+        for stream in STREAMS.read().iter() {
+            if !stream.noted.load(Ordering::Relaxed) && scheduler.reads(stream.set) {
+                stream.note_start();
+            }
+        }
+    }
+
     fn finish(&self) {
         // The process ends: a thread that holds the lock may never release it.
         let Some(streams) = STREAMS.try_read() else {
@@ -76,12 +95,27 @@ impl Capability for Streaming {
     }
 }
 
+impl Stream {
+    /// Notes in the journal whether the first evaluation scheduled layers.
+    fn note_start(&self) {
+        self.noted.store(true, Ordering::Relaxed);
+        let unknown = self.reader.counts().layers == 0;
+        note_start(&self.path, || unknown.then(|| NOT_UNDERSTOOD.to_owned()));
+    }
+}
+
 /// Makes a reader for a model whose experts are in the mapping of its files.
 fn start(model: &Arc<Model>) {
-    if !load::finish(model) {
+    let Some(memory) = load::expert_memory(model) else {
+        return;
+    };
+    let path = model.files[0].gguf.source.path().display().to_string();
+    if let Some(obstacle) = memory.obstacle() {
+        log::warn!("{path}: {obstacle}");
+        note_start(&path, || Some(obstacle.into()));
         return;
     }
-    let path = model.files[0].gguf.source.path().display();
+    load::finish(model);
     let config = Config::get();
     let settings = Settings {
         always: config.expert_stream == ExpertStream::On,
@@ -94,12 +128,20 @@ fn start(model: &Arc<Model>) {
             log::info!("streaming the routed experts of {path}");
             STREAMS.write().push(Stream {
                 model: model.number,
+                set: model.as_set(),
+                path,
                 reader,
+                noted: AtomicBool::new(false),
             });
         }
-        Err(error) => log::warn!(
-            "{path}: cannot stream its experts: {error}; the program reads them as without streaming"
-        ),
+        Err(error) => {
+            log::warn!(
+                "{path}: cannot stream its experts: {error}; the program reads them as without streaming"
+            );
+            note_start(&path, || {
+                Some(format!("cannot stream its experts: {error}"))
+            });
+        }
     }
 }
 
@@ -108,6 +150,14 @@ pub fn figures(model: &Model) -> Option<StreamFigures> {
     let streams = STREAMS.read();
     let stream = streams.iter().find(|stream| stream.model == model.number)?;
     Some(stream.reader.counts())
+}
+
+/// Notes in the journal whether the experts of a model are streamed.
+fn note_start(path: &str, obstacle: impl FnOnce() -> Option<String>) {
+    journal::note(|| Event::StreamStart {
+        path: path.to_owned(),
+        obstacle: obstacle(),
+    });
 }
 
 /// Notes the figures of a model in the journal.

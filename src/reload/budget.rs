@@ -53,8 +53,9 @@ pub(super) fn check(limit: Option<u64>, need: Need) -> Result<(), String> {
     Ok(())
 }
 
-/// Returns the bytes that this process can still allocate, and the name of the limit.
-fn free_memory() -> Option<(u64, &'static str)> {
+/// Returns the bytes that this process can still allocate, and the name of the limit. Page cache
+/// that can be dropped counts as free.
+pub fn free_memory() -> Option<(u64, &'static str)> {
     let machine = available(&std::fs::read_to_string("/proc/meminfo").ok()?)?;
     let group = control_groups(&std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default())
         .iter()

@@ -40,7 +40,7 @@ use crate::gguf::FileId;
 use registry::Registry;
 
 pub use crate::background::Readers;
-pub use budget::{Need, usable as usable_memory};
+pub use budget::{Need, free_memory, usable as usable_memory};
 pub use content::{Content, Defects, of_tensor as content_of};
 pub use detect::Trigger;
 pub(crate) use hash::of_reads as hash_reads;

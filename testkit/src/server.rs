@@ -42,6 +42,8 @@ pub struct Options {
     pub slot_actions: bool,
     /// What its clients have to know.
     pub api_key: Option<&'static str>,
+    /// Further arguments.
+    pub arguments: Vec<String>,
     /// How the drop-in takes part.
     pub drop_in: DropIn,
 }
@@ -90,6 +92,7 @@ impl Options {
             prompt_cache: false,
             slot_actions: true,
             api_key: None,
+            arguments: Vec::new(),
             drop_in: DropIn::On(Vec::new()),
         }
     }
@@ -115,7 +118,8 @@ impl Server {
             .args(["--parallel", &options.slots.to_string()])
             .args(["--ctx-size", &(options.slots * options.context).to_string()])
             .args(["--threads", &options.threads.to_string()])
-            .args(["--batch-size", "128"]);
+            .args(["--batch-size", "128"])
+            .args(&options.arguments);
         if options.slot_actions {
             command.arg("--slot-save-path").arg(folder.path());
         }
