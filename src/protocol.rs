@@ -131,11 +131,11 @@ pub struct StreamFigures {
     pub failed: u64,
     /// Number of page faults of the process that waited for a disk.
     pub major_faults: u64,
-    /// Time from the first layer to the last.
+    /// Time of evaluations, without pauses of the program.
     pub seconds: f64,
     /// Whether all experts are in memory, so that only samples are checked.
     pub resting: bool,
-    /// Whether streaming stopped because reading ahead had no effect.
+    /// Whether streaming has stopped because reading ahead had no effect.
     pub stopped: bool,
 }
 
@@ -145,6 +145,12 @@ impl StreamFigures {
         let mb = |bytes: u64| bytes as f64 / 1e6;
         let percent = |part: u64, whole: u64| 100.0 * part as f64 / whole.max(1) as f64;
         let read = self.read_bytes + self.guessed_bytes;
+        if self.checked_bytes == 0 {
+            return format!(
+                "{} layers scheduled, {} page faults waited for the disk; the kernel does not report which pages of the file are in memory",
+                self.layers, self.major_faults
+            );
+        }
         let mut text = format!(
             "{:.0} MB read ahead ({:.0} MB/s), {:.0} % of the routed experts' bytes were in memory, {} page faults waited for the disk",
             mb(read),
@@ -163,7 +169,7 @@ impl StreamFigures {
             text += "; all experts are in memory now, so that streaming rests";
         }
         if self.stopped {
-            text += "; streaming stopped because reading ahead had no effect";
+            text += "; streaming has stopped because reading ahead had no effect";
         }
         text
     }

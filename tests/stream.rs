@@ -61,9 +61,10 @@ impl Fixture {
             always: true,
             predict: false,
             threads: 2,
+            look_ahead_bytes: u64::MAX,
         };
         change(&mut settings);
-        let reader = Reader::new(&[&self.gguf], settings).unwrap();
+        let reader = Reader::new(&[&self.gguf], settings, |_| true).unwrap();
         assert!(self.drop_cache());
         reader
     }
@@ -429,11 +430,11 @@ fn a_truncated_file_stops_the_reader() {
         reader.finish();
     }
     assert!(reader.counts().stopped);
-    // Further calls do nothing.
-    let layers = reader.counts().layers;
+    // Further calls do nothing, except samples.
+    let checked = reader.counts().checked_bytes;
     schedule(&reader, 0, 1, &[0], None);
     reader.finish();
-    assert_eq!(reader.counts().layers, layers);
+    assert_eq!(reader.counts().checked_bytes, checked);
 }
 
 #[test]
@@ -448,8 +449,9 @@ fn a_reader_ends_while_an_expert_is_read() {
         always: true,
         predict: false,
         threads: 1,
+        look_ahead_bytes: u64::MAX,
     };
-    let reader = Reader::new(&[&gguf], settings).unwrap();
+    let reader = Reader::new(&[&gguf], settings, |_| true).unwrap();
     schedule(&reader, 0, 1, &[1], None);
     // Takes minutes if the thread reads all of the expert, which has 1 TB.
     drop(reader);
@@ -475,8 +477,9 @@ fn malformed_routers_give_no_guess() {
             always: true,
             predict: true,
             threads: 1,
+            look_ahead_bytes: u64::MAX,
         };
-        let reader = Reader::new(&[&gguf], settings).unwrap();
+        let reader = Reader::new(&[&gguf], settings, |_| true).unwrap();
         for hidden in [&[][..], &[1.0; 8]] {
             schedule(&reader, 0, 2, &[0, 1], Some(hidden));
             reader.finish();
@@ -541,8 +544,9 @@ fn a_model_without_experts_has_no_reader() {
         always: true,
         predict: true,
         threads: 1,
+        look_ahead_bytes: u64::MAX,
     };
-    let error = Reader::new(&[&gguf], settings).unwrap_err();
+    let error = Reader::new(&[&gguf], settings, |_| true).unwrap_err();
     assert!(error.to_string().contains("no routed experts"));
 }
 
@@ -563,4 +567,86 @@ fn tensors_are_in_place_until_they_are_loaded() {
         model.load(index).unwrap();
         assert!(!model.is_in_place(index));
     }
+}
+
+/// Makes a reader that rests.
+fn resting_reader(file: &GgufFile) -> Reader {
+    let settings = Settings {
+        always: false,
+        predict: false,
+        threads: 1,
+        look_ahead_bytes: u64::MAX,
+    };
+    Reader::new(&[file], settings, |_| true).unwrap()
+}
+
+/// Reads two experts of a layer, of which the kernel does not count pages, and checks that they
+/// are read, and that the reader rests when they are in memory. Returns the bytes that were read.
+fn read_uncounted(fixture: &Fixture, reader: &Reader) -> u64 {
+    assert!(fixture.drop_cache());
+    schedule(reader, 1, 2, &[0, 5], None);
+    reader.finish();
+    let read = fixture.cached_pages().unwrap();
+    assert!(read.is_superset(&fixture.pages_of([(1, 0), (1, 5)])));
+    let counts = reader.counts();
+    std::fs::read(&fixture.path).unwrap();
+    for _ in 0..40 {
+        schedule(reader, 1, 2, &[0, 5], None);
+        reader.finish();
+    }
+    let later = reader.counts();
+    assert!(later.resting && !later.stopped, "{later:?}");
+    assert_eq!(later.read_bytes, counts.read_bytes);
+    counts.read_bytes
+}
+
+#[test]
+fn pages_that_the_user_may_not_count_are_probed() {
+    let Some(fixture) = Fixture::new(&model(2)) else {
+        return;
+    };
+    let reader = std::thread::scope(|scope| {
+        let made = scope.spawn(|| {
+            // SAFETY: changes the user of file accesses for this thread and those that it starts;
+            // an invalid number only returns the user.
+            let user = unsafe {
+                libc::setfsuid(65534);
+                libc::setfsuid(u32::MAX)
+            };
+            (user == 65534).then(|| resting_reader(&fixture.gguf))
+        });
+        made.join().unwrap()
+    });
+    match reader {
+        Some(reader) => assert!(read_uncounted(&fixture, &reader) > 0),
+        None => skipped("this process cannot access files as another user"),
+    }
+}
+
+#[test]
+fn experts_in_an_overlay_are_read() {
+    let Some(fixture) = Fixture::new(&model(2)) else {
+        return;
+    };
+    let empty = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let overlay = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let lower = fixture.path.parent().unwrap().display().to_string();
+    let options = format!("lowerdir={lower}:{}", empty.path().display());
+    let mounted = std::process::Command::new("mount")
+        .args(["-t", "overlay", "overlay", "-o", &options])
+        .arg(overlay.path())
+        .output();
+    if !mounted.is_ok_and(|output| output.status.success()) {
+        return skipped("an overlay cannot be mounted");
+    }
+    let path = overlay.path().join("model.gguf");
+    let read = std::panic::catch_unwind(|| {
+        let file = GgufFile::open(&path, Access::Read).unwrap();
+        read_uncounted(&fixture, &resting_reader(&file));
+    });
+    let unmounted = std::process::Command::new("umount")
+        .arg(overlay.path())
+        .status();
+    assert!(unmounted.unwrap().success());
+    assert!(read.is_ok());
 }

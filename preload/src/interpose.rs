@@ -133,6 +133,23 @@ thread_local! {
     static IN_SPLITS: Cell<bool> = const { Cell::new(false) };
 }
 
+/// While this value lives, parts of a graph are evaluated on this thread. An exception of the
+/// program ends it, too.
+struct InSplits;
+
+impl InSplits {
+    fn enter(reported: bool) -> InSplits {
+        IN_SPLITS.set(reported);
+        InSplits
+    }
+}
+
+impl Drop for InSplits {
+    fn drop(&mut self) {
+        IN_SPLITS.set(false);
+    }
+}
+
 /// Returns the function that a call goes to: the one that was meant, or its replacement.
 extern "C" fn route(hook: Hook, return_address: usize, arguments: &Arguments) -> *const c_void {
     // SAFETY: the loader keeps errno when it resolves a function, and so does this.
@@ -466,10 +483,10 @@ unsafe extern "C-unwind" fn sched_compute(sched: *mut Sched, graph: *mut Graph) 
     evaluate(scheduler, || {
         let real = meant!(call, *mut Sched, *mut Graph);
         let in_splits = lifecycle::uses_routing() && scheduler.is_some_and(routing::is_mixed);
-        IN_SPLITS.set(in_splits);
+        let splits = InSplits::enter(in_splits);
         // SAFETY: the arguments of the call.
         let result = unsafe { real(sched, graph) };
-        IN_SPLITS.set(false);
+        drop(splits);
         if log::log_enabled!(log::Level::Debug) {
             // SAFETY: the graph is live, and its backends are waited for first.
             guarded(|| unsafe {

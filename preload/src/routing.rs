@@ -17,6 +17,7 @@ use std::ffi::{CStr, c_int, c_void};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use llama_sidecar::config::Config;
 use llama_sidecar::experts::{ExpertName, Projection};
 use llama_sidecar::stream::Matrices;
 use llama_sidecar::trace::Ids;
@@ -71,6 +72,14 @@ pub fn is_mixed(scheduler: Scheduler) -> bool {
     MIXED[scheduler.number()].load(Ordering::Relaxed)
 }
 
+/// Whether a graph had ids in a form that is not understood.
+static UNKNOWN: AtomicBool = AtomicBool::new(false);
+
+/// Whether a graph had ids in a form that is not understood.
+pub fn is_unknown() -> bool {
+    UNKNOWN.load(Ordering::Relaxed)
+}
+
 /// Makes a graph that was allocated call `function` when the ids of a layer are complete.
 /// `function` passes its arguments to [`known`].
 ///
@@ -89,7 +98,7 @@ pub unsafe fn watch(
     let mut places = PLACES[scheduler.number()].lock();
     let mut used = 0;
     // With a GPU, the input may be in its memory.
-    let inputs = match on_cpu {
+    let inputs = match on_cpu && Config::get().expert_stream_predict {
         true => router_inputs(reads),
         false => Vec::new(),
     };
@@ -98,6 +107,9 @@ pub unsafe fn watch(
         let Some((model, name, mapped)) = expert(weight.tensor) else {
             continue;
         };
+        if mapped == 0 {
+            continue;
+        }
         let matrix = (name.projection, TensorPointer(weight.tensor), mapped);
         // The matrices of a layer follow each other.
         let known = places[..used].iter().rev().find_map(|place| {
@@ -192,8 +204,7 @@ unsafe fn is_on_cpu(ggml: &Ggml, sched: *mut Sched, node: *mut Tensor) -> bool {
 }
 
 fn note_unknown(ggml: &Ggml, layer: u32, ids: *mut Tensor) {
-    static SAID: AtomicBool = AtomicBool::new(false);
-    if !SAID.swap(true, Ordering::Relaxed) {
+    if !UNKNOWN.swap(true, Ordering::Relaxed) {
         // SAFETY: the ids are a live tensor, and ggml names each of its operations.
         let op = unsafe {
             let op = ggml.layout.read(ids, ggml.layout.op);
@@ -295,7 +306,7 @@ pub unsafe fn split_begins(ggml: &Ggml, split: *mut Graph, report: impl Fn(&Rout
             }
             (ids, layout.read(node, layout.src))
         };
-        let Some((model, name, address)) = expert(weight) else {
+        let Some((model, name, address)) = expert(weight).filter(|of| of.2 != 0) else {
             continue;
         };
         if layer.as_ref().is_none_or(|of| of.0 != ids) {

@@ -5,16 +5,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use llama_sidecar::config::{Config, ExpertStream};
+use llama_sidecar::experts::ExpertTensor;
 use llama_sidecar::protocol::{Event, StreamFigures};
+use llama_sidecar::reload::free_memory;
 use llama_sidecar::stream::{Reader, Settings};
 use parking_lot::RwLock;
 
 use crate::barrier::ModelSet;
 use crate::capability::Capability;
-use crate::models::Model;
+use crate::models::{Model, ModelTensor};
 use crate::routing::Routed;
 use crate::sched::Scheduler;
-use crate::{journal, load};
+use crate::{journal, load, routing};
 
 /// Expert streaming, as a capability.
 pub struct Streaming;
@@ -96,11 +98,15 @@ impl Capability for Streaming {
 }
 
 impl Stream {
-    /// Notes in the journal whether the first evaluation scheduled layers.
+    /// Notes in the journal that layers are scheduled, or that the graph is not understood. A
+    /// first evaluation without either gives no verdict: a GPU may compute long prompts.
     fn note_start(&self) {
-        self.noted.store(true, Ordering::Relaxed);
-        let unknown = self.reader.counts().layers == 0;
-        note_start(&self.path, || unknown.then(|| NOT_UNDERSTOOD.to_owned()));
+        let scheduled = self.reader.counts().layers > 0;
+        if scheduled || routing::is_unknown() {
+            self.noted.store(true, Ordering::Relaxed);
+            let obstacle = (!scheduled).then(|| NOT_UNDERSTOOD.to_owned());
+            note_start(&self.path, || obstacle);
+        }
     }
 }
 
@@ -112,6 +118,12 @@ fn start(model: &Arc<Model>) {
     let path = model.files[0].gguf.source.path().display().to_string();
     if let Some(obstacle) = memory.obstacle() {
         log::warn!("{path}: {obstacle}");
+        if !model.kept_out.is_empty() {
+            log::warn!(
+                "{path}: {} expert tensors were kept out of faster buffers for nothing: start the program without --stream-experts",
+                model.kept_out.len()
+            );
+        }
         note_start(&path, || Some(obstacle.into()));
         return;
     }
@@ -121,9 +133,10 @@ fn start(model: &Arc<Model>) {
         always: config.expert_stream == ExpertStream::On,
         predict: config.expert_stream_predict,
         threads: Settings::default_threads(),
+        look_ahead_bytes: Settings::look_ahead_in(free_memory().map(|(bytes, _)| bytes)),
     };
     let files: Vec<_> = model.files.iter().map(|file| &file.gguf).collect();
-    match Reader::new(&files, settings) {
+    match Reader::new(&files, settings, |tensor| is_mapped(model, tensor)) {
         Ok(reader) => {
             log::info!("streaming the routed experts of {path}");
             STREAMS.write().push(Stream {
@@ -143,6 +156,16 @@ fn start(model: &Arc<Model>) {
             });
         }
     }
+}
+
+/// Whether an expert tensor is in the mapping of its file.
+fn is_mapped(model: &Model, expert: &ExpertTensor) -> bool {
+    let before = model.files[..expert.file].iter();
+    let before: usize = before.map(|file| file.gguf.header.tensors.len()).sum();
+    let is_it =
+        |tensor: &&ModelTensor| (tensor.file, before + tensor.info) == (expert.file, expert.tensor);
+    let tensor = model.tensors.iter().find(is_it);
+    tensor.is_some_and(|tensor| tensor.instances.iter().any(|instance| instance.mapped))
 }
 
 /// Returns the figures of a model, if its experts are streamed.

@@ -8,6 +8,7 @@ use super::status::{Failure, call, llama_sidecar_status, status};
 use super::{SizedStruct, fill, read};
 use crate::config::{Config, ExpertStream};
 use crate::model::Model;
+use crate::reload::free_memory;
 use crate::stream::{Matrices, Reader, Settings};
 use crate::trace::Ids;
 
@@ -91,6 +92,7 @@ impl llama_expert_stream_params {
             always: self.always,
             predict: self.predict,
             threads: self.n_threads as usize,
+            look_ahead_bytes: Settings::look_ahead_in(free_memory().map(|(bytes, _)| bytes)),
         })
     }
 }
@@ -155,7 +157,8 @@ pub unsafe extern "C" fn llama_expert_stream_new(
             ));
         }
         let files: Vec<_> = model.gguf_files().collect();
-        let reader = Reader::new(&files, settings).map_err(|error| {
+        let reader = Reader::new(&files, settings, |tensor| model.is_in_place(tensor.tensor));
+        let reader = reader.map_err(|error| {
             Failure::new(
                 llama_sidecar_status::Io,
                 format!(

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
 
 /// `cachestat(2)`, since Linux 6.5; libc has no name for it on all targets.
 const SYS_CACHESTAT: libc::c_long = 451;
@@ -38,9 +39,76 @@ pub fn around(bytes: &Range<u64>, page: u64) -> Range<u64> {
     bytes.start / page * page..bytes.end.next_multiple_of(page)
 }
 
-/// Returns how many pages of a range are in the page cache or being read into it. Fails on
-/// kernels before 6.5, which do not report it.
-pub fn cached(file: &File, bytes: &Range<u64>) -> io::Result<u64> {
+/// How the cached pages of a file are found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Residency {
+    /// `cachestat(2)` counts them, including those that are being read.
+    Counted,
+    /// A byte of each piece is read without waiting (`RWF_NOWAIT` of preadv2(2)). The kernel
+    /// counts pages only for users who may write to the file, and since Linux 6.5.
+    Probed,
+    /// Not at all: overlays count no pages and wait for each read.
+    Unknown,
+}
+
+/// The piece of which one byte is probed.
+const PROBED: u64 = 128 << 10;
+
+impl Residency {
+    /// Returns what the kernel supports for a file. Reads the first byte of the file.
+    pub fn of(file: &File) -> Residency {
+        let mut byte = [0];
+        if file.read_at(&mut byte, 0).is_err() {
+            return Residency::Unknown;
+        }
+        if count(file, &(0..page_size())).is_ok_and(|cached| cached > 0) {
+            return Residency::Counted;
+        }
+        match probe(file, 0) {
+            Ok(true) => Residency::Probed,
+            Ok(false) | Err(_) => Residency::Unknown,
+        }
+    }
+
+    /// Returns how many pages of a range are in the page cache, or `None` if that is unknown.
+    pub fn cached(self, file: &File, bytes: &Range<u64>, page: u64) -> Option<u64> {
+        match self {
+            Residency::Counted => count(file, bytes).ok(),
+            Residency::Probed => {
+                let pieces = bytes.clone().step_by(PROBED as usize);
+                let cached = pieces.map(|start| {
+                    let pages = (bytes.end.min(start + PROBED) - start) / page;
+                    probe(file, start).map(|cached| if cached { pages } else { 0 })
+                });
+                cached.sum::<io::Result<u64>>().ok()
+            }
+            Residency::Unknown => None,
+        }
+    }
+}
+
+/// Whether a byte is in the page cache.
+fn probe(file: &File, offset: u64) -> io::Result<bool> {
+    let mut byte = 0u8;
+    let piece = libc::iovec {
+        iov_base: (&raw mut byte).cast(),
+        iov_len: 1,
+    };
+    let offset = offset as libc::off_t;
+    // SAFETY: one piece, which is valid for a write of one byte.
+    let read = unsafe { libc::preadv2(file.as_raw_fd(), &piece, 1, offset, libc::RWF_NOWAIT) };
+    if read >= 0 {
+        return Ok(read == 1);
+    }
+    let error = io::Error::last_os_error();
+    match error.raw_os_error() {
+        Some(libc::EAGAIN) => Ok(false),
+        _ => Err(error),
+    }
+}
+
+/// Returns how many pages of a range are in the page cache or being read into it.
+fn count(file: &File, bytes: &Range<u64>) -> io::Result<u64> {
     let range = CachestatRange {
         offset: bytes.start,
         len: bytes.end - bytes.start,
@@ -106,12 +174,19 @@ mod tests {
 
     #[test]
     fn pages_that_were_just_written_are_cached() {
+        let bytes = 0..3 * page_size();
         let file = tempfile::tempfile().expect("a file");
-        std::os::unix::fs::FileExt::write_all_at(&file, &[1; 3 * 4096], 0).expect("free space");
-        match cached(&file, &(0..3 * 4096)) {
-            Ok(pages) => assert_eq!(pages * page_size(), 3 * 4096),
-            Err(error) => assert_eq!(error.raw_os_error(), Some(libc::ENOSYS), "{error}"),
+        let data = vec![1; bytes.end as usize];
+        file.write_all_at(&data, 0).expect("free space");
+        assert_ne!(Residency::of(&file), Residency::Unknown);
+        for found in [Residency::of(&file), Residency::Probed] {
+            assert_eq!(
+                found.cached(&file, &bytes, page_size()),
+                Some(3),
+                "{found:?}"
+            );
         }
+        assert_eq!(Residency::Unknown.cached(&file, &bytes, page_size()), None);
         read_ahead(&file, &(0..4096)).expect("advice is taken");
     }
 }

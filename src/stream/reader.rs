@@ -10,11 +10,11 @@ use std::time::Instant;
 
 use once_cell::sync::OnceCell;
 
-use super::pages;
+use super::pages::{self, Residency};
 use super::requests::{ExpertSet, Requests, UNITS, Unit};
 use super::router::Routers;
 use crate::background::block_signals;
-use crate::experts::{ExpertIndex, MAX_EXPERTS, Projection};
+use crate::experts::{ExpertIndex, ExpertTensor, MAX_EXPERTS, Projection};
 use crate::gguf::GgufFile;
 use crate::protocol::StreamFigures;
 use crate::trace::Ids;
@@ -23,11 +23,16 @@ use crate::trace::Ids;
 const FIRST_CHUNK: u64 = 2 << 20;
 /// The smallest read-ahead window that devices have by default (`VM_READAHEAD_PAGES`).
 const LEAST_CHUNK: u64 = 128 << 10;
-/// Passes through all layers with all experts in memory, before a reader rests.
+/// Passes through all layers with all experts in memory, before a reader rests for the first
+/// time. Four times as many after each time that it rested too early.
 const RESIDENT_PASSES: usize = 4;
-/// While a reader rests, one of so many layers is checked all the same.
-const REST_PERIOD: u64 = 256;
-/// Matrices in a row that the kernel did not read ahead, after which the reader stops.
+const MOST_RESIDENT_PASSES: usize = 1 << 16;
+/// While a reader rests or has stopped, one of so many layers is read all the same.
+const SAMPLE_PERIOD: u64 = 256;
+/// Nanoseconds after which a layer that follows another one belongs to another text.
+const LONGEST_LAYER: u64 = 2_000_000_000;
+/// Matrices in a row that the kernel did not read ahead, after which the reader stops until a
+/// sample succeeds.
 const FRUITLESS: usize = 64;
 
 /// Settings of a [`Reader`].
@@ -40,6 +45,9 @@ pub struct Settings {
     pub predict: bool,
     /// Number of threads.
     pub threads: usize,
+    /// Bytes of the largest layer that is read as a whole for a batch, before it is routed. What
+    /// is read ahead must stay in memory until the batch uses it.
+    pub look_ahead_bytes: u64,
 }
 
 impl Settings {
@@ -48,6 +56,12 @@ impl Settings {
     pub fn default_threads() -> usize {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         (processors / 2).clamp(1, 4)
+    }
+
+    /// Returns [`Settings::look_ahead_bytes`] for an amount of free memory, if that is known: the
+    /// layer that a batch uses and the next one fit, with as much to spare.
+    pub fn look_ahead_in(free_memory: Option<u64>) -> u64 {
+        free_memory.map_or(u64::MAX, |bytes| bytes / 3)
     }
 }
 
@@ -82,8 +96,13 @@ impl Matrices {
 /// # Gguf::default().tensor("blk.3.ffn_down_exps.weight", &[64, 32, 8], Q4_0, 1).write(&path)?;
 ///
 /// let file = GgufFile::open(&path, Access::Read)?;
-/// let settings = Settings { always: true, predict: false, threads: 1 };
-/// let reader = Reader::new(&[&file], settings)?;
+/// let settings = Settings {
+///     always: true,
+///     predict: false,
+///     threads: 1,
+///     look_ahead_bytes: 1 << 30,
+/// };
+/// let reader = Reader::new(&[&file], settings, |_| true)?;
 ///
 /// // The router of layer 3 has chosen experts 1 and 6 for one token.
 /// let layer = reader.position(3).expect("layer 3 has experts");
@@ -107,7 +126,7 @@ pub struct Reader {
 #[derive(Debug)]
 struct Shared {
     index: ExpertIndex,
-    files: Vec<Arc<File>>,
+    files: Vec<(Arc<File>, Residency)>,
     /// Number and experts of each layer, ascending.
     layers: Vec<(u32, u32)>,
     always: bool,
@@ -121,6 +140,8 @@ struct Shared {
     guesses: Vec<parking_lot::Mutex<Option<ExpertSet>>>,
     /// The matrices of each layer when it was scheduled last.
     matrices: Vec<AtomicU8>,
+    /// Whether each layer may be read as a whole for a batch.
+    look_ahead: Vec<bool>,
     /// The position of the layer that was scheduled last.
     current: AtomicUsize,
     /// Bits of threads that wait for requests.
@@ -130,9 +151,13 @@ struct Shared {
     /// Units in a row whose experts were all in memory.
     resident_units: AtomicUsize,
     resting: AtomicBool,
+    /// Passes with all experts in memory, before the reader rests.
+    passes: AtomicUsize,
     /// Matrices in a row for which reading ahead had no effect.
     fruitless: AtomicUsize,
     stopped: AtomicBool,
+    /// Whether the log has that it stopped.
+    reported: AtomicBool,
     ended: AtomicBool,
     began: Instant,
     figures: Figures,
@@ -151,11 +176,12 @@ struct Figures {
     failed: AtomicU64,
     /// Major faults of the process when the reader was made.
     faults_before: u64,
-    /// Major faults when the reader began to rest or was last woken.
+    /// Major faults when the reader began to rest.
     faults_seen: AtomicU64,
-    /// Nanoseconds since `began`, plus 1, of the first and the last schedule.
-    first: AtomicU64,
+    /// Nanoseconds from `began` to the last schedule.
     last: AtomicU64,
+    /// Nanoseconds between schedules, without pauses of the program.
+    active: AtomicU64,
 }
 
 fn add(figure: &AtomicU64, count: u64) {
@@ -163,12 +189,18 @@ fn add(figure: &AtomicU64, count: u64) {
 }
 
 impl Reader {
-    /// Makes a reader for the files of a model, and starts its threads.
+    /// Makes a reader for the files of a model, and starts its threads. `in_place` is whether the
+    /// program uses a tensor in the mapping of its file; others are not guessed before their
+    /// layer is scheduled for the first time.
     ///
     /// # Errors
     ///
     /// Fails when the files have no routed experts, or no thread can be started.
-    pub fn new(files: &[&GgufFile], settings: Settings) -> io::Result<Reader> {
+    pub fn new(
+        files: &[&GgufFile],
+        settings: Settings,
+        in_place: impl Fn(&ExpertTensor) -> bool,
+    ) -> io::Result<Reader> {
         let index = ExpertIndex::of(files.iter().copied());
         let layers: Vec<_> = index.layers().collect();
         let Some(most) = layers.iter().map(|layer| layer.1).max() else {
@@ -180,8 +212,7 @@ impl Reader {
             .transpose()?;
         let faults = pages::major_faults();
         let shared = Arc::new(Shared {
-            files: files.iter().map(|file| file.source.handle()).collect(),
-            index,
+            files: files.iter().map(with_residency).collect(),
             always: settings.always,
             routers,
             page: pages::page_size(),
@@ -190,8 +221,13 @@ impl Reader {
             guesses: layers.iter().map(|_| Default::default()).collect(),
             matrices: layers
                 .iter()
-                .map(|_| AtomicU8::new(Matrices::ALL.0))
+                .map(|(layer, _)| AtomicU8::new(matrices_of(&index, *layer, &in_place).0))
                 .collect(),
+            look_ahead: layers
+                .iter()
+                .map(|(layer, _)| bytes_of(&index, *layer) <= settings.look_ahead_bytes)
+                .collect(),
+            index,
             layers,
             current: AtomicUsize::new(0),
             idle: AtomicU64::new(0),
@@ -199,8 +235,10 @@ impl Reader {
             chunk: AtomicU64::new(FIRST_CHUNK),
             resident_units: AtomicUsize::new(0),
             resting: AtomicBool::new(false),
+            passes: AtomicUsize::new(RESIDENT_PASSES),
             fruitless: AtomicUsize::new(0),
             stopped: AtomicBool::new(false),
+            reported: AtomicBool::new(false),
             ended: AtomicBool::new(false),
             began: Instant::now(),
             figures: Figures {
@@ -285,7 +323,7 @@ impl Reader {
             guessable: get(&figures.guessable),
             failed: get(&figures.failed),
             major_faults: pages::major_faults().saturating_sub(figures.faults_before),
-            seconds: get(&figures.last).saturating_sub(get(&figures.first)) as f64 * 1e-9,
+            seconds: get(&figures.active) as f64 * 1e-9,
             resting: shared.resting.load(Ordering::Relaxed),
             stopped: shared.stopped.load(Ordering::Relaxed),
         }
@@ -315,20 +353,22 @@ enum Reason {
 
 impl Shared {
     fn schedule(&self, layer: usize, matrices: Matrices, ids: &Ids<'_>, hidden: Option<&[f32]>) {
-        if self.stopped.load(Ordering::Relaxed) {
+        let count = self.figures.layers.fetch_add(1, Ordering::Relaxed);
+        let is_sample = count.is_multiple_of(SAMPLE_PERIOD);
+        if self.stopped.load(Ordering::Relaxed) && !is_sample {
             return;
         }
-        let count = self.figures.layers.fetch_add(1, Ordering::Relaxed);
-        if self.resting.load(Ordering::Relaxed) && !self.wakes(count) {
+        if self.resting.load(Ordering::Relaxed) && !is_sample && !self.has_faults(layer) {
             return;
         }
         let Some(&(_, experts)) = self.layers.get(layer) else {
             return;
         };
-        let now = self.began.elapsed().as_nanos() as u64 + 1;
-        let first = &self.figures.first;
-        let _ = first.compare_exchange(0, now, Ordering::Relaxed, Ordering::Relaxed);
-        self.figures.last.store(now, Ordering::Relaxed);
+        let now = self.began.elapsed().as_nanos() as u64;
+        let pause = now.saturating_sub(self.figures.last.swap(now, Ordering::Relaxed));
+        if pause < LONGEST_LAYER {
+            add(&self.figures.active, pause);
+        }
         let routed = routed(ids, experts);
         if let Some(guess) = self.guesses[layer].try_lock().and_then(|mut of| of.take()) {
             add(&self.figures.guesses, guess.len().into());
@@ -348,30 +388,31 @@ impl Shared {
             }
         }
         // A batch that uses most experts of a layer uses most of the next one.
+        let is_batch = ids.tokens > 1 && routed.len() * 4 >= experts * 3;
         let next = layer + 1;
-        match self.layers.get(next) {
-            Some(&(_, experts)) if ids.tokens > 1 && routed.len() * 4 >= experts * 3 => {
+        if let Some(&(_, experts)) = self.layers.get(next) {
+            if is_batch && self.look_ahead[next] {
                 self.guess(next, &ExpertSet::first(experts));
+            } else if let (Some(routers), Some(hidden)) = (&self.routers, hidden) {
+                routers.keep(next, hidden, ids.used);
             }
-            Some(_) => {
-                if let (Some(routers), Some(hidden)) = (&self.routers, hidden) {
-                    routers.keep(next, hidden, ids.used);
-                }
-            }
-            None => {}
         }
         self.wake(units);
     }
 
-    /// Whether a reader that rests must work: pages were missing, or it is time for a sample.
-    fn wakes(&self, count: u64) -> bool {
-        let faults = pages::major_faults();
-        if self.figures.faults_seen.swap(faults, Ordering::Relaxed) != faults {
-            self.resident_units.store(0, Ordering::Relaxed);
-            self.resting.store(false, Ordering::Relaxed);
-            return true;
+    /// Whether the program waited for the disk since the reader began to rest. Checked once for
+    /// each pass through the layers.
+    fn has_faults(&self, layer: usize) -> bool {
+        let seen = &self.figures.faults_seen;
+        if layer != 0 || seen.load(Ordering::Relaxed) == pages::major_faults() {
+            return false;
         }
-        count.is_multiple_of(REST_PERIOD)
+        let passes = self.passes.load(Ordering::Relaxed) * 4;
+        let passes = passes.min(MOST_RESIDENT_PASSES);
+        self.passes.store(passes, Ordering::Relaxed);
+        self.resident_units.store(0, Ordering::Relaxed);
+        self.resting.store(false, Ordering::Relaxed);
+        true
     }
 
     /// Requests the experts that a layer will probably use.
@@ -457,7 +498,7 @@ impl Shared {
             return;
         }
         let units = self.resident_units.fetch_add(1, Ordering::Relaxed);
-        let enough = self.layers.len() * UNITS * RESIDENT_PASSES;
+        let enough = self.layers.len() * UNITS * self.passes.load(Ordering::Relaxed);
         if units >= enough && !self.always && !self.resting.load(Ordering::Relaxed) {
             let faults = pages::major_faults();
             self.figures.faults_seen.store(faults, Ordering::Relaxed);
@@ -475,15 +516,19 @@ impl Shared {
         let Some(slice) = self.index.slice(layer, projection, expert) else {
             return true;
         };
-        let Some(file) = self.files.get(slice.file) else {
+        let Some((file, residency)) = self.files.get(slice.file) else {
             return true;
         };
         let bytes = slice.offset..slice.offset + slice.nbytes;
         let bytes = pages::around(&bytes, self.page);
         let all = (bytes.end - bytes.start) / self.page;
-        // Before Linux 6.5 residency is not known: everything is requested.
-        let before = pages::cached(file, &bytes);
-        let missing = all.saturating_sub(*before.as_ref().unwrap_or(&0));
+        let Some(before) = residency.cached(file, &bytes, self.page) else {
+            self.request(file, &bytes, LEAST_CHUNK);
+            // All that is known of the pages: whether the program waits for them.
+            let faults = pages::major_faults();
+            return self.figures.faults_seen.swap(faults, Ordering::Relaxed) == faults;
+        };
+        let missing = all.saturating_sub(before);
         if reason == Reason::Routed {
             add(&self.figures.checked_pages, all);
             add(&self.figures.resident_pages, all - missing);
@@ -491,9 +536,10 @@ impl Shared {
         if missing == 0 {
             return true;
         }
-        let read = match before.is_ok() {
-            true => self.read_missing(file, &bytes, all, missing),
-            false => {
+        let read = match residency {
+            Residency::Counted => self.read_missing(file, &bytes, all, missing),
+            // Pages that are being read are not found.
+            _ => {
                 self.request(file, &bytes, LEAST_CHUNK);
                 missing
             }
@@ -515,10 +561,10 @@ impl Shared {
         loop {
             let chunk = self.chunk.load(Ordering::Relaxed);
             self.request(file, bytes, chunk);
-            let after = pages::cached(file, bytes).unwrap_or(all);
-            let left = all.saturating_sub(after);
+            let after = Residency::Counted.cached(file, bytes, self.page);
+            let left = all.saturating_sub(after.unwrap_or(all));
             // The kernel read the beginning of each chunk.
-            if left * 8 > missing && left < missing && chunk > LEAST_CHUNK {
+            if left * 8 > missing && chunk > LEAST_CHUNK {
                 self.chunk.store(chunk / 2, Ordering::Relaxed);
                 continue;
             }
@@ -538,18 +584,58 @@ impl Shared {
         }
     }
 
-    /// Stops after many matrices for which the kernel read nothing.
+    /// Stops after many matrices for which the kernel read nothing, and goes on after one that it
+    /// read.
     fn note_effect(&self, effective: bool) {
         if effective {
             self.fruitless.store(0, Ordering::Relaxed);
+            self.stopped.store(false, Ordering::Relaxed);
         } else if self.fruitless.fetch_add(1, Ordering::Relaxed) + 1 >= FRUITLESS
             && !self.stopped.swap(true, Ordering::Relaxed)
+            && !self.reported.swap(true, Ordering::Relaxed)
         {
             log::warn!(
-                "reading experts ahead has no effect on this file system or with so little free memory: streaming is off for this model, and the program reads as without it"
+                "reading experts ahead has no effect on this file system or with so little free memory: the program reads them as without streaming until a sample succeeds"
             );
         }
     }
+}
+
+/// Returns an open file, and how its cached pages are found.
+fn with_residency(file: &&GgufFile) -> (Arc<File>, Residency) {
+    let handle = file.source.handle();
+    let residency = Residency::of(&handle);
+    if residency != Residency::Counted {
+        log::info!(
+            "{}: the kernel does not count its pages in memory for this user or file system, so that figures of streaming are estimates",
+            file.source.path().display()
+        );
+    }
+    (handle, residency)
+}
+
+/// Returns the tensors of a layer.
+fn tensors_of(index: &ExpertIndex, layer: u32) -> impl Iterator<Item = &ExpertTensor> {
+    let tensors = index.tensors().iter();
+    tensors.filter(move |tensor| tensor.name.layer == layer)
+}
+
+/// Returns the matrices of a layer that fulfil a condition.
+fn matrices_of(
+    index: &ExpertIndex,
+    layer: u32,
+    in_place: impl Fn(&ExpertTensor) -> bool,
+) -> Matrices {
+    let mut matrices = Matrices::default();
+    for tensor in tensors_of(index, layer).filter(|tensor| in_place(tensor)) {
+        matrices.insert(tensor.name.projection);
+    }
+    matrices
+}
+
+/// Returns the bytes of a layer's experts.
+fn bytes_of(index: &ExpertIndex, layer: u32) -> u64 {
+    tensors_of(index, layer).map(|tensor| tensor.nbytes).sum()
 }
 
 /// Returns the experts that any token was routed to.
