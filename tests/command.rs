@@ -3,7 +3,7 @@
 mod hosts;
 
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, Stdio};
 
 use hosts::{TOKENS, on};
@@ -147,14 +147,22 @@ fn the_wrapper_reports_streaming_after_a_signal() {
     let cli = testkit::host::built("release/llama-sidecar");
     let host = c_host("moe.gguf");
     for signal in [libc::SIGTERM, libc::SIGINT] {
-        let mut child = Command::new(&cli)
+        let mut command = Command::new(&cli);
+        command
             .args(["run", "--stream-experts", "--"])
             .args(&host)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .expect("it starts");
+            .stderr(Stdio::piped());
+        // A shell starts commands in the background with SIGINT ignored.
+        // SAFETY: a system call that may be made between fork and exec.
+        unsafe {
+            command.pre_exec(move || {
+                libc::signal(signal, libc::SIG_DFL);
+                Ok(())
+            });
+        }
+        let mut child = command.spawn().expect("it starts");
         let mut lines = BufReader::new(child.stdout.take().expect("a pipe")).lines();
         let mut stdin = child.stdin.take().expect("a pipe");
         assert_eq!(lines.next().expect("a line").expect("text"), "ready");
