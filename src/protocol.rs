@@ -119,7 +119,7 @@ pub struct StreamFigures {
     pub resident_bytes: u64,
     /// Bytes that were read ahead because of routing.
     pub read_bytes: u64,
-    /// Bytes that were read ahead because of a guess.
+    /// Bytes that were read ahead of routing: the next layer of a batch, and guesses.
     pub guessed_bytes: u64,
     /// Number of experts that were guessed.
     pub guesses: u64,

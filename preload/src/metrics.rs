@@ -185,7 +185,7 @@ const STREAM_FIGURES: [StreamFigure; 8] = [
     (
         "stream_guessed_bytes_total",
         "counter",
-        "Bytes that were read ahead because of a guess.",
+        "Bytes that were read ahead of routing: the next layer of a batch, and guesses.",
         |of| of.guessed_bytes as f64,
     ),
     (
