@@ -274,6 +274,13 @@ impl ExpertIndex {
         &self.tensors
     }
 
+    /// Returns the expert tensors of a layer, ascending by matrix and expert.
+    pub fn of_layer(&self, layer: u32) -> &[ExpertTensor] {
+        let start = self.tensors.partition_point(|t| t.name.layer < layer);
+        let end = self.tensors.partition_point(|t| t.name.layer <= layer);
+        &self.tensors[start..end]
+    }
+
     /// Returns the tensor of this meaning.
     pub fn find(&self, name: ExpertName) -> Option<&ExpertTensor> {
         let after = self.tensors.partition_point(|t| t.name <= name);

@@ -107,9 +107,6 @@ pub unsafe fn watch(
         let Some((model, name, mapped)) = expert(weight.tensor) else {
             continue;
         };
-        if mapped == 0 {
-            continue;
-        }
         let matrix = (name.projection, TensorPointer(weight.tensor), mapped);
         // The matrices of a layer follow each other.
         let known = places[..used].iter().rev().find_map(|place| {
@@ -157,8 +154,8 @@ pub fn forget(scheduler: Scheduler) {
     }
 }
 
-/// Returns the model and the name of an expert tensor, and its address if it is in the mapping
-/// of its file, else 0.
+/// Returns the model and the name of an expert tensor that was loaded in the mapping of its file,
+/// and its address there.
 fn expert(tensor: *mut Tensor) -> Option<(Arc<Model>, ExpertName, usize)> {
     let (model, at) = models::find(tensor)?;
     let name = ExpertName::parse(model.name(at).to_str().ok()?)?;
@@ -166,11 +163,8 @@ fn expert(tensor: *mut Tensor) -> Option<(Arc<Model>, ExpertName, usize)> {
     let instance = instances
         .iter()
         .find(|instance| instance.tensor.0 == tensor)?;
-    let mapped = match instance.mapped {
-        true => instance.original.data as usize,
-        false => 0,
-    };
-    Some((model, name, mapped))
+    let address = instance.mapped.then_some(instance.original.data as usize)?;
+    Some((model, name, address))
 }
 
 /// The input of a router: the number of the model, the layer, and the tensor.
@@ -306,7 +300,7 @@ pub unsafe fn split_begins(ggml: &Ggml, split: *mut Graph, report: impl Fn(&Rout
             }
             (ids, layout.read(node, layout.src))
         };
-        let Some((model, name, address)) = expert(weight).filter(|of| of.2 != 0) else {
+        let Some((model, name, address)) = expert(weight) else {
             continue;
         };
         if layer.as_ref().is_none_or(|of| of.0 != ids) {

@@ -1,11 +1,11 @@
 //! Expert streaming: experts of a model that is larger than memory are read from disk as soon
 //! as their layer is routed.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use llama_sidecar::config::{Config, ExpertStream};
-use llama_sidecar::experts::ExpertTensor;
 use llama_sidecar::protocol::{Event, StreamFigures};
 use llama_sidecar::reload::free_memory;
 use llama_sidecar::stream::{Reader, Settings};
@@ -136,7 +136,8 @@ fn start(model: &Arc<Model>) {
         look_ahead_bytes: Settings::look_ahead_in(free_memory().map(|(bytes, _)| bytes)),
     };
     let files: Vec<_> = model.files.iter().map(|file| &file.gguf).collect();
-    match Reader::new(&files, settings, |tensor| is_mapped(model, tensor)) {
+    let mapped = mapped(model);
+    match Reader::new(&files, settings, |expert| mapped.contains(&expert.tensor)) {
         Ok(reader) => {
             log::info!("streaming the routed experts of {path}");
             STREAMS.write().push(Stream {
@@ -158,14 +159,20 @@ fn start(model: &Arc<Model>) {
     }
 }
 
-/// Whether an expert tensor is in the mapping of its file.
-fn is_mapped(model: &Model, expert: &ExpertTensor) -> bool {
-    let before = model.files[..expert.file].iter();
-    let before: usize = before.map(|file| file.gguf.header.tensors.len()).sum();
-    let is_it =
-        |tensor: &&ModelTensor| (tensor.file, before + tensor.info) == (expert.file, expert.tensor);
-    let tensor = model.tensors.iter().find(is_it);
-    tensor.is_some_and(|tensor| tensor.instances.iter().any(|instance| instance.mapped))
+/// Returns the tensors in the mapping of their file, counted through all files of the model.
+fn mapped(model: &Model) -> HashSet<usize> {
+    let lengths = model
+        .files
+        .iter()
+        .map(|file| file.gguf.header.tensors.len());
+    let before: Vec<usize> = lengths
+        .scan(0, |sum, len| Some(std::mem::replace(sum, *sum + len)))
+        .collect();
+    let is_mapped = |tensor: &&ModelTensor| tensor.instances.iter().any(|instance| instance.mapped);
+    let tensors = model.tensors.iter().filter(is_mapped);
+    tensors
+        .map(|tensor| before[tensor.file] + tensor.info)
+        .collect()
 }
 
 /// Returns the figures of a model, if its experts are streamed.

@@ -34,16 +34,8 @@ pub(super) struct OwnedReader {
 impl OwnedReader {
     /// Returns the matrices of a layer that the program reads through the mapping of a file.
     fn in_place(&self, layer: u32) -> Matrices {
-        let tensors = self.model.experts().tensors();
-        let first = tensors.partition_point(|tensor| tensor.name.layer < layer);
-        let of_layer = tensors[first..].iter();
-        let mut matrices = Matrices::default();
-        for tensor in of_layer.take_while(|tensor| tensor.name.layer == layer) {
-            if self.model.is_in_place(tensor.tensor) {
-                matrices.insert(tensor.name.projection);
-            }
-        }
-        matrices
+        let tensors = self.model.experts().of_layer(layer);
+        Matrices::of(tensors, |tensor| self.model.is_in_place(tensor.tensor))
     }
 }
 

@@ -73,6 +73,15 @@ impl Matrices {
     /// All matrices.
     pub const ALL: Matrices = Matrices((1 << UNITS) - 1);
 
+    /// Returns the matrices whose tensors fulfil a condition.
+    pub fn of(tensors: &[ExpertTensor], condition: impl Fn(&ExpertTensor) -> bool) -> Matrices {
+        let mut matrices = Matrices::default();
+        for tensor in tensors.iter().filter(|tensor| condition(tensor)) {
+            matrices.insert(tensor.name.projection);
+        }
+        matrices
+    }
+
     /// Adds a matrix.
     pub fn insert(&mut self, projection: Projection) {
         self.0 |= 1 << projection as u8;
@@ -221,11 +230,14 @@ impl Reader {
             guesses: layers.iter().map(|_| Default::default()).collect(),
             matrices: layers
                 .iter()
-                .map(|(layer, _)| AtomicU8::new(matrices_of(&index, *layer, &in_place).0))
+                .map(|(layer, _)| Matrices::of(index.of_layer(*layer), &in_place).0.into())
                 .collect(),
             look_ahead: layers
                 .iter()
-                .map(|(layer, _)| bytes_of(&index, *layer) <= settings.look_ahead_bytes)
+                .map(|(layer, _)| {
+                    let bytes = index.of_layer(*layer).iter().map(|tensor| tensor.nbytes);
+                    bytes.sum::<u64>() <= settings.look_ahead_bytes
+                })
                 .collect(),
             index,
             layers,
@@ -612,30 +624,6 @@ fn with_residency(file: &&GgufFile) -> (Arc<File>, Residency) {
         );
     }
     (handle, residency)
-}
-
-/// Returns the tensors of a layer.
-fn tensors_of(index: &ExpertIndex, layer: u32) -> impl Iterator<Item = &ExpertTensor> {
-    let tensors = index.tensors().iter();
-    tensors.filter(move |tensor| tensor.name.layer == layer)
-}
-
-/// Returns the matrices of a layer that fulfil a condition.
-fn matrices_of(
-    index: &ExpertIndex,
-    layer: u32,
-    in_place: impl Fn(&ExpertTensor) -> bool,
-) -> Matrices {
-    let mut matrices = Matrices::default();
-    for tensor in tensors_of(index, layer).filter(|tensor| in_place(tensor)) {
-        matrices.insert(tensor.name.projection);
-    }
-    matrices
-}
-
-/// Returns the bytes of a layer's experts.
-fn bytes_of(index: &ExpertIndex, layer: u32) -> u64 {
-    tensors_of(index, layer).map(|tensor| tensor.nbytes).sum()
 }
 
 /// Returns the experts that any token was routed to.
