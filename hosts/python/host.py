@@ -1,12 +1,14 @@
 """A host without a reference to llama-sidecar: Python, llama.cpp through ctypes.
 
-    python3 host.py LIBRARIES MODEL [count] [experts-on-cpu]
+    python3 host.py LIBRARIES MODEL [count] [experts-on-cpu] [on-cpu=PATTERN]
 
-With `experts-on-cpu`, routed experts stay in host memory, as llama.cpp's flag -cmoe has it.
+With `experts-on-cpu`, routed experts stay in host memory, as llama.cpp's flag -cmoe has it;
+with `on-cpu`, tensors whose names match.
 LIBRARIES is the folder of libllama and its companions. Takes the same commands on
 standard input as hosts/node/host.mjs, and
 
     both N   two texts at the same time, each in a context and a thread of its own
+    prefill N  evaluates a prompt of N tokens in one batch; the token that follows
     counts   with `count`: which experts were used, counted through the callback that
              llama.cpp offers for looking at an evaluation; JSON
     fork     forks a child that evaluates once and ends, and one that is terminated; the
@@ -136,13 +138,22 @@ class Context:
         self.last = tokens
         return " ".join(map(str, written))
 
-    def text(self, count):
+    def tokens(self):
+        """Forgets what was written, and returns the tokens of the prompt."""
         llama.llama_memory_clear(c.c_void_p(llama.llama_get_memory(self.context)), True)
         tokens = (c.c_int32 * 64)()
         found = llama.llama_tokenize(
             self.vocab, PROMPT, len(PROMPT), tokens, 64, c.c_bool(False), c.c_bool(False)
         )
-        return self.write(tokens[:found], count)
+        return tokens[:found]
+
+    def text(self, count):
+        return self.write(self.tokens(), count)
+
+    def prefill(self, count):
+        # Other tokens at each place, so that many experts are used.
+        first = self.tokens()[0]
+        return self.write([(first + 97 * at) % self.size for at in range(count)], 1)
 
 
 class Override(c.Structure):
@@ -152,15 +163,18 @@ class Override(c.Structure):
 
 
 base.ggml_backend_cpu_buffer_type.restype = c.c_void_p
-EXPERTS_ON_CPU = (Override * 2)(
-    Override(rb"\.ffn_(up|down|gate|gate_up)_exps", base.ggml_backend_cpu_buffer_type())
+ON_CPU = [option.removeprefix("on-cpu=") for option in options if "on-cpu=" in option]
+if "experts-on-cpu" in options:
+    ON_CPU = [r"\.ffn_(up|down|gate|gate_up)_exps"]
+OVERRIDES = (Override * 2)(
+    *(Override(of.encode(), base.ggml_backend_cpu_buffer_type()) for of in ON_CPU)
 )
 
 
 def model_params():
     params = llama.llama_model_default_params()
-    if "experts-on-cpu" in options:
-        address = c.addressof(EXPERTS_ON_CPU)
+    if ON_CPU:
+        address = c.addressof(OVERRIDES)
         # tensor_buft_overrides, the second pointer
         params.words[2] = address & 0xFFFFFFFF
         params.words[3] = address >> 32
@@ -178,6 +192,9 @@ class Host:
 
     def text(self, count):
         return self.contexts[0].text(int(count))
+
+    def prefill(self, count):
+        return self.contexts[0].prefill(int(count))
 
     def more(self, count):
         return self.contexts[0].write(self.contexts[0].last, int(count))

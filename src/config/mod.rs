@@ -46,6 +46,32 @@ pub struct PostFetch {
     pub spin: Duration,
     /// `LLAMA_POSTFETCH_DEBUG`.
     pub debug: bool,
+    /// `LLAMA_POSTFETCH_HOST`.
+    pub host: HostPostFetch,
+    /// `LLAMA_POSTFETCH_LOOK_AHEAD`.
+    pub look_ahead: bool,
+    /// `LLAMA_POSTFETCH_HOST_PAGE_LOCK`.
+    pub host_page_lock: bool,
+}
+
+impl PostFetch {
+    /// Returns whether experts are copied early in an unmodified program.
+    pub fn in_host(&self) -> bool {
+        self.host != HostPostFetch::Off && self.enable && !self.force_cpu && self.dedicated_streams
+    }
+}
+
+/// Which routed experts are copied early in an unmodified program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HostPostFetch {
+    /// None.
+    Off,
+    /// Those that the program copies to a GPU.
+    Stock,
+    /// Also the down-projections of small batches.
+    Down,
+    /// All.
+    All,
 }
 
 /// When routed experts are read from disk as soon as routing is known.
@@ -150,6 +176,9 @@ impl Config {
                     .unwrap_or(default_spin),
             ),
             debug: values.switch("LLAMA_POSTFETCH_DEBUG"),
+            host: values.host_postfetch(),
+            look_ahead: values.switch("LLAMA_POSTFETCH_LOOK_AHEAD"),
+            host_page_lock: values.switch("LLAMA_POSTFETCH_HOST_PAGE_LOCK"),
         };
         // Checked for its message alone: there is one setting.
         values.text("LLAMA_HOTSWAP_KV");
@@ -241,16 +270,33 @@ impl<F: Fn(&str) -> Option<OsString>> Values<F> {
     }
 
     fn expert_stream(&mut self) -> ExpertStream {
-        let variable = Variable::named("LLAMA_EXPERT_STREAM");
+        let words = [("on", ExpertStream::On), ("auto", ExpertStream::Auto)];
+        self.choice("LLAMA_EXPERT_STREAM", words, ExpertStream::Off)
+    }
+
+    fn host_postfetch(&mut self) -> HostPostFetch {
+        let words = [
+            ("on", HostPostFetch::Stock),
+            ("down", HostPostFetch::Down),
+            ("all", HostPostFetch::All),
+        ];
+        self.choice("LLAMA_POSTFETCH_HOST", words, HostPostFetch::Off)
+    }
+
+    /// Returns what a word of a variable stands for; `otherwise` for its other words.
+    fn choice<T: Copy, const N: usize>(
+        &mut self,
+        name: &str,
+        words: [(&str, T); N],
+        otherwise: T,
+    ) -> T {
+        let variable = Variable::named(name);
         let parse = |value: &OsStr| {
             variable.check(value)?;
-            Ok(match value.as_bytes() {
-                b"on" => ExpertStream::On,
-                b"auto" => ExpertStream::Auto,
-                _ => ExpertStream::Off,
-            })
+            let known = words.iter().find(|(word, _)| value == *word);
+            Ok(known.map_or(otherwise, |(_, stands_for)| *stands_for))
         };
-        self.get(variable.name, parse).unwrap_or(ExpertStream::Off)
+        self.get(name, parse).unwrap_or(otherwise)
     }
 
     /// Returns text that is checked and kept as it is.
@@ -494,6 +540,9 @@ mod tests {
             ("LLAMA_POSTFETCH_PAGE_LOCK", "0"),
             ("LLAMA_POSTFETCH_SPIN_US", "7"),
             ("LLAMA_POSTFETCH_DEBUG", "1"),
+            ("LLAMA_POSTFETCH_HOST", "down"),
+            ("LLAMA_POSTFETCH_LOOK_AHEAD", "0"),
+            ("LLAMA_POSTFETCH_HOST_PAGE_LOCK", "1"),
         ];
         let set = PostFetch {
             enable: false,
@@ -506,14 +555,24 @@ mod tests {
             page_lock: false,
             spin: Duration::from_micros(7),
             debug: true,
+            host: HostPostFetch::Down,
+            look_ahead: false,
+            host_page_lock: true,
         };
         assert_eq!(parse(&all).postfetch, set);
+        assert!(!defaults.in_host() && !set.in_host());
+        for (host, expected) in [("on", HostPostFetch::Stock), ("all", HostPostFetch::All)] {
+            let config = parse(&[("LLAMA_POSTFETCH_HOST", host)]).postfetch;
+            assert!(config.in_host());
+            assert_eq!(config.host, expected);
+        }
         for (name, value) in [
             ("LLAMA_POSTFETCH_MAX_TRANSFERS", "0"),
             ("LLAMA_POSTFETCH_MAX_TRANSFERS", "1025"),
             ("LLAMA_POSTFETCH_CPU_LIMIT", "0"),
             ("LLAMA_POSTFETCH_SPIN_US", "4294967296"),
             ("LLAMA_POSTFETCH_SCRATCHPAD_MB", "17592186044416"),
+            ("LLAMA_POSTFETCH_HOST", "yes"),
         ] {
             let config = parse(&[(name, value)]);
             assert_eq!(config.rejected.len(), 1, "{name}={value}");
