@@ -217,11 +217,14 @@ impl PostFetchFigures {
     /// Returns the figures as a sentence without its full stop.
     pub fn sentence(&self) -> String {
         let mb = |bytes: u64| bytes as f64 / 1e6;
-        let mut text = format!(
-            "{:.0} MB of experts copied early, {:.0} MB by the program",
-            mb(self.early_bytes),
-            mb(self.host_bytes),
-        );
+        let mut text = match self.early_bytes + self.host_bytes {
+            0 => "no experts were copied to a GPU: the program does so for batches from 32 tokens, if a GPU has the rest of the model".into(),
+            _ => format!(
+                "{:.0} MB of experts copied early, {:.0} MB by the program",
+                mb(self.early_bytes),
+                mb(self.host_bytes),
+            ),
+        };
         if let Some(overlap) = self.overlap() {
             text += &format!(
                 ", {:.0} % of the copies' time overlapped with computing",

@@ -29,7 +29,8 @@ use serde_json::{Value, json};
 
 use crate::models::{Instance, Model};
 use crate::{
-    barrier, expert_trace, metrics, models, placement, postfetch, reloader, sched, streaming, thread,
+    barrier, expert_trace, metrics, models, placement, postfetch, reloader, sched, streaming,
+    thread,
 };
 
 /// The longest request. Those of `llama-sidecar` have less than 100 bytes.

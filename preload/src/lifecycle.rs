@@ -75,11 +75,7 @@ fn start() {
         capability.start();
     }
     let config = Config::get();
-    if config.traces()
-        || config.expert_stream.streams()
-        || config.postfetch.in_host()
-        || config.postfetch.host_page_lock
-    {
+    if config.traces() || config.expert_stream.streams() || config.host_postfetch.is_used() {
         signals::finish_on_signals(finish);
     }
     if let Some(path) = &config.control {

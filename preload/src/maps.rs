@@ -59,7 +59,9 @@ impl Maps {
             a.0.end == b.0.start && (a.1, &a.2) == (b.1, &b.2)
         };
         let first = (1..=at).rev().take_while(|&i| joins(i - 1, i)).last();
-        let last = (at + 1..self.0.len()).take_while(|&i| joins(i - 1, i)).last();
+        let last = (at + 1..self.0.len())
+            .take_while(|&i| joins(i - 1, i))
+            .last();
         let first = first.map_or(at, |first| first - 1);
         Some(self.0[first].0.start..self.0[last.unwrap_or(at)].0.end)
     }

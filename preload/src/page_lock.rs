@@ -37,7 +37,7 @@ static LOCKED: Mutex<Vec<Locked>> = Mutex::new(Vec::new());
 
 impl Capability for PageLock {
     fn is_enabled(&self) -> bool {
-        Config::get().postfetch.host_page_lock
+        Config::get().host_postfetch.page_lock
     }
 
     fn model_complete(&self, model: &Arc<Model>) {

@@ -46,26 +46,32 @@ pub struct PostFetch {
     pub spin: Duration,
     /// `LLAMA_POSTFETCH_DEBUG`.
     pub debug: bool,
-    /// `LLAMA_POSTFETCH_HOST`.
-    pub host: HostPostFetch,
+}
+
+/// The settings of post-fetch in an unmodified program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HostPostFetch {
+    /// `LLAMA_POSTFETCH_HOST`; [`Early::None`] also where another `LLAMA_POSTFETCH_*` variable
+    /// excludes the device.
+    pub early: Early,
     /// `LLAMA_POSTFETCH_LOOK_AHEAD`.
     pub look_ahead: bool,
     /// `LLAMA_POSTFETCH_HOST_PAGE_LOCK`.
-    pub host_page_lock: bool,
+    pub page_lock: bool,
 }
 
-impl PostFetch {
-    /// Returns whether experts are copied early in an unmodified program.
-    pub fn in_host(&self) -> bool {
-        self.host != HostPostFetch::Off && self.enable && !self.force_cpu && self.dedicated_streams
+impl HostPostFetch {
+    /// Returns whether experts are copied early, or page-locked.
+    pub fn is_used(self) -> bool {
+        self.early != Early::None || self.page_lock
     }
 }
 
 /// Which routed experts are copied early in an unmodified program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum HostPostFetch {
+pub enum Early {
     /// None.
-    Off,
+    None,
     /// Those that the program copies to a GPU.
     Stock,
     /// Also the down-projections of small batches.
@@ -121,6 +127,8 @@ pub struct Config {
     pub expert_stream_predict: bool,
     /// `LLAMA_POSTFETCH_*`.
     pub postfetch: PostFetch,
+    /// `LLAMA_POSTFETCH_*`, in an unmodified program.
+    pub host_postfetch: HostPostFetch,
     /// `LLAMA_SIDECAR_SPLIT`, checked and kept as text.
     pub split: Option<CString>,
     /// `LLAMA_SIDECAR_CPU_MOE`.
@@ -176,14 +184,20 @@ impl Config {
                     .unwrap_or(default_spin),
             ),
             debug: values.switch("LLAMA_POSTFETCH_DEBUG"),
-            host: values.host_postfetch(),
+        };
+        let uses_device = postfetch.enable && !postfetch.force_cpu && postfetch.dedicated_streams;
+        let host_postfetch = HostPostFetch {
+            early: Some(values.early())
+                .filter(|_| uses_device)
+                .unwrap_or(Early::None),
             look_ahead: values.switch("LLAMA_POSTFETCH_LOOK_AHEAD"),
-            host_page_lock: values.switch("LLAMA_POSTFETCH_HOST_PAGE_LOCK"),
+            page_lock: values.switch("LLAMA_POSTFETCH_HOST_PAGE_LOCK"),
         };
         // Checked for its message alone: there is one setting.
         values.text("LLAMA_HOTSWAP_KV");
         Config {
             postfetch,
+            host_postfetch,
             hotswap: values.switch("LLAMA_HOTSWAP_ENABLED"),
             poll: values.interval("LLAMA_HOTSWAP_POLL_MS", Duration::from_millis),
             quiet: values
@@ -274,13 +288,13 @@ impl<F: Fn(&str) -> Option<OsString>> Values<F> {
         self.choice("LLAMA_EXPERT_STREAM", words, ExpertStream::Off)
     }
 
-    fn host_postfetch(&mut self) -> HostPostFetch {
+    fn early(&mut self) -> Early {
         let words = [
-            ("on", HostPostFetch::Stock),
-            ("down", HostPostFetch::Down),
-            ("all", HostPostFetch::All),
+            ("on", Early::Stock),
+            ("down", Early::Down),
+            ("all", Early::All),
         ];
-        self.choice("LLAMA_POSTFETCH_HOST", words, HostPostFetch::Off)
+        self.choice("LLAMA_POSTFETCH_HOST", words, Early::None)
     }
 
     /// Returns what a word of a variable stands for; `otherwise` for its other words.
@@ -540,9 +554,6 @@ mod tests {
             ("LLAMA_POSTFETCH_PAGE_LOCK", "0"),
             ("LLAMA_POSTFETCH_SPIN_US", "7"),
             ("LLAMA_POSTFETCH_DEBUG", "1"),
-            ("LLAMA_POSTFETCH_HOST", "down"),
-            ("LLAMA_POSTFETCH_LOOK_AHEAD", "0"),
-            ("LLAMA_POSTFETCH_HOST_PAGE_LOCK", "1"),
         ];
         let set = PostFetch {
             enable: false,
@@ -555,17 +566,8 @@ mod tests {
             page_lock: false,
             spin: Duration::from_micros(7),
             debug: true,
-            host: HostPostFetch::Down,
-            look_ahead: false,
-            host_page_lock: true,
         };
         assert_eq!(parse(&all).postfetch, set);
-        assert!(!defaults.in_host() && !set.in_host());
-        for (host, expected) in [("on", HostPostFetch::Stock), ("all", HostPostFetch::All)] {
-            let config = parse(&[("LLAMA_POSTFETCH_HOST", host)]).postfetch;
-            assert!(config.in_host());
-            assert_eq!(config.host, expected);
-        }
         for (name, value) in [
             ("LLAMA_POSTFETCH_MAX_TRANSFERS", "0"),
             ("LLAMA_POSTFETCH_MAX_TRANSFERS", "1025"),
@@ -577,6 +579,36 @@ mod tests {
             let config = parse(&[(name, value)]);
             assert_eq!(config.rejected.len(), 1, "{name}={value}");
             assert_eq!(config.postfetch, defaults);
+            assert_eq!(config.host_postfetch.early, Early::None);
+        }
+    }
+
+    #[test]
+    fn postfetch_in_an_unmodified_program() {
+        let defaults = parse(&[]).host_postfetch;
+        assert_eq!(defaults.early, Early::None);
+        assert!(defaults.look_ahead && !defaults.page_lock);
+        for (word, early) in [
+            ("on", Early::Stock),
+            ("down", Early::Down),
+            ("all", Early::All),
+        ] {
+            let host = ("LLAMA_POSTFETCH_HOST", word);
+            let ahead = ("LLAMA_POSTFETCH_LOOK_AHEAD", "0");
+            let lock = ("LLAMA_POSTFETCH_HOST_PAGE_LOCK", "1");
+            let set = HostPostFetch {
+                early,
+                look_ahead: false,
+                page_lock: true,
+            };
+            assert_eq!(parse(&[host, ahead, lock]).host_postfetch, set);
+            for without in [
+                ("LLAMA_POSTFETCH_ENABLE", "0"),
+                ("LLAMA_POSTFETCH_FORCE_CPU", "1"),
+                ("LLAMA_POSTFETCH_USE_DEDICATED_STREAMS", "0"),
+            ] {
+                assert_eq!(parse(&[host, without]).host_postfetch.early, Early::None);
+            }
         }
     }
 

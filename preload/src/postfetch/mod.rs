@@ -28,7 +28,7 @@ use std::ffi::{CStr, c_void};
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use llama_sidecar::config::{Config, HostPostFetch};
+use llama_sidecar::config::{Config, Early};
 use llama_sidecar::experts::{ExpertName, Projection};
 use llama_sidecar::protocol::{Event, PostFetchFigures};
 use llama_sidecar::trace::Ids;
@@ -107,8 +107,13 @@ thread_local! {
     static REQUESTED: Cell<Option<Requested>> = const { Cell::new(None) };
 }
 
+/// Returns the states of all schedulers; none while post-fetch is off.
+fn states() -> impl Iterator<Item = &'static Mutex<State>> {
+    STATES.iter().filter(|_| is_on())
+}
+
 fn is_on() -> bool {
-    Config::get().postfetch.in_host()
+    Config::get().host_postfetch.early != Early::None
 }
 
 impl Capability for PostFetch {
@@ -118,7 +123,7 @@ impl Capability for PostFetch {
 
     fn uses_routing(&self) -> bool {
         // The CPU computes gate and up: the ids are known before the GPU is asked for down.
-        is_on() && Config::get().postfetch.host == HostPostFetch::Down
+        is_on() && Config::get().host_postfetch.early == Early::Down
     }
 
     fn routed(&self, routed: &Routed<'_>) {
@@ -128,20 +133,19 @@ impl Capability for PostFetch {
         let Some(plan) = &state.plan else {
             return;
         };
-        let is_of = |layer: &Layer| {
-            (layer.model, layer.number) == (routed.model.number, routed.layer)
-        };
+        let is_of =
+            |layer: &Layer| (layer.model, layer.number) == (routed.model.number, routed.layer);
         if let Some(at) = plan.layers.iter().position(is_of) {
             state.known(routed.model.ggml, at, &routed.ids);
         }
     }
 
     fn graph_allocated(&self, scheduler: Scheduler, _graph: &Allocated, _keeps: bool) {
-        forget_graph(scheduler);
+        STATES[scheduler.number()].lock().retire();
     }
 
     fn graph_dropped(&self, scheduler: Scheduler) {
-        forget_graph(scheduler);
+        STATES[scheduler.number()].lock().retire();
     }
 
     fn evaluation_begun(&self, scheduler: Scheduler) {
@@ -160,37 +164,34 @@ impl Capability for PostFetch {
     }
 
     fn model_freed(&self, model: &Model) {
-        for state in &STATES {
+        for state in states() {
             let mut state = state.lock();
             let of_model = |plan: &Plan| plan.layers.iter().any(|of| of.model == model.number);
             if state.plan.as_ref().is_some_and(of_model) {
-                state.drain();
-                state.plan = None;
+                state.retire();
             }
         }
     }
 
     fn tensors_freed(&self, addresses: &Range<usize>) {
-        for state in &STATES {
+        for state in states() {
             let mut state = state.lock();
             let is_in = |plan: &Plan| {
                 let mut products = plan.layers.iter().flat_map(|layer| &layer.products);
                 products.any(|product| addresses.contains(&(product.copy as usize)))
             };
             if state.plan.as_ref().is_some_and(is_in) {
-                state.drain();
-                state.plan = None;
+                state.retire();
             }
         }
     }
 
     fn backend_freed(&self, backend: usize) {
-        for state in &STATES {
+        for state in states() {
             let mut state = state.lock();
             let uses = |plan: &Plan| plan.layers.iter().any(|of| of.backend as usize == backend);
             if state.plan.as_ref().is_some_and(uses) {
-                state.drain();
-                state.plan = None;
+                state.retire();
             }
         }
     }
@@ -218,14 +219,6 @@ pub fn figures() -> PostFetchFigures {
     FIGURES.get(page_lock::locked_bytes())
 }
 
-fn forget_graph(scheduler: Scheduler) {
-    let mut state = STATES[scheduler.number()].lock();
-    if state.plan.is_some() {
-        state.drain();
-        state.plan = None;
-    }
-}
-
 /// Whether the calls of a scheduler's evaluation are reported to post-fetch.
 pub fn has_plan(scheduler: Scheduler) -> bool {
     is_on() && STATES[scheduler.number()].lock().plan.is_some()
@@ -245,7 +238,7 @@ pub unsafe fn graph_split(scheduler: Scheduler, sched: *mut Sched, reads: &Graph
     if state.order == Order::Other {
         return;
     }
-    // SAFETY: as the caller ensures; the plan of the graph before is dropped.
+    // SAFETY: as the caller ensures; the plan of the graph before is retired.
     let plan = unsafe { state.devices.plan(scheduler.ggml(), sched, reads) };
     if plan.is_some() && state.fetcher.is_none() {
         state.fetcher = Fetcher::start();
@@ -263,7 +256,7 @@ pub unsafe fn graph_split(scheduler: Scheduler, sched: *mut Sched, reads: &Graph
 
 /// Whether operations are to be offloaded that the program would leave on the CPU.
 pub fn offloads() -> bool {
-    is_on() && Config::get().postfetch.host != HostPostFetch::Stock
+    is_on() && Config::get().host_postfetch.early != Early::Stock
 }
 
 /// Whether a node is to be offloaded to a GPU.
@@ -281,10 +274,10 @@ pub unsafe fn offloads_node(ggml: &Ggml, node: *const Tensor) -> bool {
         let weight: *const Tensor = layout.read(node, layout.src);
         let name = CStr::from_ptr((ggml.f.ggml_get_name)(weight));
         let name = name.to_str().ok().and_then(ExpertName::parse);
-        match Config::get().postfetch.host {
-            HostPostFetch::Off | HostPostFetch::Stock => false,
-            HostPostFetch::Down => name.is_some_and(|of| of.projection == Projection::Down),
-            HostPostFetch::All => name.is_some(),
+        match Config::get().host_postfetch.early {
+            Early::None | Early::Stock => false,
+            Early::Down => name.is_some_and(|of| of.projection == Projection::Down),
+            Early::All => name.is_some(),
         }
     }
 }
@@ -358,8 +351,7 @@ pub unsafe fn is_copied(
     let product = &mut layer.products[product];
     // SAFETY: the matrix is live as long as the graph.
     let start: usize = unsafe { ggml.layout.read(product.weight, ggml.layout.data) };
-    let expected =
-        layer.known && backend == layer.backend && start + bytes.start == data as usize;
+    let expected = layer.known && backend == layer.backend && start + bytes.start == data as usize;
     product.host_copied = true;
     if !expected {
         state.stand_back();
@@ -368,12 +360,12 @@ pub unsafe fn is_copied(
     let transfer = &product.transfer;
     let requested = transfer.progress() != Progress::Idle;
     let covered = requested && transfer.request().covers(&bytes);
-    let missed = covered
-        && !Config::get().postfetch.block_on_miss
-        && fetcher.take_back(transfer);
+    let missed = covered && !Config::get().postfetch.block_on_miss && fetcher.take_back(transfer);
     if covered && !missed {
         let left_out = bytes.len() as u64;
-        FIGURES.left_out_bytes.fetch_add(left_out, Ordering::Relaxed);
+        FIGURES
+            .left_out_bytes
+            .fetch_add(left_out, Ordering::Relaxed);
         return true;
     }
     let reason = match (state.order, requested) {
@@ -408,7 +400,9 @@ pub unsafe fn part_begins(ggml: &Ggml, backend: *mut Backend, part: *mut Graph) 
         // SAFETY: as above.
         let source = unsafe {
             let node = (ggml.f.ggml_graph_node)(part, at);
-            if layout.read::<i32>(node, layout.op) != ggml.ops.mul_mat_id {
+            let extents: [i64; 4] = layout.read(node, layout.ne);
+            // Without a token, nothing is copied.
+            if layout.read::<i32>(node, layout.op) != ggml.ops.mul_mat_id || extents[2] == 0 {
                 continue;
             }
             layout.read(node, layout.src)
@@ -433,7 +427,7 @@ pub unsafe fn part_begins(ggml: &Ggml, backend: *mut Backend, part: *mut Graph) 
 impl State {
     /// Begins an evaluation.
     fn begin(&mut self, ggml: &'static Ggml) {
-        self.drain();
+        self.end();
         let Some(plan) = &mut self.plan else {
             return;
         };
@@ -451,11 +445,19 @@ impl State {
         }
     }
 
-    /// Ends an evaluation that succeeded.
+    /// Ends an evaluation that did not fail. A program may begin the next one before it waits.
     fn end(&mut self) {
         self.drain();
         if self.order == Order::Unknown && self.seen {
             self.order = Order::Expected;
+        }
+    }
+
+    /// Ends the use of the plan: its graph is dropped.
+    fn retire(&mut self) {
+        if let Some(plan) = self.plan.take() {
+            self.drain();
+            self.devices.retire(plan);
         }
     }
 

@@ -80,7 +80,11 @@ impl Plan {
 }
 
 /// Memory and instances on the devices of a scheduler. Kept from graph to graph.
-pub struct Devices(Vec<DeviceMemory>);
+pub struct Devices {
+    of: Vec<DeviceMemory>,
+    /// The plan of the graph before: the devices may still use its events.
+    retired: Option<Plan>,
+}
 
 /// What is used of one device.
 struct DeviceMemory {
@@ -111,7 +115,15 @@ struct Candidate<'a> {
 impl Devices {
     /// Returns none.
     pub const fn new() -> Devices {
-        Devices(Vec::new())
+        Devices {
+            of: Vec::new(),
+            retired: None,
+        }
+    }
+
+    /// Keeps a plan whose graph is dropped until its devices are waited for.
+    pub fn retire(&mut self, plan: Plan) {
+        self.retired = Some(plan);
     }
 
     /// Gives copies of the scheduler memory of their own, and returns what can be copied early;
@@ -134,6 +146,7 @@ impl Devices {
         }
         // SAFETY: as the caller ensures: what used the memory before is done after that.
         unsafe { (ggml.f.ggml_backend_sched_synchronize)(sched) };
+        self.retired = None;
         let mut sets = SETS_AHEAD;
         let mut by_device: BTreeMap<usize, Vec<&Candidate<'_>>> = BTreeMap::new();
         for candidate in &candidates {
@@ -147,7 +160,7 @@ impl Devices {
         }
         let mut plan = Plan {
             layers: Vec::new(),
-            looks_ahead: sets == SETS_AHEAD && Config::get().postfetch.look_ahead,
+            looks_ahead: sets == SETS_AHEAD && Config::get().host_postfetch.look_ahead,
             copies: Vec::new(),
         };
         for candidate in &candidates {
@@ -169,7 +182,7 @@ impl Devices {
             }
             sizes[candidate.role] = sizes[candidate.role].max(candidate.bytes);
         }
-        let at = match self.0.iter().position(|of| of.buft == buft as usize) {
+        let at = match self.of.iter().position(|of| of.buft == buft as usize) {
             Some(at) => at,
             None => {
                 // SAFETY: a live buffer type.
@@ -184,16 +197,16 @@ impl Devices {
                     ));
                     return None;
                 };
-                self.0.push(DeviceMemory {
+                self.of.push(DeviceMemory {
                     buft: buft as usize,
                     instance: Arc::new(instance),
                     scratch: Vec::new(),
                     roles: 0,
                 });
-                self.0.len() - 1
+                self.of.len() - 1
             }
         };
-        self.0[at].provide(ggml, buft, &sizes)
+        self.of[at].provide(ggml, buft, &sizes)
     }
 
     /// Adds a matrix to a plan, and redirects the scheduler's copy to memory of its own.
@@ -209,12 +222,13 @@ impl Devices {
         sets: usize,
     ) {
         let used = candidate.used;
-        let is_new = plan.layers.last().is_none_or(|layer| {
-            (layer.model, layer.number) != (candidate.model, candidate.layer)
-        });
+        let is_new = plan
+            .layers
+            .last()
+            .is_none_or(|layer| (layer.model, layer.number) != (candidate.model, candidate.layer));
         let layer = plan.layers.len() - usize::from(!is_new);
         let of_buft = |of: &&DeviceMemory| of.buft == candidate.buft as usize;
-        let device = self.0.iter().find(of_buft).expect("provided");
+        let device = self.of.iter().find(of_buft).expect("provided");
         let scratch = &device.scratch[layer % sets * device.roles + candidate.role];
         let layout = &ggml.layout;
         // SAFETY: live tensors, as the caller ensures. The scheduler's copy has the type and shape
@@ -274,7 +288,9 @@ impl DeviceMemory {
             return Some(sets);
         }
         let ours: usize = self.scratch.iter().map(Scratch::size).sum();
-        FIGURES.scratch_bytes.fetch_sub(ours as u64, Ordering::Relaxed);
+        FIGURES
+            .scratch_bytes
+            .fetch_sub(ours as u64, Ordering::Relaxed);
         self.scratch.clear();
         let limit = match Config::get().postfetch.scratchpad_bytes {
             // SAFETY: a live buffer type.
@@ -294,7 +310,9 @@ impl DeviceMemory {
             let scratch = sizes.map(|size| Scratch::allocate(ggml, buft, *size));
             if let Some(scratch) = scratch.collect::<Option<Vec<_>>>() {
                 let bytes: usize = scratch.iter().map(Scratch::size).sum();
-                FIGURES.scratch_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+                FIGURES
+                    .scratch_bytes
+                    .fetch_add(bytes as u64, Ordering::Relaxed);
                 log::info!(
                     "post-fetch: {} MiB on {} for the experts of {sets} layers at a time",
                     bytes >> 20,

@@ -132,7 +132,6 @@ impl Transfer {
         self.request.lock()
     }
 
-
     /// Issues the copies in a queue of the device. Returns their bytes.
     ///
     /// # Safety
