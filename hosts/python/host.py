@@ -1,12 +1,16 @@
 """A host without a reference to llama-sidecar: Python, llama.cpp through ctypes.
 
-    python3 host.py LIBRARIES MODEL [count] [experts-on-cpu]
+    python3 host.py LIBRARIES MODEL [count] [experts-on-cpu] [tokens=N]
 
 With `experts-on-cpu`, routed experts stay in host memory, as llama.cpp's flag -cmoe has it.
+With `tokens`, a context has N tokens and evaluates so many in one batch.
 LIBRARIES is the folder of libllama and its companions. Takes the same commands on
 standard input as hosts/node/host.mjs, and
 
     both N   two texts at the same time, each in a context and a thread of its own
+    prompt N a prompt of N tokens in one batch, which are the same each time; then the tokens
+             of `more` follow. A hash of its logits
+    hashes N N tokens, as `more`; a hash of the logits of all
     counts   with `count`: which experts were used, counted through the callback that
              llama.cpp offers for looking at an evaluation; JSON
     fork     forks a child that evaluates once and ends, and one that is terminated; the
@@ -19,6 +23,7 @@ called by handle, past everything that the dynamic linker could interpose.
 import concurrent.futures
 import ctypes as c
 import glob
+import hashlib
 import json
 import os
 import signal
@@ -108,6 +113,10 @@ class Context:
         params = llama.llama_context_default_params()
         assert params.words[0] == 512 and list(params.words[7:9]) == [4, 4]
         params.words[0] = 256  # n_ctx
+        for option in options:
+            if option.startswith("tokens="):
+                # n_ctx, n_batch, n_ubatch
+                params.words[0] = params.words[1] = params.words[2] = int(option[7:])
         # n_threads, n_threads_batch: two contexts at a time do not fight over two cores.
         params.words[7] = params.words[8] = 1
         if "count" in options:
@@ -118,6 +127,7 @@ class Context:
         self.context = c.c_void_p(llama.llama_init_from_model(model, params))
         self.vocab = c.c_void_p(llama.llama_model_get_vocab(model))
         self.size = llama.llama_vocab_n_tokens(self.vocab)
+        self.hash = None
 
     def decode(self, tokens):
         array = (c.c_int32 * len(tokens))(*tokens)
@@ -126,6 +136,8 @@ class Context:
         )
         assert code == 0, code
         logits = llama.llama_get_logits_ith(self.context, c.c_int32(-1))
+        if self.hash:
+            self.hash.update(c.string_at(logits, 4 * self.size))
         return max(range(self.size), key=logits.__getitem__)
 
     def write(self, tokens, count):
@@ -136,8 +148,16 @@ class Context:
         self.last = tokens
         return " ".join(map(str, written))
 
-    def text(self, count):
+    def forget(self):
         llama.llama_memory_clear(c.c_void_p(llama.llama_get_memory(self.context)), True)
+
+    def hashed(self, tokens, count):
+        self.hash = hashlib.blake2b(digest_size=8)
+        self.write(tokens, count)
+        return self.hash.hexdigest()
+
+    def text(self, count):
+        self.forget()
         tokens = (c.c_int32 * 64)()
         found = llama.llama_tokenize(
             self.vocab, PROMPT, len(PROMPT), tokens, 64, c.c_bool(False), c.c_bool(False)
@@ -181,6 +201,14 @@ class Host:
 
     def more(self, count):
         return self.contexts[0].write(self.contexts[0].last, int(count))
+
+    def prompt(self, count):
+        context = self.contexts[0]
+        context.forget()
+        return context.hashed([place * 7 % context.size for place in range(int(count))], 1)
+
+    def hashes(self, count):
+        return self.contexts[0].hashed(self.contexts[0].last, int(count))
 
     def both(self, count):
         if len(self.contexts) == 1:
