@@ -1,9 +1,10 @@
 """A host without a reference to llama-sidecar: Python, llama.cpp through ctypes.
 
-    python3 host.py LIBRARIES MODEL [count] [experts-on-cpu] [tokens=N]
+    python3 host.py LIBRARIES MODEL [count] [experts-on-cpu] [on-cpu=PATTERN] [tokens=N]
 
-With `experts-on-cpu`, routed experts stay in host memory, as llama.cpp's flag -cmoe has it.
-With `tokens`, a context has N tokens and evaluates so many in one batch.
+With `experts-on-cpu`, routed experts stay in host memory, as llama.cpp's flag -cmoe has it;
+with `on-cpu`, the tensors whose names match. With `tokens`, a context has N tokens and
+evaluates so many in one batch.
 LIBRARIES is the folder of libllama and its companions. Takes the same commands on
 standard input as hosts/node/host.mjs, and
 
@@ -85,6 +86,12 @@ CB_EVAL = 22  # place of cb_eval in llama_context_params, in words
 counts = {}
 
 
+def option(name):
+    """The value of an option, or None."""
+    given = [text.split("=", 1)[1] for text in options if text.startswith(name + "=")]
+    return given[-1] if given else None
+
+
 @c.CFUNCTYPE(c.c_bool, c.c_void_p, c.c_bool, c.c_void_p)
 def look(tensor, ask, _):
     """Called before each node, whether it is of interest, and after those that are."""
@@ -113,10 +120,9 @@ class Context:
         params = llama.llama_context_default_params()
         assert params.words[0] == 512 and list(params.words[7:9]) == [4, 4]
         params.words[0] = 256  # n_ctx
-        for option in options:
-            if option.startswith("tokens="):
-                # n_ctx, n_batch, n_ubatch
-                params.words[0] = params.words[1] = params.words[2] = int(option[7:])
+        if tokens := option("tokens"):
+            # n_ctx, n_batch, n_ubatch
+            params.words[0] = params.words[1] = params.words[2] = int(tokens)
         # n_threads, n_threads_batch: two contexts at a time do not fight over two cores.
         params.words[7] = params.words[8] = 1
         if "count" in options:
@@ -125,6 +131,7 @@ class Context:
             params.words[CB_EVAL] = callback & 0xFFFFFFFF
             params.words[CB_EVAL + 1] = callback >> 32
         self.context = c.c_void_p(llama.llama_init_from_model(model, params))
+        assert self.context, "no context"
         self.vocab = c.c_void_p(llama.llama_model_get_vocab(model))
         self.size = llama.llama_vocab_n_tokens(self.vocab)
         self.hash = None
@@ -172,15 +179,16 @@ class Override(c.Structure):
 
 
 base.ggml_backend_cpu_buffer_type.restype = c.c_void_p
-EXPERTS_ON_CPU = (Override * 2)(
-    Override(rb"\.ffn_(up|down|gate|gate_up)_exps", base.ggml_backend_cpu_buffer_type())
-)
+EXPERTS = r"\.ffn_(up|down|gate|gate_up)_exps" if "experts-on-cpu" in options else None
+PATTERN = option("on-cpu") or EXPERTS
+ON_CPU = (Override * 2)()
 
 
 def model_params():
     params = llama.llama_model_default_params()
-    if "experts-on-cpu" in options:
-        address = c.addressof(EXPERTS_ON_CPU)
+    if PATTERN:
+        ON_CPU[0] = Override(PATTERN.encode(), base.ggml_backend_cpu_buffer_type())
+        address = c.addressof(ON_CPU)
         # tensor_buft_overrides, the second pointer
         params.words[2] = address & 0xFFFFFFFF
         params.words[3] = address >> 32
