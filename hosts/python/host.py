@@ -1,14 +1,17 @@
 """A host without a reference to llama-sidecar: Python, llama.cpp through ctypes.
 
-    python3 host.py LIBRARIES MODEL [count] [experts-on-cpu] [on-cpu=PATTERN]
+    python3 host.py LIBRARIES MODEL [count] [experts-on-cpu] [on-cpu=PATTERN] [tokens=N]
 
 With `experts-on-cpu`, routed experts stay in host memory, as llama.cpp's flag -cmoe has it;
-with `on-cpu`, tensors whose names match.
+with `on-cpu`, the tensors whose names match. With `tokens`, a context has N tokens and
+evaluates so many in one batch.
 LIBRARIES is the folder of libllama and its companions. Takes the same commands on
 standard input as hosts/node/host.mjs, and
 
     both N   two texts at the same time, each in a context and a thread of its own
-    prefill N  evaluates a prompt of N tokens in one batch; the token that follows
+    prompt N a prompt of N tokens in one batch, which are the same each time; then the tokens
+             of `more` follow. A hash of its logits
+    hashes N N tokens, as `more`; a hash of the logits of all
     counts   with `count`: which experts were used, counted through the callback that
              llama.cpp offers for looking at an evaluation; JSON
     fork     forks a child that evaluates once and ends, and one that is terminated; the
@@ -21,6 +24,7 @@ called by handle, past everything that the dynamic linker could interpose.
 import concurrent.futures
 import ctypes as c
 import glob
+import hashlib
 import json
 import os
 import signal
@@ -82,6 +86,12 @@ CB_EVAL = 22  # place of cb_eval in llama_context_params, in words
 counts = {}
 
 
+def option(name):
+    """The value of an option, or None."""
+    given = [text.split("=", 1)[1] for text in options if text.startswith(name + "=")]
+    return given[-1] if given else None
+
+
 @c.CFUNCTYPE(c.c_bool, c.c_void_p, c.c_bool, c.c_void_p)
 def look(tensor, ask, _):
     """Called before each node, whether it is of interest, and after those that are."""
@@ -110,6 +120,9 @@ class Context:
         params = llama.llama_context_default_params()
         assert params.words[0] == 512 and list(params.words[7:9]) == [4, 4]
         params.words[0] = 256  # n_ctx
+        if tokens := option("tokens"):
+            # n_ctx, n_batch, n_ubatch
+            params.words[0] = params.words[1] = params.words[2] = int(tokens)
         # n_threads, n_threads_batch: two contexts at a time do not fight over two cores.
         params.words[7] = params.words[8] = 1
         if "count" in options:
@@ -118,8 +131,10 @@ class Context:
             params.words[CB_EVAL] = callback & 0xFFFFFFFF
             params.words[CB_EVAL + 1] = callback >> 32
         self.context = c.c_void_p(llama.llama_init_from_model(model, params))
+        assert self.context, "no context"
         self.vocab = c.c_void_p(llama.llama_model_get_vocab(model))
         self.size = llama.llama_vocab_n_tokens(self.vocab)
+        self.hash = None
 
     def decode(self, tokens):
         array = (c.c_int32 * len(tokens))(*tokens)
@@ -128,6 +143,8 @@ class Context:
         )
         assert code == 0, code
         logits = llama.llama_get_logits_ith(self.context, c.c_int32(-1))
+        if self.hash:
+            self.hash.update(c.string_at(logits, 4 * self.size))
         return max(range(self.size), key=logits.__getitem__)
 
     def write(self, tokens, count):
@@ -138,22 +155,21 @@ class Context:
         self.last = tokens
         return " ".join(map(str, written))
 
-    def tokens(self):
-        """Forgets what was written, and returns the tokens of the prompt."""
+    def forget(self):
         llama.llama_memory_clear(c.c_void_p(llama.llama_get_memory(self.context)), True)
+
+    def hashed(self, tokens, count):
+        self.hash = hashlib.blake2b(digest_size=8)
+        self.write(tokens, count)
+        return self.hash.hexdigest()
+
+    def text(self, count):
+        self.forget()
         tokens = (c.c_int32 * 64)()
         found = llama.llama_tokenize(
             self.vocab, PROMPT, len(PROMPT), tokens, 64, c.c_bool(False), c.c_bool(False)
         )
-        return tokens[:found]
-
-    def text(self, count):
-        return self.write(self.tokens(), count)
-
-    def prefill(self, count):
-        # Other tokens at each place, so that many experts are used.
-        first = self.tokens()[0]
-        return self.write([(first + 97 * at) % self.size for at in range(count)], 1)
+        return self.write(tokens[:found], count)
 
 
 class Override(c.Structure):
@@ -163,18 +179,16 @@ class Override(c.Structure):
 
 
 base.ggml_backend_cpu_buffer_type.restype = c.c_void_p
-ON_CPU = [option.removeprefix("on-cpu=") for option in options if "on-cpu=" in option]
-if "experts-on-cpu" in options:
-    ON_CPU = [r"\.ffn_(up|down|gate|gate_up)_exps"]
-OVERRIDES = (Override * 2)(
-    *(Override(of.encode(), base.ggml_backend_cpu_buffer_type()) for of in ON_CPU)
-)
+EXPERTS = r"\.ffn_(up|down|gate|gate_up)_exps" if "experts-on-cpu" in options else None
+PATTERN = option("on-cpu") or EXPERTS
+ON_CPU = (Override * 2)()
 
 
 def model_params():
     params = llama.llama_model_default_params()
-    if ON_CPU:
-        address = c.addressof(OVERRIDES)
+    if PATTERN:
+        ON_CPU[0] = Override(PATTERN.encode(), base.ggml_backend_cpu_buffer_type())
+        address = c.addressof(ON_CPU)
         # tensor_buft_overrides, the second pointer
         params.words[2] = address & 0xFFFFFFFF
         params.words[3] = address >> 32
@@ -193,11 +207,16 @@ class Host:
     def text(self, count):
         return self.contexts[0].text(int(count))
 
-    def prefill(self, count):
-        return self.contexts[0].prefill(int(count))
-
     def more(self, count):
         return self.contexts[0].write(self.contexts[0].last, int(count))
+
+    def prompt(self, count):
+        context = self.contexts[0]
+        context.forget()
+        return context.hashed([place * 7 % context.size for place in range(int(count))], 1)
+
+    def hashes(self, count):
+        return self.contexts[0].hashed(self.contexts[0].last, int(count))
 
     def both(self, count):
         if len(self.contexts) == 1:

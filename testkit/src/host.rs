@@ -43,6 +43,8 @@ pub enum Program {
     PythonCountingVulkan,
     /// The same without counting, and with routed experts in host memory.
     PythonVulkanExpertsOnCpu,
+    /// The same on the CPU, or on a simulated GPU that a test adds.
+    PythonExpertsOnCpu,
     /// C, linked with libllama, with one thread.
     C,
     /// The same with two threads.
@@ -93,7 +95,8 @@ impl Program {
             Program::Python
             | Program::PythonCounting
             | Program::PythonCountingVulkan
-            | Program::PythonVulkanExpertsOnCpu => {
+            | Program::PythonVulkanExpertsOnCpu
+            | Program::PythonExpertsOnCpu => {
                 let on_device = matches!(
                     self,
                     Program::PythonCountingVulkan | Program::PythonVulkanExpertsOnCpu
@@ -109,7 +112,9 @@ impl Program {
                     .arg(model);
                 command.args(match self {
                     Program::Python => None,
-                    Program::PythonVulkanExpertsOnCpu => Some("experts-on-cpu"),
+                    Program::PythonVulkanExpertsOnCpu | Program::PythonExpertsOnCpu => {
+                        Some("experts-on-cpu")
+                    }
                     _ => Some("count"),
                 });
                 if on_device {

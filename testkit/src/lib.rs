@@ -12,6 +12,7 @@ pub mod process;
 pub mod seeds;
 pub mod server;
 pub mod sim;
+pub mod sim_ggml;
 pub mod slow_disk;
 pub mod writer;
 

@@ -44,6 +44,8 @@ pub struct Options {
     pub api_key: Option<&'static str>,
     /// Further arguments.
     pub arguments: Vec<String>,
+    /// Further variables of the process.
+    pub variables: Vec<(String, String)>,
     /// How the drop-in takes part.
     pub drop_in: DropIn,
 }
@@ -93,6 +95,7 @@ impl Options {
             slot_actions: true,
             api_key: None,
             arguments: Vec::new(),
+            variables: Vec::new(),
             drop_in: DropIn::On(Vec::new()),
         }
     }
@@ -130,6 +133,7 @@ impl Server {
             command.args(["--cache-ram", "0"]);
         }
         options.drop_in.prepare(&mut command, &socket);
+        command.envs(options.variables.iter().cloned());
         let output = File::create(&log).expect("free space");
         // SAFETY: one system call between fork and exec.
         unsafe {

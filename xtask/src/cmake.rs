@@ -118,6 +118,16 @@ pub fn sim_cuda() -> Result<PathBuf> {
     Ok(folder)
 }
 
+/// Builds the simulated GPU that is a ggml backend.
+pub fn sim_ggml() -> Result<()> {
+    run(command("cargo", &root()).args(["build", "--quiet", "--release", "-p", "sim-ggml"]))?;
+    let (target, name) = (target_folder()?, "libsim_ggml.so");
+    copy(
+        &target.join("release").join(name),
+        &target.join("sim-ggml").join(name),
+    )
+}
+
 /// Builds the command, the server of the emulated disk, the C host and other C programs, and
 /// returns the build folder.
 pub fn build_hosts() -> Result<PathBuf> {

@@ -96,6 +96,7 @@ const CHECKS: &[Check] = &[
     Check::new("drop-in while a streamed model is loaded", || {
         dropin_tests("dropin_stream_load")
     }),
+    Check::new("simulated GPU in real hosts", || dropin_tests("sim_ggml")),
     Check::new("drop-in with nothing enabled", || dropin_tests("idle")),
     Check::new("the command with real hosts", || dropin_tests("command")),
     Check {
@@ -194,6 +195,7 @@ fn dropin_library() -> Result<()> {
 pub fn hosts() -> Result<()> {
     fixtures::ik_llama()?;
     cmake::build_loader()?;
+    cmake::sim_ggml()?;
     cmake::build_hosts().map(|_| ())
 }
 

@@ -1,0 +1,610 @@
+//! The tables of functions that the host calls.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ptr::{null, null_mut};
+use std::sync::{Arc, OnceLock};
+
+use crate::calls::{Call, Effect};
+use crate::ggml::{
+    Backend, BackendInterface, Buffer, BufferInterface, BufferType, Device, DeviceInterface, Event,
+    FAILED, GPU, Graph, Properties, Registry, SUCCESS, Tensor,
+};
+use crate::host::HostThread;
+use crate::kernel::Snapshot;
+use crate::memory::Block;
+use crate::order::Use;
+use crate::routing;
+use crate::sim::{Direction, Moment, sim};
+use crate::stream::{self, Stream};
+
+const NAME: &CStr = c"SIM0";
+const DESCRIPTION: &CStr = c"simulated GPU";
+/// Of tensors, as GPU backends have it.
+const ALIGNMENT: usize = 128;
+static GUID: [u8; 16] = *b"llama-sidecarSIM";
+
+/// What the host gets pointers to. It is made once and never freed.
+pub struct Tables {
+    registry: *mut Registry,
+    device: *mut Device,
+    memory: *mut BufferType,
+    host_memory: *mut BufferType,
+}
+
+// SAFETY: nothing is changed after `tables` has made it.
+unsafe impl Send for Tables {}
+// SAFETY: as above.
+unsafe impl Sync for Tables {}
+
+fn tables() -> &'static Tables {
+    static TABLES: OnceLock<Tables> = OnceLock::new();
+    TABLES.get_or_init(|| {
+        let registry = Box::leak(Box::new(Registry {
+            version: sim().ggml.version,
+            name: registry_name,
+            device_count,
+            device,
+            function: Some(function),
+            context: null_mut(),
+        }));
+        let device = Box::leak(Box::new(Device {
+            interface: DEVICE,
+            registry,
+            context: null_mut(),
+        }));
+        let ggml = &sim().ggml;
+        let memory = ggml.buffer_type(memory_name, alloc, alignment, is_not_host, device);
+        let host_memory =
+            ggml.buffer_type(host_memory_name, alloc_host, alignment, is_host, device);
+        Tables {
+            registry,
+            device,
+            memory: Box::leak(Box::new(memory)),
+            host_memory: Box::leak(Box::new(host_memory)),
+        }
+    })
+}
+
+/// The registry, for the host.
+pub fn registry() -> *mut Registry {
+    tables().registry
+}
+
+extern "C" fn registry_name(_: *mut Registry) -> *const c_char {
+    c"SIM".as_ptr()
+}
+
+extern "C" fn device_count(_: *mut Registry) -> usize {
+    1
+}
+
+extern "C" fn device(_: *mut Registry, _: usize) -> *mut Device {
+    tables().device
+}
+
+extern "C" fn function(_: *mut Registry, name: *const c_char) -> *mut c_void {
+    // SAFETY: the host passes a C string.
+    match unsafe { CStr::from_ptr(name) }.to_bytes() {
+        b"ggml_backend_register_host_buffer" => register as *mut c_void,
+        b"ggml_backend_unregister_host_buffer" => unregister as *mut c_void,
+        _ => null_mut(),
+    }
+}
+
+extern "C" fn register(address: *mut c_void, size: usize) -> bool {
+    sim().count(Call::RegisterHostBuffer) == Effect::Usual
+        && sim().memory.lock(address as usize, size)
+}
+
+extern "C" fn unregister(address: *mut c_void) {
+    sim().count(Call::UnregisterHostBuffer);
+    sim().memory.unlock(address as usize);
+}
+
+// The device.
+
+const DEVICE: DeviceInterface = DeviceInterface {
+    name: device_name,
+    description,
+    memory: device_memory,
+    ty: device_type,
+    properties,
+    init,
+    buffer_type,
+    host_buffer_type: Some(host_buffer_type),
+    buffer_from_host_ptr: None,
+    supports_op,
+    supports_buffer_type,
+    offload_op: Some(offload_op),
+    event_new: Some(event_new),
+    event_free: Some(event_free),
+    event_synchronize: Some(event_synchronize),
+};
+
+extern "C" fn device_name(_: *mut Device) -> *const c_char {
+    NAME.as_ptr()
+}
+
+extern "C" fn description(_: *mut Device) -> *const c_char {
+    DESCRIPTION.as_ptr()
+}
+
+fn free_memory() -> usize {
+    sim()
+        .settings
+        .memory
+        .saturating_sub(sim().memory.used().now)
+}
+
+extern "C" fn device_memory(_: *mut Device, free: *mut usize, total: *mut usize) {
+    // SAFETY: the host passes two places.
+    unsafe {
+        free.write(free_memory());
+        total.write(sim().settings.memory);
+    }
+}
+
+extern "C" fn device_type(_: *mut Device) -> c_int {
+    GPU
+}
+
+extern "C" fn properties(_: *mut Device, properties: *mut Properties) {
+    // SAFETY: the host passes a place.
+    unsafe {
+        properties.write(Properties {
+            name: NAME.as_ptr(),
+            description: DESCRIPTION.as_ptr(),
+            memory_free: free_memory(),
+            memory_total: sim().settings.memory,
+            ty: GPU,
+            id: null(),
+            asynchronous: true,
+            host_buffer: true,
+            buffer_from_host_ptr: false,
+            events: true,
+            mmap: true,
+        });
+    }
+}
+
+extern "C" fn init(device: *mut Device, _: *const c_char) -> *mut Backend {
+    if sim().count(Call::InitDevice) == Effect::Fails {
+        return null_mut();
+    }
+    Box::leak(Box::new(Backend {
+        guid: &GUID,
+        interface: BACKEND,
+        device,
+        context: Box::into_raw(Box::new(Stream::start())).cast(),
+    }))
+}
+
+extern "C" fn buffer_type(_: *mut Device) -> *mut BufferType {
+    tables().memory
+}
+
+extern "C" fn host_buffer_type(_: *mut Device) -> *mut BufferType {
+    tables().host_memory
+}
+
+extern "C" fn supports_op(_: *mut Device, tensor: *const Tensor) -> bool {
+    sim().ggml.cpu_supports(tensor)
+}
+
+extern "C" fn supports_buffer_type(_: *mut Device, ty: *mut BufferType) -> bool {
+    ty == tables().memory
+}
+
+/// Takes operations of large batches, by the rule of ggml's CUDA backend.
+extern "C" fn offload_op(_: *mut Device, tensor: *const Tensor) -> bool {
+    // SAFETY: the host passes a node.
+    let tensor = unsafe { &*tensor };
+    let operations = &sim().ggml.operations;
+    let batch = if tensor.op == operations.get_rows {
+        0
+    } else if tensor.op == operations.mul_mat {
+        tensor.ne[1]
+    } else if tensor.op == operations.mul_mat_id {
+        tensor.ne[2]
+    } else {
+        tensor.ne[1..].iter().product()
+    };
+    batch >= sim().settings.offload_batch
+}
+
+extern "C" fn event_new(device: *mut Device) -> *mut Event {
+    if sim().count(Call::EventNew) == Effect::Fails {
+        return null_mut();
+    }
+    Box::leak(Box::new(Event {
+        device,
+        context: Box::into_raw(Box::<stream::Event>::default()).cast(),
+    }))
+}
+
+extern "C" fn event_free(_: *mut Device, event: *mut Event) {
+    sim().count(Call::EventFree);
+    // SAFETY: made by `event_new`; streams that wait for it keep what they wait for.
+    unsafe {
+        drop(Box::from_raw((*event).context.cast::<stream::Event>()));
+        drop(Box::from_raw(event));
+    }
+}
+
+extern "C" fn event_synchronize(_: *mut Device, event: *mut Event) {
+    if sim().count(Call::EventSynchronize) == Effect::Usual
+        && let Some(recording) = recorded(event).last()
+    {
+        HostThread::this().join(&recording.wait());
+    }
+}
+
+fn recorded<'a>(event: *mut Event) -> &'a stream::Event {
+    // SAFETY: an event of `event_new` that the host did not free.
+    unsafe { &*(*event).context.cast() }
+}
+
+// Streams.
+
+const BACKEND: BackendInterface = BackendInterface {
+    name: backend_name,
+    free: backend_free,
+    set_async: Some(set_async),
+    get_async: Some(get_async),
+    set_2d_async: None,
+    get_2d_async: None,
+    copy_async: None,
+    synchronize: Some(synchronize),
+    plans: [None; 4],
+    compute,
+    event_record: Some(event_record),
+    event_wait: Some(event_wait),
+    optimize: None,
+};
+
+fn stream<'a>(backend: *mut Backend) -> &'a Stream {
+    // SAFETY: a backend of `init` that the host did not free.
+    unsafe { &*(*backend).context.cast() }
+}
+
+extern "C" fn backend_name(_: *mut Backend) -> *const c_char {
+    NAME.as_ptr()
+}
+
+/// Ends the stream, after all of its work.
+extern "C" fn backend_free(backend: *mut Backend) {
+    // SAFETY: made by `init`.
+    unsafe {
+        drop(Box::from_raw((*backend).context.cast::<Stream>()));
+        drop(Box::from_raw(backend));
+    }
+}
+
+extern "C" fn synchronize(backend: *mut Backend) {
+    if sim().count(Call::Synchronize) == Effect::Usual {
+        HostThread::this().join(&stream(backend).recording().wait());
+    }
+}
+
+extern "C" fn event_record(backend: *mut Backend, event: *mut Event) {
+    if sim().count(Call::EventRecord) == Effect::Usual {
+        recorded(event).record(stream(backend));
+    }
+}
+
+extern "C" fn event_wait(backend: *mut Backend, event: *mut Event) {
+    if sim().count(Call::EventWait) == Effect::Usual {
+        stream(backend).wait_for(recorded(event));
+    }
+}
+
+extern "C" fn compute(backend: *mut Backend, graph: *mut Graph) -> c_int {
+    if sim().count(Call::GraphCompute) == Effect::Fails {
+        return FAILED;
+    }
+    // SAFETY: the host passes a graph.
+    let snapshot = unsafe { Snapshot::of(graph) };
+    stream(backend).submit(|worker| snapshot.run(worker));
+    SUCCESS
+}
+
+/// A copy between the host and a tensor in device memory.
+struct Copy {
+    direction: Direction,
+    /// The address of the device's side, as the host sees it.
+    device: usize,
+    host: usize,
+    size: usize,
+    /// Whether the host's side is page-locked.
+    locked: bool,
+    name: String,
+    /// The copied part, for numbers of experts where nothing is computed.
+    made: Option<Made>,
+}
+
+/// A copy of numbers of experts that are made here.
+struct Made {
+    tensor: Tensor,
+    experts: usize,
+    offset: usize,
+}
+
+// SAFETY: the pointers of the tensor are not followed.
+unsafe impl Send for Made {}
+
+impl Copy {
+    fn new(
+        tensor: *const Tensor,
+        host: *const c_void,
+        offset: usize,
+        size: usize,
+        direction: Direction,
+    ) -> Copy {
+        // SAFETY: the host passes a tensor.
+        let tensor = unsafe { &*tensor };
+        let verb = match direction {
+            Direction::ToDevice => "copy to",
+            Direction::FromDevice => "copy from",
+        };
+        // SAFETY: tensors of graphs that exist have views of tensors that exist.
+        let experts = unsafe { routing::experts(tensor, sim().ggml.operations.argsort) };
+        Copy {
+            direction,
+            device: tensor.data as usize + offset,
+            host: host as usize,
+            size,
+            locked: sim().memory.is_locked(host as usize, size),
+            name: format!("{verb} {}", tensor.name()),
+            made: experts.map(|experts| Made {
+                tensor: *tensor,
+                experts,
+                offset,
+            }),
+        }
+    }
+
+    /// Moves the bytes, as a piece of work that comes after `moment`.
+    fn run(&self, who: &Use, moment: &Moment) {
+        let Some((block, offset)) = sim().memory.find(self.device) else {
+            sim().unknown_memory(&self.name);
+            return;
+        };
+        let range = offset as u64..((offset + self.size) as u64).min(block.whole().end);
+        let writes = self.direction == Direction::ToDevice;
+        sim().access(&block, range, writes, who, &moment.clock);
+        let host = self.host as *mut u8;
+        // SAFETY: the host passes this many bytes, and the tensor has them.
+        unsafe {
+            match (block.at(offset), self.direction) {
+                (Some(device), Direction::ToDevice) => {
+                    device.copy_from_nonoverlapping(host, self.size);
+                }
+                (Some(device), Direction::FromDevice) => {
+                    host.copy_from_nonoverlapping(device, self.size);
+                }
+                (None, Direction::ToDevice) => {}
+                (None, Direction::FromDevice) => {
+                    host.write_bytes(0, self.size);
+                    if let Some(Made {
+                        tensor,
+                        experts,
+                        offset,
+                    }) = &self.made
+                    {
+                        routing::fill(tensor, *experts, host, *offset, self.size);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Copies in the order of a stream. A copy of memory that is not page-locked holds up its
+    /// caller, who may not conclude anything from it.
+    fn submit(self, stream: &Stream) {
+        let locked = self.locked;
+        stream.submit(move |worker| {
+            worker.copy(self.direction, self.size, self.locked);
+            let name = self.name.clone();
+            self.run(&worker.uses(name), &worker.moment);
+        });
+        if !locked {
+            let copied = stream.recording().wait();
+            HostThread::this().wait_until(copied.time);
+        }
+    }
+
+    /// Copies outside of all streams, and returns when that is done.
+    fn now(self) {
+        let thread = HostThread::this();
+        let (number, moment) = thread.begin();
+        let taken = sim().take_link(self.direction, moment.time, self.size, self.locked);
+        self.run(&by(&thread, number, self.name.clone()), &moment);
+        thread.end(number, taken.end);
+    }
+}
+
+fn by(thread: &HostThread, number: u64, what: String) -> Use {
+    Use {
+        who: thread.who,
+        number,
+        what: what.into(),
+    }
+}
+
+extern "C" fn set_async(
+    backend: *mut Backend,
+    tensor: *mut Tensor,
+    data: *const c_void,
+    offset: usize,
+    size: usize,
+) {
+    sim().count(Call::SetTensorAsync);
+    Copy::new(tensor, data, offset, size, Direction::ToDevice).submit(stream(backend));
+}
+
+extern "C" fn get_async(
+    backend: *mut Backend,
+    tensor: *const Tensor,
+    data: *mut c_void,
+    offset: usize,
+    size: usize,
+) {
+    sim().count(Call::GetTensorAsync);
+    Copy::new(tensor, data, offset, size, Direction::FromDevice).submit(stream(backend));
+}
+
+// Buffers.
+
+const BUFFER: BufferInterface = BufferInterface {
+    free: buffer_free,
+    base: buffer_base,
+    init_tensor: None,
+    memset,
+    set,
+    get,
+    set_2d: None,
+    get_2d: None,
+    copy: None,
+    clear,
+    reset: None,
+};
+
+extern "C" fn memory_name(_: *mut BufferType) -> *const c_char {
+    NAME.as_ptr()
+}
+
+extern "C" fn host_memory_name(_: *mut BufferType) -> *const c_char {
+    c"SIM_Host".as_ptr()
+}
+
+extern "C" fn alignment(_: *mut BufferType) -> usize {
+    ALIGNMENT
+}
+
+extern "C" fn is_host(_: *mut BufferType) -> bool {
+    true
+}
+
+extern "C" fn is_not_host(_: *mut BufferType) -> bool {
+    false
+}
+
+extern "C" fn alloc(ty: *mut BufferType, size: usize) -> *mut Buffer {
+    let sim = sim();
+    if sim.count(Call::AllocBuffer) == Effect::Fails {
+        return null_mut();
+    }
+    match sim
+        .memory
+        .alloc(size, sim.settings.memory, sim.settings.computes)
+    {
+        Some(block) => {
+            let context = Arc::into_raw(block).cast_mut().cast();
+            sim.ggml.new_buffer(ty, BUFFER, context, size)
+        }
+        None => null_mut(),
+    }
+}
+
+/// Allocates page-locked memory. Where that fails, the memory is not page-locked, as in ggml's
+/// CUDA backend.
+extern "C" fn alloc_host(ty: *mut BufferType, size: usize) -> *mut Buffer {
+    let sim = sim();
+    let locked = sim.count(Call::AllocHostBuffer) == Effect::Usual;
+    let Some(address) = sim.memory.alloc_locked(size) else {
+        return null_mut();
+    };
+    if !locked {
+        sim.memory.unlock(address);
+    }
+    let buffer = sim.ggml.cpu_buffer(address as *mut c_void, size);
+    // SAFETY: a new buffer, whose base is its context.
+    unsafe {
+        (*buffer).buffer_type = ty;
+        (*buffer).interface.free = host_buffer_free;
+    }
+    buffer
+}
+
+extern "C" fn host_buffer_free(buffer: *mut Buffer) {
+    // SAFETY: a buffer of `alloc_host`.
+    let (address, size) = unsafe { ((*buffer).context as usize, (*buffer).size) };
+    sim().memory.free_locked(address, size);
+}
+
+fn block<'a>(buffer: *mut Buffer) -> &'a Block {
+    // SAFETY: a buffer of `alloc` that the host did not free.
+    unsafe { &*(*buffer).context.cast() }
+}
+
+extern "C" fn buffer_free(buffer: *mut Buffer) {
+    sim().count(Call::FreeBuffer);
+    // SAFETY: the reference that `alloc` gave to the buffer.
+    let block: Arc<Block> = unsafe { Arc::from_raw((*buffer).context.cast()) };
+    sim().memory.free(&block);
+}
+
+extern "C" fn buffer_base(buffer: *mut Buffer) -> *mut c_void {
+    block(buffer).seen as *mut c_void
+}
+
+extern "C" fn memset(_: *mut Buffer, tensor: *mut Tensor, value: u8, offset: usize, size: usize) {
+    sim().count(Call::MemsetTensor);
+    // SAFETY: the host passes a tensor.
+    let tensor = unsafe { &*tensor };
+    let what = format!("memset of {}", tensor.name());
+    let Some((block, at)) = sim().memory.find(tensor.data as usize + offset) else {
+        sim().unknown_memory(&what);
+        return;
+    };
+    fill(&block, at, size, value, what, &HostThread::this());
+}
+
+/// Clears a buffer after all work of the device, as ggml's CUDA backend does.
+extern "C" fn clear(buffer: *mut Buffer, value: u8) {
+    sim().count(Call::ClearBuffer);
+    let thread = HostThread::this();
+    stream::wait_for_all(&thread);
+    let block = block(buffer);
+    fill(
+        block,
+        0,
+        block.whole().end as usize,
+        value,
+        "clear of a buffer".into(),
+        &thread,
+    );
+}
+
+fn fill(block: &Block, at: usize, size: usize, value: u8, what: String, thread: &HostThread) {
+    let (number, moment) = thread.begin();
+    let range = at as u64..(at + size) as u64;
+    sim().access(block, range, true, &by(thread, number, what), &moment.clock);
+    if let Some(bytes) = block.at(at) {
+        // SAFETY: inside of the allocation, as the host promises.
+        unsafe { bytes.write_bytes(value, size) };
+    }
+    thread.end(number, moment.time);
+}
+
+extern "C" fn set(
+    _: *mut Buffer,
+    tensor: *mut Tensor,
+    data: *const c_void,
+    offset: usize,
+    size: usize,
+) {
+    sim().count(Call::SetTensor);
+    Copy::new(tensor, data, offset, size, Direction::ToDevice).now();
+}
+
+extern "C" fn get(
+    _: *mut Buffer,
+    tensor: *const Tensor,
+    data: *mut c_void,
+    offset: usize,
+    size: usize,
+) {
+    sim().count(Call::GetTensor);
+    Copy::new(tensor, data, offset, size, Direction::FromDevice).now();
+}

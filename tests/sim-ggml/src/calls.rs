@@ -1,0 +1,166 @@
+//! Calls of the host, by name: how often they came, and which of them fail or have no effect.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::settings::Settings;
+
+macro_rules! calls {
+    ($($call:ident = $name:literal,)*) => {
+        /// A function that the host calls.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub enum Call {
+            $(#[doc = $name] $call,)*
+        }
+
+        impl Call {
+            /// All of them, in the order of their numbers.
+            pub const ALL: &[Call] = &[$(Call::$call,)*];
+
+            /// Returns the name for variables and the report.
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Call::$call => $name,)*
+                }
+            }
+        }
+    };
+}
+
+calls! {
+    InitDevice = "init_device",
+    AllocBuffer = "alloc_buffer",
+    AllocHostBuffer = "alloc_host_buffer",
+    FreeBuffer = "free_buffer",
+    RegisterHostBuffer = "register_host_buffer",
+    UnregisterHostBuffer = "unregister_host_buffer",
+    SetTensor = "set_tensor",
+    GetTensor = "get_tensor",
+    MemsetTensor = "memset_tensor",
+    ClearBuffer = "clear_buffer",
+    SetTensorAsync = "set_tensor_async",
+    GetTensorAsync = "get_tensor_async",
+    GraphCompute = "graph_compute",
+    Synchronize = "synchronize",
+    EventNew = "event_new",
+    EventFree = "event_free",
+    EventRecord = "event_record",
+    EventWait = "event_wait",
+    EventSynchronize = "event_synchronize",
+}
+
+impl Call {
+    /// Whether the function can report a failure to its caller.
+    pub fn can_fail(self) -> bool {
+        matches!(
+            self,
+            Call::InitDevice
+                | Call::AllocBuffer
+                | Call::AllocHostBuffer
+                | Call::RegisterHostBuffer
+                | Call::GraphCompute
+                | Call::EventNew
+        )
+    }
+
+    /// Whether all that the function does is to order.
+    pub fn is_wait(self) -> bool {
+        matches!(
+            self,
+            Call::Synchronize | Call::EventRecord | Call::EventWait | Call::EventSynchronize
+        )
+    }
+}
+
+/// A call that is treated in another way.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// Of which function.
+    pub call: Call,
+    /// Which call, from 1; `None` for each.
+    nth: Option<u64>,
+}
+
+impl Fault {
+    /// Reads `CALL:N` or `CALL:all`.
+    pub fn parse(text: &str) -> Option<Fault> {
+        let (name, nth) = text.split_once(':')?;
+        let call = Call::ALL.iter().find(|call| call.name() == name);
+        let nth = match nth {
+            "all" => None,
+            nth => Some(nth.parse().ok()?),
+        };
+        Some(Fault { call: *call?, nth })
+    }
+
+    fn means(&self, call: Call, number: u64) -> bool {
+        self.call == call && self.nth.is_none_or(|nth| nth == number)
+    }
+}
+
+/// What a call does.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// What it is for.
+    Usual,
+    /// It fails.
+    Fails,
+    /// Nothing, and it reports no failure.
+    Nothing,
+}
+
+/// How often each function was called.
+#[derive(Debug, Default)]
+pub struct Counts {
+    calls: [AtomicU64; Call::ALL.len()],
+    failed: AtomicU64,
+    ignored: AtomicU64,
+}
+
+impl Counts {
+    /// Counts a call; returns what it does.
+    pub fn count(&self, call: Call, settings: &Settings) -> Effect {
+        let number = self.calls[call as usize].fetch_add(1, Ordering::Relaxed) + 1;
+        if settings.fail.iter().any(|fault| fault.means(call, number)) {
+            self.failed.fetch_add(1, Ordering::Relaxed);
+            return Effect::Fails;
+        }
+        if settings
+            .ignore
+            .iter()
+            .any(|fault| fault.means(call, number))
+        {
+            self.ignored.fetch_add(1, Ordering::Relaxed);
+            return Effect::Nothing;
+        }
+        Effect::Usual
+    }
+
+    /// Returns the number of calls of a function.
+    pub fn of(&self, call: Call) -> u64 {
+        self.calls[call as usize].load(Ordering::Relaxed)
+    }
+
+    /// Returns how many calls failed, and how many had no effect.
+    pub fn faults(&self) -> (u64, u64) {
+        let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        (read(&self.failed), read(&self.ignored))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_name_a_call_and_its_number() {
+        let fault = Fault::parse("event_wait:3").expect("a fault");
+        assert!(fault.means(Call::EventWait, 3));
+        assert!(!fault.means(Call::EventWait, 2));
+        assert!(!fault.means(Call::EventRecord, 3));
+        let each = Fault::parse("synchronize:all").expect("a fault");
+        assert!(each.means(Call::Synchronize, 7));
+        for wrong in ["event_wait", "event_wait:x", "wait:1", ""] {
+            assert_eq!(Fault::parse(wrong), None);
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! A simulated GPU as a ggml backend, for unmodified llama.cpp: `GGML_BACKEND_PATH` names it.
+//!
+//! It has one device, `SIM0`. Its memory cannot be touched by the host, is poisoned when it is
+//! fresh, and runs out. Each backend of the device is a stream with a thread. Kernels are those
+//! of the host's CPU backend. Copies from page-locked memory are asynchronous; other copies
+//! hold up their caller.
+//!
+//! It finds accesses of device memory that nothing orders. Streams and threads of the host are
+//! participants. A thread hands what it knows to a stream when it submits work; it learns what
+//! a stream knows when it synchronizes with it. Synchronous copies of a thread that have
+//! returned are known to all threads: threads are ordered with each other by means that cannot
+//! be seen here.
+//!
+//! Time is virtual: nothing waits for it. Each stream and each thread has its own. Work starts
+//! when its stream, its submission and the events before it allow; a copy takes the earliest
+//! gap of the link; a thread that synchronizes continues at the time of the stream. What the
+//! host computes takes no time.
+//!
+//! | variable | default | meaning |
+//! |---|---|---|
+//! | `SIM_GGML_MEMORY_MB` | 8192 | device memory, MiB |
+//! | `SIM_GGML_LINK_GBS` | 24 | link, from page-locked memory, GB/s in each direction |
+//! | `SIM_GGML_PAGEABLE_GBS` | 12 | the same from other memory |
+//! | `SIM_GGML_LATENCY_US` | 8 | each copy, before its first byte |
+//! | `SIM_GGML_DEVICE_GBS` | 800 | what kernels read |
+//! | `SIM_GGML_TFLOPS` | 60 | operations of products, 10^12/s |
+//! | `SIM_GGML_LAUNCH_US` | 3 | each kernel, before its first byte |
+//! | `SIM_GGML_COMPUTE` | 1 | 0: kernels and copies move nothing and only take their time; numbers of experts are made at random, the same in each run |
+//! | `SIM_GGML_THREADS` | 1 | threads for the kernels of a stream |
+//! | `SIM_GGML_FAIL` | none | `alloc_buffer:3`: the third call of that function fails; more than one, separated by commas; `all` for each call |
+//! | `SIM_GGML_IGNORE` | none | the same for calls that order: they have no effect |
+//! | `SIM_GGML_REPORT` | none | a file for the report at the end of the process, JSON |
+//! | `GGML_OP_OFFLOAD_MIN_BATCH` | 32 | the smallest batch for which the device takes operations with weights in host memory |
+
+mod backend;
+mod calls;
+mod ggml;
+mod host;
+mod kernel;
+mod memory;
+mod order;
+mod report;
+mod routing;
+mod schedule;
+mod settings;
+mod sim;
+mod stream;
+
+use std::ffi::{CStr, OsStr, c_char};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use ggml::Registry;
+
+/// The entry that ggml calls after it has loaded this library.
+#[unsafe(no_mangle)]
+pub extern "C" fn ggml_backend_init() -> *mut Registry {
+    if sim::started().is_none() {
+        let ready = settings::Settings::from_environment()
+            .and_then(|settings| Ok((settings, ggml::Ggml::of_process()?)));
+        match ready {
+            Ok((settings, ggml)) => {
+                sim::start(settings, ggml);
+                report::at_end();
+            }
+            Err(error) => {
+                eprintln!("sim-ggml: {error}");
+                return std::ptr::null_mut();
+            }
+        }
+    }
+    backend::registry()
+}
+
+/// Writes the report of what happened so far; whether it was written.
+///
+/// # Safety
+///
+/// `path` is a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sim_ggml_report(path: *const c_char) -> bool {
+    // SAFETY: the caller's promise.
+    let path = Path::new(OsStr::from_bytes(
+        unsafe { CStr::from_ptr(path) }.to_bytes(),
+    ));
+    sim::started().is_some_and(|sim| report::write(sim, path))
+}

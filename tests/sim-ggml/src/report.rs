@@ -1,0 +1,118 @@
+//! The report: what was called, what was found, and what it took in virtual time.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use serde_json::{Value, json};
+
+use crate::calls::Call;
+use crate::sim::{Direction, Sim, started};
+
+/// The process that started the simulation, not one that it forked.
+static PROCESS: AtomicU32 = AtomicU32::new(0);
+
+/// Lets the report be written at the end of this process.
+pub fn at_end() {
+    PROCESS.store(std::process::id(), Ordering::Relaxed);
+    extern "C" fn write_it() {
+        let sim = started().filter(|_| PROCESS.load(Ordering::Relaxed) == std::process::id());
+        if let Some(sim) = sim
+            && let Some(path) = &sim.settings.report
+        {
+            write(sim, path);
+        }
+    }
+    // SAFETY: the library is never unloaded: ggml keeps the libraries of its backends.
+    unsafe { libc::atexit(write_it) };
+}
+
+/// Writes the report to a file.
+pub fn write(sim: &Sim, path: &Path) -> bool {
+    let written = std::fs::write(path, format!("{:#}\n", of(sim)));
+    if let Err(error) = &written {
+        eprintln!("sim-ggml: cannot write {}: {error}", path.display());
+    }
+    written.is_ok()
+}
+
+fn of(sim: &Sim) -> Value {
+    let calls = Call::ALL
+        .iter()
+        .map(|&call| (call.name().into(), sim.counts.of(call).into()));
+    let calls: serde_json::Map<String, Value> = calls.collect();
+    let (failed, ignored) = sim.counts.faults();
+    let direction = |direction| {
+        let link = sim.link(direction).lock().expect("no panic");
+        json!({
+            "bytes": link.bytes,
+            "busy_ns": link.schedule.total(),
+            "copies_locked": link.locked,
+            "copies_pageable": link.pageable,
+        })
+    };
+    let links = json!({
+        "to_device": direction(Direction::ToDevice),
+        "from_device": direction(Direction::FromDevice),
+    });
+    let (kernel_ns, overlap_ns) = {
+        let kernels = sim.kernels.lock().expect("no panic");
+        let link = sim.link(Direction::ToDevice).lock().expect("no panic");
+        (kernels.total(), kernels.common(&link.schedule))
+    };
+    let streams = sim.streams.lock().expect("no panic");
+    let streams: Vec<Value> = streams
+        .iter()
+        .map(|stream| {
+            let figures = stream.figures.lock().expect("no panic");
+            json!({
+                "name": figures.name,
+                "time_ns": figures.time,
+                "works": figures.works,
+                "kernel_ns": figures.kernel,
+                "copy_ns": figures.copy,
+                "waited_for_host_ns": figures.waited_for_host,
+                "waited_for_events_ns": figures.waited_for_events,
+                "waited_for_link_ns": figures.waited_for_link,
+            })
+        })
+        .collect();
+    let threads = sim.threads.lock().expect("no panic");
+    let threads: Vec<Value> = threads
+        .iter()
+        .map(|thread| {
+            let (time, waited) = thread.times();
+            json!({"name": &*thread.name, "time_ns": time, "waited_ns": waited})
+        })
+        .collect();
+    let products = sim.products.lock().expect("no panic");
+    let products: Vec<Value> = products
+        .iter()
+        .map(|product| {
+            json!({
+                "name": product.name,
+                "stream": product.stream,
+                "start_ns": product.time.start,
+                "end_ns": product.time.end,
+                "experts": product.experts,
+            })
+        })
+        .collect();
+    let used = sim.memory.used();
+    let findings = sim.findings.lock().expect("no panic");
+    json!({
+        "calls": calls,
+        "failed": failed,
+        "ignored": ignored,
+        "accesses": sim.accesses.load(Ordering::Relaxed),
+        "unordered": findings.unordered,
+        "unknown_memory": findings.unknown,
+        "examples": findings.examples,
+        "link": links,
+        "kernel_ns": kernel_ns,
+        "overlap_ns": overlap_ns,
+        "memory": {"now": used.now, "peak": used.peak},
+        "streams": streams,
+        "threads": threads,
+        "products": products,
+    })
+}

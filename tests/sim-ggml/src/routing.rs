@@ -1,0 +1,98 @@
+//! Which experts tokens use: as the host computed it, or at random where nothing is computed.
+
+use std::collections::BTreeSet;
+
+use crate::ggml::{I32, Tensor};
+
+/// Returns how many experts there are, for the numbers of experts that a layer chose: a view of
+/// all experts in their order. `None` for any other tensor.
+///
+/// # Safety
+///
+/// The tensor belongs to a graph that exists.
+pub unsafe fn experts(tensor: &Tensor, argsort: i32) -> Option<usize> {
+    // SAFETY: the caller's promise.
+    let order = unsafe { tensor.view_src.as_ref() }?;
+    (tensor.ty == I32 && order.op == argsort).then_some(order.ne[0] as usize)
+}
+
+/// The number of the layer that a name of one of its tensors ends with.
+///
+/// A scheduler's copy of a tensor is named `DEVICE#NAME#COPY`.
+fn layer(name: &str) -> u64 {
+    let name = name.split('#').nth(1).unwrap_or(name);
+    let number = name
+        .rsplit('-')
+        .next()
+        .and_then(|number| number.parse().ok());
+    number.unwrap_or(0)
+}
+
+/// Returns the experts of a token: distinct, and the same in each run.
+pub fn chosen(name: &str, token: usize, used: usize, experts: usize) -> Vec<i32> {
+    let mut state = (layer(name) << 32 | token as u64).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mut chosen = BTreeSet::new();
+    let mut order = Vec::with_capacity(used);
+    while order.len() < used.min(experts) {
+        // splitmix64
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        let expert = ((mixed ^ mixed >> 31) % experts as u64) as i32;
+        if chosen.insert(expert) {
+            order.push(expert);
+        }
+    }
+    order
+}
+
+/// Fills a copy of the numbers of experts, or of a part of them.
+///
+/// # Safety
+///
+/// `to` holds `size` bytes.
+pub unsafe fn fill(tensor: &Tensor, experts: usize, to: *mut u8, offset: usize, size: usize) {
+    let name = tensor.name();
+    for token in 0..tensor.ne[1] as usize {
+        let chosen = chosen(&name, token, tensor.ne[0] as usize, experts);
+        for (place, expert) in chosen.into_iter().enumerate() {
+            let at = token * tensor.nb[1] + place * tensor.nb[0];
+            if at >= offset && at + 4 <= offset + size {
+                // SAFETY: inside of what the caller promises.
+                unsafe { to.add(at - offset).cast::<i32>().write_unaligned(expert) };
+            }
+        }
+    }
+}
+
+/// Returns which experts are used by tokens.
+pub fn used(experts: usize, ids: impl Iterator<Item = i32>) -> Vec<bool> {
+    let mut used = vec![false; experts];
+    for id in ids {
+        if let Some(used) = used.get_mut(id as usize) {
+            *used = true;
+        }
+    }
+    used
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn experts_of_a_token_are_distinct_and_valid() {
+        for token in 0..100 {
+            let all = chosen("ffn_moe_topk-3", token, 8, 9);
+            assert_eq!(all.iter().collect::<BTreeSet<_>>().len(), 8);
+            assert!(all.iter().all(|expert| (0..9).contains(expert)));
+        }
+    }
+
+    #[test]
+    fn a_copy_of_a_tensor_has_the_same_experts() {
+        let of = |name| chosen(name, 5, 4, 128);
+        assert_eq!(of("ffn_moe_topk-3"), of("SIM0#ffn_moe_topk-3#0"));
+        assert_ne!(of("ffn_moe_topk-3"), of("ffn_moe_topk-2"));
+    }
+}

@@ -1,0 +1,83 @@
+//! The variables.
+
+use std::path::PathBuf;
+
+use crate::calls::{Call, Fault};
+
+/// What the variables set; see the table of the crate.
+#[derive(Debug)]
+pub struct Settings {
+    /// Bytes of device memory.
+    pub memory: usize,
+    /// Bytes per nanosecond, which is GB/s, from page-locked memory.
+    pub link: f64,
+    /// The same from other memory.
+    pub pageable: f64,
+    /// Nanoseconds of each copy before its first byte.
+    pub latency: u64,
+    /// Bytes per nanosecond that a kernel reads.
+    pub device: f64,
+    /// Operations per nanosecond.
+    pub flops: f64,
+    /// Nanoseconds of each kernel before its first byte.
+    pub launch: u64,
+    /// Whether kernels and copies move bytes.
+    pub computes: bool,
+    /// Threads of each stream's kernels.
+    pub threads: i32,
+    /// The smallest batch for which the device takes an operation with weights in host memory.
+    pub offload_batch: i64,
+    /// Calls that fail.
+    pub fail: Vec<Fault>,
+    /// Calls without effect.
+    pub ignore: Vec<Fault>,
+    /// Where the report goes at the end of the process.
+    pub report: Option<PathBuf>,
+}
+
+impl Settings {
+    /// Reads the variables; an error names the variable and its value.
+    pub fn from_environment() -> Result<Settings, String> {
+        Ok(Settings {
+            memory: (number("SIM_GGML_MEMORY_MB", 8192.0)? * 1048576.0) as usize,
+            link: number("SIM_GGML_LINK_GBS", 24.0)?,
+            pageable: number("SIM_GGML_PAGEABLE_GBS", 12.0)?,
+            latency: (number("SIM_GGML_LATENCY_US", 8.0)? * 1e3) as u64,
+            device: number("SIM_GGML_DEVICE_GBS", 800.0)?,
+            flops: number("SIM_GGML_TFLOPS", 60.0)? * 1e3,
+            launch: (number("SIM_GGML_LAUNCH_US", 3.0)? * 1e3) as u64,
+            computes: number("SIM_GGML_COMPUTE", 1.0)? != 0.0,
+            threads: number("SIM_GGML_THREADS", 1.0)? as i32,
+            offload_batch: number("GGML_OP_OFFLOAD_MIN_BATCH", 32.0)? as i64,
+            fail: faults("SIM_GGML_FAIL", Call::can_fail)?,
+            ignore: faults("SIM_GGML_IGNORE", Call::is_wait)?,
+            report: text("SIM_GGML_REPORT").map(PathBuf::from),
+        })
+    }
+}
+
+fn text(name: &str) -> Option<String> {
+    let value = std::env::var(name).ok()?;
+    (!value.is_empty()).then_some(value)
+}
+
+fn number(name: &str, default: f64) -> Result<f64, String> {
+    let Some(value) = text(name) else {
+        return Ok(default);
+    };
+    let number = value.parse().ok();
+    let number = number.filter(|number: &f64| number.is_finite() && *number >= 0.0);
+    number.ok_or_else(|| format!("{name}: expected a number, found {value:?}"))
+}
+
+fn faults(name: &str, allowed: fn(Call) -> bool) -> Result<Vec<Fault>, String> {
+    let value = text(name).unwrap_or_default();
+    let all = value.split(',').filter(|one| !one.is_empty());
+    all.map(|one| {
+        let fault = Fault::parse(one).filter(|fault| allowed(fault.call));
+        fault.ok_or_else(|| {
+            format!("{name}: expected CALL:N of a call that can be meant, found {one:?}")
+        })
+    })
+    .collect()
+}

@@ -1,0 +1,184 @@
+//! The simulated GPU in unmodified llama.cpp: what the host computes, and what the simulation
+//! finds in the host's own operation.
+
+use std::io::Write;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use testkit::fixtures::{fixture, upstream_libraries};
+use testkit::host::{DropIn, Host, Program};
+use testkit::server::{Options, Request, Server, llama_cpp};
+use testkit::sim_ggml::{Report, SimGgml};
+
+/// Answers of a host to these commands, and the report of its simulated GPU.
+fn answers(
+    sim: &SimGgml,
+    commands: &[&str],
+    set: impl FnOnce(&mut Command),
+) -> (Vec<String>, Report) {
+    let model = fixture("small-moe.gguf");
+    let program = Program::PythonExpertsOnCpu;
+    let mut host = Host::start_with(program, &model, &DropIn::Absent, |command| {
+        sim.prepare(command);
+        set(command);
+    });
+    let answers = commands.iter().map(|command| host.ask(command)).collect();
+    assert_eq!(host.end(), Some(0));
+    (answers, sim.report())
+}
+
+/// A prompt that the device takes with its experts, one that it does not take, and decoding.
+const COMMANDS: [&str; 4] = ["prompt 40", "hashes 8", "prompt 5", "text 4"];
+
+fn run(settings: &[(&str, &str)]) -> (Vec<String>, Report) {
+    answers(&SimGgml::new(settings), &COMMANDS, |_| {})
+}
+
+/// The same commands without a device.
+fn on_the_cpu() -> Vec<String> {
+    let model = fixture("small-moe.gguf");
+    let mut host = Host::start(Program::PythonExpertsOnCpu, &model, &DropIn::Absent);
+    let answers = COMMANDS.iter().map(|command| host.ask(command)).collect();
+    assert_eq!(host.end(), Some(0));
+    answers
+}
+
+#[test]
+fn logits_are_the_same_in_each_run_and_those_of_the_cpu() {
+    let (first, report) = run(&[]);
+    assert_eq!(first, run(&[]).0);
+    // The kernels are those of the CPU.
+    assert_eq!(first, on_the_cpu());
+    report.assert_ordered();
+    assert!(report.accesses > 1000, "{report:?}");
+    assert!(report.calls("graph_compute") > 20, "{report:?}");
+    // Gate, up and down of four layers; in the last layer of a prompt, one token is left.
+    assert_eq!(report.products.len(), 9);
+    assert!(report.link.to_device.copies_pageable > 0, "mapped weights");
+}
+
+/// Stock copies routed weights and computes one after the other.
+#[test]
+fn time_is_virtual_and_nothing_overlaps_in_stock() {
+    let (_, fast) = run(&[
+        ("SIM_GGML_LINK_GBS", "100"),
+        ("SIM_GGML_PAGEABLE_GBS", "100"),
+    ]);
+    let (_, slow) = run(&[("SIM_GGML_LINK_GBS", "1"), ("SIM_GGML_PAGEABLE_GBS", "1")]);
+    assert_eq!(fast.overlap_ns, 0);
+    assert_eq!(slow.overlap_ns, 0);
+    assert_eq!(fast.kernel_ns, slow.kernel_ns);
+    assert_eq!(fast.link.to_device.bytes, slow.link.to_device.bytes);
+    let (bytes, copies) = (slow.link.to_device.bytes, &slow.link.to_device);
+    let copies = copies.copies_locked + copies.copies_pageable;
+    let busy = slow.link.to_device.busy_ns;
+    // 1 GB/s is a byte in each nanosecond, after the latency of each copy.
+    assert_eq!(busy, bytes + copies * 8000);
+    let end = |report: &Report| report.threads[0].time_ns;
+    assert!(end(&slow) > end(&fast), "{slow:?}");
+    // One thread, one stream: the stream waits for the host, and never for the link.
+    assert_eq!(
+        (slow.streams.len(), slow.streams[0].waited_for_link_ns),
+        (1, 0)
+    );
+    let again = run(&[("SIM_GGML_LINK_GBS", "1"), ("SIM_GGML_PAGEABLE_GBS", "1")]).1;
+    assert_eq!(end(&slow), end(&again));
+}
+
+/// Some of the many calls of `synchronize` are needed, and those are found.
+#[test]
+fn a_wait_that_is_left_out_is_found() {
+    let (_, whole) = run(&[]);
+    let calls = whole.calls("synchronize");
+    let mut found = 0;
+    for nth in (calls / 12..calls).step_by(calls as usize / 12) {
+        let (_, report) = run(&[("SIM_GGML_IGNORE", &format!("synchronize:{nth}"))]);
+        assert_eq!(report.ignored, 1);
+        found += u64::from(report.unordered > 0);
+    }
+    println!("{found} of 12 calls of synchronize were needed");
+    let (_, none) = run(&[("SIM_GGML_IGNORE", "synchronize:all")]);
+    assert!(found > 0 && none.unordered > 10, "{:#?}", none.examples);
+}
+
+/// The host reports what failed, as it does for any backend.
+#[test]
+fn calls_fail_on_demand() {
+    let host = concat!(env!("CARGO_MANIFEST_DIR"), "/hosts/python/host.py");
+    for (fault, message) in [
+        ("graph_compute:9", "AssertionError: -3"),
+        ("init_device:1", "no context"),
+        ("alloc_buffer:2", "no context"),
+    ] {
+        let sim = SimGgml::new(&[("SIM_GGML_FAIL", fault)]);
+        let mut command = Command::new("python3");
+        sim.prepare(&mut command);
+        let mut child = command
+            .args([
+                Path::new(host),
+                &upstream_libraries(),
+                &fixture("small-moe.gguf"),
+            ])
+            .arg("experts-on-cpu")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the host starts");
+        let input = child.stdin.take().expect("piped");
+        // A host that has failed reads no commands.
+        let _ = (&input).write_all(b"prompt 40\nend\n");
+        drop(input);
+        let output = child.wait_with_output().expect("a child");
+        let log = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{fault}: {log}");
+        assert!(log.contains(message), "{fault}: {log}");
+        assert_eq!(sim.report().failed, 1, "{fault}");
+    }
+}
+
+#[test]
+fn other_placements() {
+    let expected = on_the_cpu();
+    for pattern in [
+        "ffn_down_exps",
+        r"blk\.[01]\.ffn_(up|down|gate)_exps",
+        "no tensor",
+    ] {
+        let (found, report) = answers(&SimGgml::new(&[]), &COMMANDS, |command| {
+            command.arg(format!("on-cpu={pattern}"));
+        });
+        assert_eq!(found, expected, "{pattern}");
+        report.assert_ordered();
+    }
+}
+
+#[test]
+fn llama_server_from_source() {
+    if !llama_cpp("llama-server").exists() {
+        println!("skipped: llama-server is missing; run 'cargo xtask hosts'");
+        return;
+    }
+    let model = fixture("small-moe.gguf");
+    let mut answers = Vec::new();
+    for load in ["mmap", "none"] {
+        let sim = SimGgml::new(&[]);
+        let mut options = Options::new(1);
+        options.drop_in = DropIn::Absent;
+        // A build with backends inside loads others only for this option.
+        let arguments = ["--device", "SIM0", "-cmoe", "--load-mode", load];
+        options.arguments = arguments.map(str::to_owned).to_vec();
+        options.variables = sim.variables().to_vec();
+        let server = Server::start(&model, &options);
+        let request = Request::new(&"one two three ".repeat(20), 8);
+        answers.push(server.complete(&request));
+        let (status, log) = server.end();
+        assert!(status.success(), "{}", log.join("\n"));
+        let report = sim.report();
+        report.assert_ordered();
+        assert!(report.products.len() >= 9, "{report:?}");
+        let pageable = report.link.to_device.copies_pageable;
+        assert_eq!(pageable == 0, load == "none", "{report:?}");
+    }
+    assert_eq!(answers[0], answers[1]);
+}
