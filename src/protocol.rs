@@ -191,7 +191,7 @@ pub struct PostFetchFigures {
     pub left_out_bytes: u64,
     /// Bytes of experts that the program copied itself.
     pub host_bytes: u64,
-    /// Number of matrices that the program copied itself, by reason.
+    /// Number of copies that the program made itself, by reason.
     pub host_copies: BTreeMap<String, u64>,
     /// Time of the early copies.
     pub copy_seconds: f64,

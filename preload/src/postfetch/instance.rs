@@ -57,18 +57,16 @@ impl Instance {
         })
     }
 
-    /// Records an event after the copies that were issued; waits for them where there is no
-    /// event, or where events do not cover copies.
-    pub fn record(&self, event: Option<&OwnEvent>) {
+    /// Records an event after the copies that were issued. Waits for them first where events do
+    /// not cover copies.
+    pub fn record(&self, event: &OwnEvent) {
         let f = &self.ggml.f;
         // SAFETY: a live backend, and a live event of its device.
         unsafe {
-            if event.is_none() || !self.events_cover_copies {
+            if !self.events_cover_copies {
                 (f.ggml_backend_synchronize)(self.backend);
             }
-            if let Some(event) = event {
-                (f.ggml_backend_event_record)(event.event, self.backend);
-            }
+            (f.ggml_backend_event_record)(event.event, self.backend);
         }
     }
 }

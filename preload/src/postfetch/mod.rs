@@ -439,10 +439,7 @@ impl State {
                 product.transfer.forget();
             }
         }
-        // Without events, only a wait of the program shows that the memory is free.
-        if plan.layers[0].free.is_some() {
-            self.look_ahead(ggml, 0);
-        }
+        self.look_ahead(ggml, 0);
     }
 
     /// Ends an evaluation that did not fail. A program may begin the next one before it waits.
@@ -520,10 +517,8 @@ impl State {
             return;
         };
         let layer = &plan.layers[at];
-        if let Some(free) = &layer.free {
-            // SAFETY: the backend of the layer, on the thread that evaluates.
-            unsafe { free.record(layer.backend) };
-        }
+        // SAFETY: the backend of the layer, on the thread that evaluates.
+        unsafe { layer.free.record(layer.backend) };
         for product in &layer.products {
             let layout = &ggml.layout;
             let mut request = product.transfer.request();
@@ -534,7 +529,7 @@ impl State {
                 request.expert_bytes = strides[2];
             }
             request.experts = layer.experts;
-            request.after.clone_from(&layer.free);
+            request.after = Some(layer.free.clone());
             self.used.runs(&mut request.runs);
             drop(request);
             fetcher.queue(&product.transfer);

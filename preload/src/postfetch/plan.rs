@@ -50,7 +50,7 @@ pub struct Layer {
     /// Its matrices, in the order of the graph.
     pub products: Vec<Product>,
     /// The event that orders early copies after products that read the same memory.
-    pub free: Option<Arc<OwnEvent>>,
+    pub free: Arc<OwnEvent>,
     /// Whether its ids are known in this evaluation.
     pub known: bool,
     /// Whether all its experts were requested in this evaluation.
@@ -165,7 +165,12 @@ impl Devices {
         };
         for candidate in &candidates {
             // SAFETY: as the caller ensures.
-            unsafe { self.add(ggml, &mut plan, candidate, sets) };
+            if unsafe { self.add(ggml, &mut plan, candidate, sets) }.is_none() {
+                FIGURES.note_obstacle(format!(
+                    "the program copies some experts itself: {} gives no event or no tensor for them",
+                    ggml.buffer_type_name(candidate.buft)
+                ));
+            }
         }
         plan.copies.sort_unstable();
         (!plan.layers.is_empty()).then_some(plan)
@@ -209,7 +214,8 @@ impl Devices {
         self.of[at].provide(ggml, buft, &sizes)
     }
 
-    /// Adds a matrix to a plan, and redirects the scheduler's copy to memory of its own.
+    /// Adds a matrix to a plan, and redirects the scheduler's copy to memory of its own. `None`
+    /// when the backend refuses what that needs; the copy is the scheduler's own then.
     ///
     /// # Safety
     ///
@@ -220,7 +226,7 @@ impl Devices {
         plan: &mut Plan,
         candidate: &Candidate<'_>,
         sets: usize,
-    ) {
+    ) -> Option<()> {
         let used = candidate.used;
         let is_new = plan
             .layers
@@ -237,36 +243,36 @@ impl Devices {
         unsafe {
             let ty: i32 = layout.read(candidate.copy, layout.ty);
             let ne: [i64; 4] = layout.read(candidate.copy, layout.ne);
-            let Some(target) = scratch.tensor(ty, &ne) else {
-                return;
-            };
+            let target = scratch.tensor(ty, &ne)?;
             let to = ggml.descriptor(target.1);
-            layout.write(candidate.copy, layout.buffer, to.buffer);
-            layout.write(candidate.copy, layout.data, to.data);
-            layout.write(candidate.copy, layout.extra, to.extra);
+            let transfer = Transfer::new(ggml, device.instance.clone(), target)?;
             if is_new {
                 plan.layers.push(Layer {
                     model: candidate.model,
                     number: candidate.layer,
                     ids: [used.ids, layout.read(used.node, layout.src + 16)],
                     backend: candidate.backend,
-                    experts: u32::try_from(ne[2]).unwrap_or(0),
+                    experts: u32::try_from(ne[2]).ok()?,
                     products: Vec::new(),
-                    free: device.instance.event().map(Arc::new),
+                    free: Arc::new(device.instance.event()?),
                     known: false,
                     ahead: false,
                 });
             }
+            layout.write(candidate.copy, layout.buffer, to.buffer);
+            layout.write(candidate.copy, layout.data, to.data);
+            layout.write(candidate.copy, layout.extra, to.extra);
             let products = &mut plan.layers[layer].products;
             let at = (candidate.copy as usize, layer, products.len());
             plan.copies.push(at);
             products.push(Product {
                 weight: used.tensor,
                 copy: candidate.copy,
-                transfer: Arc::new(Transfer::new(ggml, device.instance.clone(), target)),
+                transfer: Arc::new(transfer),
                 host_copied: false,
             });
         }
+        Some(())
     }
 }
 

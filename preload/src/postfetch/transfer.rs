@@ -82,7 +82,7 @@ pub struct Transfer {
     target: *mut Tensor,
     /// The context of the tensor.
     _context: OwnContext,
-    done: Option<OwnEvent>,
+    done: OwnEvent,
     request: Mutex<Request>,
     progress: Mutex<Progress>,
     /// When computing needed the matrix, in nanoseconds since [`START`]; 0 before.
@@ -99,22 +99,22 @@ unsafe impl Sync for Transfer {}
 static START: Lazy<Instant> = Lazy::new(Instant::now);
 
 impl Transfer {
-    /// Makes a transfer into a tensor on the device of an instance.
+    /// Makes a transfer into a tensor on the device of an instance; `None` without an event.
     pub fn new(
         ggml: &'static Ggml,
         instance: Arc<Instance>,
         (context, target): (OwnContext, *mut Tensor),
-    ) -> Transfer {
-        Transfer {
+    ) -> Option<Transfer> {
+        Some(Transfer {
             ggml,
-            done: instance.event(),
+            done: instance.event()?,
             instance,
             target,
             _context: context,
             request: Mutex::default(),
             progress: Mutex::new(Progress::Idle),
             needed: AtomicU64::new(0),
-        }
+        })
     }
 
     /// Returns its progress.
@@ -169,15 +169,13 @@ impl Transfer {
             }
             self.issue(backend)
         };
-        self.instance.record(self.done.as_ref());
+        self.instance.record(&self.done);
         FIGURES.early_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
     /// Waits until the copies are complete, and counts their time.
     fn finish(&self, begun: Instant) {
-        if let Some(done) = &self.done {
-            done.wait();
-        }
+        self.done.wait();
         let end = Instant::now();
         FIGURES.add_copy(end - begun);
         let needed = self.needed.load(Ordering::Relaxed);
@@ -295,10 +293,9 @@ impl Fetcher {
         drop(queue);
         // SAFETY: as the caller ensures; the program's own copy has the same source.
         unsafe {
-            match &transfer.done {
-                _ if !is_issued() => drop(transfer.issue(backend)),
-                Some(done) => done.hold(backend),
-                None => {}
+            match is_issued() {
+                true => transfer.done.hold(backend),
+                false => drop(transfer.issue(backend)),
             }
         }
     }
