@@ -1,12 +1,17 @@
 //! Expert streaming in real hosts: the results are those of a program without it, experts are
 //! read ahead, and whatever goes wrong leaves the program as it would be without streaming.
-//!
+
 mod hosts;
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
 
 use hosts::{
     TOKENS, copied, count, counted_by_host, fresh, same_with_streaming, stream_figures,
     streamed_text, streaming, traced,
 };
+use llama_sidecar::gguf::{Access, GgufFile, write_data};
 use serde_json::Value;
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, replace};
@@ -118,4 +123,99 @@ fn streaming_rests_while_all_experts_are_in_memory() {
     let checked = count(&second, "checked_bytes") - count(&first, "checked_bytes");
     assert!(checked < count(&first, "checked_bytes") / 10, "{second}");
     assert_eq!(host.end(), Some(0));
+}
+
+/// The threads of the drop-in get no memory for their stacks: it asks for 2^60 bytes.
+#[test]
+fn a_reader_without_threads_leaves_the_program_as_it_is() {
+    let model = fixture("moe.gguf");
+    let with = streaming(&[
+        ("RUST_MIN_STACK", "1152921504606846976"),
+        ("LLAMA_EXPERT_STREAM_PREDICT", "1"),
+    ]);
+    let mut host = Host::start(Program::C, &model, &with);
+    assert_eq!(host.text(TOKENS), fresh(Program::C, &model));
+    let said = host.logged("cannot stream its experts: cannot start a thread: ");
+    assert_eq!(said.len(), 1, "{:?}", host.log());
+    assert!(said[0].contains("reads them as without streaming"), "{said:?}");
+    assert_eq!(host.end(), Some(0));
+}
+
+/// Writes a copy of a model with one of its tensors behind all others. Returns where the data of
+/// that tensor begins, and its bytes.
+fn with_last(copy: &Path, model: &Path, last: &str) -> (u64, u64) {
+    let gguf = GgufFile::open(model, Access::Read).expect("a model");
+    let bytes = std::fs::read(model).expect("a model");
+    let tensors = &gguf.header.tensors;
+    // An info is a name, extents, a type and an offset; the name has its length before it.
+    let starts: Vec<usize> = tensors
+        .iter()
+        .map(|info| {
+            let name = gguf.header.name(info).to_bytes();
+            let field = [&(name.len() as u64).to_le_bytes(), name].concat();
+            let mut windows = bytes.windows(field.len());
+            windows.position(|window| window == field).expect("its info")
+        })
+        .collect();
+    let is_last = |at: &usize| gguf.header.name(&tensors[*at]).to_bytes() == last.as_bytes();
+    let (end, mut order): (Vec<usize>, Vec<usize>) = (0..tensors.len()).partition(is_last);
+    order.extend(end);
+    let first = *starts.iter().min().expect("a tensor");
+    let mut file = BufWriter::new(File::create(copy).expect("a folder"));
+    let mut header = bytes[..first].to_vec();
+    let (alignment, mut offset) = (gguf.header.alignment, 0u64);
+    for &at in &order {
+        let info = &tensors[at];
+        let name = gguf.header.name(info).to_bytes();
+        let len = 8 + name.len() + 4 + 8 * info.n_dims as usize + 4;
+        header.extend(&bytes[starts[at]..][..len]);
+        header.extend(offset.to_le_bytes());
+        offset = (offset + info.nbytes).next_multiple_of(alignment);
+    }
+    header.resize(gguf.header.data_offset as usize, 0);
+    file.write_all(&header).expect("space");
+    for &at in &order {
+        let info = &tensors[at];
+        let data = &bytes[info.offset as usize..][..info.nbytes as usize];
+        write_data(&mut file, data, info.nbytes, alignment).expect("space");
+    }
+    file.flush().expect("space");
+    let of_last = tensors[*order.last().expect("a tensor")].nbytes;
+    let all = std::fs::metadata(copy).expect("a file").len();
+    (all - of_last.next_multiple_of(alignment), of_last)
+}
+
+/// The answer to the first tokens of the fixed text, in one batch, after a model lost the last
+/// expert of its last tensor.
+fn after_a_cut(path: &PathBuf, end: u64, drop_in: &DropIn) -> (String, Value) {
+    let size = std::fs::metadata(path).expect("a file").len();
+    let mut host = Host::start(Program::C, path, drop_in);
+    let file = File::options().write(true).open(path).expect("a file");
+    file.set_len(end).expect("a shorter file");
+    let answer = host.ask("prefill 8");
+    let figures = match drop_in {
+        DropIn::Absent => Value::Null,
+        _ => stream_figures(&host),
+    };
+    assert_eq!(host.end(), Some(0));
+    file.set_len(size).expect("free space");
+    let hash = answer.rsplit(' ').next().expect("a hash");
+    (hash.to_owned(), figures)
+}
+
+/// The batch uses most experts of layer 12, so that all of layer 13 are read ahead; it is routed
+/// to six of them, and not to the one that is missing. A program that is routed to it ends with
+/// SIGBUS, with streaming and without.
+#[test]
+fn a_file_that_is_cut_short_leaves_the_program_as_it_is() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("model.gguf");
+    let last = "blk.13.ffn_down_exps.weight";
+    let (start, nbytes) = with_last(&path, &fixture("moe.gguf"), last);
+    let end = (start + nbytes / 8 * 7).next_multiple_of(4096);
+    let (stock, _) = after_a_cut(&path, end, &DropIn::Absent);
+    let (with, figures) = after_a_cut(&path, end, &streaming(&[]));
+    assert_eq!(with, stock);
+    assert_eq!(count(&figures, "layers"), 30, "{figures}");
+    assert_eq!(figures["stopped"], false, "{figures}");
 }

@@ -204,7 +204,8 @@ impl Reader {
     ///
     /// # Errors
     ///
-    /// Fails when the files have no routed experts, or no thread can be started.
+    /// Fails when the files have no routed experts, no thread can be started, or the routers do
+    /// not fit into memory.
     pub fn new(
         files: &[&GgufFile],
         settings: Settings,
@@ -270,8 +271,16 @@ impl Reader {
             let thread = builder.spawn(move || {
                 block_signals();
                 shared.run(number);
-            })?;
-            reader.threads.push(thread);
+            });
+            match thread {
+                Ok(thread) => reader.threads.push(thread),
+                Err(error) if number == 0 => {
+                    return Err(io::Error::other(format!(
+                        "cannot start a thread: {error}: raise the limits of threads and memory (ulimit -u, ulimit -v)"
+                    )));
+                }
+                Err(_) => break,
+            }
         }
         let threads = reader.threads.iter().map(|thread| thread.thread().clone());
         let _ = reader.shared.threads.set(threads.collect());
