@@ -137,7 +137,10 @@ fn a_reader_without_threads_leaves_the_program_as_it_is() {
     assert_eq!(host.text(TOKENS), fresh(Program::C, &model));
     let said = host.logged("cannot stream its experts: cannot start a thread: ");
     assert_eq!(said.len(), 1, "{:?}", host.log());
-    assert!(said[0].contains("reads them as without streaming"), "{said:?}");
+    assert!(
+        said[0].contains("reads them as without streaming"),
+        "{said:?}"
+    );
     assert_eq!(host.end(), Some(0));
 }
 
@@ -154,7 +157,9 @@ fn with_last(copy: &Path, model: &Path, last: &str) -> (u64, u64) {
             let name = gguf.header.name(info).to_bytes();
             let field = [&(name.len() as u64).to_le_bytes(), name].concat();
             let mut windows = bytes.windows(field.len());
-            windows.position(|window| window == field).expect("its info")
+            windows
+                .position(|window| window == field)
+                .expect("its info")
         })
         .collect();
     let is_last = |at: &usize| gguf.header.name(&tensors[*at]).to_bytes() == last.as_bytes();

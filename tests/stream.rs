@@ -200,6 +200,42 @@ fn matrices_that_are_left_out_are_not_read() {
     assert!(fixture.cached_pages().unwrap().into_iter().eq(pages));
 }
 
+/// Where a program computes a graph in parts, each part has matrices of its own.
+#[test]
+fn parts_of_a_layer_count_once() {
+    let Some(fixture) = Fixture::new(&model(2)) else {
+        return;
+    };
+    let reader = fixture.reader(|_| ());
+    let ids: Vec<u8> = (0..EXPERTS as i32).flat_map(i32::to_ne_bytes).collect();
+    let ids = Ids {
+        bytes: &ids,
+        used: 4,
+        tokens: 2,
+        used_stride: 4,
+        token_stride: 16,
+    };
+    for layer in [1, 0, 0, 1] {
+        for projection in [Projection::Gate, Projection::Up, Projection::Down] {
+            let mut part = Matrices::default();
+            part.insert(projection);
+            reader.schedule(layer, part, &ids, None);
+            if layer == 0 {
+                // The next layer follows as a whole, whatever its last part was.
+                reader.finish();
+            }
+        }
+        if layer == 0 {
+            let experts = (0..2).flat_map(|layer| (0..EXPERTS).map(move |expert| (layer, expert)));
+            assert_eq!(fixture.cached_pages().unwrap(), fixture.pages_of(experts));
+        } else {
+            reader.finish();
+            assert!(fixture.drop_cache());
+        }
+    }
+    assert_eq!(reader.counts().layers, 4);
+}
+
 #[test]
 fn ids_that_are_no_experts_are_ignored() {
     let Some(fixture) = Fixture::new(&model(2)) else {

@@ -10,11 +10,12 @@ use anyhow::Result;
 use llama_sidecar::experts::ExpertIndex;
 use llama_sidecar::gguf::{self, Access, GgufFile};
 use llama_sidecar::reload::free_memory;
+use llama_sidecar::stream::WINDOW;
 use llama_sidecar::trace::ModelMeta;
 use memmap2::MmapMut;
 
-/// The bytes of a read: the read-ahead window of a disk with its default settings.
-const PIECE: usize = 128 << 10;
+/// The bytes of a read.
+const PIECE: usize = WINDOW as usize;
 /// Threads that read at a time.
 const DEPTH: u64 = 16;
 /// How long reads at one depth are measured.
