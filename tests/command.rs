@@ -107,6 +107,10 @@ fn the_wrapper_reports_evaluations_and_reloads_at_the_end() {
         line.contains("opened no model through a shared libggml-base.so"),
         "{line}"
     );
+    let (line, status) = last(&["run", "--stream-experts", "--", "sh", "-c", "exit 3"]);
+    assert_eq!(status.code(), Some(3));
+    let failed = "the program ended before it opened a model (exit status: 3)";
+    assert!(line.contains(failed) && !line.contains("ggml"), "{line}");
     let (line, _) = last(&["run", "--", "true"]);
     assert!(line.contains("nothing enabled"), "{line}");
     let (line, _) = last(&["run", "--quiet", "--", "true"]);
@@ -174,6 +178,7 @@ fn the_wrapper_reports_streaming_after_a_signal() {
         assert_eq!(output.status.signal(), Some(signal));
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(text.contains("llama-sidecar: 2 evaluations of"), "{text}");
+        assert!(!text.contains("reloads"), "{text}");
         assert!(text.contains("llama-sidecar: experts: "), "{text}");
     }
 }
@@ -182,21 +187,37 @@ fn the_wrapper_reports_streaming_after_a_signal() {
 fn the_wrapper_reports_why_nothing_is_streamed() {
     let host = c_host("smollm2.gguf");
     let host: Vec<&str> = host.iter().map(String::as_str).collect();
-    let asked = ["run", "--stream-experts", "--"];
-    let (text, status) = command_line(&[&asked, host.as_slice()].concat(), "text 1\nend\n");
-    assert!(status.success(), "{text}");
-    assert!(text.contains("nothing was streamed: "), "{text}");
-    assert!(
-        text.contains("smollm2.gguf has no routed experts"),
-        "{text}"
-    );
+    for flag in ["--stream-experts", "--stream-predict"] {
+        let asked = ["run", flag, "--"];
+        let (text, status) = command_line(&[&asked, host.as_slice()].concat(), "text 1\nend\n");
+        assert!(status.success(), "{text}");
+        assert!(text.contains("nothing was streamed: "), "{text}");
+        assert!(
+            text.contains("smollm2.gguf has no routed experts"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn a_missing_socket_is_reported_with_the_flags_that_make_one() {
+    for (request, flag) in [
+        ("metrics", "where FLAG is --hotswap, --stream-experts or"),
+        ("reload", "where FLAG is --hotswap;"),
+        ("trace", "where FLAG is --expert-trace-stats;"),
+    ] {
+        let (text, status) = command_line(&[request, "--socket", "/no/such/socket"], "");
+        assert_eq!(status.code(), Some(1));
+        assert!(text.contains(flag), "{text}");
+    }
 }
 
 #[test]
 fn doctor_reports_what_works_and_why_not() {
     let host = c_host("moe.gguf");
     let script = format!("(echo text 2; sleep 60) | {}", host.join(" "));
-    let (text, status) = command_line(&["doctor", "--", "sh", "-c", &script], "");
+    let asked = ["doctor", "--stream-experts", "--", "sh", "-c", &script];
+    let (text, status) = command_line(&asked, "");
     assert!(status.success(), "{text}");
     for part in [
         "libggml-base.so",
@@ -204,7 +225,7 @@ fn doctor_reports_what_works_and_why_not() {
         "302 tensors",
         "hot-swap    works",
         "30 layers",
-        "streaming   works in this program",
+        "streaming   works in this program\nsizes ",
         "sizes       30 layers of 8 experts: 398 MB of routed experts, 47 MB of other tensors",
         "a token uses 2 of them in each layer, 99.5 MB in all",
         "\nmemory      ",
@@ -215,6 +236,15 @@ fn doctor_reports_what_works_and_why_not() {
     let (text, status) = command_line(&["doctor", "--", "true"], "");
     assert_eq!(status.code(), Some(1));
     assert!(text.contains("opened no model"), "{text}");
+    let fails = ["doctor", "--", "sh", "-c", "echo no such file >&2; exit 3"];
+    let (text, status) = command_line(&fails, "");
+    assert_eq!(status.code(), Some(1));
+    for part in [
+        "ended       exit status: 3; last line of its errors: no such file\n",
+        "the program ended before it opened a model (exit status: 3)",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
     let folder = tempfile::tempdir().expect("a folder");
     let program = folder.path().join("program");
     // A program for another machine, and one without a loader.
@@ -250,6 +280,13 @@ fn doctor_reports_reachable_hooks() {
     let no_experts = "experts     this model has no routed experts to trace or to stream\n";
     assert!(text.contains(no_experts), "{text}");
     assert!(!text.contains("streaming  "), "{text}");
+    let asked = ["doctor", "--stream-experts", "--", "sh", "-c", &script];
+    let (text, status) = command_line(&asked, "");
+    assert_eq!(status.code(), Some(1));
+    assert!(
+        text.contains("no model has routed experts to stream"),
+        "{text}"
+    );
 
     let loader = testkit::host::built("hosts-loader/loader");
     let folder = loader.parent().expect("a folder").display().to_string();

@@ -79,7 +79,8 @@ enum Command {
     /// Show what the drop-in can do in a program.
     ///
     /// Runs the program until the first evaluation of its model. The exit status is 0 if
-    /// hot-swap works in the program, else 1, with the reason.
+    /// hot-swap works in the program, else 1, with the reason. With --stream-experts, the
+    /// experts of its models must also be streamed.
     Doctor(doctor::DoctorOptions),
     /// Replace tensors in a model's files, or restore the originals.
     ///

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, ExitStatus};
 
 use anyhow::{Context, Result};
 use clap::builder::ValueParser;
@@ -138,7 +138,7 @@ pub fn run(options: &RunOptions) -> Result<()> {
             set.map(|(_, value)| value.clone())
                 .or_else(|| std::env::var_os(name))
         });
-        for line in summary(&config, &program, &preload, &journal.read()) {
+        for line in summary(&config, &program, &preload, &journal.read(), status) {
             eprintln!("llama-sidecar: {line}");
         }
     }
@@ -148,7 +148,13 @@ pub fn run(options: &RunOptions) -> Result<()> {
 }
 
 /// Returns the lines of the summary.
-fn summary(config: &Config, program: &Executable, preload: &Path, events: &Events) -> Vec<String> {
+fn summary(
+    config: &Config,
+    program: &Executable,
+    preload: &Path,
+    events: &Events,
+    status: ExitStatus,
+) -> Vec<String> {
     let streams = config.expert_stream.streams();
     if !config.hotswap && !config.traces() && !streams {
         return vec![
@@ -156,7 +162,8 @@ fn summary(config: &Config, program: &Executable, preload: &Path, events: &Event
                 .into(),
         ];
     }
-    let obstacle = program.obstacle(preload).or_else(|| events.obstacle());
+    let obstacle = program.obstacle(preload);
+    let obstacle = obstacle.or_else(|| events.obstacle(Some(status)));
     if let Some(obstacle) = obstacle {
         return vec![format!("the drop-in did nothing: {obstacle}")];
     }
@@ -210,6 +217,7 @@ fn summary(config: &Config, program: &Executable, preload: &Path, events: &Event
     }
     let mut lines = vec![match total.ends {
         0 => format!("{models}: the process ended before it could write a summary"),
+        _ if !config.hotswap => format!("{} evaluations of {models}", total.evaluations),
         _ => format!(
             "{} evaluations of {models}; reloads: {}, with {} tensors swapped, {} returned, {} refused; longest pause {} us",
             total.evaluations,
