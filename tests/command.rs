@@ -2,7 +2,10 @@
 
 mod hosts;
 
+use std::ffi::CString;
+use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, Stdio};
 
@@ -145,6 +148,122 @@ fn the_wrapper_passes_signals_on() {
     assert_eq!(child.wait().expect("it ends").code(), Some(9));
 }
 
+/// Sets the default effect of signals in a command: a shell starts commands in the background with
+/// SIGINT and SIGQUIT ignored.
+fn with_default_signals(command: &mut Command) -> &mut Command {
+    // SAFETY: system calls that may be made between fork and exec.
+    unsafe {
+        command.pre_exec(|| {
+            for signal in [libc::SIGINT, libc::SIGQUIT] {
+                libc::signal(signal, libc::SIG_DFL);
+            }
+            Ok(())
+        })
+    }
+}
+
+/// The program writes the number of each signal.
+#[test]
+fn a_signal_of_the_process_group_reaches_the_program_once() {
+    let cli = testkit::host::built("release/llama-sidecar");
+    let mut child = Command::new(&cli)
+        .args(["run", "--quiet", "--"])
+        .arg(&cli)
+        .arg("witness")
+        .process_group(0)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    let group = child.id() as libc::pid_t;
+    let mut lines = BufReader::new(child.stdout.take().expect("a pipe")).lines();
+    let mut line = || lines.next().expect("a line").expect("text");
+    assert_eq!(line(), "ready");
+    // SAFETY: a system call, to a child that was not waited for or to its group.
+    let kill = |to, signal| assert_eq!(unsafe { libc::kill(to, signal) }, 0);
+    // The command handles the signal after the program did: equal signals may become one.
+    kill(group, libc::SIGSTOP);
+    kill(-group, libc::SIGUSR1);
+    assert_eq!(line(), libc::SIGUSR1.to_string());
+    kill(group, libc::SIGCONT);
+    kill(group, libc::SIGTERM);
+    assert_eq!(line(), libc::SIGTERM.to_string());
+    drop(child.stdin.take());
+    assert_eq!(child.wait().expect("it ends").code(), Some(0));
+}
+
+/// Makes a pseudo terminal the terminal of a command; returns the side with the keys.
+fn with_terminal(command: &mut Command) -> File {
+    let (mut keys, mut terminal) = (-1, -1);
+    let null = std::ptr::null_mut();
+    // SAFETY: fills two descriptors, which are new.
+    let (keys, terminal) = unsafe {
+        let failed = libc::openpty(
+            &raw mut keys,
+            &raw mut terminal,
+            null,
+            null.cast(),
+            null.cast(),
+        );
+        assert_eq!(failed, 0, "a pseudo terminal");
+        (OwnedFd::from_raw_fd(keys), OwnedFd::from_raw_fd(terminal))
+    };
+    // SAFETY: system calls that may be made between fork and exec.
+    unsafe {
+        command.pre_exec(move || {
+            libc::setsid();
+            match libc::ioctl(terminal.as_raw_fd(), libc::TIOCSCTTY, 0) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            }
+        });
+    }
+    keys.into()
+}
+
+#[test]
+fn a_key_reaches_the_program_once() {
+    let cli = testkit::host::built("release/llama-sidecar");
+    let mut command = Command::new(cli);
+    let script = "trap 'echo got it' INT; trap 'echo last; exit 9' QUIT; echo ready; while :; do sleep 0.05; done";
+    command
+        .args(["run", "--quiet", "--", "sh", "-c", script])
+        .stdout(Stdio::piped());
+    let mut keys = with_terminal(with_default_signals(&mut command));
+    let mut child = command.spawn().expect("it starts");
+    let mut lines = BufReader::new(child.stdout.take().expect("a pipe")).lines();
+    let mut line = || lines.next().expect("a line").expect("text");
+    assert_eq!(line(), "ready");
+    keys.write_all(b"\x03").expect("a terminal");
+    assert_eq!(line(), "got it");
+    keys.write_all(b"\x1c").expect("a terminal");
+    assert_eq!(line(), "last");
+    assert_eq!(child.wait().expect("it ends").code(), Some(9));
+}
+
+/// The program is in a process group of its own.
+#[test]
+fn a_key_ends_the_program_that_doctor_tries() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let ready = folder.path().join("ready");
+    let path = CString::new(ready.as_os_str().as_encoded_bytes()).expect("no NUL");
+    // SAFETY: a path that ends with NUL.
+    assert_eq!(unsafe { libc::mkfifo(path.as_ptr(), 0o600) }, 0);
+    let script = format!("echo ready > {}; exec sleep 60", ready.display());
+    let mut command = Command::new(testkit::host::built("release/llama-sidecar"));
+    command
+        .args(["doctor", "--", "sh", "-c", &script])
+        .stdout(Stdio::piped());
+    let mut keys = with_terminal(with_default_signals(&mut command));
+    let child = command.spawn().expect("it starts");
+    assert_eq!(std::fs::read(&ready).expect("a pipe"), b"ready\n");
+    keys.write_all(b"\x03").expect("a terminal");
+    let output = child.wait_with_output().expect("it ends");
+    assert_eq!(output.status.code(), Some(1));
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(text.contains("ended       signal: 2 (SIGINT)"), "{text}");
+}
+
 /// The program has no handler of its own for these signals.
 #[test]
 fn the_wrapper_reports_streaming_after_a_signal() {
@@ -158,15 +277,9 @@ fn the_wrapper_reports_streaming_after_a_signal() {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
-        // A shell starts commands in the background with SIGINT ignored.
-        // SAFETY: a system call that may be made between fork and exec.
-        unsafe {
-            command.pre_exec(move || {
-                libc::signal(signal, libc::SIG_DFL);
-                Ok(())
-            });
-        }
-        let mut child = command.spawn().expect("it starts");
+        let mut child = with_default_signals(&mut command)
+            .spawn()
+            .expect("it starts");
         let mut lines = BufReader::new(child.stdout.take().expect("a pipe")).lines();
         let mut stdin = child.stdin.take().expect("a pipe");
         assert_eq!(lines.next().expect("a line").expect("text"), "ready");

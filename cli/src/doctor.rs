@@ -12,7 +12,7 @@ use anyhow::{Result, bail};
 use llama_sidecar::protocol::Event;
 use rustix::process::{Pid, Signal, kill_process_group};
 
-use crate::child;
+use crate::child::{self, Group};
 use crate::executable::{Executable, preload_library};
 use crate::hooks;
 use crate::journal::{Events, Journal, UNKNOWN_YET};
@@ -64,6 +64,7 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(errors.try_clone()?),
+        Group::Own,
     )?;
     let mut mapped = BTreeSet::new();
     let patience = Duration::from_secs(options.seconds);

@@ -163,9 +163,9 @@ mod tests {
             Events(entries.map(|event| Entry { pid: 1, event }).collect()).stream_obstacle()
         };
         let (dense, moe) = (model("dense", 0), model("moe", 2));
-        let none = obstacle(&[dense.clone()]).expect("no experts");
+        let none = obstacle(std::slice::from_ref(&dense)).expect("no experts");
         assert!(none.starts_with("no model has routed experts"), "{none}");
-        let unknown = obstacle(&[moe.clone()]).expect("not known");
+        let unknown = obstacle(std::slice::from_ref(&moe)).expect("not known");
         assert!(unknown.starts_with("moe: whether its experts"), "{unknown}");
         let works = [dense, moe.clone(), start("moe", None)];
         assert_eq!(obstacle(&works), None);

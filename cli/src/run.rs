@@ -11,7 +11,7 @@ use clap::{Arg, ArgAction, ArgMatches, FromArgMatches};
 use llama_sidecar::config::{Config, Kind, VARIABLES, Variable};
 use llama_sidecar::protocol::Event;
 
-use crate::child;
+use crate::child::{self, Group};
 use crate::executable::{Executable, preload_library};
 use crate::journal::{Events, Journal};
 
@@ -125,6 +125,7 @@ pub fn run(options: &RunOptions) -> Result<()> {
             .args(&options.command[1..])
             .envs(variables.iter().map(|(name, value)| (name, value)))
             .env("LLAMA_SIDECAR_JOURNAL", journal.path()),
+        Group::Shared,
     )
     .with_context(|| {
         let obstacle = program.obstacle(&preload);
