@@ -214,6 +214,7 @@ impl Config {
             look_ahead: values.switch("LLAMA_POSTFETCH_LOOK_AHEAD"),
             page_lock: values.switch("LLAMA_POSTFETCH_HOST_PAGE_LOCK"),
         };
+        let expert_stream_predict = values.switch("LLAMA_EXPERT_STREAM_PREDICT");
         // Checked for its message alone: there is one setting.
         values.text("LLAMA_HOTSWAP_KV");
         Config {
@@ -231,8 +232,8 @@ impl Config {
             trace_per_layer: values.switch("LLAMA_EXPERT_TRACE_PER_LAYER"),
             trace_output: values.path("LLAMA_EXPERT_TRACE_OUTPUT"),
             trace_every: values.interval("LLAMA_EXPERT_TRACE_EVERY_S", Duration::from_secs),
-            expert_stream: values.expert_stream(),
-            expert_stream_predict: values.switch("LLAMA_EXPERT_STREAM_PREDICT"),
+            expert_stream: values.expert_stream(expert_stream_predict),
+            expert_stream_predict,
             split: values.text("LLAMA_SIDECAR_SPLIT"),
             cpu_moe: values.switch("LLAMA_SIDECAR_CPU_MOE"),
             override_tensor: values.text("LLAMA_SIDECAR_OVERRIDE_TENSOR"),
@@ -304,9 +305,14 @@ impl<F: Fn(&str) -> Option<OsString>> Values<F> {
         self.get(name, |value| Ok(with_process_id(value)))
     }
 
-    fn expert_stream(&mut self) -> ExpertStream {
+    /// Returns `Auto` where the variable is not set and prediction is on.
+    fn expert_stream(&mut self, predict: bool) -> ExpertStream {
+        let name = "LLAMA_EXPERT_STREAM";
+        if predict && self.set(name).is_none() {
+            return ExpertStream::Auto;
+        }
         let words = [("on", ExpertStream::On), ("auto", ExpertStream::Auto)];
-        self.choice("LLAMA_EXPERT_STREAM", words, ExpertStream::Off)
+        self.choice(name, words, ExpertStream::Off)
     }
 
     fn early(&mut self) -> Early {
@@ -530,6 +536,15 @@ mod tests {
     }
 
     #[test]
+    fn prediction_turns_streaming_on_unless_that_is_set() {
+        let predict = ("LLAMA_EXPERT_STREAM_PREDICT", "1");
+        let stream = |value| parse(&[predict, ("LLAMA_EXPERT_STREAM", value)]).expert_stream;
+        assert_eq!(parse(&[predict]).expert_stream, ExpertStream::Auto);
+        assert_eq!(stream("on"), ExpertStream::On);
+        assert_eq!(stream("off"), ExpertStream::Off);
+    }
+
+    #[test]
     fn drop_in_variables() {
         let config = parse(&[]);
         assert_eq!(config.poll, Some(Duration::from_secs(1)));
@@ -622,7 +637,11 @@ mod tests {
         assert_eq!((defaults.early, defaults.cache), (Early::None, None));
         assert_eq!(defaults.cache_half_life, 1);
         assert!(defaults.look_ahead && !defaults.page_lock);
-        for (word, early) in [("on", Early::Stock), ("down", Early::Down), ("all", Early::All)] {
+        for (word, early) in [
+            ("on", Early::Stock),
+            ("down", Early::Down),
+            ("all", Early::All),
+        ] {
             let all = [
                 ("LLAMA_POSTFETCH_HOST", word),
                 ("LLAMA_POSTFETCH_CACHE_MB", "3"),
@@ -648,9 +667,15 @@ mod tests {
             }
         }
         let auto = parse(&[("LLAMA_POSTFETCH_CACHE_MB", "auto")]).host_postfetch;
-        assert_eq!((auto.early, auto.cache), (Early::Stock, Some(CacheSize::Auto)));
+        assert_eq!(
+            (auto.early, auto.cache),
+            (Early::Stock, Some(CacheSize::Auto))
+        );
         let wrong = parse(&[("LLAMA_POSTFETCH_CACHE_MB", "much")]);
-        assert_eq!((wrong.host_postfetch.cache, wrong.rejected.len()), (None, 1));
+        assert_eq!(
+            (wrong.host_postfetch.cache, wrong.rejected.len()),
+            (None, 1)
+        );
     }
 
     #[test]

@@ -165,7 +165,7 @@ pub static VARIABLES: &[Variable] = &[
         name: "LLAMA_EXPERT_STREAM_PREDICT",
         default: Value("0"),
         kind: Switch,
-        help: "also read the experts that the next layer will probably use",
+        help: "also read the experts that the next layer will probably use; drop-in: `LLAMA_EXPERT_STREAM` is then `auto` unless it is set",
         flag: Some("stream-predict"),
     },
     Variable {
@@ -372,7 +372,10 @@ pub(super) fn memory(value: &OsStr) -> Result<Option<u64>, String> {
         "auto" => Ok(None),
         _ => match mib() {
             Some(mib) => Ok(Some(mib << 20)),
-            None => Err(format!("expected auto, or a number of MiB from 0 to {}", u64::MAX >> 20)),
+            None => Err(format!(
+                "expected auto, or a number of MiB from 0 to {}",
+                u64::MAX >> 20
+            )),
         },
     }
 }
