@@ -163,7 +163,8 @@ impl SimGgml {
         command.envs(self.variables().iter().cloned());
     }
 
-    /// The report of the process, which has ended.
+    /// The report of the process, which has ended. Of a process that crashed, it is the one
+    /// after the first finding.
     pub fn report(&self) -> Report {
         let path = self.folder.path().join("report");
         let text = std::fs::read(&path).expect("the process loaded the simulated GPU and ended");

@@ -6,7 +6,7 @@
 //! hold up their caller.
 //!
 //! It finds accesses of device memory that nothing orders. Streams and threads of the host are
-//! participants. A thread hands what it knows to a stream when it submits work; it learns what
+//! participants. A thread hands what it knows to a stream when it submits work; it receives what
 //! a stream knows when it synchronizes with it. Synchronous copies of a thread that have
 //! returned are known to all threads: threads are ordered with each other by means that cannot
 //! be seen here.
@@ -29,7 +29,7 @@
 //! | `SIM_GGML_THREADS` | 1 | threads for the kernels of a stream |
 //! | `SIM_GGML_FAIL` | none | `alloc_buffer:3`: the third call of that function fails; more than one, separated by commas; `all` for each call |
 //! | `SIM_GGML_IGNORE` | none | the same for calls that order: they have no effect |
-//! | `SIM_GGML_REPORT` | none | a file for the report at the end of the process, JSON |
+//! | `SIM_GGML_REPORT` | none | a file for the report, JSON; written at the end of the process, and after the first finding |
 //! | `GGML_OP_OFFLOAD_MIN_BATCH` | 32 | the smallest batch for which the device takes operations with weights in host memory |
 
 mod backend;

@@ -9,6 +9,7 @@ use crate::ggml::Ggml;
 use crate::host::HostThread;
 use crate::memory::{Block, Memory};
 use crate::order::{Clock, Use, Who};
+use crate::report;
 use crate::schedule::Schedule;
 use crate::settings::Settings;
 use crate::stream::Shared;
@@ -190,6 +191,7 @@ impl Sim {
         }
         let participants = self.participants.lock().expect("no panic").clone();
         let mut findings = self.findings.lock().expect("no panic");
+        let first = findings.unordered == 0;
         for found in unordered {
             findings.unordered += 1;
             if findings.examples.len() < EXAMPLES {
@@ -203,6 +205,11 @@ impl Sim {
                     found.bytes,
                 ));
             }
+        }
+        drop(findings);
+        if first {
+            // The process may not live to its end.
+            report::write_if_wanted(self);
         }
     }
 
