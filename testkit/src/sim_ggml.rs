@@ -34,10 +34,10 @@ pub struct Report {
     pub examples: Vec<String>,
     /// The link.
     pub link: Links,
-    /// Time in which a kernel runs.
-    pub kernel_ns: u64,
-    /// Time in which a kernel runs and a copy to the device, too.
-    pub overlap_ns: u64,
+    /// The whole time of the process.
+    pub all: Busy,
+    /// From the start of the first product of routed weights to the end of the last.
+    pub routed: Busy,
     /// Bytes of device memory.
     pub memory: Memory,
     /// Streams, in the order of their start.
@@ -46,6 +46,19 @@ pub struct Report {
     pub threads: Vec<Thread>,
     /// Products of routed weights, in the order of the computation.
     pub products: Vec<Product>,
+}
+
+/// For how long something runs.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Busy {
+    /// How long it is.
+    pub span_ns: u64,
+    /// Time in which a kernel runs.
+    pub kernel_ns: u64,
+    /// Time in which a copy to the device runs.
+    pub copy_ns: u64,
+    /// Time in which both run.
+    pub overlap_ns: u64,
 }
 
 /// Both directions of the link.

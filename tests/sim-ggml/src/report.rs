@@ -1,5 +1,6 @@
 //! The report: what was called, what was found, and what it took in virtual time.
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -59,11 +60,29 @@ fn of(sim: &Sim) -> Value {
         "to_device": direction(Direction::ToDevice),
         "from_device": direction(Direction::FromDevice),
     });
-    let (kernel_ns, overlap_ns) = {
-        let kernels = sim.kernels.lock().expect("no panic");
+    let products = sim.products.lock().expect("no panic");
+    let busy = |span: Range<u64>| {
+        let kernels = sim.kernels.lock().expect("no panic").within(&span);
         let link = sim.link(Direction::ToDevice).lock().expect("no panic");
-        (kernels.total(), kernels.common(&link.schedule))
+        let link = link.schedule.within(&span);
+        json!({
+            "span_ns": span.end - span.start,
+            "kernel_ns": kernels.total(),
+            "copy_ns": link.total(),
+            "overlap_ns": kernels.common(&link),
+        })
     };
+    let start = products.iter().map(|product| product.time.start).min();
+    let end = products.iter().map(|product| product.time.end).max();
+    let routed = start.unwrap_or(0)..end.unwrap_or(0);
+    let end = sim.kernels.lock().expect("no panic").end();
+    let end = end.max(
+        sim.link(Direction::ToDevice)
+            .lock()
+            .expect("no panic")
+            .schedule
+            .end(),
+    );
     let streams = sim.streams.lock().expect("no panic");
     let streams: Vec<Value> = streams
         .iter()
@@ -89,7 +108,6 @@ fn of(sim: &Sim) -> Value {
             json!({"name": &*thread.name, "time_ns": time, "waited_ns": waited})
         })
         .collect();
-    let products = sim.products.lock().expect("no panic");
     let products: Vec<Value> = products
         .iter()
         .map(|product| {
@@ -113,8 +131,8 @@ fn of(sim: &Sim) -> Value {
         "unknown_memory": findings.unknown,
         "examples": findings.examples,
         "link": links,
-        "kernel_ns": kernel_ns,
-        "overlap_ns": overlap_ns,
+        "all": busy(0..end),
+        "routed": busy(routed),
         "memory": {"now": used.now, "peak": used.peak},
         "streams": streams,
         "threads": threads,

@@ -1,0 +1,243 @@
+//! Prefill in an unmodified host whose experts are in host memory, in virtual time: a simulated
+//! GPU takes the time of copies and kernels and moves nothing. Stock against the drop-in.
+//!
+//! Run it with `cargo xtask bench postfetch_host`. The models have the sizes of real ones in the
+//! plain architecture `llama`: attention without what is special to a model, no shared expert,
+//! no biases. Files have holes for data.
+
+use std::path::Path;
+
+use testkit::host::{DropIn, Host, Program, preload_library};
+use testkit::sim_ggml::{Report, SimGgml};
+use testkit::writer::{F32, Gguf, Kv, MXFP4, Q4_K, Q8_0, nbytes, vocabulary};
+
+/// Layers of the files. The last of a prompt has one token, and the first starts cold.
+const LAYERS: usize = 4;
+/// Layers whose time is measured, from the end of one to the end of the next.
+const MEASURED: std::ops::Range<usize> = 0..2;
+/// Tokens of a vocabulary.
+const TOKENS: usize = 512;
+/// Tokens of a prompt, in one batch.
+const PROMPTS: [usize; 2] = [512, 2048];
+
+/// Bytes per nanosecond that the link copies from mapped weights, and a copy's latency.
+const LINK: f64 = 12.0;
+const LATENCY: f64 = 8000.0;
+/// The machine.
+const MACHINE: [(&str, &str); 8] = [
+    ("SIM_GGML_COMPUTE", "0"),
+    ("SIM_GGML_MEMORY_MB", "65536"),
+    ("SIM_GGML_LINK_GBS", "24"),
+    ("SIM_GGML_PAGEABLE_GBS", "12"),
+    ("SIM_GGML_LATENCY_US", "8"),
+    ("SIM_GGML_DEVICE_GBS", "800"),
+    ("SIM_GGML_TFLOPS", "60"),
+    ("SIM_GGML_LAUNCH_US", "3"),
+];
+
+/// The sizes of a model.
+struct Shape {
+    name: &'static str,
+    experts: i64,
+    used: i64,
+    width: i64,
+    /// Width of an expert.
+    inner: i64,
+    heads: i64,
+    heads_kv: i64,
+    head: i64,
+    ty: u32,
+}
+
+const SHAPES: [Shape; 3] = [
+    Shape {
+        name: "GPT-OSS-120B",
+        experts: 128,
+        used: 4,
+        width: 2880,
+        inner: 2880,
+        heads: 64,
+        heads_kv: 8,
+        head: 64,
+        ty: MXFP4,
+    },
+    Shape {
+        name: "Qwen3-Next-80B",
+        experts: 512,
+        used: 10,
+        width: 2048,
+        inner: 512,
+        heads: 16,
+        heads_kv: 2,
+        head: 256,
+        ty: Q4_K,
+    },
+    Shape {
+        name: "Mixtral-8x7B",
+        experts: 8,
+        used: 2,
+        width: 4096,
+        inner: 14336,
+        heads: 32,
+        heads_kv: 8,
+        head: 128,
+        ty: Q4_K,
+    },
+];
+
+impl Shape {
+    /// Milliseconds to copy a tensor with all experts.
+    fn copy_time(&self) -> f64 {
+        let elements = self.width * self.inner * self.experts;
+        (LATENCY + nbytes(self.ty, elements as u64) as f64 / LINK) / 1e6
+    }
+
+    fn file(&self) -> Gguf {
+        let mut file = Gguf::default();
+        for (key, value) in [
+            ("block_count", LAYERS as i64),
+            ("context_length", 4096),
+            ("embedding_length", self.width),
+            ("feed_forward_length", self.inner),
+            ("attention.head_count", self.heads),
+            ("attention.head_count_kv", self.heads_kv),
+            ("attention.key_length", self.head),
+            ("attention.value_length", self.head),
+            ("rope.dimension_count", self.head),
+            ("expert_count", self.experts),
+            ("expert_used_count", self.used),
+        ] {
+            file = file.kv(&format!("llama.{key}"), Kv::U32(value as u32));
+        }
+        let epsilon = Kv::Raw(6, 1e-5f32.to_le_bytes().to_vec());
+        file = file.kv("llama.attention.layer_norm_rms_epsilon", epsilon);
+        for (key, value) in vocabulary(TOKENS) {
+            file = file.kv(&key, value);
+        }
+        let (width, inner) = (self.width, self.inner);
+        let (q, kv) = (self.heads * self.head, self.heads_kv * self.head);
+        file = file
+            .zeros("token_embd.weight", &[width, TOKENS as i64], Q8_0)
+            .zeros("output_norm.weight", &[width], F32)
+            .zeros("output.weight", &[width, TOKENS as i64], Q8_0);
+        for layer in 0..LAYERS {
+            for (name, ne, ty) in [
+                ("attn_norm", vec![width], F32),
+                ("attn_q", vec![width, q], Q8_0),
+                ("attn_k", vec![width, kv], Q8_0),
+                ("attn_v", vec![width, kv], Q8_0),
+                ("attn_output", vec![q, width], Q8_0),
+                ("ffn_norm", vec![width], F32),
+                ("ffn_gate_inp", vec![width, self.experts], F32),
+                ("ffn_gate_exps", vec![width, inner, self.experts], self.ty),
+                ("ffn_up_exps", vec![width, inner, self.experts], self.ty),
+                ("ffn_down_exps", vec![inner, width, self.experts], self.ty),
+            ] {
+                file = file.zeros(&format!("blk.{layer}.{name}.weight"), &ne, ty);
+            }
+        }
+        file
+    }
+}
+
+/// How experts are placed, and whether the drop-in takes part.
+#[derive(Clone, Copy, PartialEq)]
+enum Run {
+    ExpertsOnDevice,
+    Stock,
+    DropIn,
+}
+
+/// Evaluates a prompt; returns what the simulated GPU reports.
+fn prefill(model: &Path, tokens: usize, run: Run) -> Report {
+    let sim = SimGgml::new(&MACHINE);
+    let program = Program::PythonExpertsOnCpu;
+    let mut host = Host::start_with(program, model, &DropIn::Absent, |command| {
+        sim.prepare(command);
+        command.arg(format!("tokens={tokens}"));
+        match run {
+            Run::ExpertsOnDevice => {
+                command.arg("on-cpu=no tensor");
+            }
+            Run::Stock => {}
+            Run::DropIn => {
+                command.env("LD_PRELOAD", preload_library());
+                command.env("LLAMA_POSTFETCH_HOST", "on");
+            }
+        }
+    });
+    host.ask(&format!("prompt {tokens}"));
+    assert_eq!(host.end(), Some(0));
+    let report = sim.report();
+    report.assert_ordered();
+    report
+}
+
+/// Virtual times of a layer in milliseconds.
+struct Layer {
+    /// From the end of the layer before to its own end.
+    whole: f64,
+    /// One product of routed weights, on average.
+    product: f64,
+}
+
+impl Layer {
+    fn of(report: &Report) -> Layer {
+        let find = |role: &str, layer: usize| {
+            let name = format!("ffn_moe_{role}-{layer}");
+            let found = report.products.iter().find(|product| product.name == name);
+            found.unwrap_or_else(|| panic!("no {name} on the device"))
+        };
+        let layers = (MEASURED.end - MEASURED.start) as f64;
+        let ends = [MEASURED.start, MEASURED.end].map(|layer| find("down", layer).end_ns);
+        let measured = (MEASURED.start + 1..=MEASURED.end).flat_map(|layer| {
+            ["gate", "up", "down"].map(|role| {
+                let product = find(role, layer);
+                product.end_ns - product.start_ns
+            })
+        });
+        Layer {
+            whole: (ends[1] - ends[0]) as f64 / layers / 1e6,
+            product: measured.sum::<u64>() as f64 / layers / 3.0 / 1e6,
+        }
+    }
+
+    /// All but the products.
+    fn rest(&self) -> f64 {
+        self.whole - 3.0 * self.product
+    }
+}
+
+fn main() {
+    println!(
+        "Virtual time of a layer in a prompt, ms: A all but the experts, C the copy of a tensor of experts, K its product.\n"
+    );
+    println!(
+        "| model | tokens | A | C | K | stock | A + 3C + 3K | with the drop-in | A + 3C + K | max(3C, A + 3K) | gain | kernels overlapped |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|---|---|---|");
+    let folder = tempfile::tempdir().expect("a folder");
+    for shape in &SHAPES {
+        let path = folder.path().join("model.gguf");
+        shape.file().write_sparse(&path).expect("a file with holes");
+        for tokens in PROMPTS {
+            let on_device = Layer::of(&prefill(&path, tokens, Run::ExpertsOnDevice));
+            let stock = Layer::of(&prefill(&path, tokens, Run::Stock));
+            let report = prefill(&path, tokens, Run::DropIn);
+            let drop_in = Layer::of(&report);
+            let (a, k) = (on_device.rest(), stock.product);
+            let c = shape.copy_time();
+            println!(
+                "| {} | {tokens} | {a:.2} | {c:.2} | {k:.2} | {:.1} | {:.1} | {:.1} | {:.1} | {:.1} | {:.2} | {:.0} % |",
+                shape.name,
+                stock.whole,
+                a + 3.0 * c + 3.0 * k,
+                drop_in.whole,
+                a + 3.0 * c + k,
+                (3.0 * c).max(a + 3.0 * k),
+                stock.whole / drop_in.whole,
+                100.0 * report.routed.overlap_ns as f64 / report.routed.kernel_ns as f64,
+            );
+        }
+    }
+}
