@@ -94,6 +94,8 @@ pub struct Status {
     pub waiting: Option<Waiting>,
     /// Number of files and reloads that failed, by cause.
     pub failures: BTreeMap<String, u64>,
+    /// Figures of post-fetch, if the environment enables it.
+    pub post_fetch: Option<PostFetchFigures>,
     pub models: Vec<ModelStatus>,
 }
 
@@ -170,6 +172,70 @@ impl StreamFigures {
         }
         if self.stopped {
             text += "; streaming has stopped because reading ahead had no effect";
+        }
+        text
+    }
+}
+
+/// Figures of post-fetch in an unmodified program.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct PostFetchFigures {
+    /// Number of layers whose experts were copied once they were routed.
+    pub layers: u64,
+    /// Number of layers whose experts were copied before they were routed.
+    pub layers_ahead: u64,
+    /// Bytes that were copied early.
+    pub early_bytes: u64,
+    /// Bytes of the program's own copies that were left out.
+    pub left_out_bytes: u64,
+    /// Bytes of experts that the program copied itself.
+    pub host_bytes: u64,
+    /// Number of copies that the program made itself, by reason.
+    pub host_copies: BTreeMap<String, u64>,
+    /// Time of the early copies.
+    pub copy_seconds: f64,
+    /// Time for which computing waited for early copies.
+    pub wait_seconds: f64,
+    /// Number of early copies whose bytes differ from the model (`LLAMA_POSTFETCH_DEBUG=1`).
+    pub mismatches: u64,
+    /// Memory on devices that is used for early copies.
+    pub scratch_bytes: u64,
+    /// Bytes of models that are page-locked.
+    pub locked_bytes: u64,
+    /// Why nothing is copied early, if that is known.
+    pub obstacle: Option<String>,
+}
+
+impl PostFetchFigures {
+    /// Returns the share of the copies' time without a wait, 0 to 1; `None` without copies.
+    pub fn overlap(&self) -> Option<f64> {
+        let waited = self.wait_seconds / self.copy_seconds;
+        (self.copy_seconds > 0.0).then(|| (1.0 - waited).max(0.0))
+    }
+
+    /// Returns the figures as a sentence without its full stop.
+    pub fn sentence(&self) -> String {
+        let mb = |bytes: u64| bytes as f64 / 1e6;
+        let mut text = match self.early_bytes + self.host_bytes {
+            0 => "no experts were copied to a GPU: the program does so for batches from 32 tokens, if a GPU has the rest of the model".into(),
+            _ => format!(
+                "{:.0} MB of experts copied early, {:.0} MB by the program",
+                mb(self.early_bytes),
+                mb(self.host_bytes),
+            ),
+        };
+        if let Some(overlap) = self.overlap() {
+            text += &format!(
+                ", {:.0} % of the copies' time overlapped with computing",
+                100.0 * overlap
+            );
+        }
+        if self.locked_bytes > 0 {
+            text += &format!(", {:.0} MB page-locked", mb(self.locked_bytes));
+        }
+        if let Some(obstacle) = &self.obstacle {
+            text += &format!("; {obstacle}");
         }
         text
     }
@@ -450,6 +516,8 @@ pub enum Event {
         path: String,
         obstacle: Option<String>,
     },
+    /// Figures of post-fetch, when the process ended.
+    PostFetch { figures: PostFetchFigures },
     /// Figures of expert streaming of a model, when the model or the process ended.
     Stream { model: u64, figures: StreamFigures },
     /// The process ended.

@@ -159,6 +159,9 @@ fn print_status(status: &Status) {
             waiting.obstacle.as_deref().unwrap_or("none")
         );
     }
+    if let Some(figures) = &status.post_fetch {
+        println!("post-fetch: {}", figures.sentence());
+    }
     for model in &status.models {
         println!(
             "model {}: {} tensors of {} file(s), {} as loaded: {}",

@@ -133,11 +133,7 @@ pub fn run(options: &RunOptions) -> Result<()> {
     let status = child::wait(&mut child)?;
     if !options.quiet {
         // The settings as the program had them.
-        let config = Config::parse(|name| {
-            let set = variables.iter().find(|(variable, _)| *variable == name);
-            set.map(|(_, value)| value.clone())
-                .or_else(|| std::env::var_os(name))
-        });
+        let config = Config::parse(|name| value_of(&variables, name));
         for line in summary(&config, &program, &preload, &journal.read()) {
             eprintln!("llama-sidecar: {line}");
         }
@@ -150,9 +146,10 @@ pub fn run(options: &RunOptions) -> Result<()> {
 /// Returns the lines of the summary.
 fn summary(config: &Config, program: &Executable, preload: &Path, events: &Events) -> Vec<String> {
     let streams = config.expert_stream.streams();
-    if !config.hotswap && !config.traces() && !streams {
+    let fetches = config.host_postfetch.is_used();
+    if !config.hotswap && !config.traces() && !streams && !fetches {
         return vec![
-            "nothing enabled: pass --hotswap, --stream-experts or an --expert-trace-* option"
+            "nothing enabled: pass --hotswap, --stream-experts, --post-fetch, --page-lock or an --expert-trace-* option"
                 .into(),
         ];
     }
@@ -166,11 +163,15 @@ fn summary(config: &Config, program: &Executable, preload: &Path, events: &Event
     // A trace may be written many times; the last result counts.
     let mut traces = BTreeMap::new();
     let mut streamed = Vec::new();
+    let mut fetched = Vec::new();
     let mut not_streamed = Vec::new();
     for event in events.iter() {
         match event {
             Event::Stream { figures, .. } if figures.layers > 0 => {
                 streamed.push(format!("experts: {}", figures.sentence()));
+            }
+            Event::PostFetch { figures } => {
+                fetched.push(format!("post-fetch: {}", figures.sentence()));
             }
             Event::StreamStart {
                 path,
@@ -228,6 +229,7 @@ fn summary(config: &Config, program: &Executable, preload: &Path, events: &Event
     }
     lines.extend(not_streamed);
     lines.extend(streamed);
+    lines.extend(fetched);
     if config.trace_output.is_some() && total.expert_layers == 0 {
         lines.push(format!("no trace: {models} has no routed experts"));
     }
@@ -251,6 +253,13 @@ struct Totals {
     longest_pause_us: u64,
 }
 
+/// Returns the value of a variable in the command.
+fn value_of(set: &[Setting], name: &str) -> Option<OsString> {
+    let set = set.iter().find(|(variable, _)| *variable == name);
+    set.map(|(_, value)| value.clone())
+        .or_else(|| std::env::var_os(name))
+}
+
 /// Returns the variables of the command.
 fn variables(options: &RunOptions, preload: &Path) -> Vec<Setting> {
     let mut list = preload.as_os_str().to_owned();
@@ -261,6 +270,13 @@ fn variables(options: &RunOptions, preload: &Path) -> Vec<Setting> {
     let mut all = vec![("LD_PRELOAD", list)];
     all.extend(options.settings.0.iter().cloned());
     all.extend(options.postfetch.iter().cloned());
+    if Config::parse(|name| value_of(&all, name))
+        .host_postfetch
+        .page_lock
+    {
+        // Without it, ggml's CUDA backend refuses to lock memory.
+        all.push(("GGML_CUDA_REGISTER_HOST", "1".into()));
+    }
     let is_set = |name| all.iter().any(|(set, _)| *set == name);
     // Names and layers are parts of the summary.
     if is_set("LLAMA_EXPERT_TRACE_NAMES") || is_set("LLAMA_EXPERT_TRACE_PER_LAYER") {

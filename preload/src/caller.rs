@@ -41,6 +41,10 @@ macro_rules! hooks {
             SchedSynchronize = ggml_backend_sched_synchronize,
             SchedFree = ggml_backend_sched_free,
             BackendCompute = ggml_backend_graph_compute_async,
+            BackendSynchronize = ggml_backend_synchronize,
+            TensorGetAsync = ggml_backend_tensor_get_async,
+            TensorSetAsync = ggml_backend_tensor_set_async,
+            OffloadOp = ggml_backend_offload_op,
             ReloadChangedTensors = llama_reload_changed_tensors,
         }
     };

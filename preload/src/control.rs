@@ -29,7 +29,8 @@ use serde_json::{Value, json};
 
 use crate::models::{Instance, Model};
 use crate::{
-    barrier, expert_trace, metrics, models, placement, reloader, sched, streaming, thread,
+    barrier, expert_trace, metrics, models, placement, postfetch, reloader, sched, streaming,
+    thread,
 };
 
 /// The longest request. Those of `llama-sidecar` have less than 100 bytes.
@@ -256,6 +257,7 @@ fn status() -> Status {
             obstacle: obstacle.map(|obstacle| obstacle.name().into()),
             seconds: since.as_secs_f64(),
         }),
+        post_fetch: postfetch::is_used().then(postfetch::figures),
         failures: reloader::counts()
             .failures
             .filter(|(_, count)| *count > 0)

@@ -14,7 +14,9 @@ const COUNTED_INPUTS: [&CStr; 2] = [c"inp_tokens", c"inp_pos"];
 pub struct UsedWeight {
     /// The tensor.
     pub tensor: *mut Tensor,
-    /// The operation that reads the tensor.
+    /// The node that reads the tensor.
+    pub node: *mut Tensor,
+    /// The operation of the node.
     pub op: i32,
     /// The routed ids, when the operation reads experts; else null.
     pub ids: *mut Tensor,
@@ -77,6 +79,7 @@ impl GraphReads {
                     if is_weight(weight) && weight != viewed {
                         reads.weights.push(UsedWeight {
                             tensor: weight,
+                            node,
                             op,
                             // GGML_OP_MUL_MAT_ID has weights, activations, ids as sources.
                             ids: match op == ggml.ops.mul_mat_id {

@@ -22,9 +22,10 @@ use crate::ggml::{
     Backend, Buffer, Context, Ggml, Graph, STATUS_FAILED, STATUS_SUCCESS, Sched, Tensor,
 };
 use crate::models::Model;
+use crate::parts::{self, Parts};
 use crate::sched::{self, Allocated, Scheduler};
 use crate::thread::{self, Inside};
-use crate::{lifecycle, load, logits, models, reloader, routing};
+use crate::{lifecycle, load, logits, models, postfetch, reloader, routing};
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 compile_error!("the drop-in works on Linux x86-64 only");
@@ -114,6 +115,10 @@ fn replacement(hook: Hook) -> *const c_void {
         Hook::SchedSynchronize => sched_synchronize as *const c_void,
         Hook::SchedFree => sched_free as *const c_void,
         Hook::BackendCompute => backend_compute as *const c_void,
+        Hook::BackendSynchronize => part_synchronize as *const c_void,
+        Hook::TensorGetAsync => part_get as *const c_void,
+        Hook::TensorSetAsync => part_set as *const c_void,
+        Hook::OffloadOp => offload_op as *const c_void,
         Hook::ReloadChangedTensors => reload_changed_tensors as *const c_void,
     }
 }
@@ -129,25 +134,6 @@ struct Call {
 thread_local! {
     /// Passed from [`route`] to the replacement that it chose.
     static CALL: Cell<Option<Call>> = const { Cell::new(None) };
-    /// Whether this thread evaluates a graph part by part, and routed experts are reported.
-    static IN_SPLITS: Cell<bool> = const { Cell::new(false) };
-}
-
-/// While this value lives, parts of a graph are evaluated on this thread. An exception of the
-/// program ends it, too.
-struct InSplits;
-
-impl InSplits {
-    fn enter(reported: bool) -> InSplits {
-        IN_SPLITS.set(reported);
-        InSplits
-    }
-}
-
-impl Drop for InSplits {
-    fn drop(&mut self) {
-        IN_SPLITS.set(false);
-    }
 }
 
 /// Returns the function that a call goes to: the one that was meant, or its replacement.
@@ -168,11 +154,15 @@ fn destination(hook: Hook, return_address: usize, arguments: &Arguments) -> *con
         _ => return missing(hook, caller),
     };
     let opens_file = matches!(hook, Hook::GgufInit | Hook::GgufInitStream);
-    let is_split = hook == Hook::BackendCompute && IN_SPLITS.get();
-    let wanted = lifecycle::is_on()
-        && (!thread::is_inside() || is_split)
-        && (opens_file || !models::is_empty());
-    if !wanted {
+    let in_parts = parts::current().is_some();
+    let wanted = match hook {
+        Hook::BackendCompute => in_parts || !thread::is_inside(),
+        Hook::BackendSynchronize | Hook::TensorGetAsync | Hook::TensorSetAsync => in_parts,
+        // While the program splits a graph, this thread runs code of the drop-in.
+        Hook::OffloadOp => postfetch::offloads(),
+        _ => !thread::is_inside(),
+    };
+    if !wanted || !lifecycle::is_on() || (!opens_file && models::is_empty()) {
         return real;
     }
     let _inside = Inside::enter();
@@ -181,9 +171,9 @@ fn destination(hook: Hook, return_address: usize, arguments: &Arguments) -> *con
         return real;
     };
     CALL.set(Some(Call { caller, ggml, real }));
-    match is_split {
-        true => split_compute as *const c_void,
-        false => replacement(hook),
+    match hook {
+        Hook::BackendCompute if in_parts => part_compute as *const c_void,
+        _ => replacement(hook),
     }
 }
 
@@ -423,12 +413,16 @@ unsafe extern "C-unwind" fn sched_alloc_graph(sched: *mut Sched, graph: *mut Gra
         if let Some(Allocated {
             reads, backends, ..
         }) = allocated
-            && lifecycle::uses_routing()
             && is_true(result)
         {
-            guarded(|| {
-                // SAFETY: the arguments of the call are live, and the graph is allocated.
-                unsafe { routing::watch(scheduler, sched, &reads, backends.on_cpu, ids_known) };
+            // SAFETY: the arguments of the call are live, and the graph is allocated.
+            guarded(|| unsafe {
+                if lifecycle::uses_routing() {
+                    routing::watch(scheduler, sched, &reads, backends.on_cpu, ids_known);
+                }
+                if !backends.on_cpu {
+                    postfetch::graph_split(scheduler, sched, &reads);
+                }
             });
         }
         scheduler.leave();
@@ -482,11 +476,13 @@ unsafe extern "C-unwind" fn sched_compute(sched: *mut Sched, graph: *mut Graph) 
     let scheduler = Scheduler::of(call.ggml, sched as usize);
     evaluate(scheduler, || {
         let real = meant!(call, *mut Sched, *mut Graph);
-        let in_splits = lifecycle::uses_routing() && scheduler.is_some_and(routing::is_mixed);
-        let splits = InSplits::enter(in_splits);
+        let reported = |of: &Scheduler| {
+            lifecycle::uses_routing() && routing::is_mixed(*of) || postfetch::has_plan(*of)
+        };
+        let parts = Parts::enter(scheduler.filter(reported));
         // SAFETY: the arguments of the call.
         let result = unsafe { real(sched, graph) };
-        drop(splits);
+        drop(parts);
         if log::log_enabled!(log::Level::Debug) {
             // SAFETY: the graph is live, and its backends are waited for first.
             guarded(|| unsafe {
@@ -564,22 +560,93 @@ unsafe extern "C-unwind" fn backend_compute(backend: *mut Backend, graph: *mut G
 }
 
 /// The evaluation of a part of a graph.
-unsafe extern "C-unwind" fn split_compute(backend: *mut Backend, split: *mut Graph) -> usize {
+unsafe extern "C-unwind" fn part_compute(backend: *mut Backend, part: *mut Graph) -> usize {
     let (call, _inside) = entered();
+    let ggml = call.ggml;
     // SAFETY: the arguments of the call are live.
     guarded(|| unsafe {
-        if call
-            .ggml
-            .is_cpu((call.ggml.f.ggml_backend_get_device)(backend))
-        {
-            routing::split_begins(call.ggml, split, |routed| {
-                lifecycle::report(|to| to.routed(routed));
-            });
+        match ggml.is_cpu((ggml.f.ggml_backend_get_device)(backend)) {
+            true if lifecycle::uses_routing() => {
+                routing::split_begins(ggml, part, |routed| {
+                    lifecycle::report(|to| to.routed(routed));
+                });
+            }
+            true => {}
+            false => postfetch::part_begins(ggml, backend, part),
         }
     });
     let real = meant!(call, *mut Backend, *mut Graph);
     // SAFETY: the arguments of the call.
-    unsafe { real(backend, split) }
+    unsafe { real(backend, part) }
+}
+
+/// A wait for a backend between the parts of a graph.
+unsafe extern "C-unwind" fn part_synchronize(backend: *mut Backend) -> usize {
+    let (call, _inside) = entered();
+    let real = meant!(call, *mut Backend);
+    // SAFETY: the argument of the call.
+    let result = unsafe { real(backend) };
+    // SAFETY: the backend was waited for.
+    guarded(|| unsafe { postfetch::waited(call.ggml) });
+    result
+}
+
+/// A read of bytes between the parts of a graph.
+unsafe extern "C-unwind" fn part_get(
+    backend: *mut Backend,
+    tensor: *const Tensor,
+    data: *mut c_void,
+    offset: usize,
+    size: usize,
+) -> usize {
+    let (call, _inside) = entered();
+    let real = meant!(call, *mut Backend, *const Tensor, *mut c_void, usize, usize);
+    // SAFETY: the arguments of the call.
+    let result = unsafe { real(backend, tensor, data, offset, size) };
+    if offset == 0 {
+        guarded(|| postfetch::bytes_requested(tensor, data, size));
+    }
+    result
+}
+
+/// A copy to a device between the parts of a graph.
+unsafe extern "C-unwind" fn part_set(
+    backend: *mut Backend,
+    tensor: *mut Tensor,
+    data: *const c_void,
+    offset: usize,
+    size: usize,
+) -> usize {
+    let (call, _inside) = entered();
+    let mut copied = false;
+    guarded(|| {
+        let bytes = offset..offset + size;
+        // SAFETY: the arguments of the call.
+        copied = unsafe { postfetch::is_copied(call.ggml, backend, tensor, data, bytes) };
+    });
+    if copied {
+        return 0;
+    }
+    let real = meant!(call, *mut Backend, *mut Tensor, *const c_void, usize, usize);
+    // SAFETY: the arguments of the call.
+    unsafe { real(backend, tensor, data, offset, size) }
+}
+
+/// The question whether an operation goes to a GPU although its weight is in host memory.
+unsafe extern "C-unwind" fn offload_op(backend: *mut Backend, node: *const Tensor) -> usize {
+    let (call, _inside) = entered();
+    let real = meant!(call, *mut Backend, *const Tensor);
+    // SAFETY: the arguments of the call.
+    let result = unsafe { real(backend, node) };
+    let mut wanted = false;
+    guarded(|| {
+        // SAFETY: a live backend and a live node.
+        wanted = unsafe {
+            let device = (call.ggml.f.ggml_backend_get_device)(backend);
+            !call.ggml.is_cpu(device) && postfetch::offloads_node(call.ggml, node)
+        };
+    });
+    result | usize::from(wanted)
 }
 
 /// Reports a scheduler that is about to be freed, and forgets it.

@@ -1,5 +1,5 @@
-//! The drop-in: an unmodified llama.cpp program gains hot-swap and an expert trace through
-//! `LD_PRELOAD`.
+//! The drop-in: an unmodified llama.cpp program gains hot-swap, an expert trace, expert
+//! streaming and post-fetch through `LD_PRELOAD`.
 //!
 //! Modules, top to bottom. A module imports only modules below it; `tests/layers.rs` checks
 //! that.
@@ -16,9 +16,12 @@
 //! | [`placement`] | the buffer type that llama.cpp would have chosen |
 //! | [`expert_trace`] | the expert trace: which experts evaluations use |
 //! | [`streaming`] | expert streaming: experts from disk as soon as they are routed |
+//! | [`postfetch`] | post-fetch: experts in host memory are copied early to the GPU that multiplies |
+//! | [`page_lock`] | page locks on the mappings of models, for the copies to a GPU |
 //! | [`load`] | loading a model without reading its experts |
 //! | [`capability`] | the events that are reported to capabilities |
 //! | [`routing`] | the moment at which the experts of a layer are known |
+//! | [`parts`] | the graph whose parts a thread evaluates |
 //! | [`sched`] | schedulers, their evaluations and kept graphs |
 //! | [`models`] | the models that the program loaded |
 //! | [`maps`] | files that are mapped into the process |
@@ -56,7 +59,10 @@ mod logits;
 mod maps;
 mod metrics;
 mod models;
+mod page_lock;
+mod parts;
 mod placement;
+mod postfetch;
 mod redirect;
 mod reloader;
 mod routing;

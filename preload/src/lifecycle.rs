@@ -14,12 +14,15 @@ use llama_sidecar::protocol::Event;
 use crate::capability::Capability;
 use crate::expert_trace::ExpertTrace;
 use crate::models::Model;
+use crate::page_lock::PageLock;
+use crate::postfetch::PostFetch;
 use crate::reloader::{self, HotSwap};
 use crate::streaming::Streaming;
 use crate::{barrier, control, journal, sched, signals};
 
 /// The capabilities, in the order in which events are reported to them.
-static CAPABILITIES: [&dyn Capability; 3] = [&ExpertTrace, &Streaming, &HotSwap];
+static CAPABILITIES: [&dyn Capability; 5] =
+    [&ExpertTrace, &Streaming, &PageLock, &PostFetch, &HotSwap];
 
 /// Whether the drop-in is disabled.
 static OFF: AtomicBool = AtomicBool::new(false);
@@ -72,7 +75,7 @@ fn start() {
         capability.start();
     }
     let config = Config::get();
-    if config.traces() || config.expert_stream.streams() {
+    if config.traces() || config.expert_stream.streams() || config.host_postfetch.is_used() {
         signals::finish_on_signals(finish);
     }
     if let Some(path) = &config.control {

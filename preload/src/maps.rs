@@ -51,6 +51,21 @@ impl Maps {
         Maps(text.split(|&byte| byte == b'\n').filter_map(line).collect())
     }
 
+    /// Returns the addresses around one that are mapped to the same file without a gap.
+    pub fn around(&self, address: usize) -> Option<Range<usize>> {
+        let at = self.0.iter().position(|map| map.0.contains(&address))?;
+        let joins = |a: usize, b: usize| {
+            let (a, b) = (&self.0[a], &self.0[b]);
+            a.0.end == b.0.start && (a.1, &a.2) == (b.1, &b.2)
+        };
+        let first = (1..=at).rev().take_while(|&i| joins(i - 1, i)).last();
+        let last = (at + 1..self.0.len())
+            .take_while(|&i| joins(i - 1, i))
+            .last();
+        let first = first.map_or(at, |first| first - 1);
+        Some(self.0[first].0.start..self.0[last.unwrap_or(at)].0.end)
+    }
+
     /// Whether an address is in the mapping of a file. Some file systems show another
     /// device there than `stat` does, so the path is compared, too.
     pub fn is_of(&self, address: *mut c_void, file: &GgufFile) -> bool {

@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use llama_sidecar::protocol::StreamFigures;
+use llama_sidecar::protocol::{PostFetchFigures, StreamFigures};
 use llama_sidecar::reload::Pauses;
 
 use crate::barrier::{self, Obstacle};
-use crate::{expert_trace, models, reloader, sched, streaming};
+use crate::{expert_trace, models, postfetch, reloader, sched, streaming};
 
 /// Returns all figures.
 pub fn text() -> String {
@@ -96,6 +96,7 @@ pub fn text() -> String {
     );
     private_bytes(&mut out);
     streams(&mut out);
+    post_fetch(&mut out);
     out.head(
         "expert_activations_total",
         "counter",
@@ -155,15 +156,10 @@ fn private_bytes(out: &mut Page) {
     }
 }
 
-/// A figure of expert streaming: name, kind, help and value.
-type StreamFigure = (
-    &'static str,
-    &'static str,
-    &'static str,
-    fn(&StreamFigures) -> f64,
-);
+/// A figure: name, kind, help and value.
+type Figure<T> = (&'static str, &'static str, &'static str, fn(&T) -> f64);
 
-const STREAM_FIGURES: [StreamFigure; 8] = [
+const STREAM_FIGURES: [Figure<StreamFigures>; 8] = [
     (
         "stream_checked_bytes_total",
         "counter",
@@ -216,15 +212,73 @@ const STREAM_FIGURES: [StreamFigure; 8] = [
 
 fn streams(out: &mut Page) {
     let models = models::models();
-    let figures = models
+    let figures: Vec<_> = models
         .iter()
-        .filter_map(|model| Some((model.number.to_string(), streaming::figures(model)?)));
-    let figures: Vec<_> = figures.collect();
+        .filter_map(|model| Some((model.number.to_string(), streaming::figures(model)?)))
+        .collect();
     for (name, kind, help, value) in STREAM_FIGURES {
         out.head(name, kind, help);
         for (model, figures) in &figures {
             out.value(name, &[("model", model)], value(figures));
         }
+    }
+}
+
+const POST_FETCH_FIGURES: [Figure<PostFetchFigures>; 8] = [
+    (
+        "post_fetch_early_bytes_total",
+        "counter",
+        "Bytes of experts that were copied to a device early.",
+        |of| of.early_bytes as f64,
+    ),
+    (
+        "post_fetch_host_bytes_total",
+        "counter",
+        "Bytes of experts that the program copied itself.",
+        |of| of.host_bytes as f64,
+    ),
+    (
+        "post_fetch_layers_total",
+        "counter",
+        "Layers whose experts were copied once they were routed.",
+        |of| of.layers as f64,
+    ),
+    (
+        "post_fetch_layers_ahead_total",
+        "counter",
+        "Layers whose experts were copied before they were routed.",
+        |of| of.layers_ahead as f64,
+    ),
+    (
+        "post_fetch_copy_seconds_total",
+        "counter",
+        "Time of the early copies.",
+        |of| of.copy_seconds,
+    ),
+    (
+        "post_fetch_wait_seconds_total",
+        "counter",
+        "Time for which computing waited for early copies.",
+        |of| of.wait_seconds,
+    ),
+    (
+        "post_fetch_scratch_bytes",
+        "gauge",
+        "Memory on devices for early copies.",
+        |of| of.scratch_bytes as f64,
+    ),
+    (
+        "page_locked_bytes",
+        "gauge",
+        "Bytes of models that are page-locked.",
+        |of| of.locked_bytes as f64,
+    ),
+];
+
+fn post_fetch(out: &mut Page) {
+    let figures = postfetch::figures();
+    for (name, kind, help, value) in POST_FETCH_FIGURES {
+        out.single(name, kind, help, value(&figures));
     }
 }
 

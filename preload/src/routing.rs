@@ -332,12 +332,21 @@ unsafe fn is_at(ggml: &Ggml, tensor: *const Tensor, address: usize) -> bool {
 ///
 /// A live tensor of integers in host memory whose data is complete, and stays for `'a`.
 unsafe fn ids_of<'a>(ggml: &Ggml, tensor: *const Tensor) -> Option<Ids<'a>> {
+    // SAFETY: as the caller ensures.
+    unsafe { ids_at(ggml, tensor, ggml.layout.read(tensor, ggml.layout.data)) }
+}
+
+/// Returns the ids of a tensor whose bytes are at `data`; `None` if there are none.
+///
+/// # Safety
+///
+/// A live tensor of integers. The bytes that it spans are at `data`, and stay for `'a`.
+pub unsafe fn ids_at<'a>(ggml: &Ggml, tensor: *const Tensor, data: *const u8) -> Option<Ids<'a>> {
     let layout = &ggml.layout;
     // SAFETY: as the caller ensures.
     unsafe {
         let ne: [i64; 4] = layout.read(tensor, layout.ne);
         let nb: [usize; 4] = layout.read(tensor, layout.nb);
-        let data: *const u8 = layout.read(tensor, layout.data);
         let (used, tokens) = (ne[0].max(0) as usize, ne[1].max(0) as usize);
         let len = Ids::byte_len(used, tokens, nb[0], nb[1])?;
         (len > 0 && !data.is_null()).then(|| Ids {

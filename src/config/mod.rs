@@ -48,6 +48,38 @@ pub struct PostFetch {
     pub debug: bool,
 }
 
+/// The settings of post-fetch in an unmodified program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HostPostFetch {
+    /// `LLAMA_POSTFETCH_HOST`; [`Early::None`] also where another `LLAMA_POSTFETCH_*` variable
+    /// excludes the device.
+    pub early: Early,
+    /// `LLAMA_POSTFETCH_LOOK_AHEAD`.
+    pub look_ahead: bool,
+    /// `LLAMA_POSTFETCH_HOST_PAGE_LOCK`.
+    pub page_lock: bool,
+}
+
+impl HostPostFetch {
+    /// Returns whether experts are copied early, or page-locked.
+    pub fn is_used(self) -> bool {
+        self.early != Early::None || self.page_lock
+    }
+}
+
+/// Which routed experts are copied early in an unmodified program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Early {
+    /// None.
+    None,
+    /// Those that the program copies to a GPU.
+    Stock,
+    /// Also the down-projections of small batches.
+    Down,
+    /// All.
+    All,
+}
+
 /// When routed experts are read from disk as soon as routing is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExpertStream {
@@ -95,6 +127,8 @@ pub struct Config {
     pub expert_stream_predict: bool,
     /// `LLAMA_POSTFETCH_*`.
     pub postfetch: PostFetch,
+    /// `LLAMA_POSTFETCH_*`, in an unmodified program.
+    pub host_postfetch: HostPostFetch,
     /// `LLAMA_SIDECAR_SPLIT`, checked and kept as text.
     pub split: Option<CString>,
     /// `LLAMA_SIDECAR_CPU_MOE`.
@@ -151,10 +185,19 @@ impl Config {
             ),
             debug: values.switch("LLAMA_POSTFETCH_DEBUG"),
         };
+        let uses_device = postfetch.enable && !postfetch.force_cpu && postfetch.dedicated_streams;
+        let host_postfetch = HostPostFetch {
+            early: Some(values.early())
+                .filter(|_| uses_device)
+                .unwrap_or(Early::None),
+            look_ahead: values.switch("LLAMA_POSTFETCH_LOOK_AHEAD"),
+            page_lock: values.switch("LLAMA_POSTFETCH_HOST_PAGE_LOCK"),
+        };
         // Checked for its message alone: there is one setting.
         values.text("LLAMA_HOTSWAP_KV");
         Config {
             postfetch,
+            host_postfetch,
             hotswap: values.switch("LLAMA_HOTSWAP_ENABLED"),
             poll: values.interval("LLAMA_HOTSWAP_POLL_MS", Duration::from_millis),
             quiet: values
@@ -241,16 +284,33 @@ impl<F: Fn(&str) -> Option<OsString>> Values<F> {
     }
 
     fn expert_stream(&mut self) -> ExpertStream {
-        let variable = Variable::named("LLAMA_EXPERT_STREAM");
+        let words = [("on", ExpertStream::On), ("auto", ExpertStream::Auto)];
+        self.choice("LLAMA_EXPERT_STREAM", words, ExpertStream::Off)
+    }
+
+    fn early(&mut self) -> Early {
+        let words = [
+            ("on", Early::Stock),
+            ("down", Early::Down),
+            ("all", Early::All),
+        ];
+        self.choice("LLAMA_POSTFETCH_HOST", words, Early::None)
+    }
+
+    /// Returns what a word of a variable stands for; `otherwise` for its other words.
+    fn choice<T: Copy, const N: usize>(
+        &mut self,
+        name: &str,
+        words: [(&str, T); N],
+        otherwise: T,
+    ) -> T {
+        let variable = Variable::named(name);
         let parse = |value: &OsStr| {
             variable.check(value)?;
-            Ok(match value.as_bytes() {
-                b"on" => ExpertStream::On,
-                b"auto" => ExpertStream::Auto,
-                _ => ExpertStream::Off,
-            })
+            let known = words.iter().find(|(word, _)| value == *word);
+            Ok(known.map_or(otherwise, |(_, stands_for)| *stands_for))
         };
-        self.get(variable.name, parse).unwrap_or(ExpertStream::Off)
+        self.get(name, parse).unwrap_or(otherwise)
     }
 
     /// Returns text that is checked and kept as it is.
@@ -514,10 +574,41 @@ mod tests {
             ("LLAMA_POSTFETCH_CPU_LIMIT", "0"),
             ("LLAMA_POSTFETCH_SPIN_US", "4294967296"),
             ("LLAMA_POSTFETCH_SCRATCHPAD_MB", "17592186044416"),
+            ("LLAMA_POSTFETCH_HOST", "yes"),
         ] {
             let config = parse(&[(name, value)]);
             assert_eq!(config.rejected.len(), 1, "{name}={value}");
             assert_eq!(config.postfetch, defaults);
+            assert_eq!(config.host_postfetch.early, Early::None);
+        }
+    }
+
+    #[test]
+    fn postfetch_in_an_unmodified_program() {
+        let defaults = parse(&[]).host_postfetch;
+        assert_eq!(defaults.early, Early::None);
+        assert!(defaults.look_ahead && !defaults.page_lock);
+        for (word, early) in [
+            ("on", Early::Stock),
+            ("down", Early::Down),
+            ("all", Early::All),
+        ] {
+            let host = ("LLAMA_POSTFETCH_HOST", word);
+            let ahead = ("LLAMA_POSTFETCH_LOOK_AHEAD", "0");
+            let lock = ("LLAMA_POSTFETCH_HOST_PAGE_LOCK", "1");
+            let set = HostPostFetch {
+                early,
+                look_ahead: false,
+                page_lock: true,
+            };
+            assert_eq!(parse(&[host, ahead, lock]).host_postfetch, set);
+            for without in [
+                ("LLAMA_POSTFETCH_ENABLE", "0"),
+                ("LLAMA_POSTFETCH_FORCE_CPU", "1"),
+                ("LLAMA_POSTFETCH_USE_DEDICATED_STREAMS", "0"),
+            ] {
+                assert_eq!(parse(&[host, without]).host_postfetch.early, Early::None);
+            }
         }
     }
 

@@ -198,7 +198,7 @@ pub static VARIABLES: &[Variable] = &[
         name: "LLAMA_POSTFETCH_SCRATCHPAD_MB",
         default: Value("0"),
         kind: MIB,
-        help: "device memory for experts, in MiB; `0`: the need of one token",
+        help: "device memory for experts, in MiB; `0`: the need of one token; drop-in: up to half of the free memory",
         flag: None,
     },
     Variable {
@@ -235,6 +235,30 @@ pub static VARIABLES: &[Variable] = &[
         kind: Switch,
         help: "`1`: log each layer and expert, and the overlap of each layer",
         flag: None,
+    },
+    Variable {
+        name: "LLAMA_POSTFETCH_HOST",
+        default: Value("off"),
+        kind: Kind::Choice {
+            values: &["off", "on", "down", "all"],
+            bare_flag: "on",
+        },
+        help: "drop-in: copy routed experts early in an unmodified program: `off`, `on` (where the program itself copies them to a GPU), `down` and `all` (down-projections, or all matrices, of every batch)",
+        flag: Some("post-fetch"),
+    },
+    Variable {
+        name: "LLAMA_POSTFETCH_LOOK_AHEAD",
+        default: Value("1"),
+        kind: Switch,
+        help: "drop-in: `0`: copy no expert before its layer is routed",
+        flag: None,
+    },
+    Variable {
+        name: "LLAMA_POSTFETCH_HOST_PAGE_LOCK",
+        default: Value("0"),
+        kind: Switch,
+        help: "drop-in: page-lock the mapping of a model for the GPU backend; works without the other variables",
+        flag: Some("page-lock"),
     },
     Variable {
         name: "LLAMA_SIDECAR_JOURNAL",

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use llama_sidecar::gguf::TypeInfo;
-use llama_sidecar::protocol::Event;
+use llama_sidecar::protocol;
 use once_cell::sync::OnceCell;
 use parking_lot::Mutex;
 
@@ -75,7 +75,7 @@ impl Ggml {
             Ok((layout, ops)) => {
                 journal::note(|| {
                     let (path, version) = about(symbol, &functions);
-                    Event::Ggml { path, version }
+                    protocol::Event::Ggml { path, version }
                 });
                 let copy = Box::leak(Box::new(Ggml {
                     f: functions,
@@ -349,7 +349,7 @@ fn about(symbol: &dyn Fn(&CStr) -> *mut c_void, functions: &Functions) -> (Strin
 fn passive(reason: std::fmt::Arguments<'_>) {
     static SAID: AtomicBool = AtomicBool::new(false);
     if !SAID.swap(true, Ordering::Relaxed) {
-        journal::note(|| Event::Passive {
+        journal::note(|| protocol::Event::Passive {
             reason: reason.to_string(),
         });
         log::warn!("{reason}; hot-swap stays off in this program");

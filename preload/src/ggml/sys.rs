@@ -30,6 +30,8 @@ opaque! {
     Device
     /// `struct ggml_backend_reg`.
     Registration
+    /// `struct ggml_backend_event`.
+    Event
 }
 
 /// `struct ggml_init_params`.
@@ -139,8 +141,19 @@ functions! {
     ggml_backend_dev_backend_reg(*mut Device) -> *mut Registration;
     ggml_backend_reg_get_proc_address(*mut Registration, *const c_char) -> *mut c_void;
     ggml_backend_get_device(*mut Backend) -> *mut Device;
+    ggml_backend_reg_name(*mut Registration) -> *const c_char;
+    ggml_backend_dev_init(*mut Device, *const c_char) -> *mut Backend;
+    ggml_backend_free(*mut Backend);
+    ggml_backend_synchronize(*mut Backend);
+    ggml_backend_tensor_set_async(*mut Backend, *mut Tensor, *const c_void, usize, usize);
+    ggml_backend_event_new(*mut Device) -> *mut Event;
+    ggml_backend_event_free(*mut Event);
+    ggml_backend_event_record(*mut Event, *mut Backend);
+    ggml_backend_event_synchronize(*mut Event);
+    ggml_backend_event_wait(*mut Backend, *mut Event);
     ggml_backend_sched_synchronize(*mut Sched);
     ggml_backend_sched_get_tensor_backend(*mut Sched, *mut Tensor) -> *mut Backend;
     ggml_backend_sched_get_n_backends(*mut Sched) -> c_int;
     ggml_backend_sched_get_backend(*mut Sched, c_int) -> *mut Backend;
+    ggml_backend_sched_get_n_copies(*mut Sched) -> c_int;
 }

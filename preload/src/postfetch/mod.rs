@@ -1,0 +1,577 @@
+//! Post-fetch in an unmodified program: experts in host memory that a GPU multiplies are copied
+//! to it early.
+//!
+//! llama.cpp copies experts itself, for batches from a limit on, strictly by turns: it waits for
+//! the GPU, reads the ids, copies the used experts of one matrix, and multiplies. Here the copies
+//! of all matrices of a layer begin when its ids are known, in a queue of their own, and those of
+//! the next layer if nearly all experts are used. The program's own copies are left out where
+//! they would copy the same bytes. Whatever fails, they are not left out.
+//!
+//! The program's calls show when what is known:
+//!
+//! | call of the scheduler | here |
+//! |---|---|
+//! | it has split and allocated a graph | [`plan`]: each copy gets memory of its own |
+//! | `ggml_backend_tensor_get_async` of ids, `ggml_backend_synchronize` | copies are requested |
+//! | `ggml_backend_tensor_set_async` of experts | left out if requested |
+//! | `ggml_backend_graph_compute_async` of a part | the GPU waits for the copies |
+//!
+//! The first evaluation of a scheduler only checks that the calls come in this order.
+
+mod figures;
+mod instance;
+mod plan;
+mod transfer;
+
+use std::cell::Cell;
+use std::ffi::{CStr, c_void};
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+use llama_sidecar::config::{Config, Early};
+use llama_sidecar::experts::{ExpertName, Projection};
+use llama_sidecar::protocol::{Event, PostFetchFigures};
+use llama_sidecar::trace::Ids;
+use parking_lot::Mutex;
+
+use crate::barrier::SLOTS;
+use crate::capability::Capability;
+use crate::ggml::{Backend, Ggml, Graph, Sched, Tensor};
+use crate::graph::GraphReads;
+use crate::models::Model;
+use crate::routing::{self, Routed};
+use crate::sched::{Allocated, Scheduler};
+use crate::{journal, page_lock, parts};
+use figures::{FIGURES, Reason};
+use plan::{Devices, Layer, Plan};
+use transfer::{Fetcher, Progress};
+
+/// Post-fetch, as a capability.
+pub struct PostFetch;
+
+/// The share of used experts, in percent, from which all experts of the next layer are copied.
+const NEARLY_ALL: usize = 90;
+
+/// What is known of the order of the program's calls.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Order {
+    /// No evaluation had experts to copy.
+    Unknown,
+    /// An evaluation had the order that post-fetch needs.
+    Expected,
+    /// A call came out of this order.
+    Other,
+}
+
+/// What post-fetch has for a scheduler.
+struct State {
+    plan: Option<Plan>,
+    devices: Devices,
+    fetcher: Option<Fetcher>,
+    order: Order,
+    /// Whether an evaluation has copied experts in the expected order.
+    seen: bool,
+    /// Whether nearly all experts of the last layer were used.
+    nearly_all: bool,
+    /// Experts that are requested next.
+    used: Marked,
+}
+
+impl State {
+    const fn new() -> State {
+        State {
+            plan: None,
+            devices: Devices::new(),
+            fetcher: None,
+            order: Order::Unknown,
+            seen: false,
+            nearly_all: false,
+            used: Marked(Vec::new()),
+        }
+    }
+}
+
+/// By the number of the scheduler. Locked by the thread that evaluates.
+static STATES: [Mutex<State>; SLOTS] = [const { Mutex::new(State::new()) }; SLOTS];
+
+/// Ids that the scheduler has requested: the layer, the tensor, and where its bytes go.
+#[derive(Clone, Copy)]
+struct Requested {
+    layer: usize,
+    ids: *const Tensor,
+    data: *const u8,
+    size: usize,
+}
+
+thread_local! {
+    static REQUESTED: Cell<Option<Requested>> = const { Cell::new(None) };
+}
+
+/// Returns the states of all schedulers; none while post-fetch is off.
+fn states() -> impl Iterator<Item = &'static Mutex<State>> {
+    STATES.iter().filter(|_| is_on())
+}
+
+fn is_on() -> bool {
+    Config::get().host_postfetch.early != Early::None
+}
+
+impl Capability for PostFetch {
+    fn is_enabled(&self) -> bool {
+        is_on()
+    }
+
+    fn uses_routing(&self) -> bool {
+        // The CPU computes gate and up: the ids are known before the GPU is asked for down.
+        is_on() && Config::get().host_postfetch.early == Early::Down
+    }
+
+    fn routed(&self, routed: &Routed<'_>) {
+        let Some(mut state) = current() else {
+            return;
+        };
+        let Some(plan) = &state.plan else {
+            return;
+        };
+        let is_of =
+            |layer: &Layer| (layer.model, layer.number) == (routed.model.number, routed.layer);
+        if let Some(at) = plan.layers.iter().position(is_of) {
+            state.known(routed.model.ggml, at, &routed.ids);
+        }
+    }
+
+    fn graph_allocated(&self, scheduler: Scheduler, _graph: &Allocated, _keeps: bool) {
+        STATES[scheduler.number()].lock().retire();
+    }
+
+    fn graph_dropped(&self, scheduler: Scheduler) {
+        STATES[scheduler.number()].lock().retire();
+    }
+
+    fn evaluation_begun(&self, scheduler: Scheduler) {
+        let mut state = STATES[scheduler.number()].lock();
+        if state.plan.is_some() {
+            state.begin(scheduler.ggml());
+        }
+    }
+
+    fn evaluation_ended(&self, scheduler: Scheduler) {
+        STATES[scheduler.number()].lock().end();
+    }
+
+    fn evaluation_failed(&self, scheduler: Scheduler) {
+        STATES[scheduler.number()].lock().drain();
+    }
+
+    fn model_freed(&self, model: &Model) {
+        for state in states() {
+            let mut state = state.lock();
+            let of_model = |plan: &Plan| plan.layers.iter().any(|of| of.model == model.number);
+            if state.plan.as_ref().is_some_and(of_model) {
+                state.retire();
+            }
+        }
+    }
+
+    fn tensors_freed(&self, addresses: &Range<usize>) {
+        for state in states() {
+            let mut state = state.lock();
+            let is_in = |plan: &Plan| {
+                let mut products = plan.layers.iter().flat_map(|layer| &layer.products);
+                products.any(|product| addresses.contains(&(product.copy as usize)))
+            };
+            if state.plan.as_ref().is_some_and(is_in) {
+                state.retire();
+            }
+        }
+    }
+
+    fn backend_freed(&self, backend: usize) {
+        for state in states() {
+            let mut state = state.lock();
+            let uses = |plan: &Plan| plan.layers.iter().any(|of| of.backend as usize == backend);
+            if state.plan.as_ref().is_some_and(uses) {
+                state.retire();
+            }
+        }
+    }
+
+    fn scheduler_freed(&self, scheduler: Scheduler) {
+        let mut state = STATES[scheduler.number()].lock();
+        state.drain();
+        *state = State::new();
+    }
+
+    fn finish(&self) {
+        if is_used() {
+            journal::note(|| Event::PostFetch { figures: figures() });
+        }
+    }
+}
+
+/// Whether experts are copied early, or models page-locked.
+pub fn is_used() -> bool {
+    is_on() || page_lock::locked_bytes() > 0
+}
+
+/// Returns the figures of post-fetch in this process.
+pub fn figures() -> PostFetchFigures {
+    FIGURES.get(page_lock::locked_bytes())
+}
+
+/// Whether the calls of a scheduler's evaluation are reported to post-fetch.
+pub fn has_plan(scheduler: Scheduler) -> bool {
+    is_on() && STATES[scheduler.number()].lock().plan.is_some()
+}
+
+/// Plans a graph that was split and allocated.
+///
+/// # Safety
+///
+/// A live scheduler of this copy of ggml, and what its graph read before it was split.
+pub unsafe fn graph_split(scheduler: Scheduler, sched: *mut Sched, reads: &GraphReads) {
+    if !is_on() {
+        return;
+    }
+    let mut state = STATES[scheduler.number()].lock();
+    let state = &mut *state;
+    if state.order == Order::Other {
+        return;
+    }
+    // SAFETY: as the caller ensures; the plan of the graph before is retired.
+    let plan = unsafe { state.devices.plan(scheduler.ggml(), sched, reads) };
+    if plan.is_some() && state.fetcher.is_none() {
+        state.fetcher = Fetcher::start();
+    }
+    state.plan = plan.filter(|_| state.fetcher.is_some());
+    if let Some(plan) = &state.plan {
+        let products: usize = plan.layers.iter().map(|layer| layer.products.len()).sum();
+        log::debug!(
+            "post-fetch: {products} matrices of {} layers; copies before routing: {}",
+            plan.layers.len(),
+            plan.looks_ahead
+        );
+    }
+}
+
+/// Whether operations are to be offloaded that the program would leave on the CPU.
+pub fn offloads() -> bool {
+    is_on() && Config::get().host_postfetch.early != Early::Stock
+}
+
+/// Whether a node is to be offloaded to a GPU.
+///
+/// # Safety
+///
+/// A live node of this copy of ggml.
+pub unsafe fn offloads_node(ggml: &Ggml, node: *const Tensor) -> bool {
+    let layout = &ggml.layout;
+    // SAFETY: as the caller ensures; sources of a live node are live and have names.
+    unsafe {
+        if layout.read::<i32>(node, layout.op) != ggml.ops.mul_mat_id {
+            return false;
+        }
+        let weight: *const Tensor = layout.read(node, layout.src);
+        let name = CStr::from_ptr((ggml.f.ggml_get_name)(weight));
+        let name = name.to_str().ok().and_then(ExpertName::parse);
+        match Config::get().host_postfetch.early {
+            Early::None | Early::Stock => false,
+            Early::Down => name.is_some_and(|of| of.projection == Projection::Down),
+            Early::All => name.is_some(),
+        }
+    }
+}
+
+/// Returns the state of the scheduler whose parts this thread evaluates, if it has a plan.
+fn current() -> Option<parking_lot::MutexGuard<'static, State>> {
+    let state = STATES[parts::current()?.number()].lock();
+    state.plan.is_some().then_some(state)
+}
+
+/// Records that the scheduler requested bytes of a tensor.
+pub fn bytes_requested(tensor: *const Tensor, data: *const c_void, size: usize) {
+    let Some(state) = current() else {
+        return;
+    };
+    let Some(plan) = &state.plan else {
+        return;
+    };
+    let is_of = |layer: &Layer| !layer.known && layer.ids.contains(&tensor.cast_mut());
+    if let Some(layer) = plan.layers.iter().position(is_of) {
+        REQUESTED.set(Some(Requested {
+            layer,
+            ids: tensor,
+            data: data.cast(),
+            size,
+        }));
+    }
+}
+
+/// Records that the scheduler has waited for a backend: the ids that it requested are known.
+///
+/// # Safety
+///
+/// Called right after the wait, on the thread of the request.
+pub unsafe fn waited(ggml: &'static Ggml) {
+    let Some(requested) = REQUESTED.take() else {
+        return;
+    };
+    if let Some(mut state) = current() {
+        // SAFETY: the scheduler has just received the bytes of the tensor at this address.
+        let ids = unsafe { routing::ids_at(ggml, requested.ids, requested.data) };
+        if let Some(ids) = ids.filter(|ids| ids.bytes.len() <= requested.size) {
+            state.known(ggml, requested.layer, &ids);
+        }
+    }
+}
+
+/// Returns whether a copy of the scheduler is left out: its bytes are copied early.
+///
+/// # Safety
+///
+/// The arguments of `ggml_backend_tensor_set_async`.
+pub unsafe fn is_copied(
+    ggml: &Ggml,
+    backend: *mut Backend,
+    tensor: *mut Tensor,
+    data: *const c_void,
+    bytes: Range<usize>,
+) -> bool {
+    let Some(mut state) = current() else {
+        return false;
+    };
+    let state = &mut *state;
+    let (Some(plan), Some(fetcher)) = (&mut state.plan, &state.fetcher) else {
+        return false;
+    };
+    let Some((layer, product)) = plan.find(tensor) else {
+        return false;
+    };
+    let layer = &mut plan.layers[layer];
+    let product = &mut layer.products[product];
+    // SAFETY: the matrix is live as long as the graph.
+    let start: usize = unsafe { ggml.layout.read(product.weight, ggml.layout.data) };
+    let expected = layer.known && backend == layer.backend && start + bytes.start == data as usize;
+    product.host_copied = true;
+    if !expected {
+        state.stand_back();
+        return false;
+    }
+    let transfer = &product.transfer;
+    let requested = transfer.progress() != Progress::Idle;
+    let covered = requested && transfer.request().covers(&bytes);
+    let missed = covered && !Config::get().postfetch.block_on_miss && fetcher.take_back(transfer);
+    if covered && !missed {
+        let left_out = bytes.len() as u64;
+        FIGURES
+            .left_out_bytes
+            .fetch_add(left_out, Ordering::Relaxed);
+        return true;
+    }
+    let reason = match (state.order, requested) {
+        _ if missed => Reason::Missed,
+        (Order::Unknown, _) => Reason::FirstEvaluation,
+        (_, false) if !Config::get().postfetch.block_on_miss => Reason::Missed,
+        _ => Reason::NotRequested,
+    };
+    FIGURES.host_copied(bytes.len(), reason);
+    false
+}
+
+/// Makes a backend wait for the early copies that a part of a graph reads, which it is about to
+/// evaluate.
+///
+/// # Safety
+///
+/// A live part of a graph and a live backend of this copy.
+pub unsafe fn part_begins(ggml: &Ggml, backend: *mut Backend, part: *mut Graph) {
+    let Some(mut state) = current() else {
+        return;
+    };
+    let state = &mut *state;
+    let (Some(plan), Some(fetcher)) = (&mut state.plan, &state.fetcher) else {
+        return;
+    };
+    let layout = &ggml.layout;
+    let mut expected = true;
+    // SAFETY: nodes of a live graph and their sources are live.
+    let nodes = unsafe { (ggml.f.ggml_graph_n_nodes)(part) };
+    for at in 0..nodes {
+        // SAFETY: as above.
+        let source = unsafe {
+            let node = (ggml.f.ggml_graph_node)(part, at);
+            let extents: [i64; 4] = layout.read(node, layout.ne);
+            // Without a token, nothing is copied.
+            if layout.read::<i32>(node, layout.op) != ggml.ops.mul_mat_id || extents[2] == 0 {
+                continue;
+            }
+            layout.read(node, layout.src)
+        };
+        let Some((layer, product)) = plan.find(source) else {
+            continue;
+        };
+        let layer = &plan.layers[layer];
+        let product = &layer.products[product];
+        if product.transfer.progress() != Progress::Idle {
+            // SAFETY: the backend of the product, on the thread that uses it.
+            unsafe { fetcher.acquire(&product.transfer, backend) };
+        }
+        state.seen |= product.host_copied;
+        expected &= product.host_copied && layer.backend == backend;
+    }
+    if !expected {
+        state.stand_back();
+    }
+}
+
+impl State {
+    /// Begins an evaluation.
+    fn begin(&mut self, ggml: &'static Ggml) {
+        self.end();
+        let Some(plan) = &mut self.plan else {
+            return;
+        };
+        for layer in &mut plan.layers {
+            layer.known = false;
+            layer.ahead = false;
+            for product in &mut layer.products {
+                product.host_copied = false;
+                product.transfer.forget();
+            }
+        }
+        self.look_ahead(ggml, 0);
+    }
+
+    /// Ends an evaluation that did not fail. A program may begin the next one before it waits.
+    fn end(&mut self) {
+        self.drain();
+        if self.order == Order::Unknown && self.seen {
+            self.order = Order::Expected;
+        }
+    }
+
+    /// Ends the use of the plan: its graph is dropped.
+    fn retire(&mut self) {
+        if let Some(plan) = self.plan.take() {
+            self.drain();
+            self.devices.retire(plan);
+        }
+    }
+
+    /// Drops requests that are not begun, and waits for the others.
+    fn drain(&self) {
+        if let Some(fetcher) = &self.fetcher {
+            fetcher.drain();
+        }
+    }
+
+    /// Leaves all copies to the program from now on.
+    fn stand_back(&mut self) {
+        if self.order != Order::Other {
+            self.order = Order::Other;
+            FIGURES.note_obstacle(
+                "the program copies experts itself: its scheduler copies them in an order that is not known; report it with the version of llama.cpp".into(),
+            );
+        }
+    }
+
+    /// Requests the experts of a layer whose ids are known, and all of the next layer if nearly
+    /// all of this one are used.
+    fn known(&mut self, ggml: &'static Ggml, at: usize, ids: &Ids<'_>) {
+        let Some(plan) = &mut self.plan else {
+            return;
+        };
+        let layer = &mut plan.layers[at];
+        if std::mem::replace(&mut layer.known, true) || self.order != Order::Expected {
+            return;
+        }
+        // The program ends itself at an id that is not valid.
+        let Some(used) = self.used.mark(ids, layer.experts) else {
+            return;
+        };
+        self.nearly_all = used * 100 >= layer.experts as usize * NEARLY_ALL;
+        if !layer.ahead {
+            FIGURES.layers.fetch_add(1, Ordering::Relaxed);
+            self.request(ggml, at);
+        }
+        self.look_ahead(ggml, at + 1);
+    }
+
+    /// Requests all experts of a layer if nearly all will be used.
+    fn look_ahead(&mut self, ggml: &'static Ggml, at: usize) {
+        let Some(plan) = &mut self.plan else {
+            return;
+        };
+        let looks_ahead = self.nearly_all && plan.looks_ahead && self.order == Order::Expected;
+        if let Some(layer) = plan.layers.get_mut(at).filter(|_| looks_ahead) {
+            layer.ahead = true;
+            FIGURES.layers_ahead.fetch_add(1, Ordering::Relaxed);
+            self.used.mark_all(layer.experts);
+            self.request(ggml, at);
+        }
+    }
+
+    /// Requests the marked experts of a layer.
+    fn request(&self, ggml: &'static Ggml, at: usize) {
+        let (Some(plan), Some(fetcher)) = (&self.plan, &self.fetcher) else {
+            return;
+        };
+        let layer = &plan.layers[at];
+        // SAFETY: the backend of the layer, on the thread that evaluates.
+        unsafe { layer.free.record(layer.backend) };
+        for product in &layer.products {
+            let layout = &ggml.layout;
+            let mut request = product.transfer.request();
+            // SAFETY: the matrix is live as long as the graph.
+            unsafe {
+                request.from = layout.read(product.weight, layout.data);
+                let strides: [usize; 4] = layout.read(product.weight, layout.nb);
+                request.expert_bytes = strides[2];
+            }
+            request.experts = layer.experts;
+            request.after = Some(layer.free.clone());
+            self.used.runs(&mut request.runs);
+            drop(request);
+            fetcher.queue(&product.transfer);
+        }
+    }
+}
+
+/// A set of experts.
+struct Marked(Vec<bool>);
+
+impl Marked {
+    /// Marks the experts of a layer that were routed to, and no others. Returns their number;
+    /// `None` if an id is not one of an expert.
+    fn mark(&mut self, ids: &Ids<'_>, experts: u32) -> Option<usize> {
+        self.0.clear();
+        self.0.resize(experts as usize, false);
+        let mut count = 0;
+        for token in 0..ids.tokens {
+            for used in 0..ids.used {
+                let id = usize::try_from(ids.get(token, used)?).ok()?;
+                let marked = self.0.get_mut(id)?;
+                count += usize::from(!std::mem::replace(marked, true));
+            }
+        }
+        Some(count)
+    }
+
+    /// Marks all experts of a layer.
+    fn mark_all(&mut self, experts: u32) {
+        self.0.clear();
+        self.0.resize(experts as usize, true);
+    }
+
+    /// Writes the marked experts as ranges, ascending.
+    fn runs(&self, runs: &mut Vec<Range<u32>>) {
+        runs.clear();
+        for (expert, _) in self.0.iter().enumerate().filter(|(_, marked)| **marked) {
+            let expert = expert as u32;
+            match runs.last_mut() {
+                Some(run) if run.end == expert => run.end += 1,
+                _ => runs.push(expert..expert + 1),
+            }
+        }
+    }
+}

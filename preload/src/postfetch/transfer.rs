@@ -1,0 +1,375 @@
+//! Copies of expert matrices to a device, and the thread that issues them.
+//!
+//! Copies from memory that is not page-locked hold up their caller, so they are issued on a
+//! thread of the drop-in. One thread issues the copies of a scheduler, in the order in which
+//! they were requested.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use llama_sidecar::config::Config;
+use once_cell::sync::Lazy;
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use super::figures::FIGURES;
+use super::instance::{Instance, OwnEvent};
+use crate::ggml::{Backend, Ggml, OwnContext, Tensor};
+use crate::thread;
+
+/// Bytes behind a run of experts that are copied with it, as ggml's scheduler does: kernels read
+/// a little past the last expert, and nothing there may be a NaN.
+const PADDING: usize = 512;
+
+/// What a transfer copies.
+#[derive(Default)]
+pub struct Request {
+    /// The address of the first expert.
+    pub from: usize,
+    /// The bytes of an expert.
+    pub expert_bytes: usize,
+    /// The number of experts of the matrix.
+    pub experts: u32,
+    /// The experts to copy, without overlaps, ascending.
+    pub runs: Vec<Range<u32>>,
+    /// The event after which the memory on the device may be written.
+    pub after: Option<Arc<OwnEvent>>,
+}
+
+impl Request {
+    /// Returns the bytes that a run covers.
+    pub fn bytes(&self, run: &Range<u32>) -> Range<usize> {
+        let padding = match run.end < self.experts {
+            true => self.expert_bytes.min(PADDING),
+            false => 0,
+        };
+        run.start as usize * self.expert_bytes..run.end as usize * self.expert_bytes + padding
+    }
+
+    /// Whether a range of bytes is copied.
+    pub fn covers(&self, bytes: &Range<usize>) -> bool {
+        let within = |run| {
+            let run = self.bytes(run);
+            run.start <= bytes.start && bytes.end <= run.end
+        };
+        self.runs.iter().any(within)
+    }
+}
+
+/// Progress of a transfer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Progress {
+    /// Not requested.
+    Idle,
+    /// Requested.
+    Queued,
+    /// The thread issues its copies.
+    Copying,
+    /// Its copies are issued, and its event is recorded.
+    Issued,
+    /// Its copies are complete.
+    Done,
+}
+
+/// The copy of one matrix for the evaluations of a graph.
+pub struct Transfer {
+    ggml: &'static Ggml,
+    instance: Arc<Instance>,
+    /// The tensor on the device.
+    target: *mut Tensor,
+    /// The context of the tensor.
+    _context: OwnContext,
+    done: OwnEvent,
+    request: Mutex<Request>,
+    progress: Mutex<Progress>,
+    /// When computing needed the matrix, in nanoseconds since [`START`]; 0 before.
+    needed: AtomicU64,
+}
+
+// SAFETY: the tensor is only used by the thread that issues copies, and by the thread that
+// evaluates while the other does not use it.
+unsafe impl Send for Transfer {}
+// SAFETY: as above.
+unsafe impl Sync for Transfer {}
+
+/// The start of the times of transfers.
+static START: Lazy<Instant> = Lazy::new(Instant::now);
+
+impl Transfer {
+    /// Makes a transfer into a tensor on the device of an instance; `None` without an event.
+    pub fn new(
+        ggml: &'static Ggml,
+        instance: Arc<Instance>,
+        (context, target): (OwnContext, *mut Tensor),
+    ) -> Option<Transfer> {
+        Some(Transfer {
+            ggml,
+            done: instance.event()?,
+            instance,
+            target,
+            _context: context,
+            request: Mutex::default(),
+            progress: Mutex::new(Progress::Idle),
+            needed: AtomicU64::new(0),
+        })
+    }
+
+    /// Returns its progress.
+    pub fn progress(&self) -> Progress {
+        *self.progress.lock()
+    }
+
+    /// Makes it idle after a drain.
+    pub fn forget(&self) {
+        *self.progress.lock() = Progress::Idle;
+    }
+
+    /// Returns what it copies.
+    pub fn request(&self) -> MutexGuard<'_, Request> {
+        self.request.lock()
+    }
+
+    /// Issues the copies in a queue of the device. Returns their bytes.
+    ///
+    /// # Safety
+    ///
+    /// The bytes of the request are readable; the backend is used by this thread.
+    unsafe fn issue(&self, backend: *mut Backend) -> u64 {
+        let request = self.request();
+        let mut bytes = 0;
+        for run in &request.runs {
+            let range = request.bytes(run);
+            let from = request.from + range.start;
+            bytes += range.len() as u64;
+            // SAFETY: as the caller ensures; the tensor has the bytes of all experts.
+            unsafe {
+                (self.ggml.f.ggml_backend_tensor_set_async)(
+                    backend,
+                    self.target,
+                    from as *const _,
+                    range.start,
+                    range.len(),
+                );
+            }
+        }
+        bytes
+    }
+
+    /// Copies and records the event, on the thread that issues copies.
+    fn copy(&self) {
+        let backend = self.instance.backend();
+        let after = self.request().after.clone();
+        // SAFETY: the program keeps the model and the graph until the transfer was drained.
+        let bytes = unsafe {
+            if let Some(after) = after {
+                after.hold(backend);
+            }
+            self.issue(backend)
+        };
+        self.instance.record(&self.done);
+        FIGURES.early_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Waits until the copies are complete, and counts their time.
+    fn finish(&self, begun: Instant) {
+        self.done.wait();
+        let end = Instant::now();
+        FIGURES.add_copy(end - begun);
+        let needed = self.needed.load(Ordering::Relaxed);
+        if needed > 0 {
+            let needed = *START + Duration::from_nanos(needed);
+            FIGURES.add_wait(end.saturating_duration_since(needed));
+        }
+        if Config::get().postfetch.debug {
+            self.check();
+        }
+    }
+
+    /// Compares the bytes on the device with those of the model.
+    fn check(&self) {
+        let request = self.request();
+        for run in &request.runs {
+            let range = request.bytes(run);
+            let mut there = vec![0u8; range.len()];
+            // SAFETY: the copies are complete, and the bytes of the request are readable.
+            let here = unsafe {
+                (self.ggml.f.ggml_backend_tensor_get)(
+                    self.target,
+                    there.as_mut_ptr().cast(),
+                    range.start,
+                    range.len(),
+                );
+                std::slice::from_raw_parts((request.from + range.start) as *const u8, range.len())
+            };
+            if here != there {
+                FIGURES.mismatches.fetch_add(1, Ordering::Relaxed);
+                log::error!(
+                    "post-fetch: experts {}..{} on the device differ from the model: run without post-fetch, and report it with the name of the device",
+                    run.start,
+                    run.end
+                );
+            }
+        }
+    }
+}
+
+/// The thread that issues copies, and its queue.
+pub struct Fetcher(Arc<Shared>);
+
+#[derive(Default)]
+struct Shared {
+    queue: Mutex<Queue>,
+    /// Signals work for the thread.
+    work: Condvar,
+    /// Signals progress of a transfer.
+    progress: Condvar,
+    /// Counts requests, for a thread that spins.
+    requests: AtomicUsize,
+}
+
+#[derive(Default)]
+struct Queue {
+    waiting: VecDeque<Arc<Transfer>>,
+    busy: bool,
+    stopped: bool,
+    /// Whether the thread has ended after an internal error.
+    failed: bool,
+}
+
+impl Fetcher {
+    /// Starts the thread; `None` if it does not start.
+    pub fn start() -> Option<Fetcher> {
+        let shared = Arc::new(Shared::default());
+        let of_thread = shared.clone();
+        let started = thread::spawn("post-fetch", move || {
+            let work = AssertUnwindSafe(|| of_thread.run());
+            if std::panic::catch_unwind(work).is_err() {
+                of_thread.queue.lock().failed = true;
+                of_thread.progress.notify_all();
+                log::error!("post-fetch: an internal error of llama-sidecar; report it");
+            }
+        });
+        started.then_some(Fetcher(shared))
+    }
+
+    /// Queues a transfer whose request is complete.
+    pub fn queue(&self, transfer: &Arc<Transfer>) {
+        transfer.needed.store(0, Ordering::Relaxed);
+        let mut queue = self.0.queue.lock();
+        *transfer.progress.lock() = Progress::Queued;
+        queue.waiting.push_back(transfer.clone());
+        drop(queue);
+        self.0.requests.fetch_add(1, Ordering::Release);
+        self.0.work.notify_one();
+    }
+
+    /// Takes back a transfer whose copies have not begun. Returns whether that succeeded.
+    pub fn take_back(&self, transfer: &Transfer) -> bool {
+        let _queue = self.0.queue.lock();
+        let mut progress = transfer.progress.lock();
+        let queued = *progress == Progress::Queued;
+        if queued {
+            *progress = Progress::Idle;
+        }
+        queued
+    }
+
+    /// Makes later work of a backend wait for the copies of a transfer that was queued.
+    ///
+    /// # Safety
+    ///
+    /// A live backend of the device of the transfer, on the thread that uses the backend.
+    pub unsafe fn acquire(&self, transfer: &Transfer, backend: *mut Backend) {
+        let now = START.elapsed().as_nanos().max(1) as u64;
+        transfer.needed.store(now, Ordering::Relaxed);
+        let mut queue = self.0.queue.lock();
+        let is_issued = || matches!(transfer.progress(), Progress::Issued | Progress::Done);
+        while !is_issued() && !queue.failed {
+            self.0.progress.wait(&mut queue);
+        }
+        drop(queue);
+        // SAFETY: as the caller ensures; the program's own copy has the same source.
+        unsafe {
+            match is_issued() {
+                true => transfer.done.hold(backend),
+                false => drop(transfer.issue(backend)),
+            }
+        }
+    }
+
+    /// Forgets what is queued, and waits until nothing is copied.
+    pub fn drain(&self) {
+        let mut queue = self.0.queue.lock();
+        for transfer in queue.waiting.drain(..) {
+            *transfer.progress.lock() = Progress::Idle;
+        }
+        while queue.busy && !queue.failed {
+            self.0.progress.wait(&mut queue);
+        }
+    }
+}
+
+impl Drop for Fetcher {
+    fn drop(&mut self) {
+        self.drain();
+        self.0.queue.lock().stopped = true;
+        self.0.requests.fetch_add(1, Ordering::Release);
+        self.0.work.notify_one();
+    }
+}
+
+impl Shared {
+    fn run(&self) {
+        while let Some(transfer) = self.next() {
+            let begun = Instant::now();
+            transfer.copy();
+            self.advance(&transfer, Progress::Issued);
+            transfer.finish(begun);
+            self.advance(&transfer, Progress::Done);
+        }
+    }
+
+    fn advance(&self, transfer: &Transfer, to: Progress) {
+        let mut queue = self.queue.lock();
+        *transfer.progress.lock() = to;
+        queue.busy = to != Progress::Done;
+        self.progress.notify_all();
+    }
+
+    /// Waits for the next transfer: spins for the configured time, then sleeps. `None` at the
+    /// end.
+    fn next(&self) -> Option<Arc<Transfer>> {
+        let spin = Config::get().postfetch.spin;
+        let idle_since = Instant::now();
+        let mut queue = self.queue.lock();
+        loop {
+            if queue.stopped {
+                return None;
+            }
+            while let Some(transfer) = queue.waiting.pop_front() {
+                let mut progress = transfer.progress.lock();
+                if *progress == Progress::Queued {
+                    *progress = Progress::Copying;
+                    drop(progress);
+                    queue.busy = true;
+                    return Some(transfer);
+                }
+            }
+            let seen = self.requests.load(Ordering::Acquire);
+            if idle_since.elapsed() < spin {
+                MutexGuard::unlocked(&mut queue, || {
+                    while self.requests.load(Ordering::Acquire) == seen
+                        && idle_since.elapsed() < spin
+                    {
+                        std::hint::spin_loop();
+                    }
+                });
+            } else {
+                self.work.wait(&mut queue);
+            }
+        }
+    }
+}

@@ -1,0 +1,392 @@
+//! Post-fetch in unmodified hosts with a simulated GPU: the logits are those of the same
+//! placement without early copies, nothing is unordered, and a failure leaves stock's path.
+
+mod hosts;
+
+use std::process::Command;
+
+use hosts::{count, taken};
+use serde_json::Value;
+use testkit::fixtures::fixture;
+use testkit::host::{DropIn, Host, Program, replace};
+use testkit::server::{Options, Request, Server, llama_cpp};
+use testkit::sim_ggml::{Report, SimGgml};
+
+/// Prompts that the device takes with their experts, graphs that are used again, and decoding.
+const COMMANDS: [&str; 5] = [
+    "prompt 40",
+    "prompt 64",
+    "hashes 3",
+    "prompt 64",
+    "prompt 33",
+];
+
+/// The smallest batch that the host offloads. With 1, decoding is offloaded, too.
+const DECODE: (&str, &str) = ("GGML_OP_OFFLOAD_MIN_BATCH", "1");
+
+/// What a host answered, the figures of post-fetch, and the report of the simulated GPU.
+struct Run {
+    answers: Vec<String>,
+    figures: Value,
+    report: Report,
+}
+
+/// How a host is run.
+#[derive(Clone, Default)]
+struct Setup {
+    /// Settings of the simulated GPU.
+    device: Vec<(&'static str, String)>,
+    /// Variables of the drop-in.
+    variables: Vec<(&'static str, String)>,
+    /// Options of the host.
+    options: Vec<String>,
+}
+
+impl Setup {
+    fn device(mut self, name: &'static str, value: &str) -> Setup {
+        self.device.push((name, value.into()));
+        self
+    }
+
+    fn with(mut self, name: &'static str, value: &str) -> Setup {
+        self.variables.push((name, value.into()));
+        self
+    }
+
+    fn option(mut self, option: &str) -> Setup {
+        self.options.push(option.into());
+        self
+    }
+
+    fn simulation(&self) -> SimGgml {
+        let settings = self.device.iter();
+        let settings: Vec<_> = settings
+            .map(|(name, value)| (*name, value.as_str()))
+            .collect();
+        SimGgml::new(&settings)
+    }
+
+    fn start(&self, sim: &SimGgml, model: &std::path::Path) -> Host {
+        let drop_in = DropIn::On(self.variables.clone());
+        let prepare = |command: &mut Command| {
+            sim.prepare(command);
+            command.args(&self.options);
+        };
+        Host::start_with(Program::PythonExpertsOnCpu, model, &drop_in, prepare)
+    }
+
+    fn run(&self, commands: &[&str]) -> Run {
+        let sim = self.simulation();
+        let mut host = self.start(&sim, &fixture("small-moe.gguf"));
+        let answers = commands.iter().map(|command| host.ask(command)).collect();
+        let figures = host.control("status")["post_fetch"].clone();
+        assert_eq!(host.end(), Some(0));
+        let report = sim.report();
+        report.assert_ordered();
+        Run {
+            answers,
+            figures,
+            report,
+        }
+    }
+}
+
+fn on() -> Setup {
+    Setup::default().with("LLAMA_POSTFETCH_HOST", "on")
+}
+
+/// The logits are those of the host without post-fetch, and experts were copied early.
+fn same_as_without(setup: &Setup, commands: &[&str]) -> Run {
+    let mut without = setup.clone();
+    without.variables.clear();
+    let expected = without.run(commands);
+    let found = setup.run(commands);
+    assert_eq!(found.answers, expected.answers);
+    assert!(
+        count(&found.figures, "early_bytes") > 0,
+        "{}",
+        found.figures
+    );
+    assert!(
+        count(&found.figures, "left_out_bytes") > 0,
+        "{}",
+        found.figures
+    );
+    assert_eq!(found.figures["obstacle"], Value::Null);
+    found
+}
+
+#[test]
+fn prompts_and_kept_graphs() {
+    let run = same_as_without(&on(), &COMMANDS);
+    let figures = &run.figures;
+    assert!(count(figures, "layers_ahead") >= 3, "{figures}");
+    // Gate, up and down of three layers, in the first evaluation only.
+    let copies = figures["host_copies"].as_object().expect("an object");
+    assert!(copies.len() == 1 && count(&figures["host_copies"], "first_evaluation") >= 9);
+    assert!(run.report.overlap_ns > 0);
+}
+
+/// The bytes are those that the host would have copied, to the byte.
+#[test]
+fn without_a_look_ahead_the_same_bytes_are_copied() {
+    let setup = on()
+        .with("LLAMA_POSTFETCH_LOOK_AHEAD", "0")
+        .device(DECODE.0, DECODE.1);
+    let run = same_as_without(&setup, &COMMANDS);
+    let figures = &run.figures;
+    assert_eq!(count(figures, "layers_ahead"), 0);
+    assert_eq!(
+        count(figures, "early_bytes"),
+        count(figures, "left_out_bytes")
+    );
+}
+
+#[test]
+fn decoding() {
+    same_as_without(&on().device(DECODE.0, DECODE.1), &COMMANDS);
+}
+
+#[test]
+fn one_matrix_and_some_layers_in_host_memory() {
+    for pattern in ["ffn_down_exps", r"blk\.[12]\.ffn_(up|down|gate)_exps"] {
+        let setup = on().option(&format!("on-cpu={pattern}"));
+        same_as_without(&setup, &COMMANDS);
+        same_as_without(&setup.device(DECODE.0, DECODE.1), &COMMANDS);
+    }
+}
+
+/// An evaluation that is looked at node by node is evaluated in many parts.
+#[test]
+fn a_host_with_a_callback() {
+    let setup = on().option("count").device(DECODE.0, DECODE.1);
+    same_as_without(&setup, &["text 6", "counts"]);
+}
+
+#[test]
+fn two_contexts_at_a_time() {
+    let setup = on().device(DECODE.0, DECODE.1);
+    same_as_without(&setup, &["both 4", "prompt 40", "both 4"]);
+}
+
+/// Matrices that the host would multiply on the CPU. The placement differs from the host's own,
+/// so that the reference has the same placement, and no memory for early copies.
+#[test]
+fn more_on_the_device_than_the_host_would_have() {
+    for early in ["down", "all"] {
+        let setup = Setup::default().with("LLAMA_POSTFETCH_HOST", early);
+        let reference = setup
+            .clone()
+            .with("LLAMA_POSTFETCH_SCRATCHPAD_MB", "1")
+            .run(&COMMANDS);
+        assert_eq!(count(&reference.figures, "early_bytes"), 0);
+        let obstacle = reference.figures["obstacle"].as_str().expect("an obstacle");
+        assert!(
+            obstacle.contains("LLAMA_POSTFETCH_SCRATCHPAD_MB"),
+            "{obstacle}"
+        );
+        let found = setup.run(&COMMANDS);
+        assert_eq!(found.answers, reference.answers, "{early}");
+        assert!(
+            count(&found.figures, "layers") >= 3 * 4,
+            "{}",
+            found.figures
+        );
+        assert!(found.report.products.len() > on().run(&COMMANDS).report.products.len());
+    }
+}
+
+#[test]
+fn memory_for_one_layer_at_a_time() {
+    let run = same_as_without(&on().with("LLAMA_POSTFETCH_SCRATCHPAD_MB", "14"), &COMMANDS);
+    assert_eq!(count(&run.figures, "layers_ahead"), 0);
+    assert!(count(&run.figures, "scratch_bytes") <= 14 << 20);
+}
+
+#[test]
+fn the_variables_keep_their_meaning() {
+    let plain = Setup::default().run(&COMMANDS).answers;
+    for (name, value) in [
+        ("LLAMA_POSTFETCH_ENABLE", "0"),
+        ("LLAMA_POSTFETCH_FORCE_CPU", "1"),
+        ("LLAMA_POSTFETCH_USE_DEDICATED_STREAMS", "0"),
+    ] {
+        let run = on().with(name, value).run(&COMMANDS);
+        assert_eq!(run.answers, plain, "{name}");
+        assert_eq!(run.figures, Value::Null, "{name}");
+        assert_eq!(run.report.calls("init_device"), 1, "{name}");
+    }
+    let run = on()
+        .with("LLAMA_POSTFETCH_BLOCK_ON_MISS", "0")
+        .run(&COMMANDS);
+    assert_eq!(run.answers, plain);
+    let checked = same_as_without(&on().with("LLAMA_POSTFETCH_DEBUG", "1"), &COMMANDS);
+    assert_eq!(count(&checked.figures, "mismatches"), 0);
+}
+
+/// Of the waits of post-fetch, half make products wait for copies. Each of them is needed. The
+/// others make copies wait for products, and waits of the host cover some of them.
+#[test]
+fn a_wait_that_is_left_out_is_found() {
+    let setup = on().device(DECODE.0, DECODE.1);
+    let commands = ["prompt 40", "prompt 40"];
+    let waits = setup.run(&commands).report.calls("event_wait");
+    assert!(waits >= 16, "{waits}");
+    let mut found = 0;
+    for nth in 1..=waits {
+        let sim = setup
+            .clone()
+            .device("SIM_GGML_IGNORE", &format!("event_wait:{nth}"));
+        let sim_of_run = sim.simulation();
+        let mut host = sim.start(&sim_of_run, &fixture("small-moe.gguf"));
+        for command in commands {
+            host.ask(command);
+        }
+        assert_eq!(host.end(), Some(0));
+        let report = sim_of_run.report();
+        assert_eq!(report.ignored, 1);
+        found += u64::from(report.unordered > 0);
+    }
+    println!("{found} of {waits} waits were needed");
+    assert!(found * 2 > waits, "{found} of {waits}");
+}
+
+/// Each call that a backend can refuse fails once, and after that for good.
+#[test]
+fn calls_that_fail_leave_stocks_path() {
+    let plain = Setup::default().run(&COMMANDS);
+    let whole = on().run(&COMMANDS);
+    assert_eq!(whole.answers, plain.answers);
+    for call in ["init_device", "alloc_buffer", "event_new"] {
+        // The host's own calls come first.
+        for nth in plain.report.calls(call) + 1..=whole.report.calls(call) {
+            let fault = format!("{call}:{nth}");
+            let run = on().device("SIM_GGML_FAIL", &fault).run(&COMMANDS);
+            assert_eq!(run.report.failed, 1, "{fault}");
+            assert_eq!(run.answers, plain.answers, "{fault}");
+        }
+    }
+    let run = on().device("SIM_GGML_FAIL", "event_new:all").run(&COMMANDS);
+    assert_eq!(run.answers, plain.answers);
+    assert_eq!(count(&run.figures, "early_bytes"), 0, "{}", run.figures);
+    assert!(run.figures["obstacle"].is_string());
+}
+
+/// An evaluation that fails in its middle leaves nothing behind for the next.
+#[test]
+fn an_evaluation_that_fails() {
+    let plain = Setup::default().run(&["prompt 40"]).answers;
+    let computes = on()
+        .run(&["prompt 40", "prompt 64"])
+        .report
+        .calls("graph_compute");
+    for nth in [computes - 6, computes - 3] {
+        let setup = on().device("SIM_GGML_FAIL", &format!("graph_compute:{nth}"));
+        let sim = setup.simulation();
+        let mut host = setup.start(&sim, &fixture("small-moe.gguf"));
+        host.ask("prompt 40");
+        assert_eq!(host.ask("fails prompt 64"), "failed");
+        assert_eq!(host.ask("prompt 40"), plain[0]);
+        assert_eq!(host.end(), Some(0));
+        let report = sim.report();
+        report.assert_ordered();
+        assert_eq!(report.failed, 1);
+    }
+}
+
+#[test]
+fn swaps_and_a_trace_at_the_same_time() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("model.gguf");
+    let files = [fixture("small-moe.gguf"), fixture("small-moe-mixed.gguf")];
+    let expected: Vec<String> = files
+        .iter()
+        .map(|file| {
+            let sim = SimGgml::new(&[]);
+            let mut host = Setup::default().start(&sim, file);
+            let answer = host.ask("prompt 64");
+            assert_eq!(host.end(), Some(0));
+            answer
+        })
+        .collect();
+    assert_ne!(expected[0], expected[1]);
+    let setup = on().with("LLAMA_EXPERT_TRACE_STATS", "1");
+    let sim = setup.simulation();
+    replace(&path, &files[0]);
+    let mut host = setup.start(&sim, &path);
+    for round in 0..4 {
+        for _ in 0..2 {
+            assert_eq!(host.ask("prompt 64"), expected[round % 2]);
+        }
+        replace(&path, &files[(round + 1) % 2]);
+        assert_ne!(taken(&host.control("reload")), (0, 0));
+    }
+    let trace = host.control("trace")["traces"][0].clone();
+    assert!(
+        trace["layers"].as_array().is_some_and(|of| of.len() == 4),
+        "{trace}"
+    );
+    let figures = &host.control("status")["post_fetch"];
+    assert!(count(figures, "early_bytes") > 0, "{figures}");
+    assert_eq!(host.end(), Some(0));
+    sim.report().assert_ordered();
+}
+
+/// Copies from locked pages hold up no thread; what was locked is released with its model.
+#[test]
+fn page_locked_mappings() {
+    let setup = Setup::default().with("LLAMA_POSTFETCH_HOST_PAGE_LOCK", "1");
+    let plain = Setup::default().run(&COMMANDS);
+    let locked = setup.run(&COMMANDS);
+    assert_eq!(locked.answers, plain.answers);
+    assert!(count(&locked.figures, "locked_bytes") > 0);
+    let pageable = |run: &Run| run.report.link.to_device.copies_pageable;
+    assert!(pageable(&locked) < pageable(&plain) / 2);
+    assert_eq!(locked.report.calls("register_host_buffer"), 1);
+    let refused = setup
+        .clone()
+        .device("SIM_GGML_FAIL", "register_host_buffer:1");
+    assert_eq!(refused.run(&COMMANDS).answers, plain.answers);
+
+    let sim = setup.simulation();
+    let mut host = setup.start(&sim, &fixture("small-moe.gguf"));
+    host.ask("prompt 40");
+    host.ask("free");
+    assert_eq!(host.end(), Some(0));
+    let report = sim.report();
+    assert_eq!(report.calls("unregister_host_buffer"), 1);
+}
+
+#[test]
+fn llama_server_from_source() {
+    if !llama_cpp("llama-server").exists() {
+        println!("skipped: llama-server is missing; run 'cargo xtask hosts'");
+        return;
+    }
+    let model = fixture("small-moe.gguf");
+    let mut answers = Vec::new();
+    for early in ["off", "on"] {
+        let sim = SimGgml::new(&[]);
+        let mut options = Options::new(2);
+        options.drop_in = DropIn::On(vec![("LLAMA_POSTFETCH_HOST", early.into())]);
+        let arguments = ["--device", "SIM0", "-cmoe"];
+        options.arguments = arguments.map(str::to_owned).to_vec();
+        options.variables = sim.variables().to_vec();
+        let server = Server::start(&model, &options);
+        let text = |words: &str| Request::new(&words.repeat(20), 8);
+        answers.push([
+            server.complete(&text("one two three ")),
+            server.complete(&text("four five six ")),
+            server.complete(&text("seven eight ")),
+        ]);
+        let figures = server.control("status")["post_fetch"].clone();
+        assert_eq!(figures.is_null(), early == "off");
+        if early == "on" {
+            assert!(count(&figures, "early_bytes") > 0, "{figures}");
+        }
+        let (status, log) = server.end();
+        assert!(status.success(), "{}", log.join("\n"));
+        sim.report().assert_ordered();
+    }
+    assert_eq!(answers[0], answers[1]);
+}
