@@ -112,6 +112,11 @@ impl Shape {
         let epsilon = Kv::Raw(6, 1e-5f32.to_le_bytes().to_vec());
         file = file.kv("llama.attention.layer_norm_rms_epsilon", epsilon);
         for (key, value) in vocabulary(TOKENS) {
+            let distinct = || (0..TOKENS).map(|token| format!("token {token}")).collect();
+            let value = match key.as_str() {
+                "tokenizer.ggml.tokens" => Kv::Texts(distinct()),
+                _ => value,
+            };
             file = file.kv(&key, value);
         }
         let (width, inner) = (self.width, self.inner);
