@@ -65,9 +65,9 @@ fn time_is_virtual_and_nothing_overlaps_in_stock() {
         ("SIM_GGML_PAGEABLE_GBS", "100"),
     ]);
     let (_, slow) = run(&[("SIM_GGML_LINK_GBS", "1"), ("SIM_GGML_PAGEABLE_GBS", "1")]);
-    assert_eq!(fast.all.overlap_ns, 0);
-    assert_eq!(slow.all.overlap_ns, 0);
-    assert_eq!(fast.all.kernel_ns, slow.all.kernel_ns);
+    assert_eq!(fast.overlap_ns, 0);
+    assert_eq!(slow.overlap_ns, 0);
+    assert_eq!(fast.kernel_ns, slow.kernel_ns);
     assert_eq!(fast.link.to_device.bytes, slow.link.to_device.bytes);
     let (bytes, copies) = (slow.link.to_device.bytes, &slow.link.to_device);
     let copies = copies.copies_locked + copies.copies_pageable;

@@ -34,8 +34,10 @@ pub struct Report {
     pub examples: Vec<String>,
     /// The link.
     pub link: Links,
-    /// The whole time of the process.
-    pub all: Busy,
+    /// Time in which a kernel runs.
+    pub kernel_ns: u64,
+    /// Time in which a kernel runs and a copy to the device, too.
+    pub overlap_ns: u64,
     /// From the start of the first product of routed weights to the end of the last.
     pub routed: Busy,
     /// Bytes of device memory.

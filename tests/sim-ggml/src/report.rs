@@ -75,14 +75,11 @@ fn of(sim: &Sim) -> Value {
     let start = products.iter().map(|product| product.time.start).min();
     let end = products.iter().map(|product| product.time.end).max();
     let routed = start.unwrap_or(0)..end.unwrap_or(0);
-    let end = sim.kernels.lock().expect("no panic").end();
-    let end = end.max(
-        sim.link(Direction::ToDevice)
-            .lock()
-            .expect("no panic")
-            .schedule
-            .end(),
-    );
+    let (kernel_ns, overlap_ns) = {
+        let kernels = sim.kernels.lock().expect("no panic");
+        let link = sim.link(Direction::ToDevice).lock().expect("no panic");
+        (kernels.total(), kernels.common(&link.schedule))
+    };
     let streams = sim.streams.lock().expect("no panic");
     let streams: Vec<Value> = streams
         .iter()
@@ -131,7 +128,8 @@ fn of(sim: &Sim) -> Value {
         "unknown_memory": findings.unknown,
         "examples": findings.examples,
         "link": links,
-        "all": busy(0..end),
+        "kernel_ns": kernel_ns,
+        "overlap_ns": overlap_ns,
         "routed": busy(routed),
         "memory": {"now": used.now, "peak": used.peak},
         "streams": streams,

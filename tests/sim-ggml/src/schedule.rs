@@ -42,11 +42,6 @@ impl Schedule {
         self.0.insert(start, end);
     }
 
-    /// Returns the end of the last interval.
-    pub fn end(&self) -> u64 {
-        self.0.last_key_value().map_or(0, |(_, &end)| end)
-    }
-
     /// Returns the sum of all intervals.
     pub fn total(&self) -> u64 {
         self.0.iter().map(|(start, end)| end - start).sum()
