@@ -145,37 +145,40 @@ impl Shape {
     }
 }
 
-/// How experts are placed, and whether the drop-in takes part.
-#[derive(Clone, Copy, PartialEq)]
-enum Run {
-    ExpertsOnDevice,
-    Stock,
-    DropIn,
-}
+/// Variables of the drop-in; without any it is not loaded.
+type Variables = &'static [(&'static str, &'static str)];
 
-/// Evaluates a prompt; returns what the simulated GPU reports.
-fn prefill(model: &Path, tokens: usize, run: Run) -> Report {
+const STOCK: Variables = &[];
+const EARLY: Variables = &[("LLAMA_POSTFETCH_HOST", "on")];
+const ROUTED: Variables = &[EARLY[0], ("LLAMA_POSTFETCH_LOOK_AHEAD", "0")];
+const LOCKED: Variables = &[("LLAMA_POSTFETCH_HOST_PAGE_LOCK", "1")];
+const BOTH: Variables = &[EARLY[0], LOCKED[0]];
+
+/// Which tensors are in host memory.
+const EXPERTS: &str = "_exps";
+const NONE: &str = "no tensor";
+
+/// Evaluates a prompt twice; returns the times of a layer.
+fn prefill(model: &Path, tokens: usize, on_cpu: &str, variables: Variables) -> Layer {
     let sim = SimGgml::new(&MACHINE);
     let program = Program::PythonExpertsOnCpu;
     let mut host = Host::start_with(program, model, &DropIn::Absent, |command| {
         sim.prepare(command);
         command.arg(format!("tokens={tokens}"));
-        match run {
-            Run::ExpertsOnDevice => {
-                command.arg("on-cpu=no tensor");
-            }
-            Run::Stock => {}
-            Run::DropIn => {
-                command.env("LD_PRELOAD", preload_library());
-                command.env("LLAMA_POSTFETCH_HOST", "on");
-            }
+        command.arg(format!("on-cpu={on_cpu}"));
+        if !variables.is_empty() {
+            command.env("LD_PRELOAD", preload_library());
+            command.envs(variables.iter().copied());
         }
     });
-    host.ask(&format!("prompt {tokens}"));
+    // The drop-in reads the first graph; early copies begin with the second.
+    for _ in 0..2 {
+        host.ask(&format!("prompt {tokens}"));
+    }
     assert_eq!(host.end(), Some(0));
     let report = sim.report();
     report.assert_ordered();
-    report
+    Layer::of(&report)
 }
 
 /// Virtual times of a layer in milliseconds.
@@ -187,10 +190,11 @@ struct Layer {
 }
 
 impl Layer {
+    /// Of the last evaluation.
     fn of(report: &Report) -> Layer {
         let find = |role: &str, layer: usize| {
             let name = format!("ffn_moe_{role}-{layer}");
-            let found = report.products.iter().find(|product| product.name == name);
+            let found = report.products.iter().rfind(|product| product.name == name);
             found.unwrap_or_else(|| panic!("no {name} on the device"))
         };
         let layers = (MEASURED.end - MEASURED.start) as f64;
@@ -214,35 +218,44 @@ impl Layer {
 }
 
 fn main() {
-    println!(
-        "Virtual time of a layer in a prompt, ms: A all but the experts, C the copy of a tensor of experts, K its product.\n"
-    );
-    println!(
-        "| model | tokens | A | C | K | stock | A + 3C + 3K | with the drop-in | A + 3C + K | max(3C, A + 3K) | gain | kernels overlapped |"
-    );
-    println!("|---|---|---|---|---|---|---|---|---|---|---|---|");
     let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("model.gguf");
+    let mut locked = String::new();
+    println!(
+        "Virtual time of a layer in a prompt, ms. A: all but the experts, C: the copy of a tensor of experts, \
+K: its product. Overlap: time saved, of what copies and computation can overlap.\n"
+    );
+    println!(
+        "| model | tokens | A | C | K | stock | A + 3C + 3K | no look-ahead | A + 3C + K | look-ahead | max(3C, A + 3K) | gain | overlap |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|---|---|---|---|");
     for shape in &SHAPES {
-        let path = folder.path().join("model.gguf");
         shape.file().write_sparse(&path).expect("a file with holes");
         for tokens in PROMPTS {
-            let on_device = Layer::of(&prefill(&path, tokens, Run::ExpertsOnDevice));
-            let stock = Layer::of(&prefill(&path, tokens, Run::Stock));
-            let report = prefill(&path, tokens, Run::DropIn);
-            let drop_in = Layer::of(&report);
-            let (a, k) = (on_device.rest(), stock.product);
+            let run = |on_cpu, variables| prefill(&path, tokens, on_cpu, variables);
+            let stock = run(EXPERTS, STOCK);
+            let (a, k) = (run(NONE, STOCK).rest(), stock.product);
             let c = shape.copy_time();
+            let stock = stock.whole;
+            let routed = run(EXPERTS, ROUTED).whole;
+            let early = run(EXPERTS, EARLY).whole;
+            let bound = (3.0 * c).max(a + 3.0 * k);
             println!(
-                "| {} | {tokens} | {a:.2} | {c:.2} | {k:.2} | {:.1} | {:.1} | {:.1} | {:.1} | {:.1} | {:.2} | {:.0} % |",
+                "| {} | {tokens} | {a:.2} | {c:.2} | {k:.2} | {stock:.1} | {:.1} | {routed:.1} | {:.1} | {early:.1} | {bound:.1} | {:.2} | {:.0} % |",
                 shape.name,
-                stock.whole,
                 a + 3.0 * c + 3.0 * k,
-                drop_in.whole,
                 a + 3.0 * c + k,
-                (3.0 * c).max(a + 3.0 * k),
-                stock.whole / drop_in.whole,
-                100.0 * report.routed.overlap_ns as f64 / report.routed.kernel_ns as f64,
+                stock / early,
+                100.0 * (stock - early) / (stock - bound),
+            );
+            let (lock, both) = (run(EXPERTS, LOCKED).whole, run(EXPERTS, BOTH).whole);
+            let (name, gain) = (shape.name, stock / both);
+            locked += &format!(
+                "| {name} | {tokens} | {stock:.1} | {lock:.1} | {both:.1} | {gain:.2} |\n"
             );
         }
     }
+    println!("\nThe same with page-locked experts:\n");
+    println!("| model | tokens | stock | page-locked | and copied early | gain |");
+    println!("|---|---|---|---|---|---|\n{}", locked.trim_end());
 }

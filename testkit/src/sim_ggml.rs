@@ -38,8 +38,6 @@ pub struct Report {
     pub kernel_ns: u64,
     /// Time in which a kernel runs and a copy to the device, too.
     pub overlap_ns: u64,
-    /// From the start of the first product of routed weights to the end of the last.
-    pub routed: Busy,
     /// Bytes of device memory.
     pub memory: Memory,
     /// Streams, in the order of their start.
@@ -48,19 +46,6 @@ pub struct Report {
     pub threads: Vec<Thread>,
     /// Products of routed weights, in the order of the computation.
     pub products: Vec<Product>,
-}
-
-/// For how long something runs.
-#[derive(Debug, Clone, Deserialize)]
-pub struct Busy {
-    /// How long it is.
-    pub span_ns: u64,
-    /// Time in which a kernel runs.
-    pub kernel_ns: u64,
-    /// Time in which a copy to the device runs.
-    pub copy_ns: u64,
-    /// Time in which both run.
-    pub overlap_ns: u64,
 }
 
 /// Both directions of the link.

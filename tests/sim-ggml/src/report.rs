@@ -1,6 +1,5 @@
 //! The report: what was called, what was found, and what it took in virtual time.
 
-use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -60,21 +59,6 @@ fn of(sim: &Sim) -> Value {
         "to_device": direction(Direction::ToDevice),
         "from_device": direction(Direction::FromDevice),
     });
-    let products = sim.products.lock().expect("no panic");
-    let busy = |span: Range<u64>| {
-        let kernels = sim.kernels.lock().expect("no panic").within(&span);
-        let link = sim.link(Direction::ToDevice).lock().expect("no panic");
-        let link = link.schedule.within(&span);
-        json!({
-            "span_ns": span.end - span.start,
-            "kernel_ns": kernels.total(),
-            "copy_ns": link.total(),
-            "overlap_ns": kernels.common(&link),
-        })
-    };
-    let start = products.iter().map(|product| product.time.start).min();
-    let end = products.iter().map(|product| product.time.end).max();
-    let routed = start.unwrap_or(0)..end.unwrap_or(0);
     let (kernel_ns, overlap_ns) = {
         let kernels = sim.kernels.lock().expect("no panic");
         let link = sim.link(Direction::ToDevice).lock().expect("no panic");
@@ -105,6 +89,7 @@ fn of(sim: &Sim) -> Value {
             json!({"name": &*thread.name, "time_ns": time, "waited_ns": waited})
         })
         .collect();
+    let products = sim.products.lock().expect("no panic");
     let products: Vec<Value> = products
         .iter()
         .map(|product| {
@@ -130,7 +115,6 @@ fn of(sim: &Sim) -> Value {
         "link": links,
         "kernel_ns": kernel_ns,
         "overlap_ns": overlap_ns,
-        "routed": busy(routed),
         "memory": {"now": used.now, "peak": used.peak},
         "streams": streams,
         "threads": threads,

@@ -1,7 +1,6 @@
 //! When something is busy, in virtual time.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 
 /// Disjoint intervals: start and end in nanoseconds.
 #[derive(Debug, Default)]
@@ -45,13 +44,6 @@ impl Schedule {
     /// Returns the sum of all intervals.
     pub fn total(&self) -> u64 {
         self.0.iter().map(|(start, end)| end - start).sum()
-    }
-
-    /// Returns the part of it from a time to another.
-    pub fn within(&self, span: &Range<u64>) -> Schedule {
-        let cut = |(&start, &end): (&u64, &u64)| (start.max(span.start), end.min(span.end));
-        let parts = self.0.iter().map(cut);
-        Schedule(parts.filter(|(start, end)| start < end).collect())
     }
 
     /// Returns for how long both are busy.
@@ -98,12 +90,6 @@ mod tests {
         let schedule = of(&[(10, 20), (15, 40), (40, 45), (5, 6)]);
         assert_eq!(schedule.0.len(), 2);
         assert_eq!(schedule.total(), 36);
-    }
-
-    #[test]
-    fn a_part_of_the_time() {
-        let part = of(&[(10, 20), (30, 40), (50, 60)]).within(&(15..50));
-        assert_eq!((part.0.len(), part.total()), (2, 15));
     }
 
     #[test]
