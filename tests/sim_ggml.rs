@@ -181,3 +181,96 @@ fn llama_server_from_source() {
     }
     assert_eq!(answers[0], answers[1]);
 }
+
+/// Makes these steps of `hosts/python/streams.py`; returns what it printed, and the report.
+fn steps(settings: &[(&str, &str)], steps: &str) -> (String, Report) {
+    let sim = SimGgml::new(settings);
+    let mut command = Command::new("python3");
+    sim.prepare(&mut command);
+    let program = concat!(env!("CARGO_MANIFEST_DIR"), "/hosts/python/streams.py");
+    let output = command
+        .args([Path::new(program), &upstream_libraries()])
+        .args(steps.split(' '))
+        .output()
+        .expect("the program starts");
+    let log = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{steps}: {log}");
+    (
+        String::from_utf8_lossy(&output.stdout).trim().to_owned(),
+        sim.report(),
+    )
+}
+
+const ORDERED: &str = "lock copy:b record:b wait:a compute:a sync:a get";
+
+#[test]
+fn an_event_orders_two_streams() {
+    let (result, report) = steps(&[], ORDERED);
+    assert_eq!(result, "3.0 3.0");
+    report.assert_ordered();
+    assert_eq!(report.link.to_device.copies_locked, 1);
+    assert!(report.streams[0].waited_for_events_ns > 0);
+}
+
+#[test]
+fn each_wait_between_two_streams_is_needed() {
+    for wait in ["event_record:1", "event_wait:1", "synchronize:1"] {
+        let (_, report) = steps(&[("SIM_GGML_IGNORE", wait)], ORDERED);
+        assert_eq!(report.ignored, 1);
+        assert_eq!(report.unordered, 1, "{wait}: {:?}", report.examples);
+    }
+}
+
+/// A copy that has ended, as one from pageable memory has when the call returns, orders nothing.
+#[test]
+fn threads_do_not_order_streams() {
+    for (made, unordered) in [
+        ("other/copy:b compute:a sync:a get", 1),
+        ("other/copy:b other/record:b compute:a sync:a get", 1),
+        ("other/copy:b other/sync:b compute:a sync:a get", 1),
+        ("other/copy:b other/record:b wait:a compute:a sync:a get", 0),
+        ("other/copy:b sync:b compute:a sync:a get", 0),
+        ("other/copy:b other/record:b event compute:a sync:a get", 0),
+        // Synchronous copies have ended for all.
+        ("other/set compute:a sync:a get", 0),
+        ("set compute:a other/sync:a get", 1),
+        // The copies of the next round, and the product that reads the weights.
+        ("copy:b sync:b compute:a copy:b", 1),
+        ("copy:b sync:b compute:a record:a wait:b copy:b", 0),
+    ] {
+        let (_, report) = steps(&[], made);
+        assert_eq!(report.unordered, unordered, "{made}: {:?}", report.examples);
+        assert_eq!(report.unknown_memory, 0);
+    }
+}
+
+#[test]
+fn freed_memory_is_not_used() {
+    let (_, report) = steps(&[], "set free compute:a sync:a");
+    // The product's source, and its result.
+    assert_eq!(report.unknown_memory, 2, "{:?}", report.examples);
+}
+
+/// A link of 1 GB/s, and kernels that read 1 GB/s.
+#[test]
+fn page_locked_copies_overlap_kernels_and_others_hold_up_their_caller() {
+    let slow = [
+        ("SIM_GGML_LINK_GBS", "1"),
+        ("SIM_GGML_PAGEABLE_GBS", "1"),
+        ("SIM_GGML_DEVICE_GBS", "1"),
+        ("SIM_GGML_LATENCY_US", "0"),
+        ("SIM_GGML_LAUNCH_US", "0"),
+    ];
+    const MEGABYTE: u64 = 1 << 20;
+    // The product comes after the first copy, and may run during the second.
+    let made = "copy:b record:b wait:a copy:b compute:a sync:b sync:a";
+    let (_, pageable) = steps(&slow, made);
+    let (_, locked) = steps(&slow, &format!("lock {made}"));
+    for report in [&pageable, &locked] {
+        assert_eq!(report.link.to_device.busy_ns, 2 * MEGABYTE);
+        assert_eq!(report.kernel_ns, MEGABYTE);
+    }
+    assert_eq!((pageable.overlap_ns, locked.overlap_ns), (0, MEGABYTE));
+    assert_eq!(pageable.threads[0].time_ns, 3 * MEGABYTE);
+    assert_eq!(locked.threads[0].time_ns, 2 * MEGABYTE);
+}
