@@ -67,6 +67,11 @@ impl HostThread {
         self.wait_until(moment.time);
     }
 
+    /// Spends time on its own work.
+    pub fn spend(&self, time: u64) {
+        self.state.lock().expect("no panic").moment.time += time;
+    }
+
     /// Waits, in virtual time, without coming after anything.
     pub fn wait_until(&self, time: u64) {
         let mut state = self.state.lock().expect("no panic");

@@ -13,8 +13,9 @@
 //!
 //! Time is virtual: nothing waits for it. Each stream and each thread has its own. Work starts
 //! when its stream, its submission and the events before it allow; a copy takes the earliest
-//! gap of the link; a thread that synchronizes continues at the time of the stream. What the
-//! host computes takes no time.
+//! gap of the link; a thread that synchronizes continues at the time of the stream. Graphs of
+//! the host's CPU backend take time only where a variable says how much. A thread's time is
+//! not handed to another thread, except through streams and events.
 //!
 //! | variable | default | meaning |
 //! |---|---|---|
@@ -25,6 +26,8 @@
 //! | `SIM_GGML_DEVICE_GBS` | 800 | what kernels read |
 //! | `SIM_GGML_TFLOPS` | 60 | operations of products, 10^12/s |
 //! | `SIM_GGML_LAUNCH_US` | 3 | each kernel, before its first byte |
+//! | `SIM_GGML_HOST_GBS` | 0 | what the host's CPU backend reads; 0: no limit |
+//! | `SIM_GGML_HOST_TFLOPS` | 0 | its operations of products; 0: no limit. The longer of both times counts |
 //! | `SIM_GGML_COMPUTE` | 1 | 0: kernels and copies move nothing and only take their time; numbers of experts are made at random, the same in each run |
 //! | `SIM_GGML_THREADS` | 1 | threads for the kernels of a stream |
 //! | `SIM_GGML_FAIL` | none | `alloc_buffer:3`: the third call of that function fails; more than one, separated by commas; `all` for each call |
@@ -34,6 +37,7 @@
 
 mod backend;
 mod calls;
+mod cpu;
 mod ggml;
 mod host;
 mod kernel;
@@ -45,6 +49,7 @@ mod schedule;
 mod settings;
 mod sim;
 mod stream;
+mod work;
 
 use std::ffi::{CStr, OsStr, c_char};
 use std::os::unix::ffi::OsStrExt;
@@ -61,6 +66,7 @@ pub extern "C" fn ggml_backend_init() -> *mut Registry {
         match ready {
             Ok((settings, ggml)) => {
                 sim::start(settings, ggml);
+                cpu::count_time();
                 report::at_end();
             }
             Err(error) => {
