@@ -152,17 +152,29 @@ const STOCK: Variables = &[];
 const EARLY: Variables = &[("LLAMA_POSTFETCH_HOST", "on")];
 const ROUTED: Variables = &[EARLY[0], ("LLAMA_POSTFETCH_LOOK_AHEAD", "0")];
 const LOCKED: Variables = &[("LLAMA_POSTFETCH_HOST_PAGE_LOCK", "1")];
+const DOWN: Variables = &[("LLAMA_POSTFETCH_HOST", "down"), LOCKED[0]];
+const ALL: Variables = &[("LLAMA_POSTFETCH_HOST", "all"), LOCKED[0]];
 const BOTH: Variables = &[EARLY[0], LOCKED[0]];
 
 /// Which tensors are in host memory.
 const EXPERTS: &str = "_exps";
 const NONE: &str = "no tensor";
 
-/// Evaluates a prompt twice; returns the times of a layer.
-fn prefill(model: &Path, tokens: usize, on_cpu: &str, variables: Variables) -> Layer {
-    let sim = SimGgml::new(&MACHINE);
+/// Machines of the bandwidth model, GB/s of memory, of the CPU's experts and of the link.
+const MACHINES: [(&str, f64, f64, f64); 7] = [
+    ("2 x DDR4-3200, PCIe 3", 45.0, 38.0, 12.0),
+    ("2 x DDR4-3200, PCIe 4", 45.0, 38.0, 24.0),
+    ("2 x DDR5-5600, PCIe 4", 75.0, 62.0, 24.0),
+    ("2 x DDR5-5600, PCIe 5", 75.0, 62.0, 50.0),
+    ("2 x DDR5-5600, 4 old cores, PCIe 4", 75.0, 20.0, 24.0),
+    ("8 x DDR4-3200, PCIe 4", 160.0, 100.0, 24.0),
+    ("8 x DDR5-4800, PCIe 5", 250.0, 150.0, 50.0),
+];
+
+/// Starts a host with a simulated GPU.
+fn start(model: &Path, sim: &SimGgml, on_cpu: &str, tokens: usize, variables: Variables) -> Host {
     let program = Program::PythonExpertsOnCpu;
-    let mut host = Host::start_with(program, model, &DropIn::Absent, |command| {
+    Host::start_with(program, model, &DropIn::Absent, |command| {
         sim.prepare(command);
         command.arg(format!("tokens={tokens}"));
         command.arg(format!("on-cpu={on_cpu}"));
@@ -170,7 +182,36 @@ fn prefill(model: &Path, tokens: usize, on_cpu: &str, variables: Variables) -> L
             command.env("LD_PRELOAD", preload_library());
             command.envs(variables.iter().copied());
         }
-    });
+    })
+}
+
+/// Returns the milliseconds of a token, at the speeds of a CPU and a link in GB/s.
+fn token(model: &Path, cpu: f64, link: f64, variables: Variables) -> f64 {
+    const COUNTED: u64 = 4;
+    let (cpu, link) = (cpu.to_string(), link.to_string());
+    let mut settings = MACHINE.to_vec();
+    settings.extend([
+        ("SIM_GGML_HOST_GBS", cpu.as_str()),
+        ("SIM_GGML_LINK_GBS", link.as_str()),
+    ]);
+    let sim = SimGgml::new(&settings);
+    let mut host = start(model, &sim, EXPERTS, 64, variables);
+    host.ask("prompt 5");
+    // Graphs of one token, which are kept.
+    host.ask("hashes 3");
+    let before = sim.report_now(&mut host);
+    host.ask(&format!("hashes {COUNTED}"));
+    let after = sim.report_now(&mut host);
+    assert_eq!(host.end(), Some(0));
+    sim.report().assert_ordered();
+    let time = |report: &Report| report.threads[0].time_ns;
+    (time(&after) - time(&before)) as f64 / COUNTED as f64 / 1e6
+}
+
+/// Evaluates a prompt twice; returns the times of a layer.
+fn prefill(model: &Path, tokens: usize, on_cpu: &str, variables: Variables) -> Layer {
+    let sim = SimGgml::new(&MACHINE);
+    let mut host = start(model, &sim, on_cpu, tokens, variables);
     // The drop-in reads the first graph; early copies begin with the second.
     for _ in 0..2 {
         host.ask(&format!("prompt {tokens}"));
@@ -258,4 +299,35 @@ K: its product. Overlap: time saved, of what copies and computation can overlap.
     println!("\nThe same with page-locked experts:\n");
     println!("| model | tokens | stock | page-locked | and copied early | gain |");
     println!("|---|---|---|---|---|---|\n{}", locked.trim_end());
+    decode(&path);
+}
+
+/// Prints the time of a token for the machines of the bandwidth model.
+fn decode(path: &Path) {
+    let shape = &SHAPES[0];
+    shape.file().write_sparse(path).expect("a file with holes");
+    println!(
+        "\nVirtual time of a token in {LAYERS} layers of {}, ms, with page-locked experts. \
+In brackets what memory allows, where that is longer: CPU and link read from the same memory.\n",
+        shape.name
+    );
+    println!(
+        "| machine | CPU, GB/s | link, GB/s | stock, on the CPU | down on the GPU | all on the GPU |"
+    );
+    println!("|---|---|---|---|---|---|");
+    let elements = (shape.width * shape.inner * shape.used) as u64;
+    let bytes = 3 * LAYERS as u64 * nbytes(shape.ty, elements);
+    for (name, memory, cpu, link) in MACHINES {
+        let stock = token(path, cpu, link, STOCK);
+        let bound = bytes as f64 / memory / 1e6;
+        let cell = |variables| {
+            let time = token(path, cpu, link, variables);
+            match time < bound {
+                true => format!("{time:.2} ({bound:.2})"),
+                false => format!("{time:.2}"),
+            }
+        };
+        let (down, all) = (cell(DOWN), cell(ALL));
+        println!("| {name} | {cpu} | {link} | {stock:.2} | {down} | {all} |");
+    }
 }

@@ -182,6 +182,30 @@ fn llama_server_from_source() {
     assert_eq!(answers[0], answers[1]);
 }
 
+/// Both ways of a report, and twice the speed is half of the time.
+#[test]
+fn graphs_of_the_cpu_take_time_on_request() {
+    let time = |speed: &str| {
+        let sim = SimGgml::new(&[("SIM_GGML_HOST_GBS", speed)]);
+        let model = fixture("small-moe.gguf");
+        let program = Program::PythonExpertsOnCpu;
+        let mut host = Host::start_with(program, &model, &DropIn::Absent, |command| {
+            sim.prepare(command);
+        });
+        host.ask("prompt 5");
+        let before = sim.report_now(&mut host);
+        host.ask("hashes 4");
+        assert_eq!(host.end(), Some(0));
+        sim.report().threads[0].time_ns - before.threads[0].time_ns
+    };
+    let (none, slow, fast) = (time("0"), time("1"), time("2"));
+    // A graph rounds its time down to a nanosecond.
+    assert!(
+        (slow - none).abs_diff(2 * (fast - none)) < 100,
+        "{none} {slow} {fast}"
+    );
+}
+
 /// Makes these steps of `hosts/python/streams.py`; returns what it printed, and the report.
 fn steps(settings: &[(&str, &str)], steps: &str) -> (String, Report) {
     let sim = SimGgml::new(settings);
