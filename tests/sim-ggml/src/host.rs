@@ -61,6 +61,7 @@ impl HostThread {
 
     /// Comes after a state of a stream.
     pub fn join(&self, moment: &Moment) {
+        sim().arrive(&moment.clock);
         let mut state = self.state.lock().expect("no panic");
         state.moment.clock.join(&moment.clock);
         drop(state);

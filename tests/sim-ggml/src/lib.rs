@@ -3,7 +3,8 @@
 //! It has one device, `SIM0`. Its memory cannot be touched by the host, is poisoned when it is
 //! fresh, and runs out. Each backend of the device is a stream with a thread. Kernels are those
 //! of the host's CPU backend. Copies from page-locked memory are asynchronous; other copies
-//! hold up their caller.
+//! hold up their caller. What is copied to page-locked memory appears there only after a thread
+//! has waited for it.
 //!
 //! It finds accesses of device memory that nothing orders. Streams and threads of the host are
 //! participants. A thread hands what it knows to a stream when it submits work; it receives what
