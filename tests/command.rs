@@ -9,6 +9,7 @@ use std::process::{Command, Stdio};
 use hosts::{TOKENS, on};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program};
+use testkit::sim_ggml::SimGgml;
 
 #[test]
 fn the_wrapper_runs_a_command_with_the_drop_in() {
@@ -300,4 +301,80 @@ fn a_swap_of_the_file_reaches_the_running_host() {
     assert_eq!(host.text(TOKENS), before);
     assert_eq!(fresh.end(), Some(0));
     assert_eq!(host.end(), Some(0));
+}
+
+/// Runs the Python host with its experts in host memory under `llama-sidecar run` and these flags,
+/// with a simulated GPU or without. Returns what both printed.
+fn run_with_experts_on_cpu(flags: &[&str], sim: Option<&SimGgml>) -> String {
+    let host = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("hosts/python/host.py");
+    let words = [host, fixture("upstream"), fixture("small-moe.gguf")];
+    let mut command = Command::new(testkit::host::built("release/llama-sidecar"));
+    command
+        .arg("run")
+        .args(flags)
+        .args(["--", "python3"])
+        .args(words)
+        .arg("experts-on-cpu")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    if let Some(sim) = sim {
+        sim.prepare(&mut command);
+    }
+    let mut child = command.spawn().expect("it starts");
+    let mut stdin = child.stdin.take().expect("a pipe");
+    let _ = stdin.write_all(b"prompt 40\nprompt 64\nhashes 2\nend\n");
+    drop(stdin);
+    let output = child.wait_with_output().expect("it ends");
+    let text = [output.stdout, output.stderr].concat();
+    let text = String::from_utf8_lossy(&text).into_owned();
+    assert!(output.status.success(), "{text}");
+    text
+}
+
+#[test]
+fn the_wrapper_reports_post_fetch() {
+    let last = |flags: &[&str], sim: Option<&SimGgml>| {
+        let text = run_with_experts_on_cpu(flags, sim);
+        text.lines().last().unwrap_or_default().to_owned()
+    };
+    let sim = SimGgml::new(&[]);
+    let mut early = Vec::new();
+    for flag in ["--post-fetch", "--post-fetch=down"] {
+        let line = last(&[flag], Some(&sim));
+        let bytes = line.strip_prefix("llama-sidecar: post-fetch: ");
+        let bytes = bytes.and_then(|line| line.split_once(" MB of experts copied early, "));
+        let (bytes, rest) = bytes.unwrap_or_else(|| panic!("{line}"));
+        assert!(rest.contains(" % of the copies' time overlapped"), "{line}");
+        assert!(!rest.contains(';'), "{line}");
+        early.push(bytes.parse::<u64>().expect("a number"));
+    }
+    // Of prompts alone; also of single tokens.
+    assert!(early[0] > 0 && early[1] > 0, "{early:?}");
+    let line = last(&["--page-lock"], Some(&sim));
+    assert!(line.ends_with(" MB page-locked"), "{line}");
+    let line = last(&["--post-fetch"], None);
+    let no_gpu = "llama-sidecar: post-fetch: no experts were copied to a GPU: the program does so for batches from 32 tokens, if a GPU has the rest of the model";
+    assert_eq!(line, no_gpu);
+}
+
+#[test]
+fn the_wrapper_sets_the_variables_of_post_fetch() {
+    for (flag, variables) in [
+        ("--post-fetch", "export LLAMA_POSTFETCH_HOST=on\n"),
+        ("--post-fetch=all", "export LLAMA_POSTFETCH_HOST=all\n"),
+        (
+            "--page-lock",
+            "export LLAMA_POSTFETCH_HOST_PAGE_LOCK=1\nexport GGML_CUDA_REGISTER_HOST=1\n",
+        ),
+    ] {
+        let (text, status) = command_line(&["run", flag, "--dry-run", "--", "true"], "");
+        assert!(status.success() && text.contains(variables), "{text}");
+    }
+    let (text, status) = command_line(&["run", "--post-fetch=up", "--", "true"], "");
+    assert_eq!(status.code(), Some(2));
+    assert!(
+        text.contains("[possible values: off, on, down, all]"),
+        "{text}"
+    );
 }
