@@ -218,6 +218,7 @@ impl PostFetchFigures {
     pub fn sentence(&self) -> String {
         let mb = |bytes: u64| bytes as f64 / 1e6;
         let mut text = match self.early_bytes + self.host_bytes {
+            0 if self.locked_bytes > 0 => "no experts copied early".into(),
             0 => "no experts were copied to a GPU: the program does so for batches from 32 tokens, if a GPU has the rest of the model".into(),
             _ => format!(
                 "{:.0} MB of experts copied early, {:.0} MB by the program",
