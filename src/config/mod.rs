@@ -193,6 +193,7 @@ impl Config {
             look_ahead: values.switch("LLAMA_POSTFETCH_LOOK_AHEAD"),
             page_lock: values.switch("LLAMA_POSTFETCH_HOST_PAGE_LOCK"),
         };
+        let expert_stream_predict = values.switch("LLAMA_EXPERT_STREAM_PREDICT");
         // Checked for its message alone: there is one setting.
         values.text("LLAMA_HOTSWAP_KV");
         Config {
@@ -210,8 +211,8 @@ impl Config {
             trace_per_layer: values.switch("LLAMA_EXPERT_TRACE_PER_LAYER"),
             trace_output: values.path("LLAMA_EXPERT_TRACE_OUTPUT"),
             trace_every: values.interval("LLAMA_EXPERT_TRACE_EVERY_S", Duration::from_secs),
-            expert_stream: values.expert_stream(),
-            expert_stream_predict: values.switch("LLAMA_EXPERT_STREAM_PREDICT"),
+            expert_stream: values.expert_stream(expert_stream_predict),
+            expert_stream_predict,
             split: values.text("LLAMA_SIDECAR_SPLIT"),
             cpu_moe: values.switch("LLAMA_SIDECAR_CPU_MOE"),
             override_tensor: values.text("LLAMA_SIDECAR_OVERRIDE_TENSOR"),
@@ -283,9 +284,14 @@ impl<F: Fn(&str) -> Option<OsString>> Values<F> {
         self.get(name, |value| Ok(with_process_id(value)))
     }
 
-    fn expert_stream(&mut self) -> ExpertStream {
+    /// Returns `Auto` where the variable is not set and prediction is on.
+    fn expert_stream(&mut self, predict: bool) -> ExpertStream {
+        const NAME: &str = "LLAMA_EXPERT_STREAM";
+        if predict && self.set(NAME).is_none() {
+            return ExpertStream::Auto;
+        }
         let words = [("on", ExpertStream::On), ("auto", ExpertStream::Auto)];
-        self.choice("LLAMA_EXPERT_STREAM", words, ExpertStream::Off)
+        self.choice(NAME, words, ExpertStream::Off)
     }
 
     fn early(&mut self) -> Early {
@@ -494,6 +500,15 @@ mod tests {
             assert_eq!(config.expert_stream, expected, "{value}");
             assert_eq!(config.rejected.len(), rejected, "{value}");
         }
+    }
+
+    #[test]
+    fn prediction_turns_streaming_on_unless_that_is_set() {
+        let predict = ("LLAMA_EXPERT_STREAM_PREDICT", "1");
+        let stream = |value| parse(&[predict, ("LLAMA_EXPERT_STREAM", value)]).expert_stream;
+        assert_eq!(parse(&[predict]).expert_stream, ExpertStream::Auto);
+        assert_eq!(stream("on"), ExpertStream::On);
+        assert_eq!(stream("off"), ExpertStream::Off);
     }
 
     #[test]
