@@ -517,6 +517,12 @@ pub enum Event {
         path: String,
         obstacle: Option<String>,
     },
+    /// A model with routed experts was evaluated for the first time with post-fetch on. Its experts
+    /// can be copied to a GPU unless there is an obstacle.
+    PostFetchStart {
+        path: String,
+        obstacle: Option<String>,
+    },
     /// Figures of post-fetch, when the process ended.
     PostFetch { figures: PostFetchFigures },
     /// Figures of expert streaming of a model, when the model or the process ended.

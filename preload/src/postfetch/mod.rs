@@ -18,6 +18,7 @@
 //!
 //! The first evaluation of a scheduler only checks that the calls come in this order.
 
+mod experts;
 mod figures;
 mod instance;
 mod plan;
@@ -26,6 +27,7 @@ mod transfer;
 use std::cell::Cell;
 use std::ffi::{CStr, c_void};
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use llama_sidecar::config::{Config, Early};
@@ -161,6 +163,12 @@ impl Capability for PostFetch {
 
     fn evaluation_failed(&self, scheduler: Scheduler) {
         STATES[scheduler.number()].lock().drain();
+    }
+
+    fn model_complete(&self, model: &Arc<Model>) {
+        if self.is_enabled() {
+            experts::note(model);
+        }
     }
 
     fn model_freed(&self, model: &Model) {
