@@ -63,6 +63,11 @@ fn argument(flag: &'static str, variable: &'static Variable) -> Arg {
             .require_equals(true)
             .default_missing_value(bare_flag)
             .value_parser(values.to_vec()),
+        Kind::Memory => value("MIB")
+            .num_args(0..=1)
+            .require_equals(true)
+            .default_missing_value("auto")
+            .value_parser(move |text: &str| checked(variable, text)),
         Kind::Level => value("LEVEL").value_parser(["off", "error", "warn", "info", "debug"]),
         Kind::Number { .. } | Kind::Text(_) => {
             value("N").value_parser(move |text: &str| checked(variable, text))
@@ -156,7 +161,7 @@ fn summary(
     let fetches = config.host_postfetch.is_used();
     if !config.hotswap && !config.traces() && !streams && !fetches {
         return vec![
-            "nothing enabled: pass --hotswap, --stream-experts, --post-fetch, --page-lock or an --expert-trace-* option"
+            "nothing enabled: pass --hotswap, --stream-experts, --post-fetch, --expert-cache, --page-lock or an --expert-trace-* option"
                 .into(),
         ];
     }

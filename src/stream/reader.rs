@@ -316,7 +316,7 @@ impl Reader {
             return;
         }
         let all = u64::MAX >> (u64::BITS as usize - self.threads.len());
-        while !shared.stopped.load(Ordering::Relaxed) {
+        loop {
             if shared.wanted.is_pending() {
                 shared.wake(self.threads.len());
             } else if shared.idle.load(Ordering::SeqCst) == all {
