@@ -4,9 +4,7 @@
 //! Run it with `cargo xtask bench postfetch`: on the CUDA driver that is installed, or on
 //! the simulated one, and once without any.
 
-use std::fs::File;
 use std::hint::black_box;
-use std::io::Write;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -16,15 +14,13 @@ use llama_sidecar::device::{AsyncDevice, Copy2d, Device};
 use llama_sidecar::model::{Model, Options as ModelOptions};
 use llama_sidecar::postfetch::{Options, PostFetch};
 use testkit::median;
-use testkit::writer::{Gguf, Kv, Q4_K, Tensor};
+use testkit::writer::{Gguf, Kv, MXFP4, Q4_K};
 
 /// Layers of tokens per round; rounds.
 const LAYERS: usize = 60;
 const ROUNDS: usize = 5;
 /// How long the fetch thread busy-waits.
 const SPIN: Duration = Duration::from_millis(20);
-/// `enum ggml_type`: 17 bytes for 32 elements.
-const MXFP4: u32 = 39;
 
 /// The down-projections of a model.
 struct Shape {
@@ -64,21 +60,10 @@ impl Shape {
     /// A file of this shape, with a layer and holes for data.
     fn model(&self, folder: &std::path::Path) -> Arc<Model> {
         let path = folder.join(format!("{}.gguf", self.name));
-        let bytes = self.nbytes * self.ne[2] as usize;
-        let mut file = Gguf::default();
-        file = file.kv("llama.expert_used_count", Kv::U32(self.active as u32));
-        file.tensors.push(Tensor {
-            name: "blk.0.ffn_down_exps.weight".into(),
-            ne: self.ne.to_vec(),
-            ty: self.ty,
-            // Never touched, so it takes no memory.
-            data: vec![0; bytes],
-        });
-        let header = file.header();
-        let mut out = File::create(&path).expect("a file");
-        out.write_all(&header).expect("its header");
-        out.set_len((header.len() + bytes).next_multiple_of(32) as u64)
-            .expect("a file with holes");
+        let file = Gguf::default()
+            .kv("llama.expert_used_count", Kv::U32(self.active as u32))
+            .zeros("blk.0.ffn_down_exps.weight", &self.ne, self.ty);
+        file.write_sparse(&path).expect("a file with holes");
         Arc::new(Model::open(&path, ModelOptions::host()).expect("a model"))
     }
 

@@ -88,17 +88,16 @@ fn time_is_virtual_and_nothing_overlaps_in_stock() {
 /// Some of the many calls of `synchronize` are needed, and those are found.
 #[test]
 fn a_wait_that_is_left_out_is_found() {
-    let (_, whole) = run(&[]);
+    let (logits, whole) = run(&[]);
     let calls = whole.calls("synchronize");
     let mut found = 0;
     for nth in (calls / 12..calls).step_by(calls as usize / 12) {
-        let (_, report) = run(&[("SIM_GGML_IGNORE", &format!("synchronize:{nth}"))]);
+        let (changed, report) = run(&[("SIM_GGML_IGNORE", &format!("synchronize:{nth}"))]);
         assert_eq!(report.ignored, 1);
-        found += u64::from(report.unordered > 0);
+        found += u64::from(report.unordered > 0 || changed != logits);
     }
     println!("{found} of 12 calls of synchronize were needed");
-    let (_, none) = run(&[("SIM_GGML_IGNORE", "synchronize:all")]);
-    assert!(found > 0 && none.unordered > 10, "{:#?}", none.examples);
+    assert!(found > 0);
 }
 
 /// The host reports what failed, as it does for any backend.
@@ -181,4 +180,133 @@ fn llama_server_from_source() {
         assert_eq!(pageable == 0, load == "none", "{report:?}");
     }
     assert_eq!(answers[0], answers[1]);
+}
+
+/// Both ways of a report, and twice the speed is half of the time.
+#[test]
+fn graphs_of_the_cpu_take_time_on_request() {
+    let time = |speed: &str| {
+        let sim = SimGgml::new(&[("SIM_GGML_HOST_GBS", speed)]);
+        let model = fixture("small-moe.gguf");
+        let program = Program::PythonExpertsOnCpu;
+        let mut host = Host::start_with(program, &model, &DropIn::Absent, |command| {
+            sim.prepare(command);
+        });
+        host.ask("prompt 5");
+        let before = sim.report_now(&mut host);
+        host.ask("hashes 4");
+        assert_eq!(host.end(), Some(0));
+        sim.report().threads[0].time_ns - before.threads[0].time_ns
+    };
+    let (none, slow, fast) = (time("0"), time("1"), time("2"));
+    // A graph rounds its time down to a nanosecond.
+    assert!(
+        (slow - none).abs_diff(2 * (fast - none)) < 100,
+        "{none} {slow} {fast}"
+    );
+}
+
+/// Makes these steps of `hosts/python/streams.py`; returns what it printed, and the report.
+fn steps(settings: &[(&str, &str)], steps: &str) -> (String, Report) {
+    let sim = SimGgml::new(settings);
+    let mut command = Command::new("python3");
+    sim.prepare(&mut command);
+    let program = concat!(env!("CARGO_MANIFEST_DIR"), "/hosts/python/streams.py");
+    let output = command
+        .args([Path::new(program), &upstream_libraries()])
+        .args(steps.split(' '))
+        .output()
+        .expect("the program starts");
+    let log = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{steps}: {log}");
+    (
+        String::from_utf8_lossy(&output.stdout).trim().to_owned(),
+        sim.report(),
+    )
+}
+
+const ORDERED: &str = "lock copy:b record:b wait:a compute:a sync:a get";
+
+#[test]
+fn an_event_orders_two_streams() {
+    let (result, report) = steps(&[], ORDERED);
+    assert_eq!(result, "3.0 3.0");
+    report.assert_ordered();
+    assert_eq!(report.link.to_device.copies_locked, 1);
+    assert!(report.streams[0].waited_for_events_ns > 0);
+}
+
+#[test]
+fn each_wait_between_two_streams_is_needed() {
+    for wait in ["event_record:1", "event_wait:1", "synchronize:1"] {
+        let (_, report) = steps(&[("SIM_GGML_IGNORE", wait)], ORDERED);
+        assert_eq!(report.ignored, 1);
+        assert_eq!(report.unordered, 1, "{wait}: {:?}", report.examples);
+    }
+}
+
+/// A copy that has ended, as one from pageable memory has when the call returns, orders nothing.
+#[test]
+fn threads_do_not_order_streams() {
+    for (made, unordered) in [
+        ("other/copy:b compute:a sync:a get", 1),
+        ("other/copy:b other/record:b compute:a sync:a get", 1),
+        ("other/copy:b other/sync:b compute:a sync:a get", 1),
+        ("other/copy:b other/record:b wait:a compute:a sync:a get", 0),
+        ("other/copy:b sync:b compute:a sync:a get", 0),
+        ("other/copy:b other/record:b event compute:a sync:a get", 0),
+        // Synchronous copies have ended for all.
+        ("other/set compute:a sync:a get", 0),
+        ("set compute:a other/sync:a get", 1),
+        // The copies of the next round, and the product that reads the weights.
+        ("copy:b sync:b compute:a copy:b", 1),
+        ("copy:b sync:b compute:a record:a wait:b copy:b", 0),
+    ] {
+        let (_, report) = steps(&[], made);
+        assert_eq!(report.unordered, unordered, "{made}: {:?}", report.examples);
+        assert_eq!(report.unknown_memory, 0);
+    }
+}
+
+#[test]
+fn the_host_sees_a_copy_after_it_has_waited() {
+    let seen = |made| steps(&[], made).0;
+    let poison = f32::from_bits(0xa5a5_a5a5);
+    assert_eq!(seen("set compute:a lock read:a sync:a"), "3.0 3.0");
+    assert_eq!(seen("set compute:a lock read:a record:a event"), "3.0 3.0");
+    let early = seen("set compute:a lock read:a");
+    assert_eq!(early.split(' ').next().unwrap().parse(), Ok(poison as f64));
+    let pageable = seen("set compute:a read:a");
+    assert_eq!(pageable, "3.0 3.0");
+}
+
+#[test]
+fn freed_memory_is_not_used() {
+    let (_, report) = steps(&[], "set free compute:a sync:a");
+    // The product's source, and its result.
+    assert_eq!(report.unknown_memory, 2, "{:?}", report.examples);
+}
+
+/// A link of 1 GB/s, and kernels that read 1 GB/s.
+#[test]
+fn page_locked_copies_overlap_kernels_and_others_hold_up_their_caller() {
+    let slow = [
+        ("SIM_GGML_LINK_GBS", "1"),
+        ("SIM_GGML_PAGEABLE_GBS", "1"),
+        ("SIM_GGML_DEVICE_GBS", "1"),
+        ("SIM_GGML_LATENCY_US", "0"),
+        ("SIM_GGML_LAUNCH_US", "0"),
+    ];
+    const MEGABYTE: u64 = 1 << 20;
+    // The product comes after the first copy, and may run during the second.
+    let made = "copy:b record:b wait:a copy:b compute:a sync:b sync:a";
+    let (_, pageable) = steps(&slow, made);
+    let (_, locked) = steps(&slow, &format!("lock {made}"));
+    for report in [&pageable, &locked] {
+        assert_eq!(report.link.to_device.busy_ns, 2 * MEGABYTE);
+        assert_eq!(report.kernel_ns, MEGABYTE);
+    }
+    assert_eq!((pageable.overlap_ns, locked.overlap_ns), (0, MEGABYTE));
+    assert_eq!(pageable.threads[0].time_ns, 3 * MEGABYTE);
+    assert_eq!(locked.threads[0].time_ns, 2 * MEGABYTE);
 }

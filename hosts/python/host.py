@@ -13,6 +13,7 @@ standard input as hosts/node/host.mjs, and
              of `more` follow. A hash of its logits
     hashes N N tokens, as `more`; a hash of the logits of all
     fails C  `failed`, if the command C fails
+    report P writes the report of the simulated GPU to a file
     counts   with `count`: which experts were used, counted through the callback that
              llama.cpp offers for looking at an evaluation; JSON
     fork     forks a child that evaluates once and ends, and one that is terminated; the
@@ -224,6 +225,11 @@ class Host:
             return getattr(self, command)(*arguments)
         except AssertionError:
             return "failed"
+
+    def report(self, path):
+        simulation = c.CDLL(os.environ["GGML_BACKEND_PATH"])
+        assert simulation.sim_ggml_report(path.encode())
+        return "written"
 
     def both(self, count):
         if len(self.contexts) == 1:

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use serde::Deserialize;
 
-use crate::host::built;
+use crate::host::{Host, built};
 
 /// The simulated GPU for one process.
 #[derive(Debug)]
@@ -163,12 +163,23 @@ impl SimGgml {
         command.envs(self.variables().iter().cloned());
     }
 
-    /// The report of the process, which has ended.
-    pub fn report(&self) -> Report {
-        let path = self.folder.path().join("report");
-        let text = std::fs::read(&path).expect("the process loaded the simulated GPU and ended");
-        serde_json::from_slice(&text).expect("a report")
+    /// The report of what happened so far in a Python host.
+    pub fn report_now(&self, host: &mut Host) -> Report {
+        let path = self.folder.path().join("now");
+        assert_eq!(host.ask(&format!("report {}", path.display())), "written");
+        read(&path)
     }
+
+    /// The report of the process, which has ended. Of a process that crashed, it is the one
+    /// after the first finding.
+    pub fn report(&self) -> Report {
+        read(&self.folder.path().join("report"))
+    }
+}
+
+fn read(path: &Path) -> Report {
+    let text = std::fs::read(path).expect("the process loaded the simulated GPU and ended");
+    serde_json::from_slice(&text).expect("a report")
 }
 
 impl Report {

@@ -48,6 +48,9 @@ pub const Q8_0: u32 = 8;
 /// Value of `enum ggml_type` for `q4_K`: 144 bytes for 256 elements.
 pub const Q4_K: u32 = 12;
 
+/// Value of `enum ggml_type` for `mxfp4`: 17 bytes for 32 elements.
+pub const MXFP4: u32 = 39;
+
 /// Returns the bytes of `elements` elements in one of these types.
 pub fn nbytes(ty: u32, elements: u64) -> u64 {
     match ty {
@@ -56,6 +59,7 @@ pub fn nbytes(ty: u32, elements: u64) -> u64 {
         Q4_0 => elements / 32 * 18,
         Q8_0 => elements / 32 * 34,
         Q4_K => elements / 256 * 144,
+        MXFP4 => elements / 32 * 17,
         other => panic!("the test writer does not know type {other}"),
     }
 }
@@ -103,6 +107,18 @@ impl Gguf {
         self
     }
 
+    /// Adds a tensor of zeros, which takes no memory until it is written.
+    pub fn zeros(mut self, name: &str, ne: &[i64], ty: u32) -> Gguf {
+        let elements: i64 = ne.iter().product();
+        self.tensors.push(Tensor {
+            name: name.into(),
+            ne: ne.to_vec(),
+            ty,
+            data: vec![0; nbytes(ty, elements as u64) as usize],
+        });
+        self
+    }
+
     /// Returns the bytes of the header, with the padding before the data.
     pub fn header(&self) -> Vec<u8> {
         let mut writer = HeaderWriter::new(self.alignment as u32);
@@ -140,6 +156,16 @@ impl Gguf {
         let mut file = BufWriter::new(File::create(path)?);
         self.write_to(&mut file)?;
         file.flush()
+    }
+
+    /// Writes a file with a hole for all data.
+    pub fn write_sparse(&self, path: &Path) -> io::Result<()> {
+        let header = self.header();
+        let data = self.tensors.iter().map(|tensor| tensor.data.len() as u64);
+        let data: u64 = data.map(|len| len.next_multiple_of(self.alignment)).sum();
+        let mut file = File::create(path)?;
+        file.write_all(&header)?;
+        file.set_len(header.len() as u64 + data)
     }
 
     /// Writes a new file next to `path` and renames it to `path`, as for a model in use.

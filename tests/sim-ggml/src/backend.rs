@@ -11,7 +11,7 @@ use crate::ggml::{
 };
 use crate::host::HostThread;
 use crate::kernel::Snapshot;
-use crate::memory::Block;
+use crate::memory::{Block, POISON};
 use crate::order::Use;
 use crate::routing;
 use crate::sim::{Direction, Moment, sim};
@@ -364,7 +364,10 @@ impl Copy {
     }
 
     /// Moves the bytes, as a piece of work that comes after `moment`.
-    fn run(&self, who: &Use, moment: &Moment) {
+    ///
+    /// Bytes for page-locked memory of the host, where nothing waits for the copy, are `later`
+    /// there.
+    fn run(&self, who: &Use, moment: &Moment, later: bool) {
         let Some((block, offset)) = sim().memory.find(self.device) else {
             sim().unknown_memory(&self.name);
             return;
@@ -378,6 +381,10 @@ impl Copy {
             match (block.at(offset), self.direction) {
                 (Some(device), Direction::ToDevice) => {
                     device.copy_from_nonoverlapping(host, self.size);
+                }
+                (Some(device), Direction::FromDevice) if later => {
+                    let bytes = std::slice::from_raw_parts(device, self.size);
+                    sim().keep(who, self.host, bytes.to_vec());
                 }
                 (Some(device), Direction::FromDevice) => {
                     host.copy_from_nonoverlapping(device, self.size);
@@ -402,10 +409,14 @@ impl Copy {
     /// caller, who may not conclude anything from it.
     fn submit(self, stream: &Stream) {
         let locked = self.locked;
+        if locked && self.direction == Direction::FromDevice {
+            // SAFETY: what the host passed, which has no content until the host has waited.
+            unsafe { (self.host as *mut u8).write_bytes(POISON, self.size) };
+        }
         stream.submit(move |worker| {
             worker.copy(self.direction, self.size, self.locked);
             let name = self.name.clone();
-            self.run(&worker.uses(name), &worker.moment);
+            self.run(&worker.uses(name), &worker.moment, self.locked);
         });
         if !locked {
             let copied = stream.recording().wait();
@@ -418,7 +429,7 @@ impl Copy {
         let thread = HostThread::this();
         let (number, moment) = thread.begin();
         let taken = sim().take_link(self.direction, moment.time, self.size, self.locked);
-        self.run(&by(&thread, number, self.name.clone()), &moment);
+        self.run(&by(&thread, number, self.name.clone()), &moment, false);
         thread.end(number, taken.end);
     }
 }

@@ -56,6 +56,7 @@ pub enum Context {}
 /// A buffer type: a table of pointers whose length depends on the version.
 pub type BufferType = [*const c_void; 10];
 
+type Init = extern "C" fn(*mut Device, *const c_char) -> *mut Backend;
 type Set = extern "C" fn(*mut Buffer, *mut Tensor, *const c_void, usize, usize);
 type Get = extern "C" fn(*mut Buffer, *const Tensor, *mut c_void, usize, usize);
 type SetAsync = extern "C" fn(*mut Backend, *mut Tensor, *const c_void, usize, usize);
@@ -151,7 +152,7 @@ pub struct DeviceInterface {
     pub memory: extern "C" fn(*mut Device, *mut usize, *mut usize),
     pub ty: extern "C" fn(*mut Device) -> c_int,
     pub properties: extern "C" fn(*mut Device, *mut Properties),
-    pub init: extern "C" fn(*mut Device, *const c_char) -> *mut Backend,
+    pub init: Init,
     pub buffer_type: extern "C" fn(*mut Device) -> *mut BufferType,
     pub host_buffer_type: Option<extern "C" fn(*mut Device) -> *mut BufferType>,
     pub buffer_from_host_ptr: Absent,
@@ -217,6 +218,8 @@ pub struct Ggml {
     pub operations: Operations,
     /// The host's own CPU device.
     cpu: *mut Device,
+    /// Its function that starts a backend.
+    cpu_init: Init,
     nbytes: extern "C" fn(*const Tensor) -> usize,
     buffer_init: extern "C" fn(*mut BufferType, BufferInterface, *mut c_void, usize) -> *mut Buffer,
     buffer_from_ptr: extern "C" fn(*mut c_void, usize) -> *mut Buffer,
@@ -300,7 +303,7 @@ impl Ggml {
             return Err("the host has no CPU backend; load it before this backend".into());
         }
         // SAFETY: a registered device has its registry.
-        let version = unsafe { (*(*cpu).registry).version };
+        let (version, cpu_init) = unsafe { ((*(*cpu).registry).version, (*cpu).interface.init) };
         if !matches!(version, 2 | 3) {
             return Err(format!(
                 "the host has version {version} of the interface of backends; use one with 2 or 3"
@@ -312,6 +315,7 @@ impl Ggml {
                 version,
                 operations: operations(loaded.symbol("ggml_op_name")?)?,
                 cpu,
+                cpu_init,
                 nbytes: loaded.symbol("ggml_nbytes")?,
                 buffer_init: loaded.symbol("ggml_backend_buffer_init")?,
                 buffer_from_ptr: loaded.symbol("ggml_backend_cpu_buffer_from_ptr")?,
@@ -386,6 +390,18 @@ impl Ggml {
         unsafe { ((*self.cpu).interface.supports_op)(self.cpu, tensor) }
     }
 
+    /// Starts a CPU backend for the host.
+    pub fn init_cpu(&self, device: *mut Device, settings: *const c_char) -> *mut Backend {
+        (self.cpu_init)(device, settings)
+    }
+
+    /// Replaces the function that starts CPU backends for the host.
+    pub fn replace_cpu_init(&self, by: Init) {
+        // SAFETY: the table of the device is ordinary memory; the host starts no backend while
+        // it loads this one.
+        unsafe { (*self.cpu).interface.init = by };
+    }
+
     /// Returns a new CPU backend with so many threads.
     ///
     /// It is called past ggml's exported functions, which a preloaded library may interpose.
@@ -393,7 +409,7 @@ impl Ggml {
         // SAFETY: the device and its registry stay; the function has the type that ggml
         // declares for its name.
         unsafe {
-            let cpu = ((*self.cpu).interface.init)(self.cpu, std::ptr::null());
+            let cpu = (self.cpu_init)(self.cpu, std::ptr::null());
             assert!(!cpu.is_null(), "the CPU backend starts");
             let registry = (*self.cpu).registry;
             let function = (*registry).function.map_or(null_mut(), |function| {

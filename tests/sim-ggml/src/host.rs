@@ -61,10 +61,16 @@ impl HostThread {
 
     /// Comes after a state of a stream.
     pub fn join(&self, moment: &Moment) {
+        sim().arrive(&moment.clock);
         let mut state = self.state.lock().expect("no panic");
         state.moment.clock.join(&moment.clock);
         drop(state);
         self.wait_until(moment.time);
+    }
+
+    /// Spends time on its own work.
+    pub fn spend(&self, time: u64) {
+        self.state.lock().expect("no panic").moment.time += time;
     }
 
     /// Waits, in virtual time, without coming after anything.

@@ -10,6 +10,7 @@ use crate::memory::Block;
 use crate::routing;
 use crate::sim::{Product, sim};
 use crate::stream::Worker;
+use crate::work::Work;
 
 /// A graph as it was when the host submitted it.
 pub struct Snapshot {
@@ -228,31 +229,11 @@ impl Snapshot {
 
     /// Returns the time of a node, in nanoseconds.
     fn time(&self, node: usize, experts: Option<&[bool]>) -> u64 {
-        let (ggml, settings) = (&sim().ggml, &sim().settings);
-        let (operations, tensor) = (&ggml.operations, &self.tensors[node]);
-        let bytes = if let Some(experts) = experts {
-            let used = experts.iter().filter(|&&used| used).count();
-            used * self.source(node, 0).nb[2] + ggml.nbytes(self.source(node, 1))
-        } else if tensor.op == operations.get_rows {
-            ggml.nbytes(tensor)
-        } else if tensor.op == operations.set_rows {
-            ggml.nbytes(self.source(node, 0))
-        } else {
-            let sizes = self
-                .sources(node)
-                .map(|index| ggml.nbytes(&self.tensors[index]));
-            sizes.sum()
-        };
-        let multiplied = if tensor.op == operations.mul_mat || tensor.op == operations.mul_mat_id {
-            self.source(node, 0).ne[0]
-        } else if tensor.op == operations.flash_attention {
-            // With keys, and then with values.
-            2 * self.source(node, 1).ne[1]
-        } else {
-            0
-        };
-        let operations = (2 * multiplied * tensor.elements()) as f64;
-        settings.launch + (bytes as f64 / settings.device + operations / settings.flops) as u64
+        let used = experts.map_or(0, |experts| experts.iter().filter(|&&used| used).count());
+        // SAFETY: sources lead into the vector.
+        let work = unsafe { Work::of(&self.tensors[node], used as f64) };
+        let settings = &sim().settings;
+        settings.launch + (work.bytes / settings.device + work.operations / settings.flops) as u64
     }
 }
 

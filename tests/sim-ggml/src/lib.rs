@@ -3,18 +3,20 @@
 //! It has one device, `SIM0`. Its memory cannot be touched by the host, is poisoned when it is
 //! fresh, and runs out. Each backend of the device is a stream with a thread. Kernels are those
 //! of the host's CPU backend. Copies from page-locked memory are asynchronous; other copies
-//! hold up their caller.
+//! hold up their caller. What is copied to page-locked memory appears there only after a thread
+//! has waited for it.
 //!
 //! It finds accesses of device memory that nothing orders. Streams and threads of the host are
-//! participants. A thread hands what it knows to a stream when it submits work; it learns what
+//! participants. A thread hands what it knows to a stream when it submits work; it receives what
 //! a stream knows when it synchronizes with it. Synchronous copies of a thread that have
 //! returned are known to all threads: threads are ordered with each other by means that cannot
 //! be seen here.
 //!
 //! Time is virtual: nothing waits for it. Each stream and each thread has its own. Work starts
 //! when its stream, its submission and the events before it allow; a copy takes the earliest
-//! gap of the link; a thread that synchronizes continues at the time of the stream. What the
-//! host computes takes no time.
+//! gap of the link; a thread that synchronizes continues at the time of the stream. Graphs of
+//! the host's CPU backend take time only where a variable says how much. A thread's time is
+//! not handed to another thread, except through streams and events.
 //!
 //! | variable | default | meaning |
 //! |---|---|---|
@@ -25,15 +27,18 @@
 //! | `SIM_GGML_DEVICE_GBS` | 800 | what kernels read |
 //! | `SIM_GGML_TFLOPS` | 60 | operations of products, 10^12/s |
 //! | `SIM_GGML_LAUNCH_US` | 3 | each kernel, before its first byte |
+//! | `SIM_GGML_HOST_GBS` | 0 | what the host's CPU backend reads; 0: no limit |
+//! | `SIM_GGML_HOST_TFLOPS` | 0 | its operations of products; 0: no limit. The longer of both times counts |
 //! | `SIM_GGML_COMPUTE` | 1 | 0: kernels and copies move nothing and only take their time; numbers of experts are made at random, the same in each run |
 //! | `SIM_GGML_THREADS` | 1 | threads for the kernels of a stream |
 //! | `SIM_GGML_FAIL` | none | `alloc_buffer:3`: the third call of that function fails; more than one, separated by commas; `all` for each call |
 //! | `SIM_GGML_IGNORE` | none | the same for calls that order: they have no effect |
-//! | `SIM_GGML_REPORT` | none | a file for the report at the end of the process, JSON |
+//! | `SIM_GGML_REPORT` | none | a file for the report, JSON; written at the end of the process, and after the first finding |
 //! | `GGML_OP_OFFLOAD_MIN_BATCH` | 32 | the smallest batch for which the device takes operations with weights in host memory |
 
 mod backend;
 mod calls;
+mod cpu;
 mod ggml;
 mod host;
 mod kernel;
@@ -45,6 +50,7 @@ mod schedule;
 mod settings;
 mod sim;
 mod stream;
+mod work;
 
 use std::ffi::{CStr, OsStr, c_char};
 use std::os::unix::ffi::OsStrExt;
@@ -61,6 +67,7 @@ pub extern "C" fn ggml_backend_init() -> *mut Registry {
         match ready {
             Ok((settings, ggml)) => {
                 sim::start(settings, ggml);
+                cpu::count_time();
                 report::at_end();
             }
             Err(error) => {

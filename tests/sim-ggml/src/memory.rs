@@ -12,8 +12,8 @@ use libc::{PROT_NONE, PROT_READ, PROT_WRITE, c_int};
 
 use crate::order::Uses;
 
-/// What fresh device memory holds.
-const POISON: u8 = 0xa5;
+/// What memory holds that has no content yet.
+pub const POISON: u8 = 0xa5;
 
 /// An allocation on the device.
 pub struct Block {

@@ -15,15 +15,20 @@ static PROCESS: AtomicU32 = AtomicU32::new(0);
 pub fn at_end() {
     PROCESS.store(std::process::id(), Ordering::Relaxed);
     extern "C" fn write_it() {
-        let sim = started().filter(|_| PROCESS.load(Ordering::Relaxed) == std::process::id());
-        if let Some(sim) = sim
-            && let Some(path) = &sim.settings.report
-        {
-            write(sim, path);
+        if let Some(sim) = started() {
+            write_if_wanted(sim);
         }
     }
     // SAFETY: the library is never unloaded: ggml keeps the libraries of its backends.
     unsafe { libc::atexit(write_it) };
+}
+
+/// Writes the report to the file that the settings name.
+pub fn write_if_wanted(sim: &Sim) {
+    let forked = PROCESS.load(Ordering::Relaxed) != std::process::id();
+    if let Some(path) = sim.settings.report.as_ref().filter(|_| !forked) {
+        write(sim, path);
+    }
 }
 
 /// Writes the report to a file.

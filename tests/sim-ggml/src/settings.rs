@@ -21,6 +21,10 @@ pub struct Settings {
     pub flops: f64,
     /// Nanoseconds of each kernel before its first byte.
     pub launch: u64,
+    /// Bytes per nanosecond that the host's CPU backend reads; infinite where it takes no time.
+    pub host: f64,
+    /// Its operations per nanosecond.
+    pub host_flops: f64,
     /// Whether kernels and copies move bytes.
     pub computes: bool,
     /// Threads of each stream's kernels.
@@ -46,6 +50,8 @@ impl Settings {
             device: number("SIM_GGML_DEVICE_GBS", 800.0)?,
             flops: number("SIM_GGML_TFLOPS", 60.0)? * 1e3,
             launch: (number("SIM_GGML_LAUNCH_US", 3.0)? * 1e3) as u64,
+            host: unless_zero(number("SIM_GGML_HOST_GBS", 0.0)?),
+            host_flops: unless_zero(number("SIM_GGML_HOST_TFLOPS", 0.0)? * 1e3),
             computes: number("SIM_GGML_COMPUTE", 1.0)? != 0.0,
             threads: number("SIM_GGML_THREADS", 1.0)? as i32,
             offload_batch: number("GGML_OP_OFFLOAD_MIN_BATCH", 32.0)? as i64,
@@ -68,6 +74,10 @@ fn number(name: &str, default: f64) -> Result<f64, String> {
     let number = value.parse().ok();
     let number = number.filter(|number: &f64| number.is_finite() && *number >= 0.0);
     number.ok_or_else(|| format!("{name}: expected a number, found {value:?}"))
+}
+
+fn unless_zero(speed: f64) -> f64 {
+    if speed == 0.0 { f64::INFINITY } else { speed }
 }
 
 fn faults(name: &str, allowed: fn(Call) -> bool) -> Result<Vec<Fault>, String> {

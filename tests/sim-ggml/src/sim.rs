@@ -9,6 +9,7 @@ use crate::ggml::Ggml;
 use crate::host::HostThread;
 use crate::memory::{Block, Memory};
 use crate::order::{Clock, Use, Who};
+use crate::report;
 use crate::schedule::Schedule;
 use crate::settings::Settings;
 use crate::stream::Shared;
@@ -71,6 +72,16 @@ pub struct Product {
     pub experts: usize,
 }
 
+/// Bytes that were copied to page-locked memory of the host, which sees them when a thread has
+/// waited for the copy.
+#[derive(Debug)]
+struct Arrival {
+    who: Who,
+    number: u64,
+    address: usize,
+    bytes: Vec<u8>,
+}
+
 /// What was found.
 #[derive(Debug, Default)]
 pub struct Findings {
@@ -99,6 +110,8 @@ pub struct Sim {
     participants: Mutex<Vec<Arc<str>>>,
     pub threads: Mutex<Vec<Arc<HostThread>>>,
     pub streams: Mutex<Vec<Arc<Shared>>>,
+    /// In the order of the copies of each stream.
+    arrivals: Mutex<Vec<Arrival>>,
     /// Accesses of threads of the host that have ended. Threads are ordered with each other by
     /// means that cannot be seen here, so all that comes later knows them.
     pub ended: Mutex<Clock>,
@@ -131,6 +144,7 @@ pub fn start(settings: Settings, ggml: Ggml) {
         participants: Mutex::default(),
         threads: Mutex::default(),
         streams: Mutex::default(),
+        arrivals: Mutex::default(),
         ended: Mutex::default(),
     });
 }
@@ -190,6 +204,7 @@ impl Sim {
         }
         let participants = self.participants.lock().expect("no panic").clone();
         let mut findings = self.findings.lock().expect("no panic");
+        let first = findings.unordered == 0;
         for found in unordered {
             findings.unordered += 1;
             if findings.examples.len() < EXAMPLES {
@@ -204,6 +219,36 @@ impl Sim {
                 ));
             }
         }
+        drop(findings);
+        if first {
+            // The process may not live to its end.
+            report::write_if_wanted(self);
+        }
+    }
+
+    /// Keeps bytes that the host sees after it has waited for this work.
+    pub fn keep(&self, by: &Use, address: usize, bytes: Vec<u8>) {
+        let (who, number) = (by.who, by.number);
+        self.arrivals.lock().expect("no panic").push(Arrival {
+            who,
+            number,
+            address,
+            bytes,
+        });
+    }
+
+    /// Lets the host see what it has waited for.
+    pub fn arrive(&self, known: &Clock) {
+        self.arrivals.lock().expect("no panic").retain(|arrival| {
+            let Arrival { address, bytes, .. } = arrival;
+            let waits = !known.knows(arrival.who, arrival.number);
+            if !waits && self.memory.is_locked(*address, bytes.len()) {
+                let to = *address as *mut u8;
+                // SAFETY: the host passed this memory, and has it still.
+                unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+            }
+            waits
+        });
     }
 
     /// Notes an access of memory that is not allocated.

@@ -1,0 +1,333 @@
+//! Prefill in an unmodified host whose experts are in host memory, in virtual time: a simulated
+//! GPU takes the time of copies and kernels and moves nothing. Stock against the drop-in.
+//!
+//! Run it with `cargo xtask bench postfetch_host`. The models have the sizes of real ones in the
+//! plain architecture `llama`: attention without what is special to a model, no shared expert,
+//! no biases. Files have holes for data.
+
+use std::path::Path;
+
+use testkit::host::{DropIn, Host, Program, preload_library};
+use testkit::sim_ggml::{Report, SimGgml};
+use testkit::writer::{F32, Gguf, Kv, MXFP4, Q4_K, Q8_0, nbytes, vocabulary};
+
+/// Layers of the files. The last of a prompt has one token, and the first starts cold.
+const LAYERS: usize = 4;
+/// Layers whose time is measured, from the end of one to the end of the next.
+const MEASURED: std::ops::Range<usize> = 0..2;
+/// Tokens of a vocabulary.
+const TOKENS: usize = 512;
+/// Tokens of a prompt, in one batch.
+const PROMPTS: [usize; 2] = [512, 2048];
+
+/// Bytes per nanosecond that the link copies from mapped weights, and a copy's latency.
+const LINK: f64 = 12.0;
+const LATENCY: f64 = 8000.0;
+/// The machine.
+const MACHINE: [(&str, &str); 8] = [
+    ("SIM_GGML_COMPUTE", "0"),
+    ("SIM_GGML_MEMORY_MB", "65536"),
+    ("SIM_GGML_LINK_GBS", "24"),
+    ("SIM_GGML_PAGEABLE_GBS", "12"),
+    ("SIM_GGML_LATENCY_US", "8"),
+    ("SIM_GGML_DEVICE_GBS", "800"),
+    ("SIM_GGML_TFLOPS", "60"),
+    ("SIM_GGML_LAUNCH_US", "3"),
+];
+
+/// The sizes of a model.
+struct Shape {
+    name: &'static str,
+    experts: i64,
+    used: i64,
+    width: i64,
+    /// Width of an expert.
+    inner: i64,
+    heads: i64,
+    heads_kv: i64,
+    head: i64,
+    ty: u32,
+}
+
+const SHAPES: [Shape; 3] = [
+    Shape {
+        name: "GPT-OSS-120B",
+        experts: 128,
+        used: 4,
+        width: 2880,
+        inner: 2880,
+        heads: 64,
+        heads_kv: 8,
+        head: 64,
+        ty: MXFP4,
+    },
+    Shape {
+        name: "Qwen3-Next-80B",
+        experts: 512,
+        used: 10,
+        width: 2048,
+        inner: 512,
+        heads: 16,
+        heads_kv: 2,
+        head: 256,
+        ty: Q4_K,
+    },
+    Shape {
+        name: "Mixtral-8x7B",
+        experts: 8,
+        used: 2,
+        width: 4096,
+        inner: 14336,
+        heads: 32,
+        heads_kv: 8,
+        head: 128,
+        ty: Q4_K,
+    },
+];
+
+impl Shape {
+    /// Milliseconds to copy a tensor with all experts.
+    fn copy_time(&self) -> f64 {
+        let elements = self.width * self.inner * self.experts;
+        (LATENCY + nbytes(self.ty, elements as u64) as f64 / LINK) / 1e6
+    }
+
+    fn file(&self) -> Gguf {
+        let mut file = Gguf::default();
+        for (key, value) in [
+            ("block_count", LAYERS as i64),
+            ("context_length", 4096),
+            ("embedding_length", self.width),
+            ("feed_forward_length", self.inner),
+            ("attention.head_count", self.heads),
+            ("attention.head_count_kv", self.heads_kv),
+            ("attention.key_length", self.head),
+            ("attention.value_length", self.head),
+            ("rope.dimension_count", self.head),
+            ("expert_count", self.experts),
+            ("expert_used_count", self.used),
+        ] {
+            file = file.kv(&format!("llama.{key}"), Kv::U32(value as u32));
+        }
+        let epsilon = Kv::Raw(6, 1e-5f32.to_le_bytes().to_vec());
+        file = file.kv("llama.attention.layer_norm_rms_epsilon", epsilon);
+        for (key, value) in vocabulary(TOKENS) {
+            let distinct = || (0..TOKENS).map(|token| format!("token {token}")).collect();
+            let value = match key.as_str() {
+                "tokenizer.ggml.tokens" => Kv::Texts(distinct()),
+                _ => value,
+            };
+            file = file.kv(&key, value);
+        }
+        let (width, inner) = (self.width, self.inner);
+        let (q, kv) = (self.heads * self.head, self.heads_kv * self.head);
+        file = file
+            .zeros("token_embd.weight", &[width, TOKENS as i64], Q8_0)
+            .zeros("output_norm.weight", &[width], F32)
+            .zeros("output.weight", &[width, TOKENS as i64], Q8_0);
+        for layer in 0..LAYERS {
+            for (name, ne, ty) in [
+                ("attn_norm", vec![width], F32),
+                ("attn_q", vec![width, q], Q8_0),
+                ("attn_k", vec![width, kv], Q8_0),
+                ("attn_v", vec![width, kv], Q8_0),
+                ("attn_output", vec![q, width], Q8_0),
+                ("ffn_norm", vec![width], F32),
+                ("ffn_gate_inp", vec![width, self.experts], F32),
+                ("ffn_gate_exps", vec![width, inner, self.experts], self.ty),
+                ("ffn_up_exps", vec![width, inner, self.experts], self.ty),
+                ("ffn_down_exps", vec![inner, width, self.experts], self.ty),
+            ] {
+                file = file.zeros(&format!("blk.{layer}.{name}.weight"), &ne, ty);
+            }
+        }
+        file
+    }
+}
+
+/// Variables of the drop-in; without any it is not loaded.
+type Variables = &'static [(&'static str, &'static str)];
+
+const STOCK: Variables = &[];
+const EARLY: Variables = &[("LLAMA_POSTFETCH_HOST", "on")];
+const ROUTED: Variables = &[EARLY[0], ("LLAMA_POSTFETCH_LOOK_AHEAD", "0")];
+const LOCKED: Variables = &[("LLAMA_POSTFETCH_HOST_PAGE_LOCK", "1")];
+const DOWN: Variables = &[("LLAMA_POSTFETCH_HOST", "down"), LOCKED[0]];
+const ALL: Variables = &[("LLAMA_POSTFETCH_HOST", "all"), LOCKED[0]];
+const BOTH: Variables = &[EARLY[0], LOCKED[0]];
+
+/// Which tensors are in host memory.
+const EXPERTS: &str = "_exps";
+const NONE: &str = "no tensor";
+
+/// Machines of the bandwidth model, GB/s of memory, of the CPU's experts and of the link.
+const MACHINES: [(&str, f64, f64, f64); 7] = [
+    ("2 x DDR4-3200, PCIe 3", 45.0, 38.0, 12.0),
+    ("2 x DDR4-3200, PCIe 4", 45.0, 38.0, 24.0),
+    ("2 x DDR5-5600, PCIe 4", 75.0, 62.0, 24.0),
+    ("2 x DDR5-5600, PCIe 5", 75.0, 62.0, 50.0),
+    ("2 x DDR5-5600, 4 old cores, PCIe 4", 75.0, 20.0, 24.0),
+    ("8 x DDR4-3200, PCIe 4", 160.0, 100.0, 24.0),
+    ("8 x DDR5-4800, PCIe 5", 250.0, 150.0, 50.0),
+];
+
+/// Starts a host with a simulated GPU.
+fn start(model: &Path, sim: &SimGgml, on_cpu: &str, tokens: usize, variables: Variables) -> Host {
+    let program = Program::PythonExpertsOnCpu;
+    Host::start_with(program, model, &DropIn::Absent, |command| {
+        sim.prepare(command);
+        command.arg(format!("tokens={tokens}"));
+        command.arg(format!("on-cpu={on_cpu}"));
+        if !variables.is_empty() {
+            command.env("LD_PRELOAD", preload_library());
+            command.envs(variables.iter().copied());
+        }
+    })
+}
+
+/// Returns the milliseconds of a token, at the speeds of a CPU and a link in GB/s.
+fn token(model: &Path, cpu: f64, link: f64, variables: Variables) -> f64 {
+    const COUNTED: u64 = 4;
+    let (cpu, link) = (cpu.to_string(), link.to_string());
+    let mut settings = MACHINE.to_vec();
+    settings.extend([
+        ("SIM_GGML_HOST_GBS", cpu.as_str()),
+        ("SIM_GGML_LINK_GBS", link.as_str()),
+    ]);
+    let sim = SimGgml::new(&settings);
+    let mut host = start(model, &sim, EXPERTS, 64, variables);
+    host.ask("prompt 5");
+    // Graphs of one token, which are kept.
+    host.ask("hashes 3");
+    let before = sim.report_now(&mut host);
+    host.ask(&format!("hashes {COUNTED}"));
+    let after = sim.report_now(&mut host);
+    assert_eq!(host.end(), Some(0));
+    sim.report().assert_ordered();
+    let time = |report: &Report| report.threads[0].time_ns;
+    (time(&after) - time(&before)) as f64 / COUNTED as f64 / 1e6
+}
+
+/// Evaluates a prompt twice; returns the times of a layer.
+fn prefill(model: &Path, tokens: usize, on_cpu: &str, variables: Variables) -> Layer {
+    let sim = SimGgml::new(&MACHINE);
+    let mut host = start(model, &sim, on_cpu, tokens, variables);
+    // The drop-in reads the first graph; early copies begin with the second.
+    for _ in 0..2 {
+        host.ask(&format!("prompt {tokens}"));
+    }
+    assert_eq!(host.end(), Some(0));
+    let report = sim.report();
+    report.assert_ordered();
+    Layer::of(&report)
+}
+
+/// Virtual times of a layer in milliseconds.
+struct Layer {
+    /// From the end of the layer before to its own end.
+    whole: f64,
+    /// One product of routed weights, on average.
+    product: f64,
+}
+
+impl Layer {
+    /// Of the last evaluation.
+    fn of(report: &Report) -> Layer {
+        let find = |role: &str, layer: usize| {
+            let name = format!("ffn_moe_{role}-{layer}");
+            let found = report.products.iter().rfind(|product| product.name == name);
+            found.unwrap_or_else(|| panic!("no {name} on the device"))
+        };
+        let layers = (MEASURED.end - MEASURED.start) as f64;
+        let ends = [MEASURED.start, MEASURED.end].map(|layer| find("down", layer).end_ns);
+        let measured = (MEASURED.start + 1..=MEASURED.end).flat_map(|layer| {
+            ["gate", "up", "down"].map(|role| {
+                let product = find(role, layer);
+                product.end_ns - product.start_ns
+            })
+        });
+        Layer {
+            whole: (ends[1] - ends[0]) as f64 / layers / 1e6,
+            product: measured.sum::<u64>() as f64 / layers / 3.0 / 1e6,
+        }
+    }
+
+    /// All but the products.
+    fn rest(&self) -> f64 {
+        self.whole - 3.0 * self.product
+    }
+}
+
+fn main() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("model.gguf");
+    let mut locked = String::new();
+    println!(
+        "Virtual time of a layer in a prompt, ms. A: all but the experts, C: the copy of a tensor of experts, \
+K: its product. Overlap: time saved, of what copies and computation can overlap.\n"
+    );
+    println!(
+        "| model | tokens | A | C | K | stock | A + 3C + 3K | no look-ahead | A + 3C + K | look-ahead | max(3C, A + 3K) | gain | overlap |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|---|---|---|---|");
+    for shape in &SHAPES {
+        shape.file().write_sparse(&path).expect("a file with holes");
+        for tokens in PROMPTS {
+            let run = |on_cpu, variables| prefill(&path, tokens, on_cpu, variables);
+            let stock = run(EXPERTS, STOCK);
+            let (a, k) = (run(NONE, STOCK).rest(), stock.product);
+            let c = shape.copy_time();
+            let stock = stock.whole;
+            let routed = run(EXPERTS, ROUTED).whole;
+            let early = run(EXPERTS, EARLY).whole;
+            let bound = (3.0 * c).max(a + 3.0 * k);
+            println!(
+                "| {} | {tokens} | {a:.2} | {c:.2} | {k:.2} | {stock:.1} | {:.1} | {routed:.1} | {:.1} | {early:.1} | {bound:.1} | {:.2} | {:.0} % |",
+                shape.name,
+                a + 3.0 * c + 3.0 * k,
+                a + 3.0 * c + k,
+                stock / early,
+                100.0 * (stock - early) / (stock - bound),
+            );
+            let (lock, both) = (run(EXPERTS, LOCKED).whole, run(EXPERTS, BOTH).whole);
+            let (name, gain) = (shape.name, stock / both);
+            locked += &format!(
+                "| {name} | {tokens} | {stock:.1} | {lock:.1} | {both:.1} | {gain:.2} |\n"
+            );
+        }
+    }
+    println!("\nThe same with page-locked experts:\n");
+    println!("| model | tokens | stock | page-locked | and copied early | gain |");
+    println!("|---|---|---|---|---|---|\n{}", locked.trim_end());
+    decode(&path);
+}
+
+/// Prints the time of a token for the machines of the bandwidth model.
+fn decode(path: &Path) {
+    let shape = &SHAPES[0];
+    shape.file().write_sparse(path).expect("a file with holes");
+    println!(
+        "\nVirtual time of a token in {LAYERS} layers of {}, ms, with page-locked experts. \
+In brackets what memory allows, where that is longer: CPU and link read from the same memory.\n",
+        shape.name
+    );
+    println!(
+        "| machine | CPU, GB/s | link, GB/s | stock, on the CPU | down on the GPU | all on the GPU |"
+    );
+    println!("|---|---|---|---|---|---|");
+    let elements = (shape.width * shape.inner * shape.used) as u64;
+    let bytes = 3 * LAYERS as u64 * nbytes(shape.ty, elements);
+    for (name, memory, cpu, link) in MACHINES {
+        let stock = token(path, cpu, link, STOCK);
+        let bound = bytes as f64 / memory / 1e6;
+        let cell = |variables| {
+            let time = token(path, cpu, link, variables);
+            match time < bound {
+                true => format!("{time:.2} ({bound:.2})"),
+                false => format!("{time:.2}"),
+            }
+        };
+        let (down, all) = (cell(DOWN), cell(ALL));
+        println!("| {name} | {cpu} | {link} | {stock:.2} | {down} | {all} |");
+    }
+}
