@@ -136,6 +136,7 @@ functions! {
     ggml_backend_buft_alloc_buffer(*mut BufferType, usize) -> *mut Buffer;
     ggml_backend_buft_get_alloc_size(*mut BufferType, *const Tensor) -> usize;
     ggml_backend_buft_get_device(*mut BufferType) -> *mut Device;
+    ggml_backend_buft_is_host(*mut BufferType) -> bool;
     ggml_backend_buft_name(*mut BufferType) -> *const c_char;
     ggml_backend_cpu_buffer_type() -> *mut BufferType;
     ggml_backend_tensor_alloc(*mut Buffer, *mut Tensor, *mut c_void) -> c_int;

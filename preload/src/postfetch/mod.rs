@@ -19,6 +19,7 @@
 //! The first evaluation of a scheduler only checks that the calls come in this order.
 
 mod cache;
+mod experts;
 mod figures;
 mod instance;
 mod plan;
@@ -27,6 +28,7 @@ mod transfer;
 use std::cell::Cell;
 use std::ffi::{CStr, c_void};
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -200,6 +202,12 @@ impl Capability for PostFetch {
         state.drain();
         // Copies that were issued may have failed with it.
         state.clear_cache();
+    }
+
+    fn model_complete(&self, model: &Arc<Model>) {
+        if self.is_enabled() {
+            experts::note(model);
+        }
     }
 
     fn model_freed(&self, model: &Model) {
