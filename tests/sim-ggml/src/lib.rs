@@ -15,7 +15,7 @@
 //! Time is virtual: nothing waits for it. Each stream and each thread has its own. Work starts
 //! when its stream, its submission and the events before it allow; a copy takes the earliest
 //! gap of the link; a thread that synchronizes continues at the time of the stream. Graphs of
-//! the host's CPU backend take time only where a variable says how much. A thread's time is
+//! the host's CPU backend take time only where a variable sets how much. A thread's time is
 //! not handed to another thread, except through streams and events.
 //!
 //! | variable | default | meaning |
