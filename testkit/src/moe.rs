@@ -25,7 +25,7 @@ pub struct Moe {
 /// An architecture of llama.cpp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Architecture {
-    /// `llama`: nothing but attention and experts.
+    /// `llama`: only attention and experts.
     Llama,
     /// `gpt-oss`: biases of experts, a sliding window in each second layer.
     GptOss,
