@@ -23,6 +23,9 @@ struct Way {
     label: String,
     /// Variables of the drop-in, or nothing where it is absent.
     drop_in: DropIn,
+    /// Whether the program itself reads the experts of a matrix when its multiplication begins, as
+    /// ik_llama.cpp does (`hosts/c/read_at_matmul.h`).
+    at_matmul: bool,
 }
 
 /// What is compared: the first with each of the others.
@@ -34,6 +37,12 @@ fn ways(arguments: &[String]) -> Vec<Way> {
         Way {
             label: "stock".into(),
             drop_in: DropIn::Absent,
+            at_matmul: false,
+        },
+        Way {
+            label: "read at each matmul".into(),
+            drop_in: DropIn::Absent,
+            at_matmul: true,
         },
         Way::new("streaming", "LLAMA_EXPERT_STREAM=auto"),
         Way::new(
@@ -56,12 +65,16 @@ impl Way {
         Way {
             label: label.into(),
             drop_in: DropIn::On(named.collect()),
+            at_matmul: false,
         }
     }
 
     fn start(&self, model: &Path, set: impl FnOnce(&mut Command)) -> Host {
         Host::start_with(Program::C, model, &self.drop_in, |command| {
             command.env("HOST_CONTEXT", "512");
+            if self.at_matmul {
+                command.env("HOST_READ_AT_MATMUL", "1");
+            }
             set(command);
         })
     }

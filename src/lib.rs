@@ -11,6 +11,7 @@
 //! | [`model`] | an open model: lazy tensors, loading, evaluations, contexts |
 //! | [`reload`] | hot-swap: detect, compare, stage, commit, against a trait |
 //! | [`stream`] | routed experts, read from disk as soon as routing is known |
+//! | [`expert_cache`] | which experts stay on a device |
 //! | [`trace`] | which experts a workload uses |
 //! | [`protocol`] | messages of the control socket, events of the journal |
 //! | [`error`] | errors of all modules |
@@ -27,6 +28,7 @@ mod background;
 pub mod config;
 pub mod device;
 pub mod error;
+pub mod expert_cache;
 pub mod experts;
 #[cfg(feature = "c-abi")]
 pub mod ffi;

@@ -201,6 +201,14 @@ pub struct PostFetchFigures {
     pub mismatches: u64,
     /// Memory on devices that is used for early copies.
     pub scratch_bytes: u64,
+    /// Number of routed experts that were on the device (`LLAMA_POSTFETCH_CACHE_MB`).
+    pub cache_hits: u64,
+    /// Number of routed experts that were copied to stay there.
+    pub cache_misses: u64,
+    /// Memory on the device for experts that stay there.
+    pub cache_bytes: u64,
+    /// Number of experts of a layer that stay there.
+    pub cache_slots: u64,
     /// Bytes of models that are page-locked.
     pub locked_bytes: u64,
     /// Why nothing is copied early, if that is known.
@@ -229,6 +237,15 @@ impl PostFetchFigures {
             text += &format!(
                 ", {:.0} % of the copies' time overlapped with computing",
                 100.0 * overlap
+            );
+        }
+        if self.cache_slots > 0 {
+            let looked_up = self.cache_hits + self.cache_misses;
+            text += &format!(
+                ", {:.1} % of {looked_up} routed experts were on the device ({} of each layer, {:.0} MB)",
+                100.0 * self.cache_hits as f64 / looked_up.max(1) as f64,
+                self.cache_slots,
+                mb(self.cache_bytes),
             );
         }
         if self.locked_bytes > 0 {

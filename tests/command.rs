@@ -2,7 +2,10 @@
 
 mod hosts;
 
+use std::ffi::CString;
+use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, Stdio};
 
@@ -107,6 +110,10 @@ fn the_wrapper_reports_evaluations_and_reloads_at_the_end() {
         line.contains("opened no model through a shared libggml-base.so"),
         "{line}"
     );
+    let (line, status) = last(&["run", "--stream-experts", "--", "sh", "-c", "exit 3"]);
+    assert_eq!(status.code(), Some(3));
+    let failed = "the program ended before it opened a model (exit status: 3)";
+    assert!(line.contains(failed) && !line.contains("ggml"), "{line}");
     let (line, _) = last(&["run", "--", "true"]);
     assert!(line.contains("nothing enabled"), "{line}");
     let (line, _) = last(&["run", "--quiet", "--", "true"]);
@@ -141,6 +148,122 @@ fn the_wrapper_passes_signals_on() {
     assert_eq!(child.wait().expect("it ends").code(), Some(9));
 }
 
+/// Sets the default effect of signals in a command: a shell starts commands in the background with
+/// SIGINT and SIGQUIT ignored.
+fn with_default_signals(command: &mut Command) -> &mut Command {
+    // SAFETY: system calls that may be made between fork and exec.
+    unsafe {
+        command.pre_exec(|| {
+            for signal in [libc::SIGINT, libc::SIGQUIT] {
+                libc::signal(signal, libc::SIG_DFL);
+            }
+            Ok(())
+        })
+    }
+}
+
+/// The program writes the number of each signal.
+#[test]
+fn a_signal_of_the_process_group_reaches_the_program_once() {
+    let cli = testkit::host::built("release/llama-sidecar");
+    let mut child = Command::new(&cli)
+        .args(["run", "--quiet", "--"])
+        .arg(&cli)
+        .arg("witness")
+        .process_group(0)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    let group = child.id() as libc::pid_t;
+    let mut lines = BufReader::new(child.stdout.take().expect("a pipe")).lines();
+    let mut line = || lines.next().expect("a line").expect("text");
+    assert_eq!(line(), "ready");
+    // SAFETY: a system call, to a child that was not waited for or to its group.
+    let kill = |to, signal| assert_eq!(unsafe { libc::kill(to, signal) }, 0);
+    // The command handles the signal after the program did: equal signals may become one.
+    kill(group, libc::SIGSTOP);
+    kill(-group, libc::SIGUSR1);
+    assert_eq!(line(), libc::SIGUSR1.to_string());
+    kill(group, libc::SIGCONT);
+    kill(group, libc::SIGTERM);
+    assert_eq!(line(), libc::SIGTERM.to_string());
+    drop(child.stdin.take());
+    assert_eq!(child.wait().expect("it ends").code(), Some(0));
+}
+
+/// Makes a pseudo terminal the terminal of a command; returns the side with the keys.
+fn with_terminal(command: &mut Command) -> File {
+    let (mut keys, mut terminal) = (-1, -1);
+    let null = std::ptr::null_mut();
+    // SAFETY: fills two descriptors, which are new.
+    let (keys, terminal) = unsafe {
+        let failed = libc::openpty(
+            &raw mut keys,
+            &raw mut terminal,
+            null,
+            null.cast(),
+            null.cast(),
+        );
+        assert_eq!(failed, 0, "a pseudo terminal");
+        (OwnedFd::from_raw_fd(keys), OwnedFd::from_raw_fd(terminal))
+    };
+    // SAFETY: system calls that may be made between fork and exec.
+    unsafe {
+        command.pre_exec(move || {
+            libc::setsid();
+            match libc::ioctl(terminal.as_raw_fd(), libc::TIOCSCTTY, 0) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            }
+        });
+    }
+    keys.into()
+}
+
+#[test]
+fn a_key_reaches_the_program_once() {
+    let cli = testkit::host::built("release/llama-sidecar");
+    let mut command = Command::new(cli);
+    let script = "trap 'echo got it' INT; trap 'echo last; exit 9' QUIT; echo ready; while :; do sleep 0.05; done";
+    command
+        .args(["run", "--quiet", "--", "sh", "-c", script])
+        .stdout(Stdio::piped());
+    let mut keys = with_terminal(with_default_signals(&mut command));
+    let mut child = command.spawn().expect("it starts");
+    let mut lines = BufReader::new(child.stdout.take().expect("a pipe")).lines();
+    let mut line = || lines.next().expect("a line").expect("text");
+    assert_eq!(line(), "ready");
+    keys.write_all(b"\x03").expect("a terminal");
+    assert_eq!(line(), "got it");
+    keys.write_all(b"\x1c").expect("a terminal");
+    assert_eq!(line(), "last");
+    assert_eq!(child.wait().expect("it ends").code(), Some(9));
+}
+
+/// The program is in a process group of its own.
+#[test]
+fn a_key_ends_the_program_that_doctor_tries() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let ready = folder.path().join("ready");
+    let path = CString::new(ready.as_os_str().as_encoded_bytes()).expect("no NUL");
+    // SAFETY: a path that ends with NUL.
+    assert_eq!(unsafe { libc::mkfifo(path.as_ptr(), 0o600) }, 0);
+    let script = format!("echo ready > {}; exec sleep 60", ready.display());
+    let mut command = Command::new(testkit::host::built("release/llama-sidecar"));
+    command
+        .args(["doctor", "--", "sh", "-c", &script])
+        .stdout(Stdio::piped());
+    let mut keys = with_terminal(with_default_signals(&mut command));
+    let child = command.spawn().expect("it starts");
+    assert_eq!(std::fs::read(&ready).expect("a pipe"), b"ready\n");
+    keys.write_all(b"\x03").expect("a terminal");
+    let output = child.wait_with_output().expect("it ends");
+    assert_eq!(output.status.code(), Some(1));
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(text.contains("ended       signal: 2 (SIGINT)"), "{text}");
+}
+
 /// The program has no handler of its own for these signals.
 #[test]
 fn the_wrapper_reports_streaming_after_a_signal() {
@@ -154,15 +277,9 @@ fn the_wrapper_reports_streaming_after_a_signal() {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
-        // A shell starts commands in the background with SIGINT ignored.
-        // SAFETY: a system call that may be made between fork and exec.
-        unsafe {
-            command.pre_exec(move || {
-                libc::signal(signal, libc::SIG_DFL);
-                Ok(())
-            });
-        }
-        let mut child = command.spawn().expect("it starts");
+        let mut child = with_default_signals(&mut command)
+            .spawn()
+            .expect("it starts");
         let mut lines = BufReader::new(child.stdout.take().expect("a pipe")).lines();
         let mut stdin = child.stdin.take().expect("a pipe");
         assert_eq!(lines.next().expect("a line").expect("text"), "ready");
@@ -174,6 +291,7 @@ fn the_wrapper_reports_streaming_after_a_signal() {
         assert_eq!(output.status.signal(), Some(signal));
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(text.contains("llama-sidecar: 2 evaluations of"), "{text}");
+        assert!(!text.contains("reloads"), "{text}");
         assert!(text.contains("llama-sidecar: experts: "), "{text}");
     }
 }
@@ -182,21 +300,37 @@ fn the_wrapper_reports_streaming_after_a_signal() {
 fn the_wrapper_reports_why_nothing_is_streamed() {
     let host = c_host("smollm2.gguf");
     let host: Vec<&str> = host.iter().map(String::as_str).collect();
-    let asked = ["run", "--stream-experts", "--"];
-    let (text, status) = command_line(&[&asked, host.as_slice()].concat(), "text 1\nend\n");
-    assert!(status.success(), "{text}");
-    assert!(text.contains("nothing was streamed: "), "{text}");
-    assert!(
-        text.contains("smollm2.gguf has no routed experts"),
-        "{text}"
-    );
+    for flag in ["--stream-experts", "--stream-predict"] {
+        let asked = ["run", flag, "--"];
+        let (text, status) = command_line(&[&asked, host.as_slice()].concat(), "text 1\nend\n");
+        assert!(status.success(), "{text}");
+        assert!(text.contains("nothing was streamed: "), "{text}");
+        assert!(
+            text.contains("smollm2.gguf has no routed experts"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn a_missing_socket_is_reported_with_the_flags_that_make_one() {
+    for (request, flag) in [
+        ("metrics", "where FLAG is --hotswap, --stream-experts or"),
+        ("reload", "where FLAG is --hotswap;"),
+        ("trace", "where FLAG is --expert-trace-stats;"),
+    ] {
+        let (text, status) = command_line(&[request, "--socket", "/no/such/socket"], "");
+        assert_eq!(status.code(), Some(1));
+        assert!(text.contains(flag), "{text}");
+    }
 }
 
 #[test]
 fn doctor_reports_what_works_and_why_not() {
     let host = c_host("moe.gguf");
     let script = format!("(echo text 2; sleep 60) | {}", host.join(" "));
-    let (text, status) = command_line(&["doctor", "--", "sh", "-c", &script], "");
+    let asked = ["doctor", "--stream-experts", "--", "sh", "-c", &script];
+    let (text, status) = command_line(&asked, "");
     assert!(status.success(), "{text}");
     for part in [
         "libggml-base.so",
@@ -204,7 +338,7 @@ fn doctor_reports_what_works_and_why_not() {
         "302 tensors",
         "hot-swap    works",
         "30 layers",
-        "streaming   works in this program",
+        "streaming   works in this program\nsizes ",
         "sizes       30 layers of 8 experts: 398 MB of routed experts, 47 MB of other tensors",
         "a token uses 2 of them in each layer, 99.5 MB in all",
         "\nmemory      ",
@@ -215,6 +349,15 @@ fn doctor_reports_what_works_and_why_not() {
     let (text, status) = command_line(&["doctor", "--", "true"], "");
     assert_eq!(status.code(), Some(1));
     assert!(text.contains("opened no model"), "{text}");
+    let fails = ["doctor", "--", "sh", "-c", "echo no such file >&2; exit 3"];
+    let (text, status) = command_line(&fails, "");
+    assert_eq!(status.code(), Some(1));
+    for part in [
+        "ended       exit status: 3; last line of its errors: no such file\n",
+        "the program ended before it opened a model (exit status: 3)",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
     let folder = tempfile::tempdir().expect("a folder");
     let program = folder.path().join("program");
     // A program for another machine, and one without a loader.
@@ -250,6 +393,13 @@ fn doctor_reports_reachable_hooks() {
     let no_experts = "experts     this model has no routed experts to trace or to stream\n";
     assert!(text.contains(no_experts), "{text}");
     assert!(!text.contains("streaming  "), "{text}");
+    let asked = ["doctor", "--stream-experts", "--", "sh", "-c", &script];
+    let (text, status) = command_line(&asked, "");
+    assert_eq!(status.code(), Some(1));
+    assert!(
+        text.contains("no model has routed experts to stream"),
+        "{text}"
+    );
 
     let loader = testkit::host::built("hosts-loader/loader");
     let folder = loader.parent().expect("a folder").display().to_string();

@@ -357,6 +357,146 @@ fn page_locked_mappings() {
     assert_eq!(report.calls("unregister_host_buffer"), 1);
 }
 
+/// Decoding on the device with `mib` MiB of slots.
+fn cached(mib: &str) -> Setup {
+    Setup::default().with("LLAMA_POSTFETCH_CACHE_MB", mib)
+}
+
+/// The same placement without early copies, and without slots: there is no memory for them.
+fn offloaded() -> Setup {
+    Setup::default()
+        .with("LLAMA_POSTFETCH_HOST", "all")
+        .with("LLAMA_POSTFETCH_SCRATCHPAD_MB", "1")
+}
+
+/// Tokens that are decoded after prompts, and batches that fit the slots or not.
+const DECODING: [&str; 6] = [
+    "prompt 40",
+    "hashes 12",
+    "prompt 3",
+    "hashes 8",
+    "prompt 64",
+    "hashes 4",
+];
+
+/// An expert of the fixture has 0.53 MiB in each of three matrices of four layers.
+#[test]
+fn experts_that_stay_on_the_device() {
+    let expected = offloaded().run(&DECODING).answers;
+    for (mib, slots) in [("14", 2), ("27", 4), ("40", 6), ("auto", 8)] {
+        let checked = cached(mib).with("LLAMA_POSTFETCH_DEBUG", "1");
+        let run = checked.run(&DECODING);
+        let figures = &run.figures;
+        assert_eq!(count(figures, "cache_slots"), slots, "{figures}");
+        assert_eq!(count(figures, "mismatches"), 0);
+        // Two experts of a token in four layers; the first decode shows how the program copies.
+        let looked_up = count(figures, "cache_hits") + count(figures, "cache_misses");
+        assert!(looked_up > 8 * 4 * 2, "{figures}");
+        if slots == 8 {
+            assert!(count(figures, "cache_misses") <= 8 * 4, "{figures}");
+        }
+        assert_eq!(figures["obstacle"], Value::Null);
+        // A batch that the host would leave on the CPU stays there, if it does not fit.
+        match slots {
+            8 => assert_eq!(run.answers, expected),
+            _ => assert_eq!(run.answers[..2], expected[..2], "{mib} MiB"),
+        }
+    }
+    let none = cached("1").run(&DECODING);
+    assert_eq!(none.answers, Setup::default().run(&DECODING).answers);
+    let obstacle = none.figures["obstacle"].as_str().expect("an obstacle");
+    assert!(obstacle.contains("a token uses 2"), "{obstacle}");
+}
+
+/// More than the slots need is copied once: each miss, and no padding.
+#[test]
+fn a_miss_copies_its_expert_once() {
+    let few = cached("27").run(&["prompt 40", "hashes 2"]);
+    let more = cached("27").run(&["prompt 40", "hashes 2", "hashes 30"]);
+    let grown = |name| count(&more.figures, name) - count(&few.figures, name);
+    let expert = count(&few.figures, "cache_bytes") / (4 * 4 * 3);
+    assert_eq!(grown("early_bytes"), grown("cache_misses") * 3 * expert);
+    assert_eq!(grown("cache_hits") + grown("cache_misses"), 30 * 4 * 2);
+    assert_eq!(more.answers[..2], few.answers[..]);
+}
+
+#[test]
+fn slots_with_a_callback_and_with_two_contexts() {
+    let callback = ["text 6", "counts"];
+    let with = |setup: Setup| setup.option("count").run(&callback).answers;
+    assert_eq!(with(cached("auto")), with(offloaded()));
+    let both = ["both 6", "prompt 40", "both 4"];
+    let run = cached("27").run(&both);
+    assert_eq!(run.answers, offloaded().run(&both).answers);
+    assert!(count(&run.figures, "cache_hits") > 0);
+}
+
+/// A swap drops what is in the slots.
+#[test]
+fn swaps_of_experts_that_stay_on_the_device() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("model.gguf");
+    let files = [fixture("small-moe.gguf"), fixture("small-moe-mixed.gguf")];
+    let commands = ["prompt 40", "hashes 6"];
+    let answers = |host: &mut Host| commands.map(|command| host.ask(command));
+    let expected = files.clone().map(|file| {
+        let sim = SimGgml::new(&[]);
+        let mut host = offloaded().start(&sim, &file);
+        let answers = answers(&mut host);
+        assert_eq!(host.end(), Some(0));
+        answers
+    });
+    assert_ne!(expected[0], expected[1]);
+    let sim = SimGgml::new(&[]);
+    replace(&path, &files[0]);
+    let mut host = cached("auto").start(&sim, &path);
+    for round in 0..5 {
+        for _ in 0..2 {
+            assert_eq!(answers(&mut host), expected[round % 2], "round {round}");
+        }
+        replace(&path, &files[(round + 1) % 2]);
+        assert_ne!(taken(&host.control("reload")), (0, 0));
+    }
+    let figures = &host.control("status")["post_fetch"];
+    assert!(count(figures, "cache_hits") > 0, "{figures}");
+    assert_eq!(host.end(), Some(0));
+    sim.report().assert_ordered();
+}
+
+#[test]
+fn slots_and_calls_that_fail() {
+    let commands = ["prompt 40", "hashes 4"];
+    let host = Setup::default().run(&commands);
+    let expected = offloaded().run(&commands).answers;
+    let whole = cached("27").run(&commands);
+    assert_eq!(whole.answers, expected);
+    for call in ["init_device", "alloc_buffer", "event_new"] {
+        for nth in host.report.calls(call) + 1..=whole.report.calls(call) {
+            let fault = format!("{call}:{nth}");
+            let run = cached("27").device("SIM_GGML_FAIL", &fault).run(&commands);
+            assert_eq!(run.report.failed, 1, "{fault}");
+            // Without slots, the host decodes on the CPU, whose kernels are the device's here.
+            assert_eq!(run.answers, expected, "{fault}");
+        }
+    }
+    // Each wait for a miss is needed.
+    let waits = whole.report.calls("event_wait");
+    let mut found = 0;
+    for nth in waits - 11..=waits {
+        let fault = format!("event_wait:{nth}");
+        let setup = cached("27").device("SIM_GGML_IGNORE", &fault);
+        let sim = setup.simulation();
+        let mut host = setup.start(&sim, &fixture("small-moe.gguf"));
+        for command in commands {
+            host.ask(command);
+        }
+        assert_eq!(host.end(), Some(0));
+        found += u64::from(sim.report().unordered > 0);
+    }
+    println!("{found} of the last 12 waits were needed");
+    assert!(found >= 6, "{found}");
+}
+
 #[test]
 fn llama_server_from_source() {
     if !llama_cpp("llama-server").exists() {
@@ -365,10 +505,13 @@ fn llama_server_from_source() {
     }
     let model = fixture("small-moe.gguf");
     let mut answers = Vec::new();
-    for early in ["off", "on"] {
+    for (early, cache) in [("off", "0"), ("on", "0"), ("on", "auto")] {
         let sim = SimGgml::new(&[]);
         let mut options = Options::new(2);
-        options.drop_in = DropIn::On(vec![("LLAMA_POSTFETCH_HOST", early.into())]);
+        options.drop_in = DropIn::On(vec![
+            ("LLAMA_POSTFETCH_HOST", early.into()),
+            ("LLAMA_POSTFETCH_CACHE_MB", cache.into()),
+        ]);
         let arguments = ["--device", "SIM0", "-cmoe"];
         options.arguments = arguments.map(str::to_owned).to_vec();
         options.variables = sim.variables().to_vec();
@@ -383,10 +526,13 @@ fn llama_server_from_source() {
         assert_eq!(figures.is_null(), early == "off");
         if early == "on" {
             assert!(count(&figures, "early_bytes") > 0, "{figures}");
+            assert_eq!(count(&figures, "cache_hits") > 0, cache == "auto");
         }
         let (status, log) = server.end();
         assert!(status.success(), "{}", log.join("\n"));
         sim.report().assert_ordered();
     }
     assert_eq!(answers[0], answers[1]);
+    // The kernels of the simulated GPU are those of the CPU.
+    assert_eq!(answers[0], answers[2]);
 }

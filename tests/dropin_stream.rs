@@ -1,12 +1,17 @@
 //! Expert streaming in real hosts: the results are those of a program without it, experts are
 //! read ahead, and whatever goes wrong leaves the program as it would be without streaming.
-//!
+
 mod hosts;
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::Path;
 
 use hosts::{
     TOKENS, copied, count, counted_by_host, fresh, same_with_streaming, stream_figures,
     streamed_text, streaming, traced,
 };
+use llama_sidecar::gguf::{Access, GgufFile, TYPE_AND_OFFSET, type_fields, write_data};
 use serde_json::Value;
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, replace};
@@ -118,4 +123,94 @@ fn streaming_rests_while_all_experts_are_in_memory() {
     let checked = count(&second, "checked_bytes") - count(&first, "checked_bytes");
     assert!(checked < count(&first, "checked_bytes") / 10, "{second}");
     assert_eq!(host.end(), Some(0));
+}
+
+/// A thread of the drop-in needs 2^60 bytes for its stack.
+#[test]
+fn a_reader_without_threads_leaves_the_program_as_it_is() {
+    let model = fixture("moe.gguf");
+    let with = streaming(&[
+        ("RUST_MIN_STACK", "1152921504606846976"),
+        ("LLAMA_EXPERT_STREAM_PREDICT", "1"),
+    ]);
+    let mut host = Host::start(Program::C, &model, &with);
+    assert_eq!(host.text(TOKENS), fresh(Program::C, &model));
+    let said = host.logged("cannot stream its experts: cannot start a thread: ");
+    assert_eq!(said.len(), 1, "{:?}", host.log());
+    assert!(
+        said[0].contains("reads them as without streaming"),
+        "{said:?}"
+    );
+    assert_eq!(host.end(), Some(0));
+}
+
+/// Writes a copy of a model with one of its tensors behind all others. Returns where the data of
+/// that tensor begins, and its bytes.
+fn with_last(copy: &Path, model: &Path, last: &str) -> (u64, u64) {
+    let header = GgufFile::open(model, Access::Read).expect("a model").header;
+    let bytes = std::fs::read(model).expect("a model");
+    // An info ends with its type and its offset.
+    let types = type_fields(&header, &bytes).expect("the bytes of the header");
+    let ends: Vec<usize> = types.iter().map(|at| at + TYPE_AND_OFFSET).collect();
+    let name = header.name(&header.tensors[0]).count_bytes();
+    let first = ends[0] - TYPE_AND_OFFSET - 8 * header.tensors[0].n_dims as usize - 4 - name - 8;
+    let is_last = |at: &usize| header.name(&header.tensors[*at]).to_bytes() == last.as_bytes();
+    let (end, mut order): (Vec<usize>, Vec<usize>) = (0..ends.len()).partition(is_last);
+    order.extend(&end);
+    let mut infos = bytes[..first].to_vec();
+    let mut data = 0u64;
+    for &at in &order {
+        let start = at.checked_sub(1).map_or(first, |before| ends[before]);
+        infos.extend(&bytes[start..ends[at] - 8]);
+        infos.extend(data.to_le_bytes());
+        data = (data + header.tensors[at].nbytes).next_multiple_of(header.alignment);
+    }
+    infos.resize(header.data_offset as usize, 0);
+    let mut file = BufWriter::new(File::create(copy).expect("a folder"));
+    file.write_all(&infos).expect("space");
+    for &at in &order {
+        let info = &header.tensors[at];
+        let of_tensor = &bytes[info.offset as usize..];
+        write_data(&mut file, of_tensor, info.nbytes, header.alignment).expect("space");
+    }
+    file.flush().expect("space");
+    let copied = GgufFile::open(copy, Access::Read).expect("a model").header;
+    let info = copied.tensors.last().expect("a tensor");
+    assert_eq!(copied.name(info).to_bytes(), last.as_bytes());
+    (info.offset, info.nbytes)
+}
+
+/// The answer to the first tokens of the fixed text, in one batch, after a model lost the last
+/// expert of its last tensor.
+fn after_a_cut(path: &Path, end: u64, drop_in: &DropIn) -> (String, Value) {
+    let size = std::fs::metadata(path).expect("a file").len();
+    let mut host = Host::start(Program::C, path, drop_in);
+    let file = File::options().write(true).open(path).expect("a file");
+    file.set_len(end).expect("a shorter file");
+    let answer = host.ask("prefill 8");
+    let figures = match drop_in {
+        DropIn::Absent => Value::Null,
+        _ => stream_figures(&host),
+    };
+    assert_eq!(host.end(), Some(0));
+    file.set_len(size).expect("free space");
+    let hash = answer.rsplit(' ').next().expect("a hash");
+    (hash.to_owned(), figures)
+}
+
+/// The batch uses most experts of layer 12, so that all of layer 13 are read ahead; it is routed
+/// to six of them, and not to the one that is missing. A program that is routed to it ends with
+/// SIGBUS, with streaming and without.
+#[test]
+fn a_file_that_is_cut_short_leaves_the_program_as_it_is() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("model.gguf");
+    let last = "blk.13.ffn_down_exps.weight";
+    let (start, nbytes) = with_last(&path, &fixture("moe.gguf"), last);
+    let end = (start + nbytes / 8 * 7).next_multiple_of(4096);
+    let (stock, _) = after_a_cut(&path, end, &DropIn::Absent);
+    let (with, figures) = after_a_cut(&path, end, &streaming(&[]));
+    assert_eq!(with, stock);
+    assert_eq!(count(&figures, "layers"), 30, "{figures}");
+    assert_eq!(figures["stopped"], false, "{figures}");
 }

@@ -18,6 +18,20 @@ use testkit::writer::{F32, Gguf, Tensor};
 const EXPERTS: u32 = 8;
 const PAGE: u64 = 4096;
 
+/// A reader that checks all layers, with one thread.
+const ALWAYS: Settings = Settings {
+    always: true,
+    predict: false,
+    threads: 1,
+    look_ahead_bytes: u64::MAX,
+};
+
+/// The same with guesses.
+const PREDICTING: Settings = Settings {
+    predict: true,
+    ..ALWAYS
+};
+
 /// Reports why a test cannot run. `eprintln` would be captured.
 fn skipped(reason: &str) {
     let _ = writeln!(std::io::stderr(), "test of streaming SKIPPED: {reason}");
@@ -58,10 +72,8 @@ impl Fixture {
     /// Makes a reader that uses the file while none of its pages is in memory.
     fn reader(&self, change: impl FnOnce(&mut Settings)) -> Reader {
         let mut settings = Settings {
-            always: true,
-            predict: false,
             threads: 2,
-            look_ahead_bytes: u64::MAX,
+            ..ALWAYS
         };
         change(&mut settings);
         let reader = Reader::new(&[&self.gguf], settings, |_| true).unwrap();
@@ -186,6 +198,42 @@ fn matrices_that_are_left_out_are_not_read() {
     let slice = index.slice(0, Projection::Down, 3).unwrap();
     let pages = slice.offset / PAGE..(slice.offset + slice.nbytes).div_ceil(PAGE);
     assert!(fixture.cached_pages().unwrap().into_iter().eq(pages));
+}
+
+/// Where a program computes a graph in parts, each part has matrices of its own.
+#[test]
+fn parts_of_a_layer_count_once() {
+    let Some(fixture) = Fixture::new(&model(2)) else {
+        return;
+    };
+    let reader = fixture.reader(|_| ());
+    let ids: Vec<u8> = (0..EXPERTS as i32).flat_map(i32::to_ne_bytes).collect();
+    let ids = Ids {
+        bytes: &ids,
+        used: 4,
+        tokens: 2,
+        used_stride: 4,
+        token_stride: 16,
+    };
+    for layer in [1, 0, 0, 1] {
+        for projection in [Projection::Gate, Projection::Up, Projection::Down] {
+            let mut part = Matrices::default();
+            part.insert(projection);
+            reader.schedule(layer, part, &ids, None);
+            if layer == 0 {
+                // The next layer follows as a whole, whatever its last part was.
+                reader.finish();
+            }
+        }
+        if layer == 0 {
+            let experts = (0..2).flat_map(|layer| (0..EXPERTS).map(move |expert| (layer, expert)));
+            assert_eq!(fixture.cached_pages().unwrap(), fixture.pages_of(experts));
+        } else {
+            reader.finish();
+            assert!(fixture.drop_cache());
+        }
+    }
+    assert_eq!(reader.counts().layers, 4);
 }
 
 #[test]
@@ -445,13 +493,7 @@ fn a_reader_ends_while_an_expert_is_read() {
     let Some(gguf) = sparse(&folder, &file, 2 << 40) else {
         return;
     };
-    let settings = Settings {
-        always: true,
-        predict: false,
-        threads: 1,
-        look_ahead_bytes: u64::MAX,
-    };
-    let reader = Reader::new(&[&gguf], settings, |_| true).unwrap();
+    let reader = Reader::new(&[&gguf], ALWAYS, |_| true).unwrap();
     schedule(&reader, 0, 1, &[1], None);
     // Takes minutes if the thread reads all of the expert, which has 1 TB.
     drop(reader);
@@ -473,19 +515,43 @@ fn malformed_routers_give_no_guess() {
         let Some(gguf) = sparse(&folder, &file, hole) else {
             continue;
         };
-        let settings = Settings {
-            always: true,
-            predict: true,
-            threads: 1,
-            look_ahead_bytes: u64::MAX,
-        };
-        let reader = Reader::new(&[&gguf], settings, |_| true).unwrap();
+        let reader = Reader::new(&[&gguf], PREDICTING, |_| true).unwrap();
         for hidden in [&[][..], &[1.0; 8]] {
             schedule(&reader, 0, 2, &[0, 1], Some(hidden));
             reader.finish();
         }
         assert_eq!(reader.counts().guesses, 0);
     }
+}
+
+#[test]
+fn routers_that_do_not_fit_into_memory_are_an_error() {
+    const ROUTER: u64 = 128 << 20;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let file = with_hole(model(2), "blk.1.ffn_gate_inp.weight", &[1 << 22, 8]);
+    let Some(gguf) = sparse(&folder, &file, ROUTER) else {
+        return;
+    };
+    // SAFETY: the child changes its own limit, makes a reader without threads, and ends.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let sizes = std::fs::read_to_string("/proc/self/statm").unwrap();
+        let pages: u64 = sizes.split(' ').next().unwrap().parse().unwrap();
+        let most = libc::rlimit {
+            rlim_cur: pages * PAGE + ROUTER / 2,
+            rlim_max: libc::RLIM_INFINITY,
+        };
+        // SAFETY: as above.
+        unsafe { libc::setrlimit(libc::RLIMIT_AS, &raw const most) };
+        let error = Reader::new(&[&gguf], PREDICTING, |_| true).unwrap_err();
+        let expected = error.kind() == std::io::ErrorKind::OutOfMemory;
+        // SAFETY: ends the child without handlers of the parent.
+        unsafe { libc::_exit(i32::from(!expected)) };
+    }
+    let mut status = -1;
+    // SAFETY: waits for the child of this test.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(status, 0);
 }
 
 #[test]
@@ -540,13 +606,7 @@ fn a_model_without_experts_has_no_reader() {
     let file = Gguf::default().tensor("blk.0.ffn_down.weight", &[64, 64], F32, 1);
     file.write(&path).unwrap();
     let gguf = GgufFile::open(&path, Access::Read).unwrap();
-    let settings = Settings {
-        always: true,
-        predict: true,
-        threads: 1,
-        look_ahead_bytes: u64::MAX,
-    };
-    let error = Reader::new(&[&gguf], settings, |_| true).unwrap_err();
+    let error = Reader::new(&[&gguf], PREDICTING, |_| true).unwrap_err();
     assert!(error.to_string().contains("no routed experts"));
 }
 
@@ -573,9 +633,7 @@ fn tensors_are_in_place_until_they_are_loaded() {
 fn resting_reader(file: &GgufFile) -> Reader {
     let settings = Settings {
         always: false,
-        predict: false,
-        threads: 1,
-        look_ahead_bytes: u64::MAX,
+        ..ALWAYS
     };
     Reader::new(&[file], settings, |_| true).unwrap()
 }

@@ -1,8 +1,17 @@
 //! A child process: it gets the signals of this process, and this process ends as it ends.
+//!
+//! A child in the process group of this process gets the signals that are sent to the group, and
+//! must not get them twice: a server that stops at the first SIGINT may abort at the second. The
+//! kernel does not report whether a signal was sent to a process or to its group. Therefore a
+//! [`witness`] in the group reports the signals that it gets.
 
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Child, Command, ExitStatus};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use rustix::io::retry_on_intr;
@@ -10,13 +19,22 @@ use rustix::process::{
     Pid, Resource, Rlimit, Signal, WaitId, WaitIdOptions, kill_process, setrlimit, waitid,
 };
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
-use signal_hook::iterator::SignalsInfo;
 use signal_hook::iterator::exfiltrator::origin::WithOrigin;
+use signal_hook::iterator::{Signals, SignalsInfo};
 use signal_hook::low_level::emulate_default_handler;
-use signal_hook::low_level::siginfo::Cause;
+use signal_hook::low_level::siginfo::{Cause, Origin};
 
 /// Signals with which users control a program.
 const PASSED_ON: [i32; 6] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
+
+/// How long the report of a witness may take.
+const REPORT_TIME: Duration = Duration::from_millis(100);
+/// For how long a signal of the group counts as that of this process: programs such as `timeout`
+/// send both.
+const SAME_SIGNAL: Duration = Duration::from_secs(1);
+
+/// The command line word for [`witness`].
+pub const WITNESS: &str = "witness";
 
 /// The child that gets the signals.
 static CHILD: Mutex<Option<Pid>> = Mutex::new(None);
@@ -25,20 +43,103 @@ fn set_child(child: Option<Pid>) {
     *CHILD.lock().unwrap_or_else(PoisonError::into_inner) = child;
 }
 
+/// Where a child gets the signals of a terminal's keys from.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Group {
+    /// It is in the process group of this process.
+    Shared,
+    /// It has a process group of its own.
+    Own,
+}
+
+/// Signals that the process group got.
+struct Witness {
+    reports: Receiver<(i32, Instant)>,
+    /// When each signal was reported last.
+    last: BTreeMap<i32, Instant>,
+}
+
+impl Witness {
+    /// Starts a process that ends with this one.
+    fn start() -> Result<Witness> {
+        let mut process = Command::new(std::env::current_exe()?)
+            .arg(WITNESS)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()?;
+        let mut lines = BufReader::new(process.stdout.take().context("a pipe")?).lines();
+        lines.next().context("it ended")??;
+        let (send, reports) = channel();
+        std::thread::Builder::new()
+            .name("witness".into())
+            .spawn(move || {
+                // Its input stays open as long as this thread.
+                let _process = process;
+                for signal in lines.map_while(|line| line.ok()?.parse().ok()) {
+                    let _ = send.send((signal, Instant::now()));
+                }
+            })?;
+        Ok(Witness {
+            reports,
+            last: BTreeMap::new(),
+        })
+    }
+
+    /// Whether the process group got a signal that this process just got.
+    fn saw(&mut self, signal: i32) -> bool {
+        let deadline = Instant::now() + REPORT_TIME;
+        loop {
+            self.last.extend(self.reports.try_iter());
+            let last = self.last.get(&signal);
+            if last.is_some_and(|last| last.elapsed() < SAME_SIGNAL) {
+                return true;
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.reports.recv_timeout(left) {
+                Ok(report) => self.last.extend([report]),
+                Err(_) => return false,
+            }
+        }
+    }
+}
+
+/// Writes a line when it is ready, then the number of each signal that this process gets, until its
+/// input ends.
+pub fn witness() -> Result<()> {
+    let mut signals = Signals::new(PASSED_ON)?;
+    println!("ready");
+    let thread = std::thread::Builder::new().name("signals".into());
+    thread.spawn(move || {
+        for signal in &mut signals {
+            let mut out = std::io::stdout().lock();
+            let _ = writeln!(out, "{signal}").and_then(|()| out.flush());
+        }
+    })?;
+    std::io::stdin().read_to_end(&mut Vec::new())?;
+    Ok(())
+}
+
 /// Starts a command that gets the signals that are sent to this process.
-pub fn spawn(command: &mut Command) -> Result<Child> {
+pub fn spawn(command: &mut Command, group: Group) -> Result<Child> {
     // The child ignores the signals that the parent of this process ignores (nohup).
     let ignored = ignored_signals();
     let passed_on = PASSED_ON.into_iter().filter(|signal| !ignored(*signal));
     // From here on signals wait for the thread. In the child, exec restores the default.
     let mut signals = SignalsInfo::<WithOrigin>::new(passed_on)?;
     let (started, child_started) = std::sync::mpsc::channel::<()>();
+    let is_shared = group == Group::Shared;
+    // Without one, the child may get a signal twice.
+    let mut witness = is_shared.then(Witness::start).and_then(Result::ok);
+    let mut group_got = move |origin: &Origin| {
+        // The kernel sends the signal of a key to the whole group.
+        let from_key = matches!(origin.cause, Cause::Kernel);
+        is_shared && from_key || witness.as_mut().is_some_and(|of| of.saw(origin.signal))
+    };
     let pass_on = move || {
         let _ = child_started.recv();
         for origin in &mut signals {
-            // The kernel sends the signal of a key to the whole group, the child included.
-            let from_key = matches!(origin.cause, Cause::Kernel);
-            let signal = Signal::from_named_raw(origin.signal).filter(|_| !from_key);
+            let signal = Signal::from_named_raw(origin.signal).filter(|_| !group_got(&origin));
             let child = CHILD.lock().unwrap_or_else(PoisonError::into_inner);
             if let (Some(child), Some(signal)) = (*child, signal) {
                 let _ = kill_process(child, signal);

@@ -91,7 +91,7 @@ fn parsed<T: DeserializeOwned>(answer: &Value) -> Result<T> {
 
 /// Returns the process that listens at a socket, by its number in this process namespace.
 fn process_at(socket: &Path) -> Result<u32> {
-    let stream = connect(socket)?;
+    let stream = connect(socket, Request::Reload)?;
     let mut peer = libc::ucred {
         pid: 0,
         uid: 0,
@@ -123,7 +123,7 @@ fn process_at(socket: &Path) -> Result<u32> {
 
 /// Sends a request and returns the reply.
 fn ask(socket: &Path, request: Request) -> Result<Value> {
-    let mut stream = connect(socket)?;
+    let mut stream = connect(socket, request)?;
     writeln!(stream, "{}", json!(request))?;
     let mut answer = String::new();
     BufReader::new(stream).read_line(&mut answer)?;
@@ -135,10 +135,17 @@ fn ask(socket: &Path, request: Request) -> Result<Value> {
     })
 }
 
-fn connect(socket: &Path) -> Result<UnixStream> {
+fn connect(socket: &Path, request: Request) -> Result<UnixStream> {
     UnixStream::connect(socket).with_context(|| {
+        let flag = match request {
+            Request::Reload | Request::Revert | Request::Unfreeze => "--hotswap",
+            Request::Trace | Request::TraceReset => "--expert-trace-stats",
+            Request::Ping | Request::Status | Request::Metrics | Request::Hash => {
+                "--hotswap, --stream-experts or --expert-trace-stats"
+            }
+        };
         format!(
-            "cannot connect to {}: start the program with 'llama-sidecar run --hotswap --socket {0} -- COMMAND'; the socket appears after its first evaluation",
+            "cannot connect to {}: start the program with 'llama-sidecar run --socket {0} FLAG -- COMMAND', where FLAG is {flag}; the socket appears after its first evaluation",
             socket.display()
         )
     })

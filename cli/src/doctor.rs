@@ -12,10 +12,10 @@ use anyhow::{Result, bail};
 use llama_sidecar::protocol::Event;
 use rustix::process::{Pid, Signal, kill_process_group};
 
-use crate::child;
+use crate::child::{self, Group};
 use crate::executable::{Executable, preload_library};
 use crate::hooks;
-use crate::journal::{Events, Journal};
+use crate::journal::{Events, Journal, UNKNOWN_YET};
 use crate::stream_report;
 
 /// The program to try.
@@ -24,6 +24,9 @@ pub struct DoctorOptions {
     /// Longest time to wait for the first evaluation, in seconds.
     #[arg(long, value_name = "N", default_value_t = 60)]
     seconds: u64,
+    /// Fail if the experts of a model cannot be streamed in the program.
+    #[arg(long)]
+    stream_experts: bool,
     /// The program and its arguments, after `--`. The program must load a model and generate a
     /// token, or be a server with a warm-up.
     #[arg(required = true, last = true)]
@@ -61,6 +64,7 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(errors.try_clone()?),
+        Group::Own,
     )?;
     let mut mapped = BTreeSet::new();
     let patience = Duration::from_secs(options.seconds);
@@ -83,7 +87,8 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
             ),
         );
     }
-    match events.obstacle() {
+    let of_streaming = || events.stream_obstacle().filter(|_| options.stream_experts);
+    match events.obstacle(ended).or_else(of_streaming) {
         Some(obstacle) => bail!("{obstacle}"),
         None => Ok(()),
     }
@@ -197,11 +202,9 @@ fn findings(events: &Events) {
 fn streaming(path: &str, events: &Events) {
     match events.streams(path) {
         Some(Ok(())) => line("streaming", "works in this program"),
-        Some(Err(obstacle)) => line("streaming", &format!("does not work: {obstacle}")),
-        None => line(
-            "streaming",
-            "not known, because the first evaluation did not end: increase --seconds",
-        ),
+        // What it would do is of no use.
+        Some(Err(obstacle)) => return line("streaming", &format!("does not work: {obstacle}")),
+        None => line("streaming", UNKNOWN_YET),
     }
     match stream_report::describe(Path::new(path)) {
         Ok(lines) => lines.iter().for_each(|(what, found)| line(what, found)),

@@ -1,7 +1,9 @@
 //! Events that the drop-in wrote about the processes of a command.
 
 use std::collections::BTreeSet;
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
+use std::process::ExitStatus;
 
 use anyhow::{Context, Result};
 use llama_sidecar::protocol::{Entry, Event};
@@ -12,6 +14,16 @@ pub struct Journal(NamedTempFile);
 
 /// The events so far.
 pub struct Events(Vec<Entry>);
+
+/// Why it is not known whether experts are streamed.
+pub const UNKNOWN_YET: &str =
+    "not known, because the first evaluation did not end: increase --seconds";
+
+/// Whether a program ended with an error of its own: users end programs that live with a signal.
+fn has_failed(status: ExitStatus) -> bool {
+    let by_user = [libc::SIGHUP, libc::SIGINT, libc::SIGTERM].map(Some);
+    !status.success() && !by_user.contains(&status.signal())
+}
 
 impl Journal {
     pub fn new() -> Result<Journal> {
@@ -77,8 +89,33 @@ impl Events {
         })
     }
 
-    /// Returns why nothing could be done, and the next step.
-    pub fn obstacle(&self) -> Option<String> {
+    /// Returns why the experts of a model are not streamed, or not known to be.
+    pub fn stream_obstacle(&self) -> Option<String> {
+        let mut streamed = false;
+        for event in self.iter() {
+            if let Event::Model {
+                path,
+                expert_layers: 1..,
+                ..
+            } = event
+            {
+                match self.streams(path) {
+                    Some(Ok(())) => streamed = true,
+                    Some(Err(why)) => return Some(format!("{path}: {why}")),
+                    None => {
+                        return Some(format!(
+                            "{path}: whether its experts are streamed is {UNKNOWN_YET}"
+                        ));
+                    }
+                }
+            }
+        }
+        (!streamed).then(|| "no model has routed experts to stream".into())
+    }
+
+    /// Returns why nothing could be done, and the next step. `ended` is the end of the program, if
+    /// it ended by itself or by a signal of the user.
+    pub fn obstacle(&self, ended: Option<ExitStatus>) -> Option<String> {
         if let Some(reason) = self.passive_reason() {
             return Some(format!("{reason}; please report the version of llama.cpp"));
         }
@@ -89,10 +126,53 @@ impl Events {
             Event::Opened { path } => Some(path),
             _ => None,
         });
+        if let Some(status) = ended.filter(|status| has_failed(*status)) {
+            let before = opened.map_or("it opened a model".into(), |path| {
+                format!("{path} was evaluated")
+            });
+            return Some(format!(
+                "the program ended before {before} ({status}): correct the error that it printed, then try again"
+            ));
+        }
         Some(match (self.is_loaded(), opened) {
             (false, _) => "the loader did not load the drop-in: the program is linked statically or clears LD_PRELOAD; run 'llama-sidecar doctor -- COMMAND' for details".into(),
             (true, None) => "the program opened no model through a shared libggml-base.so: load a model, or, if ggml is linked into the program itself, use a build with shared libraries (cmake -DBUILD_SHARED_LIBS=ON)".into(),
             (true, Some(path)) => format!("{path} was opened but not evaluated: let the program generate a token first"),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn experts_are_streamed_if_those_of_all_models_are() {
+        let model = |path: &str, expert_layers| Event::Model {
+            path: path.into(),
+            files: 1,
+            tensors: 1,
+            expert_layers,
+        };
+        let start = |path: &str, obstacle: Option<&str>| Event::StreamStart {
+            path: path.into(),
+            obstacle: obstacle.map(str::to_owned),
+        };
+        let obstacle = |events: &[Event]| {
+            let entries = events.iter().cloned();
+            Events(entries.map(|event| Entry { pid: 1, event }).collect()).stream_obstacle()
+        };
+        let (dense, moe) = (model("dense", 0), model("moe", 2));
+        let none = obstacle(std::slice::from_ref(&dense)).expect("no experts");
+        assert!(none.starts_with("no model has routed experts"), "{none}");
+        let unknown = obstacle(std::slice::from_ref(&moe)).expect("not known");
+        assert!(unknown.starts_with("moe: whether its experts"), "{unknown}");
+        let works = [dense, moe.clone(), start("moe", None)];
+        assert_eq!(obstacle(&works), None);
+        let why = [moe, start("moe", Some("its experts are locked"))];
+        assert_eq!(
+            obstacle(&why).as_deref(),
+            Some("moe: its experts are locked")
+        );
     }
 }

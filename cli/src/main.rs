@@ -79,7 +79,8 @@ enum Command {
     /// Show what the drop-in can do in a program.
     ///
     /// Runs the program until the first evaluation of its model. The exit status is 0 if
-    /// hot-swap works in the program, else 1, with the reason.
+    /// hot-swap works in the program, else 1, with the reason. With --stream-experts, the
+    /// experts of its models must also be streamed.
     Doctor(doctor::DoctorOptions),
     /// Replace tensors in a model's files, or restore the originals.
     ///
@@ -148,6 +149,9 @@ enum Command {
         /// For example /usr/local.
         prefix: PathBuf,
     },
+    /// Print the signals that this process gets. 'run' starts it to know those of its group.
+    #[command(hide = true, name = child::WITNESS)]
+    Witness,
     /// Load all tensors of a model into memory, and print the time.
     Load {
         /// A GGUF file, or any shard of a model.
@@ -199,6 +203,7 @@ fn main() -> ExitCode {
         Command::Ping(at) => control::run(&at.socket, Request::Ping, at.json),
         Command::Load { file } => load::run(&file),
         Command::Generate { prefix } => generate::run(&prefix),
+        Command::Witness => child::witness(),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, ExitStatus};
 
 use anyhow::{Context, Result};
 use clap::builder::ValueParser;
@@ -11,7 +11,7 @@ use clap::{Arg, ArgAction, ArgMatches, FromArgMatches};
 use llama_sidecar::config::{Config, Kind, VARIABLES, Variable};
 use llama_sidecar::protocol::Event;
 
-use crate::child;
+use crate::child::{self, Group};
 use crate::executable::{Executable, preload_library};
 use crate::journal::{Events, Journal};
 
@@ -63,6 +63,11 @@ fn argument(flag: &'static str, variable: &'static Variable) -> Arg {
             .require_equals(true)
             .default_missing_value(bare_flag)
             .value_parser(values.to_vec()),
+        Kind::Memory => value("MIB")
+            .num_args(0..=1)
+            .require_equals(true)
+            .default_missing_value("auto")
+            .value_parser(move |text: &str| checked(variable, text)),
         Kind::Level => value("LEVEL").value_parser(["off", "error", "warn", "info", "debug"]),
         Kind::Number { .. } | Kind::Text(_) => {
             value("N").value_parser(move |text: &str| checked(variable, text))
@@ -125,6 +130,7 @@ pub fn run(options: &RunOptions) -> Result<()> {
             .args(&options.command[1..])
             .envs(variables.iter().map(|(name, value)| (name, value)))
             .env("LLAMA_SIDECAR_JOURNAL", journal.path()),
+        Group::Shared,
     )
     .with_context(|| {
         let obstacle = program.obstacle(&preload);
@@ -134,7 +140,7 @@ pub fn run(options: &RunOptions) -> Result<()> {
     if !options.quiet {
         // The settings as the program had them.
         let config = Config::parse(|name| value_of(&variables, name));
-        for line in summary(&config, &program, &preload, &journal.read()) {
+        for line in summary(&config, &program, &preload, &journal.read(), status) {
             eprintln!("llama-sidecar: {line}");
         }
     }
@@ -144,16 +150,23 @@ pub fn run(options: &RunOptions) -> Result<()> {
 }
 
 /// Returns the lines of the summary.
-fn summary(config: &Config, program: &Executable, preload: &Path, events: &Events) -> Vec<String> {
+fn summary(
+    config: &Config,
+    program: &Executable,
+    preload: &Path,
+    events: &Events,
+    status: ExitStatus,
+) -> Vec<String> {
     let streams = config.expert_stream.streams();
     let fetches = config.host_postfetch.is_used();
     if !config.hotswap && !config.traces() && !streams && !fetches {
         return vec![
-            "nothing enabled: pass --hotswap, --stream-experts, --post-fetch, --page-lock or an --expert-trace-* option"
+            "nothing enabled: pass --hotswap, --stream-experts, --post-fetch, --expert-cache, --page-lock or an --expert-trace-* option"
                 .into(),
         ];
     }
-    let obstacle = program.obstacle(preload).or_else(|| events.obstacle());
+    let obstacle = program.obstacle(preload);
+    let obstacle = obstacle.or_else(|| events.obstacle(Some(status)));
     if let Some(obstacle) = obstacle {
         return vec![format!("the drop-in did nothing: {obstacle}")];
     }
@@ -211,6 +224,7 @@ fn summary(config: &Config, program: &Executable, preload: &Path, events: &Event
     }
     let mut lines = vec![match total.ends {
         0 => format!("{models}: the process ended before it could write a summary"),
+        _ if !config.hotswap => format!("{} evaluations of {models}", total.evaluations),
         _ => format!(
             "{} evaluations of {models}; reloads: {}, with {} tensors swapped, {} returned, {} refused; longest pause {} us",
             total.evaluations,

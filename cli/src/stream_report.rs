@@ -2,6 +2,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -10,15 +11,18 @@ use anyhow::Result;
 use llama_sidecar::experts::ExpertIndex;
 use llama_sidecar::gguf::{self, Access, GgufFile};
 use llama_sidecar::reload::free_memory;
+use llama_sidecar::stream::WINDOW;
 use llama_sidecar::trace::ModelMeta;
 use memmap2::MmapMut;
 
-/// The bytes of a read: the read-ahead window of a disk with its default settings.
-const PIECE: usize = 128 << 10;
+/// The bytes of a read.
+const PIECE: usize = WINDOW as usize;
 /// Threads that read at a time.
 const DEPTH: u64 = 16;
-/// How long reads at one depth are measured.
-const PERIOD: Duration = Duration::from_millis(500);
+/// How long reads at one depth are measured at a time.
+const PERIOD: Duration = Duration::from_millis(200);
+/// Measurements at each depth.
+const ROUNDS: usize = 5;
 
 /// Returns a name and a sentence for each finding about a model with routed experts.
 pub fn describe(model: &Path) -> Result<Vec<(&'static str, String)>> {
@@ -33,11 +37,10 @@ pub fn describe(model: &Path) -> Result<Vec<(&'static str, String)>> {
     lines.push(("memory", memory_sentence(free, whose, share)));
     let largest = files.iter().max_by_key(|file| file.source.id().size);
     let largest = largest.expect("a model has a file").source.path();
-    let speeds = measure(largest, 1).and_then(|one| Ok((one, measure(largest, DEPTH)?)));
-    match speeds {
-        Ok((one, many)) => {
-            lines.push(("disk", disk_sentence(&one, &many)));
-            lines.extend(sizes.bound(share, &one, &many).map(|text| ("bound", text)));
+    match Disk::measure(largest) {
+        Ok(disk) => {
+            lines.push(("disk", disk.sentence()));
+            lines.extend(sizes.bound(share, &disk).map(|text| ("bound", text)));
         }
         Err(error) => lines.push((
             "disk",
@@ -119,13 +122,13 @@ impl Sizes {
 
     /// Returns the limit that the disk sets; `None` when nothing is read from it, or it is not
     /// known how much.
-    fn bound(&self, share: f64, one: &Speed, many: &Speed) -> Option<String> {
+    fn bound(&self, share: f64, disk: &Disk) -> Option<String> {
         let missing = self.token_bytes * (1.0 - share);
         (missing > 0.0).then(|| {
             format!(
                 "the disk limits the program to {:.2} tokens/s with {DEPTH} reads at a time, {:.2} with one at a time, if all experts are used equally often",
-                many.bytes_per_second / missing,
-                one.bytes_per_second / missing
+                disk.many.median() / missing,
+                disk.one.median() / missing
             )
         })
     }
@@ -139,54 +142,104 @@ fn memory_sentence(free: u64, whose: &str, share: f64) -> String {
     }
 }
 
-/// Speed of random reads.
-#[derive(Debug, Clone, Copy)]
-struct Speed {
-    bytes_per_second: f64,
-    /// Time of one read.
-    seconds: f64,
+/// Random reads of a file that bypass the page cache.
+struct Disk {
+    /// One at a time.
+    one: Speeds,
+    /// [`DEPTH`] at a time.
+    many: Speeds,
 }
 
-fn disk_sentence(one: &Speed, many: &Speed) -> String {
-    let figures = |speed: &Speed| {
-        format!(
-            "{:.0} MB/s, {:.2} ms each",
-            mb(speed.bytes_per_second),
-            speed.seconds * 1e3
-        )
-    };
-    format!(
-        "random reads of {} KiB: {}; {DEPTH} at a time: {}",
-        PIECE >> 10,
-        figures(one),
-        figures(many)
-    )
+/// Measurements at one depth.
+#[derive(Default)]
+struct Speeds {
+    /// Bytes per second of each.
+    rates: Vec<f64>,
+    /// Reads of all.
+    reads: u64,
 }
 
-/// Measures random reads of a file that bypass the page cache, so many at a time.
-fn measure(path: &Path, depth: u64) -> io::Result<Speed> {
-    let mut options = OpenOptions::new();
-    let file = options.read(true).custom_flags(libc::O_DIRECT).open(path)?;
-    let pieces = file.metadata()?.len() / PIECE as u64;
-    if pieces == 0 {
-        return Err(io::Error::other("the file is shorter than one read"));
+impl Disk {
+    /// Measures both depths in turn: the load of other programs changes with time.
+    fn measure(path: &Path) -> io::Result<Disk> {
+        let mut options = OpenOptions::new();
+        let file = options.read(true).custom_flags(libc::O_DIRECT).open(path)?;
+        let pieces = file.metadata()?.len() / PIECE as u64;
+        if pieces == 0 {
+            return Err(io::Error::other("the file is shorter than one read"));
+        }
+        let (mut one, mut many) = (Speeds::default(), Speeds::default());
+        for round in 0..ROUNDS as u64 {
+            for (speeds, depth) in [(&mut one, 1), (&mut many, DEPTH)] {
+                let first_seed = 1 + round * DEPTH;
+                speeds.measure(&file, pieces, first_seed..first_seed + depth)?;
+            }
+        }
+        Ok(Disk { one, many })
     }
-    let began = Instant::now();
-    let reads: io::Result<u64> = std::thread::scope(|scope| {
-        let file = &file;
-        let threads: Vec<_> = (1..=depth)
-            .map(|seed| scope.spawn(move || read_randomly(file, pieces, seed)))
-            .collect();
-        threads
-            .into_iter()
-            .map(|thread| thread.join().expect("reading does not panic"))
-            .sum()
-    });
-    let (reads, seconds) = (reads? as f64, began.elapsed().as_secs_f64());
-    Ok(Speed {
-        bytes_per_second: reads * PIECE as f64 / seconds,
-        seconds: seconds * depth as f64 / reads,
-    })
+
+    fn sentence(&self) -> String {
+        let varies = if self.one.vary() || self.many.vary() {
+            "; the speed varies: run this again while no other program uses the disk"
+        } else {
+            ""
+        };
+        format!(
+            "random reads of {} KiB: {} one at a time, {} with {DEPTH} at a time; medians and ranges of {ROUNDS} measurements with {} and {} reads{varies}",
+            PIECE >> 10,
+            self.one.sentence(),
+            self.many.sentence(),
+            self.one.reads,
+            self.many.reads,
+        )
+    }
+}
+
+impl Speeds {
+    /// Adds a measurement with a thread for each seed.
+    fn measure(&mut self, file: &File, pieces: u64, seeds: Range<u64>) -> io::Result<()> {
+        let began = Instant::now();
+        let reads: io::Result<u64> = std::thread::scope(|scope| {
+            let threads: Vec<_> = seeds
+                .map(|seed| scope.spawn(move || read_randomly(file, pieces, seed)))
+                .collect();
+            let joined = threads.into_iter().map(|thread| thread.join());
+            joined
+                .map(|reads| reads.expect("reading does not panic"))
+                .sum()
+        });
+        let reads = reads?;
+        let bytes = (reads * PIECE as u64) as f64;
+        self.reads += reads;
+        self.rates.push(bytes / began.elapsed().as_secs_f64());
+        self.rates.sort_by(f64::total_cmp);
+        Ok(())
+    }
+
+    /// Returns the median in bytes per second.
+    fn median(&self) -> f64 {
+        self.rates[self.rates.len() / 2]
+    }
+
+    fn range(&self) -> (f64, f64) {
+        (self.rates[0], self.rates[self.rates.len() - 1])
+    }
+
+    /// Whether the fastest measurement is more than twice the slowest.
+    fn vary(&self) -> bool {
+        let (slowest, fastest) = self.range();
+        fastest > 2.0 * slowest
+    }
+
+    fn sentence(&self) -> String {
+        let (slowest, fastest) = self.range();
+        format!(
+            "{:.0} MB/s ({:.0} to {:.0})",
+            mb(self.median()),
+            mb(slowest),
+            mb(fastest)
+        )
+    }
 }
 
 /// Reads pieces of a file for some time, at least one. Returns their number.
@@ -229,6 +282,30 @@ mod tests {
     /// The bytes of an expert.
     const EXPERT: u64 = 64 * 32 / 32 * 18;
 
+    /// A disk with sorted rates, in bytes per second.
+    fn disk(one: [u64; 3], many: [u64; 3]) -> Disk {
+        let speeds = |rates: [u64; 3]| Speeds {
+            rates: rates.map(|rate| rate as f64).to_vec(),
+            reads: 30,
+        };
+        Disk {
+            one: speeds(one),
+            many: speeds(many),
+        }
+    }
+
+    #[test]
+    fn a_speed_has_its_range() {
+        const MB: u64 = 1_000_000;
+        let steady = disk([90 * MB, 100 * MB, 110 * MB], [800 * MB; 3]).sentence();
+        let expected =
+            "100 MB/s (90 to 110) one at a time, 800 MB/s (800 to 800) with 16 at a time";
+        assert!(steady.contains(expected), "{steady}");
+        assert!(steady.ends_with("with 30 and 30 reads"), "{steady}");
+        let busy = disk([40 * MB, 100 * MB, 110 * MB], [800 * MB; 3]).sentence();
+        assert!(busy.contains("the speed varies"), "{busy}");
+    }
+
     #[test]
     fn experts_and_other_tensors_are_summed() {
         let expected = Sizes {
@@ -259,12 +336,9 @@ mod tests {
     #[test]
     fn the_disk_limits_what_is_not_in_memory() {
         let sizes = sizes();
-        let speed = |pieces: u64| Speed {
-            bytes_per_second: (pieces * EXPERT) as f64,
-            seconds: 0.0,
-        };
-        assert_eq!(sizes.bound(1.0, &speed(1), &speed(2)), None);
-        let sentence = sizes.bound(0.5, &speed(4), &speed(8));
+        let disk = disk([4 * EXPERT, 4 * EXPERT, 40 * EXPERT], [8 * EXPERT; 3]);
+        assert_eq!(sizes.bound(1.0, &disk), None);
+        let sentence = sizes.bound(0.5, &disk);
         let sentence = sentence.expect("two experts a token");
         assert!(
             sentence.contains("4.00 tokens/s with 16 reads at a time, 2.00 with"),
@@ -275,13 +349,13 @@ mod tests {
             token_bytes: 0.0,
             ..sizes
         };
-        assert_eq!(unknown.bound(0.5, &speed(4), &speed(8)), None);
+        assert_eq!(unknown.bound(0.5, &disk), None);
         assert!(unknown.sentence().contains("the file does not say"));
     }
 
     #[test]
     fn a_file_that_is_shorter_than_a_read_is_not_measured() {
         let file = tempfile::NamedTempFile::new().expect("a file");
-        assert!(measure(file.path(), 1).is_err());
+        assert!(Disk::measure(file.path()).is_err());
     }
 }

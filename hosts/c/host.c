@@ -15,6 +15,7 @@
 // HOST_THREADS sets the number of threads, 1 by default, and HOST_CONTEXT the size of the
 // context, 256 by default. HOST_ROUTES names a file for the experts of each evaluation: a
 // line `evaluation`, and one line for each layer and token, the layer before the experts.
+// HOST_READ_AT_MATMUL makes the program read experts as ik_llama.cpp does.
 #include <inttypes.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -23,6 +24,8 @@
 #include <string.h>
 #include <sys/resource.h>
 #include <time.h>
+
+#include "read_at_matmul.h"
 
 // From llama.h, as far as it is used. Parameters are passed and returned by value;
 // these are larger than the library's structs, which read and write only their own
@@ -57,8 +60,6 @@ void llama_free(struct llama_context * context);
 void llama_model_free(struct llama_model * model);
 void llama_log_set(void (*callback)(int, const char *, void *), void * user_data);
 void ggml_backend_load_all_from_path(const char * path);
-struct ggml_tensor;
-const char * ggml_get_name(const struct ggml_tensor * tensor);
 void ggml_backend_tensor_get(const struct ggml_tensor * tensor, void * data, size_t offset, size_t size);
 
 // ik_llama.cpp has this function; a program may look it up without needing it.
@@ -119,8 +120,8 @@ static void load(const char * path) {
     const char * size = getenv("HOST_CONTEXT");
     params.words[0] = size ? (uint32_t) atoi(size) : 256; // n_ctx
     params.words[7] = params.words[8] = threads ? (uint32_t) atoi(threads) : 1; // n_threads, n_threads_batch
-    if (routes) {
-        bool (*callback)(struct ggml_tensor *, bool, void *) = write_route;
+    if (routes || getenv("HOST_READ_AT_MATMUL")) {
+        bool (*callback)(struct ggml_tensor *, bool, void *) = routes ? write_route : read_at_matmul;
         memcpy(&params.words[22], &callback, sizeof(callback)); // cb_eval
     }
     context = llama_init_from_model(model, params);

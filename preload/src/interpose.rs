@@ -575,6 +575,7 @@ unsafe extern "C-unwind" fn part_compute(backend: *mut Backend, part: *mut Graph
             false => postfetch::part_begins(ggml, backend, part),
         }
     });
+    let _ends = postfetch::PartEnds;
     let real = meant!(call, *mut Backend, *mut Graph);
     // SAFETY: the arguments of the call.
     unsafe { real(backend, part) }

@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use llama_sidecar::config::Config;
 use llama_sidecar::experts::{ExpertIndex, ExpertName};
 use llama_sidecar::gguf::GgufFile;
-use llama_sidecar::stream::read_ahead;
+use llama_sidecar::stream::{WINDOW, read_ahead};
 
 use crate::caller::Caller;
 use crate::ggml::{Buffer, BufferType, DEVICE_CPU, Device, Ggml, Tensor};
@@ -100,8 +100,6 @@ pub fn finish(model: &Arc<Model>) {
 /// Reads the weights that every token uses, on a thread: page faults of an evaluation would
 /// read them one window after the other.
 fn read_shared(model: &Arc<Model>) {
-    /// The read-ahead window of a disk with its default settings.
-    const WINDOW: u64 = 128 << 10;
     let is_used = |tensor: &&ModelTensor| {
         let instances = tensor.instances.iter();
         let mut mapped = instances.filter(|instance| instance.mapped && !instance.has_experts);
@@ -120,13 +118,9 @@ fn read_shared(model: &Arc<Model>) {
             let gguf = &model.files[file].gguf;
             let info = &gguf.header.tensors[info];
             let end = info.offset + info.nbytes;
-            for at in (info.offset..end).step_by(WINDOW as usize) {
-                if !model.is_alive() {
-                    return;
-                }
-                // Without it, the program reads the bytes itself.
-                let _ = read_ahead(&gguf.source.handle(), &(at..end.min(at + WINDOW)));
-            }
+            // What the kernel refuses to read ahead, the program reads itself.
+            let handle = gguf.source.handle();
+            read_ahead(&handle, &(info.offset..end), WINDOW, || model.is_alive());
         }
     });
 }

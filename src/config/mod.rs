@@ -54,6 +54,10 @@ pub struct HostPostFetch {
     /// `LLAMA_POSTFETCH_HOST`; [`Early::None`] also where another `LLAMA_POSTFETCH_*` variable
     /// excludes the device.
     pub early: Early,
+    /// `LLAMA_POSTFETCH_CACHE_MB`; `None` where experts do not stay on a device.
+    pub cache: Option<CacheSize>,
+    /// `LLAMA_POSTFETCH_CACHE_HALF_LIFE`.
+    pub cache_half_life: u32,
     /// `LLAMA_POSTFETCH_LOOK_AHEAD`.
     pub look_ahead: bool,
     /// `LLAMA_POSTFETCH_HOST_PAGE_LOCK`.
@@ -65,6 +69,15 @@ impl HostPostFetch {
     pub fn is_used(self) -> bool {
         self.early != Early::None || self.page_lock
     }
+}
+
+/// Device memory in which experts stay.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CacheSize {
+    /// What the program leaves free.
+    Auto,
+    /// So many bytes.
+    Bytes(u64),
 }
 
 /// Which routed experts are copied early in an unmodified program.
@@ -186,13 +199,22 @@ impl Config {
             debug: values.switch("LLAMA_POSTFETCH_DEBUG"),
         };
         let uses_device = postfetch.enable && !postfetch.force_cpu && postfetch.dedicated_streams;
+        let (early, cache) = (values.early(), values.cache());
         let host_postfetch = HostPostFetch {
-            early: Some(values.early())
-                .filter(|_| uses_device)
-                .unwrap_or(Early::None),
+            early: match early {
+                _ if !uses_device => Early::None,
+                // Early copies are what a cache does with a miss.
+                Early::None if cache.is_some() => Early::Stock,
+                early => early,
+            },
+            cache: cache.filter(|_| uses_device),
+            cache_half_life: values
+                .number("LLAMA_POSTFETCH_CACHE_HALF_LIFE")
+                .unwrap_or(1) as u32,
             look_ahead: values.switch("LLAMA_POSTFETCH_LOOK_AHEAD"),
             page_lock: values.switch("LLAMA_POSTFETCH_HOST_PAGE_LOCK"),
         };
+        let expert_stream_predict = values.switch("LLAMA_EXPERT_STREAM_PREDICT");
         // Checked for its message alone: there is one setting.
         values.text("LLAMA_HOTSWAP_KV");
         Config {
@@ -210,8 +232,8 @@ impl Config {
             trace_per_layer: values.switch("LLAMA_EXPERT_TRACE_PER_LAYER"),
             trace_output: values.path("LLAMA_EXPERT_TRACE_OUTPUT"),
             trace_every: values.interval("LLAMA_EXPERT_TRACE_EVERY_S", Duration::from_secs),
-            expert_stream: values.expert_stream(),
-            expert_stream_predict: values.switch("LLAMA_EXPERT_STREAM_PREDICT"),
+            expert_stream: values.expert_stream(expert_stream_predict),
+            expert_stream_predict,
             split: values.text("LLAMA_SIDECAR_SPLIT"),
             cpu_moe: values.switch("LLAMA_SIDECAR_CPU_MOE"),
             override_tensor: values.text("LLAMA_SIDECAR_OVERRIDE_TENSOR"),
@@ -283,9 +305,14 @@ impl<F: Fn(&str) -> Option<OsString>> Values<F> {
         self.get(name, |value| Ok(with_process_id(value)))
     }
 
-    fn expert_stream(&mut self) -> ExpertStream {
+    /// Returns `Auto` where the variable is not set and prediction is on.
+    fn expert_stream(&mut self, predict: bool) -> ExpertStream {
+        let name = "LLAMA_EXPERT_STREAM";
+        if predict && self.set(name).is_none() {
+            return ExpertStream::Auto;
+        }
         let words = [("on", ExpertStream::On), ("auto", ExpertStream::Auto)];
-        self.choice("LLAMA_EXPERT_STREAM", words, ExpertStream::Off)
+        self.choice(name, words, ExpertStream::Off)
     }
 
     fn early(&mut self) -> Early {
@@ -295,6 +322,14 @@ impl<F: Fn(&str) -> Option<OsString>> Values<F> {
             ("all", Early::All),
         ];
         self.choice("LLAMA_POSTFETCH_HOST", words, Early::None)
+    }
+
+    fn cache(&mut self) -> Option<CacheSize> {
+        match self.get("LLAMA_POSTFETCH_CACHE_MB", variables::memory)? {
+            None => Some(CacheSize::Auto),
+            Some(0) => None,
+            Some(bytes) => Some(CacheSize::Bytes(bytes)),
+        }
     }
 
     /// Returns what a word of a variable stands for; `otherwise` for its other words.
@@ -440,7 +475,11 @@ mod tests {
         for variable in VARIABLES {
             let value = match variable.kind {
                 Kind::Path | Kind::Switch => continue,
-                Kind::Number { .. } | Kind::Level | Kind::Choice { .. } | Kind::Text(_) => "=",
+                Kind::Number { .. }
+                | Kind::Level
+                | Kind::Choice { .. }
+                | Kind::Memory
+                | Kind::Text(_) => "=",
             };
             let config = parse(&[(variable.name, value)]);
             let sentence = format!("{}={value:?}: ", variable.name);
@@ -494,6 +533,15 @@ mod tests {
             assert_eq!(config.expert_stream, expected, "{value}");
             assert_eq!(config.rejected.len(), rejected, "{value}");
         }
+    }
+
+    #[test]
+    fn prediction_turns_streaming_on_unless_that_is_set() {
+        let predict = ("LLAMA_EXPERT_STREAM_PREDICT", "1");
+        let stream = |value| parse(&[predict, ("LLAMA_EXPERT_STREAM", value)]).expert_stream;
+        assert_eq!(parse(&[predict]).expert_stream, ExpertStream::Auto);
+        assert_eq!(stream("on"), ExpertStream::On);
+        assert_eq!(stream("off"), ExpertStream::Off);
     }
 
     #[test]
@@ -586,30 +634,48 @@ mod tests {
     #[test]
     fn postfetch_in_an_unmodified_program() {
         let defaults = parse(&[]).host_postfetch;
-        assert_eq!(defaults.early, Early::None);
+        assert_eq!((defaults.early, defaults.cache), (Early::None, None));
+        assert_eq!(defaults.cache_half_life, 1);
         assert!(defaults.look_ahead && !defaults.page_lock);
         for (word, early) in [
             ("on", Early::Stock),
             ("down", Early::Down),
             ("all", Early::All),
         ] {
-            let host = ("LLAMA_POSTFETCH_HOST", word);
-            let ahead = ("LLAMA_POSTFETCH_LOOK_AHEAD", "0");
-            let lock = ("LLAMA_POSTFETCH_HOST_PAGE_LOCK", "1");
+            let all = [
+                ("LLAMA_POSTFETCH_HOST", word),
+                ("LLAMA_POSTFETCH_CACHE_MB", "3"),
+                ("LLAMA_POSTFETCH_CACHE_HALF_LIFE", "9"),
+                ("LLAMA_POSTFETCH_LOOK_AHEAD", "0"),
+                ("LLAMA_POSTFETCH_HOST_PAGE_LOCK", "1"),
+            ];
             let set = HostPostFetch {
                 early,
+                cache: Some(CacheSize::Bytes(3 << 20)),
+                cache_half_life: 9,
                 look_ahead: false,
                 page_lock: true,
             };
-            assert_eq!(parse(&[host, ahead, lock]).host_postfetch, set);
+            assert_eq!(parse(&all).host_postfetch, set);
             for without in [
                 ("LLAMA_POSTFETCH_ENABLE", "0"),
                 ("LLAMA_POSTFETCH_FORCE_CPU", "1"),
                 ("LLAMA_POSTFETCH_USE_DEDICATED_STREAMS", "0"),
             ] {
-                assert_eq!(parse(&[host, without]).host_postfetch.early, Early::None);
+                let config = parse(&[all[0], all[1], without]).host_postfetch;
+                assert_eq!((config.early, config.cache), (Early::None, None));
             }
         }
+        let auto = parse(&[("LLAMA_POSTFETCH_CACHE_MB", "auto")]).host_postfetch;
+        assert_eq!(
+            (auto.early, auto.cache),
+            (Early::Stock, Some(CacheSize::Auto))
+        );
+        let wrong = parse(&[("LLAMA_POSTFETCH_CACHE_MB", "much")]);
+        assert_eq!(
+            (wrong.host_postfetch.cache, wrong.rejected.len()),
+            (None, 1)
+        );
     }
 
     #[test]

@@ -56,6 +56,8 @@ pub enum Kind {
         /// Word that the flag of `run` sets when it has no value.
         bare_flag: &'static str,
     },
+    /// A whole number of MiB, or `auto`, which is also what the flag of `run` sets without a value.
+    Memory,
     /// Text that this function accepts, or rejects with the reason.
     Text(fn(&str) -> Result<(), String>),
 }
@@ -163,7 +165,7 @@ pub static VARIABLES: &[Variable] = &[
         name: "LLAMA_EXPERT_STREAM_PREDICT",
         default: Value("0"),
         kind: Switch,
-        help: "also read the experts that the next layer will probably use",
+        help: "also read the experts that the next layer will probably use; drop-in: `LLAMA_EXPERT_STREAM` is then `auto` unless it is set",
         flag: Some("stream-predict"),
     },
     Variable {
@@ -247,6 +249,20 @@ pub static VARIABLES: &[Variable] = &[
         flag: Some("post-fetch"),
     },
     Variable {
+        name: "LLAMA_POSTFETCH_CACHE_MB",
+        default: Value("0"),
+        kind: Kind::Memory,
+        help: "drop-in: device memory in which recently used experts stay, in MiB, or `auto`: what the program leaves free; `0`: none",
+        flag: Some("expert-cache"),
+    },
+    Variable {
+        name: "LLAMA_POSTFETCH_CACHE_HALF_LIFE",
+        default: Value("1"),
+        kind: number("uses", 1, 1 << 20),
+        help: "drop-in: a use of an expert counts for half as much after so many uses of others; `1`: the expert that was used the longest time ago makes room",
+        flag: None,
+    },
+    Variable {
         name: "LLAMA_POSTFETCH_LOOK_AHEAD",
         default: Value("1"),
         kind: Switch,
@@ -327,6 +343,7 @@ impl Variable {
         match self.kind {
             Switch | Path => Ok(()),
             Kind::Number { .. } => self.number(value).map(drop),
+            Kind::Memory => memory(value).map(drop),
             Level => utf8(value).and_then(level).map(drop),
             Kind::Choice { values, .. } => match values.iter().any(|&word| value == word) {
                 true => Ok(()),
@@ -344,6 +361,22 @@ impl Variable {
         let number = utf8(value)?.parse().ok();
         let number = number.filter(|number| (least..=most).contains(number));
         number.ok_or_else(|| format!("expected a number of {unit} from {least} to {most}"))
+    }
+}
+
+/// Parses an amount of memory in bytes; `None` for `auto`.
+pub(super) fn memory(value: &OsStr) -> Result<Option<u64>, String> {
+    let text = utf8(value)?;
+    let mib = || text.parse().ok().filter(|&mib: &u64| mib <= u64::MAX >> 20);
+    match text {
+        "auto" => Ok(None),
+        _ => match mib() {
+            Some(mib) => Ok(Some(mib << 20)),
+            None => Err(format!(
+                "expected auto, or a number of MiB from 0 to {}",
+                u64::MAX >> 20
+            )),
+        },
     }
 }
 

@@ -20,6 +20,8 @@ mod trace;
 
 use std::ffi::{CStr, c_char};
 
+use crate::trace::Ids;
+
 /// A struct that starts with its size, as the caller knows it.
 ///
 /// # Safety
@@ -103,6 +105,46 @@ unsafe fn text<'a>(text: *const c_char, what: &str) -> Result<&'a CStr, status::
     }
     // SAFETY: as the caller guarantees.
     Ok(unsafe { CStr::from_ptr(text) })
+}
+
+/// Returns routed ids that a caller passes; `None` when there are none.
+///
+/// # Safety
+///
+/// `ids` is null, or every id is readable for `'a`: the last one ends
+/// `(n_tokens - 1) * token_stride + (n_used - 1) * used_stride + 4` bytes after `ids`.
+unsafe fn routed_ids<'a>(
+    ids: *const i32,
+    n_used: usize,
+    n_tokens: usize,
+    used_stride: usize,
+    token_stride: usize,
+) -> Result<Option<Ids<'a>>, status::Failure> {
+    let id = size_of::<i32>();
+    if n_used > 1 && used_stride < id || n_tokens > 1 && token_stride < id {
+        return Err(status::Failure::argument(format!(
+            "used_stride is {used_stride} and token_stride is {token_stride}, expected at least {id} bytes, the size of an id: pass nb[0] and nb[1] of the ids"
+        )));
+    }
+    let len = Ids::byte_len(n_used, n_tokens, used_stride, token_stride).ok_or_else(|| {
+        status::Failure::argument(
+            "the matrix of ids is larger than memory: pass ne[0], ne[1], nb[0] and nb[1] of the ids",
+        )
+    })?;
+    if len == 0 {
+        return Ok(None);
+    }
+    if ids.is_null() {
+        return Err(status::Failure::null("ids"));
+    }
+    Ok(Some(Ids {
+        // SAFETY: not null, and readable up to there as the caller guarantees.
+        bytes: unsafe { std::slice::from_raw_parts(ids.cast::<u8>(), len) },
+        used: n_used,
+        tokens: n_tokens,
+        used_stride,
+        token_stride,
+    }))
 }
 
 /// Writes a result through an output pointer.

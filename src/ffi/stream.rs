@@ -5,12 +5,11 @@ use std::sync::Arc;
 use super::handle::{self, Handle};
 use super::model::llama_model;
 use super::status::{Failure, call, llama_sidecar_status, status};
-use super::{SizedStruct, fill, read};
+use super::{SizedStruct, fill, read, routed_ids};
 use crate::config::{Config, ExpertStream};
 use crate::model::Model;
 use crate::reload::free_memory;
 use crate::stream::{Matrices, Reader, Settings};
-use crate::trace::Ids;
 
 /// The most threads of a stream.
 const MOST_THREADS: u32 = 64;
@@ -215,35 +214,15 @@ pub unsafe extern "C" fn llama_expert_stream_schedule(
                 ),
             )
         })?;
-        let id = size_of::<i32>();
-        if n_used > 1 && used_stride < id || n_tokens > 1 && token_stride < id {
-            return Err(Failure::argument(format!(
-                "used_stride is {used_stride} and token_stride is {token_stride}, expected at least {id} bytes, the size of an id: pass nb[0] and nb[1] of the ids"
-            )));
-        }
-        let len = Ids::byte_len(n_used, n_tokens, used_stride, token_stride).ok_or_else(|| {
-            Failure::argument(
-                "the matrix of ids is larger than memory: pass ne[0], ne[1], nb[0] and nb[1] of the ids",
-            )
-        })?;
+        // SAFETY: as the caller guarantees.
+        let ids = unsafe { routed_ids(ids, n_used, n_tokens, used_stride, token_stride) }?;
         if n_embd > isize::MAX as usize / size_of::<f32>() || !hidden.is_aligned() {
             return Err(Failure::argument(format!(
                 "hidden has {n_embd} elements at {hidden:?}, expected an aligned array of float: pass the data of a tensor of type F32"
             )));
         }
-        if len == 0 {
+        let Some(ids) = ids else {
             return Ok(());
-        }
-        if ids.is_null() {
-            return Err(Failure::null("ids"));
-        }
-        let ids = Ids {
-            // SAFETY: not null, and readable up to there as the caller guarantees.
-            bytes: unsafe { std::slice::from_raw_parts(ids.cast::<u8>(), len) },
-            used: n_used,
-            tokens: n_tokens,
-            used_stride,
-            token_stride,
         };
         // SAFETY: aligned, not larger than memory, with `n_embd` elements as the caller guarantees.
         let hidden =

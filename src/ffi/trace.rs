@@ -7,8 +7,8 @@ use std::path::Path;
 use super::handle::{self, Handle};
 use super::model::llama_model;
 use super::status::{Failure, call, llama_sidecar_status, status};
-use super::{put_text, text};
-use crate::trace::{ExpertLayout, Ids, ModelMeta, Trace, to_text, write};
+use super::{put_text, routed_ids, text};
+use crate::trace::{ExpertLayout, ModelMeta, Trace, to_text, write};
 
 /// Usage counters for the routed experts of a model.
 pub struct llama_expert_trace {
@@ -112,23 +112,11 @@ pub unsafe extern "C" fn llama_expert_trace_record_batch(
     status(|| {
         let owned = handle::get(trace)?;
         let layer = owned.position(layer)?;
-        let len = Ids::byte_len(n_used, n_tokens, used_stride, token_stride)
-            .ok_or_else(|| Failure::argument("the matrix of ids is larger than memory"))?;
-        if len == 0 {
-            return Ok(());
+        // SAFETY: as the caller guarantees.
+        let ids = unsafe { routed_ids(ids, n_used, n_tokens, used_stride, token_stride) }?;
+        if let Some(ids) = ids {
+            owned.counters.record_batch(layer, &ids);
         }
-        if ids.is_null() {
-            return Err(Failure::null("ids"));
-        }
-        let ids = Ids {
-            // SAFETY: not null, and readable up to there as the caller guarantees.
-            bytes: unsafe { std::slice::from_raw_parts(ids.cast::<u8>(), len) },
-            used: n_used,
-            tokens: n_tokens,
-            used_stride,
-            token_stride,
-        };
-        owned.counters.record_batch(layer, &ids);
         Ok(())
     })
 }

@@ -22,5 +22,5 @@ mod reader;
 mod requests;
 mod router;
 
-pub use pages::read_ahead;
+pub use pages::{WINDOW, read_ahead};
 pub use reader::{Matrices, Reader, Settings};

@@ -27,6 +27,9 @@ struct Cachestat {
     recently_evicted: u64,
 }
 
+/// The bytes of the read-ahead window of most disks (`VM_READAHEAD_PAGES`).
+pub const WINDOW: u64 = 128 << 10;
+
 /// Returns the size of a page.
 pub fn page_size() -> u64 {
     // SAFETY: reads a constant of the system.
@@ -44,15 +47,12 @@ pub fn around(bytes: &Range<u64>, page: u64) -> Range<u64> {
 pub enum Residency {
     /// `cachestat(2)` counts them, including those that are being read.
     Counted,
-    /// A byte of each piece is read without waiting (`RWF_NOWAIT` of preadv2(2)). The kernel
+    /// A byte of each [`WINDOW`] is read without waiting (`RWF_NOWAIT` of preadv2(2)). The kernel
     /// counts pages only for users who may write to the file, and since Linux 6.5.
     Probed,
     /// Not at all: overlays count no pages and wait for each read.
     Unknown,
 }
-
-/// The piece of which one byte is probed.
-const PROBED: u64 = 128 << 10;
 
 impl Residency {
     /// Returns what the kernel supports for a file. Reads the first byte of the file.
@@ -75,9 +75,9 @@ impl Residency {
         match self {
             Residency::Counted => count(file, bytes).ok(),
             Residency::Probed => {
-                let pieces = bytes.clone().step_by(PROBED as usize);
+                let pieces = bytes.clone().step_by(WINDOW as usize);
                 let cached = pieces.map(|start| {
-                    let pages = (bytes.end.min(start + PROBED) - start) / page;
+                    let pages = (bytes.end.min(start + WINDOW) - start) / page;
                     probe(file, start).map(|cached| if cached { pages } else { 0 })
                 });
                 cached.sum::<io::Result<u64>>().ok()
@@ -130,24 +130,27 @@ fn count(file: &File, bytes: &Range<u64>) -> io::Result<u64> {
     }
 }
 
-/// Lets the kernel begin to read a range into the page cache, and does not wait for the bytes.
+/// Lets the kernel begin to read a range into the page cache in pieces, as long as `goes_on`, and
+/// does not wait for the bytes. Returns the number of pieces that the kernel refused.
 ///
-/// The kernel reads at most one read-ahead window of the device, or the largest request of the
-/// device if that is larger (`force_page_cache_ra` in mm/readahead.c), and ignores the rest.
-pub fn read_ahead(file: &File, bytes: &Range<u64>) -> io::Result<()> {
-    // SAFETY: advice for a descriptor that is open.
-    let code = unsafe {
-        libc::posix_fadvise(
-            file.as_raw_fd(),
-            bytes.start as libc::off_t,
-            (bytes.end - bytes.start) as libc::off_t,
-            libc::POSIX_FADV_WILLNEED,
-        )
-    };
-    match code {
-        0 => Ok(()),
-        code => Err(io::Error::from_raw_os_error(code)),
-    }
+/// Of a piece, the kernel reads at most one read-ahead window of the device, or the largest request
+/// of the device if that is larger (`force_page_cache_ra` in mm/readahead.c), and ignores the rest.
+pub fn read_ahead(file: &File, bytes: &Range<u64>, piece: u64, goes_on: impl Fn() -> bool) -> u64 {
+    let starts = bytes.clone().step_by(piece as usize);
+    let refused = starts.take_while(|_| goes_on()).filter(|start| {
+        let len = piece.min(bytes.end - start);
+        // SAFETY: advice for a descriptor that is open.
+        let code = unsafe {
+            libc::posix_fadvise(
+                file.as_raw_fd(),
+                *start as libc::off_t,
+                len as libc::off_t,
+                libc::POSIX_FADV_WILLNEED,
+            )
+        };
+        code != 0
+    });
+    refused.count() as u64
 }
 
 /// Returns the number of page faults of this process that waited for a disk.
@@ -187,6 +190,11 @@ mod tests {
             );
         }
         assert_eq!(Residency::Unknown.cached(&file, &bytes, page_size()), None);
-        read_ahead(&file, &(0..4096)).expect("advice is taken");
+        assert_eq!(read_ahead(&file, &bytes, 1 << 20, || true), 0);
+        let pipe = File::from(std::os::fd::OwnedFd::from(
+            std::io::pipe().expect("a pipe").0,
+        ));
+        assert_eq!(read_ahead(&pipe, &(0..5), 2, || true), 3);
+        assert_eq!(read_ahead(&pipe, &(0..5), 2, || false), 0);
     }
 }

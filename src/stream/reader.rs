@@ -10,10 +10,10 @@ use std::time::Instant;
 
 use once_cell::sync::OnceCell;
 
-use super::pages::{self, Residency};
+use super::pages::{self, Residency, WINDOW};
 use super::requests::{ExpertSet, Requests, UNITS, Unit};
 use super::router::Routers;
-use crate::background::block_signals;
+use crate::background::{block_signals, clear_placement};
 use crate::experts::{ExpertIndex, ExpertTensor, MAX_EXPERTS, Projection};
 use crate::gguf::GgufFile;
 use crate::protocol::StreamFigures;
@@ -21,8 +21,6 @@ use crate::trace::Ids;
 
 /// The bytes of the first read-ahead calls. Halved as long as the kernel reads less.
 const FIRST_CHUNK: u64 = 2 << 20;
-/// The smallest read-ahead window that devices have by default (`VM_READAHEAD_PAGES`).
-const LEAST_CHUNK: u64 = 128 << 10;
 /// Passes through all layers with all experts in memory, before a reader rests for the first
 /// time. Four times as many after each time that it rested too early.
 const RESIDENT_PASSES: usize = 4;
@@ -204,7 +202,8 @@ impl Reader {
     ///
     /// # Errors
     ///
-    /// Fails when the files have no routed experts, or no thread can be started.
+    /// Fails when the files have no routed experts, no thread can be started, or the routers do
+    /// not fit into memory.
     pub fn new(
         files: &[&GgufFile],
         settings: Settings,
@@ -269,9 +268,18 @@ impl Reader {
             let builder = std::thread::Builder::new().name("llama-sidecar-s".into());
             let thread = builder.spawn(move || {
                 block_signals();
+                clear_placement();
                 shared.run(number);
-            })?;
-            reader.threads.push(thread);
+            });
+            match thread {
+                Ok(thread) => reader.threads.push(thread),
+                Err(error) if number == 0 => {
+                    return Err(io::Error::other(format!(
+                        "cannot start a thread: {error}: raise the limits of threads and memory (ulimit -u, ulimit -v)"
+                    )));
+                }
+                Err(_) => break,
+            }
         }
         let threads = reader.threads.iter().map(|thread| thread.thread().clone());
         let _ = reader.shared.threads.set(threads.collect());
@@ -286,7 +294,7 @@ impl Reader {
 
     /// Requests the matrices of the experts that a layer, by its position, was routed to.
     /// `hidden` is the input of the layer's router for the last token, as a base for a guess at
-    /// the next layer.
+    /// the next layer. Calls for different matrices of a layer, one after the other, count as one.
     ///
     /// Never waits, takes no memory, and takes no lock for which another thread waits. Ids that
     /// are no experts of the layer are ignored.
@@ -308,7 +316,7 @@ impl Reader {
             return;
         }
         let all = u64::MAX >> (u64::BITS as usize - self.threads.len());
-        while !shared.stopped.load(Ordering::Relaxed) {
+        loop {
             if shared.wanted.is_pending() {
                 shared.wake(self.threads.len());
             } else if shared.idle.load(Ordering::SeqCst) == all {
@@ -365,17 +373,30 @@ enum Reason {
 
 impl Shared {
     fn schedule(&self, layer: usize, matrices: Matrices, ids: &Ids<'_>, hidden: Option<&[f32]>) {
-        let count = self.figures.layers.fetch_add(1, Ordering::Relaxed);
-        let is_sample = count.is_multiple_of(SAMPLE_PERIOD);
+        let (Some(&(_, experts)), Some(of_layer)) =
+            (self.layers.get(layer), self.matrices.get(layer))
+        else {
+            return;
+        };
+        let before = self.figures.layers.load(Ordering::Relaxed);
+        let is_next_part = self.current.swap(layer, Ordering::Relaxed) == layer
+            && before > 0
+            && matrices != Matrices::default()
+            && of_layer.load(Ordering::Relaxed) & matrices.0 == 0;
+        let number = if is_next_part {
+            of_layer.fetch_or(matrices.0, Ordering::Relaxed);
+            before - 1
+        } else {
+            of_layer.store(matrices.0, Ordering::Relaxed);
+            self.figures.layers.fetch_add(1, Ordering::Relaxed)
+        };
+        let is_sample = number.is_multiple_of(SAMPLE_PERIOD);
         if self.stopped.load(Ordering::Relaxed) && !is_sample {
             return;
         }
         if self.resting.load(Ordering::Relaxed) && !is_sample && !self.has_faults(layer) {
             return;
         }
-        let Some(&(_, experts)) = self.layers.get(layer) else {
-            return;
-        };
         let now = self.began.elapsed().as_nanos() as u64;
         let pause = now.saturating_sub(self.figures.last.swap(now, Ordering::Relaxed));
         if pause < LONGEST_LAYER {
@@ -387,8 +408,6 @@ impl Shared {
             add(&self.figures.hits, guess.common(&routed).into());
             add(&self.figures.guessable, routed.len().into());
         }
-        self.matrices[layer].store(matrices.0, Ordering::Relaxed);
-        self.current.store(layer, Ordering::Relaxed);
         let mut units = 0;
         for projection in 0..UNITS {
             let unit = layer * UNITS + projection;
@@ -535,7 +554,7 @@ impl Shared {
         let bytes = pages::around(&bytes, self.page);
         let all = (bytes.end - bytes.start) / self.page;
         let Some(before) = residency.cached(file, &bytes, self.page) else {
-            self.request(file, &bytes, LEAST_CHUNK);
+            self.request(file, &bytes, WINDOW);
             // All that is known of the pages: whether the program waits for them.
             let faults = pages::major_faults();
             return self.figures.faults_seen.swap(faults, Ordering::Relaxed) == faults;
@@ -552,7 +571,7 @@ impl Shared {
             Residency::Counted => self.read_missing(file, &bytes, all, missing),
             // Pages that are being read are not found.
             _ => {
-                self.request(file, &bytes, LEAST_CHUNK);
+                self.request(file, &bytes, WINDOW);
                 missing
             }
         };
@@ -576,7 +595,7 @@ impl Shared {
             let after = Residency::Counted.cached(file, bytes, self.page);
             let left = all.saturating_sub(after.unwrap_or(all));
             // The kernel read the beginning of each chunk.
-            if left * 8 > missing && chunk > LEAST_CHUNK {
+            if left * 8 > missing && chunk > WINDOW {
                 self.chunk.store(chunk / 2, Ordering::Relaxed);
                 continue;
             }
@@ -585,15 +604,9 @@ impl Shared {
     }
 
     fn request(&self, file: &File, bytes: &Range<u64>, chunk: u64) {
-        for start in bytes.clone().step_by(chunk as usize) {
-            if self.ended.load(Ordering::Relaxed) {
-                return;
-            }
-            let end = bytes.end.min(start + chunk);
-            if pages::read_ahead(file, &(start..end)).is_err() {
-                add(&self.figures.failed, 1);
-            }
-        }
+        let goes_on = || !self.ended.load(Ordering::Relaxed);
+        let refused = pages::read_ahead(file, bytes, chunk, goes_on);
+        add(&self.figures.failed, refused);
     }
 
     /// Stops after many matrices for which the kernel read nothing, and goes on after one that it

@@ -151,11 +151,17 @@ fn floats(files: &[&GgufFile], name: &str, most: u64) -> Option<io::Result<(Vec<
     if info.ty.name() != "f32" || info.nbytes > most {
         return None;
     }
-    let mut bytes = vec![0; usize::try_from(info.nbytes).ok()?];
-    if let Err(error) = file.source.read_at(&mut bytes, info.offset) {
-        return Some(Err(error));
-    }
-    let (words, _) = bytes.as_chunks::<4>();
-    let floats = words.iter().map(|word| f32::from_le_bytes(*word)).collect();
-    Some(Ok((floats, info.ne[0] as usize)))
+    let len = usize::try_from(info.nbytes).ok()?;
+    let read = || {
+        // Where memory is limited, the program goes on without a reader.
+        let (mut bytes, mut floats) = (Vec::new(), Vec::new());
+        bytes.try_reserve_exact(len)?;
+        floats.try_reserve_exact(len / 4)?;
+        bytes.resize(len, 0);
+        file.source.read_at(&mut bytes, info.offset)?;
+        let (words, _) = bytes.as_chunks::<4>();
+        floats.extend(words.iter().map(|word| f32::from_le_bytes(*word)));
+        Ok((floats, info.ne[0] as usize))
+    };
+    Some(read())
 }

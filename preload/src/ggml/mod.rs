@@ -287,6 +287,12 @@ impl OwnBuffer {
         }
     }
 
+    /// Sets all bytes to zero.
+    pub fn clear(&self) {
+        // SAFETY: a live buffer.
+        unsafe { (self.ggml.f.ggml_backend_buffer_clear)(self.buffer, 0) }
+    }
+
     /// The size in bytes.
     pub fn size(&self) -> u64 {
         self.size

@@ -122,6 +122,7 @@ functions! {
     ggml_graph_n_nodes(*mut Graph) -> c_int;
     ggml_graph_node(*mut Graph, c_int) -> *mut Tensor;
     ggml_backend_buffer_free(*mut Buffer);
+    ggml_backend_buffer_clear(*mut Buffer, u8);
     ggml_backend_buffer_get_base(*mut Buffer) -> *mut c_void;
     ggml_backend_buffer_get_type(*mut Buffer) -> *mut BufferType;
     ggml_backend_buffer_is_host(*mut Buffer) -> bool;
@@ -137,6 +138,7 @@ functions! {
     ggml_backend_dev_type(*mut Device) -> c_int;
     ggml_backend_dev_memory(*mut Device, *mut usize, *mut usize);
     ggml_backend_dev_supports_op(*mut Device, *const Tensor) -> bool;
+    ggml_backend_dev_buffer_type(*mut Device) -> *mut BufferType;
     ggml_backend_dev_host_buffer_type(*mut Device) -> *mut BufferType;
     ggml_backend_dev_backend_reg(*mut Device) -> *mut Registration;
     ggml_backend_reg_get_proc_address(*mut Registration, *const c_char) -> *mut c_void;

@@ -36,6 +36,10 @@ pub static FIGURES: Figures = Figures {
     wait_ns: AtomicU64::new(0),
     mismatches: AtomicU64::new(0),
     scratch_bytes: AtomicU64::new(0),
+    cache_hits: AtomicU64::new(0),
+    cache_misses: AtomicU64::new(0),
+    cache_bytes: AtomicU64::new(0),
+    cache_slots: AtomicU64::new(0),
     obstacle: Mutex::new(None),
 };
 
@@ -52,6 +56,10 @@ pub struct Figures {
     host_copies: [AtomicU64; REASONS.len()],
     copy_ns: AtomicU64,
     wait_ns: AtomicU64,
+    cache_hits: AtomicU64,
+    cache_misses: AtomicU64,
+    cache_bytes: AtomicU64,
+    cache_slots: AtomicU64,
     obstacle: Mutex<Option<String>>,
 }
 
@@ -72,6 +80,23 @@ impl Figures {
     pub fn host_copied(&self, bytes: usize, reason: Reason) {
         self.host_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
         self.host_copies[reason as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Counts a look-up of experts that stay on a device.
+    pub fn count_cache(&self, hits: usize, misses: usize) {
+        self.cache_hits.fetch_add(hits as u64, Ordering::Relaxed);
+        self.cache_misses
+            .fetch_add(misses as u64, Ordering::Relaxed);
+    }
+
+    /// Notes the memory of experts that stay on a device, and the slots of a layer.
+    pub fn note_cache(&self, bytes: u64, slots: usize) {
+        log::info!(
+            "post-fetch: {slots} experts of each layer stay on the device, in {} MiB",
+            bytes >> 20
+        );
+        self.cache_bytes.store(bytes, Ordering::Relaxed);
+        self.cache_slots.store(slots as u64, Ordering::Relaxed);
     }
 
     /// Notes why nothing is copied early, and logs it when it is new.
@@ -102,6 +127,10 @@ impl Figures {
             wait_seconds: seconds(&self.wait_ns),
             mismatches: get(&self.mismatches),
             scratch_bytes: get(&self.scratch_bytes),
+            cache_hits: get(&self.cache_hits),
+            cache_misses: get(&self.cache_misses),
+            cache_bytes: get(&self.cache_bytes),
+            cache_slots: get(&self.cache_slots),
             locked_bytes,
             obstacle: self.obstacle.lock().clone(),
         }

@@ -18,6 +18,7 @@
 //!
 //! The first evaluation of a scheduler only checks that the calls come in this order.
 
+mod cache;
 mod figures;
 mod instance;
 mod plan;
@@ -34,20 +35,25 @@ use llama_sidecar::protocol::{Event, PostFetchFigures};
 use llama_sidecar::trace::Ids;
 use parking_lot::Mutex;
 
-use crate::barrier::SLOTS;
+use crate::barrier::{self, SLOTS};
 use crate::capability::Capability;
-use crate::ggml::{Backend, Ggml, Graph, Sched, Tensor};
+use crate::ggml::{Backend, Device, Ggml, Graph, Sched, Tensor};
 use crate::graph::GraphReads;
 use crate::models::Model;
 use crate::routing::{self, Routed};
 use crate::sched::{Allocated, Scheduler};
 use crate::{journal, page_lock, parts};
+use cache::{Cache, Changed};
 use figures::{FIGURES, Reason};
 use plan::{Devices, Layer, Plan};
-use transfer::{Fetcher, Progress};
+use transfer::{Fetcher, Piece, Progress, Request};
 
 /// Post-fetch, as a capability.
 pub struct PostFetch;
+
+/// Bytes behind a run of experts that are copied with it, as ggml's scheduler does: kernels read
+/// a little past the last expert, and nothing there may be a NaN.
+const PADDING: usize = 512;
 
 /// The share of used experts, in percent, from which all experts of the next layer are copied.
 const NEARLY_ALL: usize = 90;
@@ -75,6 +81,14 @@ struct State {
     nearly_all: bool,
     /// Experts that are requested next.
     used: Marked,
+    /// Experts that stay on a device.
+    cache: Option<Cache>,
+    /// Whether memory for them was looked for.
+    cache_tried: bool,
+    /// The generation whose bytes they have.
+    generation: u64,
+    /// Products of the part that is being submitted.
+    changed: Vec<Changed>,
 }
 
 impl State {
@@ -87,6 +101,10 @@ impl State {
             seen: false,
             nearly_all: false,
             used: Marked(Vec::new()),
+            cache: None,
+            cache_tried: false,
+            generation: 0,
+            changed: Vec::new(),
         }
     }
 }
@@ -104,6 +122,8 @@ struct Requested {
 }
 
 thread_local! {
+    /// The number of slots of a layer, for the graph that this thread splits.
+    static SLOTS_OF_GRAPH: Cell<usize> = const { Cell::new(0) };
     static REQUESTED: Cell<Option<Requested>> = const { Cell::new(None) };
 }
 
@@ -140,8 +160,16 @@ impl Capability for PostFetch {
         }
     }
 
-    fn graph_allocated(&self, scheduler: Scheduler, _graph: &Allocated, _keeps: bool) {
-        STATES[scheduler.number()].lock().retire();
+    fn graph_allocated(&self, scheduler: Scheduler, graph: &Allocated, keeps: bool) {
+        if !is_on() {
+            return;
+        }
+        let mut state = STATES[scheduler.number()].lock();
+        state.retire();
+        if keeps {
+            state.find_cache(scheduler.ggml(), graph);
+        }
+        SLOTS_OF_GRAPH.set(state.cache.as_ref().map_or(0, Cache::slots));
     }
 
     fn graph_dropped(&self, scheduler: Scheduler) {
@@ -160,7 +188,10 @@ impl Capability for PostFetch {
     }
 
     fn evaluation_failed(&self, scheduler: Scheduler) {
-        STATES[scheduler.number()].lock().drain();
+        let mut state = STATES[scheduler.number()].lock();
+        state.drain();
+        // Copies that were issued may have failed with it.
+        state.clear_cache();
     }
 
     fn model_freed(&self, model: &Model) {
@@ -169,6 +200,9 @@ impl Capability for PostFetch {
             let of_model = |plan: &Plan| plan.layers.iter().any(|of| of.model == model.number);
             if state.plan.as_ref().is_some_and(of_model) {
                 state.retire();
+            }
+            if let Some(cache) = &mut state.cache {
+                cache.clear();
             }
         }
     }
@@ -239,7 +273,14 @@ pub unsafe fn graph_split(scheduler: Scheduler, sched: *mut Sched, reads: &Graph
         return;
     }
     // SAFETY: as the caller ensures; the plan of the graph before is retired.
-    let plan = unsafe { state.devices.plan(scheduler.ggml(), sched, reads) };
+    let plan = unsafe {
+        // The first evaluation shows what the program copies.
+        let cache = state
+            .cache
+            .as_ref()
+            .filter(|_| state.order == Order::Expected);
+        state.devices.plan(scheduler.ggml(), sched, reads, cache)
+    };
     if plan.is_some() && state.fetcher.is_none() {
         state.fetcher = Fetcher::start();
     }
@@ -256,7 +297,8 @@ pub unsafe fn graph_split(scheduler: Scheduler, sched: *mut Sched, reads: &Graph
 
 /// Whether operations are to be offloaded that the program would leave on the CPU.
 pub fn offloads() -> bool {
-    is_on() && Config::get().host_postfetch.early != Early::Stock
+    let config = &Config::get().host_postfetch;
+    is_on() && (config.early != Early::Stock || config.cache.is_some())
 }
 
 /// Whether a node is to be offloaded to a GPU.
@@ -273,11 +315,16 @@ pub unsafe fn offloads_node(ggml: &Ggml, node: *const Tensor) -> bool {
         }
         let weight: *const Tensor = layout.read(node, layout.src);
         let name = CStr::from_ptr((ggml.f.ggml_get_name)(weight));
-        let name = name.to_str().ok().and_then(ExpertName::parse);
+        let Some(name) = name.to_str().ok().and_then(ExpertName::parse) else {
+            return false;
+        };
+        let [_, used, tokens, _]: [i64; 4] = layout.read(node, layout.ne);
+        let fits = |slots: i64| used.checked_mul(tokens).is_some_and(|ids| ids <= slots);
         match Config::get().host_postfetch.early {
+            _ if fits(SLOTS_OF_GRAPH.get() as i64) => true,
             Early::None | Early::Stock => false,
-            Early::Down => name.is_some_and(|of| of.projection == Projection::Down),
-            Early::All => name.is_some(),
+            Early::Down => name.projection == Projection::Down,
+            Early::All => true,
         }
     }
 }
@@ -357,9 +404,18 @@ pub unsafe fn is_copied(
         state.stand_back();
         return false;
     }
+    if let Some(slots) = &layer.slots
+        && slots.ready
+    {
+        let left_out = bytes.len() as u64;
+        FIGURES
+            .left_out_bytes
+            .fetch_add(left_out, Ordering::Relaxed);
+        return true;
+    }
     let transfer = &product.transfer;
     let requested = transfer.progress() != Progress::Idle;
-    let covered = requested && transfer.request().covers(&bytes);
+    let covered = requested && covers(&transfer.request(), start, &bytes);
     let missed = covered && !Config::get().postfetch.block_on_miss && fetcher.take_back(transfer);
     if covered && !missed {
         let left_out = bytes.len() as u64;
@@ -378,13 +434,23 @@ pub unsafe fn is_copied(
     false
 }
 
+/// Whether a copy of a whole matrix at `start` has a range of its bytes.
+fn covers(request: &Request, start: usize, bytes: &Range<usize>) -> bool {
+    let has = |piece: &Piece| {
+        piece.to.start <= bytes.start
+            && bytes.end <= piece.to.end
+            && piece.from == start + piece.to.start
+    };
+    request.pieces.iter().any(has)
+}
+
 /// Makes a backend wait for the early copies that a part of a graph reads, which it is about to
 /// evaluate.
 ///
 /// # Safety
 ///
 /// A live part of a graph and a live backend of this copy.
-pub unsafe fn part_begins(ggml: &Ggml, backend: *mut Backend, part: *mut Graph) {
+pub unsafe fn part_begins(ggml: &'static Ggml, backend: *mut Backend, part: *mut Graph) {
     let Some(mut state) = current() else {
         return;
     };
@@ -398,42 +464,101 @@ pub unsafe fn part_begins(ggml: &Ggml, backend: *mut Backend, part: *mut Graph) 
     let nodes = unsafe { (ggml.f.ggml_graph_n_nodes)(part) };
     for at in 0..nodes {
         // SAFETY: as above.
-        let source = unsafe {
+        let (node, source) = unsafe {
             let node = (ggml.f.ggml_graph_node)(part, at);
             let extents: [i64; 4] = layout.read(node, layout.ne);
             // Without a token, nothing is copied.
             if layout.read::<i32>(node, layout.op) != ggml.ops.mul_mat_id || extents[2] == 0 {
                 continue;
             }
-            layout.read(node, layout.src)
+            (node, layout.read(node, layout.src))
         };
-        let Some((layer, product)) = plan.find(source) else {
+        let Some((layer, role)) = plan.find(source) else {
             continue;
         };
-        let layer = &plan.layers[layer];
-        let product = &layer.products[product];
+        let layer = &mut plan.layers[layer];
+        let product = &layer.products[role];
         if product.transfer.progress() != Progress::Idle {
             // SAFETY: the backend of the product, on the thread that uses it.
             unsafe { fetcher.acquire(&product.transfer, backend) };
         }
         state.seen |= product.host_copied;
         expected &= product.host_copied && layer.backend == backend;
+        if let Some(slots) = &mut layer.slots
+            && let Some(cache) = &mut state.cache
+            && slots.ready
+        {
+            // SAFETY: as above, and the tensors of the slots and the ids live as long as the plan.
+            unsafe {
+                if !std::mem::replace(&mut slots.written, true) {
+                    cache.layer(slots.at).write_ids(ggml, backend, slots.ids);
+                }
+                let tensor = cache.tensor(slots.at, role);
+                let changed = Changed::new(ggml, node, product.copy, tensor, slots.ids);
+                state.changed.push(changed);
+            }
+        }
     }
     if !expected {
         state.stand_back();
     }
 }
 
+/// The end of a part that was submitted: its products are as the scheduler made them.
+pub struct PartEnds;
+
+impl Drop for PartEnds {
+    fn drop(&mut self) {
+        if let Some(mut state) = current() {
+            // The last change of a tensor is undone first.
+            while let Some(changed) = state.changed.pop() {
+                drop(changed);
+            }
+        }
+    }
+}
+
 impl State {
+    /// Looks for memory for experts that stay on the device of a graph, once.
+    fn find_cache(&mut self, ggml: &'static Ggml, graph: &Allocated) {
+        let Some(size) = Config::get().host_postfetch.cache else {
+            return;
+        };
+        let on_gpu = |device: &&*mut Device| {
+            // SAFETY: a device of a live scheduler.
+            unsafe { !ggml.is_cpu(**device) }
+        };
+        let device = graph.backends.devices.iter().find(on_gpu);
+        let has_experts = graph.reads.weights.iter().any(|of| !of.ids.is_null());
+        if let Some(device) = device.filter(|_| has_experts && !self.cache_tried) {
+            self.cache_tried = true;
+            // SAFETY: the graph is not split, and its devices are live.
+            self.cache = unsafe { Cache::new(ggml, *device, &graph.reads, size) };
+        }
+    }
+
+    fn clear_cache(&mut self) {
+        if let Some(cache) = &mut self.cache {
+            cache.clear();
+        }
+    }
+
     /// Begins an evaluation.
     fn begin(&mut self, ggml: &'static Ggml) {
         self.end();
+        let generation = barrier::generation();
+        if std::mem::replace(&mut self.generation, generation) != generation {
+            self.clear_cache();
+        }
         let Some(plan) = &mut self.plan else {
             return;
         };
         for layer in &mut plan.layers {
             layer.known = false;
             layer.ahead = false;
+            if let Some(slots) = &mut layer.slots {
+                (slots.ready, slots.written) = (false, false);
+            }
             for product in &mut layer.products {
                 product.host_copied = false;
                 product.transfer.forget();
@@ -459,9 +584,12 @@ impl State {
     }
 
     /// Drops requests that are not begun, and waits for the others.
-    fn drain(&self) {
-        if let Some(fetcher) = &self.fetcher {
-            fetcher.drain();
+    fn drain(&mut self) {
+        if let Some(fetcher) = &self.fetcher
+            && !fetcher.drain()
+        {
+            // Slots are taken, and their experts are not there.
+            self.clear_cache();
         }
     }
 
@@ -485,6 +613,17 @@ impl State {
         if std::mem::replace(&mut layer.known, true) || self.order != Order::Expected {
             return;
         }
+        if let Some(slots) = &mut layer.slots {
+            let Some(cache) = &mut self.cache else {
+                return;
+            };
+            let of_layer = cache.layer(slots.at);
+            slots.ready = of_layer.look_up(ids);
+            if slots.ready && of_layer.has_loads() {
+                self.request(ggml, at);
+            }
+            return;
+        }
         // The program ends itself at an id that is not valid.
         let Some(used) = self.used.mark(ids, layer.experts) else {
             return;
@@ -503,7 +642,8 @@ impl State {
             return;
         };
         let looks_ahead = self.nearly_all && plan.looks_ahead && self.order == Order::Expected;
-        if let Some(layer) = plan.layers.get_mut(at).filter(|_| looks_ahead) {
+        let layer = plan.layers.get_mut(at);
+        if let Some(layer) = layer.filter(|layer| looks_ahead && layer.slots.is_none()) {
             layer.ahead = true;
             FIGURES.layers_ahead.fetch_add(1, Ordering::Relaxed);
             self.used.mark_all(layer.experts);
@@ -511,26 +651,32 @@ impl State {
         }
     }
 
-    /// Requests the marked experts of a layer.
-    fn request(&self, ggml: &'static Ggml, at: usize) {
+    /// Requests the marked experts of a layer, or those that are to be loaded into its slots.
+    fn request(&mut self, ggml: &'static Ggml, at: usize) {
         let (Some(plan), Some(fetcher)) = (&self.plan, &self.fetcher) else {
             return;
         };
         let layer = &plan.layers[at];
         // SAFETY: the backend of the layer, on the thread that evaluates.
         unsafe { layer.free.record(layer.backend) };
-        for product in &layer.products {
+        for (role, product) in layer.products.iter().enumerate() {
             let layout = &ggml.layout;
-            let mut request = product.transfer.request();
             // SAFETY: the matrix is live as long as the graph.
-            unsafe {
-                request.from = layout.read(product.weight, layout.data);
-                let strides: [usize; 4] = layout.read(product.weight, layout.nb);
-                request.expert_bytes = strides[2];
-            }
-            request.experts = layer.experts;
+            let (from, strides): (usize, [usize; 4]) = unsafe {
+                (
+                    layout.read(product.weight, layout.data),
+                    layout.read(product.weight, layout.nb),
+                )
+            };
+            let mut request = product.transfer.request();
             request.after = Some(layer.free.clone());
-            self.used.runs(&mut request.runs);
+            match (&layer.slots, &mut self.cache) {
+                (Some(slots), Some(cache)) => {
+                    let of_layer = cache.layer(slots.at);
+                    of_layer.pieces(role, from, &mut request.pieces);
+                }
+                _ => self.used.pieces(from, strides[2], &mut request.pieces),
+            }
             drop(request);
             fetcher.queue(&product.transfer);
         }
@@ -563,15 +709,29 @@ impl Marked {
         self.0.resize(experts as usize, true);
     }
 
-    /// Writes the marked experts as ranges, ascending.
-    fn runs(&self, runs: &mut Vec<Range<u32>>) {
-        runs.clear();
-        for (expert, _) in self.0.iter().enumerate().filter(|(_, marked)| **marked) {
-            let expert = expert as u32;
-            match runs.last_mut() {
-                Some(run) if run.end == expert => run.end += 1,
-                _ => runs.push(expert..expert + 1),
+    /// Writes the bytes of the marked experts of a matrix at an address, neighbours together.
+    fn pieces(&self, from: usize, expert_bytes: usize, pieces: &mut Vec<Piece>) {
+        pieces.clear();
+        let experts = self.0.len();
+        let mut expert = 0;
+        while expert < experts {
+            let marked = self.0[expert..]
+                .iter()
+                .take_while(|marked| **marked)
+                .count();
+            let end = expert + marked;
+            if marked > 0 {
+                let padding = match end < experts {
+                    true => expert_bytes.min(PADDING),
+                    false => 0,
+                };
+                let to = expert * expert_bytes..end * expert_bytes + padding;
+                pieces.push(Piece {
+                    from: from + to.start,
+                    to,
+                });
             }
+            expert = end + 1;
         }
     }
 }

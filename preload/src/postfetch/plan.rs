@@ -13,10 +13,11 @@ use std::sync::atomic::Ordering;
 use llama_sidecar::config::Config;
 use llama_sidecar::experts::ExpertName;
 
+use super::cache::Cache;
 use super::figures::FIGURES;
 use super::instance::{Instance, OwnEvent, Scratch};
 use super::transfer::Transfer;
-use crate::ggml::{Backend, Buffer, BufferType, Ggml, Sched, Tensor};
+use crate::ggml::{Backend, Buffer, BufferType, Ggml, OwnContext, Sched, Tensor};
 use crate::graph::{GraphReads, UsedWeight};
 use crate::models;
 
@@ -55,6 +56,21 @@ pub struct Layer {
     pub known: bool,
     /// Whether all its experts were requested in this evaluation.
     pub ahead: bool,
+    /// Its slots; `None` where the used experts are copied in each evaluation.
+    pub slots: Option<LayerSlots>,
+}
+
+/// The slots of a layer in a graph.
+pub struct LayerSlots {
+    /// The number of the layer in the cache.
+    pub at: usize,
+    /// The tensor for ids that count slots.
+    pub ids: *mut Tensor,
+    _context: OwnContext,
+    /// Whether the ids of this evaluation were looked up.
+    pub ready: bool,
+    /// Whether they were submitted.
+    pub written: bool,
 }
 
 /// The matrices of a graph.
@@ -110,6 +126,8 @@ struct Candidate<'a> {
     /// Its place among the matrices of its layer.
     role: usize,
     bytes: usize,
+    /// Whether several products read the copy.
+    is_shared: bool,
 }
 
 impl Devices {
@@ -127,7 +145,7 @@ impl Devices {
     }
 
     /// Gives copies of the scheduler memory of their own, and returns what can be copied early;
-    /// `None` when there is nothing.
+    /// `None` when there is nothing. Layers with slots keep the copies of the scheduler.
     ///
     /// # Safety
     ///
@@ -138,6 +156,7 @@ impl Devices {
         ggml: &'static Ggml,
         sched: *mut Sched,
         reads: &GraphReads,
+        cache: Option<&Cache>,
     ) -> Option<Plan> {
         // SAFETY: as the caller ensures.
         let candidates = unsafe { candidates(ggml, sched, reads) };
@@ -147,30 +166,48 @@ impl Devices {
         // SAFETY: as the caller ensures: what used the memory before is done after that.
         unsafe { (ggml.f.ggml_backend_sched_synchronize)(sched) };
         self.retired = None;
-        let mut sets = SETS_AHEAD;
+        let layers: Vec<_> = candidates
+            .chunk_by(|a, b| (a.model, a.layer) == (b.model, b.layer))
+            // SAFETY: as the caller ensures.
+            .map(|layer| (layer, unsafe { slots(ggml, layer, cache) }))
+            .collect();
         let mut by_device: BTreeMap<usize, Vec<&Candidate<'_>>> = BTreeMap::new();
-        for candidate in &candidates {
-            by_device
-                .entry(candidate.buft as usize)
-                .or_default()
-                .push(candidate);
+        for (layer, _) in layers.iter().filter(|(_, slots)| slots.is_none()) {
+            for candidate in *layer {
+                let of_device = by_device.entry(candidate.buft as usize).or_default();
+                of_device.push(candidate);
+            }
         }
+        let mut sets = Some(SETS_AHEAD);
         for candidates in by_device.values() {
-            sets = sets.min(self.provide(ggml, candidates)?);
+            let provided = self.provide(ggml, candidates);
+            sets = sets.and_then(|sets| Some(sets.min(provided?)));
         }
         let mut plan = Plan {
             layers: Vec::new(),
-            looks_ahead: sets == SETS_AHEAD && Config::get().host_postfetch.look_ahead,
+            looks_ahead: sets == Some(SETS_AHEAD) && Config::get().host_postfetch.look_ahead,
             copies: Vec::new(),
         };
-        for candidate in &candidates {
+        for (candidates, slots) in layers {
+            let at = plan.layers.len();
             // SAFETY: as the caller ensures.
-            if unsafe { self.add(ggml, &mut plan, candidate, sets) }.is_none() {
+            let layer = match (&slots, sets) {
+                (None, None) => continue,
+                _ => unsafe {
+                    self.layer(ggml, candidates, slots.zip(cache), at % sets.unwrap_or(1))
+                },
+            };
+            let Some(layer) = layer else {
                 FIGURES.note_obstacle(format!(
                     "the program copies some experts itself: {} gives no event or no tensor for them",
-                    ggml.buffer_type_name(candidate.buft)
+                    ggml.buffer_type_name(candidates[0].buft)
                 ));
-            }
+                continue;
+            };
+            let copies = layer.products.iter().enumerate();
+            plan.copies
+                .extend(copies.map(|(product, of)| (of.copy as usize, at, product)));
+            plan.layers.push(layer);
         }
         plan.copies.sort_unstable();
         (!plan.layers.is_empty()).then_some(plan)
@@ -187,92 +224,105 @@ impl Devices {
             }
             sizes[candidate.role] = sizes[candidate.role].max(candidate.bytes);
         }
-        let at = match self.of.iter().position(|of| of.buft == buft as usize) {
-            Some(at) => at,
-            None => {
-                // SAFETY: a live buffer type.
-                let device = unsafe { (ggml.f.ggml_backend_buft_get_device)(buft) };
-                let instance = (!device.is_null())
-                    .then(|| Instance::open(ggml, device))
-                    .flatten();
-                let Some(instance) = instance else {
-                    let name = ggml.buffer_type_name(buft);
-                    FIGURES.note_obstacle(format!(
-                        "the program copies experts itself: {name} gives no second instance of its backend"
-                    ));
-                    return None;
-                };
-                self.of.push(DeviceMemory {
-                    buft: buft as usize,
-                    instance: Arc::new(instance),
-                    scratch: Vec::new(),
-                    roles: 0,
-                });
-                self.of.len() - 1
-            }
-        };
-        self.of[at].provide(ggml, buft, &sizes)
+        self.device(ggml, buft)?.provide(ggml, buft, &sizes)
     }
 
-    /// Adds a matrix to a plan, and redirects the scheduler's copy to memory of its own. `None`
-    /// when the backend refuses what that needs; the copy is the scheduler's own then.
+    /// Returns what is used of the device of a buffer type.
+    fn device(&mut self, ggml: &'static Ggml, buft: *mut BufferType) -> Option<&mut DeviceMemory> {
+        let known = self.of.iter().position(|of| of.buft == buft as usize);
+        if let Some(at) = known {
+            return Some(&mut self.of[at]);
+        }
+        // SAFETY: a live buffer type.
+        let device = unsafe { (ggml.f.ggml_backend_buft_get_device)(buft) };
+        let instance = (!device.is_null()).then(|| Instance::open(ggml, device));
+        let Some(instance) = instance.flatten() else {
+            let name = ggml.buffer_type_name(buft);
+            FIGURES.note_obstacle(format!(
+                "the program copies experts itself: {name} gives no second instance of its backend"
+            ));
+            return None;
+        };
+        self.of.push(DeviceMemory {
+            buft: buft as usize,
+            instance: Arc::new(instance),
+            scratch: Vec::new(),
+            roles: 0,
+        });
+        self.of.last_mut()
+    }
+
+    /// Makes a layer of a plan, whose matrices have slots, or a set of memory to which the
+    /// scheduler's copies are redirected. `None` when the backend refuses what that needs;
+    /// nothing is changed then.
     ///
     /// # Safety
     ///
     /// As for [`Devices::plan`].
-    unsafe fn add(
-        &self,
+    unsafe fn layer(
+        &mut self,
         ggml: &'static Ggml,
-        plan: &mut Plan,
-        candidate: &Candidate<'_>,
-        sets: usize,
-    ) -> Option<()> {
-        let used = candidate.used;
-        let is_new = plan
-            .layers
-            .last()
-            .is_none_or(|layer| (layer.model, layer.number) != (candidate.model, candidate.layer));
-        let layer = plan.layers.len() - usize::from(!is_new);
-        let of_buft = |of: &&DeviceMemory| of.buft == candidate.buft as usize;
-        let device = self.of.iter().find(of_buft).expect("provided");
-        let scratch = &device.scratch[layer % sets * device.roles + candidate.role];
+        candidates: &[Candidate<'_>],
+        slots: Option<(LayerSlots, &Cache)>,
+        set: usize,
+    ) -> Option<Layer> {
         let layout = &ggml.layout;
-        // SAFETY: live tensors, as the caller ensures. The scheduler's copy has the type and shape
-        // of the matrix; its buffer, data and extra become those of a tensor of that type and
-        // shape, which lives as long as the plan.
-        unsafe {
-            let ty: i32 = layout.read(candidate.copy, layout.ty);
-            let ne: [i64; 4] = layout.read(candidate.copy, layout.ne);
-            let target = scratch.tensor(ty, &ne)?;
-            let to = ggml.descriptor(target.1);
-            let transfer = Transfer::new(ggml, device.instance.clone(), target)?;
-            if is_new {
-                plan.layers.push(Layer {
-                    model: candidate.model,
-                    number: candidate.layer,
-                    ids: [used.ids, layout.read(used.node, layout.src + 16)],
-                    backend: candidate.backend,
-                    experts: u32::try_from(ne[2]).ok()?,
-                    products: Vec::new(),
-                    free: Arc::new(device.instance.event()?),
-                    known: false,
-                    ahead: false,
-                });
-            }
-            layout.write(candidate.copy, layout.buffer, to.buffer);
-            layout.write(candidate.copy, layout.data, to.data);
-            layout.write(candidate.copy, layout.extra, to.extra);
-            let products = &mut plan.layers[layer].products;
-            let at = (candidate.copy as usize, layer, products.len());
-            plan.copies.push(at);
+        let first = &candidates[0];
+        let mut products = Vec::new();
+        let mut targets = Vec::new();
+        for candidate in candidates {
+            let device = self.device(ggml, candidate.buft)?;
+            let instance = device.instance.clone();
+            let (context, target) = match &slots {
+                Some((slots, cache)) => (None, cache.tensor(slots.at, candidate.role)),
+                None => {
+                    let scratch = &device.scratch[set * device.roles + candidate.role];
+                    // SAFETY: as the caller ensures.
+                    let (ty, ne) = unsafe {
+                        (
+                            layout.read(candidate.copy, layout.ty),
+                            layout.read(candidate.copy, layout.ne),
+                        )
+                    };
+                    let (context, target) = scratch.tensor(ty, &ne)?;
+                    (Some(context), target)
+                }
+            };
+            targets.push((candidate.copy, target));
             products.push(Product {
-                weight: used.tensor,
+                weight: candidate.used.tensor,
                 copy: candidate.copy,
-                transfer: Arc::new(transfer),
+                transfer: Arc::new(Transfer::new(ggml, instance, (context, target))?),
                 host_copied: false,
             });
         }
-        Some(())
+        let free = Arc::new(self.device(ggml, first.buft)?.instance.event()?);
+        // SAFETY: live tensors, as the caller ensures. The scheduler's copy has the type and shape
+        // of the matrix; its buffer, data and extra become those of a tensor of that type and
+        // shape, which lives as long as the plan.
+        let (ids, experts) = unsafe {
+            for (copy, target) in targets.iter().filter(|_| slots.is_none()) {
+                let to = ggml.descriptor(*target);
+                layout.write(*copy, layout.buffer, to.buffer);
+                layout.write(*copy, layout.data, to.data);
+                layout.write(*copy, layout.extra, to.extra);
+            }
+            let extents: [i64; 4] = layout.read(first.copy, layout.ne);
+            let split: *mut Tensor = layout.read(first.used.node, layout.src + 16);
+            ([first.used.ids, split], extents[2])
+        };
+        Some(Layer {
+            model: first.model,
+            number: first.layer,
+            ids,
+            backend: first.backend,
+            experts: experts as u32,
+            products,
+            free,
+            known: false,
+            ahead: false,
+            slots: slots.map(|(slots, _)| slots),
+        })
     }
 }
 
@@ -338,6 +388,42 @@ impl DeviceMemory {
     }
 }
 
+/// Returns the slots of a layer's matrices in a graph; `None` where it has none, or where the
+/// graph may use more experts than there are slots.
+///
+/// # Safety
+///
+/// As for [`Devices::plan`].
+unsafe fn slots(
+    ggml: &Ggml,
+    candidates: &[Candidate<'_>],
+    cache: Option<&Cache>,
+) -> Option<LayerSlots> {
+    let cache = cache?;
+    let (f, layout) = (&ggml.f, &ggml.layout);
+    let first = &candidates[0];
+    let shared = |of: &Candidate<'_>| of.used.ids != first.used.ids || of.is_shared;
+    if candidates.iter().any(shared) {
+        return None;
+    }
+    let matrices: Vec<_> = candidates.iter().map(|of| of.used.tensor).collect();
+    // SAFETY: as the caller ensures.
+    unsafe {
+        let device = (f.ggml_backend_get_device)(first.backend);
+        let at = cache.find(ggml, device, (first.model, first.layer), &matrices)?;
+        let [used, tokens, more, _]: [i64; 4] = layout.read(first.used.ids, layout.ne);
+        let fits = more == 1 && used.checked_mul(tokens)? <= cache.slots() as i64 && tokens > 0;
+        let (context, ids) = cache.ids_tensor(at, used, tokens).filter(|_| fits)?;
+        Some(LayerSlots {
+            at,
+            ids,
+            _context: context,
+            ready: false,
+            written: false,
+        })
+    }
+}
+
 /// Returns the expert matrices of a graph for which the scheduler has put a copy.
 ///
 /// # Safety
@@ -371,7 +457,11 @@ unsafe fn candidates<'a>(
                 && !copy.is_null()
                 && shape(copy) == shape(used.tensor)
                 && !layout.read::<*mut Buffer>(copy, layout.buffer).is_null();
-            if !is_copy || found.iter().any(|other| other.copy == copy) {
+            if let Some(same) = found.iter_mut().find(|other| other.copy == copy) {
+                same.is_shared = true;
+                continue;
+            }
+            if !is_copy {
                 continue;
             }
             let Some((model, at)) = models::find(used.tensor) else {
@@ -397,6 +487,7 @@ unsafe fn candidates<'a>(
                 layer: name.layer,
                 role,
                 bytes: (f.ggml_backend_buft_get_alloc_size)(buft, copy),
+                is_shared: false,
             });
         }
     }

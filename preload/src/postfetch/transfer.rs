@@ -20,43 +20,22 @@ use super::instance::{Instance, OwnEvent};
 use crate::ggml::{Backend, Ggml, OwnContext, Tensor};
 use crate::thread;
 
-/// Bytes behind a run of experts that are copied with it, as ggml's scheduler does: kernels read
-/// a little past the last expert, and nothing there may be a NaN.
-const PADDING: usize = 512;
+/// Bytes of a matrix that are copied together.
+#[derive(Debug, Clone)]
+pub struct Piece {
+    /// Where they are in host memory.
+    pub from: usize,
+    /// Where they go in the tensor on the device.
+    pub to: Range<usize>,
+}
 
 /// What a transfer copies.
 #[derive(Default)]
 pub struct Request {
-    /// The address of the first expert.
-    pub from: usize,
-    /// The bytes of an expert.
-    pub expert_bytes: usize,
-    /// The number of experts of the matrix.
-    pub experts: u32,
-    /// The experts to copy, without overlaps, ascending.
-    pub runs: Vec<Range<u32>>,
+    /// The bytes, without overlaps.
+    pub pieces: Vec<Piece>,
     /// The event after which the memory on the device may be written.
     pub after: Option<Arc<OwnEvent>>,
-}
-
-impl Request {
-    /// Returns the bytes that a run covers.
-    pub fn bytes(&self, run: &Range<u32>) -> Range<usize> {
-        let padding = match run.end < self.experts {
-            true => self.expert_bytes.min(PADDING),
-            false => 0,
-        };
-        run.start as usize * self.expert_bytes..run.end as usize * self.expert_bytes + padding
-    }
-
-    /// Whether a range of bytes is copied.
-    pub fn covers(&self, bytes: &Range<usize>) -> bool {
-        let within = |run| {
-            let run = self.bytes(run);
-            run.start <= bytes.start && bytes.end <= run.end
-        };
-        self.runs.iter().any(within)
-    }
 }
 
 /// Progress of a transfer.
@@ -80,8 +59,8 @@ pub struct Transfer {
     instance: Arc<Instance>,
     /// The tensor on the device.
     target: *mut Tensor,
-    /// The context of the tensor.
-    _context: OwnContext,
+    /// The context of the tensor, unless another owner keeps it.
+    _context: Option<OwnContext>,
     done: OwnEvent,
     request: Mutex<Request>,
     progress: Mutex<Progress>,
@@ -103,7 +82,7 @@ impl Transfer {
     pub fn new(
         ggml: &'static Ggml,
         instance: Arc<Instance>,
-        (context, target): (OwnContext, *mut Tensor),
+        (context, target): (Option<OwnContext>, *mut Tensor),
     ) -> Option<Transfer> {
         Some(Transfer {
             ggml,
@@ -140,18 +119,16 @@ impl Transfer {
     unsafe fn issue(&self, backend: *mut Backend) -> u64 {
         let request = self.request();
         let mut bytes = 0;
-        for run in &request.runs {
-            let range = request.bytes(run);
-            let from = request.from + range.start;
-            bytes += range.len() as u64;
-            // SAFETY: as the caller ensures; the tensor has the bytes of all experts.
+        for piece in &request.pieces {
+            bytes += piece.to.len() as u64;
+            // SAFETY: as the caller ensures; the pieces are within the tensor.
             unsafe {
                 (self.ggml.f.ggml_backend_tensor_set_async)(
                     backend,
                     self.target,
-                    from as *const _,
-                    range.start,
-                    range.len(),
+                    piece.from as *const _,
+                    piece.to.start,
+                    piece.to.len(),
                 );
             }
         }
@@ -191,25 +168,24 @@ impl Transfer {
     /// Compares the bytes on the device with those of the model.
     fn check(&self) {
         let request = self.request();
-        for run in &request.runs {
-            let range = request.bytes(run);
-            let mut there = vec![0u8; range.len()];
+        for piece in &request.pieces {
+            let mut there = vec![0u8; piece.to.len()];
             // SAFETY: the copies are complete, and the bytes of the request are readable.
             let here = unsafe {
                 (self.ggml.f.ggml_backend_tensor_get)(
                     self.target,
                     there.as_mut_ptr().cast(),
-                    range.start,
-                    range.len(),
+                    piece.to.start,
+                    there.len(),
                 );
-                std::slice::from_raw_parts((request.from + range.start) as *const u8, range.len())
+                std::slice::from_raw_parts(piece.from as *const u8, there.len())
             };
             if here != there {
                 FIGURES.mismatches.fetch_add(1, Ordering::Relaxed);
                 log::error!(
-                    "post-fetch: experts {}..{} on the device differ from the model: run without post-fetch, and report it with the name of the device",
-                    run.start,
-                    run.end
+                    "post-fetch: {} bytes at {} of a matrix on the device differ from the model: run without post-fetch, and report it with the name of the device",
+                    there.len(),
+                    piece.to.start
                 );
             }
         }
@@ -300,15 +276,18 @@ impl Fetcher {
         }
     }
 
-    /// Forgets what is queued, and waits until nothing is copied.
-    pub fn drain(&self) {
+    /// Forgets what is queued, and waits until nothing is copied. Returns whether all that was
+    /// requested is copied.
+    pub fn drain(&self) -> bool {
         let mut queue = self.0.queue.lock();
+        let complete = queue.waiting.is_empty() && !queue.failed;
         for transfer in queue.waiting.drain(..) {
             *transfer.progress.lock() = Progress::Idle;
         }
         while queue.busy && !queue.failed {
             self.0.progress.wait(&mut queue);
         }
+        complete
     }
 }
 

@@ -1,0 +1,379 @@
+//! Experts that stay on a device: slots for each layer, and the change of a product that reads
+//! them.
+//!
+//! The scheduler's copy of a matrix has room for all experts, and the ids of the graph count
+//! experts. A product that reads slots gets, only while its part of the graph is submitted, the
+//! tensor of the slots in place of the copy, and ids that count slots. So everything that the
+//! scheduler reads stays as it made it.
+
+use std::collections::BTreeMap;
+
+use llama_sidecar::config::{CacheSize, Config};
+use llama_sidecar::expert_cache::{ExpertCache, Load};
+use llama_sidecar::experts::ExpertName;
+use llama_sidecar::trace::Ids;
+
+use super::figures::FIGURES;
+use super::instance::Scratch;
+use super::transfer::Piece;
+use crate::ggml::{Backend, Buffer, Descriptor, Device, Ggml, OwnBuffer, OwnContext, Tensor};
+use crate::graph::GraphReads;
+use crate::models::{self, TensorPointer};
+
+/// `GGML_TYPE_I32`.
+const I32: i32 = 26;
+/// Memory that is left to the program at least.
+const RESERVE: u64 = 512 << 20;
+/// Room behind the ids, which kernels may read in blocks.
+const IDS_PADDING: usize = 512;
+
+/// The slots of a matrix.
+struct Role {
+    /// The matrix in host memory.
+    weight: TensorPointer,
+    ty: i32,
+    /// The bytes of an expert.
+    expert_bytes: usize,
+    /// The tensor of the slots.
+    tensor: TensorPointer,
+    memory: OwnBuffer,
+}
+
+/// The slots of a layer.
+pub struct LayerCache {
+    model: u64,
+    layer: u32,
+    experts: ExpertCache,
+    roles: Vec<Role>,
+    ids: Scratch,
+    /// What the last look-up loads.
+    loads: Vec<Load>,
+    /// The slots of the ids of the last look-up.
+    slots: Vec<i32>,
+}
+
+/// The slots of the layers of a scheduler.
+pub struct Cache {
+    layers: Vec<LayerCache>,
+    /// The device of the slots.
+    device: usize,
+    /// The number of slots of a layer.
+    slots: usize,
+}
+
+// SAFETY: ggml ties no memory to a thread; the device is compared only.
+unsafe impl Send for LayerCache {}
+
+/// A matrix that is read by expert.
+struct Matrix {
+    tensor: *mut Tensor,
+    ty: i32,
+    ne: [i64; 4],
+    expert_bytes: usize,
+}
+
+impl Cache {
+    /// Makes slots for the expert matrices in host memory that a graph reads; `None` where there
+    /// are none.
+    ///
+    /// # Safety
+    ///
+    /// A live graph of this copy that is not split, and a live device.
+    pub unsafe fn new(
+        ggml: &'static Ggml,
+        device: *mut Device,
+        reads: &GraphReads,
+        size: CacheSize,
+    ) -> Option<Cache> {
+        // SAFETY: as the caller ensures.
+        let (matrices, used) = unsafe { matrices(ggml, reads) };
+        let all: usize = matrices.values().flatten().map(|of| of.expert_bytes).sum();
+        let experts = matrices.values().flatten().map(|of| of.ne[2]).max()?;
+        let whole = |of: &Matrix| of.expert_bytes as u64 * of.ne[2] as u64;
+        let largest = matrices.values().map(|of| of.iter().map(whole).sum());
+        let largest: u64 = largest.max().unwrap_or(0);
+        let limit = match size {
+            // The scheduler may allocate a layer's matrices once more.
+            CacheSize::Auto => ggml.free_memory(device)?.saturating_sub(RESERVE + largest),
+            CacheSize::Bytes(bytes) => bytes,
+        };
+        let mut slots = (limit / all.max(1) as u64).min(experts as u64) as usize;
+        while slots >= used.max(1) {
+            // SAFETY: as the caller ensures.
+            if let Some(layers) = unsafe { allocate(ggml, device, &matrices, slots) } {
+                let memory = layers.iter().flat_map(|layer| &layer.roles);
+                let bytes: u64 = memory.map(|role| role.memory.size()).sum();
+                FIGURES.note_cache(bytes, slots);
+                return Some(Cache {
+                    layers,
+                    device: device as usize,
+                    slots,
+                });
+            }
+            slots = slots * 3 / 4;
+        }
+        FIGURES.note_obstacle(format!(
+            "no experts stay on the device: {} MiB have room for {} experts of each layer, and a token uses {used}; set LLAMA_POSTFETCH_CACHE_MB, or load fewer layers there",
+            limit >> 20,
+            limit / all.max(1) as u64,
+        ));
+        None
+    }
+
+    /// Returns the number of slots of a layer.
+    pub fn slots(&self) -> usize {
+        self.slots
+    }
+
+    /// Forgets what is in the slots.
+    pub fn clear(&mut self) {
+        for layer in &mut self.layers {
+            layer.experts.clear();
+        }
+    }
+
+    /// Returns the slots of a layer on a device, for matrices in this order.
+    ///
+    /// # Safety
+    ///
+    /// Live tensors of this copy.
+    pub unsafe fn find(
+        &self,
+        ggml: &Ggml,
+        device: *mut Device,
+        (model, layer): (u64, u32),
+        matrices: &[*mut Tensor],
+    ) -> Option<usize> {
+        let is_of = |of: &LayerCache| (of.model, of.layer) == (model, layer);
+        let at = self.layers.iter().position(is_of)?;
+        let roles = &self.layers[at].roles;
+        let is_role = |(role, matrix): (&Role, &*mut Tensor)| {
+            // SAFETY: as the caller ensures.
+            let ty: i32 = unsafe { ggml.layout.read(*matrix, ggml.layout.ty) };
+            (role.weight.0, role.ty) == (*matrix, ty)
+        };
+        let same = roles.len() == matrices.len() && roles.iter().zip(matrices).all(is_role);
+        (same && self.device == device as usize).then_some(at)
+    }
+
+    /// Makes a tensor for the ids of a graph in the memory of a layer's ids.
+    pub fn ids_tensor(
+        &self,
+        at: usize,
+        used: i64,
+        tokens: i64,
+    ) -> Option<(OwnContext, *mut Tensor)> {
+        self.layers[at].ids.tensor(I32, &[used, tokens, 1, 1])
+    }
+
+    /// Returns the tensor of the slots of a matrix.
+    pub fn tensor(&self, at: usize, role: usize) -> *mut Tensor {
+        self.layers[at].roles[role].tensor.0
+    }
+
+    /// Returns the slots of a layer.
+    pub fn layer(&mut self, at: usize) -> &mut LayerCache {
+        &mut self.layers[at]
+    }
+}
+
+/// Returns the expert matrices in host memory by layer, and the most experts of a token.
+///
+/// # Safety
+///
+/// As for [`Cache::new`].
+unsafe fn matrices(ggml: &Ggml, reads: &GraphReads) -> (BTreeMap<(u64, u32), Vec<Matrix>>, usize) {
+    let layout = &ggml.layout;
+    let mut found: BTreeMap<(u64, u32), Vec<Matrix>> = BTreeMap::new();
+    let mut most_used = 0;
+    for used in reads.weights.iter().filter(|of| !of.ids.is_null()) {
+        // SAFETY: as the caller ensures.
+        let (buffer, ty, ne, nb, ids) = unsafe {
+            (
+                layout.read::<*mut Buffer>(used.tensor, layout.buffer),
+                layout.read(used.tensor, layout.ty),
+                layout.read::<[i64; 4]>(used.tensor, layout.ne),
+                layout.read::<[usize; 4]>(used.tensor, layout.nb),
+                layout.read::<[i64; 4]>(used.ids, layout.ne),
+            )
+        };
+        // SAFETY: a live buffer.
+        if buffer.is_null() || unsafe { !(ggml.f.ggml_backend_buffer_is_host)(buffer) } {
+            continue;
+        }
+        let Some((model, at)) = models::find(used.tensor) else {
+            continue;
+        };
+        let name = model.name(at).to_str().ok().and_then(ExpertName::parse);
+        let Some(name) = name.filter(|_| ne[2] > 0) else {
+            continue;
+        };
+        most_used = most_used.max(ids[0].max(0) as usize);
+        let layer = found.entry((model.number, name.layer)).or_default();
+        if layer.iter().all(|of| of.tensor != used.tensor) {
+            layer.push(Matrix {
+                tensor: used.tensor,
+                ty,
+                ne,
+                expert_bytes: nb[2],
+            });
+        }
+    }
+    (found, most_used)
+}
+
+/// Allocates slots for matrices; `None` when there is no memory for all.
+///
+/// # Safety
+///
+/// As for [`Cache::new`].
+unsafe fn allocate(
+    ggml: &'static Ggml,
+    device: *mut Device,
+    matrices: &BTreeMap<(u64, u32), Vec<Matrix>>,
+    slots: usize,
+) -> Option<Vec<LayerCache>> {
+    let half_life = Config::get().host_postfetch.cache_half_life;
+    // SAFETY: a live device.
+    let buft = unsafe { (ggml.f.ggml_backend_dev_buffer_type)(device) };
+    let mut layers = Vec::new();
+    for ((model, layer), matrices) in matrices {
+        let mut roles = Vec::new();
+        for matrix in matrices {
+            let ne = [matrix.ne[0], matrix.ne[1], slots as i64];
+            let made = OwnBuffer::for_tensor(ggml, buft, matrix.ty, &ne, c"expert-cache");
+            let (memory, tensor) = made.ok()?;
+            // Kernels read a little past an expert, and nothing there may be a NaN.
+            memory.clear();
+            roles.push(Role {
+                weight: TensorPointer(matrix.tensor),
+                ty: matrix.ty,
+                expert_bytes: matrix.expert_bytes,
+                tensor: TensorPointer(tensor),
+                memory,
+            });
+        }
+        let experts = matrices.iter().map(|of| of.ne[2]).min()?;
+        layers.push(LayerCache {
+            model: *model,
+            layer: *layer,
+            experts: ExpertCache::new(u32::try_from(experts).ok()?, slots as u32, half_life),
+            roles,
+            ids: Scratch::allocate(ggml, buft, slots * size_of::<i32>() + IDS_PADDING)?,
+            loads: Vec::new(),
+            slots: Vec::new(),
+        });
+    }
+    Some(layers)
+}
+
+impl LayerCache {
+    /// Looks up the experts of an evaluation. Returns whether they have slots, and are to be
+    /// loaded where they had none.
+    pub fn look_up(&mut self, ids: &Ids<'_>) -> bool {
+        self.loads.clear();
+        self.slots.clear();
+        let found = self.experts.look_up(ids, &mut self.loads, &mut self.slots);
+        if let Some(hits) = found {
+            FIGURES.count_cache(hits, self.loads.len());
+        }
+        found.is_some()
+    }
+
+    /// Whether the last look-up loads experts.
+    pub fn has_loads(&self) -> bool {
+        !self.loads.is_empty()
+    }
+
+    /// Writes what the last look-up loads of a matrix at this address.
+    pub fn pieces(&self, role: usize, address: usize, pieces: &mut Vec<Piece>) {
+        let bytes = self.roles[role].expert_bytes;
+        let piece = |load: &Load| {
+            let to = load.slot as usize * bytes;
+            Piece {
+                from: address + load.expert as usize * bytes,
+                to: to..to + bytes,
+            }
+        };
+        pieces.clear();
+        pieces.extend(self.loads.iter().map(piece));
+    }
+
+    /// Submits the ids of the last look-up, in slots, to a backend.
+    ///
+    /// # Safety
+    ///
+    /// A live backend on its thread, and the tensor of the graph's ids.
+    pub unsafe fn write_ids(&self, ggml: &Ggml, backend: *mut Backend, tensor: *mut Tensor) {
+        let bytes = size_of_val(self.slots.as_slice());
+        // SAFETY: as the caller ensures; the slots stay until the next evaluation of the layer,
+        // before which the program waits for the backend.
+        unsafe {
+            (ggml.f.ggml_backend_tensor_set_async)(
+                backend,
+                tensor,
+                self.slots.as_ptr().cast(),
+                0,
+                bytes,
+            );
+        }
+    }
+}
+
+/// A product that reads slots, while this value lives.
+pub struct Changed {
+    ggml: &'static Ggml,
+    node: *mut Tensor,
+    copy: *mut Tensor,
+    ids: *mut Tensor,
+    descriptor: Descriptor,
+    extents: [i64; 4],
+}
+
+// SAFETY: used by the thread that evaluates.
+unsafe impl Send for Changed {}
+
+impl Changed {
+    /// Gives a product the slots of its matrix, and ids that count slots.
+    ///
+    /// # Safety
+    ///
+    /// A live product of this copy whose matrix is the scheduler's copy `copy`; the tensors of
+    /// the slots and of the ids are live, and nobody else reads or writes the product.
+    pub unsafe fn new(
+        ggml: &'static Ggml,
+        node: *mut Tensor,
+        copy: *mut Tensor,
+        slots: *mut Tensor,
+        ids: *mut Tensor,
+    ) -> Changed {
+        let layout = &ggml.layout;
+        // SAFETY: as the caller ensures.
+        unsafe {
+            let before = Changed {
+                ggml,
+                node,
+                copy,
+                ids: layout.read(node, layout.src + 16),
+                descriptor: ggml.descriptor(copy),
+                extents: layout.read(copy, layout.ne),
+            };
+            ggml.describe(copy, &ggml.descriptor(slots));
+            layout.write(copy, layout.ne, layout.read::<[i64; 4]>(slots, layout.ne));
+            layout.write(node, layout.src + 16, ids);
+            before
+        }
+    }
+}
+
+impl Drop for Changed {
+    fn drop(&mut self) {
+        let layout = &self.ggml.layout;
+        // SAFETY: the values before, in the same tensors.
+        unsafe {
+            self.ggml.describe(self.copy, &self.descriptor);
+            layout.write(self.copy, layout.ne, self.extents);
+            layout.write(self.node, layout.src + 16, self.ids);
+        }
+    }
+}

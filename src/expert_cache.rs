@@ -1,0 +1,313 @@
+//! Which experts of a layer stay on a device, in a fixed number of slots.
+//!
+//! A layer that is routed to experts looks them up. Those without a slot are to be loaded into a
+//! slot of an expert that is not used now:
+//!
+//! ```
+//! use llama_sidecar::expert_cache::{ExpertCache, Load};
+//! use llama_sidecar::trace::Ids;
+//!
+//! // A layer of 8 experts, and 3 slots.
+//! let mut cache = ExpertCache::new(8, 3, 1);
+//! let mut look_up = |ids: [i32; 2]| {
+//!     let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_ne_bytes()).collect();
+//!     let ids = Ids { bytes: &bytes, used: 2, tokens: 1, used_stride: 4, token_stride: 8 };
+//!     let (mut loads, mut slots) = (Vec::new(), Vec::new());
+//!     cache.look_up(&ids, &mut loads, &mut slots).expect("valid ids");
+//!     (loads, slots)
+//! };
+//! let loads = [Load { expert: 6, slot: 0 }, Load { expert: 2, slot: 1 }];
+//! assert_eq!(look_up([6, 2]), (loads.to_vec(), vec![0, 1]));
+//! // Expert 2 has a slot, and 5 gets the free one.
+//! assert_eq!(look_up([2, 5]), (vec![Load { expert: 5, slot: 2 }], vec![1, 2]));
+//! // Expert 6 was used the longest time ago.
+//! assert_eq!(look_up([2, 7]), (vec![Load { expert: 7, slot: 0 }], vec![1, 0]));
+//! ```
+
+use crate::trace::Ids;
+
+/// An expert that is to be copied to a slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Load {
+    /// The expert.
+    pub expert: u32,
+    /// The slot, whose bytes are not needed any more.
+    pub slot: u32,
+}
+
+/// The slots of one layer.
+///
+/// The slot of the expert with the least recent and frequent use is loaded next (the policy LRFU
+/// of Lee et al., IEEE Transactions on Computers 50, 2001): each use counts for half as much after
+/// `half_life` uses of any expert of the layer. A half-life of one use gives LRU, because a use
+/// then counts more than all uses before it together.
+#[derive(Debug)]
+pub struct ExpertCache {
+    /// The slot of each expert.
+    slot_of: Vec<Option<u32>>,
+    /// The expert in each slot.
+    expert_in: Vec<Option<u32>>,
+    /// The worth of each expert, with or without a slot: the logarithm to base 2 of the sum of
+    /// `2^(time / half_life)` over its uses. Only differences matter, and time changes none.
+    worth: Vec<f64>,
+    /// The look-up in which each expert was used last.
+    used_in: Vec<u64>,
+    look_ups: u64,
+    /// Uses so far, divided by the half-life.
+    time: f64,
+    /// The time of one use.
+    step: f64,
+}
+
+impl ExpertCache {
+    /// Makes empty slots for a layer of so many experts.
+    pub fn new(experts: u32, slots: u32, half_life: u32) -> ExpertCache {
+        ExpertCache {
+            slot_of: vec![None; experts as usize],
+            expert_in: vec![None; slots as usize],
+            worth: vec![f64::NEG_INFINITY; experts as usize],
+            used_in: vec![0; experts as usize],
+            look_ups: 0,
+            time: 0.0,
+            step: 1.0 / f64::from(half_life.max(1)),
+        }
+    }
+
+    /// Returns the number of slots.
+    pub fn slots(&self) -> usize {
+        self.expert_in.len()
+    }
+
+    /// Forgets what is in the slots.
+    pub fn clear(&mut self) {
+        self.slot_of.fill(None);
+        self.expert_in.fill(None);
+    }
+
+    /// Looks up the experts of a layer. Appends those that are to be loaded, and the slot of each
+    /// id, token by token. Returns the number of different experts that had a slot.
+    ///
+    /// `None` if an id is not one of an expert, or if the ids may need more slots than there are;
+    /// nothing is changed then.
+    pub fn look_up(
+        &mut self,
+        ids: &Ids<'_>,
+        loads: &mut Vec<Load>,
+        slots: &mut Vec<i32>,
+    ) -> Option<usize> {
+        let count = ids.used.checked_mul(ids.tokens)?;
+        let all = || (0..count).map(|at| ids.get(at / ids.used, at % ids.used));
+        let experts = self.slot_of.len();
+        let is_valid =
+            |id: Option<i32>| id.is_some_and(|id| usize::try_from(id).is_ok_and(|id| id < experts));
+        if count > self.slots() || !all().all(is_valid) {
+            return None;
+        }
+        self.look_ups += 1;
+        let mut hits = 0;
+        for expert in all().flatten().map(|id| id as usize) {
+            let first = self.used_in[expert] != self.look_ups;
+            self.used_in[expert] = self.look_ups;
+            hits += usize::from(first && self.slot_of[expert].is_some());
+        }
+        for expert in all().flatten().map(|id| id as u32) {
+            let slot = match self.slot_of[expert as usize] {
+                Some(slot) => slot,
+                None => {
+                    let slot = self.victim()?;
+                    loads.push(Load { expert, slot });
+                    self.put(expert, slot);
+                    slot
+                }
+            };
+            self.note_use(expert as usize);
+            slots.push(slot as i32);
+        }
+        Some(hits)
+    }
+
+    /// Adds a use to the worth of an expert.
+    fn note_use(&mut self, expert: usize) {
+        self.time += self.step;
+        let worth = &mut self.worth[expert];
+        let (more, less) = (worth.max(self.time), worth.min(self.time));
+        *worth = more + (less - more).exp2().ln_1p() / std::f64::consts::LN_2;
+    }
+
+    /// Returns the slot to load next: a free one, else the one of the least worth among those
+    /// that this look-up does not use.
+    fn victim(&self) -> Option<u32> {
+        let worth = |(slot, expert): (usize, &Option<u32>)| match expert {
+            None => Some((f64::NEG_INFINITY, slot)),
+            Some(expert) if self.used_in[*expert as usize] == self.look_ups => None,
+            Some(expert) => Some((self.worth[*expert as usize], slot)),
+        };
+        let all = self.expert_in.iter().enumerate().filter_map(worth);
+        let least = all.min_by(|a, b| a.0.total_cmp(&b.0));
+        least.map(|(_, slot)| slot as u32)
+    }
+
+    /// Puts an expert into a slot, in place of the one that is there.
+    fn put(&mut self, expert: u32, slot: u32) {
+        if let Some(before) = self.expert_in[slot as usize].replace(expert) {
+            self.slot_of[before as usize] = None;
+        }
+        self.slot_of[expert as usize] = Some(slot);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Routes of a layer: `used` different experts for each token. Some experts are hot, and the
+    /// experts of a token are likely those of the token before.
+    fn routes(experts: u32, used: usize, tokens: usize) -> Vec<Vec<i32>> {
+        let mut state = 88172645463325252u64;
+        let mut random = move || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state >> 33
+        };
+        let mut before: Vec<i32> = Vec::new();
+        let mut all = Vec::new();
+        for _ in 0..tokens {
+            let mut now: Vec<i32> = Vec::new();
+            while now.len() < used {
+                let expert = match random() % 4 {
+                    0 => (random() % u64::from(experts / 8)) as i32,
+                    1 => (random() % u64::from(experts)) as i32,
+                    _ => match before.get(now.len()) {
+                        Some(&expert) => expert,
+                        None => (random() % u64::from(experts)) as i32,
+                    },
+                };
+                if !now.contains(&expert) {
+                    now.push(expert);
+                }
+            }
+            before.clone_from(&now);
+            all.push(now);
+        }
+        all
+    }
+
+    fn ids(list: &[i32]) -> Vec<u8> {
+        list.iter().flat_map(|id| id.to_ne_bytes()).collect()
+    }
+
+    fn look_up(
+        cache: &mut ExpertCache,
+        list: &[i32],
+        tokens: usize,
+    ) -> Option<(usize, Vec<Load>, Vec<i32>)> {
+        let bytes = ids(list);
+        let used = list.len() / tokens;
+        let ids = Ids {
+            bytes: &bytes,
+            used,
+            tokens,
+            used_stride: 4,
+            token_stride: 4 * used,
+        };
+        let (mut loads, mut slots) = (Vec::new(), Vec::new());
+        let hits = cache.look_up(&ids, &mut loads, &mut slots)?;
+        Some((hits, loads, slots))
+    }
+
+    /// An exact LRU: experts by their last use.
+    fn simulated_hits(routes: &[Vec<i32>], slots: usize) -> usize {
+        let mut order: Vec<i32> = Vec::new();
+        let mut hits = 0;
+        for token in routes {
+            hits += token.iter().filter(|expert| order.contains(expert)).count();
+            order.retain(|expert| !token.contains(expert));
+            order.extend(token);
+            let len = order.len();
+            order.drain(..len.saturating_sub(slots));
+        }
+        hits
+    }
+
+    #[test]
+    fn hits_are_those_of_a_simulated_lru() {
+        for (experts, used, slots) in [
+            (8, 2, 2),
+            (16, 4, 5),
+            (64, 4, 16),
+            (128, 8, 32),
+            (512, 10, 64),
+        ] {
+            let routes = routes(experts, used, 3000);
+            let mut cache = ExpertCache::new(experts, slots, 1);
+            let mut hits = 0;
+            for token in &routes {
+                hits += look_up(&mut cache, token, 1).expect("valid").0;
+            }
+            assert_eq!(
+                hits,
+                simulated_hits(&routes, slots as usize),
+                "{experts} {slots}"
+            );
+        }
+    }
+
+    /// Each id finds its expert's bytes in its slot, whatever the policy.
+    #[test]
+    fn slots_have_the_experts() {
+        for half_life in [1, 100] {
+            let mut cache = ExpertCache::new(64, 16, half_life);
+            let mut device = [None; 16];
+            for tokens in routes(64, 4, 3000).chunks(3) {
+                let list = tokens.concat();
+                let (hits, loads, slots) = look_up(&mut cache, &list, tokens.len()).expect("valid");
+                let mut different = list.clone();
+                different.sort_unstable();
+                different.dedup();
+                assert_eq!(hits + loads.len(), different.len());
+                for load in loads {
+                    device[load.slot as usize] = Some(load.expert as i32);
+                }
+                for (id, slot) in list.iter().zip(slots) {
+                    assert_eq!(device[slot as usize], Some(*id));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn ids_that_are_no_experts_or_too_many_change_nothing() {
+        let mut cache = ExpertCache::new(8, 4, 1);
+        look_up(&mut cache, &[1, 2, 3, 4], 1).expect("valid");
+        for list in [&[1, 8][..], &[-1, 2], &[1, 2, 3, 4, 5]] {
+            assert_eq!(look_up(&mut cache, list, 1), None);
+        }
+        let (hits, loads, slots) = look_up(&mut cache, &[4, 3, 2, 1], 1).expect("valid");
+        assert_eq!((hits, loads, slots), (4, Vec::new(), vec![3, 2, 1, 0]));
+        cache.clear();
+        assert_eq!(look_up(&mut cache, &[1], 1).expect("valid").0, 0);
+        let mut none = ExpertCache::new(8, 0, 1);
+        assert_eq!(look_up(&mut none, &[1], 1), None);
+    }
+
+    /// A hot expert stays although many others are used once.
+    #[test]
+    fn frequent_experts_outlive_a_scan() {
+        let hits = |half_life| {
+            let mut cache = ExpertCache::new(64, 8, half_life);
+            let mut hits = 0;
+            for token in 0..400 {
+                // Two hot experts, each in every fifth token, among others that come once.
+                let list = match token % 5 {
+                    0 => [0, 1],
+                    _ => [2 + (token * 2) % 60, 3 + (token * 2) % 60],
+                };
+                hits += look_up(&mut cache, &list, 1).expect("valid").0;
+            }
+            hits
+        };
+        assert_eq!(hits(1), 0);
+        assert!(hits(200) > 100, "{}", hits(200));
+    }
+}
