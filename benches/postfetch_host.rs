@@ -12,10 +12,11 @@ use testkit::moe::{Architecture, Data, Moe};
 use testkit::sim_ggml::{Report, SimGgml};
 use testkit::writer::{MXFP4, Q4_K};
 
-/// Layers of the files. The last of a prompt has one token, and the first starts cold.
+/// Layers of the files.
 const LAYERS: usize = 4;
-/// Layers whose time is measured, from the end of one to the end of the next.
-const MEASURED: std::ops::Range<usize> = 0..2;
+/// The layer that is measured, from the end of the one before to its own end. The first two
+/// begin with copies of inputs, and the last of a prompt may have one token.
+const MEASURED: usize = 2;
 /// Tokens of a vocabulary.
 const TOKENS: usize = 512;
 /// Tokens of a prompt, in one batch.
@@ -178,17 +179,14 @@ impl Layer {
             let found = report.products.iter().rfind(|product| product.name == name);
             found.unwrap_or_else(|| panic!("no {name} on the device"))
         };
-        let layers = (MEASURED.end - MEASURED.start) as f64;
-        let ends = [MEASURED.start, MEASURED.end].map(|layer| find("down", layer).end_ns);
-        let measured = (MEASURED.start + 1..=MEASURED.end).flat_map(|layer| {
-            ["gate", "up", "down"].map(|role| {
-                let product = find(role, layer);
-                product.end_ns - product.start_ns
-            })
+        let end = |layer| find("down", layer).end_ns;
+        let products = ["gate", "up", "down"].map(|role| {
+            let product = find(role, MEASURED);
+            product.end_ns - product.start_ns
         });
         Layer {
-            whole: (ends[1] - ends[0]) as f64 / layers / 1e6,
-            product: measured.sum::<u64>() as f64 / layers / 3.0 / 1e6,
+            whole: (end(MEASURED) - end(MEASURED - 1)) as f64 / 1e6,
+            product: products.iter().sum::<u64>() as f64 / 3.0 / 1e6,
         }
     }
 
