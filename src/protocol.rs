@@ -226,6 +226,7 @@ impl PostFetchFigures {
     pub fn sentence(&self) -> String {
         let mb = |bytes: u64| bytes as f64 / 1e6;
         let mut text = match self.early_bytes + self.host_bytes {
+            0 if self.locked_bytes > 0 => "no experts copied early".into(),
             0 => "no experts were copied to a GPU: the program does so for batches from 32 tokens, if a GPU has the rest of the model".into(),
             _ => format!(
                 "{:.0} MB of experts copied early, {:.0} MB by the program",
@@ -530,6 +531,12 @@ pub enum Event {
     /// The first evaluation of a model with routed experts ended, and they are streamed unless
     /// there is an obstacle. An obstacle that is known earlier is reported earlier.
     StreamStart {
+        path: String,
+        obstacle: Option<String>,
+    },
+    /// A model with routed experts was evaluated for the first time with post-fetch on. Its experts
+    /// can be copied to a GPU unless there is an obstacle.
+    PostFetchStart {
         path: String,
         obstacle: Option<String>,
     },

@@ -7,11 +7,13 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use hosts::{TOKENS, on};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program};
+use testkit::sim_ggml::SimGgml;
 
 #[test]
 fn the_wrapper_runs_a_command_with_the_drop_in() {
@@ -315,7 +317,10 @@ fn the_wrapper_reports_why_nothing_is_streamed() {
 #[test]
 fn a_missing_socket_is_reported_with_the_flags_that_make_one() {
     for (request, flag) in [
-        ("metrics", "where FLAG is --hotswap, --stream-experts or"),
+        (
+            "metrics",
+            "where FLAG is --hotswap, --stream-experts, --post-fetch or",
+        ),
         ("reload", "where FLAG is --hotswap;"),
         ("trace", "where FLAG is --expert-trace-stats;"),
     ] {
@@ -388,7 +393,7 @@ fn doctor_reports_reachable_hooks() {
     let script = format!("(echo text 2; sleep 60) | {}", host.join(" "));
     let (text, status) = command_line(&["doctor", "--", "sh", "-c", &script], "");
     assert!(status.success(), "{text}");
-    assert!(text.contains("hooks       15 of 15 reachable\n"), "{text}");
+    assert!(text.contains("hooks       19 of 19 reachable\n"), "{text}");
     assert!(!text.contains("not reachable"), "{text}");
     let no_experts = "experts     this model has no routed experts to trace or to stream\n";
     assert!(text.contains(no_experts), "{text}");
@@ -410,7 +415,7 @@ fn doctor_reports_reachable_hooks() {
         command_line(&seconds, "").0
     };
     let text = doctor("libcopy1.so");
-    assert!(text.contains("hooks       1 of 15 reachable\n"), "{text}");
+    assert!(text.contains("hooks       1 of 19 reachable\n"), "{text}");
     assert!(text.contains("ggml_free, "), "{text}");
     assert!(!text.contains("not reachable"), "{text}");
     let text = doctor("libplugin_symbolic.so");
@@ -418,7 +423,7 @@ fn doctor_reports_reachable_hooks() {
     assert!(text.contains(inside), "{text}");
     assert!(text.contains("without -Bsymbolic"), "{text}");
     let text = doctor("libhidden.so");
-    assert!(text.contains("hooks       0 of 15 reachable\n"), "{text}");
+    assert!(text.contains("hooks       0 of 19 reachable\n"), "{text}");
     let linked = "not reachable: ggml_backend_buffer_free: linked into libhidden.so and not";
     assert!(text.contains(linked), "{text}");
 }
@@ -450,4 +455,131 @@ fn a_swap_of_the_file_reaches_the_running_host() {
     assert_eq!(host.text(TOKENS), before);
     assert_eq!(fresh.end(), Some(0));
     assert_eq!(host.end(), Some(0));
+}
+
+/// The Python host with a mixture of experts, as words of a command.
+fn python_host() -> Vec<String> {
+    let host = Path::new(env!("CARGO_MANIFEST_DIR")).join("hosts/python/host.py");
+    let words = [host, fixture("upstream"), fixture("small-moe.gguf")];
+    let words = words.iter().map(|path| path.display().to_string());
+    std::iter::once("python3".into()).chain(words).collect()
+}
+
+/// Runs the Python host with its experts in host memory under `llama-sidecar run` and these flags,
+/// with a simulated GPU or without. Returns what both printed.
+fn run_with_experts_on_cpu(flags: &[&str], sim: Option<&SimGgml>) -> String {
+    let mut command = Command::new(testkit::host::built("release/llama-sidecar"));
+    command
+        .arg("run")
+        .args(flags)
+        .arg("--")
+        .args(python_host())
+        .arg("experts-on-cpu")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    if let Some(sim) = sim {
+        sim.prepare(&mut command);
+    }
+    let mut child = command.spawn().expect("it starts");
+    let mut stdin = child.stdin.take().expect("a pipe");
+    let _ = stdin.write_all(b"prompt 40\nprompt 64\nhashes 2\nend\n");
+    drop(stdin);
+    let output = child.wait_with_output().expect("it ends");
+    let text = [output.stdout, output.stderr].concat();
+    let text = String::from_utf8_lossy(&text).into_owned();
+    assert!(output.status.success(), "{text}");
+    text
+}
+
+#[test]
+fn the_wrapper_reports_post_fetch() {
+    let last = |flags: &[&str], sim: Option<&SimGgml>| {
+        let text = run_with_experts_on_cpu(flags, sim);
+        text.lines().last().unwrap_or_default().to_owned()
+    };
+    let sim = SimGgml::new(&[]);
+    let mut early = Vec::new();
+    for flag in ["--post-fetch", "--post-fetch=down"] {
+        let line = last(&[flag], Some(&sim));
+        let bytes = line.strip_prefix("llama-sidecar: post-fetch: ");
+        let bytes = bytes.and_then(|line| line.split_once(" MB of experts copied early, "));
+        let (bytes, rest) = bytes.unwrap_or_else(|| panic!("{line}"));
+        assert!(rest.contains(" % of the copies' time overlapped"), "{line}");
+        assert!(!rest.contains(';'), "{line}");
+        early.push(bytes.parse::<u64>().expect("a number"));
+    }
+    // Of prompts alone; also of single tokens.
+    assert!(early[0] > 0 && early[1] > 0, "{early:?}");
+    let line = last(&["--page-lock"], Some(&sim));
+    assert!(line.ends_with(" MB page-locked"), "{line}");
+    let line = last(&["--post-fetch"], None);
+    let no_gpu = "llama-sidecar: post-fetch: no experts were copied to a GPU: the program does so for batches from 32 tokens, if a GPU has the rest of the model";
+    assert_eq!(line, no_gpu);
+}
+
+#[test]
+fn the_wrapper_sets_the_variables_of_post_fetch() {
+    for (flag, variables) in [
+        ("--post-fetch", "export LLAMA_POSTFETCH_HOST=on\n"),
+        ("--post-fetch=all", "export LLAMA_POSTFETCH_HOST=all\n"),
+        (
+            "--page-lock",
+            "export LLAMA_POSTFETCH_HOST_PAGE_LOCK=1\nexport GGML_CUDA_REGISTER_HOST=1\n",
+        ),
+    ] {
+        let (text, status) = command_line(&["run", flag, "--dry-run", "--", "true"], "");
+        assert!(status.success() && text.contains(variables), "{text}");
+    }
+    let (text, status) = command_line(&["run", "--post-fetch=up", "--", "true"], "");
+    assert_eq!(status.code(), Some(2));
+    assert!(
+        text.contains("[possible values: off, on, down, all]"),
+        "{text}"
+    );
+}
+
+#[test]
+fn doctor_reports_whether_post_fetch_can_work() {
+    let doctor = |host: &[String], sim: Option<&SimGgml>| {
+        let script = "(echo text 2; sleep 60) | \"$@\"";
+        let mut command = Command::new(testkit::host::built("release/llama-sidecar"));
+        command
+            .args(["doctor", "--", "sh", "-c", script, "sh"])
+            .args(host);
+        if let Some(sim) = sim {
+            sim.prepare(&mut command);
+        }
+        let output = command.output().expect("it starts");
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "{text}");
+        let line = text
+            .lines()
+            .find_map(|line| line.strip_prefix("post-fetch  "));
+        line.unwrap_or_else(|| panic!("{text}")).to_owned()
+    };
+    let sim = SimGgml::new(&[]);
+    let mut host = python_host();
+    let line = doctor(&host, None);
+    assert!(
+        line.starts_with("no effect: the program uses no GPU: "),
+        "{line}"
+    );
+    let line = doctor(&host, Some(&sim));
+    let on_gpu = "no effect: its routed experts are on a GPU, ";
+    assert!(line.starts_with(on_gpu), "{line}");
+    host.push("experts-on-cpu".into());
+    let line = doctor(&host, Some(&sim));
+    let works = "can work: routed experts are in host memory, beside a GPU; ";
+    assert!(line.starts_with(works), "{line}");
+
+    // The same with a library beside it whose scheduler calls nothing through the loader.
+    let script = "import ctypes, runpy, sys; ctypes.CDLL(sys.argv[1]); sys.argv = sys.argv[2:]; runpy.run_path(sys.argv[0])";
+    let bound = testkit::host::built("hosts-c/libfake_ggml.so");
+    let bound = [script.into(), bound.display().to_string()];
+    host.splice(1..1, ["-c".into()].into_iter().chain(bound));
+    let line = doctor(&host, Some(&sim));
+    let obstacle =
+        "does not work: the scheduler in libfake_ggml.so does not call ggml_backend_offload_op, ";
+    assert!(line.starts_with(obstacle), "{line}");
 }

@@ -4,6 +4,8 @@
 
 mod hosts;
 
+use std::process::Command;
+
 use hosts::{
     TOKENS, copied, count, counted_by_host, fresh, on, same_with_streaming, streamed_text,
     streaming, swap_and_back, taken, traced,
@@ -132,4 +134,44 @@ fn some_layers_on_a_gpu() {
     let (text, figures) = streamed_text(program, &model, &streaming(&[]));
     assert_eq!(text, fresh(program, &model));
     assert!(count(&figures, "layers") >= 2 * TOKENS as u64, "{figures}");
+}
+
+/// Answers of a program on a GPU with its experts in host memory, without post-fetch and with it.
+/// Each early copy is read back and compared.
+fn same_with_post_fetch(smallest_batch: &str, commands: &[&str]) {
+    let run = |early: &str| {
+        let with = DropIn::On(vec![
+            ("LLAMA_POSTFETCH_HOST", early.into()),
+            ("LLAMA_POSTFETCH_DEBUG", "1".into()),
+        ]);
+        let set = |command: &mut Command| {
+            command.env("GGML_OP_OFFLOAD_MIN_BATCH", smallest_batch);
+        };
+        let program = Program::PythonVulkanExpertsOnCpu;
+        let mut host = Host::start_with(program, &fixture("small-moe.gguf"), &with, set);
+        let answers: Vec<_> = commands.iter().map(|command| host.ask(command)).collect();
+        let figures = host.control("status")["post_fetch"].clone();
+        assert_eq!(host.end(), Some(0));
+        (answers, figures)
+    };
+    let (expected, without) = run("off");
+    assert!(without.is_null(), "{without}");
+    let (found, figures) = run("on");
+    println!("{figures}");
+    assert_eq!(found, expected);
+    assert!(figures["obstacle"].is_null(), "{figures}");
+    assert!(count(&figures, "early_bytes") > 0, "{figures}");
+    assert!(count(&figures, "left_out_bytes") > 0, "{figures}");
+    assert_eq!(count(&figures, "mismatches"), 0, "{figures}");
+}
+
+/// Batches that llama.cpp itself offloads.
+#[test]
+fn experts_of_prompts_are_copied_early() {
+    same_with_post_fetch("32", &["prompt 40", "prompt 64"]);
+}
+
+#[test]
+fn experts_of_each_token_are_copied_early() {
+    same_with_post_fetch("1", &["prompt 4", "hashes 3"]);
 }

@@ -141,7 +141,7 @@ fn connect(socket: &Path, request: Request) -> Result<UnixStream> {
             Request::Reload | Request::Revert | Request::Unfreeze => "--hotswap",
             Request::Trace | Request::TraceReset => "--expert-trace-stats",
             Request::Ping | Request::Status | Request::Metrics | Request::Hash => {
-                "--hotswap, --stream-experts or --expert-trace-stats"
+                "--hotswap, --stream-experts, --post-fetch or --expert-trace-stats"
             }
         };
         format!(

@@ -33,6 +33,9 @@ pub struct DoctorOptions {
     command: Vec<OsString>,
 }
 
+/// What to do where experts are in host memory beside a GPU.
+const POST_FETCH_WORKS: &str = "can work: routed experts are in host memory, beside a GPU; run the program with --post-fetch, send a prompt of 32 tokens or more, and read the figures of 'run'";
+
 /// Time between SIGTERM and SIGKILL.
 const LAST_WAIT: Duration = Duration::from_secs(5);
 
@@ -60,6 +63,7 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
             .env("LLAMA_HOTSWAP_POLL_MS", "0")
             .env("LLAMA_EXPERT_TRACE_STATS", "1")
             .env("LLAMA_EXPERT_STREAM", "auto")
+            .env("LLAMA_POSTFETCH_HOST", "on")
             .env("LLAMA_SIDECAR_LOG", "error")
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -73,7 +77,7 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
     for found in hooks::describe(&preload, &mapped) {
         line("hooks", &found);
     }
-    findings(&events);
+    findings(&events, hooks::scheduler_obstacle(&preload, &mapped));
     if let Some(status) = ended.filter(|status| !status.success()) {
         let mut text = String::new();
         errors.rewind()?;
@@ -144,8 +148,8 @@ fn watch(
     Ok(None)
 }
 
-/// Prints what the events show.
-fn findings(events: &Events) {
+/// Prints what the events show. `scheduler` is why calls of ggml's scheduler cannot be interposed.
+fn findings(events: &Events, scheduler: Option<String>) {
     let yes_no = |yes| if yes { "yes" } else { "no" };
     line("loaded", yes_no(events.is_loaded()));
     for event in events.iter() {
@@ -190,12 +194,18 @@ fn findings(events: &Events) {
                     let found = format!("trace works: {layers} layers with routed experts");
                     line("experts", &found);
                     streaming(path, events);
+                    let found = match (&scheduler, events.post_fetches(path)) {
+                        (_, None) => "off: a LLAMA_POSTFETCH_* variable excludes the GPU".into(),
+                        (_, Some(Err(obstacle))) => format!("no effect: {obstacle}"),
+                        (Some(obstacle), _) => format!("does not work: {obstacle}"),
+                        (None, Some(Ok(()))) => POST_FETCH_WORKS.into(),
+                    };
+                    line("post-fetch", &found);
                 }
             }
         }
     }
     line("hot-swap", "works");
-    line("post-fetch", "in link mode only (docs/post-fetch.md)");
 }
 
 /// Prints whether the experts of a model can be streamed, and what that would do.

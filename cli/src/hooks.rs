@@ -23,6 +23,18 @@ const CALLED_BY_GGML: [&str; 7] = [
     "ggml_backend_sched_synchronize",
 ];
 
+/// Functions that ggml's scheduler calls while it copies experts. Post-fetch needs all of them.
+const CALLED_BY_SCHEDULER: [&str; 5] = [
+    "ggml_backend_offload_op",
+    "ggml_backend_tensor_get_async",
+    "ggml_backend_synchronize",
+    "ggml_backend_tensor_set_async",
+    "ggml_backend_graph_compute_async",
+];
+
+/// A function of the library that has the scheduler.
+const SCHEDULER: &str = "ggml_backend_sched_graph_compute_async";
+
 /// The function that the drop-in defines itself where no library defines it.
 const DEFINED_BY_DROP_IN: &str = "llama_reload_changed_tensors";
 
@@ -55,12 +67,7 @@ pub fn describe(preload: &Path, files: &BTreeSet<PathBuf>) -> Vec<String> {
     let Some(hooks) = exports(preload) else {
         return Vec::new();
     };
-    let same = |path: &PathBuf| std::fs::canonicalize(path).ok();
-    let ours = std::fs::canonicalize(preload).ok();
-    let others = files.iter().filter(|path| same(path) != ours);
-    let libraries: Vec<_> = others
-        .filter_map(|path| Library::read(path, &hooks))
-        .collect();
+    let libraries = libraries(preload, files, &hooks);
     if libraries.is_empty() {
         return Vec::new();
     }
@@ -119,6 +126,39 @@ pub fn describe(preload: &Path, files: &BTreeSet<PathBuf>) -> Vec<String> {
         }
     }
     lines
+}
+
+/// Returns why calls of the scheduler cannot be interposed, and the next step; `None` if they can,
+/// or if no library has a scheduler.
+pub fn scheduler_obstacle(preload: &Path, files: &BTreeSet<PathBuf>) -> Option<String> {
+    let names = CALLED_BY_SCHEDULER.into_iter().chain([SCHEDULER]);
+    let names = names.map(str::to_owned).collect();
+    let libraries = libraries(preload, files, &names);
+    let schedulers = libraries.iter().filter(|of| of.defines.contains(SCHEDULER));
+    let mut obstacles = schedulers.filter_map(|library| {
+        let missing = CALLED_BY_SCHEDULER
+            .into_iter()
+            .filter(|name| !library.calls.contains(*name));
+        let missing: Vec<_> = missing.collect();
+        (!missing.is_empty()).then(|| {
+            format!(
+                "the scheduler in {} does not call {} through the loader: use a build without -Bsymbolic and without link-time optimisation, of a llama.cpp from August 2025 or later",
+                library.name(),
+                missing.join(", ")
+            )
+        })
+    });
+    obstacles.next()
+}
+
+/// Returns the files of a program that have functions of these names, without the drop-in.
+fn libraries(preload: &Path, files: &BTreeSet<PathBuf>, names: &BTreeSet<String>) -> Vec<Library> {
+    let same = |path: &PathBuf| std::fs::canonicalize(path).ok();
+    let ours = std::fs::canonicalize(preload).ok();
+    let others = files.iter().filter(|path| same(path) != ours);
+    others
+        .filter_map(|path| Library::read(path, names))
+        .collect()
 }
 
 impl Library {

@@ -89,6 +89,17 @@ impl Events {
         })
     }
 
+    /// Returns whether the experts of a model can be copied to a GPU, or why they cannot; `None`
+    /// when there is no answer.
+    pub fn post_fetches(&self, model: &str) -> Option<Result<(), &str>> {
+        self.iter().find_map(|event| match event {
+            Event::PostFetchStart { path, obstacle } if path == model => {
+                Some(obstacle.as_deref().map_or(Ok(()), Err))
+            }
+            _ => None,
+        })
+    }
+
     /// Returns why the experts of a model are not streamed, or not known to be.
     pub fn stream_obstacle(&self) -> Option<String> {
         let mut streamed = false;

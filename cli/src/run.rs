@@ -20,7 +20,7 @@ use crate::journal::{Events, Journal};
 pub struct RunOptions {
     #[command(flatten)]
     settings: Settings,
-    /// Set LLAMA_POSTFETCH_NAME, for programs in link mode.
+    /// Set LLAMA_POSTFETCH_NAME, a setting of post-fetch.
     #[arg(long, value_name = "NAME=VALUE", value_parser = postfetch)]
     postfetch: Vec<Setting>,
     /// Print the variables and the command, and do not run it.

@@ -162,7 +162,10 @@ fn destination(hook: Hook, return_address: usize, arguments: &Arguments) -> *con
         Hook::OffloadOp => postfetch::offloads(),
         _ => !thread::is_inside(),
     };
-    if !wanted || !lifecycle::is_on() || (!opens_file && models::is_empty()) {
+    // An evaluation that was begun is finished in the same way, also when the drop-in was turned
+    // off since: copies of the program may have been left out.
+    let is_on = in_parts || lifecycle::is_on();
+    if !wanted || !is_on || (!opens_file && models::is_empty()) {
         return real;
     }
     let _inside = Inside::enter();
@@ -500,9 +503,11 @@ fn evaluate(scheduler: Option<Scheduler>, real: impl FnOnce() -> usize) -> usize
         return real();
     };
     let valid = scheduler.enter_compute();
-    guarded(|| lifecycle::report(|to| to.evaluation_begun(scheduler)));
     let result = match valid {
-        true => real(),
+        true => {
+            guarded(|| lifecycle::report(|to| to.evaluation_begun(scheduler)));
+            real()
+        }
         false => STATUS_FAILED,
     };
     if !succeeded(result) {
@@ -642,10 +647,7 @@ unsafe extern "C-unwind" fn offload_op(backend: *mut Backend, node: *const Tenso
     let mut wanted = false;
     guarded(|| {
         // SAFETY: a live backend and a live node.
-        wanted = unsafe {
-            let device = (call.ggml.f.ggml_backend_get_device)(backend);
-            !call.ggml.is_cpu(device) && postfetch::offloads_node(call.ggml, node)
-        };
+        wanted = unsafe { postfetch::offloads_node(call.ggml, backend, node) };
     });
     result | usize::from(wanted)
 }

@@ -34,8 +34,17 @@ fn range_of(line: &[u8]) -> Option<Range<usize>> {
     Some(address(start)?..address(end)?)
 }
 
-/// Mapped files: addresses, inode and path.
-pub struct Maps(Vec<(Range<usize>, u64, Vec<u8>)>);
+/// A mapped part of a file.
+struct Map {
+    addresses: Range<usize>,
+    /// Where the part begins in the file.
+    offset: usize,
+    inode: u64,
+    path: Vec<u8>,
+}
+
+/// The mapped files.
+pub struct Maps(Vec<Map>);
 
 impl Maps {
     /// Reads `/proc/self/maps` (proc_pid_maps(5)).
@@ -44,40 +53,48 @@ impl Maps {
         let line = |line: &[u8]| {
             let fields: Vec<&[u8]> = line.splitn(6, |&byte| byte == b' ').collect();
             let text = |at: usize| std::str::from_utf8(fields.get(at)?).ok();
-            let inode = text(4)?.parse().ok()?;
-            let path = fields.get(5)?.trim_ascii().to_vec();
-            Some((range_of(line)?, inode, path))
+            Some(Map {
+                addresses: range_of(line)?,
+                offset: usize::from_str_radix(text(2)?, 16).ok()?,
+                inode: text(4)?.parse().ok()?,
+                path: fields.get(5)?.trim_ascii().to_vec(),
+            })
         };
         Maps(text.split(|&byte| byte == b'\n').filter_map(line).collect())
     }
 
-    /// Returns the addresses around one that are mapped to the same file without a gap.
+    /// Returns the addresses around one to which a file is mapped in one piece, in the order of
+    /// its bytes.
     pub fn around(&self, address: usize) -> Option<Range<usize>> {
-        let at = self.0.iter().position(|map| map.0.contains(&address))?;
-        let joins = |a: usize, b: usize| {
-            let (a, b) = (&self.0[a], &self.0[b]);
-            a.0.end == b.0.start && (a.1, &a.2) == (b.1, &b.2)
+        let at = self
+            .0
+            .iter()
+            .position(|map| map.addresses.contains(&address))?;
+        // The kernel splits a mapping where its access or advice changes.
+        let continues = |at: usize| {
+            let (a, b) = (&self.0[at - 1], &self.0[at]);
+            a.addresses.end == b.addresses.start
+                && a.offset + a.addresses.len() == b.offset
+                && (a.inode, &a.path) == (b.inode, &b.path)
         };
-        let first = (1..=at).rev().take_while(|&i| joins(i - 1, i)).last();
+        let first = (1..=at).rev().take_while(|&at| continues(at)).last();
         let last = (at + 1..self.0.len())
-            .take_while(|&i| joins(i - 1, i))
+            .take_while(|&at| continues(at))
             .last();
-        let first = first.map_or(at, |first| first - 1);
-        Some(self.0[first].0.start..self.0[last.unwrap_or(at)].0.end)
+        let first = first.map_or(at, |second| second - 1);
+        let last = last.unwrap_or(at);
+        Some(self.0[first].addresses.start..self.0[last].addresses.end)
     }
 
     /// Whether an address is in the mapping of a file. Some file systems show another
     /// device there than `stat` does, so the path is compared, too.
     pub fn is_of(&self, address: *mut c_void, file: &GgufFile) -> bool {
-        let found = self
-            .0
-            .iter()
-            .find(|map| map.0.contains(&(address as usize)));
-        found.is_some_and(|(_, inode, path)| {
+        let contains = |map: &&Map| map.addresses.contains(&(address as usize));
+        self.0.iter().find(contains).is_some_and(|map| {
             let source = &file.source;
             let same_path = std::fs::canonicalize(source.path())
-                .is_ok_and(|real| real.as_os_str().as_bytes() == path.as_slice());
-            *inode == source.id().ino || same_path
+                .is_ok_and(|real| real.as_os_str().as_bytes() == map.path.as_slice());
+            map.inode == source.id().ino || same_path
         })
     }
 }
@@ -85,6 +102,30 @@ impl Maps {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_piece_of_a_file_is_told_from_another_beside_it() {
+        let map = |start: usize, len: usize, offset: usize, inode: u64| Map {
+            addresses: start..start + len,
+            offset,
+            inode,
+            path: b"/model".to_vec(),
+        };
+        let maps = Maps(vec![
+            map(100, 10, 0, 7),
+            map(110, 20, 0, 7),
+            map(130, 10, 20, 7),
+            map(140, 10, 30, 8),
+            map(160, 10, 40, 8),
+        ]);
+        let around = |address| maps.around(address);
+        assert_eq!(around(105), Some(100..110));
+        assert_eq!(around(115), Some(110..140));
+        assert_eq!(around(139), Some(110..140));
+        assert_eq!(around(140), Some(140..150));
+        assert_eq!(around(155), None);
+        assert_eq!(around(165), Some(160..170));
+    }
 
     #[test]
     fn locked_memory_is_told_from_other_memory() {

@@ -63,7 +63,10 @@ impl Setup {
     }
 
     pub fn start(&self, sim: &SimGgml, model: &Path) -> Host {
-        let drop_in = DropIn::On(self.variables.clone());
+        // At debug level, the drop-in waits for the device after each evaluation.
+        let mut variables = vec![("LLAMA_SIDECAR_LOG", "info".into())];
+        variables.extend(self.variables.clone());
+        let drop_in = DropIn::On(variables);
         let prepare = |command: &mut Command| {
             sim.prepare(command);
             command.args(&self.options);

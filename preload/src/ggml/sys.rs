@@ -50,11 +50,17 @@ pub type Callback = unsafe extern "C" fn(*mut Tensor, *const Tensor, c_int, c_in
 
 /// `GGML_BACKEND_DEVICE_TYPE_CPU`.
 pub const DEVICE_CPU: c_int = 0;
+/// `GGML_BACKEND_DEVICE_TYPE_GPU`.
+pub const DEVICE_GPU: c_int = 1;
+/// `GGML_BACKEND_DEVICE_TYPE_IGPU`.
+pub const DEVICE_IGPU: c_int = 2;
 /// `GGML_BACKEND_DEVICE_TYPE_ACCEL`, after the CPU and two kinds of GPU. The type after it
 /// (`META`) is one device for several.
 pub const LAST_PLAIN_DEVICE: c_int = 3;
 /// `GGML_BACKEND_BUFFER_USAGE_WEIGHTS`.
 pub const USAGE_WEIGHTS: c_int = 1;
+/// `GGML_BACKEND_BUFFER_USAGE_COMPUTE`.
+pub const USAGE_COMPUTE: c_int = 2;
 /// `GGML_STATUS_SUCCESS`.
 pub const STATUS_SUCCESS: u32 = 0;
 /// `GGML_STATUS_FAILED`, as a register returns it.
@@ -130,6 +136,7 @@ functions! {
     ggml_backend_buft_alloc_buffer(*mut BufferType, usize) -> *mut Buffer;
     ggml_backend_buft_get_alloc_size(*mut BufferType, *const Tensor) -> usize;
     ggml_backend_buft_get_device(*mut BufferType) -> *mut Device;
+    ggml_backend_buft_is_host(*mut BufferType) -> bool;
     ggml_backend_buft_name(*mut BufferType) -> *const c_char;
     ggml_backend_cpu_buffer_type() -> *mut BufferType;
     ggml_backend_tensor_alloc(*mut Buffer, *mut Tensor, *mut c_void) -> c_int;

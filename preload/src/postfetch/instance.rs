@@ -5,9 +5,48 @@
 
 use std::ffi::CStr;
 
+use std::sync::atomic::Ordering;
+
+use super::figures::FIGURES;
 use crate::ggml::{
-    Backend, Buffer, BufferType, Device, Event, Ggml, OwnContext, Tensor, USAGE_WEIGHTS,
+    Backend, Buffer, BufferType, DEVICE_GPU, DEVICE_IGPU, Device, Event, Ggml, OwnContext, Tensor,
+    USAGE_COMPUTE,
 };
+
+/// Backends that are left alone: those of SYCL's instances share one queue, and RPC sends each
+/// copy over the network.
+const LEFT_ALONE: [&CStr; 2] = [c"SYCL", c"RPC"];
+
+/// Whether experts are copied early to a device: to a GPU, whose copies and products can overlap.
+/// A device that stands for several is none.
+///
+/// # Safety
+///
+/// A live device of this copy.
+pub unsafe fn is_usable(ggml: &Ggml, device: *mut Device) -> bool {
+    let f = &ggml.f;
+    // SAFETY: as the caller ensures; the name of a registration is a static string.
+    unsafe {
+        let ty = (f.ggml_backend_dev_type)(device);
+        [DEVICE_GPU, DEVICE_IGPU].contains(&ty)
+            && !LEFT_ALONE.contains(&registration_name(ggml, device))
+    }
+}
+
+/// Returns the name of a device's backend.
+///
+/// # Safety
+///
+/// A live device of this copy.
+unsafe fn registration_name(ggml: &Ggml, device: *mut Device) -> &'static CStr {
+    let f = &ggml.f;
+    // SAFETY: as the caller ensures; the name of a registration is a static string.
+    unsafe {
+        CStr::from_ptr((f.ggml_backend_reg_name)((f.ggml_backend_dev_backend_reg)(
+            device,
+        )))
+    }
+}
 
 /// A backend of which this drop-in is the only user.
 pub struct Instance {
@@ -27,17 +66,16 @@ impl Instance {
     /// Makes an instance of a device's backend; `None` when the backend refuses.
     pub fn open(ggml: &'static Ggml, device: *mut Device) -> Option<Instance> {
         let f = &ggml.f;
-        // SAFETY: a live device; the name of a registration is a static string.
+        // SAFETY: a live device.
         unsafe {
             let backend = (f.ggml_backend_dev_init)(device, c"".as_ptr());
-            let name = (f.ggml_backend_reg_name)((f.ggml_backend_dev_backend_reg)(device));
             (!backend.is_null()).then(|| Instance {
                 ggml,
                 device,
                 backend,
                 // ggml's Vulkan backend records an event in the queue of the products, and
                 // copies have another one.
-                events_cover_copies: CStr::from_ptr(name) != c"Vulkan",
+                events_cover_copies: registration_name(ggml, device) != c"Vulkan",
             })
         }
     }
@@ -143,7 +181,11 @@ impl Scratch {
             if buffer.is_null() {
                 return None;
             }
-            (ggml.f.ggml_backend_buffer_set_usage)(buffer, USAGE_WEIGHTS);
+            // As the scheduler's own copies: backends clear what is behind a matrix themselves.
+            (ggml.f.ggml_backend_buffer_set_usage)(buffer, USAGE_COMPUTE);
+            FIGURES
+                .scratch_bytes
+                .fetch_add(size as u64, Ordering::Relaxed);
             Some(Scratch { ggml, buffer, size })
         }
     }
@@ -172,6 +214,9 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
+        FIGURES
+            .scratch_bytes
+            .fetch_sub(self.size as u64, Ordering::Relaxed);
         // SAFETY: allocated here, freed once, and no tensor uses it any more.
         unsafe { (self.ggml.f.ggml_backend_buffer_free)(self.buffer) }
     }

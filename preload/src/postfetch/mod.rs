@@ -19,6 +19,7 @@
 //! The first evaluation of a scheduler only checks that the calls come in this order.
 
 mod cache;
+mod experts;
 mod figures;
 mod instance;
 mod plan;
@@ -27,7 +28,9 @@ mod transfer;
 use std::cell::Cell;
 use std::ffi::{CStr, c_void};
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use llama_sidecar::config::{Config, Early};
 use llama_sidecar::experts::{ExpertName, Projection};
@@ -55,6 +58,9 @@ pub struct PostFetch;
 /// a little past the last expert, and nothing there may be a NaN.
 const PADDING: usize = 512;
 
+/// How long the end of the process waits for a copy.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// The share of used experts, in percent, from which all experts of the next layer are copied.
 const NEARLY_ALL: usize = 90;
 
@@ -77,6 +83,8 @@ struct State {
     order: Order,
     /// Whether an evaluation has copied experts in the expected order.
     seen: bool,
+    /// Whether an evaluation of the plan was begun, and has not failed.
+    begun: bool,
     /// Whether nearly all experts of the last layer were used.
     nearly_all: bool,
     /// Experts that are requested next.
@@ -99,6 +107,7 @@ impl State {
             fetcher: None,
             order: Order::Unknown,
             seen: false,
+            begun: false,
             nearly_all: false,
             used: Marked(Vec::new()),
             cache: None,
@@ -189,9 +198,16 @@ impl Capability for PostFetch {
 
     fn evaluation_failed(&self, scheduler: Scheduler) {
         let mut state = STATES[scheduler.number()].lock();
+        state.begun = false;
         state.drain();
         // Copies that were issued may have failed with it.
         state.clear_cache();
+    }
+
+    fn model_complete(&self, model: &Arc<Model>) {
+        if self.is_enabled() {
+            experts::note(model);
+        }
     }
 
     fn model_freed(&self, model: &Model) {
@@ -237,6 +253,14 @@ impl Capability for PostFetch {
     }
 
     fn finish(&self) {
+        for state in states() {
+            // The process ends: a thread that holds the lock may never release it.
+            if let Some(state) = state.try_lock()
+                && let Some(fetcher) = &state.fetcher
+            {
+                fetcher.stop(EXIT_TIMEOUT);
+            }
+        }
         if is_used() {
             journal::note(|| Event::PostFetch { figures: figures() });
         }
@@ -301,16 +325,18 @@ pub fn offloads() -> bool {
     is_on() && (config.early != Early::Stock || config.cache.is_some())
 }
 
-/// Whether a node is to be offloaded to a GPU.
+/// Whether a node is to be offloaded to the device of a backend.
 ///
 /// # Safety
 ///
-/// A live node of this copy of ggml.
-pub unsafe fn offloads_node(ggml: &Ggml, node: *const Tensor) -> bool {
+/// A live backend and a live node of this copy of ggml.
+pub unsafe fn offloads_node(ggml: &Ggml, backend: *mut Backend, node: *const Tensor) -> bool {
     let layout = &ggml.layout;
     // SAFETY: as the caller ensures; sources of a live node are live and have names.
     unsafe {
-        if layout.read::<i32>(node, layout.op) != ggml.ops.mul_mat_id {
+        let device = (ggml.f.ggml_backend_get_device)(backend);
+        let is_product = layout.read::<i32>(node, layout.op) == ggml.ops.mul_mat_id;
+        if !is_product || device.is_null() || !instance::is_usable(ggml, device) {
             return false;
         }
         let weight: *const Tensor = layout.read(node, layout.src);
@@ -321,6 +347,7 @@ pub unsafe fn offloads_node(ggml: &Ggml, node: *const Tensor) -> bool {
         let [_, used, tokens, _]: [i64; 4] = layout.read(node, layout.ne);
         let fits = |slots: i64| used.checked_mul(tokens).is_some_and(|ids| ids <= slots);
         match Config::get().host_postfetch.early {
+            _ if tokens == 0 => false,
             _ if fits(SLOTS_OF_GRAPH.get() as i64) => true,
             Early::None | Early::Stock => false,
             Early::Down => name.projection == Projection::Down,
@@ -553,6 +580,7 @@ impl State {
         let Some(plan) = &mut self.plan else {
             return;
         };
+        self.begun = true;
         for layer in &mut plan.layers {
             layer.known = false;
             layer.ahead = false;
@@ -570,8 +598,13 @@ impl State {
     /// Ends an evaluation that did not fail. A program may begin the next one before it waits.
     fn end(&mut self) {
         self.drain();
-        if self.order == Order::Unknown && self.seen {
-            self.order = Order::Expected;
+        if !std::mem::take(&mut self.begun) || self.order != Order::Unknown {
+            return;
+        }
+        match self.seen {
+            true => self.order = Order::Expected,
+            // The calls of the scheduler do not go through the dynamic loader.
+            false => self.stand_back(),
         }
     }
 
@@ -598,7 +631,7 @@ impl State {
         if self.order != Order::Other {
             self.order = Order::Other;
             FIGURES.note_obstacle(
-                "the program copies experts itself: its scheduler copies them in an order that is not known; report it with the version of llama.cpp".into(),
+                "the program copies experts itself: its scheduler's calls come in an order that is not known, or cannot be seen; report it with the version of llama.cpp".into(),
             );
         }
     }
@@ -642,8 +675,9 @@ impl State {
             return;
         };
         let looks_ahead = self.nearly_all && plan.looks_ahead && self.order == Order::Expected;
-        let layer = plan.layers.get_mut(at);
-        if let Some(layer) = layer.filter(|layer| looks_ahead && layer.slots.is_none()) {
+        let may_look_ahead = |layer: &&mut Layer| layer.may_use_all && layer.slots.is_none();
+        let layer = plan.layers.get_mut(at).filter(may_look_ahead);
+        if let Some(layer) = layer.filter(|_| looks_ahead) {
             layer.ahead = true;
             FIGURES.layers_ahead.fetch_add(1, Ordering::Relaxed);
             self.used.mark_all(layer.experts);
@@ -668,7 +702,7 @@ impl State {
                     layout.read(product.weight, layout.nb),
                 )
             };
-            let mut request = product.transfer.request();
+            let mut request = product.transfer.next_request();
             request.after = Some(layer.free.clone());
             match (&layer.slots, &mut self.cache) {
                 (Some(slots), Some(cache)) => {

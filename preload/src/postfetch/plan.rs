@@ -8,14 +8,13 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use llama_sidecar::config::Config;
 use llama_sidecar::experts::ExpertName;
 
 use super::cache::Cache;
 use super::figures::FIGURES;
-use super::instance::{Instance, OwnEvent, Scratch};
+use super::instance::{self, Instance, OwnEvent, Scratch};
 use super::transfer::Transfer;
 use crate::ggml::{Backend, Buffer, BufferType, Ggml, OwnContext, Sched, Tensor};
 use crate::graph::{GraphReads, UsedWeight};
@@ -48,6 +47,8 @@ pub struct Layer {
     pub backend: *mut Backend,
     /// The number of experts.
     pub experts: u32,
+    /// Whether its tokens can use all experts.
+    pub may_use_all: bool,
     /// Its matrices, in the order of the graph.
     pub products: Vec<Product>,
     /// The event that orders early copies after products that read the same memory.
@@ -98,6 +99,8 @@ impl Plan {
 /// Memory and instances on the devices of a scheduler. Kept from graph to graph.
 pub struct Devices {
     of: Vec<DeviceMemory>,
+    /// Buffer types whose backend gave no second instance.
+    refused: Vec<usize>,
     /// The plan of the graph before: the devices may still use its events.
     retired: Option<Plan>,
 }
@@ -123,8 +126,10 @@ struct Candidate<'a> {
     buft: *mut BufferType,
     model: u64,
     layer: u32,
-    /// Its place among the matrices of its layer.
+    /// What memory it gets: each projection of a layer has its own.
     role: usize,
+    /// Ids that its product has.
+    ids: u64,
     bytes: usize,
     /// Whether several products read the copy.
     is_shared: bool,
@@ -135,6 +140,7 @@ impl Devices {
     pub const fn new() -> Devices {
         Devices {
             of: Vec::new(),
+            refused: Vec::new(),
             retired: None,
         }
     }
@@ -210,6 +216,13 @@ impl Devices {
             plan.layers.push(layer);
         }
         plan.copies.sort_unstable();
+        if plan.layers.iter().all(|layer| layer.slots.is_some())
+            && sets.is_some()
+            && !by_device.is_empty()
+        {
+            // The backend refused what early copies need.
+            self.of.iter_mut().for_each(|device| device.scratch.clear());
+        }
         (!plan.layers.is_empty()).then_some(plan)
     }
 
@@ -233,10 +246,14 @@ impl Devices {
         if let Some(at) = known {
             return Some(&mut self.of[at]);
         }
+        if self.refused.contains(&(buft as usize)) {
+            return None;
+        }
         // SAFETY: a live buffer type.
         let device = unsafe { (ggml.f.ggml_backend_buft_get_device)(buft) };
         let instance = (!device.is_null()).then(|| Instance::open(ggml, device));
         let Some(instance) = instance.flatten() else {
+            self.refused.push(buft as usize);
             let name = ggml.buffer_type_name(buft);
             FIGURES.note_obstacle(format!(
                 "the program copies experts itself: {name} gives no second instance of its backend"
@@ -270,11 +287,11 @@ impl Devices {
         let first = &candidates[0];
         let mut products = Vec::new();
         let mut targets = Vec::new();
-        for candidate in candidates {
+        for (at, candidate) in candidates.iter().enumerate() {
             let device = self.device(ggml, candidate.buft)?;
             let instance = device.instance.clone();
             let (context, target) = match &slots {
-                Some((slots, cache)) => (None, cache.tensor(slots.at, candidate.role)),
+                Some((slots, cache)) => (None, cache.tensor(slots.at, at)),
                 None => {
                     let scratch = &device.scratch[set * device.roles + candidate.role];
                     // SAFETY: as the caller ensures.
@@ -317,6 +334,7 @@ impl Devices {
             ids,
             backend: first.backend,
             experts: experts as u32,
+            may_use_all: first.ids >= experts as u64,
             products,
             free,
             known: false,
@@ -343,10 +361,12 @@ impl DeviceMemory {
         if let Some(sets) = (1..=SETS_AHEAD).rev().find(|sets| has(sets - 1)) {
             return Some(sets);
         }
-        let ours: usize = self.scratch.iter().map(Scratch::size).sum();
-        FIGURES
-            .scratch_bytes
-            .fetch_sub(ours as u64, Ordering::Relaxed);
+        // Graphs of prompts and of single tokens take turns: what one has is kept for the other.
+        let size = |role: usize| {
+            let before = self.scratch.get(role).map_or(0, Scratch::size);
+            before.max(sizes.get(role).copied().unwrap_or(0))
+        };
+        let sizes: Vec<usize> = (0..self.roles.max(sizes.len())).map(size).collect();
         self.scratch.clear();
         let limit = match Config::get().postfetch.scratchpad_bytes {
             // SAFETY: a live buffer type.
@@ -362,13 +382,10 @@ impl DeviceMemory {
             if (sets * set) as u64 > limit {
                 continue;
             }
-            let sizes = std::iter::repeat_n(sizes, sets).flatten();
+            let sizes = std::iter::repeat_n(&sizes, sets).flatten();
             let scratch = sizes.map(|size| Scratch::allocate(ggml, buft, *size));
             if let Some(scratch) = scratch.collect::<Option<Vec<_>>>() {
                 let bytes: usize = scratch.iter().map(Scratch::size).sum();
-                FIGURES
-                    .scratch_bytes
-                    .fetch_add(bytes as u64, Ordering::Relaxed);
                 log::info!(
                     "post-fetch: {} MiB on {} for the experts of {sets} layers at a time",
                     bytes >> 20,
@@ -402,8 +419,7 @@ unsafe fn slots(
     let cache = cache?;
     let (f, layout) = (&ggml.f, &ggml.layout);
     let first = &candidates[0];
-    let shared = |of: &Candidate<'_>| of.used.ids != first.used.ids || of.is_shared;
-    if candidates.iter().any(shared) {
+    if candidates.iter().any(|of| of.used.ids != first.used.ids) {
         return None;
     }
     let matrices: Vec<_> = candidates.iter().map(|of| of.used.tensor).collect();
@@ -476,11 +492,22 @@ unsafe fn candidates<'a>(
                 continue;
             };
             let buft = (f.ggml_backend_buffer_get_type)(layout.read(copy, layout.buffer));
-            let role = found
-                .iter()
-                .rev()
-                .take_while(|other| (other.model, other.layer) == (model.number, name.layer))
-                .count();
+            let device = (f.ggml_backend_get_device)(backend);
+            let on_host: *mut Buffer = layout.read(used.tensor, layout.buffer);
+            let on_host = !on_host.is_null() && (f.ggml_backend_buffer_is_host)(on_host);
+            let [ids, tokens, ..]: [u64; 4] = layout.read(used.ids, layout.ne);
+            let ids = ids.saturating_mul(tokens);
+            // Without a token, the scheduler copies nothing.
+            if !on_host || ids == 0 || !instance::is_usable(ggml, device) {
+                continue;
+            }
+            let role = name.projection as usize;
+            let is_same = |other: &Candidate<'_>| {
+                (other.model, other.layer, other.role) == (model.number, name.layer, role)
+            };
+            if found.iter().any(is_same) {
+                continue;
+            }
             found.push(Candidate {
                 used,
                 copy,
@@ -489,10 +516,12 @@ unsafe fn candidates<'a>(
                 model: model.number,
                 layer: name.layer,
                 role,
+                ids,
                 bytes: (f.ggml_backend_buft_get_alloc_size)(buft, copy),
                 is_shared: false,
             });
         }
     }
+    found.retain(|candidate| !candidate.is_shared);
     found
 }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use llama_sidecar::config::Config;
 use once_cell::sync::Lazy;
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use super::figures::FIGURES;
 use super::instance::{Instance, OwnEvent};
@@ -62,7 +62,7 @@ pub struct Transfer {
     /// The context of the tensor, unless another owner keeps it.
     _context: Option<OwnContext>,
     done: OwnEvent,
-    request: Mutex<Request>,
+    request: RwLock<Request>,
     progress: Mutex<Progress>,
     /// When computing needed the matrix, in nanoseconds since [`START`]; 0 before.
     needed: AtomicU64,
@@ -90,7 +90,7 @@ impl Transfer {
             instance,
             target,
             _context: context,
-            request: Mutex::default(),
+            request: RwLock::default(),
             progress: Mutex::new(Progress::Idle),
             needed: AtomicU64::new(0),
         })
@@ -107,8 +107,13 @@ impl Transfer {
     }
 
     /// Returns what it copies.
-    pub fn request(&self) -> MutexGuard<'_, Request> {
-        self.request.lock()
+    pub fn request(&self) -> RwLockReadGuard<'_, Request> {
+        self.request.read()
+    }
+
+    /// Returns what it will copy, while it is idle.
+    pub fn next_request(&self) -> RwLockWriteGuard<'_, Request> {
+        self.request.write()
     }
 
     /// Issues the copies in a queue of the device. Returns their bytes.
@@ -153,6 +158,10 @@ impl Transfer {
     /// Waits until the copies are complete, and counts their time.
     fn finish(&self, begun: Instant) {
         self.done.wait();
+        if let Some(after) = &self.request().after {
+            // It is complete. ggml's Vulkan backend reuses events that were waited for.
+            after.wait();
+        }
         let end = Instant::now();
         FIGURES.add_copy(end - begun);
         let needed = self.needed.load(Ordering::Relaxed);
@@ -235,6 +244,9 @@ impl Fetcher {
     pub fn queue(&self, transfer: &Arc<Transfer>) {
         transfer.needed.store(0, Ordering::Relaxed);
         let mut queue = self.0.queue.lock();
+        if queue.stopped {
+            return;
+        }
         *transfer.progress.lock() = Progress::Queued;
         queue.waiting.push_back(transfer.clone());
         drop(queue);
@@ -253,7 +265,8 @@ impl Fetcher {
         queued
     }
 
-    /// Makes later work of a backend wait for the copies of a transfer that was queued.
+    /// Makes later work of a backend wait for the copies of a transfer that was queued. Copies
+    /// that nobody will issue any more are issued by that backend.
     ///
     /// # Safety
     ///
@@ -262,11 +275,12 @@ impl Fetcher {
         let now = START.elapsed().as_nanos().max(1) as u64;
         transfer.needed.store(now, Ordering::Relaxed);
         let mut queue = self.0.queue.lock();
-        let is_issued = || matches!(transfer.progress(), Progress::Issued | Progress::Done);
-        while !is_issued() && !queue.failed {
+        let is_waiting = || matches!(transfer.progress(), Progress::Queued | Progress::Copying);
+        while is_waiting() && !queue.failed {
             self.0.progress.wait(&mut queue);
         }
         drop(queue);
+        let is_issued = || matches!(transfer.progress(), Progress::Issued | Progress::Done);
         // SAFETY: as the caller ensures; the program's own copy has the same source.
         unsafe {
             match is_issued() {
@@ -289,14 +303,31 @@ impl Fetcher {
         }
         complete
     }
+
+    /// Stops the thread, and waits until nothing is copied, for a time at most.
+    pub fn stop(&self, timeout: Duration) {
+        let mut queue = self.0.queue.lock();
+        queue.stopped = true;
+        for transfer in queue.waiting.drain(..) {
+            *transfer.progress.lock() = Progress::Idle;
+        }
+        let until = Instant::now() + timeout;
+        while queue.busy && !queue.failed {
+            if self.0.progress.wait_until(&mut queue, until).timed_out() {
+                break;
+            }
+        }
+        drop(queue);
+        self.0.progress.notify_all();
+        self.0.requests.fetch_add(1, Ordering::Release);
+        self.0.work.notify_one();
+    }
 }
 
 impl Drop for Fetcher {
     fn drop(&mut self) {
         self.drain();
-        self.0.queue.lock().stopped = true;
-        self.0.requests.fetch_add(1, Ordering::Release);
-        self.0.work.notify_one();
+        self.stop(Duration::ZERO);
     }
 }
 
@@ -308,13 +339,16 @@ impl Shared {
             self.advance(&transfer, Progress::Issued);
             transfer.finish(begun);
             self.advance(&transfer, Progress::Done);
+            // Its owner may free the backend from here on, and not this thread.
+            drop(transfer);
+            self.queue.lock().busy = false;
+            self.progress.notify_all();
         }
     }
 
     fn advance(&self, transfer: &Transfer, to: Progress) {
-        let mut queue = self.queue.lock();
+        let _queue = self.queue.lock();
         *transfer.progress.lock() = to;
-        queue.busy = to != Progress::Done;
         self.progress.notify_all();
     }
 
