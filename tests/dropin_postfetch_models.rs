@@ -23,29 +23,48 @@ const COMMANDS: [&str; 6] = [
     "hashes 6",
 ];
 
-/// A model in a folder, which is removed with it.
+/// A model in a folder, which is removed with it, and how the host loads it.
 struct Model {
     _folder: tempfile::TempDir,
     path: PathBuf,
+    mixture: Mixture,
+    option: Option<&'static str>,
 }
 
-fn model(mixture: Mixture) -> Model {
-    let folder = tempfile::tempdir().expect("a folder");
-    let path = folder.path().join("model.gguf");
-    mixture.write(&path).expect("free space");
-    Model {
-        _folder: folder,
-        path,
+impl Model {
+    fn new(mixture: Mixture) -> Model {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("model.gguf");
+        mixture.write(&path).expect("free space");
+        Model {
+            _folder: folder,
+            path,
+            mixture,
+            option: None,
+        }
+    }
+
+    fn option(mut self, option: &'static str) -> Model {
+        self.option = Some(option);
+        self
+    }
+
+    fn setup(&self, setup: Setup) -> Setup {
+        let setup = setup.model(&self.path);
+        match self.option {
+            Some(option) => setup.option(option),
+            None => setup,
+        }
     }
 }
 
 /// Early copies do not change the logits.
-fn early(mixture: Mixture) {
-    let model = model(mixture);
-    let of_model = |setup: Setup| setup.model(&model.path);
-    let prompts = same_as_without(&of_model(on()), &COMMANDS);
+fn early(model: &Model) {
+    let mixture = model.mixture;
+    let prompts = same_as_without(&model.setup(on()), &COMMANDS);
+    assert_ne!(prompts.answers[0], prompts.answers[1], "{mixture:?}");
     assert!(count(&prompts.figures, "layers_ahead") > 0, "{mixture:?}");
-    let decoding = same_as_without(&of_model(on()).device(DECODE.0, DECODE.1), &COMMANDS);
+    let decoding = same_as_without(&model.setup(on()).device(DECODE.0, DECODE.1), &COMMANDS);
     // All layers, for each prompt and token but the first prompt.
     let layers = count(&decoding.figures, "layers") + count(&decoding.figures, "layers_ahead");
     assert!(
@@ -54,7 +73,7 @@ fn early(mixture: Mixture) {
         decoding.figures
     );
     for early in ["down", "all"] {
-        let setup = of_model(Setup::default().with("LLAMA_POSTFETCH_HOST", early));
+        let setup = model.setup(Setup::default().with("LLAMA_POSTFETCH_HOST", early));
         let without = setup.clone().with("LLAMA_POSTFETCH_SCRATCHPAD_MB", "1");
         let without = without.run(&COMMANDS);
         assert_eq!(
@@ -71,14 +90,13 @@ fn early(mixture: Mixture) {
 }
 
 /// Experts that stay on the device do not change the logits.
-fn slots(mixture: Mixture) {
-    let model = model(mixture);
-    let of_model = |setup: Setup| setup.model(&model.path);
-    let expected = of_model(offloaded()).run(&COMMANDS).answers;
+fn slots(model: &Model) {
+    let mixture = model.mixture;
+    let expected = model.setup(offloaded()).run(&COMMANDS).answers;
     let mut misses = Vec::new();
     for mib in ["4", "auto"] {
         let checked = cached(mib).with("LLAMA_POSTFETCH_DEBUG", "1");
-        let run = of_model(checked).run(&COMMANDS);
+        let run = model.setup(checked).run(&COMMANDS);
         let figures = &run.figures;
         assert_eq!(run.answers, expected, "{mixture:?}, {mib} MiB");
         assert_eq!(figures["obstacle"], Value::Null);
@@ -99,32 +117,45 @@ fn slots(mixture: Mixture) {
 
 #[test]
 fn biases_of_experts_and_early_copies() {
-    early(Mixture::GptOss);
+    early(&Model::new(Mixture::GptOss));
 }
 
 #[test]
 fn biases_of_experts_and_slots() {
-    slots(Mixture::GptOss);
+    slots(&Model::new(Mixture::GptOss));
+}
+
+/// An addition then follows its product in the same part of the graph, with the ids of experts.
+const BIASES_ON_DEVICE: &str = r"on-cpu=_exps\.weight";
+
+#[test]
+fn biases_on_the_device_and_early_copies() {
+    early(&Model::new(Mixture::GptOss).option(BIASES_ON_DEVICE));
+}
+
+#[test]
+fn biases_on_the_device_and_slots() {
+    slots(&Model::new(Mixture::GptOss).option(BIASES_ON_DEVICE));
 }
 
 #[test]
 fn gate_and_up_in_one_matrix_and_early_copies() {
-    early(Mixture::MergedGateUp);
+    early(&Model::new(Mixture::MergedGateUp));
 }
 
 #[test]
 fn gate_and_up_in_one_matrix_and_slots() {
-    slots(Mixture::MergedGateUp);
+    slots(&Model::new(Mixture::MergedGateUp));
 }
 
 #[test]
 fn shared_experts_and_early_copies() {
-    early(Mixture::SharedExpert);
+    early(&Model::new(Mixture::SharedExpert));
 }
 
 #[test]
 fn shared_experts_and_slots() {
-    slots(Mixture::SharedExpert);
+    slots(&Model::new(Mixture::SharedExpert));
 }
 
 #[test]
@@ -133,7 +164,7 @@ fn biases_of_experts_in_llama_server_from_source() {
         println!("skipped: llama-server is missing; run 'cargo xtask hosts'");
         return;
     }
-    let model = model(Mixture::GptOss);
+    let model = Model::new(Mixture::GptOss);
     let mut answers = Vec::new();
     for (early, cache) in [("off", "0"), ("on", "0"), ("on", "auto")] {
         let sim = SimGgml::new(&[]);

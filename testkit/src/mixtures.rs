@@ -7,7 +7,7 @@ use std::path::Path;
 use crate::writer::{F32, Gguf, Kv, MXFP4, Q4_0, Q8_0, Tensor, nbytes, pattern};
 
 /// Layers.
-pub const LAYERS: u32 = 4;
+const LAYERS: u32 = 4;
 /// Experts of a layer.
 pub const EXPERTS: u32 = 32;
 /// Experts that a token uses.
@@ -36,26 +36,11 @@ pub enum Mixture {
 }
 
 impl Mixture {
-    /// All of them.
-    pub const ALL: [Mixture; 3] = [
-        Mixture::GptOss,
-        Mixture::MergedGateUp,
-        Mixture::SharedExpert,
-    ];
-
     /// Returns the number of layers with experts.
     pub fn layers(self) -> u32 {
         match self {
             Mixture::MergedGateUp => LAYERS - 1,
             _ => LAYERS,
-        }
-    }
-
-    /// Returns the matrices of experts of a layer.
-    pub fn matrices(self) -> u32 {
-        match self {
-            Mixture::MergedGateUp => 2,
-            _ => 3,
         }
     }
 
@@ -258,7 +243,7 @@ fn random(seed: u64, ty: u32, elements: u64, exponent: i32) -> Vec<u8> {
         return floats.flat_map(f32::to_le_bytes).collect();
     }
     let mut bytes = pattern(seed, nbytes(ty, elements) as usize);
-    // A block begins with its scale: a power of two, over the size of the numbers behind it.
+    // A block begins with its scale: a power of two, over the size of the numbers that follow.
     let half = |exponent: i32| (((15 + exponent) as u16) << 10).to_le_bytes().to_vec();
     let (block, scale) = match ty {
         Q4_0 => (18, half(exponent - 2)),
