@@ -1,20 +1,22 @@
 //! Prefill in an unmodified host whose experts are in host memory, in virtual time: a simulated
 //! GPU takes the time of copies and kernels and moves nothing. Stock against the drop-in.
 //!
-//! Run it with `cargo xtask bench postfetch_host`. The models have the sizes of real ones in the
-//! plain architecture `llama`: attention without what is special to a model, no shared expert,
-//! no biases. Files have holes for data.
+//! Run it with `cargo xtask bench postfetch_host`. The models have the sizes of real ones: one in
+//! its own architecture, two in the plain architecture `llama`, without a shared expert and with
+//! full attention in each layer. Files have holes for data.
 
 use std::path::Path;
 
 use testkit::host::{DropIn, Host, Program, preload_library};
+use testkit::moe::{Architecture, Data, Moe};
 use testkit::sim_ggml::{Report, SimGgml};
-use testkit::writer::{F32, Gguf, Kv, MXFP4, Q4_K, Q8_0, nbytes, vocabulary};
+use testkit::writer::{MXFP4, Q4_K};
 
-/// Layers of the files. The last of a prompt has one token, and the first starts cold.
+/// Layers of the files.
 const LAYERS: usize = 4;
-/// Layers whose time is measured, from the end of one to the end of the next.
-const MEASURED: std::ops::Range<usize> = 0..2;
+/// The layer that is measured, from the end of the one before to its own end. The first two
+/// begin with copies of inputs, and the last of a prompt may have one token.
+const MEASURED: usize = 2;
 /// Tokens of a vocabulary.
 const TOKENS: usize = 512;
 /// Tokens of a prompt, in one batch.
@@ -35,23 +37,11 @@ const MACHINE: [(&str, &str); 8] = [
     ("SIM_GGML_LAUNCH_US", "3"),
 ];
 
-/// The sizes of a model.
-struct Shape {
-    name: &'static str,
-    experts: i64,
-    used: i64,
-    width: i64,
-    /// Width of an expert.
-    inner: i64,
-    heads: i64,
-    heads_kv: i64,
-    head: i64,
-    ty: u32,
-}
-
-const SHAPES: [Shape; 3] = [
-    Shape {
-        name: "GPT-OSS-120B",
+/// Names and sizes of models.
+fn models() -> [(&'static str, Moe); 3] {
+    let gpt_oss = Moe {
+        architecture: Architecture::GptOss,
+        layers: LAYERS,
         experts: 128,
         used: 4,
         width: 2880,
@@ -60,9 +50,10 @@ const SHAPES: [Shape; 3] = [
         heads_kv: 8,
         head: 64,
         ty: MXFP4,
-    },
-    Shape {
-        name: "Qwen3-Next-80B",
+        tokens: TOKENS,
+    };
+    let qwen = Moe {
+        architecture: Architecture::Llama,
         experts: 512,
         used: 10,
         width: 2048,
@@ -71,9 +62,9 @@ const SHAPES: [Shape; 3] = [
         heads_kv: 2,
         head: 256,
         ty: Q4_K,
-    },
-    Shape {
-        name: "Mixtral-8x7B",
+        ..gpt_oss
+    };
+    let mixtral = Moe {
         experts: 8,
         used: 2,
         width: 4096,
@@ -81,68 +72,18 @@ const SHAPES: [Shape; 3] = [
         heads: 32,
         heads_kv: 8,
         head: 128,
-        ty: Q4_K,
-    },
-];
+        ..qwen
+    };
+    [
+        ("GPT-OSS-120B", gpt_oss),
+        ("Qwen3-Next-80B", qwen),
+        ("Mixtral-8x7B", mixtral),
+    ]
+}
 
-impl Shape {
-    /// Milliseconds to copy a tensor with all experts.
-    fn copy_time(&self) -> f64 {
-        let elements = self.width * self.inner * self.experts;
-        (LATENCY + nbytes(self.ty, elements as u64) as f64 / LINK) / 1e6
-    }
-
-    fn file(&self) -> Gguf {
-        let mut file = Gguf::default();
-        for (key, value) in [
-            ("block_count", LAYERS as i64),
-            ("context_length", 4096),
-            ("embedding_length", self.width),
-            ("feed_forward_length", self.inner),
-            ("attention.head_count", self.heads),
-            ("attention.head_count_kv", self.heads_kv),
-            ("attention.key_length", self.head),
-            ("attention.value_length", self.head),
-            ("rope.dimension_count", self.head),
-            ("expert_count", self.experts),
-            ("expert_used_count", self.used),
-        ] {
-            file = file.kv(&format!("llama.{key}"), Kv::U32(value as u32));
-        }
-        let epsilon = Kv::Raw(6, 1e-5f32.to_le_bytes().to_vec());
-        file = file.kv("llama.attention.layer_norm_rms_epsilon", epsilon);
-        for (key, value) in vocabulary(TOKENS) {
-            let distinct = || (0..TOKENS).map(|token| format!("token {token}")).collect();
-            let value = match key.as_str() {
-                "tokenizer.ggml.tokens" => Kv::Texts(distinct()),
-                _ => value,
-            };
-            file = file.kv(&key, value);
-        }
-        let (width, inner) = (self.width, self.inner);
-        let (q, kv) = (self.heads * self.head, self.heads_kv * self.head);
-        file = file
-            .zeros("token_embd.weight", &[width, TOKENS as i64], Q8_0)
-            .zeros("output_norm.weight", &[width], F32)
-            .zeros("output.weight", &[width, TOKENS as i64], Q8_0);
-        for layer in 0..LAYERS {
-            for (name, ne, ty) in [
-                ("attn_norm", vec![width], F32),
-                ("attn_q", vec![width, q], Q8_0),
-                ("attn_k", vec![width, kv], Q8_0),
-                ("attn_v", vec![width, kv], Q8_0),
-                ("attn_output", vec![q, width], Q8_0),
-                ("ffn_norm", vec![width], F32),
-                ("ffn_gate_inp", vec![width, self.experts], F32),
-                ("ffn_gate_exps", vec![width, inner, self.experts], self.ty),
-                ("ffn_up_exps", vec![width, inner, self.experts], self.ty),
-                ("ffn_down_exps", vec![inner, width, self.experts], self.ty),
-            ] {
-                file = file.zeros(&format!("blk.{layer}.{name}.weight"), &ne, ty);
-            }
-        }
-        file
-    }
+/// Milliseconds to copy a tensor with all experts.
+fn copy_time(model: &Moe) -> f64 {
+    (LATENCY + model.expert_bytes() as f64 / LINK) / 1e6
 }
 
 /// Variables of the drop-in; without any it is not loaded.
@@ -238,17 +179,14 @@ impl Layer {
             let found = report.products.iter().rfind(|product| product.name == name);
             found.unwrap_or_else(|| panic!("no {name} on the device"))
         };
-        let layers = (MEASURED.end - MEASURED.start) as f64;
-        let ends = [MEASURED.start, MEASURED.end].map(|layer| find("down", layer).end_ns);
-        let measured = (MEASURED.start + 1..=MEASURED.end).flat_map(|layer| {
-            ["gate", "up", "down"].map(|role| {
-                let product = find(role, layer);
-                product.end_ns - product.start_ns
-            })
+        let end = |layer| find("down", layer).end_ns;
+        let products = ["gate", "up", "down"].map(|role| {
+            let product = find(role, MEASURED);
+            product.end_ns - product.start_ns
         });
         Layer {
-            whole: (ends[1] - ends[0]) as f64 / layers / 1e6,
-            product: measured.sum::<u64>() as f64 / layers / 3.0 / 1e6,
+            whole: (end(MEASURED) - end(MEASURED - 1)) as f64 / 1e6,
+            product: products.iter().sum::<u64>() as f64 / 3.0 / 1e6,
         }
     }
 
@@ -270,27 +208,28 @@ K: its product. Overlap: time saved, of what copies and computation can overlap.
         "| model | tokens | A | C | K | stock | A + 3C + 3K | no look-ahead | A + 3C + K | look-ahead | max(3C, A + 3K) | gain | overlap |"
     );
     println!("|---|---|---|---|---|---|---|---|---|---|---|---|---|");
-    for shape in &SHAPES {
-        shape.file().write_sparse(&path).expect("a file with holes");
+    for (name, model) in models() {
+        let file = model.file(Data::Zeros);
+        file.write_sparse(&path).expect("a file with holes");
         for tokens in PROMPTS {
             let run = |on_cpu, variables| prefill(&path, tokens, on_cpu, variables);
             let stock = run(EXPERTS, STOCK);
             let (a, k) = (run(NONE, STOCK).rest(), stock.product);
-            let c = shape.copy_time();
+            let c = copy_time(&model);
             let stock = stock.whole;
             let routed = run(EXPERTS, ROUTED).whole;
             let early = run(EXPERTS, EARLY).whole;
             let bound = (3.0 * c).max(a + 3.0 * k);
             println!(
                 "| {} | {tokens} | {a:.2} | {c:.2} | {k:.2} | {stock:.1} | {:.1} | {routed:.1} | {:.1} | {early:.1} | {bound:.1} | {:.2} | {:.0} % |",
-                shape.name,
+                name,
                 a + 3.0 * c + 3.0 * k,
                 a + 3.0 * c + k,
                 stock / early,
                 100.0 * (stock - early) / (stock - bound),
             );
             let (lock, both) = (run(EXPERTS, LOCKED).whole, run(EXPERTS, BOTH).whole);
-            let (name, gain) = (shape.name, stock / both);
+            let gain = stock / both;
             locked += &format!(
                 "| {name} | {tokens} | {stock:.1} | {lock:.1} | {both:.1} | {gain:.2} |\n"
             );
@@ -304,19 +243,19 @@ K: its product. Overlap: time saved, of what copies and computation can overlap.
 
 /// Prints the time of a token for the machines of the bandwidth model.
 fn decode(path: &Path) {
-    let shape = &SHAPES[0];
-    shape.file().write_sparse(path).expect("a file with holes");
+    let [(name, model), ..] = models();
+    let file = model.file(Data::Zeros);
+    file.write_sparse(path).expect("a file with holes");
     println!(
-        "\nVirtual time of a token in {LAYERS} layers of {}, ms, with page-locked experts. \
-In brackets what memory allows, where that is longer: CPU and link read from the same memory.\n",
-        shape.name
+        "\nVirtual time of a token in {LAYERS} layers of {name}, ms, with page-locked experts. \
+In brackets what memory allows, where that is longer: CPU and link read from the same memory.\n"
     );
     println!(
         "| machine | CPU, GB/s | link, GB/s | stock, on the CPU | down on the GPU | all on the GPU |"
     );
     println!("|---|---|---|---|---|---|");
-    let elements = (shape.width * shape.inner * shape.used) as u64;
-    let bytes = 3 * LAYERS as u64 * nbytes(shape.ty, elements);
+    let layer = 3 * model.expert_bytes() * model.used as u64 / model.experts as u64;
+    let bytes = LAYERS as u64 * layer;
     for (name, memory, cpu, link) in MACHINES {
         let stock = token(path, cpu, link, STOCK);
         let bound = bytes as f64 / memory / 1e6;

@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 
 use testkit::fixtures::{fixture, upstream_libraries};
 use testkit::host::{DropIn, Host, Program};
+use testkit::moe::{Data, Moe};
 use testkit::server::{Options, Request, Server, llama_cpp};
 use testkit::sim_ggml::{Report, SimGgml};
 
@@ -150,6 +151,34 @@ fn other_placements() {
         assert_eq!(found, expected, "{pattern}");
         report.assert_ordered();
     }
+}
+
+/// Biases of experts are in host memory, too.
+#[test]
+fn a_model_with_biases_of_experts() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = folder.path().join("model.gguf");
+    let file = Moe::small_gpt_oss().file(Data::Random);
+    file.write(&model).expect("free space");
+    let answers = |sim: Option<&SimGgml>| {
+        let program = Program::PythonExpertsOnCpu;
+        let mut host = Host::start_with(program, &model, &DropIn::Absent, |command| {
+            if let Some(sim) = sim {
+                sim.prepare(command);
+            }
+        });
+        let answers = ["prompt 40", "more 8", "prompt 64"].map(|command| host.ask(command));
+        assert_eq!(host.end(), Some(0));
+        answers
+    };
+    let sim = SimGgml::new(&[]);
+    let found = answers(Some(&sim));
+    assert_eq!(found, answers(None));
+    // Logits are numbers: their largest is not always the first.
+    assert!(found[1].split(' ').any(|token| token != "0"), "{found:?}");
+    let report = sim.report();
+    report.assert_ordered();
+    assert_eq!(report.products.len(), 24);
 }
 
 #[test]

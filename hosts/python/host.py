@@ -1,10 +1,10 @@
 """A host without a reference to llama-sidecar: Python, llama.cpp through ctypes.
 
-    python3 host.py LIBRARIES MODEL [count] [experts-on-cpu] [on-cpu=PATTERN] [tokens=N]
+    python3 host.py LIBRARIES MODEL [count] [experts-on-cpu] [on-cpu=PATTERN] [tokens=N] [part=N]
 
 With `experts-on-cpu`, routed experts stay in host memory, as llama.cpp's flag -cmoe has it;
 with `on-cpu`, the tensors whose names match. With `tokens`, a context has N tokens and
-evaluates so many in one batch.
+evaluates so many in one batch; with `part`, it evaluates a prompt in parts of N tokens.
 LIBRARIES is the folder of libllama and its companions. Takes the same commands on
 standard input as hosts/node/host.mjs, and
 
@@ -125,6 +125,8 @@ class Context:
         if tokens := option("tokens"):
             # n_ctx, n_batch, n_ubatch
             params.words[0] = params.words[1] = params.words[2] = int(tokens)
+        if part := option("part"):
+            params.words[2] = int(part)  # n_ubatch
         # n_threads, n_threads_batch: two contexts at a time do not fight over two cores.
         params.words[7] = params.words[8] = 1
         if "count" in options:

@@ -9,6 +9,7 @@ pub mod ggml;
 pub mod host;
 pub mod memory_limit;
 pub mod mixtures;
+pub mod moe;
 pub mod process;
 pub mod seeds;
 pub mod server;

@@ -64,8 +64,8 @@ virtual machine.",
         note: "No GPU was measured: the program is `hosts/python/host.py` with the libraries of the npm package \
 and a simulated GPU (`tests/sim-ggml`), whose time is virtual. The link copies 12 GB/s from mapped memory and \
 24 GB/s from page-locked memory, with 8 us for each copy. Kernels read 800 GB/s, compute 60 TFLOPS and take \
-3 us each; a kernel's time is the sum of these. Models have the sizes of the named ones in a plain \
-architecture: no shared expert, no biases, full attention in each layer. The router chooses at random, \
+3 us each; a kernel's time is the sum of these. Models have the sizes of the named ones; the last two in a plain \
+architecture: no shared expert, full attention in each layer. The router chooses at random, \
 so a prompt uses nearly all experts.",
     },
     Bench {

@@ -29,7 +29,7 @@ use std::cell::Cell;
 use std::ffi::{CStr, c_void};
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use llama_sidecar::config::{Config, Early};
@@ -48,7 +48,7 @@ use crate::sched::{Allocated, Scheduler};
 use crate::{journal, page_lock, parts};
 use cache::{Cache, Changed};
 use figures::{FIGURES, Reason};
-use plan::{Devices, Layer, Plan};
+use plan::{Devices, Layer, LayerSlots, Plan};
 use transfer::{Fetcher, Piece, Progress, Request};
 
 /// Post-fetch, as a capability.
@@ -77,6 +77,8 @@ enum Order {
 
 /// What post-fetch has for a scheduler.
 struct State {
+    /// The number of the scheduler, once there is a plan.
+    number: usize,
     plan: Option<Plan>,
     devices: Devices,
     fetcher: Option<Fetcher>,
@@ -102,6 +104,7 @@ struct State {
 impl State {
     const fn new() -> State {
         State {
+            number: 0,
             plan: None,
             devices: Devices::new(),
             fetcher: None,
@@ -120,6 +123,34 @@ impl State {
 
 /// By the number of the scheduler. Locked by the thread that evaluates.
 static STATES: [Mutex<State>; SLOTS] = [const { Mutex::new(State::new()) }; SLOTS];
+
+/// The addresses of the scheduler's copies in a plan.
+struct Copies {
+    start: AtomicUsize,
+    end: AtomicUsize,
+}
+
+impl Copies {
+    const NONE: Copies = Copies {
+        start: AtomicUsize::new(0),
+        end: AtomicUsize::new(0),
+    };
+
+    fn set(&self, addresses: Range<usize>) {
+        self.start.store(addresses.start, Ordering::Relaxed);
+        self.end.store(addresses.end, Ordering::Relaxed);
+    }
+
+    fn overlaps(&self, addresses: &Range<usize>) -> bool {
+        let (start, end) = (&self.start, &self.end);
+        start.load(Ordering::Relaxed) < addresses.end
+            && addresses.start < end.load(Ordering::Relaxed)
+    }
+}
+
+/// By the number of the scheduler. A program frees a graph that is evaluated on the same thread,
+/// or orders both itself.
+static COPIES: [Copies; SLOTS] = [Copies::NONE; SLOTS];
 
 /// Ids that the scheduler has requested: the layer, the tensor, and where its bytes go.
 #[derive(Clone, Copy)]
@@ -224,13 +255,15 @@ impl Capability for PostFetch {
     }
 
     fn tensors_freed(&self, addresses: &Range<usize>) {
-        for state in states() {
+        // Threads of a backend free tensors, too: they must not wait for a thread that evaluates,
+        // which may wait for them.
+        for (state, copies) in STATES
+            .iter()
+            .zip(&COPIES)
+            .filter(|(_, of)| of.overlaps(addresses))
+        {
             let mut state = state.lock();
-            let is_in = |plan: &Plan| {
-                let mut products = plan.layers.iter().flat_map(|layer| &layer.products);
-                products.any(|product| addresses.contains(&(product.copy as usize)))
-            };
-            if state.plan.as_ref().is_some_and(is_in) {
+            if copies.overlaps(addresses) {
                 state.retire();
             }
         }
@@ -310,6 +343,8 @@ pub unsafe fn graph_split(scheduler: Scheduler, sched: *mut Sched, reads: &Graph
     }
     state.plan = plan.filter(|_| state.fetcher.is_some());
     if let Some(plan) = &state.plan {
+        state.number = scheduler.number();
+        COPIES[state.number].set(plan.addresses());
         let products: usize = plan.layers.iter().map(|layer| layer.products.len()).sum();
         log::debug!(
             "post-fetch: {products} matrices of {} layers; copies before routing: {}",
@@ -505,7 +540,12 @@ pub unsafe fn part_begins(ggml: &'static Ggml, backend: *mut Backend, part: *mut
         };
         let layer = &mut plan.layers[layer];
         let product = &layer.products[role];
-        if product.transfer.progress() != Progress::Idle {
+        let has_loads = |slots: &LayerSlots| {
+            let cache = state.cache.as_mut();
+            slots.ready && cache.is_some_and(|cache| cache.layer(slots.at).has_loads())
+        };
+        let requested = product.transfer.progress() != Progress::Idle;
+        if requested || layer.slots.as_ref().is_some_and(has_loads) {
             // SAFETY: the backend of the product, on the thread that uses it.
             unsafe { fetcher.acquire(&product.transfer, backend) };
         }
@@ -611,6 +651,7 @@ impl State {
     /// Ends the use of the plan: its graph is dropped.
     fn retire(&mut self) {
         if let Some(plan) = self.plan.take() {
+            COPIES[self.number].set(0..0);
             self.drain();
             self.devices.retire(plan);
         }

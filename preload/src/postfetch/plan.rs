@@ -88,6 +88,13 @@ pub struct Plan {
 unsafe impl Send for Plan {}
 
 impl Plan {
+    /// Returns the addresses of the scheduler's copies.
+    pub fn addresses(&self) -> std::ops::Range<usize> {
+        let first = self.copies.first().map_or(0, |of| of.0);
+        let last = self.copies.last().map_or(0, |of| of.0 + 1);
+        first..last
+    }
+
     /// Returns layer and product of a copy of the scheduler.
     pub fn find(&self, copy: *const Tensor) -> Option<(usize, usize)> {
         let address = copy as usize;

@@ -13,9 +13,9 @@
 //! be seen here.
 //!
 //! Time is virtual: nothing waits for it. Each stream and each thread has its own. Work starts
-//! when its stream, its submission and the events before it allow; a copy takes the earliest
-//! gap of the link; a thread that synchronizes continues at the time of the stream. Graphs of
-//! the host's CPU backend take time only where a variable says how much. A thread's time is
+//! when its stream, its submission and the events before it allow; copies take the
+//! link in the order in which they could start, one at a time in each direction; a thread that synchronizes continues at the time of the stream. Graphs of
+//! the host's CPU backend take time only where a variable sets how much. A thread's time is
 //! not handed to another thread, except through streams and events.
 //!
 //! | variable | default | meaning |
@@ -44,6 +44,7 @@ mod host;
 mod kernel;
 mod memory;
 mod order;
+mod queue;
 mod report;
 mod routing;
 mod schedule;

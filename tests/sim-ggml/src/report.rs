@@ -50,7 +50,7 @@ fn of(sim: &Sim) -> Value {
         let link = sim.link(direction).lock().expect("no panic");
         json!({
             "bytes": link.bytes,
-            "busy_ns": link.schedule.total(),
+            "busy_ns": link.queue.busy.total(),
             "copies_locked": link.locked,
             "copies_pageable": link.pageable,
         })
@@ -62,7 +62,7 @@ fn of(sim: &Sim) -> Value {
     let (kernel_ns, overlap_ns) = {
         let kernels = sim.kernels.lock().expect("no panic");
         let link = sim.link(Direction::ToDevice).lock().expect("no panic");
-        (kernels.total(), kernels.common(&link.schedule))
+        (kernels.total(), kernels.common(&link.queue.busy))
     };
     let streams = sim.streams.lock().expect("no panic");
     let streams: Vec<Value> = streams

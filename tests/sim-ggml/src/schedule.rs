@@ -7,25 +7,6 @@ use std::collections::BTreeMap;
 pub struct Schedule(BTreeMap<u64, u64>);
 
 impl Schedule {
-    /// Takes the first gap of this length that begins at `earliest` or later; returns its start.
-    ///
-    /// Work arrives in another order than its virtual times have, so a gap may lie before what
-    /// was taken already.
-    pub fn reserve(&mut self, earliest: u64, length: u64) -> u64 {
-        let mut start = earliest;
-        if let Some((_, &end)) = self.0.range(..=earliest).next_back() {
-            start = start.max(end);
-        }
-        for (&next, &end) in self.0.range(earliest + 1..) {
-            if next >= start + length {
-                break;
-            }
-            start = end;
-        }
-        self.add(start, start + length);
-        start
-    }
-
     /// Adds an interval, which may overlap others.
     pub fn add(&mut self, mut start: u64, mut end: u64) {
         if start == end {
@@ -71,18 +52,6 @@ mod tests {
             schedule.add(start, end);
         }
         schedule
-    }
-
-    #[test]
-    fn the_first_gap_that_is_long_enough() {
-        let mut schedule = of(&[(10, 20), (25, 30), (50, 60)]);
-        assert_eq!(schedule.reserve(12, 5), 20);
-        assert_eq!(schedule.reserve(0, 11), 30);
-        assert_eq!(schedule.reserve(0, 10), 0);
-        assert_eq!(schedule.reserve(55, 1), 60);
-        // 0..41 and 50..61
-        assert_eq!(schedule.0.len(), 2);
-        assert_eq!(schedule.total(), 52);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use crate::ggml::Ggml;
 use crate::host::HostThread;
 use crate::memory::{Block, Memory};
 use crate::order::{Clock, Use, Who};
+use crate::queue::Queue;
 use crate::report;
 use crate::schedule::Schedule;
 use crate::settings::Settings;
@@ -40,8 +41,8 @@ pub enum Direction {
 /// One direction of the link.
 #[derive(Debug, Default)]
 pub struct Link {
-    /// When it is busy.
-    pub schedule: Schedule,
+    /// Who has it when.
+    pub queue: Queue,
     /// Bytes copied.
     pub bytes: u64,
     /// Copies from or to page-locked memory.
@@ -185,7 +186,7 @@ impl Sim {
         } else {
             &mut link.pageable
         }) += 1;
-        let start = link.schedule.reserve(from, length);
+        let start = link.queue.take(from, length);
         Taken {
             start,
             end: start + length,
