@@ -3,14 +3,13 @@
 
 mod hosts;
 
-use std::process::Command;
-
+use hosts::simulated::{DECODE, Run, Setup, cached, offloaded, on, same_as_without};
 use hosts::{count, taken};
 use serde_json::Value;
 use testkit::fixtures::fixture;
-use testkit::host::{DropIn, Host, Program, replace};
+use testkit::host::{DropIn, Host, replace};
 use testkit::server::{Options, Request, Server, llama_cpp};
-use testkit::sim_ggml::{Report, SimGgml};
+use testkit::sim_ggml::SimGgml;
 
 /// Prompts that the device takes with their experts, graphs that are used again, and decoding.
 const COMMANDS: [&str; 5] = [
@@ -20,104 +19,6 @@ const COMMANDS: [&str; 5] = [
     "prompt 64",
     "prompt 33",
 ];
-
-/// The smallest batch that the host offloads. With 1, decoding is offloaded, too.
-const DECODE: (&str, &str) = ("GGML_OP_OFFLOAD_MIN_BATCH", "1");
-
-/// What a host answered, the figures of post-fetch, and the report of the simulated GPU.
-struct Run {
-    answers: Vec<String>,
-    figures: Value,
-    report: Report,
-}
-
-/// How a host is run.
-#[derive(Clone, Default)]
-struct Setup {
-    /// Settings of the simulated GPU.
-    device: Vec<(&'static str, String)>,
-    /// Variables of the drop-in.
-    variables: Vec<(&'static str, String)>,
-    /// Options of the host.
-    options: Vec<String>,
-}
-
-impl Setup {
-    fn device(mut self, name: &'static str, value: &str) -> Setup {
-        self.device.push((name, value.into()));
-        self
-    }
-
-    fn with(mut self, name: &'static str, value: &str) -> Setup {
-        self.variables.push((name, value.into()));
-        self
-    }
-
-    fn option(mut self, option: &str) -> Setup {
-        self.options.push(option.into());
-        self
-    }
-
-    fn simulation(&self) -> SimGgml {
-        let settings = self.device.iter();
-        let settings: Vec<_> = settings
-            .map(|(name, value)| (*name, value.as_str()))
-            .collect();
-        SimGgml::new(&settings)
-    }
-
-    fn start(&self, sim: &SimGgml, model: &std::path::Path) -> Host {
-        // At debug level, the drop-in waits for the device after each evaluation.
-        let mut variables = vec![("LLAMA_SIDECAR_LOG", "info".into())];
-        variables.extend(self.variables.clone());
-        let drop_in = DropIn::On(variables);
-        let prepare = |command: &mut Command| {
-            sim.prepare(command);
-            command.args(&self.options);
-        };
-        Host::start_with(Program::PythonExpertsOnCpu, model, &drop_in, prepare)
-    }
-
-    fn run(&self, commands: &[&str]) -> Run {
-        let sim = self.simulation();
-        let mut host = self.start(&sim, &fixture("small-moe.gguf"));
-        let answers = commands.iter().map(|command| host.ask(command)).collect();
-        let figures = host.control("status")["post_fetch"].clone();
-        assert_eq!(host.end(), Some(0));
-        let report = sim.report();
-        report.assert_ordered();
-        Run {
-            answers,
-            figures,
-            report,
-        }
-    }
-}
-
-fn on() -> Setup {
-    Setup::default().with("LLAMA_POSTFETCH_HOST", "on")
-}
-
-/// The logits are those of the host without post-fetch, and experts were copied early.
-fn same_as_without(setup: &Setup, commands: &[&str]) -> Run {
-    let mut without = setup.clone();
-    without.variables.clear();
-    let expected = without.run(commands);
-    let found = setup.run(commands);
-    assert_eq!(found.answers, expected.answers);
-    assert!(
-        count(&found.figures, "early_bytes") > 0,
-        "{}",
-        found.figures
-    );
-    assert!(
-        count(&found.figures, "left_out_bytes") > 0,
-        "{}",
-        found.figures
-    );
-    assert_eq!(found.figures["obstacle"], Value::Null);
-    found
-}
 
 #[test]
 fn prompts_and_kept_graphs() {
@@ -358,18 +259,6 @@ fn page_locked_mappings() {
     assert_eq!(host.end(), Some(0));
     let report = sim.report();
     assert_eq!(report.calls("unregister_host_buffer"), 1);
-}
-
-/// Decoding on the device with `mib` MiB of slots.
-fn cached(mib: &str) -> Setup {
-    Setup::default().with("LLAMA_POSTFETCH_CACHE_MB", mib)
-}
-
-/// The same placement without early copies, and without slots: there is no memory for them.
-fn offloaded() -> Setup {
-    Setup::default()
-        .with("LLAMA_POSTFETCH_HOST", "all")
-        .with("LLAMA_POSTFETCH_SCRATCHPAD_MB", "1")
 }
 
 /// Tokens that are decoded after prompts, and batches that fit the slots or not.

@@ -12,6 +12,7 @@ use hosts::{
 };
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, replace};
+use testkit::mixtures::Mixture;
 
 #[test]
 fn all_layers_on_the_device() {
@@ -174,4 +175,40 @@ fn experts_of_prompts_are_copied_early() {
 #[test]
 fn experts_of_each_token_are_copied_early() {
     same_with_post_fetch("1", &["prompt 4", "hashes 3"]);
+}
+
+/// Experts that stay on the device, in graphs with biases of experts and with gate and up in one
+/// matrix. From a batch of 1 on, the program itself has all products there.
+#[test]
+fn experts_that_stay_on_the_device() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("model.gguf");
+    let commands = ["prompt 40", "hashes 4", "prompt 40", "hashes 4"];
+    for mixture in [Mixture::GptOss, Mixture::MergedGateUp] {
+        mixture.write(&path).expect("free space");
+        let run = |mib: &str| {
+            let with = DropIn::On(vec![("LLAMA_POSTFETCH_CACHE_MB", mib.into())]);
+            let set = |command: &mut Command| {
+                // Biases are on the device: llama.cpp adds them in the kernel of a product.
+                command
+                    .arg(r"on-cpu=_exps\.weight")
+                    .env("GGML_OP_OFFLOAD_MIN_BATCH", "1");
+            };
+            let program = Program::PythonVulkanExpertsOnCpu;
+            let mut host = Host::start_with(program, &path, &with, set);
+            let answers = commands.map(|command| host.ask(command));
+            let figures = host.control("status")["post_fetch"].clone();
+            assert_eq!(host.end(), Some(0));
+            (answers, figures)
+        };
+        let (expected, without) = run("0");
+        assert!(without.is_null(), "{without}");
+        let (found, figures) = run("4");
+        assert_eq!(found, expected, "{mixture:?}");
+        assert!(figures["obstacle"].is_null(), "{figures}");
+        assert!(count(&figures, "cache_hits") > 0, "{figures}");
+        // In slots for some experts, others take their place.
+        let slots = count(&figures, "cache_slots") * u64::from(mixture.layers());
+        assert!(count(&figures, "cache_misses") > slots, "{figures}");
+    }
 }

@@ -8,6 +8,7 @@ pub mod fixtures;
 pub mod ggml;
 pub mod host;
 pub mod memory_limit;
+pub mod mixtures;
 pub mod moe;
 pub mod process;
 pub mod seeds;

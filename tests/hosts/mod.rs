@@ -1,6 +1,8 @@
 //! Checks of a swap that are the same for all real hosts.
 #![allow(dead_code, reason = "each test uses what it needs")]
 
+pub mod simulated;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;

@@ -97,6 +97,12 @@ const CHECKS: &[Check] = &[
         dropin_tests("dropin_stream_load")
     }),
     Check::new("simulated GPU in real hosts", || dropin_tests("sim_ggml")),
+    Check::new("post-fetch in hosts with a simulated GPU", || {
+        dropin_tests("dropin_postfetch")
+    }),
+    Check::new("the same with other models", || {
+        dropin_tests("dropin_postfetch_models")
+    }),
     Check::new("drop-in with nothing enabled", || dropin_tests("idle")),
     Check::new("the command with real hosts", || dropin_tests("command")),
     Check {

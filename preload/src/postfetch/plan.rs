@@ -436,7 +436,10 @@ unsafe fn slots(
         let at = cache.find(ggml, device, (first.model, first.layer), &matrices)?;
         let [used, tokens, more, _]: [i64; 4] = layout.read(first.used.ids, layout.ne);
         let fits = more == 1 && used.checked_mul(tokens)? <= cache.slots() as i64 && tokens > 0;
-        let (context, ids) = cache.ids_tensor(at, used, tokens).filter(|_| fits)?;
+        if !fits {
+            return None;
+        }
+        let (context, ids) = cache.ids_tensor(at, used, tokens)?;
         Some(LayerSlots {
             at,
             ids,

@@ -1,0 +1,283 @@
+//! Small mixtures of experts that llama.cpp loads, in architectures whose graphs differ.
+//!
+//! All data are pseudo-random, so that no two experts are alike.
+
+use std::path::Path;
+
+use crate::writer::{F32, Gguf, Kv, MXFP4, Q4_0, Q8_0, Tensor, nbytes, pattern};
+
+/// Layers.
+const LAYERS: u32 = 4;
+/// Experts of a layer.
+pub const EXPERTS: u32 = 32;
+/// Experts that a token uses.
+pub const USED: u32 = 4;
+/// Tokens of the vocabulary.
+const TOKENS: usize = 512;
+/// The width of the model, and that of an expert.
+const WIDTH: i64 = 256;
+const HEADS: u32 = 4;
+const KV_HEADS: u32 = 2;
+const HEAD: i64 = 64;
+/// The size of a weight, as an exponent of two: sums over the width have the size of a summand.
+const WEIGHT: i32 = -4;
+
+/// A mixture of experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mixture {
+    /// As GPT-OSS: MXFP4 experts with biases, a router with a bias, attention with sinks, biases
+    /// and windows.
+    GptOss,
+    /// As Command with experts: gate and up in one matrix, a shared expert, and a first layer
+    /// without experts.
+    MergedGateUp,
+    /// As Qwen2: a shared expert with a gate of its own, and matrices of two types.
+    SharedExpert,
+}
+
+impl Mixture {
+    /// Returns the number of layers with experts.
+    pub fn layers(self) -> u32 {
+        match self {
+            Mixture::MergedGateUp => LAYERS - 1,
+            _ => LAYERS,
+        }
+    }
+
+    /// Writes the model.
+    pub fn write(self, path: &Path) -> std::io::Result<()> {
+        self.gguf().write(path)
+    }
+
+    fn architecture(self) -> &'static str {
+        match self {
+            Mixture::GptOss => "gpt-oss",
+            Mixture::MergedGateUp => "cohere2moe",
+            Mixture::SharedExpert => "qwen2moe",
+        }
+    }
+
+    fn gguf(self) -> Gguf {
+        let mut model = Writer::new(self.architecture());
+        match self {
+            Mixture::GptOss => model.key("attention.sliding_window", Kv::U32(32)),
+            Mixture::MergedGateUp => {
+                model.key("attention.sliding_window", Kv::U32(32));
+                model.key("logit_scale", Kv::F32(0.25));
+                model.key("leading_dense_block_count", Kv::U32(1));
+                model.key("expert_shared_count", Kv::U32(1));
+                model.key("expert_weights_norm", Kv::Bool(true));
+            }
+            Mixture::SharedExpert => {}
+        }
+        model.matrix("token_embd.weight", &[WIDTH, TOKENS as i64], Q8_0, 0);
+        model.ones("output_norm.weight");
+        model.matrix("output.weight", &[WIDTH, TOKENS as i64], Q8_0, WEIGHT);
+        for layer in 0..LAYERS {
+            let mut layer = model.layer(layer);
+            layer.attention(self != Mixture::MergedGateUp);
+            match self {
+                Mixture::GptOss => {
+                    layer.ones("post_attention_norm.weight");
+                    layer.floats("attn_sinks.weight", &[HEADS.into()], 0);
+                    layer.floats("attn_output.bias", &[WIDTH], -3);
+                    layer.experts(["gate", "up", "down"].map(|name| (name, 1, MXFP4)));
+                    layer.floats("ffn_gate_inp.bias", &[EXPERTS.into()], 0);
+                    for role in ["gate", "up", "down"] {
+                        let name = format!("ffn_{role}_exps.bias");
+                        layer.floats(&name, &[WIDTH, EXPERTS.into()], -1);
+                    }
+                }
+                Mixture::MergedGateUp if layer.number == 0 => layer.dense(""),
+                Mixture::MergedGateUp => {
+                    layer.experts([("gate_up", 2, MXFP4), ("down", 1, Q8_0)]);
+                    layer.dense("_shexp");
+                }
+                Mixture::SharedExpert => {
+                    layer.ones("ffn_norm.weight");
+                    layer.experts([("gate", 1, Q4_0), ("up", 1, Q4_0), ("down", 1, MXFP4)]);
+                    layer.dense("_shexp");
+                    layer.floats("ffn_gate_inp_shexp.weight", &[WIDTH], WEIGHT);
+                }
+            }
+        }
+        model.gguf
+    }
+}
+
+/// A model that is being described.
+struct Writer {
+    gguf: Gguf,
+    architecture: &'static str,
+}
+
+/// A layer of it.
+struct Layer<'a> {
+    model: &'a mut Writer,
+    number: u32,
+}
+
+impl Writer {
+    fn new(architecture: &'static str) -> Writer {
+        let mut gguf = Gguf::default();
+        gguf.kvs[0].1 = Kv::Text(architecture.into());
+        gguf.kvs.extend(vocabulary());
+        let mut model = Writer { gguf, architecture };
+        let width = WIDTH as u32;
+        for (key, value) in [
+            ("context_length", 1024),
+            ("embedding_length", width),
+            ("block_count", LAYERS),
+            ("feed_forward_length", width),
+            ("expert_feed_forward_length", width),
+            ("expert_shared_feed_forward_length", width),
+            ("expert_count", EXPERTS),
+            ("expert_used_count", USED),
+            ("attention.head_count", HEADS),
+            ("attention.head_count_kv", KV_HEADS),
+            ("attention.key_length", HEAD as u32),
+            ("attention.value_length", HEAD as u32),
+            ("rope.dimension_count", HEAD as u32),
+        ] {
+            model.key(key, Kv::U32(value));
+        }
+        model.key("attention.layer_norm_rms_epsilon", Kv::F32(1e-5));
+        model.key("rope.freq_base", Kv::F32(10000.0));
+        model
+    }
+
+    fn key(&mut self, name: &str, value: Kv) {
+        let name = format!("{}.{name}", self.architecture);
+        self.gguf.kvs.push((name, value));
+    }
+
+    fn layer(&mut self, number: u32) -> Layer<'_> {
+        Layer {
+            model: self,
+            number,
+        }
+    }
+
+    fn tensor(&mut self, name: &str, ne: &[i64], ty: u32, data: Vec<u8>) {
+        self.gguf.tensors.push(Tensor {
+            name: name.into(),
+            ne: ne.to_vec(),
+            ty,
+            data,
+        });
+    }
+
+    fn matrix(&mut self, name: &str, ne: &[i64], ty: u32, exponent: i32) {
+        let elements: i64 = ne.iter().product();
+        let seed = self.gguf.tensors.len() as u64 + 1;
+        self.tensor(name, ne, ty, random(seed, ty, elements as u64, exponent));
+    }
+
+    fn ones(&mut self, name: &str) {
+        let data = 1f32.to_le_bytes().repeat(WIDTH as usize);
+        self.tensor(name, &[WIDTH], F32, data);
+    }
+}
+
+impl Layer<'_> {
+    fn name(&self, name: &str) -> String {
+        format!("blk.{}.{name}", self.number)
+    }
+
+    fn matrix(&mut self, name: &str, ne: &[i64], ty: u32) {
+        let name = self.name(name);
+        self.model.matrix(&name, ne, ty, WEIGHT);
+    }
+
+    fn floats(&mut self, name: &str, ne: &[i64], exponent: i32) {
+        let name = self.name(name);
+        self.model.matrix(&name, ne, F32, exponent);
+    }
+
+    fn ones(&mut self, name: &str) {
+        let name = self.name(name);
+        self.model.ones(&name);
+    }
+
+    fn attention(&mut self, biases: bool) {
+        self.ones("attn_norm.weight");
+        for (name, heads) in [("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)] {
+            let rows = i64::from(heads) * HEAD;
+            self.matrix(&format!("attn_{name}.weight"), &[WIDTH, rows], Q8_0);
+            if biases {
+                self.floats(&format!("attn_{name}.bias"), &[rows], -3);
+            }
+        }
+        let columns = i64::from(HEADS) * HEAD;
+        self.matrix("attn_output.weight", &[columns, WIDTH], Q8_0);
+    }
+
+    /// The router, and for each role a matrix of all experts, with so many widths of rows.
+    fn experts<const ROLES: usize>(&mut self, roles: [(&str, i64, u32); ROLES]) {
+        let experts = i64::from(EXPERTS);
+        self.floats("ffn_gate_inp.weight", &[WIDTH, experts], -3);
+        for (role, widths, ty) in roles {
+            let name = format!("ffn_{role}_exps.weight");
+            self.matrix(&name, &[WIDTH, widths * WIDTH, experts], ty);
+        }
+    }
+
+    /// A network that all tokens use.
+    fn dense(&mut self, suffix: &str) {
+        for role in ["gate", "up", "down"] {
+            let name = format!("ffn_{role}{suffix}.weight");
+            self.matrix(&name, &[WIDTH, WIDTH], Q8_0);
+        }
+    }
+}
+
+/// Returns pseudo-random data of this seed, of about the size of this power of two.
+fn random(seed: u64, ty: u32, elements: u64, exponent: i32) -> Vec<u8> {
+    if ty == F32 {
+        let bytes = pattern(seed, 2 * elements as usize);
+        let float = |pair: &[u8]| {
+            let whole = i16::from_le_bytes([pair[0], pair[1]]);
+            f32::from(whole) / 16384.0 * 2f32.powi(exponent)
+        };
+        let floats = bytes.chunks_exact(2).map(float);
+        return floats.flat_map(f32::to_le_bytes).collect();
+    }
+    let mut bytes = pattern(seed, nbytes(ty, elements) as usize);
+    // A block begins with its scale: a power of two, over the size of the numbers that follow.
+    let half = |exponent: i32| (((15 + exponent) as u16) << 10).to_le_bytes().to_vec();
+    let (block, scale) = match ty {
+        Q4_0 => (18, half(exponent - 2)),
+        Q8_0 => (34, half(exponent - 6)),
+        MXFP4 => (17, vec![(127 + exponent - 1) as u8]),
+        other => panic!("no experts of type {other}"),
+    };
+    for block in bytes.chunks_exact_mut(block) {
+        block[..scale.len()].copy_from_slice(&scale);
+    }
+    bytes
+}
+
+/// Returns the keys of a vocabulary that has a token for each byte.
+fn vocabulary() -> Vec<(String, Kv)> {
+    const UNKNOWN: i32 = 2;
+    const CONTROL: i32 = 3;
+    const BYTE: i32 = 6;
+    let mut words = vec!["<unk>".to_owned(), "<s>".to_owned(), "</s>".to_owned()];
+    let mut types = vec![UNKNOWN, CONTROL, CONTROL];
+    words.extend((0..256).map(|byte| format!("<0x{byte:02X}>")));
+    types.resize(words.len(), BYTE);
+    let more = TOKENS - words.len();
+    words.extend((0..more).map(|i| format!("\u{2581}{i:x}")));
+    types.resize(words.len(), 1);
+    let scores = (0..words.len()).map(|i| -(i as f32)).collect();
+    let keys = [
+        ("model", Kv::Text("llama".into())),
+        ("tokens", Kv::Texts(words)),
+        ("scores", Kv::F32s(scores)),
+        ("token_type", Kv::I32s(types)),
+        ("bos_token_id", Kv::U32(1)),
+        ("eos_token_id", Kv::U32(2)),
+    ];
+    keys.map(|(key, value)| (format!("tokenizer.ggml.{key}"), value))
+        .into()
+}

@@ -1,0 +1,131 @@
+//! Hosts with a simulated GPU and post-fetch.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::Value;
+use testkit::fixtures::fixture;
+use testkit::host::{DropIn, Host, Program};
+use testkit::sim_ggml::{Report, SimGgml};
+
+use super::count;
+
+/// The smallest batch that the host offloads. With 1, decoding is offloaded, too.
+pub const DECODE: (&str, &str) = ("GGML_OP_OFFLOAD_MIN_BATCH", "1");
+
+/// What a host answered, the figures of post-fetch, and the report of the simulated GPU.
+pub struct Run {
+    pub answers: Vec<String>,
+    pub figures: Value,
+    pub report: Report,
+}
+
+/// How a host is run.
+#[derive(Clone, Default)]
+pub struct Setup {
+    /// The model, if it is not the fixture.
+    model: Option<PathBuf>,
+    /// Settings of the simulated GPU.
+    device: Vec<(&'static str, String)>,
+    /// Variables of the drop-in.
+    variables: Vec<(&'static str, String)>,
+    /// Options of the host.
+    options: Vec<String>,
+}
+
+impl Setup {
+    pub fn model(mut self, path: &Path) -> Setup {
+        self.model = Some(path.to_owned());
+        self
+    }
+
+    pub fn device(mut self, name: &'static str, value: &str) -> Setup {
+        self.device.push((name, value.into()));
+        self
+    }
+
+    pub fn with(mut self, name: &'static str, value: &str) -> Setup {
+        self.variables.push((name, value.into()));
+        self
+    }
+
+    pub fn option(mut self, option: &str) -> Setup {
+        self.options.push(option.into());
+        self
+    }
+
+    pub fn simulation(&self) -> SimGgml {
+        let settings = self.device.iter();
+        let settings: Vec<_> = settings
+            .map(|(name, value)| (*name, value.as_str()))
+            .collect();
+        SimGgml::new(&settings)
+    }
+
+    pub fn start(&self, sim: &SimGgml, model: &Path) -> Host {
+        // At debug level, the drop-in waits for the device after each evaluation.
+        let mut variables = vec![("LLAMA_SIDECAR_LOG", "info".into())];
+        variables.extend(self.variables.clone());
+        let drop_in = DropIn::On(variables);
+        let prepare = |command: &mut Command| {
+            sim.prepare(command);
+            command.args(&self.options);
+        };
+        Host::start_with(Program::PythonExpertsOnCpu, model, &drop_in, prepare)
+    }
+
+    pub fn run(&self, commands: &[&str]) -> Run {
+        let sim = self.simulation();
+        let model = self.model.clone();
+        let model = model.unwrap_or_else(|| fixture("small-moe.gguf"));
+        let mut host = self.start(&sim, &model);
+        let answers = commands.iter().map(|command| host.ask(command)).collect();
+        let figures = host.control("status")["post_fetch"].clone();
+        assert_eq!(host.end(), Some(0));
+        let report = sim.report();
+        report.assert_ordered();
+        Run {
+            answers,
+            figures,
+            report,
+        }
+    }
+}
+
+/// Early copies where the host copies experts itself.
+pub fn on() -> Setup {
+    Setup::default().with("LLAMA_POSTFETCH_HOST", "on")
+}
+
+/// Decoding on the device with `mib` MiB of slots.
+pub fn cached(mib: &str) -> Setup {
+    Setup::default().with("LLAMA_POSTFETCH_CACHE_MB", mib)
+}
+
+/// The same placement without early copies, and without slots: there is no memory for them.
+pub fn offloaded() -> Setup {
+    Setup::default()
+        .with("LLAMA_POSTFETCH_HOST", "all")
+        .with("LLAMA_POSTFETCH_SCRATCHPAD_MB", "1")
+}
+
+/// The logits are those of the host without post-fetch, and experts were copied early.
+pub fn same_as_without(setup: &Setup, commands: &[&str]) -> Run {
+    let mut without = setup.clone();
+    without.variables.clear();
+    let expected = without.run(commands);
+    let found = setup.run(commands);
+    assert_eq!(found.answers, expected.answers);
+    assert!(
+        count(&found.figures, "early_bytes") > 0,
+        "{}",
+        found.figures
+    );
+    assert!(
+        count(&found.figures, "left_out_bytes") > 0,
+        "{}",
+        found.figures
+    );
+    assert_eq!(found.figures["obstacle"], Value::Null);
+    found
+}
