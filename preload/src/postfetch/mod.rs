@@ -340,7 +340,7 @@ pub unsafe fn graph_split(scheduler: Scheduler, sched: *mut Sched, reads: &Graph
             .filter(|_| state.order == Order::Expected);
         state.devices.plan(scheduler.ggml(), sched, reads, cache)
     };
-    if plan.is_some() && state.order == Order::Expected {
+    if plan.is_some() {
         // SAFETY: as the caller ensures; the scheduler was waited for.
         unsafe { state.biases.plan(scheduler.ggml(), sched, reads) };
     }
@@ -509,7 +509,10 @@ pub unsafe fn is_copied(
 
 /// Returns whether a copy of the scheduler is left out: the device has the biases already.
 pub fn is_bias_copied(from: *const Tensor, to: *const Tensor) -> bool {
-    current().is_some_and(|mut state| state.biases.is_copied(from, to))
+    let copied = |mut state: parking_lot::MutexGuard<'_, State>| {
+        state.biases.is_copied(from, to) && state.order == Order::Expected
+    };
+    current().is_some_and(copied)
 }
 
 /// Whether a copy of a whole matrix at `start` has a range of its bytes.
