@@ -8,7 +8,7 @@
 use std::path::Path;
 
 use testkit::host::{DropIn, Host, Program, preload_library};
-use testkit::moe::{Architecture, Data, Moe};
+use testkit::moe::{Architecture, Moe};
 use testkit::sim_ggml::{Report, SimGgml};
 use testkit::writer::{MXFP4, Q4_K};
 
@@ -209,7 +209,7 @@ K: its product. Overlap: time saved, of what copies and computation can overlap.
     );
     println!("|---|---|---|---|---|---|---|---|---|---|---|---|---|");
     for (name, model) in models() {
-        let file = model.file(Data::Zeros);
+        let file = model.file();
         file.write_sparse(&path).expect("a file with holes");
         for tokens in PROMPTS {
             let run = |on_cpu, variables| prefill(&path, tokens, on_cpu, variables);
@@ -244,7 +244,7 @@ K: its product. Overlap: time saved, of what copies and computation can overlap.
 /// Prints the time of a token for the machines of the bandwidth model.
 fn decode(path: &Path) {
     let [(name, model), ..] = models();
-    let file = model.file(Data::Zeros);
+    let file = model.file();
     file.write_sparse(path).expect("a file with holes");
     println!(
         "\nVirtual time of a token in {LAYERS} layers of {name}, ms, with page-locked experts. \
