@@ -44,6 +44,7 @@ macro_rules! hooks {
             BackendSynchronize = ggml_backend_synchronize,
             TensorGetAsync = ggml_backend_tensor_get_async,
             TensorSetAsync = ggml_backend_tensor_set_async,
+            TensorCopy = ggml_backend_tensor_copy,
             OffloadOp = ggml_backend_offload_op,
             ReloadChangedTensors = llama_reload_changed_tensors,
         }

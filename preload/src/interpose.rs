@@ -118,6 +118,7 @@ fn replacement(hook: Hook) -> *const c_void {
         Hook::BackendSynchronize => part_synchronize as *const c_void,
         Hook::TensorGetAsync => part_get as *const c_void,
         Hook::TensorSetAsync => part_set as *const c_void,
+        Hook::TensorCopy => part_copy as *const c_void,
         Hook::OffloadOp => offload_op as *const c_void,
         Hook::ReloadChangedTensors => reload_changed_tensors as *const c_void,
     }
@@ -157,7 +158,10 @@ fn destination(hook: Hook, return_address: usize, arguments: &Arguments) -> *con
     let in_parts = parts::current().is_some();
     let wanted = match hook {
         Hook::BackendCompute => in_parts || !thread::is_inside(),
-        Hook::BackendSynchronize | Hook::TensorGetAsync | Hook::TensorSetAsync => in_parts,
+        Hook::BackendSynchronize
+        | Hook::TensorGetAsync
+        | Hook::TensorSetAsync
+        | Hook::TensorCopy => in_parts,
         // While the program splits a graph, this thread runs code of the drop-in.
         Hook::OffloadOp => postfetch::offloads(),
         _ => !thread::is_inside(),
@@ -636,6 +640,19 @@ unsafe extern "C-unwind" fn part_set(
     let real = meant!(call, *mut Backend, *mut Tensor, *const c_void, usize, usize);
     // SAFETY: the arguments of the call.
     unsafe { real(backend, tensor, data, offset, size) }
+}
+
+/// A copy of a whole tensor between the parts of a graph.
+unsafe extern "C-unwind" fn part_copy(from: *mut Tensor, to: *mut Tensor) -> usize {
+    let (call, _inside) = entered();
+    let mut copied = false;
+    guarded(|| copied = postfetch::is_bias_copied(from, to));
+    if copied {
+        return 0;
+    }
+    let real = meant!(call, *mut Tensor, *mut Tensor);
+    // SAFETY: the arguments of the call.
+    unsafe { real(from, to) }
 }
 
 /// The question whether an operation goes to a GPU although its weight is in host memory.

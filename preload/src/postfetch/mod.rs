@@ -18,6 +18,7 @@
 //!
 //! The first evaluation of a scheduler only checks that the calls come in this order.
 
+mod biases;
 mod cache;
 mod experts;
 mod figures;
@@ -46,6 +47,7 @@ use crate::models::Model;
 use crate::routing::{self, Routed};
 use crate::sched::{Allocated, Scheduler};
 use crate::{journal, page_lock, parts};
+use biases::Biases;
 use cache::{Cache, Changed};
 use figures::{FIGURES, Reason};
 use plan::{Devices, Layer, LayerSlots, Plan};
@@ -81,6 +83,7 @@ struct State {
     number: usize,
     plan: Option<Plan>,
     devices: Devices,
+    biases: Biases,
     fetcher: Option<Fetcher>,
     order: Order,
     /// Whether an evaluation has copied experts in the expected order.
@@ -107,6 +110,7 @@ impl State {
             number: 0,
             plan: None,
             devices: Devices::new(),
+            biases: Biases::new(),
             fetcher: None,
             order: Order::Unknown,
             seen: false,
@@ -248,9 +252,7 @@ impl Capability for PostFetch {
             if state.plan.as_ref().is_some_and(of_model) {
                 state.retire();
             }
-            if let Some(cache) = &mut state.cache {
-                cache.clear();
-            }
+            state.clear_cache();
         }
     }
 
@@ -338,6 +340,10 @@ pub unsafe fn graph_split(scheduler: Scheduler, sched: *mut Sched, reads: &Graph
             .filter(|_| state.order == Order::Expected);
         state.devices.plan(scheduler.ggml(), sched, reads, cache)
     };
+    if plan.is_some() && state.order == Order::Expected {
+        // SAFETY: as the caller ensures; the scheduler was waited for.
+        unsafe { state.biases.plan(scheduler.ggml(), sched, reads) };
+    }
     if plan.is_some() && state.fetcher.is_none() {
         state.fetcher = Fetcher::start();
     }
@@ -370,20 +376,25 @@ pub unsafe fn offloads_node(ggml: &Ggml, backend: *mut Backend, node: *const Ten
     // SAFETY: as the caller ensures; sources of a live node are live and have names.
     unsafe {
         let device = (ggml.f.ggml_backend_get_device)(backend);
-        let is_product = layout.read::<i32>(node, layout.op) == ggml.ops.mul_mat_id;
-        if !is_product || device.is_null() || !instance::is_usable(ggml, device) {
+        if device.is_null() || !instance::is_usable(ggml, device) {
             return false;
+        }
+        let [_, used, tokens, _]: [i64; 4] = layout.read(node, layout.ne);
+        let ids = used.saturating_mul(tokens);
+        let fits = ids > 0 && ids <= SLOTS_OF_GRAPH.get() as i64;
+        if layout.read::<i32>(node, layout.op) != ggml.ops.mul_mat_id {
+            // A product on the device would wait for an addition on the CPU.
+            let early = Config::get().host_postfetch.early;
+            return (fits || early == Early::All) && biases::adds_biases(ggml, node);
         }
         let weight: *const Tensor = layout.read(node, layout.src);
         let name = CStr::from_ptr((ggml.f.ggml_get_name)(weight));
         let Some(name) = name.to_str().ok().and_then(ExpertName::parse) else {
             return false;
         };
-        let [_, used, tokens, _]: [i64; 4] = layout.read(node, layout.ne);
-        let fits = |slots: i64| used.checked_mul(tokens).is_some_and(|ids| ids <= slots);
         match Config::get().host_postfetch.early {
-            _ if tokens == 0 => false,
-            _ if fits(SLOTS_OF_GRAPH.get() as i64) => true,
+            _ if ids == 0 => false,
+            _ if fits => true,
             Early::None | Early::Stock => false,
             Early::Down => name.projection == Projection::Down,
             Early::All => true,
@@ -496,6 +507,11 @@ pub unsafe fn is_copied(
     false
 }
 
+/// Returns whether a copy of the scheduler is left out: the device has the biases already.
+pub fn is_bias_copied(from: *const Tensor, to: *const Tensor) -> bool {
+    current().is_some_and(|mut state| state.biases.is_copied(from, to))
+}
+
 /// Whether a copy of a whole matrix at `start` has a range of its bytes.
 fn covers(request: &Request, start: usize, bytes: &Range<usize>) -> bool {
     let has = |piece: &Piece| {
@@ -604,7 +620,9 @@ impl State {
         }
     }
 
+    /// Forgets which bytes stay on devices.
     fn clear_cache(&mut self) {
+        self.biases.clear();
         if let Some(cache) = &mut self.cache {
             cache.clear();
         }
@@ -650,6 +668,7 @@ impl State {
 
     /// Ends the use of the plan: its graph is dropped.
     fn retire(&mut self) {
+        self.biases.forget_graph();
         if let Some(plan) = self.plan.take() {
             COPIES[self.number].set(0..0);
             self.drain();
