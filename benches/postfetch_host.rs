@@ -8,7 +8,7 @@
 use std::path::Path;
 
 use testkit::host::{DropIn, Host, Program, preload_library};
-use testkit::moe::{Architecture, Data, Moe};
+use testkit::moe::{Architecture, Moe};
 use testkit::sim_ggml::{Report, SimGgml};
 use testkit::writer::{MXFP4, Q4_K};
 
@@ -209,7 +209,7 @@ K: its product. Overlap: time saved, of what copies and computation can overlap.
     );
     println!("|---|---|---|---|---|---|---|---|---|---|---|---|---|");
     for (name, model) in models() {
-        let file = model.file(Data::Zeros);
+        let file = model.file();
         file.write_sparse(&path).expect("a file with holes");
         for tokens in PROMPTS {
             // The order in which threads run can move a copy by the time of a product.
@@ -250,7 +250,7 @@ K: its product. Overlap: time saved, of what copies and computation can overlap.
 /// Prints the time of a token for the machines of the bandwidth model.
 fn decode(path: &Path) {
     let [(name, model), ..] = models();
-    let file = model.file(Data::Zeros);
+    let file = model.file();
     file.write_sparse(path).expect("a file with holes");
     println!(
         "\nVirtual time of a token in {LAYERS} layers of {name}, ms, with page-locked experts. \

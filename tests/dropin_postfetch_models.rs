@@ -5,10 +5,10 @@ mod hosts;
 
 use std::path::PathBuf;
 
-use hosts::count;
 use hosts::simulated::{DECODE, Setup, cached, offloaded, on, same_as_without};
+use hosts::{count, taken};
 use serde_json::Value;
-use testkit::host::DropIn;
+use testkit::host::{DropIn, replace};
 use testkit::mixtures::{EXPERTS, Mixture, USED};
 use testkit::server::{Options, Request, Server, llama_cpp};
 use testkit::sim_ggml::SimGgml;
@@ -123,6 +123,44 @@ fn biases_of_experts_and_early_copies() {
 #[test]
 fn biases_of_experts_and_slots() {
     slots(&Model::new(Mixture::GptOss));
+}
+
+/// What stays on the device, biases too, is dropped at a swap.
+#[test]
+fn swaps_of_biases_of_experts() {
+    let commands = ["prompt 40", "hashes 6"];
+    let folder = tempfile::tempdir().expect("a folder");
+    let files = [0, 1].map(|variant| {
+        let path = folder.path().join(format!("{variant}.gguf"));
+        let written = Mixture::GptOss.write_variant(variant, &path);
+        written.expect("free space");
+        path
+    });
+    let expected = files
+        .clone()
+        .map(|file| offloaded().model(&file).run(&commands).answers);
+    assert_ne!(expected[0], expected[1]);
+    for setup in [
+        cached("auto"),
+        Setup::default().with("LLAMA_POSTFETCH_HOST", "all"),
+    ] {
+        let path = folder.path().join("model.gguf");
+        replace(&path, &files[0]);
+        let sim = SimGgml::new(&[]);
+        let mut host = setup.start(&sim, &path);
+        for round in 0..5 {
+            for _ in 0..2 {
+                let answers = commands.map(|command| host.ask(command));
+                assert_eq!(answers[..], expected[round % 2], "round {round}");
+            }
+            replace(&path, &files[(round + 1) % 2]);
+            assert_ne!(taken(&host.control("reload")), (0, 0));
+        }
+        let figures = &host.control("status")["post_fetch"];
+        assert!(count(figures, "early_bytes") > 0, "{figures}");
+        assert_eq!(host.end(), Some(0));
+        sim.report().assert_ordered();
+    }
 }
 
 /// An addition then follows its product in the same part of the graph, with the ids of experts.

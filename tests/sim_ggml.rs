@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use testkit::fixtures::{fixture, upstream_libraries};
 use testkit::host::{DropIn, Host, Program};
-use testkit::moe::{Data, Moe};
+use testkit::mixtures::Mixture;
 use testkit::server::{Options, Request, Server, llama_cpp};
 use testkit::sim_ggml::{Report, SimGgml};
 
@@ -158,8 +158,7 @@ fn other_placements() {
 fn a_model_with_biases_of_experts() {
     let folder = tempfile::tempdir().expect("a folder");
     let model = folder.path().join("model.gguf");
-    let file = Moe::small_gpt_oss().file(Data::Random);
-    file.write(&model).expect("free space");
+    Mixture::GptOss.write(&model).expect("free space");
     let answers = |sim: Option<&SimGgml>| {
         let program = Program::PythonExpertsOnCpu;
         let mut host = Host::start_with(program, &model, &DropIn::Absent, |command| {

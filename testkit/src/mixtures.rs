@@ -46,7 +46,12 @@ impl Mixture {
 
     /// Writes the model.
     pub fn write(self, path: &Path) -> std::io::Result<()> {
-        self.gguf().write(path)
+        self.write_variant(0, path)
+    }
+
+    /// Writes the model with other data, by this number.
+    pub fn write_variant(self, variant: u64, path: &Path) -> std::io::Result<()> {
+        self.gguf(variant).write(path)
     }
 
     fn architecture(self) -> &'static str {
@@ -57,8 +62,8 @@ impl Mixture {
         }
     }
 
-    fn gguf(self) -> Gguf {
-        let mut model = Writer::new(self.architecture());
+    fn gguf(self, variant: u64) -> Gguf {
+        let mut model = Writer::new(self.architecture(), variant);
         match self {
             Mixture::GptOss => model.key("attention.sliding_window", Kv::U32(32)),
             Mixture::MergedGateUp => {
@@ -109,6 +114,7 @@ impl Mixture {
 struct Writer {
     gguf: Gguf,
     architecture: &'static str,
+    variant: u64,
 }
 
 /// A layer of it.
@@ -118,11 +124,15 @@ struct Layer<'a> {
 }
 
 impl Writer {
-    fn new(architecture: &'static str) -> Writer {
+    fn new(architecture: &'static str, variant: u64) -> Writer {
         let mut gguf = Gguf::default();
         gguf.kvs[0].1 = Kv::Text(architecture.into());
         gguf.kvs.extend(vocabulary());
-        let mut model = Writer { gguf, architecture };
+        let mut model = Writer {
+            gguf,
+            architecture,
+            variant,
+        };
         let width = WIDTH as u32;
         for (key, value) in [
             ("context_length", 1024),
@@ -169,7 +179,7 @@ impl Writer {
 
     fn matrix(&mut self, name: &str, ne: &[i64], ty: u32, exponent: i32) {
         let elements: i64 = ne.iter().product();
-        let seed = self.gguf.tensors.len() as u64 + 1;
+        let seed = (self.variant << 16) + self.gguf.tensors.len() as u64 + 1;
         self.tensor(name, ne, ty, random(seed, ty, elements as u64, exponent));
     }
 

@@ -1,6 +1,6 @@
-//! Models with mixtures of experts, in sizes that a test or a bench chooses.
+//! Mixtures of experts in the sizes of real models, without data.
 
-use crate::writer::{F32, Gguf, Kv, MXFP4, Q8_0, Tensor, nbytes, pattern, vocabulary};
+use crate::writer::{F32, Gguf, Kv, Q8_0, nbytes, vocabulary};
 
 /// The sizes of a model. All numbers are those of its metadata.
 #[derive(Debug, Clone)]
@@ -31,40 +31,14 @@ pub enum Architecture {
     GptOss,
 }
 
-/// What the tensors hold.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Data {
-    /// Zeros, which take no memory.
-    Zeros,
-    /// Pseudo-random weights that give finite results.
-    Random,
-}
-
 impl Moe {
-    /// A small model with biases of experts.
-    pub fn small_gpt_oss() -> Moe {
-        Moe {
-            architecture: Architecture::GptOss,
-            layers: 4,
-            experts: 8,
-            used: 2,
-            width: 256,
-            inner: 256,
-            heads: 4,
-            heads_kv: 2,
-            head: 64,
-            ty: MXFP4,
-            tokens: 512,
-        }
-    }
-
     /// Returns the bytes of a tensor of experts.
     pub fn expert_bytes(&self) -> u64 {
         nbytes(self.ty, (self.width * self.inner * self.experts) as u64)
     }
 
-    /// Returns the file.
-    pub fn file(&self, data: Data) -> Gguf {
+    /// Returns the file. All tensors are zeros.
+    pub fn file(&self) -> Gguf {
         let mut file = Gguf {
             kvs: Vec::new(),
             ..Gguf::default()
@@ -91,10 +65,9 @@ impl Moe {
         ] {
             file = file.kv(&format!("{architecture}.{key}"), Kv::U32(value as u32));
         }
-        const FLOAT: u32 = 6;
         file = file.kv(
             &format!("{architecture}.attention.layer_norm_rms_epsilon"),
-            Kv::Raw(FLOAT, 1e-5f32.to_le_bytes().to_vec()),
+            Kv::F32(1e-5),
         );
         for (key, value) in vocabulary(self.tokens) {
             let distinct = || (0..self.tokens).map(|token| format!("token {token}"));
@@ -105,19 +78,7 @@ impl Moe {
             file = file.kv(&key, value);
         }
         for (name, ne, ty) in self.tensors() {
-            file = match data {
-                Data::Zeros => file.zeros(&name, &ne, ty),
-                Data::Random => {
-                    let elements: i64 = ne.iter().product();
-                    let seed = file.tensors.len() as u64 + 1;
-                    let data = match name.ends_with("norm.weight") {
-                        true => 1f32.to_le_bytes().repeat(elements as usize),
-                        false => small_weights(seed, ty, elements as u64),
-                    };
-                    file.tensors.push(Tensor { name, ne, ty, data });
-                    file
-                }
-            };
+            file = file.zeros(&name, &ne, ty);
         }
         file
     }
@@ -165,24 +126,4 @@ impl Moe {
         }
         all
     }
-}
-
-/// Returns pseudo-random weights of this seed, of about a tenth.
-fn small_weights(seed: u64, ty: u32, elements: u64) -> Vec<u8> {
-    let mut bytes = pattern(seed, nbytes(ty, elements) as usize);
-    match ty {
-        F32 => {
-            for value in bytes.chunks_exact_mut(4) {
-                let small = f32::from(i16::from_le_bytes([value[0], value[1]])) / 163840.0;
-                value.copy_from_slice(&small.to_le_bytes());
-            }
-        }
-        // The scale is 2^-10, of numbers up to 127.
-        Q8_0 => (bytes.chunks_exact_mut(34))
-            .for_each(|block| block[..2].copy_from_slice(&0x1400u16.to_le_bytes())),
-        // The scale is 2^-6, of numbers up to 12.
-        MXFP4 => (bytes.chunks_exact_mut(17)).for_each(|block| block[0] = 121),
-        other => panic!("no small weights of type {other}"),
-    }
-    bytes
 }
