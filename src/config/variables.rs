@@ -259,7 +259,7 @@ pub static VARIABLES: &[Variable] = &[
         name: "LLAMA_POSTFETCH_CACHE_HALF_LIFE",
         default: Value("1"),
         kind: number("uses", 1, 1 << 20),
-        help: "drop-in: a use of an expert counts for half as much after so many uses of others; `1`: the expert that was used the longest time ago makes room",
+        help: "drop-in: a use of an expert counts for half as much after so many uses of others; `1`: the expert that was used the longest time ago is replaced",
         flag: None,
     },
     Variable {

@@ -1,7 +1,7 @@
 //! Experts that stay on a device: slots for each layer, and the change of a product that reads
 //! them.
 //!
-//! The scheduler's copy of a matrix has room for all experts, and the ids of the graph count
+//! The scheduler's copy of a matrix has memory for all experts, and the ids of the graph count
 //! experts. A product that reads slots gets, only while its part of the graph is submitted, the
 //! tensor of the slots in place of the copy, and ids that count slots. So everything that the
 //! scheduler reads stays as it made it.
@@ -24,7 +24,7 @@ use crate::models::{self, TensorPointer};
 const I32: i32 = 26;
 /// Memory that is left to the program at least.
 const RESERVE: u64 = 512 << 20;
-/// Room behind the ids, which kernels may read in blocks.
+/// Bytes behind the ids, which kernels may read in blocks.
 const IDS_PADDING: usize = 512;
 
 /// The slots of a matrix.
@@ -113,7 +113,7 @@ impl Cache {
             slots = slots * 3 / 4;
         }
         FIGURES.note_obstacle(format!(
-            "no experts stay on the device: {} MiB have room for {} experts of each layer, and a token uses {used}; set LLAMA_POSTFETCH_CACHE_MB, or load fewer layers there",
+            "no experts stay on the device: {} MiB hold {} experts of each layer, and a token uses {used}; set LLAMA_POSTFETCH_CACHE_MB, or load fewer layers there",
             limit >> 20,
             limit / all.max(1) as u64,
         ));
@@ -339,7 +339,7 @@ impl Changed {
     /// # Safety
     ///
     /// A live product of this copy whose matrix is the scheduler's copy `copy`; the tensors of
-    /// the slots and of the ids are live, and nobody else reads or writes the product.
+    /// the slots and of the ids are live, and no other thread reads or writes the product.
     pub unsafe fn new(
         ggml: &'static Ggml,
         node: *mut Tensor,

@@ -135,10 +135,12 @@ struct Copies {
 }
 
 impl Copies {
-    const NONE: Copies = Copies {
-        start: AtomicUsize::new(0),
-        end: AtomicUsize::new(0),
-    };
+    const fn none() -> Copies {
+        Copies {
+            start: AtomicUsize::new(0),
+            end: AtomicUsize::new(0),
+        }
+    }
 
     fn set(&self, addresses: Range<usize>) {
         self.start.store(addresses.start, Ordering::Relaxed);
@@ -154,7 +156,7 @@ impl Copies {
 
 /// By the number of the scheduler. A program frees a graph that is evaluated on the same thread,
 /// or orders both itself.
-static COPIES: [Copies; SLOTS] = [Copies::NONE; SLOTS];
+static COPIES: [Copies; SLOTS] = [const { Copies::none() }; SLOTS];
 
 /// Ids that the scheduler has requested: the layer, the tensor, and where its bytes go.
 #[derive(Clone, Copy)]
@@ -186,7 +188,7 @@ impl Capability for PostFetch {
     }
 
     fn uses_routing(&self) -> bool {
-        // The CPU computes gate and up: the ids are known before the GPU is asked for down.
+        // The CPU computes gate and up: the ids are known before the GPU needs down.
         is_on() && Config::get().host_postfetch.early == Early::Down
     }
 

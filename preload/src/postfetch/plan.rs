@@ -203,13 +203,12 @@ impl Devices {
         };
         for (candidates, slots) in layers {
             let at = plan.layers.len();
+            if slots.is_none() && sets.is_none() {
+                continue;
+            }
+            let set = at % sets.unwrap_or(1);
             // SAFETY: as the caller ensures.
-            let layer = match (&slots, sets) {
-                (None, None) => continue,
-                _ => unsafe {
-                    self.layer(ggml, candidates, slots.zip(cache), at % sets.unwrap_or(1))
-                },
-            };
+            let layer = unsafe { self.layer(ggml, candidates, slots.zip(cache), set) };
             let Some(layer) = layer else {
                 FIGURES.note_obstacle(format!(
                     "the program copies some experts itself: {} gives no event or no tensor for them",

@@ -266,7 +266,7 @@ impl Fetcher {
     }
 
     /// Makes later work of a backend wait for the copies of a transfer that was queued. Copies
-    /// that nobody will issue any more are issued by that backend.
+    /// that the thread does not issue any more are issued by that backend.
     ///
     /// # Safety
     ///
