@@ -92,6 +92,8 @@ struct State {
     begun: bool,
     /// Whether nearly all experts of the last layer were used.
     nearly_all: bool,
+    /// Whether the first part of the evaluation is still to come.
+    at_start: bool,
     /// Experts that are requested next.
     used: Marked,
     /// Experts that stay on a device.
@@ -116,6 +118,7 @@ impl State {
             seen: false,
             begun: false,
             nearly_all: false,
+            at_start: false,
             used: Marked(Vec::new()),
             cache: None,
             cache_tried: false,
@@ -225,7 +228,7 @@ impl Capability for PostFetch {
     fn evaluation_begun(&self, scheduler: Scheduler) {
         let mut state = STATES[scheduler.number()].lock();
         if state.plan.is_some() {
-            state.begin(scheduler.ggml());
+            state.begin();
         }
     }
 
@@ -538,6 +541,10 @@ pub unsafe fn part_begins(ggml: &'static Ggml, backend: *mut Backend, part: *mut
         return;
     };
     let state = &mut *state;
+    if std::mem::take(&mut state.at_start) {
+        // Not before: the inputs of the graph are copied first, and would wait behind experts.
+        state.look_ahead(ggml, 0);
+    }
     let (Some(plan), Some(fetcher)) = (&mut state.plan, &state.fetcher) else {
         return;
     };
@@ -634,7 +641,7 @@ impl State {
     }
 
     /// Begins an evaluation.
-    fn begin(&mut self, ggml: &'static Ggml) {
+    fn begin(&mut self) {
         self.end();
         let generation = barrier::generation();
         if std::mem::replace(&mut self.generation, generation) != generation {
@@ -655,7 +662,7 @@ impl State {
                 product.transfer.forget();
             }
         }
-        self.look_ahead(ggml, 0);
+        self.at_start = true;
     }
 
     /// Ends an evaluation that did not fail. A program may begin the next one before it waits.
