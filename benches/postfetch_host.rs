@@ -13,10 +13,10 @@ use testkit::sim_ggml::{Report, SimGgml};
 use testkit::writer::{MXFP4, Q4_K};
 
 /// Layers of the files.
-const LAYERS: usize = 4;
-/// The layer that is measured, from the end of the one before to its own end. The first two
-/// begin with copies of inputs, and the last of a prompt may have one token.
-const MEASURED: usize = 2;
+const LAYERS: usize = 8;
+/// The layer that is measured, from the end of the one before to its own end. The first ones
+/// wait for copies of inputs, and the last of a prompt may have one token.
+const MEASURED: usize = 5;
 /// Tokens of a vocabulary.
 const TOKENS: usize = 512;
 /// Tokens of a prompt, in one batch.
