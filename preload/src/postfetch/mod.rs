@@ -218,7 +218,9 @@ impl Capability for PostFetch {
         if keeps {
             state.find_cache(scheduler.ggml(), graph);
         }
-        SLOTS_OF_GRAPH.set(state.cache.as_ref().map_or(0, Cache::slots));
+        // Without slots, the CPU is faster than a copy for each token.
+        let cache = state.cache.as_ref().filter(|_| state.order != Order::Other);
+        SLOTS_OF_GRAPH.set(cache.map_or(0, Cache::slots));
     }
 
     fn graph_dropped(&self, scheduler: Scheduler) {
@@ -619,11 +621,11 @@ impl State {
         let Some(size) = Config::get().host_postfetch.cache else {
             return;
         };
-        let on_gpu = |device: &&*mut Device| {
+        let is_usable = |device: &&*mut Device| {
             // SAFETY: a device of a live scheduler.
-            unsafe { !ggml.is_cpu(**device) }
+            !device.is_null() && unsafe { instance::is_usable(ggml, **device) }
         };
-        let device = graph.backends.devices.iter().find(on_gpu);
+        let device = graph.backends.devices.iter().find(is_usable);
         let has_experts = graph.reads.weights.iter().any(|of| !of.ids.is_null());
         if let Some(device) = device.filter(|_| has_experts && !self.cache_tried) {
             self.cache_tried = true;
