@@ -128,7 +128,7 @@ fn the_variables_keep_their_meaning() {
     assert_eq!(count(&checked.figures, "mismatches"), 0);
 }
 
-/// Copies from locked pages are asynchronous: nothing but an event orders them.
+/// Copies from locked pages are asynchronous: only events order them.
 fn locked(setup: Setup) -> Setup {
     setup.with("LLAMA_POSTFETCH_HOST_PAGE_LOCK", "1")
 }
