@@ -199,6 +199,23 @@ impl Ggml {
             at.write(tensor, at.extra, to.extra);
         }
     }
+
+    /// Gives a tensor the memory of another one of the same type and shape.
+    ///
+    /// # Safety
+    ///
+    /// Both are tensors of this copy, no other thread uses the first, and the memory outlives
+    /// its use.
+    pub unsafe fn share_memory(&self, tensor: *mut Tensor, with: *const Tensor) {
+        let at = &self.layout;
+        // SAFETY: as the caller ensures; the offsets are those of the fields.
+        unsafe {
+            let to = self.descriptor(with);
+            at.write(tensor, at.buffer, to.buffer);
+            at.write(tensor, at.data, to.data);
+            at.write(tensor, at.extra, to.extra);
+        }
+    }
 }
 
 /// A context without data that is freed when dropped.

@@ -134,10 +134,7 @@ impl Biases {
                     continue;
                 };
                 bias.copy = copy;
-                let to = ggml.descriptor(bias.tensor);
-                layout.write(copy, layout.buffer, to.buffer);
-                layout.write(copy, layout.data, to.data);
-                layout.write(copy, layout.extra, to.extra);
+                ggml.share_memory(copy, bias.tensor);
             }
         }
     }

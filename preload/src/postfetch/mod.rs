@@ -37,7 +37,7 @@ use llama_sidecar::config::{Config, Early};
 use llama_sidecar::experts::{ExpertName, Projection};
 use llama_sidecar::protocol::{Event, PostFetchFigures};
 use llama_sidecar::trace::Ids;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::barrier::{self, SLOTS};
 use crate::capability::Capability;
@@ -181,6 +181,11 @@ fn states() -> impl Iterator<Item = &'static Mutex<State>> {
     STATES.iter().filter(|_| is_on())
 }
 
+/// Returns the state of a scheduler; `None` while post-fetch is off.
+fn state_of(scheduler: Scheduler) -> Option<MutexGuard<'static, State>> {
+    is_on().then(|| STATES[scheduler.number()].lock())
+}
+
 fn is_on() -> bool {
     Config::get().host_postfetch.early != Early::None
 }
@@ -210,10 +215,9 @@ impl Capability for PostFetch {
     }
 
     fn graph_allocated(&self, scheduler: Scheduler, graph: &Allocated, keeps: bool) {
-        if !is_on() {
+        let Some(mut state) = state_of(scheduler) else {
             return;
-        }
-        let mut state = STATES[scheduler.number()].lock();
+        };
         state.retire();
         if keeps {
             state.find_cache(scheduler.ggml(), graph);
@@ -224,26 +228,30 @@ impl Capability for PostFetch {
     }
 
     fn graph_dropped(&self, scheduler: Scheduler) {
-        STATES[scheduler.number()].lock().retire();
+        if let Some(mut state) = state_of(scheduler) {
+            state.retire();
+        }
     }
 
     fn evaluation_begun(&self, scheduler: Scheduler) {
-        let mut state = STATES[scheduler.number()].lock();
-        if state.plan.is_some() {
+        if let Some(mut state) = state_of(scheduler).filter(|state| state.plan.is_some()) {
             state.begin();
         }
     }
 
     fn evaluation_ended(&self, scheduler: Scheduler) {
-        STATES[scheduler.number()].lock().end();
+        if let Some(mut state) = state_of(scheduler) {
+            state.end();
+        }
     }
 
     fn evaluation_failed(&self, scheduler: Scheduler) {
-        let mut state = STATES[scheduler.number()].lock();
-        state.begun = false;
-        state.drain();
-        // Copies that were issued may have failed with it.
-        state.clear_cache();
+        if let Some(mut state) = state_of(scheduler) {
+            state.begun = false;
+            state.drain();
+            // Copies that were issued may have failed with it.
+            state.clear_cache();
+        }
     }
 
     fn model_complete(&self, model: &Arc<Model>) {
@@ -289,9 +297,10 @@ impl Capability for PostFetch {
     }
 
     fn scheduler_freed(&self, scheduler: Scheduler) {
-        let mut state = STATES[scheduler.number()].lock();
-        state.drain();
-        *state = State::new();
+        if let Some(mut state) = state_of(scheduler) {
+            state.drain();
+            *state = State::new();
+        }
     }
 
     fn finish(&self) {
@@ -321,7 +330,7 @@ pub fn figures() -> PostFetchFigures {
 
 /// Whether the calls of a scheduler's evaluation are reported to post-fetch.
 pub fn has_plan(scheduler: Scheduler) -> bool {
-    is_on() && STATES[scheduler.number()].lock().plan.is_some()
+    state_of(scheduler).is_some_and(|state| state.plan.is_some())
 }
 
 /// Plans a graph that was split and allocated.
@@ -330,10 +339,9 @@ pub fn has_plan(scheduler: Scheduler) -> bool {
 ///
 /// A live scheduler of this copy of ggml, and what its graph read before it was split.
 pub unsafe fn graph_split(scheduler: Scheduler, sched: *mut Sched, reads: &GraphReads) {
-    if !is_on() {
+    let Some(mut state) = state_of(scheduler) else {
         return;
-    }
-    let mut state = STATES[scheduler.number()].lock();
+    };
     let state = &mut *state;
     if state.order == Order::Other {
         return;
@@ -410,9 +418,8 @@ pub unsafe fn offloads_node(ggml: &Ggml, backend: *mut Backend, node: *const Ten
 }
 
 /// Returns the state of the scheduler whose parts this thread evaluates, if it has a plan.
-fn current() -> Option<parking_lot::MutexGuard<'static, State>> {
-    let state = STATES[parts::current()?.number()].lock();
-    state.plan.is_some().then_some(state)
+fn current() -> Option<MutexGuard<'static, State>> {
+    state_of(parts::current()?).filter(|state| state.plan.is_some())
 }
 
 /// Records that the scheduler requested bytes of a tensor.
@@ -484,20 +491,12 @@ pub unsafe fn is_copied(
         state.stand_back();
         return false;
     }
-    if let Some(slots) = &layer.slots
-        && slots.ready
-    {
-        let left_out = bytes.len() as u64;
-        FIGURES
-            .left_out_bytes
-            .fetch_add(left_out, Ordering::Relaxed);
-        return true;
-    }
+    let has_slots = layer.slots.as_ref().is_some_and(|slots| slots.ready);
     let transfer = &product.transfer;
     let requested = transfer.progress() != Progress::Idle;
-    let covered = requested && covers(&transfer.request(), start, &bytes);
+    let covered = !has_slots && requested && covers(&transfer.request(), start, &bytes);
     let missed = covered && !Config::get().postfetch.block_on_miss && fetcher.take_back(transfer);
-    if covered && !missed {
+    if has_slots || covered && !missed {
         let left_out = bytes.len() as u64;
         FIGURES
             .left_out_bytes
@@ -516,7 +515,7 @@ pub unsafe fn is_copied(
 
 /// Returns whether a copy of the scheduler is left out: the device has the biases already.
 pub fn is_bias_copied(from: *const Tensor, to: *const Tensor) -> bool {
-    let copied = |mut state: parking_lot::MutexGuard<'_, State>| {
+    let copied = |mut state: MutexGuard<'_, State>| {
         state.biases.is_copied(from, to) && state.order == Order::Expected
     };
     current().is_some_and(copied)

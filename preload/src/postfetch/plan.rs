@@ -325,10 +325,7 @@ impl Devices {
         // shape, which lives as long as the plan.
         let (ids, experts) = unsafe {
             for (copy, target) in targets.iter().filter(|_| slots.is_none()) {
-                let to = ggml.descriptor(*target);
-                layout.write(*copy, layout.buffer, to.buffer);
-                layout.write(*copy, layout.data, to.data);
-                layout.write(*copy, layout.extra, to.extra);
+                ggml.share_memory(*copy, *target);
             }
             let extents: [i64; 4] = layout.read(first.copy, layout.ne);
             let split: *mut Tensor = layout.read(first.used.node, layout.src + 16);
