@@ -3,12 +3,14 @@
 
 mod hosts;
 
-use hosts::simulated::{DECODE, Run, Setup, cached, offloaded, on, same_as_without};
+use hosts::simulated::{
+    DECODE, Run, Setup, cached, offloaded, on, same_as_without, same_in_llama_server,
+};
 use hosts::{count, taken};
 use serde_json::Value;
 use testkit::fixtures::fixture;
-use testkit::host::{DropIn, Host, replace};
-use testkit::server::{Options, Request, Server, llama_cpp};
+use testkit::host::{Host, replace};
+use testkit::server::llama_cpp;
 use testkit::sim_ggml::SimGgml;
 
 /// Prompts that the device takes with their experts, graphs that are used again, and decoding.
@@ -428,36 +430,5 @@ fn llama_server_from_source() {
         println!("skipped: llama-server is missing; run 'cargo xtask hosts'");
         return;
     }
-    let model = fixture("small-moe.gguf");
-    let mut answers = Vec::new();
-    for (early, cache) in [("off", "0"), ("on", "0"), ("on", "auto")] {
-        let sim = SimGgml::new(&[]);
-        let mut options = Options::new(2);
-        options.drop_in = DropIn::On(vec![
-            ("LLAMA_POSTFETCH_HOST", early.into()),
-            ("LLAMA_POSTFETCH_CACHE_MB", cache.into()),
-        ]);
-        let arguments = ["--device", "SIM0", "-cmoe"];
-        options.arguments = arguments.map(str::to_owned).to_vec();
-        options.variables = sim.variables().to_vec();
-        let server = Server::start(&model, &options);
-        let text = |words: &str| Request::new(&words.repeat(20), 8);
-        answers.push([
-            server.complete(&text("one two three ")),
-            server.complete(&text("four five six ")),
-            server.complete(&text("seven eight ")),
-        ]);
-        let figures = server.control("status")["post_fetch"].clone();
-        assert_eq!(figures.is_null(), early == "off");
-        if early == "on" {
-            assert!(count(&figures, "early_bytes") > 0, "{figures}");
-            assert_eq!(count(&figures, "cache_hits") > 0, cache == "auto");
-        }
-        let (status, log) = server.end();
-        assert!(status.success(), "{}", log.join("\n"));
-        sim.report().assert_ordered();
-    }
-    assert_eq!(answers[0], answers[1]);
-    // The kernels of the simulated GPU are those of the CPU.
-    assert_eq!(answers[0], answers[2]);
+    same_in_llama_server(&fixture("small-moe.gguf"));
 }

@@ -5,12 +5,14 @@ mod hosts;
 
 use std::path::PathBuf;
 
-use hosts::simulated::{DECODE, Setup, cached, offloaded, on, same_as_without};
+use hosts::simulated::{
+    DECODE, Setup, cached, offloaded, on, same_as_without, same_in_llama_server,
+};
 use hosts::{count, taken};
 use serde_json::Value;
-use testkit::host::{DropIn, replace};
+use testkit::host::replace;
 use testkit::mixtures::{EXPERTS, Mixture, USED};
-use testkit::server::{Options, Request, Server, llama_cpp};
+use testkit::server::llama_cpp;
 use testkit::sim_ggml::SimGgml;
 
 /// Prompts, graphs that are used again, and decoding.
@@ -202,37 +204,5 @@ fn biases_of_experts_in_llama_server_from_source() {
         println!("skipped: llama-server is missing; run 'cargo xtask hosts'");
         return;
     }
-    let model = Model::new(Mixture::GptOss);
-    let mut answers = Vec::new();
-    for (early, cache) in [("off", "0"), ("on", "0"), ("on", "auto")] {
-        let sim = SimGgml::new(&[]);
-        let mut options = Options::new(2);
-        options.drop_in = DropIn::On(vec![
-            ("LLAMA_POSTFETCH_HOST", early.into()),
-            ("LLAMA_POSTFETCH_CACHE_MB", cache.into()),
-        ]);
-        let arguments = ["--device", "SIM0", "-cmoe"];
-        options.arguments = arguments.map(str::to_owned).to_vec();
-        options.variables = sim.variables().to_vec();
-        let server = Server::start(&model.path, &options);
-        let text = |words: &str| Request::new(&words.repeat(20), 8);
-        answers.push([
-            server.complete(&text("one two three ")),
-            server.complete(&text("four five six ")),
-            server.complete(&text("seven eight ")),
-        ]);
-        let figures = server.control("status")["post_fetch"].clone();
-        assert_eq!(figures.is_null(), early == "off");
-        if early == "on" {
-            assert!(count(&figures, "early_bytes") > 0, "{figures}");
-            assert_eq!(count(&figures, "cache_hits") > 0, cache == "auto");
-            assert_eq!(figures["obstacle"], Value::Null);
-        }
-        let (status, log) = server.end();
-        assert!(status.success(), "{}", log.join("\n"));
-        sim.report().assert_ordered();
-    }
-    assert_eq!(answers[0], answers[1]);
-    // The kernels of the simulated GPU are those of the CPU.
-    assert_eq!(answers[0], answers[2]);
+    same_in_llama_server(&Model::new(Mixture::GptOss).path);
 }

@@ -6,6 +6,7 @@ use std::process::Command;
 use serde_json::Value;
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program};
+use testkit::server::{Options, Request, Server};
 use testkit::sim_ggml::{Report, SimGgml};
 
 use super::count;
@@ -128,4 +129,41 @@ pub fn same_as_without(setup: &Setup, commands: &[&str]) -> Run {
     );
     assert_eq!(found.figures["obstacle"], Value::Null);
     found
+}
+
+/// llama-server from source gives the same answers without post-fetch, with it, and with experts
+/// that stay on the device.
+pub fn same_in_llama_server(model: &Path) {
+    let mut answers = Vec::new();
+    for (early, cache) in [("off", "0"), ("on", "0"), ("on", "auto")] {
+        let sim = SimGgml::new(&[]);
+        let mut options = Options::new(2);
+        options.drop_in = DropIn::On(vec![
+            ("LLAMA_POSTFETCH_HOST", early.into()),
+            ("LLAMA_POSTFETCH_CACHE_MB", cache.into()),
+        ]);
+        let arguments = ["--device", "SIM0", "-cmoe"];
+        options.arguments = arguments.map(str::to_owned).to_vec();
+        options.variables = sim.variables().to_vec();
+        let server = Server::start(model, &options);
+        let text = |words: &str| Request::new(&words.repeat(20), 8);
+        answers.push([
+            server.complete(&text("one two three ")),
+            server.complete(&text("four five six ")),
+            server.complete(&text("seven eight ")),
+        ]);
+        let figures = server.control("status")["post_fetch"].clone();
+        assert_eq!(figures.is_null(), early == "off");
+        if early == "on" {
+            assert!(count(&figures, "early_bytes") > 0, "{figures}");
+            assert_eq!(count(&figures, "cache_hits") > 0, cache == "auto");
+            assert_eq!(figures["obstacle"], Value::Null);
+        }
+        let (status, log) = server.end();
+        assert!(status.success(), "{}", log.join("\n"));
+        sim.report().assert_ordered();
+    }
+    assert_eq!(answers[0], answers[1]);
+    // The kernels of the simulated GPU are those of the CPU.
+    assert_eq!(answers[0], answers[2]);
 }
