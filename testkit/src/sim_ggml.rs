@@ -86,6 +86,8 @@ pub struct Stream {
     pub name: String,
     /// Its time.
     pub time_ns: u64,
+    /// Waits for events of other streams.
+    pub event_waits: u64,
     /// Pieces of work.
     pub works: u64,
     /// Time of its kernels.

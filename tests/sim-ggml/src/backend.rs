@@ -267,6 +267,10 @@ fn stream<'a>(backend: *mut Backend) -> &'a Stream {
     unsafe { &*(*backend).context.cast() }
 }
 
+fn count_in(backend: *mut Backend, call: Call) -> Effect {
+    sim().count_in(stream(backend).number, call)
+}
+
 extern "C" fn backend_name(_: *mut Backend) -> *const c_char {
     NAME.as_ptr()
 }
@@ -281,25 +285,25 @@ extern "C" fn backend_free(backend: *mut Backend) {
 }
 
 extern "C" fn synchronize(backend: *mut Backend) {
-    if sim().count(Call::Synchronize) == Effect::Usual {
+    if count_in(backend, Call::Synchronize) == Effect::Usual {
         HostThread::this().join(&stream(backend).recording().wait());
     }
 }
 
 extern "C" fn event_record(backend: *mut Backend, event: *mut Event) {
-    if sim().count(Call::EventRecord) == Effect::Usual {
+    if count_in(backend, Call::EventRecord) == Effect::Usual {
         recorded(event).record(stream(backend));
     }
 }
 
 extern "C" fn event_wait(backend: *mut Backend, event: *mut Event) {
-    if sim().count(Call::EventWait) == Effect::Usual {
+    if count_in(backend, Call::EventWait) == Effect::Usual {
         stream(backend).wait_for(recorded(event));
     }
 }
 
 extern "C" fn compute(backend: *mut Backend, graph: *mut Graph) -> c_int {
-    if sim().count(Call::GraphCompute) == Effect::Fails {
+    if count_in(backend, Call::GraphCompute) == Effect::Fails {
         return FAILED;
     }
     // SAFETY: the host passes a graph.

@@ -1,5 +1,7 @@
 //! Calls of the host, by name: how often they came, and which of them fail or have no effect.
 
+use std::collections::BTreeMap;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::settings::Settings;
@@ -62,6 +64,14 @@ impl Call {
         )
     }
 
+    /// Whether calls are counted for each stream, too.
+    pub fn has_stream(self) -> bool {
+        matches!(
+            self,
+            Call::GraphCompute | Call::Synchronize | Call::EventRecord | Call::EventWait
+        )
+    }
+
     /// Whether all that the function does is to order.
     pub fn is_wait(self) -> bool {
         matches!(
@@ -76,23 +86,36 @@ impl Call {
 pub struct Fault {
     /// Of which function.
     pub call: Call,
+    /// Of which stream; `None` for any.
+    stream: Option<usize>,
     /// Which call, from 1; `None` for each.
     nth: Option<u64>,
 }
 
 impl Fault {
-    /// Reads `CALL:N` or `CALL:all`.
+    /// Reads `CALL:N`, `CALL:all`, or the same with `CALL@STREAM`.
     pub fn parse(text: &str) -> Option<Fault> {
         let (name, nth) = text.split_once(':')?;
+        let (name, stream) = match name.split_once('@') {
+            Some((name, stream)) => (name, Some(stream.parse().ok()?)),
+            None => (name, None),
+        };
         let call = Call::ALL.iter().find(|call| call.name() == name);
         let nth = match nth {
             "all" => None,
             nth => Some(nth.parse().ok()?),
         };
-        Some(Fault { call: *call?, nth })
+        let call = *call?;
+        (stream.is_none() || call.has_stream()).then_some(Fault { call, stream, nth })
     }
 
-    fn means(&self, call: Call, number: u64) -> bool {
+    /// Whether it means a call with these numbers among all and among those of its stream.
+    fn means(&self, call: Call, number: u64, (stream, of_stream): (usize, u64)) -> bool {
+        let number = match self.stream {
+            None => number,
+            Some(wanted) if wanted == stream => of_stream,
+            Some(_) => return false,
+        };
         self.call == call && self.nth.is_none_or(|nth| nth == number)
     }
 }
@@ -112,23 +135,28 @@ pub enum Effect {
 #[derive(Debug, Default)]
 pub struct Counts {
     calls: [AtomicU64; Call::ALL.len()],
+    /// By function and stream.
+    of_streams: Mutex<BTreeMap<(&'static str, usize), u64>>,
     failed: AtomicU64,
     ignored: AtomicU64,
 }
 
 impl Counts {
-    /// Counts a call; returns what it does.
-    pub fn count(&self, call: Call, settings: &Settings) -> Effect {
+    /// Counts a call, of stream 0 where it has none; returns what it does.
+    pub fn count(&self, call: Call, stream: usize, settings: &Settings) -> Effect {
         let number = self.calls[call as usize].fetch_add(1, Ordering::Relaxed) + 1;
-        if settings.fail.iter().any(|fault| fault.means(call, number)) {
+        let of_stream = {
+            let mut counts = self.of_streams.lock().expect("no panic");
+            let count = counts.entry((call.name(), stream)).or_default();
+            *count += 1;
+            *count
+        };
+        let meant = |fault: &Fault| fault.means(call, number, (stream, of_stream));
+        if settings.fail.iter().any(meant) {
             self.failed.fetch_add(1, Ordering::Relaxed);
             return Effect::Fails;
         }
-        if settings
-            .ignore
-            .iter()
-            .any(|fault| fault.means(call, number))
-        {
+        if settings.ignore.iter().any(meant) {
             self.ignored.fetch_add(1, Ordering::Relaxed);
             return Effect::Nothing;
         }
@@ -138,6 +166,12 @@ impl Counts {
     /// Returns the number of calls of a function.
     pub fn of(&self, call: Call) -> u64 {
         self.calls[call as usize].load(Ordering::Relaxed)
+    }
+
+    /// Returns the number of calls of a function for a stream.
+    pub fn of_stream(&self, call: Call, stream: usize) -> u64 {
+        let counts = self.of_streams.lock().expect("no panic");
+        counts.get(&(call.name(), stream)).copied().unwrap_or(0)
     }
 
     /// Returns how many calls failed, and how many had no effect.
@@ -154,12 +188,23 @@ mod tests {
     #[test]
     fn faults_name_a_call_and_its_number() {
         let fault = Fault::parse("event_wait:3").expect("a fault");
-        assert!(fault.means(Call::EventWait, 3));
-        assert!(!fault.means(Call::EventWait, 2));
-        assert!(!fault.means(Call::EventRecord, 3));
+        assert!(fault.means(Call::EventWait, 3, (1, 1)));
+        assert!(!fault.means(Call::EventWait, 2, (1, 3)));
+        assert!(!fault.means(Call::EventRecord, 3, (1, 1)));
         let each = Fault::parse("synchronize:all").expect("a fault");
-        assert!(each.means(Call::Synchronize, 7));
-        for wrong in ["event_wait", "event_wait:x", "wait:1", ""] {
+        assert!(each.means(Call::Synchronize, 7, (1, 7)));
+        let of_stream = Fault::parse("event_wait@2:3").expect("a fault");
+        assert!(of_stream.means(Call::EventWait, 9, (2, 3)));
+        assert!(!of_stream.means(Call::EventWait, 3, (1, 3)));
+        assert!(!of_stream.means(Call::EventWait, 3, (2, 2)));
+        for wrong in [
+            "event_wait",
+            "event_wait:x",
+            "wait:1",
+            "event_new@1:1",
+            "event_wait@:1",
+            "",
+        ] {
             assert_eq!(Fault::parse(wrong), None);
         }
     }

@@ -67,11 +67,13 @@ fn of(sim: &Sim) -> Value {
     let streams = sim.streams.lock().expect("no panic");
     let streams: Vec<Value> = streams
         .iter()
-        .map(|stream| {
+        .enumerate()
+        .map(|(at, stream)| {
             let figures = stream.figures.lock().expect("no panic");
             json!({
                 "name": figures.name,
                 "time_ns": figures.time,
+                "event_waits": sim.counts.of_stream(Call::EventWait, at + 1),
                 "works": figures.works,
                 "kernel_ns": figures.kernel,
                 "copy_ns": figures.copy,

@@ -153,7 +153,12 @@ pub fn start(settings: Settings, ggml: Ggml) {
 impl Sim {
     /// Counts a call; returns what it does.
     pub fn count(&self, call: Call) -> Effect {
-        self.counts.count(call, &self.settings)
+        self.count_in(0, call)
+    }
+
+    /// Counts a call of a stream; returns what it does.
+    pub fn count_in(&self, stream: usize, call: Call) -> Effect {
+        self.counts.count(call, stream, &self.settings)
     }
 
     /// Adds a participant; returns its number and its name, which ends with a number.

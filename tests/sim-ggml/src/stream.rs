@@ -96,6 +96,8 @@ pub struct Shared {
 
 /// A stream. Dropping it does the rest of its work first.
 pub struct Stream {
+    /// Its number, from 1 in the order of the starts.
+    pub number: usize,
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
@@ -113,7 +115,11 @@ impl Stream {
             queue: Mutex::new(Some(queue)),
             figures: Mutex::new(figures.clone()),
         });
-        sim().streams.lock().expect("no panic").push(shared.clone());
+        let number = {
+            let mut streams = sim().streams.lock().expect("no panic");
+            streams.push(shared.clone());
+            streams.len()
+        };
         let shown = shared.clone();
         let run = move || {
             let mut worker = Worker {
@@ -134,6 +140,7 @@ impl Stream {
         };
         let thread = std::thread::Builder::new().name(name.to_string());
         Stream {
+            number,
             shared,
             thread: Some(thread.spawn(run).expect("a thread starts")),
         }
