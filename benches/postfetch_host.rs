@@ -5,89 +5,28 @@
 //! its own architecture, two in the plain architecture `llama`, without a shared expert and with
 //! full attention in each layer. Files have holes for data.
 
+mod simulated;
+
 use std::path::Path;
 
-use testkit::host::{DropIn, Host, Program, preload_library};
-use testkit::moe::{Architecture, Moe};
+use simulated::{EXPERTS, LAYERS, MACHINE, MACHINES, Variables, models, start};
+use testkit::moe::Moe;
 use testkit::sim_ggml::{Report, SimGgml};
-use testkit::writer::{MXFP4, Q4_K};
 
-/// Layers of the files.
-const LAYERS: usize = 8;
 /// The layer that is measured, from the end of the one before to its own end. The first ones
 /// wait for copies of inputs, and the last of a prompt may have one token.
 const MEASURED: usize = 5;
-/// Tokens of a vocabulary.
-const TOKENS: usize = 512;
 /// Tokens of a prompt, in one batch.
 const PROMPTS: [usize; 2] = [512, 2048];
 
 /// Bytes per nanosecond that the link copies from mapped weights, and a copy's latency.
 const LINK: f64 = 12.0;
 const LATENCY: f64 = 8000.0;
-/// The machine.
-const MACHINE: [(&str, &str); 8] = [
-    ("SIM_GGML_COMPUTE", "0"),
-    ("SIM_GGML_MEMORY_MB", "65536"),
-    ("SIM_GGML_LINK_GBS", "24"),
-    ("SIM_GGML_PAGEABLE_GBS", "12"),
-    ("SIM_GGML_LATENCY_US", "8"),
-    ("SIM_GGML_DEVICE_GBS", "800"),
-    ("SIM_GGML_TFLOPS", "60"),
-    ("SIM_GGML_LAUNCH_US", "3"),
-];
-
-/// Names and sizes of models.
-fn models() -> [(&'static str, Moe); 3] {
-    let gpt_oss = Moe {
-        architecture: Architecture::GptOss,
-        layers: LAYERS,
-        experts: 128,
-        used: 4,
-        width: 2880,
-        inner: 2880,
-        heads: 64,
-        heads_kv: 8,
-        head: 64,
-        ty: MXFP4,
-        tokens: TOKENS,
-    };
-    let qwen = Moe {
-        architecture: Architecture::Llama,
-        experts: 512,
-        used: 10,
-        width: 2048,
-        inner: 512,
-        heads: 16,
-        heads_kv: 2,
-        head: 256,
-        ty: Q4_K,
-        ..gpt_oss
-    };
-    let mixtral = Moe {
-        experts: 8,
-        used: 2,
-        width: 4096,
-        inner: 14336,
-        heads: 32,
-        heads_kv: 8,
-        head: 128,
-        ..qwen
-    };
-    [
-        ("GPT-OSS-120B", gpt_oss),
-        ("Qwen3-Next-80B", qwen),
-        ("Mixtral-8x7B", mixtral),
-    ]
-}
 
 /// Milliseconds to copy a tensor with all experts.
 fn copy_time(model: &Moe) -> f64 {
     (LATENCY + model.expert_bytes() as f64 / LINK) / 1e6
 }
-
-/// Variables of the drop-in; without any it is not loaded.
-type Variables = &'static [(&'static str, &'static str)];
 
 const STOCK: Variables = &[];
 const EARLY: Variables = &[("LLAMA_POSTFETCH_HOST", "on")];
@@ -97,34 +36,8 @@ const DOWN: Variables = &[("LLAMA_POSTFETCH_HOST", "down"), LOCKED[0]];
 const ALL: Variables = &[("LLAMA_POSTFETCH_HOST", "all"), LOCKED[0]];
 const BOTH: Variables = &[EARLY[0], LOCKED[0]];
 
-/// Which tensors are in host memory.
-const EXPERTS: &str = "_exps";
+/// No tensor is in host memory.
 const NONE: &str = "no tensor";
-
-/// Machines of the bandwidth model, GB/s of memory, of the CPU's experts and of the link.
-const MACHINES: [(&str, f64, f64, f64); 7] = [
-    ("2 x DDR4-3200, PCIe 3", 45.0, 38.0, 12.0),
-    ("2 x DDR4-3200, PCIe 4", 45.0, 38.0, 24.0),
-    ("2 x DDR5-5600, PCIe 4", 75.0, 62.0, 24.0),
-    ("2 x DDR5-5600, PCIe 5", 75.0, 62.0, 50.0),
-    ("2 x DDR5-5600, 4 old cores, PCIe 4", 75.0, 20.0, 24.0),
-    ("8 x DDR4-3200, PCIe 4", 160.0, 100.0, 24.0),
-    ("8 x DDR5-4800, PCIe 5", 250.0, 150.0, 50.0),
-];
-
-/// Starts a host with a simulated GPU.
-fn start(model: &Path, sim: &SimGgml, on_cpu: &str, tokens: usize, variables: Variables) -> Host {
-    let program = Program::PythonExpertsOnCpu;
-    Host::start_with(program, model, &DropIn::Absent, |command| {
-        sim.prepare(command);
-        command.arg(format!("tokens={tokens}"));
-        command.arg(format!("on-cpu={on_cpu}"));
-        if !variables.is_empty() {
-            command.env("LD_PRELOAD", preload_library());
-            command.envs(variables.iter().copied());
-        }
-    })
-}
 
 /// Returns the milliseconds of a token, at the speeds of a CPU and a link in GB/s.
 fn token(model: &Path, cpu: f64, link: f64, variables: Variables) -> f64 {

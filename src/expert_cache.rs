@@ -57,6 +57,7 @@ pub struct ExpertCache {
     time: f64,
     /// The time of one use.
     step: f64,
+    evictions: u64,
 }
 
 impl ExpertCache {
@@ -70,12 +71,49 @@ impl ExpertCache {
             look_ups: 0,
             time: 0.0,
             step: 1.0 / f64::from(half_life.max(1)),
+            evictions: 0,
         }
     }
 
     /// Returns the number of slots.
     pub fn slots(&self) -> usize {
         self.expert_in.len()
+    }
+
+    /// Returns how often an expert lost its slot to another.
+    pub fn evictions(&self) -> u64 {
+        self.evictions
+    }
+
+    /// Puts experts into free slots, the most wanted first. Returns those that are to be loaded.
+    pub fn fill(&mut self, experts: impl IntoIterator<Item = u32>) -> Vec<Load> {
+        let mut loads = Vec::new();
+        for expert in experts {
+            let free = self.expert_in.iter().position(Option::is_none);
+            let Some(slot) = free else { break };
+            if self.slot_of.get(expert as usize) == Some(&None) {
+                let slot = slot as u32;
+                self.put(expert, slot);
+                loads.push(Load { expert, slot });
+            }
+        }
+        for load in loads.iter().rev() {
+            self.note_use(load.expert as usize);
+        }
+        loads
+    }
+
+    /// Counts uses that need no slot: those of the last tokens of a batch, as many as fit the
+    /// slots. Their experts keep the slots that they have.
+    pub fn note(&mut self, ids: &Ids<'_>) {
+        let tokens = self.slots() / ids.used.max(1);
+        for token in ids.tokens.saturating_sub(tokens)..ids.tokens {
+            for expert in (0..ids.used).filter_map(|used| ids.get(token, used)) {
+                if usize::try_from(expert).is_ok_and(|expert| expert < self.worth.len()) {
+                    self.note_use(expert as usize);
+                }
+            }
+        }
     }
 
     /// Forgets what is in the slots.
@@ -151,9 +189,84 @@ impl ExpertCache {
     fn put(&mut self, expert: u32, slot: u32) {
         if let Some(before) = self.expert_in[slot as usize].replace(expert) {
             self.slot_of[before as usize] = None;
+            self.evictions += 1;
         }
         self.slot_of[expert as usize] = Some(slot);
     }
+}
+
+/// A layer that shares memory for slots with others.
+#[derive(Debug, Clone)]
+pub struct Sharer {
+    /// Bytes of a slot.
+    pub slot_bytes: u64,
+    /// The number of experts.
+    pub experts: u32,
+    /// How many uses each further slot makes hits; empty if that is not known.
+    pub gains: Vec<u64>,
+}
+
+/// Divides memory among the layers of a model. Returns the slots of each layer: the same number
+/// for all, or, where all gains are known, a slot more where it gains most. `None` where the
+/// memory does not hold `least` slots of each layer.
+///
+/// ```
+/// use llama_sidecar::expert_cache::{Sharer, share};
+///
+/// let layer = |gains: &[u64]| Sharer { slot_bytes: 10, experts: 4, gains: gains.to_vec() };
+/// assert_eq!(share(65, 1, &[layer(&[]), layer(&[])]), Some(vec![3, 3]));
+/// // The first layer uses few experts, the second all of them.
+/// let layers = [layer(&[90, 5, 3, 2]), layer(&[30, 25, 25, 20])];
+/// assert_eq!(share(65, 1, &layers), Some(vec![2, 4]));
+/// assert_eq!(share(15, 1, &layers), None);
+/// ```
+pub fn share(memory: u64, least: u32, layers: &[Sharer]) -> Option<Vec<u32>> {
+    let bytes = |slots: &dyn Fn(&Sharer) -> u32| {
+        let of_layer = |layer: &Sharer| layer.slot_bytes.checked_mul(slots(layer).into());
+        layers
+            .iter()
+            .try_fold(0u64, |sum, layer| sum.checked_add(of_layer(layer)?))
+    };
+    let most = layers.iter().map(|layer| layer.experts).max()?;
+    let fits =
+        |slots: u32| bytes(&|layer| slots.min(layer.experts)).is_some_and(|bytes| bytes <= memory);
+    // The largest number for which all fit.
+    let (mut same, mut above) = (0, most + 1);
+    while above - same > 1 {
+        let middle = same + (above - same) / 2;
+        match fits(middle) {
+            true => same = middle,
+            false => above = middle,
+        }
+    }
+    if same < least.max(1) {
+        return None;
+    }
+    if layers.iter().any(|layer| layer.gains.is_empty()) {
+        return Some(layers.iter().map(|layer| same.min(layer.experts)).collect());
+    }
+    let mut slots: Vec<u32> = layers
+        .iter()
+        .map(|of| least.max(1).min(of.experts))
+        .collect();
+    let mut left = memory - bytes(&|of| least.max(1).min(of.experts))?;
+    let mut further: Vec<(u64, usize)> = Vec::new();
+    for (at, layer) in layers.iter().enumerate() {
+        // Gains of an order other than descending would leave a gap before a larger one.
+        let mut most = u64::MAX;
+        for slot in slots[at]..layer.experts {
+            most = most.min(layer.gains.get(slot as usize).copied().unwrap_or(0));
+            further.push((most, at));
+        }
+    }
+    further.sort_by_key(|&(gain, _)| std::cmp::Reverse(gain));
+    for (_, at) in further {
+        if let Some(rest) = left.checked_sub(layers[at].slot_bytes) {
+            left = rest;
+            slots[at] += 1;
+        }
+    }
+    Some(slots)
 }
 
 #[cfg(test)]
@@ -289,6 +402,69 @@ mod tests {
         assert_eq!(look_up(&mut cache, &[1], 1).expect("valid").0, 0);
         let mut none = ExpertCache::new(8, 0, 1);
         assert_eq!(look_up(&mut none, &[1], 1), None);
+    }
+
+    #[test]
+    fn slots_that_were_filled_are_hits() {
+        let mut cache = ExpertCache::new(8, 3, 1);
+        let loads = cache.fill([5, 9, 5, 2, 7, 1]);
+        let loaded: Vec<_> = loads.iter().map(|load| (load.expert, load.slot)).collect();
+        assert_eq!(loaded, [(5, 0), (2, 1), (7, 2)]);
+        let (hits, loads, _) = look_up(&mut cache, &[5, 3], 1).expect("valid");
+        // The least wanted one is replaced.
+        assert_eq!((hits, loads), (1, vec![Load { expert: 3, slot: 2 }]));
+        assert_eq!(cache.evictions(), 1);
+    }
+
+    #[test]
+    fn uses_without_slots_keep_experts() {
+        let mut cache = ExpertCache::new(8, 2, 1);
+        look_up(&mut cache, &[1, 2], 1).expect("valid");
+        // Of four tokens, the last two fit.
+        let bytes = ids(&[4, 2, 9, 1]);
+        cache.note(&Ids {
+            bytes: &bytes,
+            used: 1,
+            tokens: 4,
+            used_stride: 4,
+            token_stride: 4,
+        });
+        let (_, loads, _) = look_up(&mut cache, &[3], 1).expect("valid");
+        assert_eq!(loads, [Load { expert: 3, slot: 1 }]);
+    }
+
+    /// No other division of the same memory has more hits with descending gains.
+    #[test]
+    fn memory_goes_where_it_gains_most() {
+        let layers = [[9, 7, 3, 1], [8, 2, 2, 2], [5, 5, 5, 0]].map(|gains| Sharer {
+            slot_bytes: 1,
+            experts: 4,
+            gains: gains.to_vec(),
+        });
+        for memory in 3..=12u64 {
+            let slots = share(memory, 1, &layers).expect("one each");
+            let gain = |slots: &[u32]| -> u64 {
+                let of_layer = |(layer, &slots): (&Sharer, &u32)| {
+                    layer.gains[..slots as usize].iter().sum::<u64>()
+                };
+                layers.iter().zip(slots).map(of_layer).sum()
+            };
+            let mut best = 0;
+            for all in 0..64u32 {
+                let other = [all % 4 + 1, all / 4 % 4 + 1, all / 16 + 1];
+                if u64::from(other.iter().sum::<u32>()) <= memory {
+                    best = best.max(gain(&other));
+                }
+            }
+            assert_eq!(gain(&slots), best, "{memory}: {slots:?}");
+        }
+        let mut small = layers;
+        small[1].experts = 1;
+        small[0].gains.clear();
+        assert_eq!(share(u64::MAX, 2, &small), Some(vec![4, 1, 4]));
+        assert_eq!(share(2, 1, &small), None);
+        small[0].slot_bytes = u64::MAX;
+        assert_eq!(share(u64::MAX, 1, &small), None);
     }
 
     /// A hot expert stays although many others are used once.

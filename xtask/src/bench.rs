@@ -69,6 +69,15 @@ architecture: no shared expert, full attention in each layer. The router chooses
 so a prompt uses nearly all experts.",
     },
     Bench {
+        name: "expert_cache",
+        heading: "Experts that stay on the device",
+        note: "No GPU was measured: the program and the simulated GPU are those of the section before. Routes are made: each \
+expert has the place, among the experts of its layer by their last use, that gives an LRU of each size \
+the published share of hits. The slots hold a tenth of the experts. Stock's CPU reads experts at the speed of \
+the table; the GPU has the rest of the model. The bound is the longer of the misses' bytes over the link and \
+the products of experts on the GPU; attention, launches and waits come on top of it.",
+    },
+    Bench {
         name: "stream",
         heading: "Experts from disk",
         note: "The disk is emulated by a FUSE file system whose process shares the two cores with the program: it copies \
@@ -120,10 +129,10 @@ text above each table names the peer and the limit that the machine sets.\n\n{}\
 
 fn figures(bench: &Bench) -> Result<String> {
     fixtures::make()?;
-    if ["dropin", "postfetch_host", "stream"].contains(&bench.name) {
+    if ["dropin", "postfetch_host", "expert_cache", "stream"].contains(&bench.name) {
         cmake::build_hosts()?;
     }
-    if bench.name == "postfetch_host" {
+    if ["postfetch_host", "expert_cache"].contains(&bench.name) {
         cmake::sim_ggml()?;
     }
     if bench.name == "stream" {

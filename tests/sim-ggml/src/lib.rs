@@ -30,6 +30,7 @@
 //! | `SIM_GGML_HOST_GBS` | 0 | what the host's CPU backend reads; 0: no limit |
 //! | `SIM_GGML_HOST_TFLOPS` | 0 | its operations of products; 0: no limit. The longer of both times counts |
 //! | `SIM_GGML_COMPUTE` | 1 | 0: kernels and copies move nothing and only take their time; numbers of experts are made at random, the same in each run |
+//! | `SIM_GGML_ROUTES` | none | a file with the numbers of experts for that: a line `LAYER,EXPERT` for each expert of each token |
 //! | `SIM_GGML_THREADS` | 1 | threads for the kernels of a stream |
 //! | `SIM_GGML_FAIL` | none | `alloc_buffer:3`: the third call of that function fails; more than one, separated by commas; `all` for each call |
 //! | `SIM_GGML_IGNORE` | none | the same for calls that order: they have no effect. `event_wait@2:3`: the third of stream 2. The threads of a host call in any order; the calls of one stream have the same order in each run |

@@ -1,8 +1,50 @@
-//! Which experts tokens use: as the host computed it, or at random where nothing is computed.
+//! Which experts tokens use: as the host computed it; where nothing is computed, from a file or
+//! at random.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::sync::Mutex;
 
 use crate::ggml::{I32, Tensor};
+use crate::sim::sim;
+
+/// Experts of tokens from a file.
+#[derive(Debug, Default)]
+pub struct Routes {
+    /// By layer, token after token.
+    experts: BTreeMap<u64, Vec<i32>>,
+    /// How many were used, by layer.
+    used: Mutex<BTreeMap<u64, usize>>,
+}
+
+impl Routes {
+    /// Reads a file with a line `LAYER,EXPERT` for each expert of each token, in their order.
+    pub fn read(path: &Path) -> Result<Routes, String> {
+        let text = std::fs::read_to_string(path).map_err(|error| error.to_string())?;
+        let mut routes = Routes::default();
+        for line in text.lines() {
+            let pair = line.split_once(',');
+            let pair = pair.and_then(|(layer, expert)| {
+                Some((layer.parse().ok()?, expert.parse::<i32>().ok()?))
+            });
+            let (layer, expert) =
+                pair.ok_or_else(|| format!("expected LAYER,EXPERT, found {line:?}"))?;
+            routes.experts.entry(layer).or_default().push(expert);
+        }
+        Ok(routes)
+    }
+
+    /// Returns the next experts of a layer, from the first ones again after the last; `None` for
+    /// a layer that the file does not have.
+    fn next(&self, layer: u64, count: usize) -> Option<Vec<i32>> {
+        let all = self.experts.get(&layer)?;
+        let mut used = self.used.lock().expect("no panic");
+        let from = used.entry(layer).or_default();
+        let next = all.iter().cycle().skip(*from % all.len()).take(count);
+        *from += count;
+        Some(next.copied().collect())
+    }
+}
 
 /// Returns how many experts there are, for the numbers of experts that a layer chose: a view of
 /// all experts in their order. `None` for any other tensor.
@@ -46,15 +88,22 @@ pub fn chosen(name: &str, token: usize, used: usize, experts: usize) -> Vec<i32>
     order
 }
 
-/// Fills a copy of the numbers of experts, or of a part of them.
+/// Fills a copy of the numbers of experts, or of a part of them. A copy of the first ones takes
+/// the next tokens of a file.
 ///
 /// # Safety
 ///
 /// `to` holds `size` bytes.
 pub unsafe fn fill(tensor: &Tensor, experts: usize, to: *mut u8, offset: usize, size: usize) {
     let name = tensor.name();
-    for token in 0..tensor.ne[1] as usize {
-        let chosen = chosen(&name, token, tensor.ne[0] as usize, experts);
+    let (used, tokens) = (tensor.ne[0] as usize, tensor.ne[1] as usize);
+    let routes = sim().settings.routes.as_ref().filter(|_| offset == 0);
+    let routed = routes.and_then(|routes| routes.next(layer(&name), used * tokens));
+    for token in 0..tokens {
+        let chosen = match &routed {
+            Some(all) => all[token * used..][..used].to_vec(),
+            None => chosen(&name, token, used, experts),
+        };
         for (place, expert) in chosen.into_iter().enumerate() {
             let at = token * tensor.nb[1] + place * tensor.nb[0];
             if at >= offset && at + 4 <= offset + size {
@@ -87,6 +136,20 @@ mod tests {
             assert_eq!(all.iter().collect::<BTreeSet<_>>().len(), 8);
             assert!(all.iter().all(|expert| (0..9).contains(expert)));
         }
+    }
+
+    #[test]
+    fn experts_of_a_file_come_in_their_order() {
+        let file = std::env::temp_dir().join(format!("routes-{}", std::process::id()));
+        std::fs::write(&file, "3,1\n0,7\n3,2\n3,5\n").expect("written");
+        let routes = Routes::read(&file).expect("valid");
+        assert_eq!(routes.next(3, 2), Some(vec![1, 2]));
+        assert_eq!(routes.next(0, 1), Some(vec![7]));
+        assert_eq!(routes.next(3, 2), Some(vec![5, 1]));
+        assert_eq!(routes.next(1, 2), None);
+        std::fs::write(&file, "3,1\n3\n").expect("written");
+        assert!(Routes::read(&file).is_err());
+        std::fs::remove_file(&file).expect("removed");
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use crate::calls::{Call, Fault};
+use crate::routing::Routes;
 
 /// What the variables set; see the table of the crate.
 #[derive(Debug)]
@@ -35,6 +36,8 @@ pub struct Settings {
     pub fail: Vec<Fault>,
     /// Calls without effect.
     pub ignore: Vec<Fault>,
+    /// Experts of tokens where nothing is computed.
+    pub routes: Option<Routes>,
     /// Where the report goes at the end of the process.
     pub report: Option<PathBuf>,
 }
@@ -57,6 +60,7 @@ impl Settings {
             offload_batch: number("GGML_OP_OFFLOAD_MIN_BATCH", 32.0)? as i64,
             fail: faults("SIM_GGML_FAIL", Call::can_fail)?,
             ignore: faults("SIM_GGML_IGNORE", Call::is_wait)?,
+            routes: routes("SIM_GGML_ROUTES")?,
             report: text("SIM_GGML_REPORT").map(PathBuf::from),
         })
     }
@@ -78,6 +82,14 @@ fn number(name: &str, default: f64) -> Result<f64, String> {
 
 fn unless_zero(speed: f64) -> f64 {
     if speed == 0.0 { f64::INFINITY } else { speed }
+}
+
+fn routes(name: &str) -> Result<Option<Routes>, String> {
+    let Some(path) = text(name) else {
+        return Ok(None);
+    };
+    let routes = Routes::read(path.as_ref()).map_err(|error| format!("{name}: {path}: {error}"))?;
+    Ok(Some(routes))
 }
 
 fn faults(name: &str, allowed: fn(Call) -> bool) -> Result<Vec<Fault>, String> {

@@ -1,0 +1,209 @@
+//! Decoding in an unmodified host with experts that stay on a device, in virtual time, over routes
+//! of a published locality.
+//!
+//! Run it with `cargo xtask bench expert_cache`.
+
+mod simulated;
+
+use std::fmt::Write;
+use std::path::Path;
+
+use llama_sidecar::expert_cache::ExpertCache;
+use llama_sidecar::trace::Ids;
+use simulated::{EXPERTS, LAYERS, MACHINE, MACHINES, Variables, models, start};
+use testkit::moe::Moe;
+use testkit::sim_ggml::{Report, SimGgml};
+
+/// Tokens before the measurement, in which the slots fill.
+const BEFORE: usize = 60;
+/// Tokens that are measured.
+const COUNTED: usize = 40;
+
+const STOCK: Variables = &[];
+const LOCKED: (&str, &str) = ("LLAMA_POSTFETCH_HOST_PAGE_LOCK", "1");
+const EACH_TIME: Variables = &[("LLAMA_POSTFETCH_HOST", "all"), LOCKED];
+
+/// The share of hits of an LRU, by the share of the experts that it holds.
+type Locality = &'static [(f64, f64)];
+
+/// By name. Between the points, the share is linear.
+const LOCALITIES: [(&str, Locality); 2] = [
+    // The author's figures of llama.cpp pull request 27861, for 64 and 128 of 512 experts.
+    ("67 % at 1/8, 81 % at 1/4", &[(0.125, 0.67), (0.25, 0.81)]),
+    // Of tetherto/qvac-fabric-llm.cpp pull request 237.
+    ("78 % at 1/10", &[(0.1, 0.778)]),
+];
+
+/// Routes of a model: by layer, token after token.
+type Routes = Vec<Vec<i32>>;
+
+/// Makes routes: each expert is chosen by its place in the order of the last use.
+fn routes(model: &Moe, locality: Locality, tokens: usize) -> Routes {
+    let mut state = 88172645463325252u64;
+    let mut random = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 11) as f64 / (1u64 << 53) as f64
+    };
+    let place = |hits: f64| {
+        let (mut from, mut of_from) = (0.0, 0.0);
+        for &(to, of_to) in locality.iter().chain(&[(1.0, 1.0)]) {
+            if hits < of_to {
+                return from + (to - from) * (hits - of_from) / (of_to - of_from);
+            }
+            (from, of_from) = (to, of_to);
+        }
+        1.0
+    };
+    let layer = |_| {
+        let mut order: Vec<i32> = (0..model.experts as i32).collect();
+        let mut all = Vec::new();
+        for _ in 0..tokens {
+            let mut chosen: Vec<i32> = Vec::new();
+            while chosen.len() < model.used as usize {
+                let at = (place(random()) * order.len() as f64) as usize;
+                let expert = order[at.min(order.len() - 1)];
+                if !chosen.contains(&expert) {
+                    chosen.push(expert);
+                }
+            }
+            order.retain(|expert| !chosen.contains(expert));
+            order.splice(..0, chosen.iter().rev().copied());
+            all.extend(chosen);
+        }
+        all
+    };
+    (0..LAYERS).map(layer).collect()
+}
+
+/// Returns the hits of the last tokens of so many, by slots that are empty before the first.
+fn expected_hits(model: &Moe, routes: &Routes, slots: u32, tokens: std::ops::Range<usize>) -> u64 {
+    let used = model.used as usize;
+    let mut hits = 0;
+    for layer in routes {
+        let mut cache = ExpertCache::new(model.experts as u32, slots, 1);
+        for token in tokens.clone() {
+            let ids = &layer[token * used..][..used];
+            let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_ne_bytes()).collect();
+            let ids = Ids {
+                bytes: &bytes,
+                used,
+                tokens: 1,
+                used_stride: 4,
+                token_stride: 4 * used,
+            };
+            let found = cache.look_up(&ids, &mut Vec::new(), &mut Vec::new());
+            hits += found.expect("valid ids") as u64;
+        }
+    }
+    hits
+}
+
+/// What a run took for a token.
+struct Token {
+    /// Milliseconds.
+    time: f64,
+    /// Milliseconds of the products of experts on the device.
+    products: f64,
+    /// Milliseconds of the bytes on the link.
+    link: f64,
+    /// The share of experts that were on the device.
+    hits: f64,
+}
+
+/// Decodes with these routes, at speeds of a CPU and a link in GB/s.
+fn decode(
+    model: &Moe,
+    (path, routes, slots): (&Path, &Routes, u32),
+    (cpu, link): (f64, f64),
+    variables: &[(&'static str, &str)],
+) -> Token {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("routes");
+    let mut lines = String::new();
+    for (layer, experts) in routes.iter().enumerate() {
+        for expert in experts {
+            let _ = writeln!(lines, "{layer},{expert}");
+        }
+    }
+    std::fs::write(&file, lines).expect("written");
+    let (cpu, speed) = (cpu.to_string(), link.to_string());
+    let mut settings = MACHINE.to_vec();
+    settings.extend([
+        ("SIM_GGML_HOST_GBS", cpu.as_str()),
+        ("SIM_GGML_LINK_GBS", speed.as_str()),
+        ("SIM_GGML_ROUTES", file.to_str().expect("UTF-8")),
+    ]);
+    let sim = SimGgml::new(&settings);
+    let mut host = start(path, &sim, EXPERTS, 64, variables);
+    host.ask("prompt 1");
+    host.ask(&format!("hashes {}", BEFORE - 1));
+    let before = sim.report_now(&mut host);
+    host.ask(&format!("hashes {COUNTED}"));
+    let after = sim.report_now(&mut host);
+    let mut hits = 0.0;
+    if !variables.is_empty() {
+        let figures = &host.control("status")["post_fetch"];
+        let count = |name: &str| figures[name].as_u64().expect("a number");
+        let looked_up = count("cache_hits") + count("cache_misses");
+        let tokens = looked_up as usize / LAYERS / model.used as usize;
+        if tokens > 0 {
+            assert_eq!(count("cache_slots"), u64::from(slots));
+            let all = BEFORE + COUNTED;
+            let expected = expected_hits(model, routes, slots, all - tokens..all);
+            assert_eq!(count("cache_hits"), expected, "{figures}");
+            hits = expected as f64 / looked_up as f64;
+        }
+    }
+    assert_eq!(host.end(), Some(0));
+    let end = sim.report();
+    end.assert_ordered();
+    let time = |report: &Report| report.threads[0].time_ns;
+    let bytes = |report: &Report| report.link.to_device.bytes;
+    let each = COUNTED as f64 * 1e6;
+    let products = after.products.iter().skip(before.products.len());
+    Token {
+        time: (time(&after) - time(&before)) as f64 / each,
+        products: products.map(|of| of.end_ns - of.start_ns).sum::<u64>() as f64 / each,
+        link: (bytes(&after) - bytes(&before)) as f64 / link / each,
+        hits,
+    }
+}
+
+fn main() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("model.gguf");
+    println!("Virtual time of a token in {LAYERS} layers, ms. In brackets the gain over stock.\n");
+    println!(
+        "| model | LRU | machine | stock, on the CPU | copied each time | slots for 10 % | hits | bound | time / bound |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|");
+    let [gpt_oss, qwen, _] = models();
+    for (name, model) in [gpt_oss, qwen] {
+        model.file().write_sparse(&path).expect("a file with holes");
+        let slots = model.experts as u32 / 10 + 1;
+        let expert = 3 * model.expert_bytes() / model.experts as u64;
+        let mib = (u64::from(slots) * expert * LAYERS as u64).div_ceil(1 << 20);
+        let mib = mib.to_string();
+        let cached = [("LLAMA_POSTFETCH_CACHE_MB", mib.as_str()), LOCKED];
+        for (locality_name, locality) in LOCALITIES {
+            let routes = routes(&model, locality, BEFORE + COUNTED);
+            let from = (path.as_path(), &routes, slots);
+            for (machine, _, cpu, link) in MACHINES {
+                let stock = decode(&model, from, (cpu, link), STOCK).time;
+                let each = decode(&model, from, (cpu, link), EACH_TIME).time;
+                let token = decode(&model, from, (cpu, link), &cached);
+                let bound = token.link.max(token.products);
+                println!(
+                    "| {name} | {locality_name} | {machine} | {stock:.2} | {each:.2} ({:.2}) | {:.2} ({:.2}) | {:.1} % | {bound:.2} | {:.2} |",
+                    stock / each,
+                    token.time,
+                    stock / token.time,
+                    100.0 * token.hits,
+                    token.time / bound,
+                );
+            }
+        }
+    }
+}
