@@ -61,12 +61,15 @@ fn routes(model: &Moe, locality: Locality, tokens: usize) -> Routes {
         let mut all = Vec::new();
         for _ in 0..tokens {
             let mut chosen: Vec<i32> = Vec::new();
-            while chosen.len() < model.used as usize {
-                let at = (place(random()) * order.len() as f64) as usize;
-                let expert = order[at.min(order.len() - 1)];
-                if !chosen.contains(&expert) {
-                    chosen.push(expert);
+            let used = model.used as usize;
+            for number in 0..used {
+                // One of each part of the distribution: places are seldom chosen twice.
+                let hits = (number as f64 + random()) / used as f64;
+                let mut at = (place(hits) * order.len() as f64) as usize % order.len();
+                while chosen.contains(&order[at]) {
+                    at = (at + 1) % order.len();
                 }
+                chosen.push(order[at]);
             }
             order.retain(|expert| !chosen.contains(expert));
             order.splice(..0, chosen.iter().rev().copied());

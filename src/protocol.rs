@@ -207,12 +207,34 @@ pub struct PostFetchFigures {
     pub cache_misses: u64,
     /// Memory on the device for experts that stay there.
     pub cache_bytes: u64,
-    /// Number of experts of a layer that stay there.
+    /// Number of experts of a layer that stay there, at least.
     pub cache_slots: u64,
+    /// Number of experts that were replaced by others.
+    pub cache_evictions: u64,
+    /// The same figures by layer.
+    pub cache_layers: Vec<CacheLayer>,
     /// Bytes of models that are page-locked.
     pub locked_bytes: u64,
     /// Why nothing is copied early, if that is known.
     pub obstacle: Option<String>,
+}
+
+/// Figures of the experts of a layer that stay on a device.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct CacheLayer {
+    /// Number of the model in its process.
+    pub model: u64,
+    /// Number of the layer.
+    pub layer: u32,
+    /// Number of experts that stay there.
+    pub slots: u64,
+    /// Number of routed experts that were there.
+    pub hits: u64,
+    /// Number of routed experts that were copied.
+    pub misses: u64,
+    /// Number of experts that were replaced by others.
+    pub evictions: u64,
 }
 
 impl PostFetchFigures {
@@ -242,10 +264,16 @@ impl PostFetchFigures {
         }
         if self.cache_slots > 0 {
             let looked_up = self.cache_hits + self.cache_misses;
+            let most = self.cache_layers.iter().map(|layer| layer.slots).max();
+            let slots = match most {
+                Some(most) if most > self.cache_slots => {
+                    format!("{} to {most} of each layer", self.cache_slots)
+                }
+                _ => format!("{} of each layer", self.cache_slots),
+            };
             text += &format!(
-                ", {:.1} % of {looked_up} routed experts were on the device ({} of each layer, {:.0} MB)",
+                ", {:.1} % of {looked_up} routed experts were on the device ({slots}, {:.0} MB)",
                 100.0 * self.cache_hits as f64 / looked_up.max(1) as f64,
-                self.cache_slots,
                 mb(self.cache_bytes),
             );
         }

@@ -317,6 +317,11 @@ fn experts_that_stay_on_the_device() {
             assert!(count(figures, "cache_misses") <= 8 * 4, "{figures}");
         }
         assert_eq!(figures["obstacle"], Value::Null);
+        let layers = by_layer(figures);
+        let sum = |of: fn(&(u64, u64, u64)) -> u64| layers.iter().map(of).sum::<u64>();
+        assert_eq!(sum(|of| of.1), count(figures, "cache_hits"));
+        assert_eq!(sum(|of| of.2), count(figures, "cache_misses"));
+        assert!(layers.len() == 4 && layers.iter().all(|of| of.0 == slots));
         // A batch that the host would leave on the CPU stays there, if it does not fit.
         match slots {
             8 => assert_eq!(run.answers, expected),
@@ -326,7 +331,95 @@ fn experts_that_stay_on_the_device() {
     let none = cached("1").run(&DECODING);
     assert_eq!(none.answers, Setup::default().run(&DECODING).answers);
     let obstacle = none.figures["obstacle"].as_str().expect("an obstacle");
-    assert!(obstacle.contains("a token uses 2"), "{obstacle}");
+    assert!(
+        obstacle.contains("the 2 experts of each layer that a token uses"),
+        "{obstacle}"
+    );
+}
+
+/// A trace of an earlier run, in a folder that goes with it.
+fn trace_of(commands: &[&str]) -> (tempfile::TempDir, String) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("trace.json");
+    let path = path.to_str().expect("UTF-8").to_owned();
+    let setup = Setup::default().with("LLAMA_EXPERT_TRACE_OUTPUT", &path);
+    setup.run(commands);
+    (folder, path)
+}
+
+/// What each layer has: slots, hits and misses.
+fn by_layer(figures: &Value) -> Vec<(u64, u64, u64)> {
+    let layers = figures["cache_layers"].as_array().expect("layers");
+    let of = |layer| {
+        let count = |name| count(layer, name);
+        (count("slots"), count("hits"), count("misses"))
+    };
+    layers.iter().map(of).collect()
+}
+
+/// The most used experts of a trace are there from the start, and layers have slots by what
+/// these gain.
+#[test]
+fn slots_from_a_trace() {
+    let (_folder, trace) = trace_of(&DECODING);
+    let read = std::fs::read(&trace).expect("written at the end");
+    let json: Value = serde_json::from_slice(&read).expect("JSON");
+    let counts = json["layers"].as_array().expect("layers").iter().map(|of| {
+        let counts = of["counts"].as_array().expect("counts").iter();
+        counts
+            .map(|uses| uses.as_u64().expect("a number"))
+            .collect::<Vec<_>>()
+    });
+    let counts: Vec<Vec<u64>> = counts.collect();
+    let start = ["prompt 40", "hashes 1"];
+    let expected = offloaded().run(&start).answers;
+    let cold = cached("27").run(&start);
+    let warm = cached("27")
+        .with("LLAMA_POSTFETCH_CACHE_TRACE", &trace)
+        .run(&start);
+    assert_eq!((&cold.answers, &warm.answers), (&expected, &expected));
+    let hits = |run: &Run| count(&run.figures, "cache_hits");
+    assert!(hits(&warm) > hits(&cold), "{} {}", hits(&warm), hits(&cold));
+    let (warm, cold) = (by_layer(&warm.figures), by_layer(&cold.figures));
+    let slots = |layers: &[(u64, u64, u64)]| layers.iter().map(|of| of.0).sum::<u64>();
+    assert!(slots(&warm) >= slots(&cold));
+    // No slot would gain more in another layer.
+    for (from, &(has, ..)) in warm.iter().enumerate().filter(|(_, of)| of.0 > 2) {
+        for (to, &(other, ..)) in warm.iter().enumerate().filter(|(_, of)| of.0 < 8) {
+            let sorted = |layer: usize| {
+                let mut counts = counts[layer].clone();
+                counts.sort_unstable_by(|a, b| b.cmp(a));
+                counts
+            };
+            assert!(sorted(from)[has as usize - 1] >= sorted(to)[other as usize]);
+        }
+    }
+    let all = cached("auto").with("LLAMA_POSTFETCH_CACHE_TRACE", &trace);
+    let run = all.run(&DECODING);
+    assert_eq!(run.answers, offloaded().run(&DECODING).answers);
+    assert_eq!(count(&run.figures, "cache_evictions"), 0);
+}
+
+#[test]
+fn a_trace_that_is_none() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("trace.json");
+    let expected = cached("27").run(&DECODING);
+    for text in [
+        "",
+        "{}",
+        r#"{"schema": "llama-sidecar/expert-trace/1", "layers": []}"#,
+        r#"{"schema": "llama-sidecar/expert-trace/1", "experts_used": 1, "layers": [{"layer": 1, "tokens": 9, "counts": [1, 2, 3]}]}"#,
+    ] {
+        std::fs::write(&path, text).expect("written");
+        let trace = path.to_str().expect("UTF-8");
+        let run = cached("27")
+            .with("LLAMA_POSTFETCH_CACHE_TRACE", trace)
+            .run(&DECODING);
+        assert_eq!(run.answers, expected.answers, "{text}");
+        let hits = |run: &Run| count(&run.figures, "cache_hits");
+        assert_eq!(hits(&run), hits(&expected), "{text}");
+    }
 }
 
 /// More than the slots need is copied once: each miss, and no padding.
@@ -369,8 +462,10 @@ fn swaps_of_experts_that_stay_on_the_device() {
     });
     assert_ne!(expected[0], expected[1]);
     let sim = SimGgml::new(&[]);
+    let (_trace_folder, trace) = trace_of(&commands);
     replace(&path, &files[0]);
-    let mut host = cached("auto").start(&sim, &path);
+    let cached = cached("auto").with("LLAMA_POSTFETCH_CACHE_TRACE", &trace);
+    let mut host = cached.start(&sim, &path);
     for round in 0..5 {
         for _ in 0..2 {
             assert_eq!(answers(&mut host), expected[round % 2], "round {round}");

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use llama_sidecar::protocol::{PostFetchFigures, StreamFigures};
+use llama_sidecar::protocol::{CacheLayer, PostFetchFigures, StreamFigures};
 use llama_sidecar::reload::Pauses;
 
 use crate::barrier::{self, Obstacle};
@@ -224,7 +224,7 @@ fn streams(out: &mut Page) {
     }
 }
 
-const POST_FETCH_FIGURES: [Figure<PostFetchFigures>; 8] = [
+const POST_FETCH_FIGURES: [Figure<PostFetchFigures>; 9] = [
     (
         "post_fetch_early_bytes_total",
         "counter",
@@ -268,6 +268,12 @@ const POST_FETCH_FIGURES: [Figure<PostFetchFigures>; 8] = [
         |of| of.scratch_bytes as f64,
     ),
     (
+        "expert_cache_bytes",
+        "gauge",
+        "Memory on devices for experts that stay there.",
+        |of| of.cache_bytes as f64,
+    ),
+    (
         "page_locked_bytes",
         "gauge",
         "Bytes of models that are page-locked.",
@@ -275,10 +281,45 @@ const POST_FETCH_FIGURES: [Figure<PostFetchFigures>; 8] = [
     ),
 ];
 
+const CACHE_FIGURES: [Figure<CacheLayer>; 4] = [
+    (
+        "expert_cache_slots",
+        "gauge",
+        "Experts of a layer that stay on a device.",
+        |of| of.slots as f64,
+    ),
+    (
+        "expert_cache_hits_total",
+        "counter",
+        "Routed experts that were on the device.",
+        |of| of.hits as f64,
+    ),
+    (
+        "expert_cache_misses_total",
+        "counter",
+        "Routed experts that were copied to stay there.",
+        |of| of.misses as f64,
+    ),
+    (
+        "expert_cache_evictions_total",
+        "counter",
+        "Experts that were replaced by others.",
+        |of| of.evictions as f64,
+    ),
+];
+
 fn post_fetch(out: &mut Page) {
     let figures = postfetch::figures();
     for (name, kind, help, value) in POST_FETCH_FIGURES {
         out.single(name, kind, help, value(&figures));
+    }
+    for (name, kind, help, value) in CACHE_FIGURES {
+        out.head(name, kind, help);
+        for of_layer in &figures.cache_layers {
+            let (model, layer) = (of_layer.model.to_string(), of_layer.layer.to_string());
+            let labels = [("model", model.as_str()), ("layer", layer.as_str())];
+            out.value(name, &labels, value(of_layer));
+        }
     }
 }
 

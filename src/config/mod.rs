@@ -49,7 +49,7 @@ pub struct PostFetch {
 }
 
 /// The settings of post-fetch in an unmodified program.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HostPostFetch {
     /// `LLAMA_POSTFETCH_HOST`; [`Early::None`] also where another `LLAMA_POSTFETCH_*` variable
     /// excludes the device.
@@ -58,6 +58,8 @@ pub struct HostPostFetch {
     pub cache: Option<CacheSize>,
     /// `LLAMA_POSTFETCH_CACHE_HALF_LIFE`.
     pub cache_half_life: u32,
+    /// `LLAMA_POSTFETCH_CACHE_TRACE`.
+    pub cache_trace: Option<PathBuf>,
     /// `LLAMA_POSTFETCH_LOOK_AHEAD`.
     pub look_ahead: bool,
     /// `LLAMA_POSTFETCH_HOST_PAGE_LOCK`.
@@ -66,7 +68,7 @@ pub struct HostPostFetch {
 
 impl HostPostFetch {
     /// Returns whether experts are copied early, or page-locked.
-    pub fn is_used(self) -> bool {
+    pub fn is_used(&self) -> bool {
         self.early != Early::None || self.page_lock
     }
 }
@@ -199,7 +201,8 @@ impl Config {
             debug: values.switch("LLAMA_POSTFETCH_DEBUG"),
         };
         let uses_device = postfetch.enable && !postfetch.force_cpu && postfetch.dedicated_streams;
-        let (early, cache) = (values.early(), values.cache());
+        let cache_trace = values.path("LLAMA_POSTFETCH_CACHE_TRACE");
+        let (early, cache) = (values.early(), values.cache(cache_trace.is_some()));
         let host_postfetch = HostPostFetch {
             early: match early {
                 _ if !uses_device => Early::None,
@@ -211,6 +214,7 @@ impl Config {
             cache_half_life: values
                 .number("LLAMA_POSTFETCH_CACHE_HALF_LIFE")
                 .unwrap_or(1) as u32,
+            cache_trace,
             look_ahead: values.switch("LLAMA_POSTFETCH_LOOK_AHEAD"),
             page_lock: values.switch("LLAMA_POSTFETCH_HOST_PAGE_LOCK"),
         };
@@ -324,8 +328,13 @@ impl<F: Fn(&str) -> Option<OsString>> Values<F> {
         self.choice("LLAMA_POSTFETCH_HOST", words, Early::None)
     }
 
-    fn cache(&mut self) -> Option<CacheSize> {
-        match self.get("LLAMA_POSTFETCH_CACHE_MB", variables::memory)? {
+    /// Returns `Auto` where the variable is not set and there is a trace.
+    fn cache(&mut self, has_trace: bool) -> Option<CacheSize> {
+        let name = "LLAMA_POSTFETCH_CACHE_MB";
+        if has_trace && self.set(name).is_none() {
+            return Some(CacheSize::Auto);
+        }
+        match self.get(name, variables::memory)? {
             None => Some(CacheSize::Auto),
             Some(0) => None,
             Some(bytes) => Some(CacheSize::Bytes(bytes)),
@@ -646,6 +655,7 @@ mod tests {
                 ("LLAMA_POSTFETCH_HOST", word),
                 ("LLAMA_POSTFETCH_CACHE_MB", "3"),
                 ("LLAMA_POSTFETCH_CACHE_HALF_LIFE", "9"),
+                ("LLAMA_POSTFETCH_CACHE_TRACE", "/t.json"),
                 ("LLAMA_POSTFETCH_LOOK_AHEAD", "0"),
                 ("LLAMA_POSTFETCH_HOST_PAGE_LOCK", "1"),
             ];
@@ -653,6 +663,7 @@ mod tests {
                 early,
                 cache: Some(CacheSize::Bytes(3 << 20)),
                 cache_half_life: 9,
+                cache_trace: Some("/t.json".into()),
                 look_ahead: false,
                 page_lock: true,
             };
@@ -671,6 +682,10 @@ mod tests {
             (auto.early, auto.cache),
             (Early::Stock, Some(CacheSize::Auto))
         );
+        let trace = ("LLAMA_POSTFETCH_CACHE_TRACE", "/t.json");
+        let cache = |values: &[_]| parse(values).host_postfetch.cache;
+        assert_eq!(cache(&[trace]), Some(CacheSize::Auto));
+        assert_eq!(cache(&[trace, ("LLAMA_POSTFETCH_CACHE_MB", "0")]), None);
         let wrong = parse(&[("LLAMA_POSTFETCH_CACHE_MB", "much")]);
         assert_eq!(
             (wrong.host_postfetch.cache, wrong.rejected.len()),

@@ -263,6 +263,13 @@ pub static VARIABLES: &[Variable] = &[
         flag: None,
     },
     Variable {
+        name: "LLAMA_POSTFETCH_CACHE_TRACE",
+        default: Described("none"),
+        kind: Path,
+        help: "drop-in: an expert trace of an earlier run (JSON): its most used experts are on the device from the start, and layers get memory by what it gains there. Sets `LLAMA_POSTFETCH_CACHE_MB=auto` where that is not set",
+        flag: Some("expert-cache-trace"),
+    },
+    Variable {
         name: "LLAMA_POSTFETCH_LOOK_AHEAD",
         default: Value("1"),
         kind: Switch,

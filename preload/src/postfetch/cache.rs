@@ -7,13 +7,15 @@
 //! scheduler reads stays as it made it.
 
 use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
 
 use llama_sidecar::config::{CacheSize, Config};
-use llama_sidecar::expert_cache::{ExpertCache, Load};
+use llama_sidecar::expert_cache::{ExpertCache, Load, Sharer, share};
 use llama_sidecar::experts::ExpertName;
-use llama_sidecar::trace::Ids;
+use llama_sidecar::trace::{self, Ids, Snapshot};
 
-use super::figures::FIGURES;
+use super::figures::{FIGURES, LayerFigures};
 use super::instance::Scratch;
 use super::transfer::Piece;
 use crate::ggml::{Backend, Buffer, Descriptor, Device, Ggml, OwnBuffer, OwnContext, Tensor};
@@ -50,6 +52,7 @@ pub struct LayerCache {
     loads: Vec<Load>,
     /// The slots of the ids of the last look-up.
     slots: Vec<i32>,
+    figures: Arc<LayerFigures>,
 }
 
 /// The slots of the layers of a scheduler.
@@ -57,8 +60,6 @@ pub struct Cache {
     layers: Vec<LayerCache>,
     /// The device of the slots.
     device: usize,
-    /// The number of slots of a layer.
-    slots: usize,
 }
 
 // SAFETY: ggml ties no memory to a thread; the device is compared only.
@@ -87,42 +88,99 @@ impl Cache {
     ) -> Option<Cache> {
         // SAFETY: as the caller ensures.
         let (matrices, used) = unsafe { matrices(ggml, reads) };
-        let all: usize = matrices.values().flatten().map(|of| of.expert_bytes).sum();
-        let experts = matrices.values().flatten().map(|of| of.ne[2]).max()?;
+        let trace = Config::get().host_postfetch.cache_trace.as_deref();
+        let trace = trace.and_then(read_trace);
+        let sharers: Vec<Sharer> = matrices
+            .iter()
+            .map(|((_, layer), matrices)| sharer(*layer, matrices, trace.as_ref()))
+            .collect();
         let whole = |of: &Matrix| of.expert_bytes as u64 * of.ne[2] as u64;
         let largest = matrices.values().map(|of| of.iter().map(whole).sum());
         let largest: u64 = largest.max().unwrap_or(0);
-        let limit = match size {
+        let mut limit = match size {
             // The scheduler may allocate a layer's matrices once more.
             CacheSize::Auto => ggml.free_memory(device)?.saturating_sub(RESERVE + largest),
             CacheSize::Bytes(bytes) => bytes,
         };
-        let mut slots = (limit / all.max(1) as u64).min(experts as u64) as usize;
-        while slots >= used.max(1) {
+        while let Some(slots) = share(limit, used, &sharers) {
             // SAFETY: as the caller ensures.
-            if let Some(layers) = unsafe { allocate(ggml, device, &matrices, slots) } {
-                let memory = layers.iter().flat_map(|layer| &layer.roles);
-                let bytes: u64 = memory.map(|role| role.memory.size()).sum();
-                FIGURES.note_cache(bytes, slots);
-                return Some(Cache {
-                    layers,
-                    device: device as usize,
-                    slots,
-                });
+            let layers = unsafe { allocate(ggml, device, &matrices, &slots) };
+            let Some(layers) = layers else {
+                limit = limit / 4 * 3;
+                continue;
+            };
+            let memory = layers.iter().flat_map(|layer| &layer.roles);
+            let bytes: u64 = memory.map(|role| role.memory.size()).sum();
+            let mut cache = Cache {
+                layers,
+                device: device as usize,
+            };
+            FIGURES.note_cache(bytes, cache.slots());
+            if let Some(trace) = &trace {
+                // SAFETY: as the caller ensures: the matrices are live, and nothing uses the slots.
+                unsafe { cache.fill(ggml, trace) };
             }
-            slots = slots * 3 / 4;
+            return Some(cache);
         }
-        FIGURES.note_obstacle(format!(
-            "no experts stay on the device: {} MiB hold {} experts of each layer, and a token uses {used}; set LLAMA_POSTFETCH_CACHE_MB, or load fewer layers there",
-            limit >> 20,
-            limit / all.max(1) as u64,
-        ));
+        if !matrices.is_empty() {
+            FIGURES.note_obstacle(format!(
+                "no experts stay on the device: {} MiB do not hold the {used} experts of each layer that a token uses; set LLAMA_POSTFETCH_CACHE_MB, or load fewer layers there",
+                limit >> 20,
+            ));
+        }
         None
     }
 
-    /// Returns the number of slots of a layer.
+    /// Copies the most used experts of a trace into free slots, and waits for the copies.
+    ///
+    /// # Safety
+    ///
+    /// The matrices are live, and no other thread or queue uses the slots.
+    unsafe fn fill(&mut self, ggml: &Ggml, trace: &Snapshot) {
+        for layer in &mut self.layers {
+            let Some(traced) = trace.layers.iter().find(|of| of.layer == layer.layer) else {
+                continue;
+            };
+            let mut hottest: Vec<usize> = (0..traced.experts.len()).collect();
+            hottest.retain(|expert| traced.experts[*expert] > 0);
+            hottest.sort_by_key(|expert| std::cmp::Reverse(traced.experts[*expert]));
+            layer.loads = layer.experts.fill(hottest.into_iter().map(|of| of as u32));
+            for (role, of) in layer.roles.iter().enumerate() {
+                let mut pieces = Vec::new();
+                // SAFETY: as the caller ensures; pieces lie within matrix and slots.
+                unsafe {
+                    let address: usize = ggml.layout.read(of.weight.0, ggml.layout.data);
+                    layer.pieces(role, address, &mut pieces);
+                    for piece in pieces {
+                        (ggml.f.ggml_backend_tensor_set)(
+                            of.tensor.0,
+                            piece.from as *const _,
+                            piece.to.start,
+                            piece.to.len(),
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    /// Returns the number of slots of the layer that has the fewest.
     pub fn slots(&self) -> usize {
-        self.slots
+        let slots = self.layers.iter().map(|layer| layer.experts.slots());
+        slots.min().unwrap_or(0)
+    }
+
+    /// Returns the number of slots of a layer.
+    pub fn slots_of(&self, at: usize) -> usize {
+        self.layers[at].experts.slots()
+    }
+
+    /// Counts uses of experts by a batch that has more than fit.
+    pub fn note(&mut self, model: u64, layer: u32, ids: &Ids<'_>) {
+        let is_of = |of: &&mut LayerCache| (of.model, of.layer) == (model, layer);
+        if let Some(of_layer) = self.layers.iter_mut().find(is_of) {
+            of_layer.experts.note(ids);
+        }
     }
 
     /// Forgets what is in the slots.
@@ -182,7 +240,7 @@ impl Cache {
 /// # Safety
 ///
 /// As for [`Cache::new`].
-unsafe fn matrices(ggml: &Ggml, reads: &GraphReads) -> (BTreeMap<(u64, u32), Vec<Matrix>>, usize) {
+unsafe fn matrices(ggml: &Ggml, reads: &GraphReads) -> (BTreeMap<(u64, u32), Vec<Matrix>>, u32) {
     let layout = &ggml.layout;
     let mut found: BTreeMap<(u64, u32), Vec<Matrix>> = BTreeMap::new();
     let mut most_used = 0;
@@ -208,7 +266,7 @@ unsafe fn matrices(ggml: &Ggml, reads: &GraphReads) -> (BTreeMap<(u64, u32), Vec
         let Some(name) = name.filter(|_| ne[2] > 0) else {
             continue;
         };
-        most_used = most_used.max(ids[0].max(0) as usize);
+        most_used = most_used.max(u32::try_from(ids[0]).unwrap_or(0));
         let layer = found.entry((model.number, name.layer)).or_default();
         if layer.iter().all(|of| of.tensor != used.tensor) {
             layer.push(Matrix {
@@ -222,6 +280,44 @@ unsafe fn matrices(ggml: &Ggml, reads: &GraphReads) -> (BTreeMap<(u64, u32), Vec
     (found, most_used)
 }
 
+/// Reads a trace; says why it is not used.
+fn read_trace(path: &Path) -> Option<Snapshot> {
+    let read = || {
+        let text = std::fs::read(path).map_err(|error| error.to_string())?;
+        let json = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
+        Ok::<_, String>(trace::from_json(&json)?.1)
+    };
+    read()
+        .inspect_err(|error| {
+            log::error!(
+                "LLAMA_POSTFETCH_CACHE_TRACE: {}: {error}; the device begins without experts: write a trace with LLAMA_EXPERT_TRACE_OUTPUT=trace.json",
+                path.display()
+            );
+        })
+        .ok()
+}
+
+/// Returns what a layer needs of shared memory, and what it gains from it by a trace: the share
+/// of its uses that each further expert has.
+fn sharer(layer: u32, matrices: &[Matrix], trace: Option<&Snapshot>) -> Sharer {
+    let experts = matrices.iter().map(|of| of.ne[2]).min().unwrap_or(0);
+    let traced = trace.and_then(|trace| trace.layers.iter().find(|of| of.layer == layer));
+    let traced = traced.filter(|of| of.experts.len() == experts as usize);
+    if let (Some(trace), None) = (trace, traced) {
+        log::warn!(
+            "LLAMA_POSTFETCH_CACHE_TRACE: expected {experts} experts of layer {layer}, found another model with {} layers: write a trace of this model",
+            trace.layers.len()
+        );
+    }
+    let mut gains = traced.map_or(Vec::new(), |of| of.experts.clone());
+    gains.sort_unstable_by_key(|uses| std::cmp::Reverse(*uses));
+    Sharer {
+        slot_bytes: matrices.iter().map(|of| of.expert_bytes as u64).sum(),
+        experts: experts as u32,
+        gains,
+    }
+}
+
 /// Allocates slots for matrices; `None` when there is no memory for all.
 ///
 /// # Safety
@@ -231,16 +327,16 @@ unsafe fn allocate(
     ggml: &'static Ggml,
     device: *mut Device,
     matrices: &BTreeMap<(u64, u32), Vec<Matrix>>,
-    slots: usize,
+    slots: &[u32],
 ) -> Option<Vec<LayerCache>> {
     let half_life = Config::get().host_postfetch.cache_half_life;
     // SAFETY: a live device.
     let buft = unsafe { (ggml.f.ggml_backend_dev_buffer_type)(device) };
-    let mut layers = Vec::new();
-    for ((model, layer), matrices) in matrices {
+    let mut layers: Vec<LayerCache> = Vec::new();
+    for (((model, layer), matrices), &slots) in matrices.iter().zip(slots) {
         let mut roles = Vec::new();
         for matrix in matrices {
-            let ne = [matrix.ne[0], matrix.ne[1], slots as i64];
+            let ne = [matrix.ne[0], matrix.ne[1], slots.into()];
             let made = OwnBuffer::for_tensor(ggml, buft, matrix.ty, &ne, c"expert-cache");
             let (memory, tensor) = made.ok()?;
             // Kernels read a little past an expert, and nothing there may be a NaN.
@@ -257,11 +353,12 @@ unsafe fn allocate(
         layers.push(LayerCache {
             model: *model,
             layer: *layer,
-            experts: ExpertCache::new(u32::try_from(experts).ok()?, slots as u32, half_life),
+            experts: ExpertCache::new(u32::try_from(experts).ok()?, slots, half_life),
             roles,
-            ids: Scratch::allocate(ggml, buft, slots * size_of::<i32>() + IDS_PADDING)?,
+            ids: Scratch::allocate(ggml, buft, slots as usize * size_of::<i32>() + IDS_PADDING)?,
             loads: Vec::new(),
             slots: Vec::new(),
+            figures: FIGURES.cache_layer(*model, *layer, slots as usize),
         });
     }
     Some(layers)
@@ -273,9 +370,11 @@ impl LayerCache {
     pub fn look_up(&mut self, ids: &Ids<'_>) -> bool {
         self.loads.clear();
         self.slots.clear();
+        let evictions = self.experts.evictions();
         let found = self.experts.look_up(ids, &mut self.loads, &mut self.slots);
         if let Some(hits) = found {
-            FIGURES.count_cache(hits, self.loads.len());
+            let evictions = self.experts.evictions() - evictions;
+            self.figures.count(hits, self.loads.len(), evictions);
         }
         found.is_some()
     }

@@ -1,9 +1,10 @@
 //! Figures of post-fetch in this process.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use llama_sidecar::protocol::PostFetchFigures;
+use llama_sidecar::protocol::{CacheLayer, PostFetchFigures};
 use parking_lot::Mutex;
 
 /// Why the program copied a matrix itself.
@@ -38,8 +39,10 @@ pub static FIGURES: Figures = Figures {
     scratch_bytes: AtomicU64::new(0),
     cache_hits: AtomicU64::new(0),
     cache_misses: AtomicU64::new(0),
+    cache_evictions: AtomicU64::new(0),
     cache_bytes: AtomicU64::new(0),
     cache_slots: AtomicU64::new(0),
+    cache_layers: Mutex::new(Vec::new()),
     obstacle: Mutex::new(None),
 };
 
@@ -58,9 +61,36 @@ pub struct Figures {
     wait_ns: AtomicU64,
     cache_hits: AtomicU64,
     cache_misses: AtomicU64,
+    cache_evictions: AtomicU64,
     cache_bytes: AtomicU64,
     cache_slots: AtomicU64,
+    cache_layers: Mutex<Vec<Arc<LayerFigures>>>,
     obstacle: Mutex<Option<String>>,
+}
+
+/// Counters of a layer whose experts stay on a device; [`CacheLayer`] describes each.
+#[allow(missing_docs, reason = "CacheLayer describes each")]
+pub struct LayerFigures {
+    pub model: u64,
+    pub layer: u32,
+    slots: AtomicU64,
+    hits: AtomicU64,
+    misses: AtomicU64,
+    evictions: AtomicU64,
+}
+
+impl LayerFigures {
+    /// Counts a look-up.
+    pub fn count(&self, hits: usize, misses: usize, evictions: u64) {
+        for (of_layer, of_all, count) in [
+            (&self.hits, &FIGURES.cache_hits, hits as u64),
+            (&self.misses, &FIGURES.cache_misses, misses as u64),
+            (&self.evictions, &FIGURES.cache_evictions, evictions),
+        ] {
+            of_layer.fetch_add(count, Ordering::Relaxed);
+            of_all.fetch_add(count, Ordering::Relaxed);
+        }
+    }
 }
 
 impl Figures {
@@ -82,17 +112,37 @@ impl Figures {
         self.host_copies[reason as usize].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts a look-up of experts that stay on a device.
-    pub fn count_cache(&self, hits: usize, misses: usize) {
-        self.cache_hits.fetch_add(hits as u64, Ordering::Relaxed);
-        self.cache_misses
-            .fetch_add(misses as u64, Ordering::Relaxed);
+    /// Returns the counters of a layer of a model, which all schedulers share.
+    pub fn cache_layer(&self, model: u64, layer: u32, slots: usize) -> Arc<LayerFigures> {
+        let mut layers = self.cache_layers.lock();
+        let known = layers
+            .iter()
+            .find(|of| (of.model, of.layer) == (model, layer));
+        let of_layer = known.cloned().unwrap_or_else(|| {
+            let new = Arc::new(LayerFigures {
+                model,
+                layer,
+                slots: AtomicU64::new(0),
+                hits: AtomicU64::new(0),
+                misses: AtomicU64::new(0),
+                evictions: AtomicU64::new(0),
+            });
+            layers.push(new.clone());
+            new
+        });
+        of_layer.slots.store(slots as u64, Ordering::Relaxed);
+        of_layer
     }
 
-    /// Notes the memory of experts that stay on a device, and the slots of a layer.
+    /// Drops the counters of the layers of a model.
+    pub fn drop_cache_layers(&self, model: u64) {
+        self.cache_layers.lock().retain(|of| of.model != model);
+    }
+
+    /// Notes the memory of experts that stay on a device, and the slots of a layer, at least.
     pub fn note_cache(&self, bytes: u64, slots: usize) {
         log::info!(
-            "post-fetch: {slots} experts of each layer stay on the device, in {} MiB",
+            "post-fetch: {slots} experts of each layer or more stay on the device, in {} MiB",
             bytes >> 20
         );
         self.cache_bytes.store(bytes, Ordering::Relaxed);
@@ -114,6 +164,14 @@ impl Figures {
     pub fn get(&self, locked_bytes: u64) -> PostFetchFigures {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let seconds = |counter| get(counter) as f64 / 1e9;
+        let layer = |of: &Arc<LayerFigures>| CacheLayer {
+            model: of.model,
+            layer: of.layer,
+            slots: get(&of.slots),
+            hits: get(&of.hits),
+            misses: get(&of.misses),
+            evictions: get(&of.evictions),
+        };
         let copies = REASONS.iter().map(|(reason, name)| {
             let count = get(&self.host_copies[*reason as usize]);
             (String::from(*name), count)
@@ -131,8 +189,10 @@ impl Figures {
             scratch_bytes: get(&self.scratch_bytes),
             cache_hits: get(&self.cache_hits),
             cache_misses: get(&self.cache_misses),
+            cache_evictions: get(&self.cache_evictions),
             cache_bytes: get(&self.cache_bytes),
             cache_slots: get(&self.cache_slots),
+            cache_layers: self.cache_layers.lock().iter().map(layer).collect(),
             locked_bytes,
             obstacle: self.obstacle.lock().clone(),
         }

@@ -269,6 +269,7 @@ impl Capability for PostFetch {
             }
             state.clear_cache();
         }
+        FIGURES.drop_cache_layers(model.number);
     }
 
     fn tensors_freed(&self, addresses: &Range<usize>) {
@@ -628,6 +629,8 @@ impl State {
         let has_experts = graph.reads.weights.iter().any(|of| !of.ids.is_null());
         if let Some(device) = device.filter(|_| has_experts && !self.cache_tried) {
             self.cache_tried = true;
+            // What is put into slots now has the bytes of this generation.
+            self.generation = barrier::generation();
             // SAFETY: the graph is not split, and its devices are live.
             self.cache = unsafe { Cache::new(ggml, *device, &graph.reads, size) };
         }
@@ -729,6 +732,9 @@ impl State {
                 self.request(ggml, at);
             }
             return;
+        }
+        if let Some(cache) = &mut self.cache {
+            cache.note(layer.model, layer.number, ids);
         }
         // The program ends itself at an id that is not valid.
         let Some(used) = self.used.mark(ids, layer.experts) else {

@@ -431,7 +431,8 @@ unsafe fn slots(
         let device = (f.ggml_backend_get_device)(first.backend);
         let at = cache.find(ggml, device, (first.model, first.layer), &matrices)?;
         let [used, tokens, more, _]: [i64; 4] = layout.read(first.used.ids, layout.ne);
-        let fits = more == 1 && used.checked_mul(tokens)? <= cache.slots() as i64 && tokens > 0;
+        let fits =
+            more == 1 && used.checked_mul(tokens)? <= cache.slots_of(at) as i64 && tokens > 0;
         if !fits {
             return None;
         }
