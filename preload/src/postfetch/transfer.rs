@@ -155,8 +155,8 @@ impl Transfer {
         FIGURES.early_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Waits until the copies are complete, and counts their time.
-    fn finish(&self, begun: Instant) {
+    /// Waits until the copies are complete, and counts their time. Returns their end.
+    fn finish(&self, begun: Instant) -> Instant {
         self.done.wait();
         if let Some(after) = &self.request().after {
             // It is complete. ggml's Vulkan backend reuses events that were waited for.
@@ -172,6 +172,7 @@ impl Transfer {
         if Config::get().postfetch.debug {
             self.check();
         }
+        end
     }
 
     /// Compares the bytes on the device with those of the model.
@@ -222,6 +223,22 @@ struct Queue {
     stopped: bool,
     /// Whether the thread has ended after an internal error.
     failed: bool,
+}
+
+impl Queue {
+    /// Returns the next transfer, which was not taken back.
+    fn pop(&mut self) -> Option<Arc<Transfer>> {
+        while let Some(transfer) = self.waiting.pop_front() {
+            let mut progress = transfer.progress.lock();
+            if *progress == Progress::Queued {
+                *progress = Progress::Copying;
+                drop(progress);
+                self.busy = true;
+                return Some(transfer);
+            }
+        }
+        None
+    }
 }
 
 impl Fetcher {
@@ -332,17 +349,33 @@ impl Drop for Fetcher {
 }
 
 impl Shared {
+    /// Issues copies while there is room for them, and waits for the oldest one otherwise: so the
+    /// link has the next copy before one is complete.
     fn run(&self) {
-        while let Some(transfer) = self.next() {
-            let begun = Instant::now();
-            transfer.copy();
-            self.advance(&transfer, Progress::Issued);
-            transfer.finish(begun);
-            self.advance(&transfer, Progress::Done);
-            // Its owner may free the backend from here on, and not this thread.
-            drop(transfer);
-            self.queue.lock().busy = false;
-            self.progress.notify_all();
+        let most = Config::get().postfetch.max_transfers as usize;
+        let mut issued: VecDeque<(Arc<Transfer>, Instant)> = VecDeque::new();
+        let mut end_before = Instant::now();
+        loop {
+            let next = match issued.len() {
+                0 => self.next(),
+                len if len < most.max(1) => self.queue.lock().pop(),
+                _ => None,
+            };
+            if let Some(transfer) = next {
+                let begun = Instant::now();
+                transfer.copy();
+                self.advance(&transfer, Progress::Issued);
+                issued.push_back((transfer, begun));
+            } else if let Some((transfer, begun)) = issued.pop_front() {
+                end_before = transfer.finish(begun.max(end_before));
+                self.advance(&transfer, Progress::Done);
+                // Its owner may free the backend from here on, and not this thread.
+                drop(transfer);
+                self.queue.lock().busy = !issued.is_empty();
+                self.progress.notify_all();
+            } else {
+                return;
+            }
         }
     }
 
@@ -362,14 +395,8 @@ impl Shared {
             if queue.stopped {
                 return None;
             }
-            while let Some(transfer) = queue.waiting.pop_front() {
-                let mut progress = transfer.progress.lock();
-                if *progress == Progress::Queued {
-                    *progress = Progress::Copying;
-                    drop(progress);
-                    queue.busy = true;
-                    return Some(transfer);
-                }
+            if let Some(transfer) = queue.pop() {
+                return Some(transfer);
             }
             let seen = self.requests.load(Ordering::Acquire);
             if idle_since.elapsed() < spin {
