@@ -19,7 +19,7 @@
 //! | [`experts`] | names of expert tensors, and an index of them |
 //! | [`gguf`] | the file format |
 //! | `background` | threads that run while the program goes on |
-//! | `parallel` | work that is divided among threads |
+//! | [`parallel`] | work that is divided among threads |
 //! | [`logger`] | messages |
 //! | [`config`] | variables |
 #![deny(unsafe_op_in_unsafe_fn, missing_docs)]
@@ -35,7 +35,7 @@ pub mod ffi;
 pub mod gguf;
 pub mod logger;
 pub mod model;
-mod parallel;
+pub mod parallel;
 pub mod postfetch;
 pub mod protocol;
 pub mod reload;

@@ -211,6 +211,10 @@ pub struct PostFetchFigures {
     pub cache_slots: u64,
     /// Number of experts that were replaced by others.
     pub cache_evictions: u64,
+    /// Bytes per second that the link copied at the start.
+    pub link_speed: Option<f64>,
+    /// Bytes per second that the CPU could read at the start.
+    pub memory_speed: Option<f64>,
     /// The same figures by layer.
     pub cache_layers: Vec<CacheLayer>,
     /// Bytes of models that are page-locked.
@@ -242,6 +246,12 @@ impl PostFetchFigures {
     pub fn overlap(&self) -> Option<f64> {
         let waited = self.wait_seconds / self.copy_seconds;
         (self.copy_seconds > 0.0).then(|| (1.0 - waited).max(0.0))
+    }
+
+    /// Returns the share of routed experts, 0 to 1, that must be on the device for it to be faster
+    /// than a CPU that reads experts at the speed of memory; `None` where that was not measured.
+    pub fn break_even(&self) -> Option<f64> {
+        Some((1.0 - self.link_speed? / self.memory_speed?).max(0.0))
     }
 
     /// Returns the figures as a sentence without its full stop.
@@ -276,6 +286,16 @@ impl PostFetchFigures {
                 100.0 * self.cache_hits as f64 / looked_up.max(1) as f64,
                 mb(self.cache_bytes),
             );
+            // A miss replaces an expert once the slots are full.
+            let lasting = self.cache_hits as f64 / (self.cache_hits + self.cache_evictions) as f64;
+            let is_full = 2 * self.cache_evictions > self.cache_misses;
+            let is_slower = |share: &f64| is_full && *share > lasting;
+            if let Some(share) = self.break_even().filter(is_slower) {
+                text += &format!(
+                    "; a CPU that reads experts at the speed of memory is faster below {:.0} %: give --expert-cache more memory, or leave it out",
+                    100.0 * share
+                );
+            }
         }
         if self.locked_bytes > 0 {
             text += &format!(", {:.0} MB page-locked", mb(self.locked_bytes));
@@ -656,5 +676,36 @@ mod tests {
         let json = json!({"pid": 3, "event": "opened", "path": "model.gguf"});
         assert_eq!(to_value(&entry).expect("JSON"), json);
         assert_eq!(from_str::<Entry>(&json.to_string()).expect("entry"), entry);
+    }
+
+    #[test]
+    fn slots_that_are_slower_than_the_cpu_are_named() {
+        let figures = |hits, evictions| PostFetchFigures {
+            early_bytes: 1,
+            cache_slots: 13,
+            cache_hits: hits,
+            cache_misses: 100 + evictions,
+            cache_evictions: evictions,
+            link_speed: Some(24e9),
+            memory_speed: Some(60e9),
+            ..PostFetchFigures::default()
+        };
+        assert_eq!(figures(0, 0).break_even(), Some(0.6));
+        let says = |hits, evictions| figures(hits, evictions).sentence().contains("below 60 %");
+        assert!(says(500, 500));
+        assert!(!says(900, 500));
+        // The slots are not yet full.
+        assert!(!says(50, 80));
+        let unknown = PostFetchFigures {
+            memory_speed: None,
+            ..figures(500, 500)
+        };
+        assert!(!unknown.sentence().contains("below"));
+        let fast_link = PostFetchFigures {
+            memory_speed: Some(20e9),
+            ..figures(0, 500)
+        };
+        assert_eq!(fast_link.break_even(), Some(0.0));
+        assert!(!fast_link.sentence().contains("below"));
     }
 }

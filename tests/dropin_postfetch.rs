@@ -317,6 +317,9 @@ fn experts_that_stay_on_the_device() {
             assert!(count(figures, "cache_misses") <= 8 * 4, "{figures}");
         }
         assert_eq!(figures["obstacle"], Value::Null);
+        for speed in ["link_speed", "memory_speed"] {
+            assert!(figures[speed].as_f64() > Some(0.0), "{figures}");
+        }
         let layers = by_layer(figures);
         let sum = |of: fn(&(u64, u64, u64)) -> u64| layers.iter().map(of).sum::<u64>();
         assert_eq!(sum(|of| of.1), count(figures, "cache_hits"));

@@ -17,6 +17,7 @@ use llama_sidecar::trace::{self, Ids, Snapshot};
 
 use super::figures::{FIGURES, LayerFigures};
 use super::instance::Scratch;
+use super::speeds;
 use super::transfer::Piece;
 use crate::ggml::{Backend, Buffer, Descriptor, Device, Ggml, OwnBuffer, OwnContext, Tensor};
 use crate::graph::GraphReads;
@@ -116,6 +117,8 @@ impl Cache {
                 device: device as usize,
             };
             FIGURES.note_cache(bytes, cache.slots());
+            // SAFETY: as the caller ensures, and nothing uses the slots.
+            unsafe { cache.measure(ggml, &matrices) };
             if let Some(trace) = &trace {
                 // SAFETY: as the caller ensures: the matrices are live, and nothing uses the slots.
                 unsafe { cache.fill(ggml, trace) };
@@ -129,6 +132,26 @@ impl Cache {
             ));
         }
         None
+    }
+
+    /// Measures what decides whether slots are faster than the CPU.
+    ///
+    /// # Safety
+    ///
+    /// The matrices are live, and no other thread or queue uses the slots.
+    unsafe fn measure(&self, ggml: &Ggml, matrices: &BTreeMap<(u64, u32), Vec<Matrix>>) {
+        let role = self.layers.first().and_then(|layer| layer.roles.first());
+        let matrix = matrices.values().flatten().next();
+        if let (Some(role), Some(matrix)) = (role, matrix) {
+            let bytes = matrix.expert_bytes * matrix.ne[2] as usize;
+            // SAFETY: as the caller ensures; a matrix in host memory has the bytes of its experts.
+            let speeds = unsafe {
+                let data: usize = ggml.layout.read(matrix.tensor, ggml.layout.data);
+                let matrix = std::slice::from_raw_parts(data as *const u8, bytes);
+                speeds::measure(ggml, matrix, role.tensor.0)
+            };
+            FIGURES.note_speeds(speeds);
+        }
     }
 
     /// Copies the most used experts of a trace into free slots, and waits for the copies.

@@ -7,6 +7,8 @@ use std::time::Duration;
 use llama_sidecar::protocol::{CacheLayer, PostFetchFigures};
 use parking_lot::Mutex;
 
+use super::speeds::Speeds;
+
 /// Why the program copied a matrix itself.
 #[derive(Debug, Clone, Copy)]
 #[repr(usize)]
@@ -43,6 +45,7 @@ pub static FIGURES: Figures = Figures {
     cache_bytes: AtomicU64::new(0),
     cache_slots: AtomicU64::new(0),
     cache_layers: Mutex::new(Vec::new()),
+    speeds: Mutex::new(None),
     obstacle: Mutex::new(None),
 };
 
@@ -65,6 +68,7 @@ pub struct Figures {
     cache_bytes: AtomicU64,
     cache_slots: AtomicU64,
     cache_layers: Mutex<Vec<Arc<LayerFigures>>>,
+    speeds: Mutex<Option<Speeds>>,
     obstacle: Mutex<Option<String>>,
 }
 
@@ -149,6 +153,11 @@ impl Figures {
         self.cache_slots.store(slots as u64, Ordering::Relaxed);
     }
 
+    /// Notes the speeds that decide whether experts on a device are faster than the CPU.
+    pub fn note_speeds(&self, speeds: Speeds) {
+        *self.speeds.lock() = Some(speeds);
+    }
+
     /// Notes why nothing is copied early, and logs it when it is new.
     pub fn note_obstacle(&self, obstacle: String) {
         let mut known = self.obstacle.lock();
@@ -172,6 +181,7 @@ impl Figures {
             misses: get(&of.misses),
             evictions: get(&of.evictions),
         };
+        let speeds = *self.speeds.lock();
         let copies = REASONS.iter().map(|(reason, name)| {
             let count = get(&self.host_copies[*reason as usize]);
             (String::from(*name), count)
@@ -192,6 +202,8 @@ impl Figures {
             cache_evictions: get(&self.cache_evictions),
             cache_bytes: get(&self.cache_bytes),
             cache_slots: get(&self.cache_slots),
+            link_speed: speeds.map(|of| of.link),
+            memory_speed: speeds.map(|of| of.memory),
             cache_layers: self.cache_layers.lock().iter().map(layer).collect(),
             locked_bytes,
             obstacle: self.obstacle.lock().clone(),

@@ -24,6 +24,7 @@ mod experts;
 mod figures;
 mod instance;
 mod plan;
+mod speeds;
 mod transfer;
 
 use std::cell::Cell;
