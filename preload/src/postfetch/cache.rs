@@ -303,7 +303,7 @@ unsafe fn matrices(ggml: &Ggml, reads: &GraphReads) -> (BTreeMap<(u64, u32), Vec
     (found, most_used)
 }
 
-/// Reads a trace; says why it is not used.
+/// Reads a trace; logs why it is not used.
 fn read_trace(path: &Path) -> Option<Snapshot> {
     let read = || {
         let text = std::fs::read(path).map_err(|error| error.to_string())?;

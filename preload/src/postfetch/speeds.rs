@@ -31,14 +31,14 @@ pub struct Speeds {
 /// A live tensor on a device that nothing uses.
 pub unsafe fn measure(ggml: &Ggml, matrix: &[u8], on_device: *mut Tensor) -> Speeds {
     // SAFETY: as the caller ensures.
-    let room = unsafe { (ggml.f.ggml_nbytes)(on_device) };
-    let copied = &matrix[..matrix.len().min(room).min(COPIED)];
+    let size = unsafe { (ggml.f.ggml_nbytes)(on_device) };
+    let copied = &matrix[..matrix.len().min(size).min(COPIED)];
     let read = &matrix[..matrix.len().min(READ)];
     Speeds {
         memory: speed(read.len(), || {
             parallel::for_each(read.chunks(BLOCK).collect(), sum, || true);
         }),
-        // SAFETY: the tensor has room for these bytes.
+        // SAFETY: the tensor has at least these bytes.
         link: speed(copied.len(), || unsafe {
             let from = copied.as_ptr().cast();
             (ggml.f.ggml_backend_tensor_set)(on_device, from, 0, copied.len());

@@ -349,7 +349,7 @@ impl Drop for Fetcher {
 }
 
 impl Shared {
-    /// Issues copies while there is room for them, and waits for the oldest one otherwise: so the
+    /// Issues copies while there may be more, and waits for the oldest one otherwise: so the
     /// link has the next copy before one is complete.
     fn run(&self) {
         let most = Config::get().postfetch.max_transfers as usize;
