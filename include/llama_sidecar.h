@@ -384,6 +384,18 @@ struct llama_postfetch_params {
      * 5,000,000.
      */
     uint64_t patience_us;
+    /**
+     * Device memory in bytes in which recently used experts stay after their release, in addition
+     * to scratchpad_bytes; 0 for none. Layers share it in proportion to their experts. Default:
+     * LLAMA_POSTFETCH_CACHE_MB.
+     */
+    uint64_t cache_bytes;
+    /**
+     * A use of an expert counts for half as much after so many uses of other experts of the layer.
+     * The expert whose uses count least is replaced; 1 for the least recently used. Default:
+     * LLAMA_POSTFETCH_CACHE_HALF_LIFE, or 1.
+     */
+    uint64_t cache_half_life;
 };
 
 /** Where to compute an expert, and its data. */
@@ -466,6 +478,14 @@ struct llama_postfetch_stats {
      * yet.
      */
     double overlap;
+    /** Device memory of the cache in bytes; 0 without a cache. */
+    uint64_t cache_bytes;
+    /** Number of scheduled experts whose data was in the cache, or in a copy to the cache. */
+    uint64_t n_cache_hits;
+    /** Number of scheduled experts that were not in the cache of their layer. */
+    uint64_t n_cache_misses;
+    /** Number of experts that were replaced in the cache by another. */
+    uint64_t n_cache_evictions;
 };
 
 /** Counts and durations of a reload. */

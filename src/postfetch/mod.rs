@@ -23,6 +23,7 @@
 //! during a call of the driver, which is behind [`AsyncDevice`].
 
 mod acquire;
+mod cache;
 mod device_state;
 mod fetcher;
 mod pages;
@@ -32,6 +33,7 @@ mod scratchpad;
 mod shared;
 mod stats;
 mod times;
+mod transfer;
 mod transfer_table;
 
 use std::sync::Arc;
@@ -133,6 +135,9 @@ impl PostFetch {
         add(&counters.coalesced, done.coalesced);
         add(&counters.duplicates, done.duplicates);
         add(&counters.rejected, done.rejected);
+        add(&counters.cache_hits, done.cache_hits);
+        add(&counters.cache_misses, done.cache_misses);
+        add(&counters.evictions, done.evictions);
         if shared.options.config.debug {
             let counts = (done.experts, done.bytes);
             shared
@@ -218,9 +223,9 @@ impl PostFetch {
         if found.device_address == 0 {
             return None;
         }
-        let offset = found.device_address - gpu.scratchpad.address();
+        let offset = found.device_address - gpu.memory.address();
         let mut bytes = vec![0; weights.nbytes as usize];
-        Some(gpu.scratchpad.read(offset, &mut bytes).map(|()| bytes))
+        Some(gpu.memory.read(offset, &mut bytes).map(|()| bytes))
     }
 
     /// Returns the layer whose down-projections a tensor of the model holds. Only base weights
@@ -248,7 +253,8 @@ impl PostFetch {
         let mut stats = shared.counters.snapshot();
         stats.scratchpad_peak = shared.table.lock().peak();
         if let Some(gpu) = &shared.gpu {
-            stats.scratchpad_bytes = gpu.scratchpad.len();
+            stats.scratchpad_bytes = gpu.scratchpad_bytes();
+            stats.cache_bytes = gpu.cache.bytes();
             stats.locked_bytes = gpu.pages.as_ref().map_or(0, |pages| pages.bytes());
         }
         stats
