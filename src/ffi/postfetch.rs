@@ -59,8 +59,8 @@ pub struct llama_postfetch_params {
     /// 5,000,000.
     pub patience_us: u64,
     /// Device memory in bytes in which recently used experts stay after their release, in addition
-    /// to scratchpad_bytes; 0 for none. Layers share it in proportion to their experts. Default:
-    /// LLAMA_POSTFETCH_CACHE_MB.
+    /// to scratchpad_bytes; 0 for none, UINT64_MAX for all experts. Layers share it in proportion
+    /// to their experts. Default: LLAMA_POSTFETCH_CACHE_MB.
     pub cache_bytes: u64,
     /// A use of an expert counts for half as much after so many uses of other experts of the layer.
     /// The expert whose uses count least is replaced; 1 for the least recently used. Default:
@@ -191,7 +191,7 @@ pub extern "C" fn llama_postfetch_free(postfetch: *mut llama_postfetch) -> llama
 
 /// Starts to copy the down-projections of `n` experts of a layer to the device, in this order.
 /// Returns without waiting. Call it once per layer as soon as the routed ids are known, with the
-/// ids of all tokens. Ids can repeat.
+/// ids of all tokens. Ids can repeat. Experts in the cache are not copied.
 ///
 /// An expert that does not fit into the scratchpad, or that the layer does not have, must be
 /// computed on the CPU; llama_postfetch_acquire answers so.
@@ -509,7 +509,8 @@ pub unsafe extern "C" fn llama_postfetch_download(
     })
 }
 
-/// Releases an expert. Its device memory becomes reusable.
+/// Releases an expert. Its device memory becomes reusable; in the cache, its data stays until
+/// another expert replaces it.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_postfetch_release(
     postfetch: *const llama_postfetch,

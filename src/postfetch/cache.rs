@@ -184,17 +184,18 @@ impl Cache {
         Some(SlotId { layer, slot })
     }
 
-    /// Gives an expert the slot of an expert that is neither in use nor `wanted`, or a free slot.
+    /// Gives an expert a free slot or, if it `replaces` another, the slot of one that is not in use.
     /// Returns the slot, and whether an expert lost it; `None` if there is no such slot.
     pub fn load(
         &mut self,
         layer: usize,
         expert: u32,
-        wanted: impl Fn(u32) -> bool,
+        replaces: impl Fn(u32) -> bool,
     ) -> Option<(SlotId, bool)> {
         let Layer { policy, slots, .. } = self.layers.get_mut(layer)?;
-        let in_use =
-            |slot: u32, held: Option<u32>| slots[slot as usize].in_use || held.is_some_and(&wanted);
+        let in_use = |slot: u32, held: Option<u32>| {
+            slots[slot as usize].in_use || held.is_some_and(|held| !replaces(held))
+        };
         let (slot, before) = policy.load(expert, in_use)?;
         let slot = slot as usize;
         Some((SlotId { layer, slot }, before.is_some()))
@@ -303,18 +304,18 @@ mod tests {
         );
         let mut cache = Cache::new(&layout, 1024, 1);
         let copy = |number| TransferId { index: 0, number };
-        let (slot, evicts) = cache.load(0, 2, |_| false).expect("a free slot");
+        let (slot, evicts) = cache.load(0, 2, |_| true).expect("a free slot");
         cache.fill(slot, 2, 7, copy(1));
         assert_eq!(
             (evicts, cache.place(slot), cache.slots(0)),
             (false, (1024, 256), 1)
         );
         assert_eq!(cache.find(0, 2, 7), Some(slot));
-        assert_eq!(cache.load(0, 3, |_| false), None, "in use");
+        assert_eq!(cache.load(0, 3, |_| true), None, "in use");
         assert!(cache.is_in_use(slot));
         cache.set_in_use(slot, false);
-        assert_eq!(cache.load(0, 3, |expert| expert == 2), None, "wanted");
-        assert_eq!(cache.load(0, 3, |_| false), Some((slot, true)));
+        assert_eq!(cache.load(0, 3, |expert| expert != 2), None, "wanted");
+        assert_eq!(cache.load(0, 3, |_| true), Some((slot, true)));
         cache.fill(slot, 3, 0, copy(2));
         // The failure of an earlier copy does not matter.
         cache.forget(slot, copy(1));

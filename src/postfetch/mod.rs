@@ -3,8 +3,9 @@
 //! Routing names the experts of a layer before any of them is computed, and the
 //! down-projection of each is needed last. [`PostFetch::schedule`] starts to copy those
 //! down-projections and returns at once. [`PostFetch::acquire`] then chooses device or CPU for
-//! each expert. Nothing is cached or predicted. A failure is never an error: the expert is
-//! computed on the CPU, with a counter and a [`Reason`].
+//! each expert. With [`cache_bytes`](crate::config::PostFetch::cache_bytes), recently used experts
+//! stay on the device after their release, and are not copied again. Nothing is predicted. A
+//! failure is never an error: the expert is computed on the CPU, with a counter and a [`Reason`].
 //!
 //! Modules, top to bottom. A module imports only modules below it.
 //!
@@ -16,7 +17,8 @@
 //! | `device_state` | streams, events and memory on the device |
 //! | `transfer_table` | transfers and their experts |
 //! | `pages`, `plan` | page locks on the model; layers and weights |
-//! | `scratchpad`, `stats`, `policy` | an allocator for device memory; counters; reasons |
+//! | `cache` | slots in which experts stay on the device |
+//! | `transfer`, `scratchpad`, `stats`, `policy` | identity of a transfer; an allocator for device memory; counters; reasons |
 //!
 //! A call of schedule only changes the transfer table, because the calling thread has experts
 //! to compute. One lock guards the table, for some hundred nanoseconds at a time and never
@@ -121,7 +123,8 @@ impl PostFetch {
     }
 
     /// Starts to copy the down-projections of these experts of a layer, in this order, and
-    /// returns at once. Ids can repeat. Experts that are scheduled already are left as they are.
+    /// returns at once. Ids can repeat. Experts that are scheduled already are left as they are,
+    /// and experts in the cache are on the device at once.
     pub fn schedule(&self, layer: u32, ids: &[i32]) {
         let shared = &*self.shared;
         let counters = &shared.counters;

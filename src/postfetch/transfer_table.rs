@@ -8,6 +8,11 @@
 //!                                    Ready, or Stuck until the stream is past it                Free
 //! ```
 //!
+//! A transfer of an expert that is in a slot of the cache has nothing to copy: it is `Ready` from
+//! the beginning. If the copy to the slot is not done yet, the expert returns to the transfer of
+//! that copy. Each slot of the cache names the transfer that filled it, and is forgotten if that
+//! transfer fails, or is released before its copy is issued.
+//!
 //! All of this is guarded by one lock, for some hundred nanoseconds at a time. No method calls
 //! the driver. The methods keep these rules:
 //!
@@ -15,8 +20,6 @@
 //! - A transfer keeps its part of the scratchpad, or its slot of the cache, until all its experts
 //!   are released and the stream that uses them has been recorded. Later copies are in the same
 //!   stream, so the memory can be given out again before the copy is done.
-//! - An expert in a slot of the cache is held by a transfer that is ready from the beginning or,
-//!   if the copy to the slot is not done, by the transfer of that copy.
 //! - A transfer keeps its source until the copy is done, or has not begun.
 
 use std::collections::VecDeque;
@@ -185,7 +188,8 @@ pub(super) struct Scheduled {
 }
 
 impl TransferTable {
-    /// Makes a table for `slots` experts, a scratchpad of `bytes` bytes, a cache, and `transfers` transfers.
+    /// Makes a table for `slots` experts, a scratchpad of `bytes` bytes, a cache, and `transfers`
+    /// transfers.
     pub fn new(slots: usize, bytes: u64, cache: Cache, transfers: usize) -> TransferTable {
         let transfer = |_| Transfer {
             phase: Phase::Free,
@@ -217,8 +221,9 @@ impl TransferTable {
     }
 
     /// Queues transfers of the experts that are in no transfer yet, in the order of `ids`. Those in
-    /// a slot of the cache are on the device at once. If the layer has a slot for each expert of
-    /// `ids`, the others are copied to slots, else to the scratchpad.
+    /// a slot of the cache are on the device at once. The others are copied to free slots. If the
+    /// layer has a slot for each expert of `ids`, they also replace experts that are not in use.
+    /// What is left is copied to the scratchpad.
     pub fn schedule(&mut self, model: &Model, layer: &PlannedLayer, ids: &[i32]) -> Scheduled {
         let mut done = Scheduled::default();
         let slot = |id: i32| {
@@ -332,15 +337,15 @@ impl TransferTable {
         fits: bool,
         done: &mut Scheduled,
     ) -> Option<Memory> {
-        if !fits || padded(nbytes) > self.cache.pitch(layer.position) {
+        if padded(nbytes) > self.cache.pitch(layer.position) {
             return None;
         }
         let slots = &self.slots;
-        let wanted = |expert| {
+        let replaces = |expert| {
             let slot = layer.slot(expert).map(|slot| slots[slot]);
-            matches!(slot, Some(ExpertSlot::Wanted { .. }))
+            fits && !matches!(slot, Some(ExpertSlot::Wanted { .. }))
         };
-        let (slot, evicts) = self.cache.load(layer.position, expert, wanted)?;
+        let (slot, evicts) = self.cache.load(layer.position, expert, replaces)?;
         done.evictions += u64::from(evicts);
         Some(self.slot_memory(slot))
     }
