@@ -109,11 +109,56 @@ static void on_the_device(const char * path) {
     OK(llama_sidecar_model_free(model));
 }
 
+// Uses two experts twice, with a cache on the device for all experts. The second use copies nothing.
+static void use_twice(const struct llama_model * model) {
+    struct llama_postfetch_params params;
+    params.struct_size = sizeof(params);
+    OK(llama_postfetch_default_params(&params));
+    params.block_on_miss              = true;
+    params.cache_bytes                = UINT64_MAX;
+    struct llama_postfetch * postfetch = llama_postfetch_init(model, &params);
+    CHECK(postfetch != NULL);
+    struct llama_postfetch_stats stats;
+    stats.struct_size = sizeof(stats);
+    uint64_t on_device = 0, bytes = 0;
+    for (int use = 0; use < 2; use++) {
+        const int32_t ids[] = {1, 2};
+        OK(llama_postfetch_schedule(postfetch, 0, ids, 2));
+        for (int k = 0; k < 2; k++) {
+            struct llama_postfetch_answer answer;
+            answer.struct_size = sizeof(answer);
+            OK(llama_postfetch_query(postfetch, 0, (uint32_t) ids[k], &answer));
+            OK(llama_postfetch_get_stats(postfetch, &stats));
+            CHECK(use == 0 || stats.cache_bytes == 0 || answer.state == LLAMA_POSTFETCH_STATE_GPU_READY);
+            OK(llama_postfetch_acquire(postfetch, 0, (uint32_t) ids[k], &answer));
+            if (answer.device_data != 0) {
+                void * data = malloc(answer.nbytes);
+                CHECK(data != NULL);
+                OK(llama_postfetch_download(postfetch, 0, (uint32_t) ids[k], data, answer.nbytes));
+                CHECK(memcmp(data, answer.host_data, answer.nbytes) == 0);
+                free(data);
+                on_device++;
+            }
+        }
+        OK(llama_postfetch_release_layer(postfetch, 0));
+        OK(llama_postfetch_get_stats(postfetch, &stats));
+        CHECK(use == 0 || stats.cache_bytes == 0 || stats.bytes == bytes);
+        bytes = stats.bytes;
+    }
+    CHECK(stats.n_hits == on_device && stats.n_cache_evictions == 0);
+    CHECK(stats.cache_bytes == 0 ? stats.n_cache_hits == 0
+                                 : stats.n_cache_hits == 2 && stats.n_cache_misses == 2 && on_device == 4);
+    printf("cache of %llu bytes: %llu of 4 uses found their expert there\n\n",
+           (unsigned long long) stats.cache_bytes, (unsigned long long) stats.n_cache_hits);
+    OK(llama_postfetch_free(postfetch));
+}
+
 int main(int argc, char ** argv) {
     CHECK(argc == 2 || argc == 3);
     const int            n_tokens = argc == 3 ? atoi(argv[2]) : 2;
     struct llama_model * model    = llama_model_load(argv[1], NULL);
     CHECK(model != NULL);
+    use_twice(model);
     struct llama_postfetch * postfetch = llama_postfetch_init(model, NULL);
     CHECK(postfetch != NULL);
 

@@ -384,6 +384,18 @@ struct llama_postfetch_params {
      * 5,000,000.
      */
     uint64_t patience_us;
+    /**
+     * Device memory in bytes in which recently used experts stay after their release, in addition
+     * to scratchpad_bytes; 0 for none, UINT64_MAX for all experts. Layers share it in proportion
+     * to their experts. Default: LLAMA_POSTFETCH_CACHE_MB.
+     */
+    uint64_t cache_bytes;
+    /**
+     * A use of an expert counts for half as much after so many uses of other experts of the layer.
+     * The expert whose uses count least is replaced; 1 for the least recently used. Default:
+     * LLAMA_POSTFETCH_CACHE_HALF_LIFE, or 1.
+     */
+    uint64_t cache_half_life;
 };
 
 /** Where to compute an expert, and its data. */
@@ -466,6 +478,14 @@ struct llama_postfetch_stats {
      * yet.
      */
     double overlap;
+    /** Device memory of the cache in bytes; 0 without a cache. */
+    uint64_t cache_bytes;
+    /** Number of scheduled experts whose data was in the cache, or in a copy to the cache. */
+    uint64_t n_cache_hits;
+    /** Number of scheduled experts that were not in the cache of their layer. */
+    uint64_t n_cache_misses;
+    /** Number of experts that were replaced in the cache by another. */
+    uint64_t n_cache_evictions;
 };
 
 /** Counts and durations of a reload. */
@@ -825,7 +845,7 @@ enum llama_sidecar_status llama_postfetch_free(struct llama_postfetch *postfetch
 /**
  * Starts to copy the down-projections of `n` experts of a layer to the device, in this order.
  * Returns without waiting. Call it once per layer as soon as the routed ids are known, with the
- * ids of all tokens. Ids can repeat.
+ * ids of all tokens. Ids can repeat. Experts in the cache are not copied.
  *
  * An expert that does not fit into the scratchpad, or that the layer does not have, must be
  * computed on the CPU; llama_postfetch_acquire answers so.
@@ -898,7 +918,10 @@ enum llama_sidecar_status llama_postfetch_download(const struct llama_postfetch 
                                                    void *buffer,
                                                    size_t size);
 
-/** Releases an expert. Its device memory becomes reusable. */
+/**
+ * Releases an expert. Its device memory becomes reusable; in the cache, its data stays until
+ * another expert replaces it.
+ */
 enum llama_sidecar_status llama_postfetch_release(const struct llama_postfetch *postfetch,
                                                   uint32_t layer,
                                                   uint32_t expert);

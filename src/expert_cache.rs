@@ -164,6 +164,41 @@ impl ExpertCache {
         Some(hits)
     }
 
+    /// Returns the slot of an expert.
+    pub fn slot(&self, expert: u32) -> Option<u32> {
+        *self.slot_of.get(expert as usize)?
+    }
+
+    /// Notes a use of an expert, with or without a slot.
+    pub fn touch(&mut self, expert: u32) {
+        self.note_use(expert as usize);
+    }
+
+    /// Gives an expert that has no slot a free slot, or that of the expert of the least worth.
+    /// `in_use` excludes slots, by their number and expert. Returns the slot and the expert that
+    /// lost it; `None` if all slots are in use.
+    pub fn load(
+        &mut self,
+        expert: u32,
+        in_use: impl Fn(u32, Option<u32>) -> bool,
+    ) -> Option<(u32, Option<u32>)> {
+        let worth = |(slot, held): (usize, &Option<u32>)| {
+            let worth = held.map_or(f64::NEG_INFINITY, |held| self.worth[held as usize]);
+            (!in_use(slot as u32, *held)).then_some((worth, slot as u32, *held))
+        };
+        let all = self.expert_in.iter().enumerate().filter_map(worth);
+        let (_, slot, before) = all.min_by(|a, b| a.0.total_cmp(&b.0))?;
+        self.put(expert, slot);
+        Some((slot, before))
+    }
+
+    /// Takes the slot from an expert.
+    pub fn forget(&mut self, expert: u32) {
+        if let Some(slot) = self.slot_of[expert as usize].take() {
+            self.expert_in[slot as usize] = None;
+        }
+    }
+
     /// Adds a use to the worth of an expert.
     fn note_use(&mut self, expert: usize) {
         self.time += self.step;
@@ -485,5 +520,26 @@ mod tests {
         };
         assert_eq!(hits(1), 0);
         assert!(hits(200) > 100, "{}", hits(200));
+    }
+
+    #[test]
+    fn a_slot_in_use_keeps_its_expert() {
+        let mut cache = ExpertCache::new(8, 2, 1);
+        for expert in [5, 6] {
+            cache.touch(expert);
+            cache.load(expert, |_, _| false).expect("a free slot");
+        }
+        assert_eq!(cache.load(7, |_, _| true), None);
+        // Expert 5 was used the longest time ago, but is in use.
+        let loaded = cache.load(7, |_, held| held == Some(5));
+        assert_eq!(loaded, Some((1, Some(6))));
+        let slots = [5, 6, 7, 8].map(|expert| cache.slot(expert));
+        assert_eq!(slots, [Some(0), None, Some(1), None]);
+        cache.forget(5);
+        cache.forget(5);
+        assert_eq!(cache.slot(5), None);
+        // Slot 0 is free, but in use.
+        assert_eq!(cache.load(1, |slot, _| slot == 0), Some((1, Some(7))));
+        assert_eq!(cache.load(2, |_, _| false), Some((0, None)));
     }
 }

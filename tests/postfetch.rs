@@ -62,10 +62,14 @@ impl Fixture {
     }
 
     fn with(access: Access) -> Fixture {
+        Fixture::of(&model_file(1), access)
+    }
+
+    fn of(file: &Gguf, access: Access) -> Fixture {
         let sim = Sim::fresh();
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let path = folder.path().join("model.gguf");
-        model_file(1).write(&path).unwrap();
+        file.write(&path).unwrap();
         // Nothing has to settle before it is read.
         set_time(&path, 1 << 20);
         let options = ModelOptions {
@@ -496,7 +500,7 @@ struct Kernels<'a> {
 impl Kernels<'_> {
     fn new(sim: &Sim) -> Kernels<'_> {
         let device = CudaDevice::open(0).unwrap();
-        let memory = device.allocate_pinned(4 << 20).unwrap();
+        let memory = device.allocate_pinned(8 << 20).unwrap();
         Kernels {
             sim,
             device,
@@ -523,8 +527,8 @@ impl Kernels<'_> {
         out
     }
 
-    /// Waits for a stream, and frees.
-    fn finish(self, stream: Stream) {
+    /// Waits for a stream.
+    fn finish(&self, stream: Stream) {
         let event = self.device.create_event().unwrap();
         self.device.record(event, stream).unwrap();
         while !self.device.is_done(event).unwrap() {}
@@ -565,7 +569,6 @@ fn streams_wait_for_bytes_and_memory_waits_for_streams() {
         }
         // SAFETY: the stream exists.
         unsafe { fetch.hand_back(host).unwrap() };
-        let (device, memory, sim) = (kernels.device.clone(), kernels.memory, kernels.sim);
         kernels.finish(host);
         for (read, right) in &expected {
             // SAFETY: inside the page-locked memory; the stream is done.
@@ -573,14 +576,9 @@ fn streams_wait_for_bytes_and_memory_waits_for_streams() {
             assert!(read == right, "a kernel saw other bytes");
         }
         assert_eq!(fetch.stats().stream_hits, 18);
-        device.destroy_stream(host).unwrap();
-        Kernels {
-            sim,
-            device,
-            memory,
-            used: 0,
-        }
-        .free();
+        kernels.device.destroy_stream(host).unwrap();
+        kernels.free();
+        drop(kernels);
         it.end(fetch);
     }
 }
@@ -644,7 +642,13 @@ fn the_simulation_sees_a_stream_that_does_not_wait() {
 #[test]
 fn contexts_and_threads_never_share_memory() {
     let it = Fixture::new();
-    let contexts = [it.fetch(|_| ()), it.fetch(|o| o.config.max_transfers = 1)];
+    let contexts = [
+        it.fetch(|_| ()),
+        it.fetch(|options| {
+            options.config.max_transfers = 1;
+            options.config.cache_bytes = 100_000;
+        }),
+    ];
     let hits = AtomicU64::new(0);
     std::thread::scope(|scope| {
         for (i, fetch) in contexts.iter().enumerate() {
@@ -667,6 +671,382 @@ fn contexts_and_threads_never_share_memory() {
     drop(one);
     assert_eq!(run_layer(&two, 0, &[1, 2]), 2, "the pages are locked still");
     it.end(two);
+}
+
+/// The device memory of a slot for an expert of layer 0.
+const SLOT: u64 = 7168;
+
+/// A layer alone, with the experts of layer 0.
+fn one_layer() -> Gguf {
+    let experts = i64::from(EXPERTS);
+    let file = Gguf::default().kv("llama.expert_used_count", Kv::U32(4));
+    file.tensor("blk.0.ffn_down_exps.weight", &[96, 70, experts], Q8_0, 12)
+}
+
+/// Batches of one to four experts. Some experts are frequent.
+fn routes(seed: u64, batches: usize) -> Vec<Vec<i32>> {
+    let mut state = seed * 2 + 88_172_645_463_325_252;
+    let mut random = move |below: u64| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 33) % below
+    };
+    let mut batch = || {
+        let mut ids = Vec::new();
+        for _ in 0..=random(4) {
+            let id = (random(16) * random(16) / 15) as i32;
+            if !ids.contains(&id) {
+                ids.push(id);
+            }
+        }
+        ids
+    };
+    (0..batches).map(|_| batch()).collect()
+}
+
+/// The hits and evictions of a cache that replaces the least recently used expert. Batches of more
+/// experts than slots only take free slots.
+fn simulated_lru(routes: &[Vec<i32>], slots: usize) -> (u64, u64) {
+    let (mut hits, mut evictions, mut time) = (0, 0, 0);
+    let mut used = std::collections::HashMap::new();
+    let mut resident: Vec<i32> = Vec::new();
+    for batch in routes {
+        for &id in batch {
+            time += 1;
+            used.insert(id, time);
+        }
+        for id in batch {
+            if resident.contains(id) {
+                hits += 1;
+                continue;
+            }
+            if resident.len() == slots {
+                if batch.len() > slots {
+                    continue;
+                }
+                let others = (0..slots).filter(|&at| !batch.contains(&resident[at]));
+                let oldest = others.min_by_key(|&at| used[&resident[at]]);
+                resident.swap_remove(oldest.unwrap());
+                evictions += 1;
+            }
+            resident.push(*id);
+        }
+    }
+    (hits, evictions)
+}
+
+#[test]
+fn hits_of_the_cache_are_those_of_a_simulated_lru() {
+    let file = one_layer();
+    for slots in [1, 2, 3, 5, 8, 12, 15, 16] {
+        for page_lock in [true, false] {
+            let it = Fixture::of(&file, Access::Map);
+            let fetch = it.fetch(|options| {
+                options.config.page_lock = page_lock;
+                options.config.cache_bytes = slots * SLOT + SLOT - 1;
+            });
+            let routes = routes(slots, 300);
+            for batch in &routes {
+                assert_eq!(run_layer(&fetch, 0, batch), batch.len());
+            }
+            let stats = fetch.stats();
+            let (hits, evictions) = simulated_lru(&routes, slots as usize);
+            let all = routes.iter().map(Vec::len).sum::<usize>() as u64;
+            assert_eq!(
+                (stats.cache_hits, stats.evictions),
+                (hits, evictions),
+                "{slots}"
+            );
+            assert_eq!(stats.cache_misses, all - hits);
+            assert_eq!((stats.experts, stats.hits), (all - hits, all));
+            assert_eq!(stats.bytes, (all - hits) * 7140);
+            assert_eq!(stats.cache_bytes, slots * SLOT);
+            assert_eq!(stats.errors, 0);
+            println!("{slots} slots: {hits} hits of {all}, {evictions} evictions");
+            it.end(fetch);
+        }
+    }
+}
+
+#[test]
+fn a_hit_is_ready_at_once_and_copies_nothing() {
+    let it = Fixture::new();
+    let fetch = it.fetch(|options| {
+        options.config.cache_bytes = 1 << 20;
+        options.config.block_on_miss = false;
+    });
+    let mode = fetch.mode();
+    assert!(mode.contains(" for 38 of 38 experts"), "{mode}");
+    for (layer, ids) in [(0, [3, 4]), (1, [15, 1]), (2, [5, 0])] {
+        fetch.schedule(layer, &ids);
+        for id in ids {
+            until_ready(&fetch, layer, id as u32);
+        }
+        fetch.release_layer(layer);
+        assert_eq!(
+            fetch.query(layer, ids[0] as u32).reason,
+            Reason::NotScheduled
+        );
+    }
+    let before = fetch.stats();
+    let calls = it.sim.count("total");
+    for (layer, ids) in [(0, [4, 3]), (1, [15, 1]), (2, [0, 5])] {
+        fetch.schedule(layer, &ids);
+        for id in ids {
+            assert_eq!(fetch.query(layer, id as u32).state, State::GpuReady);
+            assert_eq!(fetch.acquire(layer, id as u32).reason, Reason::None);
+        }
+        fetch.release_layer(layer);
+    }
+    assert_eq!(it.sim.count("total"), calls, "no call of the driver");
+    let stats = fetch.stats();
+    assert_eq!(
+        (stats.copies, stats.experts),
+        (before.copies, before.experts)
+    );
+    assert_eq!((before.cache_misses, stats.cache_misses), (6, 6));
+    assert_eq!((before.cache_hits, stats.cache_hits), (0, 6));
+    for (layer, ids) in [(0, [4, 3]), (1, [15, 1]), (2, [0, 5])] {
+        assert_eq!(run_layer(&fetch, layer, &ids), 2);
+    }
+    it.end(fetch);
+}
+
+#[test]
+fn batches_larger_than_the_cache_use_the_scratchpad() {
+    let it = Fixture::of(&one_layer(), Access::Map);
+    let fetch = it.fetch(|options| {
+        options.active = 8;
+        options.config.cache_bytes = 3 * SLOT;
+    });
+    assert_eq!(run_layer(&fetch, 0, &[5, 9]), 2);
+    // Expert 5 is in the cache, and 4 gets the free slot.
+    assert_eq!(run_layer(&fetch, 0, &[4, 5, 6, 7, 8]), 5);
+    let stats = fetch.stats();
+    assert_eq!(
+        (stats.cache_hits, stats.cache_misses, stats.evictions),
+        (1, 6, 0)
+    );
+    assert_eq!((stats.copies, stats.coalesced), (4, 2));
+    assert_eq!(run_layer(&fetch, 0, &[5, 9, 4]), 3);
+    assert_eq!(fetch.stats().cache_hits, 4);
+    it.end(fetch);
+}
+
+#[test]
+fn a_slot_in_use_is_not_filled() {
+    let it = Fixture::of(&one_layer(), Access::Map);
+    let fetch = it.fetch(|options| options.config.cache_bytes = 2 * SLOT);
+    fetch.schedule(0, &[1, 2]);
+    let held = [1, 2].map(|expert| fetch.acquire(0, expert));
+    // Both slots are in use: the scratchpad.
+    fetch.schedule(0, &[3, 4]);
+    for expert in [3, 4] {
+        check_bytes(&fetch, 0, expert, &fetch.acquire(0, expert));
+    }
+    fetch.release(0, 1);
+    fetch.release(0, 3);
+    fetch.schedule(0, &[5]);
+    assert_eq!(fetch.acquire(0, 5).device_address, held[0].device_address);
+    for expert in [2, 4, 5] {
+        check_bytes(&fetch, 0, expert, &fetch.acquire(0, expert));
+    }
+    let stats = fetch.stats();
+    assert_eq!((stats.cache_misses, stats.evictions, stats.hits), (5, 1, 8));
+    it.end(fetch);
+}
+
+/// A copy that is released while it is under way still ends in the cache. One that has not begun
+/// does not.
+#[test]
+fn copies_under_way_are_hits() {
+    let it = Fixture::of(&one_layer(), Access::Map);
+    it.sim.set("SIM_CUDA_LATENCY_NS", 100_000_000);
+    let fetch = it.fetch(|options| {
+        options.config.max_transfers = 1;
+        options.config.cache_bytes = 4 * SLOT;
+    });
+    fetch.schedule(0, &[7, 9]);
+    while it.sim.count("cuMemcpyHtoDAsync_v2") < 1 {
+        std::thread::yield_now();
+    }
+    fetch.release_layer(0);
+    fetch.schedule(0, &[7, 9]);
+    assert_eq!(fetch.query(0, 7).state, State::CopyInFlight);
+    let stats = fetch.stats();
+    assert_eq!((stats.cache_hits, stats.cache_misses), (1, 3));
+    assert_eq!(run_layer(&fetch, 0, &[7, 9]), 2);
+    assert_eq!(fetch.stats().copies, 2);
+    it.end(fetch);
+}
+
+#[test]
+fn a_swap_drops_the_slots_of_the_tensor() {
+    for access in [Access::Map, Access::Read] {
+        let it = Fixture::with(access);
+        let fetch = it.fetch(|options| options.config.cache_bytes = 1 << 20);
+        let ids = [(0, [3, 9]), (1, [0, 4]), (2, [5, 2])];
+        for (layer, ids) in ids {
+            assert_eq!(run_layer(&fetch, layer, &ids), 2);
+        }
+        let old = [3, 9].map(|expert| expert_bytes(&it.model, 0, expert));
+        fetch.schedule(0, &[3]);
+        for round in 2..4 {
+            model_file(round).replace(&it.path).unwrap();
+            set_time(&it.path, (1 << 20) >> round);
+            it.model.reload().unwrap();
+            assert!(expert_bytes(&it.model, 0, 3) != old[0]);
+            if round == 2 {
+                // Scheduled before the swap, it has the old bytes until its release.
+                let answer = fetch.acquire(0, 3);
+                assert_eq!(answer.expert.unwrap().generation, 0);
+                assert!(answered_bytes(&fetch, 0, 3, &answer).as_ref() == Some(&old[0]));
+                fetch.release_layer(0);
+            }
+            let before = fetch.stats().cache_misses;
+            for (layer, ids) in ids {
+                assert_eq!(run_layer(&fetch, layer, &ids), 2);
+                assert_eq!(run_layer(&fetch, layer, &ids), 2);
+                fetch.schedule(layer, &ids);
+                assert_eq!(
+                    fetch.query(layer, ids[0] as u32).expert.unwrap().generation,
+                    round - 1
+                );
+                fetch.release_layer(layer);
+            }
+            assert_eq!(fetch.stats().cache_misses, before + 6);
+        }
+        it.end(fetch);
+    }
+}
+
+#[test]
+fn a_swap_while_a_copy_is_under_way_leaves_nothing_stale() {
+    let it = Fixture::of(&one_layer(), Access::Map);
+    it.sim.set("SIM_CUDA_LATENCY_NS", 30_000_000);
+    let fetch = it.fetch(|options| options.config.cache_bytes = 4 * SLOT);
+    fetch.schedule(0, &[1, 2, 3]);
+    while it.sim.count("cuMemcpy2DAsync_v2") + it.sim.count("cuMemcpyHtoDAsync_v2") < 3 {
+        std::thread::yield_now();
+    }
+    fetch.release_layer(0);
+    let experts = i64::from(EXPERTS);
+    let file = Gguf::default().kv("llama.expert_used_count", Kv::U32(4));
+    let other = file.tensor("blk.0.ffn_down_exps.weight", &[96, 70, experts], Q8_0, 99);
+    other.replace(&it.path).unwrap();
+    set_time(&it.path, 1 << 19);
+    it.model.reload().unwrap();
+    assert_eq!(run_layer(&fetch, 0, &[3, 2, 1, 0]), 4);
+    assert_eq!(run_layer(&fetch, 0, &[0, 1, 2, 3]), 4);
+    let stats = fetch.stats();
+    assert_eq!((stats.cache_hits, stats.cache_misses), (4, 7));
+    it.end(fetch);
+}
+
+#[test]
+fn experts_that_became_larger_than_a_slot_use_the_scratchpad() {
+    let it = Fixture::of(&one_layer(), Access::Map);
+    let fetch = it.fetch(|options| {
+        options.config.cache_bytes = 16 * SLOT;
+        options.config.scratchpad_bytes = 1 << 20;
+    });
+    assert_eq!(run_layer(&fetch, 0, &[1, 2]), 2);
+    let experts = i64::from(EXPERTS);
+    let file = Gguf::default().kv("llama.expert_used_count", Kv::U32(4));
+    let larger = file.tensor("blk.0.ffn_down_exps.weight", &[96, 70, experts], F16, 99);
+    larger.replace(&it.path).unwrap();
+    set_time(&it.path, 1 << 19);
+    it.model.reload().unwrap();
+    for _ in 0..2 {
+        assert_eq!(run_layer(&fetch, 0, &[1, 2]), 2);
+    }
+    let stats = fetch.stats();
+    assert_eq!(
+        (stats.cache_hits, stats.cache_misses, stats.evictions),
+        (0, 6, 0)
+    );
+    it.end(fetch);
+}
+
+#[test]
+fn without_memory_for_the_cache_there_is_none() {
+    let large = || {
+        let file = Gguf::default().kv("llama.expert_used_count", Kv::U32(4));
+        file.tensor("blk.0.ffn_down_exps.weight", &[1024, 128, 16], Q8_0, 5)
+    };
+    for (file, bytes, memory, text, hits) in [
+        (large(), 2 << 20, 1, "no cache: device 'cuda0", 0),
+        (large(), u64::MAX, 1, "no cache: device 'cuda0", 0),
+        (model_file(1), u64::MAX, 1024, " for 38 of 38 experts", 2),
+        (model_file(1), 100, 1024, "no cache: 100 bytes are less", 0),
+        (
+            model_file(1),
+            0,
+            1024,
+            "(the active experts of the largest layer); from",
+            0,
+        ),
+    ] {
+        let it = Fixture::of(&file, Access::Map);
+        it.sim.set("SIM_CUDA_MEMORY_MB", memory);
+        let fetch = it.fetch(|options| options.config.cache_bytes = bytes);
+        assert!(fetch.mode().contains(text), "{}", fetch.mode());
+        for _ in 0..2 {
+            fetch.schedule(0, &[1, 2]);
+            assert_eq!(fetch.acquire(0, 1).reason, Reason::None);
+            assert_eq!(fetch.acquire(0, 2).reason, Reason::None);
+            fetch.release_layer(0);
+        }
+        let stats = fetch.stats();
+        assert_eq!((stats.cache_hits, stats.errors), (hits, 0));
+        assert_eq!(stats.cache_bytes > 0, hits > 0);
+        it.end(fetch);
+    }
+}
+
+/// Hits of two streams, whose kernels are far behind, and copies to the slots that they read.
+#[test]
+fn slots_wait_for_all_streams_that_read_them() {
+    for slots in [4, 6, 16] {
+        let it = Fixture::of(&one_layer(), Access::Map);
+        let fetch = it.fetch(|options| options.config.cache_bytes = slots * SLOT);
+        let mut kernels = Kernels::new(&it.sim);
+        let streams = [0, 1].map(|_| kernels.device.create_stream().unwrap());
+        it.sim.set("SIM_CUDA_LATENCY_NS", 300_000);
+        let right: Vec<_> = (0..EXPERTS)
+            .map(|e| expert_bytes(&it.model, 0, e))
+            .collect();
+        let mut reads = Vec::new();
+        for (round, ids) in routes(slots, 150).into_iter().enumerate() {
+            let stream = streams[(round / 3 + round / 7) % 2];
+            fetch.schedule(0, &ids);
+            for id in ids {
+                // SAFETY: the streams are destroyed at the end.
+                let answer = unsafe { fetch.acquire_on(0, id as u32, stream) };
+                assert_eq!(answer.reason, Reason::None);
+                reads.push((kernels.read(stream, answer.device_address, 7140), id));
+            }
+            fetch.release_layer(0);
+        }
+        let stats = fetch.stats();
+        assert!(stats.cache_hits > 50 && stats.errors == 0);
+        assert_eq!(stats.stream_hits, stats.cache_hits + stats.cache_misses);
+        for stream in streams {
+            kernels.finish(stream);
+        }
+        for (read, id) in reads {
+            // SAFETY: inside the page-locked memory; the streams are done.
+            let read = unsafe { std::slice::from_raw_parts(read, 7140) };
+            assert!(read == right[id as usize], "a kernel saw other bytes");
+        }
+        for stream in streams {
+            kernels.device.destroy_stream(stream).unwrap();
+        }
+        kernels.free();
+        drop(kernels);
+        it.end(fetch);
+    }
 }
 
 #[test]
@@ -762,14 +1142,20 @@ fn debug_lines_have_the_documented_format() {
 }
 
 /// One use of everything; every answer's bytes are checked.
-fn scenario(model: &Arc<Model>, page_lock: bool) -> (u64, u64) {
+fn scenario(model: &Arc<Model>, page_lock: bool, cache_bytes: u64) -> (u64, u64) {
     let fetch = fetch(model, 0, |options| {
         options.config.page_lock = page_lock;
+        options.config.cache_bytes = cache_bytes;
         options.config.max_transfers = 2;
         options.timeout = Duration::from_millis(300);
     });
     for layer in [0, 1, 2] {
         run_layer(&fetch, layer, &[3, 4, 0, 5]);
+    }
+    if cache_bytes > 0 {
+        for ids in [[4, 0], [1, 4], [3, 0]] {
+            run_layer(&fetch, 0, &ids);
+        }
     }
     if let Some(stream) = fetch.compute_stream() {
         fetch.schedule(0, &[7, 1]);
@@ -841,10 +1227,10 @@ fn every_driver_function_can_fail_at_any_call() {
     quietly();
     let mut injected = 0;
     let (mut called, mut failed) = (BTreeSet::new(), BTreeSet::new());
-    for page_lock in [true, false] {
+    for (page_lock, cache) in [(true, 0), (false, 0), (true, 100_000)] {
         for call in CALLS {
             let it = Fixture::new();
-            scenario(&it.model, page_lock);
+            scenario(&it.model, page_lock, cache);
             let calls = it.sim.count(call);
             if calls > 0 {
                 called.insert(call);
@@ -853,7 +1239,7 @@ fn every_driver_function_can_fail_at_any_call() {
                 // What a failure leaves locked belongs to its model.
                 let it = Fixture::new();
                 it.sim.set(call, nth);
-                let (hits, noted) = scenario(&it.model, page_lock);
+                let (hits, noted) = scenario(&it.model, page_lock, cache);
                 if it.sim.count(call) < nth {
                     // The number of polls differs from run to run.
                     continue;
@@ -883,13 +1269,13 @@ fn every_driver_function_can_fail_at_any_call() {
 fn the_device_is_lost_at_any_call() {
     quietly();
     let it = Fixture::new();
-    scenario(&it.model, true);
+    scenario(&it.model, true, 100_000);
     let calls = it.sim.count("total");
     let mut injected = 0;
     for nth in (1..calls).step_by(stride(calls, 150)) {
         let it = Fixture::new();
         it.sim.set("SIM_CUDA_LOSE", nth);
-        scenario(&it.model, true);
+        scenario(&it.model, true, 100_000);
         injected += 1;
         assert_eq!(it.sim.problems(), [""; 0], "lost at call {nth}");
     }
@@ -901,12 +1287,12 @@ fn the_device_is_lost_at_any_call() {
 fn the_wait_for_an_event_that_never_comes_ends() {
     quietly();
     let it = Fixture::new();
-    scenario(&it.model, true);
+    scenario(&it.model, true, 100_000);
     let records = it.sim.count("cuEventRecord");
     for nth in (1..=records).step_by(stride(records, 6)) {
         let it = Fixture::new();
         it.sim.set("SIM_CUDA_HANG", nth);
-        scenario(&it.model, true);
+        scenario(&it.model, true, 100_000);
         let wrong = |problem: &&String| !problem.starts_with("never freed");
         let problems = it.sim.problems();
         assert_eq!(problems.iter().find(wrong), None, "event {nth}");
@@ -933,6 +1319,7 @@ proptest! {
         page_lock in any::<bool>(),
         dedicated in any::<bool>(),
         scratchpad in 0u64..6,
+        cache in 0u64..20,
     ) {
         let it = Fixture::new();
         let fetch = it.fetch(|options| {
@@ -941,6 +1328,7 @@ proptest! {
             options.config.page_lock = page_lock;
             options.config.dedicated_streams = dedicated;
             options.config.scratchpad_bytes = scratchpad * 9000;
+            options.config.cache_bytes = cache * 15_000;
         });
         for (what, layer, ids) in steps {
             let experts = || ids.iter().map(|&id| id.max(0) as u32);

@@ -42,6 +42,10 @@ pub struct PostFetch {
     pub cpu_limit: u32,
     /// `LLAMA_POSTFETCH_PAGE_LOCK`.
     pub page_lock: bool,
+    /// `LLAMA_POSTFETCH_CACHE_MB`, in bytes; 0 for none, and for `auto`.
+    pub cache_bytes: u64,
+    /// `LLAMA_POSTFETCH_CACHE_HALF_LIFE`.
+    pub cache_half_life: u32,
     /// `LLAMA_POSTFETCH_SPIN_US`.
     pub spin: Duration,
     /// `LLAMA_POSTFETCH_DEBUG`.
@@ -182,6 +186,11 @@ impl Config {
         };
         let (cores, threads) = cores_and_threads();
         let default_spin = if threads > cores { 2000 } else { 0 };
+        let cache_trace = values.path("LLAMA_POSTFETCH_CACHE_TRACE");
+        let (early, cache) = (values.early(), values.cache(cache_trace.is_some()));
+        let cache_half_life = values
+            .number("LLAMA_POSTFETCH_CACHE_HALF_LIFE")
+            .unwrap_or(1) as u32;
         let postfetch = PostFetch {
             enable: values.switch("LLAMA_POSTFETCH_ENABLE"),
             force_cpu: values.switch("LLAMA_POSTFETCH_FORCE_CPU"),
@@ -193,6 +202,11 @@ impl Config {
                 .number("LLAMA_POSTFETCH_CPU_LIMIT")
                 .map_or(cores, |limit| limit as u32),
             page_lock: values.switch("LLAMA_POSTFETCH_PAGE_LOCK"),
+            cache_bytes: match cache {
+                Some(CacheSize::Bytes(bytes)) => bytes,
+                None | Some(CacheSize::Auto) => 0,
+            },
+            cache_half_life,
             spin: Duration::from_micros(
                 values
                     .number("LLAMA_POSTFETCH_SPIN_US")
@@ -201,8 +215,6 @@ impl Config {
             debug: values.switch("LLAMA_POSTFETCH_DEBUG"),
         };
         let uses_device = postfetch.enable && !postfetch.force_cpu && postfetch.dedicated_streams;
-        let cache_trace = values.path("LLAMA_POSTFETCH_CACHE_TRACE");
-        let (early, cache) = (values.early(), values.cache(cache_trace.is_some()));
         let host_postfetch = HostPostFetch {
             early: match early {
                 _ if !uses_device => Early::None,
@@ -211,9 +223,7 @@ impl Config {
                 early => early,
             },
             cache: cache.filter(|_| uses_device),
-            cache_half_life: values
-                .number("LLAMA_POSTFETCH_CACHE_HALF_LIFE")
-                .unwrap_or(1) as u32,
+            cache_half_life,
             cache_trace,
             look_ahead: values.switch("LLAMA_POSTFETCH_LOOK_AHEAD"),
             page_lock: values.switch("LLAMA_POSTFETCH_HOST_PAGE_LOCK"),
@@ -609,6 +619,8 @@ mod tests {
             ("LLAMA_POSTFETCH_USE_DEDICATED_STREAMS", "0"),
             ("LLAMA_POSTFETCH_CPU_LIMIT", "6"),
             ("LLAMA_POSTFETCH_PAGE_LOCK", "0"),
+            ("LLAMA_POSTFETCH_CACHE_MB", "2"),
+            ("LLAMA_POSTFETCH_CACHE_HALF_LIFE", "9"),
             ("LLAMA_POSTFETCH_SPIN_US", "7"),
             ("LLAMA_POSTFETCH_DEBUG", "1"),
         ];
@@ -621,6 +633,8 @@ mod tests {
             dedicated_streams: false,
             cpu_limit: 6,
             page_lock: false,
+            cache_bytes: 2 << 20,
+            cache_half_life: 9,
             spin: Duration::from_micros(7),
             debug: true,
         };

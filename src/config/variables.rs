@@ -252,14 +252,14 @@ pub static VARIABLES: &[Variable] = &[
         name: "LLAMA_POSTFETCH_CACHE_MB",
         default: Value("0"),
         kind: Kind::Memory,
-        help: "drop-in: device memory in which recently used experts stay, in MiB, or `auto`: what the program leaves free; `0`: none",
+        help: "device memory in which recently used experts stay, in MiB; `0`: none; drop-in: also `auto`, what the program leaves free",
         flag: Some("expert-cache"),
     },
     Variable {
         name: "LLAMA_POSTFETCH_CACHE_HALF_LIFE",
         default: Value("1"),
         kind: number("uses", 1, 1 << 20),
-        help: "drop-in: a use of an expert counts for half as much after so many uses of others; `1`: the expert that was used the longest time ago is replaced",
+        help: "a use of an expert counts for half as much after so many uses of others; `1`: the expert that was used the longest time ago is replaced",
         flag: None,
     },
     Variable {

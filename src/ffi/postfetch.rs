@@ -58,6 +58,14 @@ pub struct llama_postfetch_params {
     /// Timeout of a copy in microseconds. After a timeout, the device is no longer used. Default:
     /// 5,000,000.
     pub patience_us: u64,
+    /// Device memory in bytes in which recently used experts stay after their release, in addition
+    /// to scratchpad_bytes; 0 for none, UINT64_MAX for all experts. Layers share it in proportion
+    /// to their experts. Default: LLAMA_POSTFETCH_CACHE_MB.
+    pub cache_bytes: u64,
+    /// A use of an expert counts for half as much after so many uses of other experts of the layer.
+    /// The expert whose uses count least is replaced; 1 for the least recently used. Default:
+    /// LLAMA_POSTFETCH_CACHE_HALF_LIFE, or 1.
+    pub cache_half_life: u64,
 }
 
 // SAFETY: repr(C), starts with struct_size, plain fields.
@@ -86,6 +94,8 @@ impl llama_postfetch_params {
             scratchpad_bytes: config.scratchpad_bytes,
             spin_us: config.spin.as_micros() as u64,
             patience_us: options.timeout.as_micros() as u64,
+            cache_bytes: config.cache_bytes,
+            cache_half_life: config.cache_half_life.into(),
         }
     }
 
@@ -106,6 +116,8 @@ impl llama_postfetch_params {
                 dedicated_streams: self.dedicated_streams,
                 cpu_limit: self.cpu_limit,
                 page_lock: self.page_lock,
+                cache_bytes: self.cache_bytes,
+                cache_half_life: u32::try_from(self.cache_half_life).unwrap_or(u32::MAX),
                 spin: Duration::from_micros(self.spin_us),
                 debug: self.debug,
             },
@@ -179,7 +191,7 @@ pub extern "C" fn llama_postfetch_free(postfetch: *mut llama_postfetch) -> llama
 
 /// Starts to copy the down-projections of `n` experts of a layer to the device, in this order.
 /// Returns without waiting. Call it once per layer as soon as the routed ids are known, with the
-/// ids of all tokens. Ids can repeat.
+/// ids of all tokens. Ids can repeat. Experts in the cache are not copied.
 ///
 /// An expert that does not fit into the scratchpad, or that the layer does not have, must be
 /// computed on the CPU; llama_postfetch_acquire answers so.
@@ -497,7 +509,8 @@ pub unsafe extern "C" fn llama_postfetch_download(
     })
 }
 
-/// Releases an expert. Its device memory becomes reusable.
+/// Releases an expert. Its device memory becomes reusable; in the cache, its data stays until
+/// another expert replaces it.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_postfetch_release(
     postfetch: *const llama_postfetch,
@@ -594,6 +607,14 @@ pub struct llama_postfetch_stats {
     /// Overlap of copies with computation: 1 - wait_us / transfer_us; negative if no copy was timed
     /// yet.
     pub overlap: f64,
+    /// Device memory of the cache in bytes; 0 without a cache.
+    pub cache_bytes: u64,
+    /// Number of scheduled experts whose data was in the cache, or in a copy to the cache.
+    pub n_cache_hits: u64,
+    /// Number of scheduled experts that were not in the cache of their layer.
+    pub n_cache_misses: u64,
+    /// Number of experts that were replaced in the cache by another.
+    pub n_cache_evictions: u64,
 }
 
 // SAFETY: repr(C), starts with struct_size, plain fields.
@@ -639,6 +660,10 @@ pub unsafe extern "C" fn llama_postfetch_get_stats(
             scratchpad_peak: found.scratchpad_peak,
             locked_bytes: found.locked_bytes,
             overlap: found.overlap().unwrap_or(-1.0),
+            cache_bytes: found.cache_bytes,
+            n_cache_hits: found.cache_hits,
+            n_cache_misses: found.cache_misses,
+            n_cache_evictions: found.evictions,
         };
         // SAFETY: as the caller guarantees.
         unsafe { fill(stats, &value) }

@@ -5,7 +5,8 @@ use super::plan::{ExpertWeights, PlannedLayer};
 use super::policy::{Action, Reason, State, action};
 use super::shared::{Backoff, Shared};
 use super::stats::add;
-use super::transfer_table::{Lookup, Phase, TransferId};
+use super::transfer::{Phase, TransferId};
+use super::transfer_table::Lookup;
 use crate::device::Stream;
 use crate::gguf::TypeInfo;
 
@@ -149,7 +150,7 @@ impl Request<'_> {
 
     /// Returns the progress of a transfer; `None` when it failed, or was released and used again.
     fn state(&self, id: TransferId, phase: Phase) -> Option<State> {
-        let ready = &self.gpu.events[id.index()].ready;
+        let ready = &self.gpu.events[id.index].ready;
         match phase {
             Phase::Ready => Some(State::GpuReady),
             Phase::InFlight => match self.gpu.device.is_done(ready.event) {
@@ -173,7 +174,7 @@ impl Request<'_> {
     /// Makes a stream wait for a transfer.
     fn hand_over(&self, id: TransferId, stream: Stream) -> Result<(), Reason> {
         self.shared.table.lock().claim(id, stream)?;
-        let ready = self.gpu.events[id.index()].ready.event;
+        let ready = self.gpu.events[id.index].ready.event;
         let waits = self.gpu.device.stream_wait(stream, ready);
         waits.map_err(|error| {
             self.shared.counters.note_error(&error);
@@ -188,7 +189,7 @@ impl Request<'_> {
         Some(Acquired {
             state,
             reason: Reason::None,
-            device_address: self.gpu.scratchpad.address() + held.offset,
+            device_address: self.gpu.memory.address() + held.offset,
             gate_up_on_cpu: position < self.shared.options.config.cpu_limit,
             expert: Some(describe(self.shared, held.weights, held.row)),
         })

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::cache::CacheLayout;
 use super::pages::PageLocks;
 use super::plan::{Plan, padded};
 use crate::config;
@@ -23,7 +24,9 @@ pub(super) const CHUNKS: usize = 8;
 #[derive(Debug)]
 pub(super) struct DeviceState {
     pub device: Arc<dyn AsyncDevice>,
-    pub scratchpad: Box<dyn Buffer>,
+    /// The scratchpad, and after it the slots of the cache.
+    pub memory: Box<dyn Buffer>,
+    pub cache: CacheLayout,
     /// The stream of the copies.
     pub fetch: OwnedStream,
     /// A stream for the caller's kernels; `None` when they share the stream of the copies.
@@ -70,9 +73,12 @@ impl DeviceState {
         let device = open().map_err(|error| error.to_string())?;
         let (bytes, size) = match config.scratchpad_bytes {
             0 => (largest, "the active experts of the largest layer"),
-            bytes => (bytes, "LLAMA_POSTFETCH_SCRATCHPAD_MB"),
+            bytes => (padded(bytes), "LLAMA_POSTFETCH_SCRATCHPAD_MB"),
         };
-        let at_a_time = bytes / padded(smallest).max(1);
+        let layout = CacheLayout::new(plan.slot_sizes(model), config.cache_bytes);
+        let allocated = allocate(&device, bytes, layout);
+        let (memory, cache, cached) = allocated.map_err(|error| error.to_string())?;
+        let at_a_time = bytes / padded(smallest).max(1) + u64::from(cache.most_slots());
         let transfers = (at_a_time * SCRATCHPADS_IN_FLIGHT).clamp(1, MAX_TRANSFERS) as usize;
         let locked = match config.page_lock {
             true => PageLocks::get(&device, model),
@@ -86,10 +92,11 @@ impl DeviceState {
             Err(why) => (None, format!("through page-locked buffers ({why})")),
         };
         let name = device.name().to_owned();
-        let state = DeviceState::new(device, bytes, transfers, pages, config.dedicated_streams);
-        let state = state.map_err(|error| error.to_string())?;
+        let state = DeviceState::new(device, memory, transfers, pages, config.dedicated_streams);
+        let mut state = state.map_err(|error| error.to_string())?;
+        state.cache = cache;
         let mode = format!(
-            "post-fetch to {name}: {} layers with experts, {} active; scratchpad of {bytes} bytes ({size}); {source}",
+            "post-fetch to {name}: {} layers with experts, {} active; scratchpad of {bytes} bytes ({size}); {cached}{source}",
             plan.layers.len(),
             plan.active,
         );
@@ -98,7 +105,7 @@ impl DeviceState {
 
     fn new(
         device: Arc<dyn AsyncDevice>,
-        bytes: u64,
+        memory: Box<dyn Buffer>,
         transfers: usize,
         pages: Option<Arc<PageLocks>>,
         dedicated_streams: bool,
@@ -113,7 +120,8 @@ impl DeviceState {
             })
         };
         Ok(DeviceState {
-            scratchpad: device.clone().allocate(bytes)?,
+            memory,
+            cache: CacheLayout::default(),
             fetch: stream()?,
             compute: match dedicated_streams {
                 true => Some(stream()?),
@@ -130,10 +138,35 @@ impl DeviceState {
         })
     }
 
+    /// Returns the bytes of the scratchpad.
+    pub fn scratchpad_bytes(&self) -> u64 {
+        self.memory.len() - self.cache.bytes()
+    }
+
     /// Returns the stream for the caller's kernels.
     pub fn compute(&self) -> Stream {
         self.compute.as_ref().unwrap_or(&self.fetch).stream
     }
+}
+
+/// Allocates the scratchpad and after it the slots of the cache, or no slots if the device
+/// refuses them. Returns the cache, too, and its description.
+fn allocate(
+    device: &Arc<dyn AsyncDevice>,
+    scratchpad: u64,
+    cache: CacheLayout,
+) -> Result<(Box<dyn Buffer>, CacheLayout, String), DeviceError> {
+    let allocate = |cache: u64| device.clone().allocate(scratchpad.saturating_add(cache));
+    let refused = match allocate(cache.bytes()) {
+        Ok(memory) => {
+            let text = cache.to_string();
+            return Ok((memory, cache, text));
+        }
+        Err(error) if cache.bytes() == 0 => return Err(error),
+        Err(error) => error,
+    };
+    let text = format!("no cache: {refused}; ");
+    Ok((allocate(0)?, CacheLayout::default(), text))
 }
 
 /// A stream that is destroyed on drop.

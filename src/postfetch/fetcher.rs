@@ -9,7 +9,8 @@ use super::plan::ExpertWeights;
 use super::policy::Reason;
 use super::shared::{Backoff, Shared};
 use super::stats::add;
-use super::transfer_table::{Issue, TransferId};
+use super::transfer::TransferId;
+use super::transfer_table::Issue;
 use crate::device::{Copy2d, DeviceError};
 
 /// The next work of the thread.
@@ -105,7 +106,7 @@ impl Fetcher<'_> {
 
     fn watch(&self, id: TransferId, since: Instant) {
         let shared = self.shared;
-        let ready = self.gpu.events[id.index()].ready.event;
+        let ready = self.gpu.events[id.index].ready.event;
         match self.gpu.device.is_done(ready) {
             Ok(true) => {
                 shared.table.lock().complete(id);
@@ -123,7 +124,7 @@ impl Fetcher<'_> {
         let shared = self.shared;
         let events = shared.collect_times(self.gpu);
         let copy = Copy2d {
-            to: self.gpu.scratchpad.address() + issue.offset,
+            to: self.gpu.memory.address() + issue.offset,
             to_pitch: issue.pitch as usize,
             from: std::ptr::null(),
             from_pitch: issue.weights.nbytes as usize,
@@ -161,14 +162,14 @@ impl Fetcher<'_> {
     ) -> Result<(), IssueError> {
         let (shared, gpu) = (self.shared, self.gpu);
         let (device, stream) = (&gpu.device, gpu.fetch.stream);
-        let events = &gpu.events[issue.id.index()];
+        let events = &gpu.events[issue.id.index];
         loop {
-            let event = shared.table.lock().next_wait();
-            let Some(event) = event else {
+            let wait = shared.table.lock().next_wait();
+            let Some(wait) = wait else {
                 break;
             };
-            device.stream_wait(stream, event)?;
-            shared.table.lock().wait_issued(event);
+            device.stream_wait(stream, gpu.events[wait.index].consumed.event)?;
+            shared.table.lock().wait_issued(wait);
         }
         device.record(events.start.event, stream)?;
         let in_place = issue.weights.host(&shared.model, 0).filter(|&from| {
@@ -181,8 +182,8 @@ impl Fetcher<'_> {
             Some(from) => {
                 copy.from = from;
                 *source_in_use = true;
-                // SAFETY: the transfer holds the view of the bytes, and its part of the
-                // scratchpad, until the stream is known to be past the copy.
+                // SAFETY: the transfer holds the view of the bytes until the stream is known to be
+                // past the copy. The next copy to the same device memory is later in the stream.
                 unsafe { device.copy_in(stream, copy)? };
             }
             None => {

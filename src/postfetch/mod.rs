@@ -3,8 +3,9 @@
 //! Routing names the experts of a layer before any of them is computed, and the
 //! down-projection of each is needed last. [`PostFetch::schedule`] starts to copy those
 //! down-projections and returns at once. [`PostFetch::acquire`] then chooses device or CPU for
-//! each expert. Nothing is cached or predicted. A failure is never an error: the expert is
-//! computed on the CPU, with a counter and a [`Reason`].
+//! each expert. With [`cache_bytes`](crate::config::PostFetch::cache_bytes), recently used experts
+//! stay on the device after their release, and are not copied again. Nothing is predicted. A
+//! failure is never an error: the expert is computed on the CPU, with a counter and a [`Reason`].
 //!
 //! Modules, top to bottom. A module imports only modules below it.
 //!
@@ -16,13 +17,15 @@
 //! | `device_state` | streams, events and memory on the device |
 //! | `transfer_table` | transfers and their experts |
 //! | `pages`, `plan` | page locks on the model; layers and weights |
-//! | `scratchpad`, `stats`, `policy` | an allocator for device memory; counters; reasons |
+//! | `cache` | slots in which experts stay on the device |
+//! | `transfer`, `scratchpad`, `stats`, `policy` | identity of a transfer; an allocator for device memory; counters; reasons |
 //!
 //! A call of schedule only changes the transfer table, because the calling thread has experts
 //! to compute. One lock guards the table, for some hundred nanoseconds at a time and never
 //! during a call of the driver, which is behind [`AsyncDevice`].
 
 mod acquire;
+mod cache;
 mod device_state;
 mod fetcher;
 mod pages;
@@ -32,6 +35,7 @@ mod scratchpad;
 mod shared;
 mod stats;
 mod times;
+mod transfer;
 mod transfer_table;
 
 use std::sync::Arc;
@@ -119,7 +123,8 @@ impl PostFetch {
     }
 
     /// Starts to copy the down-projections of these experts of a layer, in this order, and
-    /// returns at once. Ids can repeat. Experts that are scheduled already are left as they are.
+    /// returns at once. Ids can repeat. Experts that are scheduled already are left as they are,
+    /// and experts in the cache are on the device at once.
     pub fn schedule(&self, layer: u32, ids: &[i32]) {
         let shared = &*self.shared;
         let counters = &shared.counters;
@@ -133,6 +138,9 @@ impl PostFetch {
         add(&counters.coalesced, done.coalesced);
         add(&counters.duplicates, done.duplicates);
         add(&counters.rejected, done.rejected);
+        add(&counters.cache_hits, done.cache_hits);
+        add(&counters.cache_misses, done.cache_misses);
+        add(&counters.evictions, done.evictions);
         if shared.options.config.debug {
             let counts = (done.experts, done.bytes);
             shared
@@ -218,9 +226,9 @@ impl PostFetch {
         if found.device_address == 0 {
             return None;
         }
-        let offset = found.device_address - gpu.scratchpad.address();
+        let offset = found.device_address - gpu.memory.address();
         let mut bytes = vec![0; weights.nbytes as usize];
-        Some(gpu.scratchpad.read(offset, &mut bytes).map(|()| bytes))
+        Some(gpu.memory.read(offset, &mut bytes).map(|()| bytes))
     }
 
     /// Returns the layer whose down-projections a tensor of the model holds. Only base weights
@@ -248,7 +256,8 @@ impl PostFetch {
         let mut stats = shared.counters.snapshot();
         stats.scratchpad_peak = shared.table.lock().peak();
         if let Some(gpu) = &shared.gpu {
-            stats.scratchpad_bytes = gpu.scratchpad.len();
+            stats.scratchpad_bytes = gpu.scratchpad_bytes();
+            stats.cache_bytes = gpu.cache.bytes();
             stats.locked_bytes = gpu.pages.as_ref().map_or(0, |pages| pages.bytes());
         }
         stats

@@ -7,12 +7,14 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use super::cache::Cache;
 use super::device_state::DeviceState;
 use super::plan::{Plan, PlannedLayer};
 use super::policy::Reason;
 use super::stats::Counters;
 use super::times::CopyTimes;
-use super::transfer_table::{TransferId, TransferTable};
+use super::transfer::TransferId;
+use super::transfer_table::{Consumed, TransferTable};
 use crate::config;
 use crate::device::{AsyncDevice, DeviceError, Event, Stream};
 use crate::model::Model;
@@ -92,8 +94,12 @@ impl Shared {
         };
         log::info!("{mode}");
         let table = match &gpu {
-            Some(gpu) => TransferTable::new(plan.slots, gpu.scratchpad.len(), gpu.events.len()),
-            None => TransferTable::new(0, 0, 0),
+            Some(gpu) => {
+                let bytes = gpu.scratchpad_bytes();
+                let cache = Cache::new(&gpu.cache, bytes, options.config.cache_half_life);
+                TransferTable::new(plan.slots, bytes, cache, gpu.events.len())
+            }
+            None => TransferTable::new(0, 0, Cache::default(), 0),
         };
         Shared {
             times: CopyTimes::new(&plan),
@@ -132,14 +138,20 @@ impl Shared {
     pub fn release(&self, gpu: &DeviceState, slots: Range<usize>) {
         let mut table = self.table.lock();
         for slot in slots {
-            let Some((id, stream)) = table.release(slot) else {
+            let Some(released) = table.release(slot) else {
                 continue;
             };
-            let consumed = gpu.events[id.index()].consumed.event;
-            let recorded = MutexGuard::unlocked(&mut table, || {
-                self.retry_once(|| gpu.device.record(consumed, stream))
-            });
-            table.consumed(id, recorded.ok().map(|()| consumed));
+            let (id, stream) = (released.id, released.stream);
+            let consumed = gpu.events[id.index].consumed.event;
+            let record = || {
+                if released.event_in_use {
+                    // The next record then stands for both uses.
+                    gpu.device.stream_wait(stream, consumed)?;
+                }
+                gpu.device.record(consumed, stream)
+            };
+            let recorded = MutexGuard::unlocked(&mut table, || self.retry_once(record));
+            table.consumed(id, recorded.is_ok());
             if recorded.is_err() {
                 self.disable("cannot record when a stream has used the experts");
             }
@@ -204,10 +216,12 @@ impl Shared {
     pub fn wait_until_idle(&self, gpu: &DeviceState) -> bool {
         let slots = self.table.lock().len();
         self.release(gpu, 0..slots);
-        let (mut events, leaked) = {
+        let (waits, leaked) = {
             let mut table = self.table.lock();
             (table.take_waits(), table.has_leaked())
         };
+        let consumed = |wait: &Consumed| gpu.events[wait.index].consumed.event;
+        let mut events: Vec<Event> = waits.iter().map(consumed).collect();
         for (event, stream) in [
             (gpu.idle.event, gpu.fetch.stream),
             (gpu.join_event.event, gpu.compute()),

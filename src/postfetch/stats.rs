@@ -29,6 +29,9 @@ pub(super) struct Counters {
     pub wait_ns: AtomicU64,
     pub transfer_ns: AtomicU64,
     pub errors: AtomicU64,
+    pub cache_hits: AtomicU64,
+    pub cache_misses: AtomicU64,
+    pub evictions: AtomicU64,
     pub fallbacks: [AtomicU64; Reason::ALL.len()],
 }
 
@@ -76,6 +79,14 @@ pub struct Stats {
     pub scratchpad_peak: u64,
     /// Bytes of the model that are page-locked in place.
     pub locked_bytes: u64,
+    /// Scheduled experts whose bytes were in a slot of the cache, or on their way there.
+    pub cache_hits: u64,
+    /// Scheduled experts of layers with slots whose bytes were in none.
+    pub cache_misses: u64,
+    /// Experts that lost their slot to another.
+    pub evictions: u64,
+    /// Device memory of all slots of the cache, in bytes.
+    pub cache_bytes: u64,
 }
 
 impl Counters {
@@ -103,6 +114,9 @@ impl Counters {
             wait: Duration::from_nanos(get(&self.wait_ns)),
             transfer: Duration::from_nanos(get(&self.transfer_ns)),
             errors: get(&self.errors),
+            cache_hits: get(&self.cache_hits),
+            cache_misses: get(&self.cache_misses),
+            evictions: get(&self.evictions),
             fallbacks: self.fallbacks.each_ref().map(get),
             ..Stats::default()
         }
@@ -159,6 +173,10 @@ impl Stats {
             "scratchpad_bytes": self.scratchpad_bytes,
             "scratchpad_peak": self.scratchpad_peak,
             "page_locked_bytes": self.locked_bytes,
+            "cache_bytes": self.cache_bytes,
+            "cache_hits": self.cache_hits,
+            "cache_misses": self.cache_misses,
+            "cache_evictions": self.evictions,
         })
     }
 
@@ -199,6 +217,16 @@ impl Stats {
             mib(self.scratchpad_bytes),
             self.errors
         );
+        if self.cache_bytes > 0 {
+            let _ = writeln!(
+                text,
+                "cache of {:.1} MiB: {} hits, {} misses, {} evictions",
+                mib(self.cache_bytes),
+                self.cache_hits,
+                self.cache_misses,
+                self.evictions
+            );
+        }
         text
     }
 }

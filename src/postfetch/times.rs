@@ -51,7 +51,7 @@ impl CopyTimes {
             let Some((id, slot)) = untimed else {
                 return events;
             };
-            let transfer = &gpu.events[id.index()];
+            let transfer = &gpu.events[id.index];
             match gpu
                 .device
                 .elapsed(transfer.start.event, transfer.ready.event)

@@ -8,22 +8,29 @@
 //!                                    Ready, or Stuck until the stream is past it                Free
 //! ```
 //!
+//! A transfer of an expert that is in a slot of the cache has nothing to copy: it is `Ready` from
+//! the beginning. If the copy to the slot is not done yet, the expert returns to the transfer of
+//! that copy. Each slot of the cache names the transfer that filled it, and is forgotten if that
+//! transfer fails, or is released before its copy is issued.
+//!
 //! All of this is guarded by one lock, for some hundred nanoseconds at a time. No method calls
 //! the driver. The methods keep these rules:
 //!
 //! - A slot is in at most one transfer, and a transfer counts the slots that are not released.
-//! - A transfer keeps its part of the scratchpad until all its slots are released and the
-//!   stream that uses them has been recorded. Later copies are in the same stream, so the
-//!   part can be given out again before the copy is done.
+//! - A transfer keeps its part of the scratchpad, or its slot of the cache, until all its experts
+//!   are released and the stream that uses them has been recorded. Later copies are in the same
+//!   stream, so the memory can be given out again before the copy is done.
 //! - A transfer keeps its source until the copy is done, or has not begun.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
+use super::cache::{Cache, SlotId};
 use super::plan::{ExpertWeights, PlannedLayer, padded};
 use super::policy::Reason;
 use super::scratchpad::Scratchpad;
-use crate::device::{Event, Stream};
+use super::transfer::{Phase, TransferId};
+use crate::device::Stream;
 use crate::model::Model;
 
 /// Largest copy of several experts. A copy costs some microseconds in addition to its bytes:
@@ -50,38 +57,17 @@ enum ExpertSlot {
     Refused { reason: Reason, position: u32 },
 }
 
-/// Progress of a transfer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Phase {
-    /// Not in use.
-    Free,
-    /// Waits for the fetching thread.
-    Queued,
-    /// The fetching thread issues the copy.
-    Issuing,
-    /// In the stream.
-    InFlight,
-    /// Done.
-    Ready,
-    /// Failed; the device may read the source until the stream is past the copy.
-    Stuck,
+/// Device memory of a transfer.
+#[derive(Debug, Clone, Copy, Default)]
+struct Memory {
+    /// Offset in the device memory of the scheduler, and bytes from expert to expert there.
+    offset: u64,
+    pitch: u64,
+    /// The slot of the cache; `None` for a part of the scratchpad.
+    cached: Option<SlotId>,
 }
 
-/// One use of a transfer. A later use of the same transfer has another id.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct TransferId {
-    index: usize,
-    number: u64,
-}
-
-impl TransferId {
-    /// Returns the position of the transfer and of its events.
-    pub fn index(self) -> usize {
-        self.index
-    }
-}
-
-/// Experts that are copied together.
+/// Experts that are copied together, or an expert whose bytes are in a slot of the cache.
 #[derive(Debug)]
 struct Transfer {
     phase: Phase,
@@ -92,10 +78,8 @@ struct Transfer {
     rows: u32,
     /// Experts that are not released.
     live: u32,
-    /// Offset in the scratchpad, and bytes from expert to expert there.
-    offset: u64,
-    pitch: u64,
-    /// Whether the part of the scratchpad is still taken.
+    memory: Memory,
+    /// Whether the part of the scratchpad is still taken, or the slot of the cache in use.
     placed: bool,
     /// The weights of the first expert.
     weights: Option<ExpertWeights>,
@@ -113,10 +97,28 @@ pub(super) struct Issue {
     pub id: TransferId,
     /// The weights of the first expert; the others follow in the same tensor.
     pub weights: ExpertWeights,
-    /// Offset in the scratchpad, and bytes from expert to expert there.
+    /// Offset in the device memory, and bytes from expert to expert there.
     pub offset: u64,
     pub pitch: u64,
     pub rows: u32,
+}
+
+/// A record of the event that follows the use of a transfer by a stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Consumed {
+    /// Position of the transfer and of its events.
+    pub index: usize,
+    /// Differs each time the event is recorded.
+    number: u64,
+}
+
+/// A transfer that a stream used, and whose last expert was released.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Released {
+    pub id: TransferId,
+    pub stream: Stream,
+    /// The event still stands for an earlier use, which no copy waits for yet.
+    pub event_in_use: bool,
 }
 
 /// The state of an expert.
@@ -140,7 +142,7 @@ pub(super) struct Held<'a> {
     pub weights: &'a ExpertWeights,
     /// Position of the expert in the transfer.
     pub row: u32,
-    /// Offset of the expert in the scratchpad.
+    /// Offset of the expert in the device memory.
     pub offset: u64,
 }
 
@@ -152,8 +154,9 @@ pub(super) struct TransferTable {
     free: VecDeque<usize>,
     queue: VecDeque<usize>,
     scratchpad: Scratchpad,
-    /// Events that the fetch stream has to wait for before the next copy.
-    waits: Vec<Event>,
+    cache: Cache,
+    /// What the fetch stream has to wait for before the next copy. One at most for each transfer.
+    waits: Vec<Consumed>,
     /// Transfers that are issuing or in flight.
     in_flight: u32,
     stopped: bool,
@@ -161,6 +164,7 @@ pub(super) struct TransferTable {
     leaked: bool,
     /// Transfers that failed since the last successful one.
     failures: u32,
+    /// The last number of a transfer or of a record.
     last_number: u64,
 }
 
@@ -175,19 +179,25 @@ pub(super) struct Scheduled {
     pub bytes: u64,
     pub duplicates: u64,
     pub rejected: u64,
+    /// Experts in a slot of the cache.
+    pub cache_hits: u64,
+    /// Experts of a layer with slots that are in none.
+    pub cache_misses: u64,
+    /// Experts that lost their slot to another.
+    pub evictions: u64,
 }
 
 impl TransferTable {
-    /// Makes a table for `slots` experts, a scratchpad of `bytes` bytes and `transfers` transfers.
-    pub fn new(slots: usize, bytes: u64, transfers: usize) -> TransferTable {
+    /// Makes a table for `slots` experts, a scratchpad of `bytes` bytes, a cache, and `transfers`
+    /// transfers.
+    pub fn new(slots: usize, bytes: u64, cache: Cache, transfers: usize) -> TransferTable {
         let transfer = |_| Transfer {
             phase: Phase::Free,
             number: 0,
             first_slot: 0,
             rows: 0,
             live: 0,
-            offset: 0,
-            pitch: 0,
+            memory: Memory::default(),
             placed: false,
             weights: None,
             stream: None,
@@ -200,6 +210,7 @@ impl TransferTable {
             free: (0..transfers).collect(),
             queue: VecDeque::with_capacity(transfers),
             scratchpad: Scratchpad::new(bytes, transfers),
+            cache,
             waits: Vec::with_capacity(transfers),
             in_flight: 0,
             stopped: false,
@@ -209,7 +220,10 @@ impl TransferTable {
         }
     }
 
-    /// Queues transfers of the experts that are in no transfer yet, in the order of `ids`.
+    /// Queues transfers of the experts that are in no transfer yet, in the order of `ids`. Those in
+    /// a slot of the cache are on the device at once. The others are copied to free slots. If the
+    /// layer has a slot for each expert of `ids`, they also replace experts that are not in use.
+    /// What is left is copied to the scratchpad.
     pub fn schedule(&mut self, model: &Model, layer: &PlannedLayer, ids: &[i32]) -> Scheduled {
         let mut done = Scheduled::default();
         let slot = |id: i32| {
@@ -218,41 +232,140 @@ impl TransferTable {
         };
         let mut position = 0;
         for &id in ids {
-            let Some((_, slot)) = slot(id) else {
+            let Some((expert, slot)) = slot(id) else {
                 done.rejected += 1;
                 continue;
             };
             match self.slots[slot] {
                 ExpertSlot::Idle | ExpertSlot::Refused { .. } => {
                     self.slots[slot] = ExpertSlot::Wanted { position };
+                    self.cache.touch(layer.position, expert);
                     position += 1;
                 }
                 ExpertSlot::Wanted { .. } | ExpertSlot::Held { .. } => done.duplicates += 1,
             }
         }
+        let cache_slots = self.cache.slots(layer.position);
+        let fits = position as usize <= cache_slots;
         for &id in ids {
             if let Some((expert, slot)) = slot(id)
                 && let ExpertSlot::Wanted { position } = self.slots[slot]
-                && let Err(reason) = self.queue(model, layer, expert, &mut done)
+                && let Err(reason) = self.place(model, layer, expert, fits, &mut done)
             {
                 self.slots[slot] = ExpertSlot::Refused { reason, position };
             }
         }
+        if cache_slots > 0 {
+            done.cache_misses = u64::from(position) - done.cache_hits;
+        }
         done
     }
 
-    /// Queues a transfer of an expert and of its wanted neighbours.
-    fn queue(
+    /// Holds an expert that is in a slot of the cache, or queues a transfer of the expert.
+    fn place(
         &mut self,
         model: &Model,
         layer: &PlannedLayer,
         expert: u32,
+        fits: bool,
         done: &mut Scheduled,
     ) -> Result<(), Reason> {
         let weights = layer.weights(model, expert).ok_or(Reason::NotAnExpert)?;
         if !weights.is_on_host() {
             return Err(Reason::NotInHostMemory);
         }
+        let generation = weights.view.generation;
+        if let Some(slot) = self.cache.find(layer.position, expert, generation) {
+            self.hold(layer.first_slot + expert as usize, slot, weights)?;
+            done.cache_hits += 1;
+            return Ok(());
+        }
+        let index = *self.free.front().ok_or(Reason::NoRoom)?;
+        let (run, memory) = match self.load(layer, expert, weights.nbytes, fits, done) {
+            Some(memory) => (expert..expert + 1, memory),
+            None => self.take(layer, expert, &weights)?,
+        };
+        self.free.pop_front();
+        let (rows, nbytes) = (run.len() as u32, weights.nbytes);
+        let first_slot = layer.first_slot + run.start as usize;
+        let weights = ExpertWeights {
+            offset: weights.offset - u64::from(expert - run.start) * nbytes,
+            ..weights
+        };
+        let id = self.begin(index, Phase::Queued, first_slot, rows, memory, weights);
+        if let Some(slot) = memory.cached {
+            self.cache.fill(slot, expert, generation, id);
+        }
+        self.queue.push_back(index);
+        done.experts += u64::from(rows);
+        done.coalesced += u64::from(rows - 1);
+        done.bytes += nbytes * u64::from(rows);
+        Ok(())
+    }
+
+    /// Holds an expert that is in a slot of the cache, or will be there after a copy.
+    fn hold(
+        &mut self,
+        expert_slot: usize,
+        slot: SlotId,
+        weights: ExpertWeights,
+    ) -> Result<(), Reason> {
+        if self.free.is_empty() || self.cache.is_in_use(slot) {
+            return Err(Reason::NoRoom);
+        }
+        let copy = self.cache.copy(slot);
+        let found = &mut self.transfers[copy.index];
+        if found.number == copy.number && matches!(found.phase, Phase::Issuing | Phase::InFlight) {
+            found.live = 1;
+            found.placed = true;
+            self.hold_rows(copy.index, expert_slot, 1);
+        } else if let Some(index) = self.free.pop_back() {
+            // The transfer that was used last: the fewer there are, the fewer waits there are.
+            let memory = self.slot_memory(slot);
+            self.begin(index, Phase::Ready, expert_slot, 1, memory, weights);
+        }
+        self.cache.set_in_use(slot, true);
+        Ok(())
+    }
+
+    /// Takes a slot of the cache for an expert.
+    fn load(
+        &mut self,
+        layer: &PlannedLayer,
+        expert: u32,
+        nbytes: u64,
+        fits: bool,
+        done: &mut Scheduled,
+    ) -> Option<Memory> {
+        if padded(nbytes) > self.cache.pitch(layer.position) {
+            return None;
+        }
+        let slots = &self.slots;
+        let replaces = |expert| {
+            let slot = layer.slot(expert).map(|slot| slots[slot]);
+            fits && !matches!(slot, Some(ExpertSlot::Wanted { .. }))
+        };
+        let (slot, evicts) = self.cache.load(layer.position, expert, replaces)?;
+        done.evictions += u64::from(evicts);
+        Some(self.slot_memory(slot))
+    }
+
+    fn slot_memory(&self, slot: SlotId) -> Memory {
+        let (offset, pitch) = self.cache.place(slot);
+        Memory {
+            offset,
+            pitch,
+            cached: Some(slot),
+        }
+    }
+
+    /// Takes a part of the scratchpad for an expert, with its wanted neighbours if possible.
+    fn take(
+        &mut self,
+        layer: &PlannedLayer,
+        expert: u32,
+        weights: &ExpertWeights,
+    ) -> Result<(Range<u32>, Memory), Reason> {
         let pitch = padded(weights.nbytes);
         let most = match weights.parts {
             1 => 1,
@@ -260,49 +373,59 @@ impl TransferTable {
         };
         let wanted = |expert: u32| {
             let slot = layer.slot(expert).map(|slot| self.slots[slot]);
-            matches!(slot, Some(ExpertSlot::Wanted { .. }))
+            let is_wanted = matches!(slot, Some(ExpertSlot::Wanted { .. }));
+            is_wanted && !self.cache.has(layer.position, expert)
         };
         let mut run = run_around(expert, wanted, most);
-        let index = *self.free.front().ok_or(Reason::NoRoom)?;
         let mut offset = self.scratchpad.take(pitch * run.len() as u64);
         if offset.is_none() && run.len() > 1 {
             run = expert..expert + 1;
             offset = self.scratchpad.take(pitch);
         }
-        let offset = offset.ok_or(Reason::NoRoom)?;
-        self.free.pop_front();
+        let memory = Memory {
+            offset: offset.ok_or(Reason::NoRoom)?,
+            pitch,
+            cached: None,
+        };
+        Ok((run, memory))
+    }
+
+    /// Begins a use of a free transfer.
+    fn begin(
+        &mut self,
+        index: usize,
+        phase: Phase,
+        first_slot: usize,
+        rows: u32,
+        memory: Memory,
+        weights: ExpertWeights,
+    ) -> TransferId {
         self.last_number += 1;
-        let rows = run.len() as u32;
-        let nbytes = weights.nbytes;
-        let first_slot = layer.first_slot + run.start as usize;
         let transfer = &mut self.transfers[index];
-        transfer.phase = Phase::Queued;
+        transfer.phase = phase;
         transfer.number = self.last_number;
         transfer.first_slot = first_slot;
         transfer.rows = rows;
         transfer.live = rows;
-        transfer.offset = offset;
-        transfer.pitch = pitch;
+        transfer.memory = memory;
         transfer.placed = true;
-        transfer.weights = Some(ExpertWeights {
-            offset: weights.offset - u64::from(expert - run.start) * nbytes,
-            ..weights
-        });
+        transfer.weights = Some(weights);
         transfer.stream = None;
+        self.hold_rows(index, first_slot, rows);
+        self.id(index)
+    }
+
+    /// Notes which transfer holds the wanted experts in a range.
+    fn hold_rows(&mut self, transfer: usize, first_slot: usize, rows: u32) {
         for (row, slot) in (0..rows).zip(&mut self.slots[first_slot..]) {
             if let ExpertSlot::Wanted { position } = *slot {
                 *slot = ExpertSlot::Held {
-                    transfer: index,
+                    transfer,
                     row,
                     position,
                 };
             }
         }
-        self.queue.push_back(index);
-        done.experts += u64::from(rows);
-        done.coalesced += u64::from(rows - 1);
-        done.bytes += nbytes * u64::from(rows);
-        Ok(())
     }
 
     /// Returns the state of an expert.
@@ -333,7 +456,7 @@ impl TransferTable {
             id: self.id(transfer),
             weights: found.weights.as_ref()?,
             row,
-            offset: found.offset + u64::from(row) * found.pitch,
+            offset: found.memory.offset + u64::from(row) * found.memory.pitch,
         })
     }
 
@@ -354,8 +477,8 @@ impl TransferTable {
                 .weights
                 .clone()
                 .expect("a queued transfer has weights"),
-            offset: transfer.offset,
-            pitch: transfer.pitch,
+            offset: transfer.memory.offset,
+            pitch: transfer.memory.pitch,
             rows: transfer.rows,
         })
     }
@@ -437,6 +560,7 @@ impl TransferTable {
                 self.transfers[index].live -= 1;
             }
         }
+        self.forget_copy(index);
         self.settle(index);
     }
 
@@ -452,10 +576,17 @@ impl TransferTable {
         }
     }
 
+    /// Forgets the slot of the cache that a transfer did not fill.
+    fn forget_copy(&mut self, index: usize) {
+        if let Some(slot) = self.transfers[index].memory.cached {
+            self.cache.forget(slot, self.id(index));
+        }
+    }
+
     /// Releases an expert. When it was the last of a transfer that a stream uses, the caller has
     /// to record an event in that stream, and to call [`TransferTable::consumed`].
     #[must_use]
-    pub fn release(&mut self, slot: usize) -> Option<(TransferId, Stream)> {
+    pub fn release(&mut self, slot: usize) -> Option<Released> {
         let before = std::mem::replace(&mut self.slots[slot], ExpertSlot::Idle);
         let ExpertSlot::Held {
             transfer: index, ..
@@ -470,38 +601,55 @@ impl TransferTable {
         }
         if let Some(stream) = transfer.stream.take() {
             transfer.awaiting_consumer = true;
-            return Some((self.id(index), stream));
+            return Some(Released {
+                id: self.id(index),
+                stream,
+                event_in_use: self.waits.iter().any(|wait| wait.index == index),
+            });
         }
         self.settle(index);
         None
     }
 
-    /// Ends what [`TransferTable::release`] began. Without the event, the memory stays taken.
-    pub fn consumed(&mut self, id: TransferId, event: Option<Event>) {
-        let Some(event) = event else {
+    /// Ends what [`TransferTable::release`] began. If the event was not recorded, the memory stays
+    /// taken.
+    pub fn consumed(&mut self, id: TransferId, recorded: bool) {
+        if !recorded {
             self.leaked = true;
             return;
-        };
-        self.waits.push(event);
-        self.transfers[id.index].awaiting_consumer = false;
-        self.settle(id.index);
+        }
+        self.last_number += 1;
+        let (index, number) = (id.index, self.last_number);
+        match self.waits.iter_mut().find(|wait| wait.index == index) {
+            Some(wait) => wait.number = number,
+            None => self.waits.push(Consumed { index, number }),
+        }
+        self.transfers[index].awaiting_consumer = false;
+        self.settle(index);
     }
 
-    /// Frees what a transfer no longer needs: its part of the scratchpad at once, its source
-    /// when its copy is done.
+    /// Frees what a transfer no longer needs: its device memory at once, its source when its copy
+    /// is done. The cache keeps the bytes, unless their copy has not begun.
     fn settle(&mut self, index: usize) {
         let transfer = &mut self.transfers[index];
         if transfer.live > 0 || transfer.awaiting_consumer {
             return;
         }
         if std::mem::take(&mut transfer.placed) {
-            self.scratchpad.give(transfer.offset);
+            match transfer.memory.cached {
+                Some(slot) => self.cache.set_in_use(slot, false),
+                None => self.scratchpad.give(transfer.memory.offset),
+            }
         }
         match transfer.phase {
             Phase::Ready => {}
-            Phase::Queued => self.queue.retain(|&queued| queued != index),
+            Phase::Queued => {
+                self.queue.retain(|&queued| queued != index);
+                self.forget_copy(index);
+            }
             Phase::Issuing | Phase::InFlight | Phase::Stuck | Phase::Free => return,
         }
+        let transfer = &mut self.transfers[index];
         transfer.phase = Phase::Free;
         transfer.weights = None;
         self.free.push_back(index);
@@ -521,18 +669,19 @@ impl TransferTable {
         Some(self.id(index))
     }
 
-    /// Returns an event that the fetch stream has to wait for before the next copy.
-    pub fn next_wait(&self) -> Option<Event> {
+    /// Returns what the fetch stream has to wait for before the next copy.
+    pub fn next_wait(&self) -> Option<Consumed> {
         self.waits.last().copied()
     }
 
-    /// Notes that the fetch stream waits for an event.
-    pub fn wait_issued(&mut self, event: Event) {
-        self.waits.retain(|&waiting| waiting != event);
+    /// Notes that the fetch stream waits for an event. If the event was recorded again meanwhile,
+    /// the fetch stream has to wait again.
+    pub fn wait_issued(&mut self, wait: Consumed) {
+        self.waits.retain(|&waiting| waiting != wait);
     }
 
-    /// Takes all events that the fetch stream would have to wait for.
-    pub fn take_waits(&mut self) -> Vec<Event> {
+    /// Takes all that the fetch stream would have to wait for.
+    pub fn take_waits(&mut self) -> Vec<Consumed> {
         std::mem::take(&mut self.waits)
     }
 
