@@ -77,6 +77,7 @@ mod tests {
             layer: 0,
             tokens: 1,
             experts: experts.to_vec(),
+            locality: None,
         }
     }
 
