@@ -8,12 +8,14 @@
 
 mod counters;
 mod export;
+mod formats;
 mod locality;
 mod model_meta;
 mod skew;
 
 pub use counters::{ExpertLayout, Ids, LayerCounts, Snapshot, Trace};
 pub use export::{SCHEMA, from_json, to_csv, to_json, to_text, write};
+pub use formats::{ranking, to_logical_count, to_ranked_csv, to_rankings};
 pub use locality::{Locality, Recorder, WINDOW_IDS, Window, hits};
 pub use model_meta::{FileMeta, ModelMeta};
-pub use skew::{LayerStats, coverage, experts_for};
+pub use skew::{LayerStats, coverage, divergence, experts_for, overlap};
