@@ -1,4 +1,5 @@
-//! Measures the cost of counting in nanoseconds per activation, against a mutex and two hash maps.
+//! Measures the cost of counting in nanoseconds per activation, against a mutex and two hash maps,
+//! and the cost of recording locality.
 //!
 //! Run it with `cargo xtask bench trace`.
 
@@ -6,7 +7,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use hashbrown::HashMap;
-use llama_sidecar::trace::{ExpertLayout, Ids, Trace};
+use llama_sidecar::trace::{ExpertLayout, Ids, ModelMeta, Trace, to_json};
 use parking_lot::Mutex;
 use testkit::median;
 
@@ -81,6 +82,11 @@ fn run(threads: usize, activations: usize, work: impl Fn(u32, &[u8]) + Sync) -> 
 }
 
 fn main() {
+    counting();
+    locality();
+}
+
+fn counting() {
     println!("### Counting activations\n");
     println!(
         "{LAYERS} layers of {EXPERTS} experts, {USED} per token, batches of {TOKENS} tokens; 10^8 activations a round (a tenth of it for the peer), alternating, medians of {ROUNDS}. Peer: one mutex and two hash maps. Limit: a load, an addition and a store in the first-level cache, about 1 ns.\n"
@@ -112,4 +118,65 @@ fn main() {
         );
         assert!(exact);
     }
+}
+
+/// Different routes of a layer that follow each other, so that no table stays in the first-level
+/// cache.
+fn many_routes() -> Vec<Vec<u8>> {
+    (1..=64).map(routed).collect()
+}
+
+fn locality() {
+    const TOKENS_IN_ALL: usize = 1_000_000;
+    const TOKEN_MS: f64 = 20.0;
+    println!("\n### Recording locality\n");
+    println!(
+        "{LAYERS} layers of {EXPERTS} experts, {USED} per token, evenly at random; {TOKENS_IN_ALL} tokens of each layer, counted with and without locality, token by token and in batches of {TOKENS}. Share: of an evaluation of {TOKEN_MS} ms. Memory: resident, with {TOKENS_IN_ALL} tokens recorded. The write of a trace is the computation of the best possible hits, and the text.\n"
+    );
+    println!("| batch | counts ns | with locality ns | share of a token | memory MB | write ms |");
+    println!("|---|---|---|---|---|---|");
+    let layout = || ExpertLayout::new((0..LAYERS).map(|layer| (layer, EXPERTS)));
+    let routes = many_routes();
+    for tokens in [1, TOKENS] {
+        let before = resident();
+        let measure = |trace: &Trace| {
+            let began = Instant::now();
+            for batch in 0..TOKENS_IN_ALL / tokens {
+                let bytes = &routes[batch % routes.len()];
+                // Each token has its turn as a batch of one.
+                let skip = batch * tokens / routes.len() % (TOKENS + 1 - tokens);
+                let bytes = &bytes[4 * USED * skip..][..4 * USED * tokens];
+                for layer in 0..LAYERS as usize {
+                    trace.record_batch(
+                        layer,
+                        &Ids {
+                            tokens,
+                            ..ids(bytes)
+                        },
+                    );
+                }
+            }
+            began.elapsed().as_secs_f64() * 1e9
+                / (TOKENS_IN_ALL / tokens * tokens * LAYERS as usize * USED) as f64
+        };
+        let counts = measure(&Trace::new(layout()));
+        let trace = Trace::with_locality(layout());
+        let both = measure(&trace);
+        let memory = (resident() - before) as f64 / 1e6;
+        let began = Instant::now();
+        black_box(to_json(&ModelMeta::default(), &trace.snapshot_with_locality()).to_string());
+        let write = began.elapsed().as_secs_f64() * 1e3;
+        let share = (both - counts) * (LAYERS as usize * USED) as f64 / (TOKEN_MS * 1e6);
+        println!(
+            "| {tokens} | {counts:.2} | {both:.2} | {:.2} % | {memory:.1} | {write:.0} |",
+            share * 100.0
+        );
+    }
+}
+
+/// Returns the resident memory of this process in bytes.
+fn resident() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/statm").expect("Linux has it");
+    let pages = status.split(' ').nth(1).expect("the second field");
+    pages.parse::<u64>().expect("a number") * 4096
 }

@@ -1148,8 +1148,9 @@ enum llama_sidecar_status llama_sidecar_tensor_read(const struct llama_model *mo
  * Creates usage counters for the routed experts of a model. The trace does not keep the model
  * alive.
  *
- * Any number of threads can record at the same time without contention, because each thread has
- * its own counters.
+ * Any number of threads can record at the same time. Each thread has its own counters; only
+ * threads that record batches of the same layer wait for each other, for its locality
+ * (docs/expert-trace.md).
  *
  * @return The trace, or NULL on failure: for example, when the model has no routed experts. Free
  * it with llama_expert_trace_free.
@@ -1160,7 +1161,8 @@ struct llama_expert_trace *llama_expert_trace_new(const struct llama_model *mode
 enum llama_sidecar_status llama_expert_trace_free(struct llama_expert_trace *trace);
 
 /**
- * Counts one use of an expert by one token.
+ * Counts one use of an expert by one token. The use is not part of the locality, because the
+ * other experts of the token are not known.
  *
  * @param layer Number of the layer in tensor names, such as 3 in blk.3.ffn_gate_exps.weight.
  */
@@ -1169,8 +1171,8 @@ enum llama_sidecar_status llama_expert_trace_record(const struct llama_expert_tr
                                                     uint32_t expert);
 
 /**
- * Counts a matrix of routed ids, laid out as src[2] of GGML_OP_MUL_MAT_ID in ggml. Rows can be
- * padded.
+ * Counts a matrix of routed ids, laid out as src[2] of GGML_OP_MUL_MAT_ID in ggml, and adds its
+ * tokens in order to the locality. Rows can be padded.
  *
  * Ids that are not experts of the layer are counted as rejected only.
  *
@@ -1205,8 +1207,8 @@ enum llama_sidecar_status llama_expert_trace_counts(const struct llama_expert_tr
 enum llama_sidecar_status llama_expert_trace_reset(const struct llama_expert_trace *trace);
 
 /**
- * Writes the counts to a file: as CSV (layer,expert,count,share) if the path ends in ".csv",
- * otherwise as JSON (docs/expert-trace.md). The call writes a temporary file in the same folder
+ * Writes the trace to a file: the counts as CSV (layer,expert,count,share) if the path ends in
+ * ".csv", otherwise counts and locality as JSON (docs/expert-trace.md). The call writes a temporary file in the same folder
  * and renames it to the path.
  */
 enum llama_sidecar_status llama_expert_trace_write(const struct llama_expert_trace *trace,

@@ -15,8 +15,10 @@ use std::time::{Duration, Instant};
 use hosts::{TOKENS, copied, counted_by_host, fresh, on, swap_and_back, taken, traced};
 use llama_sidecar::gguf::{Access, GgufFile};
 use serde_json::Value;
+use testkit::caches::{best_hits, lfu_hits, lru_hits};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, preload_library, replace};
+use testkit::mixtures::Mixture;
 
 /// A copy of a fixture in which bytes of one tensor differ.
 fn other_bytes(folder: &Path, name: &str, tensor: &std::ffi::CStr) -> PathBuf {
@@ -392,6 +394,60 @@ fn experts_are_counted_as_the_host_counts_them() {
     let written: Value = serde_json::from_str(&written).expect("JSON");
     assert_eq!(traced(&written), since);
     assert_eq!(written["model"]["architecture"], "llama");
+}
+
+/// Compares the locality of a trace with simulations of all sizes of caches, by the routes that
+/// the host saw.
+fn same_locality(host: &mut Host) {
+    let routes: Value = serde_json::from_str(&host.ask("routes")).expect("JSON");
+    let trace = &host.control("trace")["traces"][0];
+    let layers = trace["layers"].as_array().expect("layers");
+    assert_eq!(layers.len(), routes.as_object().expect("an object").len());
+    for layer in layers {
+        let routes = routes[layer["layer"].to_string()].clone();
+        let routes: Vec<Vec<u32>> = serde_json::from_value(routes).expect("ids");
+        let locality = &layer["locality"];
+        let window = &locality["window"];
+        assert_eq!(window["tokens"], routes.len());
+        let experts = layer["counts"].as_array().expect("counts").len();
+        for size in 0..=experts {
+            let hits = |curve: &Value| {
+                let curve = curve.as_array().expect("a curve").iter().take(size);
+                curve
+                    .map(|uses| uses.as_u64().expect("a count"))
+                    .sum::<u64>()
+            };
+            let [lru, lfu] = [lru_hits(&routes, size), lfu_hits(&routes, size)];
+            assert_eq!((hits(&locality["lru"]), hits(&locality["lfu"])), (lru, lfu));
+            let best = best_hits(&routes, size);
+            assert_eq!((hits(&window["lru"]), hits(&window["best"])), (lru, best));
+        }
+    }
+}
+
+#[test]
+fn locality_is_that_of_the_routes() {
+    let with = DropIn::On(vec![("LLAMA_EXPERT_TRACE_STATS", "1".into())]);
+    let mut host = Host::start(Program::PythonCounting, &fixture("moe.gguf"), &with);
+    host.ask("text 60");
+    same_locality(&mut host);
+    host.ask("more 60");
+    same_locality(&mut host);
+    assert_eq!(host.end(), Some(0));
+    let folder = tempfile::tempdir().expect("a folder");
+    for mixture in [
+        Mixture::GptOss,
+        Mixture::MergedGateUp,
+        Mixture::SharedExpert,
+    ] {
+        let path = folder.path().join("model.gguf");
+        mixture.write(&path).expect("a model");
+        let mut host = Host::start(Program::PythonCounting, &path, &with);
+        host.ask("prompt 50");
+        host.ask("hashes 40");
+        same_locality(&mut host);
+        assert_eq!(host.end(), Some(0));
+    }
 }
 
 #[test]

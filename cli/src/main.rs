@@ -12,8 +12,9 @@
 //! | [`control`] | requests to a running program |
 //! | [`server`] | the slots of a llama-server |
 //! | [`report`] | expert traces as a page or text |
-//! | [`svg`] | images of expert traces |
+//! | [`cache_report`], [`pin`], [`svg`] | what caches of experts would hit, experts for fast memory, images of expert traces |
 //! | [`trace_report`] | expert traces from files |
+//! | [`sizes`] | sizes, shares and tables as text |
 //! | [`inspect`], [`load`] | a model's description, the time to load it |
 //! | [`originals`] | the file of original tensors |
 //! | [`rewrite`] | new versions of a file |
@@ -22,6 +23,7 @@
 //! | [`child`], [`executable`], [`journal`], [`hooks`] | processes, ELF files, events of the drop-in, reachable hooks |
 
 mod attributes;
+mod cache_report;
 mod child;
 mod control;
 mod doctor;
@@ -33,10 +35,12 @@ mod journal;
 mod load;
 mod originals;
 mod part;
+mod pin;
 mod report;
 mod rewrite;
 mod run;
 mod server;
+mod sizes;
 mod space;
 mod stream_report;
 mod svg;
@@ -129,20 +133,10 @@ enum Command {
         reset: bool,
     },
     /// Show expert traces as text, as a page with -o, or as an image with -o and --svg.
-    Report {
-        /// Traces in JSON, from LLAMA_EXPERT_TRACE_OUTPUT. Traces of the same model are summed.
-        #[arg(required = true)]
-        traces: Vec<PathBuf>,
-        /// Write a self-contained HTML page.
-        #[arg(short, long)]
-        output: Option<PathBuf>,
-        /// Write only the heat map, as SVG.
-        #[arg(long, requires = "output")]
-        svg: bool,
-        /// Show traces side by side.
-        #[arg(long)]
-        compare: bool,
-    },
+    ///
+    /// Also what a cache of experts would hit (--memory), which experts to keep in fast memory
+    /// (--pin), and the counts in formats of other programs (--format).
+    Report(report::ReportOptions),
     /// Write man pages and shell completions below a prefix.
     #[command(hide = true)]
     Generate {
@@ -187,19 +181,7 @@ fn main() -> ExitCode {
             control::run(&at.socket, Request::TraceReset, at.json)
         }
         Command::Trace { at, reset: false } => control::run(&at.socket, Request::Trace, at.json),
-        Command::Report {
-            traces,
-            output,
-            svg,
-            compare,
-        } => report::run(
-            &traces,
-            &report::Output {
-                path: output,
-                svg,
-                compare,
-            },
-        ),
+        Command::Report(options) => report::run(&options),
         Command::Ping(at) => control::run(&at.socket, Request::Ping, at.json),
         Command::Load { file } => load::run(&file),
         Command::Generate { prefix } => generate::run(&prefix),

@@ -1,42 +1,108 @@
-//! `llama-sidecar report`: expert traces as a page, an SVG image or text.
+//! `llama-sidecar report`: expert traces as a page, an SVG image, text, or in other formats.
 
 use std::fmt::Write;
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, bail};
-use llama_sidecar::trace::{LayerStats, coverage, experts_for};
+use anyhow::{Context, Result};
+use llama_sidecar::gguf::{Access, open_model};
+use llama_sidecar::trace::{
+    LayerStats, coverage, divergence, experts_for, overlap, ranking, to_logical_count,
+    to_ranked_csv, to_rankings,
+};
 
+use crate::cache_report::{Caches, Policy};
+use crate::pin::Pinned;
+use crate::sizes::{self, Table, percent};
 use crate::svg::{self, escape};
 use crate::trace_report::TraceReport;
 
-/// Form and destination of the report.
-pub struct Output {
-    /// A file; without one, text goes to standard output.
-    pub path: Option<PathBuf>,
-    /// Whether only the heat map is written.
-    pub svg: bool,
-    /// Whether traces are shown side by side instead of summed.
-    pub compare: bool,
+/// What `llama-sidecar report` shows, and where.
+#[derive(clap::Args)]
+#[command(group = clap::ArgGroup::new("form").args(["svg", "compare", "memory", "pin", "format"]))]
+pub struct ReportOptions {
+    /// Traces in JSON, from LLAMA_EXPERT_TRACE_OUTPUT. Traces of the same model are summed.
+    #[arg(required = true)]
+    traces: Vec<PathBuf>,
+    /// Write a self-contained HTML page; with --svg, --format and --pin, another file.
+    #[arg(short, long)]
+    output: Option<PathBuf>,
+    /// Write only the heat map, as SVG.
+    #[arg(long, requires = "output")]
+    svg: bool,
+    /// Show traces side by side, and how their use of experts differs from the first.
+    #[arg(long)]
+    compare: bool,
+    /// Show what a cache of experts of this size would hit, for example 24G.
+    #[arg(long, value_name = "SIZE", value_parser = sizes::size)]
+    memory: Option<u64>,
+    /// Bytes per second of the disk or link that experts come from, for example 7G: gives a bound
+    /// of tokens per second.
+    #[arg(long, value_name = "SIZE", requires = "memory", value_parser = sizes::size)]
+    speed: Option<u64>,
+    /// Choose layers for a GPU and experts for mlock that have this share of the bytes, for
+    /// example 40%. With -o, write the byte ranges of the experts as CSV.
+    #[arg(long, value_name = "SHARE", value_parser = sizes::share)]
+    pin: Option<f64>,
+    /// Print the counts in a format of other programs.
+    #[arg(long)]
+    format: Option<Format>,
+    /// The model of the traces, if they do not have the sizes of its experts or it was moved.
+    #[arg(long, value_name = "FILE")]
+    model: Option<PathBuf>,
+}
+
+/// A format of other programs.
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+enum Format {
+    /// JSON for SGLang: {"logical_count": [[...], ...]}.
+    LogicalCount,
+    /// A line of JSON for each layer with its experts, the most used first: {"0":[5,2,...]}.
+    Rankings,
+    /// CSV for all layers, the most used first: layer,expert,count.
+    Csv,
 }
 
 /// Reads traces and writes the report.
-pub fn run(files: &[PathBuf], output: &Output) -> Result<()> {
-    let mut traces = files
+pub fn run(options: &ReportOptions) -> Result<()> {
+    let mut traces = options
+        .traces
         .iter()
         .map(|path| TraceReport::read(path))
         .collect::<Result<Vec<_>>>()?;
-    if !output.compare {
-        traces = vec![TraceReport::sum(traces)?];
+    if let Some(path) = &options.model {
+        let files = open_model(path, Access::Read)?;
+        for traced in &mut traces {
+            traced.set_model(&files)?;
+        }
     }
-    let text = match (&output.path, output.svg) {
-        (None, _) => traces.iter().map(as_text).collect(),
-        (Some(_), true) => match traces.as_slice() {
-            [only] => svg::heat_map(only),
-            _ => bail!("--svg draws one heat map: leave out --compare"),
-        },
-        (Some(_), false) => page(&traces),
+    if options.compare {
+        let text = match options.output {
+            None => traces.iter().map(as_text).collect::<String>() + &comparison(&traces),
+            Some(_) => page(&traces),
+        };
+        return write(options, &text);
+    }
+    let traced = TraceReport::sum(traces)?;
+    if let Some(share) = options.pin {
+        return pin(options, &traced, share);
+    }
+    let text = match (options.memory, options.format) {
+        (Some(memory), _) => for_memory(&traced, memory, options.speed)?,
+        (None, Some(Format::LogicalCount)) => {
+            to_logical_count(&traced.counts).map_err(anyhow::Error::msg)?
+        }
+        (None, Some(Format::Rankings)) => to_rankings(&traced.counts),
+        (None, Some(Format::Csv)) => to_ranked_csv(&traced.counts),
+        (None, None) if options.svg => svg::heat_map(&traced),
+        (None, None) if options.output.is_some() => page(&[traced]),
+        (None, None) => as_text(&traced),
     };
-    match &output.path {
+    write(options, &text)
+}
+
+/// Writes the report to its file or to standard output.
+fn write(options: &ReportOptions, text: &str) -> Result<()> {
+    match &options.output {
         Some(path) => {
             std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
         }
@@ -45,6 +111,83 @@ pub fn run(files: &[PathBuf], output: &Output) -> Result<()> {
             Ok(std::io::stdout().write_all(text.as_bytes())?)
         }
     }
+}
+
+fn for_memory(traced: &TraceReport, memory: u64, speed: Option<u64>) -> Result<String> {
+    let caches = Caches::of(traced).with_context(|| {
+        format!(
+            "{} has no locality: trace the workload again with this version",
+            traced.label
+        )
+    })?;
+    let text = caches.for_memory(memory, speed);
+    text.with_context(|| traced.without_bytes())
+}
+
+/// Prints what to keep in fast memory, and writes the list of byte ranges.
+fn pin(options: &ReportOptions, traced: &TraceReport, share: f64) -> Result<()> {
+    let pinned = Pinned::choose(traced, share).with_context(|| traced.without_bytes())?;
+    let mut text = pinned.as_text();
+    if let Some(path) = &options.output {
+        let files = match &options.model {
+            Some(model) => open_model(model, Access::Read)?,
+            None => traced.open_model()?,
+        };
+        pinned.write_ranges(&files, path)?;
+        let _ = writeln!(text, "  their byte ranges: {}", path.display());
+    } else {
+        let _ = writeln!(text, "  their byte ranges: name a file with -o");
+    }
+    use std::io::Write;
+    Ok(std::io::stdout().write_all(text.as_bytes())?)
+}
+
+/// Returns how the use of experts in each trace differs from that in the first.
+fn comparison(traces: &[TraceReport]) -> String {
+    let mut text = String::new();
+    let Some((first, others)) = traces.split_first() else {
+        return text;
+    };
+    for other in others {
+        let _ = writeln!(text, "{} against {}\n", other.label, first.label);
+        match differences(first, other) {
+            Some(table) => text.push_str(&table.as_text()),
+            None => text.push_str("their layers have different numbers of experts\n"),
+        }
+        let _ = writeln!(
+            text,
+            "\nhot in both: share of the most used quarter of the experts that is the same; divergence: Jensen-Shannon, 0 for equal use, 1 for use of different experts\n"
+        );
+    }
+    text
+}
+
+/// Returns overlap and divergence of each layer; `None` if the layers differ.
+fn differences(first: &TraceReport, other: &TraceReport) -> Option<Table> {
+    if first.shape() != other.shape() {
+        return None;
+    }
+    let mut table = Table::new(["layer", "hot in both", "divergence"]);
+    let layers = first.counts.layers.iter().zip(&other.counts.layers);
+    let figures = layers.map(|(a, b)| {
+        let hot = a.experts.len().div_ceil(4);
+        (a.layer, overlap(a, b, hot), divergence(a, b))
+    });
+    let figures: Vec<(u32, f64, f64)> = figures.collect();
+    let row = |name: String, overlap: f64, divergence: f64| {
+        vec![name, percent(overlap), format!("{divergence:.3}")]
+    };
+    let rows = figures.iter();
+    table.rows = rows
+        .map(|&(layer, a, b)| row(layer.to_string(), a, b))
+        .collect();
+    let mean = |of: fn(&(u32, f64, f64)) -> f64| {
+        figures.iter().map(of).sum::<f64>() / figures.len().max(1) as f64
+    };
+    table
+        .rows
+        .push(row("mean".into(), mean(|of| of.1), mean(|of| of.2)));
+    Some(table)
 }
 
 /// Returns figures over all layers.
@@ -68,7 +211,7 @@ fn facts(traced: &TraceReport) -> Vec<(&'static str, String)> {
         )
     };
     let even = mean(&|figures| figures.evenness);
-    vec![
+    let mut facts = vec![
         ("tokens", counts.tokens().to_string()),
         ("activations", counts.activations().to_string()),
         ("layers", counts.layers.len().to_string()),
@@ -88,7 +231,19 @@ fn facts(traced: &TraceReport) -> Vec<(&'static str, String)> {
             "share of the top experts",
             format!("{:.1} %", mean(&|figures| figures.top_share) * 100.0),
         ),
-    ]
+    ];
+    if let Some(caches) = Caches::of(traced) {
+        let needed = |rate| match caches.size_for(Policy::Lru, rate) {
+            Some(size) => caches.describe(size),
+            None => format!("none: {} are first uses", percent(caches.first_uses())),
+        };
+        facts.extend([
+            ("cache (LRU) for 90 % hits", needed(0.9)),
+            ("cache (LRU) for 95 % hits", needed(0.95)),
+            ("cache (LRU) for 99 % hits", needed(0.99)),
+        ]);
+    }
+    facts
 }
 
 fn title(traced: &TraceReport) -> String {
@@ -127,6 +282,14 @@ fn as_text(traced: &TraceReport) -> String {
         let _ = writeln!(text, "{:4} |{}|", layer.layer, cells.collect::<String>());
     }
     text.push('\n');
+    if let Some(caches) = Caches::of(traced) {
+        let _ = writeln!(
+            text,
+            "hits of a cache\n\n{}\n{}\n",
+            caches.table().as_text(),
+            caches.note()
+        );
+    }
     text
 }
 
@@ -158,6 +321,13 @@ fn page(traces: &[TraceReport]) -> String {
             "<h2>What a cache or a pruning could gain</h2><p class=note>Share of a layer's activations that its most used experts carry; the mean of all layers, and between the least and the most uneven one. The straight line is even use.</p>",
         );
         body.push_str(&svg::coverage_curve(traced));
+        if let Some(caches) = Caches::of(traced) {
+            let (note, table) = (caches.note(), caches.table().as_html());
+            let _ = write!(
+                body,
+                "<h2>Hits of a cache</h2><p class=note>{note}</p><div class=wide>{table}</div>"
+            );
+        }
         body.push_str("<h2>Layers</h2>");
         layers_table(&mut body, traced);
         body.push_str("</section>");
@@ -177,9 +347,11 @@ fn layers_table(body: &mut String, traced: &TraceReport) {
         let figures = LayerStats::of(layer, used);
         let covered = coverage(&layer.experts);
         let needed = covered.iter().take_while(|&&sum| sum < 0.9 - 1e-12).count() + 1;
-        let mut order: Vec<usize> = (0..layer.experts.len()).collect();
-        order.sort_by_key(|&expert| std::cmp::Reverse(layer.experts[expert]));
-        let most: Vec<String> = order.iter().take(4).map(usize::to_string).collect();
+        let most = ranking(layer)
+            .into_iter()
+            .take(4)
+            .map(|expert| expert.to_string());
+        let most: Vec<String> = most.collect();
         let _ = write!(
             body,
             "<tr><td>{}<td>{}<td>{:.3}<td>{:.1} %<td>{needed} of {}<td>{}<td>{}</tr>",

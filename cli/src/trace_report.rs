@@ -3,7 +3,9 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
-use llama_sidecar::trace::{ModelMeta, Snapshot, from_json};
+use llama_sidecar::experts::ExpertIndex;
+use llama_sidecar::gguf::{Access, GgufFile, open_model};
+use llama_sidecar::trace::{ExpertLayout, ModelMeta, Snapshot, from_json};
 
 /// One trace, or the sum of several of the same model.
 pub struct TraceReport {
@@ -52,13 +54,7 @@ impl TraceReport {
         let mut traces = traces.into_iter();
         let mut sum = traces.next().context("expected at least one trace")?;
         for next in traces {
-            let shape = |traced: &TraceReport| -> Vec<(u32, usize)> {
-                let layers = traced.counts.layers.iter();
-                layers
-                    .map(|layer| (layer.layer, layer.experts.len()))
-                    .collect()
-            };
-            if shape(&sum) != shape(&next) || sum.about.name != next.about.name {
+            if sum.shape() != next.shape() || sum.about.name != next.about.name {
                 bail!(
                     "{} and {} are traces of different models: use --compare",
                     sum.label,
@@ -69,6 +65,51 @@ impl TraceReport {
             sum.label = format!("{} + {}", sum.label, next.label);
         }
         Ok(sum)
+    }
+
+    /// Returns the layers with their numbers of experts.
+    pub fn shape(&self) -> Vec<(u32, usize)> {
+        let layers = self.counts.layers.iter();
+        layers
+            .map(|layer| (layer.layer, layer.experts.len()))
+            .collect()
+    }
+
+    /// Takes the bytes of experts from the files of the model.
+    pub fn set_model(&mut self, files: &[GgufFile]) -> Result<()> {
+        let layout = ExpertLayout::of(&ExpertIndex::of(files));
+        let layers = layout.layers().iter();
+        let shape = layers.map(|&(layer, experts)| (layer, experts as usize));
+        if !shape.eq(self.shape()) {
+            bail!(
+                "the model has other layers or experts than {}: name the model that was traced",
+                self.label
+            );
+        }
+        self.about.expert_bytes = ModelMeta::of(files).expert_bytes;
+        Ok(())
+    }
+
+    /// Opens the files of the model that was traced.
+    pub fn open_model(&self) -> Result<Vec<GgufFile>> {
+        const NEXT: &str = "name the model with --model FILE";
+        let first = self.about.files.first();
+        let first =
+            first.with_context(|| format!("{} has no path of a model: {NEXT}", self.label))?;
+        let files = open_model(Path::new(&first.path), Access::Read).context(NEXT)?;
+        let sizes = files.iter().map(|file| file.source.id().size);
+        if !sizes.eq(self.about.files.iter().map(|file| file.size)) {
+            bail!("{} is not the file that was traced: {NEXT}", first.path);
+        }
+        Ok(files)
+    }
+
+    /// Returns why a figure in bytes cannot be given.
+    pub fn without_bytes(&self) -> String {
+        format!(
+            "{} has no sizes of experts: name the model with --model FILE",
+            self.label
+        )
     }
 }
 
@@ -91,6 +132,36 @@ pub fn sample(experts: u32, layers: u32) -> TraceReport {
             ..ModelMeta::default()
         },
         counts: trace.snapshot(),
+        label: "trace.json".into(),
+    }
+}
+
+/// Returns a trace with locality: of a layer for each pair of number and bytes of an expert, all
+/// with the same routes.
+#[cfg(test)]
+pub fn sample_routes(experts: u32, layers: &[(u32, u64)], routes: &[[i32; 2]]) -> TraceReport {
+    use llama_sidecar::trace::{ExpertLayout, Ids, Trace};
+    let layout = layers.iter().map(|&(layer, _)| (layer, experts));
+    let trace = Trace::with_locality(ExpertLayout::new(layout));
+    let ids = routes.as_flattened().iter();
+    let bytes: Vec<u8> = ids.flat_map(|id| id.to_ne_bytes()).collect();
+    for layer in 0..layers.len() {
+        let ids = Ids {
+            bytes: &bytes,
+            used: 2,
+            tokens: routes.len(),
+            used_stride: 4,
+            token_stride: 8,
+        };
+        trace.record_batch(layer, &ids);
+    }
+    TraceReport {
+        about: ModelMeta {
+            experts_used: 2,
+            expert_bytes: layers.iter().copied().collect(),
+            ..ModelMeta::default()
+        },
+        counts: trace.snapshot_with_locality(),
         label: "trace.json".into(),
     }
 }

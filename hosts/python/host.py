@@ -16,6 +16,7 @@ standard input as hosts/node/host.mjs, and
     report P writes the report of the simulated GPU to a file
     counts   with `count`: which experts were used, counted through the callback that
              llama.cpp offers for looking at an evaluation; JSON
+    routes   with `count`: the experts of each token in order, by layer; JSON
     fork     forks a child that evaluates once and ends, and one that is terminated; the
              exit code of the first
 
@@ -86,6 +87,7 @@ base.ggml_backend_tensor_get.argtypes = [c.c_void_p, c.c_void_p, c.c_size_t, c.c
 NE, NB = 16, 48  # offsets in struct ggml_tensor
 CB_EVAL = 22  # place of cb_eval in llama_context_params, in words
 counts = {}
+routes = {}
 
 
 def option(name):
@@ -107,11 +109,16 @@ def look(tensor, ask, _):
         size = (tokens - 1) * row + (used - 1) * stride + 4
         bytes_ = (c.c_uint8 * size)()
         base.ggml_backend_tensor_get(tensor, bytes_, 0, size)
-        layer = counts.setdefault(int(name.split(b"-")[1]), {})
+        number = int(name.split(b"-")[1])
+        layer = counts.setdefault(number, {})
         for token in range(tokens):
-            for place in range(used):
-                expert = c.c_int32.from_buffer(bytes_, token * row + place * stride).value
+            experts = [
+                c.c_int32.from_buffer(bytes_, token * row + place * stride).value
+                for place in range(used)
+            ]
+            for expert in experts:
                 layer[expert] = layer.get(expert, 0) + 1
+            routes.setdefault(number, []).append(experts)
     return True
 
 
@@ -242,6 +249,9 @@ class Host:
 
     def counts(self):
         return json.dumps(counts)
+
+    def routes(self):
+        return json.dumps(routes)
 
     def free(self):
         for context in self.contexts:

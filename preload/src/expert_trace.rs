@@ -274,7 +274,7 @@ impl ModelTrace {
         let trace = Arc::new(ModelTrace {
             model: model.number,
             names: Mutex::new(vec![String::new(); layout.layers().len()]),
-            counters: Trace::new(layout),
+            counters: Trace::with_locality(layout),
             about: ModelMeta::of(files()),
         });
         traces.push(trace.clone());
@@ -394,7 +394,8 @@ fn print_names() {
 /// Returns the counts so far, model by model.
 pub fn as_json() -> Vec<Value> {
     let traces = TRACES.read().clone();
-    let json = |trace: &Arc<ModelTrace>| to_json(&trace.about, &trace.counters.snapshot());
+    let json =
+        |trace: &Arc<ModelTrace>| to_json(&trace.about, &trace.counters.snapshot_with_locality());
     traces.iter().map(json).collect()
 }
 
@@ -471,7 +472,11 @@ fn write_outputs(traces: &[Arc<ModelTrace>]) {
     let _turn = ONE_AT_A_TIME.try_lock_for(LONGEST_WRITE);
     for (number, trace) in traces.iter().enumerate() {
         let path = numbered(output, number);
-        let written = write(&path, &trace.about, &trace.counters.snapshot());
+        let written = write(
+            &path,
+            &trace.about,
+            &trace.counters.snapshot_with_locality(),
+        );
         journal::note(|| Event::Trace {
             path: path.display().to_string(),
             error: written.as_ref().err().map(|error| error.to_string()),

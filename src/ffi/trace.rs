@@ -40,8 +40,9 @@ impl OwnedTrace {
 /// Creates usage counters for the routed experts of a model. The trace does not keep the model
 /// alive.
 ///
-/// Any number of threads can record at the same time without contention, because each thread has
-/// its own counters.
+/// Any number of threads can record at the same time. Each thread has its own counters; only
+/// threads that record batches of the same layer wait for each other, for its locality
+/// (docs/expert-trace.md).
 ///
 /// @return The trace, or NULL on failure: for example, when the model has no routed experts. Free
 /// it with llama_expert_trace_free.
@@ -57,7 +58,7 @@ pub extern "C" fn llama_expert_trace_new(model: *const llama_model) -> *mut llam
             ));
         }
         Ok(handle::new(OwnedTrace {
-            counters: Trace::new(layout),
+            counters: Trace::with_locality(layout),
             about: ModelMeta::of(open.model.gguf_files()),
         }))
     });
@@ -70,7 +71,8 @@ pub extern "C" fn llama_expert_trace_free(trace: *mut llama_expert_trace) -> lla
     status(|| handle::free(trace))
 }
 
-/// Counts one use of an expert by one token.
+/// Counts one use of an expert by one token. The use is not part of the locality, because the
+/// other experts of the token are not known.
 ///
 /// @param layer Number of the layer in tensor names, such as 3 in blk.3.ffn_gate_exps.weight.
 #[unsafe(no_mangle)]
@@ -86,8 +88,8 @@ pub extern "C" fn llama_expert_trace_record(
     })
 }
 
-/// Counts a matrix of routed ids, laid out as src[2] of GGML_OP_MUL_MAT_ID in ggml. Rows can be
-/// padded.
+/// Counts a matrix of routed ids, laid out as src[2] of GGML_OP_MUL_MAT_ID in ggml, and adds its
+/// tokens in order to the locality. Rows can be padded.
 ///
 /// Ids that are not experts of the layer are counted as rejected only.
 ///
@@ -176,8 +178,8 @@ pub extern "C" fn llama_expert_trace_reset(
     })
 }
 
-/// Writes the counts to a file: as CSV (layer,expert,count,share) if the path ends in ".csv",
-/// otherwise as JSON (docs/expert-trace.md). The call writes a temporary file in the same folder
+/// Writes the trace to a file: the counts as CSV (layer,expert,count,share) if the path ends in
+/// ".csv", otherwise counts and locality as JSON (docs/expert-trace.md). The call writes a temporary file in the same folder
 /// and renames it to the path.
 ///
 /// # Safety
@@ -193,7 +195,7 @@ pub unsafe extern "C" fn llama_expert_trace_write(
         // SAFETY: as the caller guarantees.
         let path: &CStr = unsafe { text(path, "path")? };
         let path = Path::new(OsStr::from_bytes(path.to_bytes()));
-        write(path, &owned.about, &owned.counters.snapshot()).map_err(|error| {
+        write(path, &owned.about, &owned.counters.snapshot_with_locality()).map_err(|error| {
             Failure::new(
                 llama_sidecar_status::Io,
                 format!("cannot write {}: {error}", path.display()),

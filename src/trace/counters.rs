@@ -7,6 +7,11 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use super::locality::{Locality, Recorder};
+
+/// How long a snapshot waits for the locality of a layer.
+const LONGEST_WAIT: Duration = Duration::from_secs(1);
+
 /// The layers that are counted, each with its number of routed experts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExpertLayout {
@@ -126,6 +131,9 @@ pub struct Trace {
     threads: Mutex<Vec<Arc<ThreadCounters>>>,
     baseline: Mutex<Baseline>,
     rejected: AtomicU64,
+    /// Of each layer, or empty. The batches of a layer come one after the other, so its lock is
+    /// free unless several contexts evaluate at the same time.
+    locality: Vec<Mutex<Recorder>>,
 }
 
 /// The sums at the last reset.
@@ -189,6 +197,16 @@ impl Trace {
                 since: Instant::now(),
             }),
             rejected: AtomicU64::new(0),
+            locality: Vec::new(),
+        }
+    }
+
+    /// Makes counters for these layers that also record the locality of batches.
+    pub fn with_locality(layout: ExpertLayout) -> Trace {
+        let recorder = |&(_, experts): &(u32, u32)| Mutex::new(Recorder::new(experts));
+        Trace {
+            locality: layout.layers.iter().map(recorder).collect(),
+            ..Trace::new(layout)
         }
     }
 
@@ -197,10 +215,11 @@ impl Trace {
         &self.layout
     }
 
-    /// Counts one activation of one token. `layer` is a position in the layout.
+    /// Counts one activation of one token. `layer` is a position in the layout. The other experts
+    /// of the token are not known, so this use has no locality.
     pub fn record(&self, layer: usize, expert: u32) {
         let bytes = expert.to_ne_bytes();
-        self.record_batch(
+        self.count(
             layer,
             &Ids {
                 bytes: &bytes,
@@ -215,6 +234,13 @@ impl Trace {
     /// Counts every id of a matrix, and its tokens. `layer` is a position in the layout. Ids
     /// that are no experts of the layer are only counted as rejected.
     pub fn record_batch(&self, layer: usize, ids: &Ids<'_>) {
+        self.count(layer, ids);
+        if let Some(locality) = self.locality.get(layer) {
+            locality.lock().record(ids);
+        }
+    }
+
+    fn count(&self, layer: usize, ids: &Ids<'_>) {
         let Some((_, experts)) = self.layout.layers.get(layer) else {
             self.rejected.fetch_add(1, Ordering::Relaxed);
             return;
@@ -300,9 +326,28 @@ impl Trace {
         baseline.counts = self.sums();
         baseline.since = Instant::now();
         self.rejected.store(0, Ordering::Relaxed);
+        for locality in &self.locality {
+            locality.lock().clear();
+        }
     }
 
-    /// Returns the counts since the last reset.
+    /// Returns the counts since the last reset, with the locality of each layer if it is recorded.
+    /// That takes about a microsecond for each token and layer, at most [`WINDOW_IDS`] ids a layer.
+    ///
+    /// [`WINDOW_IDS`]: super::WINDOW_IDS
+    pub fn snapshot_with_locality(&self) -> Snapshot {
+        let mut snapshot = self.snapshot();
+        for (layer, recorder) in snapshot.layers.iter_mut().zip(&self.locality) {
+            // Evaluations do not wait for the computation. At the end of the process, a thread
+            // that holds the lock may never release it.
+            let recorded = recorder.try_lock_for(LONGEST_WAIT);
+            let recorded = recorded.map(|recorder| recorder.clone());
+            layer.locality = recorded.map(|recorded| recorded.locality());
+        }
+        snapshot
+    }
+
+    /// Returns the counts since the last reset, without locality.
     pub fn snapshot(&self) -> Snapshot {
         let baseline = self.baseline.lock();
         let mut counts = self.sums();
@@ -316,6 +361,7 @@ impl Trace {
                     layer,
                     tokens: counts[bounds[0]],
                     experts: counts[bounds[0] + 1..bounds[1]].to_vec(),
+                    locality: None,
                 })
                 .collect(),
             rejected: self.rejected.load(Ordering::Relaxed),
@@ -344,6 +390,8 @@ pub struct LayerCounts {
     pub tokens: u64,
     /// Activations of each expert.
     pub experts: Vec<u64>,
+    /// Locality, if it was recorded.
+    pub locality: Option<Locality>,
 }
 
 impl LayerCounts {
@@ -379,6 +427,14 @@ impl Snapshot {
                     for (mine, other) in mine.experts.iter_mut().zip(&layer.experts) {
                         *mine += other;
                     }
+                    // A sum with a part that is not known is not known.
+                    mine.locality = match (mine.locality.take(), &layer.locality) {
+                        (Some(mut mine), Some(other)) => {
+                            mine.merge(other);
+                            Some(mine)
+                        }
+                        _ => None,
+                    };
                 }
             }
         }
@@ -486,6 +542,36 @@ mod tests {
                 (2, vec![1, 0])
             ]
         );
+    }
+
+    #[test]
+    fn locality_is_recorded_on_request_and_reset() {
+        let layout = || ExpertLayout::new([(0, 4), (1, 4)]);
+        let bytes = ids(&[[0, 3], [3, 1], [3, 0]], 0);
+        let counts_only = Trace::new(layout());
+        counts_only.record_batch(0, &matrix(&bytes, 3, 0));
+        let snapshot = counts_only.snapshot_with_locality();
+        assert_eq!(snapshot.layers[0].locality, None);
+        let trace = Trace::with_locality(layout());
+        trace.record_batch(1, &matrix(&bytes, 3, 0));
+        trace.record(1, 2);
+        assert_eq!(trace.snapshot().layers[1].locality, None);
+        let locality = |trace: &Trace| {
+            let layers = trace.snapshot_with_locality().layers;
+            layers[1].locality.clone().expect("it is recorded")
+        };
+        let recorded = locality(&trace);
+        assert_eq!((recorded.first, recorded.uses()), (3, 6));
+        // Expert 3 was used last, then second to last; 0 before two others.
+        assert_eq!(recorded.lru, [1, 1, 1]);
+        let mut sum = trace.snapshot_with_locality();
+        sum.merge(&trace.snapshot_with_locality());
+        let summed = sum.layers[1].locality.as_ref().expect("both have it");
+        assert_eq!(summed.lru, [2, 2, 2]);
+        sum.merge(&trace.snapshot());
+        assert_eq!(sum.layers[1].locality, None);
+        trace.reset();
+        assert_eq!(locality(&trace), Locality::default());
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Counts as JSON, CSV and text.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::fs;
 use std::os::unix::fs::OpenOptionsExt;
@@ -10,6 +11,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::counters::{LayerCounts, Snapshot};
+use super::locality::{Locality, Window};
 use super::model_meta::{FileMeta, ModelMeta};
 
 /// Name and version of the JSON format.
@@ -24,7 +26,8 @@ use super::model_meta::{FileMeta, ModelMeta};
 /// | `activations` | sum over all layers and experts |
 /// | `rejected` | ids that are no experts of their layer; 0 in a correct trace |
 /// | `seconds` | time since the trace was made or reset |
-/// | `layers` | `layer` (number), `tokens`, `counts` (activations by expert) |
+/// | `layers` | `layer` (number), `tokens`, `counts` (activations by expert), `expert_bytes` (bytes of one expert, if known), `locality` (if recorded) |
+/// | `locality` | [`Locality`]: `first`, `lru`, `lfu` (curves), `window`: `tokens`, `first`, `lru`, `best` |
 pub const SCHEMA: &str = "llama-sidecar/expert-trace/1";
 
 /// Returns counts as JSON, in the format [`SCHEMA`].
@@ -33,9 +36,27 @@ pub fn to_json(meta: &ModelMeta, snapshot: &Snapshot) -> Value {
         .files
         .iter()
         .map(|file| json!({"path": file.path, "size": file.size, "mtime": file.mtime}));
-    let layers = snapshot.layers.iter().map(
-        |layer| json!({"layer": layer.layer, "tokens": layer.tokens, "counts": layer.experts}),
-    );
+    let layers = snapshot.layers.iter().map(|layer| {
+        let mut json =
+            json!({"layer": layer.layer, "tokens": layer.tokens, "counts": layer.experts});
+        if let Some(bytes) = meta.expert_bytes.get(&layer.layer) {
+            json["expert_bytes"] = json!(bytes);
+        }
+        if let Some(locality) = &layer.locality {
+            json["locality"] = json!({
+                "first": locality.first,
+                "lru": locality.lru,
+                "lfu": locality.lfu,
+                "window": {
+                    "tokens": locality.window.tokens,
+                    "first": locality.window.first,
+                    "lru": locality.window.lru,
+                    "best": locality.window.best,
+                },
+            });
+        }
+        json
+    });
     json!({
         "schema": SCHEMA,
         "version": env!("CARGO_PKG_VERSION"),
@@ -77,18 +98,45 @@ pub fn from_json(json: &Value) -> Result<(ModelMeta, Snapshot), String> {
             mtime: file["mtime"].as_i64().unwrap_or(0),
         })
         .collect();
+    let counts = |value: &Value, what: &str| -> Result<Vec<u64>, String> {
+        list(value)
+            .iter()
+            .map(|count| number(count, what))
+            .collect()
+    };
+    let locality = |value: &Value| -> Result<Locality, String> {
+        let curve = |value: &Value| counts(value, "a layer's locality");
+        let number = |value: &Value| number(value, "a layer's locality");
+        let window = &value["window"];
+        Ok(Locality {
+            first: number(&value["first"])?,
+            lru: curve(&value["lru"])?,
+            lfu: curve(&value["lfu"])?,
+            window: Window {
+                tokens: number(&window["tokens"])?,
+                first: number(&window["first"])?,
+                lru: curve(&window["lru"])?,
+                best: curve(&window["best"])?,
+            },
+        })
+    };
     let mut layers = Vec::new();
+    let mut expert_bytes = BTreeMap::new();
     for layer in list(&json["layers"]) {
         let number_of = number(&layer["layer"], "a layer's number")?;
-        let counts = list(&layer["counts"]);
+        let number_of = u32::try_from(number_of)
+            .map_err(|_| format!("expected a layer's number below 2^32, found {number_of}"))?;
+        if let Some(bytes) = layer["expert_bytes"].as_u64() {
+            expert_bytes.insert(number_of, bytes);
+        }
         layers.push(LayerCounts {
-            layer: u32::try_from(number_of)
-                .map_err(|_| format!("expected a layer's number below 2^32, found {number_of}"))?,
+            layer: number_of,
             tokens: number(&layer["tokens"], "a layer's tokens")?,
-            experts: counts
-                .iter()
-                .map(|count| number(count, "a layer's counts"))
-                .collect::<Result<_, _>>()?,
+            experts: counts(&layer["counts"], "a layer's counts")?,
+            locality: match &layer["locality"] {
+                Value::Null => None,
+                recorded => Some(locality(recorded)?),
+            },
         });
     }
     layers.sort_by_key(|layer| layer.layer);
@@ -103,6 +151,7 @@ pub fn from_json(json: &Value) -> Result<(ModelMeta, Snapshot), String> {
         architecture: text(&model["architecture"]),
         files,
         experts_used: json["experts_used"].as_u64().unwrap_or(0),
+        expert_bytes,
     };
     Ok((meta, snapshot))
 }
@@ -223,7 +272,7 @@ fn list(text: &mut String, heading: &str, counts: &[u64], most: usize) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{ExpertLayout, Trace};
+    use super::super::{ExpertLayout, Ids, Trace};
     use super::*;
 
     fn counted() -> Snapshot {
@@ -239,9 +288,12 @@ mod tests {
     fn json_holds_everything() {
         let meta = ModelMeta {
             name: "a \"model\"".into(),
+            expert_bytes: BTreeMap::from([(1, 77)]),
             ..ModelMeta::default()
         };
         let json = to_json(&meta, &counted());
+        assert_eq!(json["layers"][0].get("locality"), None);
+        assert_eq!(json["layers"][0].get("expert_bytes"), None);
         assert_eq!(json["schema"], SCHEMA);
         let read = from_json(&json).expect("our own");
         assert_eq!((&read.0, &read.1.layers), (&meta, &counted().layers));
@@ -253,6 +305,30 @@ mod tests {
             (&json["tokens"], &json["activations"]),
             (&json!(3), &json!(4))
         );
+    }
+
+    #[test]
+    fn locality_is_read_as_written() {
+        let trace = Trace::with_locality(ExpertLayout::new([(3, 4)]));
+        let bytes: Vec<u8> = [0i32, 1, 1, 0, 2, 0]
+            .into_iter()
+            .flat_map(i32::to_ne_bytes)
+            .collect();
+        let ids = Ids {
+            bytes: &bytes,
+            used: 2,
+            tokens: 3,
+            used_stride: 4,
+            token_stride: 8,
+        };
+        trace.record_batch(0, &ids);
+        let counted = trace.snapshot_with_locality();
+        let mut json = to_json(&ModelMeta::default(), &counted);
+        let read = from_json(&json).expect("our own");
+        assert_eq!(read.1.layers, counted.layers);
+        json["layers"][0]["locality"]["window"]["best"] = json!([1, "many"]);
+        let error = from_json(&json).expect_err("no count");
+        assert!(error.contains("a layer's locality"), "{error}");
     }
 
     #[test]

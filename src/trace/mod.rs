@@ -3,13 +3,19 @@
 //! Counting runs for every token of every layer, so it takes no lock and hashes nothing: each
 //! thread has its own counters, one for each expert, and a snapshot adds them up. A reset does
 //! not write to the counters; it keeps their sums as the baseline of later snapshots.
+//!
+//! Locality depends on the order of tokens: threads that record the same layer take turns.
 
 mod counters;
 mod export;
+mod formats;
+mod locality;
 mod model_meta;
 mod skew;
 
 pub use counters::{ExpertLayout, Ids, LayerCounts, Snapshot, Trace};
 pub use export::{SCHEMA, from_json, to_csv, to_json, to_text, write};
+pub use formats::{ranking, to_logical_count, to_ranked_csv, to_rankings};
+pub use locality::{Locality, Recorder, WINDOW_IDS, Window, hits};
 pub use model_meta::{FileMeta, ModelMeta};
-pub use skew::{LayerStats, coverage, experts_for};
+pub use skew::{LayerStats, coverage, divergence, experts_for, overlap};

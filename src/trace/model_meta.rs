@@ -1,7 +1,9 @@
 //! Metadata of the model whose experts are counted.
 
+use std::collections::BTreeMap;
+
 use super::counters::ExpertLayout;
-use crate::experts::ExpertIndex;
+use crate::experts::{ExpertIndex, Projection};
 use crate::gguf::{GgufFile, Value};
 
 /// Name, architecture and files of a traced model.
@@ -15,6 +17,8 @@ pub struct ModelMeta {
     pub files: Vec<FileMeta>,
     /// Experts per token; 0 when not known.
     pub experts_used: u64,
+    /// Bytes of one expert of each layer, as the files have it; of different ones, the largest.
+    pub expert_bytes: BTreeMap<u32, u64>,
 }
 
 /// A file of a traced model.
@@ -49,6 +53,7 @@ impl ModelMeta {
             name: text("general.name"),
             experts_used: used.and_then(|key| key.as_u64()).unwrap_or(0),
             architecture,
+            expert_bytes: expert_bytes(&ExpertIndex::of(files.iter().copied())),
             files: files
                 .iter()
                 .map(|file| FileMeta {
@@ -59,6 +64,20 @@ impl ModelMeta {
                 .collect(),
         }
     }
+}
+
+/// Returns the bytes of one expert of each layer: the sum of its matrices.
+fn expert_bytes(experts: &ExpertIndex) -> BTreeMap<u32, u64> {
+    let of_expert = |layer, expert| {
+        let matrices = Projection::ALL.into_iter();
+        let slices = matrices.filter_map(|matrix| experts.slice(layer, matrix, expert));
+        slices.map(|slice| slice.nbytes).sum::<u64>()
+    };
+    let largest = |(layer, count)| {
+        let bytes = (0..count).map(|expert| of_expert(layer, expert)).max();
+        (layer, bytes.unwrap_or(0))
+    };
+    experts.layers().map(largest).collect()
 }
 
 impl ExpertLayout {

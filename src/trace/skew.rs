@@ -1,6 +1,7 @@
 //! Statistics of how unevenly experts are used.
 
 use super::counters::{LayerCounts, Snapshot};
+use super::formats::ranking;
 
 /// Statistics of one layer.
 #[derive(Debug, Clone, PartialEq)]
@@ -68,6 +69,41 @@ pub fn experts_for(snapshot: &Snapshot, share: f64) -> usize {
     snapshot.layers.iter().map(needed).sum()
 }
 
+/// Returns the share of the `hot` most used experts of one layer that are also among the `hot` most
+/// used of another.
+pub fn overlap(a: &LayerCounts, b: &LayerCounts, hot: usize) -> f64 {
+    let (a, b) = (ranking(a), ranking(b));
+    let hot = hot.clamp(1, a.len().min(b.len()).max(1));
+    let (a, b) = (&a[..hot.min(a.len())], &b[..hot.min(b.len())]);
+    a.iter().filter(|expert| b.contains(expert)).count() as f64 / hot as f64
+}
+
+/// Returns the Jensen-Shannon divergence of the use of two layers, to base 2: 0 for equal shares, 1
+/// for use of different experts; 0 if a layer was not used.
+pub fn divergence(a: &LayerCounts, b: &LayerCounts) -> f64 {
+    let (all_a, all_b) = (a.activations() as f64, b.activations() as f64);
+    if all_a == 0.0 || all_b == 0.0 {
+        return 0.0;
+    }
+    let share = |layer: &LayerCounts, all: f64, expert: usize| {
+        layer
+            .experts
+            .get(expert)
+            .map_or(0.0, |&count| count as f64 / all)
+    };
+    let bits = |share: f64, mean: f64| match share {
+        0.0 => 0.0,
+        share => share * (share / mean).log2(),
+    };
+    let of_expert = |expert| {
+        let (a, b) = (share(a, all_a, expert), share(b, all_b, expert));
+        let mean = (a + b) / 2.0;
+        (bits(a, mean) + bits(b, mean)) / 2.0
+    };
+    let experts = a.experts.len().max(b.experts.len());
+    (0..experts).map(of_expert).sum()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -77,6 +113,7 @@ mod tests {
             layer: 0,
             tokens: 1,
             experts: experts.to_vec(),
+            locality: None,
         }
     }
 
@@ -103,5 +140,21 @@ mod tests {
         };
         let needed = [0.5, 0.9, 0.99].map(|share| experts_for(&snapshot, share));
         assert_eq!(needed, [1, 2, 3]);
+    }
+
+    #[test]
+    fn equal_and_different_use() {
+        let (a, b) = (layer(&[6, 2, 0, 0]), layer(&[3, 1, 0, 0]));
+        assert_eq!((overlap(&a, &b, 2), divergence(&a, &b)), (1.0, 0.0));
+        let other = layer(&[0, 0, 5, 5]);
+        assert_eq!((overlap(&a, &other, 2), divergence(&a, &other)), (0.0, 1.0));
+        assert_eq!(overlap(&a, &layer(&[1, 0, 9, 0]), 2), 0.5);
+        // Half of one and all of the other, by hand.
+        let (even, single) = (layer(&[1, 1]), layer(&[7, 0]));
+        let expected =
+            (0.5 * (0.5f64 / 0.75).log2() + 0.5 * 2f64.log2() + (1.0f64 / 0.75).log2()) / 2.0;
+        assert!((divergence(&even, &single) - expected).abs() < 1e-12);
+        assert_eq!(divergence(&even, &layer(&[0, 0])), 0.0);
+        assert_eq!(overlap(&layer(&[]), &even, 3), 0.0);
     }
 }

@@ -4,6 +4,7 @@
 //! This crate must not depend on the library: unit tests of the library link it, and the exported
 //! C functions would then be defined twice.
 
+pub mod caches;
 pub mod fixtures;
 pub mod ggml;
 pub mod host;

@@ -1,0 +1,134 @@
+//! Sizes in bytes, shares, and tables, as reports read and write them.
+
+use std::fmt::Write;
+
+/// Reads a size: `24G` or `24GiB` in powers of 1024, `24GB` in powers of 1000; also K, M and T.
+pub fn size(text: &str) -> Result<u64, String> {
+    let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let power = |letters: &str| "KMGT".find(letters).map(|at| at as i32 + 1);
+    let unit = &text[number.len()..];
+    let factor = match unit.strip_suffix("iB").or(unit.strip_suffix('B')) {
+        _ if unit.is_empty() || unit == "B" => Some(1.0),
+        Some(letter) if letter.len() == 1 && !unit.ends_with("iB") => {
+            power(letter).map(|power| 1000f64.powi(power))
+        }
+        Some(letter) if letter.len() == 1 => power(letter).map(|power| 1024f64.powi(power)),
+        None if unit.len() == 1 => power(unit).map(|power| 1024f64.powi(power)),
+        _ => None,
+    };
+    let number = number.parse::<f64>().ok();
+    let bytes = number.zip(factor).map(|(number, factor)| number * factor);
+    let bytes = bytes.filter(|bytes| *bytes >= 1.0 && *bytes < 1e18);
+    bytes
+        .map(|bytes| bytes as u64)
+        .ok_or_else(|| format!("expected a size such as 24G, 24GiB, 24GB or 512M, found '{text}'"))
+}
+
+/// Reads a share: `40%`.
+pub fn share(text: &str) -> Result<f64, String> {
+    let percent = text
+        .strip_suffix('%')
+        .and_then(|number| number.parse::<f64>().ok());
+    let percent = percent.filter(|percent| *percent > 0.0 && *percent <= 100.0);
+    percent.map(|percent| percent / 100.0).ok_or_else(|| {
+        format!("expected a share above 0 % and up to 100 %, such as 40%, found '{text}'")
+    })
+}
+
+/// Returns a size with three or four digits and its unit.
+pub fn size_text(bytes: f64) -> String {
+    let mut size = bytes;
+    for unit in ["B", "KiB", "MiB", "GiB"] {
+        if size < 1000.0 {
+            let digits = match size {
+                _ if unit == "B" => 0,
+                size if size < 10.0 => 2,
+                _ => 1,
+            };
+            return format!("{size:.digits$} {unit}");
+        }
+        size /= 1024.0;
+    }
+    format!("{size:.2} TiB")
+}
+
+/// Returns a share in percent.
+pub fn percent(share: f64) -> String {
+    format!("{:.1} %", share * 100.0)
+}
+
+/// A table with a row of heads.
+pub struct Table {
+    /// The names of the columns.
+    pub head: Vec<String>,
+    /// The cells.
+    pub rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    /// Makes an empty table.
+    pub fn new<'a>(head: impl IntoIterator<Item = &'a str>) -> Table {
+        Table {
+            head: head.into_iter().map(str::to_owned).collect(),
+            rows: Vec::new(),
+        }
+    }
+
+    /// Returns the table for a terminal, aligned to the right.
+    pub fn as_text(&self) -> String {
+        let lines = || std::iter::once(&self.head).chain(&self.rows);
+        let width = |column: usize| lines().map(|cells| cells[column].chars().count()).max();
+        let mut text = String::new();
+        for cells in lines() {
+            for (column, cell) in cells.iter().enumerate() {
+                let gap = if column == 0 { "" } else { "  " };
+                let _ = write!(text, "{gap}{cell:>0$}", width(column).unwrap_or(0));
+            }
+            text.push('\n');
+        }
+        text
+    }
+
+    /// Returns the table for a page. The cells have no markup.
+    pub fn as_html(&self) -> String {
+        let row = |cells: &[String], tag: &str| {
+            let cells = cells.iter().map(|cell| format!("<{tag}>{cell}"));
+            format!("<tr>{}</tr>", cells.collect::<String>())
+        };
+        let rows = self.rows.iter().map(|cells| row(cells, "td"));
+        format!(
+            "<table>{}{}</table>",
+            row(&self.head, "th"),
+            rows.collect::<String>()
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_in_both_systems() {
+        let read = ["24G", "1.5MiB", "7GB", "3K", "12", "5B"].map(|text| size(text).expect(text));
+        assert_eq!(read, [24 << 30, 3 << 19, 7_000_000_000, 3072, 12, 5]);
+        for text in [
+            "", "G", "-1G", "24X", "24GG", "24iB", "NaN", "inf", "1e30", "0",
+        ] {
+            assert!(size(text).is_err(), "{text}");
+        }
+        assert_eq!(share("40%"), Ok(0.4));
+        for text in ["40", "0%", "101%", "%", "NaN%"] {
+            assert!(share(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn sizes_are_written_with_few_digits() {
+        let written = [5.0, 1536.0, 1e9, 25769803776.0, 5e12].map(size_text);
+        assert_eq!(
+            written,
+            ["5 B", "1.50 KiB", "953.7 MiB", "24.0 GiB", "4.55 TiB"]
+        );
+    }
+}

@@ -1,0 +1,102 @@
+//! Counts in formats of other programs.
+
+use std::cmp::Reverse;
+use std::fmt::Write;
+
+use serde_json::json;
+
+use super::counters::{LayerCounts, Snapshot};
+
+/// Returns the experts of a layer, the most used first; of equally used ones, by number.
+pub fn ranking(layer: &LayerCounts) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..layer.experts.len()).collect();
+    order.sort_by_key(|&expert| Reverse(layer.experts[expert]));
+    order
+}
+
+/// Returns counts as SGLang reads them (`--init-expert-location`): `logical_count` has a row for
+/// each layer from 0, zeros for layers without experts. The error states why that is not possible.
+pub fn to_logical_count(snapshot: &Snapshot) -> Result<String, String> {
+    let experts = |layer: &LayerCounts| layer.experts.len();
+    let most = snapshot.layers.iter().map(experts).max().unwrap_or(0);
+    if let Some(other) = snapshot.layers.iter().find(|layer| experts(layer) != most) {
+        return Err(format!(
+            "layer {} has {} experts and another layer {most}: rows of logical_count are of equal length",
+            other.layer,
+            experts(other)
+        ));
+    }
+    let layers = snapshot.layers.last().map_or(0, |last| last.layer + 1);
+    let rows: Vec<Vec<u64>> = (0..layers)
+        .map(|number| {
+            let found = snapshot.layers.binary_search_by_key(&number, |l| l.layer);
+            found.map_or_else(|_| vec![0; most], |at| snapshot.layers[at].experts.clone())
+        })
+        .collect();
+    Ok(format!("{}\n", json!({ "logical_count": rows })))
+}
+
+/// Returns a line of JSON for each layer: its number, and its experts by [`ranking`].
+pub fn to_rankings(snapshot: &Snapshot) -> String {
+    let line = |layer: &LayerCounts| {
+        let mut line = json!({});
+        line[layer.layer.to_string()] = ranking(layer).into();
+        format!("{line}\n")
+    };
+    snapshot.layers.iter().map(line).collect()
+}
+
+/// Returns `layer,expert,count` for each expert of all layers, the most used first.
+pub fn to_ranked_csv(snapshot: &Snapshot) -> String {
+    let of_layer = |layer: &LayerCounts| -> Vec<(u64, u32, usize)> {
+        let counts = layer.experts.iter().enumerate();
+        let row = |(expert, &count): (usize, &u64)| (count, layer.layer, expert);
+        counts.map(row).collect()
+    };
+    let mut rows: Vec<_> = snapshot.layers.iter().flat_map(of_layer).collect();
+    rows.sort_by_key(|&(count, layer, expert)| (Reverse(count), layer, expert));
+    let mut text = String::from("layer,expert,count\n");
+    for (count, layer, expert) in rows {
+        let _ = writeln!(text, "{layer},{expert},{count}");
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn counted(layers: &[(u32, &[u64])]) -> Snapshot {
+        let layer = |&(layer, experts): &(u32, &[u64])| LayerCounts {
+            layer,
+            tokens: 1,
+            experts: experts.to_vec(),
+            locality: None,
+        };
+        Snapshot {
+            layers: layers.iter().map(layer).collect(),
+            ..Snapshot::default()
+        }
+    }
+
+    #[test]
+    fn dense_layers_have_rows_of_zeros_in_logical_count() {
+        let text = to_logical_count(&counted(&[(1, &[4, 5]), (3, &[6, 7])])).expect("even rows");
+        assert_eq!(text, "{\"logical_count\":[[0,0],[4,5],[0,0],[6,7]]}\n");
+        let error = to_logical_count(&counted(&[(0, &[1]), (1, &[1, 2])])).expect_err("uneven");
+        assert!(
+            error.contains("layer 0 has 1 experts and another layer 2"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn rankings_and_rows_begin_with_the_most_used() {
+        let counts = counted(&[(2, &[1, 9, 1]), (10, &[3, 0, 9])]);
+        let lines = to_rankings(&counts);
+        assert_eq!(lines, "{\"2\":[1,0,2]}\n{\"10\":[2,0,1]}\n");
+        let csv = to_ranked_csv(&counts);
+        let expected = "layer,expert,count\n2,1,9\n10,2,9\n10,0,3\n2,0,1\n2,2,1\n10,1,0\n";
+        assert_eq!(csv, expected);
+    }
+}
