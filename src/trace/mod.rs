@@ -7,9 +7,13 @@
 mod counters;
 mod export;
 mod model_meta;
+mod routes;
 mod skew;
 
 pub use counters::{ExpertLayout, Ids, LayerCounts, Snapshot, Trace};
 pub use export::{SCHEMA, from_json, to_csv, to_json, to_text, write};
 pub use model_meta::{FileMeta, ModelMeta};
+pub use routes::{
+    LONGEST_MARK, NOT_ROUTED, RouteFormat, RouteLayout, RouteReader, RouteRecord, RouteWriter,
+};
 pub use skew::{LayerStats, coverage, experts_for};
