@@ -197,9 +197,7 @@ fn main() -> ExitCode {
             control::run(&at.socket, &Request::TraceReset, at.json)
         }
         Command::Trace { at, reset: false } => control::run(&at.socket, &Request::Trace, at.json),
-        Command::Mark { at, text } => {
-            control::run(&at.socket, &Request::Mark { text }, at.json)
-        }
+        Command::Mark { at, text } => control::run(&at.socket, &Request::Mark { text }, at.json),
         Command::Report {
             traces,
             output,

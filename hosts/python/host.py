@@ -1,6 +1,6 @@
 """A host without a reference to llama-sidecar: Python, llama.cpp through ctypes.
 
-    python3 host.py LIBRARIES MODEL [count] [experts-on-cpu] [on-cpu=PATTERN] [tokens=N] [part=N]
+    python3 host.py LIBRARIES MODEL [count] [experts-on-cpu] [on-cpu=PATTERN] [tokens=N] [part=N] [sequences=N]
 
 With `experts-on-cpu`, routed experts stay in host memory, as llama.cpp's flag -cmoe has it;
 with `on-cpu`, the tensors whose names match. With `tokens`, a context has N tokens and
@@ -14,6 +14,7 @@ standard input as hosts/node/host.mjs, and
     hashes N N tokens, as `more`; a hash of the logits of all
     fails C  `failed`, if the command C fails
     report P writes the report of the simulated GPU to a file
+    warm     evaluates one token the way programs warm a model up
     routes   with `count`: experts and gate weights of each layer and token; JSON
     several N two sequences of N tokens in one batch, of which only the last token of the first
              and the token before the last of the second have an output
@@ -104,7 +105,7 @@ def option(name):
 def look(tensor, ask, _):
     """Called before each node, whether it is of interest, and after those that are."""
     name = base.ggml_get_name(tensor)
-    if name.startswith(b"ffn_moe_weights_norm-"):
+    if name.startswith(b"ffn_moe_weights_norm-") and not name.endswith(b")"):
         return look_at_gates(tensor, ask, int(name.split(b"-")[1]))
     if not name.startswith(b"ffn_moe_topk-"):
         return not ask
@@ -285,6 +286,14 @@ class Host:
         assert code == 0, code
         llama.llama_synchronize(context.context)
         return "evaluated"
+
+    def warm(self):
+        context = self.contexts[0]
+        llama.llama_set_warmup(context.context, c.c_bool(True))
+        context.forget()
+        context.decode([1])
+        llama.llama_set_warmup(context.context, c.c_bool(False))
+        return "warm"
 
     def routes(self):
         return json.dumps({"routes": routes, "gates": gates})
