@@ -580,3 +580,80 @@ unsafe fn places_of(
     places.extend(numbers.map(|number| i32::from_ne_bytes(*number) as usize));
     places.iter().all(|place| *place < tokens)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use llama_sidecar::trace::{RouteReader, RouteRecord};
+
+    /// 48 layers of 512 experts, 10 of them for a token.
+    fn queue(path: &std::path::Path) -> Queue {
+        let layers: Vec<(u32, u32)> = (0..48).map(|layer| (layer, 512)).collect();
+        Queue {
+            model: 1,
+            path: path.to_owned(),
+            layout: RouteLayout::new("a model", &layers, 10, false).expect("it fits"),
+            pending: Mutex::new(Pending::reserved(false)),
+            output: Mutex::new(Output {
+                taken: Pending::reserved(false),
+                ..Output::default()
+            }),
+            ends: AtomicBool::new(false),
+        }
+    }
+
+    fn rows(tokens: usize) -> Rows {
+        Rows {
+            tokens,
+            experts: vec![7; tokens * 480],
+            weights: Vec::new(),
+        }
+    }
+
+    /// Tokens and dropped tokens of a file, in order.
+    fn lengths(path: &std::path::Path) -> Vec<(usize, u64)> {
+        let mut reader = RouteReader::open(path).expect("routes");
+        let mut lengths = Vec::new();
+        while let Some(record) = reader.read().expect("a valid file") {
+            lengths.push(match record {
+                RouteRecord::Rows { experts, .. } => (experts.len() / 480, 0),
+                RouteRecord::Dropped(tokens) => (0, tokens),
+                RouteRecord::Mark(_) => (0, 0),
+            });
+        }
+        lengths
+    }
+
+    #[test]
+    fn a_full_queue_drops_tokens_and_takes_no_memory() {
+        let name = format!("llama-sidecar-{}.routes", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let queue = queue(&path);
+        let thousand = rows(1000);
+        for _ in 0..20 {
+            queue.push(0, &thousand);
+        }
+        assert_eq!(queue.pending.lock().experts.capacity(), QUEUE_IDS);
+        queue.write();
+        queue.push(0, &rows(3));
+        queue.write();
+        let lengths = lengths(&path);
+        let tokens = lengths.iter().map(|of| of.0).sum::<usize>();
+        assert_eq!(tokens, 8003, "{lengths:?}");
+        assert_eq!(lengths[lengths.len() - 2..], [(0, 12_000), (3, 0)]);
+        // Many tokens, one at a time, in the memory that was reserved.
+        let one = rows(1);
+        for _ in 0..25 {
+            for _ in 0..4000 {
+                queue.push(0, &one);
+            }
+            queue.write();
+            std::fs::File::create(&path).expect("free space");
+        }
+        assert_eq!(queue.output.lock().missing(), 12_000);
+        let pending = queue.pending.lock();
+        assert_eq!(pending.experts.capacity(), QUEUE_IDS);
+        assert_eq!(pending.items.capacity(), QUEUE_ITEMS);
+        std::fs::remove_file(&path).expect("it was written");
+    }
+}

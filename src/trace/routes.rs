@@ -31,7 +31,7 @@
 //!
 //! An id is [`NOT_ROUTED`], and its weight NaN, where a layer did not compute a token. The file
 //! of an interrupted process ends with its last complete token: the shape in an `.npy` file never
-//! exceeds what the file has, and [`RouteReader`] leaves out a record that is cut short.
+//! exceeds what the file has, and [`RouteReader`] leaves out a truncated record.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
