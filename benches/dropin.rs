@@ -67,7 +67,7 @@ fn idle() {
     const ROUNDS: usize = 41;
     println!("### Evaluations with hot-swap and nothing to swap, and with the expert trace\n");
     println!(
-        "Peer: the same program without the drop-in, in two processes, which shows the difference between equal processes. {ROUNDS} rounds of a text of {TOKENS} tokens, alternating; the range of the middle half of the rounds in brackets. Limit: a few atomic operations per token, and copying 30 x 8 bytes for the experts.\n"
+        "Peer: the same program without the drop-in, in two processes, which shows the difference between equal processes. {ROUNDS} rounds of a text of {TOKENS} tokens, alternating; the range of the middle half of the rounds in brackets. Limit: a few atomic operations per token, and copying 30 x 8 bytes for the experts; for routes, writing 120 bytes to a file, for their gate weights 240 more.\n"
     );
     println!(
         "| model | with | without ms/token | with ms/token | ratio of medians | of the fastest rounds |"
@@ -80,13 +80,33 @@ fn idle() {
             ("LLAMA_SIDECAR_LOG", "warn".into()),
         ])
     };
+    let folder = tempfile::tempdir_in(cache()).expect("the cache can be written");
+    let routes = |weights: &str| {
+        let path = folder.path().join(format!("routes-{weights}.npy"));
+        DropIn::On(vec![
+            ("LLAMA_HOTSWAP_ENABLED", "0".into()),
+            ("LLAMA_EXPERT_TRACE_ROUTES", path.display().to_string()),
+            ("LLAMA_EXPERT_TRACE_WEIGHTS", weights.into()),
+            ("LLAMA_SIDECAR_LOG", "warn".into()),
+        ])
+    };
     for name in ["smollm2.gguf", "moe.gguf"] {
         let model = fixture(name);
-        let labels = ["nothing (the second process)", "hot-swap", "expert trace"];
-        let mut hosts = [DropIn::Absent, DropIn::Absent, quiet("1000"), trace()]
-            .map(|drop_in| Host::start(Program::CTwoThreads, &model, &drop_in));
+        let labels = [
+            "nothing (the second process)",
+            "hot-swap",
+            "expert trace",
+            "routes",
+            "routes and gate weights",
+        ];
+        let with = [quiet("1000"), trace(), routes("0"), routes("1")];
+        let mut hosts = [DropIn::Absent, DropIn::Absent]
+            .into_iter()
+            .chain(with)
+            .map(|drop_in| Host::start(Program::CTwoThreads, &model, &drop_in))
+            .collect::<Vec<_>>();
         let command = format!("text {TOKENS}");
-        let mut times = [const { Vec::new() }; 4];
+        let mut times = vec![Vec::new(); hosts.len()];
         for round in 0..ROUNDS + 1 {
             for turn in 0..hosts.len() {
                 let at = (round + turn) % hosts.len();

@@ -6,6 +6,7 @@
 //! | request | reply |
 //! |---|---|
 //! | `{"cmd":"ping"}`, `{"cmd":"unfreeze"}`, `{"cmd":"trace-reset"}` | [`Reply`] |
+//! | `{"cmd":"mark","text":"…"}` | [`Reply`] |
 //! | `{"cmd":"status"}` | [`Status`] |
 //! | `{"cmd":"reload"}`, `{"cmd":"revert"}` | [`Reloads`], after the switch |
 //! | `{"cmd":"hash"}` | [`Hashes`], after reading tensors without a hash |
@@ -22,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 /// A request to the drop-in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "cmd", rename_all = "kebab-case")]
 pub enum Request {
     /// Checks that a drop-in listens.
@@ -43,6 +44,11 @@ pub enum Request {
     Trace,
     /// Sets the expert counts to zero.
     TraceReset,
+    /// Notes a text at the current position of the routes.
+    Mark {
+        /// The text.
+        text: String,
+    },
 }
 
 /// Whether a request was carried out.
@@ -576,6 +582,13 @@ pub enum Event {
     },
     /// An expert trace was written, or not.
     Trace { path: String, error: Option<String> },
+    /// Routes of a model were written; the last event of a path counts.
+    Routes {
+        path: String,
+        tokens: u64,
+        dropped: u64,
+        error: Option<String>,
+    },
     /// The first evaluation of a model with routed experts ended, and they are streamed unless
     /// there is an obstacle. An obstacle that is known earlier is reported earlier.
     StreamStart {
@@ -619,12 +632,19 @@ mod tests {
             ("trace-reset", Request::TraceReset),
         ] {
             let json = json!({"cmd": name});
-            assert_eq!(to_value(request).expect("JSON"), json);
+            assert_eq!(to_value(&request).expect("JSON"), json);
             let with_more = json!({"id": 7, "cmd": name}).to_string();
             assert_eq!(from_str::<Request>(&with_more).expect(name), request);
         }
+        let mark = Request::Mark {
+            text: "next".into(),
+        };
+        let json = json!({"cmd": "mark", "text": "next"});
+        assert_eq!(to_value(&mark).expect("JSON"), json);
+        assert_eq!(from_str::<Request>(&json.to_string()).expect("mark"), mark);
         for bad in [
             "{}",
+            "{\"cmd\":\"mark\"}",
             "[]",
             "\"status\"",
             "{\"cmd\":\"stop\"}",

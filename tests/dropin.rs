@@ -400,6 +400,7 @@ fn experts_are_counted_as_the_host_counts_them() {
 /// the host saw.
 fn same_locality(host: &mut Host) {
     let routes: Value = serde_json::from_str(&host.ask("routes")).expect("JSON");
+    let routes = &routes["routes"];
     let trace = &host.control("trace")["traces"][0];
     let layers = trace["layers"].as_array().expect("layers");
     assert_eq!(layers.len(), routes.as_object().expect("an object").len());

@@ -1,4 +1,5 @@
-//! `llama-sidecar status`, `reload`, `revert`, `unfreeze`, `metrics`, `trace` and `ping`:
+//! `llama-sidecar status`, `reload`, `revert`, `unfreeze`, `metrics`, `trace`,
+//! `mark` and `ping`:
 //! requests to the control socket of a running program.
 
 use std::io::{BufRead, BufReader, Write};
@@ -17,7 +18,7 @@ use serde_json::{Value, json};
 use crate::server::ServerOptions;
 
 /// Sends a request and prints the reply, as text or as JSON.
-pub fn run(socket: &Path, request: Request, as_json: bool) -> Result<()> {
+pub fn run(socket: &Path, request: &Request, as_json: bool) -> Result<()> {
     let answer = ask(socket, request)?;
     if as_json {
         println!("{answer:#}");
@@ -38,6 +39,7 @@ pub fn run(socket: &Path, request: Request, as_json: bool) -> Result<()> {
             Request::Hash => print_hashes(&parsed(&answer)?),
             Request::Trace => print_traces(&parsed(&answer)?)?,
             Request::TraceReset => println!("all counts are 0"),
+            Request::Mark { text } => println!("marked: {text}"),
         }
     }
     done(&answer)
@@ -47,12 +49,12 @@ pub fn run(socket: &Path, request: Request, as_json: bool) -> Result<()> {
 pub fn reload(socket: &Path, server: &ServerOptions, as_json: bool) -> Result<()> {
     // Before anything changes, because the slots must be erasable afterwards.
     let server = server.check(|| process_at(socket))?;
-    let mut answer = ask(socket, Request::Reload)?;
+    let mut answer = ask(socket, &Request::Reload)?;
     let mut erased = None;
     if let Some(server) = &server {
         // An earlier reload, by polling, may have switched tensors. As long as nothing was
         // ever switched, nothing cached comes from other weights.
-        let status: Status = parsed(&ask(socket, Request::Status)?)?;
+        let status: Status = parsed(&ask(socket, &Request::Status)?)?;
         let result = match status.generation {
             0 => Ok(0),
             _ => server.erase(),
@@ -91,7 +93,7 @@ fn parsed<T: DeserializeOwned>(answer: &Value) -> Result<T> {
 
 /// Returns the process that listens at a socket, by its number in this process namespace.
 fn process_at(socket: &Path) -> Result<u32> {
-    let stream = connect(socket, Request::Reload)?;
+    let stream = connect(socket, &Request::Reload)?;
     let mut peer = libc::ucred {
         pid: 0,
         uid: 0,
@@ -122,7 +124,7 @@ fn process_at(socket: &Path) -> Result<u32> {
 }
 
 /// Sends a request and returns the reply.
-fn ask(socket: &Path, request: Request) -> Result<Value> {
+fn ask(socket: &Path, request: &Request) -> Result<Value> {
     let mut stream = connect(socket, request)?;
     writeln!(stream, "{}", json!(request))?;
     let mut answer = String::new();
@@ -135,11 +137,12 @@ fn ask(socket: &Path, request: Request) -> Result<Value> {
     })
 }
 
-fn connect(socket: &Path, request: Request) -> Result<UnixStream> {
+fn connect(socket: &Path, request: &Request) -> Result<UnixStream> {
     UnixStream::connect(socket).with_context(|| {
         let flag = match request {
             Request::Reload | Request::Revert | Request::Unfreeze => "--hotswap",
             Request::Trace | Request::TraceReset => "--expert-trace-stats",
+            Request::Mark { .. } => "--expert-trace-routes PATH",
             Request::Ping | Request::Status | Request::Metrics | Request::Hash => {
                 "--hotswap, --stream-experts, --post-fetch or --expert-trace-stats"
             }

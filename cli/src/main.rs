@@ -132,6 +132,16 @@ enum Command {
         #[arg(long)]
         reset: bool,
     },
+    /// Note a text at the current position of the routes of a running program.
+    ///
+    /// The program runs with --expert-trace-routes. Routes before and after a mark belong to
+    /// different workloads.
+    Mark {
+        #[command(flatten)]
+        at: Control,
+        /// The text, for example the name of a workload.
+        text: String,
+    },
     /// Show expert traces as text, as a page with -o, or as an image with -o and --svg.
     ///
     /// Also what a cache of experts would hit (--memory), which experts to keep in fast memory
@@ -171,18 +181,19 @@ fn main() -> ExitCode {
         Command::Run(options) => run::run(&options),
         Command::Doctor(options) => doctor::run(&options),
         Command::Swap(options) => swap::run(&options),
-        Command::Status { at, hash: true } => control::run(&at.socket, Request::Hash, at.json),
-        Command::Status { at, hash: false } => control::run(&at.socket, Request::Status, at.json),
-        Command::Revert(at) => control::run(&at.socket, Request::Revert, at.json),
-        Command::Unfreeze(at) => control::run(&at.socket, Request::Unfreeze, at.json),
-        Command::Metrics(at) => control::run(&at.socket, Request::Metrics, at.json),
+        Command::Status { at, hash: true } => control::run(&at.socket, &Request::Hash, at.json),
+        Command::Status { at, hash: false } => control::run(&at.socket, &Request::Status, at.json),
+        Command::Revert(at) => control::run(&at.socket, &Request::Revert, at.json),
+        Command::Unfreeze(at) => control::run(&at.socket, &Request::Unfreeze, at.json),
+        Command::Metrics(at) => control::run(&at.socket, &Request::Metrics, at.json),
         Command::Reload { at, server } => control::reload(&at.socket, &server, at.json),
         Command::Trace { at, reset: true } => {
-            control::run(&at.socket, Request::TraceReset, at.json)
+            control::run(&at.socket, &Request::TraceReset, at.json)
         }
-        Command::Trace { at, reset: false } => control::run(&at.socket, Request::Trace, at.json),
+        Command::Trace { at, reset: false } => control::run(&at.socket, &Request::Trace, at.json),
+        Command::Mark { at, text } => control::run(&at.socket, &Request::Mark { text }, at.json),
         Command::Report(options) => report::run(&options),
-        Command::Ping(at) => control::run(&at.socket, Request::Ping, at.json),
+        Command::Ping(at) => control::run(&at.socket, &Request::Ping, at.json),
         Command::Load { file } => load::run(&file),
         Command::Generate { prefix } => generate::run(&prefix),
         Command::Witness => child::witness(),

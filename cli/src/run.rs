@@ -175,6 +175,7 @@ fn summary(
     let mut failures = Vec::new();
     // A trace may be written many times; the last result counts.
     let mut traces = BTreeMap::new();
+    let mut routes = BTreeMap::new();
     let mut streamed = Vec::new();
     let mut fetched = Vec::new();
     let mut not_streamed = Vec::new();
@@ -210,6 +211,19 @@ fn summary(
             Event::Trace { path, error } => {
                 traces.insert(path, error);
             }
+            Event::Routes {
+                path,
+                tokens,
+                dropped,
+                error,
+            } => {
+                let failed = error.as_ref().map(|error| format!(": {error}"));
+                let line = format!(
+                    "routes of {tokens} tokens written to {path}, {dropped} tokens dropped{}",
+                    failed.unwrap_or_default()
+                );
+                routes.insert(path, line);
+            }
             Event::End {
                 evaluations,
                 longest_pause_us,
@@ -244,9 +258,11 @@ fn summary(
     lines.extend(not_streamed);
     lines.extend(streamed);
     lines.extend(fetched);
-    if config.trace_output.is_some() && total.expert_layers == 0 {
+    let is_written = config.trace_output.is_some() || config.trace_routes.is_some();
+    if is_written && total.expert_layers == 0 {
         lines.push(format!("no trace: {models} has no routed experts"));
     }
+    lines.extend(routes.into_values());
     lines.extend(traces.into_iter().map(|(path, error)| match error {
         None => format!("trace written to {path}; run 'llama-sidecar report {path}' to see it"),
         Some(error) => format!("cannot write the trace to {path}: {error}"),

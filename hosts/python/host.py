@@ -1,6 +1,6 @@
 """A host without a reference to llama-sidecar: Python, llama.cpp through ctypes.
 
-    python3 host.py LIBRARIES MODEL [count] [experts-on-cpu] [on-cpu=PATTERN] [tokens=N] [part=N]
+    python3 host.py LIBRARIES MODEL [count] [experts-on-cpu] [on-cpu=PATTERN] [tokens=N] [part=N] [sequences=N]
 
 With `experts-on-cpu`, routed experts stay in host memory, as llama.cpp's flag -cmoe has it;
 with `on-cpu`, the tensors whose names match. With `tokens`, a context has N tokens and
@@ -14,9 +14,12 @@ standard input as hosts/node/host.mjs, and
     hashes N N tokens, as `more`; a hash of the logits of all
     fails C  `failed`, if the command C fails
     report P writes the report of the simulated GPU to a file
+    warm     evaluates one token the way programs warm a model up
+    routes   with `count`: experts and gate weights of each layer and token; JSON
+    several N two sequences of N tokens in one batch, of which only the last token of the first
+             and the token before the last of the second have an output
     counts   with `count`: which experts were used, counted through the callback that
              llama.cpp offers for looking at an evaluation; JSON
-    routes   with `count`: the experts of each token in order, by layer; JSON
     fork     forks a child that evaluates once and ends, and one that is terminated; the
              exit code of the first
 
@@ -75,6 +78,7 @@ llama.llama_get_logits_ith.restype = c.POINTER(c.c_float)
 llama.llama_batch_get_one.restype = Batch
 llama.llama_batch_get_one.argtypes = [c.c_void_p, c.c_int32]
 llama.llama_decode.argtypes = [c.c_void_p, Batch]
+llama.llama_synchronize.argtypes = [c.c_void_p]
 llama.llama_memory_clear.argtypes = [c.c_void_p, c.c_bool]
 QUIET = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(lambda *_: None)
 llama.llama_log_set(QUIET, None)
@@ -88,6 +92,7 @@ NE, NB = 16, 48  # offsets in struct ggml_tensor
 CB_EVAL = 22  # place of cb_eval in llama_context_params, in words
 counts = {}
 routes = {}
+gates = {}
 
 
 def option(name):
@@ -100,6 +105,8 @@ def option(name):
 def look(tensor, ask, _):
     """Called before each node, whether it is of interest, and after those that are."""
     name = base.ggml_get_name(tensor)
+    if name.startswith(b"ffn_moe_weights_norm-") and not name.endswith(b")"):
+        return look_at_gates(tensor, ask, int(name.split(b"-")[1]))
     if not name.startswith(b"ffn_moe_topk-"):
         return not ask
     used, tokens = (c.c_int64 * 2).from_address(tensor + NE)
@@ -109,16 +116,25 @@ def look(tensor, ask, _):
         size = (tokens - 1) * row + (used - 1) * stride + 4
         bytes_ = (c.c_uint8 * size)()
         base.ggml_backend_tensor_get(tensor, bytes_, 0, size)
-        number = int(name.split(b"-")[1])
-        layer = counts.setdefault(number, {})
+        layer = counts.setdefault(int(name.split(b"-")[1]), {})
+        kept = routes.setdefault(int(name.split(b"-")[1]), [])
         for token in range(tokens):
-            experts = [
-                c.c_int32.from_buffer(bytes_, token * row + place * stride).value
-                for place in range(used)
-            ]
-            for expert in experts:
+            kept.append([])
+            for place in range(used):
+                expert = c.c_int32.from_buffer(bytes_, token * row + place * stride).value
                 layer[expert] = layer.get(expert, 0) + 1
-            routes.setdefault(number, []).append(experts)
+                kept[-1].append(expert)
+    return True
+
+
+def look_at_gates(tensor, ask, layer):
+    """Keeps the gate weights of a layer."""
+    used, tokens = (c.c_int64 * 2).from_address(tensor + NE)
+    if not ask and tokens > 0:
+        weights = (c.c_float * (used * tokens))()
+        base.ggml_backend_tensor_get(tensor, weights, 0, 4 * used * tokens)
+        kept = gates.setdefault(layer, [])
+        kept += [list(weights[at : at + used]) for at in range(0, used * tokens, used)]
     return True
 
 
@@ -132,12 +148,15 @@ class Context:
         if tokens := option("tokens"):
             # n_ctx, n_batch, n_ubatch
             params.words[0] = params.words[1] = params.words[2] = int(tokens)
+        if sequences := option("sequences"):
+            assert params.words[3] == 1
+            params.words[3] = int(sequences)  # n_seq_max
         if part := option("part"):
             params.words[2] = int(part)  # n_ubatch
         # n_threads, n_threads_batch: two contexts at a time do not fight over two cores.
         params.words[7] = params.words[8] = 1
         if "count" in options:
-            params.words[2] = 4  # n_ubatch: a prompt is read in parts
+            params.words[2] = int(part or 4)  # n_ubatch: a prompt is read in parts
             callback = c.cast(look, c.c_void_p).value
             params.words[CB_EVAL] = callback & 0xFFFFFFFF
             params.words[CB_EVAL + 1] = callback >> 32
@@ -247,11 +266,40 @@ class Host:
             texts = threads.map(lambda context: context.text(int(count)), self.contexts)
             return " | ".join(texts)
 
-    def counts(self):
-        return json.dumps(counts)
+    def several(self, count):
+        """Two sequences in one batch."""
+        context, count = self.contexts[0], int(count)
+        context.forget()
+        array = lambda kind, values: (kind * len(values))(*values)
+        both = range(2 * count)
+        sequences = [array(c.c_int32, [place // count]) for place in both]
+        fields = (
+            array(c.c_int32, [place * 7 % context.size for place in both]),
+            None,
+            array(c.c_int32, [place % count for place in both]),
+            array(c.c_int32, [1 for _ in both]),
+            array(c.c_void_p, [c.addressof(sequence) for sequence in sequences]),
+            array(c.c_int8, [place in (count - 1, 2 * count - 2) for place in both]),
+        )
+        pointers = (c.cast(field, c.c_void_p) for field in fields)
+        code = llama.llama_decode(context.context, Batch(2 * count, *pointers))
+        assert code == 0, code
+        llama.llama_synchronize(context.context)
+        return "evaluated"
+
+    def warm(self):
+        context = self.contexts[0]
+        llama.llama_set_warmup(context.context, c.c_bool(True))
+        context.forget()
+        context.decode([1])
+        llama.llama_set_warmup(context.context, c.c_bool(False))
+        return "warm"
 
     def routes(self):
-        return json.dumps(routes)
+        return json.dumps({"routes": routes, "gates": gates})
+
+    def counts(self):
+        return json.dumps(counts)
 
     def free(self):
         for context in self.contexts:

@@ -29,8 +29,8 @@ use serde_json::{Value, json};
 
 use crate::models::{Instance, Model};
 use crate::{
-    barrier, expert_trace, metrics, models, placement, postfetch, reloader, sched, streaming,
-    thread,
+    barrier, expert_trace, metrics, models, placement, postfetch, reloader, routes, sched,
+    streaming, thread,
 };
 
 /// The longest request. Those of `llama-sidecar` have less than 100 bytes.
@@ -236,6 +236,10 @@ fn answer(line: &[u8]) -> Result<Value, String> {
         }),
         Request::TraceReset => {
             expert_trace::reset();
+            json!(Reply::done())
+        }
+        Request::Mark { text } => {
+            routes::mark(&text)?;
             json!(Reply::done())
         }
     })

@@ -24,13 +24,11 @@ use serde_json::Value;
 use crate::barrier::{self, SLOTS};
 use crate::capability::Capability;
 use crate::ggml::{Ggml, Tensor};
-use crate::graph::UsedWeight;
+use crate::graph::{self, UsedWeight};
 use crate::models::{self, Model};
+use crate::routes::{GraphRoutes, Queue};
 use crate::sched::{Allocated, Scheduler};
 use crate::{journal, thread};
-
-/// `GGML_TENSOR_FLAG_OUTPUT`.
-const FLAG_OUTPUT: i32 = 2;
 
 /// The expert trace, as a capability.
 pub struct ExpertTrace;
@@ -43,6 +41,8 @@ struct ModelTrace {
     about: ModelMeta,
     /// The name of the tensor that is logged for each layer, by position.
     names: Mutex<Vec<String>>,
+    /// Takes its routes, if they are written.
+    routes: Option<Arc<Queue>>,
 }
 
 /// Experts of a layer that an evaluation used; to be logged.
@@ -86,6 +86,7 @@ struct TracedGraph {
     routed: Vec<Routed>,
     /// The buffer that they are copied to.
     ids: Vec<u8>,
+    routes: GraphRoutes,
     /// Addresses of the backends that evaluate the graph.
     backends: Vec<usize>,
 }
@@ -132,13 +133,20 @@ impl Capability for ExpertTrace {
         of.counts
             .store(keeps && !routed.is_empty(), Ordering::Relaxed);
         let mut known = of.graph.lock();
+        let queue = routed
+            .first()
+            .and_then(|routed| routed.trace.routes.clone());
+        // SAFETY: as above.
+        unsafe { known.routes.renew(queue, scheduler.ggml(), graph.graph) };
         known.routed = routed;
         known.backends.clone_from(&graph.backends.addresses);
     }
 
     fn graph_dropped(&self, scheduler: Scheduler) {
         count_pending(scheduler);
-        SCHEDULERS[scheduler.number()].graph.lock().routed.clear();
+        let mut graph = SCHEDULERS[scheduler.number()].graph.lock();
+        graph.routed.clear();
+        graph.routes.clear();
     }
 
     fn evaluation_begun(&self, scheduler: Scheduler) {
@@ -151,7 +159,7 @@ impl Capability for ExpertTrace {
     fn evaluation_ended(&self, scheduler: Scheduler) {
         let of = &SCHEDULERS[scheduler.number()];
         if of.uncounted.swap(false, Ordering::Relaxed) {
-            of.count(scheduler.ggml());
+            of.count(scheduler);
         }
     }
 
@@ -197,7 +205,7 @@ fn count_pending(scheduler: Scheduler) {
     if of.uncounted.load(Ordering::Relaxed) {
         scheduler.synchronize();
         of.uncounted.store(false, Ordering::Relaxed);
-        of.count(scheduler.ggml());
+        of.count(scheduler);
     }
 }
 
@@ -220,6 +228,7 @@ impl TracedGraph {
     const EMPTY: TracedGraph = TracedGraph {
         routed: Vec::new(),
         ids: Vec::new(),
+        routes: GraphRoutes::NONE,
         backends: Vec::new(),
     };
 }
@@ -241,13 +250,26 @@ impl SchedulerTrace {
     }
 
     /// Counts the experts of an evaluation whose backends are done.
-    fn count(&self, ggml: &Ggml) {
+    fn count(&self, scheduler: Scheduler) {
+        let ggml = scheduler.ggml();
         let mut graph = self.graph.lock();
-        let TracedGraph { routed, ids, .. } = &mut *graph;
+        let TracedGraph {
+            routed,
+            ids,
+            routes,
+            ..
+        } = &mut *graph;
+        routes.begin();
         for routed in routed.iter() {
             // SAFETY: the graph is kept, and evaluated to its end.
-            unsafe { routed.count(ggml, ids) };
+            unsafe {
+                if let Some(ids) = routed.read(ggml, ids) {
+                    routed.count(&ids);
+                    routes.add(ggml, routed.layer, &ids);
+                }
+            }
         }
+        routes.end(scheduler.number());
     }
 }
 
@@ -271,11 +293,16 @@ impl ModelTrace {
         if let Some(trace) = registered {
             return Some(trace.clone());
         }
+        let about = ModelMeta::of(files());
+        let path = Config::get().trace_routes.as_deref();
+        let path = path.map(|path| numbered(path, traces.len()));
+        let routes = path.and_then(|path| Queue::new(model, path, &about, layout.layers()));
         let trace = Arc::new(ModelTrace {
             model: model.number,
+            routes,
             names: Mutex::new(vec![String::new(); layout.layers().len()]),
             counters: Trace::with_locality(layout),
-            about: ModelMeta::of(files()),
+            about,
         });
         traces.push(trace.clone());
         Some(trace)
@@ -296,16 +323,8 @@ impl ModelTrace {
         let layer = ExpertName::parse(weight)?.layer;
         let layer = self.counters.layout().position(layer)?;
         weight.clone_into(&mut self.names.lock()[layer]);
-        let layout = &ggml.layout;
-        let mut tensor = ids;
-        while !tensor.is_null() {
-            // SAFETY: as the caller ensures; a view lives as long as what it views.
-            unsafe {
-                let flags: i32 = layout.read(tensor, layout.flags);
-                layout.write(tensor, layout.flags, flags | FLAG_OUTPUT);
-                tensor = layout.read(tensor, layout.view_src);
-            }
-        }
+        // SAFETY: as the caller ensures.
+        unsafe { graph::keep(ggml, ids) };
         Some(Routed {
             ids,
             trace: self.clone(),
@@ -315,40 +334,24 @@ impl ModelTrace {
 }
 
 impl Routed {
-    /// Counts the ids of an evaluation that has ended.
+    /// Reads the ids of an evaluation that has ended; `None` where there are none to count.
     ///
     /// # Safety
     ///
     /// The graph is live and its backends are done.
-    unsafe fn count(&self, ggml: &Ggml, buffer: &mut Vec<u8>) {
-        let (f, layout) = (&ggml.f, &ggml.layout);
+    unsafe fn read<'a>(&self, ggml: &Ggml, buffer: &'a mut Vec<u8>) -> Option<Ids<'a>> {
         // SAFETY: as the caller ensures.
-        let (ne, nb): ([i64; 4], [usize; 4]) = unsafe {
-            (
-                layout.read(self.ids, layout.ne),
-                layout.read(self.ids, layout.nb),
-            )
-        };
-        let (used, tokens) = (ne[0].max(0) as usize, ne[1].max(0) as usize);
+        let ids = unsafe { graph::read_matrix(ggml, self.ids, 0, buffer) }?;
         // libllama warms a model up by routing to all experts: that is not counted.
         let expected = self.trace.about.experts_used as usize;
-        let len = Ids::byte_len(used, tokens, nb[0], nb[1]).unwrap_or(0);
-        if len == 0 || (expected > 0 && used > expected) {
-            return;
-        }
-        buffer.resize(len, 0);
-        // SAFETY: the ids were kept, and have `len` bytes by their extents.
-        unsafe { (f.ggml_backend_tensor_get)(self.ids, buffer.as_mut_ptr().cast(), 0, len) };
-        let ids = Ids {
-            bytes: buffer,
-            used,
-            tokens,
-            used_stride: nb[0],
-            token_stride: nb[1],
-        };
-        self.trace.counters.record_batch(self.layer, &ids);
+        (expected == 0 || ids.used <= expected).then_some(ids)
+    }
+
+    /// Counts ids.
+    fn count(&self, ids: &Ids<'_>) {
+        self.trace.counters.record_batch(self.layer, ids);
         if Config::get().trace_names {
-            self.note_names(&ids);
+            self.note_names(ids);
         }
     }
 

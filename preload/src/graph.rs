@@ -3,10 +3,14 @@
 use std::ffi::{CStr, c_int};
 use std::ops::Range;
 
+use llama_sidecar::trace::Ids;
+
 use crate::ggml::{Buffer, Device, Ggml, Graph, Sched, Tensor};
 
 /// `GGML_TENSOR_FLAG_INPUT`.
-const FLAG_INPUT: i32 = 1;
+pub const FLAG_INPUT: i32 = 1;
+/// `GGML_TENSOR_FLAG_OUTPUT`.
+const FLAG_OUTPUT: i32 = 2;
 /// Inputs of libllama's graphs whose first extent is the number of tokens.
 const COUNTED_INPUTS: [&CStr; 2] = [c"inp_tokens", c"inp_pos"];
 
@@ -145,4 +149,58 @@ impl Backends {
             on_cpu,
         }
     }
+}
+
+/// Marks a tensor as an output, so that no other tensor of the graph reuses its memory.
+///
+/// # Safety
+///
+/// A live tensor of this copy, in a graph that is not yet allocated.
+pub unsafe fn keep(ggml: &Ggml, tensor: *mut Tensor) {
+    let layout = &ggml.layout;
+    let mut tensor = tensor;
+    while !tensor.is_null() {
+        // SAFETY: as the caller ensures; a view lives as long as what it views.
+        unsafe {
+            let flags: i32 = layout.read(tensor, layout.flags);
+            layout.write(tensor, layout.flags, flags | FLAG_OUTPUT);
+            tensor = layout.read(tensor, layout.view_src);
+        }
+    }
+}
+
+/// Reads numbers of four bytes for each token and each of its experts into a buffer. The experts
+/// of a token are the dimension `first` of the tensor; `None` without elements.
+///
+/// # Safety
+///
+/// A live tensor of this copy that was kept, in a graph whose evaluation has ended. Its elements
+/// have four bytes.
+pub unsafe fn read_matrix<'a>(
+    ggml: &Ggml,
+    tensor: *mut Tensor,
+    first: usize,
+    buffer: &'a mut Vec<u8>,
+) -> Option<Ids<'a>> {
+    let layout = &ggml.layout;
+    // SAFETY: as the caller ensures.
+    let (ne, nb): ([i64; 4], [usize; 4]) = unsafe {
+        (
+            layout.read(tensor, layout.ne),
+            layout.read(tensor, layout.nb),
+        )
+    };
+    let (used, tokens) = (ne[first].max(0) as usize, ne[first + 1].max(0) as usize);
+    let (used_stride, token_stride) = (nb[first], nb[first + 1]);
+    let len = Ids::byte_len(used, tokens, used_stride, token_stride).filter(|len| *len > 0)?;
+    buffer.resize(len, 0);
+    // SAFETY: the tensor has `len` bytes by its extents.
+    unsafe { (ggml.f.ggml_backend_tensor_get)(tensor, buffer.as_mut_ptr().cast(), 0, len) };
+    Some(Ids {
+        bytes: buffer,
+        used,
+        tokens,
+        used_stride,
+        token_stride,
+    })
 }

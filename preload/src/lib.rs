@@ -15,6 +15,7 @@
 //! | [`store`] | the program's tensors as the reload engine sees them |
 //! | [`placement`] | the buffer type that llama.cpp would have chosen |
 //! | [`expert_trace`] | the expert trace: which experts evaluations use |
+//! | [`routes`] | routes: the experts of every token, in a file |
 //! | [`streaming`] | expert streaming: experts from disk as soon as they are routed |
 //! | [`postfetch`] | post-fetch: experts in host memory are copied early to the GPU that multiplies |
 //! | [`page_lock`] | page locks on the mappings of models, for the copies to a GPU |
@@ -65,6 +66,7 @@ mod placement;
 mod postfetch;
 mod redirect;
 mod reloader;
+mod routes;
 mod routing;
 mod sched;
 mod signals;

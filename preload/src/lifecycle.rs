@@ -17,12 +17,19 @@ use crate::models::Model;
 use crate::page_lock::PageLock;
 use crate::postfetch::PostFetch;
 use crate::reloader::{self, HotSwap};
+use crate::routes::Routes;
 use crate::streaming::Streaming;
 use crate::{barrier, control, journal, sched, signals};
 
 /// The capabilities, in the order in which events are reported to them.
-static CAPABILITIES: [&dyn Capability; 5] =
-    [&ExpertTrace, &Streaming, &PageLock, &PostFetch, &HotSwap];
+static CAPABILITIES: [&dyn Capability; 6] = [
+    &ExpertTrace,
+    &Routes,
+    &Streaming,
+    &PageLock,
+    &PostFetch,
+    &HotSwap,
+];
 
 /// Whether the drop-in is disabled.
 static OFF: AtomicBool = AtomicBool::new(false);

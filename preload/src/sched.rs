@@ -85,6 +85,8 @@ impl State {
 
 /// A graph that is about to be allocated.
 pub struct Allocated {
+    /// The graph.
+    pub graph: *mut Graph,
     /// What it reads.
     pub reads: GraphReads,
     /// The backends that evaluate it.
@@ -368,6 +370,7 @@ impl Scheduler {
         self.state.generation.store(built_in, Ordering::Relaxed);
         self.slot.keeps_graph.store(keeps, Ordering::SeqCst);
         Allocated {
+            graph,
             reads,
             backends,
             complete: found.complete,

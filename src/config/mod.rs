@@ -140,6 +140,10 @@ pub struct Config {
     pub trace_output: Option<PathBuf>,
     /// `LLAMA_EXPERT_TRACE_EVERY_S`; `None` when the trace is written only at exit.
     pub trace_every: Option<Duration>,
+    /// `LLAMA_EXPERT_TRACE_ROUTES`.
+    pub trace_routes: Option<PathBuf>,
+    /// `LLAMA_EXPERT_TRACE_WEIGHTS`.
+    pub trace_weights: bool,
     /// `LLAMA_EXPERT_STREAM`.
     pub expert_stream: ExpertStream,
     /// `LLAMA_EXPERT_STREAM_PREDICT`.
@@ -246,6 +250,8 @@ impl Config {
             trace_per_layer: values.switch("LLAMA_EXPERT_TRACE_PER_LAYER"),
             trace_output: values.path("LLAMA_EXPERT_TRACE_OUTPUT"),
             trace_every: values.interval("LLAMA_EXPERT_TRACE_EVERY_S", Duration::from_secs),
+            trace_routes: values.path("LLAMA_EXPERT_TRACE_ROUTES"),
+            trace_weights: values.switch("LLAMA_EXPERT_TRACE_WEIGHTS"),
             expert_stream: values.expert_stream(expert_stream_predict),
             expert_stream_predict,
             split: values.text("LLAMA_SIDECAR_SPLIT"),
@@ -263,7 +269,7 @@ impl Config {
 
     /// Returns whether expert use is counted.
     pub fn traces(&self) -> bool {
-        self.trace_summary || self.trace_output.is_some()
+        self.trace_summary || self.trace_output.is_some() || self.trace_routes.is_some()
     }
 }
 

@@ -152,6 +152,20 @@ pub static VARIABLES: &[Variable] = &[
         flag: Some("expert-trace-every-s"),
     },
     Variable {
+        name: "LLAMA_EXPERT_TRACE_ROUTES",
+        default: Described("none"),
+        kind: Path,
+        help: "drop-in: write the experts of every token to this path, by extension as `.npy`, `.csv` or compact binary; also counts",
+        flag: Some("expert-trace-routes"),
+    },
+    Variable {
+        name: "LLAMA_EXPERT_TRACE_WEIGHTS",
+        default: Value("0"),
+        kind: Switch,
+        help: "drop-in: write gate weights beside the routes",
+        flag: Some("expert-trace-weights"),
+    },
+    Variable {
         name: "LLAMA_EXPERT_STREAM",
         default: Value("off"),
         kind: Kind::Choice {

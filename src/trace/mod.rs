@@ -11,6 +11,7 @@ mod export;
 mod formats;
 mod locality;
 mod model_meta;
+mod routes;
 mod skew;
 
 pub use counters::{ExpertLayout, Ids, LayerCounts, Snapshot, Trace};
@@ -18,4 +19,7 @@ pub use export::{SCHEMA, from_json, to_csv, to_json, to_text, write};
 pub use formats::{ranking, to_logical_count, to_ranked_csv, to_rankings};
 pub use locality::{Locality, Recorder, WINDOW_IDS, Window, hits};
 pub use model_meta::{FileMeta, ModelMeta};
+pub use routes::{
+    LONGEST_MARK, NOT_ROUTED, RouteFormat, RouteLayout, RouteReader, RouteRecord, RouteWriter,
+};
 pub use skew::{LayerStats, coverage, divergence, experts_for, overlap};

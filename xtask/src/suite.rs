@@ -90,6 +90,9 @@ const CHECKS: &[Check] = &[
     Check::new("drop-in with graphs of a stand-in for libllama", || {
         dropin_tests("dropin_graphs")
     }),
+    Check::new("drop-in with routes of each token", || {
+        dropin_tests("dropin_routes")
+    }),
     Check::new("drop-in with experts from disk", || {
         dropin_tests("dropin_stream")
     }),

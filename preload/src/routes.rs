@@ -1,0 +1,659 @@
+//! Routes: the experts of every token, written to a file behind the program's back.
+//!
+//! The expert trace passes the routed ids of each layer after an evaluation. They become rows in
+//! memory of the evaluation's scheduler, and are appended to a queue of bounded size, which a
+//! thread writes every [`PAUSE`]. The program never waits for a disk: tokens that find the queue
+//! full are dropped and counted.
+//!
+//! The last layer of a prompt computes only the tokens whose output is requested. Their positions
+//! are the operand of the rows that the graph takes there.
+
+use std::ffi::CStr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use llama_sidecar::config::Config;
+use llama_sidecar::protocol::Event;
+use llama_sidecar::trace::{Ids, ModelMeta, NOT_ROUTED, RouteLayout, RouteWriter};
+use parking_lot::{Condvar, Mutex, RwLock};
+
+use crate::capability::Capability;
+use crate::ggml::{Ggml, Graph, Tensor};
+use crate::models::Model;
+use crate::{barrier, graph, journal, thread};
+
+/// Ids that the queue of a model takes between two writes; with gate weights, as many of them.
+const QUEUE_IDS: usize = 4 << 20;
+/// Evaluations, marks and gaps that the queue takes.
+const QUEUE_ITEMS: usize = 1 << 16;
+/// The time between two writes.
+const PAUSE: Duration = Duration::from_millis(50);
+/// How long the end of the process waits for a running write.
+const LONGEST_WRITE: Duration = Duration::from_secs(2);
+/// The start of the names of nodes that multiply the outputs of experts with gate weights.
+const WEIGHTED: &[u8] = b"ffn_moe_weighted-";
+/// `GGML_TYPE_F32`.
+const F32: i32 = 0;
+
+/// Routes, as a capability. Its tensors are found and read by the expert trace.
+pub struct Routes;
+
+impl Capability for Routes {
+    fn is_enabled(&self) -> bool {
+        Config::get().trace_routes.is_some()
+    }
+
+    fn start(&self) {
+        thread::spawn("llama-sidecar-r", write_behind);
+    }
+
+    fn model_freed(&self, model: &Model) {
+        for queue in queues().iter().filter(|of| of.model == model.number) {
+            queue.ends.store(true, Ordering::Relaxed);
+            wake();
+        }
+    }
+
+    fn finish(&self) {
+        for queue in queues() {
+            queue.write();
+            queue.report();
+        }
+    }
+}
+
+/// What evaluations of a model leave for its file.
+pub struct Queue {
+    /// The number of the model.
+    model: u64,
+    path: PathBuf,
+    layout: RouteLayout,
+    pending: Mutex<Pending>,
+    output: Mutex<Output>,
+    /// Whether the model is freed.
+    ends: AtomicBool,
+}
+
+/// Rows and marks that are to be written. Its memory is reserved once.
+#[derive(Default)]
+struct Pending {
+    items: Vec<Item>,
+    experts: Vec<i16>,
+    weights: Vec<f32>,
+    /// Tokens that were dropped since the last item.
+    dropped: u64,
+}
+
+enum Item {
+    /// Rows of an evaluation in this context, so many tokens.
+    Rows(u32, usize),
+    Mark(String),
+    Dropped(u64),
+}
+
+/// The file of a queue.
+#[derive(Default)]
+struct Output {
+    /// The rows that are written now.
+    taken: Pending,
+    writer: Option<RouteWriter>,
+    /// The first failure.
+    error: Option<String>,
+    /// Tokens that were dropped without a file.
+    dropped: u64,
+    /// Whether a message has reported dropped tokens.
+    is_reported: bool,
+}
+
+/// The queues of models that are not freed.
+static QUEUES: RwLock<Vec<Arc<Queue>>> = RwLock::new(Vec::new());
+/// Whether a queue may have rows; set with [`ROWS`].
+static FILLED: Mutex<bool> = Mutex::new(false);
+static ROWS: Condvar = Condvar::new();
+
+fn queues() -> Vec<Arc<Queue>> {
+    // The process may end while another thread holds the lock.
+    let queues = QUEUES.try_read_for(LONGEST_WRITE);
+    queues.map(|queues| queues.clone()).unwrap_or_default()
+}
+
+fn wake() {
+    let mut filled = FILLED.lock();
+    if !*filled {
+        *filled = true;
+        ROWS.notify_one();
+    }
+}
+
+/// Writes all queues; for a thread of its own.
+fn write_behind() {
+    while !barrier::is_shut() {
+        {
+            let mut filled = FILLED.lock();
+            while !*filled {
+                ROWS.wait(&mut filled);
+            }
+            *filled = false;
+        }
+        for queue in queues() {
+            let ends = queue.ends.load(Ordering::Relaxed);
+            queue.write();
+            if ends {
+                queue.close();
+                QUEUES.write().retain(|other| !Arc::ptr_eq(other, &queue));
+            }
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
+
+/// Notes a text at the current position of all routes.
+pub fn mark(text: &str) -> Result<(), String> {
+    if !Routes.is_enabled() {
+        return Err(
+            "no routes are written: start the program with LLAMA_EXPERT_TRACE_ROUTES=PATH".into(),
+        );
+    }
+    let queues = queues();
+    if queues.is_empty() {
+        return Err("no model with routed experts is loaded: mark after its first token".into());
+    }
+    for queue in queues {
+        let mut pending = queue.pending.lock();
+        if !pending.has_space(0) {
+            return Err(format!(
+                "the queue of {} is full: repeat when its disk has caught up",
+                queue.path.display()
+            ));
+        }
+        pending.items.push(Item::Mark(text.to_owned()));
+        drop(pending);
+        wake();
+    }
+    Ok(())
+}
+
+impl Pending {
+    fn reserved(weights: bool) -> Pending {
+        Pending {
+            items: Vec::with_capacity(QUEUE_ITEMS),
+            experts: Vec::with_capacity(QUEUE_IDS),
+            weights: Vec::with_capacity(if weights { QUEUE_IDS } else { 0 }),
+            dropped: 0,
+        }
+    }
+
+    fn has_space(&self, ids: usize) -> bool {
+        // What is left of the items is for a gap before rows, and for one at the end.
+        let items = self.items.len() + 2 < self.items.capacity();
+        items && self.experts.len() + ids <= self.experts.capacity()
+    }
+
+    /// Notes where tokens were dropped.
+    fn note_dropped(&mut self) {
+        if self.dropped > 0 {
+            self.items.push(Item::Dropped(self.dropped));
+            self.dropped = 0;
+        }
+    }
+
+    fn clear(&mut self) {
+        self.items.clear();
+        self.experts.clear();
+        self.weights.clear();
+    }
+}
+
+impl Queue {
+    /// Makes the queue of a model that writes to this path; `None` where the format cannot hold
+    /// the model.
+    pub fn new(
+        model: &Model,
+        path: PathBuf,
+        about: &ModelMeta,
+        layers: &[(u32, u32)],
+    ) -> Option<Arc<Queue>> {
+        let (name, top_k) = (&about.name, about.experts_used as usize);
+        let weights = Config::get().trace_weights;
+        let layout = match RouteLayout::new(name, layers, top_k, weights) {
+            Ok(layout) => layout,
+            Err(reason) => {
+                log::error!(
+                    "LLAMA_EXPERT_TRACE_ROUTES: {name}: {reason}; its routes are not written"
+                );
+                return None;
+            }
+        };
+        let queue = Arc::new(Queue {
+            model: model.number,
+            path,
+            layout,
+            pending: Mutex::new(Pending::reserved(weights)),
+            output: Mutex::new(Output {
+                taken: Pending::reserved(weights),
+                ..Output::default()
+            }),
+            ends: AtomicBool::new(false),
+        });
+        QUEUES.write().push(queue.clone());
+        Some(queue)
+    }
+
+    /// Appends rows, or drops them if there is no space.
+    fn push(&self, context: usize, rows: &Rows) {
+        let mut pending = self.pending.lock();
+        if !pending.has_space(rows.experts.len()) {
+            pending.dropped += rows.tokens as u64;
+            return;
+        }
+        pending.note_dropped();
+        pending.experts.extend_from_slice(&rows.experts);
+        pending.weights.extend_from_slice(&rows.weights);
+        pending.items.push(Item::Rows(context as u32, rows.tokens));
+        drop(pending);
+        wake();
+    }
+
+    /// Writes what is pending.
+    fn write(&self) {
+        let Some(mut output) = self.output.try_lock_for(LONGEST_WRITE) else {
+            return;
+        };
+        let Some(mut pending) = self.pending.try_lock_for(LONGEST_WRITE) else {
+            return;
+        };
+        pending.note_dropped();
+        std::mem::swap(&mut *pending, &mut output.taken);
+        drop(pending);
+        if !output.taken.items.is_empty() {
+            output.write(self);
+        }
+    }
+}
+
+impl Queue {
+    /// Ends the file, and frees the memory.
+    fn close(&self) {
+        self.report();
+        *self.pending.lock() = Pending::default();
+        *self.output.lock() = Output::default();
+    }
+
+    /// Notes in the journal what the file has.
+    fn report(&self) {
+        let Some(output) = self.output.try_lock_for(LONGEST_WRITE) else {
+            return;
+        };
+        let tokens = output.writer.as_ref().map_or(0, RouteWriter::tokens);
+        if tokens + output.missing() > 0 {
+            journal::note(|| Event::Routes {
+                path: self.path.display().to_string(),
+                tokens,
+                dropped: output.missing(),
+                error: output.error.clone(),
+            });
+        }
+    }
+}
+
+impl Output {
+    fn write(&mut self, queue: &Queue) {
+        if self.writer.is_none() && self.error.is_none() {
+            match RouteWriter::create(&queue.path, queue.layout.clone()) {
+                Ok(writer) => self.writer = Some(writer),
+                Err(error) => self.fail(queue, &error),
+            }
+        }
+        let places = queue.layout.places();
+        let (mut at, mut failure) = (0, None);
+        for item in &self.taken.items {
+            let result = match (item, &mut self.writer) {
+                (Item::Rows(context, tokens), Some(writer)) => {
+                    let ids = at..at + tokens * places;
+                    at = ids.end;
+                    let weights = self.taken.weights.get(ids.clone());
+                    let weights = weights.unwrap_or_default();
+                    writer.rows(*context, &self.taken.experts[ids], weights)
+                }
+                (Item::Mark(text), Some(writer)) => writer.mark(text),
+                (Item::Dropped(tokens), Some(writer)) => {
+                    writer.dropped(*tokens);
+                    Ok(())
+                }
+                (Item::Rows(_, tokens), None) => {
+                    self.dropped += *tokens as u64;
+                    Ok(())
+                }
+                (Item::Dropped(tokens), None) => {
+                    self.dropped += tokens;
+                    Ok(())
+                }
+                (Item::Mark(_), None) => Ok(()),
+            };
+            failure = failure.or(result.err());
+        }
+        self.taken.clear();
+        let flushed = self.writer.as_mut().map_or(Ok(()), RouteWriter::flush);
+        if let Some(error) = failure.or(flushed.err()) {
+            self.fail(queue, &error);
+        }
+        let dropped = self.missing();
+        if dropped > 0 && !self.is_reported && self.error.is_none() {
+            self.is_reported = true;
+            log::warn!(
+                "LLAMA_EXPERT_TRACE_ROUTES: {dropped} tokens were dropped, because {} is written too slowly; use a faster disk, or the compact format (.routes)",
+                queue.path.display()
+            );
+        }
+    }
+
+    /// Reports the first failure.
+    fn fail(&mut self, queue: &Queue, error: &std::io::Error) {
+        if self.error.is_none() {
+            self.error = Some(error.to_string());
+            log::error!(
+                "LLAMA_EXPERT_TRACE_ROUTES: cannot write {}: {error}; tokens are dropped until it can be written",
+                queue.path.display()
+            );
+        }
+    }
+
+    fn missing(&self) -> u64 {
+        self.dropped + self.writer.as_ref().map_or(0, RouteWriter::missing)
+    }
+}
+
+/// Rows of an evaluation. Their memory is used again for the next one.
+struct Rows {
+    tokens: usize,
+    /// `[tokens, layers, top_k]`.
+    experts: Vec<i16>,
+    /// As many gate weights, if they are wanted.
+    weights: Vec<f32>,
+}
+
+/// What the graph of a scheduler has for routes, and the rows of its evaluations. Used by the
+/// thread that evaluates.
+pub struct GraphRoutes {
+    queue: Option<Arc<Queue>>,
+    /// Inputs with the positions of rows that are taken, and from how many rows.
+    taken: Vec<(*mut Tensor, i64)>,
+    /// Number of the layer, and its gate weights.
+    gates: Vec<(u32, *mut Tensor)>,
+    rows: Rows,
+    /// The tokens that a layer computed.
+    places: Vec<usize>,
+    /// What is read of other tensors.
+    bytes: Vec<u8>,
+}
+
+// SAFETY: the tensors are only read by the thread that evaluates, while it keeps the graph.
+unsafe impl Send for GraphRoutes {}
+
+impl GraphRoutes {
+    /// Of no graph.
+    pub const NONE: GraphRoutes = GraphRoutes {
+        queue: None,
+        taken: Vec::new(),
+        gates: Vec::new(),
+        rows: Rows {
+            tokens: 0,
+            experts: Vec::new(),
+            weights: Vec::new(),
+        },
+        places: Vec::new(),
+        bytes: Vec::new(),
+    };
+
+    /// Finds what another graph has, and keeps it for after the evaluation.
+    ///
+    /// # Safety
+    ///
+    /// A live graph of this copy that is not yet allocated.
+    pub unsafe fn renew(&mut self, queue: Option<Arc<Queue>>, ggml: &Ggml, graph: *mut Graph) {
+        self.clear();
+        self.queue = queue;
+        let Some(queue) = &self.queue else {
+            return;
+        };
+        let (f, layout, ops) = (&ggml.f, &ggml.layout, &ggml.ops);
+        // SAFETY: nodes of a live graph are live tensors, and so are their sources.
+        unsafe {
+            for i in 0..(f.ggml_graph_n_nodes)(graph) {
+                let node = (f.ggml_graph_node)(graph, i);
+                let op: i32 = layout.read(node, layout.op);
+                if op != ops.get_rows && op != ops.mul {
+                    continue;
+                }
+                let [first, second]: [*mut Tensor; 2] = layout.read(node, layout.src);
+                if op == ops.get_rows {
+                    let flags: i32 = layout.read(second, layout.flags);
+                    // Rows of a result, not of a weight.
+                    let source: i32 = layout.read(first, layout.op);
+                    if flags & graph::FLAG_INPUT != 0 && source != 0 {
+                        let [_, rows, ..]: [i64; 4] = layout.read(first, layout.ne);
+                        self.taken.push((second, rows));
+                        graph::keep(ggml, second);
+                    }
+                } else if queue.layout.has_weights() {
+                    let name = CStr::from_ptr((f.ggml_get_name)(node)).to_bytes();
+                    let layer = name.strip_prefix(WEIGHTED).and_then(|number| {
+                        let number = std::str::from_utf8(number).ok()?;
+                        number.parse().ok()
+                    });
+                    if let Some(layer) = layer
+                        && layout.read::<i32>(second, layout.ty) == F32
+                    {
+                        self.gates.push((layer, second));
+                        graph::keep(ggml, second);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Forgets the graph.
+    pub fn clear(&mut self) {
+        self.queue = None;
+        self.taken.clear();
+        self.gates.clear();
+    }
+
+    /// Begins the rows of an evaluation.
+    pub fn begin(&mut self) {
+        self.rows.tokens = 0;
+    }
+
+    /// Adds the ids of a layer, by its position.
+    ///
+    /// # Safety
+    ///
+    /// The graph is live and its backends are done.
+    pub unsafe fn add(&mut self, ggml: &Ggml, layer: usize, ids: &Ids<'_>) {
+        let Some(queue) = &self.queue else {
+            return;
+        };
+        let layout = &queue.layout;
+        let (places, top_k) = (layout.places(), layout.top_k());
+        let rows = &mut self.rows;
+        if rows.tokens == 0 {
+            rows.tokens = ids.tokens;
+            rows.experts.clear();
+            rows.experts.resize(ids.tokens * places, NOT_ROUTED);
+            rows.weights.clear();
+            let weights = if layout.has_weights() {
+                ids.tokens * places
+            } else {
+                0
+            };
+            rows.weights.resize(weights, f32::NAN);
+        }
+        let number = layout.layers()[layer].0;
+        // SAFETY: as the caller ensures.
+        if !unsafe {
+            places_of(
+                ggml,
+                &self.taken,
+                rows.tokens,
+                ids.tokens,
+                &mut self.bytes,
+                &mut self.places,
+            )
+        } {
+            return;
+        }
+        let starts = self
+            .places
+            .iter()
+            .map(|token| token * places + layer * top_k);
+        let used = ids.used.min(top_k);
+        for (token, at) in starts.clone().enumerate() {
+            for (place, expert) in rows.experts[at..at + used].iter_mut().enumerate() {
+                let id = ids.get(token, place).and_then(|id| i16::try_from(id).ok());
+                *expert = id.unwrap_or(NOT_ROUTED);
+            }
+        }
+        let Some((_, gates)) = self.gates.iter().find(|(layer, _)| *layer == number) else {
+            return;
+        };
+        // SAFETY: as the caller ensures; the weights were kept.
+        let gates = unsafe { graph::read_matrix(ggml, *gates, 1, &mut self.bytes) };
+        let same = |gates: &Ids<'_>| (gates.used, gates.tokens) == (ids.used, ids.tokens);
+        if let Some(gates) = gates.filter(same) {
+            for (token, at) in starts.enumerate() {
+                for (place, weight) in rows.weights[at..at + used].iter_mut().enumerate() {
+                    let bits = gates.get(token, place).map(|bits| bits as u32);
+                    *weight = bits.map_or(f32::NAN, f32::from_bits);
+                }
+            }
+        }
+    }
+
+    /// Ends the rows of an evaluation, and passes them on.
+    pub fn end(&self, context: usize) {
+        if let Some(queue) = &self.queue
+            && self.rows.tokens > 0
+        {
+            queue.push(context, &self.rows);
+        }
+    }
+}
+
+/// Finds which of the tokens of an evaluation a layer computed: all, or those whose rows are
+/// `taken`. Returns whether that is known.
+///
+/// # Safety
+///
+/// The graph is live and its backends are done.
+unsafe fn places_of(
+    ggml: &Ggml,
+    taken: &[(*mut Tensor, i64)],
+    tokens: usize,
+    computed: usize,
+    bytes: &mut Vec<u8>,
+    places: &mut Vec<usize>,
+) -> bool {
+    places.clear();
+    if computed == tokens {
+        places.extend(0..tokens);
+        return true;
+    }
+    let layout = &ggml.layout;
+    let fits = |of: &&(*mut Tensor, i64)| {
+        // SAFETY: as the caller ensures.
+        let [count, ..]: [i64; 4] = unsafe { layout.read(of.0, layout.ne) };
+        of.1 == tokens as i64 && count == computed as i64
+    };
+    // The results of a graph are at its end.
+    let Some((positions, _)) = taken.iter().rev().find(fits) else {
+        return false;
+    };
+    bytes.resize(computed * 4, 0);
+    // SAFETY: the input was kept, and has `computed` numbers of four bytes.
+    unsafe {
+        (ggml.f.ggml_backend_tensor_get)(*positions, bytes.as_mut_ptr().cast(), 0, bytes.len());
+    }
+    let numbers = bytes.as_chunks().0.iter();
+    // A negative number is no place, like one that is too large.
+    places.extend(numbers.map(|number| i32::from_ne_bytes(*number) as usize));
+    places.iter().all(|place| *place < tokens)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use llama_sidecar::trace::{RouteReader, RouteRecord};
+
+    /// 48 layers of 512 experts, 10 of them for a token.
+    fn queue(path: &std::path::Path) -> Queue {
+        let layers: Vec<(u32, u32)> = (0..48).map(|layer| (layer, 512)).collect();
+        Queue {
+            model: 1,
+            path: path.to_owned(),
+            layout: RouteLayout::new("a model", &layers, 10, false).expect("it fits"),
+            pending: Mutex::new(Pending::reserved(false)),
+            output: Mutex::new(Output {
+                taken: Pending::reserved(false),
+                ..Output::default()
+            }),
+            ends: AtomicBool::new(false),
+        }
+    }
+
+    fn rows(tokens: usize) -> Rows {
+        Rows {
+            tokens,
+            experts: vec![7; tokens * 480],
+            weights: Vec::new(),
+        }
+    }
+
+    /// Tokens and dropped tokens of a file, in order.
+    fn lengths(path: &std::path::Path) -> Vec<(usize, u64)> {
+        let mut reader = RouteReader::open(path).expect("routes");
+        let mut lengths = Vec::new();
+        while let Some(record) = reader.read().expect("a valid file") {
+            lengths.push(match record {
+                RouteRecord::Rows { experts, .. } => (experts.len() / 480, 0),
+                RouteRecord::Dropped(tokens) => (0, tokens),
+                RouteRecord::Mark(_) => (0, 0),
+            });
+        }
+        lengths
+    }
+
+    #[test]
+    fn a_full_queue_drops_tokens_and_takes_no_memory() {
+        let name = format!("llama-sidecar-{}.routes", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let queue = queue(&path);
+        let thousand = rows(1000);
+        for _ in 0..20 {
+            queue.push(0, &thousand);
+        }
+        assert_eq!(queue.pending.lock().experts.capacity(), QUEUE_IDS);
+        queue.write();
+        queue.push(0, &rows(3));
+        queue.write();
+        let lengths = lengths(&path);
+        let tokens = lengths.iter().map(|of| of.0).sum::<usize>();
+        assert_eq!(tokens, 8003, "{lengths:?}");
+        assert_eq!(lengths[lengths.len() - 2..], [(0, 12_000), (3, 0)]);
+        // Many tokens, one at a time, in the memory that was reserved.
+        let one = rows(1);
+        for _ in 0..25 {
+            for _ in 0..4000 {
+                queue.push(0, &one);
+            }
+            queue.write();
+            std::fs::File::create(&path).expect("free space");
+        }
+        assert_eq!(queue.output.lock().missing(), 12_000);
+        let pending = queue.pending.lock();
+        assert_eq!(pending.experts.capacity(), QUEUE_IDS);
+        assert_eq!(pending.items.capacity(), QUEUE_ITEMS);
+        std::fs::remove_file(&path).expect("it was written");
+    }
+}
