@@ -360,47 +360,72 @@ fn by_layer(figures: &Value) -> Vec<(u64, u64, u64)> {
     layers.iter().map(of).collect()
 }
 
+/// What the slots of each layer gain by a trace.
+fn gains(trace: &Value) -> Vec<Vec<u64>> {
+    let numbers = |list: &Value| -> Vec<u64> {
+        let list = list.as_array().expect("a list").iter();
+        list.map(|of| of.as_u64().expect("a number")).collect()
+    };
+    let layers = trace["layers"].as_array().expect("layers").iter();
+    let of_layer = |layer: &Value| match &layer["locality"] {
+        Value::Null => {
+            let mut counts = numbers(&layer["counts"]);
+            counts.sort_unstable_by(|a, b| b.cmp(a));
+            counts
+        }
+        locality => {
+            // No slot gains more than the one before.
+            let mut least = u64::MAX;
+            let lowered = numbers(&locality["lru"]).into_iter().map(|of| {
+                least = of.min(least);
+                least
+            });
+            lowered.collect()
+        }
+    };
+    layers.map(of_layer).collect()
+}
+
 /// The most used experts of a trace are there from the start, and layers have slots by what
 /// these gain.
 #[test]
 fn slots_from_a_trace() {
-    let (_folder, trace) = trace_of(&DECODING);
-    let read = std::fs::read(&trace).expect("written at the end");
-    let json: Value = serde_json::from_slice(&read).expect("JSON");
-    let counts = json["layers"].as_array().expect("layers").iter().map(|of| {
-        let counts = of["counts"].as_array().expect("counts").iter();
-        counts
-            .map(|uses| uses.as_u64().expect("a number"))
-            .collect::<Vec<_>>()
-    });
-    let counts: Vec<Vec<u64>> = counts.collect();
+    let (_folder, path) = trace_of(&DECODING);
+    let read = std::fs::read(&path).expect("written at the end");
+    let whole: Value = serde_json::from_slice(&read).expect("JSON");
+    let mut counts_only = whole.clone();
+    for layer in counts_only["layers"].as_array_mut().expect("layers") {
+        let removed = layer.as_object_mut().expect("an object").remove("locality");
+        assert!(removed.is_some());
+    }
     let start = ["prompt 40", "hashes 1"];
     let expected = offloaded().run(&start).answers;
     let cold = cached("27").run(&start);
-    let warm = cached("27")
-        .with("LLAMA_POSTFETCH_CACHE_TRACE", &trace)
-        .run(&start);
-    assert_eq!((&cold.answers, &warm.answers), (&expected, &expected));
-    let hits = |run: &Run| count(&run.figures, "cache_hits");
-    assert!(hits(&warm) > hits(&cold), "{} {}", hits(&warm), hits(&cold));
-    let (warm, cold) = (by_layer(&warm.figures), by_layer(&cold.figures));
-    let slots = |layers: &[(u64, u64, u64)]| layers.iter().map(|of| of.0).sum::<u64>();
-    assert!(slots(&warm) >= slots(&cold));
-    // No slot would gain more in another layer.
-    for (from, &(has, ..)) in warm.iter().enumerate().filter(|(_, of)| of.0 > 2) {
-        for (to, &(other, ..)) in warm.iter().enumerate().filter(|(_, of)| of.0 < 8) {
-            let sorted = |layer: usize| {
-                let mut counts = counts[layer].clone();
-                counts.sort_unstable_by(|a, b| b.cmp(a));
-                counts
-            };
-            assert!(sorted(from)[has as usize - 1] >= sorted(to)[other as usize]);
+    for trace in [counts_only, whole] {
+        std::fs::write(&path, trace.to_string()).expect("written");
+        let with = |setup: Setup| setup.with("LLAMA_POSTFETCH_CACHE_TRACE", &path);
+        let warm = with(cached("27")).run(&start);
+        assert_eq!((&cold.answers, &warm.answers), (&expected, &expected));
+        let hits = |run: &Run| count(&run.figures, "cache_hits");
+        assert!(hits(&warm) > hits(&cold), "{} {}", hits(&warm), hits(&cold));
+        let slots = |run: &Run| -> Vec<u64> {
+            let layers = by_layer(&run.figures).into_iter();
+            layers.map(|of| of.0).collect()
+        };
+        let (slots, same) = (slots(&warm), slots(&cold));
+        assert!(slots.iter().sum::<u64>() >= same.iter().sum());
+        let gains = gains(&trace);
+        // No slot would gain more in another layer.
+        for from in (0..slots.len()).filter(|from| slots[*from] > 2) {
+            for to in (0..slots.len()).filter(|to| slots[*to] < 8) {
+                let (last, next) = (slots[from] as usize - 1, slots[to] as usize);
+                assert!(gains[from][last] >= gains[to][next], "{slots:?} {gains:?}");
+            }
         }
+        let run = with(cached("auto")).run(&DECODING);
+        assert_eq!(run.answers, offloaded().run(&DECODING).answers);
+        assert_eq!(count(&run.figures, "cache_evictions"), 0);
     }
-    let all = cached("auto").with("LLAMA_POSTFETCH_CACHE_TRACE", &trace);
-    let run = all.run(&DECODING);
-    assert_eq!(run.answers, offloaded().run(&DECODING).answers);
-    assert_eq!(count(&run.figures, "cache_evictions"), 0);
 }
 
 #[test]

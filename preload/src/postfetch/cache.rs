@@ -320,8 +320,9 @@ fn read_trace(path: &Path) -> Option<Snapshot> {
         .ok()
 }
 
-/// Returns what a layer needs of shared memory, and what it gains from it by a trace: the share
-/// of its uses that each further expert has.
+/// Returns what a layer needs of shared memory, and what it gains from it by a trace: how many
+/// uses each further slot of an LRU makes hits or, in a trace that does not have this, how many
+/// each further expert has.
 fn sharer(layer: u32, matrices: &[Matrix], trace: Option<&Snapshot>) -> Sharer {
     let experts = matrices.iter().map(|of| of.ne[2]).min().unwrap_or(0);
     let traced = trace.and_then(|trace| trace.layers.iter().find(|of| of.layer == layer));
@@ -332,8 +333,14 @@ fn sharer(layer: u32, matrices: &[Matrix], trace: Option<&Snapshot>) -> Sharer {
             trace.layers.len()
         );
     }
-    let mut gains = traced.map_or(Vec::new(), |of| of.experts.clone());
-    gains.sort_unstable_by_key(|uses| std::cmp::Reverse(*uses));
+    let gains = traced.map_or(Vec::new(), |of| match &of.locality {
+        Some(locality) => locality.lru.clone(),
+        None => {
+            let mut uses = of.experts.clone();
+            uses.sort_unstable_by_key(|uses| std::cmp::Reverse(*uses));
+            uses
+        }
+    });
     Sharer {
         slot_bytes: matrices.iter().map(|of| of.expert_bytes as u64).sum(),
         experts: experts as u32,
