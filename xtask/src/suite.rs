@@ -99,12 +99,14 @@ const CHECKS: &[Check] = &[
     Check::new("drop-in while a streamed model is loaded", || {
         dropin_tests("dropin_stream_load")
     }),
-    Check::new("simulated GPU in real hosts", || dropin_tests("sim_ggml")),
+    Check::new("simulated GPU in real hosts", || {
+        simulated_tests("sim_ggml")
+    }),
     Check::new("post-fetch in hosts with a simulated GPU", || {
-        dropin_tests("dropin_postfetch")
+        simulated_tests("dropin_postfetch")
     }),
     Check::new("the same with other models", || {
-        dropin_tests("dropin_postfetch_models")
+        simulated_tests("dropin_postfetch_models")
     }),
     Check::new("drop-in with nothing enabled", || dropin_tests("idle")),
     Check::new("the command with real hosts", || dropin_tests("command")),
@@ -219,14 +221,25 @@ fn dropin_tests(name: &str) -> Result<()> {
     run(&mut serial_tests(name, &[]))
 }
 
+/// Tests with real hosts on a simulated GPU: two at a time, because the threads of each host wait
+/// for each other.
+fn simulated_tests(name: &str) -> Result<()> {
+    run(&mut tests_on(2, name, &[]))
+}
+
+fn serial_tests(name: &str, filter: &[&str]) -> Command {
+    tests_on(1, name, filter)
+}
+
 /// With `--workspace`, although one package has the test: else cargo builds dependencies again,
 /// with fewer of their features.
-fn serial_tests(name: &str, filter: &[&str]) -> Command {
+fn tests_on(threads: usize, name: &str, filter: &[&str]) -> Command {
     let mut cargo = command("cargo", &root());
     cargo
         .args(["test", "--quiet", "--workspace", "--test", name])
         .args(filter)
-        .args(["--", "--test-threads=1", "--nocapture"]);
+        .args(["--", "--nocapture"])
+        .arg(format!("--test-threads={threads}"));
     cargo
 }
 
