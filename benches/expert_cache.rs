@@ -9,9 +9,11 @@ use std::fmt::Write;
 use std::path::Path;
 
 use llama_sidecar::expert_cache::ExpertCache;
-use llama_sidecar::trace::Ids;
+use llama_sidecar::gguf::{Access, GgufFile};
+use llama_sidecar::trace::{Ids, ModelMeta};
 use simulated::{EXPERTS, LAYERS, MACHINE, MACHINES, Variables, models, start};
-use testkit::moe::Moe;
+use testkit::fixtures::fixture;
+use testkit::host::{DropIn, Host, Program};
 use testkit::sim_ggml::{Report, SimGgml};
 
 /// Tokens before the measurement, in which the slots fill.
@@ -37,8 +39,16 @@ const LOCALITIES: [(&str, Locality); 2] = [
 /// Routes of a model: by layer, token after token.
 type Routes = Vec<Vec<i32>>;
 
+/// What is known of a model.
+struct Shape {
+    experts: u32,
+    used: usize,
+    /// Bytes of an expert in all matrices of its layer.
+    expert_bytes: u64,
+}
+
 /// Makes routes: each expert is chosen by its place in the order of the last use.
-fn routes(model: &Moe, locality: Locality, tokens: usize) -> Routes {
+fn routes(model: &Shape, locality: Locality, tokens: usize) -> Routes {
     let mut state = 88172645463325252u64;
     let mut random = move || {
         state ^= state << 13;
@@ -61,7 +71,7 @@ fn routes(model: &Moe, locality: Locality, tokens: usize) -> Routes {
         let mut all = Vec::new();
         for _ in 0..tokens {
             let mut chosen: Vec<i32> = Vec::new();
-            let used = model.used as usize;
+            let used = model.used;
             for number in 0..used {
                 // One of each part of the distribution: places are seldom chosen twice.
                 let hits = (number as f64 + random()) / used as f64;
@@ -80,12 +90,46 @@ fn routes(model: &Moe, locality: Locality, tokens: usize) -> Routes {
     (0..LAYERS).map(layer).collect()
 }
 
+/// Returns the routes of a text that an unmodified host writes with a model.
+fn routes_of_text(path: &Path, model: &Shape) -> Routes {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("routes.csv");
+    let text = file.to_str().expect("UTF-8").to_owned();
+    let drop_in = DropIn::On(vec![
+        ("LLAMA_EXPERT_TRACE_ROUTES", text),
+        ("LLAMA_SIDECAR_LOG", "warn".into()),
+    ]);
+    let mut host = Host::start(Program::Python, path, &drop_in);
+    host.ask(&format!("text {}", BEFORE + COUNTED));
+    assert_eq!(host.end(), Some(0));
+    let mut routes = Routes::new();
+    for line in std::fs::read_to_string(&file).expect("routes").lines() {
+        let pair = line.split_once(',').expect("LAYER,EXPERT");
+        let Ok(layer) = pair.0.parse::<usize>() else {
+            continue;
+        };
+        routes.resize(routes.len().max(layer + 1), Vec::new());
+        routes[layer].push(pair.1.parse().expect("an expert"));
+    }
+    // The first layers have the whole prompt, and the last one only its last token.
+    for layer in &mut routes {
+        let before = layer.len() - (BEFORE + COUNTED) * model.used;
+        layer.drain(..before);
+    }
+    routes
+}
+
 /// Returns the hits of the last tokens of so many, by slots that are empty before the first.
-fn expected_hits(model: &Moe, routes: &Routes, slots: u32, tokens: std::ops::Range<usize>) -> u64 {
-    let used = model.used as usize;
+fn expected_hits(
+    model: &Shape,
+    routes: &Routes,
+    slots: u32,
+    tokens: std::ops::Range<usize>,
+) -> u64 {
+    let used = model.used;
     let mut hits = 0;
     for layer in routes {
-        let mut cache = ExpertCache::new(model.experts as u32, slots, 1);
+        let mut cache = ExpertCache::new(model.experts, slots, 1);
         for token in tokens.clone() {
             let ids = &layer[token * used..][..used];
             let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_ne_bytes()).collect();
@@ -117,7 +161,7 @@ struct Token {
 
 /// Decodes with these routes, at speeds of a CPU and a link in GB/s.
 fn decode(
-    model: &Moe,
+    model: &Shape,
     (path, routes, slots): (&Path, &Routes, u32),
     (cpu, link): (f64, f64),
     variables: &[(&'static str, &str)],
@@ -150,7 +194,7 @@ fn decode(
         let figures = &host.control("status")["post_fetch"];
         let count = |name: &str| figures[name].as_u64().expect("a number");
         let looked_up = count("cache_hits") + count("cache_misses");
-        let tokens = looked_up as usize / LAYERS / model.used as usize;
+        let tokens = looked_up as usize / routes.len() / model.used;
         if tokens > 0 {
             assert_eq!(count("cache_slots"), u64::from(slots));
             let all = BEFORE + COUNTED;
@@ -174,39 +218,61 @@ fn decode(
     }
 }
 
+/// Prints a row for each machine.
+fn rows(name: &str, locality: &str, model: &Shape, (path, routes, slots): (&Path, &Routes, u32)) {
+    let bytes = u64::from(slots) * model.expert_bytes * routes.len() as u64;
+    let mib = bytes.div_ceil(1 << 20).to_string();
+    let cached = [("LLAMA_POSTFETCH_CACHE_MB", mib.as_str()), LOCKED];
+    let from = (path, routes, slots);
+    for (machine, _, cpu, link) in MACHINES {
+        let stock = decode(model, from, (cpu, link), STOCK).time;
+        let each = decode(model, from, (cpu, link), EACH_TIME).time;
+        let token = decode(model, from, (cpu, link), &cached);
+        let bound = token.link.max(token.products);
+        println!(
+            "| {name} | {locality} | {machine} | {stock:.2} | {each:.2} ({:.2}) | {:.2} ({:.2}) | {:.1} % | {bound:.2} | {:.2} |",
+            stock / each,
+            token.time,
+            stock / token.time,
+            100.0 * token.hits,
+            token.time / bound,
+        );
+    }
+}
+
 fn main() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("model.gguf");
-    println!("Virtual time of a token in {LAYERS} layers, ms. In brackets the gain over stock.\n");
+    println!("Virtual time of a token, ms. In brackets the gain over stock.\n");
     println!(
-        "| model | LRU | machine | stock, on the CPU | copied each time | slots for 10 % | hits | bound | time / bound |"
+        "| model | LRU | machine | stock, on the CPU | copied each time | slots | hits | bound | time / bound |"
     );
     println!("|---|---|---|---|---|---|---|---|---|");
     let [gpt_oss, qwen, _] = models();
     for (name, model) in [gpt_oss, qwen] {
         model.file().write_sparse(&path).expect("a file with holes");
-        let slots = model.experts as u32 / 10 + 1;
-        let expert = 3 * model.expert_bytes() / model.experts as u64;
-        let mib = (u64::from(slots) * expert * LAYERS as u64).div_ceil(1 << 20);
-        let mib = mib.to_string();
-        let cached = [("LLAMA_POSTFETCH_CACHE_MB", mib.as_str()), LOCKED];
+        let shape = Shape {
+            experts: model.experts as u32,
+            used: model.used as usize,
+            expert_bytes: 3 * model.expert_bytes() / model.experts as u64,
+        };
+        let slots = shape.experts / 10 + 1;
         for (locality_name, locality) in LOCALITIES {
-            let routes = routes(&model, locality, BEFORE + COUNTED);
-            let from = (path.as_path(), &routes, slots);
-            for (machine, _, cpu, link) in MACHINES {
-                let stock = decode(&model, from, (cpu, link), STOCK).time;
-                let each = decode(&model, from, (cpu, link), EACH_TIME).time;
-                let token = decode(&model, from, (cpu, link), &cached);
-                let bound = token.link.max(token.products);
-                println!(
-                    "| {name} | {locality_name} | {machine} | {stock:.2} | {each:.2} ({:.2}) | {:.2} ({:.2}) | {:.1} % | {bound:.2} | {:.2} |",
-                    stock / each,
-                    token.time,
-                    stock / token.time,
-                    100.0 * token.hits,
-                    token.time / bound,
-                );
-            }
+            let routes = routes(&shape, locality, BEFORE + COUNTED);
+            rows(name, locality_name, &shape, (&path, &routes, slots));
         }
+    }
+    let path = fixture("moe.gguf");
+    let file = GgufFile::open(&path, Access::Map).expect("a model");
+    let about = ModelMeta::of([&file]);
+    let shape = Shape {
+        experts: 8,
+        used: about.experts_used as usize,
+        expert_bytes: about.expert_bytes[&0],
+    };
+    let routes = routes_of_text(&path, &shape);
+    for slots in [2, 4, 6] {
+        let name = format!("SmolLM2 with 8 experts, {slots} slots");
+        rows(&name, "of a text", &shape, (&path, &routes, slots));
     }
 }
