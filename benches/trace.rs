@@ -137,8 +137,8 @@ fn locality() {
     println!("|---|---|---|---|---|---|");
     let layout = || ExpertLayout::new((0..LAYERS).map(|layer| (layer, EXPERTS)));
     let routes = many_routes();
+    let before = resident();
     for tokens in [1, TOKENS] {
-        let before = resident();
         let measure = |trace: &Trace| {
             let began = Instant::now();
             for batch in 0..TOKENS_IN_ALL / tokens {

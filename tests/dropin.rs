@@ -434,6 +434,24 @@ fn locality_is_that_of_the_routes() {
     same_locality(&mut host);
     host.ask("more 60");
     same_locality(&mut host);
+    // Two contexts: the order of their evaluations is not known, and none is lost.
+    host.ask("both 20");
+    let trace = &host.control("trace")["traces"][0];
+    for layer in trace["layers"].as_array().expect("layers") {
+        let sum = |counts: &Value| -> u64 {
+            let counts = counts.as_array().expect("counts").iter();
+            counts.map(|count| count.as_u64().expect("a count")).sum()
+        };
+        let first = layer["locality"]["first"].as_u64().expect("a count");
+        let locality = &layer["locality"];
+        for curve in [
+            &locality["lru"],
+            &locality["lfu"],
+            &locality["window"]["best"],
+        ] {
+            assert_eq!(first + sum(curve), sum(&layer["counts"]));
+        }
+    }
     assert_eq!(host.end(), Some(0));
     let folder = tempfile::tempdir().expect("a folder");
     for mixture in [

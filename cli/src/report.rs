@@ -77,7 +77,7 @@ pub fn run(options: &ReportOptions) -> Result<()> {
     }
     if options.compare {
         let text = match options.output {
-            None => traces.iter().map(as_text).collect::<String>() + &comparison(&traces),
+            None => traces.iter().map(as_text).collect::<String>() + &comparisons_as_text(&traces),
             Some(_) => page(&traces),
         };
         return write(options, &text);
@@ -142,24 +142,31 @@ fn pin(options: &ReportOptions, traced: &TraceReport, share: f64) -> Result<()> 
     Ok(std::io::stdout().write_all(text.as_bytes())?)
 }
 
-/// Returns how the use of experts in each trace differs from that in the first.
-fn comparison(traces: &[TraceReport]) -> String {
-    let mut text = String::new();
+/// Explains the columns of [`differences`].
+const DIFFERENCES: &str = "Hot in both: share of the most used quarter of the experts that is the same. Divergence: Jensen-Shannon, 0 for equal use, 1 for use of different experts.";
+
+/// Explains a comparison of traces whose layers differ.
+const NO_DIFFERENCES: &str = "Not compared: the layers have different numbers of experts.";
+
+/// Returns how the use of experts in each trace differs from that in the first: a title and a
+/// table.
+fn comparisons(traces: &[TraceReport]) -> Vec<(String, Option<Table>)> {
     let Some((first, others)) = traces.split_first() else {
-        return text;
+        return Vec::new();
     };
-    for other in others {
-        let _ = writeln!(text, "{} against {}\n", other.label, first.label);
-        match differences(first, other) {
-            Some(table) => text.push_str(&table.as_text()),
-            None => text.push_str("their layers have different numbers of experts\n"),
-        }
-        let _ = writeln!(
-            text,
-            "\nhot in both: share of the most used quarter of the experts that is the same; divergence: Jensen-Shannon, 0 for equal use, 1 for use of different experts\n"
-        );
-    }
-    text
+    let title = |other: &TraceReport| format!("{} against {}", other.label, first.label);
+    let others = others.iter();
+    others
+        .map(|other| (title(other), differences(first, other)))
+        .collect()
+}
+
+fn comparisons_as_text(traces: &[TraceReport]) -> String {
+    let comparison = |(title, table): (String, Option<Table>)| match table {
+        Some(table) => format!("{title}\n\n{}\n{DIFFERENCES}\n\n", table.as_text()),
+        None => format!("{title}\n\n{NO_DIFFERENCES}\n\n"),
+    };
+    comparisons(traces).into_iter().map(comparison).collect()
 }
 
 /// Returns overlap and divergence of each layer; `None` if the layers differ.
@@ -332,6 +339,17 @@ fn page(traces: &[TraceReport]) -> String {
         layers_table(&mut body, traced);
         body.push_str("</section>");
     }
+    for (title, table) in comparisons(traces) {
+        let (note, table) = match table {
+            Some(table) => (DIFFERENCES, table.as_html()),
+            None => (NO_DIFFERENCES, String::new()),
+        };
+        let _ = write!(
+            body,
+            "<section><h1>{}</h1><p class=note>{note}</p><div class=wide>{table}</div></section>",
+            escape(&title)
+        );
+    }
     format!(
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content=\"width=device-width, initial-scale=1\"><title>Expert trace</title><style>{STYLE}</style><main>{body}</main></html>\n"
     )
@@ -385,7 +403,7 @@ th{color:var(--soft);font-weight:500}svg{max-width:100%;height:auto}.wide svg{ma
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::trace_report::sample as traced;
+    use crate::trace_report::{sample as traced, sample_routes};
 
     #[test]
     fn the_page_is_self_contained_and_escapes_names() {
@@ -396,6 +414,16 @@ mod tests {
             assert!(!found.contains(outside), "{outside}");
         }
         assert_eq!(page.matches("<svg").count(), 4);
+        assert!(page.contains(NO_DIFFERENCES));
+    }
+
+    #[test]
+    fn the_page_shows_hits_and_differences() {
+        let routes = |routes| sample_routes(8, &[(0, 10), (1, 10)], routes);
+        let page = page(&[routes(&[[0, 1], [2, 1]]), routes(&[[0, 1], [4, 5]])]);
+        assert_eq!(page.matches("<h2>Hits of a cache</h2>").count(), 2);
+        let row = "<tr><td>1<td>100.0 %<td>0.406</tr>";
+        assert!(page.contains(DIFFERENCES) && page.contains(row));
     }
 
     #[test]

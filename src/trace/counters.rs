@@ -445,6 +445,7 @@ impl Snapshot {
 
 #[cfg(test)]
 mod tests {
+    use super::super::hits;
     use super::*;
 
     fn ids(rows: &[[i32; 2]], padding: usize) -> Vec<u8> {
@@ -542,6 +543,33 @@ mod tests {
                 (2, vec![1, 0])
             ]
         );
+    }
+
+    #[test]
+    fn threads_record_the_locality_of_the_same_layers() {
+        const BATCHES: u64 = 500;
+        let trace = Trace::with_locality(ExpertLayout::new([(0, 8), (1, 8)]));
+        let bytes = ids(&[[0, 3], [7, 1], [3, 0]], 0);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for batch in 0..BATCHES {
+                        trace.record_batch(batch as usize % 2, &matrix(&bytes, 3, 0));
+                    }
+                });
+            }
+            let watched = trace.snapshot_with_locality();
+            assert!(watched.activations() <= 4 * 6 * BATCHES);
+        });
+        for layer in trace.snapshot_with_locality().layers {
+            let locality = layer.locality.as_ref().expect("it is recorded");
+            assert_eq!(locality.uses(), layer.activations());
+            // Batches of a layer are not mixed, so each of them misses four times once.
+            assert_eq!(
+                (locality.first, hits(&locality.lru, 4)),
+                (4, locality.uses() - 4)
+            );
+        }
     }
 
     #[test]

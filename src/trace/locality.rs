@@ -444,14 +444,15 @@ mod tests {
 
     #[test]
     fn curves_are_those_of_a_simulation_of_each_size() {
-        for (experts, used, tokens) in [(8, 2, 10_000), (32, 4, 10_000), (64, 8, 500)] {
+        for (experts, used, tokens) in [(8, 2, 10_000), (32, 4, 10_000), (64, 8, 1000)] {
             let routes = routes(experts, used, tokens, u64::from(experts));
             let locality = recorded(experts, &routes).locality();
             assert_eq!(locality.uses(), (used * tokens) as u64);
             let window = &routes[tokens.saturating_sub(WINDOW_IDS / used)..];
             assert_eq!(locality.window.tokens, window.len() as u64);
             assert_eq!(locality.window.uses(), (used * window.len()) as u64);
-            let sizes: Vec<usize> = (0..=experts as usize).collect();
+            let step = (experts as usize).div_ceil(12);
+            let sizes: Vec<usize> = (0..=experts as usize).step_by(step).collect();
             same(&locality.lru, lru_hits, &routes, &sizes);
             same(&locality.lfu, lfu_hits, &routes, &sizes);
             same(&locality.window.lru, lru_hits, window, &sizes);
@@ -459,19 +460,19 @@ mod tests {
         }
     }
 
-    /// Times are renumbered several times, and the oldest token of the window is not whole.
+    /// Times are renumbered twice, and the oldest token of the window is not whole.
     #[test]
     fn long_runs_of_wide_layers_are_exact() {
         let (experts, used, tokens) = (512, 10, 7000);
         let routes = routes(experts, used, tokens, 3);
         let locality = recorded(experts, &routes).locality();
-        same(&locality.lru, lru_hits, &routes, &[9, 100]);
-        same(&locality.lfu, lfu_hits, &routes, &[9, 100]);
+        same(&locality.lru, lru_hits, &routes, &[9, 200]);
+        same(&locality.lfu, lfu_hits, &routes, &[100]);
         let routes = self::routes(16, 3, 20_000, 5);
         let window = recorded(16, &routes).locality().window;
         assert_eq!(window.tokens, WINDOW_IDS as u64 / 3);
         let last = &routes[routes.len() - WINDOW_IDS / 3..];
-        same(&window.best, best_hits, last, &[1, 2, 3, 4, 8, 16]);
+        same(&window.best, best_hits, last, &[1, 3, 8]);
     }
 
     /// Against all choices that a cache has.

@@ -3,6 +3,7 @@
 //! The experts of a token are looked up first, in the state that the tokens before it left; then
 //! all of them count as used, in order.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Returns the hits of a cache that keeps the experts used last.
@@ -27,13 +28,14 @@ pub fn lfu_hits(routes: &[Vec<u32>], size: usize) -> u64 {
     let mut uses: BTreeMap<u32, (u64, usize)> = BTreeMap::new();
     let (mut time, mut hits) = (0, 0);
     for token in routes {
-        let mut order: Vec<u32> = uses.keys().copied().collect();
-        order.sort_by_key(|expert| {
-            let (count, reached) = uses[expert];
-            (std::cmp::Reverse(count), reached)
-        });
+        let used = uses
+            .iter()
+            .map(|(&expert, &(count, reached))| (Reverse(count), reached, expert));
+        let mut order: Vec<_> = used.collect();
+        order.sort_unstable();
         order.truncate(size);
-        hits += token.iter().filter(|expert| order.contains(expert)).count();
+        let kept = |expert: &&u32| order.iter().any(|(_, _, kept)| kept == *expert);
+        hits += token.iter().filter(kept).count();
         for &expert in token {
             time += 1;
             let entry = uses.entry(expert).or_default();
