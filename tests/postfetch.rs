@@ -245,7 +245,10 @@ fn the_policy_holds_for_real_copies() {
                     options.config.enable = enable;
                     options.config.force_cpu = force_cpu;
                     options.config.block_on_miss = block;
+                    options.config.cache_bytes = 1 << 20;
                 });
+                let works = enable && !force_cpu;
+                assert_eq!(fetch.stats().cache_bytes > 0, works);
                 fetch.schedule(0, &[2]);
                 let expected = match (enable, force_cpu, block) {
                     (false, ..) => (State::CpuOnly, Reason::Disabled),
@@ -254,7 +257,6 @@ fn the_policy_holds_for_real_copies() {
                     (.., false) => (State::CopyInFlight, Reason::Missed),
                 };
                 let looked = fetch.query(0, 2);
-                let works = enable && !force_cpu;
                 assert_eq!(looked.state == State::CopyInFlight, works);
                 let answer = fetch.acquire(0, 2);
                 assert_eq!((answer.state, answer.reason), expected);
@@ -854,6 +856,33 @@ fn a_slot_in_use_is_not_filled() {
     }
     let stats = fetch.stats();
     assert_eq!((stats.cache_misses, stats.evictions, stats.hits), (5, 1, 8));
+    fetch.release_layer(0);
+    // Both are hits, which keep their slots, too.
+    for ids in [&[5, 2][..], &[7, 8]] {
+        fetch.schedule(0, ids);
+        for expert in [5, 2] {
+            check_bytes(&fetch, 0, expert, &fetch.acquire(0, expert));
+        }
+    }
+    for expert in [7, 8, 5, 2] {
+        check_bytes(&fetch, 0, expert, &fetch.acquire(0, expert));
+    }
+    let stats = fetch.stats();
+    assert_eq!(
+        (stats.cache_hits, stats.cache_misses, stats.evictions),
+        (2, 7, 1)
+    );
+    // A miss does not replace a hit of the same call.
+    fetch.release(0, 2);
+    fetch.schedule(0, &[9, 2]);
+    for expert in [9, 2, 5] {
+        check_bytes(&fetch, 0, expert, &fetch.acquire(0, expert));
+    }
+    let stats = fetch.stats();
+    assert_eq!(
+        (stats.cache_hits, stats.cache_misses, stats.evictions),
+        (3, 8, 1)
+    );
     it.end(fetch);
 }
 
