@@ -170,8 +170,11 @@ fn with_device() {
     for shape in &SHAPES {
         let model = shape.model(folder.path());
         let without = cached(&device, shape, &model, 0);
-        for part in [8, 4, 2] {
-            let slots = (shape.ne[2] as usize / part).max(shape.active);
+        let mut all = [8, 4, 2]
+            .map(|part| (shape.ne[2] as usize / part).max(shape.active))
+            .to_vec();
+        all.dedup();
+        for slots in all {
             let with = cached(&device, shape, &model, slots);
             println!(
                 "| {}: {} of {} | {slots} | {:.1} % | {:.2} | {:.2} | **{:.3}** | {:.3} |",
