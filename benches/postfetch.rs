@@ -160,6 +160,98 @@ fn with_device() {
         measure(&device, shape, folder.path());
     }
     println!();
+    println!(
+        "With a cache: schedule the active experts, acquire all, release, and compute nothing. Three of four experts are those of the token before. {LAYERS} steps a round after as many to fill the cache, medians of {ROUNDS} rounds. Schedule: the median call, with a busy-waiting fetch thread.\n"
+    );
+    println!(
+        "| experts of | slots | hits | MB copied per step | schedule us | step ms | without a cache |"
+    );
+    println!("|---|---|---|---|---|---|---|");
+    for shape in &SHAPES {
+        let model = shape.model(folder.path());
+        let without = cached(&device, shape, &model, 0);
+        let mut all = [8, 4, 2]
+            .map(|part| (shape.ne[2] as usize / part).max(shape.active))
+            .to_vec();
+        all.dedup();
+        for slots in all {
+            let with = cached(&device, shape, &model, slots);
+            println!(
+                "| {}: {} of {} | {slots} | {:.1} % | {:.2} | {:.2} | **{:.3}** | {:.3} |",
+                shape.name,
+                shape.active,
+                shape.ne[2],
+                with.hits * 100.0,
+                with.bytes / 1e6,
+                with.asked,
+                with.step,
+                without.step,
+            );
+        }
+    }
+    println!();
+}
+
+/// What a step costs with a cache.
+struct Cached {
+    /// Share of the experts that were in the cache.
+    hits: f64,
+    /// Bytes copied per step.
+    bytes: f64,
+    /// Microseconds of a call of schedule.
+    asked: f64,
+    /// Milliseconds of a step.
+    step: f64,
+}
+
+fn cached(device: &Arc<CudaDevice>, shape: &Shape, model: &Arc<Model>, slots: usize) -> Cached {
+    let opened = device.clone();
+    let mut options = options();
+    options.config.spin = SPIN;
+    options.config.cache_bytes = (slots * shape.nbytes.next_multiple_of(256)) as u64;
+    let fetch = PostFetch::new(
+        model.clone(),
+        options,
+        || Ok(opened as Arc<dyn AsyncDevice>),
+    );
+    let (mut asked, mut steps, mut ids) = (Vec::new(), Vec::new(), shape.ids(0));
+    let mut round = |round: usize| {
+        let began = Instant::now();
+        for step in 0..LAYERS {
+            let token = round * LAYERS + step;
+            let other = shape.ids(token + 1);
+            let changed = token % shape.active;
+            for at in 0..shape.active.div_ceil(4) {
+                let at = (changed + at) % shape.active;
+                if !ids.contains(&other[at]) {
+                    ids[at] = other[at];
+                }
+            }
+            let call = Instant::now();
+            fetch.schedule(0, &ids);
+            asked.push(call.elapsed().as_secs_f64() * 1e6);
+            for &id in &ids {
+                let answer = fetch.acquire(0, id as u32);
+                assert!(answer.device_address != 0, "{}", fetch.mode());
+            }
+            fetch.release_layer(0);
+        }
+        steps.push(began.elapsed().as_secs_f64() * 1e3 / LAYERS as f64);
+    };
+    round(0);
+    let before = fetch.stats();
+    for number in 1..=ROUNDS {
+        round(number);
+    }
+    let after = fetch.stats();
+    let all = (after.hits - before.hits) as f64;
+    steps.remove(0);
+    Cached {
+        hits: (after.cache_hits - before.cache_hits) as f64 / all,
+        bytes: (after.bytes - before.bytes) as f64 / (ROUNDS * LAYERS) as f64,
+        asked: median(&mut asked),
+        step: median(&mut steps),
+    }
 }
 
 fn measure(device: &Arc<CudaDevice>, shape: &Shape, folder: &std::path::Path) {

@@ -109,18 +109,34 @@ static void on_the_device(const char * path) {
     OK(llama_sidecar_model_free(model));
 }
 
-// Uses two experts twice, with a cache on the device for all experts. The second use copies nothing.
+// Uses two experts twice, with a cache on the device that has them from the beginning.
 static void use_twice(const struct llama_model * model) {
     struct llama_postfetch_params params;
     params.struct_size = sizeof(params);
     OK(llama_postfetch_default_params(&params));
-    params.block_on_miss              = true;
-    params.cache_bytes                = UINT64_MAX;
+    params.block_on_miss               = true;
+    params.cache_bytes                 = UINT64_MAX;
     struct llama_postfetch * postfetch = llama_postfetch_init(model, &params);
     CHECK(postfetch != NULL);
+    // In practice, the trace is from an earlier run.
+    struct llama_expert_trace * trace    = llama_expert_trace_new(model);
+    uint64_t                    n_filled = 0;
+    CHECK(trace != NULL);
+    OK(llama_expert_trace_record(trace, 0, 1));
+    OK(llama_expert_trace_record(trace, 0, 2));
+    OK(llama_expert_trace_write(trace, "postfetch_trace.json"));
+    OK(llama_postfetch_fill_cache(postfetch, "postfetch_trace.json", &n_filled));
+    OK(llama_expert_trace_free(trace));
+    CHECK(llama_postfetch_fill_cache(postfetch, "/no/such/trace.json", NULL) ==
+          LLAMA_SIDECAR_STATUS_NOT_FOUND);
+    CHECK(llama_postfetch_fill_cache(postfetch, NULL, NULL) == LLAMA_SIDECAR_STATUS_BAD_ARGUMENT);
+    CHECK(llama_postfetch_fill_cache((const struct llama_postfetch *) (const void *) model,
+                                     "postfetch_trace.json", NULL) == LLAMA_SIDECAR_STATUS_BAD_HANDLE);
     struct llama_postfetch_stats stats;
     stats.struct_size = sizeof(stats);
-    uint64_t on_device = 0, bytes = 0;
+    OK(llama_postfetch_get_stats(postfetch, &stats));
+    const uint64_t bytes     = stats.bytes;
+    uint64_t       on_device = 0;
     for (int use = 0; use < 2; use++) {
         const int32_t ids[] = {1, 2};
         OK(llama_postfetch_schedule(postfetch, 0, ids, 2));
@@ -128,8 +144,7 @@ static void use_twice(const struct llama_model * model) {
             struct llama_postfetch_answer answer;
             answer.struct_size = sizeof(answer);
             OK(llama_postfetch_query(postfetch, 0, (uint32_t) ids[k], &answer));
-            OK(llama_postfetch_get_stats(postfetch, &stats));
-            CHECK(use == 0 || stats.cache_bytes == 0 || answer.state == LLAMA_POSTFETCH_STATE_GPU_READY);
+            CHECK(n_filled == 0 || answer.state == LLAMA_POSTFETCH_STATE_GPU_READY);
             OK(llama_postfetch_acquire(postfetch, 0, (uint32_t) ids[k], &answer));
             if (answer.device_data != 0) {
                 void * data = malloc(answer.nbytes);
@@ -141,13 +156,12 @@ static void use_twice(const struct llama_model * model) {
             }
         }
         OK(llama_postfetch_release_layer(postfetch, 0));
-        OK(llama_postfetch_get_stats(postfetch, &stats));
-        CHECK(use == 0 || stats.cache_bytes == 0 || stats.bytes == bytes);
-        bytes = stats.bytes;
     }
+    OK(llama_postfetch_get_stats(postfetch, &stats));
     CHECK(stats.n_hits == on_device && stats.n_cache_evictions == 0);
-    CHECK(stats.cache_bytes == 0 ? stats.n_cache_hits == 0
-                                 : stats.n_cache_hits == 2 && stats.n_cache_misses == 2 && on_device == 4);
+    CHECK(stats.cache_bytes == 0
+              ? n_filled == 0 && stats.n_cache_hits == 0
+              : n_filled == 2 && stats.n_cache_hits == 4 && on_device == 4 && stats.bytes == bytes);
     printf("cache of %llu bytes: %llu of 4 uses found their expert there\n\n",
            (unsigned long long) stats.cache_bytes, (unsigned long long) stats.n_cache_hits);
     OK(llama_postfetch_free(postfetch));

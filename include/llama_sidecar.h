@@ -843,6 +843,17 @@ struct llama_postfetch *llama_postfetch_init(const struct llama_model *model,
 enum llama_sidecar_status llama_postfetch_free(struct llama_postfetch *postfetch);
 
 /**
+ * Copies the most used experts of a saved trace to the cache, as far as there are slots, and waits
+ * for the copies. Call it before the first evaluation. The statistics count the experts as misses.
+ *
+ * @param trace Path of a JSON file of llama_expert_trace_write, or of LLAMA_EXPERT_TRACE_OUTPUT.
+ * @param n_filled Number of experts that were copied; can be NULL.
+ */
+enum llama_sidecar_status llama_postfetch_fill_cache(const struct llama_postfetch *postfetch,
+                                                     const char *trace,
+                                                     uint64_t *n_filled);
+
+/**
  * Starts to copy the down-projections of `n` experts of a layer to the device, in this order.
  * Returns without waiting. Call it once per layer as soon as the routed ids are known, with the
  * ids of all tokens. Ids can repeat. Experts in the cache are not copied.

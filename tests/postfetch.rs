@@ -15,6 +15,7 @@ use llama_sidecar::gguf::Access;
 use llama_sidecar::logger;
 use llama_sidecar::model::{Model, Options as ModelOptions, Placement};
 use llama_sidecar::postfetch::{Acquired, Options, PostFetch, Reason, State};
+use llama_sidecar::trace::{LayerCounts, Snapshot};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use tempfile::TempDir;
@@ -245,7 +246,10 @@ fn the_policy_holds_for_real_copies() {
                     options.config.enable = enable;
                     options.config.force_cpu = force_cpu;
                     options.config.block_on_miss = block;
+                    options.config.cache_bytes = 1 << 20;
                 });
+                let works = enable && !force_cpu;
+                assert_eq!(fetch.stats().cache_bytes > 0, works);
                 fetch.schedule(0, &[2]);
                 let expected = match (enable, force_cpu, block) {
                     (false, ..) => (State::CpuOnly, Reason::Disabled),
@@ -254,7 +258,6 @@ fn the_policy_holds_for_real_copies() {
                     (.., false) => (State::CopyInFlight, Reason::Missed),
                 };
                 let looked = fetch.query(0, 2);
-                let works = enable && !force_cpu;
                 assert_eq!(looked.state == State::CopyInFlight, works);
                 let answer = fetch.acquire(0, 2);
                 assert_eq!((answer.state, answer.reason), expected);
@@ -854,6 +857,33 @@ fn a_slot_in_use_is_not_filled() {
     }
     let stats = fetch.stats();
     assert_eq!((stats.cache_misses, stats.evictions, stats.hits), (5, 1, 8));
+    fetch.release_layer(0);
+    // Both are hits, which keep their slots, too.
+    for ids in [&[5, 2][..], &[7, 8]] {
+        fetch.schedule(0, ids);
+        for expert in [5, 2] {
+            check_bytes(&fetch, 0, expert, &fetch.acquire(0, expert));
+        }
+    }
+    for expert in [7, 8, 5, 2] {
+        check_bytes(&fetch, 0, expert, &fetch.acquire(0, expert));
+    }
+    let stats = fetch.stats();
+    assert_eq!(
+        (stats.cache_hits, stats.cache_misses, stats.evictions),
+        (2, 7, 1)
+    );
+    // A miss does not replace a hit of the same call.
+    fetch.release(0, 2);
+    fetch.schedule(0, &[9, 2]);
+    for expert in [9, 2, 5] {
+        check_bytes(&fetch, 0, expert, &fetch.acquire(0, expert));
+    }
+    let stats = fetch.stats();
+    assert_eq!(
+        (stats.cache_hits, stats.cache_misses, stats.evictions),
+        (3, 8, 1)
+    );
     it.end(fetch);
 }
 
@@ -1003,6 +1033,52 @@ fn without_memory_for_the_cache_there_is_none() {
         assert_eq!(stats.cache_bytes > 0, hits > 0);
         it.end(fetch);
     }
+}
+
+#[test]
+fn a_trace_fills_the_cache_with_the_most_used_experts() {
+    let layer = |layer, experts: Vec<u64>| LayerCounts {
+        layer,
+        tokens: 9,
+        experts,
+    };
+    let trace = Snapshot {
+        // More experts than the model has, and a layer that it does not have.
+        layers: vec![
+            layer(0, vec![0, 7, 0, 5, 9, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 4, 99]),
+            layer(8, vec![1]),
+        ],
+        rejected: 0,
+        time: Duration::ZERO,
+    };
+    for (slots, expected) in [
+        (1, &[4][..]),
+        (3, &[4, 1, 3]),
+        (16, &[4, 1, 3, 15, 6]),
+        (0, &[]),
+    ] {
+        let it = Fixture::of(&one_layer(), Access::Map);
+        let fetch = it.fetch(|options| {
+            options.config.cache_bytes = slots * SLOT;
+            options.config.block_on_miss = false;
+        });
+        assert_eq!(fetch.fill_cache(&trace), expected.len() as u64);
+        let bytes = fetch.stats().bytes;
+        for &expert in expected {
+            assert_eq!(run_layer(&fetch, 0, &[expert]), 1);
+        }
+        assert_eq!(fetch.stats().bytes, bytes);
+        assert_eq!(fetch.stats().cache_hits, expected.len() as u64);
+        it.end(fetch);
+    }
+    // The hottest expert is replaced last.
+    let it = Fixture::of(&one_layer(), Access::Map);
+    let fetch = it.fetch(|options| options.config.cache_bytes = 2 * SLOT);
+    fetch.fill_cache(&trace);
+    assert_eq!(run_layer(&fetch, 0, &[12]), 1);
+    assert_eq!(run_layer(&fetch, 0, &[4]), 1);
+    assert_eq!(fetch.stats().cache_hits, 1);
+    it.end(fetch);
 }
 
 /// Hits of two streams, whose kernels are far behind, and copies to the slots that they read.

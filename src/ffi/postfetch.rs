@@ -1,14 +1,16 @@
 //! Post-fetch: copies down-projections of routed experts to a GPU while gate and up compute.
 
-use std::ffi::{c_char, c_void};
+use std::ffi::{CStr, OsStr, c_char, c_void};
+use std::os::unix::ffi::OsStrExt;
 use std::time::Duration;
 
 use super::handle::{self, Handle};
 use super::model::llama_model;
 use super::status::{Failure, call, llama_sidecar_status, status};
-use super::{SizedStruct, fill, put, put_text, read};
+use super::{SizedStruct, fill, put, put_text, read, text};
 use crate::device::{AsyncDevice, DeviceError, Stream};
 use crate::postfetch::{Acquired, Options, PostFetch, Reason, State};
+use crate::trace::{Snapshot, from_json};
 use std::sync::Arc;
 
 /// A scheduler that copies routed experts to a GPU.
@@ -187,6 +189,51 @@ fn open_device(_index: usize) -> Result<Arc<dyn AsyncDevice>, DeviceError> {
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_postfetch_free(postfetch: *mut llama_postfetch) -> llama_sidecar_status {
     status(|| handle::free(postfetch))
+}
+
+/// Copies the most used experts of a saved trace to the cache, as far as there are slots, and waits
+/// for the copies. Call it before the first evaluation. The statistics count the experts as misses.
+///
+/// @param trace Path of a JSON file of llama_expert_trace_write, or of LLAMA_EXPERT_TRACE_OUTPUT.
+/// @param n_filled Number of experts that were copied; can be NULL.
+///
+/// # Safety
+///
+/// `trace` is null or a NUL-terminated string; `n_filled` is null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn llama_postfetch_fill_cache(
+    postfetch: *const llama_postfetch,
+    trace: *const c_char,
+    n_filled: *mut u64,
+) -> llama_sidecar_status {
+    status(|| {
+        let postfetch = handle::get(postfetch)?;
+        // SAFETY: as the caller guarantees.
+        let path = unsafe { text(trace, "trace") }?;
+        let filled = postfetch.fill_cache(&read_trace(path)?);
+        if !n_filled.is_null() {
+            // SAFETY: as the caller guarantees.
+            unsafe { n_filled.write(filled) };
+        }
+        Ok(())
+    })
+}
+
+fn read_trace(path: &CStr) -> Result<Snapshot, Failure> {
+    let name = path.to_string_lossy();
+    let bytes = std::fs::read(OsStr::from_bytes(path.to_bytes())).map_err(|error| {
+        let status = match error.kind() {
+            std::io::ErrorKind::NotFound => llama_sidecar_status::NotFound,
+            _ => llama_sidecar_status::Io,
+        };
+        Failure::new(status, format!("cannot read {name}: {error}"))
+    })?;
+    let json = serde_json::from_slice(&bytes).map_err(|error| error.to_string());
+    let (_, trace) = json.and_then(|json| from_json(&json)).map_err(|why| {
+        let what = format!("{name} is not an expert trace in JSON: {why}");
+        Failure::new(llama_sidecar_status::Malformed, what)
+    })?;
+    Ok(trace)
 }
 
 /// Starts to copy the down-projections of `n` experts of a layer to the device, in this order.

@@ -31,7 +31,7 @@ pub(super) struct CacheLayout {
 impl CacheLayout {
     /// Divides device memory among layers, given their experts and the bytes of a slot: each layer
     /// gets slots for the same share of its experts. What is left is for one more slot of each
-    /// layer in turn.
+    /// layer in turn. Without a slot, there are no layers.
     pub fn new(layers: impl Iterator<Item = (u32, u64)>, budget: u64) -> CacheLayout {
         let layer = |(experts, pitch)| LayerSlots {
             experts,
@@ -59,9 +59,13 @@ impl CacheLayout {
                 break;
             }
         }
+        let bytes = share as u64 - left;
+        if bytes == 0 {
+            layers.clear();
+        }
         CacheLayout {
             layers,
-            bytes: share as u64 - left,
+            bytes,
             budget,
         }
     }
@@ -267,7 +271,7 @@ mod tests {
     #[test]
     fn a_budget_is_from_one_slot_to_all_experts() {
         let layers = [(16, 512), (16, 256), (8, 0), (6, 1024)];
-        assert_eq!(divided(&layers, 255), (vec![0, 0, 0, 0], 0));
+        assert_eq!(divided(&layers, 255), (vec![], 0));
         assert_eq!(divided(&layers, 256), (vec![0, 1, 0, 0], 256));
         assert_eq!(divided(&layers, 512), (vec![1, 0, 0, 0], 512));
         let all = 16 * 512 + 16 * 256 + 6 * 1024;

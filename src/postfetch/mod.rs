@@ -43,6 +43,7 @@ use std::thread::JoinHandle;
 
 use crate::device::{AsyncDevice, DeviceError, Stream};
 use crate::model::Model;
+use crate::trace::Snapshot;
 
 pub use acquire::{Acquired, ExpertBytes};
 pub use policy::{Reason, State};
@@ -52,7 +53,7 @@ pub use stats::{SCHEMA, Stats};
 use acquire::{Access, acquire};
 use device_state::DeviceState;
 use plan::PlannedLayer;
-use shared::Shared;
+use shared::{Backoff, Shared};
 use stats::add;
 
 /// Fetches the experts of a model for one evaluation at a time. Evaluations that run at the same
@@ -146,6 +147,44 @@ impl PostFetch {
             shared
                 .times
                 .log_schedule(planned, ids, counts, &shared.table);
+        }
+    }
+
+    /// Copies the most used experts of each layer of a trace to the cache, and waits for the copies.
+    /// Call it before the first evaluation. Returns the number of experts that are in the cache.
+    pub fn fill_cache(&self, trace: &Snapshot) -> u64 {
+        let mut filled = 0;
+        for counts in &trace.layers {
+            let Some(planned) = self.shared.plan.layer(counts.layer) else {
+                continue;
+            };
+            let slots = self.shared.table.lock().cache_slots(planned);
+            let mut hottest: Vec<(u64, i32)> = counts.experts.iter().copied().zip(0..).collect();
+            hottest.truncate(planned.experts as usize);
+            hottest.retain(|&(count, _)| count > 0);
+            hottest.sort_by_key(|&(count, _)| std::cmp::Reverse(count));
+            hottest.truncate(slots);
+            // The last one is replaced last.
+            for &(_, id) in hottest.iter().rev() {
+                self.schedule(counts.layer, &[id]);
+                filled += u64::from(self.wait_for(counts.layer, id as u32));
+                self.release(counts.layer, id as u32);
+            }
+        }
+        filled
+    }
+
+    /// Waits for the copy of an expert. Returns whether the expert is on the device.
+    fn wait_for(&self, layer: u32, expert: u32) -> bool {
+        let backoff = Backoff::new();
+        loop {
+            match self.query(layer, expert).state {
+                State::GpuReady => return true,
+                State::CopyInFlight if backoff.elapsed() < self.shared.options.timeout => {
+                    backoff.pause();
+                }
+                State::CopyInFlight | State::CpuOnly => return false,
+            }
         }
     }
 

@@ -245,7 +245,7 @@ impl TransferTable {
                 ExpertSlot::Wanted { .. } | ExpertSlot::Held { .. } => done.duplicates += 1,
             }
         }
-        let cache_slots = self.cache.slots(layer.position);
+        let cache_slots = self.cache_slots(layer);
         let fits = position as usize <= cache_slots;
         for &id in ids {
             if let Some((expert, slot)) = slot(id)
@@ -708,6 +708,11 @@ impl TransferTable {
     /// Returns whether the fetching thread has to end.
     pub fn is_stopped(&self) -> bool {
         self.stopped
+    }
+
+    /// Returns the number of slots that a layer has in the cache.
+    pub fn cache_slots(&self, layer: &PlannedLayer) -> usize {
+        self.cache.slots(layer.position)
     }
 
     /// Returns the number of experts.
