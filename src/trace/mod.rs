@@ -8,6 +8,7 @@ mod counters;
 mod export;
 mod model_meta;
 mod routes;
+mod saliency;
 mod skew;
 
 pub use counters::{ExpertLayout, Ids, LayerCounts, Snapshot, Trace};
@@ -16,4 +17,5 @@ pub use model_meta::{FileMeta, ModelMeta};
 pub use routes::{
     LONGEST_MARK, NOT_ROUTED, RouteFormat, RouteLayout, RouteReader, RouteRecord, RouteWriter,
 };
+pub use saliency::{SALIENCY_SCHEMA, Saliency, norm};
 pub use skew::{LayerStats, coverage, experts_for};
