@@ -58,7 +58,7 @@ fn routes(path: &Path) -> (Vec<usize>, Vec<i16>) {
     (shape, numbers.into_iter().map(i16::from_le_bytes).collect())
 }
 
-/// What a host with `count` saw: `routes` or `gates`, by layer, token and place.
+/// What a host with `count` saw: `routes`, `gates` or `norms`, by layer, token and place.
 fn seen(host: &mut Host, what: &str) -> BTreeMap<usize, Vec<Vec<f64>>> {
     let seen: Value = serde_json::from_str(&host.ask("routes")).expect("JSON");
     let layers: BTreeMap<String, Vec<Vec<f64>>> =
@@ -351,6 +351,44 @@ fn each_model_has_its_own_file() {
     assert_eq!(host.end(), Some(0));
     let second = folder.path().join("routes-2.npy");
     assert_eq!((routes(&path).0[0], routes(&second).0[0]), (6, 8));
+}
+
+#[test]
+fn saliency_is_the_mean_norm_of_weighted_outputs() {
+    let (_folder, path) = folder("saliency.json");
+    let with = DropIn::On(vec![
+        ("LLAMA_EXPERT_TRACE_SALIENCY", path.display().to_string()),
+        ("LLAMA_SIDECAR_LOG", "warn".into()),
+    ]);
+    let mut host = Host::start(Program::PythonCounting, &fixture("small-moe.gguf"), &with);
+    host.ask("text 6");
+    host.ask("warm");
+    let (experts, norms) = (seen(&mut host, "routes"), seen(&mut host, "norms"));
+    assert_eq!(host.end(), Some(0));
+    let json = std::fs::read(&path).expect("it is written at the end");
+    let json: Value = serde_json::from_slice(&json).expect("JSON");
+    assert_eq!(json["schema"], "llama-sidecar/expert-saliency/1");
+    for layer in 0..4 {
+        let mut sums = vec![(0u64, 0f64); 8];
+        for (experts, norms) in experts[&layer].iter().zip(&norms[&layer]) {
+            // The host saw the warm-up, which used all experts.
+            for (expert, norm) in experts.iter().zip(norms).filter(|_| experts.len() == 2) {
+                let sum = &mut sums[*expert as usize];
+                *sum = (sum.0 + 1, sum.1 + norm);
+            }
+        }
+        let found = &json["layers"][layer];
+        assert_eq!(found["layer"], layer);
+        for (expert, (count, sum)) in sums.into_iter().enumerate() {
+            assert_eq!(found["counts"][expert], count, "{layer} {expert}");
+            let mean = sum / count.max(1) as f64;
+            let saliency = found["saliency"][expert].as_f64().expect("a number");
+            assert!(
+                (saliency - mean).abs() <= 1e-5 * mean,
+                "{layer} {expert}: {saliency} is not {mean}"
+            );
+        }
+    }
 }
 
 #[test]

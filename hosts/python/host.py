@@ -15,7 +15,8 @@ standard input as hosts/node/host.mjs, and
     fails C  `failed`, if the command C fails
     report P writes the report of the simulated GPU to a file
     warm     evaluates one token the way programs warm a model up
-    routes   with `count`: experts and gate weights of each layer and token; JSON
+    routes   with `count`: experts, gate weights and norms of weighted outputs of each layer and
+             token; JSON
     several N two sequences of N tokens in one batch, of which only the last token of the first
              and the token before the last of the second have an output
     counts   with `count`: which experts were used, counted through the callback that
@@ -32,6 +33,7 @@ import ctypes as c
 import glob
 import hashlib
 import json
+import math
 import os
 import signal
 import sys
@@ -93,6 +95,7 @@ CB_EVAL = 22  # place of cb_eval in llama_context_params, in words
 counts = {}
 routes = {}
 gates = {}
+norms = {}
 
 
 def option(name):
@@ -107,6 +110,8 @@ def look(tensor, ask, _):
     name = base.ggml_get_name(tensor)
     if name.startswith(b"ffn_moe_weights_norm-") and not name.endswith(b")"):
         return look_at_gates(tensor, ask, int(name.split(b"-")[1]))
+    if name.startswith(b"ffn_moe_weighted-"):
+        return look_at_outputs(tensor, ask, int(name.split(b"-")[1]))
     if not name.startswith(b"ffn_moe_topk-"):
         return not ask
     used, tokens = (c.c_int64 * 2).from_address(tensor + NE)
@@ -135,6 +140,19 @@ def look_at_gates(tensor, ask, layer):
         base.ggml_backend_tensor_get(tensor, weights, 0, 4 * used * tokens)
         kept = gates.setdefault(layer, [])
         kept += [list(weights[at : at + used]) for at in range(0, used * tokens, used)]
+    return True
+
+
+def look_at_outputs(tensor, ask, layer):
+    """Keeps the norm of each output of an expert after its multiplication with the gate weight."""
+    width, used, tokens = (c.c_int64 * 3).from_address(tensor + NE)
+    if not ask and tokens > 0:
+        values = (c.c_float * (width * used * tokens))()
+        base.ggml_backend_tensor_get(tensor, values, 0, c.sizeof(values))
+        rows = [values[at : at + width] for at in range(0, len(values), width)]
+        lengths = [math.hypot(*row) for row in rows]
+        kept = norms.setdefault(layer, [])
+        kept += [lengths[at : at + used] for at in range(0, len(lengths), used)]
     return True
 
 
@@ -296,7 +314,7 @@ class Host:
         return "warm"
 
     def routes(self):
-        return json.dumps({"routes": routes, "gates": gates})
+        return json.dumps({"routes": routes, "gates": gates, "norms": norms})
 
     def counts(self):
         return json.dumps(counts)

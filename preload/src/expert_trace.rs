@@ -27,6 +27,7 @@ use crate::ggml::{Ggml, Tensor};
 use crate::graph::{self, UsedWeight};
 use crate::models::{self, Model};
 use crate::routes::{GraphRoutes, Queue};
+use crate::saliency::{GraphSaliency, ModelSaliency};
 use crate::sched::{Allocated, Scheduler};
 use crate::{journal, thread};
 
@@ -43,6 +44,8 @@ struct ModelTrace {
     names: Mutex<Vec<String>>,
     /// Takes its routes, if they are written.
     routes: Option<Arc<Queue>>,
+    /// The saliency of its experts, if it is wanted.
+    saliency: Option<Arc<ModelSaliency>>,
 }
 
 /// Experts of a layer that an evaluation used; to be logged.
@@ -87,6 +90,7 @@ struct TracedGraph {
     /// The buffer that they are copied to.
     ids: Vec<u8>,
     routes: GraphRoutes,
+    saliency: GraphSaliency,
     /// Addresses of the backends that evaluate the graph.
     backends: Vec<usize>,
 }
@@ -133,11 +137,15 @@ impl Capability for ExpertTrace {
         of.counts
             .store(keeps && !routed.is_empty(), Ordering::Relaxed);
         let mut known = of.graph.lock();
-        let queue = routed
-            .first()
-            .and_then(|routed| routed.trace.routes.clone());
+        let trace = routed.first().map(|routed| routed.trace.clone());
+        let queue = trace.as_ref().and_then(|trace| trace.routes.clone());
+        let saliency = trace.as_ref().and_then(|trace| trace.saliency.clone());
         // SAFETY: as above.
-        unsafe { known.routes.renew(queue, scheduler.ggml(), graph.graph) };
+        unsafe {
+            let ggml = scheduler.ggml();
+            known.routes.renew(queue, ggml, graph.graph);
+            known.saliency.renew(saliency, ggml, graph.graph);
+        }
         known.routed = routed;
         known.backends.clone_from(&graph.backends.addresses);
     }
@@ -147,6 +155,7 @@ impl Capability for ExpertTrace {
         let mut graph = SCHEDULERS[scheduler.number()].graph.lock();
         graph.routed.clear();
         graph.routes.clear();
+        graph.saliency.clear();
     }
 
     fn evaluation_begun(&self, scheduler: Scheduler) {
@@ -229,6 +238,7 @@ impl TracedGraph {
         routed: Vec::new(),
         ids: Vec::new(),
         routes: GraphRoutes::NONE,
+        saliency: GraphSaliency::NONE,
         backends: Vec::new(),
     };
 }
@@ -257,6 +267,7 @@ impl SchedulerTrace {
             routed,
             ids,
             routes,
+            saliency,
             ..
         } = &mut *graph;
         routes.begin();
@@ -266,6 +277,7 @@ impl SchedulerTrace {
                 if let Some(ids) = routed.read(ggml, ids) {
                     routed.count(&ids);
                     routes.add(ggml, routed.layer, &ids);
+                    saliency.add(ggml, routed.layer, &ids);
                 }
             }
         }
@@ -294,12 +306,16 @@ impl ModelTrace {
             return Some(trace.clone());
         }
         let about = ModelMeta::of(files());
-        let path = Config::get().trace_routes.as_deref();
-        let path = path.map(|path| numbered(path, traces.len()));
-        let routes = path.and_then(|path| Queue::new(model, path, &about, layout.layers()));
+        let config = Config::get();
+        let path = |path: &Option<PathBuf>| Some(numbered(path.as_deref()?, traces.len()));
+        let routes = path(&config.trace_routes)
+            .and_then(|path| Queue::new(model, path, &about, layout.layers()));
+        let saliency =
+            path(&config.trace_saliency).map(|path| ModelSaliency::new(path, &about, &layout));
         let trace = Arc::new(ModelTrace {
             model: model.number,
             routes,
+            saliency,
             names: Mutex::new(vec![String::new(); layout.layers().len()]),
             counters: Trace::with_locality(layout),
             about,

@@ -151,6 +151,62 @@ impl Backends {
     }
 }
 
+/// The start of the names of nodes that multiply the outputs of experts with gate weights.
+const WEIGHTED: &[u8] = b"ffn_moe_weighted-";
+/// `GGML_TYPE_F32`.
+const F32: i32 = 0;
+
+/// The outputs of a layer's experts and their gate weights, which a node of the graph multiplies.
+/// Elements of both are 32-bit floats.
+pub struct WeightedExperts {
+    /// The number of the layer.
+    pub layer: u32,
+    /// `[width, used, tokens]`.
+    pub outputs: *mut Tensor,
+    /// `[1, used, tokens]`.
+    pub gates: *mut Tensor,
+}
+
+// SAFETY: the tensors are only used by the thread that evaluates, while it keeps the graph.
+unsafe impl Send for WeightedExperts {}
+
+/// Finds the experts of a graph, layer by layer.
+///
+/// # Safety
+///
+/// A live graph of this copy.
+pub unsafe fn weighted_experts(ggml: &Ggml, graph: *mut Graph) -> Vec<WeightedExperts> {
+    let (f, layout) = (&ggml.f, &ggml.layout);
+    // SAFETY: nodes of a live graph are live tensors, and so are their sources.
+    let experts = |i| unsafe {
+        let node = (f.ggml_graph_node)(graph, i);
+        if layout.read::<i32>(node, layout.op) != ggml.ops.mul {
+            return None;
+        }
+        let layer = name(ggml, node).strip_prefix(WEIGHTED)?;
+        let [outputs, gates]: [*mut Tensor; 2] = layout.read(node, layout.src);
+        let types = [outputs, gates].map(|tensor| layout.read::<i32>(tensor, layout.ty));
+        (types == [F32; 2]).then_some(WeightedExperts {
+            layer: std::str::from_utf8(layer).ok()?.parse().ok()?,
+            outputs,
+            gates,
+        })
+    };
+    // SAFETY: a live graph.
+    let nodes = unsafe { (f.ggml_graph_n_nodes)(graph) };
+    (0..nodes).filter_map(experts).collect()
+}
+
+/// Returns the name of a tensor.
+///
+/// # Safety
+///
+/// A live tensor of this copy, which outlives the name.
+pub unsafe fn name<'a>(ggml: &Ggml, tensor: *const Tensor) -> &'a [u8] {
+    // SAFETY: as the caller ensures.
+    unsafe { CStr::from_ptr((ggml.f.ggml_get_name)(tensor)) }.to_bytes()
+}
+
 /// Marks a tensor as an output, so that no other tensor of the graph reuses its memory.
 ///
 /// # Safety

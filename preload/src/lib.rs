@@ -16,6 +16,7 @@
 //! | [`placement`] | the buffer type that llama.cpp would have chosen |
 //! | [`expert_trace`] | the expert trace: which experts evaluations use |
 //! | [`routes`] | routes: the experts of every token, in a file |
+//! | [`saliency`] | saliency: how much each expert contributes to the output of its layer |
 //! | [`streaming`] | expert streaming: experts from disk as soon as they are routed |
 //! | [`postfetch`] | post-fetch: experts in host memory are copied early to the GPU that multiplies |
 //! | [`page_lock`] | page locks on the mappings of models, for the copies to a GPU |
@@ -68,6 +69,7 @@ mod redirect;
 mod reloader;
 mod routes;
 mod routing;
+mod saliency;
 mod sched;
 mod signals;
 mod store;

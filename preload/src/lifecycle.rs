@@ -18,13 +18,15 @@ use crate::page_lock::PageLock;
 use crate::postfetch::PostFetch;
 use crate::reloader::{self, HotSwap};
 use crate::routes::Routes;
+use crate::saliency::Saliency;
 use crate::streaming::Streaming;
 use crate::{barrier, control, journal, sched, signals};
 
 /// The capabilities, in the order in which events are reported to them.
-static CAPABILITIES: [&dyn Capability; 6] = [
+static CAPABILITIES: [&dyn Capability; 7] = [
     &ExpertTrace,
     &Routes,
+    &Saliency,
     &Streaming,
     &PageLock,
     &PostFetch,

@@ -8,7 +8,6 @@
 //! The last layer of a prompt computes only the tokens whose output is requested. Their positions
 //! are the operand of the rows that the graph takes there.
 
-use std::ffi::CStr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,6 +20,7 @@ use parking_lot::{Condvar, Mutex, RwLock};
 
 use crate::capability::Capability;
 use crate::ggml::{Ggml, Graph, Tensor};
+use crate::graph::WeightedExperts;
 use crate::models::Model;
 use crate::{barrier, graph, journal, thread};
 
@@ -32,10 +32,6 @@ const QUEUE_ITEMS: usize = 1 << 16;
 const PAUSE: Duration = Duration::from_millis(50);
 /// How long the end of the process waits for a running write.
 const LONGEST_WRITE: Duration = Duration::from_secs(2);
-/// The start of the names of nodes that multiply the outputs of experts with gate weights.
-const WEIGHTED: &[u8] = b"ffn_moe_weighted-";
-/// `GGML_TYPE_F32`.
-const F32: i32 = 0;
 
 /// Routes, as a capability. Its tensors are found and read by the expert trace.
 pub struct Routes;
@@ -380,8 +376,8 @@ pub struct GraphRoutes {
     queue: Option<Arc<Queue>>,
     /// Inputs with the positions of rows that are taken, and from how many rows.
     taken: Vec<(*mut Tensor, i64)>,
-    /// Number of the layer, and its gate weights.
-    gates: Vec<(u32, *mut Tensor)>,
+    /// Layers with gate weights.
+    experts: Vec<WeightedExperts>,
     rows: Rows,
     /// The tokens that a layer computed.
     places: Vec<usize>,
@@ -397,7 +393,7 @@ impl GraphRoutes {
     pub const NONE: GraphRoutes = GraphRoutes {
         queue: None,
         taken: Vec::new(),
-        gates: Vec::new(),
+        experts: Vec::new(),
         rows: Rows {
             tokens: 0,
             experts: Vec::new(),
@@ -418,37 +414,28 @@ impl GraphRoutes {
         let Some(queue) = &self.queue else {
             return;
         };
-        let (f, layout, ops) = (&ggml.f, &ggml.layout, &ggml.ops);
+        let (f, layout) = (&ggml.f, &ggml.layout);
         // SAFETY: nodes of a live graph are live tensors, and so are their sources.
         unsafe {
             for i in 0..(f.ggml_graph_n_nodes)(graph) {
                 let node = (f.ggml_graph_node)(graph, i);
-                let op: i32 = layout.read(node, layout.op);
-                if op != ops.get_rows && op != ops.mul {
+                if layout.read::<i32>(node, layout.op) != ggml.ops.get_rows {
                     continue;
                 }
-                let [first, second]: [*mut Tensor; 2] = layout.read(node, layout.src);
-                if op == ops.get_rows {
-                    let flags: i32 = layout.read(second, layout.flags);
-                    // Rows of a result, not of a weight.
-                    let source: i32 = layout.read(first, layout.op);
-                    if flags & graph::FLAG_INPUT != 0 && source != 0 {
-                        let [_, rows, ..]: [i64; 4] = layout.read(first, layout.ne);
-                        self.taken.push((second, rows));
-                        graph::keep(ggml, second);
-                    }
-                } else if queue.layout.has_weights() {
-                    let name = CStr::from_ptr((f.ggml_get_name)(node)).to_bytes();
-                    let layer = name.strip_prefix(WEIGHTED).and_then(|number| {
-                        let number = std::str::from_utf8(number).ok()?;
-                        number.parse().ok()
-                    });
-                    if let Some(layer) = layer
-                        && layout.read::<i32>(second, layout.ty) == F32
-                    {
-                        self.gates.push((layer, second));
-                        graph::keep(ggml, second);
-                    }
+                let [source, positions]: [*mut Tensor; 2] = layout.read(node, layout.src);
+                let flags: i32 = layout.read(positions, layout.flags);
+                // Rows of a result, not of a weight.
+                let computed = layout.read::<i32>(source, layout.op) != 0;
+                if flags & graph::FLAG_INPUT != 0 && computed {
+                    let [_, rows, ..]: [i64; 4] = layout.read(source, layout.ne);
+                    self.taken.push((positions, rows));
+                    graph::keep(ggml, positions);
+                }
+            }
+            if queue.layout.has_weights() {
+                self.experts = graph::weighted_experts(ggml, graph);
+                for experts in &self.experts {
+                    graph::keep(ggml, experts.gates);
                 }
             }
         }
@@ -458,7 +445,7 @@ impl GraphRoutes {
     pub fn clear(&mut self) {
         self.queue = None;
         self.taken.clear();
-        self.gates.clear();
+        self.experts.clear();
     }
 
     /// Begins the rows of an evaluation.
@@ -515,11 +502,11 @@ impl GraphRoutes {
                 *expert = id.unwrap_or(NOT_ROUTED);
             }
         }
-        let Some((_, gates)) = self.gates.iter().find(|(layer, _)| *layer == number) else {
+        let Some(experts) = self.experts.iter().find(|of| of.layer == number) else {
             return;
         };
         // SAFETY: as the caller ensures; the weights were kept.
-        let gates = unsafe { graph::read_matrix(ggml, *gates, 1, &mut self.bytes) };
+        let gates = unsafe { graph::read_matrix(ggml, experts.gates, 1, &mut self.bytes) };
         let same = |gates: &Ids<'_>| (gates.used, gates.tokens) == (ids.used, ids.tokens);
         if let Some(gates) = gates.filter(same) {
             for (token, at) in starts.enumerate() {

@@ -144,6 +144,8 @@ pub struct Config {
     pub trace_routes: Option<PathBuf>,
     /// `LLAMA_EXPERT_TRACE_WEIGHTS`.
     pub trace_weights: bool,
+    /// `LLAMA_EXPERT_TRACE_SALIENCY`.
+    pub trace_saliency: Option<PathBuf>,
     /// `LLAMA_EXPERT_STREAM`.
     pub expert_stream: ExpertStream,
     /// `LLAMA_EXPERT_STREAM_PREDICT`.
@@ -252,6 +254,7 @@ impl Config {
             trace_every: values.interval("LLAMA_EXPERT_TRACE_EVERY_S", Duration::from_secs),
             trace_routes: values.path("LLAMA_EXPERT_TRACE_ROUTES"),
             trace_weights: values.switch("LLAMA_EXPERT_TRACE_WEIGHTS"),
+            trace_saliency: values.path("LLAMA_EXPERT_TRACE_SALIENCY"),
             expert_stream: values.expert_stream(expert_stream_predict),
             expert_stream_predict,
             split: values.text("LLAMA_SIDECAR_SPLIT"),
@@ -269,7 +272,8 @@ impl Config {
 
     /// Returns whether expert use is counted.
     pub fn traces(&self) -> bool {
-        self.trace_summary || self.trace_output.is_some() || self.trace_routes.is_some()
+        let paths = [&self.trace_output, &self.trace_routes, &self.trace_saliency];
+        self.trace_summary || paths.iter().any(|path| path.is_some())
     }
 }
 

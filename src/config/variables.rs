@@ -166,6 +166,13 @@ pub static VARIABLES: &[Variable] = &[
         flag: Some("expert-trace-weights"),
     },
     Variable {
+        name: "LLAMA_EXPERT_TRACE_SALIENCY",
+        default: Described("none"),
+        kind: Path,
+        help: "drop-in: write to this path at exit, as JSON, how much each expert contributes to its layer; also counts. Needs memory and time",
+        flag: Some("expert-trace-saliency"),
+    },
+    Variable {
         name: "LLAMA_EXPERT_STREAM",
         default: Value("off"),
         kind: Kind::Choice {

@@ -12,6 +12,7 @@ mod formats;
 mod locality;
 mod model_meta;
 mod routes;
+mod saliency;
 mod skew;
 
 pub use counters::{ExpertLayout, Ids, LayerCounts, Snapshot, Trace};
@@ -22,4 +23,5 @@ pub use model_meta::{FileMeta, ModelMeta};
 pub use routes::{
     LONGEST_MARK, NOT_ROUTED, RouteFormat, RouteLayout, RouteReader, RouteRecord, RouteWriter,
 };
+pub use saliency::{SALIENCY_SCHEMA, Saliency, norm};
 pub use skew::{LayerStats, coverage, divergence, experts_for, overlap};
