@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::ffi::c_void;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use llama_sidecar::config::Config;
@@ -687,7 +687,7 @@ fn one_layer() -> Gguf {
 }
 
 /// Batches of one to four experts. Some experts are frequent.
-fn routes(seed: u64, batches: usize) -> Vec<Vec<i32>> {
+fn routes(seed: u64, batches: usize) -> impl Iterator<Item = Vec<i32>> {
     let mut state = seed * 2 + 88_172_645_463_325_252;
     let mut random = move |below: u64| {
         state ^= state << 13;
@@ -695,7 +695,7 @@ fn routes(seed: u64, batches: usize) -> Vec<Vec<i32>> {
         state ^= state << 17;
         (state >> 33) % below
     };
-    let mut batch = || {
+    let mut batch = move || {
         let mut ids = Vec::new();
         for _ in 0..=random(4) {
             let id = (random(16) * random(16) / 15) as i32;
@@ -705,7 +705,7 @@ fn routes(seed: u64, batches: usize) -> Vec<Vec<i32>> {
         }
         ids
     };
-    (0..batches).map(|_| batch()).collect()
+    (0..batches).map(move |_| batch())
 }
 
 /// The hits and evictions of a cache that replaces the least recently used expert. Batches of more
@@ -749,7 +749,7 @@ fn hits_of_the_cache_are_those_of_a_simulated_lru() {
                 options.config.page_lock = page_lock;
                 options.config.cache_bytes = slots * SLOT + SLOT - 1;
             });
-            let routes = routes(slots, 300);
+            let routes: Vec<_> = routes(slots, 300).collect();
             for batch in &routes {
                 assert_eq!(run_layer(&fetch, 0, batch), batch.len());
             }
@@ -952,6 +952,47 @@ fn a_swap_drops_the_slots_of_the_tensor() {
 }
 
 #[test]
+fn swaps_while_threads_use_the_cache_give_no_mixed_bytes() {
+    let it = Fixture::new();
+    let fetch = it.fetch(|options| options.config.cache_bytes = 150_000);
+    let swapping = AtomicBool::new(true);
+    std::thread::scope(|scope| {
+        for layer in 0..2u32 {
+            let (fetch, swapping) = (&fetch, &swapping);
+            scope.spawn(move || {
+                let mut generations = BTreeSet::new();
+                for batch in routes(layer.into(), 50_000) {
+                    fetch.schedule(layer, &batch);
+                    for id in batch {
+                        let answer = fetch.acquire(layer, id as u32);
+                        assert_eq!(answer.reason, Reason::None);
+                        let weights = answer.expert.unwrap();
+                        let (host, len) = (weights.host.unwrap(), weights.nbytes as usize);
+                        let device = answered_bytes(fetch, layer, id as u32, &answer).unwrap();
+                        // SAFETY: valid until the expert is released.
+                        let host = unsafe { std::slice::from_raw_parts(host, len) };
+                        assert!(device == host, "generation {}", weights.generation);
+                        generations.insert(weights.generation);
+                    }
+                    fetch.release_layer(layer);
+                    if !swapping.load(Ordering::Relaxed) && generations.contains(&6) {
+                        break;
+                    }
+                }
+            });
+        }
+        for seed in 2..8 {
+            model_file(seed).replace(&it.path).unwrap();
+            set_time(&it.path, (1 << 20) >> seed);
+            it.model.reload().unwrap();
+        }
+        swapping.store(false, Ordering::Relaxed);
+    });
+    assert!(fetch.stats().cache_hits > 0);
+    it.end(fetch);
+}
+
+#[test]
 fn a_swap_while_a_copy_is_under_way_leaves_nothing_stale() {
     let it = Fixture::of(&one_layer(), Access::Map);
     it.sim.set("SIM_CUDA_LATENCY_NS", 30_000_000);
@@ -1094,7 +1135,7 @@ fn slots_wait_for_all_streams_that_read_them() {
             .map(|e| expert_bytes(&it.model, 0, e))
             .collect();
         let mut reads = Vec::new();
-        for (round, ids) in routes(slots, 150).into_iter().enumerate() {
+        for (round, ids) in routes(slots, 150).enumerate() {
             let stream = streams[(round / 3 + round / 7) % 2];
             fetch.schedule(0, &ids);
             for id in ids {
