@@ -116,7 +116,7 @@ fn routes_and_gate_weights_are_those_that_the_host_saw() {
     let model = fixture("moe.gguf");
     let with = routes_to(&path);
     let mut host = Host::start_with(Program::PythonCounting, &model, &with, |command| {
-        command.arg("sequences=2");
+        command.args(["gates", "sequences=2"]);
     });
     host.ask("text 3");
     let marked = Command::new(built("release/llama-sidecar"))
@@ -360,10 +360,14 @@ fn saliency_is_the_mean_norm_of_weighted_outputs() {
         ("LLAMA_EXPERT_TRACE_SALIENCY", path.display().to_string()),
         ("LLAMA_SIDECAR_LOG", "warn".into()),
     ]);
-    let mut host = Host::start(Program::PythonCounting, &fixture("small-moe.gguf"), &with);
+    let model = fixture("small-moe.gguf");
+    let mut host = Host::start_with(Program::PythonCounting, &model, &with, |command| {
+        command.arg("gates");
+    });
     host.ask("text 6");
     host.ask("warm");
     let (experts, norms) = (seen(&mut host, "routes"), seen(&mut host, "norms"));
+    assert_eq!(host.logged(""), Vec::<String>::new());
     assert_eq!(host.end(), Some(0));
     let json = std::fs::read(&path).expect("it is written at the end");
     let json: Value = serde_json::from_slice(&json).expect("JSON");
