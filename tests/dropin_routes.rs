@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use hosts::TOKENS;
+use hosts::{TOKENS, seen};
 use llama_sidecar::trace::{NOT_ROUTED, RouteReader, RouteRecord};
 use serde_json::Value;
 use testkit::fixtures::{cache, fixture};
@@ -56,17 +56,6 @@ fn array<const N: usize>(path: &Path, ty: &str) -> (Vec<usize>, Vec<[u8; N]>) {
 fn routes(path: &Path) -> (Vec<usize>, Vec<i16>) {
     let (shape, numbers) = array(path, "<i2");
     (shape, numbers.into_iter().map(i16::from_le_bytes).collect())
-}
-
-/// What a host with `count` saw: `routes`, `gates` or `norms`, by layer, token and place.
-fn seen(host: &mut Host, what: &str) -> BTreeMap<usize, Vec<Vec<f64>>> {
-    let seen: Value = serde_json::from_str(&host.ask("routes")).expect("JSON");
-    let layers: BTreeMap<String, Vec<Vec<f64>>> =
-        serde_json::from_value(seen[what].clone()).expect("numbers");
-    layers
-        .into_iter()
-        .map(|(layer, rows)| (layer.parse().expect("a number"), rows))
-        .collect()
 }
 
 /// Waits until a file of routes has so many bytes.
