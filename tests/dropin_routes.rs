@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use hosts::TOKENS;
+use hosts::{TOKENS, seen};
 use llama_sidecar::trace::{NOT_ROUTED, RouteReader, RouteRecord};
 use serde_json::Value;
 use testkit::fixtures::{cache, fixture};
@@ -56,17 +56,6 @@ fn array<const N: usize>(path: &Path, ty: &str) -> (Vec<usize>, Vec<[u8; N]>) {
 fn routes(path: &Path) -> (Vec<usize>, Vec<i16>) {
     let (shape, numbers) = array(path, "<i2");
     (shape, numbers.into_iter().map(i16::from_le_bytes).collect())
-}
-
-/// What a host with `count` saw: `routes`, `gates` or `norms`, by layer, token and place.
-fn seen(host: &mut Host, what: &str) -> BTreeMap<usize, Vec<Vec<f64>>> {
-    let seen: Value = serde_json::from_str(&host.ask("routes")).expect("JSON");
-    let layers: BTreeMap<String, Vec<Vec<f64>>> =
-        serde_json::from_value(seen[what].clone()).expect("numbers");
-    layers
-        .into_iter()
-        .map(|(layer, rows)| (layer.parse().expect("a number"), rows))
-        .collect()
 }
 
 /// Waits until a file of routes has so many bytes.
@@ -116,7 +105,7 @@ fn routes_and_gate_weights_are_those_that_the_host_saw() {
     let model = fixture("moe.gguf");
     let with = routes_to(&path);
     let mut host = Host::start_with(Program::PythonCounting, &model, &with, |command| {
-        command.arg("sequences=2");
+        command.args(["gates", "sequences=2"]);
     });
     host.ask("text 3");
     let marked = Command::new(built("release/llama-sidecar"))
@@ -360,10 +349,14 @@ fn saliency_is_the_mean_norm_of_weighted_outputs() {
         ("LLAMA_EXPERT_TRACE_SALIENCY", path.display().to_string()),
         ("LLAMA_SIDECAR_LOG", "warn".into()),
     ]);
-    let mut host = Host::start(Program::PythonCounting, &fixture("small-moe.gguf"), &with);
+    let model = fixture("small-moe.gguf");
+    let mut host = Host::start_with(Program::PythonCounting, &model, &with, |command| {
+        command.arg("gates");
+    });
     host.ask("text 6");
     host.ask("warm");
     let (experts, norms) = (seen(&mut host, "routes"), seen(&mut host, "norms"));
+    assert_eq!(host.logged(""), Vec::<String>::new());
     assert_eq!(host.end(), Some(0));
     let json = std::fs::read(&path).expect("it is written at the end");
     let json: Value = serde_json::from_slice(&json).expect("JSON");

@@ -7,9 +7,10 @@ mod hosts;
 use std::process::Command;
 
 use hosts::{
-    TOKENS, copied, count, counted_by_host, fresh, on, same_with_streaming, streamed_text,
+    TOKENS, copied, count, counted_by_host, fresh, on, same_with_streaming, seen, streamed_text,
     streaming, swap_and_back, taken, traced,
 };
+use llama_sidecar::trace::{NOT_ROUTED, RouteReader, RouteRecord};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, replace};
 use testkit::mixtures::Mixture;
@@ -119,6 +120,48 @@ fn experts_are_counted_as_the_host_counts_them() {
     assert_eq!(expected.len(), 4);
     assert_eq!(traced(&host.control("trace")["traces"][0]), expected);
     assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn routes_and_gate_weights_are_those_that_the_host_saw() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("model.routes");
+    let with = DropIn::On(vec![
+        ("LLAMA_EXPERT_TRACE_ROUTES", path.display().to_string()),
+        ("LLAMA_EXPERT_TRACE_WEIGHTS", "1".into()),
+    ]);
+    let program = Program::PythonCountingVulkan;
+    let model = fixture("small-moe.gguf");
+    let mut host = Host::start_with(program, &model, &with, |command| {
+        command.arg("gates");
+    });
+    host.ask("text 4");
+    let (routes, gates) = (seen(&mut host, "routes"), seen(&mut host, "gates"));
+    assert_eq!(host.end(), Some(0));
+    let mut reader = RouteReader::open(&path).expect("routes");
+    let mut found = vec![Vec::new(); 4];
+    while let Some(record) = reader.read().expect("a valid file") {
+        let RouteRecord::Rows {
+            experts, weights, ..
+        } = record
+        else {
+            panic!("{record:?}");
+        };
+        for (at, place) in experts.chunks(2).zip(weights.chunks(2)).enumerate() {
+            if place.0[0] != NOT_ROUTED {
+                found[at % 4].push((place.0.to_vec(), place.1.to_vec()));
+            }
+        }
+    }
+    for (layer, found) in found.into_iter().enumerate() {
+        assert_eq!(found.len(), routes[&layer].len());
+        for (token, (experts, weights)) in found.into_iter().enumerate() {
+            let experts: Vec<f64> = experts.into_iter().map(f64::from).collect();
+            assert_eq!(experts, routes[&layer][token], "{layer} {token}");
+            let seen: Vec<f32> = gates[&layer][token].iter().map(|of| *of as f32).collect();
+            assert_eq!(weights, seen, "{layer} {token}");
+        }
+    }
 }
 
 #[test]

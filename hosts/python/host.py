@@ -1,6 +1,6 @@
 """A host without a reference to llama-sidecar: Python, llama.cpp through ctypes.
 
-    python3 host.py LIBRARIES MODEL [count] [experts-on-cpu] [on-cpu=PATTERN] [tokens=N] [part=N] [sequences=N]
+    python3 host.py LIBRARIES MODEL [count] [gates] [experts-on-cpu] [on-cpu=PATTERN] [tokens=N] [part=N] [sequences=N]
 
 With `experts-on-cpu`, routed experts stay in host memory, as llama.cpp's flag -cmoe has it;
 with `on-cpu`, the tensors whose names match. With `tokens`, a context has N tokens and
@@ -15,8 +15,8 @@ standard input as hosts/node/host.mjs, and
     fails C  `failed`, if the command C fails
     report P writes the report of the simulated GPU to a file
     warm     evaluates one token the way programs warm a model up
-    routes   with `count`: experts, gate weights and norms of weighted outputs of each layer and
-             token; JSON
+    routes   with `count`: the experts of each layer and token, with `gates` also their gate
+             weights and the norms of their weighted outputs; JSON
     several N two sequences of N tokens in one batch, of which only the last token of the first
              and the token before the last of the second have an output
     counts   with `count`: which experts were used, counted through the callback that
@@ -108,10 +108,12 @@ def option(name):
 def look(tensor, ask, _):
     """Called before each node, whether it is of interest, and after those that are."""
     name = base.ggml_get_name(tensor)
-    if name.startswith(b"ffn_moe_weights_norm-") and not name.endswith(b")"):
-        return look_at_gates(tensor, ask, int(name.split(b"-")[1]))
-    if name.startswith(b"ffn_moe_weighted-"):
-        return look_at_outputs(tensor, ask, int(name.split(b"-")[1]))
+    # Views of these have an addition in brackets.
+    if "gates" in options and not name.endswith(b")"):
+        if name.startswith(b"ffn_moe_weights_norm-"):
+            return look_at_gates(tensor, ask, int(name.split(b"-")[1]))
+        if name.startswith(b"ffn_moe_weighted-"):
+            return look_at_outputs(tensor, ask, int(name.split(b"-")[1]))
     if not name.startswith(b"ffn_moe_topk-"):
         return not ask
     used, tokens = (c.c_int64 * 2).from_address(tensor + NE)

@@ -117,6 +117,17 @@ pub fn counted_by_host(host: &mut Host) -> Vec<Vec<u64>> {
     (0..counts.len()).map(layer).collect()
 }
 
+/// What a host with `count` saw: `routes`, `gates` or `norms`, by layer, token and place.
+pub fn seen(host: &mut Host, what: &str) -> BTreeMap<usize, Vec<Vec<f64>>> {
+    let seen: Value = serde_json::from_str(&host.ask("routes")).expect("JSON");
+    let layers: BTreeMap<String, Vec<Vec<f64>>> =
+        serde_json::from_value(seen[what].clone()).expect("numbers");
+    layers
+        .into_iter()
+        .map(|(layer, rows)| (layer.parse().expect("a number"), rows))
+        .collect()
+}
+
 /// Counts of each layer and expert in a trace.
 pub fn traced(trace: &Value) -> Vec<Vec<u64>> {
     let layers = trace["layers"].as_array().expect("layers");
