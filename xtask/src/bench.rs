@@ -71,12 +71,14 @@ so a prompt uses nearly all experts.",
     Bench {
         name: "expert_cache",
         heading: "Experts that stay on the device",
-        note: "No GPU was measured: the program and the simulated GPU are those of the section before. Routes are made: each \
-expert has the place, among the experts of its layer by their last use, that gives an LRU of each size \
-the published share of hits. The slots hold a tenth of the experts. Stock's CPU reads experts at the speed of \
-the table; the GPU has the rest of the model. The bound is the longer of the misses' bytes over the link and \
-the products of experts on the GPU; attention, launches and waits come on top of it. The share of hits includes the first tokens, in which the slots fill; \
-it equals, to the look-up, that of a simulated LRU over the same routes.",
+        note: "No GPU was measured: the program and the simulated GPU are those of the section before. The first two models have \
+8 layers, slots for a tenth of the experts, and routes that are made: each expert has the place, among the \
+experts of its layer by their last use, that gives an LRU of each size the published share of hits. The last model \
+is the test model of 30 layers, whose router is random; its routes are those of a text that it wrote. Stock's CPU \
+reads experts at the speed of the row (see the table of the section before); the GPU has the rest of the model. The \
+bound is the longer of the misses' bytes over the link and the products of experts on the GPU; attention, launches, \
+latencies and waits come on top of it. The share of hits includes the first tokens, in which the slots fill; it \
+equals, to the look-up, that of a simulated LRU over the same routes.",
     },
     Bench {
         name: "stream",
