@@ -237,71 +237,103 @@ pub struct Sharer {
     pub slot_bytes: u64,
     /// The number of experts.
     pub experts: u32,
-    /// How many uses each further slot makes hits; empty if that is not known.
-    pub gains: Vec<u64>,
+    /// How many uses each further slot makes hits, if that is known.
+    pub gains: Option<Vec<u64>>,
 }
 
 /// Divides memory among the layers of a model. Returns the slots of each layer: the same number
-/// for all, or, where all gains are known, a slot more where it gains most. `None` where the
+/// for all, or, where all gains are known, further slots where they gain most. `None` where the
 /// memory does not hold `least` slots of each layer.
 ///
 /// ```
 /// use llama_sidecar::expert_cache::{Sharer, share};
 ///
-/// let layer = |gains: &[u64]| Sharer { slot_bytes: 10, experts: 4, gains: gains.to_vec() };
-/// assert_eq!(share(65, 1, &[layer(&[]), layer(&[])]), Some(vec![3, 3]));
+/// let layer = |gains: &[u64]| Sharer { slot_bytes: 10, experts: 4, gains: Some(gains.to_vec()) };
+/// let unknown = Sharer { gains: None, ..layer(&[]) };
+/// assert_eq!(share(65, 1, &[unknown.clone(), unknown]), Some(vec![3, 3]));
 /// // The first layer uses few experts, the second all of them.
 /// let layers = [layer(&[90, 5, 3, 2]), layer(&[30, 25, 25, 20])];
 /// assert_eq!(share(65, 1, &layers), Some(vec![2, 4]));
 /// assert_eq!(share(15, 1, &layers), None);
 /// ```
 pub fn share(memory: u64, least: u32, layers: &[Sharer]) -> Option<Vec<u32>> {
-    let bytes = |slots: &dyn Fn(&Sharer) -> u32| {
-        let of_layer = |layer: &Sharer| layer.slot_bytes.checked_mul(slots(layer).into());
+    let least = least.max(1);
+    let bytes = |slots: u32| {
+        let of_layer = |of: &Sharer| of.slot_bytes.checked_mul(slots.min(of.experts).into());
         layers
             .iter()
             .try_fold(0u64, |sum, layer| sum.checked_add(of_layer(layer)?))
     };
-    let most = layers.iter().map(|layer| layer.experts).max()?;
-    let fits =
-        |slots: u32| bytes(&|layer| slots.min(layer.experts)).is_some_and(|bytes| bytes <= memory);
     // The largest number for which all fit.
-    let (mut same, mut above) = (0, most + 1);
+    let most = layers.iter().map(|layer| layer.experts).max()?;
+    let (mut same, mut above) = (0, most.saturating_add(1));
     while above - same > 1 {
         let middle = same + (above - same) / 2;
-        match fits(middle) {
+        match bytes(middle).is_some_and(|bytes| bytes <= memory) {
             true => same = middle,
             false => above = middle,
         }
     }
-    if same < least.max(1) {
+    if same < least.min(most) {
         return None;
     }
-    if layers.iter().any(|layer| layer.gains.is_empty()) {
+    let gains: Option<Vec<_>> = layers.iter().map(|layer| layer.gains.as_ref()).collect();
+    let Some(gains) = gains else {
         return Some(layers.iter().map(|layer| same.min(layer.experts)).collect());
-    }
+    };
     let mut slots: Vec<u32> = layers
         .iter()
-        .map(|of| least.max(1).min(of.experts))
+        .map(|layer| least.min(layer.experts))
         .collect();
-    let mut left = memory - bytes(&|of| least.max(1).min(of.experts))?;
-    let mut further: Vec<(u64, usize)> = Vec::new();
-    for (at, layer) in layers.iter().enumerate() {
-        // Gains of an order other than descending would leave a gap before a larger one.
-        let mut most = u64::MAX;
-        for slot in slots[at]..layer.experts {
-            most = most.min(layer.gains.get(slot as usize).copied().unwrap_or(0));
-            further.push((most, at));
-        }
+    let mut left = memory - bytes(least)?;
+    let mut steps = Vec::new();
+    for (at, (layer, gains)) in layers.iter().zip(gains).enumerate() {
+        steps.extend(envelope(gains, slots[at], layer.experts).map(|step| (step, at)));
     }
-    further.sort_by_key(|&(gain, _)| std::cmp::Reverse(gain));
-    for (_, at) in further {
-        if let Some(rest) = left.checked_sub(layers[at].slot_bytes) {
-            left = rest;
-            slots[at] += 1;
-        }
+    // Equal gains go round the layers.
+    steps.sort_by(|(a, _), (b, _)| {
+        let order = b.gain.total_cmp(&a.gain);
+        order.then(a.from.cmp(&b.from))
+    });
+    for (step, at) in steps {
+        let slot = layers[at].slot_bytes;
+        let fit = left.checked_div(slot).unwrap_or(u64::MAX);
+        let more = fit.min(step.slots.into()) as u32;
+        left -= slot * u64::from(more);
+        slots[at] += more;
     }
     Some(slots)
+}
+
+/// Slots of a layer that gain together.
+struct Step {
+    /// What each of them gains on average.
+    gain: f64,
+    /// The number of slots before them.
+    from: u32,
+    slots: u32,
+}
+
+/// Returns the slots from `least` to `experts` in steps of descending gain: slots that gain less
+/// than those after them come together with them.
+fn envelope(gains: &[u64], least: u32, experts: u32) -> impl Iterator<Item = Step> {
+    let mut steps: Vec<Step> = Vec::new();
+    for from in least..experts {
+        let gain = gains.get(from as usize).copied().unwrap_or(0) as f64;
+        let mut step = Step {
+            gain,
+            from,
+            slots: 1,
+        };
+        while let Some(before) = steps.pop_if(|before| before.gain < step.gain) {
+            let sum = before.gain * f64::from(before.slots) + step.gain * f64::from(step.slots);
+            step.slots += before.slots;
+            step.from = before.from;
+            step.gain = sum / f64::from(step.slots);
+        }
+        steps.push(step);
+    }
+    steps.into_iter()
 }
 
 #[cfg(test)]
@@ -474,13 +506,14 @@ mod tests {
         let layers = [[9, 7, 3, 1], [8, 2, 2, 2], [5, 5, 5, 0]].map(|gains| Sharer {
             slot_bytes: 1,
             experts: 4,
-            gains: gains.to_vec(),
+            gains: Some(gains.to_vec()),
         });
         for memory in 3..=12u64 {
             let slots = share(memory, 1, &layers).expect("one each");
             let gain = |slots: &[u32]| -> u64 {
                 let of_layer = |(layer, &slots): (&Sharer, &u32)| {
-                    layer.gains[..slots as usize].iter().sum::<u64>()
+                    let gains = layer.gains.as_ref().expect("known");
+                    gains[..slots as usize].iter().sum::<u64>()
                 };
                 layers.iter().zip(slots).map(of_layer).sum()
             };
@@ -493,9 +526,24 @@ mod tests {
             }
             assert_eq!(gain(&slots), best, "{memory}: {slots:?}");
         }
+        // A slot that gains nothing may come before others that do.
+        let dips = [[9, 0, 0, 0], [9, 0, 8, 8]].map(|gains| Sharer {
+            slot_bytes: 10,
+            experts: 4,
+            gains: Some(gains.to_vec()),
+        });
+        assert_eq!(share(60, 1, &dips), Some(vec![2, 4]));
+        assert_eq!(share(50, 1, &dips), Some(vec![1, 4]));
+        // Without gains, layers have equally many.
+        let nothing = [(); 3].map(|()| Sharer {
+            slot_bytes: 10,
+            experts: 8,
+            gains: Some(Vec::new()),
+        });
+        assert_eq!(share(90, 1, &nothing), Some(vec![3, 3, 3]));
         let mut small = layers;
         small[1].experts = 1;
-        small[0].gains.clear();
+        small[0].gains = None;
         assert_eq!(share(u64::MAX, 2, &small), Some(vec![4, 1, 4]));
         assert_eq!(share(2, 1, &small), None);
         small[0].slot_bytes = u64::MAX;

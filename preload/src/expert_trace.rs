@@ -121,6 +121,12 @@ impl Capability for ExpertTrace {
         }
     }
 
+    fn model_freed(&self, model: &Model) {
+        if let Some(trace) = ModelTrace::of(model) {
+            trace.counters.end_locality();
+        }
+    }
+
     fn graph_allocated(&self, scheduler: Scheduler, graph: &Allocated, keeps: bool) {
         if !self.is_enabled() {
             return;
@@ -163,6 +169,10 @@ impl Capability for ExpertTrace {
         let of = &SCHEDULERS[scheduler.number()];
         let counts = of.counts.load(Ordering::Relaxed);
         of.uncounted.store(counts, Ordering::Relaxed);
+        if counts {
+            // SAFETY: the scheduler is about to evaluate its graph, whose inputs are set.
+            unsafe { of.graph.lock().routes.read_inputs(scheduler.ggml()) };
+        }
     }
 
     fn evaluation_ended(&self, scheduler: Scheduler) {

@@ -8,6 +8,7 @@
 //! The last layer of a prompt computes only the tokens whose output is requested. Their positions
 //! are the operand of the rows that the graph takes there.
 
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,6 +29,8 @@ use crate::{barrier, graph, journal, thread};
 const QUEUE_IDS: usize = 4 << 20;
 /// Evaluations, marks and gaps that the queue takes.
 const QUEUE_ITEMS: usize = 1 << 16;
+/// Marks that wait for a disk.
+const MOST_MARKS: usize = 1024;
 /// The time between two writes.
 const PAUSE: Duration = Duration::from_millis(50);
 /// How long the end of the process waits for a running write.
@@ -101,6 +104,10 @@ struct Output {
     dropped: u64,
     /// Whether a message has reported dropped tokens.
     is_reported: bool,
+    /// Whether another process has the file.
+    is_refused: bool,
+    /// Marks that are not written yet, [`MOST_MARKS`] at most.
+    marks: Vec<String>,
 }
 
 /// The queues of models that are not freed.
@@ -296,14 +303,23 @@ impl Queue {
 
 impl Output {
     fn write(&mut self, queue: &Queue) {
-        if self.writer.is_none() && self.error.is_none() {
+        if self.writer.is_none() && !self.is_refused {
             match RouteWriter::create(&queue.path, queue.layout.clone()) {
-                Ok(writer) => self.writer = Some(writer),
-                Err(error) => self.fail(queue, &error),
+                Ok(mut writer) => {
+                    writer.dropped(std::mem::take(&mut self.dropped));
+                    self.writer = Some(writer);
+                }
+                Err(error) => {
+                    self.is_refused = error.kind() == ErrorKind::ResourceBusy;
+                    self.fail(queue, &error);
+                }
             }
         }
         let places = queue.layout.places();
         let (mut at, mut failure) = (0, None);
+        if let Some(writer) = &mut self.writer {
+            failure = write_marks(writer, &mut self.marks).err();
+        }
         for item in &self.taken.items {
             let result = match (item, &mut self.writer) {
                 (Item::Rows(context, tokens), Some(writer)) => {
@@ -313,7 +329,15 @@ impl Output {
                     let weights = weights.unwrap_or_default();
                     writer.rows(*context, &self.taken.experts[ids], weights)
                 }
-                (Item::Mark(text), Some(writer)) => writer.mark(text),
+                (Item::Mark(text), writer) => {
+                    if self.marks.len() < MOST_MARKS {
+                        self.marks.push(text.clone());
+                    }
+                    let marks = &mut self.marks;
+                    writer
+                        .as_mut()
+                        .map_or(Ok(()), |writer| write_marks(writer, marks))
+                }
                 (Item::Dropped(tokens), Some(writer)) => {
                     writer.dropped(*tokens);
                     Ok(())
@@ -326,7 +350,6 @@ impl Output {
                     self.dropped += tokens;
                     Ok(())
                 }
-                (Item::Mark(_), None) => Ok(()),
             };
             failure = failure.or(result.err());
         }
@@ -361,6 +384,17 @@ impl Output {
     }
 }
 
+/// Writes marks in their order, and removes those that are written.
+fn write_marks(writer: &mut RouteWriter, marks: &mut Vec<String>) -> std::io::Result<()> {
+    let mut written = 0;
+    let results = marks.iter().map(|text| writer.mark(text));
+    let result = results
+        .inspect(|result| written += usize::from(result.is_ok()))
+        .collect();
+    marks.drain(..written);
+    result
+}
+
 /// Rows of an evaluation. Their memory is used again for the next one.
 struct Rows {
     tokens: usize,
@@ -370,12 +404,21 @@ struct Rows {
     weights: Vec<f32>,
 }
 
+/// Rows that a graph takes of a result.
+struct Taken {
+    /// The input with their positions.
+    input: *mut Tensor,
+    /// Of how many rows.
+    rows: i64,
+    /// The positions in the evaluation that was begun last.
+    positions: Vec<u8>,
+}
+
 /// What the graph of a scheduler has for routes, and the rows of its evaluations. Used by the
 /// thread that evaluates.
 pub struct GraphRoutes {
     queue: Option<Arc<Queue>>,
-    /// Inputs with the positions of rows that are taken, and from how many rows.
-    taken: Vec<(*mut Tensor, i64)>,
+    taken: Vec<Taken>,
     /// Layers with gate weights.
     experts: Vec<WeightedExperts>,
     rows: Rows,
@@ -428,7 +471,11 @@ impl GraphRoutes {
                 let computed = layout.read::<i32>(source, layout.op) != 0;
                 if flags & graph::FLAG_INPUT != 0 && computed {
                     let [_, rows, ..]: [i64; 4] = layout.read(source, layout.ne);
-                    self.taken.push((positions, rows));
+                    self.taken.push(Taken {
+                        input: positions,
+                        rows,
+                        positions: Vec::new(),
+                    });
                     graph::keep(ggml, positions);
                 }
             }
@@ -446,6 +493,24 @@ impl GraphRoutes {
         self.queue = None;
         self.taken.clear();
         self.experts.clear();
+    }
+
+    /// Reads the positions of rows that the evaluation takes, which begins. The program may set
+    /// them for the next one before this one is counted.
+    ///
+    /// # Safety
+    ///
+    /// The graph is live, and its inputs are set.
+    pub unsafe fn read_inputs(&mut self, ggml: &Ggml) {
+        for taken in &mut self.taken {
+            // SAFETY: as the caller ensures; an input has as many bytes as ggml returns.
+            unsafe {
+                let size = (ggml.f.ggml_nbytes)(taken.input);
+                taken.positions.resize(size, 0);
+                let to = taken.positions.as_mut_ptr().cast();
+                (ggml.f.ggml_backend_tensor_get)(taken.input, to, 0, size);
+            }
+        }
     }
 
     /// Begins the rows of an evaluation.
@@ -478,17 +543,7 @@ impl GraphRoutes {
             rows.weights.resize(weights, f32::NAN);
         }
         let number = layout.layers()[layer].0;
-        // SAFETY: as the caller ensures.
-        if !unsafe {
-            places_of(
-                ggml,
-                &self.taken,
-                rows.tokens,
-                ids.tokens,
-                &mut self.bytes,
-                &mut self.places,
-            )
-        } {
+        if !places_of(&self.taken, rows.tokens, ids.tokens, &mut self.places) {
             return;
         }
         let starts = self
@@ -530,39 +585,18 @@ impl GraphRoutes {
 
 /// Finds which of the tokens of an evaluation a layer computed: all, or those whose rows are
 /// `taken`. Returns whether that is known.
-///
-/// # Safety
-///
-/// The graph is live and its backends are done.
-unsafe fn places_of(
-    ggml: &Ggml,
-    taken: &[(*mut Tensor, i64)],
-    tokens: usize,
-    computed: usize,
-    bytes: &mut Vec<u8>,
-    places: &mut Vec<usize>,
-) -> bool {
+fn places_of(taken: &[Taken], tokens: usize, computed: usize, places: &mut Vec<usize>) -> bool {
     places.clear();
     if computed == tokens {
         places.extend(0..tokens);
         return true;
     }
-    let layout = &ggml.layout;
-    let fits = |of: &&(*mut Tensor, i64)| {
-        // SAFETY: as the caller ensures.
-        let [count, ..]: [i64; 4] = unsafe { layout.read(of.0, layout.ne) };
-        of.1 == tokens as i64 && count == computed as i64
-    };
+    let fits = |of: &&Taken| of.rows == tokens as i64 && of.positions.len() == 4 * computed;
     // The results of a graph are at its end.
-    let Some((positions, _)) = taken.iter().rev().find(fits) else {
+    let Some(taken) = taken.iter().rev().find(fits) else {
         return false;
     };
-    bytes.resize(computed * 4, 0);
-    // SAFETY: the input was kept, and has `computed` numbers of four bytes.
-    unsafe {
-        (ggml.f.ggml_backend_tensor_get)(*positions, bytes.as_mut_ptr().cast(), 0, bytes.len());
-    }
-    let numbers = bytes.as_chunks().0.iter();
+    let numbers = taken.positions.as_chunks().0.iter();
     // A negative number is no place, like one that is too large.
     places.extend(numbers.map(|number| i32::from_ne_bytes(*number) as usize));
     places.iter().all(|place| *place < tokens)
@@ -642,5 +676,42 @@ mod tests {
         assert_eq!(pending.experts.capacity(), QUEUE_IDS);
         assert_eq!(pending.items.capacity(), QUEUE_ITEMS);
         std::fs::remove_file(&path).expect("it was written");
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_made_is_made_later() {
+        let folder = std::env::temp_dir().join(format!("llama-sidecar-{}-r", std::process::id()));
+        let path = folder.join("later.routes");
+        let queue = queue(&path);
+        queue.push(0, &rows(3));
+        queue.pending.lock().items.push(Item::Mark("a".into()));
+        queue.write();
+        assert_eq!(queue.output.lock().missing(), 3);
+        std::fs::create_dir(&folder).expect("a folder");
+        queue.push(0, &rows(2));
+        queue.write();
+        // The gap, the mark and the rows.
+        assert_eq!(lengths(&path), [(0, 3), (0, 0), (2, 0)]);
+        assert_eq!(queue.output.lock().missing(), 3);
+        std::fs::remove_dir_all(&folder).expect("removed");
+    }
+
+    #[test]
+    fn a_file_of_another_writer_is_left_alone() {
+        let name = format!("llama-sidecar-{}-two.routes", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let (first, second) = (queue(&path), queue(&path));
+        for (queue, tokens) in [(&first, 2), (&second, 5), (&first, 1), (&second, 4)] {
+            queue.push(0, &rows(tokens));
+            queue.write();
+        }
+        assert_eq!(lengths(&path), [(2, 0), (1, 0)]);
+        let error = second.output.lock().error.clone();
+        assert!(error.is_some_and(|error| error.contains("%p")));
+        drop(first);
+        second.push(0, &rows(1));
+        second.write();
+        assert_eq!(lengths(&path), [(2, 0), (1, 0)]);
+        std::fs::remove_file(&path).expect("removed");
     }
 }

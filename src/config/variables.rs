@@ -214,7 +214,7 @@ pub static VARIABLES: &[Variable] = &[
         name: "LLAMA_POSTFETCH_MAX_TRANSFERS",
         default: Value("8"),
         kind: number("copies", 1, 1024),
-        help: "link mode: maximum number of copies in flight, from 1 to 1024",
+        help: "maximum number of copies in flight, from 1 to 1024; drop-in: of matrices",
         flag: None,
     },
     Variable {

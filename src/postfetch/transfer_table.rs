@@ -87,8 +87,8 @@ struct Transfer {
     stream: Option<Stream>,
     /// Released, but the end of the caller's work in `stream` is not recorded yet.
     awaiting_consumer: bool,
-    /// Done, but its time is not collected yet.
-    untimed: bool,
+    /// Done, but its time is not collected yet: the slot of its first expert.
+    untimed: Option<usize>,
 }
 
 /// A transfer for the fetching thread to issue.
@@ -202,7 +202,7 @@ impl TransferTable {
             weights: None,
             stream: None,
             awaiting_consumer: false,
-            untimed: false,
+            untimed: None,
         };
         TransferTable {
             slots: vec![ExpertSlot::Idle; slots],
@@ -504,7 +504,7 @@ impl TransferTable {
             match transfer.phase {
                 Phase::InFlight => {
                     transfer.phase = Phase::Ready;
-                    transfer.untimed = true;
+                    transfer.untimed = Some(transfer.first_slot);
                     self.in_flight -= 1;
                 }
                 Phase::Stuck => transfer.phase = Phase::Ready,
@@ -690,9 +690,9 @@ impl TransferTable {
         let index = self
             .transfers
             .iter()
-            .position(|transfer| transfer.untimed)?;
-        self.transfers[index].untimed = false;
-        Some((self.id(index), self.transfers[index].first_slot))
+            .position(|transfer| transfer.untimed.is_some())?;
+        let slot = self.transfers[index].untimed.take()?;
+        Some((self.id(index), slot))
     }
 
     /// Returns whether an id still names the same use of its transfer.

@@ -133,7 +133,14 @@ pub struct Trace {
     rejected: AtomicU64,
     /// Of each layer, or empty. The batches of a layer come one after the other, so its lock is
     /// free unless several contexts evaluate at the same time.
-    locality: Vec<Mutex<Recorder>>,
+    locality: Vec<Mutex<Recorded>>,
+}
+
+/// The locality of a layer.
+#[derive(Debug)]
+enum Recorded {
+    Running(Box<Recorder>),
+    Ended(Locality),
 }
 
 /// The sums at the last reset.
@@ -203,7 +210,9 @@ impl Trace {
 
     /// Makes counters for these layers that also record the locality of batches.
     pub fn with_locality(layout: ExpertLayout) -> Trace {
-        let recorder = |&(_, experts): &(u32, u32)| Mutex::new(Recorder::new(experts));
+        let recorder = |&(_, experts): &(u32, u32)| {
+            Mutex::new(Recorded::Running(Box::new(Recorder::new(experts))))
+        };
         Trace {
             locality: layout.layers.iter().map(recorder).collect(),
             ..Trace::new(layout)
@@ -235,8 +244,10 @@ impl Trace {
     /// that are no experts of the layer are only counted as rejected.
     pub fn record_batch(&self, layer: usize, ids: &Ids<'_>) {
         self.count(layer, ids);
-        if let Some(locality) = self.locality.get(layer) {
-            locality.lock().record(ids);
+        if let Some(locality) = self.locality.get(layer)
+            && let Recorded::Running(recorder) = &mut *locality.lock()
+        {
+            recorder.record(ids);
         }
     }
 
@@ -327,7 +338,22 @@ impl Trace {
         baseline.since = Instant::now();
         self.rejected.store(0, Ordering::Relaxed);
         for locality in &self.locality {
-            locality.lock().clear();
+            match &mut *locality.lock() {
+                Recorded::Running(recorder) => recorder.clear(),
+                Recorded::Ended(locality) => *locality = Locality::default(),
+            }
+        }
+    }
+
+    /// Ends the recording of locality: frees its memory, and keeps the curves. Takes as long as
+    /// [`Trace::snapshot_with_locality`].
+    pub fn end_locality(&self) {
+        for locality in &self.locality {
+            let mut recorded = locality.lock();
+            if let Recorded::Running(recorder) = &*recorded {
+                let ended = recorder.locality();
+                *recorded = Recorded::Ended(ended);
+            }
         }
     }
 
@@ -340,9 +366,17 @@ impl Trace {
         for (layer, recorder) in snapshot.layers.iter_mut().zip(&self.locality) {
             // Evaluations do not wait for the computation. At the end of the process, a thread
             // that holds the lock may never release it.
-            let recorded = recorder.try_lock_for(LONGEST_WAIT);
-            let recorded = recorded.map(|recorder| recorder.clone());
-            layer.locality = recorded.map(|recorded| recorded.locality());
+            let Some(recorded) = recorder.try_lock_for(LONGEST_WAIT) else {
+                continue;
+            };
+            layer.locality = Some(match &*recorded {
+                Recorded::Ended(locality) => locality.clone(),
+                Recorded::Running(recorder) => {
+                    let recorder = recorder.clone();
+                    drop(recorded);
+                    recorder.locality()
+                }
+            });
         }
         snapshot
     }
@@ -614,5 +648,35 @@ mod tests {
             assert_eq!(first.snapshot().layers[0].experts, [3, 0]);
             assert_eq!(second.snapshot().layers[0].experts, [0, 3]);
         }
+    }
+
+    #[test]
+    fn locality_stays_after_its_recording() {
+        let trace = Trace::with_locality(ExpertLayout::new([(0, 4)]));
+        let bytes: Vec<u8> = [1i32, 2, 1]
+            .iter()
+            .flat_map(|id| id.to_ne_bytes())
+            .collect();
+        let ids = Ids {
+            bytes: &bytes,
+            used: 1,
+            tokens: 3,
+            used_stride: 4,
+            token_stride: 4,
+        };
+        trace.record_batch(0, &ids);
+        let before = trace.snapshot_with_locality().layers;
+        trace.end_locality();
+        trace.end_locality();
+        assert_eq!(trace.snapshot_with_locality().layers, before);
+        trace.record_batch(0, &ids);
+        let after = trace.snapshot_with_locality().layers;
+        assert_eq!(
+            (after[0].tokens, &after[0].locality),
+            (6, &before[0].locality)
+        );
+        trace.reset();
+        let reset = trace.snapshot_with_locality().layers;
+        assert_eq!(reset[0].locality, Some(Locality::default()));
     }
 }

@@ -10,6 +10,8 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use crate::experts::MAX_LAYERS;
+
 use super::counters::{LayerCounts, Snapshot};
 use super::locality::{Locality, Window};
 use super::model_meta::{FileMeta, ModelMeta};
@@ -124,8 +126,10 @@ pub fn from_json(json: &Value) -> Result<(ModelMeta, Snapshot), String> {
     let mut expert_bytes = BTreeMap::new();
     for layer in list(&json["layers"]) {
         let number_of = number(&layer["layer"], "a layer's number")?;
-        let number_of = u32::try_from(number_of)
-            .map_err(|_| format!("expected a layer's number below 2^32, found {number_of}"))?;
+        let valid = u32::try_from(number_of).ok().filter(|of| *of < MAX_LAYERS);
+        let number_of = valid.ok_or_else(|| {
+            format!("expected a layer's number below {MAX_LAYERS}, found {number_of}")
+        })?;
         if let Some(bytes) = layer["expert_bytes"].as_u64() {
             expert_bytes.insert(number_of, bytes);
         }

@@ -34,7 +34,7 @@
 //! exceeds what the file has, and [`RouteReader`] leaves out a truncated record.
 
 use std::ffi::{OsStr, OsString};
-use std::fs::File;
+use std::fs::{File, TryLockError};
 use std::io::{self, BufReader, ErrorKind, Read, Write};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -196,9 +196,25 @@ struct Output {
 }
 
 impl Output {
-    /// Creates a file that starts with these bytes.
+    /// Creates a file that starts with these bytes. Another process that writes to it keeps it:
+    /// the error has the kind `ResourceBusy`.
     fn create(path: &Path, start: &[u8]) -> io::Result<Output> {
-        let file = File::create(path)?;
+        let mut options = File::options();
+        let file = options
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(path)?;
+        // Where the file system has no locks, there is no answer.
+        if let Err(TryLockError::WouldBlock) = file.try_lock() {
+            return Err(io::Error::new(
+                ErrorKind::ResourceBusy,
+                "another process writes to it: use a path with %p, which is replaced by the process ID",
+            ));
+        }
+        if file.metadata()?.is_file() {
+            file.set_len(0)?;
+        }
         let mut output = Output { file, end: 0 };
         output.append(start)?;
         Ok(output)

@@ -117,6 +117,10 @@ impl Cache {
                 device: device as usize,
             };
             FIGURES.note_cache(bytes, cache.slots());
+            for layer in &mut cache.layers {
+                let slots = layer.experts.slots();
+                layer.figures = FIGURES.cache_layer(layer.model, layer.layer, slots);
+            }
             // SAFETY: as the caller ensures, and nothing uses the slots.
             unsafe { cache.measure(ggml, &matrices) };
             if let Some(trace) = &trace {
@@ -333,7 +337,7 @@ fn sharer(layer: u32, matrices: &[Matrix], trace: Option<&Snapshot>) -> Sharer {
             trace.layers.len()
         );
     }
-    let gains = traced.map_or(Vec::new(), |of| match &of.locality {
+    let gains = traced.map(|of| match &of.locality {
         Some(locality) => locality.lru.clone(),
         None => {
             let mut uses = of.experts.clone();
@@ -388,7 +392,7 @@ unsafe fn allocate(
             ids: Scratch::allocate(ggml, buft, slots as usize * size_of::<i32>() + IDS_PADDING)?,
             loads: Vec::new(),
             slots: Vec::new(),
-            figures: FIGURES.cache_layer(*model, *layer, slots as usize),
+            figures: Arc::new(LayerFigures::new(*model, *layer)),
         });
     }
     Some(layers)

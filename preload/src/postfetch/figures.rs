@@ -84,6 +84,18 @@ pub struct LayerFigures {
 }
 
 impl LayerFigures {
+    /// Returns zeros.
+    pub fn new(model: u64, layer: u32) -> LayerFigures {
+        LayerFigures {
+            model,
+            layer,
+            slots: AtomicU64::new(0),
+            hits: AtomicU64::new(0),
+            misses: AtomicU64::new(0),
+            evictions: AtomicU64::new(0),
+        }
+    }
+
     /// Counts a look-up.
     pub fn count(&self, hits: usize, misses: usize, evictions: u64) {
         for (of_layer, of_all, count) in [
@@ -123,14 +135,7 @@ impl Figures {
             .iter()
             .find(|of| (of.model, of.layer) == (model, layer));
         let of_layer = known.cloned().unwrap_or_else(|| {
-            let new = Arc::new(LayerFigures {
-                model,
-                layer,
-                slots: AtomicU64::new(0),
-                hits: AtomicU64::new(0),
-                misses: AtomicU64::new(0),
-                evictions: AtomicU64::new(0),
-            });
+            let new = Arc::new(LayerFigures::new(model, layer));
             layers.push(new.clone());
             new
         });

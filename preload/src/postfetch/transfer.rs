@@ -352,13 +352,19 @@ impl Shared {
     /// Issues copies while there may be more, and waits for the oldest one otherwise: so the
     /// link has the next copy before one is complete.
     fn run(&self) {
-        let most = Config::get().postfetch.max_transfers as usize;
+        let config = &Config::get().postfetch;
+        // A later copy into the same memory must not come before the bytes are compared.
+        let most = if config.debug {
+            1
+        } else {
+            config.max_transfers as usize
+        };
         let mut issued: VecDeque<(Arc<Transfer>, Instant)> = VecDeque::new();
         let mut end_before = Instant::now();
         loop {
             let next = match issued.len() {
                 0 => self.next(),
-                len if len < most.max(1) => self.queue.lock().pop(),
+                len if len < most => self.queue.lock().pop(),
                 _ => None,
             };
             if let Some(transfer) = next {
