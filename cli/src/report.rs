@@ -20,7 +20,8 @@ use crate::trace_report::TraceReport;
 #[derive(clap::Args)]
 #[command(group = clap::ArgGroup::new("form").args(["svg", "compare", "memory", "pin", "format"]))]
 pub struct ReportOptions {
-    /// Traces in JSON, from LLAMA_EXPERT_TRACE_OUTPUT. Traces of the same model are summed.
+    /// Traces in JSON, from LLAMA_EXPERT_TRACE_OUTPUT, or routes in the compact format, whose marks
+    /// separate workloads. Traces of the same model are summed.
     #[arg(required = true)]
     traces: Vec<PathBuf>,
     /// Write a self-contained HTML page; with --svg, --format and --pin, another file.
@@ -68,7 +69,8 @@ pub fn run(options: &ReportOptions) -> Result<()> {
         .traces
         .iter()
         .map(|path| TraceReport::read(path))
-        .collect::<Result<Vec<_>>>()?;
+        .collect::<Result<Vec<_>>>()?
+        .concat();
     if let Some(path) = &options.model {
         let files = open_model(path, Access::Read)?;
         for traced in &mut traces {
@@ -321,9 +323,13 @@ fn page(traces: &[TraceReport]) -> String {
             files.collect::<Vec<_>>().join(", ")
         );
         body.push_str(
-            "<h2>Use of each expert</h2><p class=note>A row is a layer, a column an expert. The colour is its share of the layer's activations against even use: hover for numbers.</p>",
+            "<h2>Use of each expert</h2><p class=note>A row is a layer, a column an expert. The colour is its share of the layer's activations against even use; what is never used has none. Hover over a cell for its numbers; the table of layers has the most used experts.</p>",
         );
-        let _ = write!(body, "<div class=wide>{}</div>", svg::heat_map(traced));
+        let _ = write!(
+            body,
+            "<div class=wide tabindex=0 role=region aria-label=\"Use of each expert, scrolls sideways\">{}</div>",
+            svg::heat_map(traced)
+        );
         body.push_str(
             "<h2>What a cache or a pruning could gain</h2><p class=note>Share of a layer's activations that its most used experts carry; the mean of all layers, and between the least and the most uneven one. The straight line is even use.</p>",
         );
@@ -398,7 +404,8 @@ dl div{border:1px solid var(--line);border-radius:.5rem;padding:.6rem .8rem}\
 dt{color:var(--soft);font-size:.85rem}dd{margin:0;font-size:1.15rem;font-variant-numeric:tabular-nums}\
 table{border-collapse:collapse;font-variant-numeric:tabular-nums;width:100%}\
 th,td{padding:.25rem .7rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}\
-th{color:var(--soft);font-weight:500}svg{max-width:100%;height:auto}.wide svg{max-width:none}";
+th{color:var(--soft);font-weight:500}svg{max-width:100%;height:auto}.wide svg{max-width:none}\
+@media print{.wide{overflow:visible}.wide svg{max-width:100%}h2{break-after:avoid}tr{break-inside:avoid}}";
 
 #[cfg(test)]
 mod tests {

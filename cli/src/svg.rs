@@ -6,10 +6,17 @@ use llama_sidecar::trace::coverage;
 
 use crate::trace_report::TraceReport;
 
-/// Colours for a share against even use: never, a quarter, a half, even, twice, four
-/// times and more. Readable on light and dark paper, also without red and green.
+/// Colours for a share against even use: never, less than a quarter, a quarter, a half, even,
+/// twice, four times and more. The colour map viridis, whose lightness grows with the share, so
+/// that colours differ without their hue; what is never used has none.
 const COLOURS: [&str; 7] = [
-    "#8a8f99", "#2c3e8f", "#3573b1", "#3fa7a0", "#a6c04a", "#f2a93b", "#e4572e",
+    "transparent",
+    "#46085c",
+    "#3b528b",
+    "#25848e",
+    "#35b779",
+    "#a8db34",
+    "#fde725",
 ];
 const MEANINGS: [&str; 7] = ["never", "< 1/4", "1/4", "1/2", "even", "2x", "4x"];
 
@@ -89,7 +96,7 @@ pub fn heat_map(traced: &TraceReport) -> String {
         let x = LEFT + at * 56;
         let _ = write!(
             svg,
-            "<rect x=\"{x}\" y=\"{y}\" width=\"14\" height=\"14\" fill=\"{colour}\"/><text x=\"{}\" y=\"{}\" fill=\"#808a99\">{}</text>",
+            "<rect x=\"{x}\" y=\"{y}\" width=\"14\" height=\"14\" fill=\"{colour}\" stroke=\"#808a99\"/><text x=\"{}\" y=\"{}\" fill=\"#808a99\">{}</text>",
             x + 18,
             y + 11,
             escape(meaning)

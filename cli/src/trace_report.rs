@@ -1,13 +1,23 @@
 //! Expert traces as the report shows them.
 
+use std::io::Read;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use llama_sidecar::experts::ExpertIndex;
 use llama_sidecar::gguf::{Access, GgufFile, open_model};
-use llama_sidecar::trace::{ExpertLayout, ModelMeta, Snapshot, from_json};
+use llama_sidecar::trace::{
+    ExpertLayout, ModelMeta, RouteFormat, RouteReader, Snapshot, from_json,
+};
+
+/// Returns the name of a file.
+fn label(path: &Path) -> String {
+    let name = path.file_name().unwrap_or_default();
+    name.to_string_lossy().into_owned()
+}
 
 /// One trace, or the sum of several of the same model.
+#[derive(Clone)]
 pub struct TraceReport {
     /// The model.
     pub about: ModelMeta,
@@ -18,8 +28,13 @@ pub struct TraceReport {
 }
 
 impl TraceReport {
-    /// Reads a trace from its JSON file.
-    pub fn read(path: &Path) -> Result<TraceReport> {
+    /// Reads a trace from its JSON file, or the workloads of a file of routes.
+    pub fn read(path: &Path) -> Result<Vec<TraceReport>> {
+        if RouteFormat::of(path) == RouteFormat::Binary
+            && let Ok(reader) = RouteReader::open(path)
+        {
+            return TraceReport::of_routes(path, reader);
+        }
         let text =
             std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
         let json = serde_json::from_slice(&text).with_context(|| {
@@ -37,16 +52,37 @@ impl TraceReport {
                 path.display()
             );
         }
-        let label = path
-            .file_name()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned();
-        Ok(TraceReport {
+        Ok(vec![TraceReport {
             about,
             counts,
-            label,
-        })
+            label: label(path),
+        }])
+    }
+
+    fn of_routes<R: Read>(path: &Path, reader: RouteReader<R>) -> Result<Vec<TraceReport>> {
+        let about = ModelMeta {
+            name: reader.layout().model().to_owned(),
+            experts_used: reader.layout().top_k() as u64,
+            ..ModelMeta::default()
+        };
+        let workloads = reader
+            .workloads()
+            .with_context(|| format!("cannot read the routes of {}", path.display()))?;
+        if workloads.is_empty() {
+            bail!(
+                "{} has no tokens: evaluate with the model before",
+                path.display()
+            );
+        }
+        let report = |(mark, counts): (String, Snapshot)| TraceReport {
+            about: about.clone(),
+            counts,
+            label: match mark.as_str() {
+                "" => label(path),
+                mark => format!("{}: {mark}", label(path)),
+            },
+        };
+        Ok(workloads.into_iter().map(report).collect())
     }
 
     /// Sums traces of the same model.

@@ -5,7 +5,7 @@ use std::process::{Command, Output};
 
 use llama_sidecar::experts::ExpertIndex;
 use llama_sidecar::gguf::{Access, GgufFile};
-use llama_sidecar::trace::{ExpertLayout, Ids, ModelMeta, Trace, write};
+use llama_sidecar::trace::{ExpertLayout, Ids, ModelMeta, RouteLayout, RouteWriter, Trace, write};
 use testkit::mixtures::{EXPERTS, Mixture, USED};
 
 /// A model whose first layer has no experts, and traces of it.
@@ -274,4 +274,45 @@ fn errors_have_a_next_step() {
     assert!(error.contains("trace the workload again"), "{error}");
     let error = traced.error(&["early.json", "--memory", "1G", "--pin", "40%"]);
     assert!(error.contains("cannot be used with"), "{error}");
+}
+
+/// Marks of routes separate workloads, which are compared or summed.
+#[test]
+fn routes_are_reported_by_workload() {
+    let traced = Traced::new();
+    let layout = RouteLayout::new("a model", &[(0, 4), (1, 4)], 1, false).expect("valid");
+    let path = traced.path("a.routes");
+    let mut routes = RouteWriter::create(&path, layout).expect("free space");
+    routes
+        .rows(0, &[0, 1, 0, 1, 0, 1], &[])
+        .expect("free space");
+    routes.mark("second").expect("free space");
+    routes.rows(0, &[0, 2, 0, 3], &[]).expect("free space");
+    routes.flush().expect("free space");
+    let sum = traced.text(&["a.routes", "--format", "csv"]);
+    assert!(
+        sum.starts_with("layer,expert,count\n0,0,5\n1,1,3\n"),
+        "{sum}"
+    );
+    let compared = traced.text(&["a.routes", "--compare"]);
+    assert!(compared.contains("a model (a.routes)"), "{compared}");
+    assert!(
+        compared.contains("a model (a.routes: second)"),
+        "{compared}"
+    );
+    // Nothing in common in layer 1, and everything in layer 0.
+    let row = |start: &str| {
+        let rows = compared.lines().rev();
+        let mut rows = rows.filter(|line| line.trim_start().starts_with(start));
+        rows.next()
+            .expect("a row")
+            .split_whitespace()
+            .map(str::to_owned)
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(row("0 ")[1..], ["100.0", "%", "0.000"], "{compared}");
+    assert_eq!(row("1 ")[1..], ["0.0", "%", "1.000"], "{compared}");
+    std::fs::write(&path, "LLSCnothing").expect("free space");
+    let output = traced.report(&["a.routes"]);
+    assert!(!output.status.success());
 }

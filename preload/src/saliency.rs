@@ -61,14 +61,9 @@ impl ModelSaliency {
         model
     }
 
-    /// Writes a new file and renames it over an old one.
     fn write(&self) {
         let json = self.sums.to_json(&self.about);
-        let mut part = self.path.clone().into_os_string();
-        part.push(format!(".{}.part", std::process::id()));
-        let written = std::fs::write(&part, format!("{json:#}\n"));
-        if let Err(error) = written.and_then(|()| std::fs::rename(&part, &self.path)) {
-            let _ = std::fs::remove_file(&part);
+        if let Err(error) = trace::write_text(&self.path, &format!("{json:#}\n")) {
             log::error!(
                 "LLAMA_EXPERT_TRACE_SALIENCY: cannot write {}: {error}; choose another path",
                 self.path.display()

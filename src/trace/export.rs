@@ -173,17 +173,23 @@ pub fn to_csv(snapshot: &Snapshot) -> String {
     text
 }
 
-/// Writes counts to a file, as CSV if the name ends in `.csv` and as JSON otherwise.
-///
-/// The text goes into a new file next to `path`, which is then renamed, so a reader never sees
-/// a part of it. The file is not flushed to the disk: the end of a traced process must not wait
-/// for that. A crash of the machine can lose the trace; a crash of the process cannot.
+/// Writes counts to a file, as CSV if the name ends in `.csv` and as JSON otherwise; see
+/// [`write_text`].
 pub fn write(path: &Path, meta: &ModelMeta, snapshot: &Snapshot) -> std::io::Result<()> {
     let csv = path.extension().is_some_and(|extension| extension == "csv");
     let text = match csv {
         true => to_csv(snapshot),
         false => format!("{:#}\n", to_json(meta, snapshot)),
     };
+    write_text(path, &text)
+}
+
+/// Writes a text to a file in place of what is there.
+///
+/// The text goes into a new file next to `path`, which is then renamed, so a reader never sees
+/// a part of it. The file is not flushed to the disk: the end of a traced process must not wait
+/// for that. A crash of the machine can lose the text; a crash of the process cannot.
+pub fn write_text(path: &Path, text: &str) -> std::io::Result<()> {
     if fs::metadata(path).is_ok_and(|found| !found.is_file()) {
         // A pipe or a terminal cannot be renamed over. Without a reader, the open fails.
         let mut options = fs::OpenOptions::new();

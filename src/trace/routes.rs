@@ -41,7 +41,8 @@ use std::path::Path;
 
 use serde_json::json;
 
-use super::{LayerCounts, Snapshot};
+use super::counters::{ExpertLayout, Ids, Snapshot, Trace};
+use crate::experts::MAX_LAYERS;
 
 /// Stands in place of an expert where a layer did not compute a token.
 pub const NOT_ROUTED: i16 = -1;
@@ -88,6 +89,9 @@ impl RouteLayout {
                 "{} layers with {top_k} experts of a token cannot be written",
                 layers.len()
             ));
+        }
+        if let Some((layer, _)) = layers.iter().find(|of| of.0 >= MAX_LAYERS) {
+            return Err(format!("layer {layer} is not below {MAX_LAYERS}"));
         }
         if let Some((layer, experts)) = layers.iter().find(|of| of.1 > i16::MAX as u32) {
             return Err(format!(
@@ -594,38 +598,53 @@ impl<R: Read> RouteReader<R> {
         }))
     }
 
-    /// Reads to the end and returns how often each expert was routed to.
-    pub fn counts(mut self) -> io::Result<Snapshot> {
-        let of_layer = |&(layer, experts): &(u32, u32)| LayerCounts {
-            layer,
-            tokens: 0,
-            experts: vec![0; experts as usize],
-            locality: None,
+    /// Reads to the end and returns counts and locality of each workload: of the tokens before
+    /// the first mark, with an empty text, and of those after each mark, with its text. Workloads
+    /// without tokens are left out.
+    pub fn workloads(mut self) -> io::Result<Vec<(String, Snapshot)>> {
+        let layout = ExpertLayout::new(self.layout.layers.iter().copied());
+        let positions = self.layout.layers.iter();
+        let positions = positions.map(|of| layout.position(of.0));
+        let positions: Vec<Option<usize>> = positions.collect();
+        let top_k = self.layout.top_k;
+        let mut workloads = Vec::new();
+        let mut end = |text: String, trace: &Trace| {
+            let counted = trace.snapshot_with_locality();
+            if counted.tokens() > 0 {
+                workloads.push((text, counted));
+            }
         };
-        let mut sums = Snapshot {
-            layers: self.layout.layers.iter().map(of_layer).collect(),
-            ..Snapshot::default()
-        };
-        let (layers, top_k) = (self.layout.layers.len(), self.layout.top_k);
+        let mut trace = Trace::with_locality(layout.clone());
+        let mut text = String::new();
+        let mut bytes = Vec::new();
         while let Some(record) = self.read()? {
-            let RouteRecord::Rows { experts, .. } = record else {
-                continue;
-            };
-            for (at, experts) in experts.chunks(top_k).enumerate() {
-                let layer = &mut sums.layers[at % layers];
-                let routed = experts.iter().filter(|expert| **expert != NOT_ROUTED);
-                layer.tokens += u64::from(routed.clone().next().is_some());
-                for expert in routed {
-                    let place = usize::try_from(*expert);
-                    match place.ok().and_then(|place| layer.experts.get_mut(place)) {
-                        Some(count) => *count += 1,
-                        None => sums.rejected += 1,
+            match record {
+                RouteRecord::Rows { experts, .. } => {
+                    for (at, experts) in experts.chunks(top_k).enumerate() {
+                        let ids = experts.iter().filter(|id| **id != NOT_ROUTED);
+                        bytes.clear();
+                        bytes.extend(ids.flat_map(|id| i32::from(*id).to_ne_bytes()));
+                        let ids = Ids {
+                            bytes: &bytes,
+                            used: bytes.len() / 4,
+                            tokens: usize::from(!bytes.is_empty()),
+                            used_stride: 4,
+                            token_stride: bytes.len(),
+                        };
+                        if let Some(layer) = positions[at % positions.len()] {
+                            trace.record_batch(layer, &ids);
+                        }
                     }
                 }
+                RouteRecord::Mark(mark) => {
+                    end(std::mem::replace(&mut text, mark), &trace);
+                    trace = Trace::with_locality(layout.clone());
+                }
+                RouteRecord::Dropped(_) => {}
             }
         }
-        sums.layers.sort_by_key(|layer| layer.layer);
-        Ok(sums)
+        end(text, &trace);
+        Ok(workloads)
     }
 }
 
@@ -708,10 +727,20 @@ mod tests {
             assert_eq!((&records[..], is_cut), (&expected[..], false));
             let reader = RouteReader::open(&path).expect("valid");
             assert_eq!(reader.layout(), &layout(weights));
-            let counts = reader.counts().expect("valid");
-            assert_eq!(counts.layers[0].experts, [1, 2, 2, 1]);
-            assert_eq!(counts.layers[1].experts, [0, 0, 1, 1, 0, 0, 1, 1]);
-            assert_eq!((counts.layers[0].tokens, counts.layers[1].tokens), (3, 2));
+            let workloads = reader.workloads().expect("valid");
+            let counts: Vec<_> = workloads
+                .iter()
+                .map(|(text, counts)| {
+                    let layers = counts.layers.iter();
+                    let layers = layers.map(|layer| (layer.tokens, layer.experts.as_slice()));
+                    (text.as_str(), layers.collect::<Vec<_>>())
+                })
+                .collect();
+            let before: [(u64, &[u64]); 2] = [(2, &[1, 1, 1, 1]), (1, &[0, 0, 1, 1, 0, 0, 0, 0])];
+            let after: [(u64, &[u64]); 2] = [(1, &[0, 1, 1, 0]), (1, &[0, 0, 0, 0, 0, 0, 1, 1])];
+            assert_eq!(counts, [("", before.to_vec()), ("next", after.to_vec())]);
+            let locality = workloads[0].1.layers[0].locality.as_ref();
+            assert_eq!(locality.map(|of| of.first), Some(4));
             // Cut at any byte: a prefix of the records, and never an error.
             let header = layout(weights).header().len();
             for end in header..bytes.len() {
@@ -733,7 +762,7 @@ mod tests {
                 let mut bytes = good.clone();
                 bytes[at] = value;
                 let _ = read_all(&bytes);
-                let _ = RouteReader::new(&bytes[..]).and_then(RouteReader::counts);
+                let _ = RouteReader::new(&bytes[..]).and_then(RouteReader::workloads);
             }
         }
         // Sizes at the limits of their type.
