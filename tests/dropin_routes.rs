@@ -194,8 +194,11 @@ fn all_formats_have_the_same_routes() {
     for (line, expected) in lines.iter().zip(&expected) {
         assert!(line.starts_with(expected), "{line} is not {expected}");
     }
-    let counts = RouteReader::open(&binary).and_then(RouteReader::counts);
-    let counts = counts.expect("a valid file");
+    let workloads = RouteReader::open(&binary).and_then(RouteReader::workloads);
+    let workloads = workloads.expect("a valid file");
+    let [(_, counts)] = workloads.as_slice() else {
+        panic!("one workload: {workloads:?}");
+    };
     assert_eq!(counts.activations(), expected.len() as u64);
     assert_eq!(counts.rejected, 0);
 }

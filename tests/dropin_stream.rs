@@ -46,6 +46,29 @@ fn a_guess_changes_no_result() {
     assert!(count(&figures, "hits") > 0, "{figures}");
 }
 
+/// A trace of an earlier run, and a file that is none.
+#[test]
+fn a_start_from_a_trace_changes_no_result() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("trace.json");
+    let trace = path.to_str().expect("UTF-8");
+    let model = fixture("moe.gguf");
+    let (text, _) = streamed_text(
+        Program::C,
+        &model,
+        &streaming(&[("LLAMA_EXPERT_TRACE_OUTPUT", trace)]),
+    );
+    let with_trace = streaming(&[("LLAMA_EXPERT_STREAM_TRACE", trace)]);
+    for message in ["most used experts of", "LLAMA_EXPERT_STREAM_TRACE"] {
+        let mut host = Host::start(Program::C, &model, &with_trace);
+        assert_eq!(host.text(TOKENS), text);
+        assert_ne!(stream_figures(&host), Value::Null);
+        assert_eq!(host.logged(message).len(), 1, "{message}");
+        assert_eq!(host.end(), Some(0));
+        std::fs::write(&path, "{}").expect("free space");
+    }
+}
+
 #[test]
 fn two_contexts_at_a_time() {
     let model = fixture("moe.gguf");

@@ -360,7 +360,7 @@ fn several_slots_answer_the_same_with_streamed_experts() {
     end(server);
     // SIGTERM ended it, and it exited.
     let events = std::fs::read_to_string(&journal).expect("a file");
-    let events = events.lines().map(|line| serde_json::from_str(line));
+    let events = events.lines().map(serde_json::from_str);
     let events: Vec<Value> = events.collect::<Result<_, _>>().expect("JSON");
     let found = |name: &str| {
         let mut found = events.iter().filter(|event| event["event"] == name);

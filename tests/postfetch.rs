@@ -1082,6 +1082,7 @@ fn a_trace_fills_the_cache_with_the_most_used_experts() {
         layer,
         tokens: 9,
         experts,
+        locality: None,
     };
     let trace = Snapshot {
         // More experts than the model has, and a layer that it does not have.

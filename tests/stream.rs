@@ -11,7 +11,7 @@ use llama_sidecar::experts::{ExpertIndex, Projection};
 use llama_sidecar::gguf::{Access, GgufFile};
 use llama_sidecar::model::{Model, Options};
 use llama_sidecar::stream::{Matrices, Reader, Settings};
-use llama_sidecar::trace::Ids;
+use llama_sidecar::trace::{Ids, LayerCounts, Snapshot};
 use tempfile::TempDir;
 use testkit::writer::{F32, Gguf, Tensor};
 
@@ -328,6 +328,43 @@ fn the_experts_of_the_next_router_are_read() {
     reader.finish();
     let counts = reader.counts();
     assert_eq!((counts.guesses, counts.hits, counts.guessable), (1, 1, 2));
+}
+
+/// The most used experts of a trace are read without a layer that is routed, as many as fit.
+#[test]
+fn the_most_used_experts_of_a_trace_are_read() {
+    let Some(fixture) = Fixture::new(&model(2)) else {
+        return;
+    };
+    let counts = |layer, experts: [u64; EXPERTS as usize]| LayerCounts {
+        layer,
+        tokens: 9,
+        experts: experts.to_vec(),
+        locality: None,
+    };
+    let trace = Snapshot {
+        layers: vec![
+            counts(0, [1, 9, 0, 0, 0, 8, 0, 0]),
+            counts(1, [0, 0, 7, 0, 0, 0, 0, 1]),
+            counts(5, [9; EXPERTS as usize]),
+        ],
+        ..Snapshot::default()
+    };
+    let reader = fixture.reader(|_| {});
+    let index = ExpertIndex::of([&fixture.gguf]);
+    let slices = |layer, expert| {
+        let matrices = Projection::ALL.into_iter();
+        matrices.filter_map(move |matrix| index.slice(layer, matrix, expert))
+    };
+    let expert: u64 = slices(0, 0).map(|slice| slice.nbytes).sum();
+    assert_eq!(reader.request_hottest(&trace, 3 * expert + 1), 3);
+    reader.finish();
+    assert_eq!(
+        fixture.cached_pages().unwrap(),
+        fixture.pages_of([(0, 1), (0, 5), (1, 2)])
+    );
+    assert_eq!(reader.counts().read_bytes, 0);
+    assert_eq!(reader.request_hottest(&trace, u64::MAX), 5);
 }
 
 #[test]

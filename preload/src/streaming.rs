@@ -9,6 +9,7 @@ use llama_sidecar::config::{Config, ExpertStream};
 use llama_sidecar::protocol::{Event, StreamFigures};
 use llama_sidecar::reload::free_memory;
 use llama_sidecar::stream::{Reader, Settings};
+use llama_sidecar::trace;
 use parking_lot::RwLock;
 
 use crate::barrier::ModelSet;
@@ -140,6 +141,7 @@ fn start(model: &Arc<Model>) {
     match Reader::new(&files, settings, |expert| mapped.contains(&expert.tensor)) {
         Ok(reader) => {
             log::info!("streaming the routed experts of {path}");
+            read_hottest(&reader);
             STREAMS.write().push(Stream {
                 model: model.number,
                 set: model.as_set(),
@@ -156,6 +158,26 @@ fn start(model: &Arc<Model>) {
                 Some(format!("cannot stream its experts: {error}"))
             });
         }
+    }
+}
+
+/// Reads the most used experts of an earlier run ahead, in half of the free memory.
+fn read_hottest(reader: &Reader) {
+    let Some(path) = &Config::get().expert_stream_trace else {
+        return;
+    };
+    let bytes = free_memory().map_or(0, |(bytes, _)| bytes / 2);
+    match trace::read(path) {
+        Ok((_, trace)) => {
+            let experts = reader.request_hottest(&trace, bytes);
+            log::info!(
+                "reading the {experts} most used experts of {} ahead",
+                path.display()
+            );
+        }
+        Err(error) => log::error!(
+            "LLAMA_EXPERT_STREAM_TRACE: {error}; no expert is read before its routing: write a trace with LLAMA_EXPERT_TRACE_OUTPUT=trace.json"
+        ),
     }
 }
 

@@ -150,6 +150,8 @@ pub struct Config {
     pub expert_stream: ExpertStream,
     /// `LLAMA_EXPERT_STREAM_PREDICT`.
     pub expert_stream_predict: bool,
+    /// `LLAMA_EXPERT_STREAM_TRACE`.
+    pub expert_stream_trace: Option<PathBuf>,
     /// `LLAMA_POSTFETCH_*`.
     pub postfetch: PostFetch,
     /// `LLAMA_POSTFETCH_*`, in an unmodified program.
@@ -235,6 +237,7 @@ impl Config {
             page_lock: values.switch("LLAMA_POSTFETCH_HOST_PAGE_LOCK"),
         };
         let expert_stream_predict = values.switch("LLAMA_EXPERT_STREAM_PREDICT");
+        let expert_stream_trace = values.path("LLAMA_EXPERT_STREAM_TRACE");
         // Checked for its message alone: there is one setting.
         values.text("LLAMA_HOTSWAP_KV");
         Config {
@@ -255,8 +258,10 @@ impl Config {
             trace_routes: values.path("LLAMA_EXPERT_TRACE_ROUTES"),
             trace_weights: values.switch("LLAMA_EXPERT_TRACE_WEIGHTS"),
             trace_saliency: values.path("LLAMA_EXPERT_TRACE_SALIENCY"),
-            expert_stream: values.expert_stream(expert_stream_predict),
+            expert_stream: values
+                .expert_stream(expert_stream_predict || expert_stream_trace.is_some()),
             expert_stream_predict,
+            expert_stream_trace,
             split: values.text("LLAMA_SIDECAR_SPLIT"),
             cpu_moe: values.switch("LLAMA_SIDECAR_CPU_MOE"),
             override_tensor: values.text("LLAMA_SIDECAR_OVERRIDE_TENSOR"),
@@ -329,10 +334,10 @@ impl<F: Fn(&str) -> Option<OsString>> Values<F> {
         self.get(name, |value| Ok(with_process_id(value)))
     }
 
-    /// Returns `Auto` where the variable is not set and prediction is on.
-    fn expert_stream(&mut self, predict: bool) -> ExpertStream {
+    /// Returns `Auto` where the variable is not set and `implied` by another one.
+    fn expert_stream(&mut self, implied: bool) -> ExpertStream {
         let name = "LLAMA_EXPERT_STREAM";
-        if predict && self.set(name).is_none() {
+        if implied && self.set(name).is_none() {
             return ExpertStream::Auto;
         }
         let words = [("on", ExpertStream::On), ("auto", ExpertStream::Auto)];
@@ -569,6 +574,9 @@ mod tests {
         let predict = ("LLAMA_EXPERT_STREAM_PREDICT", "1");
         let stream = |value| parse(&[predict, ("LLAMA_EXPERT_STREAM", value)]).expert_stream;
         assert_eq!(parse(&[predict]).expert_stream, ExpertStream::Auto);
+        let trace = parse(&[("LLAMA_EXPERT_STREAM_TRACE", "/t.json")]);
+        assert_eq!(trace.expert_stream, ExpertStream::Auto);
+        assert_eq!(trace.expert_stream_trace, Some("/t.json".into()));
         assert_eq!(stream("on"), ExpertStream::On);
         assert_eq!(stream("off"), ExpertStream::Off);
     }

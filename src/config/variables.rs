@@ -190,6 +190,13 @@ pub static VARIABLES: &[Variable] = &[
         flag: Some("stream-predict"),
     },
     Variable {
+        name: "LLAMA_EXPERT_STREAM_TRACE",
+        default: Described("none"),
+        kind: Path,
+        help: "drop-in: an expert trace of an earlier run (JSON): its most used experts are read from the start, while nothing else is, in half of the free memory. `LLAMA_EXPERT_STREAM` is then `auto` unless it is set",
+        flag: Some("stream-trace"),
+    },
+    Variable {
         name: "LLAMA_POSTFETCH_ENABLE",
         default: Value("1"),
         kind: Switch,

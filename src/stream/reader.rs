@@ -1,5 +1,6 @@
 //! Threads that read experts ahead.
 
+use std::cmp::Reverse;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -17,7 +18,7 @@ use crate::background::{block_signals, clear_placement};
 use crate::experts::{ExpertIndex, ExpertTensor, MAX_EXPERTS, Projection};
 use crate::gguf::GgufFile;
 use crate::protocol::StreamFigures;
-use crate::trace::Ids;
+use crate::trace::{Ids, Snapshot};
 
 /// The bytes of the first read-ahead calls. Halved as long as the kernel reads less.
 const FIRST_CHUNK: u64 = 2 << 20;
@@ -143,6 +144,8 @@ struct Shared {
     wanted: Requests,
     /// Guessed experts, which are read when none is wanted.
     guessed: Requests,
+    /// Experts that are read while nothing else is requested.
+    hottest: Requests,
     /// The experts that the router of each layer will probably choose, until the layer is routed.
     guesses: Vec<parking_lot::Mutex<Option<ExpertSet>>>,
     /// The matrices of each layer when it was scheduled last.
@@ -226,6 +229,7 @@ impl Reader {
             page: pages::page_size(),
             wanted: Requests::new(layers.len(), most as usize),
             guessed: Requests::new(layers.len(), most as usize),
+            hottest: Requests::new(layers.len(), most as usize),
             guesses: layers.iter().map(|_| Default::default()).collect(),
             matrices: layers
                 .iter()
@@ -292,6 +296,36 @@ impl Reader {
         layers.binary_search_by_key(&layer, |of| of.0).ok()
     }
 
+    /// Requests the most used experts of a trace, as many as have these bytes in all. They are
+    /// read while no layer needs others. Returns how many.
+    pub fn request_hottest(&self, trace: &Snapshot, bytes: u64) -> usize {
+        let shared = &self.shared;
+        let mut hottest: Vec<(u64, usize, u32)> = Vec::new();
+        for (position, &(layer, experts)) in shared.layers.iter().enumerate() {
+            let traced = trace.layers.iter().find(|of| of.layer == layer);
+            let traced = traced.filter(|of| of.experts.len() == experts as usize);
+            let uses = traced.map_or(&[][..], |of| &of.experts);
+            let used = (0u32..).zip(uses).filter(|(_, uses)| **uses > 0);
+            hottest.extend(used.map(|(expert, uses)| (*uses, position, expert)));
+        }
+        hottest.sort_by_key(|&(uses, position, expert)| (Reverse(uses), position, expert));
+        let mut sets = vec![ExpertSet::EMPTY; shared.layers.len()];
+        let (mut left, mut count) = (bytes, 0);
+        for (_, position, expert) in hottest {
+            let Some(rest) = left.checked_sub(shared.bytes_of(position, expert)) else {
+                break;
+            };
+            left = rest;
+            count += 1;
+            sets[position].insert(expert);
+        }
+        for (position, set) in sets.iter().enumerate().filter(|(_, set)| set.len() > 0) {
+            shared.publish(&shared.hottest, position, set);
+        }
+        shared.wake(self.threads.len());
+        count
+    }
+
     /// Requests the matrices of the experts that a layer, by its position, was routed to.
     /// `hidden` is the input of the layer's router for the last token, as a base for a guess at
     /// the next layer. Calls for different matrices of a layer, one after the other, count as one.
@@ -317,7 +351,7 @@ impl Reader {
         }
         let all = u64::MAX >> (u64::BITS as usize - self.threads.len());
         loop {
-            if shared.wanted.is_pending() {
+            if shared.wanted.is_pending() || shared.hottest.is_pending() {
                 shared.wake(self.threads.len());
             } else if shared.idle.load(Ordering::SeqCst) == all {
                 return;
@@ -448,12 +482,26 @@ impl Shared {
 
     /// Requests the experts that a layer will probably use.
     fn guess(&self, layer: usize, experts: &ExpertSet) {
+        self.publish(&self.guessed, layer, experts);
+    }
+
+    /// Requests experts of a layer in the matrices that it reads.
+    fn publish(&self, requests: &Requests, layer: usize, experts: &ExpertSet) {
         let matrices = Matrices(self.matrices[layer].load(Ordering::Relaxed));
         for projection in (0..UNITS).filter(|projection| matrices.has(*projection)) {
             let unit = layer * UNITS + projection;
-            self.guessed.add(unit, experts);
-            self.guessed.publish(unit);
+            requests.add(unit, experts);
+            requests.publish(unit);
         }
+    }
+
+    /// Returns the bytes of an expert in the matrices that its layer reads.
+    fn bytes_of(&self, layer: usize, expert: u32) -> u64 {
+        let matrices = Matrices(self.matrices[layer].load(Ordering::Relaxed));
+        let number = self.layers[layer].0;
+        let read = (0..UNITS).filter(|projection| matrices.has(*projection));
+        let slices = read.filter_map(|of| self.index.slice(number, Projection::ALL[of], expert));
+        slices.map(|slice| slice.nbytes).sum()
     }
 
     /// Wakes as many threads as there are units, if they wait.
@@ -481,7 +529,8 @@ impl Shared {
             }
             self.idle.fetch_or(bit, Ordering::SeqCst);
             // What was requested before the bit was set would wake nothing.
-            if !self.wanted.is_pending() && !self.guessed.is_pending() {
+            let all = [&self.wanted, &self.guessed, &self.hottest];
+            if !all.iter().any(|requests| requests.is_pending()) {
                 std::thread::park();
             }
             self.idle.fetch_and(!bit, Ordering::SeqCst);
@@ -508,16 +557,25 @@ impl Shared {
             }
             self.guess(layer, &experts);
         }
-        let Some(unit) = self.guessed.claim(first) else {
-            return guess.is_some();
+        let without = |others: &[&Requests]| !others.iter().any(|others| others.is_pending());
+        self.read_guesses(&self.guessed, first, || without(&[&self.wanted]))
+            || guess.is_some()
+            || self.read_guesses(&self.hottest, 0, || without(&[&self.wanted, &self.guessed]))
+    }
+
+    /// Reads the experts of a requested unit while there is nothing else to do; returns whether
+    /// there was one.
+    fn read_guesses(&self, requests: &Requests, first: Unit, is_idle: impl Fn() -> bool) -> bool {
+        let Some(unit) = requests.claim(first) else {
+            return false;
         };
-        while !self.wanted.is_pending() {
-            match self.guessed.pop(unit) {
+        while is_idle() {
+            match requests.pop(unit) {
                 Some(expert) => self.read(unit, expert, Reason::Guessed),
                 None => return true,
             };
         }
-        self.guessed.publish(unit);
+        requests.publish(unit);
         true
     }
 

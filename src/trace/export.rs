@@ -76,6 +76,16 @@ pub fn to_json(meta: &ModelMeta, snapshot: &Snapshot) -> Value {
     })
 }
 
+/// Reads a file of JSON in the format [`SCHEMA`]. The error has the path.
+pub fn read(path: &Path) -> Result<(ModelMeta, Snapshot), String> {
+    let read = || {
+        let text = fs::read(path).map_err(|error| error.to_string())?;
+        let json = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
+        from_json(&json)
+    };
+    read().map_err(|error| format!("{}: {error}", path.display()))
+}
+
 /// Reads JSON in the format [`SCHEMA`]. The error states what was expected and what was found.
 pub fn from_json(json: &Value) -> Result<(ModelMeta, Snapshot), String> {
     let schema = json["schema"].as_str().unwrap_or_default();

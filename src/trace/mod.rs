@@ -16,7 +16,7 @@ mod saliency;
 mod skew;
 
 pub use counters::{ExpertLayout, Ids, LayerCounts, Snapshot, Trace};
-pub use export::{SCHEMA, from_json, to_csv, to_json, to_text, write, write_text};
+pub use export::{SCHEMA, from_json, read, to_csv, to_json, to_text, write, write_text};
 pub use formats::{ranking, to_logical_count, to_ranked_csv, to_rankings};
 pub use locality::{Locality, Recorder, WINDOW_IDS, Window, hits};
 pub use model_meta::{FileMeta, ModelMeta};

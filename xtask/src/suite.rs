@@ -38,6 +38,9 @@ const CHECKS: &[Check] = &[
             "--quiet",
             "--workspace",
             "--all-targets",
+            // Those that `cargo test` leaves out by default, too.
+            "--test",
+            "*",
             "--",
             "-D",
             "warnings",

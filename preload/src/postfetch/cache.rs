@@ -309,19 +309,12 @@ unsafe fn matrices(ggml: &Ggml, reads: &GraphReads) -> (BTreeMap<(u64, u32), Vec
 
 /// Reads a trace; logs why it is not used.
 fn read_trace(path: &Path) -> Option<Snapshot> {
-    let read = || {
-        let text = std::fs::read(path).map_err(|error| error.to_string())?;
-        let json = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
-        Ok::<_, String>(trace::from_json(&json)?.1)
-    };
-    read()
-        .inspect_err(|error| {
-            log::error!(
-                "LLAMA_POSTFETCH_CACHE_TRACE: {}: {error}; the device begins without experts: write a trace with LLAMA_EXPERT_TRACE_OUTPUT=trace.json",
-                path.display()
-            );
-        })
-        .ok()
+    let read = trace::read(path).inspect_err(|error| {
+        log::error!(
+            "LLAMA_POSTFETCH_CACHE_TRACE: {error}; the device begins without experts: write a trace with LLAMA_EXPERT_TRACE_OUTPUT=trace.json"
+        );
+    });
+    Some(read.ok()?.1)
 }
 
 /// Returns what a layer needs of shared memory, and what it gains from it by a trace: how many
