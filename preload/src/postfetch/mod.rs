@@ -771,6 +771,10 @@ impl State {
             return;
         };
         let layer = &plan.layers[at];
+        // Recorded in the evaluation before, and complete: ids that were computed later are known.
+        // ggml's Vulkan backend reuses events that were waited for, and the wait must be on the
+        // thread that uses their backend.
+        layer.free.wait();
         // SAFETY: the backend of the layer, on the thread that evaluates.
         unsafe { layer.free.record(layer.backend) };
         for (role, product) in layer.products.iter().enumerate() {

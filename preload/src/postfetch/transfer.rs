@@ -158,10 +158,6 @@ impl Transfer {
     /// Waits until the copies are complete, and counts their time. Returns their end.
     fn finish(&self, begun: Instant) -> Instant {
         self.done.wait();
-        if let Some(after) = &self.request().after {
-            // It is complete. ggml's Vulkan backend reuses events that were waited for.
-            after.wait();
-        }
         let end = Instant::now();
         FIGURES.add_copy(end - begun);
         let needed = self.needed.load(Ordering::Relaxed);
