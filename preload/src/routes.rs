@@ -274,9 +274,7 @@ impl Queue {
             output.write(self);
         }
     }
-}
 
-impl Queue {
     /// Ends the file, and frees the memory.
     fn close(&self) {
         self.report();

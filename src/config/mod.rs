@@ -60,8 +60,6 @@ pub struct HostPostFetch {
     pub early: Early,
     /// `LLAMA_POSTFETCH_CACHE_MB`; `None` where experts do not stay on a device.
     pub cache: Option<CacheSize>,
-    /// `LLAMA_POSTFETCH_CACHE_HALF_LIFE`.
-    pub cache_half_life: u32,
     /// `LLAMA_POSTFETCH_CACHE_TRACE`.
     pub cache_trace: Option<PathBuf>,
     /// `LLAMA_POSTFETCH_LOOK_AHEAD`.
@@ -196,9 +194,6 @@ impl Config {
         let default_spin = if threads > cores { 2000 } else { 0 };
         let cache_trace = values.path("LLAMA_POSTFETCH_CACHE_TRACE");
         let (early, cache) = (values.early(), values.cache(cache_trace.is_some()));
-        let cache_half_life = values
-            .number("LLAMA_POSTFETCH_CACHE_HALF_LIFE")
-            .unwrap_or(1) as u32;
         let postfetch = PostFetch {
             enable: values.switch("LLAMA_POSTFETCH_ENABLE"),
             force_cpu: values.switch("LLAMA_POSTFETCH_FORCE_CPU"),
@@ -214,7 +209,9 @@ impl Config {
                 Some(CacheSize::Bytes(bytes)) => bytes,
                 None | Some(CacheSize::Auto) => 0,
             },
-            cache_half_life,
+            cache_half_life: values
+                .number("LLAMA_POSTFETCH_CACHE_HALF_LIFE")
+                .unwrap_or(1) as u32,
             spin: Duration::from_micros(
                 values
                     .number("LLAMA_POSTFETCH_SPIN_US")
@@ -231,7 +228,6 @@ impl Config {
                 early => early,
             },
             cache: cache.filter(|_| uses_device),
-            cache_half_life,
             cache_trace,
             look_ahead: values.switch("LLAMA_POSTFETCH_LOOK_AHEAD"),
             page_lock: values.switch("LLAMA_POSTFETCH_HOST_PAGE_LOCK"),
@@ -676,7 +672,7 @@ mod tests {
     fn postfetch_in_an_unmodified_program() {
         let defaults = parse(&[]).host_postfetch;
         assert_eq!((defaults.early, defaults.cache), (Early::None, None));
-        assert_eq!(defaults.cache_half_life, 1);
+        assert_eq!(parse(&[]).postfetch.cache_half_life, 1);
         assert!(defaults.look_ahead && !defaults.page_lock);
         for (word, early) in [
             ("on", Early::Stock),
@@ -694,12 +690,12 @@ mod tests {
             let set = HostPostFetch {
                 early,
                 cache: Some(CacheSize::Bytes(3 << 20)),
-                cache_half_life: 9,
                 cache_trace: Some("/t.json".into()),
                 look_ahead: false,
                 page_lock: true,
             };
             assert_eq!(parse(&all).host_postfetch, set);
+            assert_eq!(parse(&all).postfetch.cache_half_life, 9);
             for without in [
                 ("LLAMA_POSTFETCH_ENABLE", "0"),
                 ("LLAMA_POSTFETCH_FORCE_CPU", "1"),

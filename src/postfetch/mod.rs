@@ -43,7 +43,7 @@ use std::thread::JoinHandle;
 
 use crate::device::{AsyncDevice, DeviceError, Stream};
 use crate::model::Model;
-use crate::trace::Snapshot;
+use crate::trace::{Snapshot, hottest};
 
 pub use acquire::{Acquired, ExpertBytes};
 pub use policy::{Reason, State};
@@ -159,16 +159,13 @@ impl PostFetch {
                 continue;
             };
             let slots = self.shared.table.lock().cache_slots(planned);
-            let mut hottest: Vec<(u64, i32)> = counts.experts.iter().copied().zip(0..).collect();
-            hottest.truncate(planned.experts as usize);
-            hottest.retain(|&(count, _)| count > 0);
-            hottest.sort_by_key(|&(count, _)| std::cmp::Reverse(count));
-            hottest.truncate(slots);
+            let hottest = hottest(counts).filter(|expert| *expert < planned.experts);
+            let hottest: Vec<u32> = hottest.take(slots).collect();
             // The last one is replaced last.
-            for &(_, id) in hottest.iter().rev() {
-                self.schedule(counts.layer, &[id]);
-                filled += u64::from(self.wait_for(counts.layer, id as u32));
-                self.release(counts.layer, id as u32);
+            for expert in hottest.into_iter().rev() {
+                self.schedule(counts.layer, &[expert as i32]);
+                filled += u64::from(self.wait_for(counts.layer, expert));
+                self.release(counts.layer, expert);
             }
         }
         filled

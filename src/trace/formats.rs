@@ -14,6 +14,13 @@ pub fn ranking(layer: &LayerCounts) -> Vec<usize> {
     order
 }
 
+/// Returns the experts of a layer that were used, in the order of [`ranking`].
+pub fn hottest(layer: &LayerCounts) -> impl Iterator<Item = u32> {
+    let ranked = ranking(layer).into_iter();
+    let used = ranked.take_while(|expert| layer.experts[*expert] > 0);
+    used.map(|expert| expert as u32)
+}
+
 /// Returns counts as SGLang reads them (`--init-expert-location`): `logical_count` has a row for
 /// each layer from 0, zeros for layers without experts. The error states why that is not possible.
 pub fn to_logical_count(snapshot: &Snapshot) -> Result<String, String> {

@@ -17,7 +17,7 @@ mod skew;
 
 pub use counters::{ExpertLayout, Ids, LayerCounts, Snapshot, Trace};
 pub use export::{SCHEMA, from_json, read, to_csv, to_json, to_text, write, write_text};
-pub use formats::{ranking, to_logical_count, to_ranked_csv, to_rankings};
+pub use formats::{hottest, ranking, to_logical_count, to_ranked_csv, to_rankings};
 pub use locality::{Locality, Recorder, WINDOW_IDS, Window, hits};
 pub use model_meta::{FileMeta, ModelMeta};
 pub use routes::{

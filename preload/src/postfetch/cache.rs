@@ -163,15 +163,12 @@ impl Cache {
     /// # Safety
     ///
     /// The matrices are live, and no other thread or queue uses the slots.
-    unsafe fn fill(&mut self, ggml: &Ggml, trace: &Snapshot) {
+    unsafe fn fill(&mut self, ggml: &Ggml, counted: &Snapshot) {
         for layer in &mut self.layers {
-            let Some(traced) = trace.layers.iter().find(|of| of.layer == layer.layer) else {
+            let Some(traced) = counted.layers.iter().find(|of| of.layer == layer.layer) else {
                 continue;
             };
-            let mut hottest: Vec<usize> = (0..traced.experts.len()).collect();
-            hottest.retain(|expert| traced.experts[*expert] > 0);
-            hottest.sort_by_key(|expert| std::cmp::Reverse(traced.experts[*expert]));
-            layer.loads = layer.experts.fill(hottest.into_iter().map(|of| of as u32));
+            layer.loads = layer.experts.fill(trace::hottest(traced));
             for (role, of) in layer.roles.iter().enumerate() {
                 let mut pieces = Vec::new();
                 // SAFETY: as the caller ensures; pieces lie within matrix and slots.
@@ -356,7 +353,7 @@ unsafe fn allocate(
     matrices: &BTreeMap<(u64, u32), Vec<Matrix>>,
     slots: &[u32],
 ) -> Option<Vec<LayerCache>> {
-    let half_life = Config::get().host_postfetch.cache_half_life;
+    let half_life = Config::get().postfetch.cache_half_life;
     // SAFETY: a live device.
     let buft = unsafe { (ggml.f.ggml_backend_dev_buffer_type)(device) };
     let mut layers: Vec<LayerCache> = Vec::new();
