@@ -133,35 +133,86 @@ impl ExpertCache {
         loads: &mut Vec<Load>,
         slots: &mut Vec<i32>,
     ) -> Option<usize> {
-        let count = ids.used.checked_mul(ids.tokens)?;
-        let all = || (0..count).map(|at| ids.get(at / ids.used, at % ids.used));
-        let experts = self.slot_of.len();
-        let is_valid =
-            |id: Option<i32>| id.is_some_and(|id| usize::try_from(id).is_ok_and(|id| id < experts));
-        if count > self.slots() || !all().all(is_valid) {
-            return None;
-        }
-        self.look_ups += 1;
-        let mut hits = 0;
-        for expert in all().flatten().map(|id| id as usize) {
-            let first = self.used_in[expert] != self.look_ups;
-            self.used_in[expert] = self.look_ups;
-            hits += usize::from(first && self.slot_of[expert].is_some());
-        }
-        for expert in all().flatten().map(|id| id as u32) {
+        let hits = self.begin(ids)?;
+        for expert in experts(ids) {
             let slot = match self.slot_of[expert as usize] {
                 Some(slot) => slot,
-                None => {
-                    let slot = self.victim()?;
-                    loads.push(Load { expert, slot });
-                    self.put(expert, slot);
-                    slot
-                }
+                None => self.load_next(expert, loads)?,
             };
             self.note_use(expert as usize);
             slots.push(slot as i32);
         }
         Some(hits)
+    }
+
+    /// Looks up the experts of a layer as [`look_up`](ExpertCache::look_up) does, for a caller that
+    /// computes without slots what has none now.
+    ///
+    /// Loads are for later look-ups, and at most `most`. The position of each id whose expert has no
+    /// slot now is appended to `missed`; its slot is any one that is not loaded.
+    pub fn look_up_now(
+        &mut self,
+        ids: &Ids<'_>,
+        most: usize,
+        loads: &mut Vec<Load>,
+        slots: &mut Vec<i32>,
+        missed: &mut Vec<usize>,
+    ) -> Option<usize> {
+        let hits = self.begin(ids)?;
+        // A slot that is not loaded, for ids that have none.
+        let most = most.min(self.slots() - usize::from(hits == 0));
+        for (at, expert) in experts(ids).enumerate() {
+            let is_new = |load: &Load| load.expert == expert;
+            let slot = match self.slot_of[expert as usize] {
+                Some(slot) if !loads.iter().any(is_new) => slot as i32,
+                known => {
+                    if known.is_none() && loads.len() < most {
+                        self.load_next(expert, loads)?;
+                    }
+                    missed.push(at);
+                    -1
+                }
+            };
+            self.note_use(expert as usize);
+            slots.push(slot);
+        }
+        if !missed.is_empty() {
+            let is_loaded = |slot: &u32| loads.iter().any(|load| load.slot == *slot);
+            let hit = slots.iter().copied().find(|slot| *slot >= 0);
+            let free = || (0..self.slots() as u32).find(|slot| !is_loaded(slot));
+            let any = hit.or_else(|| free().map(|slot| slot as i32))?;
+            missed.iter().for_each(|at| slots[*at] = any);
+        }
+        Some(hits)
+    }
+
+    /// Begins a look-up. Returns the number of different experts that have a slot; `None` if the
+    /// ids are not valid, or may need more slots than there are.
+    fn begin(&mut self, ids: &Ids<'_>) -> Option<usize> {
+        let count = ids.used.checked_mul(ids.tokens)?;
+        let is_valid = |at: usize| {
+            let id = ids.get(at / ids.used, at % ids.used);
+            id.is_some_and(|id| usize::try_from(id).is_ok_and(|id| id < self.slot_of.len()))
+        };
+        if count > self.slots() || !(0..count).all(is_valid) {
+            return None;
+        }
+        self.look_ups += 1;
+        let mut hits = 0;
+        for expert in experts(ids).map(|expert| expert as usize) {
+            let first = self.used_in[expert] != self.look_ups;
+            self.used_in[expert] = self.look_ups;
+            hits += usize::from(first && self.slot_of[expert].is_some());
+        }
+        Some(hits)
+    }
+
+    /// Gives an expert the slot that is loaded next, and returns it.
+    fn load_next(&mut self, expert: u32, loads: &mut Vec<Load>) -> Option<u32> {
+        let slot = self.victim()?;
+        loads.push(Load { expert, slot });
+        self.put(expert, slot);
+        Some(slot)
     }
 
     /// Returns the slot of an expert.
@@ -228,6 +279,12 @@ impl ExpertCache {
         }
         self.slot_of[expert as usize] = Some(slot);
     }
+}
+
+/// Returns the experts of valid ids, token by token.
+fn experts<'a>(ids: &'a Ids<'a>) -> impl Iterator<Item = u32> + 'a {
+    let id = |at| ids.get(at / ids.used, at % ids.used);
+    (0..ids.used * ids.tokens).filter_map(move |at| id(at).map(|id| id as u32))
 }
 
 /// A layer that shares memory for slots with others.
@@ -453,6 +510,40 @@ mod tests {
                     assert_eq!(device[slot as usize], Some(*id));
                 }
             }
+        }
+    }
+
+    /// What is not missed finds its expert's bytes, as the device has them before the loads.
+    #[test]
+    fn what_has_no_slot_now_is_missed() {
+        for (used, slots, most) in [(4, 16, 0), (4, 16, 1), (4, 16, 9), (4, 4, 9), (1, 2, 9)] {
+            let mut cache = ExpertCache::new(64, slots, 1);
+            let mut device = vec![None; slots as usize];
+            let mut count = 0;
+            for list in routes(64, used, 3000) {
+                let bytes = ids(&list);
+                let ids = Ids {
+                    bytes: &bytes,
+                    used,
+                    tokens: 1,
+                    used_stride: 4,
+                    token_stride: 4 * used,
+                };
+                let (mut loads, mut found, mut missed) = (Vec::new(), Vec::new(), Vec::new());
+                let hits = cache.look_up_now(&ids, most, &mut loads, &mut found, &mut missed);
+                assert_eq!(hits.expect("valid") + missed.len(), used);
+                assert!(loads.len() <= most.min(missed.len()));
+                for (at, slot) in found.iter().enumerate() {
+                    assert!(loads.iter().all(|load| load.slot as i32 != *slot));
+                    let has = device[*slot as usize] == Some(list[at]);
+                    assert_eq!(has, !missed.contains(&at), "{list:?} {found:?}");
+                }
+                for load in loads {
+                    device[load.slot as usize] = Some(load.expert as i32);
+                    count += 1;
+                }
+            }
+            assert_eq!(count > 0, most > 0);
         }
     }
 

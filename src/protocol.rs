@@ -209,8 +209,10 @@ pub struct PostFetchFigures {
     pub scratch_bytes: u64,
     /// Number of routed experts that were on the device (`LLAMA_POSTFETCH_CACHE_MB`).
     pub cache_hits: u64,
-    /// Number of routed experts that were copied to stay there.
+    /// Number of routed experts that were not.
     pub cache_misses: u64,
+    /// Number of these that the CPU computed. The others were copied first.
+    pub cache_on_cpu: u64,
     /// Memory on the device for experts that stay there.
     pub cache_bytes: u64,
     /// Number of experts of a layer that stay there, at least.
@@ -241,8 +243,10 @@ pub struct CacheLayer {
     pub slots: u64,
     /// Number of routed experts that were there.
     pub hits: u64,
-    /// Number of routed experts that were copied.
+    /// Number of routed experts that were not.
     pub misses: u64,
+    /// Number of these that the CPU computed.
+    pub on_cpu: u64,
     /// Number of experts that were replaced by others.
     pub evictions: u64,
 }
@@ -292,9 +296,14 @@ impl PostFetchFigures {
                 100.0 * self.cache_hits as f64 / looked_up.max(1) as f64,
                 mb(self.cache_bytes),
             );
+            if self.cache_on_cpu > 0 {
+                let share = 100.0 * self.cache_on_cpu as f64 / looked_up.max(1) as f64;
+                text += &format!(", {share:.1} % were computed by the CPU meanwhile");
+            }
             // A miss replaces an expert once the slots are full.
             let lasting = self.cache_hits as f64 / (self.cache_hits + self.cache_evictions) as f64;
-            let is_full = 2 * self.cache_evictions > self.cache_misses;
+            let waits = self.cache_on_cpu == 0;
+            let is_full = waits && 2 * self.cache_evictions > self.cache_misses;
             let is_slower = |share: &f64| is_full && *share > lasting;
             if let Some(share) = self.break_even().filter(is_slower) {
                 text += &format!(

@@ -4,7 +4,8 @@
 mod hosts;
 
 use hosts::simulated::{
-    DECODE, Run, Setup, cached, offloaded, on, same_as_without, same_in_llama_server,
+    DECODE, Run, Setup, cached, cached_beside_cpu, offloaded, on, same_as_without,
+    same_in_llama_server,
 };
 use hosts::{count, taken};
 use serde_json::Value;
@@ -340,6 +341,66 @@ fn experts_that_stay_on_the_device() {
     );
 }
 
+/// The CPU computes what has no slot now, and the device gets it for later.
+#[test]
+fn misses_on_the_cpu() {
+    let expected = offloaded().run(&DECODING).answers;
+    for (mib, slots) in [("14", 2), ("27", 4), ("40", 6), ("auto", 8)] {
+        for checked in ["0", "1"] {
+            let setup = cached_beside_cpu(mib).with("LLAMA_POSTFETCH_DEBUG", checked);
+            let run = locked(setup).run(&DECODING);
+            let figures = &run.figures;
+            assert_eq!(count(figures, "cache_slots"), slots, "{figures}");
+            assert_eq!(count(figures, "mismatches"), 0);
+            assert_eq!(figures["obstacle"], Value::Null);
+            let (hits, misses) = (count(figures, "cache_hits"), count(figures, "cache_misses"));
+            let on_cpu = count(figures, "cache_on_cpu");
+            assert!(hits > 0 && hits + misses > 8 * 4 * 2, "{figures}");
+            // The first token of each graph shows where the input of the experts is.
+            assert!(on_cpu > 0 && on_cpu < misses, "{figures}");
+            match slots {
+                8 => assert_eq!(run.answers, expected),
+                _ => assert_eq!(run.answers[..2], expected[..2], "{mib} MiB"),
+            }
+        }
+    }
+}
+
+/// The speeds of this machine decide, and nothing else changes.
+#[test]
+fn misses_where_they_are_faster() {
+    let expected = offloaded().run(&DECODING).answers;
+    let setup = cached("40").with("LLAMA_POSTFETCH_CACHE_MISSES", "auto");
+    let commands = ["prompt 40", "hashes 12", "prompt 40", "hashes 60"];
+    let run = setup.run(&commands);
+    assert_eq!(run.answers[..2], expected[..2]);
+    assert_eq!(run.answers[3], offloaded().run(&commands).answers[3]);
+}
+
+/// The evaluation fails before or after the CPU's part of it.
+#[test]
+fn an_evaluation_with_misses_on_the_cpu_that_fails() {
+    let commands = ["prompt 40", "hashes 3"];
+    let setup = cached_beside_cpu("27");
+    let plain = setup.run(&commands);
+    let computes = plain.report.calls("graph_compute");
+    for nth in computes - 9..=computes {
+        let fault = setup
+            .clone()
+            .device("SIM_GGML_FAIL", &format!("graph_compute:{nth}"));
+        let sim = fault.simulation();
+        let mut host = fault.start(&sim, &fixture("small-moe.gguf"));
+        host.ask("prompt 40");
+        host.ask("hashes 2");
+        assert_eq!(host.ask("fails hashes 1"), "failed", "{nth}");
+        assert_eq!(commands.map(|command| host.ask(command))[..], plain.answers);
+        assert_eq!(host.end(), Some(0));
+        let report = sim.report();
+        report.assert_ordered();
+        assert_eq!(report.failed, 1);
+    }
+}
+
 /// A trace of an earlier run, in a folder that goes with it.
 fn trace_of(commands: &[&str]) -> (tempfile::TempDir, String) {
     let folder = tempfile::tempdir().expect("a folder");
@@ -459,11 +520,13 @@ fn a_miss_copies_its_expert_once() {
 fn slots_with_a_callback_and_with_two_contexts() {
     let callback = ["text 6", "counts"];
     let with = |setup: Setup| setup.option("count").run(&callback).answers;
-    assert_eq!(with(cached("auto")), with(offloaded()));
     let both = ["both 6", "prompt 40", "both 4"];
-    let run = cached("27").run(&both);
-    assert_eq!(run.answers, offloaded().run(&both).answers);
-    assert!(count(&run.figures, "cache_hits") > 0);
+    for slots in [cached, cached_beside_cpu] {
+        assert_eq!(with(slots("auto")), with(offloaded()));
+        let run = slots("27").run(&both);
+        assert_eq!(run.answers, offloaded().run(&both).answers);
+        assert!(count(&run.figures, "cache_hits") > 0);
+    }
 }
 
 /// A swap drops what is in the slots.
@@ -484,20 +547,22 @@ fn swaps_of_experts_that_stay_on_the_device() {
     assert_ne!(expected[0], expected[1]);
     let sim = SimGgml::new(&[]);
     let (_trace_folder, trace) = trace_of(&commands);
-    replace(&path, &files[0]);
-    let cached = cached("auto").with("LLAMA_POSTFETCH_CACHE_TRACE", &trace);
-    let mut host = cached.start(&sim, &path);
-    for round in 0..5 {
-        for _ in 0..2 {
-            assert_eq!(answers(&mut host), expected[round % 2], "round {round}");
+    let filled = cached("auto").with("LLAMA_POSTFETCH_CACHE_TRACE", &trace);
+    for slots in [filled, cached_beside_cpu("27")] {
+        replace(&path, &files[0]);
+        let mut host = slots.start(&sim, &path);
+        for round in 0..5 {
+            for _ in 0..2 {
+                assert_eq!(answers(&mut host), expected[round % 2], "round {round}");
+            }
+            replace(&path, &files[(round + 1) % 2]);
+            assert_ne!(taken(&host.control("reload")), (0, 0));
         }
-        replace(&path, &files[(round + 1) % 2]);
-        assert_ne!(taken(&host.control("reload")), (0, 0));
+        let figures = &host.control("status")["post_fetch"];
+        assert!(count(figures, "cache_hits") > 0, "{figures}");
+        assert_eq!(host.end(), Some(0));
+        sim.report().assert_ordered();
     }
-    let figures = &host.control("status")["post_fetch"];
-    assert!(count(figures, "cache_hits") > 0, "{figures}");
-    assert_eq!(host.end(), Some(0));
-    sim.report().assert_ordered();
 }
 
 #[test]

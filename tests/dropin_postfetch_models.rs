@@ -6,7 +6,7 @@ mod hosts;
 use std::path::PathBuf;
 
 use hosts::simulated::{
-    DECODE, Setup, cached, offloaded, on, same_as_without, same_in_llama_server,
+    DECODE, Setup, cached, cached_beside_cpu, offloaded, on, same_as_without, same_in_llama_server,
 };
 use hosts::{count, taken};
 use serde_json::Value;
@@ -115,6 +115,14 @@ fn slots(model: &Model) {
         misses.push(count(figures, "cache_misses"));
     }
     assert!(misses[0] > misses[1], "{misses:?}");
+    let run = model.setup(cached_beside_cpu("4")).run(&COMMANDS);
+    let figures = &run.figures;
+    assert_eq!(run.answers, expected, "{mixture:?}");
+    let computes = model.option != Some(BIASES_ON_DEVICE);
+    assert_eq!(count(figures, "cache_on_cpu") > 0, computes, "{figures}");
+    let obstacle = figures["obstacle"].as_str();
+    let said = obstacle.is_some_and(|of| of.contains("biases of its experts are not in host"));
+    assert_eq!(said, !computes, "{obstacle:?}");
 }
 
 #[test]

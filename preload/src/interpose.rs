@@ -23,6 +23,7 @@ use crate::ggml::{
 };
 use crate::models::Model;
 use crate::parts::{self, Parts};
+use crate::postfetch::Evaluation;
 use crate::sched::{self, Allocated, Scheduler};
 use crate::thread::{self, Inside};
 use crate::{lifecycle, load, logits, models, postfetch, reloader, routing};
@@ -572,6 +573,7 @@ unsafe extern "C-unwind" fn backend_compute(backend: *mut Backend, graph: *mut G
 unsafe extern "C-unwind" fn part_compute(backend: *mut Backend, part: *mut Graph) -> usize {
     let (call, _inside) = entered();
     let ggml = call.ggml;
+    let mut evaluation = Evaluation::Whole;
     // SAFETY: the arguments of the call are live.
     guarded(|| unsafe {
         match ggml.is_cpu((ggml.f.ggml_backend_get_device)(backend)) {
@@ -581,13 +583,38 @@ unsafe extern "C-unwind" fn part_compute(backend: *mut Backend, part: *mut Graph
                 });
             }
             true => {}
-            false => postfetch::part_begins(ggml, backend, part),
+            false => evaluation = postfetch::part_begins(ggml, backend, part),
         }
     });
     let _ends = postfetch::PartEnds;
     let real = meant!(call, *mut Backend, *mut Graph);
     // SAFETY: the arguments of the call.
-    unsafe { real(backend, part) }
+    let compute = |part| unsafe { real(backend, part) };
+    match (evaluation, ggml.graph_view) {
+        (Evaluation::Whole, _) | (_, None) => compute(part),
+        (Evaluation::Divided { layer, nodes }, Some(view)) => {
+            let piece = |from, to| {
+                // SAFETY: a live part with these nodes.
+                let mut piece = unsafe { view(part, from, to) };
+                compute((&raw mut piece).cast())
+            };
+            let status = piece(0, nodes);
+            if !succeeded(status) {
+                return status;
+            }
+            let mut computed = false;
+            // SAFETY: the first piece ends with the layer's last product.
+            guarded(|| computed = unsafe { postfetch::compute_missed(backend, layer) });
+            // SAFETY: a live part.
+            let all = unsafe { (ggml.f.ggml_graph_n_nodes)(part) };
+            match computed {
+                true if nodes < all => piece(nodes, all),
+                true => status,
+                false => STATUS_FAILED,
+            }
+        }
+        (Evaluation::Refused, _) => STATUS_FAILED,
+    }
 }
 
 /// A wait for a backend between the parts of a graph.
@@ -614,7 +641,8 @@ unsafe extern "C-unwind" fn part_get(
     // SAFETY: the arguments of the call.
     let result = unsafe { real(backend, tensor, data, offset, size) };
     if offset == 0 {
-        guarded(|| postfetch::bytes_requested(tensor, data, size));
+        // SAFETY: the arguments of the call.
+        guarded(|| unsafe { postfetch::bytes_requested(backend, tensor, data, size) });
     }
     result
 }

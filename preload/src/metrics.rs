@@ -281,7 +281,7 @@ const POST_FETCH_FIGURES: [Figure<PostFetchFigures>; 9] = [
     ),
 ];
 
-const CACHE_FIGURES: [Figure<CacheLayer>; 4] = [
+const CACHE_FIGURES: [Figure<CacheLayer>; 5] = [
     (
         "expert_cache_slots",
         "gauge",
@@ -297,8 +297,14 @@ const CACHE_FIGURES: [Figure<CacheLayer>; 4] = [
     (
         "expert_cache_misses_total",
         "counter",
-        "Routed experts that were copied to stay there.",
+        "Routed experts that were not on the device.",
         |of| of.misses as f64,
+    ),
+    (
+        "expert_cache_on_cpu_total",
+        "counter",
+        "Routed experts that the CPU computed.",
+        |of| of.on_cpu as f64,
     ),
     (
         "expert_cache_evictions_total",

@@ -33,3 +33,11 @@ impl Drop for Parts {
 pub fn current() -> Option<Scheduler> {
     CURRENT.get()
 }
+
+/// Calls `work` without reporting what this thread calls meanwhile.
+pub fn aside<R>(work: impl FnOnce() -> R) -> R {
+    let current = CURRENT.take();
+    let result = work();
+    CURRENT.set(current);
+    result
+}

@@ -62,6 +62,8 @@ pub struct HostPostFetch {
     pub cache: Option<CacheSize>,
     /// `LLAMA_POSTFETCH_CACHE_TRACE`.
     pub cache_trace: Option<PathBuf>,
+    /// `LLAMA_POSTFETCH_CACHE_MISSES`.
+    pub cache_misses: Misses,
     /// `LLAMA_POSTFETCH_LOOK_AHEAD`.
     pub look_ahead: bool,
     /// `LLAMA_POSTFETCH_HOST_PAGE_LOCK`.
@@ -82,6 +84,17 @@ pub enum CacheSize {
     Auto,
     /// So many bytes.
     Bytes(u64),
+}
+
+/// What computes routed experts that are not on the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Misses {
+    /// The CPU where it reads experts faster than the link copies them, else the device.
+    Auto,
+    /// The CPU, while the device computes the others.
+    Cpu,
+    /// The device, which waits for their copies.
+    Fetch,
 }
 
 /// Which routed experts are copied early in an unmodified program.
@@ -229,6 +242,7 @@ impl Config {
             },
             cache: cache.filter(|_| uses_device),
             cache_trace,
+            cache_misses: values.misses(),
             look_ahead: values.switch("LLAMA_POSTFETCH_LOOK_AHEAD"),
             page_lock: values.switch("LLAMA_POSTFETCH_HOST_PAGE_LOCK"),
         };
@@ -347,6 +361,11 @@ impl<F: Fn(&str) -> Option<OsString>> Values<F> {
             ("all", Early::All),
         ];
         self.choice("LLAMA_POSTFETCH_HOST", words, Early::None)
+    }
+
+    fn misses(&mut self) -> Misses {
+        let words = [("cpu", Misses::Cpu), ("fetch", Misses::Fetch)];
+        self.choice("LLAMA_POSTFETCH_CACHE_MISSES", words, Misses::Auto)
     }
 
     /// Returns `Auto` where the variable is not set and there is a trace.
@@ -672,6 +691,7 @@ mod tests {
     fn postfetch_in_an_unmodified_program() {
         let defaults = parse(&[]).host_postfetch;
         assert_eq!((defaults.early, defaults.cache), (Early::None, None));
+        assert_eq!(defaults.cache_misses, Misses::Auto);
         assert_eq!(parse(&[]).postfetch.cache_half_life, 1);
         assert!(defaults.look_ahead && !defaults.page_lock);
         for (word, early) in [
@@ -684,6 +704,7 @@ mod tests {
                 ("LLAMA_POSTFETCH_CACHE_MB", "3"),
                 ("LLAMA_POSTFETCH_CACHE_HALF_LIFE", "9"),
                 ("LLAMA_POSTFETCH_CACHE_TRACE", "/t.json"),
+                ("LLAMA_POSTFETCH_CACHE_MISSES", "cpu"),
                 ("LLAMA_POSTFETCH_LOOK_AHEAD", "0"),
                 ("LLAMA_POSTFETCH_HOST_PAGE_LOCK", "1"),
             ];
@@ -691,6 +712,7 @@ mod tests {
                 early,
                 cache: Some(CacheSize::Bytes(3 << 20)),
                 cache_trace: Some("/t.json".into()),
+                cache_misses: Misses::Cpu,
                 look_ahead: false,
                 page_lock: true,
             };

@@ -298,6 +298,16 @@ pub static VARIABLES: &[Variable] = &[
         flag: Some("expert-cache-trace"),
     },
     Variable {
+        name: "LLAMA_POSTFETCH_CACHE_MISSES",
+        default: Value("auto"),
+        kind: Kind::Choice {
+            values: &["auto", "cpu", "fetch"],
+            bare_flag: "auto",
+        },
+        help: "drop-in: what computes routed experts that are not on the device: `cpu` while the device computes the others, the device once it has `fetch`ed them, or `auto`, the faster one by the speeds at the start",
+        flag: Some("expert-cache-misses"),
+    },
+    Variable {
         name: "LLAMA_POSTFETCH_LOOK_AHEAD",
         default: Value("1"),
         kind: Switch,

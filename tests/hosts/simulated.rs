@@ -98,9 +98,19 @@ pub fn on() -> Setup {
     Setup::default().with("LLAMA_POSTFETCH_HOST", "on")
 }
 
-/// Decoding on the device with `mib` MiB of slots.
+/// Decoding on the device with `mib` MiB of slots, into which each miss is copied.
 pub fn cached(mib: &str) -> Setup {
-    Setup::default().with("LLAMA_POSTFETCH_CACHE_MB", mib)
+    with_slots(mib, "fetch")
+}
+
+/// Decoding on the device with `mib` MiB of slots, while the CPU computes each miss.
+pub fn cached_beside_cpu(mib: &str) -> Setup {
+    with_slots(mib, "cpu")
+}
+
+fn with_slots(mib: &str, misses: &str) -> Setup {
+    let setup = Setup::default().with("LLAMA_POSTFETCH_CACHE_MB", mib);
+    setup.with("LLAMA_POSTFETCH_CACHE_MISSES", misses)
 }
 
 /// The same placement without early copies, and without slots: there is no memory for them.

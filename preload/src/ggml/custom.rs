@@ -77,6 +77,12 @@ impl Custom {
 }
 
 impl Ggml {
+    /// Returns the offset of the parameters of operations in a tensor, and their bytes.
+    pub fn parameters(&self) -> Option<(usize, usize)> {
+        let custom = self.custom.get_or_init(|| Custom::learn(self));
+        Some((custom.as_ref()?.at, PARAMETERS))
+    }
+
     /// Turns a view into a node that calls a function, on one thread; returns whether the tensor
     /// is a view, or was turned before.
     ///

@@ -27,6 +27,8 @@ pub struct Ggml {
     pub layout: TensorLayout,
     /// Its numbers of operations.
     pub ops: Ops,
+    /// Makes a part of a graph, where this copy exports the function.
+    pub graph_view: Option<GraphView>,
     /// How a node calls a function; determined on first use.
     custom: OnceCell<Option<Custom>>,
 }
@@ -77,10 +79,14 @@ impl Ggml {
                     let (path, version) = about(symbol, &functions);
                     protocol::Event::Ggml { path, version }
                 });
+                let view = symbol(c"ggml_graph_view");
                 let copy = Box::leak(Box::new(Ggml {
                     f: functions,
                     layout,
                     ops,
+                    // SAFETY: ggml-impl.h gives the function of this name this type.
+                    graph_view: (!view.is_null())
+                        .then(|| unsafe { std::mem::transmute::<*mut c_void, GraphView>(view) }),
                     custom: OnceCell::new(),
                 }));
                 copies.push(copy);
@@ -111,10 +117,25 @@ impl Ggml {
 
     /// Makes a context for `tensors` tensors without data; `None` when there is no memory.
     pub fn context(&'static self, tensors: usize) -> Option<OwnContext> {
+        // SAFETY: takes nothing.
+        self.context_of(unsafe { (self.f.ggml_tensor_overhead)() } * tensors)
+    }
+
+    /// Makes a context for a graph of at most `nodes` nodes and `tensors` tensors without data;
+    /// `None` when there is no memory.
+    pub fn graph_context(&'static self, nodes: usize, tensors: usize) -> Option<OwnContext> {
+        // SAFETY: plain values.
+        self.context_of(unsafe {
+            (self.f.ggml_tensor_overhead)() * tensors
+                + (self.f.ggml_graph_overhead_custom)(nodes, false)
+        })
+    }
+
+    fn context_of(&'static self, mem_size: usize) -> Option<OwnContext> {
         // SAFETY: plain values.
         let context = unsafe {
             (self.f.ggml_init)(InitParams {
-                mem_size: (self.f.ggml_tensor_overhead)() * tensors,
+                mem_size,
                 mem_buffer: std::ptr::null_mut(),
                 no_alloc: true,
             })

@@ -45,6 +45,14 @@ pub struct InitParams {
     pub no_alloc: bool,
 }
 
+/// `struct ggml_cgraph`, which is private to ggml, as a value: its size is at most this.
+#[repr(C)]
+pub struct GraphValue([usize; 64]);
+
+/// `ggml_graph_view`: some nodes of a graph, with all that the graph has noted about them. A part
+/// of a scheduler's graph is such a view, too. No public header declares the function.
+pub type GraphView = unsafe extern "C-unwind" fn(*mut Graph, c_int, c_int) -> GraphValue;
+
 /// `ggml_custom1_op_t`: result, operand, number of the thread, number of threads, user data.
 pub type Callback = unsafe extern "C" fn(*mut Tensor, *const Tensor, c_int, c_int, *mut c_void);
 
@@ -125,6 +133,9 @@ functions! {
     ggml_type_name(c_int) -> *const c_char;
     ggml_type_size(c_int) -> usize;
     ggml_blck_size(c_int) -> i64;
+    ggml_new_graph_custom(*mut Context, usize, bool) -> *mut Graph;
+    ggml_graph_overhead_custom(usize, bool) -> usize;
+    ggml_build_forward_expand(*mut Graph, *mut Tensor);
     ggml_graph_n_nodes(*mut Graph) -> c_int;
     ggml_graph_node(*mut Graph, c_int) -> *mut Tensor;
     ggml_backend_buffer_free(*mut Buffer);
@@ -154,6 +165,8 @@ functions! {
     ggml_backend_dev_init(*mut Device, *const c_char) -> *mut Backend;
     ggml_backend_free(*mut Backend);
     ggml_backend_synchronize(*mut Backend);
+    ggml_backend_graph_compute(*mut Backend, *mut Graph) -> c_int;
+    ggml_backend_tensor_get_async(*mut Backend, *const Tensor, *mut c_void, usize, usize);
     ggml_backend_tensor_set_async(*mut Backend, *mut Tensor, *const c_void, usize, usize);
     ggml_backend_event_new(*mut Device) -> *mut Event;
     ggml_backend_event_free(*mut Event);

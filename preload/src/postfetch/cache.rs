@@ -9,15 +9,16 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
-use llama_sidecar::config::{CacheSize, Config};
+use llama_sidecar::config::{CacheSize, Config, Misses};
 use llama_sidecar::expert_cache::{ExpertCache, Load, Sharer, share};
 use llama_sidecar::experts::ExpertName;
 use llama_sidecar::trace::{self, Ids, Snapshot};
 
 use super::figures::{FIGURES, LayerFigures};
 use super::instance::Scratch;
-use super::speeds;
+use super::speeds::{self, Speeds};
 use super::transfer::Piece;
 use crate::ggml::{Backend, Buffer, Descriptor, Device, Ggml, OwnBuffer, OwnContext, Tensor};
 use crate::graph::GraphReads;
@@ -27,6 +28,8 @@ use crate::models::{self, TensorPointer};
 const I32: i32 = 26;
 /// Memory that is left to the program at least.
 const RESERVE: u64 = 512 << 20;
+/// How often the speed of the CPU is measured before the better one of CPU and link stays.
+const TRIALS: u32 = 64;
 /// Bytes behind the ids, which kernels may read in blocks.
 const IDS_PADDING: usize = 512;
 
@@ -61,6 +64,20 @@ pub struct Cache {
     layers: Vec<LayerCache>,
     /// The device of the slots.
     device: usize,
+    /// Whether the CPU computes what has no slot.
+    computes_misses: bool,
+    /// The most bytes of experts a second that the CPU computed, while that decides.
+    trial: Option<Trial>,
+}
+
+/// What is known of the speed of the CPU.
+struct Trial {
+    /// Bytes per second that the link copies.
+    link: f64,
+    /// The most bytes of experts per second that the CPU computed.
+    best: f64,
+    /// How many more times are measured.
+    left: u32,
 }
 
 // SAFETY: ggml ties no memory to a thread; the device is compared only.
@@ -115,6 +132,8 @@ impl Cache {
             let mut cache = Cache {
                 layers,
                 device: device as usize,
+                computes_misses: false,
+                trial: None,
             };
             FIGURES.note_cache(bytes, cache.slots());
             for layer in &mut cache.layers {
@@ -122,7 +141,8 @@ impl Cache {
                 layer.figures = FIGURES.cache_layer(layer.model, layer.layer, slots);
             }
             // SAFETY: as the caller ensures, and nothing uses the slots.
-            unsafe { cache.measure(ggml, &matrices) };
+            let speeds = unsafe { cache.measure(ggml, &matrices) };
+            cache.decide(speeds);
             if let Some(trace) = &trace {
                 // SAFETY: as the caller ensures: the matrices are live, and nothing uses the slots.
                 unsafe { cache.fill(ggml, trace) };
@@ -143,18 +163,69 @@ impl Cache {
     /// # Safety
     ///
     /// The matrices are live, and no other thread or queue uses the slots.
-    unsafe fn measure(&self, ggml: &Ggml, matrices: &BTreeMap<(u64, u32), Vec<Matrix>>) {
-        let role = self.layers.first().and_then(|layer| layer.roles.first());
-        let matrix = matrices.values().flatten().next();
-        if let (Some(role), Some(matrix)) = (role, matrix) {
-            let bytes = matrix.expert_bytes * matrix.ne[2] as usize;
-            // SAFETY: as the caller ensures; a matrix in host memory has the bytes of its experts.
-            let speeds = unsafe {
-                let data: usize = ggml.layout.read(matrix.tensor, ggml.layout.data);
-                let matrix = std::slice::from_raw_parts(data as *const u8, bytes);
-                speeds::measure(ggml, matrix, role.tensor.0)
-            };
-            FIGURES.note_speeds(speeds);
+    unsafe fn measure(
+        &self,
+        ggml: &Ggml,
+        matrices: &BTreeMap<(u64, u32), Vec<Matrix>>,
+    ) -> Option<Speeds> {
+        let role = self.layers.first()?.roles.first()?;
+        let matrix = matrices.values().flatten().next()?;
+        let bytes = matrix.expert_bytes * matrix.ne[2] as usize;
+        // SAFETY: as the caller ensures; a matrix in host memory has the bytes of its experts.
+        let speeds = unsafe {
+            let data: usize = ggml.layout.read(matrix.tensor, ggml.layout.data);
+            let matrix = std::slice::from_raw_parts(data as *const u8, bytes);
+            speeds::measure(ggml, matrix, role.tensor.0)
+        };
+        FIGURES.note_speeds(speeds);
+        Some(speeds)
+    }
+
+    /// Decides what computes experts that have no slot.
+    fn decide(&mut self, speeds: Option<Speeds>) {
+        self.computes_misses = match Config::get().host_postfetch.cache_misses {
+            Misses::Cpu => true,
+            Misses::Fetch => false,
+            // The CPU reads experts at the speed of memory at most.
+            Misses::Auto => speeds.is_some_and(|of| of.memory > of.link),
+        };
+        let is_auto = Config::get().host_postfetch.cache_misses == Misses::Auto;
+        self.trial = speeds.filter(|_| is_auto).map(|of| Trial {
+            link: of.link,
+            best: 0.0,
+            left: TRIALS,
+        });
+    }
+
+    /// Whether the CPU computes experts that have no slot.
+    pub fn computes_misses(&self) -> bool {
+        self.computes_misses
+    }
+
+    /// Notes what the CPU took for so many experts of a layer. In the long run, the link copies
+    /// them if it is faster.
+    pub fn note_computed(&mut self, at: usize, experts: usize, time: Duration) {
+        let Some(trial) = &mut self.trial else {
+            return;
+        };
+        let roles = &self.layers[at].roles;
+        let bytes: usize = roles.iter().map(|role| role.expert_bytes).sum();
+        let speed = (experts * bytes) as f64 / time.max(Duration::from_nanos(1)).as_secs_f64();
+        trial.best = trial.best.max(speed);
+        trial.left -= 1;
+        if trial.left == 0 {
+            self.computes_misses = trial.best > trial.link;
+            log::info!(
+                "post-fetch: the CPU computes {:.1} GB/s of experts, the link copies {:.1}: experts without a slot are {}",
+                trial.best / 1e9,
+                trial.link / 1e9,
+                if self.computes_misses {
+                    "computed by the CPU"
+                } else {
+                    "copied"
+                },
+            );
+            self.trial = None;
         }
     }
 
@@ -398,7 +469,23 @@ impl LayerCache {
         let found = self.experts.look_up(ids, &mut self.loads, &mut self.slots);
         if let Some(hits) = found {
             let evictions = self.experts.evictions() - evictions;
-            self.figures.count(hits, self.loads.len(), evictions);
+            self.figures.count(hits, self.loads.len(), evictions, 0);
+        }
+        found.is_some()
+    }
+
+    /// Looks up the experts of an evaluation that computes on the CPU those without a slot, whose
+    /// positions are appended to `missed`. At most so many get one for later.
+    pub fn look_up_now(&mut self, ids: &Ids<'_>, most: usize, missed: &mut Vec<usize>) -> bool {
+        self.loads.clear();
+        self.slots.clear();
+        let before = self.experts.evictions();
+        let (loads, slots) = (&mut self.loads, &mut self.slots);
+        let found = self.experts.look_up_now(ids, most, loads, slots, missed);
+        if let Some(hits) = found {
+            let evictions = self.experts.evictions() - before;
+            self.figures
+                .count(hits, missed.len(), evictions, missed.len());
         }
         found.is_some()
     }

@@ -42,6 +42,7 @@ pub static FIGURES: Figures = Figures {
     cache_hits: AtomicU64::new(0),
     cache_misses: AtomicU64::new(0),
     cache_evictions: AtomicU64::new(0),
+    cache_on_cpu: AtomicU64::new(0),
     cache_bytes: AtomicU64::new(0),
     cache_slots: AtomicU64::new(0),
     cache_layers: Mutex::new(Vec::new()),
@@ -65,6 +66,7 @@ pub struct Figures {
     cache_hits: AtomicU64,
     cache_misses: AtomicU64,
     cache_evictions: AtomicU64,
+    cache_on_cpu: AtomicU64,
     cache_bytes: AtomicU64,
     cache_slots: AtomicU64,
     cache_layers: Mutex<Vec<Arc<LayerFigures>>>,
@@ -81,6 +83,7 @@ pub struct LayerFigures {
     hits: AtomicU64,
     misses: AtomicU64,
     evictions: AtomicU64,
+    on_cpu: AtomicU64,
 }
 
 impl LayerFigures {
@@ -93,15 +96,17 @@ impl LayerFigures {
             hits: AtomicU64::new(0),
             misses: AtomicU64::new(0),
             evictions: AtomicU64::new(0),
+            on_cpu: AtomicU64::new(0),
         }
     }
 
     /// Counts a look-up.
-    pub fn count(&self, hits: usize, misses: usize, evictions: u64) {
+    pub fn count(&self, hits: usize, misses: usize, evictions: u64, on_cpu: usize) {
         for (of_layer, of_all, count) in [
             (&self.hits, &FIGURES.cache_hits, hits as u64),
             (&self.misses, &FIGURES.cache_misses, misses as u64),
             (&self.evictions, &FIGURES.cache_evictions, evictions),
+            (&self.on_cpu, &FIGURES.cache_on_cpu, on_cpu as u64),
         ] {
             of_layer.fetch_add(count, Ordering::Relaxed);
             of_all.fetch_add(count, Ordering::Relaxed);
@@ -185,6 +190,7 @@ impl Figures {
             hits: get(&of.hits),
             misses: get(&of.misses),
             evictions: get(&of.evictions),
+            on_cpu: get(&of.on_cpu),
         };
         let speeds = *self.speeds.lock();
         let copies = REASONS.iter().map(|(reason, name)| {
@@ -205,6 +211,7 @@ impl Figures {
             cache_hits: get(&self.cache_hits),
             cache_misses: get(&self.cache_misses),
             cache_evictions: get(&self.cache_evictions),
+            cache_on_cpu: get(&self.cache_on_cpu),
             cache_bytes: get(&self.cache_bytes),
             cache_slots: get(&self.cache_slots),
             link_speed: speeds.map(|of| of.link),

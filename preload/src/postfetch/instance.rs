@@ -85,6 +85,12 @@ impl Instance {
         self.backend
     }
 
+    /// Whether copies to a tensor and products run in the order in which they were submitted to a
+    /// backend of the device.
+    pub fn is_in_order(&self) -> bool {
+        self.events_cover_copies
+    }
+
     /// Makes an event; `None` where the backend has none.
     pub fn event(&self) -> Option<OwnEvent> {
         // SAFETY: a live device.

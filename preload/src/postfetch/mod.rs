@@ -14,7 +14,7 @@
 //! | it has split and allocated a graph | [`plan`]: each copy gets memory of its own |
 //! | `ggml_backend_tensor_get_async` of ids, `ggml_backend_synchronize` | copies are requested |
 //! | `ggml_backend_tensor_set_async` of experts | left out if requested |
-//! | `ggml_backend_graph_compute_async` of a part | the GPU waits for the copies |
+//! | `ggml_backend_graph_compute_async` of a part | the GPU waits for the copies, or the CPU computes what is not on the GPU |
 //!
 //! The first evaluation of a scheduler only checks that the calls come in this order.
 
@@ -23,16 +23,17 @@ mod cache;
 mod experts;
 mod figures;
 mod instance;
+mod on_cpu;
 mod plan;
 mod speeds;
 mod transfer;
 
 use std::cell::Cell;
-use std::ffi::{CStr, c_void};
+use std::ffi::{CStr, c_int, c_void};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use llama_sidecar::config::{Config, Early};
 use llama_sidecar::experts::{ExpertName, Projection};
@@ -105,6 +106,8 @@ struct State {
     generation: u64,
     /// Products of the part that is being submitted.
     changed: Vec<Changed>,
+    /// Whether experts are being copied for later evaluations.
+    uploads: bool,
 }
 
 impl State {
@@ -125,6 +128,7 @@ impl State {
             cache_tried: false,
             generation: 0,
             changed: Vec::new(),
+            uploads: false,
         }
     }
 }
@@ -425,15 +429,33 @@ fn current() -> Option<MutexGuard<'static, State>> {
 }
 
 /// Records that the scheduler requested bytes of a tensor.
-pub fn bytes_requested(tensor: *const Tensor, data: *const c_void, size: usize) {
-    let Some(state) = current() else {
+///
+/// # Safety
+///
+/// The arguments of `ggml_backend_tensor_get_async`.
+pub unsafe fn bytes_requested(
+    backend: *mut Backend,
+    tensor: *const Tensor,
+    data: *const c_void,
+    size: usize,
+) {
+    let Some(mut state) = current() else {
         return;
     };
-    let Some(plan) = &state.plan else {
+    let computes_misses = state.cache.as_ref().is_some_and(Cache::computes_misses);
+    let Some(plan) = &mut state.plan else {
         return;
     };
     let is_of = |layer: &Layer| !layer.known && layer.ids.contains(&tensor.cast_mut());
     if let Some(layer) = plan.layers.iter().position(is_of) {
+        let of_layer = &mut plan.layers[layer];
+        let is_same = of_layer.backend == backend && computes_misses;
+        if let Some(slots) = of_layer.slots.as_mut().filter(|_| is_same)
+            && let Some(on_cpu) = &mut slots.on_cpu
+        {
+            // SAFETY: the backend of the products, which computed the input before the ids.
+            unsafe { on_cpu.request_input(backend) };
+        }
         REQUESTED.set(Some(Requested {
             layer,
             ids: tensor,
@@ -533,15 +555,34 @@ fn covers(request: &Request, start: usize, bytes: &Range<usize>) -> bool {
     request.pieces.iter().any(has)
 }
 
+/// How a part of a graph is evaluated.
+pub enum Evaluation {
+    /// As a whole.
+    Whole,
+    /// In two pieces, with the CPU's experts of a layer between them.
+    Divided {
+        /// The number of the layer in its plan.
+        layer: usize,
+        /// The number of nodes in the first piece.
+        nodes: c_int,
+    },
+    /// Not at all: the part has another form than in the evaluation before.
+    Refused,
+}
+
 /// Makes a backend wait for the early copies that a part of a graph reads, which it is about to
 /// evaluate.
 ///
 /// # Safety
 ///
 /// A live part of a graph and a live backend of this copy.
-pub unsafe fn part_begins(ggml: &'static Ggml, backend: *mut Backend, part: *mut Graph) {
+pub unsafe fn part_begins(
+    ggml: &'static Ggml,
+    backend: *mut Backend,
+    part: *mut Graph,
+) -> Evaluation {
     let Some(mut state) = current() else {
-        return;
+        return Evaluation::Whole;
     };
     let state = &mut *state;
     if std::mem::take(&mut state.at_start) {
@@ -549,10 +590,11 @@ pub unsafe fn part_begins(ggml: &'static Ggml, backend: *mut Backend, part: *mut
         state.look_ahead(ggml, 0);
     }
     let (Some(plan), Some(fetcher)) = (&mut state.plan, &state.fetcher) else {
-        return;
+        return Evaluation::Whole;
     };
     let layout = &ggml.layout;
     let mut expected = true;
+    let mut evaluation = Evaluation::Whole;
     // SAFETY: nodes of a live graph and their sources are live.
     let nodes = unsafe { (ggml.f.ggml_graph_n_nodes)(part) };
     for at in 0..nodes {
@@ -566,17 +608,18 @@ pub unsafe fn part_begins(ggml: &'static Ggml, backend: *mut Backend, part: *mut
             }
             (node, layout.read(node, layout.src))
         };
-        let Some((layer, role)) = plan.find(source) else {
+        let Some((number, role)) = plan.find(source) else {
             continue;
         };
-        let layer = &mut plan.layers[layer];
+        let layer = &mut plan.layers[number];
         let product = &layer.products[role];
         let has_loads = |slots: &LayerSlots| {
             let cache = state.cache.as_mut();
             slots.ready && cache.is_some_and(|cache| cache.layer(slots.at).has_loads())
         };
+        let waits = layer.slots.as_ref().is_none_or(|slots| slots.waits);
         let requested = product.transfer.progress() != Progress::Idle;
-        if requested || layer.slots.as_ref().is_some_and(has_loads) {
+        if waits && (requested || layer.slots.as_ref().is_some_and(has_loads)) {
             // SAFETY: the backend of the product, on the thread that uses it.
             unsafe { fetcher.acquire(&product.transfer, backend) };
         }
@@ -596,10 +639,59 @@ pub unsafe fn part_begins(ggml: &'static Ggml, backend: *mut Backend, part: *mut
                 state.changed.push(changed);
             }
         }
+        if let Some(slots) = &mut layer.slots
+            && let Some(on_cpu) = &mut slots.on_cpu
+        {
+            // SAFETY: as above.
+            let is_input =
+                |at| unsafe { (ggml.f.ggml_graph_node)(part, at) }.cast_const() == on_cpu.input;
+            let is_early = backend == layer.backend && !(0..at).any(is_input);
+            let is_last = node == on_cpu.output;
+            let is_first = matches!(evaluation, Evaluation::Whole);
+            if is_early && is_last && is_first {
+                let (layer, nodes) = (number, at + 1);
+                evaluation = Evaluation::Divided { layer, nodes };
+            } else if !is_early || is_last {
+                if !on_cpu.missed.is_empty() {
+                    evaluation = Evaluation::Refused;
+                }
+                slots.on_cpu = None;
+            }
+        }
     }
     if !expected {
         state.stand_back();
     }
+    evaluation
+}
+
+/// Computes the experts of a layer that have no slot. Returns whether that succeeded.
+///
+/// # Safety
+///
+/// The backend of the layer, to which its nodes up to down were submitted.
+pub unsafe fn compute_missed(backend: *mut Backend, layer: usize) -> bool {
+    let Some(mut state) = current() else {
+        return false;
+    };
+    let state = &mut *state;
+    let (Some(plan), Some(cache)) = (&mut state.plan, &mut state.cache) else {
+        return false;
+    };
+    let Some(slots) = &mut plan.layers[layer].slots else {
+        return false;
+    };
+    let Some(on_cpu) = &mut slots.on_cpu else {
+        return true;
+    };
+    on_cpu.checked = true;
+    let begun = Instant::now();
+    // SAFETY: as the caller ensures.
+    let done = unsafe { on_cpu.compute(backend, slots.in_order) };
+    if done && !on_cpu.missed.is_empty() {
+        cache.note_computed(slots.at, on_cpu.missed.len(), begun.elapsed());
+    }
+    done
 }
 
 /// The end of a part that was submitted: its products are as the scheduler made them.
@@ -660,7 +752,10 @@ impl State {
             layer.known = false;
             layer.ahead = false;
             if let Some(slots) = &mut layer.slots {
-                (slots.ready, slots.written) = (false, false);
+                (slots.ready, slots.written, slots.waits) = (false, false, true);
+                if let Some(on_cpu) = &mut slots.on_cpu {
+                    on_cpu.begin();
+                }
             }
             for product in &mut layer.products {
                 product.host_copied = false;
@@ -686,18 +781,29 @@ impl State {
     /// Ends the use of the plan: its graph is dropped.
     fn retire(&mut self) {
         self.biases.forget_graph();
-        if let Some(plan) = self.plan.take() {
+        if self.plan.is_some() {
             COPIES[self.number].set(0..0);
             self.drain();
+        }
+        if let Some(plan) = self.plan.take() {
             self.devices.retire(plan);
         }
     }
 
-    /// Drops requests that are not begun, and waits for the others.
+    /// Drops requests that are not begun, and waits for the others and for those of later
+    /// evaluations.
     fn drain(&mut self) {
-        if let Some(fetcher) = &self.fetcher
-            && !fetcher.drain()
-        {
+        let Some(fetcher) = &self.fetcher else {
+            return;
+        };
+        if std::mem::take(&mut self.uploads) {
+            fetcher.finish();
+            let layers = self.plan.iter().flat_map(|plan| &plan.layers);
+            for product in layers.flat_map(|layer| &layer.products) {
+                product.transfer.wait();
+            }
+        }
+        if !fetcher.drain() {
             // Slots are taken, and their experts are not there.
             self.clear_cache();
         }
@@ -727,9 +833,22 @@ impl State {
             let Some(cache) = &mut self.cache else {
                 return;
             };
+            let on_cpu = slots.on_cpu.as_mut().filter(|of| of.is_ready());
             let of_layer = cache.layer(slots.at);
-            slots.ready = of_layer.look_up(ids);
+            slots.waits = on_cpu.is_none();
+            slots.ready = match on_cpu {
+                Some(on_cpu) => {
+                    // A busy link gets no more copies that nothing waits for.
+                    let is_idle = self.fetcher.as_ref().is_some_and(Fetcher::is_idle);
+                    let most = if is_idle { usize::MAX } else { 0 };
+                    let ready = of_layer.look_up_now(ids, most, &mut on_cpu.missed);
+                    on_cpu.gather(ids);
+                    ready
+                }
+                None => of_layer.look_up(ids),
+            };
             if slots.ready && of_layer.has_loads() {
+                self.uploads |= !slots.waits;
                 self.request(ggml, at);
             }
             return;

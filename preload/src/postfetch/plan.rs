@@ -15,6 +15,7 @@ use llama_sidecar::experts::ExpertName;
 use super::cache::Cache;
 use super::figures::FIGURES;
 use super::instance::{self, Instance, OwnEvent, Scratch};
+use super::on_cpu::{ExpertProduct, HostMemory, OnCpu};
 use super::transfer::Transfer;
 use crate::ggml::{Backend, Buffer, BufferType, Ggml, OwnContext, Sched, Tensor};
 use crate::graph::{GraphReads, UsedWeight};
@@ -72,6 +73,12 @@ pub struct LayerSlots {
     pub ready: bool,
     /// Whether they were submitted.
     pub written: bool,
+    /// What computes experts that have no slot; `None` where they are copied into one.
+    pub on_cpu: Option<OnCpu>,
+    /// Whether the products of this evaluation wait for copies into slots.
+    pub waits: bool,
+    /// Whether copies and products of the device run in the order in which they are submitted.
+    pub in_order: bool,
 }
 
 /// The matrices of a graph.
@@ -110,6 +117,8 @@ pub struct Devices {
     refused: Vec<usize>,
     /// The plan of the graph before: the devices may still use its events.
     retired: Option<Plan>,
+    /// Memory for experts that the CPU computes.
+    host_memory: Option<Arc<HostMemory>>,
 }
 
 /// What is used of one device.
@@ -149,6 +158,7 @@ impl Devices {
             of: Vec::new(),
             refused: Vec::new(),
             retired: None,
+            host_memory: None,
         }
     }
 
@@ -208,7 +218,14 @@ impl Devices {
             }
             let set = at % sets.unwrap_or(1);
             // SAFETY: as the caller ensures.
-            let layer = unsafe { self.layer(ggml, candidates, slots.zip(cache), set) };
+            let layer = unsafe {
+                let layer = self.layer(ggml, candidates, slots.zip(cache), set);
+                let on_cpu = cache.is_some_and(Cache::computes_misses);
+                layer.map(|layer| match on_cpu {
+                    true => self.with_cpu(ggml, sched, reads, candidates, layer),
+                    false => layer,
+                })
+            };
             let Some(layer) = layer else {
                 FIGURES.note_obstacle(format!(
                     "the program copies some experts itself: {} gives no event or no tensor for them",
@@ -319,7 +336,8 @@ impl Devices {
                 host_copied: false,
             });
         }
-        let free = Arc::new(self.device(ggml, first.buft)?.instance.event()?);
+        let instance = self.device(ggml, first.buft)?.instance.clone();
+        let free = Arc::new(instance.event()?);
         // SAFETY: live tensors, as the caller ensures. The scheduler's copy has the type and shape
         // of the matrix; its buffer, data and extra become those of a tensor of that type and
         // shape, which lives as long as the plan.
@@ -342,8 +360,47 @@ impl Devices {
             free,
             known: false,
             ahead: false,
-            slots: slots.map(|(slots, _)| slots),
+            slots: slots.map(|(slots, _)| LayerSlots {
+                in_order: instance.is_in_order(),
+                ..slots
+            }),
         })
+    }
+
+    /// Lets the CPU compute the experts of a layer that have no slot, if the layer has slots.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Devices::plan`].
+    unsafe fn with_cpu(
+        &mut self,
+        ggml: &'static Ggml,
+        sched: *mut Sched,
+        reads: &GraphReads,
+        candidates: &[Candidate<'_>],
+        mut layer: Layer,
+    ) -> Layer {
+        let Some(slots) = &mut layer.slots else {
+            return layer;
+        };
+        let product = |of: &Candidate<'_>| ExpertProduct {
+            node: of.used.node,
+            weight: of.used.tensor,
+        };
+        let products: Vec<_> = candidates.iter().map(product).collect();
+        let memory = &mut self.host_memory;
+        // SAFETY: as the caller ensures.
+        let made = unsafe {
+            let device = (ggml.f.ggml_backend_get_device)(layer.backend);
+            OnCpu::new(ggml, sched, reads, device, &products, memory)
+        };
+        match made {
+            Ok(on_cpu) => slots.on_cpu = Some(on_cpu),
+            Err(reason) => FIGURES.note_obstacle(format!(
+                "the CPU computes no experts beside the device: {reason}; they are copied to it"
+            )),
+        }
+        layer
     }
 }
 
@@ -443,6 +500,9 @@ unsafe fn slots(
             _context: context,
             ready: false,
             written: false,
+            on_cpu: None,
+            waits: true,
+            in_order: false,
         })
     }
 }

@@ -106,6 +106,13 @@ impl Transfer {
         *self.progress.lock() = Progress::Idle;
     }
 
+    /// Waits for its copies, if they were issued.
+    pub fn wait(&self) {
+        if matches!(self.progress(), Progress::Issued | Progress::Done) {
+            self.done.wait();
+        }
+    }
+
     /// Returns what it copies.
     pub fn request(&self) -> RwLockReadGuard<'_, Request> {
         self.request.read()
@@ -300,6 +307,20 @@ impl Fetcher {
                 true => transfer.done.hold(backend),
                 false => drop(transfer.issue(backend)),
             }
+        }
+    }
+
+    /// Whether nothing is queued, and nothing is copied.
+    pub fn is_idle(&self) -> bool {
+        let queue = self.0.queue.lock();
+        queue.waiting.is_empty() && !queue.busy
+    }
+
+    /// Waits until all that is queued is copied, unless the thread has ended.
+    pub fn finish(&self) {
+        let mut queue = self.0.queue.lock();
+        while (queue.busy || !queue.waiting.is_empty()) && !queue.failed && !queue.stopped {
+            self.0.progress.wait(&mut queue);
         }
     }
 
