@@ -176,6 +176,7 @@ fn decode(
     }
     std::fs::write(&file, lines).expect("written");
     let (cpu, speed) = (cpu.to_string(), link.to_string());
+    let mut on_cpu = false;
     let mut settings = MACHINE.to_vec();
     settings.extend([
         ("SIM_GGML_HOST_GBS", cpu.as_str()),
@@ -197,15 +198,20 @@ fn decode(
         let tokens = looked_up as usize / routes.len() / model.used;
         if tokens > 0 {
             assert_eq!(count("cache_slots"), u64::from(slots));
+            hits = count("cache_hits") as f64 / looked_up as f64;
+        }
+        on_cpu = count("cache_on_cpu") > 0;
+        if tokens > 0 && !on_cpu {
             let all = BEFORE + COUNTED;
             let expected = expected_hits(model, routes, slots, all - tokens..all);
             assert_eq!(count("cache_hits"), expected, "{figures}");
-            hits = expected as f64 / looked_up as f64;
         }
     }
     assert_eq!(host.end(), Some(0));
-    let end = sim.report();
-    end.assert_ordered();
+    // Where nothing is computed, the device knows no slots, and may read those that are written.
+    if !on_cpu {
+        sim.report().assert_ordered();
+    }
     let time = |report: &Report| report.threads[0].time_ns;
     let bytes = |report: &Report| report.link.to_device.bytes;
     let each = COUNTED as f64 * 1e6;
@@ -222,20 +228,34 @@ fn decode(
 fn rows(name: &str, locality: &str, model: &Shape, (path, routes, slots): (&Path, &Routes, u32)) {
     let bytes = u64::from(slots) * model.expert_bytes * routes.len() as u64;
     let mib = bytes.div_ceil(1 << 20).to_string();
-    let cached = [("LLAMA_POSTFETCH_CACHE_MB", mib.as_str()), LOCKED];
+    let cached = |misses, uploads| {
+        [
+            ("LLAMA_POSTFETCH_CACHE_MB", mib.as_str()),
+            ("LLAMA_POSTFETCH_CACHE_MISSES", misses),
+            ("LLAMA_POSTFETCH_CACHE_UPLOADS", uploads),
+            LOCKED,
+        ]
+    };
     let from = (path, routes, slots);
     for (machine, _, cpu, link) in MACHINES {
         let stock = decode(model, from, (cpu, link), STOCK).time;
         let each = decode(model, from, (cpu, link), EACH_TIME).time;
-        let token = decode(model, from, (cpu, link), &cached);
+        let token = decode(model, from, (cpu, link), &cached("fetch", "0"));
         let bound = token.link.max(token.products);
+        let beside = ["1", "2"].map(|uploads| {
+            let token = decode(model, from, (cpu, link), &cached("cpu", uploads));
+            let gain = stock / token.time;
+            format!("{:.2} ({gain:.2}), {:.1} %", token.time, 100.0 * token.hits)
+        });
         println!(
-            "| {name} | {locality} | {machine} | {stock:.2} | {each:.2} ({:.2}) | {:.2} ({:.2}) | {:.1} % | {bound:.2} | {:.2} |",
+            "| {name} | {locality} | {machine} | {stock:.2} | {each:.2} ({:.2}) | {:.2} ({:.2}), {:.1} % | {bound:.2} | {:.2} | {} | {} |",
             stock / each,
             token.time,
             stock / token.time,
             100.0 * token.hits,
             token.time / bound,
+            beside[0],
+            beside[1],
         );
     }
 }
@@ -243,11 +263,11 @@ fn rows(name: &str, locality: &str, model: &Shape, (path, routes, slots): (&Path
 fn main() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("model.gguf");
-    println!("Virtual time of a token, ms. In brackets the gain over stock.\n");
+    println!("Virtual time of a token, ms; in brackets the gain over stock; the share of hits.\n");
     println!(
-        "| model | LRU | machine | stock, on the CPU | copied each time | slots | hits | bound | time / bound |"
+        "| model | LRU | machine | stock, on the CPU | copied each time | slots | bound | time / bound | misses on the CPU, 1 upload | 2 uploads |"
     );
-    println!("|---|---|---|---|---|---|---|---|---|");
+    println!("|---|---|---|---|---|---|---|---|---|---|");
     let [gpt_oss, qwen, _] = models();
     for (name, model) in [gpt_oss, qwen] {
         model.file().write_sparse(&path).expect("a file with holes");

@@ -610,6 +610,18 @@ pub enum Event {
         path: String,
         obstacle: Option<String>,
     },
+    /// Memory for experts that stay on a device was looked for.
+    ExpertCache {
+        /// Experts of each layer that stay there, at least; 0 where there is an obstacle.
+        slots: u64,
+        bytes: u64,
+        /// Bytes per second that the link copies, and that the CPU reads.
+        link_speed: f64,
+        memory_speed: f64,
+        /// Whether the CPU computes the others.
+        on_cpu: bool,
+        obstacle: Option<String>,
+    },
     /// Figures of post-fetch, when the process ended.
     PostFetch { figures: PostFetchFigures },
     /// Figures of expert streaming of a model, when the model or the process ended.

@@ -541,11 +541,13 @@ fn the_wrapper_sets_the_variables_of_post_fetch() {
 
 #[test]
 fn doctor_reports_whether_post_fetch_can_work() {
-    let doctor = |host: &[String], sim: Option<&SimGgml>| {
+    let findings = |options: &[&str], host: &[String], sim: Option<&SimGgml>| {
         let script = "(echo text 2; sleep 60) | \"$@\"";
         let mut command = Command::new(testkit::host::built("release/llama-sidecar"));
         command
-            .args(["doctor", "--", "sh", "-c", script, "sh"])
+            .arg("doctor")
+            .args(options)
+            .args(["--", "sh", "-c", script, "sh"])
             .args(host);
         if let Some(sim) = sim {
             sim.prepare(&mut command);
@@ -553,6 +555,10 @@ fn doctor_reports_whether_post_fetch_can_work() {
         let output = command.output().expect("it starts");
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         assert!(output.status.success(), "{text}");
+        text
+    };
+    let doctor = |host: &[String], sim: Option<&SimGgml>| {
+        let text = findings(&[], host, sim);
         let line = text
             .lines()
             .find_map(|line| line.strip_prefix("post-fetch  "));
@@ -572,6 +578,39 @@ fn doctor_reports_whether_post_fetch_can_work() {
     let line = doctor(&host, Some(&sim));
     let works = "can work: routed experts are in host memory, beside a GPU; ";
     assert!(line.starts_with(works), "{line}");
+
+    // With a trace of the same text, all experts fit.
+    let folder = tempfile::tempdir().expect("a folder");
+    let trace = folder.path().join("trace.json");
+    let trace = trace.to_str().expect("UTF-8");
+    let script = "echo text 9 | \"$@\"";
+    let traced = [
+        "run",
+        "--expert-trace-output",
+        trace,
+        "--",
+        "sh",
+        "-c",
+        script,
+        "sh",
+    ];
+    let host_words: Vec<&str> = host.iter().map(String::as_str).collect();
+    let (text, status) = command_line(&[&traced[..], &host_words].concat(), "");
+    assert!(status.success(), "{text}");
+    let text = findings(&["--expert-cache", "--trace", trace], &host, Some(&sim));
+    let mut cache = text
+        .lines()
+        .filter_map(|line| line.strip_prefix("cache       "));
+    let fit = cache.next().unwrap_or_else(|| panic!("{text}"));
+    assert!(
+        fit.starts_with("8 experts of each layer fit the memory"),
+        "{fit}"
+    );
+    let hits = cache.next().unwrap_or_else(|| panic!("{text}"));
+    assert!(
+        hits.contains(" % of the routed experts of trace.json would be there"),
+        "{hits}"
+    );
 
     // The same with a library beside it whose scheduler calls nothing through the loader.
     let script = "import ctypes, runpy, sys; ctypes.CDLL(sys.argv[1]); sys.argv = sys.argv[2:]; runpy.run_path(sys.argv[0])";

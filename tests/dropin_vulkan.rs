@@ -227,11 +227,14 @@ fn experts_of_each_token_are_copied_early() {
 fn experts_that_stay_on_the_device() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("model.gguf");
-    let commands = ["prompt 40", "hashes 4", "prompt 40", "hashes 4"];
+    let commands = ["prompt 40", "hashes 4", "prompt 40", "hashes 4", "text 6"];
     for mixture in [Mixture::GptOss, Mixture::MergedGateUp] {
         mixture.write(&path).expect("free space");
-        let run = |mib: &str| {
-            let with = DropIn::On(vec![("LLAMA_POSTFETCH_CACHE_MB", mib.into())]);
+        let run = |mib: &str, misses: &str| {
+            let with = DropIn::On(vec![
+                ("LLAMA_POSTFETCH_CACHE_MB", mib.into()),
+                ("LLAMA_POSTFETCH_CACHE_MISSES", misses.into()),
+            ]);
             let set = |command: &mut Command| {
                 command.env("GGML_OP_OFFLOAD_MIN_BATCH", "1");
             };
@@ -242,14 +245,20 @@ fn experts_that_stay_on_the_device() {
             assert_eq!(host.end(), Some(0));
             (answers, figures)
         };
-        let (expected, without) = run("0");
+        let (expected, without) = run("0", "fetch");
         assert!(without.is_null(), "{without}");
-        let (found, figures) = run("4");
+        let (found, figures) = run("4", "fetch");
         assert_eq!(found, expected, "{mixture:?}");
         assert!(figures["obstacle"].is_null(), "{figures}");
         assert!(count(&figures, "cache_hits") > 0, "{figures}");
         // In slots for some experts, others take their place.
         let slots = count(&figures, "cache_slots") * u64::from(mixture.layers());
         assert!(count(&figures, "cache_misses") > slots, "{figures}");
+        // The CPU has other kernels, so that the last bits differ, and the text is the same.
+        let (found, figures) = run("4", "cpu");
+        assert_eq!(found[4], expected[4], "{mixture:?}");
+        assert_eq!(found[0], expected[0], "{mixture:?}");
+        assert!(figures["obstacle"].is_null(), "{figures}");
+        assert!(count(&figures, "cache_on_cpu") > 0, "{figures}");
     }
 }

@@ -12,11 +12,13 @@ use anyhow::{Result, bail};
 use llama_sidecar::protocol::Event;
 use rustix::process::{Pid, Signal, kill_process_group};
 
+use crate::cache_report::{Caches, Policy};
 use crate::child::{self, Group};
 use crate::executable::{Executable, preload_library};
 use crate::hooks;
 use crate::journal::{Events, Journal, UNKNOWN_YET};
 use crate::stream_report;
+use crate::trace_report::TraceReport;
 
 /// The program to try.
 #[derive(clap::Args)]
@@ -27,6 +29,12 @@ pub struct DoctorOptions {
     /// Fail if the experts of a model cannot be streamed in the program.
     #[arg(long)]
     stream_experts: bool,
+    /// Try how many experts fit the memory that a GPU has left, and how fast the others are.
+    #[arg(long)]
+    expert_cache: bool,
+    /// An expert trace (JSON): how many of its routed experts would be on the GPU.
+    #[arg(long, value_name = "TRACE", requires = "expert_cache")]
+    trace: Option<PathBuf>,
     /// The program and its arguments, after `--`. The program must load a model and generate a
     /// token, or be a server with a warm-up.
     #[arg(required = true, last = true)]
@@ -41,6 +49,10 @@ const LAST_WAIT: Duration = Duration::from_secs(5);
 
 /// Runs the program until its first evaluation, and prints the findings.
 pub fn run(options: &DoctorOptions) -> Result<()> {
+    let trace = match &options.trace {
+        Some(path) => TraceReport::read(path)?,
+        None => Vec::new(),
+    };
     let preload = preload_library()?;
     let program = Executable::find(&options.command[0])?;
     line(
@@ -64,6 +76,13 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
             .env("LLAMA_EXPERT_TRACE_STATS", "1")
             .env("LLAMA_EXPERT_STREAM", "auto")
             .env("LLAMA_POSTFETCH_HOST", "on")
+            .env(
+                "LLAMA_POSTFETCH_CACHE_MB",
+                match options.expert_cache {
+                    true => "auto",
+                    false => "0",
+                },
+            )
             .env("LLAMA_SIDECAR_LOG", "error")
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -72,12 +91,18 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
     )?;
     let mut mapped = BTreeSet::new();
     let patience = Duration::from_secs(options.seconds);
-    let ended = watch(&mut started, &journal, patience, &mut mapped)?;
+    let is_done = |events: &Events| {
+        is_complete(events) && !(options.expert_cache && events.expects_expert_cache())
+    };
+    let ended = watch(&mut started, &journal, patience, is_done, &mut mapped)?;
     let events = journal.read();
     for found in hooks::describe(&preload, &mapped) {
         line("hooks", &found);
     }
     findings(&events, hooks::scheduler_obstacle(&preload, &mapped));
+    if options.expert_cache {
+        expert_cache(&events, &trace);
+    }
     if let Some(status) = ended.filter(|status| !status.success()) {
         let mut text = String::new();
         errors.rewind()?;
@@ -113,13 +138,14 @@ fn is_complete(events: &Events) -> bool {
         || first.is_some_and(|known| known && models.all(|known| known))
 }
 
-/// Waits for the first evaluation, the end of the program or the end of its time, and ends the
+/// Waits until `is_done`, the end of the program or the end of its time, and ends the
 /// program then. Returns the status of a program that ended by itself. Collects the files that
 /// the processes of the command execute.
 fn watch(
     child: &mut Child,
     journal: &Journal,
     patience: Duration,
+    is_done: impl Fn(&Events) -> bool,
     mapped: &mut BTreeSet<PathBuf>,
 ) -> Result<Option<ExitStatus>> {
     let began = Instant::now();
@@ -129,7 +155,7 @@ fn watch(
         }
         let events = journal.read();
         mapped.extend(events.processes().into_iter().flat_map(hooks::mapped));
-        if is_complete(&events) || began.elapsed() > patience {
+        if is_done(&events) || began.elapsed() > patience {
             break;
         }
         std::thread::sleep(Duration::from_millis(50));
@@ -206,6 +232,63 @@ fn findings(events: &Events, scheduler: Option<String>) {
         }
     }
     line("hot-swap", "works");
+}
+
+/// Prints how many experts could stay on a GPU, and what that would do for a trace.
+fn expert_cache(events: &Events, traces: &[TraceReport]) {
+    let Some(Event::ExpertCache {
+        slots,
+        bytes,
+        link_speed: link,
+        memory_speed: memory,
+        on_cpu,
+        obstacle,
+    }) = events.expert_cache()
+    else {
+        return line(
+            "cache",
+            "unknown: no graph had experts in host memory beside a GPU",
+        );
+    };
+    if let Some(obstacle) = obstacle {
+        return line("cache", obstacle);
+    }
+    let others = match on_cpu {
+        true => "the CPU computes the others meanwhile",
+        false => "the others are copied to it",
+    };
+    line(
+        "cache",
+        &format!(
+            "{slots} experts of each layer fit the memory that the GPU has left ({:.0} MB); the link copies {:.1} GB/s, the CPU reads {:.1} GB/s: {others}",
+            *bytes as f64 / 1e6,
+            link / 1e9,
+            memory / 1e9,
+        ),
+    );
+    for trace in traces {
+        let found = match Caches::of(trace) {
+            None => "the trace has no locality: write a new one".into(),
+            Some(caches) => {
+                let size = *slots as usize;
+                let hits = 100.0 * caches.rate(Policy::Lru, size);
+                let speed = if *on_cpu { memory } else { link };
+                match caches.moved(Policy::Lru, size) {
+                    Some(moved) => format!(
+                        "{hits:.1} % of the routed experts of {} would be there; the others are {:.1} MB a token, {:.2} ms at that speed",
+                        trace.label,
+                        moved / 1e6,
+                        1e3 * moved / speed,
+                    ),
+                    None => format!(
+                        "{hits:.1} % of the routed experts of {} would be there",
+                        trace.label
+                    ),
+                }
+            }
+        };
+        line("cache", &found);
+    }
 }
 
 /// Prints whether the experts of a model can be streamed, and what that would do.

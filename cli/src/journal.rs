@@ -100,6 +100,18 @@ impl Events {
         })
     }
 
+    /// Returns what is known of experts that stay on a device.
+    pub fn expert_cache(&self) -> Option<&Event> {
+        self.iter()
+            .find(|event| matches!(event, Event::ExpertCache { .. }))
+    }
+
+    /// Whether experts could stay on a device, and nothing is known of that yet.
+    pub fn expects_expert_cache(&self) -> bool {
+        let can = |event: &Event| matches!(event, Event::PostFetchStart { obstacle: None, .. });
+        self.iter().any(can) && self.expert_cache().is_none()
+    }
+
     /// Returns why the experts of a model are not streamed, or not known to be.
     pub fn stream_obstacle(&self) -> Option<String> {
         let mut streamed = false;

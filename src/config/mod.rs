@@ -64,6 +64,8 @@ pub struct HostPostFetch {
     pub cache_trace: Option<PathBuf>,
     /// `LLAMA_POSTFETCH_CACHE_MISSES`.
     pub cache_misses: Misses,
+    /// `LLAMA_POSTFETCH_CACHE_UPLOADS`; 0 for what an idle link copies.
+    pub cache_uploads: usize,
     /// `LLAMA_POSTFETCH_LOOK_AHEAD`.
     pub look_ahead: bool,
     /// `LLAMA_POSTFETCH_HOST_PAGE_LOCK`.
@@ -243,6 +245,7 @@ impl Config {
             cache: cache.filter(|_| uses_device),
             cache_trace,
             cache_misses: values.misses(),
+            cache_uploads: values.number("LLAMA_POSTFETCH_CACHE_UPLOADS").unwrap_or(0) as usize,
             look_ahead: values.switch("LLAMA_POSTFETCH_LOOK_AHEAD"),
             page_lock: values.switch("LLAMA_POSTFETCH_HOST_PAGE_LOCK"),
         };
@@ -705,6 +708,7 @@ mod tests {
                 ("LLAMA_POSTFETCH_CACHE_HALF_LIFE", "9"),
                 ("LLAMA_POSTFETCH_CACHE_TRACE", "/t.json"),
                 ("LLAMA_POSTFETCH_CACHE_MISSES", "cpu"),
+                ("LLAMA_POSTFETCH_CACHE_UPLOADS", "4"),
                 ("LLAMA_POSTFETCH_LOOK_AHEAD", "0"),
                 ("LLAMA_POSTFETCH_HOST_PAGE_LOCK", "1"),
             ];
@@ -713,6 +717,7 @@ mod tests {
                 cache: Some(CacheSize::Bytes(3 << 20)),
                 cache_trace: Some("/t.json".into()),
                 cache_misses: Misses::Cpu,
+                cache_uploads: 4,
                 look_ahead: false,
                 page_lock: true,
             };

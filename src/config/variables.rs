@@ -308,6 +308,13 @@ pub static VARIABLES: &[Variable] = &[
         flag: Some("expert-cache-misses"),
     },
     Variable {
+        name: "LLAMA_POSTFETCH_CACHE_UPLOADS",
+        default: Value("0"),
+        kind: number("experts", 0, 1 << 10),
+        help: "drop-in: how many experts of a layer, at most, are copied for later tokens while the CPU computes them; `0`: all, if the link is idle",
+        flag: None,
+    },
+    Variable {
         name: "LLAMA_POSTFETCH_LOOK_AHEAD",
         default: Value("1"),
         kind: Switch,

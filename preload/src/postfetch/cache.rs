@@ -14,6 +14,7 @@ use std::time::Duration;
 use llama_sidecar::config::{CacheSize, Config, Misses};
 use llama_sidecar::expert_cache::{ExpertCache, Load, Sharer, share};
 use llama_sidecar::experts::ExpertName;
+use llama_sidecar::protocol::Event;
 use llama_sidecar::trace::{self, Ids, Snapshot};
 
 use super::figures::{FIGURES, LayerFigures};
@@ -22,6 +23,7 @@ use super::speeds::{self, Speeds};
 use super::transfer::Piece;
 use crate::ggml::{Backend, Buffer, Descriptor, Device, Ggml, OwnBuffer, OwnContext, Tensor};
 use crate::graph::GraphReads;
+use crate::journal;
 use crate::models::{self, TensorPointer};
 
 /// `GGML_TYPE_I32`.
@@ -143,6 +145,14 @@ impl Cache {
             // SAFETY: as the caller ensures, and nothing uses the slots.
             let speeds = unsafe { cache.measure(ggml, &matrices) };
             cache.decide(speeds);
+            journal::note(|| Event::ExpertCache {
+                slots: cache.slots() as u64,
+                bytes,
+                link_speed: speeds.map_or(0.0, |of| of.link),
+                memory_speed: speeds.map_or(0.0, |of| of.memory),
+                on_cpu: cache.computes_misses,
+                obstacle: None,
+            });
             if let Some(trace) = &trace {
                 // SAFETY: as the caller ensures: the matrices are live, and nothing uses the slots.
                 unsafe { cache.fill(ggml, trace) };
@@ -150,10 +160,19 @@ impl Cache {
             return Some(cache);
         }
         if !matrices.is_empty() {
-            FIGURES.note_obstacle(format!(
+            let obstacle = format!(
                 "no experts stay on the device: {} MiB do not hold the {used} experts of each layer that a token uses; set LLAMA_POSTFETCH_CACHE_MB, or load fewer layers there",
                 limit >> 20,
-            ));
+            );
+            FIGURES.note_obstacle(obstacle.clone());
+            journal::note(|| Event::ExpertCache {
+                slots: 0,
+                bytes: 0,
+                link_speed: 0.0,
+                memory_speed: 0.0,
+                on_cpu: false,
+                obstacle: Some(obstacle),
+            });
         }
         None
     }

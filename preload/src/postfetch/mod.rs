@@ -838,9 +838,11 @@ impl State {
             slots.waits = on_cpu.is_none();
             slots.ready = match on_cpu {
                 Some(on_cpu) => {
-                    // A busy link gets no more copies that nothing waits for.
-                    let is_idle = self.fetcher.as_ref().is_some_and(Fetcher::is_idle);
-                    let most = if is_idle { usize::MAX } else { 0 };
+                    let is_idle = || self.fetcher.as_ref().is_some_and(Fetcher::is_idle);
+                    let most = match Config::get().host_postfetch.cache_uploads {
+                        0 if is_idle() => usize::MAX,
+                        most => most,
+                    };
                     let ready = of_layer.look_up_now(ids, most, &mut on_cpu.missed);
                     on_cpu.gather(ids);
                     ready
