@@ -366,7 +366,7 @@ fn misses_on_the_cpu() {
     }
 }
 
-/// The speeds of this machine decide, and nothing else changes.
+/// The speeds of this machine decide, which does not change the logits.
 #[test]
 fn misses_where_they_are_faster() {
     let expected = offloaded().run(&DECODING).answers;

@@ -311,7 +311,7 @@ pub static VARIABLES: &[Variable] = &[
         name: "LLAMA_POSTFETCH_CACHE_UPLOADS",
         default: Value("0"),
         kind: number("experts", 0, 1 << 10),
-        help: "drop-in: how many experts of a layer, at most, are copied for later tokens while the CPU computes them; `0`: all, if the link is idle",
+        help: "drop-in: how many experts of a layer, at most, are copied for later tokens while the CPU computes them; `0`: as many as an idle link copies in the time of a layer",
         flag: None,
     },
     Variable {

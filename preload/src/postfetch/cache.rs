@@ -66,6 +66,7 @@ pub struct Cache {
     layers: Vec<LayerCache>,
     /// The device of the slots.
     device: usize,
+    speeds: Option<Speeds>,
     /// Whether the CPU computes what has no slot.
     computes_misses: bool,
     /// The most bytes of experts a second that the CPU computed, while that decides.
@@ -74,8 +75,6 @@ pub struct Cache {
 
 /// What is known of the speed of the CPU.
 struct Trial {
-    /// Bytes per second that the link copies.
-    link: f64,
     /// The most bytes of experts per second that the CPU computed.
     best: f64,
     /// How many more times are measured.
@@ -134,6 +133,7 @@ impl Cache {
             let mut cache = Cache {
                 layers,
                 device: device as usize,
+                speeds: None,
                 computes_misses: false,
                 trial: None,
             };
@@ -209,11 +209,11 @@ impl Cache {
             Misses::Auto => speeds.is_some_and(|of| of.memory > of.link),
         };
         let is_auto = Config::get().host_postfetch.cache_misses == Misses::Auto;
-        self.trial = speeds.filter(|_| is_auto).map(|of| Trial {
-            link: of.link,
+        self.trial = is_auto.then_some(Trial {
             best: 0.0,
             left: TRIALS,
         });
+        self.speeds = speeds;
     }
 
     /// Whether the CPU computes experts that have no slot.
@@ -221,23 +221,29 @@ impl Cache {
         self.computes_misses
     }
 
+    /// Returns how many experts of a layer an idle link copies in this time, and one at least.
+    pub fn copied_in(&self, at: usize, time: Duration) -> usize {
+        let bytes = self.layers[at].expert_bytes().max(1) as f64;
+        let link = self.speeds.map_or(0.0, |of| of.link);
+        ((time.as_secs_f64() * link / bytes) as usize).max(1)
+    }
+
     /// Notes what the CPU took for so many experts of a layer. In the long run, the link copies
     /// them if it is faster.
     pub fn note_computed(&mut self, at: usize, experts: usize, time: Duration) {
-        let Some(trial) = &mut self.trial else {
+        let (Some(trial), Some(speeds)) = (&mut self.trial, self.speeds) else {
             return;
         };
-        let roles = &self.layers[at].roles;
-        let bytes: usize = roles.iter().map(|role| role.expert_bytes).sum();
+        let bytes = self.layers[at].expert_bytes();
         let speed = (experts * bytes) as f64 / time.max(Duration::from_nanos(1)).as_secs_f64();
         trial.best = trial.best.max(speed);
         trial.left -= 1;
         if trial.left == 0 {
-            self.computes_misses = trial.best > trial.link;
+            self.computes_misses = trial.best > speeds.link;
             log::info!(
                 "post-fetch: the CPU computes {:.1} GB/s of experts, the link copies {:.1}: experts without a slot are {}",
                 trial.best / 1e9,
-                trial.link / 1e9,
+                speeds.link / 1e9,
                 if self.computes_misses {
                     "computed by the CPU"
                 } else {
@@ -479,6 +485,11 @@ unsafe fn allocate(
 }
 
 impl LayerCache {
+    /// Returns the bytes of an expert in all matrices.
+    fn expert_bytes(&self) -> usize {
+        self.roles.iter().map(|role| role.expert_bytes).sum()
+    }
+
     /// Looks up the experts of an evaluation. Returns whether they have slots, and are to be
     /// loaded where they had none.
     pub fn look_up(&mut self, ids: &Ids<'_>) -> bool {

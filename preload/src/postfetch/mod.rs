@@ -108,6 +108,8 @@ struct State {
     changed: Vec<Changed>,
     /// Whether experts are being copied for later evaluations.
     uploads: bool,
+    /// When experts were last looked up in this evaluation.
+    looked_up: Option<Instant>,
 }
 
 impl State {
@@ -129,6 +131,7 @@ impl State {
             generation: 0,
             changed: Vec::new(),
             uploads: false,
+            looked_up: None,
         }
     }
 }
@@ -763,6 +766,7 @@ impl State {
             }
         }
         self.at_start = true;
+        self.looked_up = None;
     }
 
     /// Ends an evaluation that did not fail. A program may begin the next one before it waits.
@@ -834,15 +838,18 @@ impl State {
                 return;
             };
             let on_cpu = slots.on_cpu.as_mut().filter(|of| of.is_ready());
+            // As long as the layer before took, the link has time for this one.
+            let since = self.looked_up.replace(Instant::now());
+            let time = since.map_or(Duration::ZERO, |since| since.elapsed());
+            let is_idle = || self.fetcher.as_ref().is_some_and(Fetcher::is_idle);
+            let most = match Config::get().host_postfetch.cache_uploads {
+                0 if on_cpu.is_some() && is_idle() => cache.copied_in(slots.at, time),
+                most => most,
+            };
             let of_layer = cache.layer(slots.at);
             slots.waits = on_cpu.is_none();
             slots.ready = match on_cpu {
                 Some(on_cpu) => {
-                    let is_idle = || self.fetcher.as_ref().is_some_and(Fetcher::is_idle);
-                    let most = match Config::get().host_postfetch.cache_uploads {
-                        0 if is_idle() => usize::MAX,
-                        most => most,
-                    };
                     let ready = of_layer.look_up_now(ids, most, &mut on_cpu.missed);
                     on_cpu.gather(ids);
                     ready

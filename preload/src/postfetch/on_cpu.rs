@@ -106,7 +106,7 @@ pub struct OnCpu {
 
 impl OnCpu {
     /// Copies the nodes of a layer whose products, in the order of the graph, end with down.
-    /// `memory` is used again if it is large enough. The error says why not.
+    /// `memory` is used again if it is large enough. The error is the reason why not.
     ///
     /// # Safety
     ///
