@@ -7,6 +7,7 @@
 //! |---|---|
 //! | [`generate`] | man pages and shell completions |
 //! | [`doctor`], [`run`] | programs with the drop-in |
+//! | [`tune`] | which tensors bear fewer bits, and types for a size |
 //! | [`stream_report`] | what expert streaming would do with a model |
 //! | [`swap`] | tensors from one model's files to another's, and back |
 //! | [`control`] | requests to a running program |
@@ -47,6 +48,7 @@ mod svg;
 mod swap;
 mod target;
 mod trace_report;
+mod tune;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -96,6 +98,13 @@ enum Command {
     /// replaced, and the originals are next to that file. A second swap of the same model
     /// waits for the first.
     Swap(swap::SwapOptions),
+    /// Measure which tensors tolerate fewer bits, and choose types for a size.
+    ///
+    /// Starts llama-perplexity once, with the drop-in. For each group of tensors and each type, the
+    /// tensors are quantised, swapped in the running program and evaluated; the model's file
+    /// stays as it is. An interrupted command continues where it was. With --size or --bpw, a
+    /// recipe is chosen, measured and compared with uniform types.
+    Tune(Box<tune::TuneOptions>),
     /// Show the models of a running program and their swapped tensors.
     Status {
         #[command(flatten)]
@@ -181,6 +190,7 @@ fn main() -> ExitCode {
         Command::Run(options) => run::run(&options),
         Command::Doctor(options) => doctor::run(&options),
         Command::Swap(options) => swap::run(&options),
+        Command::Tune(options) => tune::run(&options),
         Command::Status { at, hash: true } => control::run(&at.socket, &Request::Hash, at.json),
         Command::Status { at, hash: false } => control::run(&at.socket, &Request::Status, at.json),
         Command::Revert(at) => control::run(&at.socket, &Request::Revert, at.json),
