@@ -9,6 +9,7 @@
 //! | `{"cmd":"mark","text":"…"}` | [`Reply`] |
 //! | `{"cmd":"status"}` | [`Status`] |
 //! | `{"cmd":"reload"}`, `{"cmd":"revert"}` | [`Reloads`], after the switch |
+//! | `{"cmd":"swap","revert":"REGEX","overlays":[{"tensor":"REGEX","from":"/PATH"}]}` | [`Reloads`], after the switch |
 //! | `{"cmd":"hash"}` | [`Hashes`], after reading tensors without a hash |
 //! | `{"cmd":"metrics"}` | [`Metrics`] |
 //! | `{"cmd":"trace"}` | [`Traces`] |
@@ -36,6 +37,16 @@ pub enum Request {
     Revert,
     /// Permits reloads after [`Request::Revert`].
     Unfreeze,
+    /// Reverts overlays and sets others, in one switch of each model.
+    Swap {
+        /// A regular expression for whole names: overlays of these tensors are reverted, unless
+        /// they are set.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        revert: Option<String>,
+        /// Overlays to set. The last one that names a tensor counts.
+        #[serde(default)]
+        overlays: Vec<Overlay>,
+    },
     /// Requests a content hash of each model.
     Hash,
     /// Requests metrics in the text format of Prometheus.
@@ -49,6 +60,15 @@ pub enum Request {
         /// The text.
         text: String,
     },
+}
+
+/// Tensors that take type and bytes from another file than the model's.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Overlay {
+    /// In a request a regular expression for whole names of tensors, in [`Status`] a name.
+    pub tensor: String,
+    /// Absolute path of a GGUF file, or of any shard of a model.
+    pub from: String,
 }
 
 /// Whether a request was carried out.
@@ -329,6 +349,8 @@ pub struct ModelStatus {
     pub on_original: usize,
     /// The other tensors.
     pub changed: Vec<TensorStatus>,
+    /// Tensors that have an overlay.
+    pub overlays: Vec<Overlay>,
     /// Memory of swapped tensors.
     pub private_bytes: u64,
     /// The failure of the last reload.
@@ -386,7 +408,7 @@ pub struct Blocked {
     pub attempts: u64,
 }
 
-/// Reports of a reload or a revert.
+/// Reports of a reload, a revert or a swap.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Reloads {
@@ -639,11 +661,33 @@ mod tests {
         let mark = Request::Mark {
             text: "next".into(),
         };
-        let json = json!({"cmd": "mark", "text": "next"});
-        assert_eq!(to_value(&mark).expect("JSON"), json);
-        assert_eq!(from_str::<Request>(&json.to_string()).expect("mark"), mark);
+        let overlay = Overlay {
+            tensor: "output".into(),
+            from: "/other.gguf".into(),
+        };
+        let swap = |revert: Option<&str>, overlays: &[Overlay]| Request::Swap {
+            revert: revert.map(str::to_owned),
+            overlays: overlays.to_vec(),
+        };
+        let set = json!([{"tensor": "output", "from": "/other.gguf"}]);
+        for (request, json) in [
+            (mark, json!({"cmd": "mark", "text": "next"})),
+            (
+                swap(None, &[overlay]),
+                json!({"cmd": "swap", "overlays": set}),
+            ),
+            (
+                swap(Some(".*"), &[]),
+                json!({"cmd": "swap", "revert": ".*", "overlays": []}),
+            ),
+        ] {
+            assert_eq!(to_value(&request).expect("JSON"), json);
+            let read = from_str::<Request>(&json.to_string());
+            assert_eq!(read.expect("a request"), request);
+        }
         for bad in [
             "{}",
+            "{\"cmd\":\"swap\",\"overlays\":[{}]}",
             "{\"cmd\":\"mark\"}",
             "[]",
             "\"status\"",

@@ -29,7 +29,7 @@ pub fn run(socket: &Path, request: &Request, as_json: bool) -> Result<()> {
         match request {
             Request::Ping => println!("llama-sidecar listens at {}", socket.display()),
             Request::Status => print_status(&parsed(&answer)?),
-            Request::Reload => print_reloads(&parsed(&answer)?),
+            Request::Reload | Request::Swap { .. } => print_reloads(&parsed(&answer)?),
             Request::Revert => {
                 print_reloads(&parsed(&answer)?);
                 println!("reloads are frozen: run 'llama-sidecar unfreeze' to permit them");
@@ -140,7 +140,9 @@ fn ask(socket: &Path, request: &Request) -> Result<Value> {
 fn connect(socket: &Path, request: &Request) -> Result<UnixStream> {
     UnixStream::connect(socket).with_context(|| {
         let flag = match request {
-            Request::Reload | Request::Revert | Request::Unfreeze => "--hotswap",
+            Request::Reload | Request::Revert | Request::Unfreeze | Request::Swap { .. } => {
+                "--hotswap"
+            }
             Request::Trace | Request::TraceReset => "--expert-trace-stats",
             Request::Mark { .. } => "--expert-trace-routes PATH",
             Request::Ping | Request::Status | Request::Metrics | Request::Hash => {
@@ -201,6 +203,9 @@ fn print_status(status: &Status) {
         for tensor in &model.changed {
             let states: Vec<_> = tensor.states.iter().map(|state| state.name()).collect();
             println!("  {:40} {}", tensor.name, states.join(", "));
+        }
+        for overlay in &model.overlays {
+            println!("  {:40} from {}", overlay.tensor, overlay.from);
         }
     }
 }

@@ -10,6 +10,7 @@
 //! | [`tune`] | which tensors bear fewer bits, and types for a size |
 //! | [`stream_report`] | what expert streaming would do with a model |
 //! | [`swap`] | tensors from one model's files to another's, and back |
+//! | [`live`] | tensors of a running program from another model's files, and back |
 //! | [`control`] | requests to a running program |
 //! | [`server`] | the slots of a llama-server |
 //! | [`report`] | expert traces as a page or text |
@@ -33,6 +34,7 @@ mod generate;
 mod hooks;
 mod inspect;
 mod journal;
+mod live;
 mod load;
 mod originals;
 mod part;
@@ -97,6 +99,9 @@ enum Command {
     /// command fails and changes nothing. A symbolic link stays: the file that it names is
     /// replaced, and the originals are next to that file. A second swap of the same model
     /// waits for the first.
+    ///
+    /// With --live, no file changes: the running program takes the tensors from the other
+    /// model, until --live --restore.
     Swap(swap::SwapOptions),
     /// Measure which tensors tolerate fewer bits, and choose types for a size.
     ///

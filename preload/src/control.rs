@@ -20,7 +20,7 @@ use llama_sidecar::config::Config;
 use llama_sidecar::error::Error;
 use llama_sidecar::protocol::{
     Blocked, FileEvent, FileStatus, Hashes, Metrics, Milliseconds, ModelHash, ModelReload,
-    ModelStatus, ReloadReport, Reloads, Reply, Request, Status, TensorChange, TensorState,
+    ModelStatus, Overlay, ReloadReport, Reloads, Reply, Request, Status, TensorChange, TensorState,
     TensorStatus, Traces, Waiting,
 };
 use llama_sidecar::reload::{Outcome, Report, Trigger};
@@ -28,13 +28,14 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use crate::models::{Instance, Model};
+use crate::overlays::Overlays;
 use crate::{
     barrier, expert_trace, metrics, models, placement, postfetch, reloader, routes, sched,
     streaming, thread,
 };
 
-/// The longest request. Those of `llama-sidecar` have less than 100 bytes.
-const MAX_LINE: u64 = 4096;
+/// The longest request: a swap may name every tensor of a model.
+const MAX_LINE: u64 = 1 << 20;
 /// Clients at a time.
 const MAX_CLIENTS: usize = 16;
 /// How long a client may take to send a line or to take an answer.
@@ -182,7 +183,7 @@ fn converse(client: &UnixStream) -> io::Result<()> {
         }
         let refusal = match line.last() {
             Some(b'\n') => None,
-            _ => Some("expected a JSON object and the end of a line within 4096 bytes"),
+            _ => Some("expected a JSON object and the end of a line within 1 MiB"),
         };
         let answer = match refusal {
             Some(text) => Err(text.to_owned()),
@@ -220,6 +221,13 @@ fn answer(line: &[u8]) -> Result<Value, String> {
             reloader::unfreeze();
             json!(Reply::done())
         }
+        Request::Swap { revert, overlays } => match Overlays::find(revert.as_deref(), &overlays) {
+            Ok(overlays) => json!(with_each_model(|model| {
+                let (revert, set) = overlays.of(model);
+                reloader::swap(model, revert, &set)
+            })),
+            Err(reason) => json!(Reply::refused(reason)),
+        },
         Request::Hash => json!(hashes()),
         Request::Metrics => json!(Metrics {
             ok: true,
@@ -287,6 +295,11 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
             states,
         });
     }
+    let overlays = model.engine.overlays().into_iter();
+    let overlay = |(tensor, from): (usize, PathBuf)| Overlay {
+        tensor: model.name(tensor).to_string_lossy().into_owned(),
+        from: from.display().to_string(),
+    };
     ModelStatus {
         model: model.number,
         files: paths.collect(),
@@ -294,6 +307,7 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
         instances: model.tensors.iter().map(|t| t.instances.len()).sum(),
         on_original: model.tensors.len() - changed.len(),
         changed,
+        overlays: overlays.map(overlay).collect(),
         private_bytes: model.private_bytes(),
         blocked: reloader::blocked(model).map(|blocked| Blocked {
             cause: blocked.cause.name().into(),
@@ -336,7 +350,7 @@ fn state(model: &Model, instance: &Instance) -> TensorState {
     }
 }
 
-/// Reloads or reverts all models, one after the other.
+/// Reloads, reverts or swaps all models, one after the other.
 fn with_each_model(work: impl Fn(&Arc<Model>) -> Result<Report, Error>) -> Reloads {
     let mut reports = Vec::new();
     let mut ok = true;

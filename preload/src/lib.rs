@@ -10,6 +10,7 @@
 //! | [`lifecycle`] | the list of capabilities; start, exit, fork, internal errors |
 //! | [`signals`] | work before a signal ends the process |
 //! | [`control`] | the control socket |
+//! | [`overlays`] | overlays: the tensors that a request names in the models of the program |
 //! | [`metrics`] | figures in the text format of Prometheus |
 //! | [`reloader`] | hot-swap: what starts reloads, and their results |
 //! | [`store`] | the program's tensors as the reload engine sees them |
@@ -61,6 +62,7 @@ mod logits;
 mod maps;
 mod metrics;
 mod models;
+mod overlays;
 mod page_lock;
 mod parts;
 mod placement;

@@ -175,6 +175,12 @@ impl Model {
             .sum()
     }
 
+    /// Returns the shape of a tensor.
+    pub fn ne(&self, tensor: usize) -> &[u64; 4] {
+        let tensor = &self.tensors[tensor];
+        &self.files[tensor.file].gguf.header.tensors[tensor.info].ne
+    }
+
     /// Returns the name of a tensor.
     pub fn name(&self, tensor: usize) -> &CStr {
         let tensor = &self.tensors[tensor];

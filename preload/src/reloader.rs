@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use llama_sidecar::config::Config;
 use llama_sidecar::error::{Error, Result};
 use llama_sidecar::protocol::Event;
-use llama_sidecar::reload::{Cause, Hash, Outcome, Report, Trigger};
+use llama_sidecar::reload::{Cause, Hash, Outcome, OverlaySource, Report, Trigger};
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::capability::Capability;
@@ -156,13 +156,27 @@ pub fn reload(model: &Arc<Model>, trigger: Trigger) -> Result<Report> {
     if !Config::get().hotswap {
         return Err(Error::HotSwapOff);
     }
-    // Checked once the lock is held: a 'revert' may have run before.
-    let result = exclusively(model, || match is_frozen() {
-        true => Err(Error::Busy(FROZEN_REASON)),
-        false => store::reload(model, trigger),
-    });
-    if !matches!(&result, Err(Error::Busy(reason)) if *reason == FROZEN_REASON) {
+    let result = unless_frozen(model, || store::reload(model, trigger));
+    if !was_frozen(&result) {
         note(model, &result);
+    }
+    result
+}
+
+/// Reverts overlays of one model and sets others. The result goes to the client alone: a refused
+/// request says nothing about the model's files.
+pub fn swap(
+    model: &Arc<Model>,
+    revert: &[usize],
+    set: &[(usize, &OverlaySource)],
+) -> Result<Report> {
+    if !Config::get().hotswap {
+        return Err(Error::HotSwapOff);
+    }
+    let result = unless_frozen(model, || store::overlay(model, revert, set));
+    if !was_frozen(&result) {
+        count_reload(&result);
+        result.iter().for_each(note_in_journal);
     }
     result
 }
@@ -202,6 +216,19 @@ pub fn freeze() {
     FROZEN.store(true, Ordering::SeqCst);
 }
 
+/// Reloads unless reloads are frozen. That is checked once the lock is held, because a 'revert'
+/// may have run before.
+fn unless_frozen(model: &Arc<Model>, work: impl FnOnce() -> Result<Report>) -> Result<Report> {
+    exclusively(model, || match is_frozen() {
+        true => Err(Error::Busy(FROZEN_REASON)),
+        false => work(),
+    })
+}
+
+fn was_frozen(result: &Result<Report>) -> bool {
+    matches!(result, Err(Error::Busy(reason)) if *reason == FROZEN_REASON)
+}
+
 fn exclusively(model: &Arc<Model>, work: impl FnOnce() -> Result<Report>) -> Result<Report> {
     let _one_at_a_time = RELOADING.lock();
     let _model_stays = model.reloading.lock();
@@ -235,6 +262,19 @@ fn count_failure(cause: Cause) {
     }
 }
 
+/// Writes a reload that changed tensors or failed to the journal.
+fn note_in_journal(report: &Report) {
+    if report.changed() || report.failure.is_some() {
+        let count = |outcome| report.count(outcome) as u64;
+        journal::note(|| Event::Reload {
+            swapped: count(Outcome::Swapped),
+            returned: count(Outcome::Returned),
+            refused: count(Outcome::Refused),
+            failure: report.failure.clone(),
+        });
+    }
+}
+
 /// Counts a reload, writes it to the journal, and logs a failure once until a reload
 /// succeeds.
 fn note(model: &Model, result: &Result<Report>) {
@@ -242,15 +282,7 @@ fn note(model: &Model, result: &Result<Report>) {
     let mut blocked = BLOCKED.lock();
     let failed = match result {
         Ok(report) => {
-            if report.changed() || report.failure.is_some() {
-                let count = |outcome| report.count(outcome) as u64;
-                journal::note(|| Event::Reload {
-                    swapped: count(Outcome::Swapped),
-                    returned: count(Outcome::Returned),
-                    refused: count(Outcome::Refused),
-                    failure: report.failure.clone(),
-                });
-            }
+            note_in_journal(report);
             if report.failure.is_none() && !report.postponed {
                 blocked.remove(&model.number);
             }

@@ -7,8 +7,9 @@ use llama_sidecar::device::DeviceError;
 use llama_sidecar::error::{Error, Result};
 use llama_sidecar::gguf::FileId;
 use llama_sidecar::reload::{
-    Change, Commit, Content, Defects, Effect, Hash, Need, NewData, OnOutOfMemory, Outcome, Readers,
-    Report, StageError, Store, Trigger, content_of, hash_bytes, usable_memory,
+    Change, Commit, Content, Defects, Effect, Hash, Need, NewData, OnOutOfMemory, Outcome,
+    OverlaySource, Readers, Report, StageError, Store, Trigger, content_of, hash_bytes,
+    usable_memory,
 };
 use parking_lot::Mutex;
 
@@ -41,6 +42,16 @@ pub fn revert(model: &Arc<Model>) -> Result<Report> {
     model
         .engine
         .revert(&ProgramStore(model, WrittenInPlace::Hashed))
+}
+
+/// Reverts overlays of a model and sets others.
+pub fn overlay(
+    model: &Arc<Model>,
+    revert: &[usize],
+    set: &[(usize, &OverlaySource)],
+) -> Result<Report> {
+    let store = ProgramStore(model, WrittenInPlace::Hashed);
+    model.engine.overlay(&store, revert, set)
 }
 
 /// Hashes tensors of a model from `next` on; see [`Engine::hash_some`]. The caller holds

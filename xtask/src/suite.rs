@@ -90,6 +90,7 @@ const CHECKS: &[Check] = &[
     Check::new("drop-in with bad files, revert and metrics", || {
         dropin_tests("dropin_files")
     }),
+    Check::new("drop-in with overlays", || dropin_tests("dropin_overlays")),
     Check::new("drop-in with graphs of a stand-in for libllama", || {
         dropin_tests("dropin_graphs")
     }),
