@@ -13,6 +13,8 @@
 //! | `{"cmd":"hash"}` | [`Hashes`], after reading tensors without a hash |
 //! | `{"cmd":"metrics"}` | [`Metrics`] |
 //! | `{"cmd":"trace"}` | [`Traces`] |
+//! | `{"cmd":"round","start":true}` | [`Round`], after the round |
+//! | `{"cmd":"round-end"}` | [`Reply`], before the program ends |
 //!
 //! Every reply has `ok`. A request that fails as a whole has a [`Reply`] with `error`. A
 //! reader ignores keys that it does not know, and a missing key has the default of its type,
@@ -60,6 +62,14 @@ pub enum Request {
         /// The text.
         text: String,
     },
+    /// Waits for the end of a round of evaluations.
+    Round {
+        /// Whether a new round is started; else the current one is waited for.
+        #[serde(default)]
+        start: bool,
+    },
+    /// Lets a program with rounds end.
+    RoundEnd,
 }
 
 /// Tensors that take type and bytes from another file than the model's.
@@ -98,6 +108,23 @@ impl Reply {
             error: Some(error.into()),
         }
     }
+}
+
+/// A round of evaluations that has ended. All its output is written.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Round {
+    /// Whether the request was carried out.
+    pub ok: bool,
+    /// Why the request was refused.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// Number of the round, from 1.
+    pub round: u32,
+    /// What the program returned for the round: its exit status if it were the last one.
+    pub exit: i32,
+    /// What the program does now: `evaluating`, `waiting` or `ended`.
+    pub state: String,
 }
 
 /// Models and counters of a program.
@@ -652,6 +679,7 @@ mod tests {
             ("metrics", Request::Metrics),
             ("trace", Request::Trace),
             ("trace-reset", Request::TraceReset),
+            ("round-end", Request::RoundEnd),
         ] {
             let json = json!({"cmd": name});
             assert_eq!(to_value(&request).expect("JSON"), json);
@@ -684,6 +712,15 @@ mod tests {
             assert_eq!(to_value(&request).expect("JSON"), json);
             let read = from_str::<Request>(&json.to_string());
             assert_eq!(read.expect("a request"), request);
+        }
+        for (start, text) in [
+            (false, "{\"cmd\":\"round\"}"),
+            (true, "{\"cmd\":\"round\",\"start\":true}"),
+        ] {
+            assert_eq!(
+                from_str::<Request>(text).expect("round"),
+                Request::Round { start }
+            );
         }
         for bad in [
             "{}",

@@ -156,6 +156,20 @@ enum Command {
         /// The text, for example the name of a workload.
         text: String,
     },
+    /// Wait for the end of the current round of a running llama-perplexity, or start the next one.
+    ///
+    /// The program runs with --rounds. When the command ends, all output of the round is written.
+    /// The exit status is 1 if the round failed.
+    Round {
+        #[command(flatten)]
+        at: Control,
+        /// Start a round and wait for its end.
+        #[arg(long)]
+        start: bool,
+        /// Let the program end.
+        #[arg(long, conflicts_with = "start")]
+        end: bool,
+    },
     /// Show expert traces as text, as a page with -o, or as an image with -o and --svg.
     ///
     /// Also what a cache of experts would hit (--memory), which experts to keep in fast memory
@@ -207,6 +221,12 @@ fn main() -> ExitCode {
         }
         Command::Trace { at, reset: false } => control::run(&at.socket, &Request::Trace, at.json),
         Command::Mark { at, text } => control::run(&at.socket, &Request::Mark { text }, at.json),
+        Command::Round { at, end: true, .. } => {
+            control::run(&at.socket, &Request::RoundEnd, at.json)
+        }
+        Command::Round { at, start, .. } => {
+            control::run(&at.socket, &Request::Round { start }, at.json)
+        }
         Command::Report(options) => report::run(&options),
         Command::Ping(at) => control::run(&at.socket, &Request::Ping, at.json),
         Command::Load { file } => load::run(&file),

@@ -20,8 +20,8 @@ use llama_sidecar::config::Config;
 use llama_sidecar::error::Error;
 use llama_sidecar::protocol::{
     Blocked, FileEvent, FileStatus, Hashes, Metrics, Milliseconds, ModelHash, ModelReload,
-    ModelStatus, Overlay, ReloadReport, Reloads, Reply, Request, Status, TensorChange, TensorState,
-    TensorStatus, Traces, Waiting,
+    ModelStatus, Overlay, ReloadReport, Reloads, Reply, Request, Round, Status, TensorChange,
+    TensorState, TensorStatus, Traces, Waiting,
 };
 use llama_sidecar::reload::{Outcome, Report, Trigger};
 use parking_lot::Mutex;
@@ -30,7 +30,7 @@ use serde_json::{Value, json};
 use crate::models::{Instance, Model};
 use crate::overlays::Overlays;
 use crate::{
-    barrier, expert_trace, metrics, models, placement, postfetch, reloader, routes, sched,
+    barrier, expert_trace, metrics, models, placement, postfetch, reloader, rounds, routes, sched,
     streaming, thread,
 };
 
@@ -50,7 +50,9 @@ pub fn start(path: &Path) {
     match listen(path) {
         Ok((listener, identity)) => {
             *SOCKET.lock() = Some((path.to_owned(), identity));
-            thread::spawn("llama-sidecar-c", move || serve(&listener));
+            if thread::spawn("llama-sidecar-c", move || serve(&listener)) {
+                rounds::drive();
+            }
         }
         Err(error) => log::error!(
             "LLAMA_SIDECAR_CONTROL={}: cannot create the control socket: {error}; choose another path",
@@ -185,28 +187,39 @@ fn converse(client: &UnixStream) -> io::Result<()> {
             Some(b'\n') => None,
             _ => Some("expected a JSON object and the end of a line within 1 MiB"),
         };
-        let answer = match refusal {
+        let request = match refusal {
             Some(text) => Err(text.to_owned()),
-            None => answer(&line),
+            None => request(&line),
         };
+        let ends = request == Ok(Request::RoundEnd);
+        let answer = request.and_then(answer);
+        let ends = ends && answer.is_ok();
         let (answer, go_on) = match answer {
             Ok(answer) => (answer, true),
             Err(text) => (json!(Reply::refused(text)), false),
         };
         let mut client = client;
-        client.write_all(format!("{answer}\n").as_bytes())?;
+        let written = client.write_all(format!("{answer}\n").as_bytes());
+        if ends {
+            // Not before the reply is written: the process ends next.
+            rounds::end();
+        }
+        written?;
         if !go_on {
             return Ok(());
         }
     }
 }
 
-fn answer(line: &[u8]) -> Result<Value, String> {
-    let request = serde_json::from_slice(line).map_err(|error| {
+fn request(line: &[u8]) -> Result<Request, String> {
+    serde_json::from_slice(line).map_err(|error| {
         format!(
             "not a request: {error}; send a JSON object such as {{\"cmd\":\"status\"}} on one line"
         )
-    })?;
+    })
+}
+
+fn answer(request: Request) -> Result<Value, String> {
     Ok(match request {
         Request::Ping => json!(Reply::done()),
         Request::Status => json!(status()),
@@ -250,6 +263,26 @@ fn answer(line: &[u8]) -> Result<Value, String> {
             routes::mark(&text)?;
             json!(Reply::done())
         }
+        Request::Round { start } => json!(round(start)?),
+        Request::RoundEnd => {
+            rounds::exist()?;
+            json!(Reply::done())
+        }
+    })
+}
+
+/// Waits for the end of a round, which it starts if `start` is true.
+fn round(start: bool) -> Result<Round, String> {
+    let ended = match start {
+        true => rounds::evaluate(),
+        false => rounds::wait(),
+    }?;
+    Ok(Round {
+        ok: true,
+        error: None,
+        round: ended.round,
+        exit: ended.exit,
+        state: ended.phase.name().into(),
     })
 }
 
