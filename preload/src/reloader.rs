@@ -164,7 +164,7 @@ pub fn reload(model: &Arc<Model>, trigger: Trigger) -> Result<Report> {
 }
 
 /// Reverts overlays of one model and sets others. The result goes to the client alone: a refused
-/// request says nothing about the model's files.
+/// request is no failure of the model's files.
 pub fn swap(
     model: &Arc<Model>,
     revert: &[usize],
