@@ -98,7 +98,7 @@ fn done(answer: &Value) -> Result<()> {
 }
 
 /// Parses a reply.
-fn parsed<T: DeserializeOwned>(answer: &Value) -> Result<T> {
+pub fn parsed<T: DeserializeOwned>(answer: &Value) -> Result<T> {
     T::deserialize(answer).context("the reply comes from another version of llama-sidecar: use the command of the version that runs")
 }
 
@@ -135,7 +135,7 @@ fn process_at(socket: &Path) -> Result<u32> {
 }
 
 /// Sends a request and returns the reply.
-fn ask(socket: &Path, request: &Request) -> Result<Value> {
+pub fn ask(socket: &Path, request: &Request) -> Result<Value> {
     let mut stream = connect(socket, request)?;
     writeln!(stream, "{}", json!(request))?;
     let mut answer = String::new();

@@ -1,7 +1,7 @@
 //! llama-perplexity: once for the base logits, and as a process that evaluates again and again.
 
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -9,10 +9,12 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use llama_sidecar::protocol::{Overlay, Reply, Request, Round};
 use rustix::process::{Signal, set_parent_process_death_signal};
-use serde_json::{Value, json};
+use serde::de::DeserializeOwned;
 
 use super::statistics::Statistics;
+use crate::control;
 use crate::executable::{Executable, preload_library};
 use crate::journal::Journal;
 
@@ -24,14 +26,6 @@ pub struct Program {
     pub threads: usize,
     /// Further arguments.
     pub arguments: Vec<String>,
-}
-
-/// Tensors that come from a file.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Overlay {
-    /// An expression for whole names.
-    pub tensor: String,
-    pub from: PathBuf,
 }
 
 /// A running program. It ends when this is dropped, and when this process ends.
@@ -155,26 +149,27 @@ impl Host {
     /// statistics and the time.
     pub fn measure(&mut self, overlays: &[Overlay]) -> Result<(Statistics, f64)> {
         let began = Instant::now();
-        let overlays: Vec<Value> = overlays
-            .iter()
-            .map(|overlay| json!({ "tensor": overlay.tensor, "from": overlay.from }))
-            .collect();
-        let reply = self.ask(&json!({ "cmd": "swap", "revert": ".*", "overlays": overlays }))?;
+        let reply: Reply = self.ask(&Request::Swap {
+            revert: Some(".*".into()),
+            overlays: overlays.to_vec(),
+        })?;
         ensure!(
-            reply["ok"] == true,
+            reply.ok,
             "the program did not use the tensors: {}",
-            reason(&reply)
+            reply.error.as_deref().unwrap_or("see its log")
         );
         let statistics = self.round(true)?;
         Ok((statistics, began.elapsed().as_secs_f64()))
     }
 
     fn round(&mut self, start: bool) -> Result<Statistics> {
-        let reply = self.ask(&json!({ "cmd": "round", "start": start }))?;
+        let reply: Round = self.ask(&Request::Round { start })?;
         ensure!(
-            reply["ok"] == true && reply["exit"] == 0,
-            "an evaluation failed: {}; {}",
-            reason(&reply),
+            reply.ok && reply.exit == 0,
+            "an evaluation failed ({}); {}",
+            reply
+                .error
+                .unwrap_or_else(|| format!("exit status {}", reply.exit)),
             last_lines(&self.log)
         );
         let mut file = File::open(&self.log)?;
@@ -186,17 +181,11 @@ impl Host {
     }
 
     /// Sends a request and waits for its reply.
-    fn ask(&mut self, request: &Value) -> Result<Value> {
-        let ask = || -> Result<Value> {
-            let mut stream = UnixStream::connect(&self.socket)?;
-            writeln!(stream, "{request}")?;
-            let mut answer = String::new();
-            BufReader::new(stream).read_line(&mut answer)?;
-            Ok(serde_json::from_str(&answer)?)
-        };
-        ask().with_context(|| {
+    fn ask<T: DeserializeOwned>(&self, request: &Request) -> Result<T> {
+        let answer = control::ask(&self.socket, request).and_then(|of| control::parsed(&of));
+        answer.with_context(|| {
             format!(
-                "the program ended or does not answer: {}",
+                "the program ended or does not answer; {}",
                 last_lines(&self.log)
             )
         })
@@ -204,7 +193,7 @@ impl Host {
 
     /// Lets the program end.
     pub fn end(mut self) -> Result<()> {
-        self.ask(&json!({ "cmd": "round-end" }))?;
+        self.ask::<Reply>(&Request::RoundEnd)?;
         self.child.wait()?;
         Ok(())
     }
@@ -215,14 +204,6 @@ impl Drop for Host {
         // After its end, this does nothing.
         let _ = self.child.kill();
         let _ = self.child.wait();
-    }
-}
-
-/// Returns why a request was refused.
-fn reason(reply: &Value) -> String {
-    match reply["error"].as_str() {
-        Some(error) => error.to_owned(),
-        None => reply.to_string(),
     }
 }
 

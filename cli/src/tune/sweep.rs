@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
+use llama_sidecar::protocol::Overlay;
 use llama_sidecar::reload::hash_bytes;
 
 use super::candidate::{Candidate, Origin, Outcome};
-use super::host::{Host, Overlay, Program};
+use super::host::{Host, Program};
 use super::kept::Quantizer;
 use super::model::{Model, Tensor, elements};
 use super::record::{Measurement, Record};
@@ -237,11 +238,22 @@ impl<'a> Sweep<'a> {
             .map(|(candidate, names)| {
                 Ok(Overlay {
                     tensor: names.join("|"),
-                    from: self.file(candidate)?,
+                    from: path_text(&self.file(candidate)?)?,
                 })
             })
             .collect()
     }
+}
+
+/// Returns a path for a request, which has text only.
+fn path_text(path: &Path) -> Result<String> {
+    let text = path.to_str().with_context(|| {
+        format!(
+            "the path {} is not UTF-8: name another folder with --work, or rename the file",
+            path.display()
+        )
+    })?;
+    Ok(text.to_owned())
 }
 
 /// Returns the ggml library among the libraries of a program.
