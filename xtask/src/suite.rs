@@ -125,6 +125,11 @@ const CHECKS: &[Check] = &[
         missing: llama_cpp::missing,
     },
     Check {
+        name: "tune with llama-perplexity and llama-quantize from source",
+        run: || dropin_tests("tune"),
+        missing: llama_cpp::missing,
+    },
+    Check {
         name: "drop-in in a host with Vulkan",
         run: || dropin_tests("dropin_vulkan"),
         missing: || match fixtures::vulkan() {

@@ -184,7 +184,11 @@ pub fn run(options: &TuneOptions) -> Result<()> {
         matrix.as_ref(),
         &library_hash,
     )?;
-    let record = Record::open(&folder, &parameters)?;
+    let record = Record::open(&folder)?;
+    // Quantised tensors have their own keys.
+    if !options.prepare {
+        record.check(&folder, &parameters)?;
+    }
     let mut contents = Vec::new();
     for candidate in &candidates {
         contents.push(match &candidate.origin {

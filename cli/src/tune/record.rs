@@ -35,11 +35,9 @@ pub struct Record {
 }
 
 impl Record {
-    /// Locks a work folder and reads its measurements. Fails if they were made with other
-    /// parameters.
-    pub fn open(folder: &Path, parameters: &BTreeMap<&str, String>) -> Result<Record> {
+    /// Locks a work folder and reads its measurements.
+    pub fn open(folder: &Path) -> Result<Record> {
         let lock = lock(folder)?;
-        check_parameters(&folder.join("parameters.json"), parameters)?;
         let path = folder.join("measurements.jsonl");
         let explain = || format!("cannot use {}", path.display());
         let file = File::options()
@@ -77,6 +75,11 @@ impl Record {
             known,
             _lock: lock,
         })
+    }
+
+    /// Fails if the measurements in a work folder were made with other parameters.
+    pub fn check(&self, folder: &Path, parameters: &BTreeMap<&str, String>) -> Result<()> {
+        check_parameters(&folder.join("parameters.json"), parameters)
     }
 
     /// Returns an earlier measurement.
@@ -183,8 +186,7 @@ mod tests {
     #[test]
     fn a_torn_line_is_removed_and_others_stay() {
         let folder = tempfile::tempdir().expect("a folder");
-        let parameters = BTreeMap::from([("text", "a".to_owned())]);
-        let open = || Record::open(folder.path(), &parameters);
+        let open = || Record::open(folder.path());
         let mut record = open().expect("a record");
         assert!(
             open().is_err_and(|error| error.to_string().contains("another 'llama-sidecar tune'"))
@@ -210,10 +212,10 @@ mod tests {
     fn other_parameters_are_refused_by_name() {
         let folder = tempfile::tempdir().expect("a folder");
         let with = |text: &str| BTreeMap::from([("chunks", "1".into()), ("text", text.to_owned())]);
-        drop(Record::open(folder.path(), &with("a")).expect("a record"));
-        let error = Record::open(folder.path(), &with("b"))
-            .err()
-            .expect("an error");
+        let record = Record::open(folder.path()).expect("a record");
+        record.check(folder.path(), &with("a")).expect("the first");
+        record.check(folder.path(), &with("a")).expect("the same");
+        let error = record.check(folder.path(), &with("b")).unwrap_err();
         assert!(
             error.to_string().contains("another text (a), now it is b"),
             "{error}"
