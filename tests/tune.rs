@@ -323,7 +323,7 @@ fn a_killed_sweep_continues_to_the_same_results() {
         "--only",
         r"blk\..\.(ffn_.*|attn_v\.weight)",
         "--bpw",
-        "9.2",
+        "11",
         "--json",
     ];
     let expected = done(&mut measure(&small.model, &small.path("whole"), &arguments)).stdout;

@@ -2,13 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use llama_sidecar::gguf::{TypeInfo, padded};
 
 use super::groups::Group;
 use super::model::Tensor;
 use super::recipe::{self, Choice};
-use super::statistics::Statistics;
+use super::statistics::{Figure, Statistics};
 use super::sweep::{Chosen, Plan, Sweep};
 use super::write;
 use crate::sizes::size_text;
@@ -77,16 +77,29 @@ impl<'a> Results<'a> {
         goal: Option<Goal>,
         sweep: &mut Sweep<'a>,
     ) -> Result<Results<'a>> {
-        let baseline = sweep.baseline()?;
+        // Figures of no model, until there are measurements.
+        let zero = Figure {
+            mean: 0.0,
+            error: 0.0,
+        };
+        let zero = Statistics {
+            kld: zero,
+            same_top: zero,
+            ppl: zero,
+        };
         let mut results = Results {
-            measured: vec![vec![baseline; plan.candidates.len()]; groups.len()],
+            baseline: zero,
+            measured: vec![vec![zero; plan.candidates.len()]; groups.len()],
             plan,
             groups,
             goal,
-            baseline,
             recipe: None,
             uniform: Vec::new(),
         };
+        if let Some(goal) = goal {
+            results.budget(goal)?;
+        }
+        results.baseline = sweep.baseline()?;
         // Type by type, so that the first figures do not wait for the last type.
         for (candidate, of) in plan.candidates.iter().enumerate() {
             for group in 0..results.groups.len() {
@@ -113,51 +126,41 @@ impl<'a> Results<'a> {
         Ok(results)
     }
 
-    fn choose(&self, goal: Goal, sweep: &mut Sweep<'a>) -> Result<Recipe<'a>> {
-        let nothing = self.mix(vec![None; self.groups.len()])?;
-        let tensors: Vec<usize> = self
-            .groups
-            .iter()
-            .flat_map(|group| group.tensors.clone())
-            .collect();
-        let as_it_is = |at: &usize| self.plan.tensors[*at].info.nbytes;
-        let fixed = nothing.bytes - tensors.iter().map(as_it_is).map(in_file).sum::<u64>();
-        let (limit, name) = match goal {
-            Goal::Size(bytes) => (bytes, size_text(bytes as f64)),
-            Goal::BitsPerWeight(bits) => {
-                let header = nothing.bytes
-                    - nothing
-                        .parts
-                        .iter()
-                        .map(|part| in_file(part.bytes))
-                        .sum::<u64>();
-                let bytes = bits * self.plan.model.elements() as f64 / 8.0;
-                (
-                    (bytes as u64).saturating_add(header),
-                    format!("{bits} bits a weight"),
-                )
-            }
-        };
-        let choices: Vec<Vec<Choice>> = (0..self.groups.len())
-            .map(|group| self.choices(group))
-            .collect();
-        let found = limit
-            .checked_sub(fixed)
-            .and_then(|budget| recipe::allocate(&choices, budget));
-        let found = found.with_context(|| {
-            let least = choices.iter().filter_map(|of| of.iter().map(|choice| choice.bytes).min());
-            let least = fixed + least.sum::<u64>();
-            format!(
-                "no mix of these types fits {name}: the smallest has {} bytes ({}); raise the limit, or add a smaller type to --types",
-                least,
-                size_text(least as f64)
-            )
-        })?;
-        let cost: f64 = choices
-            .iter()
-            .zip(&found)
-            .map(|(of, at)| of[*at].cost)
+    /// Returns the bytes that the groups can have. Fails if no mix fits.
+    fn budget(&self, goal: Goal) -> Result<u64> {
+        let now = self.mix(vec![None; self.groups.len()])?;
+        let groups: u64 = (0..self.groups.len())
+            .map(|group| self.bytes_now(group))
             .sum();
+        let fixed = now.bytes - groups;
+        let tensors: u64 = now.parts.iter().map(|part| in_file(part.bytes)).sum();
+        let header = now.bytes - tensors;
+        let weights = self.plan.model.elements() as f64;
+        let limit = match goal {
+            Goal::Size(bytes) => bytes,
+            Goal::BitsPerWeight(bits) => header.saturating_add((bits * weights / 8.0) as u64),
+        };
+        let least = (0..self.groups.len()).map(|group| {
+            let choices = self.choices(group).into_iter();
+            choices.map(|choice| choice.bytes).min().unwrap_or(0)
+        });
+        let least = fixed + least.sum::<u64>();
+        ensure!(
+            least <= limit,
+            "no mix of these types is as small as the limit: the smallest has {least} bytes ({}, {:.3} bits a weight); raise --size or --bpw, or add a smaller type to --types",
+            size_text(least as f64),
+            (least - header) as f64 * 8.0 / weights
+        );
+        Ok(limit - fixed)
+    }
+
+    fn choose(&self, goal: Goal, sweep: &mut Sweep<'a>) -> Result<Recipe<'a>> {
+        let groups = 0..self.groups.len();
+        let choices: Vec<Vec<Choice>> = groups.map(|group| self.choices(group)).collect();
+        let found = recipe::allocate(&choices, self.budget(goal)?);
+        let found = found.context("no mix fits the limit")?;
+        let chosen = choices.iter().zip(&found);
+        let cost: f64 = chosen.map(|(of, at)| of[*at].cost).sum();
         // The last choice of a group is to stay as it is.
         let candidates = found
             .iter()
@@ -183,14 +186,18 @@ impl<'a> Results<'a> {
             cost: self.added(group, candidate),
         });
         let as_it_is = Choice {
-            bytes: of
-                .tensors
-                .iter()
-                .map(|at| in_file(self.plan.tensors[*at].info.nbytes))
-                .sum(),
+            bytes: self.bytes_now(group),
             cost: 0.0,
         };
         candidates.chain([as_it_is]).collect()
+    }
+
+    /// Returns the bytes of a group in the model's file.
+    fn bytes_now(&self, group: usize) -> u64 {
+        let tensors = self.groups[group].tensors.iter();
+        tensors
+            .map(|at| in_file(self.plan.tensors[*at].info.nbytes))
+            .sum()
     }
 
     /// Returns what a candidate for a group adds to the divergence. Less than nothing is noise.
