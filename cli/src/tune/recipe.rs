@@ -13,7 +13,7 @@ pub struct Choice {
     pub cost: f64,
 }
 
-/// Parts of the budget that are told apart.
+/// Number of parts into which the budget is divided.
 const UNITS: usize = 1 << 14;
 
 /// Returns the position of a choice for each group; `None` if even the smallest choices exceed the
