@@ -9,7 +9,7 @@
 //! rounds the arguments are the same, so that the parameters of the model are the same, except
 //! for those that `--fit` derives from the memory that is free. `--fit` loads the model without
 //! memory first; that model is never evaluated, and therefore not kept. Later rounds have
-//! `--fit off`: the model has its place.
+//! `--fit off`, because the model has its place, and `--no-warmup`, because it was used.
 //!
 //! The calls are redirected before the program starts, and only with a variable set.
 
@@ -309,17 +309,20 @@ unsafe extern "C-unwind" fn perplexity(argc: c_int, argv: *mut *mut c_char) -> c
     // SAFETY: noted before the call could be redirected; of this type by the name.
     let real: Perplexity = unsafe { std::mem::transmute(PERPLEXITY.before()) };
     STATE.lock().phase = Phase::Evaluating;
-    let mut fits = false;
+    let mut added: Vec<&CStr> = Vec::new();
     let exit = loop {
         with_loads((), |loads| loads.in_round = true);
         // SAFETY: the arguments of the program.
-        let mut arguments = unsafe { Arguments::copy(argc, argv, fits) };
+        let mut arguments = unsafe { Arguments::copy(argc, argv, &added) };
         // SAFETY: arguments as `main` has them.
         let exit = unsafe { real(arguments.count(), arguments.pointers.as_mut_ptr()) };
         with_loads((), |loads| {
             loads.in_round = false;
             loads.paths.clear();
-            fits = loads.fits;
+            added = vec![c"--no-warmup"];
+            if loads.fits {
+                added.extend([c"--fit", c"off"]);
+            }
         });
         flush();
         if !another_round(exit) {
@@ -340,22 +343,18 @@ struct Arguments {
 }
 
 impl Arguments {
-    /// Copies the arguments of a program; adds those that leave the memory of devices as it is if
-    /// the program `fits` its model to them.
+    /// Copies the arguments of a program, and adds others.
     ///
     /// # Safety
     ///
     /// The arguments of `main`.
-    unsafe fn copy(argc: c_int, argv: *mut *mut c_char, fits: bool) -> Arguments {
-        let mut texts = Vec::new();
-        for at in 0..usize::try_from(argc).unwrap_or(0) {
+    unsafe fn copy(argc: c_int, argv: *mut *mut c_char, added: &[&CStr]) -> Arguments {
+        let given = (0..usize::try_from(argc).unwrap_or(0)).map(|at| {
             // SAFETY: as the caller ensures.
-            let text = unsafe { CStr::from_ptr(*argv.add(at)) };
-            texts.push(text.to_bytes_with_nul().to_vec());
-        }
-        if fits {
-            texts.extend([b"--fit\0".to_vec(), b"off\0".to_vec()]);
-        }
+            unsafe { CStr::from_ptr(*argv.add(at)) }
+        });
+        let all = given.chain(added.iter().copied());
+        let mut texts: Vec<_> = all.map(|text| text.to_bytes_with_nul().to_vec()).collect();
         let pointers = texts.iter_mut().map(|text| text.as_mut_ptr().cast());
         Arguments {
             pointers: pointers.chain([std::ptr::null_mut()]).collect(),
