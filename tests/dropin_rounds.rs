@@ -56,7 +56,7 @@ fn perplexity(model: &Path, arguments: &[&str]) -> Command {
         .arg("--model")
         .arg(model)
         .args(["--file", TEXT])
-        .args(["--ctx-size", "64", "--chunks", "3", "--batch-size", "64"])
+        .args(["--ctx-size", "64", "--chunks", "4", "--batch-size", "64"])
         .args(["--threads", "2"])
         .args(arguments)
         .stdin(Stdio::null());
@@ -111,6 +111,11 @@ impl Expected {
                 _folder: folder,
             };
             assert_ne!(expected.model, expected.mixed, "the variant shows");
+            let mut lines = expected.mixed[1].iter();
+            assert!(
+                lines.any(|line| line.starts_with("Mean    KLD:")),
+                "statistics"
+            );
             expected
         })
     }
