@@ -380,6 +380,8 @@ pub struct ModelStatus {
     pub overlays: Vec<Overlay>,
     /// Memory of swapped tensors.
     pub private_bytes: u64,
+    /// Memory of replaced tensors, which the next swap uses.
+    pub kept_bytes: u64,
     /// The failure of the last reload.
     pub blocked: Option<Blocked>,
     /// Hash of the tensors in use, where all hashes are known.

@@ -3,14 +3,15 @@
 
 mod hosts;
 
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use hosts::{TOKENS, copied, fresh, on, taken};
+use llama_sidecar::gguf::{Access, GgufFile};
 use serde_json::{Value, json};
 use testkit::fixtures::fixture;
-use testkit::host::{Host, Program, built, replace};
+use testkit::host::{DropIn, Host, Program, built, replace};
 
 /// Sets overlays of a running host and reverts those that match `revert`.
 fn swap(host: &Host, revert: Option<&str>, overlays: &[(&str, &Path)]) -> Value {
@@ -234,4 +235,66 @@ fn an_overlay_is_set_in_every_model_that_has_the_tensor() {
     assert_eq!(swap(&host, Some(".*"), &[])["ok"], true);
     assert_eq!(host.text(TOKENS), moe);
     assert_eq!(host.end(), Some(0));
+}
+
+/// Rotates the rows of all up-projections of a copy of a model by one; returns the copy.
+fn rotated(model: &Path, copy: &Path) -> PathBuf {
+    replace(copy, model);
+    let gguf = GgufFile::open(copy, Access::Read).expect("a model");
+    let file = std::fs::File::options().write(true).open(copy);
+    let file = file.expect("our own copy");
+    for info in &gguf.header.tensors {
+        if gguf.header.name(info).to_string_lossy().contains("ffn_up") {
+            let mut bytes = vec![0; info.nbytes as usize];
+            gguf.source.read_at(&mut bytes, info.offset).expect("bytes");
+            bytes.rotate_left((info.nbytes / info.ne[1]) as usize);
+            file.write_all_at(&bytes, info.offset).expect("space");
+        }
+    }
+    copy.to_owned()
+}
+
+#[test]
+fn buffers_of_replaced_tensors_are_used_again() {
+    let (folder, path) = copied("smollm2.gguf");
+    let first = rotated(&path, &folder.path().join("first.gguf"));
+    let second = rotated(&first, &folder.path().join("second.gguf"));
+    let sources = [first, second].map(|path| (fresh(Program::C, &path), path));
+    let before = fresh(Program::C, &fixture("smollm2.gguf"));
+    // Enough for the tensors in use and those that are staged, and not for kept buffers.
+    for limit in [None, Some("32")] {
+        let variables = limit.map(|mib| ("LLAMA_SIDECAR_MEMORY_MB", mib.into()));
+        let on = DropIn::On(variables.into_iter().collect());
+        let mut host = Host::start(Program::C, &path, &on);
+        assert_eq!(host.text(TOKENS), before);
+        let bytes = |host: &Host| {
+            let status = host.control("status");
+            let of = |key: &str| status["models"][0][key].as_u64().expect("bytes");
+            (of("private_bytes"), of("kept_bytes"))
+        };
+        let mut memory = u64::MAX;
+        for round in 0..4 {
+            let (text, from) = &sources[round % 2];
+            let answer = swap(&host, None, &[("blk\\..*\\.ffn_up\\.weight", from)]);
+            assert_eq!(taken(&answer), (30, 0));
+            let (in_use, kept) = bytes(&host);
+            assert_eq!(kept, if round == 0 { 0 } else { in_use });
+            assert_eq!(&host.text(TOKENS), text, "round {round}");
+            if round > 0 {
+                let now = host.private_memory();
+                let grown = now.saturating_sub(memory);
+                println!(
+                    "{limit:?} MiB, round {round}: {} KiB, {} more",
+                    now >> 10,
+                    grown >> 10
+                );
+                assert!(limit.is_some() || grown < 8 << 20, "{grown} bytes more");
+                memory = now;
+            }
+        }
+        assert_eq!(taken(&swap(&host, Some(".*"), &[])), (0, 30));
+        assert_eq!(bytes(&host), (0, 0));
+        assert_eq!(host.text(TOKENS), before);
+        assert_eq!(host.end(), Some(0));
+    }
 }

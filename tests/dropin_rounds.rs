@@ -56,7 +56,7 @@ fn perplexity(model: &Path, arguments: &[&str]) -> Command {
         .arg("--model")
         .arg(model)
         .args(["--file", TEXT])
-        .args(["--ctx-size", "64", "--chunks", "3", "--batch-size", "64"])
+        .args(["--ctx-size", "64", "--chunks", "4", "--batch-size", "64"])
         .args(["--threads", "2"])
         .args(arguments)
         .stdin(Stdio::null());
@@ -111,6 +111,11 @@ impl Expected {
                 _folder: folder,
             };
             assert_ne!(expected.model, expected.mixed, "the variant shows");
+            let mut lines = expected.mixed[1].iter();
+            assert!(
+                lines.any(|line| line.starts_with("Mean    KLD:")),
+                "statistics"
+            );
             expected
         })
     }
@@ -482,4 +487,294 @@ fn the_command_waits_for_rounds() {
     assert_eq!(round(&["--start"]), "round 2 has ended with 0\n");
     assert_eq!(round(&["--end"]), "the program ends\n");
     assert_eq!(rounds.wait().code(), Some(0));
+}
+
+/// A driver that follows the protocol of GGUF-Tool-Suite, with a model of one tensor a shard.
+struct Driver {
+    rounds: Rounds,
+    sequence: u64,
+}
+
+/// Variables of the driver. Paths are relative to the folder of the program.
+const FILES: [(&str, &str); 4] = [
+    ("LLAMA_HOTSWAP_CONTROL_FILE", "control"),
+    ("LLAMA_HOTSWAP_STATUS_FILE", "status"),
+    ("LLAMA_SIDECAR_ROUNDS", ""),
+    ("LLAMA_SIDECAR_CONTROL", ""),
+];
+
+/// The shards of the model, by name.
+fn shards() -> Vec<(String, PathBuf)> {
+    let entries = fs::read_dir(fixture("smollm2-tensor-shards")).expect("a fixture");
+    let entries = entries.map(|entry| {
+        let path = entry.expect("a file").path();
+        let name = path.file_name().expect("a name").to_string_lossy();
+        (name.into_owned(), path)
+    });
+    let mut shards: Vec<_> = entries.collect();
+    shards.sort();
+    shards
+}
+
+/// A folder with the shards.
+fn with_shards() -> TempDir {
+    let folder = tempfile::tempdir().expect("a folder");
+    for (name, path) in shards() {
+        fs::copy(path, folder.path().join(name)).expect("free space");
+    }
+    folder
+}
+
+/// The shards whose tensors differ between the two models, with those of the other one.
+fn changed_shards() -> (TempDir, Vec<String>) {
+    let folder = with_shards();
+    let output = Command::new(built("release/llama-sidecar"))
+        .arg("swap")
+        .arg(folder.path().join(&shards()[0].0))
+        .args(["--tensor", ".*", "--from"])
+        .arg(fixture(MIXED))
+        .output()
+        .expect("it starts");
+    assert!(output.status.success(), "{output:?}");
+    let changed = shards().into_iter().filter(|(name, original)| {
+        fs::read(original).expect("a file") != fs::read(folder.path().join(name)).expect("a file")
+    });
+    let changed: Vec<_> = changed.map(|(name, _)| name).collect();
+    (folder, changed)
+}
+
+impl Driver {
+    fn start(variables: &[(&str, &str)]) -> Driver {
+        let all = [&FILES, variables].concat();
+        let first = &shards()[0].0;
+        let rounds = Rounds::start_in(with_shards(), Path::new(first), &[], &all);
+        Driver {
+            rounds,
+            sequence: 0,
+        }
+    }
+
+    /// Waits for a status; the driver looks as often.
+    fn wait_for(&self, status: &str) {
+        let status = format!("{status}\n");
+        let path = self.rounds.path("status");
+        eventually(&status, || {
+            let found = fs::read_to_string(&path).unwrap_or_default();
+            assert!(found.is_empty() || found.ends_with('\n'), "{found:?}");
+            (found == status).then_some(())
+        });
+    }
+
+    /// Sends a command, and waits until it is read.
+    fn send(&mut self, command: &str) {
+        self.sequence += 1;
+        self.send_line(&format!("{command} {}\n", self.sequence));
+    }
+
+    fn send_line(&self, line: &str) {
+        let control = self.rounds.path("control");
+        fs::write(&control, line).expect("free space");
+        eventually("the control file is read", || {
+            (!control.exists()).then_some(())
+        });
+    }
+
+    /// Moves a shard aside and another one into its place.
+    fn swap(&self, name: &str, by: &Path) {
+        let path = self.rounds.path(name);
+        fs::rename(&path, path.with_extension("bak")).expect("a file");
+        let beside = path.with_extension("new");
+        fs::copy(by, &beside).expect("free space");
+        fs::rename(beside, &path).expect("a file");
+        touch(&path);
+    }
+
+    /// Moves a shard back.
+    fn restore(&self, name: &str) {
+        let path = self.rounds.path(name);
+        fs::rename(path.with_extension("bak"), &path).expect("a file");
+        touch(&path);
+    }
+
+    /// Sends a command that evaluates; returns the log and the results of the round.
+    fn round(&mut self, command: &str, iteration: u64) -> (String, Vec<String>) {
+        let before = self.rounds.read[1];
+        self.send(command);
+        self.wait_for(&format!("done {iteration} {}", self.sequence));
+        let results = self.rounds.next_results();
+        (self.rounds.text("log")[before..].to_owned(), results)
+    }
+}
+
+fn touch(path: &Path) {
+    let file = File::options().append(true).open(path).expect("a file");
+    file.set_modified(std::time::SystemTime::now())
+        .expect("a time");
+}
+
+#[test]
+fn rounds_are_driven_through_files() {
+    let expected = Expected::get();
+    let (other, changed) = changed_shards();
+    assert_eq!(changed.len(), 8);
+    let mut driver = Driver::start(&[]);
+    driver.wait_for("computing 1 0");
+    driver.wait_for("done 1 0");
+    assert_eq!(driver.rounds.next_results(), expected.model[0]);
+
+    for name in &changed {
+        driver.swap(name, &other.path().join(name));
+    }
+    let (log, results) = driver.round("reload", 2);
+    assert_eq!(results, expected.mixed[0]);
+    let tensors = |log: &str| {
+        let lines = log.lines().filter_map(|line| {
+            let (_, name) = line.split_once("reloaded tensor '")?;
+            Some(name.strip_suffix('\'')?.to_owned())
+        });
+        lines.collect::<Vec<_>>()
+    };
+    let swapped = tensors(&log);
+    assert_eq!(swapped.len(), 8, "{log}");
+    for name in &changed {
+        driver.restore(name);
+    }
+    let (log, results) = driver.round("reload", 3);
+    assert_eq!(results, expected.model[0]);
+    assert_eq!(tensors(&log), swapped);
+    let (log, results) = driver.round("compute", 4);
+    assert_eq!(
+        (results, tensors(&log)),
+        (expected.model[0].clone(), vec![])
+    );
+
+    // The same type with other bytes: the last half-byte of the last block.
+    let (name, original) = &shards()[100];
+    let mut bytes = fs::read(original).expect("a file");
+    *bytes.last_mut().expect("a byte") ^= 0xff;
+    let same_type = driver.rounds.path("same-type");
+    fs::write(&same_type, bytes).expect("free space");
+    driver.swap(name, &same_type);
+    let (log, results) = driver.round("reload", 5);
+    assert_eq!(tensors(&log).len(), 1, "{log}");
+    let first = driver.rounds.path(&shards()[0].0);
+    assert_eq!(results, fresh(&first, &[]));
+    driver.restore(name);
+    let (log, results) = driver.round("reload", 6);
+    assert_eq!(tensors(&log).len(), 1, "{log}");
+    assert_eq!(results, expected.model[0]);
+
+    driver.send("stop");
+    assert_eq!(driver.rounds.wait().code(), Some(0));
+    driver.wait_for(&format!("exiting 6 {}", driver.sequence));
+    assert_eq!(
+        driver
+            .rounds
+            .text("log")
+            .matches("watching 272 tensors")
+            .count(),
+        1
+    );
+}
+
+#[test]
+fn bad_commands_and_files_evaluate_nothing() {
+    let mut driver = Driver::start(&[]);
+    driver.wait_for("done 1 0");
+    let first = driver.rounds.next_results();
+    let rounds = |driver: &Driver| driver.rounds.text("log").matches("Final estimate").count();
+
+    // Nothing changed.
+    let is_matrix = |path: &Path| fs::metadata(path).expect("a file").len() > 300_000;
+    let (name, original) = &shards()[100..]
+        .iter()
+        .find(|(_, path)| is_matrix(path))
+        .cloned()
+        .expect("a matrix");
+    driver.send("reload");
+    driver.wait_for("reload_failed 1 1");
+    // A tensor of zeros.
+    let mut zeros = fs::read(original).expect("a file");
+    let half = zeros.len() / 2;
+    zeros[half..].fill(0);
+    let damaged = driver.rounds.path("damaged");
+    fs::write(&damaged, zeros).expect("free space");
+    driver.swap(name, &damaged);
+    driver.send("reload");
+    driver.wait_for("reload_failed 1 2");
+    let log = driver.rounds.text("log");
+    assert_eq!(log.matches("' cannot be hot-swapped: ").count(), 1, "{log}");
+    // A shard of another tensor.
+    driver.restore(name);
+    driver.swap(name, &shards()[200].1);
+    driver.send("reload");
+    driver.wait_for("reload_failed 1 3");
+    driver.restore(name);
+    // No file.
+    fs::rename(driver.rounds.path(name), driver.rounds.path("away")).expect("a file");
+    driver.send("reload");
+    driver.wait_for("reload_failed 1 4");
+    fs::rename(driver.rounds.path("away"), driver.rounds.path(name)).expect("a file");
+
+    for line in [
+        "",
+        "x",
+        "compute",
+        "compute 5 6",
+        "compute 4",
+        "compute -1",
+        "\0\u{feff}",
+    ] {
+        driver.send_line(&format!("{line}\n"));
+    }
+    driver.send_line(&"compute 5 ".repeat(1000));
+    driver.wait_for("reload_failed 1 4");
+    assert_eq!(rounds(&driver), 1);
+    let control = driver.rounds.path("control");
+    fs::create_dir(&control).expect("free space");
+    let logged = |driver: &Driver, text: &str| driver.rounds.text("log").matches(text).count();
+    eventually("a warning", || {
+        (logged(&driver, "not a regular file") > 0).then_some(())
+    });
+    fs::remove_dir(&control).expect("an empty folder");
+
+    // A command is read once its line is complete.
+    let mut file = File::create(&control).expect("free space");
+    write!(file, "compute 7").expect("free space");
+    writeln!(file).expect("free space");
+    driver.sequence = 7;
+    driver.wait_for("done 2 7");
+    assert_eq!(driver.rounds.next_results(), first);
+    assert_eq!(logged(&driver, "not a regular file"), 1);
+    driver.send("quit");
+    assert_eq!(driver.rounds.wait().code(), Some(0));
+    driver.wait_for("exiting 2 8");
+}
+
+/// The status cannot be written at first, as on a full disk.
+#[test]
+fn a_status_that_cannot_be_written_is_tried_again() {
+    let folder = with_shards();
+    let beside = folder.path().join("status.tmp");
+    fs::create_dir(&beside).expect("free space");
+    let first = &shards()[0].0;
+    let rounds = Rounds::start_in(folder, Path::new(first), &[], &FILES);
+    let mut driver = Driver {
+        rounds,
+        sequence: 0,
+    };
+    let failures = |driver: &Driver| {
+        let log = driver.rounds.text("log");
+        log.matches("cannot write the status").count()
+    };
+    eventually("the first round", || {
+        let log = driver.rounds.text("log");
+        log.contains("Final estimate").then_some(())
+    });
+    assert_eq!(failures(&driver), 1);
+    fs::remove_dir(&beside).expect("an empty folder");
+    driver.wait_for("done 1 0");
+    assert_eq!(failures(&driver), 1);
+    driver.send("exit");
+    assert_eq!(driver.rounds.wait().code(), Some(0));
 }

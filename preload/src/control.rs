@@ -342,6 +342,7 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
         changed,
         overlays: overlays.map(overlay).collect(),
         private_bytes: model.private_bytes(),
+        kept_bytes: model.pool.bytes(),
         blocked: reloader::blocked(model).map(|blocked| Blocked {
             cause: blocked.cause.name().into(),
             error: blocked.error,

@@ -33,6 +33,7 @@
 //! | [`graph`] | what a graph reads |
 //! | [`logits`] | a hash of the output of an evaluation |
 //! | [`barrier`] | switches between evaluations |
+//! | [`pool`] | buffers of replaced tensors, for the next ones |
 //! | [`caller`] | the object that made a call, and the functions that it meant |
 //! | [`redirect`] | calls of loaded objects that go to the drop-in |
 //! | [`loaded`] | the objects that the dynamic loader has loaded |
@@ -68,6 +69,7 @@ mod overlays;
 mod page_lock;
 mod parts;
 mod placement;
+mod pool;
 mod postfetch;
 mod redirect;
 mod reloader;

@@ -29,6 +29,7 @@ use crate::ggml::{Buffer, BufferType, Descriptor, Device, Ggml, OwnBuffer, Tenso
 use crate::graph::UsedWeight;
 use crate::journal;
 use crate::maps::Maps;
+use crate::pool::Pool;
 
 /// A model that the program loaded.
 pub struct Model {
@@ -50,6 +51,8 @@ pub struct Model {
     pub devices: Vec<DevicePointer>,
     /// False after the program freed any of its memory.
     alive: AtomicBool,
+    /// Buffers of replaced tensors.
+    pub pool: Pool,
     /// Held while its tensors are read, staged and replaced.
     pub reloading: Mutex<()>,
 }
@@ -514,6 +517,7 @@ fn register(load: Load, devices: &[*mut Device]) -> Arc<Model> {
             .map(|&device| DevicePointer(device))
             .collect(),
         alive: AtomicBool::new(true),
+        pool: Pool::default(),
         reloading: Mutex::new(()),
     });
     {

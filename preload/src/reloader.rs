@@ -37,6 +37,9 @@ static FAILURES: [AtomicU64; Cause::ALL.len()] = [const { AtomicU64::new(0) }; C
 /// reading one tensor may take.
 const MODEL_FREE_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// How long buffers of replaced tensors are kept for the next swap.
+const KEPT_FOR: Duration = Duration::from_secs(60);
+
 /// Hot-swap, as a capability.
 pub struct HotSwap;
 
@@ -60,6 +63,7 @@ impl Capability for HotSwap {
         for instance in model.tensors.iter().flat_map(|tensor| &tensor.instances) {
             *instance.private.lock() = None;
         }
+        model.pool.clear();
     }
 }
 
@@ -235,7 +239,42 @@ fn exclusively(model: &Arc<Model>, work: impl FnOnce() -> Result<Report>) -> Res
     if barrier::is_shut() || !model.is_alive() {
         return Ok(Report::default());
     }
-    work()
+    let result = work();
+    if model.pool.bytes() > 0 {
+        free_idle_buffers();
+    }
+    result
+}
+
+/// Starts a thread that frees kept buffers once no swap has replaced a tensor for a while.
+fn free_idle_buffers() {
+    static RUNS: AtomicBool = AtomicBool::new(false);
+    if RUNS.swap(true, Ordering::SeqCst) {
+        return;
+    }
+    let any_kept = || models::models().iter().any(|model| model.pool.bytes() > 0);
+    let started = thread::spawn("llama-sidecar-b", move || {
+        loop {
+            std::thread::sleep(KEPT_FOR);
+            if barrier::is_shut() {
+                return;
+            }
+            for model in models::models() {
+                model.pool.clear_after(KEPT_FOR);
+            }
+            if any_kept() {
+                continue;
+            }
+            RUNS.store(false, Ordering::SeqCst);
+            // A buffer that was kept since has no thread of its own.
+            if !any_kept() || RUNS.swap(true, Ordering::SeqCst) {
+                return;
+            }
+        }
+    });
+    if !started {
+        RUNS.store(false, Ordering::SeqCst);
+    }
 }
 
 /// Counts what a reload did. A version of a file that was not applied counts once.

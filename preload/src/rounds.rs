@@ -9,16 +9,17 @@
 //! rounds the arguments are the same, so that the parameters of the model are the same, except
 //! for those that `--fit` derives from the memory that is free. `--fit` loads the model without
 //! memory first; that model is never evaluated, and therefore not kept. Later rounds have
-//! `--fit off`: the model has its place.
+//! `--fit off`, because the model has its place, and `--no-warmup`, because it was used.
 //!
 //! The calls are redirected before the program starts, and only with a variable set.
 
 use std::cell::RefCell;
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use llama_sidecar::config::Config;
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::capability::Capability;
 use crate::loaded::Object;
@@ -163,7 +164,7 @@ pub fn end() {
 }
 
 /// Waits until so many rounds have ended.
-fn wait_for(rounds: usize, mut state: parking_lot::MutexGuard<'_, State>) -> Result<Ended, String> {
+fn wait_for(rounds: usize, mut state: MutexGuard<'_, State>) -> Result<Ended, String> {
     loop {
         if let Some(last) = rounds.checked_sub(1)
             && let Some(exit) = state.exits.get(last)
@@ -259,17 +260,10 @@ fn is_evaluated(path: &Path) -> bool {
     files.any(|file| file.gguf.source.path() == path)
 }
 
-/// Changes the loads of this thread; `otherwise` where they are gone or in use.
-fn with_loads<R>(otherwise: R, work: impl FnOnce(&mut Loads) -> R) -> R {
-    let mut otherwise = Some(otherwise);
-    let done = LOADS.try_with(|loads| {
-        let mut loads = loads.try_borrow_mut().ok()?;
-        Some(work(&mut loads))
-    });
-    match done {
-        Ok(Some(result)) => result,
-        _ => otherwise.take().expect("taken once"),
-    }
+/// Changes the loads of this thread; does nothing where they are gone.
+fn with_loads<R: Default>(work: impl FnOnce(&mut Loads) -> R) -> R {
+    let done = LOADS.try_with(|loads| Some(work(&mut *loads.try_borrow_mut().ok()?)));
+    done.ok().flatten().unwrap_or_default()
 }
 
 /// Redirects the calls if a variable is set and the program is llama-perplexity. Runs when the
@@ -309,24 +303,27 @@ unsafe extern "C-unwind" fn perplexity(argc: c_int, argv: *mut *mut c_char) -> c
     // SAFETY: noted before the call could be redirected; of this type by the name.
     let real: Perplexity = unsafe { std::mem::transmute(PERPLEXITY.before()) };
     STATE.lock().phase = Phase::Evaluating;
-    let mut fits = false;
+    let mut added: Vec<&CStr> = Vec::new();
     let exit = loop {
-        with_loads((), |loads| loads.in_round = true);
+        with_loads(|loads| loads.in_round = true);
         // SAFETY: the arguments of the program.
-        let mut arguments = unsafe { Arguments::copy(argc, argv, fits) };
+        let mut arguments = unsafe { Arguments::copy(argc, argv, &added) };
         // SAFETY: arguments as `main` has them.
         let exit = unsafe { real(arguments.count(), arguments.pointers.as_mut_ptr()) };
-        with_loads((), |loads| {
+        with_loads(|loads| {
             loads.in_round = false;
             loads.paths.clear();
-            fits = loads.fits;
+            added = match loads.fits {
+                true => vec![c"--no-warmup", c"--fit", c"off"],
+                false => vec![c"--no-warmup"],
+            };
         });
         flush();
         if !another_round(exit) {
             break exit;
         }
     };
-    if let Some((kept, _)) = with_loads(None, |loads| loads.kept.take()) {
+    if let Some((kept, _)) = with_loads(|loads| loads.kept.take()) {
         // SAFETY: the program's own call, which was put off.
         unsafe { free(kept as *mut c_void) };
     }
@@ -340,22 +337,18 @@ struct Arguments {
 }
 
 impl Arguments {
-    /// Copies the arguments of a program; adds those that leave the memory of devices as it is if
-    /// the program `fits` its model to them.
+    /// Copies the arguments of a program, and adds others.
     ///
     /// # Safety
     ///
     /// The arguments of `main`.
-    unsafe fn copy(argc: c_int, argv: *mut *mut c_char, fits: bool) -> Arguments {
-        let mut texts = Vec::new();
-        for at in 0..usize::try_from(argc).unwrap_or(0) {
+    unsafe fn copy(argc: c_int, argv: *mut *mut c_char, added: &[&CStr]) -> Arguments {
+        let given = (0..usize::try_from(argc).unwrap_or(0)).map(|at| {
             // SAFETY: as the caller ensures.
-            let text = unsafe { CStr::from_ptr(*argv.add(at)) };
-            texts.push(text.to_bytes_with_nul().to_vec());
-        }
-        if fits {
-            texts.extend([b"--fit\0".to_vec(), b"off\0".to_vec()]);
-        }
+            unsafe { CStr::from_ptr(*argv.add(at)) }
+        });
+        let all = given.chain(added.iter().copied());
+        let mut texts: Vec<_> = all.map(|text| text.to_bytes_with_nul().to_vec()).collect();
         let pointers = texts.iter_mut().map(|text| text.as_mut_ptr().cast());
         Arguments {
             pointers: pointers.chain([std::ptr::null_mut()]).collect(),
@@ -401,13 +394,12 @@ struct Destination {
 }
 
 extern "C" fn destination(path: *const c_char) -> Destination {
-    use std::os::unix::ffi::OsStrExt;
     let mut kept = 0;
     if !path.is_null() {
         // SAFETY: the argument of the call.
         let path = unsafe { CStr::from_ptr(path) };
-        let path = Path::new(std::ffi::OsStr::from_bytes(path.to_bytes()));
-        kept = with_loads(0, |loads| loads.load(path));
+        let path = Path::new(OsStr::from_bytes(path.to_bytes()));
+        kept = with_loads(|loads| loads.load(path));
     }
     Destination {
         kept,
@@ -439,7 +431,7 @@ unsafe extern "C" fn model_load() {
 
 /// Frees a model unless it is kept.
 unsafe extern "C-unwind" fn model_free(model: *mut c_void) {
-    if !with_loads(false, |loads| loads.keeps(model as usize)) {
+    if !with_loads(|loads| loads.keeps(model as usize)) {
         // SAFETY: the argument of the call.
         unsafe { free(model) };
     }

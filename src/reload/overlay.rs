@@ -36,6 +36,39 @@ pub(super) struct Overlay {
     version: (FileId, u64),
 }
 
+/// The content of versions of tensors that were read, by device and inode of the file and the
+/// offset in it.
+#[derive(Debug, Default)]
+pub(super) struct KnownContents(HashMap<(u64, u64, u64), (FileId, Content)>);
+
+impl KnownContents {
+    /// The most versions to keep.
+    const MOST: usize = 1 << 16;
+
+    fn key(new: &NewBytes<'_>) -> (FileId, (u64, u64, u64)) {
+        let id = new.file.source.id();
+        (id, (id.dev, id.ino, new.info.offset))
+    }
+
+    fn get(&self, new: &NewBytes<'_>) -> Option<Content> {
+        let (id, key) = KnownContents::key(new);
+        let (of, content) = self.0.get(&key)?;
+        (*of == id).then_some(*content)
+    }
+
+    fn insert(&mut self, new: &NewBytes<'_>, content: Content) {
+        let (id, key) = KnownContents::key(new);
+        self.0.insert(key, (id, content));
+    }
+
+    /// Forgets all versions if there is no space for so many more.
+    fn make_space(&mut self, more: usize) {
+        if self.0.len() + more > KnownContents::MOST {
+            self.0.clear();
+        }
+    }
+}
+
 /// Bytes of a file for a tensor.
 struct NewBytes<'a> {
     tensor: usize,
@@ -307,20 +340,7 @@ impl Registry {
         store: &S,
         wanted: Vec<NewBytes<'a>>,
     ) -> Result<Vec<Planned<'a>>> {
-        let sources: Vec<_> = wanted
-            .iter()
-            .map(|new| (&new.file.source, new.info))
-            .collect();
-        let contents =
-            compare::read_contents(store, &sources).map_err(|failure| match failure {
-                Some((at, source)) => Error::Read {
-                    path: sources[at].0.path().to_owned(),
-                    what: format!("tensor '{}'", self.name(wanted[at].tensor)),
-                    offset: sources[at].1.offset,
-                    source,
-                },
-                None => Error::Busy("the process ends, or the program has freed the model"),
-            })?;
+        let contents = self.read_new(store, &wanted)?;
         let tensors: HashSet<usize> = wanted.iter().map(|new| new.tensor).collect();
         compare::hash_tensors(self, store, |at, _| tensors.contains(&at));
         let mut planned = Vec::new();
@@ -348,6 +368,31 @@ impl Registry {
             });
         }
         Ok(planned)
+    }
+
+    /// Returns the content of each of these, in order. A version of a tensor is read once.
+    fn read_new<S: Store>(&mut self, store: &S, wanted: &[NewBytes<'_>]) -> Result<Vec<Content>> {
+        self.read.make_space(wanted.len());
+        let unread = wanted.iter().filter(|new| self.read.get(new).is_none());
+        let unread: Vec<&NewBytes<'_>> = unread.collect();
+        let sources: Vec<_> = unread
+            .iter()
+            .map(|new| (&new.file.source, new.info))
+            .collect();
+        let contents =
+            compare::read_contents(store, &sources).map_err(|failure| match failure {
+                Some((at, source)) => Error::Read {
+                    path: sources[at].0.path().to_owned(),
+                    what: format!("tensor '{}'", self.name(unread[at].tensor)),
+                    offset: sources[at].1.offset,
+                    source,
+                },
+                None => Error::Busy("the process ends, or the program has freed the model"),
+            })?;
+        for (new, content) in unread.into_iter().zip(contents) {
+            self.read.insert(new, content);
+        }
+        Ok(wanted.iter().filter_map(|new| self.read.get(new)).collect())
     }
 
     /// Checks the limit for the bytes that are staged before a switch: a request is one switch.

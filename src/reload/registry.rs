@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::content::{Content, Defects};
 use super::hash::{Hash, of_bytes};
-use super::overlay::Overlay;
+use super::overlay::{KnownContents, Overlay};
 use super::report::{Cause, Effect, FileReport, Ignored, Outcome, Report, TensorReport};
 use super::tracked::TrackedFile;
 use crate::gguf::{FileId, TypeInfo};
@@ -18,6 +18,8 @@ pub(super) struct Registry {
     pub tensors: Vec<Registered>,
     /// The most bytes to stage before a switch; 0 for no limit.
     pub staging_bytes: u64,
+    /// What requests for overlays have read.
+    pub read: KnownContents,
 }
 
 /// A file that is checked for changes.
@@ -204,6 +206,7 @@ impl Registry {
             files: watched,
             tensors: registered,
             staging_bytes,
+            read: KnownContents::default(),
         }
     }
 

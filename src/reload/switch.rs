@@ -326,11 +326,18 @@ pub(super) fn stage<S: Store>(
     changes: &[Change<'_>],
     on_out_of_memory: OnOutOfMemory,
 ) -> Result<Option<S::Staged>, StageError> {
-    let mut need = store.need(changes);
-    if on_out_of_memory == OnOutOfMemory::Fallback {
-        need.host += std::mem::take(&mut need.device);
+    let check = || {
+        let mut need = store.need(changes);
+        if on_out_of_memory == OnOutOfMemory::Fallback {
+            need.host += std::mem::take(&mut need.device);
+        }
+        budget::check(Config::get().memory_bytes, need)
+    };
+    let mut checked = check();
+    if checked.is_err() && store.release_unused() {
+        checked = check();
     }
-    budget::check(Config::get().memory_bytes, need).map_err(StageError::OverBudget)?;
+    checked.map_err(StageError::OverBudget)?;
     store.stage(changes, on_out_of_memory)
 }
 
