@@ -8,9 +8,10 @@ use std::ffi::CString;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
-use llama_sidecar::gguf::{Access, GgufFile};
+use llama_sidecar::gguf::{Access, GgufFile, HeaderWriter};
+use serde_json::{Value, json};
 use testkit::fixtures::{cache, fixture};
 use testkit::host::{DropIn, Host, Program, preload_library};
 use testkit::median;
@@ -22,6 +23,7 @@ fn main() {
     let _ = std::fs::remove_dir_all(&folder);
     std::fs::create_dir_all(&folder).expect("the cache can be written");
     swaps(&folder);
+    rounds(&folder);
     std::fs::remove_dir_all(&folder).expect("what was made");
 }
 
@@ -153,7 +155,7 @@ struct Shards {
 impl Shards {
     fn new(folder: &Path, tensor: &str) -> Shards {
         let folder = folder.join(tensor);
-        std::fs::create_dir(&folder).expect("a new folder");
+        std::fs::create_dir_all(&folder).expect("a new folder");
         let mut names = Vec::new();
         for entry in std::fs::read_dir(fixture("smollm2-large-shards")).expect("a fixture") {
             let path = entry.expect("an entry").path();
@@ -196,6 +198,89 @@ impl Shards {
         std::fs::hard_link(&self.versions[version], &beside).expect("links are supported");
         std::fs::rename(beside, &self.path).expect("the same folder");
     }
+}
+
+/// Writes a file with the only tensor of a shard, whose first bytes are rotated.
+fn write_rotated(shard: &Path, by: usize, path: &Path) {
+    let gguf = GgufFile::open(shard, Access::Read).expect("a shard");
+    let info = &gguf.header.tensors[0];
+    let mut bytes = vec![0; info.nbytes as usize];
+    gguf.source.read_at(&mut bytes, info.offset).expect("bytes");
+    bytes[..4096].rotate_left(by);
+    let mut header = HeaderWriter::new(32);
+    let name = gguf.header.name(info).to_bytes();
+    let ne = &info.ne[..info.n_dims as usize];
+    header
+        .tensor(name, ne, info.ty.id, info.nbytes)
+        .expect("it fits");
+    std::fs::write(path, [header.finish(), bytes].concat()).expect("space");
+}
+
+/// Overlays that replace each other, as in a sweep: with a buffer of the one before, and without.
+fn rounds(folder: &Path) {
+    const ROUNDS: usize = 21;
+    println!("\n### Overlays one after the other\n");
+    println!(
+        "A tensor of the same model takes its bytes from one file and from another. Cold: the first overlay, after the original bytes, in new memory. Warm: an overlay in the buffer of an earlier one, from a version of a file that was read before, and from a new version. From the request until its answer, while the program is idle; medians of {ROUNDS}, alternating. Limit: a copy of the bytes in memory.\n"
+    );
+    println!("| tensor MB | cold ms | warm ms | ratio | warm, new version ms | copy ms |");
+    println!("|---|---|---|---|---|---|");
+    for tensor in ["blk.0.ffn_up.weight", "token_embd.weight"] {
+        let shards = Shards::new(&folder.join("rounds"), tensor);
+        let sources = [1024, 2048].map(|by| {
+            let path = folder.join(format!("{tensor}-{by}.gguf"));
+            write_rotated(&shards.path, by, &path);
+            path
+        });
+        std::thread::sleep(Duration::from_millis(50));
+        let mut host = Host::start(Program::CTwoThreads, &shards.first, &quiet("0"));
+        host.ask("text 4");
+        let swap = |revert: Option<&str>, from: Option<&Path>| {
+            let overlays = from.map(|from| json!({"tensor": regex(tensor), "from": from}));
+            let overlays: Vec<Value> = overlays.into_iter().collect();
+            let request = json!({"cmd": "swap", "revert": revert, "overlays": overlays});
+            let mut report = Value::Null;
+            let time = seconds(|| report = host.request(&request));
+            assert_eq!(report["ok"], true, "{report}");
+            let report = &report["reports"][0];
+            assert_eq!(report["swapped"], u64::from(from.is_some()), "{report}");
+            time * 1e3
+        };
+        let [mut cold, mut warm, mut new, mut copy] = [const { Vec::new() }; 4];
+        for round in 0..ROUNDS {
+            swap(Some(".*"), None);
+            cold.push(swap(None, Some(&sources[0])));
+            swap(None, Some(&sources[1]));
+            warm.push(swap(None, Some(&sources[0])));
+            // Another time, the same bytes.
+            let file = std::fs::File::options().append(true).open(&sources[1]);
+            let time = SystemTime::UNIX_EPOCH + Duration::from_secs(round as u64);
+            file.and_then(|file| file.set_modified(time))
+                .expect("our own file");
+            new.push(swap(None, Some(&sources[1])));
+            copy.push(copied(shards.bytes as usize) * 1e3);
+        }
+        let times = [&mut cold, &mut warm, &mut new, &mut copy];
+        let [cold, warm, new, copy] = times.map(|times| median(times));
+        println!(
+            "| {:.1} | {cold:.2} | {warm:.2} | **{:.1}x** | {new:.2} | {copy:.2} |",
+            shards.bytes as f64 / 1e6,
+            cold / warm,
+        );
+    }
+}
+
+fn regex(name: &str) -> String {
+    name.replace('.', "\\.")
+}
+
+/// Seconds of a copy from memory to memory, both in use before.
+fn copied(bytes: usize) -> f64 {
+    let from = vec![1u8; bytes];
+    let mut to = vec![2u8; bytes];
+    let time = seconds(|| to.copy_from_slice(&from));
+    std::hint::black_box(&to);
+    time
 }
 
 fn swaps(folder: &Path) {

@@ -1,4 +1,5 @@
 // Replaces tensors of a loaded model by replacing its file, then restores the original tensors.
+// Then takes the tensors from another file, with the model's own file as it is, and restores them.
 //
 // usage: hot_swap MODEL.gguf VARIANT.gguf
 //
@@ -130,6 +131,22 @@ int main(int argc, char ** argv) {
         CHECK(t.host_data == at_load[i]);
         CHECK(t.state == LLAMA_SIDECAR_TENSOR_STATE_ON_ORIGINAL);
     }
+    printf("taking all tensors from %s, and leaving the file as it is\n", argv[2]);
+    OK(llama_sidecar_overlay_set(context, argv[2], NULL, 0, NULL));
+    CHECK(stale == 3);
+    expect_same_tensors(model, argv[2]);
+    CHECK(!llama_reload_changed_tensors(context)); // overlays do not follow the file
+    struct llama_sidecar_report * report = NULL;
+    OK(llama_sidecar_overlay_revert(context, NULL, 0, &report));
+    struct llama_sidecar_report_info reverted;
+    reverted.struct_size = sizeof(reverted);
+    OK(llama_sidecar_report_get_info(report, &reverted));
+    OK(llama_sidecar_report_free(report));
+    CHECK(reverted.n_returned == swapped.n_swapped && reverted.bytes_staged == 0);
+    expect_same_tensors(model, argv[1]);
+    const char * no_tensor = "no.such.tensor";
+    CHECK(llama_sidecar_overlay_set(context, argv[2], &no_tensor, 1, NULL) == LLAMA_SIDECAR_STATUS_NOT_FOUND);
+
     struct llama_sidecar_device_info device;
     device.struct_size = sizeof(device);
     OK(llama_sidecar_device_get_info(model, 0, &device));

@@ -998,6 +998,46 @@ bool llama_reload_changed_tensors(struct llama_context *context);
 enum llama_sidecar_status llama_sidecar_reload(const struct llama_context *context,
                                                struct llama_sidecar_report **report);
 
+/**
+ * Gives tensors the type and data of another GGUF file, for example in another quantisation. The
+ * model's own files stay as they are.
+ *
+ * The file is any version of the same model, or any shard of one. All tensors are checked and
+ * switched together between evaluations, as llama_sidecar_reload does; if one of them is missing
+ * in the file, has another shape, or is damaged, none is switched. The data is copied, so the file
+ * can be removed afterwards. These tensors no longer follow the model's own files, until
+ * llama_sidecar_overlay_revert. Other tensors keep what they have; a reload is not included.
+ *
+ * @param path The file to take the tensors from.
+ * @param names Names of the tensors; NULL for all tensors of the model.
+ * @param n_names Number of names; 0 if names is NULL.
+ * @param report Receives a report if the status is LLAMA_SIDECAR_STATUS_OK; can be NULL. Free it
+ * with llama_sidecar_report_free.
+ */
+enum llama_sidecar_status llama_sidecar_overlay_set(const struct llama_context *context,
+                                                    const char *path,
+                                                    const char *const *names,
+                                                    uint64_t n_names,
+                                                    struct llama_sidecar_report **report);
+
+/**
+ * Returns tensors with an overlay to the data of the model's own files. Tensors without one stay
+ * as they are.
+ *
+ * All tensors are switched together between evaluations. A tensor gets the data of the version of
+ * its file that is in use: its original data without a copy, or the data of a changed file that a
+ * reload used meanwhile, which must still be there.
+ *
+ * @param names Names of the tensors; NULL for all tensors of the model.
+ * @param n_names Number of names; 0 if names is NULL.
+ * @param report Receives a report if the status is LLAMA_SIDECAR_STATUS_OK; can be NULL. Free it
+ * with llama_sidecar_report_free.
+ */
+enum llama_sidecar_status llama_sidecar_overlay_revert(const struct llama_context *context,
+                                                       const char *const *names,
+                                                       uint64_t n_names,
+                                                       struct llama_sidecar_report **report);
+
 /** Frees a report. */
 enum llama_sidecar_status llama_sidecar_report_free(struct llama_sidecar_report *report);
 

@@ -9,9 +9,12 @@
 //! | `{"cmd":"mark","text":"…"}` | [`Reply`] |
 //! | `{"cmd":"status"}` | [`Status`] |
 //! | `{"cmd":"reload"}`, `{"cmd":"revert"}` | [`Reloads`], after the switch |
+//! | `{"cmd":"swap","revert":"REGEX","overlays":[{"tensor":"REGEX","from":"/PATH"}]}` | [`Reloads`], after the switch |
 //! | `{"cmd":"hash"}` | [`Hashes`], after reading tensors without a hash |
 //! | `{"cmd":"metrics"}` | [`Metrics`] |
 //! | `{"cmd":"trace"}` | [`Traces`] |
+//! | `{"cmd":"round","start":true}` | [`Round`], after the round |
+//! | `{"cmd":"round-end"}` | [`Reply`], before the program ends |
 //!
 //! Every reply has `ok`. A request that fails as a whole has a [`Reply`] with `error`. A
 //! reader ignores keys that it does not know, and a missing key has the default of its type,
@@ -36,6 +39,16 @@ pub enum Request {
     Revert,
     /// Permits reloads after [`Request::Revert`].
     Unfreeze,
+    /// Reverts overlays and sets others, in one switch of each model.
+    Swap {
+        /// A regular expression for whole names: overlays of these tensors are reverted, unless
+        /// they are set.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        revert: Option<String>,
+        /// Overlays to set. The last one that names a tensor counts.
+        #[serde(default)]
+        overlays: Vec<Overlay>,
+    },
     /// Requests a content hash of each model.
     Hash,
     /// Requests metrics in the text format of Prometheus.
@@ -49,6 +62,23 @@ pub enum Request {
         /// The text.
         text: String,
     },
+    /// Waits for the end of a round of evaluations.
+    Round {
+        /// Whether a new round is started; else the current one is waited for.
+        #[serde(default)]
+        start: bool,
+    },
+    /// Lets a program with rounds end.
+    RoundEnd,
+}
+
+/// Tensors that take type and bytes from another file than the model's.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Overlay {
+    /// In a request a regular expression for whole names of tensors, in [`Status`] a name.
+    pub tensor: String,
+    /// Absolute path of a GGUF file, or of any shard of a model.
+    pub from: String,
 }
 
 /// Whether a request was carried out.
@@ -78,6 +108,23 @@ impl Reply {
             error: Some(error.into()),
         }
     }
+}
+
+/// A round of evaluations that has ended. All its output is written.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Round {
+    /// Whether the request was carried out.
+    pub ok: bool,
+    /// Why the request was refused.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// Number of the round, from 1.
+    pub round: u32,
+    /// What the program returned for the round: its exit status if it were the last one.
+    pub exit: i32,
+    /// What the program does now: `evaluating`, `waiting` or `ended`.
+    pub state: String,
 }
 
 /// Models and counters of a program.
@@ -338,8 +385,12 @@ pub struct ModelStatus {
     pub on_original: usize,
     /// The other tensors.
     pub changed: Vec<TensorStatus>,
+    /// Tensors that have an overlay.
+    pub overlays: Vec<Overlay>,
     /// Memory of swapped tensors.
     pub private_bytes: u64,
+    /// Memory of replaced tensors, which the next swap uses.
+    pub kept_bytes: u64,
     /// The failure of the last reload.
     pub blocked: Option<Blocked>,
     /// Hash of the tensors in use, where all hashes are known.
@@ -395,7 +446,7 @@ pub struct Blocked {
     pub attempts: u64,
 }
 
-/// Reports of a reload or a revert.
+/// Reports of a reload, a revert or a swap.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Reloads {
@@ -651,6 +702,7 @@ mod tests {
             ("metrics", Request::Metrics),
             ("trace", Request::Trace),
             ("trace-reset", Request::TraceReset),
+            ("round-end", Request::RoundEnd),
         ] {
             let json = json!({"cmd": name});
             assert_eq!(to_value(&request).expect("JSON"), json);
@@ -660,11 +712,42 @@ mod tests {
         let mark = Request::Mark {
             text: "next".into(),
         };
-        let json = json!({"cmd": "mark", "text": "next"});
-        assert_eq!(to_value(&mark).expect("JSON"), json);
-        assert_eq!(from_str::<Request>(&json.to_string()).expect("mark"), mark);
+        let overlay = Overlay {
+            tensor: "output".into(),
+            from: "/other.gguf".into(),
+        };
+        let swap = |revert: Option<&str>, overlays: &[Overlay]| Request::Swap {
+            revert: revert.map(str::to_owned),
+            overlays: overlays.to_vec(),
+        };
+        let set = json!([{"tensor": "output", "from": "/other.gguf"}]);
+        for (request, json) in [
+            (mark, json!({"cmd": "mark", "text": "next"})),
+            (
+                swap(None, &[overlay]),
+                json!({"cmd": "swap", "overlays": set}),
+            ),
+            (
+                swap(Some(".*"), &[]),
+                json!({"cmd": "swap", "revert": ".*", "overlays": []}),
+            ),
+        ] {
+            assert_eq!(to_value(&request).expect("JSON"), json);
+            let read = from_str::<Request>(&json.to_string());
+            assert_eq!(read.expect("a request"), request);
+        }
+        for (start, text) in [
+            (false, "{\"cmd\":\"round\"}"),
+            (true, "{\"cmd\":\"round\",\"start\":true}"),
+        ] {
+            assert_eq!(
+                from_str::<Request>(text).expect("round"),
+                Request::Round { start }
+            );
+        }
         for bad in [
             "{}",
+            "{\"cmd\":\"swap\",\"overlays\":[{}]}",
             "{\"cmd\":\"mark\"}",
             "[]",
             "\"status\"",

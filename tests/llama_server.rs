@@ -140,6 +140,38 @@ fn four_slots_answer_as_a_new_server_after_a_swap() {
     swapped_and_erased_is_fresh(4);
 }
 
+/// `llama-sidecar swap --live`.
+fn swap_live(server: &Server, arguments: &[&str]) -> Output {
+    Command::new(built("release/llama-sidecar"))
+        .args(["swap", "--live"])
+        .arg(server.socket())
+        .args(arguments)
+        .output()
+        .expect("the command starts")
+}
+
+#[test]
+fn a_server_with_overlays_answers_as_a_new_server() {
+    let before = fresh("smollm2.gguf", 1);
+    let after = fresh("smollm2-mixed.gguf", 1);
+    let (_folder, path) = copied("smollm2.gguf");
+    let server = Server::start(&path, &Options::new(1));
+    assert_eq!(answers(&server, 1), before);
+    let mixed = fixture("smollm2-mixed.gguf");
+    let output = swap_live(
+        &server,
+        &["--tensor", ".*", "--from", &mixed.to_string_lossy()],
+    );
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(reload_and_erase(&server)["slots_erased"], 1);
+    assert_eq!(answers(&server, 1), after);
+    let output = swap_live(&server, &["--restore"]);
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(reload_and_erase(&server)["slots_erased"], 1);
+    assert_eq!(answers(&server, 1), before);
+    end(server);
+}
+
 /// A swap by the watching thread is none that the command did, and slots are emptied all
 /// the same; before the first swap there is nothing to empty.
 #[test]

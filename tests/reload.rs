@@ -14,7 +14,7 @@ use llama_sidecar::device::{Device, DeviceError};
 use llama_sidecar::error::Error;
 use llama_sidecar::gguf::Access;
 use llama_sidecar::model::{Context, Model, Options, State};
-use llama_sidecar::reload::{FileEvent, Outcome, Report};
+use llama_sidecar::reload::{FileEvent, Outcome, OverlaySource, Report};
 use parking_lot::Mutex;
 use support::Gpu;
 use tempfile::TempDir;
@@ -792,4 +792,53 @@ fn a_file_of_which_a_part_was_taken_is_never_taken_for_unchanged() {
     point_to(&names[0]);
     let report = model.reload().unwrap();
     assert_eq!(report.count(Outcome::Returned), 1, "{report:?}");
+}
+
+#[test]
+fn an_overlay_is_above_the_file_until_it_is_reverted() {
+    for mut it in Fixture::all() {
+        let original = it.file.clone();
+        let placed = it.model.tensor(1).placed();
+        let used = it.used();
+        let other = it.folder.path().join("other.gguf");
+        let overlaid = with(&original, 1, Q8_0, 20);
+        overlaid.write(&other).unwrap();
+        let source = OverlaySource::open(&other).unwrap();
+        std::fs::write(&other, "rewritten").unwrap();
+        let torn = it.context.overlay(&[], &[(1, &source)]);
+        assert!(matches!(torn, Err(Error::Read { .. })), "{torn:?}");
+        overlaid.write(&other).unwrap();
+        let source = OverlaySource::open(&other).unwrap();
+        let report = it
+            .context
+            .overlay(&[], &[(1, &source), (2, &source)])
+            .unwrap();
+        assert_eq!(outcomes(&report), [Swapped, Unchanged]);
+        std::fs::remove_file(&other).unwrap();
+        it.expect(&overlaid);
+
+        // The file changes below the overlay.
+        it.replace(with(&with(&original, 0, F16, 30), 1, F16, 31));
+        assert_eq!(outcomes(&it.reload()), [Swapped, Unchanged]);
+        it.expect(&with(&overlaid, 0, F16, 30));
+        let report = it.context.overlay(&[0, 1, 2], &[]).unwrap();
+        assert_eq!(outcomes(&report), [Swapped, Unchanged]);
+        it.expect(&it.file);
+
+        it.replace(original.clone());
+        assert_eq!(
+            outcomes(&it.reload()),
+            [Returned, Returned, Unchanged, Unchanged]
+        );
+        assert_eq!(it.model.tensor(1).placed(), placed);
+        assert_eq!(it.used(), used, "no private buffer is left");
+        assert_eq!(*it.generations.lock(), [1, 2, 3, 4]);
+
+        overlaid.write(&other).unwrap();
+        let source = OverlaySource::open(&other).unwrap();
+        it.gpu.hold_at_most(used);
+        let full = it.context.overlay(&[], &[(1, &source)]);
+        assert!(matches!(full, Err(Error::Device(_))), "{full:?}");
+        it.expect(&original);
+    }
 }

@@ -1,5 +1,5 @@
 //! `llama-sidecar status`, `reload`, `revert`, `unfreeze`, `metrics`, `trace`,
-//! `mark` and `ping`:
+//! `mark`, `round` and `ping`:
 //! requests to the control socket of a running program.
 
 use std::io::{BufRead, BufReader, Write};
@@ -9,7 +9,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use llama_sidecar::protocol::{
-    Hashes, Metrics, ModelReload, ReloadReport, Reloads, Reply, Request, Status, Traces,
+    Hashes, Metrics, ModelReload, ReloadReport, Reloads, Reply, Request, Round, Status, Traces,
 };
 use llama_sidecar::trace::{from_json, to_text};
 use serde::de::DeserializeOwned;
@@ -22,14 +22,12 @@ pub fn run(socket: &Path, request: &Request, as_json: bool) -> Result<()> {
     let answer = ask(socket, request)?;
     if as_json {
         println!("{answer:#}");
-        return done(&answer);
-    }
-    // A refused request has a reply with nothing to print.
-    if answer["error"].is_null() {
+    } else if answer["error"].is_null() {
+        // A refused request has a reply with nothing to print.
         match request {
             Request::Ping => println!("llama-sidecar listens at {}", socket.display()),
             Request::Status => print_status(&parsed(&answer)?),
-            Request::Reload => print_reloads(&parsed(&answer)?),
+            Request::Reload | Request::Swap { .. } => print_reloads(&parsed(&answer)?),
             Request::Revert => {
                 print_reloads(&parsed(&answer)?);
                 println!("reloads are frozen: run 'llama-sidecar unfreeze' to permit them");
@@ -40,9 +38,22 @@ pub fn run(socket: &Path, request: &Request, as_json: bool) -> Result<()> {
             Request::Trace => print_traces(&parsed(&answer)?)?,
             Request::TraceReset => println!("all counts are 0"),
             Request::Mark { text } => println!("marked: {text}"),
+            Request::Round { .. } => {
+                let Round { round, exit, .. } = parsed(&answer)?;
+                println!("round {round} has ended with {exit}");
+            }
+            Request::RoundEnd => println!("the program ends"),
         }
     }
-    done(&answer)
+    done(&answer)?;
+    if let Request::Round { .. } = request {
+        let Round { round, exit, .. } = parsed(&answer)?;
+        ensure!(
+            exit == 0,
+            "round {round} failed: read what the program printed"
+        );
+    }
+    Ok(())
 }
 
 /// Reloads changed files; then empties the slots of a llama-server, if one is named.
@@ -87,7 +98,7 @@ fn done(answer: &Value) -> Result<()> {
 }
 
 /// Parses a reply.
-fn parsed<T: DeserializeOwned>(answer: &Value) -> Result<T> {
+pub fn parsed<T: DeserializeOwned>(answer: &Value) -> Result<T> {
     T::deserialize(answer).context("the reply comes from another version of llama-sidecar: use the command of the version that runs")
 }
 
@@ -124,7 +135,7 @@ fn process_at(socket: &Path) -> Result<u32> {
 }
 
 /// Sends a request and returns the reply.
-fn ask(socket: &Path, request: &Request) -> Result<Value> {
+pub fn ask(socket: &Path, request: &Request) -> Result<Value> {
     let mut stream = connect(socket, request)?;
     writeln!(stream, "{}", json!(request))?;
     let mut answer = String::new();
@@ -140,9 +151,12 @@ fn ask(socket: &Path, request: &Request) -> Result<Value> {
 fn connect(socket: &Path, request: &Request) -> Result<UnixStream> {
     UnixStream::connect(socket).with_context(|| {
         let flag = match request {
-            Request::Reload | Request::Revert | Request::Unfreeze => "--hotswap",
+            Request::Reload | Request::Revert | Request::Unfreeze | Request::Swap { .. } => {
+                "--hotswap"
+            }
             Request::Trace | Request::TraceReset => "--expert-trace-stats",
             Request::Mark { .. } => "--expert-trace-routes PATH",
+            Request::Round { .. } | Request::RoundEnd => "--rounds",
             Request::Ping | Request::Status | Request::Metrics | Request::Hash => {
                 "--hotswap, --stream-experts, --post-fetch or --expert-trace-stats"
             }
@@ -201,6 +215,9 @@ fn print_status(status: &Status) {
         for tensor in &model.changed {
             let states: Vec<_> = tensor.states.iter().map(|state| state.name()).collect();
             println!("  {:40} {}", tensor.name, states.join(", "));
+        }
+        for overlay in &model.overlays {
+            println!("  {:40} from {}", overlay.tensor, overlay.from);
         }
     }
 }

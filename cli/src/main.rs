@@ -7,8 +7,10 @@
 //! |---|---|
 //! | [`generate`] | man pages and shell completions |
 //! | [`doctor`], [`run`] | programs with the drop-in |
+//! | [`tune`] | which tensors bear fewer bits, and types for a size |
 //! | [`stream_report`] | what expert streaming would do with a model |
 //! | [`swap`] | tensors from one model's files to another's, and back |
+//! | [`live`] | tensors of a running program from another model's files, and back |
 //! | [`control`] | requests to a running program |
 //! | [`server`] | the slots of a llama-server |
 //! | [`report`] | expert traces as a page or text |
@@ -32,6 +34,7 @@ mod generate;
 mod hooks;
 mod inspect;
 mod journal;
+mod live;
 mod load;
 mod originals;
 mod part;
@@ -47,6 +50,7 @@ mod svg;
 mod swap;
 mod target;
 mod trace_report;
+mod tune;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -95,7 +99,17 @@ enum Command {
     /// command fails and changes nothing. A symbolic link stays: the file that it names is
     /// replaced, and the originals are next to that file. A second swap of the same model
     /// waits for the first.
+    ///
+    /// With --live, no file changes: the running program takes the tensors from the other
+    /// model, until --live --restore.
     Swap(swap::SwapOptions),
+    /// Measure which tensors tolerate fewer bits, and choose types for a size.
+    ///
+    /// Starts llama-perplexity once, with the drop-in. For each group of tensors and each type, the
+    /// tensors are quantised, swapped in the running program and evaluated; the model's file
+    /// stays as it is. An interrupted command continues where it was. With --size or --bpw, a
+    /// recipe is chosen, measured and compared with uniform types.
+    Tune(Box<tune::TuneOptions>),
     /// Show the models of a running program and their swapped tensors.
     Status {
         #[command(flatten)]
@@ -142,6 +156,20 @@ enum Command {
         /// The text, for example the name of a workload.
         text: String,
     },
+    /// Wait for the end of the current round of a running llama-perplexity, or start the next one.
+    ///
+    /// The program runs with --rounds. When the command ends, all output of the round is written.
+    /// The exit status is 1 if the round failed.
+    Round {
+        #[command(flatten)]
+        at: Control,
+        /// Start a round and wait for its end.
+        #[arg(long)]
+        start: bool,
+        /// Let the program end.
+        #[arg(long, conflicts_with = "start")]
+        end: bool,
+    },
     /// Show expert traces as text, as a page with -o, or as an image with -o and --svg.
     ///
     /// Also what a cache of experts would hit (--memory), which experts to keep in fast memory
@@ -181,6 +209,7 @@ fn main() -> ExitCode {
         Command::Run(options) => run::run(&options),
         Command::Doctor(options) => doctor::run(&options),
         Command::Swap(options) => swap::run(&options),
+        Command::Tune(options) => tune::run(&options),
         Command::Status { at, hash: true } => control::run(&at.socket, &Request::Hash, at.json),
         Command::Status { at, hash: false } => control::run(&at.socket, &Request::Status, at.json),
         Command::Revert(at) => control::run(&at.socket, &Request::Revert, at.json),
@@ -192,6 +221,12 @@ fn main() -> ExitCode {
         }
         Command::Trace { at, reset: false } => control::run(&at.socket, &Request::Trace, at.json),
         Command::Mark { at, text } => control::run(&at.socket, &Request::Mark { text }, at.json),
+        Command::Round { at, end: true, .. } => {
+            control::run(&at.socket, &Request::RoundEnd, at.json)
+        }
+        Command::Round { at, start, .. } => {
+            control::run(&at.socket, &Request::Round { start }, at.json)
+        }
         Command::Report(options) => report::run(&options),
         Command::Ping(at) => control::run(&at.socket, &Request::Ping, at.json),
         Command::Load { file } => load::run(&file),

@@ -159,9 +159,9 @@ fn summary(
 ) -> Vec<String> {
     let streams = config.expert_stream.streams();
     let fetches = config.host_postfetch.is_used();
-    if !config.hotswap && !config.traces() && !streams && !fetches {
+    if !config.hotswap && !config.traces() && !streams && !fetches && !config.rounds {
         return vec![
-            "nothing enabled: pass --hotswap, --stream-experts, --post-fetch, --expert-cache, --page-lock or an --expert-trace-* option"
+            "nothing enabled: pass --hotswap, --stream-experts, --post-fetch, --expert-cache, --page-lock, --rounds or an --expert-trace-* option"
                 .into(),
         ];
     }

@@ -106,6 +106,191 @@ pub fn heat_map(traced: &TraceReport) -> String {
     svg
 }
 
+/// Draws cells with a colour each: row, column, ratio to the mean, and a text for the pointer.
+pub fn cells(
+    label: &str,
+    rows: &[String],
+    columns: &[String],
+    cells: &[(usize, usize, f64, String)],
+) -> String {
+    const TOP: usize = 96;
+    const WIDE: usize = 44;
+    const HIGH: usize = 18;
+    let longest = rows
+        .iter()
+        .map(|row| row.chars().count())
+        .max()
+        .unwrap_or(0);
+    let left = 16 + longest * 7;
+    let width = (left + columns.len() * WIDE + 96).max(left + 420);
+    let height = TOP + rows.len() * HIGH + 40;
+    let mut svg = start(label, width as f64, height as f64);
+    for (at, column) in columns.iter().enumerate() {
+        let x = left + at * WIDE + WIDE / 2;
+        let y = TOP - 8;
+        let _ = write!(
+            svg,
+            "<text x=\"{x}\" y=\"{y}\" transform=\"rotate(-40 {x} {y})\" fill=\"#808a99\">{}</text>",
+            escape(column)
+        );
+    }
+    for (at, row) in rows.iter().enumerate() {
+        let _ = write!(
+            svg,
+            "<text x=\"{}\" y=\"{}\" text-anchor=\"end\" fill=\"#808a99\">{}</text>",
+            left - 6,
+            TOP + at * HIGH + 13,
+            escape(row)
+        );
+    }
+    for (row, column, ratio, text) in cells {
+        let _ = write!(
+            svg,
+            "<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" fill=\"{}\" stroke=\"#808a99\" stroke-opacity=\".4\"><title>{}</title></rect>",
+            left + column * WIDE,
+            TOP + row * HIGH,
+            WIDE - 2,
+            HIGH - 2,
+            COLOURS[colour(*ratio)],
+            escape(text)
+        );
+    }
+    for (at, (colour, meaning)) in COLOURS
+        .iter()
+        .zip(["none", "< 1/4", "1/4", "1/2", "mean", "2x", "4x"])
+        .enumerate()
+    {
+        let (x, y) = (left + at * 58, height - 24);
+        let _ = write!(
+            svg,
+            "<rect x=\"{x}\" y=\"{y}\" width=\"14\" height=\"14\" fill=\"{colour}\" stroke=\"#808a99\"/><text x=\"{}\" y=\"{}\" fill=\"#808a99\">{}</text>",
+            x + 18,
+            y + 11,
+            escape(meaning)
+        );
+    }
+    svg.push_str("</svg>");
+    svg
+}
+
+/// Draws points with a name each: x, y, the name, and whether it is filled. The scale of y is
+/// logarithmic; points at 0 are on the axis.
+pub fn scatter(across: &str, up: &str, points: &[(f64, f64, String, bool)]) -> String {
+    const WIDE: f64 = 620.0;
+    const HIGH: f64 = 300.0;
+    const LEFT: f64 = 76.0;
+    const TOP: f64 = 12.0;
+    let above = points.iter().map(|point| point.1).filter(|y| *y > 0.0);
+    let lowest = above.clone().fold(1.0, f64::min).log10().floor();
+    let highest = above
+        .fold(f64::MIN_POSITIVE, f64::max)
+        .log10()
+        .ceil()
+        .max(lowest + 1.0);
+    let from = points
+        .iter()
+        .map(|point| point.0)
+        .fold(f64::INFINITY, f64::min)
+        .min(1e18);
+    let to = points
+        .iter()
+        .map(|point| point.0)
+        .fold(f64::NEG_INFINITY, f64::max)
+        .max(from);
+    let margin = ((to - from) * 0.05).max(0.5);
+    let (from, to) = (from - margin, to + margin);
+    let x = |value: f64| LEFT + (value - from) / (to - from) * WIDE;
+    let y = |value: f64| {
+        let power = if value > 0.0 { value.log10() } else { lowest };
+        TOP + (highest - power) / (highest - lowest) * HIGH
+    };
+    let mut svg = start(up, LEFT + WIDE + 90.0, TOP + HIGH + 44.0);
+    let (right, bottom) = (LEFT + WIDE, TOP + HIGH);
+    for power in lowest as i32..=highest as i32 {
+        let value = 10f64.powi(power);
+        let _ = write!(
+            svg,
+            "<path d=\"M{LEFT} {0:.1}H{right}\" stroke=\"#808a99\" stroke-opacity=\".3\"/><text x=\"{1}\" y=\"{2:.1}\" fill=\"#808a99\" text-anchor=\"end\">{value}</text>",
+            y(value),
+            LEFT - 6.0,
+            y(value) + 4.0
+        );
+    }
+    for step in 0..=4 {
+        let value = from + (to - from) * f64::from(step) / 4.0;
+        let _ = write!(
+            svg,
+            "<text x=\"{:.1}\" y=\"{}\" fill=\"#808a99\" text-anchor=\"middle\">{value:.1}</text>",
+            x(value),
+            bottom + 16.0
+        );
+    }
+    let _ = write!(
+        svg,
+        "<text x=\"{}\" y=\"{}\" fill=\"#808a99\" text-anchor=\"middle\">{}</text><text x=\"{}\" y=\"{}\" fill=\"#808a99\">{}</text>",
+        LEFT + WIDE / 2.0,
+        bottom + 36.0,
+        escape(across),
+        LEFT + 4.0,
+        TOP + 10.0,
+        escape(up)
+    );
+    for (at_x, at_y, name, is_filled) in points {
+        let fill = if *is_filled { "#3573b1" } else { "none" };
+        let _ = write!(
+            svg,
+            "<circle cx=\"{:.1}\" cy=\"{:.1}\" r=\"5\" fill=\"{fill}\" stroke=\"#3573b1\" stroke-width=\"1.5\"><title>{}: {at_x:.2}, {at_y:.6}</title></circle>",
+            x(*at_x),
+            y(*at_y),
+            escape(name)
+        );
+        if points.len() <= 12 {
+            let _ = write!(
+                svg,
+                "<text x=\"{:.1}\" y=\"{:.1}\" fill=\"#808a99\">{}</text>",
+                x(*at_x) + 8.0,
+                y(*at_y) + 4.0,
+                escape(name)
+            );
+        }
+    }
+    svg.push_str("</svg>");
+    svg
+}
+
+/// Returns the begin of an image.
+fn start(label: &str, width: f64, height: f64) -> String {
+    format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\" role=\"img\" aria-label=\"{}\" font-family=\"system-ui,sans-serif\" font-size=\"11\">",
+        escape(label)
+    )
+}
+
+/// The look of pages.
+const STYLE: &str = "\
+:root{color-scheme:light dark;--ink:#1c2026;--soft:#667;--paper:#fff;--line:#d8dbe2}\
+@media(prefers-color-scheme:dark){:root{--ink:#e8eaf0;--soft:#9aa3b2;--paper:#14171c;--line:#333a45}}\
+body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,sans-serif}\
+main{max-width:76rem;margin:0 auto;padding:1.5rem}\
+section+section{margin-top:4rem;border-top:1px solid var(--line)}\
+h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2.2rem}\
+.note{color:var(--soft);overflow-wrap:anywhere}.wide{overflow-x:auto}\
+dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(11rem,1fr));gap:.8rem;margin:0}\
+dl div{border:1px solid var(--line);border-radius:.5rem;padding:.6rem .8rem}\
+dt{color:var(--soft);font-size:.85rem}dd{margin:0;font-size:1.15rem;font-variant-numeric:tabular-nums}\
+table{border-collapse:collapse;font-variant-numeric:tabular-nums;width:100%}\
+th,td{padding:.25rem .7rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}\
+th{color:var(--soft);font-weight:500}svg{max-width:100%;height:auto}.wide svg{max-width:none}\
+@media print{.wide{overflow:visible}.wide svg{max-width:100%}h2{break-after:avoid}tr{break-inside:avoid}}";
+
+/// Returns a self-contained page. `body` has markup.
+pub fn document(title: &str, body: &str) -> String {
+    format!(
+        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content=\"width=device-width, initial-scale=1\"><title>{}</title><style>{STYLE}</style><main>{body}</main></html>\n",
+        escape(title)
+    )
+}
+
 /// Draws the share of the activations against the share of the experts, the most used first.
 pub fn coverage_curve(traced: &TraceReport) -> String {
     const SIZE: f64 = 320.0;

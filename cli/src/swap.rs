@@ -7,7 +7,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use llama_sidecar::gguf::{Access, GgufFile, TensorInfo, open_model};
+use llama_sidecar::gguf::{Access, GgufFile, NamePattern, TensorInfo, open_model};
 use regex::Regex;
 
 use crate::originals::{self, Content, Originals, Record};
@@ -15,13 +15,14 @@ use crate::part::{Part, Version, hash_of};
 use crate::rewrite::{self, Draft, Written};
 use crate::space::{self, Need};
 use crate::target::Target;
-use crate::{control, server};
+use crate::{control, live, server};
 
 /// The model, and the tensors to replace.
 #[derive(clap::Args)]
 pub struct SwapOptions {
     /// The model: a GGUF file, or any shard of one.
-    model: PathBuf,
+    #[arg(required_unless_present = "live")]
+    model: Option<PathBuf>,
     /// Tensors whose whole name matches this regular expression.
     #[arg(long, value_name = "REGEX", required_unless_present = "restore")]
     tensor: Option<Regex>,
@@ -37,6 +38,9 @@ pub struct SwapOptions {
     /// Reload the files in the program that listens at this socket, and wait for the result.
     #[arg(long, value_name = "SOCKET")]
     reload: Option<PathBuf>,
+    /// Swap in the program that listens at this socket, and leave its files as they are.
+    #[arg(long, value_name = "SOCKET", conflicts_with_all = ["model", "dry_run", "reload"])]
+    live: Option<PathBuf>,
 }
 
 /// The change of a file.
@@ -66,19 +70,19 @@ struct Plan<'a> {
 /// The tensors that a swap selects.
 struct Wanted<'a> {
     regex: Option<&'a Regex>,
-    whole: Option<Regex>,
+    whole: Option<NamePattern>,
 }
 
 impl Wanted<'_> {
     fn new(regex: Option<&Regex>) -> Result<Wanted<'_>> {
-        let whole = regex.map(|regex| Regex::new(&format!("^(?:{regex})$")));
-        let whole = whole.transpose()?;
+        let whole = regex.map(|regex| NamePattern::parse(regex.as_str()));
+        let whole = whole.transpose().map_err(anyhow::Error::msg)?;
         Ok(Wanted { regex, whole })
     }
 
     fn has(&self, name: &CStr) -> bool {
         let whole = self.whole.as_ref();
-        whole.is_none_or(|whole| whole.is_match(&name.to_string_lossy()))
+        whole.is_none_or(|whole| whole.matches(name))
     }
 
     /// Positions of the tensors of a file.
@@ -91,7 +95,18 @@ impl Wanted<'_> {
 
 /// Swaps, and reloads the files in a program if one is named.
 pub fn run(options: &SwapOptions) -> Result<()> {
-    let changed = swap(options)?;
+    let tensor = options.tensor.as_ref().map(Regex::as_str);
+    let model = match (&options.model, &options.live) {
+        (Some(model), None) => model,
+        (_, Some(socket)) => {
+            return match (tensor, &options.from) {
+                (Some(tensor), Some(from)) => live::set(socket, tensor, from),
+                _ => live::restore(socket, tensor),
+            };
+        }
+        (None, None) => bail!("name a model, or a socket with --live"),
+    };
+    let changed = swap(model, options)?;
     match &options.reload {
         Some(socket) if changed => {
             control::reload(socket, &server::ServerOptions::default(), false)
@@ -101,17 +116,17 @@ pub fn run(options: &SwapOptions) -> Result<()> {
 }
 
 /// Swaps, and returns whether anything changed.
-fn swap(options: &SwapOptions) -> Result<bool> {
+fn swap(path: &Path, options: &SwapOptions) -> Result<bool> {
     let path_of = |file: &GgufFile| file.source.path().to_owned();
-    let paths = open_model(&options.model, Access::Read)?;
+    let paths = open_model(path, Access::Read)?;
     let paths: Vec<_> = paths.iter().map(path_of).collect();
     let targets = Target::lock_all(&paths)?;
     // Opened again, because another swap may have replaced it before the lock.
-    let model = open_model(&options.model, Access::Read)?;
+    let model = open_model(path, Access::Read)?;
     ensure!(
         model.iter().map(path_of).eq(paths),
         "another program changed {}: try again when that program has ended",
-        options.model.display()
+        path.display()
     );
     let wanted = Wanted::new(options.tensor.as_ref())?;
     let mut kept = Vec::new();
@@ -144,7 +159,7 @@ fn swap(options: &SwapOptions) -> Result<bool> {
     if sources.is_none() && kept.iter().all(Vec::is_empty) {
         bail!(
             "{} has no file of originals: no swap changed the model, or all tensors are restored already",
-            options.model.display()
+            path.display()
         );
     }
     carry_out(plan, options)

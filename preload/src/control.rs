@@ -20,21 +20,22 @@ use llama_sidecar::config::Config;
 use llama_sidecar::error::Error;
 use llama_sidecar::protocol::{
     Blocked, FileEvent, FileStatus, Hashes, Metrics, Milliseconds, ModelHash, ModelReload,
-    ModelStatus, ReloadReport, Reloads, Reply, Request, Status, TensorChange, TensorState,
-    TensorStatus, Traces, Waiting,
+    ModelStatus, Overlay, ReloadReport, Reloads, Reply, Request, Round, Status, TensorChange,
+    TensorState, TensorStatus, Traces, Waiting,
 };
 use llama_sidecar::reload::{Outcome, Report, Trigger};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use crate::models::{Instance, Model};
+use crate::overlays::Overlays;
 use crate::{
-    barrier, expert_trace, metrics, models, placement, postfetch, reloader, routes, sched,
+    barrier, expert_trace, metrics, models, placement, postfetch, reloader, rounds, routes, sched,
     streaming, thread,
 };
 
-/// The longest request. Those of `llama-sidecar` have less than 100 bytes.
-const MAX_LINE: u64 = 4096;
+/// The longest request: a swap may name every tensor of a model.
+const MAX_LINE: u64 = 1 << 20;
 /// Clients at a time.
 const MAX_CLIENTS: usize = 16;
 /// How long a client may take to send a line or to take an answer.
@@ -49,7 +50,9 @@ pub fn start(path: &Path) {
     match listen(path) {
         Ok((listener, identity)) => {
             *SOCKET.lock() = Some((path.to_owned(), identity));
-            thread::spawn("llama-sidecar-c", move || serve(&listener));
+            if thread::spawn("llama-sidecar-c", move || serve(&listener)) {
+                rounds::drive();
+            }
         }
         Err(error) => log::error!(
             "LLAMA_SIDECAR_CONTROL={}: cannot create the control socket: {error}; choose another path",
@@ -182,30 +185,41 @@ fn converse(client: &UnixStream) -> io::Result<()> {
         }
         let refusal = match line.last() {
             Some(b'\n') => None,
-            _ => Some("expected a JSON object and the end of a line within 4096 bytes"),
+            _ => Some("expected a JSON object and the end of a line within 1 MiB"),
         };
-        let answer = match refusal {
+        let request = match refusal {
             Some(text) => Err(text.to_owned()),
-            None => answer(&line),
+            None => request(&line),
         };
+        let ends = request == Ok(Request::RoundEnd);
+        let answer = request.and_then(answer);
+        let ends = ends && answer.is_ok();
         let (answer, go_on) = match answer {
             Ok(answer) => (answer, true),
             Err(text) => (json!(Reply::refused(text)), false),
         };
         let mut client = client;
-        client.write_all(format!("{answer}\n").as_bytes())?;
+        let written = client.write_all(format!("{answer}\n").as_bytes());
+        if ends {
+            // Not before the reply is written: the process ends next.
+            rounds::end();
+        }
+        written?;
         if !go_on {
             return Ok(());
         }
     }
 }
 
-fn answer(line: &[u8]) -> Result<Value, String> {
-    let request = serde_json::from_slice(line).map_err(|error| {
+fn request(line: &[u8]) -> Result<Request, String> {
+    serde_json::from_slice(line).map_err(|error| {
         format!(
             "not a request: {error}; send a JSON object such as {{\"cmd\":\"status\"}} on one line"
         )
-    })?;
+    })
+}
+
+fn answer(request: Request) -> Result<Value, String> {
     Ok(match request {
         Request::Ping => json!(Reply::done()),
         Request::Status => json!(status()),
@@ -220,6 +234,13 @@ fn answer(line: &[u8]) -> Result<Value, String> {
             reloader::unfreeze();
             json!(Reply::done())
         }
+        Request::Swap { revert, overlays } => match Overlays::find(revert.as_deref(), &overlays) {
+            Ok(overlays) => json!(with_each_model(|model| {
+                let (revert, set) = overlays.of(model);
+                reloader::swap(model, revert, &set)
+            })),
+            Err(reason) => json!(Reply::refused(reason)),
+        },
         Request::Hash => json!(hashes()),
         Request::Metrics => json!(Metrics {
             ok: true,
@@ -242,6 +263,26 @@ fn answer(line: &[u8]) -> Result<Value, String> {
             routes::mark(&text)?;
             json!(Reply::done())
         }
+        Request::Round { start } => json!(round(start)?),
+        Request::RoundEnd => {
+            rounds::exist()?;
+            json!(Reply::done())
+        }
+    })
+}
+
+/// Waits for the end of a round, which it starts if `start` is true.
+fn round(start: bool) -> Result<Round, String> {
+    let ended = match start {
+        true => rounds::evaluate(),
+        false => rounds::wait(),
+    }?;
+    Ok(Round {
+        ok: true,
+        error: None,
+        round: ended.round,
+        exit: ended.exit,
+        state: ended.phase.name().into(),
     })
 }
 
@@ -287,6 +328,11 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
             states,
         });
     }
+    let overlays = model.engine.overlays().into_iter();
+    let overlay = |(tensor, from): (usize, PathBuf)| Overlay {
+        tensor: model.name(tensor).to_string_lossy().into_owned(),
+        from: from.display().to_string(),
+    };
     ModelStatus {
         model: model.number,
         files: paths.collect(),
@@ -294,7 +340,9 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
         instances: model.tensors.iter().map(|t| t.instances.len()).sum(),
         on_original: model.tensors.len() - changed.len(),
         changed,
+        overlays: overlays.map(overlay).collect(),
         private_bytes: model.private_bytes(),
+        kept_bytes: model.pool.bytes(),
         blocked: reloader::blocked(model).map(|blocked| Blocked {
             cause: blocked.cause.name().into(),
             error: blocked.error,
@@ -336,7 +384,7 @@ fn state(model: &Model, instance: &Instance) -> TensorState {
     }
 }
 
-/// Reloads or reverts all models, one after the other.
+/// Reloads, reverts or swaps all models, one after the other.
 fn with_each_model(work: impl Fn(&Arc<Model>) -> Result<Report, Error>) -> Reloads {
     let mut reports = Vec::new();
     let mut ok = true;

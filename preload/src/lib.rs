@@ -10,8 +10,11 @@
 //! | [`lifecycle`] | the list of capabilities; start, exit, fork, internal errors |
 //! | [`signals`] | work before a signal ends the process |
 //! | [`control`] | the control socket |
+//! | [`overlays`] | overlays: the tensors that a request names in the models of the program |
 //! | [`metrics`] | figures in the text format of Prometheus |
+//! | [`round_files`] | rounds driven through files, as GGUF-Tool-Suite does |
 //! | [`reloader`] | hot-swap: what starts reloads, and their results |
+//! | [`rounds`] | rounds: llama-perplexity evaluates again and again |
 //! | [`store`] | the program's tensors as the reload engine sees them |
 //! | [`placement`] | the buffer type that llama.cpp would have chosen |
 //! | [`expert_trace`] | the expert trace: which experts evaluations use |
@@ -30,6 +33,7 @@
 //! | [`graph`] | what a graph reads |
 //! | [`logits`] | a hash of the output of an evaluation |
 //! | [`barrier`] | switches between evaluations |
+//! | [`pool`] | buffers of replaced tensors, for the next ones |
 //! | [`caller`] | the object that made a call, and the functions that it meant |
 //! | [`redirect`] | calls of loaded objects that go to the drop-in |
 //! | [`loaded`] | the objects that the dynamic loader has loaded |
@@ -40,8 +44,8 @@
 //! A capability is a module that implements [`capability::Capability`], and a line in the
 //! list of [`lifecycle`].
 //!
-//! Except for the first line of [`journal`], nothing here runs before the program opens its
-//! first GGUF file with a variable set that enables a capability. A program
+//! Except for the first line of [`journal`] and the redirections of [`rounds`], nothing here runs
+//! before the program opens its first GGUF file with a variable set that enables a capability. A program
 //! without ggml never enters this library.
 #![deny(unsafe_op_in_unsafe_fn, missing_docs)]
 
@@ -61,12 +65,16 @@ mod logits;
 mod maps;
 mod metrics;
 mod models;
+mod overlays;
 mod page_lock;
 mod parts;
 mod placement;
+mod pool;
 mod postfetch;
 mod redirect;
 mod reloader;
+mod round_files;
+mod rounds;
 mod routes;
 mod routing;
 mod saliency;

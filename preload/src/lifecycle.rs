@@ -17,13 +17,16 @@ use crate::models::Model;
 use crate::page_lock::PageLock;
 use crate::postfetch::PostFetch;
 use crate::reloader::{self, HotSwap};
+use crate::round_files::RoundFiles;
+use crate::rounds::Rounds;
 use crate::routes::Routes;
 use crate::saliency::Saliency;
 use crate::streaming::Streaming;
 use crate::{barrier, control, journal, sched, signals};
 
 /// The capabilities, in the order in which events are reported to them.
-static CAPABILITIES: [&dyn Capability; 7] = [
+static CAPABILITIES: [&dyn Capability; 9] = [
+    &Rounds,
     &ExpertTrace,
     &Routes,
     &Saliency,
@@ -31,6 +34,7 @@ static CAPABILITIES: [&dyn Capability; 7] = [
     &PageLock,
     &PostFetch,
     &HotSwap,
+    &RoundFiles,
 ];
 
 /// Whether the drop-in is disabled.

@@ -29,6 +29,7 @@ use crate::ggml::{Buffer, BufferType, Descriptor, Device, Ggml, OwnBuffer, Tenso
 use crate::graph::UsedWeight;
 use crate::journal;
 use crate::maps::Maps;
+use crate::pool::Pool;
 
 /// A model that the program loaded.
 pub struct Model {
@@ -50,6 +51,8 @@ pub struct Model {
     pub devices: Vec<DevicePointer>,
     /// False after the program freed any of its memory.
     alive: AtomicBool,
+    /// Buffers of replaced tensors.
+    pub pool: Pool,
     /// Held while its tensors are read, staged and replaced.
     pub reloading: Mutex<()>,
 }
@@ -173,6 +176,12 @@ impl Model {
         instances
             .filter_map(|instance| Some(instance.private.lock().as_ref()?.size()))
             .sum()
+    }
+
+    /// Returns the shape of a tensor.
+    pub fn ne(&self, tensor: usize) -> &[u64; 4] {
+        let tensor = &self.tensors[tensor];
+        &self.files[tensor.file].gguf.header.tensors[tensor.info].ne
     }
 
     /// Returns the name of a tensor.
@@ -508,6 +517,7 @@ fn register(load: Load, devices: &[*mut Device]) -> Arc<Model> {
             .map(|&device| DevicePointer(device))
             .collect(),
         alive: AtomicBool::new(true),
+        pool: Pool::default(),
         reloading: Mutex::new(()),
     });
     {

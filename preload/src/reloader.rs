@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use llama_sidecar::config::Config;
 use llama_sidecar::error::{Error, Result};
 use llama_sidecar::protocol::Event;
-use llama_sidecar::reload::{Cause, Hash, Outcome, Report, Trigger};
+use llama_sidecar::reload::{Cause, Hash, Outcome, OverlaySource, Report, Trigger};
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::capability::Capability;
@@ -37,6 +37,9 @@ static FAILURES: [AtomicU64; Cause::ALL.len()] = [const { AtomicU64::new(0) }; C
 /// reading one tensor may take.
 const MODEL_FREE_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// How long buffers of replaced tensors are kept for the next swap.
+const KEPT_FOR: Duration = Duration::from_secs(60);
+
 /// Hot-swap, as a capability.
 pub struct HotSwap;
 
@@ -60,6 +63,7 @@ impl Capability for HotSwap {
         for instance in model.tensors.iter().flat_map(|tensor| &tensor.instances) {
             *instance.private.lock() = None;
         }
+        model.pool.clear();
     }
 }
 
@@ -156,13 +160,27 @@ pub fn reload(model: &Arc<Model>, trigger: Trigger) -> Result<Report> {
     if !Config::get().hotswap {
         return Err(Error::HotSwapOff);
     }
-    // Checked once the lock is held: a 'revert' may have run before.
-    let result = exclusively(model, || match is_frozen() {
-        true => Err(Error::Busy(FROZEN_REASON)),
-        false => store::reload(model, trigger),
-    });
-    if !matches!(&result, Err(Error::Busy(reason)) if *reason == FROZEN_REASON) {
+    let result = unless_frozen(model, || store::reload(model, trigger));
+    if !was_frozen(&result) {
         note(model, &result);
+    }
+    result
+}
+
+/// Reverts overlays of one model and sets others. The result goes to the client alone: a refused
+/// request is no failure of the model's files.
+pub fn swap(
+    model: &Arc<Model>,
+    revert: &[usize],
+    set: &[(usize, &OverlaySource)],
+) -> Result<Report> {
+    if !Config::get().hotswap {
+        return Err(Error::HotSwapOff);
+    }
+    let result = unless_frozen(model, || store::overlay(model, revert, set));
+    if !was_frozen(&result) {
+        count_reload(&result);
+        result.iter().for_each(note_in_journal);
     }
     result
 }
@@ -202,13 +220,61 @@ pub fn freeze() {
     FROZEN.store(true, Ordering::SeqCst);
 }
 
+/// Reloads unless reloads are frozen. That is checked once the lock is held, because a 'revert'
+/// may have run before.
+fn unless_frozen(model: &Arc<Model>, work: impl FnOnce() -> Result<Report>) -> Result<Report> {
+    exclusively(model, || match is_frozen() {
+        true => Err(Error::Busy(FROZEN_REASON)),
+        false => work(),
+    })
+}
+
+fn was_frozen(result: &Result<Report>) -> bool {
+    matches!(result, Err(Error::Busy(reason)) if *reason == FROZEN_REASON)
+}
+
 fn exclusively(model: &Arc<Model>, work: impl FnOnce() -> Result<Report>) -> Result<Report> {
     let _one_at_a_time = RELOADING.lock();
     let _model_stays = model.reloading.lock();
     if barrier::is_shut() || !model.is_alive() {
         return Ok(Report::default());
     }
-    work()
+    let result = work();
+    if model.pool.bytes() > 0 {
+        free_idle_buffers();
+    }
+    result
+}
+
+/// Starts a thread that frees kept buffers once no swap has replaced a tensor for a while.
+fn free_idle_buffers() {
+    static RUNS: AtomicBool = AtomicBool::new(false);
+    if RUNS.swap(true, Ordering::SeqCst) {
+        return;
+    }
+    let any_kept = || models::models().iter().any(|model| model.pool.bytes() > 0);
+    let started = thread::spawn("llama-sidecar-b", move || {
+        loop {
+            std::thread::sleep(KEPT_FOR);
+            if barrier::is_shut() {
+                return;
+            }
+            for model in models::models() {
+                model.pool.clear_after(KEPT_FOR);
+            }
+            if any_kept() {
+                continue;
+            }
+            RUNS.store(false, Ordering::SeqCst);
+            // A buffer that was kept since has no thread of its own.
+            if !any_kept() || RUNS.swap(true, Ordering::SeqCst) {
+                return;
+            }
+        }
+    });
+    if !started {
+        RUNS.store(false, Ordering::SeqCst);
+    }
 }
 
 /// Counts what a reload did. A version of a file that was not applied counts once.
@@ -235,6 +301,19 @@ fn count_failure(cause: Cause) {
     }
 }
 
+/// Writes a reload that changed tensors or failed to the journal.
+fn note_in_journal(report: &Report) {
+    if report.changed() || report.failure.is_some() {
+        let count = |outcome| report.count(outcome) as u64;
+        journal::note(|| Event::Reload {
+            swapped: count(Outcome::Swapped),
+            returned: count(Outcome::Returned),
+            refused: count(Outcome::Refused),
+            failure: report.failure.clone(),
+        });
+    }
+}
+
 /// Counts a reload, writes it to the journal, and logs a failure once until a reload
 /// succeeds.
 fn note(model: &Model, result: &Result<Report>) {
@@ -242,15 +321,7 @@ fn note(model: &Model, result: &Result<Report>) {
     let mut blocked = BLOCKED.lock();
     let failed = match result {
         Ok(report) => {
-            if report.changed() || report.failure.is_some() {
-                let count = |outcome| report.count(outcome) as u64;
-                journal::note(|| Event::Reload {
-                    swapped: count(Outcome::Swapped),
-                    returned: count(Outcome::Returned),
-                    refused: count(Outcome::Refused),
-                    failure: report.failure.clone(),
-                });
-            }
+            note_in_journal(report);
             if report.failure.is_none() && !report.postponed {
                 blocked.remove(&model.number);
             }

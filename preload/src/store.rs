@@ -7,8 +7,9 @@ use llama_sidecar::device::DeviceError;
 use llama_sidecar::error::{Error, Result};
 use llama_sidecar::gguf::FileId;
 use llama_sidecar::reload::{
-    Change, Commit, Content, Defects, Effect, Hash, Need, NewData, OnOutOfMemory, Outcome, Readers,
-    Report, StageError, Store, Trigger, content_of, hash_bytes, usable_memory,
+    Change, Commit, Content, Defects, Effect, Hash, Need, NewData, OnOutOfMemory, Outcome,
+    OverlaySource, Readers, Report, StageError, Store, Trigger, content_of, hash_bytes,
+    usable_memory,
 };
 use parking_lot::Mutex;
 
@@ -41,6 +42,16 @@ pub fn revert(model: &Arc<Model>) -> Result<Report> {
     model
         .engine
         .revert(&ProgramStore(model, WrittenInPlace::Hashed))
+}
+
+/// Reverts overlays of a model and sets others.
+pub fn overlay(
+    model: &Arc<Model>,
+    revert: &[usize],
+    set: &[(usize, &OverlaySource)],
+) -> Result<Report> {
+    let store = ProgramStore(model, WrittenInPlace::Hashed);
+    model.engine.overlay(&store, revert, set)
 }
 
 /// Hashes tensors of a model from `next` on; see [`Engine::hash_some`]. The caller holds
@@ -176,7 +187,9 @@ impl ProgramStore<'_> {
                 {
                     return Ok(Err(out_of_memory(new_data.nbytes, free)));
                 }
-                let made = OwnBuffer::for_tensor(ggml, buft, new_data.ty.id as i32, &ne, name);
+                let made = model
+                    .pool
+                    .buffer(ggml, buft, new_data.ty.id as i32, &ne, name);
                 Ok(made.map_err(|requested| out_of_memory(requested, 0)))
             };
             let mut made = on(false)?;
@@ -328,7 +341,7 @@ impl Store for ProgramStore<'_> {
     fn need(&self, changes: &[Change<'_>]) -> Need {
         let model = self.0;
         let mut need = Need {
-            held: model.private_bytes(),
+            held: model.private_bytes() + model.pool.bytes(),
             ..Need::default()
         };
         for change in changes {
@@ -343,6 +356,10 @@ impl Store for ProgramStore<'_> {
             }
         }
         need
+    }
+
+    fn release_unused(&self) -> bool {
+        self.0.pool.clear()
     }
 
     fn readers(&self) -> Readers {
@@ -415,7 +432,7 @@ impl Store for ProgramStore<'_> {
     fn commit(&self, staged: Staged) -> Result<Commit> {
         let model = self.0.clone();
         // Buffers are exchanged together with the descriptors, before the program can free the
-        // model; the old ones are freed afterwards, when no evaluation reads them any more.
+        // model; the old ones are kept or freed afterwards, when no evaluation reads them any more.
         let next = Arc::new(Mutex::new(staged.next));
         let replaced = next.clone();
         let switched = barrier::switch(
@@ -436,7 +453,10 @@ impl Store for ProgramStore<'_> {
             },
         )
         .map_err(Error::Busy)?;
-        drop(replaced);
+        let replaced = std::mem::take(&mut *replaced.lock());
+        let replaced = replaced.into_iter().filter_map(|next| next.private);
+        let in_use = self.0.private_bytes();
+        self.0.pool.keep(replaced, in_use);
         Ok(Commit {
             switched,
             effects: staged.effects,

@@ -135,12 +135,18 @@ impl ExpertStream {
 pub struct Config {
     /// `LLAMA_HOTSWAP_ENABLED`.
     pub hotswap: bool,
-    /// `LLAMA_HOTSWAP_POLL_MS`; `None` when files are checked only on request.
+    /// `LLAMA_HOTSWAP_POLL_MS`; `None` when files are checked only on request, as with rounds.
     pub poll: Option<Duration>,
     /// `LLAMA_HOTSWAP_QUIET_MS`.
     pub quiet: Duration,
     /// `LLAMA_HOTSWAP_CHECK`.
     pub check_blocks: bool,
+    /// `LLAMA_SIDECAR_ROUNDS`; on also with [`Config::control_file`].
+    pub rounds: bool,
+    /// `LLAMA_HOTSWAP_CONTROL_FILE`.
+    pub control_file: Option<PathBuf>,
+    /// `LLAMA_HOTSWAP_STATUS_FILE`.
+    pub status_file: Option<PathBuf>,
     /// `LLAMA_SIDECAR_CONTROL`.
     pub control: Option<PathBuf>,
     /// `LLAMA_EXPERT_TRACE_STATS`.
@@ -251,17 +257,24 @@ impl Config {
         };
         let expert_stream_predict = values.switch("LLAMA_EXPERT_STREAM_PREDICT");
         let expert_stream_trace = values.path("LLAMA_EXPERT_STREAM_TRACE");
+        let control_file = values.path("LLAMA_HOTSWAP_CONTROL_FILE");
+        let rounds = values.switch("LLAMA_SIDECAR_ROUNDS") || control_file.is_some();
+        let poll = values.interval("LLAMA_HOTSWAP_POLL_MS", Duration::from_millis);
         // Checked for its message alone: there is one setting.
         values.text("LLAMA_HOTSWAP_KV");
         Config {
             postfetch,
             host_postfetch,
             hotswap: values.switch("LLAMA_HOTSWAP_ENABLED"),
-            poll: values.interval("LLAMA_HOTSWAP_POLL_MS", Duration::from_millis),
+            // All evaluations of a round have the same weights.
+            poll: poll.filter(|_| !rounds),
             quiet: values
                 .interval("LLAMA_HOTSWAP_QUIET_MS", Duration::from_millis)
                 .unwrap_or_default(),
             check_blocks: values.switch("LLAMA_HOTSWAP_CHECK"),
+            rounds,
+            control_file,
+            status_file: values.path("LLAMA_HOTSWAP_STATUS_FILE"),
             control: values.path("LLAMA_SIDECAR_CONTROL"),
             trace_summary: values.switch("LLAMA_EXPERT_TRACE_STATS"),
             trace_names: values.switch("LLAMA_EXPERT_TRACE_NAMES"),
@@ -626,6 +639,21 @@ mod tests {
         assert_eq!(config.control, Some("/tmp/socket".into()));
         let config = parse(&[("LLAMA_HOTSWAP_KV", "clear")]);
         assert!(config.rejected[0].contains("cache_prompt=false"));
+    }
+
+    #[test]
+    fn with_rounds_files_are_checked_only_on_request() {
+        assert!(!parse(&[]).rounds);
+        for variable in [
+            ("LLAMA_SIDECAR_ROUNDS", "1"),
+            ("LLAMA_HOTSWAP_CONTROL_FILE", "control"),
+        ] {
+            let config = parse(&[variable, ("LLAMA_HOTSWAP_POLL_MS", "20")]);
+            assert_eq!((config.rounds, config.poll), (true, None));
+        }
+        let status = parse(&[("LLAMA_HOTSWAP_STATUS_FILE", "status")]);
+        assert_eq!(status.status_file, Some("status".into()));
+        assert!(!status.rounds);
     }
 
     #[test]

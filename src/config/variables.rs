@@ -117,6 +117,27 @@ pub static VARIABLES: &[Variable] = &[
         flag: Some("socket"),
     },
     Variable {
+        name: "LLAMA_SIDECAR_ROUNDS",
+        default: Value("0"),
+        kind: Switch,
+        help: "drop-in: let llama-perplexity [evaluate again and again](docs/tuning.md#rounds), on request, with its model loaded once; files are then checked only on request",
+        flag: Some("rounds"),
+    },
+    Variable {
+        name: "LLAMA_HOTSWAP_CONTROL_FILE",
+        default: Described("none"),
+        kind: Path,
+        help: "drop-in: file with the commands of [GGUF-Tool-Suite](docs/tuning.md#gguf-tool-suite) to llama-perplexity; sets `LLAMA_SIDECAR_ROUNDS`",
+        flag: None,
+    },
+    Variable {
+        name: "LLAMA_HOTSWAP_STATUS_FILE",
+        default: Described("none"),
+        kind: Path,
+        help: "drop-in: file with the state of llama-perplexity, for GGUF-Tool-Suite",
+        flag: None,
+    },
+    Variable {
         name: "LLAMA_EXPERT_TRACE_STATS",
         default: Value("0"),
         kind: Switch,

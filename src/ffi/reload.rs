@@ -1,13 +1,16 @@
 //! Reloads and their reports.
 
-use std::ffi::{CString, c_char};
+use std::ffi::{CString, OsStr, c_char};
 use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 
 use super::context::llama_context;
 use super::handle::{self, Handle};
 use super::status::{Failure, call, llama_sidecar_status, status};
-use super::{SizedStruct, fill, put};
-use crate::reload::{FileEvent, Outcome, Report};
+use super::tensor::find;
+use super::{SizedStruct, fill, put, text};
+use crate::model::Model;
+use crate::reload::{FileEvent, Outcome, OverlaySource, Report};
 
 /// The result of a reload.
 pub struct llama_sidecar_report {
@@ -88,10 +91,123 @@ pub unsafe extern "C" fn llama_sidecar_reload(
         if report.is_null() {
             return Err(Failure::null("report"));
         }
-        let made = handle::new(OwnedReport::new(context.reload()?));
-        // SAFETY: not null, and valid as the caller guarantees.
-        unsafe { put(report, made, "report") }
+        // SAFETY: as the caller guarantees.
+        unsafe { put_report(report, context.reload()?) }
     })
+}
+
+/// Gives tensors the type and data of another GGUF file, for example in another quantisation. The
+/// model's own files stay as they are.
+///
+/// The file is any version of the same model, or any shard of one. All tensors are checked and
+/// switched together between evaluations, as llama_sidecar_reload does; if one of them is missing
+/// in the file, has another shape, or is damaged, none is switched. The data is copied, so the file
+/// can be removed afterwards. These tensors no longer follow the model's own files, until
+/// llama_sidecar_overlay_revert. Other tensors keep what they have; a reload is not included.
+///
+/// @param path The file to take the tensors from.
+/// @param names Names of the tensors; NULL for all tensors of the model.
+/// @param n_names Number of names; 0 if names is NULL.
+/// @param report Receives a report if the status is LLAMA_SIDECAR_STATUS_OK; can be NULL. Free it
+/// with llama_sidecar_report_free.
+///
+/// # Safety
+///
+/// `path` is null or NUL-terminated; `names` is null or points to `n_names` pointers, each null or
+/// NUL-terminated; `report` is null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn llama_sidecar_overlay_set(
+    context: *const llama_context,
+    path: *const c_char,
+    names: *const *const c_char,
+    n_names: u64,
+    report: *mut *mut llama_sidecar_report,
+) -> llama_sidecar_status {
+    status(|| {
+        let context = handle::get(context)?;
+        // SAFETY: as the caller guarantees.
+        let path = unsafe { text(path, "path") }?;
+        // SAFETY: as the caller guarantees.
+        let tensors = unsafe { named(context.model(), names, n_names) }?;
+        let source = OverlaySource::open(Path::new(OsStr::from_bytes(path.to_bytes())))?;
+        let set: Vec<_> = tensors
+            .into_iter()
+            .map(|tensor| (tensor, &source))
+            .collect();
+        let made = context.overlay(&[], &set)?;
+        // SAFETY: as the caller guarantees.
+        unsafe { put_report(report, made) }
+    })
+}
+
+/// Returns tensors with an overlay to the data of the model's own files. Tensors without one stay
+/// as they are.
+///
+/// All tensors are switched together between evaluations. A tensor gets the data of the version of
+/// its file that is in use: its original data without a copy, or the data of a changed file that a
+/// reload used meanwhile, which must still be there.
+///
+/// @param names Names of the tensors; NULL for all tensors of the model.
+/// @param n_names Number of names; 0 if names is NULL.
+/// @param report Receives a report if the status is LLAMA_SIDECAR_STATUS_OK; can be NULL. Free it
+/// with llama_sidecar_report_free.
+///
+/// # Safety
+///
+/// `names` is null or points to `n_names` pointers, each null or NUL-terminated; `report` is null
+/// or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn llama_sidecar_overlay_revert(
+    context: *const llama_context,
+    names: *const *const c_char,
+    n_names: u64,
+    report: *mut *mut llama_sidecar_report,
+) -> llama_sidecar_status {
+    status(|| {
+        let context = handle::get(context)?;
+        // SAFETY: as the caller guarantees.
+        let tensors = unsafe { named(context.model(), names, n_names) }?;
+        let made = context.overlay(&tensors, &[])?;
+        // SAFETY: as the caller guarantees.
+        unsafe { put_report(report, made) }
+    })
+}
+
+/// Finds the tensors with these names; all tensors of the model if `names` is null.
+///
+/// # Safety
+///
+/// `names` is null or points to `count` pointers, each null or NUL-terminated.
+unsafe fn named(
+    model: &Model,
+    names: *const *const c_char,
+    count: u64,
+) -> Result<Vec<usize>, Failure> {
+    if names.is_null() && count > 0 {
+        return Err(Failure::null("names"));
+    }
+    if names.is_null() {
+        return Ok((0..model.tensor_count()).collect());
+    }
+    let names = (0..count as usize).map(|at| {
+        // SAFETY: as the caller guarantees.
+        let name = unsafe { text(*names.add(at), "name") }?;
+        find(model, name)
+    });
+    names.collect()
+}
+
+/// Hands a report to the caller, if `to` is not null.
+///
+/// # Safety
+///
+/// `to` is null or valid for a write.
+unsafe fn put_report(to: *mut *mut llama_sidecar_report, report: Report) -> Result<(), Failure> {
+    match to.is_null() {
+        true => Ok(()),
+        // SAFETY: not null, and valid as the caller guarantees.
+        false => unsafe { put(to, handle::new(OwnedReport::new(report)), "report") },
+    }
 }
 
 /// Frees a report.

@@ -1,12 +1,12 @@
 //! Tensors: find, inspect, load, read.
 
-use std::ffi::{c_char, c_void};
+use std::ffi::{CStr, c_char, c_void};
 
 use super::handle;
 use super::model::{OpenModel, llama_model};
 use super::status::{Failure, llama_sidecar_status, status};
 use super::{SizedStruct, fill, put, text};
-use crate::model::{Axis, Layout, State};
+use crate::model::{Axis, Layout, Model, State};
 
 /// State of a tensor since the model was opened.
 #[repr(C)]
@@ -95,14 +95,19 @@ pub unsafe extern "C" fn llama_sidecar_tensor_find(
         let open = handle::get(model)?;
         // SAFETY: as the caller guarantees.
         let name = unsafe { text(name, "name") }?;
-        let found = open.model.find(name).ok_or_else(|| {
-            Failure::new(
-                llama_sidecar_status::NotFound,
-                format!("the model has no tensor '{}'", name.to_string_lossy()),
-            )
-        })?;
+        let found = find(&open.model, name)?;
         // SAFETY: as the caller guarantees.
         unsafe { put(index, found as u64, "index") }
+    })
+}
+
+/// Finds a tensor by name.
+pub(super) fn find(model: &Model, name: &CStr) -> Result<usize, Failure> {
+    model.find(name).ok_or_else(|| {
+        Failure::new(
+            llama_sidecar_status::NotFound,
+            format!("the model has no tensor '{}'", name.to_string_lossy()),
+        )
     })
 }
 

@@ -146,6 +146,15 @@ impl Context {
     pub fn reload(&self) -> Result<reload::Report> {
         self.model.reload()
     }
+
+    /// Reverts overlays and sets others; see [`Model::overlay`].
+    pub fn overlay(
+        &self,
+        revert: &[usize],
+        set: &[(usize, &reload::OverlaySource)],
+    ) -> Result<reload::Report> {
+        self.model.overlay(revert, set)
+    }
 }
 
 impl Drop for Context {

@@ -17,8 +17,8 @@ use crate::error::{Error, Result};
 use crate::gguf::{FileId, Source, TypeInfo};
 use crate::parallel;
 use crate::reload::{
-    Change, Commit, Defects, Effect, Hash, Need, OnOutOfMemory, Outcome, Readers, Report,
-    StageError, Store, Trigger, content_of, hash_reads, hash_source,
+    Change, Commit, Defects, Effect, Hash, Need, OnOutOfMemory, Outcome, OverlaySource, Readers,
+    Report, StageError, Store, Trigger, content_of, hash_reads, hash_source,
 };
 
 impl Model {
@@ -31,6 +31,15 @@ impl Model {
         let engine = self.reload.as_ref().ok_or(Error::HotSwapOff)?;
         self.barrier.check_can_switch()?;
         engine.reload(self, Trigger::Command)
+    }
+
+    /// Reverts overlays and sets others; see [`Engine::overlay`]. Waits as [`Model::reload`] does.
+    ///
+    /// [`Engine::overlay`]: crate::reload::Engine::overlay
+    pub fn overlay(&self, revert: &[usize], set: &[(usize, &OverlaySource)]) -> Result<Report> {
+        let engine = self.reload.as_ref().ok_or(Error::HotSwapOff)?;
+        self.barrier.check_can_switch()?;
+        engine.overlay(self, revert, set)
     }
 
     /// Hashes the bytes of a version; `None` when the bytes cannot be trusted.

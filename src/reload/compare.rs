@@ -1,18 +1,19 @@
 //! Decides what happens to each tensor of a changed file.
 
 use std::collections::HashMap;
+use std::io;
 
 use parking_lot::Mutex;
 
 use super::content::{self, Content};
 use super::detect::ChangedFile;
 use super::hash::Hash;
-use super::registry::{OriginalBytes, Registry};
+use super::registry::{Contents, OriginalBytes, Registered, Registry};
 use super::report::{Cause, Report};
 use super::store::Store;
 use crate::background;
 use crate::config::Config;
-use crate::gguf::FileId;
+use crate::gguf::{FileId, Source, TensorInfo};
 
 /// The decision about one tensor.
 pub(super) struct Decision {
@@ -56,7 +57,9 @@ pub(super) fn decide<S: Store>(
     for (at, file) in changed.iter().enumerate() {
         let contents = registry.files[file.file].contents_of(file.gguf.source.id());
         for (tensor, info, content) in contents {
-            let (action, leaves) = action(registry, store, file, tensor, info, content.hash);
+            let modified = store.modified_mapped_offset(tensor, &file.gguf.source.id());
+            let new = &file.gguf.header.tensors[info];
+            let (action, leaves) = action(registry, store, tensor, new, content.hash, modified);
             decisions.push(Decision {
                 tensor,
                 changed: at,
@@ -141,55 +144,93 @@ fn read_files<S: Store>(
     });
 }
 
-/// Returns the position in the new header and the content of each tensor of a file.
+/// Returns each tensor that follows a file, with its position in the new header and its content.
 fn read_file<S: Store>(
     registry: &Registry,
     store: &S,
     file: &ChangedFile,
-) -> Result<Vec<(usize, Content)>, String> {
+) -> Result<Contents, String> {
     let (source, header) = (&file.gguf.source, &file.gguf.header);
-    source.advise_random();
     let tensors = registry.files[file.file].tensors.iter();
-    let infos = tensors.filter_map(|&tensor| header.find(&registry.tensors[tensor].name));
-    let mut contents: Vec<(usize, Option<Content>)> = infos.map(|info| (info, None)).collect();
-    let failure = Mutex::new("the model was freed meanwhile".to_owned());
+    let id = source.id();
+    // A tensor with an overlay follows only a write in place, if it is mapped from the file.
+    let follows = |tensor: usize| {
+        let overlaid = registry.tensors[tensor].overlay.is_some();
+        !overlaid || store.modified_mapped_offset(tensor, &id).is_some()
+    };
+    let followers = tensors.copied().filter(|&tensor| follows(tensor));
+    let found =
+        followers.filter_map(|tensor| Some((tensor, header.find(&registry.tensors[tensor].name)?)));
+    let found: Vec<(usize, usize)> = found.collect();
+    let infos = found
+        .iter()
+        .map(|&(_, info)| (source, &header.tensors[info]));
+    match read_contents(store, &infos.collect::<Vec<_>>()) {
+        Ok(contents) => {
+            let read = found.into_iter().zip(contents);
+            Ok(read
+                .map(|((tensor, info), content)| (tensor, info, content))
+                .collect())
+        }
+        Err(Some((at, error))) => {
+            let offset = header.tensors[found[at].1].offset;
+            Err(format!("cannot read it at offset {offset}: {error}"))
+        }
+        Err(None) => Err("the model was freed meanwhile".into()),
+    }
+}
+
+/// Reads and hashes tensors of files, each once. Fails with the position and the error of a tensor
+/// that cannot be read, or with `None` when the model was freed meanwhile.
+pub(super) fn read_contents<S: Store>(
+    store: &S,
+    tensors: &[(&Source, &TensorInfo)],
+) -> Result<Vec<Content>, Option<(usize, io::Error)>> {
+    let failure = Mutex::new(None);
+    let mut contents: Vec<Option<Content>> = vec![None; tensors.len()];
     background::for_each(
         store.readers(),
-        contents.iter_mut().collect(),
-        |(info, content)| {
-            let info = &header.tensors[*info];
+        contents.iter_mut().enumerate().collect(),
+        |(at, content)| {
+            let (source, info) = tensors[at];
+            source.advise_random();
             match content::of_tensor(source, info) {
-                Ok(of_file) => *content = Some(of_file),
+                Ok(read) => *content = Some(read),
                 Err(error) => {
-                    *failure.lock() = format!("cannot read it at offset {}: {error}", info.offset);
+                    *failure.lock() = Some((at, error));
                     return false;
                 }
             }
             store.is_wanted()
         },
     );
-    let complete = contents
-        .into_iter()
-        .map(|(info, content)| Some((info, content?)));
-    complete
-        .collect::<Option<Vec<_>>>()
-        .ok_or_else(|| failure.into_inner())
+    let complete: Option<Vec<Content>> = contents.into_iter().collect();
+    complete.ok_or_else(|| failure.into_inner())
 }
 
-/// Hashes the bytes in use of all tensors of the changed files. Leaves out tensors that are used
-/// through the mapping of a file that was written in place: [`action`] compares their known hash
-/// with the new one.
+/// Hashes the bytes in use of the tensors of the changed files that have no overlay. Leaves out
+/// tensors that are used through the mapping of a file that was written in place: [`action`]
+/// compares their known hash with the new one.
 fn hash_live<S: Store>(registry: &mut Registry, store: &S, changed: &[ChangedFile]) {
     let ids: HashMap<usize, FileId> = changed
         .iter()
         .map(|file| (file.file, file.gguf.source.id()))
         .collect();
-    let tensors = registry.tensors.iter_mut().enumerate();
-    let wanted = tensors.filter(|(at, tensor)| {
-        let id = ids.get(&tensor.file);
-        id.is_some_and(|id| store.modified_mapped_offset(*at, id).is_none())
+    hash_tensors(registry, store, |at, tensor| {
+        let id = ids.get(&tensor.file).filter(|_| tensor.overlay.is_none());
+        id.is_some_and(|id| store.modified_mapped_offset(at, id).is_none())
     });
-    background::for_each(store.readers(), wanted.collect(), |(at, tensor)| {
+}
+
+/// Hashes the bytes in use of tensors that fulfil a condition.
+pub(super) fn hash_tensors<S: Store>(
+    registry: &mut Registry,
+    store: &S,
+    wanted: impl Fn(usize, &Registered) -> bool,
+) {
+    let tensors = registry.tensors.iter_mut().enumerate();
+    let tensors = tensors.filter(|(at, tensor)| wanted(*at, tensor)).collect();
+    background::for_each(store.readers(), tensors, |(at, tensor)| {
         tensor.live_hash = store.live_hash(at, tensor.live_hash);
         store.is_wanted()
     });
@@ -203,24 +244,12 @@ fn refuse_damaged<S: Store>(
     changed: &mut Vec<ChangedFile>,
     report: &mut Report,
 ) {
-    if !Config::get().check_blocks {
-        return;
-    }
     changed.retain(|file| {
-        let mut damage = Vec::new();
-        for (tensor, _, content) in registry.files[file.file].contents_of(file.gguf.source.id()) {
-            if !content.defects.is_suspicious() {
-                continue;
-            }
-            let known = &mut registry.tensors[tensor];
-            if known.live_defects.is_none() {
-                known.live_defects = store.original_defects(tensor);
-            }
-            let old = known.live_defects.unwrap_or_default();
-            if let Some(why) = content.defects.worse_than(&old) {
-                damage.push((tensor, why));
-            }
-        }
+        let contents = registry.files[file.file].contents_of(file.gguf.source.id());
+        let damaged = contents.iter().filter_map(|(tensor, _, content)| {
+            Some((*tensor, damage(registry, store, *tensor, content)?))
+        });
+        let damage: Vec<(usize, String)> = damaged.collect();
         let Some((first, why)) = damage.first() else {
             return true;
         };
@@ -229,9 +258,7 @@ fn refuse_damaged<S: Store>(
             0 => String::new(),
             others => format!(" ({others} more tensors are damaged, too)"),
         };
-        let reason = format!(
-            "tensor '{name}' is damaged{others}: {why}; write the file again, or set LLAMA_HOTSWAP_CHECK=0 to use it as it is"
-        );
+        let reason = format!("tensor '{name}' is damaged{others}: {why}; {DAMAGE_ADVICE}");
         let reasons: HashMap<usize, String> = damage.into_iter().collect();
         refuse_all(registry, file, report, |tensor| {
             let of_file = || "another tensor of its file is damaged".to_owned();
@@ -241,6 +268,28 @@ fn refuse_damaged<S: Store>(
         registry.ignore(file.file, Some(id), Cause::Damaged, reason, report);
         false
     });
+}
+
+/// The next step for a damaged file.
+pub(super) const DAMAGE_ADVICE: &str =
+    "write the file again, or set LLAMA_HOTSWAP_CHECK=0 to use it as it is";
+
+/// Returns why new bytes of a tensor must not replace the bytes in use; `None` when they may.
+pub(super) fn damage<S: Store>(
+    registry: &mut Registry,
+    store: &S,
+    tensor: usize,
+    content: &Content,
+) -> Option<String> {
+    if !Config::get().check_blocks || !content.defects.is_suspicious() {
+        return None;
+    }
+    let known = &mut registry.tensors[tensor];
+    if known.live_defects.is_none() {
+        known.live_defects = store.original_defects(tensor);
+    }
+    let old = known.live_defects.unwrap_or_default();
+    content.defects.worse_than(&old)
 }
 
 /// Reports every tensor of a file as refused.
@@ -256,17 +305,18 @@ fn refuse_all(
 }
 
 /// Decides what happens to a tensor, and what will be known of its original bytes then.
-fn action<S: Store>(
+///
+/// `modified` is the offset of the bytes in use, if they are mapped from a file that was written in
+/// place.
+pub(super) fn action<S: Store>(
     registry: &Registry,
     store: &S,
-    file: &ChangedFile,
     tensor: usize,
-    info: usize,
+    info: &TensorInfo,
     new_hash: Hash,
+    modified: Option<u64>,
 ) -> (Action, Option<OriginalBytes>) {
-    let info = &file.gguf.header.tensors[info];
     let known = &registry.tensors[tensor];
-    let modified = store.modified_mapped_offset(tensor, &file.gguf.source.id());
     let same_type = info.ty == known.ty;
     let same_bytes = known.live_hash == Some(new_hash);
     match modified {

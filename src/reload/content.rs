@@ -114,17 +114,12 @@ impl Scan {
             if self.scales.is_empty() {
                 self.zero = self.blank;
             }
-            for block in of_row.chunks_exact(self.block) {
-                for &scale in self.scales {
-                    match self.format.classify(&block[scale..]) {
-                        ScaleClass::Zero => {}
-                        ScaleClass::Finite => self.zero = false,
-                        ScaleClass::NonFinite => {
-                            self.zero = false;
-                            self.defects.non_finite += 1;
-                        }
-                    }
-                }
+            if self.block == self.format.size() && self.scales == [0] {
+                let (zero, non_finite) = self.format.scan(of_row);
+                self.zero &= zero;
+                self.defects.non_finite += non_finite;
+            } else {
+                self.add_blocks(of_row);
             }
             self.at += of_row.len();
             piece = rest;
@@ -132,6 +127,22 @@ impl Scan {
                 self.defects.blank_rows += u64::from(self.blank);
                 self.defects.zero_rows += u64::from(self.zero || self.blank);
                 (self.at, self.blank, self.zero) = (0, true, true);
+            }
+        }
+    }
+
+    /// Counts the scales in whole blocks.
+    fn add_blocks(&mut self, bytes: &[u8]) {
+        for block in bytes.chunks_exact(self.block) {
+            for &scale in self.scales {
+                match self.format.classify(&block[scale..]) {
+                    ScaleClass::Zero => {}
+                    ScaleClass::Finite => self.zero = false,
+                    ScaleClass::NonFinite => {
+                        self.zero = false;
+                        self.defects.non_finite += 1;
+                    }
+                }
             }
         }
     }

@@ -109,11 +109,8 @@ impl Watched {
 /// Opens a changed file once its modification time is old enough.
 ///
 /// The file is read and never mapped, because its writer may cut it short at any moment.
-fn open(path: &std::path::Path, found: FileId) -> Result<GgufFile, OpenError> {
-    let stamped = SystemTime::UNIX_EPOCH
-        + Duration::new(found.mtime.max(0) as u64, found.mtime_ns.max(0) as u32);
-    let age = stamped.elapsed().unwrap_or(SETTLE);
-    std::thread::sleep(SETTLE.saturating_sub(age));
+pub(super) fn open(path: &std::path::Path, found: FileId) -> Result<GgufFile, OpenError> {
+    settle(&found);
     let gguf = GgufFile::open(path, Access::Read)?;
     // Otherwise the file was written during the delay.
     match gguf.source.id() == found {
@@ -122,6 +119,17 @@ fn open(path: &std::path::Path, found: FileId) -> Result<GgufFile, OpenError> {
             path: path.to_owned(),
         }),
     }
+}
+
+/// Waits until the modification time of a file is old enough for a later write to change it.
+/// Returns whether that took any time.
+pub(super) fn settle(found: &FileId) -> bool {
+    let stamped = SystemTime::UNIX_EPOCH
+        + Duration::new(found.mtime.max(0) as u64, found.mtime_ns.max(0) as u32);
+    let age = stamped.elapsed().unwrap_or(SETTLE);
+    let left = SETTLE.saturating_sub(age);
+    std::thread::sleep(left);
+    !left.is_zero()
 }
 
 /// Returns the reason to ignore a file, and its identity if the same bytes would give the same

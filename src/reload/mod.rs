@@ -21,6 +21,7 @@ mod compare;
 mod content;
 mod detect;
 mod hash;
+mod overlay;
 mod pauses;
 mod registry;
 mod report;
@@ -30,6 +31,7 @@ mod switch;
 mod tests;
 mod tracked;
 
+use std::path::PathBuf;
 use std::time::Instant;
 
 use parking_lot::Mutex;
@@ -45,6 +47,7 @@ pub use content::{Content, Defects, of_tensor as content_of};
 pub use detect::Trigger;
 pub(crate) use hash::of_reads as hash_reads;
 pub use hash::{Hash, of_bytes as hash_bytes, of_source as hash_source};
+pub use overlay::OverlaySource;
 pub use pauses::Pauses;
 pub use report::{
     Cause, Effect, FileEvent, FileReport, Ignored, Outcome, Report, TensorReport, Times,
@@ -56,6 +59,8 @@ pub use tracked::TrackedFile;
 #[derive(Debug)]
 pub struct Engine {
     state: Mutex<Registry>,
+    /// The overlays after the last request, which are read while a reload runs.
+    overlays: Mutex<Vec<(usize, PathBuf)>>,
 }
 
 impl Engine {
@@ -71,6 +76,7 @@ impl Engine {
     ) -> Engine {
         Engine {
             state: Mutex::new(Registry::new(files, tensors, staging_bytes)),
+            overlays: Mutex::default(),
         }
     }
 
@@ -103,6 +109,7 @@ impl Engine {
         if result.is_ok() {
             result = registry.bring_back(store, &mut report);
         }
+        *self.overlays.lock() = registry.overlays();
         report.finish(began, result)
     }
 
@@ -115,7 +122,35 @@ impl Engine {
         let mut registry = self.state.lock();
         let mut report = Report::default();
         let result = registry.revert(store, &mut report);
+        *self.overlays.lock() = registry.overlays();
         report.finish(began, result)
+    }
+
+    /// Gives tensors the type and bytes of other files, and reverts overlays that were set before,
+    /// in one commit. An error means that nothing changed.
+    ///
+    /// `revert` has tensors whose overlay is reverted, if they have one and are not in `set`: they
+    /// get the bytes of the version of the model's file that is in use. `set` has each tensor and
+    /// its source. The tensors keep these bytes, whatever happens to the model's file, until the
+    /// overlay is reverted. A source may be removed afterwards.
+    pub fn overlay<S: Store>(
+        &self,
+        store: &S,
+        revert: &[usize],
+        set: &[(usize, &OverlaySource)],
+    ) -> Result<Report> {
+        let began = Instant::now();
+        let mut registry = self.state.lock();
+        let mut report = Report::default();
+        let result = registry.overlay(store, revert, set, &mut report);
+        *self.overlays.lock() = registry.overlays();
+        report.finish(began, result)
+    }
+
+    /// Returns each tensor that has an overlay, and the file of the overlay. Does not wait for
+    /// reloads.
+    pub fn overlays(&self) -> Vec<(usize, PathBuf)> {
+        self.overlays.lock().clone()
     }
 
     /// Hashes tensors in use that were not hashed yet: as many as are read at a time, from

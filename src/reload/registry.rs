@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::content::{Content, Defects};
 use super::hash::{Hash, of_bytes};
+use super::overlay::{KnownContents, Overlay};
 use super::report::{Cause, Effect, FileReport, Ignored, Outcome, Report, TensorReport};
 use super::tracked::TrackedFile;
 use crate::gguf::{FileId, TypeInfo};
@@ -17,6 +18,8 @@ pub(super) struct Registry {
     pub tensors: Vec<Registered>,
     /// The most bytes to stage before a switch; 0 for no limit.
     pub staging_bytes: u64,
+    /// What requests for overlays have read.
+    pub read: KnownContents,
 }
 
 /// A file that is checked for changes.
@@ -36,10 +39,14 @@ pub(super) struct Watched {
     /// The version that was found last, and since when the file has not changed.
     pub seen: Option<(FileId, Instant)>,
     /// The content of a version that is not in use yet: a further attempt reads no bytes twice.
-    pub contents: Option<(FileId, Vec<(usize, Content)>)>,
+    pub contents: Option<(FileId, Contents)>,
     /// The version whose reload failed last for a reason that may pass.
     pub failed: Option<Failed>,
 }
+
+/// The tensors that follow a file: each tensor, its position in the header of a version of the
+/// file, and its content there.
+pub(super) type Contents = Vec<(usize, usize, Content)>;
 
 /// A failed reload of a version of a file.
 #[derive(Debug)]
@@ -70,6 +77,8 @@ pub(super) struct Registered {
     pub live_defects: Option<Defects>,
     /// Whether the file of the original bytes was written in place.
     pub written_in_place: bool,
+    /// The file that its bytes come from, in place of its own file.
+    pub overlay: Option<Overlay>,
 }
 
 /// What is known of the bytes that a tensor had at registration. They are hashed when a swap
@@ -121,13 +130,10 @@ impl Watched {
         self.failed = None;
     }
 
-    /// Returns the index, the position in the new header, and the content of each tensor of a
-    /// version that was read.
-    pub fn contents_of(&self, id: FileId) -> Vec<(usize, usize, Content)> {
-        let read = self.contents.iter().filter(|(of, _)| *of == id);
-        read.flat_map(|(_, contents)| self.tensors.iter().zip(contents))
-            .map(|(&tensor, &(info, content))| (tensor, info, content))
-            .collect()
+    /// Returns the content of a version that was read.
+    pub fn contents_of(&self, id: FileId) -> Contents {
+        let read = self.contents.iter().find(|(of, _)| *of == id);
+        read.map_or(Contents::new(), |(_, contents)| contents.clone())
     }
 }
 
@@ -193,12 +199,14 @@ impl Registry {
                 live_hash: None,
                 live_defects: None,
                 written_in_place: false,
+                overlay: None,
             });
         }
         Registry {
             files: watched,
             tensors: registered,
             staging_bytes,
+            read: KnownContents::default(),
         }
     }
 

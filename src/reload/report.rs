@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::device::DeviceError;
 use crate::error::{Error, Result};
-use crate::gguf::TypeInfo;
+use crate::gguf::{OpenError, TypeInfo};
 
 /// The outcome of a reload for a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -115,7 +115,10 @@ impl Cause {
         match error {
             Error::Busy(_) => Cause::Busy,
             Error::NoMemory(_) | Error::Device(DeviceError::OutOfMemory { .. }) => Cause::Memory,
-            Error::Read { .. } => Cause::Unreadable,
+            Error::Read { .. } | Error::Open(OpenError::Io { .. }) => Cause::Unreadable,
+            Error::Open(OpenError::Changing { .. }) => Cause::Changing,
+            Error::Open(_) => Cause::Malformed,
+            Error::Invalid(_) => Cause::Refused,
             _ => Cause::Other,
         }
     }

@@ -129,6 +129,12 @@ pub trait Store: Sync {
     /// Returns the memory that these changes need, and the memory that swapped tensors hold.
     fn need(&self, changes: &[Change<'_>]) -> Need;
 
+    /// Frees memory that is counted as held and not in use, for example of replaced tensors; returns
+    /// whether there was any.
+    fn release_unused(&self) -> bool {
+        false
+    }
+
     /// Returns on how many threads tensors are read now, and at which priority.
     fn readers(&self) -> Readers;
 

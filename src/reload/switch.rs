@@ -11,7 +11,7 @@ use super::report::{Cause, Effect, FileReport, Outcome, Report, TensorReport};
 use super::store::{Change, Commit, NewData, OnOutOfMemory, StageError, Store};
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::gguf::FileId;
+use crate::gguf::{FileId, Source};
 
 impl Registry {
     /// Switches the model to the changed files. A file that cannot be used is left out, and the
@@ -103,6 +103,9 @@ impl Registry {
             file.id = file.first_id;
             file.mixed = false;
             file.forget_attempts();
+        }
+        for tensor in &mut self.tensors {
+            tensor.overlay = None;
         }
         Ok(())
     }
@@ -209,7 +212,7 @@ impl Registry {
 
     /// Records what a commit did to the tensors of these decisions, and to others that were
     /// laid out with them.
-    fn note<'a>(
+    pub(super) fn note<'a>(
         &mut self,
         changed: &[ChangedFile],
         decisions: impl Iterator<Item = &'a Decision>,
@@ -266,7 +269,10 @@ impl Registry {
         tensor.ty = info.ty;
         tensor.live_hash = Some(decision.content.hash);
         tensor.live_defects = Some(decision.content.defects);
-        tensor.written_in_place |= outcome == Outcome::InPlace;
+        if outcome == Outcome::InPlace {
+            tensor.written_in_place = true;
+            tensor.overlay = None;
+        }
         self.files[file.file].mixed |= outcome != Outcome::Unchanged;
         if let Some(original_bytes) = decision.leaves {
             tensor.original_bytes = original_bytes;
@@ -315,16 +321,23 @@ fn changes<'a>(changed: &'a [ChangedFile], decisions: &[&Decision]) -> Vec<Chang
 
 /// Stages changes if their memory is within the limit. Tensors that may fall back to host memory
 /// count as host memory.
-fn stage<S: Store>(
+pub(super) fn stage<S: Store>(
     store: &S,
     changes: &[Change<'_>],
     on_out_of_memory: OnOutOfMemory,
 ) -> Result<Option<S::Staged>, StageError> {
-    let mut need = store.need(changes);
-    if on_out_of_memory == OnOutOfMemory::Fallback {
-        need.host += std::mem::take(&mut need.device);
+    let check = || {
+        let mut need = store.need(changes);
+        if on_out_of_memory == OnOutOfMemory::Fallback {
+            need.host += std::mem::take(&mut need.device);
+        }
+        budget::check(Config::get().memory_bytes, need)
+    };
+    let mut checked = check();
+    if checked.is_err() && store.release_unused() {
+        checked = check();
     }
-    budget::check(Config::get().memory_bytes, need).map_err(StageError::OverBudget)?;
+    checked.map_err(StageError::OverBudget)?;
     store.stage(changes, on_out_of_memory)
 }
 
@@ -412,17 +425,21 @@ impl From<Error> for Failure {
 
 /// Checks that the files still exist and were not written since they were read.
 fn verify(changed: &[ChangedFile]) -> Result<(), Failure> {
-    for (at, file) in changed.iter().enumerate() {
-        let source = &file.gguf.source;
-        let same =
-            |id: std::io::Result<FileId>| id.is_ok_and(|id| id.unwritten_since(&source.id()));
-        if !same(source.id_now()) || !same(FileId::of_path(source.path())) {
-            return Err(Failure::File {
-                changed: at,
-                cause: Cause::Changing,
-                reason: "it changed while it was read; the next reload tries again".into(),
-            });
-        }
+    match changed
+        .iter()
+        .position(|file| !is_as_read(&file.gguf.source))
+    {
+        None => Ok(()),
+        Some(changed) => Err(Failure::File {
+            changed,
+            cause: Cause::Changing,
+            reason: "it changed while it was read; the next reload tries again".into(),
+        }),
     }
-    Ok(())
+}
+
+/// Returns whether a file is still at its path and was not written since it was opened.
+pub(super) fn is_as_read(source: &Source) -> bool {
+    let same = |id: std::io::Result<FileId>| id.is_ok_and(|id| id.unwritten_since(&source.id()));
+    same(source.id_now()) && same(FileId::of_path(source.path()))
 }

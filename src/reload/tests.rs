@@ -8,19 +8,51 @@ use std::time::{Duration, SystemTime};
 use tempfile::TempDir;
 
 use super::*;
-use crate::gguf::{Access, GgufFile, HeaderWriter, TypeInfo};
+use crate::device::DeviceError;
+use crate::gguf::{Access, GgufFile, HeaderWriter, OpenError, TypeInfo};
 
-/// Tensors that are never staged: a write in place is the only change.
+/// Two tensors that are mapped from one file, or have bytes of their own after a swap.
 struct Mapped {
     files: Vec<TrackedFile>,
     /// Tensors whose bytes were hashed, in order.
     hashed: Mutex<Vec<usize>>,
+    /// The bytes of swapped tensors.
+    private: Mutex<[Option<Vec<u8>>; 2]>,
+    /// The most bytes that can be staged.
+    free: u64,
+    /// Called when changes are staged.
+    on_stage: Box<dyn Fn() + Sync>,
+}
+
+/// The effect of a change, and the bytes of the tensor then, if they are not those of the mapping.
+type Staged = Vec<(Effect, Option<Vec<u8>>)>;
+
+impl Mapped {
+    fn is_private(&self, tensor: usize) -> bool {
+        self.private.lock()[tensor].is_some()
+    }
+
+    /// Returns each byte of the tensors in use.
+    fn bytes(&self) -> [u8; 2] {
+        [0, 1].map(|tensor| {
+            let mut bytes = vec![0; 256];
+            let source = &self.files[0].gguf.source;
+            let offset = self.files[0].gguf.header.tensors[tensor].offset;
+            source.read_at(&mut bytes, offset).unwrap();
+            let bytes = self.private.lock()[tensor].clone().unwrap_or(bytes);
+            assert!(bytes.iter().all(|byte| *byte == bytes[0]));
+            bytes[0]
+        })
+    }
 }
 
 impl Store for Mapped {
-    type Staged = Vec<Effect>;
+    type Staged = Staged;
 
     fn live_hash(&self, tensor: usize, known: Option<Hash>) -> Option<Hash> {
+        if self.is_private(tensor) {
+            return known;
+        }
         self.hashed.lock().push(tensor);
         let file = &self.files[0];
         let info = &file.gguf.header.tensors[tensor];
@@ -32,11 +64,14 @@ impl Store for Mapped {
     fn modified_mapped_offset(&self, tensor: usize, id: &FileId) -> Option<u64> {
         let file = &self.files[0];
         let offset = file.gguf.header.tensors[tensor].offset;
-        file.is_write_in_place(id).then_some(offset)
+        (!self.is_private(tensor) && file.is_write_in_place(id)).then_some(offset)
     }
 
-    fn can_return(&self, _tensor: usize, _hash: Hash) -> bool {
-        false
+    fn can_return(&self, tensor: usize, hash: Hash) -> bool {
+        let file = &self.files[0].gguf;
+        let info = &file.header.tensors[tensor];
+        let original = hash_source(&file.source, info.offset, info.nbytes);
+        self.is_private(tensor) && original.is_ok_and(|original| original == hash)
     }
 
     fn original_defects(&self, _tensor: usize) -> Option<Defects> {
@@ -59,19 +94,44 @@ impl Store for Mapped {
         &self,
         changes: &[Change<'_>],
         _on_out_of_memory: OnOutOfMemory,
-    ) -> Result<Option<Vec<Effect>>, StageError> {
-        let effect = |change: &Change<'_>| match change {
-            Change::InPlace(tensor) => Effect {
-                tensor: *tensor,
-                outcome: Outcome::InPlace,
+    ) -> Result<Option<Staged>, StageError> {
+        (self.on_stage)();
+        let mut free = self.free;
+        let mut staged = Staged::new();
+        for change in changes {
+            let mut bytes = None;
+            let outcome = match change {
+                Change::InPlace(_) => Outcome::InPlace,
+                Change::Return(_) => Outcome::Returned,
+                Change::Swap(new) => {
+                    free = free.checked_sub(new.nbytes).ok_or_else(|| {
+                        StageError::OutOfMemory(DeviceError::OutOfMemory {
+                            device: "host".into(),
+                            requested: new.nbytes,
+                            free: self.free,
+                        })
+                    })?;
+                    let read = bytes.insert(vec![0; new.nbytes as usize]);
+                    new.source.read_at(read, new.offset).unwrap();
+                    Outcome::Swapped
+                }
+            };
+            let effect = Effect {
+                tensor: change.tensor(),
+                outcome,
                 placement: String::new(),
-            },
-            other => panic!("{other:?}"),
-        };
-        Ok(Some(changes.iter().map(effect).collect()))
+            };
+            staged.push((effect, bytes));
+        }
+        Ok(Some(staged))
     }
 
-    fn commit(&self, effects: Vec<Effect>) -> Result<Commit> {
+    fn commit(&self, staged: Staged) -> Result<Commit> {
+        let mut effects = Vec::new();
+        for (effect, bytes) in staged {
+            self.private.lock()[effect.tensor] = bytes;
+            effects.push(effect);
+        }
         Ok(Commit {
             switched: Switched {
                 wait: Duration::ZERO,
@@ -87,24 +147,61 @@ impl Store for Mapped {
     }
 }
 
-/// Writes a model of two tensors in place, without cutting the file short, and sets its time.
-/// `second` is each byte of the second tensor.
-fn write(path: &Path, second: u8, seconds: u64) {
+/// Returns a model of these tensors: name, number of elements of type F32, and each byte.
+fn model(tensors: &[(&str, u64, u8)]) -> Vec<u8> {
+    write_tensors(HeaderWriter::new(32), tensors)
+}
+
+fn write_tensors(mut header: HeaderWriter, tensors: &[(&str, u64, u8)]) -> Vec<u8> {
     let ty = TypeInfo::from_name("f32").unwrap();
-    let mut header = HeaderWriter::new(32);
-    for name in ["first.weight", "second.weight"] {
-        header.tensor(name.as_bytes(), &[64], ty.id, 256).unwrap();
+    for (name, elements, _) in tensors {
+        header
+            .tensor(name.as_bytes(), &[*elements], ty.id, 4 * elements)
+            .unwrap();
     }
-    let bytes = [header.finish(), vec![1; 256], vec![second; 256]].concat();
+    let mut bytes = header.finish();
+    for (_, elements, byte) in tensors {
+        bytes.extend(vec![*byte; 4 * *elements as usize]);
+    }
+    bytes
+}
+
+/// Returns a model with both tensors; the arguments are each byte.
+fn both(first: u8, second: u8) -> Vec<u8> {
+    model(&[("first.weight", 64, first), ("second.weight", 64, second)])
+}
+
+/// Writes a file and sets its time to the past, so that it is read at once.
+fn put(path: &Path, bytes: &[u8], seconds: u64) {
     let mut file = File::options()
         .create(true)
         .truncate(false)
         .write(true)
         .open(path)
         .unwrap();
-    file.write_all(&bytes).unwrap();
+    file.write_all(bytes).unwrap();
     let time = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
     file.set_modified(time).unwrap();
+}
+
+/// Writes a model of two tensors in place, without cutting the file short, and sets its time.
+/// `second` is each byte of the second tensor.
+fn write(path: &Path, second: u8, seconds: u64) {
+    put(path, &both(1, second), seconds);
+}
+
+/// Replaces a file by rename.
+fn replace(path: &Path, bytes: &[u8]) {
+    let beside = path.with_extension("new");
+    put(&beside, bytes, 3);
+    std::fs::rename(beside, path).unwrap();
+}
+
+/// Writes a file beside the model and opens it as a source of overlays.
+fn source(model: &Path, name: &str, bytes: &[u8]) -> OverlaySource {
+    let path = model.with_file_name(name);
+    replace(&path, bytes);
+    OverlaySource::open(&path).unwrap()
 }
 
 fn open() -> (TempDir, PathBuf, Mapped, Engine) {
@@ -116,6 +213,9 @@ fn open() -> (TempDir, PathBuf, Mapped, Engine) {
             GgufFile::open(&path, Access::Map).unwrap(),
         )],
         hashed: Mutex::default(),
+        private: Mutex::default(),
+        free: 4096,
+        on_stage: Box::new(|| ()),
     };
     let engine = Engine::new(&store.files, [(0, 0), (0, 1)].into_iter(), 0);
     (folder, path, store, engine)
@@ -157,4 +257,210 @@ fn hashing_lets_a_revert_run_between_two_tensors() {
     assert!(engine.hash_some(&store, &mut next));
     assert_eq!(*store.hashed.lock(), [0, 1]);
     assert!(engine.content_hash(true).is_some());
+}
+
+#[test]
+fn an_overlay_stays_above_changes_of_the_file_until_it_is_reverted() {
+    let (_folder, path, store, engine) = open();
+    let other = source(&path, "other.gguf", &both(8, 9));
+    let report = engine.overlay(&store, &[], &[(1, &other)]).unwrap();
+    assert_eq!((report.count(Outcome::Swapped), report.commits), (1, 1));
+    assert_eq!(store.bytes(), [1, 9]);
+    std::fs::remove_file(path.with_file_name("other.gguf")).unwrap();
+    assert_eq!(engine.overlays(), [(1, path.with_file_name("other.gguf"))]);
+    replace(&path, &both(3, 4));
+    let report = engine.reload(&store, Trigger::Command).unwrap();
+    let outcomes: Vec<_> = report
+        .tensors
+        .iter()
+        .map(|t| (t.tensor, t.outcome))
+        .collect();
+    assert_eq!(outcomes, [(0, Outcome::Swapped)]);
+    assert_eq!(store.bytes(), [3, 9]);
+    // The bytes of the changed file.
+    let report = engine.overlay(&store, &[0, 1], &[]).unwrap();
+    assert_eq!(report.count(Outcome::Swapped), 1);
+    assert_eq!(store.bytes(), [3, 4]);
+    assert!(engine.overlays().is_empty());
+    // The tensor follows its file again.
+    replace(&path, &both(1, 2));
+    let report = engine.reload(&store, Trigger::Command).unwrap();
+    assert_eq!(report.count(Outcome::Returned), 2);
+    assert_eq!(store.bytes(), [1, 2]);
+}
+
+#[test]
+fn original_bytes_return_when_an_overlay_is_reverted() {
+    let (_folder, path, store, engine) = open();
+    let other = source(&path, "other.gguf", &both(8, 9));
+    engine
+        .overlay(&store, &[], &[(0, &other), (1, &other)])
+        .unwrap();
+    assert_eq!(store.bytes(), [8, 9]);
+    // A file that cannot be read does not matter: the version in use is the first one.
+    replace(&path, b"no model");
+    let report = engine.overlay(&store, &[1], &[]).unwrap();
+    assert_eq!(report.count(Outcome::Returned), 1);
+    assert_eq!(store.bytes(), [8, 2]);
+    // The bytes of a file with the same content return, too.
+    replace(&path, &both(1, 2));
+    engine.reload(&store, Trigger::Command).unwrap();
+    let report = engine.overlay(&store, &[0], &[]).unwrap();
+    assert_eq!(report.count(Outcome::Returned), 1);
+    assert_eq!(store.bytes(), [1, 2]);
+    assert!(!store.is_private(0));
+}
+
+#[test]
+fn a_revert_drops_all_overlays() {
+    let (_folder, path, store, engine) = open();
+    let other = source(&path, "other.gguf", &both(8, 9));
+    engine.overlay(&store, &[], &[(1, &other)]).unwrap();
+    engine.revert(&store).unwrap();
+    assert_eq!(store.bytes(), [1, 2]);
+    assert!(engine.overlays().is_empty());
+    replace(&path, &both(3, 4));
+    engine.reload(&store, Trigger::Command).unwrap();
+    assert_eq!(store.bytes(), [3, 4]);
+}
+
+#[test]
+fn overlays_are_refused_as_a_whole() {
+    let (_folder, path, mut store, engine) = open();
+    let good = source(&path, "good.gguf", &both(8, 9));
+    let sources = [
+        (
+            model(&[("first.weight", 64, 7)]),
+            "no tensor 'second.weight'",
+        ),
+        (
+            model(&[("second.weight", 32, 7)]),
+            "has shape [32, 1, 1, 1]",
+        ),
+        (
+            model(&[("second.weight", 64, 0)]),
+            "'second.weight' is damaged",
+        ),
+        (
+            model(&[("second.weight", 64, 0xff)]),
+            "'second.weight' is damaged",
+        ),
+    ];
+    for (bytes, expected) in sources {
+        let bad = source(&path, "bad.gguf", &bytes);
+        let refused = engine.overlay(&store, &[], &[(0, &good), (1, &bad)]);
+        let reason = refused.unwrap_err().to_string();
+        assert!(
+            reason.contains(expected) && reason.contains("bad.gguf"),
+            "{reason}"
+        );
+    }
+    store.free = 300;
+    let refused = engine.overlay(&store, &[], &[(0, &good), (1, &good)]);
+    assert!(matches!(refused, Err(Error::Device(_))), "{refused:?}");
+    write(&path, 3, 2);
+    let refused = engine.overlay(&store, &[], &[(1, &good)]);
+    assert!(
+        matches!(refused, Err(Error::WrittenInPlace { .. })),
+        "{refused:?}"
+    );
+    assert!(engine.overlays().is_empty());
+    assert!(!store.is_private(0) && !store.is_private(1));
+}
+
+#[test]
+fn one_commit_reverts_some_overlays_and_sets_others() {
+    let (_folder, path, store, engine) = open();
+    let other = source(&path, "other.gguf", &both(8, 9));
+    engine.overlay(&store, &[], &[(0, &other)]).unwrap();
+    let report = engine.overlay(&store, &[0, 1], &[(1, &other)]).unwrap();
+    assert_eq!(report.commits, 1);
+    assert_eq!(report.count(Outcome::Returned), 1);
+    assert_eq!(report.count(Outcome::Swapped), 1);
+    assert_eq!(store.bytes(), [1, 9]);
+    // A tensor that is set is not reverted.
+    let report = engine.overlay(&store, &[0, 1], &[(1, &other)]).unwrap();
+    assert_eq!((report.commits, report.count(Outcome::Unchanged)), (0, 1));
+    assert_eq!(store.bytes(), [1, 9]);
+}
+
+#[test]
+fn a_source_that_is_written_while_it_is_read_is_refused() {
+    let (_folder, path, mut store, engine) = open();
+    let other = source(&path, "other.gguf", &both(8, 9));
+    let torn = path.with_file_name("other.gguf");
+    store.on_stage = Box::new(move || put(&torn, &both(6, 7), 4));
+    let refused = engine.overlay(&store, &[], &[(1, &other)]);
+    let changing = matches!(refused, Err(Error::Open(OpenError::Changing { .. })));
+    assert!(changing, "{refused:?}");
+    assert_eq!(store.bytes(), [1, 2]);
+    assert!(engine.overlays().is_empty());
+}
+
+#[test]
+fn equal_bytes_are_kept_and_not_staged() {
+    let (_folder, path, mut store, engine) = open();
+    store.on_stage = Box::new(|| panic!("nothing to stage"));
+    let same = source(&path, "same.gguf", &both(1, 2));
+    let report = engine.overlay(&store, &[], &[(1, &same)]).unwrap();
+    assert_eq!((report.count(Outcome::Unchanged), report.commits), (1, 0));
+    assert_eq!(engine.overlays().len(), 1);
+    store.on_stage = Box::new(|| ());
+    replace(&path, &both(3, 4));
+    engine.reload(&store, Trigger::Command).unwrap();
+    assert_eq!(store.bytes(), [3, 2], "the overlay is above the file");
+    engine.overlay(&store, &[1], &[]).unwrap();
+    assert_eq!(store.bytes(), [3, 4]);
+}
+
+#[test]
+fn a_write_in_place_ends_an_overlay_whose_bytes_are_mapped() {
+    let (_folder, path, store, engine) = open();
+    let same = source(&path, "same.gguf", &both(1, 2));
+    engine.overlay(&store, &[], &[(1, &same)]).unwrap();
+    write(&path, 3, 2);
+    let report = engine.reload(&store, Trigger::Command).unwrap();
+    // The first tensor was never hashed, so that it counts as written, too.
+    assert_eq!(report.count(Outcome::InPlace), 2);
+    assert_eq!(store.bytes(), [1, 3]);
+    assert!(engine.overlays().is_empty());
+}
+
+#[test]
+fn overlays_come_from_all_shards_of_a_source() {
+    let (_folder, path, store, engine) = open();
+    for (number, tensor) in [("first.weight", 64, 8), ("second.weight", 64, 9)]
+        .iter()
+        .enumerate()
+    {
+        let mut header = HeaderWriter::new(32);
+        header.value("split.no", &(number as u16));
+        header.value("split.count", &2u16);
+        header.value("split.tensors.count", &2i32);
+        let name = crate::gguf::shard_name("other", number as u64, 2);
+        let bytes = write_tensors(header, std::slice::from_ref(tensor));
+        replace(&path.with_file_name(name), &bytes);
+    }
+    let first = path.with_file_name("other-00001-of-00002.gguf");
+    let other = OverlaySource::open(&first).unwrap();
+    engine
+        .overlay(&store, &[], &[(0, &other), (1, &other)])
+        .unwrap();
+    assert_eq!(store.bytes(), [8, 9]);
+}
+
+#[test]
+fn a_file_that_changed_since_the_last_reload_is_reloaded_before_an_overlay_is_reverted() {
+    let (_folder, path, store, engine) = open();
+    let other = source(&path, "other.gguf", &both(8, 9));
+    engine.overlay(&store, &[], &[(1, &other)]).unwrap();
+    replace(&path, &both(3, 4));
+    engine.reload(&store, Trigger::Command).unwrap();
+    replace(&path, &both(5, 6));
+    let refused = engine.overlay(&store, &[1], &[]).unwrap_err().to_string();
+    assert!(refused.contains("reload first"), "{refused}");
+    assert_eq!(store.bytes(), [3, 9]);
+    engine.reload(&store, Trigger::Command).unwrap();
+    engine.overlay(&store, &[1], &[]).unwrap();
+    assert_eq!(store.bytes(), [5, 6]);
 }

@@ -194,11 +194,16 @@ impl DropIn {
     }
 }
 
-/// Sends a request to a control socket and returns the answer.
+/// Sends a command to a control socket and returns the answer.
 pub fn control(socket: &Path, command: &str) -> Value {
+    request(socket, &serde_json::json!({"cmd": command}))
+}
+
+/// Sends a request to a control socket and returns the answer.
+pub fn request(socket: &Path, request: &Value) -> Value {
     let mut stream = UnixStream::connect(socket).expect("the control socket");
     stream.set_read_timeout(Some(PATIENCE)).expect("a socket");
-    writeln!(stream, "{{\"cmd\":\"{command}\"}}").expect("the socket takes it");
+    writeln!(stream, "{request}").expect("the socket takes it");
     let mut answer = String::new();
     BufReader::new(stream)
         .read_line(&mut answer)
@@ -337,9 +342,14 @@ impl Host {
         &self.socket
     }
 
-    /// Sends a request to the control socket and returns the answer.
+    /// Sends a command to the control socket and returns the answer.
     pub fn control(&self, command: &str) -> Value {
         control(&self.socket, command)
+    }
+
+    /// Sends a request to the control socket and returns the answer.
+    pub fn request(&self, sent: &Value) -> Value {
+        request(&self.socket, sent)
     }
 
     /// Resident memory in bytes that is not shared with files.

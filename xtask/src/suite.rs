@@ -90,6 +90,7 @@ const CHECKS: &[Check] = &[
     Check::new("drop-in with bad files, revert and metrics", || {
         dropin_tests("dropin_files")
     }),
+    Check::new("drop-in with overlays", || dropin_tests("dropin_overlays")),
     Check::new("drop-in with graphs of a stand-in for libllama", || {
         dropin_tests("dropin_graphs")
     }),
@@ -116,6 +117,16 @@ const CHECKS: &[Check] = &[
     Check {
         name: "drop-in in llama-server from source",
         run: || dropin_tests("llama_server"),
+        missing: llama_cpp::missing,
+    },
+    Check {
+        name: "rounds in llama-perplexity from source",
+        run: || dropin_tests("dropin_rounds"),
+        missing: llama_cpp::missing,
+    },
+    Check {
+        name: "tune with llama-perplexity and llama-quantize from source",
+        run: || dropin_tests("tune"),
         missing: llama_cpp::missing,
     },
     Check {

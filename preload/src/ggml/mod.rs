@@ -275,7 +275,7 @@ pub struct OwnBuffer {
     /// The size in bytes.
     size: u64,
     /// The context of its tensor: some backends keep pointers to the tensor.
-    _context: OwnContext,
+    context: OwnContext,
 }
 
 // SAFETY: ggml ties no buffer to a thread.
@@ -298,31 +298,64 @@ impl OwnBuffer {
         ne: &[i64],
         name: &CStr,
     ) -> Result<(OwnBuffer, *mut Tensor), u64> {
+        let size = OwnBuffer::size_for(ggml, buft, ty, ne)?;
+        let context = ggml.context(1).ok_or(0u64)?;
+        // SAFETY: a live buffer type.
+        let buffer = unsafe { (ggml.f.ggml_backend_buft_alloc_buffer)(buft, size as usize) };
+        if buffer.is_null() {
+            return Err(size);
+        }
+        let own = OwnBuffer {
+            ggml,
+            buffer,
+            size,
+            context,
+        };
+        let tensor = own.place_tensor(ty, ne, name);
+        // SAFETY: a live buffer.
+        unsafe {
+            (ggml.f.ggml_backend_buffer_set_usage)(buffer, USAGE_WEIGHTS);
+            if own.is_host() {
+                let base = (ggml.f.ggml_backend_buffer_get_base)(buffer);
+                use_huge_pages(base as usize, size as usize);
+            }
+        }
+        Ok((own, tensor))
+    }
+
+    /// Gives the buffer to another tensor, which must not need more than its size; returns both.
+    /// No tensor uses the buffer any more.
+    pub fn reuse(self, ty: i32, ne: &[i64], name: &CStr) -> Result<(OwnBuffer, *mut Tensor), u64> {
+        let mut own = self;
+        own.context = own.ggml.context(1).ok_or(0u64)?;
+        let tensor = own.place_tensor(ty, ne, name);
+        Ok((own, tensor))
+    }
+
+    /// Returns the size of a buffer of a type for one tensor.
+    pub fn size_for(
+        ggml: &'static Ggml,
+        buft: *mut BufferType,
+        ty: i32,
+        ne: &[i64],
+    ) -> Result<u64, u64> {
         let context = ggml.context(1).ok_or(0u64)?;
         let tensor = context.tensor(ty, ne);
-        // SAFETY: the tensor is new and not shared; the buffer has the size that its type
-        // returns for the tensor.
+        // SAFETY: a live buffer type, and a tensor of a live context.
+        Ok(unsafe { (ggml.f.ggml_backend_buft_get_alloc_size)(buft, tensor) } as u64)
+    }
+
+    /// Makes a tensor at the start of the buffer.
+    fn place_tensor(&self, ty: i32, ne: &[i64], name: &CStr) -> *mut Tensor {
+        let (f, tensor) = (&self.ggml.f, self.context.tensor(ty, ne));
+        // SAFETY: the tensor is new and not shared; the buffer is live and has the size that its
+        // type returns for the tensor.
         unsafe {
-            (ggml.f.ggml_set_name)(tensor, name.as_ptr());
-            let size = (ggml.f.ggml_backend_buft_get_alloc_size)(buft, tensor);
-            let buffer = (ggml.f.ggml_backend_buft_alloc_buffer)(buft, size);
-            if buffer.is_null() {
-                return Err(size as u64);
-            }
-            let own = OwnBuffer {
-                ggml,
-                buffer,
-                size: size as u64,
-                _context: context,
-            };
-            (ggml.f.ggml_backend_buffer_set_usage)(buffer, USAGE_WEIGHTS);
-            let base = (ggml.f.ggml_backend_buffer_get_base)(buffer);
-            (ggml.f.ggml_backend_tensor_alloc)(buffer, tensor, base);
-            if own.is_host() {
-                use_huge_pages(base as usize, size);
-            }
-            Ok((own, tensor))
+            (f.ggml_set_name)(tensor, name.as_ptr());
+            let base = (f.ggml_backend_buffer_get_base)(self.buffer);
+            (f.ggml_backend_tensor_alloc)(self.buffer, tensor, base);
         }
+        tensor
     }
 
     /// Sets all bytes to zero.
@@ -336,11 +369,25 @@ impl OwnBuffer {
         self.size
     }
 
+    /// Returns its buffer type.
+    pub fn buffer_type(&self) -> *mut BufferType {
+        // SAFETY: a live buffer.
+        unsafe { (self.ggml.f.ggml_backend_buffer_get_type)(self.buffer) }
+    }
+
     /// Returns the name of its buffer type.
     pub fn place(&self) -> String {
-        // SAFETY: a live buffer.
-        let buft = unsafe { (self.ggml.f.ggml_backend_buffer_get_type)(self.buffer) };
-        self.ggml.buffer_type_name(buft)
+        self.ggml.buffer_type_name(self.buffer_type())
+    }
+
+    /// Whether it belongs to the CPU, also in a special buffer type.
+    pub fn is_in_memory_of_process(&self) -> bool {
+        let f = &self.ggml.f;
+        // SAFETY: live buffer types and devices, which are static.
+        unsafe {
+            let device = (f.ggml_backend_buft_get_device)(self.buffer_type());
+            device.is_null() || (f.ggml_backend_dev_type)(device) == DEVICE_CPU
+        }
     }
 
     /// Whether its bytes are in memory of this process.

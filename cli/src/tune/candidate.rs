@@ -1,0 +1,142 @@
+//! Candidates for the tensors: a type, or another file of the same model.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use ggml_quantize::rules;
+use llama_sidecar::gguf::TypeInfo;
+
+use super::imatrix::Matrix;
+use super::model::{Model, Tensor};
+
+/// Where the tensors of a candidate come from.
+pub enum Origin {
+    /// They are quantised to this type, or to what fits instead.
+    Type(&'static TypeInfo),
+    /// They are in another model's files.
+    Files(Model),
+}
+
+/// A candidate.
+pub struct Candidate {
+    /// The type, or the name of the file without its extension.
+    pub name: String,
+    pub origin: Origin,
+}
+
+/// What a tensor becomes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Outcome {
+    pub ty: &'static TypeInfo,
+    pub bytes: u64,
+}
+
+impl Candidate {
+    /// Reads a type, or the path of a model.
+    pub fn parse(text: &str) -> Result<Candidate> {
+        if let Some(ty) = type_named(text) {
+            return Ok(Candidate {
+                name: ty.name().into(),
+                origin: Origin::Type(ty),
+            });
+        }
+        let path = PathBuf::from(text);
+        ensure!(
+            path.exists(),
+            "'{text}' is neither a type of ggml, such as q4_K, nor a file"
+        );
+        let name = path.file_stem().unwrap_or_default().to_string_lossy();
+        Ok(Candidate {
+            name: name.into_owned(),
+            origin: Origin::Files(Model::open(&path)?),
+        })
+    }
+
+    /// Returns what each tensor becomes. `has_matrix` is whether the importance matrix has data for
+    /// a tensor.
+    pub fn outcomes(
+        &self,
+        tensors: &[Tensor<'_>],
+        matrix: Option<&Matrix>,
+    ) -> Result<Vec<Outcome>> {
+        match &self.origin {
+            Origin::Type(ty) => {
+                let of = |tensor| outcome_of_type(ty, tensor, matrix);
+                tensors.iter().map(of).collect()
+            }
+            Origin::Files(model) => {
+                let all = model.tensors();
+                let by_name: BTreeMap<&str, &Tensor<'_>> =
+                    all.iter().map(|tensor| (tensor.name, tensor)).collect();
+                let of = |tensor: &Tensor<'_>| outcome_of_file(&model.path, &by_name, tensor);
+                tensors.iter().map(of).collect()
+            }
+        }
+    }
+}
+
+fn outcome_of_type(
+    wanted: &'static TypeInfo,
+    tensor: &Tensor<'_>,
+    matrix: Option<&Matrix>,
+) -> Result<Outcome> {
+    let row = tensor.info.ne[0];
+    let fitting = rules::fitting(wanted.name(), wanted.block as usize, usize::try_from(row)?);
+    let ty = fitting.and_then(TypeInfo::from_name);
+    let ty = ty.with_context(|| {
+        format!(
+            "'{}' has rows of {row} elements, which {} does not fit: leave it out with --only, or use another type",
+            tensor.name,
+            wanted.name()
+        )
+    })?;
+    let has_matrix = matrix.is_some_and(|of| of.entries.contains_key(tensor.name));
+    ensure!(
+        has_matrix || !rules::needs_matrix(tensor.name, ty.name()),
+        "{} needs an importance matrix with data for '{}': pass one with --imatrix (llama-imatrix makes it), or use another type",
+        ty.name(),
+        tensor.name
+    );
+    let rows = tensor.info.ne[1..]
+        .iter()
+        .try_fold(1u64, |product, of| product.checked_mul(*of));
+    let bytes = ty
+        .row_bytes(row)
+        .zip(rows)
+        .and_then(|(row, rows)| row.checked_mul(rows));
+    Ok(Outcome {
+        ty,
+        bytes: bytes.with_context(|| format!("'{}' is too large", tensor.name))?,
+    })
+}
+
+fn outcome_of_file(
+    path: &Path,
+    by_name: &BTreeMap<&str, &Tensor<'_>>,
+    tensor: &Tensor<'_>,
+) -> Result<Outcome> {
+    let found = by_name.get(tensor.name).with_context(|| {
+        format!(
+            "'{}' is not in {}: pass another version of the same model",
+            tensor.name,
+            path.display()
+        )
+    })?;
+    ensure!(
+        found.info.ne == tensor.info.ne,
+        "'{}' has another shape in {}: pass another version of the same model",
+        tensor.name,
+        path.display()
+    );
+    Ok(Outcome {
+        ty: found.info.ty,
+        bytes: found.info.nbytes,
+    })
+}
+
+/// Returns a type by its name, in any case.
+fn type_named(text: &str) -> Option<&'static TypeInfo> {
+    let mut all = llama_sidecar::gguf::TYPES.iter();
+    all.find(|ty| ty.name().eq_ignore_ascii_case(text))
+}

@@ -1,0 +1,225 @@
+//! llama-perplexity: once for the base logits, and as a process that evaluates again and again.
+
+use std::fs::{self, File};
+use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use llama_sidecar::protocol::{Overlay, Reply, Request, Round};
+use rustix::process::{Signal, set_parent_process_death_signal};
+use serde::de::DeserializeOwned;
+
+use super::statistics::Statistics;
+use crate::control;
+use crate::executable::{Executable, preload_library};
+use crate::journal::Journal;
+
+/// How a program evaluates.
+pub struct Program {
+    pub executable: Executable,
+    /// Tokens of a chunk.
+    pub context: u32,
+    pub threads: usize,
+    /// Further arguments.
+    pub arguments: Vec<String>,
+}
+
+/// A running program. It ends when this is dropped, and when this process ends.
+pub struct Host {
+    child: Child,
+    log: PathBuf,
+    /// The size of the log before the evaluation.
+    read: u64,
+    socket: PathBuf,
+    _folder: tempfile::TempDir,
+}
+
+impl Program {
+    /// Returns the libraries of llama.cpp that the loader finds for the program.
+    pub fn libraries(&self) -> Result<Vec<PathBuf>> {
+        let output = Command::new(&self.executable.path)
+            .env("LD_TRACE_LOADED_OBJECTS", "1")
+            .stdin(Stdio::null())
+            .output()
+            .with_context(|| format!("cannot run {}", self.executable.path.display()))?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        let path = |line: &str| {
+            let path = line.split_once(" => ")?.1.split_once(" (")?.0;
+            let name = Path::new(path).file_name()?.to_string_lossy();
+            (name.contains("ggml") || name.contains("llama")).then(|| PathBuf::from(path))
+        };
+        Ok(text.lines().filter_map(path).collect())
+    }
+
+    fn command(&self, model: &Path, log: &File) -> Result<Command> {
+        let mut command = Command::new(&self.executable.path);
+        command
+            .arg("--model")
+            .arg(model)
+            .args(["--ctx-size", &self.context.to_string()])
+            .args(["--threads", &self.threads.to_string()])
+            .args(&self.arguments)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log.try_clone()?);
+        // SAFETY: one system call between fork and exec.
+        unsafe {
+            command.pre_exec(|| Ok(set_parent_process_death_signal(Some(Signal::KILL))?));
+        }
+        Ok(command)
+    }
+
+    /// Writes base logits.
+    pub fn write_base(
+        &self,
+        model: &Path,
+        text: &Path,
+        chunks: Option<u32>,
+        base: &Path,
+        log: &Path,
+    ) -> Result<()> {
+        let mut command = self.command(model, &new_log(log)?)?;
+        command.arg("--file").arg(text);
+        if let Some(chunks) = chunks {
+            command.args(["--chunks", &chunks.to_string()]);
+        }
+        command.arg("--kl-divergence-base").arg(base);
+        let status = command.spawn()?.wait()?;
+        ensure!(
+            status.success(),
+            "llama-perplexity made no base logits ({status}): {}",
+            last_lines(log)
+        );
+        Ok(())
+    }
+
+    /// Starts the program with the drop-in. Its first evaluation begins.
+    pub fn start(&self, model: &Path, base: &Path, log: &Path) -> Result<Host> {
+        let preload = preload_library()?;
+        if let Some(obstacle) = self.executable.obstacle(&preload) {
+            bail!("{obstacle}");
+        }
+        let folder = tempfile::Builder::new()
+            .prefix("llama-sidecar-")
+            .tempdir()?;
+        let socket = folder.path().join("socket");
+        let journal = Journal::new()?;
+        let mut command = self.command(model, &new_log(log)?)?;
+        command
+            .arg("--kl-divergence")
+            .arg("--kl-divergence-base")
+            .arg(base)
+            .env("LD_PRELOAD", &preload)
+            .env("LLAMA_SIDECAR_JOURNAL", journal.path())
+            .env("LLAMA_SIDECAR_CONTROL", &socket)
+            .env("LLAMA_SIDECAR_ROUNDS", "1")
+            .env("LLAMA_HOTSWAP_ENABLED", "1")
+            .env("LLAMA_HOTSWAP_POLL_MS", "0");
+        let mut host = Host {
+            child: command.spawn()?,
+            log: log.to_owned(),
+            read: 0,
+            socket,
+            _folder: folder,
+        };
+        // The drop-in listens from its first evaluation on.
+        while UnixStream::connect(&host.socket).is_err() {
+            if let Some(status) = host.child.try_wait()? {
+                let why = journal.read().obstacle(Some(status));
+                let why = why.unwrap_or_else(|| format!("the program ended ({status})"));
+                bail!("{why}: {}", last_lines(log));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(host)
+    }
+}
+
+impl Host {
+    /// Waits for the end of the first evaluation.
+    pub fn first(&mut self) -> Result<Statistics> {
+        self.round(false)
+    }
+
+    /// Puts the tensors of an earlier call back, uses these, and evaluates. Returns the
+    /// statistics and the time.
+    pub fn measure(&mut self, overlays: &[Overlay]) -> Result<(Statistics, f64)> {
+        let began = Instant::now();
+        let reply: Reply = self.ask(&Request::Swap {
+            revert: Some(".*".into()),
+            overlays: overlays.to_vec(),
+        })?;
+        ensure!(
+            reply.ok,
+            "the program did not use the tensors: {}",
+            reply.error.as_deref().unwrap_or("see its log")
+        );
+        let statistics = self.round(true)?;
+        Ok((statistics, began.elapsed().as_secs_f64()))
+    }
+
+    fn round(&mut self, start: bool) -> Result<Statistics> {
+        let reply: Round = self.ask(&Request::Round { start })?;
+        ensure!(
+            reply.ok && reply.exit == 0,
+            "an evaluation failed ({}); {}",
+            reply
+                .error
+                .unwrap_or_else(|| format!("exit status {}", reply.exit)),
+            last_lines(&self.log)
+        );
+        let mut file = File::open(&self.log)?;
+        file.seek(SeekFrom::Start(self.read))?;
+        let mut output = Vec::new();
+        self.read += file.read_to_end(&mut output)? as u64;
+        Statistics::parse(&String::from_utf8_lossy(&output))
+            .with_context(|| format!("see {}", self.log.display()))
+    }
+
+    /// Sends a request and waits for its reply.
+    fn ask<T: DeserializeOwned>(&self, request: &Request) -> Result<T> {
+        let answer = control::ask(&self.socket, request).and_then(|of| control::parsed(&of));
+        answer.with_context(|| {
+            format!(
+                "the program ended or does not answer; {}",
+                last_lines(&self.log)
+            )
+        })
+    }
+
+    /// Lets the program end.
+    pub fn end(mut self) -> Result<()> {
+        self.ask::<Reply>(&Request::RoundEnd)?;
+        self.child.wait()?;
+        Ok(())
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        // After its end, this does nothing.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn new_log(path: &Path) -> Result<File> {
+    let file = File::create(path).and_then(|_| File::options().append(true).open(path));
+    file.with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Returns the end of a log.
+fn last_lines(log: &Path) -> String {
+    let text = fs::read(log).unwrap_or_default();
+    let text = String::from_utf8_lossy(&text[text.len().saturating_sub(4096)..]);
+    let lines: Vec<&str> = text
+        .lines()
+        .filter(|line| !line.trim().is_empty())
+        .collect();
+    let last = lines[lines.len().saturating_sub(3)..].join(" / ");
+    format!("its log {} ends with: {last}", log.display())
+}

@@ -1,0 +1,155 @@
+//! Quantised tensors, kept in the work folder: a GGUF file for each type.
+//!
+//! The name of a file has a hash of everything that its bytes depend on: the source, the type, the
+//! importance matrix, the ggml library and the names of the tensors. A file is written under
+//! another name first, so that a file with its name is complete.
+
+use std::fs;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use ggml_quantize::{Ggml, Kind, convert};
+use indicatif::ProgressBar;
+use llama_sidecar::gguf::{HeaderWriter, TypeInfo, padding};
+use llama_sidecar::reload::hash_bytes;
+
+use super::candidate::Outcome;
+use super::imatrix::Matrix;
+use super::model::{Model, Tensor, elements};
+use super::record::keep;
+use crate::space::Need;
+
+/// The alignment of tensors in files.
+const ALIGNMENT: u32 = 32;
+
+/// What quantised bytes depend on.
+pub struct Quantizer<'a> {
+    pub ggml: &'a Ggml,
+    /// A hash of the library.
+    pub library: &'a str,
+    pub source: &'a Model,
+    /// A hash of the source.
+    pub content: &'a str,
+    pub matrix: Option<&'a Matrix>,
+    pub threads: usize,
+    /// The folder for the files.
+    pub folder: &'a Path,
+}
+
+impl Quantizer<'_> {
+    /// Returns the path of the file for a type.
+    pub fn path(&self, name: &str, tensors: &[Tensor<'_>], outcomes: &[Outcome]) -> PathBuf {
+        let matrix = self.matrix.map_or(0, Matrix::hash);
+        let mut key = format!("{} {} {name} {matrix:032x}", self.library, self.content);
+        for (tensor, outcome) in tensors.iter().zip(outcomes) {
+            key += &format!(" {} {}", tensor.name, outcome.ty.name());
+        }
+        let hash = hash_bytes(key.as_bytes());
+        self.folder.join(format!("{name}-{hash:032x}.gguf"))
+    }
+
+    /// Quantises tensors of the source and returns the file that has them. An existing file is
+    /// used.
+    pub fn make(
+        &self,
+        name: &str,
+        tensors: &[Tensor<'_>],
+        outcomes: &[Outcome],
+        bar: &ProgressBar,
+    ) -> Result<PathBuf> {
+        let path = self.path(name, tensors, outcomes);
+        let total: u64 = tensors.iter().map(|tensor| elements(tensor.info)).sum();
+        if path.exists() {
+            bar.inc(total);
+            return Ok(path);
+        }
+        let explain = || format!("cannot quantise to {name} in {}", self.folder.display());
+        fs::create_dir_all(self.folder).with_context(explain)?;
+        let mut header = HeaderWriter::new(ALIGNMENT);
+        header.value("general.architecture", self.source.architecture.as_str());
+        for (tensor, outcome) in tensors.iter().zip(outcomes) {
+            let extents = &tensor.info.ne[..tensor.info.n_dims as usize];
+            header.tensor(
+                tensor.name.as_bytes(),
+                extents,
+                outcome.ty.id,
+                outcome.bytes,
+            )?;
+        }
+        let bytes = outcomes.iter().map(|outcome| outcome.bytes).sum();
+        for need in Need::of([(path.as_path(), bytes)])? {
+            need.check()?;
+        }
+        let file = tempfile::NamedTempFile::with_prefix_in(".part-", self.folder);
+        let file = file.with_context(explain)?;
+        let mut out = BufWriter::new(file.as_file());
+        out.write_all(&header.finish()).with_context(explain)?;
+        for (tensor, outcome) in tensors.iter().zip(outcomes) {
+            self.quantize(tensor, outcome, &mut out).with_context(|| {
+                format!("cannot quantise '{}' to {}", tensor.name, outcome.ty.name())
+            })?;
+            let zeros = vec![0; padding(outcome.bytes, ALIGNMENT.into()) as usize];
+            out.write_all(&zeros).with_context(explain)?;
+            bar.inc(elements(tensor.info));
+        }
+        out.flush().with_context(explain)?;
+        drop(out);
+        keep(file, &path).with_context(explain)?;
+        Ok(path)
+    }
+
+    fn quantize(&self, tensor: &Tensor<'_>, outcome: &Outcome, out: &mut impl Write) -> Result<()> {
+        let (source, offset) = (&tensor.file.source, tensor.info.offset);
+        let shape = tensor.shape().context("it is too large")?;
+        let read = |at: u64, buffer: &mut [u8]| source.read_at(buffer, offset + at);
+        if std::ptr::eq(tensor.info.ty, outcome.ty) {
+            // llama-quantize copies it, too.
+            return copy(tensor.info.nbytes, read, out);
+        }
+        let matrix = match self.matrix {
+            Some(matrix) => matrix.of(tensor.name, shape.row.saturating_mul(shape.matrices))?,
+            None => None,
+        };
+        let (from, to) = (self.kind(tensor.info.ty)?, self.kind(outcome.ty)?);
+        let write = |bytes: &[u8]| out.write_all(bytes);
+        convert(
+            self.ggml,
+            &from,
+            &to,
+            shape,
+            matrix,
+            self.threads,
+            read,
+            write,
+        )?;
+        Ok(())
+    }
+
+    /// Returns a type as the library has it.
+    fn kind(&self, ty: &'static TypeInfo) -> Result<Kind> {
+        let kind = self.ggml.kind(ty.id, ty.name())?;
+        ensure!(
+            (kind.block as u64, kind.bytes as u64) == (ty.block, ty.bytes) && ty.row_meta == 0,
+            "this ggml library has another layout of {}",
+            ty.name()
+        );
+        Ok(kind)
+    }
+}
+
+fn copy(
+    len: u64,
+    read: impl Fn(u64, &mut [u8]) -> std::io::Result<()>,
+    out: &mut impl Write,
+) -> Result<()> {
+    let mut buffer = vec![0; len.min(4 << 20) as usize];
+    let mut at = 0;
+    while at < len {
+        let step = (len - at).min(buffer.len() as u64) as usize;
+        read(at, &mut buffer[..step])?;
+        out.write_all(&buffer[..step])?;
+        at += step as u64;
+    }
+    Ok(())
+}

@@ -1,0 +1,383 @@
+//! `llama-sidecar tune`: which tensors bear fewer bits, and the types of a model for a size.
+//!
+//! Modules, top to bottom: [`page`], [`tables`] and [`write`](mod@write) (results), [`results`],
+//! [`sweep`] (measurements), [`kept`] (quantised tensors), [`candidate`], [`host`] (the program
+//! that evaluates), [`recipe`] (the choice of types), [`groups`], [`imatrix`], [`identity`],
+//! [`record`] (the work folder), [`statistics`], [`model`].
+
+mod candidate;
+mod groups;
+mod host;
+mod identity;
+mod imatrix;
+mod kept;
+mod model;
+mod page;
+mod recipe;
+mod record;
+mod results;
+mod statistics;
+mod sweep;
+mod tables;
+mod write;
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use ggml_quantize::Ggml;
+use llama_sidecar::reload::hash_bytes;
+use regex::Regex;
+
+use crate::executable::Executable;
+use crate::sizes::size;
+use crate::space::Need;
+use candidate::{Candidate, Origin};
+use groups::By;
+use host::Program;
+use identity::Identities;
+use imatrix::Matrix;
+use kept::Quantizer;
+use model::{Model, Tensor};
+use record::{Record, make_folder};
+use results::{Goal, Results};
+use sweep::{Plan, Sweep, ggml_library};
+
+/// The model, the candidates, and the goal.
+#[derive(clap::Args)]
+pub struct TuneOptions {
+    /// The model: a GGUF file, or any shard of one. It stays as it is.
+    model: PathBuf,
+    /// Candidates for the tensors: types such as q4_K, or other files of the same model.
+    #[arg(long, value_name = "TYPE", value_delimiter = ',', required = true)]
+    types: Vec<String>,
+    /// The text to evaluate.
+    #[arg(long, value_name = "FILE", required_unless_present_any = ["base", "prepare"])]
+    text: Option<PathBuf>,
+    /// Base logits that llama-perplexity wrote. Without it, they are made from the text.
+    #[arg(long, value_name = "FILE")]
+    base: Option<PathBuf>,
+    /// A better version of the model, for the base logits and as the source of the tensors.
+    #[arg(long, value_name = "GGUF")]
+    reference: Option<PathBuf>,
+    /// An importance matrix of llama-imatrix, for quantising.
+    #[arg(long, value_name = "FILE")]
+    imatrix: Option<PathBuf>,
+    /// Tensors that get a type together.
+    #[arg(long, value_enum, default_value = "role")]
+    by: By,
+    /// A group of tensors whose whole names match; may be repeated. Others stay as they are.
+    #[arg(long, value_name = "REGEX", conflicts_with = "by")]
+    group: Vec<Regex>,
+    /// Only tensors whose whole names match. Others stay as they are.
+    #[arg(long, value_name = "REGEX")]
+    only: Option<Regex>,
+    /// Choose types so that the file is not larger than this, for example 5G.
+    #[arg(long, value_name = "BYTES", value_parser = size)]
+    size: Option<u64>,
+    /// Choose types so that the tensors have at most so many bits a weight.
+    #[arg(long, value_name = "BITS", conflicts_with = "size")]
+    bpw: Option<f64>,
+    /// Write the model with the chosen types.
+    #[arg(long, value_name = "GGUF")]
+    write: Option<PathBuf>,
+    /// Quantise the tensors to all types, print the files, and measure nothing.
+    #[arg(long, conflicts_with_all = ["size", "bpw", "write"])]
+    prepare: bool,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+    /// The folder for measurements and quantised tensors. The same command continues there after
+    /// an interruption. Default: MODEL.tune.
+    #[arg(long, value_name = "DIR")]
+    work: Option<PathBuf>,
+    /// Tokens of a chunk of the text.
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(16..))]
+    ctx: u32,
+    /// Number of chunks to evaluate; all by default.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    chunks: Option<u32>,
+    /// Threads that quantise and evaluate; as many as there are processors by default.
+    #[arg(long, value_name = "N")]
+    threads: Option<usize>,
+    /// The program that evaluates.
+    #[arg(long, value_name = "PROGRAM", default_value = "llama-perplexity")]
+    host: OsString,
+    /// The libggml-base.so that quantises; that of the program by default.
+    #[arg(long, value_name = "LIBRARY")]
+    ggml: Option<PathBuf>,
+    /// Further arguments of the program, after `--`.
+    #[arg(last = true)]
+    arguments: Vec<String>,
+}
+
+/// Measures what is not known yet, and prints and writes the results.
+pub fn run(options: &TuneOptions) -> Result<()> {
+    if let Some(bits) = options.bpw {
+        ensure!(
+            bits.is_finite() && bits > 0.0,
+            "--bpw is {bits}, expected a number of bits such as 4.5"
+        );
+    }
+    let goal = match (options.size, options.bpw) {
+        (Some(bytes), _) => Some(Goal::Size(bytes)),
+        (None, Some(bits)) => Some(Goal::BitsPerWeight(bits)),
+        (None, None) => None,
+    };
+    ensure!(
+        options.write.is_none() || goal.is_some(),
+        "--write needs a goal: pass --size or --bpw"
+    );
+    let model = Model::open(&options.model)?;
+    let reference = options.reference.as_deref().map(Model::open).transpose()?;
+    let source = reference.as_ref().unwrap_or(&model);
+    let matrix = options.imatrix.as_deref().map(Matrix::load).transpose()?;
+    let candidates = options.types.iter().map(|text| Candidate::parse(text));
+    let candidates: Vec<Candidate> = candidates.collect::<Result<_>>()?;
+    for (at, of) in candidates.iter().enumerate() {
+        ensure!(
+            candidates[..at].iter().all(|before| before.name != of.name),
+            "--types has '{}' twice: name each candidate once; the name of a file is its name without extension",
+            of.name
+        );
+    }
+
+    let tensors = tunable(&model, options.only.as_ref())?;
+    let sources = same_in(source, &tensors)?;
+    let groups = match options.group.is_empty() {
+        true => groups::by(&tensors, options.by),
+        false => groups::by_regex(&tensors, &options.group)?,
+    };
+    let outcomes = candidates
+        .iter()
+        .map(|of| of.outcomes(&sources, matrix.as_ref()));
+    let outcomes: Vec<_> = outcomes.collect::<Result<_>>()?;
+
+    let threads = options
+        .threads
+        .filter(|threads| *threads > 0)
+        .unwrap_or_else(processors);
+    let program = Program {
+        executable: Executable::find(&options.host)
+            .context("--host names the program that evaluates, llama-perplexity of llama.cpp")?,
+        context: options.ctx,
+        threads,
+        arguments: options.arguments.clone(),
+    };
+    let folder = make_folder(&work_folder(options, &model))?;
+    let mut identities = Identities::load(&folder);
+    let libraries = program.libraries()?;
+    let library = match &options.ggml {
+        Some(library) => library.clone(),
+        None => ggml_library(&libraries, &program.executable.path)?,
+    };
+    let ggml = Ggml::open(&library)?;
+    let content = identities.of_model(source)?;
+    let library_hash = identities.of_file(&library)?;
+    let parameters = parameters(
+        options,
+        &program,
+        &libraries,
+        &mut identities,
+        [&model, source],
+        matrix.as_ref(),
+        &library_hash,
+    )?;
+    let record = Record::open(&folder)?;
+    // Quantised tensors have their own keys.
+    if !options.prepare {
+        record.check(&folder, &parameters)?;
+    }
+    let mut contents = Vec::new();
+    for candidate in &candidates {
+        contents.push(match &candidate.origin {
+            Origin::Files(model) => identities.of_model(model)?,
+            Origin::Type(_) => "quantised".into(),
+        });
+    }
+    let base = match &options.base {
+        Some(base) => base
+            .canonicalize()
+            .with_context(|| format!("cannot open {}", base.display()))?,
+        None if options.prepare => PathBuf::new(),
+        None => make_base(options, &program, source, &folder)?,
+    };
+    let plan = Plan {
+        quantizer: Quantizer {
+            ggml: &ggml,
+            library: &library_hash,
+            source,
+            content: &content,
+            matrix: matrix.as_ref(),
+            threads,
+            folder: &folder.join("tensors"),
+        },
+        model: &model,
+        tensors,
+        sources,
+        candidates,
+        outcomes,
+        contents,
+        program: &program,
+        base,
+        folder: folder.clone(),
+    };
+    let total =
+        1 + groups.len() * plan.candidates.len() + goal.map_or(0, |_| 1 + plan.candidates.len());
+    let mut sweep = Sweep::new(&plan, record, total)?;
+    if options.prepare {
+        for candidate in 0..plan.candidates.len() {
+            println!("{}", sweep.file(candidate)?.display());
+        }
+        return Ok(());
+    }
+    let results = Results::measure(&plan, groups, goal, &mut sweep)?;
+    sweep.end()?;
+    tables::write_all(&results, &folder)?;
+    record::write_atomically(&folder.join("report.html"), page::page(&results).as_bytes())?;
+    if let Some(path) = &options.write {
+        let recipe = results.recipe.as_ref().context("no recipe")?;
+        write::write(&plan, &recipe.mix, &mut sweep, path)?;
+    }
+    match options.json {
+        true => println!("{:#}", tables::json(&results)),
+        false => print!(
+            "{}",
+            tables::text(&results, &folder, options.write.as_deref())
+        ),
+    }
+    Ok(())
+}
+
+fn processors() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Returns the tensors that can get other types.
+fn tunable<'a>(model: &'a Model, only: Option<&Regex>) -> Result<Vec<Tensor<'a>>> {
+    let only = only
+        .map(|only| Regex::new(&format!("^(?:{only})$")))
+        .transpose()?;
+    let all = model.tensors().into_iter().filter(|tensor| {
+        model.is_quantizable(tensor) && only.as_ref().is_none_or(|only| only.is_match(tensor.name))
+    });
+    let tensors: Vec<_> = all.collect();
+    if tensors.is_empty() {
+        bail!(
+            "{} has no such tensor that llama-quantize would quantise: check --only with 'llama-sidecar inspect'",
+            model.path.display()
+        );
+    }
+    Ok(tensors)
+}
+
+/// Returns the tensors of a source with the same names.
+fn same_in<'a>(source: &'a Model, tensors: &[Tensor<'_>]) -> Result<Vec<Tensor<'a>>> {
+    let all = source.tensors();
+    let by_name: BTreeMap<&str, &Tensor<'_>> =
+        all.iter().map(|tensor| (tensor.name, tensor)).collect();
+    let find = |tensor: &Tensor<'_>| {
+        let found = by_name.get(tensor.name);
+        let found = found.filter(|found| found.info.ne == tensor.info.ne);
+        found.map(|found| **found).with_context(|| {
+            format!(
+                "{} has no tensor '{}' of the same shape: pass a better version of the same model to --reference",
+                source.path.display(),
+                tensor.name
+            )
+        })
+    };
+    tensors.iter().map(find).collect()
+}
+
+fn work_folder(options: &TuneOptions, model: &Model) -> PathBuf {
+    options.work.clone().unwrap_or_else(|| {
+        let mut path = model.path.as_os_str().to_owned();
+        path.push(".tune");
+        path.into()
+    })
+}
+
+/// Returns everything that figures depend on, by the name that a message uses.
+fn parameters(
+    options: &TuneOptions,
+    program: &Program,
+    libraries: &[PathBuf],
+    identities: &mut Identities,
+    [model, source]: [&Model; 2],
+    matrix: Option<&Matrix>,
+    library: &str,
+) -> Result<BTreeMap<&'static str, String>> {
+    let mut built = String::new();
+    for path in libraries {
+        built += &identities.of_file(path)?;
+    }
+    let mut file = |path: &Option<PathBuf>| match path {
+        Some(path) => identities.of_file(path),
+        None => Ok("none".into()),
+    };
+    let mut parameters = BTreeMap::from([
+        ("text", file(&options.text)?),
+        ("base", file(&options.base)?),
+        ("program", format!("{:032x}", hash_bytes(built.as_bytes()))),
+        ("ggml library", library.to_owned()),
+        (
+            "imatrix",
+            matrix.map_or("none".into(), |of| format!("{:032x}", of.hash())),
+        ),
+        ("ctx", program.context.to_string()),
+        (
+            "chunks",
+            options
+                .chunks
+                .map_or("all".into(), |chunks| chunks.to_string()),
+        ),
+        ("list of arguments after --", program.arguments.join(" ")),
+    ]);
+    parameters.insert("model", identities.of_model(model)?);
+    parameters.insert("reference", identities.of_model(source)?);
+    Ok(parameters)
+}
+
+/// Makes the base logits, if the work folder has none.
+fn make_base(
+    options: &TuneOptions,
+    program: &Program,
+    source: &Model,
+    folder: &Path,
+) -> Result<PathBuf> {
+    let path = folder.join("base.logits");
+    if path.exists() {
+        return Ok(path);
+    }
+    let text = options
+        .text
+        .as_deref()
+        .context("no text: pass --text or --base")?;
+    if let (Some(chunks), Some(vocabulary)) = (options.chunks, source.vocabulary()) {
+        let tokens = u64::from(program.context - 1 - program.context / 2);
+        let bytes = tokens.saturating_mul(vocabulary.saturating_mul(2).saturating_add(10));
+        for need in Need::of([(path.as_path(), bytes.saturating_mul(chunks.into()))])? {
+            need.check().context("the base logits do not fit: pass fewer --chunks, or name a folder on a larger disk with --work")?;
+        }
+    }
+    eprintln!(
+        "llama-sidecar: making the base logits with {}",
+        source.path.display()
+    );
+    let part = folder.join("base.part");
+    program.write_base(
+        &source.path,
+        text,
+        options.chunks,
+        &part,
+        &folder.join("base.log"),
+    )?;
+    let written = std::fs::File::open(&part).and_then(|file| {
+        file.sync_all()?;
+        std::fs::rename(&part, &path)
+    });
+    written.with_context(|| format!("cannot write {}", path.display()))?;
+    Ok(path)
+}

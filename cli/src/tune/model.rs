@@ -1,0 +1,136 @@
+//! A model's tensors, in the order in which `llama-quantize` writes them.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use ggml_quantize::{Shape, rules};
+use llama_sidecar::gguf::{Access, GgufFile, TensorInfo, Value, open_model};
+use llama_sidecar::reload::{Hash, hash_bytes, hash_source};
+
+/// An open model.
+pub struct Model {
+    pub path: PathBuf,
+    pub files: Vec<GgufFile>,
+    pub architecture: String,
+}
+
+/// A tensor of a model.
+#[derive(Clone, Copy)]
+pub struct Tensor<'a> {
+    pub name: &'a str,
+    pub file: &'a GgufFile,
+    pub info: &'a TensorInfo,
+}
+
+impl Model {
+    /// Opens a model: a file, or any shard.
+    pub fn open(path: &Path) -> Result<Model> {
+        let path = path
+            .canonicalize()
+            .with_context(|| format!("cannot open {}: check the path", path.display()))?;
+        let files = open_model(&path, Access::Read)?;
+        let model = Model {
+            architecture: text(&files[0], "general.architecture")?,
+            path,
+            files,
+        };
+        for file in &model.files {
+            for info in &file.header.tensors {
+                let name = file.header.name(info);
+                ensure!(
+                    name.to_str().is_ok(),
+                    "{}: the name of the tensor {name:?} is not UTF-8",
+                    model.path.display()
+                );
+            }
+        }
+        Ok(model)
+    }
+
+    /// Returns all tensors.
+    pub fn tensors(&self) -> Vec<Tensor<'_>> {
+        let of = |file| Tensor::of_file(file);
+        let mut all: Vec<_> = self.files.iter().flat_map(of).collect();
+        all.sort_by_key(|tensor| (layer(tensor.name).map_or(-1, i64::from), tensor.name));
+        all
+    }
+
+    /// Returns whether `llama-quantize` quantises a tensor.
+    pub fn is_quantizable(&self, tensor: &Tensor<'_>) -> bool {
+        let dimensions = tensor.info.ne.iter().rposition(|extent| *extent > 1);
+        let dimensions = dimensions.map_or(1, |last| last + 1);
+        rules::allows(&self.architecture, tensor.name, dimensions)
+    }
+
+    /// Returns whether tensors with blocks are in the model.
+    pub fn is_quantized(&self) -> bool {
+        let mut tensors = self.files.iter().flat_map(|file| &file.header.tensors);
+        tensors.any(|info| info.ty.block > 1)
+    }
+
+    /// Returns the number of elements.
+    pub fn elements(&self) -> u64 {
+        let tensors = self.files.iter().flat_map(|file| &file.header.tensors);
+        tensors.map(elements).sum()
+    }
+
+    /// Returns the number of tokens that the model knows.
+    pub fn vocabulary(&self) -> Option<u64> {
+        let tokens = self.files[0].header.key(b"tokenizer.ggml.tokens")?;
+        Some(tokens.count)
+    }
+
+    /// Reads all files and returns a hash of their content.
+    pub fn hash(&self) -> Result<Hash> {
+        let mut all = Vec::new();
+        for file in &self.files {
+            let source = &file.source;
+            let hash = hash_source(source, 0, source.id().size);
+            let hash = hash.with_context(|| format!("cannot read {}", source.path().display()))?;
+            all.extend(hash.to_le_bytes());
+        }
+        Ok(hash_bytes(&all))
+    }
+}
+
+impl<'a> Tensor<'a> {
+    fn of_file(file: &'a GgufFile) -> impl Iterator<Item = Tensor<'a>> {
+        let with_name = move |info| {
+            let name = file.header.name(info).to_str().ok()?;
+            Some(Tensor { name, file, info })
+        };
+        file.header.tensors.iter().filter_map(with_name)
+    }
+
+    /// Returns the extents of the tensor; `None` if they exceed the address space.
+    pub fn shape(&self) -> Option<Shape> {
+        let [row, rows, matrices, more] = self.info.ne;
+        Some(Shape {
+            row: usize::try_from(row).ok()?,
+            rows: usize::try_from(rows).ok()?,
+            matrices: usize::try_from(matrices.checked_mul(more)?).ok()?,
+        })
+    }
+}
+
+/// Returns the number of elements of a tensor.
+pub fn elements(info: &TensorInfo) -> u64 {
+    info.ne.iter().product()
+}
+
+/// Returns the layer in a tensor's name: 7 in `blk.7.attn_q.weight`.
+pub fn layer(name: &str) -> Option<u32> {
+    let (number, _) = name.strip_prefix("blk.")?.split_once('.')?;
+    number.parse().ok()
+}
+
+/// Returns a text of the metadata; empty if the key is missing.
+fn text(file: &GgufFile, key: &str) -> Result<String> {
+    let Some(found) = file.header.key(key.as_bytes()).filter(|key| !key.array) else {
+        return Ok(String::new());
+    };
+    Ok(match file.value(found)? {
+        Value::Text(text) => String::from_utf8_lossy(&text).into_owned(),
+        other => other.to_string(),
+    })
+}

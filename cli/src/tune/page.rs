@@ -1,0 +1,163 @@
+//! The results as a page.
+
+use std::fmt::Write;
+
+use super::groups::role;
+use super::model::layer;
+use super::results::Results;
+use super::tables;
+use crate::svg::{self, escape};
+
+/// Returns a self-contained page.
+pub fn page(results: &Results<'_>) -> String {
+    let plan = results.plan;
+    let mut body = format!(
+        "<section><h1>{}</h1><p class=note>As it is: {}.</p>",
+        escape(&plan.model.path.display().to_string()),
+        escape(&tables::sentence(&results.baseline))
+    );
+    if let Some(recipe) = &results.recipe {
+        let _ = write!(
+            body,
+            "<h2>Recipe for {}</h2><p class=note>{}</p><div class=wide>{}</div>{}",
+            escape(&tables::goal_text(results)),
+            escape(&tables::verdicts(results, recipe)).replace('\n', "<br>"),
+            tables::comparison(results, recipe).as_html(),
+            sizes(results)
+        );
+        let mut rows = String::new();
+        for (group, choice) in results.groups.iter().zip(&recipe.mix.choices) {
+            let name = choice.map_or("as it is", |at| plan.candidates[at].name.as_str());
+            let _ = write!(
+                rows,
+                "<tr><td>{}<td>{}</tr>",
+                escape(&group.name),
+                escape(name)
+            );
+        }
+        let _ = write!(
+            body,
+            "<details><summary>Types of the recipe</summary><table><tr><th>group<th>candidate</tr>{rows}</table></details>"
+        );
+    }
+    body.push_str("<h2>Sensitivity</h2><p class=note>A row is a layer, a column a role. The colour is what the change of the group adds to the KL divergence, against the mean of all groups and candidates. Hover over a cell for its numbers.</p>");
+    for candidate in 0..plan.candidates.len() {
+        let _ = write!(
+            body,
+            "<h3>{}</h3><div class=wide tabindex=0 role=region aria-label=\"Sensitivity, scrolls sideways\">{}</div>",
+            escape(&plan.candidates[candidate].name),
+            heat_map(results, candidate)
+        );
+    }
+    let _ = write!(
+        body,
+        "<h2>Divergence against saved bytes</h2><p class=note>Each group with each candidate: what the change saves, and what it adds to the divergence.</p>{}<h2>Measurements</h2><div class=wide>{}</div></section>",
+        savings(results),
+        tables::measurements(results).as_html()
+    );
+    svg::document("Tuning", &body)
+}
+
+/// Returns row and column of a group: its layer and its role, or all of them.
+fn place(results: &Results<'_>, group: usize) -> (String, String) {
+    let names = || {
+        let tensors = results.groups[group].tensors.iter();
+        tensors.map(|at| results.plan.tensors[*at].name)
+    };
+    let same = |of: &dyn Fn(&str) -> String, many: &str| {
+        let mut all: Vec<String> = names().map(of).collect();
+        all.dedup();
+        match all.len() {
+            1 => all.remove(0),
+            _ => many.to_owned(),
+        }
+    };
+    let row = same(
+        &|name| layer(name).map_or("-".into(), |layer| layer.to_string()),
+        "all",
+    );
+    (row, same(&|name| role(name).to_owned(), "all roles"))
+}
+
+fn heat_map(results: &Results<'_>, candidate: usize) -> String {
+    let mut rows: Vec<String> = Vec::new();
+    let mut columns: Vec<String> = Vec::new();
+    let mut cells = Vec::new();
+    let counts = (results.groups.len() * results.plan.candidates.len()).max(1);
+    let all = (0..results.groups.len())
+        .flat_map(|group| (0..results.plan.candidates.len()).map(move |of| (group, of)));
+    let mean = all.map(|(group, of)| results.added(group, of)).sum::<f64>() / counts as f64;
+    for (group, of) in results.groups.iter().enumerate() {
+        let (row, column) = place(results, group);
+        let at = |names: &mut Vec<String>, name: String| match names
+            .iter()
+            .position(|known| *known == name)
+        {
+            Some(at) => at,
+            None => {
+                names.push(name);
+                names.len() - 1
+            }
+        };
+        let added = results.added(group, candidate);
+        let ratio = if mean > 0.0 { added / mean } else { 0.0 };
+        let label = format!(
+            "{}: {}",
+            of.name,
+            tables::sentence(&results.measured[group][candidate])
+        );
+        cells.push((at(&mut rows, row), at(&mut columns, column), ratio, label));
+    }
+    svg::cells("Sensitivity of each group", &rows, &columns, &cells)
+}
+
+/// Draws size against divergence of the recipe and of uniform types.
+fn sizes(results: &Results<'_>) -> String {
+    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    let mut points: Vec<(f64, f64, String, bool)> = results
+        .uniform
+        .iter()
+        .map(|of| {
+            let name = format!("all as {}", results.plan.candidates[of.candidate].name);
+            (mib(of.mix.bytes), of.statistics.kld.mean, name, false)
+        })
+        .collect();
+    points.extend(results.recipe.iter().map(|recipe| {
+        (
+            mib(recipe.mix.bytes),
+            recipe.statistics.kld.mean,
+            "recipe".into(),
+            true,
+        )
+    }));
+    svg::scatter("size, MiB", "KL divergence", &points)
+}
+
+fn savings(results: &Results<'_>) -> String {
+    let mut points = Vec::new();
+    for (group, of) in results.groups.iter().enumerate() {
+        let tensors = of.tensors.iter();
+        let now: u64 = tensors
+            .map(|at| results.plan.tensors[*at].info.nbytes)
+            .sum();
+        for (candidate, with) in results.plan.candidates.iter().enumerate() {
+            let saved = now as f64 - results.group_bytes(group, candidate) as f64;
+            let chosen = results
+                .recipe
+                .as_ref()
+                .is_some_and(|recipe| recipe.mix.choices[group] == Some(candidate));
+            let label = format!("{} as {}", of.name, with.name);
+            points.push((
+                saved / f64::from(1 << 20),
+                results.added(group, candidate),
+                label,
+                chosen,
+            ));
+        }
+    }
+    svg::scatter(
+        "saved, MiB; filled: in the recipe",
+        "added KL divergence",
+        &points,
+    )
+}

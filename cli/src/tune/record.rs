@@ -1,0 +1,224 @@
+//! The work folder: its lock, the parameters of its measurements, and the measurements.
+//!
+//! A measurement is a line of `measurements.jsonl`, on disk before the next one begins. An end at
+//! any moment loses at most the measurement in progress: an incomplete last line is removed.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File, TryLockError};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde::{Deserialize, Serialize};
+
+use super::statistics::Statistics;
+use crate::space::folder_of;
+
+/// A measurement of a set of overlays.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Measurement {
+    /// Identifies tensors and their sources.
+    pub key: String,
+    /// What was measured, for people.
+    pub what: String,
+    /// Time of the swap and of the evaluation, in seconds.
+    pub seconds: f64,
+    #[serde(flatten)]
+    pub statistics: Statistics,
+}
+
+/// The measurements of a work folder. No other process uses the folder at the same time.
+pub struct Record {
+    file: File,
+    known: BTreeMap<String, Measurement>,
+    _lock: File,
+}
+
+impl Record {
+    /// Locks a work folder and reads its measurements.
+    pub fn open(folder: &Path) -> Result<Record> {
+        let lock = lock(folder)?;
+        let path = folder.join("measurements.jsonl");
+        let explain = || format!("cannot use {}", path.display());
+        let file = File::options()
+            .read(true)
+            .append(true)
+            .create(true)
+            .open(&path);
+        let mut file = file.with_context(explain)?;
+        let mut text = Vec::new();
+        file.read_to_end(&mut text).with_context(explain)?;
+        let complete = text
+            .iter()
+            .rposition(|byte| *byte == b'\n')
+            .map_or(0, |at| at + 1);
+        if complete < text.len() {
+            file.set_len(complete as u64).with_context(explain)?;
+            file.seek(SeekFrom::End(0)).with_context(explain)?;
+        }
+        let mut known = BTreeMap::new();
+        for (at, line) in text[..complete].split(|byte| *byte == b'\n').enumerate() {
+            if line.is_empty() {
+                continue;
+            }
+            let found: Measurement = serde_json::from_slice(line).with_context(|| {
+                format!(
+                    "line {} of {} is damaged: remove this line; its measurement is then made again",
+                    at + 1,
+                    path.display()
+                )
+            })?;
+            known.insert(found.key.clone(), found);
+        }
+        Ok(Record {
+            file,
+            known,
+            _lock: lock,
+        })
+    }
+
+    /// Fails if the measurements in a work folder were made with other parameters.
+    pub fn check(&self, folder: &Path, parameters: &BTreeMap<&str, String>) -> Result<()> {
+        check_parameters(&folder.join("parameters.json"), parameters)
+    }
+
+    /// Returns an earlier measurement.
+    pub fn find(&self, key: &str) -> Option<&Measurement> {
+        self.known.get(key)
+    }
+
+    /// Adds a measurement, on disk.
+    pub fn add(&mut self, measurement: Measurement) -> Result<()> {
+        let line = format!("{}\n", serde_json::to_string(&measurement)?);
+        self.file
+            .write_all(line.as_bytes())
+            .and_then(|()| self.file.sync_data())
+            .context("cannot write a measurement to the work folder: free some space, and run the same command again")?;
+        self.known.insert(measurement.key.clone(), measurement);
+        Ok(())
+    }
+}
+
+fn lock(folder: &Path) -> Result<File> {
+    let path = folder.join("lock");
+    let explain = || format!("cannot lock {}", path.display());
+    let file = File::create(&path).with_context(explain)?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => bail!(
+            "another 'llama-sidecar tune' uses {}: wait for its end, or name another folder with --work",
+            folder.display()
+        ),
+        Err(TryLockError::Error(error)) => Err(error).with_context(explain),
+    }
+}
+
+/// Compares the parameters with those of the earlier measurements; keeps them if there are none.
+fn check_parameters(path: &Path, parameters: &BTreeMap<&str, String>) -> Result<()> {
+    let Ok(text) = fs::read_to_string(path) else {
+        return write_atomically(path, serde_json::to_string_pretty(parameters)?.as_bytes());
+    };
+    let earlier: BTreeMap<String, String> = serde_json::from_str(&text)
+        .with_context(|| format!("{} is damaged: remove its folder", path.display()))?;
+    for (name, value) in parameters {
+        let before = earlier.get(*name).map_or("none", String::as_str);
+        ensure!(
+            before == value,
+            "the measurements in {} were made with another {name} ({before}), now it is {value}: use the same {name}, or name another folder with --work",
+            folder_of(path).display()
+        );
+    }
+    Ok(())
+}
+
+/// Writes a file so that its path has the old or the new content at any moment.
+pub fn write_atomically(path: &Path, content: &[u8]) -> Result<()> {
+    let written = tempfile::NamedTempFile::new_in(folder_of(path)).and_then(|mut file| {
+        file.write_all(content)?;
+        keep(file, path)
+    });
+    written.with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Renames a complete temporary file to its path.
+pub fn keep(file: tempfile::NamedTempFile, path: &Path) -> std::io::Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    file.as_file()
+        .set_permissions(fs::Permissions::from_mode(0o644))?;
+    file.as_file().sync_all()?;
+    file.persist(path)?;
+    File::open(folder_of(path))?.sync_all()
+}
+
+/// Makes a folder and returns its absolute path.
+pub fn make_folder(path: &Path) -> Result<PathBuf> {
+    let made = fs::create_dir_all(path).and_then(|()| path.canonicalize());
+    made.with_context(|| {
+        format!(
+            "cannot make the work folder {}: name another one with --work",
+            path.display()
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tune::statistics::Figure;
+
+    fn measurement(key: &str) -> Measurement {
+        let figure = Figure {
+            mean: 0.1,
+            error: 1e-17,
+        };
+        Measurement {
+            key: key.into(),
+            what: "x".into(),
+            seconds: 1.5,
+            statistics: Statistics {
+                kld: figure,
+                same_top: figure,
+                ppl: figure,
+            },
+        }
+    }
+
+    #[test]
+    fn a_torn_line_is_removed_and_others_stay() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let open = || Record::open(folder.path());
+        let mut record = open().expect("a record");
+        assert!(
+            open().is_err_and(|error| error.to_string().contains("another 'llama-sidecar tune'"))
+        );
+        record.add(measurement("a")).expect("written");
+        record.add(measurement("b")).expect("written");
+        drop(record);
+        let path = folder.path().join("measurements.jsonl");
+        let text = fs::read_to_string(&path).expect("text");
+        let second = text.find('\n').expect("a line") + 1;
+        for end in second..text.len() {
+            fs::write(&path, &text[..end]).expect("written");
+            let mut record = open().expect("a record");
+            assert_eq!(record.find("a"), Some(&measurement("a")));
+            assert_eq!(record.find("b"), None);
+            record.add(measurement("b")).expect("written");
+            drop(record);
+            assert_eq!(fs::read_to_string(&path).expect("text"), text);
+        }
+    }
+
+    #[test]
+    fn other_parameters_are_refused_by_name() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let with = |text: &str| BTreeMap::from([("chunks", "1".into()), ("text", text.to_owned())]);
+        let record = Record::open(folder.path()).expect("a record");
+        record.check(folder.path(), &with("a")).expect("the first");
+        record.check(folder.path(), &with("a")).expect("the same");
+        let error = record.check(folder.path(), &with("b")).unwrap_err();
+        assert!(
+            error.to_string().contains("another text (a), now it is b"),
+            "{error}"
+        );
+    }
+}

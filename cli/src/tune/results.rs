@@ -1,0 +1,300 @@
+//! What was measured, the recipe that follows, and uniform types for comparison.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, ensure};
+use llama_sidecar::gguf::{TypeInfo, padded};
+
+use super::groups::Group;
+use super::model::Tensor;
+use super::recipe::{self, Choice};
+use super::statistics::{Figure, Statistics};
+use super::sweep::{Chosen, Plan, Sweep};
+use super::write;
+use crate::sizes::size_text;
+
+/// The limit for a recipe.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Goal {
+    /// Bytes of the file.
+    Size(u64),
+    /// Bits of the tensors over the number of weights.
+    BitsPerWeight(f64),
+}
+
+/// A tensor of a mix.
+pub struct Part<'a> {
+    pub tensor: Tensor<'a>,
+    pub ty: &'static TypeInfo,
+    pub bytes: u64,
+    /// The candidate that it comes from; none if it stays as it is.
+    pub candidate: Option<usize>,
+}
+
+/// Types for a whole model.
+pub struct Mix<'a> {
+    /// A candidate for each group; none if the group stays as it is.
+    pub choices: Vec<Option<usize>>,
+    /// All tensors, in the order of the file.
+    pub parts: Vec<Part<'a>>,
+    /// Size of the file.
+    pub bytes: u64,
+    pub bits_per_weight: f64,
+}
+
+/// The recipe.
+pub struct Recipe<'a> {
+    pub mix: Mix<'a>,
+    /// The divergence, if the divergences of the groups add up.
+    pub expected: f64,
+    pub statistics: Statistics,
+}
+
+/// All tensors with one candidate.
+pub struct Uniform<'a> {
+    pub candidate: usize,
+    pub mix: Mix<'a>,
+    pub statistics: Statistics,
+}
+
+/// All measurements.
+pub struct Results<'a> {
+    pub plan: &'a Plan<'a>,
+    pub groups: Vec<Group>,
+    pub goal: Option<Goal>,
+    pub baseline: Statistics,
+    /// For each group and each candidate.
+    pub measured: Vec<Vec<Statistics>>,
+    pub recipe: Option<Recipe<'a>>,
+    pub uniform: Vec<Uniform<'a>>,
+}
+
+impl<'a> Results<'a> {
+    /// Measures what is not known yet.
+    pub fn measure(
+        plan: &'a Plan<'a>,
+        groups: Vec<Group>,
+        goal: Option<Goal>,
+        sweep: &mut Sweep<'a>,
+    ) -> Result<Results<'a>> {
+        // Figures of no model, until there are measurements.
+        let zero = Figure {
+            mean: 0.0,
+            error: 0.0,
+        };
+        let zero = Statistics {
+            kld: zero,
+            same_top: zero,
+            ppl: zero,
+        };
+        let mut results = Results {
+            baseline: zero,
+            measured: vec![vec![zero; plan.candidates.len()]; groups.len()],
+            plan,
+            groups,
+            goal,
+            recipe: None,
+            uniform: Vec::new(),
+        };
+        if let Some(goal) = goal {
+            results.budget(goal)?;
+        }
+        results.baseline = sweep.baseline()?;
+        // Type by type, so that the first figures do not wait for the last type.
+        for (candidate, of) in plan.candidates.iter().enumerate() {
+            for group in 0..results.groups.len() {
+                let what = format!("{} as {}", results.groups[group].name, of.name);
+                let mut choices = vec![None; results.groups.len()];
+                choices[group] = Some(candidate);
+                let chosen = results.chosen(&choices);
+                results.measured[group][candidate] = sweep.measure(&what, &chosen)?;
+            }
+        }
+        if let Some(goal) = goal {
+            results.recipe = Some(results.choose(goal, sweep)?);
+            for (candidate, of) in plan.candidates.iter().enumerate() {
+                let choices = vec![Some(candidate); results.groups.len()];
+                let what = format!("all as {}", of.name);
+                let statistics = sweep.measure(&what, &results.chosen(&choices))?;
+                results.uniform.push(Uniform {
+                    candidate,
+                    mix: results.mix(choices)?,
+                    statistics,
+                });
+            }
+        }
+        Ok(results)
+    }
+
+    /// Returns the bytes that the groups can have. Fails if no mix fits.
+    fn budget(&self, goal: Goal) -> Result<u64> {
+        let now = self.mix(vec![None; self.groups.len()])?;
+        let groups: u64 = (0..self.groups.len())
+            .map(|group| self.bytes_now(group))
+            .sum();
+        let fixed = now.bytes - groups;
+        let tensors: u64 = now.parts.iter().map(|part| in_file(part.bytes)).sum();
+        let header = now.bytes - tensors;
+        let weights = self.plan.model.elements() as f64;
+        let limit = match goal {
+            Goal::Size(bytes) => bytes,
+            Goal::BitsPerWeight(bits) => header.saturating_add((bits * weights / 8.0) as u64),
+        };
+        let least = (0..self.groups.len()).map(|group| {
+            let choices = self.choices(group).into_iter();
+            choices.map(|choice| choice.bytes).min().unwrap_or(0)
+        });
+        let least = fixed + least.sum::<u64>();
+        ensure!(
+            least <= limit,
+            "no mix of these types is as small as the limit: the smallest has {least} bytes ({}, {:.3} bits a weight); raise --size or --bpw, or add a smaller type to --types",
+            size_text(least as f64),
+            (least - header) as f64 * 8.0 / weights
+        );
+        Ok(limit - fixed)
+    }
+
+    fn choose(&self, goal: Goal, sweep: &mut Sweep<'a>) -> Result<Recipe<'a>> {
+        let groups = 0..self.groups.len();
+        let choices: Vec<Vec<Choice>> = groups.map(|group| self.choices(group)).collect();
+        let found = recipe::allocate(&choices, self.budget(goal)?);
+        let found = found.context("no mix fits the limit")?;
+        let chosen = choices.iter().zip(&found);
+        let cost: f64 = chosen.map(|(of, at)| of[*at].cost).sum();
+        // The last choice of a group is to stay as it is.
+        let candidates = found
+            .iter()
+            .map(|at| (*at < self.plan.candidates.len()).then_some(*at));
+        let mix = self.mix(candidates.collect())?;
+        let statistics = sweep.measure("the recipe", &self.chosen(&mix.choices))?;
+        Ok(Recipe {
+            mix,
+            expected: self.baseline.kld.mean + cost,
+            statistics,
+        })
+    }
+
+    /// Returns the choices for a group: each candidate, then the group as it is.
+    fn choices(&self, group: usize) -> Vec<Choice> {
+        let of = &self.groups[group];
+        let candidates = (0..self.plan.candidates.len()).map(|candidate| Choice {
+            bytes: of
+                .tensors
+                .iter()
+                .map(|at| in_file(self.plan.outcomes[candidate][*at].bytes))
+                .sum(),
+            cost: self.added(group, candidate),
+        });
+        let as_it_is = Choice {
+            bytes: self.bytes_now(group),
+            cost: 0.0,
+        };
+        candidates.chain([as_it_is]).collect()
+    }
+
+    /// Returns the bytes of a group in the model's file.
+    fn bytes_now(&self, group: usize) -> u64 {
+        let tensors = self.groups[group].tensors.iter();
+        tensors
+            .map(|at| in_file(self.plan.tensors[*at].info.nbytes))
+            .sum()
+    }
+
+    /// Returns what a candidate for a group adds to the divergence. Less than nothing is noise.
+    pub fn added(&self, group: usize, candidate: usize) -> f64 {
+        (self.measured[group][candidate].kld.mean - self.baseline.kld.mean).max(0.0)
+    }
+
+    /// Returns the bytes of a group with a candidate.
+    pub fn group_bytes(&self, group: usize, candidate: usize) -> u64 {
+        let tensors = self.groups[group].tensors.iter();
+        tensors
+            .map(|at| self.plan.outcomes[candidate][*at].bytes)
+            .sum()
+    }
+
+    /// Returns the smallest candidate for a group whose divergence is the same within the errors:
+    /// `Err` if that is no change at all.
+    pub fn equal_to(&self, group: usize, candidate: usize) -> Option<Result<usize, ()>> {
+        let kld = self.measured[group][candidate].kld;
+        if kld.is_equal_to(&self.baseline.kld) {
+            return Some(Err(()));
+        }
+        let bytes = self.group_bytes(group, candidate);
+        let mut others: Vec<usize> = (0..self.plan.candidates.len())
+            .filter(|other| self.group_bytes(group, *other) < bytes)
+            .filter(|other| self.measured[group][*other].kld.is_equal_to(&kld))
+            .collect();
+        others.sort_by_key(|other| self.group_bytes(group, *other));
+        others.first().map(|other| Ok(*other))
+    }
+
+    /// Returns the types that a candidate has in a group.
+    pub fn types(&self, group: usize, candidate: usize) -> Vec<&'static str> {
+        let tensors = self.groups[group].tensors.iter();
+        let mut names: Vec<_> = tensors
+            .map(|at| self.plan.outcomes[candidate][*at].ty.name())
+            .collect();
+        names.sort_unstable();
+        names.dedup();
+        names
+    }
+
+    fn chosen(&self, choices: &[Option<usize>]) -> Vec<Chosen> {
+        let groups = self.groups.iter().zip(choices);
+        let of = groups.filter_map(|(group, choice)| Some((group, (*choice)?)));
+        of.flat_map(|(group, candidate)| {
+            group
+                .tensors
+                .iter()
+                .map(move |&tensor| Chosen { tensor, candidate })
+        })
+        .collect()
+    }
+
+    fn mix(&self, choices: Vec<Option<usize>>) -> Result<Mix<'a>> {
+        let plan = self.plan;
+        let chosen: BTreeMap<&str, Chosen> = self
+            .chosen(&choices)
+            .into_iter()
+            .map(|of| (plan.tensors[of.tensor].name, of))
+            .collect();
+        let parts = plan.model.tensors().into_iter().map(|tensor| {
+            let candidate = chosen.get(tensor.name);
+            let outcome = candidate.map(|of| plan.outcomes[of.candidate][of.tensor]);
+            Part {
+                ty: outcome.map_or(tensor.info.ty, |outcome| outcome.ty),
+                bytes: outcome.map_or(tensor.info.nbytes, |outcome| outcome.bytes),
+                candidate: candidate.map(|of| of.candidate),
+                tensor,
+            }
+        });
+        let mut mix = Mix {
+            choices,
+            parts: parts.collect(),
+            bytes: 0,
+            bits_per_weight: 0.0,
+        };
+        let tensors: u64 = mix.parts.iter().map(|part| in_file(part.bytes)).sum();
+        mix.bytes = tensors + write::header(plan, &mix)?.len() as u64;
+        let bits = mix
+            .parts
+            .iter()
+            .map(|part| part.bytes as f64 * 8.0)
+            .sum::<f64>();
+        mix.bits_per_weight = bits / plan.model.elements().max(1) as f64;
+        Ok(mix)
+    }
+}
+
+impl Mix<'_> {
+    /// Returns number and name of the file type.
+    pub fn file_type(&self) -> (u32, &'static str) {
+        write::file_type(self.parts.iter().map(|part| (part.ty, part.bytes)))
+    }
+}
+
+/// Returns the size of a tensor with its padding.
+fn in_file(bytes: u64) -> u64 {
+    padded(bytes, 32).unwrap_or(bytes)
+}

@@ -1,0 +1,275 @@
+//! Measurements: from the work folder if they are known, else in the running program.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use indicatif::{ProgressBar, ProgressStyle};
+use llama_sidecar::protocol::Overlay;
+use llama_sidecar::reload::hash_bytes;
+
+use super::candidate::{Candidate, Origin, Outcome};
+use super::host::{Host, Program};
+use super::kept::Quantizer;
+use super::model::{Model, Tensor, elements};
+use super::record::{Measurement, Record};
+use super::statistics::Statistics;
+
+/// The key of the measurement without overlays.
+const BASELINE: &str = "baseline";
+
+/// What is measured, and with what.
+pub struct Plan<'a> {
+    /// The model that the program loads.
+    pub model: &'a Model,
+    /// Its tensors that get other types.
+    pub tensors: Vec<Tensor<'a>>,
+    /// The same tensors of the source.
+    pub sources: Vec<Tensor<'a>>,
+    pub candidates: Vec<Candidate>,
+    /// What each tensor becomes, for each candidate.
+    pub outcomes: Vec<Vec<Outcome>>,
+    /// Hashes of the candidates that are files.
+    pub contents: Vec<String>,
+    pub quantizer: Quantizer<'a>,
+    pub program: &'a Program,
+    pub base: PathBuf,
+    pub folder: PathBuf,
+}
+
+/// Measures, and keeps what was measured.
+pub struct Sweep<'a> {
+    plan: &'a Plan<'a>,
+    record: Record,
+    host: Option<Host>,
+    /// The file of each candidate.
+    files: Vec<Option<PathBuf>>,
+    bar: ProgressBar,
+    done: usize,
+    total: usize,
+}
+
+/// A candidate for a tensor, both by position.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Chosen {
+    pub tensor: usize,
+    pub candidate: usize,
+}
+
+impl Plan<'_> {
+    /// Returns whether a candidate leaves a tensor as it is in the model.
+    fn is_unchanged(&self, chosen: Chosen) -> bool {
+        let (now, source) = (&self.tensors[chosen.tensor], &self.sources[chosen.tensor]);
+        let outcome = self.outcomes[chosen.candidate][chosen.tensor];
+        let is_type = matches!(self.candidates[chosen.candidate].origin, Origin::Type(_));
+        is_type && std::ptr::eq(now.file, source.file) && std::ptr::eq(now.info.ty, outcome.ty)
+    }
+
+    /// Identifies a set of overlays, independently of other tensors and candidates.
+    fn key(&self, chosen: &[Chosen]) -> String {
+        if chosen.is_empty() {
+            return BASELINE.into();
+        }
+        let mut parts: Vec<String> = chosen
+            .iter()
+            .map(|of| {
+                let outcome = self.outcomes[of.candidate][of.tensor];
+                let content = &self.contents[of.candidate];
+                let name = self.tensors[of.tensor].name;
+                format!("{name} {} {content}\n", outcome.ty.name())
+            })
+            .collect();
+        parts.sort();
+        format!("{:032x}", hash_bytes(parts.concat().as_bytes()))
+    }
+}
+
+impl<'a> Sweep<'a> {
+    /// `total` is the number of measurements, known ones included.
+    pub fn new(plan: &'a Plan<'a>, record: Record, total: usize) -> Result<Sweep<'a>> {
+        let bar = ProgressBar::new(total as u64);
+        bar.set_style(ProgressStyle::with_template(
+            "{pos} of {len} {wide_bar} {eta_precise} left, {msg}",
+        )?);
+        Ok(Sweep {
+            plan,
+            record,
+            host: None,
+            files: vec![None; plan.candidates.len()],
+            bar,
+            done: 0,
+            total,
+        })
+    }
+
+    /// Returns the statistics of the model as it is.
+    pub fn baseline(&mut self) -> Result<Statistics> {
+        self.measure("the model as it is", &[])
+    }
+
+    /// Returns the statistics with candidates for some tensors.
+    pub fn measure(&mut self, what: &str, chosen: &[Chosen]) -> Result<Statistics> {
+        let changed = chosen.iter().filter(|of| !self.plan.is_unchanged(**of));
+        let chosen: Vec<Chosen> = changed.copied().collect();
+        let key = self.plan.key(&chosen);
+        self.done += 1;
+        self.bar.set_message(what.to_owned());
+        if let Some(known) = self.record.find(&key) {
+            let statistics = known.statistics;
+            // Known measurements take no time, which an estimate must not use.
+            self.total -= 1;
+            self.done -= 1;
+            self.bar.set_length(self.total as u64);
+            return Ok(statistics);
+        }
+        let overlays = self.overlays(&chosen)?;
+        let is_first = self.host.is_none();
+        self.start()?;
+        // The first evaluation was that of the model as it is.
+        if let Some(known) = self.record.find(&key).filter(|_| is_first) {
+            return Ok(known.statistics);
+        }
+        let host = self.host.as_mut().context("no program runs")?;
+        let (statistics, seconds) = host
+            .measure(&overlays)
+            .with_context(|| format!("cannot measure {what}"))?;
+        self.add(key, what, seconds, statistics)?;
+        Ok(statistics)
+    }
+
+    /// Returns the file with the tensors of a candidate. Quantises them if no file has them.
+    pub fn file(&mut self, candidate: usize) -> Result<PathBuf> {
+        if let Some(known) = &self.files[candidate] {
+            return Ok(known.clone());
+        }
+        let plan = self.plan;
+        let of = &plan.candidates[candidate];
+        let path = match &of.origin {
+            Origin::Files(model) => model.path.clone(),
+            Origin::Type(_) => {
+                let total = plan
+                    .sources
+                    .iter()
+                    .map(|tensor| elements(tensor.info))
+                    .sum();
+                let bar = ProgressBar::new(total);
+                bar.set_style(ProgressStyle::with_template(
+                    "quantising to {msg} {wide_bar} {percent} %, {eta} left",
+                )?);
+                bar.set_message(of.name.clone());
+                let outcomes = &plan.outcomes[candidate];
+                let made = plan
+                    .quantizer
+                    .make(&of.name, &plan.sources, outcomes, &bar)?;
+                bar.finish_and_clear();
+                made
+            }
+        };
+        Ok(self.files[candidate].insert(path).clone())
+    }
+
+    /// Ends the program.
+    pub fn end(&mut self) -> Result<()> {
+        self.bar.finish_and_clear();
+        match self.host.take() {
+            Some(host) => host.end(),
+            None => Ok(()),
+        }
+    }
+
+    /// Starts the program, if it does not run, and compares its first evaluation with an earlier
+    /// one.
+    fn start(&mut self) -> Result<()> {
+        if self.host.is_some() {
+            return Ok(());
+        }
+        let plan = self.plan;
+        let log = plan.folder.join("perplexity.log");
+        let began = std::time::Instant::now();
+        let mut host = plan.program.start(&plan.model.path, &plan.base, &log)?;
+        let found = host.first()?;
+        match self.record.find(BASELINE) {
+            Some(known) => ensure!(
+                known.statistics == found,
+                "the model as it is has other figures than in an earlier run with the same parameters (KLD {} now, {} then): check that the program is deterministic, or name another folder with --work",
+                found.kld.mean,
+                known.statistics.kld.mean
+            ),
+            None => self.add(
+                BASELINE.into(),
+                "the model as it is",
+                began.elapsed().as_secs_f64(),
+                found,
+            )?,
+        }
+        self.host = Some(host);
+        Ok(())
+    }
+
+    fn add(&mut self, key: String, what: &str, seconds: f64, statistics: Statistics) -> Result<()> {
+        self.record.add(Measurement {
+            key,
+            what: what.to_owned(),
+            seconds,
+            statistics,
+        })?;
+        self.bar.set_position(self.done as u64);
+        if self.bar.is_hidden() {
+            eprintln!(
+                "llama-sidecar: {} of {}, {what}: KLD {:.6} ± {:.6}, {seconds:.1} s; about {:.0} s left",
+                self.done,
+                self.total,
+                statistics.kld.mean,
+                statistics.kld.error,
+                seconds * self.total.saturating_sub(self.done) as f64
+            );
+        }
+        Ok(())
+    }
+
+    fn overlays(&mut self, chosen: &[Chosen]) -> Result<Vec<Overlay>> {
+        let mut names: BTreeMap<usize, Vec<String>> = BTreeMap::new();
+        for of in chosen {
+            let name = regex::escape(self.plan.tensors[of.tensor].name);
+            names.entry(of.candidate).or_default().push(name);
+        }
+        names
+            .into_iter()
+            .map(|(candidate, names)| {
+                Ok(Overlay {
+                    tensor: names.join("|"),
+                    from: path_text(&self.file(candidate)?)?,
+                })
+            })
+            .collect()
+    }
+}
+
+/// Returns a path for a request, which has text only.
+fn path_text(path: &Path) -> Result<String> {
+    let text = path.to_str().with_context(|| {
+        format!(
+            "the path {} is not UTF-8: name another folder with --work, or rename the file",
+            path.display()
+        )
+    })?;
+    Ok(text.to_owned())
+}
+
+/// Returns the ggml library among the libraries of a program.
+pub fn ggml_library(libraries: &[PathBuf], program: &Path) -> Result<PathBuf> {
+    let is_base = |path: &&PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        name.starts_with("libggml-base.so") || name.starts_with("libggml.so")
+    };
+    // Of an older ggml, all functions are in libggml.so.
+    let mut found: Vec<&PathBuf> = libraries.iter().filter(is_base).collect();
+    found.sort();
+    let first = found.first().with_context(|| {
+        format!(
+            "the loader finds no libggml-base.so for {}: use a llama.cpp with shared libraries, or name the library with --ggml",
+            program.display()
+        )
+    })?;
+    Ok((*first).clone())
+}

@@ -1,0 +1,464 @@
+//! Overlays: tensors that take type and bytes from another file than the model's.
+//!
+//! An overlay is set and reverted by request only. It is staged, checked and committed as a reload
+//! is, and the whole request in one commit. An overlay stays above later versions of the model's
+//! file. Bytes are copied: a source can be removed after the commit.
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ffi::CStr;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use super::compare::{self, Action, DAMAGE_ADVICE};
+use super::content::Content;
+use super::detect::{self, settle};
+use super::hash::Hash;
+use super::registry::{OriginalBytes, Registry};
+use super::report::{Outcome, Report, TensorReport};
+use super::store::{Change, NewData, OnOutOfMemory, StageError, Store};
+use super::switch::{is_as_read, stage};
+use crate::error::{Error, Result};
+use crate::gguf::{Access, FileId, GgufFile, OpenError, TensorInfo, open_model};
+
+/// A GGUF file, or all shards of one, whose tensors can be overlays.
+#[derive(Debug)]
+pub struct OverlaySource {
+    path: PathBuf,
+    files: Vec<GgufFile>,
+}
+
+/// Where the bytes of an overlay come from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Overlay {
+    pub from: PathBuf,
+    /// The version of the file, and the offset of the tensor in it.
+    version: (FileId, u64),
+}
+
+/// The content of versions of tensors that were read, by device and inode of the file and the
+/// offset in it.
+#[derive(Debug, Default)]
+pub(super) struct KnownContents(HashMap<(u64, u64, u64), (FileId, Content)>);
+
+impl KnownContents {
+    /// The most versions to keep.
+    const MOST: usize = 1 << 16;
+
+    fn key(new: &NewBytes<'_>) -> (FileId, (u64, u64, u64)) {
+        let id = new.file.source.id();
+        (id, (id.dev, id.ino, new.info.offset))
+    }
+
+    fn get(&self, new: &NewBytes<'_>) -> Option<Content> {
+        let (id, key) = KnownContents::key(new);
+        let (of, content) = self.0.get(&key)?;
+        (*of == id).then_some(*content)
+    }
+
+    fn insert(&mut self, new: &NewBytes<'_>, content: Content) {
+        let (id, key) = KnownContents::key(new);
+        self.0.insert(key, (id, content));
+    }
+
+    /// Forgets all versions if there is no space for so many more.
+    fn make_space(&mut self, more: usize) {
+        if self.0.len() + more > KnownContents::MOST {
+            self.0.clear();
+        }
+    }
+}
+
+/// Bytes of a file for a tensor.
+struct NewBytes<'a> {
+    tensor: usize,
+    file: &'a GgufFile,
+    info: &'a TensorInfo,
+    /// The overlay that the tensor has then; `None` for bytes of the model's own file.
+    overlay: Option<Overlay>,
+}
+
+/// Bytes that were read and compared with the bytes in use.
+struct Planned<'a> {
+    new: NewBytes<'a>,
+    content: Content,
+    action: Action,
+    leaves: Option<OriginalBytes>,
+}
+
+/// How a tensor gets the bytes of the model's file again.
+enum WayBack {
+    /// The bytes are in use.
+    InUse,
+    /// The original bytes, which have this hash, are used again.
+    Return(Hash),
+    /// The bytes are read from the file.
+    Read,
+}
+
+impl OverlaySource {
+    /// Opens a file, and all shards if it is one of several. Waits until each is old enough for a
+    /// later write to change its modification time.
+    pub fn open(path: &Path) -> Result<OverlaySource> {
+        let ids = |files: &[GgufFile]| -> Vec<FileId> {
+            files.iter().map(|file| file.source.id()).collect()
+        };
+        let mut files = open_model(path, Access::Read)?;
+        let found = ids(&files);
+        if found.iter().filter(|id| settle(id)).count() > 0 {
+            files = open_model(path, Access::Read)?;
+            if ids(&files) != found {
+                return Err(changing(path));
+            }
+        }
+        Ok(OverlaySource {
+            path: path.to_owned(),
+            files,
+        })
+    }
+
+    /// Returns why the source has no bytes for a tensor with this name and shape; `None` when it
+    /// has.
+    pub fn misfit(&self, name: &CStr, ne: &[u64; 4]) -> Option<String> {
+        let (text, path) = (name.to_string_lossy(), self.path.display());
+        match self.find(name) {
+            None => Some(format!(
+                "{path} has no tensor '{text}': name another version of the same model"
+            )),
+            Some((_, info)) if info.ne != *ne => Some(format!(
+                "tensor '{text}' has shape {:?} in {path}, the model needs {ne:?}: name another version of the same model",
+                info.ne
+            )),
+            Some(_) => None,
+        }
+    }
+
+    fn find(&self, name: &CStr) -> Option<(&GgufFile, &TensorInfo)> {
+        self.files.iter().find_map(|file| {
+            let info = file.header.find(name)?;
+            Some((file, &file.header.tensors[info]))
+        })
+    }
+}
+
+impl NewBytes<'_> {
+    fn as_data(&self) -> NewData<'_> {
+        NewData {
+            tensor: self.tensor,
+            ty: self.info.ty,
+            source: &self.file.source,
+            offset: self.info.offset,
+            nbytes: self.info.nbytes,
+        }
+    }
+}
+
+impl Registry {
+    /// Sets overlays and reverts others, all in one commit; see [`Engine::overlay`].
+    ///
+    /// [`Engine::overlay`]: super::Engine::overlay
+    pub fn overlay<S: Store>(
+        &mut self,
+        store: &S,
+        revert: &[usize],
+        set: &[(usize, &OverlaySource)],
+        report: &mut Report,
+    ) -> Result<()> {
+        let comparing = Instant::now();
+        let set: BTreeMap<usize, &OverlaySource> = set.iter().copied().collect();
+        let revert = revert.iter().copied();
+        let reverted: Vec<usize> = revert
+            .filter(|at| self.tensors[*at].overlay.is_some() && !set.contains_key(at))
+            .collect();
+        let mut returning = HashMap::new();
+        let mut read = Vec::new();
+        for &tensor in &reverted {
+            match self.way_back(store, tensor) {
+                WayBack::InUse => self.note_unchanged(tensor, report),
+                WayBack::Return(hash) => {
+                    returning.insert(tensor, hash);
+                }
+                WayBack::Read => read.push(tensor),
+            }
+        }
+        let own = self.open_own_files(&read)?;
+        let mut wanted = self.own_bytes(&read, &own)?;
+        for (&tensor, source) in &set {
+            let new = self.overlay_bytes(store, tensor, source)?;
+            match self.tensors[tensor].overlay == new.overlay {
+                true => self.note_unchanged(tensor, report),
+                false => wanted.push(new),
+            }
+        }
+        let planned = self.plan(store, wanted)?;
+        report.times.compare += comparing.elapsed();
+
+        let swaps = planned.iter().filter(|p| p.action == Action::Swap);
+        self.check_staging(swaps.map(|p| p.new.info.nbytes).sum())?;
+        let changes = planned.iter().filter_map(|planned| match planned.action {
+            Action::Keep | Action::InPlace => None,
+            Action::Return => Some(Change::Return(planned.new.tensor)),
+            Action::Swap => Some(Change::Swap(planned.new.as_data())),
+        });
+        let returns = returning.keys().copied().map(Change::Return);
+        let changes: Vec<Change<'_>> = changes.chain(returns).collect();
+        let staging = Instant::now();
+        let staged = stage_all(store, &changes)?;
+        report.times.stage += staging.elapsed();
+        if let Some(changed) = planned.iter().find(|p| !is_as_read(&p.new.file.source)) {
+            return Err(changing(changed.new.file.source.path()));
+        }
+        if let Some(staged) = staged {
+            let commit = store.commit(staged)?;
+            for effect in &commit.effects {
+                if let Some(&hash) = returning.get(&effect.tensor) {
+                    self.note_returned(effect, hash, report);
+                }
+                let of_file = planned.iter().find(|p| p.new.tensor == effect.tensor);
+                if let Some(planned) = of_file {
+                    self.note_read(planned, effect.outcome, &effect.placement, report);
+                }
+            }
+            self.note(&[], [].into_iter(), &commit, report);
+        }
+        for planned in planned.iter().filter(|p| p.action == Action::Keep) {
+            self.note_read(planned, Outcome::Unchanged, "", report);
+        }
+        for &tensor in &reverted {
+            self.tensors[tensor].overlay = None;
+        }
+        for planned in planned {
+            self.tensors[planned.new.tensor].overlay = planned.new.overlay;
+        }
+        for tensor in set.into_keys().chain(reverted) {
+            // Other tensors follow the file now.
+            self.files[self.tensors[tensor].file].forget_attempts();
+        }
+        Ok(())
+    }
+
+    /// Returns the tensors that have an overlay, and its file.
+    pub fn overlays(&self) -> Vec<(usize, PathBuf)> {
+        let tensors = self.tensors.iter().enumerate();
+        tensors
+            .filter_map(|(at, tensor)| Some((at, tensor.overlay.as_ref()?.from.clone())))
+            .collect()
+    }
+
+    /// Decides how a tensor gets the bytes of its own file again, in the version in use.
+    fn way_back<S: Store>(&self, store: &S, tensor: usize) -> WayBack {
+        let known = &self.tensors[tensor];
+        let file = &self.files[known.file];
+        if file.id != file.first_id || file.mixed || known.written_in_place {
+            return WayBack::Read;
+        }
+        match known.original_bytes {
+            OriginalBytes::InUse => WayBack::InUse,
+            OriginalBytes::Left(hash) if store.can_return(tensor, hash) => WayBack::Return(hash),
+            _ => WayBack::Read,
+        }
+    }
+
+    /// Opens the files of these tensors, in the version in use.
+    fn open_own_files(&self, tensors: &[usize]) -> Result<BTreeMap<usize, GgufFile>> {
+        let mut opened = BTreeMap::new();
+        for &tensor in tensors {
+            let file = self.tensors[tensor].file;
+            if opened.contains_key(&file) {
+                continue;
+            }
+            let watched = &self.files[file];
+            let at_path = FileId::of_path(&watched.path).ok();
+            if watched.mixed || at_path != Some(watched.id) {
+                return Err(Error::Invalid(format!(
+                    "{}: the file changed since the last reload: reload first, or restore the file",
+                    watched.path.display()
+                )));
+            }
+            opened.insert(file, detect::open(&watched.path, watched.id)?);
+        }
+        Ok(opened)
+    }
+
+    /// Returns the bytes of these tensors in their own files.
+    fn own_bytes<'a>(
+        &self,
+        tensors: &[usize],
+        own: &'a BTreeMap<usize, GgufFile>,
+    ) -> Result<Vec<NewBytes<'a>>> {
+        let bytes = tensors.iter().map(|&tensor| {
+            let known = &self.tensors[tensor];
+            let file = own.get(&known.file)?;
+            let info = &file.header.tensors[file.header.find(&known.name)?];
+            (info.ne == known.ne).then_some(NewBytes {
+                tensor,
+                file,
+                info,
+                overlay: None,
+            })
+        });
+        let complete: Option<Vec<NewBytes<'a>>> = bytes.collect();
+        complete.ok_or_else(|| {
+            Error::Invalid("a file of the model holds another model: restore the file".into())
+        })
+    }
+
+    /// Returns the bytes of a tensor in the source of its overlay.
+    fn overlay_bytes<'a, S: Store>(
+        &self,
+        store: &S,
+        tensor: usize,
+        source: &'a OverlaySource,
+    ) -> Result<NewBytes<'a>> {
+        let known = &self.tensors[tensor];
+        if let Some(reason) = source.misfit(&known.name, &known.ne) {
+            return Err(Error::Invalid(reason));
+        }
+        let own = &self.files[known.file].path;
+        let modified = |id| store.modified_mapped_offset(tensor, &id);
+        if FileId::of_path(own).ok().and_then(modified).is_some() {
+            return Err(Error::WrittenInPlace {
+                path: own.clone(),
+                what: format!("tensor '{}'", known.name.to_string_lossy()),
+            });
+        }
+        let (file, info) = source.find(&known.name).expect("it fits");
+        Ok(NewBytes {
+            tensor,
+            file,
+            info,
+            overlay: Some(Overlay {
+                from: source.path.clone(),
+                version: (file.source.id(), info.offset),
+            }),
+        })
+    }
+
+    /// Reads new bytes and decides what happens to each tensor. Refuses all if one is refused.
+    fn plan<'a, S: Store>(
+        &mut self,
+        store: &S,
+        wanted: Vec<NewBytes<'a>>,
+    ) -> Result<Vec<Planned<'a>>> {
+        let contents = self.read_new(store, &wanted)?;
+        let tensors: HashSet<usize> = wanted.iter().map(|new| new.tensor).collect();
+        compare::hash_tensors(self, store, |at, _| tensors.contains(&at));
+        let mut planned = Vec::new();
+        for (new, content) in wanted.into_iter().zip(contents) {
+            let tensor = new.tensor;
+            let (action, leaves) =
+                compare::action(self, store, tensor, new.info, content.hash, None);
+            if action == Action::Swap {
+                if let Some(why) = compare::damage(self, store, tensor, &content) {
+                    return Err(Error::Invalid(format!(
+                        "{}: tensor '{}' is damaged: {why}; {DAMAGE_ADVICE}",
+                        new.file.source.path().display(),
+                        self.name(tensor)
+                    )));
+                }
+                if let Some(reason) = store.refuses(&new.as_data()) {
+                    return Err(Error::Invalid(reason));
+                }
+            }
+            planned.push(Planned {
+                new,
+                content,
+                action,
+                leaves,
+            });
+        }
+        Ok(planned)
+    }
+
+    /// Returns the content of each of these, in order. A version of a tensor is read once.
+    fn read_new<S: Store>(&mut self, store: &S, wanted: &[NewBytes<'_>]) -> Result<Vec<Content>> {
+        self.read.make_space(wanted.len());
+        let unread = wanted.iter().filter(|new| self.read.get(new).is_none());
+        let unread: Vec<&NewBytes<'_>> = unread.collect();
+        let sources: Vec<_> = unread
+            .iter()
+            .map(|new| (&new.file.source, new.info))
+            .collect();
+        let contents =
+            compare::read_contents(store, &sources).map_err(|failure| match failure {
+                Some((at, source)) => Error::Read {
+                    path: sources[at].0.path().to_owned(),
+                    what: format!("tensor '{}'", self.name(unread[at].tensor)),
+                    offset: sources[at].1.offset,
+                    source,
+                },
+                None => Error::Busy("the process ends, or the program has freed the model"),
+            })?;
+        for (new, content) in unread.into_iter().zip(contents) {
+            self.read.insert(new, content);
+        }
+        Ok(wanted.iter().filter_map(|new| self.read.get(new)).collect())
+    }
+
+    /// Checks the limit for the bytes that are staged before a switch: a request is one switch.
+    fn check_staging(&self, bytes: u64) -> Result<()> {
+        const MIB: u64 = 1 << 20;
+        match self.staging_bytes {
+            0 => Ok(()),
+            limit if bytes <= limit => Ok(()),
+            limit => Err(Error::NoMemory(format!(
+                "staging {} MiB for one switch would exceed LLAMA_SIDECAR_STAGING_MB={}: raise the limit, or request fewer tensors at a time",
+                bytes.div_ceil(MIB),
+                limit / MIB
+            ))),
+        }
+    }
+
+    fn name(&self, tensor: usize) -> Cow<'_, str> {
+        self.tensors[tensor].name.to_string_lossy()
+    }
+
+    fn note_unchanged(&self, tensor: usize, report: &mut Report) {
+        report.add(self.tensors[tensor].report(tensor, Outcome::Unchanged));
+    }
+
+    /// Records that a tensor now has bytes that were read from a file.
+    fn note_read(
+        &mut self,
+        planned: &Planned<'_>,
+        outcome: Outcome,
+        placement: &str,
+        report: &mut Report,
+    ) {
+        let (at, info) = (planned.new.tensor, planned.new.info);
+        let tensor = &mut self.tensors[at];
+        if outcome == Outcome::Swapped {
+            report.bytes_staged += info.nbytes;
+        }
+        report.add(TensorReport {
+            new_type: info.ty,
+            nbytes: info.nbytes,
+            placement: placement.to_owned(),
+            ..tensor.report(at, outcome)
+        });
+        tensor.ty = info.ty;
+        tensor.live_hash = Some(planned.content.hash);
+        tensor.live_defects = Some(planned.content.defects);
+        if let Some(original_bytes) = planned.leaves {
+            tensor.original_bytes = original_bytes;
+        }
+    }
+}
+
+/// Stages all changes at once, in host memory where a device is full; `None` when there are none.
+fn stage_all<S: Store>(store: &S, changes: &[Change<'_>]) -> Result<Option<S::Staged>> {
+    if changes.is_empty() {
+        return Ok(None);
+    }
+    let mut staged = stage(store, changes, OnOutOfMemory::Fail);
+    if matches!(staged, Err(StageError::OutOfMemory(_))) {
+        staged = stage(store, changes, OnOutOfMemory::Fallback);
+    }
+    Ok(staged?)
+}
+
+fn changing(path: &Path) -> Error {
+    Error::Open(OpenError::Changing {
+        path: path.to_owned(),
+    })
+}

@@ -1,0 +1,300 @@
+//! Overlays in a host with the drop-in: it writes what a new process writes with a file that has
+//! these tensors, and the model's own file stays as it is.
+
+mod hosts;
+
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use hosts::{TOKENS, copied, fresh, on, taken};
+use llama_sidecar::gguf::{Access, GgufFile};
+use serde_json::{Value, json};
+use testkit::fixtures::fixture;
+use testkit::host::{DropIn, Host, Program, built, replace};
+
+/// Sets overlays of a running host and reverts those that match `revert`.
+fn swap(host: &Host, revert: Option<&str>, overlays: &[(&str, &Path)]) -> Value {
+    let overlays = overlays.iter();
+    let overlays = overlays.map(|(tensor, from)| json!({"tensor": tensor, "from": from}));
+    host.request(&json!({
+        "cmd": "swap",
+        "revert": revert,
+        "overlays": overlays.collect::<Vec<_>>(),
+    }))
+}
+
+/// `llama-sidecar swap --live`.
+fn swap_live(host: &Host, arguments: &[&str]) -> Output {
+    Command::new(built("release/llama-sidecar"))
+        .args(["swap", "--live"])
+        .arg(host.socket())
+        .args(arguments)
+        .output()
+        .expect("the command starts")
+}
+
+/// The overlays of the first model.
+fn overlays(host: &Host) -> Vec<(String, String)> {
+    let status = host.control("status");
+    let overlays = status["models"][0]["overlays"].as_array().expect("a list");
+    let text = |value: &Value| value.as_str().expect("a text").to_owned();
+    let pair = |overlay: &Value| (text(&overlay["tensor"]), text(&overlay["from"]));
+    overlays.iter().map(pair).collect()
+}
+
+/// Inode and time of change of a file.
+fn identity(path: &Path) -> (u64, i64, i64) {
+    let found = std::fs::metadata(path).expect("a file");
+    (found.ino(), found.ctime(), found.ctime_nsec())
+}
+
+#[test]
+fn a_host_with_overlays_writes_what_a_new_process_writes() {
+    for (program, model, variant) in [
+        (Program::C, "smollm2.gguf", "smollm2-mixed.gguf"),
+        (Program::CTwoThreads, "moe.gguf", "moe-mixed.gguf"),
+    ] {
+        let (folder, path) = copied(model);
+        let (before, after) = (fresh(program, &path), fresh(program, &fixture(variant)));
+        let source = folder.path().join("other.gguf");
+        replace(&source, &fixture(variant));
+        let loaded = identity(&path);
+        let mut host = Host::start(program, &path, &on());
+        assert_eq!(host.text(TOKENS), before);
+
+        let output = swap_live(
+            &host,
+            &["--tensor", ".*", "--from", &source.to_string_lossy()],
+        );
+        assert!(output.status.success(), "{output:?}");
+        // The tensors do not need the source.
+        std::fs::write(&source, "no model").expect("free space");
+        std::fs::remove_file(&source).expect("it is there");
+        host.steps("more", 2);
+        assert_eq!(host.text(TOKENS), after);
+        assert_eq!(
+            overlays(&host).len(),
+            if model == "moe.gguf" { 302 } else { 272 }
+        );
+
+        // Polling and reloads leave overlays alone.
+        assert_eq!(taken(&host.control("reload")), (0, 0));
+        let output = swap_live(&host, &["--restore", "--tensor", "blk.*"]);
+        assert!(output.status.success(), "{output:?}");
+        let output = swap_live(&host, &["--restore"]);
+        assert!(output.status.success(), "{output:?}");
+        assert_eq!(host.text(TOKENS), before);
+        assert_eq!(overlays(&host), []);
+        let status = host.control("status");
+        assert_eq!(status["models"][0]["changed"], json!([]));
+        assert_eq!(status["models"][0]["private_bytes"], 0);
+        assert_eq!(identity(&path), loaded, "the model's file was not touched");
+        assert_eq!(host.end(), Some(0));
+    }
+}
+
+#[test]
+fn one_request_reverts_overlays_and_sets_others() {
+    let (_folder, path) = copied("smollm2.gguf");
+    let mixed = fixture("smollm2-mixed.gguf");
+    let one = fixture("smollm2-one-q8_0.gguf");
+    let (after, last) = (fresh(Program::C, &mixed), fresh(Program::C, &one));
+    let mut host = Host::start(Program::C, &path, &on());
+    host.text(2);
+    assert_eq!(taken(&swap(&host, None, &[(".*", &mixed)])), (8, 0));
+    assert_eq!(host.text(TOKENS), after);
+    // The last overlay that names a tensor counts.
+    let generation = host.control("status")["generation"].as_u64();
+    let all = [(".*", mixed.as_path()), (".*", one.as_path())];
+    let answer = swap(&host, None, &all);
+    assert_eq!(answer["ok"], true, "{answer}");
+    assert_eq!(host.text(TOKENS), last);
+    let switched = host.control("status")["generation"].as_u64();
+    assert_eq!(switched, generation.map(|generation| generation + 1));
+    let answer = swap(&host, Some(".*"), &[("output_norm.weight", &mixed)]);
+    assert_eq!(taken(&answer), (0, 1));
+    assert_eq!(overlays(&host).len(), 1);
+    assert_eq!(
+        host.text(TOKENS),
+        fresh(Program::C, &fixture("smollm2.gguf"))
+    );
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn an_overlay_stays_above_a_changed_file() {
+    let (_folder, path) = copied("smollm2.gguf");
+    let (first, mixed) = (fixture("smollm2.gguf"), fixture("smollm2-mixed.gguf"));
+    let mut host = Host::start(Program::C, &path, &on());
+    host.text(2);
+    // With the bytes of the first file, which the file does not have later.
+    let answer = swap(&host, None, &[("blk\\..*", &first)]);
+    assert_eq!(taken(&answer), (0, 0));
+    replace(&path, &mixed);
+    assert_eq!(taken(&host.control("reload")), (0, 0));
+    assert_eq!(host.text(TOKENS), fresh(Program::C, &first));
+    assert_eq!(taken(&swap(&host, Some(".*"), &[])), (8, 0));
+    assert_eq!(host.text(TOKENS), fresh(Program::C, &mixed));
+    // The tensors follow the file again.
+    replace(&path, &first);
+    assert_eq!(taken(&host.control("reload")), (0, 8));
+    // A revert to the originals drops overlays, and a frozen program takes none.
+    assert_eq!(taken(&swap(&host, None, &[(".*", &mixed)])), (8, 0));
+    assert_eq!(taken(&host.control("revert")), (0, 8));
+    assert_eq!(overlays(&host), []);
+    let answer = swap(&host, None, &[(".*", &mixed)]);
+    assert_eq!(answer["ok"], false);
+    assert!(answer.to_string().contains("unfreeze"), "{answer}");
+    assert_eq!(host.text(TOKENS), fresh(Program::C, &first));
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn bad_requests_change_nothing() {
+    let (folder, path) = copied("smollm2.gguf");
+    let before = fresh(Program::C, &fixture("smollm2.gguf"));
+    let mixed = fixture("smollm2-mixed.gguf");
+    let mut host = Host::start(Program::C, &path, &on());
+    host.text(2);
+    let in_folder = |name: &str, bytes: &[u8]| -> PathBuf {
+        let path = folder.path().join(name);
+        std::fs::write(&path, bytes).expect("free space");
+        path
+    };
+    let bytes = std::fs::read(&mixed).expect("a fixture");
+    let short = in_folder("short.gguf", &bytes[..bytes.len() / 2]);
+    // Zeros where the tensors are: a download that has stopped.
+    let blank = [
+        &bytes[..bytes.len() / 2],
+        &vec![0; bytes.len() - bytes.len() / 2],
+    ]
+    .concat();
+    let blank = in_folder("blank.gguf", &blank);
+    for (tensor, from, reason) in [
+        ("no such tensor", mixed.as_path(), "whole name matches"),
+        ("blk", &mixed, "whole name matches"),
+        ("(", &mixed, "not a regular expression"),
+        (".*", Path::new("other.gguf"), "not an absolute path"),
+        (".*", &folder.path().join("none.gguf"), "none.gguf"),
+        (".*", folder.path(), "expected a regular file"),
+        (".*", &short, "short.gguf"),
+        (".*", &blank, "is damaged"),
+        (".*", &fixture("moe.gguf"), "has no tensor 'blk.0.ffn_"),
+        (".*", &fixture("small.gguf"), "small.gguf"),
+    ] {
+        let good = ("output_norm.weight", mixed.as_path());
+        let answer = swap(&host, None, &[good, (tensor, from)]);
+        assert_eq!(answer["ok"], false, "{answer}");
+        assert!(answer.to_string().contains(reason), "{answer}");
+    }
+    let output = swap_live(
+        &host,
+        &["--tensor", "x", "--from", &mixed.to_string_lossy()],
+    );
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    assert_eq!(overlays(&host), []);
+    assert_eq!(host.text(TOKENS), before);
+    let status = host.control("status");
+    assert_eq!(status["models"][0]["blocked"], Value::Null, "reloads work");
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn an_overlay_is_set_in_every_model_that_has_the_tensor() {
+    let dense = fixture("smollm2.gguf");
+    let mut host = Host::start(Program::C, &dense, &on());
+    host.text(2);
+    host.ask(&format!("load {}", fixture("moe.gguf").display()));
+    let moe = host.text(TOKENS);
+    let counts = |answer: &Value| -> Vec<u64> {
+        assert_eq!(answer["ok"], true, "{answer}");
+        let reports = answer["reports"].as_array().expect("a list");
+        let all = |report: &Value| ["swapped", "returned"].map(|key| report[key].as_u64());
+        reports
+            .iter()
+            .flat_map(all)
+            .map(|count| count.expect("a count"))
+            .collect()
+    };
+    // Only one of the models has this tensor.
+    let mixed = fixture("smollm2-mixed.gguf");
+    let answer = swap(&host, None, &[("blk\\.3\\.ffn_up\\.weight", &mixed)]);
+    assert_eq!(counts(&answer)[2..], [0, 0]);
+    assert_eq!(host.text(TOKENS), moe);
+    // Both have this one, with the same bytes.
+    let answer = swap(
+        &host,
+        None,
+        &[("token_embd\\.weight", &fixture("moe.gguf"))],
+    );
+    assert_eq!(answer["reports"][1]["unchanged"], 1, "{answer}");
+    let status = host.control("status");
+    let of = |model: usize| status["models"][model]["overlays"].as_array().map(Vec::len);
+    assert_eq!((of(0), of(1)), (Some(2), Some(1)));
+    assert_eq!(swap(&host, Some(".*"), &[])["ok"], true);
+    assert_eq!(host.text(TOKENS), moe);
+    assert_eq!(host.end(), Some(0));
+}
+
+/// Rotates the rows of all up-projections of a copy of a model by one; returns the copy.
+fn rotated(model: &Path, copy: &Path) -> PathBuf {
+    replace(copy, model);
+    let gguf = GgufFile::open(copy, Access::Read).expect("a model");
+    let file = std::fs::File::options().write(true).open(copy);
+    let file = file.expect("our own copy");
+    for info in &gguf.header.tensors {
+        if gguf.header.name(info).to_string_lossy().contains("ffn_up") {
+            let mut bytes = vec![0; info.nbytes as usize];
+            gguf.source.read_at(&mut bytes, info.offset).expect("bytes");
+            bytes.rotate_left((info.nbytes / info.ne[1]) as usize);
+            file.write_all_at(&bytes, info.offset).expect("space");
+        }
+    }
+    copy.to_owned()
+}
+
+#[test]
+fn buffers_of_replaced_tensors_are_used_again() {
+    let (folder, path) = copied("smollm2.gguf");
+    let first = rotated(&path, &folder.path().join("first.gguf"));
+    let second = rotated(&first, &folder.path().join("second.gguf"));
+    let sources = [first, second].map(|path| (fresh(Program::C, &path), path));
+    let before = fresh(Program::C, &fixture("smollm2.gguf"));
+    // Enough for the tensors in use and those that are staged, and not for kept buffers.
+    for limit in [None, Some("32")] {
+        let variables = limit.map(|mib| ("LLAMA_SIDECAR_MEMORY_MB", mib.into()));
+        let on = DropIn::On(variables.into_iter().collect());
+        let mut host = Host::start(Program::C, &path, &on);
+        assert_eq!(host.text(TOKENS), before);
+        let bytes = |host: &Host| {
+            let status = host.control("status");
+            let of = |key: &str| status["models"][0][key].as_u64().expect("bytes");
+            (of("private_bytes"), of("kept_bytes"))
+        };
+        let mut memory = u64::MAX;
+        for round in 0..4 {
+            let (text, from) = &sources[round % 2];
+            let answer = swap(&host, None, &[("blk\\..*\\.ffn_up\\.weight", from)]);
+            assert_eq!(taken(&answer), (30, 0));
+            let (in_use, kept) = bytes(&host);
+            assert_eq!(kept, if round == 0 { 0 } else { in_use });
+            assert_eq!(&host.text(TOKENS), text, "round {round}");
+            if round > 0 {
+                let now = host.private_memory();
+                let grown = now.saturating_sub(memory);
+                println!(
+                    "{limit:?} MiB, round {round}: {} KiB, {} more",
+                    now >> 10,
+                    grown >> 10
+                );
+                assert!(limit.is_some() || grown < 8 << 20, "{grown} bytes more");
+                memory = now;
+            }
+        }
+        assert_eq!(taken(&swap(&host, Some(".*"), &[])), (0, 30));
+        assert_eq!(bytes(&host), (0, 0));
+        assert_eq!(host.text(TOKENS), before);
+        assert_eq!(host.end(), Some(0));
+    }
+}

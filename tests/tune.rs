@@ -1,0 +1,358 @@
+//! `llama-sidecar tune`: quantised bytes and figures are those of llama-quantize and of new
+//! processes of llama-perplexity, and an interrupted command continues.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use llama_sidecar::gguf::{Access, GgufFile};
+use serde_json::Value;
+use tempfile::TempDir;
+use testkit::fixtures::fixture;
+use testkit::host::built;
+use testkit::server::llama_cpp;
+
+/// Text with more tokens than the chunks.
+const TEXT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/hot-swap.md");
+/// How the text is evaluated.
+const EVALUATION: [&str; 6] = ["--ctx", "64", "--chunks", "4", "--threads", "2"];
+
+/// A program of llama.cpp, without variables of llama-sidecar.
+fn llama(program: &str) -> Command {
+    let path = llama_cpp(program);
+    assert!(
+        path.exists(),
+        "{} is missing: run 'cargo xtask hosts' first",
+        path.display()
+    );
+    let mut command = Command::new(path);
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("LLAMA_") {
+            command.env_remove(name);
+        }
+    }
+    command.stdin(Stdio::null());
+    command
+}
+
+fn done(command: &mut Command) -> Output {
+    let output = command.output().expect("it starts");
+    assert!(output.status.success(), "{command:?}: {output:?}");
+    output
+}
+
+/// Quantises a whole model.
+fn quantize(from: &Path, to: &Path, file_type: &str, arguments: &[&str]) {
+    done(
+        llama("llama-quantize")
+            .args(["--allow-requantize", "--pure"])
+            .args(arguments)
+            .args([from, to])
+            .arg(file_type),
+    );
+}
+
+/// Makes an importance matrix.
+fn imatrix(model: &Path, to: &Path, format: &str) {
+    done(
+        llama("llama-imatrix")
+            .arg("--model")
+            .arg(model)
+            .args(["--file", TEXT, "--ctx-size", "64", "--chunks", "2"])
+            .args(["--output-format", format, "--output-file"])
+            .arg(to),
+    );
+}
+
+/// `llama-sidecar tune MODEL`.
+fn tune(model: &Path, work: &Path) -> Command {
+    let mut command = Command::new(built("release/llama-sidecar"));
+    command.arg("tune").arg(model);
+    command.arg("--host").arg(llama_cpp("llama-perplexity"));
+    command.arg("--work").arg(work);
+    command
+}
+
+/// The same with a text and a few chunks.
+fn measure(model: &Path, work: &Path, arguments: &[&str]) -> Command {
+    let mut command = tune(model, work);
+    command
+        .args(["--text", TEXT])
+        .args(EVALUATION)
+        .args(arguments);
+    command
+}
+
+/// The types and bytes of the tensors of a file.
+fn tensors(path: &Path) -> BTreeMap<String, (&'static str, Vec<u8>)> {
+    let file = GgufFile::open(path, Access::Read).expect("a model");
+    let of = |info: &llama_sidecar::gguf::TensorInfo| {
+        let mut bytes = vec![0; info.nbytes as usize];
+        file.source.read_at(&mut bytes, info.offset).expect("data");
+        let name = file.header.name(info).to_string_lossy().into_owned();
+        (name, (info.ty.name(), bytes))
+    };
+    file.header.tensors.iter().map(of).collect()
+}
+
+/// Compares the tensors that `tune` quantises with those of llama-quantize.
+fn same_bytes(folder: &Path, model: &Path, matrix: Option<&Path>, types: &[(&str, &str)]) {
+    let mut command = tune(model, &folder.join("work"));
+    let names: Vec<&str> = types.iter().map(|(name, _)| *name).collect();
+    command.args(["--prepare", "--types", &names.join(",")]);
+    let matrix = matrix.map(|path| path.to_str().expect("text"));
+    command.args(matrix.iter().flat_map(|path| ["--imatrix", path]));
+    let output = done(&mut command);
+    let files = String::from_utf8(output.stdout).expect("text");
+    for ((name, file_type), mine) in types.iter().zip(files.lines()) {
+        let expected = folder.join("expected.gguf");
+        let matrix: Vec<&str> = matrix.iter().flat_map(|path| ["--imatrix", path]).collect();
+        quantize(model, &expected, file_type, &matrix);
+        let (mine, expected) = (tensors(Path::new(mine)), tensors(&expected));
+        assert!(mine.len() >= 28, "{} tensors", mine.len());
+        for (tensor, (ty, bytes)) in &mine {
+            let (expected_ty, expected) = &expected[tensor];
+            let what = format!("{} {name}, {tensor}", model.display());
+            assert_eq!(ty, expected_ty, "{what}");
+            assert!(bytes == expected, "{what}: other bytes");
+        }
+    }
+}
+
+const K_TYPES: [(&str, &str); 6] = [
+    ("q8_0", "Q8_0"),
+    ("q6_K", "Q6_K"),
+    ("q5_K", "Q5_K_S"),
+    ("q4_K", "Q4_K_S"),
+    ("q3_K", "Q3_K_S"),
+    ("iq4_xs", "IQ4_XS"),
+];
+
+#[test]
+fn quantised_bytes_are_those_of_llama_quantize() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name);
+    let source = |name: &str| {
+        quantize(&fixture("small.gguf"), &path(name), name, &[]);
+        path(name)
+    };
+    let of = |model: &Path, matrix: Option<&Path>, types: &[(&str, &str)]| {
+        same_bytes(folder.path(), model, matrix, types)
+    };
+    let f16 = source("F16");
+    imatrix(&f16, &path("new"), "gguf");
+    imatrix(&f16, &path("old"), "dat");
+    of(&f16, Some(&path("new")), &K_TYPES);
+    let more = [("q4_0", "Q4_0"), ("iq3_s", "IQ3_S"), ("f16", "F16")];
+    let all = [&K_TYPES[..], &more[..]].concat();
+    of(&source("F32"), None, &all);
+    of(&source("BF16"), Some(&path("old")), &K_TYPES[3..5]);
+    of(&source("Q8_0"), None, &K_TYPES[1..4]);
+}
+
+#[test]
+fn quantised_experts_are_those_of_llama_quantize() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (model, matrix) = (folder.path().join("model"), folder.path().join("matrix"));
+    quantize(&fixture("small-moe.gguf"), &model, "F16", &[]);
+    imatrix(&model, &matrix, "gguf");
+    same_bytes(folder.path(), &model, Some(&matrix), &K_TYPES[3..5]);
+}
+
+#[test]
+fn a_type_that_needs_a_matrix_is_refused_without_one() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let output = tune(&fixture("small.gguf"), folder.path())
+        .args([
+            "--prepare",
+            "--types",
+            "iq2_xs",
+            "--only",
+            r"blk\.0\.ffn_down\.weight",
+        ])
+        .output()
+        .expect("it starts");
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        !output.status.success() && text.contains("pass one with --imatrix"),
+        "{text}"
+    );
+}
+
+/// A small model in F16.
+struct Small {
+    folder: TempDir,
+    model: PathBuf,
+}
+
+impl Small {
+    fn new() -> Small {
+        let folder = tempfile::tempdir().expect("a folder");
+        let model = folder.path().join("model.gguf");
+        quantize(&fixture("small.gguf"), &model, "F16", &[]);
+        Small { folder, model }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+}
+
+/// Returns what a new process prints about a model: KLD, same top tokens, PPL.
+fn fresh(model: &Path, base: &Path) -> [[f64; 2]; 3] {
+    let output = done(
+        llama("llama-perplexity")
+            .arg("--model")
+            .arg(model)
+            .args(["--ctx-size", "64", "--threads", "2", "--kl-divergence"])
+            .arg("--kl-divergence-base")
+            .arg(base),
+    );
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    ["Mean    KLD:", "Same top p:", "Mean PPL(Q) "].map(|name| {
+        let line = text
+            .lines()
+            .find(|line| line.starts_with(name))
+            .expect(name);
+        let figures = line
+            .split_once(':')
+            .expect("figures")
+            .1
+            .trim_end_matches(" %");
+        let (mean, error) = figures.split_once('±').expect("an error");
+        [mean, error].map(|number| number.trim().parse().expect("a number"))
+    })
+}
+
+/// Returns the same figures of a measurement.
+fn figures(statistics: &Value) -> [[f64; 2]; 3] {
+    ["kld", "same_top", "ppl"].map(|name| {
+        ["mean", "error"].map(|part| statistics[name][part].as_f64().expect("a number"))
+    })
+}
+
+#[test]
+fn a_recipe_is_measured_as_a_new_process_measures_its_file() {
+    let small = Small::new();
+    let (work, written, expected) = (
+        small.path("work"),
+        small.path("o.gguf"),
+        small.path("e.gguf"),
+    );
+    let text = |path: &Path| path.to_str().expect("text").to_owned();
+    // The input matrix is also the output matrix, of which a new process keeps two copies.
+    let arguments = [
+        "--types",
+        "q5_K,q3_K",
+        "--only",
+        r"blk\..*",
+        "--bpw",
+        "9.2",
+        "--json",
+        "--write",
+        &text(&written),
+    ];
+    let output = done(&mut measure(&small.model, &work, &arguments));
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let choices: Vec<&Value> = report["recipe"]["choices"]
+        .as_object()
+        .expect("choices")
+        .values()
+        .collect();
+    assert!(
+        choices.contains(&&Value::from("q3_K")) && choices.contains(&&Value::from("q5_K")),
+        "{choices:?}"
+    );
+
+    quantize(
+        &small.model,
+        &expected,
+        "Q5_1",
+        &["--tensor-type-file", &text(&work.join("recipe.txt"))],
+    );
+    let recipe = &report["recipe"];
+    assert_eq!(
+        fs::metadata(&written).expect("a file").len(),
+        recipe["bytes"]
+    );
+    assert_eq!(
+        tensors(&written).keys().len(),
+        tensors(&expected).keys().len()
+    );
+    for (name, (ty, bytes)) in tensors(&written) {
+        let expected = &tensors(&expected)[&name];
+        assert_eq!(ty, expected.0, "{name}");
+        assert!(bytes == expected.1, "{name}");
+    }
+    let base = work.join("base.logits");
+    assert_eq!(figures(&recipe["statistics"]), fresh(&expected, &base));
+    assert_eq!(figures(&report["baseline"]), fresh(&small.model, &base));
+    let page = fs::read_to_string(work.join("report.html")).expect("a page");
+    assert!(page.contains("<svg") && page.contains("against all as q3_K"));
+
+    // All is known: nothing is measured again, and the output is the same.
+    let known = fs::read(work.join("measurements.jsonl")).expect("measurements");
+    let again = done(&mut measure(&small.model, &work, &arguments));
+    assert_eq!(output.stdout, again.stdout);
+    assert_eq!(
+        fs::read(work.join("measurements.jsonl")).expect("measurements"),
+        known
+    );
+
+    let refused = measure(
+        &small.model,
+        &work,
+        &["--types", "q5_K", "--", "--no-warmup"],
+    )
+    .output();
+    let refused = String::from_utf8(refused.expect("it starts").stderr).expect("text");
+    assert!(
+        refused.contains("another list of arguments after --"),
+        "{refused}"
+    );
+}
+
+#[test]
+fn a_killed_sweep_continues_to_the_same_results() {
+    let small = Small::new();
+    let arguments = [
+        "--types",
+        "q4_K,q3_K",
+        "--only",
+        r"blk\..\.(ffn_.*|attn_v\.weight)",
+        "--bpw",
+        "11",
+        "--json",
+    ];
+    let expected = done(&mut measure(&small.model, &small.path("whole"), &arguments)).stdout;
+    let work = small.path("killed");
+    let known = || {
+        let text = fs::read_to_string(work.join("measurements.jsonl")).unwrap_or_default();
+        text.lines().count()
+    };
+    // The first moment is during the base logits, each other one after a measurement.
+    for moment in 0..10 {
+        let mut child = measure(&small.model, &work, &arguments)
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("it starts");
+        let lines = BufReader::new(child.stderr.take().expect("a pipe")).lines();
+        let wanted = if moment == 0 { "base logits" } else { ": KLD " };
+        let found = lines
+            .map_while(Result::ok)
+            .find(|line| line.contains(wanted));
+        child.kill().expect("it is not reaped");
+        child.wait().expect("it ends");
+        // A late signal may come after a further measurement.
+        assert!(found.is_some() || moment > 5, "moment {moment}: it ended");
+        assert!(known() >= moment, "measurements after moment {moment}");
+    }
+    let output = done(&mut measure(&small.model, &work, &arguments));
+    assert_eq!(
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&expected)
+    );
+}
