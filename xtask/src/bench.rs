@@ -42,7 +42,8 @@ noise on this machine. The target of a swap, 50 times faster than a restart, app
 that is much larger than the tensor. The tensor of 113 MB is more than half of its model, so a \
 restart of the C program moves hardly more bytes than the swap; this row misses the target. Most of \
 that swap's time is the allocation of new memory: between 33 ms, with huge pages that the machine \
-had in use before, and 260 ms, when the virtual machine gets new memory.",
+had in use before, and 260 ms, when the virtual machine gets new memory. The rows of overlays were \
+measured while other processes used both cores.",
     },
     Bench {
         name: "trace",
