@@ -148,8 +148,10 @@ impl ExpertCache {
     /// Looks up the experts of a layer as [`look_up`](ExpertCache::look_up) does, for a caller that
     /// computes without slots what has none now.
     ///
-    /// Loads are for later look-ups, and at most `most`. The position of each id whose expert has no
-    /// slot now is appended to `missed`; its slot is any one that is not loaded.
+    /// Loads are for later look-ups: at most `most`, and at most the slots that one token leaves.
+    /// The position of each id whose expert has no slot now is appended to `missed`. Its slot is
+    /// any one that is not loaded, and that no other id of its token has: kernels expect different
+    /// experts.
     pub fn look_up_now(
         &mut self,
         ids: &Ids<'_>,
@@ -159,8 +161,7 @@ impl ExpertCache {
         missed: &mut Vec<usize>,
     ) -> Option<usize> {
         let hits = self.begin(ids)?;
-        // A slot that is not loaded, for ids that have none.
-        let most = most.min(self.slots() - usize::from(hits == 0));
+        let most = most.min(self.slots() - ids.used);
         for (at, expert) in experts(ids).enumerate() {
             let is_new = |load: &Load| load.expert == expert;
             let slot = match self.slot_of[expert as usize] {
@@ -176,12 +177,12 @@ impl ExpertCache {
             self.note_use(expert as usize);
             slots.push(slot);
         }
-        if !missed.is_empty() {
-            let is_loaded = |slot: &u32| loads.iter().any(|load| load.slot == *slot);
-            let hit = slots.iter().copied().find(|slot| *slot >= 0);
-            let free = || (0..self.slots() as u32).find(|slot| !is_loaded(slot));
-            let any = hit.or_else(|| free().map(|slot| slot as i32))?;
-            missed.iter().for_each(|at| slots[*at] = any);
+        for &at in missed.iter() {
+            let token = at - at % ids.used;
+            let of_token = &slots[token..token + ids.used];
+            let is_loaded = |slot: i32| loads.iter().any(|load| load.slot as i32 == slot);
+            let mut all = 0..self.slots() as i32;
+            slots[at] = all.find(|slot| !of_token.contains(slot) && !is_loaded(*slot))?;
         }
         Some(hits)
     }
@@ -516,22 +517,36 @@ mod tests {
     /// What is not missed finds its expert's bytes, as the device has them before the loads.
     #[test]
     fn what_has_no_slot_now_is_missed() {
-        for (used, slots, most) in [(4, 16, 0), (4, 16, 1), (4, 16, 9), (4, 4, 9), (1, 2, 9)] {
+        for (used, tokens, slots, most) in [
+            (4, 1, 16, 0),
+            (4, 1, 16, 1),
+            (4, 1, 16, 9),
+            (4, 3, 16, 9),
+            (4, 1, 5, 9),
+            (1, 1, 2, 9),
+        ] {
             let mut cache = ExpertCache::new(64, slots, 1);
             let mut device = vec![None; slots as usize];
             let mut count = 0;
-            for list in routes(64, used, 3000) {
+            for list in routes(64, used, 3000).chunks_exact(tokens) {
+                let list = list.concat();
                 let bytes = ids(&list);
                 let ids = Ids {
                     bytes: &bytes,
                     used,
-                    tokens: 1,
+                    tokens,
                     used_stride: 4,
                     token_stride: 4 * used,
                 };
                 let (mut loads, mut found, mut missed) = (Vec::new(), Vec::new(), Vec::new());
                 let hits = cache.look_up_now(&ids, most, &mut loads, &mut found, &mut missed);
-                assert_eq!(hits.expect("valid") + missed.len(), used);
+                assert!(hits.expect("valid") + missed.len() <= used * tokens);
+                for token in found.chunks(used) {
+                    let mut different = token.to_vec();
+                    different.sort_unstable();
+                    different.dedup();
+                    assert_eq!(different.len(), used, "{token:?}");
+                }
                 assert!(loads.len() <= most.min(missed.len()));
                 for (at, slot) in found.iter().enumerate() {
                     assert!(loads.iter().all(|load| load.slot as i32 != *slot));

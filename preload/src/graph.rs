@@ -10,7 +10,7 @@ use crate::ggml::{Buffer, Device, Ggml, Graph, Sched, Tensor};
 /// `GGML_TENSOR_FLAG_INPUT`.
 pub const FLAG_INPUT: i32 = 1;
 /// `GGML_TENSOR_FLAG_OUTPUT`.
-const FLAG_OUTPUT: i32 = 2;
+pub const FLAG_OUTPUT: i32 = 2;
 /// Inputs of libllama's graphs whose first extent is the number of tokens.
 const COUNTED_INPUTS: [&CStr; 2] = [c"inp_tokens", c"inp_pos"];
 

@@ -110,6 +110,7 @@ fn replacement(hook: Hook) -> *const c_void {
         Hook::BackendFree => backend_free as *const c_void,
         Hook::ContextFree => context_free as *const c_void,
         Hook::SchedReset => sched_reset as *const c_void,
+        Hook::SchedSetEvalCallback => sched_set_eval_callback as *const c_void,
         Hook::SchedReserve => sched_reserve as *const c_void,
         Hook::SchedAllocGraph => sched_alloc_graph as *const c_void,
         Hook::SchedCompute => sched_compute as *const c_void,
@@ -165,6 +166,7 @@ fn destination(hook: Hook, return_address: usize, arguments: &Arguments) -> *con
         | Hook::TensorCopy => in_parts,
         // While the program splits a graph, this thread runs code of the drop-in.
         Hook::OffloadOp => postfetch::offloads(),
+        Hook::SchedSetEvalCallback => postfetch::offloads() && !thread::is_inside(),
         _ => !thread::is_inside(),
     };
     // An evaluation that was begun is finished in the same way, also when the drop-in was turned
@@ -399,6 +401,21 @@ unsafe extern "C-unwind" fn sched_reset(sched: *mut Sched) -> usize {
     unsafe { real(sched) }
 }
 
+/// A function that sees nodes while they are evaluated, or none.
+unsafe extern "C-unwind" fn sched_set_eval_callback(
+    sched: *mut Sched,
+    callback: *mut c_void,
+    data: *mut c_void,
+) -> usize {
+    let (call, _inside) = entered();
+    if let Some(scheduler) = Scheduler::of(call.ggml, sched as usize) {
+        guarded(|| postfetch::observed(scheduler, !callback.is_null()));
+    }
+    let real = meant!(call, *mut Sched, *mut c_void, *mut c_void);
+    // SAFETY: the arguments of the call.
+    unsafe { real(sched, callback, data) }
+}
+
 unsafe extern "C-unwind" fn sched_reserve(sched: *mut Sched, graph: *mut Graph) -> usize {
     let (call, _inside) = entered();
     let scheduler = allocating(&call, sched, graph, false);
@@ -429,7 +446,7 @@ unsafe extern "C-unwind" fn sched_alloc_graph(sched: *mut Sched, graph: *mut Gra
                     routing::watch(scheduler, sched, &reads, backends.on_cpu, ids_known);
                 }
                 if !backends.on_cpu {
-                    postfetch::graph_split(scheduler, sched, &reads);
+                    postfetch::graph_split(scheduler, sched, graph, &reads);
                 }
             });
         }
@@ -602,15 +619,14 @@ unsafe extern "C-unwind" fn part_compute(backend: *mut Backend, part: *mut Graph
             if !succeeded(status) {
                 return status;
             }
-            let mut computed = false;
+            let mut status = STATUS_FAILED;
             // SAFETY: the first piece ends with the layer's last product.
-            guarded(|| computed = unsafe { postfetch::compute_missed(backend, layer) });
+            guarded(|| status = unsafe { postfetch::compute_missed(backend, layer) } as usize);
             // SAFETY: a live part.
             let all = unsafe { (ggml.f.ggml_graph_n_nodes)(part) };
-            match computed {
-                true if nodes < all => piece(nodes, all),
-                true => status,
-                false => STATUS_FAILED,
+            match succeeded(status) && nodes < all {
+                true => piece(nodes, all),
+                false => status,
             }
         }
         (Evaluation::Refused, _) => STATUS_FAILED,

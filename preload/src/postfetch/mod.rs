@@ -43,7 +43,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::barrier::{self, SLOTS};
 use crate::capability::Capability;
-use crate::ggml::{Backend, Device, Ggml, Graph, Sched, Tensor};
+use crate::ggml::{Backend, Device, Ggml, Graph, STATUS_FAILED, Sched, Tensor};
 use crate::graph::GraphReads;
 use crate::models::Model;
 use crate::routing::{self, Routed};
@@ -52,6 +52,7 @@ use crate::{journal, page_lock, parts};
 use biases::Biases;
 use cache::{Cache, Changed};
 use figures::{FIGURES, Reason};
+use on_cpu::Readers;
 use plan::{Devices, Layer, LayerSlots, Plan};
 use transfer::{Fetcher, Piece, Progress, Request};
 
@@ -110,6 +111,8 @@ struct State {
     uploads: bool,
     /// When experts were last looked up in this evaluation.
     looked_up: Option<Instant>,
+    /// Whether the program looks at nodes while they are evaluated.
+    observed: bool,
 }
 
 impl State {
@@ -132,6 +135,7 @@ impl State {
             changed: Vec::new(),
             uploads: false,
             looked_up: None,
+            observed: false,
         }
     }
 }
@@ -346,8 +350,13 @@ pub fn has_plan(scheduler: Scheduler) -> bool {
 ///
 /// # Safety
 ///
-/// A live scheduler of this copy of ggml, and what its graph read before it was split.
-pub unsafe fn graph_split(scheduler: Scheduler, sched: *mut Sched, reads: &GraphReads) {
+/// A live scheduler of this copy of ggml and its graph, and what that read before it was split.
+pub unsafe fn graph_split(
+    scheduler: Scheduler,
+    sched: *mut Sched,
+    graph: *mut Graph,
+    reads: &GraphReads,
+) {
     let Some(mut state) = state_of(scheduler) else {
         return;
     };
@@ -362,7 +371,11 @@ pub unsafe fn graph_split(scheduler: Scheduler, sched: *mut Sched, reads: &Graph
             .cache
             .as_ref()
             .filter(|_| state.order == Order::Expected);
-        state.devices.plan(scheduler.ggml(), sched, reads, cache)
+        let ggml = scheduler.ggml();
+        let on_cpu = cache.is_some_and(Cache::computes_misses) && !state.observed;
+        let readers = on_cpu.then(|| Readers::of(ggml, graph));
+        let readers = readers.as_ref();
+        state.devices.plan(ggml, sched, reads, cache, readers)
     };
     if plan.is_some() {
         // SAFETY: as the caller ensures; the scheduler was waited for.
@@ -381,6 +394,21 @@ pub unsafe fn graph_split(scheduler: Scheduler, sched: *mut Sched, reads: &Graph
             plan.layers.len(),
             plan.looks_ahead
         );
+    }
+}
+
+/// Records whether the program looks at nodes of a scheduler's graphs while they are evaluated:
+/// the device has other rows than the CPU in nodes before the last product of experts.
+pub fn observed(scheduler: Scheduler, observed: bool) {
+    let Some(mut state) = state_of(scheduler) else {
+        return;
+    };
+    state.observed = observed;
+    let layers = state.plan.iter_mut().flat_map(|plan| &mut plan.layers);
+    for slots in layers.filter_map(|layer| layer.slots.as_mut()) {
+        if observed {
+            slots.on_cpu = None;
+        }
     }
 }
 
@@ -651,9 +679,13 @@ pub unsafe fn part_begins(
             let is_early = backend == layer.backend && !(0..at).any(is_input);
             let is_last = node == on_cpu.output;
             let is_first = matches!(evaluation, Evaluation::Whole);
+            let computes = state.cache.as_ref().is_some_and(Cache::computes_misses);
             if is_early && is_last && is_first {
-                let (layer, nodes) = (number, at + 1);
-                evaluation = Evaluation::Divided { layer, nodes };
+                // A layer is divided in the same way whether or not it misses experts.
+                if computes || !on_cpu.missed.is_empty() {
+                    let (layer, nodes) = (number, at + 1);
+                    evaluation = Evaluation::Divided { layer, nodes };
+                }
             } else if !is_early || is_last {
                 if !on_cpu.missed.is_empty() {
                     evaluation = Evaluation::Refused;
@@ -668,33 +700,34 @@ pub unsafe fn part_begins(
     evaluation
 }
 
-/// Computes the experts of a layer that have no slot. Returns whether that succeeded.
+/// Computes the experts of a layer that have no slot. Returns ggml's status.
 ///
 /// # Safety
 ///
 /// The backend of the layer, to which its nodes up to down were submitted.
-pub unsafe fn compute_missed(backend: *mut Backend, layer: usize) -> bool {
-    let Some(mut state) = current() else {
-        return false;
-    };
-    let state = &mut *state;
-    let (Some(plan), Some(cache)) = (&mut state.plan, &mut state.cache) else {
-        return false;
-    };
-    let Some(slots) = &mut plan.layers[layer].slots else {
-        return false;
-    };
-    let Some(on_cpu) = &mut slots.on_cpu else {
-        return true;
+pub unsafe fn compute_missed(backend: *mut Backend, layer: usize) -> u32 {
+    // Nothing is locked while the program's abort callback may be called.
+    let taken = current().and_then(|mut state| {
+        let slots = state.slots(layer)?;
+        Some((slots.on_cpu.take()?, slots.in_order, slots.at))
+    });
+    let Some((mut on_cpu, in_order, at)) = taken else {
+        return STATUS_FAILED as u32;
     };
     on_cpu.checked = true;
     let begun = Instant::now();
     // SAFETY: as the caller ensures.
-    let done = unsafe { on_cpu.compute(backend, slots.in_order) };
-    if done && !on_cpu.missed.is_empty() {
-        cache.note_computed(slots.at, on_cpu.missed.len(), begun.elapsed());
+    let status = unsafe { on_cpu.compute(backend, in_order) };
+    if let Some(mut state) = current() {
+        let count = on_cpu.missed.len();
+        if let Some(cache) = state.cache.as_mut().filter(|_| count > 0) {
+            cache.note_computed(at, count, begun.elapsed());
+        }
+        if let Some(slots) = state.slots(layer) {
+            slots.on_cpu = Some(on_cpu);
+        }
     }
-    done
+    status
 }
 
 /// The end of a part that was submitted: its products are as the scheduler made them.
@@ -730,6 +763,11 @@ impl State {
             // SAFETY: the graph is not split, and its devices are live.
             self.cache = unsafe { Cache::new(ggml, *device, &graph.reads, size) };
         }
+    }
+
+    /// Returns the slots of a layer of the plan.
+    fn slots(&mut self, layer: usize) -> Option<&mut LayerSlots> {
+        self.plan.as_mut()?.layers.get_mut(layer)?.slots.as_mut()
     }
 
     /// Forgets which bytes stay on devices.

@@ -6,6 +6,7 @@
 //! device got the nodes up to down. Its rows then replace those that the device computed for these
 //! ids, before the device gets the nodes after down.
 
+use std::collections::HashMap;
 use std::ffi::CStr;
 use std::sync::Arc;
 
@@ -14,7 +15,7 @@ use llama_sidecar::trace::Ids;
 use crate::ggml::{
     Backend, Buffer, Device, Ggml, Graph, OwnBuffer, OwnContext, STATUS_SUCCESS, Sched, Tensor,
 };
-use crate::graph::GraphReads;
+use crate::graph::{FLAG_OUTPUT, GraphReads};
 use crate::parts;
 
 /// `GGML_TYPE_F32`.
@@ -39,6 +40,29 @@ pub struct ExpertProduct {
     pub node: *mut Tensor,
     /// Its matrix in host memory.
     pub weight: *mut Tensor,
+}
+
+/// How many times the nodes of a graph read each tensor.
+pub struct Readers(HashMap<usize, usize>);
+
+impl Readers {
+    /// Counts what the nodes of a graph read.
+    ///
+    /// # Safety
+    ///
+    /// A live graph of this copy.
+    pub unsafe fn of(ggml: &Ggml, graph: *mut Graph) -> Readers {
+        let mut readers = HashMap::new();
+        // SAFETY: nodes of a live graph and their sources are live.
+        unsafe {
+            for at in 0..(ggml.f.ggml_graph_n_nodes)(graph) {
+                for source in ggml.layout.sources((ggml.f.ggml_graph_node)(graph, at)) {
+                    *readers.entry(source as usize).or_default() += 1;
+                }
+            }
+        }
+        Readers(readers)
+    }
 }
 
 /// Host memory that the layers of a graph use one after the other.
@@ -105,8 +129,8 @@ pub struct OnCpu {
 }
 
 impl OnCpu {
-    /// Copies the nodes of a layer whose products, in the order of the graph, end with down.
-    /// `memory` is used again if it is large enough. The error is the reason why not.
+    /// Copies the nodes of a layer whose products, in the order of the graph, end with down; no
+    /// other node reads them. `memory` is used again if it is large enough. The error is the reason why not.
     ///
     /// # Safety
     ///
@@ -115,7 +139,7 @@ impl OnCpu {
     pub unsafe fn new(
         ggml: &'static Ggml,
         sched: *mut Sched,
-        reads: &GraphReads,
+        (reads, readers): (&GraphReads, &Readers),
         device: *mut Device,
         products: &[ExpertProduct],
         memory: &mut Option<Arc<HostMemory>>,
@@ -151,8 +175,12 @@ impl OnCpu {
                 ids: context.tensor(I32, &[1, count]),
                 context: &context,
                 copies: Vec::new(),
+                visits: 0,
             };
             let result = copier.copy(down.node)?;
+            if copier.has_other_readers(readers) {
+                return Err("other nodes read what its experts compute".into());
+            }
             let graph = (f.ggml_new_graph_custom)(context.raw(), MOST_NODES, false);
             (f.ggml_build_forward_expand)(graph, result);
             let (rows, ids) = (copier.rows, copier.ids);
@@ -256,17 +284,17 @@ impl OnCpu {
         }
     }
 
-    /// Computes the missed ids, and submits their rows of the output to its backend. Returns
-    /// whether that succeeded.
+    /// Computes the missed ids, and submits their rows of the output to its backend. Returns the
+    /// status of the CPU backend.
     ///
     /// # Safety
     ///
     /// The backend of the products, on the thread that evaluates, after the nodes up to down were
     /// submitted.
-    pub unsafe fn compute(&mut self, backend: *mut Backend, in_order: bool) -> bool {
+    pub unsafe fn compute(&mut self, backend: *mut Backend, in_order: bool) -> u32 {
         let (f, layout) = (&self.ggml.f, &self.ggml.layout);
         if self.missed.is_empty() {
-            return true;
+            return STATUS_SUCCESS;
         }
         // SAFETY: as the caller ensures; tensors of this copy that only this thread uses, and that
         // have memory for more rows.
@@ -275,7 +303,7 @@ impl OnCpu {
             // What this computes is no part of the program's graph.
             let status = parts::aside(|| (f.ggml_backend_graph_compute)(self.cpu, self.graph));
             if status as u32 != STATUS_SUCCESS {
-                return false;
+                return status as u32;
             }
             if !in_order {
                 (f.ggml_backend_synchronize)(backend);
@@ -298,7 +326,7 @@ impl OnCpu {
                 (f.ggml_backend_synchronize)(backend);
             }
         }
-        true
+        STATUS_SUCCESS
     }
 
     /// Gives the tensors of the copy as many rows as ids are missed.
@@ -389,9 +417,35 @@ struct Copier<'a> {
     ids: *mut Tensor,
     context: &'a OwnContext,
     copies: Vec<Copy>,
+    visits: usize,
 }
 
 impl Copier<'_> {
+    /// Whether the graph reads a copied node, other than the last one, elsewhere: the device has
+    /// other rows there than the CPU.
+    ///
+    /// # Safety
+    ///
+    /// Live nodes of the graph.
+    unsafe fn has_other_readers(&self, readers: &Readers) -> bool {
+        let layout = &self.ggml.layout;
+        let mut inside: HashMap<usize, usize> = HashMap::new();
+        for copy in &self.copies {
+            // SAFETY: as the caller ensures; sources of a live node are live.
+            for source in unsafe { layout.sources(copy.of) } {
+                *inside.entry(source as usize).or_default() += 1;
+            }
+        }
+        let is_read = |copy: &Copy| {
+            let node = copy.of as usize;
+            // SAFETY: as the caller ensures.
+            let flags: i32 = unsafe { layout.read(copy.of, layout.flags) };
+            flags & FLAG_OUTPUT != 0 || readers.0.get(&node) != inside.get(&node)
+        };
+        let (_last, others) = self.copies.split_last().expect("down was copied");
+        others.iter().any(is_read)
+    }
+
     /// Returns the copy of a node and of all nodes that lead to it from the input.
     ///
     /// # Safety
@@ -402,7 +456,8 @@ impl Copier<'_> {
             return Ok(known.tensor);
         }
         let (f, layout) = (&self.ggml.f, &self.ggml.layout);
-        if self.copies.len() == MOST_NODES {
+        self.visits += 1;
+        if self.visits > MOST_NODES {
             return Err("too many nodes lead to the last product of its experts".into());
         }
         // SAFETY: as the caller ensures; sources of a live node are live. Functions of ggml get

@@ -15,7 +15,7 @@ use llama_sidecar::experts::ExpertName;
 use super::cache::Cache;
 use super::figures::FIGURES;
 use super::instance::{self, Instance, OwnEvent, Scratch};
-use super::on_cpu::{ExpertProduct, HostMemory, OnCpu};
+use super::on_cpu::{ExpertProduct, HostMemory, OnCpu, Readers};
 use super::transfer::Transfer;
 use crate::ggml::{Backend, Buffer, BufferType, Ggml, OwnContext, Sched, Tensor};
 use crate::graph::{GraphReads, UsedWeight};
@@ -73,6 +73,8 @@ pub struct LayerSlots {
     pub ready: bool,
     /// Whether they were submitted.
     pub written: bool,
+    /// Whether there are more slots than one token uses.
+    spare: bool,
     /// What computes experts that have no slot; `None` where they are copied into one.
     pub on_cpu: Option<OnCpu>,
     /// Whether the products of this evaluation wait for copies into slots.
@@ -168,7 +170,8 @@ impl Devices {
     }
 
     /// Gives copies of the scheduler memory of their own, and returns what can be copied early;
-    /// `None` when there is nothing. Layers with slots keep the copies of the scheduler.
+    /// `None` when there is nothing. Layers with slots keep the copies of the scheduler. With
+    /// `readers` of the graph, the CPU computes experts that have no slot.
     ///
     /// # Safety
     ///
@@ -180,6 +183,7 @@ impl Devices {
         sched: *mut Sched,
         reads: &GraphReads,
         cache: Option<&Cache>,
+        readers: Option<&Readers>,
     ) -> Option<Plan> {
         // SAFETY: as the caller ensures.
         let candidates = unsafe { candidates(ggml, sched, reads) };
@@ -220,10 +224,9 @@ impl Devices {
             // SAFETY: as the caller ensures.
             let layer = unsafe {
                 let layer = self.layer(ggml, candidates, slots.zip(cache), set);
-                let on_cpu = cache.is_some_and(Cache::computes_misses);
-                layer.map(|layer| match on_cpu {
-                    true => self.with_cpu(ggml, sched, reads, candidates, layer),
-                    false => layer,
+                layer.map(|layer| match readers {
+                    Some(of) => self.with_cpu(ggml, sched, (reads, of), candidates, layer),
+                    None => layer,
                 })
             };
             let Some(layer) = layer else {
@@ -367,7 +370,7 @@ impl Devices {
         })
     }
 
-    /// Lets the CPU compute the experts of a layer that have no slot, if the layer has slots.
+    /// Lets the CPU compute the experts of a layer that have no slot, if the layer has slots to spare.
     ///
     /// # Safety
     ///
@@ -376,11 +379,11 @@ impl Devices {
         &mut self,
         ggml: &'static Ggml,
         sched: *mut Sched,
-        reads: &GraphReads,
+        reads: (&GraphReads, &Readers),
         candidates: &[Candidate<'_>],
         mut layer: Layer,
     ) -> Layer {
-        let Some(slots) = &mut layer.slots else {
+        let Some(slots) = layer.slots.as_mut().filter(|slots| slots.spare) else {
             return layer;
         };
         let product = |of: &Candidate<'_>| ExpertProduct {
@@ -500,6 +503,7 @@ unsafe fn slots(
             _context: context,
             ready: false,
             written: false,
+            spare: cache.slots_of(at) as i64 > used,
             on_cpu: None,
             waits: true,
             in_order: false,
