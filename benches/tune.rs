@@ -1,7 +1,7 @@
 //! Measures a sweep of `llama-sidecar tune` against llama-quantize and a new llama-perplexity for
 //! each tensor and type, and the time of a round beyond the evaluation itself.
 //!
-//! Run it with `cargo xtask bench tune`; `cargo bench --bench tune -- --quick` has fewer layers.
+//! Run it with `cargo xtask bench tune`; `cargo bench --bench tune -- --quick` has one layer.
 //! Both sides alternate: one type at a time.
 
 use std::fs;
@@ -45,7 +45,20 @@ fn perplexity(model: &Path, base: &Path, arguments: &[&str]) -> f64 {
     timed(command.args(arguments))
 }
 
-/// The time of each round, and the time that the program's context existed in it, in seconds.
+/// The time at which a line of the log was written: minutes, seconds, ms and us, with points.
+fn stamp(line: &str) -> Option<f64> {
+    let (stamp, _) = line.split_once(' ')?;
+    let parts: Vec<f64> = stamp
+        .split('.')
+        .map_while(|part| part.parse().ok())
+        .collect();
+    let [minutes, seconds, milliseconds, microseconds] = parts[..] else {
+        return None;
+    };
+    Some(minutes * 60.0 + seconds + milliseconds / 1e3 + microseconds / 1e6)
+}
+
+/// The time of each round, and the time of its evaluation, in seconds.
 fn rounds(work: &Path) -> Vec<(f64, f64)> {
     let text = fs::read_to_string(work.join("measurements.jsonl")).expect("measurements");
     let parse = |line| serde_json::from_str::<Value>(line).expect("JSON");
@@ -55,11 +68,12 @@ fn rounds(work: &Path) -> Vec<(f64, f64)> {
         .map(|of| of["seconds"].as_f64().expect("seconds"));
     let log = fs::read(work.join("perplexity.log")).expect("a log");
     let log = String::from_utf8_lossy(&log).into_owned();
-    let total = log.lines().filter_map(|line| {
-        let (_, figures) = line.split_once(" total time =")?;
-        let (milliseconds, _) = figures.split_once("ms")?;
-        Some(milliseconds.trim().parse::<f64>().ok()? / 1e3)
-    });
+    let stamps = |part: &str| -> Vec<f64> {
+        let lines = log.lines().filter(|line| line.contains(part));
+        lines.filter_map(stamp).collect()
+    };
+    let (from, to) = (stamps("kl_divergence: computing"), stamps(" total time ="));
+    let total = from.iter().zip(to).map(|(from, to)| to - from);
     // The first evaluation includes the start of the program.
     seconds.zip(total).skip(1).collect()
 }
@@ -67,7 +81,7 @@ fn rounds(work: &Path) -> Vec<(f64, f64)> {
 fn main() {
     let is_quick = std::env::args().any(|argument| argument == "--quick");
     let layers: Vec<u32> = match is_quick {
-        true => vec![0, 29],
+        true => vec![14],
         false => (0..30).step_by(3).collect(),
     };
     let folder = tempfile::tempdir().expect("a folder");
@@ -104,7 +118,9 @@ fn main() {
             THREADS,
         ]);
         tune.arg("--base").arg(&base).arg("--work").arg(&work);
-        let mine = timed(tune.arg("--host").arg(llama_cpp("llama-perplexity")));
+        tune.arg("--host").arg(llama_cpp("llama-perplexity"));
+        // The program then logs the end of an evaluation.
+        let mine = timed(tune.args(["--", "--perf", "-lv", "5"]));
         let other: f64 = names
             .iter()
             .map(|name| {

@@ -95,7 +95,7 @@ misses an expert, because the experts of a layer are known only when its router 
         heading: "Tuning",
         note: "A row is a sweep with one type: the time of the whole command, with the start of the program, the \
 evaluation of the model as it is, and quantising; the base logits exist. The peer writes a file for each tensor and \
-starts a program with it. The evaluation is what the program itself prints as its total time.",
+starts a program with it. The log of the program has the times at which an evaluation begins and ends.",
     },
 ];
 

@@ -23,6 +23,7 @@ mod write;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -92,7 +93,7 @@ pub struct TuneOptions {
     /// an interruption. Default: MODEL.tune.
     #[arg(long, value_name = "DIR")]
     work: Option<PathBuf>,
-    /// Tokens of a chunk of the text.
+    /// Tokens of a chunk of the text. With --base, those of its chunks.
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(16..))]
     ctx: u32,
     /// Number of chunks to evaluate; all by default.
@@ -161,7 +162,10 @@ pub fn run(options: &TuneOptions) -> Result<()> {
     let program = Program {
         executable: Executable::find(&options.host)
             .context("--host names the program that evaluates, llama-perplexity of llama.cpp")?,
-        context: options.ctx,
+        context: match &options.base {
+            Some(base) => base_context(base)?,
+            None => options.ctx,
+        },
         threads,
         arguments: options.arguments.clone(),
     };
@@ -338,6 +342,20 @@ fn parameters(
     parameters.insert("model", identities.of_model(model)?);
     parameters.insert("reference", identities.of_model(source)?);
     Ok(parameters)
+}
+
+/// Returns the number of tokens of a chunk in base logits.
+fn base_context(path: &Path) -> Result<u32> {
+    let mut start = [0; 12];
+    let read = std::fs::File::open(path).and_then(|mut file| file.read_exact(&mut start));
+    read.with_context(|| format!("cannot read {}", path.display()))?;
+    let context = u32::from_le_bytes([start[8], start[9], start[10], start[11]]);
+    ensure!(
+        start.starts_with(b"_logits_") && (16..1 << 20).contains(&context),
+        "{} has no base logits: pass a file that 'llama-perplexity --kl-divergence-base' wrote",
+        path.display()
+    );
+    Ok(context)
 }
 
 /// Makes the base logits, if the work folder has none.

@@ -6,6 +6,7 @@ use super::groups::role;
 use super::model::layer;
 use super::results::Results;
 use super::tables;
+use crate::sizes::Table;
 use crate::svg::{self, escape};
 
 /// Returns a self-contained page.
@@ -22,7 +23,7 @@ pub fn page(results: &Results<'_>) -> String {
             "<h2>Recipe for {}</h2><p class=note>{}</p><div class=wide>{}</div>{}",
             escape(&tables::goal_text(results)),
             escape(&tables::verdicts(results, recipe)).replace('\n', "<br>"),
-            tables::comparison(results, recipe).as_html(),
+            html(tables::comparison(results, recipe)),
             sizes(results)
         );
         let mut rows = String::new();
@@ -53,9 +54,17 @@ pub fn page(results: &Results<'_>) -> String {
         body,
         "<h2>Divergence against saved bytes</h2><p class=note>Each group with each candidate: what the change saves, and what it adds to the divergence.</p>{}<h2>Measurements</h2><div class=wide>{}</div></section>",
         savings(results),
-        tables::measurements(results).as_html()
+        html(tables::measurements(results))
     );
     svg::document("Tuning", &body)
+}
+
+/// Returns a table for the page. Names come from files and from the command line.
+fn html(mut table: Table) -> String {
+    for cell in table.rows.iter_mut().flatten() {
+        *cell = escape(cell);
+    }
+    table.as_html()
 }
 
 /// Returns row and column of a group: its layer and its role, or all of them.
