@@ -94,6 +94,59 @@ fn a_host_with_overlays_writes_what_a_new_process_writes() {
     }
 }
 
+/// The tensors are those that the gguf package quantises from the same file.
+#[test]
+fn tensors_are_quantised_by_the_library_of_the_program() {
+    let (_folder, path) = copied("smollm2.gguf");
+    let one = fixture("smollm2-one-q8_0.gguf");
+    let after = fresh(Program::C, &one);
+    let changed = {
+        let [old, new] =
+            [&path, &one].map(|path| GgufFile::open(path, Access::Read).expect("a model"));
+        let infos = new.header.tensors.iter();
+        let mut changed = infos.filter(|info| {
+            let name = new.header.name(info);
+            let before = old.header.find(name).map(|at| old.header.tensors[at].ty);
+            !before.is_some_and(|ty| std::ptr::eq(ty, info.ty))
+        });
+        let name = new.header.name(changed.next().expect("one tensor changed"));
+        name.to_string_lossy().replace('.', "\\.")
+    };
+    let mut host = Host::start(Program::C, &path, &on());
+    let before = host.text(TOKENS);
+    let from = path.to_string_lossy();
+    let quantised = |tensor: &str, ty: &str| {
+        let all = ["--tensor", tensor, "--from", &from, "--as", ty];
+        let output = swap_live(&host, &all);
+        (
+            output.status.success(),
+            format!(
+                "{}{}",
+                String::from_utf8_lossy(&output.stdout),
+                String::from_utf8_lossy(&output.stderr)
+            ),
+        )
+    };
+    let (succeeded, errors) = quantised(&changed, "q8_0");
+    assert!(succeeded, "{errors}");
+    for (tensor, ty, expected) in [
+        (
+            "output_norm.*",
+            "q8_0",
+            "no such tensor that llama-quantize would quantise",
+        ),
+        (changed.as_str(), "q9_9", "neither a type of ggml"),
+    ] {
+        let (succeeded, errors) = quantised(tensor, ty);
+        assert!(!succeeded && errors.contains(expected), "{errors}");
+    }
+    assert_eq!(overlays(&host).len(), 1);
+    assert_eq!(host.text(TOKENS), after);
+    assert!(swap_live(&host, &["--restore"]).status.success());
+    assert_eq!(host.text(TOKENS), before);
+    assert_eq!(host.end(), Some(0));
+}
+
 #[test]
 fn one_request_reverts_overlays_and_sets_others() {
     let (_folder, path) = copied("smollm2.gguf");

@@ -1,11 +1,18 @@
 //! `llama-sidecar swap --live`: overlays in a running program. No file of the model changes.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use llama_sidecar::protocol::{Overlay, Request};
+use llama_sidecar::protocol::{Overlay, Request, Status};
+use regex::Regex;
 
-use crate::control;
+use crate::{control, hooks, tune};
+
+/// A type that tensors are quantised to before they are used.
+pub struct Target<'a> {
+    pub ty: &'a str,
+    pub imatrix: Option<&'a Path>,
+}
 
 /// Sets overlays: the tensors that match take type and bytes from another model.
 pub fn set(socket: &Path, tensor: &str, from: &Path) -> Result<()> {
@@ -22,6 +29,36 @@ pub fn set(socket: &Path, tensor: &str, from: &Path) -> Result<()> {
         from: from.into(),
     };
     send(socket, None, vec![overlay])
+}
+
+/// Sets overlays of tensors that are quantised from another model with the program's own ggml
+/// library. The file with them is temporary, because the program copies the tensors.
+pub fn set_quantized(
+    socket: &Path,
+    tensor: &Regex,
+    from: &Path,
+    target: &Target<'_>,
+) -> Result<()> {
+    let status: Status = control::parsed(&control::ask(socket, &Request::Status)?)?;
+    let library = ggml_library(status.pid)?;
+    let folder = tempfile::tempdir()?;
+    let (ty, imatrix) = (target.ty, target.imatrix);
+    let made = tune::quantize(from, tensor, ty, imatrix, &library, folder.path())?;
+    let names: Vec<String> = made.names.iter().map(|name| regex::escape(name)).collect();
+    set(socket, &names.join("|"), &made.path)
+}
+
+/// Returns the library of a process that quantises.
+fn ggml_library(pid: u32) -> Result<PathBuf> {
+    let is_base = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        // Of an older ggml, all functions are in libggml.so.
+        name.starts_with("libggml-base.so") || name.starts_with("libggml.so")
+    };
+    let found = hooks::mapped(pid).into_iter().find(is_base);
+    found.with_context(|| {
+        format!("process {pid} has no libggml-base.so: leave out --as, and pass a file of llama-quantize to --from")
+    })
 }
 
 /// Reverts the overlays of the tensors that match; of all without a pattern.

@@ -41,6 +41,12 @@ pub struct SwapOptions {
     /// Swap in the program that listens at this socket, and leave its files as they are.
     #[arg(long, value_name = "SOCKET", conflicts_with_all = ["model", "dry_run", "reload"])]
     live: Option<PathBuf>,
+    /// Quantise the tensors of --from to this type first, for example q4_K.
+    #[arg(long = "as", value_name = "TYPE", requires_all = ["live", "from"])]
+    as_type: Option<String>,
+    /// An importance matrix of llama-imatrix, for quantising.
+    #[arg(long, value_name = "FILE", requires = "as_type")]
+    imatrix: Option<PathBuf>,
 }
 
 /// The change of a file.
@@ -99,8 +105,12 @@ pub fn run(options: &SwapOptions) -> Result<()> {
     let model = match (&options.model, &options.live) {
         (Some(model), None) => model,
         (_, Some(socket)) => {
-            return match (tensor, &options.from) {
-                (Some(tensor), Some(from)) => live::set(socket, tensor, from),
+            return match (&options.tensor, &options.from, &options.as_type) {
+                (Some(tensor), Some(from), Some(ty)) => {
+                    let imatrix = options.imatrix.as_deref();
+                    live::set_quantized(socket, tensor, from, &live::Target { ty, imatrix })
+                }
+                (Some(tensor), Some(from), None) => live::set(socket, tensor.as_str(), from),
                 _ => live::restore(socket, tensor),
             };
         }

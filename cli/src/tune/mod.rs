@@ -28,6 +28,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use ggml_quantize::Ggml;
+use indicatif::ProgressBar;
 use llama_sidecar::reload::hash_bytes;
 use regex::Regex;
 
@@ -252,6 +253,49 @@ pub fn run(options: &TuneOptions) -> Result<()> {
         ),
     }
     Ok(())
+}
+
+/// Tensors that were quantised.
+pub struct Quantized {
+    /// The file that has them.
+    pub path: PathBuf,
+    pub names: Vec<String>,
+}
+
+/// Quantises those tensors of a model whose whole names match, as llama-quantize would, with a
+/// ggml library, into a file in a folder. Takes half of the processors: the program that evaluates
+/// needs the others.
+pub fn quantize(
+    from: &Path,
+    only: &Regex,
+    ty: &str,
+    imatrix: Option<&Path>,
+    library: &Path,
+    folder: &Path,
+) -> Result<Quantized> {
+    let model = Model::open(from)?;
+    let matrix = imatrix.map(Matrix::load).transpose()?;
+    let tensors = tunable(&model, Some(only))?;
+    let candidate = Candidate::parse(ty)?;
+    ensure!(
+        matches!(candidate.origin, Origin::Type(_)),
+        "'{ty}' is a file, expected a type such as q4_K: pass the file to --from"
+    );
+    let outcomes = candidate.outcomes(&tensors, matrix.as_ref())?;
+    let quantizer = Quantizer {
+        ggml: &Ggml::open(library)?,
+        library: "",
+        source: &model,
+        content: "",
+        matrix: matrix.as_ref(),
+        threads: processors().div_ceil(2),
+        folder,
+    };
+    let bar = ProgressBar::hidden();
+    Ok(Quantized {
+        path: quantizer.make(&candidate.name, &tensors, &outcomes, &bar)?,
+        names: tensors.iter().map(|tensor| tensor.name.into()).collect(),
+    })
 }
 
 fn processors() -> usize {
