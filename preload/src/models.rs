@@ -141,7 +141,9 @@ static MODELS: RwLock<Vec<Arc<Model>>> = RwLock::new(Vec::new());
 /// instance.
 type Index = HashMap<usize, (Arc<Model>, usize, usize)>;
 static INDEX: RwLock<Option<Index>> = RwLock::new(None);
-/// Addresses of all tensors that were ever registered.
+/// The tensors of [`Instance::is_copy`].
+static COPIES: RwLock<Vec<TensorPointer>> = RwLock::new(Vec::new());
+/// Addresses of all tensors of programs that were ever registered.
 static LOWEST: AtomicUsize = AtomicUsize::new(usize::MAX);
 static HIGHEST: AtomicUsize = AtomicUsize::new(0);
 
@@ -276,9 +278,15 @@ pub fn is_empty() -> bool {
 
 static ANY: AtomicBool = AtomicBool::new(false);
 
-/// Returns the range of addresses that has all registered tensors.
-pub fn addresses() -> Range<usize> {
+/// Returns the range of addresses that has all registered tensors of the program.
+fn addresses() -> Range<usize> {
     LOWEST.load(Ordering::Relaxed)..HIGHEST.load(Ordering::Relaxed)
+}
+
+/// Returns a fast check that is true for all registered tensors, and for few others.
+pub fn may_be_registered() -> impl Fn(*mut Tensor) -> bool {
+    let (addresses, copies) = (addresses(), COPIES.read().clone());
+    move |tensor| addresses.contains(&(tensor as usize)) || copies.contains(&TensorPointer(tensor))
 }
 
 /// Whether a tensor was loaded from a file.
@@ -552,8 +560,7 @@ fn copy_shared(ggml: &'static Ggml, tensors: &mut [ModelTensor], weights: &[Used
         let is_host = unsafe { (ggml.f.ggml_backend_buffer_is_host)(only.original.buffer) };
         if is_host && looked_up.contains(&read) && multiplied.contains(&read) {
             let copy = only.for_products(ggml);
-            LOWEST.fetch_min(copy.tensor.0 as usize, Ordering::Relaxed);
-            HIGHEST.fetch_max(copy.tensor.0 as usize + 1, Ordering::Relaxed);
+            COPIES.write().push(copy.tensor);
             tensor.instances.push(copy);
         }
     }
@@ -676,6 +683,9 @@ fn remove(gone: impl Fn(&Instance) -> bool) -> Vec<Arc<Model>> {
             model.alive.store(false, Ordering::SeqCst);
         }
         MODELS.write().retain(|other| other.number != model.number);
+        let instances = model.tensors.iter().flat_map(|tensor| &tensor.instances);
+        let gone: Vec<_> = instances.map(|instance| instance.tensor).collect();
+        COPIES.write().retain(|copy| !gone.contains(copy));
         if let Some(index) = INDEX.write().as_mut() {
             index.retain(|_, (other, ..)| other.number != model.number);
         }

@@ -337,7 +337,7 @@ impl Scheduler {
         // SAFETY: as the caller ensures.
         let (mut reads, backends) = unsafe {
             (
-                GraphReads::of(ggml, graph, &models::addresses()),
+                GraphReads::of(ggml, graph, models::may_be_registered()),
                 Backends::of(ggml, sched),
             )
         };
