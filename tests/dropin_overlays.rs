@@ -12,6 +12,7 @@ use llama_sidecar::gguf::{Access, GgufFile};
 use serde_json::{Value, json};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, built, replace};
+use testkit::server::quantize;
 
 /// Sets overlays of a running host and reverts those that match `revert`.
 fn swap(host: &Host, revert: Option<&str>, overlays: &[(&str, &Path)]) -> Value {
@@ -348,6 +349,53 @@ fn buffers_of_replaced_tensors_are_used_again() {
         assert_eq!(taken(&swap(&host, Some(".*"), &[])), (0, 30));
         assert_eq!(bytes(&host), (0, 0));
         assert_eq!(host.text(TOKENS), before);
+        assert_eq!(host.end(), Some(0));
+    }
+}
+
+/// llama.cpp loads a matrix that input and output share twice in some types (Q4_0, IQ4_NL), as
+/// products have kernels for another order of their rows, and once in others.
+#[test]
+fn a_shared_matrix_is_read_as_after_a_fresh_load() {
+    const SHARED: &str = "token_embd.weight";
+    let once = fixture("smollm2.gguf");
+    let folder = tempfile::tempdir().expect("a folder");
+    let variant = |ty: &str| {
+        let path = folder.path().join(ty);
+        quantize(&once, &path, "Q4_1", &["--token-embedding-type", ty]);
+        path
+    };
+    let [q4_0, iq4_nl, f16] = ["q4_0", "iq4_nl", "f16"].map(variant);
+    let texts = [&q4_0, &iq4_nl, &f16, &once].map(|path| (path, fresh(Program::C, path)));
+    let memory = |host: &Host| {
+        let status = host.control("status");
+        status["models"][0]["private_bytes"].as_u64()
+    };
+    for (loaded, before) in &texts {
+        let path = folder.path().join("model.gguf");
+        replace(&path, loaded);
+        let mut host = Host::start(Program::C, &path, &on());
+        assert_eq!(&host.text(TOKENS), before);
+        for (from, text) in &texts {
+            if from == loaded {
+                continue;
+            }
+            assert_eq!(taken(&swap(&host, None, &[(SHARED, from)])), (1, 0));
+            // In the middle of a text, with a graph that is kept.
+            host.steps("more", 2);
+            assert_eq!(&host.text(TOKENS), text, "{from:?} in {loaded:?}");
+            println!("{from:?} in {loaded:?}: {:?} bytes", memory(&host));
+            assert_eq!(taken(&swap(&host, Some(".*"), &[])), (0, 1));
+            assert_eq!(&host.text(TOKENS), before, "back to {loaded:?}");
+            assert_eq!(memory(&host), Some(0));
+
+            replace(&path, from);
+            assert_eq!(taken(&host.control("reload")), (1, 0));
+            assert_eq!(&host.text(TOKENS), text, "{from:?} in {loaded:?}");
+            replace(&path, loaded);
+            assert_eq!(taken(&host.control("reload")), (0, 1));
+            assert_eq!(&host.text(TOKENS), before, "back to {loaded:?}");
+        }
         assert_eq!(host.end(), Some(0));
     }
 }

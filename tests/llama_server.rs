@@ -11,7 +11,7 @@ use hosts::{copied, streaming, taken};
 use serde_json::{Value, json};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, built, replace};
-use testkit::server::{Answer, Options, Request, Server};
+use testkit::server::{Answer, Options, Request, Server, quantize};
 use testkit::writer::{F32, Gguf, Kv, Tensor};
 
 /// What all prompts begin with, so that slots have a prefix in common.
@@ -57,9 +57,14 @@ fn answers(server: &Server, slots: usize) -> Vec<Answer> {
     answers
 }
 
-/// What a server without the drop-in that is started with a file answers.
+/// What a server without the drop-in that is started with a fixture answers.
 fn fresh(file: &str, slots: usize) -> Vec<Answer> {
-    let server = Server::start(&fixture(file), &without_drop_in(slots));
+    fresh_with(&fixture(file), slots)
+}
+
+/// The same with any file.
+fn fresh_with(model: &Path, slots: usize) -> Vec<Answer> {
+    let server = Server::start(model, &without_drop_in(slots));
     let answers = answers(&server, slots);
     assert!(
         answers[..slots].iter().all(|answer| answer.cached == 0)
@@ -153,22 +158,25 @@ fn swap_live(server: &Server, arguments: &[&str]) -> Output {
 #[test]
 fn a_server_with_overlays_answers_as_a_new_server() {
     let before = fresh("smollm2.gguf", 1);
-    let after = fresh("smollm2-mixed.gguf", 1);
-    let (_folder, path) = copied("smollm2.gguf");
+    let (folder, path) = copied("smollm2.gguf");
+    // A new server has two copies of the matrix that input and output share.
+    let twice = folder.path().join("twice.gguf");
+    quantize(&path, &twice, "Q4_1", &["--token-embedding-type", "q4_0"]);
     let server = Server::start(&path, &Options::new(1));
     assert_eq!(answers(&server, 1), before);
-    let mixed = fixture("smollm2-mixed.gguf");
-    let output = swap_live(
-        &server,
-        &["--tensor", ".*", "--from", &mixed.to_string_lossy()],
-    );
-    assert!(output.status.success(), "{output:?}");
-    assert_eq!(reload_and_erase(&server)["slots_erased"], 1);
-    assert_eq!(answers(&server, 1), after);
-    let output = swap_live(&server, &["--restore"]);
-    assert!(output.status.success(), "{output:?}");
-    assert_eq!(reload_and_erase(&server)["slots_erased"], 1);
-    assert_eq!(answers(&server, 1), before);
+    for from in [fixture("smollm2-mixed.gguf"), twice] {
+        let output = swap_live(
+            &server,
+            &["--tensor", ".*", "--from", &from.to_string_lossy()],
+        );
+        assert!(output.status.success(), "{output:?}");
+        assert_eq!(reload_and_erase(&server)["slots_erased"], 1);
+        assert_eq!(answers(&server, 1), fresh_with(&from, 1));
+        let output = swap_live(&server, &["--restore"]);
+        assert!(output.status.success(), "{output:?}");
+        assert_eq!(reload_and_erase(&server)["slots_erased"], 1);
+        assert_eq!(answers(&server, 1), before);
+    }
     end(server);
 }
 

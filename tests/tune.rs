@@ -12,30 +12,12 @@ use serde_json::Value;
 use tempfile::TempDir;
 use testkit::fixtures::fixture;
 use testkit::host::built;
-use testkit::server::llama_cpp;
+use testkit::server::{self, llama, llama_cpp};
 
 /// Text with more tokens than the chunks.
 const TEXT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/hot-swap.md");
 /// How the text is evaluated.
 const EVALUATION: [&str; 6] = ["--ctx", "64", "--chunks", "4", "--threads", "2"];
-
-/// A program of llama.cpp, without variables of llama-sidecar.
-fn llama(program: &str) -> Command {
-    let path = llama_cpp(program);
-    assert!(
-        path.exists(),
-        "{} is missing: run 'cargo xtask hosts' first",
-        path.display()
-    );
-    let mut command = Command::new(path);
-    for (name, _) in std::env::vars_os() {
-        if name.to_string_lossy().starts_with("LLAMA_") {
-            command.env_remove(name);
-        }
-    }
-    command.stdin(Stdio::null());
-    command
-}
 
 fn done(command: &mut Command) -> Output {
     let output = command.output().expect("it starts");
@@ -43,15 +25,10 @@ fn done(command: &mut Command) -> Output {
     output
 }
 
-/// Quantises a whole model.
+/// Quantises a whole model; every matrix has the type.
 fn quantize(from: &Path, to: &Path, file_type: &str, arguments: &[&str]) {
-    done(
-        llama("llama-quantize")
-            .args(["--allow-requantize", "--pure"])
-            .args(arguments)
-            .args([from, to])
-            .arg(file_type),
-    );
+    let arguments = [&["--pure"], arguments].concat();
+    server::quantize(from, to, file_type, &arguments);
 }
 
 /// Makes an importance matrix.

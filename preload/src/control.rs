@@ -319,7 +319,8 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
         .map(|file| file.gguf.source.path().display().to_string());
     let mut changed = Vec::new();
     for (index, tensor) in model.tensors.iter().enumerate() {
-        let states: Vec<_> = tensor.instances.iter().map(|i| state(model, i)).collect();
+        let instances = tensor.instances.iter().filter(|of| !of.is_copy());
+        let states: Vec<_> = instances.map(|of| state(model, of)).collect();
         if states.iter().all(|&state| state == TensorState::OnOriginal) {
             continue;
         }
@@ -328,6 +329,7 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
             states,
         });
     }
+    let instances = model.tensors.iter().flat_map(|tensor| &tensor.instances);
     let overlays = model.engine.overlays().into_iter();
     let overlay = |(tensor, from): (usize, PathBuf)| Overlay {
         tensor: model.name(tensor).to_string_lossy().into_owned(),
@@ -337,7 +339,7 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
         model: model.number,
         files: paths.collect(),
         tensors: model.tensors.len(),
-        instances: model.tensors.iter().map(|t| t.instances.len()).sum(),
+        instances: instances.filter(|of| !of.is_copy()).count(),
         on_original: model.tensors.len() - changed.len(),
         changed,
         overlays: overlays.map(overlay).collect(),

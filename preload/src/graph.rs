@@ -1,7 +1,6 @@
 //! What a graph of the program reads.
 
 use std::ffi::{CStr, c_int};
-use std::ops::Range;
 
 use llama_sidecar::trace::Ids;
 
@@ -53,14 +52,17 @@ pub struct GraphReads {
 }
 
 impl GraphReads {
-    /// Lists what a graph reads. Tensors at addresses in `weights` count as weights.
+    /// Lists what a graph reads. `is_weight` decides which tensors count as weights.
     ///
     /// # Safety
     ///
     /// A live graph of this copy.
-    pub unsafe fn of(ggml: &Ggml, graph: *mut Graph, weights: &Range<usize>) -> GraphReads {
+    pub unsafe fn of(
+        ggml: &Ggml,
+        graph: *mut Graph,
+        is_weight: impl Fn(*mut Tensor) -> bool,
+    ) -> GraphReads {
         let (f, layout) = (&ggml.f, &ggml.layout);
-        let is_weight = |tensor: *mut Tensor| weights.contains(&(tensor as usize));
         let mut reads = GraphReads {
             input: None,
             weights: Vec::new(),

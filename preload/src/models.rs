@@ -8,7 +8,7 @@
 //! memory.
 
 use std::cell::Cell;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ffi::{CStr, CString};
 use std::ops::Range;
 use std::path::Path;
@@ -25,7 +25,7 @@ use once_cell::sync::OnceCell;
 use parking_lot::{Mutex, RwLock};
 
 use crate::barrier::{self, ModelSet};
-use crate::ggml::{Buffer, BufferType, Descriptor, Device, Ggml, OwnBuffer, Tensor};
+use crate::ggml::{Buffer, BufferType, Descriptor, Device, Ggml, OwnBuffer, Tensor, TensorStruct};
 use crate::graph::UsedWeight;
 use crate::journal;
 use crate::maps::Maps;
@@ -72,14 +72,19 @@ pub struct ModelTensor {
     pub file: usize,
     /// Its index in the header.
     pub info: usize,
-    /// The tensors of the program; several when input and output share a matrix.
+    /// The tensors of the program; several when the program loaded the matrix that input and
+    /// output share twice. If it loaded that matrix once, the second is a [copy].
+    ///
+    /// [copy]: Instance::is_copy
     pub instances: Vec<Instance>,
 }
 
 /// One tensor of the program.
 pub struct Instance {
-    /// Its struct in the program.
+    /// Its struct in the program, or `own`.
     pub tensor: TensorPointer,
+    /// Its struct, if the program has none: [`Instance::is_copy`].
+    own: Option<TensorStruct>,
     /// The descriptor that the program loaded it with.
     pub original: Descriptor,
     /// The type of the buffer that the program loaded it into.
@@ -136,7 +141,9 @@ static MODELS: RwLock<Vec<Arc<Model>>> = RwLock::new(Vec::new());
 /// instance.
 type Index = HashMap<usize, (Arc<Model>, usize, usize)>;
 static INDEX: RwLock<Option<Index>> = RwLock::new(None);
-/// Addresses of all tensors that were ever registered.
+/// The tensors of [`Instance::is_copy`].
+static COPIES: RwLock<Vec<TensorPointer>> = RwLock::new(Vec::new());
+/// Addresses of all tensors of programs that were ever registered.
 static LOWEST: AtomicUsize = AtomicUsize::new(usize::MAX);
 static HIGHEST: AtomicUsize = AtomicUsize::new(0);
 
@@ -193,6 +200,42 @@ impl Model {
 }
 
 impl Instance {
+    fn new(tensor: TensorPointer, original: Descriptor, buft: *mut BufferType) -> Instance {
+        Instance {
+            tensor,
+            own: None,
+            original,
+            original_buffer_type: BufferTypePointer(buft),
+            mapped: false,
+            has_experts: false,
+            op: AtomicI32::new(0),
+            bound_to_type: AtomicI32::new(0),
+            shared: AtomicBool::new(false),
+            viewed: AtomicBool::new(false),
+            experts_used: AtomicI64::new(1),
+            private: Mutex::new(None),
+        }
+    }
+
+    /// Returns a copy of it that matrix products read; see [`Instance::is_copy`].
+    fn for_products(&self, ggml: &Ggml) -> Instance {
+        // SAFETY: the program has loaded the tensor and not freed it.
+        let mut own = unsafe { ggml.copy_struct(self.tensor.0) };
+        let tensor = TensorPointer(own.tensor());
+        Instance {
+            own: Some(own),
+            mapped: self.mapped,
+            ..Instance::new(tensor, self.original, self.original_buffer_type.0)
+        }
+    }
+
+    /// Whether the drop-in made its struct. llama.cpp loads a matrix that input and output share
+    /// twice, if products and look-ups of rows need different buffer types. Where one type was
+    /// enough, products read a copy of the struct: after a swap it can be in a buffer of its own.
+    pub fn is_copy(&self) -> bool {
+        self.own.is_some()
+    }
+
     /// Returns the operation that reads it, by ggml's number; `None` before a graph reads it.
     pub fn op(&self) -> Option<i32> {
         match self.op.load(Ordering::Relaxed) {
@@ -235,9 +278,15 @@ pub fn is_empty() -> bool {
 
 static ANY: AtomicBool = AtomicBool::new(false);
 
-/// Returns the range of addresses that has all registered tensors.
-pub fn addresses() -> Range<usize> {
+/// Returns the range of addresses that has all registered tensors of the program.
+fn addresses() -> Range<usize> {
     LOWEST.load(Ordering::Relaxed)..HIGHEST.load(Ordering::Relaxed)
+}
+
+/// Returns a fast check that is true for all registered tensors, and for few others.
+pub fn may_be_registered() -> impl Fn(*mut Tensor) -> bool {
+    let (addresses, copies) = (addresses(), COPIES.read().clone());
+    move |tensor| addresses.contains(&(tensor as usize)) || copies.contains(&TensorPointer(tensor))
 }
 
 /// Whether a tensor was loaded from a file.
@@ -363,23 +412,32 @@ pub struct Found {
     pub complete: Vec<Arc<Model>>,
 }
 
-/// Looks up the weights that a graph reads. A model that was being loaded is complete when
-/// a graph reads one of its tensors.
-pub fn find_in_graph(devices: &[*mut Device], weights: &[UsedWeight]) -> Found {
+/// Looks up the weights that a graph reads, and lets its products read the copies of weights. A
+/// model that was being loaded is complete when a graph reads one of its tensors.
+///
+/// # Safety
+///
+/// The graph is live, and not yet split and allocated.
+pub unsafe fn find_in_graph(devices: &[*mut Device], weights: &mut [UsedWeight]) -> Found {
     let mut complete = Vec::new();
     loop {
-        let (reads, unknown) = note_uses(weights);
+        // SAFETY: as the caller ensures.
+        let (reads, unknown) = unsafe { note_uses(weights) };
         let Some(load) = take_load_of(&unknown) else {
             return Found { reads, complete };
         };
         // Once more: uses of the new tensors are noted now, and further models found.
-        complete.push(register(load, devices));
+        complete.push(register(load, devices, weights));
     }
 }
 
 /// Notes how a graph uses registered tensors. Returns the models that it reads, and the
 /// tensors that are not registered.
-fn note_uses(weights: &[UsedWeight]) -> (ModelSet, Vec<*mut Tensor>) {
+///
+/// # Safety
+///
+/// As for [`find_in_graph`].
+unsafe fn note_uses(weights: &mut [UsedWeight]) -> (ModelSet, Vec<*mut Tensor>) {
     let mut unknown = Vec::new();
     let mut reads = ModelSet::default();
     let index = INDEX.read();
@@ -390,12 +448,43 @@ fn note_uses(weights: &[UsedWeight]) -> (ModelSet, Vec<*mut Tensor>) {
         match known {
             Some((model, tensor, instance)) => {
                 reads.extend(model.as_set());
-                note_use(model, *tensor, *instance, weight);
+                let instances = &model.tensors[*tensor].instances;
+                // SAFETY: as the caller ensures.
+                let instance = match unsafe { read_copy(model, instances, weight) } {
+                    true => instances.len() - 1,
+                    false => *instance,
+                };
+                note_use(model, *tensor, instance, weight);
             }
             None => unknown.push(weight.tensor),
         }
     }
     (reads, unknown)
+}
+
+/// Lets a matrix product read the copy of its weight, if there is one; returns whether it does.
+///
+/// # Safety
+///
+/// As for [`find_in_graph`].
+unsafe fn read_copy(model: &Model, instances: &[Instance], weight: &mut UsedWeight) -> bool {
+    let layout = &model.ggml.layout;
+    let Some(copy) = instances.last().filter(|last| last.is_copy()) else {
+        return false;
+    };
+    if weight.op != model.ggml.ops.mul_mat {
+        return false;
+    }
+    // SAFETY: a live node, whose first source is the weight; the copy lives as long as the
+    // model, and has the bytes of the weight.
+    unsafe {
+        if layout.read::<*mut Tensor>(weight.node, layout.src) != weight.tensor {
+            return false;
+        }
+        layout.write(weight.node, layout.src, copy.tensor.0);
+    }
+    weight.tensor = copy.tensor.0;
+    true
 }
 
 /// Takes the model that is being loaded and has the first of these tensors that any has.
@@ -455,7 +544,29 @@ fn note_use(model: &Model, tensor: usize, instance: usize, weight: &UsedWeight) 
     }
 }
 
-fn register(load: Load, devices: &[*mut Device]) -> Arc<Model> {
+/// Copies matrices in memory of the process that a graph both looks up and multiplies.
+fn copy_shared(ggml: &'static Ggml, tensors: &mut [ModelTensor], weights: &[UsedWeight]) {
+    let read_by = |op| -> HashSet<*mut Tensor> {
+        let used = weights.iter().filter(|weight| weight.op == op);
+        used.map(|weight| weight.tensor).collect()
+    };
+    let (looked_up, multiplied) = (read_by(ggml.ops.get_rows), read_by(ggml.ops.mul_mat));
+    for tensor in tensors {
+        let [only] = tensor.instances.as_slice() else {
+            continue;
+        };
+        let read = only.tensor.0;
+        // SAFETY: the buffer of a tensor that the program has loaded.
+        let is_host = unsafe { (ggml.f.ggml_backend_buffer_is_host)(only.original.buffer) };
+        if is_host && looked_up.contains(&read) && multiplied.contains(&read) {
+            let copy = only.for_products(ggml);
+            COPIES.write().push(copy.tensor);
+            tensor.instances.push(copy);
+        }
+    }
+}
+
+fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<Model> {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let ggml = load.ggml;
     let maps = Maps::read();
@@ -488,18 +599,13 @@ fn register(load: Load, devices: &[*mut Device]) -> Arc<Model> {
             tensors.len() - 1
         });
         tensors[at].instances.push(Instance {
-            tensor,
-            original,
-            original_buffer_type: BufferTypePointer(buft),
             mapped,
             has_experts,
-            op: AtomicI32::new(0),
-            bound_to_type: AtomicI32::new(0),
-            shared: AtomicBool::new(false),
-            viewed: AtomicBool::new(false),
-            experts_used: AtomicI64::new(1),
-            private: Mutex::new(None),
+            ..Instance::new(tensor, original, buft)
         });
+    }
+    if Config::get().hotswap {
+        copy_shared(ggml, &mut tensors, weights);
     }
     let files: Vec<TrackedFile> = load.files.into_iter().map(TrackedFile::new).collect();
     let places = tensors.iter().map(|tensor| (tensor.file, tensor.info));
@@ -577,6 +683,9 @@ fn remove(gone: impl Fn(&Instance) -> bool) -> Vec<Arc<Model>> {
             model.alive.store(false, Ordering::SeqCst);
         }
         MODELS.write().retain(|other| other.number != model.number);
+        let instances = model.tensors.iter().flat_map(|tensor| &tensor.instances);
+        let gone: Vec<_> = instances.map(|instance| instance.tensor).collect();
+        COPIES.write().retain(|copy| !gone.contains(copy));
         if let Some(index) = INDEX.write().as_mut() {
             index.retain(|_, (other, ..)| other.number != model.number);
         }

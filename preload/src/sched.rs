@@ -335,13 +335,14 @@ impl Scheduler {
     pub unsafe fn allocate(self, sched: *mut Sched, graph: *mut Graph, keeps: bool) -> Allocated {
         let ggml = self.ggml();
         // SAFETY: as the caller ensures.
-        let (reads, backends) = unsafe {
+        let (mut reads, backends) = unsafe {
             (
-                GraphReads::of(ggml, graph, &models::addresses()),
+                GraphReads::of(ggml, graph, models::may_be_registered()),
                 Backends::of(ggml, sched),
             )
         };
-        let found = models::find_in_graph(&backends.devices, &reads.weights);
+        // SAFETY: as the caller ensures.
+        let found = unsafe { models::find_in_graph(&backends.devices, &mut reads.weights) };
         // After that: the first graph of a model completes its registration.
         let views_weights = reads
             .viewed

@@ -145,6 +145,14 @@ impl ProgramStore<'_> {
         }
     }
 
+    /// Whether an instance is a copy that a fresh load would not need: it reads new bytes in the
+    /// buffer of the first instance.
+    fn shares_buffer(&self, new_data: &NewData<'_>, ne: &[i64], instance: &Instance) -> bool {
+        let chosen = |of| placement::choose(self.0, of, ne, new_data.ty, false);
+        let first = &self.0.tensors[new_data.tensor].instances[0];
+        instance.is_copy() && chosen(instance) == chosen(first)
+    }
+
     fn stage_swap(
         &self,
         new_data: &NewData<'_>,
@@ -162,6 +170,16 @@ impl ProgramStore<'_> {
         let mut bytes = Vec::new();
         let mut places = Vec::new();
         for (number, instance) in tensor.instances.iter().enumerate() {
+            if self.shares_buffer(new_data, &ne, instance)
+                && let Some(first) = staged.next.last()
+            {
+                staged.next.push(Next {
+                    instance: number,
+                    private: None,
+                    ..*first
+                });
+                continue;
+            }
             if barrier::is_shut() || !model.is_alive() {
                 return Err(failed(
                     "the process ends, or the program has freed the model".into(),
@@ -348,7 +366,11 @@ impl Store for ProgramStore<'_> {
             let Change::Swap(new_data) = change else {
                 continue;
             };
+            let ne = self.extents(new_data.tensor);
             for instance in &model.tensors[new_data.tensor].instances {
+                if self.shares_buffer(new_data, &ne, instance) {
+                    continue;
+                }
                 match placement::device_buffer_type(model, instance) {
                     Some(_) => need.device += new_data.nbytes,
                     None => need.host += new_data.nbytes,

@@ -27,6 +27,35 @@ pub fn llama_cpp(program: &str) -> PathBuf {
     cache().join(folder).join("bin").join(program)
 }
 
+/// A program of llama.cpp that is about to be started, without variables of llama-sidecar.
+///
+/// Panics with the command that makes it when it is not there.
+pub fn llama(program: &str) -> Command {
+    let path = llama_cpp(program);
+    assert!(
+        path.exists(),
+        "{} is missing: run 'cargo xtask hosts' first",
+        path.display()
+    );
+    let mut command = Command::new(path);
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("LLAMA_") {
+            command.env_remove(name);
+        }
+    }
+    command.stdin(Stdio::null());
+    command
+}
+
+/// Quantises a whole model with llama-quantize.
+pub fn quantize(from: &Path, to: &Path, file_type: &str, arguments: &[&str]) {
+    let mut command = llama("llama-quantize");
+    command.arg("--allow-requantize").args(arguments);
+    command.args([from, to]).arg(file_type);
+    let output = command.output().expect("it starts");
+    assert!(output.status.success(), "{command:?}: {output:?}");
+}
+
 /// How a server is started.
 #[derive(Debug, Clone)]
 pub struct Options {

@@ -221,6 +221,24 @@ impl Ggml {
         }
     }
 
+    /// Copies the struct of a tensor: the copy has its name, shape and memory.
+    ///
+    /// # Safety
+    ///
+    /// The tensor is one of this copy of ggml, and no other thread writes to it.
+    pub unsafe fn copy_struct(&self, tensor: *const Tensor) -> TensorStruct {
+        // `extra` is the last field that is used; a tensor may be the last one of its context.
+        let end = self.layout.extra + size_of::<*mut c_void>();
+        // SAFETY: takes nothing.
+        let size = unsafe { (self.f.ggml_tensor_overhead)() }.max(end);
+        let mut memory = vec![0u128; size.div_ceil(size_of::<u128>())];
+        // SAFETY: the tensor has `end` bytes, and the memory has at least as many.
+        unsafe {
+            std::ptr::copy_nonoverlapping(tensor.cast::<u8>(), memory.as_mut_ptr().cast(), end)
+        };
+        TensorStruct(memory)
+    }
+
     /// Gives a tensor the memory of another one of the same type and shape.
     ///
     /// # Safety
@@ -236,6 +254,16 @@ impl Ggml {
             at.write(tensor, at.data, to.data);
             at.write(tensor, at.extra, to.extra);
         }
+    }
+}
+
+/// The struct of a tensor in memory of the drop-in.
+pub struct TensorStruct(Vec<u128>);
+
+impl TensorStruct {
+    /// Returns the tensor, which lives as long as the struct.
+    pub fn tensor(&mut self) -> *mut Tensor {
+        self.0.as_mut_ptr().cast()
     }
 }
 
