@@ -97,7 +97,8 @@ pub struct Instance {
     op: AtomicI32,
     /// An operation that reads it and takes few types: [`Instance::bound_to_type`].
     bound_to_type: AtomicI32,
-    /// Whether rows are read from it and it is multiplied: input and output share it.
+    /// Whether rows are read from it and it is multiplied: input and output share it, and there
+    /// is no [copy](Instance::is_copy).
     shared: AtomicBool,
     /// Whether the program keeps another tensor that is a view of it.
     viewed: AtomicBool,
@@ -200,6 +201,7 @@ impl Model {
 }
 
 impl Instance {
+    /// Returns an instance that no graph was seen to read.
     fn new(tensor: TensorPointer, original: Descriptor, buft: *mut BufferType) -> Instance {
         Instance {
             tensor,
@@ -260,7 +262,7 @@ impl Instance {
         self.viewed.load(Ordering::Relaxed)
     }
 
-    /// Whether rows are read from it and it is multiplied.
+    /// Whether rows are read from it and it is multiplied, as products read no copy of it.
     pub fn is_shared(&self) -> bool {
         self.shared.load(Ordering::Relaxed)
     }

@@ -121,9 +121,9 @@ fn plain_memory(model: &Model) -> *mut BufferType {
     unsafe { (model.ggml.f.ggml_backend_cpu_buffer_type)() }
 }
 
-/// Whether a fresh load would have two copies of a matrix that input and output share now:
-/// the output's copy in a special buffer type, with other kernels. One tensor cannot be in
-/// two buffers, so the last bits of the results can differ from those of a fresh load.
+/// Whether a fresh load would have two copies of a matrix, and one tensor is both looked up and
+/// multiplied ([`Instance::is_shared`]): products have no [copy](Instance::is_copy), which would
+/// be in a special buffer type with other kernels.
 pub fn fresh_load_duplicates(
     model: &Model,
     instance: &Instance,
