@@ -266,6 +266,35 @@ fn a_recipe_is_measured_as_a_new_process_measures_its_file() {
     let base = work.join("base.logits");
     assert_eq!(figures(&recipe["statistics"]), fresh(&expected, &base));
     assert_eq!(figures(&report["baseline"]), fresh(&small.model, &base));
+    let map = fs::read_to_string(work.join("tensors.q5_K.map")).expect("a map");
+    assert_eq!(map.lines().count(), tensors(&small.model).len());
+    for line in map.lines() {
+        let parts: Vec<&str> = line.split(':').collect();
+        let [_, "", name, shape, ty, elements, bytes] = parts[..] else {
+            panic!("{line}");
+        };
+        let number = |text: &str, key: &str| -> u64 {
+            let value = text.strip_prefix(key).expect("the key");
+            value.parse().expect("a number")
+        };
+        let shape = shape
+            .strip_prefix("shape=(")
+            .and_then(|of| of.strip_suffix(')'));
+        let extents = shape.expect("a tuple").split(',').map(str::trim);
+        let extents = extents.filter(|of| !of.is_empty());
+        let product: u64 = extents
+            .map(|of| of.parse::<u64>().expect("an extent"))
+            .product();
+        assert_eq!(number(elements, "elements="), product, "{line}");
+        // The types with which the whole model is measured: q5_K, or what fits instead.
+        let ty = ty.strip_prefix("dtype=").expect("a type");
+        let ty = llama_sidecar::gguf::TypeInfo::from_name(ty).expect("a type");
+        assert_eq!(
+            number(bytes, "bytes="),
+            product / ty.block * ty.bytes,
+            "{name}"
+        );
+    }
     let page = fs::read_to_string(work.join("report.html")).expect("a page");
     assert!(page.contains("<svg") && page.contains("against all as q3_K"));
 

@@ -6,9 +6,11 @@ use std::path::Path;
 use anyhow::Result;
 use serde_json::{Value, json};
 
+use super::candidate::Origin;
 use super::record::write_atomically;
 use super::results::{Goal, Mix, Recipe, Results};
 use super::statistics::{Figure, Statistics};
+use super::sweep::Plan;
 use crate::sizes::{Table, size_text};
 
 /// The value of GGUF-Tool-Suite for what was not measured.
@@ -258,6 +260,52 @@ fn per_tensor(results: &Results<'_>, value: impl Fn(usize, usize, f64) -> f64) -
     text
 }
 
+/// Returns a line for each tensor of the model, as the candidate has it, in the format of
+/// GGUF-Tool-Suite: file, SHA-256 of the file, name, shape, type, elements and bytes. The SHA-256 is
+/// empty: it serves downloads.
+fn tensor_map(plan: &Plan<'_>, candidate: usize) -> String {
+    let outcomes = &plan.outcomes[candidate];
+    let of = &plan.candidates[candidate];
+    let quantised = plan.quantizer.path(&of.name, &plan.sources, outcomes);
+    let file_name = |path: &Path| {
+        let name = path.file_name().unwrap_or_default();
+        name.to_string_lossy().into_owned()
+    };
+    let mut text = String::new();
+    for tensor in plan.model.tensors() {
+        let tuned = plan.tensors.iter().position(|of| of.name == tensor.name);
+        let (file, ty, bytes) = match (tuned, &of.origin) {
+            (None, _) => (
+                tensor.file.source.path(),
+                tensor.info.ty,
+                tensor.info.nbytes,
+            ),
+            (Some(at), Origin::Type(_)) => {
+                (quantised.as_path(), outcomes[at].ty, outcomes[at].bytes)
+            }
+            (Some(at), Origin::Files(model)) => {
+                (model.path.as_path(), outcomes[at].ty, outcomes[at].bytes)
+            }
+        };
+        let extents = &tensor.info.ne[..tensor.info.n_dims as usize];
+        let extents: Vec<String> = extents.iter().map(u64::to_string).collect();
+        // A tuple of Python.
+        let shape = match extents.as_slice() {
+            [one] => format!("({one},)"),
+            several => format!("({})", several.join(", ")),
+        };
+        let _ = writeln!(
+            text,
+            "{}::{}:shape={shape}:dtype={}:elements={}:bytes={bytes}",
+            file_name(file),
+            tensor.name,
+            ty.name(),
+            super::model::elements(tensor.info),
+        );
+    }
+    text
+}
+
 /// Writes the results to the work folder.
 pub fn write_all(results: &Results<'_>, folder: &Path) -> Result<()> {
     let write = |name: &str, text: &str| write_atomically(&folder.join(name), text.as_bytes());
@@ -271,6 +319,12 @@ pub fn write_all(results: &Results<'_>, folder: &Path) -> Result<()> {
         base + (results.measured[group][candidate].ppl.mean - base) * part
     });
     write("ppl_results.csv", &ppl)?;
+    for (candidate, name) in names(results) {
+        write(
+            &format!("tensors.{name}.map"),
+            &tensor_map(results.plan, candidate),
+        )?;
+    }
     if let Some(recipe) = &results.recipe {
         let lines = tensor_types(results, &recipe.mix);
         write("recipe.txt", &format!("{}\n", lines.join("\n")))?;
