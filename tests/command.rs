@@ -393,7 +393,7 @@ fn doctor_reports_reachable_hooks() {
     let script = format!("(echo text 2; sleep 60) | {}", host.join(" "));
     let (text, status) = command_line(&["doctor", "--", "sh", "-c", &script], "");
     assert!(status.success(), "{text}");
-    assert!(text.contains("hooks       20 of 20 reachable\n"), "{text}");
+    assert!(text.contains("hooks       21 of 21 reachable\n"), "{text}");
     assert!(!text.contains("not reachable"), "{text}");
     let no_experts = "experts     this model has no routed experts to trace or to stream\n";
     assert!(text.contains(no_experts), "{text}");

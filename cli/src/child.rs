@@ -6,6 +6,7 @@
 //! [`witness`] in the group reports the signals that it gets.
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -186,4 +187,28 @@ fn ignored_signals() -> impl Fn(i32) -> bool {
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
     move |signal| mask.unwrap_or(0) >> (signal - 1) & 1 == 1
+}
+
+/// Quotes a word for a shell.
+pub fn quoted(word: &OsStr) -> String {
+    let text = word.to_string_lossy();
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
+    match !text.is_empty() && text.chars().all(plain) {
+        true => text.into_owned(),
+        false => format!("'{}'", text.replace('\'', "'\\''")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_come_back_from_a_shell() {
+        for word in ["plain", "two words", "it's", "", "$HOME"] {
+            let script = format!("printf %s {}", quoted(OsStr::new(word)));
+            let output = Command::new("sh").args(["-c", &script]).output();
+            assert_eq!(output.expect("a shell").stdout, word.as_bytes());
+        }
+    }
 }

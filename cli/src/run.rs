@@ -11,7 +11,7 @@ use clap::{Arg, ArgAction, ArgMatches, FromArgMatches};
 use llama_sidecar::config::{Config, Kind, VARIABLES, Variable};
 use llama_sidecar::protocol::Event;
 
-use crate::child::{self, Group};
+use crate::child::{self, Group, quoted};
 use crate::executable::{Executable, preload_library};
 use crate::journal::{Events, Journal};
 
@@ -332,28 +332,4 @@ fn postfetch(text: &str) -> Result<Setting, String> {
     let variable = VARIABLES.iter().find(|variable| variable.name == wanted);
     let variable = variable.ok_or_else(|| format!("expected one of {} before '='", names()))?;
     Ok((variable.name, checked(variable, value)?.into()))
-}
-
-/// Quotes a word for a shell.
-fn quoted(word: &OsStr) -> String {
-    let text = word.to_string_lossy();
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
-    match !text.is_empty() && text.chars().all(plain) {
-        true => text.into_owned(),
-        false => format!("'{}'", text.replace('\'', "'\\''")),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn words_come_back_from_a_shell() {
-        for word in ["plain", "two words", "it's", "", "$HOME"] {
-            let script = format!("printf %s {}", quoted(OsStr::new(word)));
-            let output = Command::new("sh").args(["-c", &script]).output();
-            assert_eq!(output.expect("a shell").stdout, word.as_bytes());
-        }
-    }
 }

@@ -25,6 +25,16 @@ struct Traits {
     to_float: Option<unsafe extern "C" fn(*const c_void, *mut f32, i64)>,
 }
 
+/// `struct ggml_init_params`.
+#[repr(C)]
+struct InitParams {
+    bytes: usize,
+    buffer: *mut c_void,
+    no_alloc: bool,
+}
+
+type Init = unsafe extern "C" fn(InitParams) -> *mut c_void;
+type Free = unsafe extern "C" fn(*mut c_void);
 type TypeName = unsafe extern "C" fn(c_int) -> *const c_char;
 type TypeTraits = unsafe extern "C" fn(c_int) -> *const Traits;
 type BlockSize = unsafe extern "C" fn(c_int) -> i64;
@@ -100,6 +110,17 @@ impl Ggml {
                 // SAFETY: the exported function of this name has this signature in ggml.h.
                 unsafe { std::mem::transmute::<*mut c_void, $type>(find($name)?) }
             };
+        }
+        // Versions before 2025-06 fill the table for conversions of f16 at the first context.
+        let init = function!(c"ggml_init", Init);
+        let free = function!(c"ggml_free", Free);
+        // SAFETY: a small context without data, freed at once.
+        unsafe {
+            free(init(InitParams {
+                bytes: 1024,
+                buffer: ptr::null_mut(),
+                no_alloc: true,
+            }));
         }
         Ok(Ggml {
             type_name: function!(c"ggml_type_name", TypeName),
@@ -233,6 +254,21 @@ impl Ggml {
 }
 
 impl Kind {
+    /// Fails if tensors of this type cannot be quantised to another one, with an importance matrix
+    /// or without.
+    pub fn check_target(&self, to: &Kind, has_matrix: bool) -> Result<(), Error> {
+        if self.name != "f32" && self.to_f32.is_none() {
+            return Err(Error::NotASource(self.name.into()));
+        }
+        if !to.is_target {
+            return Err(Error::NotATarget(to.name.into()));
+        }
+        match to.needs_matrix && !has_matrix {
+            true => Err(Error::NeedsMatrix(to.name.into())),
+            false => Ok(()),
+        }
+    }
+
     /// Returns the bytes of a number of elements; `None` if these are no whole blocks.
     pub fn size(&self, elements: usize) -> Option<usize> {
         let blocks = elements

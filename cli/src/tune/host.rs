@@ -52,7 +52,23 @@ impl Program {
             let name = Path::new(path).file_name()?.to_string_lossy();
             (name.contains("ggml") || name.contains("llama")).then(|| PathBuf::from(path))
         };
-        Ok(text.lines().filter_map(path).collect())
+        let mut found: Vec<PathBuf> = text.lines().filter_map(path).collect();
+        // Backends that ggml loads at run time are beside its library.
+        let ggml = found
+            .iter()
+            .find(|path| path.to_string_lossy().contains("libggml"));
+        if let Some(folder) = ggml.and_then(|path| path.parent()) {
+            let beside = fs::read_dir(folder).into_iter().flatten().flatten();
+            let is_backend = |name: &str| name.starts_with("libggml-") && name.ends_with(".so");
+            let backends = beside.map(|entry| entry.path());
+            found.extend(backends.filter(|path| {
+                path.file_name()
+                    .is_some_and(|name| is_backend(&name.to_string_lossy()))
+            }));
+        }
+        found.sort();
+        found.dedup();
+        Ok(found)
     }
 
     fn command(&self, model: &Path, log: &File) -> Result<Command> {
@@ -117,6 +133,8 @@ impl Program {
             .env("LLAMA_SIDECAR_JOURNAL", journal.path())
             .env("LLAMA_SIDECAR_CONTROL", &socket)
             .env("LLAMA_SIDECAR_ROUNDS", "1")
+            .env_remove("LLAMA_HOTSWAP_CONTROL_FILE")
+            .env_remove("LLAMA_HOTSWAP_STATUS_FILE")
             .env("LLAMA_HOTSWAP_ENABLED", "1")
             .env("LLAMA_HOTSWAP_POLL_MS", "0");
         let mut host = Host {

@@ -22,6 +22,8 @@ use crate::space::Need;
 
 /// The alignment of tensors in files.
 const ALIGNMENT: u32 = 32;
+/// The start of the names of incomplete files.
+const INCOMPLETE: &str = ".part-";
 
 /// What quantised bytes depend on.
 pub struct Quantizer<'a> {
@@ -81,7 +83,7 @@ impl Quantizer<'_> {
         for need in Need::of([(path.as_path(), bytes)])? {
             need.check()?;
         }
-        let file = tempfile::NamedTempFile::with_prefix_in(".part-", self.folder);
+        let file = tempfile::NamedTempFile::with_prefix_in(INCOMPLETE, self.folder);
         let file = file.with_context(explain)?;
         let mut out = BufWriter::new(file.as_file());
         out.write_all(&header.finish()).with_context(explain)?;
@@ -99,6 +101,32 @@ impl Quantizer<'_> {
         Ok(path)
     }
 
+    /// Fails if a tensor cannot be quantised, before any is.
+    pub fn check(&self, tensors: &[Tensor<'_>], outcomes: &[Outcome]) -> Result<()> {
+        for (tensor, outcome) in tensors.iter().zip(outcomes) {
+            if std::ptr::eq(tensor.info.ty, outcome.ty) {
+                continue;
+            }
+            let checked = self.matrix_of(tensor).and_then(|matrix| {
+                let (from, to) = (self.kind(tensor.info.ty)?, self.kind(outcome.ty)?);
+                Ok(from.check_target(&to, matrix.is_some())?)
+            });
+            checked.with_context(|| {
+                format!("cannot quantise '{}' to {}", tensor.name, outcome.ty.name())
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Returns the importance matrix of a tensor, if there is one.
+    fn matrix_of(&self, tensor: &Tensor<'_>) -> Result<Option<&[f32]>> {
+        let shape = tensor.shape().context("it is too large")?;
+        match self.matrix {
+            Some(matrix) => matrix.of(tensor.name, shape.row.saturating_mul(shape.matrices)),
+            None => Ok(None),
+        }
+    }
+
     fn quantize(&self, tensor: &Tensor<'_>, outcome: &Outcome, out: &mut impl Write) -> Result<()> {
         let (source, offset) = (&tensor.file.source, tensor.info.offset);
         let shape = tensor.shape().context("it is too large")?;
@@ -107,10 +135,7 @@ impl Quantizer<'_> {
             // llama-quantize copies it, too.
             return copy(tensor.info.nbytes, read, out);
         }
-        let matrix = match self.matrix {
-            Some(matrix) => matrix.of(tensor.name, shape.row.saturating_mul(shape.matrices))?,
-            None => None,
-        };
+        let matrix = self.matrix_of(tensor)?;
         let (from, to) = (self.kind(tensor.info.ty)?, self.kind(outcome.ty)?);
         let write = |bytes: &[u8]| out.write_all(bytes);
         convert(
@@ -135,6 +160,17 @@ impl Quantizer<'_> {
             ty.name()
         );
         Ok(kind)
+    }
+}
+
+/// Removes files that an earlier process did not complete. The caller has the lock of the folder.
+pub fn remove_incomplete(folder: &Path) {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    for entry in entries {
+        if entry.file_name().to_string_lossy().starts_with(INCOMPLETE) {
+            // What is left only takes space.
+            let _ = fs::remove_file(entry.path());
+        }
     }
 }
 

@@ -42,7 +42,7 @@ use identity::Identities;
 use imatrix::Matrix;
 use kept::Quantizer;
 use model::{Model, Tensor};
-use record::{Record, make_folder};
+use record::{BASE_LOGITS, Record, make_folder};
 use results::{Goal, Results};
 use sweep::{Plan, Sweep, ggml_library};
 
@@ -101,8 +101,8 @@ pub struct TuneOptions {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     chunks: Option<u32>,
     /// Threads that quantise and evaluate; as many as there are processors by default.
-    #[arg(long, value_name = "N")]
-    threads: Option<usize>,
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    threads: Option<u32>,
     /// The program that evaluates.
     #[arg(long, value_name = "PROGRAM", default_value = "llama-perplexity")]
     host: OsString,
@@ -134,6 +134,18 @@ pub fn run(options: &TuneOptions) -> Result<()> {
     let model = Model::open(&options.model)?;
     let reference = options.reference.as_deref().map(Model::open).transpose()?;
     let source = reference.as_ref().unwrap_or(&model);
+    if let Some(path) = options
+        .write
+        .as_deref()
+        .and_then(|path| path.canonicalize().ok())
+    {
+        let files = model.files.iter().chain(&source.files);
+        let mut files = files.filter_map(|file| file.source.path().canonicalize().ok());
+        ensure!(
+            files.all(|file| file != path),
+            "--write names a file of the model or the reference: name another file"
+        );
+    }
     let matrix = options.imatrix.as_deref().map(Matrix::load).transpose()?;
     let candidates = options.types.iter().map(|text| Candidate::parse(text));
     let candidates: Vec<Candidate> = candidates.collect::<Result<_>>()?;
@@ -158,8 +170,7 @@ pub fn run(options: &TuneOptions) -> Result<()> {
 
     let threads = options
         .threads
-        .filter(|threads| *threads > 0)
-        .unwrap_or_else(processors);
+        .map_or_else(processors, |threads| threads as usize);
     let program = Program {
         executable: Executable::find(&options.host)
             .context("--host names the program that evaluates, llama-perplexity of llama.cpp")?,
@@ -190,6 +201,7 @@ pub fn run(options: &TuneOptions) -> Result<()> {
         &library_hash,
     )?;
     let record = Record::open(&folder)?;
+    kept::remove_incomplete(&folder.join("tensors"));
     // Quantised tensors have their own keys.
     if !options.prepare {
         record.check(&folder, &parameters)?;
@@ -228,6 +240,11 @@ pub fn run(options: &TuneOptions) -> Result<()> {
         base,
         folder: folder.clone(),
     };
+    for (candidate, outcomes) in plan.candidates.iter().zip(&plan.outcomes) {
+        if matches!(candidate.origin, Origin::Type(_)) {
+            plan.quantizer.check(&plan.sources, outcomes)?;
+        }
+    }
     let total =
         1 + groups.len() * plan.candidates.len() + goal.map_or(0, |_| 1 + plan.candidates.len());
     let mut sweep = Sweep::new(&plan, record, total)?;
@@ -382,10 +399,23 @@ fn parameters(
                 .map_or("all".into(), |chunks| chunks.to_string()),
         ),
         ("list of arguments after --", program.arguments.join(" ")),
+        ("environment", environment()),
     ]);
     parameters.insert("model", identities.of_model(model)?);
     parameters.insert("reference", identities.of_model(source)?);
     Ok(parameters)
+}
+
+/// Returns the variables that change how llama.cpp evaluates.
+fn environment() -> String {
+    let variables = std::env::vars_os().filter_map(|(name, value)| {
+        let name = name.into_string().ok()?;
+        let is_of = name.starts_with("GGML_") || name.starts_with("LLAMA_ARG_");
+        is_of.then(|| format!("{name}={}", value.to_string_lossy()))
+    });
+    let mut variables: Vec<String> = variables.collect();
+    variables.sort();
+    variables.join(" ")
 }
 
 /// Returns the number of tokens of a chunk in base logits.
@@ -402,6 +432,31 @@ fn base_context(path: &Path) -> Result<u32> {
     Ok(context)
 }
 
+/// Fails if base logits have another size than their first numbers imply: llama-perplexity ends
+/// without an error where the text is too short for a chunk, or the disk is full.
+fn check_base(path: &Path) -> Result<()> {
+    let explain = || format!("cannot read {}", path.display());
+    let mut file = std::fs::File::open(path).with_context(explain)?;
+    let found = file.metadata().with_context(explain)?.len();
+    let mut start = [0; 20];
+    let read = file.read_exact(&mut start);
+    read.context("the text is too short for one chunk: pass a longer text, or a smaller --ctx")?;
+    let number = |at: usize| {
+        let bytes = [start[at], start[at + 1], start[at + 2], start[at + 3]];
+        u64::from(u32::from_le_bytes(bytes))
+    };
+    let (context, vocabulary, chunks) = (number(8), number(12), number(16));
+    let rows = context.saturating_sub(1).saturating_sub(context / 2);
+    let row = 2 * (2 * vocabulary.div_ceil(2) + 4);
+    let chunk = (4 * context).saturating_add(rows.saturating_mul(row));
+    let expected = chunk.saturating_mul(chunks).saturating_add(20);
+    ensure!(
+        chunks > 0 && found == expected,
+        "expected {expected} bytes of {chunks} chunks, found {found}: free some space, or pass a longer text"
+    );
+    Ok(())
+}
+
 /// Makes the base logits, if the work folder has none.
 fn make_base(
     options: &TuneOptions,
@@ -409,7 +464,7 @@ fn make_base(
     source: &Model,
     folder: &Path,
 ) -> Result<PathBuf> {
-    let path = folder.join("base.logits");
+    let path = folder.join(BASE_LOGITS);
     if path.exists() {
         return Ok(path);
     }
@@ -436,6 +491,12 @@ fn make_base(
         &part,
         &folder.join("base.log"),
     )?;
+    check_base(&part).with_context(|| {
+        format!(
+            "the base logits are not complete; see {}",
+            folder.join("base.log").display()
+        )
+    })?;
     let written = std::fs::File::open(&part).and_then(|file| {
         file.sync_all()?;
         std::fs::rename(&part, &path)

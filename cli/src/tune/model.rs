@@ -25,13 +25,13 @@ pub struct Tensor<'a> {
 impl Model {
     /// Opens a model: a file, or any shard.
     pub fn open(path: &Path) -> Result<Model> {
-        let path = path
-            .canonicalize()
+        // Links stay: caches of downloads have shards as links to files with other names.
+        let path = std::path::absolute(path)
             .with_context(|| format!("cannot open {}: check the path", path.display()))?;
         let files = open_model(&path, Access::Read)?;
         let model = Model {
             architecture: text(&files[0], "general.architecture")?,
-            path,
+            path: files[0].source.path().to_owned(),
             files,
         };
         for file in &model.files {

@@ -14,6 +14,9 @@ use serde::{Deserialize, Serialize};
 use super::statistics::Statistics;
 use crate::space::folder_of;
 
+/// The base logits in a work folder.
+pub const BASE_LOGITS: &str = "base.logits";
+
 /// A measurement of a set of overlays.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Measurement {
@@ -77,9 +80,23 @@ impl Record {
         })
     }
 
-    /// Fails if the measurements in a work folder were made with other parameters.
+    /// Fails if the measurements in a work folder were made with other parameters. Without
+    /// measurements, forgets what was made with them.
     pub fn check(&self, folder: &Path, parameters: &BTreeMap<&str, String>) -> Result<()> {
-        check_parameters(&folder.join("parameters.json"), parameters)
+        let path = folder.join("parameters.json");
+        let checked = check_parameters(&path, parameters);
+        if checked.is_ok() || !self.known.is_empty() {
+            return checked;
+        }
+        for made in [folder.join(BASE_LOGITS), path.clone()] {
+            match fs::remove_file(&made) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                    return Err(error).with_context(|| format!("cannot remove {}", made.display()));
+                }
+                _ => {}
+            }
+        }
+        check_parameters(&path, parameters)
     }
 
     /// Returns an earlier measurement.
@@ -212,8 +229,11 @@ mod tests {
     fn other_parameters_are_refused_by_name() {
         let folder = tempfile::tempdir().expect("a folder");
         let with = |text: &str| BTreeMap::from([("chunks", "1".into()), ("text", text.to_owned())]);
-        let record = Record::open(folder.path()).expect("a record");
-        record.check(folder.path(), &with("a")).expect("the first");
+        let mut record = Record::open(folder.path()).expect("a record");
+        // Without measurements, other parameters take the place of the first.
+        record.check(folder.path(), &with("b")).expect("the first");
+        record.check(folder.path(), &with("a")).expect("others");
+        record.add(measurement("a")).expect("written");
         record.check(folder.path(), &with("a")).expect("the same");
         let error = record.check(folder.path(), &with("b")).unwrap_err();
         assert!(

@@ -200,9 +200,15 @@ impl<'a> Results<'a> {
             .sum()
     }
 
-    /// Returns what a candidate for a group adds to the divergence. Less than nothing is noise.
+    /// Returns what a candidate for a group adds to the divergence. Less than nothing, which only a
+    /// better reference makes possible, is zero within the errors.
     pub fn added(&self, group: usize, candidate: usize) -> f64 {
-        (self.measured[group][candidate].kld.mean - self.baseline.kld.mean).max(0.0)
+        let (now, before) = (self.measured[group][candidate].kld, self.baseline.kld);
+        let added = now.mean - before.mean;
+        match added < 0.0 && now.is_equal_to(&before) {
+            true => 0.0,
+            false => added,
+        }
     }
 
     /// Returns the bytes of a group with a candidate.

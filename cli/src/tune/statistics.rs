@@ -25,9 +25,9 @@ pub struct Statistics {
 }
 
 impl Figure {
-    /// Returns whether the difference of two figures is within their errors.
+    /// Returns whether the difference of two figures is within two standard errors.
     pub fn is_equal_to(&self, other: &Figure) -> bool {
-        (self.mean - other.mean).abs() <= self.error.hypot(other.error)
+        (self.mean - other.mean).abs() <= 2.0 * self.error.hypot(other.error)
     }
 }
 
@@ -109,7 +109,7 @@ Same top p: 90.588 ± 0.647 %
     #[test]
     fn figures_within_their_errors_are_equal() {
         let figure = |mean| Figure { mean, error: 3.0 };
-        assert!(figure(1.0).is_equal_to(&figure(5.0)));
-        assert!(!figure(1.0).is_equal_to(&figure(5.5)));
+        assert!(figure(1.0).is_equal_to(&figure(9.0)));
+        assert!(!figure(1.0).is_equal_to(&figure(10.0)));
     }
 }

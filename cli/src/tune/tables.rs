@@ -11,6 +11,7 @@ use super::record::write_atomically;
 use super::results::{Goal, Mix, Recipe, Results};
 use super::statistics::{Figure, Statistics};
 use super::sweep::Plan;
+use crate::child::quoted;
 use crate::sizes::{Table, size_text};
 
 /// The value of GGUF-Tool-Suite for what was not measured.
@@ -40,24 +41,46 @@ pub fn text(results: &Results<'_>, folder: &Path, written: Option<&Path>) -> Str
             comparison(results, recipe).as_text(),
             verdicts(results, recipe)
         );
-        let (_, name) = recipe.mix.file_type();
-        let _ = writeln!(
-            text,
-            "\nto write the model: llama-quantize {}--tensor-type-file {} {} OUT.gguf {name}\nor run the same command with --write OUT.gguf",
-            if results.plan.quantizer.source.is_quantized() {
-                "--allow-requantize "
-            } else {
-                ""
-            },
-            folder.join("recipe.txt").display(),
-            results.plan.quantizer.source.path.display()
-        );
+        let write = "the same command with --write OUT.gguf";
+        let _ = match quantize_command(results, &recipe.mix, &folder.join("recipe.txt")) {
+            Some(command) => writeln!(text, "\nto write the model: {command}\nor run {write}"),
+            None => writeln!(text, "\nto write the model: run {write}"),
+        };
     }
     if let Some(path) = written {
         let _ = writeln!(text, "written: {}", path.display());
     }
     let _ = writeln!(text, "page: {}", folder.join("report.html").display());
     text
+}
+
+/// Returns the command that writes a mix with llama-quantize; `None` where its file would have
+/// other tensors: it quantises all of them, from one model, and reads a list of types only for a
+/// quantised file type that it knows.
+fn quantize_command(results: &Results<'_>, mix: &Mix<'_>, recipe: &Path) -> Option<String> {
+    let plan = results.plan;
+    let (_, name) = mix.file_type();
+    let of_files = |at: usize| matches!(plan.candidates[at].origin, Origin::Files(_));
+    let differs = plan.model.path != plan.quantizer.source.path
+        || mix.choices.iter().flatten().any(|at| of_files(*at))
+        || ["F32", "F16", "BF16", "NVFP4"].contains(&name);
+    if differs {
+        return None;
+    }
+    let mut words = vec!["llama-quantize".to_owned()];
+    if plan.model.is_quantized() {
+        words.push("--allow-requantize".into());
+    }
+    if let Some(matrix) = plan.quantizer.matrix {
+        words.extend(["--imatrix".into(), quoted(matrix.path.as_os_str())]);
+    }
+    words.extend(["--tensor-type-file".into(), quoted(recipe.as_os_str())]);
+    words.extend([
+        quoted(plan.model.path.as_os_str()),
+        "OUT.gguf".into(),
+        name.into(),
+    ]);
+    Some(words.join(" "))
 }
 
 /// Returns the limit of the recipe.
@@ -311,7 +334,7 @@ pub fn write_all(results: &Results<'_>, folder: &Path) -> Result<()> {
     let write = |name: &str, text: &str| write_atomically(&folder.join(name), text.as_bytes());
     write("report.json", &format!("{:#}\n", json(results)))?;
     let kld = per_tensor(results, |group, candidate, part| {
-        results.added(group, candidate) * part
+        results.added(group, candidate).max(0.0) * part
     });
     write("kld_results.csv", &kld)?;
     let base = results.baseline.ppl.mean;
