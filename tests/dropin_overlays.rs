@@ -6,6 +6,7 @@ mod hosts;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::time::{Duration, UNIX_EPOCH};
 
 use hosts::{TOKENS, copied, fresh, on, taken};
 use llama_sidecar::gguf::{Access, GgufFile};
@@ -288,6 +289,54 @@ fn an_overlay_is_set_in_every_model_that_has_the_tensor() {
     assert_eq!((of(0), of(1)), (Some(2), Some(1)));
     assert_eq!(swap(&host, Some(".*"), &[])["ok"], true);
     assert_eq!(host.text(TOKENS), moe);
+    assert_eq!(host.end(), Some(0));
+}
+
+/// A file that was moved aside and back is used through its mapping again, with a new
+/// modification time.
+#[test]
+fn a_file_that_was_moved_back_is_used_in_its_mapping() {
+    let (_folder, path) = copied("smollm2.gguf");
+    let mixed = fixture("smollm2-mixed.gguf");
+    let after = fresh(Program::C, &mixed);
+    let mut host = Host::start(Program::C, &path, &on());
+    let before = host.text(TOKENS);
+    let aside = path.with_extension("bak");
+    let private_bytes = |host: &Host| host.control("status")["models"][0]["private_bytes"].as_u64();
+    for seconds in [1, 2] {
+        std::fs::rename(&path, &aside).expect("a file");
+        replace(&path, &mixed);
+        assert_eq!(taken(&host.control("reload")), (8, 0));
+        assert_eq!(host.text(TOKENS), after);
+        std::fs::rename(&aside, &path).expect("a file");
+        let file = std::fs::File::options().append(true).open(&path);
+        let modified = UNIX_EPOCH + Duration::from_secs(seconds);
+        file.and_then(|file| file.set_modified(modified))
+            .expect("our own copy");
+        assert_eq!(taken(&host.control("reload")), (0, 8));
+        assert_eq!(private_bytes(&host), Some(0));
+        assert_eq!(host.text(TOKENS), before);
+    }
+    // Other bytes are copied.
+    let [model, other] =
+        [&path, &mixed].map(|path| GgufFile::open(path, Access::Read).expect("a model"));
+    let mut tensors = model.header.tensors.iter();
+    let differs = |name| other.header.tensors[other.header.find(name).expect("the same names")].ty;
+    let changed = tensors.find(|info| !std::ptr::eq(differs(model.header.name(info)), info.ty));
+    let changed = changed.expect("eight differ");
+    std::fs::rename(&path, &aside).expect("a file");
+    replace(&path, &mixed);
+    assert_eq!(taken(&host.control("reload")), (8, 0));
+    let mut byte = [0];
+    let last = changed.offset + changed.nbytes - 1;
+    model.source.read_at(&mut byte, last).expect("a byte");
+    let file = std::fs::File::options().write(true).open(&aside);
+    file.and_then(|file| file.write_all_at(&[!byte[0]], last))
+        .expect("our own copy");
+    std::fs::rename(&aside, &path).expect("a file");
+    assert_eq!(taken(&host.control("reload")), (1, 7));
+    assert!(private_bytes(&host) >= Some(changed.nbytes));
+    assert_eq!(host.text(TOKENS), fresh(Program::C, &path));
     assert_eq!(host.end(), Some(0));
 }
 

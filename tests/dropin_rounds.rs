@@ -11,6 +11,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use llama_sidecar::gguf::{Access, GgufFile};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use testkit::fixtures::fixture;
@@ -368,6 +369,38 @@ fn a_client_that_goes_away_ends_nothing() {
     assert_eq!(rounds.next_results(), first);
 }
 
+/// Clients that wait for a round take all connections; once they are gone, others are answered
+/// before the round ends.
+#[test]
+fn clients_that_went_away_free_their_connections() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let text = folder.path().join("text");
+    let chapter = fs::read_to_string(TEXT).expect("a text");
+    fs::write(&text, chapter.repeat(20)).expect("free space");
+    let text = text.to_str().expect("UTF-8");
+    let rounds = Rounds::start(&["--file", text, "--chunks", "-1"], &[]);
+    let is_answered = || {
+        let mut stream = rounds.connect();
+        // A connection that is refused is closed.
+        let _ = stream.write_all(b"{\"cmd\":\"status\"}\n");
+        let mut reply = String::new();
+        let _ = BufReader::new(stream).read_line(&mut reply);
+        reply.contains("\"ok\":true")
+    };
+    assert!(is_answered());
+    let waiting = |_| {
+        let mut stream = rounds.connect();
+        let _ = stream.write_all(b"{\"cmd\":\"round\"}\n");
+        stream
+    };
+    let clients: Vec<UnixStream> = (0..32).map(waiting).collect();
+    eventually("no connection is free", || (!is_answered()).then_some(()));
+    drop(clients);
+    eventually("an answer", || is_answered().then_some(()));
+    let log = rounds.text("log");
+    assert!(!log.contains("Final estimate"), "the round has ended");
+}
+
 #[test]
 fn a_signal_ends_a_program_that_waits_or_evaluates() {
     for signal in [libc::SIGINT, libc::SIGTERM] {
@@ -604,6 +637,75 @@ impl Driver {
         let results = self.rounds.next_results();
         (self.rounds.text("log")[before..].to_owned(), results)
     }
+}
+
+/// Writes a model in two shards, as GGUF-Tool-Suite has them: the first one has no tensors.
+fn write_two_shards(model: &Path, folder: &Path) -> [PathBuf; 2] {
+    let bytes = fs::read(model).expect("a model");
+    let header = GgufFile::open(model, Access::Read).expect("a model").header;
+    let offsets = header.tensors.iter().map(|tensor| tensor.offset);
+    let data = offsets.min().expect("tensors") as usize;
+    let key = |name: &str, ty: u32, value: &[u8]| {
+        let length = (name.len() as u64).to_le_bytes();
+        [&length, name.as_bytes(), &ty.to_le_bytes(), value].concat()
+    };
+    let (u16_type, i32_type) = (2, 5);
+    [0u16, 1].map(|number| {
+        let total = header.tensors.len() as i32;
+        let mut keys = [
+            key("split.no", u16_type, &number.to_le_bytes()),
+            key("split.count", u16_type, &2u16.to_le_bytes()),
+            key("split.tensors.count", i32_type, &total.to_le_bytes()),
+        ]
+        .concat();
+        // The data of the tensors stays aligned.
+        let rest = (keys.len() + key("", u16_type, &[0; 2]).len()) % 32;
+        keys.extend(key(&"x".repeat(32 - rest), u16_type, &[0; 2]));
+        let (tensors, end) = match number {
+            0 => (0, data),
+            _ => (header.tensors.len() as u64, bytes.len()),
+        };
+        let entries = u64::from_le_bytes(bytes[16..24].try_into().expect("8 bytes")) + 4;
+        let head = [&bytes[..8], &tensors.to_le_bytes(), &entries.to_le_bytes()].concat();
+        let path = folder.join(format!("model-{:05}-of-00002.gguf", number + 1));
+        fs::write(&path, [&head, &keys, &bytes[24..end]].concat()).expect("free space");
+        path
+    })
+}
+
+/// The program names the first shard when it loads the model.
+#[test]
+fn a_model_whose_first_shard_has_no_tensors_is_loaded_once() {
+    let expected = Expected::get();
+    let [folder, other] = [MODEL, MIXED].map(|model| {
+        let folder = tempfile::tempdir().expect("a folder");
+        (write_two_shards(&fixture(model), folder.path()), folder)
+    });
+    let ([first, second], folder) = folder;
+    let name = second.file_name().expect("a name").to_string_lossy();
+    let rounds = Rounds::start_in(
+        folder,
+        Path::new(first.file_name().expect("a name")),
+        &[],
+        &FILES,
+    );
+    let mut driver = Driver {
+        rounds,
+        sequence: 0,
+    };
+    driver.wait_for("done 1 0");
+    assert_eq!(driver.rounds.next_results(), expected.model[0]);
+    let opened = driver.rounds.opened();
+    assert_eq!(driver.round("compute", 2).1, expected.model[0]);
+    driver.swap(&name, &other.0[1]);
+    assert_eq!(driver.round("reload", 3).1, expected.mixed[0]);
+    driver.restore(&name);
+    assert_eq!(driver.round("reload", 4).1, expected.model[0]);
+    assert_eq!(driver.rounds.opened(), opened, "the model is loaded once");
+    let log = driver.rounds.text("log");
+    assert_eq!(log.matches("watching 272 tensors").count(), 1, "{log}");
+    driver.send("exit");
+    assert_eq!(driver.rounds.wait().code(), Some(0));
 }
 
 fn touch(path: &Path) {

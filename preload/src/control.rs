@@ -192,7 +192,7 @@ fn converse(client: &UnixStream) -> io::Result<()> {
             None => request(&line),
         };
         let ends = request == Ok(Request::RoundEnd);
-        let answer = request.and_then(answer);
+        let answer = request.and_then(|request| answer(request, client));
         let ends = ends && answer.is_ok();
         let (answer, go_on) = match answer {
             Ok(answer) => (answer, true),
@@ -219,7 +219,7 @@ fn request(line: &[u8]) -> Result<Request, String> {
     })
 }
 
-fn answer(request: Request) -> Result<Value, String> {
+fn answer(request: Request, client: &UnixStream) -> Result<Value, String> {
     Ok(match request {
         Request::Ping => json!(Reply::done()),
         Request::Status => json!(status()),
@@ -263,7 +263,7 @@ fn answer(request: Request) -> Result<Value, String> {
             routes::mark(&text)?;
             json!(Reply::done())
         }
-        Request::Round { start } => json!(round(start)?),
+        Request::Round { start } => json!(round(start, client)?),
         Request::RoundEnd => {
             rounds::exist()?;
             json!(Reply::done())
@@ -271,11 +271,12 @@ fn answer(request: Request) -> Result<Value, String> {
     })
 }
 
-/// Waits for the end of a round, which it starts if `start` is true.
-fn round(start: bool) -> Result<Round, String> {
+/// Waits for the end of a round, which it starts if `start` is true, as long as the client is
+/// connected.
+fn round(start: bool, client: &UnixStream) -> Result<Round, String> {
     let ended = match start {
-        true => rounds::evaluate(),
-        false => rounds::wait(),
+        true => rounds::evaluate(|| is_connected(client)),
+        false => rounds::wait(|| is_connected(client)),
     }?;
     Ok(Round {
         ok: true,
@@ -284,6 +285,18 @@ fn round(start: bool) -> Result<Round, String> {
         exit: ended.exit,
         state: ended.phase.name().into(),
     })
+}
+
+/// Whether a client can take an answer. One that only sends nothing more is connected.
+fn is_connected(client: &UnixStream) -> bool {
+    let mut poll = libc::pollfd {
+        fd: client.as_raw_fd(),
+        events: 0,
+        revents: 0,
+    };
+    // SAFETY: one element, whose descriptor is open; does not wait.
+    unsafe { libc::poll(&mut poll, 1, 0) };
+    poll.revents & (libc::POLLHUP | libc::POLLERR) == 0
 }
 
 fn status() -> Status {

@@ -7,11 +7,11 @@
 //! the model may still be loading. A model is removed when the program frees any of its
 //! memory.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ffi::{CStr, CString};
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::thread::ThreadId;
@@ -37,7 +37,9 @@ pub struct Model {
     pub number: u64,
     /// The copy of ggml that holds it.
     pub ggml: &'static Ggml,
-    /// Its files.
+    /// The path that it was loaded from: its only file, or its first shard.
+    pub path: PathBuf,
+    /// Its files that have tensors.
     pub files: Vec<TrackedFile>,
     /// The tensors of its files that the program has.
     pub tensors: Vec<ModelTensor>,
@@ -130,6 +132,8 @@ unsafe impl Sync for BufferTypePointer {}
 struct Load {
     thread: ThreadId,
     ggml: &'static Ggml,
+    /// As [`Model::path`].
+    path: PathBuf,
     files: Vec<GgufFile>,
     /// For each tensor: its buffer, its file and its index in the header.
     tensors: Vec<(TensorPointer, usize, usize, usize)>,
@@ -151,6 +155,8 @@ static HIGHEST: AtomicUsize = AtomicUsize::new(0);
 thread_local! {
     /// Whether this thread loads a model.
     static LOADING: Cell<bool> = const { Cell::new(false) };
+    /// The last file that this thread opened and that is not a further shard.
+    static FIRST: RefCell<PathBuf> = const { RefCell::new(PathBuf::new()) };
     /// Set on a thread that opened a file.
     static OPENER: Opener = const { Opener };
 }
@@ -316,11 +322,13 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
         .find(|load| load.thread == thread && load.tensors.is_empty());
     // A file that is not a further shard begins a model: what was opened before was read for
     // its metadata alone, or to fit this model to a device.
-    if let Some(load) = &mut current
-        && !gguf.is_further_shard()
-    {
-        load.files.clear();
-        load.kept_out.clear();
+    if !gguf.is_further_shard() {
+        if let Some(load) = &mut current {
+            load.files.clear();
+            load.kept_out.clear();
+        }
+        // Fails on a thread that is ending, as below.
+        let _ = FIRST.try_with(|first| path.clone_into(&mut first.borrow_mut()));
     }
     if gguf.header.tensors.is_empty() {
         return;
@@ -328,8 +336,11 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
     journal::note(|| Event::Opened {
         path: path.display().to_string(),
     });
+    let first = FIRST.try_with(|first| first.borrow().clone());
+    let first = first.unwrap_or_default();
     match current {
         Some(load) => {
+            load.path = first;
             load.files.retain(|file| file.source.path() != path);
             load.files.push(gguf);
         }
@@ -337,6 +348,7 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
             loads.push(Load {
                 thread,
                 ggml,
+                path: first,
                 files: vec![gguf],
                 tensors: Vec::new(),
                 kept_out: BTreeSet::new(),
@@ -615,6 +627,7 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
     let model = Arc::new(Model {
         number: NEXT.fetch_add(1, Ordering::Relaxed),
         ggml,
+        path: load.path,
         files,
         tensors,
         engine,

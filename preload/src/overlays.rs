@@ -1,19 +1,21 @@
 //! Overlays: the tensors that a request names in the models of the program.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::Arc;
 
-use llama_sidecar::gguf::NamePattern;
+use llama_sidecar::gguf::{FileId, NamePattern};
 use llama_sidecar::protocol::Overlay;
 use llama_sidecar::reload::OverlaySource;
 
 use crate::models::{self, Model};
 
+/// The most models that a request takes tensors from: all shards of each are open.
+const MOST_SOURCES: usize = 64;
+
 /// A request, with its tensors in each model.
 pub struct Overlays {
-    /// By path.
-    sources: BTreeMap<String, OverlaySource>,
+    sources: Sources,
     /// By the number of the model.
     models: BTreeMap<u64, OfModel>,
 }
@@ -23,14 +25,23 @@ pub struct Overlays {
 struct OfModel {
     /// Tensors whose overlay is reverted, if they have one.
     revert: Vec<usize>,
-    /// Each tensor and the path of its source.
-    set: Vec<(usize, String)>,
+    /// Each tensor and the index of its source.
+    set: Vec<(usize, usize)>,
+}
+
+/// The files of a request, each opened once.
+#[derive(Default)]
+struct Sources {
+    opened: Vec<OverlaySource>,
+    /// Indices, by path as the request has it.
+    by_path: HashMap<String, usize>,
 }
 
 /// An overlay of a request.
 struct Wanted<'a> {
     overlay: &'a Overlay,
-    pattern: NamePattern,
+    /// The index of its source.
+    source: usize,
     /// Whether it names a tensor of any model.
     matches: bool,
     /// Whether it can be set in any model.
@@ -45,23 +56,35 @@ impl Overlays {
     /// alone otherwise.
     pub fn find(revert: Option<&str>, overlays: &[Overlay]) -> Result<Overlays, String> {
         let revert = revert.map(NamePattern::parse).transpose()?;
-        let mut sources = BTreeMap::new();
+        let models = models::models();
+        let mut sources = Sources::default();
         let mut wanted = Vec::new();
-        for overlay in overlays {
-            if !sources.contains_key(&overlay.from) {
-                sources.insert(overlay.from.clone(), open(&overlay.from)?);
+        // For each tensor of each model, the last overlay that names it. Patterns can be large,
+        // and are dropped at once.
+        let none = |model: &Arc<Model>| vec![None; model.tensors.len()];
+        let mut last: Vec<Vec<Option<usize>>> = models.iter().map(none).collect();
+        for (at, overlay) in overlays.iter().enumerate() {
+            let source = sources.open(&overlay.from)?;
+            let pattern = NamePattern::parse(&overlay.tensor)?;
+            let mut matches = false;
+            for (model, last) in models.iter().zip(&mut last) {
+                for (tensor, last) in last.iter_mut().enumerate() {
+                    if pattern.matches(model.name(tensor)) {
+                        matches = true;
+                        *last = Some(at);
+                    }
+                }
             }
             wanted.push(Wanted {
                 overlay,
-                pattern: NamePattern::parse(&overlay.tensor)?,
-                matches: false,
+                source,
+                matches,
                 fits: false,
                 misfit: None,
             });
         }
-        let models = models::models();
-        let found = models.iter().map(|model| {
-            let mut of_model = find_in_model(model, &mut wanted, &sources);
+        let found = models.iter().zip(&last).map(|(model, last)| {
+            let mut of_model = find_in_model(model, last, &mut wanted, &sources.opened);
             if let Some(pattern) = &revert {
                 let tensors = 0..model.tensors.len();
                 of_model.revert = tensors
@@ -91,52 +114,65 @@ impl Overlays {
             return (&[], Vec::new());
         };
         let set = found.set.iter();
-        let set = set.map(|(tensor, from)| (*tensor, &self.sources[from]));
+        let set = set.map(|(tensor, source)| (*tensor, &self.sources.opened[*source]));
         (&found.revert, set.collect())
     }
 }
 
-fn open(from: &str) -> Result<OverlaySource, String> {
-    let path = Path::new(from);
-    if !path.is_absolute() {
-        return Err(format!(
-            "'{from}' is not an absolute path: the program has another working directory"
-        ));
+impl Sources {
+    /// Opens a file, unless it is a file of a source that is open. Returns the index of the source.
+    fn open(&mut self, from: &str) -> Result<usize, String> {
+        if let Some(known) = self.by_path.get(from) {
+            return Ok(*known);
+        }
+        let path = Path::new(from);
+        if !path.is_absolute() {
+            return Err(format!(
+                "'{from}' is not an absolute path: the program has another working directory"
+            ));
+        }
+        let id = FileId::of_path(path).ok();
+        let known = id.and_then(|id| self.opened.iter().position(|source| source.is_of(&id)));
+        let index = known.unwrap_or(self.opened.len());
+        if index == MOST_SOURCES {
+            return Err(format!(
+                "the overlays take tensors from more than {MOST_SOURCES} models: send several requests"
+            ));
+        }
+        if known.is_none() {
+            let source = OverlaySource::open(path).map_err(|error| error.to_string())?;
+            self.opened.push(source);
+        }
+        self.by_path.insert(from.to_owned(), index);
+        Ok(index)
     }
-    OverlaySource::open(path).map_err(|error| error.to_string())
 }
 
-/// Looks up the tensors of one model. An overlay that does not fit all its tensors is left out.
+/// Looks up the tensors of one model; `last` has the overlay of each. An overlay that does not fit
+/// all its tensors is left out.
 fn find_in_model(
     model: &Model,
+    last: &[Option<usize>],
     wanted: &mut [Wanted<'_>],
-    sources: &BTreeMap<String, OverlaySource>,
+    sources: &[OverlaySource],
 ) -> OfModel {
     let mut tensors = vec![Vec::new(); wanted.len()];
-    for tensor in 0..model.tensors.len() {
-        let name = model.name(tensor);
-        let mut last = None;
-        for (at, wanted) in wanted.iter_mut().enumerate() {
-            if wanted.pattern.matches(name) {
-                wanted.matches = true;
-                last = Some(at);
-            }
-        }
+    for (tensor, last) in last.iter().enumerate() {
         if let Some(at) = last {
-            tensors[at].push(tensor);
+            tensors[*at].push(tensor);
         }
     }
     let mut found = OfModel::default();
     for (wanted, tensors) in wanted.iter_mut().zip(tensors) {
-        let from = &wanted.overlay.from;
-        let misfit = |&tensor: &usize| sources[from].misfit(model.name(tensor), model.ne(tensor));
+        let source = wanted.source;
+        let misfit = |&tensor: &usize| sources[source].misfit(model.name(tensor), model.ne(tensor));
         match tensors.iter().find_map(misfit) {
             Some(misfit) => wanted.misfit = Some(misfit),
             None => {
                 wanted.fits |= !tensors.is_empty();
                 found
                     .set
-                    .extend(tensors.into_iter().map(|tensor| (tensor, from.clone())));
+                    .extend(tensors.into_iter().map(|tensor| (tensor, source)));
             }
         }
     }

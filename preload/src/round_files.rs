@@ -13,6 +13,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -159,7 +160,7 @@ fn serve(control: &Path) {
         path: control,
         warning: String::new(),
     };
-    while rounds::wait().is_ok() {
+    while rounds::wait(|| true).is_ok() {
         STATUS.lock().set("done");
         if !control.wait_for_round() {
             return;
@@ -169,7 +170,7 @@ fn serve(control: &Path) {
         status.set("computing");
         drop(status);
         // A client of the control socket may have started it.
-        let _ = rounds::evaluate();
+        let _ = rounds::evaluate(|| true);
     }
 }
 
@@ -246,12 +247,16 @@ impl Control<'_> {
 
 /// Returns the first line of a control file; `None` while its end is missing.
 fn read(path: &Path) -> io::Result<Option<String>> {
-    // A pipe would block the reader.
-    if !fs::metadata(path)?.is_file() {
+    // Without O_NONBLOCK, opening a FIFO would wait for a writer.
+    let file = File::options()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(path)?;
+    if !file.metadata()?.is_file() {
         return Err(io::Error::other("it is not a regular file"));
     }
     let mut bytes = Vec::new();
-    File::open(path)?.take(LONGEST).read_to_end(&mut bytes)?;
+    file.take(LONGEST).read_to_end(&mut bytes)?;
     let end = bytes.iter().position(|byte| *byte == b'\n');
     if end.is_none() && (bytes.len() as u64) < LONGEST {
         return Ok(None);
@@ -308,6 +313,9 @@ fn log_tensors(report: &Report) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::CString;
+    use std::os::unix::ffi::OsStrExt;
+
     use super::*;
 
     #[test]
@@ -336,6 +344,11 @@ mod tests {
         fs::create_dir(&folder).expect("a folder");
         let path = folder.join("control");
         assert!(read(&path).is_err() && read(&folder).is_err());
+        let pipe = folder.join("pipe");
+        let name = CString::new(pipe.as_os_str().as_bytes()).expect("a path");
+        // SAFETY: a path that ends with a zero.
+        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        assert!(read(&pipe).is_err());
         let content = |bytes: &[u8]| {
             fs::write(&path, bytes).expect("free space");
             read(&path).expect("a file")

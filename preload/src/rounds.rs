@@ -17,6 +17,7 @@ use std::cell::RefCell;
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use llama_sidecar::config::Config;
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -95,6 +96,8 @@ static STATE: Mutex<State> = Mutex::new(State {
 });
 /// Notified when the phase changes.
 static CHANGED: Condvar = Condvar::new();
+/// How often a wait for a round looks whether it is still wanted.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A round that has ended.
 #[derive(Debug, Clone, Copy)]
@@ -119,17 +122,17 @@ pub fn phase() -> Phase {
     STATE.lock().phase
 }
 
-/// Waits for the end of the current round, if the program evaluates one.
-pub fn wait() -> Result<Ended, String> {
+/// Waits for the end of the current round, if the program evaluates one. Fails once `is_wanted`
+/// is false.
+pub fn wait(is_wanted: impl Fn() -> bool) -> Result<Ended, String> {
     let state = STATE.lock();
-    wait_for(
-        state.exits.len() + usize::from(state.phase == Phase::Evaluating),
-        state,
-    )
+    let current = usize::from(state.phase == Phase::Evaluating);
+    wait_for(state.exits.len() + current, state, is_wanted)
 }
 
-/// Starts the next round and waits for its end.
-pub fn evaluate() -> Result<Ended, String> {
+/// Starts the next round and waits for its end. Fails once `is_wanted` is false; the round goes
+/// on.
+pub fn evaluate(is_wanted: impl Fn() -> bool) -> Result<Ended, String> {
     let mut state = STATE.lock();
     match state.phase {
         Phase::Waiting => state.phase = Phase::Evaluating,
@@ -142,7 +145,7 @@ pub fn evaluate() -> Result<Ended, String> {
         Phase::None | Phase::Ended => {}
     }
     CHANGED.notify_all();
-    wait_for(state.exits.len() + 1, state)
+    wait_for(state.exits.len() + 1, state, is_wanted)
 }
 
 /// Returns an error where the program has no rounds.
@@ -164,7 +167,11 @@ pub fn end() {
 }
 
 /// Waits until so many rounds have ended.
-fn wait_for(rounds: usize, mut state: MutexGuard<'_, State>) -> Result<Ended, String> {
+fn wait_for(
+    rounds: usize,
+    mut state: MutexGuard<'_, State>,
+    is_wanted: impl Fn() -> bool,
+) -> Result<Ended, String> {
     loop {
         if let Some(last) = rounds.checked_sub(1)
             && let Some(exit) = state.exits.get(last)
@@ -178,7 +185,10 @@ fn wait_for(rounds: usize, mut state: MutexGuard<'_, State>) -> Result<Ended, St
         match state.phase {
             Phase::None => return Err(NOT_PERPLEXITY.into()),
             Phase::Ended => return Err("the program is ending: start it again".into()),
-            Phase::Evaluating | Phase::Waiting => CHANGED.wait(&mut state),
+            Phase::Evaluating | Phase::Waiting if is_wanted() => {
+                CHANGED.wait_for(&mut state, LOOK_INTERVAL);
+            }
+            Phase::Evaluating | Phase::Waiting => return Err("nothing waits for the round".into()),
         }
     }
 }
@@ -255,9 +265,7 @@ fn is_evaluated(path: &Path) -> bool {
     let Ok(path) = std::path::absolute(path) else {
         return false;
     };
-    let models = models::models();
-    let mut files = models.iter().flat_map(|model| &model.files);
-    files.any(|file| file.gguf.source.path() == path)
+    models::models().iter().any(|model| model.path == path)
 }
 
 /// Changes the loads of this thread; does nothing where they are gone.

@@ -122,6 +122,22 @@ impl ProgramStore<'_> {
         self.original_content(tensor).map(|content| content.hash)
     }
 
+    /// Returns the hash of the bytes that the mapping of a tensor has, although a write may have
+    /// changed them since the program loaded it: a file that was moved back into its place has a
+    /// new modification time. `None` if an instance is not mapped, the file is not at its path,
+    /// or it changed meanwhile.
+    fn hash_in_place(&self, tensor: usize) -> Option<Hash> {
+        let tensor_of = &self.0.tensors[tensor];
+        let source = &self.0.files[tensor_of.file].gguf.source;
+        let at_path = || {
+            let id = FileId::of_path(source.path()).ok();
+            id.filter(|id| id.same_inode(&source.id()))
+        };
+        let before = at_path().filter(|_| tensor_of.instances.iter().all(|i| i.mapped))?;
+        let content = self.file_content(tensor)?;
+        (at_path() == Some(before)).then_some(content.hash)
+    }
+
     /// Returns the hash of a tensor's bytes in use, read back from memory or from a device.
     /// The special buffer types of the CPU cannot be read back.
     fn resident_hash(&self, tensor: usize) -> Option<Hash> {
@@ -319,6 +335,7 @@ impl Store for ProgramStore<'_> {
         !mapped
             || source.is_unwritten_since(&source.id())
             || self.original_hash(tensor) == Some(hash)
+            || self.hash_in_place(tensor) == Some(hash)
     }
 
     fn original_defects(&self, tensor: usize) -> Option<Defects> {

@@ -2,7 +2,12 @@
 
 use std::ffi::CStr;
 
-use regex::Regex;
+use regex::{Regex, RegexBuilder};
+
+/// The most memory of a compiled expression, in bytes.
+const SIZE_LIMIT: usize = 1 << 20;
+/// The most memory that a search keeps, in bytes.
+const CACHE_LIMIT: usize = 1 << 18;
 
 /// A regular expression that matches whole names of tensors.
 #[derive(Debug, Clone)]
@@ -11,7 +16,12 @@ pub struct NamePattern(Regex);
 impl NamePattern {
     /// Parses a regular expression. The error names it and states what is wrong.
     pub fn parse(text: &str) -> Result<NamePattern, String> {
-        let whole = Regex::new(&format!("^(?:{text})$"));
+        // An expression that is valid alone ends no group around it. A comment at its end would
+        // hide what follows on the same line.
+        let whole = compile(text).and_then(|_| {
+            compile(&format!(r"\A(?:{text})\z"))
+                .or_else(|_| compile(&format!("\\A(?:{text}\n)\\z")))
+        });
         whole.map(NamePattern).map_err(|error| {
             format!("'{text}' is not a regular expression for names of tensors: {error}")
         })
@@ -21,6 +31,13 @@ impl NamePattern {
     pub fn matches(&self, name: &CStr) -> bool {
         self.0.is_match(&name.to_string_lossy())
     }
+}
+
+fn compile(text: &str) -> Result<Regex, regex::Error> {
+    RegexBuilder::new(text)
+        .size_limit(SIZE_LIMIT)
+        .dfa_size_limit(CACHE_LIMIT)
+        .build()
 }
 
 #[cfg(test)]
@@ -34,5 +51,43 @@ mod tests {
         assert!(!pattern.matches(c"blk.10") && !pattern.matches(c"xblk"));
         let error = NamePattern::parse("a(").expect_err("not closed");
         assert!(error.contains("'a('"), "{error}");
+    }
+
+    #[test]
+    fn no_expression_matches_a_part_of_a_name() {
+        for text in [
+            "a)|(?:b",
+            "a)|(b",
+            ")(",
+            "a\\",
+            "(?x)a (?-x:#",
+            "[a",
+            "(?x:a #c)",
+        ] {
+            let error = NamePattern::parse(text).expect_err(text);
+            assert!(error.contains(text), "{error}");
+        }
+        for text in [
+            "(?x)a #c",
+            "(?x)a #)|b",
+            "(?x) a # (\n",
+            "(?m)^a$",
+            "a|(?x)a#",
+            "(?s)a",
+        ] {
+            let pattern = NamePattern::parse(text).expect(text);
+            assert!(pattern.matches(c"a"), "{text}");
+            for other in [c"ab", c"ba", c"a\n", c"\na", c"a\na", c"b"] {
+                assert!(!pattern.matches(other), "{text}: {other:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn large_expressions_are_refused() {
+        let error = NamePattern::parse("(a{1000}){1000}").expect_err("too large");
+        assert!(error.contains("size limit"), "{error}");
+        let names = vec![r"blk\.[0-9]+\.ffn_(up|down|gate)_exps\.weight"; 100];
+        assert!(NamePattern::parse(&names.join("|")).is_ok());
     }
 }

@@ -36,18 +36,21 @@ pub(super) struct Overlay {
     version: (FileId, u64),
 }
 
-/// The content of versions of tensors that were read, by device and inode of the file and the
-/// offset in it.
+/// The content of versions of tensors that were read.
 #[derive(Debug, Default)]
-pub(super) struct KnownContents(HashMap<(u64, u64, u64), (FileId, Content)>);
+pub(super) struct KnownContents(HashMap<ContentKey, (FileId, Content)>);
+
+/// Device and inode of a file; offset, size and type of a tensor in it.
+type ContentKey = (u64, u64, u64, u64, u32);
 
 impl KnownContents {
     /// The most versions to keep.
     const MOST: usize = 1 << 16;
 
-    fn key(new: &NewBytes<'_>) -> (FileId, (u64, u64, u64)) {
-        let id = new.file.source.id();
-        (id, (id.dev, id.ino, new.info.offset))
+    fn key(new: &NewBytes<'_>) -> (FileId, ContentKey) {
+        let (id, info) = (new.file.source.id(), new.info);
+        let key = (id.dev, id.ino, info.offset, info.nbytes, info.ty.id);
+        (id, key)
     }
 
     fn get(&self, new: &NewBytes<'_>) -> Option<Content> {
@@ -115,6 +118,11 @@ impl OverlaySource {
             path: path.to_owned(),
             files,
         })
+    }
+
+    /// Returns whether `id` is one of the files of the source, in the version that was opened.
+    pub fn is_of(&self, id: &FileId) -> bool {
+        self.files.iter().any(|file| file.source.id() == *id)
     }
 
     /// Returns why the source has no bytes for a tensor with this name and shape; `None` when it
