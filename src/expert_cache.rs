@@ -435,20 +435,23 @@ mod tests {
         list.iter().flat_map(|id| id.to_ne_bytes()).collect()
     }
 
+    fn contiguous(bytes: &[u8], used: usize, tokens: usize) -> Ids<'_> {
+        Ids {
+            bytes,
+            used,
+            tokens,
+            used_stride: 4,
+            token_stride: 4 * used,
+        }
+    }
+
     fn look_up(
         cache: &mut ExpertCache,
         list: &[i32],
         tokens: usize,
     ) -> Option<(usize, Vec<Load>, Vec<i32>)> {
         let bytes = ids(list);
-        let used = list.len() / tokens;
-        let ids = Ids {
-            bytes: &bytes,
-            used,
-            tokens,
-            used_stride: 4,
-            token_stride: 4 * used,
-        };
+        let ids = contiguous(&bytes, list.len() / tokens, tokens);
         let (mut loads, mut slots) = (Vec::new(), Vec::new());
         let hits = cache.look_up(&ids, &mut loads, &mut slots)?;
         Some((hits, loads, slots))
@@ -531,13 +534,7 @@ mod tests {
             for list in routes(64, used, 3000).chunks_exact(tokens) {
                 let list = list.concat();
                 let bytes = ids(&list);
-                let ids = Ids {
-                    bytes: &bytes,
-                    used,
-                    tokens,
-                    used_stride: 4,
-                    token_stride: 4 * used,
-                };
+                let ids = contiguous(&bytes, used, tokens);
                 let (mut loads, mut found, mut missed) = (Vec::new(), Vec::new(), Vec::new());
                 let hits = cache.look_up_now(&ids, most, &mut loads, &mut found, &mut missed);
                 assert!(hits.expect("valid") + missed.len() <= used * tokens);
@@ -595,13 +592,7 @@ mod tests {
         look_up(&mut cache, &[1, 2], 1).expect("valid");
         // Of four tokens, the last two fit.
         let bytes = ids(&[4, 2, 9, 1]);
-        cache.note(&Ids {
-            bytes: &bytes,
-            used: 1,
-            tokens: 4,
-            used_stride: 4,
-            token_stride: 4,
-        });
+        cache.note(&contiguous(&bytes, 1, 4));
         let (_, loads, _) = look_up(&mut cache, &[3], 1).expect("valid");
         assert_eq!(loads, [Load { expert: 3, slot: 1 }]);
     }
