@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, built, replace};
 use testkit::server::quantize;
+use testkit::writer::{F32, Gguf};
 
 /// Sets overlays of a running host and reverts those that match `revert`.
 fn swap(host: &Host, revert: Option<&str>, overlays: &[(&str, &Path)]) -> Value {
@@ -243,6 +244,20 @@ fn bad_requests_change_nothing() {
         assert_eq!(answer["ok"], false, "{answer}");
         assert!(answer.to_string().contains(reason), "{answer}");
     }
+    let sources: Vec<PathBuf> = (0..65)
+        .map(|number| {
+            let path = folder.path().join(format!("source-{number}"));
+            let gguf = Gguf::default().tensor("x", &[32], F32, number);
+            gguf.write(&path).expect("free space");
+            path
+        })
+        .collect();
+    let all: Vec<_> = sources.iter().map(|path| (".*", path.as_path())).collect();
+    let answer = swap(&host, None, &all);
+    assert!(
+        answer.to_string().contains("more than 64 models"),
+        "{answer}"
+    );
     let output = swap_live(
         &host,
         &["--tensor", "x", "--from", &mixed.to_string_lossy()],

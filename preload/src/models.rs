@@ -156,7 +156,7 @@ thread_local! {
     /// Whether this thread loads a model.
     static LOADING: Cell<bool> = const { Cell::new(false) };
     /// The last file that this thread opened and that is not a further shard.
-    static FIRST: RefCell<PathBuf> = const { RefCell::new(PathBuf::new()) };
+    static FIRST: RefCell<Option<PathBuf>> = const { RefCell::new(None) };
     /// Set on a thread that opened a file.
     static OPENER: Opener = const { Opener };
 }
@@ -328,7 +328,7 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
             load.kept_out.clear();
         }
         // Fails on a thread that is ending, as below.
-        let _ = FIRST.try_with(|first| path.clone_into(&mut first.borrow_mut()));
+        let _ = FIRST.try_with(|first| first.replace(Some(path.to_owned())));
     }
     if gguf.header.tensors.is_empty() {
         return;
@@ -337,7 +337,7 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
         path: path.display().to_string(),
     });
     let first = FIRST.try_with(|first| first.borrow().clone());
-    let first = first.unwrap_or_default();
+    let first = first.ok().flatten().unwrap_or_default();
     match current {
         Some(load) => {
             load.path = first;
