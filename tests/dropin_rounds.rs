@@ -142,7 +142,8 @@ impl Rounds {
         let model = folder.path().join("model.gguf");
         replace(&model, &fixture(MODEL));
         let rounds = Rounds::start_in(folder, &model, arguments, variables);
-        eventually("a socket", || rounds.socket().exists().then_some(()));
+        // The path is there a moment before the program listens.
+        eventually("a socket", || UnixStream::connect(rounds.socket()).ok());
         rounds
     }
 
