@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use testkit::fixtures::fixture;
 use testkit::host::{built, preload_library, replace};
-use testkit::server::llama_cpp;
+use testkit::server::{llama, llama_cpp};
 
 /// How long a program may take for what is waited for, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -41,18 +41,7 @@ fn eventually<R>(what: &str, found: impl Fn() -> Option<R>) -> R {
 
 /// llama-perplexity with a model, without variables of llama-sidecar.
 fn perplexity(model: &Path, arguments: &[&str]) -> Command {
-    let program = llama_cpp("llama-perplexity");
-    assert!(
-        program.exists(),
-        "{} is missing: run 'cargo xtask hosts' first",
-        program.display()
-    );
-    let mut command = Command::new(program);
-    for (name, _) in std::env::vars_os() {
-        if name.to_string_lossy().starts_with("LLAMA_") {
-            command.env_remove(name);
-        }
-    }
+    let mut command = llama("llama-perplexity");
     command
         .arg("--model")
         .arg(model)

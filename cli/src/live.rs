@@ -1,6 +1,6 @@
 //! `llama-sidecar swap --live`: overlays in a running program. No file of the model changes.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::{Context, Result};
 use llama_sidecar::protocol::{Overlay, Request, Status};
@@ -40,25 +40,17 @@ pub fn set_quantized(
     target: &Target<'_>,
 ) -> Result<()> {
     let status: Status = control::parsed(&control::ask(socket, &Request::Status)?)?;
-    let library = ggml_library(status.pid)?;
+    let library = tune::ggml_library(hooks::mapped(status.pid)).with_context(|| {
+        format!(
+            "process {} has no libggml-base.so: leave out --as, and pass a file of llama-quantize to --from",
+            status.pid
+        )
+    })?;
     let folder = tempfile::tempdir()?;
     let (ty, imatrix) = (target.ty, target.imatrix);
     let made = tune::quantize(from, tensor, ty, imatrix, &library, folder.path())?;
     let names: Vec<String> = made.names.iter().map(|name| regex::escape(name)).collect();
     set(socket, &names.join("|"), &made.path)
-}
-
-/// Returns the library of a process that quantises.
-fn ggml_library(pid: u32) -> Result<PathBuf> {
-    let is_base = |path: &PathBuf| {
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        // Of an older ggml, all functions are in libggml.so.
-        name.starts_with("libggml-base.so") || name.starts_with("libggml.so")
-    };
-    let found = hooks::mapped(pid).into_iter().find(is_base);
-    found.with_context(|| {
-        format!("process {pid} has no libggml-base.so: leave out --as, and pass a file of llama-quantize to --from")
-    })
 }
 
 /// Reverts the overlays of the tensors that match; of all without a pattern.

@@ -94,13 +94,7 @@ pub fn heat_map(traced: &TraceReport) -> String {
     let y = TOP + layers.len() * high + 16;
     for (at, (colour, meaning)) in COLOURS.iter().zip(MEANINGS).enumerate() {
         let x = LEFT + at * 56;
-        let _ = write!(
-            svg,
-            "<rect x=\"{x}\" y=\"{y}\" width=\"14\" height=\"14\" fill=\"{colour}\" stroke=\"#808a99\"/><text x=\"{}\" y=\"{}\" fill=\"#808a99\">{}</text>",
-            x + 18,
-            y + 11,
-            escape(meaning)
-        );
+        legend_entry(&mut svg, (x, y), colour, meaning);
     }
     svg.push_str("</svg>");
     svg
@@ -161,16 +155,21 @@ pub fn cells(
         .enumerate()
     {
         let (x, y) = (left + at * 58, height - 24);
-        let _ = write!(
-            svg,
-            "<rect x=\"{x}\" y=\"{y}\" width=\"14\" height=\"14\" fill=\"{colour}\" stroke=\"#808a99\"/><text x=\"{}\" y=\"{}\" fill=\"#808a99\">{}</text>",
-            x + 18,
-            y + 11,
-            escape(meaning)
-        );
+        legend_entry(&mut svg, (x, y), colour, meaning);
     }
     svg.push_str("</svg>");
     svg
+}
+
+/// Draws a colour and its meaning.
+fn legend_entry(svg: &mut String, (x, y): (usize, usize), colour: &str, meaning: &str) {
+    let _ = write!(
+        svg,
+        "<rect x=\"{x}\" y=\"{y}\" width=\"14\" height=\"14\" fill=\"{colour}\" stroke=\"#808a99\"/><text x=\"{}\" y=\"{}\" fill=\"#808a99\">{}</text>",
+        x + 18,
+        y + 11,
+        escape(meaning)
+    );
 }
 
 /// Draws points with a name each: x, y, the name, and whether it is filled. The scale of y is

@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_int};
 
 use llama_sidecar::trace::Ids;
 
-use crate::ggml::{Buffer, Device, Ggml, Graph, Sched, Tensor};
+use crate::ggml::{Buffer, Device, F32, Ggml, Graph, Sched, Tensor};
 
 /// `GGML_TENSOR_FLAG_INPUT`.
 pub const FLAG_INPUT: i32 = 1;
@@ -155,8 +155,6 @@ impl Backends {
 
 /// The start of the names of nodes that multiply the outputs of experts with gate weights.
 const WEIGHTED: &[u8] = b"ffn_moe_weighted-";
-/// `GGML_TYPE_F32`.
-const F32: i32 = 0;
 
 /// The outputs of a layer's experts and their gate weights, which a node of the graph multiplies.
 /// Elements of both are 32-bit floats.

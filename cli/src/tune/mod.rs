@@ -44,7 +44,8 @@ use kept::Quantizer;
 use model::{Model, Tensor};
 use record::{BASE_LOGITS, Record, make_folder};
 use results::{Goal, Results};
-use sweep::{Plan, Sweep, ggml_library};
+pub use sweep::ggml_library;
+use sweep::{Plan, Sweep};
 
 /// The model, the candidates, and the goal.
 #[derive(clap::Args)]
@@ -186,7 +187,12 @@ pub fn run(options: &TuneOptions) -> Result<()> {
     let libraries = program.libraries()?;
     let library = match &options.ggml {
         Some(library) => library.clone(),
-        None => ggml_library(&libraries, &program.executable.path)?,
+        None => ggml_library(libraries.clone()).with_context(|| {
+            format!(
+                "the loader finds no libggml-base.so for {}: use a llama.cpp with shared libraries, or name the library with --ggml",
+                program.executable.path.display()
+            )
+        })?,
     };
     let ggml = Ggml::open(&library)?;
     let content = identities.of_model(source)?;

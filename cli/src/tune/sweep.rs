@@ -256,20 +256,12 @@ fn path_text(path: &Path) -> Result<String> {
     Ok(text.to_owned())
 }
 
-/// Returns the ggml library among the libraries of a program.
-pub fn ggml_library(libraries: &[PathBuf], program: &Path) -> Result<PathBuf> {
-    let is_base = |path: &&PathBuf| {
+/// Returns the ggml library among the libraries of a program, if it is there.
+pub fn ggml_library(libraries: impl IntoIterator<Item = PathBuf>) -> Option<PathBuf> {
+    let is_base = |path: &PathBuf| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
+        // Of an older ggml, all functions are in libggml.so.
         name.starts_with("libggml-base.so") || name.starts_with("libggml.so")
     };
-    // Of an older ggml, all functions are in libggml.so.
-    let mut found: Vec<&PathBuf> = libraries.iter().filter(is_base).collect();
-    found.sort();
-    let first = found.first().with_context(|| {
-        format!(
-            "the loader finds no libggml-base.so for {}: use a llama.cpp with shared libraries, or name the library with --ggml",
-            program.display()
-        )
-    })?;
-    Ok((*first).clone())
+    libraries.into_iter().filter(is_base).min()
 }

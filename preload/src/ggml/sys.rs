@@ -56,6 +56,10 @@ pub type GraphView = unsafe extern "C-unwind" fn(*mut Graph, c_int, c_int) -> Gr
 /// `ggml_custom1_op_t`: result, operand, number of the thread, number of threads, user data.
 pub type Callback = unsafe extern "C" fn(*mut Tensor, *const Tensor, c_int, c_int, *mut c_void);
 
+/// `GGML_TYPE_F32`.
+pub const F32: c_int = 0;
+/// `GGML_TYPE_I32`.
+pub const I32: c_int = 26;
 /// `GGML_BACKEND_DEVICE_TYPE_CPU`.
 pub const DEVICE_CPU: c_int = 0;
 /// `GGML_BACKEND_DEVICE_TYPE_GPU`.

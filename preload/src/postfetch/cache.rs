@@ -21,13 +21,11 @@ use super::figures::{FIGURES, LayerFigures};
 use super::instance::Scratch;
 use super::speeds::{self, Speeds};
 use super::transfer::Piece;
-use crate::ggml::{Backend, Buffer, Descriptor, Device, Ggml, OwnBuffer, OwnContext, Tensor};
+use crate::ggml::{Backend, Buffer, Descriptor, Device, Ggml, I32, OwnBuffer, OwnContext, Tensor};
 use crate::graph::GraphReads;
 use crate::journal;
 use crate::models::{self, TensorPointer};
 
-/// `GGML_TYPE_I32`.
-const I32: i32 = 26;
 /// Memory that is left to the program at least.
 const RESERVE: u64 = 512 << 20;
 /// How often the speed of the CPU is measured before the better one of CPU and link stays.

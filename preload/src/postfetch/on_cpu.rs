@@ -13,15 +13,12 @@ use std::sync::Arc;
 use llama_sidecar::trace::Ids;
 
 use crate::ggml::{
-    Backend, Buffer, Device, Ggml, Graph, OwnBuffer, OwnContext, STATUS_SUCCESS, Sched, Tensor,
+    Backend, Buffer, Device, F32, Ggml, Graph, I32, OwnBuffer, OwnContext, STATUS_SUCCESS, Sched,
+    Tensor,
 };
 use crate::graph::{FLAG_OUTPUT, GraphReads};
 use crate::parts;
 
-/// `GGML_TYPE_F32`.
-const F32: i32 = 0;
-/// `GGML_TYPE_I32`.
-const I32: i32 = 26;
 /// `GGML_OP_NONE`.
 const OP_NONE: i32 = 0;
 /// The most nodes that are copied.
