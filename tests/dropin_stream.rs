@@ -143,8 +143,10 @@ fn streaming_rests_while_all_experts_are_in_memory() {
     host.text(TOKENS);
     let second = stream_figures(&host);
     assert!(count(&second, "layers") > count(&first, "layers"));
-    let checked = count(&second, "checked_bytes") - count(&first, "checked_bytes");
-    assert!(checked < count(&first, "checked_bytes") / 10, "{second}");
+    let more = |figure| count(&second, figure) - count(&first, figure);
+    // Samples, and two passes of five for each fault of other files.
+    let allowed = count(&first, "checked_bytes") / 10 * (1 + 4 * more("major_faults"));
+    assert!(more("checked_bytes") < allowed, "{second}");
     assert_eq!(host.end(), Some(0));
 }
 

@@ -471,6 +471,33 @@ fn a_reader_rests_until_a_page_fault_waits_for_the_disk() {
 }
 
 #[test]
+fn a_page_fault_of_another_file_costs_one_pass() {
+    let (Some(fixture), Some(other)) = (Fixture::new(&model(1)), Fixture::new(&model(1))) else {
+        return;
+    };
+    let reader = fixture.reader(|settings| settings.always = false);
+    rest(&reader);
+    for _ in 0..4 {
+        assert!(other.drop_cache());
+        let before = reader.counts();
+        // SAFETY: no program writes the file of this test.
+        let map = unsafe { memmap2::Mmap::map(&other.gguf.source.handle()) }.unwrap();
+        std::hint::black_box(map[map.len() - 1]);
+        assert!(reader.counts().major_faults > before.major_faults);
+        for _ in 0..100 {
+            schedule(&reader, 0, 1, &[0], None);
+            reader.finish();
+        }
+        let after = reader.counts();
+        assert!(after.resting);
+        let pass = fixture.pages_of([(0, 0)]).len() as u64 * 4096;
+        let checked = after.checked_bytes - before.checked_bytes;
+        // The pass after the fault, a unit of the next one, and a sample.
+        assert!(checked <= 3 * pass, "{checked} of {pass} bytes");
+    }
+}
+
+#[test]
 fn a_reader_rests_until_a_sample_has_missing_pages() {
     let Some(fixture) = Fixture::new(&model(1)) else {
         return;

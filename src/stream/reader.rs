@@ -475,7 +475,10 @@ impl Shared {
         let passes = self.passes.load(Ordering::Relaxed) * 4;
         let passes = passes.min(MOST_RESIDENT_PASSES);
         self.passes.store(passes, Ordering::Relaxed);
-        self.resident_units.store(0, Ordering::Relaxed);
+        // The fault may be of another file. One pass that finds all experts in memory suffices to
+        // rest again; a missing page makes it all passes.
+        let units = self.layers.len() * UNITS * (passes - 1);
+        self.resident_units.store(units, Ordering::Relaxed);
         self.resting.store(false, Ordering::Relaxed);
         true
     }
