@@ -135,18 +135,19 @@ fn experts_are_counted_as_without_streaming() {
 #[test]
 fn streaming_rests_while_all_experts_are_in_memory() {
     let model = fixture("moe.gguf");
+    let mut always = Host::start(Program::C, &model, &streaming(&[]));
+    always.text(TOKENS);
+    let all = count(&stream_figures(&always), "checked_bytes");
     let auto = DropIn::On(vec![("LLAMA_EXPERT_STREAM", "auto".into())]);
     let mut host = Host::start(Program::C, &model, &auto);
-    host.text(40);
-    let first = stream_figures(&host);
-    assert_eq!(first["resting"], true, "{first}");
-    host.text(TOKENS);
-    let second = stream_figures(&host);
-    assert!(count(&second, "layers") > count(&first, "layers"));
-    let more = |figure| count(&second, figure) - count(&first, figure);
-    // Samples, and two passes of five for each fault of other files.
-    let allowed = count(&first, "checked_bytes") / 10 * (1 + 4 * more("major_faults"));
-    assert!(more("checked_bytes") < allowed, "{second}");
+    let mut before = 0;
+    // The system may drop pages of the file, and of others: each time, the reader looks again.
+    let rests = |_| {
+        host.text(TOKENS);
+        let checked = count(&stream_figures(&host), "checked_bytes");
+        checked - std::mem::replace(&mut before, checked) < all / 10
+    };
+    assert!((0..20).any(rests), "{}", stream_figures(&host));
     assert_eq!(host.end(), Some(0));
 }
 

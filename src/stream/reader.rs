@@ -472,15 +472,22 @@ impl Shared {
         if layer != 0 || seen.load(Ordering::Relaxed) == pages::major_faults() {
             return false;
         }
-        let passes = self.passes.load(Ordering::Relaxed) * 4;
-        let passes = passes.min(MOST_RESIDENT_PASSES);
-        self.passes.store(passes, Ordering::Relaxed);
-        // The fault may be of another file. One pass that finds all experts in memory suffices to
-        // rest again; a missing page makes it all passes.
-        let units = self.layers.len() * UNITS * (passes - 1);
+        // The fault may be of another file: one pass that finds all experts in memory suffices to
+        // rest again.
+        let units = self.units_to_rest() - self.units_of_pass();
         self.resident_units.store(units, Ordering::Relaxed);
         self.resting.store(false, Ordering::Relaxed);
         true
+    }
+
+    /// The matrices of all layers.
+    fn units_of_pass(&self) -> usize {
+        self.layers.len() * UNITS
+    }
+
+    /// The units in a row, all in memory, after which the reader rests.
+    fn units_to_rest(&self) -> usize {
+        self.units_of_pass() * self.passes.load(Ordering::Relaxed)
     }
 
     /// Requests the experts that a layer will probably use.
@@ -584,13 +591,18 @@ impl Shared {
 
     /// Counts units without missing pages, and rests after enough of them.
     fn note_residency(&self, resident: bool) {
+        let enough = self.units_to_rest();
         if !resident {
-            self.resident_units.store(0, Ordering::Relaxed);
+            let units = self.resident_units.swap(0, Ordering::Relaxed);
+            if units >= enough - self.units_of_pass() {
+                let passes = enough / self.units_of_pass() * 4;
+                let passes = passes.min(MOST_RESIDENT_PASSES);
+                self.passes.store(passes, Ordering::Relaxed);
+            }
             self.resting.store(false, Ordering::Relaxed);
             return;
         }
         let units = self.resident_units.fetch_add(1, Ordering::Relaxed);
-        let enough = self.layers.len() * UNITS * self.passes.load(Ordering::Relaxed);
         if units >= enough && !self.always && !self.resting.load(Ordering::Relaxed) {
             let faults = pages::major_faults();
             self.figures.faults_seen.store(faults, Ordering::Relaxed);
