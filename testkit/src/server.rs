@@ -23,13 +23,13 @@ const PATIENCE: Duration = Duration::from_secs(300);
 /// What a server may answer at most.
 const LONGEST_ANSWER: u64 = 64 << 20;
 
-/// Where `cargo xtask hosts` puts a program of llama.cpp.
+/// Where `cargo xtask hosts --build` puts a program of llama.cpp.
 pub fn llama_cpp(program: &str) -> PathBuf {
     let folder = format!("llama-cpp-{LLAMA_CPP}");
     cache().join(folder).join("bin").join(program)
 }
 
-/// Where `cargo xtask hosts` puts a program of llama.cpp that opens ggml's backends as modules
+/// Where `cargo xtask hosts --build` puts a program of llama.cpp that opens ggml's backends as modules
 /// (`GGML_BACKEND_DL`), with the backend for RPC.
 pub fn llama_cpp_dl(program: &str) -> PathBuf {
     let folder = format!("llama-cpp-{LLAMA_CPP}-dl");
@@ -43,7 +43,7 @@ pub fn llama(program: &str) -> Command {
     let path = llama_cpp(program);
     assert!(
         path.exists(),
-        "{} is missing: run 'cargo xtask hosts' first",
+        "{} is missing: run 'cargo xtask hosts --build' first",
         path.display()
     );
     let mut command = Command::new(path);
@@ -68,6 +68,8 @@ pub fn quantize(from: &Path, to: &Path, file_type: &str, arguments: &[&str]) {
 /// How a server is started.
 #[derive(Debug, Clone)]
 pub struct Options {
+    /// Where programs are: [`llama_cpp`] or [`llama_cpp_dl`].
+    pub build: fn(&str) -> PathBuf,
     /// Requests that it evaluates at a time.
     pub slots: usize,
     /// Tokens of context of each slot.
@@ -126,6 +128,7 @@ impl Options {
     /// A server with so many slots, the drop-in looking at files when asked.
     pub fn new(slots: usize) -> Options {
         Options {
+            build: llama_cpp,
             slots,
             context: 512,
             threads: 1,
@@ -142,10 +145,10 @@ impl Options {
 impl Server {
     /// Starts a server and waits until it has loaded its model.
     pub fn start(model: &Path, options: &Options) -> Server {
-        let program = llama_cpp("llama-server");
+        let program = (options.build)("llama-server");
         assert!(
             program.exists(),
-            "{} is missing: run 'cargo xtask hosts' first",
+            "{} is missing: run 'cargo xtask hosts --build' first",
             program.display()
         );
         let folder = tempfile::tempdir().expect("a folder");
