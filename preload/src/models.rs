@@ -18,7 +18,7 @@ use std::thread::ThreadId;
 
 use llama_sidecar::config::Config;
 use llama_sidecar::experts::ExpertName;
-use llama_sidecar::gguf::{Access, GgufFile};
+use llama_sidecar::gguf::{Access, GgufFile, Value};
 use llama_sidecar::protocol::Event;
 use llama_sidecar::reload::{Engine, TrackedFile};
 use once_cell::sync::OnceCell;
@@ -314,6 +314,9 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
             return;
         }
     };
+    if is_adapter(&gguf) {
+        return;
+    }
     let thread = std::thread::current().id();
     let mut loads = LOADS.lock();
     // If tensors have memory already, this file is of the next model.
@@ -359,6 +362,13 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
     LOADING.set(true);
     // Fails on a thread that is ending, which keeps nothing.
     let _ = OPENER.try_with(|_| ());
+}
+
+/// Whether a file has what is added to the tensors of a model (LoRA), and no model.
+fn is_adapter(gguf: &GgufFile) -> bool {
+    let key = gguf.header.key(b"general.type");
+    let value = key.and_then(|key| gguf.value(key).ok());
+    matches!(value, Some(Value::Text(text)) if text == b"adapter")
 }
 
 /// Whether tensors that are given memory on this thread may be weights.
