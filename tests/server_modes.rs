@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, replace};
 use testkit::server::{Answer, Options, Request, Server};
+use testkit::writer::{F32, Gguf, Kv, Q8_0, Tensor, pattern};
 
 /// Experts of a token in a layer of the fixtures.
 const USED: u64 = 2;
@@ -142,5 +143,296 @@ fn a_model_with_an_adapter_is_swapped_and_the_adapter_is_no_model() {
         Some(1),
         "{status}"
     );
+    end(server);
+}
+
+/// The text of a greedy answer, with the numbers of drafted and accepted tokens.
+fn speculate(server: &Server) -> Value {
+    let body = json!({
+        "prompt": PREFIX, "n_predict": TOKENS, "temperature": 0, "ignore_eos": true,
+        "cache_prompt": false,
+    });
+    let answer = server.ask("/completion", &body);
+    let timings = &answer["timings"];
+    json!({
+        "text": answer["content"], "evaluated": timings["prompt_n"],
+        "drafted": timings["draft_n"], "accepted": timings["draft_n_accepted"],
+    })
+}
+
+#[test]
+fn a_target_and_its_draft_are_swapped() {
+    let arguments = |draft: &Path| {
+        let draft = draft.display().to_string();
+        [PLAIN, "--spec-type", "draft-simple", "--spec-draft-model", &draft].map(str::to_owned)
+    };
+    let start_with = |target: &Path, draft: &Path, drop_in: DropIn| {
+        let options = Options {
+            arguments: arguments(draft).into(),
+            drop_in,
+            ..Options::new(1)
+        };
+        Server::start(target, &options)
+    };
+    let expected = |target: &str, draft: &str| {
+        let server = start_with(&fixture(target), &fixture(draft), DropIn::Absent);
+        let answer = speculate(&server);
+        end(server);
+        answer
+    };
+    let (_folder, target) = copied("small-moe.gguf");
+    let (_folder, draft) = copied("small.gguf");
+    let server = start_with(&target, &draft, everything());
+    assert_eq!(speculate(&server), expected("small-moe.gguf", "small.gguf"));
+    replace(&draft, &fixture("small-mixed.gguf"));
+    let report = server.control("reload");
+    assert_eq!(report["reports"][0]["swapped"], 0, "{report}");
+    assert_eq!(report["reports"][1]["swapped"], 4, "{report}");
+    assert_eq!(speculate(&server), expected("small-moe.gguf", "small-mixed.gguf"));
+    replace(&target, &fixture("small-moe-mixed.gguf"));
+    let report = server.control("reload");
+    assert_eq!(report["reports"][0]["swapped"], 4, "{report}");
+    assert_eq!(report["reports"][1]["swapped"], 0, "{report}");
+    server.control("trace-reset");
+    let answer = speculate(&server);
+    assert_eq!(answer, expected("small-moe-mixed.gguf", "small-mixed.gguf"));
+    println!("{answer}");
+    let count = |name: &str| answer[name].as_u64().expect("a number");
+    // The last token is only sampled, and so is the one after the accepted ones of a draft.
+    let steps = TOKENS as u64 - 1 - count("accepted");
+    let evaluated = count("evaluated") + count("drafted") + steps;
+    traces_tokens(&server.control("trace"), 0, evaluated);
+    let status = server.control("status");
+    for (model, path) in [&target, &draft].into_iter().enumerate() {
+        let listed = &status["models"][model]["files"][0];
+        assert_eq!(listed.as_str(), path.to_str(), "{status}");
+    }
+    assert!(layers(&server, 0) > Some(0), "{status}");
+    end(server);
+}
+
+#[test]
+fn a_prompt_that_is_evaluated_again_has_none_of_the_old_weights() {
+    let request = uncached(0);
+    let fresh = |file: &str| {
+        let server = Server::start(&fixture(file), &without_drop_in(1));
+        let answer = server.complete(&request);
+        end(server);
+        answer
+    };
+    let after = fresh("small-mixed.gguf");
+    assert_ne!(fresh("small.gguf"), after, "the variant shows");
+    let (_folder, path) = copied("small.gguf");
+    let options = Options {
+        prompt_cache: true,
+        ..Options::new(1)
+    };
+    let server = Server::start(&path, &with_arguments(options, &["--cache-reuse", "4"]));
+    let cached = Request::new(&request.prompt, TOKENS).at(0);
+    let first = server.complete(&cached);
+    server.ask("/slots/0?action=save", &json!({"filename": "slot"}));
+    // The first prompt goes from the slot to memory.
+    server.complete(&Request::new(ENDS[1], TOKENS).at(0));
+    replace(&path, &fixture("small-mixed.gguf"));
+    assert_eq!(taken(&server.control("reload")), (4, 0));
+    // Keys and values of the old weights, which the server has kept.
+    let kept = server.complete(&cached);
+    assert!(kept.cached > 0, "{kept:?}");
+    server.ask("/slots/0?action=restore", &json!({"filename": "slot"}));
+    let restored = server.complete(&cached);
+    assert!(restored.cached > 0, "{restored:?}");
+    assert_ne!(restored.probabilities, first.probabilities, "the swap shows");
+    assert_eq!(server.complete(&request), after);
+    end(server);
+}
+
+/// The part of an answer that does not name the model.
+fn embed(server: &Server) -> Value {
+    server.ask("/v1/embeddings", &json!({"input": ENDS}))["data"].take()
+}
+
+#[test]
+fn embeddings_of_a_swapped_model_are_those_of_a_new_server() {
+    let arguments = [PLAIN, "--embeddings", "--pooling", "mean"];
+    let expected = |file: &str| {
+        let options = with_arguments(without_drop_in(1), &arguments);
+        let server = Server::start(&fixture(file), &options);
+        let embeddings = embed(&server);
+        end(server);
+        embeddings
+    };
+    let (before, after) = (expected("small-moe.gguf"), expected("small-moe-mixed.gguf"));
+    assert!(before != after, "the variant shows");
+    let (_folder, path) = copied("small-moe.gguf");
+    let server = start(&path, 1, &arguments);
+    assert!(embed(&server) == before);
+    server.control("trace-reset");
+    replace(&path, &fixture("small-moe-mixed.gguf"));
+    assert_eq!(taken(&server.control("reload")), (4, 0));
+    let answer = server.ask("/v1/embeddings", &json!({"input": ENDS}));
+    assert!(answer["data"] == after);
+    let tokens = answer["usage"]["prompt_tokens"].as_u64().expect("a number");
+    traces_tokens(&server.control("trace"), 0, tokens);
+    assert!(layers(&server, 0) > Some(0), "{:?}", server.log());
+    end(server);
+}
+
+/// Writes a small BERT with a head for reranking; the seed is that of a matrix in `q8_0`.
+fn write_reranker(path: &Path, seed: u64) {
+    const WIDTH: i64 = 64;
+    const INNER: i64 = 128;
+    let letters = ('a'..='z').map(|letter| format!("\u{2581}{letter}"));
+    let special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"].map(str::to_owned);
+    let tokens: Vec<String> = special.into_iter().chain(letters).collect();
+    let vocabulary = tokens.len() as i64;
+    let mut file = Gguf {
+        kvs: Vec::new(),
+        ..Gguf::default()
+    }
+    .kv("general.architecture", Kv::Text("bert".into()))
+    .kv("bert.attention.layer_norm_epsilon", Kv::F32(1e-5))
+    .kv("bert.attention.causal", Kv::Bool(false))
+    .kv("tokenizer.ggml.model", Kv::Text("bert".into()))
+    .kv("tokenizer.ggml.token_type", Kv::I32s(vec![1; tokens.len()]))
+    .kv("tokenizer.ggml.tokens", Kv::Texts(tokens));
+    for (key, value) in [
+        ("bert.block_count", 1),
+        ("bert.context_length", 128),
+        ("bert.embedding_length", WIDTH as u32),
+        ("bert.feed_forward_length", INNER as u32),
+        ("bert.attention.head_count", 2),
+        ("tokenizer.ggml.token_type_count", 1),
+        ("tokenizer.ggml.padding_token_id", 0),
+        ("tokenizer.ggml.unknown_token_id", 1),
+        ("tokenizer.ggml.bos_token_id", 2),
+        ("tokenizer.ggml.eos_token_id", 3),
+        ("tokenizer.ggml.seperator_token_id", 3),
+    ] {
+        file = file.kv(key, Kv::U32(value));
+    }
+    for (number, (name, ne)) in [
+        ("token_embd.weight", vec![WIDTH, vocabulary]),
+        ("token_types.weight", vec![WIDTH, 1]),
+        ("position_embd.weight", vec![WIDTH, 128]),
+        ("token_embd_norm.weight", vec![WIDTH]),
+        ("token_embd_norm.bias", vec![WIDTH]),
+        ("cls.weight", vec![WIDTH, WIDTH]),
+        ("cls.bias", vec![WIDTH]),
+        ("cls.output.weight", vec![WIDTH, 1]),
+        ("cls.output.bias", vec![1]),
+        ("blk.0.attn_q.weight", vec![WIDTH, WIDTH]),
+        ("blk.0.attn_k.weight", vec![WIDTH, WIDTH]),
+        ("blk.0.attn_v.weight", vec![WIDTH, WIDTH]),
+        ("blk.0.attn_output.weight", vec![WIDTH, WIDTH]),
+        ("blk.0.attn_output_norm.weight", vec![WIDTH]),
+        ("blk.0.attn_output_norm.bias", vec![WIDTH]),
+        ("blk.0.ffn_down.weight", vec![INNER, WIDTH]),
+        ("blk.0.layer_output_norm.weight", vec![WIDTH]),
+        ("blk.0.layer_output_norm.bias", vec![WIDTH]),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        file.tensors.push(noise(name, &ne, number as u64));
+    }
+    file = file.tensor("blk.0.ffn_up.weight", &[WIDTH, INNER], Q8_0, seed);
+    file.replace(path).expect("free space");
+}
+
+/// A tensor of numbers between -0.5 and 0.5.
+fn noise(name: &str, ne: &[i64], seed: u64) -> Tensor {
+    let elements: i64 = ne.iter().product();
+    let bytes = pattern(seed, elements as usize);
+    let values = bytes.iter().map(|&byte| (f32::from(byte) - 127.5) / 255.0);
+    Tensor {
+        name: name.into(),
+        ne: ne.to_vec(),
+        ty: F32,
+        data: values.flat_map(f32::to_le_bytes).collect(),
+    }
+}
+
+#[test]
+fn a_swapped_reranker_scores_as_a_new_server() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let [path, other] = ["model.gguf", "other.gguf"].map(|name| folder.path().join(name));
+    write_reranker(&path, 1);
+    write_reranker(&other, 2);
+    let body = json!({"query": "a b c", "documents": ["a b", "x y z", "c a c a"]});
+    let rank = |server: &Server| server.ask("/v1/rerank", &body)["results"].take();
+    let options = |drop_in| Options {
+        context: 128,
+        drop_in,
+        ..Options::new(1)
+    };
+    let expected = |model: &Path| {
+        let options = with_arguments(options(DropIn::Absent), &["--reranking"]);
+        let server = Server::start(model, &options);
+        let scores = rank(&server);
+        end(server);
+        scores
+    };
+    let (before, after) = (expected(&path), expected(&other));
+    assert_ne!(before, after, "the variant shows");
+    let options = with_arguments(options(everything()), &["--reranking"]);
+    let server = Server::start(&path, &options);
+    assert_eq!(rank(&server), before);
+    replace(&path, &other);
+    assert_eq!(taken(&server.control("reload")), (1, 0));
+    assert_eq!(rank(&server), after);
+    end(server);
+}
+
+/// Waits until a server has freed its model.
+fn sleeps(server: &Server) {
+    while server.look("/props")["is_sleeping"] != true {
+        std::thread::yield_now();
+    }
+}
+
+/// Reloads while a request keeps the server from sleeping; returns the report.
+fn reload_awake(server: &Server) -> Value {
+    std::thread::scope(|scope| {
+        let long = Request::new(PREFIX, 300).at(0);
+        let busy = scope.spawn(move || server.complete(&long));
+        while server.look("/slots")[0]["is_processing"] != true {
+            assert!(!busy.is_finished(), "it was busy at no time");
+            std::thread::yield_now();
+        }
+        let report = server.control("reload");
+        busy.join().expect("an answer");
+        report
+    })
+}
+
+#[test]
+fn a_server_that_slept_is_swapped_again() {
+    let fresh = |file: &str| {
+        let options = with_arguments(without_drop_in(1), &[PLAIN]);
+        let server = Server::start(&fixture(file), &options);
+        let answer = server.complete(&uncached(0));
+        end(server);
+        answer
+    };
+    let (before, after) = (fresh("small-moe.gguf"), fresh("small-moe-mixed.gguf"));
+    let (_folder, path) = copied("small-moe.gguf");
+    let server = start(&path, 1, &[PLAIN, "--sleep-idle-seconds", "1"]);
+    assert_eq!(server.complete(&uncached(0)), before);
+    replace(&path, &fixture("small-moe-mixed.gguf"));
+    assert_eq!(taken(&reload_awake(&server)), (4, 0));
+    assert_eq!(server.complete(&uncached(0)), after);
+    sleeps(&server);
+    let status = server.control("status");
+    assert_eq!(status["models"], json!([]), "{status}");
+    // It wakes with the file as it is.
+    assert_eq!(server.complete(&uncached(0)), after);
+    replace(&path, &fixture("small-moe.gguf"));
+    assert_eq!(taken(&reload_awake(&server)), (4, 0));
+    assert_eq!(server.complete(&uncached(0)), before);
+    sleeps(&server);
+    replace(&path, &fixture("small-moe-mixed.gguf"));
+    assert_eq!(server.complete(&uncached(0)), after);
+    assert_eq!(taken(&reload_awake(&server)), (0, 0));
+    assert!(layers(&server, 0) > Some(0), "{:?}", server.log());
     end(server);
 }
