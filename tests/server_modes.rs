@@ -164,7 +164,14 @@ fn speculate(server: &Server) -> Value {
 fn a_target_and_its_draft_are_swapped() {
     let arguments = |draft: &Path| {
         let draft = draft.display().to_string();
-        [PLAIN, "--spec-type", "draft-simple", "--spec-draft-model", &draft].map(str::to_owned)
+        [
+            PLAIN,
+            "--spec-type",
+            "draft-simple",
+            "--spec-draft-model",
+            &draft,
+        ]
+        .map(str::to_owned)
     };
     let start_with = |target: &Path, draft: &Path, drop_in: DropIn| {
         let options = Options {
@@ -188,7 +195,10 @@ fn a_target_and_its_draft_are_swapped() {
     let report = server.control("reload");
     assert_eq!(report["reports"][0]["swapped"], 0, "{report}");
     assert_eq!(report["reports"][1]["swapped"], 4, "{report}");
-    assert_eq!(speculate(&server), expected("small-moe.gguf", "small-mixed.gguf"));
+    assert_eq!(
+        speculate(&server),
+        expected("small-moe.gguf", "small-mixed.gguf")
+    );
     replace(&target, &fixture("small-moe-mixed.gguf"));
     let report = server.control("reload");
     assert_eq!(report["reports"][0]["swapped"], 4, "{report}");
@@ -241,7 +251,10 @@ fn a_prompt_that_is_evaluated_again_has_none_of_the_old_weights() {
     server.ask("/slots/0?action=restore", &json!({"filename": "slot"}));
     let restored = server.complete(&cached);
     assert!(restored.cached > 0, "{restored:?}");
-    assert_ne!(restored.probabilities, first.probabilities, "the swap shows");
+    assert_ne!(
+        restored.probabilities, first.probabilities,
+        "the swap shows"
+    );
     assert_eq!(server.complete(&request), after);
     end(server);
 }
@@ -358,7 +371,7 @@ fn a_swapped_reranker_scores_as_a_new_server() {
     let [path, other] = ["model.gguf", "other.gguf"].map(|name| folder.path().join(name));
     write_reranker(&path, 1);
     write_reranker(&other, 2);
-    let body = json!({"query": "a b c", "documents": ["a b", "x y z", "c a c a"]});
+    let body = json!({"query": "a b c", "documents": ["a b c", "x y z", "c a c"]});
     let rank = |server: &Server| server.ask("/v1/rerank", &body)["results"].take();
     let options = |drop_in| Options {
         context: 128,
