@@ -2,16 +2,17 @@
 
 mod hosts;
 
-use std::path::Path;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 use hosts::servers::{
-    ENDS, PREFIX, TOKENS, answers, end, layers, reload_and_erase, stock, with_arguments,
+    ENDS, PREFIX, TOKENS, answers, end, layers, reload_and_erase, reload_at, stock, with_arguments,
     without_drop_in, write_adapter,
 };
 use hosts::{copied, taken, traced};
 use serde_json::{Value, json};
 use testkit::fixtures::fixture;
-use testkit::host::{DropIn, replace};
+use testkit::host::{DropIn, control, replace};
 use testkit::server::{Answer, Options, Request, Server};
 use testkit::writer::{F32, Gguf, Kv, Q8_0, Tensor, pattern};
 
@@ -446,6 +447,264 @@ fn a_server_that_slept_is_swapped_again() {
     replace(&path, &fixture("small-moe-mixed.gguf"));
     assert_eq!(server.complete(&uncached(0)), after);
     assert_eq!(taken(&reload_awake(&server)), (0, 0));
+    assert!(layers(&server, 0) > Some(0), "{:?}", server.log());
+    end(server);
+}
+
+/// What is the same in the answers of all servers with a model.
+fn answer_of(server: &Server, model: &str) -> Value {
+    answer_to(server, model, json!(PREFIX))
+}
+
+/// The same for any prompt.
+fn answer_to(server: &Server, model: &str, prompt: Value) -> Value {
+    let body = json!({
+        "model": model, "prompt": prompt, "n_predict": TOKENS, "temperature": 0,
+        "ignore_eos": true, "n_probs": 3, "cache_prompt": false,
+    });
+    let answer = server.ask("/completion", &body);
+    json!([
+        answer["content"],
+        answer["completion_probabilities"],
+        answer["timings"]["prompt_n"]
+    ])
+}
+
+/// The sockets in a folder, by the name of the model's file.
+fn sockets(folder: &Path) -> BTreeMap<String, PathBuf> {
+    let files = std::fs::read_dir(folder).expect("a folder");
+    let paths = files.map(|file| file.expect("a file").path());
+    let sockets = paths.filter(|path| path.extension().is_some_and(|end| end == "socket"));
+    let named = sockets.map(|socket| {
+        let status = control(&socket, "status");
+        let file = Path::new(status["models"][0]["files"][0].as_str().expect("a path"));
+        let name = file.file_stem().expect("a name").to_string_lossy();
+        (name.into_owned(), socket)
+    });
+    named.collect()
+}
+
+/// The state of a model of a router, and its arguments.
+fn model_of(router: &Server, name: &str) -> Value {
+    let mut models = router.look("/models");
+    let models = models["data"].as_array_mut().expect("a list");
+    let found = models.iter_mut().find(|model| model["id"] == name);
+    found.expect("the model")["status"].take()
+}
+
+#[test]
+fn each_model_of_a_router_is_swapped_in_its_own_process() {
+    let fresh = |file: &str| {
+        let options = with_arguments(without_drop_in(1), &[PLAIN]);
+        let server = Server::start(&fixture(file), &options);
+        let answer = answer_of(&server, "");
+        end(server);
+        answer
+    };
+    let folder = tempfile::tempdir().expect("a folder");
+    let models = folder.path().join("models");
+    std::fs::create_dir(&models).expect("a folder");
+    let [moe, dense] = ["moe", "dense"].map(|name| models.join(name).with_extension("gguf"));
+    replace(&moe, &fixture("small-moe.gguf"));
+    replace(&dense, &fixture("small.gguf"));
+    let pattern = folder.path().join("%p.socket").display().to_string();
+    let mut drop_in = everything();
+    if let DropIn::On(variables) = &mut drop_in {
+        variables.push(("LLAMA_SIDECAR_CONTROL", pattern));
+    }
+    let options = Options {
+        drop_in,
+        ..Options::new(1)
+    };
+    let router = Server::start_router(&models, &with_arguments(options, &[PLAIN]));
+    assert_eq!(answer_of(&router, "moe"), fresh("small-moe.gguf"));
+    assert_eq!(answer_of(&router, "dense"), fresh("small.gguf"));
+    let found = sockets(folder.path());
+    assert_eq!(found.len(), 2, "the router has none: {found:?}");
+
+    let before = control(&found["dense"], "status");
+    replace(&moe, &fixture("small-moe-mixed.gguf"));
+    let output = reload_at(&found["moe"], router.url(), &[]);
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(error.contains("is a router"), "{error}");
+    let arguments = model_of(&router, "moe")["args"].take();
+    let mut arguments = arguments.as_array().expect("a list").iter();
+    arguments.find(|word| **word == "--port").expect("a port");
+    let port = arguments.next().and_then(Value::as_str).expect("a port");
+    let output = reload_at(
+        &found["moe"],
+        &format!("http://127.0.0.1:{port}"),
+        &["--json"],
+    );
+    assert!(output.status.success(), "{output:?}");
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(
+        (taken(&report), &report["slots_erased"]),
+        ((4, 0), &json!(1))
+    );
+    control(&found["moe"], "trace-reset");
+    let after = fresh("small-moe-mixed.gguf");
+    assert_eq!(answer_of(&router, "moe"), after);
+    let evaluated = after[2].as_u64().expect("a number") + TOKENS as u64 - 1;
+    traces_tokens(&control(&found["moe"], "trace"), 0, evaluated);
+    let status = control(&found["moe"], "status");
+    assert!(
+        status["models"][0]["stream"]["layers"].as_u64() > Some(0),
+        "{status}"
+    );
+    let changed = |status: &Value| status["models"][0]["changed"].clone();
+    assert_eq!(
+        changed(&control(&found["dense"], "status")),
+        changed(&before)
+    );
+
+    router.ask("/models/unload", &json!({"model": "moe"}));
+    while model_of(&router, "moe")["value"] != "unloaded" {
+        std::thread::yield_now();
+    }
+    assert_eq!(sockets(folder.path()).len(), 1);
+    // Another process, with the file as it is.
+    assert_eq!(answer_of(&router, "moe"), after);
+    let again = sockets(folder.path());
+    assert_ne!(again["moe"], found["moe"]);
+    assert_eq!(changed(&control(&again["moe"], "status")), json!([]));
+    // Lines of the other processes begin with their ports.
+    let logged = router.logged("llama-sidecar: ");
+    assert!(
+        logged.iter().all(|line| line.starts_with('[')),
+        "{logged:?}"
+    );
+    end(router);
+    assert_eq!(sockets(folder.path()), BTreeMap::new());
+}
+
+/// Writes a small projector (of Gemma 3) for models of 576 numbers a token; the seed is that of a
+/// matrix in `q8_0`.
+fn write_projector(path: &Path, seed: u64) {
+    const WIDTH: i64 = 64;
+    const INNER: i64 = 128;
+    const PATCH: i64 = 8;
+    const PATCHES: i64 = 64;
+    let mut file = Gguf {
+        kvs: Vec::new(),
+        ..Gguf::default()
+    }
+    .kv("general.architecture", Kv::Text("clip".into()))
+    .kv("clip.has_vision_encoder", Kv::Bool(true))
+    .kv("clip.projector_type", Kv::Text("gemma3".into()))
+    .kv("clip.use_gelu", Kv::Bool(true))
+    .kv("clip.vision.attention.layer_norm_epsilon", Kv::F32(1e-5))
+    .kv("clip.vision.image_mean", Kv::F32s(vec![0.5; 3]))
+    .kv("clip.vision.image_std", Kv::F32s(vec![0.5; 3]));
+    for (key, value) in [
+        ("image_size", 64),
+        ("patch_size", PATCH),
+        ("block_count", 1),
+        ("embedding_length", WIDTH),
+        ("feed_forward_length", INNER),
+        ("attention.head_count", 2),
+        ("projection_dim", 576),
+    ] {
+        file = file.kv(&format!("clip.vision.{key}"), Kv::U32(value as u32));
+    }
+    for (number, (name, ne)) in [
+        ("v.patch_embd.weight", vec![PATCH, PATCH, 3, WIDTH]),
+        ("v.patch_embd.bias", vec![WIDTH]),
+        ("v.position_embd.weight", vec![WIDTH, PATCHES]),
+        ("v.blk.0.ln1.weight", vec![WIDTH]),
+        ("v.blk.0.ln1.bias", vec![WIDTH]),
+        ("v.blk.0.attn_q.weight", vec![WIDTH, WIDTH]),
+        ("v.blk.0.attn_k.weight", vec![WIDTH, WIDTH]),
+        ("v.blk.0.attn_v.weight", vec![WIDTH, WIDTH]),
+        ("v.blk.0.attn_out.weight", vec![WIDTH, WIDTH]),
+        ("v.blk.0.ln2.weight", vec![WIDTH]),
+        ("v.blk.0.ln2.bias", vec![WIDTH]),
+        ("v.blk.0.ffn_down.weight", vec![INNER, WIDTH]),
+        ("v.post_ln.weight", vec![WIDTH]),
+        ("v.post_ln.bias", vec![WIDTH]),
+        ("mm.soft_emb_norm.weight", vec![WIDTH]),
+        ("mm.input_projection.weight", vec![576, WIDTH]),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        file.tensors.push(noise(name, &ne, number as u64));
+    }
+    file = file.tensor("v.blk.0.ffn_up.weight", &[WIDTH, INNER], Q8_0, seed);
+    file.replace(path).expect("free space");
+}
+
+/// An image of 8 by 8 pixels, in base64.
+fn image() -> String {
+    let mut image = b"P6 8 8 255\n".to_vec();
+    image.extend(pattern(3, 8 * 8 * 3));
+    // A multiple of three bytes: what is at the end is not looked at.
+    image.resize(image.len().next_multiple_of(3), 0);
+    let letters: Vec<u8> = [
+        b'A'..=b'Z',
+        b'a'..=b'z',
+        b'0'..=b'9',
+        b'+'..=b'+',
+        b'/'..=b'/',
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
+    let text = image.chunks(3).flat_map(|three| {
+        let bits = three
+            .iter()
+            .fold(0, |bits, &byte| bits << 8 | usize::from(byte));
+        [18, 12, 6, 0].map(|shift| char::from(letters[bits >> shift & 63]))
+    });
+    text.collect()
+}
+
+#[test]
+fn a_model_and_its_projector_are_swapped() {
+    const MARKER: &str = "<image>";
+    let folder = tempfile::tempdir().expect("a folder");
+    let [projector, other] = ["projector.gguf", "other.gguf"].map(|name| folder.path().join(name));
+    write_projector(&projector, 1);
+    write_projector(&other, 2);
+    let start_with = |model: &Path, projector: &Path, drop_in: DropIn| {
+        let options = Options {
+            variables: vec![("LLAMA_MEDIA_MARKER".into(), MARKER.into())],
+            drop_in,
+            ..Options::new(1)
+        };
+        let projector = projector.display().to_string();
+        let arguments = [PLAIN, "--mmproj", &projector];
+        Server::start(model, &with_arguments(options, &arguments))
+    };
+    let prompt = json!({
+        "prompt_string": format!("{MARKER} {PREFIX}"), "multimodal_data": [image()],
+    });
+    let answer = |server: &Server| answer_to(server, "", prompt.clone());
+    let expected = |model: &str, projector: &Path| {
+        let server = start_with(&fixture(model), projector, DropIn::Absent);
+        let answer = answer(&server);
+        end(server);
+        answer
+    };
+    let before = expected("small-moe.gguf", &projector);
+    let between = expected("small-moe.gguf", &other);
+    let after = expected("small-moe-mixed.gguf", &other);
+    assert!(before != between && between != after, "the variants show");
+    let (_folder, path) = copied("small-moe.gguf");
+    let server = start_with(&path, &projector, everything());
+    assert_eq!(answer(&server), before);
+    replace(&projector, &other);
+    let report = server.control("reload");
+    assert_eq!(report["reports"][1]["swapped"], 1, "{report}");
+    assert_eq!(answer(&server), between);
+    replace(&path, &fixture("small-moe-mixed.gguf"));
+    let report = server.control("reload");
+    assert_eq!(report["reports"][0]["swapped"], 4, "{report}");
+    server.control("trace-reset");
+    assert_eq!(answer(&server), after);
+    let evaluated = after[2].as_u64().expect("a number") + TOKENS as u64 - 1;
+    traces_tokens(&server.control("trace"), 0, evaluated);
     assert!(layers(&server, 0) > Some(0), "{:?}", server.log());
     end(server);
 }

@@ -71,11 +71,16 @@ pub fn end(server: Server) {
 
 /// `llama-sidecar reload --server`.
 pub fn reload(server: &Server, arguments: &[&str]) -> Output {
+    reload_at(server.socket(), server.url(), arguments)
+}
+
+/// The same for the server at an address, in a process with this control socket.
+pub fn reload_at(socket: &Path, url: &str, arguments: &[&str]) -> Output {
     Command::new(built("release/llama-sidecar"))
         .arg("reload")
         .arg("--socket")
-        .arg(server.socket())
-        .args(["--server", server.url()])
+        .arg(socket)
+        .args(["--server", url])
         .args(arguments)
         .output()
         .expect("the command starts")
