@@ -120,6 +120,11 @@ const CHECKS: &[Check] = &[
         missing: llama_cpp::missing,
     },
     Check {
+        name: "drop-in in llama-server's modes",
+        run: || dropin_tests("server_modes"),
+        missing: llama_cpp::missing,
+    },
+    Check {
         name: "rounds in llama-perplexity from source",
         run: || dropin_tests("dropin_rounds"),
         missing: llama_cpp::missing,
