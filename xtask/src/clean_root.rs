@@ -1,6 +1,7 @@
 //! The packages on a clean root: a small Debian system, to which nothing of this project was
 //! installed before. There dpkg installs the package, its programs run, and dpkg removes it.
 
+use std::collections::BTreeSet;
 use std::ffi::CStr;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -30,7 +31,6 @@ const DATABASES: [&str; 4] = [
 ];
 /// From this version on, std's functions that glibc may lack bind to it.
 const TOO_NEW: Glibc = Glibc(2, 39);
-const TOKENS: &str = "8";
 
 /// Returns why this check cannot run here, if so.
 pub fn missing() -> Option<String> {
@@ -102,8 +102,8 @@ impl Root {
     }
 
     /// All files but those of databases.
-    fn files(&self) -> Result<Vec<PathBuf>> {
-        let mut files: Vec<PathBuf> = files(self.folder.path())?.into_iter().collect();
+    fn files(&self) -> Result<BTreeSet<PathBuf>> {
+        let mut files = files(self.folder.path())?;
         files.retain(|file| !DATABASES.iter().any(|kept| file.starts_with(kept)));
         Ok(files)
     }
@@ -127,20 +127,19 @@ pub fn check() -> Result<()> {
     let before = root.files()?;
     text(&root, &["dpkg", "--install", "/llama-sidecar.deb"])?;
     package(&root)?;
-    programs(&root, "/usr")?;
+    let (written, _) = text(&root, &COMPLETE)?;
+    programs(&root, "/usr", &written)?;
+    container(&root, &written)?;
     c_program(&root)?;
     units(&root)?;
     text(&root, &["dpkg", "--purge", "llama-sidecar"])?;
     let after = root.files()?;
-    ensure!(
-        after == before,
-        "removing the package left or took files: {:?}",
-        after
-            .iter()
-            .filter(|file| !before.contains(file))
-            .collect::<Vec<_>>()
-    );
-    archive(&root, &packages.archive)?;
+    let differ: Vec<_> = before.symmetric_difference(&after).collect();
+    ensure!(differ.is_empty(), "dpkg left or removed {differ:?}");
+    let mut known = files(&root.path("var/lib/dpkg"))?.into_iter();
+    let known = known.find(|file| file.to_string_lossy().contains("llama"));
+    ensure!(known.is_none(), "dpkg kept {known:?}");
+    archive(&root, &packages.archive, &written)?;
     println!("the packages work on a clean root, and removing leaves nothing");
     Ok(())
 }
@@ -210,33 +209,48 @@ fn package(root: &Root) -> Result<()> {
     Ok(())
 }
 
-/// Runs the command, and llama.cpp with the drop-in.
-fn programs(root: &Root, prefix: &str) -> Result<()> {
+/// The program, which writes a few tokens.
+const COMPLETE: [&str; 12] = [
+    "/opt/llama.cpp/llama-completion",
+    "--model",
+    "/model.gguf",
+    "--prompt",
+    "Once upon a time",
+    "--predict",
+    "8",
+    "--temp",
+    "0",
+    "-no-cnv",
+    "--threads",
+    "2",
+];
+
+/// Runs the command, and llama.cpp with the drop-in, which writes what it wrote without.
+fn programs(root: &Root, prefix: &str, expected: &str) -> Result<()> {
     let sidecar = format!("{prefix}/bin/llama-sidecar");
     let version = root.output(&[&sidecar, "--version"])?;
-    let expected = format!("llama-sidecar {}\n", env!("CARGO_PKG_VERSION"));
-    ensure!(version == expected, "expected {expected}, found {version}");
+    ensure!(
+        version == format!("llama-sidecar {}\n", env!("CARGO_PKG_VERSION")),
+        "{version}"
+    );
     let inspected = root.output(&[&sidecar, "inspect", "/model.gguf"])?;
     ensure!(inspected.contains("blk.0.attn_k.weight"), "{inspected}");
-
-    let complete = ["/opt/llama.cpp/llama-completion", "--model", "/model.gguf"];
-    let options = [
-        "--prompt",
-        "Once upon a time",
-        "--predict",
-        TOKENS,
-        "--temp",
-        "0",
-    ];
-    let complete = [&complete[..], &options, &["-no-cnv", "--threads", "2"]].concat();
-    let (text, _) = text(root, &complete)?;
     let run = [sidecar.as_str(), "run", "--hotswap", "--"];
-    let (with, log) = self::text(root, &[&run[..], &complete].concat())?;
-    ensure!(
-        with == text && with.trim().len() > "Once upon a time".len(),
-        "without the drop-in: {text}\nwith the drop-in: {with}"
-    );
+    let (written, log) = text(root, &[&run[..], &COMPLETE].concat())?;
+    ensure!(written == expected, "'{written}' is not '{expected}'");
     ensure!(log.contains(" evaluations of /model.gguf"), "{log}");
+    Ok(())
+}
+
+/// Runs llama.cpp with the variables of the example of a container.
+fn container(root: &Root, expected: &str) -> Result<()> {
+    let example = root.path("usr/share/doc/llama-sidecar/examples/Containerfile");
+    let example = fs::read_to_string(example)?;
+    let variables = example.lines().filter_map(|line| line.strip_prefix("ENV "));
+    let variables: Vec<&str> = variables.chain(["LLAMA_SIDECAR_LOG=info"]).collect();
+    let (written, log) = text(root, &[&["env"], &variables[..], &COMPLETE].concat())?;
+    ensure!(written == expected, "'{written}' is not '{expected}'");
+    ensure!(log.contains("llama-sidecar: info: watching "), "{log}");
     Ok(())
 }
 
@@ -248,10 +262,10 @@ fn text(root: &Root, words: &[&str]) -> Result<(String, String)> {
     Ok((String::from_utf8(output.stdout)?, log))
 }
 
-/// Compiles a program against the files of the package, with what pkg-config reports there, and
+/// Compiles a program against the files of the package, with what pkgconf reports there, and
 /// runs it there.
 fn c_program(root: &Root) -> Result<()> {
-    let flags = root.output(&["pkg-config", "--cflags", "--libs", "llama_sidecar"])?;
+    let flags = root.output(&["pkgconf", "--cflags", "--libs", "llama_sidecar"])?;
     let program = root.path("inspect");
     run(command("gcc", &crate::root().join("c_examples"))
         .arg(format!("--sysroot={}", root.folder.path().display()))
@@ -293,7 +307,7 @@ fn units(root: &Root) -> Result<()> {
 }
 
 /// Unpacks the archive and uses what is in it.
-fn archive(root: &Root, archive: &Path) -> Result<()> {
+fn archive(root: &Root, archive: &Path, expected: &str) -> Result<()> {
     run(command("tar", &root.path("opt"))
         .arg("--extract")
         .arg("--file")
@@ -304,5 +318,5 @@ fn archive(root: &Root, archive: &Path) -> Result<()> {
         let path = root.path(&prefix).join(file);
         ensure!(path.exists(), "the archive has no {file}");
     }
-    programs(root, &prefix)
+    programs(root, &prefix, expected)
 }
