@@ -16,6 +16,8 @@ use crate::host::{DropIn, control};
 
 /// The version of the package that llama-server is built from.
 pub const LLAMA_CPP: &str = "11434";
+/// The program that lends a machine's devices through RPC.
+pub const RPC_SERVER: &str = "ggml-rpc-server";
 /// How long a server may take to start, to answer and to end, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(300);
 /// What a server may answer at most.
@@ -24,6 +26,13 @@ const LONGEST_ANSWER: u64 = 64 << 20;
 /// Where `cargo xtask hosts` puts a program of llama.cpp.
 pub fn llama_cpp(program: &str) -> PathBuf {
     let folder = format!("llama-cpp-{LLAMA_CPP}");
+    cache().join(folder).join("bin").join(program)
+}
+
+/// Where `cargo xtask hosts` puts a program of llama.cpp that opens ggml's backends as modules
+/// (`GGML_BACKEND_DL`), with the backend for RPC.
+pub fn llama_cpp_dl(program: &str) -> PathBuf {
+    let folder = format!("llama-cpp-{LLAMA_CPP}-dl");
     cache().join(folder).join("bin").join(program)
 }
 
