@@ -3,7 +3,9 @@
 mod abi;
 mod bench;
 mod c_api_page;
+mod clean_root;
 mod cmake;
+mod dist;
 mod fixtures;
 mod header;
 mod install;
@@ -18,6 +20,7 @@ mod run;
 mod sanitize;
 mod soak;
 mod suite;
+mod third_party;
 mod toolchain;
 mod tsan;
 mod variables;
@@ -81,6 +84,12 @@ enum Command {
         #[arg(long)]
         debug_info: bool,
     },
+    /// Build in release mode and make packages: an archive, and one for Debian
+    Dist {
+        /// Where the packages are written; without, in the folder dist of the target folder
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
+    },
     /// Run one check
     Check(Check),
 }
@@ -94,6 +103,9 @@ struct Check {
     /// The installed tree
     #[arg(long)]
     package: bool,
+    /// The packages on a clean root
+    #[arg(long)]
+    dist: bool,
     /// The report of an expert trace in a browser
     #[arg(long)]
     report: bool,
@@ -171,6 +183,16 @@ fn main() -> Result<()> {
                 debug_info,
             )
         }
+        Command::Dist { out } => {
+            let out = match out {
+                Some(out) => std::path::absolute(out)?,
+                None => install::target_folder()?.join("dist"),
+            };
+            let packages = dist::make(&out)?;
+            println!("{}", packages.archive.display());
+            println!("{}", packages.deb.display());
+            Ok(())
+        }
         Command::Check(check) => check.run(),
     }
 }
@@ -184,9 +206,10 @@ impl Check {
             return soak::run(minutes);
         }
         type Run = fn() -> Result<()>;
-        let checks: [(bool, Run); 9] = [
+        let checks: [(bool, Run); 10] = [
             (self.abi, || abi::check().and_then(|()| older::check())),
             (self.package, packaging::check),
+            (self.dist, clean_root::check),
             (self.report, report::check),
             (self.msrv, msrv::check),
             (self.asan, sanitize::asan),

@@ -12,8 +12,8 @@ use testkit::slow_disk::{SlowDisk, Speed};
 use crate::install::{DebugInfo, install, target_folder};
 use crate::run::{command, exists, run};
 use crate::{
-    abi, cmake, fixtures, header, llama_cpp, matrix, msrv, older, packaging, prose, report, root,
-    sanitize, toolchain,
+    abi, clean_root, cmake, fixtures, header, llama_cpp, matrix, msrv, older, packaging, prose,
+    report, root, sanitize, toolchain,
 };
 
 /// How long the long form of the tests fuzzes.
@@ -159,6 +159,11 @@ const CHECKS: &[Check] = &[
         "installed tree: DESTDIR, pkg-config, find_package",
         packaging::check,
     ),
+    Check {
+        name: "packages on a clean root: dpkg, programs, archive",
+        run: clean_root::check,
+        missing: clean_root::missing,
+    },
     Check::new(
         "C examples, find_package, address sanitizer",
         sanitize::asan,
