@@ -13,10 +13,13 @@ use crate::journal;
 
 mod custom;
 mod layout;
+mod one_device;
 mod sys;
 
 use custom::Custom;
+pub use layout::FusedOps;
 use layout::{Ops, TensorLayout};
+pub use one_device::is_other;
 pub use sys::*;
 
 /// One copy of ggml. Never freed.
@@ -59,8 +62,8 @@ impl Ggml {
     /// after logging the reason once.
     pub fn resolve(symbol: &dyn Fn(&CStr) -> *mut c_void) -> Option<&'static Ggml> {
         static COPIES: Mutex<Vec<&'static Ggml>> = Mutex::new(Vec::new());
-        let functions = match Functions::resolve(symbol) {
-            Ok(functions) => functions,
+        let (functions, makers) = match resolve(symbol) {
+            Ok(found) => found,
             Err(missing) => {
                 passive(format_args!(
                     "this program's ggml has no function '{missing}': it is too old, too new or another library of that name"
@@ -73,7 +76,7 @@ impl Ggml {
         if let Some(known) = copies.iter().find(same) {
             return Some(known);
         }
-        match layout::probe(&functions) {
+        match layout::probe(&functions, makers.as_ref()) {
             Ok((layout, ops)) => {
                 journal::note(|| {
                     let (path, version) = about(symbol, &functions);
@@ -104,6 +107,7 @@ impl Ggml {
     /// Whether this copy has a type of the same name and layout.
     pub fn knows(&self, ty: &TypeInfo) -> bool {
         let id = ty.id as c_int;
+        let row_bytes = ty.row_bytes(ty.block);
         // SAFETY: ggml_type_name takes any number; the others are only called for a type
         // that has the expected name.
         unsafe {
@@ -112,6 +116,7 @@ impl Ggml {
                 && CStr::from_ptr(name) == ty.c_name()
                 && (self.f.ggml_type_size)(id) as u64 == ty.bytes
                 && (self.f.ggml_blck_size)(id) as u64 == ty.block
+                && Some((self.f.ggml_row_size)(id, ty.block as i64) as u64) == row_bytes
         }
     }
 
@@ -435,6 +440,17 @@ fn use_huge_pages(start: usize, len: usize) {
         // SAFETY: within the buffer; the advice changes no byte.
         unsafe { libc::madvise(first as *mut c_void, end - first, libc::MADV_HUGEPAGE) };
     }
+}
+
+/// Finds the functions of a copy of ggml, or returns the name of one that is missing.
+fn resolve(
+    symbol: &dyn Fn(&CStr) -> *mut c_void,
+) -> Result<(Functions, Option<FusedMakers>), &'static str> {
+    let functions = Functions::resolve(symbol)?;
+    if !has_devices(symbol) {
+        one_device::prepare(symbol)?;
+    }
+    Ok((functions, FusedMakers::resolve(symbol)?))
 }
 
 /// Returns the file of a copy of ggml, and its version.
