@@ -1,12 +1,13 @@
 """A host without a reference to llama-sidecar: ik_llama.cpp through its Python bindings
 (PyPI: ik-llama-cpp-python).
 
-    ik_llama.py MODEL [count] [tokens=N] [repack] [merge-qkv] [merge-up-gate] [no-mmap] [no-fusion]
+    ik_llama.py MODEL [count] [tokens=N] [repack] [merge-qkv] [merge-up-gate] [no-mmap] [no-fusion] [no-reuse]
 
 `count` counts experts through the callback that ik_llama.cpp offers for looking at an
 evaluation. `tokens=N` sets the size of the context and of a batch. `repack`, `merge-qkv` and
 `merge-up-gate` set the parameters of these names, which alter weights while they are loaded.
-`no-fusion` turns off the nodes that read several weights. Takes commands on standard input:
+`no-fusion` turns off the nodes that read several weights, `no-reuse` the use of a graph for several
+tokens. Takes commands on standard input:
 
     text N    N tokens after a prompt, and a hash of the logits of all steps
     more N    N tokens after the last one, and a hash
@@ -29,7 +30,6 @@ PROMPT = b"The capital of France is"
 model_path, *options = sys.argv[1:]
 QUIET = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(lambda *_: None)
 ik._lib.llama_log_set(QUIET, None)
-ggml = c.CDLL(None)
 
 
 def in_libllama(name, result, *arguments):
@@ -87,6 +87,7 @@ class Model:
         params.n_threads = params.n_threads_batch = 1
         if "no-fusion" in options:
             params.fused_moe_up_gate = params.fused_up_gate = params.fused_mmad = False
+        params.graph_reuse = "no-reuse" not in options
         if "count" in options:
             params.cb_eval = look
         self.context = ik.llama_init_from_model(self.model, params)
