@@ -3,15 +3,18 @@
 
 mod hosts;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use hosts::{
-    TOKENS, copied, count, counted_by_host, fresh, on, other_bytes, same_with_streaming,
-    streamed_text, streaming, swap_and_back, taken, traced,
+    TOKENS, copied, count, counted_by_host, exchange_blocks, fresh, on, other_bytes,
+    same_with_streaming, stream_figures, streamed_text, streaming, swap_and_back, taken, traced,
 };
+use llama_sidecar::gguf::{Access, GgufFile, TypeInfo, type_fields};
 use testkit::fixtures::fixture;
-use testkit::host::{DropIn, Host, Program, built, ik_llama_file, replace};
+use testkit::host::{DropIn, Host, Program, built, ik_llama_file, preload_library, replace};
+use testkit::mixtures::Mixture;
 
 const IK: Program = Program::IkLlama(&[]);
 const COUNTING: Program = Program::IkLlama(&["count"]);
@@ -97,6 +100,14 @@ fn goes_on_after_swap(program: Program, variant: &Path) -> String {
     replace(&path, variant);
     assert_eq!(taken(&host.control("reload")).1, 0);
     let text = host.ask("more 8");
+    // Two graphs at least: one to find out how, and one after the swap.
+    let renewed = host.control("status")["graphs_renewed"].as_u64();
+    let reuses = program == IK;
+    assert_eq!(
+        renewed.is_some_and(|renewed| renewed >= 2),
+        reuses,
+        "{renewed:?}"
+    );
     assert_eq!(host.end(), Some(0));
     text
 }
@@ -112,17 +123,20 @@ fn a_kept_graph_is_rebuilt_after_a_swap() {
 
 #[test]
 fn rows_that_are_looked_up_keep_a_type_without_interleaved_rows() {
-    let folder = tempfile::tempdir().expect("a folder");
     let (_folder, path) = copied("smollm2.gguf");
     let mut host = Host::start(IK, &path, &on());
     let before = host.text(TOKENS);
-    let all = folder.path().join("repacked.gguf");
-    run(Command::new(quantize())
-        .args(["--repack", "--repack-pattern", "token_embd"])
-        .arg(fixture("smollm2.gguf"))
-        .arg(&all)
-        .args(["Q8_0_R8", "2"]));
-    replace(&path, &all);
+    // Blocks of q8_0 and of q8_0_r8 have one size.
+    let other = path.with_extension("other");
+    std::fs::copy(fixture("smollm2.gguf"), &other).expect("free space");
+    let gguf = GgufFile::open(&other, Access::Read).expect("a model");
+    let tensor = gguf.header.find(c"token_embd.weight").expect("embeddings");
+    let mut bytes = std::fs::read(&other).expect("our own copy");
+    let types = type_fields(&gguf.header, &bytes).expect("the bytes of the header");
+    let q8_0_r8 = TypeInfo::from_name("q8_0_r8").expect("a type").id;
+    bytes[types[tensor]..][..4].copy_from_slice(&q8_0_r8.to_le_bytes());
+    std::fs::write(&other, &bytes).expect("free space");
+    replace(&path, &other);
     let report = host.control("reload");
     assert_eq!(report["ok"], false, "{report}");
     let refused = "rows are looked up in it, and q8_0_r8 interleaves rows";
@@ -153,25 +167,30 @@ fn a_damaged_file_is_ignored() {
 #[test]
 fn a_model_whose_weights_are_altered_at_load_is_not_swapped() {
     for (options, weight) in [
-        (&["repack", "no-mmap"][..], "blk.0."),
+        (&["repack"][..], "blk."),
         (&["merge-qkv"], "blk.0.attn_qkv.weight"),
         (&["merge-up-gate"], "ffn_gate_up_exps.weight"),
     ] {
-        let model = match options {
-            ["merge-up-gate"] => "moe.gguf",
-            _ => "smollm2.gguf",
-        };
-        let (_folder, path) = copied(model);
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("model.gguf");
+        match options {
+            ["repack"] => replace(&path, &fixture("smollm2-one-q8_0.gguf")),
+            ["merge-up-gate"] => Mixture::SharedExpert.write(&path).expect("free space"),
+            _ => replace(&path, &fixture("smollm2.gguf")),
+        }
         let mut host = Host::start(Program::IkLlama(options), &path, &on());
         let before = host.text(TOKENS);
         let said = host.logged("hot-swap stays off: the program merged or repacked");
         assert_eq!(said.len(), 1, "{options:?}: {:?}", host.log());
         assert!(said[0].contains(weight), "{said:?}");
-        let folder = tempfile::tempdir().expect("a folder");
-        replace(
-            &path,
-            &other_bytes(folder.path(), model, c"output_norm.weight"),
+        let other = folder.path().join("other.gguf");
+        std::fs::copy(&path, &other).expect("free space");
+        let gguf = GgufFile::open(&other, Access::Read).expect("a model");
+        exchange_blocks(
+            &other,
+            gguf.header.find(c"token_embd.weight").expect("embeddings"),
         );
+        replace(&path, &other);
         let report = host.control("reload");
         assert_eq!(report["ok"], false, "{report}");
         assert!(report.to_string().contains("-rtr"), "{report}");
@@ -189,7 +208,7 @@ fn the_trace_counts_what_the_program_uses() {
         host.ask("prompt 100");
         let counted = counted_by_host(&mut host);
         let trace = host.control("trace");
-        assert_eq!(traced(&trace["models"][0]), counted, "{program:?}");
+        assert_eq!(traced(&trace["traces"][0]), counted, "{program:?}");
         assert!(counted[0].iter().sum::<u64>() > 200, "{counted:?}");
         assert_eq!(host.end(), Some(0));
     }
@@ -198,7 +217,48 @@ fn the_trace_counts_what_the_program_uses() {
 #[test]
 fn streaming_writes_the_same() {
     same_with_streaming(IK, "moe.gguf");
+    same_with_streaming(Program::IkLlama(&["threads=2"]), "moe.gguf");
     same_with_streaming(Program::IkLlama(&["no-fusion"]), "moe.gguf");
+}
+
+/// Experts, shared experts, and matrices of two types in a layer.
+#[test]
+fn a_mixture_with_shared_experts_is_swapped_traced_and_streamed() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (path, variant) = (folder.path().join("a.gguf"), folder.path().join("b.gguf"));
+    let model = folder.path().join("model.gguf");
+    Mixture::SharedExpert.write(&path).expect("free space");
+    Mixture::SharedExpert
+        .write_variant(1, &variant)
+        .expect("free space");
+    let (before, after) = (fresh(COUNTING, &path), fresh(COUNTING, &variant));
+    replace(&model, &path);
+    let more = [("LLAMA_EXPERT_TRACE_STATS", "1")];
+    let mut host = Host::start(COUNTING, &model, &streaming(&more));
+    assert_eq!(host.text(TOKENS), before);
+    let counts: serde_json::Value = serde_json::from_str(&host.ask("counts")).expect("JSON");
+    for (layer, traced) in traced(&host.control("trace")["traces"][0])
+        .iter()
+        .enumerate()
+    {
+        let used =
+            |(expert, count): (usize, &u64)| (*count > 0).then(|| (expert.to_string(), *count));
+        let traced: BTreeMap<String, u64> = traced.iter().enumerate().filter_map(used).collect();
+        assert_eq!(
+            serde_json::json!(traced),
+            counts[layer.to_string()],
+            "layer {layer}"
+        );
+    }
+    let figures = stream_figures(&host);
+    assert!(count(&figures, "layers") > 0, "{figures}");
+    replace(&model, &variant);
+    assert!(taken(&host.control("reload")).0 > 0);
+    assert_eq!(host.text(TOKENS), after);
+    replace(&model, &path);
+    assert_eq!(taken(&host.control("reload")).0, 0);
+    assert_eq!(host.text(TOKENS), before);
+    assert_eq!(host.end(), Some(0));
 }
 
 #[test]
@@ -257,5 +317,62 @@ fn post_fetch_and_the_expert_cache_leave_a_program_without_devices_alone() {
     let model = fixture("moe.gguf");
     let mut host = Host::start(IK, &model, &DropIn::On(variables.to_vec()));
     assert_eq!(host.text(TOKENS), fresh(IK, &model));
+    assert_eq!(host.end(), Some(0));
+}
+
+/// A host beside which a hot-swap of its own is loaded.
+fn with_own_hotswap(program: Program, model: &Path, drop_in: &DropIn) -> Host {
+    let libraries = [preload_library(), built("hosts-c/libown_hotswap.so")];
+    Host::start_with(program, model, drop_in, |command| {
+        let joined = std::env::join_paths(libraries).expect("no colon");
+        command.env("LD_PRELOAD", joined);
+    })
+}
+
+#[test]
+fn the_hot_swap_of_a_program_stands_back_if_its_calls_come_to_the_drop_in() {
+    let (_folder, path) = copied("smollm2.gguf");
+    let mut host = with_own_hotswap(Program::C, &path, &on());
+    host.text(TOKENS);
+    assert_eq!(
+        host.logged("the program's own hot-swap stands back").len(),
+        1
+    );
+    assert_eq!(host.ask("reload"), "unchanged");
+    replace(&path, &fixture("smollm2-mixed.gguf"));
+    // A reload that the program did not ask for counts at its next call.
+    assert_eq!(taken(&host.control("reload")), (8, 0));
+    assert_eq!(host.ask("reload"), "changed");
+    assert_eq!(host.ask("reload"), "unchanged");
+    replace(&path, &fixture("smollm2.gguf"));
+    assert_eq!(host.ask("reload"), "changed");
+    assert_eq!(
+        host.text(TOKENS),
+        fresh(Program::C, &fixture("smollm2.gguf"))
+    );
+    assert_eq!(host.logged("hotswap: reloaded tensor").len(), 8);
+    assert!(host.logged("own hot-swap was called").is_empty());
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn the_drop_in_stands_back_if_a_program_may_call_its_own_hot_swap() {
+    let (_folder, path) = copied("smollm2.gguf");
+    let mut host = with_own_hotswap(IK, &path, &on());
+    let before = host.text(TOKENS);
+    let said = "hot-swap stays off: the program has a hot-swap of its own";
+    assert_eq!(host.logged(said).len(), 1, "{:?}", host.log());
+    replace(&path, &fixture("smollm2-mixed.gguf"));
+    let report = host.control("reload");
+    assert_eq!(report["ok"], false, "{report}");
+    assert_eq!(host.ask("reload"), "changed");
+    assert_eq!(host.text(TOKENS), before);
+    assert_eq!(host.logged("own hot-swap was called").len(), 1);
+    assert_eq!(host.end(), Some(0));
+    // With nothing enabled, the call is the program's.
+    let mut host = with_own_hotswap(IK, &path, &DropIn::Idle);
+    host.ask("text 2");
+    assert_eq!(host.ask("reload"), "changed");
+    assert!(host.logged("llama-sidecar").is_empty());
     assert_eq!(host.end(), Some(0));
 }

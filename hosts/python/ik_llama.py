@@ -1,13 +1,14 @@
 """A host without a reference to llama-sidecar: ik_llama.cpp through its Python bindings
 (PyPI: ik-llama-cpp-python).
 
-    ik_llama.py MODEL [count] [tokens=N] [repack] [merge-qkv] [merge-up-gate] [no-mmap] [no-fusion] [no-reuse]
+    ik_llama.py MODEL [count] [tokens=N] [threads=N] [repack] [merge-qkv] [merge-up-gate]
+                      [no-mmap] [no-fusion] [no-reuse]
 
 `count` counts experts through the callback that ik_llama.cpp offers for looking at an
-evaluation. `tokens=N` sets the size of the context and of a batch. `repack`, `merge-qkv` and
-`merge-up-gate` set the parameters of these names, which alter weights while they are loaded.
-`no-fusion` turns off the nodes that read several weights, `no-reuse` the use of a graph for several
-tokens. Takes commands on standard input:
+evaluation. `tokens=N` sets the size of the context and of a batch, `threads=N` the number of
+threads. `repack`, `merge-qkv` and `merge-up-gate` set the parameters of these names, which alter
+weights while they are loaded. `no-fusion` turns off the nodes that read several weights,
+`no-reuse` the use of a graph for several tokens. Takes commands on standard input:
 
     text N    N tokens after a prompt, and a hash of the logits of all steps
     more N    N tokens after the last one, and a hash
@@ -84,7 +85,7 @@ class Model:
         assert self.model, path
         params = ik.llama_context_default_params()
         params.n_ctx = params.n_batch = params.n_ubatch = int(option("tokens", 256))
-        params.n_threads = params.n_threads_batch = 1
+        params.n_threads = params.n_threads_batch = int(option("threads", 1))
         if "no-fusion" in options:
             params.fused_moe_up_gate = params.fused_up_gate = params.fused_mmad = False
         params.graph_reuse = "no-reuse" not in options

@@ -31,6 +31,7 @@ use crate::ggml::{
 use crate::graph::UsedWeight;
 use crate::journal;
 use crate::maps::Maps;
+use crate::own_hotswap::OwnHotSwap;
 use crate::pool::Pool;
 
 /// A model that the program loaded.
@@ -54,6 +55,8 @@ pub struct Model {
     /// The name of a weight that the program merged with others or converted to another type as
     /// it loaded it (ik_llama.cpp, options `-mqkv`, `-muge` and `-rtr`).
     pub altered: Option<CString>,
+    /// The hot-swap that the program has of its own, if the drop-in's is on.
+    pub own_hotswap: Option<OwnHotSwap>,
     /// The devices that evaluate it, the CPU last.
     pub devices: Vec<DevicePointer>,
     /// False after the program freed any of its memory.
@@ -205,6 +208,11 @@ impl Model {
             return Some(format!(
                 "the program merged or repacked {name:?} as it loaded it: start it without -rtr, -mqkv and -muge"
             ));
+        }
+        if self.own_hotswap == Some(OwnHotSwap::MayBeCalled) {
+            return Some(
+                "the program has a hot-swap of its own, which it may call past the drop-in: use that one".into(),
+            );
         }
         let has_other = self.devices.iter().any(|device| ggml::is_other(device.0));
         has_other.then(|| {
@@ -655,6 +663,10 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
             ..Instance::new(tensor, original, buft)
         });
     }
+    let own_hotswap = match Config::get().hotswap {
+        true => OwnHotSwap::find(),
+        false => None,
+    };
     if Config::get().hotswap {
         copy_shared(ggml, &mut tensors, weights);
     }
@@ -671,6 +683,7 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
         special_types: OnceCell::new(),
         kept_out: load.kept_out,
         altered,
+        own_hotswap,
         devices: devices
             .iter()
             .map(|&device| DevicePointer(device))
@@ -698,6 +711,11 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
         && let Some(obstacle) = model.obstacle()
     {
         log::warn!("{}: hot-swap stays off: {obstacle}", model.path.display());
+    } else if own_hotswap == Some(OwnHotSwap::StandsBack) {
+        log::warn!(
+            "{}: the program's own hot-swap stands back: its calls of llama_reload_changed_tensors reload with the drop-in",
+            model.path.display()
+        );
     }
     MODELS.write().push(model.clone());
     model

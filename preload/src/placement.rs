@@ -112,9 +112,9 @@ pub fn refuses_type(
 /// ik_llama.cpp for which some processors lack kernels.
 fn is_weight_type(ty: &TypeInfo) -> bool {
     const OTHERS: [&str; 21] = [
-        "i8", "i16", "i32", "i64", "f64", "q8_1", "q8_K", "q8_0_x4", "q8_1_x4", "q8_2_x4", "q8_K64",
-        "q8_K16", "q8_K32", "q8_KR8", "q8_K128", "i2_s", "q4_0_4x4", "q4_0_4x8", "q4_0_8x8",
-        "bf16_r16", "q8_k_r16",
+        "i8", "i16", "i32", "i64", "f64", "q8_1", "q8_K", "q8_0_x4", "q8_1_x4", "q8_2_x4",
+        "q8_K64", "q8_K16", "q8_K32", "q8_KR8", "q8_K128", "i2_s", "q4_0_4x4", "q4_0_4x8",
+        "q4_0_8x8", "bf16_r16", "q8_k_r16",
     ];
     !OTHERS.contains(&ty.name())
 }

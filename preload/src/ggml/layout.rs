@@ -147,7 +147,10 @@ impl TensorLayout {
 }
 
 /// Finds the offsets, or returns the name of a field that is unclear.
-pub fn probe(f: &Functions, makers: Option<&FusedMakers>) -> Result<(TensorLayout, Ops), &'static str> {
+pub fn probe(
+    f: &Functions,
+    makers: Option<&FusedMakers>,
+) -> Result<(TensorLayout, Ops), &'static str> {
     // SAFETY: takes nothing.
     let size = unsafe { (f.ggml_tensor_overhead)() } * TENSORS;
     // Allocated here, so that every byte that is read has a value.
@@ -319,13 +322,15 @@ unsafe fn probe_in(
                 mul_mat_id,
                 get_rows,
                 view,
-                fused: fused.map(|[up_gate, moe_up_gate, mul_multi_add, cpy, reshape]| FusedOps {
-                    up_gate,
-                    moe_up_gate,
-                    mul_multi_add,
-                    cpy,
-                    reshape,
-                }),
+                fused: fused.map(
+                    |[up_gate, moe_up_gate, mul_multi_add, cpy, reshape]| FusedOps {
+                        up_gate,
+                        moe_up_gate,
+                        mul_multi_add,
+                        cpy,
+                        reshape,
+                    },
+                ),
             },
         ))
     }

@@ -244,6 +244,13 @@ impl Ggml {
         TensorStruct(memory)
     }
 
+    /// Makes the struct of a tensor of this type and shape; `None` when there is no memory.
+    fn tensor_struct(&'static self, ty: i32, ne: &[i64]) -> Option<TensorStruct> {
+        let context = self.context(1)?;
+        // SAFETY: a new tensor of this copy.
+        Some(unsafe { self.copy_struct(context.tensor(ty, ne)) })
+    }
+
     /// Gives a tensor the memory of another one of the same type and shape.
     ///
     /// # Safety
@@ -307,8 +314,9 @@ pub struct OwnBuffer {
     buffer: *mut Buffer,
     /// The size in bytes.
     size: u64,
-    /// The context of its tensor: some backends keep pointers to the tensor.
-    context: OwnContext,
+    /// Its tensor: some backends keep pointers to it. It is in no context, of which ik_llama.cpp has
+    /// at most 64.
+    tensor: TensorStruct,
 }
 
 // SAFETY: ggml ties no buffer to a thread.
@@ -332,19 +340,19 @@ impl OwnBuffer {
         name: &CStr,
     ) -> Result<(OwnBuffer, *mut Tensor), u64> {
         let size = OwnBuffer::size_for(ggml, buft, ty, ne)?;
-        let context = ggml.context(1).ok_or(0u64)?;
+        let tensor = ggml.tensor_struct(ty, ne).ok_or(0u64)?;
         // SAFETY: a live buffer type.
         let buffer = unsafe { (ggml.f.ggml_backend_buft_alloc_buffer)(buft, size as usize) };
         if buffer.is_null() {
             return Err(size);
         }
-        let own = OwnBuffer {
+        let mut own = OwnBuffer {
             ggml,
             buffer,
             size,
-            context,
+            tensor,
         };
-        let tensor = own.place_tensor(ty, ne, name);
+        let tensor = own.place_tensor(name);
         // SAFETY: a live buffer.
         unsafe {
             (ggml.f.ggml_backend_buffer_set_usage)(buffer, USAGE_WEIGHTS);
@@ -360,8 +368,8 @@ impl OwnBuffer {
     /// No tensor uses the buffer any more.
     pub fn reuse(self, ty: i32, ne: &[i64], name: &CStr) -> Result<(OwnBuffer, *mut Tensor), u64> {
         let mut own = self;
-        own.context = own.ggml.context(1).ok_or(0u64)?;
-        let tensor = own.place_tensor(ty, ne, name);
+        own.tensor = own.ggml.tensor_struct(ty, ne).ok_or(0u64)?;
+        let tensor = own.place_tensor(name);
         Ok((own, tensor))
     }
 
@@ -378,9 +386,9 @@ impl OwnBuffer {
         Ok(unsafe { (ggml.f.ggml_backend_buft_get_alloc_size)(buft, tensor) } as u64)
     }
 
-    /// Makes a tensor at the start of the buffer.
-    fn place_tensor(&self, ty: i32, ne: &[i64], name: &CStr) -> *mut Tensor {
-        let (f, tensor) = (&self.ggml.f, self.context.tensor(ty, ne));
+    /// Places its tensor at the start of the buffer.
+    fn place_tensor(&mut self, name: &CStr) -> *mut Tensor {
+        let (f, tensor) = (&self.ggml.f, self.tensor.tensor());
         // SAFETY: the tensor is new and not shared; the buffer is live and has the size that its
         // type returns for the tensor.
         unsafe {
