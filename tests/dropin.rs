@@ -12,38 +12,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use hosts::{TOKENS, copied, counted_by_host, fresh, on, swap_and_back, taken, traced};
+use hosts::{
+    TOKENS, copied, counted_by_host, exchange_blocks, fresh, on, other_bytes, swap_and_back, taken,
+    traced,
+};
 use llama_sidecar::gguf::{Access, GgufFile};
 use serde_json::Value;
 use testkit::caches::{best_hits, lfu_hits, lru_hits};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, preload_library, replace};
 use testkit::mixtures::Mixture;
-
-/// A copy of a fixture in which bytes of one tensor differ.
-fn other_bytes(folder: &Path, name: &str, tensor: &std::ffi::CStr) -> PathBuf {
-    let path = folder.join("other-bytes.gguf");
-    std::fs::copy(fixture(name), &path).expect("free space");
-    let gguf = GgufFile::open(&path, Access::Read).expect("a model");
-    let info = gguf.header.find(tensor).expect("a tensor of this name");
-    exchange_blocks(&path, info);
-    path
-}
-
-/// Lets neighbouring blocks of a tensor change places: valid blocks, other weights.
-fn exchange_blocks(path: &Path, tensor: usize) {
-    let gguf = GgufFile::open(path, Access::Read).expect("a model");
-    let info = &gguf.header.tensors[tensor];
-    let mut bytes = vec![0; info.nbytes as usize];
-    gguf.source.read_at(&mut bytes, info.offset).expect("bytes");
-    for pair in bytes.chunks_exact_mut(2 * info.ty.bytes as usize) {
-        let (left, right) = pair.split_at_mut(info.ty.bytes as usize);
-        left.swap_with_slice(right);
-    }
-    let file = std::fs::OpenOptions::new().write(true).open(path);
-    let file = file.expect("our own copy");
-    file.write_all_at(&bytes, info.offset).expect("free space");
-}
 
 #[test]
 fn node_swaps_to_another_quantisation_and_back() {

@@ -4,14 +4,19 @@ use std::ffi::{CStr, c_int};
 
 use llama_sidecar::trace::Ids;
 
-use crate::ggml::{Buffer, Device, F32, Ggml, Graph, Sched, Tensor};
+use crate::ggml::{Buffer, Device, F32, FusedOps, Ggml, Graph, Sched, Tensor};
 
 /// `GGML_TENSOR_FLAG_INPUT`.
 pub const FLAG_INPUT: i32 = 1;
 /// `GGML_TENSOR_FLAG_OUTPUT`.
 pub const FLAG_OUTPUT: i32 = 2;
-/// Inputs of libllama's graphs whose first extent is the number of tokens.
+/// Inputs of libllama's graphs whose first extent is the number of tokens. libllama compares it
+/// with that of the next batch.
 const COUNTED_INPUTS: [&CStr; 2] = [c"inp_tokens", c"inp_pos"];
+
+/// The start of the names of the keys in the cache. libllama of ik_llama.cpp compares the tensor
+/// that each node copies keys to with the cache.
+const KEYS: &[u8] = b"cache_k_l";
 
 /// A weight that a graph reads.
 pub struct UsedWeight {
@@ -19,30 +24,38 @@ pub struct UsedWeight {
     pub tensor: *mut Tensor,
     /// The node that reads the tensor.
     pub node: *mut Tensor,
-    /// The operation of the node.
+    /// The operation of the node, or the operation that does the same with this weight alone.
     pub op: i32,
     /// The routed ids, when the operation reads experts; else null.
     pub ids: *mut Tensor,
-    /// The second operand: the input of a matrix product.
+    /// A node without work that is evaluated once the ids are complete and before the experts
+    /// are read; null if there is none.
+    pub after_ids: *mut Tensor,
+    /// The input of a matrix product.
     pub input: *mut Tensor,
 }
 
-/// An input of a graph whose first extent is the number of tokens.
+/// What libllama compares before it uses a graph again: a field with another value makes it build
+/// another graph.
 #[derive(Clone, Copy)]
-pub struct CountedInput {
-    /// The tensor.
+pub struct ComparedField {
+    /// The number of tokens that the graph is for.
+    pub tokens: i64,
+    /// The tensor that has the field.
     pub tensor: *mut Tensor,
-    /// The extent.
-    pub extent: i64,
+    /// The offset of the field.
+    pub offset: usize,
+    /// Its value, which is not 0.
+    pub value: i64,
 }
 
 // SAFETY: the tensor is only used by the thread that evaluates, while it keeps the graph.
-unsafe impl Send for CountedInput {}
+unsafe impl Send for ComparedField {}
 
-/// The weights and the input of a graph.
+/// What a graph reads.
 pub struct GraphReads {
-    /// The first input whose extent is the number of tokens.
-    pub input: Option<CountedInput>,
+    /// What libllama compares before it uses the graph again.
+    pub compared: Option<ComparedField>,
     /// Weights that nodes read.
     pub weights: Vec<UsedWeight>,
     /// Weights of which nodes are views.
@@ -64,11 +77,12 @@ impl GraphReads {
     ) -> GraphReads {
         let (f, layout) = (&ggml.f, &ggml.layout);
         let mut reads = GraphReads {
-            input: None,
+            compared: None,
             weights: Vec::new(),
             viewed: Vec::new(),
             kept_views: Vec::new(),
         };
+        let mut copy = None;
         // SAFETY: nodes of a live graph are live tensors, and so are their sources.
         unsafe {
             let count: c_int = (f.ggml_graph_n_nodes)(graph);
@@ -83,26 +97,36 @@ impl GraphReads {
                         false => layout.read(source, layout.view_src),
                     };
                     if is_weight(weight) && weight != viewed {
+                        let used = ggml.ops.use_of(op);
+                        let no_ids = std::ptr::null_mut();
+                        let ids = used.ids.map_or(no_ids, |at| layout.source(node, at));
                         reads.weights.push(UsedWeight {
                             tensor: weight,
                             node,
-                            op,
-                            // GGML_OP_MUL_MAT_ID has weights, activations, ids as sources.
-                            ids: match op == ggml.ops.mul_mat_id {
-                                true => layout.read(node, layout.src + 16),
-                                false => std::ptr::null_mut(),
-                            },
-                            input: layout.read(node, layout.src + 8),
+                            op: used.op,
+                            ids,
+                            after_ids: after_ids(ggml, graph, ids, i),
+                            input: layout.source(node, used.input),
                         });
                     }
                     let flags: i32 = layout.read(source, layout.flags);
-                    if flags & FLAG_INPUT != 0 && reads.input.is_none() {
+                    if flags & FLAG_INPUT != 0 && reads.compared.is_none() {
                         let name = CStr::from_ptr((f.ggml_get_name)(source));
-                        reads.input = COUNTED_INPUTS.contains(&name).then(|| CountedInput {
+                        let tokens = layout.read(source, layout.ne);
+                        reads.compared = COUNTED_INPUTS.contains(&name).then_some(ComparedField {
+                            tokens,
                             tensor: source,
-                            extent: layout.read(source, layout.ne),
+                            offset: layout.ne,
+                            value: tokens,
                         });
                     }
+                }
+                if copy.is_none()
+                    && ggml.ops.fused.is_some_and(|fused| op == fused.cpy)
+                    && !viewed.is_null()
+                    && name(ggml, viewed).starts_with(KEYS)
+                {
+                    copy = Some((node, viewed));
                 }
                 if is_weight(viewed) {
                     reads.viewed.push(viewed);
@@ -113,8 +137,47 @@ impl GraphReads {
                 }
             }
         }
+        if let Some((compared, (node, keys))) = reads.compared.as_mut().zip(copy) {
+            compared.tensor = node;
+            compared.offset = layout.view_src;
+            compared.value = keys as i64;
+        }
         reads
     }
+}
+
+/// Returns the node that is evaluated once routed ids are complete: the ids themselves, which are
+/// a view of the sorted scores. The CPU of ik_llama.cpp computes scores, ids and gate weights at
+/// once where it finds that view among their nodes. There it is the last node without work between
+/// the ids and the product.
+///
+/// # Safety
+///
+/// A live graph of this copy, and the number of a node in it.
+unsafe fn after_ids(
+    ggml: &Ggml,
+    graph: *mut Graph,
+    ids: *mut Tensor,
+    product: c_int,
+) -> *mut Tensor {
+    let Some(fused) = ggml.ops.fused.filter(|_| !ids.is_null()) else {
+        return ids;
+    };
+    let mut found = std::ptr::null_mut();
+    for at in (0..product).rev() {
+        // SAFETY: nodes of a live graph are live tensors.
+        let (node, op): (*mut Tensor, i32) = unsafe {
+            let node = (ggml.f.ggml_graph_node)(graph, at);
+            (node, ggml.layout.read(node, ggml.layout.op))
+        };
+        if node == ids {
+            return found;
+        }
+        if found.is_null() && (op == fused.reshape || op == ggml.ops.view) {
+            found = node;
+        }
+    }
+    std::ptr::null_mut()
 }
 
 /// The backends of a scheduler.
@@ -180,7 +243,9 @@ pub unsafe fn weighted_experts(ggml: &Ggml, graph: *mut Graph) -> Vec<WeightedEx
     // SAFETY: nodes of a live graph are live tensors, and so are their sources.
     let experts = |i| unsafe {
         let node = (f.ggml_graph_node)(graph, i);
-        if layout.read::<i32>(node, layout.op) != ggml.ops.mul {
+        let op: i32 = layout.read(node, layout.op);
+        let adds_up = |fused: FusedOps| op == fused.mul_multi_add;
+        if op != ggml.ops.mul && !ggml.ops.fused.is_some_and(adds_up) {
             return None;
         }
         let layer = name(ggml, node).strip_prefix(WEIGHTED)?;

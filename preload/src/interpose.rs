@@ -26,7 +26,7 @@ use crate::parts::{self, Parts};
 use crate::postfetch::Evaluation;
 use crate::sched::{self, Allocated, Scheduler};
 use crate::thread::{self, Inside};
-use crate::{lifecycle, load, logits, models, postfetch, reloader, routing};
+use crate::{lifecycle, load, logits, models, postfetch, reloader, round_files, routing};
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 compile_error!("the drop-in works on Linux x86-64 only");
@@ -729,11 +729,26 @@ fn report_freed(models: &[Arc<Model>]) {
     }
 }
 
-/// Reloads changed tensors of all models of the process, and returns whether any changed.
-/// Name and meaning are those of ik_llama.cpp, without its argument, the context.
-extern "C-unwind" fn reload_changed_tensors() -> bool {
-    let (_call, _inside) = entered();
+/// Reloads changed tensors of all models of the process, and returns whether any changed since the
+/// last call. Name, argument and meaning are those of ik_llama.cpp. If the drop-in cannot swap
+/// tensors of any model, the program's own function reloads.
+extern "C-unwind" fn reload_changed_tensors(context: *mut c_void) -> bool {
+    let (call, inside) = entered();
+    let is_own = call.real != nothing_reloaded as *mut c_void;
+    if is_own && !reloader::swaps_any() {
+        // Its calls of ggml concern the drop-in.
+        drop(inside);
+        let real = meant!(call, *mut c_void);
+        // SAFETY: the argument of the call.
+        return is_true(unsafe { real(context) });
+    }
     let mut changed = false;
-    guarded(|| changed = reloader::reload_all());
+    guarded(|| {
+        changed = reloader::reload_all(|report| {
+            if is_own {
+                round_files::log_tensors(report);
+            }
+        });
+    });
     changed
 }

@@ -29,6 +29,7 @@
 //! | [`parts`] | the graph whose parts a thread evaluates |
 //! | [`sched`] | schedulers, their evaluations and kept graphs |
 //! | [`models`] | the models that the program loaded |
+//! | [`own_hotswap`] | the hot-swap that a program has of its own |
 //! | [`maps`] | files that are mapped into the process |
 //! | [`graph`] | what a graph reads |
 //! | [`logits`] | a hash of the output of an evaluation |
@@ -66,6 +67,7 @@ mod maps;
 mod metrics;
 mod models;
 mod overlays;
+mod own_hotswap;
 mod page_lock;
 mod parts;
 mod placement;

@@ -184,6 +184,8 @@ fn redirect(caller: &Caller, ggml: &'static Ggml) {
         let real = ggml.f.ggml_backend_dev_supports_op as *const () as usize;
         match SUPPORTS_OP.install(supports_op as *const () as usize, real, is_llama) {
             true => GGML.store(std::ptr::from_ref(ggml).cast_mut(), Ordering::Release),
+            // ik_llama.cpp has no special buffer types.
+            false if ggml.ops.fused.is_some() => {}
             false => say_once(
                 &CHOSEN,
                 "cannot change how libllama chooses buffers, so it may copy experts out of the mapping: start the program without repacking (--no-repack)",

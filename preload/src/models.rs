@@ -25,10 +25,13 @@ use once_cell::sync::OnceCell;
 use parking_lot::{Mutex, RwLock};
 
 use crate::barrier::{self, ModelSet};
-use crate::ggml::{Buffer, BufferType, Descriptor, Device, Ggml, OwnBuffer, Tensor, TensorStruct};
+use crate::ggml::{
+    self, Buffer, BufferType, Descriptor, Device, Ggml, OwnBuffer, Tensor, TensorStruct,
+};
 use crate::graph::UsedWeight;
 use crate::journal;
 use crate::maps::Maps;
+use crate::own_hotswap::OwnHotSwap;
 use crate::pool::Pool;
 
 /// A model that the program loaded.
@@ -49,6 +52,11 @@ pub struct Model {
     pub special_types: OnceCell<bool>,
     /// Names of the tensors that were kept out of special buffer types: [`note_kept_out`].
     pub kept_out: BTreeSet<CString>,
+    /// The name of a weight that the program merged with others or converted to another type as
+    /// it loaded it (ik_llama.cpp, options `-mqkv`, `-muge` and `-rtr`).
+    pub altered: Option<CString>,
+    /// The hot-swap that the program has of its own, if the drop-in's is on.
+    pub own_hotswap: Option<OwnHotSwap>,
     /// The devices that evaluate it, the CPU last.
     pub devices: Vec<DevicePointer>,
     /// False after the program freed any of its memory.
@@ -140,6 +148,8 @@ struct Load {
     /// For each tensor: its buffer, its file and its index in the header.
     tensors: Vec<(TensorPointer, usize, usize, usize)>,
     kept_out: BTreeSet<CString>,
+    /// As [`Model::altered`].
+    altered: Option<CString>,
 }
 
 static LOADS: Mutex<Vec<Load>> = Mutex::new(Vec::new());
@@ -192,6 +202,24 @@ impl Model {
         instances
             .filter_map(|instance| Some(instance.private.lock().as_ref()?.size()))
             .sum()
+    }
+
+    /// Returns why none of its tensors can be swapped, and the next step, if that is so.
+    pub fn obstacle(&self) -> Option<String> {
+        if let Some(name) = &self.altered {
+            return Some(format!(
+                "the program merged or repacked {name:?} as it loaded it: start it without -rtr, -mqkv and -muge"
+            ));
+        }
+        if self.own_hotswap == Some(OwnHotSwap::MayBeCalled) {
+            return Some(
+                "the program has a hot-swap of its own, which it may call past the drop-in: use that one".into(),
+            );
+        }
+        let has_other = self.devices.iter().any(|device| ggml::is_other(device.0));
+        has_other.then(|| {
+            "the program's ggml has no functions for its devices: keep the model on the CPU".into()
+        })
     }
 
     /// Returns the shape of a tensor.
@@ -337,6 +365,7 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
         if let Some(load) = &mut current {
             load.files.clear();
             load.kept_out.clear();
+            load.altered = None;
         }
         // Fails on a thread that is ending, as below.
         let _ = FIRST.try_with(|first| first.replace(Some(path.to_owned())));
@@ -363,6 +392,7 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
                 files: vec![gguf],
                 tensors: Vec::new(),
                 kept_out: BTreeSet::new(),
+                altered: None,
             });
         }
     }
@@ -433,7 +463,19 @@ pub unsafe fn tensor_placed(ggml: &'static Ggml, tensor: *mut Tensor, buffer: *m
         HIGHEST.fetch_max(tensor as usize + 1, Ordering::Relaxed);
         return;
     }
+    // The program made it of others: those of the file are views of it.
+    let is_merged = |ending: &&[u8]| name.to_bytes().ends_with(ending);
+    if ggml.ops.fused.is_some() && MERGED.iter().any(is_merged) {
+        load.altered.get_or_insert_with(|| name.to_owned());
+    }
 }
+
+/// The ends of the names of weights that ik_llama.cpp makes by merging others.
+const MERGED: [&[u8]; 3] = [
+    b".attn_qkv.weight",
+    b".attn_qk.weight",
+    b".ffn_gate_up_exps.weight",
+];
 
 /// What a graph reads.
 #[derive(Default)]
@@ -610,6 +652,7 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let ggml = load.ggml;
     let maps = Maps::read();
+    let mut altered = load.altered;
     let mut tensors: Vec<ModelTensor> = Vec::new();
     let mut by_place: HashMap<(usize, usize), usize> = HashMap::new();
     for (tensor, buffer, file, info) in load.tensors {
@@ -622,13 +665,15 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
                 (ggml.f.ggml_backend_buffer_is_host)(buffer),
             )
         };
-        if original.ty as u32 != load.files[file].header.tensors[info].ty.id {
+        let header = &load.files[file].header;
+        let name = header.name(&header.tensors[info]);
+        if original.ty as u32 != header.tensors[info].ty.id {
             // The program converted it: the bytes to replace it with are unknown.
+            altered.get_or_insert_with(|| name.to_owned());
             continue;
         }
         let mapped = is_host && maps.is_of(original.data, &load.files[file]);
-        let header = &load.files[file].header;
-        let name = header.name(&header.tensors[info]).to_str().ok();
+        let name = name.to_str().ok();
         let has_experts = name.and_then(ExpertName::parse).is_some();
         let at = *by_place.entry((file, info)).or_insert_with(|| {
             tensors.push(ModelTensor {
@@ -644,6 +689,10 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
             ..Instance::new(tensor, original, buft)
         });
     }
+    let own_hotswap = match Config::get().hotswap {
+        true => OwnHotSwap::find(),
+        false => None,
+    };
     if Config::get().hotswap {
         copy_shared(ggml, &mut tensors, weights);
     }
@@ -659,6 +708,8 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
         engine,
         special_types: OnceCell::new(),
         kept_out: load.kept_out,
+        altered,
+        own_hotswap,
         devices: devices
             .iter()
             .map(|&device| DevicePointer(device))
@@ -682,6 +733,16 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
         model.files.len(),
         model.files[0].gguf.source.path().display()
     );
+    if Config::get().hotswap
+        && let Some(obstacle) = model.obstacle()
+    {
+        log::warn!("{}: hot-swap stays off: {obstacle}", model.path.display());
+    } else if own_hotswap == Some(OwnHotSwap::StandsBack) {
+        log::warn!(
+            "{}: the program's own hot-swap stands back: its calls of llama_reload_changed_tensors reload with the drop-in",
+            model.path.display()
+        );
+    }
     MODELS.write().push(model.clone());
     model
 }

@@ -48,6 +48,20 @@ pub fn choose(
     Some(as_mapped(model, instance, found))
 }
 
+/// Whether ik_llama.cpp computes other weights or parameters from a weight as it loads it.
+pub fn is_read_at_load(model: &Model, tensor: usize) -> bool {
+    const PARTS: [&str; 6] = [
+        ".attn_kv_b.",
+        ".attn_k_b.",
+        ".attn_v_b.",
+        ".ffn_gate_inp_s.",
+        "param_sink",
+        ".scale",
+    ];
+    let name = model.name(tensor).to_string_lossy();
+    model.ggml.ops.fused.is_some() && PARTS.iter().any(|part| name.contains(part))
+}
+
 /// Returns why no kernel of this program supports a tensor in another type, if none does.
 /// Backends report that they support element-wise operations for every type, and abort on
 /// most.
@@ -61,6 +75,12 @@ pub fn refuses_type(
         return None;
     }
     let ops = &ggml.ops;
+    if ty.interleave > 1 && (instance.op() == Some(ops.get_rows) || instance.is_shared()) {
+        return Some(format!(
+            "rows are looked up in it, and {} interleaves rows",
+            ty.name()
+        ));
+    }
     let op = match (instance.op(), instance.bound_to_type()) {
         (_, Some(op)) => op,
         // No graph reads it yet: only matrices are certain to be multiplied.
@@ -87,10 +107,16 @@ pub fn refuses_type(
     ))
 }
 
-/// Whether a type is used for matrices of weights: integers, 64-bit floats and the types of
-/// intermediate activations are not.
+/// Whether a type is used for matrices of weights, and every product has a kernel for it. That is
+/// not so for integers, 64-bit floats, the types of intermediate activations, and types of
+/// ik_llama.cpp for which some processors lack kernels.
 fn is_weight_type(ty: &TypeInfo) -> bool {
-    !["i8", "i16", "i32", "i64", "f64", "q8_1", "q8_K"].contains(&ty.name())
+    const OTHERS: [&str; 21] = [
+        "i8", "i16", "i32", "i64", "f64", "q8_1", "q8_K", "q8_0_x4", "q8_1_x4", "q8_2_x4",
+        "q8_K64", "q8_K16", "q8_K32", "q8_KR8", "q8_K128", "i2_s", "q4_0_4x4", "q4_0_4x8",
+        "q4_0_8x8", "bf16_r16", "q8_k_r16",
+    ];
+    !OTHERS.contains(&ty.name())
 }
 
 /// Whether the program keeps a tensor in plain memory although llama.cpp's default for its

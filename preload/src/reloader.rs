@@ -146,13 +146,26 @@ fn poll_files(interval: Duration) {
     }
 }
 
-/// Reloads all models, at a call of the program; returns whether any tensor changed.
-pub fn reload_all() -> bool {
+/// Reloads all models, at a call of the program; returns whether any tensor changed since the last
+/// call. `seen` gets the report of each model.
+pub fn reload_all(seen: impl Fn(&Report)) -> bool {
+    /// The generation at the last call.
+    static LAST: AtomicU64 = AtomicU64::new(0);
     let mut changed = false;
     for model in models::models() {
-        changed |= reload(&model, Trigger::Command).is_ok_and(|report| report.changed());
+        if let Ok(report) = reload(&model, Trigger::Command) {
+            changed |= report.changed();
+            seen(&report);
+        }
     }
-    changed
+    let now = barrier::generation();
+    changed | (LAST.swap(now, Ordering::Relaxed) != now)
+}
+
+/// Whether hot-swap is on, and can swap tensors of any model.
+pub fn swaps_any() -> bool {
+    let can_swap = |model: &Arc<Model>| model.obstacle().is_none();
+    Config::get().hotswap && models::models().iter().any(can_swap)
 }
 
 /// Reloads the changed tensors of one model.

@@ -283,8 +283,9 @@ fn reload() -> bool {
     changed && !failed
 }
 
-/// Logs the tensors that changed or were to change; returns whether any was refused.
-fn log_tensors(report: &Report) -> bool {
+/// Logs the tensors that changed or were to change, in the words that the driver looks for;
+/// returns whether any was refused.
+pub fn log_tensors(report: &Report) -> bool {
     let mut refused = false;
     for tensor in &report.tensors {
         let name = tensor.name.to_string_lossy();

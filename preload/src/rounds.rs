@@ -25,6 +25,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use crate::capability::Capability;
 use crate::loaded::Object;
 use crate::models;
+use crate::own_hotswap::OwnHotSwap;
 use crate::redirect::Redirection;
 
 /// `int llama_perplexity(int argc, char ** argv)`.
@@ -47,7 +48,8 @@ impl Capability for Rounds {
     }
 
     fn start(&self) {
-        if STATE.lock().phase == Phase::None {
+        // A program with a hot-swap of its own serves these files itself.
+        if STATE.lock().phase == Phase::None && OwnHotSwap::find().is_none() {
             log::warn!("{NOT_PERPLEXITY}");
         }
     }

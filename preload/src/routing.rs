@@ -2,8 +2,9 @@
 //!
 //! In llama.cpp's graphs, the routed ids are a view of the sorted scores: `src[2]` of each
 //! `GGML_OP_MUL_MAT_ID`. After a graph is allocated, that view is made to call a function
-//! ([`Ggml::call_at_view`]). The CPU backend calls it when the ids are complete and before any
-//! expert of the layer is read, also when the program uses the graph again.
+//! ([`Ggml::call_at_view`]); in ik_llama.cpp, a node after it ([`UsedWeight::after_ids`]). The CPU
+//! backend calls the function when the ids are complete and before any expert of the layer is
+//! read, also when the program uses the graph again.
 //!
 //! Where a GPU computes the router, and the CPU the experts, the scheduler copies the ids to the
 //! CPU before it lets the CPU evaluate its part of the graph. At that moment the ids are complete
@@ -46,9 +47,11 @@ pub struct Routed<'a> {
     pub hidden: Option<&'a [f32]>,
 }
 
-/// What the ids of a node are for.
+/// What routed ids are for.
 struct Record {
-    /// The node. Compared only.
+    /// The ids.
+    ids: TensorPointer,
+    /// The node that calls the function. Compared only.
     node: usize,
     model: Arc<Model>,
     layer: u32,
@@ -112,7 +115,7 @@ pub unsafe fn watch(
         let known = places[..used].iter().rev().find_map(|place| {
             let mut record = place.lock();
             let record = record.as_mut()?;
-            (record.node == weight.ids as usize).then(|| record.matrices.push(matrix))
+            (record.ids.0 == weight.ids).then(|| record.matrices.push(matrix))
         });
         if known.is_some() {
             continue;
@@ -126,7 +129,9 @@ pub unsafe fn watch(
             if !on_cpu && !is_on_cpu(ggml, sched, weight.ids) {
                 continue;
             }
-            if !ggml.call_at_view(weight.ids, function, std::ptr::from_ref(place).cast()) {
+            let data = std::ptr::from_ref(place).cast();
+            let node = weight.after_ids;
+            if node.is_null() || !ggml.call_at_view(node, function, data) {
                 note_unknown(ggml, name.layer, weight.ids);
                 continue;
             }
@@ -134,7 +139,8 @@ pub unsafe fn watch(
         let of_layer = |input: &&RouterInput| (input.0, input.1) == (model.number, name.layer);
         let hidden = inputs.iter().find(of_layer);
         *place.lock() = Some(Record {
-            node: weight.ids as usize,
+            ids: TensorPointer(weight.ids),
+            node: weight.after_ids as usize,
             layer: name.layer,
             matrices: vec![matrix],
             hidden: hidden.map(|(.., input)| *input),
@@ -246,7 +252,7 @@ pub unsafe fn known(
     // SAFETY: the node is being evaluated: its data is complete, and has the bytes of its
     // extents. So has the input of the router, which the next nodes read.
     unsafe {
-        let Some(ids) = ids_of(ggml, node) else {
+        let Some(ids) = ids_of(ggml, record.ids.0) else {
             return;
         };
         let hidden = record.hidden.filter(|_| ids.tokens == 1);
@@ -288,28 +294,30 @@ pub unsafe fn split_begins(ggml: &Ggml, split: *mut Graph, report: impl Fn(&Rout
     let count = unsafe { (f.ggml_graph_n_nodes)(split) };
     for at in 0..count {
         // SAFETY: as above.
-        let (ids, weight) = unsafe {
+        let (ids, sources) = unsafe {
             let node = (f.ggml_graph_node)(split, at);
-            if layout.read::<i32>(node, layout.op) != ggml.ops.mul_mat_id {
+            let used = ggml.ops.use_of(layout.read(node, layout.op));
+            let Some(ids) = used.ids.map(|at| layout.source(node, at)) else {
                 continue;
-            }
-            let ids: *mut Tensor = layout.read(node, layout.src + 16);
+            };
             // What this part computes has an operation.
             if ids.is_null() || layout.read::<i32>(ids, layout.op) != OP_NONE {
                 continue;
             }
-            (ids, layout.read(node, layout.src))
+            (ids, layout.sources(node))
         };
-        let Some((model, name, address)) = expert(weight) else {
-            continue;
-        };
-        if layer.as_ref().is_none_or(|of| of.0 != ids) {
-            finish(layer.replace((ids, model, name.layer, Matrices::default())));
-        }
-        // SAFETY: as above.
-        let in_place = unsafe { is_at(ggml, weight, address) };
-        if let Some((.., mapped)) = layer.as_mut().filter(|_| in_place) {
-            mapped.insert(name.projection);
+        for weight in sources {
+            let Some((model, name, address)) = expert(weight) else {
+                continue;
+            };
+            if layer.as_ref().is_none_or(|of| of.0 != ids) {
+                finish(layer.replace((ids, model, name.layer, Matrices::default())));
+            }
+            // SAFETY: as above.
+            let in_place = unsafe { is_at(ggml, weight, address) };
+            if let Some((.., mapped)) = layer.as_mut().filter(|_| in_place) {
+                mapped.insert(name.projection);
+            }
         }
     }
     finish(layer);

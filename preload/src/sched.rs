@@ -4,15 +4,17 @@
 //! evaluation for the next when both have the same shape:
 //!
 //! * On the CPU alone, a kept graph reads the descriptors of its weights in each
-//!   evaluation, so that it stays valid after a switch. The exception is a graph with
-//!   *views* of weights that are switched: a view has a copy of the old type and address.
+//!   evaluation, so that it stays valid after a switch. The exceptions are a graph with
+//!   *views* of weights that are switched, because a view has a copy of the old type and address,
+//!   and the graphs of ik_llama.cpp: a node can read two weights, if they have one type.
 //! * With another backend, the graph was split for the weights of that moment: copies of
 //!   them were planned, captured graphs hold their addresses. It must be rebuilt. To split
 //!   it again from here, the drop-in would have to undo the scheduler's changes to it, save
 //!   its inputs, and repeat libllama's settings of single nodes. Instead the drop-in makes
 //!   libllama rebuild the graph: libllama keeps a graph only if its input tensors still
-//!   have the extents that the next batch needs. Before libllama compares them, one extent
-//!   is set to zero.
+//!   have the extents that the next batch needs; in ik_llama.cpp, if it still writes to the
+//!   cache of the context. Before libllama compares them, one of these fields is set to zero
+//!   ([`ComparedField`]).
 //!
 //! "Before libllama compares them" is when libllama reads the size of the buffer of its
 //! results, which it does at the start of every decode and at no other time between an
@@ -31,7 +33,7 @@ use parking_lot::Mutex;
 
 use crate::barrier::{self, ModelSet, SLOTS, Slot};
 use crate::ggml::{Ggml, Graph, Sched};
-use crate::graph::{Backends, CountedInput, GraphReads};
+use crate::graph::{Backends, ComparedField, GraphReads};
 use crate::models::{self, Model};
 
 /// A scheduler of the program, or a backend that is used without one.
@@ -49,15 +51,15 @@ struct State {
     generation: AtomicU64,
     /// The generation in which the program began the decode that may build a graph.
     begun_in: AtomicU64,
-    /// Whether the extent of the graph's input is set to zero.
+    /// Whether the compared field of the graph is set to zero.
     invalidated: AtomicBool,
     graph: Mutex<KeptGraph>,
 }
 
 /// What is known of the graph that a scheduler keeps. Used by the thread that evaluates.
 struct KeptGraph {
-    input: Option<CountedInput>,
-    /// The extent that was set to zero before the graph was dropped.
+    compared: Option<ComparedField>,
+    /// The tokens of the graph that was dropped with its compared field set to zero.
     rebuilding: Option<i64>,
     /// Whether it is known if the program rebuilds it.
     tried: bool,
@@ -65,7 +67,7 @@ struct KeptGraph {
 
 impl KeptGraph {
     const NONE: KeptGraph = KeptGraph {
-        input: None,
+        compared: None,
         rebuilding: None,
         tried: false,
     };
@@ -215,8 +217,8 @@ impl Scheduler {
         {
             let mut graph = self.state.graph.lock();
             let invalidated = self.state.invalidated.swap(false, Ordering::Relaxed);
-            let extent = graph.input.take().map(|input| input.extent);
-            graph.rebuilding = extent.filter(|_| invalidated);
+            let tokens = graph.compared.take().map(|compared| compared.tokens);
+            graph.rebuilding = tokens.filter(|_| invalidated);
         }
         self.slot.keeps_graph.store(false, Ordering::SeqCst);
         self.begin();
@@ -304,31 +306,31 @@ impl Scheduler {
         }
         let graph = self.state.graph.lock();
         let stale = self.is_stale();
-        if let Some(input) = graph.input
+        if let Some(field) = graph.compared
             && (stale || barrier::is_pending() || !graph.tried)
             && !flag(&self.state.invalidated)
         {
             let layout = &self.ggml().layout;
             // SAFETY: the program keeps the graph, and its thread is here and not in it.
             unsafe {
-                if layout.read::<i64>(input.tensor, layout.ne) == input.extent {
-                    layout.write(input.tensor, layout.ne, 0i64);
+                if layout.read::<i64>(field.tensor, field.offset) == field.value {
+                    layout.write(field.tensor, field.offset, 0i64);
                     self.state.invalidated.store(true, Ordering::Relaxed);
                 }
             }
         }
     }
 
-    /// Restores the extent of an input: the program kept the graph all the same.
+    /// Restores the compared field: the program kept the graph all the same.
     fn restore_if_invalidated(self) {
         if !self.state.invalidated.swap(false, Ordering::Relaxed) {
             return;
         }
         let mut graph = self.state.graph.lock();
-        if let Some(input) = graph.input {
+        if let Some(field) = graph.compared {
             let layout = &self.ggml().layout;
             // SAFETY: the program is about to evaluate the graph that it kept.
-            unsafe { layout.write(input.tensor, layout.ne, input.extent) };
+            unsafe { layout.write(field.tensor, field.offset, field.value) };
             graph.tried = true;
             self.slot.can_rebuild.store(false, Ordering::SeqCst);
         }
@@ -363,20 +365,21 @@ impl Scheduler {
             .copied()
             .for_each(models::note_kept_view);
         let mut known = self.state.graph.lock();
-        if let Some(extent) = known.rebuilding.take() {
+        if let Some(tokens) = known.rebuilding.take() {
             // Another number of tokens would have made a new graph anyway.
-            if reads.input.is_some_and(|input| input.extent == extent) {
+            if reads.compared.is_some_and(|field| field.tokens == tokens) {
                 REBUILT.fetch_add(1, Ordering::Relaxed);
                 known.tried = true;
                 self.slot.can_rebuild.store(true, Ordering::SeqCst);
             }
         }
-        known.input = reads.input;
+        known.compared = reads.compared;
         self.state.invalidated.store(false, Ordering::Relaxed);
-        let stays_valid = backends.on_cpu && !views_weights;
+        let can_stay = backends.on_cpu && ggml.ops.fused.is_none();
+        let stays_valid = can_stay && !views_weights;
         self.slot.stays_valid.store(stays_valid, Ordering::SeqCst);
         let unless_viewed = &self.slot.stays_valid_unless_viewed;
-        unless_viewed.store(backends.on_cpu, Ordering::SeqCst);
+        unless_viewed.store(can_stay, Ordering::SeqCst);
         self.slot.set_reads(found.reads);
         // A view copied the type of its weight when the program made it.
         let built_in = match views_weights {

@@ -352,7 +352,11 @@ impl Store for ProgramStore<'_> {
             placement::choose(model, instance, &ne, new_data.ty, on_host).is_some()
         };
         let mut instances = tensor.instances.iter();
-        let reason = if !ggml.knows(new_data.ty) {
+        let reason = if let Some(obstacle) = model.obstacle() {
+            obstacle
+        } else if placement::is_read_at_load(model, new_data.tensor) {
+            "the program computed other weights from it as it loaded it: start it again".into()
+        } else if !ggml.knows(new_data.ty) {
             format!("this program's ggml does not know the type {name}")
         } else if tensor.instances.iter().any(Instance::has_kept_view) {
             "the program keeps views of it, which a swap would not change".into()

@@ -54,6 +54,8 @@ pub enum Program {
     CTwoThreads,
     /// The same as `C`, built with ThreadSanitizer.
     CThreadSanitizer,
+    /// ik_llama.cpp in Python, with options that `hosts/python/ik_llama.py` lists.
+    IkLlama(&'static [&'static str]),
     /// A stand-in for libllama that keeps its graph; `hosts/c/small_host.c` lists its commands.
     /// Whether it reserves memory before its first evaluation.
     Small(bool),
@@ -131,6 +133,11 @@ impl Program {
                     .arg(model)
                     .env("LLAMA_CPP_LIB_PATH", llama_cpp(""));
             }
+            Program::IkLlama(options) => {
+                command = Command::new(ik_llama_file("bin/python"));
+                command.arg(hosts.join("python/ik_llama.py")).arg(model);
+                command.args(options);
+            }
             Program::C | Program::CTwoThreads | Program::CThreadSanitizer => {
                 let folder = match self {
                     Program::CThreadSanitizer => "hosts-c-tsan",
@@ -162,6 +169,19 @@ fn on_software_device(command: &mut Command) {
         .env("LD_LIBRARY_PATH", vulkan.join("lib"))
         .env("GGML_VK_VISIBLE_DEVICES", "0")
         .env("MESA_SHADER_CACHE_DIR", vulkan.join("shaders"));
+}
+
+/// A file of ik_llama.cpp with its Python bindings.
+///
+/// Panics with the command that makes it when it is not there.
+pub fn ik_llama_file(path: &str) -> PathBuf {
+    let path = cache().join("ik-llama").join(path);
+    assert!(
+        path.exists(),
+        "{} is missing: run 'cargo xtask hosts' first",
+        path.display()
+    );
+    path
 }
 
 /// The drop-in library, in its release build.

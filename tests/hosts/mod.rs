@@ -5,9 +5,11 @@ pub mod servers;
 pub mod simulated;
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
+use llama_sidecar::gguf::{Access, GgufFile};
 use serde_json::Value;
 use testkit::fixtures::{cache, fixture};
 use testkit::host::{DropIn, Host, Program, Transcript, replace};
@@ -26,6 +28,31 @@ pub fn copied(name: &str) -> (tempfile::TempDir, PathBuf) {
     let path = folder.path().join("model.gguf");
     replace(&path, &fixture(name));
     (folder, path)
+}
+
+/// A copy of a fixture in which bytes of one tensor differ.
+pub fn other_bytes(folder: &Path, name: &str, tensor: &std::ffi::CStr) -> PathBuf {
+    let path = folder.join("other-bytes.gguf");
+    std::fs::copy(fixture(name), &path).expect("free space");
+    let gguf = GgufFile::open(&path, Access::Read).expect("a model");
+    let info = gguf.header.find(tensor).expect("a tensor of this name");
+    exchange_blocks(&path, info);
+    path
+}
+
+/// Lets neighbouring blocks of a tensor change places: valid blocks, other weights.
+pub fn exchange_blocks(path: &Path, tensor: usize) {
+    let gguf = GgufFile::open(path, Access::Read).expect("a model");
+    let info = &gguf.header.tensors[tensor];
+    let mut bytes = vec![0; info.nbytes as usize];
+    gguf.source.read_at(&mut bytes, info.offset).expect("bytes");
+    for pair in bytes.chunks_exact_mut(2 * info.ty.bytes as usize) {
+        let (left, right) = pair.split_at_mut(info.ty.bytes as usize);
+        left.swap_with_slice(right);
+    }
+    let file = std::fs::OpenOptions::new().write(true).open(path);
+    let file = file.expect("our own copy");
+    file.write_all_at(&bytes, info.offset).expect("free space");
 }
 
 /// What a new process writes with a file. It is written once for each program and fixture.

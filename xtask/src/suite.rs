@@ -112,6 +112,7 @@ const CHECKS: &[Check] = &[
     Check::new("the same with other models", || {
         simulated_tests("dropin_postfetch_models")
     }),
+    Check::new("drop-in in ik_llama.cpp", || dropin_tests("ik_llama")),
     Check::new("drop-in with nothing enabled", || dropin_tests("idle")),
     Check::new("the command with real hosts", || dropin_tests("command")),
     Check {

@@ -1,6 +1,7 @@
 //! A view that calls a function when it is evaluated.
 //!
-//! A view has no work to do: its operation is skipped. With the operation and the parameters
+//! A view has no work to do: its operation is skipped. In ik_llama.cpp, tensors of another shape
+//! count as views, too. With the operation and the parameters
 //! of `ggml_map_custom1_inplace`, the CPU backend calls a function in its place, at the moment
 //! when the viewed data is complete. Data, memory and the other nodes of the graph stay as they
 //! are. The numbers of the operation and the positions of its parameters are read from a node
@@ -9,7 +10,7 @@
 use std::ffi::{c_int, c_void};
 
 use super::sys::{Callback, Tensor};
-use super::{Ggml, InitParams};
+use super::{FusedOps, Ggml, InitParams};
 
 /// The most bytes of parameters (`GGML_MAX_OP_PARAMS`).
 const PARAMETERS: usize = 64;
@@ -107,7 +108,8 @@ impl Ggml {
             let parameters = node.cast::<u8>().add(custom.at);
             let called: usize = parameters.cast::<usize>().read_unaligned();
             let ours = op == custom.op && called == function as usize;
-            if op != self.ops.view && !ours {
+            let reshapes = |fused: FusedOps| op == fused.reshape;
+            if op != self.ops.view && !self.ops.fused.is_some_and(reshapes) && !ours {
                 return false;
             }
             let template = custom.parameters.as_ptr();

@@ -6,7 +6,7 @@
 
 use std::ffi::c_int;
 
-use super::sys::{Context, Functions, InitParams, Tensor};
+use super::sys::{Context, Functions, FusedMakers, InitParams, Tensor};
 
 /// `GGML_MAX_NAME`.
 const NAME_BYTES: usize = 64;
@@ -57,6 +57,47 @@ pub struct Ops {
     pub get_rows: i32,
     /// `GGML_OP_VIEW`.
     pub view: i32,
+    /// Operations of ik_llama.cpp; `None` in another ggml.
+    pub fused: Option<FusedOps>,
+}
+
+/// Numbers of operations in ik_llama.cpp, where one node does the work of several, and the CPU
+/// computes several nodes at once if their operations have a certain order.
+#[derive(Debug, Clone, Copy)]
+pub struct FusedOps {
+    /// `GGML_OP_FUSED_UP_GATE`: up and gate, of one type, multiply one input.
+    pub up_gate: i32,
+    /// `GGML_OP_MOE_FUSED_UP_GATE`: the same with routed experts.
+    pub moe_up_gate: i32,
+    /// `GGML_OP_MUL_MULTI_ADD`: outputs of experts times gate weights, added.
+    pub mul_multi_add: i32,
+    /// `GGML_OP_CPY`.
+    pub cpy: i32,
+    /// `GGML_OP_RESHAPE`.
+    pub reshape: i32,
+}
+
+/// How an operation uses its sources.
+#[derive(Debug, Clone, Copy)]
+pub struct Use {
+    /// The operation, or the operation that does the same with a single weight.
+    pub op: i32,
+    /// The source that a matrix product multiplies with its weights.
+    pub input: usize,
+    /// The source with routed ids, for a product of experts.
+    pub ids: Option<usize>,
+}
+
+impl Ops {
+    /// Returns how an operation uses its sources.
+    pub fn use_of(&self, op: i32) -> Use {
+        let (op, input, ids) = match self.fused {
+            Some(fused) if op == fused.moe_up_gate => (self.mul_mat_id, 2, Some(3)),
+            Some(fused) if op == fused.up_gate => (self.mul_mat, 2, None),
+            _ => (op, 1, (op == self.mul_mat_id).then_some(2)),
+        };
+        Use { op, input, ids }
+    }
 }
 
 impl TensorLayout {
@@ -81,22 +122,35 @@ impl TensorLayout {
         unsafe { tensor.byte_add(offset).cast::<T>().write_unaligned(value) }
     }
 
+    /// Returns a source tensor of a node, or null.
+    ///
+    /// # Safety
+    ///
+    /// As for reading.
+    pub unsafe fn source(&self, node: *const Tensor, number: usize) -> *mut Tensor {
+        // SAFETY: as the caller ensures.
+        unsafe { self.read(node, self.src + number * size_of::<*mut Tensor>()) }
+    }
+
     /// Returns the source tensors of a node that are not null.
     ///
     /// # Safety
     ///
     /// As for reading.
     pub unsafe fn sources(&self, node: *const Tensor) -> impl Iterator<Item = *mut Tensor> {
-        let (layout, first) = (*self, self.src);
+        let layout = *self;
         (0..self.src_count)
             // SAFETY: as the caller ensures.
-            .map(move |i| unsafe { layout.read::<*mut Tensor>(node, first + i * 8) })
+            .map(move |number| unsafe { layout.source(node, number) })
             .filter(|source| !source.is_null())
     }
 }
 
 /// Finds the offsets, or returns the name of a field that is unclear.
-pub fn probe(f: &Functions) -> Result<(TensorLayout, Ops), &'static str> {
+pub fn probe(
+    f: &Functions,
+    makers: Option<&FusedMakers>,
+) -> Result<(TensorLayout, Ops), &'static str> {
     // SAFETY: takes nothing.
     let size = unsafe { (f.ggml_tensor_overhead)() } * TENSORS;
     // Allocated here, so that every byte that is read has a value.
@@ -113,7 +167,7 @@ pub fn probe(f: &Functions) -> Result<(TensorLayout, Ops), &'static str> {
         if context.is_null() {
             return Err("no context");
         }
-        let found = probe_in(f, context);
+        let found = probe_in(f, makers, context);
         (f.ggml_free)(context);
         found
     }
@@ -124,11 +178,15 @@ pub fn probe(f: &Functions) -> Result<(TensorLayout, Ops), &'static str> {
 /// `context` is live and has memory for [`TENSORS`] tensors.
 unsafe fn probe_in(
     f: &Functions,
+    makers: Option<&FusedMakers>,
     context: *mut Context,
 ) -> Result<(TensorLayout, Ops), &'static str> {
     const F32: c_int = 0;
     const F16: c_int = 1;
     const I32: c_int = 26;
+    const Q8_0: c_int = 8;
+    /// `GGML_UNARY_OP_SILU` of ik_llama.cpp.
+    const SILU: c_int = 10;
     // SAFETY: the context is live; every tensor read below is followed by another one,
     // so that `overhead` bytes from its start are within the context.
     unsafe {
@@ -173,6 +231,19 @@ unsafe fn probe_in(
         let index = new(I32, [4, 1, 1, 1]);
         let rows = (f.ggml_get_rows)(context, flat, index);
         let row = (f.ggml_view_1d)(context, flat, 32, 0);
+        let fused = makers.map(|make| {
+            let quantised = new(Q8_0, [32, 8, 1, 1]);
+            let experts = new(Q8_0, [32, 8, 4, 1]);
+            let outputs = new(F32, [32, 4, 2, 1]);
+            let gates = new(F32, [1, 4, 2, 1]);
+            [
+                (make.up_gate)(context, quantised, quantised, flat, SILU),
+                (make.moe_up_gate)(context, experts, experts, activations, ids, SILU),
+                (make.mul_multi_add)(context, outputs, gates),
+                (f.ggml_cpy)(context, flat, flat),
+                (f.ggml_reshape_3d)(context, flat, 32, 4, 2),
+            ]
+        });
         let end = new(F32, [1, 1, 1, 1]);
 
         let pointer = |to: *mut Tensor| (to as usize).to_ne_bytes();
@@ -229,6 +300,7 @@ unsafe fn probe_in(
         let number_of = |tensor: &Vec<u8>| number(tensor, op);
         let [add, mul, mul_mat, mul_mat_id, get_rows] = made.each_ref().map(number_of);
         let view = number_of(&bytes(row));
+        let fused = fused.map(|made| made.map(|tensor| number_of(&bytes(tensor))));
         Ok((
             TensorLayout {
                 ty,
@@ -250,6 +322,15 @@ unsafe fn probe_in(
                 mul_mat_id,
                 get_rows,
                 view,
+                fused: fused.map(
+                    |[up_gate, moe_up_gate, mul_multi_add, cpy, reshape]| FusedOps {
+                        up_gate,
+                        moe_up_gate,
+                        mul_multi_add,
+                        cpy,
+                        reshape,
+                    },
+                ),
             },
         ))
     }

@@ -13,10 +13,13 @@ use crate::journal;
 
 mod custom;
 mod layout;
+mod one_device;
 mod sys;
 
 use custom::Custom;
+pub use layout::FusedOps;
 use layout::{Ops, TensorLayout};
+pub use one_device::is_other;
 pub use sys::*;
 
 /// One copy of ggml. Never freed.
@@ -59,8 +62,8 @@ impl Ggml {
     /// after logging the reason once.
     pub fn resolve(symbol: &dyn Fn(&CStr) -> *mut c_void) -> Option<&'static Ggml> {
         static COPIES: Mutex<Vec<&'static Ggml>> = Mutex::new(Vec::new());
-        let functions = match Functions::resolve(symbol) {
-            Ok(functions) => functions,
+        let (functions, makers) = match resolve(symbol) {
+            Ok(found) => found,
             Err(missing) => {
                 passive(format_args!(
                     "this program's ggml has no function '{missing}': it is too old, too new or another library of that name"
@@ -73,7 +76,7 @@ impl Ggml {
         if let Some(known) = copies.iter().find(same) {
             return Some(known);
         }
-        match layout::probe(&functions) {
+        match layout::probe(&functions, makers.as_ref()) {
             Ok((layout, ops)) => {
                 journal::note(|| {
                     let (path, version) = about(symbol, &functions);
@@ -104,6 +107,7 @@ impl Ggml {
     /// Whether this copy has a type of the same name and layout.
     pub fn knows(&self, ty: &TypeInfo) -> bool {
         let id = ty.id as c_int;
+        let row_bytes = ty.row_bytes(ty.block);
         // SAFETY: ggml_type_name takes any number; the others are only called for a type
         // that has the expected name.
         unsafe {
@@ -112,6 +116,7 @@ impl Ggml {
                 && CStr::from_ptr(name) == ty.c_name()
                 && (self.f.ggml_type_size)(id) as u64 == ty.bytes
                 && (self.f.ggml_blck_size)(id) as u64 == ty.block
+                && Some((self.f.ggml_row_size)(id, ty.block as i64) as u64) == row_bytes
         }
     }
 
@@ -239,6 +244,13 @@ impl Ggml {
         TensorStruct(memory)
     }
 
+    /// Makes the struct of a tensor of this type and shape; `None` when there is no memory.
+    fn tensor_struct(&'static self, ty: i32, ne: &[i64]) -> Option<TensorStruct> {
+        let context = self.context(1)?;
+        // SAFETY: a new tensor of this copy.
+        Some(unsafe { self.copy_struct(context.tensor(ty, ne)) })
+    }
+
     /// Gives a tensor the memory of another one of the same type and shape.
     ///
     /// # Safety
@@ -302,8 +314,9 @@ pub struct OwnBuffer {
     buffer: *mut Buffer,
     /// The size in bytes.
     size: u64,
-    /// The context of its tensor: some backends keep pointers to the tensor.
-    context: OwnContext,
+    /// Its tensor: some backends keep pointers to it. It is in no context, of which ik_llama.cpp has
+    /// at most 64.
+    tensor: TensorStruct,
 }
 
 // SAFETY: ggml ties no buffer to a thread.
@@ -327,19 +340,19 @@ impl OwnBuffer {
         name: &CStr,
     ) -> Result<(OwnBuffer, *mut Tensor), u64> {
         let size = OwnBuffer::size_for(ggml, buft, ty, ne)?;
-        let context = ggml.context(1).ok_or(0u64)?;
+        let tensor = ggml.tensor_struct(ty, ne).ok_or(0u64)?;
         // SAFETY: a live buffer type.
         let buffer = unsafe { (ggml.f.ggml_backend_buft_alloc_buffer)(buft, size as usize) };
         if buffer.is_null() {
             return Err(size);
         }
-        let own = OwnBuffer {
+        let mut own = OwnBuffer {
             ggml,
             buffer,
             size,
-            context,
+            tensor,
         };
-        let tensor = own.place_tensor(ty, ne, name);
+        let tensor = own.place_tensor(name);
         // SAFETY: a live buffer.
         unsafe {
             (ggml.f.ggml_backend_buffer_set_usage)(buffer, USAGE_WEIGHTS);
@@ -355,8 +368,8 @@ impl OwnBuffer {
     /// No tensor uses the buffer any more.
     pub fn reuse(self, ty: i32, ne: &[i64], name: &CStr) -> Result<(OwnBuffer, *mut Tensor), u64> {
         let mut own = self;
-        own.context = own.ggml.context(1).ok_or(0u64)?;
-        let tensor = own.place_tensor(ty, ne, name);
+        own.tensor = own.ggml.tensor_struct(ty, ne).ok_or(0u64)?;
+        let tensor = own.place_tensor(name);
         Ok((own, tensor))
     }
 
@@ -373,9 +386,9 @@ impl OwnBuffer {
         Ok(unsafe { (ggml.f.ggml_backend_buft_get_alloc_size)(buft, tensor) } as u64)
     }
 
-    /// Makes a tensor at the start of the buffer.
-    fn place_tensor(&self, ty: i32, ne: &[i64], name: &CStr) -> *mut Tensor {
-        let (f, tensor) = (&self.ggml.f, self.context.tensor(ty, ne));
+    /// Places its tensor at the start of the buffer.
+    fn place_tensor(&mut self, name: &CStr) -> *mut Tensor {
+        let (f, tensor) = (&self.ggml.f, self.tensor.tensor());
         // SAFETY: the tensor is new and not shared; the buffer is live and has the size that its
         // type returns for the tensor.
         unsafe {
@@ -435,6 +448,17 @@ fn use_huge_pages(start: usize, len: usize) {
         // SAFETY: within the buffer; the advice changes no byte.
         unsafe { libc::madvise(first as *mut c_void, end - first, libc::MADV_HUGEPAGE) };
     }
+}
+
+/// Finds the functions of a copy of ggml, or returns the name of one that is missing.
+fn resolve(
+    symbol: &dyn Fn(&CStr) -> *mut c_void,
+) -> Result<(Functions, Option<FusedMakers>), &'static str> {
+    let functions = Functions::resolve(symbol)?;
+    if !has_devices(symbol) {
+        one_device::prepare(symbol)?;
+    }
+    Ok((functions, FusedMakers::resolve(symbol)?))
 }
 
 /// Returns the file of a copy of ggml, and its version.

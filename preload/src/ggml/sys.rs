@@ -4,6 +4,8 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 
+use super::one_device;
+
 /// Opaque types of ggml.
 macro_rules! opaque {
     ($($(#[$doc:meta])* $name:ident)*) => {
@@ -56,6 +58,59 @@ pub type GraphView = unsafe extern "C-unwind" fn(*mut Graph, c_int, c_int) -> Gr
 /// `ggml_custom1_op_t`: result, operand, number of the thread, number of threads, user data.
 pub type Callback = unsafe extern "C" fn(*mut Tensor, *const Tensor, c_int, c_int, *mut c_void);
 
+/// Functions of ik_llama.cpp that make nodes which read several weights.
+pub struct FusedMakers {
+    /// `ggml_fused_up_gate`: up, gate, input, kind of activation.
+    pub up_gate: unsafe extern "C-unwind" fn(
+        *mut Context,
+        *mut Tensor,
+        *mut Tensor,
+        *mut Tensor,
+        c_int,
+    ) -> *mut Tensor,
+    /// `ggml_moe_up_gate`: up, gate, input, ids, kind of activation.
+    pub moe_up_gate: unsafe extern "C-unwind" fn(
+        *mut Context,
+        *mut Tensor,
+        *mut Tensor,
+        *mut Tensor,
+        *mut Tensor,
+        c_int,
+    ) -> *mut Tensor,
+    /// `ggml_mul_multi_add`: outputs of experts, gate weights.
+    pub mul_multi_add:
+        unsafe extern "C-unwind" fn(*mut Context, *mut Tensor, *mut Tensor) -> *mut Tensor,
+}
+
+impl FusedMakers {
+    /// Finds the functions; `None` in a ggml other than ik_llama.cpp's. The error is the name of
+    /// a function that is missing.
+    pub fn resolve(
+        symbol: &dyn Fn(&CStr) -> *mut c_void,
+    ) -> Result<Option<FusedMakers>, &'static str> {
+        let up_gate = symbol(c"ggml_fused_up_gate");
+        let moe_up_gate = symbol(c"ggml_moe_up_gate");
+        let mul_multi_add = symbol(c"ggml_mul_multi_add");
+        if has_devices(symbol) || moe_up_gate.is_null() {
+            return Ok(None);
+        }
+        if up_gate.is_null() {
+            return Err("ggml_fused_up_gate");
+        }
+        if mul_multi_add.is_null() {
+            return Err("ggml_mul_multi_add");
+        }
+        // SAFETY: ik_llama.cpp's ggml.h gives the functions of these names these types.
+        unsafe {
+            Ok(Some(FusedMakers {
+                up_gate: std::mem::transmute_copy(&up_gate),
+                moe_up_gate: std::mem::transmute_copy(&moe_up_gate),
+                mul_multi_add: std::mem::transmute_copy(&mul_multi_add),
+            }))
+        }
+    }
+}
+
 /// `GGML_TYPE_F32`.
 pub const F32: c_int = 0;
 /// `GGML_TYPE_I32`.
@@ -79,7 +134,7 @@ pub const STATUS_SUCCESS: u32 = 0;
 pub const STATUS_FAILED: usize = -1i32 as u32 as usize;
 
 macro_rules! functions {
-    ($($name:ident($($argument:ty),*) $(-> $result:ty)?;)*) => {
+    ($($name:ident($($argument:ty),*) $(-> $result:ty)? $(= $stand_in:path)?;)*) => {
         /// Public functions of ggml, found through the object that uses it.
         #[allow(missing_docs, reason = "documented in ggml's headers")]
         pub struct Functions {
@@ -87,30 +142,39 @@ macro_rules! functions {
         }
 
         impl Functions {
-            /// Finds all functions, or returns the name of one that is missing.
+            /// Finds all functions, or returns the name of one that is missing. A ggml without
+            /// devices gets the functions of [`one_device`].
             pub fn resolve(
                 symbol: &dyn Fn(&CStr) -> *mut c_void,
             ) -> Result<Functions, &'static str> {
+                let has_devices = has_devices(symbol);
                 Ok(Functions {
                     $($name: {
-                        let name = concat!(stringify!($name), "\0");
-                        let name = CStr::from_bytes_with_nul(name.as_bytes()).expect("one NUL");
-                        let found = symbol(name);
-                        if found.is_null() {
-                            return Err(stringify!($name));
-                        }
-                        // SAFETY: ggml's headers give the function of this name this type.
-                        unsafe {
-                            std::mem::transmute::<
-                                *mut c_void,
-                                unsafe extern "C-unwind" fn($($argument),*) $(-> $result)?,
-                            >(found)
+                        type Function = unsafe extern "C-unwind" fn($($argument),*) $(-> $result)?;
+                        let stand_in: &[Function] = &[$($stand_in)?];
+                        match stand_in.first() {
+                            Some(stand_in) if !has_devices => *stand_in,
+                            _ => {
+                                let name = concat!(stringify!($name), "\0");
+                                let name = CStr::from_bytes_with_nul(name.as_bytes());
+                                let found = symbol(name.expect("one NUL"));
+                                if found.is_null() {
+                                    return Err(stringify!($name));
+                                }
+                                // SAFETY: ggml's headers give the function of this name this type.
+                                unsafe { std::mem::transmute::<*mut c_void, Function>(found) }
+                            }
                         }
                     },)*
                 })
             }
         }
     };
+}
+
+/// Whether a ggml has functions for devices, as llama.cpp's has since late 2024.
+pub fn has_devices(symbol: &dyn Fn(&CStr) -> *mut c_void) -> bool {
+    !symbol(c"ggml_backend_dev_type").is_null()
 }
 
 functions! {
@@ -132,11 +196,14 @@ functions! {
     ggml_mul_mat(*mut Context, *mut Tensor, *mut Tensor) -> *mut Tensor;
     ggml_mul_mat_id(*mut Context, *mut Tensor, *mut Tensor, *mut Tensor) -> *mut Tensor;
     ggml_get_rows(*mut Context, *mut Tensor, *mut Tensor) -> *mut Tensor;
+    ggml_cpy(*mut Context, *mut Tensor, *mut Tensor) -> *mut Tensor;
+    ggml_reshape_3d(*mut Context, *mut Tensor, i64, i64, i64) -> *mut Tensor;
     ggml_map_custom1_inplace(*mut Context, *mut Tensor, Callback, c_int, *mut c_void) -> *mut Tensor;
     ggml_op_name(c_int) -> *const c_char;
     ggml_type_name(c_int) -> *const c_char;
     ggml_type_size(c_int) -> usize;
     ggml_blck_size(c_int) -> i64;
+    ggml_row_size(c_int, i64) -> usize;
     ggml_new_graph_custom(*mut Context, usize, bool) -> *mut Graph;
     ggml_graph_overhead_custom(usize, bool) -> usize;
     ggml_build_forward_expand(*mut Graph, *mut Tensor);
@@ -150,31 +217,31 @@ functions! {
     ggml_backend_buffer_set_usage(*mut Buffer, c_int);
     ggml_backend_buft_alloc_buffer(*mut BufferType, usize) -> *mut Buffer;
     ggml_backend_buft_get_alloc_size(*mut BufferType, *const Tensor) -> usize;
-    ggml_backend_buft_get_device(*mut BufferType) -> *mut Device;
+    ggml_backend_buft_get_device(*mut BufferType) -> *mut Device = one_device::buft_get_device;
     ggml_backend_buft_is_host(*mut BufferType) -> bool;
     ggml_backend_buft_name(*mut BufferType) -> *const c_char;
     ggml_backend_cpu_buffer_type() -> *mut BufferType;
     ggml_backend_tensor_alloc(*mut Buffer, *mut Tensor, *mut c_void) -> c_int;
     ggml_backend_tensor_set(*mut Tensor, *const c_void, usize, usize);
     ggml_backend_tensor_get(*const Tensor, *mut c_void, usize, usize);
-    ggml_backend_dev_type(*mut Device) -> c_int;
-    ggml_backend_dev_memory(*mut Device, *mut usize, *mut usize);
-    ggml_backend_dev_supports_op(*mut Device, *const Tensor) -> bool;
-    ggml_backend_dev_buffer_type(*mut Device) -> *mut BufferType;
-    ggml_backend_dev_host_buffer_type(*mut Device) -> *mut BufferType;
-    ggml_backend_dev_backend_reg(*mut Device) -> *mut Registration;
-    ggml_backend_reg_get_proc_address(*mut Registration, *const c_char) -> *mut c_void;
-    ggml_backend_get_device(*mut Backend) -> *mut Device;
-    ggml_backend_reg_name(*mut Registration) -> *const c_char;
-    ggml_backend_dev_init(*mut Device, *const c_char) -> *mut Backend;
+    ggml_backend_dev_type(*mut Device) -> c_int = one_device::dev_type;
+    ggml_backend_dev_memory(*mut Device, *mut usize, *mut usize) = one_device::dev_memory;
+    ggml_backend_dev_supports_op(*mut Device, *const Tensor) -> bool = one_device::dev_supports_op;
+    ggml_backend_dev_buffer_type(*mut Device) -> *mut BufferType = one_device::dev_buffer_type;
+    ggml_backend_dev_host_buffer_type(*mut Device) -> *mut BufferType = one_device::dev_buffer_type;
+    ggml_backend_dev_backend_reg(*mut Device) -> *mut Registration = one_device::dev_backend_reg;
+    ggml_backend_reg_get_proc_address(*mut Registration, *const c_char) -> *mut c_void = one_device::reg_get_proc_address;
+    ggml_backend_get_device(*mut Backend) -> *mut Device = one_device::get_device;
+    ggml_backend_reg_name(*mut Registration) -> *const c_char = one_device::reg_name;
+    ggml_backend_dev_init(*mut Device, *const c_char) -> *mut Backend = one_device::dev_init;
     ggml_backend_free(*mut Backend);
     ggml_backend_synchronize(*mut Backend);
     ggml_backend_graph_compute(*mut Backend, *mut Graph) -> c_int;
     ggml_backend_tensor_get_async(*mut Backend, *const Tensor, *mut c_void, usize, usize);
     ggml_backend_tensor_set_async(*mut Backend, *mut Tensor, *const c_void, usize, usize);
-    ggml_backend_event_new(*mut Device) -> *mut Event;
+    ggml_backend_event_new(*mut Device) -> *mut Event = one_device::event_new;
     ggml_backend_event_free(*mut Event);
-    ggml_backend_event_record(*mut Event, *mut Backend);
+    ggml_backend_event_record(*mut Event, *mut Backend) = one_device::event_record;
     ggml_backend_event_synchronize(*mut Event);
     ggml_backend_event_wait(*mut Backend, *mut Event);
     ggml_backend_sched_synchronize(*mut Sched);

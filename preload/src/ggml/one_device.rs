@@ -1,0 +1,119 @@
+//! Functions for devices in a ggml that has none (ik_llama.cpp).
+//!
+//! Such a ggml has backends and buffer types only. Here the backend of the CPU and buffer types
+//! of host memory belong to one device, the CPU. All others belong to one device of a type that
+//! no capability uses: what a GPU holds and computes is left alone there.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::OnceLock;
+
+use super::sys::{
+    Backend, BufferType, DEVICE_CPU, Device, Event, LAST_PLAIN_DEVICE, Registration, Tensor,
+};
+
+/// Functions of ggml that tell the CPU from the rest. Each copy of ggml has them, and they work
+/// with objects of every copy.
+struct Known {
+    backend_is_cpu: unsafe extern "C-unwind" fn(*mut Backend) -> bool,
+    buffer_type_is_host: unsafe extern "C-unwind" fn(*mut BufferType) -> bool,
+}
+
+static KNOWN: OnceLock<Known> = OnceLock::new();
+
+/// The addresses of the two devices.
+static DEVICES: [u8; 2] = [0; 2];
+
+/// Finds what the functions need; returns the name of a function that is missing.
+pub fn prepare(symbol: &dyn Fn(&CStr) -> *mut c_void) -> Result<(), &'static str> {
+    let backend_is_cpu = symbol(c"ggml_backend_is_cpu");
+    let buffer_type_is_host = symbol(c"ggml_backend_buft_is_host");
+    if backend_is_cpu.is_null() {
+        return Err("ggml_backend_is_cpu");
+    }
+    if buffer_type_is_host.is_null() {
+        return Err("ggml_backend_buft_is_host");
+    }
+    // SAFETY: ggml-backend.h gives the functions of these names these types.
+    KNOWN.get_or_init(|| unsafe {
+        Known {
+            backend_is_cpu: std::mem::transmute::<
+                *mut c_void,
+                unsafe extern "C-unwind" fn(*mut Backend) -> bool,
+            >(backend_is_cpu),
+            buffer_type_is_host: std::mem::transmute::<
+                *mut c_void,
+                unsafe extern "C-unwind" fn(*mut BufferType) -> bool,
+            >(buffer_type_is_host),
+        }
+    });
+    Ok(())
+}
+
+/// Whether a device stands for all that are not the CPU.
+pub fn is_other(device: *mut Device) -> bool {
+    device == device_at(1)
+}
+
+fn device_at(place: usize) -> *mut Device {
+    std::ptr::from_ref(&DEVICES[place]).cast_mut().cast()
+}
+
+fn device(is_cpu: impl FnOnce(&Known) -> bool) -> *mut Device {
+    device_at(usize::from(!KNOWN.get().is_some_and(is_cpu)))
+}
+
+pub unsafe extern "C-unwind" fn get_device(backend: *mut Backend) -> *mut Device {
+    // SAFETY: the argument of the call.
+    device(|known| unsafe { (known.backend_is_cpu)(backend) })
+}
+
+pub unsafe extern "C-unwind" fn buft_get_device(buft: *mut BufferType) -> *mut Device {
+    // SAFETY: the argument of the call.
+    device(|known| unsafe { (known.buffer_type_is_host)(buft) })
+}
+
+pub unsafe extern "C-unwind" fn dev_type(device: *mut Device) -> c_int {
+    match is_other(device) {
+        true => LAST_PLAIN_DEVICE + 1,
+        false => DEVICE_CPU,
+    }
+}
+
+/// The CPU of such a ggml supports all operations, or aborts.
+pub unsafe extern "C-unwind" fn dev_supports_op(device: *mut Device, _: *const Tensor) -> bool {
+    !is_other(device)
+}
+
+/// Reports no figures.
+pub unsafe extern "C-unwind" fn dev_memory(_: *mut Device, _: *mut usize, _: *mut usize) {}
+
+pub unsafe extern "C-unwind" fn dev_buffer_type(_: *mut Device) -> *mut BufferType {
+    std::ptr::null_mut()
+}
+
+pub unsafe extern "C-unwind" fn dev_backend_reg(_: *mut Device) -> *mut Registration {
+    std::ptr::null_mut()
+}
+
+pub unsafe extern "C-unwind" fn reg_get_proc_address(
+    _: *mut Registration,
+    _: *const c_char,
+) -> *mut c_void {
+    std::ptr::null_mut()
+}
+
+pub unsafe extern "C-unwind" fn reg_name(_: *mut Registration) -> *const c_char {
+    c"none".as_ptr()
+}
+
+pub unsafe extern "C-unwind" fn dev_init(_: *mut Device, _: *const c_char) -> *mut Backend {
+    std::ptr::null_mut()
+}
+
+/// Makes no event: the function of this name takes a backend there.
+pub unsafe extern "C-unwind" fn event_new(_: *mut Device) -> *mut Event {
+    std::ptr::null_mut()
+}
+
+/// Records nothing: the function of this name takes the event alone there.
+pub unsafe extern "C-unwind" fn event_record(_: *mut Event, _: *mut Backend) {}
