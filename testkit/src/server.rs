@@ -17,14 +17,23 @@ use crate::host::{DropIn, control};
 
 /// The version of the package that llama-server is built from.
 pub const LLAMA_CPP: &str = "11434";
+/// The program that lends a machine's devices through RPC.
+pub const RPC_SERVER: &str = "ggml-rpc-server";
 /// How long a server may take to start, to answer and to end, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(300);
 /// What a server may answer at most.
 const LONGEST_ANSWER: u64 = 64 << 20;
 
-/// Where `cargo xtask hosts` puts a program of llama.cpp.
+/// Where `cargo xtask hosts --build` puts a program of llama.cpp.
 pub fn llama_cpp(program: &str) -> PathBuf {
     let folder = format!("llama-cpp-{LLAMA_CPP}");
+    cache().join(folder).join("bin").join(program)
+}
+
+/// Where `cargo xtask hosts --build` puts a program of llama.cpp that opens ggml's backends as modules
+/// (`GGML_BACKEND_DL`), with the backend for RPC.
+pub fn llama_cpp_dl(program: &str) -> PathBuf {
+    let folder = format!("llama-cpp-{LLAMA_CPP}-dl");
     cache().join(folder).join("bin").join(program)
 }
 
@@ -35,7 +44,7 @@ pub fn llama(program: &str) -> Command {
     let path = llama_cpp(program);
     assert!(
         path.exists(),
-        "{} is missing: run 'cargo xtask hosts' first",
+        "{} is missing: run 'cargo xtask hosts --build' first",
         path.display()
     );
     let mut command = Command::new(path);
@@ -60,6 +69,8 @@ pub fn quantize(from: &Path, to: &Path, file_type: &str, arguments: &[&str]) {
 /// How a server is started.
 #[derive(Debug, Clone)]
 pub struct Options {
+    /// Where programs are: [`llama_cpp`] or [`llama_cpp_dl`].
+    pub build: fn(&str) -> PathBuf,
     /// Requests that it evaluates at a time.
     pub slots: usize,
     /// Tokens of context of each slot.
@@ -120,6 +131,7 @@ impl Options {
     /// A server with so many slots, the drop-in looking at files when asked.
     pub fn new(slots: usize) -> Options {
         Options {
+            build: llama_cpp,
             slots,
             context: 512,
             threads: 1,
@@ -146,10 +158,10 @@ impl Server {
     }
 
     fn launch(models: &[&OsStr], options: &Options) -> Server {
-        let program = llama_cpp("llama-server");
+        let program = (options.build)("llama-server");
         assert!(
             program.exists(),
-            "{} is missing: run 'cargo xtask hosts' first",
+            "{} is missing: run 'cargo xtask hosts --build' first",
             program.display()
         );
         let folder = tempfile::tempdir().expect("a folder");

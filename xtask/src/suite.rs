@@ -12,8 +12,8 @@ use testkit::slow_disk::{SlowDisk, Speed};
 use crate::install::{DebugInfo, install, target_folder};
 use crate::run::{command, exists, run};
 use crate::{
-    abi, cmake, fixtures, header, llama_cpp, msrv, older, packaging, prose, report, root, sanitize,
-    toolchain,
+    abi, cmake, fixtures, header, llama_cpp, matrix, msrv, older, packaging, prose, report, root,
+    sanitize, toolchain,
 };
 
 /// How long the long form of the tests fuzzes.
@@ -143,6 +143,11 @@ const CHECKS: &[Check] = &[
         },
     },
     Check {
+        name: "rows of docs/hosts.md that no other check covers",
+        run: matrix::check,
+        missing: llama_cpp::missing_dl,
+    },
+    Check {
         name: "report of an expert trace in a browser",
         run: report::check,
         missing: report::missing,
@@ -224,6 +229,7 @@ fn dropin_library() -> Result<()> {
 /// Builds the drop-in, the command and the programs that they are tested with.
 pub fn hosts() -> Result<()> {
     fixtures::ik_llama()?;
+    fixtures::llama_cpp_python()?;
     cmake::build_loader()?;
     cmake::sim_ggml()?;
     cmake::build_hosts().map(|_| ())
