@@ -296,7 +296,7 @@ fn embeddings_of_a_swapped_model_are_those_of_a_new_server() {
     end(server);
 }
 
-/// Writes a small BERT with a head for reranking. The seeds are those of a matrix in `q8_0`, and of
+/// Writes a small BERT with a head for reranking. A seed each for a matrix in `q8_0` and for
 /// a row that graphs read through a view.
 fn write_reranker(path: &Path, matrix: u64, viewed: u64) {
     const WIDTH: i64 = 64;
@@ -599,8 +599,8 @@ fn each_model_of_a_router_is_swapped_in_its_own_process() {
     assert_eq!(sockets(folder.path()), BTreeMap::new());
 }
 
-/// Writes a small projector (of Gemma 3) for models of 576 numbers a token. The seeds are those of a
-/// matrix in `q8_0`, and of one that graphs read through a view.
+/// Writes a small projector (of Gemma 3) for models of 576 numbers a token. A seed each for a
+/// matrix in `q8_0` and for one that graphs read through a view.
 fn write_projector(path: &Path, matrix: u64, viewed: u64) {
     const WIDTH: i64 = 64;
     const INNER: i64 = 128;
