@@ -225,29 +225,34 @@ fn a_target_and_its_draft_are_swapped() {
 fn a_prompt_that_is_evaluated_again_has_none_of_the_old_weights() {
     let request = uncached(0);
     let fresh = |file: &str| {
-        let server = Server::start(&fixture(file), &without_drop_in(1));
+        let options = with_arguments(without_drop_in(1), &[PLAIN]);
+        let server = Server::start(&fixture(file), &options);
         let answer = server.complete(&request);
         end(server);
         answer
     };
-    let after = fresh("small-mixed.gguf");
-    assert_ne!(fresh("small.gguf"), after, "the variant shows");
-    let (_folder, path) = copied("small.gguf");
+    let after = fresh("small-moe-mixed.gguf");
+    assert_ne!(fresh("small-moe.gguf"), after, "the variant shows");
+    let (_folder, path) = copied("small-moe.gguf");
     let options = Options {
         prompt_cache: true,
+        drop_in: everything(),
         ..Options::new(1)
     };
-    let server = Server::start(&path, &with_arguments(options, &["--cache-reuse", "4"]));
+    let arguments = [PLAIN, "--cache-reuse", "4"];
+    let server = Server::start(&path, &with_arguments(options, &arguments));
     let cached = Request::new(&request.prompt, TOKENS).at(0);
     let first = server.complete(&cached);
     server.ask("/slots/0?action=save", &json!({"filename": "slot"}));
     // The first prompt goes from the slot to memory.
     server.complete(&Request::new(ENDS[1], TOKENS).at(0));
-    replace(&path, &fixture("small-mixed.gguf"));
+    replace(&path, &fixture("small-moe-mixed.gguf"));
     assert_eq!(taken(&server.control("reload")), (4, 0));
+    server.control("trace-reset");
     // Keys and values of the old weights, which the server has kept.
     let kept = server.complete(&cached);
     assert!(kept.cached > 0, "{kept:?}");
+    traces_tokens(&server.control("trace"), 0, tokens(&kept));
     server.ask("/slots/0?action=restore", &json!({"filename": "slot"}));
     let restored = server.complete(&cached);
     assert!(restored.cached > 0, "{restored:?}");
@@ -256,6 +261,7 @@ fn a_prompt_that_is_evaluated_again_has_none_of_the_old_weights() {
         "the swap shows"
     );
     assert_eq!(server.complete(&request), after);
+    assert!(layers(&server, 0) > Some(0), "{:?}", server.log());
     end(server);
 }
 
@@ -290,7 +296,7 @@ fn embeddings_of_a_swapped_model_are_those_of_a_new_server() {
     end(server);
 }
 
-/// Writes a small BERT with a head for reranking. The seeds are those of a matrix in `q8_0`, and of
+/// Writes a small BERT with a head for reranking. A seed each for a matrix in `q8_0` and for
 /// a row that graphs read through a view.
 fn write_reranker(path: &Path, matrix: u64, viewed: u64) {
     const WIDTH: i64 = 64;
@@ -449,8 +455,11 @@ fn a_server_that_slept_is_swapped_again() {
     sleeps(&server);
     let status = server.control("status");
     assert_eq!(status["models"], json!([]), "{status}");
-    // It wakes with the file as it is.
+    // It wakes with the file as it is, and counts from there on.
     assert_eq!(server.complete(&uncached(0)), after);
+    server.control("trace-reset");
+    server.complete(&uncached(0));
+    traces_tokens(&server.control("trace"), 1, tokens(&after));
     replace(&path, &fixture("small-moe.gguf"));
     assert_eq!(taken(&reload_awake(&server)), (4, 0));
     assert_eq!(server.complete(&uncached(0)), before);
@@ -590,9 +599,9 @@ fn each_model_of_a_router_is_swapped_in_its_own_process() {
     assert_eq!(sockets(folder.path()), BTreeMap::new());
 }
 
-/// Writes a small projector (of Gemma 3) for models of 576 numbers a token; the seed is that of a
-/// matrix in `q8_0`.
-fn write_projector(path: &Path, seed: u64) {
+/// Writes a small projector (of Gemma 3) for models of 576 numbers a token. A seed each for a
+/// matrix in `q8_0` and for one that graphs read through a view.
+fn write_projector(path: &Path, matrix: u64, viewed: u64) {
     const WIDTH: i64 = 64;
     const INNER: i64 = 128;
     const PATCH: i64 = 8;
@@ -635,14 +644,15 @@ fn write_projector(path: &Path, seed: u64) {
         ("v.post_ln.weight", vec![WIDTH]),
         ("v.post_ln.bias", vec![WIDTH]),
         ("mm.soft_emb_norm.weight", vec![WIDTH]),
-        ("mm.input_projection.weight", vec![576, WIDTH]),
     ]
     .into_iter()
     .enumerate()
     {
         file.tensors.push(noise(name, &ne, number as u64));
     }
-    file = file.tensor("v.blk.0.ffn_up.weight", &[WIDTH, INNER], Q8_0, seed);
+    let projection = noise("mm.input_projection.weight", &[576, WIDTH], viewed);
+    file.tensors.push(projection);
+    file = file.tensor("v.blk.0.ffn_up.weight", &[WIDTH, INNER], Q8_0, matrix);
     file.replace(path).expect("free space");
 }
 
@@ -675,9 +685,11 @@ fn image() -> String {
 fn a_model_and_its_projector_are_swapped() {
     const MARKER: &str = "<image>";
     let folder = tempfile::tempdir().expect("a folder");
-    let [projector, other] = ["projector.gguf", "other.gguf"].map(|name| folder.path().join(name));
-    write_projector(&projector, 1);
-    write_projector(&other, 2);
+    let [projector, matrix, both] =
+        ["model", "matrix", "both"].map(|name| folder.path().join(name));
+    write_projector(&projector, 1, 11);
+    write_projector(&matrix, 2, 11);
+    write_projector(&both, 2, 12);
     let start_with = |model: &Path, projector: &Path, drop_in: DropIn| {
         let options = Options {
             variables: vec![("LLAMA_MEDIA_MARKER".into(), MARKER.into())],
@@ -699,16 +711,28 @@ fn a_model_and_its_projector_are_swapped() {
         answer
     };
     let before = expected("small-moe.gguf", &projector);
-    let between = expected("small-moe.gguf", &other);
-    let after = expected("small-moe-mixed.gguf", &other);
-    assert!(before != between && between != after, "the variants show");
+    let with_matrix = expected("small-moe.gguf", &matrix);
+    let with_both = expected("small-moe.gguf", &both);
+    let after = expected("small-moe-mixed.gguf", &both);
+    assert!(before != with_matrix && with_matrix != with_both && with_both != after);
     let (_folder, path) = copied("small-moe.gguf");
     let server = start_with(&path, &projector, everything());
     assert_eq!(answer(&server), before);
-    replace(&projector, &other);
+    replace(&projector, &matrix);
     let report = server.control("reload");
     assert_eq!(report["reports"][1]["swapped"], 1, "{report}");
-    assert_eq!(answer(&server), between);
+    assert_eq!(answer(&server), with_matrix);
+    // The graph of the last image has a view of the other matrix: the next image ends the wait.
+    replace(&projector, &both);
+    let report = std::thread::scope(|scope| {
+        let report = scope.spawn(|| server.control("reload"));
+        while !report.is_finished() {
+            answer(&server);
+        }
+        report.join().expect("a report")
+    });
+    assert_eq!(report["reports"][1]["swapped"], 1, "{report}");
+    assert_eq!(answer(&server), with_both);
     replace(&path, &fixture("small-moe-mixed.gguf"));
     let report = server.control("reload");
     assert_eq!(report["reports"][0]["swapped"], 4, "{report}");

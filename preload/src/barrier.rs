@@ -425,7 +425,7 @@ pub fn switch(
         let (timeout, refusal) = match obstacle {
             Some(Obstacle::KeptGraph) => (
                 KEPT_GRAPH_TIMEOUT,
-                "swap postponed: the idle program holds a graph built for the current tensors; run one evaluation, then reload again",
+                "swap postponed: the idle program holds a graph built for the current tensors; reload again and let the program evaluate within ten seconds",
             ),
             _ => (
                 SWITCH_TIMEOUT,

@@ -151,8 +151,8 @@ impl Server {
         Server::launch(&["--model".as_ref(), model.as_os_str()], options)
     }
 
-    /// Starts a server that starts a server of its own for each model of a folder, when it is
-    /// asked for that model.
+    /// Starts a server that starts a server of its own for each model of a folder, with the first
+    /// request for that model.
     pub fn start_router(models: &Path, options: &Options) -> Server {
         Server::launch(&["--models-dir".as_ref(), models.as_os_str()], options)
     }
