@@ -60,6 +60,9 @@ impl Obstacle {
 pub struct ModelSet(u64);
 
 impl ModelSet {
+    /// The set of all models.
+    pub const ALL: ModelSet = ModelSet(u64::MAX);
+
     /// Returns the set of one model. Models whose numbers differ by a multiple of 64 count
     /// as one.
     pub fn of(number: u64) -> ModelSet {
@@ -344,8 +347,8 @@ struct Barrier {
 struct Pending {
     /// The models whose tensors it replaces.
     models: ModelSet,
-    /// Replaces them; returns false if the model was freed.
-    work: Box<dyn FnMut() -> bool + Send>,
+    /// Replaces them; returns false if the model was freed. `None` to replace nothing.
+    work: Option<Box<dyn FnMut() -> bool + Send>>,
     since: Instant,
     result: Option<Result<Switched, &'static str>>,
 }
@@ -384,13 +387,26 @@ pub fn switch(
     wanted: impl Fn() -> bool,
     work: impl FnMut() -> bool + Send + 'static,
 ) -> Result<Switched, &'static str> {
+    wait(models, wanted, Some(Box::new(work)))
+}
+
+/// Waits for a moment at which no evaluation runs and every graph that is kept can be rebuilt.
+pub fn pass() -> Result<(), &'static str> {
+    wait(ModelSet::ALL, || true, None).map(|_| ())
+}
+
+fn wait(
+    models: ModelSet,
+    wanted: impl Fn() -> bool,
+    work: Option<Box<dyn FnMut() -> bool + Send>>,
+) -> Result<Switched, &'static str> {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _turn = ONE_AT_A_TIME.lock();
     let began = Instant::now();
     let mut barrier = BARRIER.lock();
     barrier.pending = Some(Pending {
         models,
-        work: Box::new(work),
+        work,
         since: began,
         result: None,
     });
@@ -436,15 +452,16 @@ fn advance(barrier: &mut Barrier) -> Option<Obstacle> {
     let obstacle = obstacle(pending.models);
     if obstacle.is_none() {
         let began = Instant::now();
-        let done = (pending.work)();
+        let done = pending.work.as_mut().map(|work| work());
         let switch = began.elapsed();
+        let switches = u64::from(done.is_some());
         pending.result = Some(match done {
-            true => Ok(Switched {
+            Some(false) => Err(MODEL_FREED),
+            _ => Ok(Switched {
                 wait: began - pending.since,
                 switch,
-                generation: GENERATION.fetch_add(1, Ordering::SeqCst) + 1,
+                generation: GENERATION.fetch_add(switches, Ordering::SeqCst) + switches,
             }),
-            false => Err(MODEL_FREED),
         });
         CHANGED.notify_all();
     }
