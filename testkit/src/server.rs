@@ -68,6 +68,8 @@ pub fn quantize(from: &Path, to: &Path, file_type: &str, arguments: &[&str]) {
 /// How a server is started.
 #[derive(Debug, Clone)]
 pub struct Options {
+    /// The program.
+    pub program: PathBuf,
     /// Requests that it evaluates at a time.
     pub slots: usize,
     /// Tokens of context of each slot.
@@ -126,6 +128,7 @@ impl Options {
     /// A server with so many slots, the drop-in looking at files when asked.
     pub fn new(slots: usize) -> Options {
         Options {
+            program: llama_cpp("llama-server"),
             slots,
             context: 512,
             threads: 1,
@@ -142,7 +145,7 @@ impl Options {
 impl Server {
     /// Starts a server and waits until it has loaded its model.
     pub fn start(model: &Path, options: &Options) -> Server {
-        let program = llama_cpp("llama-server");
+        let program = &options.program;
         assert!(
             program.exists(),
             "{} is missing: run 'cargo xtask hosts' first",
@@ -358,8 +361,13 @@ impl Server {
     }
 
     /// Terminates it; returns its exit status and its log.
-    pub fn end(mut self) -> (ExitStatus, Vec<String>) {
+    pub fn end(self) -> (ExitStatus, Vec<String>) {
         self.signal(libc::SIGTERM);
+        self.wait()
+    }
+
+    /// Waits until it ends of its own accord; returns its exit status and its log.
+    pub fn wait(mut self) -> (ExitStatus, Vec<String>) {
         let deadline = Instant::now() + PATIENCE;
         loop {
             if let Some(status) = self.child.try_wait().expect("a child") {
