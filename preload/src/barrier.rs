@@ -60,6 +60,9 @@ impl Obstacle {
 pub struct ModelSet(u64);
 
 impl ModelSet {
+    /// The set of all models.
+    pub const ALL: ModelSet = ModelSet(u64::MAX);
+
     /// Returns the set of one model. Models whose numbers differ by a multiple of 64 count
     /// as one.
     pub fn of(number: u64) -> ModelSet {
@@ -361,8 +364,8 @@ pub struct Replaced {
 /// A switch that was requested.
 struct Pending {
     replaced: Replaced,
-    /// Replaces them; returns false if the model was freed.
-    work: Box<dyn FnMut() -> bool + Send>,
+    /// Replaces them; returns false if the model was freed. `None` to replace nothing.
+    work: Option<Box<dyn FnMut() -> bool + Send>>,
     since: Instant,
     result: Option<Result<Switched, &'static str>>,
 }
@@ -406,13 +409,30 @@ pub fn switch(
     wanted: impl Fn() -> bool,
     work: impl FnMut() -> bool + Send + 'static,
 ) -> Result<Switched, &'static str> {
+    wait(replaced, wanted, Some(Box::new(work)))
+}
+
+/// Waits for a moment at which no evaluation runs and every graph that is kept can be rebuilt.
+pub fn pass() -> Result<(), &'static str> {
+    let all = Replaced {
+        models: ModelSet::ALL,
+        viewed: Box::new(|| false),
+    };
+    wait(all, || true, None).map(|_| ())
+}
+
+fn wait(
+    replaced: Replaced,
+    wanted: impl Fn() -> bool,
+    work: Option<Box<dyn FnMut() -> bool + Send>>,
+) -> Result<Switched, &'static str> {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _turn = ONE_AT_A_TIME.lock();
     let began = Instant::now();
     let mut barrier = BARRIER.lock();
     barrier.pending = Some(Pending {
         replaced,
-        work: Box::new(work),
+        work,
         since: began,
         result: None,
     });
@@ -458,11 +478,13 @@ fn advance(barrier: &mut Barrier) -> Option<Obstacle> {
     let obstacle = obstacle(&pending.replaced);
     if obstacle.is_none() {
         let began = Instant::now();
-        let done = (pending.work)();
+        let done = pending.work.as_mut().map(|work| work());
         let switch = began.elapsed();
+        let switches = u64::from(done.is_some());
         pending.result = Some(match done {
-            true => {
-                let generation = GENERATION.fetch_add(1, Ordering::SeqCst) + 1;
+            Some(false) => Err(MODEL_FREED),
+            _ => {
+                let generation = GENERATION.fetch_add(switches, Ordering::SeqCst) + switches;
                 if (pending.replaced.viewed)() {
                     VIEWED_IN.store(generation, Ordering::SeqCst);
                 }
@@ -472,7 +494,6 @@ fn advance(barrier: &mut Barrier) -> Option<Obstacle> {
                     generation,
                 })
             }
-            false => Err(MODEL_FREED),
         });
         CHANGED.notify_all();
     }

@@ -441,6 +441,8 @@ impl Store for ProgramStore<'_> {
                 reason: "the process ends, or the program has freed the model".into(),
             }));
         }
+        // Of an earlier step, or of one that failed.
+        sched::free_remote();
         for change in changes {
             match change {
                 Change::Swap(new_data) => {

@@ -393,8 +393,13 @@ impl Server {
     }
 
     /// Terminates it; returns its exit status and its log.
-    pub fn end(mut self) -> (ExitStatus, Vec<String>) {
+    pub fn end(self) -> (ExitStatus, Vec<String>) {
         self.signal(libc::SIGTERM);
+        self.wait()
+    }
+
+    /// Waits until it ends of its own accord; returns its exit status and its log.
+    pub fn wait(mut self) -> (ExitStatus, Vec<String>) {
         let deadline = Instant::now() + PATIENCE;
         loop {
             if let Some(status) = self.child.try_wait().expect("a child") {

@@ -126,6 +126,11 @@ const CHECKS: &[Check] = &[
         missing: llama_cpp::missing,
     },
     Check {
+        name: "drop-in in llama-server over two RPC servers",
+        run: || dropin_tests("rpc"),
+        missing: llama_cpp::missing_dl,
+    },
+    Check {
         name: "rounds in llama-perplexity from source",
         run: || dropin_tests("dropin_rounds"),
         missing: llama_cpp::missing,
