@@ -314,13 +314,8 @@ impl Scheduler {
         self.slot.has_returned()
     }
 
-    /// Whether a switch since its graph was built may have made the graph invalid, or a server may
-    /// have dropped it.
+    /// Whether a switch since its graph was built may have made the graph invalid.
     fn is_stale(self) -> bool {
-        let frees = FREES.load(Ordering::SeqCst);
-        if self.state.frees.load(Ordering::Relaxed) != frees || frees % 2 == 1 {
-            return true;
-        }
         let built_in = self.state.generation.load(Ordering::Relaxed);
         match self.slot.stays_valid_unless_viewed.load(Ordering::Relaxed) {
             true => built_in < barrier::viewed_in(),
@@ -328,14 +323,17 @@ impl Scheduler {
         }
     }
 
-    /// Makes libllama rebuild the graph if it is stale, or once to find out whether it does.
+    /// Makes libllama rebuild the graph if a switch made it invalid or a server may have dropped
+    /// it, or once to find out whether it does.
     fn invalidate_if_stale(self) {
         let flag = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
         if !flag(&self.slot.keeps_graph) || flag(&self.slot.stays_valid) {
             return;
         }
         let graph = self.state.graph.lock();
-        let stale = self.is_stale();
+        let frees = FREES.load(Ordering::SeqCst);
+        let stale =
+            self.is_stale() || self.state.frees.load(Ordering::Relaxed) != frees || frees % 2 == 1;
         if let Some(field) = graph.compared
             && (stale || barrier::is_pending() || !graph.tried)
             && !flag(&self.state.invalidated)
