@@ -12,6 +12,7 @@ use hosts::{
     same_with_streaming, stream_figures, streamed_text, streaming, swap_and_back, taken, traced,
 };
 use llama_sidecar::gguf::{Access, GgufFile, TypeInfo, type_fields};
+use serde_json::Value;
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, built, ik_llama_file, preload_library, replace};
 use testkit::mixtures::Mixture;
@@ -214,6 +215,55 @@ fn the_trace_counts_what_the_program_uses() {
     }
 }
 
+/// All numbers in a JSON value.
+fn numbers(value: &Value) -> Vec<f64> {
+    match value {
+        Value::Array(values) => values.iter().flat_map(numbers).collect(),
+        Value::Object(values) => values.values().flat_map(numbers).collect(),
+        value => value.as_f64().into_iter().collect(),
+    }
+}
+
+#[test]
+fn routes_and_saliency_are_those_of_a_program_with_a_node_for_each_step() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let written = |program: Program, name: &str| {
+        let [routes, saliency] =
+            ["routes", "json"].map(|kind| folder.path().join(format!("{name}.{kind}")));
+        let drop_in = DropIn::On(vec![
+            ("LLAMA_EXPERT_TRACE_ROUTES", routes.display().to_string()),
+            (
+                "LLAMA_EXPERT_TRACE_SALIENCY",
+                saliency.display().to_string(),
+            ),
+        ]);
+        let mut host = Host::start(program, &fixture("moe.gguf"), &drop_in);
+        host.text(TOKENS);
+        host.ask("prompt 50");
+        assert_eq!(host.end(), Some(0));
+        let saliency = std::fs::read(saliency).expect("written at the end");
+        let saliency: Value = serde_json::from_slice(&saliency).expect("JSON");
+        let routes = std::fs::read(routes).expect("written at the end");
+        (routes, numbers(&saliency["layers"]))
+    };
+    let (routes, saliency) = written(IK, "fused");
+    let (plain_routes, plain_saliency) = written(Program::IkLlama(&["no-fusion"]), "plain");
+    assert!(
+        routes == plain_routes && routes.len() > 1000,
+        "{} bytes",
+        routes.len()
+    );
+    assert_eq!(saliency.len(), plain_saliency.len());
+    // The fused kernel rounds in another place.
+    for (fused, plain) in saliency.iter().zip(&plain_saliency) {
+        assert!(
+            (fused - plain).abs() <= 1e-5 * plain.abs(),
+            "{fused} {plain}"
+        );
+    }
+    assert!(saliency.iter().sum::<f64>() > 0.0);
+}
+
 #[test]
 fn streaming_writes_the_same() {
     same_with_streaming(IK, "moe.gguf");
@@ -236,7 +286,7 @@ fn a_mixture_with_shared_experts_is_swapped_traced_and_streamed() {
     let more = [("LLAMA_EXPERT_TRACE_STATS", "1")];
     let mut host = Host::start(COUNTING, &model, &streaming(&more));
     assert_eq!(host.text(TOKENS), before);
-    let counts: serde_json::Value = serde_json::from_str(&host.ask("counts")).expect("JSON");
+    let counts: Value = serde_json::from_str(&host.ask("counts")).expect("JSON");
     for (layer, traced) in traced(&host.control("trace")["traces"][0])
         .iter()
         .enumerate()
@@ -340,7 +390,7 @@ fn the_hot_swap_of_a_program_stands_back_if_its_calls_come_to_the_drop_in() {
     );
     assert_eq!(host.ask("reload"), "unchanged");
     replace(&path, &fixture("smollm2-mixed.gguf"));
-    // A reload that the program did not ask for counts at its next call.
+    // A reload that the program did not request counts at its next call.
     assert_eq!(taken(&host.control("reload")), (8, 0));
     assert_eq!(host.ask("reload"), "changed");
     assert_eq!(host.ask("reload"), "unchanged");

@@ -126,11 +126,11 @@ pub unsafe fn watch(
         let place = places[used];
         // SAFETY: as the caller ensures; the place is never freed.
         unsafe {
-            if !on_cpu && !is_on_cpu(ggml, sched, weight.ids) {
-                continue;
-            }
             let data = std::ptr::from_ref(place).cast();
             let node = weight.after_ids;
+            if !on_cpu && !node.is_null() && !is_on_cpu(ggml, sched, node) {
+                continue;
+            }
             if node.is_null() || !ggml.call_at_view(node, function, data) {
                 note_unknown(ggml, name.layer, weight.ids);
                 continue;

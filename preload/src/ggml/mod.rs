@@ -472,10 +472,13 @@ fn resolve(
     symbol: &dyn Fn(&CStr) -> *mut c_void,
 ) -> Result<(Functions, Option<FusedMakers>), &'static str> {
     let functions = Functions::resolve(symbol)?;
-    if !has_devices(symbol) {
-        one_device::prepare(symbol)?;
+    let makers = FusedMakers::resolve(symbol)?;
+    match (has_devices(symbol), &makers) {
+        (true, _) => {}
+        (false, Some(_)) => one_device::prepare(symbol)?,
+        (false, None) => return Err("ggml_backend_dev_type"),
     }
-    Ok((functions, FusedMakers::resolve(symbol)?))
+    Ok((functions, makers))
 }
 
 /// Returns the file of a copy of ggml, and its version.
