@@ -224,7 +224,7 @@ fn a_constructor_may_wait_for_a_thread_that_calls() {
 fn ik_llama(variables: &[(&str, &str)]) -> Seen {
     let program = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("hosts/python/ik_llama.py");
     let python = testkit::fixtures::cache().join("ik-llama/bin/python");
-    assert!(python.exists(), "run 'cargo xtask hosts' first");
+    assert!(python.exists(), "run 'cargo xtask hosts --build' first");
     let mut command = Command::new(python);
     command.arg(program).arg(fixture("smollm2.gguf"));
     seen(command.envs(variables.iter().copied()))

@@ -57,7 +57,9 @@ impl RpcServer {
                 Ok(())
             });
         }
-        let child = command.spawn().expect("run 'cargo xtask hosts' first");
+        let child = command
+            .spawn()
+            .expect("run 'cargo xtask hosts --build' first");
         let mut server = RpcServer { child, port, log };
         let deadline = Instant::now() + PATIENCE;
         while TcpStream::connect(("127.0.0.1", port)).is_err() {
@@ -119,7 +121,7 @@ fn over(servers: &[RpcServer; 2], drop_in: DropIn) -> Options {
     let rpc = format!("127.0.0.1:{first},127.0.0.1:{second}");
     let arguments = ["--rpc", &rpc, "-ngl", "99", "--tensor-split", "1,1"];
     Options {
-        program: llama_cpp_dl("llama-server"),
+        build: llama_cpp_dl,
         arguments: arguments.map(str::to_owned).into(),
         // An abort ends at once, without a debugger that writes where it was.
         variables: vec![("GGML_NO_BACKTRACE".into(), "1".into())],

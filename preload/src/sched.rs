@@ -5,7 +5,7 @@
 //!
 //! * On the CPU alone, a kept graph reads the descriptors of its weights in each
 //!   evaluation, so that it stays valid after a switch. The exception is a graph with
-//!   *views* of weights: a view has a copy of the old type.
+//!   *views* of weights that are switched: a view has a copy of the old type and address.
 //! * With another backend, the graph was split for the weights of that moment: copies of
 //!   them were planned, captured graphs hold their addresses. It must be rebuilt. To split
 //!   it again from here, the drop-in would have to undo the scheduler's changes to it, save
@@ -282,8 +282,7 @@ impl Scheduler {
         EVALUATIONS.fetch_add(1, Ordering::Relaxed);
         self.restore_if_invalidated();
         // Only a graph that is rebuilt takes the new generation: this one stays stale.
-        let stale = self.slot.keeps_graph.load(Ordering::Relaxed)
-            && self.state.generation.load(Ordering::Relaxed) != barrier::generation();
+        let stale = self.slot.keeps_graph.load(Ordering::Relaxed) && self.is_stale();
         if stale && !self.ends_with_compute() {
             log::error!(
                 "failing an evaluation that was begun before a swap, because its graph mixes old and new tensors; the program's next graph is correct"
@@ -313,6 +312,22 @@ impl Scheduler {
         self.slot.has_returned()
     }
 
+    /// Whether a switch since its graph was built may have made the graph invalid.
+    fn is_stale(self) -> bool {
+        let built_in = self.state.generation.load(Ordering::Relaxed);
+        match self.slot.stays_valid_unless_viewed.load(Ordering::Relaxed) {
+            true => built_in < barrier::viewed_in(),
+            false => built_in != barrier::generation(),
+        }
+    }
+
+    /// Whether a server on another machine may have dropped its graph, or drops it next.
+    fn is_dropped(self) -> bool {
+        let frees = FREES.load(Ordering::SeqCst);
+        !self.slot.stays_valid_unless_viewed.load(Ordering::Relaxed)
+            && (frees % 2 == 1 || self.state.frees.load(Ordering::Relaxed) != frees)
+    }
+
     /// Makes libllama rebuild the graph if a switch happened since it was built or a server may
     /// have dropped it, or once to find out whether it does.
     fn invalidate_if_stale(self) {
@@ -321,10 +336,7 @@ impl Scheduler {
             return;
         }
         let graph = self.state.graph.lock();
-        let frees = FREES.load(Ordering::SeqCst);
-        let stale = self.state.generation.load(Ordering::Relaxed) != barrier::generation()
-            || self.state.frees.load(Ordering::Relaxed) != frees
-            || frees % 2 == 1;
+        let stale = self.is_stale() || self.is_dropped();
         if let Some(input) = graph.input
             && (stale || barrier::is_pending() || !graph.tried)
             && !flag(&self.state.invalidated)
@@ -377,7 +389,12 @@ impl Scheduler {
             .viewed
             .iter()
             .any(|&viewed| models::is_registered(viewed));
-        reads.kept_views.iter().copied().for_each(models::note_view);
+        reads.viewed.iter().copied().for_each(models::note_view);
+        reads
+            .kept_views
+            .iter()
+            .copied()
+            .for_each(models::note_kept_view);
         let mut known = self.state.graph.lock();
         if let Some(extent) = known.rebuilding.take() {
             // Another number of tokens would have made a new graph anyway.
@@ -391,6 +408,8 @@ impl Scheduler {
         self.state.invalidated.store(false, Ordering::Relaxed);
         let stays_valid = backends.on_cpu && !views_weights;
         self.slot.stays_valid.store(stays_valid, Ordering::SeqCst);
+        let unless_viewed = &self.slot.stays_valid_unless_viewed;
+        unless_viewed.store(backends.on_cpu, Ordering::SeqCst);
         self.slot.set_reads(found.reads);
         // A view copied the type of its weight when the program made it.
         let built_in = match views_weights {

@@ -101,23 +101,49 @@ pub fn python() -> Result<PathBuf> {
 
 /// ik_llama.cpp with its Python bindings, prebuilt. Their own dependencies are not used here.
 const IK_LLAMA: &str = "ik-llama-cpp-python==0.1.5";
+/// llama-cpp-python, for libraries that are built already.
+const LLAMA_CPP_PYTHON: &str = "llama-cpp-python==0.3.36";
 
 /// Makes a virtual environment with the bindings of ik_llama.cpp, if it is not there.
 pub fn ik_llama() -> Result<()> {
-    let target = cache().join("ik-llama");
+    environment("ik-llama", IK_LLAMA, |pip| {
+        pip.args(["--no-deps", IK_LLAMA]);
+    })
+    .context("ik_llama.cpp's Python bindings from PyPI")
+}
+
+/// Makes a virtual environment with llama-cpp-python and without its libraries, if it is not
+/// there.
+pub fn llama_cpp_python() -> Result<()> {
+    environment("llama-cpp-python", LLAMA_CPP_PYTHON, |pip| {
+        pip.arg(LLAMA_CPP_PYTHON)
+            .env("CMAKE_ARGS", "-DLLAMA_BUILD=OFF");
+    })
+    .context("llama-cpp-python from PyPI")
+}
+
+/// The version of llama-cpp-python.
+pub fn llama_cpp_python_version() -> &'static str {
+    LLAMA_CPP_PYTHON.rsplit('=').next().unwrap_or_default()
+}
+
+/// Makes a virtual environment with a package, unless it is there.
+fn environment(name: &str, package: &str, arguments: impl FnOnce(&mut Command)) -> Result<()> {
+    let target = cache().join(name);
     // The file is written last: another version or an incomplete installation is replaced.
     let installed = target.join("installed");
-    if std::fs::read_to_string(&installed).ok().as_deref() == Some(IK_LLAMA) {
+    if std::fs::read_to_string(&installed).ok().as_deref() == Some(package) {
         return Ok(());
     }
-    println!("installing {IK_LLAMA} into {}", target.display());
+    println!("installing {package} into {}", target.display());
     std::fs::create_dir_all(cache())?;
-    run(command("python3", &cache()).args(["-m", "venv", "--clear", "ik-llama"]))?;
-    run(command(target.join("bin/python"), &cache())
-        .args(["-m", "pip", "install", "--quiet"])
-        .args(["--disable-pip-version-check", "--no-deps", IK_LLAMA]))
-    .context("ik_llama.cpp's Python bindings from PyPI")?;
-    Ok(std::fs::write(installed, IK_LLAMA)?)
+    run(command("python3", &cache()).args(["-m", "venv", "--clear", name]))?;
+    let mut pip = command(target.join("bin/python"), &cache());
+    pip.args(["-m", "pip", "install", "--quiet"])
+        .arg("--disable-pip-version-check");
+    arguments(&mut pip);
+    run(&mut pip)?;
+    Ok(std::fs::write(installed, package)?)
 }
 
 fn fetch_node(target: &Path) -> Result<()> {

@@ -74,7 +74,7 @@ pub fn missing_dl() -> Option<String> {
 fn first_missing(build: fn(&str) -> PathBuf, programs: &[&str]) -> Option<String> {
     let path = build(unbuilt(build, programs).first()?);
     Some(format!(
-        "{} is not built: run 'cargo xtask hosts'",
+        "{} is not built: run 'cargo xtask hosts --build'",
         path.display()
     ))
 }

@@ -8,6 +8,7 @@ mod fixtures;
 mod header;
 mod install;
 mod llama_cpp;
+mod matrix;
 mod msrv;
 mod older;
 mod packaging;
@@ -46,8 +47,14 @@ enum Command {
         #[arg(long)]
         large: bool,
     },
-    /// Build the drop-in and the programs that it is tested with
-    Hosts,
+    /// Get the programs that the drop-in is tested with, test it in them, and write docs/hosts.md
+    Hosts {
+        /// Those to test: node, python, c, llama-server, ...; without names all
+        names: Vec<String>,
+        /// Get and build only
+        #[arg(long, conflicts_with = "names")]
+        build: bool,
+    },
     /// Check the words of documentation, comments and messages
     Prose,
     /// Write the tables of variables in README.md and docs/post-fetch.md
@@ -132,12 +139,16 @@ fn main() -> Result<()> {
         Command::Bench { name: Some(name) } => bench::one(&name),
         Command::Fixtures { large: false } => fixtures::make().map(|_| ()),
         Command::Fixtures { large: true } => fixtures::make_large(),
-        Command::Hosts => {
+        Command::Hosts { names, build } => {
             if let Err(reason) = fixtures::vulkan() {
                 println!("no software Vulkan device: {reason:#}");
             }
             suite::hosts()?;
-            llama_cpp::make().map(|_| ())
+            llama_cpp::make()?;
+            match build {
+                true => Ok(()),
+                false => matrix::write(&names),
+            }
         }
         Command::Prose => prose::check(),
         Command::Docs { check: false } => variables::write(),

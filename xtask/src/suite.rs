@@ -12,8 +12,8 @@ use testkit::slow_disk::{SlowDisk, Speed};
 use crate::install::{DebugInfo, install, target_folder};
 use crate::run::{command, exists, run};
 use crate::{
-    abi, cmake, fixtures, header, llama_cpp, msrv, older, packaging, prose, report, root, sanitize,
-    toolchain,
+    abi, cmake, fixtures, header, llama_cpp, matrix, msrv, older, packaging, prose, report, root,
+    sanitize, toolchain,
 };
 
 /// How long the long form of the tests fuzzes.
@@ -125,6 +125,11 @@ const CHECKS: &[Check] = &[
         missing: llama_cpp::missing_dl,
     },
     Check {
+        name: "drop-in in llama-server's modes",
+        run: || dropin_tests("server_modes"),
+        missing: llama_cpp::missing,
+    },
+    Check {
         name: "rounds in llama-perplexity from source",
         run: || dropin_tests("dropin_rounds"),
         missing: llama_cpp::missing,
@@ -141,6 +146,11 @@ const CHECKS: &[Check] = &[
             Ok(_) => None,
             Err(error) => Some(format!("no software Vulkan device: {error:#}")),
         },
+    },
+    Check {
+        name: "rows of docs/hosts.md that no other check covers",
+        run: matrix::check,
+        missing: llama_cpp::missing_dl,
     },
     Check {
         name: "report of an expert trace in a browser",
@@ -224,6 +234,7 @@ fn dropin_library() -> Result<()> {
 /// Builds the drop-in, the command and the programs that they are tested with.
 pub fn hosts() -> Result<()> {
     fixtures::ik_llama()?;
+    fixtures::llama_cpp_python()?;
     cmake::build_loader()?;
     cmake::sim_ggml()?;
     cmake::build_hosts().map(|_| ())
