@@ -41,26 +41,59 @@ fn seconds(work: impl FnOnce()) -> f64 {
     began.elapsed().as_secs_f64()
 }
 
-/// Time that a program which is no host takes from start to end.
+/// Time that a program which is no host takes from start to end, and its page faults.
 fn start() {
-    const ROUNDS: usize = 301;
+    const ROUNDS: usize = 2001;
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let empty = folder.path().join("libempty.so");
+    let source = ["-shared", "-fPIC", "-x", "c", "/dev/null", "-o"];
+    let cc = Command::new("cc").args(source).arg(&empty).status();
+    assert!(cc.expect("a C compiler").success());
+
     println!("### Programs without ggml\n");
     println!(
-        "`true`, from start to exit, {ROUNDS} times, alternating. Limit: loading one more library.\n"
+        "`true`, from start to exit, {ROUNDS} times, alternating. Limit: an empty library. Page faults are counted: they do not vary with the load of the machine.\n"
     );
-    println!("| without ms | with ms | ratio |");
-    println!("|---|---|---|");
-    let mut times = [const { Vec::new() }; 2];
-    for round in 0..2 * ROUNDS {
-        let mut command = Command::new("true");
-        if round % 2 == 1 {
-            command.env("LD_PRELOAD", preload_library());
+    println!("| preloaded | ms | added ms | page faults |");
+    println!("|---|---|---|---|");
+    let sides = [
+        ("nothing", None),
+        ("an empty library", Some(empty)),
+        ("the drop-in", Some(preload_library())),
+    ];
+    let mut times = [const { Vec::new() }; 3];
+    let mut faults = [const { Vec::new() }; 3];
+    for round in 0..ROUNDS {
+        for turn in 0..sides.len() {
+            let at = (round + turn) % sides.len();
+            let mut command = Command::new("true");
+            if let Some(library) = &sides[at].1 {
+                command.env("LD_PRELOAD", library);
+            }
+            let before = faults_of_children();
+            let time = seconds(|| assert!(command.status().expect("it starts").success()));
+            faults[at].push(faults_of_children() - before);
+            times[at].push(time * 1e3);
         }
-        let time = seconds(|| assert!(command.status().expect("it starts").success()));
-        times[round % 2].push(time * 1e3);
     }
-    let [without, with] = times.map(|mut times| median(&mut times));
-    println!("| {without:.3} | {with:.3} | **{:.2}** |\n", with / without);
+    let times = times.map(|mut times| median(&mut times));
+    for (at, (name, _)) in sides.iter().enumerate() {
+        faults[at].sort_unstable();
+        let faults = faults[at][ROUNDS / 2];
+        let (time, added) = (times[at], times[at] - times[0]);
+        println!("| {name} | {time:.3} | **{added:.3}** | {faults} |");
+    }
+    println!();
+}
+
+/// Page faults without input of all children that ended.
+fn faults_of_children() -> i64 {
+    let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
+    // SAFETY: fills the struct, which is valid as zeros, too.
+    unsafe {
+        libc::getrusage(libc::RUSAGE_CHILDREN, usage.as_mut_ptr());
+        usage.assume_init().ru_minflt
+    }
 }
 
 /// Time per token with the drop-in idle and without it.

@@ -256,7 +256,7 @@ impl ExpertCache {
         self.time += self.step;
         let worth = &mut self.worth[expert];
         let (more, less) = (worth.max(self.time), worth.min(self.time));
-        *worth = more + (less - more).exp2().ln_1p() / std::f64::consts::LN_2;
+        *worth = more + libm::log1p(libm::exp2(less - more)) / std::f64::consts::LN_2;
     }
 
     /// Returns the slot to load next: a free one, else the one of the least worth among those

@@ -607,7 +607,7 @@ fn a_prompt_in_parts() {
 #[test]
 fn llama_server_from_source() {
     if !llama_cpp("llama-server").exists() {
-        println!("skipped: llama-server is missing; run 'cargo xtask hosts'");
+        println!("skipped: llama-server is missing; run 'cargo xtask hosts --build'");
         return;
     }
     same_in_llama_server(&fixture("small-moe.gguf"));

@@ -209,7 +209,7 @@ fn shared_experts_and_slots() {
 #[test]
 fn biases_of_experts_in_llama_server_from_source() {
     if !llama_cpp("llama-server").exists() {
-        println!("skipped: llama-server is missing; run 'cargo xtask hosts'");
+        println!("skipped: llama-server is missing; run 'cargo xtask hosts --build'");
         return;
     }
     same_in_llama_server(&Model::new(Mixture::GptOss).path);

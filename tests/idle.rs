@@ -219,6 +219,31 @@ fn a_constructor_may_wait_for_a_thread_that_calls() {
     same("loader", &steps, &["1", UNLOADED[1]]);
 }
 
+/// The loader's work in each program of a command: libraries to load, and addresses to relocate
+/// in pages that are copied for it.
+#[test]
+fn the_loader_has_little_to_do() {
+    /// There are 1,514. Each dependency with tables of strings adds hundreds.
+    const MOST_RELOCATIONS: usize = 2000;
+    let dynamic = Command::new("readelf")
+        .arg("-dW")
+        .arg(preload_library())
+        .output()
+        .expect("binutils are installed");
+    let dynamic = String::from_utf8_lossy(&dynamic.stdout);
+    let entries = |tag: &str| -> Vec<&str> {
+        let lines = dynamic.lines().filter(|line| line.contains(tag));
+        let last = |line: &'_ str| line.rfind([' ', '[']).map_or(0, |at| at + 1);
+        lines.map(|line| &line[last(line)..]).collect()
+    };
+    // Every program has both already.
+    let needed = entries("(NEEDED)");
+    assert_eq!(needed, ["libc.so.6]", "ld-linux-x86-64.so.2]"], "{dynamic}");
+    let count = entries("(RELACOUNT)");
+    let count: usize = count[0].parse().expect("a number");
+    assert!(count < MOST_RELOCATIONS, "{count} relocations");
+}
+
 /// What ik_llama.cpp's Python bindings write.
 fn ik_llama(variables: &[(&str, &str)]) -> Seen {
     let code = "import sys; from ik_llama_cpp import IkLlama

@@ -7,54 +7,25 @@ mod hosts;
 use std::path::Path;
 use std::process::{Command, Output};
 
+use hosts::servers::{
+    ENDS, PREFIX, TOKENS, answers, end, layers, reload, reload_and_erase, stock, with_arguments,
+    without_drop_in, write_adapter,
+};
 use hosts::{copied, streaming, taken};
 use serde_json::{Value, json};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, built, replace};
 use testkit::server::{Answer, Options, Request, Server, quantize};
-use testkit::writer::{F32, Gguf, Kv, Tensor};
 
-/// What all prompts begin with, so that slots have a prefix in common.
-const PREFIX: &str = "Once upon a time, in a village between two rivers, there lived";
-/// How they go on, slot by slot.
-const ENDS: [&str; 4] = [
-    " an old clockmaker who",
-    " a girl with a red kite, and",
-    " a miller and his seven cats;",
-    " two old farmers, until",
-];
-/// Tokens of an answer.
-const TOKENS: usize = 12;
 /// A prompt in two parts; the text after the second depends on the first.
 const FRANCE: &str = "The capital of Spain is Madrid, of Italy Rome. The capital of France";
 const FRANCE_IS: &str = "The capital of Spain is Madrid, of Italy Rome. The capital of France is";
-
-fn without_drop_in(slots: usize) -> Options {
-    Options {
-        drop_in: DropIn::Absent,
-        ..Options::new(slots)
-    }
-}
 
 fn with_kv(slots: usize, kv: &str) -> Options {
     Options {
         drop_in: DropIn::On(vec![("LLAMA_HOTSWAP_KV", kv.into())]),
         ..Options::new(slots)
     }
-}
-
-/// Answers of each slot, one after the other, to prompts with a common prefix; the first
-/// of each slot finds nothing cached, or another prompt with that prefix.
-fn answers(server: &Server, slots: usize) -> Vec<Answer> {
-    let mut answers = Vec::new();
-    for round in 0..2 {
-        for slot in 0..slots {
-            let end = ENDS[(slot + round) % ENDS.len()];
-            let request = Request::new(&format!("{PREFIX}{end}"), TOKENS).at(slot);
-            answers.push(server.complete(&request));
-        }
-    }
-    answers
 }
 
 /// What a server without the drop-in that is started with a fixture answers.
@@ -64,49 +35,19 @@ fn fresh(file: &str, slots: usize) -> Vec<Answer> {
 
 /// The same with any file.
 fn fresh_with(model: &Path, slots: usize) -> Vec<Answer> {
-    let server = Server::start(model, &without_drop_in(slots));
-    let answers = answers(&server, slots);
+    let answers = stock(model, slots, &[]);
     assert!(
         answers[..slots].iter().all(|answer| answer.cached == 0)
             && answers[slots..].iter().all(|answer| answer.cached > 0),
         "{answers:?}"
     );
-    assert!(server.end().0.success());
     answers
-}
-
-/// `llama-sidecar reload --server`.
-fn reload(server: &Server, arguments: &[&str]) -> Output {
-    Command::new(built("release/llama-sidecar"))
-        .arg("reload")
-        .arg("--socket")
-        .arg(server.socket())
-        .args(["--server", server.url()])
-        .args(arguments)
-        .output()
-        .expect("the command starts")
-}
-
-fn reload_and_erase(server: &Server) -> Value {
-    let output = reload(server, &["--json"]);
-    assert!(output.status.success(), "{output:?}");
-    serde_json::from_slice(&output.stdout).expect("JSON")
 }
 
 /// Text on standard error of a command that failed.
 fn failed(output: &Output) -> String {
     assert_eq!(output.status.code(), Some(1), "{output:?}");
     String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
-/// Ends a server, which has to go well, and whose drop-in must not have failed.
-fn end(server: Server) {
-    let (status, log) = server.end();
-    assert!(status.success(), "{status}:\n{}", log.join("\n"));
-    let errors = log
-        .iter()
-        .filter(|line| line.contains("llama-sidecar: error"));
-    assert_eq!(errors.count(), 0, "{}", log.join("\n"));
 }
 
 fn swapped_and_erased_is_fresh(slots: usize) {
@@ -218,10 +159,7 @@ fn a_busy_slot_is_waited_for() {
 }
 
 fn is_busy(server: &Server, slot: usize) -> bool {
-    let mut answer = server.get("/slots").expect("an answer");
-    let slots = answer.body_mut().read_to_string().expect("text");
-    let slots: Value = serde_json::from_str(&slots).expect("JSON");
-    slots[slot]["is_processing"] == true
+    server.look("/slots")[slot]["is_processing"] == true
 }
 
 /// With prompts in memory beside the slots, emptying slots is not enough.
@@ -339,35 +277,13 @@ fn clear_is_refused_by_name_and_nothing_is_cleared() {
     }
 }
 
-/// What a server with these arguments answers without the drop-in.
-fn stock(file: &str, slots: usize, arguments: &[&str]) -> Vec<Answer> {
-    let options = Options {
-        arguments: words(arguments),
-        ..without_drop_in(slots)
-    };
-    let server = Server::start(&fixture(file), &options);
-    let answers = answers(&server, slots);
-    end(server);
-    answers
-}
-
 /// A server that streams experts.
 fn streaming_server(file: &str, slots: usize, arguments: &[&str]) -> Server {
     let options = Options {
-        arguments: words(arguments),
         drop_in: streaming(&[]),
         ..Options::new(slots)
     };
-    Server::start(&fixture(file), &options)
-}
-
-fn words(arguments: &[&str]) -> Vec<String> {
-    arguments.iter().map(|word| (*word).to_owned()).collect()
-}
-
-/// The number of layers that were scheduled for a model of a server.
-fn layers(server: &Server, model: usize) -> Option<u64> {
-    server.control("status")["models"][model]["stream"]["layers"].as_u64()
+    Server::start(&fixture(file), &with_arguments(options, arguments))
 }
 
 /// Checks that a server that streams experts answers as another one; returns the server.
@@ -389,7 +305,7 @@ fn several_slots_answer_the_same_with_streamed_experts() {
         ..Options::new(4)
     };
     let server = Server::start(&fixture("moe.gguf"), &options);
-    assert_eq!(answers(&server, 4), stock("moe.gguf", 4, &[]));
+    assert_eq!(answers(&server, 4), stock(&fixture("moe.gguf"), 4, &[]));
     std::thread::scope(|scope| {
         for (slot, end) in ENDS.into_iter().enumerate() {
             let (server, prompt) = (&server, format!("{PREFIX}{end}"));
@@ -416,7 +332,7 @@ fn several_slots_answer_the_same_with_streamed_experts() {
 
 #[test]
 fn experts_outside_a_mapping_are_left_alone() {
-    let expected = stock("moe.gguf", 1, &[]);
+    let expected = stock(&fixture("moe.gguf"), 1, &[]);
     for (mode, reason) in [
         ("none", "not in the mapping of the file"),
         ("mmap+mlock", "locked in memory"),
@@ -436,9 +352,13 @@ fn experts_outside_a_mapping_are_left_alone() {
 /// Streaming keeps experts in the mapping, where a server without it repacks them.
 #[test]
 fn repacked_types_answer_as_without_repacking() {
-    let plain = stock("moe-mixed.gguf", 1, &["--no-repack"]);
+    let plain = stock(&fixture("moe-mixed.gguf"), 1, &["--no-repack"]);
     if std::is_x86_feature_detected!("avx2") {
-        assert_ne!(stock("moe-mixed.gguf", 1, &[]), plain, "other kernels");
+        assert_ne!(
+            stock(&fixture("moe-mixed.gguf"), 1, &[]),
+            plain,
+            "other kernels"
+        );
     } else {
         println!("not compared: without AVX2 the server repacks no type of the fixture");
     }
@@ -449,47 +369,16 @@ fn repacked_types_answer_as_without_repacking() {
 fn a_draft_model_changes_no_answer_with_streamed_experts() {
     let draft = fixture("smollm2.gguf").display().to_string();
     let arguments = ["--spec-type", "draft-simple", "--spec-draft-model", &draft];
-    let server = streams_as(&stock("moe.gguf", 1, &arguments), "moe.gguf", &arguments);
+    let server = streams_as(
+        &stock(&fixture("moe.gguf"), 1, &arguments),
+        "moe.gguf",
+        &arguments,
+    );
     assert_eq!(layers(&server, 1), None, "the draft model has no experts");
     let body = json!({"prompt": PREFIX, "n_predict": TOKENS, "temperature": 0});
-    let mut answer = server.post("/completion", &body).expect("an answer");
-    let answer = answer.body_mut().read_to_string().expect("text");
-    let answer: Value = serde_json::from_str(&answer).expect("JSON");
+    let answer = server.ask("/completion", &body);
     assert!(answer["timings"]["draft_n"].as_u64() > Some(0), "{answer}");
     end(server);
-}
-
-/// Writes an adapter (LoRA) for `moe.gguf`: a matrix of the attention, and one of all experts.
-fn write_adapter(path: &Path) {
-    const RANK: i64 = 4;
-    /// `GGUF_TYPE_FLOAT32`.
-    const FLOAT: u32 = 6;
-    let mut adapter = Gguf::default()
-        .kv("general.type", Kv::Text("adapter".into()))
-        .kv("adapter.type", Kv::Text("lora".into()))
-        .kv(
-            "adapter.lora.alpha",
-            Kv::Raw(FLOAT, 8f32.to_le_bytes().into()),
-        );
-    for (name, [columns, rows, experts]) in [
-        ("blk.0.attn_q.weight", [576, 576, 1]),
-        ("blk.3.ffn_down_exps.weight", [1536, 576, 8]),
-    ] {
-        for (side, ne) in [
-            ("lora_a", [columns, RANK, experts]),
-            ("lora_b", [RANK, rows, experts]),
-        ] {
-            let value = |at: i64| (at % 7) as f32 * 0.02 - 0.05;
-            let values = 0..ne.iter().product();
-            adapter.tensors.push(Tensor {
-                name: format!("{name}.{side}"),
-                ne: ne.into(),
-                ty: F32,
-                data: values.flat_map(|at| value(at).to_le_bytes()).collect(),
-            });
-        }
-    }
-    adapter.write(path).expect("free space");
 }
 
 #[test]
@@ -498,7 +387,11 @@ fn an_adapter_changes_the_same_with_streamed_experts() {
     let adapter = folder.path().join("adapter.gguf");
     write_adapter(&adapter);
     let arguments = ["--lora", &adapter.display().to_string()];
-    let expected = stock("moe.gguf", 1, &arguments);
-    assert_ne!(expected, stock("moe.gguf", 1, &[]), "the adapter shows");
+    let expected = stock(&fixture("moe.gguf"), 1, &arguments);
+    assert_ne!(
+        expected,
+        stock(&fixture("moe.gguf"), 1, &[]),
+        "the adapter shows"
+    );
     end(streams_as(&expected, "moe.gguf", &arguments));
 }

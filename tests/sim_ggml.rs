@@ -183,7 +183,7 @@ fn a_model_with_biases_of_experts() {
 #[test]
 fn llama_server_from_source() {
     if !llama_cpp("llama-server").exists() {
-        println!("skipped: llama-server is missing; run 'cargo xtask hosts'");
+        println!("skipped: llama-server is missing; run 'cargo xtask hosts --build'");
         return;
     }
     let model = fixture("small-moe.gguf");

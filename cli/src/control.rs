@@ -140,6 +140,11 @@ pub fn ask(socket: &Path, request: &Request) -> Result<Value> {
     writeln!(stream, "{}", json!(request))?;
     let mut answer = String::new();
     BufReader::new(stream).read_line(&mut answer)?;
+    ensure!(
+        !answer.is_empty(),
+        "{} was closed without a reply, as by the end of the process: see the output of the program, and start it again",
+        socket.display()
+    );
     serde_json::from_str(&answer).with_context(|| {
         format!(
             "{} is not a control socket of llama-sidecar: expected JSON, found {answer:?}",

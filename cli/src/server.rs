@@ -114,6 +114,13 @@ impl Server {
             bail!("{} expects its API key: pass it with --api-key", self.url);
         }
         let properties: Value = serde_json::from_str(&answer).unwrap_or_default();
+        if properties["role"] == "router" {
+            bail!(
+                "{} is a router, which starts a llama-server for each model: pass the address of the one with this model; {}/models has its port",
+                self.url,
+                self.url
+            );
+        }
         properties["total_slots"].as_u64().with_context(|| {
             format!(
                 "{} is not a llama-server with a model: expected \"total_slots\" in /props, found {}",

@@ -60,6 +60,9 @@ impl Obstacle {
 pub struct ModelSet(u64);
 
 impl ModelSet {
+    /// The set of all models.
+    pub const ALL: ModelSet = ModelSet(u64::MAX);
+
     /// Returns the set of one model. Models whose numbers differ by a multiple of 64 count
     /// as one.
     pub fn of(number: u64) -> ModelSet {
@@ -114,6 +117,8 @@ pub struct Slot {
     pub keeps_graph: AtomicBool,
     /// Whether a kept graph stays valid after a switch.
     pub stays_valid: AtomicBool,
+    /// Whether it stays valid after a switch of weights that no graph has views of.
+    pub stays_valid_unless_viewed: AtomicBool,
     /// Whether the program can be made to rebuild a kept graph.
     pub can_rebuild: AtomicBool,
     /// The models whose weights the graph reads.
@@ -130,6 +135,7 @@ impl Slot {
             output: AtomicUsize::new(0),
             keeps_graph: AtomicBool::new(false),
             stays_valid: AtomicBool::new(true),
+            stays_valid_unless_viewed: AtomicBool::new(true),
             can_rebuild: AtomicBool::new(false),
             reads: AtomicU64::new(0),
         }
@@ -234,6 +240,7 @@ impl Slot {
         self.output.store(0, Ordering::Relaxed);
         self.keeps_graph.store(false, Ordering::SeqCst);
         self.stays_valid.store(true, Ordering::SeqCst);
+        self.stays_valid_unless_viewed.store(true, Ordering::SeqCst);
         self.can_rebuild.store(false, Ordering::SeqCst);
         self.reads.store(0, Ordering::SeqCst);
         self.in_flight.store(false, Ordering::SeqCst);
@@ -241,7 +248,7 @@ impl Slot {
         self.key.store(0, Ordering::SeqCst);
     }
 
-    fn obstacle(&self, models: ModelSet) -> Option<Obstacle> {
+    fn obstacle(&self, replaced: &Replaced) -> Option<Obstacle> {
         if self.key.load(Ordering::SeqCst) == 0 {
             return None;
         }
@@ -253,8 +260,11 @@ impl Slot {
         }
         // Without the output buffer it is unknown when a decode begins.
         let begin_is_seen = self.output.load(Ordering::SeqCst) != 0;
-        let survives = flag(&self.stays_valid) || (flag(&self.can_rebuild) && begin_is_seen);
-        (flag(&self.keeps_graph) && !survives && self.reads(models)).then_some(Obstacle::KeptGraph)
+        let survives = flag(&self.stays_valid)
+            || (flag(&self.stays_valid_unless_viewed) && !(replaced.viewed)())
+            || (flag(&self.can_rebuild) && begin_is_seen);
+        let is_read = self.reads(replaced.models);
+        (flag(&self.keeps_graph) && !survives && is_read).then_some(Obstacle::KeptGraph)
     }
 }
 
@@ -302,14 +312,14 @@ pub fn is_busy() -> bool {
     })
 }
 
-/// Returns what blocks a switch of tensors of these models.
-fn obstacle(models: ModelSet) -> Option<Obstacle> {
+/// Returns what blocks a switch of these tensors.
+fn obstacle(replaced: &Replaced) -> Option<Obstacle> {
     if REFUSED.load(Ordering::Relaxed) > 0 {
         return Some(Obstacle::Evaluation);
     }
     let mut kept = None;
     for slot in slots() {
-        match slot.obstacle(models) {
+        match slot.obstacle(replaced) {
             Some(Obstacle::Evaluation) => return Some(Obstacle::Evaluation),
             Some(Obstacle::KeptGraph) => kept = Some(Obstacle::KeptGraph),
             None => {}
@@ -329,6 +339,8 @@ static PENDING: AtomicBool = AtomicBool::new(false);
 static SHUT: AtomicBool = AtomicBool::new(false);
 /// Counts switches.
 static GENERATION: AtomicU64 = AtomicU64::new(0);
+/// The generation of the last switch of weights that graphs have views of.
+static VIEWED_IN: AtomicU64 = AtomicU64::new(0);
 static BARRIER: Mutex<Barrier> = Mutex::new(Barrier {
     pending: None,
     pauses: Pauses::new(),
@@ -340,12 +352,20 @@ struct Barrier {
     pauses: Pauses,
 }
 
+/// The tensors that a switch replaces.
+pub struct Replaced {
+    /// Their models.
+    pub models: ModelSet,
+    /// Whether graphs have views of any of them: by now, because the program may have built a
+    /// graph since the switch was requested.
+    pub viewed: Box<dyn Fn() -> bool + Send>,
+}
+
 /// A switch that was requested.
 struct Pending {
-    /// The models whose tensors it replaces.
-    models: ModelSet,
-    /// Replaces them; returns false if the model was freed.
-    work: Box<dyn FnMut() -> bool + Send>,
+    replaced: Replaced,
+    /// Replaces them; returns false if the model was freed. `None` to replace nothing.
+    work: Option<Box<dyn FnMut() -> bool + Send>>,
     since: Instant,
     result: Option<Result<Switched, &'static str>>,
 }
@@ -353,6 +373,11 @@ struct Pending {
 /// Returns the number of switches so far.
 pub fn generation() -> u64 {
     GENERATION.load(Ordering::SeqCst)
+}
+
+/// Returns the generation of the last switch of weights that graphs have views of.
+pub fn viewed_in() -> u64 {
+    VIEWED_IN.load(Ordering::SeqCst)
 }
 
 /// Returns how long evaluations waited for switches so far.
@@ -370,27 +395,44 @@ pub fn is_pending() -> bool {
 pub fn pending() -> Option<(Option<Obstacle>, Duration)> {
     let barrier = BARRIER.lock();
     let pending = barrier.pending.as_ref()?;
-    Some((obstacle(pending.models), pending.since.elapsed()))
+    Some((obstacle(&pending.replaced), pending.since.elapsed()))
 }
 
-/// Runs `work`, which replaces tensors of these models, between evaluations, on this thread
+/// Runs `work`, which replaces these tensors, between evaluations, on this thread
 /// or on a thread of the program. `work` returns false if it replaced nothing. The switch is
 /// given up when `wanted` returns false.
 ///
 /// One switch runs at a time: the reload engine of a model orders the switches of that
 /// model, and the lock here those of several models.
 pub fn switch(
-    models: ModelSet,
+    replaced: Replaced,
     wanted: impl Fn() -> bool,
     work: impl FnMut() -> bool + Send + 'static,
+) -> Result<Switched, &'static str> {
+    wait(replaced, wanted, Some(Box::new(work)))
+}
+
+/// Waits for a moment at which no evaluation runs and every graph that is kept can be rebuilt.
+pub fn pass() -> Result<(), &'static str> {
+    let all = Replaced {
+        models: ModelSet::ALL,
+        viewed: Box::new(|| false),
+    };
+    wait(all, || true, None).map(|_| ())
+}
+
+fn wait(
+    replaced: Replaced,
+    wanted: impl Fn() -> bool,
+    work: Option<Box<dyn FnMut() -> bool + Send>>,
 ) -> Result<Switched, &'static str> {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _turn = ONE_AT_A_TIME.lock();
     let began = Instant::now();
     let mut barrier = BARRIER.lock();
     barrier.pending = Some(Pending {
-        models,
-        work: Box::new(work),
+        replaced,
+        work,
         since: began,
         result: None,
     });
@@ -403,7 +445,7 @@ pub fn switch(
         let (timeout, refusal) = match obstacle {
             Some(Obstacle::KeptGraph) => (
                 KEPT_GRAPH_TIMEOUT,
-                "swap postponed: the idle program holds a graph built for the current tensors; run one evaluation, then reload again",
+                "swap postponed: the idle program holds a graph built for the current tensors; reload again and let the program evaluate within ten seconds",
             ),
             _ => (
                 SWITCH_TIMEOUT,
@@ -433,18 +475,25 @@ fn advance(barrier: &mut Barrier) -> Option<Obstacle> {
     if pending.result.is_some() {
         return None;
     }
-    let obstacle = obstacle(pending.models);
+    let obstacle = obstacle(&pending.replaced);
     if obstacle.is_none() {
         let began = Instant::now();
-        let done = (pending.work)();
+        let done = pending.work.as_mut().map(|work| work());
         let switch = began.elapsed();
+        let switches = u64::from(done.is_some());
         pending.result = Some(match done {
-            true => Ok(Switched {
-                wait: began - pending.since,
-                switch,
-                generation: GENERATION.fetch_add(1, Ordering::SeqCst) + 1,
-            }),
-            false => Err(MODEL_FREED),
+            Some(false) => Err(MODEL_FREED),
+            _ => {
+                let generation = GENERATION.fetch_add(switches, Ordering::SeqCst) + switches;
+                if (pending.replaced.viewed)() {
+                    VIEWED_IN.store(generation, Ordering::SeqCst);
+                }
+                Ok(Switched {
+                    wait: began - pending.since,
+                    switch,
+                    generation,
+                })
+            }
         });
         CHANGED.notify_all();
     }
@@ -493,20 +542,31 @@ pub fn hold() -> impl Sized {
 mod tests {
     use super::*;
 
+    fn tensors_of(model: u64, viewed: bool) -> Replaced {
+        Replaced {
+            models: ModelSet::of(model),
+            viewed: Box::new(move || viewed),
+        }
+    }
+
     #[test]
     fn evaluations_and_kept_graphs_of_the_same_models_block_a_switch() {
-        let (one, other) = (ModelSet::of(1), ModelSet::of(2));
+        let (one, other) = (&tensors_of(1, false), &tensors_of(2, false));
+        let viewed = &tensors_of(1, true);
         let slot = &ALL[claim(0x1000, |_| ()).expect("a slot")];
         let set = |flag: &AtomicBool, to| flag.store(to, Ordering::SeqCst);
         assert_eq!(obstacle(one), None);
         slot.enter();
         assert_eq!(obstacle(one), Some(Obstacle::Evaluation));
         assert_eq!(obstacle(other), Some(Obstacle::Evaluation));
-        slot.set_reads(one);
+        slot.set_reads(one.models);
         set(&slot.keeps_graph, true);
         slot.rest();
         assert_eq!(obstacle(one), None, "the graph stays valid");
         set(&slot.stays_valid, false);
+        assert_eq!(obstacle(one), None, "the graph has no views of them");
+        assert_eq!(obstacle(viewed), Some(Obstacle::KeptGraph));
+        set(&slot.stays_valid_unless_viewed, false);
         assert_eq!(obstacle(one), Some(Obstacle::KeptGraph));
         assert_eq!(obstacle(other), None);
         set(&slot.can_rebuild, true);
@@ -526,10 +586,13 @@ mod tests {
     #[test]
     fn a_switch_runs_its_work_once() {
         let before = generation();
-        let switched = switch(ModelSet::of(9), || true, || true).expect("no obstacle");
+        let switched = switch(tensors_of(9, false), || true, || true).expect("no obstacle");
         assert_eq!(switched.generation, before + 1);
+        assert_eq!(viewed_in(), 0);
+        switch(tensors_of(9, true), || true, || true).expect("no obstacle");
+        assert_eq!(viewed_in(), generation());
         assert_eq!(
-            switch(ModelSet::of(9), || true, || false).map(|_| ()),
+            switch(tensors_of(9, false), || true, || false).map(|_| ()),
             Err(MODEL_FREED)
         );
     }

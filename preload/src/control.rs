@@ -55,7 +55,7 @@ pub fn start(path: &Path) {
             }
         }
         Err(error) => log::error!(
-            "LLAMA_SIDECAR_CONTROL={}: cannot create the control socket: {error}; choose another path",
+            "LLAMA_SIDECAR_CONTROL={}: cannot create the control socket: {error}; choose another path, for several processes one with %p, which stands for the process id",
             path.display()
         ),
     }

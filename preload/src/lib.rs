@@ -40,6 +40,7 @@
 //! | [`loaded`] | the objects that the dynamic loader has loaded |
 //! | [`ggml`] | a copy of ggml: its functions and the layout of its tensors |
 //! | [`thread`] | threads of the drop-in |
+//! | [`unwind`] | the unwinder of libgcc_s, loaded on demand |
 //! | [`journal`] | events for `llama-sidecar run` and `doctor` |
 //!
 //! A capability is a module that implements [`capability::Capability`], and a line in the
@@ -85,3 +86,4 @@ mod signals;
 mod store;
 mod streaming;
 mod thread;
+mod unwind;

@@ -18,7 +18,7 @@ use std::thread::ThreadId;
 
 use llama_sidecar::config::Config;
 use llama_sidecar::experts::ExpertName;
-use llama_sidecar::gguf::{Access, GgufFile};
+use llama_sidecar::gguf::{Access, GgufFile, Value};
 use llama_sidecar::protocol::Event;
 use llama_sidecar::reload::{Engine, TrackedFile};
 use once_cell::sync::OnceCell;
@@ -110,8 +110,10 @@ pub struct Instance {
     /// Whether rows are read from it and it is multiplied: input and output share it, and there
     /// is no [copy](Instance::is_copy).
     shared: AtomicBool,
-    /// Whether the program keeps another tensor that is a view of it.
+    /// Whether a graph had a view of it.
     viewed: AtomicBool,
+    /// Whether the program keeps another tensor that is a view of it.
+    kept_view: AtomicBool,
     /// Experts used per token by the operation that reads it.
     pub experts_used: AtomicI64,
     /// Its buffer, if the drop-in allocated it.
@@ -248,6 +250,7 @@ impl Instance {
             bound_to_type: AtomicI32::new(0),
             shared: AtomicBool::new(false),
             viewed: AtomicBool::new(false),
+            kept_view: AtomicBool::new(false),
             experts_used: AtomicI64::new(1),
             private: Mutex::new(None),
         }
@@ -290,10 +293,15 @@ impl Instance {
         }
     }
 
+    /// Whether a graph had a view of it. A switch does not change the views of a kept graph.
+    pub fn is_viewed(&self) -> bool {
+        self.viewed.load(Ordering::SeqCst)
+    }
+
     /// Whether the program keeps another tensor that is a view of it. A switch does not
     /// change such a view.
-    pub fn is_viewed(&self) -> bool {
-        self.viewed.load(Ordering::Relaxed)
+    pub fn has_kept_view(&self) -> bool {
+        self.kept_view.load(Ordering::Relaxed)
     }
 
     /// Whether rows are read from it and it is multiplied, as products read no copy of it.
@@ -342,6 +350,9 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
             return;
         }
     };
+    if is_adapter(&gguf) {
+        return;
+    }
     let thread = std::thread::current().id();
     let mut loads = LOADS.lock();
     // If tensors have memory already, this file is of the next model.
@@ -389,6 +400,13 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
     LOADING.set(true);
     // Fails on a thread that is ending, which keeps nothing.
     let _ = OPENER.try_with(|_| ());
+}
+
+/// Whether a file has what is added to the tensors of a model (LoRA), and no model.
+fn is_adapter(gguf: &GgufFile) -> bool {
+    let key = gguf.header.key(b"general.type");
+    let value = key.and_then(|key| gguf.value(key).ok());
+    matches!(value, Some(Value::Text(text)) if text == b"adapter")
 }
 
 /// Whether tensors that are given memory on this thread may be weights.
@@ -560,13 +578,21 @@ fn take_load_of(tensors: &[*mut Tensor]) -> Option<Load> {
     Some(load)
 }
 
-/// Records that the program keeps a tensor that is a view of this one.
+/// Records that a graph has a view of this tensor.
 pub fn note_view(tensor: *mut Tensor) {
+    with_instance(tensor, |of| of.viewed.store(true, Ordering::SeqCst));
+}
+
+/// Records that the program keeps a tensor that is a view of this one.
+pub fn note_kept_view(tensor: *mut Tensor) {
+    with_instance(tensor, |of| of.kept_view.store(true, Ordering::Relaxed));
+}
+
+fn with_instance(tensor: *mut Tensor, work: impl FnOnce(&Instance)) {
     if let Some(index) = INDEX.read().as_ref()
         && let Some((model, tensor, instance)) = index.get(&(tensor as usize))
     {
-        let instance = &model.tensors[*tensor].instances[*instance];
-        instance.viewed.store(true, Ordering::Relaxed);
+        work(&model.tensors[*tensor].instances[*instance]);
     }
 }
 

@@ -16,7 +16,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::capability::Capability;
 use crate::models::{self, Model};
-use crate::{barrier, journal, store, thread};
+use crate::{barrier, ggml, journal, sched, store, thread};
 
 /// Whether reloads are frozen.
 static FROZEN: AtomicBool = AtomicBool::new(false);
@@ -64,6 +64,7 @@ impl Capability for HotSwap {
             *instance.private.lock() = None;
         }
         model.pool.clear();
+        ggml::free_remote();
     }
 }
 
@@ -253,6 +254,7 @@ fn exclusively(model: &Arc<Model>, work: impl FnOnce() -> Result<Report>) -> Res
         return Ok(Report::default());
     }
     let result = work();
+    sched::free_remote();
     if model.pool.bytes() > 0 {
         free_idle_buffers();
     }

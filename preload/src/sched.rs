@@ -5,8 +5,8 @@
 //!
 //! * On the CPU alone, a kept graph reads the descriptors of its weights in each
 //!   evaluation, so that it stays valid after a switch. The exceptions are a graph with
-//!   *views* of weights, because a view has a copy of the old type, and the graphs of
-//!   ik_llama.cpp: a node can read two weights, if they have one type.
+//!   *views* of weights that are switched, because a view has a copy of the old type and address,
+//!   and the graphs of ik_llama.cpp: a node can read two weights, if they have one type.
 //! * With another backend, the graph was split for the weights of that moment: copies of
 //!   them were planned, captured graphs hold their addresses. It must be rebuilt. To split
 //!   it again from here, the drop-in would have to undo the scheduler's changes to it, save
@@ -32,7 +32,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use parking_lot::Mutex;
 
 use crate::barrier::{self, ModelSet, SLOTS, Slot};
-use crate::ggml::{Ggml, Graph, Sched};
+use crate::ggml::{self, Ggml, Graph, Sched};
 use crate::graph::{Backends, ComparedField, GraphReads};
 use crate::models::{self, Model};
 
@@ -49,6 +49,8 @@ struct State {
     ggml: AtomicPtr<Ggml>,
     /// The generation that its graph was built for. Only a graph that is built sets it.
     generation: AtomicU64,
+    /// [`FREES`] when its graph was built.
+    frees: AtomicU64,
     /// The generation in which the program began the decode that may build a graph.
     begun_in: AtomicU64,
     /// Whether the compared field of the graph is set to zero.
@@ -78,6 +80,7 @@ impl State {
         State {
             ggml: AtomicPtr::new(std::ptr::null_mut()),
             generation: AtomicU64::new(0),
+            frees: AtomicU64::new(0),
             begun_in: AtomicU64::new(0),
             invalidated: AtomicBool::new(false),
             graph: Mutex::new(KeptGraph::NONE),
@@ -104,6 +107,10 @@ static EVALUATIONS: AtomicU64 = AtomicU64::new(0);
 /// Counts graphs that the program was made to rebuild.
 static REBUILT: AtomicU64 = AtomicU64::new(0);
 
+/// Counts the moments at which buffers on other machines begin to be freed, and at which all of
+/// them are: it is odd between.
+static FREES: AtomicU64 = AtomicU64::new(0);
+
 thread_local! {
     /// The buffer whose size libllama read last on this thread.
     static LAST_OUTPUT: Cell<usize> = const { Cell::new(0) };
@@ -122,6 +129,23 @@ pub fn count() -> u64 {
 /// Counts what may have removed an obstacle: evaluations, and schedulers that became idle.
 pub fn activity() -> u64 {
     count() + barrier::rests()
+}
+
+/// Frees the buffers on other machines that wait for it, while no graph is evaluated twice. If an
+/// evaluation does not end, they wait on.
+pub fn free_remote() {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _turn = ONE_AT_A_TIME.lock();
+    if !ggml::remote_waits() {
+        return;
+    }
+    FREES.fetch_add(1, Ordering::SeqCst);
+    // Evaluations that begin from here on build their graphs.
+    match barrier::pass() {
+        Ok(()) => ggml::free_remote(),
+        Err(reason) => log::debug!("buffers on other machines are not freed yet: {reason}"),
+    }
+    FREES.fetch_add(1, Ordering::SeqCst);
 }
 
 /// Records that libllama read the size of a buffer, and begins the evaluation whose results
@@ -159,6 +183,8 @@ impl Scheduler {
             let now = barrier::generation();
             state.generation.store(now, Ordering::Relaxed);
             state.begun_in.store(now, Ordering::Relaxed);
+            let frees = FREES.load(Ordering::SeqCst);
+            state.frees.store(frees, Ordering::Relaxed);
         })?;
         Some(Scheduler::at(number))
     }
@@ -258,8 +284,7 @@ impl Scheduler {
         EVALUATIONS.fetch_add(1, Ordering::Relaxed);
         self.restore_if_invalidated();
         // Only a graph that is rebuilt takes the new generation: this one stays stale.
-        let stale = self.slot.keeps_graph.load(Ordering::Relaxed)
-            && self.state.generation.load(Ordering::Relaxed) != barrier::generation();
+        let stale = self.slot.keeps_graph.load(Ordering::Relaxed) && self.is_stale();
         if stale && !self.ends_with_compute() {
             log::error!(
                 "failing an evaluation that was begun before a swap, because its graph mixes old and new tensors; the program's next graph is correct"
@@ -289,15 +314,26 @@ impl Scheduler {
         self.slot.has_returned()
     }
 
-    /// Makes libllama rebuild the graph if a switch happened since it was built, or once to
-    /// find out whether it does.
+    /// Whether a switch since its graph was built may have made the graph invalid.
+    fn is_stale(self) -> bool {
+        let built_in = self.state.generation.load(Ordering::Relaxed);
+        match self.slot.stays_valid_unless_viewed.load(Ordering::Relaxed) {
+            true => built_in < barrier::viewed_in(),
+            false => built_in != barrier::generation(),
+        }
+    }
+
+    /// Makes libllama rebuild the graph if a switch made it invalid or a server may have dropped
+    /// it, or once to find out whether it does.
     fn invalidate_if_stale(self) {
         let flag = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
         if !flag(&self.slot.keeps_graph) || flag(&self.slot.stays_valid) {
             return;
         }
         let graph = self.state.graph.lock();
-        let stale = self.state.generation.load(Ordering::Relaxed) != barrier::generation();
+        let frees = FREES.load(Ordering::SeqCst);
+        let stale =
+            self.is_stale() || self.state.frees.load(Ordering::Relaxed) != frees || frees % 2 == 1;
         if let Some(field) = graph.compared
             && (stale || barrier::is_pending() || !graph.tried)
             && !flag(&self.state.invalidated)
@@ -350,7 +386,12 @@ impl Scheduler {
             .viewed
             .iter()
             .any(|&viewed| models::is_registered(viewed));
-        reads.kept_views.iter().copied().for_each(models::note_view);
+        reads.viewed.iter().copied().for_each(models::note_view);
+        reads
+            .kept_views
+            .iter()
+            .copied()
+            .for_each(models::note_kept_view);
         let mut known = self.state.graph.lock();
         if let Some(tokens) = known.rebuilding.take() {
             // Another number of tokens would have made a new graph anyway.
@@ -362,8 +403,11 @@ impl Scheduler {
         }
         known.compared = reads.compared;
         self.state.invalidated.store(false, Ordering::Relaxed);
-        let stays_valid = backends.on_cpu && !views_weights && ggml.ops.fused.is_none();
+        let can_stay = backends.on_cpu && ggml.ops.fused.is_none();
+        let stays_valid = can_stay && !views_weights;
         self.slot.stays_valid.store(stays_valid, Ordering::SeqCst);
+        let unless_viewed = &self.slot.stays_valid_unless_viewed;
+        unless_viewed.store(can_stay, Ordering::SeqCst);
         self.slot.set_reads(found.reads);
         // A view copied the type of its weight when the program made it.
         let built_in = match views_weights {
@@ -371,6 +415,8 @@ impl Scheduler {
             false => barrier::generation(),
         };
         self.state.generation.store(built_in, Ordering::Relaxed);
+        let frees = FREES.load(Ordering::SeqCst);
+        self.state.frees.store(frees, Ordering::Relaxed);
         self.slot.keeps_graph.store(keeps, Ordering::SeqCst);
         Allocated {
             graph,

@@ -13,6 +13,7 @@ use llama_sidecar::reload::{
 };
 use parking_lot::Mutex;
 
+use crate::barrier::Replaced;
 use crate::ggml::{Descriptor, Ggml, OwnBuffer, Tensor};
 use crate::models::{Instance, Model};
 use crate::placement::{self, extents};
@@ -357,7 +358,7 @@ impl Store for ProgramStore<'_> {
             "the program computed other weights from it as it loaded it: start it again".into()
         } else if !ggml.knows(new_data.ty) {
             format!("this program's ggml does not know the type {name}")
-        } else if tensor.instances.iter().any(Instance::is_viewed) {
+        } else if tensor.instances.iter().any(Instance::has_kept_view) {
             "the program keeps views of it, which a swap would not change".into()
         } else if instances
             .clone()
@@ -440,6 +441,8 @@ impl Store for ProgramStore<'_> {
                 reason: "the process ends, or the program has freed the model".into(),
             }));
         }
+        // Of an earlier step, or of one that failed.
+        sched::free_remote();
         for change in changes {
             match change {
                 Change::Swap(new_data) => {
@@ -476,10 +479,19 @@ impl Store for ProgramStore<'_> {
         let model = self.0.clone();
         // Buffers are exchanged together with the descriptors, before the program can free the
         // model; the old ones are kept or freed afterwards, when no evaluation reads them any more.
+        let instances = staged.next.iter().map(|next| (next.tensor, next.instance));
+        let instances: Vec<(usize, usize)> = instances.collect();
+        let viewer = self.0.clone();
+        let viewed = move |&(tensor, instance): &(usize, usize)| {
+            viewer.tensors[tensor].instances[instance].is_viewed()
+        };
         let next = Arc::new(Mutex::new(staged.next));
         let replaced = next.clone();
         let switched = barrier::switch(
-            self.0.as_set(),
+            Replaced {
+                models: self.0.as_set(),
+                viewed: Box::new(move || instances.iter().any(&viewed)),
+            },
             || self.0.is_alive(),
             move || {
                 if !model.is_alive() {

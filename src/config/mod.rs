@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use log::LevelFilter;
 use once_cell::sync::Lazy;
-use regex::Regex;
+use regex_lite::Regex;
 
 use variables::{is_on, utf8};
 

@@ -1,14 +1,13 @@
-//! Regular expressions for whole names of tensors.
+//! Regular expressions for whole names of tensors, without tables of Unicode: the loader would
+//! relocate them in every program that the drop-in is loaded into.
 
 use std::ffi::CStr;
 
-use regex::{Regex, RegexBuilder};
+use regex_lite::{Regex, RegexBuilder};
 
 /// The most memory of a compiled expression, in bytes: enough for the names of thousands of
 /// tensors.
 const SIZE_LIMIT: usize = 16 << 20;
-/// The most memory that a search keeps, in bytes.
-const CACHE_LIMIT: usize = 1 << 18;
 
 /// A regular expression that matches whole names of tensors.
 #[derive(Debug, Clone)]
@@ -34,11 +33,8 @@ impl NamePattern {
     }
 }
 
-fn compile(text: &str) -> Result<Regex, regex::Error> {
-    RegexBuilder::new(text)
-        .size_limit(SIZE_LIMIT)
-        .dfa_size_limit(CACHE_LIMIT)
-        .build()
+fn compile(text: &str) -> Result<Regex, regex_lite::Error> {
+    RegexBuilder::new(text).size_limit(SIZE_LIMIT).build()
 }
 
 #[cfg(test)]

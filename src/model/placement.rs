@@ -1,6 +1,6 @@
 //! Assigns tensors to devices.
 
-use regex::Regex;
+use regex_lite::Regex;
 
 use super::split::{Axis, SplitPlan, common_granularity, split_bounds};
 use crate::device::Device;

@@ -15,6 +15,7 @@ use serde_json::Value;
 
 use crate::fixtures::{cache, fixture, upstream_libraries};
 use crate::process::memory;
+use crate::server::llama_cpp;
 
 /// How long a host may take to answer: loading a model on a busy machine, or
 /// compiling shaders for the first time.
@@ -45,6 +46,8 @@ pub enum Program {
     PythonVulkanExpertsOnCpu,
     /// The same on the CPU, or on a simulated GPU that a test adds.
     PythonExpertsOnCpu,
+    /// Python with llama-cpp-python, on llama.cpp from source.
+    LlamaCppPython,
     /// C, linked with libllama, with one thread.
     C,
     /// The same with two threads.
@@ -123,6 +126,13 @@ impl Program {
                     on_software_device(&mut command);
                 }
             }
+            Program::LlamaCppPython => {
+                command = Command::new(cache().join("llama-cpp-python/bin/python"));
+                command
+                    .arg(hosts.join("python/llama_cpp_python.py"))
+                    .arg(model)
+                    .env("LLAMA_CPP_LIB_PATH", llama_cpp(""));
+            }
             Program::IkLlama(options) => {
                 command = Command::new(ik_llama_file("bin/python"));
                 command.arg(hosts.join("python/ik_llama.py")).arg(model);
@@ -181,19 +191,19 @@ pub fn preload_library() -> PathBuf {
     built("preload/release/libllama_sidecar_preload.so")
 }
 
-/// A file that `cargo xtask hosts` made in the target folder.
+/// A file that `cargo xtask hosts --build` made in the target folder.
 pub fn built(path: &str) -> PathBuf {
     let test = std::env::current_exe().expect("the path of this program");
     let found = test.ancestors().map(|folder| folder.join(path));
     found
         .into_iter()
         .find(|path| path.exists())
-        .unwrap_or_else(|| panic!("{path} is missing: run 'cargo xtask hosts' first"))
+        .unwrap_or_else(|| panic!("{path} is missing: run 'cargo xtask hosts --build' first"))
 }
 
 impl DropIn {
     /// Sets the variables of a program that is about to be started.
-    pub(crate) fn prepare(&self, command: &mut Command, socket: &Path) {
+    pub fn prepare(&self, command: &mut Command, socket: &Path) {
         for (name, _) in std::env::vars_os() {
             // Settings of the tests are not for the host.
             if name.to_string_lossy().starts_with("LLAMA_") {

@@ -1,5 +1,6 @@
 //! A llama-server of llama.cpp, driven through HTTP by a test.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
@@ -16,14 +17,23 @@ use crate::host::{DropIn, control};
 
 /// The version of the package that llama-server is built from.
 pub const LLAMA_CPP: &str = "11434";
+/// The program that lends a machine's devices through RPC.
+pub const RPC_SERVER: &str = "ggml-rpc-server";
 /// How long a server may take to start, to answer and to end, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(300);
 /// What a server may answer at most.
 const LONGEST_ANSWER: u64 = 64 << 20;
 
-/// Where `cargo xtask hosts` puts a program of llama.cpp.
+/// Where `cargo xtask hosts --build` puts a program of llama.cpp.
 pub fn llama_cpp(program: &str) -> PathBuf {
     let folder = format!("llama-cpp-{LLAMA_CPP}");
+    cache().join(folder).join("bin").join(program)
+}
+
+/// Where `cargo xtask hosts --build` puts a program of llama.cpp that opens ggml's backends as modules
+/// (`GGML_BACKEND_DL`), with the backend for RPC.
+pub fn llama_cpp_dl(program: &str) -> PathBuf {
+    let folder = format!("llama-cpp-{LLAMA_CPP}-dl");
     cache().join(folder).join("bin").join(program)
 }
 
@@ -34,7 +44,7 @@ pub fn llama(program: &str) -> Command {
     let path = llama_cpp(program);
     assert!(
         path.exists(),
-        "{} is missing: run 'cargo xtask hosts' first",
+        "{} is missing: run 'cargo xtask hosts --build' first",
         path.display()
     );
     let mut command = Command::new(path);
@@ -59,6 +69,8 @@ pub fn quantize(from: &Path, to: &Path, file_type: &str, arguments: &[&str]) {
 /// How a server is started.
 #[derive(Debug, Clone)]
 pub struct Options {
+    /// Where programs are: [`llama_cpp`] or [`llama_cpp_dl`].
+    pub build: fn(&str) -> PathBuf,
     /// Requests that it evaluates at a time.
     pub slots: usize,
     /// Tokens of context of each slot.
@@ -111,12 +123,15 @@ pub struct Answer {
     pub probabilities: Value,
     /// Tokens of the prompt that were not evaluated for this answer.
     pub cached: u64,
+    /// Tokens of the prompt that were evaluated for this answer.
+    pub evaluated: u64,
 }
 
 impl Options {
     /// A server with so many slots, the drop-in looking at files when asked.
     pub fn new(slots: usize) -> Options {
         Options {
+            build: llama_cpp,
             slots,
             context: 512,
             threads: 1,
@@ -133,10 +148,20 @@ impl Options {
 impl Server {
     /// Starts a server and waits until it has loaded its model.
     pub fn start(model: &Path, options: &Options) -> Server {
-        let program = llama_cpp("llama-server");
+        Server::launch(&["--model".as_ref(), model.as_os_str()], options)
+    }
+
+    /// Starts a server that starts a server of its own for each model of a folder, with the first
+    /// request for that model.
+    pub fn start_router(models: &Path, options: &Options) -> Server {
+        Server::launch(&["--models-dir".as_ref(), models.as_os_str()], options)
+    }
+
+    fn launch(models: &[&OsStr], options: &Options) -> Server {
+        let program = (options.build)("llama-server");
         assert!(
             program.exists(),
-            "{} is missing: run 'cargo xtask hosts' first",
+            "{} is missing: run 'cargo xtask hosts --build' first",
             program.display()
         );
         let folder = tempfile::tempdir().expect("a folder");
@@ -144,8 +169,7 @@ impl Server {
         let log = folder.path().join("log");
         let mut command = Command::new(program);
         command
-            .arg("--model")
-            .arg(model)
+            .args(models)
             .args(["--host", "127.0.0.1", "--port", "0", "--offline"])
             .args(["--parallel", &options.slots.to_string()])
             .args(["--ctx-size", &(options.slots * options.context).to_string()])
@@ -270,6 +294,29 @@ impl Server {
             .send(body.to_string())
     }
 
+    /// The answer to a POST request, which has to succeed.
+    pub fn ask(&self, path: &str, body: &Value) -> Value {
+        self.expect_json(path, self.post(path, body))
+    }
+
+    /// The answer to a GET request, which has to succeed.
+    pub fn look(&self, path: &str) -> Value {
+        self.expect_json(path, self.get(path))
+    }
+
+    fn expect_json(&self, path: &str, answer: Result<Response<Body>, ureq::Error>) -> Value {
+        let mut answer = answer.expect("an answer");
+        let text = answer.body_mut().read_to_string().expect("text");
+        let log = || self.log().join("\n");
+        assert_eq!(
+            answer.status(),
+            200,
+            "{path}: {text}; the server's log:\n{}",
+            log()
+        );
+        serde_json::from_str(&text).expect("JSON")
+    }
+
     /// Requests text and waits for all of it.
     pub fn try_complete(&self, request: &Request) -> Result<Answer, String> {
         let error = |error: ureq::Error| error.to_string();
@@ -322,10 +369,7 @@ impl Server {
 
     /// Empties a slot.
     pub fn erase(&self, slot: usize) {
-        let path = format!("/slots/{slot}?action=erase");
-        let mut answer = self.post(&path, &json!({})).expect("an answer");
-        let text = answer.body_mut().read_to_string().expect("text");
-        assert_eq!(answer.status(), 200, "{text}");
+        self.ask(&format!("/slots/{slot}?action=erase"), &json!({}));
     }
 
     /// Stops it, with all its threads, until `go_on`.
@@ -349,8 +393,13 @@ impl Server {
     }
 
     /// Terminates it; returns its exit status and its log.
-    pub fn end(mut self) -> (ExitStatus, Vec<String>) {
+    pub fn end(self) -> (ExitStatus, Vec<String>) {
         self.signal(libc::SIGTERM);
+        self.wait()
+    }
+
+    /// Waits until it ends of its own accord; returns its exit status and its log.
+    pub fn wait(mut self) -> (ExitStatus, Vec<String>) {
         let deadline = Instant::now() + PATIENCE;
         loop {
             if let Some(status) = self.child.try_wait().expect("a child") {
@@ -418,11 +467,15 @@ impl Answer {
                 return Err(format!("expected a log-probability, found {token}"));
             }
         }
-        let cached = body["timings"]["cache_n"].as_u64();
+        let timing = |name: &str| {
+            let count = body["timings"][name].as_u64();
+            count.ok_or_else(|| format!("expected timings, found {body}"))
+        };
         Ok(Answer {
             text: text.to_owned(),
             probabilities,
-            cached: cached.ok_or_else(|| format!("expected timings, found {body}"))?,
+            cached: timing("cache_n")?,
+            evaluated: timing("prompt_n")?,
         })
     }
 }

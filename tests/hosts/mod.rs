@@ -1,6 +1,7 @@
 //! Checks of a swap that are the same for all real hosts.
 #![allow(dead_code, reason = "each test uses what it needs")]
 
+pub mod servers;
 pub mod simulated;
 
 use std::collections::BTreeMap;

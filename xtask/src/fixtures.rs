@@ -101,23 +101,49 @@ pub fn python() -> Result<PathBuf> {
 
 /// ik_llama.cpp with its Python bindings, prebuilt. Their own dependencies are not used here.
 const IK_LLAMA: &str = "ik-llama-cpp-python==0.1.5";
+/// llama-cpp-python, for libraries that are built already.
+const LLAMA_CPP_PYTHON: &str = "llama-cpp-python==0.3.36";
 
 /// Makes a virtual environment with the bindings of ik_llama.cpp, if it is not there.
 pub fn ik_llama() -> Result<()> {
-    let target = cache().join("ik-llama");
+    environment("ik-llama", IK_LLAMA, |pip| {
+        pip.args(["--no-deps", IK_LLAMA]);
+    })
+    .context("ik_llama.cpp's Python bindings from PyPI")
+}
+
+/// Makes a virtual environment with llama-cpp-python and without its libraries, if it is not
+/// there.
+pub fn llama_cpp_python() -> Result<()> {
+    environment("llama-cpp-python", LLAMA_CPP_PYTHON, |pip| {
+        pip.arg(LLAMA_CPP_PYTHON)
+            .env("CMAKE_ARGS", "-DLLAMA_BUILD=OFF");
+    })
+    .context("llama-cpp-python from PyPI")
+}
+
+/// The version of llama-cpp-python.
+pub fn llama_cpp_python_version() -> &'static str {
+    LLAMA_CPP_PYTHON.rsplit('=').next().unwrap_or_default()
+}
+
+/// Makes a virtual environment with a package, unless it is there.
+fn environment(name: &str, package: &str, arguments: impl FnOnce(&mut Command)) -> Result<()> {
+    let target = cache().join(name);
     // The file is written last: another version or an incomplete installation is replaced.
     let installed = target.join("installed");
-    if std::fs::read_to_string(&installed).ok().as_deref() == Some(IK_LLAMA) {
+    if std::fs::read_to_string(&installed).ok().as_deref() == Some(package) {
         return Ok(());
     }
-    println!("installing {IK_LLAMA} into {}", target.display());
+    println!("installing {package} into {}", target.display());
     std::fs::create_dir_all(cache())?;
-    run(command("python3", &cache()).args(["-m", "venv", "--clear", "ik-llama"]))?;
-    run(command(target.join("bin/python"), &cache())
-        .args(["-m", "pip", "install", "--quiet"])
-        .args(["--disable-pip-version-check", "--no-deps", IK_LLAMA]))
-    .context("ik_llama.cpp's Python bindings from PyPI")?;
-    Ok(std::fs::write(installed, IK_LLAMA)?)
+    run(command("python3", &cache()).args(["-m", "venv", "--clear", name]))?;
+    let mut pip = command(target.join("bin/python"), &cache());
+    pip.args(["-m", "pip", "install", "--quiet"])
+        .arg("--disable-pip-version-check");
+    arguments(&mut pip);
+    run(&mut pip)?;
+    Ok(std::fs::write(installed, package)?)
 }
 
 fn fetch_node(target: &Path) -> Result<()> {
@@ -171,31 +197,84 @@ pub fn browser() -> Result<PathBuf> {
     Ok(target)
 }
 
-/// Downloads Debian packages, with the packages that they need and this machine lacks, and
-/// unpacks all of them into a scratch folder.
+/// Debian packages that a C program is built and run with, and dpkg with what it calls.
+const ROOT_PACKAGES: [&str; 10] = [
+    "base-files",
+    "coreutils",
+    "dash",
+    "diffutils",
+    "dpkg",
+    "libc-bin",
+    "libc6-dev",
+    "libstdc++6",
+    "pkgconf",
+    "sed",
+];
+
+/// Makes the root of a small Debian system, to be copied; an error states why that is not possible.
+pub fn clean_root() -> Result<PathBuf> {
+    let target = cache().join("clean-root");
+    if !target.exists() {
+        let folder = scratch("clean-root")?;
+        // No package counts as installed.
+        let packages = download(
+            &folder,
+            &ROOT_PACKAGES,
+            &["-o", "Dir::State::status=/dev/null"],
+        )?;
+        let mut status = String::new();
+        for package in packages {
+            let fields = output(command("dpkg", &folder).arg("--field").arg(&package))?;
+            status += &format!("{}\nStatus: install ok installed\n\n", fields.trim_end());
+            unpack(&package, &folder)?;
+        }
+        let database = folder.join("var/lib/dpkg");
+        std::fs::create_dir_all(database.join("info"))?;
+        std::fs::write(database.join("status"), status)?;
+        std::fs::rename(folder, &target)?;
+    }
+    Ok(target)
+}
+
+/// Unpacks Debian packages, with the packages that they need and this machine lacks, into a
+/// scratch folder.
 fn unpacked(name: &str, packages: &[&str]) -> Result<PathBuf> {
-    println!("downloading {}", packages.join(", "));
     let folder = scratch(name)?;
+    for package in download(&folder, packages, &[])? {
+        unpack(&package, &folder)?;
+    }
+    Ok(folder)
+}
+
+/// Downloads Debian packages, with the packages that they need and this machine lacks.
+fn download(folder: &Path, packages: &[&str], options: &[&str]) -> Result<Vec<PathBuf>> {
+    println!("downloading {}", packages.join(", "));
     let plan = output(
-        command("apt-get", &folder)
+        command("apt-get", folder)
+            .args(options)
             .args(["install", "--simulate", "--no-install-recommends"])
             .args(packages),
     )?;
     let new = plan.lines().filter_map(|line| line.strip_prefix("Inst "));
     let new: Vec<&str> = new.filter_map(|line| line.split(' ').next()).collect();
     let needed = new.iter().filter(|name| !packages.contains(name));
-    run(command("apt-get", &folder)
+    run(command("apt-get", folder)
+        .args(options)
         .args(["download", "--quiet=2"])
         .args(packages)
         .args(needed))?;
-    for entry in std::fs::read_dir(&folder)? {
-        let path = entry?.path();
-        if path.extension().is_some_and(|extension| extension == "deb") {
-            run(command("dpkg", &folder).arg("-x").arg(&path).arg("."))?;
-            std::fs::remove_file(path)?;
-        }
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder)? {
+        files.push(entry?.path());
     }
-    Ok(folder)
+    files.sort();
+    Ok(files)
+}
+
+/// Replaces a Debian package by its files.
+fn unpack(package: &Path, folder: &Path) -> Result<()> {
+    run(command("dpkg", folder).arg("-x").arg(package).arg("."))?;
+    Ok(std::fs::remove_file(package)?)
 }
 
 fn fetch_model(target: &Path) -> Result<()> {

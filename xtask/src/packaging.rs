@@ -10,7 +10,7 @@ use crate::run::{command, output, run};
 use crate::{fixtures, root};
 
 /// Files of the installed tree, below the prefix.
-const FILES: [&str; 16] = [
+pub const FILES: [&str; 16] = [
     "bin/llama-sidecar",
     "include/llama_sidecar.h",
     "lib/libllama_sidecar.a",

@@ -12,8 +12,8 @@ use testkit::slow_disk::{SlowDisk, Speed};
 use crate::install::{DebugInfo, install, target_folder};
 use crate::run::{command, exists, run};
 use crate::{
-    abi, cmake, fixtures, header, llama_cpp, msrv, older, packaging, prose, report, root, sanitize,
-    toolchain,
+    abi, clean_root, cmake, fixtures, header, llama_cpp, matrix, msrv, older, packaging, prose,
+    report, root, sanitize, toolchain,
 };
 
 /// How long the long form of the tests fuzzes.
@@ -121,6 +121,16 @@ const CHECKS: &[Check] = &[
         missing: llama_cpp::missing,
     },
     Check {
+        name: "drop-in in llama-server's modes",
+        run: || dropin_tests("server_modes"),
+        missing: llama_cpp::missing,
+    },
+    Check {
+        name: "drop-in in llama-server over two RPC servers",
+        run: || dropin_tests("rpc"),
+        missing: llama_cpp::missing_dl,
+    },
+    Check {
         name: "rounds in llama-perplexity from source",
         run: || dropin_tests("dropin_rounds"),
         missing: llama_cpp::missing,
@@ -139,6 +149,11 @@ const CHECKS: &[Check] = &[
         },
     },
     Check {
+        name: "rows of docs/hosts.md that no other check covers",
+        run: matrix::check,
+        missing: llama_cpp::missing_dl,
+    },
+    Check {
         name: "report of an expert trace in a browser",
         run: report::check,
         missing: report::missing,
@@ -150,6 +165,11 @@ const CHECKS: &[Check] = &[
         "installed tree: DESTDIR, pkg-config, find_package",
         packaging::check,
     ),
+    Check {
+        name: "packages on a clean root: dpkg, programs, archive",
+        run: clean_root::check,
+        missing: clean_root::missing,
+    },
     Check::new(
         "C examples, find_package, address sanitizer",
         sanitize::asan,
@@ -220,6 +240,7 @@ fn dropin_library() -> Result<()> {
 /// Builds the drop-in, the command and the programs that they are tested with.
 pub fn hosts() -> Result<()> {
     fixtures::ik_llama()?;
+    fixtures::llama_cpp_python()?;
     cmake::build_loader()?;
     cmake::sim_ggml()?;
     cmake::build_hosts().map(|_| ())

@@ -14,12 +14,14 @@ use crate::journal;
 mod custom;
 mod layout;
 mod one_device;
+mod remote;
 mod sys;
 
 use custom::Custom;
 pub use layout::FusedOps;
 use layout::{Ops, TensorLayout};
 pub use one_device::is_other;
+pub use remote::{free_remote, remote_waits};
 pub use sys::*;
 
 /// One copy of ggml. Never freed.
@@ -182,6 +184,20 @@ impl Ggml {
         !device.is_null() && unsafe { (self.f.ggml_backend_dev_type)(device) } == DEVICE_CPU
     }
 
+    /// Returns the name of a device's backend.
+    ///
+    /// # Safety
+    ///
+    /// A live device of this copy.
+    pub unsafe fn backend_name(&self, device: *mut Device) -> &'static CStr {
+        let f = &self.f;
+        // SAFETY: as the caller ensures; the name of a registration is a static string.
+        unsafe {
+            let registration = (f.ggml_backend_dev_backend_reg)(device);
+            CStr::from_ptr((f.ggml_backend_reg_name)(registration))
+        }
+    }
+
     /// Returns the name of a buffer type.
     pub fn buffer_type_name(&self, buft: *mut BufferType) -> String {
         // SAFETY: a live buffer type has a name.
@@ -323,9 +339,10 @@ pub struct OwnBuffer {
 unsafe impl Send for OwnBuffer {}
 
 impl Drop for OwnBuffer {
+    /// Frees it, or adds it to those that [`free_remote`] frees.
     fn drop(&mut self) {
-        // SAFETY: allocated by this copy, freed once, and no tensor uses it any more.
-        unsafe { (self.ggml.f.ggml_backend_buffer_free)(self.buffer) }
+        // SAFETY: allocated by this copy, dropped once, and no tensor uses it any more.
+        unsafe { remote::free(self.ggml, self.buffer) }
     }
 }
 

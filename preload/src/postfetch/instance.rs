@@ -28,23 +28,7 @@ pub unsafe fn is_usable(ggml: &Ggml, device: *mut Device) -> bool {
     // SAFETY: as the caller ensures; the name of a registration is a static string.
     unsafe {
         let ty = (f.ggml_backend_dev_type)(device);
-        [DEVICE_GPU, DEVICE_IGPU].contains(&ty)
-            && !LEFT_ALONE.contains(&registration_name(ggml, device))
-    }
-}
-
-/// Returns the name of a device's backend.
-///
-/// # Safety
-///
-/// A live device of this copy.
-unsafe fn registration_name(ggml: &Ggml, device: *mut Device) -> &'static CStr {
-    let f = &ggml.f;
-    // SAFETY: as the caller ensures; the name of a registration is a static string.
-    unsafe {
-        CStr::from_ptr((f.ggml_backend_reg_name)((f.ggml_backend_dev_backend_reg)(
-            device,
-        )))
+        [DEVICE_GPU, DEVICE_IGPU].contains(&ty) && !LEFT_ALONE.contains(&ggml.backend_name(device))
     }
 }
 
@@ -75,7 +59,7 @@ impl Instance {
                 backend,
                 // ggml's Vulkan backend records an event in the queue of the products, and
                 // copies have another one.
-                events_cover_copies: registration_name(ggml, device) != c"Vulkan",
+                events_cover_copies: ggml.backend_name(device) != c"Vulkan",
             })
         }
     }

@@ -57,6 +57,7 @@ mod tests {
             text: " a".into(),
             probabilities: json!([{"token": " a", "logprob": log_probability}]),
             cached: 0,
+            evaluated: 1,
         }
     }
 

@@ -1,0 +1,56 @@
+//! Buffers on other machines, which wait to be freed.
+//!
+//! A server of ggml's RPC backend keeps the last graph that it evaluated, and a program that
+//! evaluates the same graph again sends its number alone. When a buffer is freed, the server drops
+//! the graph; the next evaluation of the graph closes the connection, and the program aborts.
+//! A buffer of such a server is freed at a moment that its last user chooses.
+
+use std::ffi::CStr;
+
+use parking_lot::Mutex;
+
+use super::{Buffer, Ggml};
+
+/// The name of ggml's RPC backend.
+const RPC: &CStr = c"RPC";
+
+/// A buffer that no tensor uses any more, with its copy of ggml.
+struct Unused(&'static Ggml, *mut Buffer);
+
+// SAFETY: ggml ties no buffer to a thread.
+unsafe impl Send for Unused {}
+
+static WAITING: Mutex<Vec<Unused>> = Mutex::new(Vec::new());
+
+/// Frees a buffer; one on another machine waits for [`free_remote`].
+///
+/// # Safety
+///
+/// A live buffer of this copy that no tensor uses.
+pub unsafe fn free(ggml: &'static Ggml, buffer: *mut Buffer) {
+    let f = &ggml.f;
+    // SAFETY: as the caller ensures; buffer types and devices are static.
+    unsafe {
+        let device = (f.ggml_backend_buft_get_device)((f.ggml_backend_buffer_get_type)(buffer));
+        match !device.is_null() && ggml.backend_name(device) == RPC {
+            true => WAITING.lock().push(Unused(ggml, buffer)),
+            false => (f.ggml_backend_buffer_free)(buffer),
+        }
+    }
+}
+
+/// Whether a buffer on another machine waits to be freed.
+pub fn remote_waits() -> bool {
+    !WAITING.lock().is_empty()
+}
+
+/// Frees the buffers on other machines that wait. The graphs that were evaluated
+/// before cannot be evaluated again; the program has to build others.
+pub fn free_remote() {
+    let waiting = std::mem::take(&mut *WAITING.lock());
+    for Unused(ggml, buffer) in waiting {
+        // SAFETY: a live buffer that no tensor uses; it was taken from the list, so this is the
+        // only call.
+        unsafe { (ggml.f.ggml_backend_buffer_free)(buffer) }
+    }
+}

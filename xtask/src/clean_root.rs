@@ -1,0 +1,322 @@
+//! The packages on a clean root: a small Debian system, to which nothing of this project was
+//! installed before. There dpkg installs the package, its programs run, and dpkg removes it.
+
+use std::collections::BTreeSet;
+use std::ffi::CStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use regex::Regex;
+use testkit::fixtures::{cache, fixture};
+use testkit::server::llama_cpp;
+
+use crate::dist::{self, Glibc, Packages, files};
+use crate::install::copy;
+use crate::run::{command, exists, output, run};
+use crate::{fixtures, llama_cpp, packaging};
+
+/// Options of `unshare` for mounts of its own: as root, and as another user.
+const MOUNTS: [&[&str]; 2] = [&["--mount"], &["--mount", "--map-root-user"]];
+/// Makes devices and processes visible in a root, and runs a command there.
+const ENTER: &str =
+    "mount --rbind /proc \"$0/proc\" && mount --rbind /dev \"$0/dev\" && exec chroot \"$0\" \"$@\"";
+/// What dpkg and ldconfig keep about all packages.
+const DATABASES: [&str; 4] = [
+    "etc/ld.so.cache",
+    "var/cache/ldconfig",
+    "var/lib/dpkg",
+    "var/log/dpkg.log",
+];
+/// From this version on, std's functions that glibc may lack bind to it.
+const TOO_NEW: Glibc = Glibc(2, 39);
+
+/// Returns why this check cannot run here, if so.
+pub fn missing() -> Option<String> {
+    // SAFETY: the string is a constant of the C library.
+    let glibc = unsafe { CStr::from_ptr(libc::gnu_get_libc_version()) };
+    let glibc = glibc.to_string_lossy();
+    let is_too_new = Glibc::parse(&format!("GLIBC_{glibc}")).is_none_or(|glibc| glibc >= TOO_NEW);
+    if is_too_new {
+        return Some(format!(
+            "packages built here would need glibc {TOO_NEW}, because this machine has {glibc}"
+        ));
+    }
+    let root = || fixtures::clean_root().and_then(|_| mounts());
+    llama_cpp::missing().or_else(|| root().err().map(|error| format!("{error:#}")))
+}
+
+/// The options of `unshare` that work here.
+fn mounts() -> Result<&'static [&'static str]> {
+    let works = |options: &&&[&str]| {
+        let mut unshare = command("unshare", Path::new("/"));
+        unshare.args(**options).arg("true").stderr(Stdio::null());
+        unshare.status().is_ok_and(|status| status.success())
+    };
+    MOUNTS.iter().find(works).copied().context(
+        "no root can be entered: run as root, or allow user namespaces (kernel.unprivileged_userns_clone, \
+         kernel.apparmor_restrict_unprivileged_userns)",
+    )
+}
+
+/// A copy of the clean root, removed in the end.
+struct Root {
+    folder: tempfile::TempDir,
+    mounts: &'static [&'static str],
+}
+
+impl Root {
+    fn new() -> Result<Root> {
+        let clean = fixtures::clean_root()?;
+        // On the file system of the models, so that they can be linked.
+        let folder = tempfile::tempdir_in(cache())?;
+        run(command("cp", &clean)
+            .args(["--archive", "--reflink=auto", "."])
+            .arg(folder.path()))?;
+        Ok(Root {
+            folder,
+            mounts: mounts()?,
+        })
+    }
+
+    fn path(&self, path: &str) -> PathBuf {
+        self.folder.path().join(path.trim_start_matches('/'))
+    }
+
+    /// A command in the root, with nothing of this environment.
+    fn command(&self, words: &[&str]) -> Command {
+        let mut inside = command("unshare", Path::new("/"));
+        inside
+            .args(self.mounts)
+            .args(["sh", "-c", ENTER])
+            .arg(self.folder.path())
+            .args(words)
+            .env_clear()
+            .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
+        inside
+    }
+
+    fn output(&self, words: &[&str]) -> Result<String> {
+        output(&mut self.command(words)).with_context(|| words.join(" "))
+    }
+
+    /// All files but those of databases.
+    fn files(&self) -> Result<BTreeSet<PathBuf>> {
+        let mut files = files(self.folder.path())?;
+        files.retain(|file| !DATABASES.iter().any(|kept| file.starts_with(kept)));
+        Ok(files)
+    }
+}
+
+/// Makes the packages, and uses them where nothing else is installed.
+pub fn check() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let packages = same_bytes(folder.path())?;
+    let root = Root::new()?;
+    let model = root.path("model.gguf");
+    fs::hard_link(fixture("smollm2.gguf"), &model)
+        .or_else(|_| fs::copy(fixture("smollm2.gguf"), &model).map(|_| ()))?;
+    fs::create_dir(root.path("opt"))?;
+    run(command("cp", Path::new("/"))
+        .args(["--archive", "--dereference"])
+        .arg(llama_cpp(""))
+        .arg(root.path("opt/llama.cpp")))?;
+    copy(&packages.deb, &root.path("llama-sidecar.deb"))?;
+
+    let before = root.files()?;
+    text(&root, &["dpkg", "--install", "/llama-sidecar.deb"])?;
+    package(&root)?;
+    let (written, _) = text(&root, &COMPLETE)?;
+    programs(&root, "/usr", &written)?;
+    container(&root, &written)?;
+    c_program(&root)?;
+    units(&root)?;
+    text(&root, &["dpkg", "--purge", "llama-sidecar"])?;
+    let after = root.files()?;
+    let differ: Vec<_> = before.symmetric_difference(&after).collect();
+    ensure!(differ.is_empty(), "dpkg left or removed {differ:?}");
+    let mut known = files(&root.path("var/lib/dpkg"))?.into_iter();
+    let known = known.find(|file| file.to_string_lossy().contains("llama"));
+    ensure!(known.is_none(), "dpkg kept {known:?}");
+    archive(&root, &packages.archive, &written)?;
+    println!("the packages work on a clean root, and removing leaves nothing");
+    Ok(())
+}
+
+/// Makes the packages twice, and fails unless their bytes are the same.
+fn same_bytes(folder: &Path) -> Result<Packages> {
+    let packages = dist::make(&folder.join("first"))?;
+    let again = dist::make(&folder.join("second"))?;
+    for (first, second) in [
+        (&packages.archive, &again.archive),
+        (&packages.deb, &again.deb),
+    ] {
+        ensure!(
+            fs::read(first)? == fs::read(second)?,
+            "{} and {} differ: make the packages from the same files only",
+            first.display(),
+            second.display()
+        );
+    }
+    Ok(packages)
+}
+
+/// What dpkg knows about the package, and its files.
+fn package(root: &Root) -> Result<()> {
+    let status = root.output(&["dpkg", "--status", "llama-sidecar"])?;
+    for line in ["Status: install ok installed", "Depends: libc6 (>= 2."] {
+        ensure!(status.contains(line), "expected '{line}' in {status}");
+    }
+    let damaged = root.output(&["dpkg", "--verify", "llama-sidecar"])?;
+    ensure!(damaged.is_empty(), "{damaged}");
+    for file in packaging::FILES {
+        let file = match file.ends_with(".1") {
+            true => format!("usr/{file}.gz"),
+            false => format!(
+                "usr/{}",
+                file.replace("site-functions", "vendor-completions")
+            ),
+        };
+        let path = root.path(&file);
+        ensure!(path.exists(), "the package has no {file}");
+        if file.ends_with(".gz") {
+            run(command("gzip", Path::new("/")).arg("--test").arg(path))?;
+        }
+    }
+    let documents = root.path("usr/share/doc/llama-sidecar");
+    for file in [
+        "copyright",
+        "THIRD-PARTY.txt",
+        "rust-standard-library.html",
+        "README.md",
+    ] {
+        ensure!(documents.join(file).exists(), "the package has no {file}");
+    }
+    // The examples name files of the package.
+    let path = Regex::new(r"/usr/(bin|lib)/\S+")?;
+    for example in files(&documents.join("examples"))? {
+        let text = fs::read_to_string(documents.join("examples").join(&example))?;
+        for named in path.find_iter(&text) {
+            let named = named.as_str();
+            ensure!(
+                root.path(named).exists(),
+                "{} names {named}, which the package does not have",
+                example.display()
+            );
+        }
+    }
+    Ok(())
+}
+
+/// The program, which writes a few tokens.
+const COMPLETE: [&str; 12] = [
+    "/opt/llama.cpp/llama-completion",
+    "--model",
+    "/model.gguf",
+    "--prompt",
+    "Once upon a time",
+    "--predict",
+    "8",
+    "--temp",
+    "0",
+    "-no-cnv",
+    "--threads",
+    "2",
+];
+
+/// Runs the command, and llama.cpp with the drop-in, which writes what it wrote without.
+fn programs(root: &Root, prefix: &str, expected: &str) -> Result<()> {
+    let sidecar = format!("{prefix}/bin/llama-sidecar");
+    let version = root.output(&[&sidecar, "--version"])?;
+    ensure!(
+        version == format!("llama-sidecar {}\n", env!("CARGO_PKG_VERSION")),
+        "{version}"
+    );
+    let inspected = root.output(&[&sidecar, "inspect", "/model.gguf"])?;
+    ensure!(inspected.contains("blk.0.attn_k.weight"), "{inspected}");
+    let run = [sidecar.as_str(), "run", "--hotswap", "--"];
+    let (written, log) = text(root, &[&run[..], &COMPLETE].concat())?;
+    ensure!(written == expected, "'{written}' is not '{expected}'");
+    ensure!(log.contains(" evaluations of /model.gguf"), "{log}");
+    Ok(())
+}
+
+/// Runs llama.cpp with the variables of the example of a container.
+fn container(root: &Root, expected: &str) -> Result<()> {
+    let example = root.path("usr/share/doc/llama-sidecar/examples/Containerfile");
+    let example = fs::read_to_string(example)?;
+    let variables = example.lines().filter_map(|line| line.strip_prefix("ENV "));
+    let variables: Vec<&str> = variables.chain(["LLAMA_SIDECAR_LOG=info"]).collect();
+    let (written, log) = text(root, &[&["env"], &variables[..], &COMPLETE].concat())?;
+    ensure!(written == expected, "'{written}' is not '{expected}'");
+    ensure!(log.contains("llama-sidecar: info: watching "), "{log}");
+    Ok(())
+}
+
+/// What a program wrote, and its log.
+fn text(root: &Root, words: &[&str]) -> Result<(String, String)> {
+    let output = root.command(words).output()?;
+    let log = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure!(output.status.success(), "{}: {log}", words.join(" "));
+    Ok((String::from_utf8(output.stdout)?, log))
+}
+
+/// Compiles a program against the files of the package, with what pkgconf reports there, and
+/// runs it there.
+fn c_program(root: &Root) -> Result<()> {
+    let flags = root.output(&["pkgconf", "--cflags", "--libs", "llama_sidecar"])?;
+    let program = root.path("inspect");
+    run(command("gcc", &crate::root().join("c_examples"))
+        .arg(format!("--sysroot={}", root.folder.path().display()))
+        .args(["-std=gnu11", "inspect.c", "-o"])
+        .arg(&program)
+        .args(flags.split_whitespace()))?;
+    let inspected = root.output(&["/inspect", "/model.gguf"])?;
+    ensure!(inspected.contains("blk.0.attn_k.weight"), "{inspected}");
+    Ok(fs::remove_file(program)?)
+}
+
+/// Checks the examples of units where systemd is.
+fn units(root: &Root) -> Result<()> {
+    if !exists("systemd-analyze") {
+        println!("the examples of units are not checked: systemd-analyze is not installed");
+        return Ok(());
+    }
+    let folder = tempfile::tempdir()?;
+    let examples = root.path("usr/share/doc/llama-sidecar/examples");
+    for file in files(&examples)? {
+        // The unit must name a program of this machine.
+        let sidecar = root.path("usr/bin/llama-sidecar");
+        let text = fs::read_to_string(examples.join(&file))?
+            .replace("/usr/bin/llama-sidecar", &sidecar.display().to_string());
+        let copied = folder.path().join(file);
+        fs::create_dir_all(copied.parent().context("a folder")?)?;
+        fs::write(copied, text)?;
+    }
+    // It ends well also after it reported keys that it does not know.
+    let verified = command("systemd-analyze", folder.path())
+        .args(["verify", "--man=no", "./llama-server.service"])
+        .output()?;
+    let report = String::from_utf8_lossy(&verified.stderr).into_owned();
+    ensure!(
+        verified.status.success() && !report.contains("llama-"),
+        "systemd-analyze reports: {report}"
+    );
+    Ok(())
+}
+
+/// Unpacks the archive and uses what is in it.
+fn archive(root: &Root, archive: &Path, expected: &str) -> Result<()> {
+    run(command("tar", &root.path("opt"))
+        .arg("--extract")
+        .arg("--file")
+        .arg(archive))?;
+    let name = archive.file_name().unwrap_or_default().to_string_lossy();
+    let prefix = format!("/opt/{}", name.trim_end_matches(".tar.gz"));
+    for file in packaging::FILES {
+        let path = root.path(&prefix).join(file);
+        ensure!(path.exists(), "the archive has no {file}");
+    }
+    programs(root, &prefix, expected)
+}

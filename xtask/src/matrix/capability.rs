@@ -1,0 +1,203 @@
+//! What the drop-in does in a host: each capability is a test of a host.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+use testkit::fixtures::fixture;
+use testkit::host::{DropIn, replace};
+use testkit::sim_ggml::SimGgml;
+
+use super::running::{Evaluation, Running, TOKENS};
+use super::subject::{Start, Subject};
+
+/// A column of the table.
+pub struct Capability {
+    /// Its heading.
+    pub title: &'static str,
+    /// Why a host does not have it, if so.
+    pub lacks: fn(&Subject) -> Option<&'static str>,
+    /// Panics when a host with the drop-in does not do what it should.
+    pub test: fn(&Subject),
+}
+
+/// All of them, in the order of the table.
+pub const CAPABILITIES: [Capability; 8] = [
+    Capability::new("idle", idle),
+    Capability::new("hot-swap", swap),
+    Capability::new("and back", swap_back),
+    Capability::new("damaged file", damaged),
+    Capability::new("overlays", overlay),
+    Capability::new("expert trace", trace),
+    Capability::new("experts from disk", stream),
+    Capability {
+        title: "experts to a GPU",
+        lacks: |subject| subject.no_gpu,
+        test: post_fetch,
+    },
+];
+
+impl Capability {
+    const fn new(title: &'static str, test: fn(&Subject)) -> Capability {
+        Capability {
+            title,
+            lacks: |_| None,
+            test,
+        }
+    }
+}
+
+const MODEL: &str = "smollm2.gguf";
+const VARIANT: &str = "smollm2-mixed.gguf";
+const MIXTURE: &str = "moe.gguf";
+/// Layers of the mixture.
+const LAYERS: usize = 30;
+
+/// A running host and the folder with its model.
+struct Started {
+    host: Box<dyn Running>,
+    model: PathBuf,
+    _folder: tempfile::TempDir,
+}
+
+impl Started {
+    fn new(subject: &Subject, model: &str, drop_in: DropIn, gpu: Option<&SimGgml>) -> Started {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("model.gguf");
+        replace(&path, &fixture(model));
+        let host = subject.start(&Start {
+            folder: folder.path(),
+            model: &path,
+            drop_in,
+            gpu,
+        });
+        Started {
+            host,
+            model: path,
+            _folder: folder,
+        }
+    }
+
+    fn on(subject: &Subject, model: &str, variables: &[(&'static str, &str)]) -> Started {
+        Started::new(subject, model, on(variables), None)
+    }
+
+    /// Replaces the model and lets the drop-in look at it.
+    fn reload(&self, by: &Path) -> Value {
+        replace(&self.model, by);
+        self.host.request(&json!({"cmd": "reload"}))
+    }
+
+    /// The result is what a new process computes with a fixture.
+    fn computes_as(&mut self, subject: &Subject, fresh: &str) {
+        let found = self.host.evaluate(None);
+        assert_eq!(found, of_fresh(subject, fresh, &found));
+    }
+}
+
+/// What a new process with a fixture computes in place of an evaluation.
+fn of_fresh(subject: &Subject, fresh: &str, found: &Evaluation) -> Evaluation {
+    let mut fresh = Started::on(subject, fresh, &[]);
+    fresh.host.evaluate(Some(found.number))
+}
+
+fn on(variables: &[(&'static str, &str)]) -> DropIn {
+    let variables = variables.iter();
+    DropIn::On(
+        variables
+            .map(|(name, value)| (*name, (*value).into()))
+            .collect(),
+    )
+}
+
+/// The tensors that a reload of the only model swapped and returned.
+fn taken(reply: &Value) -> (u64, u64) {
+    assert_eq!(reply["ok"], true, "{reply}");
+    let count = |name: &str| reply["reports"][0][name].as_u64().expect("a count");
+    (count("swapped"), count("returned"))
+}
+
+fn idle(subject: &Subject) {
+    let mut with = Started::new(subject, MODEL, DropIn::Idle, None);
+    let mut without = Started::new(subject, MODEL, DropIn::Absent, None);
+    let found = with.host.evaluate(None);
+    assert!(!found.result.is_empty(), "no output");
+    assert_eq!(found, without.host.evaluate(None));
+}
+
+fn swap(subject: &Subject) {
+    let mut host = Started::on(subject, MODEL, &[]);
+    let swapped = taken(&host.reload(&fixture(VARIANT)));
+    assert!(swapped.0 > 0, "nothing was swapped");
+    let found = host.host.evaluate(None);
+    assert_ne!(found, of_fresh(subject, MODEL, &found), "the variant shows");
+    assert_eq!(found, of_fresh(subject, VARIANT, &found));
+}
+
+fn swap_back(subject: &Subject) {
+    let mut host = Started::on(subject, MODEL, &[]);
+    let swapped = taken(&host.reload(&fixture(VARIANT))).0;
+    assert_eq!(taken(&host.reload(&fixture(MODEL))), (0, swapped));
+    host.computes_as(subject, MODEL);
+}
+
+fn damaged(subject: &Subject) {
+    let mut host = Started::on(subject, MODEL, &[]);
+    let half = host.model.with_extension("half");
+    let bytes = fs::read(fixture(VARIANT)).expect("a fixture");
+    fs::write(&half, &bytes[..bytes.len() / 2]).expect("free space");
+    let reply = host.reload(&half);
+    assert_ne!(reply["ok"], true, "{reply}");
+    host.computes_as(subject, MODEL);
+}
+
+fn overlay(subject: &Subject) {
+    let mut host = Started::on(subject, MODEL, &[]);
+    let all = json!({"tensor": ".*", "from": fixture(VARIANT)});
+    let reply = host
+        .host
+        .request(&json!({"cmd": "swap", "overlays": [all]}));
+    assert!(taken(&reply).0 > 0, "{reply}");
+    host.computes_as(subject, VARIANT);
+}
+
+fn trace(subject: &Subject) {
+    let mut host = Started::on(subject, MIXTURE, &[("LLAMA_EXPERT_TRACE_STATS", "1")]);
+    host.computes_as(subject, MIXTURE);
+    let reply = host.host.request(&json!({"cmd": "trace"}));
+    let trace = &reply["traces"][0];
+    let number = |of: &Value| of.as_u64().expect("a count");
+    let used = number(&trace["experts_used"]);
+    let layers = trace["layers"].as_array().expect("layers");
+    assert_eq!(layers.len(), LAYERS, "{trace}");
+    assert_eq!(layers[0]["tokens"], trace["tokens"]);
+    for layer in layers {
+        let counts = layer["counts"].as_array().expect("counts");
+        let sum: u64 = counts.iter().map(number).sum();
+        assert_eq!(sum, number(&layer["tokens"]) * used, "{layer}");
+        assert!(number(&layer["tokens"]) >= TOKENS as u64, "{layer}");
+    }
+}
+
+fn stream(subject: &Subject) {
+    let mut host = Started::on(subject, MIXTURE, &[("LLAMA_EXPERT_STREAM", "on")]);
+    host.computes_as(subject, MIXTURE);
+    let status = host.host.request(&json!({"cmd": "status"}));
+    let figures = &status["models"][0]["stream"];
+    assert!(figures["checked_bytes"].as_u64() > Some(0), "{status}");
+}
+
+fn post_fetch(subject: &Subject) {
+    let decode = [("GGML_OP_OFFLOAD_MIN_BATCH", "1")];
+    let gpu = SimGgml::new(&decode);
+    let early = on(&[("LLAMA_POSTFETCH_HOST", "on")]);
+    let mut host = Started::new(subject, MIXTURE, early, Some(&gpu));
+    let found = host.host.evaluate(None);
+    let status = host.host.request(&json!({"cmd": "status"}));
+    let figures = &status["post_fetch"];
+    assert!(figures["early_bytes"].as_u64() > Some(0), "{status}");
+    drop(host);
+    let gpu = SimGgml::new(&decode);
+    let mut without = Started::new(subject, MIXTURE, on(&[]), Some(&gpu));
+    assert_eq!(found, without.host.evaluate(Some(found.number)));
+}

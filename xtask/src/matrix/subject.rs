@@ -1,0 +1,217 @@
+//! The hosts of the table, and how each is started.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use testkit::host::{self, DropIn, Host};
+use testkit::server::{LLAMA_CPP, Options, Server, llama_cpp, llama_cpp_dl};
+use testkit::sim_ggml::SimGgml;
+
+use super::running::{PROMPT, Program, Running};
+use crate::{fixtures, llama_cpp as build};
+
+/// A host.
+pub struct Subject {
+    /// Its name on the command line.
+    pub name: &'static str,
+    /// What it is.
+    pub title: &'static str,
+    /// Its version.
+    pub version: String,
+    /// Why it cannot run here, if so.
+    pub missing: Option<String>,
+    /// Why its experts cannot be in host memory beside a simulated GPU, if so.
+    pub no_gpu: Option<&'static str>,
+    kind: Kind,
+}
+
+enum Kind {
+    /// A program of `hosts/`.
+    Host(host::Program),
+    Server(Build),
+    Completion(Build),
+    Perplexity(Build),
+    Bench(Build),
+}
+
+/// Where programs of llama.cpp are.
+type Build = fn(&str) -> PathBuf;
+
+/// How a host is started.
+pub struct Start<'a> {
+    /// A folder for its files.
+    pub folder: &'a Path,
+    /// The model.
+    pub model: &'a Path,
+    /// How the drop-in takes part.
+    pub drop_in: DropIn,
+    /// A simulated GPU for all but the experts.
+    pub gpu: Option<&'a SimGgml>,
+}
+
+/// The arguments with which programs use the simulated GPU and keep experts in host memory.
+const GPU: [&str; 3] = ["--device", "SIM0", "-cmoe"];
+/// A text for llama-perplexity.
+const TEXT: &str = include_str!("../../../hosts/c/text.txt");
+
+/// Returns all hosts.
+pub fn all() -> Vec<Subject> {
+    let node = fixtures::NODE_PACKAGES[0].replace('@', " ");
+    let vulkan = || fixtures::vulkan().err().map(|error| format!("{error:#}"));
+    let python = "ctypes, libraries of node-llama-cpp";
+    let mut all = vec![
+        Subject::new("node", "node-llama-cpp", &node, host::Program::Node),
+        Subject {
+            missing: vulkan(),
+            ..Subject::new(
+                "node-vulkan",
+                "node-llama-cpp, Vulkan",
+                &node,
+                host::Program::NodeVulkan(99),
+            )
+        },
+        Subject::new(
+            "python",
+            "Python",
+            python,
+            host::Program::PythonExpertsOnCpu,
+        ),
+        Subject::new("c", "C", "libraries of node-llama-cpp", host::Program::C),
+        Subject {
+            missing: build::missing(),
+            ..Subject::new(
+                "llama-cpp-python",
+                "llama-cpp-python",
+                &format!(
+                    "{}, llama.cpp b{LLAMA_CPP}",
+                    fixtures::llama_cpp_python_version()
+                ),
+                host::Program::LlamaCppPython,
+            )
+        },
+    ];
+    type Make = fn(Build) -> Kind;
+    let programs: [(&str, &str, Make); 4] = [
+        ("llama-server", "llama-server-dl", Kind::Server),
+        ("llama-completion", "llama-completion-dl", Kind::Completion),
+        ("llama-perplexity", "llama-perplexity-dl", Kind::Perplexity),
+        ("llama-bench", "llama-bench-dl", Kind::Bench),
+    ];
+    for (name, name_dl, kind) in programs {
+        all.push(Subject {
+            name,
+            title: name,
+            version: format!("b{LLAMA_CPP}"),
+            missing: build::missing(),
+            no_gpu: None,
+            kind: kind(llama_cpp),
+        });
+        all.push(Subject {
+            name: name_dl,
+            title: name,
+            version: format!("b{LLAMA_CPP}, GGML_BACKEND_DL"),
+            missing: build::missing_dl(),
+            no_gpu: None,
+            kind: kind(llama_cpp_dl),
+        });
+    }
+    all
+}
+
+impl Subject {
+    fn new(
+        name: &'static str,
+        title: &'static str,
+        version: &str,
+        program: host::Program,
+    ) -> Subject {
+        Subject {
+            name,
+            title,
+            version: version.to_owned(),
+            missing: None,
+            no_gpu: match program {
+                host::Program::PythonExpertsOnCpu => None,
+                _ => Some(
+                    "the program has no setting that keeps experts in host memory beside a GPU",
+                ),
+            },
+            kind: Kind::Host(program),
+        }
+    }
+
+    /// Starts it and waits until its model is loaded.
+    pub fn start(&self, start: &Start<'_>) -> Box<dyn Running> {
+        match &self.kind {
+            Kind::Host(program) => Box::new(Host::start_with(
+                *program,
+                start.model,
+                &start.drop_in,
+                |command| start.add_gpu(command, &[]),
+            )),
+            Kind::Server(build) => {
+                let mut options = Options::new(1);
+                options.build = *build;
+                options.drop_in = start.drop_in.clone();
+                if let Some(gpu) = start.gpu {
+                    options.variables = gpu.variables().to_vec();
+                    options.arguments = GPU.map(str::to_owned).to_vec();
+                }
+                Box::new(Server::start(start.model, &options))
+            }
+            Kind::Completion(build) => {
+                let mut command = program(build("llama-completion"), start);
+                command.args(["--simple-io", "--no-warmup", "--temp", "0"]);
+                command.args(["--ignore-eos", "-c", "256"]);
+                let waits = matches!(start.drop_in, DropIn::On(_));
+                match waits {
+                    // A swap comes before the text.
+                    true => command.args(["-cnv", "--chat-template", "chatml"]),
+                    false => command.args(["-no-cnv", "-n", "6", "-p", PROMPT]),
+                };
+                start.add_gpu(&mut command, &GPU);
+                Box::new(Program::start(command, &start.drop_in, waits))
+            }
+            Kind::Perplexity(build) => {
+                let mut command = program(build("llama-perplexity"), start);
+                let chunks = match start.drop_in {
+                    DropIn::On(_) => "-1",
+                    _ => "4",
+                };
+                command.args(["--no-warmup", "-c", "16", "-b", "16", "--chunks", chunks]);
+                let text = start.folder.join("text");
+                std::fs::write(&text, TEXT.repeat(100)).expect("free space");
+                command.arg("-f").arg(text);
+                start.add_gpu(&mut command, &GPU);
+                Box::new(Program::start(command, &start.drop_in, false))
+            }
+            Kind::Bench(build) => {
+                let mut command = program(build("llama-bench"), start);
+                let repetitions = match start.drop_in {
+                    DropIn::On(_) => "1000000",
+                    _ => "2",
+                };
+                command.args(["--no-warmup", "-p", "8", "-n", "0", "-r", repetitions]);
+                start.add_gpu(&mut command, &["-dev", "SIM0", "-ncmoe", "99"]);
+                Box::new(Program::start(command, &start.drop_in, false))
+            }
+        }
+    }
+}
+
+impl Start<'_> {
+    /// Adds the simulated GPU, and the arguments with which a program keeps experts in host memory.
+    fn add_gpu(&self, command: &mut Command, arguments: &[&str]) {
+        if let Some(gpu) = self.gpu {
+            gpu.prepare(command);
+            command.args(arguments);
+        }
+    }
+}
+
+/// A program with its model.
+fn program(path: PathBuf, start: &Start<'_>) -> Command {
+    let mut command = Command::new(path);
+    command.arg("-m").arg(start.model).args(["-t", "1"]);
+    command
+}
