@@ -117,3 +117,34 @@ pub unsafe extern "C-unwind" fn event_new(_: *mut Device) -> *mut Event {
 
 /// Records nothing: the function of this name takes the event alone there.
 pub unsafe extern "C-unwind" fn event_record(_: *mut Event, _: *mut Backend) {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    unsafe extern "C-unwind" fn is_first(object: *mut c_void) -> bool {
+        object.addr() == 1
+    }
+
+    #[test]
+    fn what_is_not_the_cpu_is_one_device_of_no_plain_type() {
+        assert_eq!(
+            prepare(&|_| std::ptr::null_mut()),
+            Err("ggml_backend_is_cpu")
+        );
+        assert_eq!(prepare(&|_| is_first as *mut c_void), Ok(()));
+        let at = |address: usize| std::ptr::without_provenance_mut::<c_void>(address);
+        // SAFETY: the functions above read nothing.
+        unsafe {
+            let [cpu, gpu] = [1, 2].map(|address| get_device(at(address).cast()));
+            let [host, other] = [1, 2].map(|address| buft_get_device(at(address).cast()));
+            assert_eq!((cpu, gpu), (host, other));
+            assert_eq!(
+                (dev_type(cpu), dev_supports_op(cpu, at(1).cast())),
+                (DEVICE_CPU, true)
+            );
+            assert!(dev_type(gpu) > LAST_PLAIN_DEVICE && !dev_supports_op(gpu, at(1).cast()));
+            assert_eq!((is_other(cpu), is_other(gpu)), (false, true));
+        }
+    }
+}

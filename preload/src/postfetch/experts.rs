@@ -2,7 +2,7 @@
 
 use llama_sidecar::protocol::Event;
 
-use crate::ggml::BufferType;
+use crate::ggml::{self, BufferType};
 use crate::journal;
 use crate::models::Model;
 
@@ -27,6 +27,11 @@ fn obstacle(model: &Model, of_experts: &[*mut BufferType]) -> Option<&'static st
     if !model.devices.iter().any(|device| is_gpu(device.0)) {
         return Some(
             "the program uses no GPU: use a build of llama.cpp with a backend for it, and load layers there (-ngl 99)",
+        );
+    }
+    if model.devices.iter().any(|device| ggml::is_other(device.0)) {
+        return Some(
+            "the program's ggml has no functions for its devices: use a build of llama.cpp",
         );
     }
     // SAFETY: as above.
