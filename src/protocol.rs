@@ -613,6 +613,16 @@ pub struct Entry {
     pub event: Event,
 }
 
+/// Versions of ggml, as `ggml_version` returns them, in which the drop-in was tried. The table of
+/// hosts in the documentation says in what programs.
+pub const TRIED_GGML: [&str; 3] = ["0.25.1", "0.25.3", "0.26.0"];
+
+/// Whether the drop-in was tried with the version of an [`Event::Ggml`].
+pub fn is_tried_ggml(version: &str) -> bool {
+    let number = version.split_whitespace().next();
+    number.is_some_and(|number| TRIED_GGML.contains(&number))
+}
+
 /// An event in a process with the drop-in.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]

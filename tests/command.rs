@@ -7,7 +7,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use hosts::{TOKENS, on};
@@ -621,4 +621,60 @@ fn doctor_reports_whether_post_fetch_can_work() {
     let obstacle =
         "does not work: the scheduler in libfake_ggml.so does not call ggml_backend_offload_op, ";
     assert!(line.starts_with(obstacle), "{line}");
+}
+
+/// A copy of the libraries of node-llama-cpp whose ggml states another version.
+fn with_another_version() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a folder");
+    for entry in std::fs::read_dir(fixture("upstream")).expect("a folder") {
+        let path = entry.expect("an entry").path();
+        let mut bytes = std::fs::read(&path).expect("a library");
+        let version = b"0.25.1\0";
+        let places: Vec<usize> = bytes
+            .windows(version.len())
+            .enumerate()
+            .filter_map(|(place, found)| (found == version).then_some(place))
+            .collect();
+        for place in places {
+            bytes[place..place + version.len()].copy_from_slice(b"9.99.9\0");
+        }
+        let name = path.file_name().expect("a name");
+        std::fs::write(folder.path().join(name), bytes).expect("free space");
+    }
+    folder
+}
+
+#[test]
+fn a_ggml_of_another_version_is_used_unless_strict() {
+    let libraries = with_another_version();
+    let python = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("hosts/python/host.py");
+    let host = |libraries: &Path| {
+        let words =
+            [&python, libraries, &fixture("smollm2.gguf")].map(|path| path.display().to_string());
+        format!("(echo text 2; sleep 60) | python3 {}", words.join(" "))
+    };
+    let doctor = |libraries: &Path| {
+        let (text, status) = command_line(&["doctor", "--", "sh", "-c", &host(libraries)], "");
+        assert!(status.success(), "{text}");
+        text
+    };
+    let known = doctor(&fixture("upstream"));
+    assert!(!known.contains("not yet tried"), "{known}");
+    let other = doctor(libraries.path());
+    assert!(other.contains("9.99.9"), "{other}");
+    assert!(other.contains("(not yet tried)"), "{other}");
+    assert!(other.contains("hot-swap    works"), "{other}");
+
+    let run = |libraries: &Path| {
+        let script = host(libraries).replace("sleep 60", "echo end");
+        let asked = ["run", "--strict", "--hotswap", "--", "sh", "-c", &script];
+        let (text, status) = command_line(&asked, "");
+        assert!(status.success(), "{text}");
+        text
+    };
+    let refused = "not tried with this program's ggml, of version 9.99.9";
+    let strict = run(libraries.path());
+    assert!(strict.contains(refused), "{strict}");
+    let tried = run(&fixture("upstream"));
+    assert!(tried.contains("2 evaluations of"), "{tried}");
 }

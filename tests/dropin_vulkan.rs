@@ -122,6 +122,23 @@ fn experts_are_counted_as_the_host_counts_them() {
     assert_eq!(host.end(), Some(0));
 }
 
+/// Operations that a backend fuses stay fused, although their result is read.
+#[test]
+fn a_trace_leaves_every_bit_of_a_result() {
+    let program = Program::NodeVulkan(99);
+    let model = fixture("small-moe.gguf");
+    let text = |variables: &[(&'static str, &str)]| {
+        let variables = variables
+            .iter()
+            .map(|(name, value)| (*name, (*value).into()));
+        let mut host = Host::start(program, &model, &DropIn::On(variables.collect()));
+        let text = host.text(TOKENS);
+        assert_eq!(host.end(), Some(0));
+        text
+    };
+    assert_eq!(text(&[("LLAMA_EXPERT_TRACE_STATS", "1")]), text(&[]));
+}
+
 #[test]
 fn routes_and_gate_weights_are_those_that_the_host_saw() {
     let folder = tempfile::tempdir().expect("a folder");

@@ -9,7 +9,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use llama_sidecar::protocol::Event;
+use llama_sidecar::protocol::{Event, is_tried_ggml};
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use crate::cache_report::{Caches, Policy};
@@ -180,11 +180,15 @@ fn findings(events: &Events, scheduler: Option<String>) {
     line("loaded", yes_no(events.is_loaded()));
     for event in events.iter() {
         if let Event::Ggml { path, version } = event {
+            let tried = match is_tried_ggml(version) {
+                true => "",
+                false => " (not yet tried)",
+            };
             let version = match version.as_str() {
-                "" => "of unknown version (it has no ggml_version)",
+                "" => "of unknown version",
                 known => known,
             };
-            line("ggml", &format!("{path}, {version}"));
+            line("ggml", &format!("{path}, {version}{tried}"));
             line("layout", "understood");
         }
     }

@@ -141,6 +141,8 @@ pub struct Config {
     pub quiet: Duration,
     /// `LLAMA_HOTSWAP_CHECK`.
     pub check_blocks: bool,
+    /// `LLAMA_SIDECAR_STRICT`.
+    pub strict: bool,
     /// `LLAMA_SIDECAR_ROUNDS`; on also with [`Config::control_file`].
     pub rounds: bool,
     /// `LLAMA_HOTSWAP_CONTROL_FILE`.
@@ -272,6 +274,7 @@ impl Config {
                 .interval("LLAMA_HOTSWAP_QUIET_MS", Duration::from_millis)
                 .unwrap_or_default(),
             check_blocks: values.switch("LLAMA_HOTSWAP_CHECK"),
+            strict: values.switch("LLAMA_SIDECAR_STRICT"),
             rounds,
             control_file,
             status_file: values.path("LLAMA_HOTSWAP_STATUS_FILE"),
@@ -621,7 +624,8 @@ mod tests {
             (Duration::from_secs(2), &None)
         );
         assert_eq!((config.check_blocks, config.memory_bytes), (true, None));
-        assert!(!config.traces());
+        assert!(!config.traces() && !config.strict);
+        assert!(parse(&[("LLAMA_SIDECAR_STRICT", "1")]).strict);
         assert!(parse(&[("LLAMA_EXPERT_TRACE_STATS", "1")]).traces());
         assert!(parse(&[("LLAMA_EXPERT_TRACE_OUTPUT", "a.csv")]).traces());
         let config = parse(&[

@@ -117,6 +117,13 @@ pub static VARIABLES: &[Variable] = &[
         flag: Some("socket"),
     },
     Variable {
+        name: "LLAMA_SIDECAR_STRICT",
+        default: Value("0"),
+        kind: Switch,
+        help: "drop-in: do nothing in programs with a ggml of another version than those in which it was [tried](docs/hosts.md#versions)",
+        flag: Some("strict"),
+    },
+    Variable {
         name: "LLAMA_SIDECAR_ROUNDS",
         default: Value("0"),
         kind: Switch,

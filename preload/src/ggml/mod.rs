@@ -4,6 +4,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use llama_sidecar::config::Config;
 use llama_sidecar::gguf::TypeInfo;
 use llama_sidecar::protocol;
 use once_cell::sync::OnceCell;
@@ -80,10 +81,19 @@ impl Ggml {
         }
         match layout::probe(&functions, makers.as_ref()) {
             Ok((layout, ops)) => {
-                journal::note(|| {
-                    let (path, version) = about(symbol, &functions);
-                    protocol::Event::Ggml { path, version }
-                });
+                let (path, version) = about(symbol, &functions);
+                if Config::get().strict && !protocol::is_tried_ggml(&version) {
+                    let version = if version.is_empty() {
+                        "that is not stated"
+                    } else {
+                        &version
+                    };
+                    passive(format_args!(
+                        "LLAMA_SIDECAR_STRICT is set, and the drop-in was not tried with this program's ggml, of version {version}: unset the variable to try it"
+                    ));
+                    return None;
+                }
+                journal::note(|| protocol::Event::Ggml { path, version });
                 let view = symbol(c"ggml_graph_view");
                 let copy = Box::leak(Box::new(Ggml {
                     f: functions,
