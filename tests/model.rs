@@ -113,6 +113,25 @@ fn tensors_are_read_in_place_on_demand_and_all_at_once() {
 }
 
 #[test]
+fn tensors_that_end_anywhere_in_huge_pages_are_loaded_whole() {
+    const MIB: i64 = 1 << 18;
+    let mut file = Gguf::default();
+    for (index, elements) in [24, 5 * MIB, 8, MIB, 2 * MIB + 72, 1, 3 * MIB - 8]
+        .into_iter()
+        .enumerate()
+    {
+        file = file.tensor(&format!("t{index}"), &[elements], F32, index as u64);
+    }
+    let (_folder, path) = written(&file);
+    let model = Model::open(&path, Options::host()).unwrap();
+    let report = model.load_all(|_| true).unwrap();
+    assert_eq!((report.tensors, report.allocations), (7, 1));
+    for (index, tensor) in file.tensors.iter().enumerate() {
+        assert!(zero_copy(&model, index) == tensor.data, "{index}");
+    }
+}
+
+#[test]
 fn metadata_is_read_on_demand() {
     let mut file = sample().kv("a.f32", Kv::Raw(6, 1e-5f32.to_le_bytes().to_vec()));
     file.kvs.extend(vocabulary(1000));

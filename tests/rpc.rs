@@ -57,7 +57,9 @@ impl RpcServer {
                 Ok(())
             });
         }
-        let child = command.spawn().expect("run 'cargo xtask hosts' first");
+        let child = command
+            .spawn()
+            .expect("run 'cargo xtask hosts --build' first");
         let mut server = RpcServer { child, port, log };
         let deadline = Instant::now() + PATIENCE;
         while TcpStream::connect(("127.0.0.1", port)).is_err() {

@@ -421,8 +421,11 @@ fn sleeps(server: &Server) {
     }
 }
 
-/// Reloads while a request keeps the server from sleeping; returns the report.
-fn reload_awake(server: &Server) -> Value {
+/// Replaces the file by a fixture and reloads, while a request keeps the server from sleeping;
+/// returns the report.
+fn swap_awake(server: &Server, path: &Path, file: &str) -> Value {
+    let next = path.with_extension("next");
+    replace(&next, &fixture(file));
     std::thread::scope(|scope| {
         let long = Request::new(PREFIX, 300).at(0);
         let busy = scope.spawn(move || server.complete(&long));
@@ -430,6 +433,7 @@ fn reload_awake(server: &Server) -> Value {
             assert!(!busy.is_finished(), "it was busy at no time");
             std::thread::yield_now();
         }
+        std::fs::rename(&next, path).expect("the same folder");
         let report = server.control("reload");
         busy.join().expect("an answer");
         report
@@ -447,10 +451,10 @@ fn a_server_that_slept_is_swapped_again() {
     };
     let (before, after) = (fresh("small-moe.gguf"), fresh("small-moe-mixed.gguf"));
     let (_folder, path) = copied("small-moe.gguf");
-    let server = start(&path, 1, &[PLAIN, "--sleep-idle-seconds", "1"]);
+    let server = start(&path, 1, &[PLAIN, "--sleep-idle-seconds", "2"]);
     assert_eq!(server.complete(&uncached(0)), before);
-    replace(&path, &fixture("small-moe-mixed.gguf"));
-    assert_eq!(taken(&reload_awake(&server)), (4, 0));
+    let swapped = swap_awake(&server, &path, "small-moe-mixed.gguf");
+    assert_eq!(taken(&swapped), (4, 0));
     assert_eq!(server.complete(&uncached(0)), after);
     sleeps(&server);
     let status = server.control("status");
@@ -460,13 +464,14 @@ fn a_server_that_slept_is_swapped_again() {
     server.control("trace-reset");
     server.complete(&uncached(0));
     traces_tokens(&server.control("trace"), 1, tokens(&after));
-    replace(&path, &fixture("small-moe.gguf"));
-    assert_eq!(taken(&reload_awake(&server)), (4, 0));
+    let swapped = swap_awake(&server, &path, "small-moe.gguf");
+    assert_eq!(taken(&swapped), (4, 0));
     assert_eq!(server.complete(&uncached(0)), before);
     sleeps(&server);
     replace(&path, &fixture("small-moe-mixed.gguf"));
     assert_eq!(server.complete(&uncached(0)), after);
-    assert_eq!(taken(&reload_awake(&server)), (0, 0));
+    let swapped = swap_awake(&server, &path, "small-moe-mixed.gguf");
+    assert_eq!(taken(&swapped), (0, 0), "the bytes are the same");
     assert!(layers(&server, 0) > Some(0), "{:?}", server.log());
     end(server);
 }

@@ -414,11 +414,11 @@ pub fn switch(
 
 /// Waits for a moment at which no evaluation runs and every graph that is kept can be rebuilt.
 pub fn pass() -> Result<(), &'static str> {
-    let all = Replaced {
+    let replaced = Replaced {
         models: ModelSet::ALL,
         viewed: Box::new(|| false),
     };
-    wait(all, || true, None).map(|_| ())
+    wait(replaced, || true, None).map(|_| ())
 }
 
 fn wait(

@@ -26,7 +26,7 @@ use crate::parts::{self, Parts};
 use crate::postfetch::Evaluation;
 use crate::sched::{self, Allocated, Scheduler};
 use crate::thread::{self, Inside};
-use crate::{lifecycle, load, logits, models, postfetch, reloader, round_files, routing};
+use crate::{graph, lifecycle, load, logits, models, postfetch, reloader, round_files, routing};
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 compile_error!("the drop-in works on Linux x86-64 only");
@@ -423,6 +423,8 @@ unsafe extern "C-unwind" fn sched_reserve(sched: *mut Sched, graph: *mut Graph) 
     // SAFETY: the arguments of the call.
     let result = unsafe { real(sched, graph) };
     if let Some((scheduler, _)) = scheduler {
+        // SAFETY: the arguments of the call are live.
+        guarded(|| unsafe { graph::was_allocated() });
         scheduler.rest();
     }
     result
@@ -435,6 +437,8 @@ unsafe extern "C-unwind" fn sched_alloc_graph(sched: *mut Sched, graph: *mut Gra
     // SAFETY: the arguments of the call.
     let result = unsafe { real(sched, graph) };
     if let Some((scheduler, allocated)) = scheduler {
+        // SAFETY: as above.
+        guarded(|| unsafe { graph::was_allocated() });
         if let Some(Allocated {
             reads, backends, ..
         }) = allocated

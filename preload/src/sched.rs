@@ -323,17 +323,22 @@ impl Scheduler {
         }
     }
 
-    /// Makes libllama rebuild the graph if a switch made it invalid or a server may have dropped
-    /// it, or once to find out whether it does.
+    /// Whether a server on another machine may have dropped its graph, or drops it next.
+    fn is_dropped(self) -> bool {
+        let frees = FREES.load(Ordering::SeqCst);
+        !self.slot.stays_valid_unless_viewed.load(Ordering::Relaxed)
+            && (frees % 2 == 1 || self.state.frees.load(Ordering::Relaxed) != frees)
+    }
+
+    /// Makes libllama rebuild the graph if a switch happened since it was built or a server may
+    /// have dropped it, or once to find out whether it does.
     fn invalidate_if_stale(self) {
         let flag = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
         if !flag(&self.slot.keeps_graph) || flag(&self.slot.stays_valid) {
             return;
         }
         let graph = self.state.graph.lock();
-        let frees = FREES.load(Ordering::SeqCst);
-        let stale =
-            self.is_stale() || self.state.frees.load(Ordering::Relaxed) != frees || frees % 2 == 1;
+        let stale = self.is_stale() || self.is_dropped();
         if let Some(field) = graph.compared
             && (stale || barrier::is_pending() || !graph.tried)
             && !flag(&self.state.invalidated)

@@ -9,7 +9,7 @@ use crate::device::{Buffer, DeviceError};
 use crate::gguf::Source;
 
 /// How much is copied at a time.
-pub(super) const CHUNK: usize = 4 << 20;
+const CHUNK: usize = 4 << 20;
 
 /// Ranges of at least this many bytes are read one by one. Shorter ranges are gathered from
 /// larger reads.

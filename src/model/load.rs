@@ -3,13 +3,15 @@
 //! Bytes are read from the file and not copied from its mapping. A read causes no page faults
 //! on the source, and a truncated file gives an error instead of a bus error.
 
+use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::copy::{CHUNK, CopyError, Destination, copy_parts, from_file};
+use super::copy::{CopyError, Destination, copy_parts, from_file};
 use super::placement::Layout;
 use super::resident::{NewParts, PartPlan, Resident, plan_parts};
 use super::split::StridedRange;
@@ -23,6 +25,9 @@ use crate::reload::TrackedFile;
 
 /// The most device allocations of [`Model::load_all`].
 const MAX_ALLOCATIONS: usize = 9;
+/// Bytes of a page, and of a huge page.
+const PAGE: usize = 4 << 10;
+const HUGE_PAGE: usize = 2 << 20;
 
 /// Progress of [`Model::load_all`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,7 +67,15 @@ struct Arena {
     bytes: u64,
 }
 
-/// Bytes to read at a time: a tensor, or a piece of a tensor in one part.
+/// What a thread reads at a time: the pieces in one huge page of the process, or one tensor.
+#[derive(Default)]
+struct Block<'a> {
+    /// The addresses of the huge page, as far as they are in the arena.
+    memory: Range<usize>,
+    pieces: Vec<Piece<'a>>,
+}
+
+/// Bytes to read: a tensor, or a piece of a tensor in one part.
 struct Piece<'a> {
     tensor: usize,
     file: usize,
@@ -293,13 +306,17 @@ impl Model {
                 })
                 .is_ok()
         };
+        let read = |block: Block<'_>| {
+            populate(&block.memory);
+            block.pieces.into_iter().all(read)
+        };
         let beside = || {
             let done = done.load(Ordering::Relaxed);
             let go_on = progress(Progress { done, total });
             cancelled.fetch_or(!go_on, Ordering::Relaxed);
             go_on
         };
-        parallel::for_each(pieces(pending, arenas, buffers), read, beside);
+        parallel::for_each(blocks(pending, arenas, buffers), read, beside);
         if let Some(error) = failure.into_inner() {
             return Err(error);
         }
@@ -388,16 +405,21 @@ impl Arena {
     }
 }
 
-/// Splits the memory of all arenas into pieces that are read at a time.
-fn pieces<'a>(
+/// Splits the memory of all arenas into blocks that are read at a time.
+fn blocks<'a>(
     pending: &[Pending],
     arenas: &[Arena],
     buffers: &'a mut [Mutex<Box<dyn Buffer>>],
-) -> Vec<Piece<'a>> {
+) -> Vec<Block<'a>> {
     let mut destinations: Vec<Vec<(StridedRange, Destination<'a>)>> = Vec::new();
     destinations.resize_with(pending.len(), Vec::new);
+    let mut in_memory: Vec<Range<usize>> = Vec::new();
     for (arena, buffer) in arenas.iter().zip(buffers) {
         let mut whole = Destination::all(buffer);
+        if let Destination::Memory(memory) = &whole {
+            let start = memory.as_ptr().addr();
+            in_memory.push(start..start + memory.len());
+        }
         let mut at = 0;
         for &(tensor, part, offset) in &arena.slots {
             let range = pending[tensor].parts[part].range;
@@ -414,7 +436,8 @@ fn pieces<'a>(
             destinations[tensor].push((range, destination));
         }
     }
-    let mut pieces = Vec::new();
+    let mut blocks: BTreeMap<usize, Block<'a>> = BTreeMap::new();
+    let mut others = Vec::new();
     for (tensor, mut parts) in pending.iter().zip(destinations) {
         let Storage::File { file, offset, .. } = tensor.version.storage else {
             continue;
@@ -428,20 +451,56 @@ fn pieces<'a>(
         };
         match parts.pop() {
             // One part in memory of the process: several threads can read pieces of it.
-            Some((_, Destination::Memory(memory))) if parts.is_empty() && tensor.is_whole() => {
-                for (i, memory) in memory.chunks_mut(CHUNK).enumerate() {
-                    let bytes = memory.len() as u64;
-                    let parts = vec![(StridedRange::whole(bytes), Destination::Memory(memory))];
-                    pieces.push(piece((i * CHUNK) as u64, bytes, parts));
+            Some((_, Destination::Memory(mut rest))) if parts.is_empty() && tensor.is_whole() => {
+                let mut from = 0;
+                while !rest.is_empty() {
+                    let memory = block_of(rest.as_ptr().addr(), &in_memory);
+                    let bytes = rest.len().min(memory.end - rest.as_ptr().addr());
+                    let (now, later) = rest.split_at_mut(bytes);
+                    rest = later;
+                    let bytes = bytes as u64;
+                    let parts = vec![(StridedRange::whole(bytes), Destination::Memory(now))];
+                    let block = blocks.entry(memory.start).or_default();
+                    block.memory = memory;
+                    block.pieces.push(piece(from, bytes, parts));
+                    from += bytes;
                 }
             }
             last => {
                 parts.extend(last);
-                pieces.push(piece(0, tensor.version.nbytes, parts));
+                others.push(Block {
+                    memory: 0..0,
+                    pieces: vec![piece(0, tensor.version.nbytes, parts)],
+                });
             }
         }
     }
-    pieces
+    blocks.into_values().chain(others).collect()
+}
+
+/// Returns the addresses around one in the same huge page and the same arena.
+fn block_of(address: usize, arenas: &[Range<usize>]) -> Range<usize> {
+    let start = address / HUGE_PAGE * HUGE_PAGE;
+    let arena = arenas.iter().find(|arena| arena.contains(&address));
+    let arena = arena.expect("the address is in an arena");
+    start.max(arena.start)..(start + HUGE_PAGE).min(arena.end)
+}
+
+/// Lets the kernel allocate the memory of a block that is about to be written.
+///
+/// The kernel zeroes a huge page towards the address that is used first, and takes twice as long
+/// from its end as from its start: a read into the page would use the start first. Only for speed:
+/// Linux before 5.14 refuses.
+fn populate(memory: &Range<usize>) {
+    let first = match memory.len() {
+        HUGE_PAGE => memory.end - PAGE,
+        _ => memory.start,
+    };
+    let (first, end) = (first.next_multiple_of(PAGE), memory.end / PAGE * PAGE);
+    if first < end {
+        // SAFETY: changes no byte. The addresses are in memory of an arena, which lives as long as the block.
+        unsafe { libc::madvise(first as *mut _, end - first, libc::MADV_POPULATE_WRITE) };
+    }
 }
 
 impl Pending {

@@ -100,7 +100,7 @@ pub fn python() -> Result<PathBuf> {
 }
 
 /// ik_llama.cpp with its Python bindings, prebuilt. Their own dependencies are not used here.
-const IK_LLAMA: &str = "ik-llama-cpp-python==0.1.5";
+pub const IK_LLAMA: &str = "ik-llama-cpp-python==0.1.5";
 /// llama-cpp-python, for libraries that are built already.
 const LLAMA_CPP_PYTHON: &str = "llama-cpp-python==0.3.36";
 

@@ -29,7 +29,14 @@ pub const CAPABILITIES: [Capability; 8] = [
     Capability::new("damaged file", damaged),
     Capability::new("overlays", overlay),
     Capability::new("expert trace", trace),
-    Capability::new("experts from disk", stream),
+    Capability {
+        title: "experts from disk",
+        lacks: |subject| {
+            let why = "experts in the memory of a GPU are not read from disk";
+            subject.experts_on_gpu.then_some(why)
+        },
+        test: stream,
+    },
     Capability {
         title: "experts to a GPU",
         lacks: |subject| subject.no_gpu,

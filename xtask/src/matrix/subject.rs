@@ -22,6 +22,8 @@ pub struct Subject {
     pub missing: Option<String>,
     /// Why its experts cannot be in host memory beside a simulated GPU, if so.
     pub no_gpu: Option<&'static str>,
+    /// Whether its experts are in the memory of a GPU.
+    pub experts_on_gpu: bool,
     kind: Kind,
 }
 
@@ -89,6 +91,12 @@ pub fn all() -> Vec<Subject> {
                 host::Program::LlamaCppPython,
             )
         },
+        Subject::new(
+            "ik-llama",
+            "ik_llama.cpp, Python",
+            &fixtures::IK_LLAMA.replace("==", " "),
+            host::Program::IkLlama(&[]),
+        ),
     ];
     type Make = fn(Build) -> Kind;
     let programs: [(&str, &str, Make); 4] = [
@@ -104,6 +112,7 @@ pub fn all() -> Vec<Subject> {
             version: format!("b{LLAMA_CPP}"),
             missing: build::missing(),
             no_gpu: None,
+            experts_on_gpu: false,
             kind: kind(llama_cpp),
         });
         all.push(Subject {
@@ -112,6 +121,7 @@ pub fn all() -> Vec<Subject> {
             version: format!("b{LLAMA_CPP}, GGML_BACKEND_DL"),
             missing: build::missing_dl(),
             no_gpu: None,
+            experts_on_gpu: false,
             kind: kind(llama_cpp_dl),
         });
     }
@@ -132,10 +142,10 @@ impl Subject {
             missing: None,
             no_gpu: match program {
                 host::Program::PythonExpertsOnCpu => None,
-                _ => Some(
-                    "the program has no setting that keeps experts in host memory beside a GPU",
-                ),
+                host::Program::IkLlama(_) => Some("ik_llama.cpp has no functions for devices"),
+                _ => Some("the program has no setting for experts in host memory beside a GPU"),
             },
+            experts_on_gpu: matches!(program, host::Program::NodeVulkan(_)),
             kind: Kind::Host(program),
         }
     }
