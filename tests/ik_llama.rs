@@ -146,6 +146,38 @@ fn rows_that_are_looked_up_keep_a_type_without_interleaved_rows() {
     assert_eq!(host.end(), Some(0));
 }
 
+/// ik_llama.cpp aborts where one node reads gate and up in such a type.
+#[test]
+fn a_type_without_a_kernel_for_experts_is_refused() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let types = [(r"blk\.2\.ffn_(gate|up)_exps\.weight", "q8_KV")];
+    let variant = requantised(folder.path(), "moe.gguf", &types);
+    let (_folder, path) = copied("moe.gguf");
+    let mut host = Host::start(IK, &path, &on());
+    let before = host.text(TOKENS);
+    replace(&path, &variant);
+    let report = host.control("reload");
+    assert_eq!(report["ok"], false, "{report}");
+    assert!(
+        report.to_string().contains("supports weights in q8_KV"),
+        "{report}"
+    );
+    assert_eq!(host.text(TOKENS), before);
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn unquantised_experts_swap() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let types = [
+        (r"blk\.2\.ffn_(gate|up)_exps\.weight", "bf16"),
+        (r"blk\.3\.ffn_(gate|up|down)_exps\.weight", "f16"),
+        (r"blk\.4\.ffn_gate_exps\.weight", "q8_0_r8"),
+    ];
+    let variant = requantised(folder.path(), "moe.gguf", &types);
+    swap_and_back(IK, "moe.gguf", &variant, 6);
+}
+
 #[test]
 fn a_damaged_file_is_ignored() {
     let (_folder, path) = copied("smollm2.gguf");

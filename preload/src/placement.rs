@@ -88,7 +88,7 @@ pub fn refuses_type(
         _ => {
             return (!is_weight_type(ty)).then(|| {
                 format!(
-                    "no matrix product of this program supports weights in {}",
+                    "not every matrix product of this program supports weights in {}",
                     ty.name()
                 )
             });
@@ -109,12 +109,12 @@ pub fn refuses_type(
 
 /// Whether a type is used for matrices of weights, and every product has a kernel for it. That is
 /// not so for integers, 64-bit floats, the types of intermediate activations, and types of
-/// ik_llama.cpp for which some processors lack kernels.
+/// ik_llama.cpp for which some processors lack kernels, or the node that reads gate and up.
 fn is_weight_type(ty: &TypeInfo) -> bool {
-    const OTHERS: [&str; 21] = [
+    const OTHERS: [&str; 23] = [
         "i8", "i16", "i32", "i64", "f64", "q8_1", "q8_K", "q8_0_x4", "q8_1_x4", "q8_2_x4",
         "q8_K64", "q8_K16", "q8_K32", "q8_KR8", "q8_K128", "i2_s", "q4_0_4x4", "q4_0_4x8",
-        "q4_0_8x8", "bf16_r16", "q8_k_r16",
+        "q4_0_8x8", "bf16_r16", "q8_k_r16", "q8_KV", "q8_KV_r8",
     ];
     !OTHERS.contains(&ty.name())
 }
