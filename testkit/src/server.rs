@@ -15,8 +15,8 @@ use ureq::http::Response;
 use crate::fixtures::cache;
 use crate::host::{DropIn, control};
 
-/// The version of the package that llama-server is built from.
-pub const LLAMA_CPP: &str = "11434";
+/// The build of llama.cpp that the tests use.
+const LLAMA_CPP: &str = "11434";
 /// The program that lends a machine's devices through RPC.
 pub const RPC_SERVER: &str = "ggml-rpc-server";
 /// How long a server may take to start, to answer and to end, on a busy machine.
@@ -24,16 +24,21 @@ const PATIENCE: Duration = Duration::from_secs(300);
 /// What a server may answer at most.
 const LONGEST_ANSWER: u64 = 64 << 20;
 
+/// The build of llama.cpp that is tested: `SIDECAR_LLAMA_CPP`, for a newer one than the tests' own.
+pub fn llama_cpp_build() -> String {
+    std::env::var("SIDECAR_LLAMA_CPP").unwrap_or_else(|_| LLAMA_CPP.into())
+}
+
 /// Where `cargo xtask hosts --build` puts a program of llama.cpp.
 pub fn llama_cpp(program: &str) -> PathBuf {
-    let folder = format!("llama-cpp-{LLAMA_CPP}");
+    let folder = format!("llama-cpp-{}", llama_cpp_build());
     cache().join(folder).join("bin").join(program)
 }
 
 /// Where `cargo xtask hosts --build` puts a program of llama.cpp that opens ggml's backends as modules
 /// (`GGML_BACKEND_DL`), with the backend for RPC.
 pub fn llama_cpp_dl(program: &str) -> PathBuf {
-    let folder = format!("llama-cpp-{LLAMA_CPP}-dl");
+    let folder = format!("llama-cpp-{}-dl", llama_cpp_build());
     cache().join(folder).join("bin").join(program)
 }
 

