@@ -614,7 +614,7 @@ pub struct Entry {
 }
 
 /// Versions of ggml, as `ggml_version` returns them, in which the drop-in was tried. The table of
-/// hosts in the documentation says in what programs.
+/// hosts in the documentation names the programs.
 pub const TRIED_GGML: [&str; 3] = ["0.25.1", "0.25.3", "0.26.0"];
 
 /// Whether the drop-in was tried with the version of an [`Event::Ggml`].
