@@ -678,3 +678,22 @@ fn a_ggml_of_another_version_is_used_unless_strict() {
     let tried = run(&fixture("upstream"));
     assert!(tried.contains("2 evaluations of"), "{tried}");
 }
+
+#[test]
+fn a_reader_that_closes_its_end_is_no_failure() {
+    let mut host = Host::start(Program::C, &fixture("smollm2.gguf"), &on());
+    host.text(TOKENS);
+    for request in ["status", "reload", "metrics"] {
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        drop(reader);
+        let output = Command::new(testkit::host::built("release/llama-sidecar"))
+            .args([request, "--socket"])
+            .arg(host.socket())
+            .stdout(writer)
+            .output()
+            .expect("it starts");
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && errors.is_empty(), "{errors}");
+    }
+    assert_eq!(host.end(), Some(0));
+}

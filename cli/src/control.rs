@@ -2,7 +2,7 @@
 //! `mark`, `round` and `ping`:
 //! requests to the control socket of a running program.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Write, stdout};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -20,29 +20,33 @@ use crate::server::ServerOptions;
 /// Sends a request and prints the reply, as text or as JSON.
 pub fn run(socket: &Path, request: &Request, as_json: bool) -> Result<()> {
     let answer = ask(socket, request)?;
+    let mut out = stdout().lock();
     if as_json {
-        println!("{answer:#}");
+        writeln!(out, "{answer:#}")?;
     } else if answer["error"].is_null() {
         // A refused request has a reply with nothing to print.
         match request {
-            Request::Ping => println!("llama-sidecar listens at {}", socket.display()),
-            Request::Status => print_status(&parsed(&answer)?),
-            Request::Reload | Request::Swap { .. } => print_reloads(&parsed(&answer)?),
+            Request::Ping => writeln!(out, "llama-sidecar listens at {}", socket.display())?,
+            Request::Status => print_status(&mut out, &parsed(&answer)?)?,
+            Request::Reload | Request::Swap { .. } => print_reloads(&mut out, &parsed(&answer)?)?,
             Request::Revert => {
-                print_reloads(&parsed(&answer)?);
-                println!("reloads are frozen: run 'llama-sidecar unfreeze' to permit them");
+                print_reloads(&mut out, &parsed(&answer)?)?;
+                writeln!(
+                    out,
+                    "reloads are frozen: run 'llama-sidecar unfreeze' to permit them"
+                )?;
             }
-            Request::Unfreeze => println!("reloads are permitted"),
-            Request::Metrics => print!("{}", parsed::<Metrics>(&answer)?.text),
-            Request::Hash => print_hashes(&parsed(&answer)?),
-            Request::Trace => print_traces(&parsed(&answer)?)?,
-            Request::TraceReset => println!("all counts are 0"),
-            Request::Mark { text } => println!("marked: {text}"),
+            Request::Unfreeze => writeln!(out, "reloads are permitted")?,
+            Request::Metrics => write!(out, "{}", parsed::<Metrics>(&answer)?.text)?,
+            Request::Hash => print_hashes(&mut out, &parsed(&answer)?)?,
+            Request::Trace => print_traces(&mut out, &parsed(&answer)?)?,
+            Request::TraceReset => writeln!(out, "all counts are 0")?,
+            Request::Mark { text } => writeln!(out, "marked: {text}")?,
             Request::Round { .. } => {
                 let Round { round, exit, .. } = parsed(&answer)?;
-                println!("round {round} has ended with {exit}");
+                writeln!(out, "round {round} has ended with {exit}")?;
             }
-            Request::RoundEnd => println!("the program ends"),
+            Request::RoundEnd => writeln!(out, "the program ends")?,
         }
     }
     done(&answer)?;
@@ -75,12 +79,13 @@ pub fn reload(socket: &Path, server: &ServerOptions, as_json: bool) -> Result<()
         }
         erased = Some(result);
     }
+    let mut out = stdout().lock();
     if as_json {
-        println!("{answer:#}");
+        writeln!(out, "{answer:#}")?;
     } else {
-        print_reloads(&parsed(&answer)?);
+        print_reloads(&mut out, &parsed(&answer)?)?;
         if let Some(Ok(count)) = erased {
-            println!("{count} slots of the server emptied");
+            writeln!(out, "{count} slots of the server emptied")?;
         }
     }
     erased.transpose()?;
@@ -173,84 +178,97 @@ fn connect(socket: &Path, request: &Request) -> Result<UnixStream> {
     })
 }
 
-fn print_status(status: &Status) {
-    println!(
+fn print_status(out: &mut impl Write, status: &Status) -> Result<()> {
+    writeln!(
+        out,
         "process {}, {} evaluations, {} switches, longest pause {} us",
         status.pid, status.evaluations, status.generation, status.longest_pause_us
-    );
+    )?;
     if status.frozen {
-        println!("reloads are frozen: run 'llama-sidecar unfreeze' to permit them");
+        writeln!(
+            out,
+            "reloads are frozen: run 'llama-sidecar unfreeze' to permit them"
+        )?;
     }
     if let Some(waiting) = &status.waiting {
-        println!(
+        writeln!(
+            out,
             "a swap has waited for {:.1} s; obstacle: {}",
             waiting.seconds,
             waiting.obstacle.as_deref().unwrap_or("none")
-        );
+        )?;
     }
     if let Some(figures) = &status.post_fetch {
-        println!("post-fetch: {}", figures.sentence());
+        writeln!(out, "post-fetch: {}", figures.sentence())?;
     }
     for model in &status.models {
-        println!(
+        writeln!(
+            out,
             "model {}: {} tensors of {} file(s), {} as loaded: {}",
             model.model,
             model.tensors,
             model.files.len(),
             model.on_original,
             model.files.first().map_or("", String::as_str)
-        );
+        )?;
         if let Some(blocked) = &model.blocked {
-            println!(
+            writeln!(
+                out,
                 "  reloads have failed for {:.0} s, {} attempts: {}",
                 blocked.seconds, blocked.attempts, blocked.error
-            );
+            )?;
         }
-        println!(
+        writeln!(
+            out,
             "  {} bytes in buffers of swapped tensors, content {}",
             model.private_bytes,
             model
                 .content_hash
                 .as_deref()
                 .unwrap_or("not hashed yet (status --hash)")
-        );
+        )?;
         if let Some(stream) = &model.stream {
-            println!("  experts: {}", stream.sentence());
+            writeln!(out, "  experts: {}", stream.sentence())?;
         }
         for tensor in &model.changed {
             let states: Vec<_> = tensor.states.iter().map(|state| state.name()).collect();
-            println!("  {:40} {}", tensor.name, states.join(", "));
+            writeln!(out, "  {:40} {}", tensor.name, states.join(", "))?;
         }
         for overlay in &model.overlays {
-            println!("  {:40} from {}", overlay.tensor, overlay.from);
+            writeln!(out, "  {:40} from {}", overlay.tensor, overlay.from)?;
         }
     }
+    Ok(())
 }
 
-fn print_hashes(hashes: &Hashes) {
+fn print_hashes(out: &mut impl Write, hashes: &Hashes) -> Result<()> {
     for model in &hashes.models {
         let hash = model.content_hash.as_deref();
-        println!(
+        writeln!(
+            out,
             "model {}: {}",
             model.model,
             hash.unwrap_or(
                 "unknown: its file was written or cannot be read; reload, then try again"
             )
-        );
+        )?;
     }
+    Ok(())
 }
 
-fn print_reloads(reloads: &Reloads) {
+fn print_reloads(out: &mut impl Write, reloads: &Reloads) -> Result<()> {
     for report in &reloads.reports {
         match report {
-            ModelReload::Failed { model, error } => println!("model {model}: {error}"),
-            ModelReload::Done(report) => print_report(report),
+            ModelReload::Failed { model, error } => writeln!(out, "model {model}: {error}")?,
+            ModelReload::Done(report) => print_report(out, report)?,
         }
     }
+    Ok(())
 }
 
-fn print_report(report: &ReloadReport) {
-    println!(
+fn print_report(out: &mut impl Write, report: &ReloadReport) -> Result<()> {
+    writeln!(
+        out,
         "model {}: {} swapped, {} returned, {} unchanged, {} in place, {} refused; {:.1} ms, evaluations held for {:.1} us",
         report.model,
         report.swapped,
@@ -260,21 +278,23 @@ fn print_report(report: &ReloadReport) {
         report.refused,
         report.ms.total,
         report.ms.switch * 1e3,
-    );
+    )?;
     if let Some(failure) = &report.failure {
-        println!("  incomplete: {failure}");
+        writeln!(out, "  incomplete: {failure}")?;
     }
     for file in &report.files {
         let colon = if file.reason.is_empty() { "" } else { ": " };
-        println!(
+        writeln!(
+            out,
             "  {} {}{colon}{}",
             file.event.name(),
             file.path,
             file.reason
-        );
+        )?;
     }
     for tensor in &report.tensors {
-        println!(
+        writeln!(
+            out,
             "  {:8} {:40} {} -> {} {} {}",
             tensor.outcome,
             tensor.name,
@@ -282,14 +302,15 @@ fn print_report(report: &ReloadReport) {
             tensor.new_type,
             tensor.place,
             tensor.reason,
-        );
+        )?;
     }
+    Ok(())
 }
 
-fn print_traces(traces: &Traces) -> Result<()> {
+fn print_traces(out: &mut impl Write, traces: &Traces) -> Result<()> {
     for trace in &traces.traces {
         let (about, counts) = from_json(trace).map_err(anyhow::Error::msg)?;
-        print!("{}", to_text(&about, &counts, true));
+        write!(out, "{}", to_text(&about, &counts, true))?;
     }
     Ok(())
 }
