@@ -226,6 +226,43 @@ fn swaps_in_the_middle_of_a_text_leave_no_evaluation_without_its_graph() {
     end(server);
 }
 
+/// Parts of a prompt are evaluations with the same graph, between which libllama waits for the
+/// servers.
+#[test]
+fn swaps_in_the_middle_of_prompts_fail_no_part_of_them() {
+    let servers = two_servers();
+    let (_folder, path) = copied("smollm2.gguf");
+    let mut options = over(&servers, on());
+    options
+        .arguments
+        .extend(["--ubatch-size", "8"].map(str::to_owned));
+    let server = Server::start(&path, &options);
+    let prompt = Request {
+        cache_prompt: false,
+        ..Request::new(&PROMPT.repeat(12), 1)
+    };
+    let before = server.complete(&prompt);
+    std::thread::scope(|scope| {
+        let swaps = scope.spawn(|| {
+            for _ in 0..4 {
+                replace(&path, &fixture("smollm2-mixed.gguf"));
+                assert!(taken(&server.control("reload")).0 > 0);
+                replace(&path, &fixture("smollm2.gguf"));
+                assert!(taken(&server.control("reload")).1 > 0);
+            }
+        });
+        let mut answers = 0;
+        while !swaps.is_finished() {
+            server.complete(&prompt);
+            answers += 1;
+        }
+        println!("{answers} answers while tensors were swapped");
+        swaps.join().expect("eight swaps");
+    });
+    assert_eq!(server.complete(&prompt), before);
+    end(server);
+}
+
 #[test]
 fn experts_are_counted_over_two_servers_as_on_this_machine() {
     let servers = two_servers();

@@ -60,9 +60,6 @@ impl Obstacle {
 pub struct ModelSet(u64);
 
 impl ModelSet {
-    /// The set of all models.
-    pub const ALL: ModelSet = ModelSet(u64::MAX);
-
     /// Returns the set of one model. Models whose numbers differ by a multiple of 64 count
     /// as one.
     pub fn of(number: u64) -> ModelSet {
@@ -174,6 +171,16 @@ impl Slot {
         if is_pending() {
             wait_for_switch();
         }
+    }
+
+    /// The same if a decode has begun, which the result states.
+    pub fn enter_if_begun(&self) -> bool {
+        let order = Ordering::SeqCst;
+        let is_begun = self.state.compare_exchange(BEGUN, RUNNING, order, order);
+        if is_begun.is_ok() && is_pending() {
+            wait_for_switch();
+        }
+        is_begun.is_ok()
     }
 
     /// Enters the evaluation; a pending switch can go first if the graph stays valid and
@@ -364,8 +371,10 @@ pub struct Replaced {
 /// A switch that was requested.
 struct Pending {
     replaced: Replaced,
-    /// Replaces them; returns false if the model was freed. `None` to replace nothing.
-    work: Option<Box<dyn FnMut() -> bool + Send>>,
+    /// Replaces them; returns false if the model was freed.
+    work: Box<dyn FnMut() -> bool + Send>,
+    /// How many switches the work is: 0 if it changes no tensor.
+    counts: u64,
     since: Instant,
     result: Option<Result<Switched, &'static str>>,
 }
@@ -409,22 +418,32 @@ pub fn switch(
     wanted: impl Fn() -> bool,
     work: impl FnMut() -> bool + Send + 'static,
 ) -> Result<Switched, &'static str> {
-    wait(replaced, wanted, Some(Box::new(work)))
+    wait(replaced, wanted, Box::new(work), 1)
 }
 
-/// Waits for a moment at which no evaluation runs and every graph that is kept can be rebuilt.
-pub fn pass() -> Result<(), &'static str> {
-    let replaced = Replaced {
-        models: ModelSet::ALL,
+/// Runs `work`, which changes no tensor, between evaluations, when every kept graph of these models
+/// can be rebuilt.
+pub fn between_evaluations(
+    models: ModelSet,
+    wanted: impl Fn() -> bool,
+    mut work: impl FnMut() + Send + 'static,
+) -> Result<(), &'static str> {
+    let models = Replaced {
+        models,
         viewed: Box::new(|| false),
     };
-    wait(replaced, || true, None).map(|_| ())
+    let work = move || {
+        work();
+        true
+    };
+    wait(models, wanted, Box::new(work), 0).map(|_| ())
 }
 
 fn wait(
     replaced: Replaced,
     wanted: impl Fn() -> bool,
-    work: Option<Box<dyn FnMut() -> bool + Send>>,
+    work: Box<dyn FnMut() -> bool + Send>,
+    counts: u64,
 ) -> Result<Switched, &'static str> {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _turn = ONE_AT_A_TIME.lock();
@@ -433,6 +452,7 @@ fn wait(
     barrier.pending = Some(Pending {
         replaced,
         work,
+        counts,
         since: began,
         result: None,
     });
@@ -478,13 +498,13 @@ fn advance(barrier: &mut Barrier) -> Option<Obstacle> {
     let obstacle = obstacle(&pending.replaced);
     if obstacle.is_none() {
         let began = Instant::now();
-        let done = pending.work.as_mut().map(|work| work());
+        let done = (pending.work)();
         let switch = began.elapsed();
-        let switches = u64::from(done.is_some());
         pending.result = Some(match done {
-            Some(false) => Err(MODEL_FREED),
-            _ => {
-                let generation = GENERATION.fetch_add(switches, Ordering::SeqCst) + switches;
+            false => Err(MODEL_FREED),
+            true => {
+                let counts = pending.counts;
+                let generation = GENERATION.fetch_add(counts, Ordering::SeqCst) + counts;
                 if (pending.replaced.viewed)() {
                     VIEWED_IN.store(generation, Ordering::SeqCst);
                 }

@@ -560,14 +560,20 @@ fn succeeded(result: usize) -> bool {
 
 unsafe extern "C-unwind" fn sched_synchronize(sched: *mut Sched) -> usize {
     let (call, _inside) = entered();
+    let scheduler = Scheduler::find(sched as usize);
+    let goes_on = scheduler.is_some_and(Scheduler::enter_synchronize);
     let real = meant!(call, *mut Sched);
     // SAFETY: the argument of the call.
     let result = unsafe { real(sched) };
-    if let Some(scheduler) = Scheduler::find(sched as usize)
-        && scheduler.synchronized()
-    {
+    let Some(scheduler) = scheduler else {
+        return result;
+    };
+    let has_ended = scheduler.synchronized();
+    if goes_on {
+        scheduler.leave();
+    } else if has_ended {
         guarded(|| lifecycle::report(|to| to.evaluation_ended(scheduler)));
-        scheduler.rest();
+        scheduler.leave_synchronize();
     }
     result
 }

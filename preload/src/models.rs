@@ -191,6 +191,14 @@ impl Model {
         ModelSet::of(self.number)
     }
 
+    /// Whether the program loaded tensors of it on another machine.
+    pub fn is_remote(&self) -> bool {
+        let mut instances = self.tensors.iter().flat_map(|tensor| &tensor.instances);
+        // SAFETY: buffer types of this copy, which are static.
+        instances
+            .any(|instance| unsafe { ggml::is_remote(self.ggml, instance.original_buffer_type.0) })
+    }
+
     /// Whether the program still has the model.
     pub fn is_alive(&self) -> bool {
         self.alive.load(Ordering::SeqCst)

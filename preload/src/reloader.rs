@@ -64,7 +64,10 @@ impl Capability for HotSwap {
             *instance.private.lock() = None;
         }
         model.pool.clear();
-        ggml::free_remote();
+        // The buffers of other models wait on: evaluations may run.
+        if models::is_empty() {
+            ggml::free_remote();
+        }
     }
 }
 

@@ -28,6 +28,7 @@
 use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -107,8 +108,10 @@ static EVALUATIONS: AtomicU64 = AtomicU64::new(0);
 /// Counts graphs that the program was made to rebuild.
 static REBUILT: AtomicU64 = AtomicU64::new(0);
 
-/// Counts the moments at which buffers on other machines begin to be freed, and at which all of
-/// them are: it is odd between.
+/// How long buffers on other machines wait for a moment between evaluations.
+const LONGEST_FREE: Duration = Duration::from_secs(1);
+/// Counts the moments at which buffers on other machines were freed: their servers drop the graphs
+/// that they keep.
 static FREES: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
@@ -131,21 +134,31 @@ pub fn activity() -> u64 {
     count() + barrier::rests()
 }
 
-/// Frees the buffers on other machines that wait for it, while no graph is evaluated twice. If an
-/// evaluation does not end, they wait on.
+/// Frees the buffers on other machines that wait for it, between evaluations. If there is no such
+/// moment, they wait on, until the next attempt after an evaluation.
 pub fn free_remote() {
-    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    let _turn = ONE_AT_A_TIME.lock();
-    if !ggml::remote_waits() {
+    static FAILED_AFTER: AtomicU64 = AtomicU64::new(u64::MAX);
+    if !ggml::remote_waits() || FAILED_AFTER.load(Ordering::Relaxed) == activity() {
         return;
     }
-    FREES.fetch_add(1, Ordering::SeqCst);
-    // Evaluations that begin from here on build their graphs.
-    match barrier::pass() {
-        Ok(()) => ggml::free_remote(),
-        Err(reason) => log::debug!("buffers on other machines are not freed yet: {reason}"),
+    // A server drops the graphs of all models that have tensors there.
+    let models = models::models();
+    let mut remote = ModelSet::default();
+    for model in models.iter().filter(|model| model.is_remote()) {
+        remote.extend(model.as_set());
     }
-    FREES.fetch_add(1, Ordering::SeqCst);
+    let began = Instant::now();
+    let is_wanted = || began.elapsed() < LONGEST_FREE;
+    let freed = barrier::between_evaluations(remote, is_wanted, || {
+        ggml::free_remote();
+        FREES.fetch_add(1, Ordering::SeqCst);
+    });
+    if freed.is_err() {
+        FAILED_AFTER.store(activity(), Ordering::Relaxed);
+        log::info!(
+            "buffers of replaced tensors on other machines are not freed yet: evaluations or a kept graph are in the way"
+        );
+    }
 }
 
 /// Records that libllama read the size of a buffer, and begins the evaluation whose results
@@ -284,7 +297,8 @@ impl Scheduler {
         EVALUATIONS.fetch_add(1, Ordering::Relaxed);
         self.restore_if_invalidated();
         // Only a graph that is rebuilt takes the new generation: this one stays stale.
-        let stale = self.slot.keeps_graph.load(Ordering::Relaxed) && self.is_stale();
+        let keeps = self.slot.keeps_graph.load(Ordering::Relaxed);
+        let stale = keeps && (self.is_stale() || self.is_dropped());
         if stale && !self.ends_with_compute() {
             log::error!(
                 "failing an evaluation that was begun before a swap, because its graph mixes old and new tensors; the program's next graph is correct"
@@ -307,11 +321,28 @@ impl Scheduler {
         }
     }
 
+    /// Enters a wait for the backends. Returns whether it is in the course of a decode.
+    pub fn enter_synchronize(self) -> bool {
+        self.slot.enter_if_begun()
+    }
+
     /// Records that the program waited for the backends. Returns whether that ended an
     /// evaluation.
     pub fn synchronized(self) -> bool {
         self.slot.in_flight.store(false, Ordering::SeqCst);
         self.slot.has_returned()
+    }
+
+    /// Leaves a wait for the backends that ended an evaluation. With several copies of its inputs
+    /// (pipeline parallelism), libllama also waits between two parts of a batch.
+    pub fn leave_synchronize(self) {
+        let sched = self.slot.key() as *mut Sched;
+        // SAFETY: called on a thread that uses this scheduler.
+        let copies = unsafe { (self.ggml().f.ggml_backend_sched_get_n_copies)(sched) };
+        match copies > 1 {
+            true => self.slot.leave(),
+            false => self.slot.rest(),
+        }
     }
 
     /// Whether a switch since its graph was built may have made the graph invalid.
@@ -323,11 +354,10 @@ impl Scheduler {
         }
     }
 
-    /// Whether a server on another machine may have dropped its graph, or drops it next.
+    /// Whether a server on another machine may have dropped its graph.
     fn is_dropped(self) -> bool {
-        let frees = FREES.load(Ordering::SeqCst);
         !self.slot.stays_valid_unless_viewed.load(Ordering::Relaxed)
-            && (frees % 2 == 1 || self.state.frees.load(Ordering::Relaxed) != frees)
+            && self.state.frees.load(Ordering::Relaxed) != FREES.load(Ordering::SeqCst)
     }
 
     /// Makes libllama rebuild the graph if a switch happened since it was built or a server may

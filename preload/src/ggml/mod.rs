@@ -22,7 +22,7 @@ use custom::Custom;
 pub use layout::FusedOps;
 use layout::{Ops, TensorLayout};
 pub use one_device::is_other;
-pub use remote::{free_remote, remote_waits};
+pub use remote::{free_remote, is_remote, remote_waits};
 pub use sys::*;
 
 /// One copy of ggml. Never freed.

@@ -9,7 +9,7 @@ use std::ffi::CStr;
 
 use parking_lot::Mutex;
 
-use super::{Buffer, Ggml};
+use super::{Buffer, BufferType, Ggml};
 
 /// The name of ggml's RPC backend.
 const RPC: &CStr = c"RPC";
@@ -28,14 +28,26 @@ static WAITING: Mutex<Vec<Unused>> = Mutex::new(Vec::new());
 ///
 /// A live buffer of this copy that no tensor uses.
 pub unsafe fn free(ggml: &'static Ggml, buffer: *mut Buffer) {
-    let f = &ggml.f;
-    // SAFETY: as the caller ensures; buffer types and devices are static.
+    // SAFETY: as the caller ensures.
     unsafe {
-        let device = (f.ggml_backend_buft_get_device)((f.ggml_backend_buffer_get_type)(buffer));
-        match !device.is_null() && ggml.backend_name(device) == RPC {
+        let buft = (ggml.f.ggml_backend_buffer_get_type)(buffer);
+        match is_remote(ggml, buft) {
             true => WAITING.lock().push(Unused(ggml, buffer)),
-            false => (f.ggml_backend_buffer_free)(buffer),
+            false => (ggml.f.ggml_backend_buffer_free)(buffer),
         }
+    }
+}
+
+/// Whether buffers of a type are on another machine.
+///
+/// # Safety
+///
+/// A live buffer type of this copy.
+pub unsafe fn is_remote(ggml: &Ggml, buft: *mut BufferType) -> bool {
+    // SAFETY: as the caller ensures; devices are static.
+    unsafe {
+        let device = (ggml.f.ggml_backend_buft_get_device)(buft);
+        !device.is_null() && ggml.backend_name(device) == RPC
     }
 }
 
