@@ -156,7 +156,7 @@ pub fn free_remote() {
     if freed.is_err() {
         FAILED_AFTER.store(activity(), Ordering::Relaxed);
         log::info!(
-            "buffers of replaced tensors on other machines are not freed yet: evaluations or a kept graph are in the way"
+            "buffers of replaced tensors on other machines are not freed yet: they wait for a moment between evaluations"
         );
     }
 }
