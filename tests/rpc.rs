@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use hosts::servers::end;
 use hosts::{copied, taken, traced};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, replace};
@@ -151,15 +152,6 @@ fn fresh(servers: &[RpcServer; 2], model: &Path) -> Answer {
     let answer = answer(&server);
     assert!(server.end().0.success());
     answer
-}
-
-fn end(server: Server) {
-    let (status, log) = server.end();
-    assert!(status.success(), "{status}:\n{}", log.join("\n"));
-    let errors = log
-        .iter()
-        .filter(|line| line.contains("llama-sidecar: error"));
-    assert_eq!(errors.count(), 0, "{}", log.join("\n"));
 }
 
 /// Sends `reload` to a control socket; returns the answer, empty if the process ended instead.

@@ -61,7 +61,10 @@ fn test(names: &[String]) -> Result<Vec<Subject>> {
         let all: Vec<_> = subjects.iter().map(|subject| subject.name).collect();
         ensure!(known, "{name} is no host: use one of {}", all.join(", "));
     }
-    subjects.retain(|subject| names.is_empty() || names.iter().any(|name| subject.name == name));
+    subjects.retain(|subject| match names.is_empty() {
+        true => can_be_tested(subject),
+        false => names.iter().any(|name| subject.name == name),
+    });
     // What fails is printed below, with the name of the host.
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| {}));
@@ -85,6 +88,14 @@ fn test(names: &[String]) -> Result<Vec<Subject>> {
     let failed = failed.into_inner()?;
     ensure!(failed.is_empty(), "{}", failed.join("\n\n"));
     Ok(passed.into_inner()?)
+}
+
+/// Whether a host can be tested on this machine; prints why not.
+fn can_be_tested(subject: &Subject) -> bool {
+    if let Some(missing) = &subject.missing {
+        println!("not tested: {}: {missing}", subject.name);
+    }
+    subject.missing.is_none()
 }
 
 /// Tests all that a host has; an error has what failed.
