@@ -586,9 +586,13 @@ fn take_load_of(tensors: &[*mut Tensor]) -> Option<Load> {
     Some(load)
 }
 
-/// Records that a graph has a view of this tensor.
-pub fn note_view(tensor: *mut Tensor) {
-    with_instance(tensor, |of| of.viewed.store(true, Ordering::SeqCst));
+/// Records that a graph has a view of this tensor. Returns whether it is the first.
+pub fn note_view(tensor: *mut Tensor) -> bool {
+    let mut is_first = false;
+    with_instance(tensor, |of| {
+        is_first = !of.viewed.swap(true, Ordering::SeqCst);
+    });
+    is_first
 }
 
 /// Records that the program keeps a tensor that is a view of this one.

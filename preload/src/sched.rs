@@ -421,7 +421,10 @@ impl Scheduler {
             .viewed
             .iter()
             .any(|&viewed| models::is_registered(viewed));
-        reads.viewed.iter().copied().for_each(models::note_view);
+        let mut has_first_view = false;
+        for &viewed in &reads.viewed {
+            has_first_view |= models::note_view(viewed);
+        }
         reads
             .kept_views
             .iter()
@@ -441,12 +444,15 @@ impl Scheduler {
         let can_stay = backends.on_cpu && ggml.ops.fused.is_none();
         let stays_valid = can_stay && !views_weights;
         self.slot.stays_valid.store(stays_valid, Ordering::SeqCst);
+        let begun_in = self.state.begun_in.load(Ordering::Relaxed);
+        // A switch since the program began to build the graph did not know of its first views.
+        let were_views_known = !has_first_view || begun_in == barrier::generation();
         let unless_viewed = &self.slot.stays_valid_unless_viewed;
-        unless_viewed.store(can_stay, Ordering::SeqCst);
+        unless_viewed.store(can_stay && were_views_known, Ordering::SeqCst);
         self.slot.set_reads(found.reads);
         // A view copied the type of its weight when the program made it.
         let built_in = match views_weights {
-            true => self.state.begun_in.load(Ordering::Relaxed),
+            true => begun_in,
             false => barrier::generation(),
         };
         self.state.generation.store(built_in, Ordering::Relaxed);
