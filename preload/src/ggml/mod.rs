@@ -81,19 +81,14 @@ impl Ggml {
         }
         match layout::probe(&functions, makers.as_ref()) {
             Ok((layout, ops)) => {
-                let (path, version) = about(symbol, &functions);
-                if Config::get().strict && !protocol::is_tried_ggml(&version) {
-                    let version = if version.is_empty() {
-                        "that is not stated"
-                    } else {
-                        &version
-                    };
-                    passive(format_args!(
-                        "LLAMA_SIDECAR_STRICT is set, and the drop-in was not tried with this program's ggml, of version {version}: unset the variable to try it"
-                    ));
+                let about = || about(symbol, &functions);
+                if Config::get().strict && is_untried(&about().1) {
                     return None;
                 }
-                journal::note(|| protocol::Event::Ggml { path, version });
+                journal::note(|| {
+                    let (path, version) = about();
+                    protocol::Event::Ggml { path, version }
+                });
                 let view = symbol(c"ggml_graph_view");
                 let copy = Box::leak(Box::new(Ggml {
                     f: functions,
@@ -516,6 +511,21 @@ fn about(symbol: &dyn Fn(&CStr) -> *mut c_void, functions: &Functions) -> (Strin
         let path = path.map(|path| path.to_string_lossy().into_owned());
         (path.unwrap_or_default(), version.join(" "))
     }
+}
+
+/// Whether the drop-in was not tried with a version of ggml, which is then logged.
+fn is_untried(version: &str) -> bool {
+    if protocol::is_tried_ggml(version) {
+        return false;
+    }
+    let version = match version {
+        "" => "that is not stated",
+        known => known,
+    };
+    passive(format_args!(
+        "LLAMA_SIDECAR_STRICT is set, and the drop-in was not tried with this program's ggml, of version {version}: unset the variable to try it"
+    ));
+    true
 }
 
 /// Logs once for the process why hot-swap is off.
