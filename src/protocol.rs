@@ -149,7 +149,23 @@ pub struct Status {
     pub failures: BTreeMap<String, u64>,
     /// Figures of post-fetch, if the environment enables it.
     pub post_fetch: Option<PostFetchFigures>,
+    /// The expert cache that llama.cpp has of its own, if a context has one.
+    pub own_expert_cache: Option<OwnExpertCache>,
     pub models: Vec<ModelStatus>,
+}
+
+/// The expert cache that llama.cpp has of its own (`--moe-cache-mib`).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct OwnExpertCache {
+    /// Number of layers that have slots in it.
+    pub layers: usize,
+    /// Bytes of its slots.
+    pub bytes: u64,
+    /// Number of experts that swaps have written into their slots.
+    pub written_experts: u64,
+    /// Bytes of these experts.
+    pub written_bytes: u64,
 }
 
 /// A switch that waits for the program.
@@ -397,6 +413,8 @@ pub struct ModelStatus {
     pub content_hash: Option<String>,
     /// Figures of expert streaming, if experts of the model are streamed.
     pub stream: Option<StreamFigures>,
+    /// Why hot-swap is on and can swap none of its tensors, if so.
+    pub obstacle: Option<String>,
 }
 
 /// States of a tensor.
@@ -683,6 +701,10 @@ pub enum Event {
         on_cpu: bool,
         obstacle: Option<String>,
     },
+    /// A graph reads experts in the expert cache that llama.cpp has of its own.
+    OwnExpertCache { layers: usize, bytes: u64 },
+    /// Hot-swap is on and can swap no tensor of a model.
+    HotSwapObstacle { path: String, obstacle: String },
     /// Figures of post-fetch, when the process ended.
     PostFetch { figures: PostFetchFigures },
     /// Figures of expert streaming of a model, when the model or the process ended.

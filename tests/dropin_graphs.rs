@@ -94,3 +94,42 @@ fn a_type_that_the_kernel_does_not_take_is_refused_by_name() {
     assert_eq!(host.ask("decode"), result(2.0));
     assert_eq!(host.end(), Some(0));
 }
+
+/// A graph that reads a weight which is from no file, perhaps a copy of one: a swap would leave it as
+/// it is.
+#[test]
+fn a_weight_that_is_from_no_file_refuses_swaps_by_its_name() {
+    let (_folder, path) = folder(&model(1.0));
+    let mut host = Host::start(Program::Small(true), &path, &on(&[]));
+    settle(&mut host, 1.0);
+    assert_eq!(swap(&host, &path, &model(2.0))["reports"][0]["swapped"], 1);
+    assert_eq!(host.ask("decode"), result(2.0));
+    assert_eq!(host.ask("derive w.weight.repacked"), "derived");
+    assert_eq!(host.ask("decode"), result(2.0));
+    for refused in [model(3.0), model(1.0)] {
+        let report = swap(&host, &path, &refused);
+        let reason = report["reports"][0]["files"][0]["reason"].to_string();
+        assert!(reason.contains("w.weight.repacked"), "{report}");
+        assert_eq!(host.ask("decode"), result(2.0));
+    }
+    let status = host.control("status");
+    let obstacle = status["models"][0]["obstacle"].as_str();
+    assert!(
+        obstacle.is_some_and(|text| text.contains("w.weight.repacked")),
+        "{status}"
+    );
+    assert_eq!(host.end(), Some(0));
+}
+
+/// An adapter is from a file of its own.
+#[test]
+fn an_adapter_refuses_no_swap() {
+    let (_folder, path) = folder(&model(1.0));
+    let mut host = Host::start(Program::Small(true), &path, &on(&[]));
+    settle(&mut host, 1.0);
+    assert_eq!(host.ask("derive w.weight.lora_a"), "derived");
+    assert_eq!(host.ask("decode"), result(1.0));
+    assert_eq!(swap(&host, &path, &model(2.0))["reports"][0]["swapped"], 1);
+    assert_eq!(host.ask("decode"), result(2.0));
+    assert_eq!(host.end(), Some(0));
+}

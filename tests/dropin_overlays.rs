@@ -420,7 +420,7 @@ fn buffers_of_replaced_tensors_are_used_again() {
 /// llama.cpp loads a matrix that input and output share twice in some types (Q4_0, IQ4_NL), as
 /// products have kernels for another order of their rows, and once in others.
 #[test]
-fn a_shared_matrix_is_read_as_after_a_fresh_load() {
+fn a_shared_matrix_of_llama_quantize_from_source() {
     const SHARED: &str = "token_embd.weight";
     let once = fixture("smollm2.gguf");
     let folder = tempfile::tempdir().expect("a folder");

@@ -11,7 +11,6 @@ use hosts::{count, taken};
 use serde_json::Value;
 use testkit::fixtures::fixture;
 use testkit::host::{Host, replace};
-use testkit::server::llama_cpp;
 use testkit::sim_ggml::SimGgml;
 
 /// Prompts that the device takes with their experts, graphs that are used again, and decoding.
@@ -606,9 +605,5 @@ fn a_prompt_in_parts() {
 
 #[test]
 fn llama_server_from_source() {
-    if !llama_cpp("llama-server").exists() {
-        println!("skipped: llama-server is missing; run 'cargo xtask hosts --build'");
-        return;
-    }
     same_in_llama_server(&fixture("small-moe.gguf"));
 }

@@ -12,7 +12,6 @@ use hosts::{count, taken};
 use serde_json::Value;
 use testkit::host::replace;
 use testkit::mixtures::{EXPERTS, Mixture, USED};
-use testkit::server::llama_cpp;
 use testkit::sim_ggml::SimGgml;
 
 /// Prompts, graphs that are used again, and decoding.
@@ -208,9 +207,5 @@ fn shared_experts_and_slots() {
 
 #[test]
 fn biases_of_experts_in_llama_server_from_source() {
-    if !llama_cpp("llama-server").exists() {
-        println!("skipped: llama-server is missing; run 'cargo xtask hosts --build'");
-        return;
-    }
     same_in_llama_server(&Model::new(Mixture::GptOss).path);
 }

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use testkit::fixtures::{fixture, upstream_libraries};
 use testkit::host::{DropIn, Host, Program};
 use testkit::mixtures::Mixture;
-use testkit::server::{Options, Request, Server, llama_cpp};
+use testkit::server::{Options, Request, Server};
 use testkit::sim_ggml::{Report, SimGgml};
 
 /// Answers of a host to these commands, and the report of its simulated GPU.
@@ -182,10 +182,6 @@ fn a_model_with_biases_of_experts() {
 
 #[test]
 fn llama_server_from_source() {
-    if !llama_cpp("llama-server").exists() {
-        println!("skipped: llama-server is missing; run 'cargo xtask hosts --build'");
-        return;
-    }
     let model = fixture("small-moe.gguf");
     let mut answers = Vec::new();
     for load in ["mmap", "none"] {

@@ -235,7 +235,19 @@ fn findings(events: &Events, scheduler: Option<String>) {
             }
         }
     }
-    line("hot-swap", "works");
+    for event in events.iter() {
+        if let Event::OwnExpertCache { layers, bytes } = event {
+            let found = format!(
+                "llama.cpp's own works, {layers} layers in {:.0} MB: swaps write into it, an expert matrix keeps its type, --expert-cache stays off",
+                *bytes as f64 / 1e6
+            );
+            line("cache", &found);
+        }
+    }
+    match events.hotswap_obstacle() {
+        Some(obstacle) => line("hot-swap", &format!("does not work: {obstacle}")),
+        None => line("hot-swap", "works"),
+    }
 }
 
 /// Prints how many experts could stay on a GPU, and what that would do for a trace.

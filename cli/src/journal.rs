@@ -100,6 +100,14 @@ impl Events {
         })
     }
 
+    /// Returns why no tensor of a model can be swapped, if so.
+    pub fn hotswap_obstacle(&self) -> Option<&str> {
+        self.iter().find_map(|event| match event {
+            Event::HotSwapObstacle { obstacle, .. } => Some(obstacle.as_str()),
+            _ => None,
+        })
+    }
+
     /// Returns what is known of experts that stay on a device.
     pub fn expert_cache(&self) -> Option<&Event> {
         self.iter()

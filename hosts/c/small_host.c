@@ -7,6 +7,7 @@
 //   aborted             evaluates once with an abort callback that returns true
 //   inspect FILE        opens a file for its metadata many times, and prints how many
 //                       descriptors are open more than before
+//   derive NAME         lets the next graphs read a weight of this name that is from no file
 //   free                frees everything, the graph first
 #include <dirent.h>
 #include <stdio.h>
@@ -63,6 +64,9 @@ int main(int argc, char ** argv) {
             const int before = descriptors();
             small_inspect(line + 8, 50);
             printf("%d\n", descriptors() - before);
+        } else if (strncmp(line, "derive ", 7) == 0) {
+            small_derive(line + 7);
+            puts("derived");
         } else if (strcmp(line, "free") == 0) {
             small_free();
             puts("freed");

@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 // From ggml's headers, as far as it is used.
-enum { F32 = 0, I32 = 26, CPU = 0, WIDTH = 64, ROWS = 8, EXPERTS_USED = 2 };
+enum { F32 = 0, I32 = 26, CPU = 0, USAGE_WEIGHTS = 1, WIDTH = 64, ROWS = 8, EXPERTS_USED = 2 };
 struct init_params {
     size_t mem_size;
     void * mem_buffer;
@@ -57,6 +57,7 @@ void * ggml_backend_get_device(backend_t);
 void * ggml_backend_dev_backend_reg(void *);
 void * ggml_backend_reg_get_proc_address(void *, const char *);
 buffer_t ggml_backend_alloc_ctx_tensors(context_t *, backend_t);
+void ggml_backend_buffer_set_usage(buffer_t, int);
 size_t ggml_backend_buffer_get_size(buffer_t);
 buffer_t ggml_backend_buft_alloc_buffer(void *, size_t);
 void * ggml_backend_cpu_buffer_type(void);
@@ -79,6 +80,7 @@ static context_t * graph_context;
 static const size_t graph_size = 1 << 20;
 static void * graph_memory;
 static graph_t * graph;
+static tensor_t *derived;
 static tensor_t *input, *ids, *activations, *result;
 static bool reserves_first;
 static bool aborts;
@@ -149,6 +151,19 @@ void small_inspect(const char * path, int count) {
 
 void small_abort(bool on) { aborts = on; }
 
+void small_derive(const char * name) {
+    context_t * context = ggml_init((struct init_params){1 << 12, NULL, true});
+    derived = ggml_new_tensor_1d(context, F32, WIDTH);
+    ggml_set_name(derived, name);
+    ggml_backend_buffer_set_usage(ggml_backend_alloc_ctx_tensors(context, backend), USAGE_WEIGHTS);
+    float ones[WIDTH];
+    for (int i = 0; i < WIDTH; i++) {
+        ones[i] = 1;
+    }
+    ggml_backend_tensor_set(derived, ones, 0, sizeof(ones));
+    graph = NULL;
+}
+
 // A matrix product over a view of the weight, whose input may be scaled by a norm, and one
 // over routed experts.
 static void build(void) {
@@ -164,6 +179,7 @@ static void build(void) {
     ggml_set_name(input, "inp_tokens");
     ggml_set_input(input);
     tensor_t * scaled = weights[1] ? ggml_mul(c, input, weights[1]) : input;
+    scaled = derived ? ggml_mul(c, scaled, derived) : scaled;
     tensor_t * view = ggml_view_2d(c, weights[0], WIDTH, ROWS, ggml_row_size(F32, WIDTH), 0);
     result = ggml_mul_mat(c, view, scaled);
     ggml_set_output(result);

@@ -19,6 +19,9 @@ float llama_decode(int stall_ms, bool waits, int * status);
 // threads of their own.
 void small_inspect(const char * path, int count);
 
+// Lets the next graphs multiply with a tensor of ones in memory for weights that is from no file.
+void small_derive(const char * name);
+
 // Makes the next evaluation end early, as an abort callback does.
 void small_abort(bool aborts);
 

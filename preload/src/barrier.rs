@@ -33,7 +33,7 @@ const RECHECK_INTERVAL: Duration = Duration::from_millis(2);
 const BEGIN_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Why a switch of a freed model does not happen.
-const MODEL_FREED: &str = "the model was freed meanwhile";
+pub const MODEL_FREED: &str = "the model was freed meanwhile";
 
 /// What blocks a switch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,6 +64,11 @@ impl ModelSet {
     /// as one.
     pub fn of(number: u64) -> ModelSet {
         ModelSet(1 << (number % 64))
+    }
+
+    /// Whether the set has a model.
+    pub fn contains(self, number: u64) -> bool {
+        self.overlaps(ModelSet::of(number))
     }
 
     /// Adds the members of another set.
@@ -368,11 +373,13 @@ pub struct Replaced {
     pub viewed: Box<dyn Fn() -> bool + Send>,
 }
 
+type Work = Box<dyn FnMut() -> Result<(), &'static str> + Send>;
+
 /// A switch that was requested.
 struct Pending {
     replaced: Replaced,
-    /// Replaces them; returns false if the model was freed.
-    work: Box<dyn FnMut() -> bool + Send>,
+    /// Replaces them, or returns why it replaced none.
+    work: Work,
     /// How many switches the work is: 0 if it changes no tensor.
     counts: u64,
     since: Instant,
@@ -416,7 +423,7 @@ pub fn pending() -> Option<(Option<Obstacle>, Duration)> {
 pub fn switch(
     replaced: Replaced,
     wanted: impl Fn() -> bool,
-    work: impl FnMut() -> bool + Send + 'static,
+    work: impl FnMut() -> Result<(), &'static str> + Send + 'static,
 ) -> Result<Switched, &'static str> {
     wait(replaced, wanted, Box::new(work), 1)
 }
@@ -434,7 +441,7 @@ pub fn between_evaluations(
     };
     let work = move || {
         work();
-        true
+        Ok(())
     };
     wait(models, wanted, Box::new(work), 0).map(|_| ())
 }
@@ -442,7 +449,7 @@ pub fn between_evaluations(
 fn wait(
     replaced: Replaced,
     wanted: impl Fn() -> bool,
-    work: Box<dyn FnMut() -> bool + Send>,
+    work: Work,
     counts: u64,
 ) -> Result<Switched, &'static str> {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
@@ -500,21 +507,18 @@ fn advance(barrier: &mut Barrier) -> Option<Obstacle> {
         let began = Instant::now();
         let done = (pending.work)();
         let switch = began.elapsed();
-        pending.result = Some(match done {
-            false => Err(MODEL_FREED),
-            true => {
-                let counts = pending.counts;
-                let generation = GENERATION.fetch_add(counts, Ordering::SeqCst) + counts;
-                if (pending.replaced.viewed)() {
-                    VIEWED_IN.store(generation, Ordering::SeqCst);
-                }
-                Ok(Switched {
-                    wait: began - pending.since,
-                    switch,
-                    generation,
-                })
+        pending.result = Some(done.map(|()| {
+            let counts = pending.counts;
+            let generation = GENERATION.fetch_add(counts, Ordering::SeqCst) + counts;
+            if (pending.replaced.viewed)() {
+                VIEWED_IN.store(generation, Ordering::SeqCst);
             }
-        });
+            Switched {
+                wait: began - pending.since,
+                switch,
+                generation,
+            }
+        }));
         CHANGED.notify_all();
     }
     obstacle
@@ -606,13 +610,13 @@ mod tests {
     #[test]
     fn a_switch_runs_its_work_once() {
         let before = generation();
-        let switched = switch(tensors_of(9, false), || true, || true).expect("no obstacle");
+        let switched = switch(tensors_of(9, false), || true, || Ok(())).expect("no obstacle");
         assert_eq!(switched.generation, before + 1);
         assert_eq!(viewed_in(), 0);
-        switch(tensors_of(9, true), || true, || true).expect("no obstacle");
+        switch(tensors_of(9, true), || true, || Ok(())).expect("no obstacle");
         assert_eq!(viewed_in(), generation());
         assert_eq!(
-            switch(tensors_of(9, false), || true, || false).map(|_| ()),
+            switch(tensors_of(9, false), || true, || Err(MODEL_FREED)).map(|_| ()),
             Err(MODEL_FREED)
         );
     }

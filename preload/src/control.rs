@@ -30,8 +30,8 @@ use serde_json::{Value, json};
 use crate::models::{Instance, Model};
 use crate::overlays::Overlays;
 use crate::{
-    barrier, expert_trace, metrics, models, placement, postfetch, reloader, rounds, routes, sched,
-    streaming, thread,
+    barrier, expert_trace, metrics, models, own_cache, placement, postfetch, reloader, rounds,
+    routes, sched, streaming, thread,
 };
 
 /// The longest request: a swap may name every tensor of a model.
@@ -316,6 +316,7 @@ fn status() -> Status {
             seconds: since.as_secs_f64(),
         }),
         post_fetch: postfetch::is_used().then(postfetch::figures),
+        own_expert_cache: own_cache::figures(),
         failures: reloader::counts()
             .failures
             .filter(|(_, count)| *count > 0)
@@ -369,6 +370,7 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
             .content_hash(false)
             .map(|hash| format!("{hash:032x}")),
         stream: streaming::figures(model),
+        obstacle: Config::get().hotswap.then(|| model.obstacle()).flatten(),
     }
 }
 

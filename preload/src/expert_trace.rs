@@ -24,7 +24,7 @@ use serde_json::Value;
 use crate::barrier::{self, SLOTS};
 use crate::capability::Capability;
 use crate::ggml::{Ggml, Tensor};
-use crate::graph::{self, UsedWeight};
+use crate::graph;
 use crate::models::{self, Model};
 use crate::routes::{GraphRoutes, Queue};
 use crate::saliency::{GraphSaliency, ModelSaliency};
@@ -132,11 +132,10 @@ impl Capability for ExpertTrace {
             return;
         }
         let mut routed: Vec<Routed> = Vec::new();
-        let weights = graph.reads.weights.iter();
-        for weight in weights.filter(|weight| !weight.ids.is_null()) {
-            if !routed.iter().any(|routed| routed.ids == weight.ids) {
+        for (weight, ids) in graph.reads.routed() {
+            if !routed.iter().any(|routed| routed.ids == ids) {
                 // SAFETY: the graph is live and not yet allocated.
-                routed.extend(unsafe { keep_ids(weight) });
+                routed.extend(unsafe { keep_ids(weight, ids) });
             }
         }
         let of = &SCHEDULERS[scheduler.number()];
@@ -234,13 +233,13 @@ fn count_pending(scheduler: Scheduler) {
 /// # Safety
 ///
 /// A weight of a live graph that is not yet allocated.
-unsafe fn keep_ids(weight: &UsedWeight) -> Option<Routed> {
-    let (model, tensor) = models::find(weight.tensor)?;
+unsafe fn keep_ids(weight: *mut Tensor, ids: *mut Tensor) -> Option<Routed> {
+    let (model, tensor) = models::find(weight)?;
     // Another thread may have found the model a moment before it is reported as complete.
     let trace = ModelTrace::of(&model).or_else(|| ModelTrace::register(&model))?;
     let name = model.name(tensor).to_str().ok()?;
     // SAFETY: as the caller ensures.
-    unsafe { trace.keep_ids(model.ggml, name, weight.ids) }
+    unsafe { trace.keep_ids(model.ggml, name, ids) }
 }
 
 impl TracedGraph {

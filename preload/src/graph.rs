@@ -5,8 +5,10 @@ use std::ffi::{CStr, c_int};
 
 use llama_sidecar::trace::Ids;
 
-use crate::ggml::{Buffer, Device, F32, FusedOps, Ggml, Graph, Sched, Tensor};
+use crate::ggml::{Buffer, Device, F32, FusedOps, Ggml, Graph, Sched, Tensor, USAGE_WEIGHTS};
 
+/// `GGML_OP_NONE`.
+pub const OP_NONE: i32 = 0;
 /// `GGML_TENSOR_FLAG_INPUT`.
 pub const FLAG_INPUT: i32 = 1;
 /// `GGML_TENSOR_FLAG_OUTPUT`.
@@ -36,6 +38,21 @@ pub struct UsedWeight {
     pub input: *mut Tensor,
 }
 
+/// The start of the names in the expert cache that llama.cpp has of its own: `moe_cache.<weight>`.
+pub const OWN_CACHE: &[u8] = b"moe_cache.";
+
+/// A product over experts that are in slots of the program's own expert cache.
+pub struct CachedProduct {
+    /// The matrix of the experts; null while it is not known.
+    pub matrix: *mut Tensor,
+    /// The experts in slots.
+    pub slots: *mut Tensor,
+    /// The slot of each expert, or -1: integers in host memory.
+    pub slot_map: *mut Tensor,
+    /// The routed ids. Those of the product count slots.
+    pub ids: *mut Tensor,
+}
+
 /// What libllama compares before it uses a graph again: a field with another value makes it build
 /// another graph.
 #[derive(Clone, Copy)]
@@ -63,6 +80,10 @@ pub struct GraphReads {
     pub viewed: Vec<*mut Tensor>,
     /// Weights of which nodes are views that outlive the graph.
     pub kept_views: Vec<*mut Tensor>,
+    /// Products over experts in the program's own cache.
+    pub cached: Vec<CachedProduct>,
+    /// Other tensors that are in memory for weights and that no node computes.
+    pub others: Vec<*mut Tensor>,
 }
 
 impl GraphReads {
@@ -82,6 +103,8 @@ impl GraphReads {
             weights: Vec::new(),
             viewed: Vec::new(),
             kept_views: Vec::new(),
+            cached: Vec::new(),
+            others: Vec::new(),
         };
         let mut copy = None;
         // SAFETY: nodes of a live graph are live tensors, and so are their sources.
@@ -110,6 +133,9 @@ impl GraphReads {
                             input: layout.source(node, used.input),
                         });
                     }
+                    if !is_weight(weight) {
+                        note_other(ggml, source, &mut reads.others);
+                    }
                     let flags: i32 = layout.read(source, layout.flags);
                     if flags & FLAG_INPUT != 0 && reads.compared.is_none() {
                         let name = CStr::from_ptr((f.ggml_get_name)(source));
@@ -121,6 +147,9 @@ impl GraphReads {
                             value: tokens,
                         });
                     }
+                }
+                if op == ggml.ops.mul_mat_id {
+                    reads.cached.extend(cached_product(ggml, node));
                 }
                 if copy.is_none()
                     && ggml.ops.fused.is_some_and(|fused| op == fused.cpy)
@@ -144,6 +173,78 @@ impl GraphReads {
             compared.value = keys as i64;
         }
         reads
+    }
+}
+
+impl GraphReads {
+    /// Returns the matrices of experts that nodes multiply, each with the routed ids.
+    pub fn routed(&self) -> impl Iterator<Item = (*mut Tensor, *mut Tensor)> {
+        let weights = self.weights.iter().filter(|weight| !weight.ids.is_null());
+        let cached = self.cached.iter().filter(|of| !of.matrix.is_null());
+        let weights = weights.map(|weight| (weight.tensor, weight.ids));
+        weights.chain(cached.map(|of| (of.matrix, of.ids)))
+    }
+}
+
+/// Notes a tensor, or what it is a view of, if it is in memory for weights and no node computes it.
+///
+/// # Safety
+///
+/// A live tensor of this copy.
+unsafe fn note_other(ggml: &Ggml, tensor: *mut Tensor, others: &mut Vec<*mut Tensor>) {
+    // SAFETY: as the caller ensures; a view lives as long as what it views.
+    unsafe {
+        let viewed: *mut Tensor = ggml.layout.read(tensor, ggml.layout.view_src);
+        let tensor = if viewed.is_null() { tensor } else { viewed };
+        if is_in_memory_for_weights(ggml, tensor) && !others.contains(&tensor) {
+            others.push(tensor);
+        }
+    }
+}
+
+/// Whether a tensor that no node computes is in memory for weights.
+///
+/// # Safety
+///
+/// A live tensor of this copy.
+pub unsafe fn is_in_memory_for_weights(ggml: &Ggml, tensor: *const Tensor) -> bool {
+    let layout = &ggml.layout;
+    // SAFETY: as the caller ensures; the buffer of a live tensor is live.
+    unsafe {
+        let buffer: *mut Buffer = layout.read(tensor, layout.buffer);
+        layout.read::<i32>(tensor, layout.op) == OP_NONE
+            && !buffer.is_null()
+            && (ggml.f.ggml_backend_buffer_get_usage)(buffer) == USAGE_WEIGHTS
+    }
+}
+
+/// Returns what a product over experts reads, if its ids are looked up in a slot map.
+///
+/// # Safety
+///
+/// A live node of this copy, a product over experts.
+unsafe fn cached_product(ggml: &Ggml, node: *const Tensor) -> Option<CachedProduct> {
+    let layout = &ggml.layout;
+    // SAFETY: sources of a live node are live.
+    unsafe {
+        let source = |of: *mut Tensor, at| Some(layout.source(of, at)).filter(|of| !of.is_null());
+        let [slots, _, slot_ids]: [*mut Tensor; 3] = layout.read(node, layout.src);
+        if slots.is_null() || !name(ggml, slots).starts_with(OWN_CACHE) || slot_ids.is_null() {
+            return None;
+        }
+        let lookup = source(slot_ids, 0)?;
+        if layout.read::<i32>(lookup, layout.op) != ggml.ops.get_rows {
+            return None;
+        }
+        let (slot_map, flat) = (source(lookup, 0)?, source(lookup, 1)?);
+        let ids = source(flat, 0)?;
+        let ne = |tensor| layout.read::<[i64; 4]>(tensor, layout.ne);
+        (ne(ids) == ne(slot_ids)).then_some(CachedProduct {
+            matrix: std::ptr::null_mut(),
+            slots,
+            slot_map,
+            ids,
+        })
     }
 }
 

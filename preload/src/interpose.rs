@@ -26,7 +26,9 @@ use crate::parts::{self, Parts};
 use crate::postfetch::Evaluation;
 use crate::sched::{self, Allocated, Scheduler};
 use crate::thread::{self, Inside};
-use crate::{graph, lifecycle, load, logits, models, postfetch, reloader, round_files, routing};
+use crate::{
+    graph, lifecycle, load, logits, models, own_cache, postfetch, reloader, round_files, routing,
+};
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 compile_error!("the drop-in works on Linux x86-64 only");
@@ -332,10 +334,13 @@ unsafe extern "C-unwind" fn tensor_alloc(
     let real = meant!(call, *mut Buffer, *mut Tensor, *mut c_void);
     // SAFETY: the arguments of the call.
     let result = unsafe { real(buffer, tensor, address) };
-    if models::is_loading() {
-        // SAFETY: the tensor was just placed.
-        guarded(|| unsafe { models::tensor_placed(call.ggml, tensor, buffer) });
-    }
+    // SAFETY: the tensor was just placed.
+    guarded(|| unsafe {
+        own_cache::tensor_placed(call.ggml, tensor, buffer);
+        if models::is_loading() {
+            models::tensor_placed(call.ggml, tensor, buffer);
+        }
+    });
     result
 }
 
@@ -354,6 +359,7 @@ unsafe extern "C-unwind" fn buffer_free(buffer: *mut Buffer) -> usize {
     if !buffer.is_null() {
         guarded(|| {
             sched::output_freed(buffer as usize);
+            own_cache::buffer_freed(buffer);
             report_freed(&models::buffer_freed(buffer));
         });
     }
@@ -380,6 +386,7 @@ unsafe extern "C-unwind" fn context_free(context: *mut Context) -> usize {
             // SAFETY: the program has not freed it yet.
             let range = unsafe { call.ggml.memory(context) };
             lifecycle::report(|to| to.tensors_freed(&range));
+            own_cache::tensors_freed(&range);
             report_freed(&models::tensors_freed(&range));
         });
     }

@@ -28,7 +28,9 @@
 //! | [`routing`] | the moment at which the experts of a layer are known |
 //! | [`parts`] | the graph whose parts a thread evaluates |
 //! | [`sched`] | schedulers, their evaluations and kept graphs |
+//! | [`own_cache`] | the expert cache that the program has of its own |
 //! | [`models`] | the models that the program loaded |
+//! | [`derived`] | weights that are from no file, and how far they are known |
 //! | [`own_hotswap`] | the hot-swap that a program has of its own |
 //! | [`maps`] | files that are mapped into the process |
 //! | [`graph`] | what a graph reads |
@@ -55,6 +57,7 @@ mod barrier;
 mod caller;
 mod capability;
 mod control;
+mod derived;
 mod expert_trace;
 mod ggml;
 mod graph;
@@ -68,6 +71,7 @@ mod maps;
 mod metrics;
 mod models;
 mod overlays;
+mod own_cache;
 mod own_hotswap;
 mod page_lock;
 mod parts;

@@ -7,7 +7,7 @@ use llama_sidecar::protocol::{CacheLayer, PostFetchFigures, StreamFigures};
 use llama_sidecar::reload::Pauses;
 
 use crate::barrier::{self, Obstacle};
-use crate::{expert_trace, models, postfetch, reloader, sched, streaming};
+use crate::{expert_trace, models, own_cache, postfetch, reloader, sched, streaming};
 
 /// Returns all figures.
 pub fn text() -> String {
@@ -97,6 +97,7 @@ pub fn text() -> String {
     private_bytes(&mut out);
     streams(&mut out);
     post_fetch(&mut out);
+    own_expert_cache(&mut out);
     out.head(
         "expert_activations_total",
         "counter",
@@ -133,6 +134,24 @@ fn pauses(out: &mut Page) {
     );
     out.value("pause_seconds_sum", &[], pauses.total.as_secs_f64());
     out.value("pause_seconds_count", &[], pauses.count as f64);
+}
+
+fn own_expert_cache(out: &mut Page) {
+    let Some(figures) = own_cache::figures() else {
+        return;
+    };
+    out.single(
+        "own_expert_cache_bytes",
+        "gauge",
+        "Slots of the expert cache that llama.cpp has of its own.",
+        figures.bytes as f64,
+    );
+    out.single(
+        "own_expert_cache_written_bytes_total",
+        "counter",
+        "Experts that swaps wrote into these slots.",
+        figures.written_bytes as f64,
+    );
 }
 
 fn private_bytes(out: &mut Page) {

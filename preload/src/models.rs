@@ -57,6 +57,9 @@ pub struct Model {
     pub altered: Option<CString>,
     /// The hot-swap that the program has of its own, if the drop-in's is on.
     pub own_hotswap: Option<OwnHotSwap>,
+    /// The name of what a graph reads in memory for weights although no file has it: perhaps a copy
+    /// of weights, which a swap would not change.
+    unknown: OnceCell<CString>,
     /// The devices that evaluate it, the CPU last.
     pub devices: Vec<DevicePointer>,
     /// False after the program freed any of its memory.
@@ -224,10 +227,40 @@ impl Model {
                 "the program has a hot-swap of its own, which it may call past the drop-in: use that one".into(),
             );
         }
+        if let Some(name) = self.unknown.get() {
+            return Some(format!(
+                "the program computes with {name:?}, which no file has: it may be a copy of weights that a swap does not change; report it with the version of the program"
+            ));
+        }
         let has_other = self.devices.iter().any(|device| ggml::is_other(device.0));
         has_other.then(|| {
             "the program's ggml has no functions for its devices: keep the model on the CPU".into()
         })
+    }
+
+    /// Records the name of what a graph reads in memory for weights although no file has it.
+    pub fn note_unknown(&self, name: &CStr) {
+        if self.unknown.set(name.to_owned()).is_ok() {
+            self.report_obstacle();
+        }
+    }
+
+    /// Logs why none of its tensors can be swapped, if that is so and hot-swap is on. Returns whether
+    /// it is.
+    fn report_obstacle(&self) -> bool {
+        let obstacle = match Config::get().hotswap {
+            true => self.obstacle(),
+            false => None,
+        };
+        if let Some(obstacle) = &obstacle {
+            let path = self.path.display();
+            log::warn!("{path}: hot-swap stays off: {obstacle}");
+            journal::note(|| Event::HotSwapObstacle {
+                path: path.to_string(),
+                obstacle: obstacle.clone(),
+            });
+        }
+        obstacle.is_some()
     }
 
     /// Returns the shape of a tensor.
@@ -492,6 +525,8 @@ pub struct Found {
     pub reads: ModelSet,
     /// Those of them that are complete since now.
     pub complete: Vec<Arc<Model>>,
+    /// Tensors at addresses among those of weights that were loaded from no file.
+    pub others: Vec<*mut Tensor>,
 }
 
 /// Looks up the weights that a graph reads, and lets its products read the copies of weights. A
@@ -506,7 +541,11 @@ pub unsafe fn find_in_graph(devices: &[*mut Device], weights: &mut [UsedWeight])
         // SAFETY: as the caller ensures.
         let (reads, unknown) = unsafe { note_uses(weights) };
         let Some(load) = take_load_of(&unknown) else {
-            return Found { reads, complete };
+            return Found {
+                reads,
+                complete,
+                others: unknown,
+            };
         };
         // Once more: uses of the new tensors are noted now, and further models found.
         complete.push(register(load, devices, weights));
@@ -722,6 +761,7 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
         kept_out: load.kept_out,
         altered,
         own_hotswap,
+        unknown: OnceCell::new(),
         devices: devices
             .iter()
             .map(|&device| DevicePointer(device))
@@ -745,11 +785,7 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
         model.files.len(),
         model.files[0].gguf.source.path().display()
     );
-    if Config::get().hotswap
-        && let Some(obstacle) = model.obstacle()
-    {
-        log::warn!("{}: hot-swap stays off: {obstacle}", model.path.display());
-    } else if own_hotswap == Some(OwnHotSwap::StandsBack) {
+    if !model.report_obstacle() && own_hotswap == Some(OwnHotSwap::StandsBack) {
         log::warn!(
             "{}: the program's own hot-swap stands back: its calls of llama_reload_changed_tensors reload with the drop-in",
             model.path.display()

@@ -26,12 +26,9 @@ use parking_lot::Mutex;
 
 use crate::barrier::SLOTS;
 use crate::ggml::{Callback, Ggml, Graph, Sched, Tensor};
-use crate::graph::{GraphReads, UsedWeight};
+use crate::graph::{GraphReads, OP_NONE, UsedWeight};
 use crate::models::{self, Model, TensorPointer};
 use crate::sched::Scheduler;
-
-/// `GGML_OP_NONE`.
-const OP_NONE: i32 = 0;
 
 /// The experts that a layer was routed to, before any of them is read.
 pub struct Routed<'a> {

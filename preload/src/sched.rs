@@ -26,6 +26,7 @@
 //! graph, and one more graph in the life of a context that uses a GPU.
 
 use std::cell::Cell;
+use std::ffi::CString;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -34,8 +35,9 @@ use parking_lot::Mutex;
 
 use crate::barrier::{self, ModelSet, SLOTS, Slot};
 use crate::ggml::{self, Ggml, Graph, Sched};
-use crate::graph::{Backends, ComparedField, GraphReads};
+use crate::graph::{self, Backends, ComparedField, GraphReads};
 use crate::models::{self, Model};
+use crate::{derived, own_cache};
 
 /// A scheduler of the program, or a backend that is used without one.
 #[derive(Clone, Copy)]
@@ -180,6 +182,37 @@ pub fn output_freed(buffer: usize) {
     for slot in barrier::slots() {
         let output = &slot.output;
         let _ = output.compare_exchange(buffer, 0, Ordering::Relaxed, Ordering::Relaxed);
+    }
+}
+
+/// Finds out what a graph of these models reads that was loaded from no file.
+///
+/// # Safety
+///
+/// The graph is live.
+unsafe fn find_others(ggml: &Ggml, reads: &mut GraphReads, of: ModelSet) {
+    if reads.others.is_empty() {
+        return;
+    }
+    let mut models = models::models();
+    models.retain(|model| of.contains(model.number));
+    if let [model] = models.as_slice() {
+        // SAFETY: as the caller ensures.
+        unsafe { own_cache::find(model, &mut reads.cached) };
+    }
+    for &tensor in &reads.others {
+        // SAFETY: as the caller ensures.
+        let unknown = unsafe {
+            graph::is_in_memory_for_weights(ggml, tensor)
+                && !own_cache::is_known(tensor, ggml)
+                && !derived::is_known(ggml, tensor)
+        };
+        if unknown {
+            // SAFETY: as the caller ensures.
+            let name = unsafe { graph::name(ggml, tensor) };
+            let name = CString::new(name).unwrap_or_default();
+            models.iter().for_each(|model| model.note_unknown(&name));
+        }
     }
 }
 
@@ -415,7 +448,12 @@ impl Scheduler {
             )
         };
         // SAFETY: as the caller ensures.
-        let found = unsafe { models::find_in_graph(&backends.devices, &mut reads.weights) };
+        let found = unsafe {
+            let found = models::find_in_graph(&backends.devices, &mut reads.weights);
+            reads.others.extend(&found.others);
+            find_others(ggml, &mut reads, found.reads);
+            found
+        };
         // After that: the first graph of a model completes its registration.
         let views_weights = reads
             .viewed

@@ -13,11 +13,11 @@ use llama_sidecar::reload::{
 };
 use parking_lot::Mutex;
 
-use crate::barrier::Replaced;
+use crate::barrier::{MODEL_FREED, Replaced};
 use crate::ggml::{Descriptor, Ggml, OwnBuffer, Tensor};
 use crate::models::{Instance, Model};
 use crate::placement::{self, extents};
-use crate::{barrier, sched};
+use crate::{barrier, own_cache, sched};
 
 /// The tensors of one model.
 struct ProgramStore<'a>(&'a Arc<Model>, WrittenInPlace);
@@ -168,6 +168,19 @@ impl ProgramStore<'_> {
         let chosen = |of| placement::choose(self.0, of, ne, new_data.ty, false);
         let first = &self.0.tensors[new_data.tensor].instances[0];
         instance.is_copy() && chosen(instance) == chosen(first)
+    }
+
+    /// Returns why a tensor cannot have other bytes now, although it could when the program loaded it.
+    fn refuses_now(&self, change: &Change<'_>) -> Option<String> {
+        let model = self.0;
+        let ty = match change {
+            Change::Swap(new_data) => new_data.ty.id as i32,
+            Change::Return(tensor) => model.tensors[*tensor].instances[0].original.ty,
+            Change::InPlace(_) => return None,
+        };
+        let reason = model.obstacle();
+        let reason = reason.or_else(|| own_cache::refuses(model, change.tensor(), ty))?;
+        Some(format!("{:?}: {reason}", model.name(change.tensor())))
     }
 
     fn stage_swap(
@@ -365,6 +378,9 @@ impl Store for ProgramStore<'_> {
             .any(|instance| placement::is_split_by_ggml(model, instance))
         {
             "ggml splits it over several devices".into()
+        } else if let Some(why) = own_cache::refuses(model, new_data.tensor, new_data.ty.id as i32)
+        {
+            why
         } else if let Some(why) = instances
             .clone()
             .find_map(|instance| placement::refuses_type(instance, ggml, ne.len(), new_data.ty))
@@ -444,6 +460,12 @@ impl Store for ProgramStore<'_> {
         // Of an earlier step, or of one that failed.
         sched::free_remote();
         for change in changes {
+            if let Some(reason) = self.refuses_now(change) {
+                let tensor = change.tensor();
+                return Err(StageError::Refused { tensor, reason });
+            }
+        }
+        for change in changes {
             match change {
                 Change::Swap(new_data) => {
                     self.stage_swap(new_data, on_out_of_memory, &mut staged)?
@@ -481,6 +503,7 @@ impl Store for ProgramStore<'_> {
         // model; the old ones are kept or freed afterwards, when no evaluation reads them any more.
         let instances = staged.next.iter().map(|next| (next.tensor, next.instance));
         let instances: Vec<(usize, usize)> = instances.collect();
+        let tensors: Vec<usize> = staged.effects.iter().map(|effect| effect.tensor).collect();
         let viewer = self.0.clone();
         let viewed = move |&(tensor, instance): &(usize, usize)| {
             viewer.tensors[tensor].instances[instance].is_viewed()
@@ -495,16 +518,22 @@ impl Store for ProgramStore<'_> {
             || self.0.is_alive(),
             move || {
                 if !model.is_alive() {
-                    return false;
+                    return Err(MODEL_FREED);
                 }
-                for next in next.lock().iter_mut() {
+                let mut next = next.lock();
+                own_cache::check(&model, next.iter().map(|next| (next.tensor, next.to.ty)))?;
+                for next in next.iter_mut() {
                     let instance = &model.tensors[next.tensor].instances[next.instance];
                     // SAFETY: no evaluation runs and the model is alive, so nothing reads the
                     // tensor; its new buffer is kept in `private`, or is the original one.
                     unsafe { model.ggml.describe(instance.tensor.0, &next.to) };
                     std::mem::swap(&mut *instance.private.lock(), &mut next.private);
                 }
-                true
+                for &tensor in &tensors {
+                    // SAFETY: as above; the types were checked.
+                    unsafe { own_cache::write(&model, tensor) };
+                }
+                Ok(())
             },
         )
         .map_err(Error::Busy)?;

@@ -17,13 +17,16 @@ use crate::capability::Capability;
 use crate::models::{Model, ModelTensor};
 use crate::routing::Routed;
 use crate::sched::Scheduler;
-use crate::{journal, load, routing};
+use crate::{journal, load, own_cache, routing};
 
 /// Expert streaming, as a capability.
 pub struct Streaming;
 
 /// Why an evaluation scheduled no layer.
 const NOT_UNDERSTOOD: &str = "its graph was not understood, so its experts are read as without streaming: set LLAMA_SIDECAR_LOG=warn to see the operation, and report it with the version of llama.cpp";
+
+/// Why an evaluation scheduled no layer.
+const OWN_CACHE_READS: &str = "llama.cpp's own expert cache copies experts to the GPU, and they are read from disk as without streaming: start the program without --moe-cache-mib to stream them";
 
 /// The reader of a model.
 struct Stream {
@@ -99,15 +102,20 @@ impl Capability for Streaming {
 }
 
 impl Stream {
-    /// Notes in the journal that layers are scheduled, or that the graph is not understood. A
-    /// first evaluation without either gives no verdict: a GPU may compute long prompts.
+    /// Notes in the journal that layers are scheduled, or why none is. A first evaluation without
+    /// either gives no verdict: a GPU may compute long prompts.
     fn note_start(&self) {
-        let scheduled = self.reader.counts().layers > 0;
-        if scheduled || routing::is_unknown() {
-            self.noted.store(true, Ordering::Relaxed);
-            let obstacle = (!scheduled).then(|| NOT_UNDERSTOOD.to_owned());
-            note_start(&self.path, || obstacle);
+        let obstacle = match self.reader.counts().layers {
+            1.. => None,
+            _ if routing::is_unknown() => Some(NOT_UNDERSTOOD),
+            _ if own_cache::exists() => Some(OWN_CACHE_READS),
+            _ => return,
+        };
+        self.noted.store(true, Ordering::Relaxed);
+        if let Some(obstacle) = obstacle {
+            log::warn!("{}: {obstacle}", self.path);
         }
+        note_start(&self.path, || obstacle.map(str::to_owned));
     }
 }
 

@@ -66,6 +66,13 @@ pub enum StageError {
         /// The error.
         reason: String,
     },
+    /// A tensor cannot have these bytes now.
+    Refused {
+        /// Index of the tensor.
+        tensor: usize,
+        /// Why, with the name of the tensor.
+        reason: String,
+    },
     /// The changes need more memory than the limit allows.
     OverBudget(String),
     /// A device is out of memory, and host memory is, too, or may not be used.

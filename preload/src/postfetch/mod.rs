@@ -48,7 +48,7 @@ use crate::graph::GraphReads;
 use crate::models::Model;
 use crate::routing::{self, Routed};
 use crate::sched::{Allocated, Scheduler};
-use crate::{journal, page_lock, parts};
+use crate::{journal, own_cache, page_lock, parts};
 use biases::Biases;
 use cache::{Cache, Changed};
 use figures::{FIGURES, Reason};
@@ -65,6 +65,9 @@ const PADDING: usize = 512;
 
 /// How long the end of the process waits for a copy.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Why there are no slots beside those of the program.
+const OWN_CACHE_WORKS: &str = "llama.cpp's own expert cache works and this one is off: start the program without --moe-cache-mib to use this one";
 
 /// The share of used experts, in percent, from which all experts of the next layer are copied.
 const NEARLY_ALL: usize = 90;
@@ -758,6 +761,10 @@ impl State {
         let has_experts = graph.reads.weights.iter().any(|of| !of.ids.is_null());
         if let Some(device) = device.filter(|_| has_experts && !self.cache_tried) {
             self.cache_tried = true;
+            if own_cache::exists() {
+                cache::note_obstacle(OWN_CACHE_WORKS.into());
+                return;
+            }
             // What is put into slots now has the bytes of this generation.
             self.generation = barrier::generation();
             // SAFETY: the graph is not split, and its devices are live.

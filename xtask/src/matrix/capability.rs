@@ -1,7 +1,10 @@
 //! What the drop-in does in a host: each capability is a test of a host.
 
 use std::fs;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+
+use llama_sidecar::gguf::{Access, GgufFile};
 
 use serde_json::{Value, json};
 use testkit::fixtures::fixture;
@@ -22,7 +25,7 @@ pub struct Capability {
 }
 
 /// All of them, in the order of the table.
-pub const CAPABILITIES: [Capability; 8] = [
+pub const CAPABILITIES: [Capability; 9] = [
     Capability::new("idle", idle),
     Capability::new("hot-swap", swap),
     Capability::new("and back", swap_back),
@@ -41,6 +44,14 @@ pub const CAPABILITIES: [Capability; 8] = [
         title: "experts to a GPU",
         lacks: |subject| subject.no_gpu,
         test: post_fetch,
+    },
+    Capability {
+        title: "own expert cache",
+        lacks: |subject| match subject.has_own_cache {
+            true => None,
+            false => Some("the program has no option for llama.cpp's own expert cache"),
+        },
+        test: own_cache,
     },
 ];
 
@@ -69,14 +80,30 @@ struct Started {
 
 impl Started {
     fn new(subject: &Subject, model: &str, drop_in: DropIn, gpu: Option<&SimGgml>) -> Started {
+        Started::with(subject, &fixture(model), drop_in, gpu, false)
+    }
+
+    /// On a GPU, with llama.cpp's own expert cache.
+    fn cached(subject: &Subject, model: &Path, gpu: &SimGgml) -> Started {
+        Started::with(subject, model, on(&[]), Some(gpu), true)
+    }
+
+    fn with(
+        subject: &Subject,
+        model: &Path,
+        drop_in: DropIn,
+        gpu: Option<&SimGgml>,
+        own_cache: bool,
+    ) -> Started {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("model.gguf");
-        replace(&path, &fixture(model));
+        replace(&path, model);
         let host = subject.start(&Start {
             folder: folder.path(),
             model: &path,
             drop_in,
             gpu,
+            own_cache,
         });
         Started {
             host,
@@ -213,4 +240,51 @@ fn post_fetch(subject: &Subject) {
     let gpu = SimGgml::new(&decode);
     let mut without = Started::new(subject, MIXTURE, on(&[]), Some(&gpu));
     assert_eq!(found, without.host.evaluate(Some(found.number)));
+}
+
+/// A swap of experts to the same type, and back, while llama.cpp keeps experts on the GPU.
+fn own_cache(subject: &Subject) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let variant = folder.path().join("variant.gguf");
+    fs::copy(fixture(MIXTURE), &variant).expect("free space");
+    exchange_experts(&variant);
+    let cached = |model: &Path, gpu: &SimGgml| Started::cached(subject, model, gpu);
+    let gpu = SimGgml::new(&[]);
+    let mut host = cached(&fixture(MIXTURE), &gpu);
+    let same = |host: &mut Started, fresh: &Path| {
+        let found = host.host.evaluate(None);
+        let gpu = SimGgml::new(&[]);
+        let expected = cached(fresh, &gpu).host.evaluate(Some(found.number));
+        assert_eq!(found, expected);
+        found
+    };
+    let swapped = taken(&host.reload(&variant)).0;
+    assert!(swapped > 0, "nothing was swapped");
+    let of_variant = same(&mut host, &variant);
+    assert_eq!(taken(&host.reload(&fixture(MIXTURE))), (0, swapped));
+    let of_original = same(&mut host, &fixture(MIXTURE));
+    assert_ne!(of_variant.result, of_original.result);
+    let status = host.host.request(&json!({"cmd": "status"}));
+    let layers = &status["own_expert_cache"]["layers"];
+    assert!(layers.as_u64() > Some(0), "{status}");
+}
+
+/// Lets the gate experts of two layers change places.
+fn exchange_experts(path: &Path) {
+    let gguf = GgufFile::open(path, Access::Read).expect("a model");
+    let matrices = [c"blk.3.ffn_gate_exps.weight", c"blk.4.ffn_gate_exps.weight"];
+    let places = matrices.map(|name| {
+        let at = gguf.header.find(name).expect("a tensor of this name");
+        let info = &gguf.header.tensors[at];
+        let mut bytes = vec![0; info.nbytes as usize];
+        gguf.source.read_at(&mut bytes, info.offset).expect("bytes");
+        (info.offset, bytes)
+    });
+    let file = fs::OpenOptions::new()
+        .write(true)
+        .open(path)
+        .expect("a copy");
+    let [(first, of_first), (second, of_second)] = places;
+    file.write_all_at(&of_second, first).expect("free space");
+    file.write_all_at(&of_first, second).expect("free space");
 }

@@ -17,6 +17,7 @@ mod running;
 mod subject;
 
 use capability::CAPABILITIES;
+pub use subject::OLDER;
 use subject::Subject;
 
 const PAGE: &str = "docs/hosts.md";

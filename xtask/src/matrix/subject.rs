@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use testkit::host::{self, DropIn, Host};
-use testkit::server::{Options, Server, llama_cpp, llama_cpp_build, llama_cpp_dl};
+use testkit::server::{LlamaCpp, Options, Server, llama_cpp, llama_cpp_dl, older_llama_cpp};
 use testkit::sim_ggml::SimGgml;
 
 use super::running::{PROMPT, Program, Running};
@@ -24,6 +24,8 @@ pub struct Subject {
     pub no_gpu: Option<&'static str>,
     /// Whether its experts are in the memory of a GPU.
     pub experts_on_gpu: bool,
+    /// Whether it has an option for llama.cpp's own expert cache.
+    pub has_own_cache: bool,
     kind: Kind,
 }
 
@@ -49,16 +51,23 @@ pub struct Start<'a> {
     pub drop_in: DropIn,
     /// A simulated GPU for all but the experts.
     pub gpu: Option<&'a SimGgml>,
+    /// Whether llama.cpp keeps experts on the GPU.
+    pub own_cache: bool,
 }
 
 /// The arguments with which programs use the simulated GPU and keep experts in host memory.
 const GPU: [&str; 3] = ["--device", "SIM0", "-cmoe"];
+/// The arguments with which a third of the mixture's experts has a slot in llama.cpp's own cache.
+const OWN_CACHE: [&str; 2] = ["--moe-cache-mib", "150"];
 /// A text for llama-perplexity.
 const TEXT: &str = include_str!("../../../hosts/c/text.txt");
 
+/// The server of a build from before llama.cpp had an expert cache of its own.
+pub const OLDER: &str = "llama-server-older";
+
 /// Returns all hosts.
 pub fn all() -> Vec<Subject> {
-    let built = llama_cpp_build();
+    let built = LlamaCpp::tested().build;
     let node = fixtures::NODE_PACKAGES[0].replace('@', " ");
     let vulkan = || fixtures::vulkan().err().map(|error| format!("{error:#}"));
     let python = "ctypes, libraries of node-llama-cpp";
@@ -106,6 +115,8 @@ pub fn all() -> Vec<Subject> {
         ("llama-perplexity", "llama-perplexity-dl", Kind::Perplexity),
         ("llama-bench", "llama-bench-dl", Kind::Bench),
     ];
+    // llama-bench has options of its own.
+    let has_own_cache = |name: &str| name != "llama-bench";
     for (name, name_dl, kind) in programs {
         all.push(Subject {
             name,
@@ -114,6 +125,7 @@ pub fn all() -> Vec<Subject> {
             missing: build::missing(),
             no_gpu: None,
             experts_on_gpu: false,
+            has_own_cache: has_own_cache(name),
             kind: kind(llama_cpp),
         });
         all.push(Subject {
@@ -123,9 +135,20 @@ pub fn all() -> Vec<Subject> {
             missing: build::missing_dl(),
             no_gpu: None,
             experts_on_gpu: false,
+            has_own_cache: has_own_cache(name),
             kind: kind(llama_cpp_dl),
         });
     }
+    all.push(Subject {
+        name: OLDER,
+        title: "llama-server",
+        version: format!("b{}", LlamaCpp::older().build),
+        missing: build::missing_older(),
+        no_gpu: None,
+        experts_on_gpu: false,
+        has_own_cache: false,
+        kind: Kind::Server(older_llama_cpp),
+    });
     all
 }
 
@@ -147,6 +170,7 @@ impl Subject {
                 _ => Some("the program has no setting for experts in host memory beside a GPU"),
             },
             experts_on_gpu: matches!(program, host::Program::NodeVulkan(_)),
+            has_own_cache: false,
             kind: Kind::Host(program),
         }
     }
@@ -167,6 +191,9 @@ impl Subject {
                 if let Some(gpu) = start.gpu {
                     options.variables = gpu.variables().to_vec();
                     options.arguments = GPU.map(str::to_owned).to_vec();
+                }
+                if start.own_cache {
+                    options.arguments.extend(OWN_CACHE.map(str::to_owned));
                 }
                 Box::new(Server::start(start.model, &options))
             }
@@ -216,6 +243,9 @@ impl Start<'_> {
         if let Some(gpu) = self.gpu {
             gpu.prepare(command);
             command.args(arguments);
+        }
+        if self.own_cache {
+            command.args(OWN_CACHE);
         }
     }
 }

@@ -1,0 +1,267 @@
+//! The expert cache that llama.cpp has of its own since b11480 (`--moe-cache-mib`).
+//!
+//! It has *banks* on a GPU, with a slot for each expert that is kept there. In a small batch, the
+//! products of a layer read a view of a bank, and their ids count slots. The *slot map* of the layer,
+//! in host memory, has the slot of each expert, or -1. libllama copies an expert into its slot once. So
+//! a switch also writes the new bytes of each expert that has a slot. Slots have the type that the
+//! matrix had when the program made its context: a matrix cannot change to another type.
+
+use std::ffi::c_void;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use llama_sidecar::gguf::TypeInfo;
+use llama_sidecar::protocol::{Event, OwnExpertCache};
+use parking_lot::RwLock;
+
+use crate::barrier;
+use crate::ggml::{Buffer, Ggml, Tensor};
+use crate::graph::{self, CachedProduct, OWN_CACHE};
+use crate::journal;
+use crate::models::{Model, TensorPointer};
+
+/// The start of the names of slot maps.
+const SLOT_MAP: &[u8] = b"moe_cache.slot_map-";
+
+/// Why a switch does not happen.
+const OTHER_SLOTS: &str = "the program's own expert cache changed meanwhile; reload again";
+
+/// A bank or a slot map.
+struct Part {
+    buffer: usize,
+    is_slot_map: bool,
+    bytes: u64,
+}
+
+/// A matrix of experts that has slots.
+#[derive(Clone, Copy)]
+struct Cached {
+    /// The number of its model.
+    model: u64,
+    /// Its index in the model.
+    matrix: usize,
+    weight: TensorPointer,
+    slots: TensorPointer,
+    slot_map: TensorPointer,
+    /// The buffers of the slots and of the slot map.
+    buffers: [usize; 2],
+}
+
+static PARTS: RwLock<Vec<Part>> = RwLock::new(Vec::new());
+static CACHED: RwLock<Vec<Cached>> = RwLock::new(Vec::new());
+static WRITTEN_EXPERTS: AtomicU64 = AtomicU64::new(0);
+static WRITTEN_BYTES: AtomicU64 = AtomicU64::new(0);
+
+/// Whether a context of the program has such a cache.
+pub fn exists() -> bool {
+    !PARTS.read().is_empty()
+}
+
+/// Returns figures of the caches; `None` while there is none.
+pub fn figures() -> Option<OwnExpertCache> {
+    let parts = PARTS.read();
+    let count = |is_slot_map| {
+        parts
+            .iter()
+            .filter(move |part| part.is_slot_map == is_slot_map)
+    };
+    (!parts.is_empty()).then(|| OwnExpertCache {
+        layers: count(true).count(),
+        bytes: count(false).map(|part| part.bytes).sum(),
+        written_experts: WRITTEN_EXPERTS.load(Ordering::Relaxed),
+        written_bytes: WRITTEN_BYTES.load(Ordering::Relaxed),
+    })
+}
+
+/// Records a tensor that was given memory, if it is a part of a cache.
+///
+/// # Safety
+///
+/// A live tensor of this copy that has a name.
+pub unsafe fn tensor_placed(ggml: &Ggml, tensor: *mut Tensor, buffer: *mut Buffer) {
+    // SAFETY: as the caller ensures.
+    let (name, bytes) = unsafe { (graph::name(ggml, tensor), (ggml.f.ggml_nbytes)(tensor)) };
+    if !name.starts_with(OWN_CACHE) {
+        return;
+    }
+    let mut parts = PARTS.write();
+    if parts.is_empty() {
+        log::info!("the program has an expert cache of its own");
+    }
+    parts.push(Part {
+        buffer: buffer as usize,
+        is_slot_map: name.starts_with(SLOT_MAP),
+        bytes: bytes as u64,
+    });
+}
+
+/// Finds the matrices of a model whose experts a graph reads from slots.
+///
+/// # Safety
+///
+/// Products of a live graph that reads this model, and no other.
+pub unsafe fn find(model: &Arc<Model>, products: &mut [CachedProduct]) {
+    let ggml = model.ggml;
+    for product in products {
+        let slots = TensorPointer(product.slots);
+        let slot_map = TensorPointer(product.slot_map);
+        let same = |of: &&Cached| of.slots == slots && of.slot_map == slot_map;
+        if let Some(known) = CACHED.read().iter().find(same) {
+            product.matrix = known.weight.0;
+            continue;
+        }
+        // SAFETY: as the caller ensures.
+        let name = unsafe { graph::name(ggml, slots.0) };
+        let name = name.strip_prefix(OWN_CACHE).unwrap_or_default();
+        let has_name = |at: &usize| model.name(*at).to_bytes() == name;
+        let Some(matrix) = (0..model.tensors.len()).find(has_name) else {
+            continue;
+        };
+        let instances = &model.tensors[matrix].instances;
+        let weight = instances[0].tensor;
+        // SAFETY: live tensors; a view has the buffer of what it views.
+        let (is_sound, buffers) = unsafe {
+            let is_sound = instances.len() == 1 && has_slots(ggml, weight.0, slots.0, slot_map.0);
+            let buffer = |of: TensorPointer| ggml.layout.read(of.0, ggml.layout.buffer);
+            (is_sound, [buffer(slots), buffer(slot_map)])
+        };
+        if is_sound {
+            product.matrix = weight.0;
+            let mut cached = CACHED.write();
+            if cached.is_empty()
+                && let Some(OwnExpertCache { layers, bytes, .. }) = figures()
+            {
+                journal::note(|| Event::OwnExpertCache { layers, bytes });
+            }
+            cached.push(Cached {
+                model: model.number,
+                matrix,
+                weight,
+                slots,
+                slot_map,
+                buffers,
+            });
+        }
+    }
+}
+
+/// Whether experts of a matrix fit slots, and each of them has a place in the slot map.
+///
+/// # Safety
+///
+/// Live tensors of this copy.
+unsafe fn has_slots(
+    ggml: &Ggml,
+    weight: *const Tensor,
+    slots: *const Tensor,
+    slot_map: *const Tensor,
+) -> bool {
+    let layout = &ggml.layout;
+    // SAFETY: as the caller ensures.
+    unsafe {
+        let ty = |tensor| layout.read::<i32>(tensor, layout.ty);
+        let ne = |tensor| layout.read::<[i64; 4]>(tensor, layout.ne);
+        let nb = |tensor| layout.read::<[usize; 4]>(tensor, layout.nb);
+        ty(weight) == ty(slots)
+            && ne(weight)[..2] == ne(slots)[..2]
+            && nb(weight)[..3] == nb(slots)[..3]
+            && ne(slot_map) == [1, ne(weight)[2], 1, 1]
+            // A context that only measures memory has none.
+            && !layout.read::<*const c_void>(slot_map, layout.data).is_null()
+    }
+}
+
+/// Whether a tensor is a part of a cache whose matrix is known.
+pub fn is_known(tensor: *mut Tensor, ggml: &Ggml) -> bool {
+    let tensor = TensorPointer(tensor);
+    CACHED.read().iter().any(|of| {
+        // SAFETY: entries are removed before their tensors are freed.
+        let bank = unsafe { ggml.layout.read(of.slots.0, ggml.layout.view_src) };
+        tensor == of.slot_map || tensor == of.slots || tensor.0 == bank
+    })
+}
+
+fn of_matrix(model: &Model, matrix: usize) -> Vec<Cached> {
+    let cached = CACHED.read();
+    let of_matrix = |of: &&Cached| (of.model, of.matrix) == (model.number, matrix);
+    cached.iter().filter(of_matrix).copied().collect()
+}
+
+/// Returns why a matrix cannot have this type, if a cache has slots of another one.
+pub fn refuses(model: &Model, matrix: usize, ty: i32) -> Option<String> {
+    let cached = of_matrix(model, matrix);
+    let name = |ty: i32| TypeInfo::from_id(ty as u32).map_or("another type", TypeInfo::name);
+    let slots = cached.iter().find_map(|of| {
+        // SAFETY: entries are removed before their tensors are freed, and the model is alive.
+        let slots: i32 = unsafe { model.ggml.layout.read(of.slots.0, model.ggml.layout.ty) };
+        (slots != ty).then_some(slots)
+    })?;
+    Some(format!(
+        "the program's own expert cache has slots for {}, not {}: keep the type, or start the program without --moe-cache-mib",
+        name(slots),
+        name(ty)
+    ))
+}
+
+/// Checks that caches have slots for matrices that get these types.
+pub fn check(
+    model: &Model,
+    mut next: impl Iterator<Item = (usize, i32)>,
+) -> Result<(), &'static str> {
+    match next.any(|(matrix, ty)| refuses(model, matrix, ty).is_some()) {
+        true => Err(OTHER_SLOTS),
+        false => Ok(()),
+    }
+}
+
+/// Writes the bytes of a matrix into the slots of its experts.
+///
+/// # Safety
+///
+/// No evaluation runs, the model is alive, and [`check`] had no objection.
+pub unsafe fn write(model: &Model, matrix: usize) {
+    let (f, layout) = (&model.ggml.f, &model.ggml.layout);
+    for of in of_matrix(model, matrix) {
+        // SAFETY: as the caller ensures; entries are removed before their tensors are freed. The slot
+        // map is in host memory, and has a place for each expert.
+        unsafe {
+            let data: *const u8 = layout.read(of.weight.0, layout.data);
+            let [_, _, size, _]: [usize; 4] = layout.read(of.weight.0, layout.nb);
+            let [_, _, experts, _]: [i64; 4] = layout.read(of.weight.0, layout.ne);
+            let [_, _, slots, _]: [i64; 4] = layout.read(of.slots.0, layout.ne);
+            let map: *const i32 = layout.read(of.slot_map.0, layout.data);
+            let map = std::slice::from_raw_parts(map, experts as usize);
+            for (expert, &slot) in map.iter().enumerate() {
+                if (0..slots).contains(&i64::from(slot)) {
+                    let bytes: *const c_void = data.add(expert * size).cast();
+                    let to = slot as usize * size;
+                    (f.ggml_backend_tensor_set)(of.slots.0, bytes, to, size);
+                    WRITTEN_EXPERTS.fetch_add(1, Ordering::Relaxed);
+                    WRITTEN_BYTES.fetch_add(size as u64, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+}
+
+/// Forgets what is in a buffer that is about to be freed.
+pub fn buffer_freed(buffer: *mut Buffer) {
+    if exists() {
+        PARTS.write().retain(|part| part.buffer != buffer as usize);
+        forget(|of| of.buffers.contains(&(buffer as usize)));
+    }
+}
+
+/// Forgets tensors at these addresses, whose memory is about to be freed.
+pub fn tensors_freed(range: &Range<usize>) {
+    if exists() {
+        let gone = |of: TensorPointer| range.contains(&(of.0 as usize));
+        forget(|of| [of.weight, of.slots, of.slot_map].into_iter().any(gone));
+    }
+}
+
+fn forget(gone: impl Fn(&Cached) -> bool) {
+    let _no_switch = barrier::hold();
+    CACHED.write().retain(|of| !gone(of));
+}

@@ -1,0 +1,270 @@
+//! The drop-in in llama-server with the expert cache that llama.cpp has of its own: after a swap,
+//! experts that the server keeps on a GPU are those of the new file.
+
+mod hosts;
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use hosts::servers::{end, reload};
+use hosts::{copied, count, exchange_blocks, taken, traced};
+use llama_sidecar::gguf::{Access, GgufFile};
+use serde_json::{Value, json};
+use testkit::fixtures::fixture;
+use testkit::host::{DropIn, replace};
+use testkit::server::{Answer, Options, Request, Server};
+use testkit::sim_ggml::SimGgml;
+
+const MODEL: &str = "small-moe.gguf";
+/// A third of the experts of the model has slots, so that slots change their experts.
+const CACHE: &str = "20";
+/// Above this number of tokens, llama.cpp copies experts from the cache and from host memory.
+const LARGEST_SMALL_BATCH: usize = 32;
+
+/// A server on the simulated GPU with experts in host memory.
+struct Placed {
+    server: Server,
+    sim: SimGgml,
+}
+
+impl Placed {
+    fn start(model: &Path, cache: Option<&str>, drop_in: DropIn) -> Placed {
+        let sim = SimGgml::new(&[]);
+        let mut options = Options::new(2);
+        options.drop_in = drop_in;
+        let gpu = ["--device", "SIM0", "-ngl", "99", "-cmoe"];
+        options.arguments = gpu.map(str::to_owned).to_vec();
+        if let Some(mib) = cache {
+            options
+                .arguments
+                .extend(["--moe-cache-mib".into(), mib.into()]);
+        }
+        options.variables = sim.variables().to_vec();
+        let server = Server::start(model, &options);
+        Placed { server, sim }
+    }
+
+    fn with(model: &Path, cache: Option<&str>, variables: &[(&'static str, &str)]) -> Placed {
+        let variables = variables.iter();
+        let variables = variables.map(|(name, value)| (*name, (*value).to_owned()));
+        Placed::start(model, cache, DropIn::On(variables.collect()))
+    }
+
+    /// Answers in both slots to prompts above and below the limit of small batches.
+    fn answers(&self) -> Vec<Answer> {
+        let long = "one two three four five six seven ".repeat(8);
+        let prompts = ["The capital of France is", &long, "Four five", &long[..60]];
+        let requests = prompts.iter().enumerate().map(|(at, prompt)| Request {
+            cache_prompt: false,
+            ..Request::new(prompt, 8).at(at % 2)
+        });
+        let answers: Vec<_> = requests
+            .map(|request| self.server.complete(&request))
+            .collect();
+        assert!(answers[1].evaluated as usize > LARGEST_SMALL_BATCH);
+        assert!((answers[3].evaluated as usize) < LARGEST_SMALL_BATCH);
+        answers
+    }
+
+    fn own_cache(&self) -> Value {
+        self.server.control("status")["own_expert_cache"].clone()
+    }
+
+    fn end(self) {
+        end(self.server);
+        self.sim.report().assert_ordered();
+    }
+}
+
+/// What a new server without the drop-in answers.
+fn fresh(model: &Path, cache: Option<&str>) -> Vec<Answer> {
+    let placed = Placed::start(model, cache, DropIn::Absent);
+    let answers = placed.answers();
+    placed.end();
+    answers
+}
+
+/// Copies the model and changes bytes of the tensors whose names end with one of these.
+fn variant(folder: &Path, name: &str, ends: &[&str]) -> PathBuf {
+    let path = folder.join(name);
+    std::fs::copy(fixture(MODEL), &path).expect("free space");
+    let gguf = GgufFile::open(&path, Access::Read).expect("a model");
+    let header = &gguf.header;
+    for (at, info) in header.tensors.iter().enumerate() {
+        let name = header.name(info).to_str().expect("ASCII");
+        if ends.iter().any(|end| name.ends_with(end)) {
+            exchange_blocks(&path, at);
+        }
+    }
+    path
+}
+
+const EXPERTS: [&str; 3] = [
+    "ffn_gate_exps.weight",
+    "ffn_up_exps.weight",
+    "ffn_down_exps.weight",
+];
+
+/// Swaps, returns, overlays, `revert` and a damaged file.
+fn answers_as_new_servers(cache: Option<&str>) {
+    let (folder, path) = copied(MODEL);
+    let before = fresh(&path, cache);
+    let all = variant(folder.path(), "all.gguf", &EXPERTS);
+    let some = variant(
+        folder.path(),
+        "some.gguf",
+        &["1.ffn_down_exps.weight", "attn_q.weight"],
+    );
+    let (of_all, of_some) = (fresh(&all, cache), fresh(&some, cache));
+    assert!(before != of_all && before != of_some && of_all != of_some);
+    let half = folder.path().join("half");
+    let bytes = std::fs::read(&all).expect("a file");
+    std::fs::write(&half, &bytes[..bytes.len() / 2]).expect("free space");
+
+    let placed = Placed::with(&path, cache, &[]);
+    let server = &placed.server;
+    assert_eq!(placed.answers(), before);
+    for (file, expected) in [(&all, &of_all), (&some, &of_some)] {
+        replace(&path, file);
+        assert!(taken(&server.control("reload")).0 > 0);
+        assert_eq!(&placed.answers(), expected);
+        replace(&path, &half);
+        assert_ne!(server.control("reload")["ok"], true);
+        assert_eq!(
+            &placed.answers(),
+            expected,
+            "a damaged file changes nothing"
+        );
+        replace(&path, &fixture(MODEL));
+        assert!(taken(&server.control("reload")).1 > 0);
+        assert_eq!(placed.answers(), before);
+
+        let overlay = json!({"tensor": ".*", "from": file});
+        let swap = json!({"cmd": "swap", "overlays": [overlay]});
+        assert!(taken(&testkit::host::request(server.socket(), &swap)).0 > 0);
+        assert_eq!(&placed.answers(), expected);
+        assert!(taken(&server.control("revert")).1 > 0);
+        assert_eq!(placed.answers(), before);
+        assert_eq!(server.control("unfreeze")["ok"], true);
+    }
+    let figures = placed.own_cache();
+    assert_eq!(figures.is_null(), cache.is_none());
+    if cache.is_some() {
+        assert!(count(&figures, "written_experts") > 0, "{figures}");
+    }
+    placed.end();
+}
+
+#[test]
+fn a_server_answers_as_a_new_one() {
+    answers_as_new_servers(Some(CACHE));
+}
+
+#[test]
+fn a_server_without_a_cache_answers_as_a_new_one() {
+    answers_as_new_servers(None);
+}
+
+#[test]
+fn a_swap_while_requests_run_is_seen_whole() {
+    let (folder, path) = copied(MODEL);
+    let all = variant(folder.path(), "all.gguf", &EXPERTS);
+    let expected = [fresh(&path, Some(CACHE)), fresh(&all, Some(CACHE))];
+    let placed = Placed::with(&path, Some(CACHE), &[]);
+    let running = AtomicBool::new(true);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while running.load(Ordering::Relaxed) {
+                placed.answers();
+            }
+        });
+        for round in 0..6 {
+            let file = if round % 2 == 0 {
+                &all
+            } else {
+                &fixture(MODEL)
+            };
+            replace(&path, file);
+            let reply = placed.server.control("reload");
+            assert_eq!(reply["ok"], true, "{reply}");
+        }
+        running.store(false, Ordering::Relaxed);
+    });
+    assert_eq!(placed.answers(), expected[0]);
+    replace(&path, &all);
+    assert!(taken(&placed.server.control("reload")).0 > 0);
+    assert_eq!(placed.answers(), expected[1]);
+    placed.end();
+}
+
+/// The names of refused tensors and the next step are in the answer; nothing changes.
+#[test]
+fn another_type_of_an_expert_matrix_is_refused() {
+    let (_folder, path) = copied(MODEL);
+    let before = fresh(&path, Some(CACHE));
+    let placed = Placed::with(&path, Some(CACHE), &[]);
+    assert_eq!(placed.answers(), before);
+    replace(&path, &fixture("small-moe-mixed.gguf"));
+    let output = reload(&placed.server, &["--json"]);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    for word in ["_exps.weight", "own expert cache", "--moe-cache-mib"] {
+        assert!(text.contains(word), "{word} is missing in {text}");
+    }
+    assert_ne!(output.status.code(), Some(0));
+    assert_eq!(placed.answers(), before);
+    let overlay = json!({"tensor": ".*_exps.weight", "from": fixture("small-moe-mixed.gguf")});
+    let swap = json!({"cmd": "swap", "overlays": [overlay]});
+    let reply = testkit::host::request(placed.server.socket(), &swap);
+    assert!(reply.to_string().contains("own expert cache"), "{reply}");
+    assert_eq!(placed.answers(), before);
+    placed.end();
+}
+
+/// The trace counts experts and never slots.
+#[test]
+fn a_trace_has_every_activation() {
+    let model = fixture(MODEL);
+    let mut counts = Vec::new();
+    for cache in [None, Some(CACHE)] {
+        let placed = Placed::with(&model, cache, &[("LLAMA_EXPERT_TRACE_STATS", "1")]);
+        placed.server.control("trace-reset");
+        let answers = placed.answers();
+        assert_eq!(answers, fresh(&model, cache));
+        let trace = placed.server.control("trace")["traces"][0].clone();
+        let used = count(&trace, "experts_used");
+        let layers = trace["layers"].as_array().expect("layers");
+        for layer in layers {
+            let sum: u64 = layer["counts"]
+                .as_array()
+                .expect("counts")
+                .iter()
+                .map(|of| of.as_u64().expect("a count"))
+                .sum();
+            assert_eq!(sum, count(layer, "tokens") * used, "{layer}");
+        }
+        // Each answer evaluates its prompt, and all of its tokens but the last.
+        let tokens: u64 = answers.iter().map(|answer| answer.evaluated + 7).sum();
+        assert_eq!(count(&layers[0], "tokens"), tokens, "{trace}");
+        counts.push(traced(&trace));
+        placed.end();
+    }
+    assert_eq!(counts[0], counts[1]);
+}
+
+/// Only one of two expert caches works, and the other one is named.
+#[test]
+fn one_of_two_caches_works() {
+    let model = fixture(MODEL);
+    let variables = [
+        ("LLAMA_POSTFETCH_HOST", "on"),
+        ("LLAMA_POSTFETCH_CACHE_MB", "16"),
+    ];
+    let placed = Placed::with(&model, Some(CACHE), &variables);
+    assert_eq!(placed.answers(), fresh(&model, Some(CACHE)));
+    let figures = placed.server.control("status")["post_fetch"].clone();
+    let obstacle = figures["obstacle"].as_str().unwrap_or_default();
+    assert!(obstacle.contains("own expert cache works"), "{figures}");
+    assert_eq!(count(&figures, "cache_bytes"), 0, "{figures}");
+    assert!(count(&placed.own_cache(), "layers") > 0);
+    placed.end();
+}
