@@ -401,6 +401,11 @@ pub fn pauses() -> Pauses {
     BARRIER.lock().pauses
 }
 
+/// Records that an evaluation was delayed by the last switch.
+pub fn note_pause(pause: Duration) {
+    BARRIER.lock().pauses.add(pause);
+}
+
 /// Whether a switch is pending: evaluations then go through [`yield_to_switch`] or
 /// [`wait_for_switch`].
 pub fn is_pending() -> bool {

@@ -3,17 +3,19 @@
 //! It has *banks* on a GPU, with a slot for each expert that is kept there. In a small batch, the
 //! products of a layer read a view of a bank, and their ids count slots. The *slot map* of the layer,
 //! in host memory, has the slot of each expert, or -1. libllama copies an expert into its slot once. So
-//! a switch also writes the new bytes of each expert that has a slot. Slots have the type that the
-//! matrix had when the program made its context: a matrix cannot change to another type.
+//! the first evaluation after a switch begins with writing the new bytes of each expert that has a slot,
+//! on the thread that evaluates. Slots have the type that the matrix had when the program made its
+//! context: a matrix cannot change to another type.
 
 use std::ffi::c_void;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
 
 use llama_sidecar::gguf::TypeInfo;
 use llama_sidecar::protocol::{Event, OwnExpertCache};
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 
 use crate::barrier;
 use crate::ggml::{Buffer, Ggml, Tensor};
@@ -35,12 +37,14 @@ struct Part {
 }
 
 /// A matrix of experts that has slots.
-#[derive(Clone, Copy)]
 struct Cached {
+    ggml: &'static Ggml,
     /// The number of its model.
     model: u64,
     /// Its index in the model.
     matrix: usize,
+    /// Whether its bytes changed since they were written into slots.
+    is_stale: AtomicBool,
     weight: TensorPointer,
     slots: TensorPointer,
     slot_map: TensorPointer,
@@ -50,6 +54,8 @@ struct Cached {
 
 static PARTS: RwLock<Vec<Part>> = RwLock::new(Vec::new());
 static CACHED: RwLock<Vec<Cached>> = RwLock::new(Vec::new());
+/// Whether any entry is stale.
+static ANY_STALE: AtomicBool = AtomicBool::new(false);
 static WRITTEN_EXPERTS: AtomicU64 = AtomicU64::new(0);
 static WRITTEN_BYTES: AtomicU64 = AtomicU64::new(0);
 
@@ -135,8 +141,10 @@ pub unsafe fn find(model: &Arc<Model>, products: &mut [CachedProduct]) {
                 journal::note(|| Event::OwnExpertCache { layers, bytes });
             }
             cached.push(Cached {
+                ggml,
                 model: model.number,
                 matrix,
+                is_stale: AtomicBool::new(false),
                 weight,
                 slots,
                 slot_map,
@@ -182,19 +190,14 @@ pub fn is_known(tensor: *mut Tensor, ggml: &Ggml) -> bool {
     })
 }
 
-fn of_matrix(model: &Model, matrix: usize) -> Vec<Cached> {
-    let cached = CACHED.read();
-    let of_matrix = |of: &&Cached| (of.model, of.matrix) == (model.number, matrix);
-    cached.iter().filter(of_matrix).copied().collect()
-}
-
 /// Returns why a matrix cannot have this type, if a cache has slots of another one.
 pub fn refuses(model: &Model, matrix: usize, ty: i32) -> Option<String> {
-    let cached = of_matrix(model, matrix);
+    let cached = CACHED.read();
     let name = |ty: i32| TypeInfo::from_id(ty as u32).map_or("another type", TypeInfo::name);
-    let slots = cached.iter().find_map(|of| {
-        // SAFETY: entries are removed before their tensors are freed, and the model is alive.
-        let slots: i32 = unsafe { model.ggml.layout.read(of.slots.0, model.ggml.layout.ty) };
+    let mut cached = cached.iter().filter(|of| of.is_of(model, matrix));
+    let slots = cached.find_map(|of| {
+        // SAFETY: entries are removed before their tensors are freed.
+        let slots: i32 = unsafe { of.ggml.layout.read(of.slots.0, of.ggml.layout.ty) };
         (slots != ty).then_some(slots)
     })?;
     Some(format!(
@@ -215,28 +218,61 @@ pub fn check(
     }
 }
 
-/// Writes the bytes of a matrix into the slots of its experts.
-///
-/// # Safety
-///
-/// No evaluation runs, the model is alive, and [`check`] had no objection.
-pub unsafe fn write(model: &Model, matrix: usize) {
-    let (f, layout) = (&model.ggml.f, &model.ggml.layout);
-    for of in of_matrix(model, matrix) {
-        // SAFETY: as the caller ensures; entries are removed before their tensors are freed. The slot
-        // map is in host memory, and has a place for each expert.
+/// Records that the bytes of a matrix change, before the next evaluation begins.
+pub fn changed(model: &Model, matrix: usize) {
+    let cached = CACHED.read();
+    for of in cached.iter().filter(|of| of.is_of(model, matrix)) {
+        of.is_stale.store(true, Ordering::Relaxed);
+        ANY_STALE.store(true, Ordering::Release);
+    }
+}
+
+/// Writes the bytes of changed matrices into the slots of their experts. An evaluation begins with
+/// this call: a switch waits for it, and no evaluation has begun since the switch.
+pub fn write_changed() {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    if !ANY_STALE.load(Ordering::Acquire) {
+        return;
+    }
+    // An evaluation of another context waits here: its slots may be written by this thread.
+    let _turn = ONE_AT_A_TIME.lock();
+    let began = Instant::now();
+    for of in CACHED.read().iter() {
+        if of.is_stale.swap(false, Ordering::Relaxed) {
+            // SAFETY: entries are removed before their tensors are freed; no evaluation runs.
+            unsafe { of.write() };
+        }
+    }
+    ANY_STALE.store(false, Ordering::Release);
+    barrier::note_pause(began.elapsed());
+}
+
+impl Cached {
+    fn is_of(&self, model: &Model, matrix: usize) -> bool {
+        (self.model, self.matrix) == (model.number, matrix)
+    }
+
+    /// Writes the bytes of the matrix into the slots of its experts.
+    ///
+    /// # Safety
+    ///
+    /// The tensors are live, and no evaluation reads them.
+    unsafe fn write(&self) {
+        let (f, layout) = (&self.ggml.f, &self.ggml.layout);
+        // SAFETY: as the caller ensures. The slot map is in host memory, and has a place for each
+        // expert.
         unsafe {
-            let data: *const u8 = layout.read(of.weight.0, layout.data);
-            let [_, _, size, _]: [usize; 4] = layout.read(of.weight.0, layout.nb);
-            let [_, _, experts, _]: [i64; 4] = layout.read(of.weight.0, layout.ne);
-            let [_, _, slots, _]: [i64; 4] = layout.read(of.slots.0, layout.ne);
-            let map: *const i32 = layout.read(of.slot_map.0, layout.data);
+            let data: *const u8 = layout.read(self.weight.0, layout.data);
+            let [_, _, size, _]: [usize; 4] = layout.read(self.weight.0, layout.nb);
+            let [_, _, experts, _]: [i64; 4] = layout.read(self.weight.0, layout.ne);
+            let [_, _, slots, _]: [i64; 4] = layout.read(self.slots.0, layout.ne);
+            let map: *const i32 = layout.read(self.slot_map.0, layout.data);
             let map = std::slice::from_raw_parts(map, experts as usize);
             for (expert, &slot) in map.iter().enumerate() {
                 if (0..slots).contains(&i64::from(slot)) {
                     let bytes: *const c_void = data.add(expert * size).cast();
                     let to = slot as usize * size;
-                    (f.ggml_backend_tensor_set)(of.slots.0, bytes, to, size);
+                    (f.ggml_backend_tensor_set)(self.slots.0, bytes, to, size);
                     WRITTEN_EXPERTS.fetch_add(1, Ordering::Relaxed);
                     WRITTEN_BYTES.fetch_add(size as u64, Ordering::Relaxed);
                 }

@@ -327,6 +327,7 @@ impl Scheduler {
             self.slot.output.store(output, Ordering::Relaxed);
         }
         self.slot.enter_compute();
+        own_cache::write_changed();
         EVALUATIONS.fetch_add(1, Ordering::Relaxed);
         self.restore_if_invalidated();
         // Only a graph that is rebuilt takes the new generation: this one stays stale.

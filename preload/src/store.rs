@@ -530,8 +530,7 @@ impl Store for ProgramStore<'_> {
                     std::mem::swap(&mut *instance.private.lock(), &mut next.private);
                 }
                 for &tensor in &tensors {
-                    // SAFETY: as above; the types were checked.
-                    unsafe { own_cache::write(&model, tensor) };
+                    own_cache::changed(&model, tensor);
                 }
                 Ok(())
             },

@@ -286,7 +286,7 @@ extern "C" fn backend_free(backend: *mut Backend) {
 
 extern "C" fn synchronize(backend: *mut Backend) {
     if count_in(backend, Call::Synchronize) == Effect::Usual {
-        HostThread::this().join_all(&stream(backend).recording().wait());
+        HostThread::this().join(&stream(backend).recording().wait());
     }
 }
 

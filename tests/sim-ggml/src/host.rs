@@ -68,13 +68,6 @@ impl HostThread {
         self.wait_until(moment.time);
     }
 
-    /// Comes after all work of a stream. Threads are ordered by means that cannot be seen here, so
-    /// later work of every thread comes after it, too.
-    pub fn join_all(&self, moment: &Moment) {
-        self.join(moment);
-        sim().ended.lock().expect("no panic").join(&moment.clock);
-    }
-
     /// Spends time on its own work.
     pub fn spend(&self, time: u64) {
         self.state.lock().expect("no panic").moment.time += time;

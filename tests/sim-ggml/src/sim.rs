@@ -113,9 +113,8 @@ pub struct Sim {
     pub streams: Mutex<Vec<Arc<Shared>>>,
     /// In the order of the copies of each stream.
     arrivals: Mutex<Vec<Arrival>>,
-    /// Accesses of threads of the host that have ended, and of streams that a thread waited for as a
-    /// whole. Threads are ordered with each other by means that cannot be seen here, so all that
-    /// comes later knows them.
+    /// Accesses of threads of the host that have ended. Threads are ordered with each other by
+    /// means that cannot be seen here, so all that comes later knows them.
     pub ended: Mutex<Clock>,
 }
 
