@@ -156,11 +156,13 @@ impl Rounds {
             .envs(variables.iter().copied())
             .stdout(create("output"))
             .stderr(create("log"));
-        // SAFETY: one system call between fork and exec.
+        // SAFETY: two system calls between fork and exec.
         unsafe {
             command.pre_exec(|| {
                 // A killed test runs no destructor: the program ends with the thread that starts it.
                 libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+                // A shell that runs the tests in the background ignores it.
+                libc::signal(libc::SIGINT, libc::SIG_DFL);
                 Ok(())
             });
         }
