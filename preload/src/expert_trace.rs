@@ -49,7 +49,7 @@ struct ModelTrace {
     /// Experts per token: those of the last evaluation, before it those of the metadata.
     experts_used: AtomicU64,
     /// By the position of the layer.
-    left_out: Box<[LeftOut]>,
+    evaluations: Box<[Evaluations]>,
     /// The names of its experts, if they are printed.
     names: Option<Arc<ExpertNames>>,
     /// The file of its routes, if they are written.
@@ -60,9 +60,11 @@ struct ModelTrace {
     saliency: Option<Arc<ModelSaliency>>,
 }
 
-/// Evaluations of a layer that were not counted.
+/// Numbers of evaluations of a layer.
 #[derive(Default)]
-struct LeftOut {
+struct Evaluations {
+    /// Those that were counted.
+    counted: AtomicU64,
     /// Without known ids.
     unknown: AtomicU64,
     /// With all experts of the layer, as a warm-up.
@@ -344,8 +346,8 @@ impl SchedulerTrace {
         routes.end(scheduler.number());
         if let Some((trace, layers)) = unknown {
             for layer in layers {
-                let evaluations = &trace.left_out[*layer].unknown;
-                evaluations.fetch_add(1, Ordering::Relaxed);
+                let unknown = &trace.evaluations[*layer].unknown;
+                unknown.fetch_add(1, Ordering::Relaxed);
             }
         }
     }
@@ -381,7 +383,11 @@ impl ModelTrace {
             model: model.number,
             path: model.files[0].gguf.source.path().to_owned(),
             experts_used: AtomicU64::new(about.experts_used),
-            left_out: layout.layers().iter().map(|_| LeftOut::default()).collect(),
+            evaluations: layout
+                .layers()
+                .iter()
+                .map(|_| Evaluations::default())
+                .collect(),
             names: config
                 .trace_names
                 .then(|| Arc::new(ExpertNames::of(&experts))),
@@ -441,10 +447,10 @@ impl ModelTrace {
             path: self.path.display().to_string(),
             ..Uncounted::default()
         };
-        let layers = counts.layers.iter().zip(&self.left_out);
-        for (layer, left_out) in layers.filter(|(layer, _)| layer.activations() == 0) {
-            let [unknown, warm_ups] =
-                [&left_out.unknown, &left_out.warm_ups].map(|count| count.load(Ordering::Relaxed));
+        let layers = counts.layers.iter().zip(&self.evaluations);
+        for (layer, of) in layers.filter(|(layer, _)| layer.activations() == 0) {
+            let [counted, unknown, warm_ups] = [&of.counted, &of.unknown, &of.warm_ups]
+                .map(|evaluations| evaluations.load(Ordering::Relaxed));
             let (evaluations, reason) = match (unknown, warm_ups) {
                 (1.., _) => (
                     unknown,
@@ -455,7 +461,7 @@ impl ModelTrace {
                     "a token used all experts of a layer, which counts as a warm-up; evaluate with fewer experts per token",
                 ),
                 _ if layer.tokens > 0 => (
-                    layer.tokens,
+                    counted,
                     "the routed ids are no experts of their layer; please report the program and its options",
                 ),
                 _ => continue,
@@ -469,9 +475,10 @@ impl ModelTrace {
 
     fn reset(&self) {
         self.counters.reset();
-        for left_out in &self.left_out {
-            left_out.unknown.store(0, Ordering::Relaxed);
-            left_out.warm_ups.store(0, Ordering::Relaxed);
+        for of in &self.evaluations {
+            for evaluations in [&of.counted, &of.unknown, &of.warm_ups] {
+                evaluations.store(0, Ordering::Relaxed);
+            }
         }
     }
 }
@@ -502,7 +509,7 @@ impl Routed {
         if !self.trace.is_warm_up(self.layer, ids.used) {
             return false;
         }
-        let warm_ups = &self.trace.left_out[self.layer].warm_ups;
+        let warm_ups = &self.trace.evaluations[self.layer].warm_ups;
         if warm_ups.fetch_add(1, Ordering::Relaxed) == 0 && self.layer == 0 {
             log::info!(
                 "{}: evaluations in which a token uses all experts of a layer are warm-ups and not counted",
@@ -516,6 +523,8 @@ impl Routed {
     fn count(&self, ids: &Ids<'_>) {
         let used = &self.trace.experts_used;
         used.store(ids.used as u64, Ordering::Relaxed);
+        let counted = &self.trace.evaluations[self.layer].counted;
+        counted.fetch_add(1, Ordering::Relaxed);
         self.trace.counters.record_batch(self.layer, ids);
         if let Some(names) = &self.trace.names {
             names.note(self.layer, ids);

@@ -220,7 +220,9 @@ impl Config {
         let cache_trace = values.path("LLAMA_POSTFETCH_CACHE_TRACE");
         let (early, cache) = (values.early(), values.cache(cache_trace.is_some()));
         let postfetch = PostFetch {
-            enable: values.switch("LLAMA_POSTFETCH_ENABLE"),
+            enable: values
+                .get("LLAMA_POSTFETCH_ENABLE", |value| Ok(is_on(value)))
+                .unwrap_or(true),
             force_cpu: values.switch("LLAMA_POSTFETCH_FORCE_CPU"),
             block_on_miss: values.switch("LLAMA_POSTFETCH_BLOCK_ON_MISS"),
             max_transfers: values.number("LLAMA_POSTFETCH_MAX_TRANSFERS").unwrap_or(8) as u32,
@@ -734,6 +736,43 @@ mod tests {
             assert_eq!(config.postfetch, defaults);
             assert_eq!(config.host_postfetch.early, Early::None);
         }
+    }
+
+    #[test]
+    fn post_fetch_is_on_in_an_unmodified_program_where_its_switch_is_set() {
+        let early = |variables: &[(&str, &str)]| parse(variables).host_postfetch.early;
+        let enabled = ("LLAMA_POSTFETCH_ENABLE", "1");
+        assert_eq!(early(&[enabled]), Early::Stock);
+        assert_eq!(early(&[("LLAMA_POSTFETCH_ENABLE", "0")]), Early::None);
+        assert_eq!(early(&[("LLAMA_POSTFETCH_DEBUG", "1")]), Early::None);
+        for (host, expected) in [("off", Early::None), ("down", Early::Down)] {
+            assert_eq!(early(&[enabled, ("LLAMA_POSTFETCH_HOST", host)]), expected);
+        }
+        let forced = ("LLAMA_POSTFETCH_FORCE_CPU", "1");
+        assert_eq!(early(&[enabled, forced]), Early::None);
+    }
+
+    #[test]
+    fn each_variable_of_the_trace_counts() {
+        assert!(!parse(&[]).traces());
+        for name in [
+            "STATS",
+            "NAMES",
+            "PER_LAYER",
+            "OUTPUT",
+            "ROUTES",
+            "SALIENCY",
+        ] {
+            let name = format!("LLAMA_EXPERT_TRACE_{name}");
+            assert!(parse(&[(&name, "1")]).traces(), "{name}");
+        }
+        assert!(!parse(&[("LLAMA_EXPERT_TRACE_NAMES", "1")]).trace_summary);
+        let layers = ("LLAMA_EXPERT_TRACE_PER_LAYER", "1");
+        assert!(parse(&[layers]).trace_summary);
+        let stats = ("LLAMA_EXPERT_TRACE_STATS", "0");
+        assert!(!parse(&[layers, stats]).trace_summary);
+        let top = |value| parse(&[("LLAMA_EXPERT_TRACE_TOP", value)]).trace_top;
+        assert_eq!((top(""), top("0"), top("10")), (None, None, Some(10)));
     }
 
     #[test]

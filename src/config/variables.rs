@@ -233,7 +233,8 @@ pub static VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "LLAMA_POSTFETCH_ENABLE",
-        default: Value("1"),
+        // A value that is set has another effect in an unmodified program than an unset one.
+        default: Described("`1`"),
         kind: Switch,
         help: "`0`: use no device; drop-in: `1` sets `LLAMA_POSTFETCH_HOST=on` where that is not set",
         flag: None,
