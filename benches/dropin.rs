@@ -115,6 +115,13 @@ fn idle() {
             ("LLAMA_SIDECAR_LOG", "warn".into()),
         ])
     };
+    let names = || {
+        DropIn::On(vec![
+            ("LLAMA_HOTSWAP_ENABLED", "0".into()),
+            ("LLAMA_EXPERT_TRACE_NAMES", "1".into()),
+            ("LLAMA_SIDECAR_LOG", "warn".into()),
+        ])
+    };
     let folder = tempfile::tempdir_in(cache()).expect("the cache can be written");
     let routes = |weights: &str| {
         let path = folder.path().join(format!("routes-{weights}.npy"));
@@ -131,10 +138,11 @@ fn idle() {
             "nothing (the second process)",
             "hot-swap",
             "expert trace",
+            "expert trace with names",
             "routes",
             "routes and gate weights",
         ];
-        let with = [quiet("1000"), trace(), routes("0"), routes("1")];
+        let with = [quiet("1000"), trace(), names(), routes("0"), routes("1")];
         let mut hosts = [DropIn::Absent, DropIn::Absent]
             .into_iter()
             .chain(with)

@@ -132,6 +132,24 @@ static void lookups(const struct llama_model * model) {
           "element 1");
     FAILS(llama_sidecar_metadata_text(model, 1u << 30, 0, &byte, 1, NULL),
           LLAMA_SIDECAR_STATUS_NOT_FOUND, "metadata key");
+    struct llama_sidecar_expert_name name;
+    name.struct_size = sizeof(name);
+    FAILS(llama_sidecar_expert_name_parse("blk.0.ffn_down.weight", &name),
+          LLAMA_SIDECAR_STATUS_NOT_FOUND, "blk.0.ffn_down.weight");
+    FAILS(llama_sidecar_expert_name_parse(NULL, &name), LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "name");
+    FAILS(llama_sidecar_expert_name_parse("blk.0.ffn_down_exps.weight", NULL),
+          LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "NULL");
+    name.struct_size = 8;
+    FAILS(llama_sidecar_expert_name_parse("blk.0.ffn_down_exps.weight", &name),
+          LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "struct_size");
+    struct llama_sidecar_expert_tensor expert;
+    expert.struct_size = sizeof(expert);
+    OK(llama_sidecar_expert_tensor_count(model, &index));
+    FAILS(llama_sidecar_expert_tensor_get_info(model, index, &expert),
+          LLAMA_SIDECAR_STATUS_NOT_FOUND, "expert tensor");
+    FAILS(llama_sidecar_expert_tensor_count(model, NULL), LLAMA_SIDECAR_STATUS_BAD_ARGUMENT,
+          "count");
+    FAILS(llama_sidecar_expert_tensor_count(NULL, &index), LLAMA_SIDECAR_STATUS_BAD_HANDLE, "NULL");
     struct llama_sidecar_device_info device;
     device.struct_size = sizeof(device);
     FAILS(llama_sidecar_device_get_info(model, 1, &device), LLAMA_SIDECAR_STATUS_NOT_FOUND,

@@ -79,6 +79,18 @@ enum llama_sidecar_device_kind {
     LLAMA_SIDECAR_DEVICE_KIND_CUDA = 1,
 };
 
+/** A weight matrix of an expert. */
+enum llama_sidecar_projection {
+    /** Gate. */
+    LLAMA_SIDECAR_PROJECTION_GATE = 0,
+    /** Up. */
+    LLAMA_SIDECAR_PROJECTION_UP = 1,
+    /** Gate and up in one matrix. */
+    LLAMA_SIDECAR_PROJECTION_GATE_UP = 2,
+    /** Down. */
+    LLAMA_SIDECAR_PROJECTION_DOWN = 3,
+};
+
 /** State of the copy of an expert. */
 enum llama_postfetch_state {
     /** The expert has no copy. */
@@ -217,6 +229,41 @@ struct llama_sidecar_device_info {
     uint64_t peak;
     /** Number of buffers allocated so far. */
     uint64_t allocations;
+};
+
+/** The parsed name of an expert tensor. */
+struct llama_sidecar_expert_name {
+    /** Set by the caller to sizeof(struct llama_sidecar_expert_name). */
+    size_t struct_size;
+    /** Number of the layer. */
+    uint32_t layer;
+    /** Which matrix. */
+    enum llama_sidecar_projection projection;
+    /** Number of the expert; -1 if the tensor has all experts of the layer. */
+    int64_t expert;
+};
+
+/** An expert tensor of a model. */
+struct llama_sidecar_expert_tensor {
+    /** Set by the caller to sizeof(struct llama_sidecar_expert_tensor). */
+    size_t struct_size;
+    /** Index of the tensor for llama_sidecar_tensor_get_info. */
+    uint64_t tensor;
+    /** Size of the tensor in bytes, at the time of the call. */
+    uint64_t nbytes;
+    /** Size of the matrix of one expert in bytes; 0 if n_experts is 0. */
+    uint64_t expert_bytes;
+    /** Number of the layer. */
+    uint32_t layer;
+    /** Which matrix. */
+    enum llama_sidecar_projection projection;
+    /** Number of the first expert in the tensor. */
+    uint32_t first_expert;
+    /**
+     * Number of experts in the tensor, one after the other: 1, or all of the layer. 0 if the shape
+     * is not that of experts, or if the layer or an expert has a number of 4096 or more.
+     */
+    uint32_t n_experts;
 };
 
 /**
@@ -745,6 +792,30 @@ enum llama_sidecar_status llama_sidecar_device_get_info(const struct llama_model
                                                         struct llama_sidecar_device_info *info);
 
 /**
+ * Parses the name of an expert tensor, for example blk.5.ffn_down_exps.weight (all experts of
+ * layer 5), blk.5.ffn_down.3.weight or blk.5.ffn_down_exps.3.weight (expert 3).
+ *
+ * Other tensors fail with LLAMA_SIDECAR_STATUS_NOT_FOUND, also biases, routers and shared experts,
+ * which every token uses.
+ */
+enum llama_sidecar_status llama_sidecar_expert_name_parse(const char *name,
+                                                          struct llama_sidecar_expert_name *parsed);
+
+/** Writes the number of expert tensors of a model to `count`; 0 without routed experts. */
+enum llama_sidecar_status llama_sidecar_expert_tensor_count(const struct llama_model *model,
+                                                            uint64_t *count);
+
+/**
+ * Fills `info` with the layer, the matrix, the experts and the sizes of an expert tensor.
+ *
+ * @param index Less than the number of llama_sidecar_expert_tensor_count. The tensors are ascending
+ * by layer, then by projection, then by expert.
+ */
+enum llama_sidecar_status llama_sidecar_expert_tensor_get_info(const struct llama_model *model,
+                                                               uint64_t index,
+                                                               struct llama_sidecar_expert_tensor *info);
+
+/**
  * Sends log messages to `callback` instead of standard error. The variable LLAMA_SIDECAR_LOG sets
  * the lowest level that is logged.
  *
@@ -1203,12 +1274,17 @@ enum llama_sidecar_status llama_sidecar_tensor_read(const struct llama_model *mo
  * threads that record batches of the same layer wait for each other, for its locality
  * (docs/expert-trace.md).
  *
+ * The variables LLAMA_EXPERT_TRACE_STATS, _NAMES, _PER_LAYER, _TOP and _OUTPUT add what they state,
+ * on standard error: the first trace of the process prints which of them are on, a thread prints the
+ * names, and summary and file follow when the trace is freed, or at exit. The second trace of the
+ * process writes to stats-2.json, and so on.
+ *
  * @return The trace, or NULL on failure: for example, when the model has no routed experts. Free
  * it with llama_expert_trace_free.
  */
 struct llama_expert_trace *llama_expert_trace_new(const struct llama_model *model);
 
-/** Frees a trace. */
+/** Frees a trace, after its summary and its file if the variables request them. */
 enum llama_sidecar_status llama_expert_trace_free(struct llama_expert_trace *trace);
 
 /**
@@ -1266,7 +1342,8 @@ enum llama_sidecar_status llama_expert_trace_write(const struct llama_expert_tra
                                                    const char *path);
 
 /**
- * Writes a plain-text summary to `buffer`, truncated to `size` bytes including the NUL.
+ * Writes a plain-text summary to `buffer`, truncated to `size` bytes including the NUL. It lists the
+ * experts that were used, the most used first: all, or as many as LLAMA_EXPERT_TRACE_TOP states.
  *
  * @param per_layer true to add a section per layer.
  * @param buffer Can be NULL when `size` is 0.

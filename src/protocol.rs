@@ -415,6 +415,48 @@ pub struct ModelStatus {
     pub stream: Option<StreamFigures>,
     /// Why hot-swap is on and can swap none of its tensors, if so.
     pub obstacle: Option<String>,
+    /// Layers whose experts are not counted, if experts are counted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub uncounted: Option<Uncounted>,
+}
+
+/// Layers that were evaluated and whose expert counts are zero.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Uncounted {
+    /// Path of the model.
+    pub path: String,
+    /// Numbers of the layers, ascending.
+    pub layers: Vec<u32>,
+    /// Number of evaluations of one of them, at least.
+    pub evaluations: u64,
+    /// Why they are not counted, and the next step.
+    pub reason: String,
+}
+
+impl Uncounted {
+    /// Returns what is missing as a sentence without its full stop.
+    pub fn sentence(&self) -> String {
+        let mut ranges: Vec<(u32, u32)> = Vec::new();
+        for &layer in &self.layers {
+            match ranges.last_mut() {
+                Some((_, last)) if *last + 1 == layer => *last = layer,
+                _ => ranges.push((layer, layer)),
+            }
+        }
+        let range = |&(first, last): &(u32, u32)| match first == last {
+            true => first.to_string(),
+            false => format!("{first}-{last}"),
+        };
+        let layers: Vec<String> = ranges.iter().map(range).collect();
+        format!(
+            "{}: {} evaluations, and no expert of layers {} was counted: {}",
+            self.path,
+            self.evaluations,
+            layers.join(", "),
+            self.reason
+        )
+    }
 }
 
 /// States of a tensor.
@@ -670,6 +712,8 @@ pub enum Event {
     },
     /// An expert trace was written, or not.
     Trace { path: String, error: Option<String> },
+    /// Layers were evaluated and not counted, when the process ended.
+    Uncounted { layers: Uncounted },
     /// Routes of a model were written; the last event of a path counts.
     Routes {
         path: String,
@@ -832,6 +876,20 @@ mod tests {
         let json = json!({"pid": 3, "event": "opened", "path": "model.gguf"});
         assert_eq!(to_value(&entry).expect("JSON"), json);
         assert_eq!(from_str::<Entry>(&json.to_string()).expect("entry"), entry);
+    }
+
+    #[test]
+    fn layers_without_counts_are_listed_by_ranges() {
+        let uncounted = Uncounted {
+            path: "moe.gguf".into(),
+            layers: vec![0, 1, 2, 5, 7, 8],
+            evaluations: 9,
+            reason: "a reason".into(),
+        };
+        assert_eq!(
+            uncounted.sentence(),
+            "moe.gguf: 9 evaluations, and no expert of layers 0-2, 5, 7-8 was counted: a reason"
+        );
     }
 
     #[test]

@@ -365,7 +365,8 @@ fn experts_are_counted_as_the_host_counts_them() {
         }
     }
     let since = traced(since);
-    let log = host.logged("");
+    let mut log = host.log();
+    log.retain(|line| !line.starts_with("[EXPERT-TRACE] "));
     assert_eq!(log, Vec::<String>::new());
     assert_eq!(host.end(), Some(0));
     let written = std::fs::read_to_string(&output).expect("it is written at the end");
@@ -475,7 +476,7 @@ fn expert_traces_are_written_however_the_host_ends() {
         let lines = host.logged("[EXPERT-TRACE] Layer 0, Expert ");
         lines
             .iter()
-            .any(|line| line.contains(": blk.0.ffn_gate_exps.weight["))
+            .any(|line| line.contains(": blk.0.ffn_gate_exps."))
     });
     host.terminate();
     // Every second, while the host goes on.

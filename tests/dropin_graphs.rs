@@ -3,8 +3,11 @@
 
 mod small;
 
+use std::process::{Command, Stdio};
+
 use small::{folder, mixture, model, on, result, swap, with_tensor};
-use testkit::host::{Host, Program};
+use testkit::fixtures::upstream_libraries;
+use testkit::host::{Host, Program, built};
 use testkit::writer::F16;
 
 /// Evaluates until the host's graph is known to be built again when needed.
@@ -62,6 +65,80 @@ fn an_evaluation_that_was_aborted_is_not_counted() {
     let trace = &host.control("trace")["traces"][0];
     assert_eq!(trace["layers"][0]["tokens"], 2, "{trace}");
     assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn layers_that_are_evaluated_and_not_counted_are_an_error() {
+    let with_router = with_tensor(mixture(1.0), "blk.0.ffn_gate_inp.weight", &[64, 4], 1.0);
+    let (_folder, path) = folder(&with_router);
+    let metric = |host: &Host| {
+        let text = host.control("metrics")["text"].to_string();
+        let name = "llama_sidecar_expert_layers_uncounted{trace=\\\"1\\\"} ";
+        let at = text.find(name).expect("a figure") + name.len();
+        text[at..].chars().next()
+    };
+    for copies in [false, true] {
+        let with = on(&[("LLAMA_EXPERT_TRACE_STATS", "1")]);
+        let mut host = Host::start_with(Program::Small(true), &path, &with, |command| {
+            command.envs(copies.then_some(("SMALL_COPIES_EXPERTS", "1")));
+        });
+        for _ in 0..3 {
+            host.ask("decode");
+        }
+        let model = &host.control("status")["models"][0];
+        let tokens = &host.control("trace")["traces"][0]["layers"][0]["tokens"];
+        if copies {
+            assert_eq!(model["uncounted"]["layers"][0], 0, "{model}");
+            assert_eq!(model["uncounted"]["evaluations"], 3, "{model}");
+            assert_eq!((tokens.as_u64(), metric(&host)), (Some(0), Some('1')));
+        } else {
+            assert_eq!(model.get("uncounted"), None, "{model}");
+            assert_eq!((tokens.as_u64(), metric(&host)), (Some(3), Some('0')));
+        }
+        let log = host.keep_log();
+        assert_eq!(host.end(), Some(0));
+        let lines = log.lock().expect("no panic").clone();
+        let names_them = |line: &String| line.contains("no expert of layers 0 was counted");
+        assert_eq!(lines.iter().any(names_them), copies, "{lines:?}");
+    }
+}
+
+#[test]
+fn the_last_line_of_the_wrapper_names_layers_that_are_not_counted() {
+    let with_router = with_tensor(mixture(1.0), "blk.0.ffn_gate_inp.weight", &[64, 4], 1.0);
+    let (_folder, path) = folder(&with_router);
+    let mut child = Command::new(built("release/llama-sidecar"))
+        .args(["run", "--expert-trace-stats", "--"])
+        .arg(built("hosts-c/small_host"))
+        .args([upstream_libraries(), path])
+        .env("SMALL_COPIES_EXPERTS", "1")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    let mut input = child.stdin.take().expect("piped");
+    std::io::Write::write_all(&mut input, b"decode\ndecode\nend\n").expect("the host lives");
+    drop(input);
+    let output = child.wait_with_output().expect("it ends");
+    let text = String::from_utf8_lossy(&output.stderr);
+    let last = text.lines().last().unwrap_or_default();
+    assert!(last.starts_with("llama-sidecar: error: "), "{text}");
+    assert!(last.contains("no expert of layers 0 was counted"), "{text}");
+    assert_eq!(output.status.code(), Some(0), "the status of the program");
+}
+
+#[test]
+fn a_trace_of_a_model_without_experts_states_it() {
+    let (_folder, path) = folder(&model(1.0));
+    let with = on(&[("LLAMA_EXPERT_TRACE_STATS", "1")]);
+    let mut host = Host::start(Program::Small(true), &path, &with);
+    host.ask("decode");
+    let log = host.keep_log();
+    assert_eq!(host.end(), Some(0));
+    let lines = log.lock().expect("no panic").clone();
+    let states_it = |line: &String| line.contains("no evaluated model has routed experts");
+    assert!(lines.iter().any(states_it), "{lines:?}");
 }
 
 #[test]

@@ -130,6 +130,16 @@ fn the_variables_keep_their_meaning() {
     assert_eq!(count(&checked.figures, "mismatches"), 0);
 }
 
+/// The switch of post-fetch alone copies where the host itself copies.
+#[test]
+fn the_switch_alone_turns_post_fetch_on() {
+    let setup = Setup::default()
+        .with("LLAMA_POSTFETCH_ENABLE", "1")
+        .with("LLAMA_POSTFETCH_DEBUG", "1");
+    let run = same_as_without(&setup, &COMMANDS);
+    assert_eq!(count(&run.figures, "mismatches"), 0);
+}
+
 /// Copies from locked pages are asynchronous: only events order them.
 fn locked(setup: Setup) -> Setup {
     setup.with("LLAMA_POSTFETCH_HOST_PAGE_LOCK", "1")

@@ -105,8 +105,7 @@ fn all_slots_answer_while_tensors_are_swapped() {
 fn a_model_with_a_control_vector_is_swapped() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("vector.gguf");
-    let mut vector =
-        Gguf::default().kv("general.architecture", Kv::Text("controlvector".into()));
+    let mut vector = Gguf::default().kv("general.architecture", Kv::Text("controlvector".into()));
     vector.tensors.push(Tensor {
         name: "direction.1".into(),
         ne: vec![576],

@@ -8,6 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
+use llama_sidecar::config::Config;
 use llama_sidecar::protocol::{
     Hashes, Metrics, ModelReload, ReloadReport, Reloads, Reply, Request, Round, Status, Traces,
 };
@@ -230,6 +231,9 @@ fn print_status(out: &mut impl Write, status: &Status) -> Result<()> {
         if let Some(stream) = &model.stream {
             writeln!(out, "  experts: {}", stream.sentence())?;
         }
+        if let Some(uncounted) = &model.uncounted {
+            writeln!(out, "  error: {}", uncounted.sentence())?;
+        }
         for tensor in &model.changed {
             let states: Vec<_> = tensor.states.iter().map(|state| state.name()).collect();
             writeln!(out, "  {:40} {}", tensor.name, states.join(", "))?;
@@ -310,7 +314,11 @@ fn print_report(out: &mut impl Write, report: &ReloadReport) -> Result<()> {
 fn print_traces(out: &mut impl Write, traces: &Traces) -> Result<()> {
     for trace in &traces.traces {
         let (about, counts) = from_json(trace).map_err(anyhow::Error::msg)?;
-        write!(out, "{}", to_text(&about, &counts, true))?;
+        write!(
+            out,
+            "{}",
+            to_text(&about, &counts, true, Config::get().trace_top)
+        )?;
     }
     Ok(())
 }

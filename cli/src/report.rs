@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 use llama_sidecar::gguf::{Access, open_model};
 use llama_sidecar::trace::{
-    LayerStats, coverage, divergence, experts_for, overlap, ranking, to_logical_count,
-    to_ranked_csv, to_rankings,
+    LayerStats, coverage, divergence, experts_for, overlap, ranking, to_activations,
+    to_logical_count, to_ranked_csv, to_rankings,
 };
 
 use crate::cache_report::{Caches, Policy};
@@ -61,6 +61,9 @@ enum Format {
     Rankings,
     /// CSV for all layers, the most used first: layer,expert,count.
     Csv,
+    /// JSON with the used experts by number: {"total_tokens":9, "expert_activations":{"5":9},
+    /// "per_layer":{"0":{"5":9}}}.
+    Activations,
 }
 
 /// Reads traces and writes the report.
@@ -95,6 +98,7 @@ pub fn run(options: &ReportOptions) -> Result<()> {
         }
         (None, Some(Format::Rankings)) => to_rankings(&traced.counts),
         (None, Some(Format::Csv)) => to_ranked_csv(&traced.counts),
+        (None, Some(Format::Activations)) => format!("{:#}\n", to_activations(&traced.counts)),
         (None, None) if options.svg => svg::heat_map(&traced),
         (None, None) if options.output.is_some() => page(&[traced]),
         (None, None) => as_text(&traced),

@@ -179,6 +179,7 @@ fn summary(
     let mut streamed = Vec::new();
     let mut fetched = Vec::new();
     let mut not_streamed = Vec::new();
+    let mut uncounted = Vec::new();
     for event in events.iter() {
         match event {
             Event::Stream { figures, .. } if figures.layers > 0 => {
@@ -210,6 +211,9 @@ fn summary(
             }
             Event::Trace { path, error } => {
                 traces.insert(path, error);
+            }
+            Event::Uncounted { layers } => {
+                uncounted.push(format!("error: {}", layers.sentence()));
             }
             Event::Routes {
                 path,
@@ -267,6 +271,8 @@ fn summary(
         None => format!("trace written to {path}; run 'llama-sidecar report {path}' to see it"),
         Some(error) => format!("cannot write the trace to {path}: {error}"),
     }));
+    // Last, because the figures above are wrong then.
+    lines.extend(uncounted);
     lines
 }
 
@@ -306,11 +312,6 @@ fn variables(options: &RunOptions, preload: &Path) -> Vec<Setting> {
     {
         // Without it, ggml's CUDA backend refuses to lock memory.
         all.push(("GGML_CUDA_REGISTER_HOST", "1".into()));
-    }
-    let is_set = |name| all.iter().any(|(set, _)| *set == name);
-    // Names and layers are parts of the summary.
-    if is_set("LLAMA_EXPERT_TRACE_NAMES") || is_set("LLAMA_EXPERT_TRACE_PER_LAYER") {
-        all.push(("LLAMA_EXPERT_TRACE_STATS", "1".into()));
     }
     all
 }

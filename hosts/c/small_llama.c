@@ -11,7 +11,16 @@
 #include <unistd.h>
 
 // From ggml's headers, as far as it is used.
-enum { F32 = 0, I32 = 26, CPU = 0, USAGE_WEIGHTS = 1, WIDTH = 64, ROWS = 8, EXPERTS_USED = 2 };
+enum {
+    F32 = 0,
+    I32 = 26,
+    CPU = 0,
+    USAGE_WEIGHTS = 1,
+    WIDTH = 64,
+    ROWS = 8,
+    EXPERTS_USED = 2,
+    EXPERTS_IN_ALL = 4
+};
 struct init_params {
     size_t mem_size;
     void * mem_buffer;
@@ -71,8 +80,12 @@ int ggml_backend_sched_graph_compute_async(sched_t, graph_t *);
 void ggml_backend_sched_synchronize(sched_t);
 void ggml_backend_sched_free(sched_t);
 
-static const char * const names[] = {"w.weight", "norm.weight", "blk.0.ffn_down_exps.weight"};
-static tensor_t * weights[3];
+enum { PRODUCT, NORM, EXPERTS, ROUTER, WEIGHTS };
+static const char * const names[WEIGHTS] = {"w.weight", "norm.weight", "blk.0.ffn_down_exps.weight",
+                                            "blk.0.ffn_gate_inp.weight"};
+static tensor_t * weights[WEIGHTS];
+// A copy of the experts, which is read in their place.
+static tensor_t * copied_experts;
 static backend_t backend;
 static sched_t sched;
 static buffer_t output;
@@ -90,6 +103,18 @@ static bool on_abort(void * data) {
     return aborts;
 }
 
+// Copies the experts to a tensor that is not of the model, as a cache of experts does.
+static void copy_experts(void) {
+    context_t * context = ggml_init((struct init_params){1 << 12, NULL, true});
+    copied_experts = ggml_new_tensor_3d(context, F32, WIDTH, WIDTH, EXPERTS_IN_ALL);
+    ggml_backend_alloc_ctx_tensors(context, backend);
+    const size_t size = ggml_nbytes(copied_experts);
+    void * bytes = malloc(size);
+    ggml_backend_tensor_get(weights[EXPERTS], bytes, 0, size);
+    ggml_backend_tensor_set(copied_experts, bytes, 0, size);
+    free(bytes);
+}
+
 void small_load(const char * path, bool reserves) {
     context_t * context = NULL;
     backend = ggml_backend_init_by_type(CPU, NULL);
@@ -100,11 +125,11 @@ void small_load(const char * path, bool reserves) {
         fprintf(stderr, "cannot load %s\n", path);
         exit(1);
     }
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < WEIGHTS; i++) {
         weights[i] = ggml_get_tensor(context, names[i]);
     }
     ggml_backend_alloc_ctx_tensors(context, backend);
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < WEIGHTS; i++) {
         if (!weights[i]) {
             continue;
         }
@@ -122,6 +147,9 @@ void small_load(const char * path, bool reserves) {
     }
     fclose(stream);
     gguf_free(file);
+    if (weights[EXPERTS] && getenv("SMALL_COPIES_EXPERTS")) {
+        copy_experts();
+    }
     sched = ggml_backend_sched_new(&backend, NULL, 1, 64, false, false);
     output = ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), 4096);
     void * registration = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
@@ -178,21 +206,27 @@ static void build(void) {
     input = ggml_new_tensor_2d(c, F32, WIDTH, 1);
     ggml_set_name(input, "inp_tokens");
     ggml_set_input(input);
-    tensor_t * scaled = weights[1] ? ggml_mul(c, input, weights[1]) : input;
+    tensor_t * scaled = weights[NORM] ? ggml_mul(c, input, weights[NORM]) : input;
     scaled = derived ? ggml_mul(c, scaled, derived) : scaled;
-    tensor_t * view = ggml_view_2d(c, weights[0], WIDTH, ROWS, ggml_row_size(F32, WIDTH), 0);
+    tensor_t * view = ggml_view_2d(c, weights[PRODUCT], WIDTH, ROWS, ggml_row_size(F32, WIDTH), 0);
     result = ggml_mul_mat(c, view, scaled);
     ggml_set_output(result);
     graph = ggml_new_graph_custom(c, 64, false);
     ggml_build_forward_expand(graph, result);
-    if (weights[2]) {
+    if (weights[EXPERTS]) {
         ids = ggml_new_tensor_2d(c, I32, EXPERTS_USED, 1);
         ggml_set_input(ids);
         activations = ggml_new_tensor_3d(c, F32, WIDTH, 1, 1);
         ggml_set_input(activations);
-        tensor_t * experts = ggml_mul_mat_id(c, weights[2], activations, ids);
+        tensor_t * read = copied_experts ? copied_experts : weights[EXPERTS];
+        tensor_t * experts = ggml_mul_mat_id(c, read, activations, ids);
         ggml_set_output(experts);
         ggml_build_forward_expand(graph, experts);
+    }
+    if (weights[ROUTER]) {
+        tensor_t * scores = ggml_mul_mat(c, weights[ROUTER], input);
+        ggml_set_output(scores);
+        ggml_build_forward_expand(graph, scores);
     }
 }
 
@@ -205,7 +239,7 @@ static float run(int stall_ms, bool waits, int * status) {
         ones[i] = 1;
     }
     ggml_backend_tensor_set(input, ones, 0, sizeof(ones));
-    if (weights[2]) {
+    if (weights[EXPERTS]) {
         const int32_t routed[EXPERTS_USED] = {0, 1};
         ggml_backend_tensor_set(ids, routed, 0, sizeof(routed));
         ggml_backend_tensor_set(activations, ones, 0, sizeof(ones));

@@ -6,8 +6,9 @@
 
 #include <stdbool.h>
 
-// Loads `w.weight` [64, 8] and, where the file has them, `norm.weight` [64] and
-// `blk.0.ffn_down_exps.weight` [64, 64, 4].
+// Loads `w.weight` [64, 8] and, where the file has them, `norm.weight` [64],
+// `blk.0.ffn_down_exps.weight` [64, 64, 4] and `blk.0.ffn_gate_inp.weight` [64, 4]. With
+// SMALL_COPIES_EXPERTS in the environment, it evaluates with a copy of the experts.
 void small_load(const char * path, bool reserves);
 
 // Evaluates; `stall_ms` passes between the begin and the evaluation of the graph, and

@@ -371,6 +371,7 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
             .map(|hash| format!("{hash:032x}")),
         stream: streaming::figures(model),
         obstacle: Config::get().hotswap.then(|| model.obstacle()).flatten(),
+        uncounted: expert_trace::uncounted(model),
     }
 }
 

@@ -5,26 +5,31 @@
 //! allocated. Marked ids of all layers are read together after the evaluation, which does
 //! not slow it down. The projections gate, up and down share one tensor of ids, which is
 //! counted once.
+//!
+//! Layers that are evaluated and never counted are found and reported: a program may read experts
+//! in a way that has no routed ids of the model's own tensors.
 
-use std::io::Write;
+use std::collections::BTreeSet;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use llama_sidecar::config::Config;
 use llama_sidecar::experts::{ExpertIndex, ExpertName};
-use llama_sidecar::logger::REQUESTED;
-use llama_sidecar::protocol::Event;
-use llama_sidecar::trace::{ExpertLayout, Ids, ModelMeta, Trace, to_json, to_text, write};
+use llama_sidecar::protocol::{Event, Uncounted};
+use llama_sidecar::trace::{
+    ExpertLayout, ExpertNames, Ids, ModelMeta, NAMES_EVERY, Trace, enabled, numbered, print,
+    print_exported, print_summary, print_used, to_json, write_output,
+};
 use parking_lot::{Mutex, RwLock};
 use serde_json::Value;
 
 use crate::barrier::{self, SLOTS};
 use crate::capability::Capability;
 use crate::ggml::{Ggml, Tensor};
-use crate::graph;
+use crate::graph::{self, UsedWeight};
 use crate::models::{self, Model};
 use crate::routes::{GraphRoutes, Queue};
 use crate::saliency::{GraphSaliency, ModelSaliency};
@@ -38,30 +43,38 @@ pub struct ExpertTrace;
 struct ModelTrace {
     /// The number of the model.
     model: u64,
+    path: PathBuf,
     counters: Trace,
     about: ModelMeta,
-    /// The name of the tensor that is logged for each layer, by position.
-    names: Mutex<Vec<String>>,
-    /// Takes its routes, if they are written.
-    routes: Option<Arc<Queue>>,
+    /// Experts per token: those of the last evaluation, before it those of the metadata.
+    experts_used: AtomicU64,
+    /// By the position of the layer.
+    evaluations: Box<[Evaluations]>,
+    /// The names of its experts, if they are printed.
+    names: Option<Arc<ExpertNames>>,
+    /// The file of its routes, if they are written.
+    routes_path: Option<PathBuf>,
+    /// Takes its routes once it is known how many experts a token uses.
+    routes: OnceLock<Option<Arc<Queue>>>,
     /// The saliency of its experts, if it is wanted.
     saliency: Option<Arc<ModelSaliency>>,
 }
 
-/// Experts of a layer that an evaluation used; to be logged.
-struct Used {
-    trace: Arc<ModelTrace>,
-    layer: usize,
-    experts: Vec<u32>,
+/// Numbers of evaluations of a layer.
+#[derive(Default)]
+struct Evaluations {
+    /// Those that were counted.
+    counted: AtomicU64,
+    /// Without known ids.
+    unknown: AtomicU64,
+    /// With all experts of the layer, as a warm-up.
+    warm_ups: AtomicU64,
 }
 
-/// Entries to be logged, at most [`MOST_USED`]; further ones are dropped.
-static USED: Mutex<Vec<Used>> = Mutex::new(Vec::new());
-const MOST_USED: usize = 100_000;
+/// How many evaluations of a layer with all of its experts are taken for a warm-up, at most.
+const WARM_UPS: u64 = 2;
 /// How long the end of the process waits for a running write.
 const LONGEST_WRITE: Duration = Duration::from_secs(2);
-/// How often names are logged.
-const NAMES_EVERY: Duration = Duration::from_millis(200);
 
 /// The routed ids of one layer in a graph.
 struct Routed {
@@ -87,6 +100,8 @@ struct SchedulerTrace {
 struct TracedGraph {
     /// Routed ids to count after each evaluation.
     routed: Vec<Routed>,
+    /// The layers, by position, that the graph evaluates without such ids.
+    unknown: Option<(Arc<ModelTrace>, Vec<usize>)>,
     /// The buffer that they are copied to.
     ids: Vec<u8>,
     routes: GraphRoutes,
@@ -107,8 +122,9 @@ impl Capability for ExpertTrace {
 
     fn start(&self) {
         let config = Config::get();
+        print(&enabled(config));
         if config.trace_names {
-            thread::spawn("llama-sidecar-n", log_names);
+            thread::spawn("llama-sidecar-n", print_names);
         }
         if let Some(period) = config.trace_every {
             thread::spawn("llama-sidecar-w", move || write_every(period));
@@ -138,13 +154,15 @@ impl Capability for ExpertTrace {
                 routed.extend(unsafe { keep_ids(weight, ids) });
             }
         }
+        let unknown = not_routed(&graph.reads.weights, &routed);
+        let counts = keeps && (!routed.is_empty() || unknown.is_some());
         let of = &SCHEDULERS[scheduler.number()];
-        of.counts
-            .store(keeps && !routed.is_empty(), Ordering::Relaxed);
+        of.counts.store(counts, Ordering::Relaxed);
         let mut known = of.graph.lock();
-        let trace = routed.first().map(|routed| routed.trace.clone());
-        let queue = trace.as_ref().and_then(|trace| trace.routes.clone());
-        let saliency = trace.as_ref().and_then(|trace| trace.saliency.clone());
+        let first = routed.first();
+        // SAFETY: the graph is live.
+        let queue = first.and_then(|routed| unsafe { routed.routes(scheduler.ggml()) });
+        let saliency = first.and_then(|routed| routed.trace.saliency.clone());
         // SAFETY: as above.
         unsafe {
             let ggml = scheduler.ggml();
@@ -152,6 +170,7 @@ impl Capability for ExpertTrace {
             known.saliency.renew(saliency, ggml, graph.graph);
         }
         known.routed = routed;
+        known.unknown = unknown;
         known.backends.clone_from(&graph.backends.addresses);
     }
 
@@ -159,6 +178,7 @@ impl Capability for ExpertTrace {
         count_pending(scheduler);
         let mut graph = SCHEDULERS[scheduler.number()].graph.lock();
         graph.routed.clear();
+        graph.unknown = None;
         graph.routes.clear();
         graph.saliency.clear();
     }
@@ -242,9 +262,38 @@ unsafe fn keep_ids(weight: *mut Tensor, ids: *mut Tensor) -> Option<Routed> {
     unsafe { trace.keep_ids(model.ggml, name, ids) }
 }
 
+/// Returns the layers of experts, by position, that a graph evaluates without routed ids of their
+/// tensors: it reads other weights of theirs.
+fn not_routed(weights: &[UsedWeight], routed: &[Routed]) -> Option<(Arc<ModelTrace>, Vec<usize>)> {
+    let trace = match routed.first() {
+        Some(routed) => routed.trace.clone(),
+        None => {
+            let mut models = weights.iter().filter_map(|of| models::find(of.tensor));
+            ModelTrace::of(&models.next()?.0)?
+        }
+    };
+    let layout = trace.counters.layout();
+    let mut layers: Vec<usize> = (0..layout.layers().len())
+        .filter(|layer| routed.iter().all(|routed| routed.layer != *layer))
+        .collect();
+    if layers.is_empty() {
+        return None;
+    }
+    let layer_of = |weight: &UsedWeight| {
+        let (model, tensor) = models::find(weight.tensor)?;
+        let name = model.name(tensor).to_str().ok()?;
+        let (layer, _) = name.strip_prefix("blk.")?.split_once('.')?;
+        layout.position(layer.parse().ok()?)
+    };
+    let read: BTreeSet<usize> = weights.iter().filter_map(layer_of).collect();
+    layers.retain(|layer| read.contains(layer));
+    (!layers.is_empty()).then_some((trace, layers))
+}
+
 impl TracedGraph {
     const EMPTY: TracedGraph = TracedGraph {
         routed: Vec::new(),
+        unknown: None,
         ids: Vec::new(),
         routes: GraphRoutes::NONE,
         saliency: GraphSaliency::NONE,
@@ -274,6 +323,7 @@ impl SchedulerTrace {
         let mut graph = self.graph.lock();
         let TracedGraph {
             routed,
+            unknown,
             ids,
             routes,
             saliency,
@@ -283,7 +333,9 @@ impl SchedulerTrace {
         for routed in routed.iter() {
             // SAFETY: the graph is kept, and evaluated to its end.
             unsafe {
-                if let Some(ids) = routed.read(ggml, ids) {
+                if let Some(ids) = graph::read_matrix(ggml, routed.ids, 0, ids)
+                    && !routed.is_warm_up(&ids)
+                {
                     routed.count(&ids);
                     routes.add(ggml, routed.layer, &ids);
                     saliency.add(ggml, routed.layer, &ids);
@@ -291,6 +343,12 @@ impl SchedulerTrace {
             }
         }
         routes.end(scheduler.number());
+        if let Some((trace, layers)) = unknown {
+            for layer in layers {
+                let unknown = &trace.evaluations[*layer].unknown;
+                unknown.fetch_add(1, Ordering::Relaxed);
+            }
+        }
     }
 }
 
@@ -305,7 +363,8 @@ impl ModelTrace {
     /// Adds counters for the experts of a model, once; `None` if it has no experts.
     fn register(model: &Model) -> Option<Arc<ModelTrace>> {
         let files = || model.files.iter().map(|file| &file.gguf);
-        let layout = ExpertLayout::of(&ExpertIndex::of(files()));
+        let experts = ExpertIndex::of(files());
+        let layout = ExpertLayout::of(&experts);
         if layout.layers().is_empty() {
             return None;
         }
@@ -317,15 +376,23 @@ impl ModelTrace {
         let about = ModelMeta::of(files());
         let config = Config::get();
         let path = |path: &Option<PathBuf>| Some(numbered(path.as_deref()?, traces.len()));
-        let routes = path(&config.trace_routes)
-            .and_then(|path| Queue::new(model, path, &about, layout.layers()));
         let saliency =
             path(&config.trace_saliency).map(|path| ModelSaliency::new(path, &about, &layout));
         let trace = Arc::new(ModelTrace {
             model: model.number,
-            routes,
+            path: model.files[0].gguf.source.path().to_owned(),
+            experts_used: AtomicU64::new(about.experts_used),
+            evaluations: layout
+                .layers()
+                .iter()
+                .map(|_| Evaluations::default())
+                .collect(),
+            names: config
+                .trace_names
+                .then(|| Arc::new(ExpertNames::of(&experts))),
+            routes_path: path(&config.trace_routes),
+            routes: OnceLock::new(),
             saliency,
-            names: Mutex::new(vec![String::new(); layout.layers().len()]),
             counters: Trace::with_locality(layout),
             about,
         });
@@ -347,7 +414,6 @@ impl ModelTrace {
     ) -> Option<Routed> {
         let layer = ExpertName::parse(weight)?.layer;
         let layer = self.counters.layout().position(layer)?;
-        weight.clone_into(&mut self.names.lock()[layer]);
         // SAFETY: as the caller ensures.
         unsafe { graph::keep(ggml, ids) };
         Some(Routed {
@@ -356,66 +422,120 @@ impl ModelTrace {
             layer,
         })
     }
+
+    /// Whether so many experts of a token in a layer are those of a warm-up: libllama warms a model
+    /// up by routing to all experts.
+    fn is_warm_up(&self, layer: usize, used: usize) -> bool {
+        let (_, experts) = self.counters.layout().layers()[layer];
+        let expected = self.about.experts_used;
+        used >= experts as usize && expected != 0 && expected != u64::from(experts)
+    }
+
+    /// Returns its metadata, with the experts per token that evaluations use.
+    fn about(&self) -> ModelMeta {
+        ModelMeta {
+            experts_used: self.experts_used.load(Ordering::Relaxed),
+            ..self.about.clone()
+        }
+    }
+
+    /// Returns its layers that were evaluated and whose counts are zero; `None` without such layers.
+    fn uncounted(&self) -> Option<Uncounted> {
+        let counts = self.counters.snapshot();
+        let mut found = Uncounted {
+            path: self.path.display().to_string(),
+            ..Uncounted::default()
+        };
+        let layers = counts.layers.iter().zip(&self.evaluations);
+        for (layer, of) in layers.filter(|(layer, _)| layer.activations() == 0) {
+            let [counted, unknown, warm_ups] = [&of.counted, &of.unknown, &of.warm_ups]
+                .map(|evaluations| evaluations.load(Ordering::Relaxed));
+            let (evaluations, reason) = match (unknown, warm_ups) {
+                (1.., _) => (
+                    unknown,
+                    "the program reads these experts in a way that llama-sidecar does not know; please report the program and its options",
+                ),
+                (0, warm_ups) if warm_ups > WARM_UPS => (
+                    warm_ups,
+                    "a token used all experts of a layer, which counts as a warm-up; evaluate with fewer experts per token",
+                ),
+                _ if layer.tokens > 0 => (
+                    counted,
+                    "the routed ids are no experts of their layer; please report the program and its options",
+                ),
+                _ => continue,
+            };
+            found.layers.push(layer.layer);
+            found.evaluations = found.evaluations.max(evaluations);
+            found.reason = reason.into();
+        }
+        (!found.layers.is_empty()).then_some(found)
+    }
+
+    fn reset(&self) {
+        self.counters.reset();
+        for of in &self.evaluations {
+            for evaluations in [&of.counted, &of.unknown, &of.warm_ups] {
+                evaluations.store(0, Ordering::Relaxed);
+            }
+        }
+    }
 }
 
 impl Routed {
-    /// Reads the ids of an evaluation that has ended; `None` where there are none to count.
+    /// Returns what takes the routes of the graph, if they are written. A warm-up has none.
     ///
     /// # Safety
     ///
-    /// The graph is live and its backends are done.
-    unsafe fn read<'a>(&self, ggml: &Ggml, buffer: &'a mut Vec<u8>) -> Option<Ids<'a>> {
+    /// The graph is live.
+    unsafe fn routes(&self, ggml: &Ggml) -> Option<Arc<Queue>> {
+        let trace = &self.trace;
+        let path = trace.routes_path.as_ref()?;
         // SAFETY: as the caller ensures.
-        let ids = unsafe { graph::read_matrix(ggml, self.ids, 0, buffer) }?;
-        // libllama warms a model up by routing to all experts: that is not counted.
-        let expected = self.trace.about.experts_used as usize;
-        (expected == 0 || ids.used <= expected).then_some(ids)
+        let used: i64 = unsafe { ggml.layout.read(self.ids, ggml.layout.ne) };
+        if trace.is_warm_up(self.layer, used.max(0) as usize) {
+            return None;
+        }
+        let queue = || {
+            let (name, layers) = (&trace.about.name, trace.counters.layout().layers());
+            Queue::new(trace.model, path.clone(), name, layers, used as usize)
+        };
+        trace.routes.get_or_init(queue).clone()
+    }
+
+    /// Whether ids are those of a warm-up, which is not counted. The first one is logged.
+    fn is_warm_up(&self, ids: &Ids<'_>) -> bool {
+        if !self.trace.is_warm_up(self.layer, ids.used) {
+            return false;
+        }
+        let warm_ups = &self.trace.evaluations[self.layer].warm_ups;
+        if warm_ups.fetch_add(1, Ordering::Relaxed) == 0 && self.layer == 0 {
+            log::info!(
+                "{}: evaluations in which a token uses all experts of a layer are warm-ups and not counted",
+                self.trace.path.display()
+            );
+        }
+        true
     }
 
     /// Counts ids.
     fn count(&self, ids: &Ids<'_>) {
+        let used = &self.trace.experts_used;
+        used.store(ids.used as u64, Ordering::Relaxed);
+        let counted = &self.trace.evaluations[self.layer].counted;
+        counted.fetch_add(1, Ordering::Relaxed);
         self.trace.counters.record_batch(self.layer, ids);
-        if Config::get().trace_names {
-            self.note_names(ids);
-        }
-    }
-
-    /// Keeps the experts of an evaluation for the thread that logs names.
-    fn note_names(&self, ids: &Ids<'_>) {
-        let places = (0..ids.tokens).flat_map(|token| (0..ids.used).map(move |used| (token, used)));
-        let mut experts: Vec<u32> = places
-            .filter_map(|(token, used)| u32::try_from(ids.get(token, used)?).ok())
-            .collect();
-        experts.sort_unstable();
-        experts.dedup();
-        let mut used = USED.lock();
-        if used.len() < MOST_USED {
-            used.push(Used {
-                trace: self.trace.clone(),
-                layer: self.layer,
-                experts,
-            });
+        if let Some(names) = &self.trace.names {
+            names.note(self.layer, ids);
         }
     }
 }
 
-/// Logs the names of experts as evaluations use them; for a thread of its own.
-fn log_names() {
+/// Prints the names of experts as evaluations use them; for a thread of its own.
+fn print_names() {
     while !barrier::is_shut() {
         std::thread::sleep(NAMES_EVERY);
-        print_names();
-    }
-}
-
-fn print_names() {
-    // The lock is not held while messages are written: evaluations take it.
-    let all = std::mem::take(&mut *USED.lock());
-    for used in all {
-        let (layer, _) = used.trace.counters.layout().layers()[used.layer];
-        let name = used.trace.names.lock()[used.layer].clone();
-        for expert in used.experts {
-            log::info!(target: REQUESTED, "[EXPERT-TRACE] Layer {layer}, Expert {expert}: {name}[{expert}]");
-        }
+        print_used();
     }
 }
 
@@ -423,7 +543,7 @@ fn print_names() {
 pub fn as_json() -> Vec<Value> {
     let traces = TRACES.read().clone();
     let json =
-        |trace: &Arc<ModelTrace>| to_json(&trace.about, &trace.counters.snapshot_with_locality());
+        |trace: &Arc<ModelTrace>| to_json(&trace.about(), &trace.counters.snapshot_with_locality());
     traces.iter().map(json).collect()
 }
 
@@ -434,10 +554,26 @@ pub fn activations() -> Vec<u64> {
     traces.iter().map(all).collect()
 }
 
+/// Returns how many layers were evaluated and have counts of zero, model by model.
+pub fn uncounted_layers() -> Vec<usize> {
+    let traces = TRACES.read().clone();
+    let layers = |trace: &Arc<ModelTrace>| {
+        trace
+            .uncounted()
+            .map_or(0, |uncounted| uncounted.layers.len())
+    };
+    traces.iter().map(layers).collect()
+}
+
+/// Returns the layers of a model that were evaluated and have counts of zero.
+pub fn uncounted(model: &Model) -> Option<Uncounted> {
+    ModelTrace::of(model)?.uncounted()
+}
+
 /// Sets all counts to zero.
 pub fn reset() {
     for trace in TRACES.read().iter() {
-        trace.counters.reset();
+        trace.reset();
     }
 }
 
@@ -464,20 +600,24 @@ fn write_without_sigpipe() {
 
 fn write_all() {
     let config = Config::get();
-    print_names();
+    print_used();
     // The process ends: a thread that holds the lock may never release it.
     let Some(traces) = TRACES.try_read() else {
         return;
     };
-    if config.trace_summary {
-        for trace in traces.iter() {
-            let snapshot = trace.counters.snapshot();
-            let text = to_text(&trace.about, &snapshot, config.trace_per_layer);
-            // Fails when the reader is gone.
-            let _ = std::io::stderr().write_all(text.as_bytes());
-        }
+    if traces.is_empty() {
+        print("[EXPERT-TRACE] no evaluated model has routed experts: nothing was counted\n");
     }
-    write_outputs(&traces);
+    for trace in traces.iter() {
+        print_summary(config, &trace.about(), &trace.counters.snapshot());
+    }
+    for path in write_outputs(&traces) {
+        print_exported(&path);
+    }
+    for layers in traces.iter().filter_map(|trace| trace.uncounted()) {
+        log::error!("{}", layers.sentence());
+        journal::note(|| Event::Uncounted { layers });
+    }
 }
 
 /// Writes the output of every model at an interval; for a thread of its own.
@@ -491,42 +631,26 @@ fn write_every(period: Duration) {
     }
 }
 
-fn write_outputs(traces: &[Arc<ModelTrace>]) {
+/// Writes the output of every model. Returns the paths that were written.
+fn write_outputs(traces: &[Arc<ModelTrace>]) -> Vec<PathBuf> {
     let Some(output) = &Config::get().trace_output else {
-        return;
+        return Vec::new();
     };
     // The process may end while the other thread writes.
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _turn = ONE_AT_A_TIME.try_lock_for(LONGEST_WRITE);
+    let mut paths = Vec::new();
     for (number, trace) in traces.iter().enumerate() {
         let path = numbered(output, number);
-        let written = write(
-            &path,
-            &trace.about,
-            &trace.counters.snapshot_with_locality(),
-        );
+        let counts = trace.counters.snapshot_with_locality();
+        let written = write_output(&path, &trace.about(), &counts);
         journal::note(|| Event::Trace {
             path: path.display().to_string(),
             error: written.as_ref().err().map(|error| error.to_string()),
         });
-        if let Err(error) = written {
-            log::error!(
-                "LLAMA_EXPERT_TRACE_OUTPUT: cannot write {}: {error}; the counts are lost except for the summary of LLAMA_EXPERT_TRACE_STATS=1",
-                path.display()
-            );
+        if written.is_ok() {
+            paths.push(path);
         }
     }
-}
-
-/// Returns the path for a model: with a number from the second model on.
-fn numbered(path: &Path, number: usize) -> PathBuf {
-    if number == 0 {
-        return path.to_owned();
-    }
-    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
-    let name = match path.extension() {
-        Some(extension) => format!("{stem}-{}.{}", number + 1, extension.to_string_lossy()),
-        None => format!("{stem}-{}", number + 1),
-    };
-    path.with_file_name(name)
+    paths
 }

@@ -111,6 +111,19 @@ pub fn text() -> String {
             activations as f64,
         );
     }
+    out.head(
+        "expert_layers_uncounted",
+        "gauge",
+        "Layers that were evaluated and whose experts were not counted, by model; 0 in a correct trace.",
+    );
+    for (model, layers) in expert_trace::uncounted_layers().into_iter().enumerate() {
+        let model = (model + 1).to_string();
+        out.value(
+            "expert_layers_uncounted",
+            &[("trace", &model)],
+            layers as f64,
+        );
+    }
     out.0
 }
 

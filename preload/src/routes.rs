@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use llama_sidecar::config::Config;
 use llama_sidecar::protocol::Event;
-use llama_sidecar::trace::{Ids, ModelMeta, NOT_ROUTED, RouteLayout, RouteWriter};
+use llama_sidecar::trace::{Ids, NOT_ROUTED, RouteLayout, RouteWriter};
 use parking_lot::{Condvar, Mutex, RwLock};
 
 use crate::capability::Capability;
@@ -213,12 +213,12 @@ impl Queue {
     /// Makes the queue of a model that writes to this path; `None` where the format cannot hold
     /// the model.
     pub fn new(
-        model: &Model,
+        model: u64,
         path: PathBuf,
-        about: &ModelMeta,
+        name: &str,
         layers: &[(u32, u32)],
+        top_k: usize,
     ) -> Option<Arc<Queue>> {
-        let (name, top_k) = (&about.name, about.experts_used as usize);
         let weights = Config::get().trace_weights;
         let layout = match RouteLayout::new(name, layers, top_k, weights) {
             Ok(layout) => layout,
@@ -230,7 +230,7 @@ impl Queue {
             }
         };
         let queue = Arc::new(Queue {
-            model: model.number,
+            model,
             path,
             layout,
             pending: Mutex::new(Pending::reserved(weights)),

@@ -151,12 +151,14 @@ pub struct Config {
     pub status_file: Option<PathBuf>,
     /// `LLAMA_SIDECAR_CONTROL`.
     pub control: Option<PathBuf>,
-    /// `LLAMA_EXPERT_TRACE_STATS`.
+    /// `LLAMA_EXPERT_TRACE_STATS`; on also with [`Config::trace_per_layer`].
     pub trace_summary: bool,
     /// `LLAMA_EXPERT_TRACE_NAMES`.
     pub trace_names: bool,
     /// `LLAMA_EXPERT_TRACE_PER_LAYER`.
     pub trace_per_layer: bool,
+    /// `LLAMA_EXPERT_TRACE_TOP`; `None` for all.
+    pub trace_top: Option<usize>,
     /// `LLAMA_EXPERT_TRACE_OUTPUT`.
     pub trace_output: Option<PathBuf>,
     /// `LLAMA_EXPERT_TRACE_EVERY_S`; `None` when the trace is written only at exit.
@@ -218,7 +220,9 @@ impl Config {
         let cache_trace = values.path("LLAMA_POSTFETCH_CACHE_TRACE");
         let (early, cache) = (values.early(), values.cache(cache_trace.is_some()));
         let postfetch = PostFetch {
-            enable: values.switch("LLAMA_POSTFETCH_ENABLE"),
+            enable: values
+                .get("LLAMA_POSTFETCH_ENABLE", |value| Ok(is_on(value)))
+                .unwrap_or(true),
             force_cpu: values.switch("LLAMA_POSTFETCH_FORCE_CPU"),
             block_on_miss: values.switch("LLAMA_POSTFETCH_BLOCK_ON_MISS"),
             max_transfers: values.number("LLAMA_POSTFETCH_MAX_TRANSFERS").unwrap_or(8) as u32,
@@ -259,6 +263,7 @@ impl Config {
         };
         let expert_stream_predict = values.switch("LLAMA_EXPERT_STREAM_PREDICT");
         let expert_stream_trace = values.path("LLAMA_EXPERT_STREAM_TRACE");
+        let trace_per_layer = values.switch("LLAMA_EXPERT_TRACE_PER_LAYER");
         let control_file = values.path("LLAMA_HOTSWAP_CONTROL_FILE");
         let rounds = values.switch("LLAMA_SIDECAR_ROUNDS") || control_file.is_some();
         let poll = values.interval("LLAMA_HOTSWAP_POLL_MS", Duration::from_millis);
@@ -279,9 +284,14 @@ impl Config {
             control_file,
             status_file: values.path("LLAMA_HOTSWAP_STATUS_FILE"),
             control: values.path("LLAMA_SIDECAR_CONTROL"),
-            trace_summary: values.switch("LLAMA_EXPERT_TRACE_STATS"),
+            trace_summary: values.switch("LLAMA_EXPERT_TRACE_STATS")
+                || trace_per_layer && values.set("LLAMA_EXPERT_TRACE_STATS").is_none(),
             trace_names: values.switch("LLAMA_EXPERT_TRACE_NAMES"),
-            trace_per_layer: values.switch("LLAMA_EXPERT_TRACE_PER_LAYER"),
+            trace_per_layer,
+            trace_top: values
+                .number("LLAMA_EXPERT_TRACE_TOP")
+                .filter(|&most| most > 0)
+                .map(|most| most as usize),
             trace_output: values.path("LLAMA_EXPERT_TRACE_OUTPUT"),
             trace_every: values.interval("LLAMA_EXPERT_TRACE_EVERY_S", Duration::from_secs),
             trace_routes: values.path("LLAMA_EXPERT_TRACE_ROUTES"),
@@ -307,7 +317,7 @@ impl Config {
     /// Returns whether expert use is counted.
     pub fn traces(&self) -> bool {
         let paths = [&self.trace_output, &self.trace_routes, &self.trace_saliency];
-        self.trace_summary || paths.iter().any(|path| path.is_some())
+        self.trace_summary || self.trace_names || paths.iter().any(|path| path.is_some())
     }
 }
 
@@ -373,13 +383,19 @@ impl<F: Fn(&str) -> Option<OsString>> Values<F> {
         self.choice(name, words, ExpertStream::Off)
     }
 
+    /// Returns `Stock` where the variable is not set and `LLAMA_POSTFETCH_ENABLE` is set and on.
     fn early(&mut self) -> Early {
+        let name = "LLAMA_POSTFETCH_HOST";
+        let enabled = self.set("LLAMA_POSTFETCH_ENABLE");
+        if enabled.is_some_and(|value| is_on(&value)) && self.set(name).is_none() {
+            return Early::Stock;
+        }
         let words = [
             ("on", Early::Stock),
             ("down", Early::Down),
             ("all", Early::All),
         ];
-        self.choice("LLAMA_POSTFETCH_HOST", words, Early::None)
+        self.choice(name, words, Early::None)
     }
 
     fn misses(&mut self) -> Misses {
@@ -720,6 +736,43 @@ mod tests {
             assert_eq!(config.postfetch, defaults);
             assert_eq!(config.host_postfetch.early, Early::None);
         }
+    }
+
+    #[test]
+    fn post_fetch_is_on_in_an_unmodified_program_where_its_switch_is_set() {
+        let early = |variables: &[(&str, &str)]| parse(variables).host_postfetch.early;
+        let enabled = ("LLAMA_POSTFETCH_ENABLE", "1");
+        assert_eq!(early(&[enabled]), Early::Stock);
+        assert_eq!(early(&[("LLAMA_POSTFETCH_ENABLE", "0")]), Early::None);
+        assert_eq!(early(&[("LLAMA_POSTFETCH_DEBUG", "1")]), Early::None);
+        for (host, expected) in [("off", Early::None), ("down", Early::Down)] {
+            assert_eq!(early(&[enabled, ("LLAMA_POSTFETCH_HOST", host)]), expected);
+        }
+        let forced = ("LLAMA_POSTFETCH_FORCE_CPU", "1");
+        assert_eq!(early(&[enabled, forced]), Early::None);
+    }
+
+    #[test]
+    fn each_variable_of_the_trace_counts() {
+        assert!(!parse(&[]).traces());
+        for name in [
+            "STATS",
+            "NAMES",
+            "PER_LAYER",
+            "OUTPUT",
+            "ROUTES",
+            "SALIENCY",
+        ] {
+            let name = format!("LLAMA_EXPERT_TRACE_{name}");
+            assert!(parse(&[(&name, "1")]).traces(), "{name}");
+        }
+        assert!(!parse(&[("LLAMA_EXPERT_TRACE_NAMES", "1")]).trace_summary);
+        let layers = ("LLAMA_EXPERT_TRACE_PER_LAYER", "1");
+        assert!(parse(&[layers]).trace_summary);
+        let stats = ("LLAMA_EXPERT_TRACE_STATS", "0");
+        assert!(!parse(&[layers, stats]).trace_summary);
+        let top = |value| parse(&[("LLAMA_EXPERT_TRACE_TOP", value)]).trace_top;
+        assert_eq!((top(""), top("0"), top("10")), (None, None, Some(10)));
     }
 
     #[test]

@@ -148,28 +148,35 @@ pub static VARIABLES: &[Variable] = &[
         name: "LLAMA_EXPERT_TRACE_STATS",
         default: Value("0"),
         kind: Switch,
-        help: "drop-in: count expert use and print a summary at exit",
+        help: "count expert use and print a summary at exit; link mode: when a trace is freed",
         flag: Some("expert-trace-stats"),
     },
     Variable {
         name: "LLAMA_EXPERT_TRACE_NAMES",
         default: Value("0"),
         kind: Switch,
-        help: "drop-in: log the name of each expert used; needs `LLAMA_EXPERT_TRACE_STATS` or `_OUTPUT`",
+        help: "print the tensor names of each expert used; also counts",
         flag: Some("expert-trace-names"),
     },
     Variable {
         name: "LLAMA_EXPERT_TRACE_PER_LAYER",
         default: Value("0"),
         kind: Switch,
-        help: "drop-in: add a line for each layer to the summary",
+        help: "add the experts of each layer to the summary; sets `LLAMA_EXPERT_TRACE_STATS` where that is not set",
         flag: Some("expert-trace-per-layer"),
+    },
+    Variable {
+        name: "LLAMA_EXPERT_TRACE_TOP",
+        default: Value("0"),
+        kind: number("experts", 0, 1 << 20),
+        help: "length of each list of the summary: so many experts, the most used first; `0`: all that were used",
+        flag: Some("expert-trace-top"),
     },
     Variable {
         name: "LLAMA_EXPERT_TRACE_OUTPUT",
         default: Described("none"),
         kind: Path,
-        help: "drop-in: count expert use and write JSON, or CSV by extension, to this path at exit",
+        help: "count expert use and write JSON, or CSV by extension, to this path at exit; link mode: when a trace is freed",
         flag: Some("expert-trace-output"),
     },
     Variable {
@@ -226,9 +233,10 @@ pub static VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "LLAMA_POSTFETCH_ENABLE",
-        default: Value("1"),
+        // A value that is set has another effect in an unmodified program than an unset one.
+        default: Described("`1`"),
         kind: Switch,
-        help: "`0`: use no device",
+        help: "`0`: use no device; drop-in: `1` sets `LLAMA_POSTFETCH_HOST=on` where that is not set",
         flag: None,
     },
     Variable {

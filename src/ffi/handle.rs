@@ -53,6 +53,16 @@ pub(super) fn get<H: Handle>(handle: *const H) -> Result<Arc<H::Object>, Failure
     object.ok_or_else(|| bad(handle, found))
 }
 
+/// Returns the objects of all live handles of a type; none while another thread changes the table,
+/// which at the end of the process may last for ever.
+pub(super) fn all<H: Handle>() -> Vec<Arc<H::Object>> {
+    let table = TABLE.try_read();
+    let objects = table.iter().flat_map(|table| table.alive.values());
+    objects
+        .filter_map(|object| object.clone().downcast().ok())
+        .collect()
+}
+
 /// Removes an object from the table. NULL is not an error.
 pub(super) fn free<H: Handle>(handle: *mut H) -> Result<(), Failure> {
     if handle.is_null() {

@@ -6,6 +6,7 @@
 
 mod context;
 mod device;
+mod experts;
 mod handle;
 mod log;
 mod metadata;

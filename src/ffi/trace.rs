@@ -1,14 +1,27 @@
 //! Expert traces.
+//!
+//! A trace does at its end what the variables request: when it is freed, or at exit.
 
 use std::ffi::{CStr, OsStr, c_char};
 use std::os::unix::ffi::OsStrExt;
+use std::panic::catch_unwind;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Once};
+use std::thread::JoinHandle;
+
+use parking_lot::{Condvar, Mutex};
 
 use super::handle::{self, Handle};
 use super::model::llama_model;
 use super::status::{Failure, call, llama_sidecar_status, status};
 use super::{put_text, routed_ids, text};
-use crate::trace::{ExpertLayout, ModelMeta, Trace, to_text, write};
+use crate::background::block_signals;
+use crate::config::Config;
+use crate::trace::{
+    ExpertLayout, ExpertNames, Ids, ModelMeta, NAMES_EVERY, Trace, enabled, numbered, print,
+    print_exported, print_summary, print_used, to_text, write, write_output,
+};
 
 /// Usage counters for the routed experts of a model.
 pub struct llama_expert_trace {
@@ -24,6 +37,11 @@ impl Handle for llama_expert_trace {
 pub(super) struct OwnedTrace {
     counters: Trace,
     about: ModelMeta,
+    /// The names that are printed, if they are.
+    names: Option<Arc<ExpertNames>>,
+    /// How many traces the process made before.
+    number: usize,
+    is_finished: AtomicBool,
 }
 
 impl OwnedTrace {
@@ -35,6 +53,88 @@ impl OwnedTrace {
             )
         })
     }
+
+    /// Prints and writes what the variables request at the end of a trace, once.
+    fn finish(&self) {
+        let config = Config::get();
+        if self.is_finished.swap(true, Ordering::Relaxed) || !config.traces() {
+            return;
+        }
+        if self.names.is_some() {
+            print_used();
+        }
+        let snapshot = self.counters.snapshot_with_locality();
+        print_summary(config, &self.about, &snapshot);
+        if let Some(path) = &config.trace_output {
+            let path = numbered(path, self.number);
+            if write_output(&path, &self.about, &snapshot).is_ok() {
+                print_exported(&path);
+            }
+        }
+    }
+}
+
+impl Drop for OwnedTrace {
+    fn drop(&mut self) {
+        self.finish();
+    }
+}
+
+/// The thread that prints names.
+static PRINTER: Mutex<Option<JoinHandle<()>>> = Mutex::new(None);
+/// Whether the thread is to end.
+static ENDS: Mutex<bool> = Mutex::new(false);
+static END: Condvar = Condvar::new();
+/// The process that made the first trace.
+static PROCESS: AtomicUsize = AtomicUsize::new(0);
+
+/// Prints what the variables turn on, and prepares the end of the process, once.
+fn start() {
+    static ONCE: Once = Once::new();
+    let config = Config::get();
+    if !config.traces() {
+        return;
+    }
+    ONCE.call_once(|| {
+        print(&enabled(config));
+        PROCESS.store(std::process::id() as usize, Ordering::Relaxed);
+        // SAFETY: only registers the function. The C library calls it before this library is
+        // unloaded.
+        unsafe { libc::atexit(at_exit) };
+        if config.trace_names {
+            let printer = std::thread::Builder::new().name("llama-sidecar-n".into());
+            match printer.spawn(print_names) {
+                Ok(printer) => *PRINTER.lock() = Some(printer),
+                Err(error) => log::error!("cannot start the thread that prints names: {error}"),
+            }
+        }
+    });
+}
+
+fn print_names() {
+    block_signals();
+    let mut ends = ENDS.lock();
+    while !*ends {
+        END.wait_for(&mut ends, NAMES_EVERY);
+        print_used();
+    }
+}
+
+/// Ends the thread, and the traces that were not freed.
+extern "C" fn at_exit() {
+    // In a forked child there is no thread, and the traces are those of its parent.
+    if PROCESS.load(Ordering::Relaxed) != std::process::id() as usize {
+        return;
+    }
+    let _ = catch_unwind(|| {
+        *ENDS.lock() = true;
+        END.notify_all();
+        let printer = PRINTER.lock().take();
+        let _ = printer.map(JoinHandle::join);
+        for trace in handle::all::<llama_expert_trace>() {
+            trace.finish();
+        }
+    });
 }
 
 /// Creates usage counters for the routed experts of a model. The trace does not keep the model
@@ -43,6 +143,11 @@ impl OwnedTrace {
 /// Any number of threads can record at the same time. Each thread has its own counters; only
 /// threads that record batches of the same layer wait for each other, for its locality
 /// (docs/expert-trace.md).
+///
+/// The variables LLAMA_EXPERT_TRACE_STATS, _NAMES, _PER_LAYER, _TOP and _OUTPUT add what they state,
+/// on standard error: the first trace of the process prints which of them are on, a thread prints the
+/// names, and summary and file follow when the trace is freed, or at exit. The second trace of the
+/// process writes to stats-2.json, and so on.
 ///
 /// @return The trace, or NULL on failure: for example, when the model has no routed experts. Free
 /// it with llama_expert_trace_free.
@@ -57,15 +162,21 @@ pub extern "C" fn llama_expert_trace_new(model: *const llama_model) -> *mut llam
                 "the model has no routed experts (tensors such as blk.0.ffn_gate_exps.weight)",
             ));
         }
+        static MADE: AtomicUsize = AtomicUsize::new(0);
+        start();
+        let names = || Arc::new(ExpertNames::of(open.model.experts()));
         Ok(handle::new(OwnedTrace {
             counters: Trace::with_locality(layout),
             about: ModelMeta::of(open.model.gguf_files()),
+            names: Config::get().trace_names.then(names),
+            number: MADE.fetch_add(1, Ordering::Relaxed),
+            is_finished: AtomicBool::new(false),
         }))
     });
     made.unwrap_or(std::ptr::null_mut())
 }
 
-/// Frees a trace.
+/// Frees a trace, after its summary and its file if the variables request them.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_expert_trace_free(trace: *mut llama_expert_trace) -> llama_sidecar_status {
     status(|| handle::free(trace))
@@ -83,7 +194,11 @@ pub extern "C" fn llama_expert_trace_record(
 ) -> llama_sidecar_status {
     status(|| {
         let owned = handle::get(trace)?;
-        owned.counters.record(owned.position(layer)?, expert);
+        let layer = owned.position(layer)?;
+        owned.counters.record(layer, expert);
+        if let Some(names) = &owned.names {
+            names.note(layer, &Ids::one(&expert.to_ne_bytes()));
+        }
         Ok(())
     })
 }
@@ -118,6 +233,9 @@ pub unsafe extern "C" fn llama_expert_trace_record_batch(
         let ids = unsafe { routed_ids(ids, n_used, n_tokens, used_stride, token_stride) }?;
         if let Some(ids) = ids {
             owned.counters.record_batch(layer, &ids);
+            if let Some(names) = &owned.names {
+                names.note(layer, &ids);
+            }
         }
         Ok(())
     })
@@ -204,7 +322,8 @@ pub unsafe extern "C" fn llama_expert_trace_write(
     })
 }
 
-/// Writes a plain-text summary to `buffer`, truncated to `size` bytes including the NUL.
+/// Writes a plain-text summary to `buffer`, truncated to `size` bytes including the NUL. It lists the
+/// experts that were used, the most used first: all, or as many as LLAMA_EXPERT_TRACE_TOP states.
 ///
 /// @param per_layer true to add a section per layer.
 /// @param buffer Can be NULL when `size` is 0.
@@ -222,7 +341,8 @@ pub unsafe extern "C" fn llama_expert_trace_summary(
 ) -> usize {
     let written = call(|| {
         let owned = handle::get(trace)?;
-        let text = to_text(&owned.about, &owned.counters.snapshot(), per_layer);
+        let most = Config::get().trace_top;
+        let text = to_text(&owned.about, &owned.counters.snapshot(), per_layer, most);
         // SAFETY: as the caller guarantees.
         unsafe { put_text(&text, buffer, size) }
     });

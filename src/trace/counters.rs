@@ -65,7 +65,18 @@ pub struct Ids<'a> {
     pub token_stride: usize,
 }
 
-impl Ids<'_> {
+impl<'a> Ids<'a> {
+    /// Returns the matrix of one id.
+    pub fn one(id: &'a [u8; 4]) -> Ids<'a> {
+        Ids {
+            bytes: id,
+            used: 1,
+            tokens: 1,
+            used_stride: 4,
+            token_stride: 4,
+        }
+    }
+
     /// Returns the bytes from the first id of such a matrix to the end of the last; 0 without
     /// ids, `None` when the result is more than an allocation can have.
     pub fn byte_len(
@@ -116,8 +127,8 @@ impl Ids<'_> {
 /// assert_eq!(counted.layers[layer].experts, [2, 1, 0, 3]);
 ///
 /// let model = ModelMeta { name: "a model".into(), ..ModelMeta::default() };
-/// let summary = to_text(&model, &counted, false);
-/// assert!(summary.contains("Expert   3:          3 activations (50.00 %)"));
+/// let summary = to_text(&model, &counted, false, None);
+/// assert!(summary.contains("Expert   3:        3 activations (50.00%)"));
 /// assert_eq!(to_json(&model, &counted)["tokens"], 3);
 /// assert!(to_csv(&counted).contains("\n1,3,3,0.500000\n"));
 /// ```
@@ -227,17 +238,7 @@ impl Trace {
     /// Counts one activation of one token. `layer` is a position in the layout. The other experts
     /// of the token are not known, so this use has no locality.
     pub fn record(&self, layer: usize, expert: u32) {
-        let bytes = expert.to_ne_bytes();
-        self.count(
-            layer,
-            &Ids {
-                bytes: &bytes,
-                used: 1,
-                tokens: 1,
-                used_stride: 4,
-                token_stride: 4,
-            },
-        );
+        self.count(layer, &Ids::one(&expert.to_ne_bytes()));
     }
 
     /// Counts every id of a matrix, and its tokens. `layer` is a position in the layout. Ids
@@ -446,6 +447,18 @@ impl Snapshot {
     pub fn tokens(&self) -> u64 {
         let tokens = self.layers.iter().map(|layer| layer.tokens);
         tokens.max().unwrap_or(0)
+    }
+
+    /// Returns the activations of each expert in all layers.
+    pub fn by_expert(&self) -> Vec<u64> {
+        let mut sums = Vec::new();
+        for layer in &self.layers {
+            sums.resize(sums.len().max(layer.experts.len()), 0);
+            for (sum, count) in sums.iter_mut().zip(&layer.experts) {
+                *sum += count;
+            }
+        }
+        sums
     }
 
     /// Adds the counts of another run of the same model.

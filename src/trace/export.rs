@@ -1,10 +1,11 @@
 //! Counts as JSON, CSV and text.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::fs;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -194,6 +195,19 @@ pub fn write(path: &Path, meta: &ModelMeta, snapshot: &Snapshot) -> std::io::Res
     write_text(path, &text)
 }
 
+/// Returns the path for one of several models: with a number from the second one on.
+pub fn numbered(path: &Path, number: usize) -> PathBuf {
+    if number == 0 {
+        return path.to_owned();
+    }
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+    let name = match path.extension() {
+        Some(extension) => format!("{stem}-{}.{}", number + 1, extension.to_string_lossy()),
+        None => format!("{stem}-{}", number + 1),
+    };
+    path.with_file_name(name)
+}
+
 /// Writes a text to a file in place of what is there.
 ///
 /// The text goes into a new file next to `path`, which is then renamed, so a reader never sees
@@ -221,23 +235,38 @@ pub fn write_text(path: &Path, text: &str) -> std::io::Result<()> {
     written
 }
 
-/// Returns a readable summary: the most used experts of all layers, and with `per_layer` of
-/// each layer. Shares are relative to the activations in the same list.
-pub fn to_text(meta: &ModelMeta, snapshot: &Snapshot, per_layer: bool) -> String {
-    const MOST: usize = 10;
-    let mut text = String::new();
-    let all = snapshot.activations();
-    let _ = writeln!(text, "=== Expert Usage ===");
+/// Returns a readable summary: the used experts of all layers, the most used first, and with
+/// `per_layer` those of each layer; `most` limits each list. Shares are relative to the
+/// activations of the list.
+pub fn to_text(
+    meta: &ModelMeta,
+    snapshot: &Snapshot,
+    per_layer: bool,
+    most: Option<usize>,
+) -> String {
+    let mut text = String::from("\n=== Expert Usage Statistics ===\n");
+    let _ = writeln!(text, "Total tokens processed: {}", snapshot.tokens());
+    let _ = writeln!(text, "Expert activation counts:");
+    let totals = snapshot.by_expert();
+    list(&mut text, &totals, "  ", " activations", most);
+    if per_layer {
+        let _ = writeln!(text, "\nPer-layer breakdown:");
+        for layer in &snapshot.layers {
+            let _ = writeln!(text, "  Layer {}:", layer.layer);
+            list(&mut text, &layer.experts, "    ", "", most);
+        }
+    }
+    let name = match meta.name.as_str() {
+        "" => "model",
+        name => name,
+    };
     let _ = writeln!(
         text,
-        "{}: {} tokens, {all} activations in {} layers, {:.1} s",
-        if meta.name.is_empty() {
-            "model"
-        } else {
-            &meta.name
-        },
-        snapshot.tokens(),
+        "{name}: {} activations in {} layers, {} of {} experts unused, {:.1} s",
+        snapshot.activations(),
         snapshot.layers.len(),
+        totals.iter().filter(|&&count| count == 0).count(),
+        totals.len(),
         snapshot.time.as_secs_f64(),
     );
     if snapshot.rejected > 0 {
@@ -247,46 +276,25 @@ pub fn to_text(meta: &ModelMeta, snapshot: &Snapshot, per_layer: bool) -> String
             snapshot.rejected
         );
     }
-    let experts = snapshot
-        .layers
-        .iter()
-        .map(|layer| layer.experts.len())
-        .max();
-    let by_expert = |expert: usize| -> u64 {
-        let counts = snapshot
-            .layers
-            .iter()
-            .filter_map(|layer| layer.experts.get(expert));
-        counts.sum()
-    };
-    let total: Vec<u64> = (0..experts.unwrap_or(0)).map(by_expert).collect();
-    list(&mut text, "All layers", &total, MOST);
-    if per_layer {
-        for layer in &snapshot.layers {
-            let heading = format!("Layer {} ({} tokens)", layer.layer, layer.tokens);
-            list(&mut text, &heading, &layer.experts, MOST);
-        }
-    }
     text
 }
 
-fn list(text: &mut String, heading: &str, counts: &[u64], most: usize) {
+fn list(text: &mut String, counts: &[u64], indent: &str, unit: &str, most: Option<usize>) {
     let all = counts.iter().sum::<u64>().max(1) as f64;
-    let mut order: Vec<usize> = (0..counts.len()).collect();
-    order.sort_by_key(|&expert| (std::cmp::Reverse(counts[expert]), expert));
-    let unused = counts.iter().filter(|&&count| count == 0).count();
-    let _ = writeln!(text, "{heading}: {} experts, {unused} unused", counts.len());
-    for &expert in order
-        .iter()
-        .take(most)
-        .filter(|&&expert| counts[expert] > 0)
-    {
-        let share = counts[expert] as f64 / all * 100.0;
-        let count = counts[expert];
+    let mut used: Vec<usize> = (0..counts.len())
+        .filter(|&expert| counts[expert] > 0)
+        .collect();
+    used.sort_by_key(|&expert| (Reverse(counts[expert]), expert));
+    let shown = most.unwrap_or(used.len()).min(used.len());
+    for &expert in &used[..shown] {
+        let (count, share) = (counts[expert], counts[expert] as f64 / all * 100.0);
         let _ = writeln!(
             text,
-            "  Expert {expert:3}: {count:10} activations ({share:.2} %)"
+            "{indent}Expert {expert:3}: {count:8}{unit} ({share:.2}%)"
         );
+    }
+    if shown < used.len() {
+        let _ = writeln!(text, "{indent}... and {} more", used.len() - shown);
     }
 }
 
@@ -361,21 +369,42 @@ mod tests {
     }
 
     #[test]
-    fn shares_are_of_all_activations() {
-        let text = to_text(&ModelMeta::default(), &counted(), true);
+    fn the_summary_lists_the_experts_that_were_used() {
+        let summary = |most| to_text(&ModelMeta::default(), &counted(), true, most);
+        let expected = "
+=== Expert Usage Statistics ===
+Total tokens processed: 3
+Expert activation counts:
+  Expert   0:        2 activations (50.00%)
+  Expert   1:        1 activations (25.00%)
+  Expert   2:        1 activations (25.00%)
+
+Per-layer breakdown:
+  Layer 0:
+    Expert   0:        2 (66.67%)
+    Expert   2:        1 (33.33%)
+  Layer 1:
+    Expert   1:        1 (100.00%)
+model: 4 activations in 2 layers, 0 of 3 experts unused, ";
+        let text = summary(None);
+        assert!(text.starts_with(expected), "{text}");
+        let text = summary(Some(1));
         assert!(
-            text.contains("Expert   0:          2 activations (50.00 %)"),
+            text.contains("(50.00%)\n  ... and 2 more\n\nPer-"),
             "{text}"
         );
-        assert!(
-            text.contains("Layer 1 (1 tokens): 3 experts, 2 unused"),
-            "{text}"
-        );
-        assert!(
-            text.contains("Expert   1:          1 activations (100.00 %)"),
-            "{text}"
-        );
-        let nothing = to_text(&ModelMeta::default(), &Snapshot::default(), true);
+        assert!(text.contains("(66.67%)\n    ... and 1 more\n"), "{text}");
+        let nothing = to_text(&ModelMeta::default(), &Snapshot::default(), true, None);
         assert!(nothing.contains("0 activations"), "{nothing}");
+    }
+
+    #[test]
+    fn a_layer_of_many_experts_is_listed_whole() {
+        let trace = Trace::new(ExpertLayout::new([(0, 512)]));
+        for expert in 0..512 {
+            trace.record(0, expert);
+        }
+        let text = to_text(&ModelMeta::default(), &trace.snapshot(), false, None);
+        assert_eq!(text.matches("  Expert ").count(), 512);
     }
 }

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::fmt::Write;
 
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 use super::counters::{LayerCounts, Snapshot};
 
@@ -69,6 +69,25 @@ pub fn to_ranked_csv(snapshot: &Snapshot) -> String {
     text
 }
 
+/// Returns the used experts by their numbers: `total_tokens`, `expert_activations` of all layers,
+/// and `per_layer`, the same of each layer by its number.
+pub fn to_activations(snapshot: &Snapshot) -> Value {
+    let used = |counts: &[u64]| -> Map<String, Value> {
+        let used = counts.iter().enumerate().filter(|(_, count)| **count > 0);
+        used.map(|(expert, &count)| (expert.to_string(), count.into()))
+            .collect()
+    };
+    let layers = snapshot.layers.iter();
+    let layers: Map<String, Value> = layers
+        .map(|layer| (layer.layer.to_string(), used(&layer.experts).into()))
+        .collect();
+    json!({
+        "total_tokens": snapshot.tokens(),
+        "expert_activations": used(&snapshot.by_expert()),
+        "per_layer": layers,
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -105,5 +124,13 @@ mod tests {
         let csv = to_ranked_csv(&counts);
         let expected = "layer,expert,count\n2,1,9\n10,2,9\n10,0,3\n2,0,1\n2,2,1\n10,1,0\n";
         assert_eq!(csv, expected);
+    }
+
+    #[test]
+    fn activations_have_the_used_experts_by_number() {
+        let counts = counted(&[(2, &[1, 0, 9]), (10, &[3, 0, 0, 4])]);
+        let text = to_activations(&counts).to_string();
+        let expected = r#"{"total_tokens":1,"expert_activations":{"0":4,"2":9,"3":4},"per_layer":{"2":{"0":1,"2":9},"10":{"0":3,"3":4}}}"#;
+        assert_eq!(text, expected);
     }
 }

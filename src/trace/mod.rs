@@ -11,15 +11,19 @@ mod export;
 mod formats;
 mod locality;
 mod model_meta;
+mod names;
+mod requested;
 mod routes;
 mod saliency;
 mod skew;
 
 pub use counters::{ExpertLayout, Ids, LayerCounts, Snapshot, Trace};
-pub use export::{SCHEMA, from_json, read, to_csv, to_json, to_text, write, write_text};
-pub use formats::{hottest, ranking, to_logical_count, to_ranked_csv, to_rankings};
+pub use export::{SCHEMA, from_json, numbered, read, to_csv, to_json, to_text, write, write_text};
+pub use formats::{hottest, ranking, to_activations, to_logical_count, to_ranked_csv, to_rankings};
 pub use locality::{Locality, Recorder, WINDOW_IDS, Window, hits};
 pub use model_meta::{FileMeta, ModelMeta};
+pub use names::{ExpertNames, NAMES_EVERY, print_used};
+pub use requested::{enabled, print, print_exported, print_summary, write_output};
 pub use routes::{
     LONGEST_MARK, NOT_ROUTED, RouteFormat, RouteLayout, RouteReader, RouteRecord, RouteWriter,
 };
