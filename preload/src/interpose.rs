@@ -26,7 +26,9 @@ use crate::parts::{self, Parts};
 use crate::postfetch::Evaluation;
 use crate::sched::{self, Allocated, Scheduler};
 use crate::thread::{self, Inside};
-use crate::{graph, lifecycle, load, logits, models, postfetch, reloader, round_files, routing};
+use crate::{
+    graph, lifecycle, load, loads, logits, models, postfetch, reloader, round_files, routing,
+};
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 compile_error!("the drop-in works on Linux x86-64 only");
@@ -172,7 +174,7 @@ fn destination(hook: Hook, return_address: usize, arguments: &Arguments) -> *con
     // An evaluation that was begun is finished in the same way, also when the drop-in was turned
     // off since: copies of the program may have been left out.
     let is_on = in_parts || lifecycle::is_on();
-    if !wanted || !is_on || (!opens_file && models::is_empty()) {
+    if !wanted || !is_on || (!opens_file && loads::is_empty()) {
         return real;
     }
     let _inside = Inside::enter();
@@ -317,7 +319,7 @@ fn opened_file(call: &Call, path: &Path) {
     // The program may change its working directory later.
     if let Ok(path) = std::path::absolute(path) {
         guarded(|| {
-            models::file_opened(call.ggml, &path);
+            loads::file_opened(call.ggml, &path);
             load::file_opened(call.caller, call.ggml);
         });
     }
@@ -332,9 +334,9 @@ unsafe extern "C-unwind" fn tensor_alloc(
     let real = meant!(call, *mut Buffer, *mut Tensor, *mut c_void);
     // SAFETY: the arguments of the call.
     let result = unsafe { real(buffer, tensor, address) };
-    if models::is_loading() {
+    if loads::is_loading() {
         // SAFETY: the tensor was just placed.
-        guarded(|| unsafe { models::tensor_placed(call.ggml, tensor, buffer) });
+        guarded(|| unsafe { loads::tensor_placed(call.ggml, tensor, buffer) });
     }
     result
 }

@@ -30,6 +30,7 @@
 //! | [`sched`] | schedulers, their evaluations and kept graphs |
 //! | [`models`] | the models that the program loaded |
 //! | [`own_hotswap`] | the hot-swap that a program has of its own |
+//! | [`loads`] | the models that the program is loading |
 //! | [`maps`] | files that are mapped into the process |
 //! | [`graph`] | what a graph reads |
 //! | [`logits`] | a hash of the output of an evaluation |
@@ -63,6 +64,7 @@ mod journal;
 mod lifecycle;
 mod load;
 mod loaded;
+mod loads;
 mod logits;
 mod maps;
 mod metrics;
