@@ -397,6 +397,8 @@ pub struct ModelStatus {
     pub content_hash: Option<String>,
     /// Figures of expert streaming, if experts of the model are streamed.
     pub stream: Option<StreamFigures>,
+    /// Which hot-swap works, if a variable turned on the program's own and the drop-in's.
+    pub hotswaps: Option<String>,
 }
 
 /// States of a tensor.

@@ -417,7 +417,8 @@ fn the_hot_swap_of_a_program_stands_back_if_its_calls_come_to_the_drop_in() {
     let mut host = with_own_hotswap(Program::C, &path, &on());
     host.text(TOKENS);
     assert_eq!(
-        host.logged("the program's own hot-swap stands back").len(),
+        host.logged("and the drop-in's works: the program's calls")
+            .len(),
         1
     );
     assert_eq!(host.ask("reload"), "unchanged");
@@ -442,7 +443,7 @@ fn the_drop_in_stands_back_if_a_program_may_call_its_own_hot_swap() {
     let (_folder, path) = copied("smollm2.gguf");
     let mut host = with_own_hotswap(IK, &path, &on());
     let before = host.text(TOKENS);
-    let said = "hot-swap stays off: the program has a hot-swap of its own";
+    let said = "hot-swap stays off: LLAMA_HOTSWAP_ENABLED turns on the program's own";
     assert_eq!(host.logged(said).len(), 1, "{:?}", host.log());
     replace(&path, &fixture("smollm2-mixed.gguf"));
     let report = host.control("reload");

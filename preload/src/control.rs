@@ -369,6 +369,7 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
             .content_hash(false)
             .map(|hash| format!("{hash:032x}")),
         stream: streaming::figures(model),
+        hotswaps: model.own_hotswap.map(|own| own.sentence().into()),
     }
 }
 

@@ -179,9 +179,7 @@ impl Model {
             ));
         }
         if self.own_hotswap == Some(OwnHotSwap::MayBeCalled) {
-            return Some(
-                "the program has a hot-swap of its own, which it may call past the drop-in: use that one".into(),
-            );
+            return Some(OwnHotSwap::MayBeCalled.sentence().into());
         }
         let has_other = self.devices.iter().any(|device| ggml::is_other(device.0));
         has_other.then(|| {
@@ -545,11 +543,8 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
         && let Some(obstacle) = model.obstacle()
     {
         log::warn!("{}: hot-swap stays off: {obstacle}", model.path.display());
-    } else if own_hotswap == Some(OwnHotSwap::StandsBack) {
-        log::warn!(
-            "{}: the program's own hot-swap stands back: its calls of llama_reload_changed_tensors reload with the drop-in",
-            model.path.display()
-        );
+    } else if let Some(own) = own_hotswap {
+        log::warn!("{}: {}", model.path.display(), own.sentence());
     }
     MODELS.write().push(model.clone());
     model

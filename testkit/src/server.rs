@@ -76,6 +76,8 @@ pub fn quantize(from: &Path, to: &Path, file_type: &str, arguments: &[&str]) {
 pub struct Options {
     /// Where programs are: [`llama_cpp`] or [`llama_cpp_dl`].
     pub build: fn(&str) -> PathBuf,
+    /// Where it listens; `None` for a port that it chooses, as llama.cpp's can.
+    pub port: Option<u16>,
     /// Requests that it evaluates at a time.
     pub slots: usize,
     /// Tokens of context of each slot.
@@ -126,7 +128,8 @@ pub struct Answer {
     pub text: String,
     /// For each token its number and its log-probability, and those of the next best.
     pub probabilities: Value,
-    /// Tokens of the prompt that were not evaluated for this answer.
+    /// Tokens of the prompt that were not evaluated for this answer; 0 from ik_llama.cpp's server,
+    /// which does not state it.
     pub cached: u64,
     /// Tokens of the prompt that were evaluated for this answer.
     pub evaluated: u64,
@@ -137,6 +140,7 @@ impl Options {
     pub fn new(slots: usize) -> Options {
         Options {
             build: llama_cpp,
+            port: None,
             slots,
             context: 512,
             threads: 1,
@@ -175,12 +179,16 @@ impl Server {
         let mut command = Command::new(program);
         command
             .args(models)
-            .args(["--host", "127.0.0.1", "--port", "0", "--offline"])
+            .args(["--host", "127.0.0.1", "--port"])
+            .arg(options.port.unwrap_or(0).to_string())
             .args(["--parallel", &options.slots.to_string()])
             .args(["--ctx-size", &(options.slots * options.context).to_string()])
             .args(["--threads", &options.threads.to_string()])
             .args(["--batch-size", "128"])
             .args(&options.arguments);
+        if options.port.is_none() {
+            command.arg("--offline");
+        }
         if options.slot_actions {
             command.arg("--slot-save-path").arg(folder.path());
         }
@@ -209,7 +217,9 @@ impl Server {
             .expect("the server starts");
         let mut server = Server {
             child,
-            url: String::new(),
+            url: options
+                .port
+                .map_or_else(String::new, |port| format!("http://127.0.0.1:{port}")),
             api_key: options.api_key.unwrap_or_default(),
             log,
             socket,
@@ -228,6 +238,8 @@ impl Server {
                 .and_then(|line| line.split_once("http://"));
             if let Some((_, address)) = url {
                 self.url = format!("http://{}", address.trim());
+            }
+            if !self.url.is_empty() {
                 let health = self.get("/health");
                 if health.is_ok_and(|answer| answer.status() == 200) {
                     return;
@@ -476,10 +488,11 @@ impl Answer {
             let count = body["timings"][name].as_u64();
             count.ok_or_else(|| format!("expected timings, found {body}"))
         };
+
         Ok(Answer {
             text: text.to_owned(),
             probabilities,
-            cached: timing("cache_n")?,
+            cached: timing("cache_n").unwrap_or_default(),
             evaluated: timing("prompt_n")?,
         })
     }

@@ -161,6 +161,11 @@ fn build_one(source: &Path, flags: &[&str], targets: &[&str], kept: &Path) -> Re
         .args(flags))?;
     run(command(&ninja, &build).arg("--quiet").args(targets))?;
 
+    keep_build(source, &build, targets, kept)
+}
+
+/// Keeps built programs and their libraries in a folder.
+pub fn keep_build(source: &Path, build: &Path, targets: &[&str], kept: &Path) -> Result<()> {
     fs::create_dir_all(kept)?;
     fs::copy(source.join("LICENSE"), kept.with_file_name("LICENSE"))?;
     // A program is there only when its libraries are.

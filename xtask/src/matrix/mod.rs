@@ -17,6 +17,7 @@ mod running;
 mod subject;
 
 use capability::CAPABILITIES;
+pub use subject::IK_LLAMA_CPP;
 use subject::Subject;
 
 const PAGE: &str = "docs/hosts.md";
