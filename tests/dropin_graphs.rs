@@ -132,7 +132,9 @@ impl Two {
     fn status_of(&self, path: &Path) -> Value {
         let status = self.host.control("status");
         let models = status["models"].as_array().expect("a list");
-        let of = models.iter().find(|model| model["files"][0].as_str() == path.to_str());
+        let of = models
+            .iter()
+            .find(|model| model["files"][0].as_str() == path.to_str());
         of.unwrap_or_else(|| panic!("no model of {}: {status}", path.display()))
             .clone()
     }
@@ -174,7 +176,9 @@ fn experts_of_models_that_are_loaded_at_once_are_counted_each_for_its_file() {
         let traces = two.host.control("trace");
         let tokens = |path: &Path| {
             let all = traces["traces"].as_array().expect("a list");
-            let of = all.iter().find(|trace| trace["model"]["files"][0]["path"].as_str() == path.to_str());
+            let of = all
+                .iter()
+                .find(|trace| trace["model"]["files"][0]["path"].as_str() == path.to_str());
             of.and_then(|trace| trace["layers"][0]["tokens"].as_u64())
         };
         let counted = two.paths.each_ref().map(|path| tokens(path));

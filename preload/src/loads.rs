@@ -241,9 +241,8 @@ pub unsafe fn tensor_placed(ggml: &'static Ggml, tensor: *mut Tensor, buffer: *m
     let mut loads = LOADS.lock();
     let candidates = loads.with_tensor(ggml, name, &ne);
     if candidates.is_empty() {
-        // The program made it of others: those of the file are views of it.
-        let is_merged = |ending: &&[u8]| name.to_bytes().ends_with(ending);
-        if ggml.ops.fused.is_some() && MERGED.iter().any(is_merged) {
+        // ik_llama.cpp made it of others: those of the file are views of it.
+        if ggml.ops.fused.is_some() && name.to_bytes().starts_with(b"blk.") {
             loads.note_altered(ggml, name);
         }
         return;
@@ -268,13 +267,6 @@ pub unsafe fn tensor_placed(ggml: &'static Ggml, tensor: *mut Tensor, buffer: *m
         }),
     }
 }
-
-/// The ends of the names of weights that ik_llama.cpp makes by merging others.
-const MERGED: [&[u8]; 3] = [
-    b".attn_qkv.weight",
-    b".attn_qk.weight",
-    b".ffn_gate_up_exps.weight",
-];
 
 /// Takes the load that has the first of these tensors that any has.
 pub fn take(tensors: &[*mut Tensor]) -> Option<Load> {

@@ -118,6 +118,8 @@ fn build(source: &Path, build: &Path) -> Result<()> {
         .arg(build)
         .args(["-G", "Ninja", "--log-level=WARNING"])
         .arg(format!("-DCMAKE_MAKE_PROGRAM={}", ninja.display()))
+        // Beside the programs.
+        .arg(format!("-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={}/bin", build.display()))
         .args(FLAGS))?;
     run(command(&ninja, build).arg("--quiet").args(PROGRAMS))?;
     keep_build(source, build, &PROGRAMS, &ik_llama_cpp(""))
