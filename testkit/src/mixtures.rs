@@ -164,7 +164,13 @@ impl Writer {
     fn new(architecture: &'static str, variant: u64) -> Writer {
         let mut gguf = Gguf::default();
         gguf.kvs[0].1 = Kv::Text(architecture.into());
-        gguf.kvs.extend(vocabulary());
+        // Texts of ik_llama.cpp's server are valid UTF-8 if no token is a byte that is none.
+        let bytes = if architecture == "deepseek2" {
+            128
+        } else {
+            256
+        };
+        gguf.kvs.extend(vocabulary(bytes));
         let mut model = Writer {
             gguf,
             architecture,
@@ -326,15 +332,19 @@ fn random(seed: u64, ty: u32, elements: u64, exponent: i32) -> Vec<u8> {
     bytes
 }
 
-/// Returns the keys of a vocabulary that has a token for each byte.
-fn vocabulary() -> Vec<(String, Kv)> {
+/// Returns the keys of a vocabulary that has a token for each of so many bytes.
+fn vocabulary(bytes: usize) -> Vec<(String, Kv)> {
     const UNKNOWN: i32 = 2;
     const CONTROL: i32 = 3;
     const BYTE: i32 = 6;
     let mut words = vec!["<unk>".to_owned(), "<s>".to_owned(), "</s>".to_owned()];
     let mut types = vec![UNKNOWN, CONTROL, CONTROL];
-    words.extend((0..256).map(|byte| format!("<0x{byte:02X}>")));
+    words.extend((0..bytes).map(|byte| format!("<0x{byte:02X}>")));
     types.resize(words.len(), BYTE);
+    if bytes < 256 {
+        // A space has several bytes here.
+        words.push("\u{2581}".to_owned());
+    }
     let more = TOKENS - words.len();
     words.extend((0..more).map(|i| format!("\u{2581}{i:x}")));
     types.resize(words.len(), 1);

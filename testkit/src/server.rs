@@ -479,8 +479,9 @@ impl Answer {
         let text = text.ok_or_else(|| format!("expected a text, found {body}"))?;
         let probabilities = body["completion_probabilities"].clone();
         for token in probabilities.as_array().into_iter().flatten() {
-            // What is not finite is null in JSON.
-            if !token["logprob"].is_number() {
+            // What is not finite is null in JSON. ik_llama.cpp's server states probabilities.
+            let best = &token["probs"][0]["prob"];
+            if !token["logprob"].is_number() && !best.is_number() {
                 return Err(format!("expected a log-probability, found {token}"));
             }
         }

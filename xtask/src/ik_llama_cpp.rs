@@ -119,7 +119,10 @@ fn build(source: &Path, build: &Path) -> Result<()> {
         .args(["-G", "Ninja", "--log-level=WARNING"])
         .arg(format!("-DCMAKE_MAKE_PROGRAM={}", ninja.display()))
         // Beside the programs.
-        .arg(format!("-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={}/bin", build.display()))
+        .arg(format!(
+            "-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={}/bin",
+            build.display()
+        ))
         .args(FLAGS))?;
     run(command(&ninja, build).arg("--quiet").args(PROGRAMS))?;
     keep_build(source, build, &PROGRAMS, &ik_llama_cpp(""))
