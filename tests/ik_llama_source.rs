@@ -386,15 +386,10 @@ fn one_sentence_states_which_of_two_hot_swaps_works() {
     let status = both.control("status");
     let sentence = status["models"][0]["hotswaps"].as_str();
     assert!(sentence.is_some_and(|of| of.contains(said)), "{status}");
-    // A look at the server's health calls the function.
+    // The server calls the function before it answers.
     replace(&path, &fixture("smollm2-mixed.gguf"));
     assert_eq!(both.look("/health")["status"], "ok");
     let after = fresh(&fixture("smollm2-mixed.gguf"), MAPPED);
-    let deadline = Instant::now() + PATIENCE;
-    while both.logged("hotswap: tensors reloaded").is_empty() {
-        assert!(Instant::now() < deadline, "{:?}", both.log());
-        std::thread::sleep(Duration::from_millis(10));
-    }
     assert_eq!(answers(&both), after);
     end(both);
     // As the wrapper sets it: the program's own stays off.
@@ -406,74 +401,55 @@ fn one_sentence_states_which_of_two_hot_swaps_works() {
     end(alone);
 }
 
-/// What the program's own hot-swap does without the drop-in: docs/drop-in.md has it.
+/// What the program's own hot-swap does without the drop-in; docs/drop-in.md has it as a table.
 #[test]
-fn its_own_hot_swap_beside_it() {
+fn its_own_hot_swap_as_a_peer() {
+    type Found = Vec<Result<Answer, String>>;
     let folder = tempfile::tempdir().expect("a folder");
+    let [model, mixed] = ["smollm2.gguf", "smollm2-mixed.gguf"].map(fixture);
     let same_type = other_bytes(folder.path(), "smollm2.gguf", c"blk.3.ffn_up.weight");
-    let mixed = fixture("smollm2-mixed.gguf");
-    let half_file = folder.path().join("half.gguf");
-    half(&same_type, &half_file);
+    let damaged = folder.path().join("half.gguf");
+    half(&mixed, &damaged);
     let path = folder.path().join("model.gguf");
-    // What it does with a file in place of the model: whether answers are the old ones, and those of
-    // a new server.
-    let own = |by: &Path, arguments: &[&str]| {
-        replace(&path, &fixture("smollm2.gguf"));
+    let try_answers = |server: &Server| -> Found {
+        let answers = (0..SLOTS).map(|slot| server.try_complete(&request(slot)));
+        answers.collect()
+    };
+    let new = |model: &Path, arguments: &[&str]| -> Found {
+        fresh(model, arguments).into_iter().map(Ok).collect()
+    };
+    // Answers after each of these files took the place of the model, one after the other.
+    let own = |arguments: &[&str], files: &[&Path]| -> Vec<Found> {
+        replace(&path, &model);
         let options = Options {
             drop_in: DropIn::Absent,
             variables: vec![(BOTH.0.into(), BOTH.1.into())],
             ..server(SLOTS)
         };
         let server = Server::start(&path, &with_arguments(options, arguments));
-        let before = answers(&server);
-        replace(&path, by);
-        assert_eq!(server.look("/health")["status"], "ok");
-        // It reloads after the answer, and clears caches when it is done.
-        let deadline = Instant::now() + PATIENCE;
-        let done = |server: &Server| {
-            let skipped = server.logged("cannot be hot-swapped").len();
-            let swapped = server.logged("reloaded tensor '").len();
-            let ended = !server.logged("hotswap: tensors reloaded").is_empty();
-            println!(
-                "{arguments:?} {}: {skipped} {swapped} {ended}",
-                by.display()
-            );
-            ended || skipped >= 270
-        };
-        while !done(&server) && Instant::now() < deadline {
-            std::thread::sleep(Duration::from_millis(500));
-        }
-        let found: Vec<_> = (0..SLOTS)
-            .map(|slot| server.try_complete(&request(slot)))
-            .collect();
-        let before: Vec<_> = before.into_iter().map(Ok).collect();
-        println!(
-            "RESULT {arguments:?} {}: unchanged {}",
-            by.display(),
-            found == before
-        );
-        for line in server.logged("reload").iter().take(3) {
-            println!("    {line}");
-        }
-        println!(
-            "   {:?}",
-            found
-                .iter()
-                .map(|of| of
-                    .as_ref()
-                    .map(|of| of.text.clone())
-                    .map_err(|error| error.chars().take(200).collect::<String>()))
-                .collect::<Vec<_>>()
-        );
-        found
+        assert_eq!(try_answers(&server), new(&model, arguments));
+        let after = files.iter().map(|file| {
+            replace(&path, file);
+            // The server reloads before it answers.
+            assert_eq!(server.look("/health")["status"], "ok");
+            try_answers(&server)
+        });
+        after.collect()
     };
-    for by in [&same_type, &mixed, &half_file] {
-        for arguments in [MAPPED, READ] {
-            let found = own(by, arguments);
-            if by != &half_file {
-                let fresh: Vec<_> = fresh(by, arguments).into_iter().map(Ok).collect();
-                println!("as fresh: {}", found == fresh);
-            }
-        }
-    }
+    // In a mapping: other bytes of the same type are not used, and what was swapped to another type
+    // does not return.
+    let [before, after] = [&model, &mixed].map(|file| new(file, MAPPED));
+    assert_eq!(own(MAPPED, &[&same_type]), [before]);
+    assert_eq!(own(MAPPED, &[&mixed, &model]), [after.clone(), after]);
+    // In memory: both are used, and half a file, too.
+    let [before, after] = [&model, &mixed].map(|file| new(file, READ));
+    let both = own(READ, &[&same_type, &mixed, &model]);
+    assert_eq!(both, [new(&same_type, READ), after.clone(), before.clone()]);
+    // Not a number, in all answers from then on.
+    let after = own(READ, &[&damaged, &model]);
+    let all = after.iter().flatten();
+    assert!(
+        all.clone().count() == 2 * SLOTS && all.clone().all(Result::is_err),
+        "{after:?}"
+    );
 }
