@@ -110,7 +110,7 @@ fn idle() {
     println!("|---|---|---|---|---|---|");
     let trace = || {
         DropIn::On(vec![
-            ("LLAMA_HOTSWAP_ENABLED", "0".into()),
+            ("LLAMA_SIDECAR_HOTSWAP", "0".into()),
             ("LLAMA_EXPERT_TRACE_OUTPUT", "/dev/null".into()),
             ("LLAMA_SIDECAR_LOG", "warn".into()),
         ])
@@ -126,7 +126,7 @@ fn idle() {
     let routes = |weights: &str| {
         let path = folder.path().join(format!("routes-{weights}.npy"));
         DropIn::On(vec![
-            ("LLAMA_HOTSWAP_ENABLED", "0".into()),
+            ("LLAMA_SIDECAR_HOTSWAP", "0".into()),
             ("LLAMA_EXPERT_TRACE_ROUTES", path.display().to_string()),
             ("LLAMA_EXPERT_TRACE_WEIGHTS", weights.into()),
             ("LLAMA_SIDECAR_LOG", "warn".into()),

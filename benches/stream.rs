@@ -57,7 +57,7 @@ fn ways(arguments: &[String]) -> Vec<Way> {
 impl Way {
     /// The drop-in with variables that are separated by commas.
     fn new(label: &str, variables: &str) -> Way {
-        let common = "LLAMA_HOTSWAP_ENABLED=0,LLAMA_SIDECAR_LOG=warn";
+        let common = "LLAMA_SIDECAR_HOTSWAP=0,LLAMA_SIDECAR_LOG=warn";
         let all = common.split(',').chain(variables.split(','));
         let parts = all.map(|variable| variable.split_once('=').expect("NAME=VALUE"));
         // Their names live as long as the program.

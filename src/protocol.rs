@@ -418,6 +418,8 @@ pub struct ModelStatus {
     /// Layers whose experts are not counted, if experts are counted.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub uncounted: Option<Uncounted>,
+    /// Which hot-swap works, if a variable turned on the program's own and the drop-in's.
+    pub hotswaps: Option<String>,
 }
 
 /// Layers that were evaluated and whose expert counts are zero.

@@ -567,7 +567,7 @@ fn experts_are_counted_with_kept_graphs_and_without_hot_swap() {
     ] {
         let output = folder.path().join(name);
         let with = DropIn::On(vec![
-            ("LLAMA_HOTSWAP_ENABLED", "0".into()),
+            ("LLAMA_SIDECAR_HOTSWAP", "0".into()),
             ("LLAMA_EXPERT_TRACE_OUTPUT", output.display().to_string()),
             ("LLAMA_SIDECAR_LOG", "warn".into()),
         ]);

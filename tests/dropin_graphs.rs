@@ -1,14 +1,17 @@
 //! The drop-in in a stand-in for libllama that does what no real host does on demand:
-//! evaluations that stall or are aborted, and graphs that are freed first.
+//! evaluations that stall or are aborted, graphs that are freed first, and models that are loaded at
+//! once.
 
 mod small;
 
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use serde_json::Value;
 use small::{folder, mixture, model, on, result, swap, with_tensor};
 use testkit::fixtures::upstream_libraries;
 use testkit::host::{Host, Program, built};
-use testkit::writer::F16;
+use testkit::writer::{F16, Gguf};
 
 /// Evaluates until the host's graph is known to be built again when needed.
 fn settle(host: &mut Host, value: f32) {
@@ -209,4 +212,119 @@ fn an_adapter_refuses_no_swap() {
     assert_eq!(swap(&host, &path, &model(2.0))["reports"][0]["swapped"], 1);
     assert_eq!(host.ask("decode"), result(2.0));
     assert_eq!(host.end(), Some(0));
+}
+
+/// Two models that a host loads beside another one, at once.
+struct Two {
+    host: Host,
+    paths: [PathBuf; 2],
+    _folders: [tempfile::TempDir; 3],
+}
+
+impl Two {
+    /// `how` is the way in which their tensors get memory; see `hosts/c/small_host.c`.
+    fn load(how: &str, models: [&Gguf; 2]) -> Two {
+        let (first_folder, path) = folder(&model(1.0));
+        let mut host = Host::start(Program::Small(true), &path, &on(&[TRACE]));
+        settle(&mut host, 1.0);
+        let (a_folder, a) = folder(models[0]);
+        let (b_folder, b) = folder(models[1]);
+        let command = format!("two {how} {} {}", a.display(), b.display());
+        assert_eq!(host.ask(&command), "loaded");
+        Two {
+            host,
+            paths: [a, b],
+            _folders: [first_folder, a_folder, b_folder],
+        }
+    }
+
+    /// Evaluates one of them, until its graph is known to be built again when needed.
+    fn evaluate(&mut self, number: usize, value: f32) {
+        assert_eq!(self.host.ask(&format!("use {number}")), "used");
+        settle(&mut self.host, value);
+    }
+
+    fn status_of(&self, path: &Path) -> Value {
+        let status = self.host.control("status");
+        let models = status["models"].as_array().expect("a list");
+        let of = models
+            .iter()
+            .find(|model| model["files"][0].as_str() == path.to_str());
+        of.unwrap_or_else(|| panic!("no model of {}: {status}", path.display()))
+            .clone()
+    }
+}
+
+const TRACE: (&str, &str) = ("LLAMA_EXPERT_TRACE_STATS", "1");
+const PLACEMENTS: [&str; 3] = ["mapped", "read", "by-opener"];
+
+#[test]
+fn models_that_are_loaded_at_once_are_swapped_each_with_its_file() {
+    for how in PLACEMENTS {
+        let mut two = Two::load(how, [&model(2.0), &model(3.0)]);
+        two.evaluate(1, 2.0);
+        two.evaluate(2, 3.0);
+        let [a, b] = two.paths.clone();
+        let report = swap(&two.host, &a, &model(5.0));
+        assert_eq!(report["ok"], true, "{how}: {report}");
+        two.evaluate(1, 5.0);
+        two.evaluate(2, 3.0);
+        let report = swap(&two.host, &b, &model(7.0));
+        assert_eq!(report["ok"], true, "{how}: {report}");
+        two.evaluate(2, 7.0);
+        two.evaluate(1, 5.0);
+        let report = swap(&two.host, &a, &model(2.0));
+        assert_eq!(report["ok"], true, "{how}: {report}");
+        two.evaluate(1, 2.0);
+        two.evaluate(2, 7.0);
+        assert_eq!(two.host.end(), Some(0));
+    }
+}
+
+#[test]
+fn experts_of_models_that_are_loaded_at_once_are_counted_each_for_its_file() {
+    for how in PLACEMENTS {
+        let mut two = Two::load(how, [&mixture(2.0), &mixture(3.0)]);
+        two.evaluate(1, 2.0);
+        two.evaluate(2, 3.0);
+        two.evaluate(2, 3.0);
+        let traces = two.host.control("trace");
+        let tokens = |path: &Path| {
+            let all = traces["traces"].as_array().expect("a list");
+            let of = all
+                .iter()
+                .find(|trace| trace["model"]["files"][0]["path"].as_str() == path.to_str());
+            of.and_then(|trace| trace["layers"][0]["tokens"].as_u64())
+        };
+        let counted = two.paths.each_ref().map(|path| tokens(path));
+        assert_eq!(counted, [Some(4), Some(8)], "{how}: {traces}");
+        assert_eq!(two.host.end(), Some(0));
+    }
+}
+
+#[test]
+fn models_with_the_same_bytes_are_told_from_each_other_or_refused_by_name() {
+    for how in PLACEMENTS {
+        let mut two = Two::load(how, [&model(2.0), &model(2.0)]);
+        two.evaluate(1, 2.0);
+        two.evaluate(2, 2.0);
+        let [a, b] = two.paths.clone();
+        let report = swap(&two.host, &a, &model(5.0));
+        if how == "read" {
+            // No thread, mapping or byte shows which file is whose.
+            assert_eq!(report["ok"], false, "{report}");
+            let refused =
+                "\\\"w.weight\\\" may belong to any of them: load one model after the other";
+            assert!(report.to_string().contains(refused), "{report}");
+            two.evaluate(1, 2.0);
+        } else {
+            assert_eq!(report["ok"], true, "{how}: {report}");
+            two.evaluate(1, 5.0);
+        }
+        two.evaluate(2, 2.0);
+        for path in [a, b] {
+            assert_eq!(two.status_of(&path)["tensors"], 1);
+        }
+        assert_eq!(two.host.end(), Some(0));
+    }
 }

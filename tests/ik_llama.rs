@@ -402,6 +402,11 @@ fn post_fetch_and_the_expert_cache_leave_a_program_without_devices_alone() {
     assert_eq!(host.end(), Some(0));
 }
 
+/// The program's own hot-swap and the drop-in's.
+fn both() -> DropIn {
+    DropIn::On(vec![("LLAMA_HOTSWAP_ENABLED", "1".into())])
+}
+
 /// A host beside which a hot-swap of its own is loaded.
 fn with_own_hotswap(program: Program, model: &Path, drop_in: &DropIn) -> Host {
     let libraries = [preload_library(), built("hosts-c/libown_hotswap.so")];
@@ -414,10 +419,11 @@ fn with_own_hotswap(program: Program, model: &Path, drop_in: &DropIn) -> Host {
 #[test]
 fn the_hot_swap_of_a_program_stands_back_if_its_calls_come_to_the_drop_in() {
     let (_folder, path) = copied("smollm2.gguf");
-    let mut host = with_own_hotswap(Program::C, &path, &on());
+    let mut host = with_own_hotswap(Program::C, &path, &both());
     host.text(TOKENS);
     assert_eq!(
-        host.logged("the program's own hot-swap stands back").len(),
+        host.logged("and the drop-in's works: the program's calls")
+            .len(),
         1
     );
     assert_eq!(host.ask("reload"), "unchanged");
@@ -440,9 +446,9 @@ fn the_hot_swap_of_a_program_stands_back_if_its_calls_come_to_the_drop_in() {
 #[test]
 fn the_drop_in_stands_back_if_a_program_may_call_its_own_hot_swap() {
     let (_folder, path) = copied("smollm2.gguf");
-    let mut host = with_own_hotswap(IK, &path, &on());
+    let mut host = with_own_hotswap(IK, &path, &both());
     let before = host.text(TOKENS);
-    let said = "hot-swap stays off: the program has a hot-swap of its own";
+    let said = "hot-swap stays off: LLAMA_HOTSWAP_ENABLED turns on the program's own";
     assert_eq!(host.logged(said).len(), 1, "{:?}", host.log());
     replace(&path, &fixture("smollm2-mixed.gguf"));
     let report = host.control("reload");
@@ -450,6 +456,14 @@ fn the_drop_in_stands_back_if_a_program_may_call_its_own_hot_swap() {
     assert_eq!(host.ask("reload"), "changed");
     assert_eq!(host.text(TOKENS), before);
     assert_eq!(host.logged("own hot-swap was called").len(), 1);
+    assert_eq!(host.end(), Some(0));
+    // The program's own is off with the variable of the drop-in's alone.
+    replace(&path, &fixture("smollm2.gguf"));
+    let mut host = with_own_hotswap(IK, &path, &on());
+    host.text(TOKENS);
+    replace(&path, &fixture("smollm2-mixed.gguf"));
+    assert_eq!(taken(&host.control("reload")), (8, 0));
+    assert_eq!(host.text(TOKENS), fresh(IK, &fixture("smollm2-mixed.gguf")));
     assert_eq!(host.end(), Some(0));
     // With nothing enabled, the call is the program's.
     let mut host = with_own_hotswap(IK, &path, &DropIn::Idle);

@@ -212,6 +212,9 @@ fn print_status(out: &mut impl Write, status: &Status) -> Result<()> {
             model.on_original,
             model.files.first().map_or("", String::as_str)
         )?;
+        if let Some(hotswaps) = &model.hotswaps {
+            writeln!(out, "  {hotswaps}")?;
+        }
         if let Some(blocked) = &model.blocked {
             writeln!(
                 out,

@@ -71,7 +71,7 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
             .process_group(0)
             .env("LD_PRELOAD", &preload)
             .env("LLAMA_SIDECAR_JOURNAL", journal.path())
-            .env("LLAMA_HOTSWAP_ENABLED", "1")
+            .env("LLAMA_SIDECAR_HOTSWAP", "1")
             .env("LLAMA_HOTSWAP_POLL_MS", "0")
             .env("LLAMA_EXPERT_TRACE_STATS", "1")
             .env("LLAMA_EXPERT_STREAM", "auto")

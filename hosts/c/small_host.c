@@ -8,7 +8,12 @@
 //   inspect FILE        opens a file for its metadata many times, and prints how many
 //                       descriptors are open more than before
 //   derive NAME         lets the next graphs read a weight of this name that is from no file
+//   two HOW FIRST SECOND
+//                       loads two further models at once, mapped, read or by-opener, and
+//                       prints "loaded"
+//   use NUMBER          evaluates the first or second of them from now on, and prints "used"
 //   free                frees everything, the graph first
+#define _DEFAULT_SOURCE
 #include <dirent.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,6 +28,19 @@ static void print(float sum, int status) {
         printf("%g\n", (double) sum);
     } else {
         printf("failed %d\n", status);
+    }
+}
+
+static void load_two(char * line) {
+    static const char * const hows[] = {"mapped", "read", "by-opener"};
+    const char * how = strtok(line, " ");
+    // They are kept: a model is read again when it is swapped.
+    const char * first = strdup(strtok(NULL, " "));
+    const char * second = strdup(strtok(NULL, " "));
+    for (int i = 0; i < 3; i++) {
+        if (strcmp(how, hows[i]) == 0) {
+            small_load_two(first, second, (enum placement) i);
+        }
     }
 }
 
@@ -67,6 +85,12 @@ int main(int argc, char ** argv) {
         } else if (strncmp(line, "derive ", 7) == 0) {
             small_derive(line + 7);
             puts("derived");
+        } else if (strncmp(line, "two ", 4) == 0) {
+            load_two(line + 4);
+            puts("loaded");
+        } else if (strncmp(line, "use ", 4) == 0) {
+            small_use(atoi(line + 4));
+            puts("used");
         } else if (strcmp(line, "free") == 0) {
             small_free();
             puts("freed");

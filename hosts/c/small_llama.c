@@ -1,6 +1,7 @@
 #define _DEFAULT_SOURCE
 #include "small_llama.h"
 
+#include <fcntl.h>
 #include <math.h>
 #include <pthread.h>
 #include <stddef.h>
@@ -8,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 // From ggml's headers, as far as it is used.
@@ -69,6 +71,10 @@ buffer_t ggml_backend_alloc_ctx_tensors(context_t *, backend_t);
 void ggml_backend_buffer_set_usage(buffer_t, int);
 size_t ggml_backend_buffer_get_size(buffer_t);
 buffer_t ggml_backend_buft_alloc_buffer(void *, size_t);
+buffer_t ggml_backend_cpu_buffer_from_ptr(void *, size_t);
+void * ggml_backend_buffer_get_base(buffer_t);
+void ggml_backend_buffer_set_usage(buffer_t, int);
+int ggml_backend_tensor_alloc(buffer_t, tensor_t *, void *);
 void * ggml_backend_cpu_buffer_type(void);
 void ggml_backend_tensor_set(tensor_t *, const void *, size_t, size_t);
 void ggml_backend_tensor_get(const tensor_t *, void *, size_t, size_t);
@@ -175,6 +181,109 @@ void small_inspect(const char * path, int count) {
             pthread_join(thread, NULL);
         }
     }
+}
+
+// A model that is loaded beside others.
+struct load {
+    const char * path;
+    context_t * context;
+    struct gguf_context * file;
+    tensor_t * weights[3];
+    char * bytes;
+    size_t size;
+    buffer_t buffer;
+};
+enum { LOADS = 2, WORKERS = 4, USAGE_WEIGHTS = 1 };
+static struct load loads[LOADS];
+static enum placement placement;
+static pthread_barrier_t all_open;
+
+static void place(struct load * load, int i) {
+    if (!load->weights[i]) {
+        return;
+    }
+    const int64_t at = gguf_find_tensor(load->file, names[i]);
+    const size_t offset = gguf_get_data_offset(load->file) + gguf_get_tensor_offset(load->file, at);
+    char * in_file = load->bytes + offset;
+    if (placement == MAPPED) {
+        ggml_backend_tensor_alloc(load->buffer, load->weights[i], in_file);
+        return;
+    }
+    char * to = ggml_backend_buffer_get_base(load->buffer);
+    for (int before = 0; before < i; before++) {
+        to += load->weights[before] ? ggml_nbytes(load->weights[before]) : 0;
+    }
+    ggml_backend_tensor_alloc(load->buffer, load->weights[i], to);
+    ggml_backend_tensor_set(load->weights[i], in_file, 0, ggml_nbytes(load->weights[i]));
+}
+
+static void * place_some(void * first) {
+    for (int i = (int) (intptr_t) first; i < LOADS * 3; i += WORKERS) {
+        place(&loads[i % LOADS], i / LOADS);
+    }
+    return NULL;
+}
+
+// A thread that opens a model, and gives its tensors memory if workers do not.
+static void * open_model(void * data) {
+    struct load * load = data;
+    load->file = gguf_init_from_file(load->path, (struct gguf_init_params){true, &load->context});
+    const int descriptor = open(load->path, O_RDONLY);
+    load->size = (size_t) lseek(descriptor, 0, SEEK_END);
+    load->bytes = mmap(NULL, load->size, PROT_READ, MAP_SHARED, descriptor, 0);
+    close(descriptor);
+    if (!load->file || load->bytes == MAP_FAILED) {
+        fprintf(stderr, "cannot load %s\n", load->path);
+        exit(1);
+    }
+    for (int i = 0; i < 3; i++) {
+        load->weights[i] = ggml_get_tensor(load->context, names[i]);
+    }
+    load->buffer = placement == MAPPED
+                       ? ggml_backend_cpu_buffer_from_ptr(load->bytes, load->size)
+                       : ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), load->size);
+    ggml_backend_buffer_set_usage(load->buffer, USAGE_WEIGHTS);
+    pthread_barrier_wait(&all_open);
+    if (placement == BY_OPENER) {
+        for (int i = 0; i < 3; i++) {
+            place(load, i);
+        }
+    }
+    // The workers go on when both are open, and the threads that opened them live.
+    pthread_barrier_wait(&all_open);
+    return NULL;
+}
+
+static void join(pthread_t * threads, int count) {
+    for (int i = 0; i < count; i++) {
+        pthread_join(threads[i], NULL);
+    }
+}
+
+void small_load_two(const char * first, const char * second, enum placement by) {
+    placement = by;
+    loads[0] = (struct load){.path = first};
+    loads[1] = (struct load){.path = second};
+    pthread_t openers[LOADS], workers[WORKERS];
+    pthread_barrier_init(&all_open, NULL, LOADS + 1);
+    for (int i = 0; i < LOADS; i++) {
+        pthread_create(&openers[i], NULL, open_model, &loads[i]);
+    }
+    pthread_barrier_wait(&all_open);
+    if (placement != BY_OPENER) {
+        for (int i = 0; i < WORKERS; i++) {
+            pthread_create(&workers[i], NULL, place_some, (void *) (intptr_t) i);
+        }
+        join(workers, WORKERS);
+    }
+    pthread_barrier_wait(&all_open);
+    join(openers, LOADS);
+    pthread_barrier_destroy(&all_open);
+}
+
+void small_use(int number) {
+    memcpy(weights, loads[number - 1].weights, sizeof(weights));
+    graph = NULL;
 }
 
 void small_abort(bool on) { aborts = on; }

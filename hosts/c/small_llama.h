@@ -1,6 +1,6 @@
 // A stand-in for libllama: a small graph over real ggml, kept between evaluations as
 // libllama's `process_ubatch` does. It does what no real host can be made to do on
-// demand: it waits between the parts of an evaluation, skips the first reserve, aborts, and
+// demand: it waits between the parts of an evaluation, loads two models at once, skips the first reserve, aborts, and
 // frees its graph before its scheduler.
 #pragma once
 
@@ -10,6 +10,22 @@
 // `blk.0.ffn_down_exps.weight` [64, 64, 4] and `blk.0.ffn_gate_inp.weight` [64, 4]. With
 // SMALL_COPIES_EXPERTS in the environment, it evaluates with a copy of the experts.
 void small_load(const char * path, bool reserves);
+
+// How the tensors of models get memory that are loaded at once.
+enum placement {
+    // In the mapping of their file, by threads that work for both models.
+    MAPPED,
+    // In memory, by such threads.
+    READ,
+    // In memory, by the thread that opened the file.
+    BY_OPENER,
+};
+
+// Loads two further models at once: both are open before any tensor has memory.
+void small_load_two(const char * first, const char * second, enum placement by);
+
+// Lets evaluations use one of these models: 1 or 2.
+void small_use(int number);
 
 // Evaluates; `stall_ms` passes between the begin and the evaluation of the graph, and
 // `waits`: whether the results are waited for. Returns the sum of the results, or NaN

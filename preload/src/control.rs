@@ -372,6 +372,7 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
         stream: streaming::figures(model),
         obstacle: Config::get().hotswap.then(|| model.obstacle()).flatten(),
         uncounted: expert_trace::uncounted(model),
+        hotswaps: model.own_hotswap.map(|own| own.sentence().into()),
     }
 }
 

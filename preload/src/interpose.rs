@@ -27,7 +27,8 @@ use crate::postfetch::Evaluation;
 use crate::sched::{self, Allocated, Scheduler};
 use crate::thread::{self, Inside};
 use crate::{
-    graph, lifecycle, load, logits, models, own_cache, postfetch, reloader, round_files, routing,
+    graph, lifecycle, load, loads, logits, models, own_cache, postfetch, reloader, round_files,
+    routing,
 };
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
@@ -174,7 +175,7 @@ fn destination(hook: Hook, return_address: usize, arguments: &Arguments) -> *con
     // An evaluation that was begun is finished in the same way, also when the drop-in was turned
     // off since: copies of the program may have been left out.
     let is_on = in_parts || lifecycle::is_on();
-    if !wanted || !is_on || (!opens_file && models::is_empty()) {
+    if !wanted || !is_on || (!opens_file && loads::is_empty()) {
         return real;
     }
     let _inside = Inside::enter();
@@ -319,7 +320,7 @@ fn opened_file(call: &Call, path: &Path) {
     // The program may change its working directory later.
     if let Ok(path) = std::path::absolute(path) {
         guarded(|| {
-            models::file_opened(call.ggml, &path);
+            loads::file_opened(call.ggml, &path);
             load::file_opened(call.caller, call.ggml);
         });
     }
@@ -337,8 +338,8 @@ unsafe extern "C-unwind" fn tensor_alloc(
     // SAFETY: the tensor was just placed.
     guarded(|| unsafe {
         own_cache::tensor_placed(call.ggml, tensor, buffer);
-        if models::is_loading() {
-            models::tensor_placed(call.ggml, tensor, buffer);
+        if loads::is_loading() {
+            loads::tensor_placed(call.ggml, tensor, buffer);
         }
     });
     result

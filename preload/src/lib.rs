@@ -32,6 +32,7 @@
 //! | [`models`] | the models that the program loaded |
 //! | [`derived`] | weights that are from no file, and how far they are known |
 //! | [`own_hotswap`] | the hot-swap that a program has of its own |
+//! | [`loads`] | the models that the program is loading |
 //! | [`maps`] | files that are mapped into the process |
 //! | [`graph`] | what a graph reads |
 //! | [`logits`] | a hash of the output of an evaluation |
@@ -66,6 +67,7 @@ mod journal;
 mod lifecycle;
 mod load;
 mod loaded;
+mod loads;
 mod logits;
 mod maps;
 mod metrics;

@@ -27,8 +27,9 @@ use llama_sidecar::stream::{WINDOW, read_ahead};
 use crate::caller::Caller;
 use crate::ggml::{Buffer, BufferType, DEVICE_CPU, Device, Ggml, Tensor};
 use crate::loaded;
+use crate::loads;
 use crate::maps;
-use crate::models::{self, Model, ModelTensor};
+use crate::models::{Model, ModelTensor};
 use crate::redirect::Redirection;
 use crate::thread;
 
@@ -143,7 +144,7 @@ thread_local! {
 }
 
 /// Prepares for loading a file that the program has opened on this thread, and that
-/// [`models`] knows already.
+/// [`loads`] knows already.
 pub fn file_opened(caller: &Caller, ggml: &'static Ggml) {
     // Others open files for their metadata.
     if !streams() || !caller.is_llama() {
@@ -152,7 +153,7 @@ pub fn file_opened(caller: &Caller, ggml: &'static Ggml) {
     let has_experts = |file: &&GgufFile| ExpertIndex::of([*file]).layers().next().is_some();
     let id = |file: &GgufFile| (file.source.id().dev, file.source.id().ino);
     let files: Vec<_> =
-        models::opened_files(|files| files.iter().filter(has_experts).map(id).collect());
+        loads::opened_files(|files| files.iter().filter(has_experts).map(id).collect());
     LOADS_EXPERTS.set(!files.is_empty());
     if !files.is_empty() {
         redirect(caller, ggml);
@@ -297,7 +298,7 @@ unsafe extern "C-unwind" fn supports_op(device: *mut Device, node: *const Tensor
             return true;
         };
         match refused_weight(ggml, device, node) {
-            Some(name) => models::note_kept_out(name),
+            Some(name) => loads::note_kept_out(name),
             None => return true,
         }
         false

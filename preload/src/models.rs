@@ -1,24 +1,17 @@
 //! The models that the program loaded: their files, and the tensors made from them.
 //!
-//! llama.cpp opens the files of a model, makes its tensors and gives them memory on
-//! one thread, one model at a time. So a tensor that gets memory on a thread belongs
-//! to the files that the thread opened last, if one of them has a tensor of its name
-//! and shape. A model is complete when a graph reads one of its tensors; until then
-//! the model may still be loading. A model is removed when the program frees any of its
-//! memory.
+//! A model is complete when a graph reads one of its tensors; until then it is one of
+//! [`loads`]. A model is removed when the program frees any of its memory.
 
-use std::cell::{Cell, RefCell};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ffi::{CStr, CString};
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU64, AtomicUsize, Ordering};
-use std::thread::ThreadId;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU64, Ordering};
 
 use llama_sidecar::config::Config;
 use llama_sidecar::experts::ExpertName;
-use llama_sidecar::gguf::{Access, GgufFile, Value};
 use llama_sidecar::protocol::Event;
 use llama_sidecar::reload::{Engine, TrackedFile};
 use once_cell::sync::OnceCell;
@@ -30,6 +23,7 @@ use crate::ggml::{
 };
 use crate::graph::UsedWeight;
 use crate::journal;
+use crate::loads::{self, Load};
 use crate::maps::Maps;
 use crate::own_hotswap::OwnHotSwap;
 use crate::pool::Pool;
@@ -50,11 +44,13 @@ pub struct Model {
     pub engine: Engine,
     /// Whether the program uses special buffer types of the CPU for its tensors, once known.
     pub special_types: OnceCell<bool>,
-    /// Names of the tensors that were kept out of special buffer types: [`note_kept_out`].
+    /// Names of the tensors that were kept out of special buffer types: [`loads::note_kept_out`].
     pub kept_out: BTreeSet<CString>,
     /// The name of a weight that the program merged with others or converted to another type as
     /// it loaded it (ik_llama.cpp, options `-mqkv`, `-muge` and `-rtr`).
     pub altered: Option<CString>,
+    /// The name of a tensor that may belong to this model or to another one.
+    pub unclear: Option<CString>,
     /// The hot-swap that the program has of its own, if the drop-in's is on.
     pub own_hotswap: Option<OwnHotSwap>,
     /// The name of what a graph reads in memory for weights although no file has it: perhaps a copy
@@ -141,21 +137,6 @@ unsafe impl Send for BufferTypePointer {}
 // SAFETY: as above.
 unsafe impl Sync for BufferTypePointer {}
 
-/// A model that is being loaded.
-struct Load {
-    thread: ThreadId,
-    ggml: &'static Ggml,
-    /// As [`Model::path`].
-    path: PathBuf,
-    files: Vec<GgufFile>,
-    /// For each tensor: its buffer, its file and its index in the header.
-    tensors: Vec<(TensorPointer, usize, usize, usize)>,
-    kept_out: BTreeSet<CString>,
-    /// As [`Model::altered`].
-    altered: Option<CString>,
-}
-
-static LOADS: Mutex<Vec<Load>> = Mutex::new(Vec::new());
 static MODELS: RwLock<Vec<Arc<Model>>> = RwLock::new(Vec::new());
 /// Registered tensors by address: the model, the index of the tensor, and the index of the
 /// instance.
@@ -163,31 +144,6 @@ type Index = HashMap<usize, (Arc<Model>, usize, usize)>;
 static INDEX: RwLock<Option<Index>> = RwLock::new(None);
 /// The tensors of [`Instance::is_copy`].
 static COPIES: RwLock<Vec<TensorPointer>> = RwLock::new(Vec::new());
-/// Addresses of all tensors of programs that were ever registered.
-static LOWEST: AtomicUsize = AtomicUsize::new(usize::MAX);
-static HIGHEST: AtomicUsize = AtomicUsize::new(0);
-
-thread_local! {
-    /// Whether this thread loads a model.
-    static LOADING: Cell<bool> = const { Cell::new(false) };
-    /// The last file that this thread opened and that is not a further shard.
-    static FIRST: RefCell<Option<PathBuf>> = const { RefCell::new(None) };
-    /// Set on a thread that opened a file.
-    static OPENER: Opener = const { Opener };
-}
-
-/// Closes, at the end of a thread, files that the thread opened for their metadata only.
-struct Opener;
-
-impl Drop for Opener {
-    fn drop(&mut self) {
-        let thread = std::thread::current().id();
-        LOADS
-            .lock()
-            .retain(|load| load.thread != thread || !load.tensors.is_empty());
-    }
-}
-
 impl Model {
     /// Returns the set of this model.
     pub fn as_set(&self) -> ModelSet {
@@ -222,10 +178,13 @@ impl Model {
                 "the program merged or repacked {name:?} as it loaded it: start it without -rtr, -mqkv and -muge"
             ));
         }
+        if let Some(name) = &self.unclear {
+            return Some(format!(
+                "the program was loading several models at once, and {name:?} may belong to any of them: load one model after the other"
+            ));
+        }
         if self.own_hotswap == Some(OwnHotSwap::MayBeCalled) {
-            return Some(
-                "the program has a hot-swap of its own, which it may call past the drop-in: use that one".into(),
-            );
+            return Some(OwnHotSwap::MayBeCalled.sentence().into());
         }
         if let Some(name) = self.unknown.get() {
             return Some(format!(
@@ -356,21 +315,9 @@ pub fn models() -> Vec<Arc<Model>> {
     MODELS.read().clone()
 }
 
-/// Whether no file was opened so far.
-pub fn is_empty() -> bool {
-    !ANY.load(Ordering::Relaxed)
-}
-
-static ANY: AtomicBool = AtomicBool::new(false);
-
-/// Returns the range of addresses that has all registered tensors of the program.
-fn addresses() -> Range<usize> {
-    LOWEST.load(Ordering::Relaxed)..HIGHEST.load(Ordering::Relaxed)
-}
-
 /// Returns a fast check that is true for all registered tensors, and for few others.
 pub fn may_be_registered() -> impl Fn(*mut Tensor) -> bool {
-    let (addresses, copies) = (addresses(), COPIES.read().clone());
+    let (addresses, copies) = (loads::addresses(), COPIES.read().clone());
     move |tensor| addresses.contains(&(tensor as usize)) || copies.contains(&TensorPointer(tensor))
 }
 
@@ -381,142 +328,6 @@ pub fn is_registered(tensor: *mut Tensor) -> bool {
         .as_ref()
         .is_some_and(|index| index.contains_key(&(tensor as usize)))
 }
-
-/// Records a GGUF file that the program opened on this thread.
-pub fn file_opened(ggml: &'static Ggml, path: &Path) {
-    let gguf = match GgufFile::open(path, Access::Read) {
-        Ok(gguf) => gguf,
-        Err(error) => {
-            log::warn!("cannot watch a file that the program opened: {error}");
-            return;
-        }
-    };
-    if is_adapter(&gguf) {
-        return;
-    }
-    let thread = std::thread::current().id();
-    let mut loads = LOADS.lock();
-    // If tensors have memory already, this file is of the next model.
-    let mut current = loads
-        .iter_mut()
-        .find(|load| load.thread == thread && load.tensors.is_empty());
-    // A file that is not a further shard begins a model: what was opened before was read for
-    // its metadata alone, or to fit this model to a device.
-    if !gguf.is_further_shard() {
-        if let Some(load) = &mut current {
-            load.files.clear();
-            load.kept_out.clear();
-            load.altered = None;
-        }
-        // Fails on a thread that is ending, as below.
-        let _ = FIRST.try_with(|first| first.replace(Some(path.to_owned())));
-    }
-    if gguf.header.tensors.is_empty() {
-        return;
-    }
-    journal::note(|| Event::Opened {
-        path: path.display().to_string(),
-    });
-    let first = FIRST.try_with(|first| first.borrow().clone());
-    let first = first.ok().flatten().unwrap_or_default();
-    match current {
-        Some(load) => {
-            load.path = first;
-            load.files.retain(|file| file.source.path() != path);
-            load.files.push(gguf);
-        }
-        None => {
-            loads.push(Load {
-                thread,
-                ggml,
-                path: first,
-                files: vec![gguf],
-                tensors: Vec::new(),
-                kept_out: BTreeSet::new(),
-                altered: None,
-            });
-        }
-    }
-    ANY.store(true, Ordering::Relaxed);
-    LOADING.set(true);
-    // Fails on a thread that is ending, which keeps nothing.
-    let _ = OPENER.try_with(|_| ());
-}
-
-/// Whether a file has what is added to the tensors of a model (LoRA), and no model.
-fn is_adapter(gguf: &GgufFile) -> bool {
-    let key = gguf.header.key(b"general.type");
-    let value = key.and_then(|key| gguf.value(key).ok());
-    matches!(value, Some(Value::Text(text)) if text == b"adapter")
-}
-
-/// Whether tensors that are given memory on this thread may be weights.
-pub fn is_loading() -> bool {
-    LOADING.get()
-}
-
-/// Calls `work` with the files of the model that this thread loads; none before it opens one.
-pub fn opened_files<R>(work: impl FnOnce(&[GgufFile]) -> R) -> R {
-    let thread = std::thread::current().id();
-    let loads = LOADS.lock();
-    let load = loads.iter().rev().find(|load| load.thread == thread);
-    work(load.map_or(&[], |load| &load.files))
-}
-
-/// Records that a tensor of the model that this thread loads is kept out of a special buffer
-/// type, although the program would have used that type.
-pub fn note_kept_out(name: &CStr) {
-    let thread = std::thread::current().id();
-    let mut loads = LOADS.lock();
-    if let Some(load) = loads.iter_mut().rev().find(|load| load.thread == thread) {
-        load.kept_out.insert(name.to_owned());
-    }
-}
-
-/// Records a tensor that was given memory on this thread.
-///
-/// # Safety
-///
-/// A live tensor of this copy of ggml that has a name.
-pub unsafe fn tensor_placed(ggml: &'static Ggml, tensor: *mut Tensor, buffer: *mut Buffer) {
-    // SAFETY: as the caller ensures.
-    let (name, ne) = unsafe {
-        let name = CStr::from_ptr((ggml.f.ggml_get_name)(tensor));
-        let ne: [i64; 4] = ggml.layout.read(tensor, ggml.layout.ne);
-        (name, ne.map(|extent| extent as u64))
-    };
-    let thread = std::thread::current().id();
-    let mut loads = LOADS.lock();
-    let Some(load) = loads.iter_mut().rev().find(|load| load.thread == thread) else {
-        LOADING.set(false);
-        return;
-    };
-    for (file, gguf) in load.files.iter().enumerate().rev() {
-        let Some(info) = gguf.header.find(name) else {
-            continue;
-        };
-        if gguf.header.tensors[info].ne != ne {
-            continue;
-        }
-        load.tensors
-            .push((TensorPointer(tensor), buffer as usize, file, info));
-        LOWEST.fetch_min(tensor as usize, Ordering::Relaxed);
-        HIGHEST.fetch_max(tensor as usize + 1, Ordering::Relaxed);
-        return;
-    }
-    // The program made it of others: those of the file are views of it.
-    let is_merged = |ending: &&[u8]| name.to_bytes().ends_with(ending);
-    if ggml.ops.fused.is_some() && MERGED.iter().any(is_merged) {
-        load.altered.get_or_insert_with(|| name.to_owned());
-    }
-}
-
-/// The ends of the names of weights that ik_llama.cpp makes by merging others.
-const MERGED: [&[u8]; 3] = [
-    b".attn_qkv.weight",
-    b".attn_qk.weight",
-    b".ffn_gate_up_exps.weight",
-];
 
 /// What a graph reads.
 #[derive(Default)]
@@ -540,7 +351,7 @@ pub unsafe fn find_in_graph(devices: &[*mut Device], weights: &mut [UsedWeight])
     loop {
         // SAFETY: as the caller ensures.
         let (reads, unknown) = unsafe { note_uses(weights) };
-        let Some(load) = take_load_of(&unknown) else {
+        let Some(load) = loads::take(&unknown) else {
             return Found {
                 reads,
                 complete,
@@ -606,23 +417,6 @@ unsafe fn read_copy(model: &Model, instances: &[Instance], weight: &mut UsedWeig
     }
     weight.tensor = copy.tensor.0;
     true
-}
-
-/// Takes the model that is being loaded and has the first of these tensors that any has.
-fn take_load_of(tensors: &[*mut Tensor]) -> Option<Load> {
-    if tensors.is_empty() {
-        return None;
-    }
-    let mut loads = LOADS.lock();
-    let position = tensors.iter().find_map(|&weight| {
-        let has = |load: &Load| load.tensors.iter().any(|(tensor, ..)| tensor.0 == weight);
-        loads.iter().position(has)
-    })?;
-    let load = loads.remove(position);
-    // The thread opened its other files for their metadata only.
-    loads.retain(|other| other.thread != load.thread || !other.tensors.is_empty());
-    LOADING.set(false);
-    Some(load)
 }
 
 /// Records that a graph has a view of this tensor. Returns whether it is the first.
@@ -706,8 +500,9 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
     let mut altered = load.altered;
     let mut tensors: Vec<ModelTensor> = Vec::new();
     let mut by_place: HashMap<(usize, usize), usize> = HashMap::new();
-    for (tensor, buffer, file, info) in load.tensors {
-        let buffer = buffer as *mut Buffer;
+    for placed in load.tensors {
+        let (tensor, file, info) = (placed.tensor as *mut Tensor, placed.file, placed.info);
+        let (tensor, buffer) = (TensorPointer(tensor), placed.buffer as *mut Buffer);
         // SAFETY: the program has loaded the model and not freed it; the functions only read.
         let (original, buft, is_host) = unsafe {
             (
@@ -760,6 +555,7 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
         special_types: OnceCell::new(),
         kept_out: load.kept_out,
         altered,
+        unclear: load.unclear,
         own_hotswap,
         unknown: OnceCell::new(),
         devices: devices
@@ -785,11 +581,10 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
         model.files.len(),
         model.files[0].gguf.source.path().display()
     );
-    if !model.report_obstacle() && own_hotswap == Some(OwnHotSwap::StandsBack) {
-        log::warn!(
-            "{}: the program's own hot-swap stands back: its calls of llama_reload_changed_tensors reload with the drop-in",
-            model.path.display()
-        );
+    if !model.report_obstacle()
+        && let Some(own) = own_hotswap
+    {
+        log::warn!("{}: {}", model.path.display(), own.sentence());
     }
     MODELS.write().push(model.clone());
     model
@@ -797,28 +592,19 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
 
 /// Forgets the models that use a buffer, which is about to be freed; returns them.
 pub fn buffer_freed(buffer: *mut Buffer) -> Vec<Arc<Model>> {
-    let removed = remove(|instance| instance.original.buffer == buffer);
-    let mut loads = LOADS.lock();
-    loads.retain(|load| load.tensors.iter().all(|t| t.1 != buffer as usize));
-    removed
+    loads::buffer_freed(buffer);
+    remove(|instance| instance.original.buffer == buffer)
 }
 
 /// Forgets the models that have tensors at these addresses, whose memory is about to be
 /// freed; returns them.
 pub fn tensors_freed(range: &Range<usize>) -> Vec<Arc<Model>> {
-    let known = addresses();
+    let known = loads::addresses();
     if known.start >= range.end || range.start >= known.end {
         return Vec::new();
     }
-    let removed = remove(|instance| range.contains(&(instance.tensor.0 as usize)));
-    let mut loads = LOADS.lock();
-    loads.retain(|load| {
-        let tensors = load.tensors.iter();
-        tensors
-            .map(|t| t.0.0 as usize)
-            .all(|at| !range.contains(&at))
-    });
-    removed
+    loads::tensors_freed(range);
+    remove(|instance| range.contains(&(instance.tensor.0 as usize)))
 }
 
 /// Removes the models of which any instance fulfils a condition; returns them.

@@ -15,6 +15,7 @@ use llama_sidecar::reload::{Cause, Hash, Outcome, OverlaySource, Report, Trigger
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::capability::Capability;
+use crate::loads;
 use crate::models::{self, Model};
 use crate::{barrier, ggml, journal, sched, store, thread};
 
@@ -65,7 +66,7 @@ impl Capability for HotSwap {
         }
         model.pool.clear();
         // The buffers of other models wait on: evaluations may run.
-        if models::is_empty() {
+        if loads::is_empty() {
             ggml::free_remote();
         }
     }

@@ -133,7 +133,7 @@ impl ExpertStream {
 /// The settings in force.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// `LLAMA_HOTSWAP_ENABLED`.
+    /// `LLAMA_SIDECAR_HOTSWAP`; where it is not set, `LLAMA_HOTSWAP_ENABLED`.
     pub hotswap: bool,
     /// `LLAMA_HOTSWAP_POLL_MS`; `None` when files are checked only on request, as with rounds.
     pub poll: Option<Duration>,
@@ -266,13 +266,14 @@ impl Config {
         let trace_per_layer = values.switch("LLAMA_EXPERT_TRACE_PER_LAYER");
         let control_file = values.path("LLAMA_HOTSWAP_CONTROL_FILE");
         let rounds = values.switch("LLAMA_SIDECAR_ROUNDS") || control_file.is_some();
+        let own_hotswap = values.get("LLAMA_SIDECAR_HOTSWAP", |value| Ok(is_on(value)));
         let poll = values.interval("LLAMA_HOTSWAP_POLL_MS", Duration::from_millis);
         // Checked for its message alone: there is one setting.
         values.text("LLAMA_HOTSWAP_KV");
         Config {
             postfetch,
             host_postfetch,
-            hotswap: values.switch("LLAMA_HOTSWAP_ENABLED"),
+            hotswap: own_hotswap.unwrap_or_else(|| values.switch("LLAMA_HOTSWAP_ENABLED")),
             // All evaluations of a round have the same weights.
             poll: poll.filter(|_| !rounds),
             quiet: values
@@ -550,6 +551,22 @@ mod tests {
             }
             let check = parse(&[("LLAMA_HOTSWAP_CHECK", value)]).check_blocks;
             assert_eq!(check, on || value.is_empty(), "{value}");
+        }
+    }
+
+    #[test]
+    fn the_variable_of_hot_swap_for_the_sidecar_alone_decides_where_it_is_set() {
+        for (both, alone, on) in [
+            ("1", "", true),
+            ("1", "0", false),
+            ("0", "1", true),
+            ("", "1", true),
+        ] {
+            let config = parse(&[
+                ("LLAMA_HOTSWAP_ENABLED", both),
+                ("LLAMA_SIDECAR_HOTSWAP", alone),
+            ]);
+            assert_eq!(config.hotswap, on, "{both:?} {alone:?}");
         }
     }
 

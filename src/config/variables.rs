@@ -79,6 +79,13 @@ pub static VARIABLES: &[Variable] = &[
         default: Value("0"),
         kind: Switch,
         help: "register files at load and allow reloads",
+        flag: None,
+    },
+    Variable {
+        name: "LLAMA_SIDECAR_HOTSWAP",
+        default: Described("`LLAMA_HOTSWAP_ENABLED`"),
+        kind: Switch,
+        help: "the same for llama-sidecar alone: programs with a [hot-swap of their own](docs/drop-in.md#ik_llamacpp) read the other variable, too",
         flag: Some("hotswap"),
     },
     Variable {

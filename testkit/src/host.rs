@@ -215,7 +215,7 @@ impl DropIn {
         }
         if let DropIn::On(variables) = self {
             command
-                .env("LLAMA_HOTSWAP_ENABLED", "1")
+                .env("LLAMA_SIDECAR_HOTSWAP", "1")
                 .env("LLAMA_HOTSWAP_POLL_MS", "0")
                 .env("LLAMA_SIDECAR_CONTROL", socket)
                 .env("LLAMA_SIDECAR_LOG", "debug")

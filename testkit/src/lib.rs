@@ -8,6 +8,7 @@ pub mod caches;
 pub mod fixtures;
 pub mod ggml;
 pub mod host;
+pub mod ik_llama_cpp;
 pub mod memory_limit;
 pub mod mixtures;
 pub mod moe;

@@ -19,6 +19,11 @@ const WIDTH: i64 = 256;
 const HEADS: u32 = 4;
 const KV_HEADS: u32 = 2;
 const HEAD: i64 = 64;
+/// The widths of DeepSeek-V2's attention: of latent keys and values, and of the parts of a key without
+/// and with positions.
+const LATENT: i64 = 512;
+const PLAIN: i64 = 128;
+const ROTATED: i64 = 64;
 /// The size of a weight, as an exponent of two: sums over the width have the size of a summand.
 const WEIGHT: i32 = -4;
 
@@ -33,13 +38,16 @@ pub enum Mixture {
     MergedGateUp,
     /// As Qwen2: a shared expert with a gate of its own, and matrices of two types.
     SharedExpert,
+    /// As DeepSeek-V2 for ik_llama.cpp: attention with latent keys and values, whose projections are
+    /// in one matrix (MLA), a shared expert, and a first layer without experts.
+    Latent,
 }
 
 impl Mixture {
     /// Returns the number of layers with experts.
     pub fn layers(self) -> u32 {
         match self {
-            Mixture::MergedGateUp => LAYERS - 1,
+            Mixture::MergedGateUp | Mixture::Latent => LAYERS - 1,
             _ => LAYERS,
         }
     }
@@ -51,7 +59,7 @@ impl Mixture {
 
     /// Writes the model with other data, by this number.
     pub fn write_variant(self, variant: u64, path: &Path) -> std::io::Result<()> {
-        self.gguf(variant).write(path)
+        self.describe(variant).write(path)
     }
 
     fn architecture(self) -> &'static str {
@@ -59,10 +67,12 @@ impl Mixture {
             Mixture::GptOss => "gpt-oss",
             Mixture::MergedGateUp => "cohere2moe",
             Mixture::SharedExpert => "qwen2moe",
+            Mixture::Latent => "deepseek2",
         }
     }
 
-    fn gguf(self, variant: u64) -> Gguf {
+    /// Returns the model with the data of a variant.
+    pub fn describe(self, variant: u64) -> Gguf {
         let mut model = Writer::new(self.architecture(), variant);
         match self {
             Mixture::GptOss => model.key("attention.sliding_window", Kv::U32(32)),
@@ -74,13 +84,31 @@ impl Mixture {
                 model.key("expert_weights_norm", Kv::Bool(true));
             }
             Mixture::SharedExpert => {}
+            Mixture::Latent => {
+                for (key, value) in [
+                    ("leading_dense_block_count", 1),
+                    ("expert_shared_count", 1),
+                    ("attention.head_count_kv", HEADS),
+                    ("attention.q_lora_rank", WIDTH as u32),
+                    ("attention.kv_lora_rank", LATENT as u32),
+                    ("attention.key_length", (PLAIN + ROTATED) as u32),
+                    ("attention.value_length", PLAIN as u32),
+                    ("rope.dimension_count", ROTATED as u32),
+                ] {
+                    model.key(key, Kv::U32(value));
+                }
+                model.key("expert_weights_scale", Kv::F32(1.0));
+            }
         }
         model.matrix("token_embd.weight", &[WIDTH, TOKENS as i64], Q8_0, 0);
         model.ones("output_norm.weight");
         model.matrix("output.weight", &[WIDTH, TOKENS as i64], Q8_0, WEIGHT);
         for layer in 0..LAYERS {
             let mut layer = model.layer(layer);
-            layer.attention(self != Mixture::MergedGateUp);
+            match self {
+                Mixture::Latent => layer.latent_attention(),
+                _ => layer.attention(self != Mixture::MergedGateUp),
+            }
             match self {
                 Mixture::GptOss => {
                     layer.ones("post_attention_norm.weight");
@@ -94,6 +122,15 @@ impl Mixture {
                     }
                 }
                 Mixture::MergedGateUp if layer.number == 0 => layer.dense(""),
+                Mixture::Latent if layer.number == 0 => {
+                    layer.ones("ffn_norm.weight");
+                    layer.dense("");
+                }
+                Mixture::Latent => {
+                    layer.ones("ffn_norm.weight");
+                    layer.experts(["gate", "up", "down"].map(|name| (name, 1, Q4_0)));
+                    layer.dense("_shexp");
+                }
                 Mixture::MergedGateUp => {
                     layer.experts([("gate_up", 2, MXFP4), ("down", 1, Q8_0)]);
                     layer.dense("_shexp");
@@ -127,7 +164,13 @@ impl Writer {
     fn new(architecture: &'static str, variant: u64) -> Writer {
         let mut gguf = Gguf::default();
         gguf.kvs[0].1 = Kv::Text(architecture.into());
-        gguf.kvs.extend(vocabulary());
+        // Texts of ik_llama.cpp's server are valid UTF-8 if no token is a byte that is none.
+        let bytes = if architecture == "deepseek2" {
+            128
+        } else {
+            256
+        };
+        gguf.kvs.extend(vocabulary(bytes));
         let mut model = Writer {
             gguf,
             architecture,
@@ -158,6 +201,7 @@ impl Writer {
 
     fn key(&mut self, name: &str, value: Kv) {
         let name = format!("{}.{name}", self.architecture);
+        self.gguf.kvs.retain(|(other, _)| *other != name);
         self.gguf.kvs.push((name, value));
     }
 
@@ -184,8 +228,12 @@ impl Writer {
     }
 
     fn ones(&mut self, name: &str) {
-        let data = 1f32.to_le_bytes().repeat(WIDTH as usize);
-        self.tensor(name, &[WIDTH], F32, data);
+        self.ones_of(name, WIDTH);
+    }
+
+    fn ones_of(&mut self, name: &str, width: i64) {
+        let data = 1f32.to_le_bytes().repeat(width as usize);
+        self.tensor(name, &[width], F32, data);
     }
 }
 
@@ -220,6 +268,23 @@ impl Layer<'_> {
         }
         let columns = i64::from(HEADS) * HEAD;
         self.matrix("attn_output.weight", &[columns, WIDTH], Q8_0);
+    }
+
+    fn latent_attention(&mut self) {
+        let heads = i64::from(HEADS);
+        self.ones("attn_norm.weight");
+        self.ones("attn_q_a_norm.weight");
+        let name = self.name("attn_kv_a_norm.weight");
+        self.model.ones_of(&name, LATENT);
+        for (name, ne) in [
+            ("q_a", [WIDTH, WIDTH]),
+            ("q_b", [WIDTH, heads * (PLAIN + ROTATED)]),
+            ("kv_a_mqa", [WIDTH, LATENT + ROTATED]),
+            ("kv_b", [LATENT, heads * 2 * PLAIN]),
+            ("output", [heads * PLAIN, WIDTH]),
+        ] {
+            self.matrix(&format!("attn_{name}.weight"), &ne, Q8_0);
+        }
     }
 
     /// The router, and for each role a matrix of all experts, with so many widths of rows.
@@ -267,15 +332,19 @@ fn random(seed: u64, ty: u32, elements: u64, exponent: i32) -> Vec<u8> {
     bytes
 }
 
-/// Returns the keys of a vocabulary that has a token for each byte.
-fn vocabulary() -> Vec<(String, Kv)> {
+/// Returns the keys of a vocabulary that has a token for each of so many bytes.
+fn vocabulary(bytes: usize) -> Vec<(String, Kv)> {
     const UNKNOWN: i32 = 2;
     const CONTROL: i32 = 3;
     const BYTE: i32 = 6;
     let mut words = vec!["<unk>".to_owned(), "<s>".to_owned(), "</s>".to_owned()];
     let mut types = vec![UNKNOWN, CONTROL, CONTROL];
-    words.extend((0..256).map(|byte| format!("<0x{byte:02X}>")));
+    words.extend((0..bytes).map(|byte| format!("<0x{byte:02X}>")));
     types.resize(words.len(), BYTE);
+    if bytes < 256 {
+        // A space has several bytes here.
+        words.push("\u{2581}".to_owned());
+    }
     let more = TOKENS - words.len();
     words.extend((0..more).map(|i| format!("\u{2581}{i:x}")));
     types.resize(words.len(), 1);

@@ -130,6 +130,8 @@ pub fn quantize(from: &Path, to: &Path, file_type: &str, arguments: &[&str]) {
 pub struct Options {
     /// Where programs are: [`llama_cpp`] or [`llama_cpp_dl`].
     pub build: fn(&str) -> PathBuf,
+    /// Where it listens; `None` for a port that it chooses, as llama.cpp's can.
+    pub port: Option<u16>,
     /// Requests that it evaluates at a time.
     pub slots: usize,
     /// Tokens of context of each slot.
@@ -180,7 +182,8 @@ pub struct Answer {
     pub text: String,
     /// For each token its number and its log-probability, and those of the next best.
     pub probabilities: Value,
-    /// Tokens of the prompt that were not evaluated for this answer.
+    /// Tokens of the prompt that were not evaluated for this answer; 0 from ik_llama.cpp's server,
+    /// which does not state it.
     pub cached: u64,
     /// Tokens of the prompt that were evaluated for this answer.
     pub evaluated: u64,
@@ -191,6 +194,7 @@ impl Options {
     pub fn new(slots: usize) -> Options {
         Options {
             build: llama_cpp,
+            port: None,
             slots,
             context: 512,
             threads: 1,
@@ -229,12 +233,16 @@ impl Server {
         let mut command = Command::new(program);
         command
             .args(models)
-            .args(["--host", "127.0.0.1", "--port", "0", "--offline"])
+            .args(["--host", "127.0.0.1", "--port"])
+            .arg(options.port.unwrap_or(0).to_string())
             .args(["--parallel", &options.slots.to_string()])
             .args(["--ctx-size", &(options.slots * options.context).to_string()])
             .args(["--threads", &options.threads.to_string()])
             .args(["--batch-size", "128"])
             .args(&options.arguments);
+        if options.port.is_none() {
+            command.arg("--offline");
+        }
         if options.slot_actions {
             command.arg("--slot-save-path").arg(folder.path());
         }
@@ -263,7 +271,9 @@ impl Server {
             .expect("the server starts");
         let mut server = Server {
             child,
-            url: String::new(),
+            url: options
+                .port
+                .map_or_else(String::new, |port| format!("http://127.0.0.1:{port}")),
             api_key: options.api_key.unwrap_or_default(),
             log,
             socket,
@@ -282,6 +292,8 @@ impl Server {
                 .and_then(|line| line.split_once("http://"));
             if let Some((_, address)) = url {
                 self.url = format!("http://{}", address.trim());
+            }
+            if !self.url.is_empty() {
                 let health = self.get("/health");
                 if health.is_ok_and(|answer| answer.status() == 200) {
                     return;
@@ -521,8 +533,9 @@ impl Answer {
         let text = text.ok_or_else(|| format!("expected a text, found {body}"))?;
         let probabilities = body["completion_probabilities"].clone();
         for token in probabilities.as_array().into_iter().flatten() {
-            // What is not finite is null in JSON.
-            if !token["logprob"].is_number() {
+            // What is not finite is null in JSON. ik_llama.cpp's server states probabilities.
+            let best = &token["probs"][0]["prob"];
+            if !token["logprob"].is_number() && !best.is_number() {
                 return Err(format!("expected a log-probability, found {token}"));
             }
         }
@@ -530,10 +543,11 @@ impl Answer {
             let count = body["timings"][name].as_u64();
             count.ok_or_else(|| format!("expected timings, found {body}"))
         };
+
         Ok(Answer {
             text: text.to_owned(),
             probabilities,
-            cached: timing("cache_n")?,
+            cached: timing("cache_n").unwrap_or_default(),
             evaluated: timing("prompt_n")?,
         })
     }

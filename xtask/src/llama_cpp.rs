@@ -204,6 +204,11 @@ fn build_one(
         .args(flags))?;
     run_with_progress(command(&ninja, &build).args(targets))?;
 
+    keep_build(source, &build, targets, kept)
+}
+
+/// Keeps built programs and their libraries in a folder.
+pub fn keep_build(source: &Path, build: &Path, targets: &[&str], kept: &Path) -> Result<()> {
     fs::create_dir_all(kept)?;
     fs::copy(source.join("LICENSE"), kept.with_file_name("LICENSE"))?;
     // A program is there only when its libraries are.
@@ -215,7 +220,7 @@ fn build_one(
 }
 
 /// Runs ninja and prints each tenth of its steps; in full what it prints of a step that fails.
-fn run_with_progress(ninja: &mut Command) -> Result<()> {
+pub fn run_with_progress(ninja: &mut Command) -> Result<()> {
     let mut child = ninja.stdout(Stdio::piped()).spawn()?;
     let output = child.stdout.take().context("its output")?;
     let (mut printed, mut others) = (0, Vec::new());

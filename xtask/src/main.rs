@@ -8,6 +8,7 @@ mod cmake;
 mod dist;
 mod fixtures;
 mod header;
+mod ik_llama_cpp;
 mod install;
 mod llama_cpp;
 mod matrix;
@@ -159,6 +160,12 @@ fn main() -> Result<()> {
             llama_cpp::make()?;
             if names.iter().any(|name| name == matrix::OLDER) {
                 llama_cpp::make_older()?;
+            }
+            if names
+                .iter()
+                .any(|name| matrix::IK_LLAMA_CPP.contains(&name.as_str()))
+            {
+                ik_llama_cpp::make()?;
             }
             match build {
                 true => Ok(()),

@@ -13,8 +13,8 @@ use testkit::slow_disk::{SlowDisk, Speed};
 use crate::install::{DebugInfo, install, target_folder};
 use crate::run::{command, exists, run};
 use crate::{
-    abi, clean_root, cmake, fixtures, header, llama_cpp, matrix, msrv, older, packaging, prose,
-    report, root, sanitize, toolchain,
+    abi, clean_root, cmake, fixtures, header, ik_llama_cpp, llama_cpp, matrix, msrv, older,
+    packaging, prose, report, root, sanitize, toolchain,
 };
 
 /// How many minutes the checks take on two cores when everything is built.
@@ -125,6 +125,11 @@ const CHECKS: &[Check] = &[
         missing: llama_cpp::missing,
     },
     Check::new("drop-in in ik_llama.cpp", || dropin_tests("ik_llama")),
+    Check {
+        name: "drop-in in ik_llama.cpp from source",
+        run: || dropin_tests("ik_llama_source"),
+        missing: ik_llama_cpp::missing,
+    },
     Check::new("drop-in with nothing enabled", || dropin_tests("idle")),
     Check::new("the command with real hosts", || dropin_tests("command")),
     Check {

@@ -135,7 +135,7 @@ impl Program {
             .env("LLAMA_SIDECAR_ROUNDS", "1")
             .env_remove("LLAMA_HOTSWAP_CONTROL_FILE")
             .env_remove("LLAMA_HOTSWAP_STATUS_FILE")
-            .env("LLAMA_HOTSWAP_ENABLED", "1")
+            .env("LLAMA_SIDECAR_HOTSWAP", "1")
             .env("LLAMA_HOTSWAP_POLL_MS", "0");
         let mut host = Host {
             child: command.spawn()?,

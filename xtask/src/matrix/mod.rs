@@ -17,8 +17,8 @@ mod running;
 mod subject;
 
 use capability::CAPABILITIES;
-pub use subject::OLDER;
 use subject::Subject;
+pub use subject::{IK_LLAMA_CPP, OLDER};
 
 const PAGE: &str = "docs/hosts.md";
 const BEGIN: &str = "<!-- hosts:begin -->\n";

@@ -4,11 +4,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use testkit::host::{self, DropIn, Host};
+use testkit::ik_llama_cpp::{self, ik_llama_cpp, short_commit};
 use testkit::server::{LlamaCpp, Options, Server, llama_cpp, llama_cpp_dl, older_llama_cpp};
 use testkit::sim_ggml::SimGgml;
 
 use super::running::{PROMPT, Program, Running};
-use crate::{fixtures, llama_cpp as build};
+use crate::{fixtures, ik_llama_cpp as ik_build, llama_cpp as build};
 
 /// A host.
 pub struct Subject {
@@ -33,6 +34,8 @@ enum Kind {
     /// A program of `hosts/`.
     Host(host::Program),
     Server(Build),
+    IkServer,
+    IkCompletion,
     Completion(Build),
     Perplexity(Build),
     Bench(Build),
@@ -64,6 +67,9 @@ const TEXT: &str = include_str!("../../../hosts/c/text.txt");
 
 /// The server of a build from before llama.cpp had an expert cache of its own.
 pub const OLDER: &str = "llama-server-older";
+/// Programs of ik_llama.cpp from source.
+pub const IK_LLAMA_CPP: [&str; 3] = ["ik-llama-server", "ik-llama-perplexity", "ik-llama-cli"];
+const IK_NO_GPU: &str = "ik_llama.cpp has no functions for devices";
 
 /// Returns all hosts.
 pub fn all() -> Vec<Subject> {
@@ -149,6 +155,27 @@ pub fn all() -> Vec<Subject> {
         has_own_cache: false,
         kind: Kind::Server(older_llama_cpp),
     });
+    let ik_kinds = [
+        Kind::IkServer,
+        Kind::Perplexity(ik_llama_cpp),
+        Kind::IkCompletion,
+    ];
+    for (name, kind) in IK_LLAMA_CPP.into_iter().zip(ik_kinds) {
+        all.push(Subject {
+            name,
+            title: match kind {
+                Kind::IkServer => "ik_llama.cpp, llama-server",
+                Kind::IkCompletion => "ik_llama.cpp, llama-cli",
+                _ => "ik_llama.cpp, llama-perplexity",
+            },
+            version: short_commit().to_owned(),
+            missing: ik_build::missing(),
+            no_gpu: Some(IK_NO_GPU),
+            experts_on_gpu: false,
+            has_own_cache: false,
+            kind,
+        });
+    }
     all
 }
 
@@ -166,7 +193,7 @@ impl Subject {
             missing: None,
             no_gpu: match program {
                 host::Program::PythonExpertsOnCpu => None,
-                host::Program::IkLlama(_) => Some("ik_llama.cpp has no functions for devices"),
+                host::Program::IkLlama(_) => Some(IK_NO_GPU),
                 _ => Some("the program has no setting for experts in host memory beside a GPU"),
             },
             experts_on_gpu: matches!(program, host::Program::NodeVulkan(_)),
@@ -196,6 +223,23 @@ impl Subject {
                     options.arguments.extend(OWN_CACHE.map(str::to_owned));
                 }
                 Box::new(Server::start(start.model, &options))
+            }
+            Kind::IkServer => {
+                let mut options = ik_llama_cpp::server(1);
+                options.drop_in = start.drop_in.clone();
+                Box::new(Server::start(start.model, &options))
+            }
+            Kind::IkCompletion => {
+                let mut command = program(ik_llama_cpp("llama-cli"), start);
+                command.args(["--simple-io", "--no-warmup", "--temp", "0"]);
+                command.args(["--ignore-eos", "-c", "256"]);
+                let waits = matches!(start.drop_in, DropIn::On(_));
+                match waits {
+                    // A swap comes before the text.
+                    true => command.args(["-cnv", "--chat-template", "chatml"]),
+                    false => command.args(["-n", "6", "-p", PROMPT]),
+                };
+                Box::new(Program::start(command, &start.drop_in, waits))
             }
             Kind::Completion(build) => {
                 let mut command = program(build("llama-completion"), start);
