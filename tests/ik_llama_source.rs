@@ -276,6 +276,8 @@ impl Perplexity {
         let file = |name: &str| std::fs::File::create(folder.path().join(name)).expect("a file");
         let mut command = Command::new(ik_llama_cpp("llama-perplexity"));
         command.arg("-m").arg(model).args(["-f", TEXT]);
+        // It writes a log there.
+        command.current_dir(folder.path());
         command.args([
             "-t",
             "1",

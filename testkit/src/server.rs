@@ -240,9 +240,11 @@ impl Server {
             .args(["--threads", &options.threads.to_string()])
             .args(["--batch-size", "128"])
             .args(&options.arguments);
-        if options.port.is_none() {
-            command.arg("--offline");
-        }
+        match options.port {
+            None => command.arg("--offline"),
+            // ik_llama.cpp's writes a log there.
+            Some(_) => command.current_dir(folder.path()),
+        };
         if options.slot_actions {
             command.arg("--slot-save-path").arg(folder.path());
         }

@@ -100,6 +100,8 @@ impl Program {
         drop_in.prepare(&mut command, &socket);
         let file = |name: &str| File::create(folder.path().join(name)).expect("free space");
         let mut child = command
+            // ik_llama.cpp's programs write a log there.
+            .current_dir(folder.path())
             .stdin(if waits { Stdio::piped() } else { Stdio::null() })
             .stdout(file("output"))
             .stderr(file("log"))

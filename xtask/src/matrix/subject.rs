@@ -227,7 +227,12 @@ impl Subject {
             Kind::IkServer => {
                 let mut options = ik_llama_cpp::server(1);
                 options.drop_in = start.drop_in.clone();
-                Box::new(Server::start(start.model, &options))
+                let mut server = Server::start(start.model, &options);
+                if matches!(start.drop_in, DropIn::On(_)) {
+                    // After three evaluations its graph is known to be built again when needed.
+                    server.evaluate(None);
+                }
+                Box::new(server)
             }
             Kind::IkCompletion => {
                 let mut command = program(ik_llama_cpp("llama-cli"), start);
