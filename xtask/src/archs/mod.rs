@@ -5,11 +5,12 @@
 //! why, is written to docs/architectures.md.
 
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use ggml_quantize::Ggml;
 use regex::Regex;
 use testkit::server::{llama_cpp, llama_cpp_build};
@@ -120,8 +121,12 @@ fn test(chosen: &Models) -> Result<Vec<Tested>> {
                     let next = left.lock().expect("no panic").next();
                     let Some((form, path)) = next else { return };
                     let began = Instant::now();
-                    let result = test_one(*form, path, &mut references)
-                        .with_context(|| format!("{form}: {}", path.display()));
+                    let test = AssertUnwindSafe(|| test_one(*form, path, &mut references));
+                    let result = catch_unwind(test).unwrap_or_else(|_| {
+                        references = [Device::Cpu, Device::Simulated].map(Reference::start);
+                        Err(anyhow!("a panic, which is printed above"))
+                    });
+                    let result = result.with_context(|| format!("{form}: {}", path.display()));
                     if result.is_ok() {
                         let seconds = began.elapsed().as_secs_f64();
                         let name = path.file_stem().unwrap_or_default().to_string_lossy();
@@ -171,7 +176,12 @@ fn test_one(form: Form, path: &Path, references: &mut [Reference; 2]) -> Result<
     }
     let folder = tempfile::tempdir()?;
     let ggml = Ggml::open(&llama_cpp("libggml-base.so"))?;
-    let swaps = swaps::swap_each(&model, &ggml, on_cpu, Device::Cpu, folder.path())?;
+    // Other tensors of the second form are those of the first one.
+    let (tensors, reference) = match form {
+        Form::Upstream => ((0..model.tensors()).collect(), on_cpu),
+        Form::MoreExperts => (model.experts(), simulated),
+    };
+    let swaps = swaps::swap_each(&model, &tensors, &ggml, reference, folder.path())?;
     for swap in &swaps {
         if let Outcome::Wrong(what) = &swap.outcome {
             failed.push(format!("{}, {}: {what}", swap.tensor, swap.change));

@@ -18,8 +18,8 @@ pub enum Change {
     Type(&'static str),
 }
 
-/// The types that tensors are given.
-const TYPES: [&str; 3] = ["f16", "q8_0", "q4_0"];
+/// The types that tensors are given; the CPU has a buffer type of its own for the second.
+const TYPES: [&str; 2] = ["f16", "q4_0"];
 
 /// A model in memory.
 pub struct Model {
@@ -68,6 +68,15 @@ impl Model {
     /// Returns the number of its tensors.
     pub fn tensors(&self) -> usize {
         self.gguf.header.tensors.len()
+    }
+
+    /// Returns the tensors of routed experts and of their routers.
+    pub fn experts(&self) -> Vec<usize> {
+        let is_of_experts = |tensor: &usize| {
+            let name = self.tensor(*tensor);
+            name.contains("exps.") || name.contains("ffn_gate_inp")
+        };
+        (0..self.tensors()).filter(is_of_experts).collect()
     }
 
     /// Returns the name of a tensor.

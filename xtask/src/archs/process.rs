@@ -89,7 +89,7 @@ impl Process {
 
 /// A process without the drop-in, which starts again after it ended.
 pub struct Reference {
-    device: Device,
+    pub device: Device,
     process: Process,
 }
 
@@ -140,7 +140,7 @@ pub fn counted(model: &Path) -> Result<Counts, String> {
 /// Returns the counts of the only model in the answer to a request for traces.
 pub fn traced(answer: &Value) -> Counts {
     let mut counts = Counts::new();
-    let layers = answer["models"][0]["trace"]["layers"].as_array();
+    let layers = answer["traces"][0]["layers"].as_array();
     for layer in layers.into_iter().flatten() {
         let experts = layer["counts"].as_array().into_iter().flatten();
         for (expert, count) in experts.enumerate() {
