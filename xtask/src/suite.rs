@@ -12,8 +12,8 @@ use testkit::slow_disk::{SlowDisk, Speed};
 use crate::install::{DebugInfo, install, target_folder};
 use crate::run::{command, exists, run};
 use crate::{
-    abi, archs, clean_root, cmake, fixtures, header, llama_cpp, matrix, msrv, older, packaging, prose,
-    report, root, sanitize, toolchain,
+    abi, archs, clean_root, cmake, fixtures, header, llama_cpp, matrix, msrv, older, packaging,
+    prose, report, root, sanitize, toolchain,
 };
 
 /// How long the long form of the tests fuzzes.

@@ -70,6 +70,7 @@ impl fmt::Display for Form {
 /// What was tested with a model.
 struct Tested {
     form: Form,
+    has_experts: bool,
     /// Indices of the modes that passed.
     modes: Vec<usize>,
     swaps: Vec<Swap>,
@@ -159,13 +160,17 @@ fn test_one(form: Form, path: &Path, references: &mut [Reference; 2]) -> Result<
     let [on_cpu, simulated] = references;
     let evaluate = |reference: &mut Reference, device| {
         let found = reference.evaluate(path).map_err(anyhow::Error::msg);
-        found.with_context(|| format!("without the drop-in, {device:?}"))
+        found.with_context(|| format!("without the drop-in, {device}"))
     };
     let expected = [
         evaluate(on_cpu, Device::Cpu)?,
         evaluate(simulated, Device::Simulated)?,
     ];
     let counted = process::counted(path).map_err(anyhow::Error::msg)?;
+    ensure!(
+        counted.is_empty() != model.has_experts(),
+        "the program itself counts {counted:?}"
+    );
     for (at, mode) in MODES.iter().enumerate() {
         if mode.takes(&model) {
             match mode.run(&model, &expected[mode.device as usize], &counted) {
@@ -174,7 +179,8 @@ fn test_one(form: Form, path: &Path, references: &mut [Reference; 2]) -> Result<
             }
         }
     }
-    let folder = tempfile::tempdir()?;
+    // Files are written for each swap: in memory, where that is possible.
+    let folder = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir())?;
     let ggml = Ggml::open(&llama_cpp("libggml-base.so"))?;
     // Other tensors of the second form are those of the first one.
     let (tensors, reference) = match form {
@@ -188,14 +194,18 @@ fn test_one(form: Form, path: &Path, references: &mut [Reference; 2]) -> Result<
         }
     }
     ensure!(failed.is_empty(), "{}", failed.join("\n  "));
-    Ok(Tested { form, modes, swaps })
+    Ok(Tested {
+        form,
+        has_experts: model.has_experts(),
+        modes,
+        swaps,
+    })
 }
 
-/// Where the models of a form are kept.
+/// Where the models of a form are kept, beside the programs that write them.
 fn folder(form: Form) -> PathBuf {
-    let name = match form {
+    llama_cpp("").with_file_name(match form {
         Form::Upstream => "architectures",
         Form::MoreExperts => "architectures-8-experts",
-    };
-    testkit::fixtures::cache().join(name)
+    })
 }

@@ -5,9 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use ggml_quantize::Ggml;
-use llama_sidecar::gguf::{
-    Access, GgufFile, TensorInfo, TypeInfo, padding, retype, type_fields,
-};
+use llama_sidecar::gguf::{Access, GgufFile, TensorInfo, TypeInfo, padding, retype, type_fields};
 
 /// What is changed of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -54,15 +52,9 @@ impl Model {
         })
     }
 
-    /// Returns the file name without its ending.
-    pub fn name(&self) -> String {
-        let name = self.path.file_stem().unwrap_or_default();
-        name.to_string_lossy().into_owned()
-    }
-
-    /// Whether it has routed experts, by its file name.
+    /// Whether it has routed experts.
     pub fn has_experts(&self) -> bool {
-        self.name().ends_with("-moe")
+        (0..self.tensors()).any(|tensor| self.tensor(tensor).contains("ffn_down_exps."))
     }
 
     /// Returns the number of its tensors.

@@ -68,7 +68,10 @@ pub const MODES: [Mode; 7] = [
         title: "early copies",
         device: Device::Simulated,
         dense: false,
-        variables: &[("LLAMA_POSTFETCH_HOST", "on"), ("LLAMA_EXPERT_TRACE_STATS", "1")],
+        variables: &[
+            ("LLAMA_POSTFETCH_HOST", "on"),
+            ("LLAMA_EXPERT_TRACE_STATS", "1"),
+        ],
         acted: |answers, _| used(answers, "early_bytes"),
     },
     Mode {
@@ -112,7 +115,9 @@ impl Mode {
             [] => DropIn::Idle,
             variables => {
                 let quiet = ("LLAMA_SIDECAR_LOG", "warn".to_owned());
-                let variables = variables.iter().map(|(name, value)| (*name, (*value).into()));
+                let variables = variables
+                    .iter()
+                    .map(|(name, value)| (*name, (*value).into()));
                 DropIn::On(variables.chain([quiet]).collect())
             }
         };

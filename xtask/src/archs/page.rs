@@ -23,12 +23,26 @@ The models are those of llama.cpp's `test-llama-archs`, with random weights in f
 
 ";
 
-const SWAPS: &str = "## Hot-swap of every tensor
+const MODES_HEAD: &str = "## Capabilities that change no result
+
+All logits are equal to those without the drop-in, and the capability did something: a trace has the program's own
+counts, layers were scheduled for reading, experts were copied early, or were on the device. On the simulated GPU, routed
+experts are in host memory.
+
+| capability | device | models | of which have routed experts | with 8 experts, 3 used |
+|---|---|---|---|---|
+";
+
+const SWAPS: &str = "
+## Hot-swap of every tensor
 
 In one process per model, each tensor is swapped by an overlay and then returned. After the swap, logits must equal those
 of a fresh load of a file with that change, in a process without the drop-in that loads one file after the other; after
-the return, those of the first file. Or the swap is refused by the name of the tensor.
+the return, those of the first file. Or the swap is refused by the name of the tensor. On the simulated GPU, the process
+has post-fetch with experts that stay on the device.
 
+| tensors | models | to | swaps | equal | refused |
+|---|---|---|---|---|---|
 ";
 
 const REFUSED: &str = "
@@ -38,7 +52,7 @@ refuses the file.
 ";
 
 const UNREAD: &str = "
-No evaluation of these tests reads these tensors; a swap of them changes no result, as with a fresh load:
+Other bytes of these tensors change no logits, neither by a swap nor by a fresh load:
 ";
 
 /// Returns the page for models that were all tested.
@@ -51,25 +65,25 @@ pub fn page(tested: &[Tested], version: &str) -> String {
 }
 
 fn modes(page: &mut String, tested: &[Tested]) {
-    *page += "## Capabilities that change no result\n\n| capability |";
-    for form in Form::ALL {
-        let _ = write!(page, " {form} |");
-    }
-    *page += "\n|---|";
-    *page += &"---|".repeat(Form::ALL.len());
-    page.push('\n');
+    *page += MODES_HEAD;
     for (at, mode) in MODES.iter().enumerate() {
-        let _ = write!(page, "| {} |", mode.title);
-        for form in Form::ALL {
-            let of_form = tested.iter().filter(|model| model.form == form);
-            let count = of_form.filter(|model| model.modes.contains(&at)).count();
-            let _ = write!(page, " {count} equal |");
-        }
-        page.push('\n');
+        let passed = |form| {
+            let of_form = tested.iter().filter(move |model| model.form == form);
+            of_form.filter(|model| model.modes.contains(&at))
+        };
+        let upstream = passed(Form::Upstream);
+        let mixtures = passed(Form::Upstream).filter(|model| model.has_experts);
+        let more = passed(Form::MoreExperts).filter(|model| model.has_experts);
+        let _ = writeln!(
+            page,
+            "| {} | {} | {} | {} | {} |",
+            mode.title,
+            mode.device,
+            upstream.count(),
+            mixtures.count(),
+            more.count()
+        );
     }
-    *page += "\nModels are on the CPU; for the last rows on a simulated GPU, with routed experts in host memory. \
-              \"Equal\" also means: \na trace has the program's own counts, streaming scheduled layers, and experts \
-              were copied early or were on the device.\n\n";
 }
 
 /// What a line of a table of swaps counts.
@@ -81,20 +95,38 @@ struct Line {
 }
 
 fn swaps(page: &mut String, tested: &[Tested]) {
-    let all: Vec<_> = tested.iter().flat_map(|model| &model.swaps).collect();
-    let models = tested.iter().filter(|model| !model.swaps.is_empty()).count();
-    let tensors = all.iter().filter(|swap| swap.change == Change::Bytes).count();
     *page += SWAPS;
-    let _ = writeln!(page, "{tensors} tensors of {models} models:\n");
-    *page += "| to | equal | refused |\n|---|---|---|\n";
-    let changes: BTreeSet<_> = all.iter().map(|swap| swap.change).collect();
-    for change in changes {
-        let of_change: Vec<_> = all.iter().filter(|swap| swap.change == change).collect();
-        let is_equal = |swap: &&&&super::swaps::Swap| matches!(swap.outcome, Outcome::Equal { .. });
-        let equal = of_change.iter().filter(is_equal).count();
-        let refused = of_change.len() - equal;
-        let _ = writeln!(page, "| {change} | {equal} | {refused} |");
+    for (form, what) in [
+        (Form::Upstream, "all tensors, CPU"),
+        (
+            Form::MoreExperts,
+            "routers and routed experts, simulated GPU",
+        ),
+    ] {
+        let of_form: Vec<_> = tested.iter().filter(|model| model.form == form).collect();
+        let models = of_form
+            .iter()
+            .filter(|model| !model.swaps.is_empty())
+            .count();
+        let swaps = || of_form.iter().flat_map(|model| &model.swaps);
+        let changes: BTreeSet<_> = swaps().map(|swap| swap.change).collect();
+        for change in changes {
+            let outcomes = swaps().filter(|swap| swap.change == change);
+            let (mut equal, mut refused) = (0, 0);
+            for swap in outcomes {
+                match swap.outcome {
+                    Outcome::Equal { .. } => equal += 1,
+                    _ => refused += 1,
+                }
+            }
+            let _ = writeln!(
+                page,
+                "| {what} | {models} | {change} | {} | {equal} | {refused} |",
+                equal + refused
+            );
+        }
     }
+    let all: Vec<_> = tested.iter().flat_map(|model| &model.swaps).collect();
     let mut refused: BTreeMap<(&str, Change), Line> = BTreeMap::new();
     let mut unread = BTreeSet::new();
     for swap in &all {
@@ -130,7 +162,11 @@ fn swaps(page: &mut String, tested: &[Tested]) {
 /// Returns the first names of a set, and how many more it has.
 fn some(names: &BTreeSet<String>) -> String {
     const MOST: usize = 4;
-    let first: Vec<_> = names.iter().take(MOST).map(|name| format!("`{name}`")).collect();
+    let first: Vec<_> = names
+        .iter()
+        .take(MOST)
+        .map(|name| format!("`{name}`"))
+        .collect();
     let more = names.len().saturating_sub(MOST);
     match more {
         0 => first.join(", "),

@@ -2,6 +2,7 @@
 //! those with the drop-in.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::path::Path;
 use std::process::Command;
 
@@ -16,6 +17,15 @@ pub enum Device {
     Cpu,
     /// The simulated GPU, with routed experts in host memory.
     Simulated,
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Device::Cpu => "CPU",
+            Device::Simulated => "simulated GPU",
+        })
+    }
 }
 
 /// How often each expert of each layer was used.

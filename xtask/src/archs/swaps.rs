@@ -48,9 +48,15 @@ pub fn swap_each(
             variables.push(("LLAMA_POSTFETCH_CACHE_MB", "64".into()));
         }
         let mut process = Process::start(device, &DropIn::On(variables));
-        ensure!(process.load(&model.path), "the process with the drop-in does not load it");
+        ensure!(
+            process.load(&model.path),
+            "the process with the drop-in does not load it"
+        );
         let found = evaluated(process.evaluate(), "with the drop-in")?;
-        ensure!(found == original, "logits before any swap are not those without the drop-in");
+        ensure!(
+            found == original,
+            "logits before any swap are not those without the drop-in"
+        );
         Ok(process)
     };
     let mut process = start(reference.device)?;
