@@ -331,7 +331,7 @@ impl Host {
     /// The same; `None` when the process ends instead of answering.
     pub fn ask_or_end(&mut self, command: &str) -> Option<String> {
         let input = self.input.as_mut().expect("not ended");
-        // The answer tells whether the process has ended.
+        // Without a reader, there is no answer either.
         let _ = writeln!(input, "{command}");
         match self.output.recv_timeout(PATIENCE) {
             Err(RecvTimeoutError::Timeout) => panic!("the host does not answer '{command}'"),
