@@ -45,6 +45,9 @@ const DAILY: [&str; 7] = [
     "llada-dense",
 ];
 
+/// How many of these are tested with more experts, too.
+const DAILY_MORE: usize = 2;
+
 /// Which models `test-llama-archs` writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Form {
@@ -82,6 +85,16 @@ enum Models {
     Matching(Regex),
     /// Those of the daily test.
     Daily,
+}
+
+impl Models {
+    /// Returns the types that tensors are given. The CPU has a buffer type of its own for q4_0.
+    fn types(&self) -> &'static [&'static str] {
+        match self {
+            Models::Matching(_) => &["f16", "q4_0"],
+            Models::Daily => &["q4_0"],
+        }
+    }
 }
 
 /// Tests the models whose file names match a pattern. Without a pattern, tests all and writes the
@@ -122,17 +135,17 @@ fn test(chosen: &Models) -> Result<Vec<Tested>> {
                     let next = left.lock().expect("no panic").next();
                     let Some((form, path)) = next else { return };
                     let began = Instant::now();
-                    let test = AssertUnwindSafe(|| test_one(*form, path, &mut references));
+                    let test =
+                        AssertUnwindSafe(|| test_one(*form, path, chosen.types(), &mut references));
                     let result = catch_unwind(test).unwrap_or_else(|_| {
                         references = [Device::Cpu, Device::Simulated].map(Reference::start);
                         Err(anyhow!("a panic, which is printed above"))
                     });
                     let result = result.with_context(|| format!("{form}: {}", path.display()));
-                    if result.is_ok() {
-                        let seconds = began.elapsed().as_secs_f64();
-                        let name = path.file_stem().unwrap_or_default().to_string_lossy();
-                        println!("{form}: {name}, {seconds:.0} s");
-                    }
+                    let outcome = if result.is_ok() { "" } else { " FAILED" };
+                    let seconds = began.elapsed().as_secs_f64();
+                    let name = path.file_stem().unwrap_or_default().to_string_lossy();
+                    println!("{form}: {name}, {seconds:.0} s{outcome}");
                     results.lock().expect("no panic").push(result);
                 }
             });
@@ -153,8 +166,13 @@ fn test(chosen: &Models) -> Result<Vec<Tested>> {
 }
 
 /// Tests a model in all modes, and swaps its tensors.
-fn test_one(form: Form, path: &Path, references: &mut [Reference; 2]) -> Result<Tested> {
-    let model = Model::open(path)?;
+fn test_one(
+    form: Form,
+    path: &Path,
+    types: &'static [&'static str],
+    references: &mut [Reference; 2],
+) -> Result<Tested> {
+    let model = Model::open(path, types)?;
     let mut failed = Vec::new();
     let mut modes = Vec::new();
     let [on_cpu, simulated] = references;

@@ -16,9 +16,6 @@ pub enum Change {
     Type(&'static str),
 }
 
-/// The types that tensors are given; the CPU has a buffer type of its own for the second.
-const TYPES: [&str; 2] = ["f16", "q4_0"];
-
 /// A model in memory.
 pub struct Model {
     pub path: PathBuf,
@@ -26,6 +23,8 @@ pub struct Model {
     bytes: Vec<u8>,
     /// Where the header has the type of each tensor.
     fields: Vec<usize>,
+    /// The types that tensors are given.
+    types: &'static [&'static str],
 }
 
 impl fmt::Display for Change {
@@ -38,8 +37,8 @@ impl fmt::Display for Change {
 }
 
 impl Model {
-    /// Reads a model.
-    pub fn open(path: &Path) -> Result<Model> {
+    /// Reads a model whose tensors are given these types.
+    pub fn open(path: &Path, types: &'static [&'static str]) -> Result<Model> {
         let gguf = GgufFile::open(path, Access::Read)?;
         let bytes = std::fs::read(path)?;
         let header = &bytes[..gguf.header.data_offset as usize];
@@ -49,6 +48,7 @@ impl Model {
             gguf,
             fields,
             bytes,
+            types,
         })
     }
 
@@ -81,7 +81,10 @@ impl Model {
     /// Returns the changes that are possible with a tensor: its rows have whole blocks.
     pub fn changes(&self, tensor: usize) -> Vec<Change> {
         let info = &self.gguf.header.tensors[tensor];
-        let types = TYPES.iter().filter_map(|name| TypeInfo::from_name(name));
+        let types = self
+            .types
+            .iter()
+            .filter_map(|name| TypeInfo::from_name(name));
         let types = types.filter(|ty| ty.id != info.ty.id && ty.row_bytes(info.ne[0]).is_some());
         let types = types.map(|ty| Change::Type(ty.name()));
         std::iter::once(Change::Bytes).chain(types).collect()

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, ensure};
 use testkit::server::llama_cpp;
 
-use super::{DAILY, Form, Models, folder};
+use super::{DAILY, DAILY_MORE, Form, Models, folder};
 use crate::cmake;
 use crate::fixtures::scratch;
 use crate::run::{command, output};
@@ -71,6 +71,7 @@ pub fn models(form: Form, chosen: &Models) -> Result<Vec<PathBuf>> {
         let name = path.file_stem().unwrap_or_default().to_string_lossy();
         let is_chosen = match chosen {
             Models::Matching(pattern) => pattern.is_match(&name),
+            Models::Daily if form == Form::MoreExperts => DAILY[..DAILY_MORE].contains(&&*name),
             Models::Daily => DAILY.contains(&&*name),
         };
         is_chosen && (form == Form::Upstream || name.ends_with("-moe"))
