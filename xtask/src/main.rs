@@ -107,7 +107,8 @@ struct Check {
     /// The packages on a clean root
     #[arg(long)]
     dist: bool,
-    /// The drop-in with models of every architecture; writes docs/architectures.md if all are tested
+    /// The drop-in with models of every architecture, those whose names match, or those of the
+    /// daily test (daily); writes docs/architectures.md if all are tested
     #[arg(long, value_name = "PATTERN", num_args = 0..=1, default_missing_value = "")]
     archs: Option<String>,
     /// The report of an expert trace in a browser

@@ -97,23 +97,21 @@ impl Models {
     }
 }
 
-/// Tests the models whose file names match a pattern. Without a pattern, tests all and writes the
-/// page.
+/// Tests the models whose file names match a pattern, or those of the daily test for `daily`.
+/// Without a pattern, tests all and writes the page.
 pub fn check(pattern: &str) -> Result<()> {
     if let Some(missing) = missing() {
         bail!("{missing}");
     }
-    let tested = test(&Models::Matching(Regex::new(pattern)?))?;
+    let tested = test(&match pattern {
+        "daily" => Models::Daily,
+        pattern => Models::Matching(Regex::new(pattern)?),
+    })?;
     if pattern.is_empty() {
         let page = page::page(&tested, &format!("b{}", llama_cpp_build()));
         std::fs::write(root().join(PAGE), page)?;
     }
     Ok(())
-}
-
-/// Tests some models.
-pub fn sample() -> Result<()> {
-    test(&Models::Daily).map(|_| ())
 }
 
 /// Tests models, two at a time. An error has all that failed.

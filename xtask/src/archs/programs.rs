@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Stdio;
 
 use anyhow::{Result, ensure};
 use testkit::server::llama_cpp;
@@ -9,7 +10,7 @@ use testkit::server::llama_cpp;
 use super::{DAILY, DAILY_MORE, Form, Models, folder};
 use crate::cmake;
 use crate::fixtures::scratch;
-use crate::run::{command, output};
+use crate::run::{command, run};
 
 /// llama.cpp's program that writes models, and the same with 8 experts, of which 3 are used.
 const WRITERS: [&str; 2] = ["test-llama-archs", "test-llama-archs-8-experts"];
@@ -85,11 +86,10 @@ fn written(form: Form, filter: &str, kept: &Path) -> Result<Vec<PathBuf>> {
         let name = kept.file_name().unwrap_or_default().to_string_lossy();
         let folder = scratch(&name)?;
         let program = llama_cpp(WRITERS[form as usize]);
-        output(
-            command(&program, &folder)
-                .args(["-v", "0", "-s", RANDOM, "-a", filter, "-o"])
-                .arg(&folder),
-        )?;
+        run(command(&program, &folder)
+            .args(["-s", RANDOM, "-a", filter, "-o"])
+            .arg(&folder)
+            .stderr(Stdio::null()))?;
         fs::rename(folder, kept)?;
     }
     let paths = fs::read_dir(kept)?.map(|entry| Ok(entry?.path()));
