@@ -68,6 +68,9 @@ void ggml_backend_tensor_get(const struct ggml_tensor * tensor, void * data, siz
 static struct llama_model * model;
 static struct llama_context * context;
 static uint64_t counts[MOST_LAYERS][MOST_EXPERTS];
+// Layers of the present evaluation whose experts are counted: grovemoe selects them once more, for
+// the smaller experts beside them.
+static bool counted[MOST_LAYERS];
 
 static void quiet(int level, const char * text, void * user_data) {
     (void) level, (void) text, (void) user_data;
@@ -89,11 +92,15 @@ static bool count_experts(struct ggml_tensor * tensor, bool ask, void * user_dat
     const int64_t * ne = (const int64_t *) ((const char *) tensor + 16);
     const size_t * nb = (const size_t *) ((const char *) tensor + 48);
     const int layer = atoi(name + strlen(topk));
+    if (layer < 0 || layer >= MOST_LAYERS || counted[layer]) {
+        return true;
+    }
+    counted[layer] = true;
     for (int64_t at = 0; at < ne[0] * ne[1]; at++) {
         int32_t expert;
         const size_t offset = (size_t) (at / ne[0]) * nb[1] + (size_t) (at % ne[0]) * nb[0];
         ggml_backend_tensor_get(tensor, &expert, offset, sizeof(expert));
-        if (layer < MOST_LAYERS && expert >= 0 && expert < MOST_EXPERTS) {
+        if (expert >= 0 && expert < MOST_EXPERTS) {
             counts[layer][expert]++;
         }
     }
@@ -167,6 +174,7 @@ static int32_t evaluate(int32_t first, int32_t n_tokens, uint64_t * hash, int * 
         outputs[i] = 1;
     }
     struct llama_batch batch = {.n_tokens = n_tokens, .token = tokens, .logits = outputs};
+    memset(counted, 0, sizeof(counted));
     int32_t code = llama_model_has_encoder(model) ? llama_encode(context, batch) : 0;
     code = code ? code : llama_decode(context, batch);
     for (int32_t i = 0; !code && i < n_tokens; i++) {
