@@ -52,9 +52,11 @@ impl Model {
         })
     }
 
-    /// Whether it has routed experts.
+    /// Whether evaluations route to experts. llama.cpp loads those of refact and evaluates none.
     pub fn has_experts(&self) -> bool {
-        (0..self.tensors()).any(|tensor| self.tensor(tensor).contains("ffn_down_exps."))
+        let is_refact = self.path.file_stem() == Some("refact-moe".as_ref());
+        let mut names = (0..self.tensors()).map(|tensor| self.tensor(tensor));
+        !is_refact && names.any(|name| name.contains("ffn_down_exps."))
     }
 
     /// Returns the number of its tensors.
