@@ -83,8 +83,13 @@ pub fn refuses_type(
     }
     let op = match (instance.op(), instance.bound_to_type()) {
         (_, Some(op)) => op,
-        // No graph reads it yet: only matrices are certain to be multiplied.
-        (None, None) if n_dims <= 1 => ops.mul,
+        // Only matrices are certain to be multiplied.
+        (None, None) if n_dims <= 1 => {
+            return Some(format!(
+                "no graph has read it so far, and most operations on vectors do not support {}: keep its type",
+                ty.name()
+            ));
+        }
         _ => {
             return (!is_weight_type(ty)).then(|| {
                 format!(

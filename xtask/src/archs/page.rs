@@ -1,0 +1,186 @@
+//! The page with the results: docs/model-architectures.md.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write;
+
+use super::model::Change;
+use super::modes::MODES;
+use super::swaps::Outcome;
+use super::{Form, Tested};
+
+const INTRODUCTION: &str = "# Architectures
+
+What the drop-in does with models of every architecture that llama.cpp can make for its own tests: MLA, merged gate and
+up matrices, expert biases, shared experts, recurrent and hybrid layers, per-layer embeddings, and others. The page is
+written by a command:
+
+```sh
+cargo xtask check --archs   # all models; the daily test has some of them
+```
+
+The models are those of llama.cpp's `test-llama-archs`, with random weights in f32. Each evaluation has six batches of 1,
+12 or 36 tokens, and \"equal\" means that all logits of all tokens are equal in every bit.
+
+";
+
+const MODES_HEAD: &str = "## Capabilities that change no result
+
+All logits are equal to those without the drop-in, and the capability did something: a trace has the program's own
+counts, layers were scheduled for reading, experts were copied early, or were on the device. On the simulated GPU, routed
+experts are in host memory.
+
+| capability | device | models | of which have routed experts | with 8 experts, 3 used |
+|---|---|---|---|---|
+";
+
+const SWAPS: &str = "
+## Hot-swap of every tensor
+
+In one process per model, each tensor is swapped by an overlay and then returned. After the swap, logits must equal those
+of a fresh load of a file with that change, in a process without the drop-in that loads one file after the other; after
+the return, those of the first file. Or the swap is refused by the name of the tensor. On the simulated GPU, the process
+has post-fetch with experts that stay on the device.
+
+| tensors | models | to | swaps | equal | refused |
+|---|---|---|---|---|---|
+";
+
+const REFUSED: &str = "
+Refused, by reason. \"Evaluates\": a fresh load of the changed file evaluates. For the others llama.cpp itself aborts or
+refuses the file.
+
+";
+
+const UNREAD: &str = "
+In at least one of the models, other bytes of these tensors change no logits, neither by a swap nor by a fresh load:
+";
+
+/// Returns the page for models that were all tested.
+pub fn page(tested: &[Tested], version: &str) -> String {
+    let mut page = INTRODUCTION.to_owned();
+    let _ = writeln!(page, "Tested with llama.cpp {version}.\n");
+    modes(&mut page, tested);
+    swaps(&mut page, tested);
+    page
+}
+
+fn modes(page: &mut String, tested: &[Tested]) {
+    *page += MODES_HEAD;
+    for (at, mode) in MODES.iter().enumerate() {
+        let passed = |form| {
+            let of_form = tested.iter().filter(move |model| model.form == form);
+            of_form.filter(|model| model.modes.contains(&at))
+        };
+        let upstream = passed(Form::Upstream);
+        let mixtures = passed(Form::Upstream).filter(|model| model.has_experts);
+        let more = passed(Form::MoreExperts).filter(|model| model.has_experts);
+        let _ = writeln!(
+            page,
+            "| {} | {} | {} | {} | {} |",
+            mode.title,
+            mode.device,
+            upstream.count(),
+            mixtures.count(),
+            more.count()
+        );
+    }
+}
+
+/// What a line of a table of swaps counts.
+#[derive(Default)]
+struct Line {
+    swaps: usize,
+    loads: usize,
+    tensors: BTreeSet<String>,
+}
+
+fn swaps(page: &mut String, tested: &[Tested]) {
+    *page += SWAPS;
+    for (form, what) in [
+        (Form::Upstream, "all tensors, CPU"),
+        (
+            Form::MoreExperts,
+            "routers and routed experts, simulated GPU",
+        ),
+    ] {
+        let of_form: Vec<_> = tested.iter().filter(|model| model.form == form).collect();
+        let models = of_form
+            .iter()
+            .filter(|model| !model.swaps.is_empty())
+            .count();
+        let swaps = || of_form.iter().flat_map(|model| &model.swaps);
+        let changes: BTreeSet<_> = swaps().map(|swap| swap.change).collect();
+        for change in changes {
+            let outcomes = swaps().filter(|swap| swap.change == change);
+            let (mut equal, mut refused) = (0, 0);
+            for swap in outcomes {
+                match swap.outcome {
+                    Outcome::Equal { .. } => equal += 1,
+                    Outcome::Refused { .. } => refused += 1,
+                    Outcome::Wrong(_) => {}
+                }
+            }
+            let _ = writeln!(
+                page,
+                "| {what} | {models} | {change} | {} | {equal} | {refused} |",
+                equal + refused
+            );
+        }
+    }
+    let all: Vec<_> = tested.iter().flat_map(|model| &model.swaps).collect();
+    let mut refused: BTreeMap<(&str, Change), Line> = BTreeMap::new();
+    let mut unread = BTreeSet::new();
+    for swap in &all {
+        match &swap.outcome {
+            Outcome::Refused { reason, loads } => {
+                let line = refused.entry((reason, swap.change)).or_default();
+                line.swaps += 1;
+                line.loads += usize::from(*loads);
+                line.tensors.insert(generic(&swap.tensor));
+            }
+            Outcome::Equal { read: false } if swap.change == Change::Bytes => {
+                unread.insert(generic(&swap.tensor));
+            }
+            _ => {}
+        }
+    }
+    *page += REFUSED;
+    *page += "| reason | to | swaps | evaluates | tensors |\n|---|---|---|---|---|\n";
+    for ((reason, change), line) in refused {
+        let _ = writeln!(
+            page,
+            "| {reason} | {change} | {} | {} | {} |",
+            line.swaps,
+            line.loads,
+            some(&line.tensors)
+        );
+    }
+    *page += UNREAD;
+    let names: Vec<_> = unread.iter().map(|name| format!("`{name}`")).collect();
+    let _ = writeln!(page, "{}.", names.join(", "));
+}
+
+/// Returns the first names of a set, and how many more it has.
+fn some(names: &BTreeSet<String>) -> String {
+    const MOST: usize = 4;
+    let first: Vec<_> = names
+        .iter()
+        .take(MOST)
+        .map(|name| format!("`{name}`"))
+        .collect();
+    let more = names.len().saturating_sub(MOST);
+    match more {
+        0 => first.join(", "),
+        more => format!("{} and {more} more", first.join(", ")),
+    }
+}
+
+/// Returns the name of a tensor without the number of its layer.
+fn generic(name: &str) -> String {
+    let parts = name.split('.');
+    let parts = parts.map(|part| match part.parse::<u32>() {
+        Ok(_) => "N",
+        Err(_) => part,
+    });
+    parts.collect::<Vec<_>>().join(".")
+}

@@ -1,0 +1,176 @@
+//! Processes that evaluate models: one without the drop-in, which loads one after the other, and
+//! those with the drop-in.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::{Value, json};
+use testkit::host::{DropIn, Host, Program};
+use testkit::sim_ggml::SimGgml;
+
+/// Where models are evaluated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Device {
+    /// The CPU.
+    Cpu,
+    /// The simulated GPU, with routed experts in host memory.
+    Simulated,
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Device::Cpu => "CPU",
+            Device::Simulated => "simulated GPU",
+        })
+    }
+}
+
+/// How often each expert of each layer was used.
+pub type Counts = BTreeMap<(u64, u64), u64>;
+
+/// A process with one model at a time.
+pub struct Process {
+    pub host: Host,
+    simulation: Option<SimGgml>,
+}
+
+impl Process {
+    /// Starts a process without a model.
+    pub fn start(device: Device, drop_in: &DropIn) -> Process {
+        Process::start_with(device, drop_in, |_| {})
+    }
+
+    fn start_with(device: Device, drop_in: &DropIn, more: fn(&mut Command)) -> Process {
+        let simulation = (device == Device::Simulated)
+            .then(|| SimGgml::new(&[("GGML_OP_OFFLOAD_MIN_BATCH", "1")]));
+        let set = |command: &mut Command| {
+            // A program that aborts starts no debugger.
+            command.env("GGML_NO_BACKTRACE", "1");
+            if let Some(simulation) = &simulation {
+                command.env("HOST_EXPERTS_ON_CPU", "1");
+                simulation.prepare(command);
+            }
+            more(command);
+        };
+        let host = Host::start_with(Program::Architectures, Path::new(""), drop_in, set);
+        Process { host, simulation }
+    }
+
+    /// Loads a model; whether the process still runs and has it.
+    pub fn load(&mut self, model: &Path) -> bool {
+        let answer = self.host.ask_or_end(&format!("load {}", model.display()));
+        answer.as_deref() == Some("loaded")
+    }
+
+    /// Returns the hash of all logits; `Err` has why there is none.
+    pub fn evaluate(&mut self) -> Result<String, String> {
+        let Some(answer) = self.host.ask_or_end("evaluate") else {
+            let log = self.host.log();
+            let last = log.iter().rev().find(|line| !line.trim().is_empty());
+            return Err(format!(
+                "the process ended: {}",
+                last.map_or("no message", |line| line.as_str())
+            ));
+        };
+        match answer.split_once(' ') {
+            Some(("failed", step)) => Err(format!("llama_decode failed in step {step}")),
+            Some((hash, "0")) => Ok(hash.to_owned()),
+            _ => Err(format!("logits are no numbers: {answer}")),
+        }
+    }
+
+    /// Sends a request to the drop-in.
+    pub fn request(&self, request: &Value) -> Value {
+        self.host.request(request)
+    }
+
+    /// Ends the process; panics if it does not end well, or if the simulated GPU found an access
+    /// that nothing orders.
+    pub fn end(self) {
+        assert_eq!(self.host.end(), Some(0));
+        if let Some(simulation) = self.simulation {
+            simulation.report().assert_ordered();
+        }
+    }
+}
+
+/// A process without the drop-in, which starts again after it ended.
+pub struct Reference {
+    pub device: Device,
+    process: Process,
+}
+
+impl Reference {
+    /// Starts the process.
+    pub fn start(device: Device) -> Reference {
+        Reference {
+            device,
+            process: Process::start(device, &DropIn::Absent),
+        }
+    }
+
+    /// Loads a model and returns the hash of its logits.
+    pub fn evaluate(&mut self, model: &Path) -> Result<String, String> {
+        let found = match self.process.load(model) {
+            true => self.process.evaluate(),
+            false => Err("the program cannot load it".into()),
+        };
+        if found.is_err() {
+            self.process = Process::start(self.device, &DropIn::Absent);
+        }
+        found
+    }
+}
+
+/// Returns how often each expert of a model is used, by the program's own count.
+pub fn counted(model: &Path) -> Result<Counts, String> {
+    let count = |command: &mut Command| {
+        command.env("HOST_COUNT", "1");
+    };
+    let mut process = Process::start_with(Device::Cpu, &DropIn::Absent, count);
+    if !process.load(model) {
+        return Err("the program cannot load it".into());
+    }
+    process.evaluate()?;
+    let answer: Value = serde_json::from_str(&process.host.ask("counts")).expect("JSON");
+    process.end();
+    let counts = answer.as_object().expect("an object").iter();
+    let number = |text: &str| text.parse::<u64>().expect("a number");
+    let counts = counts.map(|(key, count)| {
+        let (layer, expert) = key.split_once(',').expect("a layer and an expert");
+        let count = count.as_u64().expect("a count");
+        ((number(layer), number(expert)), count)
+    });
+    Ok(counts.collect())
+}
+
+/// Returns the counts of the only model in the answer to a request for traces.
+pub fn traced(answer: &Value) -> Counts {
+    let mut counts = Counts::new();
+    let layers = answer["traces"][0]["layers"].as_array();
+    for layer in layers.into_iter().flatten() {
+        let experts = layer["counts"].as_array().into_iter().flatten();
+        for (expert, count) in experts.enumerate() {
+            let count = count.as_u64().expect("a count");
+            if count > 0 {
+                let layer = layer["layer"].as_u64().expect("a number");
+                counts.insert((layer, expert as u64), count);
+            }
+        }
+    }
+    counts
+}
+
+/// The request that takes one tensor from another file.
+pub fn overlay(tensor: &str, from: &Path) -> Value {
+    let pattern = tensor.replace('.', "\\.");
+    json!({"cmd": "swap", "overlays": [{"tensor": pattern, "from": from}]})
+}
+
+/// The request that returns all tensors.
+pub fn revert() -> Value {
+    json!({"cmd": "swap", "revert": ".*", "overlays": []})
+}
