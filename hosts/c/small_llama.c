@@ -73,7 +73,6 @@ size_t ggml_backend_buffer_get_size(buffer_t);
 buffer_t ggml_backend_buft_alloc_buffer(void *, size_t);
 buffer_t ggml_backend_cpu_buffer_from_ptr(void *, size_t);
 void * ggml_backend_buffer_get_base(buffer_t);
-void ggml_backend_buffer_set_usage(buffer_t, int);
 int ggml_backend_tensor_alloc(buffer_t, tensor_t *, void *);
 void * ggml_backend_cpu_buffer_type(void);
 void ggml_backend_tensor_set(tensor_t *, const void *, size_t, size_t);
@@ -188,12 +187,12 @@ struct load {
     const char * path;
     context_t * context;
     struct gguf_context * file;
-    tensor_t * weights[3];
+    tensor_t * weights[WEIGHTS];
     char * bytes;
     size_t size;
     buffer_t buffer;
 };
-enum { LOADS = 2, WORKERS = 4, USAGE_WEIGHTS = 1 };
+enum { LOADS = 2, WORKERS = 4 };
 static struct load loads[LOADS];
 static enum placement placement;
 static pthread_barrier_t all_open;
@@ -218,7 +217,7 @@ static void place(struct load * load, int i) {
 }
 
 static void * place_some(void * first) {
-    for (int i = (int) (intptr_t) first; i < LOADS * 3; i += WORKERS) {
+    for (int i = (int) (intptr_t) first; i < LOADS * WEIGHTS; i += WORKERS) {
         place(&loads[i % LOADS], i / LOADS);
     }
     return NULL;
@@ -236,7 +235,7 @@ static void * open_model(void * data) {
         fprintf(stderr, "cannot load %s\n", load->path);
         exit(1);
     }
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < WEIGHTS; i++) {
         load->weights[i] = ggml_get_tensor(load->context, names[i]);
     }
     load->buffer = placement == MAPPED
@@ -245,7 +244,7 @@ static void * open_model(void * data) {
     ggml_backend_buffer_set_usage(load->buffer, USAGE_WEIGHTS);
     pthread_barrier_wait(&all_open);
     if (placement == BY_OPENER) {
-        for (int i = 0; i < 3; i++) {
+        for (int i = 0; i < WEIGHTS; i++) {
             place(load, i);
         }
     }
