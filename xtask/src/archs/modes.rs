@@ -87,7 +87,7 @@ pub const MODES: [Mode; 7] = [
         device: Device::Simulated,
         dense: false,
         variables: &[
-            ("LLAMA_POSTFETCH_CACHE_MB", "64"),
+            ("LLAMA_POSTFETCH_CACHE_MB", "256"),
             ("LLAMA_POSTFETCH_CACHE_MISSES", "fetch"),
         ],
         acted: |answers, _| used(answers, "cache_hits"),

@@ -45,7 +45,7 @@ pub fn swap_each(
     let start = |device| -> Result<Process> {
         let mut variables = vec![("LLAMA_SIDECAR_LOG", "warn".into())];
         if device == Device::Simulated {
-            variables.push(("LLAMA_POSTFETCH_CACHE_MB", "64".into()));
+            variables.push(("LLAMA_POSTFETCH_CACHE_MB", "256".into()));
         }
         let mut process = Process::start(device, &DropIn::On(variables));
         ensure!(

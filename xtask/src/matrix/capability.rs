@@ -245,28 +245,29 @@ fn post_fetch(subject: &Subject) {
 /// A swap of experts to the same type, and back, while llama.cpp keeps experts on the GPU.
 fn own_cache(subject: &Subject) {
     let folder = tempfile::tempdir().expect("a folder");
-    let variant = folder.path().join("variant.gguf");
-    fs::copy(fixture(MIXTURE), &variant).expect("free space");
+    let (original, variant) = (fixture(MIXTURE), folder.path().join("variant.gguf"));
+    fs::copy(&original, &variant).expect("free space");
     exchange_experts(&variant);
-    let cached = |model: &Path, gpu: &SimGgml| Started::cached(subject, model, gpu);
-    let gpu = SimGgml::new(&[]);
-    let mut host = cached(&fixture(MIXTURE), &gpu);
-    let same = |host: &mut Started, fresh: &Path| {
-        let found = host.host.evaluate(None);
+    let results = [vec![&variant], vec![&variant, &original]].map(|files| {
         let gpu = SimGgml::new(&[]);
-        let expected = cached(fresh, &gpu).host.evaluate(Some(found.number));
-        assert_eq!(found, expected);
-        found
-    };
-    let swapped = taken(&host.reload(&variant)).0;
-    assert!(swapped > 0, "nothing was swapped");
-    let of_variant = same(&mut host, &variant);
-    assert_eq!(taken(&host.reload(&fixture(MIXTURE))), (0, swapped));
-    let of_original = same(&mut host, &fixture(MIXTURE));
-    assert_ne!(of_variant.result, of_original.result);
-    let status = host.host.request(&json!({"cmd": "status"}));
-    let layers = &status["own_expert_cache"]["layers"];
-    assert!(layers.as_u64() > Some(0), "{status}");
+        let mut host = Started::cached(subject, &original, &gpu);
+        for file in &files {
+            let (swapped, returned) = taken(&host.reload(file));
+            assert_eq!(swapped > 0, *file == &variant);
+            assert_eq!(returned > 0, *file == &original);
+        }
+        let found = host.host.evaluate(None);
+        let status = host.host.request(&json!({"cmd": "status"}));
+        let layers = &status["own_expert_cache"]["layers"];
+        assert!(layers.as_u64() > Some(0), "{status}");
+        drop(host);
+        let last = files.last().expect("a file");
+        let gpu = SimGgml::new(&[]);
+        let mut fresh = Started::cached(subject, last, &gpu);
+        assert_eq!(found, fresh.host.evaluate(Some(found.number)));
+        found.result
+    });
+    assert_ne!(results[0], results[1], "the variant shows");
 }
 
 /// Lets the gate experts of two layers change places.
