@@ -47,15 +47,6 @@ fn start(model: &Path, arguments: &[&str], drop_in: DropIn) -> Server {
     Server::start(model, &with_arguments(options, arguments))
 }
 
-fn on(variables: &[(&'static str, &str)]) -> DropIn {
-    let variables = variables.iter();
-    DropIn::On(
-        variables
-            .map(|(name, value)| (*name, (*value).into()))
-            .collect(),
-    )
-}
-
 /// What a server without the drop-in answers.
 fn fresh(model: &Path, arguments: &[&str]) -> Vec<Answer> {
     let server = start(model, arguments, DropIn::Absent);
@@ -76,7 +67,7 @@ fn swaps(original: &Path, variants: &[&Path], arguments: &[&str]) {
     let path = folder.path().join("model.gguf");
     replace(&path, original);
     let before = fresh(original, arguments);
-    let server = start(&path, arguments, on(&[]));
+    let server = start(&path, arguments, DropIn::with(&[]));
     assert_eq!(answers(&server), before, "{arguments:?}");
     for &variant in variants {
         let after = fresh(variant, arguments);
@@ -121,7 +112,7 @@ fn experts_are_swapped_with_and_without_fused_matrices() {
 #[test]
 fn a_swap_is_done_while_requests_run() {
     let (_folder, path) = copied("smollm2.gguf");
-    let server = start(&path, MAPPED, on(&[]));
+    let server = start(&path, MAPPED, DropIn::with(&[]));
     answers(&server);
     let evaluations = || server.control("status")["evaluations"].as_u64();
     std::thread::scope(|scope| {
@@ -175,7 +166,7 @@ fn all_activations_are_counted() {
         let server = start(
             &fixture("moe.gguf"),
             arguments,
-            on(&[("LLAMA_EXPERT_TRACE_STATS", "1")]),
+            DropIn::with(&[("LLAMA_EXPERT_TRACE_STATS", "1")]),
         );
         // It evaluates two tokens at the start.
         assert_eq!(server.control("trace-reset")["ok"], true);
@@ -208,7 +199,7 @@ fn weights_that_are_merged_or_repacked_at_load_are_refused_by_name() {
     ] {
         let path = folder.path().join("model.gguf");
         replace(&path, &model);
-        let server = start(&path, &["--no-warmup", option], on(&[]));
+        let server = start(&path, &["--no-warmup", option], DropIn::with(&[]));
         let before = answers(&server);
         let said = server.logged("hot-swap stays off: the program merged or repacked");
         assert_eq!(said.len(), 1, "{option}: {:?}", server.log());
@@ -250,7 +241,11 @@ fn a_model_with_latent_attention_is_swapped_but_for_what_others_are_computed_fro
     for arguments in [&["--no-warmup", "-mla", "3"], &["--no-warmup", "-mla", "1"]] {
         swaps(&model, &[&experts], arguments);
         replace(&path, &model);
-        let server = start(&path, arguments, on(&[("LLAMA_EXPERT_TRACE_STATS", "1")]));
+        let server = start(
+            &path,
+            arguments,
+            DropIn::with(&[("LLAMA_EXPERT_TRACE_STATS", "1")]),
+        );
         let before = answers(&server);
         let (activations, tokens) = traced(&server);
         assert_eq!(activations.len(), Mixture::Latent.layers() as usize);
@@ -364,7 +359,7 @@ fn rounds_of_its_perplexity_reload_with_the_drop_in() {
     });
     assert_ne!(model, mixed, "the variant shows");
     let (_folder, path) = copied("smollm2.gguf");
-    let mut host = Perplexity::start(&path, &on(&[]));
+    let mut host = Perplexity::start(&path, &DropIn::with(&[]));
     host.wait_for("done 1");
     replace(&path, &fixture("smollm2-mixed.gguf"));
     host.send("reload 1\n");
@@ -382,7 +377,7 @@ fn rounds_of_its_perplexity_reload_with_the_drop_in() {
 fn one_sentence_states_which_of_two_hot_swaps_works() {
     let (_folder, path) = copied("smollm2.gguf");
     let said = "and the drop-in's works: the program's calls of llama_reload_changed_tensors";
-    let both = start(&path, MAPPED, on(&[BOTH]));
+    let both = start(&path, MAPPED, DropIn::with(&[BOTH]));
     answers(&both);
     assert_eq!(both.logged(said).len(), 1, "{:?}", both.log());
     let status = both.control("status");
@@ -395,7 +390,7 @@ fn one_sentence_states_which_of_two_hot_swaps_works() {
     assert_eq!(answers(&both), after);
     end(both);
     // As the wrapper sets it: the program's own stays off.
-    let alone = start(&path, MAPPED, on(&[]));
+    let alone = start(&path, MAPPED, DropIn::with(&[]));
     answers(&alone);
     assert!(alone.logged(said).is_empty(), "{:?}", alone.log());
     let status = alone.control("status");

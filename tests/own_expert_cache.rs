@@ -45,9 +45,7 @@ impl Placed {
     }
 
     fn with(model: &Path, cache: Option<&str>, variables: &[(&'static str, &str)]) -> Placed {
-        let variables = variables.iter();
-        let variables = variables.map(|(name, value)| (*name, (*value).to_owned()));
-        Placed::start(model, cache, DropIn::On(variables.collect()))
+        Placed::start(model, cache, DropIn::with(variables))
     }
 
     /// Answers in both slots to prompts above and below the limit of small batches.

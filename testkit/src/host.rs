@@ -208,6 +208,12 @@ pub fn built(path: &str) -> PathBuf {
 }
 
 impl DropIn {
+    /// Hot-swap on, with these variables.
+    pub fn with(variables: &[(&'static str, &str)]) -> DropIn {
+        let owned = |&(name, value): &(&'static str, &str)| (name, value.to_owned());
+        DropIn::On(variables.iter().map(owned).collect())
+    }
+
     /// Sets the variables of a program that is about to be started.
     pub fn prepare(&self, command: &mut Command, socket: &Path) {
         for (name, _) in std::env::vars_os() {

@@ -50,12 +50,7 @@ pub fn folder(gguf: &Gguf) -> (tempfile::TempDir, PathBuf) {
 
 /// Hot-swap on, with these variables.
 pub fn on(variables: &[(&'static str, &str)]) -> DropIn {
-    DropIn::On(
-        variables
-            .iter()
-            .map(|(name, value)| (*name, (*value).to_owned()))
-            .collect(),
-    )
+    DropIn::with(variables)
 }
 
 /// Puts a model in place of another and has it taken.

@@ -85,7 +85,7 @@ impl Started {
 
     /// On a GPU, with llama.cpp's own expert cache.
     fn cached(subject: &Subject, model: &Path, gpu: &SimGgml) -> Started {
-        Started::with(subject, model, on(&[]), Some(gpu), true)
+        Started::with(subject, model, DropIn::with(&[]), Some(gpu), true)
     }
 
     fn with(
@@ -113,7 +113,7 @@ impl Started {
     }
 
     fn on(subject: &Subject, model: &str, variables: &[(&'static str, &str)]) -> Started {
-        Started::new(subject, model, on(variables), None)
+        Started::new(subject, model, DropIn::with(variables), None)
     }
 
     /// Replaces the model and lets the drop-in look at it.
@@ -133,15 +133,6 @@ impl Started {
 fn of_fresh(subject: &Subject, fresh: &str, found: &Evaluation) -> Evaluation {
     let mut fresh = Started::on(subject, fresh, &[]);
     fresh.host.evaluate(Some(found.number))
-}
-
-fn on(variables: &[(&'static str, &str)]) -> DropIn {
-    let variables = variables.iter();
-    DropIn::On(
-        variables
-            .map(|(name, value)| (*name, (*value).into()))
-            .collect(),
-    )
 }
 
 /// The tensors that a reload of the only model swapped and returned.
@@ -230,7 +221,7 @@ fn stream(subject: &Subject) {
 fn post_fetch(subject: &Subject) {
     let decode = [("GGML_OP_OFFLOAD_MIN_BATCH", "1")];
     let gpu = SimGgml::new(&decode);
-    let early = on(&[("LLAMA_POSTFETCH_HOST", "on")]);
+    let early = DropIn::with(&[("LLAMA_POSTFETCH_HOST", "on")]);
     let mut host = Started::new(subject, MIXTURE, early, Some(&gpu));
     let found = host.host.evaluate(None);
     let status = host.host.request(&json!({"cmd": "status"}));
@@ -238,7 +229,7 @@ fn post_fetch(subject: &Subject) {
     assert!(figures["early_bytes"].as_u64() > Some(0), "{status}");
     drop(host);
     let gpu = SimGgml::new(&decode);
-    let mut without = Started::new(subject, MIXTURE, on(&[]), Some(&gpu));
+    let mut without = Started::new(subject, MIXTURE, DropIn::with(&[]), Some(&gpu));
     assert_eq!(found, without.host.evaluate(Some(found.number)));
 }
 
