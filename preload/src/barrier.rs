@@ -32,6 +32,9 @@ const RECHECK_INTERVAL: Duration = Duration::from_millis(2);
 /// Building a graph takes milliseconds.
 const BEGIN_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// Why a switch does not happen any more.
+const SHUT_DOWN: &str = "the process ends";
+
 /// Why a switch of a freed model does not happen.
 pub const MODEL_FREED: &str = "the model was freed meanwhile";
 
@@ -64,11 +67,6 @@ impl ModelSet {
     /// as one.
     pub fn of(number: u64) -> ModelSet {
         ModelSet(1 << (number % 64))
-    }
-
-    /// Whether the set has a model.
-    pub fn contains(self, number: u64) -> bool {
-        self.overlaps(ModelSet::of(number))
     }
 
     /// Adds the members of another set.
@@ -485,7 +483,7 @@ fn wait(
             ),
         };
         if is_shut() {
-            break Err("the process ends");
+            break Err(SHUT_DOWN);
         }
         if !wanted() {
             break Err(MODEL_FREED);
@@ -505,6 +503,11 @@ fn wait(
 fn advance(barrier: &mut Barrier) -> Option<Obstacle> {
     let pending = barrier.pending.as_mut()?;
     if pending.result.is_some() {
+        return None;
+    }
+    if is_shut() {
+        // What an evaluation has to do after a switch is not done any more.
+        pending.result = Some(Err(SHUT_DOWN));
         return None;
     }
     let obstacle = obstacle(&pending.replaced);

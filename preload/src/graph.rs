@@ -191,7 +191,7 @@ impl GraphReads {
 /// # Safety
 ///
 /// A live tensor of this copy.
-unsafe fn note_other(ggml: &Ggml, tensor: *mut Tensor, others: &mut Vec<*mut Tensor>) {
+pub unsafe fn note_other(ggml: &Ggml, tensor: *mut Tensor, others: &mut Vec<*mut Tensor>) {
     // SAFETY: as the caller ensures; a view lives as long as what it views.
     unsafe {
         let viewed: *mut Tensor = ggml.layout.read(tensor, ggml.layout.view_src);
@@ -207,7 +207,7 @@ unsafe fn note_other(ggml: &Ggml, tensor: *mut Tensor, others: &mut Vec<*mut Ten
 /// # Safety
 ///
 /// A live tensor of this copy.
-pub unsafe fn is_in_memory_for_weights(ggml: &Ggml, tensor: *const Tensor) -> bool {
+unsafe fn is_in_memory_for_weights(ggml: &Ggml, tensor: *const Tensor) -> bool {
     let layout = &ggml.layout;
     // SAFETY: as the caller ensures; the buffer of a live tensor is live.
     unsafe {

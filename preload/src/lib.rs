@@ -30,9 +30,9 @@
 //! | [`sched`] | schedulers, their evaluations and kept graphs |
 //! | [`own_cache`] | the expert cache that the program has of its own |
 //! | [`models`] | the models that the program loaded |
-//! | [`derived`] | weights that are from no file, and how far they are known |
 //! | [`own_hotswap`] | the hot-swap that a program has of its own |
 //! | [`loads`] | the models that the program is loading |
+//! | [`derived`] | weights that are from no file, and how far they are known |
 //! | [`maps`] | files that are mapped into the process |
 //! | [`graph`] | what a graph reads |
 //! | [`logits`] | a hash of the output of an evaluation |

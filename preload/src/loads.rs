@@ -23,6 +23,7 @@ use llama_sidecar::gguf::{Access, GgufFile, Value};
 use llama_sidecar::protocol::Event;
 use parking_lot::Mutex;
 
+use crate::derived;
 use crate::ggml::{Buffer, Ggml, Tensor};
 use crate::journal;
 use crate::maps::Maps;
@@ -242,7 +243,9 @@ pub unsafe fn tensor_placed(ggml: &'static Ggml, tensor: *mut Tensor, buffer: *m
     let candidates = loads.with_tensor(ggml, name, &ne);
     if candidates.is_empty() {
         // ik_llama.cpp made it of others: those of the file are views of it.
-        if ggml.ops.fused.is_some() && name.to_bytes().starts_with(b"blk.") {
+        // SAFETY: as the caller ensures.
+        let is_derived = unsafe { derived::is_known(ggml, tensor as *const Tensor) };
+        if ggml.ops.fused.is_some() && name.to_bytes().starts_with(b"blk.") && !is_derived {
             loads.note_altered(ggml, name);
         }
         return;
@@ -402,6 +405,12 @@ impl Loads {
             groups.entry(of.buffer).or_default().push(of);
         }
         for group in groups.into_values() {
+            let is_read = |of: &Unclear| read.contains(&(of.tensor as *mut Tensor));
+            if !group.iter().any(is_read) {
+                // Its bytes may not be loaded yet.
+                self.unclear.extend(group);
+                continue;
+            }
             let is_among = |load: &&mut Load| group.iter().all(|of| of.of.contains(&load.number));
             let mut left: Vec<&mut Load> = self.open.iter_mut().filter(is_among).collect();
             if left.len() > 1 {
@@ -412,11 +421,6 @@ impl Loads {
                 } else {
                     for load in &mut left {
                         load.unclear.get_or_insert_with(|| group[0].name.clone());
-                    }
-                    let is_read = |of: &Unclear| read.contains(&(of.tensor as *mut Tensor));
-                    if !group.iter().any(is_read) {
-                        self.unclear.extend(group);
-                        continue;
                     }
                 }
             }

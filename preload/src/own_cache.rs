@@ -31,6 +31,7 @@ const OTHER_SLOTS: &str = "the program's own expert cache changed meanwhile; rel
 
 /// A bank or a slot map.
 struct Part {
+    tensor: usize,
     buffer: usize,
     is_slot_map: bool,
     bytes: u64,
@@ -47,6 +48,10 @@ struct Cached {
     is_stale: AtomicBool,
     weight: TensorPointer,
     slots: TensorPointer,
+    /// The tensor that the slots are a view of.
+    bank: TensorPointer,
+    /// The type of the slots.
+    ty: i32,
     slot_map: TensorPointer,
     /// The buffers of the slots and of the slot map.
     buffers: [usize; 2],
@@ -96,6 +101,7 @@ pub unsafe fn tensor_placed(ggml: &Ggml, tensor: *mut Tensor, buffer: *mut Buffe
         log::info!("the program has an expert cache of its own");
     }
     parts.push(Part {
+        tensor: tensor as usize,
         buffer: buffer as usize,
         is_slot_map: name.starts_with(SLOT_MAP),
         bytes: bytes as u64,
@@ -127,10 +133,13 @@ pub unsafe fn find(model: &Arc<Model>, products: &mut [CachedProduct]) {
         let instances = &model.tensors[matrix].instances;
         let weight = instances[0].tensor;
         // SAFETY: live tensors; a view has the buffer of what it views.
-        let (is_sound, buffers) = unsafe {
+        let (is_sound, buffers, bank, ty) = unsafe {
+            let layout = &ggml.layout;
             let is_sound = instances.len() == 1 && has_slots(ggml, weight.0, slots.0, slot_map.0);
-            let buffer = |of: TensorPointer| ggml.layout.read(of.0, ggml.layout.buffer);
-            (is_sound, [buffer(slots), buffer(slot_map)])
+            let buffer = |of: TensorPointer| layout.read(of.0, layout.buffer);
+            let bank = TensorPointer(layout.read(slots.0, layout.view_src));
+            let ty = layout.read(slots.0, layout.ty);
+            (is_sound, [buffer(slots), buffer(slot_map)], bank, ty)
         };
         if is_sound {
             product.matrix = weight.0;
@@ -147,6 +156,8 @@ pub unsafe fn find(model: &Arc<Model>, products: &mut [CachedProduct]) {
                 is_stale: AtomicBool::new(false),
                 weight,
                 slots,
+                bank,
+                ty,
                 slot_map,
                 buffers,
             });
@@ -181,25 +192,42 @@ unsafe fn has_slots(
 }
 
 /// Whether a tensor is a part of a cache whose matrix is known.
-pub fn is_known(tensor: *mut Tensor, ggml: &Ggml) -> bool {
+pub fn is_known(tensor: *mut Tensor) -> bool {
     let tensor = TensorPointer(tensor);
-    CACHED.read().iter().any(|of| {
-        // SAFETY: entries are removed before their tensors are freed.
-        let bank = unsafe { ggml.layout.read(of.slots.0, ggml.layout.view_src) };
-        tensor == of.slot_map || tensor == of.slots || tensor.0 == bank
-    })
+    let is_part = |of: &Cached| [of.slot_map, of.slots, of.bank].contains(&tensor);
+    CACHED.read().iter().any(is_part)
+}
+
+/// Whether a cache has slots of which no graph has shown the matrix yet.
+fn has_unread_slots() -> bool {
+    let cached = CACHED.read();
+    let is_read = |part: &Part| {
+        let mut of = cached.iter();
+        of.any(|of| of.slot_map.0 as usize == part.tensor)
+    };
+    let parts = PARTS.read();
+    let mut slot_maps = parts.iter().filter(|part| part.is_slot_map);
+    slot_maps.any(|part| !is_read(part))
 }
 
 /// Returns why a matrix cannot have this type, if a cache has slots of another one.
 pub fn refuses(model: &Model, matrix: usize, ty: i32) -> Option<String> {
-    let cached = CACHED.read();
+    let of_matrix = |of: &&Cached| of.is_of(model, matrix);
+    let slots = CACHED
+        .read()
+        .iter()
+        .filter(of_matrix)
+        .map(|of| of.ty)
+        .find(|slots| *slots != ty);
+    // A context makes slots of the type that the matrix has then.
+    let unread = || {
+        let instance = &model.tensors[matrix].instances[0];
+        // SAFETY: a model is reloaded only while it is alive.
+        let now = unsafe { model.ggml.descriptor(instance.tensor.0) }.ty;
+        (instance.has_experts && now != ty && has_unread_slots()).then_some(now)
+    };
+    let slots = slots.or_else(unread)?;
     let name = |ty: i32| TypeInfo::from_id(ty as u32).map_or("another type", TypeInfo::name);
-    let mut cached = cached.iter().filter(|of| of.is_of(model, matrix));
-    let slots = cached.find_map(|of| {
-        // SAFETY: entries are removed before their tensors are freed.
-        let slots: i32 = unsafe { of.ggml.layout.read(of.slots.0, of.ggml.layout.ty) };
-        (slots != ty).then_some(slots)
-    })?;
     Some(format!(
         "the program's own expert cache has slots for {}, not {}: keep the type, or start the program without --moe-cache-mib",
         name(slots),
@@ -292,12 +320,16 @@ pub fn buffer_freed(buffer: *mut Buffer) {
 /// Forgets tensors at these addresses, whose memory is about to be freed.
 pub fn tensors_freed(range: &Range<usize>) {
     if exists() {
+        PARTS.write().retain(|part| !range.contains(&part.tensor));
         let gone = |of: TensorPointer| range.contains(&(of.0 as usize));
         forget(|of| [of.weight, of.slots, of.slot_map].into_iter().any(gone));
     }
 }
 
 fn forget(gone: impl Fn(&Cached) -> bool) {
+    if !CACHED.read().iter().any(&gone) {
+        return;
+    }
     let _no_switch = barrier::hold();
     CACHED.write().retain(|of| !gone(of));
 }

@@ -185,29 +185,31 @@ pub fn output_freed(buffer: usize) {
     }
 }
 
-/// Finds out what a graph of these models reads that was loaded from no file.
+/// Finds out what a graph reads that was loaded from no file.
 ///
 /// # Safety
 ///
 /// The graph is live.
-unsafe fn find_others(ggml: &Ggml, reads: &mut GraphReads, of: ModelSet) {
+unsafe fn find_others(ggml: &Ggml, reads: &mut GraphReads) {
     if reads.others.is_empty() {
         return;
     }
-    let mut models = models::models();
-    models.retain(|model| of.contains(model.number));
+    let mut models: Vec<Arc<Model>> = Vec::new();
+    for weight in &reads.weights {
+        if let Some((model, _)) = models::find(weight.tensor)
+            && models.iter().all(|known| known.number != model.number)
+        {
+            models.push(model);
+        }
+    }
     if let [model] = models.as_slice() {
         // SAFETY: as the caller ensures.
         unsafe { own_cache::find(model, &mut reads.cached) };
     }
     for &tensor in &reads.others {
         // SAFETY: as the caller ensures.
-        let unknown = unsafe {
-            graph::is_in_memory_for_weights(ggml, tensor)
-                && !own_cache::is_known(tensor, ggml)
-                && !derived::is_known(ggml, tensor)
-        };
-        if unknown {
+        let is_derived = unsafe { derived::is_known(ggml, tensor) };
+        if !is_derived && !own_cache::is_known(tensor) && !models::is_registered(tensor) {
             // SAFETY: as the caller ensures.
             let name = unsafe { graph::name(ggml, tensor) };
             let name = CString::new(name).unwrap_or_default();
@@ -451,8 +453,10 @@ impl Scheduler {
         // SAFETY: as the caller ensures.
         let found = unsafe {
             let found = models::find_in_graph(&backends.devices, &mut reads.weights);
-            reads.others.extend(&found.others);
-            find_others(ggml, &mut reads, found.reads);
+            for &other in &found.others {
+                graph::note_other(ggml, other, &mut reads.others);
+            }
+            find_others(ggml, &mut reads);
             found
         };
         // After that: the first graph of a model completes its registration.

@@ -19,6 +19,9 @@ use crate::models::{Instance, Model};
 use crate::placement::{self, extents};
 use crate::{barrier, own_cache, sched};
 
+/// Why a switch does not happen.
+const REFUSED_MEANWHILE: &str = "a graph that the program made meanwhile refuses swaps of its weights: 'llama-sidecar status' has the reason";
+
 /// The tensors of one model.
 struct ProgramStore<'a>(&'a Arc<Model>, WrittenInPlace);
 
@@ -519,6 +522,9 @@ impl Store for ProgramStore<'_> {
             move || {
                 if !model.is_alive() {
                     return Err(MODEL_FREED);
+                }
+                if model.obstacle().is_some() {
+                    return Err(REFUSED_MEANWHILE);
                 }
                 let mut next = next.lock();
                 own_cache::check(&model, next.iter().map(|next| (next.tensor, next.to.ty)))?;
