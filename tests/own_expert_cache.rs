@@ -29,11 +29,19 @@ struct Placed {
 
 impl Placed {
     fn start(model: &Path, cache: Option<&str>, drop_in: DropIn) -> Placed {
+        Placed::start_with(Options::new(2), model, cache, drop_in)
+    }
+
+    fn start_with(
+        mut options: Options,
+        model: &Path,
+        cache: Option<&str>,
+        drop_in: DropIn,
+    ) -> Placed {
         let sim = SimGgml::new(&[]);
-        let mut options = Options::new(2);
         options.drop_in = drop_in;
         let gpu = ["--device", "SIM0", "-ngl", "99", "-cmoe"];
-        options.arguments = gpu.map(str::to_owned).to_vec();
+        options.arguments.extend(gpu.map(str::to_owned));
         if let Some(mib) = cache {
             options
                 .arguments
@@ -215,6 +223,25 @@ fn another_type_of_an_expert_matrix_is_refused() {
     let reply = testkit::host::request(placed.server.socket(), &swap);
     assert!(reply.to_string().contains("own expert cache"), "{reply}");
     assert_eq!(placed.answers(), before);
+    placed.end();
+}
+
+/// The server has slots, and so many sequences that none of the graphs for which it reserves memory reads
+/// them.
+#[test]
+fn another_type_is_refused_before_a_graph_reads_slots() {
+    let (_folder, path) = copied(MODEL);
+    let mut options = Options::new(LARGEST_SMALL_BATCH + 1);
+    options.context = 64;
+    options.arguments = vec!["--no-warmup".into()];
+    let placed = Placed::start_with(options, &path, Some(CACHE), DropIn::with(&[]));
+    let long = "one two three four five six seven ".repeat(8);
+    let one_token = Request::new(&long, 1);
+    placed.server.complete(&one_token);
+    assert!(count(&placed.own_cache(), "layers") > 0);
+    replace(&path, &fixture("small-moe-mixed.gguf"));
+    let reply = placed.server.control("reload");
+    assert!(reply.to_string().contains("own expert cache"), "{reply}");
     placed.end();
 }
 
