@@ -199,7 +199,8 @@ impl Model {
 
     /// Records the name of what a graph reads in memory for weights although no file has it.
     pub fn note_unknown(&self, name: &CStr) {
-        if self.unknown.set(name.to_owned()).is_ok() {
+        let had_obstacle = self.obstacle().is_some();
+        if self.unknown.set(name.to_owned()).is_ok() && !had_obstacle {
             self.report_obstacle();
         }
     }
