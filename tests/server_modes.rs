@@ -100,45 +100,6 @@ fn all_slots_answer_while_tensors_are_swapped() {
     end(server);
 }
 
-/// A control vector is from a file of its own, and its tensors are no weights of the model.
-#[test]
-fn a_model_with_a_control_vector_is_swapped() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let path = folder.path().join("vector.gguf");
-    let mut vector = Gguf::default().kv("general.architecture", Kv::Text("controlvector".into()));
-    vector.tensors.push(Tensor {
-        name: "direction.1".into(),
-        ne: vec![576],
-        ty: F32,
-        data: 0.5f32.to_le_bytes().repeat(576),
-    });
-    vector.write(&path).expect("free space");
-    let arguments = ["--control-vector", &path.display().to_string()];
-    let [plain, before, after] = [
-        ("small.gguf", &[][..]),
-        ("small.gguf", &arguments[..]),
-        ("small-mixed.gguf", &arguments[..]),
-    ]
-    .map(|(file, arguments)| {
-        let options = with_arguments(without_drop_in(1), arguments);
-        let server = Server::start(&fixture(file), &options);
-        let answer = server.complete(&uncached(0));
-        end(server);
-        answer
-    });
-    assert!(plain != before && before != after, "both show");
-    let (_folder, model) = copied("small.gguf");
-    let server = start(&model, 1, &arguments);
-    assert_eq!(server.complete(&uncached(0)), before);
-    replace(&model, &fixture("small-mixed.gguf"));
-    assert!(taken(&server.control("reload")).0 > 0);
-    assert_eq!(server.complete(&uncached(0)), after);
-    replace(&model, &fixture("small.gguf"));
-    assert!(taken(&server.control("reload")).1 > 0);
-    assert_eq!(server.complete(&uncached(0)), before);
-    end(server);
-}
-
 #[test]
 fn a_model_with_an_adapter_is_swapped_and_the_adapter_is_no_model() {
     let folder = tempfile::tempdir().expect("a folder");
