@@ -418,7 +418,7 @@ pub fn pending() -> Option<(Option<Obstacle>, Duration)> {
 }
 
 /// Runs `work`, which replaces these tensors, between evaluations, on this thread
-/// or on a thread of the program. `work` returns false if it replaced nothing. The switch is
+/// or on a thread of the program. `work` returns an error if it replaced nothing. The switch is
 /// given up when `wanted` returns false.
 ///
 /// One switch runs at a time: the reload engine of a model orders the switches of that
