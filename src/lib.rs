@@ -20,6 +20,7 @@
 //! | [`gguf`] | the file format |
 //! | `background` | threads that run while the program goes on |
 //! | [`parallel`] | work that is divided among threads |
+//! | [`files`] | files in folders that other users may write |
 //! | [`logger`] | messages |
 //! | [`config`] | variables |
 #![deny(unsafe_op_in_unsafe_fn, missing_docs)]
@@ -32,6 +33,7 @@ pub mod expert_cache;
 pub mod experts;
 #[cfg(feature = "c-abi")]
 pub mod ffi;
+pub mod files;
 pub mod gguf;
 pub mod logger;
 pub mod model;

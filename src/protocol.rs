@@ -90,6 +90,14 @@ pub struct Reply {
     /// Why the request was refused.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+    /// Whether the request was not read because too many clients are connected: the same request
+    /// may succeed later.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub busy: bool,
+}
+
+fn is_false(value: &bool) -> bool {
+    !value
 }
 
 impl Reply {
@@ -98,6 +106,7 @@ impl Reply {
         Reply {
             ok: true,
             error: None,
+            busy: false,
         }
     }
 
@@ -106,6 +115,15 @@ impl Reply {
         Reply {
             ok: false,
             error: Some(error.into()),
+            busy: false,
+        }
+    }
+
+    /// The reply to a client that has no place, or loses it.
+    pub fn busy() -> Reply {
+        Reply {
+            busy: true,
+            ..Reply::refused("too many clients are connected: try again")
         }
     }
 }

@@ -4,8 +4,10 @@
 mod small;
 
 use std::fs::FileTimes;
-use std::os::unix::net::UnixListener;
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::Value;
@@ -341,7 +343,7 @@ fn a_socket_of_another_process_is_left_alone() {
     let listener = UnixListener::bind(&socket).expect("a socket");
     // SAFETY: a plain system call on a live descriptor.
     unsafe { libc::listen(std::os::fd::AsRawFd::as_raw_fd(&listener), 0) };
-    let _first = std::os::unix::net::UnixStream::connect(&socket).expect("the backlog takes one");
+    let _first = UnixStream::connect(&socket).expect("the backlog takes one");
     let at = socket.to_str().expect("UTF-8");
     let mut host = Host::start(
         Program::Small(true),
@@ -361,4 +363,51 @@ fn a_socket_of_another_process_is_left_alone() {
     let _other = UnixListener::bind(&socket).expect("the path is free");
     assert_eq!(host.end(), Some(0));
     assert!(socket.exists(), "the other process's socket is still there");
+}
+
+/// Clients that send nothing, half a line or junk, and come back at once, keep no other client
+/// out.
+#[test]
+fn hostile_clients_keep_no_swap_out() {
+    let (_folder, path) = folder(&model(1.0));
+    let mut host = settled(&path, &[]);
+    let socket = host.socket().to_owned();
+    let ends = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        // Also after a panic.
+        let _end = Ends(&ends);
+        for number in 0..64 {
+            let (socket, ends) = (&socket, &ends);
+            scope.spawn(move || {
+                while !ends.load(Ordering::Relaxed) {
+                    let Ok(mut client) = UnixStream::connect(socket) else {
+                        continue;
+                    };
+                    let text: &[u8] = [&b""[..], b"{\"cmd\":", b"rubbish\n"][number % 3];
+                    let _ = client.write_all(text);
+                    // Until the other side ends it.
+                    let _ = client.set_read_timeout(Some(Duration::from_millis(500)));
+                    let _ = client.read_to_end(&mut Vec::new());
+                }
+            });
+        }
+        for round in 0..20 {
+            let value = [2.0, 1.0][round % 2];
+            let answer = swap(&host, &path, &model(value));
+            let report = report(&answer);
+            let changed = ["swapped", "returned"].map(|name| report[name].as_u64());
+            assert_eq!(changed.iter().flatten().sum::<u64>(), 1, "{answer}");
+            assert_eq!(host.ask("decode"), result(value));
+        }
+    });
+    assert_eq!(host.end(), Some(0));
+}
+
+/// Sets a flag when it is dropped.
+struct Ends<'a>(&'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
 }

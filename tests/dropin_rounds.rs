@@ -4,6 +4,7 @@
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::{chown, symlink};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
@@ -385,7 +386,7 @@ fn clients_that_went_away_free_their_connections() {
         let _ = stream.write_all(b"{\"cmd\":\"round\"}\n");
         stream
     };
-    let clients: Vec<UnixStream> = (0..32).map(waiting).collect();
+    let clients: Vec<UnixStream> = (0..80).map(waiting).collect();
     eventually("no connection is free", || (!is_answered()).then_some(()));
     drop(clients);
     eventually("an answer", || is_answered().then_some(()));
@@ -832,6 +833,25 @@ fn bad_commands_and_files_evaluate_nothing() {
     });
     fs::remove_dir(&control).expect("an empty folder");
 
+    // A number after which none is left, and a file of another user.
+    driver.send_line(&format!("compute {}\n", u64::MAX));
+    eventually("a warning", || {
+        (logged(&driver, "the last one was 4, and the next is larger") > 0).then_some(())
+    });
+    let other = driver.rounds.path("other");
+    fs::write(&other, "compute 6\n").expect("free space");
+    match chown(&other, Some(65534), None) {
+        Ok(()) => {
+            fs::rename(&other, &control).expect("renamed");
+            eventually("a warning", || {
+                (logged(&driver, "belongs to user 65534") > 0).then_some(())
+            });
+            fs::remove_file(&control).expect("it is not taken");
+        }
+        Err(error) => eprintln!("not tested without root: a file of another user: {error}"),
+    }
+    assert_eq!(rounds(&driver), 1);
+
     // A command is read once its line is complete.
     let mut file = File::create(&control).expect("free space");
     write!(file, "compute 7").expect("free space");
@@ -849,8 +869,12 @@ fn bad_commands_and_files_evaluate_nothing() {
 #[test]
 fn a_status_that_cannot_be_written_is_tried_again() {
     let folder = with_shards();
-    let beside = folder.path().join("status.tmp");
-    fs::create_dir(&beside).expect("free space");
+    let at = folder.path().join("status");
+    fs::create_dir(&at).expect("free space");
+    // A link of another user at a name that can be guessed.
+    let precious = folder.path().join("precious");
+    fs::write(&precious, "1").expect("free space");
+    symlink(&precious, folder.path().join("status.tmp")).expect("a link");
     let first = &shards()[0].0;
     let rounds = Rounds::start_in(folder, Path::new(first), &[], &FILES);
     let mut driver = Driver {
@@ -866,8 +890,9 @@ fn a_status_that_cannot_be_written_is_tried_again() {
         log.contains("Final estimate").then_some(())
     });
     assert_eq!(failures(&driver), 1);
-    fs::remove_dir(&beside).expect("an empty folder");
+    fs::remove_dir(&at).expect("an empty folder");
     driver.wait_for("done 1 0");
+    assert_eq!(fs::read(&precious).expect("a file"), b"1");
     assert_eq!(failures(&driver), 1);
     driver.send("exit");
     assert_eq!(driver.rounds.wait().code(), Some(0));

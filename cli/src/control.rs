@@ -2,10 +2,11 @@
 //! `mark`, `round` and `ping`:
 //! requests to the control socket of a running program.
 
-use std::io::{BufRead, BufReader, Write, stdout};
+use std::io::{BufRead, BufReader, Read, Write, stdout};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use llama_sidecar::config::Config;
@@ -17,6 +18,12 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::server::ServerOptions;
+
+/// How long a request is repeated while other clients have all connections.
+const PATIENCE: Duration = Duration::from_secs(30);
+const BUSY_PAUSE: Duration = Duration::from_millis(20);
+/// The longest reply in bytes. A status names each changed tensor of each model.
+const LONGEST_REPLY: u64 = 1 << 30;
 
 /// Sends a request and prints the reply, as text or as JSON.
 pub fn run(socket: &Path, request: &Request, as_json: bool) -> Result<()> {
@@ -140,20 +147,37 @@ fn process_at(socket: &Path) -> Result<u32> {
     Ok(peer.pid.unsigned_abs())
 }
 
-/// Sends a request and returns the reply.
+/// Sends a request and returns the reply. While other clients have all connections, tries again.
 pub fn ask(socket: &Path, request: &Request) -> Result<Value> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let answer = ask_once(socket, request)?;
+        if answer["busy"] != true || Instant::now() >= deadline {
+            return Ok(answer);
+        }
+        std::thread::sleep(BUSY_PAUSE);
+    }
+}
+
+fn ask_once(socket: &Path, request: &Request) -> Result<Value> {
     let mut stream = connect(socket, request)?;
-    writeln!(stream, "{}", json!(request))?;
-    let mut answer = String::new();
-    BufReader::new(stream).read_line(&mut answer)?;
+    // A connection that is turned away is closed: what was sent before has the reason.
+    let sent = writeln!(stream, "{}", json!(request));
+    let mut answer = Vec::new();
+    let read = BufReader::new(stream.take(LONGEST_REPLY)).read_until(b'\n', &mut answer);
+    if answer.is_empty() {
+        sent.and(read)
+            .with_context(|| format!("no reply from {}", socket.display()))?;
+    }
     ensure!(
         !answer.is_empty(),
         "{} was closed without a reply, as by the end of the process: see the output of the program, and start it again",
         socket.display()
     );
-    serde_json::from_str(&answer).with_context(|| {
+    serde_json::from_slice(&answer).with_context(|| {
+        let start = String::from_utf8_lossy(&answer[..answer.len().min(200)]);
         format!(
-            "{} is not a control socket of llama-sidecar: expected JSON, found {answer:?}",
+            "{} is not a control socket of llama-sidecar: expected JSON, found {start:?}",
             socket.display()
         )
     })

@@ -16,7 +16,7 @@
 //! | [`report`] | expert traces as a page or text |
 //! | [`cache_report`], [`pin`], [`svg`] | what caches of experts would hit, experts for fast memory, images of expert traces |
 //! | [`trace_report`] | expert traces from files |
-//! | [`sizes`] | sizes, shares and tables as text |
+//! | [`sizes`], [`output`] | sizes, shares and tables as text; texts in files |
 //! | [`inspect`], [`load`] | a model's description, the time to load it |
 //! | [`originals`] | the file of original tensors |
 //! | [`rewrite`] | new versions of a file |
@@ -37,6 +37,7 @@ mod journal;
 mod live;
 mod load;
 mod originals;
+mod output;
 mod part;
 mod pin;
 mod report;

@@ -6,10 +6,13 @@
 
 use std::cell::OnceCell;
 use std::ffi::{CStr, OsString};
+use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
+use llama_sidecar::files;
 use llama_sidecar::gguf::{Access, GgufFile, HeaderWriter, KeyValue, OpenError, Value, ValueType};
 use llama_sidecar::reload::{Hash, hash_bytes};
 
@@ -106,6 +109,14 @@ impl Originals {
                 }
                 file => file.map_err(anyhow::Error::from),
             };
+            let file = file.and_then(|file| {
+                let (found, of) = (file.source.handle().metadata()?, fs::metadata(model)?);
+                // Tensors are restored from it.
+                if found.uid() != of.uid() {
+                    files::check_owner(&found)?;
+                }
+                Ok(file)
+            });
             let originals = file.and_then(Originals::parse);
             found.push(originals.with_context(|| {
                 format!(

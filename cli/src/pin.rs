@@ -4,11 +4,12 @@ use std::cmp::Reverse;
 use std::fmt::Write;
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use llama_sidecar::experts::{ExpertIndex, Projection};
 use llama_sidecar::gguf::GgufFile;
 use llama_sidecar::trace::{LayerCounts, coverage, hits};
 
+use crate::output::write_text;
 use crate::sizes::{percent, size_text};
 use crate::trace_report::TraceReport;
 
@@ -144,8 +145,7 @@ impl Pinned {
 
     /// Writes the byte ranges to a file.
     pub fn write_ranges(&self, files: &[GgufFile], path: &Path) -> Result<()> {
-        std::fs::write(path, self.as_ranges(files))
-            .with_context(|| format!("cannot write {}", path.display()))
+        write_text(path, &self.as_ranges(files))
     }
 }
 

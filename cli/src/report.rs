@@ -11,6 +11,7 @@ use llama_sidecar::trace::{
 };
 
 use crate::cache_report::{Caches, Policy};
+use crate::output::write_text;
 use crate::pin::Pinned;
 use crate::sizes::{self, Table, percent};
 use crate::svg::{self, escape};
@@ -109,9 +110,7 @@ pub fn run(options: &ReportOptions) -> Result<()> {
 /// Writes the report to its file or to standard output.
 fn write(options: &ReportOptions, text: &str) -> Result<()> {
     match &options.output {
-        Some(path) => {
-            std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
-        }
+        Some(path) => write_text(path, text),
         None => {
             use std::io::Write;
             Ok(std::io::stdout().write_all(text.as_bytes())?)

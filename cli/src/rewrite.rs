@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
+use llama_sidecar::files::{self, folder_of};
 use llama_sidecar::gguf::{
     Access, GgufFile, TYPE_AND_OFFSET, TooLarge, padded, padding, retype, type_fields,
 };
@@ -15,7 +16,7 @@ use tempfile::NamedTempFile;
 
 use crate::attributes::Attributes;
 use crate::part::{Part, hash_of};
-use crate::space::{folder_of, is_out_of_space};
+use crate::space::is_out_of_space;
 use crate::target::Target;
 
 /// Bytes that are copied between two updates of the progress bar.
@@ -273,7 +274,8 @@ fn remove_leftovers(folder: &Path, prefix: &str) {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     for entry in entries {
         let ours = entry.file_name().to_string_lossy().starts_with(prefix);
-        let file = ours.then(|| File::open(entry.path()).ok()).flatten();
+        // Another user may have put a FIFO there.
+        let file = ours.then(|| files::open(&entry.path()).ok()).flatten();
         if file.is_some_and(|file| file.try_lock().is_ok()) {
             let _ = fs::remove_file(entry.path());
         }

@@ -6,6 +6,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use llama_sidecar::files::folder_of;
 use rustix::fs::statvfs;
 
 /// Space that new files need on one file system.
@@ -68,14 +69,6 @@ pub fn is_out_of_space(error: &anyhow::Error) -> bool {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge
         )
     )
-}
-
-/// Returns the folder of a file.
-pub fn folder_of(path: &Path) -> &Path {
-    match path.parent() {
-        Some(folder) if folder != Path::new("") => folder,
-        _ => Path::new("."),
-    }
 }
 
 fn free_in(folder: &Path) -> io::Result<u64> {

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use llama_sidecar::experts::ExpertIndex;
+use llama_sidecar::files;
 use llama_sidecar::gguf::{Access, GgufFile, open_model};
 use llama_sidecar::trace::{
     ExpertLayout, ModelMeta, RouteFormat, RouteReader, Snapshot, from_json,
@@ -35,8 +36,7 @@ impl TraceReport {
         {
             return TraceReport::of_routes(path, reader);
         }
-        let text =
-            std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let text = files::read(path).with_context(|| format!("cannot read {}", path.display()))?;
         let json = serde_json::from_slice(&text).with_context(|| {
             format!(
                 "{} is not JSON: write a trace with LLAMA_EXPERT_TRACE_OUTPUT=trace.json",

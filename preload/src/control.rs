@@ -1,19 +1,8 @@
-//! The control socket: one JSON object a line, and one in answer.
-//!
-//! [`llama_sidecar::protocol`] has the messages.
-//!
-//! Each client has its own thread, which evaluations never wait for. A client that sends a
-//! line that is too long or not JSON gets an error, and its connection is closed.
+//! Requests over the control socket: [`llama_sidecar::protocol`] has the messages.
 
-use std::fs::{self, Permissions};
-use std::io::{self, BufRead, BufReader, Read, Write};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use llama_sidecar::config::Config;
@@ -24,190 +13,35 @@ use llama_sidecar::protocol::{
     TensorState, TensorStatus, Traces, Waiting,
 };
 use llama_sidecar::reload::{Outcome, Report, Trigger};
-use parking_lot::Mutex;
 use serde_json::{Value, json};
 
+use crate::clients::{Answer, is_connected};
 use crate::models::{Instance, Model};
 use crate::overlays::Overlays;
 use crate::{
-    barrier, expert_trace, metrics, models, own_cache, placement, postfetch, reloader, rounds,
-    routes, sched, streaming, thread,
+    barrier, clients, expert_trace, metrics, models, own_cache, placement, postfetch, reloader,
+    rounds, routes, sched, streaming,
 };
-
-/// The longest request: a swap may name every tensor of a model.
-const MAX_LINE: u64 = 1 << 20;
-/// Clients at a time.
-const MAX_CLIENTS: usize = 16;
-/// How long a client may take to send a line or to take an answer.
-const CLIENT_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// The socket of this process, to be removed at the end: path, device and inode.
-static SOCKET: Mutex<Option<(PathBuf, (u64, u64))>> = Mutex::new(None);
-static CLIENTS: AtomicUsize = AtomicUsize::new(0);
 
 /// Listens at `path`.
 pub fn start(path: &Path) {
-    match listen(path) {
-        Ok((listener, identity)) => {
-            *SOCKET.lock() = Some((path.to_owned(), identity));
-            if thread::spawn("llama-sidecar-c", move || serve(&listener)) {
-                rounds::drive();
-            }
-        }
-        Err(error) => log::error!(
-            "LLAMA_SIDECAR_CONTROL={}: cannot create the control socket: {error}; choose another path, for several processes one with %p, which stands for the process id",
-            path.display()
-        ),
+    if clients::start(path, reply) {
+        rounds::drive();
     }
 }
 
-/// Removes the socket, unless another process has replaced it.
-pub fn stop() {
-    if let Some((path, identity)) = SOCKET.try_lock().and_then(|mut socket| socket.take())
-        && fs::symlink_metadata(&path).is_ok_and(|found| identity_of(&found) == identity)
-    {
-        let _ = fs::remove_file(path);
-    }
-}
-
-fn identity_of(found: &fs::Metadata) -> (u64, u64) {
-    (found.dev(), found.ino())
-}
-
-/// Binds a socket that only its owner can use. Replaces a socket at which no process
-/// listens.
-fn listen(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
-    if let Ok(found) = fs::symlink_metadata(path) {
-        if !found.file_type().is_socket() {
-            return Err(io::Error::other("another file is there"));
-        }
-        if is_listened_to(path)? {
-            return Err(io::Error::other("another process listens there"));
-        }
-        fs::remove_file(path)?;
-    }
-    let (address, size) = address_of(path)?;
-    // SAFETY: plain system calls on a descriptor that is owned from the start.
-    unsafe {
-        let socket = new_socket(0)?;
-        // Linux gives the path the mode that the descriptor has when it is bound: there
-        // is no moment in which others could connect.
-        checked(libc::fchmod(socket.as_raw_fd(), 0o600))?;
-        checked(libc::bind(
-            socket.as_raw_fd(),
-            (&raw const address).cast(),
-            size,
-        ))?;
-        checked(libc::listen(socket.as_raw_fd(), MAX_CLIENTS as libc::c_int))?;
-        fs::set_permissions(path, Permissions::from_mode(0o600))?;
-        let identity = identity_of(&fs::symlink_metadata(path)?);
-        Ok((UnixListener::from(socket), identity))
-    }
-}
-
-/// Whether a process listens at a socket. Does not wait: one with a full backlog is busy,
-/// and it listens.
-fn is_listened_to(path: &Path) -> io::Result<bool> {
-    let (address, size) = address_of(path)?;
-    let socket = new_socket(libc::SOCK_NONBLOCK)?;
-    // SAFETY: a plain system call with a valid address.
-    let connected =
-        checked(unsafe { libc::connect(socket.as_raw_fd(), (&raw const address).cast(), size) });
-    Ok(match connected {
-        Ok(()) => true,
-        Err(error) => error.raw_os_error() == Some(libc::EAGAIN),
-    })
-}
-
-fn new_socket(flags: libc::c_int) -> io::Result<OwnedFd> {
-    let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | flags;
-    // SAFETY: a plain system call; what it returns is owned by nothing else.
-    unsafe {
-        let socket = libc::socket(libc::AF_UNIX, kind, 0);
-        checked(socket.min(0))?;
-        Ok(OwnedFd::from_raw_fd(socket))
-    }
-}
-
-/// The error of a system call that returned other than 0.
-fn checked(code: libc::c_int) -> io::Result<()> {
-    match code {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
-}
-
-/// The address of a socket at a path, and its size.
-fn address_of(path: &Path) -> io::Result<(libc::sockaddr_un, libc::socklen_t)> {
-    let bytes = path.as_os_str().as_bytes();
-    // SAFETY: all zeros is a valid address; its family and path are filled in next.
-    let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
-    if bytes.len() >= address.sun_path.len() {
-        return Err(io::Error::other("the path is too long for a socket"));
-    }
-    address.sun_family = libc::AF_UNIX as libc::sa_family_t;
-    for (to, from) in address.sun_path.iter_mut().zip(bytes) {
-        *to = *from as libc::c_char;
-    }
-    Ok((address, size_of::<libc::sockaddr_un>() as libc::socklen_t))
-}
-
-fn serve(listener: &UnixListener) {
-    for client in listener.incoming() {
-        let Ok(client) = client else {
-            // The process probably has no free descriptors.
-            std::thread::sleep(Duration::from_millis(100));
-            continue;
-        };
-        if CLIENTS.fetch_add(1, Ordering::Relaxed) >= MAX_CLIENTS {
-            CLIENTS.fetch_sub(1, Ordering::Relaxed);
-            continue;
-        }
-        let started = thread::spawn("llama-sidecar-c", move || {
-            let _ = converse(&client);
-            CLIENTS.fetch_sub(1, Ordering::Relaxed);
-        });
-        if !started {
-            CLIENTS.fetch_sub(1, Ordering::Relaxed);
-        }
-    }
-}
-
-fn converse(client: &UnixStream) -> io::Result<()> {
-    client.set_read_timeout(Some(CLIENT_TIMEOUT))?;
-    client.set_write_timeout(Some(CLIENT_TIMEOUT))?;
-    let mut lines = BufReader::new(client);
-    loop {
-        let mut line = Vec::new();
-        lines.by_ref().take(MAX_LINE).read_until(b'\n', &mut line)?;
-        if line.is_empty() {
-            return Ok(());
-        }
-        let refusal = match line.last() {
-            Some(b'\n') => None,
-            _ => Some("expected a JSON object and the end of a line within 1 MiB"),
-        };
-        let request = match refusal {
-            Some(text) => Err(text.to_owned()),
-            None => request(&line),
-        };
-        let ends = request == Ok(Request::RoundEnd);
-        let answer = request.and_then(|request| answer(request, client));
-        let ends = ends && answer.is_ok();
-        let (answer, go_on) = match answer {
-            Ok(answer) => (answer, true),
-            Err(text) => (json!(Reply::refused(text)), false),
-        };
-        let mut client = client;
-        let written = client.write_all(format!("{answer}\n").as_bytes());
-        if ends {
+/// Carries out a request of a client.
+fn reply(line: &[u8], client: &UnixStream) -> Answer {
+    let request = request(line);
+    let ends = request == Ok(Request::RoundEnd);
+    match request.and_then(|request| answer(request, client)) {
+        Ok(reply) => Answer {
+            reply,
+            closes: false,
             // Not before the reply is written: the process ends next.
-            rounds::end();
-        }
-        written?;
-        if !go_on {
-            return Ok(());
-        }
+            then: ends.then_some(rounds::end),
+        },
+        Err(text) => Answer::refused(text),
     }
 }
 
@@ -241,7 +75,7 @@ fn answer(request: Request, client: &UnixStream) -> Result<Value, String> {
             })),
             Err(reason) => json!(Reply::refused(reason)),
         },
-        Request::Hash => json!(hashes()),
+        Request::Hash => json!(hashes(client)),
         Request::Metrics => json!(Metrics {
             ok: true,
             text: metrics::text(),
@@ -285,18 +119,6 @@ fn round(start: bool, client: &UnixStream) -> Result<Round, String> {
         exit: ended.exit,
         state: ended.phase.name().into(),
     })
-}
-
-/// Whether a client can take an answer. One that only sends nothing more is connected.
-fn is_connected(client: &UnixStream) -> bool {
-    let mut poll = libc::pollfd {
-        fd: client.as_raw_fd(),
-        events: 0,
-        revents: 0,
-    };
-    // SAFETY: one element, whose descriptor is open; does not wait.
-    unsafe { libc::poll(&mut poll, 1, 0) };
-    poll.revents & (libc::POLLHUP | libc::POLLERR) == 0
 }
 
 fn status() -> Status {
@@ -376,10 +198,11 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
     }
 }
 
-/// Returns a content hash of each model. Reads a model that was never swapped as a whole.
-fn hashes() -> Hashes {
+/// Returns a content hash of each model. Reads a model that was never swapped as a whole, as long
+/// as the client is connected.
+fn hashes(client: &UnixStream) -> Hashes {
     let models = models::models().into_iter().map(|model| {
-        let hash = reloader::read_content_hash(&model);
+        let hash = reloader::read_content_hash(&model, || is_connected(client));
         ModelHash {
             model: model.number,
             content_hash: hash.map(|hash| format!("{hash:032x}")),

@@ -2,7 +2,9 @@
 //! appended to the file that `LLAMA_SIDECAR_JOURNAL` names. Without the variable, there is no
 //! journal.
 
+use std::fs::OpenOptions;
 use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
 
 use llama_sidecar::config::Config;
 use llama_sidecar::protocol::{Entry, Event};
@@ -37,8 +39,14 @@ pub fn note(event: impl FnOnce() -> Event) {
     let Ok(line) = serde_json::to_string(&entry) else {
         return;
     };
-    let file = std::fs::OpenOptions::new().append(true).open(path);
+    let file = OpenOptions::new()
+        .append(true)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+        .open(path);
     // In one write, because other processes of the command append too. The command may have
     // ended: a failed write is ignored.
-    let _ = file.and_then(|mut file| file.write_all(format!("{line}\n").as_bytes()));
+    let _ = file.and_then(|mut file| match file.metadata()?.is_file() {
+        true => file.write_all(format!("{line}\n").as_bytes()),
+        false => Ok(()),
+    });
 }

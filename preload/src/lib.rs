@@ -9,7 +9,7 @@
 //! | [`interpose`] | the exported functions, which replace functions of ggml |
 //! | [`lifecycle`] | the list of capabilities; start, exit, fork, internal errors |
 //! | [`signals`] | work before a signal ends the process |
-//! | [`control`] | the control socket |
+//! | [`control`] | requests over the control socket |
 //! | [`overlays`] | overlays: the tensors that a request names in the models of the program |
 //! | [`metrics`] | figures in the text format of Prometheus |
 //! | [`round_files`] | rounds driven through files, as GGUF-Tool-Suite does |
@@ -42,6 +42,7 @@
 //! | [`redirect`] | calls of loaded objects that go to the drop-in |
 //! | [`loaded`] | the objects that the dynamic loader has loaded |
 //! | [`ggml`] | a copy of ggml: its functions and the layout of its tensors |
+//! | [`clients`] | connections to the control socket |
 //! | [`thread`] | threads of the drop-in |
 //! | [`unwind`] | the unwinder of libgcc_s, loaded on demand |
 //! | [`journal`] | events for `llama-sidecar run` and `doctor` |
@@ -57,6 +58,7 @@
 mod barrier;
 mod caller;
 mod capability;
+mod clients;
 mod control;
 mod derived;
 mod expert_trace;

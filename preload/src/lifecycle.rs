@@ -22,7 +22,7 @@ use crate::rounds::Rounds;
 use crate::routes::Routes;
 use crate::saliency::Saliency;
 use crate::streaming::Streaming;
-use crate::{barrier, control, journal, sched, signals};
+use crate::{barrier, clients, control, journal, sched, signals};
 
 /// The capabilities, in the order in which events are reported to them.
 static CAPABILITIES: [&dyn Capability; 9] = [
@@ -118,7 +118,7 @@ extern "C" fn at_exit() {
 /// Writes what capabilities keep, removes the socket, and notes the end in the journal.
 fn finish() {
     report(|to| to.finish());
-    control::stop();
+    clients::stop();
     journal::note(|| Event::End {
         evaluations: sched::count(),
         switches: barrier::generation(),

@@ -214,12 +214,12 @@ pub fn revert(model: &Arc<Model>) -> Result<Report> {
 }
 
 /// Returns a hash of all tensors in use, after reading those that were not hashed yet; `None`
-/// when one cannot be read.
-pub fn read_content_hash(model: &Arc<Model>) -> Option<Hash> {
+/// when one cannot be read, or once `goes_on` returns false.
+pub fn read_content_hash(model: &Arc<Model>, goes_on: impl Fn() -> bool) -> Option<Hash> {
     let mut next = 0;
     loop {
         let model_stays = model.reloading.lock();
-        if !model.is_alive() || barrier::is_shut() {
+        if !model.is_alive() || barrier::is_shut() || !goes_on() {
             return None;
         }
         if next == model.tensors.len() {

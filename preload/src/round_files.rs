@@ -3,7 +3,7 @@
 //! The driver writes a command and a number to the control file: `reload 7` takes the tensors of
 //! changed files and evaluates, `compute 8` evaluates, `exit 9` ends the program. The line ends
 //! with a newline. The control file is removed once it is read. A number that is not larger than
-//! the last one is ignored.
+//! the last one is ignored, and so is a file of another user.
 //!
 //! The status file has a state, the number of rounds and the number of the last command:
 //! `computing 1 0`, `done 1 0`, `reload_failed 1 7`, `exiting 1 9`. It is written beside its path
@@ -11,13 +11,13 @@
 //!
 //! The driver reads from the log which tensors were swapped, and which were refused.
 
-use std::fs::{self, File};
-use std::io::{self, Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::fs;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use llama_sidecar::config::Config;
+use llama_sidecar::files;
 use llama_sidecar::logger::REQUESTED;
 use llama_sidecar::reload::{Outcome, Report, Trigger};
 use parking_lot::Mutex;
@@ -32,6 +32,9 @@ const INTERVAL: Duration = Duration::from_millis(50);
 const LONGEST: u64 = 4096;
 /// The longest command.
 const LONGEST_COMMAND: usize = 80;
+/// The largest difference between the numbers of two commands. A larger number is a mistake, and
+/// no number would be left for the commands after it.
+const LARGEST_STEP: u64 = 1 << 62;
 /// How long the end of the process waits for a status that is being written.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -107,8 +110,11 @@ impl Status {
             return;
         };
         let line = format!("{} {} {}\n", self.state, self.iteration, self.sequence);
-        match replace(path, line.as_bytes()) {
-            Ok(()) => (self.written, self.failed) = (true, false),
+        match files::write(path, line.as_bytes(), is_status) {
+            Ok(kept) => {
+                (self.written, self.failed) = (true, false);
+                files::log_kept(path, kept.as_deref());
+            }
             Err(error) if !self.failed => {
                 self.failed = true;
                 log::error!(
@@ -121,16 +127,12 @@ impl Status {
     }
 }
 
-/// Writes a file next to its path, and renames it.
-fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let mut beside = path.as_os_str().to_owned();
-    beside.push(".tmp");
-    let written = File::create(&beside).and_then(|mut file| file.write_all(bytes));
-    let renamed = written.and_then(|()| fs::rename(&beside, path));
-    if renamed.is_err() {
-        let _ = fs::remove_file(&beside);
-    }
-    renamed
+/// Whether a file starts with a status: one of an earlier process may go.
+fn is_status(start: &[u8]) -> bool {
+    let states = ["computing ", "done ", "reload_failed ", "exiting "];
+    states
+        .iter()
+        .any(|state| start.starts_with(state.as_bytes()))
 }
 
 /// A command of the driver.
@@ -219,11 +221,11 @@ impl Control<'_> {
             return None;
         };
         let mut status = STATUS.lock();
-        if number <= status.sequence {
+        let last = status.sequence;
+        if number <= last || number - last > LARGEST_STEP {
             if removed.is_ok() {
-                let last = status.sequence;
                 self.warn(&format!(
-                    "command {number} ignored: the last one was {last}"
+                    "command {number} ignored: the last one was {last}, and the next is larger by at most {LARGEST_STEP}"
                 ));
             }
             return None;
@@ -247,14 +249,7 @@ impl Control<'_> {
 
 /// Returns the first line of a control file; `None` while its end is missing.
 fn read(path: &Path) -> io::Result<Option<String>> {
-    // Without O_NONBLOCK, opening a FIFO would wait for a writer.
-    let file = File::options()
-        .read(true)
-        .custom_flags(libc::O_NONBLOCK)
-        .open(path)?;
-    if !file.metadata()?.is_file() {
-        return Err(io::Error::other("it is not a regular file"));
-    }
+    let file = files::open_trusted(path)?;
     let mut bytes = Vec::new();
     file.take(LONGEST).read_to_end(&mut bytes)?;
     let end = bytes.iter().position(|byte| *byte == b'\n');
@@ -340,6 +335,12 @@ mod tests {
     }
 
     #[test]
+    fn a_status_of_an_earlier_process_may_go() {
+        assert!(is_status(b"done 12 7\n") && is_status(b"reload_failed 1 7\n"));
+        assert!(!is_status(b"") && !is_status(b"done") && !is_status(b"{\"done\": 1}"));
+    }
+
+    #[test]
     fn a_line_is_read_once_it_is_complete() {
         let folder = std::env::temp_dir().join(format!("round-files-{}", std::process::id()));
         fs::create_dir(&folder).expect("a folder");
@@ -359,8 +360,6 @@ mod tests {
         assert_eq!(content(b"reload 1\nexit 2\n").as_deref(), Some("reload 1"));
         assert_eq!(content(b"\n").as_deref(), Some(""));
         assert!(content(&[0xff; 2 * LONGEST as usize]).is_some());
-        replace(&path, b"done 1 0\n").expect("free space");
-        assert_eq!(read(&path).expect("a file").as_deref(), Some("done 1 0"));
         fs::remove_dir_all(&folder).expect("removed");
     }
 }

@@ -2,6 +2,7 @@
 
 use std::ffi::{CStr, OsStr, c_char, c_void};
 use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 use std::time::Duration;
 
 use super::handle::{self, Handle};
@@ -9,6 +10,7 @@ use super::model::llama_model;
 use super::status::{Failure, call, llama_sidecar_status, status};
 use super::{SizedStruct, fill, put, put_text, read, text};
 use crate::device::{AsyncDevice, DeviceError, Stream};
+use crate::files;
 use crate::postfetch::{Acquired, Options, PostFetch, Reason, State};
 use crate::trace::{Snapshot, from_json};
 use std::sync::Arc;
@@ -221,7 +223,7 @@ pub unsafe extern "C" fn llama_postfetch_fill_cache(
 
 fn read_trace(path: &CStr) -> Result<Snapshot, Failure> {
     let name = path.to_string_lossy();
-    let bytes = std::fs::read(OsStr::from_bytes(path.to_bytes())).map_err(|error| {
+    let bytes = files::read(Path::new(OsStr::from_bytes(path.to_bytes()))).map_err(|error| {
         let status = match error.kind() {
             std::io::ErrorKind::NotFound => llama_sidecar_status::NotFound,
             _ => llama_sidecar_status::Io,

@@ -3,15 +3,13 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::fs;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
 use crate::experts::MAX_LAYERS;
+use crate::files;
 
 use super::counters::{LayerCounts, Snapshot};
 use super::locality::{Locality, Window};
@@ -80,7 +78,7 @@ pub fn to_json(meta: &ModelMeta, snapshot: &Snapshot) -> Value {
 /// Reads a file of JSON in the format [`SCHEMA`]. The error has the path.
 pub fn read(path: &Path) -> Result<(ModelMeta, Snapshot), String> {
     let read = || {
-        let text = fs::read(path).map_err(|error| error.to_string())?;
+        let text = files::read(path).map_err(|error| error.to_string())?;
         let json = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
         from_json(&json)
     };
@@ -208,31 +206,11 @@ pub fn numbered(path: &Path, number: usize) -> PathBuf {
     path.with_file_name(name)
 }
 
-/// Writes a text to a file in place of what is there.
-///
-/// The text goes into a new file next to `path`, which is then renamed, so a reader never sees
-/// a part of it. The file is not flushed to the disk: the end of a traced process must not wait
-/// for that. A crash of the machine can lose the text; a crash of the process cannot.
+/// Writes a text to a file; an earlier file is kept, as the log states. See [`files::write`].
 pub fn write_text(path: &Path, text: &str) -> std::io::Result<()> {
-    if fs::metadata(path).is_ok_and(|found| !found.is_file()) {
-        // A pipe or a terminal cannot be renamed over. Without a reader, the open fails.
-        let mut options = fs::OpenOptions::new();
-        let file = options
-            .write(true)
-            .custom_flags(libc::O_NONBLOCK)
-            .open(path);
-        return std::io::Write::write_all(&mut file?, text.as_bytes());
-    }
-    let mut part = path.as_os_str().to_owned();
-    // Processes and threads with the same output path must not write into each other's file.
-    static WRITES: AtomicU64 = AtomicU64::new(0);
-    let number = WRITES.fetch_add(1, Ordering::Relaxed);
-    part.push(format!(".{}-{number}.part", std::process::id()));
-    let written = fs::write(&part, text).and_then(|()| fs::rename(&part, path));
-    if written.is_err() {
-        let _ = fs::remove_file(&part);
-    }
-    written
+    let kept = files::write(path, text.as_bytes(), |_| false)?;
+    files::log_kept(path, kept.as_deref());
+    Ok(())
 }
 
 /// Returns a readable summary: the used experts of all layers, the most used first, and with

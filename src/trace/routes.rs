@@ -34,7 +34,7 @@
 //! exceeds what the file has, and [`RouteReader`] leaves out a truncated record.
 
 use std::ffi::{OsStr, OsString};
-use std::fs::{File, TryLockError};
+use std::fs::File;
 use std::io::{self, BufReader, ErrorKind, Read, Write};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -43,6 +43,7 @@ use serde_json::json;
 
 use super::counters::{ExpertLayout, Ids, Snapshot, Trace};
 use crate::experts::MAX_LAYERS;
+use crate::files;
 
 /// Stands in place of an expert where a layer did not compute a token.
 pub const NOT_ROUTED: i16 = -1;
@@ -203,22 +204,8 @@ impl Output {
     /// Creates a file that starts with these bytes. Another process that writes to it keeps it:
     /// the error has the kind `ResourceBusy`.
     fn create(path: &Path, start: &[u8]) -> io::Result<Output> {
-        let mut options = File::options();
-        let file = options
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(path)?;
-        // Where the file system has no locks, there is no answer.
-        if let Err(TryLockError::WouldBlock) = file.try_lock() {
-            return Err(io::Error::new(
-                ErrorKind::ResourceBusy,
-                "another process writes to it: use a path with %p, which is replaced by the process ID",
-            ));
-        }
-        if file.metadata()?.is_file() {
-            file.set_len(0)?;
-        }
+        let (file, kept) = files::create(path, |_| false)?;
+        files::log_kept(path, kept.as_deref());
         let mut output = Output { file, end: 0 };
         output.append(start)?;
         Ok(output)
@@ -296,6 +283,8 @@ impl RouteWriter {
             RouteFormat::Csv => b"layer,expert\n".to_vec(),
             RouteFormat::Binary => layout.header(),
         };
+        // First, because it can be refused.
+        let routes = Output::create(path, &start)?;
         let weights = (format == RouteFormat::Npy && layout.weights).then(|| {
             let path = beside(path, ".weights.npy");
             Output::create(Path::new(&path), &npy_header("<f4", 0, &layout))
@@ -304,7 +293,7 @@ impl RouteWriter {
             .then(|| Output::create(Path::new(&beside(path, ".marks.jsonl")), &[]));
         Ok(RouteWriter {
             format,
-            routes: Output::create(path, &start)?,
+            routes,
             weights: weights.transpose()?,
             marks: marks.transpose()?,
             layout,
@@ -499,7 +488,7 @@ pub struct RouteReader<R> {
 impl RouteReader<BufReader<File>> {
     /// Opens a file.
     pub fn open(path: &Path) -> io::Result<RouteReader<BufReader<File>>> {
-        RouteReader::new(BufReader::new(File::open(path)?))
+        RouteReader::new(BufReader::new(files::open(path)?))
     }
 }
 

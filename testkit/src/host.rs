@@ -241,16 +241,24 @@ pub fn control(socket: &Path, command: &str) -> Value {
     request(socket, &serde_json::json!({"cmd": command}))
 }
 
-/// Sends a request to a control socket and returns the answer.
+/// Sends a request to a control socket and returns the answer. Tries again while other clients
+/// have all connections.
 pub fn request(socket: &Path, request: &Value) -> Value {
-    let mut stream = UnixStream::connect(socket).expect("the control socket");
-    stream.set_read_timeout(Some(PATIENCE)).expect("a socket");
-    writeln!(stream, "{request}").expect("the socket takes it");
-    let mut answer = String::new();
-    BufReader::new(stream)
-        .read_line(&mut answer)
-        .expect("an answer");
-    serde_json::from_str(&answer).expect("JSON")
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let mut stream = UnixStream::connect(socket).expect("the control socket");
+        stream.set_read_timeout(Some(PATIENCE)).expect("a socket");
+        // A connection that is turned away is closed, with an answer.
+        let _ = writeln!(stream, "{request}");
+        let mut answer = String::new();
+        BufReader::new(stream)
+            .read_line(&mut answer)
+            .expect("an answer");
+        let answer: Value = serde_json::from_str(&answer).expect("JSON");
+        if answer["busy"] != true || Instant::now() > deadline {
+            return answer;
+        }
+    }
 }
 
 impl Host {

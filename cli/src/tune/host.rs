@@ -9,6 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use llama_sidecar::files;
 use llama_sidecar::protocol::{Overlay, Reply, Request, Round};
 use rustix::process::{Signal, set_parent_process_death_signal};
 use serde::de::DeserializeOwned;
@@ -226,7 +227,7 @@ impl Drop for Host {
 }
 
 fn new_log(path: &Path) -> Result<File> {
-    let file = File::create(path).and_then(|_| File::options().append(true).open(path));
+    let file = files::write(path, &[], |_| true).and_then(|_| files::append(path));
     file.with_context(|| format!("cannot write {}", path.display()))
 }
 

@@ -11,19 +11,17 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use ggml_quantize::{Ggml, Kind, convert};
 use indicatif::ProgressBar;
+use llama_sidecar::files;
 use llama_sidecar::gguf::{HeaderWriter, TypeInfo, padding};
 use llama_sidecar::reload::hash_bytes;
 
 use super::candidate::Outcome;
 use super::imatrix::Matrix;
 use super::model::{Model, Tensor, elements};
-use super::record::keep;
 use crate::space::Need;
 
 /// The alignment of tensors in files.
 const ALIGNMENT: u32 = 32;
-/// The start of the names of incomplete files.
-const INCOMPLETE: &str = ".part-";
 
 /// What quantised bytes depend on.
 pub struct Quantizer<'a> {
@@ -83,8 +81,7 @@ impl Quantizer<'_> {
         for need in Need::of([(path.as_path(), bytes)])? {
             need.check()?;
         }
-        let file = tempfile::NamedTempFile::with_prefix_in(INCOMPLETE, self.folder);
-        let file = file.with_context(explain)?;
+        let file = files::beside(&path).with_context(explain)?;
         let mut out = BufWriter::new(file.as_file());
         out.write_all(&header.finish()).with_context(explain)?;
         for (tensor, outcome) in tensors.iter().zip(outcomes) {
@@ -97,7 +94,7 @@ impl Quantizer<'_> {
         }
         out.flush().with_context(explain)?;
         drop(out);
-        keep(file, &path).with_context(explain)?;
+        files::persist(file, &path, |_| true).with_context(explain)?;
         Ok(path)
     }
 
@@ -167,7 +164,9 @@ impl Quantizer<'_> {
 pub fn remove_incomplete(folder: &Path) {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     for entry in entries {
-        if entry.file_name().to_string_lossy().starts_with(INCOMPLETE) {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        if name.starts_with('.') && name.ends_with(files::INCOMPLETE) {
             // What is left only takes space.
             let _ = fs::remove_file(entry.path());
         }

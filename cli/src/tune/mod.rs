@@ -29,6 +29,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use ggml_quantize::Ggml;
 use indicatif::ProgressBar;
+use llama_sidecar::files;
 use llama_sidecar::reload::hash_bytes;
 use regex::Regex;
 
@@ -135,17 +136,9 @@ pub fn run(options: &TuneOptions) -> Result<()> {
     let model = Model::open(&options.model)?;
     let reference = options.reference.as_deref().map(Model::open).transpose()?;
     let source = reference.as_ref().unwrap_or(&model);
-    if let Some(path) = options
-        .write
-        .as_deref()
-        .and_then(|path| path.canonicalize().ok())
-    {
-        let files = model.files.iter().chain(&source.files);
-        let mut files = files.filter_map(|file| file.source.path().canonicalize().ok());
-        ensure!(
-            files.all(|file| file != path),
-            "--write names a file of the model or the reference: name another file"
-        );
+    if let Some(path) = &options.write {
+        // Not after the measurements.
+        files::check(path).with_context(|| format!("--write: cannot write {}", path.display()))?;
     }
     let matrix = options.imatrix.as_deref().map(Matrix::load).transpose()?;
     let candidates = options.types.iter().map(|text| Candidate::parse(text));

@@ -6,13 +6,14 @@
 use std::collections::BTreeMap;
 use std::fs::{self, File, TryLockError};
 use std::io::{Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
+use llama_sidecar::files::{self, folder_of};
 use serde::{Deserialize, Serialize};
 
 use super::statistics::Statistics;
-use crate::space::folder_of;
 
 /// The base logits in a work folder.
 pub const BASE_LOGITS: &str = "base.logits";
@@ -43,12 +44,7 @@ impl Record {
         let lock = lock(folder)?;
         let path = folder.join("measurements.jsonl");
         let explain = || format!("cannot use {}", path.display());
-        let file = File::options()
-            .read(true)
-            .append(true)
-            .create(true)
-            .open(&path);
-        let mut file = file.with_context(explain)?;
+        let mut file = files::append(&path).with_context(explain)?;
         let mut text = Vec::new();
         file.read_to_end(&mut text).with_context(explain)?;
         let complete = text
@@ -119,7 +115,7 @@ impl Record {
 fn lock(folder: &Path) -> Result<File> {
     let path = folder.join("lock");
     let explain = || format!("cannot lock {}", path.display());
-    let file = File::create(&path).with_context(explain)?;
+    let file = files::append(&path).with_context(explain)?;
     match file.try_lock() {
         Ok(()) => Ok(file),
         Err(TryLockError::WouldBlock) => bail!(
@@ -150,29 +146,27 @@ fn check_parameters(path: &Path, parameters: &BTreeMap<&str, String>) -> Result<
 
 /// Writes a file so that its path has the old or the new content at any moment.
 pub fn write_atomically(path: &Path, content: &[u8]) -> Result<()> {
-    let written = tempfile::NamedTempFile::new_in(folder_of(path)).and_then(|mut file| {
+    let written = files::beside(path).and_then(|mut file| {
         file.write_all(content)?;
-        keep(file, path)
+        files::persist(file, path, |_| true)
     });
-    written.with_context(|| format!("cannot write {}", path.display()))
+    written.with_context(|| format!("cannot write {}", path.display()))?;
+    Ok(())
 }
 
-/// Renames a complete temporary file to its path.
-pub fn keep(file: tempfile::NamedTempFile, path: &Path) -> std::io::Result<()> {
-    use std::os::unix::fs::PermissionsExt;
-    file.as_file()
-        .set_permissions(fs::Permissions::from_mode(0o644))?;
-    file.as_file().sync_all()?;
-    file.persist(path)?;
-    File::open(folder_of(path))?.sync_all()
-}
-
-/// Makes a folder and returns its absolute path.
+/// Makes a folder and returns its absolute path. No other user may write in it.
 pub fn make_folder(path: &Path) -> Result<PathBuf> {
-    let made = fs::create_dir_all(path).and_then(|()| path.canonicalize());
+    let made = fs::create_dir_all(path).and_then(|()| {
+        let found = fs::metadata(path)?;
+        files::check_owner(&found)?;
+        match found.permissions().mode() & 0o002 {
+            0 => path.canonicalize(),
+            _ => Err(std::io::Error::other("all users can write in it")),
+        }
+    });
     made.with_context(|| {
         format!(
-            "cannot make the work folder {}: name another one with --work",
+            "cannot use the work folder {}: name another one with --work",
             path.display()
         )
     })

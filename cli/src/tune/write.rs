@@ -5,13 +5,13 @@ use std::io::{BufWriter, Write};
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use llama_sidecar::files;
 use llama_sidecar::gguf::{Access, HeaderWriter, ValueType, open_model, write_data};
 use llama_sidecar::gguf::{GgufFile, TensorInfo, TypeInfo};
 
-use super::record::keep;
 use super::results::Mix;
 use super::sweep::{Plan, Sweep};
-use crate::space::{Need, folder_of};
+use crate::space::Need;
 
 /// The alignment that `llama-quantize` uses.
 const ALIGNMENT: u32 = 32;
@@ -144,8 +144,7 @@ pub fn write(plan: &Plan<'_>, mix: &Mix<'_>, sweep: &mut Sweep<'_>, path: &Path)
             entry.insert(open_model(&sweep.file(candidate)?, Access::Read)?);
         }
     }
-    let file = tempfile::NamedTempFile::with_prefix_in(".tune-", folder_of(path));
-    let file = file.with_context(explain)?;
+    let file = files::beside(path).with_context(explain)?;
     let mut out = BufWriter::new(file.as_file());
     out.write_all(&header(plan, mix)?).with_context(explain)?;
     for part in &mix.parts {
@@ -162,7 +161,8 @@ pub fn write(plan: &Plan<'_>, mix: &Mix<'_>, sweep: &mut Sweep<'_>, path: &Path)
     }
     out.flush().with_context(explain)?;
     drop(out);
-    keep(file, path).with_context(explain)
+    files::persist(file, path, |_| false).with_context(explain)?;
+    Ok(())
 }
 
 fn find<'a>(files: &'a [GgufFile], name: &str) -> Option<(&'a GgufFile, &'a TensorInfo)> {

@@ -10,42 +10,51 @@
 //!
 //! The others overlap with a swap, or go on with keys and values of the other model. They
 //! have to succeed, with text in UTF-8 and log-probabilities that are numbers.
+//!
+//! Everything is on: experts from disk, the trace with routes and saliency, metrics. Another user
+//! and hostile clients are beside it: see [`hostile`]. A second server, in the router mode of
+//! llama-server, loads and frees models all the time.
 
+mod hostile;
 mod known;
 mod load;
 mod place;
+mod router;
 mod steps;
 mod vitals;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
+use serde_json::Value;
 use testkit::host::DropIn;
 use testkit::server::{Options, Server};
 
 use crate::install::target_folder;
 use crate::{cmake, fixtures, llama_cpp};
+use hostile::Hostile;
 use known::Known;
 use load::{CLIENTS, Load, Observation};
 use place::Place;
 use steps::Steps;
 use vitals::Vitals;
 
-/// The model and the variant of it. The server is started with the first. Both have types whose
-/// kernels compute the same in each batch, so that what a model answers is soon known.
-const MODELS: [&str; 2] = ["smollm2.gguf", "smollm2-one-q8_0.gguf"];
+/// The model and the variant of it. The server is started with the first.
+const MODELS: [&str; 2] = ["small-moe.gguf", "small-moe-q8_0.gguf"];
 /// Another variant, with other types; its answers are not compared.
-const THIRD: &str = "smollm2-mixed.gguf";
+const THIRD: &str = "small-moe-mixed.gguf";
 /// Answers to each prompt without anything new after which a model's are taken for known.
 const QUIET_ANSWERS: usize = 50;
 /// How long a model's answers are collected at most, as a part of the time of the run.
 const LEARNING: u32 = 4;
 /// How often the server looks at its file.
 const POLL_MS: &str = "100";
+/// How often metrics are requested.
+const METRICS_EVERY: Duration = Duration::from_millis(500);
 /// By how much memory that belongs to no file may grow, from the first third of the cycles
 /// to the last.
 const GROWTH: u64 = 16 << 20;
@@ -138,14 +147,24 @@ pub fn run(minutes: u64) -> Result<()> {
     failures.tell()
 }
 
-fn options() -> Options {
+/// Everything is on; `outputs` is the start of the paths of the files that are written.
+fn options(outputs: &Path, slots: usize) -> Options {
+    let output = |name: &str| format!("{}{name}", outputs.display());
     let variables = [
-        ("LLAMA_HOTSWAP_POLL_MS", POLL_MS),
-        ("LLAMA_SIDECAR_LOG", "info"),
+        ("LLAMA_HOTSWAP_POLL_MS", POLL_MS.into()),
+        ("LLAMA_SIDECAR_LOG", "info".into()),
+        ("LLAMA_EXPERT_STREAM", "on".into()),
+        ("LLAMA_EXPERT_TRACE_STATS", "1".into()),
+        ("LLAMA_EXPERT_TRACE_OUTPUT", output("t.json")),
+        ("LLAMA_EXPERT_TRACE_EVERY_S", "1".into()),
+        ("LLAMA_EXPERT_TRACE_ROUTES", output("r.routes")),
+        ("LLAMA_EXPERT_TRACE_SALIENCY", output("s.json")),
     ];
     Options {
-        drop_in: DropIn::On(variables.map(|(name, value)| (name, value.into())).to_vec()),
-        ..Options::new(CLIENTS)
+        drop_in: DropIn::On(variables.to_vec()),
+        // Experts are streamed from the mapping.
+        arguments: vec!["--no-repack".into()],
+        ..Options::new(slots)
     }
 }
 
@@ -158,7 +177,8 @@ fn learn(
     most: Duration,
     enough: impl Fn(usize, &Known) -> bool,
 ) -> Result<u64> {
-    let server = Server::start(file, &options());
+    let outputs = tempfile::tempdir()?;
+    let server = Server::start(file, &options(&outputs.path().join(""), CLIENTS));
     let load = Load::new(0);
     let learnt = Mutex::new((0, known));
     let failures = Failures::default();
@@ -227,7 +247,12 @@ fn soak(
 ) -> Result<Figures> {
     let place = Place::new()?;
     place.put(files[0])?;
-    let server = Server::start(&place.model(), &options());
+    let mut hostile = Hostile::new()?;
+    let server = Server::start(
+        &place.model(),
+        &options(&hostile.outputs().join(""), CLIENTS),
+    );
+    hostile.plant(server.id(), &place.model())?;
     let load = Load::new(0);
     let compared = Mutex::new([0u64; 2]);
     let observe = |seen: Observation| {
@@ -252,7 +277,31 @@ fn soak(
             }
         }
     };
-    let ran = with_clients(&server, &load, failures, &observe, work);
+    let (over, connections, polled) =
+        (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
+    let outputs = hostile.outputs();
+    let (ran, loads) = std::thread::scope(|scope| {
+        let over = &over;
+        scope.spawn(|| hostile::disturb(server.socket(), over, &connections));
+        scope.spawn(|| {
+            while !over.load(Ordering::Relaxed) {
+                let text = server.control("metrics")["text"].to_string();
+                if !text.contains("llama_sidecar_expert_activations") {
+                    failures.add("metrics", text);
+                }
+                polled.fetch_add(1, Ordering::Relaxed);
+                std::thread::sleep(METRICS_EVERY);
+            }
+        });
+        let router = scope.spawn(|| {
+            let models = [files[0], files[1]].map(|file| file.as_path());
+            router::run(&models, &outputs, over, failures)
+        });
+        let ran = with_clients(&server, &load, failures, &observe, work);
+        over.store(true, Ordering::Relaxed);
+        (ran, router.join().expect("no panic"))
+    });
+    let loads = loads?;
     if let Err(error) = ran {
         println!("{}", server.log().join("\n"));
         return Err(error);
@@ -261,6 +310,26 @@ fn soak(
     let metrics = server.control("metrics");
     let mut figures = steps.figures();
     drop(steps);
+    figures.extend([
+        (
+            "models loaded and freed by the router".into(),
+            loads.to_string(),
+        ),
+        (
+            "connections of hostile clients".into(),
+            connections.into_inner().to_string(),
+        ),
+        ("polls of metrics".into(), polled.into_inner().to_string()),
+        (
+            "layers whose experts were streamed".into(),
+            status["models"][0]["stream"]["layers"].to_string(),
+        ),
+        ("tokens in the trace".into(), traced(&server).to_string()),
+        (
+            "links and FIFOs of another user".into(),
+            hostile.end(failures)?,
+        ),
+    ]);
     flat(&rests, failures);
     let (ended, log) = server.end();
     if !ended.success() {
@@ -271,7 +340,7 @@ fn soak(
     }
     let warnings = read_log(&log, failures);
 
-    let count = |value: &std::sync::atomic::AtomicU64| value.load(Ordering::Relaxed).to_string();
+    let count = |value: &AtomicU64| value.load(Ordering::Relaxed).to_string();
     let compared = compared.into_inner().expect("no panic");
     let (first, last) = (rests[0], rests[rests.len() - 1]);
     let mib = |bytes: u64| bytes >> 20;
@@ -333,6 +402,11 @@ fn soak(
         ),
     ]);
     Ok(figures)
+}
+
+/// Returns the tokens that the trace counted.
+fn traced(server: &Server) -> Value {
+    server.control("trace")["traces"][0]["tokens"].clone()
 }
 
 /// The histogram of pauses, from the figures of the drop-in.

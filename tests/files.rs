@@ -1,0 +1,128 @@
+//! Files that the library writes: what another user, or an earlier run, put at the path stays.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+
+use llama_sidecar::trace::{RouteLayout, RouteWriter, write_text};
+
+fn routes(path: &Path) -> std::io::Result<RouteWriter> {
+    let layout = RouteLayout::new("a model", &[(0, 4)], 2, false).unwrap();
+    RouteWriter::create(path, layout)
+}
+
+#[test]
+fn routes_do_not_replace_a_model() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["precious.gguf", "precious.csv", "precious.npy"] {
+        let path = folder.path().join(name);
+        fs::write(&path, b"GGUF and more").unwrap();
+        let refused = routes(&path).unwrap_err().to_string();
+        assert!(refused.contains("a model is there"), "{refused}");
+        assert_eq!(fs::read(&path).unwrap(), b"GGUF and more");
+        let beside = folder.path().join(format!("{name}.marks.jsonl"));
+        assert!(!beside.exists(), "nothing is made beside it");
+    }
+}
+
+#[test]
+fn routes_of_an_earlier_run_are_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("m.routes");
+    routes(&path).unwrap().rows(0, &[0, 1, 2, 3], &[]).unwrap();
+    let before = fs::read(&path).unwrap();
+    // This process may replace what it wrote, but only under the path at which it wrote it.
+    let other = folder.path().join("n.routes");
+    fs::rename(&path, &other).unwrap();
+    drop(routes(&other).unwrap());
+    let kept = folder.path().join("n.routes.~1~");
+    assert_eq!(fs::read(kept).unwrap(), before);
+}
+
+#[test]
+fn links_at_names_that_can_be_guessed_are_not_followed() {
+    let folder = tempfile::tempdir().unwrap();
+    let precious = folder.path().join("precious");
+    fs::write(&precious, "1").unwrap();
+    let path = folder.path().join("t.json");
+    for number in 0..100 {
+        let name = format!("t.json.{}-{number}.part", std::process::id());
+        symlink(&precious, folder.path().join(name)).unwrap();
+    }
+    write_text(&path, "{}").unwrap();
+    assert_eq!(fs::read(&precious).unwrap(), b"1");
+    assert_eq!(fs::read(&path).unwrap(), b"{}");
+}
+
+#[test]
+fn one_module_writes_files() {
+    /// Calls that create or cut a file.
+    const CALLS: [&str; 9] = [
+        "File::create",
+        "fs::write(",
+        ".set_len(",
+        ".truncate(true)",
+        ".create(true)",
+        ".create_new(",
+        "NamedTempFile::",
+        "O_CREAT",
+        ".append(true)",
+    ];
+    /// Files that may have them, with the reason.
+    const PERMITTED: [(&str, &str); 6] = [
+        ("src/files.rs", "the module itself"),
+        ("src/trace/routes.rs", "cuts a file that it made"),
+        (
+            "preload/src/journal.rs",
+            "appends to the file of the wrapper",
+        ),
+        (
+            "cli/src/journal.rs",
+            "a new file in the folder for temporary files",
+        ),
+        (
+            "cli/src/rewrite.rs",
+            "a new file, with the attributes of a model",
+        ),
+        ("cli/src/tune/record.rs", "cuts a file that it appends to"),
+    ];
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut folders: Vec<_> = ["src", "preload/src", "cli/src"]
+        .map(|it| root.join(it))
+        .into();
+    let (mut wrong, mut used) = (Vec::new(), Vec::new());
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+                continue;
+            }
+            let name = path
+                .strip_prefix(root)
+                .unwrap()
+                .to_str()
+                .unwrap()
+                .to_owned();
+            let text = fs::read_to_string(&path).unwrap();
+            let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
+            let code = code
+                .lines()
+                .filter(|line| !line.trim_start().starts_with("//"));
+            let calls = code.flat_map(|line| CALLS.iter().filter(move |it| line.contains(**it)));
+            let calls: Vec<_> = calls.collect();
+            let permitted = PERMITTED.iter().any(|(file, _)| *file == name);
+            match (calls.is_empty(), permitted) {
+                (false, true) => used.push(name),
+                (false, false) if !name.ends_with("tests.rs") => wrong.push((name, calls)),
+                _ => {}
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "these write past src/files.rs: {wrong:?}");
+    assert_eq!(
+        used.len(),
+        PERMITTED.len(),
+        "no call is left in one of them: {used:?}"
+    );
+}
