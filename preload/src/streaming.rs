@@ -105,7 +105,7 @@ impl Stream {
     /// Notes in the journal that layers are scheduled, or why none is. A first evaluation without
     /// either gives no verdict: a GPU may compute long prompts.
     fn note_start(&self) {
-        let obstacle = match self.reader.counts().layers {
+        let obstacle = match self.reader.layers() {
             1.. => None,
             _ if routing::is_unknown() => Some(NOT_UNDERSTOOD),
             _ if own_cache::exists() => Some(OWN_CACHE_READS),
