@@ -359,7 +359,7 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
         overlays: overlays.map(overlay).collect(),
         private_bytes: model.private_bytes(),
         kept_bytes: model.pool.bytes(),
-        blocked: reloader::blocked(model).map(|blocked| Blocked {
+        blocked: model.blocked.lock().clone().map(|blocked| Blocked {
             cause: blocked.cause.name().into(),
             error: blocked.error,
             seconds: blocked.since.elapsed().as_secs_f64(),

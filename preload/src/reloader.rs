@@ -3,7 +3,6 @@
 //! A reload starts at an interval, by a command of the control socket, and when the program
 //! calls `llama_reload_changed_tensors`. After `revert`, reloads are off until `unfreeze`.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -16,7 +15,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::capability::Capability;
 use crate::loads;
-use crate::models::{self, Model};
+use crate::models::{self, Blocked, Model};
 use crate::{barrier, ggml, journal, sched, store, thread};
 
 /// Whether reloads are frozen.
@@ -25,8 +24,6 @@ static FROZEN: AtomicBool = AtomicBool::new(false);
 const FROZEN_REASON: &str = "reloads are frozen since 'revert': run 'llama-sidecar unfreeze' first";
 /// Held while a model is reloaded; the end of the process waits for it.
 static RELOADING: Mutex<()> = Mutex::new(());
-/// The last failure of each model, by its number, until a reload of it succeeds.
-static BLOCKED: Mutex<BTreeMap<u64, Blocked>> = Mutex::new(BTreeMap::new());
 
 static SWAPPED: AtomicU64 = AtomicU64::new(0);
 static RETURNED: AtomicU64 = AtomicU64::new(0);
@@ -93,24 +90,6 @@ pub fn counts() -> Counts<impl Iterator<Item = (Cause, u64)>> {
         staged_bytes: read(&STAGED_BYTES),
         failures: Cause::ALL.into_iter().zip(FAILURES.each_ref().map(read)),
     }
-}
-
-/// A reload that failed, and since when.
-#[derive(Debug, Clone)]
-pub struct Blocked {
-    /// The cause.
-    pub cause: Cause,
-    /// The message.
-    pub error: String,
-    /// When the reload failed first.
-    pub since: Instant,
-    /// How often it was tried.
-    pub attempts: u64,
-}
-
-/// Returns the last failure of a model, if its last reload failed.
-pub fn blocked(model: &Model) -> Option<Blocked> {
-    BLOCKED.lock().get(&model.number).cloned()
 }
 
 /// Whether reloads are frozen.
@@ -337,12 +316,12 @@ fn note_in_journal(report: &Report) {
 /// succeeds.
 fn note(model: &Model, result: &Result<Report>) {
     count_reload(result);
-    let mut blocked = BLOCKED.lock();
+    let mut blocked = model.blocked.lock();
     let failed = match result {
         Ok(report) => {
             note_in_journal(report);
             if report.failure.is_none() && !report.postponed {
-                blocked.remove(&model.number);
+                *blocked = None;
             }
             report.failure.clone().zip(report.cause)
         }
@@ -351,17 +330,16 @@ fn note(model: &Model, result: &Result<Report>) {
     let Some((error, cause)) = failed else {
         return;
     };
-    match blocked.get_mut(&model.number) {
+    match &mut *blocked {
         Some(known) if known.error == error => known.attempts += 1,
         _ => {
             log::warn!("reload: {error}");
-            let failure = Blocked {
+            *blocked = Some(Blocked {
                 cause,
                 error,
                 since: Instant::now(),
                 attempts: 1,
-            };
-            blocked.insert(model.number, failure);
+            });
         }
     }
 }
