@@ -12,21 +12,22 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use llama_sidecar::config::Config;
 use llama_sidecar::error::Error;
 use llama_sidecar::protocol::{
     Blocked, FileEvent, FileStatus, Hashes, Metrics, Milliseconds, ModelHash, ModelReload,
-    ModelStatus, Overlay, ReloadReport, Reloads, Reply, Request, Round, Status, TensorChange,
-    TensorState, TensorStatus, Traces, Waiting,
+    ModelStatus, NoEffect, Overlay, ReloadReport, Reloads, Reply, Request, Round, Status,
+    TensorChange, TensorState, TensorStatus, Traces, Waiting,
 };
 use llama_sidecar::reload::{Outcome, Report, Trigger};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
+use crate::capability::Effect;
 use crate::models::{Instance, Model};
 use crate::overlays::Overlays;
 use crate::{
@@ -45,8 +46,19 @@ const CLIENT_TIMEOUT: Duration = Duration::from_secs(10);
 static SOCKET: Mutex<Option<(PathBuf, (u64, u64))>> = Mutex::new(None);
 static CLIENTS: AtomicUsize = AtomicUsize::new(0);
 
-/// Listens at `path`.
-pub fn start(path: &Path) {
+/// Why there is no socket.
+static EFFECT: Effect = Effect::of(NoEffect::SOCKET);
+/// Returns what was requested and had no effect.
+static NO_EFFECT: OnceLock<fn() -> Vec<NoEffect>> = OnceLock::new();
+
+/// Returns that no socket could be made, if that is so.
+pub fn no_effect() -> Vec<NoEffect> {
+    EFFECT.obstacles()
+}
+
+/// Listens at `path`. `no_effect` returns what was requested and had no effect.
+pub fn start(path: &Path, no_effect: fn() -> Vec<NoEffect>) {
+    let _ = NO_EFFECT.set(no_effect);
     match listen(path) {
         Ok((listener, identity)) => {
             *SOCKET.lock() = Some((path.to_owned(), identity));
@@ -54,10 +66,14 @@ pub fn start(path: &Path) {
                 rounds::drive();
             }
         }
-        Err(error) => log::error!(
-            "LLAMA_SIDECAR_CONTROL={}: cannot create the control socket: {error}; choose another path, for several processes one with %p, which stands for the process id",
-            path.display()
-        ),
+        Err(error) => {
+            let sentence = format!(
+                "LLAMA_SIDECAR_CONTROL={}: cannot create the control socket: {error}; choose another path, for several processes one with %p, which stands for the process id",
+                path.display()
+            );
+            log::error!("{sentence}");
+            EFFECT.note_obstacle(sentence);
+        }
     }
 }
 
@@ -322,6 +338,7 @@ fn status() -> Status {
             .filter(|(_, count)| *count > 0)
             .map(|(cause, count)| (cause.name().into(), count))
             .collect(),
+        no_effect: NO_EFFECT.get().map_or_else(Vec::new, |find| find()),
         models: models::models().iter().map(model_status).collect(),
     }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use llama_sidecar::config::Config;
 use llama_sidecar::experts::ExpertIndex;
-use llama_sidecar::protocol::Event;
+use llama_sidecar::protocol::{Event, NoEffect};
 
 use crate::capability::Capability;
 use crate::expert_trace::ExpertTrace;
@@ -92,7 +92,7 @@ fn start() {
         signals::finish_on_signals(finish);
     }
     if let Some(path) = &config.control {
-        control::start(path);
+        control::start(path, no_effect);
     }
 }
 
@@ -118,12 +118,29 @@ extern "C" fn at_exit() {
 /// Writes what capabilities keep, removes the socket, and notes the end in the journal.
 fn finish() {
     report(|to| to.finish());
+    for found in no_effect() {
+        // What is final was logged when it was found.
+        if found.so_far {
+            log::warn!("{}", found.sentence);
+        }
+        journal::note(|| Event::NoEffect { found });
+    }
     control::stop();
     journal::note(|| Event::End {
         evaluations: sched::count(),
         switches: barrier::generation(),
         longest_pause_us: barrier::pauses().longest.as_micros() as u64,
     });
+}
+
+/// Returns what was requested and had no effect so far.
+fn no_effect() -> Vec<NoEffect> {
+    let enabled = CAPABILITIES.iter().filter(|of| of.is_enabled());
+    let of_socket = control::no_effect().into_iter();
+    enabled
+        .flat_map(|of| of.no_effect())
+        .chain(of_socket)
+        .collect()
 }
 
 /// Turns the drop-in off: its threads do not exist in a forked child, and locks may be held

@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 
 use llama_sidecar::config::Config;
 use llama_sidecar::error::{Error, Result};
-use llama_sidecar::protocol::Event;
+use llama_sidecar::protocol::{Event, NoEffect};
 use llama_sidecar::reload::{Cause, Hash, Outcome, OverlaySource, Report, Trigger};
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::capability::Capability;
+use crate::capability::{Capability, Effect};
 use crate::loads;
 use crate::models::{self, Blocked, Model};
 use crate::{barrier, ggml, journal, sched, store, thread};
@@ -38,6 +38,9 @@ const MODEL_FREE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long buffers of replaced tensors are kept for the next swap.
 const KEPT_FOR: Duration = Duration::from_secs(60);
 
+/// Why tensors of models that are freed could not be swapped.
+static EFFECT: Effect = Effect::of(NoEffect::HOT_SWAP);
+
 /// Hot-swap, as a capability.
 pub struct HotSwap;
 
@@ -56,6 +59,7 @@ impl Capability for HotSwap {
     /// model goes: the program may unload its backends next. A running reload stops before
     /// its next tensor, and frees what it staged.
     fn model_freed(&self, model: &Model) {
+        note_obstacle(model);
         barrier::notify();
         let _no_reload = model.reloading.try_lock_for(MODEL_FREE_TIMEOUT);
         for instance in model.tensors.iter().flat_map(|tensor| &tensor.instances) {
@@ -66,6 +70,23 @@ impl Capability for HotSwap {
         if loads::is_empty() {
             ggml::free_remote();
         }
+    }
+
+    fn no_effect(&self) -> Vec<NoEffect> {
+        models::models()
+            .iter()
+            .for_each(|model| note_obstacle(model));
+        EFFECT.obstacles()
+    }
+}
+
+/// Notes why no tensor of a model can be swapped, if so.
+fn note_obstacle(model: &Model) {
+    if let Some(obstacle) = HotSwap.is_enabled().then(|| model.obstacle()).flatten() {
+        let path = model.files[0].gguf.source.path().display();
+        EFFECT.note_obstacle(format!(
+            "hot-swap: {path}: no tensor can be swapped: {obstacle}"
+        ));
     }
 }
 

@@ -15,11 +15,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use llama_sidecar::config::Config;
-use llama_sidecar::protocol::Event;
+use llama_sidecar::protocol::{Event, NoEffect};
 use llama_sidecar::trace::{Ids, NOT_ROUTED, RouteLayout, RouteWriter};
 use parking_lot::{Condvar, Mutex, RwLock};
 
-use crate::capability::Capability;
+use crate::capability::{Capability, Effect};
 use crate::ggml::{Ggml, Graph, Tensor};
 use crate::graph::WeightedExperts;
 use crate::models::Model;
@@ -38,6 +38,9 @@ const PAUSE: Duration = Duration::from_secs(1);
 const EMPTY_PAUSES: u32 = 60;
 /// How long the end of the process waits for a running write.
 const LONGEST_WRITE: Duration = Duration::from_secs(2);
+
+/// Whether rows were written.
+static EFFECT: Effect = Effect::of(NoEffect::ROUTES);
 
 /// Routes, as a capability. Its tensors are found and read by the expert trace.
 pub struct Routes;
@@ -63,6 +66,12 @@ impl Capability for Routes {
             queue.write();
             queue.report();
         }
+    }
+
+    fn no_effect(&self) -> Vec<NoEffect> {
+        EFFECT.missing(|| {
+            "no route was written: no evaluation besides warm-ups had routed experts; let a model with routed experts generate a token".into()
+        })
     }
 }
 
@@ -239,9 +248,11 @@ impl Queue {
         let layout = match RouteLayout::new(name, layers, top_k, weights) {
             Ok(layout) => layout,
             Err(reason) => {
-                log::error!(
+                let sentence = format!(
                     "LLAMA_EXPERT_TRACE_ROUTES: {name}: {reason}; its routes are not written"
                 );
+                log::error!("{sentence}");
+                EFFECT.note_obstacle(sentence);
                 return None;
             }
         };
@@ -346,6 +357,7 @@ impl Output {
                     at = ids.end;
                     let weights = self.taken.weights.get(ids.clone());
                     let weights = weights.unwrap_or_default();
+                    EFFECT.note();
                     writer.rows(*context, &self.taken.experts[ids], weights)
                 }
                 (Item::Mark(text), writer) => {
@@ -391,10 +403,14 @@ impl Output {
     fn fail(&mut self, queue: &Queue, error: &std::io::Error) {
         if self.error.is_none() {
             self.error = Some(error.to_string());
-            log::error!(
+            let sentence = format!(
                 "LLAMA_EXPERT_TRACE_ROUTES: cannot write {}: {error}; tokens are dropped until it can be written",
                 queue.path.display()
             );
+            log::error!("{sentence}");
+            if self.writer.is_none() {
+                EFFECT.note_obstacle(sentence);
+            }
         }
     }
 
