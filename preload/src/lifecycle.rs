@@ -82,7 +82,11 @@ fn start() {
     // loader never unloads.
     unsafe {
         libc::atexit(at_exit);
-        libc::pthread_atfork(None, None, Some(after_fork_in_child));
+        libc::pthread_atfork(
+            Some(before_fork),
+            Some(after_fork_in_parent),
+            Some(after_fork_in_child),
+        );
     }
     for capability in CAPABILITIES.iter().filter(|of| of.is_enabled()) {
         capability.start();
@@ -141,6 +145,16 @@ fn no_effect() -> Vec<NoEffect> {
         .flat_map(|of| of.no_effect())
         .chain(of_socket)
         .collect()
+}
+
+extern "C" fn before_fork() {
+    if !FORKED.load(Ordering::SeqCst) {
+        barrier::hold_for_fork();
+    }
+}
+
+extern "C" fn after_fork_in_parent() {
+    barrier::release_after_fork();
 }
 
 /// Turns the drop-in off: its threads do not exist in a forked child, and locks may be held
