@@ -2,7 +2,7 @@
 
 use parking_lot::Mutex;
 
-use crate::parallel;
+use crate::parallel::{self, without_signals};
 
 /// Number and priority of the threads that read tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,7 +38,6 @@ pub fn for_each<T: Send>(readers: Readers, items: Vec<T>, work: impl Fn(T) -> bo
     let threads = readers.threads.clamp(1, items.len().max(1));
     let items = Mutex::new((items.into_iter(), true));
     let run = || {
-        block_signals();
         if readers.low_priority {
             lower_priority();
         }
@@ -60,7 +59,8 @@ pub fn for_each<T: Send>(readers: Readers, items: Vec<T>, work: impl Fn(T) -> bo
         let mut started = 0;
         for _ in 0..threads {
             let builder = std::thread::Builder::new().name("llama-sidecar-h".into());
-            started += usize::from(builder.spawn_scoped(scope, run).is_ok());
+            let thread = without_signals(|| builder.spawn_scoped(scope, run));
+            started += usize::from(thread.is_ok());
         }
         // No thread could be started: the caller does the work at its own priority.
         if started == 0 {
@@ -75,16 +75,6 @@ pub fn for_each<T: Send>(readers: Readers, items: Vec<T>, work: impl Fn(T) -> bo
     });
     let items = items.into_inner();
     items.1 && items.0.len() == 0
-}
-
-/// Blocks all signals for this thread.
-pub fn block_signals() {
-    let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: the set is filled before it is read.
-    unsafe {
-        libc::sigfillset(all.as_mut_ptr());
-        libc::pthread_sigmask(libc::SIG_BLOCK, all.as_ptr(), std::ptr::null_mut());
-    }
 }
 
 /// Gives this thread the CPUs of all threads of the process, and the ordinary scheduling policy in

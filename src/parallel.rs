@@ -5,6 +5,21 @@ use parking_lot::{Condvar, Mutex};
 /// The number of threads above which copying memory does not get faster.
 const MAX_THREADS: usize = 8;
 
+/// Calls `start` with all signals of this thread blocked: a thread that it starts handles none of
+/// the program's signals, from its first instruction on.
+pub fn without_signals<T>(start: impl FnOnce() -> T) -> T {
+    let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    let mut before = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: valid sets, of which the first is filled here and the second by the first call.
+    unsafe {
+        libc::sigfillset(all.as_mut_ptr());
+        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
+        let started = start();
+        libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut());
+        started
+    }
+}
+
 /// Returns the number of threads that speed up copying on this machine.
 pub fn threads() -> usize {
     std::thread::available_parallelism()
@@ -102,7 +117,10 @@ fn for_each_on<T: Send>(
         // has exited, because a program may unload this library next.
         let help = || while queue.handle_next(&work) {};
         let helpers: Vec<_> = (1..threads)
-            .filter_map(|_| std::thread::Builder::new().spawn_scoped(scope, help).ok())
+            .filter_map(|_| {
+                let builder = std::thread::Builder::new();
+                without_signals(|| builder.spawn_scoped(scope, help)).ok()
+            })
             .collect();
         let mut known = 0;
         loop {

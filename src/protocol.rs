@@ -169,7 +169,42 @@ pub struct Status {
     pub post_fetch: Option<PostFetchFigures>,
     /// The expert cache that llama.cpp has of its own, if a context has one.
     pub own_expert_cache: Option<OwnExpertCache>,
+    /// What was requested and had no effect.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub no_effect: Vec<NoEffect>,
     pub models: Vec<ModelStatus>,
+}
+
+/// What was requested and had no effect.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct NoEffect {
+    /// Name of the capability, as in [`NoEffect::HOT_SWAP`].
+    pub requested: String,
+    /// What is missing, why, and the next step.
+    pub sentence: String,
+    /// Whether a further evaluation or request may have an effect.
+    pub so_far: bool,
+}
+
+#[allow(missing_docs, reason = "names of capabilities")]
+impl NoEffect {
+    pub const HOT_SWAP: &str = "hot-swap";
+    pub const TRACE: &str = "expert trace";
+    pub const ROUTES: &str = "routes";
+    pub const SALIENCY: &str = "saliency";
+    pub const STREAMING: &str = "streaming";
+    pub const POST_FETCH: &str = "post-fetch";
+    pub const PAGE_LOCK: &str = "page lock";
+    pub const ROUNDS: &str = "rounds";
+    pub const CONTROL_FILE: &str = "control file";
+    pub const SOCKET: &str = "control socket";
+
+    /// Returns a line of a report.
+    pub fn line(&self) -> String {
+        let level = if self.so_far { "warning" } else { "error" };
+        format!("{level}: {}", self.sentence)
+    }
 }
 
 /// The expert cache that llama.cpp has of its own (`--moe-cache-mib`).
@@ -337,6 +372,11 @@ impl PostFetchFigures {
     pub fn overlap(&self) -> Option<f64> {
         let waited = self.wait_seconds / self.copy_seconds;
         (self.copy_seconds > 0.0).then(|| (1.0 - waited).max(0.0))
+    }
+
+    /// Whether no experts were copied, and nothing is locked.
+    pub fn is_empty(&self) -> bool {
+        self.early_bytes + self.host_bytes + self.locked_bytes + self.cache_slots == 0
     }
 
     /// Returns the share of routed experts, 0 to 1, that must be on the device for it to be faster
@@ -732,8 +772,8 @@ pub enum Event {
     },
     /// An expert trace was written, or not.
     Trace { path: String, error: Option<String> },
-    /// Layers were evaluated and not counted, when the process ended.
-    Uncounted { layers: Uncounted },
+    /// What was requested had no effect, when the process ended.
+    NoEffect { found: NoEffect },
     /// Routes of a model were written; the last event of a path counts.
     Routes {
         path: String,

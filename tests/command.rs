@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use hosts::{TOKENS, on};
+use serde_json::Value;
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program};
 use testkit::sim_ggml::SimGgml;
@@ -306,11 +307,122 @@ fn the_wrapper_reports_why_nothing_is_streamed() {
         let asked = ["run", flag, "--"];
         let (text, status) = command_line(&[&asked, host.as_slice()].concat(), "text 1\nend\n");
         assert!(status.success(), "{text}");
-        assert!(text.contains("nothing was streamed: "), "{text}");
-        assert!(
-            text.contains("smollm2.gguf has no routed experts"),
+        let last = text.lines().last();
+        let expected =
+            "llama-sidecar: warning: nothing was streamed: no evaluated model has routed experts";
+        assert_eq!(last, Some(expected), "{text}");
+    }
+}
+
+/// What was requested and had no effect is the last line of the wrapper, and in `status`.
+#[test]
+fn what_had_no_effect_is_named() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let (routes, saliency) = (path("a.routes"), path("saliency.json"));
+    let nowhere = path("none/socket");
+    let (dense, moe) = ("smollm2.gguf", "moe.gguf");
+    let tokens = "text 2\nend\n";
+    for (model, flags, input, expected) in [
+        (
+            dense,
+            &["--rounds"][..],
+            tokens,
+            "error: rounds need llama-perplexity",
+        ),
+        (
+            dense,
+            &["--expert-trace-stats"],
+            tokens,
+            "error: nothing was counted: no evaluated model has routed experts",
+        ),
+        (
+            moe,
+            &["--expert-trace-stats"],
+            "end\n",
+            "warning: nothing was counted: no evaluation has ended besides warm-ups",
+        ),
+        (
+            dense,
+            &["--expert-trace-routes", &routes],
+            tokens,
+            "warning: no route was written: ",
+        ),
+        (
+            dense,
+            &["--expert-trace-saliency", &saliency],
+            tokens,
+            "warning: no saliency was recorded: ",
+        ),
+        (
+            moe,
+            &["--stream-experts"],
+            "end\n",
+            "warning: nothing was streamed: ",
+        ),
+        (
+            moe,
+            &["--page-lock"],
+            tokens,
+            "its pages are not locked: no backend of this program can lock memory",
+        ),
+        (
+            dense,
+            &["--hotswap", "--socket", &nowhere][..],
+            tokens,
+            "cannot create the control socket: ",
+        ),
+    ] {
+        let host = c_host(model);
+        let host: Vec<&str> = host.iter().map(String::as_str).collect();
+        let words = [&["run"], flags, &["--"], host.as_slice()].concat();
+        let (text, status) = command_line(&words, input);
+        assert!(status.success(), "{text}");
+        let last = text.lines().last().unwrap_or_default();
+        assert!(last.contains(expected), "{flags:?}: {text}");
+    }
+
+    let with = DropIn::with(&[
+        ("LLAMA_SIDECAR_ROUNDS", "1"),
+        ("LLAMA_EXPERT_TRACE_ROUTES", &routes),
+    ]);
+    let host = Host::start(Program::C, &fixture(dense), &with);
+    let status = host.control("status");
+    let named = |requested: &str| {
+        let found = status["no_effect"].as_array().into_iter().flatten();
+        let mut found = found.filter(|of| of["requested"] == requested);
+        found.next().map(|of| of["so_far"].clone())
+    };
+    assert_eq!(named("rounds"), Some(Value::Bool(false)), "{status}");
+    assert_eq!(named("routes"), Some(Value::Bool(true)), "{status}");
+    assert_eq!(named("hot-swap"), None, "{status}");
+    assert_eq!(host.end(), Some(0));
+}
+
+/// `doctor` fails if something that its environment requests has no effect.
+#[test]
+fn doctor_fails_where_a_request_has_no_effect() {
+    let script = format!(
+        "printf 'text 1\\nend\\n' | {}",
+        c_host("smollm2.gguf").join(" ")
+    );
+    for (variable, fails) in [
+        ("LLAMA_SIDECAR_ROUNDS", Some("rounds need llama-perplexity")),
+        ("LLAMA_EXPERT_TRACE_STATS", Some("nothing was counted: ")),
+        ("LLAMA_SIDECAR_HOTSWAP", None),
+    ] {
+        let output = Command::new(testkit::host::built("release/llama-sidecar"))
+            .args(["doctor", "--", "sh", "-c", &script])
+            .env(variable, "1")
+            .output()
+            .expect("it starts");
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(
+            output.status.code(),
+            Some(i32::from(fails.is_some())),
             "{text}"
         );
+        assert!(text.contains(fails.unwrap_or_default()), "{text}");
     }
 }
 
@@ -514,8 +626,14 @@ fn the_wrapper_reports_post_fetch() {
     let line = last(&["--page-lock"], Some(&sim));
     assert!(line.ends_with(" MB page-locked"), "{line}");
     let line = last(&["--post-fetch"], None);
-    let no_gpu = "llama-sidecar: post-fetch: no experts were copied to a GPU: the program does so for batches from 32 tokens, if a GPU has the rest of the model";
-    assert_eq!(line, no_gpu);
+    assert!(
+        line.starts_with("llama-sidecar: error: post-fetch: no experts of "),
+        "{line}"
+    );
+    assert!(
+        line.contains(" are copied: the program uses no GPU: "),
+        "{line}"
+    );
 }
 
 #[test]

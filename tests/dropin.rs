@@ -19,7 +19,7 @@ use llama_sidecar::gguf::{Access, GgufFile};
 use serde_json::Value;
 use testkit::caches::{best_hits, lfu_hits, lru_hits};
 use testkit::fixtures::fixture;
-use testkit::host::{DropIn, Host, Program, preload_library, replace};
+use testkit::host::{DropIn, Host, Program, control, preload_library, replace};
 use testkit::mixtures::Mixture;
 
 #[test]
@@ -599,6 +599,38 @@ fn a_forked_child_evaluates_and_leaves_the_rest_alone() {
     replace(&path, &fixture("smollm2-mixed.gguf"));
     eventually("the swap", || !host.logged("reload: 8 swapped").is_empty());
     assert_eq!(host.text(TOKENS), after);
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn forks_in_the_middle_of_reloads() {
+    let (_folder, path) = copied("smollm2.gguf");
+    let mut host = Host::start(Program::Python, &path, &on());
+    host.text(3);
+    let socket = host.socket().to_owned();
+    let forks = std::sync::atomic::AtomicBool::new(true);
+    std::thread::scope(|scope| {
+        let reloads = scope.spawn(|| {
+            let mut reloads = 0;
+            while forks.load(Ordering::SeqCst) || reloads % 2 == 1 {
+                let file = ["smollm2-mixed.gguf", "smollm2.gguf"][reloads % 2];
+                replace(&path, &fixture(file));
+                let report = control(&socket, "reload");
+                assert_eq!(report["ok"], true, "{report}");
+                reloads += 1;
+            }
+            reloads
+        });
+        for _ in 0..20 {
+            assert_eq!(host.ask("fork"), "7");
+        }
+        forks.store(false, Ordering::SeqCst);
+        assert!(reloads.join().expect("reports") > 1);
+    });
+    assert_eq!(
+        host.text(TOKENS),
+        fresh(Program::Python, &fixture("smollm2.gguf"))
+    );
     assert_eq!(host.end(), Some(0));
 }
 

@@ -6,11 +6,13 @@ mod small;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use serde_json::Value;
 use small::{folder, mixture, model, on, result, swap, with_tensor};
 use testkit::fixtures::upstream_libraries;
-use testkit::host::{Host, Program, built};
+use testkit::host::{Host, Program, built, control};
+use testkit::process::{stopped, stopped_often};
 use testkit::writer::{F16, Gguf};
 
 /// Evaluates until the host's graph is known to be built again when needed.
@@ -39,6 +41,57 @@ fn a_graph_that_was_begun_before_a_swap_never_computes_with_old_weights() {
         }
         assert_eq!(host.end(), Some(0));
     }
+}
+
+/// A decode that was begun before a stop is not given up: the process did not run meanwhile.
+#[test]
+fn a_stop_of_the_process_does_not_count_as_a_stall() {
+    const STOP: Duration = Duration::from_millis(1500);
+    let (_folder, path) = folder(&model(1.0));
+    let mut host = Host::start(Program::Small(true), &path, &on(&[]));
+    settle(&mut host, 1.0);
+    model(2.0).replace(&path).expect("free space");
+    let (id, socket) = (host.id(), host.socket().to_owned());
+    std::thread::scope(|scope| {
+        // The stall ends some time after the stop, which is longer than a graph takes to build.
+        host.tell(&format!("decode {}", STOP.as_millis() + 200));
+        let reload = scope.spawn(|| control(&socket, "reload"));
+        while control(&socket, "status")["waiting"].is_null() {
+            assert!(!reload.is_finished(), "the decode has not ended");
+        }
+        stopped(id, || std::thread::sleep(STOP));
+        assert_eq!(host.line(), result(1.0));
+        let report = reload.join().expect("a report");
+        assert_eq!(report["reports"][0]["swapped"], 1, "{report}");
+    });
+    assert_eq!(host.ask("decode"), result(2.0));
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn tensors_are_swapped_while_the_process_is_stopped_again_and_again() {
+    let (_folder, path) = folder(&model(1.0));
+    let mut host = Host::start(Program::Small(true), &path, &on(&[]));
+    settle(&mut host, 1.0);
+    let (id, socket) = (host.id(), host.socket().to_owned());
+    let (_, stops) = stopped_often(id, || {
+        for value in [2.0, 1.0, 3.0, 2.0, 1.0] {
+            model(value).replace(&path).expect("free space");
+            std::thread::scope(|scope| {
+                let reload = scope.spawn(|| control(&socket, "reload"));
+                let results = [1.0, 2.0, 3.0].map(result);
+                while !reload.is_finished() {
+                    let found = host.ask("decode");
+                    assert!(results.contains(&found), "{found}");
+                }
+                let report = reload.join().expect("a report");
+                assert_eq!(report["ok"], true, "{report}");
+            });
+            assert_eq!(host.ask("decode"), result(value));
+        }
+    });
+    assert!(stops > 0);
+    assert_eq!(host.end(), Some(0));
 }
 
 #[test]
@@ -198,6 +251,9 @@ fn a_weight_that_is_from_no_file_refuses_swaps_by_its_name() {
         obstacle.is_some_and(|text| text.contains("w.weight.repacked")),
         "{status}"
     );
+    let no_effect = &status["no_effect"][0];
+    assert_eq!(no_effect["requested"], "hot-swap", "{status}");
+    assert_eq!(no_effect["so_far"], false, "{status}");
     assert_eq!(host.end(), Some(0));
 }
 

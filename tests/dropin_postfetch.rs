@@ -11,6 +11,7 @@ use hosts::{count, taken};
 use serde_json::Value;
 use testkit::fixtures::fixture;
 use testkit::host::{Host, replace};
+use testkit::process::stopped_often;
 use testkit::sim_ggml::SimGgml;
 
 /// Prompts that the device takes with their experts, graphs that are used again, and decoding.
@@ -309,6 +310,21 @@ const DECODING: [&str; 6] = [
     "prompt 64",
     "hashes 4",
 ];
+
+#[test]
+fn slots_give_the_same_when_the_process_is_stopped_again_and_again() {
+    let setup = cached("27");
+    let expected = setup.run(&DECODING).answers;
+    let sim = setup.simulation();
+    let mut host = setup.start(&sim, &fixture("small-moe.gguf"));
+    let (answers, stops) = stopped_often(host.id(), || DECODING.map(|command| host.ask(command)));
+    assert_eq!(answers.to_vec(), expected);
+    assert!(stops > 0);
+    let figures = host.control("status")["post_fetch"].clone();
+    assert!(count(&figures, "cache_hits") > 0, "{figures}");
+    assert_eq!(host.end(), Some(0));
+    sim.report().assert_ordered();
+}
 
 /// An expert of the fixture has 0.53 MiB in each of three matrices of four layers.
 #[test]

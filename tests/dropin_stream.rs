@@ -15,6 +15,7 @@ use llama_sidecar::gguf::{Access, GgufFile, TYPE_AND_OFFSET, type_fields, write_
 use serde_json::Value;
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, replace};
+use testkit::process::stopped_often;
 
 fn predicting() -> DropIn {
     streaming(&[("LLAMA_EXPERT_STREAM_PREDICT", "1")])
@@ -148,6 +149,16 @@ fn streaming_rests_while_all_experts_are_in_memory() {
         checked - std::mem::replace(&mut before, checked) < all / 10
     };
     assert!((0..20).any(rests), "{}", stream_figures(&host));
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn a_program_that_is_stopped_again_and_again_writes_the_same() {
+    let model = fixture("moe.gguf");
+    let mut host = Host::start(Program::C, &model, &predicting());
+    let (text, stops) = stopped_often(host.id(), || host.text(TOKENS));
+    assert_eq!(text, fresh(Program::C, &model));
+    assert!(stops > 0 && count(&stream_figures(&host), "layers") > 0);
     assert_eq!(host.end(), Some(0));
 }
 

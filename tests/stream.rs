@@ -96,6 +96,12 @@ impl Fixture {
         })
     }
 
+    /// Maps the file.
+    fn map(&self) -> memmap2::Mmap {
+        // SAFETY: no program writes the files of these tests.
+        unsafe { memmap2::Mmap::map(&self.gguf.source.handle()) }.unwrap()
+    }
+
     /// Returns the pages of the file that are in memory or on their way.
     fn cached_pages(&self) -> std::io::Result<BTreeSet<u64>> {
         let file = self.gguf.source.handle();
@@ -455,13 +461,13 @@ fn a_reader_rests_until_a_page_fault_waits_for_the_disk() {
     rest(&reader);
     assert!(fixture.drop_cache());
     let before = reader.counts().major_faults;
-    // SAFETY: no program writes the file of this test.
-    let map = unsafe { memmap2::Mmap::map(&fixture.gguf.source.handle()) }.unwrap();
+    let map = fixture.map();
     std::hint::black_box(map[map.len() - 1]);
     assert!(reader.counts().major_faults > before);
-    schedule(&reader, 0, 1, &[0], None);
     reader.finish();
     assert!(!reader.counts().resting);
+    schedule(&reader, 0, 1, &[0], None);
+    reader.finish();
     assert!(
         fixture
             .cached_pages()
@@ -476,25 +482,40 @@ fn a_page_fault_of_another_file_costs_one_pass() {
         return;
     };
     let reader = fixture.reader(|settings| settings.always = false);
+    // The kernel may drop pages at any time, except locked ones.
+    let locked = fixture.map();
+    if let Err(error) = locked.lock() {
+        skipped(&format!(
+            "locked pages: {error}; raise the limit (ulimit -l)"
+        ));
+        return;
+    }
+    // Page faults are counted for the process, with those of tests that run at the same time.
+    let before = reader.counts().major_faults;
     rest(&reader);
+    let rested = reader.counts();
     for _ in 0..4 {
         assert!(other.drop_cache());
-        let before = reader.counts();
-        // SAFETY: no program writes the file of this test.
-        let map = unsafe { memmap2::Mmap::map(&other.gguf.source.handle()) }.unwrap();
+        let map = other.map();
+        let faults = reader.counts().major_faults;
         std::hint::black_box(map[map.len() - 1]);
-        assert!(reader.counts().major_faults > before.major_faults);
+        assert!(reader.counts().major_faults > faults);
         for _ in 0..100 {
             schedule(&reader, 0, 1, &[0], None);
             reader.finish();
         }
         let after = reader.counts();
-        assert!(after.resting);
-        let pass = fixture.pages_of([(0, 0)]).len() as u64 * 4096;
-        let checked = after.checked_bytes - before.checked_bytes;
-        // The pass after the fault, a unit of the next one, and a sample.
-        assert!(checked <= 3 * pass, "{checked} of {pass} bytes");
+        let pass = fixture.pages_of([(0, 0)]).len() as u64 * PAGE;
+        let checked = after.checked_bytes - rested.checked_bytes;
+        let samples = (after.layers - rested.layers).div_ceil(256);
+        // For each fault, at most the pass after it and a unit of the next one.
+        let passes = 2 * (after.major_faults - before) + samples;
+        assert!(
+            checked >= pass && checked <= passes * pass,
+            "{checked} of {pass} bytes, {passes}"
+        );
     }
+    rest(&reader);
 }
 
 #[test]
@@ -712,12 +733,15 @@ fn read_uncounted(fixture: &Fixture, reader: &Reader) -> u64 {
     assert!(read.is_superset(&fixture.pages_of([(1, 0), (1, 5)])));
     let counts = reader.counts();
     std::fs::read(&fixture.path).unwrap();
-    for _ in 0..40 {
+    // Page faults of other tests let the reader look again.
+    let rests = |_| {
         schedule(reader, 1, 2, &[0, 5], None);
         reader.finish();
-    }
+        reader.counts().resting
+    };
+    let has_rested = (0..1000).any(rests);
     let later = reader.counts();
-    assert!(later.resting && !later.stopped, "{later:?}");
+    assert!(has_rested && !later.stopped, "{later:?}");
     assert_eq!(later.read_bytes, counts.read_bytes);
     counts.read_bytes
 }

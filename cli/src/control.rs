@@ -226,6 +226,9 @@ fn print_status(out: &mut impl Write, status: &Status) -> Result<()> {
     if let Some(figures) = &status.post_fetch {
         writeln!(out, "post-fetch: {}", figures.sentence())?;
     }
+    for found in &status.no_effect {
+        writeln!(out, "{}", found.line())?;
+    }
     for model in &status.models {
         writeln!(
             out,
@@ -257,9 +260,6 @@ fn print_status(out: &mut impl Write, status: &Status) -> Result<()> {
         )?;
         if let Some(stream) = &model.stream {
             writeln!(out, "  experts: {}", stream.sentence())?;
-        }
-        if let Some(uncounted) = &model.uncounted {
-            writeln!(out, "  error: {}", uncounted.sentence())?;
         }
         for tensor in &model.changed {
             let states: Vec<_> = tensor.states.iter().map(|state| state.name()).collect();

@@ -9,7 +9,8 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use llama_sidecar::protocol::{Event, is_tried_ggml};
+use llama_sidecar::config::Config;
+use llama_sidecar::protocol::{Event, NoEffect, is_tried_ggml};
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use crate::cache_report::{Caches, Policy};
@@ -117,7 +118,22 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
         );
     }
     let of_streaming = || events.stream_obstacle().filter(|_| options.stream_experts);
-    match events.obstacle(ended).or_else(of_streaming) {
+    // Other capabilities are on for the trial alone.
+    let config = Config::parse(|name| std::env::var_os(name));
+    let is_requested = |found: &&NoEffect| match found.requested.as_str() {
+        NoEffect::HOT_SWAP => config.hotswap,
+        NoEffect::TRACE => config.traces(),
+        NoEffect::STREAMING => options.stream_experts || config.expert_stream.streams(),
+        NoEffect::POST_FETCH => options.expert_cache || config.host_postfetch.is_used(),
+        _ => true,
+    };
+    let no_effect = events.no_effect().find(is_requested);
+    let no_effect = || no_effect.map(|found| found.sentence.clone());
+    match events
+        .obstacle(ended)
+        .or_else(of_streaming)
+        .or_else(no_effect)
+    {
         Some(obstacle) => bail!("{obstacle}"),
         None => Ok(()),
     }

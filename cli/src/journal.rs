@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::ExitStatus;
 
 use anyhow::{Context, Result};
-use llama_sidecar::protocol::{Entry, Event};
+use llama_sidecar::protocol::{Entry, Event, NoEffect};
 use tempfile::NamedTempFile;
 
 /// A file to which the drop-in appends events.
@@ -118,6 +118,14 @@ impl Events {
     pub fn expects_expert_cache(&self) -> bool {
         let can = |event: &Event| matches!(event, Event::PostFetchStart { obstacle: None, .. });
         self.iter().any(can) && self.expert_cache().is_none()
+    }
+
+    /// Returns what was requested and had no effect, as far as further evaluations change nothing.
+    pub fn no_effect(&self) -> impl Iterator<Item = &NoEffect> {
+        self.iter().filter_map(|event| match event {
+            Event::NoEffect { found } if !found.so_far => Some(found),
+            _ => None,
+        })
     }
 
     /// Returns why the experts of a model are not streamed, or not known to be.

@@ -178,21 +178,15 @@ fn summary(
     let mut routes = BTreeMap::new();
     let mut streamed = Vec::new();
     let mut fetched = Vec::new();
-    let mut not_streamed = Vec::new();
-    let mut uncounted = Vec::new();
+    let mut no_effect = Vec::new();
     for event in events.iter() {
         match event {
             Event::Stream { figures, .. } if figures.layers > 0 => {
                 streamed.push(format!("experts: {}", figures.sentence()));
             }
-            Event::PostFetch { figures } => {
+            Event::PostFetch { figures } if !figures.is_empty() => {
                 fetched.push(format!("post-fetch: {}", figures.sentence()));
             }
-            Event::StreamStart {
-                path,
-                obstacle: Some(why),
-            } => not_streamed.push(format!("{path}: not streamed: {why}")),
-            Event::Model { expert_layers, .. } => total.expert_layers += expert_layers,
             Event::Reload {
                 swapped,
                 returned,
@@ -212,9 +206,7 @@ fn summary(
             Event::Trace { path, error } => {
                 traces.insert(path, error);
             }
-            Event::Uncounted { layers } => {
-                uncounted.push(format!("error: {}", layers.sentence()));
-            }
+            Event::NoEffect { found } => no_effect.push(found),
             Event::Routes {
                 path,
                 tokens,
@@ -254,32 +246,26 @@ fn summary(
         ),
     }];
     lines.extend(failures);
-    if streams && total.expert_layers == 0 {
-        lines.push(format!(
-            "nothing was streamed: {models} has no routed experts"
-        ));
-    }
-    lines.extend(not_streamed);
     lines.extend(streamed);
     lines.extend(fetched);
-    let is_written = config.trace_output.is_some() || config.trace_routes.is_some();
-    if is_written && total.expert_layers == 0 {
-        lines.push(format!("no trace: {models} has no routed experts"));
-    }
     lines.extend(routes.into_values());
     lines.extend(traces.into_iter().map(|(path, error)| match error {
         None => format!("trace written to {path}; run 'llama-sidecar report {path}' to see it"),
         Some(error) => format!("cannot write the trace to {path}: {error}"),
     }));
-    // Last, because the figures above are wrong then.
-    lines.extend(uncounted);
+    // Last, because the figures above are wrong or missing then.
+    for found in no_effect {
+        let line = found.line();
+        if !lines.contains(&line) {
+            lines.push(line);
+        }
+    }
     lines
 }
 
 /// Sums over the processes of a command.
 #[derive(Default)]
 struct Totals {
-    expert_layers: usize,
     reloads: u64,
     swapped: u64,
     returned: u64,

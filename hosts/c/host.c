@@ -125,6 +125,10 @@ static void load(const char * path) {
         memcpy(&params.words[22], &callback, sizeof(callback)); // cb_eval
     }
     context = llama_init_from_model(model, params);
+    if (!context) {
+        fprintf(stderr, "cannot make a context for %s: too little memory\n", path);
+        exit(1);
+    }
 }
 
 static double now_ms(void) {

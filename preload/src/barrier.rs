@@ -10,6 +10,7 @@
 //! then loads [`PENDING`], a switch stores `PENDING` and then loads the states, all
 //! sequentially consistent. At least one of them sees the other.
 
+use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -338,9 +339,33 @@ fn obstacle(replaced: &Replaced) -> Option<Obstacle> {
     kept
 }
 
+/// Returns the milliseconds that the process ran, as far as that is known: without
+/// [`STOPPED_MS`].
 fn now_ms() -> u64 {
     static START: Lazy<Instant> = Lazy::new(Instant::now);
-    START.elapsed().as_millis() as u64
+    let stopped = STOPPED_MS.load(Ordering::SeqCst);
+    (START.elapsed().as_millis() as u64).saturating_sub(stopped)
+}
+
+/// Keeps switches away from the fork that follows: a child would have tensors that are replaced in
+/// part. A switch that does not end soon is not waited for.
+pub fn hold_for_fork() {
+    let held = BARRIER.try_lock_for(LONGEST_FORK_WAIT);
+    HOLDS.set(held.is_some());
+    std::mem::forget(held);
+}
+
+/// Ends [`hold_for_fork`] in the process that forked. The child has no switches.
+pub fn release_after_fork() {
+    if HOLDS.replace(false) {
+        // SAFETY: this thread locked it before the fork, and forgot the guard.
+        unsafe { BARRIER.force_unlock() };
+    }
+}
+
+thread_local! {
+    /// Whether this thread holds the lock for a fork.
+    static HOLDS: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Whether a switch is pending or runs.
@@ -354,13 +379,24 @@ static VIEWED_IN: AtomicU64 = AtomicU64::new(0);
 static BARRIER: Mutex<Barrier> = Mutex::new(Barrier {
     pending: None,
     pauses: Pauses::new(),
+    last_look: None,
 });
 static CHANGED: Condvar = Condvar::new();
 
 struct Barrier {
     pending: Option<Pending>,
     pauses: Pauses,
+    /// When the slots were last read for the pending switch.
+    last_look: Option<Instant>,
 }
+
+/// Milliseconds for which the process was stopped while a switch was pending (SIGSTOP, a frozen
+/// control group). A decode that was begun before is not abandoned because of them.
+static STOPPED_MS: AtomicU64 = AtomicU64::new(0);
+/// How long a fork waits for a switch.
+const LONGEST_FORK_WAIT: Duration = Duration::from_secs(1);
+/// The time between two looks at the slots above which the process was stopped in between.
+const LONGEST_LOOK: Duration = Duration::from_millis(500);
 
 /// The tensors that a switch replaces.
 pub struct Replaced {
@@ -459,6 +495,7 @@ fn wait(
     let _turn = ONE_AT_A_TIME.lock();
     let began = Instant::now();
     let mut barrier = BARRIER.lock();
+    barrier.last_look = None;
     barrier.pending = Some(Pending {
         replaced,
         work,
@@ -504,6 +541,11 @@ fn advance(barrier: &mut Barrier) -> Option<Obstacle> {
     let pending = barrier.pending.as_mut()?;
     if pending.result.is_some() {
         return None;
+    }
+    let now = Instant::now();
+    let pause = barrier.last_look.replace(now).map(|last| now - last);
+    if let Some(stopped) = pause.filter(|pause| *pause > LONGEST_LOOK) {
+        STOPPED_MS.fetch_add(stopped.as_millis() as u64, Ordering::SeqCst);
     }
     if is_shut() {
         // What an evaluation has to do after a switch is not done any more.
@@ -613,6 +655,22 @@ mod tests {
         assert_eq!(obstacle(one), None);
         slot.release();
         assert_eq!(slot.key(), 0);
+    }
+
+    #[test]
+    fn no_switch_runs_during_a_fork() {
+        hold_for_fork();
+        assert!(BARRIER.is_locked());
+        std::thread::scope(|scope| {
+            let switched = scope.spawn(|| switch(tensors_of(9, false), || true, || Ok(())));
+            release_after_fork();
+            switched.join().expect("no panic").expect("no obstacle");
+        });
+        // A parent that did not get the lock does not unlock it.
+        let switch = BARRIER.lock();
+        release_after_fork();
+        assert!(BARRIER.is_locked());
+        drop(switch);
     }
 
     #[test]

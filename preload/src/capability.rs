@@ -2,6 +2,10 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use llama_sidecar::protocol::NoEffect;
+use parking_lot::Mutex;
 
 use crate::models::Model;
 use crate::routing::Routed;
@@ -61,4 +65,77 @@ pub trait Capability: Sync {
 
     /// Writes what is to be kept when the process ends.
     fn finish(&self) {}
+
+    /// Returns what it was enabled for and has not done so far. Called at requests and at the end
+    /// of the process, after a model is complete, if it is enabled.
+    fn no_effect(&self) -> Vec<NoEffect> {
+        Vec::new()
+    }
+}
+
+/// Whether a capability had an effect, and what hindered it.
+pub struct Effect {
+    requested: &'static str,
+    seen: AtomicBool,
+    obstacles: Mutex<Vec<String>>,
+}
+
+impl Effect {
+    /// Obstacles that are kept: a program may load any number of models.
+    const MOST: usize = 16;
+
+    /// Of a capability that did nothing yet.
+    pub const fn of(requested: &'static str) -> Effect {
+        Effect {
+            requested,
+            seen: AtomicBool::new(false),
+            obstacles: Mutex::new(Vec::new()),
+        }
+    }
+
+    /// Notes that it had an effect.
+    pub fn note(&self) {
+        self.seen.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it had an effect.
+    pub fn is_seen(&self) -> bool {
+        self.seen.load(Ordering::Relaxed)
+    }
+
+    /// Notes in a sentence what has no effect, why, and the next step. Each sentence is kept once.
+    pub fn note_obstacle(&self, sentence: String) {
+        let mut obstacles = self.obstacles.lock();
+        if obstacles.len() < Effect::MOST && !obstacles.contains(&sentence) {
+            obstacles.push(sentence);
+        }
+    }
+
+    /// Returns the obstacles; without any and without an effect, `otherwise`.
+    pub fn missing(&self, otherwise: impl FnOnce() -> String) -> Vec<NoEffect> {
+        let obstacles = self.obstacles();
+        match obstacles.is_empty() && !self.is_seen() {
+            true => vec![self.report(otherwise(), true)],
+            false => obstacles,
+        }
+    }
+
+    /// Returns the obstacles.
+    pub fn obstacles(&self) -> Vec<NoEffect> {
+        // The process may end while another thread holds the lock.
+        let obstacles = self.obstacles.try_lock().map(|of| of.clone());
+        let reports = obstacles.unwrap_or_default().into_iter();
+        reports
+            .map(|sentence| self.report(sentence, false))
+            .collect()
+    }
+
+    /// Returns a report about the capability.
+    pub fn report(&self, sentence: String, so_far: bool) -> NoEffect {
+        NoEffect {
+            requested: self.requested.into(),
+            sentence,
+            so_far,
+        }
+    }
 }

@@ -61,20 +61,13 @@ impl Answer {
 /// Carries out a request: a line, and its client.
 type Serve = fn(&[u8], &UnixStream) -> Answer;
 
-/// Listens at `path`; returns whether it does.
-pub fn start(path: &Path, serve: Serve) -> bool {
-    match listen(path) {
-        Ok((listener, identity)) => {
-            *SOCKET.lock() = Some((path.to_owned(), identity));
-            thread::spawn("llama-sidecar-c", move || accept(&listener, serve))
-        }
-        Err(error) => {
-            log::error!(
-                "LLAMA_SIDECAR_CONTROL={}: cannot create the control socket: {error}; choose another path, for several processes one with %p, which stands for the process id",
-                path.display()
-            );
-            false
-        }
+/// Listens at `path`.
+pub fn start(path: &Path, serve: Serve) -> io::Result<()> {
+    let (listener, identity) = listen(path)?;
+    *SOCKET.lock() = Some((path.to_owned(), identity));
+    match thread::spawn("llama-sidecar-c", move || accept(&listener, serve)) {
+        true => Ok(()),
+        false => Err(io::Error::other("its thread cannot start")),
     }
 }
 

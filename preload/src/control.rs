@@ -2,19 +2,20 @@
 
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use llama_sidecar::config::Config;
 use llama_sidecar::error::Error;
 use llama_sidecar::protocol::{
     Blocked, FileEvent, FileStatus, Hashes, Metrics, Milliseconds, ModelHash, ModelReload,
-    ModelStatus, Overlay, ReloadReport, Reloads, Reply, Request, Round, Status, TensorChange,
-    TensorState, TensorStatus, Traces, Waiting,
+    ModelStatus, NoEffect, Overlay, ReloadReport, Reloads, Reply, Request, Round, Status,
+    TensorChange, TensorState, TensorStatus, Traces, Waiting,
 };
 use llama_sidecar::reload::{Outcome, Report, Trigger};
 use serde_json::{Value, json};
 
+use crate::capability::Effect;
 use crate::clients::{Answer, is_connected};
 use crate::models::{Instance, Model};
 use crate::overlays::Overlays;
@@ -23,10 +24,29 @@ use crate::{
     rounds, routes, sched, streaming,
 };
 
-/// Listens at `path`.
-pub fn start(path: &Path) {
-    if clients::start(path, reply) {
-        rounds::drive();
+/// Why there is no socket.
+static EFFECT: Effect = Effect::of(NoEffect::SOCKET);
+/// Returns what was requested and had no effect.
+static NO_EFFECT: OnceLock<fn() -> Vec<NoEffect>> = OnceLock::new();
+
+/// Returns that no socket could be made, if that is so.
+pub fn no_effect() -> Vec<NoEffect> {
+    EFFECT.obstacles()
+}
+
+/// Listens at `path`. `no_effect` returns what was requested and had no effect.
+pub fn start(path: &Path, no_effect: fn() -> Vec<NoEffect>) {
+    let _ = NO_EFFECT.set(no_effect);
+    match clients::start(path, reply) {
+        Ok(()) => drop(rounds::drive()),
+        Err(error) => {
+            let sentence = format!(
+                "LLAMA_SIDECAR_CONTROL={}: cannot create the control socket: {error}; choose another path, for several processes one with %p, which stands for the process id",
+                path.display()
+            );
+            log::error!("{sentence}");
+            EFFECT.note_obstacle(sentence);
+        }
     }
 }
 
@@ -144,6 +164,7 @@ fn status() -> Status {
             .filter(|(_, count)| *count > 0)
             .map(|(cause, count)| (cause.name().into(), count))
             .collect(),
+        no_effect: NO_EFFECT.get().map_or_else(Vec::new, |find| find()),
         models: models::models().iter().map(model_status).collect(),
     }
 }
@@ -181,7 +202,7 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
         overlays: overlays.map(overlay).collect(),
         private_bytes: model.private_bytes(),
         kept_bytes: model.pool.bytes(),
-        blocked: reloader::blocked(model).map(|blocked| Blocked {
+        blocked: model.blocked.lock().clone().map(|blocked| Blocked {
             cause: blocked.cause.name().into(),
             error: blocked.error,
             seconds: blocked.since.elapsed().as_secs_f64(),

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use llama_sidecar::config::Config;
 use llama_sidecar::experts::{ExpertIndex, ExpertName};
-use llama_sidecar::protocol::{Event, Uncounted};
+use llama_sidecar::protocol::{Event, NoEffect, Uncounted};
 use llama_sidecar::trace::{
     ExpertLayout, ExpertNames, Ids, ModelMeta, NAMES_EVERY, Trace, enabled, numbered, print,
     print_exported, print_summary, print_used, to_json, write_output,
@@ -27,7 +27,7 @@ use parking_lot::{Mutex, RwLock};
 use serde_json::Value;
 
 use crate::barrier::{self, SLOTS};
-use crate::capability::Capability;
+use crate::capability::{Capability, Effect};
 use crate::ggml::{Ggml, Tensor};
 use crate::graph::{self, UsedWeight};
 use crate::models::{self, Model};
@@ -35,6 +35,9 @@ use crate::routes::{GraphRoutes, Queue};
 use crate::saliency::{GraphSaliency, ModelSaliency};
 use crate::sched::{Allocated, Scheduler};
 use crate::{journal, thread};
+
+/// Reports about what is not counted.
+static EFFECT: Effect = Effect::of(NoEffect::TRACE);
 
 /// The expert trace, as a capability.
 pub struct ExpertTrace;
@@ -234,6 +237,27 @@ impl Capability for ExpertTrace {
         if self.is_enabled() {
             write_without_sigpipe();
         }
+    }
+
+    fn no_effect(&self) -> Vec<NoEffect> {
+        // The process ends: a thread that holds the lock may never release it.
+        let Some(traces) = TRACES.try_read() else {
+            return Vec::new();
+        };
+        if traces.is_empty() {
+            let sentence = "nothing was counted: no evaluated model has routed experts";
+            return vec![EFFECT.report(sentence.into(), false)];
+        }
+        let uncounted = traces.iter().filter_map(|trace| trace.uncounted());
+        let missing: Vec<_> = uncounted
+            .map(|layers| EFFECT.report(layers.sentence(), false))
+            .collect();
+        let is_empty = |trace: &Arc<ModelTrace>| trace.counters.snapshot().activations() == 0;
+        if missing.is_empty() && traces.iter().all(is_empty) {
+            let sentence = "nothing was counted: no evaluation has ended besides warm-ups; let the program generate a token";
+            return vec![EFFECT.report(sentence.into(), true)];
+        }
+        missing
     }
 }
 
@@ -616,7 +640,6 @@ fn write_all() {
     }
     for layers in traces.iter().filter_map(|trace| trace.uncounted()) {
         log::error!("{}", layers.sentence());
-        journal::note(|| Event::Uncounted { layers });
     }
 }
 

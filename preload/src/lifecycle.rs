@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use llama_sidecar::config::Config;
 use llama_sidecar::experts::ExpertIndex;
-use llama_sidecar::protocol::Event;
+use llama_sidecar::protocol::{Event, NoEffect};
 
 use crate::capability::Capability;
 use crate::expert_trace::ExpertTrace;
@@ -82,7 +82,11 @@ fn start() {
     // loader never unloads.
     unsafe {
         libc::atexit(at_exit);
-        libc::pthread_atfork(None, None, Some(after_fork_in_child));
+        libc::pthread_atfork(
+            Some(before_fork),
+            Some(after_fork_in_parent),
+            Some(after_fork_in_child),
+        );
     }
     for capability in CAPABILITIES.iter().filter(|of| of.is_enabled()) {
         capability.start();
@@ -92,7 +96,7 @@ fn start() {
         signals::finish_on_signals(finish);
     }
     if let Some(path) = &config.control {
-        control::start(path);
+        control::start(path, no_effect);
     }
 }
 
@@ -118,12 +122,39 @@ extern "C" fn at_exit() {
 /// Writes what capabilities keep, removes the socket, and notes the end in the journal.
 fn finish() {
     report(|to| to.finish());
+    for found in no_effect() {
+        // What is final was logged when it was found.
+        if found.so_far {
+            log::warn!("{}", found.sentence);
+        }
+        journal::note(|| Event::NoEffect { found });
+    }
     clients::stop();
     journal::note(|| Event::End {
         evaluations: sched::count(),
         switches: barrier::generation(),
         longest_pause_us: barrier::pauses().longest.as_micros() as u64,
     });
+}
+
+/// Returns what was requested and had no effect so far.
+fn no_effect() -> Vec<NoEffect> {
+    let enabled = CAPABILITIES.iter().filter(|of| of.is_enabled());
+    let of_socket = control::no_effect().into_iter();
+    enabled
+        .flat_map(|of| of.no_effect())
+        .chain(of_socket)
+        .collect()
+}
+
+extern "C" fn before_fork() {
+    if !FORKED.load(Ordering::SeqCst) {
+        barrier::hold_for_fork();
+    }
+}
+
+extern "C" fn after_fork_in_parent() {
+    barrier::release_after_fork();
 }
 
 /// Turns the drop-in off: its threads do not exist in a forked child, and locks may be held

@@ -80,7 +80,7 @@ pub fn text() -> String {
         "Time since reloads of a model began to fail; 0 when the last one succeeded.",
     );
     for model in models::models() {
-        let blocked = reloader::blocked(&model);
+        let blocked = model.blocked.lock().clone();
         let seconds = blocked.map_or(0.0, |blocked| blocked.since.elapsed().as_secs_f64());
         out.value(
             "blocked_seconds",

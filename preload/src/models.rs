@@ -9,11 +9,12 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU64, Ordering};
+use std::time::Instant;
 
 use llama_sidecar::config::Config;
 use llama_sidecar::experts::ExpertName;
 use llama_sidecar::protocol::Event;
-use llama_sidecar::reload::{Engine, TrackedFile};
+use llama_sidecar::reload::{Cause, Engine, TrackedFile};
 use once_cell::sync::OnceCell;
 use parking_lot::{Mutex, RwLock};
 
@@ -27,6 +28,19 @@ use crate::loads::{self, Load};
 use crate::maps::Maps;
 use crate::own_hotswap::OwnHotSwap;
 use crate::pool::Pool;
+
+/// A reload that failed, and since when.
+#[derive(Debug, Clone)]
+pub struct Blocked {
+    /// The cause.
+    pub cause: Cause,
+    /// The message.
+    pub error: String,
+    /// When the reload failed first.
+    pub since: Instant,
+    /// How often it was tried.
+    pub attempts: u64,
+}
 
 /// A model that the program loaded.
 pub struct Model {
@@ -64,6 +78,8 @@ pub struct Model {
     pub pool: Pool,
     /// Held while its tensors are read, staged and replaced.
     pub reloading: Mutex<()>,
+    /// The failure of the last reload, until one succeeds.
+    pub blocked: Mutex<Option<Blocked>>,
 }
 
 /// A device of ggml; it lives as long as the process.
@@ -566,6 +582,7 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
         alive: AtomicBool::new(true),
         pool: Pool::default(),
         reloading: Mutex::new(()),
+        blocked: Mutex::new(None),
     });
     {
         let mut index = INDEX.write();

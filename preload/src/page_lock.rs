@@ -10,14 +10,18 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use llama_sidecar::config::Config;
+use llama_sidecar::protocol::NoEffect;
 use llama_sidecar::reload::free_memory;
 use parking_lot::Mutex;
 
-use crate::capability::Capability;
+use crate::capability::{Capability, Effect};
 use crate::ggml::{Device, Ggml};
 use crate::load;
 use crate::maps::Maps;
 use crate::models::Model;
+
+/// Whether pages were locked, and why those of other models are not.
+static EFFECT: Effect = Effect::of(NoEffect::PAGE_LOCK);
 
 /// Page locks, as a capability.
 pub struct PageLock;
@@ -53,6 +57,10 @@ impl Capability for PageLock {
             unsafe { (of_model.unregister)(of_model.range.start as *mut c_void) }
         }
     }
+
+    fn no_effect(&self) -> Vec<NoEffect> {
+        EFFECT.missing(|| "no pages were locked: no model was evaluated".into())
+    }
 }
 
 /// Returns the bytes that are locked.
@@ -64,7 +72,11 @@ pub fn locked_bytes() -> u64 {
 /// Locks the mappings of a model's files, as far as routed experts are there.
 fn lock(model: &Arc<Model>) {
     let path = model.files[0].gguf.source.path().display();
-    let refuse = |why: &str| log::warn!("{path}: its pages are not locked: {why}");
+    let refuse = |why: &str| {
+        let sentence = format!("{path}: its pages are not locked: {why}");
+        log::warn!("{sentence}");
+        EFFECT.note_obstacle(sentence);
+    };
     match load::expert_memory(model) {
         Some(load::ExpertMemory::Mapped | load::ExpertMemory::Locked) => {}
         Some(load::ExpertMemory::Copied) | None => {
@@ -104,6 +116,7 @@ fn lock(model: &Arc<Model>) {
             }
         }
     }
+    EFFECT.note();
     log::info!("{path}: {} MiB are page-locked", locked_bytes() >> 20);
 }
 

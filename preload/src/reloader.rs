@@ -3,20 +3,19 @@
 //! A reload starts at an interval, by a command of the control socket, and when the program
 //! calls `llama_reload_changed_tensors`. After `revert`, reloads are off until `unfreeze`.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use llama_sidecar::config::Config;
 use llama_sidecar::error::{Error, Result};
-use llama_sidecar::protocol::Event;
+use llama_sidecar::protocol::{Event, NoEffect};
 use llama_sidecar::reload::{Cause, Hash, Outcome, OverlaySource, Report, Trigger};
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::capability::Capability;
+use crate::capability::{Capability, Effect};
 use crate::loads;
-use crate::models::{self, Model};
+use crate::models::{self, Blocked, Model};
 use crate::{barrier, ggml, journal, sched, store, thread};
 
 /// Whether reloads are frozen.
@@ -25,8 +24,6 @@ static FROZEN: AtomicBool = AtomicBool::new(false);
 const FROZEN_REASON: &str = "reloads are frozen since 'revert': run 'llama-sidecar unfreeze' first";
 /// Held while a model is reloaded; the end of the process waits for it.
 static RELOADING: Mutex<()> = Mutex::new(());
-/// The last failure of each model, by its number, until a reload of it succeeds.
-static BLOCKED: Mutex<BTreeMap<u64, Blocked>> = Mutex::new(BTreeMap::new());
 
 static SWAPPED: AtomicU64 = AtomicU64::new(0);
 static RETURNED: AtomicU64 = AtomicU64::new(0);
@@ -40,6 +37,9 @@ const MODEL_FREE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long buffers of replaced tensors are kept for the next swap.
 const KEPT_FOR: Duration = Duration::from_secs(60);
+
+/// Why tensors of models that are freed could not be swapped.
+static EFFECT: Effect = Effect::of(NoEffect::HOT_SWAP);
 
 /// Hot-swap, as a capability.
 pub struct HotSwap;
@@ -59,6 +59,7 @@ impl Capability for HotSwap {
     /// model goes: the program may unload its backends next. A running reload stops before
     /// its next tensor, and frees what it staged.
     fn model_freed(&self, model: &Model) {
+        note_obstacle(model);
         barrier::notify();
         let _no_reload = model.reloading.try_lock_for(MODEL_FREE_TIMEOUT);
         for instance in model.tensors.iter().flat_map(|tensor| &tensor.instances) {
@@ -69,6 +70,23 @@ impl Capability for HotSwap {
         if loads::is_empty() {
             ggml::free_remote();
         }
+    }
+
+    fn no_effect(&self) -> Vec<NoEffect> {
+        models::models()
+            .iter()
+            .for_each(|model| note_obstacle(model));
+        EFFECT.obstacles()
+    }
+}
+
+/// Notes why no tensor of a model can be swapped, if so.
+fn note_obstacle(model: &Model) {
+    if let Some(obstacle) = HotSwap.is_enabled().then(|| model.obstacle()).flatten() {
+        let path = model.files[0].gguf.source.path().display();
+        EFFECT.note_obstacle(format!(
+            "hot-swap: {path}: no tensor can be swapped: {obstacle}"
+        ));
     }
 }
 
@@ -93,24 +111,6 @@ pub fn counts() -> Counts<impl Iterator<Item = (Cause, u64)>> {
         staged_bytes: read(&STAGED_BYTES),
         failures: Cause::ALL.into_iter().zip(FAILURES.each_ref().map(read)),
     }
-}
-
-/// A reload that failed, and since when.
-#[derive(Debug, Clone)]
-pub struct Blocked {
-    /// The cause.
-    pub cause: Cause,
-    /// The message.
-    pub error: String,
-    /// When the reload failed first.
-    pub since: Instant,
-    /// How often it was tried.
-    pub attempts: u64,
-}
-
-/// Returns the last failure of a model, if its last reload failed.
-pub fn blocked(model: &Model) -> Option<Blocked> {
-    BLOCKED.lock().get(&model.number).cloned()
 }
 
 /// Whether reloads are frozen.
@@ -337,12 +337,12 @@ fn note_in_journal(report: &Report) {
 /// succeeds.
 fn note(model: &Model, result: &Result<Report>) {
     count_reload(result);
-    let mut blocked = BLOCKED.lock();
+    let mut blocked = model.blocked.lock();
     let failed = match result {
         Ok(report) => {
             note_in_journal(report);
             if report.failure.is_none() && !report.postponed {
-                blocked.remove(&model.number);
+                *blocked = None;
             }
             report.failure.clone().zip(report.cause)
         }
@@ -351,17 +351,16 @@ fn note(model: &Model, result: &Result<Report>) {
     let Some((error, cause)) = failed else {
         return;
     };
-    match blocked.get_mut(&model.number) {
+    match &mut *blocked {
         Some(known) if known.error == error => known.attempts += 1,
         _ => {
             log::warn!("reload: {error}");
-            let failure = Blocked {
+            *blocked = Some(Blocked {
                 cause,
                 error,
                 since: Instant::now(),
                 attempts: 1,
-            };
-            blocked.insert(model.number, failure);
+            });
         }
     }
 }

@@ -19,10 +19,11 @@ use std::time::Duration;
 use llama_sidecar::config::Config;
 use llama_sidecar::files;
 use llama_sidecar::logger::REQUESTED;
+use llama_sidecar::protocol::NoEffect;
 use llama_sidecar::reload::{Outcome, Report, Trigger};
 use parking_lot::Mutex;
 
-use crate::capability::Capability;
+use crate::capability::{Capability, Effect};
 use crate::rounds::Phase;
 use crate::{models, reloader, rounds, thread};
 
@@ -37,6 +38,9 @@ const LONGEST_COMMAND: usize = 80;
 const LARGEST_STEP: u64 = 1 << 62;
 /// How long the end of the process waits for a status that is being written.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Whether a command was read.
+static EFFECT: Effect = Effect::of(NoEffect::CONTROL_FILE);
 
 /// Rounds driven through files, as a capability.
 pub struct RoundFiles;
@@ -67,6 +71,22 @@ impl Capability for RoundFiles {
         {
             status.set("exiting");
         }
+    }
+
+    fn no_effect(&self) -> Vec<NoEffect> {
+        // Without rounds, there is nothing to control.
+        let Some(path) = Config::get().control_file.as_ref() else {
+            return Vec::new();
+        };
+        if rounds::phase() == Phase::None {
+            return Vec::new();
+        }
+        EFFECT.missing(|| {
+            format!(
+                "no command was read from {}: write a command, a number and a newline to another file, such as 'compute 1', and rename it to that path",
+                path.display()
+            )
+        })
     }
 }
 
@@ -231,6 +251,7 @@ impl Control<'_> {
             return None;
         }
         status.sequence = number;
+        EFFECT.note();
         drop(status);
         self.warning.clear();
         if let Err(error) = removed {

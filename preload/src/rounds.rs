@@ -20,9 +20,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use llama_sidecar::config::Config;
+use llama_sidecar::protocol::NoEffect;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use crate::capability::Capability;
+use crate::capability::{Capability, Effect};
 use crate::loaded::Object;
 use crate::models;
 use crate::own_hotswap::OwnHotSwap;
@@ -39,6 +40,9 @@ type Free = unsafe extern "C-unwind" fn(*mut c_void);
 /// Why there are no rounds.
 const NOT_PERPLEXITY: &str = "rounds need llama-perplexity from a build with shared libraries, where it calls 'llama_perplexity' of a library: run that program, or do not set LLAMA_SIDECAR_ROUNDS and LLAMA_HOTSWAP_CONTROL_FILE";
 
+/// Why there are none.
+static EFFECT: Effect = Effect::of(NoEffect::ROUNDS);
+
 /// Rounds, as a capability.
 pub struct Rounds;
 
@@ -51,7 +55,12 @@ impl Capability for Rounds {
         // A program with a hot-swap of its own serves these files itself.
         if STATE.lock().phase == Phase::None && OwnHotSwap::find().is_none() {
             log::warn!("{NOT_PERPLEXITY}");
+            EFFECT.note_obstacle(NOT_PERPLEXITY.into());
         }
+    }
+
+    fn no_effect(&self) -> Vec<NoEffect> {
+        EFFECT.obstacles()
     }
 }
 

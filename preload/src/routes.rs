@@ -2,7 +2,7 @@
 //!
 //! The expert trace passes the routed ids of each layer after an evaluation. They become rows in
 //! memory of the evaluation's scheduler, and are appended to a queue of bounded size, which a
-//! thread writes every [`PAUSE`]. The program never waits for a disk: tokens that find the queue
+//! thread writes every [`PAUSE`], or sooner when much is in it. The program never waits for a disk: tokens that find the queue
 //! full are dropped and counted.
 //!
 //! The last layer of a prompt computes only the tokens whose output is requested. Their positions
@@ -15,11 +15,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use llama_sidecar::config::Config;
-use llama_sidecar::protocol::Event;
+use llama_sidecar::protocol::{Event, NoEffect};
 use llama_sidecar::trace::{Ids, NOT_ROUTED, RouteLayout, RouteWriter};
 use parking_lot::{Condvar, Mutex, RwLock};
 
-use crate::capability::Capability;
+use crate::capability::{Capability, Effect};
 use crate::ggml::{Ggml, Graph, Tensor};
 use crate::graph::WeightedExperts;
 use crate::models::Model;
@@ -31,10 +31,16 @@ const QUEUE_IDS: usize = 4 << 20;
 const QUEUE_ITEMS: usize = 1 << 16;
 /// Marks that wait for a disk.
 const MOST_MARKS: usize = 1024;
-/// The time between two writes.
-const PAUSE: Duration = Duration::from_millis(50);
+/// The time between two writes. To wake the thread is a system call, which evaluations make only
+/// where the queue fills faster.
+const PAUSE: Duration = Duration::from_secs(1);
+/// Pauses without rows after which the thread sleeps until there are some.
+const EMPTY_PAUSES: u32 = 60;
 /// How long the end of the process waits for a running write.
 const LONGEST_WRITE: Duration = Duration::from_secs(2);
+
+/// Whether rows were written.
+static EFFECT: Effect = Effect::of(NoEffect::ROUTES);
 
 /// Routes, as a capability. Its tensors are found and read by the expert trace.
 pub struct Routes;
@@ -60,6 +66,12 @@ impl Capability for Routes {
             queue.write();
             queue.report();
         }
+    }
+
+    fn no_effect(&self) -> Vec<NoEffect> {
+        EFFECT.missing(|| {
+            "no route was written: no evaluation besides warm-ups had routed experts; let a model with routed experts generate a token".into()
+        })
     }
 }
 
@@ -112,9 +124,11 @@ struct Output {
 
 /// The queues of models that are not freed.
 static QUEUES: RwLock<Vec<Arc<Queue>>> = RwLock::new(Vec::new());
-/// Whether a queue may have rows; set with [`ROWS`].
-static FILLED: Mutex<bool> = Mutex::new(false);
-static ROWS: Condvar = Condvar::new();
+/// Whether a write must not wait for the end of the pause; set with [`WAKE`].
+static URGENT: Mutex<bool> = Mutex::new(false);
+static WAKE: Condvar = Condvar::new();
+/// Whether the thread sleeps, or is about to, until it is woken.
+static SLEEPS: AtomicBool = AtomicBool::new(false);
 
 fn queues() -> Vec<Arc<Queue>> {
     // The process may end while another thread holds the lock.
@@ -123,32 +137,37 @@ fn queues() -> Vec<Arc<Queue>> {
 }
 
 fn wake() {
-    let mut filled = FILLED.lock();
-    if !*filled {
-        *filled = true;
-        ROWS.notify_one();
+    let mut urgent = URGENT.lock();
+    if !*urgent {
+        *urgent = true;
+        WAKE.notify_one();
     }
 }
 
 /// Writes all queues; for a thread of its own.
 fn write_behind() {
+    let mut empty = 0;
     while !barrier::is_shut() {
-        {
-            let mut filled = FILLED.lock();
-            while !*filled {
-                ROWS.wait(&mut filled);
-            }
-            *filled = false;
-        }
+        let mut written = false;
         for queue in queues() {
             let ends = queue.ends.load(Ordering::Relaxed);
-            queue.write();
+            written |= queue.write();
             if ends {
                 queue.close();
                 QUEUES.write().retain(|other| !Arc::ptr_eq(other, &queue));
             }
         }
-        std::thread::sleep(PAUSE);
+        empty = if written { 0 } else { empty + 1 };
+        // Rows that come after this are found after one more pause, or wake the thread.
+        SLEEPS.store(empty >= EMPTY_PAUSES, Ordering::SeqCst);
+        let mut urgent = URGENT.lock();
+        if !*urgent {
+            match empty > EMPTY_PAUSES {
+                true => WAKE.wait(&mut urgent),
+                false => drop(WAKE.wait_for(&mut urgent, PAUSE)),
+            }
+        }
+        *urgent = false;
     }
 }
 
@@ -194,6 +213,12 @@ impl Pending {
         items && self.experts.len() + ids <= self.experts.capacity()
     }
 
+    /// Whether a quarter of the memory is in use.
+    fn fills(&self) -> bool {
+        let items = self.items.len() * 4 > self.items.capacity();
+        items || self.experts.len() * 4 > self.experts.capacity()
+    }
+
     /// Notes where tokens were dropped.
     fn note_dropped(&mut self) {
         if self.dropped > 0 {
@@ -223,9 +248,11 @@ impl Queue {
         let layout = match RouteLayout::new(name, layers, top_k, weights) {
             Ok(layout) => layout,
             Err(reason) => {
-                log::error!(
+                let sentence = format!(
                     "LLAMA_EXPERT_TRACE_ROUTES: {name}: {reason}; its routes are not written"
                 );
+                log::error!("{sentence}");
+                EFFECT.note_obstacle(sentence);
                 return None;
             }
         };
@@ -255,24 +282,29 @@ impl Queue {
         pending.experts.extend_from_slice(&rows.experts);
         pending.weights.extend_from_slice(&rows.weights);
         pending.items.push(Item::Rows(context as u32, rows.tokens));
+        let fills = pending.fills();
         drop(pending);
-        wake();
+        if fills || SLEEPS.load(Ordering::SeqCst) {
+            wake();
+        }
     }
 
-    /// Writes what is pending.
-    fn write(&self) {
+    /// Writes what is pending; returns whether there was anything.
+    fn write(&self) -> bool {
         let Some(mut output) = self.output.try_lock_for(LONGEST_WRITE) else {
-            return;
+            return false;
         };
         let Some(mut pending) = self.pending.try_lock_for(LONGEST_WRITE) else {
-            return;
+            return false;
         };
         pending.note_dropped();
         std::mem::swap(&mut *pending, &mut output.taken);
         drop(pending);
-        if !output.taken.items.is_empty() {
+        let is_pending = !output.taken.items.is_empty();
+        if is_pending {
             output.write(self);
         }
+        is_pending
     }
 
     /// Ends the file, and frees the memory.
@@ -325,6 +357,7 @@ impl Output {
                     at = ids.end;
                     let weights = self.taken.weights.get(ids.clone());
                     let weights = weights.unwrap_or_default();
+                    EFFECT.note();
                     writer.rows(*context, &self.taken.experts[ids], weights)
                 }
                 (Item::Mark(text), writer) => {
@@ -370,10 +403,14 @@ impl Output {
     fn fail(&mut self, queue: &Queue, error: &std::io::Error) {
         if self.error.is_none() {
             self.error = Some(error.to_string());
-            log::error!(
+            let sentence = format!(
                 "LLAMA_EXPERT_TRACE_ROUTES: cannot write {}: {error}; tokens are dropped until it can be written",
                 queue.path.display()
             );
+            log::error!("{sentence}");
+            if self.writer.is_none() {
+                EFFECT.note_obstacle(sentence);
+            }
         }
     }
 

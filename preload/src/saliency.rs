@@ -7,11 +7,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use llama_sidecar::config::Config;
+use llama_sidecar::protocol::NoEffect;
 use llama_sidecar::trace;
 use llama_sidecar::trace::{ExpertLayout, Ids, ModelMeta, norm};
 use parking_lot::RwLock;
 
-use crate::capability::Capability;
+use crate::capability::{Capability, Effect};
 use crate::ggml::{Ggml, Graph};
 use crate::graph::{self, WeightedExperts};
 
@@ -19,6 +20,9 @@ use crate::graph::{self, WeightedExperts};
 const OUTPUTS: &[u8] = b"ffn_moe_down";
 /// Bytes of outputs that are read at a time, or those of one token.
 const READ_BYTES: usize = 4 << 20;
+
+/// Whether contributions were recorded.
+static EFFECT: Effect = Effect::of(NoEffect::SALIENCY);
 
 /// Saliency, as a capability. Its tensors are found and read by the expert trace.
 pub struct Saliency;
@@ -34,6 +38,12 @@ impl Capability for Saliency {
         for model in models.unwrap_or_default() {
             model.write();
         }
+    }
+
+    fn no_effect(&self) -> Vec<NoEffect> {
+        EFFECT.missing(|| {
+            "no saliency was recorded: no evaluation besides warm-ups had routed experts whose outputs are known; let a model with routed experts generate a token".into()
+        })
     }
 }
 
@@ -182,6 +192,7 @@ impl GraphSaliency {
                     .extend(starts.map(|start| norm(&self.bytes[start..start + row])));
             }
         }
+        EFFECT.note();
         model.sums.record(layer, ids, &self.gates, &self.norms);
     }
 }

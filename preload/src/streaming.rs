@@ -6,18 +6,21 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use llama_sidecar::config::{Config, ExpertStream};
-use llama_sidecar::protocol::{Event, StreamFigures};
+use llama_sidecar::protocol::{Event, NoEffect, StreamFigures};
 use llama_sidecar::reload::free_memory;
 use llama_sidecar::stream::{Reader, Settings};
 use llama_sidecar::trace;
 use parking_lot::RwLock;
 
 use crate::barrier::ModelSet;
-use crate::capability::Capability;
+use crate::capability::{Capability, Effect};
 use crate::models::{Model, ModelTensor};
 use crate::routing::Routed;
 use crate::sched::Scheduler;
 use crate::{journal, load, own_cache, routing};
+
+/// Whether layers of models that are freed were scheduled, and why no layer of others is.
+static EFFECT: Effect = Effect::of(NoEffect::STREAMING);
 
 /// Expert streaming, as a capability.
 pub struct Streaming;
@@ -67,6 +70,9 @@ impl Capability for Streaming {
             at.map(|at| streams.remove(at))
         };
         if let Some(stream) = stream {
+            if stream.reader.layers() > 0 {
+                EFFECT.note();
+            }
             note(model.number, &stream.reader.counts());
         }
     }
@@ -99,13 +105,30 @@ impl Capability for Streaming {
             note(stream.model, &stream.reader.counts());
         }
     }
+
+    fn no_effect(&self) -> Vec<NoEffect> {
+        let Some(streams) = STREAMS.try_read() else {
+            return Vec::new();
+        };
+        let is_idle = |stream: &Stream| stream.reader.layers() == 0;
+        match streams.iter().any(|stream| !is_idle(stream)) {
+            true => EFFECT.obstacles(),
+            false => EFFECT.missing(|| match streams.first() {
+                Some(stream) => format!(
+                    "nothing was streamed: {}: the CPU has computed no layer with routed experts; let the program generate a token, with experts on the CPU",
+                    stream.path
+                ),
+                None => "nothing was streamed: no evaluated model has routed experts".into(),
+            }),
+        }
+    }
 }
 
 impl Stream {
     /// Notes in the journal that layers are scheduled, or why none is. A first evaluation without
     /// either gives no verdict: a GPU may compute long prompts.
     fn note_start(&self) {
-        let obstacle = match self.reader.counts().layers {
+        let obstacle = match self.reader.layers() {
             1.. => None,
             _ if routing::is_unknown() => Some(NOT_UNDERSTOOD),
             _ if own_cache::exists() => Some(OWN_CACHE_READS),
@@ -115,7 +138,7 @@ impl Stream {
         if let Some(obstacle) = obstacle {
             log::warn!("{}: {obstacle}", self.path);
         }
-        note_start(&self.path, || obstacle.map(str::to_owned));
+        note_start(&self.path, obstacle.map(str::to_owned));
     }
 }
 
@@ -133,7 +156,7 @@ fn start(model: &Arc<Model>) {
                 model.kept_out.len()
             );
         }
-        note_start(&path, || Some(obstacle.into()));
+        note_start(&path, Some(obstacle.into()));
         return;
     }
     load::finish(model);
@@ -162,9 +185,7 @@ fn start(model: &Arc<Model>) {
             log::warn!(
                 "{path}: cannot stream its experts: {error}; the program reads them as without streaming"
             );
-            note_start(&path, || {
-                Some(format!("cannot stream its experts: {error}"))
-            });
+            note_start(&path, Some(format!("cannot stream its experts: {error}")));
         }
     }
 }
@@ -213,10 +234,13 @@ pub fn figures(model: &Model) -> Option<StreamFigures> {
 }
 
 /// Notes in the journal whether the experts of a model are streamed.
-fn note_start(path: &str, obstacle: impl FnOnce() -> Option<String>) {
+fn note_start(path: &str, obstacle: Option<String>) {
+    if let Some(obstacle) = &obstacle {
+        EFFECT.note_obstacle(format!("nothing was streamed: {path}: {obstacle}"));
+    }
     journal::note(|| Event::StreamStart {
         path: path.to_owned(),
-        obstacle: obstacle(),
+        obstacle,
     });
 }
 

@@ -2,6 +2,8 @@
 
 use std::cell::Cell;
 
+use llama_sidecar::parallel::without_signals;
+
 thread_local! {
     /// Whether this thread runs code of the drop-in: ggml's functions call each other
     /// through the names that are interposed.
@@ -35,19 +37,13 @@ pub fn is_inside() -> bool {
 
 /// Starts a thread that handles none of the program's signals. Returns whether it started.
 pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> bool {
-    let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-    let mut before = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: valid sets; the new thread inherits the mask, and this thread gets its own back.
-    let started = unsafe {
-        libc::sigfillset(all.as_mut_ptr());
-        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
-        let started = std::thread::Builder::new().name(name.into()).spawn(|| {
+    let builder = std::thread::Builder::new().name(name.into());
+    let started = without_signals(|| {
+        builder.spawn(|| {
             let _inside = Inside::enter();
             work();
-        });
-        libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut());
-        started
-    };
+        })
+    });
     if let Err(error) = &started {
         log::error!("cannot start the thread '{name}': {error}");
     }

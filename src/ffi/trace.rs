@@ -16,8 +16,8 @@ use super::handle::{self, Handle};
 use super::model::llama_model;
 use super::status::{Failure, call, llama_sidecar_status, status};
 use super::{put_text, routed_ids, text};
-use crate::background::block_signals;
 use crate::config::Config;
+use crate::parallel::without_signals;
 use crate::trace::{
     ExpertLayout, ExpertNames, Ids, ModelMeta, NAMES_EVERY, Trace, enabled, numbered, print,
     print_exported, print_summary, print_used, to_text, write, write_output,
@@ -103,7 +103,7 @@ fn start() {
         unsafe { libc::atexit(at_exit) };
         if config.trace_names {
             let printer = std::thread::Builder::new().name("llama-sidecar-n".into());
-            match printer.spawn(print_names) {
+            match without_signals(|| printer.spawn(print_names)) {
                 Ok(printer) => *PRINTER.lock() = Some(printer),
                 Err(error) => log::error!("cannot start the thread that prints names: {error}"),
             }
@@ -112,7 +112,6 @@ fn start() {
 }
 
 fn print_names() {
-    block_signals();
     let mut ends = ENDS.lock();
     while !*ends {
         END.wait_for(&mut ends, NAMES_EVERY);

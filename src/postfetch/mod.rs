@@ -43,6 +43,7 @@ use std::thread::JoinHandle;
 
 use crate::device::{AsyncDevice, DeviceError, Stream};
 use crate::model::Model;
+use crate::parallel::without_signals;
 use crate::trace::{Snapshot, hottest};
 
 pub use acquire::{Acquired, ExpertBytes};
@@ -115,7 +116,7 @@ impl PostFetch {
         let fetcher = shared.gpu.as_ref().and_then(|_| {
             let shared = shared.clone();
             let thread = std::thread::Builder::new().name("llama-postfetch".into());
-            thread.spawn(move || fetcher::run(&shared)).ok()
+            without_signals(|| thread.spawn(move || fetcher::run(&shared))).ok()
         });
         if shared.gpu.is_some() && fetcher.is_none() {
             shared.disable("cannot start a thread");

@@ -7,16 +7,17 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::thread::{JoinHandle, Thread};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use once_cell::sync::OnceCell;
 
 use super::pages::{self, Residency, WINDOW};
 use super::requests::{ExpertSet, Requests, UNITS, Unit};
 use super::router::Routers;
-use crate::background::{block_signals, clear_placement};
+use crate::background::clear_placement;
 use crate::experts::{ExpertIndex, ExpertTensor, MAX_EXPERTS, Projection};
 use crate::gguf::GgufFile;
+use crate::parallel::without_signals;
 use crate::protocol::StreamFigures;
 use crate::trace::{Ids, Snapshot};
 
@@ -28,6 +29,12 @@ const RESIDENT_PASSES: usize = 4;
 const MOST_RESIDENT_PASSES: usize = 1 << 16;
 /// While a reader rests or has stopped, one of so many layers is read all the same.
 const SAMPLE_PERIOD: u64 = 256;
+/// While a reader rests or has stopped, its first thread looks after samples and page faults so
+/// often; nothing else wakes it.
+const LOOK_PERIOD: Duration = Duration::from_secs(1);
+/// Looks without an evaluation after which the reader neither rests nor looks: the next
+/// evaluation wakes it.
+const IDLE_LOOKS: u32 = 60;
 /// Nanoseconds after which a layer that follows another one belongs to another text.
 const LONGEST_LAYER: u64 = 2_000_000_000;
 /// Matrices in a row that the kernel did not read ahead, after which the reader stops until a
@@ -270,10 +277,11 @@ impl Reader {
         for number in 0..settings.threads.clamp(1, u64::BITS as usize) {
             let shared = reader.shared.clone();
             let builder = std::thread::Builder::new().name("llama-sidecar-s".into());
-            let thread = builder.spawn(move || {
-                block_signals();
-                clear_placement();
-                shared.run(number);
+            let thread = without_signals(|| {
+                builder.spawn(move || {
+                    clear_placement();
+                    shared.run(number);
+                })
             });
             match thread {
                 Ok(thread) => reader.threads.push(thread),
@@ -342,7 +350,8 @@ impl Reader {
         self.shared.schedule(layer, matrices, ids, hidden);
     }
 
-    /// Waits until no request is left: the bytes are in memory or on their way.
+    /// Waits until no request is left: the bytes are in memory or on their way. A reader that
+    /// rests has looked whether it must go on.
     pub fn finish(&self) {
         let shared = &self.shared;
         // A forked child has no threads that could read.
@@ -350,14 +359,25 @@ impl Reader {
             return;
         }
         let all = u64::MAX >> (u64::BITS as usize - self.threads.len());
+        let mut has_looked = false;
         loop {
             if shared.wanted.is_pending() || shared.hottest.is_pending() {
                 shared.wake(self.threads.len());
             } else if shared.idle.load(Ordering::SeqCst) == all {
-                return;
+                if has_looked || !shared.is_quiet() {
+                    return;
+                }
+                // A thread looks before it is idle again.
+                has_looked = true;
+                shared.wake(1);
             }
             std::thread::yield_now();
         }
+    }
+
+    /// Returns the number of layers that were scheduled.
+    pub fn layers(&self) -> u64 {
+        self.shared.figures.layers.load(Ordering::Relaxed)
     }
 
     /// Returns the figures since the reader was made.
@@ -398,6 +418,15 @@ impl Drop for Reader {
     }
 }
 
+/// What the first thread saw while the reader rested.
+#[derive(Default)]
+struct Looks {
+    /// Layers that were scheduled at the last look.
+    layers: u64,
+    /// Looks in a row without a further layer.
+    idle: u32,
+}
+
 /// Why a matrix is read.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Reason {
@@ -424,11 +453,8 @@ impl Shared {
             of_layer.store(matrices.0, Ordering::Relaxed);
             self.figures.layers.fetch_add(1, Ordering::Relaxed)
         };
-        let is_sample = number.is_multiple_of(SAMPLE_PERIOD);
-        if self.stopped.load(Ordering::Relaxed) && !is_sample {
-            return;
-        }
-        if self.resting.load(Ordering::Relaxed) && !is_sample && !self.has_faults(layer) {
+        let is_quiet = self.is_quiet();
+        if is_quiet && !number.is_multiple_of(SAMPLE_PERIOD) {
             return;
         }
         let now = self.began.elapsed().as_nanos() as u64;
@@ -452,6 +478,10 @@ impl Shared {
                 units += 1;
             }
         }
+        // A sample waits for the next look: to wake a thread is a system call.
+        if is_quiet {
+            return;
+        }
         // A batch that uses most experts of a layer uses most of the next one.
         let is_batch = ids.tokens > 1 && routed.len() * 4 >= experts * 3;
         let next = layer + 1;
@@ -465,19 +495,40 @@ impl Shared {
         self.wake(units);
     }
 
-    /// Whether the program waited for the disk since the reader began to rest. Checked once for
-    /// each pass through the layers.
-    fn has_faults(&self, layer: usize) -> bool {
-        let seen = &self.figures.faults_seen;
-        if layer != 0 || seen.load(Ordering::Relaxed) == pages::major_faults() {
-            return false;
+    /// Whether only samples are read.
+    fn is_quiet(&self) -> bool {
+        self.resting.load(Ordering::SeqCst) || self.stopped.load(Ordering::SeqCst)
+    }
+
+    /// Lets the reader go on if the program waited for the disk since the reader began to rest, or
+    /// evaluated nothing for some time: what it needs next may have left memory meanwhile.
+    fn look(&self, looks: &mut Looks) {
+        if !self.is_quiet() {
+            *looks = Looks::default();
+            return;
         }
-        // The fault may be of another file: one pass that finds all experts in memory suffices to
-        // rest again.
-        let units = self.units_to_rest() - self.units_of_pass();
-        self.resident_units.store(units, Ordering::Relaxed);
-        self.resting.store(false, Ordering::Relaxed);
-        true
+        let layers = self.figures.layers.load(Ordering::Relaxed);
+        looks.idle = if looks.layers == layers {
+            looks.idle + 1
+        } else {
+            0
+        };
+        looks.layers = layers;
+        let is_idle = looks.idle >= IDLE_LOOKS;
+        let faults = pages::major_faults();
+        let has_faults = self.figures.faults_seen.swap(faults, Ordering::Relaxed) != faults;
+        if (is_idle || has_faults) && self.resting.load(Ordering::Relaxed) {
+            // The fault may be of another file: one pass that finds all experts in memory suffices
+            // to rest again.
+            let units = self.units_to_rest() - self.units_of_pass();
+            self.resident_units.store(units, Ordering::Relaxed);
+            self.resting.store(false, Ordering::SeqCst);
+        }
+        if is_idle {
+            // One matrix that the kernel does not read suffices to stop again.
+            self.fruitless.store(FRUITLESS - 1, Ordering::Relaxed);
+            self.stopped.store(false, Ordering::SeqCst);
+        }
     }
 
     /// The matrices of all layers.
@@ -533,15 +584,22 @@ impl Shared {
     /// The work of a thread.
     fn run(&self, number: usize) {
         let bit = 1 << number;
+        let mut looks = Looks::default();
         while !self.ended.load(Ordering::SeqCst) {
             if self.work() {
                 continue;
+            }
+            if number == 0 {
+                self.look(&mut looks);
             }
             self.idle.fetch_or(bit, Ordering::SeqCst);
             // What was requested before the bit was set would wake nothing.
             let all = [&self.wanted, &self.guessed, &self.hottest];
             if !all.iter().any(|requests| requests.is_pending()) {
-                std::thread::park();
+                match number == 0 && self.is_quiet() {
+                    true => std::thread::park_timeout(LOOK_PERIOD),
+                    false => std::thread::park(),
+                }
             }
             self.idle.fetch_and(!bit, Ordering::SeqCst);
         }
@@ -599,14 +657,16 @@ impl Shared {
                 let passes = passes.min(MOST_RESIDENT_PASSES);
                 self.passes.store(passes, Ordering::Relaxed);
             }
-            self.resting.store(false, Ordering::Relaxed);
+            self.resting.store(false, Ordering::SeqCst);
             return;
         }
         let units = self.resident_units.fetch_add(1, Ordering::Relaxed);
         if units >= enough && !self.always && !self.resting.load(Ordering::Relaxed) {
             let faults = pages::major_faults();
             self.figures.faults_seen.store(faults, Ordering::Relaxed);
-            self.resting.store(true, Ordering::Relaxed);
+            self.resting.store(true, Ordering::SeqCst);
+            // The first thread sleeps for so long as to look.
+            self.wake(1);
         }
     }
 
@@ -687,14 +747,16 @@ impl Shared {
     fn note_effect(&self, effective: bool) {
         if effective {
             self.fruitless.store(0, Ordering::Relaxed);
-            self.stopped.store(false, Ordering::Relaxed);
+            self.stopped.store(false, Ordering::SeqCst);
         } else if self.fruitless.fetch_add(1, Ordering::Relaxed) + 1 >= FRUITLESS
-            && !self.stopped.swap(true, Ordering::Relaxed)
-            && !self.reported.swap(true, Ordering::Relaxed)
+            && !self.stopped.swap(true, Ordering::SeqCst)
         {
-            log::warn!(
-                "reading experts ahead has no effect on this file system or with so little free memory: the program reads them as without streaming until a sample succeeds"
-            );
+            self.wake(1);
+            if !self.reported.swap(true, Ordering::Relaxed) {
+                log::warn!(
+                    "reading experts ahead has no effect on this file system or with so little free memory: the program reads them as without streaming until a sample succeeds"
+                );
+            }
         }
     }
 }

@@ -5,6 +5,7 @@
 //! C functions would then be defined twice.
 
 pub mod caches;
+pub mod calls;
 pub mod fixtures;
 pub mod ggml;
 pub mod host;

@@ -14,6 +14,51 @@ pub fn memory(process: &str, field: &str) -> u64 {
     kib.expect("a number of kB") << 10
 }
 
+/// Stops and continues a child of this process again and again while `work` runs. Returns its result,
+/// and how often the child was stopped.
+pub fn stopped_often<T>(process: u32, work: impl FnOnce() -> T) -> (T, u64) {
+    let working = std::sync::atomic::AtomicBool::new(true);
+    let order = std::sync::atomic::Ordering::SeqCst;
+    std::thread::scope(|scope| {
+        let stops = scope.spawn(|| {
+            let mut stops = 0;
+            while working.load(order) {
+                stopped(process, || ());
+                stops += 1;
+            }
+            stops
+        });
+        // A panic of the work ends the other thread, too.
+        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+        working.store(false, order);
+        let stops = stops.join().expect("no panic");
+        match result {
+            Ok(result) => (result, stops),
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    })
+}
+
+/// Stops a child of this process while `work` runs.
+pub fn stopped<T>(process: u32, work: impl FnOnce() -> T) -> T {
+    // SAFETY: signals to a child that was not waited for.
+    let signal = |signal| unsafe { libc::kill(process as libc::pid_t, signal) };
+    assert_eq!(signal(libc::SIGSTOP), 0);
+    let is_stopped = || {
+        let stat = std::fs::read_to_string(format!("/proc/{process}/stat"));
+        let stat = stat.expect("a child that was not waited for");
+        let (_, state) = stat.rsplit_once(") ").expect("a state");
+        // A process that ended is not stopped any more.
+        state.starts_with(['T', 'Z'])
+    };
+    while !is_stopped() {
+        std::thread::yield_now();
+    }
+    let result = work();
+    assert_eq!(signal(libc::SIGCONT), 0);
+    result
+}
+
 /// Raises the limit of open files as far as it goes: 1,000 shards and the rest of the
 /// process are more than the usual one.
 pub fn allow_many_open_files() {

@@ -133,6 +133,9 @@ const CHECKS: &[Check] = &[
         missing: ik_llama_cpp::missing,
     },
     Check::new("drop-in with nothing enabled", || dropin_tests("idle")),
+    Check::new("drop-in with everything enabled and nothing to do", || {
+        dropin_tests("at_rest")
+    }),
     Check::new("the command with real hosts", || dropin_tests("command")),
     Check {
         name: "drop-in in llama-server from source",

@@ -2,21 +2,27 @@
 
 use llama_sidecar::protocol::Event;
 
+use crate::capability::Effect;
 use crate::ggml::{self, BufferType};
 use crate::journal;
 use crate::models::Model;
 
-/// Notes in the journal whether experts of a model could be copied to a GPU.
-pub fn note(model: &Model) {
+/// Notes whether experts of a model could be copied to a GPU.
+pub fn note(model: &Model, effect: &Effect) {
     let instances = model.tensors.iter().flat_map(|tensor| &tensor.instances);
     let experts = instances.filter(|instance| instance.has_experts);
     let buffer_types: Vec<_> = experts.map(|of| of.original_buffer_type.0).collect();
-    if !buffer_types.is_empty() {
-        journal::note(|| Event::PostFetchStart {
-            path: model.files[0].gguf.source.path().display().to_string(),
-            obstacle: obstacle(model, &buffer_types).map(str::to_owned),
-        });
+    if buffer_types.is_empty() {
+        return;
     }
+    let path = model.files[0].gguf.source.path().display().to_string();
+    let obstacle = obstacle(model, &buffer_types).map(str::to_owned);
+    if let Some(obstacle) = &obstacle {
+        let sentence = format!("post-fetch: no experts of {path} are copied: {obstacle}");
+        log::warn!("{sentence}");
+        effect.note_obstacle(sentence);
+    }
+    journal::note(|| Event::PostFetchStart { path, obstacle });
 }
 
 /// Returns why no experts in buffers of these types are copied to a GPU, and the next step.

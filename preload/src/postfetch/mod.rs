@@ -37,12 +37,12 @@ use std::time::{Duration, Instant};
 
 use llama_sidecar::config::{Config, Early};
 use llama_sidecar::experts::{ExpertName, Projection};
-use llama_sidecar::protocol::{Event, PostFetchFigures};
+use llama_sidecar::protocol::{Event, NoEffect, PostFetchFigures};
 use llama_sidecar::trace::Ids;
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::barrier::{self, SLOTS};
-use crate::capability::Capability;
+use crate::capability::{Capability, Effect};
 use crate::ggml::{Backend, Device, Ggml, Graph, STATUS_FAILED, Sched, Tensor};
 use crate::graph::GraphReads;
 use crate::models::Model;
@@ -55,6 +55,9 @@ use figures::{FIGURES, Reason};
 use on_cpu::Readers;
 use plan::{Devices, Layer, LayerSlots, Plan};
 use transfer::{Fetcher, Piece, Progress, Request};
+
+/// Why no experts of models can be copied early.
+static EFFECT: Effect = Effect::of(NoEffect::POST_FETCH);
 
 /// Post-fetch, as a capability.
 pub struct PostFetch;
@@ -271,7 +274,7 @@ impl Capability for PostFetch {
 
     fn model_complete(&self, model: &Arc<Model>) {
         if self.is_enabled() {
-            experts::note(model);
+            experts::note(model, &EFFECT);
         }
     }
 
@@ -330,6 +333,14 @@ impl Capability for PostFetch {
         }
         if is_used() {
             journal::note(|| Event::PostFetch { figures: figures() });
+        }
+    }
+
+    fn no_effect(&self) -> Vec<NoEffect> {
+        let figures = figures();
+        match figures.early_bytes + figures.cache_hits {
+            0 => EFFECT.missing(|| format!("post-fetch: {}", figures.sentence())),
+            _ => EFFECT.obstacles(),
         }
     }
 }
