@@ -35,6 +35,9 @@ const LONGEST_COMMAND: usize = 80;
 /// How long the end of the process waits for a status that is being written.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// The last state.
+const ENDS: &str = "exiting";
+
 /// Rounds driven through files, as a capability.
 pub struct RoundFiles;
 
@@ -62,7 +65,7 @@ impl Capability for RoundFiles {
         if let Some(mut status) = STATUS.try_lock_for(END_TIMEOUT)
             && status.iteration > 0
         {
-            status.set("exiting");
+            status.set(ENDS);
         }
     }
 }
@@ -94,7 +97,11 @@ static STATUS: Mutex<Status> = Mutex::new(Status {
 });
 
 impl Status {
+    /// Sets the state. The end stays: it is also set while a signal ends the process.
     fn set(&mut self, state: &'static str) {
+        if self.state == ENDS {
+            return;
+        }
         self.iteration = self.iteration.max(1);
         self.state = state;
         self.written = false;
