@@ -1,17 +1,21 @@
 //! The drop-in and files that are not to be used, or not yet: downloads that stalled,
-//! copies of what is in use, more than memory holds; and reverting.
+//! copies of what is in use, more than memory holds; reverting; and what is left at each end of a
+//! program, and after many loads of a model.
 
 mod small;
 
 use std::fs::FileTimes;
 use std::os::unix::net::UnixListener;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
+use llama_sidecar::trace::{RouteReader, RouteRecord};
 use serde_json::Value;
 use small::{folder, model, on, result, swap};
 use testkit::fixtures::fixture;
-use testkit::host::{Host, Program, replace};
+use testkit::host::{DropIn, Host, Program, control, replace};
+use testkit::mixtures::{Mixture, USED};
 use testkit::writer::Gguf;
 
 /// A host that has evaluated often enough to be swapped at any time.
@@ -23,7 +27,7 @@ fn settled(path: &Path, variables: &[(&'static str, &str)]) -> Host {
     host
 }
 
-fn eventually(what: &str, holds: impl Fn() -> bool) {
+fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !holds() {
         assert!(Instant::now() < deadline, "not within 60 s: {what}");
@@ -361,4 +365,169 @@ fn a_socket_of_another_process_is_left_alone() {
     let _other = UnixListener::bind(&socket).expect("the path is free");
     assert_eq!(host.end(), Some(0));
     assert!(socket.exists(), "the other process's socket is still there");
+}
+
+/// The variables of all capabilities that write a file or have work at the end, each with its file in a
+/// folder.
+const CAPABILITIES: [(&str, &str); 6] = [
+    ("LLAMA_SIDECAR_CONTROL", "socket"),
+    ("LLAMA_EXPERT_TRACE_OUTPUT", "trace.json"),
+    ("LLAMA_EXPERT_TRACE_ROUTES", "expert.routes"),
+    ("LLAMA_EXPERT_TRACE_SALIENCY", "saliency.json"),
+    ("LLAMA_EXPERT_STREAM", "on"),
+    ("LLAMA_POSTFETCH_ENABLE", "1"),
+];
+
+/// A program with a mixture of experts, and a folder for the files of its capabilities.
+struct Ending {
+    folder: tempfile::TempDir,
+    host: Host,
+}
+
+impl Ending {
+    fn start(capabilities: &[(&str, &str)], more: &[(&str, &str)]) -> Ending {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path();
+        std::fs::write(path.join("journal"), "").expect("free space");
+        Mixture::SharedExpert
+            .write(&path.join("model.gguf"))
+            .expect("free space");
+        let model = path.join("model.gguf");
+        let host = Host::start_with(Program::C, &model, &DropIn::Idle, |command| {
+            command.envs(more.iter().copied());
+            command.env("LLAMA_SIDECAR_JOURNAL", path.join("journal"));
+            for (name, value) in capabilities {
+                match value.len() > 2 {
+                    true => command.env(name, path.join(value)),
+                    false => command.env(name, value),
+                };
+            }
+            // SAFETY: a system call between fork and exec.
+            unsafe {
+                command.pre_exec(|| {
+                    // A shell that runs the tests in the background ignores it.
+                    libc::signal(libc::SIGINT, libc::SIG_DFL);
+                    Ok(())
+                });
+            }
+        });
+        Ending { folder, host }
+    }
+
+    fn names(folder: &Path) -> Vec<String> {
+        let entries = std::fs::read_dir(folder).expect("a folder");
+        let name = |entry: std::io::Result<std::fs::DirEntry>| {
+            let name = entry.expect("an entry").file_name();
+            name.into_string().expect("UTF-8")
+        };
+        let mut names: Vec<String> = entries.map(name).collect();
+        names.sort();
+        names
+    }
+}
+
+#[test]
+fn every_end_of_a_program_is_an_end_of_each_capability() {
+    let hotswap = ("LLAMA_SIDECAR_HOTSWAP", "1");
+    for (name, value) in [hotswap].into_iter().chain(CAPABILITIES) {
+        for signal in [None, Some(libc::SIGTERM), Some(libc::SIGINT)] {
+            let more = match name {
+                // A socket needs a capability.
+                "LLAMA_SIDECAR_CONTROL" => &[hotswap][..],
+                _ => &[],
+            };
+            let mut ending = Ending::start(&[(name, value)], more);
+            assert_eq!(ending.host.ask("cycle 1"), "cycled");
+            let folder = ending.folder.path();
+            if value == "socket" {
+                eventually("a socket", || folder.join(value).exists());
+            }
+            match signal {
+                None => assert_eq!(ending.host.end(), Some(0)),
+                Some(signal) => assert_eq!(ending.host.end_by(signal), Some(signal)),
+            }
+            let mut expected = vec!["journal", "model.gguf"];
+            expected.extend(Some(value).filter(|file| file.contains('.')));
+            expected.sort_unstable();
+            assert_eq!(Ending::names(folder), expected, "{name} {signal:?}");
+            let journal = std::fs::read_to_string(folder.join("journal")).expect("a journal");
+            let last = journal.lines().last().unwrap_or_default();
+            assert!(
+                last.contains("\"event\":\"end\""),
+                "{name} {signal:?}: {journal}"
+            );
+            let streamed = journal.contains("\"event\":\"stream\"");
+            assert_eq!(streamed, name == "LLAMA_EXPERT_STREAM", "{journal}");
+        }
+    }
+}
+
+/// A model is loaded, evaluated and freed again and again, with everything on.
+#[test]
+fn many_loads_of_a_model_leave_nothing() {
+    const FIRST: u64 = 500;
+    const MORE: u64 = 500;
+    let more = [
+        ("LLAMA_SIDECAR_HOTSWAP", "1"),
+        ("LLAMA_HOTSWAP_POLL_MS", "100"),
+        ("LLAMA_EXPERT_TRACE_EVERY_S", "1"),
+        ("LLAMA_EXPERT_TRACE_STATS", "1"),
+    ];
+    let mut ending = Ending::start(&CAPABILITIES, &more);
+    let folder = ending.folder.path().to_owned();
+    let socket = folder.join("socket");
+    let measure = |host: &Host| {
+        let entries = |of: &str| {
+            let folder = format!("/proc/{}/{of}", host.id());
+            std::fs::read_dir(folder).expect("a process").count()
+        };
+        let answers = ["metrics", "trace", "status"].map(|command| {
+            let answer = control(&socket, command).to_string();
+            // Numbers have more digits.
+            answer.replace(|c: char| c.is_ascii_digit(), "").len()
+        });
+        let journal = std::fs::read_to_string(folder.join("journal")).expect("a journal");
+        let counts = [entries("fd"), entries("task"), journal.lines().count()];
+        (counts, answers, Ending::names(&folder))
+    };
+    let steady = |host: &Host| {
+        let mut last = measure(host);
+        eventually("threads of the last model end", || {
+            let before = std::mem::replace(&mut last, measure(host));
+            before == last
+        });
+        last
+    };
+    ending.host.ask(&format!("cycle {FIRST}"));
+    eventually("a trace", || folder.join("trace.json").exists());
+    let (before, memory) = (steady(&ending.host), ending.host.private_memory());
+    ending.host.ask(&format!("cycle {MORE}"));
+    assert_eq!(steady(&ending.host), before);
+    let grown = ending.host.private_memory().saturating_sub(memory) >> 10;
+    println!("{grown} KiB more after {MORE} loads: {before:?}");
+    assert!(grown < 8 << 10, "{grown} KiB more after {MORE} loads");
+    let trace = &control(&socket, "trace")["traces"][0];
+    assert_eq!(
+        trace["layers"][0]["tokens"],
+        FIRST + MORE,
+        "all loads count"
+    );
+    assert_eq!(ending.host.end(), Some(0));
+    let file = std::fs::read(folder.join("trace.json")).expect("a trace");
+    let file: Value = serde_json::from_slice(&file).expect("JSON");
+    assert_eq!(file["layers"], trace["layers"]);
+    let journal = std::fs::read_to_string(folder.join("journal")).expect("a journal");
+    for (event, count) in [("trace", 1), ("routes", 1), ("stream", 1), ("end", 1)] {
+        let found = journal.matches(&format!("\"event\":\"{event}\"")).count();
+        assert_eq!(found, count, "{event}: {journal}");
+    }
+    let mut routes = RouteReader::open(&folder.join("expert.routes")).expect("routes");
+    let mut routed = 0;
+    while let Some(record) = routes.read().expect("a valid file") {
+        if let RouteRecord::Rows { experts, .. } = record {
+            routed += experts.len() as u64;
+        }
+    }
+    let each = u64::from(Mixture::SharedExpert.layers() * USED);
+    assert_eq!(routed, (FIRST + MORE) * each);
 }

@@ -27,8 +27,8 @@ use crate::postfetch::Evaluation;
 use crate::sched::{self, Allocated, Scheduler};
 use crate::thread::{self, Inside};
 use crate::{
-    graph, lifecycle, load, loads, logits, models, own_cache, postfetch, reloader, round_files,
-    routing,
+    expert_trace, graph, lifecycle, load, loads, logits, models, own_cache, postfetch, reloader,
+    round_files, routing,
 };
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
@@ -331,6 +331,7 @@ fn opened_file(call: &Call, path: &Path) {
         guarded(|| {
             loads::file_opened(call.ggml, &path);
             load::file_opened(call.caller, call.ggml);
+            expert_trace::file_opened(call.caller);
         });
     }
 }

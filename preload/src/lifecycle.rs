@@ -69,7 +69,7 @@ pub fn model_complete(model: &Arc<Model>) {
     report(|to| to.model_complete(model));
     static STARTED: Once = Once::new();
     STARTED.call_once(start);
-    journal::note(|| {
+    journal::note_once(|| {
         let files = model.files.iter().map(|file| &file.gguf);
         Event::Model {
             path: model.files[0].gguf.source.path().display().to_string(),

@@ -15,7 +15,6 @@ use llama_sidecar::reload::{Cause, Hash, Outcome, OverlaySource, Report, Trigger
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::capability::Capability;
-use crate::loads;
 use crate::models::{self, Model};
 use crate::{barrier, ggml, journal, sched, store, thread};
 
@@ -65,8 +64,9 @@ impl Capability for HotSwap {
             *instance.private.lock() = None;
         }
         model.pool.clear();
+        BLOCKED.lock().remove(&model.number);
         // The buffers of other models wait on: evaluations may run.
-        if loads::is_empty() {
+        if models::models().is_empty() {
             ggml::free_remote();
         }
     }
@@ -338,9 +338,12 @@ fn note_in_journal(report: &Report) {
 fn note(model: &Model, result: &Result<Report>) {
     count_reload(result);
     let mut blocked = BLOCKED.lock();
+    let known = blocked.get(&model.number).map(|known| &known.error);
     let failed = match result {
         Ok(report) => {
-            note_in_journal(report);
+            if report.changed() || report.failure.as_ref() != known {
+                note_in_journal(report);
+            }
             if report.failure.is_none() && !report.postponed {
                 blocked.remove(&model.number);
             }

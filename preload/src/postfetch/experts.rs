@@ -12,7 +12,7 @@ pub fn note(model: &Model) {
     let experts = instances.filter(|instance| instance.has_experts);
     let buffer_types: Vec<_> = experts.map(|of| of.original_buffer_type.0).collect();
     if !buffer_types.is_empty() {
-        journal::note(|| Event::PostFetchStart {
+        journal::note_once(|| Event::PostFetchStart {
             path: model.files[0].gguf.source.path().display().to_string(),
             obstacle: obstacle(model, &buffer_types).map(str::to_owned),
         });
