@@ -264,6 +264,22 @@ pub struct StreamFigures {
 }
 
 impl StreamFigures {
+    /// Adds the figures of a later load of the same model.
+    pub fn add(&mut self, later: &StreamFigures) {
+        self.layers += later.layers;
+        self.checked_bytes += later.checked_bytes;
+        self.resident_bytes += later.resident_bytes;
+        self.read_bytes += later.read_bytes;
+        self.guessed_bytes += later.guessed_bytes;
+        self.guesses += later.guesses;
+        self.hits += later.hits;
+        self.guessable += later.guessable;
+        self.failed += later.failed;
+        self.major_faults += later.major_faults;
+        self.seconds += later.seconds;
+        (self.resting, self.stopped) = (later.resting, later.stopped);
+    }
+
     /// Returns the figures as a sentence without its full stop.
     pub fn sentence(&self) -> String {
         let mb = |bytes: u64| bytes as f64 / 1e6;
@@ -811,7 +827,7 @@ pub enum Event {
     HotSwapObstacle { path: String, obstacle: String },
     /// Figures of post-fetch, when the process ended.
     PostFetch { figures: PostFetchFigures },
-    /// Figures of expert streaming of a model, when the model or the process ended.
+    /// Figures of expert streaming of all loads of a model, when the process ended.
     Stream { model: u64, figures: StreamFigures },
     /// The process ended.
     End {

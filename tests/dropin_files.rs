@@ -1,19 +1,23 @@
 //! The drop-in and files that are not to be used, or not yet: downloads that stalled,
-//! copies of what is in use, more than memory holds; and reverting.
+//! copies of what is in use, more than memory holds; reverting; and what is left at each end of a
+//! program, and after many loads of a model.
 
 mod small;
 
 use std::fs::FileTimes;
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
+use llama_sidecar::trace::{RouteReader, RouteRecord};
 use serde_json::Value;
 use small::{folder, model, on, result, swap};
 use testkit::fixtures::fixture;
-use testkit::host::{Host, Program, replace};
+use testkit::host::{DropIn, Host, Program, control, replace};
+use testkit::mixtures::{Mixture, USED};
 use testkit::writer::Gguf;
 
 /// A host that has evaluated often enough to be swapped at any time.
@@ -25,7 +29,7 @@ fn settled(path: &Path, variables: &[(&'static str, &str)]) -> Host {
     host
 }
 
-fn eventually(what: &str, holds: impl Fn() -> bool) {
+fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !holds() {
         assert!(Instant::now() < deadline, "not within 60 s: {what}");
@@ -410,4 +414,167 @@ impl Drop for Ends<'_> {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }
+}
+/// The variables of all capabilities that write a file or have work at the end, each with its file in a
+/// folder.
+const CAPABILITIES: [(&str, &str); 6] = [
+    ("LLAMA_SIDECAR_CONTROL", "socket"),
+    ("LLAMA_EXPERT_TRACE_OUTPUT", "trace.json"),
+    ("LLAMA_EXPERT_TRACE_ROUTES", "expert.routes"),
+    ("LLAMA_EXPERT_TRACE_SALIENCY", "saliency.json"),
+    ("LLAMA_EXPERT_STREAM", "on"),
+    ("LLAMA_POSTFETCH_ENABLE", "1"),
+];
+
+/// A program with a mixture of experts, and a folder for the files of its capabilities.
+struct Ending {
+    folder: tempfile::TempDir,
+    host: Host,
+}
+
+impl Ending {
+    fn start(capabilities: &[(&str, &str)], more: &[(&str, &str)]) -> Ending {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path();
+        std::fs::write(path.join("journal"), "").expect("free space");
+        Mixture::SharedExpert
+            .write(&path.join("model.gguf"))
+            .expect("free space");
+        let model = path.join("model.gguf");
+        let host = Host::start_with(Program::C, &model, &DropIn::Idle, |command| {
+            command.envs(more.iter().copied());
+            command.env("LLAMA_SIDECAR_JOURNAL", path.join("journal"));
+            for (name, value) in capabilities {
+                match value.len() > 2 {
+                    true => command.env(name, path.join(value)),
+                    false => command.env(name, value),
+                };
+            }
+            // SAFETY: a system call between fork and exec.
+            unsafe {
+                command.pre_exec(|| {
+                    // A shell that runs the tests in the background ignores it.
+                    libc::signal(libc::SIGINT, libc::SIG_DFL);
+                    Ok(())
+                });
+            }
+        });
+        Ending { folder, host }
+    }
+
+    fn names(folder: &Path) -> Vec<String> {
+        let entries = std::fs::read_dir(folder).expect("a folder");
+        let name = |entry: std::io::Result<std::fs::DirEntry>| {
+            let name = entry.expect("an entry").file_name();
+            name.into_string().expect("UTF-8")
+        };
+        let mut names: Vec<String> = entries.map(name).collect();
+        names.sort();
+        names
+    }
+}
+
+#[test]
+fn every_end_of_a_program_is_an_end_of_each_capability() {
+    let hotswap = ("LLAMA_SIDECAR_HOTSWAP", "1");
+    for (name, value) in [hotswap].into_iter().chain(CAPABILITIES) {
+        for signal in [None, Some(libc::SIGTERM), Some(libc::SIGINT)] {
+            let more = match name {
+                // A socket needs a capability.
+                "LLAMA_SIDECAR_CONTROL" => &[hotswap][..],
+                _ => &[],
+            };
+            let mut ending = Ending::start(&[(name, value)], more);
+            assert_eq!(ending.host.ask("cycle 1"), "cycled");
+            let folder = ending.folder.path();
+            if value == "socket" {
+                eventually("a socket", || folder.join(value).exists());
+            }
+            match signal {
+                None => assert_eq!(ending.host.end(), Some(0)),
+                Some(signal) => assert_eq!(ending.host.end_by(signal), Some(signal)),
+            }
+            let mut expected = vec!["journal", "model.gguf"];
+            expected.extend(Some(value).filter(|file| file.contains('.')));
+            expected.sort_unstable();
+            assert_eq!(Ending::names(folder), expected, "{name} {signal:?}");
+            let journal = std::fs::read_to_string(folder.join("journal")).expect("a journal");
+            let last = journal.lines().last().unwrap_or_default();
+            assert!(
+                last.contains("\"event\":\"end\""),
+                "{name} {signal:?}: {journal}"
+            );
+            let streamed = journal.contains("\"event\":\"stream\"");
+            assert_eq!(streamed, name == "LLAMA_EXPERT_STREAM", "{journal}");
+        }
+    }
+}
+
+/// A model is loaded, evaluated and freed again and again, with everything on.
+#[test]
+fn many_loads_of_a_model_leave_nothing() {
+    const FIRST: u64 = 500;
+    const MORE: u64 = 500;
+    let more = [
+        ("LLAMA_SIDECAR_HOTSWAP", "1"),
+        ("LLAMA_HOTSWAP_POLL_MS", "100"),
+        ("LLAMA_EXPERT_TRACE_EVERY_S", "1"),
+        ("LLAMA_EXPERT_TRACE_STATS", "1"),
+    ];
+    let mut ending = Ending::start(&CAPABILITIES, &more);
+    let folder = ending.folder.path().to_owned();
+    let socket = folder.join("socket");
+    // Descriptors, threads, files, lines of the journal, and the lengths of answers.
+    let measure = |host: &Host| -> Vec<usize> {
+        let entries = |path: &Path| std::fs::read_dir(path).expect("a folder").count();
+        let process = PathBuf::from(format!("/proc/{}", host.id()));
+        let journal = std::fs::read_to_string(folder.join("journal")).expect("a journal");
+        let answers = ["metrics", "trace", "status"].map(|command| {
+            let answer = control(&socket, command).to_string();
+            // Numbers have more digits.
+            answer.replace(|c: char| c.is_ascii_digit(), "").len()
+        });
+        let folders = [&process.join("fd"), &process.join("task"), &folder];
+        let mut all = folders.map(|path| entries(path)).to_vec();
+        all.push(journal.lines().count());
+        all.extend(answers);
+        all
+    };
+    ending.host.ask(&format!("cycle {FIRST}"));
+    eventually("a trace", || folder.join("trace.json").exists());
+    let (before, memory) = (measure(&ending.host), ending.host.private_memory());
+    ending.host.ask(&format!("cycle {MORE}"));
+    // Threads of the last model may still end.
+    eventually("no more than before", || {
+        let now = measure(&ending.host);
+        println!("{before:?}, later {now:?}");
+        now.iter().zip(&before).all(|(now, before)| now <= before)
+    });
+    let grown = ending.host.private_memory().saturating_sub(memory) >> 10;
+    println!("{grown} KiB more after {MORE} loads");
+    assert!(grown < 8 << 10, "{grown} KiB more after {MORE} loads");
+    let trace = &control(&socket, "trace")["traces"][0];
+    assert_eq!(
+        trace["layers"][0]["tokens"],
+        FIRST + MORE,
+        "all loads count"
+    );
+    assert_eq!(ending.host.end(), Some(0));
+    let file = std::fs::read(folder.join("trace.json")).expect("a trace");
+    let file: Value = serde_json::from_slice(&file).expect("JSON");
+    assert_eq!(file["layers"], trace["layers"]);
+    let journal = std::fs::read_to_string(folder.join("journal")).expect("a journal");
+    for (event, count) in [("trace", 1), ("routes", 1), ("stream", 1), ("end", 1)] {
+        let found = journal.matches(&format!("\"event\":\"{event}\"")).count();
+        assert_eq!(found, count, "{event}: {journal}");
+    }
+    let mut routes = RouteReader::open(&folder.join("expert.routes")).expect("routes");
+    let mut routed = 0;
+    while let Some(record) = routes.read().expect("a valid file") {
+        if let RouteRecord::Rows { experts, .. } = record {
+            routed += experts.len() as u64;
+        }
+    }
+    let each = u64::from(Mixture::SharedExpert.layers() * USED);
+    assert_eq!(routed, (FIRST + MORE) * each);
 }

@@ -123,6 +123,22 @@ fn an_evaluation_that_was_aborted_is_not_counted() {
     assert_eq!(host.end(), Some(0));
 }
 
+/// A callback of the program throws while ggml evaluates, and the program catches the exception.
+#[test]
+fn an_evaluation_that_an_exception_leaves_blocks_no_swap_and_is_not_counted() {
+    let (_folder, path) = folder(&mixture(1.0));
+    let with = on(&[("LLAMA_EXPERT_TRACE_STATS", "1")]);
+    let mut host = Host::start(Program::Small(true), &path, &with);
+    settle(&mut host, 1.0);
+    assert_eq!(host.ask("throw"), "thrown");
+    let report = swap(&host, &path, &mixture(2.0));
+    assert_eq!(report["reports"][0]["swapped"], 2, "{report}");
+    assert_eq!(host.ask("decode"), result(2.0));
+    let trace = &host.control("trace")["traces"][0];
+    assert_eq!(trace["layers"][0]["tokens"], 5, "{trace}");
+    assert_eq!(host.end(), Some(0));
+}
+
 #[test]
 fn layers_that_are_evaluated_and_not_counted_are_an_error() {
     let with_router = with_tensor(mixture(1.0), "blk.0.ffn_gate_inp.weight", &[64, 4], 1.0);

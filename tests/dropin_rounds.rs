@@ -228,7 +228,7 @@ impl Rounds {
 
     /// How often the program opened a file of a model.
     fn opened(&self) -> usize {
-        self.text("journal").matches("\"event\":\"opened\"").count()
+        self.text("log").matches("the program opened ").count()
     }
 
     fn end(&mut self) -> ExitStatus {
@@ -405,6 +405,25 @@ fn a_signal_ends_a_program_that_waits_or_evaluates() {
     let mut rounds = Rounds::start(&[], &[]);
     rounds.signal(libc::SIGKILL);
     assert_eq!(rounds.wait().signal(), Some(libc::SIGKILL));
+}
+
+#[test]
+fn a_signal_states_the_end_in_the_status_file() {
+    for signal in [libc::SIGINT, libc::SIGTERM] {
+        let files = [
+            ("LLAMA_HOTSWAP_CONTROL_FILE", "control"),
+            ("LLAMA_HOTSWAP_STATUS_FILE", "status"),
+        ];
+        let mut rounds = Rounds::start(&[], &files);
+        let status = || fs::read_to_string(rounds.path("status")).unwrap_or_default();
+        eventually("a round", || (status() == "done 1 0\n").then_some(()));
+        rounds.signal(signal);
+        assert_eq!(rounds.wait().signal(), Some(signal));
+        assert_eq!(rounds.text("status"), "exiting 1 0\n");
+        assert!(!rounds.socket().exists());
+        let journal = rounds.text("journal");
+        assert!(journal.contains("\"event\":\"end\""), "{journal}");
+    }
 }
 
 /// Base logits that are missing are an error that the program prints; for text that is missing

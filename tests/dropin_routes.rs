@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use hosts::{TOKENS, seen};
+use hosts::{TOKENS, copied, seen};
 use llama_sidecar::trace::{NOT_ROUTED, RouteReader, RouteRecord};
 use serde_json::Value;
 use testkit::fixtures::{cache, fixture};
@@ -332,17 +332,20 @@ fn an_evaluation_that_was_aborted_is_not_written() {
 }
 
 #[test]
-fn each_model_has_its_own_file() {
+fn each_model_has_its_own_file_for_all_of_its_loads() {
     let (folder, path) = folder("routes.npy");
+    let (_other, other) = copied("moe.gguf");
     let model = fixture("moe.gguf");
     let mut host = Host::start(Program::Python, &model, &routes_to(&path));
     host.ask("text 2");
-    assert_eq!(host.ask("free"), "freed");
-    host.ask(&format!("load {}", model.display()));
-    host.ask("text 4");
+    for next in [&other, &model] {
+        assert_eq!(host.ask("free"), "freed");
+        host.ask(&format!("load {}", next.display()));
+        host.ask("text 4");
+    }
     assert_eq!(host.end(), Some(0));
     let second = folder.path().join("routes-2.npy");
-    assert_eq!((routes(&path).0[0], routes(&second).0[0]), (6, 8));
+    assert_eq!((routes(&path).0[0], routes(&second).0[0]), (6 + 8, 8));
 }
 
 #[test]

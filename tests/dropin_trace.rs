@@ -13,6 +13,7 @@ use testkit::server::llama;
 /// Layers with experts of the model.
 const LAYERS: u32 = 4;
 const START: &str = "[EXPERT-TRACE] Tracer enabled";
+const WARM_UP: &str = "Evaluations not counted, warm-ups: 1";
 
 /// A folder with a mixture of experts.
 fn folder() -> (tempfile::TempDir, PathBuf) {
@@ -84,7 +85,13 @@ fn statistics_and_an_output_print_the_counts_of_all_experts() {
     let lines = completion(&model, &variables, &[]);
     let exported = format!("Statistics exported to {output_text}");
     let file = format!("  Output file: {output_text}");
-    let expected = ["Tracer enabled", "  Statistics: ON", &file, &exported];
+    let expected = [
+        "Tracer enabled",
+        "  Statistics: ON",
+        &file,
+        WARM_UP,
+        &exported,
+    ];
     assert_eq!(trace_lines(&lines), expected, "{lines:?}");
     let at = |text: &str| lines.iter().position(|line| line == text);
     let head = at("=== Expert Usage Statistics ===").expect("a summary");
@@ -154,12 +161,13 @@ fn the_length_of_the_summary_is_a_variable() {
 fn names_alone_list_gate_down_and_up_of_each_expert() {
     let (_folder, model) = folder();
     let lines = completion(&model, &[("LLAMA_EXPERT_TRACE_NAMES", "1")], &[]);
-    let trace = trace_lines(&lines);
+    let mut trace = trace_lines(&lines);
     assert_eq!(
         trace[..2],
         ["Tracer enabled", "  Name logging: ON"],
         "{lines:?}"
     );
+    assert_eq!(trace.pop(), Some(WARM_UP));
     assert!(trace.len() > 2, "{lines:?}");
     let mut listed = BTreeSet::new();
     for three in trace[2..].chunks(3) {
@@ -200,8 +208,44 @@ fn layers_alone_print_a_summary() {
     let (_folder, model) = folder();
     let lines = completion(&model, &[("LLAMA_EXPERT_TRACE_PER_LAYER", "1")], &[]);
     let start = ["Tracer enabled", "  Statistics: ON", "  Per-layer: ON"];
-    assert_eq!(trace_lines(&lines), start, "{lines:?}");
+    let trace = trace_lines(&lines);
+    assert_eq!(trace, [&start[..], &[WARM_UP]].concat(), "{lines:?}");
     assert_eq!(beginning(&lines, "  Layer ").len() as u32, LAYERS);
+}
+
+/// The warm-up is an evaluation like others, of the first and the last token of a text.
+#[test]
+fn a_warm_up_is_not_counted_and_mentioned_once() {
+    let (folder, model) = folder();
+    let counted = |name: &str, more: &[&str]| {
+        let path = |extension: &str| folder.path().join(name).with_extension(extension);
+        let [trace, routes, saliency] = ["json", "csv", "saliency"].map(path);
+        let variables = [
+            ("LLAMA_EXPERT_TRACE_OUTPUT", trace.to_str().expect("UTF-8")),
+            ("LLAMA_EXPERT_TRACE_ROUTES", routes.to_str().expect("UTF-8")),
+            (
+                "LLAMA_EXPERT_TRACE_SALIENCY",
+                saliency.to_str().expect("UTF-8"),
+            ),
+        ];
+        let lines = completion(&model, &variables, more);
+        let said = lines.iter().filter(|line| line.contains("not counted"));
+        let routes = std::fs::read_to_string(&routes).expect("routes");
+        let (trace, saliency) = (json(&trace), json(&saliency));
+        (
+            said.count(),
+            trace["layers"].clone(),
+            routes,
+            saliency["layers"].clone(),
+        )
+    };
+    let (said, layers, routes, saliency) = counted("with", &[]);
+    let (never, expected, expected_routes, expected_saliency) =
+        counted("without", &["--no-warmup"]);
+    assert_eq!((said, never), (1, 0));
+    assert_eq!(layers, expected);
+    assert_eq!(routes, expected_routes);
+    assert_eq!(saliency, expected_saliency);
 }
 
 #[test]

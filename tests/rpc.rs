@@ -192,6 +192,35 @@ fn a_swap_on_two_servers_is_a_fresh_start_and_frees_what_it_replaced() {
     end(server);
 }
 
+/// A llama-server that sleeps has freed its model, and goes on.
+#[test]
+fn the_last_model_that_is_freed_leaves_no_buffers() {
+    let servers = two_servers();
+    let (_folder, path) = copied("smollm2.gguf");
+    let mut options = over(&servers, on());
+    let sleeps = ["--sleep-idle-seconds", "1"].map(str::to_owned);
+    options.arguments.extend(sleeps);
+    let server = Server::start(&path, &options);
+    // A request keeps it from sleeping.
+    std::thread::scope(|scope| {
+        let busy = scope.spawn(|| server.complete(&request(300)));
+        while server.look("/slots")[0]["is_processing"] != true {
+            assert!(!busy.is_finished(), "it was busy at no time");
+            std::thread::yield_now();
+        }
+        replace(&path, &fixture("smollm2-mixed.gguf"));
+        assert_eq!(taken(&server.control("reload")), (8, 0));
+        busy.join().expect("an answer");
+    });
+    while server.look("/props")["is_sleeping"] != true {
+        std::thread::yield_now();
+    }
+    for of in &servers {
+        assert_eq!(of.buffers(), 0);
+    }
+    end(server);
+}
+
 /// A server drops the graph that it keeps for the next evaluation when a buffer is freed.
 #[test]
 fn swaps_in_the_middle_of_a_text_leave_no_evaluation_without_its_graph() {

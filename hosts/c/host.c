@@ -9,6 +9,7 @@
 //   warmup    evaluates the prompt in the warm-up mode of llama.cpp
 //   force N   evaluates the next N tokens of a fixed text, one at a time; the answer
 //             has the ms of a token, its major page faults and a hash of all logits
+//   cycle N   frees the model, and loads it and evaluates a token N times; the last one stays
 //   prefill N evaluates the first N tokens of the text in one batch; `force` goes on
 //             after them
 //
@@ -233,6 +234,24 @@ static void write_text(int count) {
     write_tokens(tokens, n_tokens, count);
 }
 
+static void unload(void) {
+    llama_free(context);
+    llama_model_free(model);
+}
+
+static void cycle(const char * path, int count) {
+    int32_t token = 1;
+    for (int i = 0; i < count; i++) {
+        unload();
+        load(path);
+        if (llama_decode(context, llama_batch_get_one(&token, 1)) != 0) {
+            fprintf(stderr, "llama_decode failed\n");
+            exit(1);
+        }
+    }
+    puts("cycled");
+}
+
 int main(int argc, char ** argv) {
     if (argc != 3) {
         fprintf(stderr, "usage: host LIBRARIES MODEL\n");
@@ -279,9 +298,10 @@ int main(int argc, char ** argv) {
                  : llama_reload_changed_tensors(context) ? "changed"
                                                                 : "unchanged");
         } else if (strcmp(line, "free") == 0) {
-            llama_free(context);
-            llama_model_free(model);
+            unload();
             puts("freed");
+        } else if (strcmp(line, "cycle") == 0) {
+            cycle(argv[2], atoi(argument));
         } else if (strcmp(line, "load") == 0) {
             load(argument);
             puts("loaded");

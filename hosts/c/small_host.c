@@ -5,6 +5,8 @@
 //   decode [STALL_MS]   evaluates and prints the sum of the results, or "failed STATUS"
 //   begin               evaluates without waiting for the results, and prints "begun"
 //   aborted             evaluates once with an abort callback that returns true
+//   throw               evaluates once, while a callback of ggml throws a C++ exception, and
+//                       prints "thrown"
 //   inspect FILE        opens a file for its metadata many times, and prints how many
 //                       descriptors are open more than before
 //   derive NAME         lets the next graphs read a weight of this name that is from no file
@@ -22,6 +24,8 @@
 #include "small_llama.h"
 
 void ggml_backend_load_all_from_path(const char * path);
+// In throws.cpp.
+void small_throw(void);
 
 static void print(float sum, int status) {
     if (status == 0) {
@@ -78,6 +82,9 @@ int main(int argc, char ** argv) {
             const float sum = llama_decode(0, true, &status);
             small_abort(false);
             print(sum, status);
+        } else if (strcmp(line, "throw") == 0) {
+            small_throw();
+            puts("thrown");
         } else if (strncmp(line, "inspect ", 8) == 0) {
             const int before = descriptors();
             small_inspect(line + 8, 50);

@@ -84,6 +84,7 @@ bool ggml_backend_sched_alloc_graph(sched_t, graph_t *);
 int ggml_backend_sched_graph_compute_async(sched_t, graph_t *);
 void ggml_backend_sched_synchronize(sched_t);
 void ggml_backend_sched_free(sched_t);
+void ggml_backend_sched_set_eval_callback(sched_t, bool (*)(tensor_t *, bool, void *), void *);
 
 enum { PRODUCT, NORM, EXPERTS, ROUTER, WEIGHTS };
 static const char * const names[WEIGHTS] = {"w.weight", "norm.weight", "blk.0.ffn_down_exps.weight",
@@ -283,6 +284,10 @@ void small_load_two(const char * first, const char * second, enum placement by) 
 void small_use(int number) {
     memcpy(weights, loads[number - 1].weights, sizeof(weights));
     graph = NULL;
+}
+
+void small_watch(bool (*callback)(tensor_t *, bool, void *)) {
+    ggml_backend_sched_set_eval_callback(sched, callback, NULL);
 }
 
 void small_abort(bool on) { aborts = on; }

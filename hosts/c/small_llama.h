@@ -39,6 +39,11 @@ void small_inspect(const char * path, int count);
 // Lets the next graphs multiply with a tensor of ones in memory for weights that is from no file.
 void small_derive(const char * name);
 
+struct ggml_tensor;
+
+// Lets ggml call a function before it evaluates a node, and after it; a null pointer ends that.
+void small_watch(bool (*callback)(struct ggml_tensor * node, bool before, void * data));
+
 // Makes the next evaluation end early, as an abort callback does.
 void small_abort(bool aborts);
 

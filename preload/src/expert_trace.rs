@@ -6,10 +6,17 @@
 //! not slow it down. The projections gate, up and down share one tensor of ids, which is
 //! counted once.
 //!
+//! Warm-ups are not counted. In older versions of llama.cpp, they use all experts of a layer. In newer
+//! ones, they are the first evaluation of a context, after which the program calls
+//! `llama_perf_context_reset`: where a program has that call, a short first evaluation is counted
+//! when the next one begins.
+//!
 //! Layers that are evaluated and never counted are found and reported: a program may read experts
 //! in a way that has no routed ids of the model's own tensors.
 
+use std::cell::Cell;
 use std::collections::BTreeSet;
+use std::ffi::c_void;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -18,6 +25,7 @@ use std::time::Duration;
 
 use llama_sidecar::config::Config;
 use llama_sidecar::experts::{ExpertIndex, ExpertName};
+use llama_sidecar::gguf::FileId;
 use llama_sidecar::protocol::{Event, NoEffect, Uncounted};
 use llama_sidecar::trace::{
     ExpertLayout, ExpertNames, Ids, ModelMeta, NAMES_EVERY, Trace, enabled, numbered, print,
@@ -27,10 +35,12 @@ use parking_lot::{Mutex, RwLock};
 use serde_json::Value;
 
 use crate::barrier::{self, SLOTS};
+use crate::caller::Caller;
 use crate::capability::{Capability, Effect};
 use crate::ggml::{Ggml, Tensor};
 use crate::graph::{self, UsedWeight};
 use crate::models::{self, Model};
+use crate::redirect::Redirection;
 use crate::routes::{GraphRoutes, Queue};
 use crate::saliency::{GraphSaliency, ModelSaliency};
 use crate::sched::{Allocated, Scheduler};
@@ -42,10 +52,12 @@ static EFFECT: Effect = Effect::of(NoEffect::TRACE);
 /// The expert trace, as a capability.
 pub struct ExpertTrace;
 
-/// Counters of one model.
+/// Counters of all loads of one model.
 struct ModelTrace {
-    /// The number of the model.
-    model: u64,
+    /// Its files: a load of the same files goes on with these counters.
+    content: Content,
+    /// The numbers of its loads that are not freed.
+    loads: Mutex<Vec<u64>>,
     path: PathBuf,
     counters: Trace,
     about: ModelMeta,
@@ -61,7 +73,16 @@ struct ModelTrace {
     routes: OnceLock<Option<Arc<Queue>>>,
     /// The saliency of its experts, if it is wanted.
     saliency: Option<Arc<ModelSaliency>>,
+    /// Warm-ups that used no more experts than other evaluations.
+    left_out: AtomicU64,
+    /// Whether the output file does not have its counts.
+    is_changed: AtomicBool,
+    /// Whether the last write of the output file failed.
+    has_failed: AtomicBool,
 }
+
+/// The files of a model, and their versions.
+type Content = Vec<(PathBuf, FileId)>;
 
 /// Numbers of evaluations of a layer.
 #[derive(Default)]
@@ -96,6 +117,8 @@ struct SchedulerTrace {
     counts: AtomicBool,
     /// Whether those of the last evaluation are still to be counted.
     uncounted: AtomicBool,
+    /// Whether an evaluation has ended.
+    has_evaluated: AtomicBool,
     graph: Mutex<TracedGraph>,
 }
 
@@ -115,7 +138,7 @@ struct TracedGraph {
 
 /// By the number of the scheduler.
 static SCHEDULERS: [SchedulerTrace; SLOTS] = [const { SchedulerTrace::new() }; SLOTS];
-/// The counters of all models, also of freed ones.
+/// The counters of all models, also of freed ones, in the order of their output files.
 static TRACES: RwLock<Vec<Arc<ModelTrace>>> = RwLock::new(Vec::new());
 
 impl Capability for ExpertTrace {
@@ -141,8 +164,16 @@ impl Capability for ExpertTrace {
     }
 
     fn model_freed(&self, model: &Model) {
-        if let Some(trace) = ModelTrace::of(model) {
+        let Some(trace) = ModelTrace::of(model) else {
+            return;
+        };
+        let mut loads = trace.loads.lock();
+        loads.retain(|number| *number != model.number);
+        if loads.is_empty() {
             trace.counters.end_locality();
+            if let Some(Some(queue)) = trace.routes.get() {
+                queue.rest();
+            }
         }
     }
 
@@ -188,6 +219,7 @@ impl Capability for ExpertTrace {
 
     fn evaluation_begun(&self, scheduler: Scheduler) {
         count_pending(scheduler);
+        FIRST.set(None);
         let of = &SCHEDULERS[scheduler.number()];
         let counts = of.counts.load(Ordering::Relaxed);
         of.uncounted.store(counts, Ordering::Relaxed);
@@ -199,9 +231,16 @@ impl Capability for ExpertTrace {
 
     fn evaluation_ended(&self, scheduler: Scheduler) {
         let of = &SCHEDULERS[scheduler.number()];
-        if of.uncounted.swap(false, Ordering::Relaxed) {
-            of.count(scheduler);
+        if !of.uncounted.load(Ordering::Relaxed) {
+            return;
         }
+        let is_first = !of.has_evaluated.swap(true, Ordering::Relaxed);
+        if is_first && RESET.before() != 0 && of.may_be_warm_up(scheduler.ggml()) {
+            FIRST.set(Some(scheduler.number()));
+            return;
+        }
+        of.uncounted.store(false, Ordering::Relaxed);
+        of.count(scheduler);
     }
 
     fn evaluation_failed(&self, scheduler: Scheduler) {
@@ -230,6 +269,7 @@ impl Capability for ExpertTrace {
         let of = &SCHEDULERS[scheduler.number()];
         of.uncounted.store(false, Ordering::Relaxed);
         of.counts.store(false, Ordering::Relaxed);
+        of.has_evaluated.store(false, Ordering::Relaxed);
         *of.graph.lock() = TracedGraph::EMPTY;
     }
 
@@ -258,6 +298,39 @@ impl Capability for ExpertTrace {
             return vec![EFFECT.report(sentence.into(), true)];
         }
         missing
+    }
+}
+
+/// The call of llama.cpp's programs after their warm-up.
+static RESET: Redirection = Redirection::of(c"llama_perf_context_reset");
+/// The most tokens of a warm-up: the first and the last one of a text.
+const WARM_UP_TOKENS: i64 = 2;
+
+thread_local! {
+    /// The number of the scheduler whose first evaluation ended last on this thread, and may have
+    /// been a warm-up.
+    static FIRST: Cell<Option<usize>> = const { Cell::new(None) };
+}
+
+/// Prepares for the warm-up of a program that has opened a file of a model.
+pub fn file_opened(caller: &Caller) {
+    if ExpertTrace.is_enabled() && caller.is_llama() {
+        let real = caller.symbol(RESET.name()) as usize;
+        // SAFETY: the type that llama.h gives; libllama stays loaded once its ggml is known, and
+        // programs do not unload what calls it while they load a model.
+        unsafe { RESET.install_in_all(performance_reset as *const () as usize, real) };
+    }
+}
+
+/// Replaces `llama_perf_context_reset`.
+unsafe extern "C-unwind" fn performance_reset(context: *mut c_void) {
+    if let Some(number) = FIRST.take() {
+        SCHEDULERS[number].leave_out();
+    }
+    // SAFETY: the function of this type that was called before.
+    unsafe {
+        let real: unsafe extern "C-unwind" fn(*mut c_void) = std::mem::transmute(RESET.before());
+        real(context);
     }
 }
 
@@ -330,6 +403,7 @@ impl SchedulerTrace {
         SchedulerTrace {
             counts: AtomicBool::new(false),
             uncounted: AtomicBool::new(false),
+            has_evaluated: AtomicBool::new(false),
             graph: Mutex::new(TracedGraph::EMPTY),
         }
     }
@@ -339,6 +413,24 @@ impl SchedulerTrace {
         let graph = self.graph.lock();
         let mut ids = graph.routed.iter().map(|routed| routed.ids as usize);
         ids.any(|ids| range.contains(&ids))
+    }
+
+    /// Whether the evaluation has as few tokens as a warm-up.
+    fn may_be_warm_up(&self, ggml: &Ggml) -> bool {
+        self.graph.lock().routed.first().is_some_and(|routed| {
+            // SAFETY: the graph is kept.
+            let ne: [i64; 2] = unsafe { ggml.layout.read(routed.ids, ggml.layout.ne) };
+            ne[1] <= WARM_UP_TOKENS
+        })
+    }
+
+    /// Leaves the last evaluation out of the counts.
+    fn leave_out(&self) {
+        if self.uncounted.swap(false, Ordering::Relaxed)
+            && let Some(routed) = self.graph.lock().routed.first()
+        {
+            routed.trace.left_out.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     /// Counts the experts of an evaluation whose backends are done.
@@ -380,11 +472,12 @@ impl ModelTrace {
     /// Returns the counters of a model that is registered.
     fn of(model: &Model) -> Option<Arc<ModelTrace>> {
         let traces = TRACES.read();
-        let of_model = traces.iter().find(|trace| trace.model == model.number);
-        of_model.cloned()
+        let has = |trace: &&Arc<ModelTrace>| trace.loads.lock().contains(&model.number);
+        traces.iter().find(has).cloned()
     }
 
-    /// Adds counters for the experts of a model, once; `None` if it has no experts.
+    /// Returns the counters for the experts of a model, those of earlier loads of the same files
+    /// if there are any; `None` if it has no experts.
     fn register(model: &Model) -> Option<Arc<ModelTrace>> {
         let files = || model.files.iter().map(|file| &file.gguf);
         let experts = ExpertIndex::of(files());
@@ -392,9 +485,14 @@ impl ModelTrace {
         if layout.layers().is_empty() {
             return None;
         }
+        let files_now = files().map(|file| (file.source.path().to_owned(), file.source.id()));
+        let content: Content = files_now.collect();
         let mut traces = TRACES.write();
-        let registered = traces.iter().find(|trace| trace.model == model.number);
-        if let Some(trace) = registered {
+        if let Some(trace) = traces.iter().find(|trace| trace.content == content) {
+            let mut loads = trace.loads.lock();
+            if !loads.contains(&model.number) {
+                loads.push(model.number);
+            }
             return Some(trace.clone());
         }
         let about = ModelMeta::of(files());
@@ -403,7 +501,8 @@ impl ModelTrace {
         let saliency =
             path(&config.trace_saliency).map(|path| ModelSaliency::new(path, &about, &layout));
         let trace = Arc::new(ModelTrace {
-            model: model.number,
+            content,
+            loads: Mutex::new(vec![model.number]),
             path: model.files[0].gguf.source.path().to_owned(),
             experts_used: AtomicU64::new(about.experts_used),
             evaluations: layout
@@ -417,6 +516,9 @@ impl ModelTrace {
             routes_path: path(&config.trace_routes),
             routes: OnceLock::new(),
             saliency,
+            left_out: AtomicU64::new(0),
+            is_changed: AtomicBool::new(true),
+            has_failed: AtomicBool::new(false),
             counters: Trace::with_locality(layout),
             about,
         });
@@ -463,6 +565,17 @@ impl ModelTrace {
         }
     }
 
+    /// Returns a line with the number of evaluations that are not counted; none if all are.
+    fn left_out(&self) -> String {
+        let all_experts = &self.evaluations[0].warm_ups;
+        let [first, all_experts] =
+            [&self.left_out, all_experts].map(|of| of.load(Ordering::Relaxed));
+        match first + all_experts {
+            0 => String::new(),
+            count => format!("[EXPERT-TRACE] Evaluations not counted, warm-ups: {count}\n"),
+        }
+    }
+
     /// Returns its layers that were evaluated and whose counts are zero; `None` without such layers.
     fn uncounted(&self) -> Option<Uncounted> {
         let counts = self.counters.snapshot();
@@ -498,6 +611,8 @@ impl ModelTrace {
 
     fn reset(&self) {
         self.counters.reset();
+        self.is_changed.store(true, Ordering::Relaxed);
+        self.left_out.store(0, Ordering::Relaxed);
         for of in &self.evaluations {
             for evaluations in [&of.counted, &of.unknown, &of.warm_ups] {
                 evaluations.store(0, Ordering::Relaxed);
@@ -522,24 +637,19 @@ impl Routed {
         }
         let queue = || {
             let (name, layers) = (&trace.about.name, trace.counters.layout().layers());
-            Queue::new(trace.model, path.clone(), name, layers, used as usize)
+            Queue::new(path.clone(), name, layers, used as usize)
         };
-        trace.routes.get_or_init(queue).clone()
+        let queue = trace.routes.get_or_init(queue).as_ref()?;
+        queue.resume();
+        Some(queue.clone())
     }
 
-    /// Whether ids are those of a warm-up, which is not counted. The first one is logged.
+    /// Whether ids are those of a warm-up, which is not counted.
     fn is_warm_up(&self, ids: &Ids<'_>) -> bool {
-        if !self.trace.is_warm_up(self.layer, ids.used) {
-            return false;
-        }
+        let is_warm_up = self.trace.is_warm_up(self.layer, ids.used);
         let warm_ups = &self.trace.evaluations[self.layer].warm_ups;
-        if warm_ups.fetch_add(1, Ordering::Relaxed) == 0 && self.layer == 0 {
-            log::info!(
-                "{}: evaluations in which a token uses all experts of a layer are warm-ups and not counted",
-                self.trace.path.display()
-            );
-        }
-        true
+        warm_ups.fetch_add(u64::from(is_warm_up), Ordering::Relaxed);
+        is_warm_up
     }
 
     /// Counts ids.
@@ -549,6 +659,7 @@ impl Routed {
         let counted = &self.trace.evaluations[self.layer].counted;
         counted.fetch_add(1, Ordering::Relaxed);
         self.trace.counters.record_batch(self.layer, ids);
+        self.trace.is_changed.store(true, Ordering::Relaxed);
         if let Some(names) = &self.trace.names {
             names.note(self.layer, ids);
         }
@@ -626,7 +737,7 @@ fn write_all() {
     let config = Config::get();
     print_used();
     // The process ends: a thread that holds the lock may never release it.
-    let Some(traces) = TRACES.try_read() else {
+    let Some(traces) = TRACES.try_read_for(LONGEST_WRITE) else {
         return;
     };
     if traces.is_empty() {
@@ -634,8 +745,9 @@ fn write_all() {
     }
     for trace in traces.iter() {
         print_summary(config, &trace.about(), &trace.counters.snapshot());
+        print(&trace.left_out());
     }
-    for path in write_outputs(&traces) {
+    for path in write_outputs(&traces, true) {
         print_exported(&path);
     }
     for layers in traces.iter().filter_map(|trace| trace.uncounted()) {
@@ -649,13 +761,14 @@ fn write_every(period: Duration) {
         std::thread::sleep(period);
         let traces = TRACES.read().clone();
         if !barrier::is_shut() {
-            write_outputs(&traces);
+            write_outputs(&traces, false);
         }
     }
 }
 
-/// Writes the output of every model. Returns the paths that were written.
-fn write_outputs(traces: &[Arc<ModelTrace>]) -> Vec<PathBuf> {
+/// Writes the output of every model, or before the end only of those whose counts have changed.
+/// Returns the paths that were written. The journal has the results at the end, and failures.
+fn write_outputs(traces: &[Arc<ModelTrace>], at_end: bool) -> Vec<PathBuf> {
     let Some(output) = &Config::get().trace_output else {
         return Vec::new();
     };
@@ -664,13 +777,23 @@ fn write_outputs(traces: &[Arc<ModelTrace>]) -> Vec<PathBuf> {
     let _turn = ONE_AT_A_TIME.try_lock_for(LONGEST_WRITE);
     let mut paths = Vec::new();
     for (number, trace) in traces.iter().enumerate() {
+        if !trace.is_changed.swap(false, Ordering::Relaxed) && !at_end {
+            continue;
+        }
         let path = numbered(output, number);
         let counts = trace.counters.snapshot_with_locality();
         let written = write_output(&path, &trace.about(), &counts);
-        journal::note(|| Event::Trace {
-            path: path.display().to_string(),
-            error: written.as_ref().err().map(|error| error.to_string()),
-        });
+        let failed = written.is_err();
+        let had_failed = trace.has_failed.swap(failed, Ordering::Relaxed);
+        if at_end || failed && !had_failed {
+            journal::note(|| Event::Trace {
+                path: path.display().to_string(),
+                error: written.as_ref().err().map(|error| error.to_string()),
+            });
+        }
+        if failed {
+            trace.is_changed.store(true, Ordering::Relaxed);
+        }
         if written.is_ok() {
             paths.push(path);
         }

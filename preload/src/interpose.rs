@@ -27,8 +27,8 @@ use crate::postfetch::Evaluation;
 use crate::sched::{self, Allocated, Scheduler};
 use crate::thread::{self, Inside};
 use crate::{
-    graph, lifecycle, load, loads, logits, models, own_cache, postfetch, reloader, round_files,
-    routing,
+    expert_trace, graph, lifecycle, load, loads, logits, models, own_cache, postfetch, reloader,
+    round_files, routing,
 };
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
@@ -264,6 +264,15 @@ fn guarded(work: impl FnOnce()) {
     }
 }
 
+/// Runs a function when it is dropped: at the end of a call, or when an exception of C++ leaves it.
+struct Finally<F: FnMut()>(F);
+
+impl<F: FnMut()> Drop for Finally<F> {
+    fn drop(&mut self) {
+        (self.0)();
+    }
+}
+
 /// A function with these arguments, whose result fits a register.
 macro_rules! meant {
     ($call:expr, $($argument:ty),*) => {
@@ -322,6 +331,7 @@ fn opened_file(call: &Call, path: &Path) {
         guarded(|| {
             loads::file_opened(call.ggml, &path);
             load::file_opened(call.caller, call.ggml);
+            expert_trace::file_opened(call.caller);
         });
     }
 }
@@ -427,44 +437,46 @@ unsafe extern "C-unwind" fn sched_set_eval_callback(
 unsafe extern "C-unwind" fn sched_reserve(sched: *mut Sched, graph: *mut Graph) -> usize {
     let (call, _inside) = entered();
     let scheduler = allocating(&call, sched, graph, false);
+    let _rests = scheduler.map(|(scheduler, _)| Finally(move || scheduler.rest()));
+    let _allocated = Finally(allocated);
     let real = meant!(call, *mut Sched, *mut Graph);
     // SAFETY: the arguments of the call.
-    let result = unsafe { real(sched, graph) };
-    if let Some((scheduler, _)) = scheduler {
-        // SAFETY: the arguments of the call are live.
-        guarded(|| unsafe { graph::was_allocated() });
-        scheduler.rest();
-    }
-    result
+    unsafe { real(sched, graph) }
 }
 
 unsafe extern "C-unwind" fn sched_alloc_graph(sched: *mut Sched, graph: *mut Graph) -> usize {
     let (call, _inside) = entered();
-    let scheduler = allocating(&call, sched, graph, true);
+    let found = allocating(&call, sched, graph, true);
+    let scheduler = found.as_ref().map(|(scheduler, _)| *scheduler);
+    let _leaves = scheduler.map(|scheduler| Finally(move || scheduler.leave()));
+    let is_allocated = Finally(allocated);
     let real = meant!(call, *mut Sched, *mut Graph);
     // SAFETY: the arguments of the call.
     let result = unsafe { real(sched, graph) };
-    if let Some((scheduler, allocated)) = scheduler {
-        // SAFETY: as above.
-        guarded(|| unsafe { graph::was_allocated() });
-        if let Some(Allocated {
+    drop(is_allocated);
+    if let Some((scheduler, Some(graph_read))) = found
+        && is_true(result)
+    {
+        let Allocated {
             reads, backends, ..
-        }) = allocated
-            && is_true(result)
-        {
-            // SAFETY: the arguments of the call are live, and the graph is allocated.
-            guarded(|| unsafe {
-                if lifecycle::uses_routing() {
-                    routing::watch(scheduler, sched, &reads, backends.on_cpu, ids_known);
-                }
-                if !backends.on_cpu {
-                    postfetch::graph_split(scheduler, sched, graph, &reads);
-                }
-            });
-        }
-        scheduler.leave();
+        } = graph_read;
+        // SAFETY: the arguments of the call are live, and the graph is allocated.
+        guarded(|| unsafe {
+            if lifecycle::uses_routing() {
+                routing::watch(scheduler, sched, &reads, backends.on_cpu, ids_known);
+            }
+            if !backends.on_cpu {
+                postfetch::graph_split(scheduler, sched, graph, &reads);
+            }
+        });
     }
     result
+}
+
+/// Ends the allocation of the graph of a call.
+fn allocated() {
+    // SAFETY: the arguments of the call are live.
+    guarded(|| unsafe { graph::was_allocated() });
 }
 
 /// Reads a graph before ggml splits it, which puts copies in place of its inputs.
@@ -540,7 +552,10 @@ fn evaluate(scheduler: Option<Scheduler>, real: impl FnOnce() -> usize) -> usize
     let result = match valid {
         true => {
             guarded(|| lifecycle::report(|to| to.evaluation_begun(scheduler)));
-            real()
+            let thrown = Thrown(scheduler);
+            let result = real();
+            std::mem::forget(thrown);
+            result
         }
         false => STATUS_FAILED,
     };
@@ -556,6 +571,22 @@ fn evaluate(scheduler: Option<Scheduler>, real: impl FnOnce() -> usize) -> usize
     result
 }
 
+/// Ends an evaluation that an exception of C++ leaves.
+struct Thrown(Scheduler);
+
+impl Drop for Thrown {
+    fn drop(&mut self) {
+        let scheduler = self.0;
+        guarded(|| {
+            if !scheduler.ends_with_compute() {
+                scheduler.synchronize();
+            }
+            lifecycle::report(|to| to.evaluation_failed(scheduler));
+        });
+        scheduler.rest();
+    }
+}
+
 /// Whether a call that returns `bool` returned true: the register holds a byte.
 fn is_true(result: usize) -> bool {
     result as u8 != 0
@@ -569,17 +600,15 @@ fn succeeded(result: usize) -> bool {
 unsafe extern "C-unwind" fn sched_synchronize(sched: *mut Sched) -> usize {
     let (call, _inside) = entered();
     let scheduler = Scheduler::find(sched as usize);
-    let goes_on = scheduler.is_some_and(Scheduler::enter_synchronize);
+    let goes_on = scheduler.filter(|of| of.enter_synchronize());
+    let goes_on = goes_on.map(|scheduler| Finally(move || scheduler.leave()));
     let real = meant!(call, *mut Sched);
     // SAFETY: the argument of the call.
     let result = unsafe { real(sched) };
-    let Some(scheduler) = scheduler else {
-        return result;
-    };
-    let has_ended = scheduler.synchronized();
-    if goes_on {
-        scheduler.leave();
-    } else if has_ended {
+    if let Some(scheduler) = scheduler
+        && scheduler.synchronized()
+        && goes_on.is_none()
+    {
         guarded(|| lifecycle::report(|to| to.evaluation_ended(scheduler)));
         scheduler.leave_synchronize();
     }

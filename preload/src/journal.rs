@@ -2,12 +2,14 @@
 //! appended to the file that `LLAMA_SIDECAR_JOURNAL` names. Without the variable, there is no
 //! journal.
 
+use std::collections::BTreeSet;
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 
 use llama_sidecar::config::Config;
 use llama_sidecar::protocol::{Entry, Event};
+use parking_lot::Mutex;
 
 /// Runs when the library is loaded, in every program of a command: the first event shows that
 /// the loader accepted the library.
@@ -29,6 +31,16 @@ extern "C" fn loaded() {
 
 /// Appends an event. `event` is called only where a journal is written.
 pub fn note(event: impl FnOnce() -> Event) {
+    write(event, |_| true);
+}
+
+/// Appends an event that the journal does not have yet: a program may load a model many times.
+pub fn note_once(event: impl FnOnce() -> Event) {
+    static NOTED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    write(event, |line| NOTED.lock().insert(line.to_owned()));
+}
+
+fn write(event: impl FnOnce() -> Event, is_wanted: impl FnOnce(&str) -> bool) {
     let Some(path) = &Config::get().journal else {
         return;
     };
@@ -39,6 +51,9 @@ pub fn note(event: impl FnOnce() -> Event) {
     let Ok(line) = serde_json::to_string(&entry) else {
         return;
     };
+    if !is_wanted(&line) {
+        return;
+    }
     let file = OpenOptions::new()
         .append(true)
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)

@@ -44,6 +44,9 @@ static FORKED: AtomicBool = AtomicBool::new(false);
 /// How long the exit of the process waits for a reload to end.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// What an internal error ends.
+const DISABLED: &str = "a defect of llama-sidecar: hot-swap, expert trace, expert streaming and post-fetch are off in this process from here on, and the program goes on without them; report it with the message above";
+
 /// Whether any capability is enabled and the drop-in works in this process.
 pub fn is_on() -> bool {
     !OFF.load(Ordering::Relaxed) && CAPABILITIES.iter().any(|of| of.is_enabled())
@@ -66,7 +69,7 @@ pub fn model_complete(model: &Arc<Model>) {
     report(|to| to.model_complete(model));
     static STARTED: Once = Once::new();
     STARTED.call_once(start);
-    journal::note(|| {
+    journal::note_once(|| {
         let files = model.files.iter().map(|file| &file.gguf);
         Event::Model {
             path: model.files[0].gguf.source.path().display().to_string(),
@@ -91,20 +94,18 @@ fn start() {
     for capability in CAPABILITIES.iter().filter(|of| of.is_enabled()) {
         capability.start();
     }
-    let config = Config::get();
-    if config.traces() || config.expert_stream.streams() || config.host_postfetch.is_used() {
-        signals::finish_on_signals(finish);
-    }
-    if let Some(path) = &config.control {
+    signals::finish_on_signals(finish);
+    if let Some(path) = &Config::get().control {
         control::start(path, no_effect);
     }
 }
 
-/// Disables the drop-in after an internal error.
+/// Disables the drop-in after an internal error: every capability is off.
 pub fn disable() {
-    OFF.store(true, Ordering::SeqCst);
     barrier::shut();
-    log::error!("this is a defect of llama-sidecar; hot-swap is off from here on");
+    if !OFF.swap(true, Ordering::SeqCst) {
+        log::error!("{DISABLED}");
+    }
 }
 
 /// Runs before the program's libraries are torn down: from here on nothing calls into them.

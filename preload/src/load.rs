@@ -193,15 +193,8 @@ fn redirect(caller: &Caller, ggml: &'static Ggml) {
             ),
         }
         // Programs with a newer llama.cpp do not call it.
-        let name = SET_WARMUP.name();
-        let real = caller.symbol(name) as usize;
-        let copies = loaded::look(|objects, _| {
-            let defining = objects.iter().filter(|object| object.defines(name));
-            defining.count()
-        });
-        if copies == Some(1) {
-            SET_WARMUP.install(set_warmup as *const () as usize, real, |_| true);
-        }
+        let real = caller.symbol(SET_WARMUP.name()) as usize;
+        SET_WARMUP.install_in_all(set_warmup as *const () as usize, real);
     }
 }
 

@@ -158,7 +158,8 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
     if gguf.header.tensors.is_empty() {
         return;
     }
-    journal::note(|| Event::Opened {
+    log::info!("the program opened {}", path.display());
+    journal::note_once(|| Event::Opened {
         path: path.display().to_string(),
     });
     let first = FIRST.try_with(|first| first.borrow().clone());

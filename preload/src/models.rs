@@ -231,7 +231,7 @@ impl Model {
         if let Some(obstacle) = &obstacle {
             let path = self.path.display();
             log::warn!("{path}: hot-swap stays off: {obstacle}");
-            journal::note(|| Event::HotSwapObstacle {
+            journal::note_once(|| Event::HotSwapObstacle {
                 path: path.to_string(),
                 obstacle: obstacle.clone(),
             });

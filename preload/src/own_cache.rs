@@ -147,7 +147,7 @@ pub unsafe fn find(model: &Arc<Model>, products: &mut [CachedProduct]) {
             if cached.is_empty()
                 && let Some(OwnExpertCache { layers, bytes, .. }) = figures()
             {
-                journal::note(|| Event::OwnExpertCache { layers, bytes });
+                journal::note_once(|| Event::OwnExpertCache { layers, bytes });
             }
             cached.push(Cached {
                 ggml,

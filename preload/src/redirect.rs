@@ -66,6 +66,22 @@ impl Redirection {
         installed == Some(true)
     }
 
+    /// Lets all objects call `to`, if only one object defines the function; `real` is its address.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Redirection::install`].
+    pub unsafe fn install_in_all(&self, to: usize, real: usize) {
+        let copies = loaded::look(|objects, _| {
+            let defining = objects.iter().filter(|object| object.defines(self.name));
+            defining.count()
+        });
+        if copies == Some(1) {
+            // SAFETY: as the caller ensures.
+            unsafe { self.install(to, real, |_| true) };
+        }
+    }
+
     /// Notes the function that is called after the replacement; false if that is another one
     /// already. Done before the first slot is changed: a call may come at once.
     fn goes_on_to(&self, function: usize) -> bool {

@@ -14,7 +14,6 @@ use llama_sidecar::reload::{Cause, Hash, Outcome, OverlaySource, Report, Trigger
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::capability::{Capability, Effect};
-use crate::loads;
 use crate::models::{self, Blocked, Model};
 use crate::{barrier, ggml, journal, sched, store, thread};
 
@@ -67,7 +66,7 @@ impl Capability for HotSwap {
         }
         model.pool.clear();
         // The buffers of other models wait on: evaluations may run.
-        if loads::is_empty() {
+        if models::models().is_empty() {
             ggml::free_remote();
         }
     }
@@ -338,9 +337,12 @@ fn note_in_journal(report: &Report) {
 fn note(model: &Model, result: &Result<Report>) {
     count_reload(result);
     let mut blocked = model.blocked.lock();
+    let known = blocked.as_ref().map(|known| &known.error);
     let failed = match result {
         Ok(report) => {
-            note_in_journal(report);
+            if report.changed() || report.failure.as_ref() != known {
+                note_in_journal(report);
+            }
             if report.failure.is_none() && !report.postponed {
                 *blocked = None;
             }

@@ -39,6 +39,8 @@ const LARGEST_STEP: u64 = 1 << 62;
 /// How long the end of the process waits for a status that is being written.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// The last state.
+const ENDS: &str = "exiting";
 /// Whether a command was read.
 static EFFECT: Effect = Effect::of(NoEffect::CONTROL_FILE);
 
@@ -69,7 +71,7 @@ impl Capability for RoundFiles {
         if let Some(mut status) = STATUS.try_lock_for(END_TIMEOUT)
             && status.iteration > 0
         {
-            status.set("exiting");
+            status.set(ENDS);
         }
     }
 
@@ -117,7 +119,11 @@ static STATUS: Mutex<Status> = Mutex::new(Status {
 });
 
 impl Status {
+    /// Sets the state. The end stays: it is also set while a signal ends the process.
     fn set(&mut self, state: &'static str) {
+        if self.state == ENDS {
+            return;
+        }
         self.iteration = self.iteration.max(1);
         self.state = state;
         self.written = false;

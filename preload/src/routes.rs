@@ -22,7 +22,6 @@ use parking_lot::{Condvar, Mutex, RwLock};
 use crate::capability::{Capability, Effect};
 use crate::ggml::{Ggml, Graph, Tensor};
 use crate::graph::WeightedExperts;
-use crate::models::Model;
 use crate::{barrier, graph, journal, thread};
 
 /// Ids that the queue of a model takes between two writes; with gate weights, as many of them.
@@ -54,13 +53,6 @@ impl Capability for Routes {
         thread::spawn("llama-sidecar-r", write_behind);
     }
 
-    fn model_freed(&self, model: &Model) {
-        for queue in queues().iter().filter(|of| of.model == model.number) {
-            queue.ends.store(true, Ordering::Relaxed);
-            wake();
-        }
-    }
-
     fn finish(&self) {
         for queue in queues() {
             queue.write();
@@ -75,16 +67,14 @@ impl Capability for Routes {
     }
 }
 
-/// What evaluations of a model leave for its file.
+/// What evaluations of all loads of a model leave for its file.
 pub struct Queue {
-    /// The number of the model.
-    model: u64,
     path: PathBuf,
     layout: RouteLayout,
     pending: Mutex<Pending>,
     output: Mutex<Output>,
-    /// Whether the model is freed.
-    ends: AtomicBool,
+    /// Whether all loads of the model are freed.
+    rests: AtomicBool,
 }
 
 /// Rows and marks that are to be written. Its memory is reserved once.
@@ -122,7 +112,7 @@ struct Output {
     marks: Vec<String>,
 }
 
-/// The queues of models that are not freed.
+/// The queues of all models, also of freed ones.
 static QUEUES: RwLock<Vec<Arc<Queue>>> = RwLock::new(Vec::new());
 /// Whether a write must not wait for the end of the pause; set with [`WAKE`].
 static URGENT: Mutex<bool> = Mutex::new(false);
@@ -150,12 +140,8 @@ fn write_behind() {
     while !barrier::is_shut() {
         let mut written = false;
         for queue in queues() {
-            let ends = queue.ends.load(Ordering::Relaxed);
             written |= queue.write();
-            if ends {
-                queue.close();
-                QUEUES.write().retain(|other| !Arc::ptr_eq(other, &queue));
-            }
+            queue.release();
         }
         empty = if written { 0 } else { empty + 1 };
         // Rows that come after this are found after one more pause, or wake the thread.
@@ -178,7 +164,8 @@ pub fn mark(text: &str) -> Result<(), String> {
             "no routes are written: start the program with LLAMA_EXPERT_TRACE_ROUTES=PATH".into(),
         );
     }
-    let queues = queues();
+    let mut queues = queues();
+    queues.retain(|queue| !queue.rests.load(Ordering::Relaxed));
     if queues.is_empty() {
         return Err("no model with routed experts is loaded: mark after its first token".into());
     }
@@ -238,7 +225,6 @@ impl Queue {
     /// Makes the queue of a model that writes to this path; `None` where the format cannot hold
     /// the model.
     pub fn new(
-        model: u64,
         path: PathBuf,
         name: &str,
         layers: &[(u32, u32)],
@@ -257,15 +243,11 @@ impl Queue {
             }
         };
         let queue = Arc::new(Queue {
-            model,
             path,
             layout,
-            pending: Mutex::new(Pending::reserved(weights)),
-            output: Mutex::new(Output {
-                taken: Pending::reserved(weights),
-                ..Output::default()
-            }),
-            ends: AtomicBool::new(false),
+            pending: Mutex::default(),
+            output: Mutex::default(),
+            rests: AtomicBool::new(true),
         });
         QUEUES.write().push(queue.clone());
         Some(queue)
@@ -307,11 +289,34 @@ impl Queue {
         is_pending
     }
 
-    /// Ends the file, and frees the memory.
-    fn close(&self) {
-        self.report();
-        *self.pending.lock() = Pending::default();
-        *self.output.lock() = Output::default();
+    /// Reserves its memory, which a model that is loaded uses.
+    pub fn resume(&self) {
+        if !self.rests.load(Ordering::Relaxed) {
+            return;
+        }
+        let mut output = self.output.lock();
+        let weights = self.layout.has_weights();
+        if output.taken.items.capacity() == 0 {
+            output.taken = Pending::reserved(weights);
+            *self.pending.lock() = Pending::reserved(weights);
+        }
+        self.rests.store(false, Ordering::Relaxed);
+    }
+
+    /// Records that the model is freed. Its file stays open: a later load goes on with it.
+    pub fn rest(&self) {
+        self.rests.store(true, Ordering::Relaxed);
+        wake();
+    }
+
+    /// Frees its memory if the model is freed and nothing is left to write.
+    fn release(&self) {
+        let mut output = self.output.lock();
+        let mut pending = self.pending.lock();
+        if self.rests.load(Ordering::Relaxed) && pending.items.is_empty() {
+            output.taken = Pending::default();
+            *pending = Pending::default();
+        }
     }
 
     /// Notes in the journal what the file has.
@@ -646,7 +651,6 @@ mod tests {
     fn queue(path: &std::path::Path) -> Queue {
         let layers: Vec<(u32, u32)> = (0..48).map(|layer| (layer, 512)).collect();
         Queue {
-            model: 1,
             path: path.to_owned(),
             layout: RouteLayout::new("a model", &layers, 10, false).expect("it fits"),
             pending: Mutex::new(Pending::reserved(false)),
@@ -654,7 +658,7 @@ mod tests {
                 taken: Pending::reserved(false),
                 ..Output::default()
             }),
-            ends: AtomicBool::new(false),
+            rests: AtomicBool::new(false),
         }
     }
 

@@ -1,7 +1,7 @@
 //! Expert streaming: experts of a model that is larger than memory are read from disk as soon
 //! as their layer is routed.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -10,7 +10,7 @@ use llama_sidecar::protocol::{Event, NoEffect, StreamFigures};
 use llama_sidecar::reload::free_memory;
 use llama_sidecar::stream::{Reader, Settings};
 use llama_sidecar::trace;
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 
 use crate::barrier::ModelSet;
 use crate::capability::{Capability, Effect};
@@ -45,6 +45,8 @@ struct Stream {
 
 /// The readers of models that the program has.
 static STREAMS: RwLock<Vec<Stream>> = RwLock::new(Vec::new());
+/// The figures of models that the program has freed, by path, with the number of the last one.
+static FREED: Mutex<BTreeMap<String, (u64, StreamFigures)>> = Mutex::new(BTreeMap::new());
 
 impl Capability for Streaming {
     fn is_enabled(&self) -> bool {
@@ -73,7 +75,7 @@ impl Capability for Streaming {
             if stream.reader.layers() > 0 {
                 EFFECT.note();
             }
-            note(model.number, &stream.reader.counts());
+            stream.add_to(&mut FREED.lock());
         }
     }
 
@@ -98,11 +100,15 @@ impl Capability for Streaming {
 
     fn finish(&self) {
         // The process ends: a thread that holds the lock may never release it.
-        let Some(streams) = STREAMS.try_read() else {
+        let (Some(streams), Some(freed)) = (STREAMS.try_read(), FREED.try_lock()) else {
             return;
         };
+        let mut by_path = freed.clone();
         for stream in streams.iter() {
-            note(stream.model, &stream.reader.counts());
+            stream.add_to(&mut by_path);
+        }
+        for (model, figures) in by_path.into_values() {
+            journal::note(|| Event::Stream { model, figures });
         }
     }
 
@@ -125,6 +131,13 @@ impl Capability for Streaming {
 }
 
 impl Stream {
+    /// Adds its figures to those of earlier loads of the same path.
+    fn add_to(&self, figures: &mut BTreeMap<String, (u64, StreamFigures)>) {
+        let (model, sum) = figures.entry(self.path.clone()).or_default();
+        *model = self.model;
+        sum.add(&self.reader.counts());
+    }
+
     /// Notes in the journal that layers are scheduled, or why none is. A first evaluation without
     /// either gives no verdict: a GPU may compute long prompts.
     fn note_start(&self) {
@@ -238,16 +251,8 @@ fn note_start(path: &str, obstacle: Option<String>) {
     if let Some(obstacle) = &obstacle {
         EFFECT.note_obstacle(format!("nothing was streamed: {path}: {obstacle}"));
     }
-    journal::note(|| Event::StreamStart {
+    journal::note_once(|| Event::StreamStart {
         path: path.to_owned(),
         obstacle,
-    });
-}
-
-/// Notes the figures of a model in the journal.
-fn note(model: u64, figures: &StreamFigures) {
-    journal::note(|| Event::Stream {
-        model,
-        figures: *figures,
     });
 }

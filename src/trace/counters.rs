@@ -148,10 +148,11 @@ pub struct Trace {
 }
 
 /// The locality of a layer.
-#[derive(Debug)]
-enum Recorded {
-    Running(Box<Recorder>),
-    Ended(Locality),
+#[derive(Debug, Default)]
+struct Recorded {
+    /// That of recordings that have ended.
+    ended: Locality,
+    running: Option<Box<Recorder>>,
 }
 
 /// The sums at the last reset.
@@ -221,11 +222,9 @@ impl Trace {
 
     /// Makes counters for these layers that also record the locality of batches.
     pub fn with_locality(layout: ExpertLayout) -> Trace {
-        let recorder = |&(_, experts): &(u32, u32)| {
-            Mutex::new(Recorded::Running(Box::new(Recorder::new(experts))))
-        };
+        let nothing = layout.layers.iter().map(|_| Mutex::default());
         Trace {
-            locality: layout.layers.iter().map(recorder).collect(),
+            locality: nothing.collect(),
             ..Trace::new(layout)
         }
     }
@@ -245,10 +244,10 @@ impl Trace {
     /// that are no experts of the layer are only counted as rejected.
     pub fn record_batch(&self, layer: usize, ids: &Ids<'_>) {
         self.count(layer, ids);
-        if let Some(locality) = self.locality.get(layer)
-            && let Recorded::Running(recorder) = &mut *locality.lock()
-        {
-            recorder.record(ids);
+        if let Some(locality) = self.locality.get(layer) {
+            let recorder = || Box::new(Recorder::new(self.layout.layers[layer].1));
+            let mut recorded = locality.lock();
+            recorded.running.get_or_insert_with(recorder).record(ids);
         }
     }
 
@@ -339,21 +338,17 @@ impl Trace {
         baseline.since = Instant::now();
         self.rejected.store(0, Ordering::Relaxed);
         for locality in &self.locality {
-            match &mut *locality.lock() {
-                Recorded::Running(recorder) => recorder.clear(),
-                Recorded::Ended(locality) => *locality = Locality::default(),
-            }
+            *locality.lock() = Recorded::default();
         }
     }
 
-    /// Ends the recording of locality: frees its memory, and keeps the curves. Takes as long as
-    /// [`Trace::snapshot_with_locality`].
+    /// Ends the recording of locality: frees its memory, and keeps the curves. Later batches begin
+    /// with empty caches. Takes as long as [`Trace::snapshot_with_locality`].
     pub fn end_locality(&self) {
         for locality in &self.locality {
             let mut recorded = locality.lock();
-            if let Recorded::Running(recorder) = &*recorded {
-                let ended = recorder.locality();
-                *recorded = Recorded::Ended(ended);
+            if let Some(recorder) = recorded.running.take() {
+                recorded.ended.merge(&recorder.locality());
             }
         }
     }
@@ -370,14 +365,12 @@ impl Trace {
             let Some(recorded) = recorder.try_lock_for(LONGEST_WAIT) else {
                 continue;
             };
-            layer.locality = Some(match &*recorded {
-                Recorded::Ended(locality) => locality.clone(),
-                Recorded::Running(recorder) => {
-                    let recorder = recorder.clone();
-                    drop(recorded);
-                    recorder.locality()
-                }
-            });
+            let (mut locality, running) = (recorded.ended.clone(), recorded.running.clone());
+            drop(recorded);
+            if let Some(recorder) = running {
+                locality.merge(&recorder.locality());
+            }
+            layer.locality = Some(locality);
         }
         snapshot
     }
@@ -682,12 +675,12 @@ mod tests {
         trace.end_locality();
         trace.end_locality();
         assert_eq!(trace.snapshot_with_locality().layers, before);
+        // The caches of a later recording begin empty.
         trace.record_batch(0, &ids);
         let after = trace.snapshot_with_locality().layers;
-        assert_eq!(
-            (after[0].tokens, &after[0].locality),
-            (6, &before[0].locality)
-        );
+        let mut twice = before[0].locality.clone().expect("it is recorded");
+        twice.merge(&twice.clone());
+        assert_eq!((after[0].tokens, &after[0].locality), (6, &Some(twice)));
         trace.reset();
         let reset = trace.snapshot_with_locality().layers;
         assert_eq!(reset[0].locality, Some(Locality::default()));

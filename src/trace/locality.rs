@@ -165,11 +165,6 @@ impl Recorder {
         }
     }
 
-    /// Forgets all tokens.
-    pub fn clear(&mut self) {
-        *self = Recorder::new(self.experts as u32);
-    }
-
     /// Returns the curves of all tokens, and computes those of the last ones. That takes about a
     /// microsecond for each token: work on a clone where another thread waits.
     pub fn locality(&self) -> Locality {
@@ -488,13 +483,11 @@ mod tests {
 
     #[test]
     fn repeated_ids_are_looked_up_again_and_others_left_out() {
-        let mut recorder = recorded(4, &[vec![1, 1], vec![1, 1], vec![7, 4], vec![2, 9]]);
+        let recorder = recorded(4, &[vec![1, 1], vec![1, 1], vec![7, 4], vec![2, 9]]);
         let locality = recorder.locality();
         assert_eq!((locality.first, &locality.lru[..]), (3, &[2][..]));
         assert_eq!(locality.window.tokens, 3);
         assert_eq!(locality.window.best, [2]);
-        recorder.clear();
-        assert_eq!(recorder.locality(), Locality::default());
     }
 
     #[test]

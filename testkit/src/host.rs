@@ -5,6 +5,7 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -418,11 +419,11 @@ impl Host {
         memory(&self.id().to_string(), "RssAnon:")
     }
 
-    /// Sends it SIGTERM and waits until it is gone.
-    pub fn terminate(mut self) {
+    /// Sends it a signal, waits until it is gone, and returns the signal that ended it.
+    pub fn end_by(mut self, signal: libc::c_int) -> Option<libc::c_int> {
         // SAFETY: a child of this process that was not waited for.
-        unsafe { libc::kill(self.id() as libc::pid_t, libc::SIGTERM) };
-        self.child.wait().expect("a child");
+        unsafe { libc::kill(self.id() as libc::pid_t, signal) };
+        self.child.wait().expect("a child").signal()
     }
 
     /// Ends it and returns its exit code.

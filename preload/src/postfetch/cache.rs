@@ -93,7 +93,7 @@ struct Matrix {
 /// Records why no experts stay on a device.
 pub fn note_obstacle(obstacle: String) {
     FIGURES.note_obstacle(obstacle.clone());
-    journal::note(|| Event::ExpertCache {
+    journal::note_once(|| Event::ExpertCache {
         slots: 0,
         bytes: 0,
         link_speed: 0.0,

@@ -22,7 +22,7 @@ pub fn note(model: &Model, effect: &Effect) {
         log::warn!("{sentence}");
         effect.note_obstacle(sentence);
     }
-    journal::note(|| Event::PostFetchStart { path, obstacle });
+    journal::note_once(|| Event::PostFetchStart { path, obstacle });
 }
 
 /// Returns why no experts in buffers of these types are copied to a GPU, and the next step.
