@@ -35,7 +35,7 @@ pub struct DoctorOptions {
     /// An expert trace (JSON): how many of its routed experts would be on the GPU.
     #[arg(long, value_name = "TRACE", requires = "expert_cache")]
     trace: Option<PathBuf>,
-    /// The program and its arguments, also after `--`. The program must load a model and generate a
+    /// The program and its arguments; `--` before them is optional. It must load a model and make a
     /// token, or be a server with a warm-up.
     #[arg(required = true, trailing_var_arg = true)]
     command: Vec<OsString>,

@@ -29,7 +29,7 @@ pub struct RunOptions {
     /// Print no summary at the end.
     #[arg(short, long)]
     quiet: bool,
-    /// The program and its arguments, also after `--`.
+    /// The program and its arguments; `--` before them is optional.
     #[arg(required = true, trailing_var_arg = true)]
     command: Vec<OsString>,
 }

@@ -6,7 +6,7 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use llama_sidecar::gguf::{Access, GgufFile, NamePattern, TensorInfo, open_model};
 use llama_sidecar::protocol::{Request, Status};
 use regex::Regex;
@@ -105,7 +105,9 @@ impl SwapOptions {
                 .with_context(|| format!("process {} has no libggml-base.so: {NEXT}", status.pid));
         }
         let program = Executable::find("llama-quantize".as_ref());
-        let program = program.with_context(|| format!("--as needs a ggml library: {NEXT}"))?;
+        let program = program.map_err(|_| {
+            anyhow!("--as quantises with the ggml library of llama-quantize, which is not in PATH: add its folder to PATH, or {NEXT}")
+        })?;
         tune::ggml_library(program.libraries()?)
             .with_context(|| format!("{} has no libggml-base.so: {NEXT}", program.path.display()))
     }

@@ -1,9 +1,9 @@
 //! `llama-sidecar tune`: which tensors bear fewer bits, and the types of a model for a size.
 //!
 //! Modules, top to bottom: [`page`], [`tables`], [`write`](mod@write) (results), [`notes`],
-//! [`results`], [`sweep`] (measurements), [`kept`] (quantised tensors), [`candidate`], [`host`] (the program
-//! that evaluates), [`recipe`] (the choice of types), [`groups`], [`imatrix`], [`identity`],
-//! [`record`] (the work folder), [`statistics`], [`model`].
+//! [`results`], [`sweep`] (measurements), [`kept`] (quantised tensors), [`candidate`], [`host`]
+//! (the program that evaluates), [`recipe`] (the choice of types), [`groups`], [`imatrix`],
+//! [`identity`], [`record`] (the work folder), [`statistics`], [`model`].
 
 mod candidate;
 mod groups;
