@@ -109,7 +109,10 @@ pub fn describe(preload: &Path, files: &BTreeSet<PathBuf>) -> Vec<String> {
             .map(|(cause, names)| format!("not reachable: {}: {cause}", names.join(", "))),
     );
     if !nowhere.is_empty() {
-        lines.push(format!("in no library: {}", nowhere.join(", ")));
+        lines.push(format!(
+            "this ggml does not have, and does not need: {}",
+            nowhere.join(", ")
+        ));
     }
     for library in &libraries {
         let bound: Vec<_> = CALLED_BY_GGML
