@@ -131,23 +131,33 @@ pub fn create(
     })
 }
 
-/// Fails if [`write()`] would fail now, so that a long work can fail before it begins.
+/// Fails if no file can be written at a path, so that a long work can fail before it begins. What
+/// is no regular file, such as a FIFO or a socket, needs no new file.
 pub fn check(path: &Path) -> io::Result<()> {
     let path = resolve(path)?;
-    if stream(&path)?.is_some() {
-        return Ok(());
-    }
-    match open_at(&path, OpenOptions::new().read(true)) {
-        Ok(there) => {
-            let found = there.metadata()?;
-            check_owner(&found)?;
-            check_replaceable(&found, &start_of(&there)?)?;
+    match fs::metadata(&path) {
+        Ok(found) if found.is_dir() => {
+            return Err(io::Error::other("it is a folder: name a file in it"));
         }
-        Err(error) if error.kind() == ErrorKind::NotFound => {}
-        Err(error) => return Err(error),
+        Ok(found) if is_descriptor(&path) || !found.is_file() => return Ok(()),
+        Ok(found) => {
+            check_owner(&found)?;
+            let there = open_at(&path, OpenOptions::new().read(true))?;
+            check_replaceable(&there.metadata()?, &start_of(&there)?)?;
+        }
+        Err(_) => {}
     }
     // Removed at once.
-    beside(&path).map(drop)
+    let made = beside(&path).map(drop);
+    made.map_err(|error| {
+        // Without the random name.
+        let cause = error.get_ref().and_then(|of| of.source());
+        let cause = cause.map_or_else(|| error.to_string(), |cause| cause.to_string());
+        io::Error::new(
+            error.kind(),
+            format!("its folder: {cause}: make the folder, or name a path that you may write"),
+        )
+    })
 }
 
 /// Renames a complete file to its path, and returns the path at which an earlier file was kept, as
@@ -495,7 +505,9 @@ mod tests {
         let path = folder.path().join("a");
         fs::create_dir(&path).expect("a folder");
         assert!(write(&path, b"x", |_| true).is_err() && check(&path).is_err());
-        assert!(check(&folder.path().join("none/a")).is_err());
+        let missing = check(&folder.path().join("none/a")).expect_err("no folder");
+        assert!(missing.to_string().starts_with("its folder: "), "{missing}");
+        check(Path::new("/dev/null")).expect("nothing is made");
         assert_eq!(names(folder.path()), ["a"]);
     }
 }

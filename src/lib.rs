@@ -20,9 +20,9 @@
 //! | [`gguf`] | the file format |
 //! | `background` | threads that run while the program goes on |
 //! | [`parallel`] | work that is divided among threads |
-//! | [`files`] | files in folders that other users may write |
 //! | [`logger`] | messages |
 //! | [`config`] | variables |
+//! | [`files`] | files in folders that other users may write |
 #![deny(unsafe_op_in_unsafe_fn, missing_docs)]
 
 mod background;

@@ -173,7 +173,6 @@ fn summary(
     events: &Events,
     status: ExitStatus,
 ) -> Vec<String> {
-    let streams = config.expert_stream.streams();
     if !config.is_used() {
         return vec![format!("nothing enabled: pass {CAPABILITIES}")];
     }

@@ -9,7 +9,6 @@
 //! another user.
 
 mod needs;
-mod outputs;
 mod variables;
 
 pub use needs::CAPABILITIES;
@@ -24,6 +23,7 @@ use log::LevelFilter;
 use once_cell::sync::Lazy;
 use regex_lite::Regex;
 
+use crate::files;
 use variables::{is_on, utf8};
 
 /// The `LLAMA_POSTFETCH_*` settings.
@@ -344,7 +344,7 @@ impl Config {
         ];
         let sentence = |(name, path): (&str, &Option<PathBuf>)| {
             let path = path.as_deref()?;
-            let why = outputs::obstacle(path)?;
+            let why = files::check(path).err()?;
             let (title, path) = (Variable::named(name).title(), path.display());
             Some(format!("{title}: cannot write {path}: {why}"))
         };
