@@ -316,7 +316,8 @@ fn post_fetch_is_on_where_its_switch_is_set() {
         String::from_utf8_lossy(&output.stderr).into_owned()
     };
     let text = wrapped(Some("1"));
-    assert!(text.contains("llama-sidecar: post-fetch: "), "{text}");
+    let error = "llama-sidecar: error: post-fetch: no experts of ";
+    assert!(text.contains(error), "{text}");
     for value in [None, Some("0")] {
         let text = wrapped(value);
         assert!(text.contains("nothing enabled"), "{text}");

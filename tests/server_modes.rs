@@ -534,8 +534,12 @@ fn each_model_of_a_router_is_swapped_in_its_own_process() {
     replace(&dense, &fixture("small.gguf"));
     let pattern = folder.path().join("%p.socket").display().to_string();
     let mut drop_in = everything();
+    let output = |name: &str| folder.path().join(name).display().to_string();
     if let DropIn::On(variables) = &mut drop_in {
         variables.push(("LLAMA_SIDECAR_CONTROL", pattern));
+        variables.push(("LLAMA_EXPERT_TRACE_ROUTES", output("%p.routes")));
+        variables.push(("LLAMA_EXPERT_TRACE_SALIENCY", output("%p.saliency")));
+        variables.push(("LLAMA_POSTFETCH_HOST", "on".into()));
     }
     let options = Options {
         drop_in,
@@ -602,6 +606,13 @@ fn each_model_of_a_router_is_swapped_in_its_own_process() {
     );
     end(router);
     assert_eq!(sockets(folder.path()), BTreeMap::new());
+    // Of both processes of the model with experts.
+    for ending in ["routes", "saliency"] {
+        let files = std::fs::read_dir(folder.path()).expect("a folder");
+        let paths = files.map(|file| file.expect("a file").path());
+        let written = paths.filter(|path| path.extension() == Some(ending.as_ref()));
+        assert_eq!(written.count(), 2, "{ending}");
+    }
 }
 
 /// Writes a small projector (of Gemma 3) for models of 576 numbers a token. A seed each for a

@@ -29,8 +29,8 @@ const RESIDENT_PASSES: usize = 4;
 const MOST_RESIDENT_PASSES: usize = 1 << 16;
 /// While a reader rests or has stopped, one of so many layers is read all the same.
 const SAMPLE_PERIOD: u64 = 256;
-/// While a reader rests or has stopped, its first thread looks after samples and page faults so
-/// often; nothing else wakes it.
+/// While a reader rests or has stopped, its first thread checks samples and page faults so often;
+/// nothing else wakes it.
 const LOOK_PERIOD: Duration = Duration::from_secs(1);
 /// Looks without an evaluation after which the reader neither rests nor looks: the next
 /// evaluation wakes it.

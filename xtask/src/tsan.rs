@@ -4,7 +4,7 @@
 //! `tests/tsan/suppressions` lists the false reports that follow.
 //!
 //! The library runs its tests of reloads, among them eight threads that evaluate while tensors
-//! are swapped. The drop-in runs in the C host with its watching thread, clients of
+//! are swapped, and of expert streaming. The drop-in runs in the C host with its watching thread, clients of
 //! the control socket, and swaps while the host evaluates.
 
 use std::path::PathBuf;
@@ -42,14 +42,15 @@ pub fn check() -> Result<()> {
 fn options() -> String {
     let suppressions = root().join("tests/tsan/suppressions");
     format!(
-        "suppressions={} exitcode={FOUND} ignore_noninstrumented_modules=1 history_size=4",
+        "suppressions={} exitcode={FOUND} ignore_noninstrumented_modules=1 history_size=4 allocator_may_return_null=1",
         suppressions.display()
     )
 }
 
 fn library() -> Result<()> {
     run(command("cargo", &root())
-        .args(["test", "--quiet", "--target", TARGET, "--test", "reload"])
+        .args(["test", "--quiet", "--target", TARGET])
+        .args(["--test", "reload", "--test", "stream"])
         .env("CARGO_TARGET_DIR", target_folder()?.join("tsan"))
         // The flag belongs to nightly compilers; this lets the installed one accept it.
         .env("RUSTC_BOOTSTRAP", "1")
