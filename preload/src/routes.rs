@@ -250,11 +250,15 @@ impl Queue {
             return;
         };
         pending.note_dropped();
+        if pending.items.is_empty() {
+            return;
+        }
+        if output.taken.items.capacity() == 0 {
+            output.taken = Pending::reserved(self.layout.has_weights());
+        }
         std::mem::swap(&mut *pending, &mut output.taken);
         drop(pending);
-        if !output.taken.items.is_empty() {
-            output.write(self);
-        }
+        output.write(self);
     }
 
     /// Reserves its memory, which a model that is loaded uses.
@@ -262,13 +266,11 @@ impl Queue {
         if !self.rests.load(Ordering::Relaxed) {
             return;
         }
-        let mut output = self.output.lock();
-        let weights = self.layout.has_weights();
-        if output.taken.items.capacity() == 0 {
-            output.taken = Pending::reserved(weights);
-            *self.pending.lock() = Pending::reserved(weights);
-        }
+        let mut pending = self.pending.lock();
         self.rests.store(false, Ordering::Relaxed);
+        if pending.items.capacity() == 0 {
+            *pending = Pending::reserved(self.layout.has_weights());
+        }
     }
 
     /// Records that the model is freed. Its file stays open: a later load goes on with it.
