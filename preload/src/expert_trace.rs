@@ -58,7 +58,6 @@ struct ModelTrace {
     content: Content,
     /// The numbers of its loads that are not freed.
     loads: Mutex<Vec<u64>>,
-    path: PathBuf,
     counters: Trace,
     about: ModelMeta,
     /// Experts per token: those of the last evaluation, before it those of the metadata.
@@ -503,7 +502,6 @@ impl ModelTrace {
         let trace = Arc::new(ModelTrace {
             content,
             loads: Mutex::new(vec![model.number]),
-            path: model.files[0].gguf.source.path().to_owned(),
             experts_used: AtomicU64::new(about.experts_used),
             evaluations: layout
                 .layers()
@@ -580,7 +578,7 @@ impl ModelTrace {
     fn uncounted(&self) -> Option<Uncounted> {
         let counts = self.counters.snapshot();
         let mut found = Uncounted {
-            path: self.path.display().to_string(),
+            path: self.content[0].0.display().to_string(),
             ..Uncounted::default()
         };
         let layers = counts.layers.iter().zip(&self.evaluations);

@@ -158,7 +158,6 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
     if gguf.header.tensors.is_empty() {
         return;
     }
-    log::info!("the program opened {}", path.display());
     journal::note_once(|| Event::Opened {
         path: path.display().to_string(),
     });

@@ -350,7 +350,8 @@ fn note(model: &Model, result: &Result<Report>) {
         }
         Err(error) => Some((error.to_string(), Cause::of(error))),
     };
-    let Some((error, cause)) = failed else {
+    // A freed model has no entry.
+    let Some((error, cause)) = failed.filter(|_| model.is_alive()) else {
         return;
     };
     match &mut *blocked {

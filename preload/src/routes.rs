@@ -280,13 +280,16 @@ impl Queue {
             return false;
         };
         pending.note_dropped();
+        if pending.items.is_empty() {
+            return false;
+        }
+        if output.taken.items.capacity() == 0 {
+            output.taken = Pending::reserved(self.layout.has_weights());
+        }
         std::mem::swap(&mut *pending, &mut output.taken);
         drop(pending);
-        let is_pending = !output.taken.items.is_empty();
-        if is_pending {
-            output.write(self);
-        }
-        is_pending
+        output.write(self);
+        true
     }
 
     /// Reserves its memory, which a model that is loaded uses.
@@ -294,13 +297,11 @@ impl Queue {
         if !self.rests.load(Ordering::Relaxed) {
             return;
         }
-        let mut output = self.output.lock();
-        let weights = self.layout.has_weights();
-        if output.taken.items.capacity() == 0 {
-            output.taken = Pending::reserved(weights);
-            *self.pending.lock() = Pending::reserved(weights);
-        }
+        let mut pending = self.pending.lock();
         self.rests.store(false, Ordering::Relaxed);
+        if pending.items.capacity() == 0 {
+            *pending = Pending::reserved(self.layout.has_weights());
+        }
     }
 
     /// Records that the model is freed. Its file stays open: a later load goes on with it.

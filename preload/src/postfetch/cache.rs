@@ -8,7 +8,7 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use llama_sidecar::config::{CacheSize, Config, Misses};
@@ -156,14 +156,16 @@ impl Cache {
             // SAFETY: as the caller ensures, and nothing uses the slots.
             let speeds = unsafe { cache.measure(ggml, &matrices) };
             cache.decide(speeds);
-            journal::note(|| Event::ExpertCache {
+            static NOTED: Once = Once::new();
+            let event = || Event::ExpertCache {
                 slots: cache.slots() as u64,
                 bytes,
                 link_speed: speeds.map_or(0.0, |of| of.link),
                 memory_speed: speeds.map_or(0.0, |of| of.memory),
                 on_cpu: cache.computes_misses,
                 obstacle: None,
-            });
+            };
+            NOTED.call_once(|| journal::note(event));
             if let Some(trace) = &trace {
                 // SAFETY: as the caller ensures: the matrices are live, and nothing uses the slots.
                 unsafe { cache.fill(ggml, trace) };
