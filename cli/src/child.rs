@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Mutex, PoisonError};
@@ -123,11 +123,21 @@ pub fn witness() -> Result<()> {
 
 /// Starts a command that gets the signals that are sent to this process.
 pub fn spawn(command: &mut Command, group: Group) -> Result<Child> {
-    // The child ignores the signals that the parent of this process ignores (nohup).
-    let ignored = ignored_signals();
-    let passed_on = PASSED_ON.into_iter().filter(|signal| !ignored(*signal));
+    // The child starts with the signals ignored that this process ignores (nohup, a script's `&`).
+    // A program with a handler of its own gets them, so all are passed on.
+    let is_ignored = ignored_signals();
+    let ignored: Vec<i32> = PASSED_ON.into_iter().filter(|of| is_ignored(*of)).collect();
     // From here on signals wait for the thread. In the child, exec restores the default.
-    let mut signals = SignalsInfo::<WithOrigin>::new(passed_on)?;
+    let mut signals = SignalsInfo::<WithOrigin>::new(PASSED_ON)?;
+    let ignore = move || {
+        for signal in &ignored {
+            // SAFETY: a system call that may be made between fork and exec.
+            unsafe { libc::signal(*signal, libc::SIG_IGN) };
+        }
+        Ok(())
+    };
+    // SAFETY: the function makes system calls only.
+    unsafe { command.pre_exec(ignore) };
     let (started, child_started) = std::sync::mpsc::channel::<()>();
     let is_shared = group == Group::Shared;
     // Without one, the child may get a signal twice.
@@ -182,7 +192,7 @@ pub fn end_like(status: ExitStatus) -> ! {
 }
 
 /// Returns a function that returns which signals this process ignores.
-fn ignored_signals() -> impl Fn(i32) -> bool {
+pub fn ignored_signals() -> impl Fn(i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());

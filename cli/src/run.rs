@@ -5,10 +5,10 @@ use std::ffi::{OsStr, OsString};
 use std::path::Path;
 use std::process::{Command, ExitStatus};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, ArgMatches, FromArgMatches};
-use llama_sidecar::config::{Config, Kind, VARIABLES, Variable};
+use llama_sidecar::config::{CAPABILITIES, Config, Kind, VARIABLES, Variable};
 use llama_sidecar::protocol::Event;
 
 use crate::child::{self, Group, quoted};
@@ -29,8 +29,8 @@ pub struct RunOptions {
     /// Print no summary at the end.
     #[arg(short, long)]
     quiet: bool,
-    /// The program and its arguments, after `--`.
-    #[arg(required = true, last = true)]
+    /// The program and its arguments; `--` before them is optional.
+    #[arg(required = true, trailing_var_arg = true)]
     command: Vec<OsString>,
 }
 
@@ -47,10 +47,7 @@ fn flags() -> impl Iterator<Item = (&'static str, &'static Variable)> {
 }
 
 fn argument(flag: &'static str, variable: &'static Variable) -> Arg {
-    let help = variable
-        .help
-        .trim_start_matches("drop-in: ")
-        .replace('`', "'");
+    let help = without_links(variable.help.trim_start_matches("drop-in: ")).replace('`', "'");
     let (first, rest) = help.split_at(1);
     let help = format!("{}{rest} ({})", first.to_uppercase(), variable.name);
     let argument = Arg::new(flag).long(flag).help(help);
@@ -73,6 +70,21 @@ fn argument(flag: &'static str, variable: &'static Variable) -> Arg {
             value("N").value_parser(move |text: &str| checked(variable, text))
         }
     }
+}
+
+/// Returns Markdown with the texts of its links alone.
+fn without_links(markdown: &str) -> String {
+    let mut text = String::new();
+    let mut rest = markdown;
+    while let Some((before, link)) = rest.split_once('[')
+        && let Some((words, target)) = link.split_once("](")
+        && let Some((_, after)) = target.split_once(')')
+    {
+        text += before;
+        text += words;
+        rest = after;
+    }
+    text + rest
 }
 
 /// Returns a value that the variable accepts.
@@ -124,6 +136,11 @@ pub fn run(options: &RunOptions) -> Result<()> {
         return Ok(());
     }
     let program = Executable::find(&options.command[0])?;
+    // The settings as the program has them.
+    let config = Config::parse(|name| value_of(&variables, name));
+    if let Some(sentence) = config.unwritable().into_iter().next() {
+        bail!("{sentence}");
+    }
     let journal = Journal::new()?;
     let mut child = child::spawn(
         Command::new(&program.path)
@@ -138,9 +155,8 @@ pub fn run(options: &RunOptions) -> Result<()> {
     })?;
     let status = child::wait(&mut child)?;
     if !options.quiet {
-        // The settings as the program had them.
-        let config = Config::parse(|name| value_of(&variables, name));
-        for line in summary(&config, &program, &preload, &journal.read(), status) {
+        let lines = summary(&config, &program, &preload, &journal.read(), status);
+        for line in lines.iter().chain(&config.without_effect) {
             eprintln!("llama-sidecar: {line}");
         }
     }
@@ -158,12 +174,8 @@ fn summary(
     status: ExitStatus,
 ) -> Vec<String> {
     let streams = config.expert_stream.streams();
-    let fetches = config.host_postfetch.is_used();
-    if !config.hotswap && !config.traces() && !streams && !fetches && !config.rounds {
-        return vec![
-            "nothing enabled: pass --hotswap, --stream-experts, --post-fetch, --expert-cache, --page-lock, --rounds or an --expert-trace-* option"
-                .into(),
-        ];
+    if !config.is_used() {
+        return vec![format!("nothing enabled: pass {CAPABILITIES}")];
     }
     let obstacle = program.obstacle(preload);
     let obstacle = obstacle.or_else(|| events.obstacle(Some(status)));

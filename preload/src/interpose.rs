@@ -160,6 +160,9 @@ fn destination(hook: Hook, return_address: usize, arguments: &Arguments) -> *con
         _ => return missing(hook, caller),
     };
     let opens_file = matches!(hook, Hook::GgufInit | Hook::GgufInitStream);
+    if opens_file {
+        lifecycle::report_settings();
+    }
     let in_parts = parts::current().is_some();
     let wanted = match hook {
         Hook::BackendCompute => in_parts || !thread::is_inside(),

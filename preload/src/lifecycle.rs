@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use llama_sidecar::config::Config;
 use llama_sidecar::experts::ExpertIndex;
+use llama_sidecar::logger;
 use llama_sidecar::protocol::Event;
 
 use crate::capability::Capability;
@@ -47,6 +48,26 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Whether any capability is enabled and the drop-in works in this process.
 pub fn is_on() -> bool {
     !OFF.load(Ordering::Relaxed) && CAPABILITIES.iter().any(|of| of.is_enabled())
+}
+
+/// Logs once, before the first model is loaded, which settings have no effect and which outputs
+/// cannot be written. `run` does that itself, and sets the journal.
+pub fn report_settings() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let config = Config::get();
+        if config.journal.is_some() {
+            return;
+        }
+        for sentence in config.unwritable() {
+            logger::init();
+            log::error!("{sentence}");
+        }
+        for sentence in &config.without_effect {
+            logger::init();
+            log::warn!("{sentence}");
+        }
+    });
 }
 
 /// Whether any capability is to be informed of routed experts.
@@ -122,7 +143,7 @@ fn finish() {
     journal::note(|| Event::End {
         evaluations: sched::count(),
         switches: barrier::generation(),
-        longest_pause_us: barrier::pauses().longest.as_micros() as u64,
+        longest_pause_us: barrier::pauses().longest_us(),
     });
 }
 

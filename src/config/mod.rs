@@ -8,8 +8,11 @@
 //! default. A set-uid process reads none of the variables, because its environment belongs to
 //! another user.
 
+mod needs;
+mod outputs;
 mod variables;
 
+pub use needs::CAPABILITIES;
 pub use variables::{DefaultValue, Kind, VARIABLES, Variable, table};
 
 use std::ffi::{CString, OsStr, OsString};
@@ -196,6 +199,9 @@ pub struct Config {
     /// One sentence for each variable with a value that does not parse, or that has another
     /// effect than its wording suggests.
     pub rejected: Vec<String>,
+    /// One sentence for each variable that needs another one to have an effect in an unmodified
+    /// program.
+    pub without_effect: Vec<String>,
 }
 
 impl Config {
@@ -214,6 +220,7 @@ impl Config {
         let mut values = Values {
             environment,
             rejected: Vec::new(),
+            changed: Vec::new(),
         };
         let (cores, threads) = cores_and_threads();
         let default_spin = if threads > cores { 2000 } else { 0 };
@@ -270,7 +277,7 @@ impl Config {
         let poll = values.interval("LLAMA_HOTSWAP_POLL_MS", Duration::from_millis);
         // Checked for its message alone: there is one setting.
         values.text("LLAMA_HOTSWAP_KV");
-        Config {
+        let mut config = Config {
             postfetch,
             host_postfetch,
             hotswap: own_hotswap.unwrap_or_else(|| values.switch("LLAMA_HOTSWAP_ENABLED")),
@@ -311,8 +318,37 @@ impl Config {
             log: values
                 .get("LLAMA_SIDECAR_LOG", |value| utf8(value).and_then(level))
                 .unwrap_or(LevelFilter::Warn),
-            rejected: values.rejected,
-        }
+            rejected: Vec::new(),
+            without_effect: Vec::new(),
+        };
+        config.without_effect = needs::unmet(&config, &values.changed);
+        config.rejected = values.rejected;
+        config
+    }
+
+    /// Returns whether a capability is on in an unmodified program.
+    pub fn is_used(&self) -> bool {
+        let streams = self.expert_stream.streams();
+        self.hotswap || self.traces() || streams || self.host_postfetch.is_used() || self.rounds
+    }
+
+    /// Returns a sentence for each output that cannot be written, because its folder does not
+    /// exist or belongs to others.
+    pub fn unwritable(&self) -> Vec<String> {
+        let outputs = [
+            ("LLAMA_EXPERT_TRACE_OUTPUT", &self.trace_output),
+            ("LLAMA_EXPERT_TRACE_ROUTES", &self.trace_routes),
+            ("LLAMA_EXPERT_TRACE_SALIENCY", &self.trace_saliency),
+            ("LLAMA_SIDECAR_CONTROL", &self.control),
+            ("LLAMA_HOTSWAP_STATUS_FILE", &self.status_file),
+        ];
+        let sentence = |(name, path): (&str, &Option<PathBuf>)| {
+            let path = path.as_deref()?;
+            let why = outputs::obstacle(path)?;
+            let (title, path) = (Variable::named(name).title(), path.display());
+            Some(format!("{title}: cannot write {path}: {why}"))
+        };
+        outputs.into_iter().filter_map(sentence).collect()
     }
 
     /// Returns whether expert use is counted.
@@ -326,6 +362,8 @@ impl Config {
 struct Values<F> {
     environment: F,
     rejected: Vec<String>,
+    /// Those that are set to another value than their default.
+    changed: Vec<&'static Variable>,
 }
 
 impl<F: Fn(&str) -> Option<OsString>> Values<F> {
@@ -333,7 +371,13 @@ impl<F: Fn(&str) -> Option<OsString>> Values<F> {
     fn get<T>(&mut self, name: &str, parse: impl Fn(&OsStr) -> Result<T, String>) -> Option<T> {
         if let Some(value) = self.set(name) {
             match parse(&value) {
-                Ok(parsed) => return Some(parsed),
+                Ok(parsed) => {
+                    let variable = Variable::named(name);
+                    if !variable.is_default(&value) {
+                        self.changed.push(variable);
+                    }
+                    return Some(parsed);
+                }
                 Err(reason) => self.reject(name, &value, &reason, "using the default"),
             }
         }

@@ -433,6 +433,23 @@ impl Variable {
         found.unwrap_or_else(|| panic!("{name} is missing in VARIABLES"))
     }
 
+    /// Returns how messages name the variable: with its flag, if it has one.
+    pub fn title(&self) -> String {
+        match self.flag {
+            Some(flag) => format!("--{flag} ({})", self.name),
+            None => self.name.into(),
+        }
+    }
+
+    /// Returns whether a value means what an unset variable means.
+    pub(super) fn is_default(&self, value: &OsStr) -> bool {
+        match (self.default, self.kind) {
+            (Value(default), Switch) => is_on(value) == is_on(default.as_ref()),
+            (Value(default), _) => value == default,
+            (Described(_), _) => false,
+        }
+    }
+
     /// Checks a value against the grammar; the error states what is expected.
     pub fn check(&self, value: &OsStr) -> Result<(), String> {
         match self.kind {

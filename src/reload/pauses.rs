@@ -1,22 +1,22 @@
-//! How long evaluations wait for switches.
+//! How long switches keep evaluations out.
 
 use std::time::Duration;
 
-/// How long evaluations waited for switches before they began.
+/// How long evaluations waited for switches; in the drop-in, also how long switches took.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Pauses {
-    /// How many evaluations had to wait.
+    /// How many pauses there were.
     pub count: u64,
-    /// The longest wait.
+    /// The longest pause.
     pub longest: Duration,
-    /// All waits together.
+    /// All pauses together.
     pub total: Duration,
-    /// How many waits lasted up to each of [`Pauses::BOUNDS`], and longer than the bound before.
+    /// How many pauses lasted up to each of [`Pauses::BOUNDS`], and longer than the bound before.
     pub by_bound: [u64; Pauses::BOUNDS.len()],
 }
 
 impl Pauses {
-    /// Upper bounds of the classes in which waits are counted.
+    /// Upper bounds of the classes in which pauses are counted.
     pub const BOUNDS: [Duration; 6] = [
         Duration::from_micros(10),
         Duration::from_micros(100),
@@ -36,14 +36,19 @@ impl Pauses {
         }
     }
 
-    /// Counts one wait.
-    pub fn add(&mut self, wait: Duration) {
+    /// Counts one pause.
+    pub fn add(&mut self, pause: Duration) {
         self.count += 1;
-        self.longest = self.longest.max(wait);
-        self.total += wait;
-        if let Some(class) = Pauses::BOUNDS.iter().position(|bound| wait <= *bound) {
+        self.longest = self.longest.max(pause);
+        self.total += pause;
+        if let Some(class) = Pauses::BOUNDS.iter().position(|bound| pause <= *bound) {
             self.by_bound[class] += 1;
         }
+    }
+
+    /// Returns the longest pause in microseconds, rounded up.
+    pub fn longest_us(&self) -> u64 {
+        self.longest.as_nanos().div_ceil(1000) as u64
     }
 }
 
@@ -52,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_wait_is_counted_in_its_class() {
+    fn each_pause_is_counted_in_its_class() {
         let mut pauses = Pauses::new();
         for micros in [3, 10, 11, 2_000_000] {
             pauses.add(Duration::from_micros(micros));

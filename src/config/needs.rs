@@ -1,0 +1,203 @@
+//! Variables that have an effect in an unmodified program only beside another one.
+
+use super::{Config, Early, Variable};
+
+/// Variables with the same condition.
+struct Need {
+    variables: &'static [&'static str],
+    /// Whether they have an effect.
+    is_met: fn(&Config) -> bool,
+    /// What to do otherwise.
+    next: &'static str,
+}
+
+/// The flags that turn something on.
+pub const CAPABILITIES: &str = "--hotswap, --stream-experts, --post-fetch, --expert-cache, --page-lock, --rounds or an --expert-trace-* option";
+
+/// A variable is in one row at most.
+static NEEDS: [Need; 12] = [
+    Need {
+        variables: &["LLAMA_SIDECAR_CONTROL", "LLAMA_SIDECAR_STRICT"],
+        is_met: Config::is_used,
+        next: "turn something on: LLAMA_SIDECAR_HOTSWAP=1 (--hotswap), LLAMA_EXPERT_STREAM=auto (--stream-experts), LLAMA_POSTFETCH_HOST=on (--post-fetch) or LLAMA_EXPERT_TRACE_STATS=1 (--expert-trace-stats)",
+    },
+    Need {
+        variables: &[
+            "LLAMA_HOTSWAP_POLL_MS",
+            "LLAMA_HOTSWAP_QUIET_MS",
+            "LLAMA_HOTSWAP_CHECK",
+            "LLAMA_SIDECAR_STAGING_MB",
+            "LLAMA_SIDECAR_MEMORY_MB",
+        ],
+        is_met: |config| config.hotswap,
+        next: "also set LLAMA_SIDECAR_HOTSWAP=1 (--hotswap)",
+    },
+    Need {
+        variables: &["LLAMA_SIDECAR_ROUNDS"],
+        is_met: |config| config.control.is_some() || config.control_file.is_some(),
+        next: "also set LLAMA_SIDECAR_CONTROL (--socket) or LLAMA_HOTSWAP_CONTROL_FILE, through which rounds are requested",
+    },
+    Need {
+        variables: &["LLAMA_HOTSWAP_STATUS_FILE"],
+        is_met: |config| config.control_file.is_some(),
+        next: "also set LLAMA_HOTSWAP_CONTROL_FILE",
+    },
+    Need {
+        variables: &["LLAMA_EXPERT_TRACE_EVERY_S"],
+        is_met: |config| config.trace_output.is_some(),
+        next: "also set LLAMA_EXPERT_TRACE_OUTPUT (--expert-trace-output)",
+    },
+    Need {
+        variables: &["LLAMA_EXPERT_TRACE_WEIGHTS"],
+        is_met: |config| config.trace_routes.is_some(),
+        next: "also set LLAMA_EXPERT_TRACE_ROUTES (--expert-trace-routes)",
+    },
+    Need {
+        variables: &["LLAMA_EXPERT_TRACE_PER_LAYER", "LLAMA_EXPERT_TRACE_TOP"],
+        is_met: |config| config.trace_summary,
+        next: "also set LLAMA_EXPERT_TRACE_STATS=1 (--expert-trace-stats)",
+    },
+    Need {
+        variables: &["LLAMA_EXPERT_STREAM_PREDICT", "LLAMA_EXPERT_STREAM_TRACE"],
+        is_met: |config| config.expert_stream.streams(),
+        next: "set LLAMA_EXPERT_STREAM=auto (--stream-experts)",
+    },
+    Need {
+        variables: &[
+            "LLAMA_POSTFETCH_HOST",
+            "LLAMA_POSTFETCH_CACHE_MB",
+            "LLAMA_POSTFETCH_CACHE_TRACE",
+        ],
+        is_met: |config| config.host_postfetch.early != Early::None,
+        next: "unset LLAMA_POSTFETCH_ENABLE, LLAMA_POSTFETCH_FORCE_CPU and LLAMA_POSTFETCH_USE_DEDICATED_STREAMS, or the value that turns experts on the device off",
+    },
+    Need {
+        variables: &[
+            "LLAMA_POSTFETCH_BLOCK_ON_MISS",
+            "LLAMA_POSTFETCH_MAX_TRANSFERS",
+            "LLAMA_POSTFETCH_SCRATCHPAD_MB",
+            "LLAMA_POSTFETCH_SPIN_US",
+            "LLAMA_POSTFETCH_DEBUG",
+            "LLAMA_POSTFETCH_LOOK_AHEAD",
+        ],
+        is_met: |config| config.host_postfetch.early != Early::None,
+        next: "also set LLAMA_POSTFETCH_HOST=on (--post-fetch)",
+    },
+    Need {
+        variables: &[
+            "LLAMA_POSTFETCH_CACHE_HALF_LIFE",
+            "LLAMA_POSTFETCH_CACHE_MISSES",
+            "LLAMA_POSTFETCH_CACHE_UPLOADS",
+        ],
+        is_met: |config| config.host_postfetch.cache.is_some(),
+        next: "also set LLAMA_POSTFETCH_CACHE_MB=auto (--expert-cache)",
+    },
+    Need {
+        variables: &[
+            "LLAMA_SIDECAR_SPLIT",
+            "LLAMA_SIDECAR_CPU_MOE",
+            "LLAMA_SIDECAR_OVERRIDE_TENSOR",
+            "LLAMA_POSTFETCH_CPU_LIMIT",
+            "LLAMA_POSTFETCH_PAGE_LOCK",
+        ],
+        is_met: |_| false,
+        next: "only programs that link llama-sidecar read it: use an option of the program",
+    },
+];
+
+/// Returns a sentence for each of these variables that has no effect in an unmodified program.
+pub(super) fn unmet(config: &Config, set: &[&Variable]) -> Vec<String> {
+    let sentence = |variable: &&Variable| {
+        let need = NEEDS
+            .iter()
+            .find(|need| need.variables.contains(&variable.name))?;
+        let next = (!(need.is_met)(config)).then_some(need.next)?;
+        Some(format!("{} has no effect: {next}", variable.title()))
+    };
+    set.iter().filter_map(sentence).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::VARIABLES;
+    use super::*;
+
+    fn parse(variables: &[(&str, &str)]) -> Config {
+        Config::parse(|name| {
+            let found = variables.iter().find(|(key, _)| *key == name)?;
+            Some(found.1.into())
+        })
+    }
+
+    /// A value of a variable that is not its default.
+    fn other(variable: &Variable) -> &'static str {
+        let values = [
+            "1", "0", "7", "auto", "on", "cpu", "debug", "3,1", "attn=1", "keep",
+        ];
+        let is_valid = |value: &&str| variable.check(value.as_ref()).is_ok();
+        let is_other = |value: &&str| !variable.is_default(value.as_ref());
+        let found = values.into_iter().find(|of| is_valid(of) && is_other(of));
+        found.unwrap_or("keep")
+    }
+
+    #[test]
+    fn a_variable_that_turns_nothing_on_is_reported() {
+        // They turn something off, or concern messages.
+        const ALONE: [&str; 6] = [
+            "LLAMA_HOTSWAP_KV",
+            "LLAMA_POSTFETCH_FORCE_CPU",
+            "LLAMA_POSTFETCH_USE_DEDICATED_STREAMS",
+            "LLAMA_SIDECAR_JOURNAL",
+            "LLAMA_SIDECAR_LOG",
+            "LLAMA_POSTFETCH_ENABLE",
+        ];
+        for variable in VARIABLES {
+            let config = parse(&[(variable.name, other(variable))]);
+            assert!(config.rejected.is_empty(), "{config:?}");
+            let starts = |text: &String| text.starts_with(&variable.title());
+            let is_reported = config.without_effect.iter().any(starts);
+            let is_alone = ALONE.contains(&variable.name);
+            let rounds_alone = variable.name == "LLAMA_SIDECAR_ROUNDS";
+            assert!(
+                is_reported == (!config.is_used() || rounds_alone) || is_alone,
+                "{}: {:?}",
+                variable.name,
+                config.without_effect
+            );
+        }
+    }
+
+    #[test]
+    fn a_variable_beside_the_one_that_it_needs_is_not_reported() {
+        for all in [
+            &[
+                ("LLAMA_EXPERT_TRACE_EVERY_S", "5"),
+                ("LLAMA_EXPERT_TRACE_OUTPUT", "a.json"),
+            ][..],
+            &[
+                ("LLAMA_HOTSWAP_POLL_MS", "5"),
+                ("LLAMA_HOTSWAP_ENABLED", "1"),
+            ],
+            &[
+                ("LLAMA_POSTFETCH_DEBUG", "1"),
+                ("LLAMA_POSTFETCH_ENABLE", "1"),
+            ],
+            &[
+                ("LLAMA_SIDECAR_CONTROL", "a"),
+                ("LLAMA_EXPERT_TRACE_NAMES", "1"),
+            ],
+            &[
+                ("LLAMA_EXPERT_TRACE_TOP", "5"),
+                ("LLAMA_EXPERT_TRACE_PER_LAYER", "1"),
+            ],
+            &[("LLAMA_EXPERT_TRACE_EVERY_S", "0")],
+        ] {
+            assert_eq!(parse(all).without_effect, [""; 0], "{all:?}");
+        }
+        let excluded = parse(&[
+            ("LLAMA_POSTFETCH_HOST", "on"),
+            ("LLAMA_POSTFETCH_ENABLE", "0"),
+        ]);
+        assert_eq!(excluded.without_effect.len(), 1, "{excluded:?}");
+    }
+}
