@@ -79,6 +79,9 @@ pub struct Overlay {
     pub tensor: String,
     /// Absolute path of a GGUF file, or of any shard of a model.
     pub from: String,
+    /// In a request, the path that [`Status`] has in place of `from`, if that is a temporary file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub named: Option<String>,
 }
 
 /// Whether a request was carried out.
@@ -139,7 +142,9 @@ pub struct Status {
     /// Number of switches.
     pub generation: u64,
     pub graphs_renewed: u64,
+    /// Number of switches that kept evaluations out, and of evaluations that waited for one.
     pub pauses: u64,
+    /// Longest of these pauses, rounded up.
     pub longest_pause_us: u64,
     /// Whether reloads are frozen by [`Request::Revert`].
     pub frozen: bool,
@@ -184,6 +189,8 @@ pub struct Waiting {
 pub struct StreamFigures {
     /// Number of layers that were scheduled.
     pub layers: u64,
+    /// Number of tokens in `seconds`.
+    pub tokens: u64,
     /// Bytes of routed experts whose residency was checked.
     pub checked_bytes: u64,
     /// Bytes of them that were in memory or on their way.
@@ -215,15 +222,20 @@ impl StreamFigures {
     pub fn sentence(&self) -> String {
         let mb = |bytes: u64| bytes as f64 / 1e6;
         let percent = |part: u64, whole: u64| 100.0 * part as f64 / whole.max(1) as f64;
+        let speed = format!(
+            "{} tokens of prompts and answers at {:.2} tokens/s",
+            self.tokens,
+            self.tokens as f64 / self.seconds.max(1e-3)
+        );
         let read = self.read_bytes + self.guessed_bytes;
         if self.checked_bytes == 0 {
             return format!(
-                "{} layers scheduled, {} page faults waited for the disk; the kernel does not report which pages of the file are in memory",
+                "{speed}, {} layers scheduled, {} page faults waited for the disk; the kernel does not report which pages of the file are in memory",
                 self.layers, self.major_faults
             );
         }
         let mut text = format!(
-            "{:.0} MB read ahead ({:.0} MB/s), {:.0} % of the routed experts' bytes were in memory, {} page faults waited for the disk",
+            "{speed}, {:.0} MB read ahead ({:.0} MB/s), {:.0} % of the routed experts' bytes were in memory, {} page faults waited for the disk",
             mb(read),
             mb(read) / self.seconds.max(1e-3),
             percent(self.resident_bytes, self.checked_bytes),
@@ -469,6 +481,12 @@ pub struct TensorStatus {
     pub name: String,
     /// State of each copy of the tensor in the program.
     pub states: Vec<TensorState>,
+    /// Type that the program loaded.
+    pub old_type: String,
+    /// Type in use.
+    pub new_type: String,
+    /// The file of its overlay; `None` if the bytes are those of the model's own file.
+    pub from: Option<String>,
 }
 
 /// Place of the bytes of a tensor.
@@ -793,6 +811,7 @@ mod tests {
         let overlay = Overlay {
             tensor: "output".into(),
             from: "/other.gguf".into(),
+            named: None,
         };
         let swap = |revert: Option<&str>, overlays: &[Overlay]| Request::Swap {
             revert: revert.map(str::to_owned),

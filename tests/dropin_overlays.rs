@@ -144,6 +144,28 @@ fn tensors_are_quantised_by_the_library_of_the_program() {
         assert!(!succeeded && errors.contains(expected), "{errors}");
     }
     assert_eq!(overlays(&host).len(), 1);
+    // One line for the tensor, with the file that was named; each switch is a pause.
+    let status = Command::new(built("release/llama-sidecar"))
+        .args(["status", "--socket"])
+        .arg(host.socket())
+        .output()
+        .expect("the command starts");
+    let status = String::from_utf8_lossy(&status.stdout).into_owned();
+    let name = changed.replace("\\.", ".");
+    let lines: Vec<&str> = status.lines().filter(|line| line.contains(&name)).collect();
+    let [line] = lines[..] else {
+        panic!("{status}")
+    };
+    assert!(
+        line.ends_with(&format!("q4_1 -> q8_0 from {from}")),
+        "{line}"
+    );
+    let found = host.control("status");
+    assert!(
+        found["pauses"].as_u64() >= found["generation"].as_u64(),
+        "{found}"
+    );
+    assert!(found["longest_pause_us"].as_u64() > Some(0), "{found}");
     assert_eq!(host.text(TOKENS), after);
     assert!(swap_live(&host, &["--restore"]).status.success());
     assert_eq!(host.text(TOKENS), before);

@@ -2,15 +2,17 @@
 //! `mark`, `round` and `ping`:
 //! requests to the control socket of a running program.
 
-use std::io::{BufRead, BufReader, Write, stdout};
+use std::io::{self, BufRead, BufReader, ErrorKind, Write, stdout};
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use llama_sidecar::config::Config;
 use llama_sidecar::protocol::{
-    Hashes, Metrics, ModelReload, ReloadReport, Reloads, Reply, Request, Round, Status, Traces,
+    Hashes, Metrics, ModelReload, ReloadReport, Reloads, Reply, Request, Round, Status,
+    TensorState, Traces,
 };
 use llama_sidecar::trace::{from_json, to_text};
 use serde::de::DeserializeOwned;
@@ -160,23 +162,51 @@ pub fn ask(socket: &Path, request: &Request) -> Result<Value> {
 }
 
 fn connect(socket: &Path, request: &Request) -> Result<UnixStream> {
-    UnixStream::connect(socket).with_context(|| {
-        let flag = match request {
-            Request::Reload | Request::Revert | Request::Unfreeze | Request::Swap { .. } => {
-                "--hotswap"
-            }
-            Request::Trace | Request::TraceReset => "--expert-trace-stats",
-            Request::Mark { .. } => "--expert-trace-routes PATH",
-            Request::Round { .. } | Request::RoundEnd => "--rounds",
-            Request::Ping | Request::Status | Request::Metrics | Request::Hash => {
-                "--hotswap, --stream-experts, --post-fetch or --expert-trace-stats"
+    let refused = |error: io::Error| {
+        let next = match error.kind() {
+            ErrorKind::PermissionDenied => match owner_of(socket) {
+                Some(owner) => {
+                    format!("the socket belongs to {owner}: run this command as that user")
+                }
+                None => "its folder belongs to others: run this command as the user of the program"
+                    .into(),
+            },
+            _ => {
+                let flag = flag_for(request);
+                format!(
+                    "start the program with 'llama-sidecar run --socket {} FLAG -- COMMAND', where FLAG is {flag}; the socket appears after its first evaluation",
+                    socket.display()
+                )
             }
         };
-        format!(
-            "cannot connect to {}: start the program with 'llama-sidecar run --socket {0} FLAG -- COMMAND', where FLAG is {flag}; the socket appears after its first evaluation",
-            socket.display()
-        )
-    })
+        anyhow!("cannot connect to {}: {error}; {next}", socket.display())
+    };
+    UnixStream::connect(socket).map_err(refused)
+}
+
+/// Returns the user who owns a file, with the name if it is known.
+fn owner_of(path: &Path) -> Option<String> {
+    let id = std::fs::symlink_metadata(path).ok()?.uid();
+    let users = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
+    let name = users.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        let name = fields.next()?;
+        (fields.nth(1)? == id.to_string()).then(|| format!("{name} (user {id})"))
+    });
+    Some(name.unwrap_or_else(|| format!("user {id}")))
+}
+
+/// Returns the flag of `run` with which a program can answer a request.
+fn flag_for(request: &Request) -> &'static str {
+    match request {
+        Request::Reload | Request::Revert | Request::Unfreeze | Request::Swap { .. } => "--hotswap",
+        Request::Trace | Request::TraceReset => "--expert-trace-stats",
+        Request::Mark { .. } => "--expert-trace-routes PATH",
+        Request::Round { .. } | Request::RoundEnd => "--rounds",
+        Request::Ping | Request::Status | Request::Metrics | Request::Hash => {
+            "--hotswap, --stream-experts, --post-fetch or --expert-trace-stats"
+        }
+    }
 }
 
 fn print_status(out: &mut impl Write, status: &Status) -> Result<()> {
@@ -238,11 +268,26 @@ fn print_status(out: &mut impl Write, status: &Status) -> Result<()> {
             writeln!(out, "  error: {}", uncounted.sentence())?;
         }
         for tensor in &model.changed {
-            let states: Vec<_> = tensor.states.iter().map(|state| state.name()).collect();
-            writeln!(out, "  {:40} {}", tensor.name, states.join(", "))?;
+            let from = tensor.from.as_ref().map(|from| format!(" from {from}"));
+            let on_host = tensor.states.contains(&TensorState::FallbackCpu);
+            writeln!(
+                out,
+                "  {:40} {} -> {}{}{}",
+                tensor.name,
+                tensor.old_type,
+                tensor.new_type,
+                from.unwrap_or_default(),
+                if on_host { ", in host memory" } else { "" }
+            )?;
         }
-        for overlay in &model.overlays {
-            writeln!(out, "  {:40} from {}", overlay.tensor, overlay.from)?;
+        // Overlays with the bytes that were loaded.
+        let changed = |name: &str| model.changed.iter().any(|tensor| tensor.name == name);
+        for overlay in model.overlays.iter().filter(|of| !changed(&of.tensor)) {
+            writeln!(
+                out,
+                "  {:40} as loaded, from {}",
+                overlay.tensor, overlay.from
+            )?;
         }
     }
     Ok(())
@@ -276,7 +321,7 @@ fn print_reloads(out: &mut impl Write, reloads: &Reloads) -> Result<()> {
 fn print_report(out: &mut impl Write, report: &ReloadReport) -> Result<()> {
     writeln!(
         out,
-        "model {}: {} swapped, {} returned, {} unchanged, {} in place, {} refused; {:.1} ms, evaluations held for {:.1} us",
+        "model {}: {} swapped, {} returned, {} unchanged, {} in place, {} refused; {:.1} ms, pause {:.1} us",
         report.model,
         report.swapped,
         report.returned,

@@ -27,6 +27,7 @@ pub fn set(socket: &Path, tensor: &str, from: &Path) -> Result<()> {
     let overlay = Overlay {
         tensor: tensor.into(),
         from: from.into(),
+        named: None,
     };
     send(socket, None, vec![overlay])
 }

@@ -394,7 +394,7 @@ pub fn viewed_in() -> u64 {
     VIEWED_IN.load(Ordering::SeqCst)
 }
 
-/// Returns how long evaluations waited for switches so far.
+/// Returns how long switches kept evaluations out so far.
 pub fn pauses() -> Pauses {
     BARRIER.lock().pauses
 }
@@ -468,8 +468,13 @@ fn wait(
     });
     PENDING.store(true, Ordering::SeqCst);
     let result = loop {
+        let done = barrier.pending.as_ref().is_some_and(|p| p.result.is_some());
         let obstacle = advance(&mut barrier);
         if let Some(result) = barrier.pending.as_mut().and_then(|p| p.result.take()) {
+            // An evaluation that executed the switch has counted its wait.
+            if let (false, 1.., Ok(switched)) = (done, counts, &result) {
+                barrier.pauses.add(switched.switch);
+            }
             break result;
         }
         let (timeout, refusal) = match obstacle {
@@ -617,9 +622,10 @@ mod tests {
 
     #[test]
     fn a_switch_runs_its_work_once() {
-        let before = generation();
+        let (before, paused) = (generation(), pauses().count);
         let switched = switch(tensors_of(9, false), || true, || Ok(())).expect("no obstacle");
         assert_eq!(switched.generation, before + 1);
+        assert_eq!(pauses().count, paused + 1, "each switch is a pause");
         assert_eq!(viewed_in(), 0);
         switch(tensors_of(9, true), || true, || Ok(())).expect("no obstacle");
         assert_eq!(viewed_in(), generation());

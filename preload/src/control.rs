@@ -55,7 +55,7 @@ pub fn start(path: &Path) {
             }
         }
         Err(error) => log::error!(
-            "LLAMA_SIDECAR_CONTROL={}: cannot create the control socket: {error}; choose another path, for several processes one with %p, which stands for the process id",
+            "--socket (LLAMA_SIDECAR_CONTROL): cannot create the control socket {}: {error}; choose another path, for several processes one with %p, which stands for the process id",
             path.display()
         ),
     }
@@ -248,7 +248,7 @@ fn answer(request: Request, client: &UnixStream) -> Result<Value, String> {
         }),
         Request::Trace if !Config::get().traces() => {
             return Err(
-                "experts are not counted: start the program with LLAMA_EXPERT_TRACE_STATS=1".into(),
+                "experts are not counted: start the program with --expert-trace-stats (LLAMA_EXPERT_TRACE_STATS=1)".into(),
             );
         }
         Request::Trace => json!(Traces {
@@ -309,7 +309,7 @@ fn status() -> Status {
         generation: barrier::generation(),
         graphs_renewed: sched::rebuilt(),
         pauses: pauses.count,
-        longest_pause_us: pauses.longest.as_micros() as u64,
+        longest_pause_us: pauses.longest_us(),
         frozen: reloader::is_frozen(),
         waiting: barrier::pending().map(|(obstacle, since)| Waiting {
             obstacle: obstacle.map(|obstacle| obstacle.name().into()),
@@ -331,6 +331,8 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
         .files
         .iter()
         .map(|file| file.gguf.source.path().display().to_string());
+    let known = model.engine.changed();
+    let path = |from: &PathBuf| from.display().to_string();
     let mut changed = Vec::new();
     for (index, tensor) in model.tensors.iter().enumerate() {
         let instances = tensor.instances.iter().filter(|of| !of.is_copy());
@@ -338,17 +340,23 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
         if states.iter().all(|&state| state == TensorState::OnOriginal) {
             continue;
         }
+        let of = known.iter().find(|of| of.tensor == index);
         changed.push(TensorStatus {
             name: model.name(index).to_string_lossy().into_owned(),
             states,
+            old_type: of.map_or("", |of| of.original_type.name()).into(),
+            new_type: of.map_or("", |of| of.ty.name()).into(),
+            from: of.and_then(|of| of.overlay.as_ref()).map(path),
         });
     }
     let instances = model.tensors.iter().flat_map(|tensor| &tensor.instances);
-    let overlays = model.engine.overlays().into_iter();
-    let overlay = |(tensor, from): (usize, PathBuf)| Overlay {
-        tensor: model.name(tensor).to_string_lossy().into_owned(),
-        from: from.display().to_string(),
-    };
+    let overlays = known.iter().filter_map(|of| {
+        Some(Overlay {
+            tensor: model.name(of.tensor).to_string_lossy().into_owned(),
+            from: path(of.overlay.as_ref()?),
+            named: None,
+        })
+    });
     ModelStatus {
         model: model.number,
         files: paths.collect(),
@@ -356,7 +364,7 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
         instances: instances.filter(|of| !of.is_copy()).count(),
         on_original: model.tensors.len() - changed.len(),
         changed,
-        overlays: overlays.map(overlay).collect(),
+        overlays: overlays.collect(),
         private_bytes: model.private_bytes(),
         kept_bytes: model.pool.bytes(),
         blocked: reloader::blocked(model).map(|blocked| Blocked {

@@ -132,7 +132,7 @@ fn pauses(out: &mut Page) {
     out.head(
         "pause_seconds",
         "histogram",
-        "How long evaluations were delayed by swaps before they began.",
+        "How long swaps kept evaluations out: of each swap, or of the evaluation that waited for it.",
     );
     let mut sum = 0;
     for (bound, count) in Pauses::BOUNDS.iter().zip(pauses.by_bound) {

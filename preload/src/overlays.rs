@@ -64,7 +64,7 @@ impl Overlays {
         let none = |model: &Arc<Model>| vec![None; model.tensors.len()];
         let mut last: Vec<Vec<Option<usize>>> = models.iter().map(none).collect();
         for (at, overlay) in overlays.iter().enumerate() {
-            let source = sources.open(&overlay.from)?;
+            let source = sources.open(overlay)?;
             let pattern = NamePattern::parse(&overlay.tensor)?;
             let mut matches = false;
             for (model, last) in models.iter().zip(&mut last) {
@@ -121,7 +121,8 @@ impl Overlays {
 
 impl Sources {
     /// Opens a file, unless it is a file of a source that is open. Returns the index of the source.
-    fn open(&mut self, from: &str) -> Result<usize, String> {
+    fn open(&mut self, overlay: &Overlay) -> Result<usize, String> {
+        let from = overlay.from.as_str();
         if let Some(known) = self.by_path.get(from) {
             return Ok(*known);
         }
@@ -141,9 +142,12 @@ impl Sources {
         }
         if known.is_none() {
             let source = OverlaySource::open(path).map_err(|error| error.to_string())?;
-            self.opened.push(source);
+            self.opened.push(match &overlay.named {
+                Some(named) => source.named(Path::new(named)),
+                None => source,
+            });
         }
-        self.by_path.insert(from.to_owned(), index);
+        self.by_path.insert(overlay.from.clone(), index);
         Ok(index)
     }
 }

@@ -151,7 +151,7 @@ pub unsafe extern "C" fn llama_sidecar_model_get_info(
             file_bytes: model.file_bytes(),
             generation: model.generation(),
             n_pauses: pauses.count,
-            longest_pause_us: pauses.longest.as_micros() as u64,
+            longest_pause_us: pauses.longest_us(),
             gguf_version: model.gguf_version(),
         };
         // SAFETY: as the caller guarantees.

@@ -31,7 +31,7 @@ pub(super) fn check(limit: Option<u64>, need: Need) -> Result<(), String> {
     if let Some(limit) = limit {
         if need.held.saturating_add(new) > limit {
             return Err(format!(
-                "staging {} MiB beside the {} MiB that swapped tensors hold would exceed LLAMA_SIDECAR_MEMORY_MB={}: raise the limit, or return tensors to their originals first",
+                "staging {} MiB beside the {} MiB that swapped tensors hold would exceed LLAMA_SIDECAR_MEMORY_MB={} (--memory-mb): raise the limit, or return tensors to their originals first",
                 new.div_ceil(MIB),
                 need.held.div_ceil(MIB),
                 limit / MIB
@@ -45,7 +45,7 @@ pub(super) fn check(limit: Option<u64>, need: Need) -> Result<(), String> {
     let usable = usable(free);
     if need.host > usable {
         return Err(format!(
-            "staging {} MiB needs more than the {} MiB that {what} leaves for new buffers: free memory, or set LLAMA_SIDECAR_MEMORY_MB to allow it",
+            "staging {} MiB needs more than the {} MiB that {what} leaves for new buffers: free memory, or set --memory-mb (LLAMA_SIDECAR_MEMORY_MB) to allow it",
             need.host.div_ceil(MIB),
             usable / MIB
         ));

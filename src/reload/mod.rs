@@ -31,7 +31,6 @@ mod switch;
 mod tests;
 mod tracked;
 
-use std::path::PathBuf;
 use std::time::Instant;
 
 use parking_lot::Mutex;
@@ -49,6 +48,7 @@ pub(crate) use hash::of_reads as hash_reads;
 pub use hash::{Hash, of_bytes as hash_bytes, of_source as hash_source};
 pub use overlay::OverlaySource;
 pub use pauses::Pauses;
+pub use registry::Changed;
 pub use report::{
     Cause, Effect, FileEvent, FileReport, Ignored, Outcome, Report, TensorReport, Times,
 };
@@ -59,8 +59,8 @@ pub use tracked::TrackedFile;
 #[derive(Debug)]
 pub struct Engine {
     state: Mutex<Registry>,
-    /// The overlays after the last request, which are read while a reload runs.
-    overlays: Mutex<Vec<(usize, PathBuf)>>,
+    /// The changed tensors after the last request, which are read while a reload runs.
+    changed: Mutex<Vec<Changed>>,
 }
 
 impl Engine {
@@ -76,7 +76,7 @@ impl Engine {
     ) -> Engine {
         Engine {
             state: Mutex::new(Registry::new(files, tensors, staging_bytes)),
-            overlays: Mutex::default(),
+            changed: Mutex::default(),
         }
     }
 
@@ -109,7 +109,7 @@ impl Engine {
         if result.is_ok() {
             result = registry.bring_back(store, &mut report);
         }
-        *self.overlays.lock() = registry.overlays();
+        *self.changed.lock() = registry.changed();
         report.finish(began, result)
     }
 
@@ -122,7 +122,7 @@ impl Engine {
         let mut registry = self.state.lock();
         let mut report = Report::default();
         let result = registry.revert(store, &mut report);
-        *self.overlays.lock() = registry.overlays();
+        *self.changed.lock() = registry.changed();
         report.finish(began, result)
     }
 
@@ -143,14 +143,14 @@ impl Engine {
         let mut registry = self.state.lock();
         let mut report = Report::default();
         let result = registry.overlay(store, revert, set, &mut report);
-        *self.overlays.lock() = registry.overlays();
+        *self.changed.lock() = registry.changed();
         report.finish(began, result)
     }
 
-    /// Returns each tensor that has an overlay, and the file of the overlay. Does not wait for
-    /// reloads.
-    pub fn overlays(&self) -> Vec<(usize, PathBuf)> {
-        self.overlays.lock().clone()
+    /// Returns the tensors that left their original bytes, and those that have an overlay. Does not
+    /// wait for reloads.
+    pub fn changed(&self) -> Vec<Changed> {
+        self.changed.lock().clone()
     }
 
     /// Hashes tensors in use that were not hashed yet: as many as are read at a time, from

@@ -14,7 +14,7 @@ use super::compare::{self, Action, DAMAGE_ADVICE};
 use super::content::Content;
 use super::detect::{self, settle};
 use super::hash::Hash;
-use super::registry::{OriginalBytes, Registry};
+use super::registry::{Changed, OriginalBytes, Registry};
 use super::report::{Outcome, Report, TensorReport};
 use super::store::{Change, NewData, OnOutOfMemory, StageError, Store};
 use super::switch::{is_as_read, stage};
@@ -118,6 +118,15 @@ impl OverlaySource {
             path: path.to_owned(),
             files,
         })
+    }
+
+    /// Reports another path as the file of the overlays: this one is temporary.
+    #[must_use]
+    pub fn named(self, path: &Path) -> OverlaySource {
+        OverlaySource {
+            path: path.to_owned(),
+            ..self
+        }
     }
 
     /// Returns whether `id` is one of the files of the source, in the version that was opened.
@@ -245,11 +254,19 @@ impl Registry {
         Ok(())
     }
 
-    /// Returns the tensors that have an overlay, and its file.
-    pub fn overlays(&self) -> Vec<(usize, PathBuf)> {
+    /// Returns the tensors that left their original bytes or have an overlay.
+    pub fn changed(&self) -> Vec<Changed> {
         let tensors = self.tensors.iter().enumerate();
-        tensors
-            .filter_map(|(at, tensor)| Some((at, tensor.overlay.as_ref()?.from.clone())))
+        let changed = tensors.filter(|(_, tensor)| {
+            tensor.overlay.is_some() || tensor.original_bytes != OriginalBytes::InUse
+        });
+        changed
+            .map(|(at, tensor)| Changed {
+                tensor: at,
+                original_type: tensor.original_type,
+                ty: tensor.ty,
+                overlay: tensor.overlay.as_ref().map(|overlay| overlay.from.clone()),
+            })
             .collect()
     }
 

@@ -81,6 +81,19 @@ pub(super) struct Registered {
     pub overlay: Option<Overlay>,
 }
 
+/// A tensor that left its original bytes, or that has an overlay.
+#[derive(Debug, Clone)]
+pub struct Changed {
+    /// The tensor.
+    pub tensor: usize,
+    /// The type at registration.
+    pub original_type: &'static TypeInfo,
+    /// The type of the bytes in use.
+    pub ty: &'static TypeInfo,
+    /// The file of its overlay.
+    pub overlay: Option<PathBuf>,
+}
+
 /// What is known of the bytes that a tensor had at registration. They are hashed when a swap
 /// replaces them: a model that is never swapped is never read for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -274,7 +274,7 @@ impl Report {
 
     pub(super) fn log(&self) {
         log::info!(
-            "reload: {} swapped, {} returned, {} moved, {} unchanged, {} in place, {} refused; {:.1} ms, evaluations held for {:.0} us",
+            "reload: {} swapped, {} returned, {} moved, {} unchanged, {} in place, {} refused; {:.1} ms, pause {:.0} us",
             self.count(Outcome::Swapped),
             self.count(Outcome::Returned),
             self.count(Outcome::Moved),

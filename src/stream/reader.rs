@@ -176,6 +176,7 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Figures {
     layers: AtomicU64,
+    tokens: AtomicU64,
     checked_pages: AtomicU64,
     resident_pages: AtomicU64,
     read_pages: AtomicU64,
@@ -368,6 +369,7 @@ impl Reader {
         let bytes = |figure: &AtomicU64| get(figure) * shared.page;
         StreamFigures {
             layers: get(&figures.layers),
+            tokens: get(&figures.tokens),
             checked_bytes: bytes(&figures.checked_pages),
             resident_bytes: bytes(&figures.resident_pages),
             read_bytes: bytes(&figures.read_pages),
@@ -435,6 +437,9 @@ impl Shared {
         let pause = now.saturating_sub(self.figures.last.swap(now, Ordering::Relaxed));
         if pause < LONGEST_LAYER {
             add(&self.figures.active, pause);
+        }
+        if layer == 0 && !is_next_part {
+            add(&self.figures.tokens, ids.tokens as u64);
         }
         let routed = routed(ids, experts);
         if let Some(guess) = self.guesses[layer].try_lock().and_then(|mut of| of.take()) {
