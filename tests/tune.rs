@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
@@ -361,4 +362,129 @@ fn a_killed_sweep_continues_to_the_same_results() {
         String::from_utf8_lossy(&output.stdout),
         String::from_utf8_lossy(&expected)
     );
+}
+
+/// The tensor of a swap of the file is the one that llama-quantize writes.
+#[test]
+fn a_swap_of_the_file_quantises_as_llama_quantize_does() {
+    let small = Small::new();
+    let name = "blk.1.ffn_down.weight";
+    let model = small.path("swapped.gguf");
+    fs::copy(&small.model, &model).expect("free space");
+    let folder = llama_cpp("llama-quantize");
+    let folder = folder.parent().expect("a folder").to_owned();
+    let swap = |arguments: &[&str]| {
+        let mut command = Command::new(built("release/llama-sidecar"));
+        command.env("PATH", &folder).arg("swap").arg(&model);
+        command.args(["--tensor", r"blk\.1\.ffn_down\.weight", "--from"]);
+        let output = command.arg(&small.model).args(arguments).output();
+        let output = output.expect("it starts");
+        let text = [output.stdout, output.stderr].concat();
+        (
+            output.status.success(),
+            String::from_utf8_lossy(&text).into_owned(),
+        )
+    };
+    let before = fs::read(&model).expect("a model");
+    let (succeeded, text) = swap(&["--as", "nonsense", "--dry-run"]);
+    assert!(
+        !succeeded && text.contains("neither a type of ggml"),
+        "{text}"
+    );
+    let (succeeded, text) = swap(&["--as", "q8_0", "--dry-run"]);
+    assert!(succeeded && text.contains("f16 -> q8_0"), "{text}");
+    let (succeeded, text) = swap(&["--as", "q8_0", "--ggml", "/no/library"]);
+    assert!(
+        !succeeded && text.contains("cannot open /no/library"),
+        "{text}"
+    );
+    assert!(fs::read(&model).expect("a model") == before);
+
+    let (succeeded, text) = swap(&["--as", "q8_0"]);
+    assert!(succeeded, "{text}");
+    let expected = small.path("expected.gguf");
+    quantize(&small.model, &expected, "Q8_0", &[]);
+    let (old, found, expected) = (tensors(&small.model), tensors(&model), tensors(&expected));
+    for (tensor, found) in &found {
+        let wanted = if tensor == name { &expected } else { &old };
+        assert!(*found == wanted[tensor], "{tensor}");
+    }
+}
+
+/// What can be known before the base logits are made is reported before.
+#[test]
+fn a_goal_and_a_group_are_checked_first() {
+    let small = Small::new();
+    let work = small.path("work");
+    let refused = |arguments: &[&str]| {
+        let output = measure(&small.model, &work, arguments).output();
+        let output = output.expect("it starts");
+        assert!(!output.status.success(), "{output:?}");
+        assert!(!work.join("base.logits").exists(), "{arguments:?}");
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    let text = refused(&["--types", "q8_0", "--bpw", "0.5"]);
+    assert!(text.contains("no mix of these types is as small"), "{text}");
+    let text = refused(&["--types", "q8_0", "--group", "attn_q"]);
+    assert!(
+        text.contains("an expression matches whole names: try '.*attn_q.*'"),
+        "{text}"
+    );
+}
+
+/// Notes beside the figures; the goal is larger than any mix.
+#[test]
+fn results_state_what_a_user_must_know() {
+    let small = Small::new();
+    let source = small.path("q4.gguf");
+    quantize(&small.model, &source, "Q4_K_S", &[]);
+    let written = small.path("written.gguf");
+    let arguments = [
+        "--types",
+        "q2_K,q3_K",
+        "--only",
+        r"blk\.0\.ffn_.*",
+        "--size",
+        "1G",
+        "--write",
+    ];
+    let mut command = measure(&source, &small.path("work"), &arguments);
+    let output = done(command.arg(&written));
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(errors.contains("is quantised already (Q"), "{errors}");
+    assert!(errors.contains("4 chunks of 64 tokens are few"), "{errors}");
+    assert!(errors.contains("of quantised tensors"), "{errors}");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        text.contains("add a larger type to --types, such as "),
+        "{text}"
+    );
+    assert!(
+        text.contains("written: ") && !text.contains("to write the model"),
+        "{text}"
+    );
+    assert!(text.contains("work folder: "), "{text}");
+    // The tensors have rows that do not fit q2_K.
+    assert!(
+        text.contains("as with llama-quantize: their rows"),
+        "{text}"
+    );
+}
+
+#[test]
+fn an_interruption_states_how_to_continue() {
+    let small = Small::new();
+    let mut command = measure(&small.model, &small.path("work"), &["--types", "q4_K,q3_K"]);
+    let mut child = command.stderr(Stdio::piped()).spawn().expect("it starts");
+    let mut lines = BufReader::new(child.stderr.take().expect("a pipe"))
+        .lines()
+        .map_while(Result::ok);
+    lines
+        .find(|line| line.contains(": KLD "))
+        .expect("a measurement");
+    // SAFETY: a system call, to a child that was not waited for.
+    unsafe { libc::kill(child.id() as libc::pid_t, libc::SIGTERM) };
+    let found = lines.find(|line| line.contains("run the same command again to continue"));
+    assert!(found.is_some(), "no such line");
+    assert_eq!(child.wait().expect("it ends").signal(), Some(libc::SIGTERM));
 }

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 use goblin::elf::Elf;
@@ -68,6 +69,38 @@ impl Executable {
             set_uid: found.mode() & 0o4000 != 0 && found.uid() != geteuid().as_raw(),
             path,
         })
+    }
+
+    /// Returns the libraries of llama.cpp that the loader finds for the program.
+    pub fn libraries(&self) -> Result<Vec<PathBuf>> {
+        let output = Command::new(&self.path)
+            .env("LD_TRACE_LOADED_OBJECTS", "1")
+            .stdin(Stdio::null())
+            .output()
+            .with_context(|| format!("cannot run {}", self.path.display()))?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        let path = |line: &str| {
+            let path = line.split_once(" => ")?.1.split_once(" (")?.0;
+            let name = Path::new(path).file_name()?.to_string_lossy();
+            (name.contains("ggml") || name.contains("llama")).then(|| PathBuf::from(path))
+        };
+        let mut found: Vec<PathBuf> = text.lines().filter_map(path).collect();
+        // Backends that ggml loads at run time are beside its library.
+        let ggml = found
+            .iter()
+            .find(|path| path.to_string_lossy().contains("libggml"));
+        if let Some(folder) = ggml.and_then(|path| path.parent()) {
+            let beside = std::fs::read_dir(folder).into_iter().flatten().flatten();
+            let is_backend = |name: &str| name.starts_with("libggml-") && name.ends_with(".so");
+            let backends = beside.map(|entry| entry.path());
+            found.extend(backends.filter(|path| {
+                path.file_name()
+                    .is_some_and(|name| is_backend(&name.to_string_lossy()))
+            }));
+        }
+        found.sort();
+        found.dedup();
+        Ok(found)
     }
 
     /// Returns why the drop-in cannot be loaded into the program, and the next step.

@@ -53,6 +53,27 @@ impl Candidate {
         })
     }
 
+    /// Returns a line for each type that tensors get because their rows do not fit the type of the
+    /// candidate.
+    pub fn fallbacks(&self, outcomes: &[Outcome]) -> Vec<String> {
+        let Origin::Type(wanted) = self.origin else {
+            return Vec::new();
+        };
+        let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+        for outcome in outcomes.iter().filter(|of| !std::ptr::eq(of.ty, wanted)) {
+            *counts.entry(outcome.ty.name()).or_default() += 1;
+        }
+        let line = |(ty, count): (&str, usize)| {
+            format!(
+                "{count} of {} tensors become {ty}, as with llama-quantize: their rows do not consist of blocks of {} elements, as {} needs",
+                outcomes.len(),
+                wanted.block,
+                wanted.name()
+            )
+        };
+        counts.into_iter().map(line).collect()
+    }
+
     /// Returns what each tensor becomes. `has_matrix` is whether the importance matrix has data for
     /// a tensor.
     pub fn outcomes(

@@ -56,9 +56,16 @@ pub fn by_regex(tensors: &[Tensor<'_>], expressions: &[Regex]) -> Result<Vec<Gro
         Some(expressions[found].to_string())
     });
     for expression in expressions {
+        let inside = tensors
+            .iter()
+            .any(|tensor| expression.is_match(tensor.name));
+        let next = match inside {
+            true => format!("an expression matches whole names: try '.*{expression}.*'"),
+            false => "run 'llama-sidecar inspect' to list the tensors".into(),
+        };
         ensure!(
             groups.iter().any(|group| group.name == expression.as_str()),
-            "no tensor that can be quantised, and that no earlier --group has, matches '{expression}': run 'llama-sidecar inspect' to list the tensors"
+            "no tensor that can be quantised, and that no earlier --group has, has a name that matches '{expression}': {next}"
         );
     }
     Ok(groups)

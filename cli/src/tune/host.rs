@@ -39,38 +39,6 @@ pub struct Host {
 }
 
 impl Program {
-    /// Returns the libraries of llama.cpp that the loader finds for the program.
-    pub fn libraries(&self) -> Result<Vec<PathBuf>> {
-        let output = Command::new(&self.executable.path)
-            .env("LD_TRACE_LOADED_OBJECTS", "1")
-            .stdin(Stdio::null())
-            .output()
-            .with_context(|| format!("cannot run {}", self.executable.path.display()))?;
-        let text = String::from_utf8_lossy(&output.stdout);
-        let path = |line: &str| {
-            let path = line.split_once(" => ")?.1.split_once(" (")?.0;
-            let name = Path::new(path).file_name()?.to_string_lossy();
-            (name.contains("ggml") || name.contains("llama")).then(|| PathBuf::from(path))
-        };
-        let mut found: Vec<PathBuf> = text.lines().filter_map(path).collect();
-        // Backends that ggml loads at run time are beside its library.
-        let ggml = found
-            .iter()
-            .find(|path| path.to_string_lossy().contains("libggml"));
-        if let Some(folder) = ggml.and_then(|path| path.parent()) {
-            let beside = fs::read_dir(folder).into_iter().flatten().flatten();
-            let is_backend = |name: &str| name.starts_with("libggml-") && name.ends_with(".so");
-            let backends = beside.map(|entry| entry.path());
-            found.extend(backends.filter(|path| {
-                path.file_name()
-                    .is_some_and(|name| is_backend(&name.to_string_lossy()))
-            }));
-        }
-        found.sort();
-        found.dedup();
-        Ok(found)
-    }
-
     fn command(&self, model: &Path, log: &File) -> Result<Command> {
         let mut command = Command::new(&self.executable.path);
         command
@@ -79,6 +47,8 @@ impl Program {
             .args(["--ctx-size", &self.context.to_string()])
             .args(["--threads", &self.threads.to_string()])
             .args(&self.arguments)
+            // The keys of a terminal are for this process, which ends the program.
+            .process_group(0)
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log.try_clone()?);

@@ -1,9 +1,9 @@
 //! `llama-sidecar tune`: which tensors bear fewer bits, and the types of a model for a size.
 //!
-//! Modules, top to bottom: [`page`], [`tables`] and [`write`](mod@write) (results), [`results`],
-//! [`sweep`] (measurements), [`kept`] (quantised tensors), [`candidate`], [`host`] (the program
-//! that evaluates), [`recipe`] (the choice of types), [`groups`], [`imatrix`], [`identity`],
-//! [`record`] (the work folder), [`statistics`], [`model`].
+//! Modules, top to bottom: [`page`], [`tables`], [`write`](mod@write) (results), [`notes`],
+//! [`results`], [`sweep`] (measurements), [`kept`] (quantised tensors), [`candidate`], [`host`]
+//! (the program that evaluates), [`recipe`] (the choice of types), [`groups`], [`imatrix`],
+//! [`identity`], [`record`] (the work folder), [`statistics`], [`model`].
 
 mod candidate;
 mod groups;
@@ -12,6 +12,7 @@ mod identity;
 mod imatrix;
 mod kept;
 mod model;
+mod notes;
 mod page;
 mod recipe;
 mod record;
@@ -26,7 +27,7 @@ use std::ffi::OsString;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use ggml_quantize::Ggml;
 use indicatif::ProgressBar;
 use llama_sidecar::reload::hash_bytes;
@@ -184,7 +185,7 @@ pub fn run(options: &TuneOptions) -> Result<()> {
     };
     let folder = make_folder(&work_folder(options, &model))?;
     let mut identities = Identities::load(&folder);
-    let libraries = program.libraries()?;
+    let libraries = program.executable.libraries()?;
     let library = match &options.ggml {
         Some(library) => library.clone(),
         None => ggml_library(libraries.clone()).with_context(|| {
@@ -219,13 +220,6 @@ pub fn run(options: &TuneOptions) -> Result<()> {
             Origin::Type(_) => "quantised".into(),
         });
     }
-    let base = match &options.base {
-        Some(base) => base
-            .canonicalize()
-            .with_context(|| format!("cannot open {}", base.display()))?,
-        None if options.prepare => PathBuf::new(),
-        None => make_base(options, &program, source, &folder)?,
-    };
     let plan = Plan {
         quantizer: Quantizer {
             ggml: &ggml,
@@ -243,7 +237,6 @@ pub fn run(options: &TuneOptions) -> Result<()> {
         outcomes,
         contents,
         program: &program,
-        base,
         folder: folder.clone(),
     };
     for (candidate, outcomes) in plan.candidates.iter().zip(&plan.outcomes) {
@@ -253,14 +246,30 @@ pub fn run(options: &TuneOptions) -> Result<()> {
     }
     let total =
         1 + groups.len() * plan.candidates.len() + goal.map_or(0, |_| 1 + plan.candidates.len());
-    let mut sweep = Sweep::new(&plan, record, total)?;
+    // Fails if no mix fits, before anything that takes time.
+    let results = Results::new(&plan, groups, goal)?;
+    for note in notes::before(&plan) {
+        eprintln!("llama-sidecar: {note}");
+    }
+    notes::on_interruption(&folder)?;
+    let base = match &options.base {
+        Some(base) => base
+            .canonicalize()
+            .with_context(|| format!("cannot open {}", base.display()))?,
+        None if options.prepare => PathBuf::new(),
+        None => make_base(options, &program, source, &folder)?,
+    };
+    if let Some(note) = notes::of_tokens(&base) {
+        eprintln!("llama-sidecar: {note}");
+    }
+    let mut sweep = Sweep::new(&plan, base, record, total)?;
     if options.prepare {
         for candidate in 0..plan.candidates.len() {
             println!("{}", sweep.file(candidate)?.display());
         }
         return Ok(());
     }
-    let results = Results::measure(&plan, groups, goal, &mut sweep)?;
+    let results = results.measure(&mut sweep)?;
     sweep.end()?;
     tables::write_all(&results, &folder)?;
     record::write_atomically(&folder.join("report.html"), page::page(&results).as_bytes())?;
@@ -305,6 +314,9 @@ pub fn quantize(
         "'{ty}' is a file, expected a type such as q4_K: pass the file to --from"
     );
     let outcomes = candidate.outcomes(&tensors, matrix.as_ref())?;
+    for line in candidate.fallbacks(&outcomes) {
+        eprintln!("llama-sidecar: {line}");
+    }
     let quantizer = Quantizer {
         ggml: &Ggml::open(library)?,
         library: "",
@@ -334,12 +346,11 @@ fn tunable<'a>(model: &'a Model, only: Option<&Regex>) -> Result<Vec<Tensor<'a>>
         model.is_quantizable(tensor) && only.as_ref().is_none_or(|only| only.is_match(tensor.name))
     });
     let tensors: Vec<_> = all.collect();
-    if tensors.is_empty() {
-        bail!(
-            "{} has no such tensor that llama-quantize would quantise: check --only with 'llama-sidecar inspect'",
-            model.path.display()
-        );
-    }
+    ensure!(
+        !tensors.is_empty(),
+        "{} has no such tensor that llama-quantize would quantise: the expression matches whole names, which 'llama-sidecar inspect' lists",
+        model.path.display()
+    );
     Ok(tensors)
 }
 

@@ -1,6 +1,7 @@
 //! The results as a page.
 
 use std::fmt::Write;
+use std::ops::Range;
 
 use super::groups::role;
 use super::model::layer;
@@ -41,13 +42,29 @@ pub fn page(results: &Results<'_>) -> String {
             "<details><summary>Types of the recipe</summary><table><tr><th>group<th>candidate</tr>{rows}</table></details>"
         );
     }
-    body.push_str("<h2>Sensitivity</h2><p class=note>A row is a layer, a column a role. The colour is what the change of the group adds to the KL divergence, against the mean of all groups and candidates. Hover over a cell for its numbers.</p>");
-    for candidate in 0..plan.candidates.len() {
+    let all = 0..plan.candidates.len();
+    let by_layer =
+        (0..results.groups.len()).any(|group| place(results, group).0.parse::<u32>().is_ok());
+    let (row, maps): (_, Vec<_>) = match by_layer {
+        true => (
+            "layer",
+            all.map(|candidate| candidate..candidate + 1).collect(),
+        ),
+        false => ("candidate", vec![all]),
+    };
+    let _ = write!(
+        body,
+        "<h2>Sensitivity</h2><p class=note>A row is a {row}, a column a role. The colour is what the change of the group adds to the KL divergence, against the mean of all groups and candidates. Hover over a cell for its numbers.</p>"
+    );
+    for candidates in maps {
+        if by_layer {
+            let name = &plan.candidates[candidates.start].name;
+            let _ = write!(body, "<h3>{}</h3>", escape(name));
+        }
         let _ = write!(
             body,
-            "<h3>{}</h3><div class=wide tabindex=0 role=region aria-label=\"Sensitivity, scrolls sideways\">{}</div>",
-            escape(&plan.candidates[candidate].name),
-            heat_map(results, candidate)
+            "<div class=wide tabindex=0 role=region aria-label=\"Sensitivity, scrolls sideways\">{}</div>",
+            heat_map(results, candidates, by_layer)
         );
     }
     let _ = write!(
@@ -88,7 +105,8 @@ fn place(results: &Results<'_>, group: usize) -> (String, String) {
     (row, same(&|name| role(name).to_owned(), "all roles"))
 }
 
-fn heat_map(results: &Results<'_>, candidate: usize) -> String {
+/// Draws a cell for each group with each of these candidates; a row is a layer or a candidate.
+fn heat_map(results: &Results<'_>, candidates: Range<usize>, by_layer: bool) -> String {
     let mut rows: Vec<String> = Vec::new();
     let mut columns: Vec<String> = Vec::new();
     let mut cells = Vec::new();
@@ -96,8 +114,12 @@ fn heat_map(results: &Results<'_>, candidate: usize) -> String {
     let all = (0..results.groups.len())
         .flat_map(|group| (0..results.plan.candidates.len()).map(move |of| (group, of)));
     let mean = all.map(|(group, of)| results.added(group, of)).sum::<f64>() / counts as f64;
-    for (group, of) in results.groups.iter().enumerate() {
-        let (row, column) = place(results, group);
+    let groups = results.groups.iter().enumerate();
+    let pairs = candidates.flat_map(|candidate| groups.clone().map(move |of| (candidate, of)));
+    for (candidate, (group, of)) in pairs {
+        let (layer, column) = place(results, group);
+        let name = &results.plan.candidates[candidate].name;
+        let row = if by_layer { layer } else { name.clone() };
         let at = |names: &mut Vec<String>, name: String| match names
             .iter()
             .position(|known| *known == name)
@@ -111,7 +133,7 @@ fn heat_map(results: &Results<'_>, candidate: usize) -> String {
         let added = results.added(group, candidate);
         let ratio = if mean > 0.0 { added / mean } else { 0.0 };
         let label = format!(
-            "{}: {}",
+            "{} as {name}: {}",
             of.name,
             tables::sentence(&results.measured[group][candidate])
         );
@@ -131,6 +153,10 @@ fn sizes(results: &Results<'_>) -> String {
             (mib(of.mix.bytes), of.statistics.kld.mean, name, false)
         })
         .collect();
+    if let Ok(now) = results.as_it_is() {
+        let kld = results.baseline.kld.mean;
+        points.push((mib(now.bytes), kld, "as it is".into(), false));
+    }
     points.extend(results.recipe.iter().map(|recipe| {
         (
             mib(recipe.mix.bytes),

@@ -70,13 +70,8 @@ pub struct Results<'a> {
 }
 
 impl<'a> Results<'a> {
-    /// Measures what is not known yet.
-    pub fn measure(
-        plan: &'a Plan<'a>,
-        groups: Vec<Group>,
-        goal: Option<Goal>,
-        sweep: &mut Sweep<'a>,
-    ) -> Result<Results<'a>> {
+    /// Returns results without measurements. Fails if no mix fits the goal.
+    pub fn new(plan: &'a Plan<'a>, groups: Vec<Group>, goal: Option<Goal>) -> Result<Results<'a>> {
         // Figures of no model, until there are measurements.
         let zero = Figure {
             mean: 0.0,
@@ -87,7 +82,7 @@ impl<'a> Results<'a> {
             same_top: zero,
             ppl: zero,
         };
-        let mut results = Results {
+        let results = Results {
             baseline: zero,
             measured: vec![vec![zero; plan.candidates.len()]; groups.len()],
             plan,
@@ -96,9 +91,16 @@ impl<'a> Results<'a> {
             recipe: None,
             uniform: Vec::new(),
         };
-        if let Some(goal) = goal {
-            results.budget(goal)?;
+        if goal.is_some() {
+            results.budget()?;
         }
+        Ok(results)
+    }
+
+    /// Measures what is not known yet.
+    pub fn measure(self, sweep: &mut Sweep<'a>) -> Result<Results<'a>> {
+        let mut results = self;
+        let plan = results.plan;
         results.baseline = sweep.baseline()?;
         // Type by type, so that the first figures do not wait for the last type.
         for (candidate, of) in plan.candidates.iter().enumerate() {
@@ -110,8 +112,8 @@ impl<'a> Results<'a> {
                 results.measured[group][candidate] = sweep.measure(&what, &chosen)?;
             }
         }
-        if let Some(goal) = goal {
-            results.recipe = Some(results.choose(goal, sweep)?);
+        if results.goal.is_some() {
+            results.recipe = Some(results.choose(sweep)?);
             for (candidate, of) in plan.candidates.iter().enumerate() {
                 let choices = vec![Some(candidate); results.groups.len()];
                 let what = format!("all as {}", of.name);
@@ -126,20 +128,32 @@ impl<'a> Results<'a> {
         Ok(results)
     }
 
-    /// Returns the bytes that the groups can have. Fails if no mix fits.
-    fn budget(&self, goal: Goal) -> Result<u64> {
-        let now = self.mix(vec![None; self.groups.len()])?;
-        let groups: u64 = (0..self.groups.len())
-            .map(|group| self.bytes_now(group))
-            .sum();
-        let fixed = now.bytes - groups;
+    /// Returns the model as it is.
+    pub fn as_it_is(&self) -> Result<Mix<'a>> {
+        self.mix(vec![None; self.groups.len()])
+    }
+
+    /// Returns the bytes of the file that the goal permits, if there is one, and of its header.
+    pub fn limit(&self) -> Result<Option<(u64, u64)>> {
+        let now = self.as_it_is()?;
         let tensors: u64 = now.parts.iter().map(|part| in_file(part.bytes)).sum();
         let header = now.bytes - tensors;
         let weights = self.plan.model.elements() as f64;
-        let limit = match goal {
-            Goal::Size(bytes) => bytes,
-            Goal::BitsPerWeight(bits) => header.saturating_add((bits * weights / 8.0) as u64),
-        };
+        Ok(self.goal.map(|goal| match goal {
+            Goal::Size(bytes) => (bytes, header),
+            Goal::BitsPerWeight(bits) => {
+                let bytes = (bits * weights / 8.0) as u64;
+                (header.saturating_add(bytes), header)
+            }
+        }))
+    }
+
+    /// Returns the bytes that the groups can have. Fails if no mix fits.
+    fn budget(&self) -> Result<u64> {
+        let (limit, header) = self.limit()?.context("no goal")?;
+        let groups = (0..self.groups.len()).map(|group| self.bytes_now(group));
+        let fixed = self.as_it_is()?.bytes - groups.sum::<u64>();
+        let weights = self.plan.model.elements() as f64;
         let least = (0..self.groups.len()).map(|group| {
             let choices = self.choices(group).into_iter();
             choices.map(|choice| choice.bytes).min().unwrap_or(0)
@@ -154,10 +168,10 @@ impl<'a> Results<'a> {
         Ok(limit - fixed)
     }
 
-    fn choose(&self, goal: Goal, sweep: &mut Sweep<'a>) -> Result<Recipe<'a>> {
+    fn choose(&self, sweep: &mut Sweep<'a>) -> Result<Recipe<'a>> {
         let groups = 0..self.groups.len();
         let choices: Vec<Vec<Choice>> = groups.map(|group| self.choices(group)).collect();
-        let found = recipe::allocate(&choices, self.budget(goal)?);
+        let found = recipe::allocate(&choices, self.budget()?);
         let found = found.context("no mix fits the limit")?;
         let chosen = choices.iter().zip(&found);
         let cost: f64 = chosen.map(|(of, at)| of[*at].cost).sum();

@@ -33,13 +33,14 @@ pub struct Plan<'a> {
     pub contents: Vec<String>,
     pub quantizer: Quantizer<'a>,
     pub program: &'a Program,
-    pub base: PathBuf,
     pub folder: PathBuf,
 }
 
 /// Measures, and keeps what was measured.
 pub struct Sweep<'a> {
     plan: &'a Plan<'a>,
+    /// The base logits.
+    base: PathBuf,
     record: Record,
     host: Option<Host>,
     /// The file of each candidate.
@@ -86,13 +87,19 @@ impl Plan<'_> {
 
 impl<'a> Sweep<'a> {
     /// `total` is the number of measurements, known ones included.
-    pub fn new(plan: &'a Plan<'a>, record: Record, total: usize) -> Result<Sweep<'a>> {
+    pub fn new(
+        plan: &'a Plan<'a>,
+        base: PathBuf,
+        record: Record,
+        total: usize,
+    ) -> Result<Sweep<'a>> {
         let bar = ProgressBar::new(total as u64);
         bar.set_style(ProgressStyle::with_template(
             "{pos} of {len} {wide_bar} {eta_precise} left, {msg}",
         )?);
         Ok(Sweep {
             plan,
+            base,
             record,
             host: None,
             files: vec![None; plan.candidates.len()],
@@ -186,7 +193,7 @@ impl<'a> Sweep<'a> {
         let plan = self.plan;
         let log = plan.folder.join("perplexity.log");
         let began = std::time::Instant::now();
-        let mut host = plan.program.start(&plan.model.path, &plan.base, &log)?;
+        let mut host = plan.program.start(&plan.model.path, &self.base, &log)?;
         let found = host.first()?;
         match self.record.find(BASELINE) {
             Some(known) => ensure!(

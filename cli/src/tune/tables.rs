@@ -7,6 +7,7 @@ use anyhow::Result;
 use serde_json::{Value, json};
 
 use super::candidate::Origin;
+use super::notes;
 use super::record::write_atomically;
 use super::results::{Goal, Mix, Recipe, Results};
 use super::statistics::{Figure, Statistics};
@@ -30,6 +31,9 @@ pub fn text(results: &Results<'_>, folder: &Path, written: Option<&Path>) -> Str
         return text;
     }
     text += "\n'= X': the divergence is that of the smaller X, within the errors; '= as it is': of no change.\n";
+    for line in notes::fallbacks(results.plan) {
+        let _ = writeln!(text, "{line}");
+    }
     if let Some(recipe) = &results.recipe {
         let _ = write!(
             text,
@@ -41,6 +45,11 @@ pub fn text(results: &Results<'_>, folder: &Path, written: Option<&Path>) -> Str
             comparison(results, recipe).as_text(),
             verdicts(results, recipe)
         );
+        if let Some(note) = notes::of_unused(results, recipe) {
+            let _ = writeln!(text, "\n{note}");
+        }
+    }
+    if let (Some(recipe), None) = (&results.recipe, written) {
         let write = "the same command with --write OUT.gguf";
         let _ = match quantize_command(results, &recipe.mix, &folder.join("recipe.txt")) {
             Some(command) => writeln!(text, "\nto write the model: {command}\nor run {write}"),
@@ -51,6 +60,7 @@ pub fn text(results: &Results<'_>, folder: &Path, written: Option<&Path>) -> Str
         let _ = writeln!(text, "written: {}", path.display());
     }
     let _ = writeln!(text, "page: {}", folder.join("report.html").display());
+    let _ = writeln!(text, "{}", notes::of_folder(folder));
     text
 }
 

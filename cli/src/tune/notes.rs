@@ -1,0 +1,133 @@
+//! What a user must know beside the figures.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use anyhow::Result;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use signal_hook::low_level::emulate_default_handler;
+
+use super::candidate::Origin;
+use super::results::{Recipe, Results};
+use super::sweep::Plan;
+use super::write::file_type;
+use crate::child;
+use crate::sizes::size_text;
+
+/// With fewer tokens, the errors are large.
+const ENOUGH_TOKENS: u64 = 100 * 512;
+/// Types of which a larger one is proposed.
+const PROPOSED: [&str; 6] = ["q3_K", "q4_K", "q5_0", "q5_K", "q6_K", "q8_0"];
+
+/// Returns what is known before anything is measured.
+pub fn before(plan: &Plan<'_>) -> Vec<String> {
+    let mut notes = fallbacks(plan);
+    let source = plan.quantizer.source;
+    if source.is_quantized() {
+        let tensors = source.files.iter().flat_map(|file| &file.header.tensors);
+        let (_, name) = file_type(tensors.map(|info| (info.ty, info.nbytes)));
+        notes.push(format!(
+            "{} is quantised already ({name}), so its tensors are quantised a second time: pass the original model to --reference for better ones",
+            source.path.display()
+        ));
+    }
+    let quantised = plan.candidates.iter().zip(&plan.outcomes);
+    let quantised = quantised.filter(|(of, _)| matches!(of.origin, Origin::Type(_)));
+    let bytes: u64 = quantised
+        .flat_map(|(_, outcomes)| outcomes)
+        .map(|of| of.bytes)
+        .sum();
+    notes.push(format!(
+        "{} keeps the base logits and {} of quantised tensors",
+        plan.folder.display(),
+        size_text(bytes as f64)
+    ));
+    notes
+}
+
+/// Returns a line for each candidate and type that tensors get in place of its type.
+pub fn fallbacks(plan: &Plan<'_>) -> Vec<String> {
+    let all = plan.candidates.iter().zip(&plan.outcomes);
+    all.flat_map(|(candidate, outcomes)| candidate.fallbacks(outcomes))
+        .collect()
+}
+
+/// Returns a warning where base logits have few tokens.
+pub fn of_tokens(base: &Path) -> Option<String> {
+    let mut start = [0; 20];
+    File::open(base).ok()?.read_exact_at(&mut start, 0).ok()?;
+    let number = |at: usize| start[at..at + 4].try_into().ok().map(u32::from_le_bytes);
+    let (context, chunks) = (number(8)?, number(16)?);
+    (u64::from(context) * u64::from(chunks) < ENOUGH_TOKENS).then(|| {
+        format!("{chunks} chunks of {context} tokens are few: use about 100 chunks of 512 tokens before you rely on the choice")
+    })
+}
+
+/// Returns what to do where a recipe is much smaller than it may be.
+pub fn of_unused(results: &Results<'_>, recipe: &Recipe<'_>) -> Option<String> {
+    let (limit, _) = results.limit().ok()??;
+    let left = limit.checked_sub(recipe.mix.bytes)?;
+    if left < limit / 20 {
+        return None;
+    }
+    let bits = |name: &str| {
+        let ty = llama_sidecar::gguf::TypeInfo::from_name(name)?;
+        Some(ty.bytes as f64 / ty.block as f64)
+    };
+    let candidates = results.plan.candidates.iter();
+    let largest = candidates
+        .filter_map(|of| bits(&of.name))
+        .fold(0.0, f64::max);
+    let larger = PROPOSED
+        .into_iter()
+        .filter(|name| bits(name) > Some(largest));
+    let larger: Vec<&str> = larger.take(2).collect();
+    let next = match larger.is_empty() {
+        true => "lower --size or --bpw to see what less costs".into(),
+        false => format!(
+            "add a larger type to --types, such as {}",
+            larger.join(" or ")
+        ),
+    };
+    Some(format!(
+        "{} of the limit are left, because no larger mix of these types diverges less: {next}",
+        size_text(left as f64)
+    ))
+}
+
+/// Returns the size of the work folder.
+pub fn of_folder(folder: &Path) -> String {
+    let files = [folder.to_owned(), folder.join("tensors")];
+    let entries = files
+        .iter()
+        .filter_map(|folder| folder.read_dir().ok())
+        .flatten();
+    let sizes = entries.flatten().filter_map(|entry| entry.metadata().ok());
+    let bytes: u64 = sizes
+        .filter(|found| found.is_file())
+        .map(|found| found.len())
+        .sum();
+    format!(
+        "work folder: {}, {}: remove it when you need no further recipe",
+        folder.display(),
+        size_text(bytes as f64)
+    )
+}
+
+/// Prints how to continue when a key or a signal ends this process.
+pub fn on_interruption(folder: &Path) -> Result<()> {
+    let is_ignored = child::ignored_signals();
+    let signals = [SIGINT, SIGTERM].into_iter().filter(|of| !is_ignored(*of));
+    let mut signals = Signals::new(signals)?;
+    let folder = folder.display().to_string();
+    let thread = std::thread::Builder::new().name("signals".into());
+    thread.spawn(move || {
+        for signal in signals.forever() {
+            eprintln!("\nllama-sidecar: interrupted; {folder} has what was measured: run the same command again to continue");
+            let _ = emulate_default_handler(signal);
+        }
+    })?;
+    Ok(())
+}
