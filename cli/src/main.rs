@@ -102,6 +102,7 @@ enum Command {
     ///
     /// With --live, no file changes: the running program takes the tensors from the other
     /// model, until --live --restore.
+    #[command(override_usage = swap::USAGE)]
     Swap(swap::SwapOptions),
     /// Measure which tensors tolerate fewer bits, and choose types for a size.
     ///

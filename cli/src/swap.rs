@@ -6,16 +6,25 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use llama_sidecar::gguf::{Access, GgufFile, NamePattern, TensorInfo, open_model};
+use llama_sidecar::protocol::{Request, Status};
 use regex::Regex;
+use tempfile::TempDir;
 
+use crate::executable::Executable;
 use crate::originals::{self, Content, Originals, Record};
 use crate::part::{Part, Version, hash_of};
 use crate::rewrite::{self, Draft, Written};
 use crate::space::{self, Need};
 use crate::target::Target;
-use crate::{control, live, server};
+use crate::{control, hooks, live, server, tune};
+
+/// The forms of the command.
+pub const USAGE: &str = "llama-sidecar swap MODEL --tensor REGEX --from GGUF [--as TYPE] [OPTIONS]
+       llama-sidecar swap MODEL --restore [--tensor REGEX] [OPTIONS]
+       llama-sidecar swap --live SOCKET --tensor REGEX --from GGUF [--as TYPE]
+       llama-sidecar swap --live SOCKET --restore [--tensor REGEX]";
 
 /// The model, and the tensors to replace.
 #[derive(clap::Args)]
@@ -42,11 +51,66 @@ pub struct SwapOptions {
     #[arg(long, value_name = "SOCKET", conflicts_with_all = ["model", "dry_run", "reload"])]
     live: Option<PathBuf>,
     /// Quantise the tensors of --from to this type first, for example q4_K.
-    #[arg(long = "as", value_name = "TYPE", requires_all = ["live", "from"])]
+    #[arg(long = "as", value_name = "TYPE", requires = "from")]
     as_type: Option<String>,
     /// An importance matrix of llama-imatrix, for quantising.
     #[arg(long, value_name = "FILE", requires = "as_type")]
     imatrix: Option<PathBuf>,
+    /// The libggml-base.so that quantises; by default that of the program at --live or --reload,
+    /// else that of llama-quantize.
+    #[arg(long, value_name = "LIBRARY", requires = "as_type")]
+    ggml: Option<PathBuf>,
+}
+
+/// The new tensors.
+struct Source {
+    tensor: Regex,
+    /// The model that has them: that of --from, or a temporary one.
+    path: PathBuf,
+    _folder: Option<TempDir>,
+}
+
+impl SwapOptions {
+    /// Returns the new tensors, quantised if the options name a type; `None` for a restore.
+    fn source(&self) -> Result<Option<Source>> {
+        let (Some(tensor), Some(from)) = (&self.tensor, &self.from) else {
+            return Ok(None);
+        };
+        let Some(ty) = &self.as_type else {
+            return Ok(Some(Source {
+                tensor: tensor.clone(),
+                path: from.clone(),
+                _folder: None,
+            }));
+        };
+        let (folder, imatrix) = (tempfile::tempdir()?, self.imatrix.as_deref());
+        let made = tune::quantize(from, tensor, ty, imatrix, &self.library()?, folder.path())?;
+        let names: Vec<String> = made.names.iter().map(|name| regex::escape(name)).collect();
+        Ok(Some(Source {
+            tensor: Regex::new(&names.join("|"))?,
+            path: made.path,
+            _folder: Some(folder),
+        }))
+    }
+
+    /// Returns the ggml library that quantises.
+    fn library(&self) -> Result<PathBuf> {
+        const NEXT: &str = "name a libggml-base.so with --ggml";
+        if let Some(library) = &self.ggml {
+            return Ok(library.clone());
+        }
+        if let Some(socket) = self.live.as_ref().or(self.reload.as_ref()) {
+            let status: Status = control::parsed(&control::ask(socket, &Request::Status)?)?;
+            return tune::ggml_library(hooks::mapped(status.pid))
+                .with_context(|| format!("process {} has no libggml-base.so: {NEXT}", status.pid));
+        }
+        let program = Executable::find("llama-quantize".as_ref());
+        let program = program.map_err(|_| {
+            anyhow!("--as quantises with the ggml library of llama-quantize, which is not in PATH: add its folder to PATH, or {NEXT}")
+        })?;
+        tune::ggml_library(program.libraries()?)
+            .with_context(|| format!("{} has no libggml-base.so: {NEXT}", program.path.display()))
+    }
 }
 
 /// The change of a file.
@@ -101,22 +165,18 @@ impl Wanted<'_> {
 
 /// Swaps, and reloads the files in a program if one is named.
 pub fn run(options: &SwapOptions) -> Result<()> {
-    let tensor = options.tensor.as_ref().map(Regex::as_str);
+    let source = options.source()?;
     let model = match (&options.model, &options.live) {
         (Some(model), None) => model,
         (_, Some(socket)) => {
-            return match (&options.tensor, &options.from, &options.as_type) {
-                (Some(tensor), Some(from), Some(ty)) => {
-                    let imatrix = options.imatrix.as_deref();
-                    live::set_quantized(socket, tensor, from, &live::Target { ty, imatrix })
-                }
-                (Some(tensor), Some(from), None) => live::set(socket, tensor.as_str(), from),
-                _ => live::restore(socket, tensor),
+            return match (&source, &options.from) {
+                (Some(of), Some(named)) => live::set(socket, of.tensor.as_str(), &of.path, named),
+                _ => live::restore(socket, options.tensor.as_ref().map(Regex::as_str)),
             };
         }
         (None, None) => bail!("name a model, or a socket with --live"),
     };
-    let changed = swap(model, options)?;
+    let changed = swap(model, options, source.as_ref())?;
     match &options.reload {
         Some(socket) if changed => {
             control::reload(socket, &server::ServerOptions::default(), false)
@@ -126,7 +186,7 @@ pub fn run(options: &SwapOptions) -> Result<()> {
 }
 
 /// Swaps, and returns whether anything changed.
-fn swap(path: &Path, options: &SwapOptions) -> Result<bool> {
+fn swap(path: &Path, options: &SwapOptions, source: Option<&Source>) -> Result<bool> {
     let path_of = |file: &GgufFile| file.source.path().to_owned();
     let paths = open_model(path, Access::Read)?;
     let paths: Vec<_> = paths.iter().map(path_of).collect();
@@ -138,7 +198,8 @@ fn swap(path: &Path, options: &SwapOptions) -> Result<bool> {
         "another program changed {}: try again when that program has ended",
         path.display()
     );
-    let wanted = Wanted::new(options.tensor.as_ref())?;
+    let tensor = source.map(|source| &source.tensor);
+    let wanted = Wanted::new(tensor.or(options.tensor.as_ref()))?;
     let mut kept = Vec::new();
     for (file, target) in model.iter().zip(&targets) {
         kept.push(match wanted.of(file).is_empty() {
@@ -147,10 +208,8 @@ fn swap(path: &Path, options: &SwapOptions) -> Result<bool> {
         });
     }
     let files: Vec<_> = model.iter().zip(&targets).zip(&kept).collect();
-    let sources = match &options.from {
-        Some(from) => Some(open_model(from, Access::Read)?),
-        None => None,
-    };
+    let sources = source.map(|source| open_model(&source.path, Access::Read));
+    let sources = sources.transpose()?;
     let mut plan = Plan::default();
     match &sources {
         Some(sources) => plan_swap(&mut plan, &files, sources, &wanted)?,
