@@ -50,7 +50,7 @@ const LAST_WAIT: Duration = Duration::from_secs(5);
 /// Runs the program until its first evaluation, and prints the findings.
 pub fn run(options: &DoctorOptions) -> Result<()> {
     let trace = match &options.trace {
-        Some(path) => TraceReport::read(path)?,
+        Some(path) => TraceReport::read(path, false)?,
         None => Vec::new(),
     };
     let preload = preload_library()?;

@@ -136,7 +136,7 @@ impl Pinned {
         slices.sort_unstable();
         let mut text = String::from("offset,bytes,layer,expert,file\n");
         for (file, offset, bytes, layer, expert) in slices {
-            let path = files[file].source.path().display();
+            let path = field(&files[file].source.path().to_string_lossy());
             let _ = writeln!(text, "{offset},{bytes},{layer},{expert},{path}");
         }
         text
@@ -146,6 +146,14 @@ impl Pinned {
     pub fn write_ranges(&self, files: &[GgufFile], path: &Path) -> Result<()> {
         std::fs::write(path, self.as_ranges(files))
             .with_context(|| format!("cannot write {}", path.display()))
+    }
+}
+
+/// Returns a text as a field of CSV (RFC 4180).
+fn field(text: &str) -> String {
+    match text.contains([',', '"', '\n', '\r']) {
+        true => format!("\"{}\"", text.replace('"', "\"\"")),
+        false => text.into(),
     }
 }
 

@@ -20,7 +20,7 @@ use crate::trace_report::TraceReport;
 #[derive(clap::Args)]
 #[command(group = clap::ArgGroup::new("form").args(["svg", "compare", "memory", "pin", "format"]))]
 pub struct ReportOptions {
-    /// Traces in JSON, from LLAMA_EXPERT_TRACE_OUTPUT, or routes in the compact format, whose marks
+    /// Traces in JSON, from --expert-trace-output, or routes in the compact format, whose marks
     /// separate workloads. Traces of the same model are summed.
     #[arg(required = true)]
     traces: Vec<PathBuf>,
@@ -71,7 +71,7 @@ pub fn run(options: &ReportOptions) -> Result<()> {
     let mut traces = options
         .traces
         .iter()
-        .map(|path| TraceReport::read(path))
+        .map(|path| TraceReport::read(path, options.compare))
         .collect::<Result<Vec<_>>>()?
         .concat();
     if let Some(path) = &options.model {
@@ -233,11 +233,11 @@ fn facts(traced: &TraceReport) -> Vec<(&'static str, String)> {
         ("experts that carry 99 %", needed(0.99)),
         (
             "never used",
-            figures
-                .iter()
-                .map(|figures| figures.unused)
-                .sum::<usize>()
-                .to_string(),
+            format!(
+                "{} (even use: {:.0} each)",
+                figures.iter().map(|of| of.unused).sum::<usize>(),
+                counts.activations() as f64 / experts.max(1) as f64
+            ),
         ),
         ("evenness (1 = all alike)", format!("{even:.3}")),
         (
@@ -259,6 +259,24 @@ fn facts(traced: &TraceReport) -> Vec<(&'static str, String)> {
     facts
 }
 
+/// Returns why experts without a use may be used all the same: some layers saw fewer tokens than
+/// others.
+fn unseen(traced: &TraceReport) -> Option<String> {
+    let layers = &traced.counts.layers;
+    let most = layers.iter().map(|layer| layer.tokens).max()?;
+    let fewer = layers.iter().filter(|layer| layer.tokens < most);
+    let least = fewer.clone().map(|layer| layer.tokens).min()?;
+    let numbers: Vec<String> = fewer.clone().map(|layer| layer.layer.to_string()).collect();
+    let never = fewer
+        .flat_map(|layer| &layer.experts)
+        .filter(|count| **count == 0)
+        .count();
+    Some(format!(
+        "Layers with fewer tokens than others: {}, {least} of {most} at least. A program computes its last layer only for tokens whose output it needs. {never} of the experts that were never used are there: before you prune them, trace a program that needs every output, such as llama-imatrix.",
+        numbers.join(", ")
+    ))
+}
+
 fn title(traced: &TraceReport) -> String {
     match traced.about.name.as_str() {
         "" => traced.label.clone(),
@@ -273,6 +291,9 @@ fn as_text(traced: &TraceReport) -> String {
     let mut text = format!("{}\n\n", title(traced));
     for (name, value) in facts(traced) {
         let _ = writeln!(text, "{name:26} {value}");
+    }
+    if let Some(unseen) = unseen(traced) {
+        let _ = writeln!(text, "\n{unseen}");
     }
     let _ = writeln!(
         text,
@@ -320,6 +341,9 @@ fn page(traces: &[TraceReport]) -> String {
             );
         }
         body.push_str("</dl>");
+        if let Some(unseen) = unseen(traced) {
+            let _ = write!(body, "<p><strong>{unseen}</strong></p>");
+        }
         let files = traced.about.files.iter().map(|file| escape(&file.path));
         let _ = write!(
             body,
@@ -417,6 +441,23 @@ mod tests {
         assert_eq!(page.matches("<h2>Hits of a cache</h2>").count(), 2);
         let row = "<tr><td>1<td>100.0 %<td>0.406</tr>";
         assert!(page.contains(DIFFERENCES) && page.contains(row));
+    }
+
+    #[test]
+    fn layers_that_saw_fewer_tokens_are_named() {
+        let mut traced = traced(8, 3);
+        for layer in &mut traced.counts.layers {
+            layer.tokens = 1604;
+        }
+        assert_eq!(unseen(&traced), None);
+        traced.counts.layers[2].tokens = 101;
+        for text in [as_text(&traced), page(&[traced])] {
+            assert!(text.contains("others: 2, 101 of 1604 at least."), "{text}");
+            assert!(
+                text.contains("2 of the experts that were never used"),
+                "{text}"
+            );
+        }
     }
 
     #[test]

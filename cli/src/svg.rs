@@ -40,7 +40,7 @@ pub fn heat_map(traced: &TraceReport) -> String {
         .max()
         .unwrap_or(0);
     // Wide cells for few experts; for 512 the image is as wide as a large screen.
-    let wide = (900 / experts.max(1)).clamp(4, 40);
+    let wide = (900 / experts.max(1)).clamp(4, 110);
     let high = (700 / layers.len().max(1)).clamp(9, 22);
     let width = (LEFT + experts * wide + 10).max(460);
     let height = TOP + layers.len() * high + 54;
@@ -274,7 +274,7 @@ main{max-width:76rem;margin:0 auto;padding:1.5rem}\
 section+section{margin-top:4rem;border-top:1px solid var(--line)}\
 h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2.2rem}\
 .note{color:var(--soft);overflow-wrap:anywhere}.wide{overflow-x:auto}\
-dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(11rem,1fr));gap:.8rem;margin:0}\
+dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(14rem,1fr));gap:.8rem;margin:0}\
 dl div{border:1px solid var(--line);border-radius:.5rem;padding:.6rem .8rem}\
 dt{color:var(--soft);font-size:.85rem}dd{margin:0;font-size:1.15rem;font-variant-numeric:tabular-nums}\
 table{border-collapse:collapse;font-variant-numeric:tabular-nums;width:100%}\

@@ -1,14 +1,17 @@
 //! Expert traces as the report shows them.
 
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::Path;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use llama_sidecar::experts::ExpertIndex;
 use llama_sidecar::gguf::{Access, GgufFile, open_model};
 use llama_sidecar::trace::{
     ExpertLayout, ModelMeta, RouteFormat, RouteReader, Snapshot, from_json,
 };
+
+/// The most workloads that are compared: each has counts and locality of its own.
+const MOST_WORKLOADS: usize = 64;
 
 /// Returns the name of a file.
 fn label(path: &Path) -> String {
@@ -28,18 +31,26 @@ pub struct TraceReport {
 }
 
 impl TraceReport {
-    /// Reads a trace from its JSON file, or the workloads of a file of routes.
-    pub fn read(path: &Path) -> Result<Vec<TraceReport>> {
-        if RouteFormat::of(path) == RouteFormat::Binary
+    /// Reads a trace from its JSON file or a file of routes, with `separate` one for each workload
+    /// of the routes.
+    pub fn read(path: &Path, separate: bool) -> Result<Vec<TraceReport>> {
+        let named = RouteFormat::of(path);
+        if named == RouteFormat::Binary
             && let Ok(reader) = RouteReader::open(path)
         {
-            return TraceReport::of_routes(path, reader);
+            let read = TraceReport::of_routes(path, reader, separate);
+            return read.with_context(|| format!("cannot read the routes of {}", path.display()));
         }
+        ensure!(
+            named != RouteFormat::Npy,
+            "{0} is an array of numpy: open it with numpy.load('{0}'); a report needs routes in a file FILE.routes, or a trace of --expert-trace-output",
+            path.display()
+        );
         let text =
             std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
         let json = serde_json::from_slice(&text).with_context(|| {
             format!(
-                "{} is not JSON: write a trace with LLAMA_EXPERT_TRACE_OUTPUT=trace.json",
+                "{} is not JSON: write a trace with --expert-trace-output trace.json",
                 path.display()
             )
         })?;
@@ -59,30 +70,40 @@ impl TraceReport {
         }])
     }
 
-    fn of_routes<R: Read>(path: &Path, reader: RouteReader<R>) -> Result<Vec<TraceReport>> {
+    fn of_routes<R: Read>(
+        path: &Path,
+        reader: RouteReader<R>,
+        separate: bool,
+    ) -> Result<Vec<TraceReport>> {
         let about = ModelMeta {
             name: reader.layout().model().to_owned(),
             experts_used: reader.layout().top_k() as u64,
             ..ModelMeta::default()
         };
-        let workloads = reader
-            .workloads()
-            .with_context(|| format!("cannot read the routes of {}", path.display()))?;
-        if workloads.is_empty() {
-            bail!(
-                "{} has no tokens: evaluate with the model before",
-                path.display()
-            );
-        }
-        let report = |(mark, counts): (String, Snapshot)| TraceReport {
-            about: about.clone(),
-            counts,
-            label: match mark.as_str() {
-                "" => label(path),
-                mark => format!("{}: {mark}", label(path)),
-            },
-        };
-        Ok(workloads.into_iter().map(report).collect())
+        let mut found: Vec<TraceReport> = Vec::new();
+        reader.workloads(|mark, counts| {
+            if let (false, Some(sum)) = (separate, found.first_mut()) {
+                sum.counts.merge(&counts);
+                return Ok(());
+            }
+            if found.len() == MOST_WORKLOADS {
+                return Err(io::Error::other(format!(
+                    "more than {MOST_WORKLOADS} workloads: leave out --compare, which sums them, or write a file of routes for each"
+                )));
+            }
+            let label = match (separate, mark) {
+                (false, _) | (true, "") => label(path),
+                (true, mark) => format!("{}: {mark}", label(path)),
+            };
+            let about = about.clone();
+            found.push(TraceReport { about, counts, label });
+            Ok(())
+        })?;
+        ensure!(
+            !found.is_empty(),
+            "the file has no tokens: evaluate with the model before"
+        );
+        Ok(found)
     }
 
     /// Sums traces of the same model.

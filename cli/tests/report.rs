@@ -316,3 +316,68 @@ fn routes_are_reported_by_workload() {
     let output = traced.report(&["a.routes"]);
     assert!(!output.status.success());
 }
+
+/// Writes routes of a token between marks.
+fn marked(path: &Path, marks: usize) {
+    let layers = [0, 1, 2, 3, 4, 5, 6, 7].map(|layer| (layer, 256));
+    let layout = RouteLayout::new("a model", &layers, 1, false).expect("valid");
+    let mut routes = RouteWriter::create(path, layout).expect("free space");
+    for mark in 0..marks {
+        routes.rows(0, &[1; 8], &[]).expect("free space");
+        routes.mark(&mark.to_string()).expect("free space");
+    }
+    routes.flush().expect("free space");
+}
+
+/// Each workload has counts of its own.
+#[test]
+fn marks_need_no_memory() {
+    let traced = Traced::new();
+    marked(&traced.path("a.routes"), 20_000);
+    let script = "ulimit -v 400000; exec \"$@\"";
+    let output = Command::new("sh")
+        .args(["-c", script, "sh", env!("CARGO_BIN_EXE_llama-sidecar")])
+        .args(["report", "a.routes", "--format", "csv"])
+        .current_dir(traced.folder.path())
+        .output()
+        .expect("it starts");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{error}");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        text.starts_with("layer,expert,count\n0,1,20000\n"),
+        "{text}"
+    );
+
+    marked(&traced.path("b.routes"), 65);
+    let error = traced.error(&["b.routes", "--compare"]);
+    assert!(
+        error.contains("more than 64 workloads: leave out --compare"),
+        "{error}"
+    );
+    marked(&traced.path("b.routes"), 64);
+    traced.text(&["b.routes", "--compare"]);
+}
+
+#[test]
+fn a_path_with_a_comma_is_one_field() {
+    let traced = Traced::new();
+    traced.trace("trace.json", 1, |_| {});
+    std::fs::copy(&traced.model, traced.path("a, \"b\".gguf")).expect("free space");
+    let model = ["--model", "a, \"b\".gguf", "-o", "ranges.csv"];
+    traced.text(&[&["trace.json", "--pin", "40%"], &model[..]].concat());
+    let script = r#"
+import csv
+rows = list(csv.DictReader(open("ranges.csv")))
+assert rows and all(row["file"].endswith('a, "b".gguf') and None not in row for row in rows), rows
+"#;
+    python(script, traced.folder.path());
+}
+
+#[test]
+fn an_array_of_numpy_is_named() {
+    let traced = Traced::new();
+    std::fs::write(traced.path("routes.npy"), b"\x93NUMPY").expect("free space");
+    let error = traced.error(&["routes.npy"]);
+    assert!(error.contains("numpy.load('routes.npy')"), "{error}");
+}

@@ -249,6 +249,9 @@ pub fn to_text(
     let _ = writeln!(text, "Expert activation counts:");
     let totals = snapshot.by_expert();
     list(&mut text, &totals, "  ", " activations", most);
+    if snapshot.layers.len() > 1 {
+        text += "  (sums: experts of one number in several layers are different experts)\n";
+    }
     if per_layer {
         let _ = writeln!(text, "\nPer-layer breakdown:");
         for layer in &snapshot.layers {
@@ -256,6 +259,7 @@ pub fn to_text(
             list(&mut text, &layer.experts, "    ", "", most);
         }
     }
+    let experts = || snapshot.layers.iter().flat_map(|layer| &layer.experts);
     let name = match meta.name.as_str() {
         "" => "model",
         name => name,
@@ -265,8 +269,8 @@ pub fn to_text(
         "{name}: {} activations in {} layers, {} of {} experts unused, {:.1} s",
         snapshot.activations(),
         snapshot.layers.len(),
-        totals.iter().filter(|&&count| count == 0).count(),
-        totals.len(),
+        experts().filter(|&&count| count == 0).count(),
+        experts().count(),
         snapshot.time.as_secs_f64(),
     );
     if snapshot.rejected > 0 {
@@ -378,6 +382,7 @@ Expert activation counts:
   Expert   0:        2 activations (50.00%)
   Expert   1:        1 activations (25.00%)
   Expert   2:        1 activations (25.00%)
+  (sums: experts of one number in several layers are different experts)
 
 Per-layer breakdown:
   Layer 0:
@@ -385,12 +390,12 @@ Per-layer breakdown:
     Expert   2:        1 (33.33%)
   Layer 1:
     Expert   1:        1 (100.00%)
-model: 4 activations in 2 layers, 0 of 3 experts unused, ";
+model: 4 activations in 2 layers, 3 of 6 experts unused, ";
         let text = summary(None);
         assert!(text.starts_with(expected), "{text}");
         let text = summary(Some(1));
         assert!(
-            text.contains("(50.00%)\n  ... and 2 more\n\nPer-"),
+            text.contains("(50.00%)\n  ... and 2 more\n  (sums: "),
             "{text}"
         );
         assert!(text.contains("(66.67%)\n    ... and 1 more\n"), "{text}");

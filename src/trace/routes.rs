@@ -598,28 +598,34 @@ impl<R: Read> RouteReader<R> {
         }))
     }
 
-    /// Reads to the end and returns counts and locality of each workload: of the tokens before
+    /// Reads to the end, and passes counts and locality of each workload on: of the tokens before
     /// the first mark, with an empty text, and of those after each mark, with its text. Workloads
-    /// without tokens are left out.
-    pub fn workloads(mut self) -> io::Result<Vec<(String, Snapshot)>> {
+    /// without tokens are left out. Keeps one workload in memory.
+    pub fn workloads(
+        mut self,
+        mut each: impl FnMut(&str, Snapshot) -> io::Result<()>,
+    ) -> io::Result<()> {
         let layout = ExpertLayout::new(self.layout.layers.iter().copied());
         let positions = self.layout.layers.iter();
         let positions = positions.map(|of| layout.position(of.0));
         let positions: Vec<Option<usize>> = positions.collect();
         let top_k = self.layout.top_k;
-        let mut workloads = Vec::new();
-        let mut end = |text: String, trace: &Trace| {
+        let mut end = |text: &str, trace: &Trace| {
             let counted = trace.snapshot_with_locality();
-            if counted.tokens() > 0 {
-                workloads.push((text, counted));
+            match counted.tokens() {
+                0 => Ok(()),
+                _ => each(text, counted),
             }
         };
+        // Whether the trace has tokens of the workload.
+        let mut is_used = false;
         let mut trace = Trace::with_locality(layout.clone());
         let mut text = String::new();
         let mut bytes = Vec::new();
         while let Some(record) = self.read()? {
             match record {
                 RouteRecord::Rows { experts, .. } => {
+                    is_used = true;
                     for (at, experts) in experts.chunks(top_k).enumerate() {
                         let ids = experts.iter().filter(|id| **id != NOT_ROUTED);
                         bytes.clear();
@@ -637,14 +643,16 @@ impl<R: Read> RouteReader<R> {
                     }
                 }
                 RouteRecord::Mark(mark) => {
-                    end(std::mem::replace(&mut text, mark), &trace);
-                    trace = Trace::with_locality(layout.clone());
+                    if std::mem::take(&mut is_used) {
+                        end(&text, &trace)?;
+                        trace = Trace::with_locality(layout.clone());
+                    }
+                    text = mark;
                 }
                 RouteRecord::Dropped(_) => {}
             }
         }
-        end(text, &trace);
-        Ok(workloads)
+        end(&text, &trace)
     }
 }
 
@@ -727,7 +735,12 @@ mod tests {
             assert_eq!((&records[..], is_cut), (&expected[..], false));
             let reader = RouteReader::open(&path).expect("valid");
             assert_eq!(reader.layout(), &layout(weights));
-            let workloads = reader.workloads().expect("valid");
+            let mut workloads = Vec::new();
+            let read = reader.workloads(|text, counts| {
+                workloads.push((text.to_owned(), counts));
+                Ok(())
+            });
+            read.expect("valid");
             let counts: Vec<_> = workloads
                 .iter()
                 .map(|(text, counts)| {
@@ -762,7 +775,8 @@ mod tests {
                 let mut bytes = good.clone();
                 bytes[at] = value;
                 let _ = read_all(&bytes);
-                let _ = RouteReader::new(&bytes[..]).and_then(RouteReader::workloads);
+                let _ =
+                    RouteReader::new(&bytes[..]).and_then(|reader| reader.workloads(|_, _| Ok(())));
             }
         }
         // Sizes at the limits of their type.
