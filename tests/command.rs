@@ -150,6 +150,162 @@ fn the_wrapper_passes_signals_on() {
     assert_eq!(child.wait().expect("it ends").code(), Some(9));
 }
 
+/// A script without job control starts commands in the background with SIGINT and SIGQUIT ignored.
+#[test]
+fn a_signal_that_the_wrapper_was_started_to_ignore_reaches_the_program() {
+    let cli = testkit::host::built("release/llama-sidecar");
+    let script = "\"$@\" <&3 & echo $!; wait $!; exit $?";
+    let mut child = Command::new("sh")
+        .args(["-c", &format!("exec 3<&0; {script}"), "sh"])
+        .arg(&cli)
+        .args(["run", "--quiet", "--"])
+        .arg(&cli)
+        .arg("witness")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    let mut lines = BufReader::new(child.stdout.take().expect("a pipe")).lines();
+    let mut line = || lines.next().expect("a line").expect("text");
+    let wrapper: libc::pid_t = line().parse().expect("a number");
+    assert_eq!(line(), "ready");
+    // With a handler, as llama-server has one.
+    let signals = [libc::SIGINT, libc::SIGTERM];
+    for signal in signals {
+        // SAFETY: a system call, to a process that its parent waits for.
+        assert_eq!(unsafe { libc::kill(wrapper, signal) }, 0);
+    }
+    assert_eq!([line(), line()], signals.map(|signal| signal.to_string()));
+    drop(child.stdin.take());
+    assert_eq!(child.wait().expect("it ends").code(), Some(0));
+
+    // Without one, the signal stays ignored, as without the wrapper.
+    let mut command = Command::new(&cli);
+    command
+        .args(["run", "--quiet", "--", "sh", "-c", "echo ready; exec cat"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped());
+    // SAFETY: a system call that may be made between fork and exec.
+    unsafe {
+        command.pre_exec(|| {
+            libc::signal(libc::SIGINT, libc::SIG_IGN);
+            Ok(())
+        });
+    }
+    let mut child = command.spawn().expect("it starts");
+    let mut lines = BufReader::new(child.stdout.take().expect("a pipe")).lines();
+    let mut stdin = child.stdin.take().expect("a pipe");
+    assert_eq!(lines.next().expect("a line").expect("text"), "ready");
+    // SAFETY: a system call, to a child that was not waited for.
+    unsafe { libc::kill(child.id() as libc::pid_t, libc::SIGINT) };
+    writeln!(stdin, "alive").expect("it reads");
+    assert_eq!(lines.next().expect("a line").expect("text"), "alive");
+    drop(stdin);
+    assert_eq!(child.wait().expect("it ends").code(), Some(0));
+}
+
+#[test]
+fn a_command_needs_no_dashes_before_it() {
+    let (text, status) = command_line(&["run", "--dry-run", "true", "--hotswap", "-m", "x"], "");
+    assert!(status.success(), "{text}");
+    assert!(text.ends_with("\ntrue --hotswap -m x\n"), "{text}");
+    let (text, status) = command_line(&["run", "--hotswp", "true"], "");
+    assert_eq!(status.code(), Some(2), "{text}");
+    let (text, _) = command_line(&["doctor", "sh", "-c", "exit 3"], "");
+    assert!(text.contains("ended       exit status: 3"), "{text}");
+}
+
+#[test]
+fn an_output_that_cannot_be_written_is_reported_before_the_program_starts() {
+    for flag in ["--expert-trace-output", "--expert-trace-routes", "--socket"] {
+        let asked = [
+            "run",
+            "--hotswap",
+            flag,
+            "/no/such/folder/it",
+            "--",
+            "echo",
+            "started",
+        ];
+        let (text, status) = command_line(&asked, "");
+        assert_eq!(status.code(), Some(1), "{text}");
+        assert!(text.contains(&format!("{flag} (LLAMA_")), "{text}");
+        assert!(
+            text.contains("its folder: No such file or directory"),
+            "{text}"
+        );
+        assert!(!text.contains("started"), "{text}");
+    }
+}
+
+#[test]
+fn a_setting_without_effect_is_reported() {
+    let sentence = "--expert-trace-every-s (LLAMA_EXPERT_TRACE_EVERY_S) has no effect: also set LLAMA_EXPERT_TRACE_OUTPUT (--expert-trace-output)";
+    let asked = [
+        "run",
+        "--hotswap",
+        "--expert-trace-every-s",
+        "5",
+        "--",
+        "true",
+    ];
+    let (text, status) = command_line(&asked, "");
+    assert!(status.success(), "{text}");
+    assert_eq!(text.matches(sentence).count(), 1, "{text}");
+    let variables = [("LLAMA_EXPERT_TRACE_EVERY_S", "5")];
+    let mut host = Host::start(
+        Program::C,
+        &fixture("smollm2.gguf"),
+        &DropIn::with(&variables),
+    );
+    host.text(1);
+    assert_eq!(host.logged(sentence).len(), 1);
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn help_has_no_markup_and_all_forms() {
+    let (text, _) = command_line(&["run", "--help"], "");
+    assert!(
+        !text.contains("](") && text.contains("evaluate again and again"),
+        "{text}"
+    );
+    let (text, status) = command_line(&["swap"], "");
+    assert_eq!(status.code(), Some(2));
+    for form in ["MODEL --restore", "--live SOCKET --tensor"] {
+        assert!(text.contains(form), "{text}");
+    }
+}
+
+#[test]
+fn a_socket_of_another_user_is_reported_with_its_owner() {
+    // SAFETY: a system call without arguments.
+    let is_root = unsafe { libc::geteuid() } == 0;
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = folder.path().join("socket");
+    let _listener = std::os::unix::net::UnixListener::bind(&socket).expect("a socket");
+    let cli = folder.path().join("llama-sidecar");
+    std::fs::copy(testkit::host::built("release/llama-sidecar"), &cli).expect("free space");
+    let mode = |path: &Path, mode| {
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(mode);
+        std::fs::set_permissions(path, mode).expect("a mode");
+    };
+    mode(folder.path(), 0o755);
+    mode(&socket, if is_root { 0o600 } else { 0 });
+    let mut command = Command::new(&cli);
+    command.args(["status", "--socket"]).arg(&socket);
+    if is_root {
+        command.uid(65534).gid(65534);
+    }
+    let output = command.output().expect("it starts");
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        text.contains("Permission denied (os error 13); the socket belongs to "),
+        "{text}"
+    );
+    assert!(text.contains("run this command as that user"), "{text}");
+}
+
 /// Sets the default effect of signals in a command: a shell starts commands in the background with
 /// SIGINT and SIGQUIT ignored.
 fn with_default_signals(command: &mut Command) -> &mut Command {
@@ -358,7 +514,7 @@ fn doctor_reports_what_works_and_why_not() {
     let (text, status) = command_line(&fails, "");
     assert_eq!(status.code(), Some(1));
     for part in [
-        "ended       exit status: 3; last line of its errors: no such file\n",
+        "ended       exit status: 3; it printed: no such file\n",
         "the program ended before it opened a model (exit status: 3)",
     ] {
         assert!(text.contains(part), "{part}: {text}");

@@ -35,9 +35,9 @@ pub struct DoctorOptions {
     /// An expert trace (JSON): how many of its routed experts would be on the GPU.
     #[arg(long, value_name = "TRACE", requires = "expert_cache")]
     trace: Option<PathBuf>,
-    /// The program and its arguments, after `--`. The program must load a model and generate a
+    /// The program and its arguments; `--` before them is optional. It must load a model and make a
     /// token, or be a server with a warm-up.
-    #[arg(required = true, last = true)]
+    #[arg(required = true, trailing_var_arg = true)]
     command: Vec<OsString>,
 }
 
@@ -107,12 +107,11 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
         let mut text = String::new();
         errors.rewind()?;
         let _ = errors.by_ref().take(1 << 20).read_to_string(&mut text);
-        let last = text.lines().rev().find(|line| !line.trim().is_empty());
         line(
             "ended",
             &format!(
-                "{status}; last line of its errors: {}",
-                last.unwrap_or("none")
+                "{status}; it printed: {}",
+                cause(&text).unwrap_or("no error")
             ),
         );
     }
@@ -121,6 +120,19 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
         Some(obstacle) => bail!("{obstacle}"),
         None => Ok(()),
     }
+}
+
+/// Returns the line of a program's errors that has the cause: the first that reports an error, else
+/// the last. What fails first makes the rest fail.
+fn cause(errors: &str) -> Option<&str> {
+    let mut lines = errors.lines().filter(|line| !line.trim().is_empty());
+    let reports = |line: &&str| {
+        let line = line.to_lowercase();
+        ["error", "failed", "cannot", "no such"]
+            .iter()
+            .any(|word| line.contains(word))
+    };
+    lines.clone().find(reports).or(lines.next_back())
 }
 
 /// Whether the events show what works: the first evaluation, and with it streaming.

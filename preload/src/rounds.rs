@@ -37,7 +37,7 @@ type Perplexity = unsafe extern "C-unwind" fn(c_int, *mut *mut c_char) -> c_int;
 type Free = unsafe extern "C-unwind" fn(*mut c_void);
 
 /// Why there are no rounds.
-const NOT_PERPLEXITY: &str = "rounds need llama-perplexity from a build with shared libraries, where it calls 'llama_perplexity' of a library: run that program, or do not set LLAMA_SIDECAR_ROUNDS and LLAMA_HOTSWAP_CONTROL_FILE";
+const NOT_PERPLEXITY: &str = "rounds need llama-perplexity from a build with shared libraries, where it calls 'llama_perplexity' of a library: run that program, or leave out --rounds (LLAMA_SIDECAR_ROUNDS) and LLAMA_HOTSWAP_CONTROL_FILE";
 
 /// Rounds, as a capability.
 pub struct Rounds;

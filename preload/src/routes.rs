@@ -156,7 +156,7 @@ fn write_behind() {
 pub fn mark(text: &str) -> Result<(), String> {
     if !Routes.is_enabled() {
         return Err(
-            "no routes are written: start the program with LLAMA_EXPERT_TRACE_ROUTES=PATH".into(),
+            "no routes are written: start the program with --expert-trace-routes PATH (LLAMA_EXPERT_TRACE_ROUTES)".into(),
         );
     }
     let queues = queues();

@@ -184,7 +184,7 @@ fn read_hottest(reader: &Reader) {
             );
         }
         Err(error) => log::error!(
-            "LLAMA_EXPERT_STREAM_TRACE: {error}; no expert is read before its routing: write a trace with LLAMA_EXPERT_TRACE_OUTPUT=trace.json"
+            "--stream-trace (LLAMA_EXPERT_STREAM_TRACE): {error}; no expert is read before its routing: write a trace with --expert-trace-output trace.json"
         ),
     }
 }

@@ -507,7 +507,8 @@ fn about(symbol: &dyn Fn(&CStr) -> *mut c_void, functions: &Functions) -> (Strin
             (!text.is_null()).then(|| CStr::from_ptr(text).to_string_lossy().into_owned())
         };
         let version = [text(c"ggml_version"), text(c"ggml_commit")];
-        let version: Vec<String> = version.into_iter().flatten().collect();
+        let known = version.into_iter().flatten();
+        let version: Vec<String> = known.filter(|text| text != "unknown").collect();
         let path = path.map(|path| path.to_string_lossy().into_owned());
         (path.unwrap_or_default(), version.join(" "))
     }

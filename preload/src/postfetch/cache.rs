@@ -172,7 +172,7 @@ impl Cache {
         }
         if !matrices.is_empty() {
             note_obstacle(format!(
-                "no experts stay on the device: {} MiB do not hold the {used} experts of each layer that a token uses; set LLAMA_POSTFETCH_CACHE_MB, or load fewer layers there",
+                "no experts stay on the device: {} MiB do not hold the {used} experts of each layer that a token uses; set --expert-cache (LLAMA_POSTFETCH_CACHE_MB), or load fewer layers there",
                 limit >> 20,
             ));
         }
@@ -406,7 +406,7 @@ unsafe fn matrices(ggml: &Ggml, reads: &GraphReads) -> (BTreeMap<(u64, u32), Vec
 fn read_trace(path: &Path) -> Option<Snapshot> {
     let read = trace::read(path).inspect_err(|error| {
         log::error!(
-            "LLAMA_POSTFETCH_CACHE_TRACE: {error}; the device begins without experts: write a trace with LLAMA_EXPERT_TRACE_OUTPUT=trace.json"
+            "--expert-cache-trace (LLAMA_POSTFETCH_CACHE_TRACE): {error}; the device begins without experts: write a trace with --expert-trace-output trace.json"
         );
     });
     Some(read.ok()?.1)
@@ -421,7 +421,7 @@ fn sharer(layer: u32, matrices: &[Matrix], trace: Option<&Snapshot>) -> Sharer {
     let traced = traced.filter(|of| of.experts.len() == experts as usize);
     if let (Some(trace), None) = (trace, traced) {
         log::warn!(
-            "LLAMA_POSTFETCH_CACHE_TRACE: expected {experts} experts of layer {layer}, found another model with {} layers: write a trace of this model",
+            "--expert-cache-trace (LLAMA_POSTFETCH_CACHE_TRACE): expected {experts} experts of layer {layer}, found another model with {} layers: write a trace of this model",
             trace.layers.len()
         );
     }
