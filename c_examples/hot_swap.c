@@ -50,7 +50,7 @@ static struct llama_sidecar_report_info reload(struct llama_context * context) {
         }
     }
     printf("  %" PRIu64 " swapped, %" PRIu64 " returned, %" PRIu64 " unchanged in %" PRIu64
-           " us; evaluations held for %" PRIu64 " ns\n",
+           " us; pause %" PRIu64 " ns\n",
            info.n_swapped, info.n_returned, info.n_unchanged, info.total_us, info.switch_ns);
     OK(llama_sidecar_report_free(report));
     return info;

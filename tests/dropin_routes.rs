@@ -194,8 +194,13 @@ fn all_formats_have_the_same_routes() {
     for (line, expected) in lines.iter().zip(&expected) {
         assert!(line.starts_with(expected), "{line} is not {expected}");
     }
-    let workloads = RouteReader::open(&binary).and_then(RouteReader::workloads);
-    let workloads = workloads.expect("a valid file");
+    let mut workloads = Vec::new();
+    let reader = RouteReader::open(&binary).expect("a valid file");
+    let read = reader.workloads(|text, counts| {
+        workloads.push((text.to_owned(), counts));
+        Ok(())
+    });
+    read.expect("a valid file");
     let [(_, counts)] = workloads.as_slice() else {
         panic!("one workload: {workloads:?}");
     };

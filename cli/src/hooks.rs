@@ -109,10 +109,11 @@ pub fn describe(preload: &Path, files: &BTreeSet<PathBuf>) -> Vec<String> {
             .map(|(cause, names)| format!("not reachable: {}: {cause}", names.join(", "))),
     );
     if !nowhere.is_empty() {
-        lines.push(format!(
-            "this ggml does not have, and does not need: {}",
-            nowhere.join(", ")
-        ));
+        let what = match reached.is_empty() {
+            true => "in no library",
+            false => "this ggml does not have, and does not need",
+        };
+        lines.push(format!("{what}: {}", nowhere.join(", ")));
     }
     for library in &libraries {
         let bound: Vec<_> = CALLED_BY_GGML

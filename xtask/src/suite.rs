@@ -517,7 +517,7 @@ fn live_swap(model: &Path, variant: &Path) -> Result<()> {
         let began = Instant::now();
         let report = &host.control("reload")["reports"][0];
         println!(
-            "                 {} tensors swapped, {} returned, in {:.1} ms; evaluations held for {:.1} us",
+            "                 {} tensors swapped, {} returned, in {:.1} ms; pause {:.1} us",
             report["swapped"],
             report["returned"],
             began.elapsed().as_secs_f64() * 1e3,
