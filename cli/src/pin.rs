@@ -157,14 +157,6 @@ fn field(text: &str) -> String {
     }
 }
 
-/// Returns a text as a field of CSV (RFC 4180).
-fn field(text: &str) -> String {
-    match text.contains([',', '"', '\n', '\r']) {
-        true => format!("\"{}\"", text.replace('"', "\"\"")),
-        false => text.into(),
-    }
-}
-
 /// Returns the uses that an LRU of a share of the experts misses; without locality, the activations
 /// of the other experts.
 fn misses(layer: &LayerCounts, share: f64) -> u64 {
