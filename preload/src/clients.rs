@@ -3,7 +3,7 @@
 //! Each client has its own thread, which evaluations never wait for. A line must be complete, and
 //! a reply must be read, within [`CLIENT_TIMEOUT`]. When all places are taken, a new client gets
 //! the place of the one that has waited longest without a complete line: clients that send
-//! nothing, or little, keep nobody out.
+//! nothing, or little, keep no other client out.
 
 use std::fs;
 use std::io::{self, ErrorKind, Read, Write};
