@@ -56,20 +56,25 @@ pub fn for_each<T: Send>(readers: Readers, items: Vec<T>, work: impl Fn(T) -> bo
         }
     };
     std::thread::scope(|scope| {
-        let mut started = 0;
-        for _ in 0..threads {
+        let start = |_| {
             let builder = std::thread::Builder::new().name("llama-sidecar-h".into());
-            let thread = without_signals(|| builder.spawn_scoped(scope, run));
-            started += usize::from(thread.is_ok());
-        }
+            without_signals(|| builder.spawn_scoped(scope, run)).ok()
+        };
+        let started: Vec<_> = (0..threads).filter_map(start).collect();
         // No thread could be started: the caller does the work at its own priority.
-        if started == 0 {
+        if started.is_empty() {
             let mut items = items.lock();
             while let Some(item) = items.0.next() {
                 if !work(item) {
                     items.1 = false;
                     break;
                 }
+            }
+        }
+        // Waits until each has exited: a program may unload this library next.
+        for thread in started {
+            if let Err(panic) = thread.join() {
+                std::panic::resume_unwind(panic);
             }
         }
     });

@@ -148,15 +148,9 @@ pub fn check(path: &Path) -> io::Result<()> {
         Err(_) => {}
     }
     // Removed at once.
-    let made = beside(&path).map(drop);
-    made.map_err(|error| {
-        // Without the random name.
-        let cause = error.get_ref().and_then(|of| of.source());
-        let cause = cause.map_or_else(|| error.to_string(), |cause| cause.to_string());
-        io::Error::new(
-            error.kind(),
-            format!("its folder: {cause}: make the folder, or name a path that you may write"),
-        )
+    beside(&path).map(drop).map_err(|error| {
+        let what = "make the folder, or name a path that you may write";
+        io::Error::new(error.kind(), format!("its folder: {error}: {what}"))
     })
 }
 
@@ -184,6 +178,12 @@ pub fn beside(path: &Path) -> io::Result<NamedTempFile> {
         .rand_bytes(12)
         .permissions(Permissions::from_mode(0o666))
         .tempfile_in(folder_of(path))
+        .map_err(|error| {
+            // Without the random name.
+            let text = error.to_string();
+            let cause = text.split(" at path ").next().unwrap_or_default();
+            io::Error::new(error.kind(), cause)
+        })
 }
 
 /// Logs where an earlier file is kept, if there was one.

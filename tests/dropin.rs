@@ -529,14 +529,20 @@ for name, tokens in (('c.csv', 16), ('c-2.csv', 9)):
 }
 
 #[test]
-fn an_expert_trace_that_cannot_be_written_is_logged_once() {
+fn an_expert_trace_that_cannot_be_written_is_logged_at_the_start_and_at_the_end() {
     let folder = tempfile::tempdir().expect("a folder");
     let pipe = folder.path().join("pipe");
     let made = Command::new("mkfifo").arg(&pipe).status();
     assert!(made.expect("it starts").success());
     // The last is a pipe without a reader.
     let pipe = pipe.to_str().expect("UTF-8");
-    for output in ["/no/such/folder/trace.json", "/dev/full", "/", pipe] {
+    for (output, lines_expected) in [
+        ("/no/such/folder/trace.json", 2),
+        ("/", 2),
+        // Only a write shows that it fails.
+        ("/dev/full", 1),
+        (pipe, 1),
+    ] {
         let with = DropIn::On(vec![
             ("LLAMA_EXPERT_TRACE_STATS", "1".into()),
             ("LLAMA_EXPERT_TRACE_OUTPUT", output.into()),
@@ -554,8 +560,11 @@ fn an_expert_trace_that_cannot_be_written_is_logged_once() {
             .into_iter()
             .filter(|line| line.contains("cannot write"))
             .collect();
-        assert_eq!(failed.len(), 1, "{failed:?}");
-        assert!(failed[0].contains(output), "{failed:?}");
+        assert_eq!(failed.len(), lines_expected, "{failed:?}");
+        assert!(
+            failed.iter().all(|line| line.contains(output)),
+            "{failed:?}"
+        );
     }
 }
 

@@ -14,6 +14,9 @@ pub fn memory(process: &str, field: &str) -> u64 {
     kib.expect("a number of kB") << 10
 }
 
+/// How long a child goes on between two stops.
+const BETWEEN_STOPS: std::time::Duration = std::time::Duration::from_millis(5);
+
 /// Stops and continues a child of this process again and again while `work` runs. Returns its result,
 /// and how often the child was stopped.
 pub fn stopped_often<T>(process: u32, work: impl FnOnce() -> T) -> (T, u64) {
@@ -25,6 +28,8 @@ pub fn stopped_often<T>(process: u32, work: impl FnOnce() -> T) -> (T, u64) {
             while working.load(order) {
                 stopped(process, || ());
                 stops += 1;
+                // Without a pause, the child gets next to no time.
+                std::thread::sleep(BETWEEN_STOPS);
             }
             stops
         });

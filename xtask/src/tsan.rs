@@ -4,15 +4,19 @@
 //! `tests/tsan/suppressions` lists the false reports that follow.
 //!
 //! The library runs its tests of reloads, among them eight threads that evaluate while tensors
-//! are swapped, and of expert streaming. The drop-in runs in the C host with its watching thread, clients of
-//! the control socket, and swaps while the host evaluates.
+//! are swapped, and of expert streaming. The drop-in runs in the C host with experts from disk, and
+//! in a Python host with post-fetch and slots on the simulated GPU; in all, with the trace, routes
+//! and saliency, its watching thread, clients of the control socket, and swaps while the host
+//! evaluates. Python, the simulated GPU and ggml are not instrumented.
 
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use testkit::host::{DropIn, Host, Program, control, replace};
+use testkit::sim_ggml::SimGgml;
 
 use crate::install::target_folder;
 use crate::run::{command, exists, output, run};
@@ -79,29 +83,55 @@ fn drop_in() -> Result<()> {
         runtime.display()
     );
 
-    let fixtures = fixtures::make()?;
-    let files = ["smollm2-mixed.gguf", "smollm2.gguf"].map(|name| fixtures.join(name));
-    let folder = tempfile::tempdir()?;
-    let path = folder.path().join("model.gguf");
-    replace(&path, &files[1]);
     // The runtime goes first: the drop-in needs it, and does not name it.
     let libraries = format!("{}:{}", runtime.display(), preload.display());
-    let variables = vec![
+    let folder = tempfile::tempdir()?;
+    let output = |name: &str| folder.path().join(name).display().to_string();
+    let variables = [
         ("LD_PRELOAD", libraries),
         ("TSAN_OPTIONS", options()),
         ("LLAMA_HOTSWAP_POLL_MS", "20".into()),
-        ("LLAMA_EXPERT_TRACE_STATS", "1".into()),
+        ("LLAMA_EXPERT_TRACE_OUTPUT", output("t.json")),
+        ("LLAMA_EXPERT_TRACE_EVERY_S", "1".into()),
+        ("LLAMA_EXPERT_TRACE_ROUTES", output("r.routes")),
+        ("LLAMA_EXPERT_TRACE_SALIENCY", output("s.json")),
     ];
-    let mut host = Host::start(Program::CThreadSanitizer, &path, &DropIn::On(variables));
+    let on_cpu = [&variables[..], &[("LLAMA_EXPERT_STREAM", "on".into())]].concat();
+    swaps(Program::CThreadSanitizer, on_cpu, |_| {})?;
+    let sim = SimGgml::new(&[("GGML_OP_OFFLOAD_MIN_BATCH", "1")]);
+    for more in [
+        ("LLAMA_POSTFETCH_HOST", "on"),
+        ("LLAMA_POSTFETCH_CACHE_MB", "20"),
+    ] {
+        let on_gpu = [&variables[..], &[(more.0, more.1.into())]].concat();
+        swaps(Program::PythonExpertsOnCpu, on_gpu, |command| {
+            sim.prepare(command)
+        })?;
+    }
+    Ok(())
+}
+
+/// Swaps the experts of a model while a program evaluates and clients send requests.
+fn swaps(
+    program: Program,
+    variables: Vec<(&'static str, String)>,
+    prepare: impl FnOnce(&mut Command),
+) -> Result<()> {
+    let fixtures = fixtures::make()?;
+    let files = ["small-moe-mixed.gguf", "small-moe.gguf"].map(|name| fixtures.join(name));
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("model.gguf");
+    replace(&path, &files[1]);
+    let mut host = Host::start_with(program, &path, &DropIn::On(variables), prepare);
     host.ask("text 2");
     let (socket, over) = (host.socket().to_owned(), AtomicBool::new(false));
     std::thread::scope(|scope| {
         for _ in 0..2 {
             scope.spawn(|| {
                 while !over.load(Ordering::Relaxed) {
-                    control(&socket, "status");
-                    control(&socket, "trace");
-                    // The number of clients is limited, and a disconnect is noticed later.
+                    for request in ["status", "trace", "metrics"] {
+                        control(&socket, request);
+                    }
                     std::thread::sleep(PAUSE);
                 }
             });
@@ -114,17 +144,20 @@ fn drop_in() -> Result<()> {
         }
         over.store(true, Ordering::Relaxed);
     });
-    let switches = host.control("status")["generation"].as_u64();
+    let status = host.control("status");
     let log = host.keep_log();
     let ended = host.end();
     let log = log.lock().expect("no panic").join("\n");
     match ended {
         Some(0) => {}
-        Some(FOUND) => bail!("ThreadSanitizer found, in the host with the drop-in:\n{log}"),
-        other => bail!("the host ended with {other:?}:\n{log}"),
+        Some(FOUND) => bail!("ThreadSanitizer found, in {program:?} with the drop-in:\n{log}"),
+        other => bail!("{program:?} ended with {other:?}:\n{log}"),
     }
-    let switches = switches.context("a generation")?;
+    let switches = status["generation"].as_u64().context("a generation")?;
     ensure!(switches > 0, "expected swaps; its log:\n{log}");
-    println!("{switches} switches in the host under ThreadSanitizer, without a finding");
+    println!(
+        "{program:?}: {switches} switches under ThreadSanitizer, without a finding; streamed: {}, post-fetch: {}",
+        status["models"][0]["stream"]["layers"], status["post_fetch"]["layers"]
+    );
     Ok(())
 }
