@@ -282,9 +282,10 @@ fn threads_do_not_order_streams() {
         // Synchronous copies have ended for all.
         ("other/set compute:a sync:a get", 0),
         ("set compute:a other/sync:a get", 1),
-        // The copies of the next round, and the product that reads the weights.
-        ("copy:b sync:b compute:a copy:b", 1),
-        ("copy:b sync:b compute:a record:a wait:b copy:b", 0),
+        // The copies of the next round, and the product that reads the weights. The wait at the end
+        // is for the report, which has what has happened.
+        ("copy:b sync:b compute:a copy:b sync:a", 1),
+        ("copy:b sync:b compute:a record:a wait:b copy:b sync:a", 0),
     ] {
         let (_, report) = steps(&[], made);
         assert_eq!(report.unordered, unordered, "{made}: {:?}", report.examples);
