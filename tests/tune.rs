@@ -299,8 +299,16 @@ fn a_recipe_is_measured_as_a_new_process_measures_its_file() {
     let page = fs::read_to_string(work.join("report.html")).expect("a page");
     assert!(page.contains("<svg") && page.contains("against all as q3_K"));
 
-    // All is known: nothing is measured again, and the output is the same.
+    // All is known: nothing is measured again, and the output is the same. A model is never
+    // written over.
     let known = fs::read(work.join("measurements.jsonl")).expect("measurements");
+    let over = measure(&small.model, &work, &arguments).output();
+    let over = String::from_utf8(over.expect("it starts").stderr).expect("text");
+    assert!(
+        over.contains("a model is there, which is never written over"),
+        "{over}"
+    );
+    fs::rename(small.path("o.gguf"), small.path("first.gguf")).expect("a file");
     let again = done(&mut measure(&small.model, &work, &arguments));
     assert_eq!(output.stdout, again.stdout);
     assert_eq!(

@@ -258,10 +258,20 @@ fn exclusively(model: &Arc<Model>, work: impl FnOnce() -> Result<Report>) -> Res
     }
     let result = work();
     sched::free_remote();
+    if result.as_ref().is_ok_and(Report::changed) {
+        return_memory();
+    }
     if model.pool.bytes() > 0 {
         free_idle_buffers();
     }
     result
+}
+
+/// Returns the memory of freed buffers to the system. Each thread that reloads allocates from an arena
+/// of its own (mallopt(3)), which would keep it: 16 arenas with the buffers of a swap each.
+fn return_memory() {
+    // SAFETY: the C library may be called from any thread.
+    unsafe { libc::malloc_trim(0) };
 }
 
 /// Starts a thread that frees kept buffers once no swap has replaced a tensor for a while.
