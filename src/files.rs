@@ -164,8 +164,13 @@ pub fn persist(
     new.as_file().sync_all()?;
     let path = resolve(path)?;
     let kept = put(new, &path, |_, start| Ok(replaces(start)))?.1;
-    File::open(folder_of(&path))?.sync_all()?;
+    sync_folder_of(&path)?;
     Ok(kept)
+}
+
+/// Writes renames in the folder of a file to disk.
+pub fn sync_folder_of(path: &Path) -> io::Result<()> {
+    File::open(folder_of(path))?.sync_all()
 }
 
 /// Creates a file with a random name in the folder of a path, with the mode that the user gives

@@ -5,18 +5,17 @@
 mod small;
 
 use std::fs::FileTimes;
-use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use llama_sidecar::trace::{RouteReader, RouteRecord};
 use serde_json::Value;
 use small::{folder, model, on, result, swap};
 use testkit::fixtures::fixture;
-use testkit::host::{DropIn, Host, Program, control, replace};
+use testkit::host::{DropIn, Host, Program, control, disturb, replace};
 use testkit::mixtures::{Mixture, USED};
 use testkit::writer::Gguf;
 
@@ -380,21 +379,7 @@ fn hostile_clients_keep_no_swap_out() {
     std::thread::scope(|scope| {
         // Also after a panic.
         let _end = Ends(&ends);
-        for number in 0..64 {
-            let (socket, ends) = (&socket, &ends);
-            scope.spawn(move || {
-                while !ends.load(Ordering::Relaxed) {
-                    let Ok(mut client) = UnixStream::connect(socket) else {
-                        continue;
-                    };
-                    let text: &[u8] = [&b""[..], b"{\"cmd\":", b"rubbish\n"][number % 3];
-                    let _ = client.write_all(text);
-                    // Until the other side ends it.
-                    let _ = client.set_read_timeout(Some(Duration::from_millis(500)));
-                    let _ = client.read_to_end(&mut Vec::new());
-                }
-            });
-        }
+        scope.spawn(|| disturb(&socket, 64, Duration::ZERO, &ends, &AtomicU64::new(0)));
         for round in 0..20 {
             let value = [2.0, 1.0][round % 2];
             let answer = swap(&host, &path, &model(value));

@@ -509,14 +509,6 @@ fn sockets(folder: &Path) -> BTreeMap<String, PathBuf> {
     named.collect()
 }
 
-/// The state of a model of a router, and its arguments.
-fn model_of(router: &Server, name: &str) -> Value {
-    let mut models = router.look("/models");
-    let models = models["data"].as_array_mut().expect("a list");
-    let found = models.iter_mut().find(|model| model["id"] == name);
-    found.expect("the model")["status"].take()
-}
-
 #[test]
 fn each_model_of_a_router_is_swapped_in_its_own_process() {
     let fresh = |file: &str| {
@@ -557,7 +549,7 @@ fn each_model_of_a_router_is_swapped_in_its_own_process() {
     assert_eq!(output.status.code(), Some(1), "{output:?}");
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(error.contains("is a router"), "{error}");
-    let arguments = model_of(&router, "moe")["args"].take();
+    let arguments = router.model_status("moe")["args"].take();
     let mut arguments = arguments.as_array().expect("a list").iter();
     arguments.find(|word| **word == "--port").expect("a port");
     let port = arguments.next().and_then(Value::as_str).expect("a port");
@@ -589,7 +581,7 @@ fn each_model_of_a_router_is_swapped_in_its_own_process() {
     );
 
     router.ask("/models/unload", &json!({"model": "moe"}));
-    while model_of(&router, "moe")["value"] != "unloaded" {
+    while router.model_status("moe")["value"] != "unloaded" {
         std::thread::yield_now();
     }
     assert_eq!(sockets(folder.path()).len(), 1);

@@ -197,9 +197,12 @@ impl Written {
 
 /// Writes renames in the folder of a file to disk.
 pub fn sync_folder_of(path: &Path) -> Result<()> {
-    let folder = folder_of(path);
-    let synced = File::open(folder).and_then(|folder| folder.sync_all());
-    synced.with_context(|| format!("cannot write the folder {} to disk", folder.display()))
+    files::sync_folder_of(path).with_context(|| {
+        format!(
+            "cannot write the folder {} to disk",
+            folder_of(path).display()
+        )
+    })
 }
 
 /// Reads the header of a file, including its padding.

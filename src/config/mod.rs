@@ -563,7 +563,7 @@ pub fn overrides(text: &str) -> Result<Vec<(Regex, usize)>, String> {
 mod tests {
     use super::*;
 
-    fn parse(variables: &[(&str, &str)]) -> Config {
+    pub(super) fn parse(variables: &[(&str, &str)]) -> Config {
         Config::parse(|name| {
             let found = variables.iter().find(|(key, _)| *key == name)?;
             Some(found.1.into())

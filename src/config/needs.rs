@@ -120,14 +120,8 @@ pub(super) fn unmet(config: &Config, set: &[&Variable]) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::super::VARIABLES;
+    use super::super::tests::parse;
     use super::*;
-
-    fn parse(variables: &[(&str, &str)]) -> Config {
-        Config::parse(|name| {
-            let found = variables.iter().find(|(key, _)| *key == name)?;
-            Some(found.1.into())
-        })
-    }
 
     /// A value of a variable that is not its default.
     fn other(variable: &Variable) -> &'static str {

@@ -3,11 +3,12 @@
 //! They are in `hosts/` and take commands on standard input; `hosts/node/host.mjs` lists
 //! them.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -21,6 +22,9 @@ use crate::server::llama_cpp;
 /// How long a host may take to answer: loading a model on a busy machine, or
 /// compiling shaders for the first time.
 const PATIENCE: Duration = Duration::from_secs(300);
+
+/// How long a client holds a connection that is not closed.
+const HELD: Duration = Duration::from_millis(500);
 
 /// How long the last lines of the log may take to arrive.
 const LOG_DELAY: Duration = Duration::from_secs(60);
@@ -260,6 +264,35 @@ pub fn request(socket: &Path, request: &Value) -> Value {
             return answer;
         }
     }
+}
+
+/// Disturbs a control socket until the end: this many clients send nothing, half a line or junk, hold
+/// their connections as long as they may, and come back after a pause. Counts connections.
+pub fn disturb(
+    socket: &Path,
+    clients: usize,
+    pause: Duration,
+    over: &AtomicBool,
+    connections: &AtomicU64,
+) {
+    std::thread::scope(|scope| {
+        for number in 0..clients {
+            scope.spawn(move || {
+                let text = [&b""[..], b"{\"cmd\":", b"rubbish\n", &[0xff; 4096]][number % 4];
+                while !over.load(Ordering::Relaxed) {
+                    std::thread::sleep(pause);
+                    let Ok(mut client) = UnixStream::connect(socket) else {
+                        continue;
+                    };
+                    connections.fetch_add(1, Ordering::Relaxed);
+                    let _ = client.write_all(text);
+                    // Until the other side ends it.
+                    let _ = client.set_read_timeout(Some(HELD));
+                    let _ = client.read_to_end(&mut Vec::new());
+                }
+            });
+        }
+    });
 }
 
 impl Host {

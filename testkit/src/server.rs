@@ -377,6 +377,14 @@ impl Server {
         self.expect_json(path, self.get(path))
     }
 
+    /// What a router states of a model: `value` is `unloaded` once its process has ended.
+    pub fn model_status(&self, name: &str) -> Value {
+        let mut models = self.look("/models");
+        let models = models["data"].as_array_mut().expect("a list");
+        let found = models.iter_mut().find(|model| model["id"] == name);
+        found.expect("the model")["status"].take()
+    }
+
     fn expect_json(&self, path: &str, answer: Result<Response<Body>, ureq::Error>) -> Value {
         let mut answer = answer.expect("an answer");
         let text = answer.body_mut().read_to_string().expect("text");

@@ -1,17 +1,13 @@
 //! Another user beside the run, and clients that only disturb.
 //!
 //! The user plants links to a file that is not his, and FIFOs, at every name that can be guessed in
-//! the folders of the run, which all users can write. The clients hold connections to the control
-//! socket, send half a line or junk, and come back at once.
+//! the folders of the run, which all users can write. [`testkit::host::disturb`] has the clients.
 
 use std::fs::{self, File, Permissions};
-use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -21,9 +17,9 @@ use super::Failures;
 /// The user, if this process may start programs of other users.
 const USER: u32 = 65534;
 /// Clients of the control socket.
-const CLIENTS: usize = 64;
-/// How long a client holds a connection that is not closed.
-const HELD: Duration = Duration::from_millis(500);
+pub const CLIENTS: usize = 64;
+/// The pause between two connections of a client, which leaves some of the processors to the server.
+pub const PAUSE: Duration = Duration::from_millis(50);
 /// The content of the file that is not the user's.
 const PRECIOUS: &str = "precious";
 /// Plants what is missing, again and again. `$1` is the target of the links, `$2` the process, the
@@ -134,26 +130,4 @@ impl Drop for Hostile {
 fn share(folder: &Path) -> Result<()> {
     let mode = Permissions::from_mode(0o1777);
     Ok(File::open(folder)?.set_permissions(mode)?)
-}
-
-/// Disturbs the control socket until the end; counts connections.
-pub fn disturb(socket: &Path, over: &AtomicBool, connections: &AtomicU64) {
-    std::thread::scope(|scope| {
-        for number in 0..CLIENTS {
-            scope.spawn(move || {
-                let text = [&b""[..], b"{\"cmd\":", b"rubbish\n", &[0xff; 4096]][number % 4];
-                while !over.load(Ordering::Relaxed) {
-                    // So that it leaves some of the processors to the server.
-                    std::thread::sleep(HELD / 10);
-                    let Ok(mut client) = UnixStream::connect(socket) else {
-                        continue;
-                    };
-                    connections.fetch_add(1, Ordering::Relaxed);
-                    let _ = client.write_all(text);
-                    let _ = client.set_read_timeout(Some(HELD));
-                    let _ = client.read_to_end(&mut Vec::new());
-                }
-            });
-        }
-    });
 }

@@ -31,7 +31,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
 use serde_json::Value;
-use testkit::host::DropIn;
+use testkit::host::{DropIn, disturb};
 use testkit::server::{Options, Server};
 
 use crate::install::target_folder;
@@ -282,7 +282,15 @@ fn soak(
     let outputs = hostile.outputs();
     let (ran, loads) = std::thread::scope(|scope| {
         let over = &over;
-        scope.spawn(|| hostile::disturb(server.socket(), over, &connections));
+        scope.spawn(|| {
+            disturb(
+                server.socket(),
+                hostile::CLIENTS,
+                hostile::PAUSE,
+                over,
+                &connections,
+            )
+        });
         scope.spawn(|| {
             while !over.load(Ordering::Relaxed) {
                 let text = server.control("metrics")["text"].to_string();

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use serde_json::{Value, json};
 use testkit::host::DropIn;
 use testkit::server::Server;
@@ -49,7 +49,7 @@ pub fn run(files: &[&Path], outputs: &Path, over: &AtomicBool, failures: &Failur
             }
             server.ask("/models/unload", &json!({"model": name}));
             let deadline = Instant::now() + PATIENCE;
-            while state(&server, name)? != "unloaded" {
+            while server.model_status(name)["value"] != "unloaded" {
                 ensure!(Instant::now() < deadline, "{name} is not freed");
                 std::thread::sleep(Duration::from_millis(20));
             }
@@ -75,14 +75,6 @@ fn answer(server: &Server, model: &str) -> Value {
     });
     let answer = server.ask("/completion", &body);
     json!([answer["content"], answer["completion_probabilities"]])
-}
-
-fn state(server: &Server, name: &str) -> Result<String> {
-    let models = server.look("/models");
-    let models = models["data"].as_array().context("a list of models")?;
-    let found = models.iter().find(|model| model["id"] == name);
-    let state = found.and_then(|model| model["status"]["value"].as_str());
-    Ok(state.context("the state of a model")?.to_owned())
 }
 
 /// Checks and removes what the process of a freed model wrote.
