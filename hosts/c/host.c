@@ -16,7 +16,8 @@
 // HOST_THREADS sets the number of threads, 1 by default, and HOST_CONTEXT the size of the
 // context, 256 by default. HOST_ROUTES names a file for the experts of each evaluation: a
 // line `evaluation`, and one line for each layer and token, the layer before the experts.
-// HOST_READ_AT_MATMUL makes the program read experts as ik_llama.cpp does.
+// HOST_READ_AT_MATMUL makes the program read experts as ik_llama.cpp does. HOST_EXPERTS_ON_CPU
+// keeps routed experts in host memory, and all else on the GPU.
 #include <inttypes.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -37,6 +38,10 @@ struct params {
 struct llama_batch {
     int32_t n_tokens;
     void * arrays[6];
+};
+struct llama_model_tensor_buft_override {
+    const char * pattern;
+    struct ggml_backend_buffer_type * buft;
 };
 struct llama_model;
 struct llama_context;
@@ -61,6 +66,7 @@ void llama_free(struct llama_context * context);
 void llama_model_free(struct llama_model * model);
 void llama_log_set(void (*callback)(int, const char *, void *), void * user_data);
 void ggml_backend_load_all_from_path(const char * path);
+struct ggml_backend_buffer_type * ggml_backend_cpu_buffer_type(void);
 void ggml_backend_tensor_get(const struct ggml_tensor * tensor, void * data, size_t offset, size_t size);
 
 // ik_llama.cpp has this function; a program may look it up without needing it.
@@ -110,7 +116,15 @@ static bool write_route(struct ggml_tensor * tensor, bool ask, void * user_data)
 }
 
 static void load(const char * path) {
-    model = llama_model_load_from_file(path, llama_model_default_params());
+    struct params of_model = llama_model_default_params();
+    const struct llama_model_tensor_buft_override overrides[] = {
+        {"ffn_(up|down|gate)_exps", ggml_backend_cpu_buffer_type()}, {NULL, NULL}};
+    if (getenv("HOST_EXPERTS_ON_CPU")) {
+        const void * first = overrides;
+        memcpy(&of_model.words[2], &first, sizeof(first)); // tensor_buft_overrides
+        of_model.words[4] = 99;                            // n_gpu_layers
+    }
+    model = llama_model_load_from_file(path, of_model);
     struct params params = llama_context_default_params();
     if (!model || params.words[0] != 512 || params.words[7] != 4 || params.words[8] != 4) {
         fprintf(stderr, "cannot load %s, or another version of llama.cpp\n", path);

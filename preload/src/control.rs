@@ -19,6 +19,7 @@ use crate::capability::Effect;
 use crate::clients::{Answer, is_connected};
 use crate::models::{Instance, Model};
 use crate::overlays::Overlays;
+use crate::reloader::on_thread;
 use crate::{
     barrier, clients, expert_trace, metrics, models, own_cache, placement, postfetch, reloader,
     rounds, routes, sched, streaming,
@@ -77,24 +78,23 @@ fn answer(request: Request, client: &UnixStream) -> Result<Value, String> {
     Ok(match request {
         Request::Ping => json!(Reply::done()),
         Request::Status => json!(status()),
-        Request::Reload => json!(with_each_model(|model| {
-            reloader::reload(model, Trigger::Command)
+        Request::Reload => json!(on_thread(|| {
+            with_each_model(|model| reloader::reload(model, Trigger::Command))
         })),
         Request::Revert => {
             reloader::freeze();
-            json!(with_each_model(reloader::revert))
+            json!(on_thread(|| with_each_model(reloader::revert)))
         }
         Request::Unfreeze => {
             reloader::unfreeze();
             json!(Reply::done())
         }
-        Request::Swap { revert, overlays } => match Overlays::find(revert.as_deref(), &overlays) {
-            Ok(overlays) => json!(with_each_model(|model| {
-                let (revert, set) = overlays.of(model);
-                reloader::swap(model, revert, &set)
-            })),
-            Err(reason) => json!(Reply::refused(reason)),
-        },
+        Request::Swap { revert, overlays } => {
+            match on_thread(move || swap(revert.as_deref(), &overlays)) {
+                Ok(reloads) => json!(reloads),
+                Err(reason) => json!(Reply::refused(reason)),
+            }
+        }
         Request::Hash => json!(hashes(client)),
         Request::Metrics => json!(Metrics {
             ok: true,
@@ -253,6 +253,15 @@ fn state(model: &Model, instance: &Instance) -> TensorState {
         true => TensorState::FallbackCpu,
         false => TensorState::Detached,
     }
+}
+
+/// Reverts overlays of all models, and sets others.
+fn swap(revert: Option<&str>, overlays: &[Overlay]) -> Result<Reloads, String> {
+    let overlays = Overlays::find(revert, overlays)?;
+    Ok(with_each_model(|model| {
+        let (revert, set) = overlays.of(model);
+        reloader::swap(model, revert, &set)
+    }))
 }
 
 /// Reloads, reverts or swaps all models, one after the other.

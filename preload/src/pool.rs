@@ -88,10 +88,15 @@ impl Pool {
         any
     }
 
+    /// Returns when a buffer was kept last; `None` if none is.
+    pub fn since(&self) -> Option<Instant> {
+        let kept = self.0.lock();
+        kept.since.filter(|_| !kept.buffers.is_empty())
+    }
+
     /// Frees all kept buffers if none was kept for so long.
     pub fn clear_after(&self, idle: Duration) {
-        let since = self.0.lock().since;
-        if since.is_some_and(|since| since.elapsed() >= idle) {
+        if self.since().is_some_and(|since| since.elapsed() >= idle) {
             self.clear();
         }
     }

@@ -2,9 +2,15 @@
 //!
 //! A reload starts at an interval, by a command of the control socket, and when the program
 //! calls `llama_reload_changed_tensors`. After `revert`, reloads are off until `unfreeze`.
+//!
+//! All reloads run on one thread, which lives as long as the process. malloc keeps the memory that a
+//! thread frees for that thread and the few that share its arena (mallopt(3)): with a reload on the
+//! thread of each client, every arena of the process would keep the buffers of a swap.
 
-use std::sync::Arc;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use llama_sidecar::config::Config;
@@ -24,6 +30,11 @@ const FROZEN_REASON: &str = "reloads are frozen since 'revert': run 'llama-sidec
 /// Held while a model is reloaded; the end of the process waits for it.
 static RELOADING: Mutex<()> = Mutex::new(());
 
+/// Work for the thread of reloads.
+type Work = Box<dyn FnOnce() + Send>;
+/// Where the thread of reloads gets its work from, once it runs.
+static THREAD: OnceLock<Sender<Work>> = OnceLock::new();
+
 static SWAPPED: AtomicU64 = AtomicU64::new(0);
 static RETURNED: AtomicU64 = AtomicU64::new(0);
 static STAGED_BYTES: AtomicU64 = AtomicU64::new(0);
@@ -37,6 +48,9 @@ const MODEL_FREE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long buffers of replaced tensors are kept for the next swap.
 const KEPT_FOR: Duration = Duration::from_secs(60);
 
+/// The shortest time between two looks at the files.
+const MIN_INTERVAL: Duration = Duration::from_millis(1);
+
 /// Why tensors of models that are freed could not be swapped.
 static EFFECT: Effect = Effect::of(NoEffect::HOT_SWAP);
 
@@ -49,8 +63,9 @@ impl Capability for HotSwap {
     }
 
     fn start(&self) {
-        if let Some(interval) = Config::get().poll {
-            thread::spawn("llama-sidecar", move || poll_files(interval));
+        let (sender, work) = channel();
+        if thread::spawn("llama-sidecar", move || serve(&work)) {
+            let _ = THREAD.set(sender);
         }
     }
 
@@ -130,24 +145,75 @@ pub fn wait_for_end(longest: Duration) {
     }
 }
 
-/// Reloads changed files of all models at an interval; for a thread of its own.
-fn poll_files(interval: Duration) {
-    let quiet = Config::get().quiet;
-    let mut next = interval;
-    while !barrier::is_shut() {
-        std::thread::sleep(next);
-        next = interval;
-        if is_frozen() {
-            continue;
+/// Carries out work on the thread of reloads, and waits for its result; on this thread if that one
+/// could not be started.
+pub fn on_thread<R: Send + 'static>(work: impl FnOnce() -> R + Send + 'static) -> R {
+    let Some(thread) = THREAD.get() else {
+        return work();
+    };
+    let (sender, result) = channel();
+    let work = move || {
+        // The client may have lost its thread.
+        let _ = sender.send(catch_unwind(AssertUnwindSafe(work)));
+    };
+    let sent = thread.send(Box::new(work));
+    sent.expect("the thread of reloads takes work as long as the process lives");
+    match result.recv().expect("work that is taken has a result") {
+        Ok(result) => result,
+        Err(panic) => resume_unwind(panic),
+    }
+}
+
+/// The thread of reloads: does the work that it gets, reloads changed files at an interval, and frees
+/// kept buffers once no swap has replaced a tensor for a while.
+fn serve(work: &Receiver<Work>) {
+    let interval = Config::get().poll;
+    let mut next_poll = interval.map(|interval| Instant::now() + interval);
+    loop {
+        let next = match barrier::is_shut() {
+            true => None,
+            false => [next_poll, kept_until()].into_iter().flatten().min(),
+        };
+        let received = match next {
+            Some(at) => work.recv_timeout(at.saturating_duration_since(Instant::now())),
+            None => work.recv().map_err(RecvTimeoutError::from),
+        };
+        match received {
+            Ok(work) => work(),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return,
+        }
+        let now = Instant::now();
+        if let Some(interval) = interval.filter(|_| next_poll <= Some(now)) {
+            let sooner = poll_files().unwrap_or(interval);
+            next_poll = Some(Instant::now() + sooner.clamp(MIN_INTERVAL, interval));
         }
         for model in models::models() {
-            if let Ok(report) = reload(&model, Trigger::Watch { quiet })
-                && let Some(sooner) = report.look_again
-            {
-                next = next.min(sooner.max(Duration::from_millis(1)));
-            }
+            model.pool.clear_after(KEPT_FOR);
         }
     }
+}
+
+/// Returns when the first of the kept buffers is to be freed.
+fn kept_until() -> Option<Instant> {
+    let models = models::models();
+    let since = models.iter().filter_map(|model| model.pool.since()).min();
+    since.map(|since| since + KEPT_FOR)
+}
+
+/// Reloads changed files of all models; returns when to look again, if that is before the interval
+/// is over.
+fn poll_files() -> Option<Duration> {
+    let quiet = Config::get().quiet;
+    let mut next = None;
+    for model in models::models() {
+        if !is_frozen()
+            && let Ok(report) = reload(&model, Trigger::Watch { quiet })
+        {
+            next = next.into_iter().chain(report.look_again).min();
+        }
+    }
+    next
 }
 
 /// Reloads all models, at a call of the program; returns whether any tensor changed since the last
@@ -155,15 +221,16 @@ fn poll_files(interval: Duration) {
 pub fn reload_all(seen: impl Fn(&Report)) -> bool {
     /// The generation at the last call.
     static LAST: AtomicU64 = AtomicU64::new(0);
-    let mut changed = false;
-    for model in models::models() {
-        if let Ok(report) = reload(&model, Trigger::Command) {
-            changed |= report.changed();
-            seen(&report);
-        }
-    }
+    let reload = |model: &Arc<Model>| reload(model, Trigger::Command).ok();
+    let reports = on_thread(move || {
+        models::models()
+            .iter()
+            .filter_map(reload)
+            .collect::<Vec<_>>()
+    });
+    reports.iter().for_each(seen);
     let now = barrier::generation();
-    changed | (LAST.swap(now, Ordering::Relaxed) != now)
+    reports.iter().any(Report::changed) | (LAST.swap(now, Ordering::Relaxed) != now)
 }
 
 /// Whether hot-swap is on, and can swap tensors of any model.
@@ -258,51 +325,7 @@ fn exclusively(model: &Arc<Model>, work: impl FnOnce() -> Result<Report>) -> Res
     }
     let result = work();
     sched::free_remote();
-    if result.as_ref().is_ok_and(Report::changed) {
-        return_memory();
-    }
-    if model.pool.bytes() > 0 {
-        free_idle_buffers();
-    }
     result
-}
-
-/// Returns the memory of freed buffers to the system. Each thread that reloads allocates from an arena
-/// of its own (mallopt(3)), which would keep it: 16 arenas with the buffers of a swap each.
-fn return_memory() {
-    // SAFETY: the C library may be called from any thread.
-    unsafe { libc::malloc_trim(0) };
-}
-
-/// Starts a thread that frees kept buffers once no swap has replaced a tensor for a while.
-fn free_idle_buffers() {
-    static RUNS: AtomicBool = AtomicBool::new(false);
-    if RUNS.swap(true, Ordering::SeqCst) {
-        return;
-    }
-    let any_kept = || models::models().iter().any(|model| model.pool.bytes() > 0);
-    let started = thread::spawn("llama-sidecar-b", move || {
-        loop {
-            std::thread::sleep(KEPT_FOR);
-            if barrier::is_shut() {
-                return;
-            }
-            for model in models::models() {
-                model.pool.clear_after(KEPT_FOR);
-            }
-            if any_kept() {
-                continue;
-            }
-            RUNS.store(false, Ordering::SeqCst);
-            // A buffer that was kept since has no thread of its own.
-            if !any_kept() || RUNS.swap(true, Ordering::SeqCst) {
-                return;
-            }
-        }
-    });
-    if !started {
-        RUNS.store(false, Ordering::SeqCst);
-    }
 }
 
 /// Counts what a reload did. A version of a file that was not applied counts once.

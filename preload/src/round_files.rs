@@ -14,6 +14,7 @@
 use std::fs;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use llama_sidecar::config::Config;
@@ -24,6 +25,8 @@ use llama_sidecar::reload::{Outcome, Report, Trigger};
 use parking_lot::Mutex;
 
 use crate::capability::{Capability, Effect};
+use crate::models::Model;
+use crate::reloader::on_thread;
 use crate::rounds::Phase;
 use crate::{models, reloader, rounds, thread};
 
@@ -291,9 +294,11 @@ fn read(path: &Path) -> io::Result<Option<String>> {
 /// words that the driver looks for.
 fn reload() -> bool {
     let (mut changed, mut failed) = (false, false);
-    for model in models::models() {
+    let reload = |model: &Arc<Model>| reloader::reload(model, Trigger::Command);
+    let reports = on_thread(move || models::models().iter().map(reload).collect::<Vec<_>>());
+    for report in reports {
         // A failure is logged there.
-        let Ok(report) = reloader::reload(&model, Trigger::Command) else {
+        let Ok(report) = report else {
             failed = true;
             continue;
         };

@@ -4,16 +4,20 @@
 //! `tests/tsan/suppressions` lists the false reports that follow.
 //!
 //! The library runs its tests of reloads, among them eight threads that evaluate while tensors
-//! are swapped, and of expert streaming. The drop-in runs in the C host with experts from disk, the trace, routes and
-//! saliency, its watching thread, clients of the control socket, and swaps while the host evaluates.
-//! Not covered: post-fetch, whose simulated GPU runs in hosts that are not instrumented.
+//! are swapped, and of expert streaming. The drop-in runs in the C host with the trace, routes and
+//! saliency, its watching thread, clients of the control socket, and swaps while the host evaluates:
+//! once with experts from disk, once with early copies to a simulated GPU and slots there. That GPU is
+//! not instrumented: it checks the order of its copies and kernels itself.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
 use testkit::host::{DropIn, Host, Program, control, replace};
+use testkit::sim_ggml::SimGgml;
 
 use crate::install::target_folder;
 use crate::run::{command, exists, output, run};
@@ -48,29 +52,41 @@ fn options() -> String {
     )
 }
 
-fn library() -> Result<()> {
-    run(command("cargo", &root())
-        .args(["test", "--quiet", "--target", TARGET])
-        .args(["--test", "reload", "--test", "stream"])
-        .env("CARGO_TARGET_DIR", target_folder()?.join("tsan"))
+/// Cargo for sanitized code, in a folder of the project.
+fn cargo(folder: &str, arguments: &[&str], target: &Path) -> Command {
+    let mut cargo = command("cargo", &root().join(folder));
+    cargo
+        .args(arguments)
+        .args(["--quiet", "--target", TARGET])
+        .env("CARGO_TARGET_DIR", target)
         // The flag belongs to nightly compilers; this lets the installed one accept it.
         .env("RUSTC_BOOTSTRAP", "1")
-        .env("RUSTFLAGS", FLAGS)
+        .env("RUSTFLAGS", FLAGS);
+    cargo
+}
+
+fn library() -> Result<()> {
+    let tests = ["test", "--test", "reload", "--test", "stream"];
+    run(cargo("", &tests, &target_folder()?.join("tsan"))
         .env("PROPTEST_CASES", "8")
         .env("TSAN_OPTIONS", options()))
 }
 
 fn drop_in() -> Result<()> {
-    let target = target_folder()?.join("tsan/preload");
-    run(command("cargo", &root().join("preload"))
-        .args(["build", "--quiet", "--release", "--target", TARGET])
-        .arg("--target-dir")
-        .arg(&target)
-        .env("RUSTC_BOOTSTRAP", "1")
-        .env("RUSTFLAGS", FLAGS))?;
-    let preload = target
-        .join(TARGET)
-        .join("release/libllama_sidecar_preload.so");
+    let target = target_folder()?.join("tsan");
+    let built = |target: &Path, name: &str| target.join(TARGET).join("release").join(name);
+    run(&mut cargo(
+        "preload",
+        &["build", "--release"],
+        &target.join("preload"),
+    ))?;
+    let preload = built(&target.join("preload"), "libllama_sidecar_preload.so");
+    run(&mut cargo(
+        "",
+        &["build", "--release", "-p", "sim-ggml"],
+        &target,
+    ))?;
+    let gpu = built(&target, "libsim_ggml.so");
     cmake::build_sanitized_host()?;
     let runtime = output(command("gcc", &root()).arg("-print-file-name=libtsan.so"))?;
     let runtime = PathBuf::from(runtime.trim());
@@ -82,23 +98,57 @@ fn drop_in() -> Result<()> {
 
     // The runtime goes first: the drop-in needs it, and does not name it.
     let libraries = format!("{}:{}", runtime.display(), preload.display());
+    let from_disk = [("LLAMA_EXPERT_STREAM", "on")];
+    let (switches, status) = swaps_in_host(&libraries, &from_disk, |_| {})?;
+    let layers = &status["models"][0]["stream"]["layers"];
+    ensure!(layers.as_u64() > Some(0), "no experts from disk: {status}");
+    println!("{switches} switches and {layers} streamed layers under ThreadSanitizer, no finding");
+
+    let sim = SimGgml::new(&[("GGML_OP_OFFLOAD_MIN_BATCH", "1")]);
+    let to_gpu = [
+        ("LLAMA_POSTFETCH_HOST", "on"),
+        ("LLAMA_POSTFETCH_CACHE_MB", "27"),
+    ];
+    let (switches, status) = swaps_in_host(&libraries, &to_gpu, |host| {
+        sim.prepare(host);
+        host.env("HOST_EXPERTS_ON_CPU", "1");
+    })?;
+    let figures = &status["post_fetch"];
+    let count = |figure: &str| figures[figure].as_u64().unwrap_or(0);
+    let (copied, hits) = (count("early_bytes"), count("cache_hits"));
+    ensure!(copied > 0 && hits > 0, "no experts on the GPU: {figures}");
+    sim.report().assert_ordered();
+    println!(
+        "{switches} switches, {copied} bytes copied early and {hits} experts found in slots under ThreadSanitizer, no finding"
+    );
+    Ok(())
+}
+
+/// Swaps tensors in the host while it evaluates and clients send requests, with these variables for the
+/// drop-in. Returns the number of switches, and the last status.
+fn swaps_in_host(
+    libraries: &str,
+    variables: &[(&'static str, &str)],
+    set: impl FnOnce(&mut Command),
+) -> Result<(u64, Value)> {
     let folder = tempfile::tempdir()?;
     let output = |name: &str| folder.path().join(name).display().to_string();
-    let variables = vec![
-        ("LD_PRELOAD", libraries),
+    let mut all = vec![
+        ("LD_PRELOAD", libraries.into()),
         ("TSAN_OPTIONS", options()),
         ("LLAMA_HOTSWAP_POLL_MS", "20".into()),
         ("LLAMA_EXPERT_TRACE_OUTPUT", output("t.json")),
         ("LLAMA_EXPERT_TRACE_EVERY_S", "1".into()),
         ("LLAMA_EXPERT_TRACE_ROUTES", output("r.routes")),
         ("LLAMA_EXPERT_TRACE_SALIENCY", output("s.json")),
-        ("LLAMA_EXPERT_STREAM", "on".into()),
     ];
+    let variables = variables.iter();
+    all.extend(variables.map(|&(name, value)| (name, value.to_owned())));
     let fixtures = fixtures::make()?;
     let files = ["small-moe-mixed.gguf", "small-moe.gguf"].map(|name| fixtures.join(name));
     let path = folder.path().join("model.gguf");
     replace(&path, &files[1]);
-    let mut host = Host::start(Program::CThreadSanitizer, &path, &DropIn::On(variables));
+    let mut host = Host::start_with(Program::CThreadSanitizer, &path, &DropIn::On(all), set);
     host.ask("text 2");
     let (socket, over) = (host.socket().to_owned(), AtomicBool::new(false));
     std::thread::scope(|scope| {
@@ -131,9 +181,5 @@ fn drop_in() -> Result<()> {
     }
     let switches = status["generation"].as_u64().context("a generation")?;
     ensure!(switches > 0, "expected swaps; its log:\n{log}");
-    let layers = &status["models"][0]["stream"]["layers"];
-    println!(
-        "{switches} switches and {layers} streamed layers in the host under ThreadSanitizer, without a finding"
-    );
-    Ok(())
+    Ok((switches, status))
 }
