@@ -28,8 +28,8 @@ use llama_sidecar::experts::{ExpertIndex, ExpertName};
 use llama_sidecar::gguf::FileId;
 use llama_sidecar::protocol::{Event, NoEffect, Uncounted};
 use llama_sidecar::trace::{
-    ExpertLayout, ExpertNames, Ids, ModelMeta, NAMES_EVERY, Trace, enabled, numbered, print,
-    print_exported, print_summary, print_used, to_json, write_output,
+    ExpertLayout, ExpertNames, Ids, ModelMeta, NAMES_EVERY, Trace, enabled, log_unwritten,
+    numbered, print, print_exported, print_summary, print_used, to_json, write,
 };
 use parking_lot::{Mutex, RwLock};
 use serde_json::Value;
@@ -780,10 +780,15 @@ fn write_outputs(traces: &[Arc<ModelTrace>], at_end: bool) -> Vec<PathBuf> {
         }
         let path = numbered(output, number);
         let counts = trace.counters.snapshot_with_locality();
-        let written = write_output(&path, &trace.about(), &counts);
+        let written = write(&path, &trace.about(), &counts);
         let failed = written.is_err();
         let had_failed = trace.has_failed.swap(failed, Ordering::Relaxed);
-        if at_end || failed && !had_failed {
+        // A failure is reported once until it is written, and at the end.
+        let is_reported = at_end || failed && !had_failed;
+        if let Some(error) = written.as_ref().err().filter(|_| is_reported) {
+            log_unwritten(&path, error);
+        }
+        if is_reported {
             journal::note(|| Event::Trace {
                 path: path.display().to_string(),
                 error: written.as_ref().err().map(|error| error.to_string()),

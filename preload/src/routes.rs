@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use llama_sidecar::config::Config;
+use llama_sidecar::config::{Config, Variable};
 use llama_sidecar::protocol::{Event, NoEffect};
 use llama_sidecar::trace::{Ids, NOT_ROUTED, RouteLayout, RouteWriter};
 use parking_lot::{Condvar, Mutex, RwLock};
@@ -160,9 +160,10 @@ fn write_behind() {
 /// Notes a text at the current position of all routes.
 pub fn mark(text: &str) -> Result<(), String> {
     if !Routes.is_enabled() {
-        return Err(
-            "no routes are written: start the program with --expert-trace-routes PATH (LLAMA_EXPERT_TRACE_ROUTES)".into(),
-        );
+        return Err(format!(
+            "no routes are written: start the program with {}",
+            title()
+        ));
     }
     let mut queues = queues();
     queues.retain(|queue| !queue.rests.load(Ordering::Relaxed));
@@ -221,6 +222,11 @@ impl Pending {
     }
 }
 
+/// How messages name the variable.
+fn title() -> String {
+    Variable::named("LLAMA_EXPERT_TRACE_ROUTES").title()
+}
+
 impl Queue {
     /// Makes the queue of a model that writes to this path; `None` where the format cannot hold
     /// the model.
@@ -234,9 +240,7 @@ impl Queue {
         let layout = match RouteLayout::new(name, layers, top_k, weights) {
             Ok(layout) => layout,
             Err(reason) => {
-                let sentence = format!(
-                    "LLAMA_EXPERT_TRACE_ROUTES: {name}: {reason}; its routes are not written"
-                );
+                let sentence = format!("{}: {name}: {reason}; its routes are not written", title());
                 log::error!("{sentence}");
                 EFFECT.note_obstacle(sentence);
                 return None;
@@ -399,7 +403,8 @@ impl Output {
         if dropped > 0 && !self.is_reported && self.error.is_none() {
             self.is_reported = true;
             log::warn!(
-                "LLAMA_EXPERT_TRACE_ROUTES: {dropped} tokens were dropped, because {} is written too slowly; use a faster disk, or the compact format (.routes)",
+                "{}: {dropped} tokens were dropped, because {} is written too slowly; use a faster disk, or the compact format (.routes)",
+                title(),
                 queue.path.display()
             );
         }
@@ -410,7 +415,8 @@ impl Output {
         if self.error.is_none() {
             self.error = Some(error.to_string());
             let sentence = format!(
-                "LLAMA_EXPERT_TRACE_ROUTES: cannot write {}: {error}; tokens are dropped until it can be written",
+                "{}: cannot write {}: {error}; tokens are dropped until it can be written",
+                title(),
                 queue.path.display()
             );
             log::error!("{sentence}");

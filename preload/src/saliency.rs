@@ -6,7 +6,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use llama_sidecar::config::Config;
+use llama_sidecar::config::{Config, Variable};
 use llama_sidecar::protocol::NoEffect;
 use llama_sidecar::trace;
 use llama_sidecar::trace::{ExpertLayout, Ids, ModelMeta, norm};
@@ -75,7 +75,8 @@ impl ModelSaliency {
         let json = self.sums.to_json(&self.about);
         if let Err(error) = trace::write_text(&self.path, &format!("{json:#}\n")) {
             log::error!(
-                "LLAMA_EXPERT_TRACE_SALIENCY: cannot write {}: {error}; choose another path",
+                "{}: cannot write {}: {error}; choose another path",
+                Variable::named("LLAMA_EXPERT_TRACE_SALIENCY").title(),
                 self.path.display()
             );
         }

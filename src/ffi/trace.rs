@@ -19,8 +19,8 @@ use super::{put_text, routed_ids, text};
 use crate::config::Config;
 use crate::parallel::without_signals;
 use crate::trace::{
-    ExpertLayout, ExpertNames, Ids, ModelMeta, NAMES_EVERY, Trace, enabled, numbered, print,
-    print_exported, print_summary, print_used, to_text, write, write_output,
+    ExpertLayout, ExpertNames, Ids, ModelMeta, NAMES_EVERY, Trace, enabled, log_unwritten,
+    numbered, print, print_exported, print_summary, print_used, to_text, write,
 };
 
 /// Usage counters for the routed experts of a model.
@@ -67,8 +67,9 @@ impl OwnedTrace {
         print_summary(config, &self.about, &snapshot);
         if let Some(path) = &config.trace_output {
             let path = numbered(path, self.number);
-            if write_output(&path, &self.about, &snapshot).is_ok() {
-                print_exported(&path);
+            match write(&path, &self.about, &snapshot) {
+                Ok(()) => print_exported(&path),
+                Err(error) => log_unwritten(&path, &error),
             }
         }
     }

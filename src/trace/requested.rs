@@ -5,9 +5,9 @@ use std::io::{self, Write as _};
 use std::path::Path;
 
 use super::counters::Snapshot;
-use super::export::{to_text, write};
+use super::export::to_text;
 use super::model_meta::ModelMeta;
-use crate::config::Config;
+use crate::config::{Config, Variable};
 
 /// Prints whole lines to standard error. A program may have closed it: a failed write is ignored.
 pub fn print(lines: &str) {
@@ -51,14 +51,15 @@ pub fn print_summary(config: &Config, meta: &ModelMeta, snapshot: &Snapshot) {
     }
 }
 
-/// Writes the counts to the output file, and reports the cause if that fails.
-pub fn write_output(path: &Path, meta: &ModelMeta, snapshot: &Snapshot) -> io::Result<()> {
-    write(path, meta, snapshot).inspect_err(|error| {
-        log::error!(
-            "LLAMA_EXPERT_TRACE_OUTPUT: cannot write {}: {error}; the counts are lost except for the summary of LLAMA_EXPERT_TRACE_STATS=1",
-            path.display()
-        );
-    })
+/// Logs why the output file could not be written.
+pub fn log_unwritten(path: &Path, error: &io::Error) {
+    let title = |name| Variable::named(name).title();
+    log::error!(
+        "{}: cannot write {}: {error}; the counts are lost except for the summary of {}",
+        title("LLAMA_EXPERT_TRACE_OUTPUT"),
+        path.display(),
+        title("LLAMA_EXPERT_TRACE_STATS")
+    );
 }
 
 /// Prints that the output file has all counts.
