@@ -85,7 +85,7 @@ pub static VARIABLES: &[Variable] = &[
         name: "LLAMA_SIDECAR_HOTSWAP",
         default: Described("`LLAMA_HOTSWAP_ENABLED`"),
         kind: Switch,
-        help: "the same for llama-sidecar alone: programs with a [hot-swap of their own](docs/programs.md#ik_llamacpp) read the other variable, too",
+        help: "replace tensors of the running program: register files at load and allow reloads. Programs with a [hot-swap of their own](docs/programs.md#ik_llamacpp) do not read this variable, but `LLAMA_HOTSWAP_ENABLED`",
         flag: Some("hotswap"),
     },
     Variable {
@@ -347,7 +347,7 @@ pub static VARIABLES: &[Variable] = &[
             values: &["auto", "cpu", "fetch"],
             bare_flag: "auto",
         },
-        help: "drop-in: what computes routed experts that are not on the device: `cpu` while the device computes the others, the device once it has `fetch`ed them, or `auto`, the faster one by the speeds at the start",
+        help: "drop-in: where routed experts that are not on the device are computed: `cpu`, on the CPU while the device computes the others; `fetch`, on the device after a copy; `auto`, the faster one by the speeds at the start",
         flag: Some("expert-cache-misses"),
     },
     Variable {
