@@ -398,7 +398,7 @@ fn one_sentence_states_which_of_two_hot_swaps_works() {
     end(alone);
 }
 
-/// What the program's own hot-swap does without the drop-in; docs/drop-in.md has it as a table.
+/// What the program's own hot-swap does without the drop-in; docs/programs.md has it as a table.
 #[test]
 fn its_own_hot_swap_as_a_peer() {
     type Found = Vec<Result<Answer, String>>;

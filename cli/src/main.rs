@@ -10,7 +10,7 @@
 //! | [`stream_report`] | what expert streaming would do with a model |
 //! | [`swap`] | tensors from one model's files to another's, and back |
 //! | [`live`] | tensors of a running program from another model's files, and back |
-//! | [`tune`] | which tensors bear fewer bits, and types for a size |
+//! | [`tune`] | which tensors can be quantised further, and types for a size |
 //! | [`control`] | requests to a running program |
 //! | [`server`] | the slots of a llama-server |
 //! | [`report`] | expert traces as a page or text |

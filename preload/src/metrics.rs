@@ -409,4 +409,16 @@ mod tests {
              llama_sidecar_private_bytes{model=\"1\",buffer=\"a\\\"b\\\\c\\n\"} 5\n";
         assert_eq!(page.0, expected);
     }
+
+    #[test]
+    fn every_figure_is_in_the_documentation() {
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/protocol.md");
+        let page = std::fs::read_to_string(page).expect("the page of the metrics");
+        for line in text().lines() {
+            if let Some(rest) = line.strip_prefix("# HELP llama_sidecar_") {
+                let (name, _) = rest.split_once(' ').expect("a help text");
+                assert!(page.contains(&format!("`{name}`")), "{name}");
+            }
+        }
+    }
 }

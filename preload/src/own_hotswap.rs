@@ -2,7 +2,7 @@
 //!
 //! `LLAMA_HOTSWAP_ENABLED` turns it on, with any value. It replaces tensors when the program calls
 //! `llama_reload_changed_tensors`. Two hot-swaps of one tensor would free each other's buffers, so
-//! one of them stands back. Calls that the dynamic loader binds come to the drop-in, which reloads
+//! one of them is disabled. Calls that the dynamic loader binds come to the drop-in, which reloads
 //! in its place. Where no loaded object makes such calls, the program may have the address from
 //! `dlsym`, and the drop-in swaps nothing. `LLAMA_SIDECAR_HOTSWAP` turns on the drop-in's alone.
 
@@ -15,17 +15,17 @@ const RELOAD: &CStr = c"llama_reload_changed_tensors";
 /// The variable that turns on both hot-swaps.
 const BOTH: &str = "LLAMA_HOTSWAP_ENABLED";
 
-/// Which hot-swap stands back.
+/// Which hot-swap is disabled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OwnHotSwap {
     /// The program's own: its calls come to the drop-in.
     StandsBack,
-    /// The drop-in's: the program may call past it.
+    /// The drop-in's: the program may call its own without the loader.
     MayBeCalled,
 }
 
 impl OwnHotSwap {
-    /// Returns which hot-swap stands back; `None` in a program whose own hot-swap is off, or that has
+    /// Returns which hot-swap is disabled; `None` in a program whose own hot-swap is off, or that has
     /// none.
     pub fn find() -> Option<OwnHotSwap> {
         std::env::var_os(BOTH)?;

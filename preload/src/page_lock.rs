@@ -1,4 +1,4 @@
-//! Page locks on the mappings of models: a GPU copies from locked pages without a detour.
+//! Page locks on the mappings of models: a GPU copies from locked pages without a staging buffer.
 //!
 //! ggml's CUDA backend has functions for that, `ggml_backend_register_host_buffer` and its
 //! counterpart, which llama.cpp does not call. With an own environment variable unset, they

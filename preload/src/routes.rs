@@ -1,4 +1,4 @@
-//! Routes: the experts of every token, written to a file behind the program's back.
+//! Routes: the experts of every token, written to a file by a background thread.
 //!
 //! The expert trace passes the routed ids of each layer after an evaluation. They become rows in
 //! memory of the evaluation's scheduler, and are appended to a queue of bounded size, which a

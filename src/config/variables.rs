@@ -1,7 +1,7 @@
 //! The table of the `LLAMA_*` variables.
 //!
-//! Parsing, the flags of `llama-sidecar run`, the tables in `README.md` and
-//! `docs/post-fetch.md` and the tests of rejected values follow from it.
+//! Parsing, the flags of `llama-sidecar run`, the tables in `docs/variables.md` and the tests of
+//! rejected values follow from it.
 
 use std::ffi::OsStr;
 
@@ -85,7 +85,7 @@ pub static VARIABLES: &[Variable] = &[
         name: "LLAMA_SIDECAR_HOTSWAP",
         default: Described("`LLAMA_HOTSWAP_ENABLED`"),
         kind: Switch,
-        help: "the same for llama-sidecar alone: programs with a [hot-swap of their own](docs/drop-in.md#ik_llamacpp) read the other variable, too",
+        help: "replace tensors of the running program: register files at load and allow reloads. Programs with a [hot-swap of their own](docs/programs.md#ik_llamacpp) do not read this variable, but `LLAMA_HOTSWAP_ENABLED`",
         flag: Some("hotswap"),
     },
     Variable {
@@ -134,14 +134,14 @@ pub static VARIABLES: &[Variable] = &[
         name: "LLAMA_SIDECAR_ROUNDS",
         default: Value("0"),
         kind: Switch,
-        help: "drop-in: let llama-perplexity [evaluate again and again](docs/tuning.md#rounds), on request, with its model loaded once; files are then checked only on request",
+        help: "drop-in: let llama-perplexity [evaluate again and again](docs/rounds.md), on request, with its model loaded once; files are then checked only on request",
         flag: Some("rounds"),
     },
     Variable {
         name: "LLAMA_HOTSWAP_CONTROL_FILE",
         default: Described("none"),
         kind: Path,
-        help: "drop-in: file with the commands of [GGUF-Tool-Suite](docs/tuning.md#gguf-tool-suite) to llama-perplexity; sets `LLAMA_SIDECAR_ROUNDS`",
+        help: "drop-in: file with the commands of [GGUF-Tool-Suite](docs/rounds.md#gguf-tool-suite) to llama-perplexity; sets `LLAMA_SIDECAR_ROUNDS`",
         flag: None,
     },
     Variable {
@@ -347,7 +347,7 @@ pub static VARIABLES: &[Variable] = &[
             values: &["auto", "cpu", "fetch"],
             bare_flag: "auto",
         },
-        help: "drop-in: what computes routed experts that are not on the device: `cpu` while the device computes the others, the device once it has `fetch`ed them, or `auto`, the faster one by the speeds at the start",
+        help: "drop-in: where routed experts that are not on the device are computed: `cpu`, on the CPU while the device computes the others; `fetch`, on the device after a copy; `auto`, the faster one by the speeds at the start",
         flag: Some("expert-cache-misses"),
     },
     Variable {
@@ -513,19 +513,17 @@ fn cached_context(text: &str) -> Result<(), String> {
 
 /// Writes variables as a table in Markdown.
 pub fn table<'a>(variables: impl IntoIterator<Item = &'a Variable>) -> String {
-    let mut text = String::from("| variable | default | meaning |\n|---|---|---|\n");
-    for Variable {
-        name,
-        default,
-        help,
-        ..
-    } in variables
-    {
-        let default = match default {
+    let head = "| variable | flag of `run` | default | meaning |\n|---|---|---|---|\n";
+    let mut text = String::from(head);
+    for variable in variables {
+        let Variable { name, help, .. } = variable;
+        let flag = variable.flag.map(|flag| format!("`--{flag}`"));
+        let default = match variable.default {
             Value(value) => format!("`{value}`"),
-            Described(words) => (*words).into(),
+            Described(words) => words.into(),
         };
-        text += &format!("| `{name}` | {default} | {help} |\n");
+        let flag = flag.unwrap_or_default();
+        text += &format!("| `{name}` | {flag} | {default} | {help} |\n");
     }
     text
 }

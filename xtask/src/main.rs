@@ -62,7 +62,7 @@ enum Command {
     },
     /// Check the words of documentation, comments and messages
     Prose,
-    /// Write the tables of variables in README.md and docs/post-fetch.md
+    /// Write the tables of variables in docs/variables.md
     Docs {
         /// Compare them only
         #[arg(long)]

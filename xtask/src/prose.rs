@@ -197,8 +197,15 @@ fn findings(text: &str, language: Language, styles: &[Style]) -> Vec<Finding> {
 /// Replaces code by [`CODE`]. Line ends stay, so lines keep their numbers.
 fn prose(text: &str, language: Language) -> String {
     match language {
-        Language::Markdown => without_code_spans(&without_links(&without_fences(text))),
-        Language::Rust | Language::C => without_code_spans(&comments_and_strings(text, language)),
+        Language::Markdown => {
+            // A span may continue in the next line of its paragraph.
+            static SPAN: LazyLock<Regex> = LazyLock::new(|| pattern("`[^`\n]*(?:\n[^`\n]+)*`"));
+            without(&SPAN, &without_links(&without_fences(text)))
+        }
+        Language::Rust | Language::C => {
+            static SPAN: LazyLock<Regex> = LazyLock::new(|| pattern("`[^`\n]*`"));
+            without(&SPAN, &comments_and_strings(text, language))
+        }
     }
 }
 
@@ -223,12 +230,6 @@ fn without_fences(text: &str) -> String {
 fn without_links(text: &str) -> String {
     static TARGET: LazyLock<Regex> = LazyLock::new(|| pattern(r"\]\([^)\s]*\)"));
     without(&TARGET, text)
-}
-
-/// Hides what stands between backticks in one line.
-fn without_code_spans(text: &str) -> String {
-    static SPAN: LazyLock<Regex> = LazyLock::new(|| pattern("`[^`\n]*`"));
-    without(&SPAN, text)
 }
 
 /// Hides all but comments and string literals, and the markers of comments.
@@ -385,8 +386,9 @@ exceptions:
 
     #[test]
     fn markdown_is_read_without_code_and_link_targets() {
-        let text = "A `widget` in [a page](widget.md).\n```\nwidget\n```\nTwo\nWidgets, no_widget, headwidget.\n";
-        assert_eq!(words(text, Language::Markdown), pairs(&[(6, "Widgets")]));
+        let text = "A `widget` in [a page](widget.md).\n```\nwidget\n```\nTwo\nWidgets, no_widget, headwidget.\nA `widget\nwidget` and a widget.\n";
+        let expected = [(6, "Widgets"), (8, "widget")];
+        assert_eq!(words(text, Language::Markdown), pairs(&expected));
     }
 
     #[test]

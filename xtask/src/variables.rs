@@ -1,67 +1,85 @@
 //! The tables of variables in the documentation, generated from the table in `src/config`.
 
-use anyhow::{Context, Result, bail};
+use std::fmt::Write;
+
+use anyhow::{Context, Result, ensure};
 use llama_sidecar::config::{VARIABLES, Variable, table};
 
 use crate::root;
 
+const PAGE: &str = "docs/variables.md";
 const BEGIN: &str = "<!-- variables:begin -->\n";
 const END: &str = "<!-- variables:end -->";
-const POSTFETCH: &str = "LLAMA_POSTFETCH_";
-/// Follows the table of the README: the variables of the other page, and the grammar.
-const FURTHER: &str = "\
-| `LLAMA_POSTFETCH_*` | | post-fetch: [docs/post-fetch.md](docs/post-fetch.md#variables) |
+/// The sections of the page, with the beginnings of the names.
+const SECTIONS: [(&str, &[&str]); 4] = [
+    (
+        "Hot-swap and general settings",
+        &["LLAMA_HOTSWAP_", "LLAMA_SIDECAR_"],
+    ),
+    ("Expert trace", &["LLAMA_EXPERT_TRACE_"]),
+    ("Experts from disk", &["LLAMA_EXPERT_STREAM"]),
+    ("Post-fetch", &["LLAMA_POSTFETCH_"]),
+];
 
-Of a switch, `0`, `off`, `no` and `false` are off, and every other value is on. An unset or empty variable has its default.
-";
-
-/// Returns the pages that have a table, and their tables.
-fn pages() -> [(&'static str, String); 2] {
-    let is_postfetch = |variable: &&Variable| variable.name.starts_with(POSTFETCH);
-    let (postfetch, others): (Vec<&Variable>, Vec<_>) = VARIABLES.iter().partition(is_postfetch);
-    [
-        ("README.md", table(others) + FURTHER),
-        ("docs/post-fetch.md", table(postfetch)),
-    ]
-}
-
-/// Puts a table between the markers of a page.
-fn with_table(page: &str, table: &str) -> Option<String> {
-    let (before, rest) = page.split_once(BEGIN)?;
-    let (_, after) = rest.split_once(END)?;
-    Some(format!("{before}{BEGIN}{table}{END}{after}"))
-}
-
-/// Calls `act` with the path, the text and the current text of each page.
-fn for_each_page(act: impl Fn(&str, &str, String) -> Result<()>) -> Result<()> {
-    for (path, table) in pages() {
-        let page = std::fs::read_to_string(root().join(path)).context(path)?;
-        let current = with_table(&page, &table)
-            .with_context(|| format!("{path} has no lines '{}' and '{END}'", BEGIN.trim()))?;
-        act(path, &page, current)?;
+/// Returns the tables, each below its heading.
+fn tables() -> String {
+    let mut text = String::new();
+    for (heading, prefixes) in SECTIONS {
+        let belongs = |variable: &&Variable| {
+            let mut prefixes = prefixes.iter();
+            prefixes.any(|prefix| variable.name.starts_with(prefix))
+        };
+        let table = table(VARIABLES.iter().filter(belongs));
+        // The links of the source are relative to the root.
+        let table = table.replace("](docs/", "](");
+        let _ = write!(text, "## {heading}\n\n{table}\n");
     }
-    Ok(())
+    text
+}
+
+/// Returns the page as it is, and with the present tables.
+fn pages() -> Result<(String, String)> {
+    let page = std::fs::read_to_string(root().join(PAGE)).context(PAGE)?;
+    let parts = page.split_once(BEGIN).and_then(|(before, rest)| {
+        let (_, after) = rest.split_once(END)?;
+        Some(format!("{before}{BEGIN}{}{END}{after}", tables()))
+    });
+    let current =
+        parts.with_context(|| format!("{PAGE} has no lines '{}' and '{END}'", BEGIN.trim()))?;
+    Ok((page, current))
 }
 
 /// Writes the tables.
 pub fn write() -> Result<()> {
-    for_each_page(|path, _, current| {
-        std::fs::write(root().join(path), current).context(path.to_owned())
-    })
+    let (_, current) = pages()?;
+    std::fs::write(root().join(PAGE), current).context(PAGE)
 }
 
-/// Fails when a page has another table than would be written.
+/// Fails when the page has other tables than would be written.
 pub fn check() -> Result<()> {
-    for_each_page(|path, page, current| match page == current {
-        true => Ok(()),
-        false => bail!("the table of variables in {path} is stale: run 'cargo xtask docs'"),
-    })
+    let (page, current) = pages()?;
+    ensure!(
+        page == current,
+        "the tables of variables in {PAGE} are stale: run 'cargo xtask docs'"
+    );
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
+    use super::*;
+
     #[test]
     fn the_tables_of_variables_are_current() {
-        super::check().expect("the tables of src/config");
+        check().expect("the tables of src/config");
+    }
+
+    #[test]
+    fn each_variable_is_in_one_section() {
+        let tables = tables();
+        for variable in VARIABLES {
+            let row = format!("\n| `{}` |", variable.name);
+            assert_eq!(tables.matches(&row).count(), 1, "{row}");
+        }
     }
 }

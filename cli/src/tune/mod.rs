@@ -1,4 +1,4 @@
-//! `llama-sidecar tune`: which tensors bear fewer bits, and the types of a model for a size.
+//! `llama-sidecar tune`: which tensors can be quantised further, and the types of a model for a size.
 //!
 //! Modules, top to bottom: [`page`], [`tables`], [`write`](mod@write) (results), [`notes`],
 //! [`results`], [`sweep`] (measurements), [`kept`] (quantised tensors), [`candidate`], [`host`]
