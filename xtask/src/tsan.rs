@@ -73,20 +73,12 @@ fn library() -> Result<()> {
 }
 
 fn drop_in() -> Result<()> {
-    let target = target_folder()?.join("tsan");
-    let built = |target: &Path, name: &str| target.join(TARGET).join("release").join(name);
-    run(&mut cargo(
-        "preload",
-        &["build", "--release"],
-        &target.join("preload"),
-    ))?;
-    let preload = built(&target.join("preload"), "libllama_sidecar_preload.so");
-    run(&mut cargo(
-        "",
-        &["build", "--release", "-p", "sim-ggml"],
-        &target,
-    ))?;
-    let gpu = built(&target, "libsim_ggml.so");
+    let target = target_folder()?.join("tsan/preload");
+    run(&mut cargo("preload", &["build", "--release"], &target))?;
+    let preload = target
+        .join(TARGET)
+        .join("release/libllama_sidecar_preload.so");
+    cmake::sim_ggml()?;
     cmake::build_sanitized_host()?;
     let runtime = output(command("gcc", &root()).arg("-print-file-name=libtsan.so"))?;
     let runtime = PathBuf::from(runtime.trim());
