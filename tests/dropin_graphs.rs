@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use small::{folder, mixture, model, on, result, swap, with_tensor};
 use testkit::fixtures::upstream_libraries;
 use testkit::host::{Host, Program, built, control};
@@ -173,6 +173,41 @@ fn layers_that_are_evaluated_and_not_counted_are_an_error() {
         let names_them = |line: &String| line.contains("no expert of layers 0 was counted");
         assert_eq!(lines.iter().any(names_them), copies, "{lines:?}");
     }
+}
+
+/// Products with other ids in the same layer count, too, and a swap reaches them. What has a
+/// place for one set of experts in a layer is refused by name.
+#[test]
+fn a_layer_with_several_ids_counts_each() {
+    let (folder, path) = folder(&mixture(1.0));
+    let output = |name: &str| folder.path().join(name).display().to_string();
+    let (routes, saliency) = (output("routes.csv"), output("saliency.json"));
+    let with = on(&[
+        ("LLAMA_EXPERT_TRACE_STATS", "1"),
+        ("LLAMA_EXPERT_TRACE_ROUTES", &routes),
+        ("LLAMA_EXPERT_TRACE_SALIENCY", &saliency),
+    ]);
+    let mut host = Host::start_with(Program::Small(true), &path, &with, |command| {
+        command.env("SMALL_ROUTES_TWICE", "1");
+    });
+    settle(&mut host, 1.0);
+    let report = swap(&host, &path, &mixture(2.0));
+    assert_eq!(report["reports"][0]["swapped"], 2, "{report}");
+    assert_eq!(host.ask("decode"), result(2.0));
+    let layer = host.control("trace")["traces"][0]["layers"][0].clone();
+    assert_eq!(layer["counts"], json!([5, 10, 0, 5]), "{layer}");
+    let status = host.control("status");
+    for option in ["--expert-trace-routes", "--expert-trace-saliency"] {
+        let refused = |of: &Value| {
+            let sentence = of["sentence"].as_str().unwrap_or_default();
+            sentence.starts_with(option)
+                && sentence.contains("layer 0 reads several sets of experts")
+        };
+        let all = status["no_effect"].as_array().expect("a list");
+        assert!(all.iter().any(refused), "{option}: {status}");
+    }
+    assert_eq!(host.end(), Some(0));
+    assert!(!Path::new(&routes).exists());
 }
 
 #[test]

@@ -101,6 +101,9 @@ static void * graph_memory;
 static graph_t * graph;
 static tensor_t *derived;
 static tensor_t *input, *ids, *activations, *result;
+// Other ids of the same layer, where a variable requests them.
+static tensor_t * other_ids;
+static bool other_ids_too;
 static bool reserves_first;
 static bool aborts;
 
@@ -156,6 +159,7 @@ void small_load(const char * path, bool reserves) {
     if (weights[EXPERTS] && getenv("SMALL_COPIES_EXPERTS")) {
         copy_experts();
     }
+    other_ids_too = getenv("SMALL_ROUTES_TWICE") != NULL;
     sched = ggml_backend_sched_new(&backend, NULL, 1, 64, false, false);
     output = ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), 4096);
     void * registration = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
@@ -335,6 +339,13 @@ static void build(void) {
         tensor_t * experts = ggml_mul_mat_id(c, read, activations, ids);
         ggml_set_output(experts);
         ggml_build_forward_expand(graph, experts);
+        if (other_ids_too) {
+            other_ids = ggml_new_tensor_2d(c, I32, EXPERTS_USED, 1);
+            ggml_set_input(other_ids);
+            experts = ggml_mul_mat_id(c, read, activations, other_ids);
+            ggml_set_output(experts);
+            ggml_build_forward_expand(graph, experts);
+        }
     }
     if (weights[ROUTER]) {
         tensor_t * scores = ggml_mul_mat(c, weights[ROUTER], input);
@@ -356,6 +367,10 @@ static float run(int stall_ms, bool waits, int * status) {
         const int32_t routed[EXPERTS_USED] = {0, 1};
         ggml_backend_tensor_set(ids, routed, 0, sizeof(routed));
         ggml_backend_tensor_set(activations, ones, 0, sizeof(ones));
+        if (other_ids_too) {
+            const int32_t others[EXPERTS_USED] = {1, 3};
+            ggml_backend_tensor_set(other_ids, others, 0, sizeof(others));
+        }
     }
     *status = ggml_backend_sched_graph_compute_async(sched, graph);
     if (*status != 0 || !waits) {

@@ -103,11 +103,21 @@ impl Effect {
         self.seen.load(Ordering::Relaxed)
     }
 
-    /// Notes in a sentence what has no effect, why, and the next step. Each sentence is kept once.
-    pub fn note_obstacle(&self, sentence: String) {
+    /// Notes in a sentence what has no effect, why, and the next step. Each sentence is kept once;
+    /// returns whether it is new.
+    pub fn note_obstacle(&self, sentence: String) -> bool {
         let mut obstacles = self.obstacles.lock();
-        if obstacles.len() < Effect::MOST && !obstacles.contains(&sentence) {
+        let is_new = obstacles.len() < Effect::MOST && !obstacles.contains(&sentence);
+        if is_new {
             obstacles.push(sentence);
+        }
+        is_new
+    }
+
+    /// Notes an obstacle, and logs it if it is new.
+    pub fn log_obstacle(&self, sentence: String) {
+        if self.note_obstacle(sentence.clone()) {
+            log::error!("{sentence}");
         }
     }
 

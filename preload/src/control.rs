@@ -45,8 +45,7 @@ pub fn start(path: &Path, no_effect: fn() -> Vec<NoEffect>) {
                 "--socket (LLAMA_SIDECAR_CONTROL): cannot create the control socket {}: {error}; choose another path, for several processes one with %p, which stands for the process id",
                 path.display()
             );
-            log::error!("{sentence}");
-            EFFECT.note_obstacle(sentence);
+            EFFECT.log_obstacle(sentence);
         }
     }
 }

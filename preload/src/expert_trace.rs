@@ -41,8 +41,8 @@ use crate::ggml::{Ggml, Tensor};
 use crate::graph::{self, UsedWeight};
 use crate::models::{self, Model};
 use crate::redirect::Redirection;
-use crate::routes::{GraphRoutes, Queue};
-use crate::saliency::{GraphSaliency, ModelSaliency};
+use crate::routes::{self, GraphRoutes, Queue};
+use crate::saliency::{self, GraphSaliency, ModelSaliency};
 use crate::sched::{Allocated, Scheduler};
 use crate::{journal, thread};
 
@@ -192,7 +192,12 @@ impl Capability for ExpertTrace {
         let of = &SCHEDULERS[scheduler.number()];
         of.counts.store(counts, Ordering::Relaxed);
         let mut known = of.graph.lock();
-        let first = routed.first();
+        // Counts add up; routes and saliency have a place for one set of experts in each layer.
+        let several = several_in_a_layer(&routed);
+        if let Some(routed) = several {
+            routed.refuse_several();
+        }
+        let first = routed.first().filter(|_| several.is_none());
         // SAFETY: the graph is live.
         let queue = first.and_then(|routed| unsafe { routed.routes(scheduler.ggml()) });
         let saliency = first.and_then(|routed| routed.trace.saliency.clone());
@@ -341,6 +346,17 @@ fn count_pending(scheduler: Scheduler) {
         of.uncounted.store(false, Ordering::Relaxed);
         of.count(scheduler);
     }
+}
+
+/// Returns ids of a layer that has others in the same graph.
+fn several_in_a_layer(routed: &[Routed]) -> Option<&Routed> {
+    let mut with_earlier = routed.iter().enumerate();
+    let found = with_earlier.find(|(at, of)| {
+        routed[..*at]
+            .iter()
+            .any(|earlier| earlier.layer == of.layer)
+    });
+    found.map(|(_, routed)| routed)
 }
 
 /// Marks the ids that route to a weight, so that they can be counted after the evaluation;
@@ -640,6 +656,18 @@ impl Routed {
         let queue = trace.routes.get_or_init(queue).as_ref()?;
         queue.resume();
         Some(queue.clone())
+    }
+
+    /// Reports what is not recorded of a layer with several sets of ids.
+    fn refuse_several(&self) {
+        let trace = &self.trace;
+        let (layer, _) = trace.counters.layout().layers()[self.layer];
+        if trace.routes_path.is_some() {
+            routes::refuse_several(layer);
+        }
+        if trace.saliency.is_some() {
+            saliency::refuse_several(layer);
+        }
     }
 
     /// Whether ids are those of a warm-up, which is not counted.

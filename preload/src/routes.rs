@@ -222,6 +222,14 @@ impl Pending {
     }
 }
 
+/// Reports that a layer has several sets of ids, and the file has a place for one.
+pub fn refuse_several(layer: u32) {
+    EFFECT.log_obstacle(format!(
+        "{}: layer {layer} reads several sets of experts for each token, and routes have one: no routes of its model are written",
+        title()
+    ));
+}
+
 /// How messages name the variable.
 fn title() -> String {
     Variable::named("LLAMA_EXPERT_TRACE_ROUTES").title()
@@ -241,8 +249,7 @@ impl Queue {
             Ok(layout) => layout,
             Err(reason) => {
                 let sentence = format!("{}: {name}: {reason}; its routes are not written", title());
-                log::error!("{sentence}");
-                EFFECT.note_obstacle(sentence);
+                EFFECT.log_obstacle(sentence);
                 return None;
             }
         };

@@ -47,6 +47,14 @@ impl Capability for Saliency {
     }
 }
 
+/// Reports that a layer has several sets of ids, whose gates and outputs are not known apart.
+pub fn refuse_several(layer: u32) {
+    EFFECT.log_obstacle(format!(
+        "{}: layer {layer} reads several sets of experts for each token: no saliency of its model is recorded",
+        Variable::named("LLAMA_EXPERT_TRACE_SALIENCY").title()
+    ));
+}
+
 /// The saliency of a model's experts.
 pub struct ModelSaliency {
     path: PathBuf,
