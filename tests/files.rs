@@ -73,7 +73,7 @@ fn one_module_writes_files() {
         ("src/files.rs", "the module itself"),
         ("src/trace/routes.rs", "cuts a file that it made"),
         (
-            "preload/src/journal.rs",
+            "preload/src/process/journal.rs",
             "appends to the file of the wrapper",
         ),
         (

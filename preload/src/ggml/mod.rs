@@ -1,4 +1,13 @@
 //! A copy of ggml in this process: its public functions and the layout of its tensors.
+//!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`custom`], [`remote`] | a view that calls a function; buffers on other machines |
+//! | [`layout`] | the offsets of the fields of tensors |
+//! | [`one_device`] | functions for devices in a ggml that has none |
+//! | [`sys`] | ggml's C API as far as it is used |
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ops::Range;
@@ -10,7 +19,7 @@ use llama_sidecar::protocol;
 use once_cell::sync::OnceCell;
 use parking_lot::Mutex;
 
-use crate::journal;
+use crate::process::journal;
 
 mod custom;
 mod layout;
