@@ -1,9 +1,20 @@
 //! `llama-sidecar tune`: which tensors bear fewer bits, and the types of a model for a size.
 //!
-//! Modules, top to bottom: [`page`], [`tables`], [`write`](mod@write) (results), [`notes`],
-//! [`results`], [`sweep`] (measurements), [`kept`] (quantised tensors), [`candidate`], [`host`]
-//! (the program that evaluates), [`recipe`] (the choice of types), [`groups`], [`imatrix`],
-//! [`identity`], [`record`] (the work folder), [`statistics`], [`model`].
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`page`] | the results as a page |
+//! | [`tables`] | the results as tables |
+//! | [`write`](mod@write) | the files of a result |
+//! | [`notes`] | what the measurements say, in sentences |
+//! | [`results`] | what was measured and chosen |
+//! | [`sweep`] | measurements |
+//! | [`kept`] | quantised tensors |
+//! | [`candidate`], [`host`] | a tensor in a type; the program that evaluates |
+//! | [`recipe`], [`groups`], [`imatrix`], [`identity`] | the choice of types; groups of tensors; importance matrices; what a folder was measured with |
+//! | [`record`] | the work folder |
+//! | [`statistics`], [`model`] | averages and errors; the model |
 
 mod candidate;
 mod groups;
@@ -34,7 +45,7 @@ use llama_sidecar::files;
 use llama_sidecar::reload::hash_bytes;
 use regex::Regex;
 
-use crate::executable::Executable;
+use crate::launch::executable::Executable;
 use crate::sizes::size;
 use crate::space::Need;
 use candidate::{Candidate, Origin};

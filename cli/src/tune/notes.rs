@@ -13,7 +13,7 @@ use super::candidate::Origin;
 use super::results::{Recipe, Results};
 use super::sweep::Plan;
 use super::write::file_type;
-use crate::child;
+use crate::launch::child;
 use crate::sizes::size_text;
 
 /// With fewer tokens, the errors are large.

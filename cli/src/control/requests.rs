@@ -19,7 +19,7 @@ use llama_sidecar::trace::{from_json, to_text};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use crate::server::ServerOptions;
+use crate::control::server::ServerOptions;
 
 /// How long a request is repeated while other clients have all connections.
 const PATIENCE: Duration = Duration::from_secs(30);

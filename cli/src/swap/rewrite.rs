@@ -14,10 +14,10 @@ use llama_sidecar::gguf::{
 use llama_sidecar::reload::{Hash, hash_bytes, hash_source};
 use tempfile::NamedTempFile;
 
-use crate::attributes::Attributes;
-use crate::part::{Part, hash_of};
 use crate::space::is_out_of_space;
-use crate::target::Target;
+use crate::swap::attributes::Attributes;
+use crate::swap::part::{Part, hash_of};
+use crate::swap::target::Target;
 
 /// Bytes that are copied between two updates of the progress bar.
 const STEP: u64 = 64 << 20;

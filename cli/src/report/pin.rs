@@ -10,8 +10,8 @@ use llama_sidecar::gguf::GgufFile;
 use llama_sidecar::trace::{LayerCounts, coverage, hits};
 
 use crate::output::write_text;
+use crate::report::traces::TraceReport;
 use crate::sizes::{percent, size_text};
-use crate::trace_report::TraceReport;
 
 /// The name of an expert tensor behind the number of its layer, as a regular expression.
 const TENSORS: &str = r"\.ffn_(gate|up|gate_up|down)_exps\.";
@@ -183,7 +183,7 @@ mod tests {
     use regex::Regex;
 
     use super::*;
-    use crate::trace_report::sample_routes;
+    use crate::report::traces::sample_routes;
 
     #[test]
     fn the_pattern_matches_the_experts_of_its_layers_only() {

@@ -16,8 +16,8 @@ use llama_sidecar::files;
 use llama_sidecar::gguf::{Access, GgufFile, HeaderWriter, KeyValue, OpenError, Value, ValueType};
 use llama_sidecar::reload::{Hash, hash_bytes};
 
-use crate::part::{Part, Version, hash_from, hash_of};
-use crate::rewrite;
+use crate::swap::part::{Part, Version, hash_from, hash_of};
+use crate::swap::rewrite;
 
 /// The format of the file. The first one had no such key.
 const FORMAT: u32 = 2;

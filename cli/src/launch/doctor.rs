@@ -13,13 +13,13 @@ use llama_sidecar::config::Config;
 use llama_sidecar::protocol::{Event, NoEffect, is_tried_ggml};
 use rustix::process::{Pid, Signal, kill_process_group};
 
-use crate::cache_report::{Caches, Policy};
-use crate::child::{self, Group};
-use crate::executable::{Executable, preload_library};
-use crate::hooks;
-use crate::journal::{Events, Journal, UNKNOWN_YET};
-use crate::stream_report;
-use crate::trace_report::TraceReport;
+use crate::launch::child::{self, Group};
+use crate::launch::executable::{Executable, preload_library};
+use crate::launch::hooks;
+use crate::launch::journal::{Events, Journal, UNKNOWN_YET};
+use crate::report::cache::{Caches, Policy};
+use crate::report::stream;
+use crate::report::traces::TraceReport;
 
 /// The program to try.
 #[derive(clap::Args)]
@@ -343,7 +343,7 @@ fn streaming(path: &str, events: &Events) {
         Some(Err(obstacle)) => return line("streaming", &format!("does not work: {obstacle}")),
         None => line("streaming", UNKNOWN_YET),
     }
-    match stream_report::describe(Path::new(path)) {
+    match stream::describe(Path::new(path)) {
         Ok(lines) => lines.iter().for_each(|(what, found)| line(what, found)),
         Err(error) => line("sizes", &format!("cannot read the model: {error:#}")),
     }

@@ -12,13 +12,16 @@ use llama_sidecar::protocol::{Request, Status};
 use regex::Regex;
 use tempfile::TempDir;
 
-use crate::executable::Executable;
-use crate::originals::{self, Content, Originals, Record};
-use crate::part::{Part, Version, hash_of};
-use crate::rewrite::{self, Draft, Written};
+use crate::control::{self, server};
+use crate::launch::executable::Executable;
+use crate::launch::hooks;
 use crate::space::{self, Need};
-use crate::target::Target;
-use crate::{control, hooks, live, server, tune};
+use crate::swap::live;
+use crate::swap::originals::{self, Content, Originals, Record};
+use crate::swap::part::{Part, Version, hash_of};
+use crate::swap::rewrite::{self, Draft, Written};
+use crate::swap::target::Target;
+use crate::tune;
 
 /// The forms of the command.
 pub const USAGE: &str = "llama-sidecar swap MODEL --tensor REGEX --from GGUF [--as TYPE] [OPTIONS]

@@ -10,12 +10,12 @@ use llama_sidecar::trace::{
     to_logical_count, to_ranked_csv, to_rankings,
 };
 
-use crate::cache_report::{Caches, Policy};
 use crate::output::write_text;
-use crate::pin::Pinned;
+use crate::report::cache::{Caches, Policy};
+use crate::report::pin::Pinned;
+use crate::report::svg::{self, escape};
+use crate::report::traces::TraceReport;
 use crate::sizes::{self, Table, percent};
-use crate::svg::{self, escape};
-use crate::trace_report::TraceReport;
 
 /// What `llama-sidecar report` shows, and where.
 #[derive(clap::Args)]
@@ -419,7 +419,7 @@ fn layers_table(body: &mut String, traced: &TraceReport) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::trace_report::{sample as traced, sample_routes};
+    use crate::report::traces::{sample as traced, sample_routes};
 
     #[test]
     fn the_page_is_self_contained_and_escapes_names() {

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use llama_sidecar::trace::coverage;
 
-use crate::trace_report::TraceReport;
+use crate::report::traces::TraceReport;
 
 /// Colours for a share against even use: never, less than a quarter, a quarter, a half, even,
 /// twice, four times and more. The colour map viridis, whose lightness grows with the share, so

@@ -11,9 +11,9 @@ use clap::{Arg, ArgAction, ArgMatches, FromArgMatches};
 use llama_sidecar::config::{CAPABILITIES, Config, Kind, VARIABLES, Variable};
 use llama_sidecar::protocol::Event;
 
-use crate::child::{self, Group, quoted};
-use crate::executable::{Executable, preload_library};
-use crate::journal::{Events, Journal};
+use crate::launch::child::{self, Group, quoted};
+use crate::launch::executable::{Executable, preload_library};
+use crate::launch::journal::{Events, Journal};
 
 /// A command and the settings of the drop-in in it.
 #[derive(clap::Args)]

@@ -6,8 +6,8 @@ use std::fmt::Write;
 
 use llama_sidecar::trace::{LayerCounts, Locality, hits};
 
+use crate::report::traces::TraceReport;
 use crate::sizes::{Table, percent, size_text};
-use crate::trace_report::TraceReport;
 
 /// How a cache chooses the experts that it keeps, and the tokens for which that is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -266,7 +266,7 @@ impl<'a> Caches<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::trace_report::sample_routes;
+    use crate::report::traces::sample_routes;
 
     #[test]
     fn rates_and_bytes_are_those_of_the_curves() {
