@@ -34,16 +34,18 @@ mod names;
 mod pattern;
 mod scales;
 mod shards;
+mod tensor;
 mod types;
 mod value;
 mod write;
 
 pub use error::{FormatError, ParseError};
 pub use file::{Access, FileId, GgufFile, OpenError, Source};
-pub use header::{DEFAULT_ALIGNMENT, Header, TensorInfo, strides};
+pub use header::{DEFAULT_ALIGNMENT, Header};
 pub use pattern::NamePattern;
 pub use scales::{ScaleClass, ScaleFormat};
 pub use shards::{open_model, shard_name};
+pub use tensor::{TensorInfo, strides};
 pub use types::{Dialect, TYPES, TypeInfo};
 pub use value::{KeyValue, Strings, Value, ValueType};
 pub use write::{

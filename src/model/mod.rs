@@ -6,6 +6,7 @@
 
 mod context;
 mod copy;
+mod listeners;
 mod load;
 mod placement;
 mod quiesce;
@@ -111,7 +112,7 @@ pub struct Model {
     /// Made at the first use, as the plan.
     experts: OnceCell<ExpertIndex>,
     barrier: EvalBarrier,
-    listeners: context::Listeners,
+    listeners: listeners::Listeners,
     reload: Option<Engine>,
 }
 
@@ -195,7 +196,7 @@ impl Model {
             plan: OnceCell::new(),
             experts: OnceCell::new(),
             barrier: EvalBarrier::default(),
-            listeners: context::Listeners::default(),
+            listeners: listeners::Listeners::default(),
             reload: None,
         };
         if options.hotswap {

@@ -21,6 +21,7 @@ mod compare;
 mod content;
 mod detect;
 mod hash;
+mod known;
 mod overlay;
 mod pauses;
 mod registry;

@@ -9,6 +9,7 @@
 mod counters;
 mod export;
 mod formats;
+mod ids;
 mod locality;
 mod model_meta;
 mod names;
@@ -17,9 +18,10 @@ mod routes;
 mod saliency;
 mod skew;
 
-pub use counters::{ExpertLayout, Ids, LayerCounts, Snapshot, Trace};
+pub use counters::{ExpertLayout, LayerCounts, Snapshot, Trace};
 pub use export::{SCHEMA, from_json, numbered, read, to_csv, to_json, to_text, write, write_text};
 pub use formats::{hottest, ranking, to_activations, to_logical_count, to_ranked_csv, to_rankings};
+pub use ids::Ids;
 pub use locality::{Locality, Recorder, WINDOW_IDS, Window, hits};
 pub use model_meta::{FileMeta, ModelMeta};
 pub use names::{ExpertNames, NAMES_EVERY, print_used};
