@@ -28,7 +28,7 @@ mod tune;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use launch::{child, doctor, run};
 use llama_sidecar::protocol::Request;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -205,7 +205,7 @@ fn main() -> ExitCode {
         Command::Report(options) => report::run(&options),
         Command::Ping(at) => control::run(&at.socket, &Request::Ping, at.json),
         Command::Load { file } => inspect::load::run(&file),
-        Command::Generate { prefix } => generate::run(&prefix),
+        Command::Generate { prefix } => generate::run(Arguments::command(), &prefix),
         Command::Witness => child::witness(),
     };
     match result {

@@ -22,6 +22,7 @@ mod host;
 mod identity;
 mod imatrix;
 mod kept;
+mod mix;
 mod model;
 mod notes;
 mod page;

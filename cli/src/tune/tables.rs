@@ -7,9 +7,10 @@ use anyhow::Result;
 use serde_json::{Value, json};
 
 use super::candidate::Origin;
+use super::mix::Mix;
 use super::notes;
 use super::record::write_atomically;
-use super::results::{Goal, Mix, Recipe, Results};
+use super::results::{Goal, Recipe, Results};
 use super::statistics::{Figure, Statistics};
 use super::sweep::Plan;
 use crate::launch::child::quoted;
