@@ -10,6 +10,7 @@ pub mod fixtures;
 pub mod ggml;
 pub mod host;
 pub mod ik_llama_cpp;
+pub mod llama_cpp;
 pub mod memory_limit;
 pub mod mixtures;
 pub mod moe;
