@@ -27,7 +27,7 @@ mod toolchain;
 mod tsan;
 mod variables;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::Result;
 use clap::{Args, Parser};
@@ -139,14 +139,6 @@ struct Check {
     /// llama-server under load
     #[arg(long, value_name = "MINUTES")]
     soak: Option<u64>,
-}
-
-/// Root of the repository.
-fn root() -> PathBuf {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).parent();
-    folder
-        .expect("xtask is a folder of the repository")
-        .to_owned()
 }
 
 fn main() -> Result<()> {

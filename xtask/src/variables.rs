@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, bail};
 use llama_sidecar::config::{VARIABLES, Variable, table};
 
-use crate::root;
+use crate::run::root;
 
 const BEGIN: &str = "<!-- variables:begin -->\n";
 const END: &str = "<!-- variables:end -->";

@@ -10,14 +10,14 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::root;
-
 mod capability;
 mod running;
 mod subject;
 
 use capability::CAPABILITIES;
 use subject::Subject;
+
+use crate::run::root;
 pub use subject::{IK_LLAMA_CPP, OLDER};
 
 const PAGE: &str = "docs/hosts.md";
