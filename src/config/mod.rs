@@ -7,6 +7,13 @@
 //! A value that does not parse is logged with what is allowed, counted, and replaced by the
 //! default. A set-uid process reads none of the variables, because its environment belongs to
 //! another user.
+//!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | `needs` | variables that have an effect only beside another one |
+//! | `settings`, `variables` | the settings of a process; the table of the variables |
 
 mod needs;
 mod settings;

@@ -3,6 +3,18 @@
 //! Opening a model reads headers only. The bytes of a tensor can be used in place, through the
 //! mapping of its file, or loaded into a buffer on its device: one tensor at a time, or all
 //! tensors together in a few allocations.
+//!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | `load`, `swap` | tensors from their file into buffers; the store of the reload engine |
+//! | `tensor` | versions of a tensor, and views of them |
+//! | `resident` | the bytes of a tensor on devices |
+//! | `context` | evaluation contexts |
+//! | `copy`, `placement` | the bytes of a tensor into its parts; tensors to devices |
+//! | `split` | a tensor in parts for several devices |
+//! | `listeners`, `quiesce` | callbacks of contexts; switches while no evaluation runs |
 
 mod context;
 mod copy;

@@ -5,6 +5,19 @@
 //! not write to the counters; it keeps their sums as the baseline of later snapshots.
 //!
 //! Locality depends on the order of tokens: threads that record the same layer take turns.
+//!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | `names` | the names of the experts that evaluations use |
+//! | `requested` | what the variables of the trace request |
+//! | `export`, `saliency`, `skew` | counts as JSON, CSV and text; contributions of experts; how unevenly experts are used |
+//! | `formats`, `routes` | counts in formats of other programs; the experts of every token |
+//! | `model_meta` | metadata of the model |
+//! | `counters` | counters of each thread, and their sums |
+//! | `locality` | hits of caches of any size |
+//! | `ids` | matrices of routed ids |
 
 mod counters;
 mod export;

@@ -5,16 +5,15 @@
 //! | module | contents |
 //! |---|---|
 //! | [`page`] | the results as a page |
-//! | [`tables`] | the results as tables |
-//! | [`write`](mod@write) | the files of a result |
-//! | [`notes`] | what the measurements say, in sentences |
+//! | [`tables`] | the results as text and JSON |
+//! | [`notes`] | what a user must know beside the figures |
 //! | [`results`] | what was measured and chosen |
+//! | [`write`](mod@write) | a model with other types, as `llama-quantize` writes it |
 //! | [`sweep`] | measurements |
-//! | [`kept`] | quantised tensors |
-//! | [`candidate`], [`host`] | a tensor in a type; the program that evaluates |
-//! | [`recipe`], [`groups`], [`imatrix`], [`identity`] | the choice of types; groups of tensors; importance matrices; what a folder was measured with |
-//! | [`record`] | the work folder |
-//! | [`statistics`], [`model`] | averages and errors; the model |
+//! | [`identity`], [`kept`] | hashes of models; quantised tensors |
+//! | [`candidate`], [`groups`], [`mix`] | a type for a tensor; tensors that get a type together; types for all tensors |
+//! | [`host`], [`record`] | the program that evaluates; the work folder |
+//! | [`imatrix`], [`recipe`], [`statistics`], [`model`] | importance matrices; the choice of types; averages and errors; the tensors of a model |
 
 mod candidate;
 mod groups;

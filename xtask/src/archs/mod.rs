@@ -3,6 +3,15 @@
 //! llama.cpp's `test-llama-archs` writes tiny models with random weights. Each capability of the
 //! drop-in runs with each of them, and every tensor is swapped and returned. What is refused, and
 //! why, is written to docs/model-architectures.md.
+//!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | `page` | the page with the results |
+//! | `modes`, `swaps` | capabilities that change no result; hot-swap of every tensor |
+//! | `programs` | the programs that write and evaluate the models |
+//! | `model`, `models`, `process` | a model with a changed tensor; which models are tested; processes that evaluate models |
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;

@@ -2,6 +2,14 @@
 //!
 //! A cell of the table is a test that passed, or states why the host does not have the capability.
 //! A test that fails is an error and is not written.
+//!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | `capability` | what the drop-in does in a program |
+//! | `subject` | the programs, and how each is started |
+//! | `running` | a program that runs, and what it computes |
 
 use std::fmt::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -14,6 +14,14 @@
 //! Everything is on: experts from disk, the trace with routes and saliency, metrics. Another user
 //! and hostile clients are beside it: see [`hostile`]. A second server, in the router mode of
 //! llama-server, loads and frees models all the time.
+//!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | `hostile`, `router`, `steps` | another user beside the run; the router mode; what happens to file and server |
+//! | `load`, `known` | clients; the answers of each model |
+//! | `place`, `vitals`, `options`, `failures` | the folder of the model; what a process holds; how servers are started; what goes wrong |
 
 mod failures;
 mod hostile;
