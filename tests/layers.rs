@@ -10,14 +10,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The crates, as folders of their sources.
-const CRATES: [&str; 6] = [
+/// The folders of the crates that have maps.
+const CRATES: [&str; 7] = [
     "src",
     "preload/src",
     "cli/src",
     "xtask/src",
     "testkit/src",
     "ggml-quantize/src",
+    "tests/sim-cuda/src",
 ];
 
 /// The names of modules from the root of the crate, or of a module and an item.
