@@ -73,15 +73,15 @@ fn one_module_writes_files() {
         ("src/files.rs", "the module itself"),
         ("src/trace/routes.rs", "cuts a file that it made"),
         (
-            "preload/src/journal.rs",
+            "preload/src/process/journal.rs",
             "appends to the file of the wrapper",
         ),
         (
-            "cli/src/journal.rs",
+            "cli/src/launch/journal.rs",
             "a new file in the folder for temporary files",
         ),
         (
-            "cli/src/rewrite.rs",
+            "cli/src/swap/rewrite.rs",
             "a new file, with the attributes of a model",
         ),
         ("cli/src/tune/record.rs", "cuts a file that it appends to"),

@@ -4,14 +4,11 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use clap::CommandFactory;
+use clap::Command;
 use clap_complete::Shell;
 
-use crate::Arguments;
-
-/// Writes man pages and completions to their standard folders below a prefix.
-pub fn run(prefix: &Path) -> Result<()> {
-    let mut command = Arguments::command();
+/// Writes man pages and completions of a command to their standard folders below a prefix.
+pub fn run(mut command: Command, prefix: &Path) -> Result<()> {
     let man = prefix.join("share/man/man1");
     fs::create_dir_all(&man).with_context(|| man.display().to_string())?;
     clap_mangen::generate_to(command.clone(), &man)?;

@@ -1,62 +1,35 @@
 //! The `llama-sidecar` command.
 //!
 //! Modules, top to bottom. A module imports only modules below it; `tests/layers.rs` checks
-//! that.
+//! that. The module of each folder has a map of its own.
 //!
 //! | module | content |
 //! |---|---|
 //! | [`generate`] | man pages and shell completions |
-//! | [`doctor`], [`run`] | programs with the drop-in |
-//! | [`stream_report`] | what expert streaming would do with a model |
-//! | [`swap`] | tensors from one model's files to another's, and back |
-//! | [`live`] | tensors of a running program from another model's files, and back |
+//! | [`swap`] | tensors from one model's files to another's or to a running program, and back |
 //! | [`tune`] | which tensors can be quantised further, and types for a size |
+//! | [`launch`] | programs with the drop-in |
 //! | [`control`] | requests to a running program |
-//! | [`server`] | the slots of a llama-server |
-//! | [`report`] | expert traces as a page or text |
-//! | [`cache_report`], [`pin`], [`svg`] | what caches of experts would hit, experts for fast memory, images of expert traces |
-//! | [`trace_report`] | expert traces from files |
-//! | [`sizes`], [`output`] | sizes, shares and tables as text; texts in files |
-//! | [`inspect`], [`load`] | a model's description, the time to load it |
-//! | [`originals`] | the file of original tensors |
-//! | [`rewrite`] | new versions of a file |
-//! | [`part`] | tensors of files, by type and content |
-//! | [`target`], [`attributes`], [`space`] | files to replace, their attributes, free space |
-//! | [`child`], [`executable`], [`journal`], [`hooks`] | processes, ELF files, events of the drop-in, reachable hooks |
+//! | [`report`] | expert traces, and what caches of experts would hit |
+//! | [`inspect`] | models without a program |
+//! | [`sizes`], [`output`], [`space`] | sizes, shares and tables as text; texts in files; free space |
 
-mod attributes;
-mod cache_report;
-mod child;
 mod control;
-mod doctor;
-mod executable;
 mod generate;
-mod hooks;
 mod inspect;
-mod journal;
-mod live;
-mod load;
-mod originals;
+mod launch;
 mod output;
-mod part;
-mod pin;
 mod report;
-mod rewrite;
-mod run;
-mod server;
 mod sizes;
 mod space;
-mod stream_report;
-mod svg;
 mod swap;
-mod target;
-mod trace_report;
 mod tune;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
+use launch::{child, doctor, run};
 use llama_sidecar::protocol::Request;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -136,7 +109,7 @@ enum Command {
         #[command(flatten)]
         at: Control,
         #[command(flatten)]
-        server: server::ServerOptions,
+        server: control::server::ServerOptions,
     },
     /// Check that a program listens at the socket.
     Ping(Control),
@@ -231,8 +204,8 @@ fn main() -> ExitCode {
         }
         Command::Report(options) => report::run(&options),
         Command::Ping(at) => control::run(&at.socket, &Request::Ping, at.json),
-        Command::Load { file } => load::run(&file),
-        Command::Generate { prefix } => generate::run(&prefix),
+        Command::Load { file } => inspect::load::run(&file),
+        Command::Generate { prefix } => generate::run(Arguments::command(), &prefix),
         Command::Witness => child::witness(),
     };
     match result {

@@ -5,6 +5,13 @@
 //! decisions of `llama-quantize` (as of llama.cpp b11434): which tensors are quantised, and which
 //! type replaces one whose blocks do not fit a row. [`convert`] converts a tensor of any size in
 //! pieces, on several threads.
+//!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | `convert` | tensors of any size, in pieces and on several threads |
+//! | `library`, `rules` | the functions of `libggml-base.so`; the decisions of `llama-quantize` |
 
 mod convert;
 mod library;

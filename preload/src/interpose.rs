@@ -17,19 +17,21 @@ use std::sync::Arc;
 
 use llama_sidecar::logger;
 
-use crate::caller::{Arguments, Caller, Hook, hooks};
 use crate::ggml::{
     Backend, Buffer, Context, Ggml, Graph, STATUS_FAILED, STATUS_SUCCESS, Sched, Tensor,
 };
-use crate::models::Model;
-use crate::parts::{self, Parts};
+use crate::hotswap::reloader;
+use crate::loader::caller::{Arguments, Caller, Hook, hooks};
 use crate::postfetch::Evaluation;
-use crate::sched::{self, Allocated, Scheduler};
-use crate::thread::{self, Inside};
-use crate::{
-    expert_trace, graph, lifecycle, load, loads, logits, models, own_cache, postfetch, reloader,
-    round_files, routing,
-};
+use crate::process::thread::{self, Inside};
+use crate::program::models::Model;
+use crate::program::parts::{self, Parts};
+use crate::program::sched::{self, Allocated, Scheduler};
+use crate::program::{graph, loads, logits, models, own_cache, routing};
+use crate::rounds;
+use crate::streaming::load;
+use crate::trace::counts;
+use crate::{lifecycle, postfetch};
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 compile_error!("the drop-in works on Linux x86-64 only");
@@ -334,7 +336,7 @@ fn opened_file(call: &Call, path: &Path) {
         guarded(|| {
             loads::file_opened(call.ggml, &path);
             load::file_opened(call.caller, call.ggml);
-            expert_trace::file_opened(call.caller);
+            counts::file_opened(call.caller);
         });
     }
 }
@@ -796,7 +798,7 @@ extern "C-unwind" fn reload_changed_tensors(context: *mut c_void) -> bool {
     guarded(|| {
         changed = reloader::reload_all(|report| {
             if is_own {
-                round_files::log_tensors(report);
+                rounds::files::log_tensors(report);
             }
         });
     });

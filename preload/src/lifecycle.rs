@@ -12,18 +12,20 @@ use llama_sidecar::experts::ExpertIndex;
 use llama_sidecar::logger;
 use llama_sidecar::protocol::{Event, NoEffect};
 
-use crate::capability::Capability;
-use crate::expert_trace::ExpertTrace;
-use crate::models::Model;
-use crate::page_lock::PageLock;
+use crate::control::{self, clients};
+use crate::hotswap::reloader::{self, HotSwap};
 use crate::postfetch::PostFetch;
-use crate::reloader::{self, HotSwap};
-use crate::round_files::RoundFiles;
+use crate::postfetch::page_lock::PageLock;
+use crate::process::{journal, signals};
+use crate::program::capability::Capability;
+use crate::program::models::Model;
+use crate::program::{barrier, sched};
 use crate::rounds::Rounds;
-use crate::routes::Routes;
-use crate::saliency::Saliency;
+use crate::rounds::files::RoundFiles;
 use crate::streaming::Streaming;
-use crate::{barrier, clients, control, journal, sched, signals};
+use crate::trace::counts::ExpertTrace;
+use crate::trace::routes::Routes;
+use crate::trace::saliency::Saliency;
 
 /// The capabilities, in the order in which events are reported to them.
 static CAPABILITIES: [&dyn Capability; 9] = [

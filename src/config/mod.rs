@@ -7,12 +7,21 @@
 //! A value that does not parse is logged with what is allowed, counted, and replaced by the
 //! default. A set-uid process reads none of the variables, because its environment belongs to
 //! another user.
+//!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | `needs` | variables that have an effect only beside another one |
+//! | `settings`, `variables` | the settings of a process; the table of the variables |
 
 mod needs;
+mod settings;
 mod variables;
 
 pub use needs::CAPABILITIES;
-pub use variables::{DefaultValue, Kind, VARIABLES, Variable, table};
+pub use settings::{CacheSize, Config, Early, ExpertStream, HostPostFetch, Misses, PostFetch};
+pub use variables::{DefaultValue, Kind, VARIABLES, Variable, overrides, split, table};
 
 use std::ffi::{CString, OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -21,188 +30,9 @@ use std::time::Duration;
 
 use log::LevelFilter;
 use once_cell::sync::Lazy;
-use regex_lite::Regex;
 
 use crate::files;
-use variables::{is_on, utf8};
-
-/// The `LLAMA_POSTFETCH_*` settings.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PostFetch {
-    /// `LLAMA_POSTFETCH_ENABLE`.
-    pub enable: bool,
-    /// `LLAMA_POSTFETCH_FORCE_CPU`.
-    pub force_cpu: bool,
-    /// `LLAMA_POSTFETCH_BLOCK_ON_MISS`.
-    pub block_on_miss: bool,
-    /// `LLAMA_POSTFETCH_MAX_TRANSFERS`.
-    pub max_transfers: u32,
-    /// `LLAMA_POSTFETCH_SCRATCHPAD_MB`, in bytes; 0 for automatic.
-    pub scratchpad_bytes: u64,
-    /// `LLAMA_POSTFETCH_USE_DEDICATED_STREAMS`.
-    pub dedicated_streams: bool,
-    /// `LLAMA_POSTFETCH_CPU_LIMIT`.
-    pub cpu_limit: u32,
-    /// `LLAMA_POSTFETCH_PAGE_LOCK`.
-    pub page_lock: bool,
-    /// `LLAMA_POSTFETCH_CACHE_MB`, in bytes; 0 for none, and for `auto`.
-    pub cache_bytes: u64,
-    /// `LLAMA_POSTFETCH_CACHE_HALF_LIFE`.
-    pub cache_half_life: u32,
-    /// `LLAMA_POSTFETCH_SPIN_US`.
-    pub spin: Duration,
-    /// `LLAMA_POSTFETCH_DEBUG`.
-    pub debug: bool,
-}
-
-/// The settings of post-fetch in an unmodified program.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct HostPostFetch {
-    /// `LLAMA_POSTFETCH_HOST`; [`Early::None`] also where another `LLAMA_POSTFETCH_*` variable
-    /// excludes the device.
-    pub early: Early,
-    /// `LLAMA_POSTFETCH_CACHE_MB`; `None` where experts do not stay on a device.
-    pub cache: Option<CacheSize>,
-    /// `LLAMA_POSTFETCH_CACHE_TRACE`.
-    pub cache_trace: Option<PathBuf>,
-    /// `LLAMA_POSTFETCH_CACHE_MISSES`.
-    pub cache_misses: Misses,
-    /// `LLAMA_POSTFETCH_CACHE_UPLOADS`; 0 for what an idle link copies.
-    pub cache_uploads: usize,
-    /// `LLAMA_POSTFETCH_LOOK_AHEAD`.
-    pub look_ahead: bool,
-    /// `LLAMA_POSTFETCH_HOST_PAGE_LOCK`.
-    pub page_lock: bool,
-}
-
-impl HostPostFetch {
-    /// Returns whether experts are copied early, or page-locked.
-    pub fn is_used(&self) -> bool {
-        self.early != Early::None || self.page_lock
-    }
-}
-
-/// Device memory in which experts stay.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CacheSize {
-    /// What the program leaves free.
-    Auto,
-    /// So many bytes.
-    Bytes(u64),
-}
-
-/// What computes routed experts that are not on the device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Misses {
-    /// The CPU where it reads experts faster than the link copies them, else the device.
-    Auto,
-    /// The CPU, while the device computes the others.
-    Cpu,
-    /// The device, which waits for their copies.
-    Fetch,
-}
-
-/// Which routed experts are copied early in an unmodified program.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Early {
-    /// None.
-    None,
-    /// Those that the program copies to a GPU.
-    Stock,
-    /// Also the down-projections of small batches.
-    Down,
-    /// All.
-    All,
-}
-
-/// When routed experts are read from disk as soon as routing is known.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ExpertStream {
-    /// Never.
-    Off,
-    /// While experts are not in memory.
-    Auto,
-    /// Always.
-    On,
-}
-
-impl ExpertStream {
-    /// Returns whether experts may be read that way.
-    pub fn streams(self) -> bool {
-        self != ExpertStream::Off
-    }
-}
-
-/// The settings in force.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Config {
-    /// `LLAMA_SIDECAR_HOTSWAP`; where it is not set, `LLAMA_HOTSWAP_ENABLED`.
-    pub hotswap: bool,
-    /// `LLAMA_HOTSWAP_POLL_MS`; `None` when files are checked only on request, as with rounds.
-    pub poll: Option<Duration>,
-    /// `LLAMA_HOTSWAP_QUIET_MS`.
-    pub quiet: Duration,
-    /// `LLAMA_HOTSWAP_CHECK`.
-    pub check_blocks: bool,
-    /// `LLAMA_SIDECAR_STRICT`.
-    pub strict: bool,
-    /// `LLAMA_SIDECAR_ROUNDS`; on also with [`Config::control_file`].
-    pub rounds: bool,
-    /// `LLAMA_HOTSWAP_CONTROL_FILE`.
-    pub control_file: Option<PathBuf>,
-    /// `LLAMA_HOTSWAP_STATUS_FILE`.
-    pub status_file: Option<PathBuf>,
-    /// `LLAMA_SIDECAR_CONTROL`.
-    pub control: Option<PathBuf>,
-    /// `LLAMA_EXPERT_TRACE_STATS`; on also with [`Config::trace_per_layer`].
-    pub trace_summary: bool,
-    /// `LLAMA_EXPERT_TRACE_NAMES`.
-    pub trace_names: bool,
-    /// `LLAMA_EXPERT_TRACE_PER_LAYER`.
-    pub trace_per_layer: bool,
-    /// `LLAMA_EXPERT_TRACE_TOP`; `None` for all.
-    pub trace_top: Option<usize>,
-    /// `LLAMA_EXPERT_TRACE_OUTPUT`.
-    pub trace_output: Option<PathBuf>,
-    /// `LLAMA_EXPERT_TRACE_EVERY_S`; `None` when the trace is written only at exit.
-    pub trace_every: Option<Duration>,
-    /// `LLAMA_EXPERT_TRACE_ROUTES`.
-    pub trace_routes: Option<PathBuf>,
-    /// `LLAMA_EXPERT_TRACE_WEIGHTS`.
-    pub trace_weights: bool,
-    /// `LLAMA_EXPERT_TRACE_SALIENCY`.
-    pub trace_saliency: Option<PathBuf>,
-    /// `LLAMA_EXPERT_STREAM`.
-    pub expert_stream: ExpertStream,
-    /// `LLAMA_EXPERT_STREAM_PREDICT`.
-    pub expert_stream_predict: bool,
-    /// `LLAMA_EXPERT_STREAM_TRACE`.
-    pub expert_stream_trace: Option<PathBuf>,
-    /// `LLAMA_POSTFETCH_*`.
-    pub postfetch: PostFetch,
-    /// `LLAMA_POSTFETCH_*`, in an unmodified program.
-    pub host_postfetch: HostPostFetch,
-    /// `LLAMA_SIDECAR_SPLIT`, checked and kept as text.
-    pub split: Option<CString>,
-    /// `LLAMA_SIDECAR_CPU_MOE`.
-    pub cpu_moe: bool,
-    /// `LLAMA_SIDECAR_OVERRIDE_TENSOR`, checked and kept as text.
-    pub override_tensor: Option<CString>,
-    /// `LLAMA_SIDECAR_STAGING_MB`, in bytes.
-    pub staging_bytes: u64,
-    /// `LLAMA_SIDECAR_MEMORY_MB`, in bytes; `None` for the free memory.
-    pub memory_bytes: Option<u64>,
-    /// `LLAMA_SIDECAR_JOURNAL`.
-    pub journal: Option<PathBuf>,
-    /// `LLAMA_SIDECAR_LOG`.
-    pub log: LevelFilter,
-    /// One sentence for each variable with a value that does not parse, or that has another
-    /// effect than its wording suggests.
-    pub rejected: Vec<String>,
-    /// One sentence for each variable that needs another one to have an effect in an unmodified
-    /// program.
-    pub without_effect: Vec<String>,
-}
+use variables::{is_on, level, utf8};
 
 impl Config {
     /// Returns the settings of this process, read from its environment on first use.
@@ -326,12 +156,6 @@ impl Config {
         config
     }
 
-    /// Returns whether a capability is on in an unmodified program.
-    pub fn is_used(&self) -> bool {
-        let streams = self.expert_stream.streams();
-        self.hotswap || self.traces() || streams || self.host_postfetch.is_used() || self.rounds
-    }
-
     /// Returns a sentence for each output that cannot be written, because its folder does not
     /// exist or belongs to others.
     pub fn unwritable(&self) -> Vec<String> {
@@ -349,12 +173,6 @@ impl Config {
             Some(format!("{title}: cannot write {path}: {why}"))
         };
         outputs.into_iter().filter_map(sentence).collect()
-    }
-
-    /// Returns whether expert use is counted.
-    pub fn traces(&self) -> bool {
-        let paths = [&self.trace_output, &self.trace_routes, &self.trace_saliency];
-        self.trace_summary || self.trace_names || paths.iter().any(|path| path.is_some())
     }
 }
 
@@ -487,14 +305,6 @@ impl<F: Fn(&str) -> Option<OsString>> Values<F> {
     }
 }
 
-/// Returns the level with this name; no message has the level `trace`.
-fn level(name: &str) -> Result<LevelFilter, String> {
-    match name.parse() {
-        Ok(level) if level != LevelFilter::Trace => Ok(level),
-        _ => Err("expected off, error, warn, info or debug".into()),
-    }
-}
-
 /// Returns a path with the process id in place of each `%p`.
 fn with_process_id(value: &OsStr) -> PathBuf {
     let mut out = Vec::new();
@@ -524,39 +334,6 @@ fn cores_and_threads() -> (u32, u32) {
         cores.len()
     };
     (cores as u32, threads as u32)
-}
-
-/// Reads proportions such as `3,1,1`.
-pub fn split(text: &str) -> Result<Vec<f64>, String> {
-    let proportion = |part: &str| {
-        let number: f64 = part.trim().parse().ok()?;
-        (number.is_finite() && number >= 0.0).then_some(number)
-    };
-    let all: Option<Vec<f64>> = text.split(',').map(proportion).collect();
-    all.filter(|all| all.iter().sum::<f64>() > 0.0).ok_or_else(|| {
-        format!(
-            "split '{text}': expected numbers separated by commas, at least one of them above 0, for example 3,1,1"
-        )
-    })
-}
-
-/// Reads rules such as `ffn_.*_exps=0;attn=2`: a regular expression for tensor names
-/// and the index of a device.
-pub fn overrides(text: &str) -> Result<Vec<(Regex, usize)>, String> {
-    let rules = text.split(';').filter(|rule| !rule.trim().is_empty());
-    rules
-        .map(|rule| {
-            let (pattern, device) = rule
-                .rsplit_once('=')
-                .ok_or_else(|| format!("override '{rule}': expected PATTERN=DEVICE"))?;
-            let device = device.trim().parse().map_err(|_| {
-                format!("override '{rule}': expected the number of a device after '='")
-            })?;
-            let pattern = Regex::new(pattern.trim())
-                .map_err(|error| format!("override '{rule}': {error}"))?;
-            Ok((pattern, device))
-        })
-        .collect()
 }
 
 #[cfg(test)]
@@ -914,5 +691,77 @@ mod tests {
             parse(&[("LLAMA_SIDECAR_LOG", "debug")]).log,
             LevelFilter::Debug
         );
+    }
+
+    /// A value of a variable that is not its default.
+    fn other(variable: &Variable) -> &'static str {
+        let values = [
+            "1", "0", "7", "auto", "on", "cpu", "debug", "3,1", "attn=1", "keep",
+        ];
+        let is_valid = |value: &&str| variable.check(value.as_ref()).is_ok();
+        let is_other = |value: &&str| !variable.is_default(value.as_ref());
+        let found = values.into_iter().find(|of| is_valid(of) && is_other(of));
+        found.unwrap_or("keep")
+    }
+
+    #[test]
+    fn a_variable_that_turns_nothing_on_is_reported() {
+        // They turn something off, or concern messages.
+        const ALONE: [&str; 6] = [
+            "LLAMA_HOTSWAP_KV",
+            "LLAMA_POSTFETCH_FORCE_CPU",
+            "LLAMA_POSTFETCH_USE_DEDICATED_STREAMS",
+            "LLAMA_SIDECAR_JOURNAL",
+            "LLAMA_SIDECAR_LOG",
+            "LLAMA_POSTFETCH_ENABLE",
+        ];
+        for variable in VARIABLES {
+            let config = parse(&[(variable.name, other(variable))]);
+            assert!(config.rejected.is_empty(), "{config:?}");
+            let starts = |text: &String| text.starts_with(&variable.title());
+            let is_reported = config.without_effect.iter().any(starts);
+            let is_alone = ALONE.contains(&variable.name);
+            let rounds_alone = variable.name == "LLAMA_SIDECAR_ROUNDS";
+            assert!(
+                is_reported == (!config.is_used() || rounds_alone) || is_alone,
+                "{}: {:?}",
+                variable.name,
+                config.without_effect
+            );
+        }
+    }
+
+    #[test]
+    fn a_variable_beside_the_one_that_it_needs_is_not_reported() {
+        for all in [
+            &[
+                ("LLAMA_EXPERT_TRACE_EVERY_S", "5"),
+                ("LLAMA_EXPERT_TRACE_OUTPUT", "a.json"),
+            ][..],
+            &[
+                ("LLAMA_HOTSWAP_POLL_MS", "5"),
+                ("LLAMA_HOTSWAP_ENABLED", "1"),
+            ],
+            &[
+                ("LLAMA_POSTFETCH_DEBUG", "1"),
+                ("LLAMA_POSTFETCH_ENABLE", "1"),
+            ],
+            &[
+                ("LLAMA_SIDECAR_CONTROL", "a"),
+                ("LLAMA_EXPERT_TRACE_NAMES", "1"),
+            ],
+            &[
+                ("LLAMA_EXPERT_TRACE_TOP", "5"),
+                ("LLAMA_EXPERT_TRACE_PER_LAYER", "1"),
+            ],
+            &[("LLAMA_EXPERT_TRACE_EVERY_S", "0")],
+        ] {
+            assert_eq!(parse(all).without_effect, [""; 0], "{all:?}");
+        }
+        let excluded = parse(&[
+            ("LLAMA_POSTFETCH_HOST", "on"),
+            ("LLAMA_POSTFETCH_ENABLE", "0"),
+        ]);
+        assert_eq!(excluded.without_effect.len(), 1, "{excluded:?}");
     }
 }

@@ -1,6 +1,7 @@
 //! Variables that have an effect in an unmodified program only beside another one.
 
-use super::{Config, Early, Variable};
+use super::settings::{Config, Early};
+use super::variables::Variable;
 
 /// Variables with the same condition.
 struct Need {
@@ -115,83 +116,4 @@ pub(super) fn unmet(config: &Config, set: &[&Variable]) -> Vec<String> {
         Some(format!("{} has no effect: {next}", variable.title()))
     };
     set.iter().filter_map(sentence).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::VARIABLES;
-    use super::super::tests::parse;
-    use super::*;
-
-    /// A value of a variable that is not its default.
-    fn other(variable: &Variable) -> &'static str {
-        let values = [
-            "1", "0", "7", "auto", "on", "cpu", "debug", "3,1", "attn=1", "keep",
-        ];
-        let is_valid = |value: &&str| variable.check(value.as_ref()).is_ok();
-        let is_other = |value: &&str| !variable.is_default(value.as_ref());
-        let found = values.into_iter().find(|of| is_valid(of) && is_other(of));
-        found.unwrap_or("keep")
-    }
-
-    #[test]
-    fn a_variable_that_turns_nothing_on_is_reported() {
-        // They turn something off, or concern messages.
-        const ALONE: [&str; 6] = [
-            "LLAMA_HOTSWAP_KV",
-            "LLAMA_POSTFETCH_FORCE_CPU",
-            "LLAMA_POSTFETCH_USE_DEDICATED_STREAMS",
-            "LLAMA_SIDECAR_JOURNAL",
-            "LLAMA_SIDECAR_LOG",
-            "LLAMA_POSTFETCH_ENABLE",
-        ];
-        for variable in VARIABLES {
-            let config = parse(&[(variable.name, other(variable))]);
-            assert!(config.rejected.is_empty(), "{config:?}");
-            let starts = |text: &String| text.starts_with(&variable.title());
-            let is_reported = config.without_effect.iter().any(starts);
-            let is_alone = ALONE.contains(&variable.name);
-            let rounds_alone = variable.name == "LLAMA_SIDECAR_ROUNDS";
-            assert!(
-                is_reported == (!config.is_used() || rounds_alone) || is_alone,
-                "{}: {:?}",
-                variable.name,
-                config.without_effect
-            );
-        }
-    }
-
-    #[test]
-    fn a_variable_beside_the_one_that_it_needs_is_not_reported() {
-        for all in [
-            &[
-                ("LLAMA_EXPERT_TRACE_EVERY_S", "5"),
-                ("LLAMA_EXPERT_TRACE_OUTPUT", "a.json"),
-            ][..],
-            &[
-                ("LLAMA_HOTSWAP_POLL_MS", "5"),
-                ("LLAMA_HOTSWAP_ENABLED", "1"),
-            ],
-            &[
-                ("LLAMA_POSTFETCH_DEBUG", "1"),
-                ("LLAMA_POSTFETCH_ENABLE", "1"),
-            ],
-            &[
-                ("LLAMA_SIDECAR_CONTROL", "a"),
-                ("LLAMA_EXPERT_TRACE_NAMES", "1"),
-            ],
-            &[
-                ("LLAMA_EXPERT_TRACE_TOP", "5"),
-                ("LLAMA_EXPERT_TRACE_PER_LAYER", "1"),
-            ],
-            &[("LLAMA_EXPERT_TRACE_EVERY_S", "0")],
-        ] {
-            assert_eq!(parse(all).without_effect, [""; 0], "{all:?}");
-        }
-        let excluded = parse(&[
-            ("LLAMA_POSTFETCH_HOST", "on"),
-            ("LLAMA_POSTFETCH_ENABLE", "0"),
-        ]);
-        assert_eq!(excluded.without_effect.len(), 1, "{excluded:?}");
-    }
 }

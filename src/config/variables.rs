@@ -5,7 +5,8 @@
 
 use std::ffi::OsStr;
 
-use super::{level, overrides, split};
+use log::LevelFilter;
+use regex_lite::Regex;
 
 /// A variable of the environment.
 #[derive(Debug)]
@@ -526,4 +527,45 @@ pub fn table<'a>(variables: impl IntoIterator<Item = &'a Variable>) -> String {
         text += &format!("| `{name}` | {flag} | {default} | {help} |\n");
     }
     text
+}
+
+/// Returns the level with this name; no message has the level `trace`.
+pub(super) fn level(name: &str) -> Result<LevelFilter, String> {
+    match name.parse() {
+        Ok(level) if level != LevelFilter::Trace => Ok(level),
+        _ => Err("expected off, error, warn, info or debug".into()),
+    }
+}
+
+/// Reads proportions such as `3,1,1`.
+pub fn split(text: &str) -> Result<Vec<f64>, String> {
+    let proportion = |part: &str| {
+        let number: f64 = part.trim().parse().ok()?;
+        (number.is_finite() && number >= 0.0).then_some(number)
+    };
+    let all: Option<Vec<f64>> = text.split(',').map(proportion).collect();
+    all.filter(|all| all.iter().sum::<f64>() > 0.0).ok_or_else(|| {
+        format!(
+            "split '{text}': expected numbers separated by commas, at least one of them above 0, for example 3,1,1"
+        )
+    })
+}
+
+/// Reads rules such as `ffn_.*_exps=0;attn=2`: a regular expression for tensor names
+/// and the index of a device.
+pub fn overrides(text: &str) -> Result<Vec<(Regex, usize)>, String> {
+    let rules = text.split(';').filter(|rule| !rule.trim().is_empty());
+    rules
+        .map(|rule| {
+            let (pattern, device) = rule
+                .rsplit_once('=')
+                .ok_or_else(|| format!("override '{rule}': expected PATTERN=DEVICE"))?;
+            let device = device.trim().parse().map_err(|_| {
+                format!("override '{rule}': expected the number of a device after '='")
+            })?;
+            let pattern = Regex::new(pattern.trim())
+                .map_err(|error| format!("override '{rule}': {error}"))?;
+            Ok((pattern, device))
+        })
+        .collect()
 }

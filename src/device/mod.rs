@@ -2,6 +2,12 @@
 //!
 //! A [`Device`] allocates [`Buffer`]s. A buffer is filled by its only owner and is read-only once
 //! it is shared, so a partly filled tensor is never visible.
+//!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | `cuda`, `host` | NVIDIA GPUs; host memory as a device |
 
 #[cfg(feature = "cuda")]
 pub mod cuda;

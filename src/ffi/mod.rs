@@ -2,6 +2,18 @@
 //! concept. The modules below do the work of each call.
 //!
 //! `include/llama_sidecar.h` is generated from this module by `cargo xtask header`.
+//!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | `reload` | reloads and their reports |
+//! | `context`, `tensor` | contexts; tensors |
+//! | `device`, `experts`, `metadata` | devices, expert tensors and metadata of a model |
+//! | `postfetch`, `stream`, `trace` | post-fetch; expert streaming; expert traces |
+//! | `model` | models |
+//! | `handle`, `params`, `log` | handles; parameters for opening a model; log messages |
+//! | `status` | status codes, the last error of each thread, the boundary that catches panics |
 #![allow(non_camel_case_types, reason = "names as C programs write them")]
 
 mod context;

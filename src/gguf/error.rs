@@ -1,6 +1,6 @@
 //! Errors of the parser.
 
-use super::header::MAX_DIMS;
+use super::tensor::MAX_DIMS;
 use super::value::ValueType;
 
 /// Why a header was not parsed.

@@ -20,13 +20,12 @@ use hashbrown::{DefaultHashBuilder, HashTable};
 use super::cursor::Cursor;
 use super::error::{FormatError, ParseError};
 use super::names::Names;
+use super::tensor::{MAX_DIMS, TensorInfo};
 use super::types::TypeInfo;
 use super::value::{KeyValue, ValueType};
 
 /// `GGML_MAX_NAME`: a tensor name, its NUL included, fits in this many bytes.
 const MAX_NAME: usize = 64;
-/// `GGML_MAX_DIMS`.
-pub(super) const MAX_DIMS: usize = 4;
 /// Limit of llama.cpp's reader for one array.
 const MAX_ELEMENTS: u64 = 1 << 30;
 
@@ -44,40 +43,6 @@ pub struct Header {
     /// Tensor infos in file order.
     pub tensors: Vec<TensorInfo>,
     names: Names,
-}
-
-/// The description of a tensor in a header.
-#[derive(Debug, Clone)]
-pub struct TensorInfo {
-    pub(super) name_at: usize,
-    /// Type of the elements.
-    pub ty: &'static TypeInfo,
-    /// Number of dimensions in the file, at most 4.
-    pub n_dims: u32,
-    /// Elements per dimension, innermost first; 1 beyond `n_dims`.
-    pub ne: [u64; MAX_DIMS],
-    /// First byte, from the start of the file.
-    pub offset: u64,
-    /// Bytes of data.
-    pub nbytes: u64,
-}
-
-impl TensorInfo {
-    /// Returns the strides in bytes, as in ggml: `nb[0]` is a block, `nb[1]` is a row.
-    pub fn nb(&self) -> [u64; MAX_DIMS] {
-        strides(self.ty, &self.ne)
-    }
-}
-
-/// Returns the strides in bytes of a contiguous tensor, as in ggml.
-pub fn strides(ty: &TypeInfo, ne: &[u64; MAX_DIMS]) -> [u64; MAX_DIMS] {
-    let row = ty.row_bytes(ne[0]).unwrap_or(0);
-    [
-        ty.bytes,
-        row,
-        row.saturating_mul(ne[1]),
-        row.saturating_mul(ne[1]).saturating_mul(ne[2]),
-    ]
 }
 
 impl Header {

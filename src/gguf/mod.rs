@@ -25,6 +25,18 @@
 //! }
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
+//!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | `shards` | models in several files |
+//! | `file`, `write` | a file on disk; new files, and headers with other types |
+//! | `header` | the header of a file |
+//! | `cursor` | integers and strings of a header, with bounds checks |
+//! | `error`, `names` | errors of the parser; the names of tensors, with an index |
+//! | `tensor`, `scales` | the description of a tensor; the scales in the blocks of each type |
+//! | `types`, `value`, `pattern` | the table of types; metadata values; expressions for names of tensors |
 
 mod cursor;
 mod error;
@@ -34,16 +46,18 @@ mod names;
 mod pattern;
 mod scales;
 mod shards;
+mod tensor;
 mod types;
 mod value;
 mod write;
 
 pub use error::{FormatError, ParseError};
 pub use file::{Access, FileId, GgufFile, OpenError, Source};
-pub use header::{DEFAULT_ALIGNMENT, Header, TensorInfo, strides};
+pub use header::{DEFAULT_ALIGNMENT, Header};
 pub use pattern::NamePattern;
 pub use scales::{ScaleClass, ScaleFormat};
 pub use shards::{open_model, shard_name};
+pub use tensor::{TensorInfo, strides};
 pub use types::{Dialect, TYPES, TypeInfo};
 pub use value::{KeyValue, Strings, Value, ValueType};
 pub use write::{

@@ -5,7 +5,7 @@ use std::hash::BuildHasher;
 
 use hashbrown::{DefaultHashBuilder, HashTable};
 
-use super::header::TensorInfo;
+use super::tensor::TensorInfo;
 
 /// Tensor names with their NULs in one allocation, and a hash index.
 #[derive(Debug)]

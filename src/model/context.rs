@@ -1,17 +1,15 @@
 //! Evaluation contexts of a model. A context begins and ends evaluations, and calls back when
 //! cached graphs are stale.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 
 use super::Model;
+use super::listeners::{Listener, StaleCallback};
 use super::quiesce::Evaluation;
 use crate::error::{Error, Result};
 use crate::reload;
-
-/// Receives the new generation of the model after a reload changed tensors.
-pub type StaleCallback = dyn Fn(u64) + Send + Sync;
 
 /// An evaluation context of a model. Keeps the model alive.
 ///
@@ -62,16 +60,6 @@ enum Slot {
     Beginning,
     Evaluates(Evaluation),
 }
-
-/// The callback of a context.
-#[derive(Default)]
-struct Listener {
-    callback: Mutex<Option<Arc<StaleCallback>>>,
-}
-
-/// The callbacks of all contexts of a model.
-#[derive(Default)]
-pub(super) struct Listeners(Mutex<Vec<Weak<Listener>>>);
 
 impl Context {
     /// Attaches a context to a model.
@@ -163,27 +151,6 @@ impl Drop for Context {
         if let Slot::Evaluates(evaluation) = slot {
             self.model.barrier.end(evaluation);
         }
-    }
-}
-
-impl Listeners {
-    pub(super) fn notify(&self, generation: u64) {
-        // Called without the lock: a callback may create or free contexts.
-        let all: Vec<_> = self.0.lock().iter().filter_map(Weak::upgrade).collect();
-        for listener in all {
-            let callback = listener.callback.lock().clone();
-            if let Some(callback) = callback {
-                callback(generation);
-            }
-        }
-    }
-}
-
-impl std::fmt::Debug for Listeners {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("Listeners")
-            .field(&self.0.lock().len())
-            .finish()
     }
 }
 

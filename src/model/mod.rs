@@ -3,9 +3,22 @@
 //! Opening a model reads headers only. The bytes of a tensor can be used in place, through the
 //! mapping of its file, or loaded into a buffer on its device: one tensor at a time, or all
 //! tensors together in a few allocations.
+//!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | `load`, `swap` | tensors from their file into buffers; the store of the reload engine |
+//! | `tensor` | versions of a tensor, and views of them |
+//! | `resident` | the bytes of a tensor on devices |
+//! | `context` | evaluation contexts |
+//! | `copy`, `placement` | the bytes of a tensor into its parts; tensors to devices |
+//! | `split` | a tensor in parts for several devices |
+//! | `listeners`, `quiesce` | callbacks of contexts; switches while no evaluation runs |
 
 mod context;
 mod copy;
+mod listeners;
 mod load;
 mod placement;
 mod quiesce;
@@ -111,7 +124,7 @@ pub struct Model {
     /// Made at the first use, as the plan.
     experts: OnceCell<ExpertIndex>,
     barrier: EvalBarrier,
-    listeners: context::Listeners,
+    listeners: listeners::Listeners,
     reload: Option<Engine>,
 }
 
@@ -195,7 +208,7 @@ impl Model {
             plan: OnceCell::new(),
             experts: OnceCell::new(),
             barrier: EvalBarrier::default(),
-            listeners: context::Listeners::default(),
+            listeners: listeners::Listeners::default(),
             reload: None,
         };
         if options.hotswap {

@@ -17,8 +17,8 @@
 //! | `device_state` | streams, events and memory on the device |
 //! | `transfer_table` | transfers and their experts |
 //! | `pages`, `plan` | page locks on the model; layers and weights |
-//! | `cache` | slots in which experts stay on the device |
-//! | `transfer`, `scratchpad`, `stats`, `policy` | identity of a transfer; an allocator for device memory; counters; reasons |
+//! | `cache`, `stats` | slots in which experts stay on the device; counters |
+//! | `transfer`, `scratchpad`, `policy` | identity of a transfer; an allocator for device memory; reasons |
 //!
 //! A call of schedule only changes the transfer table, because the calling thread has experts
 //! to compute. One lock guards the table, for some hundred nanoseconds at a time and never

@@ -15,12 +15,27 @@
 //!
 //! Nothing that the program can see changes before the commit, so a failure before it leaves
 //! every byte in place.
+//!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | `overlay` | tensors that take their bytes from another file than the model's |
+//! | `switch` | stage, verify and commit |
+//! | `compare` | what happens to each tensor of a changed file |
+//! | `detect` | changed files and their headers |
+//! | `registry` | what is known of files and tensors between reloads |
+//! | `known`, `store` | overlays, and what they have read; the interface to the tensors |
+//! | `content` | the hash of a tensor's bytes, and defects |
+//! | `budget`, `hash` | memory beside the model; hashes of bytes |
+//! | `report`, `tracked`, `pauses` | reports; files of a model; how long evaluations were kept out |
 
 mod budget;
 mod compare;
 mod content;
 mod detect;
 mod hash;
+mod known;
 mod overlay;
 mod pauses;
 mod registry;

@@ -14,6 +14,7 @@ use super::compare::{self, Action, DAMAGE_ADVICE};
 use super::content::Content;
 use super::detect::{self, settle};
 use super::hash::Hash;
+use super::known::Overlay;
 use super::registry::{Changed, OriginalBytes, Registry};
 use super::report::{Outcome, Report, TensorReport};
 use super::store::{Change, NewData, OnOutOfMemory, StageError, Store};
@@ -26,50 +27,6 @@ use crate::gguf::{Access, FileId, GgufFile, OpenError, TensorInfo, open_model};
 pub struct OverlaySource {
     path: PathBuf,
     files: Vec<GgufFile>,
-}
-
-/// Where the bytes of an overlay come from.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Overlay {
-    pub from: PathBuf,
-    /// The version of the file, and the offset of the tensor in it.
-    version: (FileId, u64),
-}
-
-/// The content of versions of tensors that were read.
-#[derive(Debug, Default)]
-pub(super) struct KnownContents(HashMap<ContentKey, (FileId, Content)>);
-
-/// Device and inode of a file; offset, size and type of a tensor in it.
-type ContentKey = (u64, u64, u64, u64, u32);
-
-impl KnownContents {
-    /// The most versions to keep.
-    const MOST: usize = 1 << 16;
-
-    fn key(new: &NewBytes<'_>) -> (FileId, ContentKey) {
-        let (id, info) = (new.file.source.id(), new.info);
-        let key = (id.dev, id.ino, info.offset, info.nbytes, info.ty.id);
-        (id, key)
-    }
-
-    fn get(&self, new: &NewBytes<'_>) -> Option<Content> {
-        let (id, key) = KnownContents::key(new);
-        let (of, content) = self.0.get(&key)?;
-        (*of == id).then_some(*content)
-    }
-
-    fn insert(&mut self, new: &NewBytes<'_>, content: Content) {
-        let (id, key) = KnownContents::key(new);
-        self.0.insert(key, (id, content));
-    }
-
-    /// Forgets all versions if there is no space for so many more.
-    fn make_space(&mut self, more: usize) {
-        if self.0.len() + more > KnownContents::MOST {
-            self.0.clear();
-        }
-    }
 }
 
 /// Bytes of a file for a tensor.
@@ -398,7 +355,9 @@ impl Registry {
     /// Returns the content of each of these, in order. A version of a tensor is read once.
     fn read_new<S: Store>(&mut self, store: &S, wanted: &[NewBytes<'_>]) -> Result<Vec<Content>> {
         self.read.make_space(wanted.len());
-        let unread = wanted.iter().filter(|new| self.read.get(new).is_none());
+        let unread = wanted
+            .iter()
+            .filter(|new| self.read.get(new.file, new.info).is_none());
         let unread: Vec<&NewBytes<'_>> = unread.collect();
         let sources: Vec<_> = unread
             .iter()
@@ -415,9 +374,10 @@ impl Registry {
                 None => Error::Busy("the process ends, or the program has freed the model"),
             })?;
         for (new, content) in unread.into_iter().zip(contents) {
-            self.read.insert(new, content);
+            self.read.insert(new.file, new.info, content);
         }
-        Ok(wanted.iter().filter_map(|new| self.read.get(new)).collect())
+        let known = wanted.iter().map(|new| self.read.get(new.file, new.info));
+        Ok(known.flatten().collect())
     }
 
     /// Checks the limit for the bytes that are staged before a switch: a request is one switch.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::content::{Content, Defects};
 use super::hash::{Hash, of_bytes};
-use super::overlay::{KnownContents, Overlay};
+use super::known::{KnownContents, Overlay};
 use super::report::{Cause, Effect, FileReport, Ignored, Outcome, Report, TensorReport};
 use super::tracked::TrackedFile;
 use crate::gguf::{FileId, TypeInfo};

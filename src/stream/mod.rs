@@ -9,9 +9,8 @@
 //! | module | contents |
 //! |---|---|
 //! | [`reader`](Reader) | threads that read ahead; figures |
-//! | `requests` | experts to be read |
 //! | `router` | a guess at the routing of the next layer |
-//! | `pages` | the page cache of a file |
+//! | `requests`, `pages` | experts to be read; the page cache of a file |
 //!
 //! A reader only gives advice on files (`POSIX_FADV_WILLNEED`): it changes no byte, keeps no
 //! memory of the program, and can stop at any time. It must have the files open that the program

@@ -19,7 +19,7 @@
 //! the uses to come (Belady, IBM Systems Journal 5, 1966): [`Recorder`] keeps the last
 //! [`WINDOW_IDS`] ids of a layer, and [`Recorder::locality`] computes it over their tokens.
 
-use super::counters::Ids;
+use super::ids::Ids;
 use crate::experts::MAX_EXPERTS;
 
 /// Ids of a layer that are kept: 4,096 tokens with 10 experts each, 80 KiB.

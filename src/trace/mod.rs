@@ -5,10 +5,24 @@
 //! not write to the counters; it keeps their sums as the baseline of later snapshots.
 //!
 //! Locality depends on the order of tokens: threads that record the same layer take turns.
+//!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | `names` | the names of the experts that evaluations use |
+//! | `requested` | what the variables of the trace request |
+//! | `export`, `saliency`, `skew` | counts as JSON, CSV and text; contributions of experts; how unevenly experts are used |
+//! | `formats`, `routes` | counts in formats of other programs; the experts of every token |
+//! | `model_meta` | metadata of the model |
+//! | `counters` | counters of each thread, and their sums |
+//! | `locality` | hits of caches of any size |
+//! | `ids` | matrices of routed ids |
 
 mod counters;
 mod export;
 mod formats;
+mod ids;
 mod locality;
 mod model_meta;
 mod names;
@@ -17,9 +31,10 @@ mod routes;
 mod saliency;
 mod skew;
 
-pub use counters::{ExpertLayout, Ids, LayerCounts, Snapshot, Trace};
+pub use counters::{ExpertLayout, LayerCounts, Snapshot, Trace};
 pub use export::{SCHEMA, from_json, numbered, read, to_csv, to_json, to_text, write, write_text};
 pub use formats::{hottest, ranking, to_activations, to_logical_count, to_ranked_csv, to_rankings};
+pub use ids::Ids;
 pub use locality::{Locality, Recorder, WINDOW_IDS, Window, hits};
 pub use model_meta::{FileMeta, ModelMeta};
 pub use names::{ExpertNames, NAMES_EVERY, print_used};

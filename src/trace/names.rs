@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::counters::{ExpertLayout, Ids};
+use super::counters::ExpertLayout;
+use super::ids::Ids;
 use super::requested::print;
 use crate::experts::{ExpertIndex, ExpertName, Projection};
 

@@ -41,7 +41,8 @@ use std::path::Path;
 
 use serde_json::json;
 
-use super::counters::{ExpertLayout, Ids, Snapshot, Trace};
+use super::counters::{ExpertLayout, Snapshot, Trace};
+use super::ids::Ids;
 use crate::experts::MAX_LAYERS;
 use crate::files;
 

@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::fixtures::{cache, fixture, upstream_libraries};
+use crate::llama_cpp::llama_cpp;
 use crate::process::memory;
-use crate::server::llama_cpp;
 
 /// How long a host may take to answer: loading a model on a busy machine, or
 /// compiling shaders for the first time.

@@ -3,6 +3,19 @@
 //!
 //! This crate must not depend on the library: unit tests of the library link it, and the exported
 //! C functions would then be defined twice.
+//!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | `ik_llama_cpp` | programs of ik_llama.cpp from source |
+//! | `server`, `sim_ggml`, `slow_disk` | llama-server, driven through HTTP; a simulated GPU; an emulated disk |
+//! | `host` | programs that run llama.cpp, driven by a test |
+//! | `llama_cpp` | where programs of llama.cpp are |
+//! | `mixtures`, `moe`, `seeds` | mixtures of experts, small and without data; files that fuzzing starts from |
+//! | `writer`, `ggml`, `fixtures` | valid and malformed files; quantisation of ggml to compare with; where fixtures are |
+//! | `process`, `calls`, `memory_limit` | memory of a process; its system calls; a limit of its memory |
+//! | `caches`, `sim` | simulated caches of experts; the simulated CUDA driver |
 
 pub mod caches;
 pub mod calls;
@@ -10,6 +23,7 @@ pub mod fixtures;
 pub mod ggml;
 pub mod host;
 pub mod ik_llama_cpp;
+pub mod llama_cpp;
 pub mod memory_limit;
 pub mod mixtures;
 pub mod moe;

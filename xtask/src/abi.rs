@@ -5,8 +5,9 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 
+use crate::fixtures;
 use crate::install::{DebugInfo, install, preload, target_folder};
-use crate::{fixtures, root};
+use crate::run::root;
 
 /// The one name that another library may export, too: a program compiled against
 /// ik_llama.cpp links against us unchanged.

@@ -5,8 +5,8 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 
-use crate::run::{command, output};
-use crate::{cmake, fixtures, llama_cpp, root};
+use crate::run::{command, output, root};
+use crate::{cmake, fixtures, llama_cpp};
 
 /// A section of docs/benchmarks.md.
 struct Bench {

@@ -267,7 +267,7 @@ fn text(root: &Root, words: &[&str]) -> Result<(String, String)> {
 fn c_program(root: &Root) -> Result<()> {
     let flags = root.output(&["pkgconf", "--cflags", "--libs", "llama_sidecar"])?;
     let program = root.path("inspect");
-    run(command("gcc", &crate::root().join("c_examples"))
+    run(command("gcc", &crate::run::root().join("c_examples"))
         .arg(format!("--sysroot={}", root.folder.path().display()))
         .args(["-std=gnu11", "inspect.c", "-o"])
         .arg(&program)

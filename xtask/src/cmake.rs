@@ -7,8 +7,7 @@ use testkit::server::llama_cpp;
 
 use crate::fixtures;
 use crate::install::{DebugInfo, copy, install, link, preload, target_folder};
-use crate::root;
-use crate::run::{command, run};
+use crate::run::{command, root, run};
 
 /// Installs into the target folder and builds the examples there as a project of
 /// their own; returns the build folder.

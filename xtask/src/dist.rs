@@ -9,8 +9,8 @@ use anyhow::{Context, Result, bail, ensure};
 use goblin::elf::Elf;
 
 use crate::install::{DebugInfo, copy, install};
-use crate::run::{command, output, run};
-use crate::{root, third_party};
+use crate::run::{command, output, root, run};
+use crate::third_party;
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// The oldest glibc that the packages run with; docs/install.md states it, too.

@@ -9,8 +9,7 @@ use anyhow::{Context, Result};
 use testkit::fixtures::cache;
 
 use crate::install::copy;
-use crate::root;
-use crate::run::{command, output, run};
+use crate::run::{command, output, root, run};
 
 /// A host that runs llama.cpp, and its prebuilt libraries for the CPU and for Vulkan.
 /// libggml-base.so is also the peer of the parser.

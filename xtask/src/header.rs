@@ -2,7 +2,8 @@
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::{c_api_page, root};
+use crate::c_api_page;
+use crate::run::root;
 
 const HEADER: &str = "include/llama_sidecar.h";
 

@@ -7,8 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use crate::root;
-use crate::run::{command, output, run};
+use crate::run::{command, output, root, run};
 
 /// Whether debug information is installed, in files of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,4 +1,29 @@
 //! The project's own commands: `cargo xtask --help` lists them.
+//!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | `suite` | the commands of the README |
+//! | `matrix` | what the drop-in does in each program, as a table |
+//! | `bench` | the benches, and docs/benchmarks.md |
+//! | `clean_root` | the packages on a clean root |
+//! | `soak` | a long run of llama-server while its model is swapped |
+//! | `ik_llama_cpp` | programs of ik_llama.cpp from source |
+//! | `llama_cpp` | programs of llama.cpp from source |
+//! | `archs` | the drop-in with models of every architecture |
+//! | `older` | programs that were built with the headers of earlier versions |
+//! | `packaging` | the installed tree, away from the repository |
+//! | `sanitize`, `tsan` | AddressSanitizer, valgrind, miri, fuzzing; ThreadSanitizer |
+//! | `abi` | what the shared library exports |
+//! | `cmake`, `report` | the C and C++ examples; a report in a browser |
+//! | `dist`, `fixtures`, `msrv` | packages; downloads and fixtures; the oldest Rust |
+//! | `header` | the header, generated |
+//! | `c_api_page` | the page of the C API, generated from the header |
+//! | `install` | the library and the command in the places where users find them |
+//! | `prose`, `variables` | the prose linter; tables of variables in the documentation |
+//! | `third_party`, `toolchain` | notices of linked code; toolchains that checks install |
+//! | `run` | running other programs, in folders of the repository |
 
 mod abi;
 mod archs;
@@ -27,7 +52,7 @@ mod toolchain;
 mod tsan;
 mod variables;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::Result;
 use clap::{Args, Parser};
@@ -139,14 +164,6 @@ struct Check {
     /// llama-server under load
     #[arg(long, value_name = "MINUTES")]
     soak: Option<u64>,
-}
-
-/// Root of the repository.
-fn root() -> PathBuf {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).parent();
-    folder
-        .expect("xtask is a folder of the repository")
-        .to_owned()
 }
 
 fn main() -> Result<()> {

@@ -3,8 +3,8 @@
 use anyhow::Result;
 
 use crate::install::target_folder;
-use crate::run::{command, run};
-use crate::{root, toolchain};
+use crate::run::{command, root, run};
+use crate::toolchain;
 
 const VERSION: &str = env!("CARGO_PKG_RUST_VERSION");
 

@@ -7,8 +7,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::cmake;
 use crate::install::{DebugInfo, install, link, target_folder};
-use crate::root;
-use crate::run::{command, run};
+use crate::run::{command, root, run};
 
 /// Runs such programs with the present library, and with one in which every struct has one
 /// more field: that of a later version.

@@ -5,9 +5,9 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::cmake::{build_in, ctest, tools};
+use crate::fixtures;
 use crate::install::{DebugInfo, install_to};
-use crate::run::{command, output, run};
-use crate::{fixtures, root};
+use crate::run::{command, output, root, run};
 
 /// Files of the installed tree, below the prefix.
 pub const FILES: [&str; 16] = [

@@ -10,8 +10,7 @@ use std::sync::LazyLock;
 use anyhow::{Context, Result, bail, ensure};
 use regex::{Regex, RegexBuilder};
 
-use crate::root;
-use crate::run::{command, exists, output, run};
+use crate::run::{command, exists, output, root, run};
 
 /// Folders whose sources are checked. Markdown files are checked everywhere.
 const FOLDERS: &[&str] = &[

@@ -7,8 +7,7 @@ use anyhow::{Result, ensure};
 
 use crate::fixtures::{self, DEBIAN_LIBRARIES};
 use crate::install::target_folder;
-use crate::root;
-use crate::run::{command, exists, run};
+use crate::run::{command, exists, root, run};
 
 const BROWSER: &str = "chromium";
 /// For headless use, without network access.

@@ -1,10 +1,18 @@
-//! Running other programs.
+//! Running other programs, in folders of the repository.
 
 use std::ffi::OsStr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
+
+/// Root of the repository.
+pub fn root() -> PathBuf {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).parent();
+    folder
+        .expect("xtask is a folder of the repository")
+        .to_owned()
+}
 
 /// A command, with its working folder.
 pub fn command(program: impl AsRef<OsStr>, folder: &Path) -> Command {

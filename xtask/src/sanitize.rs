@@ -3,8 +3,8 @@
 use anyhow::{Result, bail};
 
 use crate::install::target_folder;
-use crate::run::{command, exists, run};
-use crate::{cmake, root, toolchain};
+use crate::run::{command, exists, root, run};
+use crate::{cmake, toolchain};
 
 /// Runs the C examples built with AddressSanitizer, LeakSanitizer and
 /// UndefinedBehaviorSanitizer.

@@ -11,10 +11,10 @@ use testkit::memory_limit::MemoryLimit;
 use testkit::slow_disk::{SlowDisk, Speed};
 
 use crate::install::{DebugInfo, install, target_folder};
-use crate::run::{command, exists, run};
+use crate::run::{command, exists, root, run};
 use crate::{
     abi, archs, clean_root, cmake, fixtures, header, ik_llama_cpp, llama_cpp, matrix, msrv, older,
-    packaging, prose, report, root, sanitize, toolchain,
+    packaging, prose, report, sanitize, toolchain,
 };
 
 /// How many minutes the checks take on two cores when everything is built.

@@ -6,8 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use crate::root;
-use crate::run::{command, output};
+use crate::run::{command, output, root};
 
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 /// How the name of a file with a licence or a notice begins.

@@ -5,8 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, ensure};
 use testkit::fixtures::cache;
 
-use crate::root;
-use crate::run::{command, exists, run};
+use crate::run::{command, exists, root, run};
 
 /// Installs a toolchain with these components through rustup unless it is there.
 pub fn rust(name: &str, components: &[&str]) -> Result<()> {

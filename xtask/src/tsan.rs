@@ -20,8 +20,8 @@ use testkit::host::{DropIn, Host, Program, control, replace};
 use testkit::sim_ggml::SimGgml;
 
 use crate::install::target_folder;
-use crate::run::{command, exists, output, run};
-use crate::{cmake, fixtures, root};
+use crate::run::{command, exists, output, root, run};
+use crate::{cmake, fixtures};
 
 /// Where sanitized code is built for: with a target named, build scripts are not sanitized.
 const TARGET: &str = "x86_64-unknown-linux-gnu";

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use anyhow::{Context, Result, ensure};
 use llama_sidecar::config::{VARIABLES, Variable, table};
 
-use crate::root;
+use crate::run::root;
 
 const PAGE: &str = "docs/variables.md";
 const BEGIN: &str = "<!-- variables:begin -->\n";

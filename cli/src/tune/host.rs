@@ -16,8 +16,8 @@ use serde::de::DeserializeOwned;
 
 use super::statistics::Statistics;
 use crate::control;
-use crate::executable::{Executable, preload_library};
-use crate::journal::Journal;
+use crate::launch::executable::{Executable, preload_library};
+use crate::launch::journal::Journal;
 
 /// How a program evaluates.
 pub struct Program {

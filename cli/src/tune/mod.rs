@@ -1,9 +1,19 @@
 //! `llama-sidecar tune`: which tensors can be quantised further, and the types of a model for a size.
 //!
-//! Modules, top to bottom: [`page`], [`tables`], [`write`](mod@write) (results), [`notes`],
-//! [`results`], [`sweep`] (measurements), [`kept`] (quantised tensors), [`candidate`], [`host`]
-//! (the program that evaluates), [`recipe`] (the choice of types), [`groups`], [`imatrix`],
-//! [`identity`], [`record`] (the work folder), [`statistics`], [`model`].
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`page`] | the results as a page |
+//! | [`tables`] | the results as text and JSON |
+//! | [`notes`] | what a user must know beside the figures |
+//! | [`results`] | what was measured and chosen |
+//! | [`write`](mod@write) | a model with other types, as `llama-quantize` writes it |
+//! | [`sweep`] | measurements |
+//! | [`identity`], [`kept`] | hashes of models; quantised tensors |
+//! | [`candidate`], [`groups`], [`mix`] | a type for a tensor; tensors that get a type together; types for all tensors |
+//! | [`host`], [`record`] | the program that evaluates; the work folder |
+//! | [`imatrix`], [`recipe`], [`statistics`], [`model`] | importance matrices; the choice of types; averages and errors; the tensors of a model |
 
 mod candidate;
 mod groups;
@@ -11,6 +21,7 @@ mod host;
 mod identity;
 mod imatrix;
 mod kept;
+mod mix;
 mod model;
 mod notes;
 mod page;
@@ -34,7 +45,7 @@ use llama_sidecar::files;
 use llama_sidecar::reload::hash_bytes;
 use regex::Regex;
 
-use crate::executable::Executable;
+use crate::launch::executable::Executable;
 use crate::sizes::size;
 use crate::space::Need;
 use candidate::{Candidate, Origin};

@@ -10,10 +10,10 @@ use signal_hook::iterator::Signals;
 use signal_hook::low_level::emulate_default_handler;
 
 use super::candidate::Origin;
+use super::mix::file_type;
 use super::results::{Recipe, Results};
 use super::sweep::Plan;
-use super::write::file_type;
-use crate::child;
+use crate::launch::child;
 use crate::sizes::size_text;
 
 /// With fewer tokens, the errors are large.

@@ -7,8 +7,8 @@ use super::groups::role;
 use super::model::layer;
 use super::results::Results;
 use super::tables;
+use crate::report::svg::{self, escape};
 use crate::sizes::Table;
-use crate::svg::{self, escape};
 
 /// Returns a self-contained page.
 pub fn page(results: &Results<'_>) -> String {

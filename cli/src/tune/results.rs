@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, ensure};
-use llama_sidecar::gguf::{TypeInfo, padded};
+use llama_sidecar::gguf::padded;
 
 use super::groups::Group;
-use super::model::Tensor;
+use super::mix::{Mix, Part};
 use super::recipe::{self, Choice};
 use super::statistics::{Figure, Statistics};
 use super::sweep::{Chosen, Plan, Sweep};
@@ -20,26 +20,6 @@ pub enum Goal {
     Size(u64),
     /// Bits of the tensors over the number of weights.
     BitsPerWeight(f64),
-}
-
-/// A tensor of a mix.
-pub struct Part<'a> {
-    pub tensor: Tensor<'a>,
-    pub ty: &'static TypeInfo,
-    pub bytes: u64,
-    /// The candidate that it comes from; none if it stays as it is.
-    pub candidate: Option<usize>,
-}
-
-/// Types for a whole model.
-pub struct Mix<'a> {
-    /// A candidate for each group; none if the group stays as it is.
-    pub choices: Vec<Option<usize>>,
-    /// All tensors, in the order of the file.
-    pub parts: Vec<Part<'a>>,
-    /// Size of the file.
-    pub bytes: u64,
-    pub bits_per_weight: f64,
 }
 
 /// The recipe.
@@ -304,13 +284,6 @@ impl<'a> Results<'a> {
             .sum::<f64>();
         mix.bits_per_weight = bits / plan.model.elements().max(1) as f64;
         Ok(mix)
-    }
-}
-
-impl Mix<'_> {
-    /// Returns number and name of the file type.
-    pub fn file_type(&self) -> (u32, &'static str) {
-        write::file_type(self.parts.iter().map(|part| (part.ty, part.bytes)))
     }
 }
 

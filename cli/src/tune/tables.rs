@@ -7,12 +7,13 @@ use anyhow::Result;
 use serde_json::{Value, json};
 
 use super::candidate::Origin;
+use super::mix::Mix;
 use super::notes;
 use super::record::write_atomically;
-use super::results::{Goal, Mix, Recipe, Results};
+use super::results::{Goal, Recipe, Results};
 use super::statistics::{Figure, Statistics};
 use super::sweep::Plan;
-use crate::child::quoted;
+use crate::launch::child::quoted;
 use crate::sizes::{Table, size_text};
 
 /// The value of GGUF-Tool-Suite for what was not measured.

@@ -7,9 +7,9 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use llama_sidecar::files;
 use llama_sidecar::gguf::{Access, HeaderWriter, ValueType, open_model, write_data};
-use llama_sidecar::gguf::{GgufFile, TensorInfo, TypeInfo};
+use llama_sidecar::gguf::{GgufFile, TensorInfo};
 
-use super::results::Mix;
+use super::mix::Mix;
 use super::sweep::{Plan, Sweep};
 use crate::space::Need;
 
@@ -19,52 +19,6 @@ const ALIGNMENT: u32 = 32;
 const QUANTIZATION_VERSION: u32 = 2;
 /// Longest text of a key that `llama-quantize` adds.
 const LONGEST: usize = 127;
-
-/// File types: a type of most tensors, the number of the file type, and its name.
-const FILE_TYPES: [(&str, u32, &str); 28] = [
-    ("f32", 0, "F32"),
-    ("f16", 1, "F16"),
-    ("q4_0", 2, "Q4_0"),
-    ("q4_1", 3, "Q4_1"),
-    ("q8_0", 7, "Q8_0"),
-    ("q5_0", 8, "Q5_0"),
-    ("q5_1", 9, "Q5_1"),
-    ("q2_K", 10, "Q2_K"),
-    ("q3_K", 12, "Q3_K_M"),
-    ("q4_K", 15, "Q4_K_M"),
-    ("q5_K", 17, "Q5_K_M"),
-    ("q6_K", 18, "Q6_K"),
-    ("iq2_xxs", 19, "IQ2_XXS"),
-    ("iq2_xs", 20, "IQ2_XS"),
-    ("iq3_xxs", 23, "IQ3_XXS"),
-    ("iq1_s", 24, "IQ1_S"),
-    ("iq4_nl", 25, "IQ4_NL"),
-    ("iq3_s", 26, "IQ3_S"),
-    ("iq2_s", 29, "IQ2_M"),
-    ("iq4_xs", 30, "IQ4_XS"),
-    ("iq1_m", 31, "IQ1_M"),
-    ("bf16", 32, "BF16"),
-    ("tq1_0", 36, "TQ1_0"),
-    ("tq2_0", 37, "TQ2_0"),
-    ("mxfp4", 38, "MXFP4_MOE"),
-    ("q1_0", 40, "Q1_0"),
-    ("q2_0", 41, "Q2_0"),
-    ("nvfp4", 39, "NVFP4"),
-];
-
-/// Returns number and name of the file type that has most of these bytes. A quantised one, if
-/// there is one, because `llama-quantize` uses a list of types only with such.
-pub fn file_type<'a>(parts: impl Iterator<Item = (&'a TypeInfo, u64)>) -> (u32, &'static str) {
-    let mut sums: BTreeMap<&str, u64> = BTreeMap::new();
-    for (ty, bytes) in parts {
-        *sums.entry(ty.name()).or_default() += bytes;
-    }
-    let known = FILE_TYPES
-        .iter()
-        .filter_map(|of| Some((of, *sums.get(of.0)?)));
-    let most = known.max_by_key(|(of, bytes)| (!matches!(of.0, "f32" | "f16" | "bf16"), *bytes));
-    most.map_or((0, "F32"), |(of, _)| (of.1, of.2))
-}
 
 /// Returns the header of a model with these types.
 pub fn header(plan: &Plan<'_>, mix: &Mix<'_>) -> Result<Vec<u8>> {

@@ -9,8 +9,9 @@
 
 use std::ffi::{c_int, c_void};
 
-use super::sys::{Callback, Tensor};
-use super::{FusedOps, Ggml, InitParams};
+use super::layout::{FusedOps, Ops, TensorLayout};
+use super::sys::Functions;
+use super::types::{Callback, InitParams, Tensor};
 
 /// The most bytes of parameters (`GGML_MAX_OP_PARAMS`).
 const PARAMETERS: usize = 64;
@@ -34,9 +35,9 @@ unsafe extern "C" fn nothing(_: *mut Tensor, _: *const Tensor, _: c_int, _: c_in
 }
 
 impl Custom {
-    fn learn(ggml: &Ggml) -> Option<Custom> {
+    /// Reads the operation from a node that ggml makes.
+    pub fn learn(f: &Functions, layout: &TensorLayout) -> Option<Custom> {
         const I32: c_int = 26;
-        let (f, layout) = (&ggml.f, &ggml.layout);
         // SAFETY: the functions get the arguments of their headers. The node is followed by
         // another tensor, so that `overhead` bytes from its start are in the memory, which has a
         // value everywhere. The context is freed before its memory.
@@ -75,51 +76,45 @@ impl Custom {
             })
         }
     }
-}
-
-impl Ggml {
     /// Returns the offset of the parameters of operations in a tensor, and their bytes.
-    pub fn parameters(&self) -> Option<(usize, usize)> {
-        let custom = self.custom.get_or_init(|| Custom::learn(self));
-        Some((custom.as_ref()?.at, PARAMETERS))
+    pub fn parameters(&self) -> (usize, usize) {
+        (self.at, PARAMETERS)
     }
 
-    /// Turns a view into a node that calls a function, on one thread; returns whether the tensor
-    /// is a view, or was turned before.
+    /// Turns a view into a node that calls a function; see [`Ggml::call_at_view`].
     ///
     /// # Safety
     ///
-    /// A node of a live graph that the CPU backend evaluates, and that no thread evaluates now.
-    /// The function and its data live as long as the graph.
+    /// As there, with layout and operations of the same copy of ggml.
+    ///
+    /// [`Ggml::call_at_view`]: super::Ggml::call_at_view
     pub unsafe fn call_at_view(
         &self,
+        layout: &TensorLayout,
+        ops: &Ops,
         node: *mut Tensor,
         function: Callback,
         data: *const c_void,
     ) -> bool {
-        let Some(custom) = self.custom.get_or_init(|| Custom::learn(self)) else {
-            return false;
-        };
-        let layout = &self.layout;
         // SAFETY: as the caller ensures; the parameters are those of the operation, and a tensor
         // has space for them.
         unsafe {
             let op: i32 = layout.read(node, layout.op);
-            let parameters = node.cast::<u8>().add(custom.at);
+            let parameters = node.cast::<u8>().add(self.at);
             let called: usize = parameters.cast::<usize>().read_unaligned();
-            let ours = op == custom.op && called == function as usize;
+            let ours = op == self.op && called == function as usize;
             let reshapes = |fused: FusedOps| op == fused.reshape;
-            if op != self.ops.view && !self.ops.fused.is_some_and(reshapes) && !ours {
+            if op != ops.view && !ops.fused.is_some_and(reshapes) && !ours {
                 return false;
             }
-            let template = custom.parameters.as_ptr();
-            template.copy_to_nonoverlapping(parameters, custom.parameters.len());
+            let template = self.parameters.as_ptr();
+            template.copy_to_nonoverlapping(parameters, self.parameters.len());
             parameters
                 .cast::<usize>()
                 .write_unaligned(function as usize);
-            let user_data = parameters.add(custom.user_data);
+            let user_data = parameters.add(self.user_data);
             user_data.cast::<usize>().write_unaligned(data as usize);
-            layout.write(node, layout.op, custom.op);
+            layout.write(node, layout.op, self.op);
         }
         true
     }

@@ -6,7 +6,8 @@
 
 use std::ffi::c_int;
 
-use super::sys::{Context, Functions, FusedMakers, InitParams, Tensor};
+use super::sys::{Functions, FusedMakers};
+use super::types::{Context, InitParams, Tensor};
 
 /// `GGML_MAX_NAME`.
 const NAME_BYTES: usize = 64;

@@ -7,7 +7,7 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
-use super::sys::{
+use super::types::{
     Backend, BufferType, DEVICE_CPU, Device, Event, LAST_PLAIN_DEVICE, Registration, Tensor,
 };
 

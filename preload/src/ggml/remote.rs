@@ -9,7 +9,8 @@ use std::ffi::CStr;
 
 use parking_lot::Mutex;
 
-use super::{Buffer, BufferType, Ggml};
+use super::Ggml;
+use super::types::{Buffer, BufferType};
 
 /// The name of ggml's RPC backend.
 const RPC: &CStr = c"RPC";

@@ -11,8 +11,8 @@ use llama_sidecar::experts::ExpertName;
 
 use super::instance;
 use crate::ggml::{Buffer, Ggml, OwnBuffer, Sched, Tensor};
-use crate::graph::GraphReads;
-use crate::models;
+use crate::program::graph::GraphReads;
+use crate::program::models;
 
 /// Whether a node adds expert biases.
 ///

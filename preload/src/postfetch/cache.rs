@@ -22,9 +22,9 @@ use super::instance::Scratch;
 use super::speeds::{self, Speeds};
 use super::transfer::Piece;
 use crate::ggml::{Backend, Buffer, Descriptor, Device, Ggml, I32, OwnBuffer, OwnContext, Tensor};
-use crate::graph::GraphReads;
-use crate::journal;
-use crate::models::{self, TensorPointer};
+use crate::process::journal;
+use crate::program::graph::GraphReads;
+use crate::program::models::{self, TensorPointer};
 
 /// Memory that is left to the program at least.
 const RESERVE: u64 = 512 << 20;

@@ -2,10 +2,10 @@
 
 use llama_sidecar::protocol::Event;
 
-use crate::capability::Effect;
 use crate::ggml::{self, BufferType};
-use crate::journal;
-use crate::models::Model;
+use crate::process::journal;
+use crate::program::capability::Effect;
+use crate::program::models::Model;
 
 /// Notes whether experts of a model could be copied to a GPU.
 pub fn note(model: &Model, effect: &Effect) {

@@ -17,6 +17,18 @@
 //! | `ggml_backend_graph_compute_async` of a part | the GPU waits for the copies, or the CPU computes what is not on the GPU |
 //!
 //! The first evaluation of a scheduler only checks that the calls come in this order.
+//!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`plan`] | the matrices that a graph reads on a GPU although they are in host memory |
+//! | [`on_cpu`], [`cache`] | experts without a slot, computed by the CPU; experts that stay on a device |
+//! | [`transfer`] | copies to a device, and the thread that issues them |
+//! | [`biases`] | expert biases that stay on a device |
+//! | [`instance`] | a second instance of a backend of the program |
+//! | [`figures`] | figures of post-fetch in this process |
+//! | [`speeds`], [`experts`], [`page_lock`] | speeds of link and memory; where experts are, for the command; page locks on mappings |
 
 mod biases;
 mod cache;
@@ -24,6 +36,7 @@ mod experts;
 mod figures;
 mod instance;
 mod on_cpu;
+pub mod page_lock;
 mod plan;
 mod speeds;
 mod transfer;
@@ -41,14 +54,15 @@ use llama_sidecar::protocol::{Event, NoEffect, PostFetchFigures};
 use llama_sidecar::trace::Ids;
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::barrier::{self, SLOTS};
-use crate::capability::{Capability, Effect};
 use crate::ggml::{Backend, Device, Ggml, Graph, STATUS_FAILED, Sched, Tensor};
-use crate::graph::GraphReads;
-use crate::models::Model;
-use crate::routing::{self, Routed};
-use crate::sched::{Allocated, Scheduler};
-use crate::{journal, own_cache, page_lock, parts};
+use crate::process::journal;
+use crate::program::barrier::{self, SLOTS};
+use crate::program::capability::{Capability, Effect};
+use crate::program::graph::GraphReads;
+use crate::program::models::Model;
+use crate::program::routing::{self, Routed};
+use crate::program::sched::{Allocated, Scheduler};
+use crate::program::{own_cache, parts};
 use biases::Biases;
 use cache::{Cache, Changed};
 use figures::{FIGURES, Reason};

@@ -16,8 +16,8 @@ use crate::ggml::{
     Backend, Buffer, Device, F32, Ggml, Graph, I32, OwnBuffer, OwnContext, STATUS_SUCCESS, Sched,
     Tensor,
 };
-use crate::graph::{FLAG_OUTPUT, GraphReads};
-use crate::parts;
+use crate::program::graph::{FLAG_OUTPUT, GraphReads};
+use crate::program::parts;
 
 /// `GGML_OP_NONE`.
 const OP_NONE: i32 = 0;

@@ -18,8 +18,8 @@ use super::instance::{self, Instance, OwnEvent, Scratch};
 use super::on_cpu::{ExpertProduct, HostMemory, OnCpu, Readers};
 use super::transfer::Transfer;
 use crate::ggml::{Backend, Buffer, BufferType, Ggml, OwnContext, Sched, Tensor};
-use crate::graph::{GraphReads, UsedWeight};
-use crate::models;
+use crate::program::graph::{GraphReads, UsedWeight};
+use crate::program::models;
 
 /// Sets of memory with which the experts of a layer can be copied before its routing.
 const SETS_AHEAD: usize = 2;

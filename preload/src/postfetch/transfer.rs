@@ -18,7 +18,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWri
 use super::figures::FIGURES;
 use super::instance::{Instance, OwnEvent};
 use crate::ggml::{Backend, Ggml, OwnContext, Tensor};
-use crate::thread;
+use crate::process::thread;
 
 /// Bytes of a matrix that are copied together.
 #[derive(Debug, Clone)]

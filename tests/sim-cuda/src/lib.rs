@@ -10,6 +10,14 @@
 //! before its copies were seen to end. What it finds are [`sim_cuda_problems`]; with
 //! `SIM_CUDA_STRICT=1` they, and what was never freed, end the process with status 97.
 //!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | `driver` | the functions of cuda.h |
+//! | `state` | what the driver holds, and the workers of its streams |
+//! | `order` | who may touch what: a clock for each stream |
+//!
 //! | variable | default | meaning |
 //! |---|---|---|
 //! | `SIM_CUDA_DEVICES` | 1 | how many devices |

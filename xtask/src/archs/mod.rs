@@ -3,10 +3,18 @@
 //! llama.cpp's `test-llama-archs` writes tiny models with random weights. Each capability of the
 //! drop-in runs with each of them, and every tensor is swapped and returned. What is refused, and
 //! why, is written to docs/model-architectures.md.
+//!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | `page` | the page with the results |
+//! | `modes`, `swaps` | capabilities that change no result; hot-swap of every tensor |
+//! | `programs` | the programs that write and evaluate the models |
+//! | `model`, `models`, `process` | a model with a changed tensor; which models are tested; processes that evaluate models |
 
-use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Mutex;
 use std::time::Instant;
 
@@ -15,9 +23,8 @@ use ggml_quantize::Ggml;
 use regex::Regex;
 use testkit::server::{LlamaCpp, llama_cpp};
 
-use crate::root;
-
 mod model;
+mod models;
 mod modes;
 mod page;
 mod process;
@@ -25,77 +32,16 @@ mod programs;
 mod swaps;
 
 use model::Model;
+use models::{Form, Models};
 use modes::MODES;
+use page::Tested;
 use process::{Device, Reference};
 pub use programs::{build, missing, unbuilt};
-use swaps::{Outcome, Swap};
+use swaps::Outcome;
+
+use crate::run::root;
 
 const PAGE: &str = "docs/model-architectures.md";
-
-/// Models of the daily test: MLA with merged gate and up, expert biases, shared experts beside
-/// linear attention, recurrent layers, hybrid layers, per-layer embeddings, and a model without a
-/// cache.
-const DAILY: [&str; 7] = [
-    "deepseek2-moe",
-    "gpt-oss-moe",
-    "qwen3next-moe",
-    "mamba-dense",
-    "jamba-dense",
-    "qwen4exp-moe",
-    "llada-dense",
-];
-
-/// How many of these are tested with more experts, too.
-const DAILY_MORE: usize = 2;
-
-/// Which models `test-llama-archs` writes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Form {
-    /// As llama.cpp tests them: two experts, which are both used.
-    Upstream,
-    /// With 8 experts, of which 3 are used. Only mixtures of experts differ.
-    MoreExperts,
-}
-
-impl Form {
-    const ALL: [Form; 2] = [Form::Upstream, Form::MoreExperts];
-}
-
-impl fmt::Display for Form {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Form::Upstream => "models",
-            Form::MoreExperts => "8 experts, 3 used",
-        })
-    }
-}
-
-/// What was tested with a model.
-struct Tested {
-    form: Form,
-    has_experts: bool,
-    /// Indices of the modes that passed.
-    modes: Vec<usize>,
-    swaps: Vec<Swap>,
-}
-
-/// Which models are tested.
-enum Models {
-    /// Those whose file names match.
-    Matching(Regex),
-    /// Those of the daily test.
-    Daily,
-}
-
-impl Models {
-    /// Returns the types that tensors are given. The CPU has a buffer type of its own for q4_0.
-    fn types(&self) -> &'static [&'static str] {
-        match self {
-            Models::Matching(_) => &["f16", "q4_0"],
-            Models::Daily => &["q4_0"],
-        }
-    }
-}
 
 /// Tests the models whose file names match a pattern, or those of the daily test for `daily`.
 /// Without a pattern, tests all and writes the page.
@@ -215,13 +161,5 @@ fn test_one(
         has_experts: model.has_experts(),
         modes,
         swaps,
-    })
-}
-
-/// Where the models of a form are kept, beside the programs that write them.
-fn folder(form: Form) -> PathBuf {
-    llama_cpp("").with_file_name(match form {
-        Form::Upstream => "architectures",
-        Form::MoreExperts => "architectures-8-experts",
     })
 }

@@ -4,9 +4,18 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
 use super::model::Change;
+use super::models::Form;
 use super::modes::MODES;
-use super::swaps::Outcome;
-use super::{Form, Tested};
+use super::swaps::{Outcome, Swap};
+
+/// What was tested with a model.
+pub struct Tested {
+    pub form: Form,
+    pub has_experts: bool,
+    /// Indices of the modes that passed.
+    pub modes: Vec<usize>,
+    pub swaps: Vec<Swap>,
+}
 
 const INTRODUCTION: &str = "# Architectures
 

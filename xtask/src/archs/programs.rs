@@ -7,7 +7,7 @@ use std::process::Stdio;
 use anyhow::{Result, ensure};
 use testkit::server::llama_cpp;
 
-use super::{DAILY, DAILY_MORE, Form, Models, folder};
+use super::models::{DAILY, DAILY_MORE, Form, Models, folder};
 use crate::cmake;
 use crate::fixtures::scratch;
 use crate::run::{command, run};

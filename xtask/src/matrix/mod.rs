@@ -2,6 +2,14 @@
 //!
 //! A cell of the table is a test that passed, or states why the host does not have the capability.
 //! A test that fails is an error and is not written.
+//!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | `capability` | what the drop-in does in a program |
+//! | `subject` | the programs, and how each is started |
+//! | `running` | a program that runs, and what it computes |
 
 use std::fmt::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,14 +18,14 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::root;
-
 mod capability;
 mod running;
 mod subject;
 
 use capability::CAPABILITIES;
 use subject::Subject;
+
+use crate::run::root;
 pub use subject::{IK_LLAMA_CPP, OLDER};
 
 const PAGE: &str = "docs/hosts.md";

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-use super::Failures;
+use super::failures::Failures;
 
 /// The user, if this process may start programs of other users.
 const USER: u32 = 65534;

@@ -14,16 +14,25 @@
 //! Everything is on: experts from disk, the trace with routes and saliency, metrics. Another user
 //! and hostile clients are beside it: see [`hostile`]. A second server, in the router mode of
 //! llama-server, loads and frees models all the time.
+//!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | `hostile`, `router`, `steps` | another user beside the run; the router mode; what happens to file and server |
+//! | `load`, `known` | clients; the answers of each model |
+//! | `place`, `vitals`, `options`, `failures` | the folder of the model; what a process holds; how servers are started; what goes wrong |
 
+mod failures;
 mod hostile;
 mod known;
 mod load;
+mod options;
 mod place;
 mod router;
 mod steps;
 mod vitals;
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -31,14 +40,16 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
 use serde_json::Value;
-use testkit::host::{DropIn, disturb};
-use testkit::server::{Options, Server};
+use testkit::host::disturb;
+use testkit::server::Server;
 
 use crate::install::target_folder;
 use crate::{cmake, fixtures, llama_cpp};
+use failures::Failures;
 use hostile::Hostile;
 use known::Known;
 use load::{CLIENTS, Load, Observation};
+use options::options;
 use place::Place;
 use steps::Steps;
 use vitals::Vitals;
@@ -51,8 +62,6 @@ const THIRD: &str = "small-moe-mixed.gguf";
 const QUIET_ANSWERS: usize = 50;
 /// How long a model's answers are collected at most, as a part of the time of the run.
 const LEARNING: u32 = 4;
-/// How often the server looks at its file.
-const POLL_MS: &str = "100";
 /// How often metrics are requested.
 const METRICS_EVERY: Duration = Duration::from_millis(500);
 /// By how much memory that belongs to no file may grow, from the first third of the cycles
@@ -62,37 +71,6 @@ const GROWTH: u64 = 16 << 20;
 const EXPECTED_WARNINGS: [&str; 2] = [": ignored: ", ": refused: "];
 /// How many answers are looked for again after the run.
 const MOST_UNKNOWN: usize = 1000;
-/// How many failures of a kind are printed.
-const TOLD: usize = 5;
-
-/// What went wrong; empty at the end of a good run.
-#[derive(Default)]
-pub struct Failures(Mutex<BTreeMap<String, Vec<String>>>);
-
-impl Failures {
-    /// Takes note of a failure.
-    pub fn add(&self, kind: &str, what: impl Into<String>) {
-        let mut all = self.0.lock().expect("no panic");
-        all.entry(kind.to_owned()).or_default().push(what.into());
-    }
-
-    fn tell(&self) -> Result<()> {
-        let all = self.0.lock().expect("no panic");
-        for (kind, failures) in all.iter() {
-            println!("FAILED: {kind}, {} times", failures.len());
-            for failure in failures.iter().take(TOLD) {
-                println!("    {failure}");
-            }
-        }
-        ensure!(
-            all.is_empty(),
-            "the soak failed: {}",
-            all.keys().cloned().collect::<Vec<_>>().join("; ")
-        );
-        Ok(())
-    }
-}
-
 /// Collects the answers of the models, runs for so many minutes, prints figures, and fails if
 /// anything was not as it has to be.
 pub fn run(minutes: u64) -> Result<()> {
@@ -145,27 +123,6 @@ pub fn run(minutes: u64) -> Result<()> {
         load::prompts()
     );
     failures.tell()
-}
-
-/// Everything is on; `outputs` is the start of the paths of the files that are written.
-fn options(outputs: &Path, slots: usize) -> Options {
-    let output = |name: &str| format!("{}{name}", outputs.display());
-    let variables = [
-        ("LLAMA_HOTSWAP_POLL_MS", POLL_MS.into()),
-        ("LLAMA_SIDECAR_LOG", "info".into()),
-        ("LLAMA_EXPERT_STREAM", "on".into()),
-        ("LLAMA_EXPERT_TRACE_STATS", "1".into()),
-        ("LLAMA_EXPERT_TRACE_OUTPUT", output("t.json")),
-        ("LLAMA_EXPERT_TRACE_EVERY_S", "1".into()),
-        ("LLAMA_EXPERT_TRACE_ROUTES", output("r.routes")),
-        ("LLAMA_EXPERT_TRACE_SALIENCY", output("s.json")),
-    ];
-    Options {
-        drop_in: DropIn::On(variables.to_vec()),
-        // Experts are streamed from the mapping.
-        arguments: vec!["--no-repack".into()],
-        ..Options::new(slots)
-    }
 }
 
 /// Runs the clients on a server whose file does not change, until `enough` accepts the

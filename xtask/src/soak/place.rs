@@ -9,8 +9,7 @@ use std::time::SystemTime;
 
 use anyhow::{Context, Result, bail};
 
-use crate::root;
-use crate::run::command;
+use crate::run::{command, root};
 
 /// Space for four versions of the model: that in use, that mapped since the start, a new one
 /// beside, and originals.

@@ -11,7 +11,8 @@ use serde_json::{Value, json};
 use testkit::host::DropIn;
 use testkit::server::Server;
 
-use super::{Failures, options};
+use super::failures::Failures;
+use super::options::options;
 
 /// How long a model may take to be freed.
 const PATIENCE: Duration = Duration::from_secs(60);

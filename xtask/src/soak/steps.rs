@@ -9,11 +9,10 @@ use anyhow::{Result, bail, ensure};
 use serde_json::Value;
 use testkit::server::Server;
 
-use super::Failures;
+use super::failures::Failures;
 use super::load::Load;
 use super::place::Place;
-use crate::root;
-use crate::run::command;
+use crate::run::{command, root};
 
 /// How long the clients have a state of things for themselves.
 const DWELL: Duration = Duration::from_secs(2);

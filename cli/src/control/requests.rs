@@ -1,0 +1,396 @@
+//! `llama-sidecar status`, `reload`, `revert`, `unfreeze`, `metrics`, `trace`,
+//! `mark`, `round` and `ping`:
+//! requests to the control socket of a running program.
+
+use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write, stdout};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use llama_sidecar::config::Config;
+use llama_sidecar::protocol::{
+    Hashes, Metrics, ModelReload, ReloadReport, Reloads, Reply, Request, Round, Status,
+    TensorState, Traces,
+};
+use llama_sidecar::trace::{from_json, to_text};
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use crate::control::server::ServerOptions;
+
+/// How long a request is repeated while other clients have all connections.
+const PATIENCE: Duration = Duration::from_secs(30);
+const BUSY_PAUSE: Duration = Duration::from_millis(20);
+/// The longest reply in bytes. A status names each changed tensor of each model.
+const LONGEST_REPLY: u64 = 1 << 30;
+
+/// Sends a request and prints the reply, as text or as JSON.
+pub fn run(socket: &Path, request: &Request, as_json: bool) -> Result<()> {
+    let answer = ask(socket, request)?;
+    let mut out = stdout().lock();
+    if as_json {
+        writeln!(out, "{answer:#}")?;
+    } else if answer["error"].is_null() {
+        // A refused request has a reply with nothing to print.
+        match request {
+            Request::Ping => writeln!(out, "llama-sidecar listens at {}", socket.display())?,
+            Request::Status => print_status(&mut out, &parsed(&answer)?)?,
+            Request::Reload | Request::Swap { .. } => print_reloads(&mut out, &parsed(&answer)?)?,
+            Request::Revert => {
+                print_reloads(&mut out, &parsed(&answer)?)?;
+                writeln!(
+                    out,
+                    "reloads are frozen: run 'llama-sidecar unfreeze' to permit them"
+                )?;
+            }
+            Request::Unfreeze => writeln!(out, "reloads are permitted")?,
+            Request::Metrics => write!(out, "{}", parsed::<Metrics>(&answer)?.text)?,
+            Request::Hash => print_hashes(&mut out, &parsed(&answer)?)?,
+            Request::Trace => print_traces(&mut out, &parsed(&answer)?)?,
+            Request::TraceReset => writeln!(out, "all counts are 0")?,
+            Request::Mark { text } => writeln!(out, "marked: {text}")?,
+            Request::Round { .. } => {
+                let Round { round, exit, .. } = parsed(&answer)?;
+                writeln!(out, "round {round} has ended with {exit}")?;
+            }
+            Request::RoundEnd => writeln!(out, "the program ends")?,
+        }
+    }
+    done(&answer)?;
+    if let Request::Round { .. } = request {
+        let Round { round, exit, .. } = parsed(&answer)?;
+        ensure!(
+            exit == 0,
+            "round {round} failed: read what the program printed"
+        );
+    }
+    Ok(())
+}
+
+/// Reloads changed files; then empties the slots of a llama-server, if one is named.
+pub fn reload(socket: &Path, server: &ServerOptions, as_json: bool) -> Result<()> {
+    // Before anything changes, because the slots must be erasable afterwards.
+    let server = server.check(|| process_at(socket))?;
+    let mut answer = ask(socket, &Request::Reload)?;
+    let mut erased = None;
+    if let Some(server) = &server {
+        // An earlier reload, by polling, may have switched tensors. As long as nothing was
+        // ever switched, nothing cached comes from other weights.
+        let status: Status = parsed(&ask(socket, &Request::Status)?)?;
+        let result = match status.generation {
+            0 => Ok(0),
+            _ => server.erase(),
+        };
+        if let Ok(count) = result {
+            answer["slots_erased"] = count.into();
+        }
+        erased = Some(result);
+    }
+    let mut out = stdout().lock();
+    if as_json {
+        writeln!(out, "{answer:#}")?;
+    } else {
+        print_reloads(&mut out, &parsed(&answer)?)?;
+        if let Some(Ok(count)) = erased {
+            writeln!(out, "{count} slots of the server emptied")?;
+        }
+    }
+    erased.transpose()?;
+    done(&answer)
+}
+
+/// Fails if a reply reports a failure.
+fn done(answer: &Value) -> Result<()> {
+    let reply: Reply = parsed(answer)?;
+    if !reply.ok {
+        let files = "some files were not used: see the reasons above, or run with --json";
+        bail!("{}", reply.error.as_deref().unwrap_or(files));
+    }
+    Ok(())
+}
+
+/// Parses a reply.
+pub fn parsed<T: DeserializeOwned>(answer: &Value) -> Result<T> {
+    T::deserialize(answer).context("the reply comes from another version of llama-sidecar: use the command of the version that runs")
+}
+
+/// Returns the process that listens at a socket, by its number in this process namespace.
+fn process_at(socket: &Path) -> Result<u32> {
+    let stream = connect(socket, &Request::Reload)?;
+    let mut peer = libc::ucred {
+        pid: 0,
+        uid: 0,
+        gid: 0,
+    };
+    let mut size = size_of::<libc::ucred>() as libc::socklen_t;
+    // rustix has this option, but its process id cannot be 0.
+    // SAFETY: the descriptor is open, and the option fills in a struct of this size.
+    let result = unsafe {
+        libc::getsockopt(
+            stream.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut peer).cast(),
+            &raw mut size,
+        )
+    };
+    let socket = socket.display();
+    if result != 0 {
+        let error = std::io::Error::last_os_error();
+        return Err(error).context(format!("cannot find the process that listens at {socket}"));
+    }
+    ensure!(
+        peer.pid > 0,
+        "the process that listens at {socket} is in another process namespace, so its arguments cannot be checked for --cache-ram 0: run this command in its container"
+    );
+    Ok(peer.pid.unsigned_abs())
+}
+
+/// Sends a request and returns the reply. While other clients have all connections, tries again.
+pub fn ask(socket: &Path, request: &Request) -> Result<Value> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let answer = ask_once(socket, request)?;
+        if answer["busy"] != true || Instant::now() >= deadline {
+            return Ok(answer);
+        }
+        std::thread::sleep(BUSY_PAUSE);
+    }
+}
+
+fn ask_once(socket: &Path, request: &Request) -> Result<Value> {
+    let mut stream = connect(socket, request)?;
+    // A connection that is turned away is closed: what was sent before has the reason.
+    let sent = writeln!(stream, "{}", json!(request));
+    let mut answer = Vec::new();
+    let read = BufReader::new(stream.take(LONGEST_REPLY)).read_until(b'\n', &mut answer);
+    if answer.is_empty() {
+        sent.and(read)
+            .with_context(|| format!("no reply from {}", socket.display()))?;
+    }
+    ensure!(
+        !answer.is_empty(),
+        "{} was closed without a reply, as by the end of the process: see the output of the program, and start it again",
+        socket.display()
+    );
+    serde_json::from_slice(&answer).with_context(|| {
+        let start = String::from_utf8_lossy(&answer[..answer.len().min(200)]);
+        format!(
+            "{} is not a control socket of llama-sidecar: expected JSON, found {start:?}",
+            socket.display()
+        )
+    })
+}
+
+fn connect(socket: &Path, request: &Request) -> Result<UnixStream> {
+    let refused = |error: io::Error| {
+        let next = match error.kind() {
+            ErrorKind::PermissionDenied => match owner_of(socket) {
+                Some(owner) => {
+                    format!("the socket belongs to {owner}: run this command as that user")
+                }
+                None => "its folder belongs to others: run this command as the user of the program"
+                    .into(),
+            },
+            _ => {
+                let flag = flag_for(request);
+                format!(
+                    "start the program with 'llama-sidecar run --socket {} FLAG -- COMMAND', where FLAG is {flag}; the socket appears after its first evaluation",
+                    socket.display()
+                )
+            }
+        };
+        anyhow!("cannot connect to {}: {error}; {next}", socket.display())
+    };
+    UnixStream::connect(socket).map_err(refused)
+}
+
+/// Returns the user who owns a file, with the name if it is known.
+fn owner_of(path: &Path) -> Option<String> {
+    let id = std::fs::symlink_metadata(path).ok()?.uid();
+    let users = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
+    let name = users.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        let name = fields.next()?;
+        (fields.nth(1)? == id.to_string()).then(|| format!("{name} (user {id})"))
+    });
+    Some(name.unwrap_or_else(|| format!("user {id}")))
+}
+
+/// Returns the flag of `run` with which a program can answer a request.
+fn flag_for(request: &Request) -> &'static str {
+    match request {
+        Request::Reload | Request::Revert | Request::Unfreeze | Request::Swap { .. } => "--hotswap",
+        Request::Trace | Request::TraceReset => "--expert-trace-stats",
+        Request::Mark { .. } => "--expert-trace-routes PATH",
+        Request::Round { .. } | Request::RoundEnd => "--rounds",
+        Request::Ping | Request::Status | Request::Metrics | Request::Hash => {
+            "--hotswap, --stream-experts, --post-fetch or --expert-trace-stats"
+        }
+    }
+}
+
+fn print_status(out: &mut impl Write, status: &Status) -> Result<()> {
+    writeln!(
+        out,
+        "process {}, {} evaluations, {} switches, longest pause {} us",
+        status.pid, status.evaluations, status.generation, status.longest_pause_us
+    )?;
+    if status.frozen {
+        writeln!(
+            out,
+            "reloads are frozen: run 'llama-sidecar unfreeze' to permit them"
+        )?;
+    }
+    if let Some(waiting) = &status.waiting {
+        writeln!(
+            out,
+            "a swap has waited for {:.1} s; obstacle: {}",
+            waiting.seconds,
+            waiting.obstacle.as_deref().unwrap_or("none")
+        )?;
+    }
+    if let Some(figures) = &status.post_fetch {
+        writeln!(out, "post-fetch: {}", figures.sentence())?;
+    }
+    for found in &status.no_effect {
+        writeln!(out, "{}", found.line())?;
+    }
+    for model in &status.models {
+        writeln!(
+            out,
+            "model {}: {} tensors of {} file(s), {} as loaded: {}",
+            model.model,
+            model.tensors,
+            model.files.len(),
+            model.on_original,
+            model.files.first().map_or("", String::as_str)
+        )?;
+        if let Some(hotswaps) = &model.hotswaps {
+            writeln!(out, "  {hotswaps}")?;
+        }
+        if let Some(blocked) = &model.blocked {
+            writeln!(
+                out,
+                "  reloads have failed for {:.0} s, {} attempts: {}",
+                blocked.seconds, blocked.attempts, blocked.error
+            )?;
+        }
+        writeln!(
+            out,
+            "  {} bytes in buffers of swapped tensors, content {}",
+            model.private_bytes,
+            model
+                .content_hash
+                .as_deref()
+                .unwrap_or("not hashed yet (status --hash)")
+        )?;
+        if let Some(stream) = &model.stream {
+            writeln!(out, "  experts: {}", stream.sentence())?;
+        }
+        for tensor in &model.changed {
+            let from = tensor.from.as_ref().map(|from| format!(" from {from}"));
+            let on_host = tensor.states.contains(&TensorState::FallbackCpu);
+            writeln!(
+                out,
+                "  {:40} {} -> {}{}{}",
+                tensor.name,
+                tensor.old_type,
+                tensor.new_type,
+                from.unwrap_or_default(),
+                if on_host { ", in host memory" } else { "" }
+            )?;
+        }
+        // Overlays with the bytes that were loaded.
+        let changed = |name: &str| model.changed.iter().any(|tensor| tensor.name == name);
+        for overlay in model.overlays.iter().filter(|of| !changed(&of.tensor)) {
+            writeln!(
+                out,
+                "  {:40} as loaded, from {}",
+                overlay.tensor, overlay.from
+            )?;
+        }
+    }
+    Ok(())
+}
+
+fn print_hashes(out: &mut impl Write, hashes: &Hashes) -> Result<()> {
+    for model in &hashes.models {
+        let hash = model.content_hash.as_deref();
+        writeln!(
+            out,
+            "model {}: {}",
+            model.model,
+            hash.unwrap_or(
+                "unknown: its file was written or cannot be read; reload, then try again"
+            )
+        )?;
+    }
+    Ok(())
+}
+
+fn print_reloads(out: &mut impl Write, reloads: &Reloads) -> Result<()> {
+    for report in &reloads.reports {
+        match report {
+            ModelReload::Failed { model, error } => writeln!(out, "model {model}: {error}")?,
+            ModelReload::Done(report) => print_report(out, report)?,
+        }
+    }
+    Ok(())
+}
+
+fn print_report(out: &mut impl Write, report: &ReloadReport) -> Result<()> {
+    writeln!(
+        out,
+        "model {}: {} swapped, {} returned, {} unchanged, {} in place, {} refused; {:.1} ms, pause {:.1} us",
+        report.model,
+        report.swapped,
+        report.returned,
+        report.unchanged,
+        report.in_place,
+        report.refused,
+        report.ms.total,
+        report.ms.switch * 1e3,
+    )?;
+    if let Some(failure) = &report.failure {
+        writeln!(out, "  incomplete: {failure}")?;
+    }
+    for file in &report.files {
+        let colon = if file.reason.is_empty() { "" } else { ": " };
+        writeln!(
+            out,
+            "  {} {}{colon}{}",
+            file.event.name(),
+            file.path,
+            file.reason
+        )?;
+    }
+    for tensor in &report.tensors {
+        writeln!(
+            out,
+            "  {:8} {:40} {} -> {} {} {}",
+            tensor.outcome,
+            tensor.name,
+            tensor.old_type,
+            tensor.new_type,
+            tensor.place,
+            tensor.reason,
+        )?;
+    }
+    Ok(())
+}
+
+fn print_traces(out: &mut impl Write, traces: &Traces) -> Result<()> {
+    for trace in &traces.traces {
+        let (about, counts) = from_json(trace).map_err(anyhow::Error::msg)?;
+        write!(
+            out,
+            "{}",
+            to_text(&about, &counts, true, Config::get().trace_top)
+        )?;
+    }
+    Ok(())
+}

@@ -1,0 +1,354 @@
+//! `llama-sidecar doctor`: a trial run that shows what the drop-in can do in a program.
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::io::{Read, Seek};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+use llama_sidecar::config::Config;
+use llama_sidecar::protocol::{Event, NoEffect, is_tried_ggml};
+use rustix::process::{Pid, Signal, kill_process_group};
+
+use crate::launch::child::{self, Group};
+use crate::launch::executable::{Executable, preload_library};
+use crate::launch::hooks;
+use crate::launch::journal::{Events, Journal, UNKNOWN_YET};
+use crate::report::cache::{Caches, Policy};
+use crate::report::stream;
+use crate::report::traces::TraceReport;
+
+/// The program to try.
+#[derive(clap::Args)]
+pub struct DoctorOptions {
+    /// Longest time to wait for the first evaluation, in seconds.
+    #[arg(long, value_name = "N", default_value_t = 60)]
+    seconds: u64,
+    /// Fail if the experts of a model cannot be streamed in the program.
+    #[arg(long)]
+    stream_experts: bool,
+    /// Try how many experts fit the memory that a GPU has left, and how fast the others are.
+    #[arg(long)]
+    expert_cache: bool,
+    /// An expert trace (JSON): how many of its routed experts would be on the GPU.
+    #[arg(long, value_name = "TRACE", requires = "expert_cache")]
+    trace: Option<PathBuf>,
+    /// The program and its arguments; `--` before them is optional. It must load a model and make a
+    /// token, or be a server with a warm-up.
+    #[arg(required = true, trailing_var_arg = true)]
+    command: Vec<OsString>,
+}
+
+/// What to do where experts are in host memory beside a GPU.
+const POST_FETCH_WORKS: &str = "can work: routed experts are in host memory, beside a GPU; run the program with --post-fetch, send a prompt of 32 tokens or more, and read the figures of 'run'";
+
+/// Time between SIGTERM and SIGKILL.
+const LAST_WAIT: Duration = Duration::from_secs(5);
+
+/// Runs the program until its first evaluation, and prints the findings.
+pub fn run(options: &DoctorOptions) -> Result<()> {
+    let trace = match &options.trace {
+        Some(path) => TraceReport::read(path, false)?,
+        None => Vec::new(),
+    };
+    let preload = preload_library()?;
+    let program = Executable::find(&options.command[0])?;
+    line(
+        "program",
+        &format!("{}: {}", program.path.display(), program.kind.describe()),
+    );
+    line("drop-in", &preload.display().to_string());
+    if let Some(obstacle) = program.obstacle(&preload) {
+        bail!("{obstacle}");
+    }
+    let journal = Journal::new()?;
+    let mut errors = tempfile::tempfile()?;
+    let mut started = child::spawn(
+        Command::new(&program.path)
+            .args(&options.command[1..])
+            .process_group(0)
+            .env("LD_PRELOAD", &preload)
+            .env("LLAMA_SIDECAR_JOURNAL", journal.path())
+            .env("LLAMA_SIDECAR_HOTSWAP", "1")
+            .env("LLAMA_HOTSWAP_POLL_MS", "0")
+            .env("LLAMA_EXPERT_TRACE_STATS", "1")
+            .env("LLAMA_EXPERT_STREAM", "auto")
+            .env("LLAMA_POSTFETCH_HOST", "on")
+            .env(
+                "LLAMA_POSTFETCH_CACHE_MB",
+                match options.expert_cache {
+                    true => "auto",
+                    false => "0",
+                },
+            )
+            .env("LLAMA_SIDECAR_LOG", "error")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(errors.try_clone()?),
+        Group::Own,
+    )?;
+    let mut mapped = BTreeSet::new();
+    let patience = Duration::from_secs(options.seconds);
+    let is_done = |events: &Events| {
+        is_complete(events) && !(options.expert_cache && events.expects_expert_cache())
+    };
+    let ended = watch(&mut started, &journal, patience, is_done, &mut mapped)?;
+    let events = journal.read();
+    for found in hooks::describe(&preload, &mapped) {
+        line("hooks", &found);
+    }
+    findings(&events, hooks::scheduler_obstacle(&preload, &mapped));
+    if options.expert_cache {
+        expert_cache(&events, &trace);
+    }
+    if let Some(status) = ended.filter(|status| !status.success()) {
+        let mut text = String::new();
+        errors.rewind()?;
+        let _ = errors.by_ref().take(1 << 20).read_to_string(&mut text);
+        line(
+            "ended",
+            &format!(
+                "{status}; it printed: {}",
+                cause(&text).unwrap_or("no error")
+            ),
+        );
+    }
+    let of_streaming = || events.stream_obstacle().filter(|_| options.stream_experts);
+    // Other capabilities are on for the trial alone.
+    let config = Config::parse(|name| std::env::var_os(name));
+    let is_requested = |found: &&NoEffect| match found.requested.as_str() {
+        NoEffect::HOT_SWAP => config.hotswap,
+        NoEffect::TRACE => config.traces(),
+        NoEffect::STREAMING => options.stream_experts || config.expert_stream.streams(),
+        NoEffect::POST_FETCH => options.expert_cache || config.host_postfetch.is_used(),
+        _ => true,
+    };
+    let no_effect = events.no_effect().find(is_requested);
+    let no_effect = || no_effect.map(|found| found.sentence.clone());
+    match events
+        .obstacle(ended)
+        .or_else(of_streaming)
+        .or_else(no_effect)
+    {
+        Some(obstacle) => bail!("{obstacle}"),
+        None => Ok(()),
+    }
+}
+
+/// Returns the line of a program's errors that has the cause: the first that reports an error, else
+/// the last. What fails first makes the rest fail.
+fn cause(errors: &str) -> Option<&str> {
+    let mut lines = errors.lines().filter(|line| !line.trim().is_empty());
+    let reports = |line: &&str| {
+        let line = line.to_lowercase();
+        ["error", "failed", "cannot", "no such"]
+            .iter()
+            .any(|word| line.contains(word))
+    };
+    lines.clone().find(reports).or(lines.next_back())
+}
+
+/// Whether the events show what works: the first evaluation, and with it streaming.
+fn is_complete(events: &Events) -> bool {
+    let mut models = events.iter().filter_map(|event| match event {
+        Event::Model {
+            path,
+            expert_layers,
+            ..
+        } => Some(*expert_layers == 0 || events.streams(path).is_some()),
+        _ => None,
+    });
+    let first = models.next();
+    events.passive_reason().is_some()
+        || first.is_some_and(|known| known && models.all(|known| known))
+}
+
+/// Waits until `is_done`, the end of the program or the end of its time, and ends the
+/// program then. Returns the status of a program that ended by itself. Collects the files that
+/// the processes of the command execute.
+fn watch(
+    child: &mut Child,
+    journal: &Journal,
+    patience: Duration,
+    is_done: impl Fn(&Events) -> bool,
+    mapped: &mut BTreeSet<PathBuf>,
+) -> Result<Option<ExitStatus>> {
+    let began = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(Some(status));
+        }
+        let events = journal.read();
+        mapped.extend(events.processes().into_iter().flat_map(hooks::mapped));
+        if is_done(&events) || began.elapsed() > patience {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    // The program may be a script: the processes that it started end, too.
+    let group = Pid::from_child(child);
+    // The group exists: its leader was not waited for yet.
+    let _ = kill_process_group(group, Signal::TERM);
+    let since = Instant::now();
+    while child.try_wait()?.is_none() {
+        if since.elapsed() > LAST_WAIT {
+            let _ = kill_process_group(group, Signal::KILL);
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(None)
+}
+
+/// Prints what the events show. `scheduler` is why calls of ggml's scheduler cannot be interposed.
+fn findings(events: &Events, scheduler: Option<String>) {
+    let yes_no = |yes| if yes { "yes" } else { "no" };
+    line("loaded", yes_no(events.is_loaded()));
+    for event in events.iter() {
+        if let Event::Ggml { path, version } = event {
+            let tried = match is_tried_ggml(version) {
+                true => "",
+                false => " (not yet tried)",
+            };
+            let version = match version.as_str() {
+                "" => "of unknown version",
+                known => known,
+            };
+            line("ggml", &format!("{path}, {version}{tried}"));
+            line("layout", "understood");
+        }
+    }
+    if let Some(reason) = events.passive_reason() {
+        line("layout", reason);
+    }
+    if events.models().is_empty() {
+        for event in events.iter() {
+            if let Event::Opened { path } = event {
+                line("opened", path);
+            }
+        }
+        return;
+    }
+    for event in events.iter() {
+        if let Event::Model {
+            path,
+            files,
+            tensors,
+            expert_layers,
+        } = event
+        {
+            line(
+                "model",
+                &format!("{path}, {tensors} tensors in {files} file(s)"),
+            );
+            match expert_layers {
+                0 => line(
+                    "experts",
+                    "this model has no routed experts to trace or to stream",
+                ),
+                layers => {
+                    let found = format!("trace works: {layers} layers with routed experts");
+                    line("experts", &found);
+                    streaming(path, events);
+                    let found = match (&scheduler, events.post_fetches(path)) {
+                        (_, None) => "off: a LLAMA_POSTFETCH_* variable excludes the GPU".into(),
+                        (_, Some(Err(obstacle))) => format!("no effect: {obstacle}"),
+                        (Some(obstacle), _) => format!("does not work: {obstacle}"),
+                        (None, Some(Ok(()))) => POST_FETCH_WORKS.into(),
+                    };
+                    line("post-fetch", &found);
+                }
+            }
+        }
+    }
+    for event in events.iter() {
+        if let Event::OwnExpertCache { layers, bytes } = event {
+            let found = format!(
+                "llama.cpp's own works, {layers} layers in {:.0} MB: swaps write into it, an expert matrix keeps its type, --expert-cache stays off",
+                *bytes as f64 / 1e6
+            );
+            line("cache", &found);
+        }
+    }
+    match events.hotswap_obstacle() {
+        Some(obstacle) => line("hot-swap", &format!("does not work: {obstacle}")),
+        None => line("hot-swap", "works"),
+    }
+}
+
+/// Prints how many experts could stay on a GPU, and what that would do for a trace.
+fn expert_cache(events: &Events, traces: &[TraceReport]) {
+    let Some(Event::ExpertCache {
+        slots,
+        bytes,
+        link_speed: link,
+        memory_speed: memory,
+        on_cpu,
+        obstacle,
+    }) = events.expert_cache()
+    else {
+        return line(
+            "cache",
+            "unknown: no graph had experts in host memory beside a GPU",
+        );
+    };
+    if let Some(obstacle) = obstacle {
+        return line("cache", obstacle);
+    }
+    let others = match on_cpu {
+        true => "the CPU computes the others meanwhile",
+        false => "the others are copied to it",
+    };
+    line(
+        "cache",
+        &format!(
+            "{slots} experts of each layer fit the memory that the GPU has left ({:.0} MB); the link copies {:.1} GB/s, the CPU reads {:.1} GB/s: {others}",
+            *bytes as f64 / 1e6,
+            link / 1e9,
+            memory / 1e9,
+        ),
+    );
+    for trace in traces {
+        let found = match Caches::of(trace) {
+            None => "the trace has no locality: write a new one".into(),
+            Some(caches) => {
+                let size = *slots as usize;
+                let hits = 100.0 * caches.rate(Policy::Lru, size);
+                let speed = if *on_cpu { memory } else { link };
+                match caches.moved(Policy::Lru, size) {
+                    Some(moved) => format!(
+                        "{hits:.1} % of the routed experts of {} would be there; the others are {:.1} MB a token, {:.2} ms at that speed",
+                        trace.label,
+                        moved / 1e6,
+                        1e3 * moved / speed,
+                    ),
+                    None => format!(
+                        "{hits:.1} % of the routed experts of {} would be there",
+                        trace.label
+                    ),
+                }
+            }
+        };
+        line("cache", &found);
+    }
+}
+
+/// Prints whether the experts of a model can be streamed, and what that would do.
+fn streaming(path: &str, events: &Events) {
+    match events.streams(path) {
+        Some(Ok(())) => line("streaming", "works in this program"),
+        // What it would do is of no use.
+        Some(Err(obstacle)) => return line("streaming", &format!("does not work: {obstacle}")),
+        None => line("streaming", UNKNOWN_YET),
+    }
+    match stream::describe(Path::new(path)) {
+        Ok(lines) => lines.iter().for_each(|(what, found)| line(what, found)),
+        Err(error) => line("sizes", &format!("cannot read the model: {error:#}")),
+    }
+}
+
+fn line(what: &str, found: &str) {
+    println!("{what:11} {found}");
+}

@@ -1,0 +1,17 @@
+//! Programs with the drop-in.
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`doctor`] | what the drop-in can do in a program |
+//! | [`run`] | a program with the drop-in, and a summary at its end |
+//! | [`hooks`] | reachable hooks |
+//! | [`journal`] | events of the drop-in |
+//! | [`child`] | processes |
+//! | [`executable`] | ELF files |
+
+pub mod child;
+pub mod doctor;
+pub mod executable;
+pub mod hooks;
+pub mod journal;
+pub mod run;

@@ -1,0 +1,333 @@
+//! `llama-sidecar run`: a command with the drop-in, and a summary of its work.
+
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::path::Path;
+use std::process::{Command, ExitStatus};
+
+use anyhow::{Context, Result, bail};
+use clap::builder::ValueParser;
+use clap::{Arg, ArgAction, ArgMatches, FromArgMatches};
+use llama_sidecar::config::{CAPABILITIES, Config, Kind, VARIABLES, Variable};
+use llama_sidecar::protocol::Event;
+
+use crate::launch::child::{self, Group, quoted};
+use crate::launch::executable::{Executable, preload_library};
+use crate::launch::journal::{Events, Journal};
+
+/// A command and the settings of the drop-in in it.
+#[derive(clap::Args)]
+pub struct RunOptions {
+    #[command(flatten)]
+    settings: Settings,
+    /// Set LLAMA_POSTFETCH_NAME, a setting of post-fetch.
+    #[arg(long, value_name = "NAME=VALUE", value_parser = postfetch)]
+    postfetch: Vec<Setting>,
+    /// Print the variables and the command, and do not run it.
+    #[arg(long)]
+    dry_run: bool,
+    /// Print no summary at the end.
+    #[arg(short, long)]
+    quiet: bool,
+    /// The program and its arguments; `--` before them is optional.
+    #[arg(required = true, trailing_var_arg = true)]
+    command: Vec<OsString>,
+}
+
+/// A variable and its value.
+type Setting = (&'static str, OsString);
+
+/// The flags that set a variable each, from the table of variables.
+#[derive(Default)]
+struct Settings(Vec<Setting>);
+
+/// Returns the variables that have a flag.
+fn flags() -> impl Iterator<Item = (&'static str, &'static Variable)> {
+    VARIABLES.iter().filter_map(|of| Some((of.flag?, of)))
+}
+
+fn argument(flag: &'static str, variable: &'static Variable) -> Arg {
+    let help = without_links(variable.help.trim_start_matches("drop-in: ")).replace('`', "'");
+    let (first, rest) = help.split_at(1);
+    let help = format!("{}{rest} ({})", first.to_uppercase(), variable.name);
+    let argument = Arg::new(flag).long(flag).help(help);
+    let value = |name: &'static str| argument.clone().value_name(name);
+    match variable.kind {
+        Kind::Switch => argument.action(ArgAction::SetTrue),
+        Kind::Path => value("PATH").value_parser(ValueParser::os_string()),
+        Kind::Choice { values, bare_flag } => value("WHEN")
+            .num_args(0..=1)
+            .require_equals(true)
+            .default_missing_value(bare_flag)
+            .value_parser(values.to_vec()),
+        Kind::Memory => value("MIB")
+            .num_args(0..=1)
+            .require_equals(true)
+            .default_missing_value("auto")
+            .value_parser(move |text: &str| checked(variable, text)),
+        Kind::Level => value("LEVEL").value_parser(["off", "error", "warn", "info", "debug"]),
+        Kind::Number { .. } | Kind::Text(_) => {
+            value("N").value_parser(move |text: &str| checked(variable, text))
+        }
+    }
+}
+
+/// Returns Markdown with the texts of its links alone.
+fn without_links(markdown: &str) -> String {
+    let mut text = String::new();
+    let mut rest = markdown;
+    while let Some((before, link)) = rest.split_once('[')
+        && let Some((words, target)) = link.split_once("](")
+        && let Some((_, after)) = target.split_once(')')
+    {
+        text += before;
+        text += words;
+        rest = after;
+    }
+    text + rest
+}
+
+/// Returns a value that the variable accepts.
+fn checked(variable: &Variable, text: &str) -> Result<String, String> {
+    variable.check(OsStr::new(text))?;
+    Ok(text.to_owned())
+}
+
+impl clap::Args for Settings {
+    fn augment_args(command: clap::Command) -> clap::Command {
+        command.args(flags().map(|(flag, variable)| argument(flag, variable)))
+    }
+
+    fn augment_args_for_update(command: clap::Command) -> clap::Command {
+        Settings::augment_args(command)
+    }
+}
+
+impl FromArgMatches for Settings {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Settings, clap::Error> {
+        let set = flags().filter_map(|(flag, variable)| {
+            let value = match variable.kind {
+                Kind::Switch => matches.get_flag(flag).then(|| "1".into()),
+                Kind::Path => matches.get_one::<OsString>(flag).cloned(),
+                _ => matches.get_one::<String>(flag).map(OsString::from),
+            };
+            Some((variable.name, value?))
+        });
+        Ok(Settings(set.collect()))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Settings::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+/// Runs the command, prints a summary of the drop-in's work, and ends as the command ended.
+/// Returns only if the command cannot be run.
+pub fn run(options: &RunOptions) -> Result<()> {
+    let preload = preload_library()?;
+    let variables = variables(options, &preload);
+    if options.dry_run {
+        for (name, value) in &variables {
+            println!("export {name}={}", quoted(value));
+        }
+        let words: Vec<String> = options.command.iter().map(|word| quoted(word)).collect();
+        println!("{}", words.join(" "));
+        return Ok(());
+    }
+    let program = Executable::find(&options.command[0])?;
+    // The settings as the program has them.
+    let config = Config::parse(|name| value_of(&variables, name));
+    if let Some(sentence) = config.unwritable().into_iter().next() {
+        bail!("{sentence}");
+    }
+    let journal = Journal::new()?;
+    let mut child = child::spawn(
+        Command::new(&program.path)
+            .args(&options.command[1..])
+            .envs(variables.iter().map(|(name, value)| (name, value)))
+            .env("LLAMA_SIDECAR_JOURNAL", journal.path()),
+        Group::Shared,
+    )
+    .with_context(|| {
+        let obstacle = program.obstacle(&preload);
+        obstacle.unwrap_or_else(|| format!("cannot run {}", program.path.display()))
+    })?;
+    let status = child::wait(&mut child)?;
+    if !options.quiet {
+        let lines = summary(&config, &program, &preload, &journal.read(), status);
+        for line in lines.iter().chain(&config.without_effect) {
+            eprintln!("llama-sidecar: {line}");
+        }
+    }
+    // The process ends below without running destructors.
+    drop(journal);
+    child::end_like(status)
+}
+
+/// Returns the lines of the summary.
+fn summary(
+    config: &Config,
+    program: &Executable,
+    preload: &Path,
+    events: &Events,
+    status: ExitStatus,
+) -> Vec<String> {
+    if !config.is_used() {
+        return vec![format!("nothing enabled: pass {CAPABILITIES}")];
+    }
+    let obstacle = program.obstacle(preload);
+    let obstacle = obstacle.or_else(|| events.obstacle(Some(status)));
+    if let Some(obstacle) = obstacle {
+        return vec![format!("the drop-in did nothing: {obstacle}")];
+    }
+    let models = events.models().join(", ");
+    let mut total = Totals::default();
+    let mut failures = Vec::new();
+    // A trace may be written many times; the last result counts.
+    let mut traces = BTreeMap::new();
+    let mut routes = BTreeMap::new();
+    let mut streamed = Vec::new();
+    let mut fetched = Vec::new();
+    let mut no_effect = Vec::new();
+    for event in events.iter() {
+        match event {
+            Event::Stream { figures, .. } if figures.layers > 0 => {
+                streamed.push(format!("experts: {}", figures.sentence()));
+            }
+            Event::PostFetch { figures } if !figures.is_empty() => {
+                fetched.push(format!("post-fetch: {}", figures.sentence()));
+            }
+            Event::Reload {
+                swapped,
+                returned,
+                refused,
+                failure,
+            } => {
+                total.reloads += 1;
+                total.swapped += swapped;
+                total.returned += returned;
+                total.refused += refused;
+                failures.extend(
+                    failure
+                        .as_ref()
+                        .map(|why| format!("a reload failed: {why}")),
+                );
+            }
+            Event::Trace { path, error } => {
+                traces.insert(path, error);
+            }
+            Event::NoEffect { found } => no_effect.push(found),
+            Event::Routes {
+                path,
+                tokens,
+                dropped,
+                error,
+            } => {
+                let failed = error.as_ref().map(|error| format!(": {error}"));
+                let line = format!(
+                    "routes of {tokens} tokens written to {path}, {dropped} tokens dropped{}",
+                    failed.unwrap_or_default()
+                );
+                routes.insert(path, line);
+            }
+            Event::End {
+                evaluations,
+                longest_pause_us,
+                ..
+            } => {
+                total.ends += 1;
+                total.evaluations += evaluations;
+                total.longest_pause_us = total.longest_pause_us.max(*longest_pause_us);
+            }
+            _ => {}
+        }
+    }
+    let mut lines = vec![match total.ends {
+        0 => format!("{models}: the process ended before it could write a summary"),
+        _ if !config.hotswap => format!("{} evaluations of {models}", total.evaluations),
+        _ => format!(
+            "{} evaluations of {models}; reloads: {}, with {} tensors swapped, {} returned, {} refused; longest pause {} us",
+            total.evaluations,
+            total.reloads,
+            total.swapped,
+            total.returned,
+            total.refused,
+            total.longest_pause_us,
+        ),
+    }];
+    lines.extend(failures);
+    lines.extend(streamed);
+    lines.extend(fetched);
+    lines.extend(routes.into_values());
+    lines.extend(traces.into_iter().map(|(path, error)| match error {
+        None => format!("trace written to {path}; run 'llama-sidecar report {path}' to see it"),
+        Some(error) => format!("cannot write the trace to {path}: {error}"),
+    }));
+    // Last, because the figures above are wrong or missing then.
+    for found in no_effect {
+        let line = found.line();
+        if !lines.contains(&line) {
+            lines.push(line);
+        }
+    }
+    lines
+}
+
+/// Sums over the processes of a command.
+#[derive(Default)]
+struct Totals {
+    reloads: u64,
+    swapped: u64,
+    returned: u64,
+    refused: u64,
+    ends: u64,
+    evaluations: u64,
+    longest_pause_us: u64,
+}
+
+/// Returns the value of a variable in the command.
+fn value_of(set: &[Setting], name: &str) -> Option<OsString> {
+    let set = set.iter().find(|(variable, _)| *variable == name);
+    set.map(|(_, value)| value.clone())
+        .or_else(|| std::env::var_os(name))
+}
+
+/// Returns the variables of the command.
+fn variables(options: &RunOptions, preload: &Path) -> Vec<Setting> {
+    let mut list = preload.as_os_str().to_owned();
+    if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
+        list.push(":");
+        list.push(others);
+    }
+    let mut all = vec![("LD_PRELOAD", list)];
+    all.extend(options.settings.0.iter().cloned());
+    all.extend(options.postfetch.iter().cloned());
+    if Config::parse(|name| value_of(&all, name))
+        .host_postfetch
+        .page_lock
+    {
+        // Without it, ggml's CUDA backend refuses to lock memory.
+        all.push(("GGML_CUDA_REGISTER_HOST", "1".into()));
+    }
+    all
+}
+
+/// Parses a setting of post-fetch.
+fn postfetch(text: &str) -> Result<Setting, String> {
+    const PREFIX: &str = "LLAMA_POSTFETCH_";
+    let names = || {
+        let names = VARIABLES
+            .iter()
+            .filter_map(|of| of.name.strip_prefix(PREFIX));
+        let names: Vec<String> = names.map(str::to_lowercase).collect();
+        names.join(", ")
+    };
+    let (name, value) = text
+        .split_once('=')
+        .ok_or_else(|| format!("expected NAME=VALUE, with NAME one of {}", names()))?;
+    let wanted = format!("{PREFIX}{}", name.to_uppercase().replace('-', "_"));
+    let variable = VARIABLES.iter().find(|variable| variable.name == wanted);
+    let variable = variable.ok_or_else(|| format!("expected one of {} before '='", names()))?;
+    Ok((variable.name, checked(variable, value)?.into()))
+}

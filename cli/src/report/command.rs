@@ -1,0 +1,472 @@
+//! `llama-sidecar report`: expert traces as a page, an SVG image, text, or in other formats.
+
+use std::fmt::Write;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use llama_sidecar::gguf::{Access, open_model};
+use llama_sidecar::trace::{
+    LayerStats, coverage, divergence, experts_for, overlap, ranking, to_activations,
+    to_logical_count, to_ranked_csv, to_rankings,
+};
+
+use crate::output::write_text;
+use crate::report::cache::{Caches, Policy};
+use crate::report::pin::Pinned;
+use crate::report::svg::{self, escape};
+use crate::report::traces::TraceReport;
+use crate::sizes::{self, Table, percent};
+
+/// What `llama-sidecar report` shows, and where.
+#[derive(clap::Args)]
+#[command(group = clap::ArgGroup::new("form").args(["svg", "compare", "memory", "pin", "format"]))]
+pub struct ReportOptions {
+    /// Traces in JSON, from --expert-trace-output, or routes in the compact format, whose marks
+    /// separate workloads. Traces of the same model are summed.
+    #[arg(required = true)]
+    traces: Vec<PathBuf>,
+    /// Write a self-contained HTML page; with --svg, --format and --pin, another file.
+    #[arg(short, long)]
+    output: Option<PathBuf>,
+    /// Write only the heat map, as SVG.
+    #[arg(long, requires = "output")]
+    svg: bool,
+    /// Show traces side by side, and how their use of experts differs from the first.
+    #[arg(long)]
+    compare: bool,
+    /// Show what a cache of experts of this size would hit, for example 24G.
+    #[arg(long, value_name = "SIZE", value_parser = sizes::size)]
+    memory: Option<u64>,
+    /// Bytes per second of the disk or link that experts come from, for example 7G: gives a bound
+    /// of tokens per second.
+    #[arg(long, value_name = "SIZE", requires = "memory", value_parser = sizes::size)]
+    speed: Option<u64>,
+    /// Choose layers for a GPU and experts for mlock that have this share of the bytes, for
+    /// example 40%. With -o, write the byte ranges of the experts as CSV.
+    #[arg(long, value_name = "SHARE", value_parser = sizes::share)]
+    pin: Option<f64>,
+    /// Print the counts in a format of other programs.
+    #[arg(long)]
+    format: Option<Format>,
+    /// The model of the traces, if they do not have the sizes of its experts or it was moved.
+    #[arg(long, value_name = "FILE")]
+    model: Option<PathBuf>,
+}
+
+/// A format of other programs.
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+enum Format {
+    /// JSON for SGLang: {"logical_count": [[...], ...]}.
+    LogicalCount,
+    /// A line of JSON for each layer with its experts, the most used first: {"0":[5,2,...]}.
+    Rankings,
+    /// CSV for all layers, the most used first: layer,expert,count.
+    Csv,
+    /// JSON with the used experts by number: {"total_tokens":9, "expert_activations":{"5":9},
+    /// "per_layer":{"0":{"5":9}}}.
+    Activations,
+}
+
+/// Reads traces and writes the report.
+pub fn run(options: &ReportOptions) -> Result<()> {
+    let mut traces = options
+        .traces
+        .iter()
+        .map(|path| TraceReport::read(path, options.compare))
+        .collect::<Result<Vec<_>>>()?
+        .concat();
+    if let Some(path) = &options.model {
+        let files = open_model(path, Access::Read)?;
+        for traced in &mut traces {
+            traced.set_model(&files)?;
+        }
+    }
+    if options.compare {
+        let text = match options.output {
+            None => traces.iter().map(as_text).collect::<String>() + &comparisons_as_text(&traces),
+            Some(_) => page(&traces),
+        };
+        return write(options, &text);
+    }
+    let traced = TraceReport::sum(traces)?;
+    if let Some(share) = options.pin {
+        return pin(options, &traced, share);
+    }
+    let text = match (options.memory, options.format) {
+        (Some(memory), _) => for_memory(&traced, memory, options.speed)?,
+        (None, Some(Format::LogicalCount)) => {
+            to_logical_count(&traced.counts).map_err(anyhow::Error::msg)?
+        }
+        (None, Some(Format::Rankings)) => to_rankings(&traced.counts),
+        (None, Some(Format::Csv)) => to_ranked_csv(&traced.counts),
+        (None, Some(Format::Activations)) => format!("{:#}\n", to_activations(&traced.counts)),
+        (None, None) if options.svg => svg::heat_map(&traced),
+        (None, None) if options.output.is_some() => page(&[traced]),
+        (None, None) => as_text(&traced),
+    };
+    write(options, &text)
+}
+
+/// Writes the report to its file or to standard output.
+fn write(options: &ReportOptions, text: &str) -> Result<()> {
+    match &options.output {
+        Some(path) => write_text(path, text),
+        None => {
+            use std::io::Write;
+            Ok(std::io::stdout().write_all(text.as_bytes())?)
+        }
+    }
+}
+
+fn for_memory(traced: &TraceReport, memory: u64, speed: Option<u64>) -> Result<String> {
+    let caches = Caches::of(traced).with_context(|| {
+        format!(
+            "{} has no locality: trace the workload again with this version",
+            traced.label
+        )
+    })?;
+    let text = caches.for_memory(memory, speed);
+    text.with_context(|| traced.without_bytes())
+}
+
+/// Prints what to keep in fast memory, and writes the list of byte ranges.
+fn pin(options: &ReportOptions, traced: &TraceReport, share: f64) -> Result<()> {
+    let pinned = Pinned::choose(traced, share).with_context(|| traced.without_bytes())?;
+    let mut text = pinned.as_text();
+    if let Some(path) = &options.output {
+        let files = match &options.model {
+            Some(model) => open_model(model, Access::Read)?,
+            None => traced.open_model()?,
+        };
+        pinned.write_ranges(&files, path)?;
+        let _ = writeln!(text, "  their byte ranges: {}", path.display());
+    } else {
+        let _ = writeln!(text, "  their byte ranges: name a file with -o");
+    }
+    use std::io::Write;
+    Ok(std::io::stdout().write_all(text.as_bytes())?)
+}
+
+/// Explains the columns of [`differences`].
+const DIFFERENCES: &str = "Hot in both: share of the most used quarter of the experts that is the same. Divergence: Jensen-Shannon, 0 for equal use, 1 for use of different experts.";
+
+/// Explains a comparison of traces whose layers differ.
+const NO_DIFFERENCES: &str = "Not compared: the layers have different numbers of experts.";
+
+/// Returns how the use of experts in each trace differs from that in the first: a title and a
+/// table.
+fn comparisons(traces: &[TraceReport]) -> Vec<(String, Option<Table>)> {
+    let Some((first, others)) = traces.split_first() else {
+        return Vec::new();
+    };
+    let title = |other: &TraceReport| format!("{} against {}", other.label, first.label);
+    let others = others.iter();
+    others
+        .map(|other| (title(other), differences(first, other)))
+        .collect()
+}
+
+fn comparisons_as_text(traces: &[TraceReport]) -> String {
+    let comparison = |(title, table): (String, Option<Table>)| match table {
+        Some(table) => format!("{title}\n\n{}\n{DIFFERENCES}\n\n", table.as_text()),
+        None => format!("{title}\n\n{NO_DIFFERENCES}\n\n"),
+    };
+    comparisons(traces).into_iter().map(comparison).collect()
+}
+
+/// Returns overlap and divergence of each layer; `None` if the layers differ.
+fn differences(first: &TraceReport, other: &TraceReport) -> Option<Table> {
+    if first.shape() != other.shape() {
+        return None;
+    }
+    let mut table = Table::new(["layer", "hot in both", "divergence"]);
+    let layers = first.counts.layers.iter().zip(&other.counts.layers);
+    let figures = layers.map(|(a, b)| {
+        let hot = a.experts.len().div_ceil(4);
+        (a.layer, overlap(a, b, hot), divergence(a, b))
+    });
+    let figures: Vec<(u32, f64, f64)> = figures.collect();
+    let row = |name: String, overlap: f64, divergence: f64| {
+        vec![name, percent(overlap), format!("{divergence:.3}")]
+    };
+    let rows = figures.iter();
+    table.rows = rows
+        .map(|&(layer, a, b)| row(layer.to_string(), a, b))
+        .collect();
+    let mean = |of: fn(&(u32, f64, f64)) -> f64| {
+        figures.iter().map(of).sum::<f64>() / figures.len().max(1) as f64
+    };
+    table
+        .rows
+        .push(row("mean".into(), mean(|of| of.1), mean(|of| of.2)));
+    Some(table)
+}
+
+/// Returns figures over all layers.
+fn facts(traced: &TraceReport) -> Vec<(&'static str, String)> {
+    let counts = &traced.counts;
+    let experts: usize = counts.layers.iter().map(|layer| layer.experts.len()).sum();
+    let used = traced.about.experts_used;
+    let figures: Vec<LayerStats> = counts
+        .layers
+        .iter()
+        .map(|l| LayerStats::of(l, used))
+        .collect();
+    let mean = |of: &dyn Fn(&LayerStats) -> f64| {
+        figures.iter().map(of).sum::<f64>() / figures.len().max(1) as f64
+    };
+    let needed = |share: f64| {
+        let count = experts_for(counts, share);
+        format!(
+            "{count} of {experts} ({:.0} %)",
+            count as f64 / experts as f64 * 100.0
+        )
+    };
+    let even = mean(&|figures| figures.evenness);
+    let mut facts = vec![
+        ("tokens", counts.tokens().to_string()),
+        ("activations", counts.activations().to_string()),
+        ("layers", counts.layers.len().to_string()),
+        ("experts that carry 50 %", needed(0.5)),
+        ("experts that carry 90 %", needed(0.9)),
+        ("experts that carry 99 %", needed(0.99)),
+        (
+            "never used",
+            format!(
+                "{} (even use: {:.0} each)",
+                figures.iter().map(|of| of.unused).sum::<usize>(),
+                counts.activations() as f64 / experts.max(1) as f64
+            ),
+        ),
+        ("evenness (1 = all alike)", format!("{even:.3}")),
+        (
+            "share of the top experts",
+            format!("{:.1} %", mean(&|figures| figures.top_share) * 100.0),
+        ),
+    ];
+    if let Some(caches) = Caches::of(traced) {
+        let needed = |rate| match caches.size_for(Policy::Lru, rate) {
+            Some(size) => caches.describe(size),
+            None => format!("none: {} are first uses", percent(caches.first_uses())),
+        };
+        facts.extend([
+            ("cache (LRU) for 90 % hits", needed(0.9)),
+            ("cache (LRU) for 95 % hits", needed(0.95)),
+            ("cache (LRU) for 99 % hits", needed(0.99)),
+        ]);
+    }
+    facts
+}
+
+/// Returns why experts without a use may be used all the same: some layers saw fewer tokens than
+/// others.
+fn unseen(traced: &TraceReport) -> Option<String> {
+    let layers = &traced.counts.layers;
+    let most = layers.iter().map(|layer| layer.tokens).max()?;
+    let fewer = layers.iter().filter(|layer| layer.tokens < most);
+    let least = fewer.clone().map(|layer| layer.tokens).min()?;
+    let numbers: Vec<String> = fewer.clone().map(|layer| layer.layer.to_string()).collect();
+    let never = fewer
+        .flat_map(|layer| &layer.experts)
+        .filter(|count| **count == 0)
+        .count();
+    Some(format!(
+        "Layers with fewer tokens than others: {}, {least} of {most} at least. A program computes its last layer only for tokens whose output it needs. {never} of the experts that were never used are there: before you prune them, trace a program that needs every output, such as llama-imatrix.",
+        numbers.join(", ")
+    ))
+}
+
+fn title(traced: &TraceReport) -> String {
+    match traced.about.name.as_str() {
+        "" => traced.label.clone(),
+        name => format!("{name} ({})", traced.label),
+    }
+}
+
+/// Returns figures and a heat map for a terminal.
+fn as_text(traced: &TraceReport) -> String {
+    const WIDEST: usize = 96;
+    const SHADES: [char; 6] = ['.', ':', '+', '*', '#', '@'];
+    let mut text = format!("{}\n\n", title(traced));
+    for (name, value) in facts(traced) {
+        let _ = writeln!(text, "{name:26} {value}");
+    }
+    if let Some(unseen) = unseen(traced) {
+        let _ = writeln!(text, "\n{unseen}");
+    }
+    let _ = writeln!(
+        text,
+        "\nlayers down, experts across; ' ' never, '.' less than a quarter of even use, ':' a half, '+' even, '*' twice, '#' four times, '@' more"
+    );
+    for layer in &traced.counts.layers {
+        let all = layer.activations().max(1) as f64;
+        let per_cell = layer.experts.len().div_ceil(WIDEST).max(1);
+        let even = per_cell as f64 / layer.experts.len() as f64;
+        let cells = layer.experts.chunks(per_cell).map(|experts| {
+            let share = experts.iter().sum::<u64>() as f64 / all;
+            match share / even {
+                0.0 => ' ',
+                ratio => {
+                    let step = ratio.log2().ceil() + 2.0;
+                    SHADES[step.clamp(0.0, 5.0) as usize]
+                }
+            }
+        });
+        let _ = writeln!(text, "{:4} |{}|", layer.layer, cells.collect::<String>());
+    }
+    text.push('\n');
+    if let Some(caches) = Caches::of(traced) {
+        let _ = writeln!(
+            text,
+            "hits of a cache\n\n{}\n{}\n",
+            caches.table().as_text(),
+            caches.note()
+        );
+    }
+    text
+}
+
+/// Returns a self-contained page.
+fn page(traces: &[TraceReport]) -> String {
+    let mut body = String::new();
+    for traced in traces {
+        let _ = write!(body, "<section><h1>{}</h1>", escape(&title(traced)));
+        body.push_str("<dl>");
+        for (name, value) in facts(traced) {
+            let _ = write!(
+                body,
+                "<div><dt>{name}</dt><dd>{}</dd></div>",
+                escape(&value)
+            );
+        }
+        body.push_str("</dl>");
+        if let Some(unseen) = unseen(traced) {
+            let _ = write!(body, "<p><strong>{unseen}</strong></p>");
+        }
+        let files = traced.about.files.iter().map(|file| escape(&file.path));
+        let _ = write!(
+            body,
+            "<p class=note>{}</p>",
+            files.collect::<Vec<_>>().join(", ")
+        );
+        body.push_str(
+            "<h2>Use of each expert</h2><p class=note>A row is a layer, a column an expert. The colour is its share of the layer's activations against even use; what is never used has none. Hover over a cell for its numbers; the table of layers has the most used experts.</p>",
+        );
+        let _ = write!(
+            body,
+            "<div class=wide tabindex=0 role=region aria-label=\"Use of each expert, scrolls sideways\">{}</div>",
+            svg::heat_map(traced)
+        );
+        body.push_str(
+            "<h2>What a cache or a pruning could gain</h2><p class=note>Share of a layer's activations that its most used experts carry; the mean of all layers, and between the least and the most uneven one. The straight line is even use.</p>",
+        );
+        body.push_str(&svg::coverage_curve(traced));
+        if let Some(caches) = Caches::of(traced) {
+            let (note, table) = (caches.note(), caches.table().as_html());
+            let _ = write!(
+                body,
+                "<h2>Hits of a cache</h2><p class=note>{note}</p><div class=wide>{table}</div>"
+            );
+        }
+        body.push_str("<h2>Layers</h2>");
+        layers_table(&mut body, traced);
+        body.push_str("</section>");
+    }
+    for (title, table) in comparisons(traces) {
+        let (note, table) = match table {
+            Some(table) => (DIFFERENCES, table.as_html()),
+            None => (NO_DIFFERENCES, String::new()),
+        };
+        let _ = write!(
+            body,
+            "<section><h1>{}</h1><p class=note>{note}</p><div class=wide>{table}</div></section>",
+            escape(&title)
+        );
+    }
+    svg::document("Expert trace", &body)
+}
+
+fn layers_table(body: &mut String, traced: &TraceReport) {
+    let used = traced.about.experts_used;
+    let _ = write!(
+        body,
+        "<div class=wide><table><tr><th>layer<th>tokens<th>evenness<th>share of top {used}<th>for 90 %<th>never used<th>most used</tr>"
+    );
+    for layer in &traced.counts.layers {
+        let figures = LayerStats::of(layer, used);
+        let covered = coverage(&layer.experts);
+        let needed = covered.iter().take_while(|&&sum| sum < 0.9 - 1e-12).count() + 1;
+        let most = ranking(layer)
+            .into_iter()
+            .take(4)
+            .map(|expert| expert.to_string());
+        let most: Vec<String> = most.collect();
+        let _ = write!(
+            body,
+            "<tr><td>{}<td>{}<td>{:.3}<td>{:.1} %<td>{needed} of {}<td>{}<td>{}</tr>",
+            layer.layer,
+            layer.tokens,
+            figures.evenness,
+            figures.top_share * 100.0,
+            layer.experts.len(),
+            figures.unused,
+            most.join(", "),
+        );
+    }
+    body.push_str("</table></div>");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::traces::{sample as traced, sample_routes};
+
+    #[test]
+    fn the_page_is_self_contained_and_escapes_names() {
+        let page = page(&[traced(8, 3), traced(4, 2)]);
+        assert!(page.contains("a &lt;b&gt;model&lt;/b&gt;"));
+        for outside in ["http://", "https://", "src=", "<script", "@import", "url("] {
+            let found = page.replace("http://www.w3.org/2000/svg", "");
+            assert!(!found.contains(outside), "{outside}");
+        }
+        assert_eq!(page.matches("<svg").count(), 4);
+        assert!(page.contains(NO_DIFFERENCES));
+    }
+
+    #[test]
+    fn the_page_shows_hits_and_differences() {
+        let routes = |routes| sample_routes(8, &[(0, 10), (1, 10)], routes);
+        let page = page(&[routes(&[[0, 1], [2, 1]]), routes(&[[0, 1], [4, 5]])]);
+        assert_eq!(page.matches("<h2>Hits of a cache</h2>").count(), 2);
+        let row = "<tr><td>1<td>100.0 %<td>0.406</tr>";
+        assert!(page.contains(DIFFERENCES) && page.contains(row));
+    }
+
+    #[test]
+    fn layers_that_saw_fewer_tokens_are_named() {
+        let mut traced = traced(8, 3);
+        for layer in &mut traced.counts.layers {
+            layer.tokens = 1604;
+        }
+        assert_eq!(unseen(&traced), None);
+        traced.counts.layers[2].tokens = 101;
+        for text in [as_text(&traced), page(&[traced])] {
+            assert!(text.contains("others: 2, 101 of 1604 at least."), "{text}");
+            assert!(
+                text.contains("2 of the experts that were never used"),
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_terminal_shows_a_row_for_each_layer() {
+        let text = as_text(&traced(512, 3));
+        let rows: Vec<&str> = text.lines().filter(|line| line.contains('|')).collect();
+        assert_eq!(rows.len(), 3);
+        assert!(rows[0].len() <= 100, "{}", rows[0].len());
+        let text = as_text(&traced(5, 1));
+        // Counts 0, 1, 2, 3, 4 of 10: even use is 2.
+        assert!(text.contains("   0 | :+**|"), "{text}");
+    }
+}

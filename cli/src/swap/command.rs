@@ -1,0 +1,523 @@
+//! `llama-sidecar swap`: replacing tensors in a model's files, and restoring them.
+
+use std::collections::HashMap;
+use std::ffi::CStr;
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use llama_sidecar::gguf::{Access, GgufFile, NamePattern, TensorInfo, open_model};
+use llama_sidecar::protocol::{Request, Status};
+use regex::Regex;
+use tempfile::TempDir;
+
+use crate::control::{self, server};
+use crate::launch::executable::Executable;
+use crate::launch::hooks;
+use crate::space::{self, Need};
+use crate::swap::live;
+use crate::swap::originals::{self, Content, Originals, Record};
+use crate::swap::part::{Part, Version, hash_of};
+use crate::swap::rewrite::{self, Draft, Written};
+use crate::swap::target::Target;
+use crate::tune;
+
+/// The forms of the command.
+pub const USAGE: &str = "llama-sidecar swap MODEL --tensor REGEX --from GGUF [--as TYPE] [OPTIONS]
+       llama-sidecar swap MODEL --restore [--tensor REGEX] [OPTIONS]
+       llama-sidecar swap --live SOCKET --tensor REGEX --from GGUF [--as TYPE]
+       llama-sidecar swap --live SOCKET --restore [--tensor REGEX]";
+
+/// The model, and the tensors to replace.
+#[derive(clap::Args)]
+pub struct SwapOptions {
+    /// The model: a GGUF file, or any shard of one.
+    #[arg(required_unless_present = "live")]
+    model: Option<PathBuf>,
+    /// Tensors whose whole name matches this regular expression.
+    #[arg(long, value_name = "REGEX", required_unless_present = "restore")]
+    tensor: Option<Regex>,
+    /// The model with the new tensors: any shard of it.
+    #[arg(long, value_name = "GGUF", required_unless_present = "restore")]
+    from: Option<PathBuf>,
+    /// Restore the original tensors: all, or those that match --tensor.
+    #[arg(long, conflicts_with = "from")]
+    restore: bool,
+    /// Print the changes, and make none.
+    #[arg(long)]
+    dry_run: bool,
+    /// Reload the files in the program that listens at this socket, and wait for the result.
+    #[arg(long, value_name = "SOCKET")]
+    reload: Option<PathBuf>,
+    /// Swap in the program that listens at this socket, and leave its files as they are.
+    #[arg(long, value_name = "SOCKET", conflicts_with_all = ["model", "dry_run", "reload"])]
+    live: Option<PathBuf>,
+    /// Quantise the tensors of --from to this type first, for example q4_K.
+    #[arg(long = "as", value_name = "TYPE", requires = "from")]
+    as_type: Option<String>,
+    /// An importance matrix of llama-imatrix, for quantising.
+    #[arg(long, value_name = "FILE", requires = "as_type")]
+    imatrix: Option<PathBuf>,
+    /// The libggml-base.so that quantises; by default that of the program at --live or --reload,
+    /// else that of llama-quantize.
+    #[arg(long, value_name = "LIBRARY", requires = "as_type")]
+    ggml: Option<PathBuf>,
+}
+
+/// The new tensors.
+struct Source {
+    tensor: Regex,
+    /// The model that has them: that of --from, or a temporary one.
+    path: PathBuf,
+    _folder: Option<TempDir>,
+}
+
+impl SwapOptions {
+    /// Returns the new tensors, quantised if the options name a type; `None` for a restore.
+    fn source(&self) -> Result<Option<Source>> {
+        let (Some(tensor), Some(from)) = (&self.tensor, &self.from) else {
+            return Ok(None);
+        };
+        let Some(ty) = &self.as_type else {
+            return Ok(Some(Source {
+                tensor: tensor.clone(),
+                path: from.clone(),
+                _folder: None,
+            }));
+        };
+        let (folder, imatrix) = (tempfile::tempdir()?, self.imatrix.as_deref());
+        let made = tune::quantize(from, tensor, ty, imatrix, &self.library()?, folder.path())?;
+        let names: Vec<String> = made.names.iter().map(|name| regex::escape(name)).collect();
+        Ok(Some(Source {
+            tensor: Regex::new(&names.join("|"))?,
+            path: made.path,
+            _folder: Some(folder),
+        }))
+    }
+
+    /// Returns the ggml library that quantises.
+    fn library(&self) -> Result<PathBuf> {
+        const NEXT: &str = "name a libggml-base.so with --ggml";
+        if let Some(library) = &self.ggml {
+            return Ok(library.clone());
+        }
+        if let Some(socket) = self.live.as_ref().or(self.reload.as_ref()) {
+            let status: Status = control::parsed(&control::ask(socket, &Request::Status)?)?;
+            return tune::ggml_library(hooks::mapped(status.pid))
+                .with_context(|| format!("process {} has no libggml-base.so: {NEXT}", status.pid));
+        }
+        let program = Executable::find("llama-quantize".as_ref());
+        let program = program.map_err(|_| {
+            anyhow!("--as quantises with the ggml library of llama-quantize, which is not in PATH: add its folder to PATH, or {NEXT}")
+        })?;
+        tune::ggml_library(program.libraries()?)
+            .with_context(|| format!("{} has no libggml-base.so: {NEXT}", program.path.display()))
+    }
+}
+
+/// The change of a file.
+struct Change<'a> {
+    target: &'a Target,
+    file: &'a GgufFile,
+    /// The positions of its tensors that change.
+    changed: Vec<usize>,
+    /// Its new version.
+    new: Draft<'a>,
+    /// The new file of originals; none if all tensors are original again.
+    originals: Option<Draft<'a>>,
+    /// The file of originals now.
+    known: Option<&'a Originals>,
+}
+
+/// The changes of a swap.
+#[derive(Default)]
+struct Plan<'a> {
+    changes: Vec<Change<'a>>,
+    /// Files without changed tensors, with originals that an interrupted restore left.
+    restored: Vec<&'a Target>,
+    /// Number of matching tensors.
+    named: usize,
+}
+
+/// The tensors that a swap selects.
+struct Wanted<'a> {
+    regex: Option<&'a Regex>,
+    whole: Option<NamePattern>,
+}
+
+impl Wanted<'_> {
+    fn new(regex: Option<&Regex>) -> Result<Wanted<'_>> {
+        let whole = regex.map(|regex| NamePattern::parse(regex.as_str()));
+        let whole = whole.transpose().map_err(anyhow::Error::msg)?;
+        Ok(Wanted { regex, whole })
+    }
+
+    fn has(&self, name: &CStr) -> bool {
+        let whole = self.whole.as_ref();
+        whole.is_none_or(|whole| whole.matches(name))
+    }
+
+    /// Positions of the tensors of a file.
+    fn of(&self, file: &GgufFile) -> Vec<usize> {
+        let infos = file.header.tensors.iter().enumerate();
+        let wanted = infos.filter(|(_, info)| self.has(file.header.name(info)));
+        wanted.map(|(at, _)| at).collect()
+    }
+}
+
+/// Swaps, and reloads the files in a program if one is named.
+pub fn run(options: &SwapOptions) -> Result<()> {
+    let source = options.source()?;
+    let model = match (&options.model, &options.live) {
+        (Some(model), None) => model,
+        (_, Some(socket)) => {
+            return match (&source, &options.from) {
+                (Some(of), Some(named)) => live::set(socket, of.tensor.as_str(), &of.path, named),
+                _ => live::restore(socket, options.tensor.as_ref().map(Regex::as_str)),
+            };
+        }
+        (None, None) => bail!("name a model, or a socket with --live"),
+    };
+    let changed = swap(model, options, source.as_ref())?;
+    match &options.reload {
+        Some(socket) if changed => {
+            control::reload(socket, &server::ServerOptions::default(), false)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Swaps, and returns whether anything changed.
+fn swap(path: &Path, options: &SwapOptions, source: Option<&Source>) -> Result<bool> {
+    let path_of = |file: &GgufFile| file.source.path().to_owned();
+    let paths = open_model(path, Access::Read)?;
+    let paths: Vec<_> = paths.iter().map(path_of).collect();
+    let targets = Target::lock_all(&paths)?;
+    // Opened again, because another swap may have replaced it before the lock.
+    let model = open_model(path, Access::Read)?;
+    ensure!(
+        model.iter().map(path_of).eq(paths),
+        "another program changed {}: try again when that program has ended",
+        path.display()
+    );
+    let tensor = source.map(|source| &source.tensor);
+    let wanted = Wanted::new(tensor.or(options.tensor.as_ref()))?;
+    let mut kept = Vec::new();
+    for (file, target) in model.iter().zip(&targets) {
+        kept.push(match wanted.of(file).is_empty() {
+            true => Vec::new(),
+            false => Originals::load(&target.path)?,
+        });
+    }
+    let files: Vec<_> = model.iter().zip(&targets).zip(&kept).collect();
+    let sources = source.map(|source| open_model(&source.path, Access::Read));
+    let sources = sources.transpose()?;
+    let mut plan = Plan::default();
+    match &sources {
+        Some(sources) => plan_swap(&mut plan, &files, sources, &wanted)?,
+        None => plan_restore(&mut plan, &files, &wanted)?,
+    }
+    if let (0, Some(regex)) = (plan.named, wanted.regex) {
+        let names = model
+            .iter()
+            .flat_map(|f| f.header.tensors.iter().map(|t| f.header.name(t)));
+        let some: Vec<_> = names.take(3).map(|name| name.to_string_lossy()).collect();
+        bail!(
+            "no tensor's whole name matches '{regex}': names have the form {}; run 'llama-sidecar inspect' to list them",
+            some.join(", ")
+        );
+    }
+    if sources.is_none() && kept.iter().all(Vec::is_empty) {
+        bail!(
+            "{} has no file of originals: no swap changed the model, or all tensors are restored already",
+            path.display()
+        );
+    }
+    carry_out(plan, options)
+}
+
+/// A file of the model, its lock, and its files of originals.
+type Known<'a> = ((&'a GgufFile, &'a Target), &'a Vec<Originals>);
+
+/// Plans the tensors that come from another model. Writes nothing.
+fn plan_swap<'a>(
+    plan: &mut Plan<'a>,
+    files: &[Known<'a>],
+    sources: &'a [GgufFile],
+    wanted: &Wanted<'_>,
+) -> Result<()> {
+    let mut by_name: HashMap<&CStr, (&'a GgufFile, &'a TensorInfo)> = HashMap::new();
+    for file in sources {
+        for info in &file.header.tensors {
+            by_name.insert(file.header.name(info), (file, info));
+        }
+    }
+    for &((file, target), kept) in files {
+        let content = Content::of(file);
+        let mut changed = Vec::new();
+        for at in wanted.of(file) {
+            plan.named += 1;
+            let info = &file.header.tensors[at];
+            let name = file.header.name(info);
+            let text = name.to_string_lossy();
+            let Some(&(from, new)) = by_name.get(name) else {
+                let first = sources.first().map(|file| file.source.path());
+                bail!(
+                    "'{text}' is not in {}: pass another version of the same model to --from",
+                    first.unwrap_or(Path::new("the other model")).display()
+                );
+            };
+            ensure!(
+                new.ne == info.ne,
+                "'{text}' is {:?} in {} and {:?} in {}: tensors of another shape cannot be swapped",
+                info.ne,
+                file.source.path().display(),
+                new.ne,
+                from.source.path().display()
+            );
+            let hash = hash_of(from, new)?;
+            let new = Part {
+                file: from,
+                info: new,
+                hash,
+            };
+            if !std::ptr::eq(info.ty, new.info.ty) || content.part(at)?.hash != hash {
+                changed.push((at, new));
+            }
+        }
+        if !changed.is_empty() {
+            let known = Originals::that_fit(kept, &content)?;
+            plan.changes
+                .push(change(file, target, &content, known, changed)?);
+        }
+    }
+    Ok(())
+}
+
+/// Plans the tensors to restore. Writes nothing.
+fn plan_restore<'a>(plan: &mut Plan<'a>, files: &[Known<'a>], wanted: &Wanted<'_>) -> Result<()> {
+    for &((file, target), kept) in files {
+        plan.named += wanted.of(file).len();
+        let content = Content::of(file);
+        let Some(known) = Originals::that_fit(kept, &content)? else {
+            continue;
+        };
+        let mut changed = Vec::new();
+        let mut left = false;
+        for (at, now) in content.parts()?.into_iter().enumerate() {
+            match known.part(now.name()) {
+                Some(saved) if saved.version() != now.version() => {
+                    if wanted.has(now.name()) {
+                        changed.push((at, saved));
+                    } else {
+                        left = true;
+                    }
+                }
+                _ => {}
+            }
+        }
+        if !changed.is_empty() {
+            let change = change(file, target, &content, Some(known), changed)?;
+            plan.changes.push(change);
+        } else if !left {
+            plan.restored.push(target);
+        }
+    }
+    Ok(())
+}
+
+/// Drafts the new version of a file and its originals.
+fn change<'a>(
+    file: &'a GgufFile,
+    target: &'a Target,
+    content: &Content<'a>,
+    known: Option<&'a Originals>,
+    replaced: Vec<(usize, Part<'a>)>,
+) -> Result<Change<'a>> {
+    let mut parts = content.parts()?;
+    let changed: Vec<usize> = replaced.iter().map(|&(at, _)| at).collect();
+    // Each kept tensor goes into the new file or into the new originals, so each must be
+    // intact.
+    for part in known.iter().flat_map(|known| known.parts()) {
+        known.map_or(Ok(()), |known| known.check(&part))?;
+    }
+    let original = |now: Part<'a>| {
+        known
+            .and_then(|known| known.part(now.name()))
+            .unwrap_or(now)
+    };
+    let before: Vec<_> = parts.iter().map(|&now| original(now)).collect();
+    for (at, new) in replaced {
+        parts[at] = new;
+    }
+    let written: Vec<_> = parts.iter().map(Part::version).collect();
+    let differs = |(before, written): &(Part<'a>, &Version)| before.version() != **written;
+    let saved = before.into_iter().zip(&written).filter(differs);
+    let saved: Vec<_> = saved.map(|(before, _)| before).collect();
+    let size = known.map_or(file.source.id().size, |known| known.size);
+    let mut new = Draft::of_model(file, parts)?;
+    let mut originals = None;
+    if saved.is_empty() {
+        new = new.with_size_of_original(size)?;
+    } else {
+        let record = Record {
+            rest: rewrite::rest(file)?,
+            size,
+            written,
+        };
+        let alignment = file.header.alignment;
+        let header = originals::header(&record, alignment, &saved)?;
+        originals = Some(Draft::new(header, alignment, saved)?);
+    }
+    Ok(Change {
+        target,
+        file,
+        changed,
+        new,
+        originals,
+        known,
+    })
+}
+
+/// Writes all new files, and then renames them.
+fn carry_out(plan: Plan<'_>, options: &SwapOptions) -> Result<bool> {
+    if plan.changes.is_empty() {
+        let what = match options.restore {
+            true => "the original ones",
+            false => "the same",
+        };
+        println!(
+            "all {} tensors are {what} already: nothing to do",
+            plan.named
+        );
+    }
+    for change in &plan.changes {
+        describe(change);
+    }
+    let sizes = plan.changes.iter().flat_map(|change| {
+        let originals = change.originals.as_ref();
+        let originals = originals.map(|originals| (change.target.path.as_path(), originals.size));
+        [
+            Some((change.target.path.as_path(), change.new.size)),
+            originals,
+        ]
+    });
+    let needs = Need::of(sizes.flatten())?;
+    for need in &needs {
+        println!(
+            "{} bytes are needed in {}",
+            need.bytes,
+            need.folder.display()
+        );
+        need.check()?;
+    }
+    if options.dry_run {
+        return Ok(false);
+    }
+    let mut written = Vec::new();
+    for change in &plan.changes {
+        written.push(write(change, &needs)?);
+    }
+    // All new files are complete and checked; only renames follow. After each rename, the
+    // originals that belong to the current file exist.
+    for change in &plan.changes {
+        change.target.look_again()?;
+    }
+    let mut locks = Vec::new();
+    let files = plan.changes.len();
+    for ((new, originals), change) in written.into_iter().zip(&plan.changes) {
+        let placed = put_in_place(change, new, originals);
+        locks.push(match locks.len() {
+            0 => placed?,
+            done => placed.with_context(|| {
+                format!("{done} of {files} files are swapped: swap again for the rest, or restore them with --restore")
+            })?,
+        });
+    }
+    for target in plan.restored {
+        target.look_again()?;
+        remove_originals(&target.path)?;
+    }
+    Ok(!plan.changes.is_empty())
+}
+
+fn describe(change: &Change<'_>) {
+    let nbytes = |part: &Part<'_>| part.info.nbytes;
+    let parts = &change.new.parts;
+    let total: u64 = parts.iter().map(nbytes).sum();
+    let new: u64 = change.changed.iter().map(|&at| nbytes(&parts[at])).sum();
+    println!(
+        "{}: {} of {} tensors change; {new} bytes of them, {} are copied as they are",
+        change.file.source.path().display(),
+        change.changed.len(),
+        parts.len(),
+        total - new
+    );
+    for &at in &change.changed {
+        let old = &change.file.header.tensors[at];
+        println!(
+            "  {:40} {} -> {}",
+            parts[at].name().to_string_lossy(),
+            old.ty.name(),
+            parts[at].info.ty.name()
+        );
+    }
+}
+
+/// Writes the new file and its originals.
+fn write(change: &Change<'_>, needs: &[Need]) -> Result<(Written, Option<Written>)> {
+    let target = change.target;
+    let needed = space::needed_at(needs, &target.path)?;
+    let new = change.new.write(target, &target.path, needed)?;
+    let beside = Originals::beside(&target.path);
+    let originals = change.originals.as_ref();
+    let originals = originals.map(|originals| originals.write(target, &beside, needed));
+    Ok((new, originals.transpose()?))
+}
+
+/// Renames the new file over the old one. The matching originals exist at any time.
+fn put_in_place(change: &Change<'_>, new: Written, originals: Option<Written>) -> Result<File> {
+    let path = &change.target.path;
+    let (kept, beside) = (Originals::path_of(path), Originals::beside(path));
+    // The originals of the old version get their own name first, if an interruption has left
+    // them under the name of the new ones.
+    if change.known.is_some_and(|known| known.path() == beside) {
+        rename(&beside, &kept)?;
+    }
+    let has_originals = originals.is_some();
+    if let Some(originals) = originals {
+        originals.commit()?;
+        rewrite::sync_folder_of(path)?;
+    }
+    let placed = change.target.look_again().and_then(|()| new.commit());
+    let lock = placed.inspect_err(|_| {
+        // The old version and its originals are still in place.
+        let _ = fs::remove_file(&beside);
+    })?;
+    rewrite::sync_folder_of(path)?;
+    match has_originals {
+        true => rename(&beside, &kept)?,
+        false => remove_originals(path)?,
+    }
+    Ok(lock)
+}
+
+fn rename(from: &Path, to: &Path) -> Result<()> {
+    fs::rename(from, to)
+        .with_context(|| format!("cannot rename {} to {}", from.display(), to.display()))?;
+    rewrite::sync_folder_of(to)
+}
+
+/// Removes the file of originals of a restored file.
+fn remove_originals(model: &Path) -> Result<()> {
+    for path in [Originals::path_of(model), Originals::beside(model)] {
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(error).with_context(|| format!("cannot remove {}", path.display()));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}

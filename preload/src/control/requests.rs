@@ -1,0 +1,340 @@
+//! Requests over the control socket: [`llama_sidecar::protocol`] has the messages.
+
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use llama_sidecar::config::Config;
+use llama_sidecar::error::Error;
+use llama_sidecar::protocol::{
+    Blocked, FileEvent, FileStatus, Hashes, Metrics, Milliseconds, ModelHash, ModelReload,
+    ModelStatus, NoEffect, Overlay, ReloadReport, Reloads, Reply, Request, Round, Status,
+    TensorChange, TensorState, TensorStatus, Traces, Waiting,
+};
+use llama_sidecar::reload::{Outcome, Report, Trigger};
+use serde_json::{Value, json};
+
+use crate::control::clients::{Answer, is_connected};
+use crate::control::{clients, metrics};
+use crate::hotswap::overlays::Overlays;
+use crate::hotswap::reloader::on_thread;
+use crate::hotswap::{placement, reloader};
+use crate::postfetch;
+use crate::program::capability::Effect;
+use crate::program::models::{Instance, Model};
+use crate::program::{barrier, models, own_cache, sched};
+use crate::rounds;
+use crate::streaming;
+use crate::trace::{counts, routes};
+
+/// Why there is no socket.
+static EFFECT: Effect = Effect::of(NoEffect::SOCKET);
+/// Returns what was requested and had no effect.
+static NO_EFFECT: OnceLock<fn() -> Vec<NoEffect>> = OnceLock::new();
+
+/// Returns that no socket could be made, if that is so.
+pub fn no_effect() -> Vec<NoEffect> {
+    EFFECT.obstacles()
+}
+
+/// Listens at `path`. `no_effect` returns what was requested and had no effect.
+pub fn start(path: &Path, no_effect: fn() -> Vec<NoEffect>) {
+    let _ = NO_EFFECT.set(no_effect);
+    match clients::start(path, reply) {
+        Ok(()) => drop(rounds::drive()),
+        Err(error) => {
+            let sentence = format!(
+                "--socket (LLAMA_SIDECAR_CONTROL): cannot create the control socket {}: {error}; choose another path, for several processes one with %p, which stands for the process id",
+                path.display()
+            );
+            EFFECT.log_obstacle(sentence);
+        }
+    }
+}
+
+/// Carries out a request of a client.
+fn reply(line: &[u8], client: &UnixStream) -> Answer {
+    let request = request(line);
+    let ends = request == Ok(Request::RoundEnd);
+    match request.and_then(|request| answer(request, client)) {
+        Ok(reply) => Answer {
+            reply,
+            closes: false,
+            // Not before the reply is written: the process ends next.
+            then: ends.then_some(rounds::end),
+        },
+        Err(text) => Answer::refused(text),
+    }
+}
+
+fn request(line: &[u8]) -> Result<Request, String> {
+    serde_json::from_slice(line).map_err(|error| {
+        format!(
+            "not a request: {error}; send a JSON object such as {{\"cmd\":\"status\"}} on one line"
+        )
+    })
+}
+
+fn answer(request: Request, client: &UnixStream) -> Result<Value, String> {
+    Ok(match request {
+        Request::Ping => json!(Reply::done()),
+        Request::Status => json!(status()),
+        Request::Reload => json!(on_thread(|| {
+            with_each_model(|model| reloader::reload(model, Trigger::Command))
+        })),
+        Request::Revert => {
+            reloader::freeze();
+            json!(on_thread(|| with_each_model(reloader::revert)))
+        }
+        Request::Unfreeze => {
+            reloader::unfreeze();
+            json!(Reply::done())
+        }
+        Request::Swap { revert, overlays } => {
+            match on_thread(move || swap(revert.as_deref(), &overlays)) {
+                Ok(reloads) => json!(reloads),
+                Err(reason) => json!(Reply::refused(reason)),
+            }
+        }
+        Request::Hash => json!(hashes(client)),
+        Request::Metrics => json!(Metrics {
+            ok: true,
+            text: metrics::text(),
+        }),
+        Request::Trace if !Config::get().traces() => {
+            return Err(
+                "experts are not counted: start the program with --expert-trace-stats (LLAMA_EXPERT_TRACE_STATS=1)".into(),
+            );
+        }
+        Request::Trace => json!(Traces {
+            ok: true,
+            traces: counts::as_json(),
+        }),
+        Request::TraceReset => {
+            counts::reset();
+            json!(Reply::done())
+        }
+        Request::Mark { text } => {
+            routes::mark(&text)?;
+            json!(Reply::done())
+        }
+        Request::Round { start } => json!(round(start, client)?),
+        Request::RoundEnd => {
+            rounds::exist()?;
+            json!(Reply::done())
+        }
+    })
+}
+
+/// Waits for the end of a round, which it starts if `start` is true, as long as the client is
+/// connected.
+fn round(start: bool, client: &UnixStream) -> Result<Round, String> {
+    let ended = match start {
+        true => rounds::evaluate(|| is_connected(client)),
+        false => rounds::wait(|| is_connected(client)),
+    }?;
+    Ok(Round {
+        ok: true,
+        error: None,
+        round: ended.round,
+        exit: ended.exit,
+        state: ended.phase.name().into(),
+    })
+}
+
+fn status() -> Status {
+    let pauses = barrier::pauses();
+    Status {
+        ok: true,
+        version: env!("CARGO_PKG_VERSION").into(),
+        pid: std::process::id(),
+        evaluations: sched::count(),
+        generation: barrier::generation(),
+        graphs_renewed: sched::rebuilt(),
+        pauses: pauses.count,
+        longest_pause_us: pauses.longest_us(),
+        frozen: reloader::is_frozen(),
+        waiting: barrier::pending().map(|(obstacle, since)| Waiting {
+            obstacle: obstacle.map(|obstacle| obstacle.name().into()),
+            seconds: since.as_secs_f64(),
+        }),
+        post_fetch: postfetch::is_used().then(postfetch::figures),
+        own_expert_cache: own_cache::figures(),
+        failures: reloader::counts()
+            .failures
+            .filter(|(_, count)| *count > 0)
+            .map(|(cause, count)| (cause.name().into(), count))
+            .collect(),
+        no_effect: NO_EFFECT.get().map_or_else(Vec::new, |find| find()),
+        models: models::models().iter().map(model_status).collect(),
+    }
+}
+
+fn model_status(model: &Arc<Model>) -> ModelStatus {
+    let paths = model
+        .files
+        .iter()
+        .map(|file| file.gguf.source.path().display().to_string());
+    let known = model.engine.changed();
+    let path = |from: &PathBuf| from.display().to_string();
+    let mut changed = Vec::new();
+    for (index, tensor) in model.tensors.iter().enumerate() {
+        let instances = tensor.instances.iter().filter(|of| !of.is_copy());
+        let states: Vec<_> = instances.map(|of| state(model, of)).collect();
+        if states.iter().all(|&state| state == TensorState::OnOriginal) {
+            continue;
+        }
+        let of = known.iter().find(|of| of.tensor == index);
+        changed.push(TensorStatus {
+            name: model.name(index).to_string_lossy().into_owned(),
+            states,
+            old_type: of.map_or("", |of| of.original_type.name()).into(),
+            new_type: of.map_or("", |of| of.ty.name()).into(),
+            from: of.and_then(|of| of.overlay.as_ref()).map(path),
+        });
+    }
+    let instances = model.tensors.iter().flat_map(|tensor| &tensor.instances);
+    let overlays = known.iter().filter_map(|of| {
+        Some(Overlay {
+            tensor: model.name(of.tensor).to_string_lossy().into_owned(),
+            from: path(of.overlay.as_ref()?),
+            named: None,
+        })
+    });
+    ModelStatus {
+        model: model.number,
+        files: paths.collect(),
+        tensors: model.tensors.len(),
+        instances: instances.filter(|of| !of.is_copy()).count(),
+        on_original: model.tensors.len() - changed.len(),
+        changed,
+        overlays: overlays.collect(),
+        private_bytes: model.private_bytes(),
+        kept_bytes: model.pool.bytes(),
+        blocked: model.blocked.lock().clone().map(|blocked| Blocked {
+            cause: blocked.cause.name().into(),
+            error: blocked.error,
+            seconds: blocked.since.elapsed().as_secs_f64(),
+            attempts: blocked.attempts,
+        }),
+        content_hash: model
+            .engine
+            .content_hash(false)
+            .map(|hash| format!("{hash:032x}")),
+        stream: streaming::figures(model),
+        obstacle: Config::get().hotswap.then(|| model.obstacle()).flatten(),
+        uncounted: counts::uncounted(model),
+        hotswaps: model.own_hotswap.map(|own| own.sentence().into()),
+    }
+}
+
+/// Returns a content hash of each model. Reads a model that was never swapped as a whole, as long
+/// as the client is connected.
+fn hashes(client: &UnixStream) -> Hashes {
+    let models = models::models().into_iter().map(|model| {
+        let hash = reloader::read_content_hash(&model, || is_connected(client));
+        ModelHash {
+            model: model.number,
+            content_hash: hash.map(|hash| format!("{hash:032x}")),
+        }
+    });
+    Hashes {
+        ok: true,
+        models: models.collect(),
+    }
+}
+
+/// Returns the state of one instance.
+fn state(model: &Model, instance: &Instance) -> TensorState {
+    let private = instance.private.lock();
+    let Some(buffer) = private.as_ref() else {
+        return TensorState::OnOriginal;
+    };
+    match buffer.is_host() && placement::device_buffer_type(model, instance).is_some() {
+        true => TensorState::FallbackCpu,
+        false => TensorState::Detached,
+    }
+}
+
+/// Reverts overlays of all models, and sets others.
+fn swap(revert: Option<&str>, overlays: &[Overlay]) -> Result<Reloads, String> {
+    let overlays = Overlays::find(revert, overlays)?;
+    Ok(with_each_model(|model| {
+        let (revert, set) = overlays.of(model);
+        reloader::swap(model, revert, &set)
+    }))
+}
+
+/// Reloads, reverts or swaps all models, one after the other.
+fn with_each_model(work: impl Fn(&Arc<Model>) -> Result<Report, Error>) -> Reloads {
+    let mut reports = Vec::new();
+    let mut ok = true;
+    for model in models::models() {
+        reports.push(match work(&model) {
+            Ok(report) => {
+                let all_used = report.files.iter().all(|file| file.ignored.is_none());
+                ok &= report.failure.is_none() && all_used;
+                ModelReload::Done(reload_report(&model, &report))
+            }
+            Err(error) => {
+                ok = false;
+                ModelReload::Failed {
+                    model: model.number,
+                    error: error.to_string(),
+                }
+            }
+        });
+    }
+    Reloads { ok, reports }
+}
+
+fn reload_report(model: &Model, report: &Report) -> ReloadReport {
+    let count = |outcome| report.count(outcome);
+    let files = report.files.iter().map(|file| FileStatus {
+        path: file.path.display().to_string(),
+        event: match file.ignored {
+            None => FileEvent::Taken,
+            Some(_) => FileEvent::Ignored,
+        },
+        cause: file
+            .ignored
+            .as_ref()
+            .map(|ignored| ignored.cause.name().into()),
+        reason: file.reason().into(),
+    });
+    let changed = report
+        .tensors
+        .iter()
+        .filter(|tensor| tensor.outcome != Outcome::Unchanged);
+    let tensors = changed.map(|tensor| TensorChange {
+        name: tensor.name.to_string_lossy().into_owned(),
+        outcome: format!("{:?}", tensor.outcome).to_lowercase(),
+        old_type: tensor.old_type.name().into(),
+        new_type: tensor.new_type.name().into(),
+        bytes: tensor.nbytes,
+        place: tensor.placement.clone(),
+        reason: tensor.reason.clone(),
+    });
+    let ms = |time: Duration| time.as_secs_f64() * 1e3;
+    ReloadReport {
+        model: model.number,
+        swapped: count(Outcome::Swapped),
+        returned: count(Outcome::Returned),
+        unchanged: count(Outcome::Unchanged),
+        in_place: count(Outcome::InPlace),
+        refused: count(Outcome::Refused),
+        generation: report.generation,
+        failure: report.failure.clone(),
+        ms: Milliseconds {
+            detect: ms(report.times.detect),
+            compare: ms(report.times.compare),
+            stage: ms(report.times.stage),
+            wait: ms(report.times.wait),
+            switch: ms(report.times.switch),
+            total: ms(report.times.total),
+        },
+        files: files.collect(),
+        tensors: tensors.collect(),
+    }
+}

@@ -1,0 +1,196 @@
+//! Overlays: the tensors that a request names in the models of the program.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+use std::sync::Arc;
+
+use llama_sidecar::gguf::{FileId, NamePattern};
+use llama_sidecar::protocol::Overlay;
+use llama_sidecar::reload::OverlaySource;
+
+use crate::program::models::{self, Model};
+
+/// The most models that a request takes tensors from: all shards of each are open.
+const MOST_SOURCES: usize = 64;
+
+/// A request, with its tensors in each model.
+pub struct Overlays {
+    sources: Sources,
+    /// By the number of the model.
+    models: BTreeMap<u64, OfModel>,
+}
+
+/// The tensors of a model that a request names.
+#[derive(Default)]
+struct OfModel {
+    /// Tensors whose overlay is reverted, if they have one.
+    revert: Vec<usize>,
+    /// Each tensor and the index of its source.
+    set: Vec<(usize, usize)>,
+}
+
+/// The files of a request, each opened once.
+#[derive(Default)]
+struct Sources {
+    opened: Vec<OverlaySource>,
+    /// Indices, by path as the request has it.
+    by_path: HashMap<String, usize>,
+}
+
+/// An overlay of a request.
+struct Wanted<'a> {
+    overlay: &'a Overlay,
+    /// The index of its source.
+    source: usize,
+    /// Whether it names a tensor of any model.
+    matches: bool,
+    /// Whether it can be set in any model.
+    fits: bool,
+    /// Why it cannot be set in a model.
+    misfit: Option<String>,
+}
+
+impl Overlays {
+    /// Opens the sources and looks up the tensors. The last overlay that names a tensor counts.
+    /// Fails if an overlay can be set in no model; models in which it cannot be set are left
+    /// alone otherwise.
+    pub fn find(revert: Option<&str>, overlays: &[Overlay]) -> Result<Overlays, String> {
+        let revert = revert.map(NamePattern::parse).transpose()?;
+        let models = models::models();
+        let mut sources = Sources::default();
+        let mut wanted = Vec::new();
+        // For each tensor of each model, the last overlay that names it. Patterns can be large,
+        // and are dropped at once.
+        let none = |model: &Arc<Model>| vec![None; model.tensors.len()];
+        let mut last: Vec<Vec<Option<usize>>> = models.iter().map(none).collect();
+        for (at, overlay) in overlays.iter().enumerate() {
+            let source = sources.open(overlay)?;
+            let pattern = NamePattern::parse(&overlay.tensor)?;
+            let mut matches = false;
+            for (model, last) in models.iter().zip(&mut last) {
+                for (tensor, last) in last.iter_mut().enumerate() {
+                    if pattern.matches(model.name(tensor)) {
+                        matches = true;
+                        *last = Some(at);
+                    }
+                }
+            }
+            wanted.push(Wanted {
+                overlay,
+                source,
+                matches,
+                fits: false,
+                misfit: None,
+            });
+        }
+        let found = models.iter().zip(&last).map(|(model, last)| {
+            let mut of_model = find_in_model(model, last, &mut wanted, &sources.opened);
+            if let Some(pattern) = &revert {
+                let tensors = 0..model.tensors.len();
+                of_model.revert = tensors
+                    .filter(|at| pattern.matches(model.name(*at)))
+                    .collect();
+            }
+            (model.number, of_model)
+        });
+        let found = found.collect();
+        for wanted in wanted {
+            if !wanted.matches {
+                return Err(no_match(&wanted.overlay.tensor, &models));
+            }
+            if let Some(misfit) = wanted.misfit.filter(|_| !wanted.fits) {
+                return Err(misfit);
+            }
+        }
+        Ok(Overlays {
+            sources,
+            models: found,
+        })
+    }
+
+    /// Returns the tensors of a model whose overlays are reverted, and those that get one.
+    pub fn of(&self, model: &Model) -> (&[usize], Vec<(usize, &OverlaySource)>) {
+        let Some(found) = self.models.get(&model.number) else {
+            return (&[], Vec::new());
+        };
+        let set = found.set.iter();
+        let set = set.map(|(tensor, source)| (*tensor, &self.sources.opened[*source]));
+        (&found.revert, set.collect())
+    }
+}
+
+impl Sources {
+    /// Opens a file, unless it is a file of a source that is open. Returns the index of the source.
+    fn open(&mut self, overlay: &Overlay) -> Result<usize, String> {
+        let from = overlay.from.as_str();
+        if let Some(known) = self.by_path.get(from) {
+            return Ok(*known);
+        }
+        let path = Path::new(from);
+        if !path.is_absolute() {
+            return Err(format!(
+                "'{from}' is not an absolute path: the program has another working directory"
+            ));
+        }
+        let id = FileId::of_path(path).ok();
+        let known = id.and_then(|id| self.opened.iter().position(|source| source.is_of(&id)));
+        let index = known.unwrap_or(self.opened.len());
+        if index == MOST_SOURCES {
+            return Err(format!(
+                "the overlays take tensors from more than {MOST_SOURCES} models: send several requests"
+            ));
+        }
+        if known.is_none() {
+            let source = OverlaySource::open(path).map_err(|error| error.to_string())?;
+            self.opened.push(match &overlay.named {
+                Some(named) => source.named(Path::new(named)),
+                None => source,
+            });
+        }
+        self.by_path.insert(overlay.from.clone(), index);
+        Ok(index)
+    }
+}
+
+/// Looks up the tensors of one model; `last` has the overlay of each. An overlay that does not fit
+/// all its tensors is left out.
+fn find_in_model(
+    model: &Model,
+    last: &[Option<usize>],
+    wanted: &mut [Wanted<'_>],
+    sources: &[OverlaySource],
+) -> OfModel {
+    let mut tensors = vec![Vec::new(); wanted.len()];
+    for (tensor, last) in last.iter().enumerate() {
+        if let Some(at) = last {
+            tensors[*at].push(tensor);
+        }
+    }
+    let mut found = OfModel::default();
+    for (wanted, tensors) in wanted.iter_mut().zip(tensors) {
+        let source = wanted.source;
+        let misfit = |&tensor: &usize| sources[source].misfit(model.name(tensor), model.ne(tensor));
+        match tensors.iter().find_map(misfit) {
+            Some(misfit) => wanted.misfit = Some(misfit),
+            None => {
+                wanted.fits |= !tensors.is_empty();
+                found
+                    .set
+                    .extend(tensors.into_iter().map(|tensor| (tensor, source)));
+            }
+        }
+    }
+    found
+}
+
+/// Returns why an overlay names no tensor.
+fn no_match(pattern: &str, models: &[Arc<Model>]) -> String {
+    let Some(model) = models.first() else {
+        return "the program has no model yet: request overlays after its first evaluation".into();
+    };
+    let names = (0..model.tensors.len().min(3)).map(|at| model.name(at).to_string_lossy());
+    format!(
+        "no tensor's whole name matches '{pattern}': names have the form {}; run 'llama-sidecar inspect' to list them",
+        names.collect::<Vec<_>>().join(", ")
+    )
+}

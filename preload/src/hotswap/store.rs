@@ -1,0 +1,558 @@
+//! The program's tensors as the reload engine sees them.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use llama_sidecar::device::DeviceError;
+use llama_sidecar::error::{Error, Result};
+use llama_sidecar::gguf::FileId;
+use llama_sidecar::reload::{
+    Change, Commit, Content, Defects, Effect, Hash, Need, NewData, OnOutOfMemory, Outcome,
+    OverlaySource, Readers, Report, StageError, Store, Trigger, content_of, hash_bytes,
+    usable_memory,
+};
+use parking_lot::Mutex;
+
+use crate::ggml::{Descriptor, Ggml, OwnBuffer, Tensor};
+use crate::hotswap::placement::{self, extents};
+use crate::program::barrier::{MODEL_FREED, Replaced};
+use crate::program::models::{Instance, Model};
+use crate::program::{barrier, own_cache, sched};
+
+/// Why a switch does not happen.
+const REFUSED_MEANWHILE: &str = "a graph that the program made meanwhile refuses swaps of its weights: 'llama-sidecar status' has the reason";
+
+/// The tensors of one model.
+struct ProgramStore<'a>(&'a Arc<Model>, WrittenInPlace);
+
+/// Whether the bytes of a mapped file that was written in place are hashed.
+#[derive(Clone, Copy, PartialEq)]
+enum WrittenInPlace {
+    /// They are, for a reload: it compares with the bytes in use.
+    Hashed,
+    /// They are not, for a content hash: the next reload has to find the write.
+    Unknown,
+}
+
+/// Reloads the changed tensors of a model.
+pub fn reload(model: &Arc<Model>, trigger: Trigger) -> Result<Report> {
+    model
+        .engine
+        .reload(&ProgramStore(model, WrittenInPlace::Hashed), trigger)
+}
+
+/// Returns all tensors of a model to their originals.
+pub fn revert(model: &Arc<Model>) -> Result<Report> {
+    model
+        .engine
+        .revert(&ProgramStore(model, WrittenInPlace::Hashed))
+}
+
+/// Reverts overlays of a model and sets others.
+pub fn overlay(
+    model: &Arc<Model>,
+    revert: &[usize],
+    set: &[(usize, &OverlaySource)],
+) -> Result<Report> {
+    let store = ProgramStore(model, WrittenInPlace::Hashed);
+    model.engine.overlay(&store, revert, set)
+}
+
+/// Hashes tensors of a model from `next` on; see [`Engine::hash_some`]. The caller holds
+/// [`Model::reloading`], which keeps the program from freeing the model.
+///
+/// [`Engine::hash_some`]: llama_sidecar::reload::Engine::hash_some
+pub fn hash_some(model: &Arc<Model>, next: &mut usize) -> bool {
+    let store = ProgramStore(model, WrittenInPlace::Unknown);
+    model.engine.hash_some(&store, next)
+}
+
+/// New descriptors and buffers for instances, filled and not yet in use.
+pub struct Staged {
+    next: Vec<Next>,
+    effects: Vec<Effect>,
+}
+
+/// The next descriptor of an instance.
+struct Next {
+    tensor: usize,
+    instance: usize,
+    to: Descriptor,
+    /// The buffer of the new bytes; `None` when it returns to the original bytes.
+    private: Option<OwnBuffer>,
+}
+
+impl ProgramStore<'_> {
+    fn is_private(&self, tensor: usize) -> bool {
+        let instances = &self.0.tensors[tensor].instances;
+        instances[0].private.lock().is_some()
+    }
+
+    /// Reads the current bytes of a tensor in the file that the program loaded.
+    fn file_content(&self, tensor: usize) -> Option<Content> {
+        let tensor = &self.0.tensors[tensor];
+        let file = &self.0.files[tensor.file].gguf;
+        file.source.advise_random();
+        content_of(&file.source, &file.header.tensors[tensor.info]).ok()
+    }
+
+    /// Returns the shape of a tensor, as ggml takes it.
+    fn extents(&self, tensor: usize) -> Vec<i64> {
+        let tensor = &self.0.tensors[tensor];
+        let info = &self.0.files[tensor.file].gguf.header.tensors[tensor.info];
+        extents(&info.ne, info.n_dims)
+    }
+
+    /// Whether the file still has the bytes of a tensor that the program loaded.
+    fn holds_original_bytes(&self, tensor: usize) -> bool {
+        let tensor = &self.0.tensors[tensor];
+        let file = &self.0.files[tensor.file];
+        file.holds_bytes_in_use(tensor.instances.iter().any(|instance| !instance.mapped))
+    }
+
+    /// Reads the bytes that the program loaded from their file; `None` when the file was
+    /// written since, or meanwhile.
+    fn original_content(&self, tensor: usize) -> Option<Content> {
+        if !self.holds_original_bytes(tensor) {
+            return None;
+        }
+        let content = self.file_content(tensor);
+        content.filter(|_| self.holds_original_bytes(tensor))
+    }
+
+    /// Returns the hash of the bytes that the program loaded; `None` when their file was written
+    /// since.
+    fn original_hash(&self, tensor: usize) -> Option<Hash> {
+        self.original_content(tensor).map(|content| content.hash)
+    }
+
+    /// Returns the hash of the bytes that the mapping of a tensor has, although a write may have
+    /// changed them since the program loaded it: a file that was moved back into its place has a
+    /// new modification time. `None` if an instance is not mapped, the file is not at its path,
+    /// or it changed meanwhile.
+    fn hash_in_place(&self, tensor: usize) -> Option<Hash> {
+        let tensor_of = &self.0.tensors[tensor];
+        let source = &self.0.files[tensor_of.file].gguf.source;
+        let at_path = || {
+            let id = FileId::of_path(source.path()).ok();
+            id.filter(|id| id.same_inode(&source.id()))
+        };
+        let before = at_path().filter(|_| tensor_of.instances.iter().all(|i| i.mapped))?;
+        let content = self.file_content(tensor)?;
+        (at_path() == Some(before)).then_some(content.hash)
+    }
+
+    /// Returns the hash of a tensor's bytes in use, read back from memory or from a device.
+    /// The special buffer types of the CPU cannot be read back.
+    fn resident_hash(&self, tensor: usize) -> Option<Hash> {
+        if !self.is_wanted() {
+            return None;
+        }
+        let model = self.0;
+        let f = &model.ggml.f;
+        let instance = &model.tensors[tensor].instances[0];
+        // SAFETY: the model is alive while it is reloaded ([`Model::reloading`]), so its
+        // tensor and its buffer are.
+        unsafe {
+            let is_host = (f.ggml_backend_buffer_is_host)(instance.original.buffer);
+            if !is_host && placement::device_buffer_type(model, instance).is_none() {
+                return None;
+            }
+            let len = (f.ggml_nbytes)(instance.tensor.0);
+            let mut bytes = vec![0u8; len];
+            (f.ggml_backend_tensor_get)(instance.tensor.0, bytes.as_mut_ptr().cast(), 0, len);
+            Some(hash_bytes(&bytes))
+        }
+    }
+
+    /// Whether an instance is a copy that a fresh load would not need: it reads new bytes in the
+    /// buffer of the first instance.
+    fn shares_buffer(&self, new_data: &NewData<'_>, ne: &[i64], instance: &Instance) -> bool {
+        let chosen = |of| placement::choose(self.0, of, ne, new_data.ty, false);
+        let first = &self.0.tensors[new_data.tensor].instances[0];
+        instance.is_copy() && chosen(instance) == chosen(first)
+    }
+
+    /// Returns why a tensor cannot have other bytes now, although it could when the program loaded it.
+    fn refuses_now(&self, change: &Change<'_>) -> Option<String> {
+        let model = self.0;
+        let ty = match change {
+            Change::Swap(new_data) => new_data.ty.id as i32,
+            Change::Return(tensor) => model.tensors[*tensor].instances[0].original.ty,
+            Change::InPlace(_) => return None,
+        };
+        let reason = model.obstacle();
+        let reason = reason.or_else(|| own_cache::refuses(model, change.tensor(), ty))?;
+        Some(format!("{:?}: {reason}", model.name(change.tensor())))
+    }
+
+    fn stage_swap(
+        &self,
+        new_data: &NewData<'_>,
+        on_out_of_memory: OnOutOfMemory,
+        staged: &mut Staged,
+    ) -> Result<(), StageError> {
+        let model = self.0;
+        let ggml = model.ggml;
+        let failed = |reason: String| StageError::Read {
+            tensor: new_data.tensor,
+            reason: format!("{:?}: {reason}", model.name(new_data.tensor)),
+        };
+        let tensor = &model.tensors[new_data.tensor];
+        let ne = self.extents(new_data.tensor);
+        let mut bytes = Vec::new();
+        let mut places = Vec::new();
+        for (number, instance) in tensor.instances.iter().enumerate() {
+            if self.shares_buffer(new_data, &ne, instance)
+                && let Some(first) = staged.next.last()
+            {
+                staged.next.push(Next {
+                    instance: number,
+                    private: None,
+                    ..*first
+                });
+                continue;
+            }
+            if barrier::is_shut() || !model.is_alive() {
+                return Err(failed(
+                    "the process ends, or the program has freed the model".into(),
+                ));
+            }
+            let on = |on_host| {
+                let buft = placement::choose(model, instance, &ne, new_data.ty, on_host);
+                let buft = buft.ok_or_else(|| {
+                    failed(format!(
+                        "no device of this program supports {}",
+                        new_data.ty.name()
+                    ))
+                })?;
+                let name = model.name(new_data.tensor);
+                let out_of_memory = |requested, free| DeviceError::OutOfMemory {
+                    device: ggml.buffer_type_name(buft),
+                    requested,
+                    free,
+                };
+                let own = placement::device_buffer_type(model, instance).filter(|_| !on_host);
+                if let Some(free) = own.and_then(|(device, _)| ggml.free_memory(device))
+                    && usable_memory(free) < new_data.nbytes
+                {
+                    return Ok(Err(out_of_memory(new_data.nbytes, free)));
+                }
+                let made = model
+                    .pool
+                    .buffer(ggml, buft, new_data.ty.id as i32, &ne, name);
+                Ok(made.map_err(|requested| out_of_memory(requested, 0)))
+            };
+            let mut made = on(false)?;
+            if made.is_err() && on_out_of_memory == OnOutOfMemory::Fallback {
+                made = on(true)?;
+            }
+            let (buffer, new) = made.map_err(StageError::OutOfMemory)?;
+            write_tensor(ggml, new_data, &buffer, new, &mut bytes)
+                .map_err(|error| failed(format!("cannot read it: {error}")))?;
+            // SAFETY: a new tensor that is not shared.
+            let to = unsafe { ggml.descriptor(new) };
+            places.push(placement::describe(ggml, &to));
+            if placement::fresh_load_duplicates(model, instance, &ne, new_data.ty) {
+                log::warn!(
+                    "{:?}: input and output share this matrix, and a fresh load in {} would have two copies: the last bits of the results can differ from a fresh load",
+                    model.name(new_data.tensor),
+                    new_data.ty.name()
+                );
+            }
+            staged.next.push(Next {
+                tensor: new_data.tensor,
+                instance: number,
+                to,
+                private: Some(buffer),
+            });
+        }
+        places.dedup();
+        staged.effects.push(Effect {
+            tensor: new_data.tensor,
+            outcome: Outcome::Swapped,
+            placement: places.join(", "),
+        });
+        Ok(())
+    }
+}
+
+/// Writes the bytes of a file to a new tensor: directly where the tensor is in memory of the
+/// process, else through `bytes`, which are read once for all instances.
+fn write_tensor(
+    ggml: &'static Ggml,
+    new_data: &NewData<'_>,
+    buffer: &OwnBuffer,
+    tensor: *mut Tensor,
+    bytes: &mut Vec<u8>,
+) -> std::io::Result<()> {
+    let len = new_data.nbytes as usize;
+    // SAFETY: the tensor is new and not shared, and its buffer was made for it.
+    unsafe {
+        if (ggml.f.ggml_nbytes)(tensor) != len {
+            return Err(std::io::Error::other(
+                "its size differs from the size that this ggml expects",
+            ));
+        }
+        if buffer.is_host() {
+            let data = (ggml.f.ggml_get_data)(tensor).cast::<u8>();
+            let data = std::slice::from_raw_parts_mut(data, len);
+            return new_data.source.read_at(data, new_data.offset);
+        }
+        if bytes.is_empty() {
+            bytes.resize(len, 0);
+            new_data.source.read_at(bytes, new_data.offset)?;
+        }
+        let from: *const c_void = bytes.as_ptr().cast();
+        (ggml.f.ggml_backend_tensor_set)(tensor, from, 0, len);
+    }
+    Ok(())
+}
+
+impl Store for ProgramStore<'_> {
+    type Staged = Staged;
+
+    fn live_hash(&self, tensor: usize, known: Option<Hash>) -> Option<Hash> {
+        if self.is_private(tensor) {
+            return known;
+        }
+        let tensor_of = &self.0.tensors[tensor];
+        let mapped = tensor_of.instances.iter().filter(|i| i.mapped).count();
+        let known = known.filter(|_| mapped == 0 || self.0.files[tensor_of.file].is_trusted());
+        let all_mapped = mapped == tensor_of.instances.len();
+        known.or_else(|| match mapped {
+            _ if all_mapped && self.1 == WrittenInPlace::Hashed => {
+                self.file_content(tensor).map(|content| content.hash)
+            }
+            0 => self
+                .original_hash(tensor)
+                .or_else(|| self.resident_hash(tensor)),
+            _ => self.original_hash(tensor),
+        })
+    }
+
+    fn modified_mapped_offset(&self, tensor: usize, id: &FileId) -> Option<u64> {
+        let tensor_of = &self.0.tensors[tensor];
+        let mapped = tensor_of.instances.iter().all(|instance| instance.mapped);
+        if self.is_private(tensor) || !mapped {
+            return None;
+        }
+        let file = &self.0.files[tensor_of.file];
+        let written = file.is_write_in_place(id);
+        written.then(|| file.gguf.header.tensors[tensor_of.info].offset)
+    }
+
+    fn can_return(&self, tensor: usize, hash: Hash) -> bool {
+        if !self.is_private(tensor) {
+            return false;
+        }
+        let tensor_of = &self.0.tensors[tensor];
+        let source = &self.0.files[tensor_of.file].gguf.source;
+        let mapped = tensor_of.instances.iter().any(|instance| instance.mapped);
+        !mapped
+            || source.is_unwritten_since(&source.id())
+            || self.original_hash(tensor) == Some(hash)
+            || self.hash_in_place(tensor) == Some(hash)
+    }
+
+    fn original_defects(&self, tensor: usize) -> Option<Defects> {
+        self.original_content(tensor).map(|content| content.defects)
+    }
+
+    fn refuses(&self, new_data: &NewData<'_>) -> Option<String> {
+        let (model, ggml) = (self.0, self.0.ggml);
+        let tensor = &model.tensors[new_data.tensor];
+        let ne = self.extents(new_data.tensor);
+        let name = new_data.ty.name();
+        let usable = |instance: &Instance, on_host| {
+            placement::choose(model, instance, &ne, new_data.ty, on_host).is_some()
+        };
+        let mut instances = tensor.instances.iter();
+        let reason = if let Some(obstacle) = model.obstacle() {
+            obstacle
+        } else if placement::is_read_at_load(model, new_data.tensor) {
+            "the program computed other weights from it as it loaded it: start it again".into()
+        } else if !ggml.knows(new_data.ty) {
+            format!("this program's ggml does not know the type {name}")
+        } else if tensor.instances.iter().any(Instance::has_kept_view) {
+            "the program keeps views of it, which a swap would not change".into()
+        } else if instances
+            .clone()
+            .any(|instance| placement::is_split_by_ggml(model, instance))
+        {
+            "ggml splits it over several devices".into()
+        } else if let Some(why) = own_cache::refuses(model, new_data.tensor, new_data.ty.id as i32)
+        {
+            why
+        } else if let Some(why) = instances
+            .clone()
+            .find_map(|instance| placement::refuses_type(instance, ggml, ne.len(), new_data.ty))
+        {
+            why
+        } else if !instances.all(|instance| usable(instance, false) || usable(instance, true)) {
+            format!("no device of this program supports {name}")
+        } else {
+            return None;
+        };
+        Some(format!("{:?}: {reason}", model.name(new_data.tensor)))
+    }
+
+    fn need(&self, changes: &[Change<'_>]) -> Need {
+        let model = self.0;
+        let mut need = Need {
+            held: model.private_bytes() + model.pool.bytes(),
+            ..Need::default()
+        };
+        for change in changes {
+            let Change::Swap(new_data) = change else {
+                continue;
+            };
+            let ne = self.extents(new_data.tensor);
+            for instance in &model.tensors[new_data.tensor].instances {
+                if self.shares_buffer(new_data, &ne, instance) {
+                    continue;
+                }
+                match placement::device_buffer_type(model, instance) {
+                    Some(_) => need.device += new_data.nbytes,
+                    None => need.host += new_data.nbytes,
+                }
+            }
+        }
+        need
+    }
+
+    fn release_unused(&self) -> bool {
+        self.0.pool.clear()
+    }
+
+    fn readers(&self) -> Readers {
+        match barrier::is_busy() {
+            true => Readers::BESIDE_THE_HOST,
+            false => Readers::all(),
+        }
+    }
+
+    fn is_wanted(&self) -> bool {
+        self.0.is_alive() && !barrier::is_shut()
+    }
+
+    fn activity(&self) -> u64 {
+        sched::activity()
+    }
+
+    fn group(&self, tensor: usize) -> usize {
+        tensor
+    }
+
+    fn stage(
+        &self,
+        changes: &[Change<'_>],
+        on_out_of_memory: OnOutOfMemory,
+    ) -> Result<Option<Staged>, StageError> {
+        let mut staged = Staged {
+            next: Vec::new(),
+            effects: Vec::new(),
+        };
+        if !self.is_wanted() {
+            return Err(StageError::Device(DeviceError::Failed {
+                device: "host".into(),
+                action: "be staged for",
+                reason: "the process ends, or the program has freed the model".into(),
+            }));
+        }
+        // Of an earlier step, or of one that failed.
+        sched::free_remote();
+        for change in changes {
+            if let Some(reason) = self.refuses_now(change) {
+                let tensor = change.tensor();
+                return Err(StageError::Refused { tensor, reason });
+            }
+        }
+        for change in changes {
+            match change {
+                Change::Swap(new_data) => {
+                    self.stage_swap(new_data, on_out_of_memory, &mut staged)?
+                }
+                Change::Return(tensor) => {
+                    let instances = &self.0.tensors[*tensor].instances;
+                    for (number, instance) in instances.iter().enumerate() {
+                        staged.next.push(Next {
+                            tensor: *tensor,
+                            instance: number,
+                            to: instance.original,
+                            private: None,
+                        });
+                    }
+                    let at = &instances[0].original;
+                    staged.effects.push(Effect {
+                        tensor: *tensor,
+                        outcome: Outcome::Returned,
+                        placement: placement::describe(self.0.ggml, at),
+                    });
+                }
+                Change::InPlace(tensor) => staged.effects.push(Effect {
+                    tensor: *tensor,
+                    outcome: Outcome::InPlace,
+                    placement: String::new(),
+                }),
+            }
+        }
+        Ok((!staged.effects.is_empty()).then_some(staged))
+    }
+
+    fn commit(&self, staged: Staged) -> Result<Commit> {
+        let model = self.0.clone();
+        // Buffers are exchanged together with the descriptors, before the program can free the
+        // model; the old ones are kept or freed afterwards, when no evaluation reads them any more.
+        let instances = staged.next.iter().map(|next| (next.tensor, next.instance));
+        let instances: Vec<(usize, usize)> = instances.collect();
+        let tensors: Vec<usize> = staged.effects.iter().map(|effect| effect.tensor).collect();
+        let viewer = self.0.clone();
+        let viewed = move |&(tensor, instance): &(usize, usize)| {
+            viewer.tensors[tensor].instances[instance].is_viewed()
+        };
+        let next = Arc::new(Mutex::new(staged.next));
+        let replaced = next.clone();
+        let switched = barrier::switch(
+            Replaced {
+                models: self.0.as_set(),
+                viewed: Box::new(move || instances.iter().any(&viewed)),
+            },
+            || self.0.is_alive(),
+            move || {
+                if !model.is_alive() {
+                    return Err(MODEL_FREED);
+                }
+                if model.obstacle().is_some() {
+                    return Err(REFUSED_MEANWHILE);
+                }
+                let mut next = next.lock();
+                own_cache::check(&model, next.iter().map(|next| (next.tensor, next.to.ty)))?;
+                for next in next.iter_mut() {
+                    let instance = &model.tensors[next.tensor].instances[next.instance];
+                    // SAFETY: no evaluation runs and the model is alive, so nothing reads the
+                    // tensor; its new buffer is kept in `private`, or is the original one.
+                    unsafe { model.ggml.describe(instance.tensor.0, &next.to) };
+                    std::mem::swap(&mut *instance.private.lock(), &mut next.private);
+                }
+                for &tensor in &tensors {
+                    own_cache::changed(&model, tensor);
+                }
+                Ok(())
+            },
+        )
+        .map_err(Error::Busy)?;
+        let replaced = std::mem::take(&mut *replaced.lock());
+        let replaced = replaced.into_iter().filter_map(|next| next.private);
+        let in_use = self.0.private_bytes();
+        self.0.pool.keep(replaced, in_use);
+        Ok(Commit {
+            switched,
+            effects: staged.effects,
+        })
+    }
+
+    fn trust(&self, file: usize, id: FileId) {
+        self.0.files[file].trust(id);
+    }
+}

@@ -1,0 +1,15 @@
+//! The process: threads, signals, mappings and the journal. Nothing here knows ggml or models.
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`signals`] | work before a signal ends the process |
+//! | [`thread`] | threads of the drop-in |
+//! | [`maps`] | files that are mapped into the process |
+//! | [`unwind`] | the unwinder of libgcc_s, loaded on demand |
+//! | [`journal`] | events for `llama-sidecar run` and `doctor` |
+
+pub mod journal;
+pub mod maps;
+pub mod signals;
+pub mod thread;
+pub mod unwind;

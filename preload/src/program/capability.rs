@@ -1,0 +1,151 @@
+//! What a capability is informed of.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use llama_sidecar::protocol::NoEffect;
+use parking_lot::Mutex;
+
+use crate::program::models::Model;
+use crate::program::routing::Routed;
+use crate::program::sched::{Allocated, Scheduler};
+
+/// A capability of the drop-in, like hot-swap or the expert trace.
+///
+/// Its methods run on the thread of the program that makes the call which is reported, and
+/// delay that thread. What is reported for each evaluation must neither allocate nor take a
+/// lock that another thread holds for long.
+pub trait Capability: Sync {
+    /// Whether the environment enables it.
+    fn is_enabled(&self) -> bool;
+
+    /// Starts its threads, once, when the first model is complete. Called if it is enabled.
+    fn start(&self) {}
+
+    /// A model is complete: a graph reads its tensors for the first time.
+    fn model_complete(&self, _model: &Arc<Model>) {}
+
+    /// The program is about to free a model, which is no longer registered.
+    fn model_freed(&self, _model: &Model) {}
+
+    /// The program is about to free the memory of tensors.
+    fn tensors_freed(&self, _addresses: &Range<usize>) {}
+
+    /// A scheduler is about to split and allocate a graph, and keeps it for evaluations if
+    /// `keeps` is true.
+    fn graph_allocated(&self, _scheduler: Scheduler, _graph: &Allocated, _keeps: bool) {}
+
+    /// The program is about to drop the graph that a scheduler keeps.
+    fn graph_dropped(&self, _scheduler: Scheduler) {}
+
+    /// Whether it is to be informed of routed experts.
+    fn uses_routing(&self) -> bool {
+        false
+    }
+
+    /// The experts of a layer are known, and none of them is read yet. Delays an evaluation in
+    /// its middle.
+    fn routed(&self, _routed: &Routed<'_>) {}
+
+    /// An evaluation begins.
+    fn evaluation_begun(&self, _scheduler: Scheduler) {}
+
+    /// An evaluation has ended, and its graph is still there.
+    fn evaluation_ended(&self, _scheduler: Scheduler) {}
+
+    /// An evaluation has failed or was aborted.
+    fn evaluation_failed(&self, _scheduler: Scheduler) {}
+
+    /// A backend is about to be freed: evaluations on it can no longer be waited for.
+    fn backend_freed(&self, _backend: usize) {}
+
+    /// A scheduler is about to be freed; its graph and its backends may be gone.
+    fn scheduler_freed(&self, _scheduler: Scheduler) {}
+
+    /// Writes what is to be kept when the process ends.
+    fn finish(&self) {}
+
+    /// Returns what it was enabled for and has not done so far. Called at requests and at the end
+    /// of the process, after a model is complete, if it is enabled.
+    fn no_effect(&self) -> Vec<NoEffect> {
+        Vec::new()
+    }
+}
+
+/// Whether a capability had an effect, and what hindered it.
+pub struct Effect {
+    requested: &'static str,
+    seen: AtomicBool,
+    obstacles: Mutex<Vec<String>>,
+}
+
+impl Effect {
+    /// Obstacles that are kept: a program may load any number of models.
+    const MOST: usize = 16;
+
+    /// Of a capability that did nothing yet.
+    pub const fn of(requested: &'static str) -> Effect {
+        Effect {
+            requested,
+            seen: AtomicBool::new(false),
+            obstacles: Mutex::new(Vec::new()),
+        }
+    }
+
+    /// Notes that it had an effect.
+    pub fn note(&self) {
+        self.seen.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it had an effect.
+    pub fn is_seen(&self) -> bool {
+        self.seen.load(Ordering::Relaxed)
+    }
+
+    /// Notes in a sentence what has no effect, why, and the next step. Each sentence is kept once;
+    /// returns whether it is new.
+    pub fn note_obstacle(&self, sentence: String) -> bool {
+        let mut obstacles = self.obstacles.lock();
+        let is_new = obstacles.len() < Effect::MOST && !obstacles.contains(&sentence);
+        if is_new {
+            obstacles.push(sentence);
+        }
+        is_new
+    }
+
+    /// Notes an obstacle, and logs it if it is new.
+    pub fn log_obstacle(&self, sentence: String) {
+        if self.note_obstacle(sentence.clone()) {
+            log::error!("{sentence}");
+        }
+    }
+
+    /// Returns the obstacles; without any and without an effect, `otherwise`.
+    pub fn missing(&self, otherwise: impl FnOnce() -> String) -> Vec<NoEffect> {
+        let obstacles = self.obstacles();
+        match obstacles.is_empty() && !self.is_seen() {
+            true => vec![self.report(otherwise(), true)],
+            false => obstacles,
+        }
+    }
+
+    /// Returns the obstacles.
+    pub fn obstacles(&self) -> Vec<NoEffect> {
+        // The process may end while another thread holds the lock.
+        let obstacles = self.obstacles.try_lock().map(|of| of.clone());
+        let reports = obstacles.unwrap_or_default().into_iter();
+        reports
+            .map(|sentence| self.report(sentence, false))
+            .collect()
+    }
+
+    /// Returns a report about the capability.
+    pub fn report(&self, sentence: String, so_far: bool) -> NoEffect {
+        NoEffect {
+            requested: self.requested.into(),
+            sentence,
+            so_far,
+        }
+    }
+}

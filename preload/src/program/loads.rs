@@ -1,0 +1,491 @@
+//! The models that the program is loading: their files, and the tensors made from them.
+//!
+//! A load belongs to the process: llama.cpp opens the files of a model on one thread, any thread may
+//! give its tensors memory, and other models may be loaded at the same time. A tensor is of the load
+//!
+//! 1. that alone has a file with a tensor of its name and shape, or else
+//! 2. that has other tensors in its buffer, or else
+//! 3. in the mapping of whose file it is, or else
+//! 4. whose files were opened by the thread that gives it memory, or else
+//! 5. in whose file its bytes are. They are compared when a graph reads the first tensor of a model.
+//!
+//! Where several loads remain, [`Load::unclear`] has the name of the tensor.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{CStr, CString, c_void};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::ThreadId;
+
+use llama_sidecar::gguf::{Access, GgufFile, Value};
+use llama_sidecar::protocol::Event;
+use parking_lot::Mutex;
+
+use crate::ggml::{Buffer, Ggml, Tensor};
+use crate::process::journal;
+use crate::process::maps::Maps;
+use crate::program::derived;
+
+/// A model that is being loaded.
+pub struct Load {
+    number: u64,
+    /// The thread that opened its files.
+    thread: ThreadId,
+    /// The copy of ggml that opened its files.
+    pub ggml: &'static Ggml,
+    /// Its only file, or its first shard.
+    pub path: PathBuf,
+    /// Its files that have tensors.
+    pub files: Vec<GgufFile>,
+    /// Its tensors that have memory.
+    pub tensors: Vec<Placed>,
+    /// The tensors that were kept out of special buffer types: [`note_kept_out`].
+    pub kept_out: BTreeSet<CString>,
+    /// The name of a weight that the program made of others.
+    pub altered: Option<CString>,
+    /// The name of a tensor that may belong to this load or to another one.
+    pub unclear: Option<CString>,
+}
+
+/// A tensor that was given memory.
+pub struct Placed {
+    /// Its address.
+    pub tensor: usize,
+    /// The address of its buffer.
+    pub buffer: usize,
+    /// The address of its bytes.
+    address: usize,
+    /// The index of its file.
+    pub file: usize,
+    /// Its index in the header.
+    pub info: usize,
+}
+
+/// A tensor that was given memory and may belong to several loads.
+struct Unclear {
+    tensor: usize,
+    buffer: usize,
+    address: usize,
+    name: CString,
+    ne: [u64; 4],
+    /// The numbers of the loads.
+    of: Vec<u64>,
+}
+
+struct Loads {
+    next: u64,
+    /// In the order in which they were opened.
+    open: Vec<Load>,
+    unclear: Vec<Unclear>,
+}
+
+static LOADS: Mutex<Loads> = Mutex::new(Loads {
+    next: 0,
+    open: Vec::new(),
+    unclear: Vec::new(),
+});
+/// Whether any load is open.
+static LOADING: AtomicBool = AtomicBool::new(false);
+/// Whether any file was opened.
+static ANY: AtomicBool = AtomicBool::new(false);
+/// Addresses of all tensors that were ever recorded.
+static LOWEST: AtomicUsize = AtomicUsize::new(usize::MAX);
+static HIGHEST: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    /// The last file that this thread opened and that is not a further shard.
+    static FIRST: RefCell<Option<PathBuf>> = const { RefCell::new(None) };
+    /// Set on a thread that opened a file.
+    static OPENER: Opener = const { Opener };
+}
+
+/// Closes, at the end of a thread, files that the thread opened for their metadata only.
+struct Opener;
+
+impl Drop for Opener {
+    fn drop(&mut self) {
+        let thread = std::thread::current().id();
+        let mut loads = LOADS.lock();
+        loads.retain(|load, has_begun| load.thread != thread || has_begun);
+    }
+}
+
+/// Whether no file was opened so far.
+pub fn is_empty() -> bool {
+    !ANY.load(Ordering::Relaxed)
+}
+
+/// Whether tensors that are given memory may be weights.
+pub fn is_loading() -> bool {
+    LOADING.load(Ordering::Relaxed)
+}
+
+/// Returns the range of addresses that has all tensors that were recorded.
+pub fn addresses() -> Range<usize> {
+    LOWEST.load(Ordering::Relaxed)..HIGHEST.load(Ordering::Relaxed)
+}
+
+/// Records a GGUF file that the program opened on this thread.
+pub fn file_opened(ggml: &'static Ggml, path: &Path) {
+    let gguf = match GgufFile::open(path, Access::Read) {
+        Ok(gguf) => gguf,
+        Err(error) => {
+            log::warn!("cannot watch a file that the program opened: {error}");
+            return;
+        }
+    };
+    if is_adapter(&gguf) {
+        return;
+    }
+    let thread = std::thread::current().id();
+    let mut loads = LOADS.lock();
+    // If tensors have memory already, this file is of the next model.
+    let mut current = loads.not_begun(thread);
+    // A file that is not a further shard begins a model: what was opened before was read for
+    // its metadata alone, or to fit this model to a device.
+    if !gguf.is_further_shard() {
+        if let Some(load) = &mut current {
+            load.files.clear();
+            load.kept_out.clear();
+            load.altered = None;
+            load.unclear = None;
+        }
+        // Fails on a thread that is ending, as below.
+        let _ = FIRST.try_with(|first| first.replace(Some(path.to_owned())));
+    }
+    if gguf.header.tensors.is_empty() {
+        return;
+    }
+    journal::note_once(|| Event::Opened {
+        path: path.display().to_string(),
+    });
+    let first = FIRST.try_with(|first| first.borrow().clone());
+    let first = first.ok().flatten().unwrap_or_default();
+    match current {
+        Some(load) => {
+            load.path = first;
+            load.files.retain(|file| file.source.path() != path);
+            load.files.push(gguf);
+        }
+        None => {
+            let number = loads.next;
+            loads.next += 1;
+            loads.open.push(Load {
+                number,
+                thread,
+                ggml,
+                path: first,
+                files: vec![gguf],
+                tensors: Vec::new(),
+                kept_out: BTreeSet::new(),
+                altered: None,
+                unclear: None,
+            });
+        }
+    }
+    ANY.store(true, Ordering::Relaxed);
+    LOADING.store(true, Ordering::Relaxed);
+    // Fails on a thread that is ending, which keeps nothing.
+    let _ = OPENER.try_with(|_| ());
+}
+
+/// Whether a file has what is added to the tensors of a model (LoRA), and no model.
+fn is_adapter(gguf: &GgufFile) -> bool {
+    let key = gguf.header.key(b"general.type");
+    let value = key.and_then(|key| gguf.value(key).ok());
+    matches!(value, Some(Value::Text(text)) if text == b"adapter")
+}
+
+/// Calls `work` with the files of the model that this thread opened last; none before it opens one.
+pub fn opened_files<R>(work: impl FnOnce(&[GgufFile]) -> R) -> R {
+    let thread = std::thread::current().id();
+    let loads = LOADS.lock();
+    let load = loads.open.iter().rev().find(|load| load.thread == thread);
+    work(load.map_or(&[], |load| &load.files))
+}
+
+/// Records that a tensor is kept out of a special buffer type, although the program would have used
+/// that type.
+pub fn note_kept_out(name: &CStr) {
+    let thread = std::thread::current().id();
+    let mut loads = LOADS.lock();
+    let has = |load: &Load| {
+        let mut files = load.files.iter();
+        files.any(|file| file.header.find(name).is_some())
+    };
+    let with = |load: &&mut Load| has(load) && load.thread == thread;
+    let found = match loads.open.iter_mut().rev().find(with) {
+        None => loads.open.iter_mut().rev().find(|load| has(load)),
+        found => found,
+    };
+    if let Some(load) = found {
+        load.kept_out.insert(name.to_owned());
+    }
+}
+
+/// Records a tensor that was given memory.
+///
+/// # Safety
+///
+/// A live tensor of this copy of ggml that has a name.
+pub unsafe fn tensor_placed(ggml: &'static Ggml, tensor: *mut Tensor, buffer: *mut Buffer) {
+    // SAFETY: as the caller ensures.
+    let (name, ne, address) = unsafe {
+        let name = CStr::from_ptr((ggml.f.ggml_get_name)(tensor));
+        let ne: [i64; 4] = ggml.layout.read(tensor, ggml.layout.ne);
+        let data: *mut c_void = ggml.layout.read(tensor, ggml.layout.data);
+        (name, ne.map(|extent| extent as u64), data as usize)
+    };
+    let (tensor, buffer) = (tensor as usize, buffer as usize);
+    let mut loads = LOADS.lock();
+    let candidates = loads.with_tensor(ggml, name, &ne);
+    if candidates.is_empty() {
+        // ik_llama.cpp made it of others: those of the file are views of it.
+        // SAFETY: as the caller ensures.
+        let is_derived = unsafe { derived::is_known(ggml, tensor as *const Tensor) };
+        if ggml.ops.fused.is_some() && name.to_bytes().starts_with(b"blk.") && !is_derived {
+            loads.note_altered(ggml, name);
+        }
+        return;
+    }
+    LOWEST.fetch_min(tensor, Ordering::Relaxed);
+    HIGHEST.fetch_max(tensor + 1, Ordering::Relaxed);
+    match loads.choose(&candidates, buffer, address) {
+        Ok((at, file, info)) => loads.open[at].tensors.push(Placed {
+            tensor,
+            buffer,
+            address,
+            file,
+            info,
+        }),
+        Err(of) => loads.unclear.push(Unclear {
+            tensor,
+            buffer,
+            address,
+            name: name.to_owned(),
+            ne,
+            of,
+        }),
+    }
+}
+
+/// Takes the load that has the first of these tensors that any has.
+pub fn take(tensors: &[*mut Tensor]) -> Option<Load> {
+    if tensors.is_empty() {
+        return None;
+    }
+    let mut loads = LOADS.lock();
+    loads.settle(tensors);
+    let position = tensors.iter().find_map(|&weight| {
+        let has = |load: &Load| load.tensors.iter().any(|of| of.tensor == weight as usize);
+        loads.open.iter().position(has)
+    })?;
+    let load = loads.open.remove(position);
+    // The thread opened its other files for their metadata only.
+    loads.retain(|other, has_begun| other.thread != load.thread || has_begun);
+    Some(load)
+}
+
+/// Forgets the loads that use a buffer, which is about to be freed.
+pub fn buffer_freed(buffer: *mut Buffer) {
+    forget(
+        |of| of.buffer == buffer as usize,
+        |of| of.buffer == buffer as usize,
+    );
+}
+
+/// Forgets the loads that have tensors at these addresses, whose memory is about to be freed.
+pub fn tensors_freed(range: &Range<usize>) {
+    forget(
+        |of| range.contains(&of.tensor),
+        |of| range.contains(&of.tensor),
+    );
+}
+
+fn forget(placed: impl Fn(&Placed) -> bool, unclear: impl Fn(&Unclear) -> bool) {
+    let mut loads = LOADS.lock();
+    loads.unclear.retain(|of| !unclear(of));
+    loads.retain(|load, _| !load.tensors.iter().any(&placed));
+}
+
+impl Loads {
+    /// Keeps the loads that fulfil a condition on the load and on whether any of its tensors may
+    /// have memory.
+    fn retain(&mut self, mut keeps: impl FnMut(&Load, bool) -> bool) {
+        let unclear = &self.unclear;
+        self.open.retain(|load| {
+            let may_have = || unclear.iter().any(|of| of.of.contains(&load.number));
+            keeps(load, !load.tensors.is_empty() || may_have())
+        });
+        LOADING.store(!self.open.is_empty(), Ordering::Relaxed);
+    }
+
+    /// Returns the load of a thread that has no memory yet.
+    fn not_begun(&mut self, thread: ThreadId) -> Option<&mut Load> {
+        let unclear = &self.unclear;
+        self.open.iter_mut().find(|load| {
+            let may_have = || unclear.iter().any(|of| of.of.contains(&load.number));
+            load.thread == thread && load.tensors.is_empty() && !may_have()
+        })
+    }
+
+    /// Returns the loads with a tensor of this name and shape: the index of the load, of the file
+    /// and of the tensor in the header.
+    fn with_tensor(&self, ggml: &Ggml, name: &CStr, ne: &[u64; 4]) -> Vec<(usize, usize, usize)> {
+        let loads = self.open.iter().enumerate();
+        let loads = loads.filter(|(_, load)| std::ptr::eq(load.ggml, ggml));
+        loads
+            .filter_map(|(at, load)| load.find(name, ne).map(|(file, info)| (at, file, info)))
+            .collect()
+    }
+
+    /// Chooses the load of a tensor; the numbers of the loads where several remain.
+    fn choose(
+        &self,
+        candidates: &[(usize, usize, usize)],
+        buffer: usize,
+        address: usize,
+    ) -> Result<(usize, usize, usize), Vec<u64>> {
+        if let [only] = candidates {
+            return Ok(*only);
+        }
+        let load = |of: &(usize, usize, usize)| &self.open[of.0];
+        let shares_buffer = |of: &&(usize, usize, usize)| {
+            let mut others = load(of).tensors.iter();
+            others.any(|other| other.buffer == buffer)
+        };
+        if let Some(found) = candidates.iter().find(shares_buffer) {
+            return Ok(*found);
+        }
+        let maps = Maps::read();
+        let mapped: Vec<_> = candidates
+            .iter()
+            .filter(|of| load(of).may_be_mapped(&maps, of.1, address))
+            .copied()
+            .collect();
+        let is_mapped = !mapped.is_empty();
+        let left = if is_mapped {
+            mapped
+        } else {
+            candidates.to_vec()
+        };
+        let thread = std::thread::current().id();
+        let opened_here = left.iter().rev().find(|of| load(of).thread == thread);
+        // Loads of one file differ in nothing before their first tensor has memory.
+        let is_new =
+            |of: &(usize, usize, usize)| load(of).files.len() == 1 && load(of).tensors.is_empty();
+        match (left.as_slice(), opened_here) {
+            ([only], _) => Ok(*only),
+            (_, Some(found)) => Ok(*found),
+            ([.., last], None) if is_mapped && left.iter().all(is_new) => Ok(*last),
+            _ => Err(left.iter().map(|of| load(of).number).collect()),
+        }
+    }
+
+    /// Records a weight that the program made of others: of the model that this thread loads, else
+    /// of all that are being loaded.
+    fn note_altered(&mut self, ggml: &Ggml, name: &CStr) {
+        let thread = std::thread::current().id();
+        let here = self.open.iter().rposition(|load| load.thread == thread);
+        for (at, load) in self.open.iter_mut().enumerate() {
+            if std::ptr::eq(load.ggml, ggml) && here.is_none_or(|here| here == at) {
+                load.altered.get_or_insert_with(|| name.to_owned());
+            }
+        }
+    }
+
+    /// Gives each tensor that may belong to several loads to the load whose file has the bytes of
+    /// all such tensors of its buffer. A tensor that a graph reads is given to one of the loads in any
+    /// case.
+    fn settle(&mut self, read: &[*mut Tensor]) {
+        let mut groups: BTreeMap<usize, Vec<Unclear>> = BTreeMap::new();
+        for of in self.unclear.drain(..) {
+            groups.entry(of.buffer).or_default().push(of);
+        }
+        for group in groups.into_values() {
+            let is_read = |of: &Unclear| read.contains(&(of.tensor as *mut Tensor));
+            if !group.iter().any(is_read) {
+                // Its bytes may not be loaded yet.
+                self.unclear.extend(group);
+                continue;
+            }
+            let is_among = |load: &&mut Load| group.iter().all(|of| of.of.contains(&load.number));
+            let mut left: Vec<&mut Load> = self.open.iter_mut().filter(is_among).collect();
+            if left.len() > 1 {
+                let has_bytes = |load: &Load| group.iter().all(|of| load.has_bytes_of(of));
+                let same: Vec<usize> = (0..left.len()).filter(|&at| has_bytes(left[at])).collect();
+                if let [only] = same.as_slice() {
+                    left = vec![left.swap_remove(*only)];
+                } else {
+                    for load in &mut left {
+                        load.unclear.get_or_insert_with(|| group[0].name.clone());
+                    }
+                }
+            }
+            if let Some(load) = left.first_mut() {
+                for of in group {
+                    let found = load.find(&of.name, &of.ne);
+                    load.tensors.extend(found.map(|(file, info)| Placed {
+                        tensor: of.tensor,
+                        buffer: of.buffer,
+                        address: of.address,
+                        file,
+                        info,
+                    }));
+                }
+            }
+        }
+    }
+}
+
+impl Load {
+    /// Returns the index of the file with a tensor of this name and shape, and its index in the
+    /// header.
+    fn find(&self, name: &CStr, ne: &[u64; 4]) -> Option<(usize, usize)> {
+        let files = self.files.iter().enumerate().rev();
+        files
+            .filter_map(|(at, file)| Some((at, file.header.find(name)?)))
+            .find(|&(at, info)| self.files[at].header.tensors[info].ne == *ne)
+    }
+
+    /// Whether an address is in the mapping of a file that may be the one of this load.
+    fn may_be_mapped(&self, maps: &Maps, file: usize, address: usize) -> bool {
+        let is_of = |address| maps.is_of(address as *mut c_void, &self.files[file]);
+        let here = maps.around(address).unwrap_or_default();
+        let elsewhere =
+            |of: &Placed| of.file == file && !here.contains(&of.address) && is_of(of.address);
+        is_of(address) && !self.tensors.iter().any(elsewhere)
+    }
+
+    /// Whether samples of the bytes of a tensor, which the program has loaded, are in the file.
+    fn has_bytes_of(&self, of: &Unclear) -> bool {
+        const SAMPLES: u64 = 32;
+        const BYTES: u64 = 256;
+        let (f, layout) = (&self.ggml.f, &self.ggml.layout);
+        let Some((file, info)) = self.find(&of.name, &of.ne) else {
+            return false;
+        };
+        let file = &self.files[file];
+        let info = &file.header.tensors[info];
+        let tensor = of.tensor as *mut Tensor;
+        // SAFETY: tensors whose memory the program frees are removed from the list.
+        if unsafe { layout.read::<i32>(tensor, layout.ty) } as u32 != info.ty.id {
+            return false;
+        }
+        let last = info.nbytes.saturating_sub(BYTES);
+        (0..SAMPLES).all(|sample| {
+            let (mut here, mut there) = ([0; BYTES as usize], [0; BYTES as usize]);
+            let at = last / (SAMPLES - 1) * sample;
+            let len = BYTES.min(info.nbytes) as usize;
+            // SAFETY: as above, and the tensor has the size that the file states.
+            unsafe {
+                let to = here.as_mut_ptr().cast();
+                (f.ggml_backend_tensor_get)(tensor, to, at as usize, len);
+            }
+            let read = file.source.read_at(&mut there[..len], info.offset + at);
+            read.is_ok() && here[..len] == there[..len]
+        })
+    }
+}

@@ -1,0 +1,31 @@
+//! The program's models, graphs and schedulers, and the events that capabilities get from them.
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`capability`] | the events that are reported to capabilities |
+//! | [`routing`] | the moment at which the experts of a layer are known |
+//! | [`parts`] | the graph whose parts a thread evaluates |
+//! | [`sched`] | schedulers, their evaluations and kept graphs |
+//! | [`own_cache`] | the expert cache that the program has of its own |
+//! | [`models`] | the models that the program loaded |
+//! | [`own_hotswap`] | the hot-swap that a program has of its own |
+//! | [`loads`] | the models that the program is loading |
+//! | [`derived`] | weights that are from no file, and how far they are known |
+//! | [`graph`] | what a graph reads |
+//! | [`logits`] | a hash of the output of an evaluation |
+//! | [`barrier`] | switches between evaluations |
+//! | [`pool`] | buffers of replaced tensors, for the next ones |
+
+pub mod barrier;
+pub mod capability;
+pub mod derived;
+pub mod graph;
+pub mod loads;
+pub mod logits;
+pub mod models;
+pub mod own_cache;
+pub mod own_hotswap;
+pub mod parts;
+pub mod pool;
+pub mod routing;
+pub mod sched;

@@ -1,0 +1,43 @@
+//! The graph whose parts this thread evaluates.
+//!
+//! A scheduler splits a graph into parts of one backend each. While it evaluates them one after
+//! the other, its calls of ggml's functions are reported.
+
+use std::cell::Cell;
+
+use crate::program::sched::Scheduler;
+
+thread_local! {
+    static CURRENT: Cell<Option<Scheduler>> = const { Cell::new(None) };
+}
+
+/// While this value lives, calls of this thread belong to the parts of a graph. An exception of
+/// the program ends it, too.
+pub struct Parts(());
+
+impl Parts {
+    /// Marks this thread; `None` reports nothing.
+    pub fn enter(scheduler: Option<Scheduler>) -> Parts {
+        CURRENT.set(scheduler);
+        Parts(())
+    }
+}
+
+impl Drop for Parts {
+    fn drop(&mut self) {
+        CURRENT.set(None);
+    }
+}
+
+/// Returns the scheduler whose parts this thread evaluates, if they are reported.
+pub fn current() -> Option<Scheduler> {
+    CURRENT.get()
+}
+
+/// Calls `work` without reporting what this thread calls meanwhile.
+pub fn aside<R>(work: impl FnOnce() -> R) -> R {
+    let current = CURRENT.take();
+    let result = work();
+    CURRENT.set(current);
+    result
+}

@@ -1,0 +1,383 @@
+//! The moment at which the routed experts of a layer are known.
+//!
+//! In llama.cpp's graphs, the routed ids are a view of the sorted scores: `src[2]` of each
+//! `GGML_OP_MUL_MAT_ID`. After a graph is allocated, that view is made to call a function
+//! ([`Ggml::call_at_view`]); in ik_llama.cpp, a node after it ([`UsedWeight::after_ids`]). The CPU
+//! backend calls the function when the ids are complete and before any expert of the layer is
+//! read, also when the program uses the graph again.
+//!
+//! Where a GPU computes the router, and the CPU the experts, the scheduler copies the ids to the
+//! CPU before it lets the CPU evaluate its part of the graph. At that moment the ids are complete
+//! ([`split_begins`]).
+//!
+//! Each node has a record, with what the ids are for. Records are kept for the next graph
+//! of the same scheduler and are never freed: a node of a graph that was replaced finds a record
+//! of another node, and is ignored.
+
+use std::ffi::{CStr, c_int, c_void};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use llama_sidecar::config::Config;
+use llama_sidecar::experts::{ExpertName, Projection};
+use llama_sidecar::stream::Matrices;
+use llama_sidecar::trace::Ids;
+use parking_lot::Mutex;
+
+use crate::ggml::{Callback, Ggml, Graph, Sched, Tensor};
+use crate::program::barrier::SLOTS;
+use crate::program::graph::{GraphReads, OP_NONE, UsedWeight};
+use crate::program::models::{self, Model, TensorPointer};
+use crate::program::sched::Scheduler;
+
+/// The experts that a layer was routed to, before any of them is read.
+pub struct Routed<'a> {
+    /// The model.
+    pub model: &'a Arc<Model>,
+    /// The number of the layer.
+    pub layer: u32,
+    /// Matrices that are in the mapping of their file.
+    pub mapped: Matrices,
+    /// The ids.
+    pub ids: Ids<'a>,
+    /// The input of the router for a single token; `None` for several.
+    pub hidden: Option<&'a [f32]>,
+}
+
+/// What routed ids are for.
+struct Record {
+    /// The ids.
+    ids: TensorPointer,
+    /// The node that calls the function. Compared only.
+    node: usize,
+    model: Arc<Model>,
+    layer: u32,
+    /// The matrices of the layer, and where each is while it is in the mapping of its file.
+    matrices: Vec<(Projection, TensorPointer, usize)>,
+    /// The input of the router.
+    hidden: Option<TensorPointer>,
+}
+
+/// A record that a node points to, for as long as the process lives.
+type Place = Mutex<Option<Record>>;
+
+/// The records of each scheduler.
+static PLACES: [Mutex<Vec<&'static Place>>; SLOTS] = [const { Mutex::new(Vec::new()) }; SLOTS];
+
+/// Schedulers whose last graph has parts for other devices than the CPU.
+static MIXED: [AtomicBool; SLOTS] = [const { AtomicBool::new(false) }; SLOTS];
+
+/// Whether parts of the graph of a scheduler are evaluated on other devices than the CPU.
+pub fn is_mixed(scheduler: Scheduler) -> bool {
+    MIXED[scheduler.number()].load(Ordering::Relaxed)
+}
+
+/// Whether a graph had ids in a form that is not understood.
+static UNKNOWN: AtomicBool = AtomicBool::new(false);
+
+/// Whether a graph had ids in a form that is not understood.
+pub fn is_unknown() -> bool {
+    UNKNOWN.load(Ordering::Relaxed)
+}
+
+/// Makes a graph that was allocated call `function` when the ids of a layer are complete.
+/// `function` passes its arguments to [`known`].
+///
+/// # Safety
+///
+/// A scheduler and a graph of this copy, both live; the graph was just allocated.
+pub unsafe fn watch(
+    scheduler: Scheduler,
+    sched: *mut Sched,
+    reads: &GraphReads,
+    on_cpu: bool,
+    function: Callback,
+) {
+    let ggml = scheduler.ggml();
+    MIXED[scheduler.number()].store(!on_cpu, Ordering::Relaxed);
+    let mut places = PLACES[scheduler.number()].lock();
+    let mut used = 0;
+    // With a GPU, the input may be in its memory.
+    let inputs = match on_cpu && Config::get().expert_stream_predict {
+        true => router_inputs(reads),
+        false => Vec::new(),
+    };
+    let experts = reads.weights.iter().filter(|weight| !weight.ids.is_null());
+    for weight in experts {
+        let Some((model, name, mapped)) = expert(weight.tensor) else {
+            continue;
+        };
+        let matrix = (name.projection, TensorPointer(weight.tensor), mapped);
+        // The matrices of a layer follow each other.
+        let known = places[..used].iter().rev().find_map(|place| {
+            let mut record = place.lock();
+            let record = record.as_mut()?;
+            (record.ids.0 == weight.ids).then(|| record.matrices.push(matrix))
+        });
+        if known.is_some() {
+            continue;
+        }
+        if used == places.len() {
+            places.push(Box::leak(Box::default()));
+        }
+        let place = places[used];
+        // SAFETY: as the caller ensures; the place is never freed.
+        unsafe {
+            let data = std::ptr::from_ref(place).cast();
+            let node = weight.after_ids;
+            if !on_cpu && !node.is_null() && !is_on_cpu(ggml, sched, node) {
+                continue;
+            }
+            if node.is_null() || !ggml.call_at_view(node, function, data) {
+                note_unknown(ggml, name.layer, weight.ids);
+                continue;
+            }
+        }
+        let of_layer = |input: &&RouterInput| (input.0, input.1) == (model.number, name.layer);
+        let hidden = inputs.iter().find(of_layer);
+        *place.lock() = Some(Record {
+            ids: TensorPointer(weight.ids),
+            node: weight.after_ids as usize,
+            layer: name.layer,
+            matrices: vec![matrix],
+            hidden: hidden.map(|(.., input)| *input),
+            model,
+        });
+        used += 1;
+    }
+    for place in &places[used..] {
+        *place.lock() = None;
+    }
+}
+
+/// Forgets the graph of a scheduler.
+pub fn forget(scheduler: Scheduler) {
+    for place in PLACES[scheduler.number()].lock().iter() {
+        *place.lock() = None;
+    }
+}
+
+/// Returns the model and the name of an expert tensor that was loaded in the mapping of its file,
+/// and its address there.
+fn expert(tensor: *mut Tensor) -> Option<(Arc<Model>, ExpertName, usize)> {
+    let (model, at) = models::find(tensor)?;
+    let name = ExpertName::parse(model.name(at).to_str().ok()?)?;
+    let instances = &model.tensors[at].instances;
+    let instance = instances
+        .iter()
+        .find(|instance| instance.tensor.0 == tensor)?;
+    let address = instance.mapped.then_some(instance.original.data as usize)?;
+    Some((model, name, address))
+}
+
+/// The input of a router: the number of the model, the layer, and the tensor.
+type RouterInput = (u64, u32, TensorPointer);
+
+/// Returns the inputs of the routers that a graph reads.
+fn router_inputs(reads: &GraphReads) -> Vec<RouterInput> {
+    let input = |weight: &UsedWeight| {
+        let (model, at) = models::find(weight.tensor)?;
+        let name = model.name(at).to_str().ok()?;
+        let layer = name
+            .strip_prefix("blk.")?
+            .strip_suffix(".ffn_gate_inp.weight")?;
+        let input = TensorPointer(weight.input);
+        (!weight.input.is_null()).then_some((model.number, layer.parse().ok()?, input))
+    };
+    reads.weights.iter().filter_map(input).collect()
+}
+
+/// Whether the CPU evaluates a node.
+///
+/// # Safety
+///
+/// As for [`watch`].
+unsafe fn is_on_cpu(ggml: &Ggml, sched: *mut Sched, node: *mut Tensor) -> bool {
+    // SAFETY: as the caller ensures.
+    unsafe {
+        let backend = (ggml.f.ggml_backend_sched_get_tensor_backend)(sched, node);
+        !backend.is_null() && ggml.is_cpu((ggml.f.ggml_backend_get_device)(backend))
+    }
+}
+
+fn note_unknown(ggml: &Ggml, layer: u32, ids: *mut Tensor) {
+    if !UNKNOWN.swap(true, Ordering::Relaxed) {
+        // SAFETY: the ids are a live tensor, and ggml names each of its operations.
+        let op = unsafe {
+            let op = ggml.layout.read(ids, ggml.layout.op);
+            CStr::from_ptr((ggml.f.ggml_op_name)(op)).to_string_lossy()
+        };
+        log::warn!(
+            "layer {layer}: the routed ids come from the operation {op}, where VIEW is expected; the experts of such layers are read as without streaming"
+        );
+    }
+}
+
+/// Calls `report` with the experts of a node whose ids are complete.
+///
+/// # Safety
+///
+/// The arguments of a call that [`watch`] requested.
+pub unsafe fn known(
+    node: *mut Tensor,
+    thread: c_int,
+    place: *mut c_void,
+    report: impl FnOnce(&Routed<'_>),
+) {
+    if thread != 0 {
+        return;
+    }
+    // SAFETY: a place, which is never freed.
+    let place = unsafe { &*place.cast::<Place>() };
+    let Some(record) = place.try_lock() else {
+        return;
+    };
+    let Some(record) = record
+        .as_ref()
+        .filter(|record| record.node == node as usize)
+    else {
+        return;
+    };
+    let ggml = record.model.ggml;
+    let mut mapped = Matrices::default();
+    for (projection, tensor, address) in &record.matrices {
+        // SAFETY: the graph reads the tensor, which is live.
+        if unsafe { is_at(ggml, tensor.0, *address) } {
+            mapped.insert(*projection);
+        }
+    }
+    // SAFETY: the node is being evaluated: its data is complete, and has the bytes of its
+    // extents. So has the input of the router, which the next nodes read.
+    unsafe {
+        let Some(ids) = ids_of(ggml, record.ids.0) else {
+            return;
+        };
+        let hidden = record.hidden.filter(|_| ids.tokens == 1);
+        report(&Routed {
+            model: &record.model,
+            layer: record.layer,
+            mapped,
+            ids,
+            hidden: hidden.and_then(|tensor| floats_of(ggml, tensor.0)),
+        });
+    }
+}
+
+/// Calls `report` with the experts of the layers that a part of a graph reads, as far as their
+/// ids were computed by another part.
+///
+/// # Safety
+///
+/// A live part of a graph of this copy, which the CPU is about to evaluate.
+pub unsafe fn split_begins(ggml: &Ggml, split: *mut Graph, report: impl Fn(&Routed<'_>)) {
+    let (f, layout) = (&ggml.f, &ggml.layout);
+    let mut layer: Option<(*mut Tensor, Arc<Model>, u32, Matrices)> = None;
+    let finish = |layer: Option<(*mut Tensor, Arc<Model>, u32, Matrices)>| {
+        let Some((ids, model, layer, mapped)) = layer else {
+            return;
+        };
+        // SAFETY: the ids are in memory of the CPU, which reads them, and were copied before.
+        if let Some(ids) = unsafe { ids_of(ggml, ids) } {
+            report(&Routed {
+                model: &model,
+                layer,
+                mapped,
+                ids,
+                hidden: None,
+            });
+        }
+    };
+    // SAFETY: nodes of a live graph and their sources are live tensors.
+    let count = unsafe { (f.ggml_graph_n_nodes)(split) };
+    for at in 0..count {
+        // SAFETY: as above.
+        let (ids, sources) = unsafe {
+            let node = (f.ggml_graph_node)(split, at);
+            let used = ggml.ops.use_of(layout.read(node, layout.op));
+            let Some(ids) = used.ids.map(|at| layout.source(node, at)) else {
+                continue;
+            };
+            // What this part computes has an operation.
+            if ids.is_null() || layout.read::<i32>(ids, layout.op) != OP_NONE {
+                continue;
+            }
+            (ids, layout.sources(node))
+        };
+        for weight in sources {
+            let Some((model, name, address)) = expert(weight) else {
+                continue;
+            };
+            if layer.as_ref().is_none_or(|of| of.0 != ids) {
+                finish(layer.replace((ids, model, name.layer, Matrices::default())));
+            }
+            // SAFETY: as above.
+            let in_place = unsafe { is_at(ggml, weight, address) };
+            if let Some((.., mapped)) = layer.as_mut().filter(|_| in_place) {
+                mapped.insert(name.projection);
+            }
+        }
+    }
+    finish(layer);
+}
+
+/// Whether the data of a tensor is at an address.
+///
+/// # Safety
+///
+/// A live tensor of this copy.
+unsafe fn is_at(ggml: &Ggml, tensor: *const Tensor, address: usize) -> bool {
+    // SAFETY: as the caller ensures.
+    let now: usize = unsafe { ggml.layout.read(tensor, ggml.layout.data) };
+    now == address
+}
+
+/// Returns the ids of a tensor; `None` if there are none.
+///
+/// # Safety
+///
+/// A live tensor of integers in host memory whose data is complete, and stays for `'a`.
+unsafe fn ids_of<'a>(ggml: &Ggml, tensor: *const Tensor) -> Option<Ids<'a>> {
+    // SAFETY: as the caller ensures.
+    unsafe { ids_at(ggml, tensor, ggml.layout.read(tensor, ggml.layout.data)) }
+}
+
+/// Returns the ids of a tensor whose bytes are at `data`; `None` if there are none.
+///
+/// # Safety
+///
+/// A live tensor of integers. The bytes that it spans are at `data`, and stay for `'a`.
+pub unsafe fn ids_at<'a>(ggml: &Ggml, tensor: *const Tensor, data: *const u8) -> Option<Ids<'a>> {
+    let layout = &ggml.layout;
+    // SAFETY: as the caller ensures.
+    unsafe {
+        let ne: [i64; 4] = layout.read(tensor, layout.ne);
+        let nb: [usize; 4] = layout.read(tensor, layout.nb);
+        let (used, tokens) = (ne[0].max(0) as usize, ne[1].max(0) as usize);
+        let len = Ids::byte_len(used, tokens, nb[0], nb[1])?;
+        (len > 0 && !data.is_null()).then(|| Ids {
+            bytes: std::slice::from_raw_parts(data, len),
+            used,
+            tokens,
+            used_stride: nb[0],
+            token_stride: nb[1],
+        })
+    }
+}
+
+/// Returns the floats of a vector.
+///
+/// # Safety
+///
+/// A live tensor in host memory whose data is complete, and stays for `'a`.
+unsafe fn floats_of<'a>(ggml: &Ggml, tensor: *const Tensor) -> Option<&'a [f32]> {
+    const F32: i32 = 0;
+    let layout = &ggml.layout;
+    // SAFETY: as the caller ensures.
+    unsafe {
+        let ne: [i64; 4] = layout.read(tensor, layout.ne);
+        let ty: i32 = layout.read(tensor, layout.ty);
+        let data: *const f32 = layout.read(tensor, layout.data);
+        let plain = ty == F32 && ne[1..] == [1; 3] && !data.is_null() && data.is_aligned();
+        plain.then(|| std::slice::from_raw_parts(data, ne[0].max(0) as usize))
+    }
+}

@@ -1,0 +1,512 @@
+//! The schedulers of the program, and what their graphs need after a switch.
+//!
+//! A program evaluates through a `ggml_backend_sched`. libllama keeps the graph of one
+//! evaluation for the next when both have the same shape:
+//!
+//! * On the CPU alone, a kept graph reads the descriptors of its weights in each
+//!   evaluation, so that it stays valid after a switch. The exceptions are a graph with
+//!   *views* of weights that are switched, because a view has a copy of the old type and address,
+//!   and the graphs of ik_llama.cpp: a node can read two weights, if they have one type.
+//! * With another backend, the graph was split for the weights of that moment: copies of
+//!   them were planned, captured graphs hold their addresses. It must be rebuilt. To split
+//!   it again from here, the drop-in would have to undo the scheduler's changes to it, save
+//!   its inputs, and repeat libllama's settings of single nodes. Instead the drop-in makes
+//!   libllama rebuild the graph: libllama keeps a graph only if its input tensors still
+//!   have the extents that the next batch needs; in ik_llama.cpp, if it still writes to the
+//!   cache of the context. Before libllama compares them, one of these fields is set to zero
+//!   ([`ComparedField`]).
+//!
+//! "Before libllama compares them" is when libllama reads the size of the buffer of its
+//! results, which it does at the start of every decode and at no other time between an
+//! evaluation and the next. The method is tried once, on the first graph that is kept, when
+//! nothing depends on it. Where it fails, tensors are switched when the program builds a
+//! graph of its own accord.
+//!
+//! Without swaps, this costs a few atomic operations per evaluation, a walk over each new
+//! graph, and one more graph in the life of a context that uses a GPU.
+
+use std::cell::Cell;
+use std::ffi::CString;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use crate::ggml::{self, Ggml, Graph, Sched};
+use crate::program::barrier::{self, ModelSet, SLOTS, Slot};
+use crate::program::graph::{self, Backends, ComparedField, GraphReads};
+use crate::program::models::{self, Model};
+use crate::program::{derived, own_cache};
+
+/// A scheduler of the program, or a backend that is used without one.
+#[derive(Clone, Copy)]
+pub struct Scheduler {
+    number: usize,
+    slot: &'static Slot,
+    state: &'static State,
+}
+
+/// What is known of a scheduler beside its [`Slot`].
+struct State {
+    ggml: AtomicPtr<Ggml>,
+    /// The generation that its graph was built for. Only a graph that is built sets it.
+    generation: AtomicU64,
+    /// [`FREES`] when its graph was built.
+    frees: AtomicU64,
+    /// The generation in which the program began the decode that may build a graph.
+    begun_in: AtomicU64,
+    /// Whether the compared field of the graph is set to zero.
+    invalidated: AtomicBool,
+    graph: Mutex<KeptGraph>,
+}
+
+/// What is known of the graph that a scheduler keeps. Used by the thread that evaluates.
+struct KeptGraph {
+    compared: Option<ComparedField>,
+    /// The tokens of the graph that was dropped with its compared field set to zero.
+    rebuilding: Option<i64>,
+    /// Whether it is known if the program rebuilds it.
+    tried: bool,
+}
+
+impl KeptGraph {
+    const NONE: KeptGraph = KeptGraph {
+        compared: None,
+        rebuilding: None,
+        tried: false,
+    };
+}
+
+impl State {
+    const fn new() -> State {
+        State {
+            ggml: AtomicPtr::new(std::ptr::null_mut()),
+            generation: AtomicU64::new(0),
+            frees: AtomicU64::new(0),
+            begun_in: AtomicU64::new(0),
+            invalidated: AtomicBool::new(false),
+            graph: Mutex::new(KeptGraph::NONE),
+        }
+    }
+}
+
+/// A graph that is about to be allocated.
+pub struct Allocated {
+    /// The graph.
+    pub graph: *mut Graph,
+    /// What it reads.
+    pub reads: GraphReads,
+    /// The backends that evaluate it.
+    pub backends: Backends,
+    /// Models that are complete since this graph reads their tensors.
+    pub complete: Vec<Arc<Model>>,
+}
+
+/// By the number of the slot.
+static STATES: [State; SLOTS] = [const { State::new() }; SLOTS];
+/// Counts evaluations.
+static EVALUATIONS: AtomicU64 = AtomicU64::new(0);
+/// Counts graphs that the program was made to rebuild.
+static REBUILT: AtomicU64 = AtomicU64::new(0);
+
+/// How long buffers on other machines wait for a moment between evaluations.
+const LONGEST_FREE: Duration = Duration::from_secs(1);
+/// Counts the moments at which buffers on other machines were freed: their servers drop the graphs
+/// that they keep.
+static FREES: AtomicU64 = AtomicU64::new(0);
+
+thread_local! {
+    /// The buffer whose size libllama read last on this thread.
+    static LAST_OUTPUT: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Returns the number of graphs that the program was made to rebuild.
+pub fn rebuilt() -> u64 {
+    REBUILT.load(Ordering::Relaxed)
+}
+
+/// Returns the number of evaluations.
+pub fn count() -> u64 {
+    EVALUATIONS.load(Ordering::Relaxed)
+}
+
+/// Counts what may have removed an obstacle: evaluations, and schedulers that became idle.
+pub fn activity() -> u64 {
+    count() + barrier::rests()
+}
+
+/// Frees the buffers on other machines that wait for it, between evaluations. If there is no such
+/// moment, they wait on, until the next attempt after an evaluation.
+pub fn free_remote() {
+    static FAILED_AFTER: AtomicU64 = AtomicU64::new(u64::MAX);
+    if !ggml::remote_waits() || FAILED_AFTER.load(Ordering::Relaxed) == activity() {
+        return;
+    }
+    // A server drops the graphs of all models that have tensors there.
+    let models = models::models();
+    let mut remote = ModelSet::default();
+    for model in models.iter().filter(|model| model.is_remote()) {
+        remote.extend(model.as_set());
+    }
+    let began = Instant::now();
+    let is_wanted = || began.elapsed() < LONGEST_FREE;
+    let freed = barrier::between_evaluations(remote, is_wanted, || {
+        ggml::free_remote();
+        FREES.fetch_add(1, Ordering::SeqCst);
+    });
+    if freed.is_err() {
+        FAILED_AFTER.store(activity(), Ordering::Relaxed);
+        log::info!(
+            "buffers of replaced tensors on other machines are not freed yet: they wait for a moment between evaluations"
+        );
+    }
+}
+
+/// Records that libllama read the size of a buffer, and begins the evaluation whose results
+/// the buffer holds.
+pub fn output_size_read(buffer: usize) {
+    LAST_OUTPUT.set(buffer);
+    let uses = |slot: &Slot| slot.output.load(Ordering::Relaxed) == buffer;
+    if let Some(scheduler) = Scheduler::all().find(|scheduler| uses(scheduler.slot)) {
+        scheduler.begin();
+        scheduler.invalidate_if_stale();
+    }
+}
+
+/// Forgets a buffer that is about to be freed.
+pub fn output_freed(buffer: usize) {
+    if LAST_OUTPUT.get() == buffer {
+        LAST_OUTPUT.set(0);
+    }
+    for slot in barrier::slots() {
+        let output = &slot.output;
+        let _ = output.compare_exchange(buffer, 0, Ordering::Relaxed, Ordering::Relaxed);
+    }
+}
+
+/// Finds out what a graph reads that was loaded from no file.
+///
+/// # Safety
+///
+/// The graph is live.
+unsafe fn find_others(ggml: &Ggml, reads: &mut GraphReads) {
+    if reads.others.is_empty() {
+        return;
+    }
+    let mut models: Vec<Arc<Model>> = Vec::new();
+    for weight in &reads.weights {
+        if let Some((model, _)) = models::find(weight.tensor)
+            && models.iter().all(|known| known.number != model.number)
+        {
+            models.push(model);
+        }
+    }
+    if let [model] = models.as_slice() {
+        // SAFETY: as the caller ensures.
+        unsafe { own_cache::find(model, &mut reads.cached) };
+    }
+    for &tensor in &reads.others {
+        // SAFETY: as the caller ensures.
+        let is_derived = unsafe { derived::is_known(ggml, tensor) };
+        if !is_derived && !own_cache::is_known(tensor) && !models::is_registered(tensor) {
+            // SAFETY: as the caller ensures.
+            let name = unsafe { graph::name(ggml, tensor) };
+            let name = CString::new(name).unwrap_or_default();
+            models.iter().for_each(|model| model.note_unknown(&name));
+        }
+    }
+}
+
+impl Scheduler {
+    /// Returns the scheduler at an address; `None` when there are too many.
+    pub fn of(ggml: &'static Ggml, key: usize) -> Option<Scheduler> {
+        if let Some(known) = Scheduler::find(key) {
+            return Some(known);
+        }
+        let number = barrier::claim(key, |number| {
+            let state = &STATES[number];
+            let ggml = std::ptr::from_ref(ggml).cast_mut();
+            state.ggml.store(ggml, Ordering::Relaxed);
+            let now = barrier::generation();
+            state.generation.store(now, Ordering::Relaxed);
+            state.begun_in.store(now, Ordering::Relaxed);
+            let frees = FREES.load(Ordering::SeqCst);
+            state.frees.store(frees, Ordering::Relaxed);
+        })?;
+        Some(Scheduler::at(number))
+    }
+
+    /// Returns the scheduler at an address, if it is known.
+    pub fn find(key: usize) -> Option<Scheduler> {
+        Scheduler::all().find(|scheduler| scheduler.slot.key() == key)
+    }
+
+    /// Returns the scheduler of every slot that was ever used.
+    pub fn all() -> impl Iterator<Item = Scheduler> {
+        (0..barrier::slots().len()).map(Scheduler::at)
+    }
+
+    fn at(number: usize) -> Scheduler {
+        Scheduler {
+            number,
+            slot: &barrier::slots()[number],
+            state: &STATES[number],
+        }
+    }
+
+    /// Returns its number, less than [`SLOTS`]; freed numbers are used again.
+    pub fn number(self) -> usize {
+        self.number
+    }
+
+    /// Whether its graph reads weights of any of these models.
+    pub fn reads(self, models: ModelSet) -> bool {
+        self.slot.reads(models)
+    }
+
+    /// Returns its copy of ggml.
+    pub fn ggml(self) -> &'static Ggml {
+        // SAFETY: stored before the key, from a reference that lives for ever.
+        unsafe { &*self.state.ggml.load(Ordering::Relaxed) }
+    }
+
+    /// Waits until its backends are done, as the program would.
+    pub fn synchronize(self) {
+        let sched = self.slot.key() as *mut Sched;
+        // SAFETY: called on the thread that evaluates with this scheduler.
+        unsafe { (self.ggml().f.ggml_backend_sched_synchronize)(sched) }
+        self.slot.in_flight.store(false, Ordering::SeqCst);
+    }
+
+    /// Begins a decode: a pending switch can go first.
+    fn begin(self) {
+        self.slot.begin(|| self.synchronize());
+        let now = barrier::generation();
+        self.state.begun_in.store(now, Ordering::Relaxed);
+    }
+
+    /// Drops the graph and begins a decode: the program will build another.
+    pub fn reset(self) {
+        {
+            let mut graph = self.state.graph.lock();
+            let invalidated = self.state.invalidated.swap(false, Ordering::Relaxed);
+            let tokens = graph.compared.take().map(|compared| compared.tokens);
+            graph.rebuilding = tokens.filter(|_| invalidated);
+        }
+        self.slot.keeps_graph.store(false, Ordering::SeqCst);
+        self.begin();
+    }
+
+    /// Forgets the scheduler, which is about to be freed. Its graph and its backends may be
+    /// gone: programs free them in any order, so nothing of them is touched.
+    pub fn forget(self) {
+        let _no_switch = barrier::hold();
+        self.state.invalidated.store(false, Ordering::Relaxed);
+        *self.state.graph.lock() = KeptGraph::NONE;
+        self.slot.release();
+    }
+
+    /// Enters a function of ggml that reads tensors, in the course of a decode.
+    pub fn enter(self) {
+        self.slot.enter();
+    }
+
+    /// Leaves a function of ggml; the decode goes on.
+    pub fn leave(self) {
+        self.slot.leave();
+    }
+
+    /// Leaves a function of ggml after which nothing runs.
+    pub fn rest(self) {
+        self.slot.rest();
+    }
+
+    /// Enters the evaluation. Returns whether its graph is valid.
+    pub fn enter_compute(self) -> bool {
+        let output = LAST_OUTPUT.get();
+        if output != 0 {
+            self.slot.output.store(output, Ordering::Relaxed);
+        }
+        self.slot.enter_compute();
+        own_cache::write_changed();
+        EVALUATIONS.fetch_add(1, Ordering::Relaxed);
+        self.restore_if_invalidated();
+        // Only a graph that is rebuilt takes the new generation: this one stays stale.
+        let keeps = self.slot.keeps_graph.load(Ordering::Relaxed);
+        let stale = keeps && (self.is_stale() || self.is_dropped());
+        if stale && !self.ends_with_compute() {
+            log::error!(
+                "failing an evaluation that was begun before a swap, because its graph mixes old and new tensors; the program's next graph is correct"
+            );
+            return false;
+        }
+        true
+    }
+
+    /// Whether an evaluation has ended when the function that computes it returns.
+    pub fn ends_with_compute(self) -> bool {
+        self.slot.stays_valid.load(Ordering::Relaxed)
+    }
+
+    /// Leaves an evaluation.
+    pub fn leave_compute(self) {
+        match self.ends_with_compute() {
+            true => self.slot.leave_ended(),
+            false => self.slot.leave_running(),
+        }
+    }
+
+    /// Enters a wait for the backends. Returns whether it is in the course of a decode.
+    pub fn enter_synchronize(self) -> bool {
+        self.slot.enter_if_begun()
+    }
+
+    /// Records that the program waited for the backends. Returns whether that ended an
+    /// evaluation.
+    pub fn synchronized(self) -> bool {
+        self.slot.in_flight.store(false, Ordering::SeqCst);
+        self.slot.has_returned()
+    }
+
+    /// Leaves a wait for the backends that ended an evaluation. With several copies of its inputs
+    /// (pipeline parallelism), libllama also waits between two parts of a batch.
+    pub fn leave_synchronize(self) {
+        let sched = self.slot.key() as *mut Sched;
+        // SAFETY: called on a thread that uses this scheduler.
+        let copies = unsafe { (self.ggml().f.ggml_backend_sched_get_n_copies)(sched) };
+        match copies > 1 {
+            true => self.slot.leave(),
+            false => self.slot.rest(),
+        }
+    }
+
+    /// Whether a switch since its graph was built may have made the graph invalid.
+    fn is_stale(self) -> bool {
+        let built_in = self.state.generation.load(Ordering::Relaxed);
+        match self.slot.stays_valid_unless_viewed.load(Ordering::Relaxed) {
+            true => built_in < barrier::viewed_in(),
+            false => built_in != barrier::generation(),
+        }
+    }
+
+    /// Whether a server on another machine may have dropped its graph.
+    fn is_dropped(self) -> bool {
+        !self.slot.stays_valid_unless_viewed.load(Ordering::Relaxed)
+            && self.state.frees.load(Ordering::Relaxed) != FREES.load(Ordering::SeqCst)
+    }
+
+    /// Makes libllama rebuild the graph if a switch happened since it was built or a server may
+    /// have dropped it, or once to find out whether it does.
+    fn invalidate_if_stale(self) {
+        let flag = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
+        if !flag(&self.slot.keeps_graph) || flag(&self.slot.stays_valid) {
+            return;
+        }
+        let graph = self.state.graph.lock();
+        let stale = self.is_stale() || self.is_dropped();
+        if let Some(field) = graph.compared
+            && (stale || barrier::is_pending() || !graph.tried)
+            && !flag(&self.state.invalidated)
+        {
+            let layout = &self.ggml().layout;
+            // SAFETY: the program keeps the graph, and its thread is here and not in it.
+            unsafe {
+                if layout.read::<i64>(field.tensor, field.offset) == field.value {
+                    layout.write(field.tensor, field.offset, 0i64);
+                    self.state.invalidated.store(true, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+
+    /// Restores the compared field: the program kept the graph all the same.
+    fn restore_if_invalidated(self) {
+        if !self.state.invalidated.swap(false, Ordering::Relaxed) {
+            return;
+        }
+        let mut graph = self.state.graph.lock();
+        if let Some(field) = graph.compared {
+            let layout = &self.ggml().layout;
+            // SAFETY: the program is about to evaluate the graph that it kept.
+            unsafe { layout.write(field.tensor, field.offset, field.value) };
+            graph.tried = true;
+            self.slot.can_rebuild.store(false, Ordering::SeqCst);
+        }
+    }
+
+    /// Records the graph that the scheduler is about to split and allocate, and whether it
+    /// keeps it.
+    ///
+    /// # Safety
+    ///
+    /// `sched` and `graph` are live and of this copy of ggml.
+    pub unsafe fn allocate(self, sched: *mut Sched, graph: *mut Graph, keeps: bool) -> Allocated {
+        let ggml = self.ggml();
+        // SAFETY: as the caller ensures.
+        let (mut reads, backends) = unsafe {
+            (
+                GraphReads::of(ggml, graph, models::may_be_registered()),
+                Backends::of(ggml, sched),
+            )
+        };
+        // SAFETY: as the caller ensures.
+        let found = unsafe {
+            let found = models::find_in_graph(&backends.devices, &mut reads.weights);
+            for &other in &found.others {
+                graph::note_other(ggml, other, &mut reads.others);
+            }
+            find_others(ggml, &mut reads);
+            found
+        };
+        // After that: the first graph of a model completes its registration.
+        let views_weights = reads
+            .viewed
+            .iter()
+            .any(|&viewed| models::is_registered(viewed));
+        let mut has_first_view = false;
+        for &viewed in &reads.viewed {
+            has_first_view |= models::note_view(viewed);
+        }
+        reads
+            .kept_views
+            .iter()
+            .copied()
+            .for_each(models::note_kept_view);
+        let mut known = self.state.graph.lock();
+        if let Some(tokens) = known.rebuilding.take() {
+            // Another number of tokens would have made a new graph anyway.
+            if reads.compared.is_some_and(|field| field.tokens == tokens) {
+                REBUILT.fetch_add(1, Ordering::Relaxed);
+                known.tried = true;
+                self.slot.can_rebuild.store(true, Ordering::SeqCst);
+            }
+        }
+        known.compared = reads.compared;
+        self.state.invalidated.store(false, Ordering::Relaxed);
+        let can_stay = backends.on_cpu && ggml.ops.fused.is_none();
+        let stays_valid = can_stay && !views_weights;
+        self.slot.stays_valid.store(stays_valid, Ordering::SeqCst);
+        let begun_in = self.state.begun_in.load(Ordering::Relaxed);
+        // A switch since the program began to build the graph did not know of its first views.
+        let were_views_known = !has_first_view || begun_in == barrier::generation();
+        let unless_viewed = &self.slot.stays_valid_unless_viewed;
+        unless_viewed.store(can_stay && were_views_known, Ordering::SeqCst);
+        self.slot.set_reads(found.reads);
+        // A view copied the type of its weight when the program made it.
+        let built_in = match views_weights {
+            true => begun_in,
+            false => barrier::generation(),
+        };
+        self.state.generation.store(built_in, Ordering::Relaxed);
+        let frees = FREES.load(Ordering::SeqCst);
+        self.state.frees.store(frees, Ordering::Relaxed);
+        self.slot.keeps_graph.store(keeps, Ordering::SeqCst);
+        Allocated {
+            graph,
+            reads,
+            backends,
+            complete: found.complete,
+        }
+    }
+}

@@ -1,0 +1,260 @@
+//! Expert streaming: experts of a model that is larger than memory are read from disk as soon
+//! as their layer is routed.
+
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use llama_sidecar::config::{Config, ExpertStream};
+use llama_sidecar::protocol::{Event, NoEffect, StreamFigures};
+use llama_sidecar::reload::free_memory;
+use llama_sidecar::stream::{Reader, Settings};
+use llama_sidecar::trace;
+use parking_lot::{Mutex, RwLock};
+
+use crate::process::journal;
+use crate::program::barrier::ModelSet;
+use crate::program::capability::{Capability, Effect};
+use crate::program::models::{Model, ModelTensor};
+use crate::program::routing::Routed;
+use crate::program::sched::Scheduler;
+use crate::program::{own_cache, routing};
+use crate::streaming::load;
+
+/// Whether layers of models that are freed were scheduled, and why no layer of others is.
+static EFFECT: Effect = Effect::of(NoEffect::STREAMING);
+
+/// Expert streaming, as a capability.
+pub struct Streaming;
+
+/// Why an evaluation scheduled no layer.
+const NOT_UNDERSTOOD: &str = "its graph was not understood, so its experts are read as without streaming: set LLAMA_SIDECAR_LOG=warn to see the operation, and report it with the version of llama.cpp";
+
+/// Why an evaluation scheduled no layer.
+const OWN_CACHE_READS: &str = "llama.cpp's own expert cache copies experts to the GPU, and they are read from disk as without streaming: start the program without --moe-cache-mib to stream them";
+
+/// The reader of a model.
+struct Stream {
+    /// The number of the model.
+    model: u64,
+    /// The set of the model.
+    set: ModelSet,
+    path: String,
+    reader: Reader,
+    /// Whether the journal has its start.
+    noted: AtomicBool,
+}
+
+/// The readers of models that the program has.
+static STREAMS: RwLock<Vec<Stream>> = RwLock::new(Vec::new());
+/// The figures of models that the program has freed, by path, with the number of the last one.
+static FREED: Mutex<BTreeMap<String, (u64, StreamFigures)>> = Mutex::new(BTreeMap::new());
+
+impl Capability for Streaming {
+    fn is_enabled(&self) -> bool {
+        Config::get().expert_stream.streams()
+    }
+
+    fn uses_routing(&self) -> bool {
+        self.is_enabled()
+    }
+
+    fn model_complete(&self, model: &Arc<Model>) {
+        if self.is_enabled() {
+            start(model);
+        }
+    }
+
+    fn model_freed(&self, model: &Model) {
+        let stream = {
+            let mut streams = STREAMS.write();
+            let at = streams
+                .iter()
+                .position(|stream| stream.model == model.number);
+            at.map(|at| streams.remove(at))
+        };
+        if let Some(stream) = stream {
+            if stream.reader.layers() > 0 {
+                EFFECT.note();
+            }
+            stream.add_to(&mut FREED.lock());
+        }
+    }
+
+    fn routed(&self, routed: &Routed<'_>) {
+        let streams = STREAMS.read();
+        let of_model = |stream: &&Stream| stream.model == routed.model.number;
+        if let Some(stream) = streams.iter().find(of_model)
+            && let Some(layer) = stream.reader.position(routed.layer)
+        {
+            let reader = &stream.reader;
+            reader.schedule(layer, routed.mapped, &routed.ids, routed.hidden);
+        }
+    }
+
+    fn evaluation_ended(&self, scheduler: Scheduler) {
+        for stream in STREAMS.read().iter() {
+            if !stream.noted.load(Ordering::Relaxed) && scheduler.reads(stream.set) {
+                stream.note_start();
+            }
+        }
+    }
+
+    fn finish(&self) {
+        // The process ends: a thread that holds the lock may never release it.
+        let (Some(streams), Some(freed)) = (STREAMS.try_read(), FREED.try_lock()) else {
+            return;
+        };
+        let mut by_path = freed.clone();
+        for stream in streams.iter() {
+            stream.add_to(&mut by_path);
+        }
+        for (model, figures) in by_path.into_values() {
+            journal::note(|| Event::Stream { model, figures });
+        }
+    }
+
+    fn no_effect(&self) -> Vec<NoEffect> {
+        let Some(streams) = STREAMS.try_read() else {
+            return Vec::new();
+        };
+        let is_idle = |stream: &Stream| stream.reader.layers() == 0;
+        match streams.iter().any(|stream| !is_idle(stream)) {
+            true => EFFECT.obstacles(),
+            false => EFFECT.missing(|| match streams.first() {
+                Some(stream) => format!(
+                    "nothing was streamed: {}: the CPU has computed no layer with routed experts; let the program generate a token, with experts on the CPU",
+                    stream.path
+                ),
+                None => "nothing was streamed: no evaluated model has routed experts".into(),
+            }),
+        }
+    }
+}
+
+impl Stream {
+    /// Adds its figures to those of earlier loads of the same path.
+    fn add_to(&self, figures: &mut BTreeMap<String, (u64, StreamFigures)>) {
+        let (model, sum) = figures.entry(self.path.clone()).or_default();
+        *model = self.model;
+        sum.add(&self.reader.counts());
+    }
+
+    /// Notes in the journal that layers are scheduled, or why none is. A first evaluation without
+    /// either gives no verdict: a GPU may compute long prompts.
+    fn note_start(&self) {
+        let obstacle = match self.reader.layers() {
+            1.. => None,
+            _ if routing::is_unknown() => Some(NOT_UNDERSTOOD),
+            _ if own_cache::exists() => Some(OWN_CACHE_READS),
+            _ => return,
+        };
+        self.noted.store(true, Ordering::Relaxed);
+        if let Some(obstacle) = obstacle {
+            log::warn!("{}: {obstacle}", self.path);
+        }
+        note_start(&self.path, obstacle.map(str::to_owned));
+    }
+}
+
+/// Makes a reader for a model whose experts are in the mapping of its files.
+fn start(model: &Arc<Model>) {
+    let Some(memory) = load::expert_memory(model) else {
+        return;
+    };
+    let path = model.files[0].gguf.source.path().display().to_string();
+    if let Some(obstacle) = memory.obstacle() {
+        log::warn!("{path}: {obstacle}");
+        if !model.kept_out.is_empty() {
+            log::warn!(
+                "{path}: {} expert tensors were kept out of faster buffers for nothing: start the program without --stream-experts",
+                model.kept_out.len()
+            );
+        }
+        note_start(&path, Some(obstacle.into()));
+        return;
+    }
+    load::finish(model);
+    let config = Config::get();
+    let settings = Settings {
+        always: config.expert_stream == ExpertStream::On,
+        predict: config.expert_stream_predict,
+        threads: Settings::default_threads(),
+        look_ahead_bytes: Settings::look_ahead_in(free_memory().map(|(bytes, _)| bytes)),
+    };
+    let files: Vec<_> = model.files.iter().map(|file| &file.gguf).collect();
+    let mapped = mapped(model);
+    match Reader::new(&files, settings, |expert| mapped.contains(&expert.tensor)) {
+        Ok(reader) => {
+            log::info!("streaming the routed experts of {path}");
+            read_hottest(&reader);
+            STREAMS.write().push(Stream {
+                model: model.number,
+                set: model.as_set(),
+                path,
+                reader,
+                noted: AtomicBool::new(false),
+            });
+        }
+        Err(error) => {
+            log::warn!(
+                "{path}: cannot stream its experts: {error}; the program reads them as without streaming"
+            );
+            note_start(&path, Some(format!("cannot stream its experts: {error}")));
+        }
+    }
+}
+
+/// Reads the most used experts of an earlier run ahead, in half of the free memory.
+fn read_hottest(reader: &Reader) {
+    let Some(path) = &Config::get().expert_stream_trace else {
+        return;
+    };
+    let bytes = free_memory().map_or(0, |(bytes, _)| bytes / 2);
+    match trace::read(path) {
+        Ok((_, trace)) => {
+            let experts = reader.request_hottest(&trace, bytes);
+            log::info!(
+                "reading the {experts} most used experts of {} ahead",
+                path.display()
+            );
+        }
+        Err(error) => log::error!(
+            "--stream-trace (LLAMA_EXPERT_STREAM_TRACE): {error}; no expert is read before its routing: write a trace with --expert-trace-output trace.json"
+        ),
+    }
+}
+
+/// Returns the tensors in the mapping of their file, counted through all files of the model.
+fn mapped(model: &Model) -> HashSet<usize> {
+    let lengths = model
+        .files
+        .iter()
+        .map(|file| file.gguf.header.tensors.len());
+    let before: Vec<usize> = lengths
+        .scan(0, |sum, len| Some(std::mem::replace(sum, *sum + len)))
+        .collect();
+    let is_mapped = |tensor: &&ModelTensor| tensor.instances.iter().any(|instance| instance.mapped);
+    let tensors = model.tensors.iter().filter(is_mapped);
+    tensors
+        .map(|tensor| before[tensor.file] + tensor.info)
+        .collect()
+}
+
+/// Returns the figures of a model, if its experts are streamed.
+pub fn figures(model: &Model) -> Option<StreamFigures> {
+    let streams = STREAMS.read();
+    let stream = streams.iter().find(|stream| stream.model == model.number)?;
+    Some(stream.reader.counts())
+}
+
+/// Notes in the journal whether the experts of a model are streamed.
+fn note_start(path: &str, obstacle: Option<String>) {
+    if let Some(obstacle) = &obstacle {
+        EFFECT.note_obstacle(format!("nothing was streamed: {path}: {obstacle}"));
+    }
+    journal::note_once(|| Event::StreamStart {
+        path: path.to_owned(),
+        obstacle,
+    });
+}

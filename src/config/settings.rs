@@ -1,0 +1,199 @@
+//! The settings of a process.
+
+use std::ffi::CString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use log::LevelFilter;
+
+/// The `LLAMA_POSTFETCH_*` settings.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PostFetch {
+    /// `LLAMA_POSTFETCH_ENABLE`.
+    pub enable: bool,
+    /// `LLAMA_POSTFETCH_FORCE_CPU`.
+    pub force_cpu: bool,
+    /// `LLAMA_POSTFETCH_BLOCK_ON_MISS`.
+    pub block_on_miss: bool,
+    /// `LLAMA_POSTFETCH_MAX_TRANSFERS`.
+    pub max_transfers: u32,
+    /// `LLAMA_POSTFETCH_SCRATCHPAD_MB`, in bytes; 0 for automatic.
+    pub scratchpad_bytes: u64,
+    /// `LLAMA_POSTFETCH_USE_DEDICATED_STREAMS`.
+    pub dedicated_streams: bool,
+    /// `LLAMA_POSTFETCH_CPU_LIMIT`.
+    pub cpu_limit: u32,
+    /// `LLAMA_POSTFETCH_PAGE_LOCK`.
+    pub page_lock: bool,
+    /// `LLAMA_POSTFETCH_CACHE_MB`, in bytes; 0 for none, and for `auto`.
+    pub cache_bytes: u64,
+    /// `LLAMA_POSTFETCH_CACHE_HALF_LIFE`.
+    pub cache_half_life: u32,
+    /// `LLAMA_POSTFETCH_SPIN_US`.
+    pub spin: Duration,
+    /// `LLAMA_POSTFETCH_DEBUG`.
+    pub debug: bool,
+}
+
+/// The settings of post-fetch in an unmodified program.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HostPostFetch {
+    /// `LLAMA_POSTFETCH_HOST`; [`Early::None`] also where another `LLAMA_POSTFETCH_*` variable
+    /// excludes the device.
+    pub early: Early,
+    /// `LLAMA_POSTFETCH_CACHE_MB`; `None` where experts do not stay on a device.
+    pub cache: Option<CacheSize>,
+    /// `LLAMA_POSTFETCH_CACHE_TRACE`.
+    pub cache_trace: Option<PathBuf>,
+    /// `LLAMA_POSTFETCH_CACHE_MISSES`.
+    pub cache_misses: Misses,
+    /// `LLAMA_POSTFETCH_CACHE_UPLOADS`; 0 for what an idle link copies.
+    pub cache_uploads: usize,
+    /// `LLAMA_POSTFETCH_LOOK_AHEAD`.
+    pub look_ahead: bool,
+    /// `LLAMA_POSTFETCH_HOST_PAGE_LOCK`.
+    pub page_lock: bool,
+}
+
+impl HostPostFetch {
+    /// Returns whether experts are copied early, or page-locked.
+    pub fn is_used(&self) -> bool {
+        self.early != Early::None || self.page_lock
+    }
+}
+
+/// Device memory in which experts stay.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CacheSize {
+    /// What the program leaves free.
+    Auto,
+    /// So many bytes.
+    Bytes(u64),
+}
+
+/// What computes routed experts that are not on the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Misses {
+    /// The CPU where it reads experts faster than the link copies them, else the device.
+    Auto,
+    /// The CPU, while the device computes the others.
+    Cpu,
+    /// The device, which waits for their copies.
+    Fetch,
+}
+
+/// Which routed experts are copied early in an unmodified program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Early {
+    /// None.
+    None,
+    /// Those that the program copies to a GPU.
+    Stock,
+    /// Also the down-projections of small batches.
+    Down,
+    /// All.
+    All,
+}
+
+/// When routed experts are read from disk as soon as routing is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExpertStream {
+    /// Never.
+    Off,
+    /// While experts are not in memory.
+    Auto,
+    /// Always.
+    On,
+}
+
+impl ExpertStream {
+    /// Returns whether experts may be read that way.
+    pub fn streams(self) -> bool {
+        self != ExpertStream::Off
+    }
+}
+
+/// The settings in force.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    /// `LLAMA_SIDECAR_HOTSWAP`; where it is not set, `LLAMA_HOTSWAP_ENABLED`.
+    pub hotswap: bool,
+    /// `LLAMA_HOTSWAP_POLL_MS`; `None` when files are checked only on request, as with rounds.
+    pub poll: Option<Duration>,
+    /// `LLAMA_HOTSWAP_QUIET_MS`.
+    pub quiet: Duration,
+    /// `LLAMA_HOTSWAP_CHECK`.
+    pub check_blocks: bool,
+    /// `LLAMA_SIDECAR_STRICT`.
+    pub strict: bool,
+    /// `LLAMA_SIDECAR_ROUNDS`; on also with [`Config::control_file`].
+    pub rounds: bool,
+    /// `LLAMA_HOTSWAP_CONTROL_FILE`.
+    pub control_file: Option<PathBuf>,
+    /// `LLAMA_HOTSWAP_STATUS_FILE`.
+    pub status_file: Option<PathBuf>,
+    /// `LLAMA_SIDECAR_CONTROL`.
+    pub control: Option<PathBuf>,
+    /// `LLAMA_EXPERT_TRACE_STATS`; on also with [`Config::trace_per_layer`].
+    pub trace_summary: bool,
+    /// `LLAMA_EXPERT_TRACE_NAMES`.
+    pub trace_names: bool,
+    /// `LLAMA_EXPERT_TRACE_PER_LAYER`.
+    pub trace_per_layer: bool,
+    /// `LLAMA_EXPERT_TRACE_TOP`; `None` for all.
+    pub trace_top: Option<usize>,
+    /// `LLAMA_EXPERT_TRACE_OUTPUT`.
+    pub trace_output: Option<PathBuf>,
+    /// `LLAMA_EXPERT_TRACE_EVERY_S`; `None` when the trace is written only at exit.
+    pub trace_every: Option<Duration>,
+    /// `LLAMA_EXPERT_TRACE_ROUTES`.
+    pub trace_routes: Option<PathBuf>,
+    /// `LLAMA_EXPERT_TRACE_WEIGHTS`.
+    pub trace_weights: bool,
+    /// `LLAMA_EXPERT_TRACE_SALIENCY`.
+    pub trace_saliency: Option<PathBuf>,
+    /// `LLAMA_EXPERT_STREAM`.
+    pub expert_stream: ExpertStream,
+    /// `LLAMA_EXPERT_STREAM_PREDICT`.
+    pub expert_stream_predict: bool,
+    /// `LLAMA_EXPERT_STREAM_TRACE`.
+    pub expert_stream_trace: Option<PathBuf>,
+    /// `LLAMA_POSTFETCH_*`.
+    pub postfetch: PostFetch,
+    /// `LLAMA_POSTFETCH_*`, in an unmodified program.
+    pub host_postfetch: HostPostFetch,
+    /// `LLAMA_SIDECAR_SPLIT`, checked and kept as text.
+    pub split: Option<CString>,
+    /// `LLAMA_SIDECAR_CPU_MOE`.
+    pub cpu_moe: bool,
+    /// `LLAMA_SIDECAR_OVERRIDE_TENSOR`, checked and kept as text.
+    pub override_tensor: Option<CString>,
+    /// `LLAMA_SIDECAR_STAGING_MB`, in bytes.
+    pub staging_bytes: u64,
+    /// `LLAMA_SIDECAR_MEMORY_MB`, in bytes; `None` for the free memory.
+    pub memory_bytes: Option<u64>,
+    /// `LLAMA_SIDECAR_JOURNAL`.
+    pub journal: Option<PathBuf>,
+    /// `LLAMA_SIDECAR_LOG`.
+    pub log: LevelFilter,
+    /// One sentence for each variable with a value that does not parse, or that has another
+    /// effect than its wording suggests.
+    pub rejected: Vec<String>,
+    /// One sentence for each variable that needs another one to have an effect in an unmodified
+    /// program.
+    pub without_effect: Vec<String>,
+}
+
+impl Config {
+    /// Returns whether a capability is on in an unmodified program.
+    pub fn is_used(&self) -> bool {
+        let streams = self.expert_stream.streams();
+        self.hotswap || self.traces() || streams || self.host_postfetch.is_used() || self.rounds
+    }
+
+    /// Returns whether expert use is counted.
+    pub fn traces(&self) -> bool {
+        let paths = [&self.trace_output, &self.trace_routes, &self.trace_saliency];
+        self.trace_summary || self.trace_names || paths.iter().any(|path| path.is_some())
+    }
+}
