@@ -123,15 +123,17 @@ fn the_wrapper_reports_evaluations_and_reloads_at_the_end() {
     assert_eq!(line, "");
     let (line, _) = last(&[
         "run",
-        "--postfetch",
-        "max-transfers=3",
+        "--set",
+        "LLAMA_POSTFETCH_MAX_TRANSFERS=3",
         "--dry-run",
         "--",
         "true",
     ]);
     assert_eq!(line, "true");
-    let (_, status) = last(&["run", "--postfetch", "nonsense=3", "--", "true"]);
-    assert_eq!(status.code(), Some(2));
+    for wrong in ["LLAMA_NONSENSE=3", "LLAMA_POSTFETCH_MAX_TRANSFERS=x"] {
+        let (_, status) = last(&["run", "--set", wrong, "--", "true"]);
+        assert_eq!(status.code(), Some(2), "{wrong}");
+    }
 }
 
 #[test]

@@ -20,9 +20,9 @@ use crate::launch::journal::{Events, Journal};
 pub struct RunOptions {
     #[command(flatten)]
     settings: Settings,
-    /// Set LLAMA_POSTFETCH_NAME, a setting of post-fetch.
-    #[arg(long, value_name = "NAME=VALUE", value_parser = postfetch)]
-    postfetch: Vec<Setting>,
+    /// Set a variable, also one without an option of its own.
+    #[arg(long, value_name = "NAME=VALUE", value_parser = setting)]
+    set: Vec<Setting>,
     /// Print the variables and the command, and do not run it.
     #[arg(long)]
     dry_run: bool,
@@ -302,7 +302,7 @@ fn variables(options: &RunOptions, preload: &Path) -> Vec<Setting> {
     }
     let mut all = vec![("LD_PRELOAD", list)];
     all.extend(options.settings.0.iter().cloned());
-    all.extend(options.postfetch.iter().cloned());
+    all.extend(options.set.iter().cloned());
     if Config::parse(|name| value_of(&all, name))
         .host_postfetch
         .page_lock
@@ -313,21 +313,15 @@ fn variables(options: &RunOptions, preload: &Path) -> Vec<Setting> {
     all
 }
 
-/// Parses a setting of post-fetch.
-fn postfetch(text: &str) -> Result<Setting, String> {
-    const PREFIX: &str = "LLAMA_POSTFETCH_";
-    let names = || {
-        let names = VARIABLES
-            .iter()
-            .filter_map(|of| of.name.strip_prefix(PREFIX));
-        let names: Vec<String> = names.map(str::to_lowercase).collect();
-        names.join(", ")
-    };
+/// Parses a variable and its value.
+fn setting(text: &str) -> Result<Setting, String> {
     let (name, value) = text
         .split_once('=')
-        .ok_or_else(|| format!("expected NAME=VALUE, with NAME one of {}", names()))?;
-    let wanted = format!("{PREFIX}{}", name.to_uppercase().replace('-', "_"));
-    let variable = VARIABLES.iter().find(|variable| variable.name == wanted);
-    let variable = variable.ok_or_else(|| format!("expected one of {} before '='", names()))?;
+        .ok_or("expected NAME=VALUE, as in LLAMA_HOTSWAP_CHECK=0")?;
+    let variable = VARIABLES.iter().find(|variable| variable.name == name);
+    let variable = variable.ok_or_else(|| {
+        let names: Vec<&str> = VARIABLES.iter().map(|variable| variable.name).collect();
+        format!("expected one of {} before '='", names.join(", "))
+    })?;
     Ok((variable.name, checked(variable, value)?.into()))
 }
