@@ -3,7 +3,6 @@
 mod abi;
 mod archs;
 mod bench;
-mod c_api_page;
 mod clean_root;
 mod cmake;
 mod dist;
@@ -68,7 +67,7 @@ enum Command {
         #[arg(long)]
         check: bool,
     },
-    /// Write include/llama_sidecar.h and docs/c-api-reference.md
+    /// Write include/llama_sidecar.h
     Header {
         /// Compare it only
         #[arg(long)]
