@@ -165,25 +165,6 @@ fn build_hosts_with(name: &str, flags: &[String]) -> Result<PathBuf> {
     Ok(build)
 }
 
-/// Builds the programs of earlier headers, to be run with the libraries in two folders.
-pub fn build_older(present: &Path, grown: &Path) -> Result<PathBuf> {
-    let fixtures_at = fixtures::make()?;
-    let build = target_folder()?.join("abi-programs");
-    configure_with(
-        "tests/abi",
-        &build,
-        &[
-            define("PRESENT", present),
-            define("GROWN", grown),
-            define("MODEL", &fixtures_at.join("smollm2.gguf")),
-            define("VARIANT", &fixtures_at.join("smollm2-mixed.gguf")),
-            define("MOE", &fixtures_at.join("moe.gguf")),
-        ],
-        &[],
-    )?;
-    Ok(build)
-}
-
 /// Builds the programs and libraries of `hosts/loader`.
 pub fn build_loader() -> Result<()> {
     let build = target_folder()?.join("hosts-loader");

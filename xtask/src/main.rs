@@ -13,7 +13,6 @@ mod install;
 mod llama_cpp;
 mod matrix;
 mod msrv;
-mod older;
 mod packaging;
 mod prose;
 mod report;
@@ -98,7 +97,7 @@ enum Command {
 #[derive(Args)]
 #[group(required = true, multiple = false)]
 struct Check {
-    /// Exported symbols, and programs built with earlier headers
+    /// Exported symbols
     #[arg(long)]
     abi: bool,
     /// The installed tree
@@ -224,7 +223,7 @@ impl Check {
         }
         type Run = fn() -> Result<()>;
         let checks: [(bool, Run); 10] = [
-            (self.abi, || abi::check().and_then(|()| older::check())),
+            (self.abi, abi::check),
             (self.package, packaging::check),
             (self.dist, clean_root::check),
             (self.report, report::check),

@@ -13,7 +13,7 @@ use testkit::slow_disk::{SlowDisk, Speed};
 use crate::install::{DebugInfo, install, target_folder};
 use crate::run::{command, exists, run};
 use crate::{
-    abi, archs, clean_root, cmake, fixtures, header, ik_llama_cpp, llama_cpp, matrix, msrv, older,
+    abi, archs, clean_root, cmake, fixtures, header, ik_llama_cpp, llama_cpp, matrix, msrv,
     packaging, prose, report, root, sanitize, toolchain,
 };
 
@@ -192,7 +192,6 @@ const CHECKS: &[Check] = &[
     },
     Check::new("C examples, top-level CMake", cmake::test_top_level),
     Check::new("exported symbols", abi::check),
-    Check::new("programs built with earlier headers, CTest", older::check),
     Check::new(
         "installed tree: DESTDIR, pkg-config, find_package",
         packaging::check,
