@@ -241,6 +241,13 @@ impl DropIn {
     }
 }
 
+/// The numbers of swapped and returned tensors of the only model, in the report of a reload.
+pub fn taken(reply: &Value) -> (u64, u64) {
+    assert_eq!(reply["ok"], true, "{reply}");
+    let count = |name: &str| reply["reports"][0][name].as_u64().expect("a count");
+    (count("swapped"), count("returned"))
+}
+
 /// Sends a command to a control socket and returns the answer.
 pub fn control(socket: &Path, command: &str) -> Value {
     request(socket, &serde_json::json!({"cmd": command}))
