@@ -3,7 +3,6 @@
 use std::collections::BTreeSet;
 use std::ffi::CString;
 use std::fs::File;
-use std::io::Write;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 
@@ -13,6 +12,7 @@ use llama_sidecar::model::{Model, Options};
 use llama_sidecar::stream::{Matrices, Reader, Settings};
 use llama_sidecar::trace::{Ids, LayerCounts, Snapshot};
 use tempfile::TempDir;
+use testkit::skipped;
 use testkit::writer::{F32, Gguf, Tensor};
 
 const EXPERTS: u32 = 8;
@@ -31,11 +31,6 @@ const PREDICTING: Settings = Settings {
     predict: true,
     ..ALWAYS
 };
-
-/// Reports why a test cannot run. `eprintln` would be captured.
-fn skipped(reason: &str) {
-    let _ = writeln!(std::io::stderr(), "test of streaming SKIPPED: {reason}");
-}
 
 /// A model file whose pages are not in memory.
 struct Fixture {
@@ -60,10 +55,9 @@ impl Fixture {
         let problem = match fixture.cached_pages() {
             Err(error) => format!("cachestat (Linux 6.5) failed: {error}"),
             Ok(_) if fixture.drop_cache() => return Some(fixture),
-            Ok(_) => format!(
-                "pages of {} stay in memory; set CARGO_TARGET_DIR to a folder on a disk",
-                fixture.path.display()
-            ),
+            Ok(_) => "pages of a file in the target folder stay in memory; \
+                set CARGO_TARGET_DIR to a folder on a disk"
+                .into(),
         };
         skipped(&problem);
         None
