@@ -139,7 +139,7 @@ pub fn build_hosts() -> Result<PathBuf> {
         "-p",
         "llama-sidecar-cli",
         "-p",
-        "testkit",
+        "slow-disk",
     ]))?;
     build_hosts_with("hosts-c", &[])
 }
