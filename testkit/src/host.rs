@@ -504,3 +504,13 @@ pub fn replace(path: &Path, by: &Path) {
     std::fs::copy(by, &beside).expect("free space");
     std::fs::rename(beside, path).expect("the same folder");
 }
+
+/// Replaces a file by another name of a file: no byte is copied, and the replaced one stays as it is
+/// under its other names.
+pub fn link(path: &Path, to: &Path) {
+    let beside = path.with_extension("new");
+    // A rename between two names of the same file does nothing.
+    let _ = std::fs::remove_file(&beside);
+    std::fs::hard_link(to, &beside).expect("the same file system");
+    std::fs::rename(beside, path).expect("the same folder");
+}
