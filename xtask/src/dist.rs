@@ -148,8 +148,12 @@ fn deb(folder: &Path, tree: &Path, glibc: Glibc, epoch: u64, to: &Path) -> Resul
     let sums = output(command("md5sum", &data).args(regular))?;
     fs::write(control.join("md5sums"), sums)?;
 
-    // Modes do not depend on the umask.
+    // Neither the umask nor the clock is in the package.
     run(command("chmod", &data).args(["-R", "u=rwX,go=rX", "."]))?;
+    run(command("find", &data)
+        .args([".", "-exec", "touch", "--no-dereference"])
+        .arg(format!("--date=@{epoch}"))
+        .args(["{}", "+"]))?;
     output(
         command("dpkg-deb", folder)
             .env("SOURCE_DATE_EPOCH", epoch.to_string())
