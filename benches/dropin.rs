@@ -13,7 +13,7 @@ use std::time::{Duration, Instant, SystemTime};
 use llama_sidecar::gguf::{Access, GgufFile, HeaderWriter};
 use serde_json::{Value, json};
 use testkit::fixtures::{cache, fixture};
-use testkit::host::{DropIn, Host, Program, preload_library};
+use testkit::host::{DropIn, Host, Program, link, preload_library};
 use testkit::median;
 
 fn main() {
@@ -234,10 +234,7 @@ impl Shards {
 
     /// Changes the file by a link: no byte is written, only the reload is measured.
     fn point_to(&self, version: usize) {
-        let beside = self.path.with_extension("new");
-        let _ = std::fs::remove_file(&beside);
-        std::fs::hard_link(&self.versions[version], &beside).expect("links are supported");
-        std::fs::rename(beside, &self.path).expect("the same folder");
+        link(&self.path, &self.versions[version]);
     }
 }
 

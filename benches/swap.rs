@@ -12,6 +12,7 @@ use llama_sidecar::device::{Device, HostDevice};
 use llama_sidecar::model::{Context, Model, Options, Placement};
 use llama_sidecar::reload::Report;
 use testkit::fixtures::cache;
+use testkit::host::link;
 use testkit::process::resident;
 use testkit::writer::{F16, Gguf, Q8_0};
 
@@ -45,10 +46,7 @@ impl Pair {
 
     /// Changes the file by a link: no byte is written, only the reload is measured.
     fn point_to(&self, version: usize) {
-        let beside = self.path.with_extension("new");
-        let _ = std::fs::remove_file(&beside);
-        std::fs::hard_link(&self.versions[version], &beside).expect("links are supported");
-        std::fs::rename(beside, &self.path).expect("the same folder");
+        link(&self.path, &self.versions[version]);
     }
 
     fn open(&self, placement: Placement) -> Arc<Model> {

@@ -154,30 +154,44 @@ static void lookups(const struct llama_model * model) {
     device.struct_size = sizeof(device);
     FAILS(llama_sidecar_device_get_info(model, 1, &device), LLAMA_SIDECAR_STATUS_NOT_FOUND,
           "device 1");
+}
 
-    // The library writes only the fields that both know: no byte after the struct of a program that
-    // was built with an older header, or after the fields of the library for a newer header. A
-    // struct smaller than that of version 0.1 is refused.
-    union {
-        struct llama_sidecar_tensor_info info;
-        unsigned char                    bytes[1024];
-    } room;
-    const size_t size_in_0_1 = 168;
-    memset(&room, 0xee, sizeof(room));
-    room.info.struct_size = size_in_0_1;
-    OK(llama_sidecar_tensor_get_info(model, 0, &room.info));
-    CHECK(room.info.struct_size == size_in_0_1 && room.info.index == 0);
-    for (size_t i = size_in_0_1; i < sizeof(room); i++) {
-        CHECK(room.bytes[i] == 0xee);
-    }
-    room.info.struct_size = sizeof(room);
-    OK(llama_sidecar_tensor_get_info(model, 0, &room.info));
-    for (size_t i = sizeof(room.info); i < sizeof(room); i++) {
-        CHECK(room.bytes[i] == 0xee);
-    }
-    room.info.struct_size = size_in_0_1 - 1;
-    FAILS(llama_sidecar_tensor_get_info(model, 0, &room.info), LLAMA_SIDECAR_STATUS_BAD_ARGUMENT,
-          "struct_size");
+// The library writes only the fields that both know: no byte after the struct of a program that was
+// built with an older header, or after the fields of the library for a newer header. A struct
+// smaller than that of version 0.1 is refused. `call` fills `room.known`.
+#define FILLS(type, size_in_0_1, call)                                           \
+    do {                                                                         \
+        union {                                                                  \
+            struct type   known;                                                 \
+            unsigned char bytes[1024];                                           \
+        } room;                                                                  \
+        const size_t sizes[]   = {(size_in_0_1), sizeof(room)};                  \
+        const size_t written[] = {(size_in_0_1), sizeof(room.known)};            \
+        for (int size = 0; size < 2; size++) {                                   \
+            memset(&room, 0xee, sizeof(room));                                   \
+            room.known.struct_size = sizes[size];                                \
+            OK(call);                                                            \
+            CHECK(room.known.struct_size == sizes[size]);                        \
+            for (size_t i = written[size]; i < sizeof(room); i++) {              \
+                CHECK(room.bytes[i] == 0xee);                                    \
+            }                                                                    \
+        }                                                                        \
+        room.known.struct_size = (size_in_0_1) - 1;                              \
+        FAILS(call, LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "struct_size");           \
+    } while (0)
+
+static void struct_sizes(const struct llama_model * model) {
+    FILLS(llama_sidecar_params, 56, llama_sidecar_default_params(&room.known));
+    FILLS(llama_sidecar_model_info, 80, llama_sidecar_model_get_info(model, &room.known));
+    FILLS(llama_sidecar_device_info, 120, llama_sidecar_device_get_info(model, 0, &room.known));
+    FILLS(llama_sidecar_metadata_info, 32, llama_sidecar_metadata_get_info(model, 0, &room.known));
+    FILLS(llama_sidecar_tensor_info, 168, llama_sidecar_tensor_get_info(model, 0, &room.known));
+    OK(llama_sidecar_tensor_load(model, 1));
+    FILLS(llama_sidecar_tensor_part, 48, llama_sidecar_tensor_get_part(model, 1, 0, &room.known));
+    FILLS(llama_sidecar_expert_name, 24,
+          llama_sidecar_expert_name_parse("blk.0.ffn_down_exps.weight", &room.known));
+    FILLS(llama_postfetch_params, 56, llama_postfetch_default_params(&room.known));
+    FILLS(llama_expert_stream_params, 16, llama_expert_stream_default_params(&room.known));
 }
 
 static void streams(const struct llama_model * model) {
@@ -238,6 +252,7 @@ int main(int argc, char ** argv) {
     CHECK(context != NULL);
     handles(model, context);
     lookups(model);
+    struct_sizes(model);
     moments(model, context);
     streams(model);
 

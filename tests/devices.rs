@@ -15,6 +15,7 @@ use proptest::test_runner::RngSeed;
 use support::Gpu;
 use tempfile::TempDir;
 use testkit::fixtures::fixture;
+use testkit::host::link;
 use testkit::writer::{F16, F32, Gguf, Q4_0, Q4_K, Q8_0};
 
 /// A model on disk, the same model open, and the devices it is on.
@@ -365,11 +366,7 @@ fn a_reload_of_more_than_may_be_staged_goes_in_whole_layers() {
 fn a_real_mixture_of_experts_on_three_devices() {
     let folder = tempfile::tempdir_in(testkit::fixtures::cache()).unwrap();
     let path = folder.path().join("model.gguf");
-    let place = |name: &str| {
-        let beside = folder.path().join("beside");
-        std::fs::hard_link(fixture(name), &beside).unwrap();
-        std::fs::rename(beside, &path).unwrap();
-    };
+    let place = |name: &str| link(&path, &fixture(name));
     place("moe.gguf");
     let options = Options {
         hotswap: true,

@@ -19,6 +19,7 @@ use tempfile::TempDir;
 use testkit::fixtures::fixture;
 use testkit::host::{built, preload_library, replace};
 use testkit::server::{llama, llama_cpp};
+use testkit::skipped;
 
 /// How long a program may take for what is waited for, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -864,7 +865,7 @@ fn bad_commands_and_files_evaluate_nothing() {
             });
             fs::remove_file(&control).expect("it is not taken");
         }
-        Err(error) => eprintln!("not tested without root: a file of another user: {error}"),
+        Err(error) => skipped(&format!("no file of another user without root: {error}")),
     }
     assert_eq!(rounds(&driver), 1);
 

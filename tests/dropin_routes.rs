@@ -14,6 +14,7 @@ use llama_sidecar::trace::{NOT_ROUTED, RouteReader, RouteRecord};
 use serde_json::Value;
 use testkit::fixtures::{cache, fixture};
 use testkit::host::{DropIn, Host, Program, built};
+use testkit::skipped;
 
 /// Routes to a path, with warnings and errors in the log.
 fn routes_to(path: &Path) -> DropIn {
@@ -156,8 +157,7 @@ fn routes_and_gate_weights_are_those_that_the_host_saw() {
 fn numpy_reads(path: &Path, shape: &[usize], ids: &[i16]) {
     let python = cache().join("venv/bin/python3");
     if !python.exists() {
-        println!("not read with numpy: {} is missing", python.display());
-        return;
+        return skipped("the fixtures have no numpy");
     }
     let script = "import sys, json, numpy; a = numpy.load(sys.argv[1]); \
         print(json.dumps([list(a.shape), a.ravel().tolist()]))";

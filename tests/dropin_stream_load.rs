@@ -10,6 +10,7 @@ use std::path::Path;
 use hosts::{TOKENS, copied, taken, traced};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, Transcript, replace};
+use testkit::skipped;
 
 /// Hot-swap and streaming on.
 fn streaming(variables: &[(&'static str, &str)]) -> DropIn {
@@ -60,7 +61,7 @@ fn a_load_reads_only_what_it_needs() {
     drop_pages(&path);
     let left = resident(&path);
     if left > 0.1 {
-        println!("skipped: the temporary folder keeps {left} of a file in memory (a tmpfs?)");
+        skipped("the temporary folder keeps files in memory (a tmpfs?)");
         return;
     }
     for program in [Program::C, Program::Node, Program::Python] {
@@ -101,7 +102,7 @@ fn a_swap_gives_what_a_fresh_start_gives() {
         let repacked = fresh(&variant, &hosts::on());
         assert_ne!(after.hashes, repacked.hashes, "other kernels");
     } else {
-        println!("not compared: without AVX2 the host repacks no type of the fixture");
+        skipped("without AVX2 the host repacks no type of the fixture");
     }
 
     let mut host = Host::start(Program::C, &path, &stream);

@@ -16,6 +16,7 @@ use serde_json::{Value, json};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, built, replace};
 use testkit::server::{Answer, Options, Request, Server, quantize};
+use testkit::skipped;
 
 /// A prompt in two parts; the text after the second depends on the first.
 const FRANCE: &str = "The capital of Spain is Madrid, of Italy Rome. The capital of France";
@@ -343,7 +344,7 @@ fn experts_outside_a_mapping_are_left_alone() {
             assert_eq!(layers(&server, 0), None, "{mode}");
             assert_eq!(server.logged(reason).len(), 1, "{mode}");
         } else {
-            println!("skipped: {mode}, because this process may not lock so much memory");
+            skipped("this process may not lock so much memory");
         }
         end(server);
     }
@@ -360,7 +361,7 @@ fn repacked_types_answer_as_without_repacking() {
             "other kernels"
         );
     } else {
-        println!("not compared: without AVX2 the server repacks no type of the fixture");
+        skipped("without AVX2 the server repacks no type of the fixture");
     }
     end(streams_as(&plain, "moe-mixed.gguf", &[]));
 }

@@ -28,6 +28,14 @@ fn written(file: &Gguf) -> (TempDir, PathBuf) {
     (folder, path)
 }
 
+fn opened(path: &Path, access: Access) -> Model {
+    let options = Options {
+        access,
+        ..Options::host()
+    };
+    Model::open(path, options).unwrap()
+}
+
 fn on(device: Arc<HostDevice>) -> Options {
     Options {
         devices: vec![HostDevice::new("host"), device],
@@ -80,14 +88,7 @@ fn tensors_are_read_in_place_on_demand_and_all_at_once() {
     let file = sample();
     let (_folder, path) = written(&file);
     for access in [Access::Map, Access::Read] {
-        let model = Model::open(
-            &path,
-            Options {
-                access,
-                ..Options::host()
-            },
-        )
-        .unwrap();
+        let model = opened(&path, access);
         for (index, tensor) in file.tensors.iter().enumerate() {
             let view = model.tensor(index);
             assert_eq!(model.name(index).to_str(), Ok(tensor.name.as_str()));
@@ -137,14 +138,7 @@ fn metadata_is_read_on_demand() {
     file.kvs.extend(vocabulary(1000));
     let (_folder, path) = written(&file);
     for access in [Access::Map, Access::Read] {
-        let model = Model::open(
-            &path,
-            Options {
-                access,
-                ..Options::host()
-            },
-        )
-        .unwrap();
+        let model = opened(&path, access);
         let value = |key: &str| model.value(model.key(key.as_bytes()).unwrap()).unwrap();
         assert_eq!(
             value("general.architecture"),

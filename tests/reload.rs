@@ -19,6 +19,7 @@ use parking_lot::Mutex;
 use support::Gpu;
 use tempfile::TempDir;
 use testkit::fixtures::fixture;
+use testkit::host::link;
 use testkit::writer::{F16, F32, Gguf, Q4_0, Q8_0};
 
 /// A model on disk, the same model open, and the device it is on.
@@ -704,12 +705,7 @@ fn real_models_swap_and_return() {
     ] {
         let folder = tempfile::tempdir_in(testkit::fixtures::cache()).unwrap();
         let path = folder.path().join("model.gguf");
-        // A link is a new name for the file: renaming over it leaves the fixture.
-        let place = |name: &str| {
-            let beside = folder.path().join("beside");
-            std::fs::hard_link(fixture(name), &beside).unwrap();
-            std::fs::rename(beside, &path).unwrap();
-        };
+        let place = |name: &str| link(&path, &fixture(name));
         place(model);
         let options = Options {
             hotswap: true,

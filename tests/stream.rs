@@ -3,7 +3,6 @@
 use std::collections::BTreeSet;
 use std::ffi::CString;
 use std::fs::File;
-use std::io::Write;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 
@@ -13,6 +12,7 @@ use llama_sidecar::model::{Model, Options};
 use llama_sidecar::stream::{Matrices, Reader, Settings};
 use llama_sidecar::trace::{Ids, LayerCounts, Snapshot};
 use tempfile::TempDir;
+use testkit::skipped;
 use testkit::writer::{F32, Gguf, Tensor};
 
 const EXPERTS: u32 = 8;
@@ -31,11 +31,6 @@ const PREDICTING: Settings = Settings {
     predict: true,
     ..ALWAYS
 };
-
-/// Reports why a test cannot run. `eprintln` would be captured.
-fn skipped(reason: &str) {
-    let _ = writeln!(std::io::stderr(), "test of streaming SKIPPED: {reason}");
-}
 
 /// A model file whose pages are not in memory.
 struct Fixture {
@@ -60,10 +55,9 @@ impl Fixture {
         let problem = match fixture.cached_pages() {
             Err(error) => format!("cachestat (Linux 6.5) failed: {error}"),
             Ok(_) if fixture.drop_cache() => return Some(fixture),
-            Ok(_) => format!(
-                "pages of {} stay in memory; set CARGO_TARGET_DIR to a folder on a disk",
-                fixture.path.display()
-            ),
+            Ok(_) => "pages of a file in the target folder stay in memory; \
+                set CARGO_TARGET_DIR to a folder on a disk"
+                .into(),
         };
         skipped(&problem);
         None
@@ -147,6 +141,11 @@ fn model(layers: u32) -> Gguf {
     })
 }
 
+/// The file of such a model; `None` where the test cannot run.
+fn fixture(layers: u32) -> Option<Fixture> {
+    Fixture::new(&model(layers))
+}
+
 /// Schedules a layer by its position for tokens with `used` experts each.
 fn schedule(reader: &Reader, layer: usize, used: usize, ids: &[i32], hidden: Option<&[f32]>) {
     let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_ne_bytes()).collect();
@@ -162,9 +161,7 @@ fn schedule(reader: &Reader, layer: usize, used: usize, ids: &[i32], hidden: Opt
 
 #[test]
 fn exactly_the_pages_of_routed_experts_are_read() {
-    let Some(fixture) = Fixture::new(&model(3)) else {
-        return;
-    };
+    let Some(fixture) = fixture(3) else { return };
     let reader = fixture.reader(|_| ());
     schedule(&reader, 1, 2, &[0, 5], None);
     schedule(&reader, 2, 1, &[7], None);
@@ -185,9 +182,7 @@ fn exactly_the_pages_of_routed_experts_are_read() {
 
 #[test]
 fn matrices_that_are_left_out_are_not_read() {
-    let Some(fixture) = Fixture::new(&model(1)) else {
-        return;
-    };
+    let Some(fixture) = fixture(1) else { return };
     let reader = fixture.reader(|_| ());
     let mut down = Matrices::default();
     down.insert(Projection::Down);
@@ -209,9 +204,7 @@ fn matrices_that_are_left_out_are_not_read() {
 /// Where a program computes a graph in parts, each part has matrices of its own.
 #[test]
 fn parts_of_a_layer_count_once() {
-    let Some(fixture) = Fixture::new(&model(2)) else {
-        return;
-    };
+    let Some(fixture) = fixture(2) else { return };
     let reader = fixture.reader(|_| ());
     let ids: Vec<u8> = (0..EXPERTS as i32).flat_map(i32::to_ne_bytes).collect();
     let ids = Ids {
@@ -244,9 +237,7 @@ fn parts_of_a_layer_count_once() {
 
 #[test]
 fn ids_that_are_no_experts_are_ignored() {
-    let Some(fixture) = Fixture::new(&model(2)) else {
-        return;
-    };
+    let Some(fixture) = fixture(2) else { return };
     let reader = fixture.reader(|_| ());
     let ids = [-1, i32::MIN, i32::MAX, EXPERTS as i32, 4096, 2];
     schedule(&reader, 0, ids.len(), &ids, None);
@@ -277,9 +268,7 @@ fn experts_that_only_some_matrices_have_are_read() {
 
 #[test]
 fn a_batch_that_uses_most_experts_reads_the_next_layer() {
-    let Some(fixture) = Fixture::new(&model(3)) else {
-        return;
-    };
+    let Some(fixture) = fixture(3) else { return };
     let reader = fixture.reader(|_| ());
     schedule(&reader, 0, 3, &[0, 1, 2, 3, 4, 5], None);
     reader.finish();
@@ -339,9 +328,7 @@ fn the_experts_of_the_next_router_are_read() {
 /// The most used experts of a trace are read without a layer that is routed, as many as fit.
 #[test]
 fn the_most_used_experts_of_a_trace_are_read() {
-    let Some(fixture) = Fixture::new(&model(2)) else {
-        return;
-    };
+    let Some(fixture) = fixture(2) else { return };
     let counts = |layer, experts: [u64; EXPERTS as usize]| LayerCounts {
         layer,
         tokens: 9,
@@ -375,9 +362,7 @@ fn the_most_used_experts_of_a_trace_are_read() {
 
 #[test]
 fn matrices_that_were_left_out_are_not_read_for_a_guess() {
-    let Some(fixture) = Fixture::new(&model(2)) else {
-        return;
-    };
+    let Some(fixture) = fixture(2) else { return };
     let reader = fixture.reader(|_| ());
     let none = Ids {
         bytes: &[],
@@ -419,9 +404,7 @@ fn sparse(folder: &TempDir, file: &Gguf, hole: u64) -> Option<GgufFile> {
 
 #[test]
 fn threads_schedule_at_once() {
-    let Some(fixture) = Fixture::new(&model(4)) else {
-        return;
-    };
+    let Some(fixture) = fixture(4) else { return };
     let reader = fixture.reader(|settings| settings.threads = 3);
     std::thread::scope(|scope| {
         for thread in 0..2 {
@@ -454,9 +437,7 @@ fn rest(reader: &Reader) {
 
 #[test]
 fn a_reader_rests_until_a_page_fault_waits_for_the_disk() {
-    let Some(fixture) = Fixture::new(&model(1)) else {
-        return;
-    };
+    let Some(fixture) = fixture(1) else { return };
     let reader = fixture.reader(|settings| settings.always = false);
     rest(&reader);
     assert!(fixture.drop_cache());
@@ -520,9 +501,7 @@ fn a_page_fault_of_another_file_costs_one_pass() {
 
 #[test]
 fn a_reader_rests_until_a_sample_has_missing_pages() {
-    let Some(fixture) = Fixture::new(&model(1)) else {
-        return;
-    };
+    let Some(fixture) = fixture(1) else { return };
     let reader = fixture.reader(|settings| settings.always = false);
     rest(&reader);
     let works_again = |_| {
@@ -537,9 +516,7 @@ fn a_reader_rests_until_a_sample_has_missing_pages() {
 
 #[test]
 fn a_reader_that_always_checks_does_not_rest() {
-    let Some(fixture) = Fixture::new(&model(1)) else {
-        return;
-    };
+    let Some(fixture) = fixture(1) else { return };
     let reader = fixture.reader(|_| ());
     for _ in 0..50 {
         schedule(&reader, 0, 1, &[0], None);
@@ -550,9 +527,7 @@ fn a_reader_that_always_checks_does_not_rest() {
 
 #[test]
 fn a_truncated_file_stops_the_reader() {
-    let Some(fixture) = Fixture::new(&model(4)) else {
-        return;
-    };
+    let Some(fixture) = fixture(4) else { return };
     let reader = fixture.reader(|_| ());
     schedule(&reader, 0, 1, &[0], None);
     let file = File::options().write(true).open(&fixture.path).unwrap();
@@ -641,9 +616,7 @@ fn routers_that_do_not_fit_into_memory_are_an_error() {
 
 #[test]
 fn a_reader_with_many_threads_finishes() {
-    let Some(fixture) = Fixture::new(&model(2)) else {
-        return;
-    };
+    let Some(fixture) = fixture(2) else { return };
     let reader = fixture.reader(|settings| settings.threads = 1000);
     schedule(&reader, 1, 1, &[4], None);
     reader.finish();
@@ -652,9 +625,7 @@ fn a_reader_with_many_threads_finishes() {
 
 #[test]
 fn a_forked_child_can_use_and_drop_a_reader() {
-    let Some(fixture) = Fixture::new(&model(2)) else {
-        return;
-    };
+    let Some(fixture) = fixture(2) else { return };
     let reader = fixture.reader(|_| ());
     schedule(&reader, 0, 1, &[0], None);
     let ids = 1i32.to_ne_bytes();
@@ -748,9 +719,7 @@ fn read_uncounted(fixture: &Fixture, reader: &Reader) -> u64 {
 
 #[test]
 fn pages_that_the_user_may_not_count_are_probed() {
-    let Some(fixture) = Fixture::new(&model(2)) else {
-        return;
-    };
+    let Some(fixture) = fixture(2) else { return };
     let reader = std::thread::scope(|scope| {
         let made = scope.spawn(|| {
             // SAFETY: changes the user of file accesses for this thread and those that it starts;
@@ -771,9 +740,7 @@ fn pages_that_the_user_may_not_count_are_probed() {
 
 #[test]
 fn experts_in_an_overlay_are_read() {
-    let Some(fixture) = Fixture::new(&model(2)) else {
-        return;
-    };
+    let Some(fixture) = fixture(2) else { return };
     let empty = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let overlay = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let lower = fixture.path.parent().unwrap().display().to_string();

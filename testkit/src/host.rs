@@ -241,6 +241,13 @@ impl DropIn {
     }
 }
 
+/// The numbers of swapped and returned tensors of the only model, in the report of a reload.
+pub fn taken(reply: &Value) -> (u64, u64) {
+    assert_eq!(reply["ok"], true, "{reply}");
+    let count = |name: &str| reply["reports"][0][name].as_u64().expect("a count");
+    (count("swapped"), count("returned"))
+}
+
 /// Sends a command to a control socket and returns the answer.
 pub fn control(socket: &Path, command: &str) -> Value {
     request(socket, &serde_json::json!({"cmd": command}))
@@ -495,5 +502,15 @@ pub struct Transcript {
 pub fn replace(path: &Path, by: &Path) {
     let beside = path.with_extension("new");
     std::fs::copy(by, &beside).expect("free space");
+    std::fs::rename(beside, path).expect("the same folder");
+}
+
+/// Replaces a file by another name of a file: no byte is copied, and the replaced one stays as it is
+/// under its other names.
+pub fn link(path: &Path, to: &Path) {
+    let beside = path.with_extension("new");
+    // A rename between two names of the same file does nothing.
+    let _ = std::fs::remove_file(&beside);
+    std::fs::hard_link(to, &beside).expect("the same file system");
     std::fs::rename(beside, path).expect("the same folder");
 }

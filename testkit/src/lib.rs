@@ -35,6 +35,25 @@ pub mod sim_ggml;
 pub mod slow_disk;
 pub mod writer;
 
+use std::fs::File;
+use std::io::Write;
+
+/// Names the file to which [`skipped`] adds its reasons: `cargo xtask test` sums them up.
+pub const SKIPPED: &str = "SIDECAR_SKIPPED";
+
+/// Reports why a test, or a part of it, does not run on this machine.
+pub fn skipped(reason: &str) {
+    // `eprintln` would be captured.
+    let _ = writeln!(std::io::stderr(), "SKIPPED: {reason}");
+    if let Some(file) = std::env::var_os(SKIPPED) {
+        let file = File::options().append(true).create(true).open(file);
+        let mut file = file.expect("the folder of the file exists");
+        // In one call: tests run at the same time.
+        let written = file.write_all(format!("{reason}\n").as_bytes());
+        written.expect("free space");
+    }
+}
+
 /// Whether the long form of the tests was requested: `cargo xtask check --long` sets
 /// `SIDECAR_LONG_TESTS`.
 pub fn long_tests() -> bool {

@@ -252,11 +252,6 @@ impl Server {
         &self.socket
     }
 
-    /// Path of its log.
-    pub fn log_path(&self) -> &Path {
-        &self.log
-    }
-
     /// Sends a request to the control socket and returns the answer.
     pub fn control(&self, command: &str) -> Value {
         control(&self.socket, command)

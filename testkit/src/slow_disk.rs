@@ -1,7 +1,7 @@
 //! An emulated disk: a file system with one read-only file, whose reads take the time that a disk
 //! of a chosen latency and bandwidth would take.
 //!
-//! The program `slow-disk` serves it through FUSE. It is a process of its own: a process that
+//! The program `tests/slow-disk` serves it through FUSE. It is a process of its own: a process that
 //! reads a page of a file that it serves itself waits forever.
 //!
 //! Modules, top to bottom:
@@ -12,11 +12,11 @@
 //! | `control`, `fuse` | memory shared with that program; the FUSE protocol |
 
 mod control;
-mod fuse;
-mod server;
 
+use std::ffi::CString;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -25,11 +25,10 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use crate::host::built;
-use control::{Control, SharedControl};
-pub use server::serve;
+pub use control::{Control, SharedControl};
 
 /// Name of the file on the disk.
-const FILE: &str = "model.gguf";
+pub const FILE: &str = "model.gguf";
 
 /// What is between a read and its answer.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -171,10 +170,18 @@ impl Drop for SlowDisk {
         // The end of its input ends the program, as when this process is killed.
         drop(self.server.stdin.take());
         let _ = self.server.wait();
-        fuse::unmount(&mount_point(self.folder.path()));
+        unmount(&mount_point(self.folder.path()));
     }
 }
 
-fn mount_point(folder: &Path) -> PathBuf {
+/// Where a disk is mounted below its folder.
+pub fn mount_point(folder: &Path) -> PathBuf {
     folder.join("disk")
+}
+
+/// Unmounts what is mounted on a folder, also while files on it are open.
+pub fn unmount(folder: &Path) {
+    let folder = CString::new(folder.as_os_str().as_bytes()).expect("a path has no NUL");
+    // SAFETY: a string that ends with a NUL.
+    unsafe { libc::umount2(folder.as_ptr(), libc::MNT_DETACH) };
 }

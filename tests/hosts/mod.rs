@@ -12,6 +12,7 @@ use std::sync::Mutex;
 use llama_sidecar::gguf::{Access, GgufFile};
 use serde_json::Value;
 use testkit::fixtures::{cache, fixture};
+pub use testkit::host::taken;
 use testkit::host::{DropIn, Host, Program, Transcript, replace};
 
 /// Tokens of a text.
@@ -77,14 +78,6 @@ fn write_fresh(program: Program, path: &Path) -> Transcript {
     assert_eq!(text.hashes.len(), TOKENS, "a hash for each step");
     assert_eq!(host.end(), Some(0));
     text
-}
-
-/// The numbers of swapped and returned tensors of the only model.
-pub fn taken(report: &Value) -> (u64, u64) {
-    assert_eq!(report["ok"], true, "{report}");
-    let report = &report["reports"][0];
-    let count = |name: &str| report[name].as_u64().expect("a count");
-    (count("swapped"), count("returned"))
 }
 
 /// Swaps a file for a variant while a host runs, and back.

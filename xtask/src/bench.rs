@@ -20,41 +20,30 @@ const BENCHES: [Bench; 9] = [
     Bench {
         name: "load",
         heading: "Opening and loading",
-        note: "`load_all` reads through the page cache: it causes no page faults on the source, and a truncated \
-file cannot end the process. Copying from a mapping that is already in the page tables can be \
-faster. Linux zeroes a huge page towards the address that is used first, and zeroing it from its end to \
-its start takes twice as long. `load_all` therefore has each huge page allocated at its last address, \
-right before it reads into the page. Without that, and all else equal, in the run before: 15.1 ms of \
-CPU time for smollm2.gguf (56 % of the limit) and 67.6 ms for moe.gguf (105 %). A second run of both had \
-90 % of the limit and 94 % of its CPU time for smollm2.gguf, without it 75 % and 59 %. The copy of the peer \
-varies with where its threads begin within huge pages. A file in the page cache in pages of 4 KB, as a \
-program leaves it that writes small pieces, takes longer to read: 20.7 ms for smollm2.gguf, and 25.6 ms \
-without. Opening: half of the time is the walk over the lengths of 98,000 strings, and 0.13 ms is mapping \
-the header and unmapping it. The rows were measured while other processes used both cores. An idle drop-in has 1,513 relative relocations \
-in 15 pages, and needs no library that `true` has not; before, 10,410 in 60 pages, libgcc_s and libm. A \
-program that starts `true` 2,000 times with each in turn shows 0.10 ms added and 74 page faults (before: \
-0.44 ms and 140; an empty library: 0.04 ms and 57). These rows, too, were measured while other \
-processes used both cores.",
+        note: "`load_all` reads through the page cache: it causes no page faults on the source, and a truncated file \
+cannot end the process. Copying from a mapping that is already in the page tables can be faster. \
+Linux zeroes a huge page towards the address that is used first, which takes half as long as zeroing \
+it from its end to its start; `load_all` therefore has each huge page allocated at its last address, \
+right before it reads into the page. A file in the page cache in pages of 4 KB takes longer to read. \
+Half of the time of opening is the walk over the lengths of 98,000 strings. The rows were measured \
+while other processes used both cores.",
     },
     Bench {
         name: "swap",
         heading: "Hot-swap in link mode",
         note: "The switch does the same work for both sizes. The larger reload has just moved 800 MiB through the \
-caches, so its few pointers come from memory. It also takes much longer, so its longest wait is the \
-maximum over more evaluations. With eight threads on two cores, the longest wait is that of an \
-evaluation queued behind seven others: while a switch waits for running evaluations, new ones wait, \
-too.",
+caches, so its few pointers come from memory, and its longest wait is the maximum over more \
+evaluations. With eight threads on two cores, the longest wait is that of an evaluation queued behind \
+seven others.",
     },
     Bench {
         name: "dropin",
         heading: "The drop-in",
-        note: "The program is `hosts/c/host.c`, linked with the libraries of the npm package (CPU only). Compare \
-the rows of the drop-in with the row of the second process without it: smaller differences are \
-noise on this machine. The target of a swap, 50 times faster than a restart, applies to a model \
-that is much larger than the tensor. The tensor of 113 MB is more than half of its model, so a \
-restart of the C program moves hardly more bytes than the swap; this row misses the target. Most of \
-that swap's time is the allocation of new memory: between 33 ms, with huge pages that the machine \
-had in use before, and 260 ms, when the virtual machine gets new memory. The rows of overlays were \
+        note: "The program is `hosts/c/host.c`, linked with the libraries of the npm package (CPU only). Compare the \
+rows of the drop-in with the row of the second process without it: smaller differences are noise. The \
+target of a swap, 50 times faster than a restart, applies to a model that is much larger than the \
+tensor: the tensor of 113 MB is more than half of its model, and most of its swap is the allocation \
+of new memory. An idle drop-in needs no library that `true` has not. The rows of overlays were \
 measured while other processes used both cores.",
     },
     Bench {
@@ -66,10 +55,9 @@ measured while other processes used both cores.",
         name: "postfetch",
         heading: "Post-fetch",
         note: "The simulated link has the speed of PCIe 4.0 x8: 13 GB/s from page-locked memory, 6 GB/s from \
-pageable memory, and a fixed cost of 5 us for each copy. Its copies use no core, like a copy \
-engine, and move no bytes (the tests move and compare them). The figures show the cost of the \
-scheduler, not the behaviour of a GPU. Waking a sleeping thread costs the caller 5 to 14 us on this \
-virtual machine.",
+pageable memory, and a fixed cost of 5 us for each copy. Its copies use no core and move no bytes \
+(the tests move and compare them). The figures show the cost of the scheduler, not the behaviour of a \
+GPU. Waking a sleeping thread costs the caller 5 to 14 us on this virtual machine.",
     },
     Bench {
         name: "postfetch_host",
@@ -84,14 +72,17 @@ so a prompt uses nearly all experts.",
     Bench {
         name: "expert_cache",
         heading: "Experts that stay on the device",
-        note: "No GPU was measured: the program and the simulated GPU are those of the section before. The first two models have \
-8 layers, slots for a tenth of the experts, and routes that are made: each expert has the place, among the \
-experts of its layer by their last use, that gives an LRU of each size the published share of hits. The last model \
-is the test model of 30 layers, whose router is random; its routes are those of a text that it wrote. Stock's CPU \
-reads experts at the speed of the row (see the table of the section before); the GPU has the rest of the model. The \
-bound is the longer of the misses' bytes over the link and the products of experts on the GPU; attention, launches, \
-latencies and waits come on top of it. The share of hits includes the first tokens, in which the slots fill; it \
-equals, to the look-up, that of a simulated LRU over the same routes.",
+        note: "No GPU was measured: the program and the simulated GPU are those of the section before. The first two \
+models have 8 layers, slots for a tenth of the experts, and generated routes, in which an LRU of each \
+size has the published share of hits. The last model is the test model of 30 layers, whose router is \
+random; its routes are those of a text that it wrote. Stock's CPU reads experts at the speed of the \
+row (see the table of the section before); the GPU has the rest of the model. The bound is the longer \
+of the misses' bytes over the link and the products of experts on the GPU; attention, launches, \
+latencies and waits come on top of it. The share of hits includes the first tokens, in which the \
+slots fill; it equals that of a simulated LRU over the same routes. `slots`: misses are fetched. The \
+last columns: misses are computed on the CPU, and one or two of a layer are copied for later \
+(`LLAMA_POSTFETCH_CACHE_UPLOADS`); the CPU keeps its speed while the link copies, which a machine \
+whose memory is busy does not. These columns vary by up to 15 % between runs.",
     },
     Bench {
         name: "stream",

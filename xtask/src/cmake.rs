@@ -138,7 +138,7 @@ pub fn build_hosts() -> Result<PathBuf> {
         "-p",
         "llama-sidecar-cli",
         "-p",
-        "testkit",
+        "slow-disk",
     ]))?;
     build_hosts_with("hosts-c", &[])
 }
@@ -160,25 +160,6 @@ fn build_hosts_with(name: &str, flags: &[String]) -> Result<PathBuf> {
             define("PRELOAD", &preload()?),
         ],
         flags,
-    )?;
-    Ok(build)
-}
-
-/// Builds the programs of earlier headers, to be run with the libraries in two folders.
-pub fn build_older(present: &Path, grown: &Path) -> Result<PathBuf> {
-    let fixtures_at = fixtures::make()?;
-    let build = target_folder()?.join("abi-programs");
-    configure_with(
-        "tests/abi",
-        &build,
-        &[
-            define("PRESENT", present),
-            define("GROWN", grown),
-            define("MODEL", &fixtures_at.join("smollm2.gguf")),
-            define("VARIANT", &fixtures_at.join("smollm2-mixed.gguf")),
-            define("MOE", &fixtures_at.join("moe.gguf")),
-        ],
-        &[],
     )?;
     Ok(build)
 }

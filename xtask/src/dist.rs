@@ -116,10 +116,9 @@ fn tar(folder: &Path, entry: &str, epoch: u64, to: &Path) -> Result<()> {
 
 /// Makes a package for dpkg from the installed tree, which it changes.
 fn deb(folder: &Path, tree: &Path, glibc: Glibc, epoch: u64, to: &Path) -> Result<()> {
-    let (data, control) = (folder.join("data"), folder.join("control"));
+    let data = folder.join("data");
     let usr = data.join("usr");
     fs::create_dir_all(&data)?;
-    fs::create_dir_all(&control)?;
     fs::rename(tree, &usr)?;
     // Where Debian differs: compressed man pages, another folder for zsh, the licence's file.
     let man = usr.join("share/man/man1");
@@ -135,6 +134,8 @@ fn deb(folder: &Path, tree: &Path, glibc: Glibc, epoch: u64, to: &Path) -> Resul
     for file in &files {
         kib += fs::symlink_metadata(data.join(file))?.len().div_ceil(1024);
     }
+    let control = data.join("DEBIAN");
+    fs::create_dir_all(&control)?;
     let template = fs::read_to_string(root().join("packaging/debian/control.in"))?;
     let text = template
         .replace("@VERSION@", VERSION)
@@ -147,31 +148,20 @@ fn deb(folder: &Path, tree: &Path, glibc: Glibc, epoch: u64, to: &Path) -> Resul
     let sums = output(command("md5sum", &data).args(regular))?;
     fs::write(control.join("md5sums"), sums)?;
 
-    let mut members = vec![("debian-binary", b"2.0\n".to_vec())];
-    for name in ["control", "data"] {
-        let archive = folder.join("member");
-        tar(&folder.join(name), ".", epoch, &archive)?;
-        let member = match name {
-            "control" => "control.tar.gz",
-            _ => "data.tar.gz",
-        };
-        members.push((member, fs::read(archive)?));
-    }
-    Ok(fs::write(to, ar(&members, epoch))?)
-}
-
-/// The format of `ar`, with names as Debian writes them.
-fn ar(members: &[(&str, Vec<u8>)], epoch: u64) -> Vec<u8> {
-    let mut archive = b"!<arch>\n".to_vec();
-    for (name, bytes) in members {
-        let (owner, mode, size) = (0, "100644", bytes.len());
-        let header = format!("{name:<16}{epoch:<12}{owner:<6}{owner:<6}{mode:<8}{size:<10}`\n");
-        archive.extend(header.as_bytes());
-        archive.extend(bytes);
-        // Members begin at even places.
-        archive.resize(archive.len().next_multiple_of(2), b'\n');
-    }
-    archive
+    // Neither the umask nor the clock is in the package.
+    run(command("chmod", &data).args(["-R", "u=rwX,go=rX", "."]))?;
+    run(command("find", &data)
+        .args([".", "-exec", "touch", "--no-dereference"])
+        .arg(format!("--date=@{epoch}"))
+        .args(["{}", "+"]))?;
+    output(
+        command("dpkg-deb", folder)
+            .env("SOURCE_DATE_EPOCH", epoch.to_string())
+            .args(["--root-owner-group", "-Zgzip", "--build"])
+            .args([data.as_path(), to]),
+    )
+    .context("install dpkg")?;
+    Ok(())
 }
 
 /// The licence in Debian's format.
@@ -281,14 +271,6 @@ mod tests {
         assert_eq!(parsed("GLIBC_2.2.5"), Glibc(2, 2));
         assert_eq!(Glibc::parse("GCC_3.0"), None);
         assert_eq!(Glibc::parse("GLIBC_ABI_DT_RELR"), None);
-    }
-
-    #[test]
-    fn members_begin_at_even_places() {
-        let archive = ar(&[("a", b"odd".to_vec()), ("b", b"even".to_vec())], 7);
-        assert_eq!(archive.len(), 8 + 60 + 4 + 60 + 4);
-        let header = "a               7           0     0     100644  3         `\nodd\nb ";
-        assert!(archive[8..].starts_with(header.as_bytes()));
     }
 
     #[test]

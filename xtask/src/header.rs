@@ -2,7 +2,6 @@
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::c_api_page;
 use crate::run::root;
 
 const HEADER: &str = "include/llama_sidecar.h";
@@ -95,25 +94,20 @@ fn with_short_comments(header: &str) -> String {
     out
 }
 
-/// Writes the header and the page that is made from it.
+/// Writes the header.
 pub fn write() -> Result<()> {
     let header = generate()?;
     let path = root().join(HEADER);
     std::fs::create_dir_all(path.parent().expect("a folder"))?;
-    std::fs::write(path, &header)?;
-    std::fs::write(root().join(c_api_page::PAGE), c_api_page::page(&header)?)?;
-    Ok(())
+    Ok(std::fs::write(path, header)?)
 }
 
-/// Fails when the header or its page in the repository differ from what [`write`] would write.
+/// Fails when the header in the repository differs from what [`write`] would write.
 pub fn check() -> Result<()> {
     let header = generate()?;
-    let page = c_api_page::page(&header)?;
-    for (path, expected) in [(HEADER, header), (c_api_page::PAGE, page)] {
-        let kept = std::fs::read_to_string(root().join(path)).context(path)?;
-        if kept != expected {
-            bail!("{path} is stale: run 'cargo xtask header' and commit it");
-        }
+    let kept = std::fs::read_to_string(root().join(HEADER)).context(HEADER)?;
+    if kept != header {
+        bail!("{HEADER} is stale: run 'cargo xtask header' and commit it");
     }
     Ok(())
 }

@@ -12,14 +12,12 @@
 //! | `ik_llama_cpp` | programs of ik_llama.cpp from source |
 //! | `llama_cpp` | programs of llama.cpp from source |
 //! | `archs` | the drop-in with models of every architecture |
-//! | `older` | programs that were built with the headers of earlier versions |
 //! | `packaging` | the installed tree, away from the repository |
 //! | `sanitize`, `tsan` | AddressSanitizer, valgrind, miri, fuzzing; ThreadSanitizer |
 //! | `abi` | what the shared library exports |
 //! | `cmake`, `report` | the C and C++ examples; a report in a browser |
 //! | `dist`, `fixtures`, `msrv` | packages; downloads and fixtures; the oldest Rust |
 //! | `header` | the header, generated |
-//! | `c_api_page` | the page of the C API, generated from the header |
 //! | `install` | the library and the command in the places where users find them |
 //! | `prose`, `variables` | the prose linter; tables of variables in the documentation |
 //! | `third_party`, `toolchain` | notices of linked code; toolchains that checks install |
@@ -28,7 +26,6 @@
 mod abi;
 mod archs;
 mod bench;
-mod c_api_page;
 mod clean_root;
 mod cmake;
 mod dist;
@@ -39,7 +36,6 @@ mod install;
 mod llama_cpp;
 mod matrix;
 mod msrv;
-mod older;
 mod packaging;
 mod prose;
 mod report;
@@ -93,7 +89,7 @@ enum Command {
         #[arg(long)]
         check: bool,
     },
-    /// Write include/llama_sidecar.h and docs/c-api-reference.md
+    /// Write include/llama_sidecar.h
     Header {
         /// Compare it only
         #[arg(long)]
@@ -124,7 +120,7 @@ enum Command {
 #[derive(Args)]
 #[group(required = true, multiple = false)]
 struct Check {
-    /// Exported symbols, and programs built with earlier headers
+    /// Exported symbols
     #[arg(long)]
     abi: bool,
     /// The installed tree
@@ -242,7 +238,7 @@ impl Check {
         }
         type Run = fn() -> Result<()>;
         let checks: [(bool, Run); 10] = [
-            (self.abi, || abi::check().and_then(|()| older::check())),
+            (self.abi, abi::check),
             (self.package, packaging::check),
             (self.dist, clean_root::check),
             (self.report, report::check),

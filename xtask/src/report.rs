@@ -69,26 +69,13 @@ pub fn check() -> Result<()> {
         let dom = browse(&page, &["--dump-dom"], &folder)?;
         let cells = dom.matches("<title>layer ").count();
         ensure!(cells == layers * experts, "{cells} cells in the browser");
-        for (name, flags) in [
-            (
-                "light",
-                [
-                    "--window-size=1280,1400",
-                    "--blink-settings=preferredColorScheme=1",
-                ],
-            ),
-            (
-                "dark",
-                [
-                    "--window-size=480,1400",
-                    "--blink-settings=preferredColorScheme=0",
-                ],
-            ),
-        ] {
+        for (name, width, scheme) in [("light", 1280, 1), ("dark", 480, 0)] {
             let picture = folder.join(format!("{layers}x{experts}-{name}.png"));
             let _ = std::fs::remove_file(&picture);
+            let size = format!("--window-size={width},1400");
+            let scheme = format!("--blink-settings=preferredColorScheme={scheme}");
             let screenshot = format!("--screenshot={}", picture.display());
-            browse(&page, &[flags[0], flags[1], &screenshot], &folder)?;
+            browse(&page, &[&size, &scheme, &screenshot], &folder)?;
             let bytes = std::fs::metadata(&picture)?.len();
             ensure!(
                 bytes > LEAST_BYTES,

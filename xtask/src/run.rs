@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::OnceLock;
 
 use anyhow::{Context, Result, bail};
 
@@ -14,10 +15,16 @@ pub fn root() -> PathBuf {
         .to_owned()
 }
 
+/// The file in which tests report what they skip, while all checks run.
+pub static SKIPPED: OnceLock<PathBuf> = OnceLock::new();
+
 /// A command, with its working folder.
 pub fn command(program: impl AsRef<OsStr>, folder: &Path) -> Command {
     let mut command = Command::new(program);
     command.current_dir(folder).stdin(Stdio::null());
+    if let Some(file) = SKIPPED.get() {
+        command.env(testkit::SKIPPED, file);
+    }
     command
 }
 

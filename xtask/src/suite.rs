@@ -1,5 +1,7 @@
 //! The commands of the README: the tests and the demo.
 
+use std::collections::BTreeMap;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -11,9 +13,9 @@ use testkit::memory_limit::MemoryLimit;
 use testkit::slow_disk::{SlowDisk, Speed};
 
 use crate::install::{DebugInfo, install, target_folder};
-use crate::run::{command, exists, root, run};
+use crate::run::{SKIPPED, command, exists, root, run};
 use crate::{
-    abi, archs, clean_root, cmake, fixtures, header, ik_llama_cpp, llama_cpp, matrix, msrv, older,
+    abi, archs, clean_root, cmake, fixtures, header, ik_llama_cpp, llama_cpp, matrix, msrv,
     packaging, prose, report, sanitize, toolchain,
 };
 
@@ -192,7 +194,6 @@ const CHECKS: &[Check] = &[
     },
     Check::new("C examples, top-level CMake", cmake::test_top_level),
     Check::new("exported symbols", abi::check),
-    Check::new("programs built with earlier headers, CTest", older::check),
     Check::new(
         "installed tree: DESTDIR, pkg-config, find_package",
         packaging::check,
@@ -412,9 +413,21 @@ fn print_estimate() {
     println!("estimate on two cores: {} minutes", minutes + DAILY_MINUTES);
 }
 
+/// Takes the reasons for which tests were skipped from a file; returns how often each was given.
+fn take_skipped(file: &Path) -> BTreeMap<String, usize> {
+    let mut reasons = BTreeMap::new();
+    for reason in fs::read_to_string(file).unwrap_or_default().lines() {
+        *reasons.entry(reason.to_owned()).or_default() += 1;
+    }
+    let _ = fs::remove_file(file);
+    reasons
+}
+
 /// Runs every check, also after one failed, and sums up.
 pub fn test() -> Result<()> {
     let began = Instant::now();
+    let folder = tempfile::tempdir()?;
+    let skipped_tests = SKIPPED.get_or_init(|| folder.path().join("skipped"));
     print_estimate();
     let mut summary = Vec::new();
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
@@ -441,6 +454,13 @@ pub fn test() -> Result<()> {
                 failed += 1;
                 summary.push(format!("FAILED   {} ({took}): {error:#}", check.name));
             }
+        }
+        for (reason, times) in take_skipped(skipped_tests) {
+            skipped += 1;
+            summary.push(format!(
+                "skipped  {times} times in {} ({reason})",
+                check.name
+            ));
         }
     }
     println!("\n== summary");
@@ -541,4 +561,20 @@ fn live_swap(model: &Path, variant: &Path) -> Result<()> {
 
 fn tell(text: &str) {
     println!("\n>> {text}\n");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reasons_of_skipped_tests_are_counted_once() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("skipped");
+        assert!(take_skipped(&file).is_empty());
+        fs::write(&file, "no disk\nno root\nno disk\n").expect("free space");
+        let reasons = take_skipped(&file);
+        assert_eq!((reasons.len(), reasons["no disk"]), (2, 2));
+        assert!(take_skipped(&file).is_empty());
+    }
 }

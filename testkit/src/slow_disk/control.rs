@@ -12,20 +12,27 @@ use memmap2::MmapRaw;
 #[derive(Debug)]
 #[repr(C)]
 pub struct Control {
+    /// Time that each request takes besides its bytes.
     pub latency_ns: AtomicU64,
     /// In bytes per second.
     pub bandwidth: AtomicU64,
     /// Size of the file.
     pub size: AtomicU64,
-    /// Requests that touch this range ...
+    /// The begin of the range of bytes whose requests fail.
     pub fault_begin: AtomicU64,
+    /// Its end.
     pub fault_end: AtomicU64,
-    /// ... fail, so many of them.
+    /// How many requests fail.
     pub faults: AtomicU64,
+    /// Answered requests.
     pub requests: AtomicU64,
+    /// Bytes of the answers.
     pub bytes: AtomicU64,
+    /// Requests without an answer.
     pub under_way: AtomicU64,
+    /// The most of them at a time.
     pub depth: AtomicU64,
+    /// How long after their time the answers came, all together.
     pub late_ns: AtomicU64,
 }
 

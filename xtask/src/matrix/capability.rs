@@ -8,7 +8,7 @@ use llama_sidecar::gguf::{Access, GgufFile};
 
 use serde_json::{Value, json};
 use testkit::fixtures::fixture;
-use testkit::host::{DropIn, replace};
+use testkit::host::{DropIn, replace, taken};
 use testkit::sim_ggml::SimGgml;
 
 use super::running::{Evaluation, Running, TOKENS};
@@ -133,13 +133,6 @@ impl Started {
 fn of_fresh(subject: &Subject, fresh: &str, found: &Evaluation) -> Evaluation {
     let mut fresh = Started::on(subject, fresh, &[]);
     fresh.host.evaluate(Some(found.number))
-}
-
-/// The tensors that a reload of the only model swapped and returned.
-fn taken(reply: &Value) -> (u64, u64) {
-    assert_eq!(reply["ok"], true, "{reply}");
-    let count = |name: &str| reply["reports"][0][name].as_u64().expect("a count");
-    (count("swapped"), count("returned"))
 }
 
 fn idle(subject: &Subject) {

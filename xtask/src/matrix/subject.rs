@@ -125,35 +125,22 @@ pub fn all() -> Vec<Subject> {
     let has_own_cache = |name: &str| name != "llama-bench";
     for (name, name_dl, kind) in programs {
         all.push(Subject {
-            name,
-            title: name,
-            version: format!("b{built}"),
             missing: build::missing(),
-            no_gpu: None,
-            experts_on_gpu: false,
             has_own_cache: has_own_cache(name),
-            kind: kind(llama_cpp),
+            ..Subject::of(name, name, &format!("b{built}"), kind(llama_cpp))
         });
+        let version = format!("b{built}, GGML_BACKEND_DL");
         all.push(Subject {
-            name: name_dl,
-            title: name,
-            version: format!("b{built}, GGML_BACKEND_DL"),
             missing: build::missing_dl(),
-            no_gpu: None,
-            experts_on_gpu: false,
             has_own_cache: has_own_cache(name),
-            kind: kind(llama_cpp_dl),
+            ..Subject::of(name_dl, name, &version, kind(llama_cpp_dl))
         });
     }
+    let version = format!("b{}", LlamaCpp::older().build);
+    let older = Kind::Server(older_llama_cpp);
     all.push(Subject {
-        name: OLDER,
-        title: "llama-server",
-        version: format!("b{}", LlamaCpp::older().build),
         missing: build::missing_older(),
-        no_gpu: None,
-        experts_on_gpu: false,
-        has_own_cache: false,
-        kind: Kind::Server(older_llama_cpp),
+        ..Subject::of(OLDER, "llama-server", &version, older)
     });
     let ik_kinds = [
         Kind::IkServer,
@@ -161,25 +148,34 @@ pub fn all() -> Vec<Subject> {
         Kind::IkCompletion,
     ];
     for (name, kind) in IK_LLAMA_CPP.into_iter().zip(ik_kinds) {
+        let title = match kind {
+            Kind::IkServer => "ik_llama.cpp, llama-server",
+            Kind::IkCompletion => "ik_llama.cpp, llama-cli",
+            _ => "ik_llama.cpp, llama-perplexity",
+        };
         all.push(Subject {
-            name,
-            title: match kind {
-                Kind::IkServer => "ik_llama.cpp, llama-server",
-                Kind::IkCompletion => "ik_llama.cpp, llama-cli",
-                _ => "ik_llama.cpp, llama-perplexity",
-            },
-            version: short_commit().to_owned(),
             missing: ik_build::missing(),
             no_gpu: Some(IK_NO_GPU),
-            experts_on_gpu: false,
-            has_own_cache: false,
-            kind,
+            ..Subject::of(name, title, short_commit(), kind)
         });
     }
     all
 }
 
 impl Subject {
+    fn of(name: &'static str, title: &'static str, version: &str, kind: Kind) -> Subject {
+        Subject {
+            name,
+            title,
+            version: version.to_owned(),
+            missing: None,
+            no_gpu: None,
+            experts_on_gpu: false,
+            has_own_cache: false,
+            kind,
+        }
+    }
+
     fn new(
         name: &'static str,
         title: &'static str,
@@ -187,18 +183,13 @@ impl Subject {
         program: host::Program,
     ) -> Subject {
         Subject {
-            name,
-            title,
-            version: version.to_owned(),
-            missing: None,
             no_gpu: match program {
                 host::Program::PythonExpertsOnCpu => None,
                 host::Program::IkLlama(_) => Some(IK_NO_GPU),
                 _ => Some("the program has no setting for experts in host memory beside a GPU"),
             },
             experts_on_gpu: matches!(program, host::Program::NodeVulkan(_)),
-            has_own_cache: false,
-            kind: Kind::Host(program),
+            ..Subject::of(name, title, version, Kind::Host(program))
         }
     }
 

@@ -104,7 +104,7 @@ fn a_wait_that_is_left_out_is_found() {
 /// The host reports what failed, as it does for any backend.
 #[test]
 fn calls_fail_on_demand() {
-    let host = concat!(env!("CARGO_MANIFEST_DIR"), "/hosts/python/host.py");
+    let host = concat!(env!("CARGO_MANIFEST_DIR"), "/../hosts/python/host.py");
     for (fault, message) in [
         ("graph_compute:9", "AssertionError: -3"),
         ("init_device:1", "no context"),
@@ -235,7 +235,7 @@ fn steps(settings: &[(&str, &str)], steps: &str) -> (String, Report) {
     let sim = SimGgml::new(settings);
     let mut command = Command::new("python3");
     sim.prepare(&mut command);
-    let program = concat!(env!("CARGO_MANIFEST_DIR"), "/hosts/python/streams.py");
+    let program = concat!(env!("CARGO_MANIFEST_DIR"), "/../hosts/python/streams.py");
     let output = command
         .args([Path::new(program), &upstream_libraries()])
         .args(steps.split(' '))
