@@ -194,6 +194,25 @@ static void struct_sizes(const struct llama_model * model) {
     FILLS(llama_expert_stream_params, 16, llama_expert_stream_default_params(&room.known));
 }
 
+static void report_sizes(const char * path) {
+    struct llama_sidecar_params params;
+    params.struct_size = sizeof(params);
+    OK(llama_sidecar_default_params(&params));
+    params.hotswap             = true;
+    struct llama_model * model = llama_model_load(path, &params);
+    CHECK(model != NULL);
+    FILLS(llama_sidecar_load_report, 40,
+          llama_sidecar_model_load_all(model, NULL, NULL, &room.known));
+    struct llama_context * context = llama_sidecar_context_new(model);
+    CHECK(context != NULL);
+    struct llama_sidecar_report * report = NULL;
+    OK(llama_sidecar_reload(context, &report));
+    FILLS(llama_sidecar_report_info, 160, llama_sidecar_report_get_info(report, &room.known));
+    OK(llama_sidecar_report_free(report));
+    OK(llama_sidecar_context_free(context));
+    OK(llama_sidecar_model_free(model));
+}
+
 static void streams(const struct llama_model * model) {
     struct llama_expert_stream_params params = {0};
     FAILS(llama_expert_stream_default_params(NULL), LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "NULL");
@@ -253,6 +272,7 @@ int main(int argc, char ** argv) {
     handles(model, context);
     lookups(model);
     struct_sizes(model);
+    report_sizes(argv[1]);
     moments(model, context);
     streams(model);
 
