@@ -160,22 +160,24 @@ fn nothing_to_do_is_nothing_done() {
 fn threads_handle_no_signal_from_their_start_on() {
     /// Signals that can be blocked, and that the C library does not use for itself.
     const BLOCKED: u64 = 0x7fff_ffff & !(1 << (libc::SIGKILL - 1)) & !(1 << (libc::SIGSTOP - 1));
+    const ATTEMPTS: usize = 50;
     let folder = tempfile::tempdir().expect("a folder");
     let model = fixture("moe.gguf");
     let mut host = Host::start(Program::C, &model, &everything(&folder));
-    assert_eq!(host.ask("free"), "freed");
     let id = host.id();
-    // A model has readers of its own.
-    let calls = until_output(id, || host.tell(&format!("load {}", model.display())));
-    assert_eq!(host.line(), "loaded");
-    let masks = calls
-        .values()
-        .filter_map(|of| Some((&of.name, of.blocked_at_start?)));
-    let masks: Vec<_> = masks.collect();
-    let readers = masks.iter().filter(|(name, _)| *name == "llama-sidecar-s");
-    assert!(readers.count() > 0, "{masks:?}");
-    for (name, mask) in masks {
-        assert_eq!(mask & BLOCKED, BLOCKED, "{name}");
-    }
+    // A model has readers of its own. They may begin after the program's answer: then once more.
+    let readers_began = (0..ATTEMPTS).any(|_| {
+        assert_eq!(host.ask("free"), "freed");
+        let calls = until_output(id, || host.tell(&format!("load {}", model.display())));
+        assert_eq!(host.line(), "loaded");
+        let masks = calls
+            .values()
+            .filter_map(|of| Some((&of.name, of.blocked_at_start?)));
+        masks.fold(false, |seen, (name, mask)| {
+            assert_eq!(mask & BLOCKED, BLOCKED, "{name}");
+            seen | (name == "llama-sidecar-s")
+        })
+    });
+    assert!(readers_began, "no reader in {ATTEMPTS} loads");
     assert_eq!(host.end(), Some(0));
 }
