@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 use llama_sidecar::config::Config;
 use llama_sidecar::protocol::{Event, NoEffect, is_tried_ggml};
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::process::{Pid, Signal, kill_process_group, test_kill_process_group};
 
 use crate::launch::child::{self, Group};
 use crate::launch::executable::{Executable, preload_library};
@@ -193,9 +193,17 @@ fn watch(
     // The group exists: its leader was not waited for yet.
     let _ = kill_process_group(group, Signal::TERM);
     let since = Instant::now();
-    while child.try_wait()?.is_none() {
+    loop {
+        let has_ended = child.try_wait()?.is_some();
+        // Each process writes its last events as it ends, and the script may end first.
+        if has_ended && test_kill_process_group(group).is_err() {
+            break;
+        }
         if since.elapsed() > LAST_WAIT {
             let _ = kill_process_group(group, Signal::KILL);
+            if has_ended {
+                break;
+            }
         }
         std::thread::sleep(Duration::from_millis(20));
     }
