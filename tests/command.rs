@@ -130,6 +130,10 @@ fn the_wrapper_reports_evaluations_and_reloads_at_the_end() {
         "true",
     ]);
     assert_eq!(line, "true");
+    // The last value of a variable counts, as in the environment of the program.
+    let off = "LLAMA_SIDECAR_HOTSWAP=0";
+    let (line, _) = last(&["run", "--hotswap", "--set", off, "--", "true"]);
+    assert!(line.contains("nothing enabled"), "{line}");
     for wrong in ["LLAMA_NONSENSE=3", "LLAMA_POSTFETCH_MAX_TRANSFERS=x"] {
         let (_, status) = last(&["run", "--set", wrong, "--", "true"]);
         assert_eq!(status.code(), Some(2), "{wrong}");

@@ -286,9 +286,9 @@ struct Totals {
     longest_pause_us: u64,
 }
 
-/// Returns the value of a variable in the command.
+/// Returns the value of a variable in the command: the last one that is set, as in its environment.
 fn value_of(set: &[Setting], name: &str) -> Option<OsString> {
-    let set = set.iter().find(|(variable, _)| *variable == name);
+    let set = set.iter().rfind(|(variable, _)| *variable == name);
     set.map(|(_, value)| value.clone())
         .or_else(|| std::env::var_os(name))
 }
