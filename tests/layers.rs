@@ -405,12 +405,11 @@ fn faults(folder: &Path) -> Vec<String> {
         let (map, file) = (map(&module.text), module.file.display());
         let row = |name: &str| map.iter().position(|row| row.iter().any(|it| it == name));
         let inside = arrows.get(path).map_or(&[][..], Vec::as_slice);
+        let unknown = map.iter().flatten();
+        let unknown = unknown.filter(|name| !module.children.contains(name));
+        faults
+            .extend(unknown.map(|it| format!("{file}: the map names {it}, which does not exist")));
         if module.children.len() > 1 {
-            let unknown = map.iter().flatten();
-            let unknown = unknown.filter(|name| !module.children.contains(name));
-            faults.extend(
-                unknown.map(|it| format!("{file}: the map names {it}, which does not exist")),
-            );
             let missing = module.children.iter().filter(|name| row(name).is_none());
             faults.extend(missing.map(|it| format!("{file}: {it} is missing in the map")));
             let between = inside.iter().map(|arrow| (&arrow.from, &arrow.to));

@@ -3,13 +3,6 @@
 //!
 //! The program `tests/slow-disk` serves it through FUSE. It is a process of its own: a process that
 //! reads a page of a file that it serves itself waits forever.
-//!
-//! Modules, top to bottom:
-//!
-//! | module | contents |
-//! |---|---|
-//! | `server` | the program that serves a disk |
-//! | `control`, `fuse` | memory shared with that program; the FUSE protocol |
 
 mod control;
 
