@@ -224,16 +224,19 @@ fn poll_files() -> Option<Duration> {
 pub fn reload_all(seen: impl Fn(&Report)) -> bool {
     /// The generation at the last call.
     static LAST: AtomicU64 = AtomicU64::new(0);
-    let reload = |model: &Arc<Model>| reload(model, Trigger::Command).ok();
-    let reports = on_thread(move || {
-        models::models()
-            .iter()
-            .filter_map(reload)
-            .collect::<Vec<_>>()
-    });
-    reports.iter().for_each(seen);
+    let mut changed = false;
+    for report in reload_models().iter().flatten() {
+        changed |= report.changed();
+        seen(report);
+    }
     let now = barrier::generation();
-    reports.iter().any(Report::changed) | (LAST.swap(now, Ordering::Relaxed) != now)
+    changed | (LAST.swap(now, Ordering::Relaxed) != now)
+}
+
+/// Reloads all models on the thread of reloads; returns the result of each.
+pub fn reload_models() -> Vec<Result<Report>> {
+    let reload = |model: &Arc<Model>| reload(model, Trigger::Command);
+    on_thread(move || models::models().iter().map(reload).collect())
 }
 
 /// Whether hot-swap is on, and can swap tensors of any model.

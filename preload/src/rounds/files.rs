@@ -14,20 +14,18 @@
 use std::fs;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
 use llama_sidecar::config::Config;
 use llama_sidecar::files;
 use llama_sidecar::logger::REQUESTED;
 use llama_sidecar::protocol::NoEffect;
-use llama_sidecar::reload::{Outcome, Report, Trigger};
+use llama_sidecar::reload::{Outcome, Report};
 use parking_lot::Mutex;
 
-use crate::hotswap::reloader::{self, on_thread};
+use crate::hotswap::reloader;
 use crate::process::thread;
 use crate::program::capability::{Capability, Effect};
-use crate::program::models::{self, Model};
 use crate::rounds::perplexity::{self, Phase};
 
 /// Interval between looks at the control file.
@@ -294,9 +292,7 @@ fn read(path: &Path) -> io::Result<Option<String>> {
 /// words that the driver looks for.
 fn reload() -> bool {
     let (mut changed, mut failed) = (false, false);
-    let reload = |model: &Arc<Model>| reloader::reload(model, Trigger::Command);
-    let reports = on_thread(move || models::models().iter().map(reload).collect::<Vec<_>>());
-    for report in reports {
+    for report in reloader::reload_models() {
         // A failure is logged there.
         let Ok(report) = report else {
             failed = true;
