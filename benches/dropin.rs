@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant, SystemTime};
 
-use llama_sidecar::gguf::{Access, GgufFile, HeaderWriter};
 use serde_json::{Value, json};
+use sidecar_core::gguf::{Access, GgufFile, HeaderWriter};
 use testkit::fixtures::{cache, fixture};
 use testkit::host::{DropIn, Host, Program, link, preload_library};
 use testkit::median;

@@ -8,9 +8,9 @@ mod simulated;
 use std::fmt::Write;
 use std::path::Path;
 
-use llama_sidecar::expert_cache::ExpertCache;
-use llama_sidecar::gguf::{Access, GgufFile};
-use llama_sidecar::trace::{Ids, ModelMeta};
+use sidecar_core::expert_cache::ExpertCache;
+use sidecar_core::gguf::{Access, GgufFile};
+use sidecar_core::trace::{Ids, ModelMeta};
 use simulated::{EXPERTS, LAYERS, MACHINE, MACHINES, Variables, models, start};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program};

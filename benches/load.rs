@@ -9,9 +9,9 @@ use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use llama_sidecar::gguf::{Access, GgufFile, Header, shard_name};
 use llama_sidecar::model::{Model, Options};
 use memmap2::{Advice, Mmap, MmapMut};
+use sidecar_core::gguf::{Access, GgufFile, Header, shard_name};
 use testkit::fixtures::{cache, fixture, upstream_libraries};
 use testkit::ggml::Ggml;
 use testkit::process::{allow_many_open_files, resident};

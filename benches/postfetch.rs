@@ -8,11 +8,11 @@ use std::hint::black_box;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use llama_sidecar::config::Config;
 use llama_sidecar::device::cuda::{CudaDevice, device_count};
 use llama_sidecar::device::{AsyncDevice, Copy2d, Device};
 use llama_sidecar::model::{Model, Options as ModelOptions};
 use llama_sidecar::postfetch::{Options, PostFetch};
+use sidecar_core::config::Config;
 use testkit::median;
 use testkit::writer::{Gguf, Kv, MXFP4, Q4_K};
 

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use llama_sidecar::gguf::{Access, GgufFile};
+use sidecar_core::gguf::{Access, GgufFile};
 use testkit::fixtures::large_model;
 use testkit::host::{DropIn, Host, Program};
 use testkit::median;

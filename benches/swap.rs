@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use llama_sidecar::device::{Device, HostDevice};
 use llama_sidecar::model::{Context, Model, Options, Placement};
-use llama_sidecar::reload::Report;
+use sidecar_core::reload::Report;
 use testkit::fixtures::cache;
 use testkit::host::link;
 use testkit::process::resident;

@@ -7,8 +7,8 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use hashbrown::HashMap;
-use llama_sidecar::trace::{ExpertLayout, Ids, ModelMeta, Trace, to_json};
 use parking_lot::Mutex;
+use sidecar_core::trace::{ExpertLayout, Ids, ModelMeta, Trace, to_json};
 use testkit::median;
 
 const LAYERS: u32 = 48;

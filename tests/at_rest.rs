@@ -9,9 +9,9 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use hosts::count;
-use llama_sidecar::experts::{ExpertIndex, Projection};
-use llama_sidecar::gguf::{Access, GgufFile};
 use serde_json::Value;
+use sidecar_core::experts::{ExpertIndex, Projection};
+use sidecar_core::gguf::{Access, GgufFile};
 use testkit::calls::{ThreadCalls, until_output};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program};

@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use llama_sidecar::config;
 use llama_sidecar::device::{Device, HostDevice};
 use llama_sidecar::model::{Axis, Context, Layout, Model, Options, Placement, State};
-use llama_sidecar::reload::{Outcome, Report};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
+use sidecar_core::config;
+use sidecar_core::reload::{Outcome, Report};
 use support::Gpu;
 use tempfile::TempDir;
 use testkit::fixtures::fixture;

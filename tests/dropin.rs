@@ -15,8 +15,8 @@ use hosts::{
     TOKENS, copied, counted_by_host, exchange_blocks, fresh, on, other_bytes, swap_and_back, taken,
     traced,
 };
-use llama_sidecar::gguf::{Access, GgufFile};
 use serde_json::Value;
+use sidecar_core::gguf::{Access, GgufFile};
 use testkit::caches::{best_hits, lfu_hits, lru_hits};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, control, preload_library, replace};

@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
-use llama_sidecar::trace::{RouteReader, RouteRecord};
 use serde_json::Value;
+use sidecar_core::trace::{RouteReader, RouteRecord};
 use small::{folder, model, on, result, swap};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, control, disturb, replace};

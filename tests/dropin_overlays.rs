@@ -9,8 +9,8 @@ use std::process::{Command, Output};
 use std::time::{Duration, UNIX_EPOCH};
 
 use hosts::{TOKENS, copied, fresh, on, taken};
-use llama_sidecar::gguf::{Access, GgufFile};
 use serde_json::{Value, json};
+use sidecar_core::gguf::{Access, GgufFile};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, built, replace};
 use testkit::server::quantize;

@@ -13,8 +13,8 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use llama_sidecar::gguf::{Access, GgufFile};
 use serde_json::{Value, json};
+use sidecar_core::gguf::{Access, GgufFile};
 use tempfile::TempDir;
 use testkit::fixtures::fixture;
 use testkit::host::{built, preload_library, replace};

@@ -10,8 +10,8 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use hosts::{TOKENS, copied, seen};
-use llama_sidecar::trace::{NOT_ROUTED, RouteReader, RouteRecord};
 use serde_json::Value;
+use sidecar_core::trace::{NOT_ROUTED, RouteReader, RouteRecord};
 use testkit::fixtures::{cache, fixture};
 use testkit::host::{DropIn, Host, Program, built};
 use testkit::skipped;

@@ -11,8 +11,8 @@ use hosts::{
     TOKENS, copied, count, counted_by_host, fresh, same_with_streaming, stream_figures,
     streamed_text, streaming, traced,
 };
-use llama_sidecar::gguf::{Access, GgufFile, TYPE_AND_OFFSET, type_fields, write_data};
 use serde_json::Value;
+use sidecar_core::gguf::{Access, GgufFile, TYPE_AND_OFFSET, type_fields, write_data};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, replace};
 use testkit::process::stopped_often;

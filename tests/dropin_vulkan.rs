@@ -10,7 +10,7 @@ use hosts::{
     TOKENS, copied, count, counted_by_host, fresh, on, same_with_streaming, seen, streamed_text,
     streaming, swap_and_back, taken, traced,
 };
-use llama_sidecar::trace::{NOT_ROUTED, RouteReader, RouteRecord};
+use sidecar_core::trace::{NOT_ROUTED, RouteReader, RouteRecord};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, replace};
 use testkit::mixtures::Mixture;

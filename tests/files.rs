@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
-use llama_sidecar::trace::{RouteLayout, RouteWriter, write_text};
+use sidecar_core::trace::{RouteLayout, RouteWriter, write_text};
 
 fn routes(path: &Path) -> std::io::Result<RouteWriter> {
     let layout = RouteLayout::new("a model", &[(0, 4)], 2, false).unwrap();
@@ -70,8 +70,8 @@ fn one_module_writes_files() {
     ];
     /// Files that may have them, with the reason.
     const PERMITTED: [(&str, &str); 6] = [
-        ("src/files.rs", "the module itself"),
-        ("src/trace/routes.rs", "cuts a file that it made"),
+        ("core/src/files.rs", "the module itself"),
+        ("core/src/trace/routes.rs", "cuts a file that it made"),
         (
             "preload/src/process/journal.rs",
             "appends to the file of the wrapper",
@@ -87,7 +87,7 @@ fn one_module_writes_files() {
         ("cli/src/tune/record.rs", "cuts a file that it appends to"),
     ];
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let mut folders: Vec<_> = ["src", "preload/src", "cli/src"]
+    let mut folders: Vec<_> = ["core/src", "src", "preload/src", "cli/src"]
         .map(|it| root.join(it))
         .into();
     let (mut wrong, mut used) = (Vec::new(), Vec::new());
@@ -119,7 +119,10 @@ fn one_module_writes_files() {
             }
         }
     }
-    assert!(wrong.is_empty(), "these write past src/files.rs: {wrong:?}");
+    assert!(
+        wrong.is_empty(),
+        "these write past core/src/files.rs: {wrong:?}"
+    );
     assert_eq!(
         used.len(),
         PERMITTED.len(),

@@ -8,7 +8,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use llama_sidecar::gguf::{
+use sidecar_core::gguf::{
     Access, Dialect, FormatError, GgufFile, Header, OpenError, ParseError, ScaleFormat, TYPES,
 };
 use testkit::fixtures::upstream_libraries;

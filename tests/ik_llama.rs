@@ -11,8 +11,8 @@ use hosts::{
     TOKENS, copied, count, counted_by_host, exchange_blocks, fresh, on, other_bytes,
     same_with_streaming, stream_figures, streamed_text, streaming, swap_and_back, taken, traced,
 };
-use llama_sidecar::gguf::{Access, GgufFile, TypeInfo, type_fields};
 use serde_json::Value;
+use sidecar_core::gguf::{Access, GgufFile, TypeInfo, type_fields};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, built, ik_llama_file, preload_library, replace};
 use testkit::mixtures::Mixture;

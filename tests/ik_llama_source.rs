@@ -207,7 +207,7 @@ fn weights_that_are_merged_or_repacked_at_load_are_refused_by_name() {
         // The same tensors with other bytes.
         let other = folder.path().join("other.gguf");
         std::fs::copy(&path, &other).expect("free space");
-        let header = llama_sidecar::gguf::GgufFile::open(&other, llama_sidecar::gguf::Access::Read);
+        let header = sidecar_core::gguf::GgufFile::open(&other, sidecar_core::gguf::Access::Read);
         let header = header.expect("a model").header;
         let tensor = header.find(c"token_embd.weight").expect("embeddings");
         hosts::exchange_blocks(&other, tensor);

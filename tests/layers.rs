@@ -11,7 +11,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The folders of the crates that have maps.
-const CRATES: [&str; 7] = [
+const CRATES: [&str; 8] = [
+    "core/src",
     "src",
     "preload/src",
     "cli/src",

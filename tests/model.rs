@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use llama_sidecar::device::{Device, HostDevice};
-use llama_sidecar::error::Error;
-use llama_sidecar::experts::{ExpertIndex, ExpertName, Projection};
-use llama_sidecar::gguf::{Access, GgufFile, Value, shard_name};
 use llama_sidecar::model::{Model, Options, Placement, State};
+use sidecar_core::error::Error;
+use sidecar_core::experts::{ExpertIndex, ExpertName, Projection};
+use sidecar_core::gguf::{Access, GgufFile, Value, shard_name};
 use tempfile::TempDir;
 use testkit::fixtures::fixture;
 use testkit::writer::{F16, F32, Gguf, Kv, Q4_0, Q8_0, vocabulary, weights};

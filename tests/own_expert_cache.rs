@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use hosts::servers::{end, reload};
 use hosts::{copied, count, exchange_blocks, taken, traced};
-use llama_sidecar::gguf::{Access, GgufFile};
 use serde_json::{Value, json};
+use sidecar_core::gguf::{Access, GgufFile};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, replace};
 use testkit::server::{Answer, Options, Request, Server};

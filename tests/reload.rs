@@ -11,11 +11,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use llama_sidecar::device::{Device, DeviceError};
-use llama_sidecar::error::Error;
-use llama_sidecar::gguf::Access;
 use llama_sidecar::model::{Context, Model, Options, State};
-use llama_sidecar::reload::{FileEvent, Outcome, OverlaySource, Report};
 use parking_lot::Mutex;
+use sidecar_core::error::Error;
+use sidecar_core::gguf::Access;
+use sidecar_core::reload::{FileEvent, Outcome, OverlaySource, Report};
 use support::Gpu;
 use tempfile::TempDir;
 use testkit::fixtures::fixture;

@@ -6,11 +6,11 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 
-use llama_sidecar::experts::{ExpertIndex, Projection};
-use llama_sidecar::gguf::{Access, GgufFile};
 use llama_sidecar::model::{Model, Options};
-use llama_sidecar::stream::{Matrices, Reader, Settings};
-use llama_sidecar::trace::{Ids, LayerCounts, Snapshot};
+use sidecar_core::experts::{ExpertIndex, Projection};
+use sidecar_core::gguf::{Access, GgufFile};
+use sidecar_core::stream::{Matrices, Reader, Settings};
+use sidecar_core::trace::{Ids, LayerCounts, Snapshot};
 use tempfile::TempDir;
 use testkit::skipped;
 use testkit::writer::{F32, Gguf, Tensor};

@@ -8,8 +8,8 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use llama_sidecar::gguf::{Access, GgufFile};
 use serde_json::Value;
+use sidecar_core::gguf::{Access, GgufFile};
 use tempfile::TempDir;
 use testkit::fixtures::fixture;
 use testkit::host::built;
@@ -66,7 +66,7 @@ fn measure(model: &Path, work: &Path, arguments: &[&str]) -> Command {
 /// The types and bytes of the tensors of a file.
 fn tensors(path: &Path) -> BTreeMap<String, (&'static str, Vec<u8>)> {
     let file = GgufFile::open(path, Access::Read).expect("a model");
-    let of = |info: &llama_sidecar::gguf::TensorInfo| {
+    let of = |info: &sidecar_core::gguf::TensorInfo| {
         let mut bytes = vec![0; info.nbytes as usize];
         file.source.read_at(&mut bytes, info.offset).expect("data");
         let name = file.header.name(info).to_string_lossy().into_owned();
@@ -289,7 +289,7 @@ fn a_recipe_is_measured_as_a_new_process_measures_its_file() {
         assert_eq!(number(elements, "elements="), product, "{line}");
         // The types with which the whole model is measured: q5_K, or what fits instead.
         let ty = ty.strip_prefix("dtype=").expect("a type");
-        let ty = llama_sidecar::gguf::TypeInfo::from_name(ty).expect("a type");
+        let ty = sidecar_core::gguf::TypeInfo::from_name(ty).expect("a type");
         assert_eq!(
             number(bytes, "bytes="),
             product / ty.block * ty.bytes,

@@ -30,8 +30,8 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use launch::{child, doctor, run};
-use llama_sidecar::protocol::Request;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use sidecar_core::protocol::Request;
 
 /// Inspects and changes GGUF models, and controls programs that run with llama-sidecar.
 #[derive(Parser)]

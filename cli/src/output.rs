@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use llama_sidecar::files;
+use sidecar_core::files;
 
 /// The shortest first line by which a report is known.
 const FIRST_LINE: usize = 12;

@@ -6,8 +6,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use llama_sidecar::files::folder_of;
 use rustix::fs::statvfs;
+use sidecar_core::files::folder_of;
 
 /// Space that new files need on one file system.
 pub struct Need {

@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use llama_sidecar::experts::ExpertIndex;
-use llama_sidecar::gguf::{Access, GgufFile};
-use llama_sidecar::trace::{ExpertLayout, Ids, ModelMeta, RouteLayout, RouteWriter, Trace, write};
+use sidecar_core::experts::ExpertIndex;
+use sidecar_core::gguf::{Access, GgufFile};
+use sidecar_core::trace::{ExpertLayout, Ids, ModelMeta, RouteLayout, RouteWriter, Trace, write};
 use testkit::mixtures::{EXPERTS, Mixture, USED};
 
 /// A model whose first layer has no experts, and traces of it.

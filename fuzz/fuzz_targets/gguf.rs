@@ -7,8 +7,8 @@
 
 use std::io::Write;
 
-use llama_sidecar::gguf::{Access, Header, ParseError};
 use llama_sidecar::model::{Model, Options};
+use sidecar_core::gguf::{Access, Header, ParseError};
 
 #[cfg(fuzzing)]
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| check(bytes));

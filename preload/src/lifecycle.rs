@@ -7,10 +7,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Once};
 use std::time::Duration;
 
-use llama_sidecar::config::Config;
-use llama_sidecar::experts::ExpertIndex;
-use llama_sidecar::logger;
-use llama_sidecar::protocol::{Event, NoEffect};
+use sidecar_core::config::Config;
+use sidecar_core::experts::ExpertIndex;
+use sidecar_core::logger;
+use sidecar_core::protocol::{Event, NoEffect};
 
 use crate::control::{self, clients};
 use crate::hotswap::reloader::{self, HotSwap};

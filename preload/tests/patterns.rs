@@ -3,7 +3,7 @@
 //! This package is a workspace of its own, without the dependencies of the library's own
 //! tests: they enable more features of the same crates, which would hide a missing one.
 
-use llama_sidecar::config::overrides;
+use sidecar_core::config::overrides;
 
 #[test]
 fn an_expression_can_ignore_case() {

@@ -18,6 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use host::{HostDevice, system_memory};
+pub use sidecar_core::error::DeviceError;
 
 /// Alignment in bytes of a buffer and of every tensor in it: ggml requires 32, CUDA allocates with
 /// 256.
@@ -47,39 +48,13 @@ pub struct Memory {
     pub allocations: u64,
 }
 
-/// Errors of a device.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum DeviceError {
-    /// An allocation did not fit.
-    #[error("device '{device}' cannot allocate {requested} bytes, {free} are free")]
-    OutOfMemory {
-        /// Name of the device.
-        device: String,
-        /// Requested bytes.
-        requested: u64,
-        /// Free bytes.
-        free: u64,
-    },
-    /// Another operation failed.
-    #[error("device '{device}' cannot {action}: {reason}")]
-    Failed {
-        /// Name of the device.
-        device: String,
-        /// The operation.
-        action: &'static str,
-        /// Error of the driver.
-        reason: String,
-    },
-}
-
-impl DeviceError {
-    /// Returns the error of a library that was built without the feature `cuda`.
-    pub fn without_cuda() -> DeviceError {
-        DeviceError::Failed {
-            device: "cuda".into(),
-            action: "be used",
-            reason: "the library was built without CUDA".into(),
-        }
+/// Returns the error of a library that was built without the feature `cuda`.
+#[cfg(not(feature = "cuda"))]
+pub fn without_cuda() -> DeviceError {
+    DeviceError::Failed {
+        device: "cuda".into(),
+        action: "be used",
+        reason: "the library was built without CUDA".into(),
     }
 }
 

@@ -6,7 +6,7 @@ use super::handle;
 use super::model::llama_model;
 use super::status::{Failure, llama_sidecar_status, status};
 use super::{SizedStruct, fill, put, text};
-use crate::experts::{ExpertName, Projection};
+use sidecar_core::experts::{ExpertName, Projection};
 
 /// A weight matrix of an expert.
 #[repr(C)]

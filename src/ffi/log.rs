@@ -4,7 +4,7 @@ use std::ffi::{CString, c_char, c_void};
 use std::sync::Arc;
 
 use super::status::{llama_sidecar_status, status};
-use crate::logger;
+use sidecar_core::logger;
 
 /// Receives a log message. Can be called from any thread.
 ///

@@ -7,7 +7,7 @@ use super::handle;
 use super::model::{OpenModel, llama_model};
 use super::status::{Failure, llama_sidecar_status, status};
 use super::{SizedStruct, fill, put, text};
-use crate::gguf::{KeyValue, Value, ValueType};
+use sidecar_core::gguf::{KeyValue, Value, ValueType};
 
 /// A metadata key and the type of its value.
 #[repr(C)]

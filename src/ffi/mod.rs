@@ -33,7 +33,7 @@ mod trace;
 
 use std::ffi::{CStr, c_char};
 
-use crate::trace::Ids;
+use sidecar_core::trace::Ids;
 
 /// A struct that starts with its size, as the caller knows it.
 ///

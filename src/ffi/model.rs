@@ -9,9 +9,9 @@ use super::handle::{self, Handle};
 use super::params::llama_sidecar_params;
 use super::status::{call, llama_sidecar_status, status};
 use super::{SizedStruct, fill, read, text};
-use crate::gguf::Strings;
 use crate::model::{Model, Progress};
 use parking_lot::Mutex;
+use sidecar_core::gguf::Strings;
 
 /// An open model. This is not the llama_model of llama.cpp. Passing a handle of llama.cpp to this
 /// library fails with LLAMA_SIDECAR_STATUS_BAD_HANDLE; passing a handle of this library to

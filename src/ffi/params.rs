@@ -2,11 +2,11 @@
 
 use super::status::{Failure, llama_sidecar_status, status};
 use super::{SizedStruct, fill};
-use crate::config::{self, Config};
 use crate::device::{Device, DeviceError, HostDevice};
-use crate::error::Error;
-use crate::gguf::Access;
 use crate::model::{Options, Placement};
+use sidecar_core::config::{self, Config};
+use sidecar_core::error::Error;
+use sidecar_core::gguf::Access;
 use std::ffi::{CString, c_char};
 use std::sync::Arc;
 
@@ -54,7 +54,7 @@ unsafe impl SizedStruct for llama_sidecar_params {
 impl llama_sidecar_params {
     pub(super) fn defaults() -> llama_sidecar_params {
         let config = Config::get();
-        crate::logger::init();
+        sidecar_core::logger::init();
         llama_sidecar_params {
             struct_size: size_of::<llama_sidecar_params>(),
             hotswap: config.hotswap,
@@ -134,7 +134,7 @@ fn cuda_devices() -> Result<Vec<Arc<dyn Device>>, DeviceError> {
 
 #[cfg(not(feature = "cuda"))]
 fn cuda_devices() -> Result<Vec<Arc<dyn Device>>, DeviceError> {
-    Err(DeviceError::without_cuda())
+    Err(crate::device::without_cuda())
 }
 
 fn c_text(text: &'static Option<CString>) -> *const c_char {

@@ -10,9 +10,9 @@ use super::model::llama_model;
 use super::status::{Failure, call, llama_sidecar_status, status};
 use super::{SizedStruct, fill, put, put_text, read, text};
 use crate::device::{AsyncDevice, DeviceError, Stream};
-use crate::files;
 use crate::postfetch::{Acquired, Options, PostFetch, Reason, State};
-use crate::trace::{Snapshot, from_json};
+use sidecar_core::files;
+use sidecar_core::trace::{Snapshot, from_json};
 use std::sync::Arc;
 
 /// A scheduler that copies routed experts to a GPU.
@@ -80,7 +80,7 @@ unsafe impl SizedStruct for llama_postfetch_params {
 
 impl llama_postfetch_params {
     fn defaults() -> llama_postfetch_params {
-        crate::logger::init();
+        sidecar_core::logger::init();
         let options = Options::from_environment();
         let config = &options.config;
         llama_postfetch_params {
@@ -111,7 +111,7 @@ impl llama_postfetch_params {
             )));
         }
         Ok(Options {
-            config: crate::config::PostFetch {
+            config: sidecar_core::config::PostFetch {
                 enable: self.enable,
                 force_cpu: self.force_cpu,
                 block_on_miss: self.block_on_miss,
@@ -184,7 +184,7 @@ fn open_device(index: usize) -> Result<Arc<dyn AsyncDevice>, DeviceError> {
 
 #[cfg(not(feature = "cuda"))]
 fn open_device(_index: usize) -> Result<Arc<dyn AsyncDevice>, DeviceError> {
-    Err(DeviceError::without_cuda())
+    Err(crate::device::without_cuda())
 }
 
 /// Frees a scheduler. Waits for its copies and for the work of streams that use its experts.
@@ -517,7 +517,7 @@ pub unsafe extern "C" fn llama_postfetch_hand_back(
     status(|| {
         // SAFETY: as the caller guarantees.
         unsafe { handle::get(postfetch)?.hand_back(stream) }
-            .map_err(|error| crate::error::Error::from(error).into())
+            .map_err(|error| sidecar_core::error::Error::from(error).into())
     })
 }
 
@@ -548,7 +548,7 @@ pub unsafe extern "C" fn llama_postfetch_download(
         };
         let bytes = found
             .ok_or_else(missing)?
-            .map_err(crate::error::Error::from)?;
+            .map_err(sidecar_core::error::Error::from)?;
         if bytes.len() != size {
             return Err(missing());
         }

@@ -10,7 +10,7 @@ use super::status::{Failure, call, llama_sidecar_status, status};
 use super::tensor::find;
 use super::{SizedStruct, fill, put, text};
 use crate::model::Model;
-use crate::reload::{FileEvent, Outcome, OverlaySource, Report};
+use sidecar_core::reload::{FileEvent, Outcome, OverlaySource, Report};
 
 /// The result of a reload.
 pub struct llama_sidecar_report {

@@ -5,8 +5,8 @@ use std::ffi::{CStr, CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::device::DeviceError;
-use crate::error::Error;
-use crate::gguf::OpenError;
+use sidecar_core::error::Error;
+use sidecar_core::gguf::OpenError;
 
 /// Result of a call. The meaning of a value never changes.
 #[repr(C)]

@@ -6,10 +6,10 @@ use super::handle::{self, Handle};
 use super::model::llama_model;
 use super::status::{Failure, call, llama_sidecar_status, status};
 use super::{SizedStruct, fill, read, routed_ids};
-use crate::config::{Config, ExpertStream};
 use crate::model::Model;
-use crate::reload::free_memory;
-use crate::stream::{Matrices, Reader, Settings};
+use sidecar_core::config::{Config, ExpertStream};
+use sidecar_core::reload::free_memory;
+use sidecar_core::stream::{Matrices, Reader, Settings};
 
 /// The most threads of a stream.
 const MOST_THREADS: u32 = 64;
@@ -63,7 +63,7 @@ unsafe impl SizedStruct for llama_expert_stream_params {
 impl llama_expert_stream_params {
     fn defaults() -> llama_expert_stream_params {
         let config = Config::get();
-        crate::logger::init();
+        sidecar_core::logger::init();
         llama_expert_stream_params {
             struct_size: size_of::<llama_expert_stream_params>(),
             always: config.expert_stream == ExpertStream::On,

@@ -16,9 +16,9 @@ use super::handle::{self, Handle};
 use super::model::llama_model;
 use super::status::{Failure, call, llama_sidecar_status, status};
 use super::{put_text, routed_ids, text};
-use crate::config::Config;
-use crate::parallel::without_signals;
-use crate::trace::{
+use sidecar_core::config::Config;
+use sidecar_core::parallel::without_signals;
+use sidecar_core::trace::{
     ExpertLayout, ExpertNames, Ids, ModelMeta, NAMES_EVERY, Trace, enabled, log_unwritten,
     numbered, print, print_exported, print_summary, print_used, to_text, write,
 };

@@ -8,8 +8,8 @@ use parking_lot::Mutex;
 use super::Model;
 use super::listeners::{Listener, StaleCallback};
 use super::quiesce::Evaluation;
-use crate::error::{Error, Result};
-use crate::reload;
+use sidecar_core::error::{Error, Result};
+use sidecar_core::reload;
 
 /// An evaluation context of a model. Keeps the model alive.
 ///
@@ -21,7 +21,7 @@ use crate::reload;
 /// use std::sync::Arc;
 ///
 /// use llama_sidecar::model::{Context, Model, Options};
-/// use llama_sidecar::reload::Outcome;
+/// use sidecar_core::reload::Outcome;
 ///
 /// # use testkit::writer::{F16, F32, Gguf};
 /// # let folder = tempfile::tempdir()?;
@@ -164,8 +164,8 @@ mod tests {
     use super::super::Options;
     use super::super::quiesce::{EvalBarrier, Limits};
     use super::*;
-    use crate::gguf::{HeaderWriter, TypeInfo};
-    use crate::reload::Outcome;
+    use sidecar_core::gguf::{HeaderWriter, TypeInfo};
+    use sidecar_core::reload::Outcome;
 
     /// Puts a model of one tensor of 64 elements there, by rename.
     fn write(ty: &str, path: &Path) {

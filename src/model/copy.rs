@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 
 use super::split::StridedRange;
 use crate::device::{Buffer, DeviceError};
-use crate::gguf::Source;
+use sidecar_core::gguf::Source;
 
 /// How much is copied at a time.
 const CHUNK: usize = 4 << 20;

@@ -18,10 +18,10 @@ use super::split::StridedRange;
 use super::tensor::{Storage, Version};
 use super::{Model, TensorView};
 use crate::device::{ALIGNMENT, Buffer, DeviceError};
-use crate::error::{Error, Result};
-use crate::gguf::FileId;
-use crate::parallel;
-use crate::reload::TrackedFile;
+use sidecar_core::error::{Error, Result};
+use sidecar_core::gguf::FileId;
+use sidecar_core::parallel;
+use sidecar_core::reload::TrackedFile;
 
 /// The most device allocations of [`Model::load_all`].
 const MAX_ALLOCATIONS: usize = 9;

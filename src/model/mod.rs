@@ -36,10 +36,10 @@ use once_cell::sync::OnceCell;
 use parking_lot::RwLock;
 
 use crate::device::{Device, HostDevice};
-use crate::error::{Error, Result};
-use crate::experts::ExpertIndex;
-use crate::gguf::{self, Access, GgufFile, KeyValue, Strings, TypeInfo, Value};
-use crate::reload::{Engine, Pauses, TrackedFile};
+use sidecar_core::error::{Error, Result};
+use sidecar_core::experts::ExpertIndex;
+use sidecar_core::gguf::{self, Access, GgufFile, KeyValue, Strings, TypeInfo, Value};
+use sidecar_core::reload::{Engine, Pauses, TrackedFile};
 
 pub use context::Context;
 pub use load::{LoadReport, Progress};

@@ -4,9 +4,9 @@ use regex_lite::Regex;
 
 use super::split::{Axis, SplitPlan, common_granularity, split_bounds};
 use crate::device::Device;
-use crate::error::{Error, Result};
-use crate::experts::{ExpertName, Projection};
-use crate::gguf::TypeInfo;
+use sidecar_core::error::{Error, Result};
+use sidecar_core::experts::{ExpertName, Projection};
+use sidecar_core::gguf::TypeInfo;
 use std::sync::Arc;
 
 /// Index of the device that is the memory of the process: experts stay there on request, and

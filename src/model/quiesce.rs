@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::error::{Error, Result};
-use crate::reload::{Pauses, Switched};
+use sidecar_core::error::{Error, Result};
+use sidecar_core::reload::{Pauses, Switched};
 
 /// How long evaluations and switches wait for each other.
 #[derive(Debug, Clone, Copy)]

@@ -8,7 +8,7 @@ use super::copy::{CopyError, Destination, ReadAt, copy_parts};
 use super::placement::Layout;
 use super::split::{SplitPlan, StridedRange};
 use crate::device::{Buffer, Device, DeviceError};
-use crate::gguf::TypeInfo;
+use sidecar_core::gguf::TypeInfo;
 
 /// The bytes of a tensor on devices.
 #[derive(Debug, Clone)]

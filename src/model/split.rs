@@ -10,7 +10,7 @@
 //! rows, a stride is a row (or the rows that a type stores interleaved), and the range is some
 //! blocks of the row.
 
-use crate::gguf::TypeInfo;
+use sidecar_core::gguf::TypeInfo;
 
 /// The axis along which a tensor is split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

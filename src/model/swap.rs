@@ -13,10 +13,10 @@ use super::split::Axis;
 use super::tensor::{Storage, Version};
 use super::{Model, Versions};
 use crate::device::{DeviceError, DeviceKind};
-use crate::error::{Error, Result};
-use crate::gguf::{FileId, Source, TypeInfo};
-use crate::parallel;
-use crate::reload::{
+use sidecar_core::error::{Error, Result};
+use sidecar_core::gguf::{FileId, Source, TypeInfo};
+use sidecar_core::parallel;
+use sidecar_core::reload::{
     Change, Commit, Defects, Effect, Hash, Need, OnOutOfMemory, Outcome, OverlaySource, Readers,
     Report, StageError, Store, Trigger, content_of, hash_reads, hash_source,
 };
@@ -26,7 +26,7 @@ impl Model {
     ///
     /// Waits for running evaluations, so a thread cannot reload during its own evaluation.
     ///
-    /// [`Engine::reload`]: crate::reload::Engine::reload
+    /// [`Engine::reload`]: sidecar_core::reload::Engine::reload
     pub fn reload(&self) -> Result<Report> {
         let engine = self.reload.as_ref().ok_or(Error::HotSwapOff)?;
         self.barrier.check_can_switch()?;
@@ -35,7 +35,7 @@ impl Model {
 
     /// Reverts overlays and sets others; see [`Engine::overlay`]. Waits as [`Model::reload`] does.
     ///
-    /// [`Engine::overlay`]: crate::reload::Engine::overlay
+    /// [`Engine::overlay`]: sidecar_core::reload::Engine::overlay
     pub fn overlay(&self, revert: &[usize], set: &[(usize, &OverlaySource)]) -> Result<Report> {
         let engine = self.reload.as_ref().ok_or(Error::HotSwapOff)?;
         self.barrier.check_can_switch()?;

@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 
 use super::placement::Layout;
 use super::resident::Resident;
-use crate::gguf::{TensorInfo, TypeInfo, strides};
+use sidecar_core::gguf::{TensorInfo, TypeInfo, strides};
 
 /// What reloads have done to a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

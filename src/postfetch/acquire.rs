@@ -8,7 +8,7 @@ use super::stats::add;
 use super::transfer::{Phase, TransferId};
 use super::transfer_table::Lookup;
 use crate::device::Stream;
-use crate::gguf::TypeInfo;
+use sidecar_core::gguf::TypeInfo;
 
 /// Where to compute an expert.
 #[derive(Debug, Clone, Copy)]
@@ -20,7 +20,7 @@ pub struct Acquired {
     /// Address of the bytes on the device; 0 to compute on the CPU.
     pub device_address: u64,
     /// Whether the caller computes gate and up of this expert on the CPU: the expert is among
-    /// the first [`cpu_limit`](crate::config::PostFetch::cpu_limit) that were scheduled together.
+    /// the first [`cpu_limit`](sidecar_core::config::PostFetch::cpu_limit) that were scheduled together.
     pub gate_up_on_cpu: bool,
     /// The weights; `None` when the model does not have the expert.
     pub expert: Option<ExpertBytes>,

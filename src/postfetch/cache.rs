@@ -6,7 +6,7 @@
 use std::fmt;
 
 use super::transfer::TransferId;
-use crate::expert_cache::ExpertCache;
+use sidecar_core::expert_cache::ExpertCache;
 
 /// The slots of one layer.
 #[derive(Debug, Clone, Copy)]

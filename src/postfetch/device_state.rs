@@ -5,9 +5,9 @@ use std::sync::Arc;
 use super::cache::CacheLayout;
 use super::pages::PageLocks;
 use super::plan::{Plan, padded};
-use crate::config;
 use crate::device::{AsyncDevice, Buffer, DeviceError, Event, Stream};
 use crate::model::Model;
+use sidecar_core::config;
 
 /// Most transfers at a time, for experts of any size.
 const MAX_TRANSFERS: u64 = 1024;

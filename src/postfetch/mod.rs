@@ -3,7 +3,7 @@
 //! Routing names the experts of a layer before any of them is computed, and the
 //! down-projection of each is needed last. [`PostFetch::schedule`] starts to copy those
 //! down-projections and returns at once. [`PostFetch::acquire`] then chooses device or CPU for
-//! each expert. With [`cache_bytes`](crate::config::PostFetch::cache_bytes), recently used experts
+//! each expert. With [`cache_bytes`](sidecar_core::config::PostFetch::cache_bytes), recently used experts
 //! stay on the device after their release, and are not copied again. Nothing is predicted. A
 //! failure is never an error: the expert is computed on the CPU, with a counter and a [`Reason`].
 //!
@@ -43,8 +43,8 @@ use std::thread::JoinHandle;
 
 use crate::device::{AsyncDevice, DeviceError, Stream};
 use crate::model::Model;
-use crate::parallel::without_signals;
-use crate::trace::{Snapshot, hottest};
+use sidecar_core::parallel::without_signals;
+use sidecar_core::trace::{Snapshot, hottest};
 
 pub use acquire::{Acquired, ExpertBytes};
 pub use policy::{Reason, State};

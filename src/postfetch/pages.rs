@@ -11,8 +11,8 @@ use once_cell::sync::Lazy;
 use parking_lot::Mutex;
 
 use crate::device::{AsyncDevice, system_memory};
-use crate::experts::Projection;
 use crate::model::{Model, TensorView};
+use sidecar_core::experts::Projection;
 
 /// The page size if the system does not report one: the largest of x86-64 and AArch64.
 const PAGE: usize = 64 << 10;

@@ -1,9 +1,9 @@
 //! The layers that can be fetched, and the weights of their experts.
 
 use crate::device::ALIGNMENT;
-use crate::experts::{ExpertIndex, MAX_EXPERTS, Projection};
 use crate::model::{HOST, Layout, Model, TensorView};
-use crate::trace::ModelMeta;
+use sidecar_core::experts::{ExpertIndex, MAX_EXPERTS, Projection};
+use sidecar_core::trace::ModelMeta;
 
 /// Experts per token if the file does not have the number.
 const DEFAULT_ACTIVE: u64 = 8;

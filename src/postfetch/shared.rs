@@ -15,9 +15,9 @@ use super::stats::Counters;
 use super::times::CopyTimes;
 use super::transfer::TransferId;
 use super::transfer_table::{Consumed, TransferTable};
-use crate::config;
 use crate::device::{AsyncDevice, DeviceError, Event, Stream};
 use crate::model::Model;
+use sidecar_core::config;
 
 /// Failures in a row after which the device is not used any more.
 const MAX_FAILURES: u32 = 3;

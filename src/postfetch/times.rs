@@ -8,7 +8,7 @@ use super::device_state::DeviceState;
 use super::plan::{Plan, PlannedLayer};
 use super::stats::{Counters, add, overlap};
 use super::transfer_table::TransferTable;
-use crate::logger::REQUESTED;
+use sidecar_core::logger::REQUESTED;
 
 /// Times of the transfers and of each layer.
 #[derive(Debug)]

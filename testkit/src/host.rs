@@ -199,7 +199,7 @@ pub fn ik_llama_file(path: &str) -> PathBuf {
 ///
 /// Panics with the command that makes it when it is not there.
 pub fn preload_library() -> PathBuf {
-    built("preload/release/libllama_sidecar_preload.so")
+    built("dropin/libllama_sidecar_preload.so")
 }
 
 /// A file that `cargo xtask hosts --build` made in the target folder.

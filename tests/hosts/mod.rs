@@ -9,8 +9,8 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-use llama_sidecar::gguf::{Access, GgufFile};
 use serde_json::Value;
+use sidecar_core::gguf::{Access, GgufFile};
 use testkit::fixtures::{cache, fixture};
 pub use testkit::host::taken;
 use testkit::host::{DropIn, Host, Program, Transcript, replace};

@@ -93,14 +93,16 @@ pub fn install(prefix: &Path, debug_info: DebugInfo) -> Result<()> {
     Ok(())
 }
 
-/// Builds the drop-in in release mode. Its dependencies have other features than in
-/// the workspace, so it has a target folder of its own.
+/// Builds the drop-in in its own profile, as it is installed.
 pub fn preload() -> Result<PathBuf> {
-    let target = target_folder()?.join("preload");
-    run(command("cargo", &root().join("preload"))
-        .args(["build", "--quiet", "--release", "--target-dir"])
-        .arg(&target))?;
-    Ok(target.join("release/libllama_sidecar_preload.so"))
+    run(command("cargo", &root()).args([
+        "build",
+        "--quiet",
+        "-p",
+        "llama-sidecar-preload",
+        "--profile=dropin",
+    ]))?;
+    Ok(target_folder()?.join("dropin/libllama_sidecar_preload.so"))
 }
 
 /// Where cargo builds to.

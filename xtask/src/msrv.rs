@@ -4,6 +4,7 @@ use anyhow::Result;
 
 use crate::install::target_folder;
 use crate::run::{command, root, run};
+use crate::third_party::INSTALLED;
 use crate::toolchain;
 
 const VERSION: &str = env!("CARGO_PKG_RUST_VERSION");
@@ -19,15 +20,8 @@ pub fn missing() -> Option<String> {
 pub fn check() -> Result<()> {
     toolchain::rust(VERSION, &[])?;
     let target = target_folder()?.join("msrv");
-    for (folder, arguments) in [
-        (root(), &[][..]),
-        (root().join("preload"), &[]),
-        (root(), &["-p", "llama-sidecar-cli"]),
-    ] {
-        run(command("rustup", &folder)
-            .args(["run", VERSION, "cargo", "check", "--quiet", "--locked"])
-            .args(arguments)
-            .env("CARGO_TARGET_DIR", &target))?;
-    }
-    Ok(())
+    run(command("rustup", &root())
+        .args(["run", VERSION, "cargo", "check", "--quiet", "--locked"])
+        .args(INSTALLED.map(|name| format!("--package={name}")))
+        .env("CARGO_TARGET_DIR", &target))
 }

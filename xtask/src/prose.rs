@@ -17,6 +17,7 @@ const FOLDERS: &[&str] = &[
     "benches",
     "c_examples",
     "cli",
+    "core",
     "fuzz",
     "ggml-quantize",
     "gguf-write",

@@ -79,7 +79,7 @@ pub fn fuzz(minutes: u64) -> Result<()> {
     )
 }
 
-/// Modules of the library in Rust alone: no driver, no mapping, no C.
+/// Modules in Rust alone: no driver, no mapping, no C.
 const PURE: [&str; 7] = [
     "gguf::types",
     "gguf::value",
@@ -114,8 +114,8 @@ pub fn miri() -> Result<()> {
             "miri",
             "test",
             "--quiet",
-            "--package",
-            "llama-sidecar",
+            "--package=llama-sidecar-core",
+            "--package=llama-sidecar",
             "--lib",
         ])
         .args(["--no-default-features", "--"])

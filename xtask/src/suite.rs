@@ -76,7 +76,6 @@ const CHECKS: &[Check] = &[
         run(command("cargo", &root()).args(["test", "--quiet", "--workspace"]))
     }),
     Check::new("post-fetch on a simulated CUDA driver", postfetch_tests),
-    Check::new("drop-in library: format, clippy, tests", dropin_library),
     Check::new("drop-in and hosts are built", hosts),
     Check::new("llama.cpp is built from source", llama_cpp::make),
     Check {
@@ -237,7 +236,7 @@ fn cargo_deny() -> Result<PathBuf> {
 /// Checks what `deny.toml` states, except for advisories: their database is not in a registry.
 fn licences() -> Result<()> {
     let cargo_deny = cargo_deny()?;
-    for folder in [root(), root().join("preload"), root().join("fuzz")] {
+    for folder in [root(), root().join("fuzz")] {
         run(command(&cargo_deny, &folder)
             .args(["--log-level", "error", "--all-features", "--config"])
             .arg(root().join("deny.toml"))
@@ -254,20 +253,6 @@ impl Check {
             missing: || None,
         }
     }
-}
-
-/// The drop-in is a workspace of its own.
-fn dropin_library() -> Result<()> {
-    let folder = root().join("preload");
-    let target = target_folder()?.join("preload");
-    run(command("cargo", &folder).args(["fmt", "--check"]))?;
-    run(command("cargo", &folder)
-        .args(["clippy", "--quiet", "--all-targets", "--target-dir"])
-        .arg(&target)
-        .args(["--", "-D", "warnings"]))?;
-    run(command("cargo", &folder)
-        .args(["test", "--quiet", "--target-dir"])
-        .arg(&target))
 }
 
 /// Builds the drop-in, the command and the programs that they are tested with.

@@ -8,6 +8,12 @@ use serde_json::Value;
 
 use crate::run::{command, output, root};
 
+/// The packages of this repository that are installed.
+pub const INSTALLED: [&str; 3] = [
+    "llama-sidecar",
+    "llama-sidecar-cli",
+    "llama-sidecar-preload",
+];
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 /// How the name of a file with a licence or a notice begins.
 const NOTICES: [&str; 6] = [
@@ -104,23 +110,15 @@ fn begins(file: &str, with: &[&str]) -> bool {
 
 /// The packages of others that are linked in, sorted.
 fn packages() -> Result<BTreeSet<Package>> {
-    let own = ["-p", "llama-sidecar", "-p", "llama-sidecar-cli"];
-    let mut packages = linked(&root(), &own)?;
-    packages.extend(linked(&root().join("preload"), &[])?);
-    Ok(packages)
-}
-
-/// The packages of others that are linked into packages of a workspace.
-fn linked(workspace: &Path, own: &[&str]) -> Result<BTreeSet<Package>> {
     let tree = output(
-        command("cargo", workspace)
+        command("cargo", &root())
             .args(["tree", "--quiet", "--locked", "--target", TARGET])
             .args(["--edges", "no-dev,no-build,no-proc-macro"])
             .args(["--prefix", "none", "--no-dedupe", "--format", "{p}"])
-            .args(own),
+            .args(INSTALLED.map(|name| format!("--package={name}"))),
     )?;
     let tree: BTreeSet<&str> = tree.lines().collect();
-    let metadata = output(command("cargo", workspace).args([
+    let metadata = output(command("cargo", &root()).args([
         "metadata",
         "--format-version=1",
         "--locked",

@@ -52,9 +52,9 @@ fn options() -> String {
     )
 }
 
-/// Cargo for sanitized code, in a folder of the project.
-fn cargo(folder: &str, arguments: &[&str], target: &Path) -> Command {
-    let mut cargo = command("cargo", &root().join(folder));
+/// Cargo for sanitized code.
+fn cargo(arguments: &[&str], target: &Path) -> Command {
+    let mut cargo = command("cargo", &root());
     cargo
         .args(arguments)
         .args(["--quiet", "--target", TARGET])
@@ -67,17 +67,18 @@ fn cargo(folder: &str, arguments: &[&str], target: &Path) -> Command {
 
 fn library() -> Result<()> {
     let tests = ["test", "--test", "reload", "--test", "stream"];
-    run(cargo("", &tests, &target_folder()?.join("tsan"))
+    run(cargo(&tests, &target_folder()?.join("tsan"))
         .env("PROPTEST_CASES", "8")
         .env("TSAN_OPTIONS", options()))
 }
 
 fn drop_in() -> Result<()> {
-    let target = target_folder()?.join("tsan/preload");
-    run(&mut cargo("preload", &["build", "--release"], &target))?;
+    let target = target_folder()?.join("tsan");
+    let build = ["build", "-p", "llama-sidecar-preload", "--profile=dropin"];
+    run(&mut cargo(&build, &target))?;
     let preload = target
         .join(TARGET)
-        .join("release/libllama_sidecar_preload.so");
+        .join("dropin/libllama_sidecar_preload.so");
     cmake::sim_ggml()?;
     cmake::build_sanitized_host()?;
     let runtime = output(command("gcc", &root()).arg("-print-file-name=libtsan.so"))?;

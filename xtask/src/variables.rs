@@ -1,9 +1,9 @@
-//! The tables of variables in the documentation, generated from the table in `src/config`.
+//! The tables of variables in the documentation, generated from the table in `core/src/config`.
 
 use std::fmt::Write;
 
 use anyhow::{Context, Result, ensure};
-use llama_sidecar::config::{VARIABLES, Variable, table};
+use sidecar_core::config::{VARIABLES, Variable, table};
 
 use crate::run::root;
 
@@ -71,7 +71,7 @@ mod tests {
 
     #[test]
     fn the_tables_of_variables_are_current() {
-        check().expect("the tables of src/config");
+        check().expect("the tables of core/src/config");
     }
 
     #[test]

@@ -10,14 +10,14 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use llama_sidecar::config::Config;
-use llama_sidecar::protocol::{
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use sidecar_core::config::Config;
+use sidecar_core::protocol::{
     Hashes, Metrics, ModelReload, ReloadReport, Reloads, Reply, Request, Round, Status,
     TensorState, Traces,
 };
-use llama_sidecar::trace::{from_json, to_text};
-use serde::de::DeserializeOwned;
-use serde_json::{Value, json};
+use sidecar_core::trace::{from_json, to_text};
 
 use crate::control::server::ServerOptions;
 

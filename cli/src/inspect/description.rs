@@ -5,10 +5,10 @@ use std::io::Write;
 use std::path::Path;
 
 use anyhow::Result;
-use llama_sidecar::experts::Projection;
-use llama_sidecar::gguf::{KeyValue, Value};
 use llama_sidecar::model::{Model, Options};
 use serde_json::{Value as Json, json};
+use sidecar_core::experts::Projection;
+use sidecar_core::gguf::{KeyValue, Value};
 
 /// Number of array elements in the output.
 const SHOWN: u64 = 5;

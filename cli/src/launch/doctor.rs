@@ -9,9 +9,9 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use llama_sidecar::config::Config;
-use llama_sidecar::protocol::{Event, NoEffect, is_tried_ggml};
 use rustix::process::{Pid, Signal, kill_process_group, test_kill_process_group};
+use sidecar_core::config::Config;
+use sidecar_core::protocol::{Event, NoEffect, is_tried_ggml};
 
 use crate::launch::child::{self, Group};
 use crate::launch::executable::{Executable, preload_library};

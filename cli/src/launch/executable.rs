@@ -203,7 +203,7 @@ pub fn preload_library() -> Result<PathBuf> {
     let folder = program
         .parent()
         .context("the path of this program has no folder")?;
-    let places = ["../lib", "../preload/release", "."];
+    let places = ["../lib", "../dropin", "."];
     for place in places {
         if let Ok(found) = folder.join(place).join(NAME).canonicalize() {
             return Ok(found);

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::ExitStatus;
 
 use anyhow::{Context, Result};
-use llama_sidecar::protocol::{Entry, Event, NoEffect};
+use sidecar_core::protocol::{Entry, Event, NoEffect};
 use tempfile::NamedTempFile;
 
 /// A file to which the drop-in appends events.

@@ -8,8 +8,8 @@ use std::process::{Command, ExitStatus};
 use anyhow::{Context, Result, bail};
 use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, ArgMatches, FromArgMatches};
-use llama_sidecar::config::{CAPABILITIES, Config, Kind, VARIABLES, Variable};
-use llama_sidecar::protocol::Event;
+use sidecar_core::config::{CAPABILITIES, Config, Kind, VARIABLES, Variable};
+use sidecar_core::protocol::Event;
 
 use crate::launch::child::{self, Group, quoted};
 use crate::launch::executable::{Executable, preload_library};

@@ -4,7 +4,7 @@
 
 use std::fmt::Write;
 
-use llama_sidecar::trace::{LayerCounts, Locality, hits};
+use sidecar_core::trace::{LayerCounts, Locality, hits};
 
 use crate::report::traces::TraceReport;
 use crate::sizes::{Table, percent, size_text};

@@ -4,8 +4,8 @@ use std::fmt::Write;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
-use llama_sidecar::gguf::{Access, open_model};
-use llama_sidecar::trace::{
+use sidecar_core::gguf::{Access, open_model};
+use sidecar_core::trace::{
     LayerStats, coverage, divergence, experts_for, overlap, ranking, to_activations,
     to_logical_count, to_ranked_csv, to_rankings,
 };

@@ -5,9 +5,9 @@ use std::fmt::Write;
 use std::path::Path;
 
 use anyhow::Result;
-use llama_sidecar::experts::{ExpertIndex, Projection};
-use llama_sidecar::gguf::GgufFile;
-use llama_sidecar::trace::{LayerCounts, coverage, hits};
+use sidecar_core::experts::{ExpertIndex, Projection};
+use sidecar_core::gguf::GgufFile;
+use sidecar_core::trace::{LayerCounts, coverage, hits};
 
 use crate::output::write_text;
 use crate::report::traces::TraceReport;

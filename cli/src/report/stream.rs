@@ -8,12 +8,12 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use llama_sidecar::experts::ExpertIndex;
-use llama_sidecar::gguf::{self, Access, GgufFile};
-use llama_sidecar::reload::free_memory;
-use llama_sidecar::stream::WINDOW;
-use llama_sidecar::trace::ModelMeta;
 use memmap2::MmapMut;
+use sidecar_core::experts::ExpertIndex;
+use sidecar_core::gguf::{self, Access, GgufFile};
+use sidecar_core::reload::free_memory;
+use sidecar_core::stream::WINDOW;
+use sidecar_core::trace::ModelMeta;
 
 /// The bytes of a read.
 const PIECE: usize = WINDOW as usize;

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use llama_sidecar::trace::coverage;
+use sidecar_core::trace::coverage;
 
 use crate::report::traces::TraceReport;
 

@@ -4,12 +4,10 @@ use std::io::{self, Read};
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use llama_sidecar::experts::ExpertIndex;
-use llama_sidecar::files;
-use llama_sidecar::gguf::{Access, GgufFile, open_model};
-use llama_sidecar::trace::{
-    ExpertLayout, ModelMeta, RouteFormat, RouteReader, Snapshot, from_json,
-};
+use sidecar_core::experts::ExpertIndex;
+use sidecar_core::files;
+use sidecar_core::gguf::{Access, GgufFile, open_model};
+use sidecar_core::trace::{ExpertLayout, ModelMeta, RouteFormat, RouteReader, Snapshot, from_json};
 
 /// The most workloads that are compared: each has counts and locality of its own.
 const MOST_WORKLOADS: usize = 64;
@@ -173,7 +171,7 @@ impl TraceReport {
 /// Returns a trace with uneven counts.
 #[cfg(test)]
 pub fn sample(experts: u32, layers: u32) -> TraceReport {
-    use llama_sidecar::trace::{ExpertLayout, Trace};
+    use sidecar_core::trace::{ExpertLayout, Trace};
     let trace = Trace::new(ExpertLayout::new((0..layers).map(|layer| (layer, experts))));
     for layer in 0..layers {
         for expert in 0..experts {
@@ -197,7 +195,7 @@ pub fn sample(experts: u32, layers: u32) -> TraceReport {
 /// with the same routes.
 #[cfg(test)]
 pub fn sample_routes(experts: u32, layers: &[(u32, u64)], routes: &[[i32; 2]]) -> TraceReport {
-    use llama_sidecar::trace::{ExpertLayout, Ids, Trace};
+    use sidecar_core::trace::{ExpertLayout, Ids, Trace};
     let layout = layers.iter().map(|&(layer, _)| (layer, experts));
     let trace = Trace::with_locality(ExpertLayout::new(layout));
     let ids = routes.as_flattened().iter();

@@ -7,9 +7,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use llama_sidecar::gguf::{Access, GgufFile, NamePattern, TensorInfo, open_model};
-use llama_sidecar::protocol::{Request, Status};
 use regex::Regex;
+use sidecar_core::gguf::{Access, GgufFile, NamePattern, TensorInfo, open_model};
+use sidecar_core::protocol::{Request, Status};
 use tempfile::TempDir;
 
 use crate::control::{self, server};

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use llama_sidecar::protocol::{Overlay, Request};
+use sidecar_core::protocol::{Overlay, Request};
 
 use crate::control;
 

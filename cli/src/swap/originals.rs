@@ -12,9 +12,9 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use llama_sidecar::files;
-use llama_sidecar::gguf::{Access, GgufFile, HeaderWriter, KeyValue, OpenError, Value, ValueType};
-use llama_sidecar::reload::{Hash, hash_bytes};
+use sidecar_core::files;
+use sidecar_core::gguf::{Access, GgufFile, HeaderWriter, KeyValue, OpenError, Value, ValueType};
+use sidecar_core::reload::{Hash, hash_bytes};
 
 use crate::swap::part::{Part, Version, hash_from, hash_of};
 use crate::swap::rewrite;

@@ -4,8 +4,8 @@ use std::ffi::CStr;
 use std::fmt;
 
 use anyhow::{Context, Result};
-use llama_sidecar::gguf::{GgufFile, TensorInfo};
-use llama_sidecar::reload::{Hash, hash_source};
+use sidecar_core::gguf::{GgufFile, TensorInfo};
+use sidecar_core::reload::{Hash, hash_source};
 
 /// A tensor for a new file: the file that has its data, and the hash of the data.
 #[derive(Clone, Copy)]

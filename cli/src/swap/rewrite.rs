@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
-use llama_sidecar::files::{self, folder_of};
-use llama_sidecar::gguf::{
+use sidecar_core::files::{self, folder_of};
+use sidecar_core::gguf::{
     Access, GgufFile, TYPE_AND_OFFSET, TooLarge, padded, padding, retype, type_fields,
 };
-use llama_sidecar::reload::{Hash, hash_bytes, hash_source};
+use sidecar_core::reload::{Hash, hash_bytes, hash_source};
 use tempfile::NamedTempFile;
 
 use crate::space::is_out_of_space;

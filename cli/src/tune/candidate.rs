@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use ggml_quantize::rules;
-use llama_sidecar::gguf::TypeInfo;
+use sidecar_core::gguf::TypeInfo;
 
 use super::imatrix::Matrix;
 use super::model::{Model, Tensor};
@@ -158,6 +158,6 @@ fn outcome_of_file(
 
 /// Returns a type by its name, in any case.
 fn type_named(text: &str) -> Option<&'static TypeInfo> {
-    let mut all = llama_sidecar::gguf::TYPES.iter();
+    let mut all = sidecar_core::gguf::TYPES.iter();
     all.find(|ty| ty.name().eq_ignore_ascii_case(text))
 }

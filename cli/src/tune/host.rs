@@ -9,10 +9,10 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use llama_sidecar::files;
-use llama_sidecar::protocol::{Overlay, Reply, Request, Round};
 use rustix::process::{Signal, set_parent_process_death_signal};
 use serde::de::DeserializeOwned;
+use sidecar_core::files;
+use sidecar_core::protocol::{Overlay, Reply, Request, Round};
 
 use super::statistics::Statistics;
 use crate::control;

@@ -6,9 +6,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use llama_sidecar::gguf::{Access, FileId, Source};
-use llama_sidecar::reload::hash_source;
 use serde_json::Value;
+use sidecar_core::gguf::{Access, FileId, Source};
+use sidecar_core::reload::hash_source;
 
 use super::model::Model;
 use super::record::write_atomically;

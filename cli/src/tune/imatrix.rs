@@ -6,8 +6,8 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use llama_sidecar::gguf::{Access, GgufFile, TensorInfo, Value};
-use llama_sidecar::reload::{Hash, hash_bytes};
+use sidecar_core::gguf::{Access, GgufFile, TensorInfo, Value};
+use sidecar_core::reload::{Hash, hash_bytes};
 
 /// The values of one file.
 pub struct Matrix {

@@ -11,9 +11,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use ggml_quantize::{Ggml, Kind, convert};
 use indicatif::ProgressBar;
-use llama_sidecar::files;
-use llama_sidecar::gguf::{HeaderWriter, TypeInfo, padding};
-use llama_sidecar::reload::hash_bytes;
+use sidecar_core::files;
+use sidecar_core::gguf::{HeaderWriter, TypeInfo, padding};
+use sidecar_core::reload::hash_bytes;
 
 use super::candidate::Outcome;
 use super::imatrix::Matrix;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use llama_sidecar::gguf::TypeInfo;
+use sidecar_core::gguf::TypeInfo;
 
 use super::model::Tensor;
 

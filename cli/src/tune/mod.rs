@@ -41,9 +41,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use ggml_quantize::Ggml;
 use indicatif::ProgressBar;
-use llama_sidecar::files;
-use llama_sidecar::reload::hash_bytes;
 use regex::Regex;
+use sidecar_core::files;
+use sidecar_core::reload::hash_bytes;
 
 use crate::launch::executable::Executable;
 use crate::sizes::size;

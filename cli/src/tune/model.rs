@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use ggml_quantize::{Shape, rules};
-use llama_sidecar::gguf::{Access, GgufFile, TensorInfo, Value, open_model};
-use llama_sidecar::reload::{Hash, hash_bytes, hash_source};
+use sidecar_core::gguf::{Access, GgufFile, TensorInfo, Value, open_model};
+use sidecar_core::reload::{Hash, hash_bytes, hash_source};
 
 /// An open model.
 pub struct Model {

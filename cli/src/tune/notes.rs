@@ -73,7 +73,7 @@ pub fn of_unused(results: &Results<'_>, recipe: &Recipe<'_>) -> Option<String> {
         return None;
     }
     let bits = |name: &str| {
-        let ty = llama_sidecar::gguf::TypeInfo::from_name(name)?;
+        let ty = sidecar_core::gguf::TypeInfo::from_name(name)?;
         Some(ty.bytes as f64 / ty.block as f64)
     };
     let candidates = results.plan.candidates.iter();

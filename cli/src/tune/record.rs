@@ -10,8 +10,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use llama_sidecar::files::{self, folder_of};
 use serde::{Deserialize, Serialize};
+use sidecar_core::files::{self, folder_of};
 
 use super::statistics::Statistics;
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, ensure};
-use llama_sidecar::gguf::padded;
+use sidecar_core::gguf::padded;
 
 use super::groups::Group;
 use super::mix::{Mix, Part};

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
-use llama_sidecar::protocol::Overlay;
-use llama_sidecar::reload::hash_bytes;
+use sidecar_core::protocol::Overlay;
+use sidecar_core::reload::hash_bytes;
 
 use super::candidate::{Candidate, Origin, Outcome};
 use super::host::{Host, Program};

@@ -5,9 +5,9 @@ use std::io::{BufWriter, Write};
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use llama_sidecar::files;
-use llama_sidecar::gguf::{Access, HeaderWriter, ValueType, open_model, write_data};
-use llama_sidecar::gguf::{GgufFile, TensorInfo};
+use sidecar_core::files;
+use sidecar_core::gguf::{Access, HeaderWriter, ValueType, open_model, write_data};
+use sidecar_core::gguf::{GgufFile, TensorInfo};
 
 use super::mix::Mix;
 use super::sweep::{Plan, Sweep};

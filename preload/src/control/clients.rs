@@ -16,10 +16,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use llama_sidecar::files;
-use llama_sidecar::protocol::Reply;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
+use sidecar_core::files;
+use sidecar_core::protocol::Reply;
 
 use crate::process::thread;
 

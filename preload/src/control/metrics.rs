@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use llama_sidecar::protocol::{CacheLayer, PostFetchFigures, StreamFigures};
-use llama_sidecar::reload::Pauses;
+use sidecar_core::protocol::{CacheLayer, PostFetchFigures, StreamFigures};
+use sidecar_core::reload::Pauses;
 
 use crate::hotswap::reloader;
 use crate::postfetch;

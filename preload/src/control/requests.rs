@@ -1,19 +1,19 @@
-//! Requests over the control socket: [`llama_sidecar::protocol`] has the messages.
+//! Requests over the control socket: [`sidecar_core::protocol`] has the messages.
 
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use llama_sidecar::config::Config;
-use llama_sidecar::error::Error;
-use llama_sidecar::protocol::{
+use serde_json::{Value, json};
+use sidecar_core::config::Config;
+use sidecar_core::error::Error;
+use sidecar_core::protocol::{
     Blocked, FileEvent, FileStatus, Hashes, Metrics, Milliseconds, ModelHash, ModelReload,
     ModelStatus, NoEffect, Overlay, ReloadReport, Reloads, Reply, Request, Round, Status,
     TensorChange, TensorState, TensorStatus, Traces, Waiting,
 };
-use llama_sidecar::reload::{Outcome, Report, Trigger};
-use serde_json::{Value, json};
+use sidecar_core::reload::{Outcome, Report, Trigger};
 
 use crate::control::clients::{Answer, is_connected};
 use crate::control::{clients, metrics};

@@ -16,11 +16,11 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use llama_sidecar::config::Config;
-use llama_sidecar::gguf::TypeInfo;
-use llama_sidecar::protocol;
 use once_cell::sync::OnceCell;
 use parking_lot::Mutex;
+use sidecar_core::config::Config;
+use sidecar_core::gguf::TypeInfo;
+use sidecar_core::protocol;
 
 use crate::process::journal;
 

@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::Arc;
 
-use llama_sidecar::gguf::{FileId, NamePattern};
-use llama_sidecar::protocol::Overlay;
-use llama_sidecar::reload::OverlaySource;
+use sidecar_core::gguf::{FileId, NamePattern};
+use sidecar_core::protocol::Overlay;
+use sidecar_core::reload::OverlaySource;
 
 use crate::program::models::{self, Model};
 

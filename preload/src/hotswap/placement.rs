@@ -10,7 +10,7 @@
 use std::ffi::{CStr, c_int};
 use std::sync::atomic::Ordering;
 
-use llama_sidecar::gguf::TypeInfo;
+use sidecar_core::gguf::TypeInfo;
 
 use crate::ggml::{BufferType, DEVICE_CPU, Descriptor, Device, Ggml, LAST_PLAIN_DEVICE, Tensor};
 use crate::program::models::{Instance, Model};

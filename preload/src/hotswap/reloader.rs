@@ -13,11 +13,11 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use llama_sidecar::config::Config;
-use llama_sidecar::error::{Error, Result};
-use llama_sidecar::protocol::{Event, NoEffect};
-use llama_sidecar::reload::{Cause, Hash, Outcome, OverlaySource, Report, Trigger};
 use parking_lot::{Mutex, MutexGuard};
+use sidecar_core::config::Config;
+use sidecar_core::error::{Error, Result};
+use sidecar_core::protocol::{Event, NoEffect};
+use sidecar_core::reload::{Cause, Hash, Outcome, OverlaySource, Report, Trigger};
 
 use crate::ggml;
 use crate::hotswap::store;

@@ -3,15 +3,15 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use llama_sidecar::device::DeviceError;
-use llama_sidecar::error::{Error, Result};
-use llama_sidecar::gguf::FileId;
-use llama_sidecar::reload::{
+use parking_lot::Mutex;
+use sidecar_core::error::DeviceError;
+use sidecar_core::error::{Error, Result};
+use sidecar_core::gguf::FileId;
+use sidecar_core::reload::{
     Change, Commit, Content, Defects, Effect, Hash, Need, NewData, OnOutOfMemory, Outcome,
     OverlaySource, Readers, Report, StageError, Store, Trigger, content_of, hash_bytes,
     usable_memory,
 };
-use parking_lot::Mutex;
 
 use crate::ggml::{Descriptor, Ggml, OwnBuffer, Tensor};
 use crate::hotswap::placement::{self, extents};
@@ -61,7 +61,7 @@ pub fn overlay(
 /// Hashes tensors of a model from `next` on; see [`Engine::hash_some`]. The caller holds
 /// [`Model::reloading`], which keeps the program from freeing the model.
 ///
-/// [`Engine::hash_some`]: llama_sidecar::reload::Engine::hash_some
+/// [`Engine::hash_some`]: sidecar_core::reload::Engine::hash_some
 pub fn hash_some(model: &Arc<Model>, next: &mut usize) -> bool {
     let store = ProgramStore(model, WrittenInPlace::Unknown);
     model.engine.hash_some(&store, next)

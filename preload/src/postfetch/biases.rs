@@ -7,7 +7,7 @@
 
 use std::ffi::CStr;
 
-use llama_sidecar::experts::ExpertName;
+use sidecar_core::experts::ExpertName;
 
 use super::instance;
 use crate::ggml::{Buffer, Ggml, OwnBuffer, Sched, Tensor};

@@ -11,11 +11,11 @@ use std::path::Path;
 use std::sync::{Arc, Once};
 use std::time::Duration;
 
-use llama_sidecar::config::{CacheSize, Config, Misses};
-use llama_sidecar::expert_cache::{ExpertCache, Load, Sharer, share};
-use llama_sidecar::experts::ExpertName;
-use llama_sidecar::protocol::Event;
-use llama_sidecar::trace::{self, Ids, Snapshot};
+use sidecar_core::config::{CacheSize, Config, Misses};
+use sidecar_core::expert_cache::{ExpertCache, Load, Sharer, share};
+use sidecar_core::experts::ExpertName;
+use sidecar_core::protocol::Event;
+use sidecar_core::trace::{self, Ids, Snapshot};
 
 use super::figures::{FIGURES, LayerFigures};
 use super::instance::Scratch;

@@ -1,6 +1,6 @@
 //! Where the routed experts of a model are, for the command that started the program.
 
-use llama_sidecar::protocol::Event;
+use sidecar_core::protocol::Event;
 
 use crate::ggml::{self, BufferType};
 use crate::process::journal;

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use llama_sidecar::protocol::{CacheLayer, PostFetchFigures};
 use parking_lot::Mutex;
+use sidecar_core::protocol::{CacheLayer, PostFetchFigures};
 
 use super::speeds::Speeds;
 

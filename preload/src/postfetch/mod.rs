@@ -48,11 +48,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use llama_sidecar::config::{Config, Early};
-use llama_sidecar::experts::{ExpertName, Projection};
-use llama_sidecar::protocol::{Event, NoEffect, PostFetchFigures};
-use llama_sidecar::trace::Ids;
 use parking_lot::{Mutex, MutexGuard};
+use sidecar_core::config::{Config, Early};
+use sidecar_core::experts::{ExpertName, Projection};
+use sidecar_core::protocol::{Event, NoEffect, PostFetchFigures};
+use sidecar_core::trace::Ids;
 
 use crate::ggml::{Backend, Device, Ggml, Graph, STATUS_FAILED, Sched, Tensor};
 use crate::process::journal;

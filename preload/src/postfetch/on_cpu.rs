@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::ffi::CStr;
 use std::sync::Arc;
 
-use llama_sidecar::trace::Ids;
+use sidecar_core::trace::Ids;
 
 use crate::ggml::{
     Backend, Buffer, Device, F32, Ggml, Graph, I32, OwnBuffer, OwnContext, STATUS_SUCCESS, Sched,

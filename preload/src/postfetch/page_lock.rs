@@ -9,10 +9,10 @@ use std::ffi::{CStr, c_void};
 use std::ops::Range;
 use std::sync::Arc;
 
-use llama_sidecar::config::Config;
-use llama_sidecar::protocol::NoEffect;
-use llama_sidecar::reload::free_memory;
 use parking_lot::Mutex;
+use sidecar_core::config::Config;
+use sidecar_core::protocol::NoEffect;
+use sidecar_core::reload::free_memory;
 
 use crate::ggml::{Device, Ggml};
 use crate::process::maps::Maps;

@@ -9,8 +9,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use llama_sidecar::config::Config;
-use llama_sidecar::experts::ExpertName;
+use sidecar_core::config::Config;
+use sidecar_core::experts::ExpertName;
 
 use super::cache::Cache;
 use super::figures::FIGURES;

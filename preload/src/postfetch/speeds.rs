@@ -4,7 +4,7 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use llama_sidecar::parallel;
+use sidecar_core::parallel;
 
 use crate::ggml::{Ggml, Tensor};
 

@@ -7,9 +7,9 @@ use std::fs::OpenOptions;
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 
-use llama_sidecar::config::Config;
-use llama_sidecar::protocol::{Entry, Event};
 use parking_lot::Mutex;
+use sidecar_core::config::Config;
+use sidecar_core::protocol::{Entry, Event};
 
 /// Runs when the library is loaded, in every program of a command: the first event shows that
 /// the loader accepted the library.

@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::ops::Range;
 use std::os::unix::ffi::OsStrExt;
 
-use llama_sidecar::gguf::GgufFile;
+use sidecar_core::gguf::GgufFile;
 
 /// Whether an address is in memory that is locked (`mlock`).
 pub fn is_locked(address: usize) -> bool {

@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 
-use llama_sidecar::parallel::without_signals;
+use sidecar_core::parallel::without_signals;
 
 thread_local! {
     /// Whether this thread runs code of the drop-in: ggml's functions call each other

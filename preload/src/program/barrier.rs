@@ -14,9 +14,9 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use llama_sidecar::reload::{Pauses, Switched};
 use once_cell::sync::Lazy;
 use parking_lot::{Condvar, Mutex};
+use sidecar_core::reload::{Pauses, Switched};
 
 /// How long a switch waits for evaluations to end. Evaluations of large models on slow
 /// machines take minutes; after this time the reload fails and starts again later.

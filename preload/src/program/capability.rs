@@ -4,8 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use llama_sidecar::protocol::NoEffect;
 use parking_lot::Mutex;
+use sidecar_core::protocol::NoEffect;
 
 use crate::program::models::Model;
 use crate::program::routing::Routed;

@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::ffi::{CStr, c_int};
 
-use llama_sidecar::trace::Ids;
+use sidecar_core::trace::Ids;
 
 use crate::ggml::{Buffer, Device, F32, FusedOps, Ggml, Graph, Sched, Tensor, USAGE_WEIGHTS};
 

@@ -19,9 +19,9 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::ThreadId;
 
-use llama_sidecar::gguf::{Access, GgufFile, Value};
-use llama_sidecar::protocol::Event;
 use parking_lot::Mutex;
+use sidecar_core::gguf::{Access, GgufFile, Value};
+use sidecar_core::protocol::Event;
 
 use crate::ggml::{Buffer, Ggml, Tensor};
 use crate::process::journal;

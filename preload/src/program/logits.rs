@@ -5,7 +5,7 @@
 
 use std::ffi::CStr;
 
-use llama_sidecar::reload::hash_bytes;
+use sidecar_core::reload::hash_bytes;
 
 use crate::ggml::{Ggml, Graph, Tensor};
 use crate::program::barrier;

@@ -11,12 +11,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU64, Ordering};
 use std::time::Instant;
 
-use llama_sidecar::config::Config;
-use llama_sidecar::experts::ExpertName;
-use llama_sidecar::protocol::Event;
-use llama_sidecar::reload::{Cause, Engine, TrackedFile};
 use once_cell::sync::OnceCell;
 use parking_lot::{Mutex, RwLock};
+use sidecar_core::config::Config;
+use sidecar_core::experts::ExpertName;
+use sidecar_core::protocol::Event;
+use sidecar_core::reload::{Cause, Engine, TrackedFile};
 
 use crate::ggml::{
     self, Buffer, BufferType, Descriptor, Device, Ggml, OwnBuffer, Tensor, TensorStruct,

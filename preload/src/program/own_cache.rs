@@ -13,9 +13,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
-use llama_sidecar::gguf::TypeInfo;
-use llama_sidecar::protocol::{Event, OwnExpertCache};
 use parking_lot::{Mutex, RwLock};
+use sidecar_core::gguf::TypeInfo;
+use sidecar_core::protocol::{Event, OwnExpertCache};
 
 use crate::ggml::{Buffer, Ggml, Tensor};
 use crate::process::journal;

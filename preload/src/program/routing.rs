@@ -18,11 +18,11 @@ use std::ffi::{CStr, c_int, c_void};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use llama_sidecar::config::Config;
-use llama_sidecar::experts::{ExpertName, Projection};
-use llama_sidecar::stream::Matrices;
-use llama_sidecar::trace::Ids;
 use parking_lot::Mutex;
+use sidecar_core::config::Config;
+use sidecar_core::experts::{ExpertName, Projection};
+use sidecar_core::stream::Matrices;
+use sidecar_core::trace::Ids;
 
 use crate::ggml::{Callback, Ggml, Graph, Sched, Tensor};
 use crate::program::barrier::SLOTS;

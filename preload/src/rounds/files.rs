@@ -16,12 +16,12 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use llama_sidecar::config::Config;
-use llama_sidecar::files;
-use llama_sidecar::logger::REQUESTED;
-use llama_sidecar::protocol::NoEffect;
-use llama_sidecar::reload::{Outcome, Report};
 use parking_lot::Mutex;
+use sidecar_core::config::Config;
+use sidecar_core::files;
+use sidecar_core::logger::REQUESTED;
+use sidecar_core::protocol::NoEffect;
+use sidecar_core::reload::{Outcome, Report};
 
 use crate::hotswap::reloader;
 use crate::process::thread;

@@ -19,9 +19,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use llama_sidecar::config::Config;
-use llama_sidecar::protocol::NoEffect;
 use parking_lot::{Condvar, Mutex, MutexGuard};
+use sidecar_core::config::Config;
+use sidecar_core::protocol::NoEffect;
 
 use crate::loader::loaded::Object;
 use crate::loader::redirect::Redirection;

@@ -19,10 +19,10 @@ use std::ffi::{CStr, c_int, c_void};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 
-use llama_sidecar::config::Config;
-use llama_sidecar::experts::{ExpertIndex, ExpertName};
-use llama_sidecar::gguf::GgufFile;
-use llama_sidecar::stream::{WINDOW, read_ahead};
+use sidecar_core::config::Config;
+use sidecar_core::experts::{ExpertIndex, ExpertName};
+use sidecar_core::gguf::GgufFile;
+use sidecar_core::stream::{WINDOW, read_ahead};
 
 use crate::ggml::{Buffer, BufferType, DEVICE_CPU, Device, Ggml, Tensor};
 use crate::loader::caller::Caller;

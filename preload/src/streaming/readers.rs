@@ -5,12 +5,12 @@ use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use llama_sidecar::config::{Config, ExpertStream};
-use llama_sidecar::protocol::{Event, NoEffect, StreamFigures};
-use llama_sidecar::reload::free_memory;
-use llama_sidecar::stream::{Reader, Settings};
-use llama_sidecar::trace;
 use parking_lot::{Mutex, RwLock};
+use sidecar_core::config::{Config, ExpertStream};
+use sidecar_core::protocol::{Event, NoEffect, StreamFigures};
+use sidecar_core::reload::free_memory;
+use sidecar_core::stream::{Reader, Settings};
+use sidecar_core::trace;
 
 use crate::process::journal;
 use crate::program::barrier::ModelSet;

@@ -23,16 +23,16 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use llama_sidecar::config::Config;
-use llama_sidecar::experts::{ExpertIndex, ExpertName};
-use llama_sidecar::gguf::FileId;
-use llama_sidecar::protocol::{Event, NoEffect, Uncounted};
-use llama_sidecar::trace::{
+use parking_lot::{Mutex, RwLock};
+use serde_json::Value;
+use sidecar_core::config::Config;
+use sidecar_core::experts::{ExpertIndex, ExpertName};
+use sidecar_core::gguf::FileId;
+use sidecar_core::protocol::{Event, NoEffect, Uncounted};
+use sidecar_core::trace::{
     ExpertLayout, ExpertNames, Ids, ModelMeta, NAMES_EVERY, Trace, enabled, log_unwritten,
     numbered, print, print_exported, print_summary, print_used, to_json, write,
 };
-use parking_lot::{Mutex, RwLock};
-use serde_json::Value;
 
 use crate::ggml::{Ggml, Tensor};
 use crate::loader::caller::Caller;

@@ -14,10 +14,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use llama_sidecar::config::{Config, Variable};
-use llama_sidecar::protocol::{Event, NoEffect};
-use llama_sidecar::trace::{Ids, NOT_ROUTED, RouteLayout, RouteWriter};
 use parking_lot::{Condvar, Mutex, RwLock};
+use sidecar_core::config::{Config, Variable};
+use sidecar_core::protocol::{Event, NoEffect};
+use sidecar_core::trace::{Ids, NOT_ROUTED, RouteLayout, RouteWriter};
 
 use crate::ggml::{Ggml, Graph, Tensor};
 use crate::process::{journal, thread};
@@ -660,7 +660,7 @@ fn places_of(taken: &[Taken], tokens: usize, computed: usize, places: &mut Vec<u
 #[cfg(test)]
 mod tests {
     use super::*;
-    use llama_sidecar::trace::{RouteReader, RouteRecord};
+    use sidecar_core::trace::{RouteReader, RouteRecord};
 
     /// 48 layers of 512 experts, 10 of them for a token.
     fn queue(path: &std::path::Path) -> Queue {

@@ -6,11 +6,11 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use llama_sidecar::config::{Config, Variable};
-use llama_sidecar::protocol::NoEffect;
-use llama_sidecar::trace;
-use llama_sidecar::trace::{ExpertLayout, Ids, ModelMeta, norm};
 use parking_lot::RwLock;
+use sidecar_core::config::{Config, Variable};
+use sidecar_core::protocol::NoEffect;
+use sidecar_core::trace;
+use sidecar_core::trace::{ExpertLayout, Ids, ModelMeta, norm};
 
 use crate::ggml::{Ggml, Graph};
 use crate::program::capability::{Capability, Effect};

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use ggml_quantize::Ggml;
-use llama_sidecar::gguf::{Access, GgufFile, TensorInfo, TypeInfo, padding, retype, type_fields};
+use sidecar_core::gguf::{Access, GgufFile, TensorInfo, TypeInfo, padding, retype, type_fields};
 
 /// What is changed of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use llama_sidecar::gguf::{Access, GgufFile};
+use sidecar_core::gguf::{Access, GgufFile};
 
 use serde_json::{Value, json};
 use testkit::fixtures::fixture;

@@ -80,7 +80,7 @@ pub fn append(path: &Path) -> io::Result<File> {
 /// The file is not flushed to the disk: the end of a process must not wait for that.
 ///
 /// ```
-/// use llama_sidecar::files;
+/// use sidecar_core::files;
 ///
 /// let folder = tempfile::tempdir()?;
 /// let path = folder.path().join("report.txt");

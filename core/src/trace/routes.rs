@@ -240,7 +240,7 @@ fn beside(path: &Path, ending: &str) -> OsString {
 /// goes on there.
 ///
 /// ```
-/// use llama_sidecar::trace::{RouteLayout, RouteReader, RouteRecord, RouteWriter};
+/// use sidecar_core::trace::{RouteLayout, RouteReader, RouteRecord, RouteWriter};
 ///
 /// let folder = tempfile::tempdir()?;
 /// let path = folder.path().join("model.routes");

@@ -15,7 +15,7 @@ pub const SALIENCY_SCHEMA: &str = "llama-sidecar/expert-saliency/1";
 /// Sums of one model. Any number of threads can record at the same time.
 ///
 /// ```
-/// use llama_sidecar::trace::{ExpertLayout, Ids, ModelMeta, Saliency};
+/// use sidecar_core::trace::{ExpertLayout, Ids, ModelMeta, Saliency};
 ///
 /// let saliency = Saliency::new(&ExpertLayout::new([(0, 4)]));
 /// // Two tokens, one expert per token.

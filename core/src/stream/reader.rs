@@ -101,10 +101,10 @@ impl Matrices {
 /// Reads the experts of one model ahead. Dropping a reader ends its threads.
 ///
 /// ```
-/// use llama_sidecar::experts::ExpertIndex;
-/// use llama_sidecar::gguf::{Access, GgufFile};
-/// use llama_sidecar::stream::{Matrices, Reader, Settings};
-/// use llama_sidecar::trace::Ids;
+/// use sidecar_core::experts::ExpertIndex;
+/// use sidecar_core::gguf::{Access, GgufFile};
+/// use sidecar_core::stream::{Matrices, Reader, Settings};
+/// use sidecar_core::trace::Ids;
 /// # use testkit::writer::{Gguf, Q4_0};
 /// # let folder = tempfile::tempdir()?;
 /// # let path = folder.path().join("model.gguf");

@@ -4,7 +4,7 @@ use std::ffi::CString;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use crate::device::DeviceError;
+use crate::error::DeviceError;
 use crate::error::{Error, Result};
 use crate::gguf::{OpenError, TypeInfo};
 

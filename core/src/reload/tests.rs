@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 use tempfile::TempDir;
 
 use super::*;
-use crate::device::DeviceError;
+use crate::error::DeviceError;
 use crate::gguf::{Access, GgufFile, HeaderWriter, OpenError, TypeInfo};
 
 /// Two tensors that are mapped from one file, or have bytes of their own after a swap.

@@ -3,8 +3,32 @@
 use std::io;
 use std::path::PathBuf;
 
-use crate::device::DeviceError;
 use crate::gguf::OpenError;
+
+/// Errors of a device.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum DeviceError {
+    /// An allocation did not fit.
+    #[error("device '{device}' cannot allocate {requested} bytes, {free} are free")]
+    OutOfMemory {
+        /// Name of the device.
+        device: String,
+        /// Requested bytes.
+        requested: u64,
+        /// Free bytes.
+        free: u64,
+    },
+    /// Another operation failed.
+    #[error("device '{device}' cannot {action}: {reason}")]
+    Failed {
+        /// Name of the device.
+        device: String,
+        /// The operation.
+        action: &'static str,
+        /// Error of the driver.
+        reason: String,
+    },
+}
 
 /// An error of the library.
 #[derive(Debug, thiserror::Error)]

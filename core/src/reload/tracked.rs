@@ -31,7 +31,7 @@ impl TrackedFile {
     }
 
     /// Keeps the trusted identity as it is while the guard is held.
-    pub(crate) fn lock_trusted(&self) -> MutexGuard<'_, FileId> {
+    pub fn lock_trusted(&self) -> MutexGuard<'_, FileId> {
         self.trusted.lock()
     }
 

@@ -1,7 +1,7 @@
 //! Writes GGUF files with the crate `gguf-write`, and changes the types of tensors in a header.
 //!
 //! ```
-//! use llama_sidecar::gguf::{Access, GgufFile, HeaderWriter, TypeInfo, write_data};
+//! use sidecar_core::gguf::{Access, GgufFile, HeaderWriter, TypeInfo, write_data};
 //!
 //! let f32 = TypeInfo::from_name("f32").unwrap();
 //! let data: Vec<u8> = (0..6).flat_map(|n| (n as f32).to_le_bytes()).collect();

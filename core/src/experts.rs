@@ -216,8 +216,8 @@ impl ExpertSlice {
 /// merged one counts. Of tensors with the same meaning, the first in the files counts.
 ///
 /// ```
-/// use llama_sidecar::experts::{ExpertIndex, Projection};
-/// use llama_sidecar::gguf::{Access, GgufFile};
+/// use sidecar_core::experts::{ExpertIndex, Projection};
+/// use sidecar_core::gguf::{Access, GgufFile};
 /// # use testkit::writer::{Gguf, Q4_0};
 /// # let folder = tempfile::tempdir()?;
 /// # let path = folder.path().join("model.gguf");

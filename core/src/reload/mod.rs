@@ -59,7 +59,7 @@ pub use crate::background::Readers;
 pub use budget::{Need, free_memory, usable as usable_memory};
 pub use content::{Content, Defects, of_tensor as content_of};
 pub use detect::Trigger;
-pub(crate) use hash::of_reads as hash_reads;
+pub use hash::of_reads as hash_reads;
 pub use hash::{Hash, of_bytes as hash_bytes, of_source as hash_source};
 pub use overlay::OverlaySource;
 pub use pauses::Pauses;

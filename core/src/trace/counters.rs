@@ -55,7 +55,7 @@ impl ExpertLayout {
 /// A trace counts the ids of routing and writes the sums as text, JSON or CSV:
 ///
 /// ```
-/// use llama_sidecar::trace::{ExpertLayout, Ids, ModelMeta, Trace, to_csv, to_json, to_text};
+/// use sidecar_core::trace::{ExpertLayout, Ids, ModelMeta, Trace, to_csv, to_json, to_text};
 ///
 /// // Layers 0 and 1 have 4 experts each.
 /// let trace = Trace::new(ExpertLayout::new([(0, 4), (1, 4)]));

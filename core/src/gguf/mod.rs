@@ -3,8 +3,8 @@
 //! This module does not depend on models or devices.
 //!
 //! ```
-//! use llama_sidecar::gguf::{Access, GgufFile, Value};
-//! # use llama_sidecar::gguf::HeaderWriter;
+//! use sidecar_core::gguf::{Access, GgufFile, Value};
+//! # use sidecar_core::gguf::HeaderWriter;
 //! # let file = tempfile::NamedTempFile::new()?;
 //! # let path = file.path();
 //! # let mut header = HeaderWriter::new(32);

@@ -4,8 +4,8 @@
 //! slot of an expert that is not used now:
 //!
 //! ```
-//! use llama_sidecar::expert_cache::{ExpertCache, Load};
-//! use llama_sidecar::trace::Ids;
+//! use sidecar_core::expert_cache::{ExpertCache, Load};
+//! use sidecar_core::trace::Ids;
 //!
 //! // A layer of 8 experts, and 3 slots.
 //! let mut cache = ExpertCache::new(8, 3, 1);
@@ -304,7 +304,7 @@ pub struct Sharer {
 /// memory does not hold `least` slots of each layer.
 ///
 /// ```
-/// use llama_sidecar::expert_cache::{Sharer, share};
+/// use sidecar_core::expert_cache::{Sharer, share};
 ///
 /// let layer = |gains: &[u64]| Sharer { slot_bytes: 10, experts: 4, gains: Some(gains.to_vec()) };
 /// let unknown = Sharer { gains: None, ..layer(&[]) };

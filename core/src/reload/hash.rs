@@ -26,10 +26,7 @@ pub fn of_source(source: &Source, offset: u64, len: u64) -> io::Result<Hash> {
 }
 
 /// Hashes `len` bytes, which `read` copies into a buffer piece by piece.
-pub(crate) fn of_reads<E>(
-    len: u64,
-    read: impl Fn(u64, &mut [u8]) -> Result<(), E>,
-) -> Result<Hash, E> {
+pub fn of_reads<E>(len: u64, read: impl Fn(u64, &mut [u8]) -> Result<(), E>) -> Result<Hash, E> {
     let mut hasher = Xxh3::new();
     let mut buffer = vec![0; CHUNK.min(len as usize)];
     let mut at = 0;

@@ -7,7 +7,7 @@ use super::content::Defects;
 use super::hash::Hash;
 use super::report::Effect;
 use crate::background::Readers;
-use crate::device::DeviceError;
+use crate::error::DeviceError;
 use crate::error::Result;
 use crate::gguf::{FileId, Source, TypeInfo};
 

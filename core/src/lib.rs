@@ -1,0 +1,33 @@
+//! What link mode, the drop-in and the command share. Exports no C function.
+//!
+//! Modules, top to bottom. A module imports only modules below it; `tests/layers.rs` checks
+//! that.
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`reload`] | hot-swap: detect, compare, stage, commit, against a trait |
+//! | [`stream`] | routed experts, read from disk as soon as routing is known |
+//! | [`expert_cache`] | which experts stay on a device |
+//! | [`trace`] | which experts a workload uses |
+//! | [`protocol`] | messages of the control socket, events of the journal |
+//! | [`error`] | errors of all modules |
+//! | [`experts`] | names of expert tensors, and an index of them |
+//! | [`gguf`] | the file format |
+//! | `background` | threads that run while the program goes on |
+//! | [`parallel`] | work that is divided among threads |
+//! | [`logger`] | messages |
+//! | [`config`] | variables |
+//! | [`files`] | files in folders that other users may write |
+mod background;
+pub mod config;
+pub mod error;
+pub mod expert_cache;
+pub mod experts;
+pub mod files;
+pub mod gguf;
+pub mod logger;
+pub mod parallel;
+pub mod protocol;
+pub mod reload;
+pub mod stream;
+pub mod trace;
