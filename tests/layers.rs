@@ -11,7 +11,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The folders of the crates that have maps.
-const CRATES: [&str; 8] = [
+const CRATES: [&str; 9] = [
     "core/src",
     "src",
     "preload/src",
@@ -20,6 +20,7 @@ const CRATES: [&str; 8] = [
     "testkit/src",
     "ggml-quantize/src",
     "tests/sim-cuda/src",
+    "tests/sim-ggml/src",
 ];
 
 /// The names of modules from the root of the crate, or of a module and an item.

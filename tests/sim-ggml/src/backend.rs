@@ -402,7 +402,8 @@ impl Copy {
                         offset,
                     }) = &self.made
                     {
-                        routing::fill(tensor, *experts, host, *offset, self.size);
+                        let routes = sim().settings.routes.as_ref();
+                        routing::fill(tensor, *experts, routes, host, *offset, self.size);
                     }
                 }
             }

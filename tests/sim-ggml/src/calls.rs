@@ -4,8 +4,6 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::settings::Settings;
-
 macro_rules! calls {
     ($($call:ident = $name:literal,)*) => {
         /// A function that the host calls.
@@ -143,7 +141,8 @@ pub struct Counts {
 
 impl Counts {
     /// Counts a call, of stream 0 where it has none; returns what it does.
-    pub fn count(&self, call: Call, stream: usize, settings: &Settings) -> Effect {
+    /// `fail` and `ignore` name calls that fail, and calls without effect.
+    pub fn count(&self, call: Call, stream: usize, fail: &[Fault], ignore: &[Fault]) -> Effect {
         let number = self.calls[call as usize].fetch_add(1, Ordering::Relaxed) + 1;
         let of_stream = {
             let mut counts = self.of_streams.lock().expect("no panic");
@@ -152,11 +151,11 @@ impl Counts {
             *count
         };
         let meant = |fault: &Fault| fault.means(call, number, (stream, of_stream));
-        if settings.fail.iter().any(meant) {
+        if fail.iter().any(meant) {
             self.failed.fetch_add(1, Ordering::Relaxed);
             return Effect::Fails;
         }
-        if settings.ignore.iter().any(meant) {
+        if ignore.iter().any(meant) {
             self.ignored.fetch_add(1, Ordering::Relaxed);
             return Effect::Nothing;
         }

@@ -21,6 +21,9 @@ struct State {
     waited: u64,
 }
 
+/// All of them, in the order of their first calls.
+pub static THREADS: Mutex<Vec<Arc<HostThread>>> = Mutex::new(Vec::new());
+
 thread_local! {
     static THIS: Arc<HostThread> = HostThread::new();
 }
@@ -33,7 +36,7 @@ impl HostThread {
             name,
             state: Mutex::default(),
         });
-        sim().threads.lock().expect("no panic").push(thread.clone());
+        THREADS.lock().expect("no panic").push(thread.clone());
         thread
     }
 

@@ -36,6 +36,20 @@
 //! | `SIM_GGML_IGNORE` | none | the same for calls that order: they have no effect. `event_wait@2:3`: the third of stream 2. The threads of a host call in any order; the calls of one stream have the same order in each run |
 //! | `SIM_GGML_REPORT` | none | a file for the report, JSON; written at the end of the process, and after the first finding |
 //! | `GGML_OP_OFFLOAD_MIN_BATCH` | 32 | the smallest batch for which the device takes operations with weights in host memory |
+//!
+//! Modules, top to bottom:
+//!
+//! | module | contents |
+//! |---|---|
+//! | `backend` | the functions that ggml calls |
+//! | `report` | what was called, what was found, and what it took in virtual time |
+//! | `cpu`, `kernel` | graphs of the host's CPU backend; kernels of the device |
+//! | `stream` | streams, each with a thread that does its work in order, and events |
+//! | `host`, `work` | threads of the host; how much work a node is |
+//! | `sim` | the simulated device: its memory, its link, and what was found |
+//! | `memory`, `queue`, `settings` | device memory; who has the link when; the variables |
+//! | `calls`, `order`, `routing`, `schedule` | calls by name; what comes after what; experts of tokens; times of work |
+//! | `ggml` | functions and structs of the process's ggml |
 
 mod backend;
 mod calls;
@@ -68,7 +82,7 @@ pub extern "C" fn ggml_backend_init() -> *mut Registry {
             .and_then(|settings| Ok((settings, ggml::Ggml::of_process()?)));
         match ready {
             Ok((settings, ggml)) => {
-                sim::start(settings, ggml);
+                sim::start(settings, ggml, report::write_if_wanted);
                 cpu::count_time();
                 report::at_end();
             }

@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use serde_json::{Value, json};
 
 use crate::calls::Call;
+use crate::host::THREADS;
 use crate::sim::{Direction, Sim, started};
+use crate::stream::STREAMS;
 
 /// The process that started the simulation, not one that it forked.
 static PROCESS: AtomicU32 = AtomicU32::new(0);
@@ -64,7 +66,7 @@ fn of(sim: &Sim) -> Value {
         let link = sim.link(Direction::ToDevice).lock().expect("no panic");
         (kernels.total(), kernels.common(&link.queue.busy))
     };
-    let streams = sim.streams.lock().expect("no panic");
+    let streams = STREAMS.lock().expect("no panic");
     let streams: Vec<Value> = streams
         .iter()
         .enumerate()
@@ -83,7 +85,7 @@ fn of(sim: &Sim) -> Value {
             })
         })
         .collect();
-    let threads = sim.threads.lock().expect("no panic");
+    let threads = THREADS.lock().expect("no panic");
     let threads: Vec<Value> = threads
         .iter()
         .map(|thread| {

@@ -6,7 +6,6 @@ use std::path::Path;
 use std::sync::Mutex;
 
 use crate::ggml::{I32, Tensor};
-use crate::sim::sim;
 
 /// Experts of tokens from a file.
 #[derive(Debug, Default)]
@@ -88,16 +87,23 @@ pub fn chosen(name: &str, token: usize, used: usize, experts: usize) -> Vec<i32>
     order
 }
 
-/// Fills a copy of the numbers of experts, or of a part of them. A copy of the first ones takes
-/// the next tokens of a file.
+/// Fills a copy of the numbers of experts, or of a part of them, with those of `routes` or at
+/// random. A copy of the first ones takes the next tokens of `routes`.
 ///
 /// # Safety
 ///
 /// `to` holds `size` bytes.
-pub unsafe fn fill(tensor: &Tensor, experts: usize, to: *mut u8, offset: usize, size: usize) {
+pub unsafe fn fill(
+    tensor: &Tensor,
+    experts: usize,
+    routes: Option<&Routes>,
+    to: *mut u8,
+    offset: usize,
+    size: usize,
+) {
     let name = tensor.name();
     let (used, tokens) = (tensor.ne[0] as usize, tensor.ne[1] as usize);
-    let routes = sim().settings.routes.as_ref().filter(|_| offset == 0);
+    let routes = routes.filter(|_| offset == 0);
     let routed = routes.and_then(|routes| routes.next(layer(&name), used * tokens));
     for token in 0..tokens {
         let chosen = match &routed {

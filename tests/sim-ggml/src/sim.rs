@@ -6,14 +6,11 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use crate::calls::{Call, Counts, Effect};
 use crate::ggml::Ggml;
-use crate::host::HostThread;
 use crate::memory::{Block, Memory};
 use crate::order::{Clock, Use, Who};
 use crate::queue::Queue;
-use crate::report;
 use crate::schedule::Schedule;
 use crate::settings::Settings;
-use crate::stream::Shared;
 
 /// Unordered accesses that the report describes.
 const EXAMPLES: usize = 16;
@@ -109,13 +106,12 @@ pub struct Sim {
     pub products: Mutex<Vec<Product>>,
     /// Names of streams and threads, by their number.
     participants: Mutex<Vec<Arc<str>>>,
-    pub threads: Mutex<Vec<Arc<HostThread>>>,
-    pub streams: Mutex<Vec<Arc<Shared>>>,
     /// In the order of the copies of each stream.
     arrivals: Mutex<Vec<Arrival>>,
     /// Accesses of threads of the host that have ended. Threads are ordered with each other by
     /// means that cannot be seen here, so all that comes later knows them.
     pub ended: Mutex<Clock>,
+    after_first_finding: fn(&Sim),
 }
 
 static SIM: OnceLock<Sim> = OnceLock::new();
@@ -130,8 +126,9 @@ pub fn started() -> Option<&'static Sim> {
     SIM.get()
 }
 
-/// Starts the simulation in a process with these functions.
-pub fn start(settings: Settings, ggml: Ggml) {
+/// Starts the simulation in a process with these functions. `after_first_finding` is called after
+/// the first unordered access: the process may not live to its end.
+pub fn start(settings: Settings, ggml: Ggml, after_first_finding: fn(&Sim)) {
     SIM.get_or_init(|| Sim {
         settings,
         ggml,
@@ -143,10 +140,9 @@ pub fn start(settings: Settings, ggml: Ggml) {
         findings: Mutex::default(),
         products: Mutex::default(),
         participants: Mutex::default(),
-        threads: Mutex::default(),
-        streams: Mutex::default(),
         arrivals: Mutex::default(),
         ended: Mutex::default(),
+        after_first_finding,
     });
 }
 
@@ -158,7 +154,8 @@ impl Sim {
 
     /// Counts a call of a stream; returns what it does.
     pub fn count_in(&self, stream: usize, call: Call) -> Effect {
-        self.counts.count(call, stream, &self.settings)
+        let Settings { fail, ignore, .. } = &self.settings;
+        self.counts.count(call, stream, fail, ignore)
     }
 
     /// Adds a participant; returns its number and its name, which ends with a number.
@@ -227,8 +224,7 @@ impl Sim {
         }
         drop(findings);
         if first {
-            // The process may not live to its end.
-            report::write_if_wanted(self);
+            (self.after_first_finding)(self);
         }
     }
 

@@ -94,6 +94,9 @@ pub struct Shared {
     pub figures: Mutex<Figures>,
 }
 
+/// All of them, in the order of their starts.
+pub static STREAMS: Mutex<Vec<Arc<Shared>>> = Mutex::new(Vec::new());
+
 /// A stream. Dropping it does the rest of its work first.
 pub struct Stream {
     /// Its number, from 1 in the order of the starts.
@@ -116,7 +119,7 @@ impl Stream {
             figures: Mutex::new(figures.clone()),
         });
         let number = {
-            let mut streams = sim().streams.lock().expect("no panic");
+            let mut streams = STREAMS.lock().expect("no panic");
             streams.push(shared.clone());
             streams.len()
         };
@@ -189,7 +192,7 @@ impl Shared {
 
 /// Lets a thread come after all work of all streams.
 pub fn wait_for_all(thread: &HostThread) {
-    let streams = sim().streams.lock().expect("no panic").clone();
+    let streams = STREAMS.lock().expect("no panic").clone();
     for stream in streams {
         thread.join(&stream.recording().wait());
     }
