@@ -27,9 +27,16 @@ const FUZZ_MINUTES: u64 = 10;
 /// A part of the test suite.
 struct Check {
     name: &'static str,
-    run: fn() -> Result<()>,
+    run: Run,
     /// Why it cannot run here, if so.
     missing: fn() -> Option<String>,
+}
+
+/// What a check runs.
+enum Run {
+    Function(fn() -> Result<()>),
+    /// A file of tests with real programs, which are built, and the number of tests at a time.
+    Programs(&'static str, usize),
 }
 
 const CHECKS: &[Check] = &[
@@ -52,24 +59,16 @@ const CHECKS: &[Check] = &[
         ]))
     }),
     Check::new("prose", prose::check),
-    Check {
-        name: "oldest supported Rust",
-        run: msrv::check,
-        missing: msrv::missing,
-    },
-    Check {
-        name: "licences and sources of dependencies, cargo deny",
-        run: licences,
-        missing: || cargo_deny().err().map(|error| format!("{error:#}")),
-    },
-    Check {
-        name: "security advisories, cargo audit",
-        run: || run(command("cargo", &root()).args(["audit", "--quiet"])),
-        missing: || {
-            let reason = "cargo-audit is not installed (cargo install cargo-audit)";
-            (!exists("cargo-audit")).then(|| reason.into())
-        },
-    },
+    Check::new("oldest supported Rust", msrv::check).unless(msrv::missing),
+    Check::new("licences and sources of dependencies, cargo deny", licences)
+        .unless(|| cargo_deny().err().map(|error| format!("{error:#}"))),
+    Check::new("security advisories, cargo audit", || {
+        run(command("cargo", &root()).args(["audit", "--quiet"]))
+    })
+    .unless(|| {
+        let reason = "cargo-audit is not installed (cargo install cargo-audit)";
+        (!exists("cargo-audit")).then(|| reason.into())
+    }),
     Check::new("header is current", header::check),
     Check::new("fixtures", || fixtures::make().map(|_| ())),
     Check::new("rust tests", || {
@@ -78,144 +77,104 @@ const CHECKS: &[Check] = &[
     Check::new("post-fetch on a simulated CUDA driver", postfetch_tests),
     Check::new("drop-in and hosts are built", hosts),
     Check::new("llama.cpp is built from source", llama_cpp::make),
-    Check {
-        name: "emulated disk",
-        run: || run(&mut serial_tests("slow_disk", &[])),
-        missing: no_slow_disk,
-    },
-    Check {
-        name: "drop-in with a model larger than memory",
-        run: || dropin_tests("dropin_stream_disk"),
-        missing: || no_slow_disk().or_else(|| MemoryLimit::new(1 << 30).err()),
-    },
+    Check::new("emulated disk", || run(&mut serial_tests("slow_disk", &[]))).unless(no_slow_disk),
+    Check::programs(
+        "drop-in with a model larger than memory",
+        "dropin_stream_disk",
+    )
+    .unless(|| no_slow_disk().or_else(|| MemoryLimit::new(1 << 30).err())),
     Check::new("C host, CTest", || {
         cmake::ctest(&target_folder()?.join("hosts-c"), &[])
     }),
-    Check::new("drop-in in real hosts", || dropin_tests("dropin")),
-    Check::new("drop-in with bad files, revert and metrics", || {
-        dropin_tests("dropin_files")
-    }),
-    Check::new("drop-in with overlays", || dropin_tests("dropin_overlays")),
-    Check::new("drop-in with graphs of a stand-in for libllama", || {
-        dropin_tests("dropin_graphs")
-    }),
-    Check {
-        name: "drop-in with the lines of the expert trace",
-        run: || dropin_tests("dropin_trace"),
-        missing: llama_cpp::missing,
-    },
-    Check::new("drop-in with routes of each token", || {
-        dropin_tests("dropin_routes")
-    }),
-    Check::new("drop-in with experts from disk", || {
-        dropin_tests("dropin_stream")
-    }),
-    Check::new("drop-in while a streamed model is loaded", || {
-        dropin_tests("dropin_stream_load")
-    }),
-    Check::new("simulated GPU in real hosts", || {
-        simulated_tests("sim_ggml")
-    }),
-    Check::new("post-fetch in hosts with a simulated GPU", || {
-        simulated_tests("dropin_postfetch")
-    }),
-    Check::new("the same with other models", || {
-        simulated_tests("dropin_postfetch_models")
-    }),
-    Check {
-        name: "the same with programs of llama.cpp from source",
-        run: tests_from_source,
-        missing: llama_cpp::missing,
-    },
-    Check::new("drop-in in ik_llama.cpp", || dropin_tests("ik_llama")),
-    Check {
-        name: "drop-in in ik_llama.cpp from source",
-        run: || dropin_tests("ik_llama_source"),
-        missing: ik_llama_cpp::missing,
-    },
-    Check::new("drop-in with nothing enabled", || dropin_tests("idle")),
-    Check::new("drop-in with everything enabled and nothing to do", || {
-        dropin_tests("at_rest")
-    }),
-    Check::new("the command with real hosts", || dropin_tests("command")),
-    Check {
-        name: "drop-in in llama-server from source",
-        run: || dropin_tests("llama_server"),
-        missing: llama_cpp::missing,
-    },
-    Check {
-        name: "drop-in beside llama.cpp's own expert cache",
-        run: || dropin_tests("own_expert_cache"),
-        missing: llama_cpp::missing,
-    },
-    Check {
-        name: "drop-in in llama-server's modes",
-        run: || dropin_tests("server_modes"),
-        missing: llama_cpp::missing,
-    },
-    Check {
-        name: "drop-in in llama-server over two RPC servers",
-        run: || dropin_tests("rpc"),
-        missing: llama_cpp::missing_dl,
-    },
-    Check {
-        name: "rounds in llama-perplexity from source",
-        run: || dropin_tests("dropin_rounds"),
-        missing: llama_cpp::missing,
-    },
-    Check {
-        name: "tune with llama-perplexity and llama-quantize from source",
-        run: || dropin_tests("tune"),
-        missing: llama_cpp::missing,
-    },
-    Check {
-        name: "drop-in in a host with Vulkan",
-        run: || dropin_tests("dropin_vulkan"),
-        missing: || match fixtures::vulkan() {
+    Check::programs("drop-in in real hosts", "dropin"),
+    Check::programs("drop-in with bad files, revert and metrics", "dropin_files"),
+    Check::programs("drop-in with overlays", "dropin_overlays"),
+    Check::programs(
+        "drop-in with graphs of a stand-in for libllama",
+        "dropin_graphs",
+    ),
+    Check::programs("drop-in with the lines of the expert trace", "dropin_trace")
+        .unless(llama_cpp::missing),
+    Check::programs("drop-in with routes of each token", "dropin_routes"),
+    Check::programs("drop-in with experts from disk", "dropin_stream"),
+    Check::programs(
+        "drop-in while a streamed model is loaded",
+        "dropin_stream_load",
+    ),
+    Check::simulated_gpu("simulated GPU in real hosts", "sim_ggml"),
+    Check::simulated_gpu(
+        "post-fetch in hosts with a simulated GPU",
+        "dropin_postfetch",
+    ),
+    Check::simulated_gpu("the same with other models", "dropin_postfetch_models"),
+    Check::new(
+        "the same with programs of llama.cpp from source",
+        tests_from_source,
+    )
+    .unless(llama_cpp::missing),
+    Check::programs("drop-in in ik_llama.cpp", "ik_llama"),
+    Check::programs("drop-in in ik_llama.cpp from source", "ik_llama_source")
+        .unless(ik_llama_cpp::missing),
+    Check::programs("drop-in with nothing enabled", "idle"),
+    Check::programs(
+        "drop-in with everything enabled and nothing to do",
+        "at_rest",
+    ),
+    Check::programs("the command with real hosts", "command"),
+    Check::programs("drop-in in llama-server from source", "llama_server")
+        .unless(llama_cpp::missing),
+    Check::programs(
+        "drop-in beside llama.cpp's own expert cache",
+        "own_expert_cache",
+    )
+    .unless(llama_cpp::missing),
+    Check::programs("drop-in in llama-server's modes", "server_modes").unless(llama_cpp::missing),
+    Check::programs("drop-in in llama-server over two RPC servers", "rpc")
+        .unless(llama_cpp::missing_dl),
+    Check::programs("rounds in llama-perplexity from source", "dropin_rounds")
+        .unless(llama_cpp::missing),
+    Check::programs(
+        "tune with llama-perplexity and llama-quantize from source",
+        "tune",
+    )
+    .unless(llama_cpp::missing),
+    Check::programs("drop-in in a host with Vulkan", "dropin_vulkan").unless(|| {
+        match fixtures::vulkan() {
             Ok(_) => None,
             Err(error) => Some(format!("no software Vulkan device: {error:#}")),
-        },
-    },
-    Check {
-        name: "rows of docs/hosts.md that no other check covers",
-        run: matrix::check,
-        missing: llama_cpp::missing_dl,
-    },
-    Check {
-        name: "drop-in with models of several architectures",
-        run: || archs::check("daily"),
-        missing: archs::missing,
-    },
-    Check {
-        name: "report of an expert trace in a browser",
-        run: report::check,
-        missing: report::missing,
-    },
+        }
+    }),
+    Check::new(
+        "rows of docs/hosts.md that no other check covers",
+        matrix::check,
+    )
+    .unless(llama_cpp::missing_dl),
+    Check::new("drop-in with models of several architectures", || {
+        archs::check("daily")
+    })
+    .unless(archs::missing),
+    Check::new("report of an expert trace in a browser", report::check).unless(report::missing),
     Check::new("C examples, top-level CMake", cmake::test_top_level),
     Check::new("exported symbols", abi::check),
     Check::new(
         "installed tree: DESTDIR, pkg-config, find_package",
         packaging::check,
     ),
-    Check {
-        name: "packages on a clean root: dpkg, programs, archive",
-        run: clean_root::check,
-        missing: clean_root::missing,
-    },
+    Check::new(
+        "packages on a clean root: dpkg, programs, archive",
+        clean_root::check,
+    )
+    .unless(clean_root::missing),
     Check::new(
         "C examples, find_package, address sanitizer",
         sanitize::asan,
     ),
-    Check {
-        name: "C examples but swap_under_load and the simulated driver, valgrind",
-        run: sanitize::valgrind,
-        missing: || (!exists("valgrind")).then(|| "valgrind is not installed".into()),
-    },
-    Check {
-        name: "unit tests of pure Rust, miri",
-        run: sanitize::miri,
-        missing: sanitize::miri_missing,
-    },
+    Check::new(
+        "C examples but swap_under_load and the simulated driver, valgrind",
+        sanitize::valgrind,
+    )
+    .unless(|| (!exists("valgrind")).then(|| "valgrind is not installed".into())),
+    Check::new("unit tests of pure Rust, miri", sanitize::miri).unless(sanitize::miri_missing),
 ];
 
 /// Why no emulated disk can be mounted here, if so.
@@ -249,8 +208,39 @@ impl Check {
     const fn new(name: &'static str, run: fn() -> Result<()>) -> Check {
         Check {
             name,
-            run,
+            run: Run::Function(run),
             missing: || None,
+        }
+    }
+
+    /// Tests with real programs: one at a time, because each program has several threads.
+    const fn programs(name: &'static str, test: &'static str) -> Check {
+        Check {
+            name,
+            run: Run::Programs(test, 1),
+            missing: || None,
+        }
+    }
+
+    /// Tests with real programs on a simulated GPU: two at a time, because the threads of each
+    /// program wait for each other.
+    const fn simulated_gpu(name: &'static str, test: &'static str) -> Check {
+        Check {
+            name,
+            run: Run::Programs(test, 2),
+            missing: || None,
+        }
+    }
+
+    /// The same, unless `missing` returns why it cannot run.
+    const fn unless(self, missing: fn() -> Option<String>) -> Check {
+        Check { missing, ..self }
+    }
+
+    fn run(&self) -> Result<()> {
+        match self.run {
+            Run::Function(run) => run(),
+            Run::Programs(test, threads) => run(&mut tests_on(threads, test, &[])),
         }
     }
 }
@@ -267,18 +257,6 @@ pub fn hosts() -> Result<()> {
 /// A process has one CUDA driver: one test at a time.
 fn postfetch_tests() -> Result<()> {
     run(serial_tests("postfetch", &[]).env("LD_LIBRARY_PATH", cmake::sim_cuda()?))
-}
-
-/// Tests with real hosts, which are built: one at a time, because each host has several
-/// threads.
-fn dropin_tests(name: &str) -> Result<()> {
-    run(&mut serial_tests(name, &[]))
-}
-
-/// Tests with real hosts on a simulated GPU: two at a time, because the threads of each host wait
-/// for each other.
-fn simulated_tests(name: &str) -> Result<()> {
-    run(&mut tests_on(2, name, &[]))
 }
 
 fn serial_tests(name: &str, filter: &[&str]) -> Command {
@@ -424,7 +402,7 @@ pub fn test() -> Result<()> {
             continue;
         }
         let (began, cpu) = (Instant::now(), cpu_seconds());
-        let result = (check.run)();
+        let result = check.run();
         let took = format!(
             "{:.0} s, {:.0} s of CPU",
             began.elapsed().as_secs_f64(),
