@@ -78,7 +78,7 @@ fn c_with_two_threads_swaps() {
 #[test]
 fn a_write_in_place_is_reported_although_the_content_was_hashed_since() {
     let (_folder, path) = copied("smollm2.gguf");
-    let mut host = Host::start(Program::C, &path, &on());
+    let mut host = Host::start(Program::CMapped, &path, &on());
     host.text(TOKENS);
     let hash = |host: &Host| host.control("hash")["models"][0]["content_hash"].clone();
     let loaded = hash(&host);

@@ -144,7 +144,7 @@ fn equal_bytes_are_no_swap() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("model.gguf");
     replace(&path, &fixture("moe.gguf"));
-    let mut host = Host::start(Program::C, &path, &on(&[]));
+    let mut host = Host::start(Program::CMapped, &path, &on(&[]));
     host.ask("text 2");
     touched(&path);
     replace(&path, &fixture("moe.gguf"));

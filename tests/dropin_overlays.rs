@@ -335,8 +335,8 @@ fn an_overlay_is_set_in_every_model_that_has_the_tensor() {
 fn a_file_that_was_moved_back_is_used_in_its_mapping() {
     let (_folder, path) = copied("smollm2.gguf");
     let mixed = fixture("smollm2-mixed.gguf");
-    let after = fresh(Program::C, &mixed);
-    let mut host = Host::start(Program::C, &path, &on());
+    let after = fresh(Program::CMapped, &mixed);
+    let mut host = Host::start(Program::CMapped, &path, &on());
     let before = host.text(TOKENS);
     let aside = path.with_extension("bak");
     let private_bytes = |host: &Host| host.control("status")["models"][0]["private_bytes"].as_u64();
@@ -373,7 +373,7 @@ fn a_file_that_was_moved_back_is_used_in_its_mapping() {
     std::fs::rename(&aside, &path).expect("a file");
     assert_eq!(taken(&host.control("reload")), (1, 7));
     assert!(private_bytes(&host) >= Some(changed.nbytes));
-    assert_eq!(host.text(TOKENS), fresh(Program::C, &path));
+    assert_eq!(host.text(TOKENS), fresh(Program::CMapped, &path));
     assert_eq!(host.end(), Some(0));
 }
 

@@ -64,16 +64,24 @@ fn a_load_reads_only_what_it_needs() {
         skipped("the temporary folder keeps files in memory (a tmpfs?)");
         return;
     }
-    for program in [Program::C, Program::Node, Program::Python] {
+    // With AMX, the programs with default parameters read dense weights to convert them, and with
+    // each a window of the kernel's read-ahead, which can be larger than the experts between them.
+    let processor = std::fs::read_to_string("/proc/cpuinfo").expect("its text");
+    let mut programs = vec![Program::CMapped, Program::PythonExpertsOnCpu];
+    match processor.contains(" amx_tile") {
+        true => skipped("the processor has AMX: node-llama-cpp reads dense weights as it loads"),
+        false => programs.push(Program::Node),
+    }
+    for program in programs {
         assert!(resident_after_load(program, &path, &hosts::on()) > 0.9);
         assert!(resident_after_load(program, &path, &streaming(&[])) < 0.3);
     }
     // Calls that the loader binds at the start.
     let bound = streaming(&[("LD_BIND_NOW", "1")]);
-    assert!(resident_after_load(Program::C, &path, &bound) < 0.3);
+    assert!(resident_after_load(Program::CMapped, &path, &bound) < 0.3);
     // A file without experts is loaded as ever.
     let (_folder, path) = copied("smollm2.gguf");
-    assert!(resident_after_load(Program::C, &path, &streaming(&[])) > 0.9);
+    assert!(resident_after_load(Program::CMapped, &path, &streaming(&[])) > 0.9);
 }
 
 /// What a new process writes with a file.

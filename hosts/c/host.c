@@ -17,7 +17,8 @@
 // context, 256 by default. HOST_ROUTES names a file for the experts of each evaluation: a
 // line `evaluation`, and one line for each layer and token, the layer before the experts.
 // HOST_READ_AT_MATMUL makes the program read experts as ik_llama.cpp does. HOST_EXPERTS_ON_CPU
-// keeps routed experts in host memory, and all else on the GPU.
+// keeps routed experts in host memory, and all else on the GPU. HOST_PLAIN_BUFFERS keeps weights
+// out of the CPU's special buffer types (CPU_REPACK, AMX), as llama.cpp's flag --no-repack does.
 #include <inttypes.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -123,6 +124,13 @@ static void load(const char * path) {
         const void * first = overrides;
         memcpy(&of_model.words[2], &first, sizeof(first)); // tensor_buft_overrides
         of_model.words[4] = 99;                            // n_gpu_layers
+    }
+    if (getenv("HOST_PLAIN_BUFFERS")) {
+        if (of_model.words[18] != 1 << 16) {
+            fprintf(stderr, "use_extra_bufts has another place in this version of llama.cpp\n");
+            exit(1);
+        }
+        of_model.words[18] = 0; // use_extra_bufts, among other flags
     }
     model = llama_model_load_from_file(path, of_model);
     struct params params = llama_context_default_params();

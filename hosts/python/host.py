@@ -5,8 +5,9 @@
 With `experts-on-cpu`, routed experts stay in host memory, as llama.cpp's flag -cmoe has it;
 with `on-cpu`, the tensors whose names match. With `tokens`, a context has N tokens and
 evaluates so many in one batch; with `part`, it evaluates a prompt in parts of N tokens.
-LIBRARIES is the folder of libllama and its companions. Takes the same commands on
-standard input as hosts/node/host.mjs, and
+LIBRARIES is the folder of libllama and its companions. The variable HOST_PLAIN_BUFFERS keeps
+weights out of the CPU's special buffer types (CPU_REPACK, AMX), as llama.cpp's flag --no-repack
+does. Takes the same commands on standard input as hosts/node/host.mjs, and
 
     both N   two texts at the same time, each in a context and a thread of its own
     prompt N a prompt of N tokens in one batch, which are the same each time; then the tokens
@@ -91,6 +92,7 @@ base.ggml_get_name.restype = c.c_char_p
 base.ggml_get_name.argtypes = [c.c_void_p]
 base.ggml_backend_tensor_get.argtypes = [c.c_void_p, c.c_void_p, c.c_size_t, c.c_size_t]
 NE, NB = 16, 48  # offsets in struct ggml_tensor
+EXTRA_BUFTS = 18  # place of use_extra_bufts, among other flags, in llama_model_params, in words
 CB_EVAL = 22  # place of cb_eval in llama_context_params, in words
 counts = {}
 routes = {}
@@ -242,6 +244,9 @@ def model_params():
         # tensor_buft_overrides, the second pointer
         params.words[2] = address & 0xFFFFFFFF
         params.words[3] = address >> 32
+    if os.environ.get("HOST_PLAIN_BUFFERS"):
+        assert params.words[EXTRA_BUFTS] == 1 << 16, "another version of llama.cpp"
+        params.words[EXTRA_BUFTS] = 0
     return params
 
 

@@ -33,6 +33,10 @@ const LOG_DELAY: Duration = Duration::from_secs(60);
 const VULKAN_LIBRARIES: &str =
     "node/node_modules/@node-llama-cpp/linux-x64-vulkan/bins/linux-x64-vulkan";
 
+/// Keeps the weights of a program out of the CPU's special buffer types. Which types of weights
+/// those take depends on the processor; the weights are not mapped then, and cannot be read back.
+const PLAIN_BUFFERS: (&str, &str) = ("HOST_PLAIN_BUFFERS", "1");
+
 /// Which program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Program {
@@ -49,13 +53,16 @@ pub enum Program {
     PythonCountingVulkan,
     /// The same without counting, and with routed experts in host memory.
     PythonVulkanExpertsOnCpu,
-    /// The same on the CPU, or on a simulated GPU that a test adds.
+    /// The same on the CPU, or on a simulated GPU that a test adds, which computes with the
+    /// kernels of plain buffers: all weights are mapped, on each processor.
     PythonExpertsOnCpu,
     /// Python with llama-cpp-python, on llama.cpp from source.
     LlamaCppPython,
     /// C, linked with libllama, with one thread.
     C,
-    /// The same with two threads.
+    /// The same, with all weights mapped, on each processor.
+    CMapped,
+    /// The same as `C`, with two threads.
     CTwoThreads,
     /// The same as `C`, built with ThreadSanitizer.
     CThreadSanitizer,
@@ -133,6 +140,9 @@ impl Program {
                 if on_device {
                     on_software_device(&mut command);
                 }
+                if self == Program::PythonExpertsOnCpu {
+                    command.env(PLAIN_BUFFERS.0, PLAIN_BUFFERS.1);
+                }
             }
             Program::LlamaCppPython => {
                 command = Command::new(cache().join("llama-cpp-python/bin/python"));
@@ -146,7 +156,7 @@ impl Program {
                 command.arg(hosts.join("python/ik_llama.py")).arg(model);
                 command.args(options);
             }
-            Program::C | Program::CTwoThreads | Program::CThreadSanitizer => {
+            Program::C | Program::CMapped | Program::CTwoThreads | Program::CThreadSanitizer => {
                 let folder = match self {
                     Program::CThreadSanitizer => "hosts-c-tsan",
                     _ => "hosts-c",
@@ -155,6 +165,9 @@ impl Program {
                 command.arg(upstream_libraries()).arg(model);
                 if self == Program::CTwoThreads {
                     command.env("HOST_THREADS", "2");
+                }
+                if self == Program::CMapped {
+                    command.env(PLAIN_BUFFERS.0, PLAIN_BUFFERS.1);
                 }
             }
             Program::Architectures => {
