@@ -13,12 +13,11 @@
 //! | [`error`] | errors of all modules |
 //! | [`experts`] | names of expert tensors, and an index of them |
 //! | [`gguf`] | the file format |
-//! | `background` | threads that run while the program goes on |
 //! | [`parallel`] | work that is divided among threads |
+//! | `priority` | the CPUs and the priority of a thread |
 //! | [`logger`] | messages |
 //! | [`config`] | variables |
 //! | [`files`] | files in folders that other users may write |
-mod background;
 pub mod config;
 pub mod error;
 pub mod expert_cache;
@@ -27,6 +26,7 @@ pub mod files;
 pub mod gguf;
 pub mod logger;
 pub mod parallel;
+mod priority;
 pub mod protocol;
 pub mod reload;
 pub mod stream;

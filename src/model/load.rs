@@ -20,7 +20,7 @@ use super::{Model, TensorView};
 use crate::device::{ALIGNMENT, Buffer, DeviceError};
 use sidecar_core::error::{Error, Result};
 use sidecar_core::gguf::FileId;
-use sidecar_core::parallel;
+use sidecar_core::parallel::{self, Threads};
 use sidecar_core::reload::TrackedFile;
 
 /// The most device allocations of [`Model::load_all`].
@@ -316,7 +316,7 @@ impl Model {
             cancelled.fetch_or(!go_on, Ordering::Relaxed);
             go_on
         };
-        parallel::for_each(blocks(pending, arenas, buffers), read, beside);
+        parallel::for_each(Threads::All, blocks(pending, arenas, buffers), read, beside);
         if let Some(error) = failure.into_inner() {
             return Err(error);
         }

@@ -15,10 +15,10 @@ use super::{Model, Versions};
 use crate::device::{DeviceError, DeviceKind};
 use sidecar_core::error::{Error, Result};
 use sidecar_core::gguf::{FileId, Source, TypeInfo};
-use sidecar_core::parallel;
+use sidecar_core::parallel::{self, Threads};
 use sidecar_core::reload::{
-    Change, Commit, Defects, Effect, Hash, Need, OnOutOfMemory, Outcome, OverlaySource, Readers,
-    Report, StageError, Store, Trigger, content_of, hash_reads, hash_source,
+    Change, Commit, Defects, Effect, Hash, Need, OnOutOfMemory, Outcome, OverlaySource, Report,
+    StageError, Store, Trigger, content_of, hash_reads, hash_source,
 };
 
 impl Model {
@@ -309,9 +309,9 @@ impl Store for Model {
         need
     }
 
-    fn readers(&self) -> Readers {
+    fn threads(&self) -> Threads {
         // The program itself called the reload, and waits for it.
-        Readers::all()
+        Threads::All
     }
 
     fn group(&self, tensor: usize) -> usize {
@@ -366,6 +366,7 @@ impl Store for Model {
         let failure = Mutex::new(None);
         let copies = groups.iter_mut().flat_map(|group| &mut group.copies);
         parallel::for_each(
+            Threads::All,
             copies.collect(),
             |copy| {
                 copy.run()

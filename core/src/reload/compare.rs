@@ -11,9 +11,9 @@ use super::hash::Hash;
 use super::registry::{Contents, OriginalBytes, Registered, Registry};
 use super::report::{Cause, Report};
 use super::store::Store;
-use crate::background;
 use crate::config::Config;
 use crate::gguf::{FileId, Source, TensorInfo};
+use crate::parallel;
 
 /// The decision about one tensor.
 pub(super) struct Decision {
@@ -188,8 +188,8 @@ pub(super) fn read_contents<S: Store>(
 ) -> Result<Vec<Content>, Option<(usize, io::Error)>> {
     let failure = Mutex::new(None);
     let mut contents: Vec<Option<Content>> = vec![None; tensors.len()];
-    background::for_each(
-        store.readers(),
+    parallel::for_each(
+        store.threads(),
         contents.iter_mut().enumerate().collect(),
         |(at, content)| {
             let (source, info) = tensors[at];
@@ -203,6 +203,7 @@ pub(super) fn read_contents<S: Store>(
             }
             store.is_wanted()
         },
+        || true,
     );
     let complete: Option<Vec<Content>> = contents.into_iter().collect();
     complete.ok_or_else(|| failure.into_inner())
@@ -230,10 +231,11 @@ pub(super) fn hash_tensors<S: Store>(
 ) {
     let tensors = registry.tensors.iter_mut().enumerate();
     let tensors = tensors.filter(|(at, tensor)| wanted(*at, tensor)).collect();
-    background::for_each(store.readers(), tensors, |(at, tensor)| {
+    let hash = |(at, tensor): (usize, &mut Registered)| {
         tensor.live_hash = store.live_hash(at, tensor.live_hash);
         store.is_wanted()
-    });
+    };
+    parallel::for_each(store.threads(), tensors, hash, || true);
 }
 
 /// Refuses files in which a tensor has zeros or non-finite scales that the tensor in use does not

@@ -50,12 +50,11 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 
-use crate::background;
 use crate::error::{Error, Result};
 use crate::gguf::FileId;
-use registry::Registry;
+use crate::parallel;
+use registry::{Registered, Registry};
 
-pub use crate::background::Readers;
 pub use budget::{Need, free_memory, usable as usable_memory};
 pub use content::{Content, Defects, of_tensor as content_of};
 pub use detect::Trigger;
@@ -175,16 +174,17 @@ impl Engine {
     /// and no reload has seen that yet.
     pub fn hash_some<S: Store>(&self, store: &S, next: &mut usize) -> bool {
         let mut registry = self.state.lock();
-        let readers = store.readers();
+        let threads = store.threads();
         let tensors = registry.tensors.iter_mut().enumerate().skip(*next);
-        let batch: Vec<_> = tensors.take(readers.threads.max(1)).collect();
+        let batch: Vec<_> = tensors.take(threads.count()).collect();
         *next += batch.len();
-        background::for_each(readers, batch, |(at, tensor)| {
+        let hash = |(at, tensor): (usize, &mut Registered)| {
             let hash = store.live_hash(at, tensor.live_hash);
             // A hash that is known stays: the next reload compares with it.
             tensor.live_hash = hash.or(tensor.live_hash);
             hash.is_some() && store.is_wanted()
-        })
+        };
+        parallel::for_each(threads, batch, hash, || true)
     }
 
     /// Returns a hash of the names, types, shapes and bytes of all tensors in use, in the order

@@ -6,10 +6,10 @@ use super::budget::Need;
 use super::content::Defects;
 use super::hash::Hash;
 use super::report::Effect;
-use crate::background::Readers;
 use crate::error::DeviceError;
 use crate::error::Result;
 use crate::gguf::{FileId, Source, TypeInfo};
+use crate::parallel::Threads;
 
 /// A change of a tensor.
 #[derive(Debug, Clone, Copy)]
@@ -143,7 +143,7 @@ pub trait Store: Sync {
     }
 
     /// Returns on how many threads tensors are read now, and at which priority.
-    fn readers(&self) -> Readers;
+    fn threads(&self) -> Threads;
 
     /// Returns whether the model still exists. Otherwise the reload ends early.
     fn is_wanted(&self) -> bool {

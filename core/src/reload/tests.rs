@@ -10,6 +10,7 @@ use tempfile::TempDir;
 use super::*;
 use crate::error::DeviceError;
 use crate::gguf::{Access, GgufFile, HeaderWriter, OpenError, TypeInfo};
+use crate::parallel::Threads;
 
 /// Two tensors that are mapped from one file, or have bytes of their own after a swap.
 struct Mapped {
@@ -82,8 +83,8 @@ impl Store for Mapped {
         Need::default()
     }
 
-    fn readers(&self) -> Readers {
-        Readers::BESIDE_THE_HOST
+    fn threads(&self) -> Threads {
+        Threads::BESIDE_THE_PROGRAM
     }
 
     fn group(&self, tensor: usize) -> usize {

@@ -14,10 +14,10 @@ use once_cell::sync::OnceCell;
 use super::pages::{self, Residency, WINDOW};
 use super::requests::{ExpertSet, Requests, UNITS, Unit};
 use super::router::Routers;
-use crate::background::clear_placement;
 use crate::experts::{ExpertIndex, ExpertTensor, MAX_EXPERTS, Projection};
 use crate::gguf::GgufFile;
 use crate::parallel::without_signals;
+use crate::priority::clear_placement;
 use crate::protocol::StreamFigures;
 use crate::trace::{Ids, Snapshot};
 

@@ -7,10 +7,10 @@ use parking_lot::Mutex;
 use sidecar_core::error::DeviceError;
 use sidecar_core::error::{Error, Result};
 use sidecar_core::gguf::FileId;
+use sidecar_core::parallel::Threads;
 use sidecar_core::reload::{
     Change, Commit, Content, Defects, Effect, Hash, Need, NewData, OnOutOfMemory, Outcome,
-    OverlaySource, Readers, Report, StageError, Store, Trigger, content_of, hash_bytes,
-    usable_memory,
+    OverlaySource, Report, StageError, Store, Trigger, content_of, hash_bytes, usable_memory,
 };
 
 use crate::ggml::{Descriptor, Ggml, OwnBuffer, Tensor};
@@ -425,10 +425,10 @@ impl Store for ProgramStore<'_> {
         self.0.pool.clear()
     }
 
-    fn readers(&self) -> Readers {
+    fn threads(&self) -> Threads {
         match barrier::is_busy() {
-            true => Readers::BESIDE_THE_HOST,
-            false => Readers::all(),
+            true => Threads::BESIDE_THE_PROGRAM,
+            false => Threads::All,
         }
     }
 

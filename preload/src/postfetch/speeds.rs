@@ -4,7 +4,7 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use sidecar_core::parallel;
+use sidecar_core::parallel::{self, Threads};
 
 use crate::ggml::{Ggml, Tensor};
 
@@ -36,7 +36,7 @@ pub unsafe fn measure(ggml: &Ggml, matrix: &[u8], on_device: *mut Tensor) -> Spe
     let read = &matrix[..matrix.len().min(READ)];
     Speeds {
         memory: speed(read.len(), || {
-            parallel::for_each(read.chunks(BLOCK).collect(), sum, || true);
+            parallel::for_each(Threads::All, read.chunks(BLOCK).collect(), sum, || true);
         }),
         // SAFETY: the tensor has at least these bytes.
         link: speed(copied.len(), || unsafe {

@@ -1,86 +1,4 @@
-//! Work on a list of items on threads that may run at low priority.
-
-use parking_lot::Mutex;
-
-use crate::parallel::{self, without_signals};
-
-/// Number and priority of the threads that read tensors.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Readers {
-    /// Number of threads.
-    pub threads: usize,
-    /// Whether the threads run at low priority.
-    pub low_priority: bool,
-}
-
-impl Readers {
-    /// One thread at low priority, beside a program that evaluates.
-    pub const BESIDE_THE_HOST: Readers = Readers {
-        threads: 1,
-        low_priority: true,
-    };
-
-    /// Returns as many threads as speed up copying on this machine, at the caller's priority.
-    pub fn all() -> Readers {
-        Readers {
-            threads: parallel::threads(),
-            low_priority: false,
-        }
-    }
-}
-
-/// Calls `work` once for each item, in order, on new threads, and waits for the threads. `work`
-/// returns whether to go on. Returns whether all items were handled.
-///
-/// At low priority, a thread has a nice value 10 above its caller's, and the lowest best-effort
-/// priority for reads (ioprio_set(2)). The threads block all signals, which the program handles.
-pub fn for_each<T: Send>(readers: Readers, items: Vec<T>, work: impl Fn(T) -> bool + Sync) -> bool {
-    let threads = readers.threads.clamp(1, items.len().max(1));
-    let items = Mutex::new((items.into_iter(), true));
-    let run = || {
-        if readers.low_priority {
-            lower_priority();
-        }
-        loop {
-            let item = {
-                let mut items = items.lock();
-                match items.1 {
-                    true => items.0.next(),
-                    false => None,
-                }
-            };
-            let Some(item) = item else { return };
-            if !work(item) {
-                items.lock().1 = false;
-            }
-        }
-    };
-    std::thread::scope(|scope| {
-        let start = |_| {
-            let builder = std::thread::Builder::new().name("llama-sidecar-h".into());
-            without_signals(|| builder.spawn_scoped(scope, run)).ok()
-        };
-        let started: Vec<_> = (0..threads).filter_map(start).collect();
-        // No thread could be started: the caller does the work at its own priority.
-        if started.is_empty() {
-            let mut items = items.lock();
-            while let Some(item) = items.0.next() {
-                if !work(item) {
-                    items.1 = false;
-                    break;
-                }
-            }
-        }
-        // Waits until each has exited: a program may unload this library next.
-        for thread in started {
-            if let Err(panic) = thread.join() {
-                std::panic::resume_unwind(panic);
-            }
-        }
-    });
-    let items = items.into_inner();
-    items.1 && items.0.len() == 0
-}
+//! The CPUs and the priority of the calling thread.
 
 /// Gives this thread the CPUs of all threads of the process, and the ordinary scheduling policy in
 /// place of a real-time policy. Otherwise, it has what the thread that started it has: ggml binds
@@ -131,7 +49,7 @@ fn with(mut one: libc::cpu_set_t, other: libc::cpu_set_t) -> libc::cpu_set_t {
 }
 
 /// Lowers the CPU and I/O priority of this thread. A failure has no effect but on speed.
-fn lower_priority() {
+pub fn lower_priority() {
     const WHO_PROCESS: libc::c_int = 1;
     const IDLE_CLASS: libc::c_long = 3;
     const CLASS_SHIFT: libc::c_int = 13;
@@ -149,27 +67,6 @@ fn lower_priority() {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn readers(threads: usize) -> Readers {
-        Readers {
-            threads,
-            low_priority: true,
-        }
-    }
-
-    #[test]
-    fn every_item_is_handled_once_at_low_priority() {
-        let sum = Mutex::new(0u64);
-        // SAFETY: a system call without pointers.
-        let priority = || unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
-        let lowered = (priority() + 10).min(19);
-        let all = for_each(readers(3), (1..=100).collect(), |item: u64| {
-            *sum.lock() += item;
-            priority() == lowered
-        });
-        assert!(all, "each ran nicer by 10");
-        assert_eq!(*sum.lock(), 5050);
-    }
 
     #[test]
     fn a_thread_of_a_bound_thread_has_the_cpus_of_all() {
@@ -201,16 +98,5 @@ mod tests {
             Some(policy) => assert_eq!(policy, libc::SCHED_OTHER),
             None => println!("not checked: this user may not choose a real-time policy"),
         }
-    }
-
-    #[test]
-    fn work_that_says_stop_stops() {
-        let handled = Mutex::new(Vec::new());
-        let all = for_each(readers(1), vec![1, 2, 3], |item| {
-            handled.lock().push(item);
-            item < 2
-        });
-        assert!(!all);
-        assert_eq!(*handled.lock(), [1, 2]);
     }
 }
