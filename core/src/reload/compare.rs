@@ -15,19 +15,6 @@ use crate::config::Config;
 use crate::gguf::{FileId, Source, TensorInfo};
 use crate::parallel;
 
-/// The decision about one tensor.
-pub(super) struct Decision {
-    pub tensor: usize,
-    /// Position of its file among the changed files.
-    pub changed: usize,
-    /// Position of the tensor in the new header.
-    pub info: usize,
-    pub content: Content,
-    pub action: Action,
-    /// What is known of the original bytes after the commit; `None` when that does not change.
-    pub leaves: Option<OriginalBytes>,
-}
-
 /// What is done to a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Action {
@@ -41,36 +28,19 @@ pub(super) enum Action {
     Swap,
 }
 
-/// Decides for every tensor of every changed file. Files that cannot be used are removed from
-/// `changed` and reported. Reads and hashes tensors, and keeps the hashes for later reloads.
-pub(super) fn decide<S: Store>(
+/// Prepares the decision about every tensor of every changed file: reads and hashes tensors, and
+/// keeps the hashes for later reloads. Files that cannot be used are removed from `changed` and
+/// reported.
+pub(super) fn prepare<S: Store>(
     registry: &mut Registry,
     store: &S,
     changed: &mut Vec<ChangedFile>,
     report: &mut Report,
-) -> Vec<Decision> {
+) {
     refuse_other_models(registry, changed, report);
     read_files(registry, store, changed, report);
     refuse_damaged(registry, store, changed, report);
     hash_live(registry, store, changed);
-    let mut decisions = Vec::new();
-    for (at, file) in changed.iter().enumerate() {
-        let contents = registry.files[file.file].contents_of(file.gguf.source.id());
-        for (tensor, info, content) in contents {
-            let modified = store.modified_mapped_offset(tensor, &file.gguf.source.id());
-            let new = &file.gguf.header.tensors[info];
-            let (action, leaves) = action(registry, store, tensor, new, content.hash, modified);
-            decisions.push(Decision {
-                tensor,
-                changed: at,
-                info,
-                content,
-                action,
-                leaves,
-            });
-        }
-    }
-    decisions
 }
 
 /// Refuses files in which a tensor is missing or has another shape.

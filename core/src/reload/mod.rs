@@ -9,9 +9,9 @@
 //! 1. `detect`: one `stat` per file; the header of a changed file is parsed.
 //! 2. `compare`: decides for each tensor: refuse, keep, return to the original bytes, or swap.
 //!    Type and a hash of the bytes tell versions apart.
-//! 3. stage (`switch`): the store reads and uploads everything into new buffers.
-//! 4. verify (`switch`): checks that the files were not written meanwhile.
-//! 5. commit (`switch`): replaces all tensors at once, between evaluations.
+//! 3. stage (`commit`): the store reads and uploads everything into new buffers.
+//! 4. verify (`commit`): checks that the files were not written meanwhile.
+//! 5. commit (`commit`): replaces all tensors at once, between evaluations.
 //!
 //! Nothing that the program can see changes before the commit, so a failure before it leaves
 //! every byte in place.
@@ -20,8 +20,8 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | `overlay` | tensors that take their bytes from another file than the model's |
-//! | `switch` | stage, verify and commit |
+//! | `overlay`, `switch` | tensors of other files than the model's; changed files of the model, and the return to the original bytes |
+//! | `commit` | stage, verify and commit |
 //! | `compare` | what happens to each tensor of a changed file |
 //! | `detect` | changed files and their headers |
 //! | `registry` | what is known of files and tensors between reloads |
@@ -31,6 +31,7 @@
 //! | `report`, `tracked`, `pauses` | reports; files of a model; how long evaluations were kept out |
 
 mod budget;
+mod commit;
 mod compare;
 mod content;
 mod detect;

@@ -5,20 +5,20 @@
 //! file. Bytes are copied: a source can be removed after the commit.
 
 use std::borrow::Cow;
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use std::ffi::CStr;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use super::commit::{Commits, FileBytes, Follows, Planned, PlannedBytes};
 use super::compare::{self, Action, DAMAGE_ADVICE};
 use super::content::Content;
 use super::detect::{self, settle};
 use super::hash::Hash;
 use super::known::Overlay;
 use super::registry::{Changed, OriginalBytes, Registry};
-use super::report::{Outcome, Report, TensorReport};
-use super::store::{Change, NewData, OnOutOfMemory, StageError, Store};
-use super::switch::{is_as_read, stage};
+use super::report::{Outcome, Report};
+use super::store::Store;
 use crate::error::{Error, Result};
 use crate::gguf::{Access, FileId, GgufFile, OpenError, TensorInfo, open_model};
 
@@ -29,21 +29,12 @@ pub struct OverlaySource {
     files: Vec<GgufFile>,
 }
 
-/// Bytes of a file for a tensor.
-struct NewBytes<'a> {
+/// A tensor, and the bytes of a file that a request gives it.
+struct Wanted<'a> {
     tensor: usize,
     file: &'a GgufFile,
     info: &'a TensorInfo,
-    /// The overlay that the tensor has then; `None` for bytes of the model's own file.
-    overlay: Option<Overlay>,
-}
-
-/// Bytes that were read and compared with the bytes in use.
-struct Planned<'a> {
-    new: NewBytes<'a>,
-    content: Content,
-    action: Action,
-    leaves: Option<OriginalBytes>,
+    follows: Follows,
 }
 
 /// How a tensor gets the bytes of the model's file again.
@@ -115,18 +106,6 @@ impl OverlaySource {
     }
 }
 
-impl NewBytes<'_> {
-    fn as_data(&self) -> NewData<'_> {
-        NewData {
-            tensor: self.tensor,
-            ty: self.info.ty,
-            source: &self.file.source,
-            offset: self.info.offset,
-            nbytes: self.info.nbytes,
-        }
-    }
-}
-
 impl Registry {
     /// Sets overlays and reverts others, all in one commit; see [`Engine::overlay`].
     ///
@@ -144,13 +123,14 @@ impl Registry {
         let reverted: Vec<usize> = revert
             .filter(|at| self.tensors[*at].overlay.is_some() && !set.contains_key(at))
             .collect();
-        let mut returning = HashMap::new();
+        let mut planned = Vec::new();
         let mut read = Vec::new();
         for &tensor in &reverted {
             match self.way_back(store, tensor) {
                 WayBack::InUse => self.note_unchanged(tensor, report),
                 WayBack::Return(hash) => {
-                    returning.insert(tensor, hash);
+                    let bytes = PlannedBytes::Original(hash);
+                    planned.push(Planned { tensor, bytes });
                 }
                 WayBack::Read => read.push(tensor),
             }
@@ -158,51 +138,16 @@ impl Registry {
         let own = self.open_own_files(&read)?;
         let mut wanted = self.own_bytes(&read, &own)?;
         for (&tensor, source) in &set {
-            let new = self.overlay_bytes(store, tensor, source)?;
-            match self.tensors[tensor].overlay == new.overlay {
-                true => self.note_unchanged(tensor, report),
-                false => wanted.push(new),
+            match self.overlay_bytes(store, tensor, source)? {
+                None => self.note_unchanged(tensor, report),
+                Some(new) => wanted.push(new),
             }
         }
-        let planned = self.plan(store, wanted)?;
+        planned.extend(self.plan(store, wanted)?);
         report.times.compare += comparing.elapsed();
-
-        let swaps = planned.iter().filter(|p| p.action == Action::Swap);
-        self.check_staging(swaps.map(|p| p.new.info.nbytes).sum())?;
-        let changes = planned.iter().filter_map(|planned| match planned.action {
-            Action::Keep | Action::InPlace => None,
-            Action::Return => Some(Change::Return(planned.new.tensor)),
-            Action::Swap => Some(Change::Swap(planned.new.as_data())),
-        });
-        let returns = returning.keys().copied().map(Change::Return);
-        let changes: Vec<Change<'_>> = changes.chain(returns).collect();
-        let staging = Instant::now();
-        let staged = stage_all(store, &changes)?;
-        report.times.stage += staging.elapsed();
-        if let Some(changed) = planned.iter().find(|p| !is_as_read(&p.new.file.source)) {
-            return Err(changing(changed.new.file.source.path()));
-        }
-        if let Some(staged) = staged {
-            let commit = store.commit(staged)?;
-            for effect in &commit.effects {
-                if let Some(&hash) = returning.get(&effect.tensor) {
-                    self.note_returned(effect, hash, report);
-                }
-                let of_file = planned.iter().find(|p| p.new.tensor == effect.tensor);
-                if let Some(planned) = of_file {
-                    self.note_read(planned, effect.outcome, &effect.placement, report);
-                }
-            }
-            self.note(&[], [].into_iter(), &commit, report);
-        }
-        for planned in planned.iter().filter(|p| p.action == Action::Keep) {
-            self.note_read(planned, Outcome::Unchanged, "", report);
-        }
+        self.switch(store, &planned, Commits::One, report)?;
         for &tensor in &reverted {
             self.tensors[tensor].overlay = None;
-        }
-        for planned in planned {
-            self.tensors[planned.new.tensor].overlay = planned.new.overlay;
         }
         for tensor in set.into_keys().chain(reverted) {
             // Other tensors follow the file now.
@@ -267,31 +212,32 @@ impl Registry {
         &self,
         tensors: &[usize],
         own: &'a BTreeMap<usize, GgufFile>,
-    ) -> Result<Vec<NewBytes<'a>>> {
+    ) -> Result<Vec<Wanted<'a>>> {
         let bytes = tensors.iter().map(|&tensor| {
             let known = &self.tensors[tensor];
             let file = own.get(&known.file)?;
             let info = &file.header.tensors[file.header.find(&known.name)?];
-            (info.ne == known.ne).then_some(NewBytes {
+            (info.ne == known.ne).then_some(Wanted {
                 tensor,
                 file,
                 info,
-                overlay: None,
+                follows: Follows::VersionInUse,
             })
         });
-        let complete: Option<Vec<NewBytes<'a>>> = bytes.collect();
+        let complete: Option<Vec<Wanted<'a>>> = bytes.collect();
         complete.ok_or_else(|| {
             Error::Invalid("a file of the model holds another model: restore the file".into())
         })
     }
 
-    /// Returns the bytes of a tensor in the source of its overlay.
+    /// Returns the bytes of a tensor in the source of its overlay; `None` when the tensor has this
+    /// overlay already.
     fn overlay_bytes<'a, S: Store>(
         &self,
         store: &S,
         tensor: usize,
         source: &'a OverlaySource,
-    ) -> Result<NewBytes<'a>> {
+    ) -> Result<Option<Wanted<'a>>> {
         let known = &self.tensors[tensor];
         if let Some(reason) = source.misfit(&known.name, &known.ne) {
             return Err(Error::Invalid(reason));
@@ -305,60 +251,64 @@ impl Registry {
             });
         }
         let (file, info) = source.find(&known.name).expect("it fits");
-        Ok(NewBytes {
-            tensor,
-            file,
-            info,
-            overlay: Some(Overlay {
-                from: source.path.clone(),
-                version: (file.source.id(), info.offset),
+        let overlay = Overlay {
+            from: source.path.clone(),
+            version: (file.source.id(), info.offset),
+        };
+        Ok(
+            (known.overlay.as_ref() != Some(&overlay)).then_some(Wanted {
+                tensor,
+                file,
+                info,
+                follows: Follows::Overlay(Box::new(overlay)),
             }),
-        })
+        )
     }
 
     /// Reads new bytes and decides what happens to each tensor. Refuses all if one is refused.
     fn plan<'a, S: Store>(
         &mut self,
         store: &S,
-        wanted: Vec<NewBytes<'a>>,
+        wanted: Vec<Wanted<'a>>,
     ) -> Result<Vec<Planned<'a>>> {
         let contents = self.read_new(store, &wanted)?;
         let tensors: HashSet<usize> = wanted.iter().map(|new| new.tensor).collect();
         compare::hash_tensors(self, store, |at, _| tensors.contains(&at));
         let mut planned = Vec::new();
         for (new, content) in wanted.into_iter().zip(contents) {
-            let tensor = new.tensor;
-            let (action, leaves) =
-                compare::action(self, store, tensor, new.info, content.hash, None);
-            if action == Action::Swap {
-                if let Some(why) = compare::damage(self, store, tensor, &content) {
-                    return Err(Error::Invalid(format!(
-                        "{}: tensor '{}' is damaged: {why}; {DAMAGE_ADVICE}",
-                        new.file.source.path().display(),
-                        self.name(tensor)
-                    )));
-                }
-                if let Some(reason) = store.refuses(&new.as_data()) {
-                    return Err(Error::Invalid(reason));
-                }
+            let (tensor, file, info) = (new.tensor, new.file, new.info);
+            let (action, leaves) = compare::action(self, store, tensor, info, content.hash, None);
+            if action == Action::Swap
+                && let Some(why) = compare::damage(self, store, tensor, &content)
+            {
+                return Err(Error::Invalid(format!(
+                    "{}: tensor '{}' is damaged: {why}; {DAMAGE_ADVICE}",
+                    file.source.path().display(),
+                    self.name(tensor)
+                )));
             }
             planned.push(Planned {
-                new,
-                content,
-                action,
-                leaves,
+                tensor,
+                bytes: PlannedBytes::OfFile(FileBytes {
+                    file,
+                    info,
+                    content,
+                    action,
+                    leaves,
+                    follows: new.follows,
+                }),
             });
         }
         Ok(planned)
     }
 
     /// Returns the content of each of these, in order. A version of a tensor is read once.
-    fn read_new<S: Store>(&mut self, store: &S, wanted: &[NewBytes<'_>]) -> Result<Vec<Content>> {
+    fn read_new<S: Store>(&mut self, store: &S, wanted: &[Wanted<'_>]) -> Result<Vec<Content>> {
         self.read.make_space(wanted.len());
         let unread = wanted
             .iter()
             .filter(|new| self.read.get(new.file, new.info).is_none());
-        let unread: Vec<&NewBytes<'_>> = unread.collect();
+        let unread: Vec<&Wanted<'_>> = unread.collect();
         let sources: Vec<_> = unread
             .iter()
             .map(|new| (&new.file.source, new.info))
@@ -380,20 +330,6 @@ impl Registry {
         Ok(known.flatten().collect())
     }
 
-    /// Checks the limit for the bytes that are staged before a switch: a request is one switch.
-    fn check_staging(&self, bytes: u64) -> Result<()> {
-        const MIB: u64 = 1 << 20;
-        match self.staging_bytes {
-            0 => Ok(()),
-            limit if bytes <= limit => Ok(()),
-            limit => Err(Error::NoMemory(format!(
-                "staging {} MiB for one switch would exceed LLAMA_SIDECAR_STAGING_MB={}: raise the limit, or request fewer tensors at a time",
-                bytes.div_ceil(MIB),
-                limit / MIB
-            ))),
-        }
-    }
-
     fn name(&self, tensor: usize) -> Cow<'_, str> {
         self.tensors[tensor].name.to_string_lossy()
     }
@@ -401,45 +337,6 @@ impl Registry {
     fn note_unchanged(&self, tensor: usize, report: &mut Report) {
         report.add(self.tensors[tensor].report(tensor, Outcome::Unchanged));
     }
-
-    /// Records that a tensor now has bytes that were read from a file.
-    fn note_read(
-        &mut self,
-        planned: &Planned<'_>,
-        outcome: Outcome,
-        placement: &str,
-        report: &mut Report,
-    ) {
-        let (at, info) = (planned.new.tensor, planned.new.info);
-        let tensor = &mut self.tensors[at];
-        if outcome == Outcome::Swapped {
-            report.bytes_staged += info.nbytes;
-        }
-        report.add(TensorReport {
-            new_type: info.ty,
-            nbytes: info.nbytes,
-            placement: placement.to_owned(),
-            ..tensor.report(at, outcome)
-        });
-        tensor.ty = info.ty;
-        tensor.live_hash = Some(planned.content.hash);
-        tensor.live_defects = Some(planned.content.defects);
-        if let Some(original_bytes) = planned.leaves {
-            tensor.original_bytes = original_bytes;
-        }
-    }
-}
-
-/// Stages all changes at once, in host memory where a device is full; `None` when there are none.
-fn stage_all<S: Store>(store: &S, changes: &[Change<'_>]) -> Result<Option<S::Staged>> {
-    if changes.is_empty() {
-        return Ok(None);
-    }
-    let mut staged = stage(store, changes, OnOutOfMemory::Fail);
-    if matches!(staged, Err(StageError::OutOfMemory(_))) {
-        staged = stage(store, changes, OnOutOfMemory::Fallback);
-    }
-    Ok(staged?)
 }
 
 fn changing(path: &Path) -> Error {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::content::{Content, Defects};
 use super::hash::{Hash, of_bytes};
 use super::known::{KnownContents, Overlay};
-use super::report::{Cause, Effect, FileReport, Ignored, Outcome, Report, TensorReport};
+use super::report::{Cause, FileReport, Ignored, Outcome, Report, TensorReport};
 use super::tracked::TrackedFile;
 use crate::gguf::{FileId, TypeInfo};
 
@@ -235,20 +235,6 @@ impl Registry {
             description.extend(tensor.live_hash?.to_le_bytes());
         }
         Some(of_bytes(&description))
-    }
-
-    /// Records that a tensor has its original bytes again.
-    pub fn note_returned(&mut self, effect: &Effect, hash: Hash, report: &mut Report) {
-        let tensor = &mut self.tensors[effect.tensor];
-        report.add(TensorReport {
-            new_type: tensor.original_type,
-            placement: effect.placement.clone(),
-            ..tensor.report(effect.tensor, Outcome::Returned)
-        });
-        tensor.ty = tensor.original_type;
-        tensor.live_hash = Some(hash);
-        tensor.live_defects = None;
-        tensor.original_bytes = OriginalBytes::InUse;
     }
 
     /// Leaves a changed file out of this reload. Logs that once for each version of the file;
