@@ -22,8 +22,8 @@ const BEFORE: usize = 60;
 const COUNTED: usize = 40;
 
 const STOCK: Variables = &[];
-const LOCKED: (&str, &str) = ("LLAMA_POSTFETCH_HOST_PAGE_LOCK", "1");
-const EACH_TIME: Variables = &[("LLAMA_POSTFETCH_HOST", "all"), LOCKED];
+const LOCKED: (&str, &str) = ("LLAMA_SIDECAR_PAGE_LOCK", "1");
+const EACH_TIME: Variables = &[("LLAMA_POSTFETCH_MODE", "all"), LOCKED];
 
 /// The share of hits of an LRU, by the share of the experts that it holds.
 type Locality = &'static [(f64, f64)];

@@ -29,11 +29,11 @@ fn copy_time(model: &Moe) -> f64 {
 }
 
 const STOCK: Variables = &[];
-const EARLY: Variables = &[("LLAMA_POSTFETCH_HOST", "on")];
+const EARLY: Variables = &[("LLAMA_POSTFETCH_MODE", "on")];
 const ROUTED: Variables = &[EARLY[0], ("LLAMA_POSTFETCH_LOOK_AHEAD", "0")];
-const LOCKED: Variables = &[("LLAMA_POSTFETCH_HOST_PAGE_LOCK", "1")];
-const DOWN: Variables = &[("LLAMA_POSTFETCH_HOST", "down"), LOCKED[0]];
-const ALL: Variables = &[("LLAMA_POSTFETCH_HOST", "all"), LOCKED[0]];
+const LOCKED: Variables = &[("LLAMA_SIDECAR_PAGE_LOCK", "1")];
+const DOWN: Variables = &[("LLAMA_POSTFETCH_MODE", "down"), LOCKED[0]];
+const ALL: Variables = &[("LLAMA_POSTFETCH_MODE", "all"), LOCKED[0]];
 const BOTH: Variables = &[EARLY[0], LOCKED[0]];
 
 /// No tensor is in host memory.

@@ -46,7 +46,7 @@ fn everything(folder: &tempfile::TempDir) -> DropIn {
         ("LLAMA_EXPERT_TRACE_ROUTES", path("a.routes")),
         ("LLAMA_EXPERT_TRACE_WEIGHTS", "1".into()),
         ("LLAMA_EXPERT_TRACE_SALIENCY", path("saliency.json")),
-        ("LLAMA_POSTFETCH_HOST", "on".into()),
+        ("LLAMA_POSTFETCH_MODE", "on".into()),
         ("LLAMA_SIDECAR_LOG", "warn".into()),
     ])
 }

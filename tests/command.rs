@@ -802,11 +802,11 @@ fn the_wrapper_reports_post_fetch() {
 #[test]
 fn the_wrapper_sets_the_variables_of_post_fetch() {
     for (flag, variables) in [
-        ("--post-fetch", "export LLAMA_POSTFETCH_HOST=on\n"),
-        ("--post-fetch=all", "export LLAMA_POSTFETCH_HOST=all\n"),
+        ("--post-fetch", "export LLAMA_POSTFETCH_MODE=on\n"),
+        ("--post-fetch=all", "export LLAMA_POSTFETCH_MODE=all\n"),
         (
             "--page-lock",
-            "export LLAMA_POSTFETCH_HOST_PAGE_LOCK=1\nexport GGML_CUDA_REGISTER_HOST=1\n",
+            "export LLAMA_SIDECAR_PAGE_LOCK=1\nexport GGML_CUDA_REGISTER_HOST=1\n",
         ),
     ] {
         let (text, status) = command_line(&["run", flag, "--dry-run", "--", "true"], "");

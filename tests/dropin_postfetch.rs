@@ -81,7 +81,7 @@ fn two_contexts_at_a_time() {
 #[test]
 fn more_on_the_device_than_the_host_would_have() {
     for early in ["down", "all"] {
-        let setup = Setup::default().with("LLAMA_POSTFETCH_HOST", early);
+        let setup = Setup::default().with("LLAMA_POSTFETCH_MODE", early);
         let reference = setup
             .clone()
             .with("LLAMA_POSTFETCH_SCRATCHPAD_MB", "1")
@@ -143,7 +143,7 @@ fn the_switch_alone_turns_post_fetch_on() {
 
 /// Copies from locked pages are asynchronous: only events order them.
 fn locked(setup: Setup) -> Setup {
-    setup.with("LLAMA_POSTFETCH_HOST_PAGE_LOCK", "1")
+    setup.with("LLAMA_SIDECAR_PAGE_LOCK", "1")
 }
 
 /// Whether the simulation finds that waits are left out.
@@ -279,7 +279,7 @@ fn swaps_and_a_trace_at_the_same_time() {
 /// Copies from locked pages hold up no thread; what was locked is released with its model.
 #[test]
 fn page_locked_mappings() {
-    let setup = Setup::default().with("LLAMA_POSTFETCH_HOST_PAGE_LOCK", "1");
+    let setup = Setup::default().with("LLAMA_SIDECAR_PAGE_LOCK", "1");
     let plain = Setup::default().run(&COMMANDS);
     let locked = setup.run(&COMMANDS);
     assert_eq!(locked.answers, plain.answers);

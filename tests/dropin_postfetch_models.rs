@@ -74,7 +74,7 @@ fn early(model: &Model) {
         decoding.figures
     );
     for early in ["down", "all"] {
-        let setup = model.setup(Setup::default().with("LLAMA_POSTFETCH_HOST", early));
+        let setup = model.setup(Setup::default().with("LLAMA_POSTFETCH_MODE", early));
         let without = setup.clone().with("LLAMA_POSTFETCH_SCRATCHPAD_MB", "1");
         let without = without.run(&COMMANDS);
         assert_eq!(
@@ -151,7 +151,7 @@ fn swaps_of_biases_of_experts() {
     assert_ne!(expected[0], expected[1]);
     for setup in [
         cached("auto"),
-        Setup::default().with("LLAMA_POSTFETCH_HOST", "all"),
+        Setup::default().with("LLAMA_POSTFETCH_MODE", "all"),
     ] {
         let path = folder.path().join("model.gguf");
         replace(&path, &files[0]);

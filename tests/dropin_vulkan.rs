@@ -202,7 +202,7 @@ fn some_layers_on_a_gpu() {
 fn same_with_post_fetch(smallest_batch: &str, commands: &[&str]) {
     let run = |early: &str| {
         let with = DropIn::On(vec![
-            ("LLAMA_POSTFETCH_HOST", early.into()),
+            ("LLAMA_POSTFETCH_MODE", early.into()),
             ("LLAMA_POSTFETCH_DEBUG", "1".into()),
         ]);
         let set = |command: &mut Command| {

@@ -392,7 +392,7 @@ fn two_models_are_swapped_each_with_its_file() {
 #[test]
 fn post_fetch_and_the_expert_cache_leave_a_program_without_devices_alone() {
     let variables = [
-        ("LLAMA_POSTFETCH_HOST", "on"),
+        ("LLAMA_POSTFETCH_MODE", "on"),
         ("LLAMA_POSTFETCH_CACHE_MB", "auto"),
     ];
     let variables = variables.map(|(name, value)| (name, value.to_owned()));

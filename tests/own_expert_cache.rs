@@ -281,7 +281,7 @@ fn a_trace_has_every_activation() {
 fn one_of_two_caches_works() {
     let model = fixture(MODEL);
     let variables = [
-        ("LLAMA_POSTFETCH_HOST", "on"),
+        ("LLAMA_POSTFETCH_MODE", "on"),
         ("LLAMA_POSTFETCH_CACHE_MB", "16"),
     ];
     let placed = Placed::with(&model, Some(CACHE), &variables);

@@ -531,7 +531,7 @@ fn each_model_of_a_router_is_swapped_in_its_own_process() {
         variables.push(("LLAMA_SIDECAR_CONTROL", pattern));
         variables.push(("LLAMA_EXPERT_TRACE_ROUTES", output("%p.routes")));
         variables.push(("LLAMA_EXPERT_TRACE_SALIENCY", output("%p.saliency")));
-        variables.push(("LLAMA_POSTFETCH_HOST", "on".into()));
+        variables.push(("LLAMA_POSTFETCH_MODE", "on".into()));
     }
     let options = Options {
         drop_in,

@@ -95,7 +95,7 @@ impl Setup {
 
 /// Early copies where the host copies experts itself.
 pub fn on() -> Setup {
-    Setup::default().with("LLAMA_POSTFETCH_HOST", "on")
+    Setup::default().with("LLAMA_POSTFETCH_MODE", "on")
 }
 
 /// Decoding on the device with `mib` MiB of slots, into which each miss is copied.
@@ -116,7 +116,7 @@ fn with_slots(mib: &str, misses: &str) -> Setup {
 /// The same placement without early copies, and without slots: there is no memory for them.
 pub fn offloaded() -> Setup {
     Setup::default()
-        .with("LLAMA_POSTFETCH_HOST", "all")
+        .with("LLAMA_POSTFETCH_MODE", "all")
         .with("LLAMA_POSTFETCH_SCRATCHPAD_MB", "1")
 }
 
@@ -149,7 +149,7 @@ pub fn same_in_llama_server(model: &Path) {
         let sim = SimGgml::new(&[]);
         let mut options = Options::new(2);
         options.drop_in = DropIn::On(vec![
-            ("LLAMA_POSTFETCH_HOST", early.into()),
+            ("LLAMA_POSTFETCH_MODE", early.into()),
             ("LLAMA_POSTFETCH_CACHE_MB", cache.into()),
         ]);
         let arguments = ["--device", "SIM0", "-cmoe"];

@@ -99,7 +99,7 @@ fn drop_in() -> Result<()> {
 
     let sim = SimGgml::new(&[("GGML_OP_OFFLOAD_MIN_BATCH", "1")]);
     let to_gpu = [
-        ("LLAMA_POSTFETCH_HOST", "on"),
+        ("LLAMA_POSTFETCH_MODE", "on"),
         ("LLAMA_POSTFETCH_CACHE_MB", "27"),
     ];
     let (switches, status) = swaps_in_host(&libraries, &to_gpu, |host| {

@@ -76,7 +76,7 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
             .env("LLAMA_HOTSWAP_POLL_MS", "0")
             .env("LLAMA_EXPERT_TRACE_STATS", "1")
             .env("LLAMA_EXPERT_STREAM", "auto")
-            .env("LLAMA_POSTFETCH_HOST", "on")
+            .env("LLAMA_POSTFETCH_MODE", "on")
             .env(
                 "LLAMA_POSTFETCH_CACHE_MB",
                 match options.expert_cache {
@@ -123,7 +123,7 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
         NoEffect::HOT_SWAP => config.hotswap,
         NoEffect::TRACE => config.traces(),
         NoEffect::STREAMING => options.stream_experts || config.expert_stream.streams(),
-        NoEffect::POST_FETCH => options.expert_cache || config.host_postfetch.is_used(),
+        NoEffect::POST_FETCH => options.expert_cache || config.program_postfetch.is_used(),
         _ => true,
     };
     let no_effect = events.no_effect().find(is_requested);

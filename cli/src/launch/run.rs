@@ -304,7 +304,7 @@ fn variables(options: &RunOptions, preload: &Path) -> Vec<Setting> {
     all.extend(options.settings.0.iter().cloned());
     all.extend(options.set.iter().cloned());
     if Config::parse(|name| value_of(&all, name))
-        .host_postfetch
+        .program_postfetch
         .page_lock
     {
         // Without it, ggml's CUDA backend refuses to lock memory.

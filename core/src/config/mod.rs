@@ -20,7 +20,9 @@ mod settings;
 mod variables;
 
 pub use needs::CAPABILITIES;
-pub use settings::{CacheSize, Config, Early, ExpertStream, HostPostFetch, Misses, PostFetch};
+pub use settings::{
+    CacheSize, Config, ExpertStream, Misses, PostFetch, PostFetchMode, ProgramPostFetch,
+};
 pub use variables::{DefaultValue, Kind, VARIABLES, Variable, overrides, split, table};
 
 use std::ffi::{CString, OsStr, OsString};
@@ -55,7 +57,7 @@ impl Config {
         let (cores, threads) = cores_and_threads();
         let default_spin = if threads > cores { 2000 } else { 0 };
         let cache_trace = values.path("LLAMA_POSTFETCH_CACHE_TRACE");
-        let (early, cache) = (values.early(), values.cache(cache_trace.is_some()));
+        let (mode, cache) = (values.postfetch_mode(), values.cache(cache_trace.is_some()));
         let postfetch = PostFetch {
             enable: values
                 .get("LLAMA_POSTFETCH_ENABLE", |value| Ok(is_on(value)))
@@ -84,19 +86,19 @@ impl Config {
             debug: values.switch("LLAMA_POSTFETCH_DEBUG"),
         };
         let uses_device = postfetch.enable && !postfetch.force_cpu && postfetch.dedicated_streams;
-        let host_postfetch = HostPostFetch {
-            early: match early {
-                _ if !uses_device => Early::None,
+        let program_postfetch = ProgramPostFetch {
+            mode: match mode {
+                _ if !uses_device => PostFetchMode::Off,
                 // Early copies are what a cache does with a miss.
-                Early::None if cache.is_some() => Early::Stock,
-                early => early,
+                PostFetchMode::Off if cache.is_some() => PostFetchMode::Offloaded,
+                mode => mode,
             },
             cache: cache.filter(|_| uses_device),
             cache_trace,
             cache_misses: values.misses(),
             cache_uploads: values.number("LLAMA_POSTFETCH_CACHE_UPLOADS").unwrap_or(0) as usize,
             look_ahead: values.switch("LLAMA_POSTFETCH_LOOK_AHEAD"),
-            page_lock: values.switch("LLAMA_POSTFETCH_HOST_PAGE_LOCK"),
+            page_lock: values.switch("LLAMA_SIDECAR_PAGE_LOCK"),
         };
         let expert_stream_predict = values.switch("LLAMA_EXPERT_STREAM_PREDICT");
         let expert_stream_trace = values.path("LLAMA_EXPERT_STREAM_TRACE");
@@ -109,7 +111,7 @@ impl Config {
         values.text("LLAMA_HOTSWAP_KV");
         let mut config = Config {
             postfetch,
-            host_postfetch,
+            program_postfetch,
             hotswap: own_hotswap.unwrap_or_else(|| values.switch("LLAMA_HOTSWAP_ENABLED")),
             // All evaluations of a round have the same weights.
             poll: poll.filter(|_| !rounds),
@@ -246,19 +248,19 @@ impl<F: Fn(&str) -> Option<OsString>> Values<F> {
         self.choice(name, words, ExpertStream::Off)
     }
 
-    /// Returns `Stock` where the variable is not set and `LLAMA_POSTFETCH_ENABLE` is set and on.
-    fn early(&mut self) -> Early {
-        let name = "LLAMA_POSTFETCH_HOST";
+    /// Returns `Offloaded` where the variable is not set and `LLAMA_POSTFETCH_ENABLE` is set and on.
+    fn postfetch_mode(&mut self) -> PostFetchMode {
+        let name = "LLAMA_POSTFETCH_MODE";
         let enabled = self.set("LLAMA_POSTFETCH_ENABLE");
         if enabled.is_some_and(|value| is_on(&value)) && self.set(name).is_none() {
-            return Early::Stock;
+            return PostFetchMode::Offloaded;
         }
         let words = [
-            ("on", Early::Stock),
-            ("down", Early::Down),
-            ("all", Early::All),
+            ("on", PostFetchMode::Offloaded),
+            ("down", PostFetchMode::Down),
+            ("all", PostFetchMode::All),
         ];
-        self.choice(name, words, Early::None)
+        self.choice(name, words, PostFetchMode::Off)
     }
 
     fn misses(&mut self) -> Misses {
@@ -567,27 +569,27 @@ mod tests {
             ("LLAMA_POSTFETCH_CPU_LIMIT", "0"),
             ("LLAMA_POSTFETCH_SPIN_US", "4294967296"),
             ("LLAMA_POSTFETCH_SCRATCHPAD_MB", "17592186044416"),
-            ("LLAMA_POSTFETCH_HOST", "yes"),
+            ("LLAMA_POSTFETCH_MODE", "yes"),
         ] {
             let config = parse(&[(name, value)]);
             assert_eq!(config.rejected.len(), 1, "{name}={value}");
             assert_eq!(config.postfetch, defaults);
-            assert_eq!(config.host_postfetch.early, Early::None);
+            assert_eq!(config.program_postfetch.mode, PostFetchMode::Off);
         }
     }
 
     #[test]
     fn post_fetch_is_on_in_an_unmodified_program_where_its_switch_is_set() {
-        let early = |variables: &[(&str, &str)]| parse(variables).host_postfetch.early;
+        let mode = |variables: &[(&str, &str)]| parse(variables).program_postfetch.mode;
         let enabled = ("LLAMA_POSTFETCH_ENABLE", "1");
-        assert_eq!(early(&[enabled]), Early::Stock);
-        assert_eq!(early(&[("LLAMA_POSTFETCH_ENABLE", "0")]), Early::None);
-        assert_eq!(early(&[("LLAMA_POSTFETCH_DEBUG", "1")]), Early::None);
-        for (host, expected) in [("off", Early::None), ("down", Early::Down)] {
-            assert_eq!(early(&[enabled, ("LLAMA_POSTFETCH_HOST", host)]), expected);
+        assert_eq!(mode(&[enabled]), PostFetchMode::Offloaded);
+        assert_eq!(mode(&[("LLAMA_POSTFETCH_ENABLE", "0")]), PostFetchMode::Off);
+        assert_eq!(mode(&[("LLAMA_POSTFETCH_DEBUG", "1")]), PostFetchMode::Off);
+        for (host, expected) in [("off", PostFetchMode::Off), ("down", PostFetchMode::Down)] {
+            assert_eq!(mode(&[enabled, ("LLAMA_POSTFETCH_MODE", host)]), expected);
         }
         let forced = ("LLAMA_POSTFETCH_FORCE_CPU", "1");
-        assert_eq!(early(&[enabled, forced]), Early::None);
+        assert_eq!(mode(&[enabled, forced]), PostFetchMode::Off);
     }
 
     #[test]
@@ -615,28 +617,28 @@ mod tests {
 
     #[test]
     fn postfetch_in_an_unmodified_program() {
-        let defaults = parse(&[]).host_postfetch;
-        assert_eq!((defaults.early, defaults.cache), (Early::None, None));
+        let defaults = parse(&[]).program_postfetch;
+        assert_eq!((defaults.mode, defaults.cache), (PostFetchMode::Off, None));
         assert_eq!(defaults.cache_misses, Misses::Auto);
         assert_eq!(parse(&[]).postfetch.cache_half_life, 1);
         assert!(defaults.look_ahead && !defaults.page_lock);
-        for (word, early) in [
-            ("on", Early::Stock),
-            ("down", Early::Down),
-            ("all", Early::All),
+        for (word, mode) in [
+            ("on", PostFetchMode::Offloaded),
+            ("down", PostFetchMode::Down),
+            ("all", PostFetchMode::All),
         ] {
             let all = [
-                ("LLAMA_POSTFETCH_HOST", word),
+                ("LLAMA_POSTFETCH_MODE", word),
                 ("LLAMA_POSTFETCH_CACHE_MB", "3"),
                 ("LLAMA_POSTFETCH_CACHE_HALF_LIFE", "9"),
                 ("LLAMA_POSTFETCH_CACHE_TRACE", "/t.json"),
                 ("LLAMA_POSTFETCH_CACHE_MISSES", "cpu"),
                 ("LLAMA_POSTFETCH_CACHE_UPLOADS", "4"),
                 ("LLAMA_POSTFETCH_LOOK_AHEAD", "0"),
-                ("LLAMA_POSTFETCH_HOST_PAGE_LOCK", "1"),
+                ("LLAMA_SIDECAR_PAGE_LOCK", "1"),
             ];
-            let set = HostPostFetch {
-                early,
+            let set = ProgramPostFetch {
+                mode,
                 cache: Some(CacheSize::Bytes(3 << 20)),
                 cache_trace: Some("/t.json".into()),
                 cache_misses: Misses::Cpu,
@@ -644,29 +646,29 @@ mod tests {
                 look_ahead: false,
                 page_lock: true,
             };
-            assert_eq!(parse(&all).host_postfetch, set);
+            assert_eq!(parse(&all).program_postfetch, set);
             assert_eq!(parse(&all).postfetch.cache_half_life, 9);
             for without in [
                 ("LLAMA_POSTFETCH_ENABLE", "0"),
                 ("LLAMA_POSTFETCH_FORCE_CPU", "1"),
                 ("LLAMA_POSTFETCH_USE_DEDICATED_STREAMS", "0"),
             ] {
-                let config = parse(&[all[0], all[1], without]).host_postfetch;
-                assert_eq!((config.early, config.cache), (Early::None, None));
+                let config = parse(&[all[0], all[1], without]).program_postfetch;
+                assert_eq!((config.mode, config.cache), (PostFetchMode::Off, None));
             }
         }
-        let auto = parse(&[("LLAMA_POSTFETCH_CACHE_MB", "auto")]).host_postfetch;
+        let auto = parse(&[("LLAMA_POSTFETCH_CACHE_MB", "auto")]).program_postfetch;
         assert_eq!(
-            (auto.early, auto.cache),
-            (Early::Stock, Some(CacheSize::Auto))
+            (auto.mode, auto.cache),
+            (PostFetchMode::Offloaded, Some(CacheSize::Auto))
         );
         let trace = ("LLAMA_POSTFETCH_CACHE_TRACE", "/t.json");
-        let cache = |values: &[_]| parse(values).host_postfetch.cache;
+        let cache = |values: &[_]| parse(values).program_postfetch.cache;
         assert_eq!(cache(&[trace]), Some(CacheSize::Auto));
         assert_eq!(cache(&[trace, ("LLAMA_POSTFETCH_CACHE_MB", "0")]), None);
         let wrong = parse(&[("LLAMA_POSTFETCH_CACHE_MB", "much")]);
         assert_eq!(
-            (wrong.host_postfetch.cache, wrong.rejected.len()),
+            (wrong.program_postfetch.cache, wrong.rejected.len()),
             (None, 1)
         );
     }
@@ -759,9 +761,15 @@ mod tests {
             assert_eq!(parse(all).without_effect, [""; 0], "{all:?}");
         }
         let excluded = parse(&[
-            ("LLAMA_POSTFETCH_HOST", "on"),
+            ("LLAMA_POSTFETCH_MODE", "on"),
             ("LLAMA_POSTFETCH_ENABLE", "0"),
         ]);
         assert_eq!(excluded.without_effect.len(), 1, "{excluded:?}");
+    }
+
+    #[test]
+    fn an_expression_can_ignore_case() {
+        let rules = overrides("(?i)FFN_.*_EXPS=0").expect("a rule");
+        assert!(rules[0].0.is_match("blk.1.ffn_down_exps.weight"));
     }
 }

@@ -1,6 +1,6 @@
 //! Variables that have an effect in an unmodified program only beside another one.
 
-use super::settings::{Config, Early};
+use super::settings::{Config, PostFetchMode};
 use super::variables::Variable;
 
 /// Variables with the same condition.
@@ -20,7 +20,7 @@ static NEEDS: [Need; 12] = [
     Need {
         variables: &["LLAMA_SIDECAR_CONTROL", "LLAMA_SIDECAR_STRICT"],
         is_met: Config::is_used,
-        next: "turn something on: LLAMA_SIDECAR_HOTSWAP=1 (--hotswap), LLAMA_EXPERT_STREAM=auto (--stream-experts), LLAMA_POSTFETCH_HOST=on (--post-fetch) or LLAMA_EXPERT_TRACE_STATS=1 (--expert-trace-stats)",
+        next: "turn something on: LLAMA_SIDECAR_HOTSWAP=1 (--hotswap), LLAMA_EXPERT_STREAM=auto (--stream-experts), LLAMA_POSTFETCH_MODE=on (--post-fetch) or LLAMA_EXPERT_TRACE_STATS=1 (--expert-trace-stats)",
     },
     Need {
         variables: &[
@@ -65,11 +65,11 @@ static NEEDS: [Need; 12] = [
     },
     Need {
         variables: &[
-            "LLAMA_POSTFETCH_HOST",
+            "LLAMA_POSTFETCH_MODE",
             "LLAMA_POSTFETCH_CACHE_MB",
             "LLAMA_POSTFETCH_CACHE_TRACE",
         ],
-        is_met: |config| config.host_postfetch.early != Early::None,
+        is_met: |config| config.program_postfetch.mode != PostFetchMode::Off,
         next: "unset LLAMA_POSTFETCH_ENABLE, LLAMA_POSTFETCH_FORCE_CPU and LLAMA_POSTFETCH_USE_DEDICATED_STREAMS, or the value that turns experts on the device off",
     },
     Need {
@@ -81,8 +81,8 @@ static NEEDS: [Need; 12] = [
             "LLAMA_POSTFETCH_DEBUG",
             "LLAMA_POSTFETCH_LOOK_AHEAD",
         ],
-        is_met: |config| config.host_postfetch.early != Early::None,
-        next: "also set LLAMA_POSTFETCH_HOST=on (--post-fetch)",
+        is_met: |config| config.program_postfetch.mode != PostFetchMode::Off,
+        next: "also set LLAMA_POSTFETCH_MODE=on (--post-fetch)",
     },
     Need {
         variables: &[
@@ -90,7 +90,7 @@ static NEEDS: [Need; 12] = [
             "LLAMA_POSTFETCH_CACHE_MISSES",
             "LLAMA_POSTFETCH_CACHE_UPLOADS",
         ],
-        is_met: |config| config.host_postfetch.cache.is_some(),
+        is_met: |config| config.program_postfetch.cache.is_some(),
         next: "also set LLAMA_POSTFETCH_CACHE_MB=auto (--expert-cache)",
     },
     Need {

@@ -37,10 +37,10 @@ pub struct PostFetch {
 
 /// The settings of post-fetch in an unmodified program.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct HostPostFetch {
-    /// `LLAMA_POSTFETCH_HOST`; [`Early::None`] also where another `LLAMA_POSTFETCH_*` variable
+pub struct ProgramPostFetch {
+    /// `LLAMA_POSTFETCH_MODE`; [`PostFetchMode::Off`] also where another `LLAMA_POSTFETCH_*` variable
     /// excludes the device.
-    pub early: Early,
+    pub mode: PostFetchMode,
     /// `LLAMA_POSTFETCH_CACHE_MB`; `None` where experts do not stay on a device.
     pub cache: Option<CacheSize>,
     /// `LLAMA_POSTFETCH_CACHE_TRACE`.
@@ -51,14 +51,14 @@ pub struct HostPostFetch {
     pub cache_uploads: usize,
     /// `LLAMA_POSTFETCH_LOOK_AHEAD`.
     pub look_ahead: bool,
-    /// `LLAMA_POSTFETCH_HOST_PAGE_LOCK`.
+    /// `LLAMA_SIDECAR_PAGE_LOCK`.
     pub page_lock: bool,
 }
 
-impl HostPostFetch {
+impl ProgramPostFetch {
     /// Returns whether experts are copied early, or page-locked.
     pub fn is_used(&self) -> bool {
-        self.early != Early::None || self.page_lock
+        self.mode != PostFetchMode::Off || self.page_lock
     }
 }
 
@@ -84,11 +84,11 @@ pub enum Misses {
 
 /// Which routed experts are copied early in an unmodified program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Early {
+pub enum PostFetchMode {
     /// None.
-    None,
+    Off,
     /// Those that the program copies to a GPU.
-    Stock,
+    Offloaded,
     /// Also the down-projections of small batches.
     Down,
     /// All.
@@ -161,7 +161,7 @@ pub struct Config {
     /// `LLAMA_POSTFETCH_*`.
     pub postfetch: PostFetch,
     /// `LLAMA_POSTFETCH_*`, in an unmodified program.
-    pub host_postfetch: HostPostFetch,
+    pub program_postfetch: ProgramPostFetch,
     /// `LLAMA_SIDECAR_SPLIT`, checked and kept as text.
     pub split: Option<CString>,
     /// `LLAMA_SIDECAR_CPU_MOE`.
@@ -188,7 +188,7 @@ impl Config {
     /// Returns whether a capability is on in an unmodified program.
     pub fn is_used(&self) -> bool {
         let streams = self.expert_stream.streams();
-        self.hotswap || self.traces() || streams || self.host_postfetch.is_used() || self.rounds
+        self.hotswap || self.traces() || streams || self.program_postfetch.is_used() || self.rounds
     }
 
     /// Returns whether expert use is counted.

@@ -244,7 +244,7 @@ pub static VARIABLES: &[Variable] = &[
         // A value that is set has another effect in an unmodified program than an unset one.
         default: Described("`1`"),
         kind: Switch,
-        help: "`0`: use no device; drop-in: `1` sets `LLAMA_POSTFETCH_HOST=on` where that is not set",
+        help: "`0`: use no device; drop-in: `1` sets `LLAMA_POSTFETCH_MODE=on` where that is not set",
         flag: None,
     },
     Variable {
@@ -311,7 +311,7 @@ pub static VARIABLES: &[Variable] = &[
         flag: None,
     },
     Variable {
-        name: "LLAMA_POSTFETCH_HOST",
+        name: "LLAMA_POSTFETCH_MODE",
         default: Value("off"),
         kind: Kind::Choice {
             values: &["off", "on", "down", "all"],
@@ -366,7 +366,7 @@ pub static VARIABLES: &[Variable] = &[
         flag: None,
     },
     Variable {
-        name: "LLAMA_POSTFETCH_HOST_PAGE_LOCK",
+        name: "LLAMA_SIDECAR_PAGE_LOCK",
         default: Value("0"),
         kind: Switch,
         help: "drop-in: page-lock the mapping of a model for the GPU backend; works without the other variables",

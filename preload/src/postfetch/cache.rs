@@ -118,7 +118,7 @@ impl Cache {
     ) -> Option<Cache> {
         // SAFETY: as the caller ensures.
         let (matrices, used) = unsafe { matrices(ggml, reads) };
-        let trace = Config::get().host_postfetch.cache_trace.as_deref();
+        let trace = Config::get().program_postfetch.cache_trace.as_deref();
         let trace = trace.and_then(read_trace);
         let sharers: Vec<Sharer> = matrices
             .iter()
@@ -206,13 +206,13 @@ impl Cache {
 
     /// Decides what computes experts that have no slot.
     fn decide(&mut self, speeds: Option<Speeds>) {
-        self.computes_misses = match Config::get().host_postfetch.cache_misses {
+        self.computes_misses = match Config::get().program_postfetch.cache_misses {
             Misses::Cpu => true,
             Misses::Fetch => false,
             // The CPU reads experts at the speed of memory at most.
             Misses::Auto => speeds.is_some_and(|of| of.memory > of.link),
         };
-        let is_auto = Config::get().host_postfetch.cache_misses == Misses::Auto;
+        let is_auto = Config::get().program_postfetch.cache_misses == Misses::Auto;
         self.trial = is_auto.then_some(Trial {
             best: 0.0,
             left: TRIALS,

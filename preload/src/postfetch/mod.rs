@@ -49,7 +49,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
-use sidecar_core::config::{Config, Early};
+use sidecar_core::config::{Config, PostFetchMode};
 use sidecar_core::experts::{ExpertName, Projection};
 use sidecar_core::protocol::{Event, NoEffect, PostFetchFigures};
 use sidecar_core::trace::Ids;
@@ -219,7 +219,7 @@ fn state_of(scheduler: Scheduler) -> Option<MutexGuard<'static, State>> {
 }
 
 fn is_on() -> bool {
-    Config::get().host_postfetch.early != Early::None
+    Config::get().program_postfetch.mode != PostFetchMode::Off
 }
 
 impl Capability for PostFetch {
@@ -229,7 +229,7 @@ impl Capability for PostFetch {
 
     fn uses_routing(&self) -> bool {
         // The CPU computes gate and up: the ids are known before the GPU needs down.
-        is_on() && Config::get().host_postfetch.early == Early::Down
+        is_on() && Config::get().program_postfetch.mode == PostFetchMode::Down
     }
 
     fn routed(&self, routed: &Routed<'_>) {
@@ -442,8 +442,8 @@ pub fn observed(scheduler: Scheduler, observed: bool) {
 
 /// Whether operations are to be offloaded that the program would leave on the CPU.
 pub fn offloads() -> bool {
-    let config = &Config::get().host_postfetch;
-    is_on() && (config.early != Early::Stock || config.cache.is_some())
+    let config = &Config::get().program_postfetch;
+    is_on() && (config.mode != PostFetchMode::Offloaded || config.cache.is_some())
 }
 
 /// Whether a node is to be offloaded to the device of a backend.
@@ -464,20 +464,20 @@ pub unsafe fn offloads_node(ggml: &Ggml, backend: *mut Backend, node: *const Ten
         let fits = ids > 0 && ids <= SLOTS_OF_GRAPH.get() as i64;
         if layout.read::<i32>(node, layout.op) != ggml.ops.mul_mat_id {
             // A product on the device would wait for an addition on the CPU.
-            let early = Config::get().host_postfetch.early;
-            return (fits || early == Early::All) && biases::adds_biases(ggml, node);
+            let mode = Config::get().program_postfetch.mode;
+            return (fits || mode == PostFetchMode::All) && biases::adds_biases(ggml, node);
         }
         let weight: *const Tensor = layout.read(node, layout.src);
         let name = CStr::from_ptr((ggml.f.ggml_get_name)(weight));
         let Some(name) = name.to_str().ok().and_then(ExpertName::parse) else {
             return false;
         };
-        match Config::get().host_postfetch.early {
+        match Config::get().program_postfetch.mode {
             _ if ids == 0 => false,
             _ if fits => true,
-            Early::None | Early::Stock => false,
-            Early::Down => name.projection == Projection::Down,
-            Early::All => true,
+            PostFetchMode::Off | PostFetchMode::Offloaded => false,
+            PostFetchMode::Down => name.projection == Projection::Down,
+            PostFetchMode::All => true,
         }
     }
 }
@@ -775,7 +775,7 @@ impl Drop for PartEnds {
 impl State {
     /// Looks for memory for experts that stay on the device of a graph, once.
     fn find_cache(&mut self, ggml: &'static Ggml, graph: &Allocated) {
-        let Some(size) = Config::get().host_postfetch.cache else {
+        let Some(size) = Config::get().program_postfetch.cache else {
             return;
         };
         let is_usable = |device: &&*mut Device| {
@@ -912,7 +912,7 @@ impl State {
             let since = self.looked_up.replace(Instant::now());
             let time = since.map_or(Duration::ZERO, |since| since.elapsed());
             let is_idle = || self.fetcher.as_ref().is_some_and(Fetcher::is_idle);
-            let most = match Config::get().host_postfetch.cache_uploads {
+            let most = match Config::get().program_postfetch.cache_uploads {
                 0 if on_cpu.is_some() && is_idle() => cache.copied_in(slots.at, time),
                 most => most,
             };

@@ -41,7 +41,7 @@ static LOCKED: Mutex<Vec<Locked>> = Mutex::new(Vec::new());
 
 impl Capability for PageLock {
     fn is_enabled(&self) -> bool {
-        Config::get().host_postfetch.page_lock
+        Config::get().program_postfetch.page_lock
     }
 
     fn model_complete(&self, model: &Arc<Model>) {

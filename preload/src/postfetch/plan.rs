@@ -212,7 +212,7 @@ impl Devices {
         }
         let mut plan = Plan {
             layers: Vec::new(),
-            looks_ahead: sets == Some(SETS_AHEAD) && Config::get().host_postfetch.look_ahead,
+            looks_ahead: sets == Some(SETS_AHEAD) && Config::get().program_postfetch.look_ahead,
             copies: Vec::new(),
         };
         for (candidates, slots) in layers {

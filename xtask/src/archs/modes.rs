@@ -70,7 +70,7 @@ pub const MODES: [Mode; 7] = [
         device: Device::Simulated,
         dense: false,
         variables: &[
-            ("LLAMA_POSTFETCH_HOST", "on"),
+            ("LLAMA_POSTFETCH_MODE", "on"),
             ("LLAMA_EXPERT_TRACE_STATS", "1"),
         ],
         acted: |answers, _| used(answers, "early_bytes"),
@@ -79,7 +79,7 @@ pub const MODES: [Mode; 7] = [
         title: "early copies of all matrices",
         device: Device::Simulated,
         dense: false,
-        variables: &[("LLAMA_POSTFETCH_HOST", "all")],
+        variables: &[("LLAMA_POSTFETCH_MODE", "all")],
         acted: |answers, _| used(answers, "early_bytes"),
     },
     Mode {

@@ -214,7 +214,7 @@ fn stream(subject: &Subject) {
 fn post_fetch(subject: &Subject) {
     let decode = [("GGML_OP_OFFLOAD_MIN_BATCH", "1")];
     let gpu = SimGgml::new(&decode);
-    let early = DropIn::with(&[("LLAMA_POSTFETCH_HOST", "on")]);
+    let early = DropIn::with(&[("LLAMA_POSTFETCH_MODE", "on")]);
     let mut host = Started::new(subject, MIXTURE, early, Some(&gpu));
     let found = host.host.evaluate(None);
     let status = host.host.request(&json!({"cmd": "status"}));
