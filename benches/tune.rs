@@ -118,7 +118,7 @@ fn main() {
             THREADS,
         ]);
         tune.arg("--base").arg(&base).arg("--work").arg(&work);
-        tune.arg("--host").arg(llama_cpp("llama-perplexity"));
+        tune.arg("--program").arg(llama_cpp("llama-perplexity"));
         // The program then logs the end of an evaluation.
         let mine = timed(tune.args(["--", "--perf", "-lv", "5"]));
         let other: f64 = names

@@ -48,7 +48,7 @@ fn imatrix(model: &Path, to: &Path, format: &str) {
 fn tune(model: &Path, work: &Path) -> Command {
     let mut command = Command::new(built("release/llama-sidecar"));
     command.arg("tune").arg(model);
-    command.arg("--host").arg(llama_cpp("llama-perplexity"));
+    command.arg("--program").arg(llama_cpp("llama-perplexity"));
     command.arg("--work").arg(work);
     command
 }

@@ -14,9 +14,9 @@ use sidecar_core::config::Config;
 use sidecar_core::protocol::{Event, NoEffect, is_tried_ggml};
 
 use crate::launch::child::{self, Group};
-use crate::launch::executable::{Executable, preload_library};
+use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::hooks;
-use crate::launch::journal::{Events, Journal, UNKNOWN_YET};
+use crate::launch::journal::{Events, JOURNAL, Journal, UNKNOWN_YET};
 use crate::report::cache::{Caches, Policy};
 use crate::report::stream;
 use crate::report::traces::TraceReport;
@@ -70,8 +70,8 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
         Command::new(&program.path)
             .args(&options.command[1..])
             .process_group(0)
-            .env("LD_PRELOAD", &preload)
-            .env("LLAMA_SIDECAR_JOURNAL", journal.path())
+            .env("LD_PRELOAD", ld_preload(&preload))
+            .env(JOURNAL, journal.path())
             .env("LLAMA_SIDECAR_HOTSWAP", "1")
             .env("LLAMA_HOTSWAP_POLL_MS", "0")
             .env("LLAMA_EXPERT_TRACE_STATS", "1")

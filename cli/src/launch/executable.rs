@@ -1,6 +1,6 @@
 //! Executable files: search, format, and whether the drop-in can be loaded into them.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -193,6 +193,16 @@ fn kind(path: &Path) -> Option<Kind> {
             .map(|name| (*name).to_owned())
             .collect(),
     }))
+}
+
+/// Returns `LD_PRELOAD` for a program: the drop-in before the libraries that the variable has now.
+pub fn ld_preload(drop_in: &Path) -> OsString {
+    let mut list = drop_in.as_os_str().to_owned();
+    if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
+        list.push(":");
+        list.push(others);
+    }
+    list
 }
 
 /// Returns the path of the drop-in library, relative to this program: installed, or in the build

@@ -9,6 +9,9 @@ use anyhow::{Context, Result};
 use sidecar_core::protocol::{Entry, Event, NoEffect};
 use tempfile::NamedTempFile;
 
+/// The variable that names the file of a [`Journal`].
+pub const JOURNAL: &str = "LLAMA_SIDECAR_JOURNAL";
+
 /// A file to which the drop-in appends events.
 pub struct Journal(NamedTempFile);
 

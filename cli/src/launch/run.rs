@@ -12,8 +12,8 @@ use sidecar_core::config::{CAPABILITIES, Config, Kind, VARIABLES, Variable};
 use sidecar_core::protocol::Event;
 
 use crate::launch::child::{self, Group, quoted};
-use crate::launch::executable::{Executable, preload_library};
-use crate::launch::journal::{Events, Journal};
+use crate::launch::executable::{Executable, ld_preload, preload_library};
+use crate::launch::journal::{Events, JOURNAL, Journal};
 
 /// A command and the settings of the drop-in in it.
 #[derive(clap::Args)]
@@ -146,7 +146,7 @@ pub fn run(options: &RunOptions) -> Result<()> {
         Command::new(&program.path)
             .args(&options.command[1..])
             .envs(variables.iter().map(|(name, value)| (name, value)))
-            .env("LLAMA_SIDECAR_JOURNAL", journal.path()),
+            .env(JOURNAL, journal.path()),
         Group::Shared,
     )
     .with_context(|| {
@@ -295,12 +295,7 @@ fn value_of(set: &[Setting], name: &str) -> Option<OsString> {
 
 /// Returns the variables of the command.
 fn variables(options: &RunOptions, preload: &Path) -> Vec<Setting> {
-    let mut list = preload.as_os_str().to_owned();
-    if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
-        list.push(":");
-        list.push(others);
-    }
-    let mut all = vec![("LD_PRELOAD", list)];
+    let mut all = vec![("LD_PRELOAD", ld_preload(preload))];
     all.extend(options.settings.0.iter().cloned());
     all.extend(options.set.iter().cloned());
     if Config::parse(|name| value_of(&all, name))
@@ -323,5 +318,20 @@ fn setting(text: &str) -> Result<Setting, String> {
         let names: Vec<&str> = VARIABLES.iter().map(|variable| variable.name).collect();
         format!("expected one of {} before '='", names.join(", "))
     })?;
+    if name == JOURNAL {
+        return Err("'run' sets it to a file of its own, for its summary: without 'run', set LD_PRELOAD and the variable yourself".into());
+    }
     Ok((variable.name, checked(variable, value)?.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_variable_that_run_sets_itself_is_refused_by_name() {
+        let reason = setting("LLAMA_SIDECAR_JOURNAL=/tmp/journal").expect_err("a refusal");
+        assert!(reason.starts_with("'run' sets it"), "{reason}");
+        assert!(setting("LLAMA_HOTSWAP_CHECK=0").is_ok());
+    }
 }

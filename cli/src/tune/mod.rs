@@ -12,12 +12,11 @@
 //! | [`sweep`] | measurements |
 //! | [`identity`], [`kept`] | hashes of models; quantised tensors |
 //! | [`candidate`], [`groups`], [`mix`] | a type for a tensor; tensors that get a type together; types for all tensors |
-//! | [`host`], [`record`] | the program that evaluates; the work folder |
+//! | [`program`], [`record`] | the program that evaluates; the work folder |
 //! | [`imatrix`], [`recipe`], [`statistics`], [`model`] | importance matrices; the choice of types; averages and errors; the tensors of a model |
 
 mod candidate;
 mod groups;
-mod host;
 mod identity;
 mod imatrix;
 mod kept;
@@ -25,6 +24,7 @@ mod mix;
 mod model;
 mod notes;
 mod page;
+mod program;
 mod recipe;
 mod record;
 mod results;
@@ -50,11 +50,11 @@ use crate::sizes::size;
 use crate::space::Need;
 use candidate::{Candidate, Origin};
 use groups::By;
-use host::Program;
 use identity::Identities;
 use imatrix::Matrix;
 use kept::Quantizer;
 use model::{Model, Tensor};
+use program::Program;
 use record::{BASE_LOGITS, Record, make_folder};
 use results::{Goal, Results};
 pub use sweep::ggml_library;
@@ -119,7 +119,7 @@ pub struct TuneOptions {
     threads: Option<u32>,
     /// The program that evaluates.
     #[arg(long, value_name = "PROGRAM", default_value = "llama-perplexity")]
-    host: OsString,
+    program: OsString,
     /// The libggml-base.so that quantises; that of the program by default.
     #[arg(long, value_name = "LIBRARY")]
     ggml: Option<PathBuf>,
@@ -178,8 +178,8 @@ pub fn run(options: &TuneOptions) -> Result<()> {
         .threads
         .map_or_else(processors, |threads| threads as usize);
     let program = Program {
-        executable: Executable::find(&options.host)
-            .context("--host names the program that evaluates, llama-perplexity of llama.cpp")?,
+        executable: Executable::find(&options.program)
+            .context("--program names the program that evaluates, llama-perplexity of llama.cpp")?,
         context: match &options.base {
             Some(base) => base_context(base)?,
             None => options.ctx,

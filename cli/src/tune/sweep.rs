@@ -9,9 +9,9 @@ use sidecar_core::protocol::Overlay;
 use sidecar_core::reload::hash_bytes;
 
 use super::candidate::{Candidate, Origin, Outcome};
-use super::host::{Host, Program};
 use super::kept::Quantizer;
 use super::model::{Model, Tensor, elements};
+use super::program::{Program, Running};
 use super::record::{Measurement, Record};
 use super::statistics::Statistics;
 
@@ -42,7 +42,7 @@ pub struct Sweep<'a> {
     /// The base logits.
     base: PathBuf,
     record: Record,
-    host: Option<Host>,
+    running: Option<Running>,
     /// The file of each candidate.
     files: Vec<Option<PathBuf>>,
     bar: ProgressBar,
@@ -101,7 +101,7 @@ impl<'a> Sweep<'a> {
             plan,
             base,
             record,
-            host: None,
+            running: None,
             files: vec![None; plan.candidates.len()],
             bar,
             done: 0,
@@ -130,14 +130,14 @@ impl<'a> Sweep<'a> {
             return Ok(statistics);
         }
         let overlays = self.overlays(&chosen)?;
-        let is_first = self.host.is_none();
+        let is_first = self.running.is_none();
         self.start()?;
         // The first evaluation was that of the model as it is.
         if let Some(known) = self.record.find(&key).filter(|_| is_first) {
             return Ok(known.statistics);
         }
-        let host = self.host.as_mut().context("no program runs")?;
-        let (statistics, seconds) = host
+        let running = self.running.as_mut().context("no program runs")?;
+        let (statistics, seconds) = running
             .measure(&overlays)
             .with_context(|| format!("cannot measure {what}"))?;
         self.add(key, what, seconds, statistics)?;
@@ -178,8 +178,8 @@ impl<'a> Sweep<'a> {
     /// Ends the program.
     pub fn end(&mut self) -> Result<()> {
         self.bar.finish_and_clear();
-        match self.host.take() {
-            Some(host) => host.end(),
+        match self.running.take() {
+            Some(running) => running.end(),
             None => Ok(()),
         }
     }
@@ -187,14 +187,14 @@ impl<'a> Sweep<'a> {
     /// Starts the program, if it does not run, and compares its first evaluation with an earlier
     /// one.
     fn start(&mut self) -> Result<()> {
-        if self.host.is_some() {
+        if self.running.is_some() {
             return Ok(());
         }
         let plan = self.plan;
         let log = plan.folder.join("perplexity.log");
         let began = std::time::Instant::now();
-        let mut host = plan.program.start(&plan.model.path, &self.base, &log)?;
-        let found = host.first()?;
+        let mut running = plan.program.start(&plan.model.path, &self.base, &log)?;
+        let found = running.first()?;
         match self.record.find(BASELINE) {
             Some(known) => ensure!(
                 known.statistics == found,
@@ -209,7 +209,7 @@ impl<'a> Sweep<'a> {
                 found,
             )?,
         }
-        self.host = Some(host);
+        self.running = Some(running);
         Ok(())
     }
 

@@ -16,8 +16,8 @@ use sidecar_core::protocol::{Overlay, Reply, Request, Round};
 
 use super::statistics::Statistics;
 use crate::control;
-use crate::launch::executable::{Executable, preload_library};
-use crate::launch::journal::Journal;
+use crate::launch::executable::{Executable, ld_preload, preload_library};
+use crate::launch::journal::{JOURNAL, Journal};
 
 /// How a program evaluates.
 pub struct Program {
@@ -30,7 +30,7 @@ pub struct Program {
 }
 
 /// A running program. It ends when this is dropped, and when this process ends.
-pub struct Host {
+pub struct Running {
     child: Child,
     log: PathBuf,
     /// The size of the log before the evaluation.
@@ -85,7 +85,7 @@ impl Program {
     }
 
     /// Starts the program with the drop-in. Its first evaluation begins.
-    pub fn start(&self, model: &Path, base: &Path, log: &Path) -> Result<Host> {
+    pub fn start(&self, model: &Path, base: &Path, log: &Path) -> Result<Running> {
         let preload = preload_library()?;
         if let Some(obstacle) = self.executable.obstacle(&preload) {
             bail!("{obstacle}");
@@ -100,15 +100,15 @@ impl Program {
             .arg("--kl-divergence")
             .arg("--kl-divergence-base")
             .arg(base)
-            .env("LD_PRELOAD", &preload)
-            .env("LLAMA_SIDECAR_JOURNAL", journal.path())
+            .env("LD_PRELOAD", ld_preload(&preload))
+            .env(JOURNAL, journal.path())
             .env("LLAMA_SIDECAR_CONTROL", &socket)
             .env("LLAMA_SIDECAR_ROUNDS", "1")
             .env_remove("LLAMA_HOTSWAP_CONTROL_FILE")
             .env_remove("LLAMA_HOTSWAP_STATUS_FILE")
             .env("LLAMA_SIDECAR_HOTSWAP", "1")
             .env("LLAMA_HOTSWAP_POLL_MS", "0");
-        let mut host = Host {
+        let mut running = Running {
             child: command.spawn()?,
             log: log.to_owned(),
             read: 0,
@@ -116,19 +116,19 @@ impl Program {
             _folder: folder,
         };
         // The drop-in listens from its first evaluation on.
-        while UnixStream::connect(&host.socket).is_err() {
-            if let Some(status) = host.child.try_wait()? {
+        while UnixStream::connect(&running.socket).is_err() {
+            if let Some(status) = running.child.try_wait()? {
                 let why = journal.read().obstacle(Some(status));
                 let why = why.unwrap_or_else(|| format!("the program ended ({status})"));
                 bail!("{why}: {}", last_lines(log));
             }
             std::thread::sleep(Duration::from_millis(20));
         }
-        Ok(host)
+        Ok(running)
     }
 }
 
-impl Host {
+impl Running {
     /// Waits for the end of the first evaluation.
     pub fn first(&mut self) -> Result<Statistics> {
         self.round(false)
@@ -188,7 +188,7 @@ impl Host {
     }
 }
 
-impl Drop for Host {
+impl Drop for Running {
     fn drop(&mut self) {
         // After its end, this does nothing.
         let _ = self.child.kill();
