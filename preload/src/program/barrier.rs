@@ -110,30 +110,20 @@ pub struct Slot {
     /// When the state was last set to [`BEGUN`], in milliseconds of the process.
     since: AtomicU64,
     /// Whether a backend may still run the last evaluation.
-    in_flight: AtomicBool,
+    pub in_flight: AtomicBool,
     /// The buffer of libllama's results whose size is read as a decode begins; 0 while
     /// it is unknown, and with it the moment when a decode begins.
-    output: AtomicUsize,
+    pub output: AtomicUsize,
     /// Whether the scheduler keeps a graph.
-    keeps_graph: AtomicBool,
+    pub keeps_graph: AtomicBool,
     /// Whether a kept graph stays valid after a switch.
-    stays_valid: AtomicBool,
+    pub stays_valid: AtomicBool,
     /// Whether it stays valid after a switch of weights that no graph has views of.
-    survives_if_no_views: AtomicBool,
+    pub stays_valid_unless_viewed: AtomicBool,
     /// Whether the program can be made to rebuild a kept graph.
-    can_rebuild: AtomicBool,
+    pub can_rebuild: AtomicBool,
     /// The models whose weights the graph reads.
     reads: AtomicU64,
-}
-
-/// What a switch has to know of a graph.
-pub struct GraphFacts {
-    /// Whether it stays valid after a switch.
-    pub stays_valid: bool,
-    /// Whether it stays valid after a switch of weights that no graph has views of.
-    pub survives_if_no_views: bool,
-    /// The models whose weights it reads.
-    pub reads: ModelSet,
 }
 
 impl Slot {
@@ -146,7 +136,7 @@ impl Slot {
             output: AtomicUsize::new(0),
             keeps_graph: AtomicBool::new(false),
             stays_valid: AtomicBool::new(true),
-            survives_if_no_views: AtomicBool::new(true),
+            stays_valid_unless_viewed: AtomicBool::new(true),
             can_rebuild: AtomicBool::new(false),
             reads: AtomicU64::new(0),
         }
@@ -162,60 +152,9 @@ impl Slot {
         ModelSet(self.reads.load(Ordering::SeqCst)).overlaps(models)
     }
 
-    /// Records the graph that the scheduler has now, and whether it keeps the graph.
-    pub fn set_graph(&self, graph: &GraphFacts, keeps: bool) {
-        let order = Ordering::SeqCst;
-        self.stays_valid.store(graph.stays_valid, order);
-        let survives = graph.survives_if_no_views;
-        self.survives_if_no_views.store(survives, order);
-        self.reads.store(graph.reads.0, order);
-        self.keeps_graph.store(keeps, order);
-    }
-
-    /// Records that the scheduler keeps no graph.
-    pub fn drop_graph(&self) {
-        self.keeps_graph.store(false, Ordering::SeqCst);
-    }
-
-    /// Whether the scheduler keeps a graph.
-    pub fn keeps_graph(&self) -> bool {
-        self.keeps_graph.load(Ordering::Relaxed)
-    }
-
-    /// Whether its graph stays valid after a switch.
-    pub fn stays_valid(&self) -> bool {
-        self.stays_valid.load(Ordering::Relaxed)
-    }
-
-    /// Whether its graph stays valid after a switch of weights that no graph has views of.
-    pub fn survives_if_no_views(&self) -> bool {
-        self.survives_if_no_views.load(Ordering::Relaxed)
-    }
-
-    /// Records whether the program can be made to rebuild a kept graph.
-    pub fn set_can_rebuild(&self, can_rebuild: bool) {
-        self.can_rebuild.store(can_rebuild, Ordering::SeqCst);
-    }
-
-    /// Whether this is the buffer of libllama's results.
-    pub fn writes_to(&self, buffer: usize) -> bool {
-        self.output.load(Ordering::Relaxed) == buffer
-    }
-
-    /// Records the buffer of libllama's results.
-    pub fn set_output(&self, buffer: usize) {
-        self.output.store(buffer, Ordering::Relaxed);
-    }
-
-    /// Forgets the buffer of libllama's results if it is this one.
-    pub fn forget_output(&self, buffer: usize) {
-        let order = Ordering::Relaxed;
-        let _ = self.output.compare_exchange(buffer, 0, order, order);
-    }
-
-    /// Records that the backends are done.
-    pub fn synchronized(&self) {
-        self.in_flight.store(false, Ordering::SeqCst);
+    /// Records the models whose weights the graph reads.
+    pub fn set_reads(&self, reads: ModelSet) {
+        self.reads.store(reads.0, Ordering::SeqCst);
     }
 
     /// Begins a decode; a pending switch can go first. `synchronize` waits for backends.
@@ -312,7 +251,7 @@ impl Slot {
         self.output.store(0, Ordering::Relaxed);
         self.keeps_graph.store(false, Ordering::SeqCst);
         self.stays_valid.store(true, Ordering::SeqCst);
-        self.survives_if_no_views.store(true, Ordering::SeqCst);
+        self.stays_valid_unless_viewed.store(true, Ordering::SeqCst);
         self.can_rebuild.store(false, Ordering::SeqCst);
         self.reads.store(0, Ordering::SeqCst);
         self.in_flight.store(false, Ordering::SeqCst);
@@ -333,7 +272,7 @@ impl Slot {
         // Without the output buffer it is unknown when a decode begins.
         let begin_is_seen = self.output.load(Ordering::SeqCst) != 0;
         let survives = flag(&self.stays_valid)
-            || (flag(&self.survives_if_no_views) && !(replaced.viewed)())
+            || (flag(&self.stays_valid_unless_viewed) && !(replaced.viewed)())
             || (flag(&self.can_rebuild) && begin_is_seen);
         let is_read = self.reads(replaced.models);
         (flag(&self.keeps_graph) && !survives && is_read).then_some(Obstacle::KeptGraph)
@@ -694,31 +633,24 @@ mod tests {
         let (one, other) = (&tensors_of(1, false), &tensors_of(2, false));
         let viewed = &tensors_of(1, true);
         let slot = &ALL[claim(0x1000, |_| ()).expect("a slot")];
-        let keep = |stays_valid, survives_if_no_views| {
-            let reads = ModelSet::of(1);
-            let graph = GraphFacts {
-                stays_valid,
-                survives_if_no_views,
-                reads,
-            };
-            slot.set_graph(&graph, true);
-        };
+        let set = |flag: &AtomicBool, to| flag.store(to, Ordering::SeqCst);
         assert_eq!(obstacle(one), None);
         slot.enter();
         assert_eq!(obstacle(one), Some(Obstacle::Evaluation));
         assert_eq!(obstacle(other), Some(Obstacle::Evaluation));
-        keep(true, true);
+        slot.set_reads(one.models);
+        set(&slot.keeps_graph, true);
         slot.rest();
         assert_eq!(obstacle(one), None, "the graph stays valid");
-        keep(false, true);
+        set(&slot.stays_valid, false);
         assert_eq!(obstacle(one), None, "the graph has no views of them");
         assert_eq!(obstacle(viewed), Some(Obstacle::KeptGraph));
-        keep(false, false);
+        set(&slot.stays_valid_unless_viewed, false);
         assert_eq!(obstacle(one), Some(Obstacle::KeptGraph));
         assert_eq!(obstacle(other), None);
-        slot.set_can_rebuild(true);
+        set(&slot.can_rebuild, true);
         assert_eq!(obstacle(one), Some(Obstacle::KeptGraph));
-        slot.set_output(0x2000);
+        slot.output.store(0x2000, Ordering::SeqCst);
         assert_eq!(obstacle(one), None, "it is rebuilt when a decode begins");
         slot.begin(|| ());
         assert_eq!(obstacle(one), Some(Obstacle::Evaluation));

@@ -61,32 +61,15 @@ struct Record {
 /// A record that a node points to, for as long as the process lives.
 type Place = Mutex<Option<Record>>;
 
-/// What routing has of a scheduler.
-struct Routing {
-    places: Mutex<Vec<&'static Place>>,
-    /// Whether its last graph has parts for other devices than the CPU.
-    is_mixed: AtomicBool,
-}
+/// The records of each scheduler.
+static PLACES: [Mutex<Vec<&'static Place>>; SLOTS] = [const { Mutex::new(Vec::new()) }; SLOTS];
 
-impl Routing {
-    const fn new() -> Routing {
-        Routing {
-            places: Mutex::new(Vec::new()),
-            is_mixed: AtomicBool::new(false),
-        }
-    }
-
-    fn of(scheduler: Scheduler) -> &'static Routing {
-        &SCHEDULERS[scheduler.number()]
-    }
-}
-
-/// By the number of the scheduler.
-static SCHEDULERS: [Routing; SLOTS] = [const { Routing::new() }; SLOTS];
+/// Schedulers whose last graph has parts for other devices than the CPU.
+static MIXED: [AtomicBool; SLOTS] = [const { AtomicBool::new(false) }; SLOTS];
 
 /// Whether parts of the graph of a scheduler are evaluated on other devices than the CPU.
 pub fn is_mixed(scheduler: Scheduler) -> bool {
-    Routing::of(scheduler).is_mixed.load(Ordering::Relaxed)
+    MIXED[scheduler.number()].load(Ordering::Relaxed)
 }
 
 /// Whether a graph had ids in a form that is not understood.
@@ -111,9 +94,8 @@ pub unsafe fn watch(
     function: Callback,
 ) {
     let ggml = scheduler.ggml();
-    let routing = Routing::of(scheduler);
-    routing.is_mixed.store(!on_cpu, Ordering::Relaxed);
-    let mut places = routing.places.lock();
+    MIXED[scheduler.number()].store(!on_cpu, Ordering::Relaxed);
+    let mut places = PLACES[scheduler.number()].lock();
     let mut used = 0;
     // With a GPU, the input may be in its memory.
     let inputs = match on_cpu && Config::get().expert_stream_predict {
@@ -170,7 +152,7 @@ pub unsafe fn watch(
 
 /// Forgets the graph of a scheduler.
 pub fn forget(scheduler: Scheduler) {
-    for place in Routing::of(scheduler).places.lock().iter() {
+    for place in PLACES[scheduler.number()].lock().iter() {
         *place.lock() = None;
     }
 }

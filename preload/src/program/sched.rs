@@ -34,7 +34,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use crate::ggml::{self, Ggml, Graph, Sched};
-use crate::program::barrier::{self, GraphFacts, ModelSet, SLOTS, Slot};
+use crate::program::barrier::{self, ModelSet, SLOTS, Slot};
 use crate::program::graph::{self, Backends, ComparedField, GraphReads};
 use crate::program::models::{self, Model};
 use crate::program::{derived, own_cache};
@@ -167,7 +167,8 @@ pub fn free_remote() {
 /// the buffer holds.
 pub fn output_size_read(buffer: usize) {
     LAST_OUTPUT.set(buffer);
-    if let Some(scheduler) = Scheduler::all().find(|known| known.slot.writes_to(buffer)) {
+    let uses = |slot: &Slot| slot.output.load(Ordering::Relaxed) == buffer;
+    if let Some(scheduler) = Scheduler::all().find(|scheduler| uses(scheduler.slot)) {
         scheduler.begin();
         scheduler.invalidate_if_stale();
     }
@@ -178,9 +179,10 @@ pub fn output_freed(buffer: usize) {
     if LAST_OUTPUT.get() == buffer {
         LAST_OUTPUT.set(0);
     }
-    barrier::slots()
-        .iter()
-        .for_each(|slot| slot.forget_output(buffer));
+    for slot in barrier::slots() {
+        let output = &slot.output;
+        let _ = output.compare_exchange(buffer, 0, Ordering::Relaxed, Ordering::Relaxed);
+    }
 }
 
 /// Finds out what a graph reads that was loaded from no file.
@@ -274,7 +276,7 @@ impl Scheduler {
         let sched = self.slot.key() as *mut Sched;
         // SAFETY: called on the thread that evaluates with this scheduler.
         unsafe { (self.ggml().f.ggml_backend_sched_synchronize)(sched) }
-        self.slot.synchronized();
+        self.slot.in_flight.store(false, Ordering::SeqCst);
     }
 
     /// Begins a decode: a pending switch can go first.
@@ -292,7 +294,7 @@ impl Scheduler {
             let tokens = graph.compared.take().map(|compared| compared.tokens);
             graph.rebuilding = tokens.filter(|_| invalidated);
         }
-        self.slot.drop_graph();
+        self.slot.keeps_graph.store(false, Ordering::SeqCst);
         self.begin();
     }
 
@@ -324,14 +326,14 @@ impl Scheduler {
     pub fn enter_compute(self) -> bool {
         let output = LAST_OUTPUT.get();
         if output != 0 {
-            self.slot.set_output(output);
+            self.slot.output.store(output, Ordering::Relaxed);
         }
         self.slot.enter_compute();
         own_cache::write_changed();
         EVALUATIONS.fetch_add(1, Ordering::Relaxed);
         self.restore_if_invalidated();
         // Only a graph that is rebuilt takes the new generation: this one stays stale.
-        let keeps = self.slot.keeps_graph();
+        let keeps = self.slot.keeps_graph.load(Ordering::Relaxed);
         let stale = keeps && (self.is_stale() || self.is_dropped());
         if stale && !self.ends_with_compute() {
             log::error!(
@@ -344,7 +346,7 @@ impl Scheduler {
 
     /// Whether an evaluation has ended when the function that computes it returns.
     pub fn ends_with_compute(self) -> bool {
-        self.slot.stays_valid()
+        self.slot.stays_valid.load(Ordering::Relaxed)
     }
 
     /// Leaves an evaluation.
@@ -363,7 +365,7 @@ impl Scheduler {
     /// Records that the program waited for the backends. Returns whether that ended an
     /// evaluation.
     pub fn synchronized(self) -> bool {
-        self.slot.synchronized();
+        self.slot.in_flight.store(false, Ordering::SeqCst);
         self.slot.has_returned()
     }
 
@@ -382,7 +384,7 @@ impl Scheduler {
     /// Whether a switch since its graph was built may have made the graph invalid.
     fn is_stale(self) -> bool {
         let built_in = self.state.generation.load(Ordering::Relaxed);
-        match self.slot.survives_if_no_views() {
+        match self.slot.stays_valid_unless_viewed.load(Ordering::Relaxed) {
             true => built_in < barrier::viewed_in(),
             false => built_in != barrier::generation(),
         }
@@ -390,21 +392,22 @@ impl Scheduler {
 
     /// Whether a server on another machine may have dropped its graph.
     fn is_dropped(self) -> bool {
-        !self.slot.survives_if_no_views()
+        !self.slot.stays_valid_unless_viewed.load(Ordering::Relaxed)
             && self.state.frees.load(Ordering::Relaxed) != FREES.load(Ordering::SeqCst)
     }
 
     /// Makes libllama rebuild the graph if a switch happened since it was built or a server may
     /// have dropped it, or once to find out whether it does.
     fn invalidate_if_stale(self) {
-        if !self.slot.keeps_graph() || self.slot.stays_valid() {
+        let flag = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
+        if !flag(&self.slot.keeps_graph) || flag(&self.slot.stays_valid) {
             return;
         }
         let graph = self.state.graph.lock();
         let stale = self.is_stale() || self.is_dropped();
         if let Some(field) = graph.compared
             && (stale || barrier::is_pending() || !graph.tried)
-            && !self.state.invalidated.load(Ordering::Relaxed)
+            && !flag(&self.state.invalidated)
         {
             let layout = &self.ggml().layout;
             // SAFETY: the program keeps the graph, and its thread is here and not in it.
@@ -428,7 +431,7 @@ impl Scheduler {
             // SAFETY: the program is about to evaluate the graph that it kept.
             unsafe { layout.write(field.tensor, field.offset, field.value) };
             graph.tried = true;
-            self.slot.set_can_rebuild(false);
+            self.slot.can_rebuild.store(false, Ordering::SeqCst);
         }
     }
 
@@ -476,15 +479,20 @@ impl Scheduler {
             if reads.compared.is_some_and(|field| field.tokens == tokens) {
                 REBUILT.fetch_add(1, Ordering::Relaxed);
                 known.tried = true;
-                self.slot.set_can_rebuild(true);
+                self.slot.can_rebuild.store(true, Ordering::SeqCst);
             }
         }
         known.compared = reads.compared;
         self.state.invalidated.store(false, Ordering::Relaxed);
         let can_stay = backends.on_cpu && ggml.ops.fused.is_none();
+        let stays_valid = can_stay && !views_weights;
+        self.slot.stays_valid.store(stays_valid, Ordering::SeqCst);
         let begun_in = self.state.begun_in.load(Ordering::Relaxed);
         // A switch since the program began to build the graph did not know of its first views.
         let were_views_known = !has_first_view || begun_in == barrier::generation();
+        let unless_viewed = &self.slot.stays_valid_unless_viewed;
+        unless_viewed.store(can_stay && were_views_known, Ordering::SeqCst);
+        self.slot.set_reads(found.reads);
         // A view copied the type of its weight when the program made it.
         let built_in = match views_weights {
             true => begun_in,
@@ -493,12 +501,7 @@ impl Scheduler {
         self.state.generation.store(built_in, Ordering::Relaxed);
         let frees = FREES.load(Ordering::SeqCst);
         self.state.frees.store(frees, Ordering::Relaxed);
-        let facts = GraphFacts {
-            stays_valid: can_stay && !views_weights,
-            survives_if_no_views: can_stay && were_views_known,
-            reads: found.reads,
-        };
-        self.slot.set_graph(&facts, keeps);
+        self.slot.keeps_graph.store(keeps, Ordering::SeqCst);
         Allocated {
             graph,
             reads,
