@@ -490,7 +490,7 @@ fn allocating(
     sched: *mut Sched,
     graph: *mut Graph,
     keeps: bool,
-) -> Option<(Scheduler, Option<Allocated>)> {
+) -> Option<(&'static Scheduler, Option<Allocated>)> {
     let scheduler = Scheduler::of(call.ggml, sched as usize)?;
     scheduler.enter();
     let mut read = None;
@@ -530,8 +530,9 @@ unsafe extern "C-unwind" fn sched_compute(sched: *mut Sched, graph: *mut Graph) 
     let scheduler = Scheduler::of(call.ggml, sched as usize);
     evaluate(scheduler, || {
         let real = meant!(call, *mut Sched, *mut Graph);
-        let reported = |of: &Scheduler| {
-            lifecycle::uses_routing() && routing::is_mixed(*of) || postfetch::has_plan(*of)
+        let reported = |scheduler: &&Scheduler| {
+            lifecycle::uses_routing() && routing::is_mixed(scheduler)
+                || postfetch::has_plan(scheduler)
         };
         let parts = Parts::enter(scheduler.filter(reported));
         // SAFETY: the arguments of the call.
@@ -549,7 +550,7 @@ unsafe extern "C-unwind" fn sched_compute(sched: *mut Sched, graph: *mut Graph) 
 }
 
 /// Evaluates a graph with the function that was meant, unless the graph is stale.
-fn evaluate(scheduler: Option<Scheduler>, real: impl FnOnce() -> usize) -> usize {
+fn evaluate(scheduler: Option<&'static Scheduler>, real: impl FnOnce() -> usize) -> usize {
     let Some(scheduler) = scheduler else {
         return real();
     };
@@ -577,7 +578,7 @@ fn evaluate(scheduler: Option<Scheduler>, real: impl FnOnce() -> usize) -> usize
 }
 
 /// Ends an evaluation that an exception of C++ leaves.
-struct Thrown(Scheduler);
+struct Thrown(&'static Scheduler);
 
 impl Drop for Thrown {
     fn drop(&mut self) {

@@ -56,12 +56,12 @@ use sidecar_core::trace::Ids;
 
 use crate::ggml::{Backend, Device, Ggml, Graph, STATUS_FAILED, Sched, Tensor};
 use crate::process::journal;
-use crate::program::barrier::{self, SLOTS};
+use crate::program::barrier;
 use crate::program::capability::{Capability, Effect};
 use crate::program::graph::GraphReads;
 use crate::program::models::Model;
 use crate::program::routing::{self, Routed};
-use crate::program::sched::{Allocated, Scheduler};
+use crate::program::sched::{Allocated, SLOTS, Scheduler};
 use crate::program::{own_cache, parts};
 use biases::Biases;
 use cache::{Cache, Changed};
@@ -214,7 +214,7 @@ fn states() -> impl Iterator<Item = &'static Mutex<State>> {
 }
 
 /// Returns the state of a scheduler; `None` while post-fetch is off.
-fn state_of(scheduler: Scheduler) -> Option<MutexGuard<'static, State>> {
+fn state_of(scheduler: &Scheduler) -> Option<MutexGuard<'static, State>> {
     is_on().then(|| STATES[scheduler.number()].lock())
 }
 
@@ -246,7 +246,7 @@ impl Capability for PostFetch {
         }
     }
 
-    fn graph_allocated(&self, scheduler: Scheduler, graph: &Allocated, keeps: bool) {
+    fn graph_allocated(&self, scheduler: &Scheduler, graph: &Allocated, keeps: bool) {
         let Some(mut state) = state_of(scheduler) else {
             return;
         };
@@ -259,25 +259,25 @@ impl Capability for PostFetch {
         SLOTS_OF_GRAPH.set(cache.map_or(0, Cache::slots));
     }
 
-    fn graph_dropped(&self, scheduler: Scheduler) {
+    fn graph_dropped(&self, scheduler: &Scheduler) {
         if let Some(mut state) = state_of(scheduler) {
             state.retire();
         }
     }
 
-    fn evaluation_begun(&self, scheduler: Scheduler) {
+    fn evaluation_begun(&self, scheduler: &Scheduler) {
         if let Some(mut state) = state_of(scheduler).filter(|state| state.plan.is_some()) {
             state.begin();
         }
     }
 
-    fn evaluation_ended(&self, scheduler: Scheduler) {
+    fn evaluation_ended(&self, scheduler: &Scheduler) {
         if let Some(mut state) = state_of(scheduler) {
             state.end();
         }
     }
 
-    fn evaluation_failed(&self, scheduler: Scheduler) {
+    fn evaluation_failed(&self, scheduler: &Scheduler) {
         if let Some(mut state) = state_of(scheduler) {
             state.begun = false;
             state.drain();
@@ -329,7 +329,7 @@ impl Capability for PostFetch {
         }
     }
 
-    fn scheduler_freed(&self, scheduler: Scheduler) {
+    fn scheduler_freed(&self, scheduler: &Scheduler) {
         if let Some(mut state) = state_of(scheduler) {
             state.drain();
             *state = State::new();
@@ -370,7 +370,7 @@ pub fn figures() -> PostFetchFigures {
 }
 
 /// Whether the calls of a scheduler's evaluation are reported to post-fetch.
-pub fn has_plan(scheduler: Scheduler) -> bool {
+pub fn has_plan(scheduler: &Scheduler) -> bool {
     state_of(scheduler).is_some_and(|state| state.plan.is_some())
 }
 
@@ -380,7 +380,7 @@ pub fn has_plan(scheduler: Scheduler) -> bool {
 ///
 /// A live scheduler of this copy of ggml and its graph, and what that read before it was split.
 pub unsafe fn graph_split(
-    scheduler: Scheduler,
+    scheduler: &Scheduler,
     sched: *mut Sched,
     graph: *mut Graph,
     reads: &GraphReads,
@@ -427,7 +427,7 @@ pub unsafe fn graph_split(
 
 /// Records whether the program looks at nodes of a scheduler's graphs while they are evaluated:
 /// the device has other rows than the CPU in nodes before the last product of experts.
-pub fn observed(scheduler: Scheduler, observed: bool) {
+pub fn observed(scheduler: &Scheduler, observed: bool) {
     let Some(mut state) = state_of(scheduler) else {
         return;
     };

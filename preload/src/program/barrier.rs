@@ -11,7 +11,7 @@
 //! sequentially consistent. At least one of them sees the other.
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use once_cell::sync::Lazy;
@@ -91,13 +91,10 @@ const RUNNING: u32 = 2;
 /// another part of its batch.
 const RETURNED: u32 = 3;
 
-/// More slots than any program has contexts; further schedulers are counted in [`REFUSED`].
-pub const SLOTS: usize = 256;
-static ALL: [Slot; SLOTS] = [const { Slot::free() }; SLOTS];
-/// Slots that were ever used.
-static USED: AtomicUsize = AtomicUsize::new(0);
-/// Schedulers without a slot. While there is one, nothing can be switched.
-static REFUSED: AtomicUsize = AtomicUsize::new(0);
+/// The slot that was linked last; each leads to the one before. Slots stay linked for ever.
+static LINKED: AtomicPtr<Slot> = AtomicPtr::new(std::ptr::null_mut());
+/// Whether a scheduler has no slot: nothing can be switched any more.
+static REFUSED: AtomicBool = AtomicBool::new(false);
 /// How often a slot became idle or was freed.
 static RESTS: AtomicU64 = AtomicU64::new(0);
 
@@ -110,24 +107,39 @@ pub struct Slot {
     /// When the state was last set to [`BEGUN`], in milliseconds of the process.
     since: AtomicU64,
     /// Whether a backend may still run the last evaluation.
-    pub in_flight: AtomicBool,
+    in_flight: AtomicBool,
     /// The buffer of libllama's results whose size is read as a decode begins; 0 while
     /// it is unknown, and with it the moment when a decode begins.
-    pub output: AtomicUsize,
+    output: AtomicUsize,
     /// Whether the scheduler keeps a graph.
-    pub keeps_graph: AtomicBool,
+    keeps_graph: AtomicBool,
     /// Whether a kept graph stays valid after a switch.
-    pub stays_valid: AtomicBool,
+    stays_valid: AtomicBool,
     /// Whether it stays valid after a switch of weights that no graph has views of.
-    pub stays_valid_unless_viewed: AtomicBool,
+    stays_valid_unless_viewed: AtomicBool,
     /// Whether the program can be made to rebuild a kept graph.
-    pub can_rebuild: AtomicBool,
+    can_rebuild: AtomicBool,
     /// The models whose weights the graph reads.
     reads: AtomicU64,
+    /// The slot that was linked before.
+    before: AtomicPtr<Slot>,
+}
+
+/// What a switch has to know of a graph that a scheduler allocates.
+pub struct SlotGraph {
+    /// Whether the scheduler keeps it.
+    pub is_kept: bool,
+    /// Whether it stays valid after a switch.
+    pub stays_valid: bool,
+    /// Whether it stays valid after a switch of weights that no graph has views of.
+    pub stays_valid_unless_viewed: bool,
+    /// The models whose weights it reads.
+    pub reads: ModelSet,
 }
 
 impl Slot {
-    const fn free() -> Slot {
+    /// Returns a slot that is free and not linked.
+    pub const fn free() -> Slot {
         Slot {
             key: AtomicUsize::new(0),
             state: AtomicU32::new(IDLE),
@@ -139,7 +151,20 @@ impl Slot {
             stays_valid_unless_viewed: AtomicBool::new(true),
             can_rebuild: AtomicBool::new(false),
             reads: AtomicU64::new(0),
+            before: AtomicPtr::new(std::ptr::null_mut()),
         }
+    }
+
+    /// Makes switches read the slot, from its first use on. Called once, by one thread at a time.
+    pub fn link(&'static self) {
+        let before = LINKED.load(Ordering::SeqCst);
+        self.before.store(before, Ordering::SeqCst);
+        LINKED.store(std::ptr::from_ref(self).cast_mut(), Ordering::SeqCst);
+    }
+
+    /// Claims the slot, which is linked and free, for a scheduler.
+    pub fn claim(&self, key: usize) {
+        self.key.store(key, Ordering::SeqCst);
     }
 
     /// Returns the address that the slot was claimed for; 0 when it is free.
@@ -152,9 +177,60 @@ impl Slot {
         ModelSet(self.reads.load(Ordering::SeqCst)).overlaps(models)
     }
 
-    /// Records the models whose weights the graph reads.
-    pub fn set_reads(&self, reads: ModelSet) {
-        self.reads.store(reads.0, Ordering::SeqCst);
+    /// Records the graph that is about to be allocated.
+    pub fn set_graph(&self, graph: &SlotGraph) {
+        let order = Ordering::SeqCst;
+        self.stays_valid.store(graph.stays_valid, order);
+        let unless_viewed = graph.stays_valid_unless_viewed;
+        self.stays_valid_unless_viewed.store(unless_viewed, order);
+        self.reads.store(graph.reads.0, order);
+        self.keeps_graph.store(graph.is_kept, order);
+    }
+
+    /// Records that the graph is dropped.
+    pub fn drop_graph(&self) {
+        self.keeps_graph.store(false, Ordering::SeqCst);
+    }
+
+    /// Whether the scheduler keeps a graph.
+    pub fn keeps_graph(&self) -> bool {
+        self.keeps_graph.load(Ordering::Relaxed)
+    }
+
+    /// Whether the graph stays valid after a switch.
+    pub fn stays_valid(&self) -> bool {
+        self.stays_valid.load(Ordering::Relaxed)
+    }
+
+    /// Whether it stays valid after a switch of weights that no graph has views of.
+    pub fn stays_valid_unless_viewed(&self) -> bool {
+        self.stays_valid_unless_viewed.load(Ordering::Relaxed)
+    }
+
+    /// Records whether the program can be made to rebuild a kept graph.
+    pub fn set_can_rebuild(&self, can: bool) {
+        self.can_rebuild.store(can, Ordering::SeqCst);
+    }
+
+    /// Records the buffer of libllama's results whose size is read as a decode begins.
+    pub fn set_output(&self, buffer: usize) {
+        self.output.store(buffer, Ordering::Relaxed);
+    }
+
+    /// Whether this is the buffer of its results.
+    pub fn has_output(&self, buffer: usize) -> bool {
+        self.output.load(Ordering::Relaxed) == buffer
+    }
+
+    /// Forgets a buffer of results, if it is its own.
+    pub fn forget_output(&self, buffer: usize) {
+        let order = Ordering::Relaxed;
+        let _ = self.output.compare_exchange(buffer, 0, order, order);
+    }
+
+    /// Records that no backend runs the last evaluation any more.
+    pub fn backends_are_done(&self) {
+        self.in_flight.store(false, Ordering::SeqCst);
     }
 
     /// Begins a decode; a pending switch can go first. `synchronize` waits for backends.
@@ -279,33 +355,16 @@ impl Slot {
     }
 }
 
-/// Returns the slots that were ever used; the position of a slot is its number.
-pub fn slots() -> &'static [Slot] {
-    &ALL[..USED.load(Ordering::Acquire)]
+/// Returns the slots that were ever used.
+fn slots() -> impl Iterator<Item = &'static Slot> {
+    // SAFETY: only references that live for ever are linked.
+    let slot = |linked: &AtomicPtr<Slot>| unsafe { linked.load(Ordering::SeqCst).as_ref() };
+    std::iter::successors(slot(&LINKED), move |after| slot(&after.before))
 }
 
-/// Claims a slot for a scheduler and returns its number; `None` when there are too many.
-/// `prepare` runs before a switch or another thread can find the slot by its key.
-pub fn claim(key: usize, prepare: impl FnOnce(usize)) -> Option<usize> {
-    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    let _turn = ONE_AT_A_TIME.lock();
-    let used = slots();
-    let number = match used.iter().position(|slot| slot.key() == 0) {
-        Some(number) => number,
-        None if used.len() < SLOTS => {
-            USED.store(used.len() + 1, Ordering::Release);
-            used.len()
-        }
-        None => {
-            if REFUSED.fetch_add(1, Ordering::Relaxed) == 0 {
-                log::warn!("hot-swap is off: this program has more than {SLOTS} contexts");
-            }
-            return None;
-        }
-    };
-    prepare(number);
-    ALL[number].key.store(key, Ordering::SeqCst);
-    Some(number)
+/// Ends switches of a program with a scheduler that has no slot. Returns whether it is the first.
+pub fn refuse() -> bool {
+    !REFUSED.swap(true, Ordering::Relaxed)
 }
 
 /// Counts the slots that became idle so far.
@@ -316,7 +375,7 @@ pub fn rests() -> u64 {
 /// Whether an evaluation runs, or one began within the last second.
 pub fn is_busy() -> bool {
     let now = now_ms();
-    slots().iter().any(|slot| {
+    slots().any(|slot| {
         slot.key() != 0
             && (slot.state.load(Ordering::Relaxed) != IDLE
                 || now.saturating_sub(slot.since.load(Ordering::Relaxed)) < 1000)
@@ -325,7 +384,7 @@ pub fn is_busy() -> bool {
 
 /// Returns what blocks a switch of these tensors.
 fn obstacle(replaced: &Replaced) -> Option<Obstacle> {
-    if REFUSED.load(Ordering::Relaxed) > 0 {
+    if REFUSED.load(Ordering::Relaxed) {
         return Some(Obstacle::Evaluation);
     }
     let mut kept = None;
@@ -632,25 +691,34 @@ mod tests {
     fn evaluations_and_kept_graphs_of_the_same_models_block_a_switch() {
         let (one, other) = (&tensors_of(1, false), &tensors_of(2, false));
         let viewed = &tensors_of(1, true);
-        let slot = &ALL[claim(0x1000, |_| ()).expect("a slot")];
-        let set = |flag: &AtomicBool, to| flag.store(to, Ordering::SeqCst);
+        static SLOT: Slot = Slot::free();
+        let slot = &SLOT;
+        slot.link();
+        slot.claim(0x1000);
+        let set_graph = |stays_valid, stays_valid_unless_viewed| {
+            slot.set_graph(&SlotGraph {
+                is_kept: true,
+                stays_valid,
+                stays_valid_unless_viewed,
+                reads: one.models,
+            });
+        };
         assert_eq!(obstacle(one), None);
         slot.enter();
         assert_eq!(obstacle(one), Some(Obstacle::Evaluation));
         assert_eq!(obstacle(other), Some(Obstacle::Evaluation));
-        slot.set_reads(one.models);
-        set(&slot.keeps_graph, true);
+        set_graph(true, true);
         slot.rest();
         assert_eq!(obstacle(one), None, "the graph stays valid");
-        set(&slot.stays_valid, false);
+        set_graph(false, true);
         assert_eq!(obstacle(one), None, "the graph has no views of them");
         assert_eq!(obstacle(viewed), Some(Obstacle::KeptGraph));
-        set(&slot.stays_valid_unless_viewed, false);
+        set_graph(false, false);
         assert_eq!(obstacle(one), Some(Obstacle::KeptGraph));
         assert_eq!(obstacle(other), None);
-        set(&slot.can_rebuild, true);
+        slot.set_can_rebuild(true);
         assert_eq!(obstacle(one), Some(Obstacle::KeptGraph));
-        slot.output.store(0x2000, Ordering::SeqCst);
+        slot.set_output(0x2000);
         assert_eq!(obstacle(one), None, "it is rebuilt when a decode begins");
         slot.begin(|| ());
         assert_eq!(obstacle(one), Some(Obstacle::Evaluation));

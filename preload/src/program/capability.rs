@@ -34,10 +34,10 @@ pub trait Capability: Sync {
 
     /// A scheduler is about to split and allocate a graph, and keeps it for evaluations if
     /// `keeps` is true.
-    fn graph_allocated(&self, _scheduler: Scheduler, _graph: &Allocated, _keeps: bool) {}
+    fn graph_allocated(&self, _scheduler: &Scheduler, _graph: &Allocated, _keeps: bool) {}
 
     /// The program is about to drop the graph that a scheduler keeps.
-    fn graph_dropped(&self, _scheduler: Scheduler) {}
+    fn graph_dropped(&self, _scheduler: &Scheduler) {}
 
     /// Whether it is to be informed of routed experts.
     fn uses_routing(&self) -> bool {
@@ -49,19 +49,19 @@ pub trait Capability: Sync {
     fn routed(&self, _routed: &Routed<'_>) {}
 
     /// An evaluation begins.
-    fn evaluation_begun(&self, _scheduler: Scheduler) {}
+    fn evaluation_begun(&self, _scheduler: &Scheduler) {}
 
     /// An evaluation has ended, and its graph is still there.
-    fn evaluation_ended(&self, _scheduler: Scheduler) {}
+    fn evaluation_ended(&self, _scheduler: &Scheduler) {}
 
     /// An evaluation has failed or was aborted.
-    fn evaluation_failed(&self, _scheduler: Scheduler) {}
+    fn evaluation_failed(&self, _scheduler: &Scheduler) {}
 
     /// A backend is about to be freed: evaluations on it can no longer be waited for.
     fn backend_freed(&self, _backend: usize) {}
 
     /// A scheduler is about to be freed; its graph and its backends may be gone.
-    fn scheduler_freed(&self, _scheduler: Scheduler) {}
+    fn scheduler_freed(&self, _scheduler: &Scheduler) {}
 
     /// Writes what is to be kept when the process ends.
     fn finish(&self) {}

@@ -6,6 +6,7 @@
 //! | [`routing`] | the moment at which the experts of a layer are known |
 //! | [`parts`] | the graph whose parts a thread evaluates |
 //! | [`sched`] | schedulers, their evaluations and kept graphs |
+//! | [`watched`] | the nodes of a scheduler's graph at which routed experts are known |
 //! | [`own_cache`] | the expert cache that the program has of its own |
 //! | [`models`] | the models that the program loaded |
 //! | [`own_hotswap`] | the hot-swap that a program has of its own |
@@ -29,3 +30,4 @@ pub mod parts;
 pub mod pool;
 pub mod routing;
 pub mod sched;
+pub mod watched;

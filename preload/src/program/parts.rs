@@ -8,7 +8,7 @@ use std::cell::Cell;
 use crate::program::sched::Scheduler;
 
 thread_local! {
-    static CURRENT: Cell<Option<Scheduler>> = const { Cell::new(None) };
+    static CURRENT: Cell<Option<&'static Scheduler>> = const { Cell::new(None) };
 }
 
 /// While this value lives, calls of this thread belong to the parts of a graph. An exception of
@@ -17,7 +17,7 @@ pub struct Parts(());
 
 impl Parts {
     /// Marks this thread; `None` reports nothing.
-    pub fn enter(scheduler: Option<Scheduler>) -> Parts {
+    pub fn enter(scheduler: Option<&'static Scheduler>) -> Parts {
         CURRENT.set(scheduler);
         Parts(())
     }
@@ -30,7 +30,7 @@ impl Drop for Parts {
 }
 
 /// Returns the scheduler whose parts this thread evaluates, if they are reported.
-pub fn current() -> Option<Scheduler> {
+pub fn current() -> Option<&'static Scheduler> {
     CURRENT.get()
 }
 

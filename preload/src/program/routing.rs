@@ -10,25 +10,22 @@
 //! CPU before it lets the CPU evaluate its part of the graph. At that moment the ids are complete
 //! ([`split_begins`]).
 //!
-//! Each node has a record, with what the ids are for. Records are kept for the next graph
-//! of the same scheduler and are never freed: a node of a graph that was replaced finds a record
-//! of another node, and is ignored.
+//! Each node has a record, with what the ids are for ([`Watched`](crate::program::watched)).
 
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use parking_lot::Mutex;
 use sidecar_core::config::Config;
-use sidecar_core::experts::{ExpertName, Projection};
+use sidecar_core::experts::ExpertName;
 use sidecar_core::stream::Matrices;
 use sidecar_core::trace::Ids;
 
 use crate::ggml::{Callback, Ggml, Graph, Sched, Tensor};
-use crate::program::barrier::SLOTS;
 use crate::program::graph::{GraphReads, OP_NONE, UsedWeight};
 use crate::program::models::{self, Model, TensorPointer};
 use crate::program::sched::Scheduler;
+use crate::program::watched::{Place, Record};
 
 /// The experts that a layer was routed to, before any of them is read.
 pub struct Routed<'a> {
@@ -44,32 +41,9 @@ pub struct Routed<'a> {
     pub hidden: Option<&'a [f32]>,
 }
 
-/// What routed ids are for.
-struct Record {
-    /// The ids.
-    ids: TensorPointer,
-    /// The node that calls the function. Compared only.
-    node: usize,
-    model: Arc<Model>,
-    layer: u32,
-    /// The matrices of the layer, and where each is while it is in the mapping of its file.
-    matrices: Vec<(Projection, TensorPointer, usize)>,
-    /// The input of the router.
-    hidden: Option<TensorPointer>,
-}
-
-/// A record that a node points to, for as long as the process lives.
-type Place = Mutex<Option<Record>>;
-
-/// The records of each scheduler.
-static PLACES: [Mutex<Vec<&'static Place>>; SLOTS] = [const { Mutex::new(Vec::new()) }; SLOTS];
-
-/// Schedulers whose last graph has parts for other devices than the CPU.
-static MIXED: [AtomicBool; SLOTS] = [const { AtomicBool::new(false) }; SLOTS];
-
 /// Whether parts of the graph of a scheduler are evaluated on other devices than the CPU.
-pub fn is_mixed(scheduler: Scheduler) -> bool {
-    MIXED[scheduler.number()].load(Ordering::Relaxed)
+pub fn is_mixed(scheduler: &Scheduler) -> bool {
+    scheduler.watched.is_mixed()
 }
 
 /// Whether a graph had ids in a form that is not understood.
@@ -87,15 +61,15 @@ pub fn is_unknown() -> bool {
 ///
 /// A scheduler and a graph of this copy, both live; the graph was just allocated.
 pub unsafe fn watch(
-    scheduler: Scheduler,
+    scheduler: &Scheduler,
     sched: *mut Sched,
     reads: &GraphReads,
     on_cpu: bool,
     function: Callback,
 ) {
     let ggml = scheduler.ggml();
-    MIXED[scheduler.number()].store(!on_cpu, Ordering::Relaxed);
-    let mut places = PLACES[scheduler.number()].lock();
+    scheduler.watched.set_mixed(!on_cpu);
+    let mut places = scheduler.watched.places.lock();
     let mut used = 0;
     // With a GPU, the input may be in its memory.
     let inputs = match on_cpu && Config::get().expert_stream_predict {
@@ -151,10 +125,8 @@ pub unsafe fn watch(
 }
 
 /// Forgets the graph of a scheduler.
-pub fn forget(scheduler: Scheduler) {
-    for place in PLACES[scheduler.number()].lock().iter() {
-        *place.lock() = None;
-    }
+pub fn forget(scheduler: &Scheduler) {
+    scheduler.watched.forget();
 }
 
 /// Returns the model and the name of an expert tensor that was loaded in the mapping of its file,

@@ -28,27 +28,23 @@
 use std::cell::Cell;
 use std::ffi::CString;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
 use crate::ggml::{self, Ggml, Graph, Sched};
-use crate::program::barrier::{self, ModelSet, SLOTS, Slot};
+use crate::program::barrier::{self, ModelSet, Slot, SlotGraph};
 use crate::program::graph::{self, Backends, ComparedField, GraphReads};
 use crate::program::models::{self, Model};
+use crate::program::watched::Watched;
 use crate::program::{derived, own_cache};
 
-/// A scheduler of the program, or a backend that is used without one.
-#[derive(Clone, Copy)]
+/// A scheduler of the program, or a backend that is used without one. When the program frees it,
+/// another takes its place.
 pub struct Scheduler {
     number: usize,
-    slot: &'static Slot,
-    state: &'static State,
-}
-
-/// What is known of a scheduler beside its [`Slot`].
-struct State {
+    slot: Slot,
     ggml: AtomicPtr<Ggml>,
     /// The generation that its graph was built for. Only a graph that is built sets it.
     generation: AtomicU64,
@@ -59,6 +55,41 @@ struct State {
     /// Whether the compared field of the graph is set to zero.
     invalidated: AtomicBool,
     graph: Mutex<KeptGraph>,
+    /// The nodes of its graph at which routed experts are known.
+    pub(super) watched: Watched,
+}
+
+/// The schedulers of the program.
+struct Table {
+    all: [Scheduler; SLOTS],
+    /// Schedulers that were ever used.
+    used: AtomicUsize,
+    /// Held while a scheduler gets its place.
+    claiming: Mutex<()>,
+}
+
+/// More schedulers than any program has contexts.
+pub const SLOTS: usize = 256;
+static TABLE: Table = Table::new();
+
+impl Table {
+    const fn new() -> Table {
+        let mut all = [const { Scheduler::free() }; SLOTS];
+        let mut number = 0;
+        while number < SLOTS {
+            all[number].number = number;
+            number += 1;
+        }
+        Table {
+            all,
+            used: AtomicUsize::new(0),
+            claiming: Mutex::new(()),
+        }
+    }
+
+    fn used(&self) -> &[Scheduler] {
+        &self.all[..self.used.load(Ordering::Acquire)]
+    }
 }
 
 /// What is known of the graph that a scheduler keeps. Used by the thread that evaluates.
@@ -78,19 +109,6 @@ impl KeptGraph {
     };
 }
 
-impl State {
-    const fn new() -> State {
-        State {
-            ggml: AtomicPtr::new(std::ptr::null_mut()),
-            generation: AtomicU64::new(0),
-            frees: AtomicU64::new(0),
-            begun_in: AtomicU64::new(0),
-            invalidated: AtomicBool::new(false),
-            graph: Mutex::new(KeptGraph::NONE),
-        }
-    }
-}
-
 /// A graph that is about to be allocated.
 pub struct Allocated {
     /// The graph.
@@ -103,8 +121,6 @@ pub struct Allocated {
     pub complete: Vec<Arc<Model>>,
 }
 
-/// By the number of the slot.
-static STATES: [State; SLOTS] = [const { State::new() }; SLOTS];
 /// Counts evaluations.
 static EVALUATIONS: AtomicU64 = AtomicU64::new(0);
 /// Counts graphs that the program was made to rebuild.
@@ -167,8 +183,7 @@ pub fn free_remote() {
 /// the buffer holds.
 pub fn output_size_read(buffer: usize) {
     LAST_OUTPUT.set(buffer);
-    let uses = |slot: &Slot| slot.output.load(Ordering::Relaxed) == buffer;
-    if let Some(scheduler) = Scheduler::all().find(|scheduler| uses(scheduler.slot)) {
+    if let Some(scheduler) = Scheduler::all().find(|known| known.slot.has_output(buffer)) {
         scheduler.begin();
         scheduler.invalidate_if_stale();
     }
@@ -179,10 +194,7 @@ pub fn output_freed(buffer: usize) {
     if LAST_OUTPUT.get() == buffer {
         LAST_OUTPUT.set(0);
     }
-    for slot in barrier::slots() {
-        let output = &slot.output;
-        let _ = output.compare_exchange(buffer, 0, Ordering::Relaxed, Ordering::Relaxed);
-    }
+    Scheduler::all().for_each(|scheduler| scheduler.slot.forget_output(buffer));
 }
 
 /// Finds out what a graph reads that was loaded from no file.
@@ -219,121 +231,139 @@ unsafe fn find_others(ggml: &Ggml, reads: &mut GraphReads) {
 }
 
 impl Scheduler {
+    const fn free() -> Scheduler {
+        Scheduler {
+            number: 0,
+            slot: Slot::free(),
+            ggml: AtomicPtr::new(std::ptr::null_mut()),
+            generation: AtomicU64::new(0),
+            frees: AtomicU64::new(0),
+            begun_in: AtomicU64::new(0),
+            invalidated: AtomicBool::new(false),
+            graph: Mutex::new(KeptGraph::NONE),
+            watched: Watched::none(),
+        }
+    }
+
     /// Returns the scheduler at an address; `None` when there are too many.
-    pub fn of(ggml: &'static Ggml, key: usize) -> Option<Scheduler> {
+    pub fn of(ggml: &'static Ggml, key: usize) -> Option<&'static Scheduler> {
         if let Some(known) = Scheduler::find(key) {
             return Some(known);
         }
-        let number = barrier::claim(key, |number| {
-            let state = &STATES[number];
-            let ggml = std::ptr::from_ref(ggml).cast_mut();
-            state.ggml.store(ggml, Ordering::Relaxed);
-            let now = barrier::generation();
-            state.generation.store(now, Ordering::Relaxed);
-            state.begun_in.store(now, Ordering::Relaxed);
-            let frees = FREES.load(Ordering::SeqCst);
-            state.frees.store(frees, Ordering::Relaxed);
-        })?;
-        Some(Scheduler::at(number))
+        let _turn = TABLE.claiming.lock();
+        let used = TABLE.used();
+        let freed = used.iter().find(|scheduler| scheduler.slot.key() == 0);
+        let Some(scheduler) = freed.or_else(|| TABLE.all.get(used.len())) else {
+            if barrier::refuse() {
+                log::warn!("hot-swap is off: this program has more than {SLOTS} contexts");
+            }
+            return None;
+        };
+        let ggml = std::ptr::from_ref(ggml).cast_mut();
+        scheduler.ggml.store(ggml, Ordering::Relaxed);
+        let now = barrier::generation();
+        scheduler.generation.store(now, Ordering::Relaxed);
+        scheduler.begun_in.store(now, Ordering::Relaxed);
+        let frees = FREES.load(Ordering::SeqCst);
+        scheduler.frees.store(frees, Ordering::Relaxed);
+        if freed.is_none() {
+            scheduler.slot.link();
+            TABLE.used.store(used.len() + 1, Ordering::Release);
+        }
+        // Before that, neither a switch nor another thread finds it.
+        scheduler.slot.claim(key);
+        Some(scheduler)
     }
 
     /// Returns the scheduler at an address, if it is known.
-    pub fn find(key: usize) -> Option<Scheduler> {
+    pub fn find(key: usize) -> Option<&'static Scheduler> {
         Scheduler::all().find(|scheduler| scheduler.slot.key() == key)
     }
 
-    /// Returns the scheduler of every slot that was ever used.
-    pub fn all() -> impl Iterator<Item = Scheduler> {
-        (0..barrier::slots().len()).map(Scheduler::at)
-    }
-
-    fn at(number: usize) -> Scheduler {
-        Scheduler {
-            number,
-            slot: &barrier::slots()[number],
-            state: &STATES[number],
-        }
+    /// Returns every scheduler that was ever used, with those that were freed.
+    pub fn all() -> impl Iterator<Item = &'static Scheduler> {
+        TABLE.used().iter()
     }
 
     /// Returns its number, less than [`SLOTS`]; freed numbers are used again.
-    pub fn number(self) -> usize {
+    pub fn number(&self) -> usize {
         self.number
     }
 
     /// Whether its graph reads weights of any of these models.
-    pub fn reads(self, models: ModelSet) -> bool {
+    pub fn reads(&self, models: ModelSet) -> bool {
         self.slot.reads(models)
     }
 
     /// Returns its copy of ggml.
-    pub fn ggml(self) -> &'static Ggml {
+    pub fn ggml(&self) -> &'static Ggml {
         // SAFETY: stored before the key, from a reference that lives for ever.
-        unsafe { &*self.state.ggml.load(Ordering::Relaxed) }
+        unsafe { &*self.ggml.load(Ordering::Relaxed) }
     }
 
     /// Waits until its backends are done, as the program would.
-    pub fn synchronize(self) {
+    pub fn synchronize(&self) {
         let sched = self.slot.key() as *mut Sched;
         // SAFETY: called on the thread that evaluates with this scheduler.
         unsafe { (self.ggml().f.ggml_backend_sched_synchronize)(sched) }
-        self.slot.in_flight.store(false, Ordering::SeqCst);
+        self.slot.backends_are_done();
     }
 
     /// Begins a decode: a pending switch can go first.
-    fn begin(self) {
+    fn begin(&self) {
         self.slot.begin(|| self.synchronize());
         let now = barrier::generation();
-        self.state.begun_in.store(now, Ordering::Relaxed);
+        self.begun_in.store(now, Ordering::Relaxed);
     }
 
     /// Drops the graph and begins a decode: the program will build another.
-    pub fn reset(self) {
+    pub fn reset(&self) {
         {
-            let mut graph = self.state.graph.lock();
-            let invalidated = self.state.invalidated.swap(false, Ordering::Relaxed);
+            let mut graph = self.graph.lock();
+            let invalidated = self.invalidated.swap(false, Ordering::Relaxed);
             let tokens = graph.compared.take().map(|compared| compared.tokens);
             graph.rebuilding = tokens.filter(|_| invalidated);
         }
-        self.slot.keeps_graph.store(false, Ordering::SeqCst);
+        self.slot.drop_graph();
         self.begin();
     }
 
     /// Forgets the scheduler, which is about to be freed. Its graph and its backends may be
     /// gone: programs free them in any order, so nothing of them is touched.
-    pub fn forget(self) {
+    pub fn forget(&self) {
         let _no_switch = barrier::hold();
-        self.state.invalidated.store(false, Ordering::Relaxed);
-        *self.state.graph.lock() = KeptGraph::NONE;
+        self.invalidated.store(false, Ordering::Relaxed);
+        *self.graph.lock() = KeptGraph::NONE;
         self.slot.release();
     }
 
     /// Enters a function of ggml that reads tensors, in the course of a decode.
-    pub fn enter(self) {
+    pub fn enter(&self) {
         self.slot.enter();
     }
 
     /// Leaves a function of ggml; the decode goes on.
-    pub fn leave(self) {
+    pub fn leave(&self) {
         self.slot.leave();
     }
 
     /// Leaves a function of ggml after which nothing runs.
-    pub fn rest(self) {
+    pub fn rest(&self) {
         self.slot.rest();
     }
 
     /// Enters the evaluation. Returns whether its graph is valid.
-    pub fn enter_compute(self) -> bool {
+    pub fn enter_compute(&self) -> bool {
         let output = LAST_OUTPUT.get();
         if output != 0 {
-            self.slot.output.store(output, Ordering::Relaxed);
+            self.slot.set_output(output);
         }
         self.slot.enter_compute();
         own_cache::write_changed();
         EVALUATIONS.fetch_add(1, Ordering::Relaxed);
         self.restore_if_invalidated();
         // Only a graph that is rebuilt takes the new generation: this one stays stale.
-        let keeps = self.slot.keeps_graph.load(Ordering::Relaxed);
+        let keeps = self.slot.keeps_graph();
         let stale = keeps && (self.is_stale() || self.is_dropped());
         if stale && !self.ends_with_compute() {
             log::error!(
@@ -345,12 +375,12 @@ impl Scheduler {
     }
 
     /// Whether an evaluation has ended when the function that computes it returns.
-    pub fn ends_with_compute(self) -> bool {
-        self.slot.stays_valid.load(Ordering::Relaxed)
+    pub fn ends_with_compute(&self) -> bool {
+        self.slot.stays_valid()
     }
 
     /// Leaves an evaluation.
-    pub fn leave_compute(self) {
+    pub fn leave_compute(&self) {
         match self.ends_with_compute() {
             true => self.slot.leave_ended(),
             false => self.slot.leave_running(),
@@ -358,20 +388,20 @@ impl Scheduler {
     }
 
     /// Enters a wait for the backends. Returns whether it is in the course of a decode.
-    pub fn enter_synchronize(self) -> bool {
+    pub fn enter_synchronize(&self) -> bool {
         self.slot.enter_if_begun()
     }
 
     /// Records that the program waited for the backends. Returns whether that ended an
     /// evaluation.
-    pub fn synchronized(self) -> bool {
-        self.slot.in_flight.store(false, Ordering::SeqCst);
+    pub fn synchronized(&self) -> bool {
+        self.slot.backends_are_done();
         self.slot.has_returned()
     }
 
     /// Leaves a wait for the backends that ended an evaluation. With several copies of its inputs
     /// (pipeline parallelism), libllama also waits between two parts of a batch.
-    pub fn leave_synchronize(self) {
+    pub fn leave_synchronize(&self) {
         let sched = self.slot.key() as *mut Sched;
         // SAFETY: called on a thread that uses this scheduler.
         let copies = unsafe { (self.ggml().f.ggml_backend_sched_get_n_copies)(sched) };
@@ -382,56 +412,55 @@ impl Scheduler {
     }
 
     /// Whether a switch since its graph was built may have made the graph invalid.
-    fn is_stale(self) -> bool {
-        let built_in = self.state.generation.load(Ordering::Relaxed);
-        match self.slot.stays_valid_unless_viewed.load(Ordering::Relaxed) {
+    fn is_stale(&self) -> bool {
+        let built_in = self.generation.load(Ordering::Relaxed);
+        match self.slot.stays_valid_unless_viewed() {
             true => built_in < barrier::viewed_in(),
             false => built_in != barrier::generation(),
         }
     }
 
     /// Whether a server on another machine may have dropped its graph.
-    fn is_dropped(self) -> bool {
-        !self.slot.stays_valid_unless_viewed.load(Ordering::Relaxed)
-            && self.state.frees.load(Ordering::Relaxed) != FREES.load(Ordering::SeqCst)
+    fn is_dropped(&self) -> bool {
+        !self.slot.stays_valid_unless_viewed()
+            && self.frees.load(Ordering::Relaxed) != FREES.load(Ordering::SeqCst)
     }
 
     /// Makes libllama rebuild the graph if a switch happened since it was built or a server may
     /// have dropped it, or once to find out whether it does.
-    fn invalidate_if_stale(self) {
-        let flag = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
-        if !flag(&self.slot.keeps_graph) || flag(&self.slot.stays_valid) {
+    fn invalidate_if_stale(&self) {
+        if !self.slot.keeps_graph() || self.slot.stays_valid() {
             return;
         }
-        let graph = self.state.graph.lock();
+        let graph = self.graph.lock();
         let stale = self.is_stale() || self.is_dropped();
         if let Some(field) = graph.compared
             && (stale || barrier::is_pending() || !graph.tried)
-            && !flag(&self.state.invalidated)
+            && !self.invalidated.load(Ordering::Relaxed)
         {
             let layout = &self.ggml().layout;
             // SAFETY: the program keeps the graph, and its thread is here and not in it.
             unsafe {
                 if layout.read::<i64>(field.tensor, field.offset) == field.value {
                     layout.write(field.tensor, field.offset, 0i64);
-                    self.state.invalidated.store(true, Ordering::Relaxed);
+                    self.invalidated.store(true, Ordering::Relaxed);
                 }
             }
         }
     }
 
     /// Restores the compared field: the program kept the graph all the same.
-    fn restore_if_invalidated(self) {
-        if !self.state.invalidated.swap(false, Ordering::Relaxed) {
+    fn restore_if_invalidated(&self) {
+        if !self.invalidated.swap(false, Ordering::Relaxed) {
             return;
         }
-        let mut graph = self.state.graph.lock();
+        let mut graph = self.graph.lock();
         if let Some(field) = graph.compared {
             let layout = &self.ggml().layout;
             // SAFETY: the program is about to evaluate the graph that it kept.
             unsafe { layout.write(field.tensor, field.offset, field.value) };
             graph.tried = true;
-            self.slot.can_rebuild.store(false, Ordering::SeqCst);
+            self.slot.set_can_rebuild(false);
         }
     }
 
@@ -441,7 +470,7 @@ impl Scheduler {
     /// # Safety
     ///
     /// `sched` and `graph` are live and of this copy of ggml.
-    pub unsafe fn allocate(self, sched: *mut Sched, graph: *mut Graph, keeps: bool) -> Allocated {
+    pub unsafe fn allocate(&self, sched: *mut Sched, graph: *mut Graph, keeps: bool) -> Allocated {
         let ggml = self.ggml();
         // SAFETY: as the caller ensures.
         let (mut reads, backends) = unsafe {
@@ -473,35 +502,36 @@ impl Scheduler {
             .iter()
             .copied()
             .for_each(models::note_kept_view);
-        let mut known = self.state.graph.lock();
+        let mut known = self.graph.lock();
         if let Some(tokens) = known.rebuilding.take() {
             // Another number of tokens would have made a new graph anyway.
             if reads.compared.is_some_and(|field| field.tokens == tokens) {
                 REBUILT.fetch_add(1, Ordering::Relaxed);
                 known.tried = true;
-                self.slot.can_rebuild.store(true, Ordering::SeqCst);
+                self.slot.set_can_rebuild(true);
             }
         }
         known.compared = reads.compared;
-        self.state.invalidated.store(false, Ordering::Relaxed);
+        self.invalidated.store(false, Ordering::Relaxed);
         let can_stay = backends.on_cpu && ggml.ops.fused.is_none();
         let stays_valid = can_stay && !views_weights;
-        self.slot.stays_valid.store(stays_valid, Ordering::SeqCst);
-        let begun_in = self.state.begun_in.load(Ordering::Relaxed);
+        let begun_in = self.begun_in.load(Ordering::Relaxed);
         // A switch since the program began to build the graph did not know of its first views.
         let were_views_known = !has_first_view || begun_in == barrier::generation();
-        let unless_viewed = &self.slot.stays_valid_unless_viewed;
-        unless_viewed.store(can_stay && were_views_known, Ordering::SeqCst);
-        self.slot.set_reads(found.reads);
         // A view copied the type of its weight when the program made it.
         let built_in = match views_weights {
             true => begun_in,
             false => barrier::generation(),
         };
-        self.state.generation.store(built_in, Ordering::Relaxed);
+        self.generation.store(built_in, Ordering::Relaxed);
         let frees = FREES.load(Ordering::SeqCst);
-        self.state.frees.store(frees, Ordering::Relaxed);
-        self.slot.keeps_graph.store(keeps, Ordering::SeqCst);
+        self.frees.store(frees, Ordering::Relaxed);
+        self.slot.set_graph(&SlotGraph {
+            is_kept: keeps,
+            stays_valid,
+            stays_valid_unless_viewed: can_stay && were_views_known,
+            reads: found.reads,
+        });
         Allocated {
             graph,
             reads,

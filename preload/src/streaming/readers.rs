@@ -92,7 +92,7 @@ impl Capability for Streaming {
         }
     }
 
-    fn evaluation_ended(&self, scheduler: Scheduler) {
+    fn evaluation_ended(&self, scheduler: &Scheduler) {
         for stream in STREAMS.read().iter() {
             if !stream.noted.load(Ordering::Relaxed) && scheduler.reads(stream.set) {
                 stream.note_start();

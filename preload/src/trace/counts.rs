@@ -38,11 +38,11 @@ use crate::ggml::{Ggml, Tensor};
 use crate::loader::caller::Caller;
 use crate::loader::redirect::Redirection;
 use crate::process::{journal, thread};
-use crate::program::barrier::{self, SLOTS};
+use crate::program::barrier;
 use crate::program::capability::{Capability, Effect};
 use crate::program::graph::{self, UsedWeight};
 use crate::program::models::{self, Model};
-use crate::program::sched::{Allocated, Scheduler};
+use crate::program::sched::{Allocated, SLOTS, Scheduler};
 use crate::trace::routes::{self, GraphRoutes, Queue};
 use crate::trace::saliency::{self, GraphSaliency, ModelSaliency};
 
@@ -176,7 +176,7 @@ impl Capability for ExpertTrace {
         }
     }
 
-    fn graph_allocated(&self, scheduler: Scheduler, graph: &Allocated, keeps: bool) {
+    fn graph_allocated(&self, scheduler: &Scheduler, graph: &Allocated, keeps: bool) {
         if !self.is_enabled() {
             return;
         }
@@ -212,7 +212,7 @@ impl Capability for ExpertTrace {
         known.backends.clone_from(&graph.backends.addresses);
     }
 
-    fn graph_dropped(&self, scheduler: Scheduler) {
+    fn graph_dropped(&self, scheduler: &Scheduler) {
         count_pending(scheduler);
         let mut graph = SCHEDULERS[scheduler.number()].graph.lock();
         graph.routed.clear();
@@ -221,7 +221,7 @@ impl Capability for ExpertTrace {
         graph.saliency.clear();
     }
 
-    fn evaluation_begun(&self, scheduler: Scheduler) {
+    fn evaluation_begun(&self, scheduler: &Scheduler) {
         count_pending(scheduler);
         FIRST.set(None);
         let of = &SCHEDULERS[scheduler.number()];
@@ -233,7 +233,7 @@ impl Capability for ExpertTrace {
         }
     }
 
-    fn evaluation_ended(&self, scheduler: Scheduler) {
+    fn evaluation_ended(&self, scheduler: &Scheduler) {
         let of = &SCHEDULERS[scheduler.number()];
         if !of.uncounted.load(Ordering::Relaxed) {
             return;
@@ -247,7 +247,7 @@ impl Capability for ExpertTrace {
         of.count(scheduler);
     }
 
-    fn evaluation_failed(&self, scheduler: Scheduler) {
+    fn evaluation_failed(&self, scheduler: &Scheduler) {
         let of = &SCHEDULERS[scheduler.number()];
         of.uncounted.store(false, Ordering::Relaxed);
     }
@@ -262,14 +262,14 @@ impl Capability for ExpertTrace {
     }
 
     fn backend_freed(&self, backend: usize) {
-        for of in &SCHEDULERS[..barrier::slots().len()] {
+        for of in &SCHEDULERS[..Scheduler::all().count()] {
             if of.uncounted.load(Ordering::Relaxed) && of.graph.lock().backends.contains(&backend) {
                 of.uncounted.store(false, Ordering::Relaxed);
             }
         }
     }
 
-    fn scheduler_freed(&self, scheduler: Scheduler) {
+    fn scheduler_freed(&self, scheduler: &Scheduler) {
         let of = &SCHEDULERS[scheduler.number()];
         of.uncounted.store(false, Ordering::Relaxed);
         of.counts.store(false, Ordering::Relaxed);
@@ -339,7 +339,7 @@ unsafe extern "C-unwind" fn performance_reset(context: *mut c_void) {
 }
 
 /// Counts the ids of the last evaluation before its graph is dropped or evaluated again.
-fn count_pending(scheduler: Scheduler) {
+fn count_pending(scheduler: &Scheduler) {
     let of = &SCHEDULERS[scheduler.number()];
     if of.uncounted.load(Ordering::Relaxed) {
         scheduler.synchronize();
@@ -449,7 +449,7 @@ impl SchedulerTrace {
     }
 
     /// Counts the experts of an evaluation whose backends are done.
-    fn count(&self, scheduler: Scheduler) {
+    fn count(&self, scheduler: &Scheduler) {
         let ggml = scheduler.ggml();
         let mut graph = self.graph.lock();
         let TracedGraph {
