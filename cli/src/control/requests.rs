@@ -17,6 +17,7 @@ use sidecar_core::protocol::{
     Hashes, Metrics, ModelReload, ReloadReport, Reloads, Reply, Request, Round, Status,
     TensorState, Traces,
 };
+use sidecar_core::summary;
 use sidecar_core::trace::{from_json, to_text};
 
 use crate::control::server::ServerOptions;
@@ -254,10 +255,10 @@ fn print_status(out: &mut impl Write, status: &Status) -> Result<()> {
         )?;
     }
     if let Some(figures) = &status.post_fetch {
-        writeln!(out, "post-fetch: {}", figures.sentence())?;
+        writeln!(out, "post-fetch: {}", summary::post_fetch(figures))?;
     }
     for found in &status.no_effect {
-        writeln!(out, "{}", found.line())?;
+        writeln!(out, "{}", summary::no_effect(found))?;
     }
     for model in &status.models {
         writeln!(
@@ -289,7 +290,7 @@ fn print_status(out: &mut impl Write, status: &Status) -> Result<()> {
                 .unwrap_or("not hashed yet (status --hash)")
         )?;
         if let Some(stream) = &model.stream {
-            writeln!(out, "  experts: {}", stream.sentence())?;
+            writeln!(out, "  experts: {}", summary::streaming(stream))?;
         }
         for tensor in &model.changed {
             let from = tensor.from.as_ref().map(|from| format!(" from {from}"));

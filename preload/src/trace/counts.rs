@@ -29,6 +29,7 @@ use sidecar_core::config::Config;
 use sidecar_core::experts::{ExpertIndex, ExpertName};
 use sidecar_core::gguf::FileId;
 use sidecar_core::protocol::{Event, NoEffect, Uncounted};
+use sidecar_core::summary;
 use sidecar_core::trace::{
     ExpertLayout, ExpertNames, Ids, ModelMeta, NAMES_EVERY, Trace, enabled, log_unwritten,
     numbered, print, print_exported, print_summary, print_used, to_json, write,
@@ -294,7 +295,7 @@ impl Capability for ExpertTrace {
         }
         let uncounted = traces.iter().filter_map(|trace| trace.uncounted());
         let missing: Vec<_> = uncounted
-            .map(|layers| EFFECT.report(layers.sentence(), false))
+            .map(|layers| EFFECT.report(summary::uncounted(&layers), false))
             .collect();
         let is_empty = |trace: &Arc<ModelTrace>| trace.counters.snapshot().activations() == 0;
         if missing.is_empty() && traces.iter().all(is_empty) {
@@ -777,7 +778,7 @@ fn write_all() {
         print_exported(&path);
     }
     for layers in traces.iter().filter_map(|trace| trace.uncounted()) {
-        log::error!("{}", layers.sentence());
+        log::error!("{}", summary::uncounted(&layers));
     }
 }
 
