@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde::de::DeserializeOwned;
-use serde_json::{Value, json};
+use serde_json::Value;
 use sidecar_core::config::Config;
 use sidecar_core::protocol::{
-    Hashes, Metrics, ModelReload, ReloadReport, Reloads, Reply, Request, Round, Status,
+    self, Hashes, Metrics, ModelReload, ReloadReport, Reloads, Reply, Request, Round, Status,
     TensorState, Traces,
 };
 use sidecar_core::summary;
@@ -165,7 +165,7 @@ pub fn ask(socket: &Path, request: &Request) -> Result<Value> {
 fn ask_once(socket: &Path, request: &Request) -> Result<Value> {
     let mut stream = connect(socket, request)?;
     // A connection that is turned away is closed: what was sent before has the reason.
-    let sent = writeln!(stream, "{}", json!(request));
+    let sent = stream.write_all(protocol::line(request).as_bytes());
     let mut answer = Vec::new();
     let read = BufReader::new(stream.take(LONGEST_REPLY)).read_until(b'\n', &mut answer);
     if answer.is_empty() {

@@ -36,3 +36,16 @@ pub use answers::*;
 pub use figures::*;
 pub use journal::*;
 pub use requests::*;
+
+use serde::Serialize;
+
+/// Returns a value as one line of JSON, with its end.
+///
+/// # Panics
+///
+/// Panics on a map whose keys are not text.
+pub fn line(value: &impl Serialize) -> String {
+    let mut line = serde_json::to_string(value).expect("a map whose keys are text");
+    line.push('\n');
+    line
+}

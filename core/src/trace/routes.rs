@@ -44,7 +44,7 @@ use serde_json::json;
 use super::counters::{ExpertLayout, Snapshot, Trace};
 use super::ids::Ids;
 use crate::experts::MAX_LAYERS;
-use crate::files;
+use crate::{files, protocol};
 
 /// Stands in place of an expert where a layer did not compute a token.
 pub const NOT_ROUTED: i16 = -1;
@@ -348,7 +348,7 @@ impl RouteWriter {
         let text = &text[..length];
         match &mut self.marks {
             Some(marks) => {
-                let line = format!("{{\"token\":{},\"mark\":{}}}\n", self.tokens, json!(text));
+                let line = protocol::line(&json!({ "token": self.tokens, "mark": text }));
                 marks.append(line.as_bytes())
             }
             None => {
@@ -377,7 +377,7 @@ impl RouteWriter {
             let count = self.gap.min(u64::from(u32::MAX));
             match &mut self.marks {
                 Some(marks) => {
-                    let line = format!("{{\"token\":{},\"dropped\":{count}}}\n", self.tokens);
+                    let line = protocol::line(&json!({ "token": self.tokens, "dropped": count }));
                     marks.append(line.as_bytes())?;
                 }
                 None => {
