@@ -11,9 +11,9 @@ use serde_json::{Value, json};
 use crate::experts::MAX_LAYERS;
 use crate::files;
 
-use super::counters::{LayerCounts, Snapshot};
 use super::locality::{Locality, Window};
 use super::model_meta::{FileMeta, ModelMeta};
+use super::snapshot::{LayerCounts, Snapshot};
 
 /// Name and version of the JSON format.
 ///

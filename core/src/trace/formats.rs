@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use serde_json::{Map, Value, json};
 
-use super::counters::{LayerCounts, Snapshot};
+use super::snapshot::{LayerCounts, Snapshot};
 use crate::protocol;
 
 /// Returns the experts of a layer, the most used first; of equally used ones, by number.

@@ -233,7 +233,7 @@ pub fn refuse_several(layer: u32) {
 
 /// How messages name the variable.
 fn title() -> String {
-    Variable::named("LLAMA_EXPERT_TRACE_ROUTES").title()
+    Variable::title_of("LLAMA_EXPERT_TRACE_ROUTES")
 }
 
 impl Queue {

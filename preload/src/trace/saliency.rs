@@ -51,7 +51,7 @@ impl Capability for Saliency {
 pub fn refuse_several(layer: u32) {
     EFFECT.log_obstacle(format!(
         "{}: layer {layer} reads several sets of experts for each token: no saliency of its model is recorded",
-        Variable::named("LLAMA_EXPERT_TRACE_SALIENCY").title()
+        Variable::title_of("LLAMA_EXPERT_TRACE_SALIENCY")
     ));
 }
 
@@ -84,7 +84,7 @@ impl ModelSaliency {
         if let Err(error) = trace::write_text(&self.path, &format!("{json:#}\n")) {
             log::error!(
                 "{}: cannot write {}: {error}; choose another path",
-                Variable::named("LLAMA_EXPERT_TRACE_SALIENCY").title(),
+                Variable::title_of("LLAMA_EXPERT_TRACE_SALIENCY"),
                 self.path.display()
             );
         }
