@@ -360,7 +360,9 @@ fn other(variable: &Variable) -> &'static str {
     ];
     let is_valid = |value: &&str| variable.check(value.as_ref()).is_ok();
     let is_other = |value: &&str| !variable.is_default(value.as_ref());
-    let found = values.into_iter().find(|of| is_valid(of) && is_other(of));
+    let found = values
+        .into_iter()
+        .find(|value| is_valid(value) && is_other(value));
     found.unwrap_or("keep")
 }
 

@@ -381,7 +381,9 @@ fn not_routed(weights: &[UsedWeight], routed: &[Routed]) -> Option<(Arc<ModelTra
     let trace = match routed.first() {
         Some(routed) => routed.trace.clone(),
         None => {
-            let mut models = weights.iter().filter_map(|of| models::find(of.tensor));
+            let mut models = weights
+                .iter()
+                .filter_map(|weight| models::find(weight.tensor));
             ModelTrace::of(&models.next()?.0)?
         }
     };
@@ -584,7 +586,7 @@ impl ModelTrace {
     fn left_out(&self) -> String {
         let all_experts = &self.evaluations[0].warm_ups;
         let [first, all_experts] =
-            [&self.left_out, all_experts].map(|of| of.load(Ordering::Relaxed));
+            [&self.left_out, all_experts].map(|count| count.load(Ordering::Relaxed));
         match first + all_experts {
             0 => String::new(),
             count => format!("[EXPERT-TRACE] Evaluations not counted, warm-ups: {count}\n"),

@@ -154,12 +154,14 @@ impl GraphSaliency {
             return;
         };
         let (number, _) = model.layers[layer];
-        let Some(experts) = self.experts.iter().find(|of| of.layer == number) else {
+        let Some(experts) = self.experts.iter().find(|layer| layer.layer == number) else {
             return;
         };
         // SAFETY: as the caller ensures; both were kept.
         let gates = unsafe { graph::read_matrix(ggml, experts.gates, 1, &mut self.bytes) };
-        let Some(gates) = gates.filter(|of| (of.used, of.tokens) == (ids.used, ids.tokens)) else {
+        let Some(gates) =
+            gates.filter(|gates| (gates.used, gates.tokens) == (ids.used, ids.tokens))
+        else {
             return;
         };
         self.gates.clear();

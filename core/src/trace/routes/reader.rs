@@ -150,7 +150,7 @@ impl<R: Read> RouteReader<R> {
     ) -> io::Result<()> {
         let layout = ExpertLayout::new(self.layout.layers.iter().copied());
         let positions = self.layout.layers.iter();
-        let positions = positions.map(|of| layout.position(of.0));
+        let positions = positions.map(|(layer, _)| layout.position(*layer));
         let positions: Vec<Option<usize>> = positions.collect();
         let top_k = self.layout.top_k;
         let mut end = |text: &str, trace: &Trace| {

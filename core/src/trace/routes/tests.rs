@@ -74,7 +74,7 @@ fn compact_binary_comes_back() {
         let after: [(u64, &[u64]); 2] = [(1, &[0, 1, 1, 0]), (1, &[0, 0, 0, 0, 0, 0, 1, 1])];
         assert_eq!(counts, [("", before.to_vec()), ("next", after.to_vec())]);
         let locality = workloads[0].1.layers[0].locality.as_ref();
-        assert_eq!(locality.map(|of| of.first), Some(4));
+        assert_eq!(locality.map(|locality| locality.first), Some(4));
         // Cut at any byte: a prefix of the records, and never an error.
         let header = layout(weights).header().len();
         for end in header..bytes.len() {
