@@ -47,9 +47,9 @@ pub struct ExpertCache {
     slot_of: Vec<Option<u32>>,
     /// The expert in each slot.
     expert_in: Vec<Option<u32>>,
-    /// The worth of each expert, with or without a slot: the logarithm to base 2 of the sum of
+    /// The score of each expert, with or without a slot: the logarithm to base 2 of the sum of
     /// `2^(time / half_life)` over its uses. Only differences matter, and time changes none.
-    worth: Vec<f64>,
+    score: Vec<f64>,
     /// The look-up in which each expert was used last.
     used_in: Vec<u64>,
     look_ups: u64,
@@ -66,7 +66,7 @@ impl ExpertCache {
         ExpertCache {
             slot_of: vec![None; experts as usize],
             expert_in: vec![None; slots as usize],
-            worth: vec![f64::NEG_INFINITY; experts as usize],
+            score: vec![f64::NEG_INFINITY; experts as usize],
             used_in: vec![0; experts as usize],
             look_ups: 0,
             time: 0.0,
@@ -109,7 +109,7 @@ impl ExpertCache {
         let tokens = self.slots() / ids.used.max(1);
         for token in ids.tokens.saturating_sub(tokens)..ids.tokens {
             for expert in (0..ids.used).filter_map(|used| ids.get(token, used)) {
-                if usize::try_from(expert).is_ok_and(|expert| expert < self.worth.len()) {
+                if usize::try_from(expert).is_ok_and(|expert| expert < self.score.len()) {
                     self.note_use(expert as usize);
                 }
             }
@@ -226,7 +226,7 @@ impl ExpertCache {
         self.note_use(expert as usize);
     }
 
-    /// Gives an expert that has no slot a free slot, or that of the expert of the least worth.
+    /// Gives an expert that has no slot a free slot, or that of the expert with the lowest score.
     /// `in_use` excludes slots, by their number and expert. Returns the slot and the expert that
     /// lost it; `None` if all slots are in use.
     pub fn load(
@@ -234,11 +234,11 @@ impl ExpertCache {
         expert: u32,
         in_use: impl Fn(u32, Option<u32>) -> bool,
     ) -> Option<(u32, Option<u32>)> {
-        let worth = |(slot, held): (usize, &Option<u32>)| {
-            let worth = held.map_or(f64::NEG_INFINITY, |held| self.worth[held as usize]);
-            (!in_use(slot as u32, *held)).then_some((worth, slot as u32, *held))
+        let score = |(slot, held): (usize, &Option<u32>)| {
+            let score = held.map_or(f64::NEG_INFINITY, |held| self.score[held as usize]);
+            (!in_use(slot as u32, *held)).then_some((score, slot as u32, *held))
         };
-        let all = self.expert_in.iter().enumerate().filter_map(worth);
+        let all = self.expert_in.iter().enumerate().filter_map(score);
         let (_, slot, before) = all.min_by(|a, b| a.0.total_cmp(&b.0))?;
         self.put(expert, slot);
         Some((slot, before))
@@ -251,23 +251,23 @@ impl ExpertCache {
         }
     }
 
-    /// Adds a use to the worth of an expert.
+    /// Adds a use to the score of an expert.
     fn note_use(&mut self, expert: usize) {
         self.time += self.step;
-        let worth = &mut self.worth[expert];
-        let (more, less) = (worth.max(self.time), worth.min(self.time));
-        *worth = more + libm::log1p(libm::exp2(less - more)) / std::f64::consts::LN_2;
+        let score = &mut self.score[expert];
+        let (more, less) = (score.max(self.time), score.min(self.time));
+        *score = more + libm::log1p(libm::exp2(less - more)) / std::f64::consts::LN_2;
     }
 
-    /// Returns the slot to load next: a free one, else the one of the least worth among those
+    /// Returns the slot to load next: a free one, else the one with the lowest score among those
     /// that this look-up does not use.
     fn victim(&self) -> Option<u32> {
-        let worth = |(slot, expert): (usize, &Option<u32>)| match expert {
+        let score = |(slot, expert): (usize, &Option<u32>)| match expert {
             None => Some((f64::NEG_INFINITY, slot)),
             Some(expert) if self.used_in[*expert as usize] == self.look_ups => None,
-            Some(expert) => Some((self.worth[*expert as usize], slot)),
+            Some(expert) => Some((self.score[*expert as usize], slot)),
         };
-        let all = self.expert_in.iter().enumerate().filter_map(worth);
+        let all = self.expert_in.iter().enumerate().filter_map(score);
         let least = all.min_by(|a, b| a.0.total_cmp(&b.0));
         least.map(|(_, slot)| slot as u32)
     }
@@ -290,7 +290,7 @@ fn experts<'a>(ids: &'a Ids<'a>) -> impl Iterator<Item = u32> + 'a {
 
 /// A layer that shares memory for slots with others.
 #[derive(Debug, Clone)]
-pub struct Sharer {
+pub struct LayerBudget {
     /// Bytes of a slot.
     pub slot_bytes: u64,
     /// The number of experts.
@@ -304,20 +304,24 @@ pub struct Sharer {
 /// memory does not hold `least` slots of each layer.
 ///
 /// ```
-/// use sidecar_core::expert_cache::{Sharer, share};
+/// use sidecar_core::expert_cache::{LayerBudget, share};
 ///
-/// let layer = |gains: &[u64]| Sharer { slot_bytes: 10, experts: 4, gains: Some(gains.to_vec()) };
-/// let unknown = Sharer { gains: None, ..layer(&[]) };
+/// let layer = |gains: &[u64]| LayerBudget { slot_bytes: 10, experts: 4, gains: Some(gains.to_vec()) };
+/// let unknown = LayerBudget { gains: None, ..layer(&[]) };
 /// assert_eq!(share(65, 1, &[unknown.clone(), unknown]), Some(vec![3, 3]));
 /// // The first layer uses few experts, the second all of them.
 /// let layers = [layer(&[90, 5, 3, 2]), layer(&[30, 25, 25, 20])];
 /// assert_eq!(share(65, 1, &layers), Some(vec![2, 4]));
 /// assert_eq!(share(15, 1, &layers), None);
 /// ```
-pub fn share(memory: u64, least: u32, layers: &[Sharer]) -> Option<Vec<u32>> {
+pub fn share(memory: u64, least: u32, layers: &[LayerBudget]) -> Option<Vec<u32>> {
     let least = least.max(1);
     let bytes = |slots: u32| {
-        let of_layer = |of: &Sharer| of.slot_bytes.checked_mul(slots.min(of.experts).into());
+        let of_layer = |layer: &LayerBudget| {
+            layer
+                .slot_bytes
+                .checked_mul(slots.min(layer.experts).into())
+        };
         layers
             .iter()
             .try_fold(0u64, |sum, layer| sum.checked_add(of_layer(layer)?))
@@ -600,7 +604,7 @@ mod tests {
     /// No other division of the same memory has more hits with descending gains.
     #[test]
     fn memory_goes_where_it_gains_most() {
-        let layers = [[9, 7, 3, 1], [8, 2, 2, 2], [5, 5, 5, 0]].map(|gains| Sharer {
+        let layers = [[9, 7, 3, 1], [8, 2, 2, 2], [5, 5, 5, 0]].map(|gains| LayerBudget {
             slot_bytes: 1,
             experts: 4,
             gains: Some(gains.to_vec()),
@@ -608,7 +612,7 @@ mod tests {
         for memory in 3..=12u64 {
             let slots = share(memory, 1, &layers).expect("one each");
             let gain = |slots: &[u32]| -> u64 {
-                let of_layer = |(layer, &slots): (&Sharer, &u32)| {
+                let of_layer = |(layer, &slots): (&LayerBudget, &u32)| {
                     let gains = layer.gains.as_ref().expect("known");
                     gains[..slots as usize].iter().sum::<u64>()
                 };
@@ -624,7 +628,7 @@ mod tests {
             assert_eq!(gain(&slots), best, "{memory}: {slots:?}");
         }
         // A slot that gains nothing may come before others that do.
-        let dips = [[9, 0, 0, 0], [9, 0, 8, 8]].map(|gains| Sharer {
+        let dips = [[9, 0, 0, 0], [9, 0, 8, 8]].map(|gains| LayerBudget {
             slot_bytes: 10,
             experts: 4,
             gains: Some(gains.to_vec()),
@@ -632,7 +636,7 @@ mod tests {
         assert_eq!(share(60, 1, &dips), Some(vec![2, 4]));
         assert_eq!(share(50, 1, &dips), Some(vec![1, 4]));
         // Without gains, layers have equally many.
-        let nothing = [(); 3].map(|()| Sharer {
+        let nothing = [(); 3].map(|()| LayerBudget {
             slot_bytes: 10,
             experts: 8,
             gains: Some(Vec::new()),

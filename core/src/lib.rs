@@ -9,6 +9,7 @@
 //! | [`stream`] | routed experts, read from disk as soon as routing is known |
 //! | [`expert_cache`] | which experts stay on a device |
 //! | [`trace`] | which experts a workload uses |
+//! | [`summary`] | figures and findings as sentences |
 //! | [`protocol`] | messages of the control socket, events of the journal |
 //! | [`error`] | errors of all modules |
 //! | [`experts`] | names of expert tensors, and an index of them |
@@ -30,4 +31,5 @@ mod priority;
 pub mod protocol;
 pub mod reload;
 pub mod stream;
+pub mod summary;
 pub mod trace;

@@ -19,7 +19,7 @@
 //! | `dist`, `fixtures`, `msrv` | packages; downloads and fixtures; the oldest Rust |
 //! | `header` | the header, generated |
 //! | `install` | the library and the command in the places where users find them |
-//! | `prose`, `variables` | the prose linter; tables of variables in the documentation |
+//! | `prose`, `variables` | the prose linter; tables of variables and metrics in the documentation |
 //! | `third_party`, `toolchain` | notices of linked code; toolchains that checks install |
 //! | `run` | running other programs, in folders of the repository |
 
@@ -83,7 +83,7 @@ enum Command {
     },
     /// Check the words of documentation, comments and messages
     Prose,
-    /// Write the tables of variables in docs/variables.md
+    /// Write the tables of variables in docs/variables.md, and of metrics in docs/protocol.md
     Docs {
         /// Compare them only
         #[arg(long)]

@@ -1,15 +1,19 @@
-//! The tables of variables in the documentation, generated from the table in `core/src/config`.
+//! The tables of variables and of metrics in the documentation, generated from the tables in
+//! `core/src/config` and `core/src/protocol`.
 
 use std::fmt::Write;
 
 use anyhow::{Context, Result, ensure};
 use sidecar_core::config::{VARIABLES, Variable, table};
+use sidecar_core::protocol::Metric;
 
 use crate::run::root;
 
-const PAGE: &str = "docs/variables.md";
-const BEGIN: &str = "<!-- variables:begin -->\n";
-const END: &str = "<!-- variables:end -->";
+/// The pages, with the name in the comments around their tables, and the tables.
+const PAGES: [(&str, &str, fn() -> String); 2] = [
+    ("docs/variables.md", "variables", tables),
+    ("docs/protocol.md", "metrics", Metric::table),
+];
 /// The sections of the page, with the beginnings of the names.
 const SECTIONS: [(&str, &[&str]); 4] = [
     (
@@ -37,31 +41,40 @@ fn tables() -> String {
     text
 }
 
-/// Returns the page as it is, and with the present tables.
-fn pages() -> Result<(String, String)> {
-    let page = std::fs::read_to_string(root().join(PAGE)).context(PAGE)?;
-    let parts = page.split_once(BEGIN).and_then(|(before, rest)| {
-        let (_, after) = rest.split_once(END)?;
-        Some(format!("{before}{BEGIN}{}{END}{after}", tables()))
+/// Returns a page as it is, and with the present tables.
+fn page(path: &'static str, name: &str, tables: fn() -> String) -> Result<(String, String)> {
+    let (begin, end) = (
+        format!("<!-- {name}:begin -->\n"),
+        format!("<!-- {name}:end -->"),
+    );
+    let page = std::fs::read_to_string(root().join(path)).context(path)?;
+    let parts = page.split_once(&begin).and_then(|(before, rest)| {
+        let (_, after) = rest.split_once(&end)?;
+        Some(format!("{before}{begin}{}{end}{after}", tables()))
     });
     let current =
-        parts.with_context(|| format!("{PAGE} has no lines '{}' and '{END}'", BEGIN.trim()))?;
+        parts.with_context(|| format!("{path} has no lines '{}' and '{end}'", begin.trim()))?;
     Ok((page, current))
 }
 
 /// Writes the tables.
 pub fn write() -> Result<()> {
-    let (_, current) = pages()?;
-    std::fs::write(root().join(PAGE), current).context(PAGE)
+    for (path, name, tables) in PAGES {
+        let (_, current) = page(path, name, tables)?;
+        std::fs::write(root().join(path), current).context(path)?;
+    }
+    Ok(())
 }
 
-/// Fails when the page has other tables than would be written.
+/// Fails when a page has other tables than would be written.
 pub fn check() -> Result<()> {
-    let (page, current) = pages()?;
-    ensure!(
-        page == current,
-        "the tables of variables in {PAGE} are stale: run 'cargo xtask docs'"
-    );
+    for (path, name, tables) in PAGES {
+        let (page, current) = page(path, name, tables)?;
+        ensure!(
+            page == current,
+            "the tables of {name} in {path} are stale: run 'cargo xtask docs'"
+        );
+    }
     Ok(())
 }
 
@@ -70,8 +83,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_tables_of_variables_are_current() {
-        check().expect("the tables of core/src/config");
+    fn the_tables_are_current() {
+        check().expect("the tables");
     }
 
     #[test]

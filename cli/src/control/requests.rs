@@ -11,12 +11,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde::de::DeserializeOwned;
-use serde_json::{Value, json};
+use serde_json::Value;
 use sidecar_core::config::Config;
 use sidecar_core::protocol::{
-    Hashes, Metrics, ModelReload, ReloadReport, Reloads, Reply, Request, Round, Status,
+    self, Hashes, Metrics, ModelReload, ReloadReport, Reloads, Reply, Request, Round, Status,
     TensorState, Traces,
 };
+use sidecar_core::summary;
 use sidecar_core::trace::{from_json, to_text};
 
 use crate::control::server::ServerOptions;
@@ -164,7 +165,7 @@ pub fn ask(socket: &Path, request: &Request) -> Result<Value> {
 fn ask_once(socket: &Path, request: &Request) -> Result<Value> {
     let mut stream = connect(socket, request)?;
     // A connection that is turned away is closed: what was sent before has the reason.
-    let sent = writeln!(stream, "{}", json!(request));
+    let sent = stream.write_all(protocol::line(request).as_bytes());
     let mut answer = Vec::new();
     let read = BufReader::new(stream.take(LONGEST_REPLY)).read_until(b'\n', &mut answer);
     if answer.is_empty() {
@@ -254,10 +255,10 @@ fn print_status(out: &mut impl Write, status: &Status) -> Result<()> {
         )?;
     }
     if let Some(figures) = &status.post_fetch {
-        writeln!(out, "post-fetch: {}", figures.sentence())?;
+        writeln!(out, "post-fetch: {}", summary::post_fetch(figures))?;
     }
     for found in &status.no_effect {
-        writeln!(out, "{}", found.line())?;
+        writeln!(out, "{}", summary::no_effect(found))?;
     }
     for model in &status.models {
         writeln!(
@@ -289,7 +290,7 @@ fn print_status(out: &mut impl Write, status: &Status) -> Result<()> {
                 .unwrap_or("not hashed yet (status --hash)")
         )?;
         if let Some(stream) = &model.stream {
-            writeln!(out, "  experts: {}", stream.sentence())?;
+            writeln!(out, "  experts: {}", summary::streaming(stream))?;
         }
         for tensor in &model.changed {
             let from = tensor.from.as_ref().map(|from| format!(" from {from}"));

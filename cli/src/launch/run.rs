@@ -10,6 +10,7 @@ use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, ArgMatches, FromArgMatches};
 use sidecar_core::config::{CAPABILITIES, Config, Kind, VARIABLES, Variable};
 use sidecar_core::protocol::Event;
+use sidecar_core::summary;
 
 use crate::launch::child::{self, Group, quoted};
 use crate::launch::executable::{Executable, ld_preload, preload_library};
@@ -193,10 +194,10 @@ fn summary(
     for event in events.iter() {
         match event {
             Event::Stream { figures, .. } if figures.layers > 0 => {
-                streamed.push(format!("experts: {}", figures.sentence()));
+                streamed.push(format!("experts: {}", summary::streaming(figures)));
             }
             Event::PostFetch { figures } if !figures.is_empty() => {
-                fetched.push(format!("post-fetch: {}", figures.sentence()));
+                fetched.push(format!("post-fetch: {}", summary::post_fetch(figures)));
             }
             Event::Reload {
                 swapped,
@@ -266,7 +267,7 @@ fn summary(
     }));
     // Last, because the figures above are wrong or missing then.
     for found in no_effect {
-        let line = found.line();
+        let line = summary::no_effect(found);
         if !lines.contains(&line) {
             lines.push(line);
         }

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use sidecar_core::files::{self, folder_of};
+use sidecar_core::protocol;
 
 use super::statistics::Statistics;
 
@@ -102,9 +103,8 @@ impl Record {
 
     /// Adds a measurement, on disk.
     pub fn add(&mut self, measurement: Measurement) -> Result<()> {
-        let line = format!("{}\n", serde_json::to_string(&measurement)?);
         self.file
-            .write_all(line.as_bytes())
+            .write_all(protocol::line(&measurement).as_bytes())
             .and_then(|()| self.file.sync_data())
             .context("cannot write a measurement to the work folder: free some space, and run the same command again")?;
         self.known.insert(measurement.key.clone(), measurement);

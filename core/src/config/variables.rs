@@ -442,6 +442,15 @@ impl Variable {
         }
     }
 
+    /// Returns how messages name a variable of the table.
+    ///
+    /// # Panics
+    ///
+    /// Panics when the table has no such variable.
+    pub fn title_of(name: &str) -> String {
+        Variable::named(name).title()
+    }
+
     /// Returns whether a value means what an unset variable means.
     pub(super) fn is_default(&self, value: &OsStr) -> bool {
         match (self.default, self.kind) {

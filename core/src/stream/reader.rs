@@ -302,7 +302,9 @@ impl Reader {
     /// Returns the position of a layer among those with experts.
     pub fn position(&self, layer: u32) -> Option<usize> {
         let layers = &self.shared.layers;
-        layers.binary_search_by_key(&layer, |of| of.0).ok()
+        layers
+            .binary_search_by_key(&layer, |(number, _)| *number)
+            .ok()
     }
 
     /// Requests the most used experts of a trace, as many as have these bytes in all. They are
@@ -311,9 +313,9 @@ impl Reader {
         let shared = &self.shared;
         let mut hottest: Vec<(u64, usize, u32)> = Vec::new();
         for (position, &(layer, experts)) in shared.layers.iter().enumerate() {
-            let traced = trace.layers.iter().find(|of| of.layer == layer);
-            let traced = traced.filter(|of| of.experts.len() == experts as usize);
-            let uses = traced.map_or(&[][..], |of| &of.experts);
+            let traced = trace.layers.iter().find(|counts| counts.layer == layer);
+            let traced = traced.filter(|counts| counts.experts.len() == experts as usize);
+            let uses = traced.map_or(&[][..], |counts| &counts.experts);
             let used = (0u32..).zip(uses).filter(|(_, uses)| **uses > 0);
             hottest.extend(used.map(|(expert, uses)| (*uses, position, expert)));
         }
@@ -566,7 +568,10 @@ impl Shared {
         let matrices = Matrices(self.matrices[layer].load(Ordering::Relaxed));
         let number = self.layers[layer].0;
         let read = (0..UNITS).filter(|projection| matrices.has(*projection));
-        let slices = read.filter_map(|of| self.index.slice(number, Projection::ALL[of], expert));
+        let slices = read.filter_map(|projection| {
+            self.index
+                .slice(number, Projection::ALL[projection], expert)
+        });
         slices.map(|slice| slice.nbytes).sum()
     }
 

@@ -11,9 +11,9 @@ use serde_json::{Value, json};
 use crate::experts::MAX_LAYERS;
 use crate::files;
 
-use super::counters::{LayerCounts, Snapshot};
 use super::locality::{Locality, Window};
 use super::model_meta::{FileMeta, ModelMeta};
+use super::snapshot::{LayerCounts, Snapshot};
 
 /// Name and version of the JSON format.
 ///
@@ -135,7 +135,9 @@ pub fn from_json(json: &Value) -> Result<(ModelMeta, Snapshot), String> {
     let mut expert_bytes = BTreeMap::new();
     for layer in list(&json["layers"]) {
         let number_of = number(&layer["layer"], "a layer's number")?;
-        let valid = u32::try_from(number_of).ok().filter(|of| *of < MAX_LAYERS);
+        let valid = u32::try_from(number_of)
+            .ok()
+            .filter(|layer| *layer < MAX_LAYERS);
         let number_of = valid.ok_or_else(|| {
             format!("expected a layer's number below {MAX_LAYERS}, found {number_of}")
         })?;

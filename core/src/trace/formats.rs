@@ -5,7 +5,8 @@ use std::fmt::Write;
 
 use serde_json::{Map, Value, json};
 
-use super::counters::{LayerCounts, Snapshot};
+use super::snapshot::{LayerCounts, Snapshot};
+use crate::protocol;
 
 /// Returns the experts of a layer, the most used first; of equally used ones, by number.
 pub fn ranking(layer: &LayerCounts) -> Vec<usize> {
@@ -40,7 +41,7 @@ pub fn to_logical_count(snapshot: &Snapshot) -> Result<String, String> {
             found.map_or_else(|_| vec![0; most], |at| snapshot.layers[at].experts.clone())
         })
         .collect();
-    Ok(format!("{}\n", json!({ "logical_count": rows })))
+    Ok(protocol::line(&json!({ "logical_count": rows })))
 }
 
 /// Returns a line of JSON for each layer: its number, and its experts by [`ranking`].
@@ -48,7 +49,7 @@ pub fn to_rankings(snapshot: &Snapshot) -> String {
     let line = |layer: &LayerCounts| {
         let mut line = json!({});
         line[layer.layer.to_string()] = ranking(layer).into();
-        format!("{line}\n")
+        protocol::line(&line)
     };
     snapshot.layers.iter().map(line).collect()
 }

@@ -15,7 +15,8 @@
 //! | `export`, `saliency`, `skew` | counts as JSON, CSV and text; contributions of experts; how unevenly experts are used |
 //! | `formats`, `routes` | counts in formats of other programs; the experts of every token |
 //! | `model_meta` | metadata of the model |
-//! | `counters` | counters of each thread, and their sums |
+//! | `counters` | counters of each thread |
+//! | `snapshot` | sums of the counters at one moment |
 //! | `locality` | hits of caches of any size |
 //! | `ids` | matrices of routed ids |
 
@@ -30,8 +31,9 @@ mod requested;
 mod routes;
 mod saliency;
 mod skew;
+mod snapshot;
 
-pub use counters::{ExpertLayout, LayerCounts, Snapshot, Trace};
+pub use counters::{ExpertLayout, Trace};
 pub use export::{SCHEMA, from_json, numbered, read, to_csv, to_json, to_text, write, write_text};
 pub use formats::{hottest, ranking, to_activations, to_logical_count, to_ranked_csv, to_rankings};
 pub use ids::Ids;
@@ -44,3 +46,4 @@ pub use routes::{
 };
 pub use saliency::{SALIENCY_SCHEMA, Saliency, norm};
 pub use skew::{LayerStats, coverage, divergence, experts_for, overlap};
+pub use snapshot::{LayerCounts, Snapshot};

@@ -4,9 +4,9 @@ use std::fmt::Write as _;
 use std::io::{self, Write as _};
 use std::path::Path;
 
-use super::counters::Snapshot;
 use super::export::to_text;
 use super::model_meta::ModelMeta;
+use super::snapshot::Snapshot;
 use crate::config::{Config, Variable};
 
 /// Prints whole lines to standard error. A program may have closed it: a failed write is ignored.
@@ -53,12 +53,11 @@ pub fn print_summary(config: &Config, meta: &ModelMeta, snapshot: &Snapshot) {
 
 /// Logs why the output file could not be written.
 pub fn log_unwritten(path: &Path, error: &io::Error) {
-    let title = |name| Variable::named(name).title();
     log::error!(
         "{}: cannot write {}: {error}; the counts are lost except for the summary of {}",
-        title("LLAMA_EXPERT_TRACE_OUTPUT"),
+        Variable::title_of("LLAMA_EXPERT_TRACE_OUTPUT"),
         path.display(),
-        title("LLAMA_EXPERT_TRACE_STATS")
+        Variable::title_of("LLAMA_EXPERT_TRACE_STATS")
     );
 }
 

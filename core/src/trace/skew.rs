@@ -1,7 +1,7 @@
 //! Statistics of how unevenly experts are used.
 
-use super::counters::{LayerCounts, Snapshot};
 use super::formats::ranking;
+use super::snapshot::{LayerCounts, Snapshot};
 
 /// Statistics of one layer.
 #[derive(Debug, Clone, PartialEq)]

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use sidecar_core::files;
-use sidecar_core::protocol::Reply;
+use sidecar_core::protocol::{self, Reply};
 
 use crate::process::thread;
 
@@ -235,7 +235,7 @@ fn admit(client: UnixStream) -> Option<Connected> {
 fn turn_away(mut client: &UnixStream) {
     // What does not fit into the buffer of the socket is not worth a wait.
     let _ = client.set_nonblocking(true);
-    let _ = client.write_all(format!("{}\n", json!(Reply::busy())).as_bytes());
+    let _ = client.write_all(protocol::line(&Reply::busy()).as_bytes());
     let _ = client.shutdown(Shutdown::Both);
 }
 
@@ -250,7 +250,7 @@ fn converse(client: &Connected, serve: Serve) -> io::Result<()> {
             Some(line) => serve(&line, stream),
             None => Answer::refused("expected a JSON object and the end of a line within 1 MiB"),
         };
-        let written = send(stream, format!("{}\n", answer.reply).as_bytes());
+        let written = send(stream, protocol::line(&answer.reply).as_bytes());
         if let Some(then) = answer.then {
             then();
         }

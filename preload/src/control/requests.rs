@@ -180,25 +180,30 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
     let path = |from: &PathBuf| from.display().to_string();
     let mut changed = Vec::new();
     for (index, tensor) in model.tensors.iter().enumerate() {
-        let instances = tensor.instances.iter().filter(|of| !of.is_copy());
-        let states: Vec<_> = instances.map(|of| state(model, of)).collect();
+        let instances = tensor
+            .instances
+            .iter()
+            .filter(|instance| !instance.is_copy());
+        let states: Vec<_> = instances.map(|instance| state(model, instance)).collect();
         if states.iter().all(|&state| state == TensorState::OnOriginal) {
             continue;
         }
-        let of = known.iter().find(|of| of.tensor == index);
+        let found = known.iter().find(|change| change.tensor == index);
         changed.push(TensorStatus {
             name: model.name(index).to_string_lossy().into_owned(),
             states,
-            old_type: of.map_or("", |of| of.original_type.name()).into(),
-            new_type: of.map_or("", |of| of.ty.name()).into(),
-            from: of.and_then(|of| of.overlay.as_ref()).map(path),
+            old_type: found
+                .map_or("", |change| change.original_type.name())
+                .into(),
+            new_type: found.map_or("", |change| change.ty.name()).into(),
+            from: found.and_then(|change| change.overlay.as_ref()).map(path),
         });
     }
     let instances = model.tensors.iter().flat_map(|tensor| &tensor.instances);
-    let overlays = known.iter().filter_map(|of| {
+    let overlays = known.iter().filter_map(|change| {
         Some(Overlay {
-            tensor: model.name(of.tensor).to_string_lossy().into_owned(),
-            from: path(of.overlay.as_ref()?),
+            tensor: model.name(change.tensor).to_string_lossy().into_owned(),
+            from: path(change.overlay.as_ref()?),
             named: None,
         })
     });
@@ -206,7 +211,7 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
         model: model.number,
         files: paths.collect(),
         tensors: model.tensors.len(),
-        instances: instances.filter(|of| !of.is_copy()).count(),
+        instances: instances.filter(|instance| !instance.is_copy()).count(),
         on_original: model.tensors.len() - changed.len(),
         changed,
         overlays: overlays.collect(),

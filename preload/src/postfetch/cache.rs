@@ -12,7 +12,7 @@ use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use sidecar_core::config::{CacheSize, Config, Misses};
-use sidecar_core::expert_cache::{ExpertCache, Load, Sharer, share};
+use sidecar_core::expert_cache::{ExpertCache, LayerBudget, Load, share};
 use sidecar_core::experts::ExpertName;
 use sidecar_core::protocol::Event;
 use sidecar_core::trace::{self, Ids, Snapshot};
@@ -120,9 +120,9 @@ impl Cache {
         let (matrices, used) = unsafe { matrices(ggml, reads) };
         let trace = Config::get().program_postfetch.cache_trace.as_deref();
         let trace = trace.and_then(read_trace);
-        let sharers: Vec<Sharer> = matrices
+        let budgets: Vec<LayerBudget> = matrices
             .iter()
-            .map(|((_, layer), matrices)| sharer(*layer, matrices, trace.as_ref()))
+            .map(|((_, layer), matrices)| budget(*layer, matrices, trace.as_ref()))
             .collect();
         let whole = |of: &Matrix| of.expert_bytes as u64 * of.ne[2] as u64;
         let largest = matrices.values().map(|of| of.iter().map(whole).sum());
@@ -132,7 +132,7 @@ impl Cache {
             CacheSize::Auto => ggml.free_memory(device)?.saturating_sub(RESERVE + largest),
             CacheSize::Bytes(bytes) => bytes,
         };
-        while let Some(slots) = share(limit, used, &sharers) {
+        while let Some(slots) = share(limit, used, &budgets) {
             // SAFETY: as the caller ensures.
             let layers = unsafe { allocate(ggml, device, &matrices, &slots) };
             let Some(layers) = layers else {
@@ -417,7 +417,7 @@ fn read_trace(path: &Path) -> Option<Snapshot> {
 /// Returns what a layer needs of shared memory, and what it gains from it by a trace: how many
 /// uses each further slot of an LRU makes hits or, in a trace that does not have this, how many
 /// each further expert has.
-fn sharer(layer: u32, matrices: &[Matrix], trace: Option<&Snapshot>) -> Sharer {
+fn budget(layer: u32, matrices: &[Matrix], trace: Option<&Snapshot>) -> LayerBudget {
     let experts = matrices.iter().map(|of| of.ne[2]).min().unwrap_or(0);
     let traced = trace.and_then(|trace| trace.layers.iter().find(|of| of.layer == layer));
     let traced = traced.filter(|of| of.experts.len() == experts as usize);
@@ -435,7 +435,7 @@ fn sharer(layer: u32, matrices: &[Matrix], trace: Option<&Snapshot>) -> Sharer {
             uses
         }
     });
-    Sharer {
+    LayerBudget {
         slot_bytes: matrices.iter().map(|of| of.expert_bytes as u64).sum(),
         experts: experts as u32,
         gains,

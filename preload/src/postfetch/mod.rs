@@ -52,6 +52,7 @@ use parking_lot::{Mutex, MutexGuard};
 use sidecar_core::config::{Config, PostFetchMode};
 use sidecar_core::experts::{ExpertName, Projection};
 use sidecar_core::protocol::{Event, NoEffect, PostFetchFigures};
+use sidecar_core::summary;
 use sidecar_core::trace::Ids;
 
 use crate::ggml::{Backend, Device, Ggml, Graph, STATUS_FAILED, Sched, Tensor};
@@ -353,7 +354,7 @@ impl Capability for PostFetch {
     fn no_effect(&self) -> Vec<NoEffect> {
         let figures = figures();
         match figures.early_bytes + figures.cache_hits {
-            0 => EFFECT.missing(|| format!("post-fetch: {}", figures.sentence())),
+            0 => EFFECT.missing(|| format!("post-fetch: {}", summary::post_fetch(&figures))),
             _ => EFFECT.obstacles(),
         }
     }

@@ -9,7 +9,7 @@ use std::os::unix::fs::OpenOptionsExt;
 
 use parking_lot::Mutex;
 use sidecar_core::config::Config;
-use sidecar_core::protocol::{Entry, Event};
+use sidecar_core::protocol::{self, Entry, Event};
 
 /// Runs when the library is loaded, in every program of a command: the first event shows that
 /// the loader accepted the library.
@@ -48,9 +48,7 @@ fn write(event: impl FnOnce() -> Event, is_wanted: impl FnOnce(&str) -> bool) {
         pid: std::process::id(),
         event: event(),
     };
-    let Ok(line) = serde_json::to_string(&entry) else {
-        return;
-    };
+    let line = protocol::line(&entry);
     if !is_wanted(&line) {
         return;
     }
@@ -61,7 +59,7 @@ fn write(event: impl FnOnce() -> Event, is_wanted: impl FnOnce(&str) -> bool) {
     // In one write, because other processes of the command append too. The command may have
     // ended: a failed write is ignored.
     let _ = file.and_then(|mut file| match file.metadata()?.is_file() {
-        true => file.write_all(format!("{line}\n").as_bytes()),
+        true => file.write_all(line.as_bytes()),
         false => Ok(()),
     });
 }

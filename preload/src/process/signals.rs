@@ -18,7 +18,10 @@ static PROCESS: AtomicI32 = AtomicI32::new(0);
 
 /// Runs `finish` when one of [`SIGNALS`] is about to end the process.
 pub fn finish_on_signals(finish: fn()) {
-    let fatal: Vec<_> = SIGNALS.into_iter().filter(|of| is_default(*of)).collect();
+    let fatal: Vec<_> = SIGNALS
+        .into_iter()
+        .filter(|signal| is_default(*signal))
+        .collect();
     if fatal.is_empty() {
         return;
     }

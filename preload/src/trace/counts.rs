@@ -29,6 +29,7 @@ use sidecar_core::config::Config;
 use sidecar_core::experts::{ExpertIndex, ExpertName};
 use sidecar_core::gguf::FileId;
 use sidecar_core::protocol::{Event, NoEffect, Uncounted};
+use sidecar_core::summary;
 use sidecar_core::trace::{
     ExpertLayout, ExpertNames, Ids, ModelMeta, NAMES_EVERY, Trace, enabled, log_unwritten,
     numbered, print, print_exported, print_summary, print_used, to_json, write,
@@ -294,7 +295,7 @@ impl Capability for ExpertTrace {
         }
         let uncounted = traces.iter().filter_map(|trace| trace.uncounted());
         let missing: Vec<_> = uncounted
-            .map(|layers| EFFECT.report(layers.sentence(), false))
+            .map(|layers| EFFECT.report(summary::uncounted(&layers), false))
             .collect();
         let is_empty = |trace: &Arc<ModelTrace>| trace.counters.snapshot().activations() == 0;
         if missing.is_empty() && traces.iter().all(is_empty) {
@@ -380,7 +381,9 @@ fn not_routed(weights: &[UsedWeight], routed: &[Routed]) -> Option<(Arc<ModelTra
     let trace = match routed.first() {
         Some(routed) => routed.trace.clone(),
         None => {
-            let mut models = weights.iter().filter_map(|of| models::find(of.tensor));
+            let mut models = weights
+                .iter()
+                .filter_map(|weight| models::find(weight.tensor));
             ModelTrace::of(&models.next()?.0)?
         }
     };
@@ -583,7 +586,7 @@ impl ModelTrace {
     fn left_out(&self) -> String {
         let all_experts = &self.evaluations[0].warm_ups;
         let [first, all_experts] =
-            [&self.left_out, all_experts].map(|of| of.load(Ordering::Relaxed));
+            [&self.left_out, all_experts].map(|count| count.load(Ordering::Relaxed));
         match first + all_experts {
             0 => String::new(),
             count => format!("[EXPERT-TRACE] Evaluations not counted, warm-ups: {count}\n"),
@@ -777,7 +780,7 @@ fn write_all() {
         print_exported(&path);
     }
     for layers in traces.iter().filter_map(|trace| trace.uncounted()) {
-        log::error!("{}", layers.sentence());
+        log::error!("{}", summary::uncounted(&layers));
     }
 }
 

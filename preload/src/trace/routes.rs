@@ -233,7 +233,7 @@ pub fn refuse_several(layer: u32) {
 
 /// How messages name the variable.
 fn title() -> String {
-    Variable::named("LLAMA_EXPERT_TRACE_ROUTES").title()
+    Variable::title_of("LLAMA_EXPERT_TRACE_ROUTES")
 }
 
 impl Queue {
@@ -612,7 +612,7 @@ impl GraphRoutes {
                 *expert = id.unwrap_or(NOT_ROUTED);
             }
         }
-        let Some(experts) = self.experts.iter().find(|of| of.layer == number) else {
+        let Some(experts) = self.experts.iter().find(|layer| layer.layer == number) else {
             return;
         };
         // SAFETY: as the caller ensures; the weights were kept.
@@ -713,7 +713,7 @@ mod tests {
         queue.push(0, &rows(3));
         queue.write();
         let lengths = lengths(&path);
-        let tokens = lengths.iter().map(|of| of.0).sum::<usize>();
+        let tokens = lengths.iter().map(|(tokens, _)| *tokens).sum::<usize>();
         assert_eq!(tokens, 8003, "{lengths:?}");
         assert_eq!(lengths[lengths.len() - 2..], [(0, 12_000), (3, 0)]);
         // Many tokens, one at a time, in the memory that was reserved.

@@ -51,7 +51,7 @@ impl Capability for Saliency {
 pub fn refuse_several(layer: u32) {
     EFFECT.log_obstacle(format!(
         "{}: layer {layer} reads several sets of experts for each token: no saliency of its model is recorded",
-        Variable::named("LLAMA_EXPERT_TRACE_SALIENCY").title()
+        Variable::title_of("LLAMA_EXPERT_TRACE_SALIENCY")
     ));
 }
 
@@ -84,7 +84,7 @@ impl ModelSaliency {
         if let Err(error) = trace::write_text(&self.path, &format!("{json:#}\n")) {
             log::error!(
                 "{}: cannot write {}: {error}; choose another path",
-                Variable::named("LLAMA_EXPERT_TRACE_SALIENCY").title(),
+                Variable::title_of("LLAMA_EXPERT_TRACE_SALIENCY"),
                 self.path.display()
             );
         }
@@ -154,12 +154,14 @@ impl GraphSaliency {
             return;
         };
         let (number, _) = model.layers[layer];
-        let Some(experts) = self.experts.iter().find(|of| of.layer == number) else {
+        let Some(experts) = self.experts.iter().find(|layer| layer.layer == number) else {
             return;
         };
         // SAFETY: as the caller ensures; both were kept.
         let gates = unsafe { graph::read_matrix(ggml, experts.gates, 1, &mut self.bytes) };
-        let Some(gates) = gates.filter(|of| (of.used, of.tokens) == (ids.used, ids.tokens)) else {
+        let Some(gates) =
+            gates.filter(|gates| (gates.used, gates.tokens) == (ids.used, ids.tokens))
+        else {
             return;
         };
         self.gates.clear();

@@ -1,0 +1,137 @@
+//! Requests to the drop-in.
+
+use serde::{Deserialize, Serialize};
+
+/// A request to the drop-in.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "cmd", rename_all = "kebab-case")]
+pub enum Request {
+    /// Checks that a drop-in listens.
+    Ping,
+    /// Requests models, files, changed tensors and counters.
+    Status,
+    /// Reloads changed files.
+    Reload,
+    /// Returns all tensors to their originals and freezes reloads.
+    Revert,
+    /// Permits reloads after [`Request::Revert`].
+    Unfreeze,
+    /// Reverts overlays and sets others, in one switch of each model.
+    Swap {
+        /// A regular expression for whole names: overlays of these tensors are reverted, unless
+        /// they are set.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        revert: Option<String>,
+        /// Overlays to set. The last one that names a tensor counts.
+        #[serde(default)]
+        overlays: Vec<Overlay>,
+    },
+    /// Requests a content hash of each model.
+    Hash,
+    /// Requests metrics in the text format of Prometheus.
+    Metrics,
+    /// Requests the expert counts of each model.
+    Trace,
+    /// Sets the expert counts to zero.
+    TraceReset,
+    /// Notes a text at the current position of the routes.
+    Mark {
+        /// The text.
+        text: String,
+    },
+    /// Waits for the end of a round of evaluations.
+    Round {
+        /// Whether a new round is started; else the current one is waited for.
+        #[serde(default)]
+        start: bool,
+    },
+    /// Lets a program with rounds end.
+    RoundEnd,
+}
+
+/// Tensors that take type and bytes from another file than the model's.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Overlay {
+    /// In a request a regular expression for whole names of tensors, in [`Status`] a name.
+    pub tensor: String,
+    /// Absolute path of a GGUF file, or of any shard of a model.
+    pub from: String,
+    /// In a request, the path that [`Status`] has in place of `from`, if that is a temporary file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub named: Option<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{from_str, json, to_value};
+
+    #[test]
+    fn requests_have_the_names_of_the_commands() {
+        for (name, request) in [
+            ("ping", Request::Ping),
+            ("status", Request::Status),
+            ("reload", Request::Reload),
+            ("revert", Request::Revert),
+            ("unfreeze", Request::Unfreeze),
+            ("hash", Request::Hash),
+            ("metrics", Request::Metrics),
+            ("trace", Request::Trace),
+            ("trace-reset", Request::TraceReset),
+            ("round-end", Request::RoundEnd),
+        ] {
+            let json = json!({"cmd": name});
+            assert_eq!(to_value(&request).expect("JSON"), json);
+            let with_more = json!({"id": 7, "cmd": name}).to_string();
+            assert_eq!(from_str::<Request>(&with_more).expect(name), request);
+        }
+        let mark = Request::Mark {
+            text: "next".into(),
+        };
+        let overlay = Overlay {
+            tensor: "output".into(),
+            from: "/other.gguf".into(),
+            named: None,
+        };
+        let swap = |revert: Option<&str>, overlays: &[Overlay]| Request::Swap {
+            revert: revert.map(str::to_owned),
+            overlays: overlays.to_vec(),
+        };
+        let set = json!([{"tensor": "output", "from": "/other.gguf"}]);
+        for (request, json) in [
+            (mark, json!({"cmd": "mark", "text": "next"})),
+            (
+                swap(None, &[overlay]),
+                json!({"cmd": "swap", "overlays": set}),
+            ),
+            (
+                swap(Some(".*"), &[]),
+                json!({"cmd": "swap", "revert": ".*", "overlays": []}),
+            ),
+        ] {
+            assert_eq!(to_value(&request).expect("JSON"), json);
+            let read = from_str::<Request>(&json.to_string());
+            assert_eq!(read.expect("a request"), request);
+        }
+        for (start, text) in [
+            (false, "{\"cmd\":\"round\"}"),
+            (true, "{\"cmd\":\"round\",\"start\":true}"),
+        ] {
+            assert_eq!(
+                from_str::<Request>(text).expect("round"),
+                Request::Round { start }
+            );
+        }
+        for bad in [
+            "{}",
+            "{\"cmd\":\"swap\",\"overlays\":[{}]}",
+            "{\"cmd\":\"mark\"}",
+            "[]",
+            "\"status\"",
+            "{\"cmd\":\"stop\"}",
+            "{\"cmd\":1}",
+        ] {
+            assert!(from_str::<Request>(bad).is_err(), "{bad}");
+        }
+    }
+}

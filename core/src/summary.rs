@@ -1,0 +1,179 @@
+//! Figures and findings as sentences, for the command and the log.
+
+use crate::protocol::{NoEffect, PostFetchFigures, StreamFigures, Uncounted};
+
+/// Returns figures of expert streaming as a sentence without its full stop.
+pub fn streaming(figures: &StreamFigures) -> String {
+    let mb = |bytes: u64| bytes as f64 / 1e6;
+    let percent = |part: u64, whole: u64| 100.0 * part as f64 / whole.max(1) as f64;
+    let speed = format!(
+        "{} tokens of prompts and answers at {:.2} tokens/s",
+        figures.tokens,
+        figures.tokens as f64 / figures.seconds.max(1e-3)
+    );
+    let read = figures.read_bytes + figures.guessed_bytes;
+    if figures.checked_bytes == 0 {
+        return format!(
+            "{speed}, {} layers scheduled, {} page faults waited for the disk; the kernel does not report which pages of the file are in memory",
+            figures.layers, figures.major_faults
+        );
+    }
+    let mut text = format!(
+        "{speed}, {:.0} MB read ahead ({:.0} MB/s), {:.0} % of the routed experts' bytes were in memory, {} page faults waited for the disk",
+        mb(read),
+        mb(read) / figures.seconds.max(1e-3),
+        percent(figures.resident_bytes, figures.checked_bytes),
+        figures.major_faults,
+    );
+    if figures.guesses > 0 {
+        text += &format!(
+            ", {:.0} % of {} guesses were right",
+            percent(figures.hits, figures.guesses),
+            figures.guesses
+        );
+    }
+    if figures.resting {
+        text += "; all experts are in memory now, so that streaming rests";
+    }
+    if figures.stopped {
+        text += "; streaming has stopped because reading ahead had no effect";
+    }
+    text
+}
+
+/// Returns figures of post-fetch as a sentence without its full stop.
+pub fn post_fetch(figures: &PostFetchFigures) -> String {
+    let mb = |bytes: u64| bytes as f64 / 1e6;
+    let mut text = match figures.early_bytes + figures.host_bytes {
+        0 if figures.locked_bytes > 0 => "no experts copied early".into(),
+        0 => "no experts were copied to a GPU: the program does so for batches from 32 tokens, if a GPU has the rest of the model".into(),
+        _ => format!(
+            "{:.0} MB of experts copied early, {:.0} MB by the program",
+            mb(figures.early_bytes),
+            mb(figures.host_bytes),
+        ),
+    };
+    if let Some(overlap) = figures.overlap() {
+        text += &format!(
+            ", {:.0} % of the copies' time overlapped with computing",
+            100.0 * overlap
+        );
+    }
+    if figures.cache_slots > 0 {
+        let looked_up = figures.cache_hits + figures.cache_misses;
+        let most = figures.cache_layers.iter().map(|layer| layer.slots).max();
+        let slots = match most {
+            Some(most) if most > figures.cache_slots => {
+                format!("{} to {most} of each layer", figures.cache_slots)
+            }
+            _ => format!("{} of each layer", figures.cache_slots),
+        };
+        text += &format!(
+            ", {:.1} % of {looked_up} routed experts were on the device ({slots}, {:.0} MB)",
+            100.0 * figures.cache_hits as f64 / looked_up.max(1) as f64,
+            mb(figures.cache_bytes),
+        );
+        if figures.cache_on_cpu > 0 {
+            let share = 100.0 * figures.cache_on_cpu as f64 / looked_up.max(1) as f64;
+            text += &format!(", {share:.1} % were computed by the CPU meanwhile");
+        }
+        // A miss replaces an expert once the slots are full.
+        let lasting =
+            figures.cache_hits as f64 / (figures.cache_hits + figures.cache_evictions) as f64;
+        let waits = figures.cache_on_cpu == 0;
+        let is_full = waits && 2 * figures.cache_evictions > figures.cache_misses;
+        let is_slower = |share: &f64| is_full && *share > lasting;
+        if let Some(share) = figures.break_even().filter(is_slower) {
+            text += &format!(
+                "; a CPU that reads experts at the speed of memory is faster below {:.0} %: give --expert-cache more memory, or leave it out",
+                100.0 * share
+            );
+        }
+    }
+    if figures.locked_bytes > 0 {
+        text += &format!(", {:.0} MB page-locked", mb(figures.locked_bytes));
+    }
+    if let Some(obstacle) = &figures.obstacle {
+        text += &format!("; {obstacle}");
+    }
+    text
+}
+
+/// Returns what had no effect as a line of a report.
+pub fn no_effect(found: &NoEffect) -> String {
+    let level = if found.so_far { "warning" } else { "error" };
+    format!("{level}: {}", found.sentence)
+}
+
+/// Returns which layers were not counted as a sentence without its full stop.
+pub fn uncounted(found: &Uncounted) -> String {
+    let mut ranges: Vec<(u32, u32)> = Vec::new();
+    for &layer in &found.layers {
+        match ranges.last_mut() {
+            Some((_, last)) if *last + 1 == layer => *last = layer,
+            _ => ranges.push((layer, layer)),
+        }
+    }
+    let range = |&(first, last): &(u32, u32)| match first == last {
+        true => first.to_string(),
+        false => format!("{first}-{last}"),
+    };
+    let layers: Vec<String> = ranges.iter().map(range).collect();
+    format!(
+        "{}: {} evaluations, and no expert of layers {} was counted: {}",
+        found.path,
+        found.evaluations,
+        layers.join(", "),
+        found.reason
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_that_are_slower_than_the_cpu_are_named() {
+        let figures = |hits, evictions| PostFetchFigures {
+            early_bytes: 1,
+            cache_slots: 13,
+            cache_hits: hits,
+            cache_misses: 100 + evictions,
+            cache_evictions: evictions,
+            link_speed: Some(24e9),
+            memory_speed: Some(60e9),
+            ..PostFetchFigures::default()
+        };
+        assert_eq!(figures(0, 0).break_even(), Some(0.6));
+        let says = |hits, evictions| post_fetch(&figures(hits, evictions)).contains("below 60 %");
+        assert!(says(500, 500));
+        assert!(!says(900, 500));
+        // The slots are not yet full.
+        assert!(!says(50, 80));
+        let unknown = PostFetchFigures {
+            memory_speed: None,
+            ..figures(500, 500)
+        };
+        assert!(!post_fetch(&unknown).contains("below"));
+        let fast_link = PostFetchFigures {
+            memory_speed: Some(20e9),
+            ..figures(0, 500)
+        };
+        assert_eq!(fast_link.break_even(), Some(0.0));
+        assert!(!post_fetch(&fast_link).contains("below"));
+    }
+
+    #[test]
+    fn layers_without_counts_are_listed_by_ranges() {
+        let found = Uncounted {
+            path: "moe.gguf".into(),
+            layers: vec![0, 1, 2, 5, 7, 8],
+            evaluations: 9,
+            reason: "a reason".into(),
+        };
+        assert_eq!(
+            uncounted(&found),
+            "moe.gguf: 9 evaluations, and no expert of layers 0-2, 5, 7-8 was counted: a reason"
+        );
+    }
+}
