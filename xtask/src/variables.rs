@@ -9,8 +9,10 @@ use sidecar_core::protocol::Metric;
 
 use crate::run::root;
 
-/// The pages, with the name in the comments around their tables, and the tables.
-const PAGES: [(&str, &str, fn() -> String); 2] = [
+/// A page, the name in the comments around its tables, and the tables.
+type Page = (&'static str, &'static str, fn() -> String);
+
+const PAGES: [Page; 2] = [
     ("docs/variables.md", "variables", tables),
     ("docs/protocol.md", "metrics", Metric::table),
 ];
