@@ -71,7 +71,10 @@ fn one_module_writes_files() {
     /// Files that may have them, with the reason.
     const PERMITTED: [(&str, &str); 6] = [
         ("core/src/files.rs", "the module itself"),
-        ("core/src/trace/routes/writer.rs", "cuts a file that it made"),
+        (
+            "core/src/trace/routes/writer.rs",
+            "cuts a file that it made",
+        ),
         (
             "preload/src/process/journal.rs",
             "appends to the file of the wrapper",
