@@ -42,6 +42,9 @@ pub struct Metric {
     pub help: &'static str,
 }
 
+/// A metric, and its value in a struct of figures.
+pub type Figure<T> = (Metric, fn(&T) -> f64);
+
 /// Declares structs of figures. Each field has its kind, and a metric if `=>` names one; the text of
 /// the field is the help text of the metric. Fields after `and` are not figures.
 macro_rules! figures {
@@ -63,7 +66,7 @@ macro_rules! figures {
 
         impl $name {
             /// The figures that are metrics, and their values.
-            pub const METRICS: &[(Metric, fn(&$name) -> f64)] = &[$($((
+            pub const METRICS: &[Figure<$name>] = &[$($((
                 Metric {
                     name: $metric,
                     kind: Kind::$kind,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use sidecar_core::protocol::{
-    CacheLayer, Metric, OwnExpertCache, PostFetchFigures, ProcessFigures, StreamFigures,
+    CacheLayer, Figure, Metric, OwnExpertCache, PostFetchFigures, ProcessFigures, StreamFigures,
 };
 use sidecar_core::reload::Pauses;
 
@@ -130,7 +130,7 @@ struct Page(String);
 
 impl Page {
     /// Writes the metrics of figures, which have values of their labels.
-    fn figures<T>(&mut self, metrics: &[(Metric, fn(&T) -> f64)], figures: &[(Vec<String>, T)]) {
+    fn figures<T>(&mut self, metrics: &[Figure<T>], figures: &[(Vec<String>, T)]) {
         for (metric, value) in metrics {
             let values = figures.iter();
             self.metric(
