@@ -596,8 +596,8 @@ fn a_missing_socket_is_reported_with_the_flags_that_make_one() {
             "metrics",
             "where FLAG is --hotswap, --stream-experts, --post-fetch or",
         ),
-        ("reload", "where FLAG is --hotswap;"),
-        ("trace", "where FLAG is --expert-trace-stats;"),
+        ("reload", "run --hotswap --socket /no/such/socket --"),
+        ("trace", "run --expert-trace-stats --socket"),
     ] {
         let (text, status) = command_line(&[request, "--socket", "/no/such/socket"], "");
         assert_eq!(status.code(), Some(1));

@@ -61,7 +61,7 @@ pub enum Error {
     #[error("cancelled by the progress callback; nothing was kept")]
     Cancelled,
     #[error(
-        "hot-swap is off for this model: set LLAMA_HOTSWAP_ENABLED=1 or the parameter 'hotswap' before loading it"
+        "hot-swap is off: start the program with 'llama-sidecar run --hotswap' (LLAMA_SIDECAR_HOTSWAP=1); in a program that links the library, set LLAMA_HOTSWAP_ENABLED=1 or the parameter 'hotswap' before the model is loaded"
     )]
     HotSwapOff,
     #[error("{0}")]

@@ -20,13 +20,22 @@ pub enum DebugInfo {
 
 /// Builds in release mode and installs to `prefix`, below `destdir` if there is one.
 pub fn install_to(prefix: &Path, destdir: Option<&Path>, debug_info: DebugInfo) -> Result<()> {
-    match destdir {
-        Some(destdir) => install(
-            &destdir.join(prefix.strip_prefix("/").unwrap_or(prefix)),
-            debug_info,
-        ),
-        None => install(prefix, debug_info),
-    }
+    println!("building in release mode, which takes some minutes");
+    let Some(destdir) = destdir else {
+        install(prefix, debug_info)?;
+        let bin = prefix.join("bin");
+        println!("installed below {}", prefix.display());
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        if !std::env::split_paths(&path).any(|folder| folder == bin) {
+            println!("{} is not in PATH: add it", bin.display());
+        }
+        println!("next: llama-sidecar doctor -- COMMAND");
+        return Ok(());
+    };
+    install(
+        &destdir.join(prefix.strip_prefix("/").unwrap_or(prefix)),
+        debug_info,
+    )
 }
 
 /// Builds in release mode and installs below `prefix`. No installed file contains the prefix.

@@ -107,8 +107,8 @@ pub fn reload(socket: &Path, server: &ServerOptions, as_json: bool) -> Result<()
 fn done(answer: &Value) -> Result<()> {
     let reply: Reply = parsed(answer)?;
     if !reply.ok {
-        let files = "some files were not used: see the reasons above, or run with --json";
-        bail!("{}", reply.error.as_deref().unwrap_or(files));
+        let reasons = "not everything was used: see the reasons above, or run with --json";
+        bail!("{}", reply.error.as_deref().unwrap_or(reasons));
     }
     Ok(())
 }
@@ -186,6 +186,11 @@ fn ask_once(socket: &Path, request: &Request) -> Result<Value> {
     })
 }
 
+/// Checks that a program listens. The error names the flags that permit `request`.
+pub fn check_connection(socket: &Path, request: &Request) -> Result<()> {
+    connect(socket, request).map(drop)
+}
+
 fn connect(socket: &Path, request: &Request) -> Result<UnixStream> {
     let refused = |error: io::Error| {
         let next = match error.kind() {
@@ -197,9 +202,17 @@ fn connect(socket: &Path, request: &Request) -> Result<UnixStream> {
                     .into(),
             },
             _ => {
-                let flag = flag_for(request);
+                let flags = flags_for(request);
+                let (flag, which) = match flags {
+                    [one] => (*one, String::new()),
+                    [several @ .., last] => {
+                        let which = format!(", where FLAG is {} or {last}", several.join(", "));
+                        ("FLAG", which)
+                    }
+                    [] => ("FLAG", String::new()),
+                };
                 format!(
-                    "start the program with 'llama-sidecar run --socket {} FLAG -- COMMAND', where FLAG is {flag}; the socket appears after its first evaluation",
+                    "start the program with 'llama-sidecar run {flag} --socket {} -- COMMAND'{which}; the socket appears after its first evaluation",
                     socket.display()
                 )
             }
@@ -222,15 +235,20 @@ fn owner_of(path: &Path) -> Option<String> {
 }
 
 /// Returns the flag of `run` with which a program can answer a request.
-fn flag_for(request: &Request) -> &'static str {
+fn flags_for(request: &Request) -> &'static [&'static str] {
     match request {
-        Request::Reload | Request::Revert | Request::Unfreeze | Request::Swap { .. } => "--hotswap",
-        Request::Trace | Request::TraceReset => "--expert-trace-stats",
-        Request::Mark { .. } => "--expert-trace-routes PATH",
-        Request::Round { .. } | Request::RoundEnd => "--rounds",
-        Request::Ping | Request::Status | Request::Metrics | Request::Hash => {
-            "--hotswap, --stream-experts, --post-fetch or --expert-trace-stats"
+        Request::Reload | Request::Revert | Request::Unfreeze | Request::Swap { .. } => {
+            &["--hotswap"]
         }
+        Request::Trace | Request::TraceReset => &["--expert-trace-stats"],
+        Request::Mark { .. } => &["--expert-trace-routes PATH"],
+        Request::Round { .. } | Request::RoundEnd => &["--rounds"],
+        Request::Ping | Request::Status | Request::Metrics | Request::Hash => &[
+            "--hotswap",
+            "--stream-experts",
+            "--post-fetch",
+            "--expert-trace-stats",
+        ],
     }
 }
 

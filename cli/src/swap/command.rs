@@ -103,6 +103,7 @@ impl SwapOptions {
             return Ok(library.clone());
         }
         if let Some(socket) = self.live.as_ref().or(self.reload.as_ref()) {
+            control::check_connection(socket, &Request::Reload)?;
             let status: Status = control::parsed(&control::ask(socket, &Request::Status)?)?;
             return tune::ggml_library(hooks::mapped(status.pid))
                 .with_context(|| format!("process {} has no libggml-base.so: {NEXT}", status.pid));

@@ -44,7 +44,7 @@ impl Candidate {
         let path = PathBuf::from(text);
         ensure!(
             path.exists(),
-            "'{text}' is neither a type of ggml, such as q4_K, nor a file"
+            "'{text}' is neither a type of ggml, such as q4_K, nor a file; Q4_K_M and others that end with _S, _M or _L are mixes of types for whole models"
         );
         let name = path.file_stem().unwrap_or_default().to_string_lossy();
         Ok(Candidate {

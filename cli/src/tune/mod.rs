@@ -179,7 +179,7 @@ pub fn run(options: &TuneOptions) -> Result<()> {
         .map_or_else(processors, |threads| threads as usize);
     let program = Program {
         executable: Executable::find(&options.program)
-            .context("--program names the program that evaluates, llama-perplexity of llama.cpp")?,
+            .context("pass the path of llama.cpp's llama-perplexity with --program")?,
         context: match &options.base {
             Some(base) => base_context(base)?,
             None => options.ctx,

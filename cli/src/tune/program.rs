@@ -78,7 +78,8 @@ impl Program {
         let status = command.spawn()?.wait()?;
         ensure!(
             status.success(),
-            "llama-perplexity made no base logits ({status}): {}",
+            "{} made no base logits ({status}): {}",
+            self.executable.path.display(),
             last_lines(log)
         );
         Ok(())
