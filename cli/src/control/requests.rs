@@ -325,7 +325,11 @@ fn print_status(out: &mut impl Write, status: &Status) -> Result<()> {
         }
         // Overlays with the bytes that were loaded.
         let changed = |name: &str| model.changed.iter().any(|tensor| tensor.name == name);
-        for overlay in model.overlays.iter().filter(|of| !changed(&of.tensor)) {
+        for overlay in model
+            .overlays
+            .iter()
+            .filter(|overlay| !changed(&overlay.tensor))
+        {
             writeln!(
                 out,
                 "  {:40} as loaded, from {}",

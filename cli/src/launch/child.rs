@@ -126,7 +126,10 @@ pub fn spawn(command: &mut Command, group: Group) -> Result<Child> {
     // The child starts with the signals ignored that this process ignores (nohup, a script's `&`).
     // A program with a handler of its own gets them, so all are passed on.
     let is_ignored = ignored_signals();
-    let ignored: Vec<i32> = PASSED_ON.into_iter().filter(|of| is_ignored(*of)).collect();
+    let ignored: Vec<i32> = PASSED_ON
+        .into_iter()
+        .filter(|signal| is_ignored(*signal))
+        .collect();
     // From here on signals wait for the thread. In the child, exec restores the default.
     let mut signals = SignalsInfo::<WithOrigin>::new(PASSED_ON)?;
     let ignore = move || {
@@ -145,7 +148,10 @@ pub fn spawn(command: &mut Command, group: Group) -> Result<Child> {
     let mut group_got = move |origin: &Origin| {
         // The kernel sends the signal of a key to the whole group.
         let from_key = matches!(origin.cause, Cause::Kernel);
-        is_shared && from_key || witness.as_mut().is_some_and(|of| of.saw(origin.signal))
+        is_shared && from_key
+            || witness
+                .as_mut()
+                .is_some_and(|witness| witness.saw(origin.signal))
     };
     let pass_on = move || {
         let _ = child_started.recv();

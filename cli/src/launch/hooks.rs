@@ -71,8 +71,12 @@ pub fn describe(preload: &Path, files: &BTreeSet<PathBuf>) -> Vec<String> {
     if libraries.is_empty() {
         return Vec::new();
     }
-    let exported = |hook: &String| libraries.iter().find(|of| of.defines.contains(hook));
-    let called = |hook: &String| libraries.iter().any(|of| of.calls.contains(hook));
+    let exported = |hook: &String| {
+        libraries
+            .iter()
+            .find(|library| library.defines.contains(hook))
+    };
+    let called = |hook: &String| libraries.iter().any(|library| library.calls.contains(hook));
     let is_reached =
         |hook: &&String| called(hook) && (*hook == DEFINED_BY_DROP_IN || exported(hook).is_some());
     let (reached, rest): (Vec<&String>, Vec<&String>) = hooks.iter().partition(is_reached);
@@ -82,7 +86,10 @@ pub fn describe(preload: &Path, files: &BTreeSet<PathBuf>) -> Vec<String> {
     let mut nowhere = Vec::new();
     for hook in rest {
         let Some(library) = exported(hook) else {
-            if !libraries.iter().any(|of| of.inside.contains(hook)) {
+            if !libraries
+                .iter()
+                .any(|library| library.inside.contains(hook))
+            {
                 nowhere.push(hook.as_str());
             }
             continue;
@@ -96,7 +103,10 @@ pub fn describe(preload: &Path, files: &BTreeSet<PathBuf>) -> Vec<String> {
             None => causes.push((cause, vec![hook])),
         }
     }
-    for library in libraries.iter().filter(|of| !of.inside.is_empty()) {
+    for library in libraries
+        .iter()
+        .filter(|library| !library.inside.is_empty())
+    {
         let cause = format!(
             "linked into {} and not exported: use a build with shared libraries (cmake -DBUILD_SHARED_LIBS=ON)",
             library.name()
@@ -138,7 +148,9 @@ pub fn scheduler_obstacle(preload: &Path, files: &BTreeSet<PathBuf>) -> Option<S
     let names = CALLED_BY_SCHEDULER.into_iter().chain([SCHEDULER]);
     let names = names.map(str::to_owned).collect();
     let libraries = libraries(preload, files, &names);
-    let schedulers = libraries.iter().filter(|of| of.defines.contains(SCHEDULER));
+    let schedulers = libraries
+        .iter()
+        .filter(|library| library.defines.contains(SCHEDULER));
     let mut obstacles = schedulers.filter_map(|library| {
         let missing = CALLED_BY_SCHEDULER
             .into_iter()

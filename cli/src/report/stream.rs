@@ -84,7 +84,10 @@ impl Sizes {
             token_bytes: 0.0,
         };
         for (layer, experts) in index.layers() {
-            let tensors = index.tensors().iter().filter(|of| of.name.layer == layer);
+            let tensors = index
+                .tensors()
+                .iter()
+                .filter(|tensor| tensor.name.layer == layer);
             let bytes: u64 = tensors.map(|tensor| tensor.nbytes).sum();
             sizes.layers += 1;
             sizes.experts = sizes.experts.max(experts);

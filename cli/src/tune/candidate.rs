@@ -60,7 +60,10 @@ impl Candidate {
             return Vec::new();
         };
         let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
-        for outcome in outcomes.iter().filter(|of| !std::ptr::eq(of.ty, wanted)) {
+        for outcome in outcomes
+            .iter()
+            .filter(|outcome| !std::ptr::eq(outcome.ty, wanted))
+        {
             *counts.entry(outcome.ty.name()).or_default() += 1;
         }
         let line = |(ty, count): (&str, usize)| {
@@ -112,7 +115,7 @@ fn outcome_of_type(
             wanted.name()
         )
     })?;
-    let has_matrix = matrix.is_some_and(|of| of.entries.contains_key(tensor.name));
+    let has_matrix = matrix.is_some_and(|matrix| matrix.entries.contains_key(tensor.name));
     ensure!(
         has_matrix || !rules::needs_matrix(tensor.name, ty.name()),
         "{} needs an importance matrix with data for '{}': pass one with --imatrix (llama-imatrix makes it), or use another type",

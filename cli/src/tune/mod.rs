@@ -171,7 +171,7 @@ pub fn run(options: &TuneOptions) -> Result<()> {
     };
     let outcomes = candidates
         .iter()
-        .map(|of| of.outcomes(&sources, matrix.as_ref()));
+        .map(|candidate| candidate.outcomes(&sources, matrix.as_ref()));
     let outcomes: Vec<_> = outcomes.collect::<Result<_>>()?;
 
     let threads = options
@@ -410,7 +410,7 @@ fn parameters(
         ("ggml library", library.to_owned()),
         (
             "imatrix",
-            matrix.map_or("none".into(), |of| format!("{:032x}", of.hash())),
+            matrix.map_or("none".into(), |matrix| format!("{:032x}", matrix.hash())),
         ),
         ("ctx", program.context.to_string()),
         (
@@ -431,8 +431,8 @@ fn parameters(
 fn environment() -> String {
     let variables = std::env::vars_os().filter_map(|(name, value)| {
         let name = name.into_string().ok()?;
-        let is_of = name.starts_with("GGML_") || name.starts_with("LLAMA_ARG_");
-        is_of.then(|| format!("{name}={}", value.to_string_lossy()))
+        let is_relevant = name.starts_with("GGML_") || name.starts_with("LLAMA_ARG_");
+        is_relevant.then(|| format!("{name}={}", value.to_string_lossy()))
     });
     let mut variables: Vec<String> = variables.collect();
     variables.sort();

@@ -37,7 +37,7 @@ pub fn before(plan: &Plan<'_>) -> Vec<String> {
     let quantised = quantised.filter(|(of, _)| matches!(of.origin, Origin::Type(_)));
     let bytes: u64 = quantised
         .flat_map(|(_, outcomes)| outcomes)
-        .map(|of| of.bytes)
+        .map(|outcome| outcome.bytes)
         .sum();
     notes.push(format!(
         "{} keeps the base logits and {} of quantised tensors",
@@ -78,7 +78,7 @@ pub fn of_unused(results: &Results<'_>, recipe: &Recipe<'_>) -> Option<String> {
     };
     let candidates = results.plan.candidates.iter();
     let largest = candidates
-        .filter_map(|of| bits(&of.name))
+        .filter_map(|candidate| bits(&candidate.name))
         .fold(0.0, f64::max);
     let larger = PROPOSED
         .into_iter()
@@ -119,7 +119,9 @@ pub fn of_folder(folder: &Path) -> String {
 /// Prints how to continue when a key or a signal ends this process.
 pub fn on_interruption(folder: &Path) -> Result<()> {
     let is_ignored = child::ignored_signals();
-    let signals = [SIGINT, SIGTERM].into_iter().filter(|of| !is_ignored(*of));
+    let signals = [SIGINT, SIGTERM]
+        .into_iter()
+        .filter(|signal| !is_ignored(*signal));
     let mut signals = Signals::new(signals)?;
     let folder = folder.display().to_string();
     let thread = std::thread::Builder::new().name("signals".into());

@@ -111,11 +111,13 @@ fn heat_map(results: &Results<'_>, candidates: Range<usize>, by_layer: bool) -> 
     let mut columns: Vec<String> = Vec::new();
     let mut cells = Vec::new();
     let counts = (results.groups.len() * results.plan.candidates.len()).max(1);
-    let all = (0..results.groups.len())
-        .flat_map(|group| (0..results.plan.candidates.len()).map(move |of| (group, of)));
+    let all = (0..results.groups.len()).flat_map(|group| {
+        (0..results.plan.candidates.len()).map(move |candidate| (group, candidate))
+    });
     let mean = all.map(|(group, of)| results.added(group, of)).sum::<f64>() / counts as f64;
     let groups = results.groups.iter().enumerate();
-    let pairs = candidates.flat_map(|candidate| groups.clone().map(move |of| (candidate, of)));
+    let pairs =
+        candidates.flat_map(|candidate| groups.clone().map(move |group| (candidate, group)));
     for (candidate, (group, of)) in pairs {
         let (layer, column) = place(results, group);
         let name = &results.plan.candidates[candidate].name;

@@ -172,7 +172,7 @@ impl Running {
 
     /// Sends a request and waits for its reply.
     fn ask<T: DeserializeOwned>(&self, request: &Request) -> Result<T> {
-        let answer = control::ask(&self.socket, request).and_then(|of| control::parsed(&of));
+        let answer = control::ask(&self.socket, request).and_then(|reply| control::parsed(&reply));
         answer.with_context(|| {
             format!(
                 "the program ended or does not answer; {}",

@@ -36,7 +36,7 @@ pub struct Measurement {
 pub struct Record {
     file: File,
     known: BTreeMap<String, Measurement>,
-    _lock: File,
+    _lock: Lock,
 }
 
 impl Record {
@@ -112,12 +112,23 @@ impl Record {
     }
 }
 
-fn lock(folder: &Path) -> Result<File> {
+/// The lock of a work folder.
+struct Lock(File);
+
+impl Drop for Lock {
+    /// Releases the lock, also for a child that was forked meanwhile: it has the descriptor until it
+    /// executes its program.
+    fn drop(&mut self) {
+        let _ = self.0.unlock();
+    }
+}
+
+fn lock(folder: &Path) -> Result<Lock> {
     let path = folder.join("lock");
     let explain = || format!("cannot lock {}", path.display());
     let file = files::append(&path).with_context(explain)?;
     match file.try_lock() {
-        Ok(()) => Ok(file),
+        Ok(()) => Ok(Lock(file)),
         Err(TryLockError::WouldBlock) => bail!(
             "another 'llama-sidecar tune' uses {}: wait for its end, or name another folder with --work",
             folder.display()

@@ -54,7 +54,7 @@ impl Statistics {
                 number.with_context(|| {
                     format!(
                         "'{}' is not a finite number",
-                        found.get(0).map_or("", |of| of.as_str())
+                        found.get(0).map_or("", |matched| matched.as_str())
                     )
                 })
             };

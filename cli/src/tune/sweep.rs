@@ -116,7 +116,9 @@ impl<'a> Sweep<'a> {
 
     /// Returns the statistics with candidates for some tensors.
     pub fn measure(&mut self, what: &str, chosen: &[Chosen]) -> Result<Statistics> {
-        let changed = chosen.iter().filter(|of| !self.plan.is_unchanged(**of));
+        let changed = chosen
+            .iter()
+            .filter(|candidate| !self.plan.is_unchanged(**candidate));
         let chosen: Vec<Chosen> = changed.copied().collect();
         let key = self.plan.key(&chosen);
         self.done += 1;

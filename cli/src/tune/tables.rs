@@ -307,7 +307,10 @@ fn tensor_map(plan: &Plan<'_>, candidate: usize) -> String {
     };
     let mut text = String::new();
     for tensor in plan.model.tensors() {
-        let tuned = plan.tensors.iter().position(|of| of.name == tensor.name);
+        let tuned = plan
+            .tensors
+            .iter()
+            .position(|tunable| tunable.name == tensor.name);
         let (file, ty, bytes) = match (tuned, &of.origin) {
             (None, _) => (
                 tensor.file.source.path(),

@@ -34,8 +34,8 @@ pub fn header(plan: &Plan<'_>, mix: &Mix<'_>) -> Result<Vec<u8>> {
     ];
     let imatrix = plan.quantizer.matrix;
     for key in &first.header.keys {
-        let is_of_matrix = imatrix.is_some() && key.name.starts_with(b"quantize.imatrix.");
-        if REPLACED.contains(&&*key.name) || is_of_matrix {
+        let is_from_matrix = imatrix.is_some() && key.name.starts_with(b"quantize.imatrix.");
+        if REPLACED.contains(&&*key.name) || is_from_matrix {
             continue;
         }
         let mut bytes = Vec::new();

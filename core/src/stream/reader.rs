@@ -40,6 +40,10 @@ const LONGEST_LAYER: u64 = 2_000_000_000;
 /// Matrices in a row that the kernel did not read ahead, after which the reader stops until a
 /// sample succeeds.
 const FRUITLESS: usize = 64;
+/// The share of used experts, in percent, from which a batch reads all experts of the next layer. A
+/// disk reads neighbours at almost no cost; post-fetch, whose link copies each byte at full cost, has
+/// a higher one.
+const NEARLY_ALL: u32 = 75;
 
 /// Settings of a [`Reader`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -490,7 +494,7 @@ impl Shared {
             return;
         }
         // A batch that uses most experts of a layer uses most of the next one.
-        let is_batch = ids.tokens > 1 && routed.len() * 4 >= experts * 3;
+        let is_batch = ids.tokens > 1 && routed.len() * 100 >= experts * NEARLY_ALL;
         let next = layer + 1;
         if let Some(&(_, experts)) = self.layers.get(next) {
             if is_batch && self.look_ahead[next] {

@@ -26,7 +26,7 @@ pub fn text() -> String {
         [(vec![env!("CARGO_PKG_VERSION").into()], 1.0)],
     );
     out.figures(ProcessFigures::METRICS, &[(vec![], process())]);
-    let failures = reloader::counts().failures;
+    let failures = reloader::counts().failures();
     out.metric(
         &Metric::FAILURES,
         failures.map(|(cause, count)| (vec![cause.name().into()], count as f64)),

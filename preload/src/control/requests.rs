@@ -162,7 +162,7 @@ fn status() -> Status {
         post_fetch: postfetch::is_used().then(postfetch::figures),
         own_expert_cache: own_cache::figures(),
         failures: reloader::counts()
-            .failures
+            .failures()
             .filter(|(_, count)| *count > 0)
             .map(|(cause, count)| (cause.name().into(), count))
             .collect(),

@@ -38,11 +38,12 @@ type Work = Box<dyn FnOnce() + Send>;
 /// Where the thread of reloads gets its work from, once it runs.
 static THREAD: OnceLock<Sender<Work>> = OnceLock::new();
 
-static SWAPPED: AtomicU64 = AtomicU64::new(0);
-static RETURNED: AtomicU64 = AtomicU64::new(0);
-static STAGED_BYTES: AtomicU64 = AtomicU64::new(0);
-/// By position in [`Cause::ALL`].
-static FAILURES: [AtomicU64; Cause::ALL.len()] = [const { AtomicU64::new(0) }; Cause::ALL.len()];
+static COUNTS: Mutex<Counts> = Mutex::new(Counts {
+    swapped: 0,
+    returned: 0,
+    staged_bytes: 0,
+    failures: [0; Cause::ALL.len()],
+});
 
 /// How long a program that frees a model waits for a reload of the model to end: as long as
 /// reading one tensor may take.
@@ -108,26 +109,49 @@ fn note_obstacle(model: &Model) {
 }
 
 /// What reloads did so far.
-pub struct Counts<F> {
+#[derive(Clone, Copy)]
+pub struct Counts {
     /// Tensors that got new bytes.
     pub swapped: u64,
     /// Tensors that went back to their original bytes.
     pub returned: u64,
     /// Bytes that were read into new buffers.
     pub staged_bytes: u64,
-    /// Reloads and versions of files that were not applied, for each cause.
-    pub failures: F,
+    /// By position in [`Cause::ALL`].
+    failures: [u64; Cause::ALL.len()],
+}
+
+impl Counts {
+    /// Returns the reloads and versions of files that were not applied, for each cause.
+    pub fn failures(self) -> impl Iterator<Item = (Cause, u64)> {
+        Cause::ALL.into_iter().zip(self.failures)
+    }
+
+    fn add(&mut self, result: &Result<Report>) {
+        match result {
+            Ok(report) => {
+                self.swapped += report.count(Outcome::Swapped) as u64;
+                self.returned += report.count(Outcome::Returned) as u64;
+                self.staged_bytes += report.bytes_staged;
+                let ignored = report.files.iter().filter_map(|file| file.ignored.as_ref());
+                let ignored = ignored.filter(|ignored| ignored.first);
+                let causes = ignored.map(|ignored| ignored.cause).chain(report.cause);
+                causes.for_each(|cause| self.add_failure(cause));
+            }
+            Err(error) => self.add_failure(Cause::of(error)),
+        }
+    }
+
+    fn add_failure(&mut self, cause: Cause) {
+        if let Some(at) = Cause::ALL.iter().position(|&other| other == cause) {
+            self.failures[at] += 1;
+        }
+    }
 }
 
 /// Returns what reloads did so far.
-pub fn counts() -> Counts<impl Iterator<Item = (Cause, u64)>> {
-    let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-    Counts {
-        swapped: read(&SWAPPED),
-        returned: read(&RETURNED),
-        staged_bytes: read(&STAGED_BYTES),
-        failures: Cause::ALL.into_iter().zip(FAILURES.each_ref().map(read)),
-    }
+pub fn counts() -> Counts {
+    *COUNTS.lock()
 }
 
 /// Whether reloads are frozen.
@@ -269,7 +293,7 @@ pub fn swap(
     }
     let result = unless_frozen(model, || store::overlay(model, revert, set));
     if !was_frozen(&result) {
-        count_reload(&result);
+        COUNTS.lock().add(&result);
         result.iter().for_each(note_in_journal);
     }
     result
@@ -335,29 +359,6 @@ fn exclusively(model: &Arc<Model>, work: impl FnOnce() -> Result<Report>) -> Res
 }
 
 /// Counts what a reload did. A version of a file that was not applied counts once.
-fn count_reload(result: &Result<Report>) {
-    let add = |counter: &AtomicU64, n: u64| counter.fetch_add(n, Ordering::Relaxed);
-    match result {
-        Ok(report) => {
-            add(&SWAPPED, report.count(Outcome::Swapped) as u64);
-            add(&RETURNED, report.count(Outcome::Returned) as u64);
-            add(&STAGED_BYTES, report.bytes_staged);
-            report.cause.into_iter().for_each(count_failure);
-            let ignored = report.files.iter().filter_map(|file| file.ignored.as_ref());
-            for ignored in ignored.filter(|ignored| ignored.first) {
-                count_failure(ignored.cause);
-            }
-        }
-        Err(error) => count_failure(Cause::of(error)),
-    }
-}
-
-fn count_failure(cause: Cause) {
-    if let Some(at) = Cause::ALL.iter().position(|&other| other == cause) {
-        FAILURES[at].fetch_add(1, Ordering::Relaxed);
-    }
-}
-
 /// Writes a reload that changed tensors or failed to the journal.
 fn note_in_journal(report: &Report) {
     if report.changed() || report.failure.is_some() {
@@ -374,7 +375,7 @@ fn note_in_journal(report: &Report) {
 /// Counts a reload, writes it to the journal, and logs a failure once until a reload
 /// succeeds.
 fn note(model: &Model, result: &Result<Report>) {
-    count_reload(result);
+    COUNTS.lock().add(result);
     let mut blocked = model.blocked.lock();
     let known = blocked.as_ref().map(|known| &known.error);
     let failed = match result {

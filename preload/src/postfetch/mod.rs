@@ -87,7 +87,8 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Why there are no slots beside those of the program.
 const OWN_CACHE_WORKS: &str = "llama.cpp's own expert cache works and this one is off: start the program without --moe-cache-mib to use this one";
 
-/// The share of used experts, in percent, from which all experts of the next layer are copied.
+/// The share of used experts, in percent, from which all experts of the next layer are copied. Each
+/// byte costs time on the link, unlike reads of neighbours from disk (`sidecar_core::stream`).
 const NEARLY_ALL: usize = 90;
 
 /// What is known of the order of the program's calls.
