@@ -231,8 +231,13 @@ fn decode(
     }
 }
 
-/// Prints a row for each machine.
-fn rows(name: &str, locality: &str, model: &Shape, (path, routes, slots): (&Path, &Routes, u32)) {
+/// Prints a table with a row for each machine.
+fn table(title: &str, model: &Shape, (path, routes, slots): (&Path, &Routes, u32)) {
+    println!("{title}:\n");
+    println!(
+        "| machine | stock, on the CPU | copied each time | slots | bound | time / bound | misses on the CPU, 1 upload | 2 uploads |"
+    );
+    println!("|---|---|---|---|---|---|---|---|");
     let bytes = u64::from(slots) * model.expert_bytes * routes.len() as u64;
     let mib = bytes.div_ceil(1 << 20).to_string();
     let cached = |misses, uploads| {
@@ -255,7 +260,7 @@ fn rows(name: &str, locality: &str, model: &Shape, (path, routes, slots): (&Path
             format!("{:.2} ({gain:.2}), {:.1} %", token.time, 100.0 * token.hits)
         });
         println!(
-            "| {name} | {locality} | {machine} | {stock:.2} | {each:.2} ({:.2}) | {:.2} ({:.2}), {:.1} % | {bound:.2} | {:.2} | {} | {} |",
+            "| {machine} | {stock:.2} | {each:.2} ({:.2}) | {:.2} ({:.2}), {:.1} % | {bound:.2} | {:.2} | {} | {} |",
             stock / each,
             token.time,
             stock / token.time,
@@ -265,16 +270,13 @@ fn rows(name: &str, locality: &str, model: &Shape, (path, routes, slots): (&Path
             beside[1],
         );
     }
+    println!();
 }
 
 fn main() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("model.gguf");
     println!("Virtual time of a token, ms; in brackets the gain over stock; the share of hits.\n");
-    println!(
-        "| model | LRU | machine | stock, on the CPU | copied each time | slots | bound | time / bound | misses on the CPU, 1 upload | 2 uploads |"
-    );
-    println!("|---|---|---|---|---|---|---|---|---|---|");
     let [gpt_oss, qwen, _] = models();
     for (name, model) in [gpt_oss, qwen] {
         model.file().write_sparse(&path).expect("a file with holes");
@@ -286,7 +288,8 @@ fn main() {
         let slots = shape.experts / 10 + 1;
         for (locality_name, locality) in LOCALITIES {
             let routes = routes(&shape, locality, BEFORE + COUNTED);
-            rows(name, locality_name, &shape, (&path, &routes, slots));
+            let title = format!("{name}, an LRU hits {locality_name} of the experts");
+            table(&title, &shape, (&path, &routes, slots));
         }
     }
     let path = fixture("moe.gguf");
@@ -299,7 +302,7 @@ fn main() {
     };
     let routes = routes_of_text(&path, &shape);
     for slots in [2, 4, 6] {
-        let name = format!("SmolLM2 with 8 experts, {slots} slots");
-        rows(&name, "of a text", &shape, (&path, &routes, slots));
+        let title = format!("SmolLM2 with 8 experts, {slots} slots, routes of a text");
+        table(&title, &shape, (&path, &routes, slots));
     }
 }

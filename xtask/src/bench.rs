@@ -20,31 +20,25 @@ const BENCHES: [Bench; 9] = [
     Bench {
         name: "load",
         heading: "Opening and loading",
-        note: "`load_all` reads through the page cache: it causes no page faults on the source, and a truncated file \
-cannot end the process. Copying from a mapping that is already in the page tables can be faster. \
-Linux zeroes a huge page towards the address that is used first, which takes half as long as zeroing \
-it from its end to its start; `load_all` therefore has each huge page allocated at its last address, \
-right before it reads into the page. A file in the page cache in pages of 4 KB takes longer to read. \
-Half of the time of opening is the walk over the lengths of 98,000 strings. The rows were measured \
-while other processes used both cores.",
+        note: "`load_all` reads through the page cache, without page faults on the source. Copying from a \
+mapping that is already in the page tables can be faster. A file in the page cache in pages of 4 KB takes \
+longer to read. Half of the time of opening is the walk over the lengths of 98,000 strings. The rows were \
+measured while other processes used both cores.",
     },
     Bench {
         name: "swap",
         heading: "Hot-swap in link mode",
-        note: "The switch does the same work for both sizes. The larger reload has just moved 800 MiB through the \
-caches, so its few pointers come from memory, and its longest wait is the maximum over more \
-evaluations. With eight threads on two cores, the longest wait is that of an evaluation queued behind \
-seven others.",
+        note: "The switch does the same work for both sizes. The larger reload has just moved 800 MiB through \
+the caches, so its pointers come from memory. With eight threads on two cores, the longest wait is that of an \
+evaluation queued after seven others.",
     },
     Bench {
         name: "dropin",
         heading: "The drop-in",
-        note: "The program is `hosts/c/host.c`, linked with the libraries of the npm package (CPU only). Compare the \
-rows of the drop-in with the row of the second process without it: smaller differences are noise. The \
-target of a swap, 50 times faster than a restart, applies to a model that is much larger than the \
-tensor: the tensor of 113 MB is more than half of its model, and most of its swap is the allocation \
-of new memory. An idle drop-in needs no library that `true` has not. The rows of overlays were \
-measured while other processes used both cores.",
+        note: "The program is `hosts/c/host.c`, linked with the libraries of the npm package (CPU only). \
+Differences smaller than that of the second process without the drop-in are noise. The target of a swap, 50 \
+times faster than a restart, applies to a model that is much larger than the tensor: the tensor of 113 MB is \
+more than half of its model. The rows of overlays were measured while other processes used both cores.",
     },
     Bench {
         name: "trace",
@@ -55,43 +49,38 @@ measured while other processes used both cores.",
         name: "postfetch",
         heading: "Post-fetch",
         note: "The simulated link has the speed of PCIe 4.0 x8: 13 GB/s from page-locked memory, 6 GB/s from \
-pageable memory, and a fixed cost of 5 us for each copy. Its copies use no core and move no bytes \
-(the tests move and compare them). The figures show the cost of the scheduler, not the behaviour of a \
-GPU. Waking a sleeping thread costs the caller 5 to 14 us on this virtual machine.",
+pageable memory, and 5 us for each copy. Its copies use no core and move no bytes. The figures show the cost \
+of the scheduler, not the behaviour of a GPU.",
     },
     Bench {
         name: "postfetch_host",
         heading: "Post-fetch in an unmodified program",
-        note: "No GPU was measured: the program is `hosts/python/host.py` with the libraries of the npm package \
-and a simulated GPU (`tests/sim-ggml`), whose time is virtual. The link copies 12 GB/s from mapped memory and \
-24 GB/s from page-locked memory, with 8 us for each copy. Kernels read 800 GB/s, compute 60 TFLOPS and take \
-3 us each; a kernel's time is the sum of these. Models have the sizes of the named ones; the last two in a plain \
-architecture: no shared expert, full attention in each layer. The router chooses at random, \
-so a prompt uses nearly all experts.",
+        note: "No GPU was measured: the program is `hosts/python/host.py` with the libraries of the npm \
+package and a simulated GPU (`tests/sim-ggml`), whose time is virtual. The link copies 12 GB/s from mapped \
+memory and 24 GB/s from page-locked memory, with 8 us for each copy. Kernels read 800 GB/s, compute 60 TFLOPS \
+and take 3 us each; a kernel's time is the sum of these. Models have the sizes of the named ones; the last two \
+in a plain architecture: no shared expert, full attention in each layer. The router chooses at random, so a \
+prompt uses nearly all experts.",
     },
     Bench {
         name: "expert_cache",
         heading: "Experts that stay on the device",
-        note: "No GPU was measured: the program and the simulated GPU are those of the section before. The first two \
-models have 8 layers, slots for a tenth of the experts, and generated routes, in which an LRU of each \
-size has the published share of hits. The last model is the test model of 30 layers, whose router is \
-random; its routes are those of a text that it wrote. Stock's CPU reads experts at the speed of the \
-row (see the table of the section before); the GPU has the rest of the model. The bound is the longer \
-of the misses' bytes over the link and the products of experts on the GPU; attention, launches, \
-latencies and waits come on top of it. The share of hits includes the first tokens, in which the \
-slots fill; it equals that of a simulated LRU over the same routes. `slots`: misses are fetched. The \
-last columns: misses are computed on the CPU, and one or two of a layer are copied for later \
-(`LLAMA_POSTFETCH_CACHE_UPLOADS`); the CPU keeps its speed while the link copies, which a machine \
-whose memory is busy does not. These columns vary by up to 15 % between runs.",
+        note: "No GPU was measured: the program and the simulated GPU are those of the section above. The \
+first two models have 8 layers, slots for a tenth of the experts, and generated routes, in which an LRU of \
+each size has the published share of hits. The last model is the test model of 30 layers with a random router. \
+The CPU of stock reads experts at the speed of the row (table of the section above). The bound is the longer \
+of the misses' bytes over the link and the products of experts on the GPU; attention, launches, latencies and \
+waits come on top of it. The share of hits includes the first tokens, in which the slots fill. `slots`: misses \
+are fetched. The last columns: misses are computed on the CPU, and one or two of a layer are copied for later \
+(`LLAMA_POSTFETCH_CACHE_UPLOADS`). There the CPU keeps its speed while the link copies, which a machine whose \
+memory is busy does not. These columns vary by up to 15 % between runs.",
     },
     Bench {
         name: "stream",
         heading: "Experts from disk",
-        note: "The disk is emulated by a FUSE file system whose process shares the two cores with the program: it copies \
-each byte once, and wakes up for each answer. Both sides have this cost. The LRU is exact, knows no \
-read-ahead and wastes nothing: the page cache of the kernel has no more memory, and pages of 4 KB \
-at the edges of experts. The time of the bound counts one latency for each layer in which the LRU \
-misses an expert, because the experts of a layer are known only when its router has chosen.",
+        note: "The disk is emulated by a FUSE file system whose process shares the two cores with the program; \
+both sides have this cost. The LRU is exact and has no read-ahead. The bound has one latency for each layer in \
+which the LRU misses an expert, because the experts of a layer are known only when its router has chosen.",
     },
     Bench {
         name: "tune",
