@@ -27,7 +27,7 @@ use crate::process::thread::{self, Inside};
 use crate::program::models::Model;
 use crate::program::parts::{self, Parts};
 use crate::program::sched::{self, Allocated, Scheduler};
-use crate::program::{graph, loads, logits, models, own_cache, routing};
+use crate::program::{loads, logits, models, own_cache, routing};
 use crate::rounds;
 use crate::streaming::load;
 use crate::trace::counts;
@@ -441,9 +441,9 @@ unsafe extern "C-unwind" fn sched_set_eval_callback(
 
 unsafe extern "C-unwind" fn sched_reserve(sched: *mut Sched, graph: *mut Graph) -> usize {
     let (call, _inside) = entered();
-    let scheduler = allocating(&call, sched, graph, false);
-    let _rests = scheduler.map(|(scheduler, _)| Finally(move || scheduler.rest()));
-    let _allocated = Finally(allocated);
+    let found = allocating(&call, sched, graph, false);
+    let scheduler = found.as_ref().map(|(scheduler, _)| *scheduler);
+    let _rests = scheduler.map(|scheduler| Finally(move || scheduler.rest()));
     let real = meant!(call, *mut Sched, *mut Graph);
     // SAFETY: the arguments of the call.
     unsafe { real(sched, graph) }
@@ -454,17 +454,19 @@ unsafe extern "C-unwind" fn sched_alloc_graph(sched: *mut Sched, graph: *mut Gra
     let found = allocating(&call, sched, graph, true);
     let scheduler = found.as_ref().map(|(scheduler, _)| *scheduler);
     let _leaves = scheduler.map(|scheduler| Finally(move || scheduler.leave()));
-    let is_allocated = Finally(allocated);
     let real = meant!(call, *mut Sched, *mut Graph);
     // SAFETY: the arguments of the call.
     let result = unsafe { real(sched, graph) };
-    drop(is_allocated);
     if let Some((scheduler, Some(graph_read))) = found
         && is_true(result)
     {
         let Allocated {
-            reads, backends, ..
+            reads,
+            backends,
+            outputs,
+            ..
         } = graph_read;
+        drop(outputs);
         // SAFETY: the arguments of the call are live, and the graph is allocated.
         guarded(|| unsafe {
             if lifecycle::uses_routing() {
@@ -476,12 +478,6 @@ unsafe extern "C-unwind" fn sched_alloc_graph(sched: *mut Sched, graph: *mut Gra
         });
     }
     result
-}
-
-/// Ends the allocation of the graph of a call.
-fn allocated() {
-    // SAFETY: the arguments of the call are live.
-    guarded(|| unsafe { graph::was_allocated() });
 }
 
 /// Reads a graph before ggml splits it, which puts copies in place of its inputs.
@@ -496,13 +492,12 @@ fn allocating(
     let mut read = None;
     guarded(|| {
         // SAFETY: the arguments of the call are live.
-        let allocated = unsafe { scheduler.allocate(sched, graph, keeps) };
+        let allocated = read.insert(unsafe { scheduler.allocate(sched, graph, keeps) });
         allocated
             .complete
             .iter()
             .for_each(lifecycle::model_complete);
-        lifecycle::report(|to| to.graph_allocated(scheduler, &allocated, keeps));
-        read = Some(allocated);
+        lifecycle::report(|to| to.graph_allocated(scheduler, allocated, keeps));
     });
     Some((scheduler, read))
 }

@@ -7,7 +7,7 @@
 //!
 //! Each scheduler has a [`Slot`], which its thread writes and a switch reads. Each side
 //! publishes its own state before it reads the other's: an evaluation stores its state and
-//! then loads [`PENDING`], a switch stores `PENDING` and then loads the states, all
+//! then loads `pending`, a switch stores `pending` and then loads the states, all
 //! sequentially consistent. At least one of them sees the other.
 
 use std::cell::Cell;
@@ -32,6 +32,10 @@ const RECHECK_INTERVAL: Duration = Duration::from_millis(2);
 /// After this time, a decode that was begun and did not evaluate counts as abandoned.
 /// Building a graph takes milliseconds.
 const BEGIN_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long a fork waits for a switch.
+const LONGEST_FORK_WAIT: Duration = Duration::from_secs(1);
+/// The time between two looks at the slots above which the process was stopped in between.
+const LONGEST_LOOK: Duration = Duration::from_millis(500);
 
 /// Why a switch does not happen any more.
 const SHUT_DOWN: &str = "the process ends";
@@ -91,12 +95,58 @@ const RUNNING: u32 = 2;
 /// another part of its batch.
 const RETURNED: u32 = 3;
 
-/// The slot that was linked last; each leads to the one before. Slots stay linked for ever.
-static LINKED: AtomicPtr<Slot> = AtomicPtr::new(std::ptr::null_mut());
-/// Whether a scheduler has no slot: nothing can be switched any more.
-static REFUSED: AtomicBool = AtomicBool::new(false);
-/// How often a slot became idle or was freed.
-static RESTS: AtomicU64 = AtomicU64::new(0);
+/// The barrier of the process: its slots, and the switch that is pending.
+struct Barrier {
+    /// The slot that was linked last; each leads to the one before. Slots stay linked for ever.
+    linked: AtomicPtr<Slot>,
+    /// Whether a scheduler has no slot: nothing can be switched any more.
+    refused: AtomicBool,
+    /// How often a slot became idle or was freed.
+    rests: AtomicU64,
+    /// Whether a switch is pending or runs.
+    pending: AtomicBool,
+    /// Whether switches are over for good.
+    shut: AtomicBool,
+    /// Counts switches.
+    generation: AtomicU64,
+    /// The generation of the last switch of weights that graphs have views of.
+    viewed_in: AtomicU64,
+    /// Milliseconds for which the process was stopped while a switch was pending (SIGSTOP, a frozen
+    /// control group). A decode that was begun before is not abandoned because of them.
+    stopped_ms: AtomicU64,
+    /// Held by the thread that requests a switch: one at a time.
+    turn: Mutex<()>,
+    /// Held while a switch runs.
+    switch: Mutex<Switch>,
+    /// Notified when `switch` or a slot changes.
+    changed: Condvar,
+}
+
+/// The pending switch, and what switches cost so far.
+struct Switch {
+    pending: Option<Pending>,
+    pauses: Pauses,
+    /// When the slots were last read for the pending switch.
+    last_look: Option<Instant>,
+}
+
+static BARRIER: Barrier = Barrier {
+    linked: AtomicPtr::new(std::ptr::null_mut()),
+    refused: AtomicBool::new(false),
+    rests: AtomicU64::new(0),
+    pending: AtomicBool::new(false),
+    shut: AtomicBool::new(false),
+    generation: AtomicU64::new(0),
+    viewed_in: AtomicU64::new(0),
+    stopped_ms: AtomicU64::new(0),
+    turn: Mutex::new(()),
+    switch: Mutex::new(Switch {
+        pending: None,
+        pauses: Pauses::new(),
+        last_look: None,
+    }),
+    changed: Condvar::new(),
+};
 
 /// What a switch has to know of one scheduler. Written by the thread that evaluates.
 pub struct Slot {
@@ -116,7 +166,7 @@ pub struct Slot {
     /// Whether a kept graph stays valid after a switch.
     stays_valid: AtomicBool,
     /// Whether it stays valid after a switch of weights that no graph has views of.
-    stays_valid_unless_viewed: AtomicBool,
+    survives_if_no_views: AtomicBool,
     /// Whether the program can be made to rebuild a kept graph.
     can_rebuild: AtomicBool,
     /// The models whose weights the graph reads.
@@ -132,7 +182,7 @@ pub struct SlotGraph {
     /// Whether it stays valid after a switch.
     pub stays_valid: bool,
     /// Whether it stays valid after a switch of weights that no graph has views of.
-    pub stays_valid_unless_viewed: bool,
+    pub survives_if_no_views: bool,
     /// The models whose weights it reads.
     pub reads: ModelSet,
 }
@@ -148,7 +198,7 @@ impl Slot {
             output: AtomicUsize::new(0),
             keeps_graph: AtomicBool::new(false),
             stays_valid: AtomicBool::new(true),
-            stays_valid_unless_viewed: AtomicBool::new(true),
+            survives_if_no_views: AtomicBool::new(true),
             can_rebuild: AtomicBool::new(false),
             reads: AtomicU64::new(0),
             before: AtomicPtr::new(std::ptr::null_mut()),
@@ -157,9 +207,11 @@ impl Slot {
 
     /// Makes switches read the slot, from its first use on. Called once, by one thread at a time.
     pub fn link(&'static self) {
-        let before = LINKED.load(Ordering::SeqCst);
+        let before = BARRIER.linked.load(Ordering::SeqCst);
         self.before.store(before, Ordering::SeqCst);
-        LINKED.store(std::ptr::from_ref(self).cast_mut(), Ordering::SeqCst);
+        BARRIER
+            .linked
+            .store(std::ptr::from_ref(self).cast_mut(), Ordering::SeqCst);
     }
 
     /// Claims the slot, which is linked and free, for a scheduler.
@@ -181,8 +233,8 @@ impl Slot {
     pub fn set_graph(&self, graph: &SlotGraph) {
         let order = Ordering::SeqCst;
         self.stays_valid.store(graph.stays_valid, order);
-        let unless_viewed = graph.stays_valid_unless_viewed;
-        self.stays_valid_unless_viewed.store(unless_viewed, order);
+        let if_no_views = graph.survives_if_no_views;
+        self.survives_if_no_views.store(if_no_views, order);
         self.reads.store(graph.reads.0, order);
         self.keeps_graph.store(graph.is_kept, order);
     }
@@ -203,8 +255,8 @@ impl Slot {
     }
 
     /// Whether it stays valid after a switch of weights that no graph has views of.
-    pub fn stays_valid_unless_viewed(&self) -> bool {
-        self.stays_valid_unless_viewed.load(Ordering::Relaxed)
+    pub fn survives_if_no_views(&self) -> bool {
+        self.survives_if_no_views.load(Ordering::Relaxed)
     }
 
     /// Records whether the program can be made to rebuild a kept graph.
@@ -305,7 +357,9 @@ impl Slot {
 
     fn settle(&self, state: u32) {
         self.state.store(state, Ordering::SeqCst);
-        RESTS.fetch_add(u64::from(state == IDLE), Ordering::Relaxed);
+        BARRIER
+            .rests
+            .fetch_add(u64::from(state == IDLE), Ordering::Relaxed);
         if is_pending() {
             notify();
         }
@@ -327,11 +381,11 @@ impl Slot {
         self.output.store(0, Ordering::Relaxed);
         self.keeps_graph.store(false, Ordering::SeqCst);
         self.stays_valid.store(true, Ordering::SeqCst);
-        self.stays_valid_unless_viewed.store(true, Ordering::SeqCst);
+        self.survives_if_no_views.store(true, Ordering::SeqCst);
         self.can_rebuild.store(false, Ordering::SeqCst);
         self.reads.store(0, Ordering::SeqCst);
         self.in_flight.store(false, Ordering::SeqCst);
-        RESTS.fetch_add(1, Ordering::Relaxed);
+        BARRIER.rests.fetch_add(1, Ordering::Relaxed);
         self.key.store(0, Ordering::SeqCst);
     }
 
@@ -348,7 +402,7 @@ impl Slot {
         // Without the output buffer it is unknown when a decode begins.
         let begin_is_seen = self.output.load(Ordering::SeqCst) != 0;
         let survives = flag(&self.stays_valid)
-            || (flag(&self.stays_valid_unless_viewed) && !(replaced.viewed)())
+            || (flag(&self.survives_if_no_views) && !(replaced.viewed)())
             || (flag(&self.can_rebuild) && begin_is_seen);
         let is_read = self.reads(replaced.models);
         (flag(&self.keeps_graph) && !survives && is_read).then_some(Obstacle::KeptGraph)
@@ -359,17 +413,17 @@ impl Slot {
 fn slots() -> impl Iterator<Item = &'static Slot> {
     // SAFETY: only references that live for ever are linked.
     let slot = |linked: &AtomicPtr<Slot>| unsafe { linked.load(Ordering::SeqCst).as_ref() };
-    std::iter::successors(slot(&LINKED), move |after| slot(&after.before))
+    std::iter::successors(slot(&BARRIER.linked), move |after| slot(&after.before))
 }
 
 /// Ends switches of a program with a scheduler that has no slot. Returns whether it is the first.
 pub fn refuse() -> bool {
-    !REFUSED.swap(true, Ordering::Relaxed)
+    !BARRIER.refused.swap(true, Ordering::Relaxed)
 }
 
 /// Counts the slots that became idle so far.
 pub fn rests() -> u64 {
-    RESTS.load(Ordering::Relaxed)
+    BARRIER.rests.load(Ordering::Relaxed)
 }
 
 /// Whether an evaluation runs, or one began within the last second.
@@ -384,7 +438,7 @@ pub fn is_busy() -> bool {
 
 /// Returns what blocks a switch of these tensors.
 fn obstacle(replaced: &Replaced) -> Option<Obstacle> {
-    if REFUSED.load(Ordering::Relaxed) {
+    if BARRIER.refused.load(Ordering::Relaxed) {
         return Some(Obstacle::Evaluation);
     }
     let mut kept = None;
@@ -398,18 +452,18 @@ fn obstacle(replaced: &Replaced) -> Option<Obstacle> {
     kept
 }
 
-/// Returns the milliseconds that the process ran, as far as that is known: without
-/// [`STOPPED_MS`].
+/// Returns the milliseconds that the process ran, without those for which it is known to have
+/// been stopped.
 fn now_ms() -> u64 {
     static START: Lazy<Instant> = Lazy::new(Instant::now);
-    let stopped = STOPPED_MS.load(Ordering::SeqCst);
+    let stopped = BARRIER.stopped_ms.load(Ordering::SeqCst);
     (START.elapsed().as_millis() as u64).saturating_sub(stopped)
 }
 
 /// Keeps switches away from the fork that follows: a child would have tensors that are replaced in
 /// part. A switch that does not end soon is not waited for.
 pub fn hold_for_fork() {
-    let held = BARRIER.try_lock_for(LONGEST_FORK_WAIT);
+    let held = BARRIER.switch.try_lock_for(LONGEST_FORK_WAIT);
     HOLDS.set(held.is_some());
     std::mem::forget(held);
 }
@@ -418,7 +472,7 @@ pub fn hold_for_fork() {
 pub fn release_after_fork() {
     if HOLDS.replace(false) {
         // SAFETY: this thread locked it before the fork, and forgot the guard.
-        unsafe { BARRIER.force_unlock() };
+        unsafe { BARRIER.switch.force_unlock() };
     }
 }
 
@@ -426,36 +480,6 @@ thread_local! {
     /// Whether this thread holds the lock for a fork.
     static HOLDS: Cell<bool> = const { Cell::new(false) };
 }
-
-/// Whether a switch is pending or runs.
-static PENDING: AtomicBool = AtomicBool::new(false);
-/// Whether switches are over for good.
-static SHUT: AtomicBool = AtomicBool::new(false);
-/// Counts switches.
-static GENERATION: AtomicU64 = AtomicU64::new(0);
-/// The generation of the last switch of weights that graphs have views of.
-static VIEWED_IN: AtomicU64 = AtomicU64::new(0);
-static BARRIER: Mutex<Barrier> = Mutex::new(Barrier {
-    pending: None,
-    pauses: Pauses::new(),
-    last_look: None,
-});
-static CHANGED: Condvar = Condvar::new();
-
-struct Barrier {
-    pending: Option<Pending>,
-    pauses: Pauses,
-    /// When the slots were last read for the pending switch.
-    last_look: Option<Instant>,
-}
-
-/// Milliseconds for which the process was stopped while a switch was pending (SIGSTOP, a frozen
-/// control group). A decode that was begun before is not abandoned because of them.
-static STOPPED_MS: AtomicU64 = AtomicU64::new(0);
-/// How long a fork waits for a switch.
-const LONGEST_FORK_WAIT: Duration = Duration::from_secs(1);
-/// The time between two looks at the slots above which the process was stopped in between.
-const LONGEST_LOOK: Duration = Duration::from_millis(500);
 
 /// The tensors that a switch replaces.
 pub struct Replaced {
@@ -481,34 +505,34 @@ struct Pending {
 
 /// Returns the number of switches so far.
 pub fn generation() -> u64 {
-    GENERATION.load(Ordering::SeqCst)
+    BARRIER.generation.load(Ordering::SeqCst)
 }
 
 /// Returns the generation of the last switch of weights that graphs have views of.
 pub fn viewed_in() -> u64 {
-    VIEWED_IN.load(Ordering::SeqCst)
+    BARRIER.viewed_in.load(Ordering::SeqCst)
 }
 
 /// Returns how long switches kept evaluations out so far.
 pub fn pauses() -> Pauses {
-    BARRIER.lock().pauses
+    BARRIER.switch.lock().pauses
 }
 
 /// Records that an evaluation was delayed by the last switch.
 pub fn note_pause(pause: Duration) {
-    BARRIER.lock().pauses.add(pause);
+    BARRIER.switch.lock().pauses.add(pause);
 }
 
 /// Whether a switch is pending: evaluations then go through [`yield_to_switch`] or
 /// [`wait_for_switch`].
 pub fn is_pending() -> bool {
-    PENDING.load(Ordering::SeqCst)
+    BARRIER.pending.load(Ordering::SeqCst)
 }
 
 /// Returns what blocks the pending switch, and how long it has been pending.
 pub fn pending() -> Option<(Option<Obstacle>, Duration)> {
-    let barrier = BARRIER.lock();
-    let pending = barrier.pending.as_ref()?;
+    let switch = BARRIER.switch.lock();
+    let pending = switch.pending.as_ref()?;
     Some((obstacle(&pending.replaced), pending.since.elapsed()))
 }
 
@@ -550,26 +574,25 @@ fn wait(
     work: Work,
     counts: u64,
 ) -> Result<Switched, &'static str> {
-    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    let _turn = ONE_AT_A_TIME.lock();
+    let _turn = BARRIER.turn.lock();
     let began = Instant::now();
-    let mut barrier = BARRIER.lock();
-    barrier.last_look = None;
-    barrier.pending = Some(Pending {
+    let mut switch = BARRIER.switch.lock();
+    switch.last_look = None;
+    switch.pending = Some(Pending {
         replaced,
         work,
         counts,
         since: began,
         result: None,
     });
-    PENDING.store(true, Ordering::SeqCst);
+    BARRIER.pending.store(true, Ordering::SeqCst);
     let result = loop {
-        let done = barrier.pending.as_ref().is_some_and(|p| p.result.is_some());
-        let obstacle = advance(&mut barrier);
-        if let Some(result) = barrier.pending.as_mut().and_then(|p| p.result.take()) {
+        let done = switch.pending.as_ref().is_some_and(|p| p.result.is_some());
+        let obstacle = advance(&mut switch);
+        if let Some(result) = switch.pending.as_mut().and_then(|p| p.result.take()) {
             // An evaluation that executed the switch has counted its wait.
             if let (false, 1.., Ok(switched)) = (done, counts, &result) {
-                barrier.pauses.add(switched.switch);
+                switch.pauses.add(switched.switch);
             }
             break result;
         }
@@ -592,24 +615,26 @@ fn wait(
         if began.elapsed() > timeout {
             break Err(refusal);
         }
-        CHANGED.wait_for(&mut barrier, RECHECK_INTERVAL);
+        BARRIER.changed.wait_for(&mut switch, RECHECK_INTERVAL);
     };
-    barrier.pending = None;
-    PENDING.store(false, Ordering::SeqCst);
-    CHANGED.notify_all();
+    switch.pending = None;
+    BARRIER.pending.store(false, Ordering::SeqCst);
+    BARRIER.changed.notify_all();
     result
 }
 
 /// Executes the pending switch if nothing blocks it; returns what does.
-fn advance(barrier: &mut Barrier) -> Option<Obstacle> {
-    let pending = barrier.pending.as_mut()?;
+fn advance(switch: &mut Switch) -> Option<Obstacle> {
+    let pending = switch.pending.as_mut()?;
     if pending.result.is_some() {
         return None;
     }
     let now = Instant::now();
-    let pause = barrier.last_look.replace(now).map(|last| now - last);
+    let pause = switch.last_look.replace(now).map(|last| now - last);
     if let Some(stopped) = pause.filter(|pause| *pause > LONGEST_LOOK) {
-        STOPPED_MS.fetch_add(stopped.as_millis() as u64, Ordering::SeqCst);
+        BARRIER
+            .stopped_ms
+            .fetch_add(stopped.as_millis() as u64, Ordering::SeqCst);
     }
     if is_shut() {
         // What an evaluation has to do after a switch is not done any more.
@@ -620,20 +645,20 @@ fn advance(barrier: &mut Barrier) -> Option<Obstacle> {
     if obstacle.is_none() {
         let began = Instant::now();
         let done = (pending.work)();
-        let switch = began.elapsed();
+        let took = began.elapsed();
         pending.result = Some(done.map(|()| {
             let counts = pending.counts;
-            let generation = GENERATION.fetch_add(counts, Ordering::SeqCst) + counts;
+            let generation = BARRIER.generation.fetch_add(counts, Ordering::SeqCst) + counts;
             if (pending.replaced.viewed)() {
-                VIEWED_IN.store(generation, Ordering::SeqCst);
+                BARRIER.viewed_in.store(generation, Ordering::SeqCst);
             }
             Switched {
                 wait: began - pending.since,
-                switch,
+                switch: took,
                 generation,
             }
         }));
-        CHANGED.notify_all();
+        BARRIER.changed.notify_all();
     }
     obstacle
 }
@@ -643,37 +668,37 @@ fn advance(barrier: &mut Barrier) -> Option<Obstacle> {
 /// switch can begin.
 fn yield_to_switch(resume: impl FnOnce()) {
     let began = Instant::now();
-    let mut barrier = BARRIER.lock();
-    while advance(&mut barrier) == Some(Obstacle::Evaluation) && began.elapsed() < MAX_YIELD {
-        CHANGED.wait_for(&mut barrier, RECHECK_INTERVAL);
+    let mut switch = BARRIER.switch.lock();
+    while advance(&mut switch) == Some(Obstacle::Evaluation) && began.elapsed() < MAX_YIELD {
+        BARRIER.changed.wait_for(&mut switch, RECHECK_INTERVAL);
     }
-    barrier.pauses.add(began.elapsed());
+    switch.pauses.add(began.elapsed());
     resume();
 }
 
 /// Waits until no switch runs; a pending one stays pending.
 fn wait_for_switch() {
-    drop(BARRIER.lock());
+    drop(BARRIER.switch.lock());
 }
 
 /// Makes a pending switch read the slots again.
 pub fn notify() {
-    CHANGED.notify_all();
+    BARRIER.changed.notify_all();
 }
 
 /// Ends switches for good: the process ends or the drop-in was disabled.
 pub fn shut() {
-    SHUT.store(true, Ordering::SeqCst);
+    BARRIER.shut.store(true, Ordering::SeqCst);
 }
 
 /// Whether switches are over for good.
 pub fn is_shut() -> bool {
-    SHUT.load(Ordering::SeqCst)
+    BARRIER.shut.load(Ordering::SeqCst)
 }
 
 /// Keeps switches away while the result is held.
 pub fn hold() -> impl Sized {
-    BARRIER.lock()
+    BARRIER.switch.lock()
 }
 
 #[cfg(test)]
@@ -695,11 +720,11 @@ mod tests {
         let slot = &SLOT;
         slot.link();
         slot.claim(0x1000);
-        let set_graph = |stays_valid, stays_valid_unless_viewed| {
+        let set_graph = |stays_valid, survives_if_no_views| {
             slot.set_graph(&SlotGraph {
                 is_kept: true,
                 stays_valid,
-                stays_valid_unless_viewed,
+                survives_if_no_views,
                 reads: one.models,
             });
         };
@@ -733,16 +758,16 @@ mod tests {
     #[test]
     fn no_switch_runs_during_a_fork() {
         hold_for_fork();
-        assert!(BARRIER.is_locked());
+        assert!(BARRIER.switch.is_locked());
         std::thread::scope(|scope| {
             let switched = scope.spawn(|| switch(tensors_of(9, false), || true, || Ok(())));
             release_after_fork();
             switched.join().expect("no panic").expect("no obstacle");
         });
         // A parent that did not get the lock does not unlock it.
-        let switch = BARRIER.lock();
+        let switch = BARRIER.switch.lock();
         release_after_fork();
-        assert!(BARRIER.is_locked());
+        assert!(BARRIER.switch.is_locked());
         drop(switch);
     }
 

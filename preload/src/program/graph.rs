@@ -374,49 +374,49 @@ pub unsafe fn name<'a>(ggml: &Ggml, tensor: *const Tensor) -> &'a [u8] {
     unsafe { CStr::from_ptr((ggml.f.ggml_get_name)(tensor)) }.to_bytes()
 }
 
-thread_local! {
-    /// The flags of viewed tensors that [`keep`] marked.
-    static MARKED: RefCell<Vec<*mut i32>> = const { RefCell::new(Vec::new()) };
+/// Tensors of a graph that is about to be allocated, which are read after its evaluation. They are
+/// marked as outputs, so that no other tensor of the graph reuses their memory.
+#[derive(Default)]
+pub struct Outputs {
+    /// The flags of viewed tensors that were marked.
+    viewed: RefCell<Vec<*mut i32>>,
 }
 
-/// Marks a tensor as an output, so that no other tensor of the graph reuses its memory.
-///
-/// # Safety
-///
-/// A live tensor of this copy, in a graph that is not yet allocated. [`was_allocated`] follows on
-/// this thread.
-pub unsafe fn keep(ggml: &Ggml, tensor: *mut Tensor) {
-    let layout = &ggml.layout;
-    let mut tensor = tensor;
-    let mut is_viewed = false;
-    while !tensor.is_null() {
-        // SAFETY: as the caller ensures; a view lives as long as what it views.
-        unsafe {
-            let flags: i32 = layout.read(tensor, layout.flags);
-            if is_viewed && flags & FLAG_OUTPUT == 0 {
-                let flags = tensor.byte_add(layout.flags).cast();
-                MARKED.with_borrow_mut(|marked| marked.push(flags));
+impl Outputs {
+    /// Marks a tensor as an output.
+    ///
+    /// # Safety
+    ///
+    /// A live tensor of this copy, in the graph, which outlives `self`.
+    pub unsafe fn keep(&self, ggml: &Ggml, tensor: *mut Tensor) {
+        let layout = &ggml.layout;
+        let mut tensor = tensor;
+        let mut is_viewed = false;
+        while !tensor.is_null() {
+            // SAFETY: as the caller ensures; a view lives as long as what it views.
+            unsafe {
+                let flags: i32 = layout.read(tensor, layout.flags);
+                if is_viewed && flags & FLAG_OUTPUT == 0 {
+                    let flags = tensor.byte_add(layout.flags).cast();
+                    self.viewed.borrow_mut().push(flags);
+                }
+                layout.write(tensor, layout.flags, flags | FLAG_OUTPUT);
+                tensor = layout.read(tensor, layout.view_src);
             }
-            layout.write(tensor, layout.flags, flags | FLAG_OUTPUT);
-            tensor = layout.read(tensor, layout.view_src);
+            is_viewed = true;
         }
-        is_viewed = true;
     }
 }
 
 /// Removes the marks of viewed tensors: the graph is allocated. Backends fuse operations whose
 /// intermediate results are no outputs (`ggml_can_fuse_subgraph`), also around a view that is one.
-///
-/// # Safety
-///
-/// The graph of the last calls of [`keep`] on this thread is live.
-pub unsafe fn was_allocated() {
-    MARKED.with_borrow_mut(|marked| {
-        for flags in marked.drain(..) {
-            // SAFETY: as the caller ensures.
+impl Drop for Outputs {
+    fn drop(&mut self) {
+        for flags in self.viewed.get_mut().drain(..) {
+            // SAFETY: the graph is live, as the caller of `keep` ensured.
             unsafe { *flags &= !FLAG_OUTPUT };
         }
-    });
+    }
 }
 
 /// Reads numbers of four bytes for each token and each of its experts into a buffer. The experts

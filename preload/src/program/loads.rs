@@ -81,18 +81,29 @@ struct Loads {
     unclear: Vec<Unclear>,
 }
 
-static LOADS: Mutex<Loads> = Mutex::new(Loads {
-    next: 0,
-    open: Vec::new(),
-    unclear: Vec::new(),
-});
-/// Whether any load is open.
-static LOADING: AtomicBool = AtomicBool::new(false);
-/// Whether any file was opened.
-static ANY: AtomicBool = AtomicBool::new(false);
-/// Addresses of all tensors that were ever recorded.
-static LOWEST: AtomicUsize = AtomicUsize::new(usize::MAX);
-static HIGHEST: AtomicUsize = AtomicUsize::new(0);
+/// The loads of the process, and what hooks read of them without the lock.
+struct Shared {
+    loads: Mutex<Loads>,
+    /// Whether any load is open.
+    is_loading: AtomicBool,
+    /// Whether any file was opened.
+    any: AtomicBool,
+    /// Addresses of all tensors that were ever recorded.
+    lowest: AtomicUsize,
+    highest: AtomicUsize,
+}
+
+static SHARED: Shared = Shared {
+    loads: Mutex::new(Loads {
+        next: 0,
+        open: Vec::new(),
+        unclear: Vec::new(),
+    }),
+    is_loading: AtomicBool::new(false),
+    any: AtomicBool::new(false),
+    lowest: AtomicUsize::new(usize::MAX),
+    highest: AtomicUsize::new(0),
+};
 
 thread_local! {
     /// The last file that this thread opened and that is not a further shard.
@@ -107,24 +118,24 @@ struct Opener;
 impl Drop for Opener {
     fn drop(&mut self) {
         let thread = std::thread::current().id();
-        let mut loads = LOADS.lock();
+        let mut loads = SHARED.loads.lock();
         loads.retain(|load, has_begun| load.thread != thread || has_begun);
     }
 }
 
 /// Whether no file was opened so far.
 pub fn is_empty() -> bool {
-    !ANY.load(Ordering::Relaxed)
+    !SHARED.any.load(Ordering::Relaxed)
 }
 
 /// Whether tensors that are given memory may be weights.
 pub fn is_loading() -> bool {
-    LOADING.load(Ordering::Relaxed)
+    SHARED.is_loading.load(Ordering::Relaxed)
 }
 
 /// Returns the range of addresses that has all tensors that were recorded.
 pub fn addresses() -> Range<usize> {
-    LOWEST.load(Ordering::Relaxed)..HIGHEST.load(Ordering::Relaxed)
+    SHARED.lowest.load(Ordering::Relaxed)..SHARED.highest.load(Ordering::Relaxed)
 }
 
 /// Records a GGUF file that the program opened on this thread.
@@ -140,7 +151,7 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
         return;
     }
     let thread = std::thread::current().id();
-    let mut loads = LOADS.lock();
+    let mut loads = SHARED.loads.lock();
     // If tensors have memory already, this file is of the next model.
     let mut current = loads.not_begun(thread);
     // A file that is not a further shard begins a model: what was opened before was read for
@@ -185,8 +196,8 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
             });
         }
     }
-    ANY.store(true, Ordering::Relaxed);
-    LOADING.store(true, Ordering::Relaxed);
+    SHARED.any.store(true, Ordering::Relaxed);
+    SHARED.is_loading.store(true, Ordering::Relaxed);
     // Fails on a thread that is ending, which keeps nothing.
     let _ = OPENER.try_with(|_| ());
 }
@@ -201,7 +212,7 @@ fn is_adapter(gguf: &GgufFile) -> bool {
 /// Calls `work` with the files of the model that this thread opened last; none before it opens one.
 pub fn opened_files<R>(work: impl FnOnce(&[GgufFile]) -> R) -> R {
     let thread = std::thread::current().id();
-    let loads = LOADS.lock();
+    let loads = SHARED.loads.lock();
     let load = loads.open.iter().rev().find(|load| load.thread == thread);
     work(load.map_or(&[], |load| &load.files))
 }
@@ -210,7 +221,7 @@ pub fn opened_files<R>(work: impl FnOnce(&[GgufFile]) -> R) -> R {
 /// that type.
 pub fn note_kept_out(name: &CStr) {
     let thread = std::thread::current().id();
-    let mut loads = LOADS.lock();
+    let mut loads = SHARED.loads.lock();
     let has = |load: &Load| {
         let mut files = load.files.iter();
         files.any(|file| file.header.find(name).is_some())
@@ -239,7 +250,7 @@ pub unsafe fn tensor_placed(ggml: &'static Ggml, tensor: *mut Tensor, buffer: *m
         (name, ne.map(|extent| extent as u64), data as usize)
     };
     let (tensor, buffer) = (tensor as usize, buffer as usize);
-    let mut loads = LOADS.lock();
+    let mut loads = SHARED.loads.lock();
     let candidates = loads.with_tensor(ggml, name, &ne);
     if candidates.is_empty() {
         // ik_llama.cpp made it of others: those of the file are views of it.
@@ -250,8 +261,8 @@ pub unsafe fn tensor_placed(ggml: &'static Ggml, tensor: *mut Tensor, buffer: *m
         }
         return;
     }
-    LOWEST.fetch_min(tensor, Ordering::Relaxed);
-    HIGHEST.fetch_max(tensor + 1, Ordering::Relaxed);
+    SHARED.lowest.fetch_min(tensor, Ordering::Relaxed);
+    SHARED.highest.fetch_max(tensor + 1, Ordering::Relaxed);
     match loads.choose(&candidates, buffer, address) {
         Ok((at, file, info)) => loads.open[at].tensors.push(Placed {
             tensor,
@@ -276,7 +287,7 @@ pub fn take(tensors: &[*mut Tensor]) -> Option<Load> {
     if tensors.is_empty() {
         return None;
     }
-    let mut loads = LOADS.lock();
+    let mut loads = SHARED.loads.lock();
     loads.settle(tensors);
     let position = tensors.iter().find_map(|&weight| {
         let has = |load: &Load| load.tensors.iter().any(|of| of.tensor == weight as usize);
@@ -305,7 +316,7 @@ pub fn tensors_freed(range: &Range<usize>) {
 }
 
 fn forget(placed: impl Fn(&Placed) -> bool, unclear: impl Fn(&Unclear) -> bool) {
-    let mut loads = LOADS.lock();
+    let mut loads = SHARED.loads.lock();
     loads.unclear.retain(|of| !unclear(of));
     loads.retain(|load, _| !load.tensors.iter().any(&placed));
 }
@@ -319,7 +330,9 @@ impl Loads {
             let may_have = || unclear.iter().any(|of| of.of.contains(&load.number));
             keeps(load, !load.tensors.is_empty() || may_have())
         });
-        LOADING.store(!self.open.is_empty(), Ordering::Relaxed);
+        SHARED
+            .is_loading
+            .store(!self.open.is_empty(), Ordering::Relaxed);
     }
 
     /// Returns the load of a thread that has no memory yet.

@@ -153,13 +153,26 @@ unsafe impl Send for BufferTypePointer {}
 // SAFETY: as above.
 unsafe impl Sync for BufferTypePointer {}
 
-static MODELS: RwLock<Vec<Arc<Model>>> = RwLock::new(Vec::new());
 /// Registered tensors by address: the model, the index of the tensor, and the index of the
 /// instance.
 type Index = HashMap<usize, (Arc<Model>, usize, usize)>;
-static INDEX: RwLock<Option<Index>> = RwLock::new(None);
-/// The tensors of [`Instance::is_copy`].
-static COPIES: RwLock<Vec<TensorPointer>> = RwLock::new(Vec::new());
+
+/// The models that the program has loaded.
+struct Registered {
+    models: RwLock<Vec<Arc<Model>>>,
+    index: RwLock<Option<Index>>,
+    /// The tensors of [`Instance::is_copy`].
+    copies: RwLock<Vec<TensorPointer>>,
+    /// The number of the next model.
+    next: AtomicU64,
+}
+
+static REGISTERED: Registered = Registered {
+    models: RwLock::new(Vec::new()),
+    index: RwLock::new(None),
+    copies: RwLock::new(Vec::new()),
+    next: AtomicU64::new(1),
+};
 impl Model {
     /// Returns the set of this model.
     pub fn as_set(&self) -> ModelSet {
@@ -329,18 +342,18 @@ impl Instance {
 
 /// Returns all models, in the order in which they were first evaluated.
 pub fn models() -> Vec<Arc<Model>> {
-    MODELS.read().clone()
+    REGISTERED.models.read().clone()
 }
 
 /// Returns a fast check that is true for all registered tensors, and for few others.
 pub fn may_be_registered() -> impl Fn(*mut Tensor) -> bool {
-    let (addresses, copies) = (loads::addresses(), COPIES.read().clone());
+    let (addresses, copies) = (loads::addresses(), REGISTERED.copies.read().clone());
     move |tensor| addresses.contains(&(tensor as usize)) || copies.contains(&TensorPointer(tensor))
 }
 
 /// Whether a tensor was loaded from a file.
 pub fn is_registered(tensor: *mut Tensor) -> bool {
-    let index = INDEX.read();
+    let index = REGISTERED.index.read();
     index
         .as_ref()
         .is_some_and(|index| index.contains_key(&(tensor as usize)))
@@ -389,7 +402,7 @@ pub unsafe fn find_in_graph(devices: &[*mut Device], weights: &mut [UsedWeight])
 unsafe fn note_uses(weights: &mut [UsedWeight]) -> (ModelSet, Vec<*mut Tensor>) {
     let mut unknown = Vec::new();
     let mut reads = ModelSet::default();
-    let index = INDEX.read();
+    let index = REGISTERED.index.read();
     for weight in weights {
         let known = index
             .as_ref()
@@ -451,7 +464,7 @@ pub fn note_kept_view(tensor: *mut Tensor) {
 }
 
 fn with_instance(tensor: *mut Tensor, work: impl FnOnce(&Instance)) {
-    if let Some(index) = INDEX.read().as_ref()
+    if let Some(index) = REGISTERED.index.read().as_ref()
         && let Some((model, tensor, instance)) = index.get(&(tensor as usize))
     {
         work(&model.tensors[*tensor].instances[*instance]);
@@ -460,7 +473,7 @@ fn with_instance(tensor: *mut Tensor, work: impl FnOnce(&Instance)) {
 
 /// Returns the model of a tensor, and the index of the tensor in the model.
 pub fn find(tensor: *mut Tensor) -> Option<(Arc<Model>, usize)> {
-    let index = INDEX.read();
+    let index = REGISTERED.index.read();
     let (model, tensor, _) = index.as_ref()?.get(&(tensor as usize))?;
     Some((model.clone(), *tensor))
 }
@@ -504,14 +517,13 @@ fn copy_shared(ggml: &'static Ggml, tensors: &mut [ModelTensor], weights: &[Used
         let is_host = unsafe { (ggml.f.ggml_backend_buffer_is_host)(only.original.buffer) };
         if is_host && looked_up.contains(&read) && multiplied.contains(&read) {
             let copy = only.for_products(ggml);
-            COPIES.write().push(copy.tensor);
+            REGISTERED.copies.write().push(copy.tensor);
             tensor.instances.push(copy);
         }
     }
 }
 
 fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<Model> {
-    static NEXT: AtomicU64 = AtomicU64::new(1);
     let ggml = load.ggml;
     let maps = Maps::read();
     let mut altered = load.altered;
@@ -563,7 +575,7 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
     let places = tensors.iter().map(|tensor| (tensor.file, tensor.info));
     let engine = Engine::new(&files, places, Config::get().staging_bytes);
     let model = Arc::new(Model {
-        number: NEXT.fetch_add(1, Ordering::Relaxed),
+        number: REGISTERED.next.fetch_add(1, Ordering::Relaxed),
         ggml,
         path: load.path,
         files,
@@ -585,7 +597,7 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
         blocked: Mutex::new(None),
     });
     {
-        let mut index = INDEX.write();
+        let mut index = REGISTERED.index.write();
         let index = index.get_or_insert_default();
         for (at, tensor) in model.tensors.iter().enumerate() {
             for (number, instance) in tensor.instances.iter().enumerate() {
@@ -604,7 +616,7 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
     {
         log::warn!("{}: {}", model.path.display(), own.sentence());
     }
-    MODELS.write().push(model.clone());
+    REGISTERED.models.write().push(model.clone());
     model
 }
 
@@ -636,11 +648,17 @@ fn remove(gone: impl Fn(&Instance) -> bool) -> Vec<Arc<Model>> {
             let _no_switch = barrier::hold();
             model.alive.store(false, Ordering::SeqCst);
         }
-        MODELS.write().retain(|other| other.number != model.number);
+        REGISTERED
+            .models
+            .write()
+            .retain(|other| other.number != model.number);
         let instances = model.tensors.iter().flat_map(|tensor| &tensor.instances);
         let gone: Vec<_> = instances.map(|instance| instance.tensor).collect();
-        COPIES.write().retain(|copy| !gone.contains(copy));
-        if let Some(index) = INDEX.write().as_mut() {
+        REGISTERED
+            .copies
+            .write()
+            .retain(|copy| !gone.contains(copy));
+        if let Some(index) = REGISTERED.index.write().as_mut() {
             index.retain(|_, (other, ..)| other.number != model.number);
         }
         log::info!(

@@ -57,21 +57,35 @@ struct Cached {
     buffers: [usize; 2],
 }
 
-static PARTS: RwLock<Vec<Part>> = RwLock::new(Vec::new());
-static CACHED: RwLock<Vec<Cached>> = RwLock::new(Vec::new());
-/// Whether any entry is stale.
-static ANY_STALE: AtomicBool = AtomicBool::new(false);
-static WRITTEN_EXPERTS: AtomicU64 = AtomicU64::new(0);
-static WRITTEN_BYTES: AtomicU64 = AtomicU64::new(0);
+/// The caches of all contexts.
+struct Caches {
+    parts: RwLock<Vec<Part>>,
+    cached: RwLock<Vec<Cached>>,
+    /// Whether any of `cached` is stale.
+    any_stale: AtomicBool,
+    /// Held by the evaluation that writes into slots.
+    writing: Mutex<()>,
+    written_experts: AtomicU64,
+    written_bytes: AtomicU64,
+}
+
+static CACHES: Caches = Caches {
+    parts: RwLock::new(Vec::new()),
+    cached: RwLock::new(Vec::new()),
+    any_stale: AtomicBool::new(false),
+    writing: Mutex::new(()),
+    written_experts: AtomicU64::new(0),
+    written_bytes: AtomicU64::new(0),
+};
 
 /// Whether a context of the program has such a cache.
 pub fn exists() -> bool {
-    !PARTS.read().is_empty()
+    !CACHES.parts.read().is_empty()
 }
 
 /// Returns figures of the caches; `None` while there is none.
 pub fn figures() -> Option<OwnExpertCache> {
-    let parts = PARTS.read();
+    let parts = CACHES.parts.read();
     let count = |is_slot_map| {
         parts
             .iter()
@@ -80,8 +94,8 @@ pub fn figures() -> Option<OwnExpertCache> {
     (!parts.is_empty()).then(|| OwnExpertCache {
         layers: count(true).count(),
         bytes: count(false).map(|part| part.bytes).sum(),
-        written_experts: WRITTEN_EXPERTS.load(Ordering::Relaxed),
-        written_bytes: WRITTEN_BYTES.load(Ordering::Relaxed),
+        written_experts: CACHES.written_experts.load(Ordering::Relaxed),
+        written_bytes: CACHES.written_bytes.load(Ordering::Relaxed),
     })
 }
 
@@ -96,7 +110,7 @@ pub unsafe fn tensor_placed(ggml: &Ggml, tensor: *mut Tensor, buffer: *mut Buffe
     if !name.starts_with(OWN_CACHE) {
         return;
     }
-    let mut parts = PARTS.write();
+    let mut parts = CACHES.parts.write();
     if parts.is_empty() {
         log::info!("the program has an expert cache of its own");
     }
@@ -119,7 +133,7 @@ pub unsafe fn find(model: &Arc<Model>, products: &mut [CachedProduct]) {
         let slots = TensorPointer(product.slots);
         let slot_map = TensorPointer(product.slot_map);
         let same = |of: &&Cached| of.slots == slots && of.slot_map == slot_map;
-        if let Some(known) = CACHED.read().iter().find(same) {
+        if let Some(known) = CACHES.cached.read().iter().find(same) {
             product.matrix = known.weight.0;
             continue;
         }
@@ -143,7 +157,7 @@ pub unsafe fn find(model: &Arc<Model>, products: &mut [CachedProduct]) {
         };
         if is_sound {
             product.matrix = weight.0;
-            let mut cached = CACHED.write();
+            let mut cached = CACHES.cached.write();
             if cached.is_empty()
                 && let Some(OwnExpertCache { layers, bytes, .. }) = figures()
             {
@@ -195,17 +209,17 @@ unsafe fn has_slots(
 pub fn is_known(tensor: *mut Tensor) -> bool {
     let tensor = TensorPointer(tensor);
     let is_part = |of: &Cached| [of.slot_map, of.slots, of.bank].contains(&tensor);
-    CACHED.read().iter().any(is_part)
+    CACHES.cached.read().iter().any(is_part)
 }
 
 /// Whether a cache has slots of which no graph has shown the matrix yet.
 fn has_unread_slots() -> bool {
-    let cached = CACHED.read();
+    let cached = CACHES.cached.read();
     let is_read = |part: &Part| {
         let mut of = cached.iter();
         of.any(|of| of.slot_map.0 as usize == part.tensor)
     };
-    let parts = PARTS.read();
+    let parts = CACHES.parts.read();
     let mut slot_maps = parts.iter().filter(|part| part.is_slot_map);
     slot_maps.any(|part| !is_read(part))
 }
@@ -213,7 +227,8 @@ fn has_unread_slots() -> bool {
 /// Returns why a matrix cannot have this type, if a cache has slots of another one.
 pub fn refuses(model: &Model, matrix: usize, ty: i32) -> Option<String> {
     let of_matrix = |of: &&Cached| of.is_of(model, matrix);
-    let slots = CACHED
+    let slots = CACHES
+        .cached
         .read()
         .iter()
         .filter(of_matrix)
@@ -248,30 +263,29 @@ pub fn check(
 
 /// Records that the bytes of a matrix change, before the next evaluation begins.
 pub fn changed(model: &Model, matrix: usize) {
-    let cached = CACHED.read();
+    let cached = CACHES.cached.read();
     for of in cached.iter().filter(|of| of.is_of(model, matrix)) {
         of.is_stale.store(true, Ordering::Relaxed);
-        ANY_STALE.store(true, Ordering::Release);
+        CACHES.any_stale.store(true, Ordering::Release);
     }
 }
 
 /// Writes the bytes of changed matrices into the slots of their experts. An evaluation begins with
 /// this call: a switch waits for it, and no evaluation has begun since the switch.
 pub fn write_changed() {
-    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    if !ANY_STALE.load(Ordering::Acquire) {
+    if !CACHES.any_stale.load(Ordering::Acquire) {
         return;
     }
     // An evaluation of another context waits here: its slots may be written by this thread.
-    let _turn = ONE_AT_A_TIME.lock();
+    let _turn = CACHES.writing.lock();
     let began = Instant::now();
-    for of in CACHED.read().iter() {
+    for of in CACHES.cached.read().iter() {
         if of.is_stale.swap(false, Ordering::Relaxed) {
             // SAFETY: entries are removed before their tensors are freed; no evaluation runs.
             unsafe { of.write() };
         }
     }
-    ANY_STALE.store(false, Ordering::Release);
+    CACHES.any_stale.store(false, Ordering::Release);
     barrier::note_pause(began.elapsed());
 }
 
@@ -301,8 +315,10 @@ impl Cached {
                     let bytes: *const c_void = data.add(expert * size).cast();
                     let to = slot as usize * size;
                     (f.ggml_backend_tensor_set)(self.slots.0, bytes, to, size);
-                    WRITTEN_EXPERTS.fetch_add(1, Ordering::Relaxed);
-                    WRITTEN_BYTES.fetch_add(size as u64, Ordering::Relaxed);
+                    CACHES.written_experts.fetch_add(1, Ordering::Relaxed);
+                    CACHES
+                        .written_bytes
+                        .fetch_add(size as u64, Ordering::Relaxed);
                 }
             }
         }
@@ -312,7 +328,10 @@ impl Cached {
 /// Forgets what is in a buffer that is about to be freed.
 pub fn buffer_freed(buffer: *mut Buffer) {
     if exists() {
-        PARTS.write().retain(|part| part.buffer != buffer as usize);
+        CACHES
+            .parts
+            .write()
+            .retain(|part| part.buffer != buffer as usize);
         forget(|of| of.buffers.contains(&(buffer as usize)));
     }
 }
@@ -320,16 +339,19 @@ pub fn buffer_freed(buffer: *mut Buffer) {
 /// Forgets tensors at these addresses, whose memory is about to be freed.
 pub fn tensors_freed(range: &Range<usize>) {
     if exists() {
-        PARTS.write().retain(|part| !range.contains(&part.tensor));
+        CACHES
+            .parts
+            .write()
+            .retain(|part| !range.contains(&part.tensor));
         let gone = |of: TensorPointer| range.contains(&(of.0 as usize));
         forget(|of| [of.weight, of.slots, of.slot_map].into_iter().any(gone));
     }
 }
 
 fn forget(gone: impl Fn(&Cached) -> bool) {
-    if !CACHED.read().iter().any(&gone) {
+    if !CACHES.cached.read().iter().any(&gone) {
         return;
     }
     let _no_switch = barrier::hold();
-    CACHED.write().retain(|of| !gone(of));
+    CACHES.cached.write().retain(|of| !gone(of));
 }

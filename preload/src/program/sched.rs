@@ -35,7 +35,7 @@ use parking_lot::Mutex;
 
 use crate::ggml::{self, Ggml, Graph, Sched};
 use crate::program::barrier::{self, ModelSet, Slot, SlotGraph};
-use crate::program::graph::{self, Backends, ComparedField, GraphReads};
+use crate::program::graph::{self, Backends, ComparedField, GraphReads, Outputs};
 use crate::program::models::{self, Model};
 use crate::program::watched::Watched;
 use crate::program::{derived, own_cache};
@@ -48,7 +48,7 @@ pub struct Scheduler {
     ggml: AtomicPtr<Ggml>,
     /// The generation that its graph was built for. Only a graph that is built sets it.
     generation: AtomicU64,
-    /// [`FREES`] when its graph was built.
+    /// [`Table::frees`] when its graph was built.
     frees: AtomicU64,
     /// The generation in which the program began the decode that may build a graph.
     begun_in: AtomicU64,
@@ -66,6 +66,15 @@ struct Table {
     used: AtomicUsize,
     /// Held while a scheduler gets its place.
     claiming: Mutex<()>,
+    /// Counts evaluations.
+    evaluations: AtomicU64,
+    /// Counts graphs that the program was made to rebuild.
+    rebuilt: AtomicU64,
+    /// Counts the moments at which buffers on other machines were freed: their servers drop the
+    /// graphs that they keep.
+    frees: AtomicU64,
+    /// [`activity`] when such a moment was last waited for in vain.
+    no_free_after: AtomicU64,
 }
 
 /// More schedulers than any program has contexts.
@@ -84,6 +93,10 @@ impl Table {
             all,
             used: AtomicUsize::new(0),
             claiming: Mutex::new(()),
+            evaluations: AtomicU64::new(0),
+            rebuilt: AtomicU64::new(0),
+            frees: AtomicU64::new(0),
+            no_free_after: AtomicU64::new(u64::MAX),
         }
     }
 
@@ -117,20 +130,14 @@ pub struct Allocated {
     pub reads: GraphReads,
     /// The backends that evaluate it.
     pub backends: Backends,
+    /// Its tensors that are read after an evaluation.
+    pub outputs: Outputs,
     /// Models that are complete since this graph reads their tensors.
     pub complete: Vec<Arc<Model>>,
 }
 
-/// Counts evaluations.
-static EVALUATIONS: AtomicU64 = AtomicU64::new(0);
-/// Counts graphs that the program was made to rebuild.
-static REBUILT: AtomicU64 = AtomicU64::new(0);
-
 /// How long buffers on other machines wait for a moment between evaluations.
 const LONGEST_FREE: Duration = Duration::from_secs(1);
-/// Counts the moments at which buffers on other machines were freed: their servers drop the graphs
-/// that they keep.
-static FREES: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
     /// The buffer whose size libllama read last on this thread.
@@ -139,12 +146,12 @@ thread_local! {
 
 /// Returns the number of graphs that the program was made to rebuild.
 pub fn rebuilt() -> u64 {
-    REBUILT.load(Ordering::Relaxed)
+    TABLE.rebuilt.load(Ordering::Relaxed)
 }
 
 /// Returns the number of evaluations.
 pub fn count() -> u64 {
-    EVALUATIONS.load(Ordering::Relaxed)
+    TABLE.evaluations.load(Ordering::Relaxed)
 }
 
 /// Counts what may have removed an obstacle: evaluations, and schedulers that became idle.
@@ -155,8 +162,7 @@ pub fn activity() -> u64 {
 /// Frees the buffers on other machines that wait for it, between evaluations. If there is no such
 /// moment, they wait on, until the next attempt after an evaluation.
 pub fn free_remote() {
-    static FAILED_AFTER: AtomicU64 = AtomicU64::new(u64::MAX);
-    if !ggml::remote_waits() || FAILED_AFTER.load(Ordering::Relaxed) == activity() {
+    if !ggml::remote_waits() || TABLE.no_free_after.load(Ordering::Relaxed) == activity() {
         return;
     }
     // A server drops the graphs of all models that have tensors there.
@@ -169,10 +175,10 @@ pub fn free_remote() {
     let is_wanted = || began.elapsed() < LONGEST_FREE;
     let freed = barrier::between_evaluations(remote, is_wanted, || {
         ggml::free_remote();
-        FREES.fetch_add(1, Ordering::SeqCst);
+        TABLE.frees.fetch_add(1, Ordering::SeqCst);
     });
     if freed.is_err() {
-        FAILED_AFTER.store(activity(), Ordering::Relaxed);
+        TABLE.no_free_after.store(activity(), Ordering::Relaxed);
         log::info!(
             "buffers of replaced tensors on other machines are not freed yet: they wait for a moment between evaluations"
         );
@@ -264,7 +270,7 @@ impl Scheduler {
         let now = barrier::generation();
         scheduler.generation.store(now, Ordering::Relaxed);
         scheduler.begun_in.store(now, Ordering::Relaxed);
-        let frees = FREES.load(Ordering::SeqCst);
+        let frees = TABLE.frees.load(Ordering::SeqCst);
         scheduler.frees.store(frees, Ordering::Relaxed);
         if freed.is_none() {
             scheduler.slot.link();
@@ -360,7 +366,7 @@ impl Scheduler {
         }
         self.slot.enter_compute();
         own_cache::write_changed();
-        EVALUATIONS.fetch_add(1, Ordering::Relaxed);
+        TABLE.evaluations.fetch_add(1, Ordering::Relaxed);
         self.restore_if_invalidated();
         // Only a graph that is rebuilt takes the new generation: this one stays stale.
         let keeps = self.slot.keeps_graph();
@@ -414,7 +420,7 @@ impl Scheduler {
     /// Whether a switch since its graph was built may have made the graph invalid.
     fn is_stale(&self) -> bool {
         let built_in = self.generation.load(Ordering::Relaxed);
-        match self.slot.stays_valid_unless_viewed() {
+        match self.slot.survives_if_no_views() {
             true => built_in < barrier::viewed_in(),
             false => built_in != barrier::generation(),
         }
@@ -422,8 +428,8 @@ impl Scheduler {
 
     /// Whether a server on another machine may have dropped its graph.
     fn is_dropped(&self) -> bool {
-        !self.slot.stays_valid_unless_viewed()
-            && self.frees.load(Ordering::Relaxed) != FREES.load(Ordering::SeqCst)
+        !self.slot.survives_if_no_views()
+            && self.frees.load(Ordering::Relaxed) != TABLE.frees.load(Ordering::SeqCst)
     }
 
     /// Makes libllama rebuild the graph if a switch happened since it was built or a server may
@@ -506,7 +512,7 @@ impl Scheduler {
         if let Some(tokens) = known.rebuilding.take() {
             // Another number of tokens would have made a new graph anyway.
             if reads.compared.is_some_and(|field| field.tokens == tokens) {
-                REBUILT.fetch_add(1, Ordering::Relaxed);
+                TABLE.rebuilt.fetch_add(1, Ordering::Relaxed);
                 known.tried = true;
                 self.slot.set_can_rebuild(true);
             }
@@ -524,18 +530,19 @@ impl Scheduler {
             false => barrier::generation(),
         };
         self.generation.store(built_in, Ordering::Relaxed);
-        let frees = FREES.load(Ordering::SeqCst);
+        let frees = TABLE.frees.load(Ordering::SeqCst);
         self.frees.store(frees, Ordering::Relaxed);
         self.slot.set_graph(&SlotGraph {
             is_kept: keeps,
             stays_valid,
-            stays_valid_unless_viewed: can_stay && were_views_known,
+            survives_if_no_views: can_stay && were_views_known,
             reads: found.reads,
         });
         Allocated {
             graph,
             reads,
             backends,
+            outputs: Outputs::default(),
             complete: found.complete,
         }
     }

@@ -41,7 +41,7 @@ use crate::loader::redirect::Redirection;
 use crate::process::{journal, thread};
 use crate::program::barrier;
 use crate::program::capability::{Capability, Effect};
-use crate::program::graph::{self, UsedWeight};
+use crate::program::graph::{self, Outputs, UsedWeight};
 use crate::program::models::{self, Model};
 use crate::program::sched::{Allocated, SLOTS, Scheduler};
 use crate::trace::routes::{self, GraphRoutes, Queue};
@@ -185,7 +185,7 @@ impl Capability for ExpertTrace {
         for (weight, ids) in graph.reads.routed() {
             if !routed.iter().any(|routed| routed.ids == ids) {
                 // SAFETY: the graph is live and not yet allocated.
-                routed.extend(unsafe { keep_ids(weight, ids) });
+                routed.extend(unsafe { keep_ids(weight, ids, &graph.outputs) });
             }
         }
         let unknown = not_routed(&graph.reads.weights, &routed);
@@ -205,8 +205,8 @@ impl Capability for ExpertTrace {
         // SAFETY: as above.
         unsafe {
             let ggml = scheduler.ggml();
-            known.routes.renew(queue, ggml, graph.graph);
-            known.saliency.renew(saliency, ggml, graph.graph);
+            known.routes.renew(queue, ggml, graph);
+            known.saliency.renew(saliency, ggml, graph);
         }
         known.routed = routed;
         known.unknown = unknown;
@@ -366,13 +366,13 @@ fn several_in_a_layer(routed: &[Routed]) -> Option<&Routed> {
 /// # Safety
 ///
 /// A weight of a live graph that is not yet allocated.
-unsafe fn keep_ids(weight: *mut Tensor, ids: *mut Tensor) -> Option<Routed> {
+unsafe fn keep_ids(weight: *mut Tensor, ids: *mut Tensor, outputs: &Outputs) -> Option<Routed> {
     let (model, tensor) = models::find(weight)?;
     // Another thread may have found the model a moment before it is reported as complete.
     let trace = ModelTrace::of(&model).or_else(|| ModelTrace::register(&model))?;
     let name = model.name(tensor).to_str().ok()?;
     // SAFETY: as the caller ensures.
-    unsafe { trace.keep_ids(model.ggml, name, ids) }
+    unsafe { trace.keep_ids(model.ggml, name, ids, outputs) }
 }
 
 /// Returns the layers of experts, by position, that a graph evaluates without routed ids of their
@@ -554,11 +554,12 @@ impl ModelTrace {
         ggml: &Ggml,
         weight: &str,
         ids: *mut Tensor,
+        outputs: &Outputs,
     ) -> Option<Routed> {
         let layer = ExpertName::parse(weight)?.layer;
         let layer = self.counters.layout().position(layer)?;
         // SAFETY: as the caller ensures.
-        unsafe { graph::keep(ggml, ids) };
+        unsafe { outputs.keep(ggml, ids) };
         Some(Routed {
             ids,
             trace: self.clone(),

@@ -19,10 +19,11 @@ use sidecar_core::config::{Config, Variable};
 use sidecar_core::protocol::{Event, NoEffect};
 use sidecar_core::trace::{Ids, NOT_ROUTED, RouteLayout, RouteWriter};
 
-use crate::ggml::{Ggml, Graph, Tensor};
+use crate::ggml::{Ggml, Tensor};
 use crate::process::{journal, thread};
 use crate::program::capability::{Capability, Effect};
 use crate::program::graph::WeightedExperts;
+use crate::program::sched::Allocated;
 use crate::program::{barrier, graph};
 
 /// Ids that the queue of a model takes between two writes; with gate weights, as many of them.
@@ -113,25 +114,35 @@ struct Output {
     marks: Vec<String>,
 }
 
-/// The queues of all models, also of freed ones.
-static QUEUES: RwLock<Vec<Arc<Queue>>> = RwLock::new(Vec::new());
-/// Whether a write must not wait for the end of the pause; set with [`WAKE`].
-static URGENT: Mutex<bool> = Mutex::new(false);
-static WAKE: Condvar = Condvar::new();
-/// Whether the thread sleeps, or is about to, until it is woken.
-static SLEEPS: AtomicBool = AtomicBool::new(false);
+/// The thread that writes the queues to their files.
+struct Writer {
+    /// The queues of all models, also of freed ones.
+    queues: RwLock<Vec<Arc<Queue>>>,
+    /// Whether a write must not wait for the end of the pause; set with `woken`.
+    urgent: Mutex<bool>,
+    woken: Condvar,
+    /// Whether the thread sleeps, or is about to, until it is woken.
+    sleeps: AtomicBool,
+}
+
+static WRITER: Writer = Writer {
+    queues: RwLock::new(Vec::new()),
+    urgent: Mutex::new(false),
+    woken: Condvar::new(),
+    sleeps: AtomicBool::new(false),
+};
 
 fn queues() -> Vec<Arc<Queue>> {
     // The process may end while another thread holds the lock.
-    let queues = QUEUES.try_read_for(LONGEST_WRITE);
+    let queues = WRITER.queues.try_read_for(LONGEST_WRITE);
     queues.map(|queues| queues.clone()).unwrap_or_default()
 }
 
 fn wake() {
-    let mut urgent = URGENT.lock();
+    let mut urgent = WRITER.urgent.lock();
     if !*urgent {
         *urgent = true;
-        WAKE.notify_one();
+        WRITER.woken.notify_one();
     }
 }
 
@@ -146,12 +157,12 @@ fn write_behind() {
         }
         empty = if written { 0 } else { empty + 1 };
         // Rows that come after this are found after one more pause, or wake the thread.
-        SLEEPS.store(empty >= EMPTY_PAUSES, Ordering::SeqCst);
-        let mut urgent = URGENT.lock();
+        WRITER.sleeps.store(empty >= EMPTY_PAUSES, Ordering::SeqCst);
+        let mut urgent = WRITER.urgent.lock();
         if !*urgent {
             match empty > EMPTY_PAUSES {
-                true => WAKE.wait(&mut urgent),
-                false => drop(WAKE.wait_for(&mut urgent, PAUSE)),
+                true => WRITER.woken.wait(&mut urgent),
+                false => drop(WRITER.woken.wait_for(&mut urgent, PAUSE)),
             }
         }
         *urgent = false;
@@ -261,7 +272,7 @@ impl Queue {
             output: Mutex::default(),
             rests: AtomicBool::new(true),
         });
-        QUEUES.write().push(queue.clone());
+        WRITER.queues.write().push(queue.clone());
         Some(queue)
     }
 
@@ -278,7 +289,7 @@ impl Queue {
         pending.items.push(Item::Rows(context as u32, rows.tokens));
         let fills = pending.fills();
         drop(pending);
-        if fills || SLEEPS.load(Ordering::SeqCst) {
+        if fills || WRITER.sleeps.load(Ordering::SeqCst) {
             wake();
         }
     }
@@ -506,7 +517,7 @@ impl GraphRoutes {
     /// # Safety
     ///
     /// A live graph of this copy that is not yet allocated.
-    pub unsafe fn renew(&mut self, queue: Option<Arc<Queue>>, ggml: &Ggml, graph: *mut Graph) {
+    pub unsafe fn renew(&mut self, queue: Option<Arc<Queue>>, ggml: &Ggml, graph: &Allocated) {
         self.clear();
         self.queue = queue;
         let Some(queue) = &self.queue else {
@@ -515,8 +526,8 @@ impl GraphRoutes {
         let (f, layout) = (&ggml.f, &ggml.layout);
         // SAFETY: nodes of a live graph are live tensors, and so are their sources.
         unsafe {
-            for i in 0..(f.ggml_graph_n_nodes)(graph) {
-                let node = (f.ggml_graph_node)(graph, i);
+            for i in 0..(f.ggml_graph_n_nodes)(graph.graph) {
+                let node = (f.ggml_graph_node)(graph.graph, i);
                 if layout.read::<i32>(node, layout.op) != ggml.ops.get_rows {
                     continue;
                 }
@@ -531,13 +542,13 @@ impl GraphRoutes {
                         rows,
                         positions: Vec::new(),
                     });
-                    graph::keep(ggml, positions);
+                    graph.outputs.keep(ggml, positions);
                 }
             }
             if queue.layout.has_weights() {
-                self.experts = graph::weighted_experts(ggml, graph);
+                self.experts = graph::weighted_experts(ggml, graph.graph);
                 for experts in &self.experts {
-                    graph::keep(ggml, experts.gates);
+                    graph.outputs.keep(ggml, experts.gates);
                 }
             }
         }

@@ -12,9 +12,10 @@ use sidecar_core::protocol::NoEffect;
 use sidecar_core::trace;
 use sidecar_core::trace::{ExpertLayout, Ids, ModelMeta, norm};
 
-use crate::ggml::{Ggml, Graph};
+use crate::ggml::Ggml;
 use crate::program::capability::{Capability, Effect};
 use crate::program::graph::{self, WeightedExperts};
+use crate::program::sched::Allocated;
 
 /// The start of the names of the outputs of experts, before gate weights.
 const OUTPUTS: &[u8] = b"ffn_moe_down";
@@ -119,7 +120,7 @@ impl GraphSaliency {
         &mut self,
         model: Option<Arc<ModelSaliency>>,
         ggml: &Ggml,
-        graph: *mut Graph,
+        graph: &Allocated,
     ) {
         self.clear();
         self.model = model;
@@ -128,12 +129,12 @@ impl GraphSaliency {
         }
         // SAFETY: as the caller ensures.
         unsafe {
-            self.experts = graph::weighted_experts(ggml, graph);
+            self.experts = graph::weighted_experts(ggml, graph.graph);
             self.experts
                 .retain(|experts| graph::name(ggml, experts.outputs).starts_with(OUTPUTS));
             for experts in &self.experts {
-                graph::keep(ggml, experts.gates);
-                graph::keep(ggml, experts.outputs);
+                graph.outputs.keep(ggml, experts.gates);
+                graph.outputs.keep(ggml, experts.outputs);
             }
         }
     }
