@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 
 use super::copy::{CopyError, Destination, copy_parts, from_file};
 use super::placement::Layout;
-use super::resident::{NewParts, PartPlan, Resident, plan_parts};
+use super::resident::{NewParts, PartExtent, Resident, part_extents};
 use super::split::StridedRange;
 use super::tensor::{Storage, Version};
 use super::{Model, TensorView};
@@ -56,7 +56,7 @@ struct Pending {
     index: usize,
     version: Arc<Version>,
     layout: Layout,
-    parts: Vec<PartPlan>,
+    parts: Vec<PartExtent>,
 }
 
 /// Parts that share a buffer.
@@ -210,9 +210,13 @@ impl Model {
     fn all_pending(&self) -> (Vec<Pending>, u64) {
         let versions = self.versions.read();
         let mut pending = Vec::new();
-        for group in 0..self.plan().groups.len() {
+        for group in 0..self.group_layout().groups.len() {
             let layouts = self.group_layouts(&versions, group);
-            for (&index, layout) in self.plan().groups[group].tensors.iter().zip(layouts) {
+            for (&index, layout) in self.group_layout().groups[group]
+                .tensors
+                .iter()
+                .zip(layouts)
+            {
                 let version = &versions.current[index].version;
                 if version.resident().is_none() {
                     pending.push(self.pending(index, version.clone(), layout));
@@ -223,10 +227,10 @@ impl Model {
     }
 
     fn pending(&self, index: usize, version: Arc<Version>, layout: Layout) -> Pending {
-        let rows = self.plan().rows[index];
+        let rows = self.group_layout().rows[index];
         Pending {
             index,
-            parts: plan_parts(version.ty, &version.ne, version.nbytes, rows, &layout),
+            parts: part_extents(version.ty, &version.ne, version.nbytes, rows, &layout),
             version,
             layout,
         }
@@ -241,7 +245,7 @@ impl Model {
         let slots_of = |device: usize| -> Vec<(usize, usize)> {
             let parts = pending.iter().enumerate().flat_map(|(at, tensor)| {
                 let parts = tensor.parts.iter().enumerate();
-                parts.map(move |(part, plan)| (at, part, plan.device))
+                parts.map(move |(part, extent)| (at, part, extent.device))
             });
             parts
                 .filter(|slot| slot.2 == device)

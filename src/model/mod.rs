@@ -120,8 +120,8 @@ pub struct Model {
     devices: Vec<Arc<dyn Device>>,
     placement: Placement,
     /// Made at the first use, so that opening a model stays fast.
-    plan: OnceCell<Plan>,
-    /// Made at the first use, as the plan.
+    group_layout: OnceCell<GroupLayout>,
+    /// Made at the first use, as the layout of groups.
     experts: OnceCell<ExpertIndex>,
     barrier: EvalBarrier,
     listeners: listeners::Listeners,
@@ -138,7 +138,7 @@ struct Tensor {
 
 /// How tensors are laid out, as far as it follows from the placement and their names.
 #[derive(Debug)]
-struct Plan {
+struct GroupLayout {
     /// The assignment of each tensor.
     assignments: Vec<Assignment>,
     /// Rows of one slice of each tensor.
@@ -205,7 +205,7 @@ impl Model {
             }),
             devices: options.devices,
             placement: options.placement,
-            plan: OnceCell::new(),
+            group_layout: OnceCell::new(),
             experts: OnceCell::new(),
             barrier: EvalBarrier::default(),
             listeners: listeners::Listeners::default(),
@@ -253,7 +253,9 @@ impl Model {
             let versions = self.versions.read();
             let current = &versions.current[index];
             let displaced = !versions.displaced.is_empty()
-                && versions.displaced.contains(&self.plan().group_of[index]);
+                && versions
+                    .displaced
+                    .contains(&self.group_layout().group_of[index]);
             (current.version.clone(), current.generation, displaced)
         };
         let tensor = &self.tensors[index];
@@ -282,8 +284,8 @@ impl Model {
         self.experts.get_or_init(index)
     }
 
-    fn plan(&self) -> &Plan {
-        self.plan.get_or_init(|| {
+    fn group_layout(&self) -> &GroupLayout {
+        self.group_layout.get_or_init(|| {
             let (mut assignments, mut rows, mut experts) = (Vec::new(), Vec::new(), Vec::new());
             let mut names = vec![None; self.tensors.len()];
             for expert in self.experts().tensors() {
@@ -297,7 +299,7 @@ impl Model {
                 experts.push((expert, ne));
             }
             let (groups, group_of) = placement::groups(experts.into_iter());
-            Plan {
+            GroupLayout {
                 assignments,
                 rows,
                 groups,
@@ -307,8 +309,8 @@ impl Model {
     }
 
     fn layout(&self, versions: &Versions, index: usize) -> Layout {
-        let group = self.plan().group_of[index] as usize;
-        let tensors = &self.plan().groups[group].tensors;
+        let group = self.group_layout().group_of[index] as usize;
+        let tensors = &self.group_layout().groups[group].tensors;
         let at = tensors
             .binary_search(&index)
             .expect("a tensor is in its group");
@@ -317,7 +319,7 @@ impl Model {
 
     /// Returns the layouts of the tensors of a group, for the types that the tensors have now.
     fn group_layouts(&self, versions: &Versions, group: usize) -> Vec<Layout> {
-        let tensors = &self.plan().groups[group].tensors;
+        let tensors = &self.group_layout().groups[group].tensors;
         if versions.displaced.contains(&(group as u32)) {
             return vec![Layout::Whole(HOST); tensors.len()];
         }
@@ -327,13 +329,16 @@ impl Model {
 
     /// Returns the layouts of the tensors of a group on their assigned devices.
     fn device_layouts(&self, group: usize, ty: impl Fn(usize) -> &'static TypeInfo) -> Vec<Layout> {
-        let plan = self.plan();
-        let members = plan.groups[group].tensors.iter().map(|&index| GroupMember {
-            assignment: plan.assignments[index],
-            ty: ty(index),
-            ne: &self.tensors[index].original.ne,
-            rows: plan.rows[index],
-        });
+        let layout = self.group_layout();
+        let members = layout.groups[group]
+            .tensors
+            .iter()
+            .map(|&index| GroupMember {
+                assignment: layout.assignments[index],
+                ty: ty(index),
+                ne: &self.tensors[index].original.ne,
+                rows: layout.rows[index],
+            });
         self.placement.layouts(&members.collect::<Vec<_>>())
     }
 

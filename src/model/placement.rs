@@ -2,7 +2,7 @@
 
 use regex_lite::Regex;
 
-use super::split::{Axis, SplitPlan, common_granularity, split_bounds};
+use super::split::{Axis, SplitUnits, common_granularity, split_bounds};
 use crate::device::Device;
 use sidecar_core::error::{Error, Result};
 use sidecar_core::experts::{ExpertName, Projection};
@@ -105,11 +105,11 @@ impl Placement {
 
     /// Returns the layouts of the tensors of a group, which are split at the same bounds.
     pub(super) fn layouts(&self, members: &[GroupMember<'_>]) -> Vec<Layout> {
-        let plans = members.iter().filter_map(GroupMember::split_plan);
-        let granularity = plans
+        let units = members.iter().filter_map(GroupMember::split_units);
+        let granularity = units
             .clone()
-            .fold(1, |g, plan| common_granularity(g, plan.granularity));
-        let units = plans.map(|plan| plan.units).max().unwrap_or(0);
+            .fold(1, |g, of| common_granularity(g, of.granularity));
+        let units = units.map(|of| of.units).max().unwrap_or(0);
         let bounds = split_bounds(units, granularity, &self.split);
         let layout = |member: &GroupMember<'_>| match member.assignment {
             Assignment::Device(device) => Layout::Whole(device),
@@ -133,10 +133,10 @@ pub(super) struct GroupMember<'a> {
 }
 
 impl GroupMember<'_> {
-    fn split_plan(&self) -> Option<SplitPlan> {
+    fn split_units(&self) -> Option<SplitUnits> {
         match self.assignment {
             Assignment::Device(_) => None,
-            Assignment::Split(axis) => Some(SplitPlan::new(self.ty, self.ne, self.rows, axis)),
+            Assignment::Split(axis) => Some(SplitUnits::new(self.ty, self.ne, self.rows, axis)),
         }
     }
 }

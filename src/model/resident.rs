@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 
 use super::copy::{CopyError, Destination, ReadAt, copy_parts};
 use super::placement::Layout;
-use super::split::{SplitPlan, StridedRange};
+use super::split::{SplitUnits, StridedRange};
 use crate::device::{Buffer, Device, DeviceError};
 use sidecar_core::gguf::TypeInfo;
 
@@ -32,7 +32,7 @@ pub(super) struct Part {
 
 /// A part that has no buffer yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct PartPlan {
+pub(super) struct PartExtent {
     pub device: usize,
     pub range: StridedRange,
     pub units: (u64, u64),
@@ -41,29 +41,29 @@ pub(super) struct PartPlan {
 /// Parts with buffers of their own, which are not filled yet.
 pub(super) struct NewParts {
     layout: Layout,
-    parts: Vec<PartPlan>,
+    parts: Vec<PartExtent>,
     buffers: Vec<Mutex<Box<dyn Buffer>>>,
 }
 
 /// Plans the parts of a tensor under a layout. Parts without bytes are left out.
-pub(super) fn plan_parts(
+pub(super) fn part_extents(
     ty: &TypeInfo,
     ne: &[u64; 4],
     nbytes: u64,
     rows: u64,
     layout: &Layout,
-) -> Vec<PartPlan> {
+) -> Vec<PartExtent> {
     match layout {
-        Layout::Whole(device) => vec![PartPlan {
+        Layout::Whole(device) => vec![PartExtent {
             device: *device,
             range: StridedRange::whole(nbytes),
             units: (0, ne[1]),
         }],
         Layout::Split { axis, bounds } => {
-            let plan = SplitPlan::new(ty, ne, rows, *axis);
-            let parts = bounds.windows(2).enumerate().map(|(i, part)| PartPlan {
+            let units = SplitUnits::new(ty, ne, rows, *axis);
+            let parts = bounds.windows(2).enumerate().map(|(i, part)| PartExtent {
                 device: i + 1,
-                range: StridedRange::of(&plan, part[0], part[1]),
+                range: StridedRange::of(&units, part[0], part[1]),
                 units: (part[0], part[1]),
             });
             parts.filter(|part| part.range.bytes() > 0).collect()
@@ -71,7 +71,7 @@ pub(super) fn plan_parts(
     }
 }
 
-impl PartPlan {
+impl PartExtent {
     /// Returns the part whose bytes start at `offset` of a buffer.
     pub fn at(&self, buffer: Arc<dyn Buffer>, offset: u64) -> Part {
         Part {
@@ -96,9 +96,9 @@ impl NewParts {
     pub fn allocate(
         devices: &[Arc<dyn Device>],
         layout: Layout,
-        parts: Vec<PartPlan>,
+        parts: Vec<PartExtent>,
     ) -> Result<NewParts, DeviceError> {
-        let allocate = |part: &PartPlan| {
+        let allocate = |part: &PartExtent| {
             let device = devices[part.device].clone();
             Ok(Mutex::new(device.allocate(part.range.bytes())?))
         };

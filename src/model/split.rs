@@ -23,7 +23,7 @@ pub enum Axis {
 
 /// The units of a tensor that parts share, and where the units are in its bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SplitPlan {
+pub struct SplitUnits {
     /// How many units parts share: rows of a slice, or elements of a row.
     pub units: u64,
     /// A part holds a multiple of this many units; the last part holds the rest.
@@ -36,14 +36,14 @@ pub struct SplitPlan {
     stride: u64,
 }
 
-impl SplitPlan {
+impl SplitUnits {
     /// Plans how a tensor of this type and shape is split along `axis`. The rows of the tensor
     /// come in slices of `rows`: `ne[1]`, or half of it when gate and up share a tensor.
-    pub fn new(ty: &TypeInfo, ne: &[u64; 4], rows: u64, axis: Axis) -> SplitPlan {
+    pub fn new(ty: &TypeInfo, ne: &[u64; 4], rows: u64, axis: Axis) -> SplitUnits {
         let row_bytes = ty.row_bytes(ne[0]).unwrap_or(0);
         let all_rows = ne[1] * ne[2] * ne[3];
         match axis {
-            Axis::Rows => SplitPlan {
+            Axis::Rows => SplitUnits {
                 units: rows,
                 granularity: ty.interleave,
                 granularity_bytes: ty.interleave * row_bytes,
@@ -51,14 +51,14 @@ impl SplitPlan {
                 stride: rows * row_bytes,
             },
             // A row that begins with bytes of its own cannot be split.
-            Axis::Columns if ty.row_meta > 0 => SplitPlan {
+            Axis::Columns if ty.row_meta > 0 => SplitUnits {
                 units: ne[0],
                 granularity: ne[0],
                 granularity_bytes: row_bytes,
                 repeats: all_rows,
                 stride: row_bytes,
             },
-            Axis::Columns => SplitPlan {
+            Axis::Columns => SplitUnits {
                 units: ne[0],
                 granularity: ty.block,
                 granularity_bytes: ty.interleave * ty.bytes,
@@ -114,13 +114,13 @@ pub struct StridedRange {
 
 impl StridedRange {
     /// Returns the bytes of the part that holds units `from..to`.
-    pub fn of(plan: &SplitPlan, from: u64, to: u64) -> StridedRange {
-        let start = plan.byte(from);
+    pub fn of(units: &SplitUnits, from: u64, to: u64) -> StridedRange {
+        let start = units.byte(from);
         StridedRange {
             from: start,
-            len: plan.byte(to) - start,
-            stride: plan.stride,
-            repeats: plan.repeats,
+            len: units.byte(to) - start,
+            stride: units.stride,
+            repeats: units.repeats,
         }
     }
 
@@ -191,11 +191,11 @@ mod tests {
                 .into_iter()
                 .filter(|rows| ne[1] % rows == 0)
             {
-                let plan = SplitPlan::new(ty(name), &ne, rows, axis);
-                let bounds = split_bounds(plan.units, plan.granularity, &[2.0, 1.0, 1.5]);
+                let units = SplitUnits::new(ty(name), &ne, rows, axis);
+                let bounds = split_bounds(units.units, units.granularity, &[2.0, 1.0, 1.5]);
                 let mut times_covered = vec![0u8; nbytes as usize];
                 for part in bounds.windows(2) {
-                    let range = StridedRange::of(&plan, part[0], part[1]);
+                    let range = StridedRange::of(&units, part[0], part[1]);
                     for repeat in 0..range.repeats {
                         let start = repeat * range.stride + range.from;
                         for byte in start..start + range.len {

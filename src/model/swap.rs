@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 
 use super::copy::{CopyError, from_file};
 use super::placement::{HOST, Layout};
-use super::resident::{NewParts, plan_parts};
+use super::resident::{NewParts, part_extents};
 use super::split::Axis;
 use super::tensor::{Storage, Version};
 use super::{Model, Versions};
@@ -70,7 +70,11 @@ impl Model {
             ready: Vec::new(),
             copies: Vec::new(),
         };
-        for (&index, layout) in self.plan().groups[group].tensors.iter().zip(&layouts) {
+        for (&index, layout) in self.group_layout().groups[group]
+            .tensors
+            .iter()
+            .zip(&layouts)
+        {
             let change = changes.iter().find(|change| change.tensor() == index);
             let current = self.current(index);
             let original = &self.tensors[index].original;
@@ -123,7 +127,7 @@ impl Model {
         from: CopyFrom<'a>,
     ) -> Result<TensorCopy<'a>, DeviceError> {
         let ne = &self.tensors[tensor].original.ne;
-        let parts = plan_parts(ty, ne, nbytes, self.plan().rows[tensor], layout);
+        let parts = part_extents(ty, ne, nbytes, self.group_layout().rows[tensor], layout);
         Ok(TensorCopy {
             tensor,
             ty,
@@ -315,7 +319,7 @@ impl Store for Model {
     }
 
     fn group(&self, tensor: usize) -> usize {
-        self.plan().group_of[tensor] as usize
+        self.group_layout().group_of[tensor] as usize
     }
 
     fn stage(
@@ -397,7 +401,7 @@ impl Store for Model {
             let ready = group.ready.iter().map(|ready| ready.0);
             let copied = group.copies.iter().map(|copy| copy.tensor);
             let replaced: BTreeSet<usize> = ready.chain(copied).collect();
-            let members = self.plan().groups[group.group].tensors.iter();
+            let members = self.group_layout().groups[group.group].tensors.iter();
             let kept = members
                 .copied()
                 .zip(group.layouts)

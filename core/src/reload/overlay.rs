@@ -78,7 +78,7 @@ impl OverlaySource {
     }
 
     /// Returns whether `id` is one of the files of the source, in the version that was opened.
-    pub fn is_of(&self, id: &FileId) -> bool {
+    pub fn has_opened(&self, id: &FileId) -> bool {
         self.files.iter().any(|file| file.source.id() == *id)
     }
 

@@ -133,7 +133,7 @@ impl Sources {
             ));
         }
         let id = FileId::of_path(path).ok();
-        let known = id.and_then(|id| self.opened.iter().position(|source| source.is_of(&id)));
+        let known = id.and_then(|id| self.opened.iter().position(|source| source.has_opened(&id)));
         let index = known.unwrap_or(self.opened.len());
         if index == MOST_SOURCES {
             return Err(format!(
