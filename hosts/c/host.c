@@ -174,10 +174,12 @@ static int by_size(const void * a, const void * b) {
 static void read_text(void) {
     static char bytes[1 << 14];
     FILE * file = fopen(TEXT, "r");
-    const size_t len = file ? fread(bytes, 1, sizeof(bytes), file) : 0;
-    if (file) {
-        fclose(file);
+    if (!file) {
+        perror("cannot open the fixed text: " TEXT);
+        exit(1);
     }
+    const size_t len = fread(bytes, 1, sizeof(bytes), file);
+    fclose(file);
     n_text = llama_tokenize(llama_model_get_vocab(model), bytes, (int32_t) len, text,
                             sizeof(text) / sizeof(*text), false, false);
 }
