@@ -404,6 +404,42 @@ fn misses_where_they_are_faster() {
     assert_eq!(run.answers[3], offloaded().run(&commands).answers[3]);
 }
 
+/// With a fast CPU and a slow link, the slots are left unused after a trial; the other way round,
+/// they are used. Times are virtual. The logits are those of the same placement throughout.
+#[test]
+fn slots_are_used_where_they_are_faster() {
+    let commands = ["prompt 1", "hashes 120", "prompt 1", "hashes 60"];
+    let expected = offloaded().run(&commands).answers;
+    for (cpu, link, is_used) in [("400", "0.2", false), ("0.2", "50", true)] {
+        let setup = cached("14")
+            .with("LLAMA_POSTFETCH_CACHE_MISSES", "auto")
+            .device("SIM_GGML_HOST_GBS", cpu)
+            .device("SIM_GGML_LINK_GBS", link)
+            .device("SIM_GGML_PAGEABLE_GBS", link)
+            .device("SIM_GGML_CLOCK", "100");
+        let sim = setup.simulation();
+        let mut host = setup.start(&sim, &fixture("small-moe.gguf"));
+        let answers = commands.map(|command| host.ask(command));
+        assert_eq!(answers[..], expected);
+        let log = host.log();
+        let choice = log
+            .iter()
+            .find(|line| line.contains(" is used; milliseconds"));
+        let choice = choice.unwrap_or_else(|| panic!("no choice in {log:#?}"));
+        assert_eq!(!choice.contains("NoSlots is used"), is_used, "{choice}");
+        let looked_up = |host: &Host| {
+            let figures = &host.control("status")["post_fetch"];
+            count(figures, "cache_hits") + count(figures, "cache_misses")
+        };
+        let before = looked_up(&host);
+        assert!(before > 0);
+        host.ask("hashes 20");
+        assert_eq!(looked_up(&host) > before, is_used, "{choice}");
+        assert_eq!(host.end(), Some(0));
+        sim.report().assert_ordered();
+    }
+}
+
 /// The evaluation fails before or after the CPU's part of it.
 #[test]
 fn an_evaluation_with_misses_on_the_cpu_that_fails() {

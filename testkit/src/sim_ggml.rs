@@ -160,9 +160,18 @@ impl SimGgml {
         &self.settings
     }
 
-    /// Lets a process load it that is about to be started.
+    /// Lets a process load it that is about to be started. With `SIM_GGML_CLOCK`, it replaces the
+    /// clock of the process.
     pub fn prepare(&self, command: &mut Command) {
         command.envs(self.variables().iter().cloned());
+        if self.variables().iter().any(|of| of.0 == "SIM_GGML_CLOCK") {
+            let preloaded = command.get_envs().find(|of| of.0 == "LD_PRELOAD");
+            let preloaded = preloaded.and_then(|of| of.1).unwrap_or_default();
+            let mut all = library().into_os_string();
+            all.push(" ");
+            all.push(preloaded);
+            command.env("LD_PRELOAD", all);
+        }
     }
 
     /// The report of what happened so far in a Python host.

@@ -17,6 +17,7 @@ use sidecar_core::experts::ExpertName;
 use sidecar_core::protocol::Event;
 use sidecar_core::trace::{self, Ids, Snapshot};
 
+use super::choice::{Choice, Method};
 use super::figures::{FIGURES, LayerFigures};
 use super::instance::Scratch;
 use super::speeds::{self, Speeds};
@@ -28,8 +29,6 @@ use crate::program::models::{self, TensorPointer};
 
 /// Memory that is left to the program at least.
 const RESERVE: u64 = 512 << 20;
-/// How often the speed of the CPU is measured before the better one of CPU and link stays.
-const TRIALS: u32 = 64;
 /// Bytes behind the ids, which kernels may read in blocks.
 const IDS_PADDING: usize = 512;
 
@@ -65,18 +64,10 @@ pub struct Cache {
     /// The device of the slots.
     device: usize,
     speeds: Option<Speeds>,
-    /// Whether the CPU computes what has no slot.
-    computes_misses: bool,
-    /// The most bytes of experts a second that the CPU computed, while that decides.
-    trial: Option<Trial>,
-}
-
-/// What is known of the speed of the CPU.
-struct Trial {
-    /// The most bytes of experts per second that the CPU computed.
-    best: f64,
-    /// How many more times are measured.
-    left: u32,
+    /// The time in the evaluation in which the link copied nothing for later tokens.
+    link_time: Duration,
+    /// What computes misses, by batch size.
+    choices: BTreeMap<usize, Choice>,
 }
 
 // SAFETY: ggml ties no memory to a thread; the device is compared only.
@@ -145,8 +136,8 @@ impl Cache {
                 layers,
                 device: device as usize,
                 speeds: None,
-                computes_misses: false,
-                trial: None,
+                link_time: Duration::ZERO,
+                choices: BTreeMap::new(),
             };
             FIGURES.note_cache(bytes, cache.slots());
             for layer in &mut cache.layers {
@@ -154,15 +145,15 @@ impl Cache {
                 layer.figures = FIGURES.cache_layer(layer.model, layer.layer, slots);
             }
             // SAFETY: as the caller ensures, and nothing uses the slots.
-            let speeds = unsafe { cache.measure(ggml, &matrices) };
-            cache.decide(speeds);
+            cache.speeds = unsafe { cache.measure(ggml, &matrices) };
+            let speeds = cache.speeds;
             static NOTED: Once = Once::new();
             let event = || Event::ExpertCache {
                 slots: cache.slots() as u64,
                 bytes,
                 link_speed: speeds.map_or(0.0, |of| of.link),
                 memory_speed: speeds.map_or(0.0, |of| of.memory),
-                on_cpu: cache.computes_misses,
+                on_cpu: cache.first_method() == Method::OnCpu,
                 obstacle: None,
             };
             NOTED.call_once(|| journal::note(event));
@@ -204,58 +195,54 @@ impl Cache {
         Some(speeds)
     }
 
-    /// Decides what computes experts that have no slot.
-    fn decide(&mut self, speeds: Option<Speeds>) {
-        self.computes_misses = match Config::get().program_postfetch.cache_misses {
-            Misses::Cpu => true,
-            Misses::Fetch => false,
-            // The CPU reads experts at the speed of memory at most.
-            Misses::Auto => speeds.is_some_and(|of| of.memory > of.link),
-        };
-        let is_auto = Config::get().program_postfetch.cache_misses == Misses::Auto;
-        self.trial = is_auto.then_some(Trial {
-            best: 0.0,
-            left: TRIALS,
-        });
-        self.speeds = speeds;
-    }
-
-    /// Whether the CPU computes experts that have no slot.
-    pub fn computes_misses(&self) -> bool {
-        self.computes_misses
-    }
-
-    /// Returns how many experts of a layer an idle link copies in this time, and one at least.
-    pub fn copied_in(&self, at: usize, time: Duration) -> usize {
-        let bytes = self.layers[at].expert_bytes().max(1) as f64;
-        let link = self.speeds.map_or(0.0, |of| of.link);
-        ((time.as_secs_f64() * link / bytes) as usize).max(1)
-    }
-
-    /// Notes what the CPU took for so many experts of a layer. In the long run, the link copies
-    /// them if it is faster.
-    pub fn note_computed(&mut self, at: usize, experts: usize, time: Duration) {
-        let (Some(trial), Some(speeds)) = (&mut self.trial, self.speeds) else {
-            return;
-        };
-        let bytes = self.layers[at].expert_bytes();
-        let speed = (experts * bytes) as f64 / time.max(Duration::from_nanos(1)).as_secs_f64();
-        trial.best = trial.best.max(speed);
-        trial.left -= 1;
-        if trial.left == 0 {
-            self.computes_misses = trial.best > speeds.link;
-            log::info!(
-                "post-fetch: the CPU computes {:.1} GB/s of experts, the link copies {:.1}: experts without a slot are {}",
-                trial.best / 1e9,
-                speeds.link / 1e9,
-                if self.computes_misses {
-                    "computed by the CPU"
-                } else {
-                    "copied"
-                },
-            );
-            self.trial = None;
+    /// Returns what computes misses before it was measured.
+    fn first_method(&self) -> Method {
+        // The CPU reads experts at the speed of memory at most.
+        let is_cpu_faster = self.speeds.is_some_and(|of| of.memory > of.link);
+        match Config::get().program_postfetch.cache_misses {
+            Misses::Fetch => Method::Fetched,
+            Misses::Auto if !is_cpu_faster => Method::Fetched,
+            Misses::Cpu | Misses::Auto => Method::OnCpu,
         }
+    }
+
+    /// Returns what computes misses in the next graph for so many ids of a layer.
+    pub fn method(&mut self, ids: usize) -> Method {
+        let first = self.first_method();
+        match Config::get().program_postfetch.cache_misses {
+            Misses::Auto => {
+                let choice = self.choices.entry(ids);
+                choice.or_insert_with(|| Choice::new(first)).method()
+            }
+            _ => first,
+        }
+    }
+
+    /// Records the time of an evaluation of such a graph. Returns whether another graph is wanted.
+    pub fn evaluated(&mut self, ids: usize, method: Method, time: Duration) -> bool {
+        let choice = self.choices.get_mut(&ids);
+        choice.is_some_and(|choice| choice.evaluated(method, time))
+    }
+
+    /// Returns how many experts of a layer the idle link could have copied since this was last asked
+    /// in the evaluation, which is so long ago. What is left over counts for the next layer.
+    pub fn copied_in(&mut self, at: usize, time: Duration) -> usize {
+        let bytes = self.layers[at].expert_bytes().max(1) as f64;
+        self.link_time += time;
+        let link = self.speeds.map_or(0.0, |of| of.link);
+        let count = (self.link_time.as_secs_f64() * link / bytes).floor();
+        if count >= 1.0 {
+            let taken = Duration::try_from_secs_f64(count * bytes / link);
+            self.link_time = self
+                .link_time
+                .saturating_sub(taken.unwrap_or(Duration::MAX));
+        }
+        count as usize
+    }
+
+    /// Begins an evaluation.
+    pub fn begin(&mut self) {
+        self.link_time = Duration::ZERO;
     }
 
     /// Copies the most used experts of a trace into free slots, and waits for the copies.

@@ -24,6 +24,7 @@
 //! |---|---|
 //! | [`plan`] | the matrices that a graph reads on a GPU although they are in host memory |
 //! | [`on_cpu`], [`cache`] | experts without a slot, computed by the CPU; experts that stay on a device |
+//! | [`choice`] | what computes experts without a slot, by the time of evaluations |
 //! | [`transfer`] | copies to a device, and the thread that issues them |
 //! | [`biases`] | expert biases that stay on a device |
 //! | [`instance`] | a second instance of a backend of the program |
@@ -32,6 +33,7 @@
 
 mod biases;
 mod cache;
+mod choice;
 mod experts;
 mod figures;
 mod instance;
@@ -66,6 +68,7 @@ use crate::program::sched::{Allocated, SLOTS, Scheduler};
 use crate::program::{own_cache, parts};
 use biases::Biases;
 use cache::{Cache, Changed};
+use choice::Method;
 use figures::{FIGURES, Reason};
 use on_cpu::Readers;
 use plan::{Devices, Layer, LayerSlots, Plan};
@@ -135,6 +138,10 @@ struct State {
     looked_up: Option<Instant>,
     /// Whether the program looks at nodes while they are evaluated.
     observed: bool,
+    /// The ids of a layer in the graph, and what computes those without a slot, if they fit slots.
+    method: Option<(usize, Method)>,
+    /// When an evaluation of such a graph began.
+    began: Option<Instant>,
 }
 
 impl State {
@@ -158,6 +165,8 @@ impl State {
             uploads: false,
             looked_up: None,
             observed: false,
+            method: None,
+            began: None,
         }
     }
 }
@@ -257,8 +266,15 @@ impl Capability for PostFetch {
             state.find_cache(scheduler.ggml(), graph);
         }
         // Without slots, the CPU is faster than a copy for each token.
-        let cache = state.cache.as_ref().filter(|_| state.order != Order::Other);
-        SLOTS_OF_GRAPH.set(cache.map_or(0, Cache::slots));
+        let usable = state.order != Order::Other;
+        let slots = state.cache.as_ref().map_or(0, Cache::slots);
+        // SAFETY: the graph is live.
+        let ids = unsafe { most_ids(scheduler.ggml(), &graph.reads) };
+        let fits = keeps && usable && (1..=slots).contains(&ids);
+        let cache = state.cache.as_mut().filter(|_| fits);
+        state.method = cache.map(|cache| (ids, cache.method(ids)));
+        let has_slots = usable && state.method.is_none_or(|(_, of)| of != Method::NoSlots);
+        SLOTS_OF_GRAPH.set(if has_slots { slots } else { 0 });
     }
 
     fn graph_dropped(&self, scheduler: &Scheduler) {
@@ -268,20 +284,38 @@ impl Capability for PostFetch {
     }
 
     fn evaluation_begun(&self, scheduler: &Scheduler) {
-        if let Some(mut state) = state_of(scheduler).filter(|state| state.plan.is_some()) {
+        let Some(mut state) = state_of(scheduler) else {
+            return;
+        };
+        if state.plan.is_some() {
             state.begin();
         }
+        // The graph of the first evaluation has no slots yet.
+        let has_slots = state.plan.as_ref().is_some_and(Plan::has_slots);
+        let is_as_chosen = |(_, of)| has_slots != (of == Method::NoSlots);
+        let counts = state.order == Order::Expected && state.method.is_some_and(is_as_chosen);
+        state.began = counts.then(Instant::now);
     }
 
     fn evaluation_ended(&self, scheduler: &Scheduler) {
-        if let Some(mut state) = state_of(scheduler) {
-            state.end();
+        let Some(mut state) = state_of(scheduler) else {
+            return;
+        };
+        let state = &mut *state;
+        if let Some(began) = state.began.take()
+            && let Some((ids, method)) = state.method
+            && let Some(cache) = &mut state.cache
+            && cache.evaluated(ids, method, began.elapsed())
+        {
+            scheduler.rebuild();
         }
+        state.end();
     }
 
     fn evaluation_failed(&self, scheduler: &Scheduler) {
         if let Some(mut state) = state_of(scheduler) {
             state.begun = false;
+            state.began = None;
             state.drain();
             // Copies that were issued may have failed with it.
             state.clear_cache();
@@ -402,7 +436,7 @@ pub unsafe fn graph_split(
             .as_ref()
             .filter(|_| state.order == Order::Expected);
         let ggml = scheduler.ggml();
-        let on_cpu = cache.is_some_and(Cache::computes_misses) && !state.observed;
+        let on_cpu = cache.is_some() && state.computes_misses() && !state.observed;
         let readers = on_cpu.then(|| Readers::of(ggml, graph));
         let readers = readers.as_ref();
         state.devices.plan(ggml, sched, reads, cache, readers)
@@ -503,7 +537,7 @@ pub unsafe fn bytes_requested(
     let Some(mut state) = current() else {
         return;
     };
-    let computes_misses = state.cache.as_ref().is_some_and(Cache::computes_misses);
+    let computes_misses = state.computes_misses();
     let Some(plan) = &mut state.plan else {
         return;
     };
@@ -646,6 +680,7 @@ pub unsafe fn part_begins(
         return Evaluation::Whole;
     };
     let state = &mut *state;
+    let computes_misses = state.computes_misses();
     if std::mem::take(&mut state.at_start) {
         // Not before: the inputs of the graph are copied first, and would wait behind experts.
         state.look_ahead(ggml, 0);
@@ -709,10 +744,9 @@ pub unsafe fn part_begins(
             let is_early = backend == layer.backend && !(0..at).any(is_input);
             let is_last = node == on_cpu.output;
             let is_first = matches!(evaluation, Evaluation::Whole);
-            let computes = state.cache.as_ref().is_some_and(Cache::computes_misses);
             if is_early && is_last && is_first {
                 // A layer is divided in the same way whether or not it misses experts.
-                if computes || !on_cpu.missed.is_empty() {
+                if computes_misses || !on_cpu.missed.is_empty() {
                     let (layer, nodes) = (number, at + 1);
                     evaluation = Evaluation::Divided { layer, nodes };
                 }
@@ -739,23 +773,18 @@ pub unsafe fn compute_missed(backend: *mut Backend, layer: usize) -> u32 {
     // Nothing is locked while the program's abort callback may be called.
     let taken = current().and_then(|mut state| {
         let slots = state.slots(layer)?;
-        Some((slots.on_cpu.take()?, slots.in_order, slots.at))
+        Some((slots.on_cpu.take()?, slots.in_order))
     });
-    let Some((mut on_cpu, in_order, at)) = taken else {
+    let Some((mut on_cpu, in_order)) = taken else {
         return STATUS_FAILED as u32;
     };
     on_cpu.checked = true;
-    let begun = Instant::now();
     // SAFETY: as the caller ensures.
     let status = unsafe { on_cpu.compute(backend, in_order) };
-    if let Some(mut state) = current() {
-        let count = on_cpu.missed.len();
-        if let Some(cache) = state.cache.as_mut().filter(|_| count > 0) {
-            cache.note_computed(at, count, begun.elapsed());
-        }
-        if let Some(slots) = state.slots(layer) {
-            slots.on_cpu = Some(on_cpu);
-        }
+    if let Some(mut state) = current()
+        && let Some(slots) = state.slots(layer)
+    {
+        slots.on_cpu = Some(on_cpu);
     }
     status
 }
@@ -799,6 +828,11 @@ impl State {
         }
     }
 
+    /// Whether the CPU computes experts of the graph that have no slot.
+    fn computes_misses(&self) -> bool {
+        self.method.is_some_and(|(_, of)| of == Method::OnCpu)
+    }
+
     /// Returns the slots of a layer of the plan.
     fn slots(&mut self, layer: usize) -> Option<&mut LayerSlots> {
         self.plan.as_mut()?.layers.get_mut(layer)?.slots.as_mut()
@@ -839,6 +873,9 @@ impl State {
         }
         self.at_start = true;
         self.looked_up = None;
+        if let Some(cache) = &mut self.cache {
+            cache.begin();
+        }
     }
 
     /// Ends an evaluation that did not fail. A program may begin the next one before it waits.
@@ -999,6 +1036,20 @@ impl State {
             fetcher.queue(&product.transfer);
         }
     }
+}
+
+/// Returns the most routed ids that a product of a graph has.
+///
+/// # Safety
+///
+/// A live graph of this copy.
+unsafe fn most_ids(ggml: &Ggml, reads: &GraphReads) -> usize {
+    let count = |(_, ids): (*mut Tensor, *mut Tensor)| {
+        // SAFETY: as the caller ensures.
+        let [used, tokens, ..]: [i64; 4] = unsafe { ggml.layout.read(ids, ggml.layout.ne) };
+        usize::try_from(used.saturating_mul(tokens)).unwrap_or(usize::MAX)
+    };
+    reads.routed().map(count).max().unwrap_or(0)
 }
 
 /// A set of experts.

@@ -97,6 +97,11 @@ pub struct Plan {
 unsafe impl Send for Plan {}
 
 impl Plan {
+    /// Whether experts of any layer are in slots.
+    pub fn has_slots(&self) -> bool {
+        self.layers.iter().any(|layer| layer.slots.is_some())
+    }
+
     /// Returns the addresses of the scheduler's copies.
     pub fn addresses(&self) -> std::ops::Range<usize> {
         let first = self.copies.first().map_or(0, |of| of.0);

@@ -54,6 +54,8 @@ pub struct Scheduler {
     begun_in: AtomicU64,
     /// Whether the compared field of the graph is set to zero.
     invalidated: AtomicBool,
+    /// Whether another graph is wanted, though this one is valid.
+    is_unwanted: AtomicBool,
     graph: Mutex<KeptGraph>,
     /// The nodes of its graph at which routed experts are known.
     pub(super) watched: Watched,
@@ -246,6 +248,7 @@ impl Scheduler {
             frees: AtomicU64::new(0),
             begun_in: AtomicU64::new(0),
             invalidated: AtomicBool::new(false),
+            is_unwanted: AtomicBool::new(false),
             graph: Mutex::new(KeptGraph::NONE),
             watched: Watched::none(),
         }
@@ -334,11 +337,17 @@ impl Scheduler {
         self.begin();
     }
 
+    /// Makes the program build another graph when it next begins a decode, where it can be made to.
+    pub fn rebuild(&self) {
+        self.is_unwanted.store(true, Ordering::Relaxed);
+    }
+
     /// Forgets the scheduler, which is about to be freed. Its graph and its backends may be
     /// gone: programs free them in any order, so nothing of them is touched.
     pub fn forget(&self) {
         let _no_switch = barrier::hold();
         self.invalidated.store(false, Ordering::Relaxed);
+        self.is_unwanted.store(false, Ordering::Relaxed);
         *self.graph.lock() = KeptGraph::NONE;
         self.slot.release();
     }
@@ -439,7 +448,8 @@ impl Scheduler {
             return;
         }
         let graph = self.graph.lock();
-        let stale = self.is_stale() || self.is_dropped();
+        let unwanted = self.is_unwanted.load(Ordering::Relaxed);
+        let stale = self.is_stale() || self.is_dropped() || unwanted;
         if let Some(field) = graph.compared
             && (stale || barrier::is_pending() || !graph.tried)
             && !self.invalidated.load(Ordering::Relaxed)
@@ -466,6 +476,7 @@ impl Scheduler {
             // SAFETY: the program is about to evaluate the graph that it kept.
             unsafe { layout.write(field.tensor, field.offset, field.value) };
             graph.tried = true;
+            self.is_unwanted.store(false, Ordering::Relaxed);
             self.slot.set_can_rebuild(false);
         }
     }
@@ -519,6 +530,7 @@ impl Scheduler {
         }
         known.compared = reads.compared;
         self.invalidated.store(false, Ordering::Relaxed);
+        self.is_unwanted.store(false, Ordering::Relaxed);
         let can_stay = backends.on_cpu && ggml.ops.fused.is_none();
         let stays_valid = can_stay && !views_weights;
         let begun_in = self.begun_in.load(Ordering::Relaxed);

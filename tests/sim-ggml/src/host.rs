@@ -1,5 +1,6 @@
 //! Threads of the host. Each is a participant with a clock and a virtual time of its own.
 
+use std::cell::Cell;
 use std::sync::{Arc, Mutex};
 
 use crate::order::Who;
@@ -26,6 +27,13 @@ pub static THREADS: Mutex<Vec<Arc<HostThread>>> = Mutex::new(Vec::new());
 
 thread_local! {
     static THIS: Arc<HostThread> = HostThread::new();
+    /// The virtual time of this thread.
+    static TIME: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Returns the virtual time of the calling thread, in nanoseconds.
+pub fn time() -> u64 {
+    TIME.get()
 }
 
 impl HostThread {
@@ -73,7 +81,9 @@ impl HostThread {
 
     /// Spends time on its own work.
     pub fn spend(&self, time: u64) {
-        self.state.lock().expect("no panic").moment.time += time;
+        let mut state = self.state.lock().expect("no panic");
+        state.moment.time += time;
+        TIME.set(state.moment.time);
     }
 
     /// Waits, in virtual time, without coming after anything.
@@ -81,6 +91,7 @@ impl HostThread {
         let mut state = self.state.lock().expect("no panic");
         state.waited += time.saturating_sub(state.moment.time);
         state.moment.time = time.max(state.moment.time);
+        TIME.set(state.moment.time);
     }
 
     /// Returns its time, and how much of it was spent waiting.
