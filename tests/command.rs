@@ -6,6 +6,7 @@ use std::ffi::CString;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::net::UnixListener;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -243,6 +244,32 @@ fn an_output_that_cannot_be_written_is_reported_before_the_program_starts() {
         );
         assert!(!text.contains("started"), "{text}");
     }
+}
+
+#[test]
+fn a_socket_that_is_in_use_is_reported_before_the_program_starts() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = folder.path().join("socket");
+    let path = socket.display().to_string();
+    let run = || {
+        let asked = ["run", "--hotswap", "--socket", &path, "--"];
+        command_line(&[&asked[..], &["echo", "started"]].concat(), "")
+    };
+    let listener = UnixListener::bind(&socket).expect("a socket");
+    let (text, status) = run();
+    assert_eq!(status.code(), Some(1), "{text}");
+    let process = std::process::id();
+    for part in [
+        format!("--socket (LLAMA_SIDECAR_CONTROL): process {process} ("),
+        format!(") listens at {path} already: end that process, or choose another path"),
+    ] {
+        assert!(text.contains(&part), "{part}: {text}");
+    }
+    assert!(!text.contains("started"), "{text}");
+    // The socket of a process that has ended is replaced.
+    drop(listener);
+    let (text, status) = run();
+    assert!(status.success() && text.starts_with("started\n"), "{text}");
 }
 
 #[test]

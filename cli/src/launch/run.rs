@@ -12,6 +12,7 @@ use sidecar_core::config::{CAPABILITIES, Config, Kind, VARIABLES, Variable};
 use sidecar_core::protocol::Event;
 use sidecar_core::summary;
 
+use crate::control;
 use crate::launch::child::{self, Group, quoted};
 use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::journal::{Events, JOURNAL, Journal};
@@ -141,6 +142,9 @@ pub fn run(options: &RunOptions) -> Result<()> {
     let config = Config::parse(|name| value_of(&variables, name));
     if let Some(sentence) = config.unwritable().into_iter().next() {
         bail!("{sentence}");
+    }
+    if let Some(socket) = &config.control {
+        control::check_unused(socket)?;
     }
     let journal = Journal::new()?;
     let mut child = child::spawn(
