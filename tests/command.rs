@@ -6,10 +6,11 @@ use std::ffi::CString;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use hosts::{TOKENS, on};
 use serde_json::Value;
@@ -139,6 +140,39 @@ fn the_wrapper_reports_evaluations_and_reloads_at_the_end() {
         let (_, status) = last(&["run", "--set", wrong, "--", "true"]);
         assert_eq!(status.code(), Some(2), "{wrong}");
     }
+}
+
+#[test]
+fn the_wrapper_reports_what_is_swapped_at_the_end() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = folder.path().join("socket").display().to_string();
+    let from = fixture("smollm2-mixed.gguf").display().to_string();
+    let mut child = Command::new(testkit::host::built("release/llama-sidecar"))
+        .args(["run", "--hotswap", "--socket", &socket, "--"])
+        .args(c_host("smollm2.gguf"))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    let mut stdin = child.stdin.take().expect("a pipe");
+    stdin.write_all(b"text 1\n").expect("it reads");
+    while UnixStream::connect(&socket).is_err() {
+        let ended = child.try_wait().expect("a child");
+        assert!(ended.is_none(), "{ended:?}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let live = ["swap", "--live", &socket];
+    let set = ["--tensor", "blk.*", "--from", &from];
+    for arguments in [&set[..], &["--restore"], &set[..]] {
+        let (text, status) = command_line(&[&live, arguments].concat(), "");
+        assert!(status.success(), "{text}");
+    }
+    stdin.write_all(b"end\n").expect("it reads");
+    let output = child.wait_with_output().expect("it ends");
+    let text = String::from_utf8_lossy(&output.stderr);
+    let expected = "reloads: 3, with 16 tensors swapped, 8 returned, 0 refused; 8 tensors differ from the loaded model at the end; longest pause ";
+    assert!(text.contains(expected), "{text}");
 }
 
 #[test]

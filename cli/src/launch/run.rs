@@ -208,6 +208,7 @@ fn summary(
                 returned,
                 refused,
                 failure,
+                ..
             } => {
                 total.reloads += 1;
                 total.swapped += swapped;
@@ -252,12 +253,13 @@ fn summary(
         0 => format!("{models}: the process ended before it could write a summary"),
         _ if !config.hotswap => format!("{} evaluations of {models}", total.evaluations),
         _ => format!(
-            "{} evaluations of {models}; reloads: {}, with {} tensors swapped, {} returned, {} refused; longest pause {} us",
+            "{} evaluations of {models}; reloads: {}, with {} tensors swapped, {} returned, {} refused; {} tensors differ from the loaded model at the end; longest pause {} us",
             total.evaluations,
             total.reloads,
             total.swapped,
             total.returned,
             total.refused,
+            events.differing(),
             total.longest_pause_us,
         ),
     }];
