@@ -39,7 +39,20 @@ pub fn run(socket: &Path, request: &Request, as_json: bool) -> Result<()> {
         match request {
             Request::Ping => writeln!(out, "llama-sidecar listens at {}", socket.display())?,
             Request::Status => print_status(&mut out, &parsed(&answer)?)?,
-            Request::Reload | Request::Swap { .. } => print_reloads(&mut out, &parsed(&answer)?)?,
+            Request::Reload => print_reloads(&mut out, &parsed(&answer)?)?,
+            Request::Swap { revert, overlays } => {
+                let reloads: Reloads = parsed(&answer)?;
+                print_reloads(&mut out, &reloads)?;
+                if overlays.is_empty() && reloads.reports.iter().all(is_idle) {
+                    let pattern = revert.as_deref().filter(|pattern| *pattern != ".*");
+                    let which = pattern.map(|pattern| format!(" that matches '{pattern}'"));
+                    writeln!(
+                        out,
+                        "nothing to restore: no tensor{} differs from the program's own file",
+                        which.unwrap_or_default()
+                    )?;
+                }
+            }
             Request::Revert => {
                 print_reloads(&mut out, &parsed(&answer)?)?;
                 writeln!(
@@ -386,6 +399,24 @@ fn print_reloads(out: &mut impl Write, reloads: &Reloads) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Whether a reload had no tensor to look at.
+fn is_idle(reload: &ModelReload) -> bool {
+    match reload {
+        ModelReload::Failed { .. } => false,
+        ModelReload::Done(report) => {
+            let counts = [
+                report.swapped,
+                report.returned,
+                report.unchanged,
+                report.in_place,
+            ];
+            counts.iter().all(|count| *count == 0)
+                && report.refused == 0
+                && report.failure.is_none()
+        }
+    }
 }
 
 fn print_report(out: &mut impl Write, report: &ReloadReport) -> Result<()> {
