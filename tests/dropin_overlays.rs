@@ -144,7 +144,7 @@ fn tensors_are_quantised_by_the_library_of_the_program() {
         (
             "output_norm.*",
             "q8_0",
-            "no such tensor that llama-quantize would quantise",
+            "llama-quantize quantises no tensor that matches 'output_norm.*': 'output_norm.weight' has one dimension",
         ),
         (changed.as_str(), "q9_9", "neither a type of ggml"),
     ] {

@@ -163,7 +163,7 @@ pub fn run(options: &TuneOptions) -> Result<()> {
         );
     }
 
-    let tensors = tunable(&model, options.only.as_ref())?;
+    let tensors = model.quantizable(options.only.as_ref())?;
     let sources = same_in(source, &tensors)?;
     let groups = match options.group.is_empty() {
         true => groups::by(&tensors, options.by),
@@ -311,7 +311,7 @@ pub fn quantize(
 ) -> Result<Quantized> {
     let model = Model::open(from)?;
     let matrix = imatrix.map(Matrix::load).transpose()?;
-    let tensors = tunable(&model, Some(only))?;
+    let tensors = model.quantizable(Some(only))?;
     let candidate = Candidate::parse(ty)?;
     ensure!(
         matches!(candidate.origin, Origin::Type(_)),
@@ -339,23 +339,6 @@ pub fn quantize(
 
 fn processors() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
-}
-
-/// Returns the tensors that can get other types.
-fn tunable<'a>(model: &'a Model, only: Option<&Regex>) -> Result<Vec<Tensor<'a>>> {
-    let only = only
-        .map(|only| Regex::new(&format!("^(?:{only})$")))
-        .transpose()?;
-    let all = model.tensors().into_iter().filter(|tensor| {
-        model.is_quantizable(tensor) && only.as_ref().is_none_or(|only| only.is_match(tensor.name))
-    });
-    let tensors: Vec<_> = all.collect();
-    ensure!(
-        !tensors.is_empty(),
-        "{} has no such tensor that llama-quantize would quantise: the expression matches whole names, which 'llama-sidecar inspect' lists",
-        model.path.display()
-    );
-    Ok(tensors)
 }
 
 /// Returns the tensors of a source with the same names.
