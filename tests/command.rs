@@ -530,6 +530,9 @@ fn the_wrapper_reports_why_nothing_is_streamed() {
         let asked = ["run", flag, "--"];
         let (text, status) = command_line(&[&asked, host.as_slice()].concat(), "text 1\nend\n");
         assert!(status.success(), "{text}");
+        // At the start, and again at the end.
+        let early = "smollm2.gguf: it has no routed experts, so nothing of it is streamed\n";
+        assert_eq!(text.matches(early).count(), 1, "{text}");
         let last = text.lines().last();
         let expected =
             "llama-sidecar: warning: nothing was streamed: no evaluated model has routed experts";
