@@ -6,9 +6,11 @@ use std::ffi::CString;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use hosts::{TOKENS, on};
 use serde_json::Value;
@@ -141,6 +143,39 @@ fn the_wrapper_reports_evaluations_and_reloads_at_the_end() {
 }
 
 #[test]
+fn the_wrapper_reports_what_is_swapped_at_the_end() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = folder.path().join("socket").display().to_string();
+    let from = fixture("smollm2-mixed.gguf").display().to_string();
+    let mut child = Command::new(testkit::host::built("release/llama-sidecar"))
+        .args(["run", "--hotswap", "--socket", &socket, "--"])
+        .args(c_host("smollm2.gguf"))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    let mut stdin = child.stdin.take().expect("a pipe");
+    stdin.write_all(b"text 1\n").expect("it reads");
+    while UnixStream::connect(&socket).is_err() {
+        let ended = child.try_wait().expect("a child");
+        assert!(ended.is_none(), "{ended:?}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let live = ["swap", "--live", &socket];
+    let set = ["--tensor", "blk.*", "--from", &from];
+    for arguments in [&set[..], &["--restore"], &set[..]] {
+        let (text, status) = command_line(&[&live, arguments].concat(), "");
+        assert!(status.success(), "{text}");
+    }
+    stdin.write_all(b"end\n").expect("it reads");
+    let output = child.wait_with_output().expect("it ends");
+    let text = String::from_utf8_lossy(&output.stderr);
+    let expected = "reloads: 3, with 16 tensors swapped, 8 returned, 0 refused; 8 tensors differ from the loaded model at the end; longest pause ";
+    assert!(text.contains(expected), "{text}");
+}
+
+#[test]
 fn the_wrapper_passes_signals_on() {
     let cli = testkit::host::built("release/llama-sidecar");
     let script = "trap 'echo got it; exit 9' USR1; echo ready; while :; do sleep 0.05; done";
@@ -243,6 +278,32 @@ fn an_output_that_cannot_be_written_is_reported_before_the_program_starts() {
         );
         assert!(!text.contains("started"), "{text}");
     }
+}
+
+#[test]
+fn a_socket_that_is_in_use_is_reported_before_the_program_starts() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = folder.path().join("socket");
+    let path = socket.display().to_string();
+    let run = || {
+        let asked = ["run", "--hotswap", "--socket", &path, "--"];
+        command_line(&[&asked[..], &["echo", "started"]].concat(), "")
+    };
+    let listener = UnixListener::bind(&socket).expect("a socket");
+    let (text, status) = run();
+    assert_eq!(status.code(), Some(1), "{text}");
+    let process = std::process::id();
+    for part in [
+        format!("--socket (LLAMA_SIDECAR_CONTROL): process {process} ("),
+        format!(") listens at {path} already: end that process, or choose another path"),
+    ] {
+        assert!(text.contains(&part), "{part}: {text}");
+    }
+    assert!(!text.contains("started"), "{text}");
+    // The socket of a process that has ended is replaced.
+    drop(listener);
+    let (text, status) = run();
+    assert!(status.success() && text.starts_with("started\n"), "{text}");
 }
 
 #[test]
@@ -469,6 +530,9 @@ fn the_wrapper_reports_why_nothing_is_streamed() {
         let asked = ["run", flag, "--"];
         let (text, status) = command_line(&[&asked, host.as_slice()].concat(), "text 1\nend\n");
         assert!(status.success(), "{text}");
+        // At the start, and again at the end.
+        let early = "smollm2.gguf: it has no routed experts, so nothing of it is streamed\n";
+        assert_eq!(text.matches(early).count(), 1, "{text}");
         let last = text.lines().last();
         let expected =
             "llama-sidecar: warning: nothing was streamed: no evaluated model has routed experts";

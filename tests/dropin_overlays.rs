@@ -37,6 +37,12 @@ fn swap_live(host: &Host, arguments: &[&str]) -> Output {
         .expect("the command starts")
 }
 
+/// What a command printed.
+fn said(output: &Output) -> String {
+    let bytes = [output.stdout.as_slice(), &output.stderr].concat();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
 /// The overlays of the first model.
 fn overlays(host: &Host) -> Vec<(String, String)> {
     let status = host.control("status");
@@ -87,6 +93,15 @@ fn a_host_with_overlays_writes_what_a_new_process_writes() {
         assert!(output.status.success(), "{output:?}");
         let output = swap_live(&host, &["--restore"]);
         assert!(output.status.success(), "{output:?}");
+        let nothing = "nothing to restore: no tensor";
+        assert!(!said(&output).contains(nothing), "{output:?}");
+        let (all, some) = (["--restore"], ["--restore", "--tensor", "blk.*"]);
+        for (arguments, which) in [(&all[..], ""), (&some[..], " that matches 'blk.*'")] {
+            let output = swap_live(&host, arguments);
+            assert!(output.status.success(), "{output:?}");
+            let expected = format!("{nothing}{which} differs from the program's own file\n");
+            assert!(said(&output).contains(&expected), "{output:?}");
+        }
         assert_eq!(host.text(TOKENS), before);
         assert_eq!(overlays(&host), []);
         let status = host.control("status");
@@ -121,14 +136,7 @@ fn tensors_are_quantised_by_the_library_of_the_program() {
     let quantised = |tensor: &str, ty: &str| {
         let all = ["--tensor", tensor, "--from", &from, "--as", ty];
         let output = swap_live(&host, &all);
-        (
-            output.status.success(),
-            format!(
-                "{}{}",
-                String::from_utf8_lossy(&output.stdout),
-                String::from_utf8_lossy(&output.stderr)
-            ),
-        )
+        (output.status.success(), said(&output))
     };
     let (succeeded, errors) = quantised(&changed, "q8_0");
     assert!(succeeded, "{errors}");
@@ -136,7 +144,7 @@ fn tensors_are_quantised_by_the_library_of_the_program() {
         (
             "output_norm.*",
             "q8_0",
-            "no such tensor that llama-quantize would quantise",
+            "llama-quantize quantises no tensor that matches 'output_norm.*': 'output_norm.weight' has one dimension",
         ),
         (changed.as_str(), "q9_9", "neither a type of ggml"),
     ] {

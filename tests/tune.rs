@@ -428,7 +428,7 @@ fn a_goal_and_a_group_are_checked_first() {
         let output = measure(&small.model, &work, arguments).output();
         let output = output.expect("it starts");
         assert!(!output.status.success(), "{output:?}");
-        assert!(!work.join("base.logits").exists(), "{arguments:?}");
+        assert!(!work.exists(), "{arguments:?}");
         String::from_utf8_lossy(&output.stderr).into_owned()
     };
     let text = refused(&["--types", "q8_0", "--bpw", "0.5"]);
@@ -477,6 +477,19 @@ fn results_state_what_a_user_must_know() {
         text.contains("as with llama-quantize: their rows"),
         "{text}"
     );
+}
+
+#[test]
+fn a_failed_command_states_what_it_leaves() {
+    let small = Small::new();
+    let work = small.path("work");
+    let wrong = ["--types", "q8_0", "--", "--no-such-option"];
+    let output = measure(&small.model, &work, &wrong).output();
+    let output = output.expect("it starts");
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && work.exists(), "{text}");
+    let expected = "has what was measured before the error: run the same command again";
+    assert!(text.contains(expected), "{text}");
 }
 
 #[test]

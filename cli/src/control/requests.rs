@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
-use sidecar_core::config::Config;
+use sidecar_core::config::{Config, Variable};
 use sidecar_core::protocol::{
     self, Hashes, Metrics, ModelReload, ReloadReport, Reloads, Reply, Request, Round, Status,
     TensorState, Traces,
@@ -39,7 +39,20 @@ pub fn run(socket: &Path, request: &Request, as_json: bool) -> Result<()> {
         match request {
             Request::Ping => writeln!(out, "llama-sidecar listens at {}", socket.display())?,
             Request::Status => print_status(&mut out, &parsed(&answer)?)?,
-            Request::Reload | Request::Swap { .. } => print_reloads(&mut out, &parsed(&answer)?)?,
+            Request::Reload => print_reloads(&mut out, &parsed(&answer)?)?,
+            Request::Swap { revert, overlays } => {
+                let reloads: Reloads = parsed(&answer)?;
+                print_reloads(&mut out, &reloads)?;
+                if overlays.is_empty() && reloads.reports.iter().all(is_idle) {
+                    let pattern = revert.as_deref().filter(|pattern| *pattern != ".*");
+                    let which = pattern.map(|pattern| format!(" that matches '{pattern}'"));
+                    writeln!(
+                        out,
+                        "nothing to restore: no tensor{} differs from the program's own file",
+                        which.unwrap_or_default()
+                    )?;
+                }
+            }
             Request::Revert => {
                 print_reloads(&mut out, &parsed(&answer)?)?;
                 writeln!(
@@ -118,9 +131,38 @@ pub fn parsed<T: DeserializeOwned>(answer: &Value) -> Result<T> {
     T::deserialize(answer).context("the reply comes from another version of llama-sidecar: use the command of the version that runs")
 }
 
+/// Fails if a process listens at a socket already.
+pub fn check_unused(socket: &Path) -> Result<()> {
+    let Ok(stream) = UnixStream::connect(socket) else {
+        return Ok(());
+    };
+    let process = peer(&stream).unwrap_or(0);
+    let name = std::fs::read_to_string(format!("/proc/{process}/comm"));
+    let who = name.map_or("another process".into(), |name| {
+        format!("process {process} ({})", name.trim_end())
+    });
+    bail!(
+        "{}: {who} listens at {} already: end that process, or choose another path, for several processes one with %p, which stands for the process id",
+        Variable::title_of("LLAMA_SIDECAR_CONTROL"),
+        socket.display()
+    )
+}
+
 /// Returns the process that listens at a socket, by its number in this process namespace.
 fn process_at(socket: &Path) -> Result<u32> {
-    let stream = connect(socket, &Request::Reload)?;
+    let process = peer(&connect(socket, &Request::Reload)?);
+    let socket = socket.display();
+    let process =
+        process.with_context(|| format!("cannot find the process that listens at {socket}"))?;
+    ensure!(
+        process > 0,
+        "the process that listens at {socket} is in another process namespace, so its arguments cannot be checked for --cache-ram 0: run this command in its container"
+    );
+    Ok(process)
+}
+
+/// Returns the process at the other end of a connection; 0 if it is in another process namespace.
+fn peer(stream: &UnixStream) -> io::Result<u32> {
     let mut peer = libc::ucred {
         pid: 0,
         uid: 0,
@@ -138,16 +180,10 @@ fn process_at(socket: &Path) -> Result<u32> {
             &raw mut size,
         )
     };
-    let socket = socket.display();
-    if result != 0 {
-        let error = std::io::Error::last_os_error();
-        return Err(error).context(format!("cannot find the process that listens at {socket}"));
+    match result {
+        0 => Ok(u32::try_from(peer.pid).unwrap_or(0)),
+        _ => Err(io::Error::last_os_error()),
     }
-    ensure!(
-        peer.pid > 0,
-        "the process that listens at {socket} is in another process namespace, so its arguments cannot be checked for --cache-ram 0: run this command in its container"
-    );
-    Ok(peer.pid.unsigned_abs())
 }
 
 /// Sends a request and returns the reply. While other clients have all connections, tries again.
@@ -363,6 +399,24 @@ fn print_reloads(out: &mut impl Write, reloads: &Reloads) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Whether a reload had no tensor to look at.
+fn is_idle(reload: &ModelReload) -> bool {
+    match reload {
+        ModelReload::Failed { .. } => false,
+        ModelReload::Done(report) => {
+            let counts = [
+                report.swapped,
+                report.returned,
+                report.unchanged,
+                report.in_place,
+            ];
+            counts.iter().all(|count| *count == 0)
+                && report.refused == 0
+                && report.failure.is_none()
+        }
+    }
 }
 
 fn print_report(out: &mut impl Write, report: &ReloadReport) -> Result<()> {

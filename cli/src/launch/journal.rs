@@ -1,6 +1,6 @@
 //! Events that the drop-in wrote about the processes of a command.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::ExitStatus;
@@ -79,6 +79,18 @@ impl Events {
             _ => None,
         };
         self.iter().filter_map(path).collect()
+    }
+
+    /// Returns the number of tensors that differ from the loaded ones: of each model after its last
+    /// reload, also if the program has freed the model since.
+    pub fn differing(&self) -> usize {
+        let mut last = BTreeMap::new();
+        for entry in &self.0 {
+            if let Event::Reload { model, differ, .. } = &entry.event {
+                last.insert((entry.pid, model), differ);
+            }
+        }
+        last.into_values().sum()
     }
 
     /// Returns whether the experts of a model are streamed, or why they are not; `None` when

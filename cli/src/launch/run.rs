@@ -12,6 +12,7 @@ use sidecar_core::config::{CAPABILITIES, Config, Kind, VARIABLES, Variable};
 use sidecar_core::protocol::Event;
 use sidecar_core::summary;
 
+use crate::control;
 use crate::launch::child::{self, Group, quoted};
 use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::journal::{Events, JOURNAL, Journal};
@@ -142,6 +143,9 @@ pub fn run(options: &RunOptions) -> Result<()> {
     if let Some(sentence) = config.unwritable().into_iter().next() {
         bail!("{sentence}");
     }
+    if let Some(socket) = &config.control {
+        control::check_unused(socket)?;
+    }
     let journal = Journal::new()?;
     let mut child = child::spawn(
         Command::new(&program.path)
@@ -204,6 +208,7 @@ fn summary(
                 returned,
                 refused,
                 failure,
+                ..
             } => {
                 total.reloads += 1;
                 total.swapped += swapped;
@@ -248,12 +253,13 @@ fn summary(
         0 => format!("{models}: the process ended before it could write a summary"),
         _ if !config.hotswap => format!("{} evaluations of {models}", total.evaluations),
         _ => format!(
-            "{} evaluations of {models}; reloads: {}, with {} tensors swapped, {} returned, {} refused; longest pause {} us",
+            "{} evaluations of {models}; reloads: {}, with {} tensors swapped, {} returned, {} refused; {} tensors differ from the loaded model at the end; longest pause {} us",
             total.evaluations,
             total.reloads,
             total.swapped,
             total.returned,
             total.refused,
+            events.differing(),
             total.longest_pause_us,
         ),
     }];

@@ -110,7 +110,7 @@ fn outcome_of_type(
     let ty = fitting.and_then(TypeInfo::from_name);
     let ty = ty.with_context(|| {
         format!(
-            "'{}' has rows of {row} elements, which {} does not fit: leave it out with --only, or use another type",
+            "'{}' has rows of {row} elements, which {} does not fit: leave it out, or use another type",
             tensor.name,
             wanted.name()
         )

@@ -130,6 +130,16 @@ pub struct TuneOptions {
 
 /// Measures what is not known yet, and prints and writes the results.
 pub fn run(options: &TuneOptions) -> Result<()> {
+    let mut begun = None;
+    let result = tune(options, &mut begun);
+    if let (Err(_), Some(folder)) = (&result, begun) {
+        eprintln!("llama-sidecar: {}", notes::of_failure(&folder));
+    }
+    result
+}
+
+/// Does the work of [`run`]. Sets `begun` to the work folder when the first measurement begins.
+fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
     if let Some(bits) = options.bpw {
         ensure!(
             bits.is_finite() && bits > 0.0,
@@ -163,7 +173,7 @@ pub fn run(options: &TuneOptions) -> Result<()> {
         );
     }
 
-    let tensors = tunable(&model, options.only.as_ref())?;
+    let tensors = model.quantizable(options.only.as_ref())?;
     let sources = same_in(source, &tensors)?;
     let groups = match options.group.is_empty() {
         true => groups::by(&tensors, options.by),
@@ -187,7 +197,11 @@ pub fn run(options: &TuneOptions) -> Result<()> {
         threads,
         arguments: options.arguments.clone(),
     };
-    let folder = make_folder(&work_folder(options, &model))?;
+    let folder = work_folder(options, &model);
+    let is_new = !folder.exists();
+    let folder = make_folder(&folder)?;
+    let record = Record::open(&folder)?;
+    let unused = Unused(is_new.then(|| folder.clone()));
     let mut identities = Identities::load(&folder);
     let libraries = program.executable.libraries()?;
     let library = match &options.ggml {
@@ -211,7 +225,6 @@ pub fn run(options: &TuneOptions) -> Result<()> {
         matrix.as_ref(),
         &library_hash,
     )?;
-    let record = Record::open(&folder)?;
     kept::remove_incomplete(&folder.join("tensors"));
     // Quantised tensors have their own keys.
     if !options.prepare {
@@ -256,6 +269,8 @@ pub fn run(options: &TuneOptions) -> Result<()> {
         eprintln!("llama-sidecar: {note}");
     }
     notes::on_interruption(&folder)?;
+    unused.keep();
+    *begun = Some(folder.clone());
     let base = match &options.base {
         Some(base) => base
             .canonicalize()
@@ -311,7 +326,7 @@ pub fn quantize(
 ) -> Result<Quantized> {
     let model = Model::open(from)?;
     let matrix = imatrix.map(Matrix::load).transpose()?;
-    let tensors = tunable(&model, Some(only))?;
+    let tensors = model.quantizable(Some(only))?;
     let candidate = Candidate::parse(ty)?;
     ensure!(
         matches!(candidate.origin, Origin::Type(_)),
@@ -341,23 +356,6 @@ fn processors() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Returns the tensors that can get other types.
-fn tunable<'a>(model: &'a Model, only: Option<&Regex>) -> Result<Vec<Tensor<'a>>> {
-    let only = only
-        .map(|only| Regex::new(&format!("^(?:{only})$")))
-        .transpose()?;
-    let all = model.tensors().into_iter().filter(|tensor| {
-        model.is_quantizable(tensor) && only.as_ref().is_none_or(|only| only.is_match(tensor.name))
-    });
-    let tensors: Vec<_> = all.collect();
-    ensure!(
-        !tensors.is_empty(),
-        "{} has no such tensor that llama-quantize would quantise: the expression matches whole names, which 'llama-sidecar inspect' lists",
-        model.path.display()
-    );
-    Ok(tensors)
-}
-
 /// Returns the tensors of a source with the same names.
 fn same_in<'a>(source: &'a Model, tensors: &[Tensor<'_>]) -> Result<Vec<Tensor<'a>>> {
     let all = source.tensors();
@@ -375,6 +373,24 @@ fn same_in<'a>(source: &'a Model, tensors: &[Tensor<'_>]) -> Result<Vec<Tensor<'
         })
     };
     tensors.iter().map(find).collect()
+}
+
+/// A work folder that is removed unless it is used: this process made it, and has its lock.
+struct Unused(Option<PathBuf>);
+
+impl Unused {
+    fn keep(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Unused {
+    fn drop(&mut self) {
+        if let Some(folder) = &self.0 {
+            // What is left only takes space.
+            let _ = std::fs::remove_dir_all(folder);
+        }
+    }
 }
 
 fn work_folder(options: &TuneOptions, model: &Model) -> PathBuf {

@@ -2,8 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use ggml_quantize::{Shape, rules};
+use regex::Regex;
 use sidecar_core::gguf::{Access, GgufFile, TensorInfo, Value, open_model};
 use sidecar_core::reload::{Hash, hash_bytes, hash_source};
 
@@ -55,11 +56,42 @@ impl Model {
         all
     }
 
+    /// Returns the tensors that `llama-quantize` quantises: all, or those whose whole names match.
+    pub fn quantizable(&self, only: Option<&Regex>) -> Result<Vec<Tensor<'_>>> {
+        let path = self.path.display();
+        let pattern = only.map_or(".*", Regex::as_str);
+        let whole = only.map(|only| Regex::new(&format!("^(?:{only})$")));
+        let whole = whole.transpose()?;
+        let mut tensors = self.tensors();
+        tensors.retain(|tensor| whole.as_ref().is_none_or(|of| of.is_match(tensor.name)));
+        let Some(first) = tensors.first().copied() else {
+            bail!(
+                "{path}: no tensor's whole name matches '{pattern}': run 'llama-sidecar inspect' to list them"
+            );
+        };
+        tensors.retain(|tensor| self.is_quantizable(tensor));
+        ensure!(
+            !tensors.is_empty(),
+            "{path}: llama-quantize quantises no tensor that matches '{pattern}': '{}' {}",
+            first.name,
+            self.why_kept(&first).unwrap_or_default()
+        );
+        Ok(tensors)
+    }
+
     /// Returns whether `llama-quantize` quantises a tensor.
     pub fn is_quantizable(&self, tensor: &Tensor<'_>) -> bool {
+        self.why_kept(tensor).is_none()
+    }
+
+    /// Returns why `llama-quantize` leaves a tensor as it is, if it does.
+    fn why_kept(&self, tensor: &Tensor<'_>) -> Option<&'static str> {
         let dimensions = tensor.info.ne.iter().rposition(|extent| *extent > 1);
-        let dimensions = dimensions.map_or(1, |last| last + 1);
-        rules::allows(&self.architecture, tensor.name, dimensions)
+        match dimensions.map_or(1, |last| last + 1) {
+            1 => Some("has one dimension"),
+            more if rules::allows(&self.architecture, tensor.name, more) => None,
+            _ => Some("is left as it is, by its name"),
+        }
     }
 
     /// Returns whether tensors with blocks are in the model.
@@ -133,4 +165,40 @@ fn text(file: &GgufFile, key: &str) -> Result<String> {
         Value::Text(text) => String::from_utf8_lossy(&text).into_owned(),
         other => other.to_string(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use testkit::writer::{F16, F32, Gguf};
+
+    #[test]
+    fn the_reason_why_no_tensor_is_quantised_is_named() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("model.gguf");
+        Gguf::default()
+            .tensor("blk.0.ffn_down.weight", &[64, 8], F16, 1)
+            .tensor("blk.0.ffn_gate_inp.weight", &[64, 8], F32, 2)
+            .tensor("output_norm.weight", &[64], F32, 3)
+            .write(&path)
+            .expect("a model");
+        let model = Model::open(&path).expect("a model");
+        let found = |pattern: &str| {
+            let only = Regex::new(pattern).expect("an expression");
+            let tensors = model.quantizable(Some(&only));
+            tensors.map(|tensors| tensors.len())
+        };
+        for (pattern, expected) in [
+            ("ffn_down", "no tensor's whole name matches 'ffn_down'"),
+            (
+                "blk.*inp.weight",
+                "'blk.0.ffn_gate_inp.weight' is left as it is, by its name",
+            ),
+            ("output_norm.*", "'output_norm.weight' has one dimension"),
+        ] {
+            let error = found(pattern).expect_err("no tensor").to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+        assert_eq!(found(".*").expect("a tensor"), 1);
+    }
 }

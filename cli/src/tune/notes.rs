@@ -116,6 +116,14 @@ pub fn of_folder(folder: &Path) -> String {
     )
 }
 
+/// Returns what a failed command leaves.
+pub fn of_failure(folder: &Path) -> String {
+    format!(
+        "{} has what was measured before the error: run the same command again to continue, or remove the folder",
+        folder.display()
+    )
+}
+
 /// Prints how to continue when a key or a signal ends this process.
 pub fn on_interruption(folder: &Path) -> Result<()> {
     let is_ignored = child::ignored_signals();

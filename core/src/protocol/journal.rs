@@ -45,8 +45,11 @@ pub enum Event {
         tensors: usize,
         expert_layers: usize,
     },
-    /// A reload changed tensors or failed.
+    /// A reload changed tensors or failed. `differ` tensors of the model differ from the loaded
+    /// ones after it.
     Reload {
+        model: u64,
+        differ: usize,
         swapped: u64,
         returned: u64,
         refused: u64,

@@ -294,7 +294,9 @@ pub fn swap(
     let result = unless_frozen(model, || store::overlay(model, revert, set));
     if !was_frozen(&result) {
         COUNTS.lock().add(&result);
-        result.iter().for_each(note_in_journal);
+        result
+            .iter()
+            .for_each(|report| note_in_journal(model, report));
     }
     result
 }
@@ -358,12 +360,13 @@ fn exclusively(model: &Arc<Model>, work: impl FnOnce() -> Result<Report>) -> Res
     result
 }
 
-/// Counts what a reload did. A version of a file that was not applied counts once.
 /// Writes a reload that changed tensors or failed to the journal.
-fn note_in_journal(report: &Report) {
+fn note_in_journal(model: &Model, report: &Report) {
     if report.changed() || report.failure.is_some() {
         let count = |outcome| report.count(outcome) as u64;
         journal::note(|| Event::Reload {
+            model: model.number,
+            differ: model.swapped(),
             swapped: count(Outcome::Swapped),
             returned: count(Outcome::Returned),
             refused: count(Outcome::Refused),
@@ -381,7 +384,7 @@ fn note(model: &Model, result: &Result<Report>) {
     let failed = match result {
         Ok(report) => {
             if report.changed() || report.failure.as_ref() != known {
-                note_in_journal(report);
+                note_in_journal(model, report);
             }
             if report.failure.is_none() && !report.postponed {
                 *blocked = None;

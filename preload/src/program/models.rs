@@ -192,6 +192,15 @@ impl Model {
         self.alive.load(Ordering::SeqCst)
     }
 
+    /// Returns the number of tensors that are in buffers of the drop-in.
+    pub fn swapped(&self) -> usize {
+        let is_swapped = |tensor: &&ModelTensor| {
+            let mut instances = tensor.instances.iter();
+            instances.any(|instance| !instance.is_copy() && instance.private.lock().is_some())
+        };
+        self.tensors.iter().filter(is_swapped).count()
+    }
+
     /// Returns the bytes that its swapped tensors hold beside the model.
     pub fn private_bytes(&self) -> u64 {
         let instances = self.tensors.iter().flat_map(|tensor| &tensor.instances);

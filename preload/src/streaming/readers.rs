@@ -159,10 +159,11 @@ impl Stream {
 
 /// Makes a reader for a model whose experts are in the mapping of its files.
 fn start(model: &Arc<Model>) {
+    let path = model.files[0].gguf.source.path().display().to_string();
     let Some(memory) = load::expert_memory(model) else {
+        log::warn!("{path}: it has no routed experts, so nothing of it is streamed");
         return;
     };
-    let path = model.files[0].gguf.source.path().display().to_string();
     if let Some(obstacle) = memory.obstacle() {
         log::warn!("{path}: {obstacle}");
         if !model.kept_out.is_empty() {
