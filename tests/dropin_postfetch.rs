@@ -422,19 +422,20 @@ fn slots_are_used_where_they_are_faster() {
         let answers = commands.map(|command| host.ask(command));
         assert_eq!(answers[..], expected);
         let log = host.log();
-        let choice = log
-            .iter()
-            .find(|line| line.contains(" is used; milliseconds"));
+        let choice = log.iter().find(|line| line.contains("=auto uses"));
         let choice = choice.unwrap_or_else(|| panic!("no choice in {log:#?}"));
-        assert_eq!(!choice.contains("NoSlots is used"), is_used, "{choice}");
-        let looked_up = |host: &Host| {
+        assert_eq!(!choice.contains("uses 'no slots'"), is_used, "{choice}");
+        let counts = |host: &Host| {
             let figures = &host.control("status")["post_fetch"];
-            count(figures, "cache_hits") + count(figures, "cache_misses")
+            let looked_up = count(figures, "cache_hits") + count(figures, "cache_misses");
+            (looked_up, count(figures, "cache_unused"))
         };
-        let before = looked_up(&host);
-        assert!(before > 0);
+        let before = counts(&host);
+        assert!(before.0 > 0 && before.1 > 0, "each method was tried");
         host.ask("hashes 20");
-        assert_eq!(looked_up(&host) > before, is_used, "{choice}");
+        let after = counts(&host);
+        assert_eq!(after.0 > before.0, is_used, "{choice}");
+        assert_eq!(after.1 - before.1, if is_used { 0 } else { 20 }, "{choice}");
         assert_eq!(host.end(), Some(0));
         sim.report().assert_ordered();
     }

@@ -77,6 +77,12 @@ pub fn post_fetch(figures: &PostFetchFigures) -> String {
             let share = 100.0 * figures.cache_on_cpu as f64 / looked_up.max(1) as f64;
             text += &format!(", {share:.1} % were computed by the CPU meanwhile");
         }
+        if figures.cache_unused > 0 {
+            text += &format!(
+                ", {} evaluations left the slots unused, which was faster",
+                figures.cache_unused
+            );
+        }
         // A miss replaces an expert once the slots are full.
         let lasting =
             figures.cache_hits as f64 / (figures.cache_hits + figures.cache_evictions) as f64;
@@ -161,6 +167,22 @@ mod tests {
         };
         assert_eq!(fast_link.break_even(), Some(0.0));
         assert!(!post_fetch(&fast_link).contains("below"));
+    }
+
+    #[test]
+    fn evaluations_without_slots_are_counted() {
+        let figures = |cache_unused| PostFetchFigures {
+            early_bytes: 1,
+            cache_slots: 13,
+            cache_unused,
+            ..PostFetchFigures::default()
+        };
+        assert!(!post_fetch(&figures(0)).contains("unused"));
+        let text = post_fetch(&figures(7));
+        assert!(
+            text.contains("7 evaluations left the slots unused"),
+            "{text}"
+        );
     }
 
     #[test]

@@ -348,14 +348,14 @@ pub static VARIABLES: &[Variable] = &[
             values: &["auto", "cpu", "fetch"],
             bare_flag: "auto",
         },
-        help: "drop-in: where routed experts that are not on the device are computed: `cpu`, on the CPU while the device computes the others; `fetch`, on the device after a copy; `auto`, the faster one by the speeds at the start",
+        help: "drop-in: where routed experts that are not on the device are computed: `cpu`, on the CPU while the device computes the others; `fetch`, on the device after a copy; `auto`, the fastest in trials of whole evaluations, in which no slots are tried, too",
         flag: Some("expert-cache-misses"),
     },
     Variable {
         name: "LLAMA_POSTFETCH_CACHE_UPLOADS",
         default: Value("0"),
         kind: number("experts", 0, 1 << 10),
-        help: "drop-in: how many experts of a layer, at most, are copied for later tokens while the CPU computes them; `0`: as many as an idle link copies in the time of a layer",
+        help: "drop-in: how many experts of a layer, at most, are copied for later tokens while the CPU computes them; `0`: as many as an idle link copies meanwhile",
         flag: None,
     },
     Variable {

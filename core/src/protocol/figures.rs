@@ -178,6 +178,8 @@ figures! {
         Counter cache_misses: u64,
         /// Number of these that the CPU computed. The others were copied first.
         Counter cache_on_cpu: u64,
+        /// Number of evaluations whose slots were left unused because that is faster.
+        Counter cache_unused: u64 => "expert_cache_unused_total",
         /// Memory on devices for experts that stay there.
         Gauge cache_bytes: u64 => "expert_cache_bytes",
         /// Number of experts of a layer that stay there, at least.

@@ -20,6 +20,17 @@ pub enum Method {
 
 const METHODS: [Method; 3] = [Method::Fetched, Method::OnCpu, Method::NoSlots];
 
+impl Method {
+    /// Returns its name, as `LLAMA_POSTFETCH_CACHE_MISSES` has it.
+    fn name(self) -> &'static str {
+        match self {
+            Method::Fetched => "fetch",
+            Method::OnCpu => "cpu",
+            Method::NoSlots => "no slots",
+        }
+    }
+}
+
 /// Evaluations before the first trial, in which slots fill.
 const WARM_UP: u32 = 48;
 /// Evaluations of a method in a trial that count.
@@ -133,9 +144,15 @@ impl Choice {
         let fastest = tried.iter().min_by_key(|(_, time)| *time);
         let is_faster = |(_, time): &&(Method, Duration)| *time < before.1.mul_f64(FASTER);
         let (method, time) = *fastest.filter(is_faster).unwrap_or(&before);
-        let ms = |time: &Duration| time.as_secs_f64() * 1e3;
-        let all: Vec<_> = tried.iter().map(|(of, time)| (of, ms(time))).collect();
-        log::info!("post-fetch: {method:?} is used; milliseconds of an evaluation: {all:.2?}");
+        let took = |(method, time): &(Method, Duration)| {
+            format!("{} {:.2} ms", method.name(), time.as_secs_f64() * 1e3)
+        };
+        let all: Vec<String> = tried.iter().map(took).collect();
+        log::info!(
+            "post-fetch: --expert-cache-misses=auto uses '{}'; an evaluation takes, with {}",
+            method.name(),
+            all.join(", ")
+        );
         self.phase = Phase::Use {
             left: self.period,
             time: Some(time),

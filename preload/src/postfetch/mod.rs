@@ -305,9 +305,12 @@ impl Capability for PostFetch {
         if let Some(began) = state.began.take()
             && let Some((ids, method)) = state.method
             && let Some(cache) = &mut state.cache
-            && cache.evaluated(ids, method, began.elapsed())
         {
-            scheduler.rebuild();
+            let unused = u64::from(method == Method::NoSlots);
+            FIGURES.cache_unused.fetch_add(unused, Ordering::Relaxed);
+            if cache.evaluated(ids, method, began.elapsed()) {
+                scheduler.rebuild();
+            }
         }
         state.end();
     }
