@@ -293,3 +293,24 @@ fn one_of_two_caches_works() {
     assert!(count(&placed.own_cache(), "layers") > 0);
     placed.end();
 }
+
+/// In large batches, the server copies experts that have slots from the device, and early copies have
+/// the others.
+#[test]
+fn early_copies_and_experts_that_have_slots() {
+    let model = fixture(MODEL);
+    let prompts = ["one two three ", "four five six ", "seven eight nine "];
+    let mut answers = Vec::new();
+    for mode in ["off", "on"] {
+        let placed = Placed::with(&model, Some(CACHE), &[("LLAMA_POSTFETCH_MODE", mode)]);
+        let ask = |words: &str| placed.server.complete(&Request::new(&words.repeat(20), 8));
+        answers.push(prompts.map(ask));
+        if mode == "on" {
+            let figures = placed.server.control("status")["post_fetch"].clone();
+            assert!(count(&figures, "left_out_bytes") > 0, "{figures}");
+            assert_eq!(figures["obstacle"], Value::Null);
+        }
+        placed.end();
+    }
+    assert_eq!(answers[0], answers[1]);
+}

@@ -124,6 +124,8 @@ struct State {
     at_start: bool,
     /// Experts that are requested next.
     used: Marked,
+    /// Experts of the layer that the program copies from its own expert cache.
+    in_own_cache: Vec<bool>,
     /// Experts that stay on a device.
     cache: Option<Cache>,
     /// Whether memory for them was looked for.
@@ -158,6 +160,7 @@ impl State {
             nearly_all: false,
             at_start: false,
             used: Marked(Vec::new()),
+            in_own_cache: Vec::new(),
             cache: None,
             cache_tried: false,
             generation: 0,
@@ -982,6 +985,9 @@ impl State {
             return;
         };
         self.nearly_all = used * 100 >= layer.experts as usize * NEARLY_ALL;
+        if !own_cache::mark_slots(layer.products[0].weight, &mut self.in_own_cache) {
+            return;
+        }
         if !layer.ahead {
             FIGURES.layers.fetch_add(1, Ordering::Relaxed);
             self.request(ggml, at);
@@ -995,6 +1001,8 @@ impl State {
             return;
         };
         let looks_ahead = self.nearly_all && plan.looks_ahead && self.order == Order::Expected;
+        // The program would copy experts from there to the same place meanwhile.
+        let looks_ahead = looks_ahead && !own_cache::exists();
         let may_look_ahead = |layer: &&mut Layer| layer.may_use_all && layer.slots.is_none();
         let layer = plan.layers.get_mut(at).filter(may_look_ahead);
         if let Some(layer) = layer.filter(|_| looks_ahead) {
@@ -1033,7 +1041,11 @@ impl State {
                     let of_layer = cache.layer(slots.at);
                     of_layer.pieces(role, from, &mut request.pieces);
                 }
-                _ => self.used.pieces(from, strides[2], &mut request.pieces),
+                _ => {
+                    let without = &self.in_own_cache;
+                    self.used
+                        .pieces(from, strides[2], without, &mut request.pieces);
+                }
             }
             drop(request);
             fetcher.queue(&product.transfer);
@@ -1081,29 +1093,61 @@ impl Marked {
         self.0.resize(experts as usize, true);
     }
 
-    /// Writes the bytes of the marked experts of a matrix at an address, neighbours together.
-    fn pieces(&self, from: usize, expert_bytes: usize, pieces: &mut Vec<Piece>) {
+    /// Writes the bytes of the marked experts of a matrix at an address, neighbours together, without
+    /// those of the experts that are marked in `without`. These are the ranges that libllama copies.
+    fn pieces(&self, from: usize, expert_bytes: usize, without: &[bool], pieces: &mut Vec<Piece>) {
         pieces.clear();
+        let mut add = |to: Range<usize>| {
+            if !to.is_empty() {
+                let from = from + to.start;
+                pieces.push(Piece { from, to });
+            }
+        };
         let experts = self.0.len();
         let mut expert = 0;
         while expert < experts {
-            let marked = self.0[expert..]
-                .iter()
-                .take_while(|marked| **marked)
-                .count();
-            let end = expert + marked;
-            if marked > 0 {
+            let marked = self.0[expert..].iter().take_while(|marked| **marked);
+            let end = expert + marked.count();
+            if end > expert {
+                let left_out = |at: &usize| without.get(*at).is_some_and(|is_out| *is_out);
+                for at in (expert..end).filter(left_out) {
+                    add(expert * expert_bytes..at * expert_bytes);
+                    expert = at + 1;
+                }
                 let padding = match end < experts {
                     true => expert_bytes.min(PADDING),
                     false => 0,
                 };
-                let to = expert * expert_bytes..end * expert_bytes + padding;
-                pieces.push(Piece {
-                    from: from + to.start,
-                    to,
-                });
+                add(expert * expert_bytes..end * expert_bytes + padding);
             }
             expert = end + 1;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_the_ranges_that_libllama_copies() {
+        let ranges = |marked: &str, without: &str| {
+            let set = |text: &str| text.chars().map(|of| of == 'x').collect::<Vec<bool>>();
+            let mut pieces = Vec::new();
+            Marked(set(marked)).pieces(7000, 1000, &set(without), &mut pieces);
+            assert!(
+                pieces
+                    .iter()
+                    .all(|piece| piece.from == 7000 + piece.to.start)
+            );
+            let range = |piece: Piece| (piece.to.start, piece.to.end);
+            pieces.into_iter().map(range).collect::<Vec<_>>()
+        };
+        assert_eq!(ranges("..xx.x", ""), [(2000, 4512), (5000, 6000)]);
+        assert_eq!(ranges("xxxx..", ".x...."), [(0, 1000), (2000, 4512)]);
+        assert_eq!(ranges("xxxxxx", "x....x"), [(1000, 5000)]);
+        // What is behind an expert may be read, wherever the expert comes from.
+        assert_eq!(ranges(".x....", ".x...."), [(2000, 2512)]);
+        assert_eq!(ranges("......", "xxxxxx"), []);
     }
 }

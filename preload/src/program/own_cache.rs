@@ -212,6 +212,20 @@ pub fn is_known(tensor: *mut Tensor) -> bool {
     CACHES.cached.read().iter().any(is_part)
 }
 
+/// Marks the experts of a matrix that have slots. A large batch copies them from there. Returns `false`
+/// if it is not clear which cache it reads. Called on the thread that evaluates.
+pub fn mark_slots(weight: *mut Tensor, marked: &mut Vec<bool>) -> bool {
+    marked.clear();
+    let cached = CACHES.cached.read();
+    let mut of_weight = cached.iter().filter(|of| of.weight.0 == weight);
+    if let Some(of) = of_weight.next() {
+        // SAFETY: entries are removed before their tensors are freed; the program changes slots on
+        // this thread.
+        unsafe { marked.extend(of.slot_map().iter().map(|slot| *slot >= 0)) };
+    }
+    of_weight.next().is_none()
+}
+
 /// Whether a cache has slots of which no graph has shown the matrix yet.
 fn has_unread_slots() -> bool {
     let cached = CACHES.cached.read();
@@ -294,6 +308,22 @@ impl Cached {
         (self.model, self.matrix) == (model.number, matrix)
     }
 
+    /// Returns the slot of each expert, or -1.
+    ///
+    /// # Safety
+    ///
+    /// The tensors are live, and the program does not change the slot map meanwhile.
+    unsafe fn slot_map(&self) -> &[i32] {
+        let layout = &self.ggml.layout;
+        // SAFETY: as the caller ensures. The slot map is in host memory, and has a place for each
+        // expert.
+        unsafe {
+            let [_, _, experts, _]: [i64; 4] = layout.read(self.weight.0, layout.ne);
+            let map: *const i32 = layout.read(self.slot_map.0, layout.data);
+            std::slice::from_raw_parts(map, experts as usize)
+        }
+    }
+
     /// Writes the bytes of the matrix into the slots of its experts.
     ///
     /// # Safety
@@ -301,16 +331,12 @@ impl Cached {
     /// The tensors are live, and no evaluation reads them.
     unsafe fn write(&self) {
         let (f, layout) = (&self.ggml.f, &self.ggml.layout);
-        // SAFETY: as the caller ensures. The slot map is in host memory, and has a place for each
-        // expert.
+        // SAFETY: as the caller ensures.
         unsafe {
             let data: *const u8 = layout.read(self.weight.0, layout.data);
             let [_, _, size, _]: [usize; 4] = layout.read(self.weight.0, layout.nb);
-            let [_, _, experts, _]: [i64; 4] = layout.read(self.weight.0, layout.ne);
             let [_, _, slots, _]: [i64; 4] = layout.read(self.slots.0, layout.ne);
-            let map: *const i32 = layout.read(self.slot_map.0, layout.data);
-            let map = std::slice::from_raw_parts(map, experts as usize);
-            for (expert, &slot) in map.iter().enumerate() {
+            for (expert, &slot) in self.slot_map().iter().enumerate() {
                 if (0..slots).contains(&i64::from(slot)) {
                     let bytes: *const c_void = data.add(expert * size).cast();
                     let to = slot as usize * size;
