@@ -131,6 +131,56 @@ fn the_variables_keep_their_meaning() {
     assert_eq!(count(&checked.figures, "mismatches"), 0);
 }
 
+/// The lines have each expert that was copied, in the format of the specification.
+#[test]
+fn debug_lines_have_what_was_copied() {
+    let setup = on().with("LLAMA_POSTFETCH_DEBUG", "1");
+    let sim = setup.simulation();
+    let mut host = setup.start(&sim, &fixture("small-moe.gguf"));
+    for command in COMMANDS {
+        host.ask(command);
+    }
+    let figures = host.control("status")["post_fetch"].clone();
+    let layers = count(&figures, "layers") + count(&figures, "layers_ahead");
+    assert!(layers > 0, "{figures}");
+    // The last line of each layer.
+    host.wait_logged("Overlap: ", layers as usize);
+    let log = host.log();
+    assert_eq!(host.end(), Some(0));
+    let lines = log
+        .iter()
+        .filter_map(|line| Some(line.split_once("[PF] ")?.1));
+    let numbers = |line: &str| -> Vec<u64> {
+        let words = line.split(|c: char| !c.is_ascii_digit());
+        words.filter_map(|word| word.parse().ok()).collect()
+    };
+    let (mut requested, mut ended, mut experts, mut bytes) = (0, 0, 0, 0);
+    for line in lines {
+        let numbers = numbers(line);
+        if line.contains("Transferring") {
+            // Each expert is copied in three matrices.
+            experts += 3 * numbers[1];
+            requested += 1;
+        } else if line.contains("Expert") {
+            assert!(line.contains(" bytes @ offset "), "{line}");
+            assert_eq!(numbers[2] % numbers[1], 0, "{line}");
+            bytes += numbers[1];
+            experts -= 1;
+        } else {
+            assert!(
+                line.contains(" Total: ") && line.contains(" Overlap: "),
+                "{line}"
+            );
+            ended += 1;
+        }
+    }
+    assert_eq!(experts, 0, "each expert has a line");
+    assert_eq!((requested, ended), (layers, layers), "{log:#?}");
+    // Padding behind an expert is copied, too.
+    let padding = count(&figures, "early_bytes") - bytes;
+    assert!(bytes > 0 && padding <= 8 * 3 * 512 * layers, "{figures}");
+}
+
 /// The switch of post-fetch alone copies where the host itself copies.
 #[test]
 fn the_switch_alone_turns_post_fetch_on() {
@@ -421,9 +471,7 @@ fn slots_are_used_where_they_are_faster() {
         let mut host = setup.start(&sim, &fixture("small-moe.gguf"));
         let answers = commands.map(|command| host.ask(command));
         assert_eq!(answers[..], expected);
-        let log = host.log();
-        let choice = log.iter().find(|line| line.contains("=auto uses"));
-        let choice = choice.unwrap_or_else(|| panic!("no choice in {log:#?}"));
+        let choice = &host.wait_logged("=auto uses", 1)[0];
         assert_eq!(!choice.contains("uses 'no slots'"), is_used, "{choice}");
         let counts = |host: &Host| {
             let figures = &host.control("status")["post_fetch"];

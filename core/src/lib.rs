@@ -15,6 +15,7 @@
 //! | [`experts`] | names of expert tensors, and an index of them |
 //! | [`gguf`] | the file format |
 //! | [`parallel`] | work that is divided among threads |
+//! | [`transfer_log`] | the log lines of `LLAMA_POSTFETCH_DEBUG` |
 //! | `priority` | the CPUs and the priority of a thread |
 //! | [`logger`] | messages |
 //! | [`config`] | variables |
@@ -33,3 +34,4 @@ pub mod reload;
 pub mod stream;
 pub mod summary;
 pub mod trace;
+pub mod transfer_log;

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde_json::{Value, json};
+use sidecar_core::transfer_log;
 
 use super::policy::Reason;
 use crate::device::DeviceError;
@@ -123,17 +124,11 @@ impl Counters {
     }
 }
 
-/// Returns the share of the copies' time without a wait, 0 to 1; `None` without copies.
-pub(super) fn overlap(transfer: Duration, wait: Duration) -> Option<f64> {
-    let transfer = transfer.as_secs_f64();
-    (transfer > 0.0).then(|| (1.0 - wait.as_secs_f64() / transfer).max(0.0))
-}
-
 impl Stats {
     /// Returns the share of the copies' time without a wait, 0 to 1; `None` before a copy was
     /// timed.
     pub fn overlap(&self) -> Option<f64> {
-        overlap(self.transfer, self.wait)
+        transfer_log::overlap(self.transfer, self.wait)
     }
 
     /// Returns the experts that were acquired for the CPU, for all reasons.

@@ -6,9 +6,9 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::device_state::DeviceState;
 use super::plan::{Plan, PlannedLayer};
-use super::stats::{Counters, add, overlap};
+use super::stats::{Counters, add};
 use super::transfer_table::TransferTable;
-use sidecar_core::logger::REQUESTED;
+use sidecar_core::transfer_log;
 
 /// Times of the transfers and of each layer.
 #[derive(Debug)]
@@ -80,9 +80,7 @@ impl CopyTimes {
         table: &Mutex<TransferTable>,
     ) {
         self.layers.lock()[planned.position].began = Some(Instant::now());
-        log::debug!(target: REQUESTED, "[PF] Layer {}: Transferring {experts} experts, total {} MB",
-                planned.layer,
-                bytes >> 20);
+        transfer_log::requested(planned.layer, experts, bytes);
         for &id in ids {
             let slot = u32::try_from(id).ok().and_then(|id| planned.slot(id));
             let held = slot.and_then(|slot| {
@@ -91,7 +89,7 @@ impl CopyTimes {
                 Some((held.weights.nbytes, held.offset))
             });
             if let Some((nbytes, offset)) = held {
-                log::debug!(target: REQUESTED, "[PF]   Expert {id}: {nbytes} bytes @ offset {offset}");
+                transfer_log::expert(id as u64, nbytes, offset);
             }
         }
     }
@@ -102,11 +100,6 @@ impl CopyTimes {
         let Some(began) = times.began else {
             return;
         };
-        let overlap = overlap(times.transfer, times.waited).unwrap_or(0.0);
-        log::debug!(target: REQUESTED, "[PF] Layer {}: Transfer: {:.2} ms, Total: {:.2} ms, Overlap: {:.1}%",
-                planned.layer,
-                times.transfer.as_secs_f64() * 1e3,
-                began.elapsed().as_secs_f64() * 1e3,
-                overlap * 100.0);
+        transfer_log::ended(planned.layer, times.transfer, began.elapsed(), times.waited);
     }
 }

@@ -425,6 +425,23 @@ impl Host {
         lines
     }
 
+    /// Waits until so many lines of the log contain a text: a thread reads the log. Returns them.
+    pub fn wait_logged(&self, text: &str, count: usize) -> Vec<String> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let lines = self.logged(text);
+            if lines.len() >= count {
+                return lines;
+            }
+            assert!(
+                Instant::now() < deadline,
+                "{count} lines with '{text}' are not in the log:\n{}",
+                self.log().join("\n")
+            );
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
     /// Writes a text of so many tokens, and the hashes of the logits of each step.
     pub fn text(&mut self, tokens: usize) -> Transcript {
         self.steps("text", tokens)

@@ -307,7 +307,7 @@ pub static VARIABLES: &[Variable] = &[
         name: "LLAMA_POSTFETCH_DEBUG",
         default: Value("0"),
         kind: Switch,
-        help: "`1`: log each layer and expert, and the overlap of each layer; drop-in: read each early copy back and compare it with the model",
+        help: "`1`: log each layer and expert, and the overlap of each layer; drop-in: also read each early copy back and compare it with the model",
         flag: None,
     },
     Variable {

@@ -887,6 +887,10 @@ impl State {
     /// Ends an evaluation that did not fail. A program may begin the next one before it waits.
     fn end(&mut self) {
         self.drain();
+        if Config::get().postfetch.debug {
+            let layers = self.plan.iter_mut().flat_map(|plan| &mut plan.layers);
+            layers.for_each(Layer::log_ended);
+        }
         if !std::mem::take(&mut self.begun) || self.order != Order::Unknown {
             return;
         }
@@ -1015,10 +1019,12 @@ impl State {
 
     /// Requests the marked experts of a layer, or those that are to be loaded into its slots.
     fn request(&mut self, ggml: &'static Ggml, at: usize) {
-        let (Some(plan), Some(fetcher)) = (&self.plan, &self.fetcher) else {
+        let (Some(plan), Some(fetcher)) = (&mut self.plan, &self.fetcher) else {
             return;
         };
-        let layer = &plan.layers[at];
+        let layer = &mut plan.layers[at];
+        let logs = Config::get().postfetch.debug;
+        let mut matrices = Vec::new();
         // Recorded in the evaluation before, and complete: ids that were computed later are known.
         // ggml's Vulkan backend reuses events that were waited for, and the wait must be on the
         // thread that uses their backend.
@@ -1049,6 +1055,13 @@ impl State {
             }
             drop(request);
             fetcher.queue(&product.transfer);
+            if logs {
+                matrices.push((from, strides[2]));
+            }
+        }
+        if logs {
+            layer.requested = Some(Instant::now());
+            layer.log_requested(&matrices);
         }
     }
 }

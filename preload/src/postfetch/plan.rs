@@ -8,9 +8,11 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use sidecar_core::config::Config;
 use sidecar_core::experts::ExpertName;
+use sidecar_core::transfer_log;
 
 use super::cache::Cache;
 use super::figures::FIGURES;
@@ -58,8 +60,48 @@ pub struct Layer {
     pub known: bool,
     /// Whether all its experts were requested in this evaluation.
     pub ahead: bool,
+    /// When its copies were requested in this evaluation.
+    pub requested: Option<Instant>,
     /// Its slots; `None` where the used experts are copied in each evaluation.
     pub slots: Option<LayerSlots>,
+}
+
+impl Layer {
+    /// Logs the experts whose copies were requested. The first bytes of a matrix are at `from`, and
+    /// its experts have a size.
+    pub fn log_requested(&self, matrices: &[(usize, usize)]) {
+        let mut experts: Vec<(u64, u64, u64)> = Vec::new();
+        for (product, &(from, size)) in self.products.iter().zip(matrices) {
+            for piece in &product.transfer.request().pieces {
+                // Behind the last expert, there is padding.
+                let first = (piece.from - from) / size;
+                let of_piece = (0..piece.to.len() / size).map(|at| {
+                    let offset = piece.to.start + at * size;
+                    ((first + at) as u64, size as u64, offset as u64)
+                });
+                experts.extend(of_piece);
+            }
+        }
+        let bytes = experts.iter().map(|(_, size, _)| size).sum();
+        let count = experts.len() / matrices.len().max(1);
+        transfer_log::requested(self.number, count as u64, bytes);
+        for (id, size, offset) in experts {
+            transfer_log::expert(id, size, offset);
+        }
+    }
+
+    /// Logs the times of its copies, if there were any.
+    pub fn log_ended(&mut self) {
+        let Some(requested) = self.requested.take() else {
+            return;
+        };
+        let times = || self.products.iter().map(|of| of.transfer.times());
+        let transfer = times().map(|of| of.transfer).sum();
+        let waited = times().map(|of| of.waited).sum();
+        let end = times().filter_map(|of| of.end).max();
+        let total = end.map_or(Duration::ZERO, |end| end - requested);
+        transfer_log::ended(self.number, transfer, total, waited);
+    }
 }
 
 /// The slots of a layer in a graph.
@@ -368,6 +410,7 @@ impl Devices {
             free,
             known: false,
             ahead: false,
+            requested: None,
             slots: slots.map(|(slots, _)| LayerSlots {
                 in_order: instance.is_in_order(),
                 ..slots

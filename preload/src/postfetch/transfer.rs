@@ -66,6 +66,18 @@ pub struct Transfer {
     progress: Mutex<Progress>,
     /// When computing needed the matrix, in nanoseconds since [`START`]; 0 before.
     needed: AtomicU64,
+    times: Mutex<Times>,
+}
+
+/// The times of a transfer that was requested.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Times {
+    /// Of its copies.
+    pub transfer: Duration,
+    /// For which computing waited for them.
+    pub waited: Duration,
+    /// When they were complete.
+    pub end: Option<Instant>,
 }
 
 // SAFETY: the tensor is only used by the thread that issues copies, and by the thread that
@@ -93,6 +105,7 @@ impl Transfer {
             request: RwLock::default(),
             progress: Mutex::new(Progress::Idle),
             needed: AtomicU64::new(0),
+            times: Mutex::default(),
         })
     }
 
@@ -104,6 +117,12 @@ impl Transfer {
     /// Makes it idle after a drain.
     pub fn forget(&self) {
         *self.progress.lock() = Progress::Idle;
+        *self.times.lock() = Times::default();
+    }
+
+    /// Returns its times since it was last idle.
+    pub fn times(&self) -> Times {
+        *self.times.lock()
     }
 
     /// Waits for its copies, if they were issued.
@@ -166,12 +185,18 @@ impl Transfer {
     fn finish(&self, begun: Instant) -> Instant {
         self.done.wait();
         let end = Instant::now();
-        FIGURES.add_copy(end - begun);
-        let needed = self.needed.load(Ordering::Relaxed);
-        if needed > 0 {
-            let needed = *START + Duration::from_nanos(needed);
-            FIGURES.add_wait(end.saturating_duration_since(needed));
-        }
+        let needed = match self.needed.load(Ordering::Relaxed) {
+            0 => end,
+            needed => *START + Duration::from_nanos(needed),
+        };
+        let times = Times {
+            transfer: end - begun,
+            waited: end.saturating_duration_since(needed),
+            end: Some(end),
+        };
+        FIGURES.add_copy(times.transfer);
+        FIGURES.add_wait(times.waited);
+        *self.times.lock() = times;
         if Config::get().postfetch.debug {
             self.check();
         }
