@@ -64,7 +64,7 @@ pub struct Cache {
     /// The device of the slots.
     device: usize,
     speeds: Option<Speeds>,
-    /// The time in the evaluation in which the link copied nothing for later tokens.
+    /// The time of the idle link that was too short for an expert.
     link_time: Duration,
     /// What computes misses, by batch size.
     choices: BTreeMap<usize, Choice>,
@@ -225,7 +225,8 @@ impl Cache {
     }
 
     /// Returns how many experts of a layer the idle link could have copied since this was last asked
-    /// in the evaluation, which is so long ago. What is left over counts for the next layer.
+    /// in the evaluation, which is so long ago. The rest of that time counts the next time, so that it
+    /// is not always the same layers that get an expert.
     pub fn copied_in(&mut self, at: usize, time: Duration) -> usize {
         let bytes = self.layers[at].expert_bytes().max(1) as f64;
         self.link_time += time;
@@ -238,11 +239,6 @@ impl Cache {
                 .saturating_sub(taken.unwrap_or(Duration::MAX));
         }
         count as usize
-    }
-
-    /// Begins an evaluation.
-    pub fn begin(&mut self) {
-        self.link_time = Duration::ZERO;
     }
 
     /// Copies the most used experts of a trace into free slots, and waits for the copies.

@@ -879,9 +879,6 @@ impl State {
         }
         self.at_start = true;
         self.looked_up = None;
-        if let Some(cache) = &mut self.cache {
-            cache.begin();
-        }
     }
 
     /// Ends an evaluation that did not fail. A program may begin the next one before it waits.
