@@ -156,7 +156,7 @@ pub fn same_in_llama_server(model: &Path) {
         options.arguments = arguments.map(str::to_owned).to_vec();
         options.variables = sim.variables().to_vec();
         let server = Server::start(model, &options);
-        let text = |words: &str| Request::new(&words.repeat(20), 8);
+        let text = |words: &str| Request::new(&words.repeat(20), 60);
         answers.push([
             server.complete(&text("one two three ")),
             server.complete(&text("four five six ")),
@@ -171,6 +171,9 @@ pub fn same_in_llama_server(model: &Path) {
         }
         let (status, log) = server.end();
         assert!(status.success(), "{}", log.join("\n"));
+        // After a trial of each method, with graphs that the server was made to build.
+        let is_choice = |line: &String| line.contains("=auto uses");
+        assert_eq!(log.iter().any(is_choice), cache == "auto", "{log:#?}");
         sim.report().assert_ordered();
     }
     assert_eq!(answers[0], answers[1]);
