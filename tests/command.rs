@@ -59,16 +59,20 @@ fn the_wrapper_runs_a_command_with_the_drop_in() {
     assert_eq!(output.status.code(), Some(1));
 }
 
-/// The command, what it printed, and how it ended.
-fn command_line(arguments: &[&str], input: &str) -> (String, std::process::ExitStatus) {
-    let cli = testkit::host::built("release/llama-sidecar");
-    let mut child = Command::new(cli)
+/// Starts the command with pipes.
+fn piped(arguments: &[&str]) -> std::process::Child {
+    Command::new(testkit::host::built("release/llama-sidecar"))
         .args(arguments)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
-        .expect("it starts");
+        .expect("it starts")
+}
+
+/// The command, what it printed, and how it ended.
+fn command_line(arguments: &[&str], input: &str) -> (String, std::process::ExitStatus) {
+    let mut child = piped(arguments);
     let mut stdin = child.stdin.take().expect("a pipe");
     let _ = stdin.write_all(input.as_bytes());
     drop(stdin);
@@ -147,14 +151,10 @@ fn the_wrapper_reports_what_is_swapped_at_the_end() {
     let folder = tempfile::tempdir().expect("a folder");
     let socket = folder.path().join("socket").display().to_string();
     let from = fixture("smollm2-mixed.gguf").display().to_string();
-    let mut child = Command::new(testkit::host::built("release/llama-sidecar"))
-        .args(["run", "--hotswap", "--socket", &socket, "--"])
-        .args(c_host("smollm2.gguf"))
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("it starts");
+    let host = c_host("smollm2.gguf");
+    let host: Vec<&str> = host.iter().map(String::as_str).collect();
+    let run = ["run", "--hotswap", "--socket", &socket, "--"];
+    let mut child = piped(&[&run, host.as_slice()].concat());
     let mut stdin = child.stdin.take().expect("a pipe");
     stdin.write_all(b"text 1\n").expect("it reads");
     while UnixStream::connect(&socket).is_err() {

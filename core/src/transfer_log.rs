@@ -17,15 +17,15 @@ pub fn expert(id: u64, bytes: u64, offset: u64) {
 /// Logs how long the copies of a layer took, how long ago they were requested, and how long computing
 /// waited for them.
 pub fn ended(layer: u32, transfer: Duration, total: Duration, waited: Duration) {
-    let overlap = overlap(transfer, waited).unwrap_or(0.0);
+    let overlap = overlap(transfer.as_secs_f64(), waited.as_secs_f64()).unwrap_or(0.0);
     log::debug!(target: REQUESTED, "[PF] Layer {layer}: Transfer: {:.2} ms, Total: {:.2} ms, Overlap: {:.1}%",
         transfer.as_secs_f64() * 1e3,
         total.as_secs_f64() * 1e3,
         overlap * 100.0);
 }
 
-/// Returns the share of the copies' time without a wait, 0 to 1; `None` without copies.
-pub fn overlap(transfer: Duration, waited: Duration) -> Option<f64> {
-    let transfer = transfer.as_secs_f64();
-    (transfer > 0.0).then(|| (1.0 - waited.as_secs_f64() / transfer).max(0.0))
+/// Returns the share of the copies' time without a wait, 0 to 1; `None` without copies. Both times
+/// are in seconds.
+pub fn overlap(transfer: f64, waited: f64) -> Option<f64> {
+    (transfer > 0.0).then(|| (1.0 - waited / transfer).max(0.0))
 }

@@ -7,6 +7,8 @@ use std::fmt::Write;
 
 use serde::{Deserialize, Serialize};
 
+use crate::transfer_log;
+
 /// How a metric changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
@@ -224,8 +226,7 @@ figures! {
 impl PostFetchFigures {
     /// Returns the share of the copies' time without a wait, 0 to 1; `None` without copies.
     pub fn overlap(&self) -> Option<f64> {
-        let waited = self.wait_seconds / self.copy_seconds;
-        (self.copy_seconds > 0.0).then(|| (1.0 - waited).max(0.0))
+        transfer_log::overlap(self.copy_seconds, self.wait_seconds)
     }
 
     /// Whether no experts were copied, and nothing is locked.

@@ -218,24 +218,11 @@ mod tests {
     #[test]
     fn what_becomes_slower_is_tried_again() {
         let mut choice = Choice::new(Method::Fetched);
-        let before = |method| {
-            if method == Method::Fetched {
-                10.0
-            } else {
-                12.0
-            }
-        };
-        run(&mut choice, 20_000, before);
+        let with_copies_of = |ms| move |of| if of == Method::Fetched { ms } else { 12.0 };
+        run(&mut choice, 20_000, with_copies_of(10.0));
         assert_eq!(choice.method(), Method::Fetched);
         // Another program uses the link, long before the next trial is due.
-        let after = |method| {
-            if method == Method::Fetched {
-                30.0
-            } else {
-                12.0
-            }
-        };
-        run(&mut choice, 120, after);
+        run(&mut choice, 120, with_copies_of(30.0));
         assert_ne!(choice.method(), Method::Fetched);
     }
 
