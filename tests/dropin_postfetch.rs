@@ -3,15 +3,19 @@
 
 mod hosts;
 
+use std::path::Path;
+
 use hosts::simulated::{
-    DECODE, Run, Setup, cached, cached_beside_cpu, offloaded, on, same_as_without,
-    same_in_llama_server,
+    DECODE, Run, Setup, cached, cached_beside_cpu, copied_none_itself, offloaded, on,
+    same_as_without, same_in_llama_server,
 };
 use hosts::{count, taken};
 use serde_json::Value;
 use testkit::fixtures::fixture;
-use testkit::host::{Host, replace};
+use testkit::host::{DropIn, Host, replace};
+use testkit::llama_cpp::llama_cpp;
 use testkit::process::stopped_often;
+use testkit::server::{Options, Request, Server};
 use testkit::sim_ggml::SimGgml;
 
 /// Prompts that the device takes with their experts, graphs that are used again, and decoding.
@@ -717,4 +721,103 @@ fn a_prompt_in_parts() {
 #[test]
 fn llama_server_from_source() {
     same_in_llama_server(&fixture("small-moe.gguf"));
+}
+
+/// Copies a library, which then finds its own functions in itself (`DT_SYMBOLIC`), as one that was linked
+/// with `-Bsymbolic` does.
+fn symbolic(library: &Path, folder: &Path, name: &str) {
+    const DYNAMIC: u32 = 2;
+    const RELATIVE_COUNT: u64 = 0x6fff_fff9;
+    const SYMBOLIC: u64 = 16;
+    let mut bytes = std::fs::read(library).expect("a library");
+    let word = |bytes: &[u8], at: usize| {
+        u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"))
+    };
+    let headers = word(&bytes, 32) as usize;
+    let mut headers = (headers..).step_by(56);
+    let dynamic = headers
+        .find(|at| word(&bytes, *at) as u32 == DYNAMIC)
+        .expect("a dynamic section");
+    let mut entries = (word(&bytes, dynamic + 8) as usize..).step_by(16);
+    // Only a hint to the loader: its entry has another use here.
+    let entry = entries
+        .find(|at| word(&bytes, *at) == RELATIVE_COUNT)
+        .expect("a count of relocations");
+    bytes[entry..entry + 8].copy_from_slice(&SYMBOLIC.to_le_bytes());
+    std::fs::write(folder.join(name), bytes).expect("written");
+}
+
+/// Where the drop-in does not see when parts of a graph are submitted, nothing could wait for early
+/// copies: the program makes all copies, and the reason is named.
+#[test]
+fn llama_server_from_source_whose_ggml_calls_itself() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let name = "libggml-base.so.0";
+    symbolic(&llama_cpp(name), folder.path(), name);
+    let path = folder.path().to_str().expect("UTF-8");
+    let model = fixture("small-moe.gguf");
+    let prompt = "one two three ".repeat(20);
+    let mut answers = Vec::new();
+    for mode in ["off", "on"] {
+        let sim = SimGgml::new(&[]);
+        let mut options = Options::new(1);
+        options.drop_in = DropIn::with(&[
+            ("LLAMA_POSTFETCH_MODE", mode),
+            ("LLAMA_POSTFETCH_CACHE_MB", "auto"),
+        ]);
+        let arguments = ["--device", "SIM0", "-cmoe"];
+        options.arguments = arguments.map(str::to_owned).to_vec();
+        options.variables = sim.variables().to_vec();
+        options
+            .variables
+            .push(("LD_LIBRARY_PATH".into(), path.into()));
+        let server = Server::start(&model, &options);
+        answers.push(server.complete(&Request::new(&prompt, 8)));
+        let figures = server.control("status")["post_fetch"].clone();
+        assert!(server.end().0.success());
+        sim.report().assert_ordered();
+        if mode == "on" {
+            assert_eq!(count(&figures, "left_out_bytes"), 0, "{figures}");
+            let obstacle = figures["obstacle"].as_str().unwrap_or_default();
+            assert!(obstacle.contains("cannot be seen"), "{figures}");
+        }
+    }
+    assert_eq!(answers[0], answers[1]);
+}
+
+/// Each server answers once: to a short prompt with slots, and to a long one with early copies. None of
+/// its evaluations is only watched.
+#[test]
+fn llama_server_from_source_with_one_request() {
+    let model = fixture("small-moe.gguf");
+    for (cache, prompt) in [
+        ("auto", "one two three "),
+        ("0", &"one two three ".repeat(20)),
+    ] {
+        let mut answers = Vec::new();
+        for mode in ["off", "on"] {
+            let sim = SimGgml::new(&[]);
+            let mut options = Options::new(1);
+            options.drop_in = DropIn::On(vec![
+                ("LLAMA_POSTFETCH_MODE", mode.into()),
+                ("LLAMA_POSTFETCH_CACHE_MB", cache.into()),
+            ]);
+            let arguments = ["--device", "SIM0", "-cmoe", "--no-warmup"];
+            options.arguments = arguments.map(str::to_owned).to_vec();
+            options.variables = sim.variables().to_vec();
+            let server = Server::start(&model, &options);
+            answers.push(server.complete(&Request::new(prompt, 1)));
+            let figures = server.control("status")["post_fetch"].clone();
+            assert!(server.end().0.success());
+            sim.report().assert_ordered();
+            if mode == "on" {
+                copied_none_itself(&figures);
+                let used = ["cache_hits", "cache_misses", "left_out_bytes"];
+                let [hits, misses, left_out] = used.map(|name| count(&figures, name));
+                assert_eq!(hits + misses > 0, cache == "auto", "{figures}");
+                assert!(left_out > 0, "{figures}");
+            }
+        }
+        assert_eq!(answers[0], answers[1], "{cache}");
+    }
 }

@@ -18,11 +18,13 @@ use std::sync::Arc;
 use sidecar_core::logger;
 
 use crate::ggml::{
-    Backend, Buffer, Context, Ggml, Graph, STATUS_FAILED, STATUS_SUCCESS, Sched, Tensor,
+    Backend, Buffer, Context, CopyCallback, Ggml, Graph, STATUS_FAILED, STATUS_SUCCESS, Sched,
+    Tensor,
 };
 use crate::hotswap::reloader;
 use crate::loader::caller::{Arguments, Caller, Hook, hooks};
-use crate::postfetch::Evaluation;
+use crate::postfetch::part::{self, Evaluation};
+use crate::postfetch::{copy_callback, inferred, placement};
 use crate::process::thread::{self, Inside};
 use crate::program::models::Model;
 use crate::program::parts::{self, Parts};
@@ -116,6 +118,7 @@ fn replacement(hook: Hook) -> *const c_void {
         Hook::ContextFree => context_free as *const c_void,
         Hook::SchedReset => sched_reset as *const c_void,
         Hook::SchedSetEvalCallback => sched_set_eval_callback as *const c_void,
+        Hook::SchedSetCopyCallback => sched_set_copy_callback as *const c_void,
         Hook::SchedReserve => sched_reserve as *const c_void,
         Hook::SchedAllocGraph => sched_alloc_graph as *const c_void,
         Hook::SchedCompute => sched_compute as *const c_void,
@@ -173,8 +176,9 @@ fn destination(hook: Hook, return_address: usize, arguments: &Arguments) -> *con
         | Hook::TensorSetAsync
         | Hook::TensorCopy => in_parts,
         // While the program splits a graph, this thread runs code of the drop-in.
-        Hook::OffloadOp => postfetch::offloads(),
-        Hook::SchedSetEvalCallback => postfetch::offloads() && !thread::is_inside(),
+        Hook::OffloadOp => placement::offloads(),
+        Hook::SchedSetEvalCallback => placement::offloads() && !thread::is_inside(),
+        Hook::SchedSetCopyCallback => postfetch::is_on() && !thread::is_inside(),
         _ => !thread::is_inside(),
     };
     // An evaluation that was begun is finished in the same way, also when the drop-in was turned
@@ -439,6 +443,50 @@ unsafe extern "C-unwind" fn sched_set_eval_callback(
     unsafe { real(sched, callback, data) }
 }
 
+/// A function that copies weights for parts of graphs, or none. The scheduler gets [`copy_weight`], which
+/// calls it.
+unsafe extern "C-unwind" fn sched_set_copy_callback(
+    sched: *mut Sched,
+    callback: Option<CopyCallback>,
+    data: *mut c_void,
+) -> usize {
+    let (call, _inside) = entered();
+    let (mut to_set, mut its_data) = (callback, data);
+    if let Some(scheduler) = Scheduler::of(call.ggml, sched as usize) {
+        guarded(|| {
+            copy_callback::set(scheduler, callback, data);
+            to_set = Some(copy_weight as CopyCallback);
+            its_data = std::ptr::from_ref(scheduler).cast_mut().cast();
+        });
+    }
+    let real = meant!(call, *mut Sched, Option<CopyCallback>, *mut c_void);
+    // SAFETY: the scheduler of the call; a function and its data that live long enough.
+    unsafe { real(sched, to_set, its_data) }
+}
+
+/// Called by a scheduler that is about to copy a weight for a part of its graph. Returns whether the
+/// copy is made, or left out.
+unsafe extern "C-unwind" fn copy_weight(
+    backend: *mut Backend,
+    weight: *const Tensor,
+    copy: *mut Tensor,
+    part: *mut Graph,
+    scheduler: *mut c_void,
+) -> bool {
+    // SAFETY: set by `sched_set_copy_callback`, and never freed.
+    let scheduler: &'static Scheduler = unsafe { &*scheduler.cast() };
+    let mut is_copied = false;
+    // Without a plan, and once the drop-in is off, there is nothing to leave out.
+    if parts::current().is_some_and(|of| std::ptr::eq(of, scheduler)) {
+        // SAFETY: the arguments of the call.
+        guarded(|| unsafe {
+            is_copied = copy_callback::is_copied(scheduler, backend, weight, copy, part);
+        });
+    }
+    // SAFETY: the arguments of the call.
+    is_copied || unsafe { copy_callback::call(scheduler, backend, weight, copy, part) }
+}
+
 unsafe extern "C-unwind" fn sched_reserve(sched: *mut Sched, graph: *mut Graph) -> usize {
     let (call, _inside) = entered();
     let found = allocating(&call, sched, graph, false);
@@ -637,6 +685,7 @@ unsafe extern "C-unwind" fn backend_compute(backend: *mut Backend, graph: *mut G
 /// The evaluation of a part of a graph.
 unsafe extern "C-unwind" fn part_compute(backend: *mut Backend, part: *mut Graph) -> usize {
     let (call, _inside) = entered();
+    parts::submitted();
     let ggml = call.ggml;
     let mut evaluation = Evaluation::Whole;
     // SAFETY: the arguments of the call are live.
@@ -648,10 +697,10 @@ unsafe extern "C-unwind" fn part_compute(backend: *mut Backend, part: *mut Graph
                 });
             }
             true => {}
-            false => evaluation = postfetch::part_begins(ggml, backend, part),
+            false => evaluation = part::begins(ggml, backend, part),
         }
     });
-    let _ends = postfetch::PartEnds;
+    let _ends = part::Ends;
     let real = meant!(call, *mut Backend, *mut Graph);
     // SAFETY: the arguments of the call.
     let compute = |part| unsafe { real(backend, part) };
@@ -669,7 +718,7 @@ unsafe extern "C-unwind" fn part_compute(backend: *mut Backend, part: *mut Graph
             }
             let mut status = STATUS_FAILED;
             // SAFETY: the first piece ends with the layer's last product.
-            guarded(|| status = unsafe { postfetch::compute_missed(backend, layer) } as usize);
+            guarded(|| status = unsafe { part::compute_missed(backend, layer) } as usize);
             // SAFETY: a live part.
             let all = unsafe { (ggml.f.ggml_graph_n_nodes)(part) };
             match succeeded(status) && nodes < all {
@@ -688,7 +737,7 @@ unsafe extern "C-unwind" fn part_synchronize(backend: *mut Backend) -> usize {
     // SAFETY: the argument of the call.
     let result = unsafe { real(backend) };
     // SAFETY: the backend was waited for.
-    guarded(|| unsafe { postfetch::waited(call.ggml) });
+    guarded(|| unsafe { inferred::waited(call.ggml) });
     result
 }
 
@@ -706,7 +755,7 @@ unsafe extern "C-unwind" fn part_get(
     let result = unsafe { real(backend, tensor, data, offset, size) };
     if offset == 0 {
         // SAFETY: the arguments of the call.
-        guarded(|| unsafe { postfetch::bytes_requested(backend, tensor, data, size) });
+        guarded(|| unsafe { inferred::bytes_requested(backend, tensor, data, size) });
     }
     result
 }
@@ -724,7 +773,7 @@ unsafe extern "C-unwind" fn part_set(
     guarded(|| {
         let bytes = offset..offset + size;
         // SAFETY: the arguments of the call.
-        copied = unsafe { postfetch::is_copied(call.ggml, backend, tensor, data, bytes) };
+        copied = unsafe { inferred::is_copied(call.ggml, backend, tensor, data, bytes) };
     });
     if copied {
         return 0;
@@ -738,7 +787,7 @@ unsafe extern "C-unwind" fn part_set(
 unsafe extern "C-unwind" fn part_copy(from: *mut Tensor, to: *mut Tensor) -> usize {
     let (call, _inside) = entered();
     let mut copied = false;
-    guarded(|| copied = postfetch::is_bias_copied(from, to));
+    guarded(|| copied = inferred::is_bias_copied(from, to));
     if copied {
         return 0;
     }
@@ -756,7 +805,7 @@ unsafe extern "C-unwind" fn offload_op(backend: *mut Backend, node: *const Tenso
     let mut wanted = false;
     guarded(|| {
         // SAFETY: a live backend and a live node.
-        wanted = unsafe { postfetch::offloads_node(call.ggml, backend, node) };
+        wanted = unsafe { placement::offloads_node(call.ggml, backend, node) };
     });
     result | usize::from(wanted)
 }

@@ -6,6 +6,7 @@ use std::process::Command;
 use serde_json::Value;
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program};
+use testkit::llama_cpp::llama_cpp;
 use testkit::server::{Options, Request, Server};
 use testkit::sim_ggml::{Report, SimGgml};
 
@@ -141,6 +142,19 @@ pub fn same_as_without(setup: &Setup, commands: &[&str]) -> Run {
     found
 }
 
+/// Whether a scheduler of the tested build asks a callback before it copies weights.
+fn has_copy_callback() -> bool {
+    let library = std::fs::read(llama_cpp("libggml-base.so")).expect("a library");
+    let name = b"ggml_backend_sched_set_copy_callback";
+    library.windows(name.len()).any(|bytes| bytes == name)
+}
+
+/// The server has copied no experts itself, where its scheduler tells what it copies.
+pub fn copied_none_itself(figures: &Value) {
+    let copies = figures["host_copies"].as_object().expect("an object");
+    assert!(!has_copy_callback() || copies.is_empty(), "{figures}");
+}
+
 /// llama-server from source gives the same answers without post-fetch, with it, and with experts
 /// that stay on the device.
 pub fn same_in_llama_server(model: &Path) {
@@ -168,6 +182,7 @@ pub fn same_in_llama_server(model: &Path) {
             assert!(count(&figures, "early_bytes") > 0, "{figures}");
             assert_eq!(count(&figures, "cache_hits") > 0, cache == "auto");
             assert_eq!(figures["obstacle"], Value::Null);
+            copied_none_itself(&figures);
         }
         let (status, log) = server.end();
         assert!(status.success(), "{}", log.join("\n"));

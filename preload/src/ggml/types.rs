@@ -56,6 +56,15 @@ pub type GraphView = unsafe extern "C-unwind" fn(*mut Graph, c_int, c_int) -> Gr
 /// `ggml_custom1_op_t`: result, operand, number of the thread, number of threads, user data.
 pub type Callback = unsafe extern "C" fn(*mut Tensor, *const Tensor, c_int, c_int, *mut c_void);
 
+/// `ggml_backend_sched_copy_callback`: backend, weight, its copy, part of the graph, user data.
+pub type CopyCallback = unsafe extern "C-unwind" fn(
+    *mut Backend,
+    *const Tensor,
+    *mut Tensor,
+    *mut Graph,
+    *mut c_void,
+) -> bool;
+
 /// `GGML_TYPE_F32`.
 pub const F32: c_int = 0;
 /// `GGML_TYPE_I32`.

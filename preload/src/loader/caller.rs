@@ -36,6 +36,7 @@ macro_rules! hooks {
             ContextFree = ggml_free,
             SchedReset = ggml_backend_sched_reset,
             SchedSetEvalCallback = ggml_backend_sched_set_eval_callback,
+            SchedSetCopyCallback = ggml_backend_sched_set_copy_callback,
             SchedReserve = ggml_backend_sched_reserve,
             SchedAllocGraph = ggml_backend_sched_alloc_graph,
             SchedCompute = ggml_backend_sched_graph_compute_async,

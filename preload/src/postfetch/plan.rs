@@ -34,8 +34,12 @@ pub struct Product {
     pub copy: *mut Tensor,
     /// The early copy.
     pub transfer: Arc<Transfer>,
-    /// Whether the program copied experts of the matrix in this evaluation.
-    pub host_copied: bool,
+    /// The bytes of an expert.
+    pub expert_bytes: usize,
+    /// The bytes of the experts that this evaluation uses, once they are known.
+    pub used_bytes: usize,
+    /// Whether the program came to copy the matrix in this evaluation.
+    pub is_reached: bool,
 }
 
 /// A layer of which the scheduler copies matrices.
@@ -60,6 +64,9 @@ pub struct Layer {
     pub known: bool,
     /// Whether all its experts were requested in this evaluation.
     pub ahead: bool,
+    /// Whether all its experts that are used were requested: the program copies none from its own
+    /// cache.
+    pub is_whole: bool,
     /// When its copies were requested in this evaluation.
     pub requested: Option<Instant>,
     /// Its slots; `None` where the used experts are copied in each evaluation.
@@ -156,6 +163,15 @@ impl Plan {
         let address = copy as usize;
         let at = self.copies.binary_search_by_key(&address, |of| of.0).ok()?;
         Some((self.copies[at].1, self.copies[at].2))
+    }
+
+    /// Records that the program came to copy a matrix for this copy of the scheduler. Returns its
+    /// layer and the matrix.
+    pub fn reach(&mut self, copy: *const Tensor) -> Option<(&Layer, &Product)> {
+        let (layer, product) = self.find(copy)?;
+        let layer = &mut self.layers[layer];
+        layer.products[product].is_reached = true;
+        Some((layer, &layer.products[product]))
     }
 }
 
@@ -379,11 +395,15 @@ impl Devices {
                 }
             };
             targets.push((candidate.copy, target));
+            // SAFETY: as the caller ensures.
+            let strides: [usize; 4] = unsafe { layout.read(candidate.used.tensor, layout.nb) };
             products.push(Product {
                 weight: candidate.used.tensor,
                 copy: candidate.copy,
                 transfer: Arc::new(Transfer::new(ggml, instance, (context, target))?),
-                host_copied: false,
+                expert_bytes: strides[2],
+                used_bytes: 0,
+                is_reached: false,
             });
         }
         let instance = self.device(ggml, first.buft)?.instance.clone();
@@ -410,6 +430,7 @@ impl Devices {
             free,
             known: false,
             ahead: false,
+            is_whole: false,
             requested: None,
             slots: slots.map(|(slots, _)| LayerSlots {
                 in_order: instance.is_in_order(),

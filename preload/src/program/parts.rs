@@ -9,6 +9,8 @@ use crate::program::sched::Scheduler;
 
 thread_local! {
     static CURRENT: Cell<Option<&'static Scheduler>> = const { Cell::new(None) };
+    /// Whether a part of the graph was submitted.
+    static SUBMITTED: Cell<bool> = const { Cell::new(false) };
 }
 
 /// While this value lives, calls of this thread belong to the parts of a graph. An exception of
@@ -19,6 +21,7 @@ impl Parts {
     /// Marks this thread; `None` reports nothing.
     pub fn enter(scheduler: Option<&'static Scheduler>) -> Parts {
         CURRENT.set(scheduler);
+        SUBMITTED.set(false);
         Parts(())
     }
 }
@@ -32,6 +35,17 @@ impl Drop for Parts {
 /// Returns the scheduler whose parts this thread evaluates, if they are reported.
 pub fn current() -> Option<&'static Scheduler> {
     CURRENT.get()
+}
+
+/// Records that a part of the graph is submitted.
+pub fn submitted() {
+    SUBMITTED.set(true);
+}
+
+/// Whether it was recorded that a part of the graph is submitted. A scheduler that calls its own
+/// functions without the dynamic loader never is.
+pub fn are_seen() -> bool {
+    SUBMITTED.get()
 }
 
 /// Calls `work` without reporting what this thread calls meanwhile.
