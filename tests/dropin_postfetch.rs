@@ -12,10 +12,10 @@ use hosts::simulated::{
 use hosts::{count, taken};
 use serde_json::Value;
 use testkit::fixtures::fixture;
-use testkit::host::{DropIn, Host, replace};
+use testkit::host::{DropIn, Host, built, preload_library, replace};
 use testkit::llama_cpp::llama_cpp;
 use testkit::process::stopped_often;
-use testkit::server::{Options, Request, Server};
+use testkit::server::{Answer, Options, Request, Server};
 use testkit::sim_ggml::SimGgml;
 
 /// Prompts that the device takes with their experts, graphs that are used again, and decoding.
@@ -723,6 +723,49 @@ fn llama_server_from_source() {
     same_in_llama_server(&fixture("small-moe.gguf"));
 }
 
+/// Answers, figures, and obstacle of llama-server from source: prompts with early copies, and tokens
+/// with slots, as many as `cache` has.
+fn in_server(mode: &str, cache: &str, variables: &[(&str, &str)]) -> (Vec<Answer>, Value) {
+    let sim = SimGgml::new(&[]);
+    let mut options = Options::new(1);
+    options.drop_in = DropIn::with(&[
+        ("LLAMA_POSTFETCH_MODE", mode),
+        ("LLAMA_POSTFETCH_CACHE_MB", cache),
+    ]);
+    let arguments = ["--device", "SIM0", "-cmoe"];
+    options.arguments = arguments.map(str::to_owned).to_vec();
+    options.variables = sim.variables().to_vec();
+    let owned = variables.iter();
+    let owned = owned.map(|(name, value)| ((*name).into(), (*value).into()));
+    options.variables.extend(owned);
+    let server = Server::start(&fixture("small-moe.gguf"), &options);
+    let answers = ["one two three ", "four five six "]
+        .map(|words| server.complete(&Request::new(&words.repeat(20), 8)));
+    let figures = server.control("status")["post_fetch"].clone();
+    assert!(server.end().0.success());
+    sim.report().assert_ordered();
+    (answers.to_vec(), figures)
+}
+
+/// Without a callback of the program, the scheduler copies whole matrices: it gets the drop-in's answers
+/// all the same. With a callback that is set between evaluations, it gets them from there on.
+#[test]
+fn llama_server_from_source_with_its_copy_callback_set_otherwise() {
+    let libraries = [built("hosts-c/libcopy_callback.so"), preload_library()];
+    let libraries = std::env::join_paths(libraries).expect("no colon");
+    let libraries = libraries.to_str().expect("UTF-8");
+    for how in ["none", "late"] {
+        let variables = [("LD_PRELOAD", libraries), ("COPY_CALLBACK", how)];
+        let expected = in_server("off", "0", &variables).0;
+        for cache in ["0", "auto"] {
+            let (answers, figures) = in_server("on", cache, &variables);
+            assert_eq!(answers, expected, "{how} {cache}");
+            assert!(count(&figures, "left_out_bytes") > 0, "{figures}");
+            assert_eq!(count(&figures, "cache_hits") > 0, cache == "auto");
+        }
+    }
+}
+
 /// Copies a library, which then finds its own functions in itself (`DT_SYMBOLIC`), as one that was linked
 /// with `-Bsymbolic` does.
 fn symbolic(library: &Path, folder: &Path, name: &str) {
@@ -755,34 +798,15 @@ fn llama_server_from_source_whose_ggml_calls_itself() {
     let name = "libggml-base.so.0";
     symbolic(&llama_cpp(name), folder.path(), name);
     let path = folder.path().to_str().expect("UTF-8");
-    let model = fixture("small-moe.gguf");
-    let prompt = "one two three ".repeat(20);
-    let mut answers = Vec::new();
-    for mode in ["off", "on"] {
-        let sim = SimGgml::new(&[]);
-        let mut options = Options::new(1);
-        options.drop_in = DropIn::with(&[
-            ("LLAMA_POSTFETCH_MODE", mode),
-            ("LLAMA_POSTFETCH_CACHE_MB", "auto"),
-        ]);
-        let arguments = ["--device", "SIM0", "-cmoe"];
-        options.arguments = arguments.map(str::to_owned).to_vec();
-        options.variables = sim.variables().to_vec();
-        options
-            .variables
-            .push(("LD_LIBRARY_PATH".into(), path.into()));
-        let server = Server::start(&model, &options);
-        answers.push(server.complete(&Request::new(&prompt, 8)));
-        let figures = server.control("status")["post_fetch"].clone();
-        assert!(server.end().0.success());
-        sim.report().assert_ordered();
-        if mode == "on" {
-            assert_eq!(count(&figures, "left_out_bytes"), 0, "{figures}");
-            let obstacle = figures["obstacle"].as_str().unwrap_or_default();
-            assert!(obstacle.contains("cannot be seen"), "{figures}");
-        }
+    let variables = [("LD_LIBRARY_PATH", path)];
+    let expected = in_server("off", "0", &variables).0;
+    for cache in ["0", "auto"] {
+        let (answers, figures) = in_server("on", cache, &variables);
+        assert_eq!(answers, expected, "{cache}");
+        assert_eq!(count(&figures, "left_out_bytes"), 0, "{figures}");
+        let obstacle = figures["obstacle"].as_str().unwrap_or_default();
+        assert!(obstacle.contains("cannot be seen"), "{figures}");
     }
-    assert_eq!(answers[0], answers[1]);
 }
 
 /// Each server answers once: to a short prompt with slots, and to a long one with early copies. None of

@@ -149,7 +149,7 @@ fn has_copy_callback() -> bool {
     library.windows(name.len()).any(|bytes| bytes == name)
 }
 
-/// The server has copied no experts itself, where its scheduler tells what it copies.
+/// The server has copied no experts itself, where its scheduler reports what it copies.
 pub fn copied_none_itself(figures: &Value) {
     let copies = figures["host_copies"].as_object().expect("an object");
     assert!(!has_copy_callback() || copies.is_empty(), "{figures}");

@@ -1,4 +1,4 @@
-//! Ids and copies of a scheduler, told by its copy callback.
+//! Ids and copies of a scheduler, reported by its copy callback.
 //!
 //! llama.cpp from b11481 on copies experts in a function that it gives to the scheduler
 //! (`ggml_backend_sched_set_copy_callback`). The scheduler asks it before each copy of a weight in host
@@ -23,7 +23,7 @@ use crate::ggml::{Backend, CopyCallback, Ggml, Graph, Tensor};
 use crate::program::sched::Scheduler;
 use crate::program::{parts, routing};
 
-/// Keeps the program's callback of a scheduler: its copies are told from now on.
+/// Keeps the program's callback of a scheduler: which reports its copies from now on.
 pub fn set(scheduler: &Scheduler, function: Option<CopyCallback>, data: *mut c_void) {
     if let Some(mut state) = state_of(scheduler) {
         state.callback = Some(ProgramCallback { function, data });

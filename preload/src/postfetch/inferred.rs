@@ -1,4 +1,4 @@
-//! Ids and copies of a scheduler without a copy callback, told by its calls.
+//! Ids and copies of a scheduler without a copy callback, inferred from its calls.
 //!
 //! Builds of llama.cpp before b11481 copy experts in the scheduler itself:
 //!
@@ -41,7 +41,7 @@ thread_local! {
 
 /// Returns the state of the scheduler whose parts this thread evaluates, if it has a plan and no
 /// copy callback.
-fn untold() -> Option<MutexGuard<'static, State>> {
+fn without_callback() -> Option<MutexGuard<'static, State>> {
     current().filter(|state| state.callback.is_none())
 }
 
@@ -56,7 +56,7 @@ pub unsafe fn bytes_requested(
     data: *const c_void,
     size: usize,
 ) {
-    let Some(mut state) = untold() else {
+    let Some(mut state) = without_callback() else {
         return;
     };
     let is_of = |layer: &Layer| !layer.known && layer.ids.contains(&tensor.cast_mut());
@@ -140,7 +140,7 @@ pub fn is_bias_copied(from: *const Tensor, to: *const Tensor) -> bool {
     let copied = |mut state: MutexGuard<'_, State>| {
         state.biases.is_copied(from, to) && state.order == Order::Expected
     };
-    untold().is_some_and(copied)
+    without_callback().is_some_and(copied)
 }
 
 /// Whether a copy of a whole matrix at `start` has a range of its bytes.

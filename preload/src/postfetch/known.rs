@@ -19,7 +19,7 @@ use crate::program::own_cache;
 const NEARLY_ALL: usize = 90;
 
 /// Returns whether a copy of the program is left out, of a matrix or of bytes of it: its experts are in
-/// slots, or the request of an early copy has what `covers` wants.
+/// slots, or the request of an early copy has the bytes that `covers` checks.
 pub fn leaves_out(
     fetcher: &Fetcher,
     layer: &Layer,

@@ -15,14 +15,14 @@
 //! | the program copies experts | left out if requested |
 //! | a part is submitted | [`part`]: the GPU waits for the copies, or the CPU computes what is not on the GPU |
 //!
-//! The scheduler's [`copy_callback`] tells when ids are known and what the program copies; where it has
+//! The scheduler's [`copy_callback`] reports when ids are known and what the program copies; where it has
 //! none, they are [`inferred`] from its calls.
 //!
 //! Modules, top to bottom:
 //!
 //! | module | contents |
 //! |---|---|
-//! | [`copy_callback`], [`inferred`] | ids and copies of a scheduler: told by its copy callback, or by its calls |
+//! | [`copy_callback`], [`inferred`] | ids and copies of a scheduler: reported by its copy callback, or inferred from its calls |
 //! | [`part`] | the evaluation of parts with products of experts |
 //! | [`placement`] | which operations go to a device |
 //! | [`known`] | what is requested when ids are known, and left out of the program's copies |
@@ -146,7 +146,7 @@ impl Capability for PostFetch {
         if state.plan.is_some() {
             state.begin();
         }
-        // The graph of the first evaluation has no slots yet.
+        // Without a copy callback, the graph of the first evaluation has no slots yet.
         let has_slots = state.plan.as_ref().is_some_and(Plan::has_slots);
         let is_as_chosen = |(_, of)| has_slots != (of == Method::NoSlots);
         let counts = state.order == Order::Expected && state.method.is_some_and(is_as_chosen);
@@ -289,7 +289,7 @@ pub unsafe fn graph_split(
     }
     // SAFETY: as the caller ensures; the plan of the graph before is retired.
     let plan = unsafe {
-        // The first evaluation shows what the program copies.
+        // Without a copy callback, the first evaluation shows what the program copies.
         let cache = state
             .cache
             .as_ref()

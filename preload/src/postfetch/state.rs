@@ -28,7 +28,7 @@ const OWN_CACHE_WORKS: &str = "llama.cpp's own expert cache works and this one i
 pub enum Order {
     /// No evaluation had experts to copy, and there is no copy callback.
     Unknown,
-    /// The scheduler's copy callback tells them, or an evaluation had the order that post-fetch
+    /// The scheduler's copy callback reports them, or an evaluation had the order that post-fetch
     /// needs.
     Expected,
     /// A call came out of this order.
