@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use hosts::servers::{end, reload};
+use hosts::simulated::copied_none_itself;
 use hosts::{copied, count, exchange_blocks, taken, traced};
 use serde_json::{Value, json};
 use sidecar_core::gguf::{Access, GgufFile};
@@ -309,6 +310,7 @@ fn early_copies_and_experts_that_have_slots() {
             let figures = placed.server.control("status")["post_fetch"].clone();
             assert!(count(&figures, "left_out_bytes") > 0, "{figures}");
             assert_eq!(figures["obstacle"], Value::Null);
+            copied_none_itself(&figures);
         }
         placed.end();
     }
