@@ -729,6 +729,7 @@ fn a_prompt_in_parts() {
 fn from_source_early_copies() {
     let run = same_as_without(&on().from_source(), &COMMANDS);
     assert!(count(&run.figures, "layers_ahead") >= 3, "{}", run.figures);
+    copied_none_itself(&run.figures);
     let decoding = on().from_source().device(DECODE.0, DECODE.1);
     let checked = decoding.with("LLAMA_POSTFETCH_DEBUG", "1");
     let run = same_as_without(&checked, &COMMANDS);
@@ -742,6 +743,7 @@ fn from_source_early_copies_beside_its_own_cache() {
     let run = same_as_without(&setup, &COMMANDS);
     let without = on().from_source().run(&COMMANDS);
     assert_eq!(run.answers[0], without.answers[0]);
+    copied_none_itself(&run.figures);
     let early = |run: &Run| count(&run.figures, "early_bytes");
     assert!(early(&run) < early(&without), "{}", run.figures);
 }
@@ -757,6 +759,7 @@ fn from_source_slots() {
         let checked = setup.from_source().with("LLAMA_POSTFETCH_DEBUG", "1");
         let run = checked.run(&DECODING);
         let figures = &run.figures;
+        copied_none_itself(figures);
         assert_eq!(count(figures, "cache_slots"), slots, "{figures}");
         assert_eq!(count(figures, "mismatches"), 0);
         assert_eq!(figures["obstacle"], Value::Null);
