@@ -3,8 +3,8 @@
 //! llama.cpp from b11481 on copies experts in a function that it gives to the scheduler
 //! (`ggml_backend_sched_set_copy_callback`). The scheduler asks it before each copy of a weight in host
 //! memory, right before it submits the part of the graph that reads the copy; false makes the
-//! scheduler copy the whole weight. The drop-in is asked first. What is not left out is the program's
-//! function to answer, so that the program copies as without the drop-in.
+//! scheduler copy the whole weight. The drop-in answers first. For what it does not leave out, the answer
+//! is that of the program's function, so that the program copies as without the drop-in.
 //!
 //! | copy | left out |
 //! |---|---|
@@ -23,7 +23,7 @@ use crate::ggml::{Backend, CopyCallback, Ggml, Graph, Tensor};
 use crate::program::sched::Scheduler;
 use crate::program::{parts, routing};
 
-/// Keeps the program's callback of a scheduler: which reports its copies from now on.
+/// Keeps the program's callback of a scheduler, which reports its copies from now on.
 pub fn set(scheduler: &Scheduler, function: Option<CopyCallback>, data: *mut c_void) {
     if let Some(mut state) = state_of(scheduler) {
         state.callback = Some(ProgramCallback { function, data });
