@@ -812,7 +812,7 @@ fn llama_server_from_source() {
 
 /// Answers, figures, and obstacle of llama-server from source: prompts with early copies, and tokens
 /// with slots, as many as `cache` has.
-fn in_server(mode: &str, cache: &str, variables: &[(&str, &str)]) -> (Vec<Answer>, Value) {
+fn in_server(mode: &str, cache: &str, variables: &[(&str, String)]) -> (Vec<Answer>, Value) {
     let sim = SimGgml::new(&[]);
     let mut options = Options::new(1);
     options.drop_in = DropIn::with(&[
@@ -823,7 +823,7 @@ fn in_server(mode: &str, cache: &str, variables: &[(&str, &str)]) -> (Vec<Answer
     options.arguments = arguments.map(str::to_owned).to_vec();
     options.variables = sim.variables().to_vec();
     let owned = variables.iter();
-    let owned = owned.map(|(name, value)| ((*name).into(), (*value).into()));
+    let owned = owned.map(|(name, value)| ((*name).into(), value.clone()));
     options.variables.extend(owned);
     let server = Server::start(&fixture("small-moe.gguf"), &options);
     let answers = ["one two three ", "four five six "]
@@ -834,15 +834,20 @@ fn in_server(mode: &str, cache: &str, variables: &[(&str, &str)]) -> (Vec<Answer
     (answers.to_vec(), figures)
 }
 
+/// The variables of a server whose schedulers `hosts/c/schedulers.c` changes.
+fn with_schedulers(how: &str) -> [(&str, String); 2] {
+    let libraries = [built("hosts-c/libschedulers.so"), preload_library()];
+    let libraries = std::env::join_paths(libraries).expect("no colon");
+    let libraries = libraries.into_string().expect("UTF-8");
+    [("LD_PRELOAD", libraries), ("SCHEDULERS", how.into())]
+}
+
 /// Without a callback of the program, the scheduler copies whole matrices: it gets the drop-in's answers
 /// all the same. With a callback that is set between evaluations, it gets them from there on.
 #[test]
 fn llama_server_from_source_with_its_copy_callback_set_otherwise() {
-    let libraries = [built("hosts-c/libcopy_callback.so"), preload_library()];
-    let libraries = std::env::join_paths(libraries).expect("no colon");
-    let libraries = libraries.to_str().expect("UTF-8");
-    for how in ["none", "late"] {
-        let variables = [("LD_PRELOAD", libraries), ("COPY_CALLBACK", how)];
+    for how in ["no-copy-callback", "late-copy-callback"] {
+        let variables = with_schedulers(how);
         let expected = in_server("off", "0", &variables).0;
         for cache in ["0", "auto"] {
             let (answers, figures) = in_server("on", cache, &variables);
@@ -850,6 +855,20 @@ fn llama_server_from_source_with_its_copy_callback_set_otherwise() {
             assert!(count(&figures, "left_out_bytes") > 0, "{figures}");
             assert_eq!(count(&figures, "cache_hits") > 0, cache == "auto");
         }
+    }
+}
+
+/// A scheduler with several copies of its inputs copies experts itself, and the reason is named.
+#[test]
+fn llama_server_from_source_with_pipeline_parallelism() {
+    let variables = with_schedulers("parallel");
+    let expected = in_server("off", "0", &variables).0;
+    for cache in ["0", "auto"] {
+        let (answers, figures) = in_server("on", cache, &variables);
+        assert_eq!(answers, expected, "{cache}");
+        assert_eq!(count(&figures, "left_out_bytes"), 0, "{figures}");
+        let obstacle = figures["obstacle"].as_str().unwrap_or_default();
+        assert!(obstacle.contains("several batches at a time"), "{figures}");
     }
 }
 
@@ -885,7 +904,7 @@ fn llama_server_from_source_whose_ggml_calls_itself() {
     let name = "libggml-base.so.0";
     symbolic(&llama_cpp(name), folder.path(), name);
     let path = folder.path().to_str().expect("UTF-8");
-    let variables = [("LD_LIBRARY_PATH", path)];
+    let variables = [("LD_LIBRARY_PATH", path.into())];
     let expected = in_server("off", "0", &variables).0;
     for cache in ["0", "auto"] {
         let (answers, figures) = in_server("on", cache, &variables);

@@ -1,10 +1,11 @@
-// Sets the copy callback of a program's schedulers as the program does not. Loaded before the drop-in.
-// COPY_CALLBACK:
+// Makes and sets a program's schedulers as the program does not. Loaded before the drop-in. SCHEDULERS:
 //
-//   none    no scheduler gets the program's callback
-//   late    each scheduler gets it after some evaluations
+//   no-copy-callback    no scheduler gets the program's copy callback
+//   late-copy-callback  each scheduler gets it after some evaluations
+//   parallel            each scheduler has several copies of its inputs (pipeline parallelism)
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -13,9 +14,11 @@
 
 typedef void (*setter_t)(void * sched, void * callback, void * data);
 typedef int (*compute_t)(void * sched, void * graph);
+typedef void * (*maker_t)(void * backends, void * types, int count, size_t size, bool parallel, bool offload);
 
 void ggml_backend_sched_set_copy_callback(void * sched, void * callback, void * data);
 int ggml_backend_sched_graph_compute_async(void * sched, void * graph);
+void * ggml_backend_sched_new(void * backends, void * types, int count, size_t size, bool parallel, bool offload);
 
 static struct {
     void * sched;
@@ -23,6 +26,18 @@ static struct {
     void * data;
     int left;
 } kept[SCHEDULERS];
+
+static bool is_wanted(const char * what) {
+    const char * wanted = getenv("SCHEDULERS");
+    return wanted && strcmp(wanted, what) == 0;
+}
+
+void * ggml_backend_sched_new(void * backends, void * types, int count, size_t size, bool parallel, bool offload) {
+    void * next = dlsym(RTLD_NEXT, "ggml_backend_sched_new");
+    maker_t maker;
+    memcpy(&maker, &next, sizeof maker);
+    return maker(backends, types, count, size, parallel || is_wanted("parallel"), offload);
+}
 
 static void set(void * sched, void * callback, void * data) {
     void * next = dlsym(RTLD_NEXT, "ggml_backend_sched_set_copy_callback");
@@ -32,9 +47,12 @@ static void set(void * sched, void * callback, void * data) {
 }
 
 void ggml_backend_sched_set_copy_callback(void * sched, void * callback, void * data) {
-    const char * how = getenv("COPY_CALLBACK");
-    if (how && strcmp(how, "none") == 0) {
+    if (is_wanted("no-copy-callback")) {
         set(sched, NULL, NULL);
+        return;
+    }
+    if (!is_wanted("late-copy-callback")) {
+        set(sched, callback, data);
         return;
     }
     for (int i = 0; i < SCHEDULERS; i++) {
