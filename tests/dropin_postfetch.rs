@@ -869,6 +869,8 @@ fn llama_server_from_source_with_pipeline_parallelism() {
         assert_eq!(count(&figures, "left_out_bytes"), 0, "{figures}");
         let obstacle = figures["obstacle"].as_str().unwrap_or_default();
         assert!(obstacle.contains("several batches at a time"), "{figures}");
+        // Tokens stay on the CPU: nothing would be in slots.
+        assert_eq!(count(&figures, "cache_bytes"), 0, "{figures}");
     }
 }
 

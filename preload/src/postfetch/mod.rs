@@ -119,7 +119,7 @@ impl Capability for PostFetch {
         };
         state.retire();
         if keeps {
-            state.find_cache(scheduler.ggml(), graph);
+            state.find_cache(scheduler, graph);
         }
         // Without slots, the CPU is faster than a copy for each token.
         let usable = state.order != Order::Other;

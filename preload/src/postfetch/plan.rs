@@ -23,6 +23,10 @@ use crate::ggml::{Backend, Buffer, BufferType, Ggml, OwnContext, Sched, Tensor};
 use crate::program::graph::{GraphReads, UsedWeight};
 use crate::program::models;
 
+/// Why there is no plan for a scheduler with several copies of its inputs.
+pub const PARALLEL: &str =
+    "the program copies experts itself: it evaluates several batches at a time";
+
 /// Sets of memory with which the experts of a layer can be copied before its routing.
 const SETS_AHEAD: usize = 2;
 
@@ -595,9 +599,7 @@ unsafe fn candidates<'a>(
     // SAFETY: a live scheduler.
     if unsafe { (f.ggml_backend_sched_get_n_copies)(sched) } != 1 {
         // Each copy would have a tensor of its own, and the scheduler takes them by turns.
-        FIGURES.note_obstacle(
-            "the program copies experts itself: it evaluates several batches at a time".into(),
-        );
+        FIGURES.note_obstacle(PARALLEL.into());
         return found;
     }
     for used in reads.weights.iter().filter(|of| !of.ids.is_null()) {

@@ -14,9 +14,9 @@ use super::choice::Method;
 use super::figures::FIGURES;
 use super::instance;
 use super::marked::Marked;
-use super::plan::{Devices, Layer, LayerSlots, Plan};
+use super::plan::{self, Devices, Layer, LayerSlots, Plan};
 use super::transfer::Fetcher;
-use crate::ggml::{CopyCallback, Device, Ggml};
+use crate::ggml::{CopyCallback, Device};
 use crate::program::sched::{Allocated, SLOTS, Scheduler};
 use crate::program::{barrier, own_cache, parts};
 
@@ -185,7 +185,8 @@ pub fn current() -> Option<MutexGuard<'static, State>> {
 
 impl State {
     /// Looks for memory for experts that stay on the device of a graph, once.
-    pub fn find_cache(&mut self, ggml: &'static Ggml, graph: &Allocated) {
+    pub fn find_cache(&mut self, scheduler: &Scheduler, graph: &Allocated) {
+        let ggml = scheduler.ggml();
         let Some(size) = Config::get().program_postfetch.cache else {
             return;
         };
@@ -199,6 +200,10 @@ impl State {
             self.cache_tried = true;
             if own_cache::exists() {
                 cache::note_obstacle(OWN_CACHE_WORKS.into());
+                return;
+            }
+            if scheduler.is_parallel() {
+                cache::note_obstacle(plan::PARALLEL.into());
                 return;
             }
             // What is put into slots now has the bytes of this generation.

@@ -417,13 +417,18 @@ impl Scheduler {
     /// Leaves a wait for the backends that ended an evaluation. With several copies of its inputs
     /// (pipeline parallelism), libllama also waits between two parts of a batch.
     pub fn leave_synchronize(&self) {
-        let sched = self.slot.key() as *mut Sched;
-        // SAFETY: called on a thread that uses this scheduler.
-        let copies = unsafe { (self.ggml().f.ggml_backend_sched_get_n_copies)(sched) };
-        match copies > 1 {
+        match self.is_parallel() {
             true => self.slot.leave(),
             false => self.slot.rest(),
         }
+    }
+
+    /// Whether it has several copies of its inputs, to evaluate several batches at a time. Called on a
+    /// thread that uses it.
+    pub fn is_parallel(&self) -> bool {
+        let sched = self.slot.key() as *mut Sched;
+        // SAFETY: the thread uses the scheduler, which is live.
+        unsafe { (self.ggml().f.ggml_backend_sched_get_n_copies)(sched) > 1 }
     }
 
     /// Whether a switch since its graph was built may have made the graph invalid.
