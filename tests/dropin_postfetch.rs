@@ -12,7 +12,7 @@ use serde_json::Value;
 use testkit::fixtures::fixture;
 use testkit::host::{Host, replace};
 use testkit::process::stopped_often;
-use testkit::sim_ggml::SimGgml;
+use testkit::sim_ggml::{Report, SimGgml};
 
 /// Prompts that the device takes with their experts, graphs that are used again, and decoding.
 const COMMANDS: [&str; 5] = [
@@ -244,22 +244,28 @@ fn step(call: &str) -> usize {
     }
 }
 
-/// Each call that a backend can refuse fails once, and after that for good.
+/// Each call of a setup that a backend can refuse fails once. The host's own calls come first.
+fn each_call_fails_once(host: &Report, setup: &Setup, commands: &[&str], expected: &[String]) {
+    let whole = setup.run(commands);
+    assert_eq!(whole.answers, expected);
+    for call in ["init_device", "alloc_buffer", "event_new"] {
+        let calls = host.calls(call) + 1..=whole.report.calls(call);
+        assert!(!calls.is_empty(), "{call}");
+        for nth in calls.step_by(step(call)) {
+            let fault = format!("{call}:{nth}");
+            let faulty = setup.clone().device("SIM_GGML_FAIL", &fault);
+            let run = faulty.run(commands);
+            assert_eq!(run.report.failed, 1, "{fault}");
+            assert_eq!(run.answers, expected, "{fault}");
+        }
+    }
+}
+
+/// Each call fails once, and after that for good.
 #[test]
 fn calls_that_fail_leave_stocks_path() {
     let plain = Setup::default().run(&COMMANDS);
-    let whole = on().run(&COMMANDS);
-    assert_eq!(whole.answers, plain.answers);
-    for call in ["init_device", "alloc_buffer", "event_new"] {
-        // The host's own calls come first.
-        let calls = plain.report.calls(call) + 1..=whole.report.calls(call);
-        for nth in calls.step_by(step(call)) {
-            let fault = format!("{call}:{nth}");
-            let run = on().device("SIM_GGML_FAIL", &fault).run(&COMMANDS);
-            assert_eq!(run.report.failed, 1, "{fault}");
-            assert_eq!(run.answers, plain.answers, "{fault}");
-        }
-    }
+    each_call_fails_once(&plain.report, &on(), &COMMANDS, &plain.answers);
     let run = on().device("SIM_GGML_FAIL", "event_new:all").run(&COMMANDS);
     assert_eq!(run.answers, plain.answers);
     assert_eq!(count(&run.figures, "early_bytes"), 0, "{}", run.figures);
@@ -649,6 +655,13 @@ fn slots_with_a_callback_and_with_two_contexts() {
 /// A swap drops what is in the slots.
 #[test]
 fn swaps_of_experts_that_stay_on_the_device() {
+    let commands = ["prompt 40", "hashes 6"];
+    let (_folder, trace) = trace_of(&commands);
+    let filled = cached("auto").with("LLAMA_POSTFETCH_CACHE_TRACE", &trace);
+    swaps_reach_slots(&offloaded(), &[filled, cached_beside_cpu("27")]);
+}
+
+fn swaps_reach_slots(reference: &Setup, setups: &[Setup]) {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("model.gguf");
     let files = [fixture("small-moe.gguf"), fixture("small-moe-mixed.gguf")];
@@ -656,16 +669,14 @@ fn swaps_of_experts_that_stay_on_the_device() {
     let answers = |host: &mut Host| commands.map(|command| host.ask(command));
     let expected = files.clone().map(|file| {
         let sim = SimGgml::new(&[]);
-        let mut host = offloaded().start(&sim, &file);
+        let mut host = reference.start(&sim, &file);
         let answers = answers(&mut host);
         assert_eq!(host.end(), Some(0));
         answers
     });
     assert_ne!(expected[0], expected[1]);
-    let sim = SimGgml::new(&[]);
-    let (_trace_folder, trace) = trace_of(&commands);
-    let filled = cached("auto").with("LLAMA_POSTFETCH_CACHE_TRACE", &trace);
-    for slots in [filled, cached_beside_cpu("27")] {
+    for slots in setups {
+        let sim = SimGgml::new(&[]);
         replace(&path, &files[0]);
         let mut host = slots.start(&sim, &path);
         for round in 0..5 {
@@ -682,23 +693,17 @@ fn swaps_of_experts_that_stay_on_the_device() {
     }
 }
 
+/// Without slots, the host decodes on the CPU, whose kernels are the device's here.
+fn slots_without_calls(libraries: fn(Setup) -> Setup) {
+    let commands = ["prompt 40", "hashes 4"];
+    let host = libraries(Setup::default()).run(&commands).report;
+    let expected = libraries(offloaded()).run(&commands).answers;
+    each_call_fails_once(&host, &libraries(cached("27")), &commands, &expected);
+}
+
 #[test]
 fn slots_and_calls_that_fail() {
-    let commands = ["prompt 40", "hashes 4"];
-    let host = Setup::default().run(&commands);
-    let expected = offloaded().run(&commands).answers;
-    let whole = cached("27").run(&commands);
-    assert_eq!(whole.answers, expected);
-    for call in ["init_device", "alloc_buffer", "event_new"] {
-        let calls = host.report.calls(call) + 1..=whole.report.calls(call);
-        for nth in calls.step_by(step(call)) {
-            let fault = format!("{call}:{nth}");
-            let run = cached("27").device("SIM_GGML_FAIL", &fault).run(&commands);
-            assert_eq!(run.report.failed, 1, "{fault}");
-            // Without slots, the host decodes on the CPU, whose kernels are the device's here.
-            assert_eq!(run.answers, expected, "{fault}");
-        }
-    }
+    slots_without_calls(|setup| setup);
 }
 
 /// The host evaluates the parts of a prompt without waiting in between.
@@ -712,6 +717,85 @@ fn a_prompt_in_parts() {
         let expected = offloaded().option(part).run(&commands).answers;
         assert_eq!(cached("auto").option(part).run(&commands).answers, expected);
     }
+}
+
+// The same on llama.cpp from source, whose scheduler calls back before it copies weights.
+
+#[test]
+fn from_source_early_copies() {
+    let run = same_as_without(&on().from_source(), &COMMANDS);
+    assert!(count(&run.figures, "layers_ahead") >= 3, "{}", run.figures);
+    let decoding = on().from_source().device(DECODE.0, DECODE.1);
+    let checked = decoding.with("LLAMA_POSTFETCH_DEBUG", "1");
+    let run = same_as_without(&checked, &COMMANDS);
+    assert_eq!(count(&run.figures, "mismatches"), 0);
+}
+
+/// Large batches take experts that have slots of llama.cpp from the device, the others early.
+#[test]
+fn from_source_early_copies_beside_its_own_cache() {
+    let setup = on().from_source().option("own-cache=20");
+    let run = same_as_without(&setup, &COMMANDS);
+    let without = on().from_source().run(&COMMANDS);
+    assert_eq!(run.answers[0], without.answers[0]);
+    let early = |run: &Run| count(&run.figures, "early_bytes");
+    assert!(early(&run) < early(&without), "{}", run.figures);
+}
+
+#[test]
+fn from_source_slots() {
+    let expected = offloaded().from_source().run(&DECODING).answers;
+    for (setup, slots, computes) in [
+        (cached("27"), 4, false),
+        (cached("auto"), 8, false),
+        (cached_beside_cpu("27"), 4, true),
+    ] {
+        let checked = setup.from_source().with("LLAMA_POSTFETCH_DEBUG", "1");
+        let run = checked.run(&DECODING);
+        let figures = &run.figures;
+        assert_eq!(count(figures, "cache_slots"), slots, "{figures}");
+        assert_eq!(count(figures, "mismatches"), 0);
+        assert_eq!(figures["obstacle"], Value::Null);
+        assert!(count(figures, "cache_hits") > 0, "{figures}");
+        assert_eq!(count(figures, "cache_on_cpu") > 0, computes, "{figures}");
+        match slots {
+            8 => assert_eq!(run.answers, expected),
+            // A batch that does not fit stays on the CPU.
+            _ => assert_eq!(run.answers[..2], expected[..2]),
+        }
+    }
+}
+
+#[test]
+fn from_source_a_wait_that_is_left_out_is_found() {
+    let setup = locked(on()).device(DECODE.0, DECODE.1).from_source();
+    let commands = ["prompt 40", "prompt 40"];
+    each_wait_of_a_product_is_found(&setup, &commands, 12);
+    assert!(is_found(&setup, &commands, "event_wait@2:all"));
+    let setup = locked(cached("27")).from_source();
+    each_wait_of_a_product_is_found(&setup, &["prompt 40", "hashes 2"], 9);
+}
+
+#[test]
+fn from_source_calls_that_fail() {
+    let commands = ["prompt 40", "prompt 64"];
+    let plain = Setup::default().from_source().run(&commands);
+    each_call_fails_once(
+        &plain.report,
+        &on().from_source(),
+        &commands,
+        &plain.answers,
+    );
+    slots_without_calls(Setup::from_source);
+}
+
+#[test]
+fn from_source_swaps_reach_slots() {
+    let setups = [
+        cached("auto").from_source(),
+        cached_beside_cpu("27").from_source(),
+    ];
+    swaps_reach_slots(&offloaded().from_source(), &setups);
 }
 
 #[test]

@@ -1,11 +1,14 @@
 """A host without a reference to llama-sidecar: Python, llama.cpp through ctypes.
 
     python3 host.py LIBRARIES MODEL [count] [gates] [experts-on-cpu] [on-cpu=PATTERN] [tokens=N] [part=N] [sequences=N]
+                    [own-cache=MIB]
 
 With `experts-on-cpu`, routed experts stay in host memory, as llama.cpp's flag -cmoe has it;
 with `on-cpu`, the tensors whose names match. With `tokens`, a context has N tokens and
-evaluates so many in one batch; with `part`, it evaluates a prompt in parts of N tokens.
-LIBRARIES is the folder of libllama and its companions. The variable HOST_PLAIN_BUFFERS keeps
+evaluates so many in one batch; with `part`, it evaluates a prompt in parts of N tokens. With
+`own-cache`, experts have the cache of newer versions of llama.cpp, as its flag
+--moe-cache-mib has it. LIBRARIES is the folder of libllama and its companions, of
+node-llama-cpp or of llama.cpp from source. The variable HOST_PLAIN_BUFFERS keeps
 weights out of the CPU's special buffer types (CPU_REPACK, AMX), as llama.cpp's flag --no-repack
 does. Takes the same commands on standard input as hosts/node/host.mjs, and
 
@@ -60,14 +63,20 @@ class Batch(c.Structure):
 
 
 def library(folder, name):
-    (path,) = glob.glob(os.path.join(folder, name))
+    """A library: NAME.so where llama.cpp was built from source, NAME.vVERSION.so in packages
+    of node-llama-cpp."""
+    (path,) = [
+        path
+        for pattern in (f"{name}.so", f"{name}.v*.so")
+        for path in glob.glob(os.path.join(folder, pattern))
+    ]
     return c.CDLL(path)
 
 
 folder, model_path, *options = sys.argv[1:]
-base = library(folder, "libggml-base*.so")
-ggml = library(folder, "libggml.v*.so")
-llama = library(folder, "libllama.v*.so")
+base = library(folder, "libggml-base")
+ggml = library(folder, "libggml")
+llama = library(folder, "libllama")
 for name in (
     "llama_model_load_from_file",
     "llama_init_from_model",
@@ -94,6 +103,7 @@ base.ggml_backend_tensor_get.argtypes = [c.c_void_p, c.c_void_p, c.c_size_t, c.c
 NE, NB = 16, 48  # offsets in struct ggml_tensor
 EXTRA_BUFTS = 18  # place of use_extra_bufts, among other flags, in llama_model_params, in words
 CB_EVAL = 22  # place of cb_eval in llama_context_params, in words
+OWN_CACHE = 28  # place of moe_cache_size in llama_context_params, in words
 counts = {}
 routes = {}
 gates = {}
@@ -182,6 +192,13 @@ class Context:
             callback = c.cast(look, c.c_void_p).value
             params.words[CB_EVAL] = callback & 0xFFFFFFFF
             params.words[CB_EVAL + 1] = callback >> 32
+        if mib := option("own-cache"):
+            assert hasattr(base, "ggml_backend_sched_set_copy_callback"), "no cache of its own"
+            # GGML_TYPE_F16 for keys and values, before it.
+            assert list(params.words[OWN_CACHE - 2 : OWN_CACHE + 2]) == [1, 1, 0, 0]
+            size = int(mib) << 20
+            params.words[OWN_CACHE] = size & 0xFFFFFFFF
+            params.words[OWN_CACHE + 1] = size >> 32
         self.context = c.c_void_p(llama.llama_init_from_model(model, params))
         assert self.context, "no context"
         self.vocab = c.c_void_p(llama.llama_model_get_vocab(model))

@@ -56,6 +56,9 @@ pub enum Program {
     /// The same on the CPU, or on a simulated GPU that a test adds, which computes with the
     /// kernels of plain buffers: all weights are mapped, on each processor.
     PythonExpertsOnCpu,
+    /// The same on llama.cpp from source, which has a cache of experts of its own, and whose
+    /// scheduler calls back before it copies weights.
+    PythonExpertsOnCpuFromSource,
     /// Python with llama-cpp-python, on llama.cpp from source.
     LlamaCppPython,
     /// C, linked with libllama, with one thread.
@@ -116,15 +119,21 @@ impl Program {
             | Program::PythonCounting
             | Program::PythonCountingVulkan
             | Program::PythonVulkanExpertsOnCpu
-            | Program::PythonExpertsOnCpu => {
+            | Program::PythonExpertsOnCpu
+            | Program::PythonExpertsOnCpuFromSource => {
                 let on_device = matches!(
                     self,
                     Program::PythonCountingVulkan | Program::PythonVulkanExpertsOnCpu
                 );
-                let libraries = match on_device {
-                    true => fixture(VULKAN_LIBRARIES),
-                    false => upstream_libraries(),
+                let libraries = match self {
+                    _ if on_device => fixture(VULKAN_LIBRARIES),
+                    Program::PythonExpertsOnCpuFromSource => llama_cpp(""),
+                    _ => upstream_libraries(),
                 };
+                let on_cpu = matches!(
+                    self,
+                    Program::PythonExpertsOnCpu | Program::PythonExpertsOnCpuFromSource
+                );
                 command = Command::new("python3");
                 command
                     .arg(hosts.join("python/host.py"))
@@ -132,15 +141,14 @@ impl Program {
                     .arg(model);
                 command.args(match self {
                     Program::Python => None,
-                    Program::PythonVulkanExpertsOnCpu | Program::PythonExpertsOnCpu => {
-                        Some("experts-on-cpu")
-                    }
+                    Program::PythonVulkanExpertsOnCpu => Some("experts-on-cpu"),
+                    _ if on_cpu => Some("experts-on-cpu"),
                     _ => Some("count"),
                 });
                 if on_device {
                     on_software_device(&mut command);
                 }
-                if self == Program::PythonExpertsOnCpu {
+                if on_cpu {
                     command.env(PLAIN_BUFFERS.0, PLAIN_BUFFERS.1);
                 }
             }

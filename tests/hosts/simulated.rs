@@ -32,6 +32,8 @@ pub struct Setup {
     variables: Vec<(&'static str, String)>,
     /// Options of the host.
     options: Vec<String>,
+    /// Whether the host has the libraries of llama.cpp from source, not those of node-llama-cpp.
+    from_source: bool,
 }
 
 impl Setup {
@@ -55,6 +57,12 @@ impl Setup {
         self
     }
 
+    /// On llama.cpp from source, whose scheduler calls back before it copies weights.
+    pub fn from_source(mut self) -> Setup {
+        self.from_source = true;
+        self
+    }
+
     pub fn simulation(&self) -> SimGgml {
         let settings = self.device.iter();
         let settings: Vec<_> = settings
@@ -72,7 +80,11 @@ impl Setup {
             sim.prepare(command);
             command.args(&self.options);
         };
-        Host::start_with(Program::PythonExpertsOnCpu, model, &drop_in, prepare)
+        let program = match self.from_source {
+            true => Program::PythonExpertsOnCpuFromSource,
+            false => Program::PythonExpertsOnCpu,
+        };
+        Host::start_with(program, model, &drop_in, prepare)
     }
 
     pub fn run(&self, commands: &[&str]) -> Run {
