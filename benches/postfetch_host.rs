@@ -9,7 +9,7 @@ mod simulated;
 
 use std::path::Path;
 
-use simulated::{EXPERTS, LAYERS, MACHINE, MACHINES, Variables, models, start};
+use simulated::{EXPERTS, LAYERS, MACHINE, MACHINES, Variables, models, placed, start};
 use testkit::moe::Moe;
 use testkit::sim_ggml::{Report, SimGgml};
 
@@ -49,7 +49,7 @@ fn token(model: &Path, cpu: f64, link: f64, variables: Variables) -> f64 {
         ("SIM_GGML_LINK_GBS", link.as_str()),
     ]);
     let sim = SimGgml::new(&settings);
-    let mut host = start(model, &sim, EXPERTS, 64, variables);
+    let mut host = start(model, &sim, &placed(EXPERTS, 64), variables);
     host.ask("prompt 5");
     // Graphs of one token, which are kept.
     host.ask("hashes 3");
@@ -65,7 +65,7 @@ fn token(model: &Path, cpu: f64, link: f64, variables: Variables) -> f64 {
 /// Evaluates a prompt twice; returns the times of a layer.
 fn prefill(model: &Path, tokens: usize, on_cpu: &str, variables: Variables) -> Layer {
     let sim = SimGgml::new(&MACHINE);
-    let mut host = start(model, &sim, on_cpu, tokens, variables);
+    let mut host = start(model, &sim, &placed(on_cpu, tokens), variables);
     // The drop-in reads the first graph; early copies begin with the second.
     for _ in 0..2 {
         host.ask(&format!("prompt {tokens}"));

@@ -24,9 +24,10 @@ pub const MACHINE: [(&str, &str); 8] = [
 ];
 
 /// Machines of the bandwidth model, GB/s of memory, of the CPU's experts and of the link.
-pub const MACHINES: [(&str, f64, f64, f64); 7] = [
+pub const MACHINES: [(&str, f64, f64, f64); 8] = [
     ("2 x DDR4-3200, PCIe 3", 45.0, 38.0, 12.0),
     ("2 x DDR4-3200, PCIe 4", 45.0, 38.0, 24.0),
+    ("2 x DDR5-5600, PCIe 4 x4", 75.0, 62.0, 7.0),
     ("2 x DDR5-5600, PCIe 4", 75.0, 62.0, 24.0),
     ("2 x DDR5-5600, PCIe 5", 75.0, 62.0, 50.0),
     ("2 x DDR5-5600, 4 old cores, PCIe 4", 75.0, 20.0, 24.0),
@@ -84,12 +85,25 @@ pub fn models() -> [(&'static str, Moe); 3] {
     ]
 }
 
+/// Libraries and options of a host.
+pub struct Placed {
+    pub program: Program,
+    pub options: Vec<String>,
+}
+
+/// These tensors in host memory, and contexts of so many tokens.
+pub fn placed(on_cpu: &str, tokens: usize) -> Placed {
+    Placed {
+        program: Program::PythonExpertsOnCpu,
+        options: vec![format!("on-cpu={on_cpu}"), format!("tokens={tokens}")],
+    }
+}
+
 /// Starts a host with a simulated GPU.
 pub fn start(
     model: &Path,
     sim: &SimGgml,
-    on_cpu: &str,
-    tokens: usize,
+    placed: &Placed,
     variables: &[(&'static str, &str)],
 ) -> Host {
     let drop_in = match variables {
@@ -100,9 +114,8 @@ pub fn start(
             DropIn::On(all.map(|(name, value)| (*name, (*value).into())).collect())
         }
     };
-    Host::start_with(Program::PythonExpertsOnCpu, model, &drop_in, |command| {
+    Host::start_with(placed.program, model, &drop_in, |command| {
         sim.prepare(command);
-        command.arg(format!("tokens={tokens}"));
-        command.arg(format!("on-cpu={on_cpu}"));
+        command.args(&placed.options);
     })
 }
