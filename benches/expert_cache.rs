@@ -12,7 +12,9 @@ use std::path::Path;
 use sidecar_core::expert_cache::ExpertCache;
 use sidecar_core::gguf::{Access, GgufFile};
 use sidecar_core::trace::{Ids, ModelMeta};
-use simulated::{EXPERTS, LAYERS, MACHINE, MACHINES, Placed, Variables, models, placed, start};
+use simulated::{
+    EXPERTS, LAYERS, MACHINE, MACHINES, Placed, Variables, models, pageable, placed, start,
+};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program};
 use testkit::sim_ggml::{Report, SimGgml};
@@ -21,9 +23,6 @@ use testkit::sim_ggml::{Report, SimGgml};
 const BEFORE: usize = 60;
 /// Tokens that are measured.
 const COUNTED: usize = 40;
-
-/// Speed of copies from memory that is not page-locked, GB/s.
-const PAGEABLE: f64 = 12.0;
 
 const STOCK: Variables = &[];
 const LOCKED: (&str, &str) = ("LLAMA_SIDECAR_PAGE_LOCK", "1");
@@ -205,8 +204,7 @@ fn decode(
     }
     std::fs::write(&file, lines).expect("written");
     let (cpu, speed) = (cpu.to_string(), link.to_string());
-    // Copies of memory that is not page-locked are never faster than the link.
-    let pageable = link.min(PAGEABLE).to_string();
+    let pageable = pageable(link);
     let mut on_cpu = false;
     let mut settings = MACHINE.to_vec();
     settings.extend([

@@ -35,6 +35,12 @@ pub const MACHINES: [(&str, f64, f64, f64); 8] = [
     ("8 x DDR5-4800, PCIe 5", 250.0, 150.0, 50.0),
 ];
 
+/// Returns the speed of copies from memory that is not page-locked, which are never faster than the
+/// link; GB/s.
+pub fn pageable(link: f64) -> String {
+    link.min(12.0).to_string()
+}
+
 /// Variables of the drop-in; without any it is not loaded.
 pub type Variables = &'static [(&'static str, &'static str)];
 
