@@ -1,7 +1,8 @@
 //! Decoding in an unmodified host with experts that stay on a device, in virtual time, over routes
 //! of a published locality.
 //!
-//! Run it with `cargo xtask bench expert_cache`.
+//! Run it with `cargo xtask bench expert_cache`; `cargo bench --bench expert_cache -- x4` has only the
+//! machines whose names contain a word, and `--own-cache` only the tables of llama.cpp's own cache.
 
 mod simulated;
 
@@ -11,7 +12,9 @@ use std::path::Path;
 use sidecar_core::expert_cache::ExpertCache;
 use sidecar_core::gguf::{Access, GgufFile};
 use sidecar_core::trace::{Ids, ModelMeta};
-use simulated::{EXPERTS, LAYERS, MACHINE, MACHINES, Variables, models, start};
+use simulated::{
+    EXPERTS, LAYERS, MACHINE, MACHINES, Placed, Variables, models, pageable, placed, start,
+};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program};
 use testkit::sim_ggml::{Report, SimGgml};
@@ -24,6 +27,7 @@ const COUNTED: usize = 40;
 const STOCK: Variables = &[];
 const LOCKED: (&str, &str) = ("LLAMA_SIDECAR_PAGE_LOCK", "1");
 const AUTO: (&str, &str) = ("LLAMA_POSTFETCH_CACHE_MISSES", "auto");
+const ONE_UPLOAD: (&str, &str) = ("LLAMA_POSTFETCH_CACHE_UPLOADS", "1");
 const EACH_TIME: Variables = &[("LLAMA_POSTFETCH_MODE", "all"), LOCKED];
 
 /// The share of hits of an LRU, by the share of the experts that it holds.
@@ -171,11 +175,23 @@ struct Token {
     hits: f64,
 }
 
+/// The host on llama.cpp from source; with `mib`, with its own cache of experts.
+fn from_source(mib: Option<&str>) -> Placed {
+    let mut all = placed(EXPERTS, 64);
+    all.program = Program::PythonExpertsOnCpuFromSource;
+    all.options
+        .extend(mib.map(|mib| format!("{OWN_CACHE}{mib}")));
+    all
+}
+
+const OWN_CACHE: &str = "own-cache=";
+
 /// Decodes with these routes, at speeds of a CPU and a link in GB/s.
 fn decode(
     model: &Shape,
     (path, routes, slots): (&Path, &Routes, u32),
     (cpu, link): (f64, f64),
+    host: &Placed,
     variables: &[(&'static str, &str)],
 ) -> Token {
     let folder = tempfile::tempdir().expect("a folder");
@@ -188,11 +204,13 @@ fn decode(
     }
     std::fs::write(&file, lines).expect("written");
     let (cpu, speed) = (cpu.to_string(), link.to_string());
+    let pageable = pageable(link);
     let mut on_cpu = false;
     let mut settings = MACHINE.to_vec();
     settings.extend([
         ("SIM_GGML_HOST_GBS", cpu.as_str()),
         ("SIM_GGML_LINK_GBS", speed.as_str()),
+        ("SIM_GGML_PAGEABLE_GBS", pageable.as_str()),
         ("SIM_GGML_ROUTES", file.to_str().expect("UTF-8")),
     ]);
     let is_auto = variables.contains(&AUTO);
@@ -200,8 +218,10 @@ fn decode(
         settings.push(("SIM_GGML_CLOCK", "100"));
     }
     let sim = SimGgml::new(&settings);
-    let mut host = start(path, &sim, EXPERTS, 64, variables);
-    for _ in 0..if is_auto { TEXTS } else { 1 } {
+    let has_own_cache = host.options.iter().any(|of| of.starts_with(OWN_CACHE));
+    let mut host = start(path, &sim, host, variables);
+    let texts = if is_auto || has_own_cache { TEXTS } else { 1 };
+    for _ in 0..texts {
         host.ask("prompt 1");
         host.ask(&format!("hashes {}", BEFORE - 1));
     }
@@ -209,7 +229,7 @@ fn decode(
     host.ask(&format!("hashes {COUNTED}"));
     let after = sim.report_now(&mut host);
     let mut hits = 0.0;
-    if !variables.is_empty() && !is_auto {
+    if !variables.is_empty() && !is_auto && !has_own_cache {
         let figures = &host.control("status")["post_fetch"];
         let count = |name: &str| figures[name].as_u64().expect("a number");
         let looked_up = count("cache_hits") + count("cache_misses");
@@ -261,14 +281,15 @@ fn table(title: &str, model: &Shape, (path, routes, slots): (&Path, &Routes, u32
         ]
     };
     let from = (path, routes, slots);
-    for (machine, _, cpu, link) in MACHINES {
-        let stock = decode(model, from, (cpu, link), STOCK).time;
-        let each = decode(model, from, (cpu, link), EACH_TIME).time;
-        let token = decode(model, from, (cpu, link), &cached("fetch", "0"));
+    let host = placed(EXPERTS, 64);
+    for (machine, _, cpu, link) in machines() {
+        let decode = |variables: &[_]| decode(model, from, (cpu, link), &host, variables);
+        let stock = decode(STOCK).time;
+        let each = decode(EACH_TIME).time;
+        let token = decode(&cached("fetch", "0"));
         let bound = token.link.max(token.products);
-        let beside =
-            ["1", "2"].map(|uploads| decode(model, from, (cpu, link), &cached("cpu", uploads)));
-        let chosen = decode(model, from, (cpu, link), &cached("auto", "1")).time;
+        let beside = ["1", "2"].map(|uploads| decode(&cached("cpu", uploads)));
+        let chosen = decode(&cached("auto", "1")).time;
         let fastest = stock.min(token.time).min(beside[0].time);
         let beside = beside.map(|of| {
             let gain = stock / of.time;
@@ -290,9 +311,67 @@ fn table(title: &str, model: &Shape, (path, routes, slots): (&Path, &Routes, u32
     println!();
 }
 
+/// The machines, or those whose names contain a word of the command line.
+fn machines() -> impl Iterator<Item = (&'static str, f64, f64, f64)> {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<String> = words
+        .into_iter()
+        .filter(|of| !of.starts_with('-'))
+        .collect();
+    MACHINES.into_iter().filter(move |machine| {
+        words.is_empty() || words.iter().any(|word| machine.0.contains(word))
+    })
+}
+
+/// Prints a table of llama.cpp's own cache with as much memory as the slots, all on its libraries.
+fn table_of_own_cache(title: &str, model: &Shape, (path, routes, slots): (&Path, &Routes, u32)) {
+    println!("{title}, beside llama.cpp's own cache:\n");
+    println!(
+        "| machine | stock, on the CPU | its cache | its cache, page-locked | auto | its cache / auto | page-locked / auto | stock / auto |"
+    );
+    println!("|---|---|---|---|---|---|---|---|");
+    let of_token = (model.used * routes.len()) as f64 * model.expert_bytes as f64;
+    let mib = (u64::from(slots) * model.expert_bytes * routes.len() as u64).div_ceil(1 << 20);
+    let mib = mib.to_string();
+    let slots_of_ours = [
+        ("LLAMA_POSTFETCH_CACHE_MB", mib.as_str()),
+        AUTO,
+        ONE_UPLOAD,
+        LOCKED,
+    ];
+    for (machine, _, cpu, link) in machines() {
+        let decode = |mib: Option<&str>, variables: &[_]| {
+            let from = (path, routes, slots);
+            decode(model, from, (cpu, link), &from_source(mib), variables)
+        };
+        let stock = decode(None, STOCK).time;
+        let [own, locked] = [STOCK, &[LOCKED]].map(|of| decode(Some(&mib), of));
+        let auto = decode(None, &slots_of_ours).time;
+        // What its cache copies are misses.
+        let shown = |token: &Token| {
+            let (gain, misses) = (stock / token.time, token.link * link * 1e6 / of_token);
+            format!(
+                "{:.2} ({gain:.2}), {:.1} %",
+                token.time,
+                100.0 * (1.0 - misses)
+            )
+        };
+        println!(
+            "| {machine} | {stock:.2} | {} | {} | {auto:.2} | {:.2} | {:.2} | {:.2} |",
+            shown(&own),
+            shown(&locked),
+            own.time / auto,
+            locked.time / auto,
+            stock / auto,
+        );
+    }
+    println!();
+}
+
 fn main() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("model.gguf");
+    let only_own_cache = std::env::args().any(|argument| argument == "--own-cache");
     println!("Virtual time of a token, ms; in brackets the gain over stock; the share of hits.\n");
     let [gpt_oss, qwen, _] = models();
     for (name, model) in [gpt_oss, qwen] {
@@ -306,8 +385,14 @@ fn main() {
         for (locality_name, locality) in LOCALITIES {
             let routes = routes(&shape, locality, ALL);
             let title = format!("{name}, an LRU hits {locality_name} of the experts");
-            table(&title, &shape, (&path, &routes, slots));
+            if !only_own_cache {
+                table(&title, &shape, (&path, &routes, slots));
+            }
+            table_of_own_cache(&title, &shape, (&path, &routes, slots));
         }
+    }
+    if only_own_cache {
+        return;
     }
     let path = fixture("moe.gguf");
     let file = GgufFile::open(&path, Access::Map).expect("a model");

@@ -9,7 +9,7 @@ mod simulated;
 
 use std::path::Path;
 
-use simulated::{EXPERTS, LAYERS, MACHINE, MACHINES, Variables, models, start};
+use simulated::{EXPERTS, LAYERS, MACHINE, MACHINES, Variables, models, pageable, placed, start};
 use testkit::moe::Moe;
 use testkit::sim_ggml::{Report, SimGgml};
 
@@ -42,14 +42,16 @@ const NONE: &str = "no tensor";
 /// Returns the milliseconds of a token, at the speeds of a CPU and a link in GB/s.
 fn token(model: &Path, cpu: f64, link: f64, variables: Variables) -> f64 {
     const COUNTED: u64 = 4;
+    let pageable = pageable(link);
     let (cpu, link) = (cpu.to_string(), link.to_string());
     let mut settings = MACHINE.to_vec();
     settings.extend([
         ("SIM_GGML_HOST_GBS", cpu.as_str()),
         ("SIM_GGML_LINK_GBS", link.as_str()),
+        ("SIM_GGML_PAGEABLE_GBS", pageable.as_str()),
     ]);
     let sim = SimGgml::new(&settings);
-    let mut host = start(model, &sim, EXPERTS, 64, variables);
+    let mut host = start(model, &sim, &placed(EXPERTS, 64), variables);
     host.ask("prompt 5");
     // Graphs of one token, which are kept.
     host.ask("hashes 3");
@@ -65,7 +67,7 @@ fn token(model: &Path, cpu: f64, link: f64, variables: Variables) -> f64 {
 /// Evaluates a prompt twice; returns the times of a layer.
 fn prefill(model: &Path, tokens: usize, on_cpu: &str, variables: Variables) -> Layer {
     let sim = SimGgml::new(&MACHINE);
-    let mut host = start(model, &sim, on_cpu, tokens, variables);
+    let mut host = start(model, &sim, &placed(on_cpu, tokens), variables);
     // The drop-in reads the first graph; early copies begin with the second.
     for _ in 0..2 {
         host.ask(&format!("prompt {tokens}"));

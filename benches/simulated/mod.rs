@@ -24,15 +24,22 @@ pub const MACHINE: [(&str, &str); 8] = [
 ];
 
 /// Machines of the bandwidth model, GB/s of memory, of the CPU's experts and of the link.
-pub const MACHINES: [(&str, f64, f64, f64); 7] = [
+pub const MACHINES: [(&str, f64, f64, f64); 8] = [
     ("2 x DDR4-3200, PCIe 3", 45.0, 38.0, 12.0),
     ("2 x DDR4-3200, PCIe 4", 45.0, 38.0, 24.0),
+    ("2 x DDR5-5600, PCIe 4 x4", 75.0, 62.0, 7.0),
     ("2 x DDR5-5600, PCIe 4", 75.0, 62.0, 24.0),
     ("2 x DDR5-5600, PCIe 5", 75.0, 62.0, 50.0),
     ("2 x DDR5-5600, 4 old cores, PCIe 4", 75.0, 20.0, 24.0),
     ("8 x DDR4-3200, PCIe 4", 160.0, 100.0, 24.0),
     ("8 x DDR5-4800, PCIe 5", 250.0, 150.0, 50.0),
 ];
+
+/// Returns the speed of copies from memory that is not page-locked, which are never faster than the
+/// link; GB/s.
+pub fn pageable(link: f64) -> String {
+    link.min(12.0).to_string()
+}
 
 /// Variables of the drop-in; without any it is not loaded.
 pub type Variables = &'static [(&'static str, &'static str)];
@@ -84,12 +91,25 @@ pub fn models() -> [(&'static str, Moe); 3] {
     ]
 }
 
+/// Libraries and options of a host.
+pub struct Placed {
+    pub program: Program,
+    pub options: Vec<String>,
+}
+
+/// These tensors in host memory, and contexts of so many tokens.
+pub fn placed(on_cpu: &str, tokens: usize) -> Placed {
+    Placed {
+        program: Program::PythonExpertsOnCpu,
+        options: vec![format!("on-cpu={on_cpu}"), format!("tokens={tokens}")],
+    }
+}
+
 /// Starts a host with a simulated GPU.
 pub fn start(
     model: &Path,
     sim: &SimGgml,
-    on_cpu: &str,
-    tokens: usize,
+    placed: &Placed,
     variables: &[(&'static str, &str)],
 ) -> Host {
     let drop_in = match variables {
@@ -100,9 +120,8 @@ pub fn start(
             DropIn::On(all.map(|(name, value)| (*name, (*value).into())).collect())
         }
     };
-    Host::start_with(Program::PythonExpertsOnCpu, model, &drop_in, |command| {
+    Host::start_with(placed.program, model, &drop_in, |command| {
         sim.prepare(command);
-        command.arg(format!("tokens={tokens}"));
-        command.arg(format!("on-cpu={on_cpu}"));
+        command.args(&placed.options);
     })
 }

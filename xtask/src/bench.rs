@@ -73,7 +73,9 @@ of the misses' bytes over the link and the products of experts on the GPU; atten
 waits come on top of it. The share of hits includes the first tokens, in which the slots fill. `slots`: misses \
 are fetched. The last columns: misses are computed on the CPU, and one or two of a layer are copied for later \
 (`LLAMA_POSTFETCH_CACHE_UPLOADS`). There the CPU keeps its speed while the link copies, which a machine whose \
-memory is busy does not. These columns vary by up to 15 % between runs.",
+memory is busy does not. These columns vary by up to 15 % between runs. Tables of llama.cpp's own cache are those of \
+llama.cpp from source, with as many MiB as the slots: its uploads come from memory that is not page-locked, at \
+12 GB/s or the speed of the link where that is less, and hold up the thread that makes them.",
     },
     Bench {
         name: "stream",

@@ -98,6 +98,11 @@ impl Snapshot {
             }
             let used = routed.then(|| self.experts(node));
             self.uses(worker, node, used.as_deref());
+            if self.tensors[node].op == operations.argsort
+                && let Some(routes) = &sim().settings.routes
+            {
+                routes.routed(&self.tensors[node].name());
+            }
             let start = worker.moment.time;
             worker.spend(self.time(node, used.as_deref()));
             if let Some(used) = used {

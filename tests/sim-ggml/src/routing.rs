@@ -2,6 +2,7 @@
 //! at random.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Mutex;
 
@@ -12,8 +13,8 @@ use crate::ggml::{I32, Tensor};
 pub struct Routes {
     /// By layer, token after token.
     experts: BTreeMap<u64, Vec<i32>>,
-    /// How many were used, by layer.
-    used: Mutex<BTreeMap<u64, usize>>,
+    /// By layer, which of them the present tokens use.
+    present: Mutex<BTreeMap<u64, Range<usize>>>,
 }
 
 impl Routes {
@@ -33,15 +34,22 @@ impl Routes {
         Ok(routes)
     }
 
-    /// Returns the next experts of a layer, from the first ones again after the last; `None` for
-    /// a layer that the file does not have.
-    fn next(&self, layer: u64, count: usize) -> Option<Vec<i32>> {
+    /// Returns the experts that the present tokens of a layer use, from the first ones again after
+    /// the last; `None` for a layer that the file does not have. A host may read them more than once.
+    fn present(&self, layer: u64, count: usize) -> Option<Vec<i32>> {
         let all = self.experts.get(&layer)?;
-        let mut used = self.used.lock().expect("no panic");
-        let from = used.entry(layer).or_default();
-        let next = all.iter().cycle().skip(*from % all.len()).take(count);
-        *from += count;
-        Some(next.copied().collect())
+        let mut present = self.present.lock().expect("no panic");
+        let range = present.entry(layer).or_default();
+        range.end = range.start + count;
+        let experts = all.iter().cycle().skip(range.start % all.len());
+        Some(experts.take(count).copied().collect())
+    }
+
+    /// Goes on to the next tokens of a layer, whose router has this name.
+    pub fn routed(&self, router: &str) {
+        let mut present = self.present.lock().expect("no panic");
+        let range = present.entry(layer(router)).or_default();
+        range.start = range.end;
     }
 }
 
@@ -59,9 +67,10 @@ pub unsafe fn experts(tensor: &Tensor, argsort: i32) -> Option<usize> {
 
 /// The number of the layer that a name of one of its tensors ends with.
 ///
-/// A scheduler's copy of a tensor is named `DEVICE#NAME#COPY`.
+/// A scheduler's copy of a tensor is named `DEVICE#NAME#COPY`; a view has an addition in brackets.
 fn layer(name: &str) -> u64 {
     let name = name.split('#').nth(1).unwrap_or(name);
+    let name = name.split(' ').next().unwrap_or(name);
     let number = name
         .rsplit('-')
         .next()
@@ -88,7 +97,7 @@ pub fn chosen(name: &str, token: usize, used: usize, experts: usize) -> Vec<i32>
 }
 
 /// Fills a copy of the numbers of experts, or of a part of them, with those of `routes` or at
-/// random. A copy of the first ones takes the next tokens of `routes`.
+/// random.
 ///
 /// # Safety
 ///
@@ -104,7 +113,7 @@ pub unsafe fn fill(
     let name = tensor.name();
     let (used, tokens) = (tensor.ne[0] as usize, tensor.ne[1] as usize);
     let routes = routes.filter(|_| offset == 0);
-    let routed = routes.and_then(|routes| routes.next(layer(&name), used * tokens));
+    let routed = routes.and_then(|routes| routes.present(layer(&name), used * tokens));
     for token in 0..tokens {
         let chosen = match &routed {
             Some(all) => all[token * used..][..used].to_vec(),
@@ -149,10 +158,14 @@ mod tests {
         let file = std::env::temp_dir().join(format!("routes-{}", std::process::id()));
         std::fs::write(&file, "3,1\n0,7\n3,2\n3,5\n").expect("written");
         let routes = Routes::read(&file).expect("valid");
-        assert_eq!(routes.next(3, 2), Some(vec![1, 2]));
-        assert_eq!(routes.next(0, 1), Some(vec![7]));
-        assert_eq!(routes.next(3, 2), Some(vec![5, 1]));
-        assert_eq!(routes.next(1, 2), None);
+        for _ in 0..2 {
+            assert_eq!(routes.present(3, 2), Some(vec![1, 2]));
+        }
+        assert_eq!(routes.present(0, 1), Some(vec![7]));
+        routes.routed("ffn_moe_argsort-3");
+        assert_eq!(routes.present(3, 2), Some(vec![5, 1]));
+        assert_eq!(routes.present(0, 1), Some(vec![7]));
+        assert_eq!(routes.present(1, 2), None);
         std::fs::write(&file, "3,1\n3\n").expect("written");
         assert!(Routes::read(&file).is_err());
         std::fs::remove_file(&file).expect("removed");
@@ -162,6 +175,7 @@ mod tests {
     fn a_copy_of_a_tensor_has_the_same_experts() {
         let of = |name| chosen(name, 5, 4, 128);
         assert_eq!(of("ffn_moe_topk-3"), of("SIM0#ffn_moe_topk-3#0"));
+        assert_eq!(of("ffn_moe_topk-3"), of("ffn_moe_topk-3 (reshaped)"));
         assert_ne!(of("ffn_moe_topk-3"), of("ffn_moe_topk-2"));
     }
 }
