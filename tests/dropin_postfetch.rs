@@ -110,6 +110,31 @@ fn memory_for_one_layer_at_a_time() {
     assert!(count(&run.figures, "scratch_bytes") <= 14 << 20);
 }
 
+/// A size that is not set is at most 10 % of the device: two layers, one, or none.
+#[test]
+fn memory_of_an_automatic_size() {
+    for (mib, layers) in [(400, 2), (140, 1), (60, 0)] {
+        let setup = on().device("SIM_GGML_MEMORY_MB", &mib.to_string());
+        let run = setup.run(&COMMANDS);
+        // The reference has no memory for early copies.
+        let reference = setup.clone().with("LLAMA_POSTFETCH_SCRATCHPAD_MB", "1");
+        assert_eq!(run.answers, reference.run(&COMMANDS).answers, "{mib}");
+        let bytes = count(&run.figures, "scratch_bytes");
+        assert_eq!(bytes, layers * 13_271_040, "{mib}: {}", run.figures);
+        assert!(bytes <= (mib << 20) / 10);
+        assert_eq!(count(&run.figures, "layers_ahead") > 0, layers == 2);
+        let obstacle = run.figures["obstacle"].as_str().unwrap_or_default();
+        assert_eq!(obstacle.contains("at most 10 % of the device"), layers == 0);
+        if layers == 0 {
+            let asked = setup
+                .with("LLAMA_POSTFETCH_SCRATCHPAD_MB", "14")
+                .run(&COMMANDS);
+            assert_eq!(asked.answers, run.answers);
+            assert_eq!(count(&asked.figures, "scratch_bytes"), 13_271_040);
+        }
+    }
+}
+
 #[test]
 fn the_variables_keep_their_meaning() {
     let plain = Setup::default().run(&COMMANDS).answers;
