@@ -468,6 +468,23 @@ fn misses_on_the_cpu() {
     }
 }
 
+/// The half-life changes which experts stay, and no logit.
+#[test]
+fn a_half_life_changes_which_experts_stay() {
+    let expected = offloaded().run(&DECODING).answers;
+    let [lru, lrfu, again] = ["1", "64", "64"].map(|uses| {
+        let run = cached("27")
+            .with("LLAMA_POSTFETCH_CACHE_HALF_LIFE", uses)
+            .run(&DECODING);
+        assert_eq!(run.answers, expected, "{uses}");
+        let figures = ["cache_hits", "cache_misses", "cache_evictions"];
+        figures.map(|figure| count(&run.figures, figure))
+    });
+    assert_eq!(lru[0] + lru[1], lrfu[0] + lrfu[1], "the same look-ups");
+    assert_ne!(lru, lrfu);
+    assert_eq!(lrfu, again);
+}
+
 /// The speeds of this machine decide, which does not change the logits.
 #[test]
 fn misses_where_they_are_faster() {

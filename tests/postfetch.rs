@@ -803,6 +803,23 @@ fn hits_of_the_cache_are_those_of_a_simulated_lru() {
     }
 }
 
+/// An expert that was used often outlives one that was used last.
+#[test]
+fn a_half_life_keeps_experts_that_are_used_often() {
+    for (half_life, hits) in [(1, 2), (100, 3)] {
+        let it = Fixture::of(&one_layer(), Access::Map);
+        let fetch = it.fetch(|options| {
+            options.config.cache_bytes = 2 * SLOT;
+            options.config.cache_half_life = half_life;
+        });
+        for expert in [5, 5, 5, 6, 7, 5] {
+            assert_eq!(run_layer(&fetch, 0, &[expert]), 1);
+        }
+        assert_eq!(fetch.stats().cache_hits, hits, "{half_life}");
+        it.end(fetch);
+    }
+}
+
 #[test]
 fn a_hit_is_ready_at_once_and_copies_nothing() {
     let it = Fixture::new();
