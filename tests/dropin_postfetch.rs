@@ -156,6 +156,24 @@ fn the_variables_keep_their_meaning() {
     assert_eq!(count(&checked.figures, "mismatches"), 0);
 }
 
+/// Each transfer records an event in the stream of early copies, which has no kernels.
+#[test]
+fn max_transfers_limits_the_copies_in_flight() {
+    let plain = Setup::default().run(&COMMANDS).answers;
+    let in_flight = ["1", "2", "1024"].map(|most| {
+        let run = on()
+            .with("LLAMA_POSTFETCH_MAX_TRANSFERS", most)
+            .run(&COMMANDS);
+        assert_eq!(run.answers, plain, "{most}");
+        let streams = run.report.streams.iter();
+        let of_copies = streams.filter(|stream| stream.kernel_ns == 0 && stream.copy_ns > 0);
+        of_copies.map(|stream| stream.most_open_events).max()
+    });
+    assert_eq!(in_flight[0], Some(1));
+    assert!(in_flight[1] <= Some(2), "{in_flight:?}");
+    assert!(in_flight[2] > Some(2), "{in_flight:?}");
+}
+
 /// The lines have each expert that was copied, in the format of the specification.
 #[test]
 fn debug_lines_have_what_was_copied() {
