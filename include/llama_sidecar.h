@@ -418,7 +418,7 @@ struct llama_postfetch_params {
     uint32_t n_active;
     /**
      * Device memory for experts in bytes; 0 for the size of the active experts of the largest
-     * layer. Default: LLAMA_POSTFETCH_SCRATCHPAD_MB.
+     * layer, but at most 10 % of the device. Default: LLAMA_POSTFETCH_SCRATCHPAD_MB.
      */
     uint64_t scratchpad_bytes;
     /**

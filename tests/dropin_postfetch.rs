@@ -114,6 +114,31 @@ fn memory_for_one_layer_at_a_time() {
     assert!(count(&run.figures, "scratch_bytes") <= 14 << 20);
 }
 
+/// A size that is not set is at most 10 % of the device: two layers, one, or none.
+#[test]
+fn memory_of_an_automatic_size() {
+    for (mib, layers) in [(400, 2), (140, 1), (60, 0)] {
+        let setup = on().device("SIM_GGML_MEMORY_MB", &mib.to_string());
+        let run = setup.run(&COMMANDS);
+        // The reference has no memory for early copies.
+        let reference = setup.clone().with("LLAMA_POSTFETCH_SCRATCHPAD_MB", "1");
+        assert_eq!(run.answers, reference.run(&COMMANDS).answers, "{mib}");
+        let bytes = count(&run.figures, "scratch_bytes");
+        assert_eq!(bytes, layers * 13_271_040, "{mib}: {}", run.figures);
+        assert!(bytes <= (mib << 20) / 10);
+        assert_eq!(count(&run.figures, "layers_ahead") > 0, layers == 2);
+        let obstacle = run.figures["obstacle"].as_str().unwrap_or_default();
+        assert_eq!(obstacle.contains("at most 10 % of the device"), layers == 0);
+        if layers == 0 {
+            let asked = setup
+                .with("LLAMA_POSTFETCH_SCRATCHPAD_MB", "14")
+                .run(&COMMANDS);
+            assert_eq!(asked.answers, run.answers);
+            assert_eq!(count(&asked.figures, "scratch_bytes"), 13_271_040);
+        }
+    }
+}
+
 #[test]
 fn the_variables_keep_their_meaning() {
     let plain = Setup::default().run(&COMMANDS).answers;
@@ -133,6 +158,24 @@ fn the_variables_keep_their_meaning() {
     assert_eq!(run.answers, plain);
     let checked = same_as_without(&on().with("LLAMA_POSTFETCH_DEBUG", "1"), &COMMANDS);
     assert_eq!(count(&checked.figures, "mismatches"), 0);
+}
+
+/// Each transfer records an event in the stream of early copies, which has no kernels.
+#[test]
+fn max_transfers_limits_the_copies_in_flight() {
+    let plain = Setup::default().run(&COMMANDS).answers;
+    let in_flight = ["1", "2", "1024"].map(|most| {
+        let run = on()
+            .with("LLAMA_POSTFETCH_MAX_TRANSFERS", most)
+            .run(&COMMANDS);
+        assert_eq!(run.answers, plain, "{most}");
+        let streams = run.report.streams.iter();
+        let of_copies = streams.filter(|stream| stream.kernel_ns == 0 && stream.copy_ns > 0);
+        of_copies.map(|stream| stream.most_open_events).max()
+    });
+    assert_eq!(in_flight[0], Some(1));
+    assert!(in_flight[1] <= Some(2), "{in_flight:?}");
+    assert!(in_flight[2] > Some(2), "{in_flight:?}");
 }
 
 /// The lines have each expert that was copied, in the format of the specification.
@@ -451,6 +494,23 @@ fn misses_on_the_cpu() {
             }
         }
     }
+}
+
+/// The half-life changes which experts stay, and no logit.
+#[test]
+fn a_half_life_changes_which_experts_stay() {
+    let expected = offloaded().run(&DECODING).answers;
+    let [lru, lrfu, again] = ["1", "64", "64"].map(|uses| {
+        let run = cached("27")
+            .with("LLAMA_POSTFETCH_CACHE_HALF_LIFE", uses)
+            .run(&DECODING);
+        assert_eq!(run.answers, expected, "{uses}");
+        let figures = ["cache_hits", "cache_misses", "cache_evictions"];
+        figures.map(|figure| count(&run.figures, figure))
+    });
+    assert_eq!(lru[0] + lru[1], lrfu[0] + lrfu[1], "the same look-ups");
+    assert_ne!(lru, lrfu);
+    assert_eq!(lrfu, again);
 }
 
 /// The speeds of this machine decide, which does not change the logits.

@@ -25,6 +25,12 @@ use testkit::writer::{F16, Gguf, Kv, Q4_0, Q8_0};
 /// Experts of layers 0 and 1; layer 2 has six in tensors of their own.
 const EXPERTS: u32 = 16;
 
+/// One layer, whose experts have 139,264 bytes each.
+fn large_file() -> Gguf {
+    let file = Gguf::default().kv("llama.expert_used_count", Kv::U32(4));
+    file.tensor("blk.0.ffn_down_exps.weight", &[1024, 128, 16], Q8_0, 5)
+}
+
 /// Layers 0 and 1 with merged experts of different types, layer 2 with tensors of their
 /// own of unequal sizes. The sizes are no multiples of 256.
 fn model_file(seed: u64) -> Gguf {
@@ -367,6 +373,31 @@ fn experts_beyond_the_scratchpad_fall_back_to_the_cpu() {
     assert_eq!(run_layer(&larger, 2, &all), 6);
     drop(larger);
     it.end(fetch);
+}
+
+#[test]
+fn an_automatic_scratchpad_is_at_most_a_tenth_of_the_device() {
+    // The device in MiB, the size that is set, and the experts that come from the device.
+    for (mib, set, hits, text) in [
+        (1024, 0, 4, "(the active experts of the largest layer)"),
+        (
+            4,
+            0,
+            3,
+            "(10 % of the device; set LLAMA_POSTFETCH_SCRATCHPAD_MB",
+        ),
+        (4, 1 << 20, 4, "(LLAMA_POSTFETCH_SCRATCHPAD_MB)"),
+        (1, 0, 0, "is larger than 10 % of the memory of cuda0"),
+    ] {
+        let it = Fixture::of(&large_file(), Access::Map);
+        it.sim.set("SIM_CUDA_MEMORY_MB", mib);
+        let fetch = it.fetch(|options| options.config.scratchpad_bytes = set);
+        assert!(fetch.mode().contains(text), "{}", fetch.mode());
+        assert_eq!(run_layer(&fetch, 0, &[0, 2, 4, 6]), hits, "{mib} {set}");
+        let bytes = fetch.stats().scratchpad_bytes;
+        assert!(set > 0 || bytes <= (mib << 20) / 10, "{bytes}");
+        it.end(fetch);
+    }
 }
 
 #[test]
@@ -772,6 +803,23 @@ fn hits_of_the_cache_are_those_of_a_simulated_lru() {
     }
 }
 
+/// An expert that was used often outlives one that was used last.
+#[test]
+fn a_half_life_keeps_experts_that_are_used_often() {
+    for (half_life, hits) in [(1, 2), (100, 3)] {
+        let it = Fixture::of(&one_layer(), Access::Map);
+        let fetch = it.fetch(|options| {
+            options.config.cache_bytes = 2 * SLOT;
+            options.config.cache_half_life = half_life;
+        });
+        for expert in [5, 5, 5, 6, 7, 5] {
+            assert_eq!(run_layer(&fetch, 0, &[expert]), 1);
+        }
+        assert_eq!(fetch.stats().cache_hits, hits, "{half_life}");
+        it.end(fetch);
+    }
+}
+
 #[test]
 fn a_hit_is_ready_at_once_and_copies_nothing() {
     let it = Fixture::new();
@@ -1042,13 +1090,9 @@ fn experts_that_became_larger_than_a_slot_use_the_scratchpad() {
 
 #[test]
 fn without_memory_for_the_cache_there_is_none() {
-    let large = || {
-        let file = Gguf::default().kv("llama.expert_used_count", Kv::U32(4));
-        file.tensor("blk.0.ffn_down_exps.weight", &[1024, 128, 16], Q8_0, 5)
-    };
     for (file, bytes, memory, text, hits) in [
-        (large(), 2 << 20, 1, "no cache: device 'cuda0", 0),
-        (large(), u64::MAX, 1, "no cache: device 'cuda0", 0),
+        (large_file(), 2 << 20, 1, "no cache: device 'cuda0", 0),
+        (large_file(), u64::MAX, 1, "no cache: device 'cuda0", 0),
         (model_file(1), u64::MAX, 1024, " for 38 of 38 experts", 2),
         (model_file(1), 100, 1024, "no cache: 100 bytes are less", 0),
         (
@@ -1061,7 +1105,13 @@ fn without_memory_for_the_cache_there_is_none() {
     ] {
         let it = Fixture::of(&file, Access::Map);
         it.sim.set("SIM_CUDA_MEMORY_MB", memory);
-        let fetch = it.fetch(|options| options.config.cache_bytes = bytes);
+        let fetch = it.fetch(|options| {
+            options.config.cache_bytes = bytes;
+            if memory == 1 {
+                // More than 10 % of the device.
+                options.config.scratchpad_bytes = 600 << 10;
+            }
+        });
         assert!(fetch.mode().contains(text), "{}", fetch.mode());
         for _ in 0..2 {
             fetch.schedule(0, &[1, 2]);

@@ -54,7 +54,7 @@ pub struct llama_postfetch_params {
     /// Number of experts per token; 0 for the value in the model's metadata. Default: 0.
     pub n_active: u32,
     /// Device memory for experts in bytes; 0 for the size of the active experts of the largest
-    /// layer. Default: LLAMA_POSTFETCH_SCRATCHPAD_MB.
+    /// layer, but at most 10 % of the device. Default: LLAMA_POSTFETCH_SCRATCHPAD_MB.
     pub scratchpad_bytes: u64,
     /// Microseconds that the fetch thread busy-waits before it sleeps. Waking a sleeping thread
     /// adds a few microseconds to llama_postfetch_schedule. Default: LLAMA_POSTFETCH_SPIN_US.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::cache::CacheLayout;
 use super::pages::PageLocks;
 use super::plan::{Plan, padded};
-use crate::device::{AsyncDevice, Buffer, DeviceError, Event, Stream};
+use crate::device::{ALIGNMENT, AsyncDevice, Buffer, DeviceError, Event, Stream};
 use crate::model::Model;
 use sidecar_core::config;
 
@@ -71,8 +71,19 @@ impl DeviceState {
             );
         }
         let device = open().map_err(|error| error.to_string())?;
+        let most = config.most_scratch(device.memory().total);
         let (bytes, size) = match config.scratchpad_bytes {
-            0 => (largest, "the active experts of the largest layer"),
+            0 if largest <= most => (largest, "the active experts of the largest layer"),
+            0 if padded(smallest) <= most => (
+                most - most % ALIGNMENT,
+                "10 % of the device; set LLAMA_POSTFETCH_SCRATCHPAD_MB for all active experts",
+            ),
+            0 => {
+                return Err(format!(
+                    "an expert of {smallest} bytes is larger than 10 % of the memory of {}: set LLAMA_POSTFETCH_SCRATCHPAD_MB",
+                    device.name()
+                ));
+            }
             bytes => (padded(bytes), "LLAMA_POSTFETCH_SCRATCHPAD_MB"),
         };
         let layout = CacheLayout::new(plan.slot_sizes(model), config.cache_bytes);

@@ -90,6 +90,8 @@ pub struct Stream {
     pub event_waits: u64,
     /// Pieces of work.
     pub works: u64,
+    /// The most events at a time that were recorded and for which no thread had waited.
+    pub most_open_events: u64,
     /// Time of its kernels.
     pub kernel_ns: u64,
     /// Time of its copies.

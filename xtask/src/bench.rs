@@ -16,7 +16,7 @@ struct Bench {
     note: &'static str,
 }
 
-const BENCHES: [Bench; 9] = [
+const BENCHES: [Bench; 10] = [
     Bench {
         name: "load",
         heading: "Opening and loading",
@@ -78,6 +78,18 @@ llama.cpp from source, with as many MiB as the slots: its uploads come from memo
 12 GB/s or the speed of the link where that is less, and hold up the thread that makes them.",
     },
     Bench {
+        name: "routes",
+        heading: "Hits of slots with routes of real models",
+        note: "These are shares of uses that find their expert in a slot, counted from published routes: no \
+program ran, and no time was measured. The routes are those of BigMoeOnEdge \
+(github.com/Helldez/BigMoeOnEdge, commit 2d4f2b1, `docs/bench-data/2026-07-15-route-trace`): one prompt and \
+its answer for each model, tokens one after the other, recorded on a telephone with fewer experts per \
+token than the models have by default. 150 tokens are few: caches begin empty, and the first use of an \
+expert misses with each policy, so `best` is far from 100 %. `best` knows the routes to come. A half-life is in uses of any \
+expert of the layer (`LLAMA_POSTFETCH_CACHE_HALF_LIFE`); 1 is an LRU. Put files into the folder `routes` of the \
+cache, or name them: `cargo xtask bench routes FILE.routes` reads those of `--expert-trace-routes`.",
+    },
+    Bench {
         name: "stream",
         heading: "Experts from disk",
         note: "The disk is emulated by a FUSE file system whose process shares the two cores with the program; \
@@ -93,14 +105,14 @@ starts a program with it. The log of the program has the times at which an evalu
     },
 ];
 
-/// Runs one benchmark and prints its tables.
-pub fn one(name: &str) -> Result<()> {
+/// Runs one benchmark, with arguments for it, and prints its tables.
+pub fn one(name: &str, arguments: &[String]) -> Result<()> {
     let bench = BENCHES.iter().find(|bench| bench.name == name);
     let bench = bench.with_context(|| {
         let names = BENCHES.map(|bench| bench.name).join(", ");
         format!("no benchmark is called '{name}': use one of {names}")
     })?;
-    print!("{}", figures(bench)?);
+    print!("{}", figures(bench, arguments)?);
     Ok(())
 }
 
@@ -114,7 +126,7 @@ text above each table names the peer and the limit that the machine sets.\n\n{}\
     );
     for bench in &BENCHES {
         println!("{} ...", bench.name);
-        let figures = figures(bench)?;
+        let figures = figures(bench, &[])?;
         print!("{figures}");
         write!(
             page,
@@ -132,7 +144,7 @@ text above each table names the peer and the limit that the machine sets.\n\n{}\
     Ok(())
 }
 
-fn figures(bench: &Bench) -> Result<String> {
+fn figures(bench: &Bench, arguments: &[String]) -> Result<String> {
     fixtures::make()?;
     if ["dropin", "postfetch_host", "expert_cache", "stream", "tune"].contains(&bench.name) {
         cmake::build_hosts()?;
@@ -148,7 +160,8 @@ fn figures(bench: &Bench) -> Result<String> {
     }
     let cargo = || {
         let mut cargo = command("cargo", &root());
-        cargo.args(["bench", "--quiet", "--bench", bench.name]);
+        cargo.args(["bench", "--quiet", "--bench", bench.name, "--"]);
+        cargo.args(arguments);
         cargo
     };
     let mut text = printed(&mut cargo())?;

@@ -55,10 +55,17 @@ pub fn test_top_level() -> Result<()> {
 
 fn configure(source: &str, build: &Path, flags: &[String]) -> Result<()> {
     let fixtures_at = fixtures::make()?;
+    let llama_cpp = llama_cpp("..");
+    // Without it, CTest skips the example that needs ggml.
+    let ggml = match llama_cpp.join("include/ggml-cpu.h").exists() {
+        true => define("GGML", &llama_cpp),
+        false => "-UGGML".into(),
+    };
     configure_with(
         source,
         build,
         &[
+            ggml,
             define("MODEL", &fixtures_at.join("smollm2.gguf")),
             define("VARIANT", &fixtures_at.join("smollm2-mixed.gguf")),
             define("MOE", &fixtures_at.join("moe.gguf")),

@@ -74,6 +74,11 @@ pub fn missing() -> Option<String> {
     first_missing(llama_cpp, &PROGRAMS)
 }
 
+/// Returns where the headers of ggml are kept, for programs with graphs of their own.
+fn headers() -> PathBuf {
+    llama_cpp("../include")
+}
+
 /// Why a program of the build with modules is missing, if so.
 pub fn missing_dl() -> Option<String> {
     first_missing(llama_cpp_dl, &[RPC_SERVER]).or_else(|| first_missing(llama_cpp_dl, &PROGRAMS))
@@ -108,7 +113,8 @@ fn unbuilt<'a>(build: fn(&str) -> PathBuf, programs: &[&'a str]) -> Vec<&'a str>
 pub fn make() -> Result<()> {
     let programs = unbuilt(llama_cpp, &PROGRAMS);
     let modules = unbuilt(llama_cpp_dl, &[RPC_SERVER]);
-    if !programs.is_empty() || !modules.is_empty() || archs::unbuilt() {
+    let headers = headers();
+    if !programs.is_empty() || !modules.is_empty() || archs::unbuilt() || !headers.exists() {
         let package = LlamaCpp::tested();
         with_source(&package, |source| {
             build(source, &package, &[], &programs, &llama_cpp(""))?;
@@ -118,6 +124,10 @@ pub fn make() -> Result<()> {
                 && let Err(reason) = archs::build(source)
             {
                 println!("no models of every architecture: {reason:#}");
+            }
+            // Last, because the folder is moved.
+            if !headers.exists() {
+                fs::rename(source.join("ggml/include"), &headers)?;
             }
             Ok(())
         })?;

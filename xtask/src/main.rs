@@ -64,8 +64,10 @@ enum Command {
     Test,
     /// Run a bench, or all of them and write docs/benchmarks.md
     Bench {
-        /// load, swap, dropin, trace, postfetch or stream
+        /// The name of the section in docs/benchmarks.md
         name: Option<String>,
+        /// Arguments of the benchmark: files for routes
+        arguments: Vec<String>,
     },
     /// Download and make the models that the tests use
     Fixtures {
@@ -166,8 +168,11 @@ fn main() -> Result<()> {
     match Command::parse() {
         Command::Demo => suite::demo(),
         Command::Test => suite::test(),
-        Command::Bench { name: None } => bench::all(),
-        Command::Bench { name: Some(name) } => bench::one(&name),
+        Command::Bench { name: None, .. } => bench::all(),
+        Command::Bench {
+            name: Some(name),
+            arguments,
+        } => bench::one(&name, &arguments),
         Command::Fixtures { large: false } => fixtures::make().map(|_| ()),
         Command::Fixtures { large: true } => fixtures::make_large(),
         Command::Hosts { names, build } => {

@@ -35,6 +35,19 @@ pub struct PostFetch {
     pub debug: bool,
 }
 
+impl PostFetch {
+    /// Returns the most bytes for copies of experts, apart from slots, on a device with so much
+    /// memory in all: the size that was set, or 10 % of the device. A device that does not report
+    /// its memory has 0 bytes, and no automatic limit.
+    pub fn most_scratch(&self, total: u64) -> u64 {
+        match (self.scratchpad_bytes, total / 10) {
+            (0, 0) => u64::MAX,
+            (0, tenth) => tenth,
+            (set, _) => set,
+        }
+    }
+}
+
 /// The settings of post-fetch in an unmodified program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProgramPostFetch {

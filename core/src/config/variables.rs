@@ -272,7 +272,7 @@ pub static VARIABLES: &[Variable] = &[
         name: "LLAMA_POSTFETCH_SCRATCHPAD_MB",
         default: Value("0"),
         kind: MIB,
-        help: "device memory for experts, in MiB; `0`: the need of one token; drop-in: up to half of the free memory",
+        help: "device memory for experts, in MiB; `0`: the need of one token; drop-in: that of two layers, and at most half of the free memory; `0` never takes more than 10 % of the device",
         flag: None,
     },
     Variable {

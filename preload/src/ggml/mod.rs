@@ -158,10 +158,17 @@ impl Ggml {
 
     /// Returns the bytes that a device can still allocate; `None` if it does not report them.
     pub fn free_memory(&self, device: *mut Device) -> Option<u64> {
+        let (free, total) = self.memory_of(device);
+        (total > 0).then_some(free)
+    }
+
+    /// Returns the bytes that a device can still allocate, and all bytes that it has; 0 if it does
+    /// not report them.
+    pub fn memory_of(&self, device: *mut Device) -> (u64, u64) {
         let (mut free, mut total) = (0usize, 0usize);
         // SAFETY: a live device, and two numbers to write to.
         unsafe { (self.f.ggml_backend_dev_memory)(device, &raw mut free, &raw mut total) };
-        (total > 0).then_some(free as u64)
+        (free as u64, total as u64)
     }
 
     /// Whether a device is the CPU.

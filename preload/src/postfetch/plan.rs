@@ -504,14 +504,15 @@ impl DeviceMemory {
         };
         let sizes: Vec<usize> = (0..self.roles.max(sizes.len())).map(size).collect();
         self.scratch.clear();
-        let limit = match Config::get().postfetch.scratchpad_bytes {
-            // SAFETY: a live buffer type.
-            0 => unsafe {
-                let device = (ggml.f.ggml_backend_buft_get_device)(buft);
-                ggml.free_memory(device).map_or(0, |free| free / 2)
-            },
-            limit => limit,
-        };
+        // SAFETY: a live buffer type.
+        let device = unsafe { (ggml.f.ggml_backend_buft_get_device)(buft) };
+        let (free, total) = ggml.memory_of(device);
+        let config = &Config::get().postfetch;
+        let mut limit = config.most_scratch(total);
+        if config.scratchpad_bytes == 0 {
+            // What the program allocates later needs memory, too.
+            limit = limit.min(free / 2);
+        }
         let set: usize = sizes.iter().sum();
         self.roles = sizes.len();
         for sets in (1..=SETS_AHEAD).rev() {
@@ -522,8 +523,16 @@ impl DeviceMemory {
             let scratch = sizes.map(|size| Scratch::allocate(ggml, buft, *size));
             if let Some(scratch) = scratch.collect::<Option<Vec<_>>>() {
                 let bytes: usize = scratch.iter().map(Scratch::size).sum();
+                let more = match sets {
+                    SETS_AHEAD => String::new(),
+                    _ => format!(
+                        "; {SETS_AHEAD} need {} MiB, and {} MiB can be used (LLAMA_POSTFETCH_SCRATCHPAD_MB)",
+                        (SETS_AHEAD * set) >> 20,
+                        limit >> 20
+                    ),
+                };
                 log::info!(
-                    "post-fetch: {} MiB on {} for the experts of {sets} layers at a time",
+                    "post-fetch: {} MiB on {} for the experts of {sets} layers at a time{more}",
                     bytes >> 20,
                     ggml.buffer_type_name(buft)
                 );
@@ -532,7 +541,7 @@ impl DeviceMemory {
             }
         }
         FIGURES.note_obstacle(format!(
-            "the program copies experts itself: the experts of a layer need {} MiB on {}, and {} MiB can be used; set LLAMA_POSTFETCH_SCRATCHPAD_MB, or load fewer layers there",
+            "the program copies experts itself: the experts of a layer need {} MiB on {}, and {} MiB can be used (without LLAMA_POSTFETCH_SCRATCHPAD_MB, at most 10 % of the device and half of its free memory); set that variable, or load fewer layers there",
             set >> 20,
             ggml.buffer_type_name(buft),
             limit >> 20,

@@ -236,6 +236,7 @@ extern "C" fn event_synchronize(_: *mut Device, event: *mut Event) {
         && let Some(recording) = recorded(event).last()
     {
         HostThread::this().join(&recording.wait());
+        recorded(event).waited_for();
     }
 }
 

@@ -77,6 +77,7 @@ fn of(sim: &Sim) -> Value {
                 "time_ns": figures.time,
                 "event_waits": sim.counts.of_stream(Call::EventWait, at + 1),
                 "works": figures.works,
+                "most_open_events": stream.most_open_events.load(Ordering::Relaxed),
                 "kernel_ns": figures.kernel,
                 "copy_ns": figures.copy,
                 "waited_for_host_ns": figures.waited_for_host,

@@ -1,5 +1,6 @@
 //! Streams, each with a thread that does its work in order, and events.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
@@ -34,19 +35,35 @@ impl Recording {
 
 /// An event: what it was last recorded as.
 #[derive(Default)]
-pub struct Event(Mutex<Option<Arc<Recording>>>);
+pub struct Event {
+    last: Mutex<Option<Arc<Recording>>>,
+    /// The stream for which it counts as recorded, until a thread waits for it.
+    open_in: Mutex<Option<Arc<Shared>>>,
+}
 
 impl Event {
     /// Returns what it was last recorded as.
     pub fn last(&self) -> Option<Arc<Recording>> {
-        self.0.lock().expect("no panic").clone()
+        self.last.lock().expect("no panic").clone()
     }
 
     /// Records the state of a stream.
     pub fn record(&self, stream: &Stream) {
         let recording = Arc::new(Recording::default());
-        *self.0.lock().expect("no panic") = Some(recording.clone());
+        *self.last.lock().expect("no panic") = Some(recording.clone());
+        self.waited_for();
+        *self.open_in.lock().expect("no panic") = Some(stream.shared.clone());
+        let open = stream.shared.open_events.fetch_add(1, Ordering::Relaxed) + 1;
+        let most = &stream.shared.most_open_events;
+        most.fetch_max(open, Ordering::Relaxed);
         stream.submit(move |worker| recording.reach(&worker.moment));
+    }
+
+    /// Notes that a thread has waited for it.
+    pub fn waited_for(&self) {
+        if let Some(stream) = self.open_in.lock().expect("no panic").take() {
+            stream.open_events.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 }
 
@@ -92,6 +109,10 @@ pub struct Shared {
     queue: Mutex<Option<Sender<(Moment, Work)>>>,
     /// What it did.
     pub figures: Mutex<Figures>,
+    /// Events that were recorded and for which no thread has waited.
+    open_events: AtomicU64,
+    /// The most of them at a time.
+    pub most_open_events: AtomicU64,
 }
 
 /// All of them, in the order of their starts.
@@ -117,6 +138,8 @@ impl Stream {
         let shared = Arc::new(Shared {
             queue: Mutex::new(Some(queue)),
             figures: Mutex::new(figures.clone()),
+            open_events: AtomicU64::new(0),
+            most_open_events: AtomicU64::new(0),
         });
         let number = {
             let mut streams = STREAMS.lock().expect("no panic");
