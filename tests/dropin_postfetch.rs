@@ -5,6 +5,7 @@ mod hosts;
 
 use std::path::Path;
 
+use hosts::servers::write_adapter;
 use hosts::simulated::{
     DECODE, Run, Setup, cached, cached_beside_cpu, copied_none_itself, offloaded, on,
     same_as_without, same_in_llama_server,
@@ -867,7 +868,19 @@ fn from_source_swaps_reach_slots() {
 
 #[test]
 fn llama_server_from_source() {
-    same_in_llama_server(&fixture("small-moe.gguf"));
+    let model = fixture("small-moe.gguf");
+    let plain = same_in_llama_server(&model, &[], &[]);
+    // An adapter has products of its own with the ids of experts, and with matrices in host memory.
+    let folder = tempfile::tempdir().expect("a folder");
+    let adapter = folder.path().join("adapter.gguf");
+    write_adapter(&adapter);
+    let with_adapter = ["--lora", &adapter.display().to_string()];
+    let obstacles = [
+        "the CPU computes no experts of some layers, such as layer 1: other nodes read what its experts compute; they are copied to the device",
+        "the CPU computes no experts of some layers, such as layer 2: the operation ADD leads to the last product of its experts; they are copied to the device",
+    ];
+    let changed = same_in_llama_server(&model, &with_adapter, &obstacles);
+    assert_ne!(changed, plain, "the adapter shows");
 }
 
 /// Answers, figures, and obstacle of llama-server from source: prompts with early copies, and tokens

@@ -207,5 +207,5 @@ fn shared_experts_and_slots() {
 
 #[test]
 fn biases_of_experts_in_llama_server_from_source() {
-    same_in_llama_server(&Model::new(Mixture::GptOss).path);
+    same_in_llama_server(&Model::new(Mixture::GptOss).path, &[], &[]);
 }

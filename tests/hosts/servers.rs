@@ -98,8 +98,8 @@ pub fn layers(server: &Server, model: usize) -> Option<u64> {
     server.control("status")["models"][model]["stream"]["layers"].as_u64()
 }
 
-/// Writes an adapter (LoRA) for a mixture of experts: a matrix of the attention, and one of all
-/// experts.
+/// Writes an adapter (LoRA) for a mixture of experts: a matrix of the attention, and matrices of
+/// all experts of two layers.
 pub fn write_adapter(path: &Path) {
     const RANK: i64 = 4;
     let mut adapter = Gguf::default()
@@ -109,6 +109,8 @@ pub fn write_adapter(path: &Path) {
     for (name, [columns, rows, experts]) in [
         ("blk.0.attn_q.weight", [576, 576, 1]),
         ("blk.1.ffn_down_exps.weight", [1536, 576, 8]),
+        ("blk.2.ffn_gate_exps.weight", [576, 1536, 8]),
+        ("blk.2.ffn_up_exps.weight", [576, 1536, 8]),
     ] {
         for (side, ne) in [
             ("lora_a", [columns, RANK, experts]),

@@ -7,7 +7,7 @@ use serde_json::Value;
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program};
 use testkit::llama_cpp::llama_cpp;
-use testkit::server::{Options, Request, Server};
+use testkit::server::{Answer, Options, Request, Server};
 use testkit::sim_ggml::{Report, SimGgml};
 
 use super::count;
@@ -168,18 +168,31 @@ pub fn copied_none_itself(figures: &Value) {
 }
 
 /// llama-server from source gives the same answers without post-fetch, with it, and with experts
-/// that stay on the device.
-pub fn same_in_llama_server(model: &Path) {
+/// that stay on the device, whatever computes the others. Returns these answers.
+///
+/// `obstacles`: why the CPU does not compute experts of all layers, each once in the log.
+pub fn same_in_llama_server(
+    model: &Path,
+    more_arguments: &[&str],
+    obstacles: &[&str],
+) -> [Answer; 3] {
     let mut answers = Vec::new();
-    for (early, cache) in [("off", "0"), ("on", "0"), ("on", "auto")] {
+    for (early, cache, misses) in [
+        ("off", "0", "auto"),
+        ("on", "0", "auto"),
+        ("on", "auto", "auto"),
+        ("on", "auto", "fetch"),
+        ("on", "auto", "cpu"),
+    ] {
         let sim = SimGgml::new(&[]);
         let mut options = Options::new(2);
         options.drop_in = DropIn::On(vec![
             ("LLAMA_POSTFETCH_MODE", early.into()),
             ("LLAMA_POSTFETCH_CACHE_MB", cache.into()),
+            ("LLAMA_POSTFETCH_CACHE_MISSES", misses.into()),
         ]);
-        let arguments = ["--device", "SIM0", "-cmoe"];
-        options.arguments = arguments.map(str::to_owned).to_vec();
+        let arguments = [&["--device", "SIM0", "-cmoe"], more_arguments].concat();
+        options.arguments = arguments.into_iter().map(str::to_owned).collect();
         options.variables = sim.variables().to_vec();
         let server = Server::start(model, &options);
         let text = |words: &str| Request::new(&words.repeat(20), 60);
@@ -190,20 +203,29 @@ pub fn same_in_llama_server(model: &Path) {
         ]);
         let figures = server.control("status")["post_fetch"].clone();
         assert_eq!(figures.is_null(), early == "off");
+        let uses_cpu = cache == "auto" && misses != "fetch";
+        let expected = if uses_cpu { obstacles } else { &[] };
         if early == "on" {
             assert!(count(&figures, "early_bytes") > 0, "{figures}");
             assert_eq!(count(&figures, "cache_hits") > 0, cache == "auto");
-            assert_eq!(figures["obstacle"], Value::Null);
+            let obstacle = expected.last().copied();
+            assert_eq!(figures["obstacle"].as_str(), obstacle, "{cache} {misses}");
             copied_none_itself(&figures);
         }
         let (status, log) = server.end();
         assert!(status.success(), "{}", log.join("\n"));
+        let warnings = log
+            .iter()
+            .filter_map(|line| line.split_once("warn: post-fetch: "));
+        let warnings: Vec<_> = warnings.map(|(_, text)| text).collect();
+        assert_eq!(warnings, expected, "{cache} {misses}");
         // After a trial of each method, with graphs that the server was made to build.
         let is_choice = |line: &String| line.contains("=auto uses");
-        assert_eq!(log.iter().any(is_choice), cache == "auto", "{log:#?}");
+        let chooses = cache == "auto" && misses == "auto";
+        assert_eq!(log.iter().any(is_choice), chooses, "{log:#?}");
         sim.report().assert_ordered();
+        // The kernels of the simulated GPU are those of the CPU.
+        assert_eq!(answers.last(), answers.first(), "{early} {cache} {misses}");
     }
-    assert_eq!(answers[0], answers[1]);
-    // The kernels of the simulated GPU are those of the CPU.
-    assert_eq!(answers[0], answers[2]);
+    answers.swap_remove(0)
 }

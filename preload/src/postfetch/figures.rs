@@ -48,7 +48,7 @@ pub static FIGURES: Figures = Figures {
     cache_slots: AtomicU64::new(0),
     cache_layers: Mutex::new(Vec::new()),
     speeds: Mutex::new(None),
-    obstacle: Mutex::new(None),
+    obstacles: Mutex::new(Vec::new()),
 };
 
 /// Counters; [`PostFetchFigures`] describes each.
@@ -73,7 +73,8 @@ pub struct Figures {
     cache_slots: AtomicU64,
     cache_layers: Mutex<Vec<Arc<LayerFigures>>>,
     speeds: Mutex<Option<Speeds>>,
-    obstacle: Mutex<Option<String>>,
+    /// One of each wording, the last one last.
+    obstacles: Mutex<Vec<String>>,
 }
 
 /// Counters of a layer whose experts stay on a device; [`CacheLayer`] describes each.
@@ -170,15 +171,17 @@ impl Figures {
         *self.speeds.lock() = Some(speeds);
     }
 
-    /// Notes why nothing is copied early, and logs it when it is new.
+    /// Notes why something is not copied early or not computed, and logs each wording once.
     pub fn note_obstacle(&self, obstacle: String) {
-        let mut known = self.obstacle.lock();
-        // Numbers in it may change from graph to graph.
+        let mut known = self.obstacles.lock();
+        // Numbers in it may change from graph to graph, and layers may have different obstacles.
         let words = |text: &str| text.replace(|c: char| c.is_ascii_digit(), "");
-        if known.as_deref().map(words) != Some(words(&obstacle)) {
-            log::warn!("post-fetch: {obstacle}");
+        let is_known = |other: &String| words(other) == words(&obstacle);
+        match known.iter().position(is_known) {
+            Some(at) => drop(known.remove(at)),
+            None => log::warn!("post-fetch: {obstacle}"),
         }
-        *known = Some(obstacle);
+        known.push(obstacle);
     }
 
     /// Returns the figures at this moment.
@@ -221,7 +224,7 @@ impl Figures {
             memory_speed: speeds.map(|of| of.memory),
             cache_layers: self.cache_layers.lock().iter().map(layer).collect(),
             locked_bytes,
-            obstacle: self.obstacle.lock().clone(),
+            obstacle: self.obstacles.lock().last().cloned(),
         }
     }
 }

@@ -473,7 +473,8 @@ impl Devices {
         match made {
             Ok(on_cpu) => slots.on_cpu = Some(on_cpu),
             Err(reason) => FIGURES.note_obstacle(format!(
-                "the CPU computes no experts beside the device: {reason}; they are copied to it"
+                "the CPU computes no experts of some layers, such as layer {}: {reason}; they are copied to the device",
+                candidates[0].layer
             )),
         }
         layer
