@@ -9,7 +9,7 @@ mod simulated;
 use std::fmt::Write;
 use std::path::Path;
 
-use sidecar_core::expert_cache::ExpertCache;
+use sidecar_core::fetch::ExpertCache;
 use sidecar_core::gguf::{Access, GgufFile};
 use sidecar_core::trace::{Ids, ModelMeta};
 use simulated::{

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
-use sidecar_core::expert_cache::ExpertCache;
+use sidecar_core::fetch::ExpertCache;
 use sidecar_core::trace::{Ids, NOT_ROUTED, RouteReader, RouteRecord};
 use testkit::caches::{best_hits, lfu_hits, lru_hits};
 use testkit::fixtures::cache;

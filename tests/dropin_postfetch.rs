@@ -279,7 +279,7 @@ fn a_wait_that_is_left_out_is_found() {
 
 #[test]
 fn a_wait_for_a_miss_that_is_left_out_is_found() {
-    let setup = locked(cached("27"));
+    let setup = locked(cached("26"));
     each_wait_of_a_product_is_found(&setup, &["prompt 40", "hashes 2"], 9);
 }
 
@@ -417,7 +417,7 @@ const DECODING: [&str; 6] = [
 
 #[test]
 fn slots_give_the_same_when_the_process_is_stopped_again_and_again() {
-    let setup = cached("27");
+    let setup = cached("26");
     let expected = setup.run(&DECODING).answers;
     let sim = setup.simulation();
     let mut host = setup.start(&sim, &fixture("small-moe.gguf"));
@@ -434,7 +434,7 @@ fn slots_give_the_same_when_the_process_is_stopped_again_and_again() {
 #[test]
 fn experts_that_stay_on_the_device() {
     let expected = offloaded().run(&DECODING).answers;
-    for (mib, slots) in [("14", 2), ("27", 4), ("40", 6), ("auto", 8)] {
+    for (mib, slots) in [("13", 2), ("26", 4), ("38", 6), ("auto", 8)] {
         let checked = cached(mib).with("LLAMA_POSTFETCH_DEBUG", "1");
         let run = checked.run(&DECODING);
         let figures = &run.figures;
@@ -474,7 +474,7 @@ fn experts_that_stay_on_the_device() {
 #[test]
 fn misses_on_the_cpu() {
     let expected = offloaded().run(&DECODING).answers;
-    for (mib, slots) in [("14", 2), ("27", 4), ("40", 6), ("auto", 8)] {
+    for (mib, slots) in [("13", 2), ("26", 4), ("38", 6), ("auto", 8)] {
         for checked in ["0", "1"] {
             let setup = cached_beside_cpu(mib).with("LLAMA_POSTFETCH_DEBUG", checked);
             let run = locked(setup).run(&DECODING);
@@ -502,7 +502,7 @@ fn misses_on_the_cpu() {
 fn a_half_life_changes_which_experts_stay() {
     let expected = offloaded().run(&DECODING).answers;
     let [lru, lrfu, again] = ["1", "64", "64"].map(|uses| {
-        let run = cached("27")
+        let run = cached("26")
             .with("LLAMA_POSTFETCH_CACHE_HALF_LIFE", uses)
             .run(&DECODING);
         assert_eq!(run.answers, expected, "{uses}");
@@ -564,7 +564,7 @@ fn slots_are_used_where_they_are_faster() {
 #[test]
 fn an_evaluation_with_misses_on_the_cpu_that_fails() {
     let commands = ["prompt 40", "hashes 3"];
-    let setup = cached_beside_cpu("27");
+    let setup = cached_beside_cpu("26");
     let plain = setup.run(&commands);
     let computes = plain.report.calls("graph_compute");
     for nth in computes - 9..=computes {
@@ -636,11 +636,11 @@ fn slots_from_a_trace() {
     }
     let start = ["prompt 40", "hashes 1"];
     let expected = offloaded().run(&start).answers;
-    let cold = cached("27").run(&start);
+    let cold = cached("26").run(&start);
     for trace in [counts_only, whole] {
         std::fs::write(&path, trace.to_string()).expect("written");
         let with = |setup: Setup| setup.with("LLAMA_POSTFETCH_CACHE_TRACE", &path);
-        let warm = with(cached("27")).run(&start);
+        let warm = with(cached("26")).run(&start);
         assert_eq!((&cold.answers, &warm.answers), (&expected, &expected));
         let hits = |run: &Run| count(&run.figures, "cache_hits");
         assert!(hits(&warm) > hits(&cold), "{} {}", hits(&warm), hits(&cold));
@@ -669,7 +669,7 @@ fn slots_from_a_trace() {
 fn a_trace_that_is_none() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("trace.json");
-    let expected = cached("27").run(&DECODING);
+    let expected = cached("26").run(&DECODING);
     for text in [
         "",
         "{}",
@@ -678,7 +678,7 @@ fn a_trace_that_is_none() {
     ] {
         std::fs::write(&path, text).expect("written");
         let trace = path.to_str().expect("UTF-8");
-        let run = cached("27")
+        let run = cached("26")
             .with("LLAMA_POSTFETCH_CACHE_TRACE", trace)
             .run(&DECODING);
         assert_eq!(run.answers, expected.answers, "{text}");
@@ -690,8 +690,8 @@ fn a_trace_that_is_none() {
 /// More than the slots need is copied once: each miss, and no padding.
 #[test]
 fn a_miss_copies_its_expert_once() {
-    let few = cached("27").run(&["prompt 40", "hashes 2"]);
-    let more = cached("27").run(&["prompt 40", "hashes 2", "hashes 30"]);
+    let few = cached("26").run(&["prompt 40", "hashes 2"]);
+    let more = cached("26").run(&["prompt 40", "hashes 2", "hashes 30"]);
     let grown = |name| count(&more.figures, name) - count(&few.figures, name);
     let expert = count(&few.figures, "cache_bytes") / (4 * 4 * 3);
     assert_eq!(grown("early_bytes"), grown("cache_misses") * 3 * expert);
@@ -711,7 +711,7 @@ fn slots_with_a_callback_and_with_two_contexts() {
     let both = ["both 6", "prompt 40", "both 4"];
     for slots in [cached, cached_beside_cpu] {
         assert_eq!(with(slots("auto")), with(offloaded()));
-        let run = slots("27").run(&both);
+        let run = slots("26").run(&both);
         assert_eq!(run.answers, offloaded().run(&both).answers);
         assert!(count(&run.figures, "cache_hits") > 0);
     }
@@ -723,7 +723,7 @@ fn swaps_of_experts_that_stay_on_the_device() {
     let commands = ["prompt 40", "hashes 6"];
     let (_folder, trace) = trace_of(&commands);
     let filled = cached("auto").with("LLAMA_POSTFETCH_CACHE_TRACE", &trace);
-    swaps_reach_slots(&offloaded(), &[filled, cached_beside_cpu("27")]);
+    swaps_reach_slots(&offloaded(), &[filled, cached_beside_cpu("26")]);
 }
 
 fn swaps_reach_slots(reference: &Setup, setups: &[Setup]) {
@@ -763,7 +763,7 @@ fn slots_without_calls(libraries: fn(Setup) -> Setup) {
     let commands = ["prompt 40", "hashes 4"];
     let host = libraries(Setup::default()).run(&commands).report;
     let expected = libraries(offloaded()).run(&commands).answers;
-    each_call_fails_once(&host, &libraries(cached("27")), &commands, &expected);
+    each_call_fails_once(&host, &libraries(cached("26")), &commands, &expected);
 }
 
 #[test]
@@ -813,9 +813,9 @@ fn from_source_early_copies_beside_its_own_cache() {
 fn from_source_slots() {
     let expected = offloaded().from_source().run(&DECODING).answers;
     for (setup, slots, computes) in [
-        (cached("27"), 4, false),
+        (cached("26"), 4, false),
         (cached("auto"), 8, false),
-        (cached_beside_cpu("27"), 4, true),
+        (cached_beside_cpu("26"), 4, true),
     ] {
         let checked = setup.from_source().with("LLAMA_POSTFETCH_DEBUG", "1");
         let run = checked.run(&DECODING);
@@ -840,7 +840,7 @@ fn from_source_a_wait_that_is_left_out_is_found() {
     let commands = ["prompt 40", "prompt 40"];
     each_wait_of_a_product_is_found(&setup, &commands, 12);
     assert!(is_found(&setup, &commands, "event_wait@2:all"));
-    let setup = locked(cached("27")).from_source();
+    let setup = locked(cached("26")).from_source();
     each_wait_of_a_product_is_found(&setup, &["prompt 40", "hashes 2"], 9);
 }
 
@@ -861,7 +861,7 @@ fn from_source_calls_that_fail() {
 fn from_source_swaps_reach_slots() {
     let setups = [
         cached("auto").from_source(),
-        cached_beside_cpu("27").from_source(),
+        cached_beside_cpu("26").from_source(),
     ];
     swaps_reach_slots(&offloaded().from_source(), &setups);
 }

@@ -7,7 +7,7 @@
 //! |---|---|
 //! | [`reload`] | hot-swap: detect, compare, stage, commit, against a trait |
 //! | [`stream`] | routed experts, read from disk as soon as routing is known |
-//! | [`expert_cache`] | which experts stay on a device |
+//! | [`fetch`] | experts on a device: which of them stay, in how much memory, and who issues their copies |
 //! | [`trace`] | which experts a workload uses |
 //! | [`summary`] | figures and findings as sentences |
 //! | [`protocol`] | messages of the control socket, events of the journal |
@@ -15,15 +15,14 @@
 //! | [`experts`] | names of expert tensors, and an index of them |
 //! | [`gguf`] | the file format |
 //! | [`parallel`] | work that is divided among threads |
-//! | [`transfer_log`] | the log lines of `LLAMA_POSTFETCH_DEBUG` |
 //! | `priority` | the CPUs and the priority of a thread |
 //! | [`logger`] | messages |
 //! | [`config`] | variables |
 //! | [`files`] | files in folders that other users may write |
 pub mod config;
 pub mod error;
-pub mod expert_cache;
 pub mod experts;
+pub mod fetch;
 pub mod files;
 pub mod gguf;
 pub mod logger;
@@ -34,4 +33,3 @@ pub mod reload;
 pub mod stream;
 pub mod summary;
 pub mod trace;
-pub mod transfer_log;

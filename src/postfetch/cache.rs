@@ -6,7 +6,7 @@
 use std::fmt;
 
 use super::transfer::TransferId;
-use sidecar_core::expert_cache::ExpertCache;
+use sidecar_core::fetch::{ExpertCache, LayerBudget, share};
 
 /// The slots of one layer.
 #[derive(Debug, Clone, Copy)]
@@ -29,37 +29,29 @@ pub(super) struct CacheLayout {
 }
 
 impl CacheLayout {
-    /// Divides device memory among layers, given their experts and the bytes of a slot: each layer
-    /// gets slots for the same share of its experts. What is left is for one more slot of each
-    /// layer in turn. Without a slot, there are no layers.
+    /// Divides device memory among layers, given their experts and the bytes of a slot. Without a
+    /// slot, there are no layers.
     pub fn new(layers: impl Iterator<Item = (u32, u64)>, budget: u64) -> CacheLayout {
-        let layer = |(experts, pitch)| LayerSlots {
+        let (sizes, budgets): (Vec<_>, Vec<_>) = layers
+            .map(|(experts, slot_bytes)| {
+                let fetched = if slot_bytes > 0 { experts } else { 0 };
+                let of_layer = LayerBudget {
+                    slot_bytes,
+                    experts: fetched,
+                    gains: None,
+                };
+                ((experts, slot_bytes), of_layer)
+            })
+            .unzip();
+        let shares = share(budget, 0, &budgets).unwrap_or_default();
+        let layer = |(&(experts, pitch), slots)| LayerSlots {
             experts,
             pitch,
-            slots: 0,
+            slots,
         };
-        let mut layers: Vec<LayerSlots> = layers.map(layer).collect();
-        let needs = |layer: &LayerSlots| u128::from(layer.experts) * u128::from(layer.pitch);
-        let all: u128 = layers.iter().map(needs).sum();
-        let share = all.min(budget.into());
-        let mut left = share as u64;
-        for layer in layers.iter_mut().filter(|layer| layer.pitch > 0) {
-            layer.slots = (u128::from(layer.experts) * share / all.max(1)) as u32;
-            left -= u64::from(layer.slots) * layer.pitch;
-        }
-        loop {
-            let before = left;
-            for layer in layers.iter_mut().filter(|layer| layer.pitch > 0) {
-                if layer.slots < layer.experts && layer.pitch <= left {
-                    layer.slots += 1;
-                    left -= layer.pitch;
-                }
-            }
-            if left == before {
-                break;
-            }
-        }
-        let bytes = share as u64 - left;
+        let mut layers: Vec<_> = sizes.iter().zip(shares).map(layer).collect();
+        let bytes = |layer: &LayerSlots| u64::from(layer.slots) * layer.pitch;
+        let bytes = layers.iter().map(bytes).sum();
         if bytes == 0 {
             layers.clear();
         }
@@ -258,45 +250,16 @@ impl Cache {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
-
-    fn divided(layers: &[(u32, u64)], bytes: u64) -> (Vec<u32>, u64) {
-        let layout = CacheLayout::new(layers.iter().copied(), bytes);
-        (
-            layout.layers.iter().map(|layer| layer.slots).collect(),
-            layout.bytes,
-        )
-    }
 
     #[test]
-    fn a_budget_is_from_one_slot_to_all_experts() {
-        let layers = [(16, 512), (16, 256), (8, 0), (6, 1024)];
-        assert_eq!(divided(&layers, 255), (vec![], 0));
-        assert_eq!(divided(&layers, 256), (vec![0, 1, 0, 0], 256));
-        assert_eq!(divided(&layers, 512), (vec![1, 0, 0, 0], 512));
-        let all = 16 * 512 + 16 * 256 + 6 * 1024;
-        assert_eq!(divided(&layers, all / 2), (vec![8, 8, 0, 3], all / 2));
-        assert_eq!(divided(&layers, all), (vec![16, 16, 0, 6], all));
-        assert_eq!(divided(&layers, u64::MAX), (vec![16, 16, 0, 6], all));
-        assert_eq!(divided(&[], 1), (vec![], 0));
-    }
-
-    proptest! {
-        #[test]
-        fn slots_fit_into_the_budget(
-            layers in prop::collection::vec((0u32..9, 0u64..9), 0..6),
-            budget in 0u64..400,
-        ) {
-            let (slots, used) = divided(&layers, budget);
-            prop_assert!(used <= budget);
-            let bytes = layers.iter().zip(&slots).map(|(layer, slots)| layer.1 * u64::from(*slots));
-            prop_assert_eq!(bytes.sum::<u64>(), used);
-            for (layer, slots) in layers.iter().zip(&slots) {
-                prop_assert!(*slots <= layer.0);
-                // No layer could have one more.
-                prop_assert!(layer.1 == 0 || *slots == layer.0 || layer.1 > budget - used);
-            }
-        }
+    fn a_layer_that_is_not_in_host_memory_has_no_slots() {
+        let divided = |bytes| {
+            let layout = CacheLayout::new([(16, 512), (8, 0)].into_iter(), bytes);
+            let slots = layout.layers.iter().map(|layer| layer.slots);
+            (slots.collect::<Vec<_>>(), layout.bytes)
+        };
+        assert_eq!(divided(511), (vec![], 0));
+        assert_eq!(divided(u64::MAX), (vec![16, 0], 16 * 512));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use sidecar_core::transfer_log;
+use sidecar_core::protocol::overlap;
 
 use super::policy::Reason;
 use crate::device::DeviceError;
@@ -128,7 +128,7 @@ impl Stats {
     /// Returns the share of the copies' time without a wait, 0 to 1; `None` before a copy was
     /// timed.
     pub fn overlap(&self) -> Option<f64> {
-        transfer_log::overlap(self.transfer.as_secs_f64(), self.wait.as_secs_f64())
+        overlap(self.transfer.as_secs_f64(), self.wait.as_secs_f64())
     }
 
     /// Returns the experts that were acquired for the CPU, for all reasons.

@@ -8,7 +8,7 @@ use super::device_state::DeviceState;
 use super::plan::{Plan, PlannedLayer};
 use super::stats::{Counters, add};
 use super::transfer_table::TransferTable;
-use sidecar_core::transfer_log;
+use sidecar_core::fetch::transfer_log;
 
 /// Times of the transfers and of each layer.
 #[derive(Debug)]

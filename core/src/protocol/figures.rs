@@ -7,8 +7,6 @@ use std::fmt::Write;
 
 use serde::{Deserialize, Serialize};
 
-use crate::transfer_log;
-
 /// How a metric changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
@@ -223,10 +221,16 @@ figures! {
     }
 }
 
+/// Returns the share of the copies' time without a wait, 0 to 1; `None` without copies. Both times
+/// are in seconds.
+pub fn overlap(transfer: f64, waited: f64) -> Option<f64> {
+    (transfer > 0.0).then(|| (1.0 - waited / transfer).max(0.0))
+}
+
 impl PostFetchFigures {
     /// Returns the share of the copies' time without a wait, 0 to 1; `None` without copies.
     pub fn overlap(&self) -> Option<f64> {
-        transfer_log::overlap(self.copy_seconds, self.wait_seconds)
+        overlap(self.copy_seconds, self.wait_seconds)
     }
 
     /// Whether no experts were copied, and nothing is locked.

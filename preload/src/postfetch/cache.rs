@@ -12,8 +12,8 @@ use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use sidecar_core::config::{CacheSize, Config, Misses};
-use sidecar_core::expert_cache::{ExpertCache, LayerBudget, Load, share};
 use sidecar_core::experts::ExpertName;
+use sidecar_core::fetch::{ExpertCache, LayerBudget, Load, share};
 use sidecar_core::protocol::Event;
 use sidecar_core::trace::{self, Ids, Snapshot};
 

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use sidecar_core::config::Config;
 use sidecar_core::experts::ExpertName;
-use sidecar_core::transfer_log;
+use sidecar_core::fetch::transfer_log;
 
 use super::cache::Cache;
 use super::figures::FIGURES;

@@ -4,7 +4,7 @@
 //! slot of an expert that is not used now:
 //!
 //! ```
-//! use sidecar_core::expert_cache::{ExpertCache, Load};
+//! use sidecar_core::fetch::{ExpertCache, Load};
 //! use sidecar_core::trace::Ids;
 //!
 //! // A layer of 8 experts, and 3 slots.
@@ -210,7 +210,8 @@ impl ExpertCache {
 
     /// Gives an expert the slot that is loaded next, and returns it.
     fn load_next(&mut self, expert: u32, loads: &mut Vec<Load>) -> Option<u32> {
-        let slot = self.victim()?;
+        let is_used_now = |expert: u32| self.used_in[expert as usize] == self.look_ups;
+        let (slot, _) = self.victim(|_, held| held.is_some_and(is_used_now))?;
         loads.push(Load { expert, slot });
         self.put(expert, slot);
         Some(slot)
@@ -234,14 +235,21 @@ impl ExpertCache {
         expert: u32,
         in_use: impl Fn(u32, Option<u32>) -> bool,
     ) -> Option<(u32, Option<u32>)> {
+        let (slot, before) = self.victim(in_use)?;
+        self.put(expert, slot);
+        Some((slot, before))
+    }
+
+    /// Returns a free slot, or that of the expert with the lowest score, with its expert.
+    /// `in_use` excludes slots, by their number and expert.
+    fn victim(&self, in_use: impl Fn(u32, Option<u32>) -> bool) -> Option<(u32, Option<u32>)> {
         let score = |(slot, held): (usize, &Option<u32>)| {
             let score = held.map_or(f64::NEG_INFINITY, |held| self.score[held as usize]);
             (!in_use(slot as u32, *held)).then_some((score, slot as u32, *held))
         };
         let all = self.expert_in.iter().enumerate().filter_map(score);
-        let (_, slot, before) = all.min_by(|a, b| a.0.total_cmp(&b.0))?;
-        self.put(expert, slot);
-        Some((slot, before))
+        let (_, slot, held) = all.min_by(|a, b| a.0.total_cmp(&b.0))?;
+        Some((slot, held))
     }
 
     /// Takes the slot from an expert.
@@ -259,19 +267,6 @@ impl ExpertCache {
         *score = more + libm::log1p(libm::exp2(less - more)) / std::f64::consts::LN_2;
     }
 
-    /// Returns the slot to load next: a free one, else the one with the lowest score among those
-    /// that this look-up does not use.
-    fn victim(&self) -> Option<u32> {
-        let score = |(slot, expert): (usize, &Option<u32>)| match expert {
-            None => Some((f64::NEG_INFINITY, slot)),
-            Some(expert) if self.used_in[*expert as usize] == self.look_ups => None,
-            Some(expert) => Some((self.score[*expert as usize], slot)),
-        };
-        let all = self.expert_in.iter().enumerate().filter_map(score);
-        let least = all.min_by(|a, b| a.0.total_cmp(&b.0));
-        least.map(|(_, slot)| slot as u32)
-    }
-
     /// Puts an expert into a slot, in place of the one that is there.
     fn put(&mut self, expert: u32, slot: u32) {
         if let Some(before) = self.expert_in[slot as usize].replace(expert) {
@@ -286,116 +281,6 @@ impl ExpertCache {
 fn experts<'a>(ids: &'a Ids<'a>) -> impl Iterator<Item = u32> + 'a {
     let id = |at| ids.get(at / ids.used, at % ids.used);
     (0..ids.used * ids.tokens).filter_map(move |at| id(at).map(|id| id as u32))
-}
-
-/// A layer that shares memory for slots with others.
-#[derive(Debug, Clone)]
-pub struct LayerBudget {
-    /// Bytes of a slot.
-    pub slot_bytes: u64,
-    /// The number of experts.
-    pub experts: u32,
-    /// How many uses each further slot makes hits, if that is known.
-    pub gains: Option<Vec<u64>>,
-}
-
-/// Divides memory among the layers of a model. Returns the slots of each layer: the same number
-/// for all, or, where all gains are known, further slots where they gain most. `None` where the
-/// memory does not hold `least` slots of each layer.
-///
-/// ```
-/// use sidecar_core::expert_cache::{LayerBudget, share};
-///
-/// let layer = |gains: &[u64]| LayerBudget { slot_bytes: 10, experts: 4, gains: Some(gains.to_vec()) };
-/// let unknown = LayerBudget { gains: None, ..layer(&[]) };
-/// assert_eq!(share(65, 1, &[unknown.clone(), unknown]), Some(vec![3, 3]));
-/// // The first layer uses few experts, the second all of them.
-/// let layers = [layer(&[90, 5, 3, 2]), layer(&[30, 25, 25, 20])];
-/// assert_eq!(share(65, 1, &layers), Some(vec![2, 4]));
-/// assert_eq!(share(15, 1, &layers), None);
-/// ```
-pub fn share(memory: u64, least: u32, layers: &[LayerBudget]) -> Option<Vec<u32>> {
-    let least = least.max(1);
-    let bytes = |slots: u32| {
-        let of_layer = |layer: &LayerBudget| {
-            layer
-                .slot_bytes
-                .checked_mul(slots.min(layer.experts).into())
-        };
-        layers
-            .iter()
-            .try_fold(0u64, |sum, layer| sum.checked_add(of_layer(layer)?))
-    };
-    // The largest number for which all fit.
-    let most = layers.iter().map(|layer| layer.experts).max()?;
-    let (mut same, mut above) = (0, most.saturating_add(1));
-    while above - same > 1 {
-        let middle = same + (above - same) / 2;
-        match bytes(middle).is_some_and(|bytes| bytes <= memory) {
-            true => same = middle,
-            false => above = middle,
-        }
-    }
-    if same < least.min(most) {
-        return None;
-    }
-    let gains: Option<Vec<_>> = layers.iter().map(|layer| layer.gains.as_ref()).collect();
-    let Some(gains) = gains else {
-        return Some(layers.iter().map(|layer| same.min(layer.experts)).collect());
-    };
-    let mut slots: Vec<u32> = layers
-        .iter()
-        .map(|layer| least.min(layer.experts))
-        .collect();
-    let mut left = memory - bytes(least)?;
-    let mut steps = Vec::new();
-    for (at, (layer, gains)) in layers.iter().zip(gains).enumerate() {
-        steps.extend(envelope(gains, slots[at], layer.experts).map(|step| (step, at)));
-    }
-    // Equal gains go round the layers.
-    steps.sort_by(|(a, _), (b, _)| {
-        let order = b.gain.total_cmp(&a.gain);
-        order.then(a.from.cmp(&b.from))
-    });
-    for (step, at) in steps {
-        let slot = layers[at].slot_bytes;
-        let fit = left.checked_div(slot).unwrap_or(u64::MAX);
-        let more = fit.min(step.slots.into()) as u32;
-        left -= slot * u64::from(more);
-        slots[at] += more;
-    }
-    Some(slots)
-}
-
-/// Slots of a layer that gain together.
-struct Step {
-    /// What each of them gains on average.
-    gain: f64,
-    /// The number of slots before them.
-    from: u32,
-    slots: u32,
-}
-
-/// Returns the slots from `least` to `experts` in steps of descending gain: slots that gain less
-/// than those after them come together with them.
-fn envelope(gains: &[u64], least: u32, experts: u32) -> impl Iterator<Item = Step> {
-    let mut steps: Vec<Step> = Vec::new();
-    for from in least..experts {
-        let gain = gains.get(from as usize).copied().unwrap_or(0) as f64;
-        let mut step = Step {
-            gain,
-            from,
-            slots: 1,
-        };
-        while let Some(before) = steps.pop_if(|before| before.gain < step.gain) {
-            let sum = before.gain * f64::from(before.slots) + step.gain * f64::from(step.slots);
-            step.slots += before.slots;
-            step.from = before.from;
-            step.gain = sum / f64::from(step.slots);
-        }
-        steps.push(step);
-    }
-    steps.into_iter()
 }
 
 #[cfg(test)]
@@ -599,56 +484,6 @@ mod tests {
         cache.note(&contiguous(&bytes, 1, 4));
         let (_, loads, _) = look_up(&mut cache, &[3], 1).expect("valid");
         assert_eq!(loads, [Load { expert: 3, slot: 1 }]);
-    }
-
-    /// No other division of the same memory has more hits with descending gains.
-    #[test]
-    fn memory_goes_where_it_gains_most() {
-        let layers = [[9, 7, 3, 1], [8, 2, 2, 2], [5, 5, 5, 0]].map(|gains| LayerBudget {
-            slot_bytes: 1,
-            experts: 4,
-            gains: Some(gains.to_vec()),
-        });
-        for memory in 3..=12u64 {
-            let slots = share(memory, 1, &layers).expect("one each");
-            let gain = |slots: &[u32]| -> u64 {
-                let of_layer = |(layer, &slots): (&LayerBudget, &u32)| {
-                    let gains = layer.gains.as_ref().expect("known");
-                    gains[..slots as usize].iter().sum::<u64>()
-                };
-                layers.iter().zip(slots).map(of_layer).sum()
-            };
-            let mut best = 0;
-            for all in 0..64u32 {
-                let other = [all % 4 + 1, all / 4 % 4 + 1, all / 16 + 1];
-                if u64::from(other.iter().sum::<u32>()) <= memory {
-                    best = best.max(gain(&other));
-                }
-            }
-            assert_eq!(gain(&slots), best, "{memory}: {slots:?}");
-        }
-        // A slot that gains nothing may come before others that do.
-        let dips = [[9, 0, 0, 0], [9, 0, 8, 8]].map(|gains| LayerBudget {
-            slot_bytes: 10,
-            experts: 4,
-            gains: Some(gains.to_vec()),
-        });
-        assert_eq!(share(60, 1, &dips), Some(vec![2, 4]));
-        assert_eq!(share(50, 1, &dips), Some(vec![1, 4]));
-        // Without gains, layers have equally many.
-        let nothing = [(); 3].map(|()| LayerBudget {
-            slot_bytes: 10,
-            experts: 8,
-            gains: Some(Vec::new()),
-        });
-        assert_eq!(share(90, 1, &nothing), Some(vec![3, 3, 3]));
-        let mut small = layers;
-        small[1].experts = 1;
-        small[0].gains = None;
-        assert_eq!(share(u64::MAX, 2, &small), Some(vec![4, 1, 4]));
-        assert_eq!(share(2, 1, &small), None);
-        small[0].slot_bytes = u64::MAX;
-        assert_eq!(share(u64::MAX, 1, &small), None);
     }
 
     /// A hot expert stays although many others are used once.

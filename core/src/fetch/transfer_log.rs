@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::logger::REQUESTED;
+use crate::protocol::overlap;
 
 /// Logs that copies of so many experts of a layer are requested.
 pub fn requested(layer: u32, experts: u64, bytes: u64) {
@@ -22,10 +23,4 @@ pub fn ended(layer: u32, transfer: Duration, total: Duration, waited: Duration) 
         transfer.as_secs_f64() * 1e3,
         total.as_secs_f64() * 1e3,
         overlap * 100.0);
-}
-
-/// Returns the share of the copies' time without a wait, 0 to 1; `None` without copies. Both times
-/// are in seconds.
-pub fn overlap(transfer: f64, waited: f64) -> Option<f64> {
-    (transfer > 0.0).then(|| (1.0 - waited / transfer).max(0.0))
 }
