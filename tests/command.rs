@@ -902,11 +902,11 @@ fn doctor_reports_whether_post_fetch_can_work() {
         }
         let output = command.output().expect("it starts");
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        assert!(output.status.success(), "{text}");
-        text
+        (text, output.status.code())
     };
     let doctor = |host: &[String], sim: Option<&SimGgml>| {
-        let text = findings(&[], host, sim);
+        let (text, code) = findings(&[], host, sim);
+        assert_eq!(code, Some(0), "{text}");
         let line = text
             .lines()
             .find_map(|line| line.strip_prefix("post-fetch  "));
@@ -922,6 +922,11 @@ fn doctor_reports_whether_post_fetch_can_work() {
     let line = doctor(&host, Some(&sim));
     let on_gpu = "no effect: its routed experts are on a GPU, ";
     assert!(line.starts_with(on_gpu), "{line}");
+    // What was asked for has no effect.
+    let (text, code) = findings(&["--expert-cache"], &host, Some(&sim));
+    assert_eq!(code, Some(1), "{text}");
+    let none = "cache       unknown: no graph had experts in host memory beside a GPU\n";
+    assert!(text.contains(none), "{text}");
     host.push("experts-on-cpu".into());
     let line = doctor(&host, Some(&sim));
     let works = "can work: routed experts are in host memory, beside a GPU; ";
@@ -945,7 +950,8 @@ fn doctor_reports_whether_post_fetch_can_work() {
     let host_words: Vec<&str> = host.iter().map(String::as_str).collect();
     let (text, status) = command_line(&[&traced[..], &host_words].concat(), "");
     assert!(status.success(), "{text}");
-    let text = findings(&["--expert-cache", "--trace", trace], &host, Some(&sim));
+    let (text, code) = findings(&["--expert-cache", "--trace", trace], &host, Some(&sim));
+    assert_eq!(code, Some(0), "{text}");
     let mut cache = text
         .lines()
         .filter_map(|line| line.strip_prefix("cache       "));

@@ -111,6 +111,9 @@ impl Cache {
         let (matrices, used) = unsafe { matrices(ggml, reads) };
         let trace = Config::get().program_postfetch.cache_trace.as_deref();
         let trace = trace.and_then(read_trace);
+        if matrices.is_empty() {
+            return None;
+        }
         let budgets: Vec<LayerBudget> = matrices
             .iter()
             .map(|((_, layer), matrices)| budget(*layer, matrices, trace.as_ref()))
@@ -163,12 +166,10 @@ impl Cache {
             }
             return Some(cache);
         }
-        if !matrices.is_empty() {
-            note_obstacle(format!(
-                "no experts stay on the device: {} MiB do not hold the {used} experts of each layer that a token uses; set --expert-cache (LLAMA_POSTFETCH_CACHE_MB), or load fewer layers there",
-                limit >> 20,
-            ));
-        }
+        note_obstacle(format!(
+            "no experts stay on the device: {} MiB do not hold the {used} experts of each layer that a token uses; set --expert-cache (LLAMA_POSTFETCH_CACHE_MB), or load fewer layers there",
+            limit >> 20,
+        ));
         None
     }
 
