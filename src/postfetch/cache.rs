@@ -32,24 +32,22 @@ impl CacheLayout {
     /// Divides device memory among layers, given their experts and the bytes of a slot. Without a
     /// slot, there are no layers.
     pub fn new(layers: impl Iterator<Item = (u32, u64)>, budget: u64) -> CacheLayout {
-        let (sizes, budgets): (Vec<_>, Vec<_>) = layers
-            .map(|(experts, slot_bytes)| {
-                let fetched = if slot_bytes > 0 { experts } else { 0 };
-                let of_layer = LayerBudget {
-                    slot_bytes,
-                    experts: fetched,
-                    gains: None,
-                };
-                ((experts, slot_bytes), of_layer)
-            })
-            .unzip();
-        let shares = share(budget, 0, &budgets).unwrap_or_default();
-        let layer = |(&(experts, pitch), slots)| LayerSlots {
+        let layer = |(experts, pitch)| LayerSlots {
             experts,
             pitch,
-            slots,
+            slots: 0,
         };
-        let mut layers: Vec<_> = sizes.iter().zip(shares).map(layer).collect();
+        let mut layers: Vec<_> = layers.map(layer).collect();
+        let budget_of = |layer: &LayerSlots| LayerBudget {
+            slot_bytes: layer.pitch,
+            experts: if layer.pitch > 0 { layer.experts } else { 0 },
+            gains: None,
+        };
+        let budgets: Vec<_> = layers.iter().map(budget_of).collect();
+        let shares = share(budget, 0, &budgets).unwrap_or_default();
+        for (layer, slots) in layers.iter_mut().zip(shares) {
+            layer.slots = slots;
+        }
         let bytes = |layer: &LayerSlots| u64::from(layer.slots) * layer.pitch;
         let bytes = layers.iter().map(bytes).sum();
         if bytes == 0 {
