@@ -483,8 +483,15 @@ unsafe extern "C-unwind" fn copy_weight(
             is_copied = copy_callback::is_copied(scheduler, backend, weight, copy, part);
         });
     }
-    // SAFETY: the arguments of the call.
-    is_copied || unsafe { copy_callback::call(scheduler, backend, weight, copy, part) }
+    if is_copied {
+        return true;
+    }
+    // Nothing is locked while the program's function runs. Without one, the scheduler copies the weight.
+    match copy_callback::of_program(scheduler) {
+        // SAFETY: the arguments of the call; the program set the function for this scheduler.
+        Some((function, data)) => unsafe { function(backend, weight, copy, part, data) },
+        None => false,
+    }
 }
 
 unsafe extern "C-unwind" fn sched_reserve(sched: *mut Sched, graph: *mut Graph) -> usize {

@@ -20,8 +20,8 @@ use std::ffi::c_void;
 use super::known::leaves_out;
 use super::state::{Order, ProgramCallback, State, state_of};
 use crate::ggml::{Backend, CopyCallback, Ggml, Graph, Tensor};
+use crate::program::parts;
 use crate::program::sched::Scheduler;
-use crate::program::{parts, routing};
 
 /// Keeps the program's callback of a scheduler, which reports its copies from now on.
 pub fn set(scheduler: &Scheduler, function: Option<CopyCallback>, data: *mut c_void) {
@@ -31,25 +31,10 @@ pub fn set(scheduler: &Scheduler, function: Option<CopyCallback>, data: *mut c_v
     }
 }
 
-/// Calls the program's callback of a scheduler. Without one, the scheduler copies the weight.
-///
-/// # Safety
-///
-/// The arguments that the scheduler passes to its callback.
-pub unsafe fn call(
-    scheduler: &Scheduler,
-    backend: *mut Backend,
-    weight: *const Tensor,
-    copy: *mut Tensor,
-    part: *mut Graph,
-) -> bool {
-    // Nothing is locked while the program's function runs.
-    let callback = state_of(scheduler).and_then(|state| state.callback);
-    let Some((function, data)) = callback.and_then(|of| Some((of.function?, of.data))) else {
-        return false;
-    };
-    // SAFETY: as the caller ensures; the program set the function for this scheduler.
-    unsafe { function(backend, weight, copy, part, data) }
+/// Returns the program's callback of a scheduler, and its last argument; `None` if the program set none.
+pub fn of_program(scheduler: &Scheduler) -> Option<(CopyCallback, *mut c_void)> {
+    let callback = state_of(scheduler)?.callback?;
+    Some((callback.function?, callback.data))
 }
 
 /// Returns whether a copy that a scheduler is about to make for a part is left out.
@@ -159,9 +144,6 @@ unsafe fn read_ids(
         return;
     };
     // SAFETY: the bytes of the tensor were just read.
-    let known = unsafe { routing::ids_at(ggml, ids, bytes.as_ptr()) };
-    if let Some(known) = known.filter(|of| of.bytes.len() <= bytes.len()) {
-        state.known(ggml, at, &known);
-    }
+    unsafe { state.read(ggml, at, ids, (bytes.as_ptr(), bytes.len())) };
     state.ids = bytes;
 }

@@ -23,7 +23,6 @@ use super::plan::Layer;
 use super::state::{Order, State, current};
 use super::transfer::{Piece, Progress, Request};
 use crate::ggml::{Backend, Ggml, Tensor};
-use crate::program::routing;
 
 /// Ids that the scheduler has requested: the layer, the tensor, and where its bytes go.
 #[derive(Clone, Copy)]
@@ -83,11 +82,9 @@ pub unsafe fn waited(ggml: &'static Ggml) {
         return;
     };
     if let Some(mut state) = current() {
+        let bytes = (requested.data, requested.size);
         // SAFETY: the scheduler has just received the bytes of the tensor at this address.
-        let ids = unsafe { routing::ids_at(ggml, requested.ids, requested.data) };
-        if let Some(ids) = ids.filter(|ids| ids.bytes.len() <= requested.size) {
-            state.known(ggml, requested.layer, &ids);
-        }
+        unsafe { state.read(ggml, requested.layer, requested.ids, bytes) };
     }
 }
 

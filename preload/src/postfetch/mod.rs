@@ -77,7 +77,7 @@ use figures::FIGURES;
 use on_cpu::Readers;
 use plan::{Layer, Plan};
 pub use state::is_on;
-use state::{COPIES, Order, STATES, State, current, state_of, states};
+use state::{COPIES, Order, PARALLEL, STATES, State, current, state_of, states};
 use transfer::Fetcher;
 
 /// Why no experts of models can be copied early.
@@ -285,6 +285,10 @@ pub unsafe fn graph_split(
     };
     let state = &mut *state;
     if state.order == Order::Other {
+        return;
+    }
+    if scheduler.is_parallel() {
+        FIGURES.note_obstacle(PARALLEL.into());
         return;
     }
     // SAFETY: as the caller ensures; the plan of the graph before is retired.

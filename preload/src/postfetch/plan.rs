@@ -23,10 +23,6 @@ use crate::ggml::{Backend, Buffer, BufferType, Ggml, OwnContext, Sched, Tensor};
 use crate::program::graph::{GraphReads, UsedWeight};
 use crate::program::models;
 
-/// Why there is no plan for a scheduler with several copies of its inputs.
-pub const PARALLEL: &str =
-    "the program copies experts itself: it evaluates several batches at a time";
-
 /// Sets of memory with which the experts of a layer can be copied before its routing.
 const SETS_AHEAD: usize = 2;
 
@@ -242,8 +238,8 @@ impl Devices {
     ///
     /// # Safety
     ///
-    /// A scheduler and what its graph read before it was split; the graph was split and allocated
-    /// since. No earlier graph of this scheduler is evaluated again.
+    /// A scheduler with one copy of its inputs, and what its graph read before it was split; the graph
+    /// was split and allocated since. No earlier graph of this scheduler is evaluated again.
     pub unsafe fn plan(
         &mut self,
         ggml: &'static Ggml,
@@ -606,12 +602,6 @@ unsafe fn candidates<'a>(
 ) -> Vec<Candidate<'a>> {
     let (f, layout) = (&ggml.f, &ggml.layout);
     let mut found: Vec<Candidate<'a>> = Vec::new();
-    // SAFETY: a live scheduler.
-    if unsafe { (f.ggml_backend_sched_get_n_copies)(sched) } != 1 {
-        // Each copy would have a tensor of its own, and the scheduler takes them by turns.
-        FIGURES.note_obstacle(PARALLEL.into());
-        return found;
-    }
     for used in reads.weights.iter().filter(|of| !of.ids.is_null()) {
         // SAFETY: nodes of the graph, their sources and buffers are live.
         unsafe {

@@ -14,7 +14,7 @@ use super::choice::Method;
 use super::figures::FIGURES;
 use super::instance;
 use super::marked::Marked;
-use super::plan::{self, Devices, Layer, LayerSlots, Plan};
+use super::plan::{Devices, Layer, LayerSlots, Plan};
 use super::transfer::Fetcher;
 use crate::ggml::{CopyCallback, Device};
 use crate::program::sched::{Allocated, SLOTS, Scheduler};
@@ -22,6 +22,11 @@ use crate::program::{barrier, own_cache, parts};
 
 /// Why there are no slots beside those of the program.
 const OWN_CACHE_WORKS: &str = "llama.cpp's own expert cache works and this one is off: start the program without --moe-cache-mib to use this one";
+
+/// Why nothing is planned for a scheduler with several copies of its inputs: a matrix would have as many
+/// copies, and the scheduler takes them by turns.
+pub const PARALLEL: &str =
+    "the program copies experts itself: it evaluates several batches at a time";
 
 /// What is known of the copies that the program makes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -203,7 +208,7 @@ impl State {
                 return;
             }
             if scheduler.is_parallel() {
-                cache::note_obstacle(plan::PARALLEL.into());
+                cache::note_obstacle(PARALLEL.into());
                 return;
             }
             // What is put into slots now has the bytes of this generation.
