@@ -883,28 +883,65 @@ fn llama_server_from_source() {
     assert_ne!(changed, plain, "the adapter shows");
 }
 
-/// Answers, figures, and obstacle of llama-server from source: prompts with early copies, and tokens
-/// with slots, as many as `cache` has.
+/// A start of llama-server from source with the simulated GPU.
+struct InServer<'a> {
+    mode: &'a str,
+    /// The size of slots.
+    cache: &'a str,
+    arguments: &'a [&'a str],
+    variables: &'a [(&'a str, String)],
+}
+
+impl InServer<'_> {
+    /// Returns the answers to these prompts, each of so many tokens, and the figures.
+    fn run(&self, prompts: &[&str], tokens: usize) -> (Vec<Answer>, Value) {
+        let sim = SimGgml::new(&[]);
+        let mut options = Options::new(1);
+        options.drop_in = DropIn::with(&[
+            ("LLAMA_POSTFETCH_MODE", self.mode),
+            ("LLAMA_POSTFETCH_CACHE_MB", self.cache),
+        ]);
+        let arguments = [&["--device", "SIM0", "-cmoe"], self.arguments].concat();
+        options.arguments = arguments.into_iter().map(str::to_owned).collect();
+        options.variables = sim.variables().to_vec();
+        let owned = self.variables.iter();
+        let owned = owned.map(|(name, value)| ((*name).into(), value.clone()));
+        options.variables.extend(owned);
+        let server = Server::start(&fixture("small-moe.gguf"), &options);
+        let answer = |prompt: &&str| server.complete(&Request::new(prompt, tokens));
+        let answers = prompts.iter().map(answer).collect();
+        let figures = server.control("status")["post_fetch"].clone();
+        assert!(server.end().0.success());
+        sim.report().assert_ordered();
+        (answers, figures)
+    }
+}
+
+/// Answers and figures of llama-server from source: prompts with early copies, and tokens with slots, as
+/// many as `cache` has.
 fn in_server(mode: &str, cache: &str, variables: &[(&str, String)]) -> (Vec<Answer>, Value) {
-    let sim = SimGgml::new(&[]);
-    let mut options = Options::new(1);
-    options.drop_in = DropIn::with(&[
-        ("LLAMA_POSTFETCH_MODE", mode),
-        ("LLAMA_POSTFETCH_CACHE_MB", cache),
-    ]);
-    let arguments = ["--device", "SIM0", "-cmoe"];
-    options.arguments = arguments.map(str::to_owned).to_vec();
-    options.variables = sim.variables().to_vec();
-    let owned = variables.iter();
-    let owned = owned.map(|(name, value)| ((*name).into(), value.clone()));
-    options.variables.extend(owned);
-    let server = Server::start(&fixture("small-moe.gguf"), &options);
-    let answers = ["one two three ", "four five six "]
-        .map(|words| server.complete(&Request::new(&words.repeat(20), 8)));
-    let figures = server.control("status")["post_fetch"].clone();
-    assert!(server.end().0.success());
-    sim.report().assert_ordered();
-    (answers.to_vec(), figures)
+    let server = InServer {
+        mode,
+        cache,
+        arguments: &[],
+        variables,
+    };
+    let prompts = ["one two three ", "four five six "].map(|words| words.repeat(20));
+    server.run(&prompts.each_ref().map(String::as_str), 8)
+}
+
+/// With early copies and with slots, the program copies all experts itself, and the reason is named.
+/// Returns the figures.
+fn copies_all_itself(variables: &[(&str, String)], reason: &str) -> [Value; 2] {
+    let expected = in_server("off", "0", variables).0;
+    ["0", "auto"].map(|cache| {
+        let (answers, figures) = in_server("on", cache, variables);
+        assert_eq!(answers, expected, "{cache}");
+        assert_eq!(count(&figures, "left_out_bytes"), 0, "{figures}");
+        let obstacle = figures["obstacle"].as_str().unwrap_or_default();
+        assert!(obstacle.contains(reason), "{figures}");
+        figures
+    })
 }
 
 /// The variables of a server whose schedulers `hosts/c/schedulers.c` changes.
@@ -935,13 +972,7 @@ fn llama_server_from_source_with_its_copy_callback_set_otherwise() {
 #[test]
 fn llama_server_from_source_with_pipeline_parallelism() {
     let variables = with_schedulers("parallel");
-    let expected = in_server("off", "0", &variables).0;
-    for cache in ["0", "auto"] {
-        let (answers, figures) = in_server("on", cache, &variables);
-        assert_eq!(answers, expected, "{cache}");
-        assert_eq!(count(&figures, "left_out_bytes"), 0, "{figures}");
-        let obstacle = figures["obstacle"].as_str().unwrap_or_default();
-        assert!(obstacle.contains("several batches at a time"), "{figures}");
+    for figures in copies_all_itself(&variables, "several batches at a time") {
         // Tokens stay on the CPU: nothing would be in slots.
         assert_eq!(count(&figures, "cache_bytes"), 0, "{figures}");
     }
@@ -979,50 +1010,31 @@ fn llama_server_from_source_whose_ggml_calls_itself() {
     let name = "libggml-base.so.0";
     symbolic(&llama_cpp(name), folder.path(), name);
     let path = folder.path().to_str().expect("UTF-8");
-    let variables = [("LD_LIBRARY_PATH", path.into())];
-    let expected = in_server("off", "0", &variables).0;
-    for cache in ["0", "auto"] {
-        let (answers, figures) = in_server("on", cache, &variables);
-        assert_eq!(answers, expected, "{cache}");
-        assert_eq!(count(&figures, "left_out_bytes"), 0, "{figures}");
-        let obstacle = figures["obstacle"].as_str().unwrap_or_default();
-        assert!(obstacle.contains("cannot be seen"), "{figures}");
-    }
+    copies_all_itself(&[("LD_LIBRARY_PATH", path.into())], "cannot be seen");
 }
 
 /// Each server answers once: to a short prompt with slots, and to a long one with early copies. None of
 /// its evaluations is only watched.
 #[test]
 fn llama_server_from_source_with_one_request() {
-    let model = fixture("small-moe.gguf");
     for (cache, prompt) in [
         ("auto", "one two three "),
         ("0", &"one two three ".repeat(20)),
     ] {
-        let mut answers = Vec::new();
-        for mode in ["off", "on"] {
-            let sim = SimGgml::new(&[]);
-            let mut options = Options::new(1);
-            options.drop_in = DropIn::On(vec![
-                ("LLAMA_POSTFETCH_MODE", mode.into()),
-                ("LLAMA_POSTFETCH_CACHE_MB", cache.into()),
-            ]);
-            let arguments = ["--device", "SIM0", "-cmoe", "--no-warmup"];
-            options.arguments = arguments.map(str::to_owned).to_vec();
-            options.variables = sim.variables().to_vec();
-            let server = Server::start(&model, &options);
-            answers.push(server.complete(&Request::new(prompt, 1)));
-            let figures = server.control("status")["post_fetch"].clone();
-            assert!(server.end().0.success());
-            sim.report().assert_ordered();
-            if mode == "on" {
-                copied_none_itself(&figures);
-                let used = ["cache_hits", "cache_misses", "left_out_bytes"];
-                let [hits, misses, left_out] = used.map(|name| count(&figures, name));
-                assert_eq!(hits + misses > 0, cache == "auto", "{figures}");
-                assert!(left_out > 0, "{figures}");
-            }
-        }
-        assert_eq!(answers[0], answers[1], "{cache}");
+        let [(expected, _), (answers, figures)] = ["off", "on"].map(|mode| {
+            let server = InServer {
+                mode,
+                cache,
+                arguments: &["--no-warmup"],
+                variables: &[],
+            };
+            server.run(&[prompt], 1)
+        });
+        assert_eq!(answers, expected, "{cache}");
+        copied_none_itself(&figures);
+        let used = ["cache_hits", "cache_misses", "left_out_bytes"];
+        let [hits, misses, left_out] = used.map(|name| count(&figures, name));
+        assert_eq!(hits + misses > 0, cache == "auto", "{figures}");
+        assert!(left_out > 0, "{figures}");
     }
 }

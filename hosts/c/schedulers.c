@@ -27,22 +27,26 @@ static struct {
     int left;
 } kept[SCHEDULERS];
 
+// Sets a pointer to the function of this name behind this library.
+static void next(const char * name, void * pointer) {
+    void * found = dlsym(RTLD_NEXT, name);
+    memcpy(pointer, &found, sizeof found);
+}
+
 static bool is_wanted(const char * what) {
     const char * wanted = getenv("SCHEDULERS");
     return wanted && strcmp(wanted, what) == 0;
 }
 
 void * ggml_backend_sched_new(void * backends, void * types, int count, size_t size, bool parallel, bool offload) {
-    void * next = dlsym(RTLD_NEXT, "ggml_backend_sched_new");
     maker_t maker;
-    memcpy(&maker, &next, sizeof maker);
+    next("ggml_backend_sched_new", &maker);
     return maker(backends, types, count, size, parallel || is_wanted("parallel"), offload);
 }
 
 static void set(void * sched, void * callback, void * data) {
-    void * next = dlsym(RTLD_NEXT, "ggml_backend_sched_set_copy_callback");
     setter_t setter;
-    memcpy(&setter, &next, sizeof setter);
+    next("ggml_backend_sched_set_copy_callback", &setter);
     setter(sched, callback, data);
 }
 
@@ -74,8 +78,7 @@ int ggml_backend_sched_graph_compute_async(void * sched, void * graph) {
             set(sched, kept[i].callback, kept[i].data);
         }
     }
-    void * next = dlsym(RTLD_NEXT, "ggml_backend_sched_graph_compute_async");
     compute_t compute;
-    memcpy(&compute, &next, sizeof compute);
+    next("ggml_backend_sched_graph_compute_async", &compute);
     return compute(sched, graph);
 }
