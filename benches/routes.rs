@@ -136,13 +136,7 @@ fn our_hits(tokens: &Tokens, experts: u32, slots: usize, half_life: u32) -> u64 
             .iter()
             .flat_map(|id| (*id as i32).to_ne_bytes())
             .collect();
-        let ids = Ids {
-            bytes: &bytes,
-            used: token.len(),
-            tokens: 1,
-            used_stride: 4,
-            token_stride: bytes.len(),
-        };
+        let ids = Ids::packed(&bytes, token.len());
         loads.clear();
         places.clear();
         let found = cache.look_up(&ids, &mut loads, &mut places);

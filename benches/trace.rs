@@ -54,13 +54,7 @@ fn routed(seed: u32) -> Vec<u8> {
 }
 
 fn ids(bytes: &[u8]) -> Ids<'_> {
-    Ids {
-        bytes,
-        used: USED,
-        tokens: TOKENS,
-        used_stride: 4,
-        token_stride: 4 * USED,
-    }
+    Ids::packed(bytes, USED)
 }
 
 /// Runs `work` on so many threads and returns nanoseconds per activation.

@@ -149,13 +149,7 @@ fn fixture(layers: u32) -> Option<Fixture> {
 /// Schedules a layer by its position for tokens with `used` experts each.
 fn schedule(reader: &Reader, layer: usize, used: usize, ids: &[i32], hidden: Option<&[f32]>) {
     let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_ne_bytes()).collect();
-    let ids = Ids {
-        bytes: &bytes,
-        used,
-        tokens: ids.len() / used,
-        used_stride: 4,
-        token_stride: 4 * used,
-    };
+    let ids = Ids::packed(&bytes, used);
     reader.schedule(layer, Matrices::ALL, &ids, hidden);
 }
 
@@ -186,13 +180,8 @@ fn matrices_that_are_left_out_are_not_read() {
     let reader = fixture.reader(|_| ());
     let mut down = Matrices::default();
     down.insert(Projection::Down);
-    let ids = Ids {
-        bytes: &3i32.to_ne_bytes(),
-        used: 1,
-        tokens: 1,
-        used_stride: 4,
-        token_stride: 4,
-    };
+    let bytes = 3i32.to_ne_bytes();
+    let ids = Ids::one(&bytes);
     reader.schedule(0, down, &ids, None);
     reader.finish();
     let index = ExpertIndex::of([&fixture.gguf]);
@@ -207,13 +196,7 @@ fn parts_of_a_layer_count_once() {
     let Some(fixture) = fixture(2) else { return };
     let reader = fixture.reader(|_| ());
     let ids: Vec<u8> = (0..EXPERTS as i32).flat_map(i32::to_ne_bytes).collect();
-    let ids = Ids {
-        bytes: &ids,
-        used: 4,
-        tokens: 2,
-        used_stride: 4,
-        token_stride: 16,
-    };
+    let ids = Ids::packed(&ids, 4);
     for layer in [1, 0, 0, 1] {
         for projection in [Projection::Gate, Projection::Up, Projection::Down] {
             let mut part = Matrices::default();
@@ -634,13 +617,7 @@ fn a_forked_child_can_use_and_drop_a_reader() {
     if child == 0 {
         // SAFETY: ends the child if a call waits for a thread that the child does not have.
         unsafe { libc::alarm(60) };
-        let ids = Ids {
-            bytes: &ids,
-            used: 1,
-            tokens: 1,
-            used_stride: 4,
-            token_stride: 4,
-        };
+        let ids = Ids::packed(&ids, 1);
         reader.schedule(1, Matrices::ALL, &ids, None);
         reader.finish();
         drop(reader);

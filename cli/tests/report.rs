@@ -44,13 +44,7 @@ impl Traced {
                 let ids = (0..USED).map(|used| (first + used * used) % EXPERTS);
                 let bytes: Vec<u8> = ids.flat_map(u32::to_ne_bytes).collect();
                 let used = USED as usize;
-                let ids = Ids {
-                    bytes: &bytes,
-                    used,
-                    tokens: 1,
-                    used_stride: 4,
-                    token_stride: 4 * used,
-                };
+                let ids = Ids::packed(&bytes, used);
                 trace.record_batch(layer, &ids);
             }
         }

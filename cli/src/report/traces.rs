@@ -201,13 +201,7 @@ pub fn sample_routes(experts: u32, layers: &[(u32, u64)], routes: &[[i32; 2]]) -
     let ids = routes.as_flattened().iter();
     let bytes: Vec<u8> = ids.flat_map(|id| id.to_ne_bytes()).collect();
     for layer in 0..layers.len() {
-        let ids = Ids {
-            bytes: &bytes,
-            used: 2,
-            tokens: routes.len(),
-            used_stride: 4,
-            token_stride: 8,
-        };
+        let ids = Ids::packed(&bytes, 2);
         trace.record_batch(layer, &ids);
     }
     TraceReport {

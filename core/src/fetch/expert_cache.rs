@@ -11,7 +11,7 @@
 //! let mut cache = ExpertCache::new(8, 3, 1);
 //! let mut look_up = |ids: [i32; 2]| {
 //!     let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_ne_bytes()).collect();
-//!     let ids = Ids { bytes: &bytes, used: 2, tokens: 1, used_stride: 4, token_stride: 8 };
+//!     let ids = Ids::packed(&bytes, 2);
 //!     let (mut loads, mut slots) = (Vec::new(), Vec::new());
 //!     cache.look_up(&ids, &mut loads, &mut slots).expect("valid ids");
 //!     (loads, slots)
@@ -324,23 +324,13 @@ mod tests {
         list.iter().flat_map(|id| id.to_ne_bytes()).collect()
     }
 
-    fn contiguous(bytes: &[u8], used: usize, tokens: usize) -> Ids<'_> {
-        Ids {
-            bytes,
-            used,
-            tokens,
-            used_stride: 4,
-            token_stride: 4 * used,
-        }
-    }
-
     fn look_up(
         cache: &mut ExpertCache,
         list: &[i32],
         tokens: usize,
     ) -> Option<(usize, Vec<Load>, Vec<i32>)> {
         let bytes = ids(list);
-        let ids = contiguous(&bytes, list.len() / tokens, tokens);
+        let ids = Ids::packed(&bytes, list.len() / tokens);
         let (mut loads, mut slots) = (Vec::new(), Vec::new());
         let hits = cache.look_up(&ids, &mut loads, &mut slots)?;
         Some((hits, loads, slots))
@@ -423,7 +413,7 @@ mod tests {
             for list in routes(64, used, 3000).chunks_exact(tokens) {
                 let list = list.concat();
                 let bytes = ids(&list);
-                let ids = contiguous(&bytes, used, tokens);
+                let ids = Ids::packed(&bytes, used);
                 let (mut loads, mut found, mut missed) = (Vec::new(), Vec::new(), Vec::new());
                 let hits = cache.look_up_now(&ids, most, &mut loads, &mut found, &mut missed);
                 assert!(hits.expect("valid") + missed.len() <= used * tokens);
@@ -481,7 +471,7 @@ mod tests {
         look_up(&mut cache, &[1, 2], 1).expect("valid");
         // Of four tokens, the last two fit.
         let bytes = ids(&[4, 2, 9, 1]);
-        cache.note(&contiguous(&bytes, 1, 4));
+        cache.note(&Ids::packed(&bytes, 1));
         let (_, loads, _) = look_up(&mut cache, &[3], 1).expect("valid");
         assert_eq!(loads, [Load { expert: 3, slot: 1 }]);
     }

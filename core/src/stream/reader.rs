@@ -126,7 +126,7 @@ impl Matrices {
 /// // The router of layer 3 has chosen experts 1 and 6 for one token.
 /// let layer = reader.position(3).expect("layer 3 has experts");
 /// let bytes: Vec<u8> = [1i32, 6].iter().flat_map(|id| id.to_ne_bytes()).collect();
-/// let ids = Ids { bytes: &bytes, used: 2, tokens: 1, used_stride: 4, token_stride: 8 };
+/// let ids = Ids::packed(&bytes, 2);
 /// reader.schedule(layer, Matrices::ALL, &ids, None);
 ///
 /// // For programs that wait, and tests: the bytes are in memory or on their way.

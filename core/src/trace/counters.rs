@@ -67,7 +67,7 @@ impl ExpertLayout {
 /// let layer = trace.layout().position(1).expect("layer 1 has experts");
 /// trace.record_batch(
 ///     layer,
-///     &Ids { bytes: &bytes, used: 2, tokens: 3, used_stride: 4, token_stride: 8 },
+///     &Ids::packed(&bytes, 2),
 /// );
 ///
 /// let counted = trace.snapshot();
@@ -525,13 +525,7 @@ mod tests {
             .iter()
             .flat_map(|id| id.to_ne_bytes())
             .collect();
-        let ids = Ids {
-            bytes: &bytes,
-            used: 1,
-            tokens: 3,
-            used_stride: 4,
-            token_stride: 4,
-        };
+        let ids = Ids::packed(&bytes, 1);
         trace.record_batch(0, &ids);
         let before = trace.snapshot_with_locality().layers;
         trace.end_locality();

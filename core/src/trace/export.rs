@@ -326,13 +326,7 @@ mod tests {
             .into_iter()
             .flat_map(i32::to_ne_bytes)
             .collect();
-        let ids = Ids {
-            bytes: &bytes,
-            used: 2,
-            tokens: 3,
-            used_stride: 4,
-            token_stride: 8,
-        };
+        let ids = Ids::packed(&bytes, 2);
         trace.record_batch(0, &ids);
         let counted = trace.snapshot_with_locality();
         let mut json = to_json(&ModelMeta::default(), &counted);

@@ -19,12 +19,17 @@ pub struct Ids<'a> {
 impl<'a> Ids<'a> {
     /// Returns the matrix of one id.
     pub fn one(id: &'a [u8; 4]) -> Ids<'a> {
+        Ids::packed(id, 1)
+    }
+
+    /// Returns the matrix of tokens with `used` experts each, one behind the other.
+    pub fn packed(bytes: &'a [u8], used: usize) -> Ids<'a> {
         Ids {
-            bytes: id,
-            used: 1,
-            tokens: 1,
+            bytes,
+            used,
+            tokens: (bytes.len() / 4).checked_div(used).unwrap_or(0),
             used_stride: 4,
-            token_stride: 4,
+            token_stride: 4 * used,
         }
     }
 

@@ -415,14 +415,7 @@ mod tests {
             let (batch, after) = rest.split_at(tokens);
             let ids = batch.iter().flatten();
             let bytes: Vec<u8> = ids.flat_map(|id| id.to_ne_bytes()).collect();
-            let used = batch[0].len();
-            recorder.record(&Ids {
-                bytes: &bytes,
-                used,
-                tokens,
-                used_stride: 4,
-                token_stride: 4 * used,
-            });
+            recorder.record(&Ids::packed(&bytes, batch[0].len()));
             rest = after;
         }
         recorder

@@ -20,7 +20,7 @@ pub const SALIENCY_SCHEMA: &str = "llama-sidecar/expert-saliency/1";
 /// let saliency = Saliency::new(&ExpertLayout::new([(0, 4)]));
 /// // Two tokens, one expert per token.
 /// let bytes = [2i32, 2].map(i32::to_ne_bytes).concat();
-/// let ids = Ids { bytes: &bytes, used: 1, tokens: 2, used_stride: 4, token_stride: 4 };
+/// let ids = Ids::packed(&bytes, 1);
 /// saliency.record(0, &ids, &[0.5, 1.0], &[2.0, 4.0]);
 /// let json = saliency.to_json(&ModelMeta::default());
 /// assert_eq!(json["layers"][0]["saliency"][2], 2.5);
@@ -136,13 +136,7 @@ mod tests {
     fn ids_that_are_no_experts_are_ignored() {
         let saliency = Saliency::new(&ExpertLayout::new([(3, 2)]));
         let bytes = [0i32, -1, 2, 1].map(i32::to_ne_bytes).concat();
-        let ids = Ids {
-            bytes: &bytes,
-            used: 2,
-            tokens: 2,
-            used_stride: 4,
-            token_stride: 8,
-        };
+        let ids = Ids::packed(&bytes, 2);
         saliency.record(0, &ids, &[1.0, 1.0, 1.0, 0.25], &[3.0, 9.0, 9.0, 8.0]);
         saliency.record(1, &ids, &[1.0; 4], &[1.0; 4]);
         let layer = &saliency.to_json(&ModelMeta::default())["layers"][0];

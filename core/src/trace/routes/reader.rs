@@ -173,13 +173,7 @@ impl<R: Read> RouteReader<R> {
                         let ids = experts.iter().filter(|id| **id != NOT_ROUTED);
                         bytes.clear();
                         bytes.extend(ids.flat_map(|id| i32::from(*id).to_ne_bytes()));
-                        let ids = Ids {
-                            bytes: &bytes,
-                            used: bytes.len() / 4,
-                            tokens: usize::from(!bytes.is_empty()),
-                            used_stride: 4,
-                            token_stride: bytes.len(),
-                        };
+                        let ids = Ids::packed(&bytes, bytes.len() / 4);
                         if let Some(layer) = positions[at % positions.len()] {
                             trace.record_batch(layer, &ids);
                         }
