@@ -12,12 +12,10 @@ use std::path::Path;
 use sidecar_core::fetch::ExpertCache;
 use sidecar_core::gguf::{Access, GgufFile};
 use sidecar_core::trace::{Ids, ModelMeta};
-use simulated::{
-    EXPERTS, LAYERS, MACHINE, MACHINES, Placed, Variables, models, pageable, placed, start,
-};
+use simulated::{EXPERTS, LAYERS, MACHINES, Placed, Variables, models, placed, simulation, start};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program};
-use testkit::sim_ggml::{Report, SimGgml};
+use testkit::sim_ggml::Report;
 
 /// Tokens before the measurement, in which the slots fill.
 const BEFORE: usize = 60;
@@ -140,13 +138,7 @@ fn expected_hits(
         for token in tokens.clone() {
             let ids = &layer[token * used..][..used];
             let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_ne_bytes()).collect();
-            let ids = Ids {
-                bytes: &bytes,
-                used,
-                tokens: 1,
-                used_stride: 4,
-                token_stride: 4 * used,
-            };
+            let ids = Ids::packed(&bytes, used);
             let (loads, found) = (&mut Vec::new(), &mut Vec::new());
             let found = match uploads.filter(|_| token > tokens.start) {
                 Some(most) => cache.look_up_now(&ids, most, loads, found, &mut Vec::new()),
@@ -203,21 +195,13 @@ fn decode(
         }
     }
     std::fs::write(&file, lines).expect("written");
-    let (cpu, speed) = (cpu.to_string(), link.to_string());
-    let pageable = pageable(link);
     let mut on_cpu = false;
-    let mut settings = MACHINE.to_vec();
-    settings.extend([
-        ("SIM_GGML_HOST_GBS", cpu.as_str()),
-        ("SIM_GGML_LINK_GBS", speed.as_str()),
-        ("SIM_GGML_PAGEABLE_GBS", pageable.as_str()),
-        ("SIM_GGML_ROUTES", file.to_str().expect("UTF-8")),
-    ]);
+    let mut settings = vec![("SIM_GGML_ROUTES", file.to_str().expect("UTF-8"))];
     let is_auto = variables.contains(&AUTO);
     if is_auto {
         settings.push(("SIM_GGML_CLOCK", "100"));
     }
-    let sim = SimGgml::new(&settings);
+    let sim = simulation(cpu, link, &settings);
     let has_own_cache = host.options.iter().any(|of| of.starts_with(OWN_CACHE));
     let mut host = start(path, &sim, host, variables);
     let texts = if is_auto || has_own_cache { TEXTS } else { 1 };

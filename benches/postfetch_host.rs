@@ -9,7 +9,7 @@ mod simulated;
 
 use std::path::Path;
 
-use simulated::{EXPERTS, LAYERS, MACHINE, MACHINES, Variables, models, pageable, placed, start};
+use simulated::{EXPERTS, LAYERS, MACHINE, MACHINES, Variables, models, placed, simulation, start};
 use testkit::moe::Moe;
 use testkit::sim_ggml::{Report, SimGgml};
 
@@ -42,15 +42,7 @@ const NONE: &str = "no tensor";
 /// Returns the milliseconds of a token, at the speeds of a CPU and a link in GB/s.
 fn token(model: &Path, cpu: f64, link: f64, variables: Variables) -> f64 {
     const COUNTED: u64 = 4;
-    let pageable = pageable(link);
-    let (cpu, link) = (cpu.to_string(), link.to_string());
-    let mut settings = MACHINE.to_vec();
-    settings.extend([
-        ("SIM_GGML_HOST_GBS", cpu.as_str()),
-        ("SIM_GGML_LINK_GBS", link.as_str()),
-        ("SIM_GGML_PAGEABLE_GBS", pageable.as_str()),
-    ]);
-    let sim = SimGgml::new(&settings);
+    let sim = simulation(cpu, link, &[]);
     let mut host = start(model, &sim, &placed(EXPERTS, 64), variables);
     host.ask("prompt 5");
     // Graphs of one token, which are kept.

@@ -35,10 +35,16 @@ pub const MACHINES: [(&str, f64, f64, f64); 8] = [
     ("8 x DDR5-4800, PCIe 5", 250.0, 150.0, 50.0),
 ];
 
-/// Returns the speed of copies from memory that is not page-locked, which are never faster than the
-/// link; GB/s.
-pub fn pageable(link: f64) -> String {
-    link.min(12.0).to_string()
+/// Makes a simulated GPU at speeds of a CPU and a link in GB/s, with more settings. Copies from memory
+/// that is not page-locked are never faster than the link.
+pub fn simulation(cpu: f64, link: f64, more: &[(&str, &str)]) -> SimGgml {
+    let [cpu, pageable, link] = [cpu, link.min(12.0), link].map(|speed| speed.to_string());
+    let speeds = [
+        ("SIM_GGML_HOST_GBS", cpu.as_str()),
+        ("SIM_GGML_LINK_GBS", link.as_str()),
+        ("SIM_GGML_PAGEABLE_GBS", pageable.as_str()),
+    ];
+    SimGgml::new(&[&MACHINE[..], &speeds, more].concat())
 }
 
 /// Variables of the drop-in; without any it is not loaded.
