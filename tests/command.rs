@@ -922,7 +922,7 @@ fn doctor_reports_whether_post_fetch_can_work() {
     let line = doctor(&host, Some(&sim));
     let on_gpu = "no effect: its routed experts are on a GPU, ";
     assert!(line.starts_with(on_gpu), "{line}");
-    // What was asked for has no effect.
+    // An option without effect is a finding.
     let (text, code) = findings(&["--expert-cache"], &host, Some(&sim));
     assert_eq!(code, Some(1), "{text}");
     let none = "cache       unknown: no graph had experts in host memory beside a GPU\n";
