@@ -1,6 +1,7 @@
 //! Post-fetch: copies down-projections of routed experts to a GPU while gate and up compute.
 
-use std::ffi::{CStr, OsStr, c_char, c_void};
+use std::ffi::{OsStr, c_char, c_void};
+use std::io::ErrorKind;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::time::Duration;
@@ -11,8 +12,7 @@ use super::status::{Failure, call, llama_sidecar_status, status};
 use super::{SizedStruct, fill, put, put_text, read, text};
 use crate::device::{AsyncDevice, DeviceError, Stream};
 use crate::postfetch::{Acquired, Options, PostFetch, Reason, State};
-use sidecar_core::files;
-use sidecar_core::trace::{Snapshot, from_json};
+use sidecar_core::trace;
 use std::sync::Arc;
 
 /// A scheduler that copies routed experts to a GPU.
@@ -212,30 +212,22 @@ pub unsafe extern "C" fn llama_postfetch_fill_cache(
         let postfetch = handle::get(postfetch)?;
         // SAFETY: as the caller guarantees.
         let path = unsafe { text(trace, "trace") }?;
-        let filled = postfetch.fill_cache(&read_trace(path)?);
+        let read = trace::read(Path::new(OsStr::from_bytes(path.to_bytes())));
+        let (_, counts) = read.map_err(|error| {
+            let status = match error.kind() {
+                ErrorKind::NotFound => llama_sidecar_status::NotFound,
+                ErrorKind::InvalidData => llama_sidecar_status::Malformed,
+                _ => llama_sidecar_status::Io,
+            };
+            Failure::new(status, error.to_string())
+        })?;
+        let filled = postfetch.fill_cache(&counts);
         if !n_filled.is_null() {
             // SAFETY: as the caller guarantees.
             unsafe { n_filled.write(filled) };
         }
         Ok(())
     })
-}
-
-fn read_trace(path: &CStr) -> Result<Snapshot, Failure> {
-    let name = path.to_string_lossy();
-    let bytes = files::read(Path::new(OsStr::from_bytes(path.to_bytes()))).map_err(|error| {
-        let status = match error.kind() {
-            std::io::ErrorKind::NotFound => llama_sidecar_status::NotFound,
-            _ => llama_sidecar_status::Io,
-        };
-        Failure::new(status, format!("cannot read {name}: {error}"))
-    })?;
-    let json = serde_json::from_slice(&bytes).map_err(|error| error.to_string());
-    let (_, trace) = json.and_then(|json| from_json(&json)).map_err(|why| {
-        let what = format!("{name} is not an expert trace in JSON: {why}");
-        Failure::new(llama_sidecar_status::Malformed, what)
-    })?;
-    Ok(trace)
 }
 
 /// Starts to copy the down-projections of `n` experts of a layer to the device, in this order.
@@ -429,11 +421,7 @@ pub unsafe extern "C" fn llama_postfetch_query(
     answer: *mut llama_postfetch_answer,
 ) -> llama_sidecar_status {
     // SAFETY: as the caller guarantees.
-    unsafe {
-        put_answer(postfetch, answer, |postfetch| {
-            postfetch.query(layer, expert)
-        })
-    }
+    unsafe { put_answer(postfetch, answer, |of| of.query(layer, expert)) }
 }
 
 /// Decides whether the device or the CPU computes an expert. The device computes an expert whose
@@ -454,11 +442,7 @@ pub unsafe extern "C" fn llama_postfetch_acquire(
     answer: *mut llama_postfetch_answer,
 ) -> llama_sidecar_status {
     // SAFETY: as the caller guarantees.
-    unsafe {
-        put_answer(postfetch, answer, |postfetch| {
-            postfetch.acquire(layer, expert)
-        })
-    }
+    unsafe { put_answer(postfetch, answer, |of| of.acquire(layer, expert)) }
 }
 
 /// Does the same as llama_postfetch_acquire, but the CUDA stream waits for the copy instead of the
@@ -483,11 +467,7 @@ pub unsafe extern "C" fn llama_postfetch_acquire_on_stream(
 ) -> llama_sidecar_status {
     let stream = Stream(stream as u64);
     // SAFETY: as the caller guarantees.
-    unsafe {
-        put_answer(postfetch, answer, |postfetch| {
-            postfetch.acquire_on(layer, expert, stream)
-        })
-    }
+    unsafe { put_answer(postfetch, answer, |of| of.acquire_on(layer, expert, stream)) }
 }
 
 /// Returns a CUDA stream for the caller's kernels that does not synchronise with other streams.
@@ -566,10 +546,7 @@ pub extern "C" fn llama_postfetch_release(
     layer: u32,
     expert: u32,
 ) -> llama_sidecar_status {
-    status(|| {
-        handle::get(postfetch)?.release(layer, expert);
-        Ok(())
-    })
+    status(|| handle::get(postfetch).map(|of| of.release(layer, expert)))
 }
 
 /// Releases all experts of a layer. Call it when the layer is computed; until then, the experts
@@ -579,10 +556,7 @@ pub extern "C" fn llama_postfetch_release_layer(
     postfetch: *const llama_postfetch,
     layer: u32,
 ) -> llama_sidecar_status {
-    status(|| {
-        handle::get(postfetch)?.release_layer(layer);
-        Ok(())
-    })
+    status(|| handle::get(postfetch).map(|of| of.release_layer(layer)))
 }
 
 /// Writes the number of the layer whose down-projections are in tensor `index` to `layer`. Fails

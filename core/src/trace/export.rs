@@ -3,6 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -75,14 +76,19 @@ pub fn to_json(meta: &ModelMeta, snapshot: &Snapshot) -> Value {
     })
 }
 
-/// Reads a file of JSON in the format [`SCHEMA`]. The error has the path.
-pub fn read(path: &Path) -> Result<(ModelMeta, Snapshot), String> {
-    let read = || {
-        let text = files::read(path).map_err(|error| error.to_string())?;
-        let json = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
-        from_json(&json)
-    };
-    read().map_err(|error| format!("{}: {error}", path.display()))
+/// Reads a file of JSON in the format [`SCHEMA`]. The error has the path, and the kind
+/// [`ErrorKind::InvalidData`] where the file could be read.
+pub fn read(path: &Path) -> io::Result<(ModelMeta, Snapshot)> {
+    let fail = |kind, why| io::Error::new(kind, format!("{}: {why}", path.display()));
+    let text = files::read(path).map_err(|error| fail(error.kind(), error.to_string()))?;
+    let json = serde_json::from_slice(&text).map_err(|error| error.to_string());
+    let read = json.and_then(|json| from_json(&json));
+    read.map_err(|why| {
+        fail(
+            ErrorKind::InvalidData,
+            format!("no expert trace in JSON: {why}"),
+        )
+    })
 }
 
 /// Reads JSON in the format [`SCHEMA`]. The error states what was expected and what was found.
@@ -335,6 +341,22 @@ mod tests {
         json["layers"][0]["locality"]["window"]["best"] = json!([1, "many"]);
         let error = from_json(&json).expect_err("no count");
         assert!(error.contains("a layer's locality"), "{error}");
+    }
+
+    #[test]
+    fn what_is_no_trace_is_told_from_what_cannot_be_read() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("trace.json");
+        let kind = || {
+            let error = read(&path).expect_err("no trace");
+            assert!(error.to_string().contains("trace.json: "), "{error}");
+            error.kind()
+        };
+        assert_eq!(kind(), ErrorKind::NotFound);
+        for text in ["", "{", "{}"] {
+            std::fs::write(&path, text).expect("a file");
+            assert_eq!(kind(), ErrorKind::InvalidData, "{text}");
+        }
     }
 
     #[test]
