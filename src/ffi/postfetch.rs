@@ -11,7 +11,7 @@ use super::model::llama_model;
 use super::status::{Failure, call, llama_sidecar_status, status};
 use super::{SizedStruct, fill, put, put_text, read, text};
 use crate::device::{AsyncDevice, DeviceError, Stream};
-use crate::postfetch::{Acquired, Options, PostFetch, Reason, State};
+use crate::postfetch::{Acquired, Options, PostFetch, REASONS, Reason, State};
 use sidecar_core::trace;
 use std::sync::Arc;
 
@@ -659,7 +659,7 @@ pub unsafe extern "C" fn llama_postfetch_get_stats(
     status(|| {
         let found = handle::get(postfetch)?.stats();
         let mut n_fallbacks = [0; 16];
-        for (reason, &count) in Reason::ALL.into_iter().zip(&found.fallbacks) {
+        for ((reason, _), &count) in REASONS.into_iter().zip(&found.fallbacks) {
             n_fallbacks[llama_postfetch_reason::from(reason) as usize] = count;
         }
         let value = llama_postfetch_stats {

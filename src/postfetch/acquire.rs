@@ -2,11 +2,9 @@
 
 use super::device_state::DeviceState;
 use super::plan::{ExpertWeights, PlannedLayer};
-use super::policy::{Action, Reason, State, action};
+use super::policy::{Reason, State};
 use super::shared::{Backoff, Shared};
-use super::stats::add;
 use super::transfer::{Phase, TransferId};
-use super::transfer_table::Lookup;
 use crate::device::Stream;
 use sidecar_core::gguf::TypeInfo;
 
@@ -57,103 +55,111 @@ pub(super) enum Access {
 
 /// Chooses where to compute an expert.
 pub(super) fn acquire(shared: &Shared, layer: u32, expert: u32, access: Access) -> Acquired {
-    let acquired = match shared.slot(layer, expert) {
-        Some((gpu, planned, slot)) if !shared.is_off() => {
-            let request = Request {
-                shared,
-                gpu,
-                planned,
-                expert,
-                slot,
-            };
-            request.acquire(access)
-        }
-        _ => {
-            let planned = shared.plan.layer(layer);
-            let reason = match planned.and_then(|planned| planned.slot(expert)) {
-                None => Reason::NotAnExpert,
-                Some(_) => shared.initial_fallback,
-            };
-            on_cpu(shared, (layer, expert), State::CpuOnly, reason, 0)
-        }
+    let planned = shared.plan.layer(layer);
+    let found = planned.and_then(|planned| Some((planned, planned.slot(expert)?)));
+    let request = found.map(|(planned, slot)| Request {
+        shared,
+        planned,
+        expert,
+        slot,
+    });
+    let acquired = match (&request, &shared.gpu) {
+        (Some(request), Some(gpu)) if !shared.is_off() => request.acquire(gpu, access),
+        (Some(request), _) => request.on_cpu(State::CpuOnly, shared.initial_fallback, 0),
+        (None, _) => Acquired {
+            state: State::CpuOnly,
+            reason: Reason::NotAnExpert,
+            device_address: 0,
+            gate_up_on_cpu: shared.options.config.cpu_limit > 0,
+            expert: None,
+        },
     };
     if !matches!(access, Access::Query) {
-        match acquired.reason {
-            Reason::None => add(&shared.counters.hits, 1),
-            reason => add(&shared.counters.fallbacks[reason as usize], 1),
-        }
+        shared.stats.lock().answered(acquired.reason);
     }
     acquired
 }
 
-/// One call for an expert that has a slot.
+/// One call for an expert of the model.
 struct Request<'a> {
     shared: &'a Shared,
-    gpu: &'a DeviceState,
     planned: &'a PlannedLayer,
     expert: u32,
     slot: usize,
 }
 
 impl Request<'_> {
-    fn acquire(&self, access: Access) -> Acquired {
-        let shared = self.shared;
-        let mut wait = Wait::new(shared, self.planned);
-        loop {
-            let found = shared.table.lock().lookup(self.slot);
-            let (id, position, phase) = match found {
-                Lookup::Cpu { reason, position } => {
-                    return self.on_cpu(State::CpuOnly, reason, position);
-                }
-                Lookup::Transfer {
-                    id,
-                    position,
-                    phase,
-                } => (id, position, phase),
-            };
-            let Some(state) = self.state(id, phase) else {
-                continue;
-            };
-            if let (Access::Stream(stream), Phase::InFlight | Phase::Ready) = (access, phase) {
-                if let Err(reason) = self.hand_over(id, stream) {
-                    return self.on_cpu(state, reason, position);
-                }
-                let Some(acquired) = self.on_device(id, position, state) else {
-                    continue;
-                };
-                add(&shared.counters.stream_hits, 1);
-                return acquired;
+    fn acquire(&self, gpu: &DeviceState, access: Access) -> Acquired {
+        let mut wait = None;
+        let acquired = loop {
+            if let Some(acquired) = self.choose(gpu, access, &mut wait) {
+                break acquired;
             }
-            let block = match access {
-                Access::Query => false,
-                Access::Host => shared.options.config.block_on_miss,
-                // The stream waits for an event, which is recorded after the copy is issued.
-                Access::Stream(_) => true,
-            };
-            match action(state, block) {
-                Action::UseDevice => match self.on_device(id, position, state) {
-                    Some(acquired) => return acquired,
-                    None => continue,
-                },
-                Action::UseCpu => return self.on_cpu(state, Reason::Missed, position),
-                Action::Wait if shared.is_off() => {
-                    return self.on_cpu(state, shared.initial_fallback, position);
-                }
-                Action::Wait if wait.is_over() => {
-                    shared.disable("a copy took longer than the timeout");
-                    return self.on_cpu(state, Reason::TimedOut, position);
-                }
-                Action::Wait => wait.pause(),
-            }
+        };
+        if let Some(took) = wait.as_ref().map(Backoff::elapsed) {
+            let mut stats = self.shared.stats.lock();
+            stats.waits += 1;
+            stats.wait += took;
+            self.shared.times.lock()[self.planned.position].waited += took;
         }
+        acquired
+    }
+
+    /// Chooses device or CPU; `None` after a wait, and when the transfer is not the same any more.
+    fn choose(
+        &self,
+        gpu: &DeviceState,
+        access: Access,
+        wait: &mut Option<Backoff>,
+    ) -> Option<Acquired> {
+        let shared = self.shared;
+        let (position, held) = {
+            let table = shared.table.lock();
+            let (position, held) = table.lookup(self.slot);
+            (position, held.map(|held| (held.id, held.phase)))
+        };
+        let (id, phase) = match held {
+            Ok(held) => held,
+            Err(reason) => return Some(self.on_cpu(State::CpuOnly, reason, position)),
+        };
+        let state = self.state(gpu, id, phase)?;
+        let blocks = match access {
+            Access::Query => false,
+            Access::Host => shared.options.config.block_on_miss,
+            Access::Stream(stream) if matches!(phase, Phase::InFlight | Phase::Ready) => {
+                if let Err(reason) = self.hand_over(gpu, id, stream) {
+                    return Some(self.on_cpu(state, reason, position));
+                }
+                let acquired = self.on_device(gpu, id, position, state)?;
+                shared.stats.lock().stream_hits += 1;
+                return Some(acquired);
+            }
+            // The stream waits for an event, which is recorded after the copy is issued.
+            Access::Stream(_) => true,
+        };
+        if state == State::GpuReady {
+            return self.on_device(gpu, id, position, state);
+        }
+        let is_over = |wait: &Backoff| wait.elapsed() > shared.options.timeout;
+        let reason = if !blocks {
+            Reason::Missed
+        } else if shared.is_off() {
+            shared.initial_fallback
+        } else if wait.as_ref().is_some_and(is_over) {
+            shared.disable("a copy took longer than the timeout");
+            Reason::TimedOut
+        } else {
+            wait.get_or_insert_with(Backoff::new).pause();
+            return None;
+        };
+        Some(self.on_cpu(state, reason, position))
     }
 
     /// Returns the progress of a transfer; `None` when it failed, or was released and used again.
-    fn state(&self, id: TransferId, phase: Phase) -> Option<State> {
-        let ready = &self.gpu.events[id.index].ready;
+    fn state(&self, gpu: &DeviceState, id: TransferId, phase: Phase) -> Option<State> {
         match phase {
             Phase::Ready => Some(State::GpuReady),
-            Phase::InFlight => match self.gpu.device.is_done(ready.event) {
+            Phase::InFlight => match gpu.device.is_done(gpu.events[id.index].ready.event) {
                 Ok(true) => {
                     let current = self.shared.table.lock().complete(id);
                     current.then_some(State::GpuReady)
@@ -172,111 +178,76 @@ impl Request<'_> {
     }
 
     /// Makes a stream wait for a transfer.
-    fn hand_over(&self, id: TransferId, stream: Stream) -> Result<(), Reason> {
+    fn hand_over(&self, gpu: &DeviceState, id: TransferId, stream: Stream) -> Result<(), Reason> {
         self.shared.table.lock().claim(id, stream)?;
-        let ready = self.gpu.events[id.index].ready.event;
-        let waits = self.gpu.device.stream_wait(stream, ready);
+        let waits = gpu
+            .device
+            .stream_wait(stream, gpu.events[id.index].ready.event);
         waits.map_err(|error| {
-            self.shared.counters.note_error(&error);
+            self.shared.note_error(&error);
             Reason::DeviceFailed
         })
     }
 
     /// Answers with the device; `None` when the expert is not in this transfer any more.
-    fn on_device(&self, id: TransferId, position: u32, state: State) -> Option<Acquired> {
+    fn on_device(
+        &self,
+        gpu: &DeviceState,
+        id: TransferId,
+        position: u32,
+        state: State,
+    ) -> Option<Acquired> {
         let table = self.shared.table.lock();
-        let held = table.held(self.slot).filter(|held| held.id == id)?;
-        Some(Acquired {
-            state,
-            reason: Reason::None,
-            device_address: self.gpu.memory.address() + held.offset,
-            gate_up_on_cpu: position < self.shared.options.config.cpu_limit,
-            expert: Some(describe(self.shared, held.weights, held.row)),
-        })
+        let held = table
+            .lookup(self.slot)
+            .1
+            .ok()
+            .filter(|held| held.id == id)?;
+        let address = gpu.memory.address() + held.offset;
+        let weights = Some((held.weights, held.row));
+        Some(self.answer(state, Reason::None, address, position, weights))
     }
 
+    /// Answers with the CPU, and with the weights that were scheduled or, without a transfer, the
+    /// current ones.
     fn on_cpu(&self, state: State, reason: Reason, position: u32) -> Acquired {
-        let expert = (self.planned.layer, self.expert);
-        on_cpu(self.shared, expert, state, reason, position)
-    }
-}
-
-/// Answers with the CPU, and with the weights that were scheduled or, without a transfer, the
-/// current ones.
-fn on_cpu(
-    shared: &Shared,
-    (layer, expert): (u32, u32),
-    state: State,
-    reason: Reason,
-    position: u32,
-) -> Acquired {
-    let held = || {
-        let (.., slot) = shared.slot(layer, expert)?;
-        let table = shared.table.lock();
-        let held = table.held(slot)?;
-        Some(describe(shared, held.weights, held.row))
-    };
-    let current = || {
-        let weights = shared.plan.layer(layer)?.weights(&shared.model, expert)?;
-        Some(describe(shared, &weights, 0))
-    };
-    Acquired {
-        state,
-        reason,
-        device_address: 0,
-        gate_up_on_cpu: position < shared.options.config.cpu_limit,
-        expert: held().or_else(current),
-    }
-}
-
-fn describe(shared: &Shared, weights: &ExpertWeights, row: u32) -> ExpertBytes {
-    let (ne, nb) = (weights.view.ne(), weights.view.nb());
-    ExpertBytes {
-        host: weights.host(&shared.model, row),
-        nbytes: weights.nbytes,
-        row_bytes: nb[1],
-        ne: [ne[0], ne[1]],
-        ty: weights.view.ty(),
-        generation: weights.view.generation,
-    }
-}
-
-/// A wait for one copy. It counts if there was at least one pause.
-struct Wait<'a> {
-    shared: &'a Shared,
-    planned: &'a PlannedLayer,
-    backoff: Option<Backoff>,
-}
-
-impl<'a> Wait<'a> {
-    fn new(shared: &'a Shared, planned: &'a PlannedLayer) -> Wait<'a> {
-        Wait {
-            shared,
-            planned,
-            backoff: None,
+        let (shared, planned) = (self.shared, self.planned);
+        if shared.gpu.is_some()
+            && let Ok(held) = shared.table.lock().lookup(self.slot).1
+        {
+            let weights = Some((held.weights, held.row));
+            return self.answer(state, reason, 0, position, weights);
         }
+        let current = planned.weights(&shared.model, self.expert);
+        let weights = current.as_ref().map(|weights| (weights, 0));
+        self.answer(state, reason, 0, position, weights)
     }
 
-    fn pause(&mut self) {
-        self.backoff.get_or_insert_with(Backoff::new).pause();
-    }
-
-    fn is_over(&self) -> bool {
-        let backoff = self.backoff.as_ref();
-        backoff.is_some_and(|backoff| backoff.elapsed() > self.shared.options.timeout)
-    }
-}
-
-impl Drop for Wait<'_> {
-    fn drop(&mut self) {
-        let Some(backoff) = &self.backoff else {
-            return;
+    fn answer(
+        &self,
+        state: State,
+        reason: Reason,
+        device_address: u64,
+        position: u32,
+        weights: Option<(&ExpertWeights, u32)>,
+    ) -> Acquired {
+        let describe = |(weights, row): (&ExpertWeights, u32)| {
+            let (ne, nb) = (weights.view.ne(), weights.view.nb());
+            ExpertBytes {
+                host: weights.host(&self.shared.model, row),
+                nbytes: weights.nbytes,
+                row_bytes: nb[1],
+                ne: [ne[0], ne[1]],
+                ty: weights.view.ty(),
+                generation: weights.view.generation,
+            }
         };
-        let took = backoff.elapsed();
-        add(&self.shared.counters.waits, 1);
-        add(&self.shared.counters.wait_ns, took.as_nanos() as u64);
-        if self.shared.options.config.debug {
-            self.shared.times.waited(self.planned, took);
+        Acquired {
+            state,
+            reason,
+            device_address,
+            gate_up_on_cpu: position < self.shared.options.config.cpu_limit,
+            expert: weights.map(describe),
         }
     }
 }

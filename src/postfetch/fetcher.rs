@@ -8,7 +8,6 @@ use super::device_state::{CHUNK, CHUNKS, DeviceState};
 use super::plan::ExpertWeights;
 use super::policy::Reason;
 use super::shared::{Backoff, Shared};
-use super::stats::add;
 use super::transfer::TransferId;
 use super::transfer_table::Issue;
 use crate::device::{Copy2d, DeviceError};
@@ -139,8 +138,9 @@ impl Fetcher<'_> {
             Ok(()) => {
                 table.issued(issue.id);
                 drop(table);
-                add(&shared.counters.copies, 1);
-                add(&shared.counters.bytes, (copy.width * copy.rows) as u64);
+                let mut stats = shared.stats.lock();
+                stats.copies += 1;
+                stats.bytes += (copy.width * copy.rows) as u64;
             }
             Err(IssueError::Read) => {
                 table.fail(issue.id, Reason::ReadFailed, source_in_use);
@@ -148,7 +148,7 @@ impl Fetcher<'_> {
             Err(IssueError::Device(error)) => {
                 let failures = table.fail(issue.id, Reason::DeviceFailed, source_in_use);
                 drop(table);
-                shared.counters.note_error(&error);
+                shared.note_error(&error);
                 shared.after_failure(failures, &error);
             }
         }
@@ -187,7 +187,7 @@ impl Fetcher<'_> {
                 unsafe { device.copy_in(stream, copy)? };
             }
             None => {
-                add(&shared.counters.staged_copies, 1);
+                shared.stats.lock().staged_copies += 1;
                 self.staged(&issue.weights, copy, source_in_use)?;
             }
         }

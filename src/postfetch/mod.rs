@@ -12,8 +12,8 @@
 //! | module | contents |
 //! |---|---|
 //! | `fetcher`, `acquire` | the thread that issues copies; the choice for one expert |
-//! | `shared` | the state of a scheduler |
 //! | `times` | times of copies, and the log |
+//! | `shared` | the state of a scheduler |
 //! | `device_state` | streams, events and memory on the device |
 //! | `transfer_table` | transfers and their experts |
 //! | `pages`, `plan` | page locks on the model; layers and weights |
@@ -38,6 +38,7 @@ mod times;
 mod transfer;
 mod transfer_table;
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
@@ -47,15 +48,13 @@ use sidecar_core::parallel::without_signals;
 use sidecar_core::trace::{Snapshot, hottest};
 
 pub use acquire::{Acquired, ExpertBytes};
-pub use policy::{Reason, State};
+pub use policy::{REASONS, Reason, State};
 pub use shared::Options;
 pub use stats::{SCHEMA, Stats};
 
 use acquire::{Access, acquire};
-use device_state::DeviceState;
 use plan::PlannedLayer;
 use shared::{Backoff, Shared};
-use stats::add;
 
 /// Fetches the experts of a model for one evaluation at a time. Evaluations that run at the same
 /// time need one scheduler each. All methods can be called from several threads.
@@ -129,25 +128,19 @@ impl PostFetch {
     /// and experts in the cache are on the device at once.
     pub fn schedule(&self, layer: u32, ids: &[i32]) {
         let shared = &*self.shared;
-        let counters = &shared.counters;
-        add(&counters.calls, 1);
+        shared.stats.lock().calls += 1;
         let (false, Some(planned)) = (shared.is_off(), shared.plan.layer(layer)) else {
             return;
         };
-        let done = shared.table.lock().schedule(&shared.model, planned, ids);
+        let (experts, bytes) = {
+            let (mut table, mut stats) = (shared.table.lock(), shared.stats.lock());
+            let before = stats.experts;
+            let bytes = table.schedule(&shared.model, planned, ids, &mut stats);
+            (stats.experts - before, bytes)
+        };
         shared.wake();
-        add(&counters.experts, done.experts);
-        add(&counters.coalesced, done.coalesced);
-        add(&counters.duplicates, done.duplicates);
-        add(&counters.rejected, done.rejected);
-        add(&counters.cache_hits, done.cache_hits);
-        add(&counters.cache_misses, done.cache_misses);
-        add(&counters.evictions, done.evictions);
         if shared.options.config.debug {
-            let counts = (done.experts, done.bytes);
-            shared
-                .times
-                .log_schedule(planned, ids, counts, &shared.table);
+            shared.log_schedule(planned, ids, experts, bytes);
         }
     }
 
@@ -211,28 +204,28 @@ impl PostFetch {
 
     /// Releases an expert. To use the expert again, schedule it again.
     pub fn release(&self, layer: u32, expert: u32) {
-        if let Some((gpu, planned, slot)) = self.shared.slot(layer, expert) {
-            self.shared.release(gpu, slot..slot + 1);
-            self.log_layer(gpu, planned);
-        }
+        self.release_some(layer, |planned| {
+            planned.slot(expert).map(|slot| slot..slot + 1)
+        });
     }
 
     /// Releases all experts of a layer.
     pub fn release_layer(&self, layer: u32) {
-        let shared = &*self.shared;
-        let (Some(planned), Some(gpu)) = (shared.plan.layer(layer), &shared.gpu) else {
-            return;
-        };
-        let first = planned.first_slot;
-        shared.release(gpu, first..first + planned.experts as usize);
-        self.log_layer(gpu, planned);
+        self.release_some(layer, |planned| {
+            let first = planned.first_slot;
+            Some(first..first + planned.experts as usize)
+        });
     }
 
-    fn log_layer(&self, gpu: &DeviceState, planned: &PlannedLayer) {
+    fn release_some(&self, layer: u32, slots: impl FnOnce(&PlannedLayer) -> Option<Range<usize>>) {
         let shared = &*self.shared;
-        if shared.options.config.debug {
-            drop(shared.collect_times(gpu));
-            shared.times.log_layer(planned);
+        if let (Some(planned), Some(gpu)) = (shared.plan.layer(layer), &shared.gpu)
+            && let Some(slots) = slots(planned)
+        {
+            shared.release(gpu, slots);
+            if shared.options.config.debug {
+                shared.log_layer(gpu, planned);
+            }
         }
     }
 
@@ -250,10 +243,13 @@ impl PostFetch {
     ///
     /// The stream exists and belongs to the same device.
     pub unsafe fn hand_back(&self, stream: Stream) -> Result<(), DeviceError> {
-        match &self.shared.gpu {
-            Some(gpu) => self.shared.join(gpu, stream),
-            None => Ok(()),
-        }
+        let Some(gpu) = &self.shared.gpu else {
+            return Ok(());
+        };
+        let _alone = self.shared.joining.lock();
+        let done = gpu.join_event.event;
+        gpu.device.record(done, gpu.compute())?;
+        gpu.device.stream_wait(stream, done)
     }
 
     /// Copies an expert back from the device; `None` unless the expert is there and was acquired.
@@ -290,7 +286,7 @@ impl PostFetch {
         if let Some(gpu) = &shared.gpu {
             drop(shared.collect_times(gpu));
         }
-        let mut stats = shared.counters.snapshot();
+        let mut stats = *shared.stats.lock();
         stats.scratchpad_peak = shared.table.lock().peak();
         if let Some(gpu) = &shared.gpu {
             stats.scratchpad_bytes = gpu.scratchpad_bytes();

@@ -1,4 +1,4 @@
-//! The choice between device and CPU, and its reasons.
+//! Progress of a copy, and the reasons to compute an expert on the CPU.
 
 /// Progress of an expert's copy, with the numbers of `enum llama_postfetch_state`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,81 +42,29 @@ pub enum Reason {
     NotInHostMemory = 11,
 }
 
-impl Reason {
-    /// All reasons, in the order of their numbers.
-    pub const ALL: [Reason; 12] = [
-        Reason::None,
-        Reason::Disabled,
-        Reason::ForcedCpu,
-        Reason::NoDevice,
-        Reason::NotAnExpert,
-        Reason::NotScheduled,
-        Reason::NoRoom,
-        Reason::Missed,
-        Reason::ReadFailed,
-        Reason::DeviceFailed,
-        Reason::TimedOut,
-        Reason::NotInHostMemory,
-    ];
-
-    /// Returns the name in the statistics.
-    pub fn name(self) -> &'static str {
-        match self {
-            Reason::None => "none",
-            Reason::Disabled => "disabled",
-            Reason::ForcedCpu => "forced",
-            Reason::NoDevice => "no_device",
-            Reason::NotAnExpert => "foreign",
-            Reason::NotScheduled => "not_scheduled",
-            Reason::NoRoom => "no_room",
-            Reason::Missed => "missed",
-            Reason::ReadFailed => "read_failed",
-            Reason::DeviceFailed => "device_failed",
-            Reason::TimedOut => "timed_out",
-            Reason::NotInHostMemory => "elsewhere",
-        }
-    }
-}
-
-/// What to do with an expert that is about to be used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Action {
-    UseDevice,
-    Wait,
-    UseCpu,
-}
-
-/// Chooses what to do. Using the device is always optional; the CPU is the fallback.
-pub(super) fn action(state: State, block_on_miss: bool) -> Action {
-    match state {
-        State::GpuReady => Action::UseDevice,
-        State::CopyInFlight if block_on_miss => Action::Wait,
-        State::CopyInFlight | State::CpuOnly => Action::UseCpu,
-    }
-}
+/// All reasons in the order of their numbers, with their names in the statistics.
+pub const REASONS: [(Reason, &str); 12] = [
+    (Reason::None, "none"),
+    (Reason::Disabled, "disabled"),
+    (Reason::ForcedCpu, "forced"),
+    (Reason::NoDevice, "no_device"),
+    (Reason::NotAnExpert, "foreign"),
+    (Reason::NotScheduled, "not_scheduled"),
+    (Reason::NoRoom, "no_room"),
+    (Reason::Missed, "missed"),
+    (Reason::ReadFailed, "read_failed"),
+    (Reason::DeviceFailed, "device_failed"),
+    (Reason::TimedOut, "timed_out"),
+    (Reason::NotInHostMemory, "elsewhere"),
+];
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn every_state_has_its_action() {
-        use State::*;
-        for (state, block, expected) in [
-            (CpuOnly, true, Action::UseCpu),
-            (CpuOnly, false, Action::UseCpu),
-            (CopyInFlight, true, Action::Wait),
-            (CopyInFlight, false, Action::UseCpu),
-            (GpuReady, true, Action::UseDevice),
-            (GpuReady, false, Action::UseDevice),
-        ] {
-            assert_eq!(action(state, block), expected, "{state:?} {block}");
-        }
-    }
-
-    #[test]
     fn reasons_are_in_the_order_of_their_numbers() {
-        for (number, reason) in Reason::ALL.into_iter().enumerate() {
+        for (number, (reason, _)) in REASONS.into_iter().enumerate() {
             assert_eq!(reason as usize, number);
         }
     }

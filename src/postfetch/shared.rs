@@ -9,13 +9,12 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::cache::Cache;
 use super::device_state::DeviceState;
-use super::plan::{Plan, PlannedLayer};
+use super::plan::Plan;
 use super::policy::Reason;
-use super::stats::Counters;
-use super::times::CopyTimes;
+use super::stats::Stats;
 use super::transfer::TransferId;
 use super::transfer_table::{Consumed, TransferTable};
-use crate::device::{AsyncDevice, DeviceError, Event, Stream};
+use crate::device::{AsyncDevice, DeviceError, Event};
 use crate::model::Model;
 use sidecar_core::config;
 
@@ -46,6 +45,14 @@ impl Options {
     }
 }
 
+/// Times of a layer since its last line in the log.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct LayerTimes {
+    pub began: Option<Instant>,
+    pub transfer: Duration,
+    pub waited: Duration,
+}
+
 /// A scheduler without its thread.
 #[derive(Debug)]
 pub(super) struct Shared {
@@ -56,8 +63,12 @@ pub(super) struct Shared {
     pub gpu: Option<DeviceState>,
     /// The reason of all answers while the device is not used.
     pub initial_fallback: Reason,
-    pub counters: Counters,
-    pub times: CopyTimes,
+    /// Locked after the table, if both are.
+    pub stats: Mutex<Stats>,
+    /// Held while events of transfers are recorded, or their times are read.
+    pub timing: Mutex<()>,
+    /// Times of each layer, for the log.
+    pub times: Mutex<Vec<LayerTimes>>,
     /// Held from the record of [`DeviceState::join_event`] until another stream waits for it.
     pub joining: Mutex<()>,
     /// Wakes the fetching thread: `work` while it sleeps, `wakes` while it spins.
@@ -102,7 +113,9 @@ impl Shared {
             None => TransferTable::new(0, 0, Cache::default(), 0),
         };
         Shared {
-            times: CopyTimes::new(&plan),
+            stats: Mutex::default(),
+            timing: Mutex::default(),
+            times: Mutex::new(vec![LayerTimes::default(); plan.layers.len()]),
             table: Mutex::new(table),
             work: Condvar::new(),
             wakes: AtomicU64::new(0),
@@ -110,7 +123,6 @@ impl Shared {
             initial_fallback,
             gpu,
             mode: Mutex::new(mode),
-            counters: Counters::default(),
             joining: Mutex::new(()),
             model,
             plan,
@@ -158,28 +170,15 @@ impl Shared {
         }
     }
 
-    /// Makes a stream wait for all work in the compute stream.
-    pub fn join(&self, gpu: &DeviceState, stream: Stream) -> Result<(), DeviceError> {
-        let _alone = self.joining.lock();
-        let done = gpu.join_event.event;
-        gpu.device.record(done, gpu.compute())?;
-        gpu.device.stream_wait(stream, done)
-    }
-
-    /// Adds up the times of copies that are done. Events can be recorded until the lock ends.
-    pub fn collect_times(&self, gpu: &DeviceState) -> MutexGuard<'_, ()> {
-        let Shared {
-            table,
-            plan,
-            counters,
-            ..
-        } = self;
-        self.times.collect(gpu, table, plan, counters)
+    /// Counts and logs an error of the driver.
+    pub fn note_error(&self, error: &DeviceError) {
+        self.stats.lock().errors += 1;
+        log::debug!("post-fetch: {error}");
     }
 
     /// Calls the driver, and after an error once more.
     pub fn retry_once<T>(&self, call: impl Fn() -> Result<T, DeviceError>) -> Result<T, Reason> {
-        let noted = |error| self.counters.note_error(&error);
+        let noted = |error| self.note_error(&error);
         let first = call().map_err(noted);
         let last = first.or_else(|()| call().map_err(noted));
         last.map_err(|()| Reason::DeviceFailed)
@@ -187,7 +186,7 @@ impl Shared {
 
     /// Notes that the state of a copy in flight cannot be read.
     pub fn copy_failed(&self, id: TransferId, error: &DeviceError) {
-        self.counters.note_error(error);
+        self.note_error(error);
         let failures = self.table.lock().fail_in_flight(id);
         self.after_failure(failures, error);
     }
@@ -214,8 +213,7 @@ impl Shared {
     /// Releases all experts and waits until the device does not use its memory any more.
     /// Returns false when that is unknown.
     pub fn wait_until_idle(&self, gpu: &DeviceState) -> bool {
-        let slots = self.table.lock().len();
-        self.release(gpu, 0..slots);
+        self.release(gpu, 0..self.plan.slots);
         let (waits, leaked) = {
             let mut table = self.table.lock();
             (table.take_waits(), table.has_leaked())
@@ -252,13 +250,6 @@ impl Shared {
                 }
             }
         })
-    }
-
-    /// Returns layer and slot of an expert, if there is a device.
-    pub fn slot(&self, layer: u32, expert: u32) -> Option<(&DeviceState, &PlannedLayer, usize)> {
-        let gpu = self.gpu.as_ref()?;
-        let planned = self.plan.layer(layer)?;
-        Some((gpu, planned, planned.slot(expert)?))
     }
 }
 

@@ -1,45 +1,15 @@
 //! Statistics of a scheduler.
 
 use std::fmt::Write;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use sidecar_core::protocol::overlap;
 
-use super::policy::Reason;
-use crate::device::DeviceError;
+use super::policy::{REASONS, Reason};
 
 /// Name and version of the JSON format.
 pub const SCHEMA: &str = "llama-sidecar/post-fetch/1";
-
-/// Counters of a scheduler. Any thread can add to them.
-#[derive(Debug, Default)]
-pub(super) struct Counters {
-    pub calls: AtomicU64,
-    pub experts: AtomicU64,
-    pub coalesced: AtomicU64,
-    pub duplicates: AtomicU64,
-    pub rejected: AtomicU64,
-    pub copies: AtomicU64,
-    pub staged_copies: AtomicU64,
-    pub bytes: AtomicU64,
-    pub hits: AtomicU64,
-    pub stream_hits: AtomicU64,
-    pub waits: AtomicU64,
-    pub wait_ns: AtomicU64,
-    pub transfer_ns: AtomicU64,
-    pub errors: AtomicU64,
-    pub cache_hits: AtomicU64,
-    pub cache_misses: AtomicU64,
-    pub evictions: AtomicU64,
-    pub fallbacks: [AtomicU64; Reason::ALL.len()],
-}
-
-/// Adds to a counter.
-pub(super) fn add(counter: &AtomicU64, more: u64) {
-    counter.fetch_add(more, Ordering::Relaxed);
-}
 
 /// Statistics of a scheduler since it was made.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -73,7 +43,7 @@ pub struct Stats {
     /// Errors of the driver.
     pub errors: u64,
     /// Experts that were acquired for the CPU, by reason.
-    pub fallbacks: [u64; Reason::ALL.len()],
+    pub fallbacks: [u64; REASONS.len()],
     /// Size of the scratchpad on the device, in bytes.
     pub scratchpad_bytes: u64,
     /// The most bytes of the scratchpad that were in use at a time.
@@ -90,40 +60,6 @@ pub struct Stats {
     pub cache_bytes: u64,
 }
 
-impl Counters {
-    /// Counts and logs an error of the driver.
-    pub fn note_error(&self, error: &DeviceError) {
-        add(&self.errors, 1);
-        log::debug!("post-fetch: {error}");
-    }
-
-    /// Returns the counts at this moment.
-    pub fn snapshot(&self) -> Stats {
-        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        Stats {
-            calls: get(&self.calls),
-            experts: get(&self.experts),
-            coalesced: get(&self.coalesced),
-            duplicates: get(&self.duplicates),
-            rejected: get(&self.rejected),
-            copies: get(&self.copies),
-            staged_copies: get(&self.staged_copies),
-            bytes: get(&self.bytes),
-            hits: get(&self.hits),
-            stream_hits: get(&self.stream_hits),
-            waits: get(&self.waits),
-            wait: Duration::from_nanos(get(&self.wait_ns)),
-            transfer: Duration::from_nanos(get(&self.transfer_ns)),
-            errors: get(&self.errors),
-            cache_hits: get(&self.cache_hits),
-            cache_misses: get(&self.cache_misses),
-            evictions: get(&self.evictions),
-            fallbacks: self.fallbacks.each_ref().map(get),
-            ..Stats::default()
-        }
-    }
-}
-
 impl Stats {
     /// Returns the share of the copies' time without a wait, 0 to 1; `None` before a copy was
     /// timed.
@@ -136,11 +72,18 @@ impl Stats {
         self.fallbacks.iter().sum()
     }
 
+    /// Counts an answer: a reason to use the CPU, or the device.
+    pub(super) fn answered(&mut self, reason: Reason) {
+        match reason {
+            Reason::None => self.hits += 1,
+            _ => self.fallbacks[reason as usize] += 1,
+        }
+    }
+
     fn reasons(&self) -> impl Iterator<Item = (&'static str, u64)> {
-        let counts = Reason::ALL.iter().zip(self.fallbacks);
-        counts
-            .filter(|(_, count)| *count > 0)
-            .map(|(reason, count)| (reason.name(), count))
+        let counts = REASONS.iter().zip(self.fallbacks);
+        let counts = counts.map(|((_, name), count)| (*name, count));
+        counts.filter(|(_, count)| *count > 0)
     }
 
     /// Returns the statistics as JSON. `mode` describes the device and its setup.
@@ -178,18 +121,12 @@ impl Stats {
     /// Returns the statistics as text. `mode` describes the device and its setup.
     pub fn to_text(&self, mode: &str) -> String {
         let mib = |bytes: u64| bytes as f64 / (1 << 20) as f64;
-        let mut text = format!("{mode}\n");
-        let _ = writeln!(
-            text,
-            "{} experts in {} copies ({} through buffers), {:.1} MiB",
+        let mut text = format!(
+            "{mode}\n{} experts in {} copies ({} through buffers), {:.1} MiB\n{} answers on the device, {} on the CPU\n",
             self.experts,
             self.copies,
             self.staged_copies,
             mib(self.bytes),
-        );
-        let _ = writeln!(
-            text,
-            "{} answers on the device, {} on the CPU",
             self.hits,
             self.all_fallbacks()
         );

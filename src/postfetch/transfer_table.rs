@@ -29,6 +29,7 @@ use super::cache::{Cache, SlotId};
 use super::plan::{ExpertWeights, PlannedLayer, padded};
 use super::policy::Reason;
 use super::scratchpad::Scratchpad;
+use super::stats::Stats;
 use super::transfer::{Phase, TransferId};
 use crate::device::Stream;
 use crate::model::Model;
@@ -121,23 +122,11 @@ pub(super) struct Released {
     pub event_in_use: bool,
 }
 
-/// The state of an expert.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Lookup {
-    /// In no transfer: the CPU computes the expert.
-    Cpu { reason: Reason, position: u32 },
-    /// In a transfer.
-    Transfer {
-        id: TransferId,
-        position: u32,
-        phase: Phase,
-    },
-}
-
 /// An expert in a transfer.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Held<'a> {
     pub id: TransferId,
+    pub phase: Phase,
     /// The weights of the first expert of the transfer.
     pub weights: &'a ExpertWeights,
     /// Position of the expert in the transfer.
@@ -166,25 +155,6 @@ pub(super) struct TransferTable {
     failures: u32,
     /// The last number of a transfer or of a record.
     last_number: u64,
-}
-
-/// Counts of one call of schedule.
-#[derive(Debug, Default, Clone, Copy)]
-pub(super) struct Scheduled {
-    /// Experts in new transfers.
-    pub experts: u64,
-    /// Those of them that share a transfer with an expert before them.
-    pub coalesced: u64,
-    /// Bytes of the new transfers.
-    pub bytes: u64,
-    pub duplicates: u64,
-    pub rejected: u64,
-    /// Experts in a slot of the cache.
-    pub cache_hits: u64,
-    /// Experts of a layer with slots that are in none.
-    pub cache_misses: u64,
-    /// Experts that lost their slot to another.
-    pub evictions: u64,
 }
 
 impl TransferTable {
@@ -223,9 +193,14 @@ impl TransferTable {
     /// Queues transfers of the experts that are in no transfer yet, in the order of `ids`. Those in
     /// a slot of the cache are on the device at once. The others are copied to free slots. If the
     /// layer has a slot for each expert of `ids`, they also replace experts that are not in use.
-    /// What is left is copied to the scratchpad.
-    pub fn schedule(&mut self, model: &Model, layer: &PlannedLayer, ids: &[i32]) -> Scheduled {
-        let mut done = Scheduled::default();
+    /// What is left is copied to the scratchpad. Returns the bytes of the new transfers.
+    pub fn schedule(
+        &mut self,
+        model: &Model,
+        layer: &PlannedLayer,
+        ids: &[i32],
+        stats: &mut Stats,
+    ) -> u64 {
         let slot = |id: i32| {
             let expert = u32::try_from(id).ok()?;
             Some((expert, layer.slot(expert)?))
@@ -233,7 +208,7 @@ impl TransferTable {
         let mut position = 0;
         for &id in ids {
             let Some((expert, slot)) = slot(id) else {
-                done.rejected += 1;
+                stats.rejected += 1;
                 continue;
             };
             match self.slots[slot] {
@@ -242,34 +217,38 @@ impl TransferTable {
                     self.cache.touch(layer.position, expert);
                     position += 1;
                 }
-                ExpertSlot::Wanted { .. } | ExpertSlot::Held { .. } => done.duplicates += 1,
+                ExpertSlot::Wanted { .. } | ExpertSlot::Held { .. } => stats.duplicates += 1,
             }
         }
         let cache_slots = self.cache_slots(layer);
         let fits = position as usize <= cache_slots;
+        let (hits, mut bytes) = (stats.cache_hits, 0);
         for &id in ids {
             if let Some((expert, slot)) = slot(id)
                 && let ExpertSlot::Wanted { position } = self.slots[slot]
-                && let Err(reason) = self.place(model, layer, expert, fits, &mut done)
             {
-                self.slots[slot] = ExpertSlot::Refused { reason, position };
+                match self.place(model, layer, expert, fits, stats) {
+                    Ok(queued) => bytes += queued,
+                    Err(reason) => self.slots[slot] = ExpertSlot::Refused { reason, position },
+                }
             }
         }
         if cache_slots > 0 {
-            done.cache_misses = u64::from(position) - done.cache_hits;
+            stats.cache_misses += u64::from(position) - (stats.cache_hits - hits);
         }
-        done
+        bytes
     }
 
-    /// Holds an expert that is in a slot of the cache, or queues a transfer of the expert.
+    /// Holds an expert that is in a slot of the cache, or queues a transfer of the expert. Returns
+    /// the bytes of the transfer.
     fn place(
         &mut self,
         model: &Model,
         layer: &PlannedLayer,
         expert: u32,
         fits: bool,
-        done: &mut Scheduled,
-    ) -> Result<(), Reason> {
+        stats: &mut Stats,
+    ) -> Result<u64, Reason> {
         let weights = layer.weights(model, expert).ok_or(Reason::NotAnExpert)?;
         if !weights.is_on_host() {
             return Err(Reason::NotInHostMemory);
@@ -277,11 +256,11 @@ impl TransferTable {
         let generation = weights.view.generation;
         if let Some(slot) = self.cache.find(layer.position, expert, generation) {
             self.hold(layer.first_slot + expert as usize, slot, weights)?;
-            done.cache_hits += 1;
-            return Ok(());
+            stats.cache_hits += 1;
+            return Ok(0);
         }
         let index = *self.free.front().ok_or(Reason::NoRoom)?;
-        let (run, memory) = match self.load(layer, expert, weights.nbytes, fits, done) {
+        let (run, memory) = match self.load(layer, expert, weights.nbytes, fits, stats) {
             Some(memory) => (expert..expert + 1, memory),
             None => self.take(layer, expert, &weights)?,
         };
@@ -297,10 +276,9 @@ impl TransferTable {
             self.cache.fill(slot, expert, generation, id);
         }
         self.queue.push_back(index);
-        done.experts += u64::from(rows);
-        done.coalesced += u64::from(rows - 1);
-        done.bytes += nbytes * u64::from(rows);
-        Ok(())
+        stats.experts += u64::from(rows);
+        stats.coalesced += u64::from(rows - 1);
+        Ok(nbytes * u64::from(rows))
     }
 
     /// Holds an expert that is in a slot of the cache, or will be there after a copy.
@@ -335,7 +313,7 @@ impl TransferTable {
         expert: u32,
         nbytes: u64,
         fits: bool,
-        done: &mut Scheduled,
+        stats: &mut Stats,
     ) -> Option<Memory> {
         if padded(nbytes) > self.cache.pitch(layer.position) {
             return None;
@@ -346,7 +324,7 @@ impl TransferTable {
             fits && !matches!(slot, Some(ExpertSlot::Wanted { .. }))
         };
         let (slot, evicts) = self.cache.load(layer.position, expert, replaces)?;
-        done.evictions += u64::from(evicts);
+        stats.evictions += u64::from(evicts);
         Some(self.slot_memory(slot))
     }
 
@@ -428,36 +406,29 @@ impl TransferTable {
         }
     }
 
-    /// Returns the state of an expert.
-    pub fn lookup(&self, slot: usize) -> Lookup {
+    /// Returns the position of an expert among those that were scheduled together, and its transfer
+    /// or the reason why it is in none.
+    pub fn lookup(&self, slot: usize) -> (u32, Result<Held<'_>, Reason>) {
         match self.slots[slot] {
-            ExpertSlot::Idle | ExpertSlot::Wanted { .. } => Lookup::Cpu {
-                reason: Reason::NotScheduled,
-                position: 0,
-            },
-            ExpertSlot::Refused { reason, position } => Lookup::Cpu { reason, position },
+            ExpertSlot::Idle | ExpertSlot::Wanted { .. } => (0, Err(Reason::NotScheduled)),
+            ExpertSlot::Refused { reason, position } => (position, Err(reason)),
             ExpertSlot::Held {
-                transfer, position, ..
-            } => Lookup::Transfer {
-                id: self.id(transfer),
+                transfer,
+                row,
                 position,
-                phase: self.transfers[transfer].phase,
-            },
+            } => {
+                let found = &self.transfers[transfer];
+                let held = |weights| Held {
+                    id: self.id(transfer),
+                    phase: found.phase,
+                    weights,
+                    row,
+                    offset: found.memory.offset + u64::from(row) * found.memory.pitch,
+                };
+                let weights = found.weights.as_ref();
+                (position, weights.map(held).ok_or(Reason::NotScheduled))
+            }
         }
-    }
-
-    /// Returns the weights and the memory of an expert that is in a transfer.
-    pub fn held(&self, slot: usize) -> Option<Held<'_>> {
-        let ExpertSlot::Held { transfer, row, .. } = *self.slots.get(slot)? else {
-            return None;
-        };
-        let found = &self.transfers[transfer];
-        Some(Held {
-            id: self.id(transfer),
-            weights: found.weights.as_ref()?,
-            row,
-            offset: found.memory.offset + u64::from(row) * found.memory.pitch,
-        })
     }
 
     /// Gives the next transfer to the fetching thread, unless `most` are under way.
@@ -713,11 +684,6 @@ impl TransferTable {
     /// Returns the number of slots that a layer has in the cache.
     pub fn cache_slots(&self, layer: &PlannedLayer) -> usize {
         self.cache.slots(layer.position)
-    }
-
-    /// Returns the number of experts.
-    pub fn len(&self) -> usize {
-        self.slots.len()
     }
 
     /// Returns whether the device may use some memory for ever.
