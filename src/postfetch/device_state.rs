@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::cache::CacheLayout;
+use super::cache::Cache;
 use super::pages::PageLocks;
 use super::plan::{Plan, padded};
 use crate::device::{ALIGNMENT, AsyncDevice, Buffer, DeviceError, Event, Stream};
@@ -26,7 +26,6 @@ pub(super) struct DeviceState {
     pub device: Arc<dyn AsyncDevice>,
     /// The scratchpad, and after it the slots of the cache.
     pub memory: Box<dyn Buffer>,
-    pub cache: CacheLayout,
     /// The stream of the copies.
     pub fetch: OwnedStream,
     /// A stream for the caller's kernels; `None` when they share the stream of the copies.
@@ -55,14 +54,15 @@ pub(super) struct TransferEvents {
 }
 
 impl DeviceState {
-    /// Opens the device and allocates on it. Returns the state with a description of it, or
-    /// the reason why the device is not used.
+    /// Opens the device and allocates on it: the scratchpad and after it the slots of the cache, or
+    /// no slots if the device refuses them. Returns the state, the cache and a description, or the
+    /// reason why the device is not used.
     pub fn open(
         model: &Arc<Model>,
         plan: &Plan,
         config: &config::PostFetch,
         open: impl FnOnce() -> Result<Arc<dyn AsyncDevice>, DeviceError>,
-    ) -> Result<(DeviceState, String), String> {
+    ) -> Result<(DeviceState, Cache, String), String> {
         let (largest, smallest) = plan.sizes(model);
         if largest == 0 {
             return Err(
@@ -86,10 +86,23 @@ impl DeviceState {
             }
             bytes => (padded(bytes), "LLAMA_POSTFETCH_SCRATCHPAD_MB"),
         };
-        let layout = CacheLayout::new(plan.slot_sizes(model), config.cache_bytes);
-        let allocated = allocate(&device, bytes, layout);
-        let (memory, cache, cached) = allocated.map_err(|error| error.to_string())?;
-        let at_a_time = bytes / padded(smallest).max(1) + u64::from(cache.most_slots());
+        let sizes = plan.slot_sizes(model);
+        let half_life = config.cache_half_life;
+        let (mut cache, mut cached) = Cache::new(&sizes, config.cache_bytes, bytes, half_life);
+        let allocate = |cache: &Cache| {
+            let all = bytes.saturating_add(cache.bytes());
+            device.clone().allocate(all)
+        };
+        let memory = match allocate(&cache) {
+            Err(error) if !cache.slots.is_empty() => {
+                cached = format!("no cache: {error}; ");
+                cache = Cache::default();
+                allocate(&cache)
+            }
+            allocated => allocated,
+        };
+        let memory = memory.map_err(|error| error.to_string())?;
+        let at_a_time = bytes / padded(smallest).max(1) + cache.most_slots() as u64;
         let transfers = (at_a_time * SCRATCHPADS_IN_FLIGHT).clamp(1, MAX_TRANSFERS) as usize;
         let locked = match config.page_lock {
             true => PageLocks::get(&device, model),
@@ -104,14 +117,13 @@ impl DeviceState {
         };
         let name = device.name().to_owned();
         let state = DeviceState::new(device, memory, transfers, pages, config.dedicated_streams);
-        let mut state = state.map_err(|error| error.to_string())?;
-        state.cache = cache;
+        let state = state.map_err(|error| error.to_string())?;
         let mode = format!(
             "post-fetch to {name}: {} layers with experts, {} active; scratchpad of {bytes} bytes ({size}); {cached}{source}",
             plan.layers.len(),
             plan.active,
         );
-        Ok((state, mode))
+        Ok((state, cache, mode))
     }
 
     fn new(
@@ -132,7 +144,6 @@ impl DeviceState {
         };
         Ok(DeviceState {
             memory,
-            cache: CacheLayout::default(),
             fetch: stream()?,
             compute: match dedicated_streams {
                 true => Some(stream()?),
@@ -149,35 +160,10 @@ impl DeviceState {
         })
     }
 
-    /// Returns the bytes of the scratchpad.
-    pub fn scratchpad_bytes(&self) -> u64 {
-        self.memory.len() - self.cache.bytes()
-    }
-
     /// Returns the stream for the caller's kernels.
     pub fn compute(&self) -> Stream {
         self.compute.as_ref().unwrap_or(&self.fetch).stream
     }
-}
-
-/// Allocates the scratchpad and after it the slots of the cache, or no slots if the device
-/// refuses them. Returns the cache, too, and its description.
-fn allocate(
-    device: &Arc<dyn AsyncDevice>,
-    scratchpad: u64,
-    cache: CacheLayout,
-) -> Result<(Box<dyn Buffer>, CacheLayout, String), DeviceError> {
-    let allocate = |cache: u64| device.clone().allocate(scratchpad.saturating_add(cache));
-    let refused = match allocate(cache.bytes()) {
-        Ok(memory) => {
-            let text = cache.to_string();
-            return Ok((memory, cache, text));
-        }
-        Err(error) if cache.bytes() == 0 => return Err(error),
-        Err(error) => error,
-    };
-    let text = format!("no cache: {refused}; ");
-    Ok((allocate(0)?, CacheLayout::default(), text))
 }
 
 /// A stream that is destroyed on drop.

@@ -287,12 +287,9 @@ impl PostFetch {
             drop(shared.collect_times(gpu));
         }
         let mut stats = *shared.stats.lock();
-        stats.scratchpad_peak = shared.table.lock().peak();
-        if let Some(gpu) = &shared.gpu {
-            stats.scratchpad_bytes = gpu.scratchpad_bytes();
-            stats.cache_bytes = gpu.cache.bytes();
-            stats.locked_bytes = gpu.pages.as_ref().map_or(0, |pages| pages.bytes());
-        }
+        shared.table.lock().note_sizes(&mut stats);
+        let pages = shared.gpu.as_ref().and_then(|gpu| gpu.pages.as_ref());
+        stats.locked_bytes = pages.map_or(0, |pages| pages.bytes());
         stats
     }
 }

@@ -101,13 +101,14 @@ impl Plan {
 
     /// Returns the experts of each layer, and the device memory that the largest of them needs; 0
     /// if they are not in host memory.
-    pub fn slot_sizes(&self, model: &Model) -> impl Iterator<Item = (u32, u64)> {
-        self.layers.iter().map(|layer| {
+    pub fn slot_sizes(&self, model: &Model) -> Vec<(u32, u64)> {
+        let size = |layer: &PlannedLayer| {
             let experts = (0..layer.experts).filter_map(|expert| layer.weights(model, expert));
             let fetched = experts.filter(ExpertWeights::is_on_host);
             let largest = fetched.map(|weights| weights.nbytes).max();
             (layer.experts, padded(largest.unwrap_or(0)))
-        })
+        };
+        self.layers.iter().map(size).collect()
     }
 }
 

@@ -7,10 +7,11 @@
 /// The free and taken parts of the scratchpad.
 #[derive(Debug)]
 pub(super) struct Scratchpad {
-    len: u64,
+    pub len: u64,
     /// Start and length of each part, ascending.
     taken: Vec<(u64, u64)>,
-    peak: u64,
+    /// The most bytes that were taken at a time.
+    pub peak: u64,
 }
 
 impl Scratchpad {
@@ -53,11 +54,6 @@ impl Scratchpad {
     pub fn used(&self) -> u64 {
         self.taken.iter().map(|part| part.1).sum()
     }
-
-    /// Returns the most bytes that were taken at a time.
-    pub fn peak(&self) -> u64 {
-        self.peak
-    }
 }
 
 #[cfg(test)]
@@ -75,7 +71,7 @@ mod tests {
         pad.give(512);
         assert_eq!(pad.take(512), None);
         assert_eq!(pad.take(256), Some(512));
-        assert_eq!((pad.used(), pad.peak()), (1536, 1536));
+        assert_eq!((pad.used(), pad.peak), (1536, 1536));
     }
 
     proptest! {

@@ -96,22 +96,18 @@ impl Shared {
             let opened = DeviceState::open(&model, &plan, config, open);
             (Reason::NoDevice, opened)
         };
-        let (gpu, mode) = match opened {
-            Ok((gpu, mode)) => (Some(gpu), mode),
+        let (gpu, table, mode) = match opened {
+            Ok((gpu, cache, mode)) => {
+                let scratchpad = gpu.memory.len() - cache.bytes();
+                let table = TransferTable::new(plan.slots, scratchpad, cache, gpu.events.len());
+                (Some(gpu), table, mode)
+            }
             Err(why) => {
                 let mode = format!("post-fetch is off, every expert is computed on the CPU: {why}");
-                (None, mode)
+                (None, TransferTable::new(0, 0, Cache::default(), 0), mode)
             }
         };
         log::info!("{mode}");
-        let table = match &gpu {
-            Some(gpu) => {
-                let bytes = gpu.scratchpad_bytes();
-                let cache = Cache::new(&gpu.cache, bytes, options.config.cache_half_life);
-                TransferTable::new(plan.slots, bytes, cache, gpu.events.len())
-            }
-            None => TransferTable::new(0, 0, Cache::default(), 0),
-        };
         Shared {
             stats: Mutex::default(),
             timing: Mutex::default(),

@@ -25,7 +25,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use super::cache::{Cache, SlotId};
+use super::cache::Cache;
 use super::plan::{ExpertWeights, PlannedLayer, padded};
 use super::policy::Reason;
 use super::scratchpad::Scratchpad;
@@ -65,7 +65,7 @@ struct Memory {
     offset: u64,
     pitch: u64,
     /// The slot of the cache; `None` for a part of the scratchpad.
-    cached: Option<SlotId>,
+    cached: Option<usize>,
 }
 
 /// Experts that are copied together, or an expert whose bytes are in a slot of the cache.
@@ -285,13 +285,13 @@ impl TransferTable {
     fn hold(
         &mut self,
         expert_slot: usize,
-        slot: SlotId,
+        slot: usize,
         weights: ExpertWeights,
     ) -> Result<(), Reason> {
-        if self.free.is_empty() || self.cache.is_in_use(slot) {
+        if self.free.is_empty() || self.cache.slots[slot].in_use {
             return Err(Reason::NoRoom);
         }
-        let copy = self.cache.copy(slot);
+        let copy = self.cache.slots[slot].copy;
         let found = &mut self.transfers[copy.index];
         if found.number == copy.number && matches!(found.phase, Phase::Issuing | Phase::InFlight) {
             found.live = 1;
@@ -302,7 +302,7 @@ impl TransferTable {
             let memory = self.slot_memory(slot);
             self.begin(index, Phase::Ready, expert_slot, 1, memory, weights);
         }
-        self.cache.set_in_use(slot, true);
+        self.cache.slots[slot].in_use = true;
         Ok(())
     }
 
@@ -315,24 +315,21 @@ impl TransferTable {
         fits: bool,
         stats: &mut Stats,
     ) -> Option<Memory> {
-        if padded(nbytes) > self.cache.pitch(layer.position) {
-            return None;
-        }
         let slots = &self.slots;
         let replaces = |expert| {
             let slot = layer.slot(expert).map(|slot| slots[slot]);
             fits && !matches!(slot, Some(ExpertSlot::Wanted { .. }))
         };
-        let (slot, evicts) = self.cache.load(layer.position, expert, replaces)?;
+        let (slot, evicts) = self.cache.load(layer.position, expert, nbytes, replaces)?;
         stats.evictions += u64::from(evicts);
         Some(self.slot_memory(slot))
     }
 
-    fn slot_memory(&self, slot: SlotId) -> Memory {
-        let (offset, pitch) = self.cache.place(slot);
+    fn slot_memory(&self, slot: usize) -> Memory {
+        let found = &self.cache.slots[slot];
         Memory {
-            offset,
-            pitch,
+            offset: found.offset,
+            pitch: found.bytes,
             cached: Some(slot),
         }
     }
@@ -608,7 +605,7 @@ impl TransferTable {
         }
         if std::mem::take(&mut transfer.placed) {
             match transfer.memory.cached {
-                Some(slot) => self.cache.set_in_use(slot, false),
+                Some(slot) => self.cache.slots[slot].in_use = false,
                 None => self.scratchpad.give(transfer.memory.offset),
             }
         }
@@ -683,7 +680,7 @@ impl TransferTable {
 
     /// Returns the number of slots that a layer has in the cache.
     pub fn cache_slots(&self, layer: &PlannedLayer) -> usize {
-        self.cache.slots(layer.position)
+        self.cache.slots_of(layer.position)
     }
 
     /// Returns whether the device may use some memory for ever.
@@ -691,9 +688,11 @@ impl TransferTable {
         self.leaked
     }
 
-    /// Returns the most bytes of the scratchpad that were taken at a time.
-    pub fn peak(&self) -> u64 {
-        self.scratchpad.peak()
+    /// Adds the sizes of scratchpad and cache to statistics.
+    pub fn note_sizes(&self, stats: &mut Stats) {
+        stats.scratchpad_bytes = self.scratchpad.len;
+        stats.scratchpad_peak = self.scratchpad.peak;
+        stats.cache_bytes = self.cache.bytes();
     }
 
     fn id(&self, index: usize) -> TransferId {
