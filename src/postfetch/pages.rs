@@ -5,6 +5,7 @@
 //! device without a buffer. Locked pages stay in memory, so only the down-projections are
 //! locked, and only up to half of the available memory.
 
+use std::ops::Range;
 use std::sync::{Arc, Weak};
 
 use once_cell::sync::Lazy;
@@ -13,17 +14,15 @@ use parking_lot::Mutex;
 use crate::device::{AsyncDevice, system_memory};
 use crate::model::{Model, TensorView};
 use sidecar_core::experts::Projection;
-
-/// The page size if the system does not report one: the largest of x86-64 and AArch64.
-const PAGE: usize = 64 << 10;
+use sidecar_core::stream::page_size;
 
 /// Locked pages, which are unlocked on drop.
 #[derive(Debug)]
 pub(super) struct PageLocks {
     device: Arc<dyn AsyncDevice>,
     model: Arc<Model>,
-    /// First address and length of each range, ascending.
-    ranges: Vec<(usize, usize)>,
+    /// Addresses, ascending.
+    ranges: Vec<Range<u64>>,
     /// Keep the locked pages mapped.
     _views: Vec<TensorView>,
 }
@@ -51,13 +50,14 @@ impl PageLocks {
             .map(|tensor| model.tensor(tensor.tensor))
             .collect();
         let host = views.iter().filter_map(|view| model.host_bytes(view));
-        let ranges = page_ranges(host.map(|bytes| (bytes.cast::<u8>() as usize, bytes.len())));
-        let bytes: usize = ranges.iter().map(|range| range.1).sum();
+        let address = |bytes: *const [u8]| bytes.cast::<u8>() as u64;
+        let ranges = page_ranges(host.map(|of| address(of)..address(of) + of.len() as u64));
+        let bytes: u64 = ranges.iter().map(|range| range.end - range.start).sum();
         let available = system_memory().1;
         if ranges.is_empty() {
             return Err("the model is not mapped".into());
         }
-        if bytes as u64 > available / 2 {
+        if bytes > available / 2 {
             return Err(format!(
                 "its {bytes} bytes are more than half of the {available} bytes of available memory"
             ));
@@ -68,11 +68,12 @@ impl PageLocks {
             ranges: Vec::with_capacity(ranges.len()),
             _views: views,
         };
-        for (start, len) in ranges {
+        for range in ranges {
+            let len = (range.end - range.start) as usize;
             // SAFETY: the views keep the pages mapped until they are unlocked again.
-            let locked = unsafe { device.lock_pages(start as *const u8, len) };
+            let locked = unsafe { device.lock_pages(range.start as *const u8, len) };
             locked.map_err(|error| error.to_string())?;
-            locks.ranges.push((start, len));
+            locks.ranges.push(range);
         }
         let locks = Arc::new(locks);
         all.push(Arc::downgrade(&locks));
@@ -81,54 +82,41 @@ impl PageLocks {
 
     /// Returns whether all of these bytes are locked.
     pub fn cover(&self, start: *const u8, len: u64) -> bool {
-        let start = start as usize;
-        let after = self.ranges.partition_point(|range| range.0 <= start);
-        let Some(&(first, locked)) = after.checked_sub(1).and_then(|at| self.ranges.get(at)) else {
-            return false;
-        };
-        (start - first) as u64 + len <= locked as u64
+        let start = start as u64;
+        let is_around = |range: &Range<u64>| range.start <= start && start + len <= range.end;
+        self.ranges.iter().any(is_around)
     }
 
     /// Returns the locked bytes.
     pub fn bytes(&self) -> u64 {
-        self.ranges.iter().map(|range| range.1 as u64).sum()
+        let bytes = self.ranges.iter().map(|range| range.end - range.start);
+        bytes.sum()
     }
 }
 
 impl Drop for PageLocks {
     fn drop(&mut self) {
-        for &(start, _) in &self.ranges {
+        for range in &self.ranges {
             // SAFETY: a scheduler drops its locks when its stream is idle.
-            let _ = unsafe { self.device.unlock_pages(start as *const u8) };
+            let _ = unsafe { self.device.unlock_pages(range.start as *const u8) };
         }
     }
 }
 
 /// Returns the whole pages around some bytes, each once.
-fn page_ranges(bytes: impl Iterator<Item = (usize, usize)>) -> Vec<(usize, usize)> {
+fn page_ranges(bytes: impl Iterator<Item = Range<u64>>) -> Vec<Range<u64>> {
     let page = page_size();
-    let mut all: Vec<(usize, usize)> = bytes
-        .filter(|&(_, len)| len > 0)
-        .map(|(start, len)| (start / page * page, (start + len).div_ceil(page) * page))
-        .collect();
-    all.sort_unstable();
-    let mut merged: Vec<(usize, usize)> = Vec::new();
-    for (start, end) in all {
-        match merged.last_mut() {
-            Some(last) if start <= last.1 => last.1 = last.1.max(end),
-            _ => merged.push((start, end)),
+    let whole = |of: Range<u64>| of.start / page * page..of.end.next_multiple_of(page);
+    let mut all: Vec<_> = bytes.filter(|of| !of.is_empty()).map(whole).collect();
+    all.sort_unstable_by_key(|range| range.start);
+    all.dedup_by(|next, last| {
+        let joined = next.start <= last.end;
+        if joined {
+            last.end = last.end.max(next.end);
         }
-    }
-    merged
-        .into_iter()
-        .map(|(start, end)| (start, end - start))
-        .collect()
-}
-
-fn page_size() -> usize {
-    // SAFETY: takes and returns numbers.
-    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-    usize::try_from(size).unwrap_or(PAGE).max(1)
+        joined
+    });
+    all
 }
 
 #[cfg(test)]
@@ -139,13 +127,13 @@ mod tests {
     fn pages_are_locked_once_each() {
         let page = page_size();
         let bytes = [
-            (10 * page + 5, page),
-            (20 * page, 1),
-            (11 * page + 7, 3 * page),
-            (3 * page, 0),
-            (21 * page, page),
+            10 * page + 5..11 * page + 5,
+            20 * page..20 * page + 1,
+            11 * page + 7..14 * page + 7,
+            3 * page..3 * page,
+            21 * page..22 * page,
         ];
-        let expected = vec![(10 * page, 5 * page), (20 * page, 2 * page)];
+        let expected = [10 * page..15 * page, 20 * page..22 * page];
         assert_eq!(page_ranges(bytes.into_iter()), expected);
     }
 }

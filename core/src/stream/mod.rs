@@ -21,5 +21,5 @@ mod reader;
 mod requests;
 mod router;
 
-pub use pages::{WINDOW, read_ahead};
+pub use pages::{WINDOW, page_size, read_ahead};
 pub use reader::{Matrices, Reader, Settings};
