@@ -211,8 +211,8 @@ impl Shared {
     pub fn wait_until_idle(&self, gpu: &DeviceState) -> bool {
         self.release(gpu, 0..self.plan.slots);
         let (waits, leaked) = {
-            let mut table = self.table.lock();
-            (table.take_waits(), table.has_leaked())
+            let table = self.table.lock();
+            (table.waits.clone(), table.leaked)
         };
         let consumed = |wait: &Consumed| gpu.events[wait.index].consumed.event;
         let mut events: Vec<Event> = waits.iter().map(consumed).collect();
@@ -220,10 +220,8 @@ impl Shared {
             (gpu.idle.event, gpu.fetch.stream),
             (gpu.join_event.event, gpu.compute()),
         ] {
-            if self
-                .retry_once(|| gpu.device.record(event, stream))
-                .is_err()
-            {
+            let recorded = self.retry_once(|| gpu.device.record(event, stream));
+            if recorded.is_err() {
                 return false;
             }
             events.push(event);
@@ -232,20 +230,14 @@ impl Shared {
             true => LAST_TIMEOUT,
             false => self.options.timeout,
         };
-        !leaked && self.wait_for(gpu, &events, timeout)
-    }
-
-    fn wait_for(&self, gpu: &DeviceState, events: &[Event], timeout: Duration) -> bool {
         let backoff = Backoff::new();
-        events.iter().all(|&event| {
-            loop {
-                match self.retry_once(|| gpu.device.is_done(event)) {
-                    Ok(true) => return true,
-                    Ok(false) if backoff.elapsed() < timeout => backoff.pause(),
-                    Ok(false) | Err(_) => return false,
-                }
+        let is_over = |&event: &Event| loop {
+            match self.retry_once(|| gpu.device.is_done(event)) {
+                Ok(false) if backoff.elapsed() < timeout => backoff.pause(),
+                done => return done == Ok(true),
             }
-        })
+        };
+        !leaked && events.iter().all(is_over)
     }
 }
 

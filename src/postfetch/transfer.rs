@@ -1,9 +1,10 @@
 //! Progress and identity of a transfer.
 
 /// Progress of a transfer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Phase {
     /// Not in use.
+    #[default]
     Free,
     /// Waits for the fetching thread.
     Queued,

@@ -69,7 +69,7 @@ struct Memory {
 }
 
 /// Experts that are copied together, or an expert whose bytes are in a slot of the cache.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Transfer {
     phase: Phase,
     /// Differs each time the transfer is used.
@@ -145,12 +145,12 @@ pub(super) struct TransferTable {
     scratchpad: Scratchpad,
     cache: Cache,
     /// What the fetch stream has to wait for before the next copy. One at most for each transfer.
-    waits: Vec<Consumed>,
+    pub waits: Vec<Consumed>,
     /// Transfers that are issuing or in flight.
     in_flight: u32,
     stopped: bool,
     /// The device may use some memory for ever.
-    leaked: bool,
+    pub leaked: bool,
     /// Transfers that failed since the last successful one.
     failures: u32,
     /// The last number of a transfer or of a record.
@@ -161,22 +161,9 @@ impl TransferTable {
     /// Makes a table for `slots` experts, a scratchpad of `bytes` bytes, a cache, and `transfers`
     /// transfers.
     pub fn new(slots: usize, bytes: u64, cache: Cache, transfers: usize) -> TransferTable {
-        let transfer = |_| Transfer {
-            phase: Phase::Free,
-            number: 0,
-            first_slot: 0,
-            rows: 0,
-            live: 0,
-            memory: Memory::default(),
-            placed: false,
-            weights: None,
-            stream: None,
-            awaiting_consumer: false,
-            untimed: None,
-        };
         TransferTable {
             slots: vec![ExpertSlot::Idle; slots],
-            transfers: (0..transfers).map(transfer).collect(),
+            transfers: (0..transfers).map(|_| Transfer::default()).collect(),
             free: (0..transfers).collect(),
             queue: VecDeque::with_capacity(transfers),
             scratchpad: Scratchpad::new(bytes, transfers),
@@ -648,11 +635,6 @@ impl TransferTable {
         self.waits.retain(|&waiting| waiting != wait);
     }
 
-    /// Takes all that the fetch stream would have to wait for.
-    pub fn take_waits(&mut self) -> Vec<Consumed> {
-        std::mem::take(&mut self.waits)
-    }
-
     /// Takes a transfer whose time is to be collected, with the slot of its first expert.
     pub fn take_untimed(&mut self) -> Option<(TransferId, usize)> {
         let index = self
@@ -681,11 +663,6 @@ impl TransferTable {
     /// Returns the number of slots that a layer has in the cache.
     pub fn cache_slots(&self, layer: &PlannedLayer) -> usize {
         self.cache.slots_of(layer.position)
-    }
-
-    /// Returns whether the device may use some memory for ever.
-    pub fn has_leaked(&self) -> bool {
-        self.leaked
     }
 
     /// Adds the sizes of scratchpad and cache to statistics.
