@@ -3,7 +3,7 @@
 use super::device_state::DeviceState;
 use super::plan::{ExpertWeights, PlannedLayer};
 use super::policy::{Action, Reason, State, action};
-use super::shared::{Backoff, Shared};
+use super::shared::{Backoff, LATE, Shared};
 use super::stats::add;
 use super::transfer::{Phase, TransferId};
 use super::transfer_table::Lookup;
@@ -140,7 +140,7 @@ impl Request<'_> {
                     return self.on_cpu(state, shared.initial_fallback, position);
                 }
                 Action::Wait if wait.is_over() => {
-                    shared.disable("a copy took longer than the timeout");
+                    shared.disable(LATE);
                     return self.on_cpu(state, Reason::TimedOut, position);
                 }
                 Action::Wait => wait.pause(),
@@ -263,7 +263,7 @@ impl<'a> Wait<'a> {
 
     fn is_over(&self) -> bool {
         let backoff = self.backoff.as_ref();
-        backoff.is_some_and(|backoff| backoff.elapsed() > self.shared.options.timeout)
+        backoff.is_some_and(|backoff| backoff.elapsed() > self.shared.options.config.timeout)
     }
 }
 

@@ -178,7 +178,7 @@ impl PostFetch {
         loop {
             match self.query(layer, expert).state {
                 State::GpuReady => return true,
-                State::CopyInFlight if backoff.elapsed() < self.shared.options.timeout => {
+                State::CopyInFlight if backoff.elapsed() < self.shared.options.config.timeout => {
                     backoff.pause();
                 }
                 State::CopyInFlight | State::CpuOnly => return false,
