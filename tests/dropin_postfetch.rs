@@ -349,6 +349,33 @@ fn a_copy_that_is_late() {
     }
 }
 
+/// Weights that a late copy may still read are not replaced.
+#[test]
+fn no_swap_after_a_copy_that_is_late() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("model.gguf");
+    replace(&path, &fixture("small-moe.gguf"));
+    let setup = on()
+        .device("SIM_GGML_LATE", "set_tensor_async@2:1")
+        .with("LLAMA_POSTFETCH_TIMEOUT_MS", "100");
+    let sim = setup.simulation();
+    let mut host = setup.start(&sim, &path);
+    host.ask("prompt 64");
+    let expected = host.ask("prompt 64");
+    replace(&path, &fixture("small-moe-mixed.gguf"));
+    let reload = host.control("reload");
+    assert!(
+        reload
+            .to_string()
+            .contains("swap refused: a copy to the device"),
+        "{reload}"
+    );
+    assert_eq!(host.ask("prompt 64"), expected);
+    host.ask("hashes 9");
+    assert_eq!(host.end(), Some(0));
+    sim.report().assert_ordered();
+}
+
 /// An evaluation that fails in its middle leaves nothing behind for the next.
 #[test]
 fn an_evaluation_that_fails() {

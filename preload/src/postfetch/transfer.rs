@@ -31,6 +31,9 @@ pub struct Piece {
     pub to: Range<usize>,
 }
 
+/// Why tensors are not swapped any more.
+const READS_WEIGHTS: &str = "swap refused: a copy to the device that did not end in time may still read the weights of now; start the program again";
+
 /// What a transfer copies.
 #[derive(Default)]
 pub struct Request {
@@ -287,8 +290,7 @@ impl Queue {
     fn lose(&mut self, why: &str) {
         self.lost = true;
         self.take_back();
-        // The thread may still read weights of now.
-        barrier::refuse();
+        barrier::refuse(READS_WEIGHTS);
         FIGURES.note_obstacle(format!(
             "the program copies experts itself, no tensors are swapped, and memory for experts stays in use: {why}"
         ));
