@@ -12,7 +12,6 @@ use llama_sidecar::device::cuda::{CudaDevice, device_count};
 use llama_sidecar::device::{AsyncDevice, Copy2d, Device};
 use llama_sidecar::model::{Model, Options as ModelOptions};
 use llama_sidecar::postfetch::{Options, PostFetch};
-use sidecar_core::config::Config;
 use testkit::median;
 use testkit::writer::{Gguf, Kv, MXFP4, Q4_K};
 
@@ -85,14 +84,6 @@ impl Shape {
     }
 }
 
-fn options() -> Options {
-    Options {
-        config: Config::get().postfetch.clone(),
-        active: 0,
-        timeout: Duration::from_secs(5),
-    }
-}
-
 /// Stands for gate and up.
 fn compute(long: Duration) {
     let began = Instant::now();
@@ -112,9 +103,11 @@ fn without_device(why: &str) {
     println!("### Post-fetch without a GPU\n");
     let folder = tempfile::tempdir_in("/dev/shm").expect("a folder");
     let shape = &SHAPES[1];
-    let fetch = PostFetch::new(shape.model(folder.path()), options(), || {
-        Ok(CudaDevice::open(0)? as Arc<dyn AsyncDevice>)
-    });
+    let fetch = PostFetch::new(
+        shape.model(folder.path()),
+        Options::from_environment(),
+        || Ok(CudaDevice::open(0)? as Arc<dyn AsyncDevice>),
+    );
     let ids = shape.ids(1);
     let mut best = (Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
@@ -206,7 +199,7 @@ struct Cached {
 
 fn cached(device: &Arc<CudaDevice>, shape: &Shape, model: &Arc<Model>, slots: usize) -> Cached {
     let opened = device.clone();
-    let mut options = options();
+    let mut options = Options::from_environment();
     options.config.spin = SPIN;
     options.config.cache_bytes = (slots * shape.nbytes.next_multiple_of(256)) as u64;
     let fetch = PostFetch::new(
@@ -313,7 +306,7 @@ impl Run {
     ) {
         // Page locks are taken again in each round: while they last, the peer's memory is locked too.
         let opened = device.clone();
-        let mut options = options();
+        let mut options = Options::from_environment();
         options.config.spin = spin;
         let fetch = PostFetch::new(
             model.clone(),

@@ -428,7 +428,7 @@ struct llama_postfetch_params {
     uint64_t spin_us;
     /**
      * Timeout of a copy in microseconds. After a timeout, the device is no longer used. Default:
-     * 5,000,000.
+     * LLAMA_POSTFETCH_TIMEOUT_MS, or 5 s.
      */
     uint64_t patience_us;
     /**

@@ -320,6 +320,62 @@ fn calls_that_fail_leave_stocks_path() {
     assert!(run.figures["obstacle"].is_string());
 }
 
+/// A copy that does not end in time is made by the program, as are all after it. When it ends at last,
+/// it writes to memory that nothing reads.
+#[test]
+fn a_copy_that_is_late() {
+    let settings = [
+        (Setup::default(), on()),
+        (Setup::default(), on().device(DECODE.0, DECODE.1)),
+        (offloaded(), cached("26")),
+        (Setup::default(), cached_beside_cpu("26")),
+    ];
+    for (reference, setup) in settings {
+        let mut commands = COMMANDS.to_vec();
+        commands.extend(["hashes 9", "prompt 48"]);
+        let expected = reference.run(&commands).answers;
+        for nth in [1, 2, 7, 20] {
+            let late = format!("set_tensor_async@2:{nth}");
+            let run = setup
+                .clone()
+                .device("SIM_GGML_LATE", &late)
+                .with("LLAMA_POSTFETCH_TIMEOUT_MS", "100")
+                .run(&commands);
+            assert_eq!(run.answers, expected, "{late}");
+            let obstacle = run.figures["obstacle"].as_str().unwrap_or_default();
+            let reason = "a copy took longer than 0.1 s (LLAMA_POSTFETCH_TIMEOUT_MS)";
+            assert!(obstacle.ends_with(reason), "{late}: {}", run.figures);
+        }
+    }
+}
+
+/// Weights that a late copy may still read are not replaced.
+#[test]
+fn no_swap_after_a_copy_that_is_late() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("model.gguf");
+    replace(&path, &fixture("small-moe.gguf"));
+    let setup = on()
+        .device("SIM_GGML_LATE", "set_tensor_async@2:1")
+        .with("LLAMA_POSTFETCH_TIMEOUT_MS", "100");
+    let sim = setup.simulation();
+    let mut host = setup.start(&sim, &path);
+    host.ask("prompt 64");
+    let expected = host.ask("prompt 64");
+    replace(&path, &fixture("small-moe-mixed.gguf"));
+    let reload = host.control("reload");
+    assert!(
+        reload
+            .to_string()
+            .contains("swap refused: a copy to the device"),
+        "{reload}"
+    );
+    assert_eq!(host.ask("prompt 64"), expected);
+    host.ask("hashes 9");
+    assert_eq!(host.end(), Some(0));
+    sim.report().assert_ordered();
+}
+
 /// An evaluation that fails in its middle leaves nothing behind for the next.
 #[test]
 fn an_evaluation_that_fails() {

@@ -4,6 +4,7 @@
 mod hosts;
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use hosts::servers::{end, reload};
@@ -12,7 +13,8 @@ use hosts::{copied, count, exchange_blocks, taken, traced};
 use serde_json::{Value, json};
 use sidecar_core::gguf::{Access, GgufFile};
 use testkit::fixtures::fixture;
-use testkit::host::{DropIn, replace};
+use testkit::host::{DropIn, built, replace};
+use testkit::llama_cpp::llama_cpp;
 use testkit::server::{Answer, Options, Request, Server};
 use testkit::sim_ggml::SimGgml;
 
@@ -315,4 +317,40 @@ fn early_copies_and_experts_that_have_slots() {
         placed.end();
     }
     assert_eq!(answers[0], answers[1]);
+}
+
+/// `run --expert-cache` leaves out the option of the program, and has its memory.
+#[test]
+fn run_gives_its_memory_to_the_slots() {
+    let completion = |wrapper: &[&str]| {
+        let program = llama_cpp("llama-completion").display().to_string();
+        let model = fixture(MODEL).display().to_string();
+        let options = "--device SIM0 -ngl 99 -cmoe -p 7 -n 12 --temp 0 -no-cnv --no-warmup";
+        let sim = SimGgml::new(&[]);
+        let wrapper = wrapper.iter().map(|word| (*word).to_owned());
+        let mut words = wrapper.chain([program, "-m".into(), model]);
+        let mut command = Command::new(words.next().expect("a program"));
+        command.args(words).args(options.split(' '));
+        command.args(["--moe-cache-mib", CACHE]);
+        sim.prepare(&mut command);
+        let output = command.output().expect("it ends");
+        let log = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{log}");
+        sim.report().assert_ordered();
+        (output.stdout, log)
+    };
+    let command = built("release/llama-sidecar").display().to_string();
+    let (expected, _) = completion(&["nice"]);
+    let flags = ["--expert-cache", "--expert-cache-misses=fetch", "--"];
+    let (found, log) = completion(&[&[&command, "run"], &flags[..]].concat());
+    assert_eq!(found, expected);
+    let line = format!("the program runs without its own expert cache of {CACHE} MiB");
+    assert!(log.contains(&line), "{log}");
+    assert!(log.contains("(3 of each layer, 20 MB)"), "{log}");
+    // The size of the flag counts.
+    let flags = ["--expert-cache=13", "--expert-cache-misses=fetch", "--"];
+    let (found, log) = completion(&[&[&command, "run"], &flags[..]].concat());
+    assert_eq!(found, expected);
+    assert!(log.contains(&line), "{log}");
+    assert!(log.contains("(2 of each layer, 13 MB)"), "{log}");
 }

@@ -14,7 +14,6 @@ use llama_sidecar::model::{Model, Options as ModelOptions, Placement};
 use llama_sidecar::postfetch::{Acquired, Options, PostFetch, Reason, State};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
-use sidecar_core::config::Config;
 use sidecar_core::gguf::Access;
 use sidecar_core::logger;
 use sidecar_core::trace::{LayerCounts, Snapshot};
@@ -111,11 +110,9 @@ fn set_time(path: &Path, seconds_ago: u64) {
 }
 
 fn options() -> Options {
-    Options {
-        config: Config::get().postfetch.clone(),
-        active: 0,
-        timeout: Duration::from_secs(10),
-    }
+    let mut options = Options::from_environment();
+    options.config.timeout = Duration::from_secs(10);
+    options
 }
 
 fn fetch(model: &Arc<Model>, device: usize, change: impl FnOnce(&mut Options)) -> PostFetch {
@@ -1315,7 +1312,7 @@ fn scenario(model: &Arc<Model>, page_lock: bool, cache_bytes: u64) -> (u64, u64)
         options.config.page_lock = page_lock;
         options.config.cache_bytes = cache_bytes;
         options.config.max_transfers = 2;
-        options.timeout = Duration::from_millis(300);
+        options.config.timeout = Duration::from_millis(300);
     });
     for layer in [0, 1, 2] {
         run_layer(&fetch, layer, &[3, 4, 0, 5]);

@@ -60,7 +60,7 @@ pub struct llama_postfetch_params {
     /// adds a few microseconds to llama_postfetch_schedule. Default: LLAMA_POSTFETCH_SPIN_US.
     pub spin_us: u64,
     /// Timeout of a copy in microseconds. After a timeout, the device is no longer used. Default:
-    /// 5,000,000.
+    /// LLAMA_POSTFETCH_TIMEOUT_MS, or 5 s.
     pub patience_us: u64,
     /// Device memory in bytes in which recently used experts stay after their release, in addition
     /// to scratchpad_bytes; 0 for none, UINT64_MAX for all experts. Layers share it in proportion
@@ -97,7 +97,7 @@ impl llama_postfetch_params {
             n_active: options.active,
             scratchpad_bytes: config.scratchpad_bytes,
             spin_us: config.spin.as_micros() as u64,
-            patience_us: options.timeout.as_micros() as u64,
+            patience_us: config.timeout.as_micros() as u64,
             cache_bytes: config.cache_bytes,
             cache_half_life: config.cache_half_life.into(),
         }
@@ -123,10 +123,10 @@ impl llama_postfetch_params {
                 cache_bytes: self.cache_bytes,
                 cache_half_life: u32::try_from(self.cache_half_life).unwrap_or(u32::MAX),
                 spin: Duration::from_micros(self.spin_us),
+                timeout: Duration::from_micros(self.patience_us),
                 debug: self.debug,
             },
             active: self.n_active,
-            timeout: Duration::from_micros(self.patience_us),
         })
     }
 }

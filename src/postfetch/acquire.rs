@@ -3,7 +3,7 @@
 use super::device_state::DeviceState;
 use super::plan::{ExpertWeights, PlannedLayer};
 use super::policy::{Reason, State};
-use super::shared::{Backoff, Shared};
+use super::shared::{Backoff, LATE, Shared};
 use super::transfer::{Phase, TransferId};
 use crate::device::Stream;
 use sidecar_core::gguf::TypeInfo;
@@ -140,13 +140,13 @@ impl Request<'_> {
         if state == State::GpuReady {
             return self.on_device(gpu, id, position, state);
         }
-        let is_over = |wait: &Backoff| wait.elapsed() > shared.options.timeout;
+        let is_over = |wait: &Backoff| wait.elapsed() > shared.options.config.timeout;
         let reason = if !blocks {
             Reason::Missed
         } else if shared.is_off() {
             shared.initial_fallback
         } else if wait.as_ref().is_some_and(is_over) {
-            shared.disable("a copy took longer than the timeout");
+            shared.disable(LATE);
             Reason::TimedOut
         } else {
             wait.get_or_insert_with(Backoff::new).pause();

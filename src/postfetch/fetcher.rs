@@ -1,25 +1,18 @@
 //! The thread that issues copies. A driver takes microseconds for each copy and each event;
 //! callers do not wait for that.
 
-use std::sync::atomic::Ordering;
 use std::time::Instant;
+
+use parking_lot::Mutex;
+use sidecar_core::fetch::{CopyQueue, Step, Work};
 
 use super::device_state::{CHUNK, CHUNKS, DeviceState};
 use super::plan::ExpertWeights;
 use super::policy::Reason;
-use super::shared::{Backoff, Shared};
+use super::shared::{Backoff, LATE, Shared};
 use super::transfer::TransferId;
-use super::transfer_table::Issue;
+use super::transfer_table::{Issue, TransferTable};
 use crate::device::{Copy2d, DeviceError};
-
-/// The next work of the thread.
-enum Step {
-    Stop,
-    /// Issue the copy of a transfer.
-    Issue(Issue),
-    /// Check whether a transfer is done.
-    Watch(TransferId),
-}
 
 /// Why a copy was not issued.
 enum IssueError {
@@ -42,8 +35,9 @@ pub(super) fn run(shared: &Shared) {
         shared,
         gpu,
         chunk: 0,
+        watched: None,
     };
-    let fetch = std::panic::AssertUnwindSafe(|| fetcher.run());
+    let fetch = std::panic::AssertUnwindSafe(|| fetcher.run(shared.options.config.spin));
     if std::panic::catch_unwind(fetch).is_err() {
         shared.disable("an internal error of llama-sidecar; report it");
     }
@@ -54,72 +48,35 @@ struct Fetcher<'a> {
     gpu: &'a DeviceState,
     /// The page-locked buffer to fill next.
     chunk: usize,
+    /// The copy that was watched last, and since when.
+    watched: Option<(TransferId, Instant)>,
 }
 
-impl Fetcher<'_> {
-    fn run(&mut self) {
-        let mut watched: Option<(TransferId, Instant)> = None;
-        loop {
-            match self.next() {
-                Step::Stop => return,
-                Step::Issue(issue) => self.issue(&issue),
-                Step::Watch(id) => {
-                    let same = watched.filter(|(before, _)| *before == id);
-                    let (_, since) = *watched.insert(same.unwrap_or((id, Instant::now())));
-                    self.watch(id, since);
-                }
-            }
-        }
+impl CopyQueue for Fetcher<'_> {
+    type Table = TransferTable;
+    type Copy = Issue;
+    type Watched = TransferId;
+
+    fn table(&self) -> (&Mutex<TransferTable>, &Work) {
+        (&self.shared.table, &self.shared.work)
     }
 
-    /// Waits for the next step: spins for the configured time, then sleeps.
-    fn next(&self) -> Step {
-        let shared = self.shared;
-        let config = &shared.options.config;
-        let idle_since = Instant::now();
-        let mut table = shared.table.lock();
-        loop {
-            if table.is_stopped() {
-                return Step::Stop;
-            }
-            if shared.is_off() {
-                table.refuse_queued();
-            } else if let Some(issue) = table.begin_issue(config.max_transfers) {
-                return Step::Issue(issue);
-            } else if let Some(id) = table.next_to_watch() {
-                return Step::Watch(id);
-            }
-            if idle_since.elapsed() >= config.spin {
-                shared.work.wait(&mut table);
-                continue;
-            }
-            let seen = shared.wakes.load(Ordering::Acquire);
-            drop(table);
-            while shared.wakes.load(Ordering::Acquire) == seen && idle_since.elapsed() < config.spin
-            {
-                std::hint::spin_loop();
-            }
-            table = shared.table.lock();
+    fn next(&self, table: &mut TransferTable) -> Step<Issue, TransferId> {
+        if table.is_stopped() {
+            return Step::Stop;
         }
+        if self.shared.is_off() {
+            table.refuse_queued();
+            return Step::Wait;
+        }
+        let most = self.shared.options.config.max_transfers;
+        if let Some(issue) = table.begin_issue(most) {
+            return Step::Issue(issue);
+        }
+        table.next_to_watch().map_or(Step::Wait, Step::Watch)
     }
 
-    fn watch(&self, id: TransferId, since: Instant) {
-        let shared = self.shared;
-        let ready = self.gpu.events[id.index].ready.event;
-        match self.gpu.device.is_done(ready) {
-            Ok(true) => {
-                shared.table.lock().complete(id);
-            }
-            Ok(false) if since.elapsed() > shared.options.timeout => {
-                shared.disable("a copy took longer than the timeout");
-            }
-            // Other copies are under way: the link is busy during the sleep.
-            Ok(false) => std::thread::sleep(Backoff::SLEEP),
-            Err(error) => shared.copy_failed(id, &error),
-        }
-    }
-
-    fn issue(&mut self, issue: &Issue) {
+    fn issue(&mut self, issue: Issue) {
         let shared = self.shared;
         let events = shared.collect_times(self.gpu);
         let copy = Copy2d {
@@ -131,7 +88,7 @@ impl Fetcher<'_> {
             rows: issue.rows as usize,
         };
         let mut source_in_use = false;
-        let result = self.copy_in(issue, copy, &mut source_in_use);
+        let result = self.copy_in(&issue, copy, &mut source_in_use);
         drop(events);
         let mut table = shared.table.lock();
         match result {
@@ -154,6 +111,26 @@ impl Fetcher<'_> {
         }
     }
 
+    fn watch(&mut self, id: TransferId) {
+        let shared = self.shared;
+        let same = self.watched.filter(|(before, _)| *before == id);
+        let (_, since) = *self.watched.insert(same.unwrap_or((id, Instant::now())));
+        let ready = self.gpu.events[id.index].ready.event;
+        match self.gpu.device.is_done(ready) {
+            Ok(true) => {
+                shared.table.lock().complete(id);
+            }
+            Ok(false) if since.elapsed() > shared.options.config.timeout => {
+                shared.disable(LATE);
+            }
+            // Other copies are under way: the link is busy during the sleep.
+            Ok(false) => std::thread::sleep(Backoff::SLEEP),
+            Err(error) => shared.copy_failed(id, &error),
+        }
+    }
+}
+
+impl Fetcher<'_> {
     fn copy_in(
         &mut self,
         issue: &Issue,
@@ -238,12 +215,12 @@ impl Fetcher<'_> {
         let (shared, device) = (self.shared, &self.gpu.device);
         let backoff = Backoff::new();
         while !device.is_done(self.gpu.ring.copied(self.chunk))? {
-            let over = backoff.elapsed() > shared.options.timeout;
+            let over = backoff.elapsed() > shared.options.config.timeout;
             if over || shared.table.lock().is_stopped() {
                 return Err(IssueError::Device(DeviceError::Failed {
                     device: device.name().into(),
                     action: "copy",
-                    reason: "a copy took longer than the timeout".into(),
+                    reason: LATE.into(),
                 }));
             }
             backoff.pause();

@@ -138,7 +138,7 @@ impl PostFetch {
             let bytes = table.schedule(&shared.model, planned, ids, &mut stats);
             (stats.experts - before, bytes)
         };
-        shared.wake();
+        shared.work.notify();
         if shared.options.config.debug {
             shared.log_schedule(planned, ids, experts, bytes);
         }
@@ -171,7 +171,7 @@ impl PostFetch {
         loop {
             match self.query(layer, expert).state {
                 State::GpuReady => return true,
-                State::CopyInFlight if backoff.elapsed() < self.shared.options.timeout => {
+                State::CopyInFlight if backoff.elapsed() < self.shared.options.config.timeout => {
                     backoff.pause();
                 }
                 State::CopyInFlight | State::CpuOnly => return false,
@@ -297,7 +297,7 @@ impl PostFetch {
 impl Drop for PostFetch {
     fn drop(&mut self) {
         self.shared.table.lock().stop();
-        self.shared.wake();
+        self.shared.work.notify();
         if let Some(fetcher) = self.fetcher.take() {
             // The thread has handled its own panic.
             let _ = fetcher.join();

@@ -2,10 +2,12 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Mutex, MutexGuard};
+use sidecar_core::config;
+use sidecar_core::fetch::Work;
 
 use super::cache::Cache;
 use super::device_state::DeviceState;
@@ -16,10 +18,12 @@ use super::transfer::TransferId;
 use super::transfer_table::{Consumed, TransferTable};
 use crate::device::{AsyncDevice, DeviceError, Event};
 use crate::model::Model;
-use sidecar_core::config;
 
 /// Failures in a row after which the device is not used any more.
 const MAX_FAILURES: u32 = 3;
+/// Why a device is not used any more after [`config::PostFetch::timeout`].
+pub(super) const LATE: &str =
+    "a copy took longer than the timeout (patience_us, LLAMA_POSTFETCH_TIMEOUT_MS)";
 /// Wait at the end for a device that is not used any more.
 const LAST_TIMEOUT: Duration = Duration::from_millis(200);
 
@@ -30,8 +34,6 @@ pub struct Options {
     pub config: config::PostFetch,
     /// Experts per token; 0 for the number in the model's file.
     pub active: u32,
-    /// Longest time for a copy. After that the device is not used any more.
-    pub timeout: Duration,
 }
 
 impl Options {
@@ -40,7 +42,6 @@ impl Options {
         Options {
             config: config::Config::get().postfetch.clone(),
             active: 0,
-            timeout: Duration::from_secs(5),
         }
     }
 }
@@ -71,9 +72,8 @@ pub(super) struct Shared {
     pub times: Mutex<Vec<LayerTimes>>,
     /// Held from the record of [`DeviceState::join_event`] until another stream waits for it.
     pub joining: Mutex<()>,
-    /// Wakes the fetching thread: `work` while it sleeps, `wakes` while it spins.
-    pub work: Condvar,
-    pub wakes: AtomicU64,
+    /// Wakes the fetching thread.
+    pub work: Work,
     off: AtomicBool,
     /// Device and setup, or the reason why there is none.
     mode: Mutex<String>,
@@ -113,8 +113,7 @@ impl Shared {
             timing: Mutex::default(),
             times: Mutex::new(vec![LayerTimes::default(); plan.layers.len()]),
             table: Mutex::new(table),
-            work: Condvar::new(),
-            wakes: AtomicU64::new(0),
+            work: Work::default(),
             off: AtomicBool::new(gpu.is_none()),
             initial_fallback,
             gpu,
@@ -124,12 +123,6 @@ impl Shared {
             plan,
             options,
         }
-    }
-
-    /// Wakes the fetching thread after a change of the table.
-    pub fn wake(&self) {
-        self.wakes.fetch_add(1, Ordering::Release);
-        self.work.notify_one();
     }
 
     /// Returns whether the device is not used, or not used any more.
@@ -203,7 +196,7 @@ impl Shared {
             format!("post-fetch stopped using its device, experts are computed on the CPU: {why}");
         log::warn!("{mode}");
         *self.mode.lock() = mode;
-        self.wake();
+        self.work.notify();
     }
 
     /// Releases all experts and waits until the device does not use its memory any more.
@@ -228,7 +221,7 @@ impl Shared {
         }
         let timeout = match self.is_off() {
             true => LAST_TIMEOUT,
-            false => self.options.timeout,
+            false => self.options.config.timeout,
         };
         let backoff = Backoff::new();
         let is_over = |&event: &Event| loop {

@@ -35,6 +35,8 @@ pub fn program(name: &str, version: &str) -> Result<PathBuf> {
     let program = folder.join("bin").join(name);
     if !program.exists() {
         println!("building {name} {version}");
+        // The first check needs a program before anything is in an empty cache.
+        std::fs::create_dir_all(cache())?;
         run(command("cargo", &cache())
             .args([
                 "install",

@@ -17,6 +17,7 @@ use crate::launch::child::{self, Group};
 use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::hooks;
 use crate::launch::journal::{Events, JOURNAL, Journal, UNKNOWN_YET};
+use crate::launch::own_cache;
 use crate::report::cache::{Caches, Policy};
 use crate::report::stream;
 use crate::report::traces::TraceReport;
@@ -66,9 +67,18 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
     }
     let journal = Journal::new()?;
     let mut errors = tempfile::tempfile()?;
+    let mut command = options.command.clone();
+    let own = options
+        .expert_cache
+        .then(|| own_cache::remove(&mut command));
+    let cache = match own {
+        Some(Some(mib)) => mib.to_string(),
+        Some(None) => "auto".to_owned(),
+        None => "0".to_owned(),
+    };
     let mut started = child::spawn(
         Command::new(&program.path)
-            .args(&options.command[1..])
+            .args(&command[1..])
             .process_group(0)
             .env("LD_PRELOAD", ld_preload(&preload))
             .env(JOURNAL, journal.path())
@@ -77,13 +87,8 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
             .env("LLAMA_EXPERT_TRACE_STATS", "1")
             .env("LLAMA_EXPERT_STREAM", "auto")
             .env("LLAMA_POSTFETCH_MODE", "on")
-            .env(
-                "LLAMA_POSTFETCH_CACHE_MB",
-                match options.expert_cache {
-                    true => "auto",
-                    false => "0",
-                },
-            )
+            .env("LLAMA_POSTFETCH_CACHE_MB", cache)
+            .envs(own.map(|_| (own_cache::VARIABLE, "0")))
             .env("LLAMA_SIDECAR_LOG", "error")
             .stdin(Stdio::null())
             .stdout(Stdio::null())

@@ -6,6 +6,7 @@
 //! | [`run`] | a program with the drop-in, and a summary at its end |
 //! | [`hooks`] | reachable hooks |
 //! | [`journal`] | events of the drop-in |
+//! | [`own_cache`] | the expert cache that llama.cpp has of its own |
 //! | [`child`] | processes |
 //! | [`executable`] | ELF files |
 
@@ -14,4 +15,5 @@ pub mod doctor;
 pub mod executable;
 pub mod hooks;
 pub mod journal;
+pub mod own_cache;
 pub mod run;

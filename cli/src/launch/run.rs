@@ -8,7 +8,7 @@ use std::process::{Command, ExitStatus};
 use anyhow::{Context, Result, bail};
 use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, ArgMatches, FromArgMatches};
-use sidecar_core::config::{CAPABILITIES, Config, Kind, VARIABLES, Variable};
+use sidecar_core::config::{CAPABILITIES, CacheSize, Config, Kind, VARIABLES, Variable};
 use sidecar_core::protocol::Event;
 use sidecar_core::summary;
 
@@ -16,6 +16,7 @@ use crate::control;
 use crate::launch::child::{self, Group, quoted};
 use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::journal::{Events, JOURNAL, Journal};
+use crate::launch::own_cache;
 
 /// A command and the settings of the drop-in in it.
 #[derive(clap::Args)]
@@ -128,18 +129,31 @@ impl FromArgMatches for Settings {
 /// Returns only if the command cannot be run.
 pub fn run(options: &RunOptions) -> Result<()> {
     let preload = preload_library()?;
-    let variables = variables(options, &preload);
+    let mut variables = variables(options, &preload);
+    let mut command = options.command.clone();
+    // The settings as the program has them.
+    let config = Config::parse(|name| value_of(&variables, name));
+    let cache = config.program_postfetch.cache;
+    if let Some(mib) = cache.and_then(|_| own_cache::remove(&mut command)) {
+        variables.push((own_cache::VARIABLE, "0".into()));
+        if cache == Some(CacheSize::Auto) {
+            variables.push(("LLAMA_POSTFETCH_CACHE_MB", mib.to_string().into()));
+        }
+        if !options.quiet {
+            eprintln!(
+                "llama-sidecar: the program runs without its own expert cache of {mib} MiB: --expert-cache works in its place"
+            );
+        }
+    }
     if options.dry_run {
         for (name, value) in &variables {
             println!("export {name}={}", quoted(value));
         }
-        let words: Vec<String> = options.command.iter().map(|word| quoted(word)).collect();
+        let words: Vec<String> = command.iter().map(|word| quoted(word)).collect();
         println!("{}", words.join(" "));
         return Ok(());
     }
-    let program = Executable::find(&options.command[0])?;
-    // The settings as the program has them.
-    let config = Config::parse(|name| value_of(&variables, name));
+    let program = Executable::find(&command[0])?;
     if let Some(sentence) = config.unwritable().into_iter().next() {
         bail!("{sentence}");
     }
@@ -149,7 +163,7 @@ pub fn run(options: &RunOptions) -> Result<()> {
     let journal = Journal::new()?;
     let mut child = child::spawn(
         Command::new(&program.path)
-            .args(&options.command[1..])
+            .args(&command[1..])
             .envs(variables.iter().map(|(name, value)| (name, value)))
             .env(JOURNAL, journal.path()),
         Group::Shared,

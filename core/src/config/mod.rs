@@ -87,6 +87,9 @@ impl Config {
                     .number("LLAMA_POSTFETCH_SPIN_US")
                     .unwrap_or(default_spin),
             ),
+            timeout: Duration::from_millis(
+                values.number("LLAMA_POSTFETCH_TIMEOUT_MS").unwrap_or(5000),
+            ),
             debug: values.switch("LLAMA_POSTFETCH_DEBUG"),
         };
         let uses_device = postfetch.enable && !postfetch.force_cpu && postfetch.dedicated_streams;

@@ -31,6 +31,8 @@ pub struct PostFetch {
     pub cache_half_life: u32,
     /// `LLAMA_POSTFETCH_SPIN_US`.
     pub spin: Duration,
+    /// `LLAMA_POSTFETCH_TIMEOUT_MS`.
+    pub timeout: Duration,
     /// `LLAMA_POSTFETCH_DEBUG`.
     pub debug: bool,
 }

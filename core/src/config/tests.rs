@@ -192,6 +192,7 @@ fn postfetch_variables() {
     assert!(defaults.page_lock && !defaults.force_cpu && !defaults.debug);
     assert_eq!((defaults.max_transfers, defaults.scratchpad_bytes), (8, 0));
     assert!(defaults.cpu_limit >= 1);
+    assert_eq!(defaults.timeout, Duration::from_secs(5));
     let all = [
         ("LLAMA_POSTFETCH_ENABLE", "0"),
         ("LLAMA_POSTFETCH_FORCE_CPU", "1"),
@@ -204,6 +205,7 @@ fn postfetch_variables() {
         ("LLAMA_POSTFETCH_CACHE_MB", "2"),
         ("LLAMA_POSTFETCH_CACHE_HALF_LIFE", "9"),
         ("LLAMA_POSTFETCH_SPIN_US", "7"),
+        ("LLAMA_POSTFETCH_TIMEOUT_MS", "4"),
         ("LLAMA_POSTFETCH_DEBUG", "1"),
     ];
     let set = PostFetch {
@@ -218,6 +220,7 @@ fn postfetch_variables() {
         cache_bytes: 2 << 20,
         cache_half_life: 9,
         spin: Duration::from_micros(7),
+        timeout: Duration::from_millis(4),
         debug: true,
     };
     assert_eq!(parse(&all).postfetch, set);
@@ -226,6 +229,7 @@ fn postfetch_variables() {
         ("LLAMA_POSTFETCH_MAX_TRANSFERS", "1025"),
         ("LLAMA_POSTFETCH_CPU_LIMIT", "0"),
         ("LLAMA_POSTFETCH_SPIN_US", "4294967296"),
+        ("LLAMA_POSTFETCH_TIMEOUT_MS", "0"),
         ("LLAMA_POSTFETCH_SCRATCHPAD_MB", "17592186044416"),
         ("LLAMA_POSTFETCH_MODE", "yes"),
     ] {

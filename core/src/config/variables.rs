@@ -304,6 +304,13 @@ pub static VARIABLES: &[Variable] = &[
         flag: None,
     },
     Variable {
+        name: "LLAMA_POSTFETCH_TIMEOUT_MS",
+        default: Value("5000"),
+        kind: number("milliseconds", 1, u32::MAX as u64),
+        help: "longest time for a copy, in milliseconds; later, the CPU computes all experts; drop-in: the program copies all experts",
+        flag: None,
+    },
+    Variable {
         name: "LLAMA_POSTFETCH_DEBUG",
         default: Value("0"),
         kind: Switch,

@@ -144,7 +144,7 @@ impl Capability for PostFetch {
             return;
         };
         if state.plan.is_some() {
-            state.begin();
+            state.begin(scheduler.ggml());
         }
         // Without a copy callback, the graph of the first evaluation has no slots yet.
         let has_slots = state.plan.as_ref().is_some_and(Plan::has_slots);
@@ -169,6 +169,9 @@ impl Capability for PostFetch {
             }
         }
         state.end();
+        if state.is_lost() && state.plan.as_ref().is_some_and(Plan::has_slots) {
+            scheduler.rebuild();
+        }
     }
 
     fn evaluation_failed(&self, scheduler: &Scheduler) {
@@ -193,6 +196,9 @@ impl Capability for PostFetch {
             let of_model = |plan: &Plan| plan.layers.iter().any(|of| of.model == model.number);
             if state.plan.as_ref().is_some_and(of_model) {
                 state.retire();
+            }
+            if let Some(fetcher) = state.fetcher.as_ref().filter(|of| of.is_lost()) {
+                fetcher.outlast();
             }
             state.clear_cache();
         }
@@ -227,7 +233,10 @@ impl Capability for PostFetch {
     fn scheduler_freed(&self, scheduler: &Scheduler) {
         if let Some(mut state) = state_of(scheduler) {
             state.drain();
-            *state = State::new();
+            let freed = std::mem::replace(&mut *state, State::new());
+            if freed.is_lost() {
+                std::mem::forget(freed);
+            }
         }
     }
 

@@ -46,7 +46,7 @@ pub unsafe fn begins(ggml: &'static Ggml, backend: *mut Backend, part: *mut Grap
         return Evaluation::Whole;
     };
     let layout = &ggml.layout;
-    let mut expected = true;
+    let (mut expected, mut lost) = (true, false);
     let mut evaluation = Evaluation::Whole;
     // SAFETY: nodes of a live graph and their sources are live.
     let nodes = unsafe { (ggml.f.ggml_graph_n_nodes)(part) };
@@ -70,17 +70,38 @@ pub unsafe fn begins(ggml: &'static Ggml, backend: *mut Backend, part: *mut Grap
             let cache = state.cache.as_mut();
             slots.ready && cache.is_some_and(|cache| cache.layer(slots.at).has_loads())
         };
+        let mut in_slots = layer.slots.as_ref().is_some_and(|slots| slots.ready);
         let waits = layer.slots.as_ref().is_none_or(|slots| slots.waits);
         let requested = product.transfer.progress() != Progress::Idle;
         if waits && (requested || layer.slots.as_ref().is_some_and(has_loads)) {
             // SAFETY: the backend of the product, on the thread that uses it.
-            unsafe { fetcher.acquire(&product.transfer, backend) };
+            let acquired = unsafe { fetcher.acquire(&product.transfer, backend) };
+            if !acquired {
+                // The program left out its copy. Memory for early copies may be written at any time.
+                let mut used = Vec::new();
+                if in_slots {
+                    // SAFETY: the matrix is live as long as the graph.
+                    let from = unsafe { layout.read(product.weight, layout.data) };
+                    state
+                        .used
+                        .pieces(from, product.expert_bytes, &[], &mut used);
+                } else {
+                    used.clone_from(&product.transfer.request().pieces);
+                }
+                // SAFETY: as above; the program's own copy has the same source.
+                unsafe {
+                    product.restore(ggml);
+                    product.transfer.issue(backend, product.copy, &used);
+                }
+                in_slots = false;
+                lost = fetcher.is_lost();
+            }
         }
         state.seen |= product.is_reached;
         expected &= product.is_reached && layer.backend == backend;
         if let Some(slots) = &mut layer.slots
             && let Some(cache) = &mut state.cache
-            && slots.ready
+            && in_slots
         {
             // SAFETY: as above, and the tensors of the slots and the ids live as long as the plan.
             unsafe {
@@ -117,6 +138,9 @@ pub unsafe fn begins(ggml: &'static Ggml, backend: *mut Backend, part: *mut Grap
     }
     if !expected {
         state.stand_back();
+    }
+    if lost {
+        state.leave(ggml);
     }
     evaluation
 }

@@ -19,7 +19,7 @@ use super::figures::FIGURES;
 use super::instance::{self, Instance, OwnEvent, Scratch};
 use super::on_cpu::{ExpertProduct, HostMemory, OnCpu, Readers};
 use super::transfer::Transfer;
-use crate::ggml::{Backend, Buffer, BufferType, Ggml, OwnContext, Sched, Tensor};
+use crate::ggml::{Backend, Buffer, BufferType, Descriptor, Ggml, OwnContext, Sched, Tensor};
 use crate::program::graph::{GraphReads, UsedWeight};
 use crate::program::models;
 
@@ -32,6 +32,8 @@ pub struct Product {
     pub weight: *mut Tensor,
     /// The scheduler's copy.
     pub copy: *mut Tensor,
+    /// The memory that the scheduler gave its copy.
+    own: Descriptor,
     /// The early copy.
     pub transfer: Arc<Transfer>,
     /// The bytes of an expert.
@@ -40,6 +42,20 @@ pub struct Product {
     pub used_bytes: usize,
     /// Whether the program came to copy the matrix in this evaluation.
     pub is_reached: bool,
+}
+
+impl Product {
+    /// Gives the scheduler's copy its own memory again, unless the early copy is there.
+    ///
+    /// # Safety
+    ///
+    /// On the thread that evaluates the graph, which is live.
+    pub unsafe fn restore(&self, ggml: &Ggml) {
+        if !self.transfer.is_issued() {
+            // SAFETY: as the caller ensures; the scheduler keeps the memory as long as the graph.
+            unsafe { ggml.describe(self.copy, &self.own) };
+        }
+    }
 }
 
 /// A layer of which the scheduler copies matrices.
@@ -146,6 +162,20 @@ pub struct Plan {
 unsafe impl Send for Plan {}
 
 impl Plan {
+    /// Gives the scheduler's copies that the program has not come to their own memory again, unless
+    /// their early copies are there.
+    ///
+    /// # Safety
+    ///
+    /// On the thread that evaluates the graph, which is live.
+    pub unsafe fn restore(&self, ggml: &Ggml) {
+        let products = self.layers.iter().flat_map(|layer| &layer.products);
+        for product in products.filter(|of| !of.is_reached) {
+            // SAFETY: as the caller ensures.
+            unsafe { product.restore(ggml) };
+        }
+    }
+
     /// Whether experts of any layer are in slots.
     pub fn has_slots(&self) -> bool {
         self.layers.iter().any(|layer| layer.slots.is_some())
@@ -396,10 +426,14 @@ impl Devices {
             };
             targets.push((candidate.copy, target));
             // SAFETY: as the caller ensures.
-            let strides: [usize; 4] = unsafe { layout.read(candidate.used.tensor, layout.nb) };
+            let (strides, own) = unsafe {
+                let strides: [usize; 4] = layout.read(candidate.used.tensor, layout.nb);
+                (strides, ggml.descriptor(candidate.copy))
+            };
             products.push(Product {
                 weight: candidate.used.tensor,
                 copy: candidate.copy,
+                own,
                 transfer: Arc::new(Transfer::new(ggml, instance, (context, target))?),
                 expert_bytes: strides[2],
                 used_bytes: 0,

@@ -16,7 +16,7 @@ use super::instance;
 use super::marked::Marked;
 use super::plan::{Devices, Layer, LayerSlots, Plan};
 use super::transfer::Fetcher;
-use crate::ggml::{CopyCallback, Device};
+use crate::ggml::{CopyCallback, Device, Ggml};
 use crate::program::sched::{Allocated, SLOTS, Scheduler};
 use crate::program::{barrier, own_cache, parts};
 
@@ -237,7 +237,7 @@ impl State {
     }
 
     /// Begins an evaluation.
-    pub fn begin(&mut self) {
+    pub fn begin(&mut self, ggml: &Ggml) {
         self.end();
         let generation = barrier::generation();
         if std::mem::replace(&mut self.generation, generation) != generation {
@@ -264,6 +264,9 @@ impl State {
         }
         self.at_start = true;
         self.looked_up = None;
+        if self.is_lost() {
+            self.leave(ggml);
+        }
     }
 
     /// Ends an evaluation that did not fail. A program may begin the next one before it waits.
@@ -311,6 +314,21 @@ impl State {
         if !fetcher.drain() {
             // Slots are taken, and their experts are not there.
             self.clear_cache();
+        }
+    }
+
+    /// Whether the thread that issues copies is lost: it may read weights and write to memory for
+    /// experts at any later time.
+    pub fn is_lost(&self) -> bool {
+        self.fetcher.as_ref().is_some_and(Fetcher::is_lost)
+    }
+
+    /// Leaves all copies to the program from now on, in memory of its own.
+    pub fn leave(&mut self, ggml: &Ggml) {
+        self.order = Order::Other;
+        if let Some(plan) = &self.plan {
+            // SAFETY: on the thread that evaluates the graph of the plan.
+            unsafe { plan.restore(ggml) };
         }
     }
 

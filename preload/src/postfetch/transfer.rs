@@ -8,17 +8,19 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use once_cell::sync::Lazy;
 use parking_lot::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use sidecar_core::config::Config;
+use sidecar_core::fetch::{CopyQueue, Step, Work};
 
 use super::figures::FIGURES;
 use super::instance::{Instance, OwnEvent};
 use crate::ggml::{Backend, Ggml, OwnContext, Tensor};
 use crate::process::thread;
+use crate::program::barrier;
 
 /// Bytes of a matrix that are copied together.
 #[derive(Debug, Clone)]
@@ -28,6 +30,9 @@ pub struct Piece {
     /// Where they go in the tensor on the device.
     pub to: Range<usize>,
 }
+
+/// Why tensors are not swapped any more.
+const READS_WEIGHTS: &str = "swap refused: a copy to the device that did not end in time may still read the weights of now; start the program again";
 
 /// What a transfer copies.
 #[derive(Default)]
@@ -125,9 +130,14 @@ impl Transfer {
         *self.times.lock()
     }
 
+    /// Whether its copies are issued: later work can wait for them on the device.
+    pub fn is_issued(&self) -> bool {
+        matches!(self.progress(), Progress::Issued | Progress::Done)
+    }
+
     /// Waits for its copies, if they were issued.
     pub fn wait(&self) {
-        if matches!(self.progress(), Progress::Issued | Progress::Done) {
+        if self.is_issued() {
             self.done.wait();
         }
     }
@@ -142,43 +152,43 @@ impl Transfer {
         self.request.write()
     }
 
-    /// Issues the copies in a queue of the device. Returns their bytes.
+    /// Issues copies of bytes to a tensor in a queue of the device.
     ///
     /// # Safety
     ///
-    /// The bytes of the request are readable; the backend is used by this thread.
-    unsafe fn issue(&self, backend: *mut Backend) -> u64 {
-        let request = self.request();
-        let mut bytes = 0;
-        for piece in &request.pieces {
-            bytes += piece.to.len() as u64;
-            // SAFETY: as the caller ensures; the pieces are within the tensor.
+    /// The bytes are readable until the copies are complete, and lie within the tensor; the backend is
+    /// used by this thread.
+    pub unsafe fn issue(&self, backend: *mut Backend, target: *mut Tensor, pieces: &[Piece]) {
+        for piece in pieces {
+            // SAFETY: as the caller ensures.
             unsafe {
                 (self.ggml.f.ggml_backend_tensor_set_async)(
                     backend,
-                    self.target,
+                    target,
                     piece.from as *const _,
                     piece.to.start,
                     piece.to.len(),
                 );
             }
         }
-        bytes
     }
 
     /// Copies and records the event, on the thread that issues copies.
     fn copy(&self) {
         let backend = self.instance.backend();
-        let after = self.request().after.clone();
+        let request = self.request();
         // SAFETY: the program keeps the model and the graph until the transfer was drained.
-        let bytes = unsafe {
-            if let Some(after) = after {
+        unsafe {
+            if let Some(after) = &request.after {
                 after.hold(backend);
             }
-            self.issue(backend)
-        };
+            self.issue(backend, self.target, &request.pieces);
+        }
         self.instance.record(&self.done);
-        FIGURES.early_bytes.fetch_add(bytes, Ordering::Relaxed);
+        let bytes: usize = request.pieces.iter().map(|piece| piece.to.len()).sum();
+        FIGURES
+            .early_bytes
+            .fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
     /// Waits until the copies are complete, and counts their time. Returns their end.
@@ -236,21 +246,22 @@ pub struct Fetcher(Arc<Shared>);
 #[derive(Default)]
 struct Shared {
     queue: Mutex<Queue>,
-    /// Signals work for the thread.
-    work: Condvar,
+    work: Work,
     /// Signals progress of a transfer.
     progress: Condvar,
-    /// Counts requests, for a thread that spins.
-    requests: AtomicUsize,
 }
 
 #[derive(Default)]
 struct Queue {
     waiting: VecDeque<Arc<Transfer>>,
+    /// Transfers that were issued, and when.
+    issued: VecDeque<(Arc<Transfer>, Instant)>,
+    /// Whether a transfer was begun that is not complete.
     busy: bool,
     stopped: bool,
-    /// Whether the thread has ended after an internal error.
-    failed: bool,
+    /// Whether the thread is not waited for any more: it has ended after an internal error, or a copy
+    /// took longer than the timeout.
+    lost: bool,
 }
 
 impl Queue {
@@ -267,6 +278,23 @@ impl Queue {
         }
         None
     }
+
+    /// Takes back what is queued.
+    fn take_back(&mut self) {
+        for transfer in self.waiting.drain(..) {
+            *transfer.progress.lock() = Progress::Idle;
+        }
+    }
+
+    /// Gives up the thread: what it has not issued is never waited for.
+    fn lose(&mut self, why: &str) {
+        self.lost = true;
+        self.take_back();
+        barrier::refuse(READS_WEIGHTS);
+        FIGURES.note_obstacle(format!(
+            "the program copies experts itself, no tensors are swapped, and memory for experts stays in use: {why}"
+        ));
+    }
 }
 
 impl Fetcher {
@@ -275,11 +303,13 @@ impl Fetcher {
         let shared = Arc::new(Shared::default());
         let of_thread = shared.clone();
         let started = thread::spawn("post-fetch", move || {
-            let work = AssertUnwindSafe(|| of_thread.run());
+            let spin = Config::get().postfetch.spin;
+            let work = AssertUnwindSafe(|| Copies::of(&of_thread).run(spin));
             if std::panic::catch_unwind(work).is_err() {
-                of_thread.queue.lock().failed = true;
+                let mut queue = of_thread.queue.lock();
+                queue.busy = false;
+                queue.lose("an internal error of llama-sidecar; report it");
                 of_thread.progress.notify_all();
-                log::error!("post-fetch: an internal error of llama-sidecar; report it");
             }
         });
         started.then_some(Fetcher(shared))
@@ -289,14 +319,13 @@ impl Fetcher {
     pub fn queue(&self, transfer: &Arc<Transfer>) {
         transfer.needed.store(0, Ordering::Relaxed);
         let mut queue = self.0.queue.lock();
-        if queue.stopped {
+        if queue.stopped || queue.lost {
             return;
         }
         *transfer.progress.lock() = Progress::Queued;
         queue.waiting.push_back(transfer.clone());
         drop(queue);
-        self.0.requests.fetch_add(1, Ordering::Release);
-        self.0.work.notify_one();
+        self.0.work.notify();
     }
 
     /// Takes back a transfer whose copies have not begun. Returns whether that succeeded.
@@ -310,29 +339,23 @@ impl Fetcher {
         queued
     }
 
-    /// Makes later work of a backend wait for the copies of a transfer that was queued. Copies
-    /// that the thread does not issue any more are issued by that backend.
+    /// Makes later work of a backend wait for the copies of a transfer that was queued. Returns false
+    /// if the thread does not issue them any more.
     ///
     /// # Safety
     ///
     /// A live backend of the device of the transfer, on the thread that uses the backend.
-    pub unsafe fn acquire(&self, transfer: &Transfer, backend: *mut Backend) {
+    pub unsafe fn acquire(&self, transfer: &Transfer, backend: *mut Backend) -> bool {
         let now = START.elapsed().as_nanos().max(1) as u64;
         transfer.needed.store(now, Ordering::Relaxed);
-        let mut queue = self.0.queue.lock();
         let is_waiting = || matches!(transfer.progress(), Progress::Queued | Progress::Copying);
-        while is_waiting() && !queue.failed {
-            self.0.progress.wait(&mut queue);
+        drop(self.wait_while(|_| is_waiting()));
+        let is_issued = transfer.is_issued();
+        if is_issued {
+            // SAFETY: as the caller ensures.
+            unsafe { transfer.done.hold(backend) };
         }
-        drop(queue);
-        let is_issued = || matches!(transfer.progress(), Progress::Issued | Progress::Done);
-        // SAFETY: as the caller ensures; the program's own copy has the same source.
-        unsafe {
-            match is_issued() {
-                true => transfer.done.hold(backend),
-                false => drop(transfer.issue(backend)),
-            }
-        }
+        is_issued
     }
 
     /// Whether nothing is queued, and nothing is copied.
@@ -341,45 +364,64 @@ impl Fetcher {
         queue.waiting.is_empty() && !queue.busy
     }
 
-    /// Waits until all that is queued is copied, unless the thread has ended.
+    /// Whether the thread is not waited for any more. A copy may end at any later time.
+    pub fn is_lost(&self) -> bool {
+        self.0.queue.lock().lost
+    }
+
+    /// Waits until all that is queued is copied, unless the thread is lost.
     pub fn finish(&self) {
-        let mut queue = self.0.queue.lock();
-        while (queue.busy || !queue.waiting.is_empty()) && !queue.failed && !queue.stopped {
-            self.0.progress.wait(&mut queue);
-        }
+        drop(self.wait_while(|queue| (queue.busy || !queue.waiting.is_empty()) && !queue.stopped));
     }
 
     /// Forgets what is queued, and waits until nothing is copied. Returns whether all that was
     /// requested is copied.
     pub fn drain(&self) -> bool {
         let mut queue = self.0.queue.lock();
-        let complete = queue.waiting.is_empty() && !queue.failed;
-        for transfer in queue.waiting.drain(..) {
-            *transfer.progress.lock() = Progress::Idle;
+        let complete = queue.waiting.is_empty();
+        queue.take_back();
+        drop(queue);
+        complete && !self.wait_while(|queue| queue.busy).lost
+    }
+
+    /// Waits while a condition of the queue is true, as long as the thread makes progress.
+    fn wait_while(&self, mut condition: impl FnMut(&Queue) -> bool) -> MutexGuard<'_, Queue> {
+        let timeout = Config::get().postfetch.timeout;
+        let mut queue = self.0.queue.lock();
+        while !queue.lost && condition(&queue) {
+            let waited = self.0.progress.wait_for(&mut queue, timeout);
+            if waited.timed_out() && !queue.lost && condition(&queue) {
+                let seconds = timeout.as_secs_f32();
+                queue.lose(&format!(
+                    "a copy took longer than {seconds} s (LLAMA_POSTFETCH_TIMEOUT_MS)"
+                ));
+            }
         }
-        while queue.busy && !queue.failed {
+        queue
+    }
+
+    /// Waits until the thread, lost or not, copies nothing, however long that takes.
+    pub fn outlast(&self) {
+        let mut queue = self.0.queue.lock();
+        while queue.busy {
             self.0.progress.wait(&mut queue);
         }
-        complete
     }
 
     /// Stops the thread, and waits until nothing is copied, for a time at most.
     pub fn stop(&self, timeout: Duration) {
         let mut queue = self.0.queue.lock();
         queue.stopped = true;
-        for transfer in queue.waiting.drain(..) {
-            *transfer.progress.lock() = Progress::Idle;
-        }
+        queue.take_back();
         let until = Instant::now() + timeout;
-        while queue.busy && !queue.failed {
+        while queue.busy && !queue.lost {
             if self.0.progress.wait_until(&mut queue, until).timed_out() {
                 break;
             }
         }
         drop(queue);
         self.0.progress.notify_all();
-        self.0.requests.fetch_add(1, Ordering::Release);
-        self.0.work.notify_one();
+        self.0.work.notify();
     }
 }
 
@@ -390,74 +432,68 @@ impl Drop for Fetcher {
     }
 }
 
-impl Shared {
-    /// Issues copies while there may be more, and waits for the oldest one otherwise: so the
-    /// link has the next copy before one is complete.
-    fn run(&self) {
+/// The thread's copies.
+struct Copies<'a> {
+    shared: &'a Shared,
+    /// The most transfers that are under way.
+    most: usize,
+    /// When the transfer before was complete.
+    end_before: Instant,
+}
+
+impl Copies<'_> {
+    fn of(shared: &Shared) -> Copies<'_> {
         let config = &Config::get().postfetch;
-        // A later copy into the same memory must not come before the bytes are compared.
-        let most = if config.debug {
-            1
+        Copies {
+            shared,
+            // A later copy into the same memory must not come before the bytes are compared.
+            most: match config.debug {
+                true => 1,
+                false => config.max_transfers as usize,
+            },
+            end_before: Instant::now(),
+        }
+    }
+}
+
+impl CopyQueue for Copies<'_> {
+    type Table = Queue;
+    type Copy = Arc<Transfer>;
+    type Watched = (Arc<Transfer>, Instant);
+
+    fn table(&self) -> (&Mutex<Queue>, &Work) {
+        (&self.shared.queue, &self.shared.work)
+    }
+
+    fn next(&self, queue: &mut Queue) -> Step<Arc<Transfer>, (Arc<Transfer>, Instant)> {
+        let may_issue = queue.issued.len() < self.most;
+        if let Some(transfer) = may_issue.then(|| queue.pop()).flatten() {
+            Step::Issue(transfer)
+        } else if let Some(watched) = queue.issued.pop_front() {
+            Step::Watch(watched)
+        } else if queue.stopped {
+            Step::Stop
         } else {
-            config.max_transfers as usize
-        };
-        let mut issued: VecDeque<(Arc<Transfer>, Instant)> = VecDeque::new();
-        let mut end_before = Instant::now();
-        loop {
-            let next = match issued.len() {
-                0 => self.next(),
-                len if len < most => self.queue.lock().pop(),
-                _ => None,
-            };
-            if let Some(transfer) = next {
-                let begun = Instant::now();
-                transfer.copy();
-                self.advance(&transfer, Progress::Issued);
-                issued.push_back((transfer, begun));
-            } else if let Some((transfer, begun)) = issued.pop_front() {
-                end_before = transfer.finish(begun.max(end_before));
-                self.advance(&transfer, Progress::Done);
-                // Its owner may free the backend from here on, and not this thread.
-                drop(transfer);
-                self.queue.lock().busy = !issued.is_empty();
-                self.progress.notify_all();
-            } else {
-                return;
-            }
+            Step::Wait
         }
     }
 
-    fn advance(&self, transfer: &Transfer, to: Progress) {
-        let _queue = self.queue.lock();
-        *transfer.progress.lock() = to;
-        self.progress.notify_all();
+    fn issue(&mut self, transfer: Arc<Transfer>) {
+        let begun = Instant::now();
+        transfer.copy();
+        let mut queue = self.shared.queue.lock();
+        *transfer.progress.lock() = Progress::Issued;
+        queue.issued.push_back((transfer, begun));
+        self.shared.progress.notify_all();
     }
 
-    /// Waits for the next transfer: spins for the configured time, then sleeps. `None` at the
-    /// end.
-    fn next(&self) -> Option<Arc<Transfer>> {
-        let spin = Config::get().postfetch.spin;
-        let idle_since = Instant::now();
-        let mut queue = self.queue.lock();
-        loop {
-            if queue.stopped {
-                return None;
-            }
-            if let Some(transfer) = queue.pop() {
-                return Some(transfer);
-            }
-            let seen = self.requests.load(Ordering::Acquire);
-            if idle_since.elapsed() < spin {
-                MutexGuard::unlocked(&mut queue, || {
-                    while self.requests.load(Ordering::Acquire) == seen
-                        && idle_since.elapsed() < spin
-                    {
-                        std::hint::spin_loop();
-                    }
-                });
-            } else {
-                self.work.wait(&mut queue);
-            }
-        }
+    fn watch(&mut self, (transfer, begun): (Arc<Transfer>, Instant)) {
+        self.end_before = transfer.finish(begun.max(self.end_before));
+        let mut queue = self.shared.queue.lock();
+        *transfer.progress.lock() = Progress::Done;
+        // Its owner may free the backend from here on, and not this thread.
+        drop(transfer);
+        queue.busy = !queue.issued.is_empty();
+        self.shared.progress.notify_all();
     }
 }

@@ -14,7 +14,7 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use once_cell::sync::Lazy;
+use once_cell::sync::{Lazy, OnceCell};
 use parking_lot::{Condvar, Mutex};
 use sidecar_core::reload::{Pauses, Switched};
 
@@ -99,8 +99,8 @@ const RETURNED: u32 = 3;
 struct Barrier {
     /// The slot that was linked last; each leads to the one before. Slots stay linked for ever.
     linked: AtomicPtr<Slot>,
-    /// Whether a scheduler has no slot: nothing can be switched any more.
-    refused: AtomicBool,
+    /// Why nothing can be switched any more.
+    refused: OnceCell<&'static str>,
     /// How often a slot became idle or was freed.
     rests: AtomicU64,
     /// Whether a switch is pending or runs.
@@ -132,7 +132,7 @@ struct Switch {
 
 static BARRIER: Barrier = Barrier {
     linked: AtomicPtr::new(std::ptr::null_mut()),
-    refused: AtomicBool::new(false),
+    refused: OnceCell::new(),
     rests: AtomicU64::new(0),
     pending: AtomicBool::new(false),
     shut: AtomicBool::new(false),
@@ -416,9 +416,9 @@ fn slots() -> impl Iterator<Item = &'static Slot> {
     std::iter::successors(slot(&BARRIER.linked), move |after| slot(&after.before))
 }
 
-/// Ends switches of a program with a scheduler that has no slot. Returns whether it is the first.
-pub fn refuse() -> bool {
-    !BARRIER.refused.swap(true, Ordering::Relaxed)
+/// Refuses all switches from now on. Returns whether none was refused before.
+pub fn refuse(reason: &'static str) -> bool {
+    BARRIER.refused.set(reason).is_ok()
 }
 
 /// Counts the slots that became idle so far.
@@ -438,7 +438,7 @@ pub fn is_busy() -> bool {
 
 /// Returns what blocks a switch of these tensors.
 fn obstacle(replaced: &Replaced) -> Option<Obstacle> {
-    if BARRIER.refused.load(Ordering::Relaxed) {
+    if BARRIER.refused.get().is_some() {
         return Some(Obstacle::Evaluation);
     }
     let mut kept = None;
@@ -608,6 +608,9 @@ fn wait(
         };
         if is_shut() {
             break Err(SHUT_DOWN);
+        }
+        if let Some(reason) = BARRIER.refused.get() {
+            break Err(*reason);
         }
         if !wanted() {
             break Err(MODEL_FREED);

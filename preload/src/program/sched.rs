@@ -81,6 +81,7 @@ struct Table {
 
 /// More schedulers than any program has contexts.
 pub const SLOTS: usize = 256;
+const TOO_MANY: &str = "swap refused: this program has more than 256 contexts";
 static TABLE: Table = Table::new();
 
 impl Table {
@@ -263,8 +264,8 @@ impl Scheduler {
         let used = TABLE.used();
         let freed = used.iter().find(|scheduler| scheduler.slot.key() == 0);
         let Some(scheduler) = freed.or_else(|| TABLE.all.get(used.len())) else {
-            if barrier::refuse() {
-                log::warn!("hot-swap is off: this program has more than {SLOTS} contexts");
+            if barrier::refuse(TOO_MANY) {
+                log::warn!("{TOO_MANY}");
             }
             return None;
         };

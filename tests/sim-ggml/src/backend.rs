@@ -3,6 +3,7 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::{null, null_mut};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use crate::calls::{Call, Effect};
 use crate::ggml::{
@@ -455,7 +456,12 @@ extern "C" fn set_async(
     offset: usize,
     size: usize,
 ) {
-    sim().count(Call::SetTensorAsync);
+    if count_in(backend, Call::SetTensorAsync) == Effect::Late {
+        let graphs = sim().counts.of(Call::GraphCompute) + 32;
+        while sim().counts.of(Call::GraphCompute) < graphs {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
     Copy::new(tensor, data, offset, size, Direction::ToDevice).submit(stream(backend));
 }
 

@@ -66,8 +66,17 @@ impl Call {
     pub fn has_stream(self) -> bool {
         matches!(
             self,
-            Call::GraphCompute | Call::Synchronize | Call::EventRecord | Call::EventWait
+            Call::SetTensorAsync
+                | Call::GraphCompute
+                | Call::Synchronize
+                | Call::EventRecord
+                | Call::EventWait
         )
+    }
+
+    /// Whether the function can hold up its caller for long.
+    pub fn can_be_late(self) -> bool {
+        self == Call::SetTensorAsync
     }
 
     /// Whether all that the function does is to order.
@@ -118,6 +127,17 @@ impl Fault {
     }
 }
 
+/// Calls that are treated in another way.
+#[derive(Debug, Default)]
+pub struct Faults {
+    /// Calls that fail.
+    pub fail: Vec<Fault>,
+    /// Calls without effect.
+    pub ignore: Vec<Fault>,
+    /// Calls that are late.
+    pub late: Vec<Fault>,
+}
+
 /// What a call does.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Effect {
@@ -127,6 +147,8 @@ pub enum Effect {
     Fails,
     /// Nothing, and it reports no failure.
     Nothing,
+    /// What it is for, but much later.
+    Late,
 }
 
 /// How often each function was called.
@@ -141,8 +163,7 @@ pub struct Counts {
 
 impl Counts {
     /// Counts a call, of stream 0 where it has none; returns what it does.
-    /// `fail` and `ignore` name calls that fail, and calls without effect.
-    pub fn count(&self, call: Call, stream: usize, fail: &[Fault], ignore: &[Fault]) -> Effect {
+    pub fn count(&self, call: Call, stream: usize, faults: &Faults) -> Effect {
         let number = self.calls[call as usize].fetch_add(1, Ordering::Relaxed) + 1;
         let of_stream = {
             let mut counts = self.of_streams.lock().expect("no panic");
@@ -151,13 +172,16 @@ impl Counts {
             *count
         };
         let meant = |fault: &Fault| fault.means(call, number, (stream, of_stream));
-        if fail.iter().any(meant) {
+        if faults.fail.iter().any(meant) {
             self.failed.fetch_add(1, Ordering::Relaxed);
             return Effect::Fails;
         }
-        if ignore.iter().any(meant) {
+        if faults.ignore.iter().any(meant) {
             self.ignored.fetch_add(1, Ordering::Relaxed);
             return Effect::Nothing;
+        }
+        if faults.late.iter().any(meant) {
+            return Effect::Late;
         }
         Effect::Usual
     }

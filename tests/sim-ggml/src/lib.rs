@@ -34,6 +34,7 @@
 //! | `SIM_GGML_THREADS` | 1 | threads for the kernels of a stream |
 //! | `SIM_GGML_FAIL` | none | `alloc_buffer:3`: the third call of that function fails; more than one, separated by commas; `all` for each call |
 //! | `SIM_GGML_IGNORE` | none | the same for calls that order: they have no effect. `event_wait@2:3`: the third of stream 2. The threads of a host call in any order; the calls of one stream have the same order in each run |
+//! | `SIM_GGML_LATE` | none | the same for `set_tensor_async`: the call begins only after the host has begun 32 more graphs |
 //! | `SIM_GGML_CLOCK` | 0 | how often virtual time counts on the monotonic clock of a process that has this library in `LD_PRELOAD`, too |
 //! | `SIM_GGML_REPORT` | none | a file for the report, JSON; written at the end of the process, and after the first finding |
 //! | `GGML_OP_OFFLOAD_MIN_BATCH` | 32 | the smallest batch for which the device takes operations with weights in host memory |

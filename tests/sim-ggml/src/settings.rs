@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::calls::{Call, Fault};
+use crate::calls::{Call, Fault, Faults};
 use crate::routing::Routes;
 
 /// What the variables set; see the table of the crate.
@@ -32,10 +32,8 @@ pub struct Settings {
     pub threads: i32,
     /// The smallest batch for which the device takes an operation with weights in host memory.
     pub offload_batch: i64,
-    /// Calls that fail.
-    pub fail: Vec<Fault>,
-    /// Calls without effect.
-    pub ignore: Vec<Fault>,
+    /// Calls that are treated in another way.
+    pub faults: Faults,
     /// Experts of tokens where nothing is computed.
     pub routes: Option<Routes>,
     /// Where the report goes at the end of the process.
@@ -58,8 +56,11 @@ impl Settings {
             computes: number("SIM_GGML_COMPUTE", 1.0)? != 0.0,
             threads: number("SIM_GGML_THREADS", 1.0)? as i32,
             offload_batch: number("GGML_OP_OFFLOAD_MIN_BATCH", 32.0)? as i64,
-            fail: faults("SIM_GGML_FAIL", Call::can_fail)?,
-            ignore: faults("SIM_GGML_IGNORE", Call::is_wait)?,
+            faults: Faults {
+                fail: faults("SIM_GGML_FAIL", Call::can_fail)?,
+                ignore: faults("SIM_GGML_IGNORE", Call::is_wait)?,
+                late: faults("SIM_GGML_LATE", Call::can_be_late)?,
+            },
             routes: routes("SIM_GGML_ROUTES")?,
             report: text("SIM_GGML_REPORT").map(PathBuf::from),
         })

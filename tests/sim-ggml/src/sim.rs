@@ -154,8 +154,7 @@ impl Sim {
 
     /// Counts a call of a stream; returns what it does.
     pub fn count_in(&self, stream: usize, call: Call) -> Effect {
-        let Settings { fail, ignore, .. } = &self.settings;
-        self.counts.count(call, stream, fail, ignore)
+        self.counts.count(call, stream, &self.settings.faults)
     }
 
     /// Adds a participant; returns its number and its name, which ends with a number.
