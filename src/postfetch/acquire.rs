@@ -159,7 +159,7 @@ impl Request<'_> {
     fn state(&self, gpu: &DeviceState, id: TransferId, phase: Phase) -> Option<State> {
         match phase {
             Phase::Ready => Some(State::GpuReady),
-            Phase::InFlight => match gpu.device.is_done(gpu.events[id.index].ready.event) {
+            Phase::InFlight => match gpu.device.is_done(gpu.events[id.index].ready) {
                 Ok(true) => {
                     let current = self.shared.table.lock().complete(id);
                     current.then_some(State::GpuReady)
@@ -180,9 +180,7 @@ impl Request<'_> {
     /// Makes a stream wait for a transfer.
     fn hand_over(&self, gpu: &DeviceState, id: TransferId, stream: Stream) -> Result<(), Reason> {
         self.shared.table.lock().claim(id, stream)?;
-        let waits = gpu
-            .device
-            .stream_wait(stream, gpu.events[id.index].ready.event);
+        let waits = gpu.device.stream_wait(stream, gpu.events[id.index].ready);
         waits.map_err(|error| {
             self.shared.note_error(&error);
             Reason::DeviceFailed

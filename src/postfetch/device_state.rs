@@ -27,30 +27,31 @@ pub(super) struct DeviceState {
     /// The scratchpad, and after it the slots of the cache.
     pub memory: Box<dyn Buffer>,
     /// The stream of the copies.
-    pub fetch: OwnedStream,
-    /// A stream for the caller's kernels; `None` when they share the stream of the copies.
-    pub compute: Option<OwnedStream>,
+    pub fetch: Stream,
+    /// The stream for the caller's kernels; that of the copies when they share one.
+    pub compute: Stream,
     /// The events of each transfer.
     pub events: Vec<TransferEvents>,
     /// The work in the compute stream that another stream waits for.
-    pub join_event: OwnedEvent,
+    pub join_event: Event,
     /// The end of all work in the fetch stream.
-    pub idle: OwnedEvent,
+    pub idle: Event,
     /// The model's memory that can be copied in place.
     pub pages: Option<Arc<PageLocks>>,
-    /// Buffers for all other copies.
-    pub ring: Ring,
+    /// The event that follows the last copy from each page-locked buffer.
+    pub copied: Vec<Event>,
+    owned: Owned,
 }
 
 /// The events of a transfer.
 #[derive(Debug)]
 pub(super) struct TransferEvents {
     /// The copy begins.
-    pub start: OwnedEvent,
+    pub start: Event,
     /// The copy is done.
-    pub ready: OwnedEvent,
+    pub ready: Event,
     /// The caller's stream has used the bytes.
-    pub consumed: OwnedEvent,
+    pub consumed: Event,
 }
 
 impl DeviceState {
@@ -133,8 +134,14 @@ impl DeviceState {
         pages: Option<Arc<PageLocks>>,
         dedicated_streams: bool,
     ) -> Result<DeviceState, DeviceError> {
-        let event = || OwnedEvent::new(&device);
-        let stream = || OwnedStream::new(&device);
+        let mut owned = Owned {
+            streams: Vec::new(),
+            events: Vec::new(),
+            buffers: device.allocate_pinned(CHUNK * CHUNKS)?,
+            device: device.clone(),
+        };
+        let fetch = owned.stream()?;
+        let mut event = || owned.event();
         let events = |_| {
             Ok(TransferEvents {
                 start: event()?,
@@ -142,121 +149,81 @@ impl DeviceState {
                 consumed: event()?,
             })
         };
+        let events: Vec<_> = (0..transfers)
+            .map(events)
+            .collect::<Result<_, DeviceError>>()?;
         Ok(DeviceState {
             memory,
-            fetch: stream()?,
             compute: match dedicated_streams {
-                true => Some(stream()?),
-                false => None,
+                true => owned.stream()?,
+                false => fetch,
             },
-            events: (0..transfers)
-                .map(events)
-                .collect::<Result<_, DeviceError>>()?,
-            join_event: event()?,
-            idle: event()?,
-            ring: Ring::new(&device)?,
+            fetch,
+            events,
+            join_event: owned.event()?,
+            idle: owned.event()?,
+            copied: (0..CHUNKS)
+                .map(|_| owned.event())
+                .collect::<Result<_, _>>()?,
             pages,
             device,
+            owned,
         })
     }
 
-    /// Returns the stream for the caller's kernels.
-    pub fn compute(&self) -> Stream {
-        self.compute.as_ref().unwrap_or(&self.fetch).stream
-    }
-}
-
-/// A stream that is destroyed on drop.
-#[derive(Debug)]
-pub(super) struct OwnedStream {
-    device: Arc<dyn AsyncDevice>,
-    pub stream: Stream,
-}
-
-impl OwnedStream {
-    fn new(device: &Arc<dyn AsyncDevice>) -> Result<OwnedStream, DeviceError> {
-        Ok(OwnedStream {
-            stream: device.create_stream()?,
-            device: device.clone(),
-        })
-    }
-}
-
-impl Drop for OwnedStream {
-    fn drop(&mut self) {
-        // An error leaves nothing to undo.
-        let _ = self.device.destroy_stream(self.stream);
-    }
-}
-
-/// An event that is destroyed on drop.
-#[derive(Debug)]
-pub(super) struct OwnedEvent {
-    device: Arc<dyn AsyncDevice>,
-    pub event: Event,
-}
-
-impl OwnedEvent {
-    fn new(device: &Arc<dyn AsyncDevice>) -> Result<OwnedEvent, DeviceError> {
-        Ok(OwnedEvent {
-            event: device.create_event()?,
-            device: device.clone(),
-        })
-    }
-}
-
-impl Drop for OwnedEvent {
-    fn drop(&mut self) {
-        let _ = self.device.destroy_event(self.event);
-    }
-}
-
-/// Page-locked buffers that are filled and copied in turn. Only the fetching thread uses the
-/// buffers.
-#[derive(Debug)]
-pub(super) struct Ring {
-    device: Arc<dyn AsyncDevice>,
-    memory: *mut u8,
-    copied: Vec<OwnedEvent>,
-}
-
-// SAFETY: the memory belongs to the ring, and the contract of `chunk` is one thread at a time.
-unsafe impl Send for Ring {}
-// SAFETY: as above.
-unsafe impl Sync for Ring {}
-
-impl Ring {
-    fn new(device: &Arc<dyn AsyncDevice>) -> Result<Ring, DeviceError> {
-        let copied = (0..CHUNKS).map(|_| OwnedEvent::new(device));
-        let copied = copied.collect::<Result<_, DeviceError>>()?;
-        Ok(Ring {
-            copied,
-            memory: device.allocate_pinned(CHUNK * CHUNKS)?,
-            device: device.clone(),
-        })
-    }
-
-    /// Returns the event that follows the last copy from a buffer.
-    pub fn copied(&self, chunk: usize) -> Event {
-        self.copied[chunk].event
-    }
-
-    /// Returns a buffer to fill.
+    /// Returns a page-locked buffer to fill.
     ///
     /// # Safety
     ///
     /// No other thread uses the buffer, and the last copy from the buffer is done.
     #[allow(clippy::mut_from_ref, reason = "the contract is exclusive use")]
-    pub unsafe fn chunk(&self, chunk: usize) -> &mut [u8] {
+    pub unsafe fn buffer(&self, chunk: usize) -> &mut [u8] {
         assert!(chunk < CHUNKS);
+        let start = self.owned.buffers.wrapping_add(chunk * CHUNK);
         // SAFETY: inside the allocation, whose bytes are initialised; exclusive by contract.
-        unsafe { std::slice::from_raw_parts_mut(self.memory.add(chunk * CHUNK), CHUNK) }
+        unsafe { std::slice::from_raw_parts_mut(start, CHUNK) }
     }
 }
 
-impl Drop for Ring {
+/// Streams, events and page-locked buffers, which are freed on drop. Only the fetching thread uses
+/// the buffers: it fills and copies them in turn.
+#[derive(Debug)]
+struct Owned {
+    device: Arc<dyn AsyncDevice>,
+    streams: Vec<Stream>,
+    events: Vec<Event>,
+    buffers: *mut u8,
+}
+
+// SAFETY: the memory belongs to the struct, and the contract of `buffer` is one thread at a time.
+unsafe impl Send for Owned {}
+// SAFETY: as above.
+unsafe impl Sync for Owned {}
+
+impl Owned {
+    fn stream(&mut self) -> Result<Stream, DeviceError> {
+        let stream = self.device.create_stream()?;
+        self.streams.push(stream);
+        Ok(stream)
+    }
+
+    fn event(&mut self) -> Result<Event, DeviceError> {
+        let event = self.device.create_event()?;
+        self.events.push(event);
+        Ok(event)
+    }
+}
+
+impl Drop for Owned {
     fn drop(&mut self) {
-        // SAFETY: allocated by the same device, and a ring is dropped when its stream is idle.
-        let _ = unsafe { self.device.free_pinned(self.memory) };
+        // An error leaves nothing to undo.
+        for stream in &self.streams {
+            let _ = self.device.destroy_stream(*stream);
+        }
+        for event in &self.events {
+            let _ = self.device.destroy_event(*event);
+        }
+        // SAFETY: allocated by the same device, and dropped when its stream is idle.
+        let _ = unsafe { self.device.free_pinned(self.buffers) };
     }
 }

@@ -115,7 +115,7 @@ impl CopyQueue for Fetcher<'_> {
         let shared = self.shared;
         let same = self.watched.filter(|(before, _)| *before == id);
         let (_, since) = *self.watched.insert(same.unwrap_or((id, Instant::now())));
-        let ready = self.gpu.events[id.index].ready.event;
+        let ready = self.gpu.events[id.index].ready;
         match self.gpu.device.is_done(ready) {
             Ok(true) => {
                 shared.table.lock().complete(id);
@@ -138,17 +138,17 @@ impl Fetcher<'_> {
         source_in_use: &mut bool,
     ) -> Result<(), IssueError> {
         let (shared, gpu) = (self.shared, self.gpu);
-        let (device, stream) = (&gpu.device, gpu.fetch.stream);
+        let (device, stream) = (&gpu.device, gpu.fetch);
         let events = &gpu.events[issue.id.index];
         loop {
             let wait = shared.table.lock().next_wait();
             let Some(wait) = wait else {
                 break;
             };
-            device.stream_wait(stream, gpu.events[wait.index].consumed.event)?;
+            device.stream_wait(stream, gpu.events[wait.index].consumed)?;
             shared.table.lock().wait_issued(wait);
         }
-        device.record(events.start.event, stream)?;
+        device.record(events.start, stream)?;
         let in_place = issue.weights.host(&shared.model, 0).filter(|&from| {
             let bytes = (copy.width * copy.rows) as u64;
             gpu.pages
@@ -168,7 +168,7 @@ impl Fetcher<'_> {
                 self.staged(&issue.weights, copy, source_in_use)?;
             }
         }
-        Ok(device.record(events.ready.event, stream)?)
+        Ok(device.record(events.ready, stream)?)
     }
 
     /// Copies through the page-locked buffers, piece by piece.
@@ -179,13 +179,13 @@ impl Fetcher<'_> {
         source_in_use: &mut bool,
     ) -> Result<(), IssueError> {
         let (shared, gpu) = (self.shared, self.gpu);
-        let (device, stream) = (&gpu.device, gpu.fetch.stream);
+        let (device, stream) = (&gpu.device, gpu.fetch);
         for row in 0..copy.rows {
             for at in (0..copy.width).step_by(CHUNK) {
                 let len = CHUNK.min(copy.width - at);
                 self.wait_for_chunk()?;
-                // SAFETY: this thread alone uses the ring, and the last copy is done.
-                let buffer = unsafe { gpu.ring.chunk(self.chunk) };
+                // SAFETY: this thread alone uses the buffers, and the last copy is done.
+                let buffer = unsafe { gpu.buffer(self.chunk) };
                 let offset = weights.offset + row as u64 * weights.nbytes + at as u64;
                 let (model, bytes) = (&shared.model, &mut buffer[..len]);
                 let read = model.read_view(weights.tensor, &weights.view, offset, bytes);
@@ -201,7 +201,7 @@ impl Fetcher<'_> {
                 // SAFETY: the buffer is filled again only after its event; the destination is
                 // reserved as in `copy_in`.
                 unsafe { device.copy_in(stream, piece)? };
-                let copied = gpu.ring.copied(self.chunk);
+                let copied = gpu.copied[self.chunk];
                 if shared.retry_once(|| device.record(copied, stream)).is_err() {
                     shared.disable("cannot record when a buffer is copied");
                 }
@@ -214,7 +214,7 @@ impl Fetcher<'_> {
     fn wait_for_chunk(&self) -> Result<(), IssueError> {
         let (shared, device) = (self.shared, &self.gpu.device);
         let backoff = Backoff::new();
-        while !device.is_done(self.gpu.ring.copied(self.chunk))? {
+        while !device.is_done(self.gpu.copied[self.chunk])? {
             let over = backoff.elapsed() > shared.options.config.timeout;
             if over || shared.table.lock().is_stopped() {
                 return Err(IssueError::Device(DeviceError::Failed {

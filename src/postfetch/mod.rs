@@ -233,7 +233,7 @@ impl PostFetch {
     /// a device. With `LLAMA_POSTFETCH_USE_DEDICATED_STREAMS=0` it is also the stream of the
     /// copies.
     pub fn compute_stream(&self) -> Option<Stream> {
-        Some(self.shared.gpu.as_ref()?.compute())
+        Some(self.shared.gpu.as_ref()?.compute)
     }
 
     /// Makes a stream of the caller wait for all work that is now in
@@ -247,8 +247,8 @@ impl PostFetch {
             return Ok(());
         };
         let _alone = self.shared.joining.lock();
-        let done = gpu.join_event.event;
-        gpu.device.record(done, gpu.compute())?;
+        let done = gpu.join_event;
+        gpu.device.record(done, gpu.compute)?;
         gpu.device.stream_wait(stream, done)
     }
 

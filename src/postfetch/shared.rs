@@ -143,7 +143,7 @@ impl Shared {
                 continue;
             };
             let (id, stream) = (released.id, released.stream);
-            let consumed = gpu.events[id.index].consumed.event;
+            let consumed = gpu.events[id.index].consumed;
             let record = || {
                 if released.event_in_use {
                     // The next record then stands for both uses.
@@ -207,12 +207,9 @@ impl Shared {
             let table = self.table.lock();
             (table.waits.clone(), table.leaked)
         };
-        let consumed = |wait: &Consumed| gpu.events[wait.index].consumed.event;
+        let consumed = |wait: &Consumed| gpu.events[wait.index].consumed;
         let mut events: Vec<Event> = waits.iter().map(consumed).collect();
-        for (event, stream) in [
-            (gpu.idle.event, gpu.fetch.stream),
-            (gpu.join_event.event, gpu.compute()),
-        ] {
+        for (event, stream) in [(gpu.idle, gpu.fetch), (gpu.join_event, gpu.compute)] {
             let recorded = self.retry_once(|| gpu.device.record(event, stream));
             if recorded.is_err() {
                 return false;

@@ -21,7 +21,7 @@ impl Shared {
                 return alone;
             };
             let events = &gpu.events[id.index];
-            match gpu.device.elapsed(events.start.event, events.ready.event) {
+            match gpu.device.elapsed(events.start, events.ready) {
                 Ok(took) => {
                     self.stats.lock().transfer += took;
                     let layer = self.plan.layer_of_slot(slot);
