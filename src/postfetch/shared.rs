@@ -176,7 +176,7 @@ impl Shared {
     /// Notes that the state of a copy in flight cannot be read.
     pub fn copy_failed(&self, id: TransferId, error: &DeviceError) {
         self.note_error(error);
-        let failures = self.table.lock().fail_in_flight(id);
+        let failures = self.table.lock().fail(id, Reason::DeviceFailed, true);
         self.after_failure(failures, error);
     }
 

@@ -470,18 +470,13 @@ impl TransferTable {
         true
     }
 
-    /// Notes that a transfer failed: the CPU computes its experts. `source_in_use` means that
-    /// the device may still read the source. Returns the number of failures in a row.
+    /// Notes that a transfer failed, unless it was released and used again: the CPU computes its
+    /// experts. `source_in_use` means that the device may still read the source. Returns the number
+    /// of failures in a row.
     pub fn fail(&mut self, id: TransferId, reason: Reason, source_in_use: bool) -> u32 {
-        self.fail_at(id.index, reason, source_in_use);
-        self.failures
-    }
-
-    /// Notes that the state of a transfer in flight cannot be read. Returns the number of
-    /// failures in a row.
-    pub fn fail_in_flight(&mut self, id: TransferId) -> u32 {
-        if self.is_current(id) && self.transfers[id.index].phase == Phase::InFlight {
-            self.fail_at(id.index, Reason::DeviceFailed, true);
+        let phase = self.transfers[id.index].phase;
+        if self.is_current(id) && matches!(phase, Phase::Issuing | Phase::InFlight) {
+            self.fail_at(id.index, reason, source_in_use);
         }
         self.failures
     }
