@@ -8,17 +8,17 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Arc, Once};
+use std::sync::Once;
 use std::time::Duration;
 
 use sidecar_core::config::{CacheSize, Config, Misses};
 use sidecar_core::experts::ExpertName;
 use sidecar_core::fetch::{ExpertCache, LayerBudget, Load, share};
-use sidecar_core::protocol::Event;
+use sidecar_core::protocol::{CacheLayer, Event};
 use sidecar_core::trace::{self, Ids, Snapshot};
 
 use super::choice::{Choice, Method};
-use super::figures::{FIGURES, LayerFigures};
+use super::figures::FIGURES;
 use super::instance::Scratch;
 use super::speeds::{self, Speeds};
 use super::transfer::Piece;
@@ -55,7 +55,6 @@ pub struct LayerCache {
     loads: Vec<Load>,
     /// The slots of the ids of the last look-up.
     slots: Vec<i32>,
-    figures: Arc<LayerFigures>,
 }
 
 /// The slots of the layers of a scheduler.
@@ -143,9 +142,11 @@ impl Cache {
                 choices: BTreeMap::new(),
             };
             FIGURES.note_cache(bytes, cache.slots());
-            for layer in &mut cache.layers {
-                let slots = layer.experts.slots();
-                layer.figures = FIGURES.cache_layer(layer.model, layer.layer, slots);
+            for layer in &cache.layers {
+                FIGURES.note_layer(CacheLayer {
+                    slots: layer.experts.slots() as u64,
+                    ..layer.figures()
+                });
             }
             // SAFETY: as the caller ensures, and nothing uses the slots.
             cache.speeds = unsafe { cache.measure(ggml, &matrices) };
@@ -466,7 +467,6 @@ unsafe fn allocate(
             ids: Scratch::allocate(ggml, buft, slots as usize * size_of::<i32>() + IDS_PADDING)?,
             loads: Vec::new(),
             slots: Vec::new(),
-            figures: Arc::new(LayerFigures::new(*model, *layer)),
         });
     }
     Some(layers)
@@ -483,11 +483,10 @@ impl LayerCache {
     pub fn look_up(&mut self, ids: &Ids<'_>) -> bool {
         self.loads.clear();
         self.slots.clear();
-        let evictions = self.experts.evictions();
+        let before = self.experts.evictions();
         let found = self.experts.look_up(ids, &mut self.loads, &mut self.slots);
         if let Some(hits) = found {
-            let evictions = self.experts.evictions() - evictions;
-            self.figures.count(hits, self.loads.len(), evictions, 0);
+            self.count(hits, self.loads.len(), 0, before);
         }
         found.is_some()
     }
@@ -501,11 +500,29 @@ impl LayerCache {
         let (loads, slots) = (&mut self.loads, &mut self.slots);
         let found = self.experts.look_up_now(ids, most, loads, slots, missed);
         if let Some(hits) = found {
-            let evictions = self.experts.evictions() - before;
-            self.figures
-                .count(hits, missed.len(), evictions, missed.len());
+            self.count(hits, missed.len(), missed.len(), before);
         }
         found.is_some()
+    }
+
+    /// Counts a look-up, given the evictions before it.
+    fn count(&self, hits: usize, misses: usize, on_cpu: usize, before: u64) {
+        FIGURES.looked_up(&CacheLayer {
+            hits: hits as u64,
+            misses: misses as u64,
+            evictions: self.experts.evictions() - before,
+            on_cpu: on_cpu as u64,
+            ..self.figures()
+        });
+    }
+
+    /// Returns zeros.
+    fn figures(&self) -> CacheLayer {
+        CacheLayer {
+            model: self.model,
+            layer: self.layer,
+            ..CacheLayer::default()
+        }
     }
 
     /// Whether the last look-up loads experts.

@@ -5,8 +5,6 @@
 
 use std::ffi::CStr;
 
-use std::sync::atomic::Ordering;
-
 use super::figures::FIGURES;
 use crate::ggml::{
     Backend, Buffer, BufferType, DEVICE_GPU, DEVICE_IGPU, Device, Event, Ggml, OwnContext, Tensor,
@@ -173,9 +171,7 @@ impl Scratch {
             }
             // As the scheduler's own copies: backends clear what is behind a matrix themselves.
             (ggml.f.ggml_backend_buffer_set_usage)(buffer, USAGE_COMPUTE);
-            FIGURES
-                .scratch_bytes
-                .fetch_add(size as u64, Ordering::Relaxed);
+            FIGURES.lock().scratch_bytes += size as u64;
             Some(Scratch { ggml, buffer, size })
         }
     }
@@ -204,9 +200,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        FIGURES
-            .scratch_bytes
-            .fetch_sub(self.size as u64, Ordering::Relaxed);
+        FIGURES.lock().scratch_bytes -= self.size as u64;
         // SAFETY: allocated here, freed once, and no tensor uses it any more.
         unsafe { (self.ggml.f.ggml_backend_buffer_free)(self.buffer) }
     }

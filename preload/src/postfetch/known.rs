@@ -1,7 +1,6 @@
 //! The moment at which the ids of a layer are known: its experts are requested, and the program's
 //! copies of them are left out.
 
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use sidecar_core::config::Config;
@@ -34,9 +33,7 @@ pub fn leaves_out(
     let may_miss = !Config::get().postfetch.block_on_miss;
     let left_out = has_slots || covered && !(may_miss && fetcher.take_back(transfer));
     if left_out {
-        FIGURES
-            .left_out_bytes
-            .fetch_add(bytes as u64, Ordering::Relaxed);
+        FIGURES.lock().left_out_bytes += bytes as u64;
     }
     left_out
 }
@@ -134,7 +131,7 @@ impl State {
         }
         layer.is_whole = !self.in_own_cache.contains(&true);
         if !layer.ahead {
-            FIGURES.layers.fetch_add(1, Ordering::Relaxed);
+            FIGURES.lock().layers += 1;
             self.request(ggml, at);
         }
         self.look_ahead(ggml, at + 1);
@@ -152,7 +149,7 @@ impl State {
         let layer = plan.layers.get_mut(at).filter(may_look_ahead);
         if let Some(layer) = layer.filter(|_| looks_ahead) {
             (layer.ahead, layer.is_whole) = (true, true);
-            FIGURES.layers_ahead.fetch_add(1, Ordering::Relaxed);
+            FIGURES.lock().layers_ahead += 1;
             self.used.mark_all(layer.experts);
             self.request(ggml, at);
         }

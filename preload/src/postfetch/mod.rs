@@ -57,11 +57,10 @@ mod transfer;
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use sidecar_core::config::{Config, PostFetchMode};
-use sidecar_core::protocol::{Event, NoEffect, PostFetchFigures};
+use sidecar_core::protocol::{CacheLayer, Event, NoEffect, PostFetchFigures};
 use sidecar_core::summary;
 
 use crate::ggml::{Graph, Sched};
@@ -163,7 +162,7 @@ impl Capability for PostFetch {
             && let Some(cache) = &mut state.cache
         {
             let unused = u64::from(method == Method::NoSlots);
-            FIGURES.cache_unused.fetch_add(unused, Ordering::Relaxed);
+            FIGURES.lock().cache_unused += unused;
             if cache.evaluated(ids, method, began.elapsed()) {
                 scheduler.rebuild();
             }
@@ -202,7 +201,8 @@ impl Capability for PostFetch {
             }
             state.clear_cache();
         }
-        FIGURES.drop_cache_layers(model.number);
+        let is_of_another = |of: &CacheLayer| of.model != model.number;
+        FIGURES.lock().cache_layers.retain(is_of_another);
     }
 
     fn tensors_freed(&self, addresses: &Range<usize>) {
@@ -270,7 +270,10 @@ pub fn is_used() -> bool {
 
 /// Returns the figures of post-fetch in this process.
 pub fn figures() -> PostFetchFigures {
-    FIGURES.get(page_lock::locked_bytes())
+    PostFetchFigures {
+        locked_bytes: page_lock::locked_bytes(),
+        ..FIGURES.lock().clone()
+    }
 }
 
 /// Whether the calls of a scheduler's evaluation are reported to post-fetch.

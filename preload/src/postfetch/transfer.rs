@@ -186,9 +186,7 @@ impl Transfer {
         }
         self.instance.record(&self.done);
         let bytes: usize = request.pieces.iter().map(|piece| piece.to.len()).sum();
-        FIGURES
-            .early_bytes
-            .fetch_add(bytes as u64, Ordering::Relaxed);
+        FIGURES.lock().early_bytes += bytes as u64;
     }
 
     /// Waits until the copies are complete, and counts their time. Returns their end.
@@ -204,8 +202,10 @@ impl Transfer {
             waited: end.saturating_duration_since(needed),
             end: Some(end),
         };
-        FIGURES.add_copy(times.transfer);
-        FIGURES.add_wait(times.waited);
+        let mut figures = FIGURES.lock();
+        figures.copy_seconds += times.transfer.as_secs_f64();
+        figures.wait_seconds += times.waited.as_secs_f64();
+        drop(figures);
         *self.times.lock() = times;
         if Config::get().postfetch.debug {
             self.check();
@@ -229,7 +229,7 @@ impl Transfer {
                 std::slice::from_raw_parts(piece.from as *const u8, there.len())
             };
             if here != there {
-                FIGURES.mismatches.fetch_add(1, Ordering::Relaxed);
+                FIGURES.lock().mismatches += 1;
                 log::error!(
                     "post-fetch: {} bytes at {} of a matrix on the device differ from the model: run without post-fetch, and report it with the name of the device",
                     there.len(),
