@@ -121,7 +121,7 @@ impl Device for HostDevice {
 
 /// Returns the total and the available bytes of the machine, or `u64::MAX` where `/proc/meminfo`
 /// does not have them.
-pub fn system_memory() -> (u64, u64) {
+fn system_memory() -> (u64, u64) {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let field = |name: &str| {
         let line = text.lines().find_map(|line| line.strip_prefix(name))?;

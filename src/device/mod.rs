@@ -17,7 +17,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use host::{HostDevice, system_memory};
+pub use host::HostDevice;
 pub use sidecar_core::error::DeviceError;
 
 /// Alignment in bytes of a buffer and of every tensor in it: ggml requires 32, CUDA allocates with

@@ -3,7 +3,7 @@
 //! A copy from pageable memory blocks the thread that issues it. Pages of the model's mapping
 //! can be locked in place (`cuMemHostRegister`); their bytes then go from the page cache to the
 //! device without a buffer. Locked pages stay in memory, so only the down-projections are
-//! locked, and only up to half of the available memory.
+//! locked, and only up to half of the free memory of the machine or of the control group.
 
 use std::ops::Range;
 use std::sync::{Arc, Weak};
@@ -11,9 +11,10 @@ use std::sync::{Arc, Weak};
 use once_cell::sync::Lazy;
 use parking_lot::Mutex;
 
-use crate::device::{AsyncDevice, system_memory};
+use crate::device::AsyncDevice;
 use crate::model::{Model, TensorView};
 use sidecar_core::experts::Projection;
+use sidecar_core::reload::free_memory;
 use sidecar_core::stream::page_size;
 
 /// Locked pages, which are unlocked on drop.
@@ -53,13 +54,12 @@ impl PageLocks {
         let address = |bytes: *const [u8]| bytes.cast::<u8>() as u64;
         let ranges = page_ranges(host.map(|of| address(of)..address(of) + of.len() as u64));
         let bytes: u64 = ranges.iter().map(|range| range.end - range.start).sum();
-        let available = system_memory().1;
         if ranges.is_empty() {
             return Err("the model is not mapped".into());
         }
-        if bytes > available / 2 {
+        if let Some((free, limit)) = free_memory().filter(|(free, _)| bytes > free / 2) {
             return Err(format!(
-                "its {bytes} bytes are more than half of the {available} bytes of available memory"
+                "its {bytes} bytes are more than half of the {free} bytes that {limit} leaves"
             ));
         }
         let mut locks = PageLocks {
