@@ -1094,3 +1094,39 @@ fn llama_server_from_source_with_one_request() {
         assert!(left_out > 0, "{figures}");
     }
 }
+
+/// Layers on two GPUs, experts in host memory. The scheduler multiplies all of these on the first GPU.
+#[test]
+fn two_gpus() {
+    let commands = [
+        "prompt 40",
+        "prompt 64",
+        "hashes 6",
+        "prompt 33",
+        "hashes 6",
+    ];
+    for host in [Setup::default(), Setup::default().from_source()] {
+        let expected = host.clone().two_gpus().run(&commands).answers;
+        let ways = [
+            ("LLAMA_POSTFETCH_MODE", "on", "fetch"),
+            ("LLAMA_POSTFETCH_CACHE_MB", "26", "fetch"),
+            ("LLAMA_POSTFETCH_CACHE_MB", "26", "cpu"),
+        ];
+        for (name, value, misses) in ways {
+            let setup = host.clone().two_gpus().with(name, value);
+            let run = setup
+                .with("LLAMA_POSTFETCH_CACHE_MISSES", misses)
+                .run(&commands);
+            let figures = &run.figures;
+            assert_eq!(run.answers, expected, "{name} {misses}: {figures}");
+            assert!(count(figures, "left_out_bytes") > 0, "{figures}");
+            let hits = count(figures, "cache_hits");
+            assert_eq!(hits > 0, name == "LLAMA_POSTFETCH_CACHE_MB", "{figures}");
+            // The input of a layer on the second GPU is copied to the first.
+            let obstacle = figures["obstacle"].as_str().unwrap_or_default();
+            let refused = "the CPU computes no experts of some layers, such as layer 3";
+            assert_eq!(obstacle.starts_with(refused), misses == "cpu", "{figures}");
+            assert_eq!(obstacle.is_empty(), misses == "fetch", "{figures}");
+        }
+    }
+}

@@ -7,11 +7,13 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
+use hosts::simulated::Setup;
 use hosts::{
     TOKENS, copied, count, counted_by_host, fresh, same_with_streaming, stream_figures,
     streamed_text, streaming, traced,
 };
 use serde_json::Value;
+use sidecar_core::experts::ExpertIndex;
 use sidecar_core::gguf::{Access, GgufFile, TYPE_AND_OFFSET, type_fields, write_data};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, replace};
@@ -45,6 +47,36 @@ fn a_guess_changes_no_result() {
     // All layers but the first, for all tokens but the prompt.
     assert!(count(&figures, "guesses") > 0, "{figures}");
     assert!(count(&figures, "hits") > 0, "{figures}");
+}
+
+/// Experts that the program copies to a GPU are read from disk as soon as their layer is routed, with
+/// early copies and without.
+#[test]
+fn experts_that_are_copied_to_a_gpu() {
+    let commands = ["prompt 40", "prompt 64", "hashes 3", "prompt 33"];
+    let expected = Setup::default().from_source().run(&commands).answers;
+    let model = fixture("small-moe.gguf");
+    let layers = ExpertIndex::of([&GgufFile::open(&model, Access::Read).expect("a model")]);
+    let prompts = 3 * layers.layers().count() as u64;
+    for mode in ["off", "on"] {
+        let setup = Setup::default()
+            .from_source()
+            .with("LLAMA_SIDECAR_HOTSWAP", "0")
+            .with("LLAMA_EXPERT_STREAM", "on")
+            .with("LLAMA_POSTFETCH_MODE", mode);
+        let sim = setup.simulation();
+        let mut host = setup.start(&sim, &model);
+        let mut streamed = Vec::new();
+        for (command, expected) in commands.iter().zip(&expected) {
+            assert_eq!(host.ask(command), *expected, "{mode}: {command}");
+            streamed.push(count(&stream_figures(&host), "layers"));
+        }
+        assert_eq!(host.end(), Some(0));
+        sim.report().assert_ordered();
+        // The CPU computes the experts of single tokens.
+        let single = streamed[2] - streamed[1];
+        assert_eq!(streamed[3] - single, prompts, "{mode}: {streamed:?}");
+    }
 }
 
 /// A trace of an earlier run, and a file that is none.

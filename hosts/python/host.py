@@ -1,13 +1,13 @@
 """A host without a reference to llama-sidecar: Python, llama.cpp through ctypes.
 
     python3 host.py LIBRARIES MODEL [count] [gates] [experts-on-cpu] [on-cpu=PATTERN] [tokens=N] [part=N] [sequences=N]
-                    [own-cache=MIB]
+                    [own-cache=MIB] [second-gpu]
 
 With `experts-on-cpu`, routed experts stay in host memory, as llama.cpp's flag -cmoe has it;
 with `on-cpu`, the tensors whose names match. With `tokens`, a context has N tokens and
 evaluates so many in one batch; with `part`, it evaluates a prompt in parts of N tokens. With
 `own-cache`, experts have the cache of newer versions of llama.cpp, as its flag
---moe-cache-mib has it. LIBRARIES is the folder of libllama and its companions, of
+--moe-cache-mib has it; with `second-gpu`, the last layers are on a second simulated GPU. LIBRARIES is the folder of libllama and its companions, of
 node-llama-cpp or of llama.cpp from source. The variable HOST_PLAIN_BUFFERS keeps
 weights out of the CPU's special buffer types (CPU_REPACK, AMX), as llama.cpp's flag --no-repack
 does. Takes the same commands on standard input as hosts/node/host.mjs, and
@@ -39,6 +39,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -95,6 +96,13 @@ llama.llama_memory_clear.argtypes = [c.c_void_p, c.c_bool]
 QUIET = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(lambda *_: None)
 llama.llama_log_set(QUIET, None)
 ggml.ggml_backend_load_all_from_path(folder.encode())
+if "second-gpu" in options:
+    # A copy of the simulated GPU is another one, with a report of its own.
+    os.environ["SIM_GGML_REPORT"] += ".2"
+    second = os.environ["SIM_GGML_REPORT"] + ".so"
+    shutil.copy(os.environ["GGML_BACKEND_PATH"], second)
+    ggml.ggml_backend_load.restype = c.c_void_p
+    assert ggml.ggml_backend_load(second.encode())
 
 
 base.ggml_get_name.restype = c.c_char_p

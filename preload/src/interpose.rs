@@ -29,6 +29,7 @@ use crate::process::thread::{self, Inside};
 use crate::program::models::Model;
 use crate::program::parts::{self, Parts};
 use crate::program::sched::{self, Allocated, Scheduler};
+use crate::program::weight_copies::{self, WeightCopy};
 use crate::program::{loads, logits, models, own_cache, routing};
 use crate::rounds;
 use crate::streaming::load;
@@ -178,7 +179,7 @@ fn destination(hook: Hook, return_address: usize, arguments: &Arguments) -> *con
         // While the program splits a graph, this thread runs code of the drop-in.
         Hook::OffloadOp => placement::offloads(),
         Hook::SchedSetEvalCallback => placement::offloads() && !thread::is_inside(),
-        Hook::SchedSetCopyCallback => postfetch::is_on() && !thread::is_inside(),
+        Hook::SchedSetCopyCallback => lifecycle::uses_copies() && !thread::is_inside(),
         _ => !thread::is_inside(),
     };
     // An evaluation that was begun is finished in the same way, also when the drop-in was turned
@@ -454,7 +455,8 @@ unsafe extern "C-unwind" fn sched_set_copy_callback(
     let (mut to_set, mut its_data) = (callback, data);
     if let Some(scheduler) = Scheduler::of(call.ggml, sched as usize) {
         guarded(|| {
-            copy_callback::set(scheduler, callback, data);
+            weight_copies::set(scheduler, callback, data);
+            copy_callback::set(scheduler);
             to_set = Some(copy_weight as CopyCallback);
             its_data = std::ptr::from_ref(scheduler).cast_mut().cast();
         });
@@ -476,18 +478,20 @@ unsafe extern "C-unwind" fn copy_weight(
     // SAFETY: set by `sched_set_copy_callback`, and never freed.
     let scheduler: &'static Scheduler = unsafe { &*scheduler.cast() };
     let mut is_copied = false;
-    // Without a plan, and once the drop-in is off, there is nothing to leave out.
+    // Where no parts are seen, and once the drop-in is off, there is nothing to leave out.
     if parts::current().is_some_and(|of| std::ptr::eq(of, scheduler)) {
         // SAFETY: the arguments of the call.
         guarded(|| unsafe {
-            is_copied = copy_callback::is_copied(scheduler, backend, weight, copy, part);
+            let of = WeightCopy::new(scheduler.ggml(), backend, weight, copy, part);
+            lifecycle::report(|to| to.weight_copied(&of));
+            is_copied = copy_callback::is_copied(scheduler, &of);
         });
     }
     if is_copied {
         return true;
     }
     // Nothing is locked while the program's function runs. Without one, the scheduler copies the weight.
-    match copy_callback::of_program(scheduler) {
+    match weight_copies::of_program(scheduler) {
         // SAFETY: the arguments of the call; the program set the function for this scheduler.
         Some((function, data)) => unsafe { function(backend, weight, copy, part, data) },
         None => false,
@@ -822,6 +826,7 @@ fn forget_scheduler(key: usize) {
     if let Some(scheduler) = Scheduler::find(key) {
         lifecycle::report(|to| to.scheduler_freed(scheduler));
         routing::forget(scheduler);
+        weight_copies::forget(scheduler);
         scheduler.forget();
     }
 }

@@ -80,6 +80,11 @@ pub fn uses_routing() -> bool {
     CAPABILITIES.iter().any(|of| of.uses_routing())
 }
 
+/// Whether any capability is to be informed of weights that a scheduler copies to a device.
+pub fn uses_copies() -> bool {
+    CAPABILITIES.iter().any(|of| of.uses_copies())
+}
+
 /// Reports an event to all capabilities.
 pub fn report(event: impl Fn(&dyn Capability)) {
     for capability in CAPABILITIES {

@@ -188,6 +188,11 @@ impl SimGgml {
     pub fn report(&self) -> Report {
         read(&self.folder.path().join("report"))
     }
+
+    /// The report of the second simulated GPU that a Python host had.
+    pub fn second_report(&self) -> Report {
+        read(&self.folder.path().join("report.2"))
+    }
 }
 
 fn read(path: &Path) -> Report {

@@ -15,6 +15,8 @@ use super::count;
 /// The smallest batch that the host offloads. With 1, decoding is offloaded, too.
 pub const DECODE: (&str, &str) = ("GGML_OP_OFFLOAD_MIN_BATCH", "1");
 
+const SECOND_GPU: &str = "second-gpu";
+
 /// What a host answered, the figures of post-fetch, and the report of the simulated GPU.
 pub struct Run {
     pub answers: Vec<String>,
@@ -64,6 +66,11 @@ impl Setup {
         self
     }
 
+    /// With the last layers on a second simulated GPU.
+    pub fn two_gpus(self) -> Setup {
+        self.option(SECOND_GPU)
+    }
+
     pub fn simulation(&self) -> SimGgml {
         let settings = self.device.iter();
         let settings: Vec<_> = settings
@@ -98,6 +105,11 @@ impl Setup {
         assert_eq!(host.end(), Some(0));
         let report = sim.report();
         report.assert_ordered();
+        if self.options.iter().any(|option| option == SECOND_GPU) {
+            let second = sim.second_report();
+            second.assert_ordered();
+            assert!(second.calls("graph_compute") > 0);
+        }
         Run {
             answers,
             figures,

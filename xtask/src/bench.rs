@@ -16,7 +16,7 @@ struct Bench {
     note: &'static str,
 }
 
-const BENCHES: [Bench; 10] = [
+const BENCHES: [Bench; 11] = [
     Bench {
         name: "load",
         heading: "Opening and loading",
@@ -97,6 +97,13 @@ both sides have this cost. The LRU is exact and has no read-ahead. The bound has
 which the LRU misses an expert, because the experts of a layer are known only when its router has chosen.",
     },
     Bench {
+        name: "stream_gpu",
+        heading: "Prompts from disk to a GPU",
+        note: "The disk is the emulated one of the section above, and the simulated GPU computes on the same two \
+cores: both cost the same on both sides, and the longer prompts are limited by that. The bytes are those of the whole run, \
+with the load and three single tokens, and their share of the disk's bandwidth is that of the prompt's time.",
+    },
+    Bench {
         name: "tune",
         heading: "Tuning",
         note: "A row is a sweep with one type: the time of the whole command, with the start of the program, the \
@@ -146,16 +153,25 @@ text above each table names the peer and the limit that the machine sets.\n\n{}\
 
 fn figures(bench: &Bench, arguments: &[String]) -> Result<String> {
     fixtures::make()?;
-    if ["dropin", "postfetch_host", "expert_cache", "stream", "tune"].contains(&bench.name) {
+    if [
+        "dropin",
+        "postfetch_host",
+        "expert_cache",
+        "stream",
+        "stream_gpu",
+        "tune",
+    ]
+    .contains(&bench.name)
+    {
         cmake::build_hosts()?;
     }
-    if ["postfetch_host", "expert_cache"].contains(&bench.name) {
+    if ["postfetch_host", "expert_cache", "stream_gpu"].contains(&bench.name) {
         cmake::sim_ggml()?;
     }
-    if bench.name == "tune" {
+    if ["tune", "stream_gpu"].contains(&bench.name) {
         llama_cpp::make()?;
     }
-    if bench.name == "stream" {
+    if ["stream", "stream_gpu"].contains(&bench.name) {
         fixtures::make_large()?;
     }
     let cargo = || {

@@ -159,6 +159,8 @@ struct Shared {
     hottest: Requests,
     /// The experts that the router of each layer will probably choose, until the layer is routed.
     guesses: Vec<parking_lot::Mutex<Option<ExpertSet>>>,
+    /// The matrices of each layer that the program uses in the mapping of their file.
+    in_place: Vec<Matrices>,
     /// The matrices of each layer when it was scheduled last.
     matrices: Vec<AtomicU8>,
     /// Whether each layer may be read as a whole for a batch.
@@ -233,6 +235,10 @@ impl Reader {
             .predict
             .then(|| Routers::read(files, &layers))
             .transpose()?;
+        let in_place: Vec<_> = layers
+            .iter()
+            .map(|(layer, _)| Matrices::of(index.of_layer(*layer), &in_place))
+            .collect();
         let faults = pages::major_faults();
         let shared = Arc::new(Shared {
             files: files.iter().map(with_residency).collect(),
@@ -243,10 +249,8 @@ impl Reader {
             guessed: Requests::new(layers.len(), most as usize),
             hottest: Requests::new(layers.len(), most as usize),
             guesses: layers.iter().map(|_| Default::default()).collect(),
-            matrices: layers
-                .iter()
-                .map(|(layer, _)| Matrices::of(index.of_layer(*layer), &in_place).0.into())
-                .collect(),
+            matrices: in_place.iter().map(|of| of.0.into()).collect(),
+            in_place,
             look_ahead: layers
                 .iter()
                 .map(|(layer, _)| {
@@ -309,6 +313,12 @@ impl Reader {
         layers
             .binary_search_by_key(&layer, |(number, _)| *number)
             .ok()
+    }
+
+    /// Returns the matrices of a layer, by its position, that the program uses in the mapping of their
+    /// file.
+    pub fn in_place(&self, layer: usize) -> Matrices {
+        self.shared.in_place[layer]
     }
 
     /// Requests the most used experts of a trace, as many as have these bytes in all. They are

@@ -15,135 +15,87 @@
 //! For a layer of which the program's own expert cache has experts, the program's function copies these
 //! on the device; its other copies are left out one by one, as in [`inferred`](super::inferred).
 
-use std::ffi::c_void;
-
 use super::known::leaves_out;
-use super::state::{Order, ProgramCallback, State, state_of};
-use crate::ggml::{Backend, CopyCallback, Ggml, Graph, Tensor};
+use super::state::{Order, State, state_of};
 use crate::program::parts;
 use crate::program::sched::Scheduler;
+use crate::program::weight_copies::WeightCopy;
 
-/// Keeps the program's callback of a scheduler, which reports its copies from now on.
-pub fn set(scheduler: &Scheduler, function: Option<CopyCallback>, data: *mut c_void) {
+/// Notes that a scheduler reports its copies.
+pub fn set(scheduler: &Scheduler) {
     if let Some(mut state) = state_of(scheduler) {
-        state.callback = Some(ProgramCallback { function, data });
         state.order = Order::Expected;
     }
 }
 
-/// Returns the program's callback of a scheduler, and its last argument; `None` if the program set none.
-pub fn of_program(scheduler: &Scheduler) -> Option<(CopyCallback, *mut c_void)> {
-    let callback = state_of(scheduler)?.callback?;
-    Some((callback.function?, callback.data))
-}
-
-/// Returns whether a copy that a scheduler is about to make for a part is left out.
+/// Returns whether a copy that a scheduler is about to make is left out.
 ///
 /// # Safety
 ///
-/// The arguments that the scheduler passes to its callback, on the thread that evaluates.
-pub unsafe fn is_copied(
-    scheduler: &Scheduler,
-    backend: *mut Backend,
-    weight: *const Tensor,
-    copy: *mut Tensor,
-    part: *mut Graph,
-) -> bool {
-    let ggml = scheduler.ggml();
-    // SAFETY: as the caller ensures.
-    let ids = unsafe { ids_of_first(ggml, part, copy) };
+/// During the call of the scheduler's copy callback, on the thread that evaluates.
+pub unsafe fn is_copied(scheduler: &Scheduler, of: &WeightCopy) -> bool {
     // The part that computed ids comes before. If it was not seen, this one cannot wait either.
     let are_parts_seen = parts::are_seen();
-    if let Some(ids) = ids.filter(|_| are_parts_seen) {
-        // SAFETY: as the caller ensures; what the first node of a part reads is computed.
-        unsafe { read_ids(scheduler, backend, copy, ids) };
+    if are_parts_seen {
+        // SAFETY: as the caller ensures.
+        unsafe { read_ids(scheduler, of) };
     }
     let Some(mut state) = state_of(scheduler) else {
         return false;
     };
-    if are_parts_seen && state.biases.is_copied(weight, copy) {
+    if are_parts_seen && state.biases.is_copied(of.weight, of.copy) {
         return true;
     }
     let State { plan, fetcher, .. } = &mut *state;
     let (Some(plan), Some(fetcher)) = (plan, fetcher) else {
         return false;
     };
-    let Some((layer, product)) = plan.reach(copy) else {
+    let Some((layer, product)) = plan.reach(of.copy) else {
         return false;
     };
-    if !are_parts_seen || backend != layer.backend || weight != product.weight.cast_const() {
+    if !are_parts_seen || of.backend != layer.backend || of.weight != product.weight.cast_const() {
         state.stand_back();
         return false;
     }
     let is_same = |ids| layer.known && layer.ids.contains(&ids);
-    if !layer.ahead && !ids.is_some_and(is_same) {
+    if !layer.ahead && !of.ids.is_some_and(is_same) {
         return false;
     }
     let bytes = product.used_bytes;
     leaves_out(fetcher, layer, product, bytes, |_| layer.is_whole)
 }
 
-/// Returns the ids of the product that a part begins with, if it reads this copy. They are computed
-/// before the part.
-///
-/// # Safety
-///
-/// A live part of a graph.
-unsafe fn ids_of_first(ggml: &Ggml, part: *mut Graph, copy: *mut Tensor) -> Option<*mut Tensor> {
-    let (f, layout) = (&ggml.f, &ggml.layout);
-    // SAFETY: as the caller ensures; nodes of a live graph and their sources are live.
-    unsafe {
-        if (f.ggml_graph_n_nodes)(part) == 0 {
-            return None;
-        }
-        let node = (f.ggml_graph_node)(part, 0);
-        let [matrix, _, ids]: [*mut Tensor; 3] = layout.read(node, layout.src);
-        let op: i32 = layout.read(node, layout.op);
-        (op == ggml.ops.mul_mat_id && matrix == copy).then_some(ids)
-    }
-}
-
 /// Reads the ids of a layer that are not known in this evaluation.
 ///
 /// # Safety
 ///
-/// The arguments that the scheduler passes to its callback, on the thread that evaluates; the backend
-/// has the ids or will have them once it is waited for.
-unsafe fn read_ids(
-    scheduler: &Scheduler,
-    backend: *mut Backend,
-    copy: *mut Tensor,
-    ids: *mut Tensor,
-) {
-    let Some(mut state) = state_of(scheduler) else {
+/// As for [`is_copied`].
+unsafe fn read_ids(scheduler: &Scheduler, of: &WeightCopy) {
+    let (Some(ids), Some(mut state)) = (of.ids, state_of(scheduler)) else {
         return;
     };
-    let ggml = scheduler.ggml();
     let Some(plan) = &state.plan else {
         return;
     };
-    let Some((at, _)) = plan.find(copy) else {
+    let Some((at, _)) = plan.find(of.copy) else {
         return;
     };
     let layer = &plan.layers[at];
-    if layer.known || layer.backend != backend || !layer.ids.contains(&ids) {
+    if layer.known || layer.backend != of.backend || !layer.ids.contains(&ids) {
         return;
     }
     let mut bytes = std::mem::take(&mut state.ids);
-    // SAFETY: as the caller ensures; the ids are a live tensor.
-    unsafe {
-        state.request_input(at, backend);
-        // Nothing is locked while the device is waited for.
+    // SAFETY: as the caller ensures; nothing is locked while the device is waited for.
+    let known = unsafe {
+        state.request_input(at, of.backend);
         drop(state);
-        bytes.resize((ggml.f.ggml_nbytes)(ids), 0);
-        let to = bytes.as_mut_ptr().cast();
-        (ggml.f.ggml_backend_tensor_get_async)(backend, ids, to, 0, bytes.len());
-        (ggml.f.ggml_backend_synchronize)(backend);
-    }
+        of.read_ids(&mut bytes)
+    };
     let Some(mut state) = state_of(scheduler) else {
         return;
     };
-    // SAFETY: the bytes of the tensor were just read.
-    unsafe { state.read(ggml, at, ids, (bytes.as_ptr(), bytes.len())) };
+    if let Some(known) = known {
+        state.known(of.ggml, at, &known);
+    }
     state.ids = bytes;
 }

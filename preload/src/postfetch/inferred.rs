@@ -23,6 +23,7 @@ use super::plan::Layer;
 use super::state::{Order, State, current};
 use super::transfer::{Piece, Progress, Request};
 use crate::ggml::{Backend, Ggml, Tensor};
+use crate::program::{parts, routing, weight_copies};
 
 /// Ids that the scheduler has requested: the layer, the tensor, and where its bytes go.
 #[derive(Clone, Copy)]
@@ -41,7 +42,8 @@ thread_local! {
 /// Returns the state of the scheduler whose parts this thread evaluates, if it has a plan and no
 /// copy callback.
 fn without_callback() -> Option<MutexGuard<'static, State>> {
-    current().filter(|state| state.callback.is_none())
+    parts::current().filter(|of| !weight_copies::are_reported(of))?;
+    current()
 }
 
 /// Records that the scheduler requested bytes of a tensor.
@@ -82,9 +84,12 @@ pub unsafe fn waited(ggml: &'static Ggml) {
         return;
     };
     if let Some(mut state) = current() {
-        let bytes = (requested.data, requested.size);
-        // SAFETY: the scheduler has just received the bytes of the tensor at this address.
-        unsafe { state.read(ggml, requested.layer, requested.ids, bytes) };
+        // SAFETY: the scheduler has just received the bytes of the tensor at this address; ids that
+        // span more bytes are not used.
+        let ids = unsafe { routing::ids_at(ggml, requested.ids, requested.data) };
+        if let Some(ids) = ids.filter(|of| of.bytes.len() <= requested.size) {
+            state.known(ggml, requested.layer, &ids);
+        }
     }
 }
 

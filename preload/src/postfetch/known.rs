@@ -10,8 +10,8 @@ use super::figures::FIGURES;
 use super::plan::{Layer, Product};
 use super::state::{Order, State};
 use super::transfer::{Fetcher, Progress, Request};
-use crate::ggml::{Backend, Ggml, Tensor};
-use crate::program::{own_cache, routing};
+use crate::ggml::{Backend, Ggml};
+use crate::program::own_cache;
 
 /// The share of used experts, in percent, from which all experts of the next layer are copied. Each
 /// byte costs time on the link, unlike reads of neighbours from disk (`sidecar_core::stream`).
@@ -54,25 +54,6 @@ impl State {
         {
             // SAFETY: the backend of the products, which computed the input before the ids.
             unsafe { on_cpu.request_input(backend) };
-        }
-    }
-
-    /// Requests the experts of a layer whose ids were read from a device.
-    ///
-    /// # Safety
-    ///
-    /// A live tensor of ids, whose first `size` bytes are at `data`.
-    pub unsafe fn read(
-        &mut self,
-        ggml: &'static Ggml,
-        at: usize,
-        ids: *const Tensor,
-        (data, size): (*const u8, usize),
-    ) {
-        // SAFETY: as the caller ensures; ids that span more bytes are not used.
-        let known = unsafe { routing::ids_at(ggml, ids, data) };
-        if let Some(known) = known.filter(|of| of.bytes.len() <= size) {
-            self.known(ggml, at, &known);
         }
     }
 

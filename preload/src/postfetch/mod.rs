@@ -98,6 +98,10 @@ impl Capability for PostFetch {
         is_on() && Config::get().program_postfetch.mode == PostFetchMode::Down
     }
 
+    fn uses_copies(&self) -> bool {
+        is_on()
+    }
+
     fn routed(&self, routed: &Routed<'_>) {
         let Some(mut state) = current() else {
             return;

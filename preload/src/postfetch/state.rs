@@ -1,6 +1,5 @@
 //! What post-fetch has for a scheduler, from one evaluation to the next.
 
-use std::ffi::c_void;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
@@ -16,7 +15,7 @@ use super::instance;
 use super::marked::Marked;
 use super::plan::{Devices, Layer, LayerSlots, Plan};
 use super::transfer::Fetcher;
-use crate::ggml::{CopyCallback, Device, Ggml};
+use crate::ggml::{Device, Ggml};
 use crate::program::sched::{Allocated, SLOTS, Scheduler};
 use crate::program::{barrier, own_cache, parts};
 
@@ -40,18 +39,6 @@ pub enum Order {
     Other,
 }
 
-/// The program's copy callback of a scheduler.
-#[derive(Clone, Copy)]
-pub struct ProgramCallback {
-    /// The function; `None` if the program set none.
-    pub function: Option<CopyCallback>,
-    /// The last argument of the function.
-    pub data: *mut c_void,
-}
-
-// SAFETY: the program's data is passed to its function, on the thread that evaluates.
-unsafe impl Send for ProgramCallback {}
-
 /// What post-fetch has for a scheduler.
 pub struct State {
     /// The number of the scheduler, once there is a plan.
@@ -66,8 +53,6 @@ pub struct State {
     pub fetcher: Option<Fetcher>,
     /// What is known of the program's copies.
     pub order: Order,
-    /// The program's copy callback, if it was set while the drop-in was on.
-    pub callback: Option<ProgramCallback>,
     /// Bytes of ids that are read for it.
     pub ids: Vec<u8>,
     /// Whether an evaluation has copied experts in the expected order.
@@ -112,7 +97,6 @@ impl State {
             biases: Biases::new(),
             fetcher: None,
             order: Order::Unknown,
-            callback: None,
             ids: Vec::new(),
             seen: false,
             begun: false,

@@ -10,6 +10,7 @@ use sidecar_core::protocol::NoEffect;
 use crate::program::models::Model;
 use crate::program::routing::Routed;
 use crate::program::sched::{Allocated, Scheduler};
+use crate::program::weight_copies::WeightCopy;
 
 /// A capability of the drop-in, like hot-swap or the expert trace.
 ///
@@ -47,6 +48,18 @@ pub trait Capability: Sync {
     /// The experts of a layer are known, and none of them is read yet. Delays an evaluation in
     /// its middle.
     fn routed(&self, _routed: &Routed<'_>) {}
+
+    /// Whether it is to be informed of weights that a scheduler copies to a device.
+    fn uses_copies(&self) -> bool {
+        false
+    }
+
+    /// A scheduler is about to copy a weight. Delays an evaluation in its middle.
+    ///
+    /// # Safety
+    ///
+    /// During the call of the scheduler, on the thread that evaluates.
+    unsafe fn weight_copied(&self, _of: &WeightCopy) {}
 
     /// An evaluation begins.
     fn evaluation_begun(&self, _scheduler: &Scheduler) {}

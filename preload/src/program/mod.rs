@@ -3,6 +3,7 @@
 //! | module | contents |
 //! |---|---|
 //! | [`capability`] | the events that are reported to capabilities |
+//! | [`weight_copies`] | copies of weights that a scheduler is about to make |
 //! | [`routing`] | the moment at which the experts of a layer are known |
 //! | [`parts`] | the graph whose parts a thread evaluates |
 //! | [`sched`] | schedulers, their evaluations and kept graphs |
@@ -31,3 +32,4 @@ pub mod pool;
 pub mod routing;
 pub mod sched;
 pub mod watched;
+pub mod weight_copies;

@@ -3,10 +3,11 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 use sidecar_core::config::{Config, ExpertStream};
+use sidecar_core::experts::ExpertName;
 use sidecar_core::protocol::{Event, NoEffect, StreamFigures};
 use sidecar_core::reload::free_memory;
 use sidecar_core::stream::{Reader, Settings};
@@ -15,9 +16,10 @@ use sidecar_core::trace;
 use crate::process::journal;
 use crate::program::barrier::ModelSet;
 use crate::program::capability::{Capability, Effect};
-use crate::program::models::{Model, ModelTensor};
+use crate::program::models::{self, Model, ModelTensor};
 use crate::program::routing::Routed;
 use crate::program::sched::Scheduler;
+use crate::program::weight_copies::WeightCopy;
 use crate::program::{own_cache, routing};
 use crate::streaming::load;
 
@@ -41,6 +43,8 @@ struct Stream {
     set: ModelSet,
     path: String,
     reader: Reader,
+    /// The position of the layer of which a scheduler copied a matrix last.
+    copied: AtomicUsize,
     /// Whether the journal has its start.
     noted: AtomicBool,
 }
@@ -92,6 +96,38 @@ impl Capability for Streaming {
         }
     }
 
+    fn uses_copies(&self) -> bool {
+        self.is_enabled()
+    }
+
+    unsafe fn weight_copied(&self, of: &WeightCopy) {
+        let Some((model, at)) = models::find(of.weight.cast_mut()) else {
+            return;
+        };
+        let streams = STREAMS.read();
+        let Some(stream) = streams.iter().find(|of| of.model == model.number) else {
+            return;
+        };
+        let name = model.name(at).to_str().ok().and_then(ExpertName::parse);
+        let layer = name.and_then(|name| stream.reader.position(name.layer));
+        // The first matrix of a layer that is copied; later ones are on their way then.
+        let is_first = |layer: &usize| stream.copied.swap(*layer, Ordering::Relaxed) != *layer;
+        if let Some(layer) = layer.filter(is_first) {
+            let mut bytes = Vec::new();
+            // SAFETY: as the caller ensures; only reading threads are locked out of the list.
+            if let Some(ids) = unsafe { of.read_ids(&mut bytes) } {
+                let reader = &stream.reader;
+                reader.schedule(layer, reader.in_place(layer), &ids, None);
+            }
+        }
+    }
+
+    fn evaluation_begun(&self, _scheduler: &Scheduler) {
+        for stream in STREAMS.read().iter() {
+            stream.copied.store(usize::MAX, Ordering::Relaxed);
+        }
+    }
+
     fn evaluation_ended(&self, scheduler: &Scheduler) {
         for stream in STREAMS.read().iter() {
             if !stream.noted.load(Ordering::Relaxed) && scheduler.reads(stream.set) {
@@ -123,7 +159,7 @@ impl Capability for Streaming {
             true => EFFECT.obstacles(),
             false => EFFECT.missing(|| match streams.first() {
                 Some(stream) => format!(
-                    "nothing was streamed: {}: the CPU has computed no layer with routed experts; let the program generate a token, with experts on the CPU",
+                    "nothing was streamed: {}: no layer with routed experts in host memory was computed; let the program generate a token, with experts on the CPU",
                     stream.path
                 ),
                 None => "nothing was streamed: no evaluated model has routed experts".into(),
@@ -194,6 +230,7 @@ fn start(model: &Arc<Model>) {
                 set: model.as_set(),
                 path,
                 reader,
+                copied: AtomicUsize::new(usize::MAX),
                 noted: AtomicBool::new(false),
             });
         }

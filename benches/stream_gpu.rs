@@ -1,0 +1,124 @@
+//! Measures prompts of a model that is larger than memory on an emulated disk, whose experts the program
+//! copies to a simulated GPU.
+//!
+//! Run it with `cargo xtask bench stream_gpu`; `cargo bench --bench stream_gpu -- --quick` is a short form.
+//! Each argument `--with=NAME=VALUE,NAME=VALUE` adds a run with these variables of the drop-in. The program is llama-completion, in a control group with a limit of
+//! memory.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use testkit::fixtures::large_model;
+use testkit::host::preload_library;
+use testkit::llama_cpp::llama_cpp;
+use testkit::median;
+use testkit::memory_limit::MemoryLimit;
+use testkit::sim_ggml::SimGgml;
+use testkit::slow_disk::{SlowDisk, Speed};
+
+/// Prompts, in words: about as many tokens.
+const PROMPTS: [usize; 2] = [80, 512];
+const DISKS: [Speed; 2] = [speed(1000, 1000), speed(100, 2000)];
+/// The share of the model that fits into memory, in percent.
+const MEMORY: u64 = 25;
+const ROUNDS: usize = 3;
+
+const fn speed(latency_us: u64, mb_per_second: u64) -> Speed {
+    Speed {
+        latency: Duration::from_micros(latency_us),
+        bandwidth: mb_per_second * 1_000_000,
+    }
+}
+
+fn main() {
+    let model = large_model();
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let quick = arguments.iter().any(|argument| argument == "--quick");
+    let amount = if quick { 1 } else { DISKS.len() };
+    let with = arguments.iter().filter_map(|of| of.strip_prefix("--with="));
+    let mut ways = vec!["", "LLAMA_EXPERT_STREAM=auto"];
+    ways.extend(with);
+    let disk = SlowDisk::mount(&model, DISKS[0]);
+    let disk = match disk {
+        Ok(disk) => disk,
+        Err(reason) => return println!("Skipped: {reason}.\n"),
+    };
+    disk.read_ahead_kb(128).expect("a setting of the disk");
+    let limit = std::fs::metadata(&model).expect("a model").len() * MEMORY / 100;
+    println!(
+        "llama-completion with the experts of the model above in host memory and the rest on a simulated GPU, to which the program copies the experts of a prompt. Memory for {MEMORY} % of the model, nothing in the page cache at the start, 128 KB read-ahead. Prompts in words; the time is the program's own. Medians of {ROUNDS}, alternating; the text that is generated is the same.\n"
+    );
+    println!("| disk | prompt | with | prompt s | ratio | GB read | GB/s | share of the disk |");
+    println!("|---|---|---|---|---|---|---|---|");
+    for speed in &DISKS[..amount] {
+        disk.set_speed(*speed);
+        for &words in &PROMPTS[..amount] {
+            let mut seconds = vec![Vec::new(); ways.len()];
+            let mut bytes = vec![0; ways.len()];
+            let mut text = None;
+            for _ in 0..ROUNDS {
+                for (at, way) in ways.iter().enumerate() {
+                    disk.drop_cache().expect("no process has mapped the file");
+                    let before = disk.counts().bytes;
+                    let (took, answer) = measure(&disk.path(), limit, way, words);
+                    assert_eq!(*text.get_or_insert_with(|| answer.clone()), answer, "{way}");
+                    seconds[at].push(took);
+                    bytes[at] = disk.counts().bytes - before;
+                }
+            }
+            let stock = median(&mut seconds[0].clone());
+            for (at, way) in ways.iter().enumerate() {
+                let took = median(&mut seconds[at]);
+                let gb = bytes[at] as f64 / 1e9;
+                println!(
+                    "| {:.1} ms, {:.0} GB/s | {words} | {} | {took:.2} | **{:.2}x** | {gb:.2} | {:.2} | {:.0} % |",
+                    speed.latency.as_secs_f64() * 1e3,
+                    speed.bandwidth as f64 / 1e9,
+                    if way.is_empty() { "stock" } else { way },
+                    stock / took,
+                    gb / took,
+                    100.0 * gb * 1e9 / took / speed.bandwidth as f64,
+                );
+            }
+        }
+    }
+}
+
+/// Returns the time of the program in seconds without its load, and what it wrote.
+fn measure(model: &Path, limit: u64, way: &str, words: usize) -> (f64, Vec<u8>) {
+    let group = MemoryLimit::new(limit).unwrap_or_else(|reason| panic!("{reason}"));
+    let sim = SimGgml::new(&[]);
+    let prompt = "one two three four five six seven eight ".repeat(words / 8);
+    let mut command = Command::new(llama_cpp("llama-completion"));
+    let options = "--device SIM0 -ngl 99 -cmoe -n 4 -c 1024 --temp 0 -no-cnv --no-warmup -t 2 -m";
+    command.args(options.split(' ')).arg(model);
+    command.args(["-p", &prompt]);
+    if !way.is_empty() {
+        command.env("LD_PRELOAD", preload_library());
+        command.env("LLAMA_SIDECAR_LOG", "warn");
+        let variables = way.split(',').filter_map(|of| of.split_once('='));
+        command.envs(variables);
+    }
+    sim.prepare(&mut command);
+    group.apply(&mut command);
+    let began = Instant::now();
+    let output = command.output().expect("it ends");
+    let whole = began.elapsed().as_secs_f64();
+    let log = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{log}");
+    let line = log.lines().find(|line| line.contains("prompt eval time"));
+    let milliseconds = line.and_then(|line| {
+        line.split('=')
+            .nth(1)?
+            .trim()
+            .split(' ')
+            .next()?
+            .parse::<f64>()
+            .ok()
+    });
+    let took = milliseconds
+        .filter(|ms| *ms > 0.0)
+        .unwrap_or_else(|| panic!("{whole}: {log}"));
+    (took / 1e3, output.stdout)
+}
