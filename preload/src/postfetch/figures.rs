@@ -45,7 +45,10 @@ impl Figures {
         };
         let mut now = self.lock();
         now.host_bytes += bytes as u64;
-        *now.host_copies.entry(name.into()).or_default() += 1;
+        match now.host_copies.get_mut(name) {
+            Some(count) => *count += 1,
+            None => drop(now.host_copies.insert(name.into(), 1)),
+        }
     }
 
     /// Adds a look-up in the slots of a layer, which schedulers share.
