@@ -319,6 +319,28 @@ fn early_copies_and_experts_that_have_slots() {
     assert_eq!(answers[0], answers[1]);
 }
 
+/// Batches whose experts the server copies for one evaluation are streamed; the log has the others.
+#[test]
+fn experts_from_disk() {
+    let model = fixture(MODEL);
+    let placed = Placed::with(&model, Some(CACHE), &[("LLAMA_EXPERT_STREAM", "on")]);
+    let prompt = |words: usize| Request::new(&"one ".repeat(words), 1);
+    placed.server.complete(&prompt(2 * LARGEST_SMALL_BATCH));
+    let layers = || {
+        count(
+            &placed.server.control("status")["models"][0]["stream"],
+            "layers",
+        )
+    };
+    let streamed = layers();
+    assert!(streamed > 0);
+    let message = "own expert cache copies the experts of few tokens";
+    assert_eq!(placed.server.logged(message).len(), 1);
+    placed.server.complete(&Request::new("Four five", 8));
+    assert_eq!(layers(), streamed);
+    placed.end();
+}
+
 /// `run --expert-cache` leaves out the option of the program, and has its memory.
 #[test]
 fn run_gives_its_memory_to_the_slots() {

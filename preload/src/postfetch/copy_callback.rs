@@ -1,10 +1,7 @@
 //! Ids and copies of a scheduler, reported by its copy callback.
 //!
-//! llama.cpp from b11481 on copies experts in a function that it gives to the scheduler
-//! (`ggml_backend_sched_set_copy_callback`). The scheduler asks it before each copy of a weight in host
-//! memory, right before it submits the part of the graph that reads the copy; false makes the
-//! scheduler copy the whole weight. The drop-in answers first. For what it does not leave out, the answer
-//! is that of the program's function, so that the program copies as without the drop-in.
+//! The drop-in answers [the scheduler](crate::program::weight_copies) first. For what it does not leave out,
+//! the answer is that of the program's function, so that the program copies as without the drop-in.
 //!
 //! | copy | left out |
 //! |---|---|

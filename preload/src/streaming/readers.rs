@@ -32,8 +32,8 @@ pub struct Streaming;
 /// Why an evaluation scheduled no layer.
 const NOT_UNDERSTOOD: &str = "its graph was not understood, so its experts are read as without streaming: set LLAMA_SIDECAR_LOG=warn to see the operation, and report it with the version of llama.cpp";
 
-/// Why an evaluation scheduled no layer.
-const OWN_CACHE_READS: &str = "llama.cpp's own expert cache copies experts to the GPU, and they are read from disk as without streaming: start the program without --moe-cache-mib to stream them";
+/// Why evaluations of few tokens schedule no layer.
+const OWN_CACHE_READS: &str = "llama.cpp's own expert cache copies the experts of few tokens to the GPU, and these are read from disk as without streaming: start the program without --moe-cache-mib to stream them";
 
 /// The reader of a model.
 struct Stream {
@@ -179,16 +179,18 @@ impl Stream {
     /// Notes in the journal that layers are scheduled, or why none is. A first evaluation without
     /// either gives no verdict: a GPU may compute long prompts.
     fn note_start(&self) {
-        let obstacle = match self.reader.layers() {
-            1.. => None,
-            _ if routing::is_unknown() => Some(NOT_UNDERSTOOD),
+        let is_streamed = self.reader.layers() > 0;
+        let obstacle = match is_streamed {
             _ if own_cache::exists() => Some(OWN_CACHE_READS),
-            _ => return,
+            true => None,
+            false if routing::is_unknown() => Some(NOT_UNDERSTOOD),
+            false => return,
         };
         self.noted.store(true, Ordering::Relaxed);
         if let Some(obstacle) = obstacle {
             log::warn!("{}: {obstacle}", self.path);
         }
+        let obstacle = obstacle.filter(|_| !is_streamed);
         note_start(&self.path, obstacle.map(str::to_owned));
     }
 }
