@@ -767,6 +767,7 @@ unsafe extern "C-unwind" fn part_get(
     if offset == 0 {
         // SAFETY: the arguments of the call.
         guarded(|| unsafe { inferred::bytes_requested(backend, tensor, data, size) });
+        weight_copies::requested(tensor, data, size);
     }
     result
 }
@@ -784,7 +785,10 @@ unsafe extern "C-unwind" fn part_set(
     guarded(|| {
         let bytes = offset..offset + size;
         // SAFETY: the arguments of the call.
-        copied = unsafe { inferred::is_copied(call.ggml, backend, tensor, data, bytes) };
+        unsafe {
+            lifecycle::report(|to| to.bytes_copied(call.ggml, data as usize));
+            copied = inferred::is_copied(call.ggml, backend, tensor, data, bytes);
+        }
     });
     if copied {
         return 0;

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use parking_lot::Mutex;
 use sidecar_core::protocol::NoEffect;
 
+use crate::ggml::Ggml;
 use crate::program::models::Model;
 use crate::program::routing::Routed;
 use crate::program::sched::{Allocated, Scheduler};
@@ -60,6 +61,14 @@ pub trait Capability: Sync {
     ///
     /// During the call of the scheduler, on the thread that evaluates.
     unsafe fn weight_copied(&self, _of: &WeightCopy) {}
+
+    /// A scheduler without a copy callback copies bytes at an address between parts of a graph, perhaps
+    /// those of experts whose ids [were requested](crate::program::weight_copies::take_requested).
+    ///
+    /// # Safety
+    ///
+    /// During the call of the scheduler, on the thread that evaluates.
+    unsafe fn bytes_copied(&self, _ggml: &Ggml, _from: usize) {}
 
     /// An evaluation begins.
     fn evaluation_begun(&self, _scheduler: &Scheduler) {}

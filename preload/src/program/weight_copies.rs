@@ -1,10 +1,12 @@
 //! Copies of weights in host memory that a scheduler is about to make.
 //!
-//! llama.cpp from b11481 on copies routed experts in a function that it gives to the scheduler
+//! Builds of llama.cpp before b11481 copy routed experts in the scheduler itself: it requests the ids of a
+//! layer from the device, waits, and copies runs of used experts. llama.cpp from b11481 on copies routed experts in a function that it gives to the scheduler
 //! (`ggml_backend_sched_set_copy_callback`). The scheduler asks it before each copy of a weight in host
 //! memory, right before it submits the part of the graph that reads the copy; false makes the
 //! scheduler copy the whole weight. The drop-in's function stands before it.
 
+use std::cell::Cell;
 use std::ffi::c_void;
 
 use parking_lot::Mutex;
@@ -12,7 +14,7 @@ use sidecar_core::trace::Ids;
 
 use super::routing;
 use super::sched::{SLOTS, Scheduler};
-use crate::ggml::{Backend, CopyCallback, Ggml, Graph, Tensor};
+use crate::ggml::{Backend, CopyCallback, Ggml, Graph, I32, Tensor};
 
 /// The program's function of a scheduler, and its last argument.
 #[derive(Clone, Copy)]
@@ -99,6 +101,12 @@ impl WeightCopy {
         }
     }
 
+    /// Returns the address of the weight.
+    pub fn from(&self) -> usize {
+        // SAFETY: a live weight of this copy of ggml.
+        unsafe { self.ggml.layout.read(self.weight, self.ggml.layout.data) }
+    }
+
     /// Waits for the ids and reads their bytes. Returns them; `None` without ids, or where their form is
     /// not known.
     ///
@@ -117,5 +125,46 @@ impl WeightCopy {
             routing::ids_at(ggml, ids, bytes.as_ptr())
         };
         ids.filter(|of| of.bytes.len() <= bytes.len())
+    }
+}
+
+/// Bytes of a tensor that were requested from a device.
+#[derive(Clone, Copy)]
+struct Requested {
+    tensor: *const Tensor,
+    data: *const u8,
+    size: usize,
+}
+
+thread_local! {
+    /// What this thread requested last in an evaluation.
+    static REQUESTED: Cell<Option<Requested>> = const { Cell::new(None) };
+}
+
+/// Records that bytes of a tensor were requested from a device, between parts of a graph.
+pub fn requested(tensor: *const Tensor, data: *const c_void, size: usize) {
+    let data = data.cast();
+    REQUESTED.set(Some(Requested { tensor, data, size }));
+}
+
+/// Forgets what this thread requested: its memory may be freed.
+pub fn forget_requested() {
+    REQUESTED.set(None);
+}
+
+/// Returns the ids that this thread requested last, once; `None` if it requested nothing since.
+///
+/// # Safety
+///
+/// Between the parts of the graph for which they were requested, on the thread that evaluates, when it
+/// copies experts: it has waited for the ids, and keeps them until it requests others.
+pub unsafe fn take_requested<'a>(ggml: &Ggml) -> Option<Ids<'a>> {
+    let Requested { tensor, data, size } = REQUESTED.take()?;
+    // SAFETY: as the caller ensures; the tensor is one of the graph, and ids that span more bytes are
+    // not used.
+    unsafe {
+        let ty: i32 = ggml.layout.read(tensor, ggml.layout.ty);
+        let ids = (ty == I32).then(|| routing::ids_at(ggml, tensor, data))?;
+        ids.filter(|of| of.bytes.len() <= size)
     }
 }

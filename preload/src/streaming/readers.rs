@@ -2,6 +2,7 @@
 //! as their layer is routed.
 
 use std::collections::{BTreeMap, HashSet};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -11,15 +12,16 @@ use sidecar_core::experts::ExpertName;
 use sidecar_core::protocol::{Event, NoEffect, StreamFigures};
 use sidecar_core::reload::free_memory;
 use sidecar_core::stream::{Reader, Settings};
-use sidecar_core::trace;
+use sidecar_core::trace::{self, Ids};
 
+use crate::ggml::Ggml;
 use crate::process::journal;
 use crate::program::barrier::ModelSet;
 use crate::program::capability::{Capability, Effect};
-use crate::program::models::{self, Model, ModelTensor};
+use crate::program::models::{Model, ModelTensor};
 use crate::program::routing::Routed;
 use crate::program::sched::Scheduler;
-use crate::program::weight_copies::WeightCopy;
+use crate::program::weight_copies::{self, WeightCopy};
 use crate::program::{own_cache, routing};
 use crate::streaming::load;
 
@@ -43,6 +45,8 @@ struct Stream {
     set: ModelSet,
     path: String,
     reader: Reader,
+    /// Where expert matrices are mapped, ascending, with the positions of their layers.
+    mapped: Vec<(Range<usize>, usize)>,
     /// The position of the layer of which a scheduler copied a matrix last.
     copied: AtomicUsize,
     /// Whether the journal has its start.
@@ -101,28 +105,18 @@ impl Capability for Streaming {
     }
 
     unsafe fn weight_copied(&self, of: &WeightCopy) {
-        let Some((model, at)) = models::find(of.weight.cast_mut()) else {
-            return;
-        };
-        let streams = STREAMS.read();
-        let Some(stream) = streams.iter().find(|of| of.model == model.number) else {
-            return;
-        };
-        let name = model.name(at).to_str().ok().and_then(ExpertName::parse);
-        let layer = name.and_then(|name| stream.reader.position(name.layer));
-        // The first matrix of a layer that is copied; later ones are on their way then.
-        let is_first = |layer: &usize| stream.copied.swap(*layer, Ordering::Relaxed) != *layer;
-        if let Some(layer) = layer.filter(is_first) {
-            let mut bytes = Vec::new();
-            // SAFETY: as the caller ensures; only reading threads are locked out of the list.
-            if let Some(ids) = unsafe { of.read_ids(&mut bytes) } {
-                let reader = &stream.reader;
-                reader.schedule(layer, reader.in_place(layer), &ids, None);
-            }
-        }
+        let mut bytes = Vec::new();
+        // SAFETY: as the caller ensures; only the list of readers is locked.
+        copied(of.from(), || unsafe { of.read_ids(&mut bytes) });
+    }
+
+    unsafe fn bytes_copied(&self, ggml: &Ggml, from: usize) {
+        // SAFETY: as the caller ensures; the bytes are those of experts.
+        copied(from, || unsafe { weight_copies::take_requested(ggml) });
     }
 
     fn evaluation_begun(&self, _scheduler: &Scheduler) {
+        weight_copies::forget_requested();
         for stream in STREAMS.read().iter() {
             stream.copied.store(usize::MAX, Ordering::Relaxed);
         }
@@ -168,7 +162,34 @@ impl Capability for Streaming {
     }
 }
 
+/// Requests the experts of the layer that has bytes at an address, of which the program is about to copy
+/// the first matrix to a device.
+fn copied<'a>(from: usize, ids: impl FnOnce() -> Option<Ids<'a>>) {
+    for stream in STREAMS.read().iter() {
+        let Some(layer) = stream.layer_at(from) else {
+            continue;
+        };
+        // Later matrices are on their way with the first one.
+        if stream.copied.swap(layer, Ordering::Relaxed) != layer
+            && let Some(ids) = ids()
+        {
+            let reader = &stream.reader;
+            reader.schedule(layer, reader.in_place(layer), &ids, None);
+        }
+        return;
+    }
+}
+
 impl Stream {
+    /// Returns the position of the layer whose experts are mapped at an address.
+    fn layer_at(&self, address: usize) -> Option<usize> {
+        let at = self
+            .mapped
+            .partition_point(|(bytes, _)| bytes.end <= address);
+        let (bytes, layer) = self.mapped.get(at)?;
+        bytes.contains(&address).then_some(*layer)
+    }
+
     /// Adds its figures to those of earlier loads of the same path.
     fn add_to(&self, figures: &mut BTreeMap<String, (u64, StreamFigures)>) {
         let (model, sum) = figures.entry(self.path.clone()).or_default();
@@ -227,11 +248,13 @@ fn start(model: &Arc<Model>) {
         Ok(reader) => {
             log::info!("streaming the routed experts of {path}");
             read_hottest(&reader);
+            let mapped = addresses(model, &reader);
             STREAMS.write().push(Stream {
                 model: model.number,
                 set: model.as_set(),
                 path,
                 reader,
+                mapped,
                 copied: AtomicUsize::new(usize::MAX),
                 noted: AtomicBool::new(false),
             });
@@ -279,6 +302,24 @@ fn mapped(model: &Model) -> HashSet<usize> {
     tensors
         .map(|tensor| before[tensor.file] + tensor.info)
         .collect()
+}
+
+/// Returns where expert matrices are mapped, ascending, with the positions of their layers.
+fn addresses(model: &Model, reader: &Reader) -> Vec<(Range<usize>, usize)> {
+    let mut all = Vec::new();
+    for (at, tensor) in model.tensors.iter().enumerate() {
+        let name = model.name(at).to_str().ok().and_then(ExpertName::parse);
+        let Some(layer) = name.and_then(|name| reader.position(name.layer)) else {
+            continue;
+        };
+        let nbytes = model.files[tensor.file].gguf.header.tensors[tensor.info].nbytes;
+        for instance in tensor.instances.iter().filter(|of| of.mapped) {
+            let start = instance.original.data as usize;
+            all.push((start..start + nbytes as usize, layer));
+        }
+    }
+    all.sort_unstable_by_key(|(bytes, _)| bytes.start);
+    all
 }
 
 /// Returns the figures of a model, if its experts are streamed.
