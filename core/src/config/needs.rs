@@ -78,6 +78,7 @@ static NEEDS: [Need; 12] = [
             "LLAMA_POSTFETCH_MAX_TRANSFERS",
             "LLAMA_POSTFETCH_SCRATCHPAD_MB",
             "LLAMA_POSTFETCH_SPIN_US",
+            "LLAMA_POSTFETCH_TIMEOUT_MS",
             "LLAMA_POSTFETCH_DEBUG",
             "LLAMA_POSTFETCH_LOOK_AHEAD",
         ],
