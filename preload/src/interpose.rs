@@ -784,9 +784,13 @@ unsafe extern "C-unwind" fn part_set(
     let mut copied = false;
     guarded(|| {
         let bytes = offset..offset + size;
+        // Copies of a scheduler with a copy callback were reported before.
+        let are_reported = parts::current().is_none_or(weight_copies::are_reported);
         // SAFETY: the arguments of the call.
         unsafe {
-            lifecycle::report(|to| to.bytes_copied(call.ggml, data as usize));
+            if !are_reported {
+                lifecycle::report(|to| to.bytes_copied(call.ggml, data as usize));
+            }
             copied = inferred::is_copied(call.ggml, backend, tensor, data, bytes);
         }
     });
