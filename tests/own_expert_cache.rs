@@ -376,3 +376,18 @@ fn run_gives_its_memory_to_the_slots() {
     assert!(log.contains(&line), "{log}");
     assert!(log.contains("(2 of each layer, 13 MB)"), "{log}");
 }
+
+/// The option counts before the variable, so that the variable must not count once the option is left out.
+#[test]
+fn run_leaves_out_option_and_variable() {
+    let mut command = Command::new(built("release/llama-sidecar"));
+    command.args(["run", "--expert-cache", "--dry-run", "--", "server"]);
+    command.args(["--moe-cache-mib", "0"]);
+    let output = command.env("LLAMA_ARG_MOE_CACHE_MIB", "3").output();
+    let text = String::from_utf8(output.expect("it ends").stdout).expect("UTF-8");
+    assert!(
+        text.contains("export LLAMA_ARG_MOE_CACHE_MIB=0\n"),
+        "{text}"
+    );
+    assert!(text.ends_with("\nserver\n"), "{text}");
+}

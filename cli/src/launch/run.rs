@@ -134,8 +134,10 @@ pub fn run(options: &RunOptions) -> Result<()> {
     // The settings as the program has them.
     let config = Config::parse(|name| value_of(&variables, name));
     let cache = config.program_postfetch.cache;
-    if let Some(mib) = cache.and_then(|_| own_cache::remove(&mut command)) {
+    if cache.is_some() {
         variables.push((own_cache::VARIABLE, "0".into()));
+    }
+    if let Some(mib) = cache.and_then(|_| own_cache::remove(&mut command)) {
         if cache == Some(CacheSize::Auto) {
             variables.push(("LLAMA_POSTFETCH_CACHE_MB", mib.to_string().into()));
         }
