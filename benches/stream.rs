@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use sidecar_core::gguf::{Access, GgufFile};
 use testkit::fixtures::large_model;
@@ -82,20 +82,13 @@ impl Way {
 
 /// A disk, and the share of the model that fits into memory, in percent.
 const DISKS: [(Speed, u64); 3] = [
-    (speed(1000, 1000), 25),
-    (speed(1000, 1000), 50),
-    (speed(100, 2000), 25),
+    (Speed::new(1000, 1000), 25),
+    (Speed::new(1000, 1000), 50),
+    (Speed::new(100, 2000), 25),
 ];
 
 /// Read-ahead of the kernel, its default for most disks.
 const READ_AHEAD_KB: u64 = 128;
-
-const fn speed(latency_us: u64, mb_per_second: u64) -> Speed {
-    Speed {
-        latency: Duration::from_micros(latency_us),
-        bandwidth: mb_per_second * 1_000_000,
-    }
-}
 
 /// How much is measured.
 struct Amount {

@@ -7,8 +7,9 @@ With `experts-on-cpu`, routed experts stay in host memory, as llama.cpp's flag -
 with `on-cpu`, the tensors whose names match. With `tokens`, a context has N tokens and
 evaluates so many in one batch; with `part`, it evaluates a prompt in parts of N tokens. With
 `own-cache`, experts have the cache of newer versions of llama.cpp, as its flag
---moe-cache-mib has it; with `second-gpu`, the last layers are on a second simulated GPU. LIBRARIES is the folder of libllama and its companions, of
-node-llama-cpp or of llama.cpp from source. The variable HOST_PLAIN_BUFFERS keeps
+--moe-cache-mib has it; with `second-gpu`, the last layers are on a second simulated GPU.
+LIBRARIES is the folder of libllama and its companions, of node-llama-cpp or of llama.cpp from
+source. The variable HOST_PLAIN_BUFFERS keeps
 weights out of the CPU's special buffer types (CPU_REPACK, AMX), as llama.cpp's flag --no-repack
 does. Takes the same commands on standard input as hosts/node/host.mjs, and
 

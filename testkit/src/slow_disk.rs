@@ -32,6 +32,16 @@ pub struct Speed {
     pub bandwidth: u64,
 }
 
+impl Speed {
+    /// Returns a speed of so many microseconds and megabytes per second.
+    pub const fn new(latency_us: u64, mb_per_second: u64) -> Speed {
+        Speed {
+            latency: Duration::from_micros(latency_us),
+            bandwidth: mb_per_second * 1_000_000,
+        }
+    }
+}
+
 /// What a disk did since it was mounted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Counts {
