@@ -516,7 +516,7 @@ impl LayerCache {
         });
     }
 
-    /// Returns zeros.
+    /// Returns its figures before the first look-up.
     fn figures(&self) -> CacheLayer {
         CacheLayer {
             model: self.model,

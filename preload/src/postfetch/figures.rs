@@ -1,5 +1,7 @@
 //! Figures of post-fetch in this process.
 
+use std::collections::BTreeSet;
+
 use once_cell::sync::Lazy;
 use parking_lot::{Mutex, MutexGuard};
 use sidecar_core::protocol::{CacheLayer, PostFetchFigures};
@@ -20,14 +22,14 @@ pub enum Reason {
 /// Figures of the process.
 pub static FIGURES: Figures = Figures {
     now: Lazy::new(Mutex::default),
-    obstacles: Mutex::new(Vec::new()),
+    wordings: Mutex::new(BTreeSet::new()),
 };
 
 /// Figures that any thread changes.
 pub struct Figures {
     now: Lazy<Mutex<PostFetchFigures>>,
-    /// One of each wording, the last one last.
-    obstacles: Mutex<Vec<String>>,
+    /// Obstacles that were logged, without their numbers.
+    wordings: Mutex<BTreeSet<String>>,
 }
 
 impl Figures {
@@ -95,15 +97,11 @@ impl Figures {
 
     /// Notes why something is not copied early or not computed, and logs each wording once.
     pub fn note_obstacle(&self, obstacle: String) {
-        let mut known = self.obstacles.lock();
         // Numbers in it may change from graph to graph, and layers may have different obstacles.
-        let words = |text: &str| text.replace(|c: char| c.is_ascii_digit(), "");
-        let is_known = |other: &String| words(other) == words(&obstacle);
-        match known.iter().position(is_known) {
-            Some(at) => drop(known.remove(at)),
-            None => log::warn!("post-fetch: {obstacle}"),
+        let wording = obstacle.replace(|c: char| c.is_ascii_digit(), "");
+        if self.wordings.lock().insert(wording) {
+            log::warn!("post-fetch: {obstacle}");
         }
-        known.push(obstacle.clone());
         self.lock().obstacle = Some(obstacle);
     }
 }

@@ -6,7 +6,8 @@
 use std::ffi::c_int;
 
 use super::cache::Changed;
-use super::plan::LayerSlots;
+use super::marked::Marked;
+use super::plan::{LayerSlots, Product};
 use super::state::current;
 use super::transfer::Progress;
 use crate::ggml::{Backend, Ggml, Graph, STATUS_FAILED};
@@ -75,24 +76,10 @@ pub unsafe fn begins(ggml: &'static Ggml, backend: *mut Backend, part: *mut Grap
         let requested = product.transfer.progress() != Progress::Idle;
         if waits && (requested || layer.slots.as_ref().is_some_and(has_loads)) {
             // SAFETY: the backend of the product, on the thread that uses it.
-            let acquired = unsafe { fetcher.acquire(&product.transfer, backend) };
-            if !acquired {
-                // The program left out its copy. Memory for early copies may be written at any time.
-                let mut used = Vec::new();
-                if in_slots {
-                    // SAFETY: the matrix is live as long as the graph.
-                    let from = unsafe { layout.read(product.weight, layout.data) };
-                    state
-                        .used
-                        .pieces(from, product.expert_bytes, &[], &mut used);
-                } else {
-                    used.clone_from(&product.transfer.request().pieces);
-                }
-                // SAFETY: as above; the program's own copy has the same source.
-                unsafe {
-                    product.restore(ggml);
-                    product.transfer.issue(backend, product.copy, &used);
-                }
+            if !unsafe { fetcher.acquire(&product.transfer, backend) } {
+                let slots = in_slots.then_some(&state.used);
+                // SAFETY: as above.
+                unsafe { copy_late(ggml, backend, product, slots) };
                 in_slots = false;
                 lost = fetcher.is_lost();
             }
@@ -143,6 +130,34 @@ pub unsafe fn begins(ggml: &'static Ggml, backend: *mut Backend, part: *mut Grap
         state.leave(ggml);
     }
     evaluation
+}
+
+/// Makes the copy of a product that the program left out, in memory of its own: the memory for early copies
+/// may be written at any time. Experts that were to be in slots are the `used` ones of the layer.
+///
+/// # Safety
+///
+/// The live backend of the product, on the thread that uses it.
+unsafe fn copy_late(
+    ggml: &'static Ggml,
+    backend: *mut Backend,
+    product: &Product,
+    used: Option<&Marked>,
+) {
+    let mut pieces = Vec::new();
+    match used {
+        Some(used) => {
+            // SAFETY: the matrix is live as long as the graph.
+            let from = unsafe { ggml.layout.read(product.weight, ggml.layout.data) };
+            used.pieces(from, product.expert_bytes, &[], &mut pieces);
+        }
+        None => pieces.clone_from(&product.transfer.request().pieces),
+    }
+    // SAFETY: as the caller ensures; the program's own copy has the same source.
+    unsafe {
+        product.restore(ggml);
+        product.transfer.issue(backend, product.copy, &pieces);
+    }
 }
 
 /// Computes the experts of a layer that have no slot. Returns ggml's status.
