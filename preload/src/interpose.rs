@@ -27,7 +27,7 @@ use crate::postfetch::part::{self, Evaluation};
 use crate::postfetch::{copy_callback, inferred, placement};
 use crate::process::thread::{self, Inside};
 use crate::program::models::Model;
-use crate::program::parts::{self, Parts};
+use crate::program::parts::{self, Parts, Requested};
 use crate::program::sched::{self, Allocated, Scheduler};
 use crate::program::weight_copies::{self, WeightCopy};
 use crate::program::{loads, logits, models, own_cache, routing};
@@ -483,8 +483,9 @@ unsafe extern "C-unwind" fn copy_weight(
         // SAFETY: the arguments of the call.
         guarded(|| unsafe {
             let of = WeightCopy::new(scheduler.ggml(), backend, weight, copy, part);
-            lifecycle::report(|to| to.weight_copied(&of));
+            // First: what it requests with the ids is there once these were waited for.
             is_copied = copy_callback::is_copied(scheduler, &of);
+            lifecycle::report(|to| to.weight_copied(&of));
         });
     }
     if is_copied {
@@ -766,8 +767,9 @@ unsafe extern "C-unwind" fn part_get(
     let result = unsafe { real(backend, tensor, data, offset, size) };
     if offset == 0 {
         // SAFETY: the arguments of the call.
-        guarded(|| unsafe { inferred::bytes_requested(backend, tensor, data, size) });
-        weight_copies::requested(tensor, data, size);
+        guarded(|| unsafe { inferred::bytes_requested(backend, tensor) });
+        let data = data.cast_const().cast();
+        parts::note_requested(Requested { tensor, data, size });
     }
     result
 }
@@ -784,11 +786,10 @@ unsafe extern "C-unwind" fn part_set(
     let mut copied = false;
     guarded(|| {
         let bytes = offset..offset + size;
-        // Copies of a scheduler with a copy callback were reported before.
-        let are_reported = parts::current().is_none_or(weight_copies::are_reported);
         // SAFETY: the arguments of the call.
         unsafe {
-            if !are_reported {
+            // Copies of a scheduler with a copy callback were reported before.
+            if weight_copies::unreported().is_some() {
                 lifecycle::report(|to| to.bytes_copied(call.ggml, data as usize));
             }
             copied = inferred::is_copied(call.ggml, backend, tensor, data, bytes);

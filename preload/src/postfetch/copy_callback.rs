@@ -81,18 +81,13 @@ unsafe fn read_ids(scheduler: &Scheduler, of: &WeightCopy) {
     if layer.known || layer.backend != of.backend || !layer.ids.contains(&ids) {
         return;
     }
-    let mut bytes = std::mem::take(&mut state.ids);
     // SAFETY: as the caller ensures; nothing is locked while the device is waited for.
     let known = unsafe {
         state.request_input(at, of.backend);
         drop(state);
-        of.read_ids(&mut bytes)
+        of.read_ids()
     };
-    let Some(mut state) = state_of(scheduler) else {
-        return;
-    };
-    if let Some(known) = known {
+    if let (Some(known), Some(mut state)) = (known, state_of(scheduler)) {
         state.known(of.ggml, at, &known);
     }
-    state.ids = bytes;
 }

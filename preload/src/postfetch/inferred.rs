@@ -10,7 +10,6 @@
 //! The first evaluation of a scheduler only checks that the calls come in this order. The program's
 //! copy callback copies experts by the same call, so ranges are left out there, too.
 
-use std::cell::Cell;
 use std::ffi::c_void;
 use std::ops::Range;
 
@@ -23,54 +22,32 @@ use super::plan::Layer;
 use super::state::{Order, State, current};
 use super::transfer::{Piece, Progress, Request};
 use crate::ggml::{Backend, Ggml, Tensor};
-use crate::program::{parts, routing, weight_copies};
-
-/// Ids that the scheduler has requested: the layer, the tensor, and where its bytes go.
-#[derive(Clone, Copy)]
-struct Requested {
-    layer: usize,
-    ids: *const Tensor,
-    data: *const u8,
-    size: usize,
-}
-
-thread_local! {
-    /// The ids for which this thread waits next.
-    static REQUESTED: Cell<Option<Requested>> = const { Cell::new(None) };
-}
+use crate::program::{parts, weight_copies};
 
 /// Returns the state of the scheduler whose parts this thread evaluates, if it has a plan and no
 /// copy callback.
 fn without_callback() -> Option<MutexGuard<'static, State>> {
-    parts::current().filter(|of| !weight_copies::are_reported(of))?;
+    weight_copies::unreported()?;
     current()
 }
 
-/// Records that the scheduler requested bytes of a tensor.
+/// Returns the position of the layer that has a tensor of ids, unless they are known.
+fn unknown_layer(state: &State, ids: *const Tensor) -> Option<usize> {
+    let is_of = |layer: &Layer| !layer.known && layer.ids.contains(&ids.cast_mut());
+    state.plan.as_ref()?.layers.iter().position(is_of)
+}
+
+/// Requests what the CPU needs beside ids that the scheduler requested.
 ///
 /// # Safety
 ///
 /// The arguments of `ggml_backend_tensor_get_async`.
-pub unsafe fn bytes_requested(
-    backend: *mut Backend,
-    tensor: *const Tensor,
-    data: *const c_void,
-    size: usize,
-) {
-    let Some(mut state) = without_callback() else {
-        return;
-    };
-    let is_of = |layer: &Layer| !layer.known && layer.ids.contains(&tensor.cast_mut());
-    let layers = state.plan.as_ref().map_or(&[][..], |plan| &plan.layers);
-    if let Some(layer) = layers.iter().position(is_of) {
+pub unsafe fn bytes_requested(backend: *mut Backend, tensor: *const Tensor) {
+    if let Some(mut state) = without_callback()
+        && let Some(layer) = unknown_layer(&state, tensor)
+    {
         // SAFETY: the backend from which the scheduler requested the ids.
         unsafe { state.request_input(layer, backend) };
-        REQUESTED.set(Some(Requested {
-            layer,
-            ids: tensor,
-            data: data.cast(),
-            size,
-        }));
     }
 }
 
@@ -80,16 +57,13 @@ pub unsafe fn bytes_requested(
 ///
 /// Called right after the wait, on the thread of the request.
 pub unsafe fn waited(ggml: &'static Ggml) {
-    let Some(requested) = REQUESTED.take() else {
-        return;
-    };
-    if let Some(mut state) = current() {
-        // SAFETY: the scheduler has just received the bytes of the tensor at this address; ids that
-        // span more bytes are not used.
-        let ids = unsafe { routing::ids_at(ggml, requested.ids, requested.data) };
-        if let Some(ids) = ids.filter(|of| of.bytes.len() <= requested.size) {
-            state.known(ggml, requested.layer, &ids);
-        }
+    if let Some(requested) = parts::requested()
+        && let Some(mut state) = without_callback()
+        && let Some(layer) = unknown_layer(&state, requested.tensor)
+        // SAFETY: the scheduler has just received the bytes of the tensor.
+        && let Some(ids) = unsafe { weight_copies::requested_ids(ggml) }
+    {
+        state.known(ggml, layer, &ids);
     }
 }
 

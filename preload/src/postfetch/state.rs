@@ -53,8 +53,6 @@ pub struct State {
     pub fetcher: Option<Fetcher>,
     /// What is known of the program's copies.
     pub order: Order,
-    /// Bytes of ids that are read for it.
-    pub ids: Vec<u8>,
     /// Whether an evaluation has copied experts in the expected order.
     pub seen: bool,
     /// Whether an evaluation of the plan was begun, and has not failed.
@@ -97,7 +95,6 @@ impl State {
             biases: Biases::new(),
             fetcher: None,
             order: Order::Unknown,
-            ids: Vec::new(),
             seen: false,
             begun: false,
             nearly_all: false,

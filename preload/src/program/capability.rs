@@ -63,7 +63,7 @@ pub trait Capability: Sync {
     unsafe fn weight_copied(&self, _of: &WeightCopy) {}
 
     /// A scheduler without a copy callback copies bytes at an address between parts of a graph, perhaps
-    /// those of experts whose ids [were requested](crate::program::weight_copies::take_requested).
+    /// those of experts whose ids [were requested](crate::program::weight_copies::requested_ids).
     ///
     /// # Safety
     ///

@@ -5,12 +5,26 @@
 
 use std::cell::Cell;
 
+use crate::ggml::Tensor;
 use crate::program::sched::Scheduler;
 
 thread_local! {
     static CURRENT: Cell<Option<&'static Scheduler>> = const { Cell::new(None) };
     /// Whether a part of the graph was submitted.
     static SUBMITTED: Cell<bool> = const { Cell::new(false) };
+    /// What was requested last from a device, between the parts of the graph.
+    static REQUESTED: Cell<Option<Requested>> = const { Cell::new(None) };
+}
+
+/// Bytes of a tensor that a scheduler requested from a device.
+#[derive(Clone, Copy)]
+pub struct Requested {
+    /// The tensor.
+    pub tensor: *const Tensor,
+    /// Where its first bytes go.
+    pub data: *const u8,
+    /// How many they are.
+    pub size: usize,
 }
 
 /// While this value lives, calls of this thread belong to the parts of a graph. An exception of
@@ -22,6 +36,7 @@ impl Parts {
     pub fn enter(scheduler: Option<&'static Scheduler>) -> Parts {
         CURRENT.set(scheduler);
         SUBMITTED.set(false);
+        REQUESTED.set(None);
         Parts(())
     }
 }
@@ -46,6 +61,16 @@ pub fn submitted() {
 /// functions without the dynamic loader never is.
 pub fn are_seen() -> bool {
     SUBMITTED.get()
+}
+
+/// Records what the scheduler requests from a device.
+pub fn note_requested(requested: Requested) {
+    REQUESTED.set(Some(requested));
+}
+
+/// Returns what the scheduler requested last for this graph.
+pub fn requested() -> Option<Requested> {
+    REQUESTED.get()
 }
 
 /// Calls `work` without reporting what this thread calls meanwhile.

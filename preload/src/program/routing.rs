@@ -310,15 +310,23 @@ unsafe fn is_at(ggml: &Ggml, tensor: *const Tensor, address: usize) -> bool {
 /// A live tensor of integers in host memory whose data is complete, and stays for `'a`.
 unsafe fn ids_of<'a>(ggml: &Ggml, tensor: *const Tensor) -> Option<Ids<'a>> {
     // SAFETY: as the caller ensures.
-    unsafe { ids_at(ggml, tensor, ggml.layout.read(tensor, ggml.layout.data)) }
+    unsafe {
+        let data = ggml.layout.read(tensor, ggml.layout.data);
+        ids_at(ggml, tensor, (data, (ggml.f.ggml_nbytes)(tensor)))
+    }
 }
 
-/// Returns the ids of a tensor whose bytes are at `data`; `None` if there are none.
+/// Returns the ids of a tensor whose first `size` bytes are at `data`; `None` if there are none, or if
+/// they span more bytes.
 ///
 /// # Safety
 ///
-/// A live tensor of integers. The bytes that it spans are at `data`, and stay for `'a`.
-pub unsafe fn ids_at<'a>(ggml: &Ggml, tensor: *const Tensor, data: *const u8) -> Option<Ids<'a>> {
+/// A live tensor of integers. Its bytes stay at `data` for `'a`.
+pub unsafe fn ids_at<'a>(
+    ggml: &Ggml,
+    tensor: *const Tensor,
+    (data, size): (*const u8, usize),
+) -> Option<Ids<'a>> {
     let layout = &ggml.layout;
     // SAFETY: as the caller ensures.
     unsafe {
@@ -326,7 +334,7 @@ pub unsafe fn ids_at<'a>(ggml: &Ggml, tensor: *const Tensor, data: *const u8) ->
         let nb: [usize; 4] = layout.read(tensor, layout.nb);
         let (used, tokens) = (ne[0].max(0) as usize, ne[1].max(0) as usize);
         let len = Ids::byte_len(used, tokens, nb[0], nb[1])?;
-        (len > 0 && !data.is_null()).then(|| Ids {
+        (len > 0 && len <= size && !data.is_null()).then(|| Ids {
             bytes: std::slice::from_raw_parts(data, len),
             used,
             tokens,

@@ -6,14 +6,14 @@
 //! memory, right before it submits the part of the graph that reads the copy; false makes the
 //! scheduler copy the whole weight. The drop-in's function stands before it.
 
-use std::cell::Cell;
+use std::cell::{Cell, OnceCell};
 use std::ffi::c_void;
 
 use parking_lot::Mutex;
 use sidecar_core::trace::Ids;
 
-use super::routing;
 use super::sched::{SLOTS, Scheduler};
+use super::{parts, routing};
 use crate::ggml::{Backend, CopyCallback, Ggml, Graph, I32, Tensor};
 
 /// The program's function of a scheduler, and its last argument.
@@ -40,8 +40,13 @@ pub fn forget(scheduler: &Scheduler) {
 }
 
 /// Whether a scheduler reports its copies.
-pub fn are_reported(scheduler: &Scheduler) -> bool {
+fn are_reported(scheduler: &Scheduler) -> bool {
     CALLBACKS[scheduler.number()].lock().is_some()
+}
+
+/// Returns the scheduler whose parts this thread evaluates, if it does not report its copies.
+pub fn unreported() -> Option<&'static Scheduler> {
+    parts::current().filter(|of| !are_reported(of))
 }
 
 /// Returns the program's function of a scheduler, and its last argument; `None` if the program set none.
@@ -50,8 +55,12 @@ pub fn of_program(scheduler: &Scheduler) -> Option<(CopyCallback, *mut c_void)> 
     Some((callback.function?, callback.data))
 }
 
+thread_local! {
+    /// Memory for the bytes of ids.
+    static BYTES: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
+}
+
 /// A copy that a scheduler is about to make.
-#[derive(Clone, Copy)]
 pub struct WeightCopy {
     /// The ggml of the scheduler.
     pub ggml: &'static Ggml,
@@ -64,6 +73,16 @@ pub struct WeightCopy {
     /// The ids of the product with which the part begins, if it reads the copy. They are computed before
     /// the part.
     pub ids: Option<*mut Tensor>,
+    /// The bytes of the ids, once they were read.
+    bytes: OnceCell<Vec<u8>>,
+}
+
+impl Drop for WeightCopy {
+    fn drop(&mut self) {
+        if let Some(bytes) = self.bytes.take() {
+            BYTES.set(bytes);
+        }
+    }
 }
 
 impl WeightCopy {
@@ -98,6 +117,7 @@ impl WeightCopy {
             weight,
             copy,
             ids,
+            bytes: OnceCell::new(),
         }
     }
 
@@ -107,64 +127,42 @@ impl WeightCopy {
         unsafe { self.ggml.layout.read(self.weight, self.ggml.layout.data) }
     }
 
-    /// Waits for the ids and reads their bytes. Returns them; `None` without ids, or where their form is
-    /// not known.
+    /// Returns the ids; `None` without ids, or where their form is not known. The first call waits for the
+    /// backend.
     ///
     /// # Safety
     ///
     /// During the call of the scheduler, on its thread, with nothing locked that another thread of the
     /// backend needs.
-    pub unsafe fn read_ids<'a>(&self, bytes: &'a mut Vec<u8>) -> Option<Ids<'a>> {
+    pub unsafe fn read_ids(&self) -> Option<Ids<'_>> {
         let (ggml, ids) = (self.ggml, self.ids?);
-        // SAFETY: as the caller ensures; the ids are a live tensor.
-        let ids = unsafe {
-            bytes.resize((ggml.f.ggml_nbytes)(ids), 0);
-            let to = bytes.as_mut_ptr().cast();
-            (ggml.f.ggml_backend_tensor_get_async)(self.backend, ids, to, 0, bytes.len());
-            (ggml.f.ggml_backend_synchronize)(self.backend);
-            routing::ids_at(ggml, ids, bytes.as_ptr())
-        };
-        ids.filter(|of| of.bytes.len() <= bytes.len())
+        let bytes = self.bytes.get_or_init(|| {
+            let mut bytes = BYTES.take();
+            // SAFETY: as the caller ensures; the ids are a live tensor.
+            unsafe {
+                bytes.resize((ggml.f.ggml_nbytes)(ids), 0);
+                let to = bytes.as_mut_ptr().cast();
+                (ggml.f.ggml_backend_tensor_get_async)(self.backend, ids, to, 0, bytes.len());
+                (ggml.f.ggml_backend_synchronize)(self.backend);
+            }
+            bytes
+        });
+        // SAFETY: as above; the bytes were read.
+        unsafe { routing::ids_at(ggml, ids, (bytes.as_ptr(), bytes.len())) }
     }
 }
 
-/// Bytes of a tensor that were requested from a device.
-#[derive(Clone, Copy)]
-struct Requested {
-    tensor: *const Tensor,
-    data: *const u8,
-    size: usize,
-}
-
-thread_local! {
-    /// What this thread requested last in an evaluation.
-    static REQUESTED: Cell<Option<Requested>> = const { Cell::new(None) };
-}
-
-/// Records that bytes of a tensor were requested from a device, between parts of a graph.
-pub fn requested(tensor: *const Tensor, data: *const c_void, size: usize) {
-    let data = data.cast();
-    REQUESTED.set(Some(Requested { tensor, data, size }));
-}
-
-/// Forgets what this thread requested: its memory may be freed.
-pub fn forget_requested() {
-    REQUESTED.set(None);
-}
-
-/// Returns the ids that this thread requested last, once; `None` if it requested nothing since.
+/// Returns the ids that a scheduler without a copy callback requested last for the graph whose parts this
+/// thread evaluates.
 ///
 /// # Safety
 ///
-/// Between the parts of the graph for which they were requested, on the thread that evaluates, when it
-/// copies experts: it has waited for the ids, and keeps them until it requests others.
-pub unsafe fn take_requested<'a>(ggml: &Ggml) -> Option<Ids<'a>> {
-    let Requested { tensor, data, size } = REQUESTED.take()?;
-    // SAFETY: as the caller ensures; the tensor is one of the graph, and ids that span more bytes are
-    // not used.
+/// On that thread, when the scheduler has waited for the ids; it keeps them until it requests others.
+pub unsafe fn requested_ids<'a>(ggml: &Ggml) -> Option<Ids<'a>> {
+    let of = parts::requested()?;
+    // SAFETY: as the caller ensures; the tensor is one of the graph.
     unsafe {
-        let ty: i32 = ggml.layout.read(tensor, ggml.layout.ty);
-        let ids = (ty == I32).then(|| routing::ids_at(ggml, tensor, data))?;
-        ids.filter(|of| of.bytes.len() <= size)
+        let ty: i32 = ggml.layout.read(of.tensor, ggml.layout.ty);
+        (ty == I32).then(|| routing::ids_at(ggml, of.tensor, (of.data, of.size)))?
     }
 }

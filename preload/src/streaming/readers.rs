@@ -105,18 +105,16 @@ impl Capability for Streaming {
     }
 
     unsafe fn weight_copied(&self, of: &WeightCopy) {
-        let mut bytes = Vec::new();
         // SAFETY: as the caller ensures; only the list of readers is locked.
-        copied(of.from(), || unsafe { of.read_ids(&mut bytes) });
+        copied(of.from(), || unsafe { of.read_ids() });
     }
 
     unsafe fn bytes_copied(&self, ggml: &Ggml, from: usize) {
         // SAFETY: as the caller ensures; the bytes are those of experts.
-        copied(from, || unsafe { weight_copies::take_requested(ggml) });
+        copied(from, || unsafe { weight_copies::requested_ids(ggml) });
     }
 
     fn evaluation_begun(&self, _scheduler: &Scheduler) {
-        weight_copies::forget_requested();
         for stream in STREAMS.read().iter() {
             stream.copied.store(usize::MAX, Ordering::Relaxed);
         }
