@@ -4,7 +4,6 @@
 mod hosts;
 
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
 use hosts::{TOKENS, count, fresh, stream_figures, streaming};
 use testkit::fixtures::fixture;
@@ -14,10 +13,7 @@ use testkit::slow_disk::{SlowDisk, Speed};
 
 /// An emulated disk with a fixture, and a memory limit.
 fn small_memory(model: &str, mb: u64) -> (SlowDisk, MemoryLimit) {
-    let speed = Speed {
-        latency: Duration::from_micros(200),
-        bandwidth: 1_000_000_000,
-    };
+    let speed = Speed::new(200, 1000);
     (
         SlowDisk::mount(&fixture(model), speed).expect("FUSE"),
         MemoryLimit::new(mb << 20).expect("a control group"),

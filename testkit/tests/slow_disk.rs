@@ -10,10 +10,7 @@ use std::time::{Duration, Instant};
 use testkit::slow_disk::{SlowDisk, Speed};
 
 const MIB: usize = 1 << 20;
-const FAST: Speed = Speed {
-    latency: Duration::from_micros(10),
-    bandwidth: 4_000_000_000,
-};
+const FAST: Speed = Speed::new(10, 4000);
 
 /// A file of so many MiB without a regular pattern.
 fn file(mib: usize) -> (tempfile::NamedTempFile, Vec<u8>) {
@@ -49,10 +46,7 @@ fn it_has_the_bytes_of_the_file() {
 #[test]
 fn each_request_takes_the_latency_and_its_bytes() {
     let (file, _) = file(8);
-    let slow = Speed {
-        latency: Duration::from_millis(2),
-        bandwidth: 100_000_000,
-    };
+    let slow = Speed::new(2000, 100);
     let disk = disk(file.path(), slow);
     let began = Instant::now();
     std::fs::read(disk.path()).expect("readable");
@@ -69,10 +63,7 @@ fn each_request_takes_the_latency_and_its_bytes() {
 fn requests_overlap() {
     let (file, _) = file(8);
     // Long enough for both threads to ask.
-    let patient = Speed {
-        latency: Duration::from_millis(500),
-        bandwidth: 4_000_000_000,
-    };
+    let patient = Speed::new(500_000, 4000);
     let disk = disk(file.path(), patient);
     let opened = File::open(disk.path()).expect("readable");
     let start = Barrier::new(2);

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Result, bail, ensure};
 use testkit::fixtures::cache;
@@ -180,10 +180,7 @@ const CHECKS: &[Check] = &[
 /// Why no emulated disk can be mounted here, if so.
 fn no_slow_disk() -> Option<String> {
     let built = target_folder().ok()?.join("release/slow-disk").exists();
-    let speed = Speed {
-        latency: Duration::ZERO,
-        bandwidth: 1_000_000_000,
-    };
+    let speed = Speed::new(0, 1000);
     // The test fails where the program is missing.
     built.then(|| SlowDisk::mount(&root().join("Cargo.toml"), speed).err())?
 }
