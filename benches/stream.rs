@@ -372,10 +372,10 @@ fn slow(disk: &SlowDisk, ways: &[Way], parts: &Parts, reference: &Reference, amo
     }
     let counts = disk.counts();
     println!(
-        "\nThe disk answered {} requests, up to {} at a time, on average {:.0} us late.\n",
+        "\nThe disk answered {} requests, up to {} at a time, on average {:.0} us before or after their time.\n",
         counts.requests,
         counts.depth,
-        counts.late.as_secs_f64() * 1e6 / counts.requests as f64,
+        counts.off.as_secs_f64() * 1e6 / counts.requests as f64,
     );
 }
 

@@ -51,8 +51,8 @@ pub struct Counts {
     pub bytes: u64,
     /// The most requests that were under way at a time since [`SlowDisk::reset_depth`].
     pub depth: u64,
-    /// How long after their time the answers came, all together.
-    pub late: Duration,
+    /// How long before or after their time the answers came, all together.
+    pub off: Duration,
 }
 
 /// A mounted disk; dropping it unmounts it.
@@ -119,14 +119,14 @@ impl SlowDisk {
             requests,
             bytes,
             depth,
-            late_ns,
+            off_ns,
             ..
         } = &*self.control;
         Counts {
             requests: requests.load(Ordering::SeqCst),
             bytes: bytes.load(Ordering::SeqCst),
             depth: depth.load(Ordering::SeqCst),
-            late: Duration::from_nanos(late_ns.load(Ordering::SeqCst)),
+            off: Duration::from_nanos(off_ns.load(Ordering::SeqCst)),
         }
     }
 

@@ -32,8 +32,8 @@ pub struct Control {
     pub under_way: AtomicU64,
     /// The most of them at a time.
     pub depth: AtomicU64,
-    /// How long after their time the answers came, all together.
-    pub late_ns: AtomicU64,
+    /// How long before or after their time the answers came, all together.
+    pub off_ns: AtomicU64,
 }
 
 /// A mapping of [`Control`].

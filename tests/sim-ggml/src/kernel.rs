@@ -10,6 +10,7 @@ use crate::memory::Block;
 use crate::routing;
 use crate::sim::{Product, sim};
 use crate::stream::Worker;
+use crate::sums;
 use crate::work::Work;
 
 /// A graph as it was when the host submitted it.
@@ -113,7 +114,13 @@ impl Snapshot {
                     experts: used.iter().filter(|&&used| used).count(),
                 });
             }
-            waiting.push(&raw mut self.tensors[node]);
+            if routed && sim().settings.sums {
+                let (weights, input) = (self.source(node, 0), self.source(node, 1));
+                // SAFETY: memory that the snapshot keeps, and what comes before is computed.
+                unsafe { sums::product(weights, input, self.source(node, 2), &self.tensors[node]) };
+            } else {
+                waiting.push(&raw mut self.tensors[node]);
+            }
         }
         self.compute(worker, &mut waiting);
     }

@@ -29,7 +29,7 @@
 //! | `SIM_GGML_LAUNCH_US` | 3 | each kernel, before its first byte |
 //! | `SIM_GGML_HOST_GBS` | 0 | what the host's CPU backend reads; 0: no limit |
 //! | `SIM_GGML_HOST_TFLOPS` | 0 | its operations of products; 0: no limit. The longer of both times counts |
-//! | `SIM_GGML_COMPUTE` | 1 | 0: kernels and copies move nothing and only take their time; numbers of experts are made at random, the same in each run |
+//! | `SIM_GGML_COMPUTE` | 1 | 0: kernels and copies move nothing and only take their time; numbers of experts are made at random, the same in each run. `sums`: all is computed except routed products, which become numbers made from all bytes of the experts and from the input, at the speed of memory: a GPU computes a product in a small part of the time in which a disk reads its experts, and a CPU does not |
 //! | `SIM_GGML_ROUTES` | none | a file with the numbers of experts for that: a line `LAYER,EXPERT` for each expert of each token |
 //! | `SIM_GGML_THREADS` | 1 | threads for the kernels of a stream |
 //! | `SIM_GGML_FAIL` | none | `alloc_buffer:3`: the third call of that function fails; more than one, separated by commas; `all` for each call |
@@ -48,6 +48,7 @@
 //! | `cpu`, `kernel` | graphs of the host's CPU backend; kernels of the device |
 //! | `stream` | streams, each with a thread that does its work in order, and events |
 //! | `clock` | the clock of a process that measures time itself |
+//! | `sums` | what stands for routed products where they are not computed |
 //! | `host`, `work` | threads of the host; how much work a node is |
 //! | `sim` | the simulated device: its memory, its link, and what was found |
 //! | `memory`, `queue`, `settings` | device memory; who has the link when; the variables |
@@ -70,6 +71,7 @@ mod schedule;
 mod settings;
 mod sim;
 mod stream;
+mod sums;
 mod work;
 
 use std::ffi::{CStr, OsStr, c_char};

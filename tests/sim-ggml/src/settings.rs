@@ -28,6 +28,8 @@ pub struct Settings {
     pub host_flops: f64,
     /// Whether kernels and copies move bytes.
     pub computes: bool,
+    /// Whether routed products are replaced by sums of the bytes that they read.
+    pub sums: bool,
     /// Threads of each stream's kernels.
     pub threads: i32,
     /// The smallest batch for which the device takes an operation with weights in host memory.
@@ -43,6 +45,7 @@ pub struct Settings {
 impl Settings {
     /// Reads the variables; an error names the variable and its value.
     pub fn from_environment() -> Result<Settings, String> {
+        let sums = text("SIM_GGML_COMPUTE").as_deref() == Some("sums");
         Ok(Settings {
             memory: (number("SIM_GGML_MEMORY_MB", 8192.0)? * 1048576.0) as usize,
             link: number("SIM_GGML_LINK_GBS", 24.0)?,
@@ -53,7 +56,8 @@ impl Settings {
             launch: (number("SIM_GGML_LAUNCH_US", 3.0)? * 1e3) as u64,
             host: unless_zero(number("SIM_GGML_HOST_GBS", 0.0)?),
             host_flops: unless_zero(number("SIM_GGML_HOST_TFLOPS", 0.0)? * 1e3),
-            computes: number("SIM_GGML_COMPUTE", 1.0)? != 0.0,
+            computes: sums || number("SIM_GGML_COMPUTE", 1.0)? != 0.0,
+            sums,
             threads: number("SIM_GGML_THREADS", 1.0)? as i32,
             offload_batch: number("GGML_OP_OFFLOAD_MIN_BATCH", 32.0)? as i64,
             faults: Faults {

@@ -18,9 +18,11 @@ use fuser::{
 use memmap2::{Mmap, MmapOptions};
 use testkit::slow_disk::{FILE, SharedControl, mount_point, unmount};
 
-/// How long before its time the sleep before an answer ends. A virtual machine takes about this
-/// long to run a thread again.
-const WAKING_NS: u64 = 50_000;
+/// Part of the latency by which an answer may be early: the requests of that time are answered
+/// after one sleep.
+const EARLY_PART: u64 = 10;
+/// The longest time to wake up that a sleep is shortened by.
+const MAX_WAKING_NS: u64 = 100_000;
 /// How many reads the kernel may have under way that no process waits for, which are those of
 /// read-ahead.
 const BACKGROUND: u16 = 512;
@@ -205,14 +207,18 @@ impl Filesystem for Disk {
     }
 }
 
-/// Answers requests when they are due.
+/// Answers requests when they are due, without spinning: on two cores, the time of the disk would be
+/// missing elsewhere.
 fn answer(bytes: &Mmap, control: &SharedControl, due: Receiver<Due>) {
     // SAFETY: a setting of this thread, which wakes as early as its timers allow.
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
+    let mut waking_ns = 0;
     for due in due {
-        wait_until(due.at_ns);
-        let late_ns = now_ns().saturating_sub(due.at_ns);
-        control.late_ns.fetch_add(late_ns, Ordering::SeqCst);
+        let early_ns = control.latency_ns.load(Ordering::SeqCst) / EARLY_PART;
+        let now = wait_until(due.at_ns, early_ns, &mut waking_ns);
+        control
+            .off_ns
+            .fetch_add(now.abs_diff(due.at_ns), Ordering::SeqCst);
         control.under_way.fetch_sub(1, Ordering::SeqCst);
         control.requests.fetch_add(1, Ordering::SeqCst);
         if due.fails {
@@ -238,23 +244,29 @@ fn now_ns() -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// Sleeps until shortly before a time, and spins for the rest.
-fn wait_until(at_ns: u64) {
-    let wake_ns = at_ns - WAKING_NS;
-    let wake = libc::timespec {
-        tv_sec: (wake_ns / 1_000_000_000) as i64,
-        tv_nsec: (wake_ns % 1_000_000_000) as i64,
+/// Sleeps until about a time, if that is more than `early_ns` away, and returns the time then.
+/// `waking_ns` is the time that waking up took in the last sleeps, by which this one is shorter.
+fn wait_until(at_ns: u64, early_ns: u64, waking_ns: &mut u64) -> u64 {
+    let now = now_ns();
+    let until_ns = at_ns - *waking_ns;
+    if at_ns <= now + early_ns || until_ns <= now {
+        return now;
+    }
+    let until = libc::timespec {
+        tv_sec: (until_ns / 1_000_000_000) as i64,
+        tv_nsec: (until_ns % 1_000_000_000) as i64,
     };
-    // SAFETY: a valid struct; the rest of an interrupted sleep is spent spinning.
+    // SAFETY: a valid struct; an interrupted sleep is short.
     unsafe {
         libc::clock_nanosleep(
             libc::CLOCK_MONOTONIC,
             libc::TIMER_ABSTIME,
-            &wake,
+            &until,
             std::ptr::null_mut(),
         )
     };
-    while now_ns() < at_ns {
-        std::hint::spin_loop();
-    }
+    let woken = now_ns();
+    let took = woken.saturating_sub(until_ns).min(MAX_WAKING_NS);
+    *waking_ns = (*waking_ns * 7 + took) / 8;
+    woken
 }

@@ -1,0 +1,93 @@
+//! Routed products that are not computed: each value is made from a sum over all bytes of its
+//! expert and from one value of the input. They cost one pass over the experts that are used, for
+//! any number of tokens, and a byte that is copied wrongly changes what the program writes.
+
+use std::collections::HashMap;
+
+use crate::ggml::Tensor;
+
+/// Fills the result of a routed product.
+///
+/// # Safety
+///
+/// `weights` has experts, `input` and `result` are F32, `ids` are I32, with the shapes of
+/// `ggml_mul_mat_id`, and their memory can be read and written.
+pub unsafe fn product(weights: &Tensor, input: &Tensor, ids: &Tensor, result: &Tensor) {
+    let mut sums = HashMap::new();
+    let length = |tensor: &Tensor, dimension: usize| tensor.ne[dimension] as usize;
+    for token in 0..length(ids, 1) {
+        for used in 0..length(ids, 0) {
+            // SAFETY: as the caller ensures.
+            unsafe {
+                let id: i32 = row(ids, used * ids.nb[0], token * ids.nb[1])
+                    .cast::<i32>()
+                    .read();
+                let sum = *sums.entry(id).or_insert_with(|| {
+                    let expert = row(weights, id as usize * weights.nb[2], 0);
+                    sum(std::slice::from_raw_parts(expert, weights.nb[2]))
+                });
+                let from = used % length(input, 1) * input.nb[1];
+                let from = row(input, from, token * input.nb[2]).cast::<f32>();
+                let to = row(result, used * result.nb[1], token * result.nb[2]).cast::<f32>();
+                for value in 0..length(result, 0) {
+                    let factor = mixed(sum.wrapping_add(value as u64)) as i16;
+                    let input = from.cast_const().add(value % length(input, 0)).read();
+                    to.add(value).write(input * f32::from(factor) / 32768.0);
+                }
+            }
+        }
+    }
+}
+
+/// The bytes of a tensor from the sum of two offsets on.
+///
+/// # Safety
+///
+/// The tensor has bytes there.
+unsafe fn row(tensor: &Tensor, first: usize, second: usize) -> *mut u8 {
+    // SAFETY: as the caller ensures.
+    unsafe { tensor.data.cast::<u8>().add(first + second) }
+}
+
+/// A sum of all bytes, which depends on their order by groups of 64.
+fn sum(bytes: &[u8]) -> u64 {
+    let mut lanes = [0u64; 8];
+    let (groups, rest) = bytes.as_chunks::<64>();
+    for group in groups {
+        let (words, _) = group.as_chunks::<8>();
+        for (lane, word) in lanes.iter_mut().zip(words) {
+            *lane = lane.rotate_left(1).wrapping_add(u64::from_le_bytes(*word));
+        }
+    }
+    let rest = rest.iter().map(|byte| u64::from(*byte));
+    lanes
+        .into_iter()
+        .chain(rest)
+        .fold(0, |sum, of| mixed(sum ^ of))
+}
+
+/// Spreads a number over all bits (the finalizer of splitmix64).
+fn mixed(number: u64) -> u64 {
+    let mut mixed = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ mixed >> 31
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_byte_and_its_place_count() {
+        let mut bytes: Vec<u8> = (0..200u8).collect();
+        let before = sum(&bytes);
+        for at in [0, 7, 63, 64, 191, 192, 199] {
+            bytes[at] ^= 1;
+            assert_ne!(sum(&bytes), before, "{at}");
+            bytes[at] ^= 1;
+        }
+        bytes.swap(0, 64);
+        assert_ne!(sum(&bytes), before);
+    }
+}
