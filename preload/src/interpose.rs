@@ -131,6 +131,7 @@ fn replacement(hook: Hook) -> *const c_void {
         Hook::TensorSetAsync => part_set as *const c_void,
         Hook::TensorCopy => part_copy as *const c_void,
         Hook::OffloadOp => offload_op as *const c_void,
+        Hook::FunctionLookup => function_looked_up as *const c_void,
         Hook::ReloadChangedTensors => reload_changed_tensors as *const c_void,
     }
 }
@@ -749,7 +750,9 @@ unsafe extern "C-unwind" fn part_synchronize(backend: *mut Backend) -> usize {
     // SAFETY: the argument of the call.
     let result = unsafe { real(backend) };
     // SAFETY: the backend was waited for.
-    guarded(|| unsafe { inferred::waited(call.ggml) });
+    guarded(|| unsafe {
+        inferred::waited(call.ggml);
+    });
     result
 }
 
@@ -828,6 +831,21 @@ unsafe extern "C-unwind" fn offload_op(backend: *mut Backend, node: *const Tenso
         wanted = unsafe { placement::offloads_node(call.ggml, backend, node) };
     });
     result | usize::from(wanted)
+}
+
+/// A function of a backend that is looked up by its name.
+unsafe extern "C-unwind" fn function_looked_up(
+    registration: *mut c_void,
+    name: *const c_char,
+) -> usize {
+    let (call, _inside) = entered();
+    if call.caller.is_llama() {
+        // SAFETY: a string that ends with a NUL, as ggml takes it.
+        guarded(|| loads::function_looked_up(unsafe { CStr::from_ptr(name) }));
+    }
+    let real = meant!(call, *mut c_void, *const c_char);
+    // SAFETY: the arguments of the call.
+    unsafe { real(registration, name) }
 }
 
 /// Reports a scheduler that is about to be freed, and forgets it.

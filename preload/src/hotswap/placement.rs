@@ -13,6 +13,7 @@ use std::sync::atomic::Ordering;
 use sidecar_core::gguf::TypeInfo;
 
 use crate::ggml::{BufferType, DEVICE_CPU, Descriptor, Device, Ggml, LAST_PLAIN_DEVICE, Tensor};
+use crate::program::loads;
 use crate::program::models::{Instance, Model};
 use crate::streaming::load;
 
@@ -235,8 +236,8 @@ fn as_mapped(
 }
 
 /// Whether the program uses special buffer types of the CPU. An option turns them off; then
-/// a tensor is in plain memory although one of these types supports it. All tensors are
-/// checked, so the result is kept.
+/// a tensor is in plain memory although one of these types supports it, or, if none supports any of
+/// them, the program did not list these types. All tensors are checked, so the result is kept.
 fn uses_special_types(model: &Model, cpu: *mut Device) -> bool {
     let known = &model.special_types;
     *known.get_or_init(|| find_special_types(model, cpu))
@@ -269,7 +270,7 @@ fn find_special_types(model: &Model, cpu: *mut Device) -> bool {
                 .any(|&buft| supports(model.ggml, instance, &ne, info.ty, op, buft, cpu));
         }
     }
-    !left_out
+    !left_out && (model.lists_special_types || !loads::sees_lookups())
 }
 
 /// Returns extents as ggml takes them.

@@ -48,6 +48,7 @@ macro_rules! hooks {
             TensorSetAsync = ggml_backend_tensor_set_async,
             TensorCopy = ggml_backend_tensor_copy,
             OffloadOp = ggml_backend_offload_op,
+            FunctionLookup = ggml_backend_reg_get_proc_address,
             ReloadChangedTensors = llama_reload_changed_tensors,
         }
     };

@@ -43,6 +43,8 @@ pub struct Load {
     pub tensors: Vec<Placed>,
     /// The tensors that were kept out of special buffer types: [`note_kept_out`].
     pub kept_out: BTreeSet<CString>,
+    /// Whether the program listed the special buffer types of the CPU.
+    pub lists_special_types: bool,
     /// The name of a weight that the program made of others.
     pub altered: Option<CString>,
     /// The name of a tensor that may belong to this load or to another one.
@@ -160,6 +162,7 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
         if let Some(load) = &mut current {
             load.files.clear();
             load.kept_out.clear();
+            load.lists_special_types = false;
             load.altered = None;
             load.unclear = None;
         }
@@ -191,6 +194,7 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
                 files: vec![gguf],
                 tensors: Vec::new(),
                 kept_out: BTreeSet::new(),
+                lists_special_types: false,
                 altered: None,
                 unclear: None,
             });
@@ -215,6 +219,30 @@ pub fn opened_files<R>(work: impl FnOnce(&[GgufFile]) -> R) -> R {
     let loads = SHARED.loads.lock();
     let load = loads.open.iter().rev().find(|load| load.thread == thread);
     work(load.map_or(&[], |load| &load.files))
+}
+
+/// The function of a backend that lists special buffer types.
+const LIST_SPECIAL_TYPES: &CStr = c"ggml_backend_dev_get_extra_bufts";
+
+/// Whether libllama was seen to look up a function of a backend.
+static LOOKS_UP: AtomicBool = AtomicBool::new(false);
+
+/// Records a function of a backend that libllama looks up by its name on this thread.
+pub fn function_looked_up(name: &CStr) {
+    LOOKS_UP.store(true, Ordering::Relaxed);
+    if name == LIST_SPECIAL_TYPES {
+        let thread = std::thread::current().id();
+        let mut loads = SHARED.loads.lock();
+        let mut of_thread = loads.open.iter_mut().rev();
+        if let Some(load) = of_thread.find(|load| load.thread == thread) {
+            load.lists_special_types = true;
+        }
+    }
+}
+
+/// Whether what libllama looks up is seen: it does so for each context.
+pub fn sees_lookups() -> bool {
+    LOOKS_UP.load(Ordering::Relaxed)
 }
 
 /// Records that a tensor is kept out of a special buffer type, although the program would have used

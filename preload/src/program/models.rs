@@ -60,6 +60,8 @@ pub struct Model {
     pub special_types: OnceCell<bool>,
     /// Names of the tensors that were kept out of special buffer types: [`loads::note_kept_out`].
     pub kept_out: BTreeSet<CString>,
+    /// Whether the program listed the special buffer types of the CPU as it loaded the model.
+    pub lists_special_types: bool,
     /// The name of a weight that the program merged with others or converted to another type as
     /// it loaded it (ik_llama.cpp, options `-mqkv`, `-muge` and `-rtr`).
     pub altered: Option<CString>,
@@ -592,6 +594,7 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
         engine,
         special_types: OnceCell::new(),
         kept_out: load.kept_out,
+        lists_special_types: load.lists_special_types,
         altered,
         unclear: load.unclear,
         own_hotswap,
