@@ -487,6 +487,7 @@ unsafe extern "C-unwind" fn copy_weight(
             // First: what it requests with the ids is there once these were waited for.
             is_copied = copy_callback::is_copied(scheduler, &of);
             lifecycle::report(|to| to.weight_copied(&of));
+            weight_copies::note(weight);
         });
     }
     if is_copied {
@@ -752,6 +753,9 @@ unsafe extern "C-unwind" fn part_synchronize(backend: *mut Backend) -> usize {
     // SAFETY: the backend was waited for.
     guarded(|| unsafe {
         inferred::waited(call.ggml);
+        weight_copies::report_missed(call.ggml, |from, ids| {
+            lifecycle::report(|to| to.experts_missed(from, ids));
+        });
     });
     result
 }

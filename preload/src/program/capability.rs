@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 use sidecar_core::protocol::NoEffect;
+use sidecar_core::trace::Ids;
 
 use crate::ggml::Ggml;
 use crate::program::models::Model;
@@ -69,6 +70,10 @@ pub trait Capability: Sync {
     ///
     /// During the call of the scheduler, on the thread that evaluates.
     unsafe fn bytes_copied(&self, _ggml: &Ggml, _from: usize) {}
+
+    /// The program is about to copy experts into slots of its own cache: these, all matrices of the
+    /// layer that has bytes at an address. Delays an evaluation in its middle.
+    fn experts_missed(&self, _from: usize, _ids: &Ids<'_>) {}
 
     /// An evaluation begins.
     fn evaluation_begun(&self, _scheduler: &Scheduler) {}

@@ -212,6 +212,29 @@ pub fn is_known(tensor: *mut Tensor) -> bool {
     CACHES.cached.read().iter().any(is_part)
 }
 
+/// Whether a tensor is the slot map of a layer that was found.
+pub fn is_slot_map(tensor: *const Tensor) -> bool {
+    exists()
+        && CACHES
+            .cached
+            .read()
+            .iter()
+            .any(|of| std::ptr::eq(of.slot_map.0, tensor))
+}
+
+/// Passes the address of a matrix of the layer that has a slot map, and the slot of each expert or -1, to
+/// `visit`. Called on the thread that evaluates.
+pub fn visit_slots(slot_map: *const Tensor, visit: impl FnOnce(usize, &[i32])) {
+    let cached = CACHES.cached.read();
+    let mut all = cached.iter();
+    if let Some(of) = all.find(|of| std::ptr::eq(of.slot_map.0, slot_map)) {
+        let layout = &of.ggml.layout;
+        // SAFETY: entries are removed before their tensors are freed; the program changes slots on
+        // this thread.
+        unsafe { visit(layout.read(of.weight.0, layout.data), of.slot_map()) }
+    }
+}
+
 /// Marks the experts of a matrix that have slots. A large batch copies them from there. Returns `false`
 /// if it is not clear which cache it reads. Called on the thread that evaluates.
 pub fn mark_slots(weight: *mut Tensor, marked: &mut Vec<bool>) -> bool {

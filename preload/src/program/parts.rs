@@ -68,6 +68,11 @@ pub fn note_requested(requested: Requested) {
     REQUESTED.set(Some(requested));
 }
 
+/// Forgets what was requested before.
+pub fn forget_requested() {
+    REQUESTED.set(None);
+}
+
 /// Returns what the scheduler requested last for this graph.
 pub fn requested() -> Option<Requested> {
     REQUESTED.get()

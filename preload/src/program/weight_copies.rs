@@ -5,15 +5,18 @@
 //! (`ggml_backend_sched_set_copy_callback`). The scheduler asks it before each copy of a weight in host
 //! memory, right before it submits the part of the graph that reads the copy; false makes the
 //! scheduler copy the whole weight. The drop-in's function stands before it.
+//!
+//! With an expert cache of its own, the program's function is asked to copy the slot map of a layer, too.
+//! It requests the ids, waits for them, gives slots to the experts without one, and copies these.
 
-use std::cell::{Cell, OnceCell};
+use std::cell::{Cell, OnceCell, RefCell};
 use std::ffi::c_void;
 
 use parking_lot::Mutex;
 use sidecar_core::trace::Ids;
 
 use super::sched::{SLOTS, Scheduler};
-use super::{parts, routing};
+use super::{own_cache, parts, routing};
 use crate::ggml::{Backend, CopyCallback, Ggml, Graph, I32, Tensor};
 
 /// The program's function of a scheduler, and its last argument.
@@ -165,4 +168,51 @@ pub unsafe fn requested_ids<'a>(ggml: &Ggml) -> Option<Ids<'a>> {
         let ty: i32 = ggml.layout.read(of.tensor, ggml.layout.ty);
         (ty == I32).then(|| routing::ids_at(ggml, of.tensor, (of.data, of.size)))?
     }
+}
+
+thread_local! {
+    /// The slot map that the program's function copies on this thread, until it has the ids.
+    static SLOT_MAP: Cell<*const Tensor> = const { Cell::new(std::ptr::null()) };
+    /// Memory for the ids of experts without a slot.
+    static MISSED: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Records a weight that the program's function is called for. For a slot map of the program's own expert
+/// cache, it requests the ids of the layer.
+pub fn note(weight: *const Tensor) {
+    let is_slot_map = own_cache::is_slot_map(weight);
+    SLOT_MAP.set(if is_slot_map {
+        weight
+    } else {
+        std::ptr::null()
+    });
+    if is_slot_map {
+        parts::forget_requested();
+    }
+}
+
+/// Passes the experts that the program's function is about to copy into slots to `report`, with the
+/// address of a matrix of their layer.
+///
+/// # Safety
+///
+/// On the thread that evaluates, when the program has waited for what it requested.
+pub unsafe fn report_missed(ggml: &Ggml, report: impl FnOnce(usize, &Ids<'_>)) {
+    if SLOT_MAP.get().is_null() {
+        return;
+    }
+    // SAFETY: as the caller ensures.
+    let Some(ids) = (unsafe { requested_ids(ggml) }) else {
+        return;
+    };
+    own_cache::visit_slots(SLOT_MAP.replace(std::ptr::null()), |matrix, slots| {
+        MISSED.with_borrow_mut(|missed| {
+            missed.clear();
+            let places = (0..ids.tokens).flat_map(|token| (0..ids.used).map(move |at| (token, at)));
+            let all = places.filter_map(|(token, at)| ids.get(token, at));
+            let has_none = |id: &i32| slots.get(*id as usize).is_some_and(|slot| *slot < 0);
+            missed.extend(all.filter(has_none).flat_map(i32::to_ne_bytes));
+            report(matrix, &Ids::packed(missed, missed.len() / 4));
+        });
+    });
 }

@@ -19,10 +19,10 @@ use crate::process::journal;
 use crate::program::barrier::ModelSet;
 use crate::program::capability::{Capability, Effect};
 use crate::program::models::{Model, ModelTensor};
+use crate::program::routing;
 use crate::program::routing::Routed;
 use crate::program::sched::Scheduler;
 use crate::program::weight_copies::{self, WeightCopy};
-use crate::program::{own_cache, routing};
 use crate::streaming::load;
 
 /// Whether layers of models that are freed were scheduled, and why no layer of others is.
@@ -33,9 +33,6 @@ pub struct Streaming;
 
 /// Why an evaluation scheduled no layer.
 const NOT_UNDERSTOOD: &str = "its graph was not understood, so its experts are read as without streaming: set LLAMA_SIDECAR_LOG=warn to see the operation, and report it with the version of llama.cpp";
-
-/// Why evaluations of few tokens schedule no layer.
-const OWN_CACHE_READS: &str = "llama.cpp's own expert cache copies the experts of few tokens to the GPU, and these are read from disk as without streaming: start the program without --moe-cache-mib to stream them";
 
 /// The reader of a model.
 struct Stream {
@@ -112,6 +109,15 @@ impl Capability for Streaming {
     unsafe fn bytes_copied(&self, ggml: &Ggml, from: usize) {
         // SAFETY: as the caller ensures; the bytes are those of experts.
         copied(from, || unsafe { weight_copies::requested_ids(ggml) });
+    }
+
+    fn experts_missed(&self, from: usize, ids: &Ids<'_>) {
+        for stream in STREAMS.read().iter() {
+            if let Some(layer) = stream.layer_at(from) {
+                let reader = &stream.reader;
+                return reader.schedule(layer, reader.in_place(layer), ids, None);
+            }
+        }
     }
 
     fn evaluation_begun(&self, _scheduler: &Scheduler) {
@@ -200,7 +206,6 @@ impl Stream {
     fn note_start(&self) {
         let is_streamed = self.reader.layers() > 0;
         let obstacle = match is_streamed {
-            _ if own_cache::exists() => Some(OWN_CACHE_READS),
             true => None,
             false if routing::is_unknown() => Some(NOT_UNDERSTOOD),
             false => return,
@@ -209,7 +214,6 @@ impl Stream {
         if let Some(obstacle) = obstacle {
             log::warn!("{}: {obstacle}", self.path);
         }
-        let obstacle = obstacle.filter(|_| !is_streamed);
         note_start(&self.path, obstacle.map(str::to_owned));
     }
 }
