@@ -77,11 +77,19 @@ fn main() {
     }
 }
 
+/// Returns a text of different words of a syllable.
+fn text(words: usize) -> String {
+    let (first, last) = (b"bcdfghjklmnprstvwz", b"aeiouy");
+    let word = |at: usize| [first[at % first.len()], last[at / 3 % last.len()]].map(char::from);
+    let words = (0..words).map(|at| word(at * 7).iter().collect());
+    words.collect::<Vec<String>>().join(" ")
+}
+
 /// Returns the time of the program in seconds without its load, and what it wrote.
 fn measure(model: &Path, limit: u64, way: &str, words: usize) -> (f64, Vec<u8>) {
     let group = MemoryLimit::new(limit).unwrap_or_else(|reason| panic!("{reason}"));
-    let sim = SimGgml::new(&[]);
-    let prompt = "one two three four five six seven eight ".repeat(words / 8);
+    let sim = SimGgml::new(&[("SIM_GGML_COMPUTE", "sums")]);
+    let prompt = text(words);
     let mut command = Command::new(llama_cpp("llama-completion"));
     let options = "--device SIM0 -ngl 99 -cmoe -n 4 -c 1024 --temp 0 -no-cnv --no-warmup -t 2 -m";
     command.args(options.split(' ')).arg(model);

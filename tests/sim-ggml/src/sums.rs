@@ -6,6 +6,11 @@ use std::collections::HashMap;
 
 use crate::ggml::Tensor;
 
+/// How many values of the input a value of the result is made of.
+const TERMS: usize = 4;
+/// What makes a value about as large as those of a product.
+const SCALE: f32 = 4.0;
+
 /// Fills the result of a routed product.
 ///
 /// # Safety
@@ -28,11 +33,18 @@ pub unsafe fn product(weights: &Tensor, input: &Tensor, ids: &Tensor, result: &T
                 });
                 let from = used % length(input, 1) * input.nb[1];
                 let from = row(input, from, token * input.nb[2]).cast::<f32>();
+                let from = std::slice::from_raw_parts(from, length(input, 0));
                 let to = row(result, used * result.nb[1], token * result.nb[2]).cast::<f32>();
-                for value in 0..length(result, 0) {
-                    let factor = mixed(sum.wrapping_add(value as u64)) as i16;
-                    let input = from.cast_const().add(value % length(input, 0)).read();
-                    to.add(value).write(input * f32::from(factor) / 32768.0);
+                let to = std::slice::from_raw_parts_mut(to, length(result, 0));
+                for (value, to) in to.iter_mut().enumerate() {
+                    let mut bits = mixed(sum.wrapping_add(value as u64));
+                    *to = 0.0;
+                    for _ in 0..TERMS {
+                        let input = from[(bits >> 1) as u16 as usize % from.len()];
+                        *to += if bits & 1 == 0 { input } else { -input };
+                        bits >>= 16;
+                    }
+                    *to *= SCALE;
                 }
             }
         }
