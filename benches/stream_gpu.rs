@@ -3,7 +3,8 @@
 //!
 //! Run it with `cargo xtask bench stream_gpu`; `cargo bench --bench stream_gpu -- --quick` is a short form.
 //! Each argument `--with=NAME=VALUE,NAME=VALUE` adds a run with these variables of the drop-in. The program is
-//! llama-completion, in a control group with a limit of memory.
+//! llama-completion, in a control group with a limit of memory. The device sums the bytes of routed experts
+//! instead of computing products (`SIM_GGML_COMPUTE=sums`): a wrong byte changes the text.
 
 use std::path::Path;
 use std::process::Command;
