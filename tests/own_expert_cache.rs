@@ -346,11 +346,14 @@ fn experts_from_disk() {
     placed.server.complete(&prompt(2 * LARGEST_SMALL_BATCH));
     let after_prompt = bytes();
     assert!(after_prompt > before);
+    let tokens = || count(&figures(), "tokens");
+    let of_prompt = tokens();
     let request = Request::new("Four five", 24);
     placed.server.complete(&request);
     // Some experts of these tokens have no slot, and are read; those with one are not.
     let (missed, all) = (bytes() - after_prompt, 24 * bytes_of_token(&model));
     assert!(0 < missed && missed < all, "{missed} of {all}");
+    assert!(tokens() - of_prompt >= 24, "{}", figures());
     placed.end();
 }
 

@@ -191,6 +191,25 @@ pub fn note(weight: *const Tensor) {
     }
 }
 
+/// Returns the number of experts of each token in ids that were requested last. The program requests them
+/// in one row, which has the shape of its source otherwise.
+///
+/// # Safety
+///
+/// As [`requested_ids`].
+unsafe fn used_by_token(ggml: &Ggml) -> Option<usize> {
+    let of = parts::requested()?;
+    // SAFETY: as the caller ensures; sources of a live tensor are live.
+    unsafe {
+        let rows = ggml.layout.source(of.tensor, 0);
+        let [used, ..]: [i64; 4] = match rows.is_null() {
+            true => return None,
+            false => ggml.layout.read(rows, ggml.layout.ne),
+        };
+        usize::try_from(used).ok().filter(|used| *used > 0)
+    }
+}
+
 /// Passes the experts that the program's function is about to copy into slots to `report`, with the
 /// address of a matrix of their layer.
 ///
@@ -211,8 +230,12 @@ pub unsafe fn report_missed(ggml: &Ggml, report: impl FnOnce(usize, &Ids<'_>)) {
             let places = (0..ids.tokens).flat_map(|token| (0..ids.used).map(move |at| (token, at)));
             let all = places.filter_map(|(token, at)| ids.get(token, at));
             let has_none = |id: &i32| slots.get(*id as usize).is_some_and(|slot| *slot < 0);
-            missed.extend(all.filter(has_none).flat_map(i32::to_ne_bytes));
-            report(matrix, &Ids::packed(missed, missed.len() / 4));
+            // No expert has the number -1.
+            let missed_id = |id: i32| if has_none(&id) { id } else { -1 };
+            missed.extend(all.flat_map(|id| missed_id(id).to_ne_bytes()));
+            // SAFETY: as the caller ensures.
+            let used = unsafe { used_by_token(ggml) };
+            report(matrix, &Ids::packed(missed, used.unwrap_or(ids.used)));
         });
     });
 }
