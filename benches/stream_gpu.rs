@@ -18,8 +18,31 @@ use testkit::sim_ggml::SimGgml;
 use testkit::slow_disk::{SlowDisk, Speed};
 
 /// Prompts, in words: about as many tokens.
-const PROMPTS: [usize; 2] = [80, 512];
+const PROMPTS: [(&str, usize); 2] = [("prompt, 80 words", 80), ("prompt, 512 words", 512)];
 const DISKS: [Speed; 2] = [Speed::new(1000, 1000), Speed::new(100, 2000)];
+/// What is measured.
+struct Case {
+    /// What the table calls it.
+    name: &'static str,
+    /// Words of the prompt.
+    words: usize,
+    /// Tokens of the answer.
+    tokens: &'static str,
+    /// Options of the program.
+    options: &'static [&'static str],
+    /// The line of the program's log that has the time.
+    line: &'static str,
+}
+
+/// Single tokens with llama.cpp's own expert cache: slots for an eighth of the experts.
+const SINGLE: Case = Case {
+    name: "single tokens",
+    words: 8,
+    tokens: "32",
+    options: &["--moe-cache-mib", "380"],
+    line: "        eval time",
+};
+
 /// The share of the model that fits into memory, in percent.
 const MEMORY: u64 = 25;
 const ROUNDS: usize = 3;
@@ -40,13 +63,20 @@ fn main() {
     disk.read_ahead_kb(128).expect("a setting of the disk");
     let limit = std::fs::metadata(&model).expect("a model").len() * MEMORY / 100;
     println!(
-        "llama-completion with the experts of the model above in host memory and the rest on a simulated GPU, to which the program copies the experts of a prompt. Memory for {MEMORY} % of the model, nothing in the page cache at the start, 128 KB read-ahead. Prompts in words; the time is the program's own. Medians of {ROUNDS}, alternating; the text that is generated is the same.\n"
+        "llama-completion with the experts of the model above in host memory and the rest on a simulated GPU, to which the program copies the experts of a prompt. Memory for {MEMORY} % of the model, nothing in the page cache at the start, 128 KB read-ahead. The time is the program's own; bytes are those of the whole run, with the load. Single tokens are 32 after a short prompt, with llama.cpp's own expert cache of 380 MiB. Medians of {ROUNDS}, alternating; the text that is generated is the same.\n"
     );
-    println!("| disk | prompt | with | prompt s | ratio | GB read | GB/s | share of the disk |");
+    println!("| disk | measured | with | s | ratio | GB read | GB/s | share of the disk |");
     println!("|---|---|---|---|---|---|---|---|");
     for speed in &DISKS[..amount] {
         disk.set_speed(*speed);
-        for &words in &PROMPTS[..amount] {
+        let prompts = PROMPTS[..amount].iter().map(|&(name, words)| Case {
+            name,
+            words,
+            tokens: "4",
+            options: &[],
+            line: "prompt eval time",
+        });
+        for case in prompts.chain([SINGLE]) {
             let mut seconds = vec![Vec::new(); ways.len()];
             let mut bytes = vec![0; ways.len()];
             let mut text = None;
@@ -54,7 +84,7 @@ fn main() {
                 for (at, way) in ways.iter().enumerate() {
                     disk.drop_cache().expect("no process has mapped the file");
                     let before = disk.counts().bytes;
-                    let (took, answer) = measure(&disk.path(), limit, way, words);
+                    let (took, answer) = measure(&disk.path(), limit, way, &case);
                     assert_eq!(*text.get_or_insert_with(|| answer.clone()), answer, "{way}");
                     seconds[at].push(took);
                     bytes[at] = disk.counts().bytes - before;
@@ -65,9 +95,10 @@ fn main() {
                 let took = median(&mut seconds[at]);
                 let gb = bytes[at] as f64 / 1e9;
                 println!(
-                    "| {:.1} ms, {:.0} GB/s | {words} | {} | {took:.2} | **{:.2}x** | {gb:.2} | {:.2} | {:.0} % |",
+                    "| {:.1} ms, {:.0} GB/s | {} | {} | {took:.2} | **{:.2}x** | {gb:.2} | {:.2} | {:.0} % |",
                     speed.latency.as_secs_f64() * 1e3,
                     speed.bandwidth as f64 / 1e9,
+                    case.name,
                     if way.is_empty() { "stock" } else { way },
                     stock / took,
                     gb / took,
@@ -87,14 +118,15 @@ fn text(words: usize) -> String {
 }
 
 /// Returns the time of the program in seconds without its load, and what it wrote.
-fn measure(model: &Path, limit: u64, way: &str, words: usize) -> (f64, Vec<u8>) {
+fn measure(model: &Path, limit: u64, way: &str, case: &Case) -> (f64, Vec<u8>) {
     let group = MemoryLimit::new(limit).unwrap_or_else(|reason| panic!("{reason}"));
     let sim = SimGgml::new(&[("SIM_GGML_COMPUTE", "sums")]);
-    let prompt = text(words);
+    let prompt = text(case.words);
     let mut command = Command::new(llama_cpp("llama-completion"));
-    let options = "--device SIM0 -ngl 99 -cmoe -n 4 -c 1024 --temp 0 -no-cnv --no-warmup -t 2 -m";
+    let options = "--device SIM0 -ngl 99 -cmoe -c 2048 --temp 0 -no-cnv --no-warmup -t 2 -m";
     command.args(options.split(' ')).arg(model);
-    command.args(["-p", &prompt]);
+    command.args(["-p", &prompt, "-n", case.tokens]);
+    command.args(case.options);
     if !way.is_empty() {
         command.env("LD_PRELOAD", preload_library());
         command.env("LLAMA_SIDECAR_LOG", "warn");
@@ -106,7 +138,7 @@ fn measure(model: &Path, limit: u64, way: &str, words: usize) -> (f64, Vec<u8>) 
     let output = command.output().expect("it ends");
     let log = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{log}");
-    let line = log.lines().find(|line| line.contains("prompt eval time"));
+    let line = log.lines().find(|line| line.contains(case.line));
     let milliseconds = line.and_then(|line| {
         line.split('=')
             .nth(1)?
