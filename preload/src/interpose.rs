@@ -18,8 +18,8 @@ use std::sync::Arc;
 use sidecar_core::logger;
 
 use crate::ggml::{
-    Backend, Buffer, Context, CopyCallback, Ggml, Graph, STATUS_FAILED, STATUS_SUCCESS, Sched,
-    Tensor,
+    Backend, Buffer, Context, CopyCallback, Ggml, Graph, Registration, STATUS_FAILED,
+    STATUS_SUCCESS, Sched, Tensor,
 };
 use crate::hotswap::reloader;
 use crate::loader::caller::{Arguments, Caller, Hook, hooks};
@@ -179,6 +179,10 @@ fn destination(hook: Hook, return_address: usize, arguments: &Arguments) -> *con
         | Hook::TensorCopy => in_parts,
         // While the program splits a graph, this thread runs code of the drop-in.
         Hook::OffloadOp => placement::offloads(),
+        // libllama looks up a function for each evaluation, too.
+        Hook::FunctionLookup => {
+            (loads::is_loading() || !loads::sees_lookups()) && !thread::is_inside()
+        }
         Hook::SchedSetEvalCallback => placement::offloads() && !thread::is_inside(),
         Hook::SchedSetCopyCallback => lifecycle::uses_copies() && !thread::is_inside(),
         _ => !thread::is_inside(),
@@ -839,15 +843,18 @@ unsafe extern "C-unwind" fn offload_op(backend: *mut Backend, node: *const Tenso
 
 /// A function of a backend that is looked up by its name.
 unsafe extern "C-unwind" fn function_looked_up(
-    registration: *mut c_void,
+    registration: *mut Registration,
     name: *const c_char,
 ) -> usize {
     let (call, _inside) = entered();
     if call.caller.is_llama() {
-        // SAFETY: a string that ends with a NUL, as ggml takes it.
-        guarded(|| loads::function_looked_up(unsafe { CStr::from_ptr(name) }));
+        // SAFETY: a live registration, whose name is a static string, and a string as ggml takes it.
+        guarded(|| unsafe {
+            let backend = (call.ggml.f.ggml_backend_reg_name)(registration);
+            loads::function_looked_up(CStr::from_ptr(backend), CStr::from_ptr(name));
+        });
     }
-    let real = meant!(call, *mut c_void, *const c_char);
+    let real = meant!(call, *mut Registration, *const c_char);
     // SAFETY: the arguments of the call.
     unsafe { real(registration, name) }
 }

@@ -227,20 +227,19 @@ const LIST_SPECIAL_TYPES: &CStr = c"ggml_backend_dev_get_extra_bufts";
 /// Whether libllama was seen to look up a function of a backend.
 static LOOKS_UP: AtomicBool = AtomicBool::new(false);
 
-/// Records a function of a backend that libllama looks up by its name on this thread.
-pub fn function_looked_up(name: &CStr) {
+/// Records a function of a backend that libllama looks up by its name on this thread. It lists the
+/// special buffer types of a GPU with any option, and those of the CPU for each adapter, too.
+pub fn function_looked_up(backend: &CStr, function: &CStr) {
     LOOKS_UP.store(true, Ordering::Relaxed);
-    if name == LIST_SPECIAL_TYPES {
-        let thread = std::thread::current().id();
+    if backend == c"CPU" && function == LIST_SPECIAL_TYPES {
         let mut loads = SHARED.loads.lock();
-        let mut of_thread = loads.open.iter_mut().rev();
-        if let Some(load) = of_thread.find(|load| load.thread == thread) {
+        if let Some(load) = loads.not_begun(std::thread::current().id()) {
             load.lists_special_types = true;
         }
     }
 }
 
-/// Whether what libllama looks up is seen: it does so for each context.
+/// Whether what libllama looks up is seen: it looks up functions for each context.
 pub fn sees_lookups() -> bool {
     LOOKS_UP.load(Ordering::Relaxed)
 }
