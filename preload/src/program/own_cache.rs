@@ -212,18 +212,8 @@ pub fn is_known(tensor: *mut Tensor) -> bool {
     CACHES.cached.read().iter().any(is_part)
 }
 
-/// Whether a tensor is the slot map of a layer that was found.
-pub fn is_slot_map(tensor: *const Tensor) -> bool {
-    exists()
-        && CACHES
-            .cached
-            .read()
-            .iter()
-            .any(|of| std::ptr::eq(of.slot_map.0, tensor))
-}
-
-/// Passes the address of a matrix of the layer that has a slot map, and the slot of each expert or -1, to
-/// `visit`. Called on the thread that evaluates.
+/// If a tensor is the slot map of a layer, passes the address of a matrix of the layer, and the slot of each
+/// expert or -1, to `visit`. Called on the thread that evaluates.
 pub fn visit_slots(slot_map: *const Tensor, visit: impl FnOnce(usize, &[i32])) {
     let cached = CACHES.cached.read();
     let mut all = cached.iter();

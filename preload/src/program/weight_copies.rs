@@ -171,22 +171,16 @@ pub unsafe fn requested_ids<'a>(ggml: &Ggml) -> Option<Ids<'a>> {
 }
 
 thread_local! {
-    /// The slot map that the program's function copies on this thread, until it has the ids.
-    static SLOT_MAP: Cell<*const Tensor> = const { Cell::new(std::ptr::null()) };
+    /// The weight that the program's function copies on this thread, until it has waited for ids.
+    static WEIGHT: Cell<*const Tensor> = const { Cell::new(std::ptr::null()) };
     /// Memory for the ids of experts without a slot.
     static MISSED: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Records a weight that the program's function is called for. For a slot map of the program's own expert
-/// cache, it requests the ids of the layer.
+/// Records a weight that the program's function is called for.
 pub fn note(weight: *const Tensor) {
-    let is_slot_map = own_cache::is_slot_map(weight);
-    SLOT_MAP.set(if is_slot_map {
-        weight
-    } else {
-        std::ptr::null()
-    });
-    if is_slot_map {
+    if own_cache::exists() {
+        WEIGHT.set(weight);
         parts::forget_requested();
     }
 }
@@ -217,21 +211,23 @@ unsafe fn used_by_token(ggml: &Ggml) -> Option<usize> {
 ///
 /// On the thread that evaluates, when the program has waited for what it requested.
 pub unsafe fn report_missed(ggml: &Ggml, report: impl FnOnce(usize, &Ids<'_>)) {
-    if SLOT_MAP.get().is_null() {
+    if WEIGHT.get().is_null() {
         return;
     }
     // SAFETY: as the caller ensures.
     let Some(ids) = (unsafe { requested_ids(ggml) }) else {
         return;
     };
-    own_cache::visit_slots(SLOT_MAP.replace(std::ptr::null()), |matrix, slots| {
+    own_cache::visit_slots(WEIGHT.replace(std::ptr::null()), |matrix, slots| {
         MISSED.with_borrow_mut(|missed| {
             missed.clear();
             let places = (0..ids.tokens).flat_map(|token| (0..ids.used).map(move |at| (token, at)));
             let all = places.filter_map(|(token, at)| ids.get(token, at));
-            let has_none = |id: &i32| slots.get(*id as usize).is_some_and(|slot| *slot < 0);
             // No expert has the number -1.
-            let missed_id = |id: i32| if has_none(&id) { id } else { -1 };
+            let missed_id = |id: i32| match slots.get(id as usize) {
+                Some(slot) if *slot < 0 => id,
+                _ => -1,
+            };
             missed.extend(all.flat_map(|id| missed_id(id).to_ne_bytes()));
             // SAFETY: as the caller ensures.
             let used = unsafe { used_by_token(ggml) };

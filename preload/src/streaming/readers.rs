@@ -19,8 +19,7 @@ use crate::process::journal;
 use crate::program::barrier::ModelSet;
 use crate::program::capability::{Capability, Effect};
 use crate::program::models::{Model, ModelTensor};
-use crate::program::routing;
-use crate::program::routing::Routed;
+use crate::program::routing::{self, Routed};
 use crate::program::sched::Scheduler;
 use crate::program::weight_copies::{self, WeightCopy};
 use crate::streaming::load;
@@ -112,12 +111,7 @@ impl Capability for Streaming {
     }
 
     fn experts_missed(&self, from: usize, ids: &Ids<'_>) {
-        for stream in STREAMS.read().iter() {
-            if let Some(layer) = stream.layer_at(from) {
-                let reader = &stream.reader;
-                return reader.schedule(layer, reader.in_place(layer), ids, None);
-            }
-        }
+        copied(from, || Some(*ids));
     }
 
     fn evaluation_begun(&self, _scheduler: &Scheduler) {
