@@ -29,7 +29,7 @@
 //! | `SIM_GGML_LAUNCH_US` | 3 | each kernel, before its first byte |
 //! | `SIM_GGML_HOST_GBS` | 0 | what the host's CPU backend reads; 0: no limit |
 //! | `SIM_GGML_HOST_TFLOPS` | 0 | its operations of products; 0: no limit. The longer of both times counts |
-//! | `SIM_GGML_COMPUTE` | 1 | 0: kernels and copies move nothing and only take their time; numbers of experts are made at random, the same in each run. `sums`: all is computed except routed products, which become numbers made from all bytes of the experts and from the input, at the speed of memory: a GPU computes a product in a small part of the time in which a disk reads its experts, and a CPU does not |
+//! | `SIM_GGML_COMPUTE` | 1 | 0: kernels and copies move nothing and only take their time; numbers of experts are made at random, the same in each run. `sums`: all is computed except routed products, which become numbers made from all bytes of the experts and from the input: a GPU computes a product in a small part of the time in which a disk reads its experts, and a CPU does not |
 //! | `SIM_GGML_ROUTES` | none | a file with the numbers of experts for that: a line `LAYER,EXPERT` for each expert of each token |
 //! | `SIM_GGML_THREADS` | 1 | threads for the kernels of a stream |
 //! | `SIM_GGML_FAIL` | none | `alloc_buffer:3`: the third call of that function fails; more than one, separated by commas; `all` for each call |
@@ -53,6 +53,7 @@
 //! | `sim` | the simulated device: its memory, its link, and what was found |
 //! | `memory`, `queue`, `settings` | device memory; who has the link when; the variables |
 //! | `calls`, `order`, `routing`, `schedule` | calls by name; what comes after what; experts of tokens; times of work |
+//! | `splitmix` | numbers that look random and are the same in each run |
 //! | `ggml` | functions and structs of the process's ggml |
 
 mod backend;
@@ -70,6 +71,7 @@ mod routing;
 mod schedule;
 mod settings;
 mod sim;
+mod splitmix;
 mod stream;
 mod sums;
 mod work;

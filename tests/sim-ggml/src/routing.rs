@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::Mutex;
 
 use crate::ggml::{I32, Tensor};
+use crate::splitmix::{STEP, mixed};
 
 /// Experts of tokens from a file.
 #[derive(Debug, Default)]
@@ -80,15 +81,12 @@ fn layer(name: &str) -> u64 {
 
 /// Returns the experts of a token: distinct, and the same in each run.
 pub fn chosen(name: &str, token: usize, used: usize, experts: usize) -> Vec<i32> {
-    let mut state = (layer(name) << 32 | token as u64).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mut state = (layer(name) << 32 | token as u64).wrapping_add(STEP);
     let mut chosen = BTreeSet::new();
     let mut order = Vec::with_capacity(used);
     while order.len() < used.min(experts) {
-        // splitmix64
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        let expert = ((mixed ^ mixed >> 31) % experts as u64) as i32;
+        let expert = (mixed(state) % experts as u64) as i32;
+        state = state.wrapping_add(STEP);
         if chosen.insert(expert) {
             order.push(expert);
         }

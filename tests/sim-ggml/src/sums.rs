@@ -1,10 +1,11 @@
 //! Routed products that are not computed: each value is made from a sum over all bytes of its
-//! expert and from one value of the input. They cost one pass over the experts that are used, for
-//! any number of tokens, and a byte that is copied wrongly changes what the program writes.
+//! expert and from a few values of the input. They cost one pass over the experts that are used, and
+//! little for each token, and a byte that is copied wrongly changes what the program writes.
 
 use std::collections::HashMap;
 
 use crate::ggml::Tensor;
+use crate::splitmix::mixed;
 
 /// How many values of the input a value of the result is made of.
 const TERMS: usize = 4;
@@ -76,14 +77,6 @@ fn sum(bytes: &[u8]) -> u64 {
         .into_iter()
         .chain(rest)
         .fold(0, |sum, of| mixed(sum ^ of))
-}
-
-/// Spreads a number over all bits (the finalizer of splitmix64).
-fn mixed(number: u64) -> u64 {
-    let mut mixed = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    mixed ^ mixed >> 31
 }
 
 #[cfg(test)]
