@@ -17,9 +17,8 @@ use testkit::memory_limit::MemoryLimit;
 use testkit::sim_ggml::SimGgml;
 use testkit::slow_disk::{SlowDisk, Speed};
 
-/// Prompts, in words: about as many tokens.
-const PROMPTS: [(&str, usize); 2] = [("prompt, 80 words", 80), ("prompt, 512 words", 512)];
 const DISKS: [Speed; 2] = [Speed::new(1000, 1000), Speed::new(100, 2000)];
+
 /// What is measured.
 struct Case {
     /// What the table calls it.
@@ -34,14 +33,31 @@ struct Case {
     line: &'static str,
 }
 
-/// Single tokens with llama.cpp's own expert cache: slots for an eighth of the experts.
-const SINGLE: Case = Case {
-    name: "single tokens",
-    words: 8,
-    tokens: "32",
-    options: &["--moe-cache-mib", "380"],
-    line: "        eval time",
-};
+impl Case {
+    /// A prompt of so many words: about as many tokens.
+    const fn prompt(name: &'static str, words: usize) -> Case {
+        Case {
+            name,
+            words,
+            tokens: "4",
+            options: &[],
+            line: "prompt eval time",
+        }
+    }
+}
+
+const CASES: [Case; 3] = [
+    Case::prompt("prompt, 80 words", 80),
+    // With llama.cpp's own expert cache: slots for an eighth of the experts.
+    Case {
+        name: "single tokens",
+        words: 8,
+        tokens: "32",
+        options: &["--moe-cache-mib", "380"],
+        line: "        eval time",
+    },
+    Case::prompt("prompt, 512 words", 512),
+];
 
 /// The share of the model that fits into memory, in percent.
 const MEMORY: u64 = 25;
@@ -51,7 +67,10 @@ fn main() {
     let model = large_model();
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let quick = arguments.iter().any(|argument| argument == "--quick");
-    let amount = if quick { 1 } else { DISKS.len() };
+    let (disks, cases) = match quick {
+        true => (&DISKS[..1], &CASES[..2]),
+        false => (&DISKS[..], &CASES[..]),
+    };
     let with = arguments.iter().filter_map(|of| of.strip_prefix("--with="));
     let mut ways = vec!["", "LLAMA_EXPERT_STREAM=auto"];
     ways.extend(with);
@@ -67,16 +86,9 @@ fn main() {
     );
     println!("| disk | measured | with | s | ratio | GB read | GB/s | share of the disk |");
     println!("|---|---|---|---|---|---|---|---|");
-    for speed in &DISKS[..amount] {
+    for speed in disks {
         disk.set_speed(*speed);
-        let prompts = PROMPTS[..amount].iter().map(|&(name, words)| Case {
-            name,
-            words,
-            tokens: "4",
-            options: &[],
-            line: "prompt eval time",
-        });
-        for case in prompts.chain([SINGLE]) {
+        for case in cases {
             let mut seconds = vec![Vec::new(); ways.len()];
             let mut bytes = vec![0; ways.len()];
             let mut text = None;
@@ -84,7 +96,7 @@ fn main() {
                 for (at, way) in ways.iter().enumerate() {
                     disk.drop_cache().expect("no process has mapped the file");
                     let before = disk.counts().bytes;
-                    let (took, answer) = measure(&disk.path(), limit, way, &case);
+                    let (took, answer) = measure(&disk.path(), limit, way, case);
                     assert_eq!(*text.get_or_insert_with(|| answer.clone()), answer, "{way}");
                     seconds[at].push(took);
                     bytes[at] = disk.counts().bytes - before;
