@@ -2,7 +2,9 @@
 //! page faults of a token, time until the first token.
 //!
 //! Run it with `cargo xtask bench stream`; `cargo bench --bench stream -- --quick` is a short form.
-//! Each argument `--with=NAME=VALUE,NAME=VALUE` adds a run with these variables of the drop-in.
+//! Each argument `--with=NAME=VALUE,NAME=VALUE` adds a run with these variables of the drop-in,
+//! `--only=LABEL` leaves out the runs but stock and those whose labels contain it, and
+//! `--disk=MICROSECONDS,MB_PER_SECOND,PERCENT` measures on that disk alone.
 //! The program is `hosts/c/host.c` with one thread, in a control group with a limit of memory.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -51,6 +53,10 @@ fn ways(arguments: &[String]) -> Vec<Way> {
         ),
     ];
     ways.extend(with.map(|variables| Way::new(variables, variables)));
+    let mut only = arguments.iter().filter_map(|of| of.strip_prefix("--only="));
+    if let Some(only) = only.next() {
+        ways.retain(|way| way.label == "stock" || way.label.contains(only));
+    }
     ways
 }
 
@@ -89,6 +95,27 @@ const DISKS: [(Speed, u64); 3] = [
 
 /// Read-ahead of the kernel, its default for most disks.
 const READ_AHEAD_KB: u64 = 128;
+
+/// Returns the disks of the arguments, or else of a table.
+fn disks(arguments: &[String], table: &[(Speed, u64)]) -> Vec<(Speed, u64)> {
+    let given = arguments.iter().filter_map(|of| of.strip_prefix("--disk="));
+    let disk = |text: &str| {
+        let numbers: Vec<u64> = text
+            .split(',')
+            .map(|of| of.parse().expect("a number"))
+            .collect();
+        let [latency, bandwidth, percent] = numbers[..] else {
+            panic!("--disk={text}: expected three numbers");
+        };
+        (Speed::new(latency, bandwidth), percent)
+    };
+    let given: Vec<_> = given.map(disk).collect();
+    if given.is_empty() {
+        table.to_vec()
+    } else {
+        given
+    }
+}
 
 /// How much is measured.
 struct Amount {
@@ -138,9 +165,12 @@ fn main() {
     };
     let parts = Parts::of(&model);
     let reference = reference(&ways[0], &model, &amount);
-    slow(&disk, &ways, &parts, &reference, &amount);
+    let disks = disks(&arguments, amount.disks);
+    slow(&disk, &disks, &ways, &parts, &reference, &amount);
     drop(disk);
-    resident(&ways, &model, &amount);
+    if disks == amount.disks {
+        resident(&ways, &model, &amount);
+    }
 }
 
 /// The answer of the program to `force` and `prefill`.
@@ -319,7 +349,14 @@ struct Figures {
 }
 
 /// Measures each way on each disk, alternating.
-fn slow(disk: &SlowDisk, ways: &[Way], parts: &Parts, reference: &Reference, amount: &Amount) {
+fn slow(
+    disk: &SlowDisk,
+    disks: &[(Speed, u64)],
+    ways: &[Way],
+    parts: &Parts,
+    reference: &Reference,
+    amount: &Amount,
+) {
     println!(
         "A mixture of 64 experts, 4 per token, {:.1} GB, on a disk with a latency and a bandwidth; memory for a share of the model, nothing in the page cache at the start, {READ_AHEAD_KB} KB read-ahead, one thread. First token: from the start of the process. Prefill: {} tokens at a time. Then {} tokens one by one, and the {} that are measured. Medians of {}, alternating; the logits are the same as those with everything in memory, where a token takes {:.1} ms (the fastest of 5 texts). LRU: what an exact LRU in the same memory reads. Limit: the longer of the computation, and the bytes of the LRU at the disk's bandwidth with one latency for each layer that misses an expert.\n",
         parts.all as f64 / 1e9,
@@ -333,17 +370,19 @@ fn slow(disk: &SlowDisk, ways: &[Way], parts: &Parts, reference: &Reference, amo
         "| disk | memory | with | first token s | prefill s | tokens/s | ratio | MB/token | LRU MB/token | ratio | major faults/token | share of the limit |"
     );
     println!("|---|---|---|---|---|---|---|---|---|---|---|---|");
-    for (speed, percent) in amount.disks {
+    for (speed, percent) in disks {
         disk.set_speed(*speed);
         let limit = parts.all * percent / 100;
         let mut figures: Vec<Figures> = ways.iter().map(|_| Figures::default()).collect();
-        let mut private = 0;
+        let mut private = None;
         for _ in 0..amount.rounds {
             for (figures, way) in figures.iter_mut().zip(ways) {
-                private = measure(disk, limit, way, reference, amount, figures);
+                // The first way keeps no experts in memory of the process.
+                let of_way = measure(disk, limit, way, reference, amount, figures);
+                private.get_or_insert(of_way);
             }
         }
-        let room = limit.saturating_sub(parts.others + private);
+        let room = limit.saturating_sub(parts.others + private.unwrap_or(0));
         let capacity = (room / parts.expert) as usize;
         let lru = Lru::of(&reference.routes, amount.decode, capacity, parts.expert);
         let reading_ms = lru.bytes * 1e3 / speed.bandwidth as f64

@@ -232,7 +232,7 @@ impl ExpertSlice {
 /// assert_eq!(slice.offset, file.header.tensors[0].offset + 3 * slice.nbytes);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct ExpertIndex {
     /// Ascending by name; of equal names, the first in the files is the last here, where
     /// [`ExpertIndex::find`] ends its search.

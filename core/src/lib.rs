@@ -16,6 +16,7 @@
 //! | [`gguf`] | the file format |
 //! | [`parallel`] | work that is divided among threads |
 //! | `priority` | the CPUs and the priority of a thread |
+//! | [`memory`] | the free memory |
 //! | [`logger`] | messages |
 //! | [`config`] | variables |
 //! | [`files`] | files in folders that other users may write |
@@ -26,6 +27,7 @@ pub mod fetch;
 pub mod files;
 pub mod gguf;
 pub mod logger;
+pub mod memory;
 pub mod parallel;
 mod priority;
 pub mod protocol;

@@ -179,10 +179,14 @@ fn no_effect() -> Vec<NoEffect> {
 extern "C" fn before_fork() {
     if !FORKED.load(Ordering::SeqCst) {
         barrier::hold_for_fork();
+        report(|to| to.before_fork());
     }
 }
 
 extern "C" fn after_fork_in_parent() {
+    if !FORKED.load(Ordering::SeqCst) {
+        report(|to| to.after_fork());
+    }
     barrier::release_after_fork();
 }
 

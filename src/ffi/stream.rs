@@ -8,7 +8,7 @@ use super::status::{Failure, call, llama_sidecar_status, status};
 use super::{SizedStruct, fill, read, routed_ids};
 use crate::model::Model;
 use sidecar_core::config::{Config, ExpertStream};
-use sidecar_core::reload::free_memory;
+use sidecar_core::memory::free_memory;
 use sidecar_core::stream::{Matrices, Reader, Settings};
 
 /// The most threads of a stream.

@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use crate::device::AsyncDevice;
 use crate::model::{Model, TensorView};
 use sidecar_core::experts::Projection;
-use sidecar_core::reload::free_memory;
+use sidecar_core::memory::free_memory;
 use sidecar_core::stream::page_size;
 
 /// Locked pages, which are unlocked on drop.

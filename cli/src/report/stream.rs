@@ -11,7 +11,7 @@ use anyhow::Result;
 use memmap2::MmapMut;
 use sidecar_core::experts::ExpertIndex;
 use sidecar_core::gguf::{self, Access, GgufFile};
-use sidecar_core::reload::free_memory;
+use sidecar_core::memory::free_memory;
 use sidecar_core::stream::WINDOW;
 use sidecar_core::trace::ModelMeta;
 

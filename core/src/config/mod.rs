@@ -148,6 +148,7 @@ impl Config {
                 .expert_stream(expert_stream_predict || expert_stream_trace.is_some()),
             expert_stream_predict,
             expert_stream_trace,
+            expert_stream_memory: values.mib("LLAMA_EXPERT_STREAM_MEMORY_MB"),
             split: values.text("LLAMA_SIDECAR_SPLIT"),
             cpu_moe: values.switch("LLAMA_SIDECAR_CPU_MOE"),
             override_tensor: values.text("LLAMA_SIDECAR_OVERRIDE_TENSOR"),

@@ -173,6 +173,8 @@ pub struct Config {
     pub expert_stream_predict: bool,
     /// `LLAMA_EXPERT_STREAM_TRACE`.
     pub expert_stream_trace: Option<PathBuf>,
+    /// `LLAMA_EXPERT_STREAM_MEMORY_MB`, in bytes.
+    pub expert_stream_memory: Option<u64>,
     /// `LLAMA_POSTFETCH_*`.
     pub postfetch: PostFetch,
     /// `LLAMA_POSTFETCH_*`, in an unmodified program.

@@ -240,6 +240,13 @@ pub static VARIABLES: &[Variable] = &[
         flag: Some("stream-trace"),
     },
     Variable {
+        name: "LLAMA_EXPERT_STREAM_MEMORY_MB",
+        default: Described("automatic"),
+        kind: MIB,
+        help: "drop-in: the most memory of the process that has experts of a model that does not fit into the free memory; without it what is free, less one sixteenth. `0`: experts are read into the page cache",
+        flag: Some("stream-memory"),
+    },
+    Variable {
         name: "LLAMA_POSTFETCH_ENABLE",
         // A value that is set has another effect in an unmodified program than an unset one.
         default: Described("`1`"),

@@ -146,6 +146,10 @@ figures! {
         Counter major_faults: u64 => "stream_major_faults_total",
         /// Time of evaluations, without pauses of the program.
         Counter seconds: f64,
+        /// Time in which evaluations waited for experts that are read into memory of the process.
+        Counter waited_seconds: f64 => "stream_waited_seconds_total",
+        /// Bytes of experts in memory of the process, in place of the page cache.
+        Gauge held_bytes: u64 => "stream_held_bytes",
         /// Whether (1) or not (0) all experts are in memory, so that only samples are checked.
         Gauge resting: bool => "stream_resting",
         /// Whether streaming has stopped because reading ahead had no effect.

@@ -56,7 +56,7 @@ use crate::gguf::FileId;
 use crate::parallel;
 use registry::{Registered, Registry};
 
-pub use budget::{Need, free_memory, usable as usable_memory};
+pub use budget::Need;
 pub use content::{Content, Defects, of_tensor as content_of};
 pub use detect::Trigger;
 pub use hash::of_reads as hash_reads;

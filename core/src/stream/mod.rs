@@ -9,17 +9,27 @@
 //! | module | contents |
 //! |---|---|
 //! | [`reader`](Reader) | threads that read ahead; figures |
+//! | [`residents`](Mapped) | experts in memory of the process, in place of pages of their file |
 //! | `router` | a guess at the routing of the next layer |
 //! | `requests`, `pages` | experts to be read; the page cache of a file |
+//! | `memory` | private memory in place of pages of a mapped file |
 //!
-//! A reader only gives advice on files (`POSIX_FADV_WILLNEED`): it changes no byte, keeps no
-//! memory of the program, and can stop at any time. It must have the files open that the program
-//! has mapped.
+//! | | through the page cache | in memory of the process |
+//! |---|---|---|
+//! | reads | advice (`POSIX_FADV_WILLNEED`) | direct (`O_DIRECT`), which takes less of the processor |
+//! | what stays in memory | the kernel decides | the reader decides, within the free memory |
+//! | used for | models that fit into memory; files that cannot be read directly | models that do not fit |
+//!
+//! A reader changes no byte, and can stop at any time. It must have the files open that the program has
+//! mapped.
 
+mod memory;
 mod pages;
 mod reader;
 mod requests;
+mod residents;
 mod router;
 
 pub use pages::{WINDOW, page_size, read_ahead};
 pub use reader::{Matrices, Reader, Settings};
+pub use residents::Mapped;

@@ -13,8 +13,9 @@ use once_cell::sync::OnceCell;
 
 use super::pages::{self, Residency, WINDOW};
 use super::requests::{ExpertSet, Requests, UNITS, Unit};
+use super::residents::{Mapped, Reason, Residents};
 use super::router::Routers;
-use crate::experts::{ExpertIndex, ExpertTensor, MAX_EXPERTS, Projection};
+use crate::experts::{ExpertIndex, ExpertSlice, ExpertTensor, MAX_EXPERTS, Projection};
 use crate::gguf::GgufFile;
 use crate::parallel::without_signals;
 use crate::priority::clear_placement;
@@ -44,6 +45,17 @@ const FRUITLESS: usize = 64;
 /// disk reads neighbours at almost no cost; post-fetch, whose link copies each byte at full cost, has
 /// a higher one.
 const NEARLY_ALL: u32 = 75;
+
+/// The most disks that are read at once; further ones share the last.
+const MOST_LANES: usize = 8;
+/// Threads that read one disk directly; each waits for its read.
+const DIRECT_THREADS: usize = 8;
+/// The most of them that read what is only guessed, besides in a prompt: a routed expert waits for what is
+/// on its way.
+const GUESSING_THREADS: usize = 2;
+/// Bytes of the next layers of a prompt that are read into memory of the process before they are routed,
+/// if two layers are not more, and half of that memory is not less.
+const AHEAD_BYTES: u64 = 1 << 30;
 
 /// Settings of a [`Reader`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -151,12 +163,14 @@ struct Shared {
     always: bool,
     routers: Option<Routers>,
     page: u64,
-    /// Routed experts.
-    wanted: Requests,
-    /// Guessed experts, which are read when none is wanted.
-    guessed: Requests,
-    /// Experts that are read while nothing else is requested.
-    hottest: Requests,
+    /// Experts in memory of the process; `None` where all are read through the page cache.
+    residents: Option<Residents>,
+    /// One for each disk.
+    lanes: Vec<Lane>,
+    /// The lane of each unit.
+    lane_of: Vec<usize>,
+    /// The bytes of an expert in each unit.
+    unit_bytes: Vec<u64>,
     /// The experts that the router of each layer will probably choose, until the layer is routed.
     guesses: Vec<parking_lot::Mutex<Option<ExpertSet>>>,
     /// The matrices of each layer that the program uses in the mapping of their file.
@@ -167,9 +181,6 @@ struct Shared {
     look_ahead: Vec<bool>,
     /// The position of the layer that was scheduled last.
     current: AtomicUsize,
-    /// Bits of threads that wait for requests.
-    idle: AtomicU64,
-    threads: OnceCell<Vec<Thread>>,
     chunk: AtomicU64,
     /// Units in a row whose experts were all in memory.
     resident_units: AtomicUsize,
@@ -186,6 +197,59 @@ struct Shared {
     figures: Figures,
 }
 
+/// What is to be read from one disk, and its threads.
+#[derive(Debug)]
+struct Lane {
+    /// Routed experts.
+    wanted: Requests,
+    /// Guessed experts, which are read when none is wanted.
+    guessed: Requests,
+    /// Experts that are read while nothing else is requested.
+    hottest: Requests,
+    /// Bits of threads that wait for requests.
+    idle: AtomicU64,
+    threads: OnceCell<Vec<Thread>>,
+}
+
+impl Lane {
+    fn new(layers: usize, experts: usize) -> Lane {
+        Lane {
+            wanted: Requests::new(layers, experts),
+            guessed: Requests::new(layers, experts),
+            hottest: Requests::new(layers, experts),
+            idle: AtomicU64::new(0),
+            threads: OnceCell::new(),
+        }
+    }
+
+    fn is_pending(&self) -> bool {
+        let all = [&self.wanted, &self.guessed, &self.hottest];
+        all.iter().any(|requests| requests.is_pending())
+    }
+
+    /// Whether all threads wait for requests.
+    fn is_idle(&self) -> bool {
+        let threads = self.threads.get().map_or(0, Vec::len);
+        self.idle.load(Ordering::SeqCst).count_ones() as usize == threads
+    }
+
+    /// Wakes so many threads, if they wait.
+    fn wake(&self, count: usize) {
+        let Some(threads) = self.threads.get() else {
+            return;
+        };
+        for _ in 0..count.min(threads.len()) {
+            let idle = self.idle.load(Ordering::SeqCst);
+            if idle == 0 {
+                return;
+            }
+            let number = idle.trailing_zeros();
+            self.idle.fetch_and(!(1 << number), Ordering::SeqCst);
+            threads[number as usize].unpark();
+        }
+    }
+}
+
 #[derive(Debug, Default)]
 struct Figures {
     layers: AtomicU64,
@@ -198,6 +262,8 @@ struct Figures {
     hits: AtomicU64,
     guessable: AtomicU64,
     failed: AtomicU64,
+    /// Nanoseconds in which evaluations waited for experts.
+    waited: AtomicU64,
     /// Major faults of the process when the reader was made.
     faults_before: u64,
     /// Major faults when the reader began to rest.
@@ -226,6 +292,36 @@ impl Reader {
         settings: Settings,
         in_place: impl Fn(&ExpertTensor) -> bool,
     ) -> io::Result<Reader> {
+        Reader::with(files, settings, in_place, None)
+    }
+
+    /// Makes a reader that keeps experts in memory of the process, in place of pages of their files, and
+    /// reads them without the page cache. Where the files cannot be read so, it is one of [`Reader::new`].
+    ///
+    /// # Safety
+    ///
+    /// The tensors are mapped at the addresses of `mapped`, shared and for reading, until the reader ends:
+    /// by [`Reader::end`] or its drop.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Reader::new`].
+    pub unsafe fn in_memory(
+        files: &[&GgufFile],
+        settings: Settings,
+        mapped: Mapped,
+    ) -> io::Result<Reader> {
+        let tensors = mapped.tensors.clone();
+        let in_place = |expert: &ExpertTensor| tensors.contains_key(&expert.tensor);
+        Reader::with(files, settings, in_place, Some(mapped))
+    }
+
+    fn with(
+        files: &[&GgufFile],
+        settings: Settings,
+        in_place: impl Fn(&ExpertTensor) -> bool,
+        mapped: Option<Mapped>,
+    ) -> io::Result<Reader> {
         let index = ExpertIndex::of(files.iter().copied());
         let layers: Vec<_> = index.layers().collect();
         let Some(most) = layers.iter().map(|layer| layer.1).max() else {
@@ -240,14 +336,49 @@ impl Reader {
             .map(|(layer, _)| Matrices::of(index.of_layer(*layer), &in_place))
             .collect();
         let faults = pages::major_faults();
+        let handles: Vec<_> = files.iter().map(with_residency).collect();
+        let residents = mapped.and_then(|mapped| {
+            let files = handles.iter().map(|(file, _)| file.clone()).collect();
+            let made = Residents::new(&index, &layers, files, mapped);
+            made.inspect_err(|error| {
+                log::info!("experts are read through the page cache: {error}");
+            })
+            .ok()
+        });
+        let mut disks: Vec<u64> = Vec::new();
+        let disk_of: Vec<usize> = files
+            .iter()
+            .map(|file| {
+                let disk = file.source.id().dev;
+                let known = disks.iter().position(|other| *other == disk);
+                known.unwrap_or_else(|| {
+                    if disks.len() < MOST_LANES {
+                        disks.push(disk);
+                    }
+                    disks.len() - 1
+                })
+            })
+            .collect();
+        let units = || (0..layers.len() * UNITS).map(|unit| first_slice(&index, &layers, unit));
+        let lane_of = units().map(|slice| slice.map_or(0, |slice| disk_of[slice.file]));
+        let threads = match residents {
+            Some(_) => DIRECT_THREADS,
+            None => settings.threads.clamp(1, u64::BITS as usize),
+        };
         let shared = Arc::new(Shared {
-            files: files.iter().map(with_residency).collect(),
+            files: handles,
             always: settings.always,
             routers,
             page: pages::page_size(),
-            wanted: Requests::new(layers.len(), most as usize),
-            guessed: Requests::new(layers.len(), most as usize),
-            hottest: Requests::new(layers.len(), most as usize),
+            residents,
+            lanes: disks
+                .iter()
+                .map(|_| Lane::new(layers.len(), most as usize))
+                .collect(),
+            lane_of: lane_of.collect(),
+            unit_bytes: units()
+                .map(|slice| slice.map_or(0, |slice| slice.nbytes))
+                .collect(),
             guesses: layers.iter().map(|_| Default::default()).collect(),
             matrices: in_place.iter().map(|of| of.0.into()).collect(),
             in_place,
@@ -261,8 +392,6 @@ impl Reader {
             index,
             layers,
             current: AtomicUsize::new(0),
-            idle: AtomicU64::new(0),
-            threads: OnceCell::new(),
             chunk: AtomicU64::new(FIRST_CHUNK),
             resident_units: AtomicUsize::new(0),
             resting: AtomicBool::new(false),
@@ -283,27 +412,31 @@ impl Reader {
             threads: Vec::new(),
             process: std::process::id(),
         };
-        for number in 0..settings.threads.clamp(1, u64::BITS as usize) {
-            let shared = reader.shared.clone();
-            let builder = std::thread::Builder::new().name("llama-sidecar-s".into());
-            let thread = without_signals(|| {
-                builder.spawn(move || {
-                    clear_placement();
-                    shared.run(number);
-                })
-            });
-            match thread {
-                Ok(thread) => reader.threads.push(thread),
-                Err(error) if number == 0 => {
-                    return Err(io::Error::other(format!(
-                        "cannot start a thread: {error}: raise the limits of threads and memory (ulimit -u, ulimit -v)"
-                    )));
+        for lane in 0..reader.shared.lanes.len() {
+            let first = reader.threads.len();
+            for number in 0..threads {
+                let shared = reader.shared.clone();
+                let builder = std::thread::Builder::new().name("llama-sidecar-s".into());
+                let thread = without_signals(|| {
+                    builder.spawn(move || {
+                        clear_placement();
+                        shared.run(lane, number);
+                    })
+                });
+                match thread {
+                    Ok(thread) => reader.threads.push(thread),
+                    Err(error) if number == 0 => {
+                        return Err(io::Error::other(format!(
+                            "cannot start a thread: {error}: raise the limits of threads and memory (ulimit -u, ulimit -v)"
+                        )));
+                    }
+                    Err(_) => break,
                 }
-                Err(_) => break,
             }
+            let threads = reader.threads[first..].iter();
+            let threads = threads.map(|thread| thread.thread().clone()).collect();
+            let _ = reader.shared.lanes[lane].threads.set(threads);
         }
-        let threads = reader.threads.iter().map(|thread| thread.thread().clone());
-        let _ = reader.shared.threads.set(threads.collect());
         Ok(reader)
     }
 
@@ -345,9 +478,11 @@ impl Reader {
             sets[position].insert(expert);
         }
         for (position, set) in sets.iter().enumerate().filter(|(_, set)| set.len() > 0) {
-            shared.publish(&shared.hottest, position, set);
+            shared.publish(|lane| &lane.hottest, position, set);
         }
-        shared.wake(self.threads.len());
+        for lane in &shared.lanes {
+            lane.wake(usize::MAX);
+        }
         count
     }
 
@@ -367,6 +502,53 @@ impl Reader {
         self.shared.schedule(layer, matrices, ids, hidden);
     }
 
+    /// Waits until matrices of a layer that were [scheduled](Reader::schedule) are in memory of the process, or
+    /// are left to the page cache. Returns at once where the reader keeps none there.
+    pub fn wait(&self, layer: usize, matrices: Matrices) {
+        let shared = &self.shared;
+        let Some(residents) = &shared.residents else {
+            return;
+        };
+        let began = Instant::now();
+        let goes_on = || !shared.ended.load(Ordering::SeqCst);
+        let units = (0..UNITS).filter(|projection| matrices.has(*projection));
+        let units = units.map(|projection| layer * UNITS + projection);
+        // This thread reads, too: it has nothing else to do, and need not be woken for what it reads.
+        for unit in units.clone() {
+            let wanted = &shared.lane(unit).wanted;
+            while let Some(expert) = wanted.pop(unit) {
+                shared.read(unit, expert, Reason::Routed);
+            }
+        }
+        if units.fold(false, |waited, unit| residents.wait(unit, goes_on) | waited) {
+            let waited = began.elapsed().as_nanos() as u64;
+            add(&shared.figures.waited, waited);
+        }
+    }
+
+    /// Reads nothing any more. The program may unmap its files after this call.
+    pub fn end(&self) {
+        self.shared.ended.store(true, Ordering::SeqCst);
+        if let Some(residents) = &self.shared.residents {
+            residents.end();
+        }
+    }
+
+    /// Prepares for a fork on this thread, until [`Reader::after_fork`]: the child shares no memory with the
+    /// reader. The program may evaluate meanwhile.
+    pub fn before_fork(&self) {
+        if let Some(residents) = &self.shared.residents {
+            residents.before_fork();
+        }
+    }
+
+    /// Ends what [`Reader::before_fork`] began, in the parent.
+    pub fn after_fork(&self) {
+        if let Some(residents) = &self.shared.residents {
+            residents.after_fork();
+        }
+    }
+
     /// Waits until no request is left: the bytes are in memory or on their way. A reader that
     /// rests has looked whether it must go on.
     pub fn finish(&self) {
@@ -375,18 +557,18 @@ impl Reader {
         if self.process != std::process::id() {
             return;
         }
-        let all = u64::MAX >> (u64::BITS as usize - self.threads.len());
         let mut has_looked = false;
         loop {
-            if shared.wanted.is_pending() || shared.hottest.is_pending() {
-                shared.wake(self.threads.len());
-            } else if shared.idle.load(Ordering::SeqCst) == all {
+            let mut lanes = shared.lanes.iter();
+            if let Some(lane) = lanes.find(|of| of.wanted.is_pending() || of.hottest.is_pending()) {
+                lane.wake(usize::MAX);
+            } else if shared.lanes.iter().all(Lane::is_idle) {
                 if has_looked || !shared.is_quiet() {
                     return;
                 }
                 // A thread looks before it is idle again.
                 has_looked = true;
-                shared.wake(1);
+                shared.lanes[0].wake(1);
             }
             std::thread::yield_now();
         }
@@ -416,6 +598,8 @@ impl Reader {
             failed: get(&figures.failed),
             major_faults: pages::major_faults().saturating_sub(figures.faults_before),
             seconds: get(&figures.active) as f64 * 1e-9,
+            waited_seconds: get(&figures.waited) as f64 * 1e-9,
+            held_bytes: shared.residents.as_ref().map_or(0, Residents::bytes),
             resting: shared.resting.load(Ordering::Relaxed),
             stopped: shared.stopped.load(Ordering::Relaxed),
         }
@@ -424,7 +608,7 @@ impl Reader {
 
 impl Drop for Reader {
     fn drop(&mut self) {
-        self.shared.ended.store(true, Ordering::SeqCst);
+        self.end();
         if self.process != std::process::id() {
             self.threads.drain(..).for_each(std::mem::forget);
             return;
@@ -443,13 +627,8 @@ struct Looks {
     layers: u64,
     /// Looks in a row without a further layer.
     idle: u32,
-}
-
-/// Why a matrix is read.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Reason {
-    Routed,
-    Guessed,
+    /// The last look at the free memory.
+    last: Option<Instant>,
 }
 
 impl Shared {
@@ -489,31 +668,104 @@ impl Shared {
             add(&self.figures.hits, guess.common(&routed).into());
             add(&self.figures.guessable, routed.len().into());
         }
-        let mut units = 0;
+        // A batch that uses most experts of a layer uses most of the next one.
+        let is_batch = ids.tokens > 1 && routed.len() * 100 >= experts * NEARLY_ALL;
+        if let Some(residents) = self.residents.as_ref().filter(|_| !is_next_part) {
+            residents.begin(layer, is_batch);
+        }
+        let mut requested = [0; MOST_LANES];
         for projection in 0..UNITS {
             let unit = layer * UNITS + projection;
-            self.guessed.clear(unit);
-            if matrices.has(projection) {
-                self.wanted.add(unit, &routed);
-                self.wanted.publish(unit);
-                units += 1;
+            let lane = self.lane(unit);
+            lane.guessed.clear(unit);
+            if !matrices.has(projection) {
+                continue;
+            }
+            let absent = match &self.residents {
+                Some(residents) => self.absent(residents, unit, &routed),
+                None => routed,
+            };
+            if absent.len() > 0 {
+                lane.wanted.add(unit, &absent);
+                lane.wanted.publish(unit);
+                requested[self.lane_of[unit]] += 1;
             }
         }
         // A sample waits for the next look: to wake a thread is a system call.
         if is_quiet {
             return;
         }
-        // A batch that uses most experts of a layer uses most of the next one.
-        let is_batch = ids.tokens > 1 && routed.len() * 100 >= experts * NEARLY_ALL;
         let next = layer + 1;
-        if let Some(&(_, experts)) = self.layers.get(next) {
-            if is_batch && self.look_ahead[next] {
-                self.guess(next, &ExpertSet::first(experts));
-            } else if let (Some(routers), Some(hidden)) = (&self.routers, hidden) {
-                routers.keep(next, hidden, ids.used);
+        if is_batch {
+            self.read_layers_ahead(next, &mut requested);
+        } else if let (true, Some(routers), Some(hidden)) =
+            (next < self.layers.len(), &self.routers, hidden)
+        {
+            routers.keep(next, hidden, ids.used);
+            requested[self.lane_of[next * UNITS]] += 1;
+        }
+        for (lane, requested) in self.lanes.iter().zip(requested) {
+            lane.wake(requested);
+        }
+    }
+
+    /// Notes a use of experts of a unit, and returns those that are to be brought into memory of the process.
+    fn absent(&self, residents: &Residents, unit: Unit, routed: &ExpertSet) -> ExpertSet {
+        let pages = self.unit_bytes[unit].div_ceil(self.page);
+        let mut absent = ExpertSet::EMPTY;
+        let mut here = 0;
+        for expert in routed.iter() {
+            let (is_here, is_absent) = residents.note_use(unit, expert);
+            here += u64::from(is_here);
+            if is_absent {
+                absent.insert(expert);
             }
         }
-        self.wake(units);
+        add(&self.figures.checked_pages, pages * u64::from(routed.len()));
+        add(&self.figures.resident_pages, pages * here);
+        absent
+    }
+
+    /// Requests the experts of the layers from `next` on, which a batch will use, as many as stay in memory
+    /// until then.
+    fn read_layers_ahead(&self, next: usize, requested: &mut [usize; MOST_LANES]) {
+        let Some(residents) = &self.residents else {
+            if self.look_ahead.get(next) == Some(&true) {
+                self.guess(next, &ExpertSet::first(self.layers[next].1));
+                requested[self.lane_of[next * UNITS]] += 1;
+            }
+            return;
+        };
+        let layer: u64 = (0..UNITS)
+            .map(|at| self.unit_bytes[(next - 1) * UNITS + at])
+            .sum();
+        let layer = layer * u64::from(self.layers[next - 1].1);
+        let mut left = (2 * layer).max(AHEAD_BYTES).min(residents.limit() / 2);
+        for unit in next * UNITS..self.layers.len() * UNITS {
+            let matrices = Matrices(self.matrices[unit / UNITS].load(Ordering::Relaxed));
+            let bytes = self.unit_bytes[unit];
+            if !matrices.has(unit % UNITS) || bytes == 0 {
+                continue;
+            }
+            let fit = (left / bytes).min(self.layers[unit / UNITS].1.into()) as u32;
+            let experts = (0..fit).filter(|expert| residents.is_absent(unit, *expert));
+            let mut absent = ExpertSet::EMPTY;
+            experts.for_each(|expert| absent.insert(expert));
+            if absent.len() > 0 {
+                let guessed = &self.lane(unit).guessed;
+                guessed.add(unit, &absent);
+                guessed.publish(unit);
+                requested[self.lane_of[unit]] += 1;
+            }
+            left -= bytes * u64::from(fit);
+            if fit < self.layers[unit / UNITS].1 {
+                return;
+            }
+        }
+    }
+
+    fn lane(&self, unit: Unit) -> &Lane {
+        &self.lanes[self.lane_of[unit]]
     }
 
     /// Whether only samples are read.
@@ -524,8 +776,14 @@ impl Shared {
     /// Lets the reader go on if the program waited for the disk since the reader began to rest, or
     /// evaluated nothing for some time: what it needs next may have left memory meanwhile.
     fn look(&self, looks: &mut Looks) {
+        if let Some(residents) = &self.residents
+            && looks.last.is_none_or(|last| last.elapsed() >= LOOK_PERIOD)
+        {
+            looks.last = Some(Instant::now());
+            residents.look_at_memory();
+        }
         if !self.is_quiet() {
-            *looks = Looks::default();
+            (looks.layers, looks.idle) = (0, 0);
             return;
         }
         let layers = self.figures.layers.load(Ordering::Relaxed);
@@ -564,14 +822,15 @@ impl Shared {
 
     /// Requests the experts that a layer will probably use.
     fn guess(&self, layer: usize, experts: &ExpertSet) {
-        self.publish(&self.guessed, layer, experts);
+        self.publish(|lane| &lane.guessed, layer, experts);
     }
 
     /// Requests experts of a layer in the matrices that it reads.
-    fn publish(&self, requests: &Requests, layer: usize, experts: &ExpertSet) {
+    fn publish(&self, requests: impl Fn(&Lane) -> &Requests, layer: usize, experts: &ExpertSet) {
         let matrices = Matrices(self.matrices[layer].load(Ordering::Relaxed));
         for projection in (0..UNITS).filter(|projection| matrices.has(*projection)) {
             let unit = layer * UNITS + projection;
+            let requests = requests(self.lane(unit));
             requests.add(unit, experts);
             requests.publish(unit);
         }
@@ -589,74 +848,102 @@ impl Shared {
         slices.map(|slice| slice.nbytes).sum()
     }
 
-    /// Wakes as many threads as there are units, if they wait.
-    fn wake(&self, units: usize) {
-        let Some(threads) = self.threads.get() else {
-            return;
-        };
-        for _ in 0..units {
-            let idle = self.idle.load(Ordering::SeqCst);
-            if idle == 0 {
-                return;
-            }
-            let number = idle.trailing_zeros();
-            self.idle.fetch_and(!(1 << number), Ordering::SeqCst);
-            threads[number as usize].unpark();
-        }
-    }
-
     /// The work of a thread.
-    fn run(&self, number: usize) {
+    fn run(&self, lane: usize, number: usize) {
+        let looks_at = lane == 0 && number == 0;
+        let lane = &self.lanes[lane];
         let bit = 1 << number;
         let mut looks = Looks::default();
         while !self.ended.load(Ordering::SeqCst) {
-            if self.work() {
+            if self.work(lane, number) {
                 continue;
             }
-            if number == 0 {
+            if looks_at {
                 self.look(&mut looks);
             }
-            self.idle.fetch_or(bit, Ordering::SeqCst);
+            lane.idle.fetch_or(bit, Ordering::SeqCst);
             // What was requested before the bit was set would wake nothing.
-            let all = [&self.wanted, &self.guessed, &self.hottest];
-            if !all.iter().any(|requests| requests.is_pending()) {
-                match number == 0 && self.is_quiet() {
+            if !lane.is_pending() || number >= self.guessing_threads() && !lane.wanted.is_pending()
+            {
+                match looks_at && (self.is_quiet() || self.residents.is_some()) {
                     true => std::thread::park_timeout(LOOK_PERIOD),
                     false => std::thread::park(),
                 }
             }
-            self.idle.fetch_and(!bit, Ordering::SeqCst);
+            lane.idle.fetch_and(!bit, Ordering::SeqCst);
+        }
+    }
+
+    /// The number of threads of a lane that read what is guessed.
+    fn guessing_threads(&self) -> usize {
+        match &self.residents {
+            Some(residents) if !residents.scans() => GUESSING_THREADS,
+            _ => usize::MAX,
         }
     }
 
     /// Handles a request; returns whether there was one.
-    fn work(&self) -> bool {
+    fn work(&self, lane: &Lane, number: usize) -> bool {
         let first = self.current.load(Ordering::Relaxed) * UNITS;
-        if let Some(unit) = self.wanted.claim(first) {
+        if self.residents.is_some() {
+            let guesses = [(&lane.guessed, first), (&lane.hottest, 0)];
+            return self.bring_one(lane, &lane.wanted, first, Reason::Routed)
+                || self.guess_next()
+                || number < self.guessing_threads()
+                    && guesses.iter().any(|(requests, first)| {
+                        self.bring_one(lane, requests, *first, Reason::Guessed)
+                    });
+        }
+        if let Some(unit) = lane.wanted.claim(first) {
             let mut resident = true;
-            while let Some(expert) = self.wanted.pop(unit) {
+            while let Some(expert) = lane.wanted.pop(unit) {
                 resident &= self.read(unit, expert, Reason::Routed);
             }
             self.note_residency(resident);
             return true;
         }
-        let guess = self.routers.as_ref().and_then(Routers::guess);
+        let has_guessed = self.guess_next();
+        let without = |others: &[&Requests]| !others.iter().any(|others| others.is_pending());
+        self.read_guesses(&lane.guessed, first, || without(&[&lane.wanted]))
+            || has_guessed
+            || self.read_guesses(&lane.hottest, 0, || without(&[&lane.wanted, &lane.guessed]))
+    }
+
+    /// Guesses the experts of the next layer, if the input of its router is known; returns whether it is.
+    fn guess_next(&self) -> bool {
+        let Some((layer, experts)) = self.routers.as_ref().and_then(Routers::guess) else {
+            return false;
+        };
         // A later layer may have been routed meanwhile.
-        let is_next = |layer| self.current.load(Ordering::Relaxed) + 1 == layer;
-        if let Some((layer, experts)) = guess.filter(|guess| is_next(guess.0)) {
+        if self.current.load(Ordering::Relaxed) + 1 == layer {
             if let Some(mut of_layer) = self.guesses[layer].try_lock() {
                 *of_layer = Some(experts);
             }
             self.guess(layer, &experts);
         }
-        let without = |others: &[&Requests]| !others.iter().any(|others| others.is_pending());
-        self.read_guesses(&self.guessed, first, || without(&[&self.wanted]))
-            || guess.is_some()
-            || self.read_guesses(&self.hottest, 0, || without(&[&self.wanted, &self.guessed]))
+        true
     }
 
-    /// Reads the experts of a requested unit while there is nothing else to do; returns whether
-    /// there was one.
+    /// Reads one requested expert, while other threads read the next ones; returns whether there was one.
+    fn bring_one(&self, lane: &Lane, requests: &Requests, first: Unit, reason: Reason) -> bool {
+        let Some(unit) = requests.claim(first) else {
+            return false;
+        };
+        let expert = requests.pop(unit);
+        if requests.has_any(unit) {
+            requests.publish(unit);
+        }
+        if requests.is_pending() {
+            lane.wake(1);
+        }
+        if let Some(expert) = expert {
+            self.read(unit, expert, reason);
+        }
+        true
+    }
+
+    /// Reads the guessed experts of a unit while there is nothing else to do; returns whether there was
+    /// a unit.
     fn read_guesses(&self, requests: &Requests, first: Unit, is_idle: impl Fn() -> bool) -> bool {
         let Some(unit) = requests.claim(first) else {
             return false;
@@ -690,7 +977,7 @@ impl Shared {
             self.figures.faults_seen.store(faults, Ordering::Relaxed);
             self.resting.store(true, Ordering::SeqCst);
             // The first thread sleeps for so long as to look.
-            self.wake(1);
+            self.lanes[0].wake(1);
         }
     }
 
@@ -698,6 +985,21 @@ impl Shared {
     fn read(&self, unit: Unit, expert: u32, reason: Reason) -> bool {
         if self.ended.load(Ordering::Relaxed) {
             return true;
+        }
+        if let Some(residents) = &self.residents {
+            let residency = |file: usize| self.files[file].1;
+            if let Some(bytes) = residents.bring(unit, expert, reason, residency) {
+                let figure = match reason {
+                    Reason::Routed => &self.figures.read_pages,
+                    Reason::Guessed => &self.figures.guessed_pages,
+                };
+                add(figure, bytes.div_ceil(self.page));
+                return false;
+            }
+            // What does not fit goes through the page cache once its layer is routed.
+            if reason == Reason::Guessed {
+                return false;
+            }
         }
         let (layer, _) = self.layers[unit / UNITS];
         let projection = Projection::ALL[unit % UNITS];
@@ -717,7 +1019,8 @@ impl Shared {
             return self.figures.faults_seen.swap(faults, Ordering::Relaxed) == faults;
         };
         let missing = all.saturating_sub(before);
-        if reason == Reason::Routed {
+        // In memory of the process, uses are counted when they are scheduled.
+        if reason == Reason::Routed && self.residents.is_none() {
             add(&self.figures.checked_pages, all);
             add(&self.figures.resident_pages, all - missing);
         }
@@ -775,7 +1078,7 @@ impl Shared {
         } else if self.fruitless.fetch_add(1, Ordering::Relaxed) + 1 >= FRUITLESS
             && !self.stopped.swap(true, Ordering::SeqCst)
         {
-            self.wake(1);
+            self.lanes[0].wake(1);
             if !self.reported.swap(true, Ordering::Relaxed) {
                 log::warn!(
                     "reading experts ahead has no effect on this file system or with so little free memory: the program reads them as without streaming until a sample succeeds"
@@ -783,6 +1086,13 @@ impl Shared {
             }
         }
     }
+}
+
+/// Returns where the first expert of a unit is.
+fn first_slice(index: &ExpertIndex, layers: &[(u32, u32)], unit: Unit) -> Option<ExpertSlice> {
+    let (layer, experts) = layers[unit / UNITS];
+    let projection = Projection::ALL[unit % UNITS];
+    (0..experts).find_map(|expert| index.slice(layer, projection, expert))
 }
 
 /// Returns an open file, and how its cached pages are found.

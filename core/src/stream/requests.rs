@@ -30,6 +30,16 @@ impl ExpertSet {
         self.0[expert as usize / BITS] |= 1 << (expert as usize % BITS);
     }
 
+    /// Returns the experts, ascending.
+    pub fn iter(&self) -> impl Iterator<Item = u32> {
+        let words = (0u32..).zip(self.0);
+        words.flat_map(|(at, word)| {
+            let rest = std::iter::successors(Some(word), |word| Some(word & word.wrapping_sub(1)));
+            let rest = rest.take_while(|word| *word != 0);
+            rest.map(move |word| at * u64::BITS + word.trailing_zeros())
+        })
+    }
+
     /// Returns the number of experts.
     pub fn len(&self) -> u32 {
         self.0.iter().map(|word| word.count_ones()).sum()
@@ -115,6 +125,12 @@ impl Requests {
         })
     }
 
+    /// Whether the set of a unit has experts.
+    pub fn has_any(&self, unit: Unit) -> bool {
+        let mut words = self.set(unit).iter();
+        words.any(|word| word.load(Ordering::Acquire) != 0)
+    }
+
     /// Removes the first expert from the set of a unit and returns it.
     pub fn pop(&self, unit: Unit) -> Option<u32> {
         let words = self.set(unit).iter().enumerate();
@@ -162,6 +178,8 @@ mod tests {
         assert_eq!(ExpertSet::first(70).len(), 70);
         assert_eq!(ExpertSet::first(MAX_EXPERTS + 1).len(), MAX_EXPERTS);
         assert_eq!(set(&[1, 65, 4095]).common(&set(&[65, 2, 4095])), 2);
+        let experts: Vec<u32> = set(&[4095, 0, 65, 63]).iter().collect();
+        assert_eq!(experts, [0, 63, 65, 4095]);
     }
 
     #[test]

@@ -7,10 +7,11 @@ use parking_lot::Mutex;
 use sidecar_core::error::DeviceError;
 use sidecar_core::error::{Error, Result};
 use sidecar_core::gguf::FileId;
+use sidecar_core::memory::usable;
 use sidecar_core::parallel::Threads;
 use sidecar_core::reload::{
     Change, Commit, Content, Defects, Effect, Hash, Need, NewData, OnOutOfMemory, Outcome,
-    OverlaySource, Report, StageError, Store, Trigger, content_of, hash_bytes, usable_memory,
+    OverlaySource, Report, StageError, Store, Trigger, content_of, hash_bytes,
 };
 
 use crate::ggml::{Descriptor, Ggml, OwnBuffer, Tensor};
@@ -234,7 +235,7 @@ impl ProgramStore<'_> {
                 };
                 let own = placement::device_buffer_type(model, instance).filter(|_| !on_host);
                 if let Some(free) = own.and_then(|(device, _)| ggml.free_memory(device))
-                    && usable_memory(free) < new_data.nbytes
+                    && usable(free) < new_data.nbytes
                 {
                     return Ok(Err(out_of_memory(new_data.nbytes, free)));
                 }

@@ -11,8 +11,8 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use sidecar_core::config::Config;
+use sidecar_core::memory::free_memory;
 use sidecar_core::protocol::NoEffect;
-use sidecar_core::reload::free_memory;
 
 use crate::ggml::{Device, Ggml};
 use crate::process::maps::Maps;

@@ -41,6 +41,8 @@ struct Map {
     offset: usize,
     inode: u64,
     path: Vec<u8>,
+    /// Whether it is shared, and for reading alone.
+    is_plain: bool,
 }
 
 /// The mapped files.
@@ -58,6 +60,7 @@ impl Maps {
                 offset: usize::from_str_radix(text(2)?, 16).ok()?,
                 inode: text(4)?.parse().ok()?,
                 path: fields.get(5)?.trim_ascii().to_vec(),
+                is_plain: text(1)? == "r--s",
             })
         };
         Maps(text.split(|&byte| byte == b'\n').filter_map(line).collect())
@@ -86,6 +89,16 @@ impl Maps {
         Some(self.0[first].addresses.start..self.0[last].addresses.end)
     }
 
+    /// Whether bytes of a file from an offset on are mapped at an address, shared and for reading alone.
+    pub fn has_plain(&self, address: usize, len: u64, offset: u64) -> bool {
+        let map = self.0.iter().find(|map| map.addresses.contains(&address));
+        map.is_some_and(|map| {
+            map.is_plain
+                && len <= (map.addresses.end - address) as u64
+                && (map.offset + address - map.addresses.start) as u64 == offset
+        })
+    }
+
     /// Whether an address is in the mapping of a file. Some file systems show another
     /// device there than `stat` does, so the path is compared, too.
     pub fn is_of(&self, address: *mut c_void, file: &GgufFile) -> bool {
@@ -110,6 +123,7 @@ mod tests {
             offset,
             inode,
             path: b"/model".to_vec(),
+            is_plain: inode == 8,
         };
         let maps = Maps(vec![
             map(100, 10, 0, 7),
@@ -125,6 +139,11 @@ mod tests {
         assert_eq!(around(140), Some(140..150));
         assert_eq!(around(155), None);
         assert_eq!(around(165), Some(160..170));
+        assert!(maps.has_plain(142, 8, 32));
+        assert!(!maps.has_plain(142, 9, 32));
+        assert!(!maps.has_plain(142, 8, 31));
+        assert!(!maps.has_plain(132, 8, 22));
+        assert!(!maps.has_plain(155, 1, 0));
     }
 
     #[test]

@@ -90,6 +90,12 @@ pub trait Capability: Sync {
     /// A scheduler is about to be freed; its graph and its backends may be gone.
     fn scheduler_freed(&self, _scheduler: &Scheduler) {}
 
+    /// This process is about to fork.
+    fn before_fork(&self) {}
+
+    /// This process has forked, and is the parent.
+    fn after_fork(&self) {}
+
     /// Writes what is to be kept when the process ends.
     fn finish(&self) {}
 

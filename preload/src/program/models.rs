@@ -15,6 +15,7 @@ use once_cell::sync::OnceCell;
 use parking_lot::{Mutex, RwLock};
 use sidecar_core::config::Config;
 use sidecar_core::experts::ExpertName;
+use sidecar_core::gguf::TensorInfo;
 use sidecar_core::protocol::Event;
 use sidecar_core::reload::{Cause, Engine, TrackedFile};
 
@@ -267,6 +268,11 @@ impl Model {
     pub fn ne(&self, tensor: usize) -> &[u64; 4] {
         let tensor = &self.tensors[tensor];
         &self.files[tensor.file].gguf.header.tensors[tensor.info].ne
+    }
+
+    /// Returns what the header of its file has of a tensor.
+    pub fn info(&self, tensor: &ModelTensor) -> &TensorInfo {
+        &self.files[tensor.file].gguf.header.tensors[tensor.info]
     }
 
     /// Returns the name of a tensor.

@@ -1,7 +1,7 @@
 //! Expert streaming: experts of a model that is larger than memory are read from disk as soon
 //! as their layer is routed.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -9,16 +9,17 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use parking_lot::{Mutex, RwLock};
 use sidecar_core::config::{Config, ExpertStream};
 use sidecar_core::experts::ExpertName;
+use sidecar_core::memory::{free_memory, usable};
 use sidecar_core::protocol::{Event, NoEffect, StreamFigures};
-use sidecar_core::reload::free_memory;
-use sidecar_core::stream::{Reader, Settings};
+use sidecar_core::stream::{Mapped, Matrices, Reader, Settings};
 use sidecar_core::trace::{self, Ids};
 
 use crate::ggml::Ggml;
 use crate::process::journal;
+use crate::process::maps::Maps;
 use crate::program::barrier::ModelSet;
 use crate::program::capability::{Capability, Effect};
-use crate::program::models::{Model, ModelTensor};
+use crate::program::models::{Instance, Model};
 use crate::program::routing::{self, Routed};
 use crate::program::sched::Scheduler;
 use crate::program::weight_copies::{self, WeightCopy};
@@ -41,12 +42,20 @@ struct Stream {
     set: ModelSet,
     path: String,
     reader: Reader,
-    /// Where expert matrices are mapped, ascending, with the positions of their layers.
-    mapped: Vec<(Range<usize>, usize)>,
+    /// Where expert matrices are mapped, ascending.
+    mapped: Vec<MappedMatrix>,
     /// The position of the layer of which a scheduler copied a matrix last.
     copied: AtomicUsize,
     /// Whether the journal has its start.
     noted: AtomicBool,
+}
+
+/// Where a matrix of the experts of a layer is mapped.
+struct MappedMatrix {
+    bytes: Range<usize>,
+    /// The position of its layer.
+    layer: usize,
+    matrix: Matrices,
 }
 
 /// The readers of models that the program has.
@@ -93,6 +102,7 @@ impl Capability for Streaming {
         {
             let reader = &stream.reader;
             reader.schedule(layer, routed.mapped, &routed.ids, routed.hidden);
+            reader.wait(layer, routed.mapped);
         }
     }
 
@@ -102,16 +112,18 @@ impl Capability for Streaming {
 
     unsafe fn weight_copied(&self, of: &WeightCopy) {
         // SAFETY: as the caller ensures; only the list of readers is locked.
-        copied(of.from(), || unsafe { of.read_ids() });
+        copied(of.from(), false, || unsafe { of.read_ids() });
     }
 
     unsafe fn bytes_copied(&self, ggml: &Ggml, from: usize) {
         // SAFETY: as the caller ensures; the bytes are those of experts.
-        copied(from, || unsafe { weight_copies::requested_ids(ggml) });
+        copied(from, false, || unsafe {
+            weight_copies::requested_ids(ggml)
+        });
     }
 
     fn experts_missed(&self, from: usize, ids: &Ids<'_>) {
-        copied(from, || Some(*ids));
+        copied(from, true, || Some(*ids));
     }
 
     fn evaluation_begun(&self, _scheduler: &Scheduler) {
@@ -128,11 +140,25 @@ impl Capability for Streaming {
         }
     }
 
+    fn before_fork(&self) {
+        for stream in STREAMS.read().iter() {
+            stream.reader.before_fork();
+        }
+    }
+
+    fn after_fork(&self) {
+        for stream in STREAMS.read().iter() {
+            stream.reader.after_fork();
+        }
+    }
+
     fn finish(&self) {
         // The process ends: a thread that holds the lock may never release it.
         let (Some(streams), Some(freed)) = (STREAMS.try_read(), FREED.try_lock()) else {
             return;
         };
+        // No model is reported as freed from here on.
+        streams.iter().for_each(|stream| stream.reader.end());
         let mut by_path = freed.clone();
         for stream in streams.iter() {
             stream.add_to(&mut by_path);
@@ -161,31 +187,36 @@ impl Capability for Streaming {
 }
 
 /// Requests the experts of the layer that has bytes at an address, of which the program is about to copy
-/// the first matrix to a device.
-fn copied<'a>(from: usize, ids: impl FnOnce() -> Option<Ids<'a>>) {
+/// the first matrix to a device, and waits for those that are copied next.
+fn copied<'a>(from: usize, is_whole: bool, ids: impl FnOnce() -> Option<Ids<'a>>) {
     for stream in STREAMS.read().iter() {
-        let Some(layer) = stream.layer_at(from) else {
+        let Some(mapped) = stream.matrix_at(from) else {
             continue;
         };
+        let (reader, layer) = (&stream.reader, mapped.layer);
         // Later matrices are on their way with the first one.
         if stream.copied.swap(layer, Ordering::Relaxed) != layer
             && let Some(ids) = ids()
         {
-            let reader = &stream.reader;
             reader.schedule(layer, reader.in_place(layer), &ids, None);
         }
-        return;
+        // Post-fetch copies the next matrices early.
+        let is_whole = is_whole || Config::get().program_postfetch.is_used();
+        let copied = if is_whole {
+            reader.in_place(layer)
+        } else {
+            mapped.matrix
+        };
+        return reader.wait(layer, copied);
     }
 }
 
 impl Stream {
-    /// Returns the position of the layer whose experts are mapped at an address.
-    fn layer_at(&self, address: usize) -> Option<usize> {
-        let at = self
-            .mapped
-            .partition_point(|(bytes, _)| bytes.end <= address);
-        let (bytes, layer) = self.mapped.get(at)?;
-        bytes.contains(&address).then_some(*layer)
+    /// Returns the expert matrix that is mapped at an address.
+    fn matrix_at(&self, address: usize) -> Option<&MappedMatrix> {
+        let is_before = |of: &MappedMatrix| of.bytes.end <= address;
+        let found = self.mapped.get(self.mapped.partition_point(is_before))?;
+        found.bytes.contains(&address).then_some(found)
     }
 
     /// Adds its figures to those of earlier loads of the same path.
@@ -240,7 +271,14 @@ fn start(model: &Arc<Model>) {
     };
     let files: Vec<_> = model.files.iter().map(|file| &file.gguf).collect();
     let mapped = mapped(model);
-    match Reader::new(&files, settings, |expert| mapped.contains(&expert.tensor)) {
+    let reader = match needs_memory(model, &mapped) {
+        // SAFETY: the program unmaps its files after it has freed the tensors, and the reader ends before.
+        true => unsafe { Reader::in_memory(&files, settings, mapped) },
+        false => Reader::new(&files, settings, |expert| {
+            mapped.tensors.contains_key(&expert.tensor)
+        }),
+    };
+    match reader {
         Ok(reader) => {
             log::info!("streaming the routed experts of {path}");
             read_hottest(&reader);
@@ -284,8 +322,8 @@ fn read_hottest(reader: &Reader) {
     }
 }
 
-/// Returns the tensors in the mapping of their file, counted through all files of the model.
-fn mapped(model: &Model) -> HashSet<usize> {
+/// Returns where the tensors of a model are mapped.
+fn mapped(model: &Model) -> Mapped {
     let lengths = model
         .files
         .iter()
@@ -293,28 +331,74 @@ fn mapped(model: &Model) -> HashSet<usize> {
     let before: Vec<usize> = lengths
         .scan(0, |sum, len| Some(std::mem::replace(sum, *sum + len)))
         .collect();
-    let is_mapped = |tensor: &&ModelTensor| tensor.instances.iter().any(|instance| instance.mapped);
-    let tensors = model.tensors.iter().filter(is_mapped);
-    tensors
-        .map(|tensor| before[tensor.file] + tensor.info)
-        .collect()
+    let mut mapped = Mapped {
+        most: Config::get().expert_stream_memory,
+        ..Mapped::default()
+    };
+    for tensor in &model.tensors {
+        let mut instances = tensor.instances.iter();
+        let Some(instance) = instances.find(|instance| instance.mapped) else {
+            continue;
+        };
+        match instance.has_experts {
+            true => {
+                let address = instance.original.data as usize;
+                mapped
+                    .tensors
+                    .insert(before[tensor.file] + tensor.info, address);
+            }
+            false => mapped.others += model.info(tensor).nbytes,
+        }
+    }
+    mapped
 }
 
-/// Returns where expert matrices are mapped, ascending, with the positions of their layers.
-fn addresses(model: &Model, reader: &Reader) -> Vec<(Range<usize>, usize)> {
+/// Whether the experts of a model do not fit into the free memory, and can be kept in memory of the process
+/// instead of the page cache: they are in plain mappings of their files.
+fn needs_memory(model: &Model, mapped: &Mapped) -> bool {
+    // ggml then lets a GPU read the pages of the mapping at any time, and slots get other bytes.
+    if std::env::var_os("GGML_CUDA_REGISTER_HOST").is_some() {
+        return false;
+    }
+    let maps = Maps::read();
+    let mut bytes = 0;
+    for tensor in &model.tensors {
+        let info = model.info(tensor);
+        let mut instances = tensor
+            .instances
+            .iter()
+            .filter(|of| of.mapped && of.has_experts);
+        let is_plain =
+            |of: &Instance| maps.has_plain(of.original.data as usize, info.nbytes, info.offset);
+        if !instances.clone().all(is_plain) {
+            return false;
+        }
+        bytes += instances.next().map_or(0, |_| info.nbytes);
+    }
+    let free = free_memory().map_or(u64::MAX, |(free, _)| usable(free));
+    bytes > free.saturating_sub(mapped.others) && mapped.most != Some(0)
+}
+
+/// Returns where expert matrices are mapped, ascending.
+fn addresses(model: &Model, reader: &Reader) -> Vec<MappedMatrix> {
     let mut all = Vec::new();
     for (at, tensor) in model.tensors.iter().enumerate() {
         let name = model.name(at).to_str().ok().and_then(ExpertName::parse);
-        let Some(layer) = name.and_then(|name| reader.position(name.layer)) else {
+        let Some((name, layer)) = name.and_then(|of| Some((of, reader.position(of.layer)?))) else {
             continue;
         };
-        let nbytes = model.files[tensor.file].gguf.header.tensors[tensor.info].nbytes;
         for instance in tensor.instances.iter().filter(|of| of.mapped) {
             let start = instance.original.data as usize;
-            all.push((start..start + nbytes as usize, layer));
+            let mut matrix = Matrices::default();
+            matrix.insert(name.projection);
+            all.push(MappedMatrix {
+                bytes: start..start + model.info(tensor).nbytes as usize,
+                layer,
+                matrix,
+            });
         }
     }
-    all.sort_unstable_by_key(|(bytes, _)| bytes.start);
+    all.sort_unstable_by_key(|of| of.bytes.start);
     all
 }
 

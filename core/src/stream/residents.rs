@@ -1,0 +1,529 @@
+//! Experts that a reader keeps in memory of the process, in place of pages of their file.
+//!
+//! A matrix of an expert is *absent*, then *queued* by a routed layer, then *being read*, then *here*. What is
+//! here stays until other experts need its memory. Absent matrices are in the mapping of their file as
+//! before, so that code that is not known reads the right bytes, only slowly.
+//!
+//! | situation | what gives memory back first |
+//! |---|---|
+//! | single tokens | the matrix with the least recent and frequent use: each use counts for half as much after [`HALF_LIFE`] tokens |
+//! | a prompt that reads layer after layer | the layer whose next use is the farthest, which is the one before the current one |
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
+
+use super::memory::{self, Slots, Span};
+use super::pages::{Residency, page_size};
+use super::requests::{UNITS, Unit};
+use crate::experts::{ExpertIndex, ExpertSlice, Projection};
+use crate::memory::{free_memory, usable};
+
+/// Tokens after which a use counts for half as much.
+const HALF_LIFE: u32 = 24;
+/// Matrices that are compared when one is to give its memory back.
+const CANDIDATES: usize = 64;
+/// Bytes of new slots between two looks at the free memory.
+const LOOK_BYTES: u64 = 32 << 20;
+/// Mappings that are left to the program (`vm.max_map_count`). A matrix in memory needs two.
+const SPARE_MAPPINGS: usize = 8192;
+/// How long a wait lasts before it checks that threads are there.
+const CHECK_PERIOD: Duration = Duration::from_millis(200);
+
+const ABSENT: u8 = 0;
+const QUEUED: u8 = 1;
+const READING: u8 = 2;
+const HERE: u8 = 3;
+
+/// Where the expert tensors of a model are mapped.
+#[derive(Debug, Clone, Default)]
+pub struct Mapped {
+    /// The address of each tensor, by its index counted through all files of the model.
+    pub tensors: HashMap<usize, usize>,
+    /// Bytes of the model's other mapped tensors, which stay in the page cache.
+    pub others: u64,
+    /// The most bytes of experts in memory; `None` for what the free memory allows.
+    pub most: Option<u64>,
+}
+
+impl Mapped {
+    /// Returns the pages of a matrix, where they are mapped; the first and the last one may have bytes of its
+    /// neighbours.
+    fn span(&self, slice: &ExpertSlice, page: u64) -> Option<Span> {
+        let tensor = *self.tensors.get(&slice.tensor)?;
+        let address = tensor + (slice.nbytes * u64::from(slice.part)) as usize;
+        let page = page as usize;
+        let start = address / page * page;
+        let end = (address + slice.nbytes as usize).next_multiple_of(page);
+        Some(Span {
+            file: slice.file,
+            offset: slice.offset.checked_sub((address - start) as u64)?,
+            address: start,
+            len: end - start,
+        })
+    }
+}
+
+/// Why a matrix is read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reason {
+    /// A layer was routed to its expert.
+    Routed,
+    /// A layer will probably be routed to it.
+    Guessed,
+}
+
+/// A matrix of an expert.
+#[derive(Debug, Default)]
+struct Piece {
+    state: AtomicU8,
+    /// How often it was used, with less weight for uses long ago: the bits of an `f32`.
+    uses: AtomicU32,
+    /// The evaluation of the last use.
+    last: AtomicU32,
+    /// The slot of a matrix that is here.
+    slot: AtomicUsize,
+}
+
+/// What is here.
+#[derive(Debug, Default)]
+struct Held {
+    /// The matrices that are here, in no order.
+    pieces: Vec<u32>,
+    /// Slots without a matrix, by size.
+    free: HashMap<usize, Vec<usize>>,
+    /// Bytes of all slots that were made.
+    end: usize,
+    /// Bytes of the slots of `pieces`, and of what is being read.
+    bytes: u64,
+    /// Where the next search for a matrix that gives its memory back begins.
+    cursor: usize,
+    /// Whether nothing may be mapped any more.
+    ended: bool,
+    /// Threads that are about to fork, during which nothing is mapped.
+    forks: u32,
+}
+
+impl Held {
+    fn may_map(&self) -> bool {
+        !self.ended && self.forks == 0
+    }
+}
+
+/// Experts in memory of the process.
+#[derive(Debug)]
+pub struct Residents {
+    index: ExpertIndex,
+    /// The number of each layer.
+    layers: Vec<u32>,
+    /// Experts of the layer with the most.
+    experts: usize,
+    files: Vec<Arc<File>>,
+    /// The files without the page cache.
+    direct: Vec<File>,
+    mapped: Mapped,
+    page: u64,
+    pieces: Vec<Piece>,
+    slots: Slots,
+    held: Mutex<Held>,
+    /// The most matrices that are here.
+    most_pieces: usize,
+    /// The most bytes that are here now.
+    limit: AtomicU64,
+    /// Bytes of new slots since the last look at the free memory.
+    unlooked: AtomicU64,
+    /// Evaluations so far.
+    evaluation: AtomicU32,
+    /// The layer that was scheduled last.
+    current: AtomicUsize,
+    /// Whether all experts of the current layer, and of the layers after it, are used one after the other.
+    scans: AtomicBool,
+    waiters: AtomicUsize,
+    /// The matrix that the waiting thread waits for.
+    awaited: AtomicUsize,
+    lock: Mutex<()>,
+    read: Condvar,
+}
+
+impl Residents {
+    /// Returns nothing in memory; the error states why no memory can take the place of the mapping.
+    pub fn new(
+        index: &ExpertIndex,
+        layers: &[(u32, u32)],
+        files: Vec<Arc<File>>,
+        mapped: Mapped,
+    ) -> io::Result<Residents> {
+        let opened = files.iter().map(|file| memory::open_direct(file));
+        let direct = opened.collect::<io::Result<Vec<File>>>().map_err(|error| {
+            io::Error::new(
+                error.kind(),
+                format!("the file cannot be opened for direct reads: {error}"),
+            )
+        })?;
+        let experts = layers.iter().map(|layer| layer.1).max().unwrap_or(0) as usize;
+        let count = layers.len() * UNITS * experts;
+        let page = page_size();
+        let tensors = index.tensors().iter();
+        let slices = tensors.flat_map(|of| of.range().filter_map(|expert| of.slice(expert)));
+        let spans = slices.filter_map(|slice| mapped.span(&slice, page));
+        let slots = Slots::new(spans.map(|span| span.len).sum())?;
+        let residents = Residents {
+            index: index.clone(),
+            layers: layers.iter().map(|layer| layer.0).collect(),
+            experts,
+            files,
+            direct,
+            mapped,
+            page,
+            slots,
+            pieces: (0..count).map(|_| Piece::default()).collect(),
+            held: Mutex::default(),
+            most_pieces: most_mappings().saturating_sub(SPARE_MAPPINGS) / 2,
+            limit: AtomicU64::new(0),
+            unlooked: AtomicU64::new(0),
+            evaluation: AtomicU32::new(0),
+            current: AtomicUsize::new(0),
+            scans: AtomicBool::new(false),
+            waiters: AtomicUsize::new(0),
+            awaited: AtomicUsize::new(usize::MAX),
+            lock: Mutex::default(),
+            read: Condvar::new(),
+        };
+        residents.look_at_memory();
+        Ok(residents)
+    }
+
+    /// Returns the most bytes that may be here now.
+    pub fn limit(&self) -> u64 {
+        self.limit.load(Ordering::Relaxed)
+    }
+
+    /// Returns the bytes that are here.
+    pub fn bytes(&self) -> u64 {
+        self.held.lock().bytes
+    }
+
+    fn piece_of(&self, unit: Unit, expert: u32) -> usize {
+        unit * self.experts + expert as usize
+    }
+
+    fn slice(&self, piece: usize) -> Option<ExpertSlice> {
+        let (unit, expert) = (piece / self.experts, (piece % self.experts) as u32);
+        let layer = *self.layers.get(unit / UNITS)?;
+        self.index
+            .slice(layer, Projection::ALL[unit % UNITS], expert)
+    }
+
+    fn span(&self, piece: usize) -> Option<Span> {
+        self.mapped.span(&self.slice(piece)?, self.page)
+    }
+
+    /// Notes that a layer, by its position, is used now. `scans` is whether nearly all of its experts are,
+    /// so that the next layers will be, too.
+    pub fn begin(&self, layer: usize, scans: bool) {
+        if self.current.swap(layer, Ordering::Relaxed) >= layer {
+            self.evaluation.fetch_add(1, Ordering::Relaxed);
+        }
+        self.scans.store(scans, Ordering::Relaxed);
+    }
+
+    /// Whether nearly all experts of a layer after the other are used.
+    pub fn scans(&self) -> bool {
+        self.scans.load(Ordering::Relaxed)
+    }
+
+    /// Notes a use of a matrix. Returns whether it is here, and whether it must be requested.
+    pub fn note_use(&self, unit: Unit, expert: u32) -> (bool, bool) {
+        let piece = &self.pieces[self.piece_of(unit, expert)];
+        if !self.scans() {
+            let now = self.evaluation.load(Ordering::Relaxed);
+            let uses = 1.0 + piece.uses_at(now);
+            piece.uses.store(uses.to_bits(), Ordering::Relaxed);
+            piece.last.store(now, Ordering::Relaxed);
+        }
+        let order = Ordering::SeqCst;
+        let queued = piece.state.compare_exchange(ABSENT, QUEUED, order, order);
+        (queued == Err(HERE), queued == Ok(ABSENT))
+    }
+
+    /// Whether a matrix is neither here nor on its way.
+    pub fn is_absent(&self, unit: Unit, expert: u32) -> bool {
+        self.pieces[self.piece_of(unit, expert)]
+            .state
+            .load(Ordering::Relaxed)
+            == ABSENT
+    }
+
+    /// Waits until no matrix of a unit is queued or being read, as long as `goes_on`. Returns whether it
+    /// waited.
+    pub fn wait(&self, unit: Unit, goes_on: impl Fn() -> bool) -> bool {
+        let first = unit * self.experts;
+        let mut waited = false;
+        // The last one was requested last.
+        for piece in (first..first + self.experts).rev() {
+            let state = &self.pieces[piece].state;
+            let is_coming = || matches!(state.load(Ordering::SeqCst), QUEUED | READING);
+            if !is_coming() {
+                continue;
+            }
+            waited = true;
+            let mut lock = self.lock.lock();
+            self.waiters.fetch_add(1, Ordering::SeqCst);
+            self.awaited.store(piece, Ordering::SeqCst);
+            while is_coming() && goes_on() {
+                self.read.wait_for(&mut lock, CHECK_PERIOD);
+            }
+            self.waiters.fetch_sub(1, Ordering::SeqCst);
+        }
+        waited
+    }
+
+    /// Reads a matrix into memory, in place of its pages in the mapping. Returns the bytes that were read
+    /// from the disk, or `None` where it stays in the page cache.
+    pub fn bring(
+        &self,
+        unit: Unit,
+        expert: u32,
+        reason: Reason,
+        residency: impl Fn(usize) -> Residency,
+    ) -> Option<u64> {
+        let piece = self.piece_of(unit, expert);
+        let before = match reason {
+            Reason::Routed => QUEUED,
+            Reason::Guessed => ABSENT,
+        };
+        let (state, order) = (&self.pieces[piece].state, Ordering::SeqCst);
+        if state
+            .compare_exchange(before, READING, order, order)
+            .is_err()
+        {
+            // Another thread reads it, or a routed layer has requested it.
+            return Some(0);
+        }
+        let read = self.read(piece, residency);
+        if read.is_none() {
+            self.finish(piece, ABSENT);
+        }
+        if self.unlooked.load(Ordering::Relaxed) >= LOOK_BYTES {
+            self.look_at_memory();
+        }
+        read
+    }
+
+    fn read(&self, piece: usize, residency: impl Fn(usize) -> Residency) -> Option<u64> {
+        let slice = self.slice(piece)?;
+        let span = self.mapped.span(&slice, self.page)?;
+        let slot = self.take_slot(span.len, piece)?;
+        let (file, bytes) = (
+            &self.files[span.file],
+            span.offset..span.offset + span.len as u64,
+        );
+        let pages = span.len as u64 / self.page;
+        let cached = residency(span.file).cached(file, &bytes, self.page) == Some(pages);
+        let from = if cached {
+            file
+        } else {
+            &self.direct[span.file]
+        };
+        // SAFETY: the slot was taken for this read, and is mapped nowhere else.
+        let read = unsafe { self.slots.read(slot, span.len, from, span.offset) };
+        // The last page of a file may have a part only.
+        let needed = (slice.offset - span.offset + slice.nbytes) as usize;
+        let is_read = read.is_ok_and(|read| read >= needed);
+        let mut held = self.held.lock();
+        // SAFETY: the tensor is mapped there until the reader ends, as its owner has promised.
+        if is_read && held.may_map() && unsafe { self.slots.place(slot, &span) }.is_ok() {
+            held.pieces.push(piece as u32);
+            self.pieces[piece].slot.store(slot, Ordering::Relaxed);
+            self.finish(piece, HERE);
+            return Some(if cached { 0 } else { slice.nbytes });
+        }
+        held.bytes -= span.len as u64;
+        held.free.entry(span.len).or_default().push(slot);
+        None
+    }
+
+    /// Changes the state of a matrix that was being read, and wakes the thread that waits for it.
+    fn finish(&self, piece: usize, state: u8) {
+        self.pieces[piece].state.store(state, Ordering::SeqCst);
+        let waiters = self.waiters.load(Ordering::SeqCst);
+        if waiters > 1 || waiters == 1 && self.awaited.load(Ordering::SeqCst) == piece {
+            drop(self.lock.lock());
+            self.read.notify_all();
+        }
+    }
+
+    /// Returns a slot of a size for a matrix; others give theirs back. `None` where none can.
+    fn take_slot(&self, len: usize, wanted: usize) -> Option<usize> {
+        let mut held = self.held.lock();
+        while held.bytes + len as u64 > self.limit() || held.pieces.len() >= self.most_pieces {
+            if !held.may_map() || !self.give_back(&mut held, Some((wanted, len))) {
+                return None;
+            }
+        }
+        held.bytes += len as u64;
+        let free = held.free.entry(len).or_default().pop();
+        free.or_else(|| {
+            let slot = held.end;
+            held.end += len;
+            self.unlooked.fetch_add(len as u64, Ordering::Relaxed);
+            Some(slot)
+        })
+    }
+
+    /// Gives the slot of the matrix back that is the least worth; with `wanted`, only of one that is worth
+    /// less, and for a slot of that size. Returns whether there was one.
+    fn give_back(&self, held: &mut Held, wanted: Option<(usize, usize)>) -> bool {
+        let count = held.pieces.len();
+        let mut worst: Option<(f32, usize)> = None;
+        for step in 0..count.min(CANDIDATES) {
+            let at = (held.cursor + step) % count;
+            let worth = self.worth(held.pieces[at] as usize);
+            if worst.is_none_or(|(least, _)| worth < least) {
+                worst = Some((worth, at));
+            }
+        }
+        held.cursor = (held.cursor + CANDIDATES) % count.max(1);
+        let Some((worth, at)) = worst else {
+            return false;
+        };
+        if wanted.is_some_and(|(wanted, _)| worth >= self.worth(wanted)) {
+            return false;
+        }
+        let piece = held.pieces.swap_remove(at) as usize;
+        let slot = self.pieces[piece].slot.load(Ordering::Relaxed);
+        self.pieces[piece].state.store(ABSENT, Ordering::SeqCst);
+        let Some(span) = self.span(piece) else {
+            return true;
+        };
+        // SAFETY: as for `place`.
+        if let Err(error) = unsafe { memory::restore(&span, &self.files[span.file]) } {
+            log::error!(
+                "cannot map the file of an expert again: {error}: its memory stays in use; raise vm.max_map_count"
+            );
+            return true;
+        }
+        self.place_borders(piece, &span);
+        held.bytes -= span.len as u64;
+        if wanted.is_none_or(|(_, len)| len != span.len) {
+            self.slots.release(slot, span.len);
+        }
+        held.free.entry(span.len).or_default().push(slot);
+        true
+    }
+
+    /// Maps the pages at the borders of a span, whose matrix has left, for the neighbours that are here and have
+    /// bytes there.
+    fn place_borders(&self, piece: usize, span: &Span) {
+        for other in [piece.wrapping_sub(1), piece + 1] {
+            let Some(of) = self.pieces.get(other) else {
+                continue;
+            };
+            let Some(theirs) = self.span(other) else {
+                continue;
+            };
+            let common = theirs.common(span);
+            if common.len > 0 && of.state.load(Ordering::SeqCst) == HERE {
+                let slot = of.slot.load(Ordering::Relaxed) + common.address - theirs.address;
+                // SAFETY: as in `read`. Without the slot, the page is that of the file.
+                let _ = unsafe { self.slots.place(slot, &common) };
+            }
+        }
+    }
+
+    /// Maps the files again, so that a forked child shares no slot, until [`Residents::after_fork`].
+    pub fn before_fork(&self) {
+        let mut held = self.held.lock();
+        if held.may_map() {
+            self.for_each(&held, |piece, span| {
+                // SAFETY: as in `read`.
+                let restored = unsafe { memory::restore(span, &self.files[span.file]) };
+                if let Err(error) = restored {
+                    log::error!("cannot map the file of expert matrix {piece} again: {error}");
+                }
+            });
+        }
+        held.forks += 1;
+    }
+
+    /// Maps what is here in the parent of a fork.
+    pub fn after_fork(&self) {
+        let mut held = self.held.lock();
+        held.forks -= 1;
+        if held.may_map() {
+            self.for_each(&held, |piece, span| {
+                let slot = self.pieces[piece].slot.load(Ordering::Relaxed);
+                // SAFETY: as in `read`. Without the slot, the pages are those of the file.
+                let _ = unsafe { self.slots.place(slot, span) };
+            });
+        }
+    }
+
+    /// Calls a function with what is here.
+    fn for_each(&self, held: &Held, visit: impl Fn(usize, &Span)) {
+        for piece in held.pieces.iter().map(|piece| *piece as usize) {
+            if let Some(span) = self.span(piece) {
+                visit(piece, &span);
+            }
+        }
+    }
+
+    /// Returns what keeping a matrix is worth: more for one that is used sooner.
+    fn worth(&self, piece: usize) -> f32 {
+        let (layers, current) = (self.layers.len(), self.current.load(Ordering::Relaxed));
+        let layer = piece / self.experts / UNITS;
+        let distance = (layer + layers - current) % layers;
+        if self.scans() {
+            return -(distance as f32);
+        }
+        // What the current layer needs is used next.
+        let of = &self.pieces[piece];
+        let now = self.evaluation.load(Ordering::Relaxed);
+        let is_in_use = distance == 0 && of.last.load(Ordering::Relaxed) == now;
+        if is_in_use { f32::MAX } else { of.uses_at(now) }
+    }
+
+    /// Sets the limit by the free memory, and gives memory back where less is left.
+    pub fn look_at_memory(&self) {
+        self.unlooked.store(0, Ordering::Relaxed);
+        let Some((free, _)) = free_memory() else {
+            return;
+        };
+        let mut held = self.held.lock();
+        if held.ended {
+            return;
+        }
+        let fits = (held.bytes + usable(free)).saturating_sub(self.mapped.others);
+        let limit = self.mapped.most.map_or(fits, |most| most.min(fits));
+        self.limit.store(limit, Ordering::Relaxed);
+        while held.bytes > limit && self.give_back(&mut held, None) {}
+    }
+
+    /// Maps nothing any more: the program may unmap its files after this call. What is here stays, and goes
+    /// with the mapping.
+    pub fn end(&self) {
+        self.held.lock().ended = true;
+    }
+}
+
+impl Piece {
+    /// Returns the uses, as they count in an evaluation.
+    fn uses_at(&self, evaluation: u32) -> f32 {
+        let age = evaluation.wrapping_sub(self.last.load(Ordering::Relaxed));
+        let uses = f32::from_bits(self.uses.load(Ordering::Relaxed));
+        uses * (-(age as f32) / HALF_LIFE as f32).exp2()
+    }
+}
+
+/// Returns how many mappings a process may have.
+fn most_mappings() -> usize {
+    let text = std::fs::read_to_string("/proc/sys/vm/max_map_count");
+    text.ok()
+        .and_then(|text| text.trim().parse().ok())
+        .unwrap_or(65530)
+}

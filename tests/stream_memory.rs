@@ -1,0 +1,368 @@
+//! Experts in memory of the process, in place of pages of their mapped file.
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use sidecar_core::experts::{ExpertIndex, Projection};
+use sidecar_core::gguf::{Access, GgufFile};
+use sidecar_core::stream::{Mapped, Matrices, Reader, Settings};
+use sidecar_core::trace::Ids;
+use tempfile::TempDir;
+use testkit::memory_limit::drop_cache;
+use testkit::skipped;
+use testkit::slow_disk::{SlowDisk, Speed};
+use testkit::writer::{F32, Gguf};
+
+const EXPERTS: u32 = 8;
+const LAYERS: u32 = 4;
+const SETTINGS: Settings = Settings {
+    always: false,
+    predict: false,
+    threads: 1,
+    look_ahead_bytes: 0,
+};
+/// A matrix of an expert: 100 rows of 64 numbers, which begin inside pages.
+const MATRIX: u64 = 64 * 100 * 4;
+/// The most bytes of the pages of a matrix.
+const SPAN: u64 = 8 * 4096;
+
+/// A mapped model.
+struct Fixture {
+    _folder: TempDir,
+    path: PathBuf,
+    gguf: GgufFile,
+    map: memmap2::Mmap,
+    /// The bytes of the file.
+    bytes: Vec<u8>,
+}
+
+impl Fixture {
+    fn new() -> Fixture {
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let path = folder.path().join("model.gguf");
+        let file = (0..LAYERS).fold(Gguf::default(), |file, layer| {
+            ["gate", "up", "down"].iter().fold(file, |file, matrix| {
+                let name = format!("blk.{layer}.ffn_{matrix}_exps.weight");
+                let seed = layer * 8 + matrix.len() as u32;
+                file.tensor(&name, &[64, 100, EXPERTS.into()], F32, seed.into())
+            })
+        });
+        file.write(&path).unwrap();
+        let file = File::open(&path).unwrap();
+        file.sync_all().unwrap();
+        let bytes = std::fs::read(&path).unwrap();
+        Fixture::of(folder, path, bytes)
+    }
+
+    fn of(folder: TempDir, path: PathBuf, bytes: Vec<u8>) -> Fixture {
+        let gguf = GgufFile::open(&path, Access::Read).unwrap();
+        // SAFETY: no program writes the files of these tests.
+        let map = unsafe { memmap2::Mmap::map(&gguf.source.handle()) }.unwrap();
+        Fixture {
+            bytes,
+            _folder: folder,
+            path,
+            gguf,
+            map,
+        }
+    }
+
+    /// Makes a reader that keeps so many matrices in memory.
+    fn reader(&self, matrices: u64) -> Reader {
+        let tensors = self.gguf.header.tensors.iter().enumerate();
+        let address = |offset: u64| self.map.as_ptr() as usize + offset as usize;
+        let mapped = Mapped {
+            tensors: tensors
+                .map(|(at, info)| (at, address(info.offset)))
+                .collect(),
+            others: 0,
+            most: Some(matrices * SPAN),
+        };
+        // SAFETY: the tensors are mapped there, and the mapping outlives the readers of a test.
+        let reader = unsafe { Reader::in_memory(&[&self.gguf], SETTINGS, mapped) }.unwrap();
+        // What the page cache has is not read from the disk, and not counted as read.
+        drop_cache(&self.gguf.source.handle()).unwrap();
+        reader
+    }
+
+    /// Returns the mapped bytes of an expert.
+    fn mapped(&self, layer: u32, matrix: Projection, expert: u32) -> (&[u8], &[u8]) {
+        let slice = ExpertIndex::of([&self.gguf])
+            .slice(layer, matrix, expert)
+            .unwrap();
+        let range = slice.offset as usize..(slice.offset + slice.nbytes) as usize;
+        (&self.map[range.clone()], &self.bytes[range])
+    }
+
+    fn has_bytes_of_file(&self) -> bool {
+        self.map[..] == self.bytes
+    }
+}
+
+fn packed(experts: &[u32]) -> Vec<u8> {
+    experts
+        .iter()
+        .flat_map(|expert| expert.to_ne_bytes())
+        .collect()
+}
+
+/// Routes one token to experts of a layer, and waits.
+fn route(reader: &Reader, layer: usize, experts: &[u32]) {
+    let ids = packed(experts);
+    reader.schedule(
+        layer,
+        Matrices::ALL,
+        &Ids::packed(&ids, experts.len()),
+        None,
+    );
+    reader.wait(layer, Matrices::ALL);
+}
+
+/// Routes a batch of tokens to one expert each.
+fn route_batch(reader: &Reader, layer: usize, experts: &[u32]) {
+    let ids = packed(experts);
+    reader.schedule(layer, Matrices::ALL, &Ids::packed(&ids, 1), None);
+    reader.wait(layer, Matrices::ALL);
+}
+
+/// Returns how many parts of this process's memory are slots of readers.
+fn slots_mapped(fixture: &Fixture) -> usize {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let range = fixture.map.as_ptr_range();
+    let inside = |line: &&str| {
+        let start = line.split('-').next().unwrap();
+        let start = usize::from_str_radix(start, 16).unwrap();
+        (range.start as usize..range.end as usize).contains(&start)
+    };
+    let lines = maps.lines().filter(inside);
+    lines
+        .filter(|line| line.contains("memfd:llama-sidecar-experts"))
+        .count()
+}
+
+#[test]
+fn what_is_here_is_not_read_again() {
+    let fixture = Fixture::new();
+    let reader = fixture.reader(100);
+    route(&reader, 1, &[2, 5]);
+    assert_eq!(slots_mapped(&fixture), 6);
+    assert!(fixture.has_bytes_of_file());
+    let counts = reader.counts();
+    assert!((6 * MATRIX..=6 * SPAN).contains(&counts.held_bytes));
+    assert_eq!(counts.resident_bytes, 0);
+    route(&reader, 1, &[2, 5]);
+    let later = reader.counts();
+    assert_eq!(later.read_bytes, counts.read_bytes);
+    assert_eq!(
+        later.checked_bytes - later.resident_bytes,
+        counts.checked_bytes
+    );
+}
+
+#[test]
+fn what_is_used_least_gives_its_memory_back() {
+    let fixture = Fixture::new();
+    // Two experts of each layer, and one or two more.
+    let reader = fixture.reader(27);
+    let is_here = |layer, expert| {
+        let before = reader.counts().resident_bytes;
+        route(&reader, layer, &[expert]);
+        reader.counts().resident_bytes > before
+    };
+    for _ in 0..4 {
+        (0..4).for_each(|layer| route(&reader, layer, &[1, 6]));
+    }
+    for expert in [0, 2, 3, 4, 5, 7] {
+        route(&reader, 2, &[expert]);
+    }
+    assert!(reader.counts().held_bytes <= 27 * SPAN);
+    assert!((0..4).all(|layer| is_here(layer, 1) && is_here(layer, 6)));
+    assert!(!is_here(2, 0));
+    assert!(fixture.has_bytes_of_file());
+}
+
+#[test]
+fn threads_that_read_the_mapping_see_the_bytes_of_the_file() {
+    let fixture = Fixture::new();
+    let reader = fixture.reader(15);
+    let ended = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !ended.load(Ordering::Relaxed) {
+                    assert!(fixture.has_bytes_of_file());
+                }
+            });
+        }
+        let mut number = 1u32;
+        for step in 0..600 {
+            number = number.wrapping_mul(1664525).wrapping_add(1013904223);
+            let experts = [number >> 29, (number >> 26) & 7];
+            let layer = step % LAYERS as usize;
+            route(&reader, layer, &experts);
+            for (matrix, expert) in [
+                (Projection::Down, experts[0]),
+                (Projection::Gate, experts[1]),
+            ] {
+                let (mapped, expected) = fixture.mapped(layer as u32, matrix, expert);
+                assert!(mapped == expected);
+            }
+        }
+        ended.store(true, Ordering::Relaxed);
+    });
+    assert!(reader.counts().resident_bytes > 0);
+    assert!(reader.counts().held_bytes <= 15 * SPAN);
+}
+
+#[test]
+fn threads_route_at_once() {
+    let fixture = Fixture::new();
+    let reader = fixture.reader(20);
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let (fixture, reader) = (&fixture, &reader);
+            scope.spawn(move || {
+                for step in 0..500 {
+                    let (layer, expert) = ((step + thread) % 4, (step * 3 + thread) as u32 % 8);
+                    route(reader, layer, &[expert]);
+                    let (mapped, expected) = fixture.mapped(layer as u32, Projection::Up, expert);
+                    assert!(mapped == expected);
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_prompt_reads_the_next_layers_and_gives_the_last_one_back() {
+    let fixture = Fixture::new();
+    // Two layers.
+    let reader = fixture.reader(48);
+    let all: Vec<u32> = (0..EXPERTS).collect();
+    for layer in 0..LAYERS as usize {
+        route_batch(&reader, layer, &all);
+        reader.finish();
+        // At least one layer ahead of this one, in half of the memory.
+        let guessed = reader.counts().guessed_bytes / MATRIX;
+        let ahead = (layer as u64 + 1).min(u64::from(LAYERS) - 1) * 24;
+        assert!(guessed + 1 >= ahead, "{layer}: {guessed}");
+    }
+    let counts = reader.counts();
+    assert!(
+        counts.read_bytes.abs_diff(24 * MATRIX) <= 4096 * 24,
+        "{counts:?}"
+    );
+    assert!(counts.held_bytes <= 48 * SPAN);
+    assert!(fixture.has_bytes_of_file());
+}
+
+#[test]
+fn a_batch_that_does_not_fit_goes_through_the_page_cache() {
+    let fixture = Fixture::new();
+    let reader = fixture.reader(5);
+    let all: Vec<u32> = (0..EXPERTS).collect();
+    route_batch(&reader, 3, &all);
+    assert!((5..=6).contains(&slots_mapped(&fixture)));
+    let none = fixture.reader(0);
+    route(&none, 3, &[1]);
+    assert_eq!(none.counts().held_bytes, 0);
+    assert!(fixture.has_bytes_of_file());
+}
+
+#[test]
+fn a_forked_child_shares_no_slot() {
+    let fixture = Fixture::new();
+    let reader = fixture.reader(6);
+    route(&reader, 0, &[3, 4]);
+    assert_eq!(slots_mapped(&fixture), 6);
+    reader.before_fork();
+    assert_eq!(slots_mapped(&fixture), 0);
+    // The program may evaluate meanwhile.
+    route(&reader, 1, &[0, 1]);
+    assert_eq!(slots_mapped(&fixture), 0);
+    let (mut from, mut to) = std::io::pipe().unwrap();
+    // SAFETY: the child reads the mapping and a pipe, and ends.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let mut byte = [0];
+        std::io::Read::read_exact(&mut from, &mut byte).unwrap();
+        let same = fixture.has_bytes_of_file();
+        // SAFETY: ends the child without handlers of the parent.
+        unsafe { libc::_exit(i32::from(!same)) };
+    }
+    reader.after_fork();
+    assert_eq!(slots_mapped(&fixture), 6);
+    // The slots of the parent get other bytes.
+    for layer in 0..LAYERS as usize {
+        route(&reader, layer, &[5, 6]);
+    }
+    std::io::Write::write_all(&mut to, &[1]).unwrap();
+    let mut status = -1;
+    // SAFETY: waits for the child of this test.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(status, 0);
+    assert!(fixture.has_bytes_of_file());
+}
+
+#[test]
+fn nothing_is_mapped_after_the_end() {
+    let fixture = Fixture::new();
+    let reader = fixture.reader(100);
+    route(&reader, 0, &[3]);
+    reader.end();
+    let here = slots_mapped(&fixture);
+    route(&reader, 1, &[3]);
+    assert_eq!(slots_mapped(&fixture), here);
+    drop(reader);
+    // What is here stays until the program unmaps the file.
+    assert!(fixture.has_bytes_of_file());
+}
+
+#[test]
+fn a_file_that_was_cut_short_is_left_alone() {
+    let fixture = Fixture::new();
+    let reader = fixture.reader(100);
+    route(&reader, 0, &[3]);
+    let here = slots_mapped(&fixture);
+    let slice = ExpertIndex::of([&fixture.gguf])
+        .slice(2, Projection::Gate, 0)
+        .unwrap();
+    let file = File::options().write(true).open(&fixture.path).unwrap();
+    file.set_len(slice.offset).unwrap();
+    route(&reader, 2, &[0, 7]);
+    route(&reader, 3, &[7]);
+    assert_eq!(slots_mapped(&fixture), here);
+    let (mapped, expected) = fixture.mapped(0, Projection::Down, 3);
+    assert!(mapped == expected);
+}
+
+#[test]
+fn an_expert_that_the_disk_fails_to_read_is_read_later() {
+    let source = Fixture::new();
+    let disk = match SlowDisk::mount(&source.path, Speed::new(100, 1000)) {
+        Ok(disk) => disk,
+        Err(reason) => return skipped(&reason),
+    };
+    let fixture = Fixture::of(tempfile::tempdir().unwrap(), disk.path(), source.bytes);
+    let slice = |matrix| {
+        ExpertIndex::of([&fixture.gguf])
+            .slice(1, matrix, 4)
+            .unwrap()
+    };
+    let reader = fixture.reader(100);
+    let down = slice(Projection::Down);
+    // The direct read, and that of the page cache.
+    disk.fail(down.offset..down.offset + down.nbytes, 2);
+    route(&reader, 1, &[4]);
+    reader.finish();
+    assert_eq!(slots_mapped(&fixture), 2);
+    disk.fail(0..0, 0);
+    route(&reader, 1, &[4]);
+    assert_eq!(slots_mapped(&fixture), 3);
+    for matrix in [Projection::Gate, Projection::Up, Projection::Down] {
+        let (mapped, expected) = fixture.mapped(1, matrix, 4);
+        assert!(mapped == expected);
+    }
+    drop(fixture);
+}
