@@ -13,7 +13,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use sidecar_core::gguf::{Access, GgufFile};
-use testkit::fixtures::large_model;
+use testkit::fixtures::{large_model, large_shards};
 use testkit::host::{DropIn, Host, Program};
 use testkit::median;
 use testkit::memory_limit::MemoryLimit;
@@ -167,8 +167,9 @@ fn main() {
     let reference = reference(&ways[0], &model, &amount);
     let disks = disks(&arguments, amount.disks);
     slow(&disk, &disks, &ways, &parts, &reference, &amount);
-    drop(disk);
     if disks == amount.disks {
+        two_disks(&disk, &ways, &parts, &reference, &amount);
+        drop(disk);
         resident(&ways, &model, &amount);
     }
 }
@@ -378,7 +379,15 @@ fn slow(
         for _ in 0..amount.rounds {
             for (figures, way) in figures.iter_mut().zip(ways) {
                 // The first way keeps no experts in memory of the process.
-                let of_way = measure(disk, limit, way, reference, amount, figures);
+                let of_way = measure(
+                    &[disk],
+                    &disk.path(),
+                    limit,
+                    way,
+                    reference,
+                    amount,
+                    figures,
+                );
                 private.get_or_insert(of_way);
             }
         }
@@ -418,27 +427,84 @@ fn slow(
     );
 }
 
+/// The speed of each of two disks: together they are slower than what the two cores of a small machine can
+/// emulate.
+const EACH_OF_TWO: Speed = Speed::new(1000, 400);
+
+/// Compares streaming from one disk with streaming from two, which have half of the model each.
+fn two_disks(disk: &SlowDisk, ways: &[Way], parts: &Parts, reference: &Reference, amount: &Amount) {
+    let Some(way) = ways.iter().find(|way| way.label == "streaming") else {
+        return;
+    };
+    println!("### A model on two disks\n");
+    let mounted = large_shards().map(|shard| SlowDisk::mount(&shard, EACH_OF_TWO));
+    let [first, second] = mounted.map(|disk| disk.expect("one is mounted already"));
+    let folder = tempfile::tempdir().expect("a folder");
+    for (disk, shard) in [&first, &second].iter().zip(large_shards()) {
+        let link = folder.path().join(shard.file_name().expect("a file"));
+        std::os::unix::fs::symlink(disk.path(), link).expect("a new name");
+        disk.read_ahead_kb(READ_AHEAD_KB).expect("a mounted disk");
+    }
+    disk.set_speed(EACH_OF_TWO);
+    let shard = large_shards()[0]
+        .file_name()
+        .map(|name| folder.path().join(name));
+    let places = [
+        ("one", disk.path(), vec![disk]),
+        ("two", shard.expect("a file"), vec![&first, &second]),
+    ];
+    println!(
+        "The same model in two shards, and a disk of {:.1} ms and {:.1} GB/s for each: the matrices of a layer are on both. Memory for 25 % of the model. Medians of {}, alternating; the same logits. Limit: twice the speed of one disk.\n",
+        EACH_OF_TWO.latency.as_secs_f64() * 1e3,
+        EACH_OF_TWO.bandwidth as f64 / 1e9,
+        amount.rounds
+    );
+    println!("| disks | prefill s | ratio | tokens/s | ratio |");
+    println!("|---|---|---|---|---|");
+    let mut figures = [Figures::default(), Figures::default()];
+    for _ in 0..amount.rounds {
+        for ((_, model, disks), figures) in places.iter().zip(&mut figures) {
+            measure(disks, model, parts.all / 4, way, reference, amount, figures);
+        }
+    }
+    let [one, two] = figures.map(|mut of| (median(&mut of.prefill_s), median(&mut of.ms)));
+    for ((label, ..), of) in places.iter().zip([one, two]) {
+        println!(
+            "| {label} | {:.2} | **{:.2}x** | {:.2} | **{:.2}x** |",
+            of.0,
+            one.0 / of.0,
+            1e3 / of.1,
+            one.1 / of.1
+        );
+    }
+    println!();
+}
+
 /// Measures one way once, and returns the memory that the process has for itself.
 fn measure(
-    disk: &SlowDisk,
+    disks: &[&SlowDisk],
+    model: &Path,
     limit: u64,
     way: &Way,
     reference: &Reference,
     amount: &Amount,
     figures: &mut Figures,
 ) -> u64 {
-    disk.drop_cache().expect("no process has mapped the file");
+    for disk in disks {
+        disk.drop_cache().expect("no process has mapped the file");
+    }
+    let read = || disks.iter().map(|disk| disk.counts().bytes).sum::<u64>();
     let group = MemoryLimit::new(limit).unwrap_or_else(|reason| panic!("{reason}"));
     let began = Instant::now();
-    let mut host = way.start(&disk.path(), |command| group.apply(command));
+    let mut host = way.start(model, |command| group.apply(command));
     let first = ask(&mut host, "force", 1);
     figures.first_token_s.push(began.elapsed().as_secs_f64());
     let prefill = ask(&mut host, "prefill", amount.prefill);
     figures.prefill_s.push(prefill.mean_ms / 1e3);
     let warm_up = ask(&mut host, "force", amount.warm_up);
-    let before = disk.counts().bytes;
+    let before = read();
     let decode = ask(&mut host, "force", amount.decode);
-    let bytes = disk.counts().bytes - before;
+    let bytes = read() - before;
     figures.ms.push(decode.mean_ms);
     figures.mb.push(bytes as f64 / 1e6 / amount.decode as f64);
     figures.faults.push(decode.faults);

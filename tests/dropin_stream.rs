@@ -9,8 +9,8 @@ use std::path::Path;
 
 use hosts::simulated::Setup;
 use hosts::{
-    TOKENS, copied, count, counted_by_host, fresh, same_with_streaming, stream_figures,
-    streamed_text, streaming, traced,
+    TOKENS, WAYS, check_way, copied, count, counted_by_host, fresh, same_with_streaming,
+    stream_figures, streamed_text, streaming, traced,
 };
 use serde_json::Value;
 use sidecar_core::experts::ExpertIndex;
@@ -19,8 +19,8 @@ use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, replace};
 use testkit::process::stopped_often;
 
-fn predicting() -> DropIn {
-    streaming(&[("LLAMA_EXPERT_STREAM_PREDICT", "1")])
+fn predicting(way: &[(&'static str, &str)]) -> DropIn {
+    streaming(&[way, &[("LLAMA_EXPERT_STREAM_PREDICT", "1")]].concat())
 }
 
 #[test]
@@ -42,11 +42,14 @@ fn c_writes_the_same_with_one_thread_and_with_two() {
 #[test]
 fn a_guess_changes_no_result() {
     let model = fixture("moe.gguf");
-    let (text, figures) = streamed_text(Program::C, &model, &predicting());
-    assert_eq!(text, fresh(Program::C, &model));
-    // All layers but the first, for all tokens but the prompt.
-    assert!(count(&figures, "guesses") > 0, "{figures}");
-    assert!(count(&figures, "hits") > 0, "{figures}");
+    for way in WAYS {
+        let (text, figures) = streamed_text(Program::C, &model, &predicting(way));
+        assert_eq!(text, fresh(Program::C, &model));
+        check_way(&figures, way);
+        // All layers but the first, for all tokens but the prompt.
+        assert!(count(&figures, "guesses") > 0, "{figures}");
+        assert!(count(&figures, "hits") > 0, "{figures}");
+    }
 }
 
 /// Experts that the program copies to a GPU are read from disk as soon as their layer is routed, with
@@ -59,11 +62,12 @@ fn experts_that_are_copied_to_a_gpu() {
     let layers = layers.layers().count() as u64;
     for host in [Setup::default(), Setup::default().from_source()] {
         let expected = host.run(&commands).answers;
-        for mode in ["off", "on"] {
+        for (mode, memory) in [("off", ""), ("off", "8"), ("on", "")] {
             let setup = host
                 .clone()
                 .with("LLAMA_SIDECAR_HOTSWAP", "0")
                 .with("LLAMA_EXPERT_STREAM", "on")
+                .with("LLAMA_EXPERT_STREAM_MEMORY_MB", memory)
                 .with("LLAMA_POSTFETCH_MODE", mode);
             let sim = setup.simulation();
             let mut host = setup.start(&sim, &model);
@@ -76,6 +80,8 @@ fn experts_that_are_copied_to_a_gpu() {
                 let evaluations = if *command == "hashes 3" { 3 } else { 1 };
                 assert_eq!(streamed - before, evaluations * layers, "{mode}: {command}");
             }
+            let held = count(&stream_figures(&host), "held_bytes");
+            assert_eq!(held > 0, !memory.is_empty(), "{held}");
             assert_eq!(host.end(), Some(0));
             sim.report().assert_ordered();
         }
@@ -108,18 +114,25 @@ fn a_start_from_a_trace_changes_no_result() {
 #[test]
 fn two_contexts_at_a_time() {
     let model = fixture("moe.gguf");
-    let mut host = Host::start(Program::Python, &model, &streaming(&[]));
     let text = fresh(Program::Python, &model).ids;
-    assert_eq!(
-        host.ask(&format!("both {TOKENS}")),
-        format!("{text} | {text}")
-    );
-    assert_eq!(host.end(), Some(0));
+    for way in WAYS {
+        let mut host = Host::start(Program::Python, &model, &streaming(way));
+        assert_eq!(
+            host.ask(&format!("both {TOKENS}")),
+            format!("{text} | {text}")
+        );
+        check_way(&stream_figures(&host), way);
+        assert_eq!(host.end(), Some(0));
+    }
 }
 
 #[test]
 fn a_model_can_be_freed_and_another_loaded() {
-    let mut host = Host::start(Program::C, &fixture("moe.gguf"), &streaming(&[]));
+    WAYS.map(free_and_load);
+}
+
+fn free_and_load(way: &[(&'static str, &str)]) {
+    let mut host = Host::start(Program::C, &fixture("moe.gguf"), &streaming(way));
     host.text(TOKENS);
     for name in ["smollm2.gguf", "moe-q8_0.gguf", "moe.gguf"] {
         assert_eq!(host.ask("free"), "freed");
@@ -128,6 +141,9 @@ fn a_model_can_be_freed_and_another_loaded() {
         let text = host.text(TOKENS);
         let streams = stream_figures(&host) != Value::Null;
         assert_eq!(streams, name != "smollm2.gguf", "{name}");
+        if streams {
+            check_way(&stream_figures(&host), way);
+        }
         // Other kernels compute with experts that stay in the mapping.
         if name != "moe-q8_0.gguf" {
             assert_eq!(text, fresh(Program::C, &path), "{name}");
@@ -138,8 +154,12 @@ fn a_model_can_be_freed_and_another_loaded() {
 
 #[test]
 fn a_swapped_matrix_is_no_longer_read() {
+    WAYS.map(swap_and_return);
+}
+
+fn swap_and_return(way: &[(&'static str, &str)]) {
     let (_folder, path) = copied("moe.gguf");
-    let mut host = Host::start(Program::C, &path, &streaming(&[]));
+    let mut host = Host::start(Program::C, &path, &streaming(way));
     host.text(TOKENS);
     let before = count(&stream_figures(&host), "checked_bytes");
     replace(&path, &fixture("moe-mixed.gguf"));
@@ -190,9 +210,15 @@ fn streaming_rests_while_all_experts_are_in_memory() {
 #[test]
 fn a_program_that_is_stopped_again_and_again_writes_the_same() {
     let model = fixture("moe.gguf");
-    let mut host = Host::start(Program::C, &model, &predicting());
+    for way in WAYS {
+        write_while_stopped(&model, way);
+    }
+}
+
+fn write_while_stopped(model: &Path, way: &[(&'static str, &str)]) {
+    let mut host = Host::start(Program::C, model, &predicting(way));
     let (text, stops) = stopped_often(host.id(), || host.text(TOKENS));
-    assert_eq!(text, fresh(Program::C, &model));
+    assert_eq!(text, fresh(Program::C, model));
     assert!(stops > 0 && count(&stream_figures(&host), "layers") > 0);
     assert_eq!(host.end(), Some(0));
 }
@@ -281,8 +307,11 @@ fn a_file_that_is_cut_short_leaves_the_program_as_it_is() {
     let (start, nbytes) = with_last(&path, &fixture("moe.gguf"), last);
     let end = (start + nbytes / 8 * 7).next_multiple_of(4096);
     let (stock, _) = after_a_cut(&path, end, &DropIn::Absent);
-    let (with, figures) = after_a_cut(&path, end, &streaming(&[]));
-    assert_eq!(with, stock);
-    assert_eq!(count(&figures, "layers"), 30, "{figures}");
-    assert_eq!(figures["stopped"], false, "{figures}");
+    for way in WAYS {
+        let (with, figures) = after_a_cut(&path, end, &streaming(way));
+        assert_eq!(with, stock);
+        check_way(&figures, way);
+        assert_eq!(count(&figures, "layers"), 30, "{figures}");
+        assert_eq!(figures["stopped"], false, "{figures}");
+    }
 }

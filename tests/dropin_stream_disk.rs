@@ -33,9 +33,13 @@ fn limited(disk: &SlowDisk, limit: &MemoryLimit, drop_in: &DropIn) -> Host {
 fn experts_are_read_ahead_under_a_memory_limit() {
     let (disk, limit) = small_memory("moe.gguf", 200);
     let model = fixture("moe.gguf");
+    let predict = ("LLAMA_EXPERT_STREAM_PREDICT", "1");
+    let page_cache = ("LLAMA_EXPERT_STREAM_MEMORY_MB", "0");
     for with in [
         streaming(&[]),
-        streaming(&[("LLAMA_EXPERT_STREAM_PREDICT", "1")]),
+        streaming(&[predict]),
+        streaming(&[page_cache]),
+        streaming(&[predict, page_cache]),
     ] {
         let mut host = limited(&disk, &limit, &with);
         let text = host.text(TOKENS);
@@ -51,13 +55,18 @@ fn experts_are_read_ahead_under_a_memory_limit() {
 fn reads_that_fail_leave_the_program_as_it_is() {
     let (disk, limit) = small_memory("moe.gguf", 200);
     let model = fixture("moe.gguf");
-    let mut host = limited(&disk, &limit, &streaming(&[]));
-    host.text(2);
-    // Every read of an expert that is read ahead fails; the program's own read comes after.
-    let size = std::fs::metadata(&model).expect("a fixture").len();
-    disk.fail(size / 2..size, 3);
-    assert_eq!(host.text(TOKENS), fresh(Program::C, &model));
-    assert_eq!(host.end(), Some(0));
+    for memory in ["", "0"] {
+        let with = streaming(&[("LLAMA_EXPERT_STREAM_MEMORY_MB", memory)]);
+        let mut host = limited(&disk, &limit, &with);
+        host.text(2);
+        let held = count(&stream_figures(&host), "held_bytes");
+        assert_eq!(held > 0, memory.is_empty(), "{held}");
+        // Every read of an expert that is read ahead fails; the program's own read comes after.
+        let size = std::fs::metadata(&model).expect("a fixture").len();
+        disk.fail(size / 2..size, 3);
+        assert_eq!(host.text(TOKENS), fresh(Program::C, &model));
+        assert_eq!(host.end(), Some(0));
+    }
 }
 
 #[test]

@@ -337,7 +337,15 @@ fn bytes_of_token(model: &Path) -> u64 {
 fn experts_from_disk() {
     let model = fixture(MODEL);
     let expected = fresh(&model, Some(CACHE));
-    let placed = Placed::with(&model, Some(CACHE), &[("LLAMA_EXPERT_STREAM", "on")]);
+    let stream = ("LLAMA_EXPERT_STREAM", "on");
+    let memory = ("LLAMA_EXPERT_STREAM_MEMORY_MB", "8");
+    let placed = Placed::with(&model, Some(CACHE), &[stream, memory]);
+    assert_eq!(placed.answers(), expected);
+    let status = placed.server.control("status");
+    let held = count(&status["models"][0]["stream"], "held_bytes");
+    assert!((1..=8 << 20).contains(&held), "{held}");
+    placed.end();
+    let placed = Placed::with(&model, Some(CACHE), &[stream]);
     assert_eq!(placed.answers(), expected);
     let figures = || placed.server.control("status")["models"][0]["stream"].clone();
     let bytes = || count(&figures(), "checked_bytes");

@@ -306,6 +306,42 @@ fn a_forked_child_shares_no_slot() {
 }
 
 #[test]
+fn bytes_that_were_written_in_place_are_read_again() {
+    let fixture = Fixture::new();
+    let reader = fixture.reader(100);
+    route(&reader, 1, &[3, 4]);
+    let slice = ExpertIndex::of([&fixture.gguf])
+        .slice(1, Projection::Up, 3)
+        .unwrap();
+    let file = File::options().write(true).open(&fixture.path).unwrap();
+    let new = vec![7; slice.nbytes as usize];
+    std::os::unix::fs::FileExt::write_all_at(&file, &new, slice.offset).unwrap();
+    reader.read_again();
+    assert_eq!(slots_mapped(&fixture), 0);
+    assert!(fixture.mapped(1, Projection::Up, 3).0 == new);
+    route(&reader, 1, &[3, 4]);
+    assert_eq!(slots_mapped(&fixture), 6);
+    assert!(fixture.mapped(1, Projection::Up, 3).0 == new);
+    let (mapped, expected) = fixture.mapped(1, Projection::Up, 4);
+    assert!(mapped == expected);
+}
+
+#[test]
+fn a_fork_while_memory_is_given_back_shares_no_slot() {
+    let fixture = Fixture::new();
+    let reader = fixture.reader(100);
+    // Neighbours, whose borders are in the same pages.
+    (0..LAYERS as usize).for_each(|layer| route(&reader, layer, &[2, 3, 4]));
+    reader.before_fork();
+    reader.read_again();
+    assert_eq!(slots_mapped(&fixture), 0);
+    reader.after_fork();
+    assert!(fixture.has_bytes_of_file());
+    route(&reader, 0, &[1]);
+    assert!(slots_mapped(&fixture) >= 3);
+}
+
+#[test]
 fn nothing_is_mapped_after_the_end() {
     let fixture = Fixture::new();
     let reader = fixture.reader(100);
@@ -357,12 +393,134 @@ fn an_expert_that_the_disk_fails_to_read_is_read_later() {
     route(&reader, 1, &[4]);
     reader.finish();
     assert_eq!(slots_mapped(&fixture), 2);
+    // Reads that fail again and again change nothing for other experts.
+    disk.fail(down.offset..down.offset + down.nbytes, u64::MAX);
+    (0..100).for_each(|_| route(&reader, 1, &[4]));
+    route(&reader, 2, &[4]);
+    assert_eq!(slots_mapped(&fixture), 5);
     disk.fail(0..0, 0);
     route(&reader, 1, &[4]);
-    assert_eq!(slots_mapped(&fixture), 3);
+    assert_eq!(slots_mapped(&fixture), 6);
     for matrix in [Projection::Gate, Projection::Up, Projection::Down] {
         let (mapped, expected) = fixture.mapped(1, matrix, 4);
         assert!(mapped == expected);
     }
     drop(fixture);
+}
+
+/// Lets the kernel end this thread when it makes another system call than those that [`runs_without_system_calls`]
+/// and a clock without the vDSO need.
+fn limit_system_calls() {
+    const ALLOWED: [libc::c_long; 3] = [libc::SYS_write, libc::SYS_exit, libc::SYS_clock_gettime];
+    let statement = |code: u32, k: u32, jt: usize| libc::sock_filter {
+        code: code as u16,
+        jt: jt as u8,
+        jf: 0,
+        k,
+    };
+    // The number of the call is the first field.
+    let mut filter = vec![statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0)];
+    for (at, call) in ALLOWED.into_iter().enumerate() {
+        let code = libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K;
+        filter.push(statement(code, call as u32, ALLOWED.len() - at));
+    }
+    let result = libc::BPF_RET | libc::BPF_K;
+    filter.push(statement(result, libc::SECCOMP_RET_KILL_THREAD, 0));
+    filter.push(statement(result, libc::SECCOMP_RET_ALLOW, 0));
+    let program = libc::sock_fprog {
+        len: filter.len() as u16,
+        filter: filter.as_mut_ptr(),
+    };
+    // SAFETY: a valid program, which the kernel copies.
+    unsafe {
+        assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+        let mode = libc::SECCOMP_MODE_FILTER;
+        assert_eq!(
+            libc::prctl(libc::PR_SET_SECCOMP, mode, &raw const program),
+            0
+        );
+    }
+}
+
+/// Calls `prepare` and then what it returns, in a process of its own, whose first thread may make no system call
+/// meanwhile. Returns whether it ended.
+fn runs_without_system_calls<Work: FnOnce()>(prepare: impl FnOnce() -> Work) -> bool {
+    let (from, to) = std::io::pipe().unwrap();
+    let to = std::os::fd::AsRawFd::as_raw_fd(&to);
+    // SAFETY: the child makes a reader of its own, and is killed.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let work = prepare();
+        limit_system_calls();
+        work();
+        // SAFETY: both calls are allowed.
+        unsafe {
+            libc::write(to, c"1".as_ptr().cast(), 1);
+            libc::syscall(libc::SYS_exit, 0);
+        }
+    }
+    let mut answer = libc::pollfd {
+        fd: std::os::fd::AsRawFd::as_raw_fd(&from),
+        events: libc::POLLIN,
+        revents: 0,
+    };
+    let mut answers = || unsafe {
+        // SAFETY: a valid struct.
+        libc::poll(&raw mut answer, 1, 20) == 1
+    };
+    // A first thread that was killed or has ended is a zombie while there are others.
+    let stat = format!("/proc/{child}/stat");
+    let has_ended = || std::fs::read_to_string(&stat).is_ok_and(|text| text.contains(") Z "));
+    while !answers() && !has_ended() {}
+    let answered = answers();
+    // SAFETY: the child of this test.
+    unsafe {
+        libc::kill(child, libc::SIGKILL);
+        libc::waitpid(child, std::ptr::null_mut(), 0);
+    }
+    answered
+}
+
+#[test]
+fn what_is_here_costs_no_system_call() {
+    let fixture = Fixture::new();
+    let ids = packed(&[2, 5]);
+    let evaluate = |reader: &Reader| {
+        for layer in 0..LAYERS as usize {
+            reader.schedule(layer, Matrices::ALL, &Ids::packed(&ids, 2), None);
+            reader.wait(layer, Matrices::ALL);
+        }
+    };
+    let prepared = |evaluations: usize| {
+        let (fixture, evaluate) = (&fixture, &evaluate);
+        move || {
+            let reader = fixture.reader(100);
+            (0..evaluations).for_each(|_| evaluate(&reader));
+            move || {
+                (0..1000).for_each(|_| evaluate(&reader));
+                std::mem::forget(reader);
+            }
+        }
+    };
+    // Absent experts need system calls.
+    assert!(!runs_without_system_calls(prepared(0)));
+    assert!(runs_without_system_calls(prepared(1)));
+    // In the page cache, the reader rests after some passes.
+    let resting = || {
+        let bytes = std::fs::read(&fixture.path).unwrap();
+        assert_eq!(bytes, fixture.bytes);
+        let reader = Reader::new(&[&fixture.gguf], SETTINGS, |_| true).unwrap();
+        for _ in 0..1000 {
+            evaluate(&reader);
+            reader.finish();
+            if reader.counts().resting {
+                break;
+            }
+        }
+        move || {
+            (0..1000).for_each(|_| evaluate(&reader));
+            std::mem::forget(reader);
+        }
+    };
+    assert!(runs_without_system_calls(resting));
 }

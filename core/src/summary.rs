@@ -25,6 +25,20 @@ pub fn streaming(figures: &StreamFigures) -> String {
         percent(figures.resident_bytes, figures.checked_bytes),
         figures.major_faults,
     );
+    if figures.reading_seconds > 0.0 {
+        let waited = 100.0 * figures.waited_seconds / figures.seconds.max(1e-3);
+        text += &format!(
+            "; {:.0} MB of experts are in memory, evaluations waited for the disk in {:.0} % of their time, and the disk delivered {:.0} MB/s while it was read: {} the most",
+            mb(figures.held_bytes),
+            waited.min(100.0),
+            mb(read) / figures.reading_seconds,
+            if waited > 50.0 {
+                "it limits"
+            } else {
+                "computation limits"
+            },
+        );
+    }
     if figures.guesses > 0 {
         text += &format!(
             ", {:.0} % of {} guesses were right",
@@ -167,6 +181,22 @@ mod tests {
         };
         assert_eq!(fast_link.break_even(), Some(0.0));
         assert!(!post_fetch(&fast_link).contains("below"));
+    }
+
+    #[test]
+    fn what_limits_streaming_is_named() {
+        let figures = |waited_seconds| StreamFigures {
+            checked_bytes: 8,
+            read_bytes: 6_000_000,
+            seconds: 10.0,
+            reading_seconds: 3.0,
+            waited_seconds,
+            ..StreamFigures::default()
+        };
+        let disk = streaming(&figures(6.0));
+        let expected = "in 60 % of their time, and the disk delivered 2 MB/s while it was read: it limits the most";
+        assert!(disk.ends_with(expected), "{disk}");
+        assert!(streaming(&figures(4.0)).ends_with("computation limits the most"));
     }
 
     #[test]

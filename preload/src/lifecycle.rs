@@ -132,6 +132,7 @@ fn start() {
 pub fn disable() {
     barrier::shut();
     if !OFF.swap(true, Ordering::SeqCst) {
+        report(|to| to.disabled());
         log::error!("{DISABLED}");
     }
 }

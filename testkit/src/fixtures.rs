@@ -41,6 +41,12 @@ pub fn large_model() -> PathBuf {
     path
 }
 
+/// The same model in two shards, each with half of the experts' matrices of each two layers.
+pub fn large_shards() -> [PathBuf; 2] {
+    let folder = large_model().with_file_name("moe64-2-shards");
+    [1, 2].map(|number| folder.join(format!("smollm2-0000{number}-of-00002.gguf")))
+}
+
 /// Folder of the prebuilt upstream libraries from npm (`libggml-base.so`, …).
 pub fn upstream_libraries() -> PathBuf {
     fixture("upstream")

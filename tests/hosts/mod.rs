@@ -172,6 +172,18 @@ pub fn streaming(more: &[(&'static str, &str)]) -> DropIn {
     DropIn::On(variables)
 }
 
+/// Through the page cache, and in memory of the process: about three layers of `moe.gguf`.
+pub const WAYS: [&[(&str, &str)]; 2] = [&[], &[IN_MEMORY]];
+/// Experts are kept in memory of the process.
+pub const IN_MEMORY: (&str, &str) = ("LLAMA_EXPERT_STREAM_MEMORY_MB", "40");
+
+/// Checks that experts were kept in memory of the process exactly where that was requested.
+pub fn check_way(figures: &Value, way: &[(&str, &str)]) {
+    let held = count(figures, "held_bytes");
+    assert_eq!(held > 0, way.contains(&IN_MEMORY), "{figures}");
+    assert!(held <= 40 << 20, "{figures}");
+}
+
 /// The figures of the first model.
 pub fn stream_figures(host: &Host) -> Value {
     host.control("status")["models"][0]["stream"].clone()
@@ -196,8 +208,13 @@ pub fn streamed_text(program: Program, model: &Path, drop_in: &DropIn) -> (Trans
 /// Checks that a program writes the same with streaming; returns the figures.
 pub fn same_with_streaming(program: Program, model: &str) -> Value {
     let model = fixture(model);
+    let expected = fresh(program, &model);
+    let (text, figures) = streamed_text(program, &model, &streaming(&[IN_MEMORY]));
+    assert_eq!(text, expected);
+    check_way(&figures, &[IN_MEMORY]);
     let (text, figures) = streamed_text(program, &model, &streaming(&[]));
-    assert_eq!(text, fresh(program, &model));
+    assert_eq!(text, expected);
+    check_way(&figures, &[]);
     // A prompt and then a token at a time: all layers are scheduled in each evaluation.
     assert!(
         count(&figures, "layers") >= 4 * 2 * TOKENS as u64,

@@ -148,6 +148,8 @@ figures! {
         Counter seconds: f64,
         /// Time in which evaluations waited for experts that are read into memory of the process.
         Counter waited_seconds: f64 => "stream_waited_seconds_total",
+        /// Time in which a disk was read for memory of the process.
+        Counter reading_seconds: f64 => "stream_reading_seconds_total",
         /// Bytes of experts in memory of the process, in place of the page cache.
         Gauge held_bytes: u64 => "stream_held_bytes",
         /// Whether (1) or not (0) all experts are in memory, so that only samples are checked.

@@ -233,13 +233,15 @@ impl Lane {
         self.idle.load(Ordering::SeqCst).count_ones() as usize == threads
     }
 
-    /// Wakes so many threads, if they wait.
-    fn wake(&self, count: usize) {
+    /// Wakes so many threads, of the first `below` of them, if they wait.
+    fn wake(&self, count: usize, below: usize) {
         let Some(threads) = self.threads.get() else {
             return;
         };
-        for _ in 0..count.min(threads.len()) {
-            let idle = self.idle.load(Ordering::SeqCst);
+        let first = below.min(threads.len());
+        let all = u64::MAX >> (u64::BITS as usize - first.max(1));
+        for _ in 0..count.min(first) {
+            let idle = self.idle.load(Ordering::SeqCst) & all;
             if idle == 0 {
                 return;
             }
@@ -481,7 +483,7 @@ impl Reader {
             shared.publish(|lane| &lane.hottest, position, set);
         }
         for lane in &shared.lanes {
-            lane.wake(usize::MAX);
+            lane.wake(usize::MAX, usize::MAX);
         }
         count
     }
@@ -514,13 +516,17 @@ impl Reader {
         let units = (0..UNITS).filter(|projection| matrices.has(*projection));
         let units = units.map(|projection| layer * UNITS + projection);
         // This thread reads, too: it has nothing else to do, and need not be woken for what it reads.
+        let mut has_read = false;
         for unit in units.clone() {
             let wanted = &shared.lane(unit).wanted;
             while let Some(expert) = wanted.pop(unit) {
                 shared.read(unit, expert, Reason::Routed);
+                has_read = true;
             }
         }
-        if units.fold(false, |waited, unit| residents.wait(unit, goes_on) | waited) {
+        if units.fold(has_read, |waited, unit| {
+            residents.wait(unit, goes_on) | waited
+        }) {
             let waited = began.elapsed().as_nanos() as u64;
             add(&shared.figures.waited, waited);
         }
@@ -539,6 +545,13 @@ impl Reader {
     pub fn before_fork(&self) {
         if let Some(residents) = &self.shared.residents {
             residents.before_fork();
+        }
+    }
+
+    /// Reads all experts again, whose files were written in place.
+    pub fn read_again(&self) {
+        if let Some(residents) = &self.shared.residents {
+            residents.read_again();
         }
     }
 
@@ -561,14 +574,14 @@ impl Reader {
         loop {
             let mut lanes = shared.lanes.iter();
             if let Some(lane) = lanes.find(|of| of.wanted.is_pending() || of.hottest.is_pending()) {
-                lane.wake(usize::MAX);
+                lane.wake(usize::MAX, usize::MAX);
             } else if shared.lanes.iter().all(Lane::is_idle) {
                 if has_looked || !shared.is_quiet() {
                     return;
                 }
                 // A thread looks before it is idle again.
                 has_looked = true;
-                shared.lanes[0].wake(1);
+                shared.lanes[0].wake(1, usize::MAX);
             }
             std::thread::yield_now();
         }
@@ -585,6 +598,8 @@ impl Reader {
         let figures = &shared.figures;
         let get = |figure: &AtomicU64| figure.load(Ordering::Relaxed);
         let bytes = |figure: &AtomicU64| get(figure) * shared.page;
+        let residents = shared.residents.as_ref();
+        let (held_bytes, reading) = residents.map(Residents::figures).unwrap_or_default();
         StreamFigures {
             layers: get(&figures.layers),
             tokens: get(&figures.tokens),
@@ -599,7 +614,8 @@ impl Reader {
             major_faults: pages::major_faults().saturating_sub(figures.faults_before),
             seconds: get(&figures.active) as f64 * 1e-9,
             waited_seconds: get(&figures.waited) as f64 * 1e-9,
-            held_bytes: shared.residents.as_ref().map_or(0, Residents::bytes),
+            reading_seconds: reading.as_secs_f64(),
+            held_bytes,
             resting: shared.resting.load(Ordering::Relaxed),
             stopped: shared.stopped.load(Ordering::Relaxed),
         }
@@ -678,7 +694,8 @@ impl Shared {
             let unit = layer * UNITS + projection;
             let lane = self.lane(unit);
             lane.guessed.clear(unit);
-            if !matrices.has(projection) {
+            // A layer has gate and up in one matrix or in two.
+            if !matrices.has(projection) || self.unit_bytes[unit] == 0 {
                 continue;
             }
             let absent = match &self.residents {
@@ -705,7 +722,7 @@ impl Shared {
             requested[self.lane_of[next * UNITS]] += 1;
         }
         for (lane, requested) in self.lanes.iter().zip(requested) {
-            lane.wake(requested);
+            lane.wake(requested, usize::MAX);
         }
     }
 
@@ -920,6 +937,11 @@ impl Shared {
                 *of_layer = Some(experts);
             }
             self.guess(layer, &experts);
+            if self.residents.is_some() {
+                for lane in &self.lanes {
+                    lane.wake(GUESSING_THREADS, GUESSING_THREADS);
+                }
+            }
         }
         true
     }
@@ -934,7 +956,11 @@ impl Shared {
             requests.publish(unit);
         }
         if requests.is_pending() {
-            lane.wake(1);
+            let below = match reason {
+                Reason::Routed => usize::MAX,
+                Reason::Guessed => self.guessing_threads(),
+            };
+            lane.wake(1, below);
         }
         if let Some(expert) = expert {
             self.read(unit, expert, reason);
@@ -977,7 +1003,7 @@ impl Shared {
             self.figures.faults_seen.store(faults, Ordering::Relaxed);
             self.resting.store(true, Ordering::SeqCst);
             // The first thread sleeps for so long as to look.
-            self.lanes[0].wake(1);
+            self.lanes[0].wake(1, usize::MAX);
         }
     }
 
@@ -1042,7 +1068,9 @@ impl Shared {
             },
             read,
         );
-        self.note_effect(read > 0);
+        if self.residents.is_none() {
+            self.note_effect(read > 0);
+        }
         false
     }
 
@@ -1078,7 +1106,7 @@ impl Shared {
         } else if self.fruitless.fetch_add(1, Ordering::Relaxed) + 1 >= FRUITLESS
             && !self.stopped.swap(true, Ordering::SeqCst)
         {
-            self.lanes[0].wake(1);
+            self.lanes[0].wake(1, usize::MAX);
             if !self.reported.swap(true, Ordering::Relaxed) {
                 log::warn!(
                     "reading experts ahead has no effect on this file system or with so little free memory: the program reads them as without streaming until a sample succeeds"

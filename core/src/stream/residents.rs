@@ -14,7 +14,7 @@ use std::fs::File;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
@@ -28,12 +28,20 @@ use crate::memory::{free_memory, usable};
 const HALF_LIFE: u32 = 24;
 /// Matrices that are compared when one is to give its memory back.
 const CANDIDATES: usize = 64;
-/// Bytes of new slots between two looks at the free memory.
+/// Bytes of memory that is taken between two looks at the free memory.
 const LOOK_BYTES: u64 = 32 << 20;
 /// Mappings that are left to the program (`vm.max_map_count`). A matrix in memory needs two.
 const SPARE_MAPPINGS: usize = 8192;
 /// How long a wait lasts before it checks that threads are there.
 const CHECK_PERIOD: Duration = Duration::from_millis(200);
+/// How long the end of the process waits for a lock.
+const LONGEST_WAIT: Duration = Duration::from_millis(500);
+
+/// What several threads wait for.
+const ANY: usize = usize::MAX;
+
+/// Matrices that are in memory of this process, of all readers.
+static PLACED: AtomicUsize = AtomicUsize::new(0);
 
 const ABSENT: u8 = 0;
 const QUEUED: u8 = 1;
@@ -103,13 +111,35 @@ struct Held {
     bytes: u64,
     /// Where the next search for a matrix that gives its memory back begins.
     cursor: usize,
+    /// How often everything was given back: what was read before is old.
+    generation: u32,
     /// Whether nothing may be mapped any more.
     ended: bool,
     /// Threads that are about to fork, during which nothing is mapped.
     forks: u32,
+    /// Reads that are under way.
+    reads: u32,
+    /// When the first of them began, since none was.
+    began: Option<Instant>,
+    /// Time with a read under way.
+    reading: Duration,
 }
 
 impl Held {
+    fn begin_read(&mut self) {
+        if self.reads == 0 {
+            self.began = Some(Instant::now());
+        }
+        self.reads += 1;
+    }
+
+    fn end_read(&mut self) {
+        self.reads -= 1;
+        if let Some(began) = self.began.take_if(|_| self.reads == 0) {
+            self.reading += began.elapsed();
+        }
+    }
+
     fn may_map(&self) -> bool {
         !self.ended && self.forks == 0
     }
@@ -131,11 +161,11 @@ pub struct Residents {
     pieces: Vec<Piece>,
     slots: Slots,
     held: Mutex<Held>,
-    /// The most matrices that are here.
+    /// The most matrices that are in memory of this process.
     most_pieces: usize,
     /// The most bytes that are here now.
     limit: AtomicU64,
-    /// Bytes of new slots since the last look at the free memory.
+    /// Bytes of memory that was taken since the last look at the free memory.
     unlooked: AtomicU64,
     /// Evaluations so far.
     evaluation: AtomicU32,
@@ -144,7 +174,7 @@ pub struct Residents {
     /// Whether all experts of the current layer, and of the layers after it, are used one after the other.
     scans: AtomicBool,
     waiters: AtomicUsize,
-    /// The matrix that the waiting thread waits for.
+    /// The matrix that the waiting thread waits for, or [`ANY`].
     awaited: AtomicUsize,
     lock: Mutex<()>,
     read: Condvar,
@@ -190,7 +220,7 @@ impl Residents {
             current: AtomicUsize::new(0),
             scans: AtomicBool::new(false),
             waiters: AtomicUsize::new(0),
-            awaited: AtomicUsize::new(usize::MAX),
+            awaited: AtomicUsize::new(ANY),
             lock: Mutex::default(),
             read: Condvar::new(),
         };
@@ -203,9 +233,12 @@ impl Residents {
         self.limit.load(Ordering::Relaxed)
     }
 
-    /// Returns the bytes that are here.
-    pub fn bytes(&self) -> u64 {
-        self.held.lock().bytes
+    /// Returns the bytes that are here, and the time in which a disk was read.
+    pub fn figures(&self) -> (u64, Duration) {
+        // At the end of the process, another thread may hold the lock for ever.
+        let held = self.held.try_lock_for(LONGEST_WAIT);
+        held.map(|held| (held.bytes, held.reading))
+            .unwrap_or_default()
     }
 
     fn piece_of(&self, unit: Unit, expert: u32) -> usize {
@@ -237,7 +270,7 @@ impl Residents {
         self.scans.load(Ordering::Relaxed)
     }
 
-    /// Notes a use of a matrix. Returns whether it is here, and whether it must be requested.
+    /// Notes a use of a matrix. Returns whether it is here or on its way, and whether it must be requested.
     pub fn note_use(&self, unit: Unit, expert: u32) -> (bool, bool) {
         let piece = &self.pieces[self.piece_of(unit, expert)];
         if !self.scans() {
@@ -248,7 +281,7 @@ impl Residents {
         }
         let order = Ordering::SeqCst;
         let queued = piece.state.compare_exchange(ABSENT, QUEUED, order, order);
-        (queued == Err(HERE), queued == Ok(ABSENT))
+        (queued.is_err(), queued.is_ok())
     }
 
     /// Whether a matrix is neither here nor on its way.
@@ -273,11 +306,13 @@ impl Residents {
             }
             waited = true;
             let mut lock = self.lock.lock();
-            self.waiters.fetch_add(1, Ordering::SeqCst);
-            self.awaited.store(piece, Ordering::SeqCst);
+            let others = self.waiters.fetch_add(1, Ordering::SeqCst);
+            let awaited = if others == 0 { piece } else { ANY };
+            self.awaited.store(awaited, Ordering::SeqCst);
             while is_coming() && goes_on() {
                 self.read.wait_for(&mut lock, CHECK_PERIOD);
             }
+            self.awaited.store(ANY, Ordering::SeqCst);
             self.waiters.fetch_sub(1, Ordering::SeqCst);
         }
         waited
@@ -305,10 +340,9 @@ impl Residents {
             // Another thread reads it, or a routed layer has requested it.
             return Some(0);
         }
+        let reading = Reading(self, piece);
         let read = self.read(piece, residency);
-        if read.is_none() {
-            self.finish(piece, ABSENT);
-        }
+        drop(reading);
         if self.unlooked.load(Ordering::Relaxed) >= LOOK_BYTES {
             self.look_at_memory();
         }
@@ -318,7 +352,7 @@ impl Residents {
     fn read(&self, piece: usize, residency: impl Fn(usize) -> Residency) -> Option<u64> {
         let slice = self.slice(piece)?;
         let span = self.mapped.span(&slice, self.page)?;
-        let slot = self.take_slot(span.len, piece)?;
+        let (slot, generation) = self.take_slot(span.len, piece)?;
         let (file, bytes) = (
             &self.files[span.file],
             span.offset..span.offset + span.len as u64,
@@ -336,12 +370,23 @@ impl Residents {
         let needed = (slice.offset - span.offset + slice.nbytes) as usize;
         let is_read = read.is_ok_and(|read| read >= needed);
         let mut held = self.held.lock();
+        held.end_read();
+        let may_place = is_read && held.may_map() && held.generation == generation;
         // SAFETY: the tensor is mapped there until the reader ends, as its owner has promised.
-        if is_read && held.may_map() && unsafe { self.slots.place(slot, &span) }.is_ok() {
+        let placed = may_place.then(|| unsafe { self.slots.place(slot, &span) });
+        if let Some(Ok(())) = placed {
             held.pieces.push(piece as u32);
+            PLACED.fetch_add(1, Ordering::Relaxed);
             self.pieces[piece].slot.store(slot, Ordering::Relaxed);
             self.finish(piece, HERE);
             return Some(if cached { 0 } else { slice.nbytes });
+        }
+        if placed.is_some() {
+            // The kernel may have removed what was mapped there before it failed.
+            // SAFETY: as above.
+            if let Err(error) = unsafe { memory::restore(&span, file) } {
+                report_unmapped(&error);
+            }
         }
         held.bytes -= span.len as u64;
         held.free.entry(span.len).or_default().push(slot);
@@ -351,29 +396,38 @@ impl Residents {
     /// Changes the state of a matrix that was being read, and wakes the thread that waits for it.
     fn finish(&self, piece: usize, state: u8) {
         self.pieces[piece].state.store(state, Ordering::SeqCst);
-        let waiters = self.waiters.load(Ordering::SeqCst);
-        if waiters > 1 || waiters == 1 && self.awaited.load(Ordering::SeqCst) == piece {
+        let awaited = self.awaited.load(Ordering::SeqCst);
+        let is_awaited = awaited == piece || awaited == ANY;
+        if is_awaited && self.waiters.load(Ordering::SeqCst) > 0 {
             drop(self.lock.lock());
             self.read.notify_all();
         }
     }
 
-    /// Returns a slot of a size for a matrix; others give theirs back. `None` where none can.
-    fn take_slot(&self, len: usize, wanted: usize) -> Option<usize> {
+    /// Returns a slot of a size for a matrix, and the generation; others give theirs back. `None` where none can.
+    fn take_slot(&self, len: usize, wanted: usize) -> Option<(usize, u32)> {
         let mut held = self.held.lock();
-        while held.bytes + len as u64 > self.limit() || held.pieces.len() >= self.most_pieces {
+        let mut is_new = true;
+        while held.bytes + len as u64 > self.limit()
+            || PLACED.load(Ordering::Relaxed) >= self.most_pieces
+        {
             if !held.may_map() || !self.give_back(&mut held, Some((wanted, len))) {
                 return None;
             }
+            is_new = false;
         }
+        if is_new {
+            self.unlooked.fetch_add(len as u64, Ordering::Relaxed);
+        }
+        held.begin_read();
         held.bytes += len as u64;
         let free = held.free.entry(len).or_default().pop();
-        free.or_else(|| {
+        let slot = free.or_else(|| {
             let slot = held.end;
             held.end += len;
-            self.unlooked.fetch_add(len as u64, Ordering::Relaxed);
             Some(slot)
-        })
+        });
+        slot.map(|slot| (slot, held.generation))
     }
 
     /// Gives the slot of the matrix back that is the least worth; with `wanted`, only of one that is worth
@@ -395,19 +449,20 @@ impl Residents {
         if wanted.is_some_and(|(wanted, _)| worth >= self.worth(wanted)) {
             return false;
         }
-        let piece = held.pieces.swap_remove(at) as usize;
+        let piece = held.pieces[at] as usize;
         let slot = self.pieces[piece].slot.load(Ordering::Relaxed);
-        self.pieces[piece].state.store(ABSENT, Ordering::SeqCst);
         let Some(span) = self.span(piece) else {
-            return true;
+            return false;
         };
         // SAFETY: as for `place`.
         if let Err(error) = unsafe { memory::restore(&span, &self.files[span.file]) } {
-            log::error!(
-                "cannot map the file of an expert again: {error}: its memory stays in use; raise vm.max_map_count"
-            );
-            return true;
+            // It stays here.
+            report_unmapped(&error);
+            return false;
         }
+        held.pieces.swap_remove(at);
+        PLACED.fetch_sub(1, Ordering::Relaxed);
+        self.pieces[piece].state.store(ABSENT, Ordering::SeqCst);
         self.place_borders(piece, &span);
         held.bytes -= span.len as u64;
         if wanted.is_none_or(|(_, len)| len != span.len) {
@@ -454,7 +509,7 @@ impl Residents {
     /// Maps what is here in the parent of a fork.
     pub fn after_fork(&self) {
         let mut held = self.held.lock();
-        held.forks -= 1;
+        held.forks = held.forks.saturating_sub(1);
         if held.may_map() {
             self.for_each(&held, |piece, span| {
                 let slot = self.pieces[piece].slot.load(Ordering::Relaxed);
@@ -495,7 +550,7 @@ impl Residents {
             return;
         };
         let mut held = self.held.lock();
-        if held.ended {
+        if !held.may_map() {
             return;
         }
         let fits = (held.bytes + usable(free)).saturating_sub(self.mapped.others);
@@ -507,7 +562,40 @@ impl Residents {
     /// Maps nothing any more: the program may unmap its files after this call. What is here stays, and goes
     /// with the mapping.
     pub fn end(&self) {
-        self.held.lock().ended = true;
+        // Nothing maps without the lock. Who holds it for so long is this thread, which exits.
+        if let Some(mut held) = self.held.try_lock_for(LONGEST_WAIT) {
+            held.ended = true;
+        }
+    }
+
+    /// Gives all memory back, since the file has other bytes.
+    pub fn read_again(&self) {
+        let mut held = self.held.lock();
+        held.generation += 1;
+        while held.may_map() && self.give_back(&mut held, None) {}
+    }
+}
+
+impl Drop for Residents {
+    fn drop(&mut self) {
+        PLACED.fetch_sub(self.held.get_mut().pieces.len(), Ordering::Relaxed);
+    }
+}
+
+fn report_unmapped(error: &io::Error) {
+    log::error!("cannot map the file of an expert again: {error}: raise vm.max_map_count");
+}
+
+/// A matrix that is being read; it is absent if it is not here in the end.
+struct Reading<'a>(&'a Residents, usize);
+
+impl Drop for Reading<'_> {
+    fn drop(&mut self) {
+        let Reading(residents, piece) = self;
+        let state = &residents.pieces[*piece].state;
+        if state.load(Ordering::SeqCst) == READING {
+            residents.finish(*piece, ABSENT);
+        }
     }
 }
 

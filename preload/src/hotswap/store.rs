@@ -19,6 +19,7 @@ use crate::hotswap::placement::{self, extents};
 use crate::program::barrier::{MODEL_FREED, Replaced};
 use crate::program::models::{Instance, Model};
 use crate::program::{barrier, own_cache, sched};
+use crate::streaming;
 
 /// Why a switch does not happen.
 const REFUSED_MEANWHILE: &str = "a graph that the program made meanwhile refuses swaps of its weights: 'llama-sidecar status' has the reason";
@@ -512,6 +513,8 @@ impl Store for ProgramStore<'_> {
         let viewed = move |&(tensor, instance): &(usize, usize)| {
             viewer.tensors[tensor].instances[instance].is_viewed()
         };
+        let mut outcomes = staged.effects.iter().map(|effect| effect.outcome);
+        let in_place = outcomes.any(|outcome| outcome == Outcome::InPlace);
         let next = Arc::new(Mutex::new(staged.next));
         let replaced = next.clone();
         let switched = barrier::switch(
@@ -538,6 +541,9 @@ impl Store for ProgramStore<'_> {
                 }
                 for &tensor in &tensors {
                     own_cache::changed(&model, tensor);
+                }
+                if in_place {
+                    streaming::read_again(&model);
                 }
                 Ok(())
             },

@@ -90,6 +90,9 @@ pub trait Capability: Sync {
     /// A scheduler is about to be freed; its graph and its backends may be gone.
     fn scheduler_freed(&self, _scheduler: &Scheduler) {}
 
+    /// An internal error has turned the drop-in off: no event is reported any more.
+    fn disabled(&self) {}
+
     /// This process is about to fork.
     fn before_fork(&self) {}
 

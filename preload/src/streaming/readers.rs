@@ -1,10 +1,12 @@
 //! Expert streaming: experts of a model that is larger than memory are read from disk as soon
 //! as their layer is routed.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
 use sidecar_core::config::{Config, ExpertStream};
@@ -56,6 +58,14 @@ struct MappedMatrix {
     /// The position of its layer.
     layer: usize,
     matrix: Matrices,
+}
+
+/// How long a fork and the end of the process wait for a lock.
+const LONGEST_WAIT: Duration = Duration::from_secs(1);
+
+thread_local! {
+    /// Whether this thread holds [`STREAMS`] during a fork.
+    static HOLDS: Cell<bool> = const { Cell::new(false) };
 }
 
 /// The readers of models that the program has.
@@ -140,25 +150,37 @@ impl Capability for Streaming {
         }
     }
 
+    fn disabled(&self) {
+        end_readers();
+    }
+
     fn before_fork(&self) {
-        for stream in STREAMS.read().iter() {
-            stream.reader.before_fork();
+        // The same readers are there after the fork.
+        if let Some(streams) = STREAMS.try_read_for(LONGEST_WAIT) {
+            streams
+                .iter()
+                .for_each(|stream| stream.reader.before_fork());
+            std::mem::forget(streams);
+            HOLDS.set(true);
         }
     }
 
     fn after_fork(&self) {
-        for stream in STREAMS.read().iter() {
-            stream.reader.after_fork();
+        if HOLDS.replace(false) {
+            // SAFETY: this thread locked it before the fork, and forgot the guard. Nothing changes it meanwhile.
+            let streams = unsafe { &*STREAMS.data_ptr() };
+            streams.iter().for_each(|stream| stream.reader.after_fork());
+            // SAFETY: as above.
+            unsafe { STREAMS.force_unlock_read() };
         }
     }
 
     fn finish(&self) {
+        end_readers();
         // The process ends: a thread that holds the lock may never release it.
         let (Some(streams), Some(freed)) = (STREAMS.try_read(), FREED.try_lock()) else {
             return;
         };
-        // No model is reported as freed from here on.
-        streams.iter().for_each(|stream| stream.reader.end());
         let mut by_path = freed.clone();
         for stream in streams.iter() {
             stream.add_to(&mut by_path);
@@ -186,6 +208,21 @@ impl Capability for Streaming {
     }
 }
 
+/// Ends all readers: no model is reported as freed from here on.
+fn end_readers() {
+    if let Some(streams) = STREAMS.try_read_for(LONGEST_WAIT) {
+        streams.iter().for_each(|stream| stream.reader.end());
+    }
+}
+
+/// Reads the experts of a model again, whose file was written in place.
+pub fn read_again(model: &Model) {
+    let streams = STREAMS.read();
+    if let Some(stream) = streams.iter().find(|stream| stream.model == model.number) {
+        stream.reader.read_again();
+    }
+}
+
 /// Requests the experts of the layer that has bytes at an address, of which the program is about to copy
 /// the first matrix to a device, and waits for those that are copied next.
 fn copied<'a>(from: usize, is_whole: bool, ids: impl FnOnce() -> Option<Ids<'a>>) {
@@ -200,8 +237,6 @@ fn copied<'a>(from: usize, is_whole: bool, ids: impl FnOnce() -> Option<Ids<'a>>
         {
             reader.schedule(layer, reader.in_place(layer), &ids, None);
         }
-        // Post-fetch copies the next matrices early.
-        let is_whole = is_whole || Config::get().program_postfetch.is_used();
         let copied = if is_whole {
             reader.in_place(layer)
         } else {
@@ -281,7 +316,6 @@ fn start(model: &Arc<Model>) {
     match reader {
         Ok(reader) => {
             log::info!("streaming the routed experts of {path}");
-            read_hottest(&reader);
             let mapped = addresses(model, &reader);
             STREAMS.write().push(Stream {
                 model: model.number,
@@ -292,6 +326,10 @@ fn start(model: &Arc<Model>) {
                 copied: AtomicUsize::new(usize::MAX),
                 noted: AtomicBool::new(false),
             });
+            let is_new = |stream: &&Stream| stream.model == model.number;
+            if let Some(stream) = STREAMS.read().iter().find(is_new) {
+                read_hottest(&stream.reader);
+            }
         }
         Err(error) => {
             log::warn!(
@@ -353,9 +391,13 @@ fn mapped(model: &Model) -> Mapped {
     mapped
 }
 
-/// Whether the experts of a model do not fit into the free memory, and can be kept in memory of the process
+/// Whether the experts of a model do not fit into the free memory, or into what the user allows, and can be kept in memory of the process
 /// instead of the page cache: they are in plain mappings of their files.
 fn needs_memory(model: &Model, mapped: &Mapped) -> bool {
+    // Post-fetch copies experts before the reader has them.
+    if Config::get().program_postfetch.is_used() {
+        return false;
+    }
     // ggml then lets a GPU read the pages of the mapping at any time, and slots get other bytes.
     if std::env::var_os("GGML_CUDA_REGISTER_HOST").is_some() {
         return false;
@@ -376,7 +418,9 @@ fn needs_memory(model: &Model, mapped: &Mapped) -> bool {
         bytes += instances.next().map_or(0, |_| info.nbytes);
     }
     let free = free_memory().map_or(u64::MAX, |(free, _)| usable(free));
-    bytes > free.saturating_sub(mapped.others) && mapped.most != Some(0)
+    let fit = free.saturating_sub(mapped.others);
+    let most = mapped.most.unwrap_or(u64::MAX);
+    most > 0 && bytes > fit.min(most)
 }
 
 /// Returns where expert matrices are mapped, ascending.
