@@ -25,7 +25,7 @@ use crate::experts::{ExpertIndex, ExpertSlice, Projection};
 use crate::memory::{free_memory, usable};
 
 /// Tokens after which a use counts for half as much.
-const HALF_LIFE: u32 = 24;
+const HALF_LIFE: u32 = 16;
 /// Matrices that are compared when one is to give its memory back.
 const CANDIDATES: usize = 64;
 /// Bytes of memory that is taken between two looks at the free memory.
