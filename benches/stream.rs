@@ -8,6 +8,8 @@
 //! The program is `hosts/c/host.c` with one thread, in a control group with a limit of memory.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs::File;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
@@ -16,7 +18,7 @@ use sidecar_core::gguf::{Access, GgufFile};
 use testkit::fixtures::{large_model, large_shards};
 use testkit::host::{DropIn, Host, Program};
 use testkit::median;
-use testkit::memory_limit::MemoryLimit;
+use testkit::memory_limit::{MemoryLimit, drop_cache};
 use testkit::process::memory;
 use testkit::slow_disk::{SlowDisk, Speed};
 
@@ -170,6 +172,7 @@ fn main() {
     if disks == amount.disks {
         two_disks(&disk, &ways, &parts, &reference, &amount);
         drop(disk);
+        own_disk(&ways, &model, &parts, &reference, &amount);
         resident(&ways, &model, &amount);
     }
 }
@@ -493,10 +496,19 @@ fn measure(
     for disk in disks {
         disk.drop_cache().expect("no process has mapped the file");
     }
-    let read = || disks.iter().map(|disk| disk.counts().bytes).sum::<u64>();
+    if disks.is_empty() {
+        let file = File::open(model).expect("a model");
+        drop_cache(&file).expect("no process has mapped the file");
+    }
     let group = MemoryLimit::new(limit).unwrap_or_else(|reason| panic!("{reason}"));
     let began = Instant::now();
     let mut host = way.start(model, |command| group.apply(command));
+    let process = host.id();
+    // Without an emulated disk, what the process has read from a disk (proc_pid_io(5)).
+    let read = || match disks {
+        [] => read_by(process),
+        _ => disks.iter().map(|disk| disk.counts().bytes).sum::<u64>(),
+    };
     let first = ask(&mut host, "force", 1);
     figures.first_token_s.push(began.elapsed().as_secs_f64());
     let prefill = ask(&mut host, "prefill", amount.prefill);
@@ -513,6 +525,88 @@ fn measure(
     let private = memory(&host.id().to_string(), "RssAnon:");
     assert_eq!(host.end(), Some(0));
     private
+}
+
+/// Returns the bytes that a process has read from a disk.
+fn read_by(process: u32) -> u64 {
+    let text = std::fs::read_to_string(format!("/proc/{process}/io")).expect("a process");
+    let mut lines = text.lines();
+    let bytes = lines.find_map(|line| line.strip_prefix("read_bytes: "));
+    bytes.and_then(|of| of.parse().ok()).expect("a number")
+}
+
+/// Measures on the disk of this machine, without an emulation.
+fn own_disk(ways: &[Way], model: &Path, parts: &Parts, reference: &Reference, amount: &Amount) {
+    println!("### The disk of this machine\n");
+    println!(
+        "The same model on the disk of this machine, with its own read-ahead. Memory for 25 % of the model, nothing in the page cache at the start. Before each run, the disk was read for a second by 8 threads, 512 KiB at a time, around the page cache. Medians of {}, alternating; the same logits.\n",
+        amount.rounds
+    );
+    println!("| with | the disk alone, MB/s | prefill s | ratio | tokens/s | ratio | MB/token |");
+    println!("|---|---|---|---|---|---|---|");
+    let mut figures: Vec<Figures> = ways.iter().map(|_| Figures::default()).collect();
+    let mut alone = vec![Vec::new(); ways.len()];
+    for _ in 0..amount.rounds {
+        for (at, way) in ways.iter().enumerate() {
+            alone[at].push(disk_speed(model));
+            let figures = &mut figures[at];
+            measure(&[], model, parts.all / 4, way, reference, amount, figures);
+        }
+    }
+    let mut stock = None;
+    for (at, way) in ways.iter().enumerate() {
+        let prefill = median(&mut figures[at].prefill_s);
+        let ms = median(&mut figures[at].ms);
+        let (stock_prefill, stock_ms) = *stock.get_or_insert((prefill, ms));
+        println!(
+            "| {} | {:.0} | {prefill:.2} | **{:.2}x** | {:.2} | **{:.2}x** | {:.1} |",
+            way.label,
+            median(&mut alone[at]),
+            stock_prefill / prefill,
+            1e3 / ms,
+            stock_ms / ms,
+            median(&mut figures[at].mb),
+        );
+    }
+    println!();
+}
+
+/// Returns how many megabytes of a file 8 threads read in a second around the page cache, at places all over
+/// it.
+fn disk_speed(path: &Path) -> f64 {
+    const THREADS: u64 = 8;
+    const PIECE: u64 = 512 << 10;
+    let mut options = File::options();
+    let file = options.read(true).custom_flags(libc::O_DIRECT).open(path);
+    let file = file.expect("a disk with direct reads");
+    let pieces = file.metadata().expect("a file").len() / PIECE;
+    let began = Instant::now();
+    let (file, began) = (&file, &began);
+    let read = move |thread: u64| {
+        // Alignment for direct reads.
+        let mut memory = memmap2::MmapMut::map_anon(PIECE as usize).expect("memory");
+        let mut number = thread;
+        let mut bytes = 0;
+        while began.elapsed().as_secs_f64() < 1.0 {
+            number = number
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
+            let offset = (number >> 33) % pieces * PIECE;
+            bytes += file
+                .read_at(&mut memory, offset)
+                .expect("a disk that reads");
+        }
+        bytes
+    };
+    let bytes: usize = std::thread::scope(|scope| {
+        let threads = (0..THREADS).map(|thread| scope.spawn(move || read(thread)));
+        let threads: Vec<_> = threads.collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().expect("no panic"))
+            .sum()
+    });
+    bytes as f64 / 1e6 / began.elapsed().as_secs_f64()
 }
 
 /// Compares the ways with everything in memory, on the real disk.

@@ -349,6 +349,7 @@ impl Residents {
         read
     }
 
+    /// Reads a matrix into a slot, and maps the slot.
     fn read(&self, piece: usize, residency: impl Fn(usize) -> Residency) -> Option<u64> {
         let slice = self.slice(piece)?;
         let span = self.mapped.span(&slice, self.page)?;
@@ -422,12 +423,11 @@ impl Residents {
         held.begin_read();
         held.bytes += len as u64;
         let free = held.free.entry(len).or_default().pop();
-        let slot = free.or_else(|| {
-            let slot = held.end;
+        let slot = free.unwrap_or_else(|| {
             held.end += len;
-            Some(slot)
+            held.end - len
         });
-        slot.map(|slot| (slot, held.generation))
+        Some((slot, held.generation))
     }
 
     /// Gives the slot of the matrix back that is the least worth; with `wanted`, only of one that is worth
