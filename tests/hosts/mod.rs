@@ -172,16 +172,16 @@ pub fn streaming(more: &[(&'static str, &str)]) -> DropIn {
     DropIn::On(variables)
 }
 
-/// Through the page cache, and in memory of the process: about three layers of `moe.gguf`.
+/// Through the page cache, and in memory of the process: more than a layer of `moe.gguf`.
 pub const WAYS: [&[(&str, &str)]; 2] = [&[], &[IN_MEMORY]];
 /// Experts are kept in memory of the process.
-pub const IN_MEMORY: (&str, &str) = ("LLAMA_EXPERT_STREAM_MEMORY_MB", "40");
+pub const IN_MEMORY: (&str, &str) = ("LLAMA_EXPERT_STREAM_MEMORY_MB", "20");
 
 /// Checks that experts were kept in memory of the process exactly where that was requested.
 pub fn check_way(figures: &Value, way: &[(&str, &str)]) {
     let held = count(figures, "held_bytes");
     assert_eq!(held > 0, way.contains(&IN_MEMORY), "{figures}");
-    assert!(held <= 40 << 20, "{figures}");
+    assert!(held <= 20 << 20, "{figures}");
 }
 
 /// The figures of the first model.
