@@ -123,8 +123,10 @@ fn the_wrapper_reports_evaluations_and_reloads_at_the_end() {
     assert_eq!(status.code(), Some(3));
     let failed = "the program ended before it opened a model (exit status: 3)";
     assert!(line.contains(failed) && !line.contains("ggml"), "{line}");
-    let (line, _) = last(&["run", "--", "true"]);
+    let (line, _) = last(&["run", "--none", "--", "true"]);
     assert!(line.contains("nothing enabled"), "{line}");
+    let (line, _) = last(&["run", "--", "true"]);
+    assert!(line.contains("opened no model"), "{line}");
     let (line, _) = last(&["run", "--quiet", "--", "true"]);
     assert_eq!(line, "");
     let (line, _) = last(&[
@@ -138,7 +140,7 @@ fn the_wrapper_reports_evaluations_and_reloads_at_the_end() {
     assert_eq!(line, "true");
     // The last value of a variable counts, as in the environment of the program.
     let off = "LLAMA_SIDECAR_HOTSWAP=0";
-    let (line, _) = last(&["run", "--hotswap", "--set", off, "--", "true"]);
+    let (line, _) = last(&["run", "--none", "--hotswap", "--set", off, "--", "true"]);
     assert!(line.contains("nothing enabled"), "{line}");
     for wrong in ["LLAMA_NONSENSE=3", "LLAMA_POSTFETCH_MAX_TRANSFERS=x"] {
         let (_, status) = last(&["run", "--set", wrong, "--", "true"]);

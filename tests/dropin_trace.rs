@@ -320,6 +320,8 @@ fn post_fetch_is_on_where_its_switch_is_set() {
     assert!(text.contains(error), "{text}");
     for value in [None, Some("0")] {
         let text = wrapped(value);
-        assert!(text.contains("nothing enabled"), "{text}");
+        assert!(!text.contains("post-fetch"), "{text}");
+        // What is on by default.
+        assert!(text.contains("nothing is to be streamed"), "{text}");
     }
 }

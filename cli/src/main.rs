@@ -7,6 +7,7 @@
 //! |---|---|
 //! | [`generate`] | man pages and shell completions |
 //! | [`swap`] | tensors from one model's files to another's or to a running program, and back |
+//! | [`compare`] | a program with and without the drop-in |
 //! | [`tune`] | which tensors can be quantised further, and types for a size |
 //! | [`launch`] | programs with the drop-in |
 //! | [`control`] | requests to a running program |
@@ -14,6 +15,7 @@
 //! | [`inspect`] | models without a program |
 //! | [`sizes`], [`output`], [`space`] | sizes, shares and tables as text; texts in files; free space |
 
+mod compare;
 mod control;
 mod generate;
 mod inspect;
@@ -64,6 +66,12 @@ enum Command {
     /// hot-swap works in the program, else 1, with the reason. With --stream-experts, the
     /// experts of its models must also be streamed.
     Doctor(doctor::DoctorOptions),
+    /// Measure whether a program is faster with the drop-in, and whether its results are equal.
+    ///
+    /// Runs the program as it was typed and with each capability that applies, in turn, until the
+    /// difference is known. Compares a hash of all logits of each evaluation. Writes compare.json
+    /// and compare.html. No process is left at the end or after an interruption.
+    Compare(compare::CompareOptions),
     /// Replace tensors in a model's files, or restore the originals.
     ///
     /// Writes the new file next to the old one, checks the new file and renames it over the
@@ -183,6 +191,7 @@ fn main() -> ExitCode {
         Command::Inspect { file, json } => inspect::run(&file, json),
         Command::Run(options) => run::run(&options),
         Command::Doctor(options) => doctor::run(&options),
+        Command::Compare(options) => compare::run(&options),
         Command::Swap(options) => swap::run(&options),
         Command::Tune(options) => tune::run(&options),
         Command::Status { at, hash: true } => control::run(&at.socket, &Request::Hash, at.json),

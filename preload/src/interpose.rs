@@ -30,11 +30,11 @@ use crate::program::models::Model;
 use crate::program::parts::{self, Parts, Requested};
 use crate::program::sched::{self, Allocated, Scheduler};
 use crate::program::weight_copies::{self, WeightCopy};
-use crate::program::{loads, logits, models, own_cache, routing};
+use crate::program::{loads, models, own_cache, routing};
 use crate::rounds;
 use crate::streaming::load;
 use crate::trace::counts;
-use crate::{lifecycle, postfetch};
+use crate::{lifecycle, logits, postfetch};
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 compile_error!("the drop-in works on Linux x86-64 only");
@@ -599,11 +599,11 @@ unsafe extern "C-unwind" fn sched_compute(sched: *mut Sched, graph: *mut Graph) 
         // SAFETY: the arguments of the call.
         let result = unsafe { real(sched, graph) };
         drop(parts);
-        if log::log_enabled!(log::Level::Debug) {
+        if logits::is_requested() {
             // SAFETY: the graph is live, and its backends are waited for first.
             guarded(|| unsafe {
                 (call.ggml.f.ggml_backend_sched_synchronize)(sched);
-                logits::log_hash(call.ggml, graph);
+                logits::note_output(call.ggml, graph);
             });
         }
         result

@@ -12,6 +12,7 @@
 //! | [`rounds`] | rounds: llama-perplexity evaluates again and again |
 //! | [`hotswap`], [`postfetch`] | hot-swap; experts in host memory are copied early to the GPU that multiplies |
 //! | [`streaming`], [`trace`] | experts from disk as soon as they are routed; which experts are used |
+//! | [`logits`] | hashes of what evaluations computed |
 //! | [`program`] | the program's models, graphs and schedulers, and the events of capabilities |
 //! | [`loader`] | loaded objects, and the calls between them |
 //! | [`ggml`] | a copy of ggml: its functions and the layout of its tensors |
@@ -31,6 +32,7 @@ mod hotswap;
 mod interpose;
 mod lifecycle;
 mod loader;
+mod logits;
 mod postfetch;
 mod process;
 mod program;

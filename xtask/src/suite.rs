@@ -121,6 +121,8 @@ const CHECKS: &[Check] = &[
         "at_rest",
     ),
     Check::programs("the command with real hosts", "command"),
+    Check::programs("comparisons of programs with themselves", "compare")
+        .unless(llama_cpp::missing),
     Check::programs("drop-in in llama-server from source", "llama_server")
         .unless(llama_cpp::missing),
     Check::programs(

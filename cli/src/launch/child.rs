@@ -17,7 +17,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use rustix::io::retry_on_intr;
 use rustix::process::{
-    Pid, Resource, Rlimit, Signal, WaitId, WaitIdOptions, kill_process, setrlimit, waitid,
+    Pid, Resource, Rlimit, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group,
+    setrlimit, test_kill_process_group, waitid,
 };
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::exfiltrator::origin::WithOrigin;
@@ -28,6 +29,8 @@ use signal_hook::low_level::siginfo::{Cause, Origin};
 /// Signals with which users control a program.
 const PASSED_ON: [i32; 6] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
 
+/// Time between SIGTERM and SIGKILL.
+const LAST_WAIT: Duration = Duration::from_secs(5);
 /// How long the report of a witness may take.
 const REPORT_TIME: Duration = Duration::from_millis(100);
 /// For how long a signal of the group counts as that of this process: programs such as `timeout`
@@ -181,6 +184,29 @@ pub fn wait(child: &mut Child) -> Result<ExitStatus> {
     Ok(child.wait()?)
 }
 
+/// Ends a child and all processes of its group. The child is the leader of the group, and was not
+/// waited for yet.
+pub fn end_group(child: &mut Child) -> Result<()> {
+    // The program may be a script: the processes that it started end, too.
+    let group = Pid::from_child(child);
+    let _ = kill_process_group(group, Signal::TERM);
+    let since = Instant::now();
+    loop {
+        let has_ended = child.try_wait()?.is_some();
+        // Each process writes its last events as it ends, and the script may end first.
+        if has_ended && test_kill_process_group(group).is_err() {
+            return Ok(());
+        }
+        if since.elapsed() > LAST_WAIT {
+            let _ = kill_process_group(group, Signal::KILL);
+            if has_ended {
+                return Ok(());
+            }
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
 /// Ends this process as another one ended.
 pub fn end_like(status: ExitStatus) -> ! {
     if let Some(signal) = status.signal() {
@@ -203,6 +229,19 @@ pub fn ignored_signals() -> impl Fn(i32) -> bool {
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
     move |signal| mask.unwrap_or(0) >> (signal - 1) & 1 == 1
+}
+
+/// Returns the line of a program's errors that has the cause: the first that reports an error, else
+/// the last. What fails first makes the rest fail.
+pub fn cause(errors: &str) -> Option<&str> {
+    let mut lines = errors.lines().filter(|line| !line.trim().is_empty());
+    let reports = |line: &&str| {
+        let line = line.to_lowercase();
+        ["error", "failed", "cannot", "no such"]
+            .iter()
+            .any(|word| line.contains(word))
+    };
+    lines.clone().find(reports).or(lines.next_back())
 }
 
 /// Quotes a word for a shell.

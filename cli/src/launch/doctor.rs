@@ -9,7 +9,6 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use rustix::process::{Pid, Signal, kill_process_group, test_kill_process_group};
 use sidecar_core::config::Config;
 use sidecar_core::protocol::{Event, NoEffect, is_tried_ggml};
 
@@ -45,9 +44,6 @@ pub struct DoctorOptions {
 
 /// What to do where experts are in host memory beside a GPU.
 const POST_FETCH_WORKS: &str = "can work: routed experts are in host memory, beside a GPU; run the program with --post-fetch, send a prompt of 32 tokens or more, and read the figures of 'run'";
-
-/// Time between SIGTERM and SIGKILL.
-const LAST_WAIT: Duration = Duration::from_secs(5);
 
 /// Runs the program until its first evaluation, and prints the findings.
 pub fn run(options: &DoctorOptions) -> Result<()> {
@@ -117,7 +113,7 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
             "ended",
             &format!(
                 "{status}; it printed: {}",
-                cause(&text).unwrap_or("no error")
+                child::cause(&text).unwrap_or("no error")
             ),
         );
     }
@@ -141,19 +137,6 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
         Some(obstacle) => bail!("{obstacle}"),
         None => Ok(()),
     }
-}
-
-/// Returns the line of a program's errors that has the cause: the first that reports an error, else
-/// the last. What fails first makes the rest fail.
-fn cause(errors: &str) -> Option<&str> {
-    let mut lines = errors.lines().filter(|line| !line.trim().is_empty());
-    let reports = |line: &&str| {
-        let line = line.to_lowercase();
-        ["error", "failed", "cannot", "no such"]
-            .iter()
-            .any(|word| line.contains(word))
-    };
-    lines.clone().find(reports).or(lines.next_back())
 }
 
 /// Whether the events show what works: the first evaluation, and with it streaming.
@@ -193,25 +176,7 @@ fn watch(
         }
         std::thread::sleep(Duration::from_millis(50));
     }
-    // The program may be a script: the processes that it started end, too.
-    let group = Pid::from_child(child);
-    // The group exists: its leader was not waited for yet.
-    let _ = kill_process_group(group, Signal::TERM);
-    let since = Instant::now();
-    loop {
-        let has_ended = child.try_wait()?.is_some();
-        // Each process writes its last events as it ends, and the script may end first.
-        if has_ended && test_kill_process_group(group).is_err() {
-            break;
-        }
-        if since.elapsed() > LAST_WAIT {
-            let _ = kill_process_group(group, Signal::KILL);
-            if has_ended {
-                break;
-            }
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    child::end_group(child)?;
     Ok(None)
 }
 

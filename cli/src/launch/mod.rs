@@ -6,14 +6,18 @@
 //! | [`run`] | a program with the drop-in, and a summary at its end |
 //! | [`hooks`] | reachable hooks |
 //! | [`journal`] | events of the drop-in |
+//! | [`gains`] | what comparisons have shown to make programs faster |
 //! | [`own_cache`] | the expert cache that llama.cpp has of its own |
+//! | [`session`] | programs without a terminal, and what they use |
 //! | [`child`] | processes |
 //! | [`executable`] | ELF files |
 
 pub mod child;
 pub mod doctor;
 pub mod executable;
+pub mod gains;
 pub mod hooks;
 pub mod journal;
 pub mod own_cache;
 pub mod run;
+pub mod session;

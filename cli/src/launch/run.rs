@@ -2,13 +2,15 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::builder::ValueParser;
-use clap::{Arg, ArgAction, ArgMatches, FromArgMatches};
-use sidecar_core::config::{CAPABILITIES, CacheSize, Config, Kind, VARIABLES, Variable};
+use clap::{Arg, ArgAction, ArgMatches, FromArgMatches, Parser};
+use sidecar_core::config::{
+    CAPABILITIES, CacheSize, Config, ExpertStream, Kind, VARIABLES, Variable,
+};
 use sidecar_core::protocol::Event;
 use sidecar_core::summary;
 
@@ -16,7 +18,7 @@ use crate::control;
 use crate::launch::child::{self, Group, quoted};
 use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::journal::{Events, JOURNAL, Journal};
-use crate::launch::own_cache;
+use crate::launch::{gains, own_cache};
 
 /// A command and the settings of the drop-in in it.
 #[derive(clap::Args)]
@@ -29,6 +31,9 @@ pub struct RunOptions {
     /// Print the variables and the command, and do not run it.
     #[arg(long)]
     dry_run: bool,
+    /// Turn nothing on that no option or variable turns on.
+    #[arg(long)]
+    none: bool,
     /// Print no summary at the end.
     #[arg(short, long)]
     quiet: bool,
@@ -36,6 +41,13 @@ pub struct RunOptions {
     #[arg(required = true, trailing_var_arg = true)]
     command: Vec<OsString>,
 }
+
+/// What to do where nothing that is on by default has an effect.
+const COMPARE: &str =
+    "'llama-sidecar compare -- COMMAND' measures what else makes the program faster";
+
+/// The variable for experts from disk.
+const STREAM: &str = "LLAMA_EXPERT_STREAM";
 
 /// A variable and its value.
 type Setting = (&'static str, OsString);
@@ -125,37 +137,99 @@ impl FromArgMatches for Settings {
     }
 }
 
+/// A command that is to run with the drop-in.
+pub struct Prepared {
+    pub config: Config,
+    words: Vec<OsString>,
+    variables: Vec<Setting>,
+    preload: PathBuf,
+}
+
+/// The options of `run`, and a command.
+#[derive(Parser)]
+struct CommandLine {
+    #[command(flatten)]
+    options: RunOptions,
+}
+
+impl RunOptions {
+    /// Returns the options that `run` has with some flags for a command.
+    pub fn with(flags: &[String], command: &[OsString]) -> Result<RunOptions> {
+        let words = ["run", "--quiet"].map(OsString::from).into_iter();
+        let words = words.chain(flags.iter().map(OsString::from));
+        let words = words.chain(["--".into()]).chain(command.iter().cloned());
+        let parsed = CommandLine::try_parse_from(words);
+        Ok(parsed
+            .map_err(|error| anyhow!("{}", error.to_string().trim()))?
+            .options)
+    }
+}
+
+impl Prepared {
+    /// Applies the options to the command.
+    pub fn new(options: &RunOptions) -> Result<Prepared> {
+        let preload = preload_library()?;
+        let mut variables = variables(options, &preload);
+        let mut command = options.command.clone();
+        // The settings as the program has them.
+        let config = Config::parse(|name| value_of(&variables, name));
+        let cache = config.program_postfetch.cache;
+        if cache.is_some() {
+            variables.push((own_cache::VARIABLE, "0".into()));
+        }
+        if let Some(mib) = cache.and_then(|_| own_cache::remove(&mut command)) {
+            if cache == Some(CacheSize::Auto) {
+                variables.push(("LLAMA_POSTFETCH_CACHE_MB", mib.to_string().into()));
+            }
+            if !options.quiet {
+                eprintln!(
+                    "llama-sidecar: the program runs without its own expert cache of {mib} MiB: --expert-cache works in its place"
+                );
+            }
+        }
+        Ok(Prepared {
+            config,
+            words: command,
+            variables,
+            preload,
+        })
+    }
+
+    /// Finds the program.
+    pub fn program(&self) -> Result<Executable> {
+        Executable::find(&self.words[0])
+    }
+
+    /// Returns the command, which writes events to the journal.
+    pub fn command(&self, program: &Executable, journal: &Journal) -> Command {
+        let mut command = Command::new(&program.path);
+        command
+            .args(&self.words[1..])
+            .envs(self.variables.iter().map(|(name, value)| (name, value)))
+            .env(JOURNAL, journal.path());
+        command
+    }
+
+    /// Returns why the drop-in cannot be loaded into the program.
+    pub fn obstacle(&self, program: &Executable) -> Option<String> {
+        program.obstacle(&self.preload)
+    }
+}
+
 /// Runs the command, prints a summary of the drop-in's work, and ends as the command ended.
 /// Returns only if the command cannot be run.
 pub fn run(options: &RunOptions) -> Result<()> {
-    let preload = preload_library()?;
-    let mut variables = variables(options, &preload);
-    let mut command = options.command.clone();
-    // The settings as the program has them.
-    let config = Config::parse(|name| value_of(&variables, name));
-    let cache = config.program_postfetch.cache;
-    if cache.is_some() {
-        variables.push((own_cache::VARIABLE, "0".into()));
-    }
-    if let Some(mib) = cache.and_then(|_| own_cache::remove(&mut command)) {
-        if cache == Some(CacheSize::Auto) {
-            variables.push(("LLAMA_POSTFETCH_CACHE_MB", mib.to_string().into()));
-        }
-        if !options.quiet {
-            eprintln!(
-                "llama-sidecar: the program runs without its own expert cache of {mib} MiB: --expert-cache works in its place"
-            );
-        }
-    }
+    let prepared = Prepared::new(options)?;
     if options.dry_run {
-        for (name, value) in &variables {
+        for (name, value) in &prepared.variables {
             println!("export {name}={}", quoted(value));
         }
-        let words: Vec<String> = command.iter().map(|word| quoted(word)).collect();
+        let words: Vec<String> = prepared.words.iter().map(|word| quoted(word)).collect();
         println!("{}", words.join(" "));
         return Ok(());
     }
-    let program = Executable::find(&command[0])?;
+    let program = prepared.program()?;
+    let config = &prepared.config;
     if let Some(sentence) = config.unwritable().into_iter().next() {
         bail!("{sentence}");
     }
@@ -163,20 +237,14 @@ pub fn run(options: &RunOptions) -> Result<()> {
         control::check_unused(socket)?;
     }
     let journal = Journal::new()?;
-    let mut child = child::spawn(
-        Command::new(&program.path)
-            .args(&command[1..])
-            .envs(variables.iter().map(|(name, value)| (name, value)))
-            .env(JOURNAL, journal.path()),
-        Group::Shared,
-    )
-    .with_context(|| {
-        let obstacle = program.obstacle(&preload);
-        obstacle.unwrap_or_else(|| format!("cannot run {}", program.path.display()))
-    })?;
+    let mut child = child::spawn(&mut prepared.command(&program, &journal), Group::Shared)
+        .with_context(|| {
+            let obstacle = prepared.obstacle(&program);
+            obstacle.unwrap_or_else(|| format!("cannot run {}", program.path.display()))
+        })?;
     let status = child::wait(&mut child)?;
     if !options.quiet {
-        let lines = summary(&config, &program, &preload, &journal.read(), status);
+        let lines = prepared.summary(&program, &journal.read(), status);
         for line in lines.iter().chain(&config.without_effect) {
             eprintln!("llama-sidecar: {line}");
         }
@@ -186,22 +254,30 @@ pub fn run(options: &RunOptions) -> Result<()> {
     child::end_like(status)
 }
 
-/// Returns the lines of the summary.
-fn summary(
-    config: &Config,
-    program: &Executable,
-    preload: &Path,
-    events: &Events,
-    status: ExitStatus,
-) -> Vec<String> {
-    if !config.is_used() {
-        return vec![format!("nothing enabled: pass {CAPABILITIES}")];
+impl Prepared {
+    /// Returns the lines of the summary.
+    pub fn summary(
+        &self,
+        program: &Executable,
+        events: &Events,
+        status: ExitStatus,
+    ) -> Vec<String> {
+        if !self.config.is_used() {
+            return vec![format!(
+                "nothing enabled: leave out --none, or pass {CAPABILITIES}"
+            )];
+        }
+        let obstacle = self.obstacle(program);
+        let obstacle = obstacle.or_else(|| events.obstacle(Some(status)));
+        match obstacle {
+            Some(obstacle) => vec![format!("the drop-in did nothing: {obstacle}")],
+            None => summary(&self.config, events),
+        }
     }
-    let obstacle = program.obstacle(preload);
-    let obstacle = obstacle.or_else(|| events.obstacle(Some(status)));
-    if let Some(obstacle) = obstacle {
-        return vec![format!("the drop-in did nothing: {obstacle}")];
-    }
+}
+
+/// Returns the lines about what the drop-in did.
+fn summary(config: &Config, events: &Events) -> Vec<String> {
     let models = events.models().join(", ");
     let mut total = Totals::default();
     let mut failures = Vec::new();
@@ -238,6 +314,12 @@ fn summary(
             }
             Event::Trace { path, error } => {
                 traces.insert(path, error);
+            }
+            Event::StreamStart {
+                path,
+                obstacle: Some(obstacle),
+            } if config.expert_stream == ExpertStream::Needed => {
+                streamed.push(format!("{path}: {obstacle}; {COMPARE}"));
             }
             Event::NoEffect { found } => no_effect.push(found),
             Event::Routes {
@@ -321,14 +403,38 @@ fn variables(options: &RunOptions, preload: &Path) -> Vec<Setting> {
     let mut all = vec![("LD_PRELOAD", ld_preload(preload))];
     all.extend(options.settings.0.iter().cloned());
     all.extend(options.set.iter().cloned());
-    if Config::parse(|name| value_of(&all, name))
-        .program_postfetch
-        .page_lock
-    {
+    let parse = |all: &[Setting]| Config::parse(|name| value_of(all, name));
+    let is_left = !options.none && !parse(&all).is_used();
+    if is_left && value_of(&all, STREAM).is_none() {
+        all.extend(defaults(options));
+    }
+    if parse(&all).program_postfetch.page_lock {
         // Without it, ggml's CUDA backend refuses to lock memory.
         all.push(("GGML_CUDA_REGISTER_HOST", "1".into()));
     }
     all
+}
+
+/// Returns what is on where no option or variable turns anything on: what a comparison of the command has
+/// shown to make it faster, or what cannot harm.
+fn defaults(options: &RunOptions) -> Vec<Setting> {
+    let gain = gains::of(&options.command);
+    let of_gain =
+        gain.and_then(|gain| Some((RunOptions::with(&gain.flags, &options.command).ok()?, gain)));
+    match of_gain {
+        Some((with, gain)) => {
+            if !options.quiet {
+                eprintln!(
+                    "llama-sidecar: {} is on: a comparison of this command has shown it to be {:.2} times as fast; --none turns it off",
+                    gain.flags.join(" "),
+                    gain.faster
+                );
+            }
+            [with.settings.0, with.set].concat()
+        }
+        // A model that fits into memory is loaded and evaluated as without it.
+        None => vec![(STREAM, "needed".into())],
+    }
 }
 
 /// Parses a variable and its value.

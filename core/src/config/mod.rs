@@ -154,6 +154,7 @@ impl Config {
             override_tensor: values.text("LLAMA_SIDECAR_OVERRIDE_TENSOR"),
             staging_bytes: values.mib("LLAMA_SIDECAR_STAGING_MB").unwrap_or(0),
             memory_bytes: values.mib("LLAMA_SIDECAR_MEMORY_MB"),
+            logits_hashes: values.path("LLAMA_SIDECAR_LOGITS_HASHES"),
             journal: values.get("LLAMA_SIDECAR_JOURNAL", |value| Ok(value.into())),
             log: values
                 .get("LLAMA_SIDECAR_LOG", |value| utf8(value).and_then(level))
@@ -173,6 +174,7 @@ impl Config {
             ("LLAMA_EXPERT_TRACE_OUTPUT", &self.trace_output),
             ("LLAMA_EXPERT_TRACE_ROUTES", &self.trace_routes),
             ("LLAMA_EXPERT_TRACE_SALIENCY", &self.trace_saliency),
+            ("LLAMA_SIDECAR_LOGITS_HASHES", &self.logits_hashes),
             ("LLAMA_SIDECAR_CONTROL", &self.control),
             ("LLAMA_HOTSWAP_STATUS_FILE", &self.status_file),
         ];

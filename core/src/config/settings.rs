@@ -115,6 +115,8 @@ pub enum PostFetchMode {
 pub enum ExpertStream {
     /// Never.
     Off,
+    /// Of models that do not fit into the free memory when they are loaded.
+    Needed,
     /// While experts are not in memory.
     Auto,
     /// Always.
@@ -189,6 +191,8 @@ pub struct Config {
     pub staging_bytes: u64,
     /// `LLAMA_SIDECAR_MEMORY_MB`, in bytes; `None` for the free memory.
     pub memory_bytes: Option<u64>,
+    /// `LLAMA_SIDECAR_LOGITS_HASHES`.
+    pub logits_hashes: Option<PathBuf>,
     /// `LLAMA_SIDECAR_JOURNAL`.
     pub journal: Option<PathBuf>,
     /// `LLAMA_SIDECAR_LOG`.
@@ -205,7 +209,12 @@ impl Config {
     /// Returns whether a capability is on in an unmodified program.
     pub fn is_used(&self) -> bool {
         let streams = self.expert_stream.streams();
-        self.hotswap || self.traces() || streams || self.program_postfetch.is_used() || self.rounds
+        self.hotswap
+            || self.traces()
+            || streams
+            || self.program_postfetch.is_used()
+            || self.rounds
+            || self.logits_hashes.is_some()
     }
 
     /// Returns whether expert use is counted.

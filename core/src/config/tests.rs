@@ -106,6 +106,7 @@ fn placement_variables_are_checked_and_kept() {
 fn a_choice_is_one_of_its_words() {
     let values = [
         ("off", ExpertStream::Off, 0),
+        ("needed", ExpertStream::Needed, 0),
         ("auto", ExpertStream::Auto, 0),
         ("on", ExpertStream::On, 0),
         ("ON", ExpertStream::Off, 1),

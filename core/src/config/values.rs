@@ -74,7 +74,11 @@ impl<F: Fn(&str) -> Option<OsString>> Values<F> {
         if implied && self.set(name).is_none() {
             return ExpertStream::Auto;
         }
-        let words = [("on", ExpertStream::On), ("auto", ExpertStream::Auto)];
+        let words = [
+            ("on", ExpertStream::On),
+            ("auto", ExpertStream::Auto),
+            ("needed", ExpertStream::Needed),
+        ];
         self.choice(name, words, ExpertStream::Off)
     }
 

@@ -219,10 +219,10 @@ pub static VARIABLES: &[Variable] = &[
         name: "LLAMA_EXPERT_STREAM",
         default: Value("off"),
         kind: Kind::Choice {
-            values: &["off", "auto", "on"],
+            values: &["off", "needed", "auto", "on"],
             bare_flag: "auto",
         },
-        help: "drop-in: read routed experts from disk as soon as routing is known: `off`, `auto` (while experts are not in memory), `on`; link mode: `on` is the default of `always`",
+        help: "drop-in: read routed experts from disk as soon as routing is known: `off`, `needed` (of models that do not fit into the free memory when they are loaded; others are loaded as without streaming), `auto` (while experts are not in memory), `on`; link mode: `on` is the default of `always`",
         flag: Some("stream-experts"),
     },
     Variable {
@@ -427,6 +427,13 @@ pub static VARIABLES: &[Variable] = &[
         kind: MIB,
         help: "limit for the memory of swapped tensors, including what a reload stages, in MiB",
         flag: Some("memory-mb"),
+    },
+    Variable {
+        name: "LLAMA_SIDECAR_LOGITS_HASHES",
+        default: Described("none"),
+        kind: Path,
+        help: "drop-in: write a hash of the logits of each evaluation to this path; programs that write the same lines computed the same logits",
+        flag: Some("logits-hashes"),
     },
     Variable {
         name: "LLAMA_SIDECAR_LOG",

@@ -125,6 +125,7 @@ impl NoEffect {
     pub const STREAMING: &str = "streaming";
     pub const POST_FETCH: &str = "post-fetch";
     pub const PAGE_LOCK: &str = "page lock";
+    pub const LOGITS: &str = "hashes of logits";
     pub const ROUNDS: &str = "rounds";
     pub const CONTROL_FILE: &str = "control file";
     pub const SOCKET: &str = "control socket";

@@ -14,7 +14,6 @@
 //! | [`loads`] | the models that the program is loading |
 //! | [`derived`] | weights that are from no file, and how far they are known |
 //! | [`graph`] | what a graph reads |
-//! | [`logits`] | a hash of the output of an evaluation |
 //! | [`barrier`] | switches between evaluations |
 //! | [`pool`] | buffers of replaced tensors, for the next ones |
 
@@ -23,7 +22,6 @@ pub mod capability;
 pub mod derived;
 pub mod graph;
 pub mod loads;
-pub mod logits;
 pub mod models;
 pub mod own_cache;
 pub mod own_hotswap;

@@ -19,9 +19,11 @@ use std::ffi::{CStr, c_int, c_void};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 
-use sidecar_core::config::Config;
+use parking_lot::Mutex;
+use sidecar_core::config::{Config, ExpertStream};
 use sidecar_core::experts::{ExpertIndex, ExpertName};
 use sidecar_core::gguf::GgufFile;
+use sidecar_core::memory::{free_memory, usable};
 use sidecar_core::stream::{WINDOW, read_ahead};
 
 use crate::ggml::{Buffer, BufferType, DEVICE_CPU, Device, Ggml, Tensor};
@@ -35,6 +37,44 @@ use crate::program::models::{Model, ModelTensor};
 
 fn streams() -> bool {
     Config::get().expert_stream.streams()
+}
+
+/// Device and inode of a file.
+type FileId = (u64, u64);
+
+/// Files that were loaded for streaming because their model does not fit into the free memory.
+static NEEDED: Mutex<Vec<FileId>> = Mutex::new(Vec::new());
+/// Whether there are any: an evaluation takes no lock.
+static ANY_NEEDED: AtomicBool = AtomicBool::new(false);
+
+fn id(file: &GgufFile) -> FileId {
+    (file.source.id().dev, file.source.id().ino)
+}
+
+/// Whether a model with these files is streamed: each is, unless the user wants it only where memory
+/// does not suffice.
+fn is_needed(files: &[GgufFile]) -> bool {
+    if Config::get().expert_stream != ExpertStream::Needed {
+        return true;
+    }
+    let tensors = files.iter().flat_map(|file| &file.header.tensors);
+    let bytes = tensors.fold(0, |sum: u64, tensor| sum.saturating_add(tensor.nbytes));
+    free_memory().is_some_and(|(free, _)| bytes > usable(free))
+}
+
+/// Whether a model was loaded to be streamed.
+pub fn is_for_streaming(model: &Model) -> bool {
+    let needed = NEEDED.lock();
+    Config::get().expert_stream != ExpertStream::Needed
+        || model
+            .files
+            .iter()
+            .any(|file| needed.contains(&id(&file.gguf)))
+}
+
+/// Whether any model was loaded to be streamed, or will be.
+pub fn has_any() -> bool {
+    Config::get().expert_stream != ExpertStream::Needed || ANY_NEEDED.load(Ordering::Relaxed)
 }
 
 /// Where the routed experts of a model are.
@@ -140,7 +180,7 @@ thread_local! {
     /// Whether [`FILES`] has any.
     static LOADS_EXPERTS: Cell<bool> = const { Cell::new(false) };
     /// Device and inode of the files with routed experts that this thread loads.
-    static FILES: RefCell<Vec<(u64, u64)>> = const { RefCell::new(Vec::new()) };
+    static FILES: RefCell<Vec<FileId>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Prepares for loading a file that the program has opened on this thread, and that
@@ -151,9 +191,19 @@ pub fn file_opened(caller: &Caller, ggml: &'static Ggml) {
         return;
     }
     let has_experts = |file: &&GgufFile| ExpertIndex::of([*file]).layers().next().is_some();
-    let id = |file: &GgufFile| (file.source.id().dev, file.source.id().ino);
-    let files: Vec<_> =
-        loads::opened_files(|files| files.iter().filter(has_experts).map(id).collect());
+    let files: Vec<FileId> = loads::opened_files(|files| match is_needed(files) {
+        true => files.iter().filter(has_experts).map(id).collect(),
+        false => Vec::new(),
+    });
+    if Config::get().expert_stream == ExpertStream::Needed {
+        let mut needed = NEEDED.lock();
+        for file in &files {
+            if !needed.contains(file) {
+                needed.push(*file);
+                ANY_NEEDED.store(true, Ordering::Relaxed);
+            }
+        }
+    }
     LOADS_EXPERTS.set(!files.is_empty());
     if !files.is_empty() {
         redirect(caller, ggml);
@@ -263,7 +313,7 @@ fn unpopulated(flags: c_int, file: c_int, len: usize) -> c_int {
 }
 
 /// Returns device and inode of an open file. Keeps `errno`.
-fn id_of(file: c_int) -> Option<(u64, u64)> {
+fn id_of(file: c_int) -> Option<FileId> {
     let mut found = std::mem::MaybeUninit::<libc::stat>::zeroed();
     // SAFETY: fstat fills the struct; errno is a word of this thread.
     unsafe {

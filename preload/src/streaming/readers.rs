@@ -60,6 +60,10 @@ struct MappedMatrix {
     matrix: Matrices,
 }
 
+/// Why a model is not streamed with `needed`.
+const FITS: &str =
+    "it fits into the free memory, or has no routed experts: nothing is to be streamed";
+
 /// How long a fork and the end of the process wait for a lock.
 const LONGEST_WAIT: Duration = Duration::from_secs(1);
 
@@ -79,7 +83,7 @@ impl Capability for Streaming {
     }
 
     fn uses_routing(&self) -> bool {
-        self.is_enabled()
+        self.is_enabled() && load::has_any()
     }
 
     fn model_complete(&self, model: &Arc<Model>) {
@@ -117,7 +121,7 @@ impl Capability for Streaming {
     }
 
     fn uses_copies(&self) -> bool {
-        self.is_enabled()
+        self.uses_routing()
     }
 
     unsafe fn weight_copied(&self, of: &WeightCopy) {
@@ -195,7 +199,7 @@ impl Capability for Streaming {
             return Vec::new();
         };
         let is_idle = |stream: &Stream| stream.reader.layers() == 0;
-        match streams.iter().any(|stream| !is_idle(stream)) {
+        match streams.iter().any(|stream| !is_idle(stream)) || !load::has_any() {
             true => EFFECT.obstacles(),
             false => EFFECT.missing(|| match streams.first() {
                 Some(stream) => format!(
@@ -281,6 +285,13 @@ impl Stream {
 /// Makes a reader for a model whose experts are in the mapping of its files.
 fn start(model: &Arc<Model>) {
     let path = model.files[0].gguf.source.path().display().to_string();
+    if !load::is_for_streaming(model) {
+        // No obstacle: the program is as fast without.
+        return journal::note_once(|| Event::StreamStart {
+            path,
+            obstacle: Some(FITS.into()),
+        });
+    }
     let Some(memory) = load::expert_memory(model) else {
         log::warn!("{path}: it has no routed experts, so nothing of it is streamed");
         return;

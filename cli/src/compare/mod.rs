@@ -1,0 +1,413 @@
+//! `llama-sidecar compare`: a program with and without the drop-in, until the difference is known.
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`report`] | the comparison as text, JSON and a page |
+//! | [`results`] | differences with their errors, equal logits, and what follows |
+//! | [`trial`] | a run of the program |
+//! | [`server`] | requests to llama-server |
+//! | [`speeds`] | the speeds that programs print |
+
+mod report;
+mod results;
+mod server;
+mod speeds;
+mod trial;
+
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use report::Report;
+use results::{Computed, Logits, Way};
+use server::Request;
+use sidecar_core::protocol::Event;
+use trial::{Interrupted, Kind, Program, Run};
+
+use crate::launch::gains;
+use crate::launch::journal::Events;
+use crate::output;
+
+/// What can change the speed of a program, each alone.
+const CAPABILITIES: [&str; 4] = [
+    "--stream-experts",
+    "--post-fetch",
+    "--expert-cache",
+    "--page-lock",
+];
+/// The option of llama.cpp's programs that turns off kernels for repacked weights.
+const NO_REPACK: &str = "--no-repack";
+/// A text for prompts.
+const TEXT: &str = include_str!("prompt.txt");
+/// Words of the long prompt, and of the short one.
+const LONG_WORDS: usize = 384;
+const SHORT_WORDS: usize = 24;
+/// Tokens of the answer to the long prompt.
+const SHORT_ANSWER: u32 = 4;
+
+/// A program, and how it is compared.
+#[derive(clap::Args)]
+pub struct CompareOptions {
+    /// Options of 'run' to compare, as one word: --with '--stream-experts --stream-memory 4000'.
+    /// Can be repeated. Without it, each capability that changes speeds is tried alone.
+    #[arg(long, value_name = "OPTIONS", allow_hyphen_values = true)]
+    with: Vec<String>,
+    /// A file with prompts for a server, one in each line.
+    #[arg(long, value_name = "FILE")]
+    prompts: Option<PathBuf>,
+    /// Tokens of each answer of a server.
+    #[arg(long, value_name = "N", default_value_t = 48, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    tokens: u32,
+    /// Begin no further round after so many minutes.
+    #[arg(long, value_name = "N", default_value_t = 15)]
+    minutes: u64,
+    /// Measure until differences have errors of at most so many percent.
+    #[arg(long, value_name = "PERCENT", default_value_t = 3.0)]
+    precision: f64,
+    /// Longest time of one run of the program, in seconds.
+    #[arg(long, value_name = "N", default_value_t = 600)]
+    seconds: u64,
+    /// Where to write the comparison as JSON; a page with the same name and .html is beside it.
+    #[arg(short, long, value_name = "PATH", default_value = "compare.json")]
+    output: PathBuf,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+    /// The program and its arguments; `--` before them is optional. llama-server is asked for
+    /// answers; any other program must end by itself.
+    #[arg(required = true, trailing_var_arg = true)]
+    command: Vec<OsString>,
+}
+
+/// Compares, and writes the report. What was measured before an interruption is written, too.
+pub fn run(options: &CompareOptions) -> Result<()> {
+    ensure!(
+        options.precision > 0.0 && options.precision < 100.0,
+        "--precision: expected a share above 0 and below 100, found {}",
+        options.precision
+    );
+    let mut comparison = Comparison::new(options)?;
+    let ended = comparison.measure();
+    let was_interrupted = ended.as_ref().is_err_and(|error| error.is::<Interrupted>());
+    let report = &mut comparison.report;
+    match ended {
+        Err(error) if !was_interrupted => {
+            // Nothing is known before the first run of the program alone.
+            if report.stock.runs.is_empty() {
+                return Err(error);
+            }
+            report.stopped = Some(format!("{error:#}"));
+        }
+        Err(_) => report.stopped = Some("interrupted".into()),
+        Ok(stopped) => report.stopped = stopped,
+    }
+    report.finish();
+    let noted = note_gain(report, &options.command)?;
+    output::write_text(&options.output, &report.json()?)?;
+    let page = options.output.with_extension("html");
+    output::write_text(&page, &report.page())?;
+    match options.json {
+        true => print!("{}", report.json()?),
+        false => {
+            print!("{}", report.text());
+            println!("written: {}, {}", options.output.display(), page.display());
+            if let Some(noted) = noted {
+                println!("{noted}");
+            }
+        }
+    }
+    if was_interrupted {
+        bail!("interrupted: the comparison is not complete");
+    }
+    Ok(())
+}
+
+/// Notes what `run` is to use for the command, if the comparison is complete. Returns a sentence if that has
+/// changed.
+fn note_gain(report: &Report, words: &[OsString]) -> Result<Option<String>> {
+    if report.stopped.is_some() {
+        return Ok(None);
+    }
+    let found = report.gain();
+    let what = match &found {
+        Some((flags, _)) => format!("uses {}", flags.join(" ")),
+        None => "uses nothing of this".into(),
+    };
+    let measured: Vec<&[String]> = report.ways.iter().map(|way| &way.flags[..]).collect();
+    let path = gains::note(words, &measured, found)?;
+    Ok(path.map(|path| {
+        format!(
+            "from now on, 'llama-sidecar run' {what} for this command ({})",
+            path.display()
+        )
+    }))
+}
+
+/// A comparison so far.
+struct Comparison {
+    program: Program,
+    precision: f64,
+    /// When the last round begins at the latest.
+    deadline: Instant,
+    /// For files with hashes.
+    folder: tempfile::TempDir,
+    report: Report,
+}
+
+impl Comparison {
+    fn new(options: &CompareOptions) -> Result<Comparison> {
+        let words = &options.command;
+        let kind = Kind::of(words);
+        let requests = match &options.prompts {
+            Some(path) => read_prompts(path, options.tokens)?,
+            None => vec![
+                request(LONG_WORDS, SHORT_ANSWER),
+                request(SHORT_WORDS, options.tokens),
+            ],
+        };
+        ensure!(
+            options.prompts.is_none() || kind == Kind::Server,
+            "--prompts has no effect: {} gets its prompts from its command line",
+            words[0].display()
+        );
+        let interrupted = Arc::new(AtomicBool::new(false));
+        for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+            signal_hook::flag::register(signal, interrupted.clone())?;
+        }
+        let ways: Vec<Vec<String>> = match options.with.is_empty() {
+            true => CAPABILITIES.iter().map(|of| vec![(*of).into()]).collect(),
+            false => options.with.iter().map(|words| split(words)).collect(),
+        };
+        let folder = tempfile::Builder::new().prefix("llama-sidecar-").tempdir();
+        Ok(Comparison {
+            program: Program {
+                kind,
+                words: words.clone(),
+                requests,
+                longest: Duration::from_secs(options.seconds.max(1)),
+                interrupted,
+            },
+            precision: options.precision / 100.0,
+            deadline: Instant::now() + Duration::from_secs(60 * options.minutes),
+            folder: folder.context("cannot create a temporary folder")?,
+            report: Report::new(
+                kind,
+                words,
+                options.prompts.is_none(),
+                ways.into_iter().map(Way::new).collect(),
+            ),
+        })
+    }
+
+    /// Checks what each way computes, then measures all ways in turn. Returns why it stopped before
+    /// the differences were known, if so.
+    fn measure(&mut self) -> Result<Option<String>> {
+        let stock = self.check_stock()?;
+        for at in 0..self.report.ways.len() {
+            let (obstacle, logits) = self.check(at, &stock)?;
+            let way = &mut self.report.ways[at];
+            progress(&match (&obstacle, &logits) {
+                (Some(obstacle), _) => format!("{}: no effect: {obstacle}", way.name()),
+                (_, logits) => format!(
+                    "{}: logits {}",
+                    way.name(),
+                    logits.as_ref().map(Logits::text).unwrap_or_default()
+                ),
+            });
+            (way.obstacle, way.logits) = (obstacle, logits);
+        }
+        if !self.report.ways.iter().any(Way::is_measured) {
+            return Ok(None);
+        }
+        loop {
+            let began = Instant::now();
+            self.round()?;
+            let report = &self.report;
+            if results::is_known(&report.ways, &report.stock, self.precision) {
+                return Ok(None);
+            }
+            if Instant::now() + began.elapsed() > self.deadline {
+                return Ok(Some(
+                    "the time was over before all differences were known: pass more --minutes"
+                        .into(),
+                ));
+            }
+        }
+    }
+
+    /// Runs the program alone and each way once. Every second round has the reverse order, so that
+    /// what changes in time changes all of them alike.
+    fn round(&mut self) -> Result<()> {
+        let number = self.report.stock.runs.len();
+        let ways = 0..self.report.ways.len();
+        let mut order: Vec<Option<usize>> = std::iter::once(None).chain(ways.map(Some)).collect();
+        if number % 2 == 1 {
+            order.reverse();
+        }
+        let mut runs = Vec::new();
+        for at in order {
+            let way = at.map(|at| &self.report.ways[at]);
+            if way.is_some_and(|way| !way.is_measured()) {
+                continue;
+            }
+            let (run, _) = self.program.run(way.map(|way| &way.flags[..]), false)?;
+            let name = way.map_or("the program alone".into(), Way::name);
+            progress(&format!(
+                "round {}: {name}: {}",
+                number + 1,
+                report::speeds(&run)
+            ));
+            runs.push((at, run));
+        }
+        // A round counts as a whole.
+        for (at, run) in runs {
+            match at {
+                Some(at) => self.report.ways[at].runs.push(run),
+                None => self.report.stock.runs.push(run),
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns what the program computes alone.
+    fn check_stock(&mut self) -> Result<Computed> {
+        progress("the program alone, for its results");
+        let (alone, _) = self.first_run()?;
+        let (observed, events, hashes) = self.observed(&[], &[])?;
+        if let Some(obstacle) = events.obstacle(None) {
+            bail!("{obstacle}");
+        }
+        ensure!(
+            !hashes.is_empty(),
+            "no evaluation of the program had logits: let it generate a token"
+        );
+        let mut output = alone.output.clone();
+        if observed.output != output {
+            let (again, _) = self.program.run(None, true)?;
+            if again.output != output {
+                // It has times, for example. The hashes remain.
+                self.report.has_same_output = false;
+                output.clear();
+            }
+        }
+        self.report.describe(&alone, &events);
+        Ok(Computed { hashes, output })
+    }
+
+    /// Runs the program for the first time. Its context may be too short for the long prompt.
+    fn first_run(&mut self) -> Result<(Run, Events)> {
+        loop {
+            let result = self.program.run(None, true);
+            let longest = &mut self.program.requests[0];
+            let words = longest.prompt.split(' ').count();
+            let is_too_long = |error: &anyhow::Error| {
+                self.report.has_own_prompts
+                    && words > SHORT_WORDS
+                    && error.to_string().contains("context")
+            };
+            match result {
+                Err(error) if is_too_long(&error) => {
+                    *longest = request(words / 2, longest.tokens);
+                }
+                result => return result,
+            }
+        }
+    }
+
+    /// Returns why a way has no effect, or whether its logits are equal.
+    fn check(&self, at: usize, stock: &Computed) -> Result<(Option<String>, Option<Logits>)> {
+        let flags = &self.report.ways[at].flags;
+        let (run, events, hashes) = self.observed(flags, &[])?;
+        let reason = events.iter().find_map(|event| match event {
+            Event::NoEffect { found } => Some(found.sentence.clone()),
+            _ => None,
+        });
+        if let Some(obstacle) = reason.or_else(|| events.obstacle(None)) {
+            return Ok((Some(obstacle), None));
+        }
+        let computed = |run: Run, hashes| Computed {
+            hashes,
+            output: match self.report.has_same_output {
+                true => run.output,
+                false => String::new(),
+            },
+        };
+        let of_way = computed(run, hashes);
+        let logits = Logits::compare(&of_way, stock);
+        if logits.is_equal() {
+            return Ok((None, Some(logits)));
+        }
+        let (_, _, again) = self.observed(&[], &[])?;
+        if again != stock.hashes {
+            let why = "two runs of the program alone compute different logits: give it a fixed seed, and --temp 0";
+            return Ok((None, Some(Logits::Unknown { why: why.into() })));
+        }
+        // Streamed experts are not repacked.
+        if let Ok((run, _, hashes)) = self.observed(&[], &[NO_REPACK])
+            && let Logits::Equal { evaluations } = Logits::compare(&of_way, &computed(run, hashes))
+        {
+            let option = NO_REPACK.into();
+            return Ok((
+                None,
+                Some(Logits::EqualWith {
+                    evaluations,
+                    option,
+                }),
+            ));
+        }
+        Ok((None, Some(logits)))
+    }
+
+    /// Runs the program with flags of `run` and further arguments. Returns what it computed, too.
+    fn observed(&self, flags: &[String], arguments: &[&str]) -> Result<(Run, Events, Vec<String>)> {
+        let path = self.folder.path().join("hashes");
+        let _ = fs::remove_file(&path);
+        let mut flags = flags.to_vec();
+        flags.push(format!("--logits-hashes={}", path.display()));
+        let (run, events) = self.program.with(arguments).run(Some(&flags), true)?;
+        let hashes = fs::read_to_string(&path).unwrap_or_default();
+        let hashes = hashes.lines().filter(|line| !line.starts_with('#'));
+        Ok((run, events, hashes.map(str::to_owned).collect()))
+    }
+}
+
+/// Returns the first words of the text, again and again, as a request.
+fn request(words: usize, tokens: u32) -> Request {
+    let all = TEXT.split_whitespace().cycle().take(words);
+    Request {
+        prompt: all.collect::<Vec<_>>().join(" "),
+        tokens,
+    }
+}
+
+/// Reads prompts, one in each line.
+fn read_prompts(path: &Path, tokens: u32) -> Result<Vec<Request>> {
+    let text =
+        fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let lines = text.lines().filter(|line| !line.trim().is_empty());
+    let requests: Vec<Request> = lines
+        .map(|prompt| Request {
+            prompt: prompt.into(),
+            tokens,
+        })
+        .collect();
+    ensure!(
+        !requests.is_empty(),
+        "{} has no prompts: write one in each line",
+        path.display()
+    );
+    Ok(requests)
+}
+
+/// Returns the words of an option.
+fn split(words: &str) -> Vec<String> {
+    words.split_whitespace().map(str::to_owned).collect()
+}
+
+fn progress(line: &str) {
+    eprintln!("llama-sidecar: {line}");
+}

@@ -1,0 +1,300 @@
+//! A run of the program, with or without the drop-in.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::{Read, Seek};
+use std::path::Path;
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail};
+use serde::{Deserialize, Serialize};
+
+use super::server::{self, Client, Request};
+use super::speeds::Speeds;
+use crate::launch::child;
+use crate::launch::executable::Executable;
+use crate::launch::journal::{Events, Journal};
+use crate::launch::run::{Prepared, RunOptions};
+use crate::launch::session::{Session, Usage};
+
+/// Time between two looks at a running program.
+const PERIOD: Duration = Duration::from_millis(50);
+/// How long one answer to a request for the state of a server may take.
+const HEALTH_TIMEOUT: Duration = Duration::from_secs(2);
+/// The most of a program's output that is read.
+const MOST_OUTPUT: u64 = 64 << 20;
+
+/// How a program is made to work, and where it reports its speeds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Kind {
+    /// llama-server: answers requests, with speeds.
+    Server,
+    /// llama-bench: prints its tests as JSON.
+    Bench,
+    /// Any other program that ends by itself: libllama prints speeds at its end.
+    Other,
+}
+
+/// The program that is compared with itself.
+pub struct Program {
+    pub kind: Kind,
+    pub words: Vec<OsString>,
+    /// What is requested of a server.
+    pub requests: Vec<Request>,
+    /// How long a run may take.
+    pub longest: Duration,
+    /// Whether the user has ended the comparison.
+    pub interrupted: Arc<AtomicBool>,
+}
+
+/// What a run showed.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Run {
+    #[serde(flatten)]
+    pub speeds: Speeds,
+    /// Time from the start to the first request; of a program without requests, 0.
+    pub start_seconds: f64,
+    /// Time from the start to the end.
+    pub seconds: f64,
+    #[serde(flatten)]
+    pub usage: Usage,
+    /// What the drop-in did, in sentences.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub summary: Vec<String>,
+    /// What the program computed, as far as its output shows that.
+    #[serde(skip)]
+    pub output: String,
+    /// What the program printed on standard error.
+    #[serde(skip)]
+    pub log: String,
+}
+
+/// The user has ended the comparison.
+#[derive(Debug, thiserror::Error)]
+#[error("interrupted")]
+pub struct Interrupted;
+
+impl Kind {
+    /// Returns the kind of a command, by the name of its program.
+    pub fn of(words: &[OsString]) -> Kind {
+        let name = Path::new(&words[0]).file_name().unwrap_or_default();
+        match name.to_string_lossy() {
+            name if name.contains("llama-server") => Kind::Server,
+            name if name.contains("llama-bench") => Kind::Bench,
+            _ => Kind::Other,
+        }
+    }
+}
+
+impl Run {
+    /// Returns the time of the work: of all tokens, or of the whole run where that is not known.
+    pub fn work_seconds(&self) -> f64 {
+        match self.speeds.is_known() {
+            true => self.speeds.seconds(),
+            false => self.seconds,
+        }
+    }
+}
+
+impl Program {
+    /// Returns the program with further arguments.
+    pub fn with(&self, arguments: &[&str]) -> Program {
+        let words = self.words.iter().cloned();
+        Program {
+            kind: self.kind,
+            words: words.chain(arguments.iter().map(OsString::from)).collect(),
+            requests: self.requests.clone(),
+            longest: self.longest,
+            interrupted: self.interrupted.clone(),
+        }
+    }
+
+    /// Runs the program; with flags, as `run` does with them. `compares` is whether more is requested of a
+    /// server than its speeds. Returns the events, too.
+    pub fn run(&self, flags: Option<&[String]>, compares: bool) -> Result<(Run, Events)> {
+        let port = match self.kind {
+            Kind::Server => Some(server::free_port()?),
+            _ => None,
+        };
+        let mut words = self.words.clone();
+        match self.kind {
+            // The last option counts.
+            Kind::Server => {
+                let port = port.unwrap_or_default().to_string();
+                words.extend(["--host", "127.0.0.1", "--port", &port].map(OsString::from));
+            }
+            Kind::Bench => words.extend(["-o", "json"].map(OsString::from)),
+            Kind::Other => {}
+        }
+        let journal = Journal::new()?;
+        let executable = Executable::find(&words[0])?;
+        let prepared = match flags {
+            Some(flags) => Some(Prepared::new(&RunOptions::with(flags, &words)?)?),
+            None => None,
+        };
+        let mut command = match &prepared {
+            Some(prepared) => {
+                if let Some(obstacle) = prepared.obstacle(&executable) {
+                    bail!("{obstacle}");
+                }
+                prepared.command(&executable, &journal)
+            }
+            None => {
+                let mut command = Command::new(&executable.path);
+                command.args(&words[1..]);
+                command
+            }
+        };
+        let (mut output, mut errors) = (tempfile::tempfile()?, tempfile::tempfile()?);
+        command
+            .stdin(Stdio::null())
+            .stdout(output.try_clone()?)
+            .stderr(errors.try_clone()?);
+        let began = Instant::now();
+        let session = Session::start(&mut command);
+        let mut session =
+            session.with_context(|| format!("cannot run {}", executable.path.display()))?;
+        let mut run = Run::default();
+        let watched = match port {
+            Some(port) => {
+                let client = |timeout| Client::new(port, self.api_key(), timeout);
+                self.serve(&mut session, client, began, compares, &mut run)
+            }
+            None => self.wait(&mut session, began),
+        };
+        run.seconds = began.elapsed().as_secs_f64();
+        run.usage = session.usage();
+        run.log = text_of(&mut errors)?;
+        let printed = text_of(&mut output)?;
+        let printed_last = last_words(&run.log, &printed);
+        let status = watched.map_err(|error| match error.is::<Interrupted>() {
+            true => error,
+            false => anyhow!("{error:#}; {printed_last}"),
+        })?;
+        if !status.success() {
+            bail!("{}; {printed_last}", ended(status));
+        }
+        match self.kind {
+            Kind::Server => {}
+            Kind::Bench => run.speeds = Speeds::of_bench(&printed),
+            Kind::Other => {
+                run.speeds = Speeds::in_log(&run.log);
+                run.output = printed;
+            }
+        }
+        let events = journal.read();
+        if let Some(prepared) = &prepared {
+            run.summary = prepared.summary(&executable, &events, status);
+        }
+        Ok((run, events))
+    }
+
+    /// Waits until the program ends by itself.
+    fn wait(&self, session: &mut Session, began: Instant) -> Result<ExitStatus> {
+        loop {
+            if let Some(status) = session.look()? {
+                return Ok(status);
+            }
+            self.check_time(
+                began,
+                "has not ended",
+                "add -n 64 or the like, so that it ends by itself, or",
+            )?;
+            thread::sleep(PERIOD);
+        }
+    }
+
+    /// Waits for the server, and sends all requests.
+    fn serve(
+        &self,
+        session: &mut Session,
+        client: impl Fn(Duration) -> Client,
+        began: Instant,
+        compares: bool,
+        run: &mut Run,
+    ) -> Result<ExitStatus> {
+        let asks = client(HEALTH_TIMEOUT);
+        while !asks.is_ready() {
+            if let Some(status) = session.look()? {
+                bail!("{} before it had loaded its model", ended(status));
+            }
+            self.check_time(began, "is not ready", "")?;
+            thread::sleep(PERIOD);
+        }
+        run.start_seconds = began.elapsed().as_secs_f64();
+        let client = client(self.longest);
+        let requests = self.requests.clone();
+        let sender = thread::spawn(move || {
+            let mut speeds = Speeds::default();
+            let mut seen = String::new();
+            for request in &requests {
+                seen += &client.complete(request, compares, &mut speeds)?;
+            }
+            Ok::<_, anyhow::Error>((speeds, seen))
+        });
+        while !sender.is_finished() {
+            if let Some(status) = session.look()? {
+                bail!("{} during a request", ended(status));
+            }
+            self.check_time(began, "has not answered all requests", "")?;
+            thread::sleep(PERIOD);
+        }
+        let sent = sender.join();
+        (run.speeds, run.output) =
+            sent.unwrap_or_else(|_| bail!("an internal error, whose message is above"))?;
+        session.end()?;
+        // A server that was ended has done its work, whatever its status is.
+        Ok(ExitStatus::default())
+    }
+
+    /// Fails if the run has taken too long, or was interrupted.
+    fn check_time(&self, began: Instant, what: &str, next: &str) -> Result<()> {
+        if self.interrupted.load(Ordering::Relaxed) {
+            bail!(Interrupted);
+        }
+        if began.elapsed() > self.longest {
+            let seconds = self.longest.as_secs();
+            let next = format!("{next} pass a longer --seconds");
+            bail!(
+                "the program {what} after {seconds} s: {}",
+                next.trim_start()
+            );
+        }
+        Ok(())
+    }
+
+    /// Returns the API key in the command or in the environment.
+    fn api_key(&self) -> Option<String> {
+        let at = self.words.iter().position(|word| word == "--api-key");
+        let word = at.and_then(|at| self.words.get(at + 1));
+        let text = |word: &OsStr| word.to_string_lossy().into_owned();
+        let variable = || std::env::var("LLAMA_API_KEY").ok();
+        // The option may have several keys.
+        let keys = word.map(|word| text(word)).or_else(variable)?;
+        keys.split(',').next().map(str::to_owned)
+    }
+}
+
+/// Returns what a program printed about a failure.
+fn last_words(log: &str, output: &str) -> String {
+    match child::cause(log).or(child::cause(output)) {
+        Some(line) => format!("it printed: {}", line.trim()),
+        None => "it printed nothing".into(),
+    }
+}
+
+fn ended(status: ExitStatus) -> String {
+    format!("the program ended ({status})")
+}
+
+fn text_of(file: &mut File) -> Result<String> {
+    let mut bytes = Vec::new();
+    file.rewind()?;
+    file.take(MOST_OUTPUT).read_to_end(&mut bytes)?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
