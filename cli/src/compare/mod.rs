@@ -77,8 +77,8 @@ pub struct CompareOptions {
     /// Print JSON.
     #[arg(long)]
     json: bool,
-    /// The program and its arguments; `--` before them is optional. llama-server is asked for
-    /// answers; any other program must end by itself.
+    /// The program and its arguments; `--` before them is optional. llama-server gets
+    /// requests; any other program must end by itself.
     #[arg(required = true, trailing_var_arg = true)]
     command: Vec<OsString>,
 }

@@ -184,7 +184,7 @@ impl Report {
         is_equal.then(|| (best.flags.clone(), work.mean))
     }
 
-    /// Returns the file. Its first line tells what it is.
+    /// Returns the file. Its first line names what it is.
     pub fn json(&self) -> Result<String> {
         let text = serde_json::to_string_pretty(self)?;
         Ok(format!("{}\n", text.replacen("{\n  ", "{ ", 1)))

@@ -67,7 +67,7 @@ pub enum Logits {
     EqualWith { evaluations: usize, option: String },
     /// They differ.
     Different { what: String },
-    /// The program does not compute the same twice, so that nothing can be said.
+    /// The program does not compute the same twice, so that nothing is known.
     Unknown { why: String },
 }
 

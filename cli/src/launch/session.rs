@@ -24,7 +24,7 @@ pub struct Usage {
 
 /// A program and the processes that it started. They end when this is dropped.
 ///
-/// The program has no terminal: what asks for a password there fails, and the keys of a terminal
+/// The program has no terminal: what reads a password there fails, and the keys of a terminal
 /// are for this process.
 pub struct Session {
     child: Child,

@@ -51,8 +51,8 @@ fn id(file: &GgufFile) -> FileId {
     (file.source.id().dev, file.source.id().ino)
 }
 
-/// Whether a model with these files is streamed: each is, unless the user wants it only where memory
-/// does not suffice.
+/// Whether a model with these files is streamed: each is, unless only those are to be streamed
+/// that do not fit into memory.
 fn is_needed(files: &[GgufFile]) -> bool {
     if Config::get().expert_stream != ExpertStream::Needed {
         return true;
