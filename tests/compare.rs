@@ -101,7 +101,8 @@ fn words(of: &[String]) -> Vec<&str> {
 }
 
 const SERVER: &str = "-c 512 -t 2 --no-webui";
-const COMPLETION: &str = "-c 256 -t 2 -n 4 --temp 0 --seed 1 -no-cnv -p Water";
+const COMPLETION: &str =
+    "-c 256 -t 2 -n 4 --temp 0 --seed 1 -no-cnv -p Water-is-wet-and-salt-is-not";
 
 #[track_caller]
 fn assert_measured(found: &Compared, speeds: &[&str]) {
@@ -200,7 +201,10 @@ fn what_has_no_effect_is_not_measured() {
 #[test]
 fn a_gpu_with_experts_in_host_memory_is_measured() {
     let sim = SimGgml::new(&[]);
-    let completion = llama("llama-completion", &format!("{COMPLETION} -ngl 99 -cmoe"));
+    let completion = llama(
+        "llama-completion",
+        &format!("{COMPLETION} --device SIM0 -ngl 99 -cmoe"),
+    );
     let found = compare_as(
         &cli(),
         |command| sim.prepare(command),
@@ -222,13 +226,14 @@ fn a_gpu_with_experts_in_host_memory_is_measured() {
     );
 }
 
-/// A drop-in that changes a weight where experts are streamed: a thousandth of the last norm.
+/// A drop-in that changes a weight where experts are streamed: the first one of the last norm.
 const WRONG: &str = r#"
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 __attribute__((constructor)) static void load_the_other(int argc, char **argv) {
@@ -242,18 +247,29 @@ __attribute__((constructor)) static void load_the_other(int argc, char **argv) {
 }
 
 typedef void *(*binary)(void *, void *, void *);
-typedef void *(*scaled)(void *, void *, float);
 typedef const char *(*name_of)(const void *);
+typedef float *(*data_of)(const void *);
+
+/* Puts a page of memory in place of a page of the file. */
+static void change(float *weight) {
+    static char copy[4096];
+    void *page = (void *) ((size_t) weight & ~(size_t) 4095);
+    memcpy(copy, page, sizeof copy);
+    mmap(page, sizeof copy, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    memcpy(page, copy, sizeof copy);
+    *weight += 0.5f;
+}
 
 void *ggml_mul(void *context, void *a, void *b) {
-    binary mul = (binary) dlsym(RTLD_NEXT, "ggml_mul");
+    static float *changed;
     name_of name = (name_of) dlsym(RTLD_NEXT, "ggml_get_name");
-    void *product = mul(context, a, b);
-    if (getenv("LLAMA_EXPERT_STREAM") && strcmp(name(b), "output_norm.weight") == 0) {
-        scaled scale = (scaled) dlsym(RTLD_NEXT, "ggml_scale");
-        return scale(context, product, 1.001f);
+    data_of data = (data_of) dlsym(RTLD_NEXT, "ggml_get_data");
+    int is_wrong = getenv("LLAMA_EXPERT_STREAM") && strcmp(name(b), "output_norm.weight") == 0;
+    if (is_wrong && data(b) && data(b) != changed) {
+        changed = data(b);
+        change(changed);
     }
-    return product;
+    return ((binary) dlsym(RTLD_NEXT, "ggml_mul"))(context, a, b);
 }
 "#;
 

@@ -10,7 +10,6 @@ use sidecar_core::stream::{Mapped, Matrices, Reader, Settings};
 use sidecar_core::trace::Ids;
 use tempfile::TempDir;
 use testkit::memory_limit::drop_cache;
-use testkit::skipped;
 use testkit::slow_disk::{SlowDisk, Speed};
 use testkit::writer::{F32, Gguf};
 
@@ -374,12 +373,9 @@ fn a_file_that_was_cut_short_is_left_alone() {
 }
 
 #[test]
-fn an_expert_that_the_disk_fails_to_read_is_read_later() {
+fn an_expert_that_cannot_be_read_is_read_later_on_emulated_disk() {
     let source = Fixture::new();
-    let disk = match SlowDisk::mount(&source.path, Speed::new(100, 1000)) {
-        Ok(disk) => disk,
-        Err(reason) => return skipped(&reason),
-    };
+    let disk = SlowDisk::mount(&source.path, Speed::new(100, 1000)).expect("an emulated disk");
     let fixture = Fixture::of(tempfile::tempdir().unwrap(), disk.path(), source.bytes);
     let slice = |matrix| {
         ExpertIndex::of([&fixture.gguf])

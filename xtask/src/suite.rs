@@ -72,12 +72,18 @@ const CHECKS: &[Check] = &[
     Check::new("header is current", header::check),
     Check::new("fixtures", || fixtures::make().map(|_| ())),
     Check::new("rust tests", || {
-        run(command("cargo", &root()).args(["test", "--quiet", "--workspace"]))
+        let mut cargo = command("cargo", &root());
+        cargo.args(["test", "--quiet", "--workspace", "--no-fail-fast", "--"]);
+        run(cargo.args(["--skip", ON_EMULATED_DISK]))
     }),
     Check::new("post-fetch on a simulated CUDA driver", postfetch_tests),
     Check::new("drop-in and hosts are built", hosts),
     Check::new("llama.cpp is built from source", llama_cpp::make),
-    Check::new("emulated disk", || run(&mut serial_tests("slow_disk", &[]))).unless(no_slow_disk),
+    Check::new("emulated disk", || {
+        run(&mut serial_tests("slow_disk", &[]))?;
+        run(&mut serial_tests("stream_memory", &[ON_EMULATED_DISK]))
+    })
+    .unless(no_slow_disk),
     Check::programs(
         "drop-in with a model larger than memory",
         "dropin_stream_disk",
@@ -261,6 +267,9 @@ fn postfetch_tests() -> Result<()> {
 fn serial_tests(name: &str, filter: &[&str]) -> Command {
     tests_on(1, name, filter)
 }
+
+/// What the names of tests end with that need an emulated disk, in files of other tests.
+const ON_EMULATED_DISK: &str = "on_emulated_disk";
 
 /// What the names of tests end with that need programs of llama.cpp, in files of other tests.
 const FROM_SOURCE: &str = "from_source";

@@ -158,10 +158,11 @@ impl RunOptions {
         let words = ["run", "--quiet"].map(OsString::from).into_iter();
         let words = words.chain(flags.iter().map(OsString::from));
         let words = words.chain(["--".into()]).chain(command.iter().cloned());
-        let parsed = CommandLine::try_parse_from(words);
-        Ok(parsed
-            .map_err(|error| anyhow!("{}", error.to_string().trim()))?
-            .options)
+        let parsed = CommandLine::try_parse_from(words).map_err(|error| {
+            let text = error.to_string();
+            anyhow!("{}", text.lines().next().unwrap_or_default())
+        })?;
+        Ok(parsed.options)
     }
 }
 
