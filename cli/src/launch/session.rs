@@ -114,7 +114,7 @@ impl Usage {
         let (status, io) = (read("status"), read("io"));
         Usage {
             memory_bytes: field(&status, "VmHWM:") << 10,
-            private_bytes: field(&status, "RssAnon:") + field(&status, "RssShmem:") << 10,
+            private_bytes: (field(&status, "RssAnon:") + field(&status, "RssShmem:")) << 10,
             read_bytes: field(&io, "read_bytes:"),
         }
     }
