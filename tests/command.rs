@@ -149,6 +149,62 @@ fn the_wrapper_reports_evaluations_and_reloads_at_the_end() {
 }
 
 #[test]
+fn without_options_run_uses_what_a_comparison_has_found() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let data = folder.path().join("llama-sidecar");
+    std::fs::create_dir(&data).expect("a folder");
+    let machine = std::fs::read_to_string("/proc/sys/kernel/hostname").expect("Linux");
+    let gain = serde_json::json!({
+        "machine": machine.trim(),
+        "command": ["true", "-m", "x"],
+        "flags": ["--stream-experts", "--stream-memory", "7"],
+        "faster": 2.5,
+    });
+    let gains = serde_json::json!({"llama_sidecar_gains": 1, "gains": [gain]});
+    std::fs::write(data.join("gains.json"), gains.to_string()).expect("free space");
+    let run = |arguments: &[&str]| {
+        let mut command = Command::new(built("release/llama-sidecar"));
+        command.args(["run", "--dry-run"]).args(arguments);
+        for (name, _) in std::env::vars_os() {
+            if name.to_string_lossy().starts_with("LLAMA_") {
+                command.env_remove(name);
+            }
+        }
+        command.env("XDG_DATA_HOME", folder.path());
+        let output = command.output().expect("it starts");
+        let texts = [output.stdout, output.stderr];
+        texts
+            .map(|text| String::from_utf8_lossy(&text).into_owned())
+            .concat()
+    };
+    let found = run(&["--", "true", "-m", "x", "--port", "80"]);
+    assert!(found.contains("export LLAMA_EXPERT_STREAM=auto"), "{found}");
+    assert!(
+        found.contains("export LLAMA_EXPERT_STREAM_MEMORY_MB=7"),
+        "{found}"
+    );
+    assert!(
+        found.contains("--stream-experts --stream-memory 7 is on"),
+        "{found}"
+    );
+    assert!(found.contains("2.50 times as fast"), "{found}");
+    // Another command, other options, and none.
+    let needed = "export LLAMA_EXPERT_STREAM=needed";
+    let found = run(&["--", "true", "-m", "y"]);
+    assert!(
+        found.contains(needed) && !found.contains("MEMORY_MB"),
+        "{found}"
+    );
+    for options in [&["--hotswap"][..], &["--none"]] {
+        let found = run(&[options, &["--", "true", "-m", "x"]].concat());
+        assert!(!found.contains("LLAMA_EXPERT_STREAM"), "{found}");
+    }
+    // A damaged file is no file.
+    std::fs::write(data.join("gains.json"), "{").expect("free space");
+    assert!(run(&["--", "true", "-m", "x"]).contains(needed));
+}
+
+#[test]
 fn the_wrapper_reports_what_is_swapped_at_the_end() {
     let folder = tempfile::tempdir().expect("a folder");
     let socket = folder.path().join("socket").display().to_string();

@@ -59,6 +59,7 @@ fn compare_as(
     let mut command = command(cli);
     command.arg("compare").arg("--output").arg(&output);
     command.args(options).arg("--").args(words);
+    command.env("XDG_DATA_HOME", folder.path());
     set(&mut command);
     let ended = command.output().expect("it starts");
     let read = |path: &Path| std::fs::read_to_string(path).unwrap_or_default();
@@ -404,6 +405,7 @@ fn an_interruption_leaves_a_report_and_no_process() {
         ])
         .args(llama("llama-server", SERVER))
         .env("COMPARED_BY", std::process::id().to_string())
+        .env("XDG_DATA_HOME", folder.path())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     let mut child = command.spawn().expect("it starts");

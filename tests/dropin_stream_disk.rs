@@ -51,6 +51,33 @@ fn experts_are_read_ahead_under_a_memory_limit() {
     }
 }
 
+/// What `run` without options turns on: a model that does not fit is streamed, and one that fits is loaded and
+/// evaluated as without the drop-in.
+#[test]
+fn only_models_that_do_not_fit_are_streamed_where_needed() {
+    let (disk, limit) = small_memory("moe.gguf", 200);
+    let model = fixture("moe.gguf");
+    let needed = streaming(&[("LLAMA_EXPERT_STREAM", "needed")]);
+    let mut host = limited(&disk, &limit, &needed);
+    assert_eq!(host.text(TOKENS), fresh(Program::C, &model));
+    let figures = stream_figures(&host);
+    assert!(count(&figures, "read_bytes") > 0, "{figures}");
+    assert_eq!(host.end(), Some(0));
+
+    // Without special buffers for repacked weights, nothing is kept out of them.
+    for model in [&model, &fixture("small.gguf")] {
+        let mut host = Host::start(Program::C, model, &needed);
+        assert_eq!(host.text(TOKENS), fresh(Program::C, model));
+        let status = host.control("status");
+        assert!(status["models"][0]["stream"].is_null(), "{status}");
+        assert!(status["no_effect"].is_null(), "{status}");
+        let kept = "expert tensors stay in the mapping";
+        assert!(host.logged(kept).is_empty());
+        assert!(host.logged("were mapped without reading them").is_empty());
+        assert_eq!(host.end(), Some(0));
+    }
+}
+
 #[test]
 fn reads_that_fail_leave_the_program_as_it_is() {
     let (disk, limit) = small_memory("moe.gguf", 200);
