@@ -163,7 +163,7 @@ fn without_options_run_uses_what_a_comparison_has_found() {
     let gains = serde_json::json!({"llama_sidecar_gains": 1, "gains": [gain]});
     std::fs::write(data.join("gains.json"), gains.to_string()).expect("free space");
     let run = |arguments: &[&str]| {
-        let mut command = Command::new(built("release/llama-sidecar"));
+        let mut command = Command::new(testkit::host::built("release/llama-sidecar"));
         command.args(["run", "--dry-run"]).args(arguments);
         for (name, _) in std::env::vars_os() {
             if name.to_string_lossy().starts_with("LLAMA_") {
