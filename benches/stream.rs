@@ -456,7 +456,7 @@ fn two_disks(disk: &SlowDisk, ways: &[Way], parts: &Parts, reference: &Reference
         ("two", shard.expect("a file"), vec![&first, &second]),
     ];
     println!(
-        "The same model in two shards with a disk for each: the matrices of a layer are on both. Memory for 25 % of the model. Medians of {}, alternating; the same logits. Limit: twice the speed of one disk.\n",
+        "The same model in two shards with a disk for each; of the three matrices of a layer, one disk has two, in turn. Memory for 25 % of the model. Medians of {}, alternating; the same logits. Limit: twice the speed of one disk for prompts, and 1.5 times for single tokens, which wait for the disk with two matrices in each layer.\n",
         amount.rounds
     );
     println!("| each disk | disks | prefill s | ratio | tokens/s | ratio |");

@@ -96,6 +96,36 @@ fn reads_that_fail_leave_the_program_as_it_is() {
     }
 }
 
+/// `compare` finds that streaming is faster, and `run` without options uses it from then on.
+#[test]
+fn a_comparison_finds_that_streaming_is_faster() {
+    let (disk, limit) = small_memory("moe.gguf", 200);
+    disk.read_ahead_kb(128).expect("a mounted disk");
+    let folder = tempfile::tempdir().expect("a folder");
+    let [host, libraries] = [built("hosts-c/host"), fixture("upstream")];
+    let words = [&host, &libraries, &disk.path()].map(|path| path.display().to_string());
+    // A time of the run, because the program prints no speeds.
+    let script = format!("(echo text 24; echo end) | {}", words.join(" "));
+    let sidecar = |arguments: &[&str]| {
+        let mut command = Command::new(built("release/llama-sidecar"));
+        command.args(arguments).args(["--", "sh", "-c", &script]);
+        command.env("XDG_DATA_HOME", folder.path());
+        limit.apply(&mut command);
+        let output = command.stdin(Stdio::null()).output().expect("it starts");
+        let text = [output.stdout, output.stderr].concat();
+        (String::from_utf8_lossy(&text).into_owned(), output.status)
+    };
+    let report = folder.path().join("compare.json").display().to_string();
+    let options = ["--with", "--stream-experts", "--precision", "30"];
+    let (text, status) = sidecar(&[&["compare", "--output", &report], &options[..]].concat());
+    println!("{text}");
+    assert!(status.success());
+    assert!(text.contains("use --stream-experts: the program is faster with it"));
+    assert!(text.contains("every logit is equal"));
+    let (text, _) = sidecar(&["run", "--dry-run"]);
+    assert!(text.contains("LLAMA_EXPERT_STREAM=auto"), "{text}");
+}
+
 #[test]
 fn doctor_says_what_share_fits_and_what_the_disk_does() {
     let (disk, limit) = small_memory("moe.gguf", 200);
