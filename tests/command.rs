@@ -165,11 +165,7 @@ fn without_options_run_uses_what_a_comparison_has_found() {
     let run = |arguments: &[&str]| {
         let mut command = Command::new(testkit::host::built("release/llama-sidecar"));
         command.args(["run", "--dry-run"]).args(arguments);
-        for (name, _) in std::env::vars_os() {
-            if name.to_string_lossy().starts_with("LLAMA_") {
-                command.env_remove(name);
-            }
-        }
+        testkit::host::without_settings(&mut command);
         command.env("XDG_DATA_HOME", folder.path());
         let output = command.output().expect("it starts");
         let texts = [output.stdout, output.stderr];

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use testkit::fixtures::{cache, fixture};
-use testkit::host::{built, preload_library};
+use testkit::host::{built, preload_library, without_settings};
 use testkit::llama_cpp::llama_cpp;
 use testkit::sim_ggml::SimGgml;
 
@@ -38,11 +38,7 @@ impl Compared {
 /// Returns a command without the variables of llama-sidecar.
 fn command(program: &Path) -> Command {
     let mut command = Command::new(program);
-    for (name, _) in std::env::vars_os() {
-        if name.to_string_lossy().starts_with("LLAMA_") {
-            command.env_remove(name);
-        }
-    }
+    without_settings(&mut command);
     command.stdin(Stdio::null());
     command
 }

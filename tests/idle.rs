@@ -4,7 +4,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
 use testkit::fixtures::fixture;
-use testkit::host::{built, ik_llama_file, preload_library};
+use testkit::host::{built, ik_llama_file, preload_library, without_settings};
 
 /// What can be seen of a program from outside.
 #[derive(Debug, PartialEq, Eq)]
@@ -17,11 +17,7 @@ struct Seen {
 
 /// Runs a command without the variables of llama-sidecar.
 fn seen(command: &mut Command) -> Seen {
-    for (name, _) in std::env::vars_os() {
-        if name.to_string_lossy().starts_with("LLAMA_") {
-            command.env_remove(name);
-        }
-    }
+    without_settings(command);
     let output = command.output().expect("it starts");
     Seen {
         output: String::from_utf8_lossy(&output.stdout).into_owned(),

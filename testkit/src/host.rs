@@ -233,6 +233,16 @@ pub fn built(path: &str) -> PathBuf {
         .unwrap_or_else(|| panic!("{path} is missing: run 'cargo xtask hosts --build' first"))
 }
 
+/// Removes the variables of llama-sidecar from the environment of a program that is about to be started:
+/// settings of the tests are not for it.
+pub fn without_settings(command: &mut Command) {
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("LLAMA_") {
+            command.env_remove(name);
+        }
+    }
+}
+
 impl DropIn {
     /// Hot-swap on, with these variables.
     pub fn with(variables: &[(&'static str, &str)]) -> DropIn {
@@ -242,12 +252,7 @@ impl DropIn {
 
     /// Sets the variables of a program that is about to be started.
     pub fn prepare(&self, command: &mut Command, socket: &Path) {
-        for (name, _) in std::env::vars_os() {
-            // Settings of the tests are not for the host.
-            if name.to_string_lossy().starts_with("LLAMA_") {
-                command.env_remove(name);
-            }
-        }
+        without_settings(command);
         if !matches!(self, DropIn::Absent) {
             command.env("LD_PRELOAD", preload_library());
         }

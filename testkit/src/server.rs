@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use ureq::Body;
 use ureq::http::Response;
 
-use crate::host::{DropIn, control};
+use crate::host::{DropIn, control, without_settings};
 pub use crate::llama_cpp::{LlamaCpp, llama_cpp, llama_cpp_dl, older_llama_cpp};
 
 /// The program that lends a machine's devices through RPC.
@@ -33,11 +33,7 @@ pub fn llama(program: &str) -> Command {
         path.display()
     );
     let mut command = Command::new(path);
-    for (name, _) in std::env::vars_os() {
-        if name.to_string_lossy().starts_with("LLAMA_") {
-            command.env_remove(name);
-        }
-    }
+    without_settings(&mut command);
     command.stdin(Stdio::null());
     command
 }
