@@ -92,38 +92,38 @@ pub fn run(options: &CompareOptions) -> Result<()> {
     );
     let mut comparison = Comparison::new(options)?;
     let ended = comparison.measure();
-    let was_interrupted = ended.as_ref().is_err_and(|error| error.is::<Interrupted>());
     let report = &mut comparison.report;
-    match ended {
-        Err(error) if !was_interrupted => {
-            // Nothing is known before the first run of the program alone.
-            if report.stock.runs.is_empty() {
-                return Err(error);
-            }
-            report.stopped = Some(format!("{error:#}"));
+    let failed = match ended {
+        // Nothing is known before the first round.
+        Err(error) if !error.is::<Interrupted>() && report.stock.runs.is_empty() => {
+            return Err(error);
         }
-        Err(_) => report.stopped = Some("interrupted".into()),
-        Ok(stopped) => report.stopped = stopped,
-    }
+        Err(error) => {
+            report.stopped = Some(format!("{error:#}"));
+            Some(error.context("the comparison is not complete"))
+        }
+        Ok(stopped) => {
+            report.stopped = stopped;
+            None
+        }
+    };
     report.finish();
-    let noted = note_gain(report, &options.command)?;
+    match options.json {
+        true => print!("{}", report.json()?),
+        false => print!("{}", report.text()),
+    }
+    // A full disk takes away the files alone.
     output::write_text(&options.output, &report.json()?)?;
     let page = options.output.with_extension("html");
     output::write_text(&page, &report.page())?;
-    match options.json {
-        true => print!("{}", report.json()?),
-        false => {
-            print!("{}", report.text());
-            println!("written: {}, {}", options.output.display(), page.display());
-            if let Some(noted) = noted {
-                println!("{noted}");
-            }
+    let noted = note_gain(report, &options.command)?;
+    if !options.json {
+        println!("written: {}, {}", options.output.display(), page.display());
+        if let Some(noted) = noted {
+            println!("{noted}");
         }
     }
-    if was_interrupted {
-        bail!("interrupted: the comparison is not complete");
-    }
-    Ok(())
+    failed.map_or(Ok(()), Err)
 }
 
 /// Notes what `run` is to use for the command, if the comparison is complete. Returns a sentence if that has

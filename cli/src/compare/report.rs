@@ -162,6 +162,9 @@ impl Report {
                 way.name(),
                 self.command
             ),
+            None if self.stopped.is_some() && self.stock.runs.is_empty() => {
+                "Nothing was measured.".into()
+            }
             None if self.ways.iter().any(|way| !way.runs.is_empty()) => {
                 "Leave it: nothing here makes this program faster.".into()
             }
