@@ -79,14 +79,9 @@ fn compare(options: &[&str], words: &[&str]) -> Compared {
 
 /// The words of a program of llama.cpp with the model.
 fn llama(program: &str, arguments: &str) -> Vec<String> {
-    let path = llama_cpp(program);
-    assert!(
-        path.exists(),
-        "{} is missing: run 'cargo xtask hosts --build' first",
-        path.display()
-    );
-    let model = fixture(MODEL).display().to_string();
-    let words = [path.display().to_string(), "-m".into(), model];
+    let command = testkit::server::llama(program);
+    let path = command.get_program().to_string_lossy().into_owned();
+    let words = [path, "-m".into(), fixture(MODEL).display().to_string()];
     words
         .into_iter()
         .chain(arguments.split(' ').map(str::to_owned))

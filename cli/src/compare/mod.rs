@@ -155,6 +155,8 @@ struct Comparison {
     deadline: Instant,
     /// For files with hashes.
     folder: tempfile::TempDir,
+    /// Whether prompts are those of this command.
+    has_own_prompts: bool,
     report: Report,
 }
 
@@ -180,7 +182,10 @@ impl Comparison {
         }
         let ways: Vec<Vec<String>> = match options.with.is_empty() {
             true => CAPABILITIES.iter().map(|of| vec![(*of).into()]).collect(),
-            false => options.with.iter().map(|words| split(words)).collect(),
+            false => {
+                let words = |of: &String| of.split_whitespace().map(str::to_owned).collect();
+                options.with.iter().map(words).collect()
+            }
         };
         let folder = tempfile::Builder::new().prefix("llama-sidecar-").tempdir();
         Ok(Comparison {
@@ -194,12 +199,8 @@ impl Comparison {
             precision: options.precision / 100.0,
             deadline: Instant::now() + Duration::from_secs(60 * options.minutes),
             folder: folder.context("cannot create a temporary folder")?,
-            report: Report::new(
-                kind,
-                words,
-                options.prompts.is_none(),
-                ways.into_iter().map(Way::new).collect(),
-            ),
+            has_own_prompts: options.prompts.is_none(),
+            report: Report::new(kind, words, ways.into_iter().map(Way::new).collect()),
         })
     }
 
@@ -208,17 +209,16 @@ impl Comparison {
     fn measure(&mut self) -> Result<Option<String>> {
         let stock = self.check_stock()?;
         for at in 0..self.report.ways.len() {
-            let (obstacle, logits) = self.check(at, &stock)?;
+            let found = self.check(&self.report.ways[at].flags, &stock)?;
             let way = &mut self.report.ways[at];
-            progress(&match (&obstacle, &logits) {
-                (Some(obstacle), _) => format!("{}: no effect: {obstacle}", way.name()),
-                (_, logits) => format!(
-                    "{}: logits {}",
-                    way.name(),
-                    logits.as_ref().map(Logits::text).unwrap_or_default()
-                ),
+            progress(&match &found {
+                Ok(logits) => format!("{}: logits {}", way.name(), logits.text()),
+                Err(obstacle) => format!("{}: no effect: {obstacle}", way.name()),
             });
-            (way.obstacle, way.logits) = (obstacle, logits);
+            match found {
+                Ok(logits) => way.logits = Some(logits),
+                Err(obstacle) => way.obstacle = Some(obstacle),
+            }
         }
         if !self.report.ways.iter().any(Way::is_measured) {
             return Ok(None);
@@ -276,102 +276,90 @@ impl Comparison {
     /// Returns what the program computes alone.
     fn check_stock(&mut self) -> Result<Computed> {
         progress("the program alone, for its results");
-        let (alone, _) = self.first_run()?;
-        let (observed, events, hashes) = self.observed(&[], &[])?;
+        let alone = self.first_run()?;
+        let (observed, events) = self.observed(&[], &[])?;
         if let Some(obstacle) = events.obstacle(None) {
             bail!("{obstacle}");
         }
         ensure!(
-            !hashes.is_empty(),
+            !observed.hashes.is_empty(),
             "no evaluation of the program had logits: let it generate a token"
         );
-        let mut output = alone.output.clone();
+        self.report.describe(&alone, &events);
+        let mut output = Some(alone.output);
         if observed.output != output {
             let (again, _) = self.program.run(None, true)?;
-            if again.output != output {
-                // It has times, for example. The hashes remain.
-                self.report.has_same_output = false;
-                output.clear();
-            }
+            // It may have times, for example. The hashes remain.
+            output = output.filter(|output| *output == again.output);
         }
-        self.report.describe(&alone, &events);
+        let hashes = observed.hashes;
         Ok(Computed { hashes, output })
     }
 
     /// Runs the program for the first time. Its context may be too short for the long prompt.
-    fn first_run(&mut self) -> Result<(Run, Events)> {
+    fn first_run(&mut self) -> Result<Run> {
         loop {
             let result = self.program.run(None, true);
             let longest = &mut self.program.requests[0];
             let words = longest.prompt.split(' ').count();
             let is_too_long = |error: &anyhow::Error| {
-                self.report.has_own_prompts
-                    && words > SHORT_WORDS
-                    && error.to_string().contains("context")
+                self.has_own_prompts && words > SHORT_WORDS && error.to_string().contains("context")
             };
             match result {
                 Err(error) if is_too_long(&error) => {
                     *longest = request(words / 2, longest.tokens);
                 }
-                result => return result,
+                result => return result.map(|(run, _)| run),
             }
         }
     }
 
-    /// Returns why a way has no effect, or whether its logits are equal.
-    fn check(&self, at: usize, stock: &Computed) -> Result<(Option<String>, Option<Logits>)> {
-        let flags = &self.report.ways[at].flags;
-        let (run, events, hashes) = self.observed(flags, &[])?;
+    /// Returns whether the logits with flags of `run` are equal, or why the flags have no effect.
+    fn check(&self, flags: &[String], stock: &Computed) -> Result<Result<Logits, String>> {
+        let (way, events) = self.observed(flags, &[])?;
         let reason = events.iter().find_map(|event| match event {
             Event::NoEffect { found } => Some(found.sentence.clone()),
             _ => None,
         });
         if let Some(obstacle) = reason.or_else(|| events.obstacle(None)) {
-            return Ok((Some(obstacle), None));
+            return Ok(Err(obstacle));
         }
-        let computed = |run: Run, hashes| Computed {
-            hashes,
-            output: match self.report.has_same_output {
-                true => run.output,
-                false => String::new(),
-            },
-        };
-        let of_way = computed(run, hashes);
-        let logits = Logits::compare(&of_way, stock);
+        let logits = Logits::compare(&way, stock);
         if logits.is_equal() {
-            return Ok((None, Some(logits)));
+            return Ok(Ok(logits));
         }
-        let (_, _, again) = self.observed(&[], &[])?;
-        if again != stock.hashes {
+        if self.observed(&[], &[])?.0.hashes != stock.hashes {
             let why = "two runs of the program alone compute different logits: give it a fixed seed, and --temp 0";
-            return Ok((None, Some(Logits::Unknown { why: why.into() })));
+            return Ok(Ok(Logits::Unknown { why: why.into() }));
         }
         // Streamed experts are not repacked.
-        if let Ok((run, _, hashes)) = self.observed(&[], &[NO_REPACK])
-            && let Logits::Equal { evaluations } = Logits::compare(&of_way, &computed(run, hashes))
-        {
-            let option = NO_REPACK.into();
-            return Ok((
-                None,
-                Some(Logits::EqualWith {
+        if let Ok((mut plain, _)) = self.observed(&[], &[NO_REPACK]) {
+            plain.output = plain.output.filter(|_| stock.output.is_some());
+            if let Logits::Equal { evaluations } = Logits::compare(&way, &plain) {
+                let option = NO_REPACK.into();
+                return Ok(Ok(Logits::EqualWith {
                     evaluations,
                     option,
-                }),
-            ));
+                }));
+            }
         }
-        Ok((None, Some(logits)))
+        Ok(Ok(logits))
     }
 
-    /// Runs the program with flags of `run` and further arguments. Returns what it computed, too.
-    fn observed(&self, flags: &[String], arguments: &[&str]) -> Result<(Run, Events, Vec<String>)> {
+    /// Runs the program with flags of `run` and further arguments. Returns what it computed, and the events.
+    fn observed(&self, flags: &[String], arguments: &[&str]) -> Result<(Computed, Events)> {
         let path = self.folder.path().join("hashes");
         let _ = fs::remove_file(&path);
         let mut flags = flags.to_vec();
         flags.push(format!("--logits-hashes={}", path.display()));
         let (run, events) = self.program.with(arguments).run(Some(&flags), true)?;
-        let hashes = fs::read_to_string(&path).unwrap_or_default();
-        let hashes = hashes.lines().filter(|line| !line.starts_with('#'));
-        Ok((run, events, hashes.map(str::to_owned).collect()))
+        let text = fs::read_to_string(&path).unwrap_or_default();
+        let hashes = text.lines().filter(|line| !line.starts_with('#'));
+        let computed = Computed {
+            hashes: hashes.map(str::to_owned).collect(),
+            output: Some(run.output),
+        };
+        Ok((computed, events))
     }
 }
 
@@ -401,11 +389,6 @@ fn read_prompts(path: &Path, tokens: u32) -> Result<Vec<Request>> {
         path.display()
     );
     Ok(requests)
-}
-
-/// Returns the words of an option.
-fn split(words: &str) -> Vec<String> {
-    words.split_whitespace().map(str::to_owned).collect()
 }
 
 fn progress(line: &str) {

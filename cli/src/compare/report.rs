@@ -6,7 +6,7 @@ use std::fmt::Write;
 use std::fs;
 
 use anyhow::Result;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use sidecar_core::memory::free_memory;
 use sidecar_core::protocol::Event;
 
@@ -15,6 +15,7 @@ use super::speeds::Speed;
 use super::trial::{Kind, Run};
 use crate::launch::child::quoted;
 use crate::launch::journal::Events;
+use crate::launch::session;
 use crate::report::svg;
 use crate::sizes::{Table, size_text};
 
@@ -26,7 +27,7 @@ const SECRETS: [&str; 4] = ["--api-key", "--hf-token", "-hft", "--api-key-file"]
 const DEVICES: [&str; 2] = ["  Device ", "ggml_vulkan: "];
 
 /// What the comparison shows so far.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Serialize)]
 pub struct Report {
     llama_sidecar_compare: u32,
     version: String,
@@ -46,16 +47,10 @@ pub struct Report {
     differences: Vec<Difference>,
     sentences: Vec<String>,
     advice: String,
-    /// Whether two runs of the program have the same output.
-    #[serde(skip)]
-    pub has_same_output: bool,
-    /// Whether prompts are those of this command.
-    #[serde(skip)]
-    pub has_own_prompts: bool,
 }
 
 /// The machine.
-#[derive(Debug, Default, Serialize, Deserialize)]
+#[derive(Debug, Default, Serialize)]
 struct Machine {
     processor: String,
     threads: usize,
@@ -74,14 +69,10 @@ impl Machine {
             .lines()
             .find_map(|line| line.strip_prefix("model name"));
         let name = name.map(|rest| rest.trim_start_matches([' ', '\t', ':']));
-        let all = memory
-            .lines()
-            .find_map(|line| line.strip_prefix("MemTotal:"));
-        let all = all.and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok());
         Machine {
             processor: name.unwrap_or("unknown").to_owned(),
             threads: std::thread::available_parallelism().map_or(1, usize::from),
-            memory_bytes: all.unwrap_or(0) << 10,
+            memory_bytes: session::field(&memory, "MemTotal:") << 10,
             free_memory_bytes: free_memory().map_or(0, |(free, _)| free),
             kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
             devices: Vec::new(),
@@ -105,7 +96,7 @@ impl Machine {
 }
 
 impl Report {
-    pub fn new(kind: Kind, words: &[OsString], has_own_prompts: bool, ways: Vec<Way>) -> Report {
+    pub fn new(kind: Kind, words: &[OsString], ways: Vec<Way>) -> Report {
         let time = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         Report {
             llama_sidecar_compare: FORMAT,
@@ -122,8 +113,6 @@ impl Report {
             differences: Vec::new(),
             sentences: Vec::new(),
             advice: String::new(),
-            has_same_output: true,
-            has_own_prompts,
         }
     }
 
@@ -171,10 +160,8 @@ impl Report {
             None => "Leave it: nothing here has an effect on this program.".into(),
         };
         if let Some(why) = &self.stopped {
-            self.advice = format!(
-                "{} Not complete: {why}.",
-                self.advice.trim_end_matches('.').to_owned() + "."
-            );
+            let advice = self.advice.trim_end_matches('.');
+            self.advice = format!("{advice}. Not complete: {why}.");
         }
     }
 
@@ -271,14 +258,10 @@ impl Report {
                 svg::escape(&found)
             );
         }
-        let mut table = self.table();
-        for cell in table.rows.iter_mut().flatten() {
-            *cell = svg::escape(cell);
-        }
         let _ = write!(
             body,
             "</dl><h2>Speeds</h2><div class=wide>{}</div>",
-            table.as_html()
+            svg::table(self.table())
         );
         for (way, sentence) in self.ways.iter().zip(&self.sentences) {
             let _ = write!(

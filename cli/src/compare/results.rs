@@ -1,6 +1,6 @@
 //! What the runs of a comparison show.
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 use super::trial::Run;
 
@@ -13,7 +13,7 @@ const QUANTILES: [f64; 20] = [
 pub const LEAST_ROUNDS: usize = 3;
 
 /// How many times as fast one is as another, with the half-width of a confidence interval of 95 %.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Ratio {
     pub mean: f64,
     pub error: f64,
@@ -58,7 +58,7 @@ pub fn mean_and_error(values: &[f64]) -> Option<(f64, f64)> {
 }
 
 /// Whether the logits of a way are those of the program.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "result", rename_all = "snake_case")]
 pub enum Logits {
     /// All are, bit for bit.
@@ -75,8 +75,8 @@ pub enum Logits {
 pub struct Computed {
     /// A line for each evaluation.
     pub hashes: Vec<String>,
-    /// What its output shows of that.
-    pub output: String,
+    /// What its output shows of that; `None` where two runs of the program have different outputs.
+    pub output: Option<String>,
 }
 
 impl Logits {
@@ -90,7 +90,7 @@ impl Logits {
             None if way.hashes.len() != evaluations => {
                 format!("{} evaluations in place of {evaluations}", way.hashes.len())
             }
-            None if way.output != stock.output => "the output".into(),
+            None if stock.output.is_some() && way.output != stock.output => "the output".into(),
             None => return Logits::Equal { evaluations },
         };
         Logits::Different { what }
@@ -116,7 +116,7 @@ impl Logits {
 }
 
 /// A way to run the program, and what it did.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Way {
     /// The options of `run`; none for the program alone.
     pub flags: Vec<String>,
@@ -131,7 +131,7 @@ pub struct Way {
 }
 
 /// How a way compares with the program alone.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Difference {
     /// Tokens per second of prompts.
     pub prompt: Option<Ratio>,
@@ -373,7 +373,7 @@ mod tests {
     fn the_first_evaluation_that_differs_is_named() {
         let computed = |hashes: &[&str], output: &str| Computed {
             hashes: hashes.iter().map(|hash| (*hash).to_owned()).collect(),
-            output: output.into(),
+            output: Some(output.into()),
         };
         let stock = computed(&["a", "b", "c"], "text");
         let what = |way: &Computed| match Logits::compare(way, &stock) {

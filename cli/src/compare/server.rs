@@ -1,6 +1,5 @@
 //! Requests to a llama-server that was started for a comparison.
 
-use std::io::Read;
 use std::net::TcpListener;
 use std::time::Duration;
 
@@ -8,6 +7,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
 use super::speeds::Speeds;
+use crate::control::server::{reason, text};
 
 /// The largest answer that is read.
 const LONGEST_ANSWER: u64 = 64 << 20;
@@ -75,19 +75,16 @@ impl Client {
         if let Some(key) = &self.key {
             post = post.header("Authorization", format!("Bearer {key}"));
         }
-        let mut answer = post
+        let answer = post
             .header("Content-Type", "application/json")
             .send(body.to_string())
             .context("the server does not answer")?;
-        let status = answer.status();
-        let mut text = String::new();
-        let reader = answer.body_mut().as_reader();
-        reader.take(LONGEST_ANSWER).read_to_string(&mut text)?;
-        let parsed: Value = serde_json::from_str(&text).unwrap_or_default();
+        let (status, text) = text(answer, LONGEST_ANSWER)?;
         if status != 200 {
-            let message = parsed["error"]["message"].as_str().unwrap_or(&text);
-            bail!("the server refuses a prompt ({status}): {message}");
+            let reason = reason(status, &text);
+            bail!("the server refuses a prompt ({status}): {reason}");
         }
+        let parsed: Value = serde_json::from_str(&text).unwrap_or_default();
         let timings = &parsed["timings"];
         let number = |name: &str| timings[name].as_f64().unwrap_or(0.0);
         speeds

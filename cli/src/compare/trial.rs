@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 use super::server::{self, Client, Request};
 use super::speeds::Speeds;
@@ -29,7 +29,7 @@ const HEALTH_TIMEOUT: Duration = Duration::from_secs(2);
 const MOST_OUTPUT: u64 = 64 << 20;
 
 /// How a program is made to work, and where it reports its speeds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
     /// llama-server: answers requests, with speeds.
@@ -53,7 +53,7 @@ pub struct Program {
 }
 
 /// What a run showed.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Run {
     #[serde(flatten)]
     pub speeds: Speeds,
@@ -117,16 +117,13 @@ impl Program {
     /// Runs the program; with flags, as `run` does with them. `compares` is whether more is requested of a
     /// server than its speeds. Returns the events, too.
     pub fn run(&self, flags: Option<&[String]>, compares: bool) -> Result<(Run, Events)> {
-        let port = match self.kind {
-            Kind::Server => Some(server::free_port()?),
-            _ => None,
-        };
         let mut words = self.words.clone();
+        let mut port = None;
         match self.kind {
             // The last option counts.
             Kind::Server => {
-                let port = port.unwrap_or_default().to_string();
-                words.extend(["--host", "127.0.0.1", "--port", &port].map(OsString::from));
+                let free = port.insert(server::free_port()?).to_string();
+                words.extend(["--host", "127.0.0.1", "--port", &free].map(OsString::from));
             }
             Kind::Bench => words.extend(["-o", "json"].map(OsString::from)),
             Kind::Other => {}
@@ -165,7 +162,7 @@ impl Program {
                 let client = |timeout| Client::new(port, self.api_key(), timeout);
                 self.serve(&mut session, client, began, compares, &mut run)
             }
-            None => self.wait(&mut session, began),
+            None => self.wait(&mut session, began, "has not ended", || false),
         };
         run.seconds = began.elapsed().as_secs_f64();
         run.usage = session.usage();
@@ -176,6 +173,7 @@ impl Program {
             true => error,
             false => anyhow!("{error:#}; {printed_last}"),
         })?;
+        let status = status.unwrap_or_default();
         if !status.success() {
             bail!("{}; {printed_last}", ended(status));
         }
@@ -194,22 +192,37 @@ impl Program {
         Ok((run, events))
     }
 
-    /// Waits until the program ends by itself.
-    fn wait(&self, session: &mut Session, began: Instant) -> Result<ExitStatus> {
-        loop {
+    /// Waits until a condition holds or the program has ended, and returns its status then. Fails if that
+    /// takes too long, or is interrupted; `what` is what has not happened.
+    fn wait(
+        &self,
+        session: &mut Session,
+        began: Instant,
+        what: &str,
+        holds: impl Fn() -> bool,
+    ) -> Result<Option<ExitStatus>> {
+        while !holds() {
             if let Some(status) = session.look()? {
-                return Ok(status);
+                return Ok(Some(status));
             }
-            self.check_time(
-                began,
-                "has not ended",
-                "add -n 64 or the like, so that it ends by itself, or",
-            )?;
+            if self.interrupted.load(Ordering::Relaxed) {
+                bail!(Interrupted);
+            }
+            if began.elapsed() > self.longest {
+                let next = match self.kind {
+                    Kind::Server => "",
+                    _ => "add -n 64 or the like, so that it ends by itself, or ",
+                };
+                let seconds = self.longest.as_secs();
+                bail!("the program {what} after {seconds} s: {next}pass a longer --seconds");
+            }
             thread::sleep(PERIOD);
         }
+        Ok(None)
     }
 
-    /// Waits for the server, and sends all requests.
+    /// Waits for the server, and sends all requests. Ends it; a server that was ended has done its work,
+    /// whatever its status is.
     fn serve(
         &self,
         session: &mut Session,
@@ -217,14 +230,11 @@ impl Program {
         began: Instant,
         compares: bool,
         run: &mut Run,
-    ) -> Result<ExitStatus> {
+    ) -> Result<Option<ExitStatus>> {
         let asks = client(HEALTH_TIMEOUT);
-        while !asks.is_ready() {
-            if let Some(status) = session.look()? {
-                bail!("{} before it had loaded its model", ended(status));
-            }
-            self.check_time(began, "is not ready", "")?;
-            thread::sleep(PERIOD);
+        let early = self.wait(session, began, "is not ready", || asks.is_ready())?;
+        if let Some(status) = early {
+            bail!("{} before it had loaded its model", ended(status));
         }
         run.start_seconds = began.elapsed().as_secs_f64();
         let client = client(self.longest);
@@ -237,35 +247,16 @@ impl Program {
             }
             Ok::<_, anyhow::Error>((speeds, seen))
         });
-        while !sender.is_finished() {
-            if let Some(status) = session.look()? {
-                bail!("{} during a request", ended(status));
-            }
-            self.check_time(began, "has not answered all requests", "")?;
-            thread::sleep(PERIOD);
+        let missing = "has not answered all requests";
+        let early = self.wait(session, began, missing, || sender.is_finished())?;
+        if let Some(status) = early {
+            bail!("{} during a request", ended(status));
         }
         let sent = sender.join();
         (run.speeds, run.output) =
             sent.unwrap_or_else(|_| bail!("an internal error, whose message is above"))?;
         session.end()?;
-        // A server that was ended has done its work, whatever its status is.
-        Ok(ExitStatus::default())
-    }
-
-    /// Fails if the run has taken too long, or was interrupted.
-    fn check_time(&self, began: Instant, what: &str, next: &str) -> Result<()> {
-        if self.interrupted.load(Ordering::Relaxed) {
-            bail!(Interrupted);
-        }
-        if began.elapsed() > self.longest {
-            let seconds = self.longest.as_secs();
-            let next = format!("{next} pass a longer --seconds");
-            bail!(
-                "the program {what} after {seconds} s: {}",
-                next.trim_start()
-            );
-        }
-        Ok(())
+        Ok(None)
     }
 
     /// Returns the API key in the command or in the environment.

@@ -107,7 +107,10 @@ impl Server {
         if let Some(key) = &self.key {
             request = request.header("Authorization", format!("Bearer {key}"));
         }
-        let found = request.call().map_err(anyhow::Error::from).and_then(text);
+        let found = request
+            .call()
+            .map_err(anyhow::Error::from)
+            .and_then(|answer| text(answer, LONGEST_ANSWER));
         let (status, answer) =
             found.with_context(|| format!("no llama-server answers at {}", self.url))?;
         if status == StatusCode::UNAUTHORIZED {
@@ -149,18 +152,22 @@ impl Server {
         if let Some(key) = &self.key {
             request = request.header("Authorization", format!("Bearer {key}"));
         }
-        text(request.send_empty()?)
+        text(request.send_empty()?, LONGEST_ANSWER)
     }
 }
 
-fn text(mut answer: ureq::http::Response<ureq::Body>) -> Result<(StatusCode, String)> {
+/// Returns status and text of an answer of at most so many bytes.
+pub fn text(
+    mut answer: ureq::http::Response<ureq::Body>,
+    longest: u64,
+) -> Result<(StatusCode, String)> {
     let status = answer.status();
-    let body = answer.body_mut().with_config().limit(LONGEST_ANSWER);
+    let body = answer.body_mut().with_config().limit(longest);
     Ok((status, body.read_to_string()?))
 }
 
 /// Returns the message of an answer, or its beginning.
-fn reason(status: StatusCode, answer: &str) -> String {
+pub fn reason(status: StatusCode, answer: &str) -> String {
     let parsed: Value = serde_json::from_str(answer).unwrap_or_default();
     match parsed["error"]["message"].as_str() {
         Some(message) => message.to_owned(),

@@ -215,6 +215,26 @@ impl Prepared {
     pub fn obstacle(&self, program: &Executable) -> Option<String> {
         program.obstacle(&self.preload)
     }
+
+    /// Returns the lines of the summary.
+    pub fn summary(
+        &self,
+        program: &Executable,
+        events: &Events,
+        status: ExitStatus,
+    ) -> Vec<String> {
+        if !self.config.is_used() {
+            return vec![format!(
+                "nothing enabled: leave out --none, or pass {CAPABILITIES}"
+            )];
+        }
+        let obstacle = self.obstacle(program);
+        let obstacle = obstacle.or_else(|| events.obstacle(Some(status)));
+        match obstacle {
+            Some(obstacle) => vec![format!("the drop-in did nothing: {obstacle}")],
+            None => summary(&self.config, events),
+        }
+    }
 }
 
 /// Runs the command, prints a summary of the drop-in's work, and ends as the command ended.
@@ -253,28 +273,6 @@ pub fn run(options: &RunOptions) -> Result<()> {
     // The process ends below without running destructors.
     drop(journal);
     child::end_like(status)
-}
-
-impl Prepared {
-    /// Returns the lines of the summary.
-    pub fn summary(
-        &self,
-        program: &Executable,
-        events: &Events,
-        status: ExitStatus,
-    ) -> Vec<String> {
-        if !self.config.is_used() {
-            return vec![format!(
-                "nothing enabled: leave out --none, or pass {CAPABILITIES}"
-            )];
-        }
-        let obstacle = self.obstacle(program);
-        let obstacle = obstacle.or_else(|| events.obstacle(Some(status)));
-        match obstacle {
-            Some(obstacle) => vec![format!("the drop-in did nothing: {obstacle}")],
-            None => summary(&self.config, events),
-        }
-    }
 }
 
 /// Returns the lines about what the drop-in did.

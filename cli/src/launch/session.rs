@@ -7,12 +7,12 @@ use std::process::{Child, Command, ExitStatus};
 
 use anyhow::Result;
 use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal, setsid};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 use super::child;
 
 /// What processes used.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Usage {
     /// The most memory at a time, with pages of mapped files.
     pub memory_bytes: u64,
@@ -126,8 +126,8 @@ impl Usage {
     }
 }
 
-/// Returns the number after a name at the start of a line.
-fn field(text: &str, name: &str) -> u64 {
+/// Returns the number after a name at the start of a line; 0 without that line.
+pub fn field(text: &str, name: &str) -> u64 {
     let line = text.lines().find_map(|line| line.strip_prefix(name));
     let number = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
     number.unwrap_or(0)

@@ -5,6 +5,7 @@ use std::fmt::Write;
 use sidecar_core::trace::coverage;
 
 use crate::report::traces::TraceReport;
+use crate::sizes::Table;
 
 /// Colours for a share against even use: never, less than a quarter, a quarter, a half, even,
 /// twice, four times and more. The colour map viridis, whose lightness grows with the share, so
@@ -358,6 +359,14 @@ pub fn coverage_curve(traced: &TraceReport) -> String {
         TOP + SIZE + 34.0
     );
     svg
+}
+
+/// Returns a table for a page. Its cells have names from files and from the command line.
+pub fn table(mut table: Table) -> String {
+    for cell in table.rows.iter_mut().flatten() {
+        *cell = escape(cell);
+    }
+    table.as_html()
 }
 
 /// Escapes text for HTML and SVG.

@@ -8,7 +8,6 @@ use super::model::layer;
 use super::results::Results;
 use super::tables;
 use crate::report::svg::{self, escape};
-use crate::sizes::Table;
 
 /// Returns a self-contained page.
 pub fn page(results: &Results<'_>) -> String {
@@ -24,7 +23,7 @@ pub fn page(results: &Results<'_>) -> String {
             "<h2>Recipe for {}</h2><p class=note>{}</p><div class=wide>{}</div>{}",
             escape(&tables::goal_text(results)),
             escape(&tables::verdicts(results, recipe)).replace('\n', "<br>"),
-            html(tables::comparison(results, recipe)),
+            svg::table(tables::comparison(results, recipe)),
             sizes(results)
         );
         let mut rows = String::new();
@@ -71,17 +70,9 @@ pub fn page(results: &Results<'_>) -> String {
         body,
         "<h2>Divergence against saved bytes</h2><p class=note>Each group with each candidate: what the change saves, and what it adds to the divergence.</p>{}<h2>Measurements</h2><div class=wide>{}</div></section>",
         savings(results),
-        html(tables::measurements(results))
+        svg::table(tables::measurements(results))
     );
     svg::document("Tuning", &body)
-}
-
-/// Returns a table for the page. Names come from files and from the command line.
-fn html(mut table: Table) -> String {
-    for cell in table.rows.iter_mut().flatten() {
-        *cell = escape(cell);
-    }
-    table.as_html()
 }
 
 /// Returns row and column of a group: its layer and its role, or all of them.

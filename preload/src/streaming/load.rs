@@ -51,10 +51,15 @@ fn id(file: &GgufFile) -> FileId {
     (file.source.id().dev, file.source.id().ino)
 }
 
+/// Whether only models are streamed that do not fit into the free memory.
+fn only_needed() -> bool {
+    Config::get().expert_stream == ExpertStream::Needed
+}
+
 /// Whether a model with these files is streamed: each is, unless only those are to be streamed
 /// that do not fit into memory.
 fn is_needed(files: &[GgufFile]) -> bool {
-    if Config::get().expert_stream != ExpertStream::Needed {
+    if !only_needed() {
         return true;
     }
     let tensors = files.iter().flat_map(|file| &file.header.tensors);
@@ -65,16 +70,13 @@ fn is_needed(files: &[GgufFile]) -> bool {
 /// Whether a model was loaded to be streamed.
 pub fn is_for_streaming(model: &Model) -> bool {
     let needed = NEEDED.lock();
-    Config::get().expert_stream != ExpertStream::Needed
-        || model
-            .files
-            .iter()
-            .any(|file| needed.contains(&id(&file.gguf)))
+    let mut files = model.files.iter();
+    !only_needed() || files.any(|file| needed.contains(&id(&file.gguf)))
 }
 
 /// Whether any model was loaded to be streamed, or will be.
 pub fn has_any() -> bool {
-    Config::get().expert_stream != ExpertStream::Needed || ANY_NEEDED.load(Ordering::Relaxed)
+    !only_needed() || ANY_NEEDED.load(Ordering::Relaxed)
 }
 
 /// Where the routed experts of a model are.
@@ -195,7 +197,7 @@ pub fn file_opened(caller: &Caller, ggml: &'static Ggml) {
         true => files.iter().filter(has_experts).map(id).collect(),
         false => Vec::new(),
     });
-    if Config::get().expert_stream == ExpertStream::Needed {
+    if only_needed() {
         let mut needed = NEEDED.lock();
         for file in &files {
             if !needed.contains(file) {
