@@ -160,7 +160,7 @@ fn without_options_run_uses_what_a_comparison_has_found() {
         "flags": ["--stream-experts", "--stream-memory", "7"],
         "faster": 2.5,
     });
-    let gains = serde_json::json!({"llama_sidecar_gains": 1, "gains": [gain]});
+    let gains = serde_json::json!({"llama_sidecar": "gains", "entries": [gain]});
     std::fs::write(data.join("gains.json"), gains.to_string()).expect("free space");
     let run = |arguments: &[&str]| {
         let mut command = Command::new(testkit::host::built("release/llama-sidecar"));

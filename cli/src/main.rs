@@ -7,7 +7,9 @@
 //! |---|---|
 //! | [`generate`] | man pages and shell completions |
 //! | [`swap`] | tensors from one model's files to another's or to a running program, and back |
+//! | [`plan`] | what to type for a model on this machine |
 //! | [`compare`] | a program with and without the drop-in |
+//! | [`trial`] | a run of a program, and its speeds |
 //! | [`tune`] | which tensors can be quantised further, and types for a size |
 //! | [`launch`] | programs with the drop-in |
 //! | [`control`] | requests to a running program |
@@ -21,10 +23,12 @@ mod generate;
 mod inspect;
 mod launch;
 mod output;
+mod plan;
 mod report;
 mod sizes;
 mod space;
 mod swap;
+mod trial;
 mod tune;
 
 use std::path::PathBuf;
@@ -72,6 +76,11 @@ enum Command {
     /// difference is known. Compares a hash of all logits of each evaluation. Writes compare.json
     /// and compare.html. No process is left at the end or after an interruption.
     Compare(compare::CompareOptions),
+    /// Predict which options make a model fastest on this machine, and print the command to type.
+    ///
+    /// Measures products of the model's matrices with the program's own ggml, the disk and the memory, and
+    /// runs the program once as it was typed. No model is loaded for the measurement itself.
+    Plan(plan::PlanOptions),
     /// Replace tensors in a model's files, or restore the originals.
     ///
     /// Writes the new file next to the old one, checks the new file and renames it over the
@@ -192,6 +201,7 @@ fn main() -> ExitCode {
         Command::Run(options) => run::run(&options),
         Command::Doctor(options) => doctor::run(&options),
         Command::Compare(options) => compare::run(&options),
+        Command::Plan(options) => plan::run(&options),
         Command::Swap(options) => swap::run(&options),
         Command::Tune(options) => tune::run(&options),
         Command::Status { at, hash: true } => control::run(&at.socket, &Request::Hash, at.json),

@@ -13,6 +13,7 @@
 //! | [`hotswap`], [`postfetch`] | hot-swap; experts in host memory are copied early to the GPU that multiplies |
 //! | [`streaming`], [`trace`] | experts from disk as soon as they are routed; which experts are used |
 //! | [`logits`] | hashes of what evaluations computed |
+//! | [`measure`] | how fast the program's ggml multiplies and copies |
 //! | [`program`] | the program's models, graphs and schedulers, and the events of capabilities |
 //! | [`loader`] | loaded objects, and the calls between them |
 //! | [`ggml`] | a copy of ggml: its functions and the layout of its tensors |
@@ -33,6 +34,7 @@ mod interpose;
 mod lifecycle;
 mod loader;
 mod logits;
+mod measure;
 mod postfetch;
 mod process;
 mod program;

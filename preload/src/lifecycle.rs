@@ -15,6 +15,7 @@ use sidecar_core::protocol::{Event, NoEffect};
 use crate::control::{self, clients};
 use crate::hotswap::reloader::{self, HotSwap};
 use crate::logits::Logits;
+use crate::measure::Measurements;
 use crate::postfetch::PostFetch;
 use crate::postfetch::page_lock::PageLock;
 use crate::process::{journal, signals};
@@ -29,9 +30,10 @@ use crate::trace::routes::Routes;
 use crate::trace::saliency::Saliency;
 
 /// The capabilities, in the order in which events are reported to them.
-static CAPABILITIES: [&dyn Capability; 10] = [
+static CAPABILITIES: [&dyn Capability; 11] = [
     &Rounds,
     &Logits,
+    &Measurements,
     &ExpertTrace,
     &Routes,
     &Saliency,

@@ -4,33 +4,24 @@
 //! |---|---|
 //! | [`report`] | the comparison as text, JSON and a page |
 //! | [`results`] | differences with their errors, equal logits, and what follows |
-//! | [`trial`] | a run of the program |
-//! | [`server`] | requests to llama-server |
-//! | [`speeds`] | the speeds that programs print |
 
 mod report;
 mod results;
-mod server;
-mod speeds;
-mod trial;
 
 use std::ffi::OsString;
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use report::Report;
 use results::{Computed, Logits, Way};
-use server::Request;
 use sidecar_core::protocol::Event;
-use trial::{Interrupted, Kind, Program, Run};
 
 use crate::launch::gains;
 use crate::launch::journal::Events;
 use crate::output;
+use crate::trial::{Interrupted, Kind, Program, prompts};
 
 /// What can change the speed of a program, each alone.
 const CAPABILITIES: [&str; 4] = [
@@ -41,14 +32,6 @@ const CAPABILITIES: [&str; 4] = [
 ];
 /// The option of llama.cpp's programs that turns off kernels for repacked weights.
 const NO_REPACK: &str = "--no-repack";
-/// A text for prompts.
-const TEXT: &str = include_str!("prompt.txt");
-/// Words of the long prompt, and of the short one.
-const LONG_WORDS: usize = 384;
-const SHORT_WORDS: usize = 24;
-/// Tokens of the answer to the long prompt.
-const SHORT_ANSWER: u32 = 4;
-
 /// A program, and how it is compared.
 #[derive(clap::Args)]
 pub struct CompareOptions {
@@ -163,23 +146,18 @@ struct Comparison {
 impl Comparison {
     fn new(options: &CompareOptions) -> Result<Comparison> {
         let words = &options.command;
-        let kind = Kind::of(words);
         let requests = match &options.prompts {
-            Some(path) => read_prompts(path, options.tokens)?,
-            None => vec![
-                request(LONG_WORDS, SHORT_ANSWER),
-                request(SHORT_WORDS, options.tokens),
-            ],
+            Some(path) => prompts::read(path, options.tokens)?,
+            None => prompts::long_and_short(options.tokens),
         };
+        let longest = Duration::from_secs(options.seconds.max(1));
+        let program = Program::new(words, requests, longest)?;
+        let kind = program.kind;
         ensure!(
             options.prompts.is_none() || kind == Kind::Server,
             "--prompts has no effect: {} gets its prompts from its command line",
             words[0].display()
         );
-        let interrupted = Arc::new(AtomicBool::new(false));
-        for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
-            signal_hook::flag::register(signal, interrupted.clone())?;
-        }
         let ways: Vec<Vec<String>> = match options.with.is_empty() {
             true => CAPABILITIES.iter().map(|of| vec![(*of).into()]).collect(),
             false => {
@@ -189,13 +167,7 @@ impl Comparison {
         };
         let folder = tempfile::Builder::new().prefix("llama-sidecar-").tempdir();
         Ok(Comparison {
-            program: Program {
-                kind,
-                words: words.clone(),
-                requests,
-                longest: Duration::from_secs(options.seconds.max(1)),
-                interrupted,
-            },
+            program,
             precision: options.precision / 100.0,
             deadline: Instant::now() + Duration::from_secs(60 * options.minutes),
             folder: folder.context("cannot create a temporary folder")?,
@@ -276,7 +248,7 @@ impl Comparison {
     /// Returns what the program computes alone.
     fn check_stock(&mut self) -> Result<Computed> {
         progress("the program alone, for its results");
-        let alone = self.first_run()?;
+        let alone = self.program.first_run(self.has_own_prompts, true)?;
         let (observed, events) = self.observed(&[], &[])?;
         if let Some(obstacle) = events.obstacle(None) {
             bail!("{obstacle}");
@@ -294,24 +266,6 @@ impl Comparison {
         }
         let hashes = observed.hashes;
         Ok(Computed { hashes, output })
-    }
-
-    /// Runs the program for the first time. Its context may be too short for the long prompt.
-    fn first_run(&mut self) -> Result<Run> {
-        loop {
-            let result = self.program.run(None, true);
-            let longest = &mut self.program.requests[0];
-            let words = longest.prompt.split(' ').count();
-            let is_too_long = |error: &anyhow::Error| {
-                self.has_own_prompts && words > SHORT_WORDS && error.to_string().contains("context")
-            };
-            match result {
-                Err(error) if is_too_long(&error) => {
-                    *longest = request(words / 2, longest.tokens);
-                }
-                result => return result.map(|(run, _)| run),
-            }
-        }
     }
 
     /// Returns whether the logits with flags of `run` are equal, or why the flags have no effect.
@@ -361,34 +315,6 @@ impl Comparison {
         };
         Ok((computed, events))
     }
-}
-
-/// Returns the first words of the text, again and again, as a request.
-fn request(words: usize, tokens: u32) -> Request {
-    let all = TEXT.split_whitespace().cycle().take(words);
-    Request {
-        prompt: all.collect::<Vec<_>>().join(" "),
-        tokens,
-    }
-}
-
-/// Reads prompts, one in each line.
-fn read_prompts(path: &Path, tokens: u32) -> Result<Vec<Request>> {
-    let text =
-        fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-    let lines = text.lines().filter(|line| !line.trim().is_empty());
-    let requests: Vec<Request> = lines
-        .map(|prompt| Request {
-            prompt: prompt.into(),
-            tokens,
-        })
-        .collect();
-    ensure!(
-        !requests.is_empty(),
-        "{} has no prompts: write one in each line",
-        path.display()
-    );
-    Ok(requests)
 }
 
 fn progress(line: &str) {

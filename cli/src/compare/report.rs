@@ -11,13 +11,13 @@ use sidecar_core::memory::free_memory;
 use sidecar_core::protocol::Event;
 
 use super::results::{self, Difference, Logits, Way, mean_and_error};
-use super::speeds::Speed;
-use super::trial::{Kind, Run};
 use crate::launch::child::quoted;
 use crate::launch::journal::Events;
 use crate::launch::session;
 use crate::report::svg;
 use crate::sizes::{Table, size_text};
+use crate::trial::speeds::Speed;
+use crate::trial::{Kind, Run};
 
 /// The version of the file.
 const FORMAT: u32 = 1;

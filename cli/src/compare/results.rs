@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::trial::Run;
+use crate::trial::Run;
 
 /// 97.5 % quantiles of Student's t distribution, by degrees of freedom from 1 on.
 const QUANTILES: [f64; 20] = [
@@ -282,8 +282,8 @@ pub fn best<'a>(ways: &'a [Way], stock: &Way) -> Option<&'a Way> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::speeds::{Speed, Speeds};
     use super::*;
+    use crate::trial::speeds::{Speed, Speeds};
 
     fn run(prompt_rate: f64, answer_rate: f64) -> Run {
         let speed = |rate: f64| Speed {

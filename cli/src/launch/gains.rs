@@ -4,20 +4,15 @@
 //! `run` uses them when the same command has no options.
 
 use std::ffi::OsString;
-use std::fs;
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
-use rustix::system::uname;
+use anyhow::Result;
 use serde::{Deserialize, Serialize};
-use sidecar_core::files;
 
-/// The name of the file in the folder for data of the user.
-const FILE: &str = "llama-sidecar/gains.json";
-/// The start of the file.
-const START: &str = "{\"llama_sidecar_gains\":1";
-/// Commands that are kept.
-const MOST: usize = 1000;
+use crate::launch::kept::{Kept, machine};
+
+/// The list of gains.
+const KEPT: Kept = Kept { name: "gains" };
 /// Options that change neither speed nor results, with a value each.
 const OTHERS: [&str; 8] = [
     "--port",
@@ -41,12 +36,6 @@ pub struct Gain {
     pub faster: f64,
 }
 
-#[derive(Serialize, Deserialize)]
-struct Gains {
-    llama_sidecar_gains: u32,
-    gains: Vec<Gain>,
-}
-
 /// Returns the words of a command that decide about its speed.
 fn deciding(words: &[OsString]) -> Vec<String> {
     let mut is_value = false;
@@ -61,35 +50,10 @@ fn deciding(words: &[OsString]) -> Vec<String> {
     deciding
 }
 
-fn machine() -> String {
-    uname().nodename().to_string_lossy().into_owned()
-}
-
-/// Returns the path of the file; `None` without a folder of the user.
-fn path() -> Option<PathBuf> {
-    let folder = |name: &str| {
-        let folder = std::env::var_os(name).filter(|folder| !folder.is_empty());
-        folder.map(PathBuf::from)
-    };
-    let data = folder("XDG_DATA_HOME").or_else(|| Some(folder("HOME")?.join(".local/share")))?;
-    Some(data.join(FILE))
-}
-
-/// Returns what is known. A file that cannot be read has nothing; a file of another user may not choose
-/// options.
-fn known() -> Vec<Gain> {
-    let read = || {
-        let file = files::open_trusted(&path()?).ok()?;
-        let gains: Gains = serde_json::from_reader(std::io::BufReader::new(file)).ok()?;
-        Some(gains.gains)
-    };
-    read().unwrap_or_default()
-}
-
 /// Returns what makes a command faster on this machine.
 pub fn of(words: &[OsString]) -> Option<Gain> {
     let (command, machine) = (deciding(words), machine());
-    let mut known = known().into_iter();
+    let mut known = KEPT.entries::<Gain>().into_iter();
     known.find(|gain| gain.command == command && gain.machine == machine)
 }
 
@@ -101,10 +65,7 @@ pub fn note(
     measured: &[&[String]],
     found: Option<(Vec<String>, f64)>,
 ) -> Result<Option<PathBuf>> {
-    let Some(path) = path() else {
-        return Ok(None);
-    };
-    let before = known();
+    let before: Vec<Gain> = KEPT.entries();
     let (command, machine) = (deciding(words), machine());
     let mut gains = before.clone();
     gains.retain(|gain| {
@@ -120,19 +81,7 @@ pub fn note(
     if gains == before {
         return Ok(None);
     }
-    let first = gains.len().saturating_sub(MOST);
-    let gains = Gains {
-        llama_sidecar_gains: 1,
-        gains: gains.split_off(first),
-    };
-    let folder = files::folder_of(&path);
-    fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
-    let text = serde_json::to_string(&gains)?;
-    files::write(&path, text.as_bytes(), |start| {
-        start.starts_with(START.as_bytes())
-    })
-    .with_context(|| format!("cannot write {}", path.display()))?;
-    Ok(Some(path))
+    KEPT.write(gains)
 }
 
 #[cfg(test)]

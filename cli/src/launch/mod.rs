@@ -7,6 +7,7 @@
 //! | [`hooks`] | reachable hooks |
 //! | [`journal`] | events of the drop-in |
 //! | [`gains`] | what comparisons have shown to make programs faster |
+//! | [`kept`] | lists that are kept for the user |
 //! | [`own_cache`] | the expert cache that llama.cpp has of its own |
 //! | [`session`] | programs without a terminal, and what they use |
 //! | [`child`] | processes |
@@ -18,6 +19,7 @@ pub mod executable;
 pub mod gains;
 pub mod hooks;
 pub mod journal;
+pub mod kept;
 pub mod own_cache;
 pub mod run;
 pub mod session;

@@ -146,16 +146,16 @@ fn memory_sentence(free: u64, whose: &str, share: f64) -> String {
 }
 
 /// Random reads of a file that bypass the page cache.
-struct Disk {
+pub struct Disk {
     /// One at a time.
     one: Speeds,
     /// [`DEPTH`] at a time.
-    many: Speeds,
+    pub many: Speeds,
 }
 
 /// Measurements at one depth.
 #[derive(Default)]
-struct Speeds {
+pub struct Speeds {
     /// Bytes per second of each.
     rates: Vec<f64>,
     /// Reads of all.
@@ -164,7 +164,7 @@ struct Speeds {
 
 impl Disk {
     /// Measures both depths in turn: the load of other programs changes with time.
-    fn measure(path: &Path) -> io::Result<Disk> {
+    pub fn measure(path: &Path) -> io::Result<Disk> {
         let mut options = OpenOptions::new();
         let file = options.read(true).custom_flags(libc::O_DIRECT).open(path)?;
         let pieces = file.metadata()?.len() / PIECE as u64;
@@ -220,7 +220,7 @@ impl Speeds {
     }
 
     /// Returns the median in bytes per second.
-    fn median(&self) -> f64 {
+    pub fn median(&self) -> f64 {
         self.rates[self.rates.len() / 2]
     }
 

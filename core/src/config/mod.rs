@@ -155,6 +155,7 @@ impl Config {
             staging_bytes: values.mib("LLAMA_SIDECAR_STAGING_MB").unwrap_or(0),
             memory_bytes: values.mib("LLAMA_SIDECAR_MEMORY_MB"),
             logits_hashes: values.path("LLAMA_SIDECAR_LOGITS_HASHES"),
+            measure: values.path("LLAMA_SIDECAR_MEASURE"),
             journal: values.get("LLAMA_SIDECAR_JOURNAL", |value| Ok(value.into())),
             log: values
                 .get("LLAMA_SIDECAR_LOG", |value| utf8(value).and_then(level))
@@ -190,7 +191,7 @@ impl Config {
 
 /// Returns the number of physical cores and of hardware threads. Where the kernel does not
 /// report cores, there are as many as threads.
-fn cores_and_threads() -> (u32, u32) {
+pub fn cores_and_threads() -> (u32, u32) {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let core = |cpu: usize| {
         let topology = format!("/sys/devices/system/cpu/cpu{cpu}/topology");

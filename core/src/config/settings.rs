@@ -193,6 +193,8 @@ pub struct Config {
     pub memory_bytes: Option<u64>,
     /// `LLAMA_SIDECAR_LOGITS_HASHES`.
     pub logits_hashes: Option<PathBuf>,
+    /// `LLAMA_SIDECAR_MEASURE`.
+    pub measure: Option<PathBuf>,
     /// `LLAMA_SIDECAR_JOURNAL`.
     pub journal: Option<PathBuf>,
     /// `LLAMA_SIDECAR_LOG`.
@@ -215,6 +217,7 @@ impl Config {
             || self.program_postfetch.is_used()
             || self.rounds
             || self.logits_hashes.is_some()
+            || self.measure.is_some()
     }
 
     /// Returns whether expert use is counted.

@@ -171,6 +171,58 @@ impl Ggml {
         (free as u64, total as u64)
     }
 
+    /// Returns the special buffer types of a CPU device, best first.
+    pub fn special_types(&self, cpu: *mut Device) -> impl Iterator<Item = *mut BufferType> + use<> {
+        type GetExtra = unsafe extern "C-unwind" fn(*mut Device) -> *mut *mut BufferType;
+        let name = c"ggml_backend_dev_get_extra_bufts";
+        // SAFETY: a live device has a registration; ggml-backend.h gives the function this
+        // type, and its result is an array that ends with null, or null.
+        let list = unsafe {
+            let registration = (self.f.ggml_backend_dev_backend_reg)(cpu);
+            let found = (self.f.ggml_backend_reg_get_proc_address)(registration, name.as_ptr());
+            match found.is_null() {
+                true => std::ptr::null_mut(),
+                false => std::mem::transmute::<*mut c_void, GetExtra>(found)(cpu),
+            }
+        };
+        (0..)
+            .map_while(move |i: usize| match list.is_null() {
+                true => None,
+                // SAFETY: read up to the null and no further.
+                false => Some(unsafe { *list.add(i) }),
+            })
+            .take_while(|buft| !buft.is_null())
+    }
+
+    /// Whether a device has kernels for an operation that reads a weight, which is still without memory, from a
+    /// buffer type.
+    ///
+    /// # Safety
+    ///
+    /// A live device and buffer type; tensors of a live context of this copy.
+    pub unsafe fn supports(
+        &self,
+        device: *mut Device,
+        weight: *mut Tensor,
+        node: *mut Tensor,
+        buft: *mut BufferType,
+    ) -> bool {
+        // SAFETY: as the caller ensures; a buffer of no bytes stands for the one to come, and is taken
+        // out before it is freed.
+        unsafe {
+            let buffer = (self.f.ggml_backend_buft_alloc_buffer)(buft, 0);
+            if buffer.is_null() {
+                return false;
+            }
+            self.layout.write(weight, self.layout.buffer, buffer);
+            let supported = (self.f.ggml_backend_dev_supports_op)(device, node);
+            self.layout
+                .write(weight, self.layout.buffer, std::ptr::null_mut::<()>());
+            (self.f.ggml_backend_buffer_free)(buffer);
+            supported
+        }
+    }
+
     /// Whether a device is the CPU.
     ///
     /// # Safety

@@ -169,7 +169,9 @@ pub fn fresh_load_duplicates(
     instance.is_shared()
         && device_buffer_type(model, instance).is_none()
         && uses_special_types(model, cpu)
-        && special_types(model.ggml, cpu)
+        && model
+            .ggml
+            .special_types(cpu)
             .any(|buft| supports(model.ggml, instance, ne, ty, op, buft, cpu))
 }
 
@@ -205,7 +207,7 @@ fn in_host_memory(model: &Model) -> Vec<(*mut Device, *mut BufferType)> {
     let first = gpus.find_map(readable);
     let mut all: Vec<(*mut Device, *mut BufferType)> = first.into_iter().collect();
     if uses_special_types(model, cpu) {
-        all.extend(special_types(model.ggml, cpu).map(|buft| (cpu, buft)));
+        all.extend(model.ggml.special_types(cpu).map(|buft| (cpu, buft)));
     }
     all.push((cpu, plain_memory(model)));
     all
@@ -244,7 +246,7 @@ fn uses_special_types(model: &Model, cpu: *mut Device) -> bool {
 }
 
 fn find_special_types(model: &Model, cpu: *mut Device) -> bool {
-    let special: Vec<*mut BufferType> = special_types(model.ggml, cpu).collect();
+    let special: Vec<*mut BufferType> = model.ggml.special_types(cpu).collect();
     let instances = model.tensors.iter().flat_map(|tensor| {
         tensor
             .instances
@@ -281,29 +283,6 @@ pub fn extents(ne: &[u64; 4], n_dims: u32) -> Vec<i64> {
         .collect()
 }
 
-/// Returns the special buffer types of a CPU device, best first.
-fn special_types(ggml: &'static Ggml, cpu: *mut Device) -> impl Iterator<Item = *mut BufferType> {
-    type GetExtra = unsafe extern "C-unwind" fn(*mut Device) -> *mut *mut BufferType;
-    let name = c"ggml_backend_dev_get_extra_bufts";
-    // SAFETY: a live device has a registration; ggml-backend.h gives the function this
-    // type, and its result is an array that ends with null, or null.
-    let list = unsafe {
-        let registration = (ggml.f.ggml_backend_dev_backend_reg)(cpu);
-        let found = (ggml.f.ggml_backend_reg_get_proc_address)(registration, name.as_ptr());
-        match found.is_null() {
-            true => std::ptr::null_mut(),
-            false => std::mem::transmute::<*mut std::ffi::c_void, GetExtra>(found)(cpu),
-        }
-    };
-    (0..)
-        .map_while(move |i: usize| match list.is_null() {
-            true => None,
-            // SAFETY: read up to the null and no further.
-            false => Some(unsafe { *list.add(i) }),
-        })
-        .take_while(|buft| !buft.is_null())
-}
-
 /// Whether a device supports the operation that reads an instance, for this type in this
 /// buffer type.
 fn supports(
@@ -327,8 +306,7 @@ fn supports(
     let whole = |at: usize| ne.get(at).copied().unwrap_or(1);
     let integers = |ne: &[i64]| context.tensor(26, ne);
     let weight = context.tensor(ty.id as c_int, ne);
-    // SAFETY: tensors of one live context, with the shapes that the operations need; a
-    // buffer of no bytes stands for the one to come, and is taken out before it is freed.
+    // SAFETY: tensors of one live context, with the shapes that the operations need.
     unsafe {
         let c = context.raw();
         let node: *mut Tensor = if op == ops.get_rows {
@@ -345,16 +323,7 @@ fn supports(
         } else {
             (f.ggml_mul)(c, float(&[whole(0), whole(1), whole(2), whole(3)]), weight)
         };
-        let buffer = (f.ggml_backend_buft_alloc_buffer)(buft, 0);
-        if buffer.is_null() {
-            return false;
-        }
-        let layout = &ggml.layout;
-        layout.write(weight, layout.buffer, buffer);
-        let supported = (f.ggml_backend_dev_supports_op)(device, node);
-        layout.write(weight, layout.buffer, std::ptr::null_mut::<()>());
-        (f.ggml_backend_buffer_free)(buffer);
-        supported
+        ggml.supports(device, weight, node, buft)
     }
 }
 

@@ -1,4 +1,14 @@
-//! A run of the program, with or without the drop-in.
+//! A run of a program, with or without the drop-in, and its speeds.
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`prompts`] | what is requested of a server |
+//! | [`server`] | requests to llama-server |
+//! | [`speeds`] | the speeds that programs print |
+
+pub mod prompts;
+pub mod server;
+pub mod speeds;
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -11,10 +21,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
+use prompts::Request;
 use serde::Serialize;
+use server::Client;
+use speeds::Speeds;
 
-use super::server::{self, Client, Request};
-use super::speeds::Speeds;
 use crate::launch::child;
 use crate::launch::executable::Executable;
 use crate::launch::journal::{Events, Journal};
@@ -40,7 +51,7 @@ pub enum Kind {
     Other,
 }
 
-/// The program that is compared with itself.
+/// A program that is run several times.
 pub struct Program {
     pub kind: Kind,
     pub words: Vec<OsString>,
@@ -48,7 +59,7 @@ pub struct Program {
     pub requests: Vec<Request>,
     /// How long a run may take.
     pub longest: Duration,
-    /// Whether the user has ended the comparison.
+    /// Whether the user has ended the command.
     pub interrupted: Arc<AtomicBool>,
 }
 
@@ -74,7 +85,7 @@ pub struct Run {
     pub log: String,
 }
 
-/// The user has ended the comparison.
+/// The user has ended the command.
 #[derive(Debug, thiserror::Error)]
 #[error("interrupted")]
 pub struct Interrupted;
@@ -111,6 +122,37 @@ impl Program {
             requests: self.requests.clone(),
             longest: self.longest,
             interrupted: self.interrupted.clone(),
+        }
+    }
+
+    /// Returns a program. The first signal that would end this process is noted from now on.
+    pub fn new(words: &[OsString], requests: Vec<Request>, longest: Duration) -> Result<Program> {
+        let interrupted = Arc::new(AtomicBool::new(false));
+        for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+            signal_hook::flag::register(signal, interrupted.clone())?;
+        }
+        Ok(Program {
+            kind: Kind::of(words),
+            words: words.to_vec(),
+            requests,
+            longest,
+            interrupted,
+        })
+    }
+
+    /// Runs the program alone for the first time. The first request is made shorter if the context is too short
+    /// for it, and `can_shorten` is true.
+    pub fn first_run(&mut self, can_shorten: bool, compares: bool) -> Result<Run> {
+        loop {
+            let result = self.run(None, compares);
+            let longest = &mut self.requests[0];
+            let is_too_long = |error: &anyhow::Error| {
+                can_shorten && longest.can_be_shorter() && error.to_string().contains("context")
+            };
+            match result {
+                Err(error) if is_too_long(&error) => *longest = longest.shorter(),
+                result => return result.map(|(run, _)| run),
+            }
         }
     }
 

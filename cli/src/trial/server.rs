@@ -1,4 +1,4 @@
-//! Requests to a llama-server that was started for a comparison.
+//! Requests to a llama-server that was started for them.
 
 use std::net::TcpListener;
 use std::time::Duration;
@@ -6,6 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
+use super::prompts::Request;
 use super::speeds::Speeds;
 use crate::control::server::{reason, text};
 
@@ -14,14 +15,7 @@ const LONGEST_ANSWER: u64 = 64 << 20;
 /// Candidates of each token whose log-probabilities are compared.
 const CANDIDATES: u32 = 20;
 
-/// A request for an answer of so many tokens.
-#[derive(Debug, Clone)]
-pub struct Request {
-    pub prompt: String,
-    pub tokens: u32,
-}
-
-/// What is requested of a server.
+/// A server on this machine.
 #[derive(Debug, Clone)]
 pub struct Client {
     agent: ureq::Agent,

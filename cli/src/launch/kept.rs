@@ -1,0 +1,77 @@
+//! Lists of entries that are kept for the user, in files of the user's data folder.
+
+use std::fs;
+use std::io::BufReader;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use rustix::system::uname;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use sidecar_core::files;
+
+/// Entries that a list has at most; the oldest are forgotten.
+const MOST: usize = 1000;
+
+/// A list of entries in a file.
+pub struct Kept {
+    /// The name of the file, without its ending.
+    pub name: &'static str,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Content<T> {
+    llama_sidecar: String,
+    entries: Vec<T>,
+}
+
+impl Kept {
+    /// Returns the path of the file; `None` without a folder of the user.
+    pub fn path(&self) -> Option<PathBuf> {
+        let folder = |name: &str| {
+            let folder = std::env::var_os(name).filter(|folder| !folder.is_empty());
+            folder.map(PathBuf::from)
+        };
+        let data =
+            folder("XDG_DATA_HOME").or_else(|| Some(folder("HOME")?.join(".local/share")))?;
+        Some(data.join(format!("llama-sidecar/{}.json", self.name)))
+    }
+
+    /// Returns the entries. A file that cannot be read has none; a file of another user may not choose
+    /// options.
+    pub fn entries<T: DeserializeOwned>(&self) -> Vec<T> {
+        let read = || {
+            let file = files::open_trusted(&self.path()?).ok()?;
+            let content: Content<T> = serde_json::from_reader(BufReader::new(file)).ok()?;
+            (content.llama_sidecar == self.name).then_some(content.entries)
+        };
+        read().unwrap_or_default()
+    }
+
+    /// Writes the entries. Returns the path of the file; `None` without a folder of the user.
+    pub fn write<T: Serialize>(&self, mut entries: Vec<T>) -> Result<Option<PathBuf>> {
+        let Some(path) = self.path() else {
+            return Ok(None);
+        };
+        let first = entries.len().saturating_sub(MOST);
+        let content = Content {
+            llama_sidecar: self.name.into(),
+            entries: entries.split_off(first),
+        };
+        let folder = files::folder_of(&path);
+        fs::create_dir_all(folder)
+            .with_context(|| format!("cannot create {}", folder.display()))?;
+        let text = serde_json::to_string(&content)?;
+        let start = format!("{{\"llama_sidecar\":\"{}\"", self.name);
+        files::write(&path, text.as_bytes(), |found| {
+            found.starts_with(start.as_bytes())
+        })
+        .with_context(|| format!("cannot write {}", path.display()))?;
+        Ok(Some(path))
+    }
+}
+
+/// Returns the name of this machine: entries of others do not count.
+pub fn machine() -> String {
+    uname().nodename().to_string_lossy().into_owned()
+}

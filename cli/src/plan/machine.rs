@@ -1,0 +1,204 @@
+//! What is measured on this machine: products by the program's own ggml, and reads of the model's file.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io;
+use std::num::NonZeroU64;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail};
+use memmap2::Mmap;
+use rustix::fs::{Advice, fadvise};
+use serde::{Deserialize, Serialize};
+use sidecar_core::protocol::{Event, Measure, Measured, Work};
+
+use crate::launch::executable::Executable;
+use crate::launch::journal::Journal;
+use crate::launch::kept::{self, Kept};
+use crate::launch::run::{Prepared, RunOptions};
+use crate::launch::session::Session;
+
+/// The list of measurements.
+const KEPT: Kept = Kept { name: "measured" };
+/// The longest time of a measurement.
+const LONGEST: Duration = Duration::from_secs(900);
+/// Time between two looks at the program.
+const PERIOD: Duration = Duration::from_millis(50);
+/// How long page faults are measured.
+const FAULTS: Duration = Duration::from_millis(1500);
+
+/// A measurement, and of what.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Entry {
+    machine: String,
+    program: PathBuf,
+    /// The size of the program and its time, and those of the model.
+    stamps: Vec<(u64, u64)>,
+    wanted: Measure,
+    found: Measured,
+}
+
+/// What was measured with the program's ggml.
+pub struct Found {
+    pub measured: Measured,
+    /// Whether it is of an earlier run, and where it is kept.
+    pub is_kept: bool,
+    pub path: Option<PathBuf>,
+}
+
+/// Returns the times of works with the program's ggml. Those of an earlier run are used unless `again` is
+/// true.
+pub fn measure(
+    words: &[OsString],
+    model: &Path,
+    works: &[Work; 4],
+    threads: &[u32],
+    again: bool,
+) -> Result<Found> {
+    let program = Executable::find(&words[0])?;
+    let wanted = Measure {
+        works: works.to_vec(),
+        threads: threads.to_vec(),
+    };
+    let stamps = [&*program.path, model].map(stamp).to_vec();
+    let is_same = |of: &Entry| {
+        of.machine == kept::machine()
+            && of.program == program.path
+            && of.stamps == stamps
+            && of.wanted == wanted
+    };
+    let mut entries: Vec<Entry> = KEPT.entries();
+    if let Some(known) = entries.iter().find(|of| is_same(of)).filter(|_| !again) {
+        return Ok(Found {
+            measured: known.found.clone(),
+            is_kept: true,
+            path: KEPT.path(),
+        });
+    }
+    let measured = run(words, &program, &wanted)?;
+    entries.retain(|of| !is_same(of));
+    entries.push(Entry {
+        machine: kept::machine(),
+        program: program.path,
+        stamps,
+        wanted,
+        found: measured.clone(),
+    });
+    Ok(Found {
+        measured,
+        is_kept: false,
+        path: KEPT.write(entries)?,
+    })
+}
+
+/// Returns what changes when a file is replaced.
+fn stamp(path: &Path) -> (u64, u64) {
+    let metadata = std::fs::metadata(path).ok();
+    metadata.map_or((0, 0), |of| {
+        let modified = of.modified().ok();
+        let since = modified.and_then(|time| time.duration_since(std::time::UNIX_EPOCH).ok());
+        (of.len(), since.map_or(0, |since| since.as_secs()))
+    })
+}
+
+/// Starts the program with the drop-in, which measures in place of loading the model.
+fn run(words: &[OsString], program: &Executable, wanted: &Measure) -> Result<Measured> {
+    let request = tempfile::NamedTempFile::with_prefix("llama-sidecar-")?;
+    serde_json::to_writer(&request, wanted)?;
+    let set = format!("LLAMA_SIDECAR_MEASURE={}", request.path().display());
+    let prepared = Prepared::new(&RunOptions::with(&["--set".into(), set], words)?)?;
+    if let Some(obstacle) = prepared.obstacle(program) {
+        bail!("{obstacle}");
+    }
+    let journal = Journal::new()?;
+    let log = tempfile::NamedTempFile::new()?;
+    let mut command = prepared.command(program, &journal);
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(log.reopen()?);
+    let mut session = Session::start(&mut command)
+        .with_context(|| format!("cannot run {}", program.path.display()))?;
+    let began = Instant::now();
+    let status = loop {
+        if let Some(status) = session.look()? {
+            break status;
+        }
+        if began.elapsed() > LONGEST {
+            bail!("the measurement did not end after {} s", LONGEST.as_secs());
+        }
+        std::thread::sleep(PERIOD);
+    };
+    let events = journal.read();
+    let found = events.iter().find_map(|event| match event {
+        Event::Measured { found, error } => Some((found.clone(), error.clone())),
+        _ => None,
+    });
+    match found {
+        Some((found, None)) => Ok(found),
+        Some((_, Some(error))) => bail!("the program's ggml cannot be measured: {error}"),
+        None => {
+            let printed = std::fs::read_to_string(log.path()).unwrap_or_default();
+            let cause = crate::launch::child::cause(&printed).map(str::to_owned);
+            let obstacle = events.obstacle(Some(status));
+            let why = cause.or(obstacle).unwrap_or_default();
+            Err(anyhow!(
+                "the program ended before it opened its model ({status}): {why}"
+            ))
+        }
+    }
+}
+
+/// Returns the useful bytes per second of experts that are read by page faults, as a program without
+/// streaming reads them: of parts of a file that are not in memory, by threads that share an expert.
+pub fn faults(path: &Path, experts: &[(u64, u64)], threads: u32) -> io::Result<f64> {
+    let file = File::open(path)?;
+    // As llama.cpp opens it: the kernel reads ahead more.
+    fadvise(&file, 0, None, Advice::Sequential)?;
+    // SAFETY: bytes that change under the mapping change a sum alone; a file that is cut short raises
+    // SIGBUS, as in the program itself.
+    let mapped = unsafe { Mmap::map(&file)? };
+    let sum = |offset: u64, len: u64| -> u64 {
+        let bytes = mapped.get(offset as usize..(offset + len) as usize);
+        let bytes = bytes.unwrap_or_default();
+        bytes
+            .iter()
+            .step_by(4096)
+            .map(|&byte| u64::from(byte))
+            .sum()
+    };
+    let (mut total, mut random) = (0, 1u64);
+    let mut busy = Duration::ZERO;
+    let threads = u64::from(threads.max(1));
+    while busy < FAULTS && !experts.is_empty() {
+        random = random
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
+        let (offset, bytes) = experts[(random >> 33) as usize % experts.len()];
+        fadvise(&file, offset, NonZeroU64::new(bytes), Advice::DontNeed)?;
+        let barrier = Barrier::new(threads as usize + 1);
+        let part = bytes / threads;
+        std::thread::scope(|scope| {
+            for thread in 0..threads {
+                let (barrier, sum) = (&barrier, &sum);
+                scope.spawn(move || {
+                    barrier.wait();
+                    std::hint::black_box(sum(offset + thread * part, part));
+                    barrier.wait();
+                });
+            }
+            barrier.wait();
+            let begun = Instant::now();
+            barrier.wait();
+            busy += begun.elapsed();
+        });
+        total += bytes;
+    }
+    match busy.is_zero() {
+        true => Err(io::Error::other("no experts")),
+        false => Ok(total as f64 / busy.as_secs_f64()),
+    }
+}

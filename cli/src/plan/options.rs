@@ -1,0 +1,193 @@
+//! Options of llama.cpp's programs in a command.
+
+use std::ffi::OsString;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+
+use crate::launch::executable::Executable;
+
+/// An option of llama.cpp, under the names of its programs and versions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Name {
+    names: &'static [&'static str],
+    has_value: bool,
+}
+
+const fn valued(names: &'static [&'static str]) -> Name {
+    Name {
+        names,
+        has_value: true,
+    }
+}
+
+const fn bare(names: &'static [&'static str]) -> Name {
+    Name {
+        names,
+        has_value: false,
+    }
+}
+
+pub const MODEL: Name = valued(&["--model", "-m"]);
+pub const CONTEXT: Name = valued(&["--ctx-size", "-c"]);
+pub const THREADS: Name = valued(&["--threads", "-t"]);
+pub const BATCH_THREADS: Name = valued(&["--threads-batch", "-tb"]);
+pub const BATCH: Name = valued(&["--ubatch-size", "-ub"]);
+pub const LOGICAL_BATCH: Name = valued(&["--batch-size", "-b"]);
+pub const NO_REPACK: Name = bare(&["--no-repack", "-nr"]);
+/// llama-bench has a value for it.
+pub const REPACK: Name = valued(&["--repack"]);
+pub const NO_MMAP: Name = bare(&["--no-mmap"]);
+pub const LOAD_MODE: Name = valued(&["--load-mode", "-lm"]);
+pub const GPU_LAYERS: Name = valued(&["--gpu-layers", "--n-gpu-layers", "-ngl"]);
+pub const HOST_LAYERS: Name = valued(&["--n-cpu-moe", "-ncmoe"]);
+pub const ALL_HOST: Name = bare(&["--cpu-moe", "-cmoe"]);
+pub const MOE_CACHE: Name = valued(&["--moe-cache-mib"]);
+
+/// The options that a program has.
+pub struct Known {
+    help: String,
+}
+
+impl Known {
+    /// Reads the help of a program.
+    pub fn of(words: &[OsString]) -> Result<Known> {
+        let program = Executable::find(&words[0])?.path;
+        let name = program.file_name().unwrap_or_default().to_string_lossy();
+        ensure!(
+            name.contains("llama-"),
+            "{name} is none of llama.cpp's programs, whose options are known: pass llama-server, llama-completion, llama-cli or llama-bench with the model, and use what it prints; 'llama-sidecar compare' measures any program"
+        );
+        let output = Command::new(&program)
+            .arg("--help")
+            .stdin(Stdio::null())
+            .output()
+            .with_context(|| format!("cannot run {}", program.display()))?;
+        let help = [output.stdout, output.stderr].concat();
+        let help = String::from_utf8_lossy(&help).into_owned();
+        let known = Known { help };
+        ensure!(
+            known.has(THREADS),
+            "{} --help does not list --threads: it is no program of llama.cpp, or does not start",
+            program.display()
+        );
+        Ok(known)
+    }
+
+    /// Returns the first name of an option that the program has.
+    fn name(&self, of: Name) -> Option<&'static str> {
+        let words = || {
+            self.help
+                .split(|c: char| c.is_whitespace() || matches!(c, ',' | '|' | '[' | ']'))
+        };
+        of.names
+            .iter()
+            .copied()
+            .find(|name| words().any(|word| word == *name))
+    }
+
+    pub fn has(&self, of: Name) -> bool {
+        self.name(of).is_some()
+    }
+
+    /// Replaces an option in a command, if the program has it and the value differs from the one that it has.
+    pub fn set(&self, words: &mut Vec<OsString>, of: Name, value: &str) {
+        let Some(name) = self.name(of) else {
+            return;
+        };
+        if value_in(words, of).as_deref() == Some(value) {
+            return;
+        }
+        remove(words, of);
+        words.extend([name, value].map(OsString::from));
+    }
+
+    /// Adds an option without a value, if the program has it.
+    pub fn add(&self, words: &mut Vec<OsString>, of: Name) {
+        if let Some(name) = self.name(of) {
+            remove(words, of);
+            words.push(name.into());
+        }
+    }
+}
+
+/// Returns the index of the last use of an option, and its value if that is in the same word.
+fn find(words: &[OsString], of: Name) -> Option<(usize, Option<String>)> {
+    let found = |word: &OsString| {
+        let word = word.to_string_lossy();
+        let name = |name: &&str| *name == word;
+        if of.names.iter().any(name) {
+            return Some(None);
+        }
+        let (name, value) = word.split_once('=')?;
+        let is = of.has_value && of.names.contains(&name);
+        is.then(|| Some(value.to_owned()))
+    };
+    let mut uses = words.iter().enumerate().skip(1);
+    uses.rfind(|(_, word)| found(word).is_some())
+        .and_then(|(at, word)| Some((at, found(word)?)))
+}
+
+/// Whether a command has an option.
+pub fn is_in(words: &[OsString], of: Name) -> bool {
+    find(words, of).is_some()
+}
+
+/// Returns the value of an option in a command; the last one counts.
+pub fn value_in(words: &[OsString], of: Name) -> Option<String> {
+    let (at, value) = find(words, of)?;
+    value.or_else(|| Some(words.get(at + 1)?.to_string_lossy().into_owned()))
+}
+
+/// Returns the number that an option has in a command.
+pub fn number_in(words: &[OsString], of: Name) -> Option<u64> {
+    value_in(words, of)?.parse().ok()
+}
+
+/// Removes an option from a command.
+pub fn remove(words: &mut Vec<OsString>, of: Name) {
+    while let Some((at, value)) = find(words, of) {
+        words.remove(at);
+        if of.has_value && value.is_none() && at < words.len() {
+            words.remove(at);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(text: &str) -> Vec<OsString> {
+        text.split(' ').map(OsString::from).collect()
+    }
+
+    fn text(words: &[OsString]) -> String {
+        let words: Vec<_> = words.iter().map(|word| word.to_string_lossy()).collect();
+        words.join(" ")
+    }
+
+    #[test]
+    fn options_are_replaced_under_all_their_names() {
+        let known = Known {
+            help:
+                "-t,    --threads N   threads\n-tb, --threads-batch N\n--repack, -nr, --no-repack"
+                    .into(),
+        };
+        let mut command = words("llama-server -m x -t 4 --threads=8 -c 512");
+        assert_eq!(number_in(&command, THREADS), Some(8));
+        known.set(&mut command, THREADS, "2");
+        known.set(&mut command, BATCH, "512");
+        known.add(&mut command, NO_REPACK);
+        assert_eq!(
+            text(&command),
+            "llama-server -m x -c 512 --threads 2 --no-repack"
+        );
+        let before = command.clone();
+        known.set(&mut command, THREADS, "2");
+        assert_eq!(command, before);
+        remove(&mut command, CONTEXT);
+        assert!(!is_in(&command, CONTEXT) && is_in(&command, MODEL));
+        assert_eq!(value_in(&words("p -m"), MODEL), None);
+    }
+}

@@ -1,0 +1,576 @@
+//! The settings that are predicted, and what each of them costs.
+
+use std::ffi::OsString;
+
+use serde::Serialize;
+use sidecar_core::memory;
+use sidecar_core::protocol::{Measured, OnDevice, Work};
+
+use super::model::{self, Cache, Calibration, Disk, Gpu, Misses, Model, Place, Products, Time};
+use super::options::{self, Known};
+use super::shape::{Bytes, Shape};
+
+/// llama.cpp's default for the tokens of a batch.
+pub const DEFAULT_BATCH: u64 = 512;
+/// Batches that are predicted where experts are copied to a GPU.
+const BATCHES: [u64; 4] = [512, 1024, 2048, 4096];
+/// Memory of a device that stays free, at most: llama.cpp's `--fit-target` is 1024 MiB.
+const MARGIN: u64 = 1 << 30;
+/// Activations of a token that a device has at a time, in the size of an input, in F32.
+const ACTIVATIONS: u64 = 40;
+/// Capabilities of the drop-in, as `run` has them.
+const STREAM: &str = "--stream-experts";
+const POST_FETCH: &str = "--post-fetch";
+const EXPERT_CACHE: &str = "--expert-cache";
+const PAGE_LOCK: &str = "--page-lock";
+
+/// How the program uses a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct OnGpu {
+    /// Layers with experts whose experts are in host memory.
+    pub host_layers: u32,
+    /// llama.cpp's own cache of experts, in MiB; 0: none.
+    pub own_cache_mib: u64,
+    /// A capability of the drop-in: early copies, a cache of experts, page-locked memory.
+    pub with: Option<&'static str>,
+}
+
+/// What can be chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Setting {
+    pub threads: u32,
+    pub batch_threads: u32,
+    pub repacked: bool,
+    pub mapped: bool,
+    pub batch: u64,
+    pub gpu: Option<OnGpu>,
+    pub streams: bool,
+}
+
+/// Speeds of the model's file, in bytes per second.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct FileSpeeds {
+    /// Of direct reads, several at a time.
+    pub direct: f64,
+    /// Of page faults in experts.
+    pub faults: f64,
+}
+
+/// What a run of the program as it was typed has shown.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Calibrations {
+    pub token: Calibration,
+    pub prompt: Calibration,
+}
+
+/// What is known about the model, the machine and the program.
+pub struct Facts {
+    pub shape: Shape,
+    pub works: [Work; 4],
+    pub measured: Measured,
+    /// Memory that programs can still use.
+    pub free: u64,
+    pub file: Option<FileSpeeds>,
+    /// Tokens of the context, for memory of devices.
+    pub context: u64,
+    /// Tokens of prompts and answers that are weighed.
+    pub tokens: (f64, f64),
+    /// Hits of a cache of a share of all experts, by a trace.
+    pub hits: Option<Vec<f64>>,
+    /// How the program was typed, and what its run has shown.
+    pub typed: Setting,
+    pub run: Option<Calibrations>,
+}
+
+/// A setting and its prediction.
+#[derive(Debug, Clone, Serialize)]
+pub struct Candidate {
+    pub setting: Setting,
+    pub token: Time,
+    pub prompt: Time,
+    /// Time of the weighed tokens.
+    pub seconds: f64,
+    /// Bytes on the GPU, in memory, and read from the disk when they are needed.
+    pub memory: Memory,
+}
+
+/// Where weights are.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Memory {
+    pub gpu: u64,
+    pub host: u64,
+    pub disk: u64,
+}
+
+impl Facts {
+    /// The device that is planned for: the one with the most memory whose products were measured.
+    pub fn device(&self) -> Option<&OnDevice> {
+        let usable = self
+            .measured
+            .devices
+            .iter()
+            .filter(|of| of.obstacle.is_none());
+        usable.max_by_key(|of| of.free)
+    }
+
+    /// Returns the products of the processor with a number of threads.
+    fn products(&self, threads: u32, repacked: bool) -> Option<Products> {
+        let of = self.measured.processor.iter();
+        let mut of = of.filter(|of| of.threads == threads);
+        let repacked = repacked && !self.measured.repacked.is_empty();
+        let of = of.find(|of| of.repacked == repacked)?;
+        Some(self.shape.products(&self.works, &of.seconds))
+    }
+
+    /// Returns the smallest number of layers whose experts must stay in host memory.
+    pub fn fewest_host_layers(&self, batch: u64, cache: u64) -> Option<u32> {
+        let layers = self.shape.expert_layers;
+        (0..=layers).find(|&host| self.fits_device(host, batch, cache))
+    }
+
+    fn fits_device(&self, host_layers: u32, batch: u64, cache: u64) -> bool {
+        let free = self.device().map_or(0, |of| of.free);
+        let margin = MARGIN.min(free / 8);
+        self.on_device(host_layers, cache) + self.working(batch) + margin <= free
+    }
+
+    fn on_device(&self, host_layers: u32, cache: u64) -> u64 {
+        let Bytes { routed, others, .. } = self.shape.bytes();
+        let layers = u64::from(self.shape.expert_layers.max(1));
+        let here = layers - u64::from(host_layers).min(layers);
+        others + routed / layers * here + cache
+    }
+
+    /// Memory of a device for the context and for activations.
+    fn working(&self, batch: u64) -> u64 {
+        let context = self.shape.context_bytes.unwrap_or(0) * self.context;
+        context + 4 * ACTIVATIONS * batch * self.shape.width
+    }
+
+    /// Returns the hits of a cache on a device.
+    fn hits(&self, bytes: u64, host_layers: u32) -> f64 {
+        let layers = u64::from(self.shape.expert_layers.max(1));
+        let cached = self.shape.bytes().routed / layers * u64::from(host_layers);
+        let share = bytes as f64 / cached.max(1) as f64;
+        self.hits_of(share)
+    }
+
+    /// Returns the hits of a cache of a share of all experts.
+    fn hits_of(&self, share: f64) -> f64 {
+        match &self.hits {
+            Some(curve) => {
+                let at = (share * (curve.len() - 1) as f64).clamp(0.0, (curve.len() - 1) as f64);
+                curve[at as usize]
+            }
+            None => model::hits(share),
+        }
+    }
+
+    /// Returns the prediction of a setting, or why the program could not run with it.
+    pub fn predict(&self, setting: &Setting) -> Result<Candidate, String> {
+        let model = self.shape.model();
+        let place = self.place(setting, &model)?;
+        let (token, prompt) = self.calibrated(
+            setting,
+            place.token(&model),
+            place.prompt(&model, self.tokens.0),
+        );
+        let missing = place.disk.map_or(0.0, |disk| disk.missing_token);
+        let host_layers = setting.gpu.map(|gpu| gpu.host_layers);
+        let routed = self.shape.bytes().routed;
+        let (on_gpu, cache) = match setting.gpu {
+            Some(gpu) => {
+                let cache = self.cache_bytes(&gpu, setting.batch);
+                (self.on_device(gpu.host_layers, cache), cache)
+            }
+            None => (0, 0),
+        };
+        let all = routed + self.shape.bytes().others + self.shape.bytes().rest;
+        let in_host = match host_layers {
+            Some(_) => all - (on_gpu - cache).min(all),
+            None => all,
+        };
+        let on_disk = (missing * routed as f64) as u64;
+        Ok(Candidate {
+            setting: *setting,
+            token,
+            prompt,
+            seconds: self.tokens.0 * prompt.seconds + self.tokens.1 * token.seconds,
+            memory: Memory {
+                gpu: on_gpu,
+                host: in_host - on_disk.min(in_host),
+                disk: on_disk,
+            },
+        })
+    }
+
+    /// Memory of a cache of experts on the device.
+    fn cache_bytes(&self, gpu: &OnGpu, batch: u64) -> u64 {
+        if gpu.with != Some(EXPERT_CACHE) {
+            return gpu.own_cache_mib << 20;
+        }
+        let free = self.device().map_or(0, |of| of.free);
+        let used = self.on_device(gpu.host_layers, 0) + self.working(batch);
+        free.saturating_sub(used + MARGIN.min(free / 8))
+    }
+
+    fn place(&self, setting: &Setting, model: &Model) -> Result<Place, String> {
+        let missing = || "this number of threads was not measured".to_string();
+        let repacked = setting.repacked && !setting.streams;
+        let of_token = self
+            .products(setting.threads, repacked)
+            .ok_or_else(missing)?;
+        let of_batch = self
+            .products(setting.batch_threads, repacked)
+            .ok_or_else(missing)?;
+        let processor = Products {
+            routed_batch: of_batch.routed_batch,
+            other_batch: of_batch.other_batch,
+            ..of_token
+        };
+        let gpu = setting
+            .gpu
+            .map(|gpu| self.gpu(&gpu, setting.batch))
+            .transpose()?;
+        Ok(Place {
+            processor,
+            gpu,
+            disk: self.disk(setting, model)?,
+            batch: setting.batch as f64,
+        })
+    }
+
+    fn gpu(&self, gpu: &OnGpu, batch: u64) -> Result<Gpu, String> {
+        let device = self.device().ok_or("no GPU was measured")?;
+        let cache = self.cache_bytes(gpu, batch);
+        if !self.fits_device(gpu.host_layers, batch, cache) {
+            return Err(format!("the memory of {} is too small for it", device.name));
+        }
+        let link = match gpu.with {
+            // Early copies are staged in page-locked memory.
+            Some(_) if device.locked > 0.0 => device.locked,
+            _ => device.pageable,
+        };
+        let hits = self.hits(cache, gpu.host_layers);
+        let misses = match gpu.with {
+            Some(EXPERT_CACHE) => Misses::Beside,
+            _ => Misses::Copied,
+        };
+        Ok(Gpu {
+            products: self.shape.products(&self.works, &device.seconds),
+            link,
+            copies_ahead: matches!(gpu.with, Some(POST_FETCH | EXPERT_CACHE)),
+            on_host: f64::from(gpu.host_layers) / f64::from(self.shape.expert_layers.max(1)),
+            cache: (cache > 0 && gpu.host_layers > 0).then_some(Cache { hits, misses }),
+            // Caches of experts are for single tokens.
+            held: 0.0,
+        })
+    }
+
+    /// Returns what is read from the disk; an error where memory is too small for what cannot be read
+    /// again.
+    fn disk(&self, setting: &Setting, model: &Model) -> Result<Option<Disk>, String> {
+        let Bytes {
+            routed,
+            others,
+            rest,
+        } = self.shape.bytes();
+        let layers = f64::from(self.shape.expert_layers.max(1));
+        let on_host = setting
+            .gpu
+            .map_or(1.0, |gpu| f64::from(gpu.host_layers) / layers);
+        let routed_here = (routed as f64 * on_host) as u64;
+        let others_here = if setting.gpu.is_some() {
+            rest
+        } else {
+            others + rest
+        };
+        if !setting.mapped && routed_here + others_here > self.free {
+            return Err("without a mapping, all of it must fit into the free memory".into());
+        }
+        let (repacked_routed, repacked_others) = match (setting.repacked, setting.gpu) {
+            (true, None) => self.shape.repacked(&self.measured.repacked),
+            _ => (0, 0),
+        };
+        let repacked = match setting.streams {
+            true => repacked_others,
+            false => repacked_routed + repacked_others,
+        };
+        if repacked > self.free {
+            return Err("repacked weights cannot be dropped from memory, and do not fit".into());
+        }
+        let for_experts = match setting.streams {
+            true => memory::usable(self.free),
+            false => self.free,
+        };
+        let for_experts = for_experts.saturating_sub(others_here);
+        let share = for_experts as f64 / routed_here.max(1) as f64;
+        if share >= 1.0 || model.routed == 0.0 {
+            return match model.routed > 0.0 || others_here <= self.free {
+                true => Ok(None),
+                false => Err("the model does not fit into the free memory".into()),
+            };
+        }
+        let file = self
+            .file
+            .ok_or("the speed of the model's file is not known")?;
+        Ok(Some(match setting.streams {
+            true => Disk {
+                missing_token: 1.0 - self.resident(share),
+                // The most used experts stay in half of the memory, the rest is for reading ahead.
+                missing_batch: 1.0 - share / 2.0,
+                speed: file.direct,
+                reads_ahead: true,
+            },
+            false => Disk {
+                missing_token: 1.0 - self.resident(share),
+                // Each batch reads all experts in turn: a cache of the last used ones has none of them.
+                missing_batch: 1.0,
+                speed: file.faults,
+                reads_ahead: false,
+            },
+        }))
+    }
+
+    /// Returns the share of routed experts that is in memory which holds a share of all experts.
+    fn resident(&self, share: f64) -> f64 {
+        match &self.hits {
+            Some(_) => self.hits_of(share),
+            None => share,
+        }
+    }
+
+    /// Returns times with what a run has shown. What is no product takes longer where the processor is
+    /// slower.
+    fn calibrated(&self, setting: &Setting, token: Time, prompt: Time) -> (Time, Time) {
+        let Some(run) = &self.run else {
+            let products = |of: &Time| of.processor + of.gpu;
+            let assumed = |of: &Time| of.calibrated(&Calibration::assumed(products(of)), 1.0);
+            return (assumed(&token), assumed(&prompt));
+        };
+        let (mut slower, mut slower_batch) = (1.0, 1.0);
+        if setting.gpu.is_none() {
+            let repacked = self.typed.repacked && !self.typed.streams;
+            let of = |threads| self.products(threads, repacked).unwrap_or_default();
+            let (here, typed) = (of(setting.threads), of(self.typed.threads));
+            slower = ratio(
+                here.other_token + here.routed_token,
+                typed.other_token + typed.routed_token,
+            );
+            let (here, typed) = (of(setting.batch_threads), of(self.typed.batch_threads));
+            slower_batch = ratio(
+                here.other_batch + here.routed_batch,
+                typed.other_batch + typed.routed_batch,
+            );
+        }
+        (
+            token.calibrated(&run.token, slower),
+            prompt.calibrated(&run.prompt, slower_batch),
+        )
+    }
+
+    /// Returns the settings that could be best for this program, and those that it was typed with.
+    pub fn settings(&self, known: &Known) -> Vec<Setting> {
+        let threads: Vec<u32> = self
+            .measured
+            .processor
+            .iter()
+            .map(|of| of.threads)
+            .collect();
+        let threads: std::collections::BTreeSet<u32> = threads.into_iter().collect();
+        let orders = match self.measured.repacked.is_empty() {
+            true => vec![self.typed.repacked],
+            false if known.has(options::NO_REPACK) || known.has(options::REPACK) => {
+                vec![true, false]
+            }
+            false => vec![self.typed.repacked],
+        };
+        let mut all = vec![self.typed];
+        let places = self.places(known);
+        for &threads in &threads {
+            for &repacked in &orders {
+                for &(gpu, batch) in &places {
+                    for streams in [false, true] {
+                        if streams && self.shape.expert_layers == 0 {
+                            continue;
+                        }
+                        for mapped in [true, false] {
+                            if !mapped && streams {
+                                continue;
+                            }
+                            all.push(Setting {
+                                threads,
+                                batch_threads: self.best_batch_threads(known, threads, repacked),
+                                repacked,
+                                mapped,
+                                batch,
+                                gpu,
+                                streams,
+                            });
+                        }
+                    }
+                }
+            }
+        }
+        all.dedup();
+        all
+    }
+
+    /// Returns the number of threads with which batches are fastest, where the program has an option for
+    /// it.
+    fn best_batch_threads(&self, known: &Known, threads: u32, repacked: bool) -> u32 {
+        let time = |threads: u32| {
+            let of = self.products(threads, repacked).unwrap_or_default();
+            of.routed_batch + of.other_batch
+        };
+        let all = self.measured.processor.iter().map(|of| of.threads);
+        match known.has(options::BATCH_THREADS) {
+            true => all
+                .min_by(|a, b| time(*a).total_cmp(&time(*b)))
+                .unwrap_or(threads),
+            false => threads,
+        }
+    }
+
+    /// Returns the places of experts, with sizes of batches.
+    fn places(&self, known: &Known) -> Vec<(Option<OnGpu>, u64)> {
+        let mut all = vec![(None, self.typed.batch)];
+        if self.device().is_none() || !known.has(options::GPU_LAYERS) {
+            return all;
+        }
+        let batches = BATCHES.into_iter().filter(|_| known.has(options::BATCH));
+        for batch in std::iter::once(self.typed.batch).chain(batches) {
+            let Some(fewest) = self.fewest_host_layers(batch, 0) else {
+                continue;
+            };
+            let layers = self.shape.expert_layers;
+            for host_layers in [fewest, layers] {
+                let on_host = |with, own_cache_mib| OnGpu {
+                    host_layers,
+                    own_cache_mib,
+                    with,
+                };
+                all.push((Some(on_host(None, 0)), batch));
+                if host_layers == 0 {
+                    continue;
+                }
+                for with in [POST_FETCH, EXPERT_CACHE, PAGE_LOCK] {
+                    all.push((Some(on_host(Some(with), 0)), batch));
+                }
+                let spare = self.cache_bytes(&on_host(Some(EXPERT_CACHE), 0), batch) >> 20;
+                if known.has(options::MOE_CACHE) && spare > 0 {
+                    all.push((Some(on_host(None, spare)), batch));
+                }
+            }
+        }
+        all
+    }
+}
+
+fn ratio(of: f64, to: f64) -> f64 {
+    if to > 0.0 { of / to } else { 1.0 }
+}
+
+impl Setting {
+    /// Returns the options of `run` for it.
+    pub fn flags(&self) -> Vec<&'static str> {
+        let streams = self.streams.then_some(STREAM);
+        let with = self.gpu.and_then(|gpu| gpu.with);
+        streams.into_iter().chain(with).collect()
+    }
+
+    /// Returns the command for it, of one that was typed with another setting.
+    pub fn words(&self, typed: &Setting, command: &[OsString], known: &Known) -> Vec<OsString> {
+        let mut words = command.to_vec();
+        if self.threads != typed.threads {
+            known.set(&mut words, options::THREADS, &self.threads.to_string());
+        }
+        if self.batch_threads != typed.batch_threads || self.threads != typed.threads {
+            options::remove(&mut words, options::BATCH_THREADS);
+            if self.batch_threads != self.threads {
+                let threads = self.batch_threads.to_string();
+                known.set(&mut words, options::BATCH_THREADS, &threads);
+            }
+        }
+        if self.repacked != typed.repacked {
+            match (self.repacked, known.has(options::NO_REPACK)) {
+                (true, true) => options::remove(&mut words, options::NO_REPACK),
+                (false, true) => known.add(&mut words, options::NO_REPACK),
+                (repacked, false) => {
+                    let value = if repacked { "1" } else { "0" };
+                    known.set(&mut words, options::REPACK, value);
+                }
+            }
+        }
+        if self.mapped != typed.mapped {
+            options::remove(&mut words, options::NO_MMAP);
+            options::remove(&mut words, options::LOAD_MODE);
+            match (self.mapped, known.has(options::LOAD_MODE)) {
+                (true, _) => {}
+                (false, true) => known.set(&mut words, options::LOAD_MODE, "none"),
+                (false, false) => known.add(&mut words, options::NO_MMAP),
+            }
+        }
+        if self.batch != typed.batch {
+            known.set(&mut words, options::BATCH, &self.batch.to_string());
+            let logical = options::number_in(&words, options::LOGICAL_BATCH).unwrap_or(2048);
+            if self.batch > logical {
+                known.set(&mut words, options::LOGICAL_BATCH, &self.batch.to_string());
+            }
+        }
+        if self.gpu != typed.gpu {
+            for name in [
+                options::HOST_LAYERS,
+                options::ALL_HOST,
+                options::GPU_LAYERS,
+                options::MOE_CACHE,
+            ] {
+                options::remove(&mut words, name);
+            }
+            let layers = if self.gpu.is_some() { "999" } else { "0" };
+            known.set(&mut words, options::GPU_LAYERS, layers);
+            if let Some(gpu) = self.gpu {
+                if gpu.host_layers > 0 {
+                    known.set(
+                        &mut words,
+                        options::HOST_LAYERS,
+                        &gpu.host_layers.to_string(),
+                    );
+                }
+                if gpu.own_cache_mib > 0 {
+                    known.set(
+                        &mut words,
+                        options::MOE_CACHE,
+                        &gpu.own_cache_mib.to_string(),
+                    );
+                }
+            }
+        }
+        words
+    }
+
+    /// Returns the setting that a command has.
+    pub fn typed(
+        words: &[OsString],
+        facts_of_gpu: Option<OnGpu>,
+        cores: u32,
+        repacks: bool,
+    ) -> Setting {
+        let number = |of| options::number_in(words, of);
+        let threads = number(options::THREADS).map_or(cores, |of| of as u32);
+        let repack = options::value_in(words, options::REPACK);
+        let load = options::value_in(words, options::LOAD_MODE);
+        let is_repacked =
+            !options::is_in(words, options::NO_REPACK) && repack.as_deref() != Some("0");
+        let mapped = load.is_none_or(|mode| mode == "auto" || mode.contains("mmap"));
+        Setting {
+            threads,
+            batch_threads: number(options::BATCH_THREADS).map_or(threads, |of| of as u32),
+            repacked: repacks && is_repacked,
+            mapped: mapped && !options::is_in(words, options::NO_MMAP),
+            batch: number(options::BATCH).unwrap_or(DEFAULT_BATCH),
+            gpu: facts_of_gpu,
+            streams: false,
+        }
+    }
+}

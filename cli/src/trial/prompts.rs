@@ -1,0 +1,73 @@
+//! What is requested of a server.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+
+/// A text for prompts.
+const TEXT: &str = include_str!("prompt.txt");
+/// Words of the long prompt, and of the short one.
+const LONG_WORDS: usize = 384;
+const SHORT_WORDS: usize = 24;
+/// Tokens of the answer to the long prompt.
+const SHORT_ANSWER: u32 = 4;
+
+/// A request for an answer of so many tokens.
+#[derive(Debug, Clone)]
+pub struct Request {
+    pub prompt: String,
+    pub tokens: u32,
+}
+
+impl Request {
+    /// Returns the first words of the text, again and again, as a request.
+    fn of_words(words: usize, tokens: u32) -> Request {
+        let all = TEXT.split_whitespace().cycle().take(words);
+        Request {
+            prompt: all.collect::<Vec<_>>().join(" "),
+            tokens,
+        }
+    }
+
+    fn words(&self) -> usize {
+        self.prompt.split(' ').count()
+    }
+
+    /// Whether a shorter prompt is worth a request.
+    pub fn can_be_shorter(&self) -> bool {
+        self.words() > SHORT_WORDS
+    }
+
+    /// Returns the request with half of its words.
+    pub fn shorter(&self) -> Request {
+        Request::of_words(self.words() / 2, self.tokens)
+    }
+}
+
+/// Returns a long prompt with a short answer, and a short prompt with an answer of so many tokens.
+pub fn long_and_short(tokens: u32) -> Vec<Request> {
+    vec![
+        Request::of_words(LONG_WORDS, SHORT_ANSWER),
+        Request::of_words(SHORT_WORDS, tokens),
+    ]
+}
+
+/// Reads prompts, one in each line.
+pub fn read(path: &Path, tokens: u32) -> Result<Vec<Request>> {
+    let text =
+        fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let lines = text.lines().filter(|line| !line.trim().is_empty());
+    let requests: Vec<Request> = lines
+        .map(|prompt| Request {
+            prompt: prompt.into(),
+            tokens,
+        })
+        .collect();
+    ensure!(
+        !requests.is_empty(),
+        "{} has no prompts: write one in each line",
+        path.display()
+    );
+    Ok(requests)
+}

@@ -1,0 +1,335 @@
+//! What `llama-sidecar plan` measures in a process of the program, with the program's own ggml: products of
+//! the model's matrices on the processor and on GPUs, and copies to GPUs.
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`products`] | the products of a work in the memory of a backend |
+
+mod products;
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use products::Products;
+use sidecar_core::config::Config;
+use sidecar_core::protocol::{Event, Measure, Measured, OnDevice, OnProcessor, Repacked, Work};
+
+use crate::ggml::{
+    Backend, BufferType, DEVICE_CPU, DEVICE_GPU, DEVICE_IGPU, Device, Ggml, OwnBuffer, Tensor,
+};
+use crate::process::journal;
+use crate::program::capability::Capability;
+
+/// Bytes of a copy.
+const COPIED: usize = 64 << 20;
+/// How long a work is measured at least, after a first evaluation that does not count.
+const PERIOD: Duration = Duration::from_millis(250);
+/// Evaluations of a work, at least.
+const EVALUATIONS: usize = 5;
+
+/// Measurements, as a capability.
+pub struct Measurements;
+
+impl Capability for Measurements {
+    fn is_enabled(&self) -> bool {
+        Config::get().measure.is_some()
+    }
+}
+
+/// Finds a function of the program's ggml.
+type Symbol<'a> = &'a dyn Fn(&CStr) -> *mut c_void;
+
+/// Measures what is requested, and ends the process: the program is about to load a model, which nobody needs
+/// then. Returns if nothing is requested.
+pub fn run_once(ggml: &'static Ggml, symbol: Symbol<'_>) {
+    let Some(path) = &Config::get().measure else {
+        return;
+    };
+    let result = read(path).and_then(|wanted| measure(ggml, symbol, &wanted));
+    journal::note(|| {
+        let (found, error) = match result {
+            Ok(found) => (found, None),
+            Err(error) => (Measured::default(), Some(error)),
+        };
+        Event::Measured { found, error }
+    });
+    // SAFETY: ends the process without handlers, which expect a model.
+    unsafe { libc::_exit(0) }
+}
+
+fn read(path: &Path) -> Result<Measure, String> {
+    let text = std::fs::read_to_string(path);
+    let text = text.map_err(|error| format!("cannot read {}: {error}", path.display()))?;
+    serde_json::from_str(&text).map_err(|error| format!("{}: {error}", path.display()))
+}
+
+fn measure(ggml: &'static Ggml, symbol: Symbol<'_>, wanted: &Measure) -> Result<Measured, String> {
+    let processor = Processor::find(ggml, symbol)?;
+    let mut found = Measured::default();
+    for repacked in [false, true] {
+        let mut taken = Vec::new();
+        let mut works = Vec::new();
+        for work in &wanted.works {
+            let special = processor.special.iter().copied().filter(|_| repacked);
+            works.push(Products::new(
+                ggml,
+                processor.device,
+                processor.plain,
+                special,
+                work,
+            )?);
+            taken.extend(works.iter().flat_map(Products::special));
+        }
+        if repacked && taken.is_empty() {
+            break;
+        }
+        for matrix in taken {
+            let kind = Repacked {
+                ty: matrix.ty,
+                routed: matrix.used > 0,
+            };
+            if !found.repacked.contains(&kind) {
+                found.repacked.push(kind);
+            }
+        }
+        for &threads in &wanted.threads {
+            processor.set_threads(threads);
+            let seconds = works
+                .iter_mut()
+                .map(|work| seconds(processor.backend, work));
+            found.processor.push(OnProcessor {
+                threads,
+                repacked,
+                seconds: seconds.collect::<Result<_, _>>()?,
+            });
+        }
+    }
+    let plain: Result<Vec<Products>, String> = wanted
+        .works
+        .iter()
+        .take(1)
+        .map(|work| Products::new(ggml, processor.device, processor.plain, None, work))
+        .collect();
+    let mut beside = plain?.pop();
+    for device in devices(symbol) {
+        found
+            .devices
+            .extend(on_device(ggml, symbol, device, &wanted.works, || {
+                beside.as_mut().map(|work| (processor.backend, work))
+            }));
+    }
+    Ok(found)
+}
+
+/// The CPU of a copy of ggml.
+struct Processor {
+    /// Null in a ggml without devices.
+    device: *mut Device,
+    backend: *mut Backend,
+    plain: *mut BufferType,
+    special: Vec<*mut BufferType>,
+    set_threads: unsafe extern "C-unwind" fn(*mut Backend, c_int),
+}
+
+impl Processor {
+    fn find(ggml: &'static Ggml, symbol: Symbol<'_>) -> Result<Processor, String> {
+        let missing = |name: &CStr| format!("the program's ggml has no {}", name.to_string_lossy());
+        let need = |name: &'static CStr| match symbol(name) {
+            found if found.is_null() => Err(missing(name)),
+            found => Ok(found),
+        };
+        let by_type = symbol(c"ggml_backend_dev_by_type");
+        // SAFETY: ggml-backend.h and ggml-cpu.h give the functions of these names these types.
+        unsafe {
+            let (device, backend, set_threads) = if by_type.is_null() {
+                type Init = unsafe extern "C-unwind" fn() -> *mut Backend;
+                let init =
+                    std::mem::transmute::<*mut c_void, Init>(need(c"ggml_backend_cpu_init")?);
+                let set_threads = need(c"ggml_backend_cpu_set_n_threads")?;
+                (std::ptr::null_mut(), init(), set_threads)
+            } else {
+                type ByType = unsafe extern "C-unwind" fn(c_int) -> *mut Device;
+                let device = std::mem::transmute::<*mut c_void, ByType>(by_type)(DEVICE_CPU);
+                if device.is_null() {
+                    return Err("the program's ggml has no backend for the processor".into());
+                }
+                let registration = (ggml.f.ggml_backend_dev_backend_reg)(device);
+                let name = c"ggml_backend_set_n_threads";
+                let found = (ggml.f.ggml_backend_reg_get_proc_address)(registration, name.as_ptr());
+                if found.is_null() {
+                    return Err(missing(name));
+                }
+                let backend = (ggml.f.ggml_backend_dev_init)(device, std::ptr::null());
+                (device, backend, found)
+            };
+            if backend.is_null() {
+                return Err("the program's ggml cannot make a backend for the processor".into());
+            }
+            let special = (!device.is_null()).then(|| ggml.special_types(device));
+            Ok(Processor {
+                device,
+                backend,
+                plain: (ggml.f.ggml_backend_cpu_buffer_type)(),
+                special: special.into_iter().flatten().collect(),
+                set_threads: std::mem::transmute::<
+                    *mut c_void,
+                    unsafe extern "C-unwind" fn(*mut Backend, c_int),
+                >(set_threads),
+            })
+        }
+    }
+
+    fn set_threads(&self, threads: u32) {
+        // SAFETY: a live backend of the processor.
+        unsafe { (self.set_threads)(self.backend, threads as c_int) };
+    }
+}
+
+/// Returns the median of the times of a work.
+fn seconds(backend: *mut Backend, work: &mut Products) -> Result<f64, String> {
+    work.evaluate(backend)?;
+    let begun = Instant::now();
+    let mut times = Vec::new();
+    while times.len() < EVALUATIONS || begun.elapsed() < PERIOD {
+        times.push(work.evaluate(backend)?.as_secs_f64());
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2])
+}
+
+/// Returns the GPUs that ggml knows.
+fn devices(symbol: Symbol<'_>) -> Vec<*mut Device> {
+    let [count, get] = [c"ggml_backend_dev_count", c"ggml_backend_dev_get"].map(symbol);
+    if count.is_null() || get.is_null() {
+        return Vec::new();
+    }
+    // SAFETY: ggml-backend.h gives the functions of these names these types.
+    unsafe {
+        type Count = unsafe extern "C-unwind" fn() -> usize;
+        type Get = unsafe extern "C-unwind" fn(usize) -> *mut Device;
+        let count = std::mem::transmute::<*mut c_void, Count>(count)();
+        let get = std::mem::transmute::<*mut c_void, Get>(get);
+        (0..count).map(|at| get(at)).collect()
+    }
+}
+
+/// Measures a GPU; `None` for another device. `beside` is what the processor evaluates during copies.
+fn on_device<'a>(
+    ggml: &'static Ggml,
+    symbol: Symbol<'_>,
+    device: *mut Device,
+    works: &[Work],
+    beside: impl FnOnce() -> Option<(*mut Backend, &'a mut Products)>,
+) -> Option<OnDevice> {
+    // SAFETY: a live device.
+    let ty = unsafe { (ggml.f.ggml_backend_dev_type)(device) };
+    if ty != DEVICE_GPU && ty != DEVICE_IGPU {
+        return None;
+    }
+    let text = |name: &CStr| {
+        type Text = unsafe extern "C-unwind" fn(*mut Device) -> *const c_char;
+        let found = symbol(name);
+        // SAFETY: ggml-backend.h gives both functions this type; the result is a static string.
+        (!found.is_null()).then(|| unsafe {
+            let text = std::mem::transmute::<*mut c_void, Text>(found)(device);
+            CStr::from_ptr(text).to_string_lossy().into_owned()
+        })
+    };
+    let (free, total) = ggml.memory_of(device);
+    let mut found = OnDevice {
+        name: text(c"ggml_backend_dev_name").unwrap_or_default(),
+        description: text(c"ggml_backend_dev_description").unwrap_or_default(),
+        free,
+        total,
+        ..OnDevice::default()
+    };
+    // SAFETY: a live device.
+    let backend = unsafe { (ggml.f.ggml_backend_dev_init)(device, std::ptr::null()) };
+    if backend.is_null() {
+        found.obstacle = Some("its backend cannot be started".into());
+        return Some(found);
+    }
+    if let Err(obstacle) = measure_device(ggml, device, backend, works, beside, &mut found) {
+        found.obstacle = Some(obstacle);
+    }
+    // SAFETY: made above, and nothing uses it any more.
+    unsafe { (ggml.f.ggml_backend_free)(backend) };
+    Some(found)
+}
+
+fn measure_device<'a>(
+    ggml: &'static Ggml,
+    device: *mut Device,
+    backend: *mut Backend,
+    works: &[Work],
+    beside: impl FnOnce() -> Option<(*mut Backend, &'a mut Products)>,
+    found: &mut OnDevice,
+) -> Result<(), String> {
+    // SAFETY: a live device.
+    let buft = unsafe { (ggml.f.ggml_backend_dev_buffer_type)(device) };
+    for work in works {
+        let mut products = Products::new(ggml, device, buft, None, work)?;
+        found.seconds.push(seconds(backend, &mut products)?);
+    }
+    let no_memory = |size| format!("no memory for {size} bytes");
+    let extent = [COPIED as i64 / 4];
+    let (_buffer, target) = OwnBuffer::for_tensor(ggml, buft, crate::ggml::F32, &extent, c"copied")
+        .map_err(no_memory)?;
+    let copy = |from: *const u8| {
+        let begun = Instant::now();
+        // SAFETY: a tensor of this size, and as many bytes.
+        unsafe {
+            (ggml.f.ggml_backend_tensor_set)(target, from.cast(), 0, COPIED);
+            (ggml.f.ggml_backend_synchronize)(backend);
+        }
+        COPIED as f64 / begun.elapsed().as_secs_f64()
+    };
+    let speed = |from: *const u8| {
+        let mut speeds: Vec<f64> = (0..=EVALUATIONS).map(|_| copy(from)).skip(1).collect();
+        speeds.sort_by(f64::total_cmp);
+        speeds[speeds.len() / 2]
+    };
+    let pageable = vec![1u8; COPIED];
+    found.pageable = speed(pageable.as_ptr());
+    // SAFETY: a live device; a buffer type of host memory has buffers with an address.
+    unsafe {
+        let host = (ggml.f.ggml_backend_dev_host_buffer_type)(device);
+        if !host.is_null() {
+            let buffer = OwnBuffer::for_tensor(ggml, host, crate::ggml::F32, &extent, c"locked");
+            if let Ok((_buffer, tensor)) = buffer {
+                found.locked = speed((ggml.f.ggml_get_data)(tensor).cast_const().cast());
+            }
+        }
+    }
+    let Some((processor, work)) = beside() else {
+        return Ok(());
+    };
+    let alone = seconds(processor, work)?;
+    let is_over = AtomicBool::new(false);
+    let (busy, copied) = std::thread::scope(|scope| {
+        // A pointer is not sent to a thread; its tensor lives until the scope ends.
+        let target = target as usize;
+        let is_over = &is_over;
+        let copies = scope.spawn(move || {
+            let pageable = vec![1u8; COPIED];
+            let (begun, mut count) = (Instant::now(), 0);
+            while !is_over.load(Ordering::Relaxed) {
+                // SAFETY: a tensor of this size, and as many bytes.
+                unsafe {
+                    let from = pageable.as_ptr().cast();
+                    (ggml.f.ggml_backend_tensor_set)(target as *mut Tensor, from, 0, COPIED);
+                }
+                count += 1;
+            }
+            (count * COPIED) as f64 / begun.elapsed().as_secs_f64()
+        });
+        let busy = seconds(processor, work);
+        is_over.store(true, Ordering::Relaxed);
+        (busy, copies.join())
+    });
+    found.processor_left = (alone / busy?).min(1.0);
+    found.link_left = (copied.unwrap_or(0.0) / found.pageable).min(1.0);
+    Ok(())
+}
