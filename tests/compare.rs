@@ -10,6 +10,7 @@ use serde_json::Value;
 use testkit::fixtures::{cache, fixture};
 use testkit::host::{built, preload_library, without_settings};
 use testkit::llama_cpp::llama_cpp;
+use testkit::process::with_variable;
 use testkit::sim_ggml::SimGgml;
 
 const MODEL: &str = "small-moe.gguf";
@@ -362,19 +363,6 @@ fn a_program_that_cannot_be_compared_is_an_error_with_the_reason() {
     assert!(unknown.contains("--no-such-flag"), "{unknown}");
 }
 
-/// Processes with this variable in their environment.
-fn processes_with(variable: &str) -> Vec<u32> {
-    let entries = std::fs::read_dir("/proc").expect("Linux").flatten();
-    let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    numbers
-        .filter(|process: &u32| {
-            let set = std::fs::read(format!("/proc/{process}/environ")).unwrap_or_default();
-            set.split(|byte| *byte == 0)
-                .any(|of| of == variable.as_bytes())
-        })
-        .collect()
-}
-
 #[test]
 fn an_interruption_leaves_a_report_and_no_process() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -424,7 +412,7 @@ fn an_interruption_leaves_a_report_and_no_process() {
             .as_str()
             .is_some_and(|of| of.contains("Not complete: interrupted"))
     );
-    let left = processes_with(&mark);
+    let left = with_variable(&mark);
     assert!(left.is_empty(), "{left:?}");
     let mode = std::fs::metadata(&output)
         .expect("a file")

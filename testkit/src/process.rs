@@ -78,3 +78,16 @@ pub fn allow_many_open_files() {
         libc::setrlimit(libc::RLIMIT_NOFILE, &limit);
     }
 }
+
+/// Returns the processes that have a variable, `NAME=VALUE`, in their environment.
+pub fn with_variable(variable: &str) -> Vec<u32> {
+    let entries = std::fs::read_dir("/proc").expect("Linux").flatten();
+    let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    numbers
+        .filter(|process: &u32| {
+            let set = std::fs::read(format!("/proc/{process}/environ")).unwrap_or_default();
+            set.split(|byte| *byte == 0)
+                .any(|of| of == variable.as_bytes())
+        })
+        .collect()
+}

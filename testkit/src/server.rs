@@ -151,7 +151,6 @@ impl Server {
         );
         let folder = tempfile::tempdir().expect("a folder");
         let socket = folder.path().join("socket");
-        let log = folder.path().join("log");
         let mut command = Command::new(program);
         command
             .args(models)
@@ -178,6 +177,27 @@ impl Server {
         }
         options.drop_in.prepare(&mut command, &socket);
         command.envs(options.variables.iter().cloned());
+        let url = options.port.map(|port| format!("http://127.0.0.1:{port}"));
+        let key = options.api_key.unwrap_or_default();
+        Server::spawn(command, folder, url.unwrap_or_default(), key)
+    }
+
+    /// Starts a command that ends with a llama-server and its options, and waits until the server has loaded its
+    /// model. [`Server::end`] ends it: a wrapper passes the signal on.
+    pub fn of_command(mut command: Command) -> Server {
+        let folder = tempfile::tempdir().expect("a folder");
+        command.args(["--host", "127.0.0.1", "--port", "0", "--offline"]);
+        Server::spawn(command, folder, String::new(), "")
+    }
+
+    fn spawn(
+        mut command: Command,
+        folder: tempfile::TempDir,
+        url: String,
+        api_key: &'static str,
+    ) -> Server {
+        let socket = folder.path().join("socket");
+        let log = folder.path().join("log");
         let output = File::create(&log).expect("free space");
         // SAFETY: one system call between fork and exec.
         unsafe {
@@ -195,10 +215,8 @@ impl Server {
             .expect("the server starts");
         let mut server = Server {
             child,
-            url: options
-                .port
-                .map_or_else(String::new, |port| format!("http://127.0.0.1:{port}")),
-            api_key: options.api_key.unwrap_or_default(),
+            url,
+            api_key,
             log,
             socket,
             folder,

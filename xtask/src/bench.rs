@@ -16,7 +16,7 @@ struct Bench {
     note: &'static str,
 }
 
-const BENCHES: [Bench; 11] = [
+const BENCHES: [Bench; 12] = [
     Bench {
         name: "load",
         heading: "Opening and loading",
@@ -110,6 +110,12 @@ with the load and three single tokens, and their share of the disk's bandwidth i
 evaluation of the model as it is, and quantising; the base logits exist. The peer writes a file for each tensor and \
 starts a program with it. The log of the program has the times at which an evaluation begins and ends.",
     },
+    Bench {
+        name: "plan",
+        heading: "Predictions",
+        note: "All commands of a plan, which is made from one run of the first of them, are run in turn. The errors \
+include the noise of the machine between the plan and these runs.",
+    },
 ];
 
 /// Runs one benchmark, with arguments for it, and prints its tables.
@@ -160,6 +166,7 @@ fn figures(bench: &Bench, arguments: &[String]) -> Result<String> {
         "stream",
         "stream_gpu",
         "tune",
+        "plan",
     ]
     .contains(&bench.name)
     {
@@ -168,10 +175,10 @@ fn figures(bench: &Bench, arguments: &[String]) -> Result<String> {
     if ["postfetch_host", "expert_cache", "stream_gpu"].contains(&bench.name) {
         cmake::sim_ggml()?;
     }
-    if ["tune", "stream_gpu"].contains(&bench.name) {
+    if ["tune", "stream_gpu", "plan"].contains(&bench.name) {
         llama_cpp::make()?;
     }
-    if ["stream", "stream_gpu"].contains(&bench.name) {
+    if ["stream", "stream_gpu", "plan"].contains(&bench.name) {
         fixtures::make_large()?;
     }
     let cargo = || {

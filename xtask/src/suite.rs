@@ -127,6 +127,7 @@ const CHECKS: &[Check] = &[
         "at_rest",
     ),
     Check::programs("the command with real hosts", "command"),
+    Check::programs("plans", "plan").unless(llama_cpp::missing),
     Check::programs("comparisons of programs with themselves", "compare")
         .unless(llama_cpp::missing),
     Check::programs("drop-in in llama-server from source", "llama_server")

@@ -1,12 +1,12 @@
 //! What is measured on this machine: products by the program's own ggml, and reads of the model's file.
 
-use std::ffi::OsString;
 use std::fs::File;
 use std::io;
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::Barrier;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -15,11 +15,13 @@ use rustix::fs::{Advice, fadvise};
 use serde::{Deserialize, Serialize};
 use sidecar_core::protocol::{Event, Measure, Measured, Work};
 
+use crate::launch::child;
 use crate::launch::executable::Executable;
 use crate::launch::journal::Journal;
 use crate::launch::kept::{self, Kept};
 use crate::launch::run::{Prepared, RunOptions};
 use crate::launch::session::Session;
+use crate::trial::{Interrupted, Program};
 
 /// The list of measurements.
 const KEPT: Kept = Kept { name: "measured" };
@@ -49,16 +51,16 @@ pub struct Found {
     pub path: Option<PathBuf>,
 }
 
-/// Returns the times of works with the program's ggml. Those of an earlier run are used unless `again` is
+/// Returns the times of works with the ggml of a program. Those of an earlier run are used unless `again` is
 /// true.
 pub fn measure(
-    words: &[OsString],
+    of: &Program,
     model: &Path,
     works: &[Work; 4],
     threads: &[u32],
     again: bool,
 ) -> Result<Found> {
-    let program = Executable::find(&words[0])?;
+    let program = Executable::find(&of.words[0])?;
     let wanted = Measure {
         works: works.to_vec(),
         threads: threads.to_vec(),
@@ -78,7 +80,7 @@ pub fn measure(
             path: KEPT.path(),
         });
     }
-    let measured = run(words, &program, &wanted)?;
+    let measured = run(of, &program, &wanted)?;
     entries.retain(|of| !is_same(of));
     entries.push(Entry {
         machine: kept::machine(),
@@ -105,11 +107,11 @@ fn stamp(path: &Path) -> (u64, u64) {
 }
 
 /// Starts the program with the drop-in, which measures in place of loading the model.
-fn run(words: &[OsString], program: &Executable, wanted: &Measure) -> Result<Measured> {
+fn run(of: &Program, program: &Executable, wanted: &Measure) -> Result<Measured> {
     let request = tempfile::NamedTempFile::with_prefix("llama-sidecar-")?;
     serde_json::to_writer(&request, wanted)?;
     let set = format!("LLAMA_SIDECAR_MEASURE={}", request.path().display());
-    let prepared = Prepared::new(&RunOptions::with(&["--set".into(), set], words)?)?;
+    let prepared = Prepared::new(&RunOptions::with(&["--set".into(), set], &of.words)?)?;
     if let Some(obstacle) = prepared.obstacle(program) {
         bail!("{obstacle}");
     }
@@ -127,6 +129,9 @@ fn run(words: &[OsString], program: &Executable, wanted: &Measure) -> Result<Mea
         if let Some(status) = session.look()? {
             break status;
         }
+        if of.interrupted.load(Ordering::Relaxed) {
+            bail!(Interrupted);
+        }
         if began.elapsed() > LONGEST {
             bail!("the measurement did not end after {} s", LONGEST.as_secs());
         }
@@ -142,7 +147,7 @@ fn run(words: &[OsString], program: &Executable, wanted: &Measure) -> Result<Mea
         Some((_, Some(error))) => bail!("the program's ggml cannot be measured: {error}"),
         None => {
             let printed = std::fs::read_to_string(log.path()).unwrap_or_default();
-            let cause = crate::launch::child::cause(&printed).map(str::to_owned);
+            let cause = child::cause(&printed).map(str::to_owned);
             let obstacle = events.obstacle(Some(status));
             let why = cause.or(obstacle).unwrap_or_default();
             Err(anyhow!(

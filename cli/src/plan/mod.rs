@@ -88,12 +88,16 @@ pub fn run(options: &PlanOptions) -> Result<()> {
 
 fn plan(options: &PlanOptions) -> Result<Plan> {
     let words = &options.command;
+    let requests = prompts::long_and_short(48);
+    let longest = Duration::from_secs(options.seconds.max(1));
+    let mut program = Program::new(words, requests, longest)?;
     let known = Known::of(words)?;
     let path = options::value_in(words, options::MODEL).context(
         "the command names no model: pass -m MODEL.gguf (a model of -hf is a file in the cache of llama.cpp)",
     )?;
     let shape = Shape::read(Path::new(&path))?;
-    let works = shape.works();
+    let (free, whose) = free_memory().context("cannot read the free memory in /proc")?;
+    let works = shape.works(free);
     let (cores, threads) = config::cores_and_threads();
     let typed_threads = options::number_in(words, options::THREADS).map(|of| of as u32);
     let typed_batch = options::number_in(words, options::BATCH_THREADS).map(|of| of as u32);
@@ -107,8 +111,13 @@ fn plan(options: &PlanOptions) -> Result<Plan> {
             .collect::<Vec<_>>()
             .join(", ")
     ));
-    let found = machine::measure(words, Path::new(&path), &works, &numbers, options.measure)?;
-    let (free, whose) = free_memory().context("cannot read the free memory in /proc")?;
+    let found = machine::measure(
+        &program,
+        Path::new(&path),
+        &works,
+        &numbers,
+        options.measure,
+    )?;
     let context = options::number_in(words, options::CONTEXT).filter(|&of| of > 0);
     let trace = options.trace.as_deref().map(hits_of_trace).transpose()?;
     let repacks = !found.measured.repacked.is_empty();
@@ -136,7 +145,7 @@ fn plan(options: &PlanOptions) -> Result<Plan> {
     }
     let baseline = match options.no_run {
         true => None,
-        false => baseline(words, options.seconds, &mut facts)?,
+        false => baseline(&mut program, &mut facts)?,
     };
     let mut candidates: Vec<Candidate> = Vec::new();
     let mut refused: Vec<(Setting, String)> = Vec::new();
@@ -229,10 +238,8 @@ fn speeds_of(shape: &Shape, threads: u32) -> Result<FileSpeeds> {
 
 /// Runs the program as it was typed, and takes what is no product from its times. Returns the times;
 /// `None` if the program does not print them.
-fn baseline(words: &[OsString], seconds: u64, facts: &mut Facts) -> Result<Option<Baseline>> {
+fn baseline(program: &mut Program, facts: &mut Facts) -> Result<Option<Baseline>> {
     progress("running the program as it was typed");
-    let requests = prompts::long_and_short(48);
-    let mut program = Program::new(words, requests, Duration::from_secs(seconds.max(1)))?;
     let run = match program.first_run(true, false) {
         Ok(run) => run,
         Err(error) if error.is::<Interrupted>() => bail!(error),

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::model::Time;
 use super::options::Known;
-use super::search::{Calibrations, Candidate, Facts, FileSpeeds, Setting};
+use super::search::{Calibrations, Candidate, Facts, FileSpeeds, Memory, Setting};
 use super::shape::Bytes;
 use crate::launch::child::quoted;
 use crate::sizes::{Table, size_text};
@@ -74,6 +74,8 @@ pub struct Plan {
     free_of: &'static str,
     cores: u32,
     threads: u32,
+    /// Numbers of threads, and bytes of weights per second that they multiply a single token with.
+    weights_per_second: Vec<(u32, f64)>,
     gpus: Vec<String>,
     file: Option<FileSpeeds>,
     measured: Option<Baseline>,
@@ -137,6 +139,7 @@ impl Plan {
             free_of: source.whose,
             cores: source.cores,
             threads: source.threads,
+            weights_per_second: facts.weights_per_second(),
             gpus: facts.measured.devices.iter().map(gpu_text).collect(),
             file: facts.file,
             measured,
@@ -165,6 +168,7 @@ impl Plan {
         };
         line("model", self.model_text());
         line("machine", self.machine_text());
+        line("weights", self.weights_text());
         for gpu in &self.gpus {
             line("gpu", gpu.clone());
         }
@@ -199,20 +203,6 @@ impl Plan {
                 ),
             );
         }
-        let memory = best.candidate.memory;
-        let places = [
-            ("GPU", memory.gpu),
-            ("memory", memory.host),
-            ("disk", memory.disk),
-        ];
-        let places = places.iter().filter(|(_, bytes)| *bytes > 0);
-        let places: Vec<String> = places
-            .map(|(name, bytes)| format!("{name} {}", size_text(*bytes as f64)))
-            .collect();
-        line(
-            "weights",
-            format!("{} with the first setting", places.join(", ")),
-        );
         let _ = writeln!(text, "\nType this:\n\n  {}\n", best.command);
         match typed {
             Some(typed) if typed.command != best.command => {
@@ -232,6 +222,8 @@ impl Plan {
                 let _ = writeln!(text, "The command that was typed cannot run here: {why}.\n");
             }
         }
+        text += &places(&best.candidate.memory).as_text();
+        text.push('\n');
         text += &self.table(most).as_text();
         let _ = writeln!(
             text,
@@ -296,6 +288,14 @@ impl Plan {
         )
     }
 
+    fn weights_text(&self) -> String {
+        let of = self.weights_per_second.iter();
+        let of: Vec<String> = of
+            .map(|(threads, speed)| format!("{:.1} GB/s with {threads}", speed / 1e9))
+            .collect();
+        format!("multiplied with a token at {} threads", of.join(", "))
+    }
+
     fn machine_text(&self) -> String {
         format!(
             "{} threads on {} cores; {} leaves {} for a model",
@@ -305,6 +305,26 @@ impl Plan {
             size_text(self.free_bytes as f64)
         )
     }
+}
+
+/// Returns what goes where with a setting.
+fn places(memory: &Memory) -> Table {
+    let mut table = Table::new(["with this command", "GPU", "memory", "disk"]);
+    let size = |bytes: u64| match bytes {
+        0 => "-".into(),
+        bytes => size_text(bytes as f64),
+    };
+    for (name, of) in [
+        ("routed experts", memory.experts),
+        ("other tensors", memory.others),
+        ("context", memory.context),
+    ] {
+        let cells = [of.gpu, of.memory, of.disk].map(size);
+        table
+            .rows
+            .push(std::iter::once(name.into()).chain(cells).collect());
+    }
+    table
 }
 
 fn gpu_text(of: &sidecar_core::protocol::OnDevice) -> String {

@@ -90,16 +90,27 @@ pub struct Candidate {
     pub prompt: Time,
     /// Time of the weighed tokens.
     pub seconds: f64,
-    /// Bytes on the GPU, in memory, and read from the disk when they are needed.
     pub memory: Memory,
 }
 
-/// Where weights are.
+/// Where a part of the weights is, in bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Spread {
+    pub gpu: u64,
+    pub memory: u64,
+    /// What is read from the disk when it is needed.
+    pub disk: u64,
+}
+
+/// What goes where.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Memory {
-    pub gpu: u64,
-    pub host: u64,
-    pub disk: u64,
+    /// Routed experts; on the GPU also those in a cache.
+    pub experts: Spread,
+    /// All other tensors.
+    pub others: Spread,
+    /// Keys and values of the context, in F16.
+    pub context: Spread,
 }
 
 impl Facts {
@@ -120,6 +131,21 @@ impl Facts {
         let repacked = repacked && !self.measured.repacked.is_empty();
         let of = of.find(|of| of.repacked == repacked)?;
         Some(self.shape.products(&self.works, &of.seconds))
+    }
+
+    /// Returns numbers of threads, and bytes of weights per second that they multiply a single token with.
+    pub fn weights_per_second(&self) -> Vec<(u32, f64)> {
+        let bytes = self.shape.bytes().others as f64 + self.shape.model().routed_token;
+        let plain = self.measured.processor.iter().filter(|of| !of.repacked);
+        let speed = |of: Products| bytes / (of.other_token + of.routed_token);
+        plain
+            .map(|of| {
+                (
+                    of.threads,
+                    speed(self.shape.products(&self.works, &of.seconds)),
+                )
+            })
+            .collect()
     }
 
     /// Returns the smallest number of layers whose experts must stay in host memory.
@@ -175,33 +201,47 @@ impl Facts {
             place.token(&model),
             place.prompt(&model, self.tokens.0),
         );
-        let missing = place.disk.map_or(0.0, |disk| disk.missing_token);
-        let host_layers = setting.gpu.map(|gpu| gpu.host_layers);
-        let routed = self.shape.bytes().routed;
-        let (on_gpu, cache) = match setting.gpu {
-            Some(gpu) => {
-                let cache = self.cache_bytes(&gpu, setting.batch);
-                (self.on_device(gpu.host_layers, cache), cache)
-            }
-            None => (0, 0),
-        };
-        let all = routed + self.shape.bytes().others + self.shape.bytes().rest;
-        let in_host = match host_layers {
-            Some(_) => all - (on_gpu - cache).min(all),
-            None => all,
-        };
-        let on_disk = (missing * routed as f64) as u64;
         Ok(Candidate {
             setting: *setting,
             token,
             prompt,
             seconds: self.tokens.0 * prompt.seconds + self.tokens.1 * token.seconds,
-            memory: Memory {
-                gpu: on_gpu,
-                host: in_host - on_disk.min(in_host),
+            memory: self.memory(setting, &place),
+        })
+    }
+
+    fn memory(&self, setting: &Setting, place: &Place) -> Memory {
+        let Bytes {
+            routed,
+            others,
+            rest,
+        } = self.shape.bytes();
+        let context = self.shape.context_bytes.unwrap_or(0) * self.context;
+        let missing = place.disk.map_or(0.0, |disk| disk.missing_token);
+        let on_host = place.gpu.map_or(1.0, |gpu| gpu.on_host);
+        let in_host = (routed as f64 * on_host) as u64;
+        let on_disk = (in_host as f64 * missing) as u64;
+        let mut found = Memory {
+            experts: Spread {
+                gpu: routed - in_host,
+                memory: in_host - on_disk,
                 disk: on_disk,
             },
-        })
+            ..Memory::default()
+        };
+        match setting.gpu {
+            None => {
+                found.others.memory = others + rest;
+                found.context.memory = context;
+            }
+            Some(gpu) => {
+                found.experts.gpu += self.cache_bytes(&gpu, setting.batch);
+                found.others.gpu = others;
+                found.others.memory = rest;
+                found.context.gpu = context;
+            }
+        }
+        found
     }
 
     /// Memory of a cache of experts on the device.

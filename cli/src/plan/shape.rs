@@ -254,18 +254,21 @@ impl Shape {
     }
 
     /// Returns the products to measure: of routed experts and of other matrices with a single token, then
-    /// the same with a batch.
-    pub fn works(&self) -> [Work; 4] {
+    /// the same with a batch. They take a part of the free memory.
+    pub fn works(&self, free: u64) -> [Work; 4] {
+        // A power of two, so that the same work is kept while the free memory varies.
+        let bytes = TOKEN_BYTES.min(1 << (free / 8).max(1).ilog2());
         [
-            self.sample(Role::Routed, 1),
-            self.sample(Role::Layer, 1),
-            self.sample(Role::Routed, BATCH),
-            self.sample(Role::Layer, BATCH),
+            self.sample(Role::Routed, 1, bytes),
+            self.sample(Role::Layer, 1, bytes),
+            self.sample(Role::Routed, BATCH, BATCH_OPERATIONS),
+            self.sample(Role::Layer, BATCH, BATCH_OPERATIONS),
         ]
     }
 
-    /// Returns matrices of some layers, at equal distances, for one work.
-    fn sample(&self, role: Role, tokens: u64) -> Work {
+    /// Returns matrices of some layers, at equal distances, for one work: of so many bytes for a single token, of so
+    /// many operations for a batch.
+    fn sample(&self, role: Role, tokens: u64, limit: u64) -> Work {
         let mut layers: Vec<u32> = self.with_role(role).map(|of| of.layer).collect();
         layers.dedup();
         let cost = |layer: u32| -> u64 {
@@ -274,10 +277,6 @@ impl Shape {
                 1 => of.map(|of| of.bytes).sum(),
                 _ => of.map(|of| 2 * tokens * weights_of_token(&of.matrix)).sum(),
             }
-        };
-        let limit = match tokens {
-            1 => TOKEN_BYTES,
-            _ => BATCH_OPERATIONS,
         };
         let largest = layers.iter().map(|&layer| cost(layer)).max().unwrap_or(1);
         let count = (limit / largest.max(1)).clamp(1, layers.len().max(1) as u64) as usize;

@@ -66,6 +66,7 @@ fn read(path: &Path) -> Result<Measure, String> {
 }
 
 fn measure(ggml: &'static Ggml, symbol: Symbol<'_>, wanted: &Measure) -> Result<Measured, String> {
+    load_backends(ggml, symbol);
     let processor = Processor::find(ggml, symbol)?;
     let mut found = Measured::default();
     for repacked in [false, true] {
@@ -199,7 +200,24 @@ fn seconds(backend: *mut Backend, work: &mut Products) -> Result<f64, String> {
     Ok(times[times.len() / 2])
 }
 
-/// Returns the GPUs that ggml knows.
+/// Loads the backends that are libraries of their own: a program may read a model's header before it does
+/// that. A second time would list devices twice.
+fn load_backends(ggml: &Ggml, symbol: Symbol<'_>) {
+    let load = symbol(c"ggml_backend_load_all");
+    if load.is_null() || devices(symbol).into_iter().any(|of| is_gpu(ggml, of)) {
+        return;
+    }
+    // SAFETY: ggml-backend.h gives the function of this name this type.
+    unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C-unwind" fn()>(load)() };
+}
+
+fn is_gpu(ggml: &Ggml, device: *mut Device) -> bool {
+    // SAFETY: a live device.
+    let ty = unsafe { (ggml.f.ggml_backend_dev_type)(device) };
+    ty == DEVICE_GPU || ty == DEVICE_IGPU
+}
+
+/// Returns the devices that ggml knows.
 fn devices(symbol: Symbol<'_>) -> Vec<*mut Device> {
     let [count, get] = [c"ggml_backend_dev_count", c"ggml_backend_dev_get"].map(symbol);
     if count.is_null() || get.is_null() {
@@ -223,9 +241,7 @@ fn on_device<'a>(
     works: &[Work],
     beside: impl FnOnce() -> Option<(*mut Backend, &'a mut Products)>,
 ) -> Option<OnDevice> {
-    // SAFETY: a live device.
-    let ty = unsafe { (ggml.f.ggml_backend_dev_type)(device) };
-    if ty != DEVICE_GPU && ty != DEVICE_IGPU {
+    if !is_gpu(ggml, device) {
         return None;
     }
     let text = |name: &CStr| {
