@@ -222,7 +222,7 @@ fn main() {
         model: disk.path(),
         limit: Some(MemoryLimit::new(size / 4 + (200 << 20)).expect("a control group")),
         disk: Some(disk),
-        prompt: 64,
+        prompt: 384,
         answer: 16,
     });
     for case in &cases {

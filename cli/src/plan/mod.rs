@@ -233,6 +233,7 @@ fn speeds_of(shape: &Shape, threads: u32) -> Result<FileSpeeds> {
     Ok(FileSpeeds {
         direct: disk.many.median(),
         faults,
+        batch_faults: faults,
     })
 }
 
@@ -283,12 +284,16 @@ fn baseline(program: &mut Program, facts: &mut Facts) -> Result<Option<Baseline>
         });
         return Ok(Some(measured));
     }
-    // Both what is no product and the speed of page faults are unknown: the latter decides.
+    // Both what is no product and the speeds of page faults are unknown: the latter decide.
     if let (Ok(predicted), Some(file)) = (facts.predict(&facts.typed), &mut facts.file) {
-        let works = predicted.token.seconds - predicted.token.disk;
-        let waits = 1.0 / token - works;
-        if waits > 0.0 {
-            file.faults *= predicted.token.disk / waits;
+        for (rate, of, speed) in [
+            (token, predicted.token, &mut file.faults),
+            (prompt, predicted.prompt, &mut file.batch_faults),
+        ] {
+            let waits = 1.0 / rate - (of.seconds - of.disk);
+            if waits > 0.0 {
+                *speed *= of.disk / waits;
+            }
         }
     }
     Ok(Some(measured))

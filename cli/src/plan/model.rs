@@ -86,8 +86,10 @@ pub struct Disk {
     pub missing_token: f64,
     /// The share of the experts of a batch that is read.
     pub missing_batch: f64,
-    /// Useful bytes per second.
+    /// Useful bytes per second, for a single token.
     pub speed: f64,
+    /// The same for a batch.
+    pub batch_speed: f64,
     /// Whether experts of a batch are read during products.
     pub reads_ahead: bool,
 }
@@ -265,7 +267,7 @@ impl Place {
             }
         }
         if let Some(disk) = self.disk {
-            time.disk = disk.missing_batch * experts / disk.speed;
+            time.disk = disk.missing_batch * experts / disk.batch_speed;
         }
         let copies_ahead = self.gpu.is_some_and(|gpu| gpu.copies_ahead);
         time.sum(copies_ahead, self.disk.is_some_and(|disk| disk.reads_ahead))
@@ -340,6 +342,7 @@ mod tests {
             missing_token: 0.5,
             missing_batch: 1.0,
             speed: 100e6,
+            batch_speed: 100e6,
             reads_ahead: false,
         };
         // Half of 20 MB at 100 MB/s takes 100 ms. A batch of 100 uses all of 80 MB (8 ms each).

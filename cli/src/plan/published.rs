@@ -168,10 +168,12 @@ impl Case<'_> {
         };
         let options = self.row.get(side)?.to_lowercase();
         let is_direct = options.contains("direct");
+        let speed = if is_direct { DIRECT } else { FAULTS };
         Some(Some(Disk {
             missing_token: 1.0 - resident,
             missing_batch: 1.0 - resident,
-            speed: if is_direct { DIRECT } else { FAULTS },
+            speed,
+            batch_speed: speed,
             reads_ahead: is_direct,
         }))
     }

@@ -52,8 +52,10 @@ pub struct Setting {
 pub struct FileSpeeds {
     /// Of direct reads, several at a time.
     pub direct: f64,
-    /// Of page faults in experts.
+    /// Of page faults in experts, a few of a layer at a time.
     pub faults: f64,
+    /// Of page faults in all experts of a layer, in a batch.
+    pub batch_faults: f64,
 }
 
 /// What a run of the program as it was typed has shown.
@@ -357,9 +359,9 @@ impl Facts {
         Ok(Some(match setting.streams {
             true => Disk {
                 missing_token: 1.0 - self.resident(share),
-                // The most used experts stay in half of the memory, the rest is for reading ahead.
-                missing_batch: 1.0 - share / 2.0,
+                missing_batch: 1.0 - share,
                 speed: file.direct,
+                batch_speed: file.direct,
                 reads_ahead: true,
             },
             false => Disk {
@@ -367,6 +369,7 @@ impl Facts {
                 // Each batch reads all experts in turn: a cache of the last used ones has none of them.
                 missing_batch: 1.0,
                 speed: file.faults,
+                batch_speed: file.batch_faults,
                 reads_ahead: false,
             },
         }))
