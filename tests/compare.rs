@@ -111,8 +111,8 @@ fn assert_measured(found: &Compared, speeds: &[&str]) {
             assert!(run[speed]["tokens"].as_u64() > Some(0), "{speed}: {run}");
             assert!(run[speed]["seconds"].as_f64() > Some(0.0), "{speed}: {run}");
         }
-        // The model is mapped.
-        assert!(run["memory_bytes"].as_u64() > Some(30 << 20), "{run}");
+        // A run of a tenth of a second may be seen before its whole model is mapped.
+        assert!(run["memory_bytes"].as_u64() > Some(10 << 20), "{run}");
     }
     let work = &found.report["differences"][0]["work"];
     assert!(work["mean"].as_f64() > Some(0.0), "{work}");

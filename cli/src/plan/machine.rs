@@ -21,7 +21,8 @@ use crate::launch::journal::Journal;
 use crate::launch::kept::{self, Kept};
 use crate::launch::run::{Prepared, RunOptions};
 use crate::launch::session::Session;
-use crate::trial::{Interrupted, Program};
+use crate::output;
+use crate::trial::{self, Interrupted, Program};
 
 /// The list of measurements.
 const KEPT: Kept = Kept { name: "measured" };
@@ -108,20 +109,23 @@ fn stamp(path: &Path) -> (u64, u64) {
 
 /// Starts the program with the drop-in, which measures in place of loading the model.
 fn run(of: &Program, program: &Executable, wanted: &Measure) -> Result<Measured> {
-    let request = tempfile::NamedTempFile::with_prefix("llama-sidecar-")?;
-    serde_json::to_writer(&request, wanted)?;
-    let set = format!("LLAMA_SIDECAR_MEASURE={}", request.path().display());
+    let folder = tempfile::Builder::new()
+        .prefix("llama-sidecar-")
+        .tempdir()?;
+    let request = folder.path().join("measure.json");
+    output::write_text(&request, &serde_json::to_string(wanted)?)?;
+    let set = format!("LLAMA_SIDECAR_MEASURE={}", request.display());
     let prepared = Prepared::new(&RunOptions::with(&["--set".into(), set], &of.words)?)?;
     if let Some(obstacle) = prepared.obstacle(program) {
         bail!("{obstacle}");
     }
     let journal = Journal::new()?;
-    let log = tempfile::NamedTempFile::new()?;
+    let mut log = tempfile::tempfile()?;
     let mut command = prepared.command(program, &journal);
     command
         .stdin(Stdio::null())
         .stdout(Stdio::null())
-        .stderr(log.reopen()?);
+        .stderr(log.try_clone()?);
     let mut session = Session::start(&mut command)
         .with_context(|| format!("cannot run {}", program.path.display()))?;
     let began = Instant::now();
@@ -146,7 +150,7 @@ fn run(of: &Program, program: &Executable, wanted: &Measure) -> Result<Measured>
         Some((found, None)) => Ok(found),
         Some((_, Some(error))) => bail!("the program's ggml cannot be measured: {error}"),
         None => {
-            let printed = std::fs::read_to_string(log.path()).unwrap_or_default();
+            let printed = trial::text_of(&mut log)?;
             let cause = child::cause(&printed).map(str::to_owned);
             let obstacle = events.obstacle(Some(status));
             let why = cause.or(obstacle).unwrap_or_default();
@@ -163,7 +167,7 @@ pub fn faults(path: &Path, experts: &[(u64, u64)], threads: u32) -> io::Result<f
     let file = File::open(path)?;
     // As llama.cpp opens it: the kernel reads ahead more.
     fadvise(&file, 0, None, Advice::Sequential)?;
-    // SAFETY: bytes that change under the mapping change a sum alone; a file that is cut short raises
+    // SAFETY: bytes that change under the mapping change a sum alone; a file that is truncated raises
     // SIGBUS, as in the program itself.
     let mapped = unsafe { Mmap::map(&file)? };
     let sum = |offset: u64, len: u64| -> u64 {

@@ -3,7 +3,6 @@
 //! | module | contents |
 //! |---|---|
 //! | [`report`] | the plan as text and JSON |
-//! | `published` | predictions of speeds that others have published, in tests |
 //! | [`search`] | the settings that are predicted |
 //! | [`machine`] | what is measured on this machine |
 //! | [`shape`] | the matrices of a model |

@@ -240,7 +240,7 @@ fn table(found: &[Predicted]) -> String {
     let mut text = String::from("line,kind,source,published,predicted,error,sign\n");
     for of in found {
         let get = |name: &str| of.row.get(name).map_or("", |of| of);
-        let source = get("source").replace(['"', ','], " ");
+        let source = get("source").replace(',', " ");
         let sign = if of.sign_is_right() { "right" } else { "wrong" };
         let _ = writeln!(
             text,
@@ -289,7 +289,7 @@ fn published_speeds_are_predicted() {
     println!("median of the sources' medians: {:.3}", median(by_source));
     let (path, table) = (folder().join("predicted.csv"), table(&found));
     if !path.exists() {
-        std::fs::write(&path, &table).expect("a file");
+        crate::output::write_text(&path, &table).expect("a file");
     }
     let written = std::fs::read_to_string(&path).expect("a table");
     assert_eq!(

@@ -2,8 +2,8 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | [`prompts`] | what is requested of a server |
 //! | [`server`] | requests to llama-server |
+//! | [`prompts`] | what is requested of a server |
 //! | [`speeds`] | the speeds that programs print |
 
 pub mod prompts;
@@ -325,7 +325,8 @@ fn ended(status: ExitStatus) -> String {
     format!("the program ended ({status})")
 }
 
-fn text_of(file: &mut File) -> Result<String> {
+/// Returns what a file has, as text.
+pub fn text_of(file: &mut File) -> Result<String> {
     let mut bytes = Vec::new();
     file.rewind()?;
     file.take(MOST_OUTPUT).read_to_end(&mut bytes)?;

@@ -172,7 +172,7 @@ impl Ggml {
     }
 
     /// Returns the special buffer types of a CPU device, best first.
-    pub fn special_types(&self, cpu: *mut Device) -> impl Iterator<Item = *mut BufferType> + use<> {
+    pub fn special_types(&self, cpu: *mut Device) -> Vec<*mut BufferType> {
         type GetExtra = unsafe extern "C-unwind" fn(*mut Device) -> *mut *mut BufferType;
         let name = c"ggml_backend_dev_get_extra_bufts";
         // SAFETY: a live device has a registration; ggml-backend.h gives the function this
@@ -192,6 +192,7 @@ impl Ggml {
                 false => Some(unsafe { *list.add(i) }),
             })
             .take_while(|buft| !buft.is_null())
+            .collect()
     }
 
     /// Whether a device has kernels for an operation that reads a weight, which is still without memory, from a

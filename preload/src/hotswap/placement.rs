@@ -172,6 +172,7 @@ pub fn fresh_load_duplicates(
         && model
             .ggml
             .special_types(cpu)
+            .into_iter()
             .any(|buft| supports(model.ggml, instance, ne, ty, op, buft, cpu))
 }
 
@@ -207,7 +208,8 @@ fn in_host_memory(model: &Model) -> Vec<(*mut Device, *mut BufferType)> {
     let first = gpus.find_map(readable);
     let mut all: Vec<(*mut Device, *mut BufferType)> = first.into_iter().collect();
     if uses_special_types(model, cpu) {
-        all.extend(model.ggml.special_types(cpu).map(|buft| (cpu, buft)));
+        let special = model.ggml.special_types(cpu).into_iter();
+        all.extend(special.map(|buft| (cpu, buft)));
     }
     all.push((cpu, plain_memory(model)));
     all
@@ -246,7 +248,7 @@ fn uses_special_types(model: &Model, cpu: *mut Device) -> bool {
 }
 
 fn find_special_types(model: &Model, cpu: *mut Device) -> bool {
-    let special: Vec<*mut BufferType> = model.ggml.special_types(cpu).collect();
+    let special = model.ggml.special_types(cpu);
     let instances = model.tensors.iter().flat_map(|tensor| {
         tensor
             .instances

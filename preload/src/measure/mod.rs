@@ -41,7 +41,7 @@ impl Capability for Measurements {
 /// Finds a function of the program's ggml.
 type Symbol<'a> = &'a dyn Fn(&CStr) -> *mut c_void;
 
-/// Measures what is requested, and ends the process: the program is about to load a model, which nobody needs
+/// Measures what is requested, and ends the process: the program is about to load a model, which is not needed
 /// then. Returns if nothing is requested.
 pub fn run_once(ggml: &'static Ggml, symbol: Symbol<'_>) {
     let Some(path) = &Config::get().measure else {
@@ -173,7 +173,7 @@ impl Processor {
                 device,
                 backend,
                 plain: (ggml.f.ggml_backend_cpu_buffer_type)(),
-                special: special.into_iter().flatten().collect(),
+                special: special.unwrap_or_default(),
                 set_threads: std::mem::transmute::<
                     *mut c_void,
                     unsafe extern "C-unwind" fn(*mut Backend, c_int),

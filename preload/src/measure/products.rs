@@ -99,7 +99,7 @@ impl Products {
         work: &Work,
     ) -> Result<Products, String> {
         let count = work.matrices.len();
-        // A graph has room for as many weights, inputs and ids as for products.
+        // A graph has space for as many weights, inputs and ids as for products.
         let size = 3 * count + 1;
         let context = ggml.graph_context(size, 4 * count);
         let context = context.ok_or("no memory for a graph")?;
