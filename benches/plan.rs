@@ -9,7 +9,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 use testkit::fixtures::{fixture, large_model};
-use testkit::host::{built, preload_library, without_settings};
+use testkit::host::{built, plain_command, preload_library};
 use testkit::median;
 use testkit::memory_limit::MemoryLimit;
 use testkit::server::{Server, llama, quantize};
@@ -39,8 +39,7 @@ struct Choice {
 
 impl Case {
     fn command(&self, program: &Path) -> Command {
-        let mut command = Command::new(program);
-        without_settings(&mut command);
+        let mut command = plain_command(program);
         command.env("LLAMA_SIDECAR_PRELOAD", preload_library());
         if let Some(limit) = &self.limit {
             limit.apply(&mut command);

@@ -6,7 +6,7 @@ use std::process::{Command, ExitStatus, Stdio};
 
 use serde_json::Value;
 use testkit::fixtures::{cache, fixture};
-use testkit::host::{built, without_settings};
+use testkit::host::{built, plain_command};
 use testkit::memory_limit::MemoryLimit;
 use testkit::process::with_variable;
 use testkit::server::llama;
@@ -15,10 +15,8 @@ use testkit::slow_disk::{SlowDisk, Speed};
 
 /// A command without the variables of llama-sidecar, and with a folder for data.
 fn plan(folder: &Path) -> Command {
-    let mut command = Command::new(built("release/llama-sidecar"));
-    without_settings(&mut command);
+    let mut command = plain_command(built("release/llama-sidecar"));
     command.arg("plan").env("XDG_DATA_HOME", folder);
-    command.stdin(Stdio::null());
     command
 }
 

@@ -15,7 +15,7 @@
 //! | [`control`] | requests to a running program |
 //! | [`report`] | expert traces, and what caches of experts would hit |
 //! | [`inspect`] | models without a program |
-//! | [`sizes`], [`output`], [`space`] | sizes, shares and tables as text; texts in files; free space |
+//! | [`sizes`], [`output`], [`space`] | sizes, shares and tables as text; texts in files, progress; free space |
 
 mod compare;
 mod control;

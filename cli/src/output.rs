@@ -1,4 +1,4 @@
-//! Texts for files that the user names.
+//! Texts for files that the user names, and progress.
 
 use std::path::Path;
 
@@ -7,6 +7,11 @@ use sidecar_core::files;
 
 /// The shortest first line by which a report is known.
 const FIRST_LINE: usize = 12;
+
+/// Prints on standard error what a command does now.
+pub fn progress(line: &str) {
+    eprintln!("llama-sidecar: {line}");
+}
 
 /// Writes a text to a file. An earlier file with the same first line is a report of the same kind
 /// and goes; any other is kept, and standard error has its path.

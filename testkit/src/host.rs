@@ -3,6 +3,7 @@
 //! They are in `hosts/` and take commands on standard input; `hosts/node/host.mjs` lists
 //! them.
 
+use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
@@ -231,6 +232,14 @@ pub fn built(path: &str) -> PathBuf {
         .into_iter()
         .find(|path| path.exists())
         .unwrap_or_else(|| panic!("{path} is missing: run 'cargo xtask hosts --build' first"))
+}
+
+/// A program that is about to be started, without variables of llama-sidecar and without input.
+pub fn plain_command(program: impl AsRef<OsStr>) -> Command {
+    let mut command = Command::new(program);
+    without_settings(&mut command);
+    command.stdin(Stdio::null());
+    command
 }
 
 /// Removes the variables of llama-sidecar from the environment of a program that is about to be started:

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use ureq::Body;
 use ureq::http::Response;
 
-use crate::host::{DropIn, control, without_settings};
+use crate::host::{DropIn, control, plain_command};
 pub use crate::llama_cpp::{LlamaCpp, llama_cpp, llama_cpp_dl, older_llama_cpp};
 
 /// The program that lends a machine's devices through RPC.
@@ -32,10 +32,7 @@ pub fn llama(program: &str) -> Command {
         "{} is missing: run 'cargo xtask hosts --build' first",
         path.display()
     );
-    let mut command = Command::new(path);
-    without_settings(&mut command);
-    command.stdin(Stdio::null());
-    command
+    plain_command(path)
 }
 
 /// Quantises a whole model with llama-quantize.

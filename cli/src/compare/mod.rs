@@ -20,7 +20,7 @@ use sidecar_core::protocol::Event;
 
 use crate::launch::gains;
 use crate::launch::journal::Events;
-use crate::output;
+use crate::output::{self, progress};
 use crate::trial::{Interrupted, Kind, Program, prompts};
 
 /// What can change the speed of a program, each alone.
@@ -32,6 +32,7 @@ const CAPABILITIES: [&str; 4] = [
 ];
 /// The option of llama.cpp's programs that turns off kernels for repacked weights.
 const NO_REPACK: &str = "--no-repack";
+
 /// A program, and how it is compared.
 #[derive(clap::Args)]
 pub struct CompareOptions {
@@ -315,8 +316,4 @@ impl Comparison {
         };
         Ok((computed, events))
     }
-}
-
-fn progress(line: &str) {
-    eprintln!("llama-sidecar: {line}");
 }

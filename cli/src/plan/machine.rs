@@ -6,13 +6,13 @@ use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::Barrier;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use memmap2::Mmap;
 use rustix::fs::{Advice, fadvise};
 use serde::{Deserialize, Serialize};
+use sidecar_core::gguf::FileId;
 use sidecar_core::protocol::{Event, Measure, Measured, Work};
 
 use crate::launch::child;
@@ -22,14 +22,12 @@ use crate::launch::kept::{self, Kept};
 use crate::launch::run::{Prepared, RunOptions};
 use crate::launch::session::Session;
 use crate::output;
-use crate::trial::{self, Interrupted, Program};
+use crate::trial::{self, Program};
 
 /// The list of measurements.
 const KEPT: Kept = Kept { name: "measured" };
 /// The longest time of a measurement.
 const LONGEST: Duration = Duration::from_secs(900);
-/// Time between two looks at the program.
-const PERIOD: Duration = Duration::from_millis(50);
 /// How long page faults are measured.
 const FAULTS: Duration = Duration::from_millis(1500);
 
@@ -39,7 +37,7 @@ struct Entry {
     machine: String,
     program: PathBuf,
     /// The size of the program and its time, and those of the model.
-    stamps: Vec<(u64, u64)>,
+    stamps: Vec<(u64, i64)>,
     wanted: Measure,
     found: Measured,
 }
@@ -98,13 +96,8 @@ pub fn measure(
 }
 
 /// Returns what changes when a file is replaced.
-fn stamp(path: &Path) -> (u64, u64) {
-    let metadata = std::fs::metadata(path).ok();
-    metadata.map_or((0, 0), |of| {
-        let modified = of.modified().ok();
-        let since = modified.and_then(|time| time.duration_since(std::time::UNIX_EPOCH).ok());
-        (of.len(), since.map_or(0, |since| since.as_secs()))
-    })
+fn stamp(path: &Path) -> (u64, i64) {
+    FileId::of_path(path).map_or((0, 0), |of| (of.size, of.mtime))
 }
 
 /// Starts the program with the drop-in, which measures in place of loading the model.
@@ -128,19 +121,9 @@ fn run(of: &Program, program: &Executable, wanted: &Measure) -> Result<Measured>
         .stderr(log.try_clone()?);
     let mut session = Session::start(&mut command)
         .with_context(|| format!("cannot run {}", program.path.display()))?;
-    let began = Instant::now();
-    let status = loop {
-        if let Some(status) = session.look()? {
-            break status;
-        }
-        if of.interrupted.load(Ordering::Relaxed) {
-            bail!(Interrupted);
-        }
-        if began.elapsed() > LONGEST {
-            bail!("the measurement did not end after {} s", LONGEST.as_secs());
-        }
-        std::thread::sleep(PERIOD);
-    };
+    let late = || format!("the measurement did not end after {} s", LONGEST.as_secs());
+    let ended = of.wait_until(&mut session, Instant::now() + LONGEST, late, || false)?;
+    let status = ended.expect("nothing else is waited for");
     let events = journal.read();
     let found = events.iter().find_map(|event| match event {
         Event::Measured { found, error } => Some((found.clone(), error.clone())),

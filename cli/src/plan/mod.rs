@@ -32,10 +32,11 @@ use shape::Shape;
 use sidecar_core::config;
 use sidecar_core::memory::free_memory;
 
+use crate::output::progress;
 use crate::report::cache::{Caches, Policy};
 use crate::report::stream::Disk;
 use crate::report::traces::TraceReport;
-use crate::trial::speeds::Speeds;
+use crate::trial::speeds::{Speed, Speeds};
 use crate::trial::{Interrupted, Program, prompts};
 
 /// Numbers of threads that are measured at most.
@@ -132,7 +133,7 @@ fn plan(options: &PlanOptions) -> Result<Plan> {
             f64::from(options.answer_tokens),
         ),
         hits: trace,
-        typed: Setting::typed(words, None, cores, repacks),
+        typed: Setting::typed(words, cores, repacks),
         run: None,
     };
     facts.typed.gpu = gpu_of(words, &facts);
@@ -175,10 +176,6 @@ fn plan(options: &PlanOptions) -> Result<Plan> {
             threads,
         },
     ))
-}
-
-fn progress(line: &str) {
-    eprintln!("llama-sidecar: {line}");
 }
 
 /// Returns powers of two, three quarters of the cores, the cores and all threads; and those that were
@@ -300,12 +297,7 @@ fn baseline(program: &mut Program, facts: &mut Facts) -> Result<Option<Baseline>
 
 /// Returns the faster speeds of two runs.
 fn faster(one: Speeds, other: Speeds) -> Speeds {
-    let faster = |a: crate::trial::speeds::Speed, b: crate::trial::speeds::Speed| match b.rate()
-        > a.rate()
-    {
-        true => b,
-        false => a,
-    };
+    let faster = |a: Speed, b: Speed| if b.rate() > a.rate() { b } else { a };
     Speeds {
         prompt: faster(one.prompt, other.prompt),
         answer: faster(one.answer, other.answer),

@@ -8,6 +8,8 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::PathBuf;
 
+use testkit::median;
+
 use super::model::{Cache, Calibration, Disk, Gpu, Misses, Model, Place, Products, hits};
 
 /// What programs reach of the peak speed of memory, of a GPU's memory, and of a link with page-locked and with
@@ -230,11 +232,6 @@ fn predict_all() -> (Vec<Predicted>, usize) {
     (found, all)
 }
 
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
-}
-
 /// Returns the predictions as a table.
 fn table(found: &[Predicted]) -> String {
     let mut text = String::from("line,kind,source,published,predicted,error,sign\n");
@@ -261,8 +258,8 @@ fn table(found: &[Predicted]) -> String {
 fn published_speeds_are_predicted() {
     let (found, all) = predict_all();
     let right = found.iter().filter(|of| of.sign_is_right()).count();
-    let errors: Vec<f64> = found.iter().map(Predicted::error).collect();
-    let (signs, error) = (right as f64 / found.len() as f64, median(errors));
+    let mut errors: Vec<f64> = found.iter().map(Predicted::error).collect();
+    let (signs, error) = (right as f64 / found.len() as f64, median(&mut errors));
     let mut sources: BTreeMap<&str, Vec<&Predicted>> = BTreeMap::new();
     for of in &found {
         sources
@@ -274,19 +271,21 @@ fn published_speeds_are_predicted() {
         "{} of {all} rows: {signs:.3} signs, median error {error:.3}",
         found.len()
     );
+    let mut by_source = Vec::new();
     for (source, of) in &sources {
         let right = of.iter().filter(|of| of.sign_is_right()).count();
-        let error = median(of.iter().map(|of| of.error()).collect());
+        let mut errors: Vec<f64> = of.iter().map(|of| of.error()).collect();
+        let error = median(&mut errors);
+        by_source.push(error);
         println!(
             "{source}: {right} of {} signs, median error {error:.2}",
             of.len()
         );
     }
-    let by_source: Vec<f64> = sources
-        .values()
-        .map(|of| median(of.iter().map(|of| of.error()).collect()))
-        .collect();
-    println!("median of the sources' medians: {:.3}", median(by_source));
+    println!(
+        "median of the sources' medians: {:.3}",
+        median(&mut by_source)
+    );
     let (path, table) = (folder().join("predicted.csv"), table(&found));
     if !path.exists() {
         crate::output::write_text(&path, &table).expect("a file");

@@ -1,5 +1,6 @@
 //! The settings that are predicted, and what each of them costs.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 
 use serde::Serialize;
@@ -157,9 +158,13 @@ impl Facts {
     }
 
     fn fits_device(&self, host_layers: u32, batch: u64, cache: u64) -> bool {
+        self.on_device(host_layers, cache) + self.working(batch) <= self.device_memory()
+    }
+
+    /// Memory of the device that may be used.
+    fn device_memory(&self) -> u64 {
         let free = self.device().map_or(0, |of| of.free);
-        let margin = MARGIN.min(free / 8);
-        self.on_device(host_layers, cache) + self.working(batch) + margin <= free
+        free - MARGIN.min(free / 8)
     }
 
     fn on_device(&self, host_layers: u32, cache: u64) -> u64 {
@@ -171,8 +176,16 @@ impl Facts {
 
     /// Memory of a device for the context and for activations.
     fn working(&self, batch: u64) -> u64 {
-        let context = self.shape.context_bytes.unwrap_or(0) * self.context;
-        context + 4 * ACTIVATIONS * batch * self.shape.width
+        self.context_bytes() + 4 * ACTIVATIONS * batch * self.shape.width
+    }
+
+    fn context_bytes(&self) -> u64 {
+        self.shape.context_bytes.unwrap_or(0) * self.context
+    }
+
+    /// Returns the share of the layers with experts whose experts are in host memory.
+    fn on_host(&self, gpu: &OnGpu) -> f64 {
+        f64::from(gpu.host_layers) / f64::from(self.shape.expert_layers.max(1))
     }
 
     /// Returns the hits of a cache on a device.
@@ -218,7 +231,7 @@ impl Facts {
             others,
             rest,
         } = self.shape.bytes();
-        let context = self.shape.context_bytes.unwrap_or(0) * self.context;
+        let context = self.context_bytes();
         let missing = place.disk.map_or(0.0, |disk| disk.missing_token);
         let on_host = place.gpu.map_or(1.0, |gpu| gpu.on_host);
         let in_host = (routed as f64 * on_host) as u64;
@@ -251,9 +264,8 @@ impl Facts {
         if gpu.with != Some(EXPERT_CACHE) {
             return gpu.own_cache_mib << 20;
         }
-        let free = self.device().map_or(0, |of| of.free);
         let used = self.on_device(gpu.host_layers, 0) + self.working(batch);
-        free.saturating_sub(used + MARGIN.min(free / 8))
+        self.device_memory().saturating_sub(used)
     }
 
     fn place(&self, setting: &Setting, model: &Model) -> Result<Place, String> {
@@ -302,7 +314,7 @@ impl Facts {
             products: self.shape.products(&self.works, &device.seconds),
             link,
             copies_ahead: matches!(gpu.with, Some(POST_FETCH | EXPERT_CACHE)),
-            on_host: f64::from(gpu.host_layers) / f64::from(self.shape.expert_layers.max(1)),
+            on_host: self.on_host(gpu),
             cache: (cache > 0 && gpu.host_layers > 0).then_some(Cache { hits, misses }),
             // Caches of experts are for single tokens.
             held: 0.0,
@@ -317,10 +329,7 @@ impl Facts {
             others,
             rest,
         } = self.shape.bytes();
-        let layers = f64::from(self.shape.expert_layers.max(1));
-        let on_host = setting
-            .gpu
-            .map_or(1.0, |gpu| f64::from(gpu.host_layers) / layers);
+        let on_host = setting.gpu.map_or(1.0, |gpu| self.on_host(&gpu));
         let routed_here = (routed as f64 * on_host) as u64;
         let others_here = if setting.gpu.is_some() {
             rest
@@ -347,11 +356,11 @@ impl Facts {
         };
         let for_experts = for_experts.saturating_sub(others_here);
         let share = for_experts as f64 / routed_here.max(1) as f64;
+        if model.routed == 0.0 && others_here > self.free {
+            return Err("the model does not fit into the free memory".into());
+        }
         if share >= 1.0 || model.routed == 0.0 {
-            return match model.routed > 0.0 || others_here <= self.free {
-                true => Ok(None),
-                false => Err("the model does not fit into the free memory".into()),
-            };
+            return Ok(None);
         }
         let file = self
             .file
@@ -414,13 +423,8 @@ impl Facts {
 
     /// Returns the settings that could be best for this program, and those that it was typed with.
     pub fn settings(&self, known: &Known) -> Vec<Setting> {
-        let threads: Vec<u32> = self
-            .measured
-            .processor
-            .iter()
-            .map(|of| of.threads)
-            .collect();
-        let threads: std::collections::BTreeSet<u32> = threads.into_iter().collect();
+        let threads = self.measured.processor.iter().map(|of| of.threads);
+        let threads: BTreeSet<u32> = threads.collect();
         let orders = match self.measured.repacked.is_empty() {
             true => vec![self.typed.repacked],
             false if known.has(options::NO_REPACK) || known.has(options::REPACK) => {
@@ -430,32 +434,27 @@ impl Facts {
         };
         let mut all = vec![self.typed];
         let places = self.places(known);
+        // Mapped, read into memory, streamed.
+        let files = match self.shape.expert_layers {
+            0 => vec![(true, false), (false, false)],
+            _ => vec![(true, false), (false, false), (true, true)],
+        };
         for &threads in &threads {
             for &repacked in &orders {
+                let batch_threads = self.best_batch_threads(known, threads, repacked);
                 for &(gpu, batch) in &places {
-                    for streams in [false, true] {
-                        if streams && self.shape.expert_layers == 0 {
-                            continue;
-                        }
-                        for mapped in [true, false] {
-                            if !mapped && streams {
-                                continue;
-                            }
-                            all.push(Setting {
-                                threads,
-                                batch_threads: self.best_batch_threads(known, threads, repacked),
-                                repacked,
-                                mapped,
-                                batch,
-                                gpu,
-                                streams,
-                            });
-                        }
-                    }
+                    all.extend(files.iter().map(|&(mapped, streams)| Setting {
+                        threads,
+                        batch_threads,
+                        repacked,
+                        mapped,
+                        batch,
+                        gpu,
+                        streams,
+                    }));
                 }
             }
         }
-        all.dedup();
         all
     }
 
@@ -592,13 +591,8 @@ impl Setting {
         words
     }
 
-    /// Returns the setting that a command has.
-    pub fn typed(
-        words: &[OsString],
-        facts_of_gpu: Option<OnGpu>,
-        cores: u32,
-        repacks: bool,
-    ) -> Setting {
+    /// Returns the setting that a command has, on the processor.
+    pub fn typed(words: &[OsString], cores: u32, repacks: bool) -> Setting {
         let number = |of| options::number_in(words, of);
         let threads = number(options::THREADS).map_or(cores, |of| of as u32);
         let repack = options::value_in(words, options::REPACK);
@@ -612,7 +606,7 @@ impl Setting {
             repacked: repacks && is_repacked,
             mapped: mapped && !options::is_in(words, options::NO_MMAP),
             batch: number(options::BATCH).unwrap_or(DEFAULT_BATCH),
-            gpu: facts_of_gpu,
+            gpu: None,
             streams: false,
         }
     }

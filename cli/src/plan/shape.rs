@@ -1,6 +1,7 @@
 //! The matrices of a model, and which of them are measured.
 
-use std::path::Path;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
@@ -59,7 +60,7 @@ pub struct Shape {
     /// Weights of a row of the first matrices: the size of an activation.
     pub width: u64,
     /// The largest file.
-    pub path: std::path::PathBuf,
+    pub path: PathBuf,
     /// Whether a layer has a matrix for each expert, as in older files.
     is_split: bool,
     /// Where expert matrices are in that file, and the bytes of one.
@@ -133,8 +134,7 @@ impl Shape {
                 }
             }
         }
-        let has = |role| shape.matrices.iter().any(|of| of.role == role);
-        if !has(Role::Output) {
+        if shape.with_role(Role::Output).next().is_none() {
             // The matrix of the token embeddings is multiplied, too.
             let tensors = files.iter().flat_map(|file| {
                 let name =
@@ -145,6 +145,7 @@ impl Shape {
                 .matrices
                 .extend(tensors.map(|of| found(of, 0, Role::Output, 0)));
         }
+        shape.expert_layers = shape.layers_of(Role::Routed).len() as u32;
         shape.read_metadata(&files[0]);
         shape
     }
@@ -176,11 +177,6 @@ impl Shape {
         };
         if of.role == Role::Routed {
             self.experts = self.experts.max(of.matrix.experts);
-            let known = self.matrices.iter();
-            let mut known = known.filter(|other| other.role == Role::Routed);
-            if !known.any(|other| other.layer == layer) {
-                self.expert_layers += 1;
-            }
         } else if self.width == 0 {
             self.width = tensor.ne[0];
         }
@@ -209,8 +205,7 @@ impl Shape {
     }
 
     fn bytes_of(&self, role: Role) -> u64 {
-        let of = self.matrices.iter().filter(|of| of.role == role);
-        of.map(|of| of.bytes).sum()
+        self.with_role(role).map(|of| of.bytes).sum()
     }
 
     /// Returns the sizes of the groups.
@@ -269,8 +264,7 @@ impl Shape {
     /// Returns matrices of some layers, at equal distances, for one work: of so many bytes for a single token, of so
     /// many operations for a batch.
     fn sample(&self, role: Role, tokens: u64, limit: u64) -> Work {
-        let mut layers: Vec<u32> = self.with_role(role).map(|of| of.layer).collect();
-        layers.dedup();
+        let layers: Vec<u32> = self.layers_of(role).into_iter().collect();
         let cost = |layer: u32| -> u64 {
             let of = self.with_role(role).filter(|of| of.layer == layer);
             match tokens {
@@ -309,6 +303,10 @@ impl Shape {
             matrices.extend(self.with_role(Role::Output).map(|of| of.matrix));
         }
         Work { tokens, matrices }
+    }
+
+    fn layers_of(&self, role: Role) -> BTreeSet<u32> {
+        self.with_role(role).map(|of| of.layer).collect()
     }
 
     fn with_role(&self, role: Role) -> impl Iterator<Item = &Found> {

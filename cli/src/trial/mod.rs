@@ -243,6 +243,26 @@ impl Program {
         what: &str,
         holds: impl Fn() -> bool,
     ) -> Result<Option<ExitStatus>> {
+        let late = || {
+            let next = match self.kind {
+                Kind::Server => "",
+                _ => "add -n 64 or the like, so that it ends by itself, or ",
+            };
+            let seconds = self.longest.as_secs();
+            format!("the program {what} after {seconds} s: {next}pass a longer --seconds")
+        };
+        self.wait_until(session, began + self.longest, late, holds)
+    }
+
+    /// Waits until a condition holds or a program has ended, and returns its status then. Fails with
+    /// `late` at a time, or if the user ends the command.
+    pub fn wait_until(
+        &self,
+        session: &mut Session,
+        deadline: Instant,
+        late: impl FnOnce() -> String,
+        holds: impl Fn() -> bool,
+    ) -> Result<Option<ExitStatus>> {
         while !holds() {
             if let Some(status) = session.look()? {
                 return Ok(Some(status));
@@ -250,13 +270,8 @@ impl Program {
             if self.interrupted.load(Ordering::Relaxed) {
                 bail!(Interrupted);
             }
-            if began.elapsed() > self.longest {
-                let next = match self.kind {
-                    Kind::Server => "",
-                    _ => "add -n 64 or the like, so that it ends by itself, or ",
-                };
-                let seconds = self.longest.as_secs();
-                bail!("the program {what} after {seconds} s: {next}pass a longer --seconds");
+            if Instant::now() > deadline {
+                bail!("{}", late());
             }
             thread::sleep(PERIOD);
         }

@@ -17,7 +17,7 @@ use sidecar_core::config::Config;
 use sidecar_core::protocol::{Event, Measure, Measured, OnDevice, OnProcessor, Repacked, Work};
 
 use crate::ggml::{
-    Backend, BufferType, DEVICE_CPU, DEVICE_GPU, DEVICE_IGPU, Device, Ggml, OwnBuffer, Tensor,
+    Backend, BufferType, DEVICE_CPU, DEVICE_GPU, DEVICE_IGPU, Device, F32, Ggml, OwnBuffer, Tensor,
 };
 use crate::process::journal;
 use crate::program::capability::Capability;
@@ -70,23 +70,14 @@ fn measure(ggml: &'static Ggml, symbol: Symbol<'_>, wanted: &Measure) -> Result<
     let processor = Processor::find(ggml, symbol)?;
     let mut found = Measured::default();
     for repacked in [false, true] {
-        let mut taken = Vec::new();
-        let mut works = Vec::new();
-        for work in &wanted.works {
+        let of = |work| {
             let special = processor.special.iter().copied().filter(|_| repacked);
-            works.push(Products::new(
-                ggml,
-                processor.device,
-                processor.plain,
-                special,
-                work,
-            )?);
-            taken.extend(works.iter().flat_map(Products::special));
-        }
-        if repacked && taken.is_empty() {
-            break;
-        }
-        for matrix in taken {
+            Products::new(ggml, processor.device, processor.plain, special, work)
+        };
+        let works: Result<Vec<Products>, String> = wanted.works.iter().map(of).collect();
+        let mut works = works?;
+        let kinds = works.iter().flat_map(|work| &work.special);
+        for matrix in kinds {
             let kind = Repacked {
                 ty: matrix.ty,
                 routed: matrix.used > 0,
@@ -94,6 +85,9 @@ fn measure(ggml: &'static Ggml, symbol: Symbol<'_>, wanted: &Measure) -> Result<
             if !found.repacked.contains(&kind) {
                 found.repacked.push(kind);
             }
+        }
+        if repacked && found.repacked.is_empty() {
+            break;
         }
         for &threads in &wanted.threads {
             processor.set_threads(threads);
@@ -107,19 +101,26 @@ fn measure(ggml: &'static Ggml, symbol: Symbol<'_>, wanted: &Measure) -> Result<
             });
         }
     }
-    let plain: Result<Vec<Products>, String> = wanted
-        .works
-        .iter()
-        .take(1)
-        .map(|work| Products::new(ggml, processor.device, processor.plain, None, work))
+    let gpus: Vec<_> = devices(symbol)
+        .into_iter()
+        .filter(|&of| is_gpu(ggml, of))
         .collect();
-    let mut beside = plain?.pop();
-    for device in devices(symbol) {
-        found
-            .devices
-            .extend(on_device(ggml, symbol, device, &wanted.works, || {
-                beside.as_mut().map(|work| (processor.backend, work))
-            }));
+    let busy = wanted.works.iter().find(|work| !work.matrices.is_empty());
+    if let Some(work) = busy.filter(|_| !gpus.is_empty()) {
+        let mut beside = Products::new(ggml, processor.device, processor.plain, None, work)?;
+        for device in gpus {
+            let mut gpu = about(ggml, symbol, device);
+            let measured = measure_device(
+                ggml,
+                device,
+                &wanted.works,
+                &processor,
+                &mut beside,
+                &mut gpu,
+            );
+            gpu.obstacle = measured.err();
+            found.devices.push(gpu);
+        }
     }
     Ok(found)
 }
@@ -196,8 +197,12 @@ fn seconds(backend: *mut Backend, work: &mut Products) -> Result<f64, String> {
     while times.len() < EVALUATIONS || begun.elapsed() < PERIOD {
         times.push(work.evaluate(backend)?.as_secs_f64());
     }
-    times.sort_by(f64::total_cmp);
-    Ok(times[times.len() / 2])
+    Ok(median(times))
+}
+
+fn median(mut figures: Vec<f64>) -> f64 {
+    figures.sort_by(f64::total_cmp);
+    figures[figures.len() / 2]
 }
 
 /// Loads the backends that are libraries of their own: a program may read a model's header before it does
@@ -233,17 +238,8 @@ fn devices(symbol: Symbol<'_>) -> Vec<*mut Device> {
     }
 }
 
-/// Measures a GPU; `None` for another device. `beside` is what the processor evaluates during copies.
-fn on_device<'a>(
-    ggml: &'static Ggml,
-    symbol: Symbol<'_>,
-    device: *mut Device,
-    works: &[Work],
-    beside: impl FnOnce() -> Option<(*mut Backend, &'a mut Products)>,
-) -> Option<OnDevice> {
-    if !is_gpu(ggml, device) {
-        return None;
-    }
+/// Returns what a GPU is, without figures of its speed.
+fn about(ggml: &Ggml, symbol: Symbol<'_>, device: *mut Device) -> OnDevice {
     let text = |name: &CStr| {
         type Text = unsafe extern "C-unwind" fn(*mut Device) -> *const c_char;
         let found = symbol(name);
@@ -254,35 +250,29 @@ fn on_device<'a>(
         })
     };
     let (free, total) = ggml.memory_of(device);
-    let mut found = OnDevice {
+    OnDevice {
         name: text(c"ggml_backend_dev_name").unwrap_or_default(),
         description: text(c"ggml_backend_dev_description").unwrap_or_default(),
         free,
         total,
         ..OnDevice::default()
-    };
-    // SAFETY: a live device.
-    let backend = unsafe { (ggml.f.ggml_backend_dev_init)(device, std::ptr::null()) };
-    if backend.is_null() {
-        found.obstacle = Some("its backend cannot be started".into());
-        return Some(found);
     }
-    if let Err(obstacle) = measure_device(ggml, device, backend, works, beside, &mut found) {
-        found.obstacle = Some(obstacle);
-    }
-    // SAFETY: made above, and nothing uses it any more.
-    unsafe { (ggml.f.ggml_backend_free)(backend) };
-    Some(found)
 }
 
-fn measure_device<'a>(
+/// Measures a GPU. `beside` is what the processor evaluates during copies.
+fn measure_device(
     ggml: &'static Ggml,
     device: *mut Device,
-    backend: *mut Backend,
     works: &[Work],
-    beside: impl FnOnce() -> Option<(*mut Backend, &'a mut Products)>,
+    processor: &Processor,
+    beside: &mut Products,
     found: &mut OnDevice,
 ) -> Result<(), String> {
+    // SAFETY: a live device; the backend is never freed, because the process ends.
+    let backend = unsafe { (ggml.f.ggml_backend_dev_init)(device, std::ptr::null()) };
+    if backend.is_null() {
+        return Err("its backend cannot be started".into());
+    }
     // SAFETY: a live device.
     let buft = unsafe { (ggml.f.ggml_backend_dev_buffer_type)(device) };
     for work in works {
@@ -291,8 +281,8 @@ fn measure_device<'a>(
     }
     let no_memory = |size| format!("no memory for {size} bytes");
     let extent = [COPIED as i64 / 4];
-    let (_buffer, target) = OwnBuffer::for_tensor(ggml, buft, crate::ggml::F32, &extent, c"copied")
-        .map_err(no_memory)?;
+    let (_buffer, target) =
+        OwnBuffer::for_tensor(ggml, buft, F32, &extent, c"copied").map_err(no_memory)?;
     let copy = |from: *const u8| {
         let begun = Instant::now();
         // SAFETY: a tensor of this size, and as many bytes.
@@ -303,9 +293,8 @@ fn measure_device<'a>(
         COPIED as f64 / begun.elapsed().as_secs_f64()
     };
     let speed = |from: *const u8| {
-        let mut speeds: Vec<f64> = (0..=EVALUATIONS).map(|_| copy(from)).skip(1).collect();
-        speeds.sort_by(f64::total_cmp);
-        speeds[speeds.len() / 2]
+        copy(from);
+        median((0..EVALUATIONS).map(|_| copy(from)).collect())
     };
     let pageable = vec![1u8; COPIED];
     found.pageable = speed(pageable.as_ptr());
@@ -313,16 +302,13 @@ fn measure_device<'a>(
     unsafe {
         let host = (ggml.f.ggml_backend_dev_host_buffer_type)(device);
         if !host.is_null() {
-            let buffer = OwnBuffer::for_tensor(ggml, host, crate::ggml::F32, &extent, c"locked");
+            let buffer = OwnBuffer::for_tensor(ggml, host, F32, &extent, c"locked");
             if let Ok((_buffer, tensor)) = buffer {
                 found.locked = speed((ggml.f.ggml_get_data)(tensor).cast_const().cast());
             }
         }
     }
-    let Some((processor, work)) = beside() else {
-        return Ok(());
-    };
-    let alone = seconds(processor, work)?;
+    let alone = seconds(processor.backend, beside)?;
     let is_over = AtomicBool::new(false);
     let (busy, copied) = std::thread::scope(|scope| {
         // A pointer is not sent to a thread; its tensor lives until the scope ends.
@@ -341,7 +327,7 @@ fn measure_device<'a>(
             }
             (count * COPIED) as f64 / begun.elapsed().as_secs_f64()
         });
-        let busy = seconds(processor, work);
+        let busy = seconds(processor.backend, beside);
         is_over.store(true, Ordering::Relaxed);
         (busy, copies.join())
     });

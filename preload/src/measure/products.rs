@@ -8,6 +8,7 @@ use sidecar_core::protocol::{Matrix, Work};
 
 use crate::ggml::{
     Backend, Buffer, BufferType, Device, F32, Ggml, Graph, I32, OwnContext, STATUS_SUCCESS, Tensor,
+    USAGE_WEIGHTS,
 };
 
 /// What tensors are aligned to: backends need 512 bytes at most.
@@ -21,11 +22,12 @@ pub struct Products {
     ggml: &'static Ggml,
     _context: OwnContext,
     graph: *mut Graph,
-    buffers: Vec<Held>,
+    _buffers: Vec<Held>,
     /// The ids of experts, with the number of experts.
     ids: Vec<(*mut Tensor, Matrix)>,
     tokens: u64,
-    special: Vec<Matrix>,
+    /// The matrices that are in a special buffer type.
+    pub special: Vec<Matrix>,
     random: u64,
 }
 
@@ -76,7 +78,7 @@ impl Place {
         let held = Held { ggml, buffer };
         // SAFETY: a live buffer; each tensor has the size that its buffer type returns.
         unsafe {
-            (ggml.f.ggml_backend_buffer_set_usage)(buffer, crate::ggml::USAGE_WEIGHTS);
+            (ggml.f.ggml_backend_buffer_set_usage)(buffer, USAGE_WEIGHTS);
             let base = (ggml.f.ggml_backend_buffer_get_base)(buffer) as u64;
             let base = base.next_multiple_of(ALIGNMENT);
             for (tensor, offset) in self.tensors {
@@ -207,7 +209,7 @@ impl Products {
             ggml,
             _context: context,
             graph,
-            buffers,
+            _buffers: buffers,
             ids,
             tokens: work.tokens,
             special: taken,
@@ -215,14 +217,8 @@ impl Products {
         })
     }
 
-    /// Returns the matrices that are in a special buffer type.
-    pub fn special(&self) -> impl Iterator<Item = Matrix> {
-        self.special.clone().into_iter()
-    }
-
     /// Evaluates all products, with other experts than before. Returns the time.
     pub fn evaluate(&mut self, backend: *mut Backend) -> Result<Duration, String> {
-        debug_assert!(!self.buffers.is_empty());
         for (tensor, of) in &self.ids {
             let mut ids = Vec::new();
             for _ in 0..self.tokens {
