@@ -435,10 +435,12 @@ impl Facts {
         let mut all = vec![self.typed];
         let places = self.places(known);
         // Mapped, read into memory, streamed.
-        let files = match self.shape.expert_layers {
-            0 => vec![(true, false), (false, false)],
-            _ => vec![(true, false), (false, false), (true, true)],
-        };
+        let can_choose = known.has(options::LOAD_MODE) || known.has(options::NO_MMAP);
+        let has_experts = self.shape.expert_layers > 0;
+        let mut files = vec![(true, false), (false, false), (true, true)];
+        files.retain(|&(mapped, streams)| {
+            (mapped == self.typed.mapped || can_choose) && (has_experts || !streams)
+        });
         for &threads in &threads {
             for &repacked in &orders {
                 let batch_threads = self.best_batch_threads(known, threads, repacked);
@@ -487,6 +489,9 @@ impl Facts {
             };
             let layers = self.shape.expert_layers;
             for host_layers in [fewest, layers] {
+                if host_layers > 0 && !known.has(options::HOST_LAYERS) {
+                    continue;
+                }
                 let on_host = |with, own_cache_mib| OnGpu {
                     host_layers,
                     own_cache_mib,
