@@ -3,6 +3,7 @@
 //! | module | contents |
 //! |---|---|
 //! | [`report`] | the plan as text and JSON |
+//! | [`runs`] | what runs of the program show |
 //! | [`search`] | the settings that are predicted |
 //! | [`machine`] | what is measured on this machine |
 //! | [`shape`] | the matrices of a model |
@@ -15,6 +16,7 @@ mod options;
 #[cfg(test)]
 mod published;
 mod report;
+mod runs;
 mod search;
 mod shape;
 
@@ -23,11 +25,10 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
-use model::Calibration;
+use anyhow::{Context, Result, ensure};
 use options::Known;
-use report::{Baseline, Plan};
-use search::{Calibrations, Candidate, Facts, FileSpeeds, OnGpu, Setting};
+use report::Plan;
+use search::{Candidate, Facts, FileSpeeds, OnGpu, Runs, Setting};
 use shape::Shape;
 use sidecar_core::config;
 use sidecar_core::memory::free_memory;
@@ -36,13 +37,12 @@ use crate::output::progress;
 use crate::report::cache::{Caches, Policy};
 use crate::report::stream::Disk;
 use crate::report::traces::TraceReport;
-use crate::trial::speeds::{Speed, Speeds};
-use crate::trial::{Interrupted, Program, prompts};
+use crate::trial::{Program, prompts};
 
 /// Numbers of threads that are measured at most.
 const MOST_THREADS: usize = 8;
-/// Runs that are shorter are repeated once: the faster one counts.
-const SHORT: f64 = 30.0;
+/// Tokens of the answer of a run.
+const ANSWER: u32 = 48;
 
 /// What is planned for.
 #[derive(clap::Args)]
@@ -88,7 +88,7 @@ pub fn run(options: &PlanOptions) -> Result<()> {
 
 fn plan(options: &PlanOptions) -> Result<Plan> {
     let words = &options.command;
-    let requests = prompts::long_and_short(48);
+    let requests = prompts::of_tokens(options.prompt_tokens, ANSWER);
     let longest = Duration::from_secs(options.seconds.max(1));
     let mut program = Program::new(words, requests, longest)?;
     let known = Known::of(words)?;
@@ -134,7 +134,7 @@ fn plan(options: &PlanOptions) -> Result<Plan> {
         ),
         hits: trace,
         typed: Setting::typed(words, cores, repacks),
-        run: None,
+        runs: Runs::default(),
     };
     facts.typed.gpu = gpu_of(words, &facts);
     let bytes = facts.shape.bytes();
@@ -145,7 +145,7 @@ fn plan(options: &PlanOptions) -> Result<Plan> {
     }
     let baseline = match options.no_run {
         true => None,
-        false => baseline(&mut program, &mut facts)?,
+        false => runs::calibrate(&mut program, &mut facts)?,
     };
     let mut candidates: Vec<Candidate> = Vec::new();
     let mut refused: Vec<(Setting, String)> = Vec::new();
@@ -231,77 +231,6 @@ fn speeds_of(shape: &Shape, threads: u32) -> Result<FileSpeeds> {
         faults,
         batch_faults: faults,
     })
-}
-
-/// Runs the program as it was typed, and takes what is no product from its times. Returns the times;
-/// `None` if the program does not print them.
-fn baseline(program: &mut Program, facts: &mut Facts) -> Result<Option<Baseline>> {
-    progress("running the program as it was typed");
-    let run = match program.first_run(true, false) {
-        Ok(run) => run,
-        Err(error) if error.is::<Interrupted>() => bail!(error),
-        Err(error) => {
-            progress(&format!(
-                "it does not run, and nothing is taken from it: {error:#}"
-            ));
-            return Ok(None);
-        }
-    };
-    let mut speeds = run.speeds;
-    if run.seconds < SHORT {
-        let (again, _) = program.run(None, false)?;
-        speeds = faster(speeds, again.speeds);
-    }
-    let (Some(prompt), Some(token)) = (speeds.prompt.rate(), speeds.answer.rate()) else {
-        return Ok(None);
-    };
-    let measured = Baseline {
-        prompt,
-        token,
-        start_seconds: run.start_seconds,
-    };
-    let exact = Calibration {
-        scale: 1.0,
-        rest: 0.0,
-    };
-    facts.run = Some(Calibrations {
-        token: exact,
-        prompt: exact,
-    });
-    let predicted = facts.predict(&facts.typed);
-    facts.run = None;
-    let Ok(predicted) = predicted else {
-        return Ok(Some(measured));
-    };
-    if predicted.token.disk == 0.0 {
-        facts.run = Some(Calibrations {
-            token: Calibration::of(1.0 / token, predicted.token.seconds),
-            prompt: Calibration::of(1.0 / prompt, predicted.prompt.seconds),
-        });
-        return Ok(Some(measured));
-    }
-    // Both what is no product and the speeds of page faults are unknown: the latter decide.
-    if let (Ok(predicted), Some(file)) = (facts.predict(&facts.typed), &mut facts.file) {
-        for (rate, of, speed) in [
-            (token, predicted.token, &mut file.faults),
-            (prompt, predicted.prompt, &mut file.batch_faults),
-        ] {
-            let waits = 1.0 / rate - (of.seconds - of.disk);
-            if waits > 0.0 {
-                *speed *= of.disk / waits;
-            }
-        }
-    }
-    Ok(Some(measured))
-}
-
-/// Returns the faster speeds of two runs.
-fn faster(one: Speeds, other: Speeds) -> Speeds {
-    let faster = |a: Speed, b: Speed| if b.rate() > a.rate() { b } else { a };
-    Speeds {
-        prompt: faster(one.prompt, other.prompt),
-        answer: faster(one.answer, other.answer),
-    }
 }
 
 /// Returns the hits of caches of 0 to all experts of a layer, by a trace.

@@ -1,5 +1,6 @@
 //! The plan as text and JSON.
 
+use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -9,7 +10,8 @@ use serde::Serialize;
 
 use super::model::Time;
 use super::options::Known;
-use super::search::{Calibrations, Candidate, Facts, FileSpeeds, Memory, Setting};
+use super::runs::Baseline;
+use super::search::{Candidate, Facts, FileSpeeds, Memory, Runs, Setting};
 use super::shape::Bytes;
 use crate::launch::child::quoted;
 use crate::sizes::{Table, size_text};
@@ -21,14 +23,6 @@ const ERROR_OF_DISK: f64 = 0.3;
 const ERROR_OF_GPU: f64 = 0.3;
 /// What is not slower than this is listed as equal.
 const EQUAL: f64 = 0.02;
-
-/// Speeds of the program as it was typed, in tokens per second.
-#[derive(Debug, Clone, Copy, Serialize)]
-pub struct Baseline {
-    pub prompt: f64,
-    pub token: f64,
-    pub start_seconds: f64,
-}
 
 /// Where figures are from.
 pub struct Source {
@@ -79,7 +73,7 @@ pub struct Plan {
     gpus: Vec<String>,
     file: Option<FileSpeeds>,
     measured: Option<Baseline>,
-    calibration: Option<Calibrations>,
+    calibration: Runs,
     kept_in: Option<PathBuf>,
     is_kept: bool,
     prompt_tokens: f64,
@@ -143,7 +137,7 @@ impl Plan {
             gpus: facts.measured.devices.iter().map(gpu_text).collect(),
             file: facts.file,
             measured,
-            calibration: facts.run,
+            calibration: facts.runs.clone(),
             kept_in: source.path,
             is_kept: source.is_kept,
             prompt_tokens: facts.tokens.0,
@@ -245,8 +239,13 @@ impl Plan {
             "command",
         ]);
         let typed = self.choices.iter().position(|of| of.command == self.typed);
-        let shown = self.choices.iter().enumerate();
-        for (at, of) in shown.filter(|(at, _)| *at < most || Some(*at) == typed) {
+        // Of those that differ in threads of prompts alone, the first.
+        let setting = |at: usize| &self.choices[at].candidate.setting;
+        let all = 0..self.choices.len();
+        let differing = all.filter(|&at| !(0..at).any(|of| setting(of).is_like(setting(at))));
+        let shown: BTreeSet<usize> = differing.take(most).chain(typed).collect();
+        for at in shown {
+            let of = &self.choices[at];
             let rate = |rate: f64| format!("{rate:.2} ±{:.0}%", 100.0 * of.error);
             let name = match typed == Some(at) {
                 true => format!("{} (as typed)", at + 1),

@@ -20,7 +20,7 @@ const MARGIN: u64 = 1 << 30;
 /// Activations of a token that a device has at a time, in the size of an input, in F32.
 const ACTIVATIONS: u64 = 40;
 /// Capabilities of the drop-in, as `run` has them.
-const STREAM: &str = "--stream-experts";
+pub const STREAM: &str = "--stream-experts";
 const POST_FETCH: &str = "--post-fetch";
 const EXPERT_CACHE: &str = "--expert-cache";
 const PAGE_LOCK: &str = "--page-lock";
@@ -59,11 +59,22 @@ pub struct FileSpeeds {
     pub batch_faults: f64,
 }
 
-/// What a run of the program as it was typed has shown.
+/// What a run of the program has shown.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Calibrations {
     pub token: Calibration,
     pub prompt: Calibration,
+}
+
+/// What runs of the program have shown.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct Runs {
+    pub typed: Option<Calibrations>,
+    /// With experts from disk. `None`: not run.
+    pub streamed: Option<Calibrations>,
+    /// Why no experts were read from disk.
+    #[serde(skip)]
+    pub stream_obstacle: Option<String>,
 }
 
 /// What is known about the model, the machine and the program.
@@ -80,9 +91,9 @@ pub struct Facts {
     pub tokens: (f64, f64),
     /// Hits of a cache of a share of all experts, by a trace.
     pub hits: Option<Vec<f64>>,
-    /// How the program was typed, and what its run has shown.
+    /// How the program was typed.
     pub typed: Setting,
-    pub run: Option<Calibrations>,
+    pub runs: Runs,
 }
 
 /// A setting and its prediction.
@@ -211,11 +222,9 @@ impl Facts {
     pub fn predict(&self, setting: &Setting) -> Result<Candidate, String> {
         let model = self.shape.model();
         let place = self.place(setting, &model)?;
-        let (token, prompt) = self.calibrated(
-            setting,
-            place.token(&model),
-            place.prompt(&model, self.tokens.0),
-        );
+        let token = place.token(&model);
+        let prompt = place.prompt(&model, self.tokens.0);
+        let (token, prompt) = self.calibrated(setting, token, prompt);
         Ok(Candidate {
             setting: *setting,
             token,
@@ -223,6 +232,18 @@ impl Facts {
             seconds: self.tokens.0 * prompt.seconds + self.tokens.1 * token.seconds,
             memory: self.memory(setting, &place),
         })
+    }
+
+    /// Returns what is predicted without any run: the times of a single token, and of one of a prompt of
+    /// so many tokens.
+    pub fn uncalibrated(
+        &self,
+        setting: &Setting,
+        prompt_tokens: f64,
+    ) -> Result<(Time, Time), String> {
+        let model = self.shape.model();
+        let place = self.place(setting, &model)?;
+        Ok((place.token(&model), place.prompt(&model, prompt_tokens)))
     }
 
     fn memory(&self, setting: &Setting, place: &Place) -> Memory {
@@ -269,6 +290,14 @@ impl Facts {
     }
 
     fn place(&self, setting: &Setting, model: &Model) -> Result<Place, String> {
+        if let Some(obstacle) = self
+            .runs
+            .stream_obstacle
+            .as_ref()
+            .filter(|_| setting.streams)
+        {
+            return Err(obstacle.clone());
+        }
         let missing = || "this number of threads was not measured".to_string();
         let repacked = setting.repacked && !setting.streams;
         let of_token = self
@@ -395,14 +424,15 @@ impl Facts {
     /// Returns times with what a run has shown. What is no product takes longer where the processor is
     /// slower.
     fn calibrated(&self, setting: &Setting, token: Time, prompt: Time) -> (Time, Time) {
-        let Some(run) = &self.run else {
+        let streamed = self.runs.streamed.as_ref().filter(|_| setting.streams);
+        let Some(run) = streamed.or(self.runs.typed.as_ref()) else {
             let products = |of: &Time| of.processor + of.gpu;
             let assumed = |of: &Time| of.calibrated(&Calibration::assumed(products(of)), 1.0);
             return (assumed(&token), assumed(&prompt));
         };
         let (mut slower, mut slower_batch) = (1.0, 1.0);
         if setting.gpu.is_none() {
-            let repacked = self.typed.repacked && !self.typed.streams;
+            let repacked = self.typed.repacked && streamed.is_none();
             let of = |threads| self.products(threads, repacked).unwrap_or_default();
             let (here, typed) = (of(setting.threads), of(self.typed.threads));
             slower = ratio(
@@ -424,7 +454,7 @@ impl Facts {
     /// Returns the settings that could be best for this program, and those that it was typed with.
     pub fn settings(&self, known: &Known) -> Vec<Setting> {
         let threads = self.measured.processor.iter().map(|of| of.threads);
-        let threads: BTreeSet<u32> = threads.collect();
+        let all_threads: BTreeSet<u32> = threads.collect();
         let orders = match self.measured.repacked.is_empty() {
             true => vec![self.typed.repacked],
             false if known.has(options::NO_REPACK) || known.has(options::REPACK) => {
@@ -441,39 +471,27 @@ impl Facts {
         files.retain(|&(mapped, streams)| {
             (mapped == self.typed.mapped || can_choose) && (has_experts || !streams)
         });
-        for &threads in &threads {
+        let can_differ = known.has(options::BATCH_THREADS);
+        for &threads in &all_threads {
+            let of_batch = all_threads.iter().copied();
+            let of_batch = of_batch.filter(|&of| can_differ || of == threads);
             for &repacked in &orders {
-                let batch_threads = self.best_batch_threads(known, threads, repacked);
-                for &(gpu, batch) in &places {
-                    all.extend(files.iter().map(|&(mapped, streams)| Setting {
-                        threads,
-                        batch_threads,
-                        repacked,
-                        mapped,
-                        batch,
-                        gpu,
-                        streams,
-                    }));
+                for batch_threads in of_batch.clone() {
+                    for &(gpu, batch) in &places {
+                        all.extend(files.iter().map(|&(mapped, streams)| Setting {
+                            threads,
+                            batch_threads,
+                            repacked,
+                            mapped,
+                            batch,
+                            gpu,
+                            streams,
+                        }));
+                    }
                 }
             }
         }
         all
-    }
-
-    /// Returns the number of threads with which batches are fastest, where the program has an option for
-    /// it.
-    fn best_batch_threads(&self, known: &Known, threads: u32, repacked: bool) -> u32 {
-        let time = |threads: u32| {
-            let of = self.products(threads, repacked).unwrap_or_default();
-            of.routed_batch + of.other_batch
-        };
-        let all = self.measured.processor.iter().map(|of| of.threads);
-        match known.has(options::BATCH_THREADS) {
-            true => all
-                .min_by(|a, b| time(*a).total_cmp(&time(*b)))
-                .unwrap_or(threads),
-            false => threads,
-        }
     }
 
     /// Returns the places of experts, with sizes of batches.
@@ -519,6 +537,16 @@ fn ratio(of: f64, to: f64) -> f64 {
 }
 
 impl Setting {
+    /// Whether two settings differ in nothing but the threads of prompts.
+    pub fn is_like(&self, other: &Setting) -> bool {
+        let batch_threads = other.batch_threads;
+        *other
+            == Setting {
+                batch_threads,
+                ..*self
+            }
+    }
+
     /// Returns the options of `run` for it.
     pub fn flags(&self) -> Vec<&'static str> {
         let streams = self.streams.then_some(STREAM);

@@ -53,6 +53,17 @@ pub fn long_and_short(tokens: u32) -> Vec<Request> {
     ]
 }
 
+/// Returns a prompt of about so many tokens, 512 at most, with a short answer, and one of a single word, with an
+/// answer of `answer` tokens. Nearly all of the time of prompts is that of the first.
+pub fn of_tokens(prompt: u32, answer: u32) -> Vec<Request> {
+    // A token is about three quarters of an English word.
+    let words = (prompt as usize).saturating_mul(3) / 4;
+    vec![
+        Request::of_words(words.clamp(1, LONG_WORDS), SHORT_ANSWER),
+        Request::of_words(1, answer),
+    ]
+}
+
 /// Reads prompts, one in each line.
 pub fn read(path: &Path, tokens: u32) -> Result<Vec<Request>> {
     let text =

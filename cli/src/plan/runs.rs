@@ -1,0 +1,129 @@
+//! What runs of the program show: as it was typed and, where the model does not fit into memory, with experts
+//! from disk.
+
+use anyhow::Result;
+use serde::Serialize;
+
+use super::model::{Calibration, Time};
+use super::search::{Calibrations, Facts, STREAM, Setting};
+use crate::output::progress;
+use crate::trial::speeds::{Speed, Speeds};
+use crate::trial::{Interrupted, Program};
+
+/// Runs that are shorter are repeated once: the faster one counts.
+const SHORT: f64 = 30.0;
+
+/// Speeds of the program as it was typed, in tokens per second.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct Baseline {
+    pub prompt: f64,
+    pub token: f64,
+    pub start_seconds: f64,
+}
+
+/// Runs the program, and takes what is no product from its times. Returns the speeds of the run as it was
+/// typed; `None` if the program does not print them.
+pub fn calibrate(program: &mut Program, facts: &mut Facts) -> Result<Option<Baseline>> {
+    progress("running the program as it was typed");
+    let run = match program.first_run(true, false) {
+        Ok(run) => run,
+        Err(error) => {
+            let error = unless_interrupted(error)?;
+            progress(&format!(
+                "it does not run, and nothing is taken from it: {error}"
+            ));
+            return Ok(None);
+        }
+    };
+    let mut speeds = run.speeds;
+    if run.seconds < SHORT {
+        speeds = faster(speeds, program.run(None, false)?.0.speeds);
+    }
+    let typed = facts.typed;
+    facts.runs.typed = calibrations(facts, &typed, &speeds);
+    if facts.file.is_some() {
+        stream(program, facts)?;
+    }
+    let rates = speeds.prompt.rate().zip(speeds.answer.rate());
+    Ok(rates.map(|(prompt, token)| Baseline {
+        prompt,
+        token,
+        start_seconds: run.start_seconds,
+    }))
+}
+
+/// Runs the program with experts from disk.
+fn stream(program: &Program, facts: &mut Facts) -> Result<()> {
+    progress("running it with experts from disk");
+    let flags = [STREAM.to_owned()];
+    let found = program
+        .run(Some(&flags), false)
+        .and_then(|(mut run, events)| {
+            let obstacle = events.stream_obstacle();
+            if obstacle.is_none() && run.seconds < SHORT {
+                let again = program.run(Some(&flags), false)?.0.speeds;
+                run.speeds = faster(run.speeds, again);
+            }
+            Ok((run.speeds, obstacle))
+        });
+    match found {
+        Ok((speeds, None)) => {
+            let setting = Setting {
+                streams: true,
+                ..facts.typed
+            };
+            facts.runs.streamed = calibrations(facts, &setting, &speeds);
+        }
+        Ok((_, obstacle)) => facts.runs.stream_obstacle = obstacle,
+        Err(error) => facts.runs.stream_obstacle = Some(unless_interrupted(error)?),
+    }
+    Ok(())
+}
+
+/// Compares the speeds of a run with what is predicted for it. Where page faults are waited for, both their
+/// speed and what is no product are unknown, and the speed is taken from the run.
+fn calibrations(facts: &mut Facts, setting: &Setting, speeds: &Speeds) -> Option<Calibrations> {
+    let prompt_seconds = 1.0 / speeds.prompt.rate()?;
+    let token_seconds = 1.0 / speeds.answer.rate()?;
+    let tokens = speeds.prompt.tokens as f64;
+    let (token, prompt) = facts.uncalibrated(setting, tokens).ok()?;
+    if let Some(file) = facts
+        .file
+        .as_mut()
+        .filter(|_| token.disk > 0.0 && !setting.streams)
+    {
+        let corrected = |seconds: f64, of: &Time, speed: &mut f64| {
+            let assumed = Calibration::assumed(of.processor + of.gpu);
+            let waits = seconds - (of.seconds - of.disk) - assumed.rest;
+            if waits > 0.0 {
+                *speed *= of.disk / waits;
+            }
+            assumed
+        };
+        return Some(Calibrations {
+            token: corrected(token_seconds, &token, &mut file.faults),
+            prompt: corrected(prompt_seconds, &prompt, &mut file.batch_faults),
+        });
+    }
+    Some(Calibrations {
+        token: Calibration::of(token_seconds, token.seconds),
+        prompt: Calibration::of(prompt_seconds, prompt.seconds),
+    })
+}
+
+/// Returns the text of an error, unless the user has ended the command.
+fn unless_interrupted(error: anyhow::Error) -> Result<String> {
+    match error.is::<Interrupted>() {
+        true => Err(error),
+        false => Ok(format!("{error:#}")),
+    }
+}
+
+/// Returns the faster speeds of two runs.
+fn faster(one: Speeds, other: Speeds) -> Speeds {
+    let faster = |a: Speed, b: Speed| if b.rate() > a.rate() { b } else { a };
+    Speeds {
+        prompt: faster(one.prompt, other.prompt),
+        answer: faster(one.answer, other.answer),
+    }
+}
