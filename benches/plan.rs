@@ -17,8 +17,8 @@ use testkit::slow_disk::{SlowDisk, Speed};
 
 /// The most commands of a plan that are measured.
 const MOST: usize = 12;
-/// A word of prompts, which is one or two tokens.
-const WORDS: [&str; 8] = ["water", "is", "wet", "and", "salt", "dissolves", "in", "it"];
+/// A text of prompts, which is not that of the plan's own run.
+const TEXT: &str = include_str!("../docs/streaming.md");
 
 /// A model, and where it is.
 struct Case {
@@ -94,14 +94,12 @@ impl Case {
         let mut command = self.command(&program);
         command.args(&words[1..]);
         let server = Server::of_command(command);
-        let prompt = |words: usize| -> String {
-            let words: Vec<&str> = WORDS.into_iter().cycle().take(words).collect();
-            words.join(" ")
-        };
-        let ask = |words: usize, tokens: usize| {
+        let all = server.ask("/tokenize", &json!({ "content": TEXT }));
+        let all = all["tokens"].as_array().expect("tokens");
+        let ask = |prompt: usize, answer: usize| {
             let request = json!({
-                "prompt": prompt(words),
-                "n_predict": tokens,
+                "prompt": all[..prompt],
+                "n_predict": answer,
                 "temperature": 0,
                 "ignore_eos": true,
                 "cache_prompt": false,
@@ -111,7 +109,7 @@ impl Case {
         let speed = |timings: Value, name: &str| timings[name].as_f64().expect("a speed");
         let found = [
             speed(ask(self.prompt, 1), "prompt_per_second"),
-            speed(ask(8, self.answer), "predicted_per_second"),
+            speed(ask(24, self.answer), "predicted_per_second"),
         ];
         server.end();
         found
@@ -141,19 +139,19 @@ impl Case {
 
     fn print(&self, choices: &mut [Choice]) {
         println!(
-            "\n{}: prompts of {} words, answers of {} tokens, {} commands",
-            self.label,
-            self.prompt,
-            self.answer,
-            choices.len()
+            "### {}\n\nPrompts of {} tokens, answers of {} tokens.\n",
+            self.label, self.prompt, self.answer
         );
-        println!("prompt t/s: predicted, measured; answer t/s: predicted, measured; command");
+        println!(
+            "| options | prompt t/s: predicted | measured | answer t/s: predicted | measured |"
+        );
+        println!("|---|---|---|---|---|");
         let mut errors = Vec::new();
         let mut times = Vec::new();
         for of in choices {
             let measured = of.measured.each_mut().map(|of| median(of));
-            let wrong = |at: usize| (of.predicted[at] / measured[at] - 1.0).abs();
-            errors.extend([wrong(0), wrong(1)]);
+            let wrong = |at: usize| of.predicted[at] / measured[at] - 1.0;
+            errors.extend([wrong(0).abs(), wrong(1).abs()]);
             times.push(self.seconds(measured));
             let start = of
                 .words
@@ -165,20 +163,20 @@ impl Case {
                 .iter()
                 .take_while(|word| *word != "--" && of.words[0] == "llama-sidecar");
             let words: Vec<&str> = run.chain(&of.words[start..]).map(String::as_str).collect();
+            let words = match words.is_empty() {
+                true => "no option".into(),
+                false => format!("`{}`", words.join(" ")),
+            };
+            let [prompt, answer] =
+                [0, 1].map(|at| format!("{:.1} ({:+.0} %)", of.predicted[at], 100.0 * wrong(at)));
             println!(
-                "{:8.2} {:8.2} ({:3.0} %)   {:7.2} {:7.2} ({:3.0} %)   {}",
-                of.predicted[0],
-                measured[0],
-                100.0 * wrong(0),
-                of.predicted[1],
-                measured[1],
-                100.0 * wrong(1),
-                words.join(" ")
+                "| {words} | {prompt} | {:.1} | {answer} | {:.1} |",
+                measured[0], measured[1]
             );
         }
         let best = times.iter().copied().fold(f64::INFINITY, f64::min);
         println!(
-            "the predicted best takes {:.3} times the time of the measured best; error: median {:.1} %, largest {:.1} %",
+            "\nThe predicted best takes {:.3} times the time of the measured best. Error: median {:.1} %, largest {:.1} %.\n",
             times[0] / best,
             100.0 * median(&mut errors.clone()),
             100.0 * errors.iter().copied().fold(0.0, f64::max)

@@ -1,6 +1,8 @@
 //! `llama-sidecar plan` with real programs.
 
+use std::fs::Permissions;
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, ExitStatus, Stdio};
 
@@ -187,6 +189,39 @@ fn what_cannot_be_planned_is_an_error_with_the_reason() {
     ] {
         let sentence = refused(words);
         assert!(sentence.contains(why), "{words:?}: {sentence}");
+    }
+}
+
+#[test]
+fn an_option_that_a_program_does_not_have_is_not_predicted() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let program = llama("llama-server");
+    let program = program.get_program().display();
+    // The same program, whose help lists fewer options.
+    let fewer = folder.path().join("llama-fewer");
+    let script = format!(
+        "#!/bin/sh\nif [ \"$1\" = --help ]; then {program} --help | grep -v -e --load-mode -e --no-mmap -e --threads-batch; exit; fi\nexec {program} \"$@\"\n"
+    );
+    std::fs::write(&fewer, script).expect("a script");
+    std::fs::set_permissions(&fewer, Permissions::from_mode(0o755)).expect("a script");
+    let commands = |program: &dyn Fn(&mut Command)| {
+        let mut command = plan(folder.path());
+        program(command.args(["--json", "--no-run"]));
+        let found = json(&mut command);
+        let commands = choices(&found).iter().map(|of| of["command"].to_string());
+        commands.collect::<Vec<_>>()
+    };
+    let model = fixture("small-moe.gguf");
+    let all = commands(&|command| server(command, &model));
+    let without = commands(&|command| {
+        command.arg("--").arg(&fewer).arg("-m").arg(&model);
+        command.args(["-t", "1"]);
+    });
+    assert!(without.len() >= 2, "{without:?}");
+    for part in ["--load-mode", "--threads-batch"] {
+        let has = |of: &[String]| of.iter().any(|command| command.contains(part));
+        assert!(has(&all), "{part}: {all:?}");
+        assert!(!has(&without), "{part}: {without:?}");
     }
 }
 

@@ -6,6 +6,7 @@ use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::Barrier;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -15,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use sidecar_core::gguf::FileId;
 use sidecar_core::protocol::{Event, Measure, Measured, Work};
 
+use super::shape::ExpertAt;
 use crate::launch::child;
 use crate::launch::executable::Executable;
 use crate::launch::journal::Journal;
@@ -28,8 +30,11 @@ use crate::trial::{self, Program};
 const KEPT: Kept = Kept { name: "measured" };
 /// The longest time of a measurement.
 const LONGEST: Duration = Duration::from_secs(900);
+/// Rows of a matrix of an expert that a thread takes at a time, with a single token
+/// (`ggml_compute_forward_mul_mat_id`).
+const ROWS: u64 = 64;
 /// How long page faults are measured.
-const FAULTS: Duration = Duration::from_millis(1500);
+const FAULTS: Duration = Duration::from_millis(1000);
 
 /// A measurement, and of what.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -145,8 +150,8 @@ fn run(of: &Program, program: &Executable, wanted: &Measure) -> Result<Measured>
 }
 
 /// Returns the useful bytes per second of experts that are read by page faults, as a program without
-/// streaming reads them: of parts of a file that are not in memory, by threads that share an expert.
-pub fn faults(path: &Path, experts: &[(u64, u64)], threads: u32) -> io::Result<f64> {
+/// streaming reads them: of matrices that are not in memory, by threads that share one.
+pub fn faults(path: &Path, experts: &[ExpertAt], threads: u32) -> io::Result<f64> {
     let file = File::open(path)?;
     // As llama.cpp opens it: the kernel reads ahead more.
     fadvise(&file, 0, None, Advice::Sequential)?;
@@ -162,23 +167,45 @@ pub fn faults(path: &Path, experts: &[(u64, u64)], threads: u32) -> io::Result<f
             .map(|&byte| u64::from(byte))
             .sum()
     };
-    let (mut total, mut random) = (0, 1u64);
+    // Other experts than those of other measurements, which the kernel may still have.
+    let (mut total, mut random) = (0, u64::from(threads));
     let mut busy = Duration::ZERO;
     let threads = u64::from(threads.max(1));
     while busy < FAULTS && !experts.is_empty() {
         random = random
             .wrapping_mul(6_364_136_223_846_793_005)
             .wrapping_add(1);
-        let (offset, bytes) = experts[(random >> 33) as usize % experts.len()];
-        fadvise(&file, offset, NonZeroU64::new(bytes), Advice::DontNeed)?;
+        let at = experts[(random >> 33) as usize % experts.len()];
+        fadvise(
+            &file,
+            at.offset,
+            NonZeroU64::new(at.bytes),
+            Advice::DontNeed,
+        )?;
+        // ggml gives each thread a part where there are few (ggml_compute_forward_mul_mat_id).
+        let chunks = match at.rows / ROWS {
+            few if few < 4 * threads => threads,
+            many => many,
+        };
+        let chunk = at.bytes.div_ceil(chunks);
         let barrier = Barrier::new(threads as usize + 1);
-        let part = bytes / threads;
+        let (next, ended) = (AtomicU64::new(0), AtomicU64::new(0));
         std::thread::scope(|scope| {
-            for thread in 0..threads {
-                let (barrier, sum) = (&barrier, &sum);
-                scope.spawn(move || {
+            for _ in 0..threads {
+                scope.spawn(|| {
                     barrier.wait();
-                    std::hint::black_box(sum(offset + thread * part, part));
+                    let taken = || next.fetch_add(1, Ordering::Relaxed);
+                    let mut found = 0;
+                    for chunk_at in std::iter::repeat_with(taken).take_while(|&of| of < chunks) {
+                        let start = (chunk_at * chunk).min(at.bytes);
+                        found += sum(at.offset + start, chunk.min(at.bytes - start));
+                    }
+                    std::hint::black_box(found);
+                    ended.fetch_add(1, Ordering::Relaxed);
+                    // As threads of ggml do, which takes cores from whatever else reads the file.
+                    while ended.load(Ordering::Relaxed) < threads {
+                        std::hint::spin_loop();
+                    }
                     barrier.wait();
                 });
             }
@@ -187,7 +214,7 @@ pub fn faults(path: &Path, experts: &[(u64, u64)], threads: u32) -> io::Result<f
             barrier.wait();
             busy += begun.elapsed();
         });
-        total += bytes;
+        total += at.bytes;
     }
     match busy.is_zero() {
         true => Err(io::Error::other("no experts")),

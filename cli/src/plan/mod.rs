@@ -41,8 +41,8 @@ use crate::trial::{Program, prompts};
 
 /// Numbers of threads that are measured at most.
 const MOST_THREADS: usize = 8;
-/// Tokens of the answer of a run.
-const ANSWER: u32 = 48;
+/// Tokens of the answer of a run, at most.
+const ANSWER: u32 = 64;
 
 /// What is planned for.
 #[derive(clap::Args)]
@@ -88,7 +88,7 @@ pub fn run(options: &PlanOptions) -> Result<()> {
 
 fn plan(options: &PlanOptions) -> Result<Plan> {
     let words = &options.command;
-    let requests = prompts::of_tokens(options.prompt_tokens, ANSWER);
+    let requests = prompts::of_tokens(options.prompt_tokens, options.answer_tokens.min(ANSWER));
     let longest = Duration::from_secs(options.seconds.max(1));
     let mut program = Program::new(words, requests, longest)?;
     let known = Known::of(words)?;
@@ -141,7 +141,7 @@ fn plan(options: &PlanOptions) -> Result<Plan> {
     let sum = bytes.routed + bytes.others + bytes.rest;
     if facts.shape.expert_layers > 0 && sum > free {
         progress("measuring reads of the model's file: it does not fit into the free memory");
-        facts.file = Some(speeds_of(&facts.shape, threads)?);
+        facts.file = Some(speeds_of(&facts.shape, &numbers)?);
     }
     let baseline = match options.no_run {
         true => None,
@@ -211,25 +211,23 @@ fn gpu_of(words: &[OsString], facts: &Facts) -> Option<OnGpu> {
     })
 }
 
-/// Measures reads of experts.
-fn speeds_of(shape: &Shape, threads: u32) -> Result<FileSpeeds> {
-    let path = &shape.path;
+/// Measures reads of experts, by page faults with each of `numbers` of threads.
+fn speeds_of(shape: &Shape, numbers: &[u32]) -> Result<FileSpeeds> {
+    let (path, experts) = (&shape.path, &shape.experts_at);
     let read = || {
-        anyhow::Ok((
-            Disk::measure(path)?,
-            machine::faults(path, &shape.experts_at, threads)?,
-        ))
+        let faults = |&threads: &u32| Ok((threads, machine::faults(path, experts, threads)?));
+        let faults: Vec<(u32, f64)> = numbers.iter().map(faults).collect::<Result<_>>()?;
+        anyhow::Ok(FileSpeeds {
+            direct: Disk::measure(path)?.many.median(),
+            batch_faults: faults.iter().map(|of| of.1).fold(0.0, f64::max),
+            faults,
+        })
     };
-    let (disk, faults) = read().with_context(|| {
+    read().with_context(|| {
         format!(
             "reads of {} that bypass memory (O_DIRECT) cannot be measured",
             path.display()
         )
-    })?;
-    Ok(FileSpeeds {
-        direct: disk.many.median(),
-        faults,
-        batch_faults: faults,
     })
 }
 

@@ -135,7 +135,7 @@ impl Plan {
             threads: source.threads,
             weights_per_second: facts.weights_per_second(),
             gpus: facts.measured.devices.iter().map(gpu_text).collect(),
-            file: facts.file,
+            file: facts.file.clone(),
             measured,
             calibration: facts.runs.clone(),
             kept_in: source.path,
@@ -166,15 +166,8 @@ impl Plan {
         for gpu in &self.gpus {
             line("gpu", gpu.clone());
         }
-        if let Some(file) = self.file {
-            line(
-                "disk",
-                format!(
-                    "{:.0} MB/s with several direct reads at a time, {:.0} MB/s of experts by page faults",
-                    file.direct / 1e6,
-                    file.faults / 1e6
-                ),
-            );
+        if let Some(file) = &self.file {
+            line("disk", disk_text(file));
         }
         if let Some(path) = &self.kept_in {
             let when = if self.is_kept {
@@ -324,6 +317,18 @@ fn places(memory: &Memory) -> Table {
             .push(std::iter::once(name.into()).chain(cells).collect());
     }
     table
+}
+
+fn disk_text(of: &FileSpeeds) -> String {
+    let faults = of.faults.iter();
+    let faults: Vec<String> = faults
+        .map(|(threads, speed)| format!("{:.0} with {threads}", speed / 1e6))
+        .collect();
+    format!(
+        "{:.0} MB/s with several direct reads at a time; of experts by page faults, MB/s: {} threads",
+        of.direct / 1e6,
+        faults.join(", ")
+    )
 }
 
 fn gpu_text(of: &sidecar_core::protocol::OnDevice) -> String {

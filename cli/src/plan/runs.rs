@@ -8,9 +8,9 @@ use super::model::{Calibration, Time};
 use super::search::{Calibrations, Facts, STREAM, Setting};
 use crate::output::progress;
 use crate::trial::speeds::{Speed, Speeds};
-use crate::trial::{Interrupted, Program};
+use crate::trial::{Interrupted, Program, Run};
 
-/// Runs that are shorter are repeated once: the faster one counts.
+/// Runs that are shorter are repeated once.
 const SHORT: f64 = 30.0;
 
 /// Speeds of the program as it was typed, in tokens per second.
@@ -35,9 +35,10 @@ pub fn calibrate(program: &mut Program, facts: &mut Facts) -> Result<Option<Base
             return Ok(None);
         }
     };
-    let mut speeds = run.speeds;
+    let mut speeds = speeds_of(&run);
     if run.seconds < SHORT {
-        speeds = faster(speeds, program.run(None, false)?.0.speeds);
+        let again = speeds_of(&program.run(None, false)?.0);
+        speeds = both(facts, speeds, again);
     }
     let typed = facts.typed;
     facts.runs.typed = calibrations(facts, &typed, &speeds);
@@ -56,16 +57,15 @@ pub fn calibrate(program: &mut Program, facts: &mut Facts) -> Result<Option<Base
 fn stream(program: &Program, facts: &mut Facts) -> Result<()> {
     progress("running it with experts from disk");
     let flags = [STREAM.to_owned()];
-    let found = program
-        .run(Some(&flags), false)
-        .and_then(|(mut run, events)| {
-            let obstacle = events.stream_obstacle();
-            if obstacle.is_none() && run.seconds < SHORT {
-                let again = program.run(Some(&flags), false)?.0.speeds;
-                run.speeds = faster(run.speeds, again);
-            }
-            Ok((run.speeds, obstacle))
-        });
+    let found = program.run(Some(&flags), false).and_then(|(run, events)| {
+        let obstacle = events.stream_obstacle();
+        let mut speeds = speeds_of(&run);
+        if obstacle.is_none() && run.seconds < SHORT {
+            let again = speeds_of(&program.run(Some(&flags), false)?.0);
+            speeds = both(facts, speeds, again);
+        }
+        Ok((speeds, obstacle))
+    });
     match found {
         Ok((speeds, None)) => {
             let setting = Setting {
@@ -92,23 +92,36 @@ fn calibrations(facts: &mut Facts, setting: &Setting, speeds: &Speeds) -> Option
         .as_mut()
         .filter(|_| token.disk > 0.0 && !setting.streams)
     {
-        let corrected = |seconds: f64, of: &Time, speed: &mut f64| {
-            let assumed = Calibration::assumed(of.processor + of.gpu);
-            let waits = seconds - (of.seconds - of.disk) - assumed.rest;
-            if waits > 0.0 {
-                *speed *= of.disk / waits;
-            }
-            assumed
+        let assumed = |of: &Time| Calibration::assumed(of.processor + of.gpu);
+        // How many times as fast as measured alone.
+        let faster = |seconds: f64, of: &Time| {
+            let waits = seconds - (of.seconds - of.disk) - assumed(of).rest;
+            if waits > 0.0 { of.disk / waits } else { 1.0 }
         };
+        for (_, speed) in &mut file.faults {
+            *speed *= faster(token_seconds, &token);
+        }
+        file.batch_faults *= faster(prompt_seconds, &prompt);
         return Some(Calibrations {
-            token: corrected(token_seconds, &token, &mut file.faults),
-            prompt: corrected(prompt_seconds, &prompt, &mut file.batch_faults),
+            token: assumed(&token),
+            prompt: assumed(&prompt),
         });
     }
     Some(Calibrations {
         token: Calibration::of(token_seconds, token.seconds),
         prompt: Calibration::of(prompt_seconds, prompt.seconds),
     })
+}
+
+/// Returns the speeds of the longest prompt and of the longest answer of a server; else those of all.
+fn speeds_of(run: &Run) -> Speeds {
+    match &run.requests[..] {
+        [long, .., short] => Speeds {
+            prompt: long.prompt,
+            answer: short.answer,
+        },
+        _ => run.speeds,
+    }
 }
 
 /// Returns the text of an error, unless the user has ended the command.
@@ -119,11 +132,19 @@ fn unless_interrupted(error: anyhow::Error) -> Result<String> {
     }
 }
 
-/// Returns the faster speeds of two runs.
-fn faster(one: Speeds, other: Speeds) -> Speeds {
-    let faster = |a: Speed, b: Speed| if b.rate() > a.rate() { b } else { a };
+/// Returns the speeds of two runs: the faster ones, as the first run may have waited for the disk that the
+/// second one no longer needs; where all runs wait for it, their mean.
+fn both(facts: &Facts, one: Speeds, other: Speeds) -> Speeds {
+    let of_both = |a: Speed, b: Speed| match facts.file.is_some() {
+        true => Speed {
+            tokens: a.tokens.midpoint(b.tokens),
+            seconds: a.seconds.midpoint(b.seconds),
+        },
+        false if b.rate() > a.rate() => b,
+        false => a,
+    };
     Speeds {
-        prompt: faster(one.prompt, other.prompt),
-        answer: faster(one.answer, other.answer),
+        prompt: of_both(one.prompt, other.prompt),
+        answer: of_both(one.answer, other.answer),
     }
 }

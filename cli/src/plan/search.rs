@@ -25,6 +25,9 @@ const POST_FETCH: &str = "--post-fetch";
 const EXPERT_CACHE: &str = "--expert-cache";
 const PAGE_LOCK: &str = "--page-lock";
 
+/// Why a number of threads is not predicted.
+const NOT_MEASURED: &str = "this number of threads was not measured";
+
 /// How the program uses a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct OnGpu {
@@ -49,13 +52,13 @@ pub struct Setting {
 }
 
 /// Speeds of the model's file, in bytes per second.
-#[derive(Debug, Clone, Copy, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct FileSpeeds {
     /// Of direct reads, several at a time.
     pub direct: f64,
-    /// Of page faults in experts, a few of a layer at a time.
-    pub faults: f64,
-    /// Of page faults in all experts of a layer, in a batch.
+    /// Of page faults in experts by so many threads, with a single token.
+    pub faults: Vec<(u32, f64)>,
+    /// Of page faults in experts, with a batch: threads wait for the disk at different times.
     pub batch_faults: f64,
 }
 
@@ -298,14 +301,13 @@ impl Facts {
         {
             return Err(obstacle.clone());
         }
-        let missing = || "this number of threads was not measured".to_string();
         let repacked = setting.repacked && !setting.streams;
         let of_token = self
             .products(setting.threads, repacked)
-            .ok_or_else(missing)?;
+            .ok_or(NOT_MEASURED)?;
         let of_batch = self
             .products(setting.batch_threads, repacked)
-            .ok_or_else(missing)?;
+            .ok_or(NOT_MEASURED)?;
         let processor = Products {
             routed_batch: of_batch.routed_batch,
             other_batch: of_batch.other_batch,
@@ -391,9 +393,11 @@ impl Facts {
         if share >= 1.0 || model.routed == 0.0 {
             return Ok(None);
         }
-        let file = self
-            .file
-            .ok_or("the speed of the model's file is not known")?;
+        let file = self.file.as_ref();
+        let file = file.ok_or("the speed of the model's file is not known")?;
+        let mut faults = file.faults.iter();
+        let faults = faults.find(|(threads, _)| *threads == setting.threads);
+        let (_, faults) = *faults.ok_or(NOT_MEASURED)?;
         Ok(Some(match setting.streams {
             true => Disk {
                 missing_token: 1.0 - self.resident(share),
@@ -406,7 +410,7 @@ impl Facts {
                 missing_token: 1.0 - self.resident(share),
                 // Each batch reads all experts in turn: a cache of the last used ones has none of them.
                 missing_batch: 1.0,
-                speed: file.faults,
+                speed: faults,
                 batch_speed: file.batch_faults,
                 reads_ahead: false,
             },
@@ -444,6 +448,10 @@ impl Facts {
                 here.other_batch + here.routed_batch,
                 typed.other_batch + typed.routed_batch,
             );
+        }
+        // What is no product is then above all the disk, which waits for no thread.
+        if token.disk > 0.0 {
+            (slower, slower_batch) = (1.0, 1.0);
         }
         (
             token.calibrated(&run.token, slower),

@@ -63,8 +63,16 @@ pub struct Shape {
     pub path: PathBuf,
     /// Whether a layer has a matrix for each expert, as in older files.
     is_split: bool,
-    /// Where expert matrices are in that file, and the bytes of one.
-    pub experts_at: Vec<(u64, u64)>,
+    /// Matrices of experts in that file.
+    pub experts_at: Vec<ExpertAt>,
+}
+
+/// Where a matrix of an expert is in a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpertAt {
+    pub offset: u64,
+    pub bytes: u64,
+    pub rows: u64,
 }
 
 /// Sizes of groups of matrices.
@@ -129,7 +137,11 @@ impl Shape {
                 if is_routed && std::ptr::eq(file, largest) {
                     let experts = tensor.ne[2].max(1);
                     let bytes = tensor.nbytes / experts;
-                    let at = (0..experts).map(|expert| (tensor.offset + expert * bytes, bytes));
+                    let at = (0..experts).map(|expert| ExpertAt {
+                        offset: tensor.offset + expert * bytes,
+                        bytes,
+                        rows: tensor.ne[1],
+                    });
                     shape.experts_at.extend(at);
                 }
             }

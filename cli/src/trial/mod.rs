@@ -68,6 +68,9 @@ pub struct Program {
 pub struct Run {
     #[serde(flatten)]
     pub speeds: Speeds,
+    /// Of each request to a server.
+    #[serde(skip)]
+    pub requests: Vec<Speeds>,
     /// Time from the start to the first request; of a program without requests, 0.
     pub start_seconds: f64,
     /// Time from the start to the end.
@@ -297,10 +300,12 @@ impl Program {
         let client = client(self.longest);
         let requests = self.requests.clone();
         let sender = thread::spawn(move || {
-            let mut speeds = Speeds::default();
+            let mut speeds = Vec::new();
             let mut seen = String::new();
             for request in &requests {
-                seen += &client.complete(request, compares, &mut speeds)?;
+                let (text, of) = client.complete(request, compares)?;
+                seen += &text;
+                speeds.push(of);
             }
             Ok::<_, anyhow::Error>((speeds, seen))
         });
@@ -310,8 +315,11 @@ impl Program {
             bail!("{} during a request", ended(status));
         }
         let sent = sender.join();
-        (run.speeds, run.output) =
+        (run.requests, run.output) =
             sent.unwrap_or_else(|_| bail!("an internal error, whose message is above"))?;
+        for of in &run.requests {
+            run.speeds.add(of);
+        }
         session.end()?;
         Ok(None)
     }

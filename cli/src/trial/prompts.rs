@@ -47,20 +47,18 @@ impl Request {
 
 /// Returns a long prompt with a short answer, and a short prompt with an answer of so many tokens.
 pub fn long_and_short(tokens: u32) -> Vec<Request> {
-    vec![
-        Request::of_words(LONG_WORDS, SHORT_ANSWER),
-        Request::of_words(SHORT_WORDS, tokens),
-    ]
+    of_tokens(u32::MAX, tokens)
 }
 
-/// Returns a prompt of about so many tokens, 512 at most, with a short answer, and one of a single word, with an
-/// answer of `answer` tokens. Nearly all of the time of prompts is that of the first.
+/// Returns a prompt of about so many tokens, 512 at most, with a short answer, and a short prompt with an answer
+/// of `answer` tokens.
 pub fn of_tokens(prompt: u32, answer: u32) -> Vec<Request> {
     // A token is about three quarters of an English word.
     let words = (prompt as usize).saturating_mul(3) / 4;
+    let words = words.clamp(1, LONG_WORDS);
     vec![
-        Request::of_words(words.clamp(1, LONG_WORDS), SHORT_ANSWER),
-        Request::of_words(1, answer),
+        Request::of_words(words, SHORT_ANSWER),
+        Request::of_words(words.min(SHORT_WORDS), answer),
     ]
 }
 

@@ -48,14 +48,9 @@ impl Client {
         answer.is_ok_and(|answer| answer.status() == 200)
     }
 
-    /// Sends a request. Adds its speeds, and returns the text of the answer; with `compares`, also
-    /// the log-probabilities of its likeliest tokens, which cost time.
-    pub fn complete(
-        &self,
-        request: &Request,
-        compares: bool,
-        speeds: &mut Speeds,
-    ) -> Result<String> {
+    /// Sends a request. Returns the text of the answer and its speeds; with `compares`, the text has
+    /// the log-probabilities of its likeliest tokens, too, which cost time.
+    pub fn complete(&self, request: &Request, compares: bool) -> Result<(String, Speeds)> {
         let body = json!({
             "prompt": request.prompt,
             "n_predict": request.tokens,
@@ -81,6 +76,7 @@ impl Client {
         let parsed: Value = serde_json::from_str(&text).unwrap_or_default();
         let timings = &parsed["timings"];
         let number = |name: &str| timings[name].as_f64().unwrap_or(0.0);
+        let mut speeds = Speeds::default();
         speeds
             .prompt
             .add(number("prompt_n") as u64, number("prompt_ms") / 1e3);
@@ -95,6 +91,6 @@ impl Client {
         if compares {
             seen += &parsed["completion_probabilities"].to_string();
         }
-        Ok(seen)
+        Ok((seen, speeds))
     }
 }

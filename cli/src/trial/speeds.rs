@@ -36,6 +36,12 @@ impl Speed {
 }
 
 impl Speeds {
+    /// Adds those of a further request.
+    pub fn add(&mut self, of: &Speeds) {
+        self.prompt.add(of.prompt.tokens, of.prompt.seconds);
+        self.answer.add(of.answer.tokens, of.answer.seconds);
+    }
+
     /// Returns whether any tokens have a time.
     pub fn is_known(&self) -> bool {
         self.prompt.tokens + self.answer.tokens > 0
