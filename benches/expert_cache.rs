@@ -236,7 +236,7 @@ fn decode(
         sim.report().assert_ordered();
     }
     let time = |report: &Report| report.threads[0].time_ns;
-    let bytes = |report: &Report| report.link.to_device.bytes;
+    let bytes = |report: &Report| report.first().link.to_device.bytes;
     let each = COUNTED as f64 * 1e6;
     let products = after.products.iter().skip(before.products.len());
     Token {

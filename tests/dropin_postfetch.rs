@@ -36,7 +36,7 @@ fn prompts_and_kept_graphs() {
     // Gate, up and down of three layers, in the first evaluation only.
     let copies = figures["host_copies"].as_object().expect("an object");
     assert!(copies.len() == 1 && count(&figures["host_copies"], "first_evaluation") >= 9);
-    assert!(run.report.overlap_ns > 0);
+    assert!(run.report.first().overlap_ns > 0);
 }
 
 /// The bytes are those that the host would have copied, to the byte.
@@ -444,7 +444,7 @@ fn page_locked_mappings() {
     let locked = setup.run(&COMMANDS);
     assert_eq!(locked.answers, plain.answers);
     assert!(count(&locked.figures, "locked_bytes") > 0);
-    let pageable = |run: &Run| run.report.link.to_device.copies_pageable;
+    let pageable = |run: &Run| run.report.first().link.to_device.copies_pageable;
     assert!(pageable(&locked) < pageable(&plain) / 2);
     assert_eq!(locked.report.calls("register_host_buffer"), 1);
     let refused = setup

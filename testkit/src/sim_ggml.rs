@@ -32,20 +32,27 @@ pub struct Report {
     pub unknown_memory: u64,
     /// The first of both.
     pub examples: Vec<String>,
-    /// The link.
-    pub link: Links,
-    /// Time in which a kernel runs.
-    pub kernel_ns: u64,
-    /// Time in which a kernel runs and a copy to the device, too.
-    pub overlap_ns: u64,
-    /// Bytes of device memory.
-    pub memory: Memory,
+    /// Each device.
+    pub devices: Vec<Device>,
     /// Streams, in the order of their start.
     pub streams: Vec<Stream>,
     /// Threads of the host, in the order of their first call.
     pub threads: Vec<Thread>,
     /// Products of routed weights, in the order of the computation.
     pub products: Vec<Product>,
+}
+
+/// What one device did.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Device {
+    /// The link.
+    pub link: Links,
+    /// Time in which a kernel runs.
+    pub kernel_ns: u64,
+    /// Time in which a kernel runs and a copy to the device, too.
+    pub overlap_ns: u64,
+    /// Bytes of its memory.
+    pub memory: Memory,
 }
 
 /// Both directions of the link.
@@ -201,6 +208,11 @@ fn read(path: &Path) -> Report {
 }
 
 impl Report {
+    /// The first device, of which most tests have no second one.
+    pub fn first(&self) -> &Device {
+        &self.devices[0]
+    }
+
     /// Calls of a function.
     pub fn calls(&self, name: &str) -> u64 {
         let calls = self.calls.get(name);

@@ -55,7 +55,10 @@ fn logits_are_the_same_in_each_run_and_those_of_the_cpu() {
     assert!(report.calls("graph_compute") > 20, "{report:?}");
     // Gate, up and down of four layers; in the last layer of a prompt, one token is left.
     assert_eq!(report.products.len(), 9);
-    assert!(report.link.to_device.copies_pageable > 0, "mapped weights");
+    assert!(
+        report.first().link.to_device.copies_pageable > 0,
+        "mapped weights"
+    );
 }
 
 /// Stock copies routed weights and computes one after the other.
@@ -66,13 +69,19 @@ fn time_is_virtual_and_nothing_overlaps_in_stock() {
         ("SIM_GGML_PAGEABLE_GBS", "100"),
     ]);
     let (_, slow) = run(&[("SIM_GGML_LINK_GBS", "1"), ("SIM_GGML_PAGEABLE_GBS", "1")]);
-    assert_eq!(fast.overlap_ns, 0);
-    assert_eq!(slow.overlap_ns, 0);
-    assert_eq!(fast.kernel_ns, slow.kernel_ns);
-    assert_eq!(fast.link.to_device.bytes, slow.link.to_device.bytes);
-    let (bytes, copies) = (slow.link.to_device.bytes, &slow.link.to_device);
+    assert_eq!(fast.first().overlap_ns, 0);
+    assert_eq!(slow.first().overlap_ns, 0);
+    assert_eq!(fast.first().kernel_ns, slow.first().kernel_ns);
+    assert_eq!(
+        fast.first().link.to_device.bytes,
+        slow.first().link.to_device.bytes
+    );
+    let (bytes, copies) = (
+        slow.first().link.to_device.bytes,
+        &slow.first().link.to_device,
+    );
     let copies = copies.copies_locked + copies.copies_pageable;
-    let busy = slow.link.to_device.busy_ns;
+    let busy = slow.first().link.to_device.busy_ns;
     // 1 GB/s is a byte in each nanosecond, after the latency of each copy.
     assert_eq!(busy, bytes + copies * 8000);
     let end = |report: &Report| report.threads[0].time_ns;
@@ -200,7 +209,7 @@ fn llama_server_from_source() {
         let report = sim.report();
         report.assert_ordered();
         assert!(report.products.len() >= 9, "{report:?}");
-        let pageable = report.link.to_device.copies_pageable;
+        let pageable = report.first().link.to_device.copies_pageable;
         assert_eq!(pageable == 0, load == "none", "{report:?}");
     }
     assert_eq!(answers[0], answers[1]);
@@ -256,7 +265,7 @@ fn an_event_orders_two_streams() {
     let (result, report) = steps(&[], ORDERED);
     assert_eq!(result, "3.0 3.0");
     report.assert_ordered();
-    assert_eq!(report.link.to_device.copies_locked, 1);
+    assert_eq!(report.first().link.to_device.copies_locked, 1);
     assert!(report.streams[0].waited_for_events_ns > 0);
 }
 
@@ -328,10 +337,13 @@ fn page_locked_copies_overlap_kernels_and_others_hold_up_their_caller() {
     let (_, pageable) = steps(&slow, made);
     let (_, locked) = steps(&slow, &format!("lock {made}"));
     for report in [&pageable, &locked] {
-        assert_eq!(report.link.to_device.busy_ns, 2 * MEGABYTE);
-        assert_eq!(report.kernel_ns, MEGABYTE);
+        assert_eq!(report.first().link.to_device.busy_ns, 2 * MEGABYTE);
+        assert_eq!(report.first().kernel_ns, MEGABYTE);
     }
-    assert_eq!((pageable.overlap_ns, locked.overlap_ns), (0, MEGABYTE));
+    assert_eq!(
+        (pageable.first().overlap_ns, locked.first().overlap_ns),
+        (0, MEGABYTE)
+    );
     assert_eq!(pageable.threads[0].time_ns, 3 * MEGABYTE);
     assert_eq!(locked.threads[0].time_ns, 2 * MEGABYTE);
 }

@@ -1,6 +1,6 @@
 //! The tables of functions that the host calls.
 
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ptr::{null, null_mut};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -18,15 +18,20 @@ use crate::routing;
 use crate::sim::{Direction, Moment, sim};
 use crate::stream::{self, Stream};
 
-const NAME: &CStr = c"SIM0";
 const DESCRIPTION: &CStr = c"simulated GPU";
 /// Of tensors, as GPU backends have it.
 const ALIGNMENT: usize = 128;
 static GUID: [u8; 16] = *b"llama-sidecarSIM";
 
 /// What the host gets pointers to. It is made once and never freed.
-pub struct Tables {
+struct Tables {
     registry: *mut Registry,
+    devices: Vec<OfDevice>,
+}
+
+/// A device, and its memory.
+struct OfDevice {
+    name: CString,
     device: *mut Device,
     memory: *mut BufferType,
     host_memory: *mut BufferType,
@@ -48,22 +53,47 @@ fn tables() -> &'static Tables {
             function: Some(function),
             context: null_mut(),
         }));
-        let device = Box::leak(Box::new(Device {
-            interface: DEVICE,
-            registry,
-            context: null_mut(),
-        }));
-        let ggml = &sim().ggml;
-        let memory = ggml.buffer_type(memory_name, alloc, alignment, is_not_host, device);
-        let host_memory =
-            ggml.buffer_type(host_memory_name, alloc_host, alignment, is_host, device);
+        let devices = 0..sim().settings.memory.len();
         Tables {
             registry,
-            device,
-            memory: Box::leak(Box::new(memory)),
-            host_memory: Box::leak(Box::new(host_memory)),
+            devices: devices.map(|number| made(number, registry)).collect(),
         }
     })
+}
+
+/// Makes a device. Its number is its context.
+fn made(number: usize, registry: *mut Registry) -> OfDevice {
+    let device = Box::leak(Box::new(Device {
+        interface: DEVICE,
+        registry,
+        context: number as *mut c_void,
+    }));
+    let ggml = &sim().ggml;
+    let memory = ggml.buffer_type(memory_name, alloc, alignment, is_not_host, device);
+    let host_memory = ggml.buffer_type(host_memory_name, alloc_host, alignment, is_host, device);
+    OfDevice {
+        name: CString::new(format!("SIM{number}")).expect("no zero"),
+        device,
+        memory: Box::leak(Box::new(memory)),
+        host_memory: Box::leak(Box::new(host_memory)),
+    }
+}
+
+/// Returns the number of a device.
+fn number_of(device: *mut Device) -> usize {
+    // SAFETY: the host passes a device that `made` made.
+    unsafe { (*device).context as usize }
+}
+
+/// Returns the number of the device that has this memory.
+fn number_of_memory(ty: *mut BufferType) -> usize {
+    let mut all = tables().devices.iter();
+    all.position(|of| of.memory == ty)
+        .expect("the memory of a device")
+}
+
+fn of(device: *mut Device) -> &'static OfDevice {
+    &tables().devices[number_of(device)]
 }
 
 /// The registry, for the host.
@@ -76,11 +106,11 @@ extern "C" fn registry_name(_: *mut Registry) -> *const c_char {
 }
 
 extern "C" fn device_count(_: *mut Registry) -> usize {
-    1
+    tables().devices.len()
 }
 
-extern "C" fn device(_: *mut Registry, _: usize) -> *mut Device {
-    tables().device
+extern "C" fn device(_: *mut Registry, number: usize) -> *mut Device {
+    tables().devices[number].device
 }
 
 extern "C" fn function(_: *mut Registry, name: *const c_char) -> *mut c_void {
@@ -122,26 +152,27 @@ const DEVICE: DeviceInterface = DeviceInterface {
     event_synchronize: Some(event_synchronize),
 };
 
-extern "C" fn device_name(_: *mut Device) -> *const c_char {
-    NAME.as_ptr()
+extern "C" fn device_name(device: *mut Device) -> *const c_char {
+    of(device).name.as_ptr()
 }
 
 extern "C" fn description(_: *mut Device) -> *const c_char {
     DESCRIPTION.as_ptr()
 }
 
-fn free_memory() -> usize {
-    sim()
-        .settings
-        .memory
-        .saturating_sub(sim().memory.used().now)
+/// Returns how much memory of a device is free, and all of it.
+fn memory_of(device: *mut Device) -> (usize, usize) {
+    let number = number_of(device);
+    let total = sim().settings.memory[number];
+    (total.saturating_sub(sim().memory.used(number).now), total)
 }
 
-extern "C" fn device_memory(_: *mut Device, free: *mut usize, total: *mut usize) {
+extern "C" fn device_memory(device: *mut Device, free: *mut usize, total: *mut usize) {
+    let memory = memory_of(device);
     // SAFETY: the host passes two places.
     unsafe {
-        free.write(free_memory());
-        total.write(sim().settings.memory);
+        free.write(memory.0);
+        total.write(memory.1);
     }
 }
 
@@ -149,14 +180,15 @@ extern "C" fn device_type(_: *mut Device) -> c_int {
     GPU
 }
 
-extern "C" fn properties(_: *mut Device, properties: *mut Properties) {
+extern "C" fn properties(device: *mut Device, properties: *mut Properties) {
+    let (memory_free, memory_total) = memory_of(device);
     // SAFETY: the host passes a place.
     unsafe {
         properties.write(Properties {
-            name: NAME.as_ptr(),
+            name: device_name(device),
             description: DESCRIPTION.as_ptr(),
-            memory_free: free_memory(),
-            memory_total: sim().settings.memory,
+            memory_free,
+            memory_total,
             ty: GPU,
             id: null(),
             asynchronous: true,
@@ -176,24 +208,24 @@ extern "C" fn init(device: *mut Device, _: *const c_char) -> *mut Backend {
         guid: &GUID,
         interface: BACKEND,
         device,
-        context: Box::into_raw(Box::new(Stream::start())).cast(),
+        context: Box::into_raw(Box::new(Stream::start(number_of(device)))).cast(),
     }))
 }
 
-extern "C" fn buffer_type(_: *mut Device) -> *mut BufferType {
-    tables().memory
+extern "C" fn buffer_type(device: *mut Device) -> *mut BufferType {
+    of(device).memory
 }
 
-extern "C" fn host_buffer_type(_: *mut Device) -> *mut BufferType {
-    tables().host_memory
+extern "C" fn host_buffer_type(device: *mut Device) -> *mut BufferType {
+    of(device).host_memory
 }
 
 extern "C" fn supports_op(_: *mut Device, tensor: *const Tensor) -> bool {
     sim().ggml.cpu_supports(tensor)
 }
 
-extern "C" fn supports_buffer_type(_: *mut Device, ty: *mut BufferType) -> bool {
-    ty == tables().memory
+extern "C" fn supports_buffer_type(device: *mut Device, ty: *mut BufferType) -> bool {
+    ty == of(device).memory
 }
 
 /// Takes operations of large batches, by the rule of ggml's CUDA backend.
@@ -273,8 +305,8 @@ fn count_in(backend: *mut Backend, call: Call) -> Effect {
     sim().count_in(stream(backend).number, call)
 }
 
-extern "C" fn backend_name(_: *mut Backend) -> *const c_char {
-    NAME.as_ptr()
+extern "C" fn backend_name(backend: *mut Backend) -> *const c_char {
+    tables().devices[stream(backend).device].name.as_ptr()
 }
 
 /// Ends the stream, after all of its work.
@@ -435,7 +467,10 @@ impl Copy {
     fn now(self) {
         let thread = HostThread::this();
         let (number, moment) = thread.begin();
-        let taken = sim().take_link(self.direction, moment.time, self.size, self.locked);
+        let found = sim().memory.find(self.device);
+        let device = found.map_or(0, |(block, _)| block.device);
+        let (direction, from) = (self.direction, moment.time);
+        let taken = sim().take_link(device, direction, from, self.size, self.locked);
         self.run(&by(&thread, number, self.name.clone()), &moment, false);
         thread.end(number, taken.end);
     }
@@ -492,8 +527,8 @@ const BUFFER: BufferInterface = BufferInterface {
     reset: None,
 };
 
-extern "C" fn memory_name(_: *mut BufferType) -> *const c_char {
-    NAME.as_ptr()
+extern "C" fn memory_name(ty: *mut BufferType) -> *const c_char {
+    tables().devices[number_of_memory(ty)].name.as_ptr()
 }
 
 extern "C" fn host_memory_name(_: *mut BufferType) -> *const c_char {
@@ -517,10 +552,9 @@ extern "C" fn alloc(ty: *mut BufferType, size: usize) -> *mut Buffer {
     if sim.count(Call::AllocBuffer) == Effect::Fails {
         return null_mut();
     }
-    match sim
-        .memory
-        .alloc(size, sim.settings.memory, sim.settings.computes)
-    {
+    let number = number_of_memory(ty);
+    let limit = sim.settings.memory[number];
+    match sim.memory.alloc(number, size, limit, sim.settings.computes) {
         Some(block) => {
             let context = Arc::into_raw(block).cast_mut().cast();
             sim.ggml.new_buffer(ty, BUFFER, context, size)

@@ -1,6 +1,6 @@
 //! A simulated GPU as a ggml backend, for unmodified llama.cpp: `GGML_BACKEND_PATH` names it.
 //!
-//! It has one device, `SIM0`. Its memory cannot be touched by the host, is poisoned when it is
+//! It has one device, `SIM0`, or more. The memory of a device cannot be touched by the host, is poisoned when it is
 //! fresh, and runs out. Each backend of the device is a stream with a thread. Kernels are those
 //! of the host's CPU backend. Copies from page-locked memory are asynchronous; other copies
 //! hold up their caller. What is copied to page-locked memory appears there only after a thread
@@ -20,7 +20,8 @@
 //!
 //! | variable | default | meaning |
 //! |---|---|---|
-//! | `SIM_GGML_MEMORY_MB` | 8192 | device memory, MiB |
+//! | `SIM_GGML_DEVICES` | 1 | devices, each with a link of its own |
+//! | `SIM_GGML_MEMORY_MB` | 8192 | memory of a device, MiB; more than one number, separated by commas: one for each device, the last for all further ones |
 //! | `SIM_GGML_LINK_GBS` | 24 | link, from page-locked memory, GB/s in each direction |
 //! | `SIM_GGML_PAGEABLE_GBS` | 12 | the same from other memory |
 //! | `SIM_GGML_LATENCY_US` | 8 | each copy, before its first byte |
@@ -50,7 +51,7 @@
 //! | `clock` | the clock of a process that measures time itself |
 //! | `sums` | what stands for routed products where they are not computed |
 //! | `host`, `work` | threads of the host; how much work a node is |
-//! | `sim` | the simulated device: its memory, its link, and what was found |
+//! | `sim` | the simulated devices: their memory, their links, and what was found |
 //! | `memory`, `queue`, `settings` | device memory; who has the link when; the variables |
 //! | `calls`, `order`, `routing`, `schedule` | calls by name; what comes after what; experts of tokens; times of work |
 //! | `splitmix` | numbers that look random and are the same in each run |

@@ -17,6 +17,8 @@ pub const POISON: u8 = 0xa5;
 
 /// An allocation on the device.
 pub struct Block {
+    /// The number of its device.
+    pub device: usize,
     /// The address that the host sees.
     pub seen: usize,
     /// The address of the bytes; `None` where nothing is computed.
@@ -27,9 +29,10 @@ pub struct Block {
 }
 
 impl Block {
-    fn new(size: usize, computes: bool) -> Option<Block> {
+    fn new(device: usize, size: usize, computes: bool) -> Option<Block> {
         if !computes {
             return Some(Block {
+                device,
                 seen: map(
                     size,
                     PROT_NONE,
@@ -55,6 +58,7 @@ impl Block {
         // SAFETY: the mappings keep the file.
         unsafe { libc::close(file) };
         let block = Block {
+            device,
             seen: seen?,
             real,
             size,
@@ -97,10 +101,11 @@ pub struct Memory {
     blocks: RwLock<BTreeMap<usize, Arc<Block>>>,
     /// Page-locked ranges: start and end.
     locked: RwLock<BTreeMap<usize, usize>>,
-    used: Mutex<Used>,
+    /// By device.
+    used: Mutex<BTreeMap<usize, Used>>,
 }
 
-/// Bytes of device memory.
+/// Bytes of the memory of a device.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Used {
     /// Now.
@@ -110,19 +115,26 @@ pub struct Used {
 }
 
 impl Memory {
-    /// Allocates device memory, unless it runs out.
-    pub fn alloc(&self, size: usize, limit: usize, computes: bool) -> Option<Arc<Block>> {
+    /// Allocates memory of a device, unless it runs out.
+    pub fn alloc(
+        &self,
+        device: usize,
+        size: usize,
+        limit: usize,
+        computes: bool,
+    ) -> Option<Arc<Block>> {
         let size = size.max(1).next_multiple_of(4096);
         {
             let mut used = self.used.lock().expect("no panic");
+            let used = used.entry(device).or_default();
             if used.now + size > limit {
                 return None;
             }
             used.now += size;
             used.peak = used.peak.max(used.now);
         }
-        let Some(block) = Block::new(size, computes).map(Arc::new) else {
-            self.used.lock().expect("no panic").now -= size;
+        let Some(block) = Block::new(device, size, computes).map(Arc::new) else {
+            self.release(device, size);
             return None;
         };
         let mut blocks = self.blocks.write().expect("no panic");
@@ -133,12 +145,18 @@ impl Memory {
     /// Frees device memory. Work that uses it keeps it until it ends.
     pub fn free(&self, block: &Block) {
         self.blocks.write().expect("no panic").remove(&block.seen);
-        self.used.lock().expect("no panic").now -= block.size;
+        self.release(block.device, block.size);
     }
 
-    /// Returns how much is used.
-    pub fn used(&self) -> Used {
-        *self.used.lock().expect("no panic")
+    fn release(&self, device: usize, size: usize) {
+        let mut used = self.used.lock().expect("no panic");
+        used.entry(device).or_default().now -= size;
+    }
+
+    /// Returns how much of the memory of a device is used.
+    pub fn used(&self, device: usize) -> Used {
+        let used = self.used.lock().expect("no panic");
+        used.get(&device).copied().unwrap_or_default()
     }
 
     /// Returns the allocation with an address, and the offset of the address.
@@ -194,8 +212,9 @@ mod tests {
     #[test]
     fn memory_runs_out_and_comes_back() {
         let memory = Memory::default();
-        let block = memory.alloc(5000, 8192, true).expect("free memory");
-        assert!(memory.alloc(1, 8192, true).is_none());
+        let block = memory.alloc(0, 5000, 8192, true).expect("free memory");
+        assert!(memory.alloc(0, 1, 8192, true).is_none());
+        assert!(memory.alloc(1, 8192, 8192, true).is_some());
         assert_eq!(
             memory.find(block.seen + 8191).map(|found| found.1),
             Some(8191)
@@ -205,7 +224,7 @@ mod tests {
         assert_eq!(unsafe { block.at(1).expect("bytes").read() }, POISON);
         memory.free(&block);
         assert!(memory.find(block.seen).is_none());
-        assert_eq!((memory.used().now, memory.used().peak), (0, 8192));
+        assert_eq!((memory.used(0).now, memory.used(0).peak), (0, 8192));
     }
 
     #[test]

@@ -48,24 +48,9 @@ fn of(sim: &Sim) -> Value {
         .map(|&call| (call.name().into(), sim.counts.of(call).into()));
     let calls: serde_json::Map<String, Value> = calls.collect();
     let (failed, ignored) = sim.counts.faults();
-    let direction = |direction| {
-        let link = sim.link(direction).lock().expect("no panic");
-        json!({
-            "bytes": link.bytes,
-            "busy_ns": link.queue.busy.total(),
-            "copies_locked": link.locked,
-            "copies_pageable": link.pageable,
-        })
-    };
-    let links = json!({
-        "to_device": direction(Direction::ToDevice),
-        "from_device": direction(Direction::FromDevice),
-    });
-    let (kernel_ns, overlap_ns) = {
-        let kernels = sim.kernels.lock().expect("no panic");
-        let link = sim.link(Direction::ToDevice).lock().expect("no panic");
-        (kernels.total(), kernels.common(&link.queue.busy))
-    };
+    let devices: Vec<Value> = (0..sim.devices.len())
+        .map(|number| of_device(sim, number))
+        .collect();
     let streams = STREAMS.lock().expect("no panic");
     let streams: Vec<Value> = streams
         .iter()
@@ -107,7 +92,6 @@ fn of(sim: &Sim) -> Value {
             })
         })
         .collect();
-    let used = sim.memory.used();
     let findings = sim.findings.lock().expect("no panic");
     json!({
         "calls": calls,
@@ -117,12 +101,35 @@ fn of(sim: &Sim) -> Value {
         "unordered": findings.unordered,
         "unknown_memory": findings.unknown,
         "examples": findings.examples,
-        "link": links,
-        "kernel_ns": kernel_ns,
-        "overlap_ns": overlap_ns,
-        "memory": {"now": used.now, "peak": used.peak},
+        "devices": devices,
         "streams": streams,
         "threads": threads,
         "products": products,
+    })
+}
+
+fn of_device(sim: &Sim, number: usize) -> Value {
+    let of = &sim.devices[number];
+    let direction = |direction| {
+        let link = of.link(direction).lock().expect("no panic");
+        json!({
+            "bytes": link.bytes,
+            "busy_ns": link.queue.busy.total(),
+            "copies_locked": link.locked,
+            "copies_pageable": link.pageable,
+        })
+    };
+    let links = json!({
+        "to_device": direction(Direction::ToDevice),
+        "from_device": direction(Direction::FromDevice),
+    });
+    let kernels = of.kernels.lock().expect("no panic");
+    let link = of.link(Direction::ToDevice).lock().expect("no panic");
+    let used = sim.memory.used(number);
+    json!({
+        "link": links,
+        "kernel_ns": kernels.total(),
+        "overlap_ns": kernels.common(&link.queue.busy),
+        "memory": {"now": used.now, "peak": used.peak},
     })
 }

@@ -5,11 +5,14 @@ use std::path::PathBuf;
 use crate::calls::{Call, Fault, Faults};
 use crate::routing::Routes;
 
+/// Devices at most.
+const MOST_DEVICES: f64 = 16.0;
+
 /// What the variables set; see the table of the crate.
 #[derive(Debug)]
 pub struct Settings {
-    /// Bytes of device memory.
-    pub memory: usize,
+    /// Bytes of memory of each device.
+    pub memory: Vec<usize>,
     /// Bytes per nanosecond, which is GB/s, from page-locked memory.
     pub link: f64,
     /// The same from other memory.
@@ -47,7 +50,7 @@ impl Settings {
     pub fn from_environment() -> Result<Settings, String> {
         let sums = text("SIM_GGML_COMPUTE").as_deref() == Some("sums");
         Ok(Settings {
-            memory: (number("SIM_GGML_MEMORY_MB", 8192.0)? * 1048576.0) as usize,
+            memory: memory()?,
             link: number("SIM_GGML_LINK_GBS", 24.0)?,
             pageable: number("SIM_GGML_PAGEABLE_GBS", 12.0)?,
             latency: (number("SIM_GGML_LATENCY_US", 8.0)? * 1e3) as u64,
@@ -83,6 +86,30 @@ fn number(name: &str, default: f64) -> Result<f64, String> {
     let number = value.parse().ok();
     let number = number.filter(|number: &f64| number.is_finite() && *number >= 0.0);
     number.ok_or_else(|| format!("{name}: expected a number, found {value:?}"))
+}
+
+/// Returns the memory of each device: the last number counts for all further ones.
+fn memory() -> Result<Vec<usize>, String> {
+    let devices = number("SIM_GGML_DEVICES", 1.0)?;
+    if !(1.0..=MOST_DEVICES).contains(&devices) {
+        return Err(format!(
+            "SIM_GGML_DEVICES: expected 1 to {MOST_DEVICES}, found {devices}"
+        ));
+    }
+    let value = text("SIM_GGML_MEMORY_MB").unwrap_or_else(|| "8192".into());
+    let sizes = value.split(',').map(|one| {
+        let size = one
+            .parse()
+            .ok()
+            .filter(|size: &f64| size.is_finite() && *size >= 0.0);
+        size.map(|size| (size * 1048576.0) as usize)
+    });
+    let sizes: Option<Vec<usize>> = sizes.collect();
+    let mut sizes =
+        sizes.ok_or_else(|| format!("SIM_GGML_MEMORY_MB: expected numbers, found {value:?}"))?;
+    let last = sizes.last().copied().unwrap_or(0);
+    sizes.resize(devices as usize, last);
+    Ok(sizes)
 }
 
 fn unless_zero(speed: f64) -> f64 {

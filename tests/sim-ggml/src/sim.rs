@@ -1,4 +1,4 @@
-//! The simulated device: its memory, its link, and what was found.
+//! The simulated devices: their memory, their links, and what was found.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -91,16 +91,22 @@ pub struct Findings {
     pub examples: Vec<String>,
 }
 
+/// What a device has of its own, besides memory.
+#[derive(Debug, Default)]
+pub struct OfDevice {
+    /// By direction.
+    links: [Mutex<Link>; 2],
+    /// When kernels run, on any stream.
+    pub kernels: Mutex<Schedule>,
+}
+
 /// The simulation; there is one in a process.
 pub struct Sim {
     pub settings: Settings,
     pub ggml: Ggml,
     pub memory: Memory,
     pub counts: Counts,
-    /// By direction.
-    links: [Mutex<Link>; 2],
-    /// When kernels run, on any stream.
-    pub kernels: Mutex<Schedule>,
+    pub devices: Vec<OfDevice>,
     pub accesses: AtomicU64,
     pub findings: Mutex<Findings>,
     pub products: Mutex<Vec<Product>>,
@@ -130,12 +136,15 @@ pub fn started() -> Option<&'static Sim> {
 /// the first unordered access: the process may not live to its end.
 pub fn start(settings: Settings, ggml: Ggml, after_first_finding: fn(&Sim)) {
     SIM.get_or_init(|| Sim {
+        devices: settings
+            .memory
+            .iter()
+            .map(|_| OfDevice::default())
+            .collect(),
         settings,
         ggml,
         memory: Memory::default(),
         counts: Counts::default(),
-        links: Default::default(),
-        kernels: Mutex::default(),
         accesses: AtomicU64::new(0),
         findings: Mutex::default(),
         products: Mutex::default(),
@@ -144,6 +153,13 @@ pub fn start(settings: Settings, ggml: Ggml, after_first_finding: fn(&Sim)) {
         ended: Mutex::default(),
         after_first_finding,
     });
+}
+
+impl OfDevice {
+    /// One direction of the link.
+    pub fn link(&self, direction: Direction) -> &Mutex<Link> {
+        &self.links[direction as usize]
+    }
 }
 
 impl Sim {
@@ -166,13 +182,15 @@ impl Sim {
         (participants.len() - 1, name)
     }
 
-    /// One direction of the link.
-    pub fn link(&self, direction: Direction) -> &Mutex<Link> {
-        &self.links[direction as usize]
-    }
-
-    /// Takes the link for a copy that may start at a time.
-    pub fn take_link(&self, direction: Direction, from: u64, size: usize, locked: bool) -> Taken {
+    /// Takes the link of a device for a copy that may start at a time.
+    pub fn take_link(
+        &self,
+        device: usize,
+        direction: Direction,
+        from: u64,
+        size: usize,
+        locked: bool,
+    ) -> Taken {
         let settings = &self.settings;
         let speed = if locked {
             settings.link
@@ -180,7 +198,8 @@ impl Sim {
             settings.pageable
         };
         let length = settings.latency + (size as f64 / speed) as u64;
-        let mut link = self.link(direction).lock().expect("no panic");
+        let link = self.devices[device].link(direction);
+        let mut link = link.lock().expect("no panic");
         link.bytes += size as u64;
         *(if locked {
             &mut link.locked

@@ -90,6 +90,8 @@ pub struct Figures {
 
 /// What the thread of a stream has while it works.
 pub struct Worker {
+    /// The number of its device.
+    device: usize,
     /// Its number as a participant.
     pub who: Who,
     number: u64,
@@ -118,17 +120,19 @@ pub struct Shared {
 /// All of them, in the order of their starts.
 pub static STREAMS: Mutex<Vec<Arc<Shared>>> = Mutex::new(Vec::new());
 
-/// A stream. Dropping it does the rest of its work first.
+/// A stream of a device. Dropping it does the rest of its work first.
 pub struct Stream {
     /// Its number, from 1 in the order of the starts.
     pub number: usize,
+    /// The number of its device.
+    pub device: usize,
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Stream {
-    /// Starts a stream.
-    pub fn start() -> Stream {
+    /// Starts a stream of a device.
+    pub fn start(device: usize) -> Stream {
         let (who, name) = sim().participate("stream");
         let figures = Figures {
             name: name.to_string(),
@@ -149,6 +153,7 @@ impl Stream {
         let shown = shared.clone();
         let run = move || {
             let mut worker = Worker {
+                device,
                 who,
                 number: 0,
                 moment: Moment::default(),
@@ -167,6 +172,7 @@ impl Stream {
         let thread = std::thread::Builder::new().name(name.to_string());
         Stream {
             number,
+            device,
             shared,
             thread: Some(thread.spawn(run).expect("a thread starts")),
         }
@@ -251,13 +257,15 @@ impl Worker {
         let start = self.moment.time;
         self.moment.time += time;
         self.figures.kernel += time;
-        let mut kernels = sim().kernels.lock().expect("no panic");
+        let kernels = &sim().devices[self.device].kernels;
+        let mut kernels = kernels.lock().expect("no panic");
         kernels.add(start, self.moment.time);
     }
 
     /// Takes the link for a copy, and spends its time.
     pub fn copy(&mut self, direction: Direction, size: usize, locked: bool) {
-        let Taken { start, end } = sim().take_link(direction, self.moment.time, size, locked);
+        let from = self.moment.time;
+        let Taken { start, end } = sim().take_link(self.device, direction, from, size, locked);
         self.figures.waited_for_link += self.advance(start);
         self.figures.copy += self.advance(end);
     }
