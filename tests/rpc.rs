@@ -112,15 +112,18 @@ impl Drop for RpcServer {
     }
 }
 
-fn two_servers() -> [RpcServer; 2] {
-    [RpcServer::start(), RpcServer::start()]
+fn two_servers() -> Vec<RpcServer> {
+    (0..2).map(|_| RpcServer::start()).collect()
 }
 
-/// A llama-server with half of its layers on each RPC server.
-fn over(servers: &[RpcServer; 2], drop_in: DropIn) -> Options {
-    let [first, second] = servers.each_ref().map(|server| server.port);
-    let rpc = format!("127.0.0.1:{first},127.0.0.1:{second}");
-    let arguments = ["--rpc", &rpc, "-ngl", "99", "--tensor-split", "1,1"];
+/// A llama-server with as many of its layers on each RPC server.
+fn over(servers: &[RpcServer], drop_in: DropIn) -> Options {
+    let places = servers
+        .iter()
+        .map(|server| format!("127.0.0.1:{}", server.port));
+    let rpc = places.collect::<Vec<_>>().join(",");
+    let split = vec!["1"; servers.len()].join(",");
+    let arguments = ["--rpc", &rpc, "-ngl", "99", "--tensor-split", &split];
     Options {
         build: llama_cpp_dl,
         arguments: arguments.map(str::to_owned).into(),
@@ -147,7 +150,7 @@ fn request(tokens: usize) -> Request {
 }
 
 /// What a server without the drop-in that is started with a file answers.
-fn fresh(servers: &[RpcServer; 2], model: &Path) -> Answer {
+fn fresh(servers: &[RpcServer], model: &Path) -> Answer {
     let server = Server::start(model, &over(servers, DropIn::Absent));
     let answer = answer(&server);
     assert!(server.end().0.success());
@@ -163,33 +166,45 @@ fn reload(socket: PathBuf) -> String {
     answer
 }
 
-#[test]
-fn a_swap_on_two_servers_is_a_fresh_start_and_frees_what_it_replaced() {
-    let servers = two_servers();
-    let before = fresh(&servers, &fixture("smollm2.gguf"));
-    let after = fresh(&servers, &fixture("smollm2-mixed.gguf"));
+/// `swapped` is how many tensors each server then has.
+fn a_swap_is_a_fresh_start_and_frees_what_it_replaced(servers: &[RpcServer], swapped: &[usize]) {
+    let before = fresh(servers, &fixture("smollm2.gguf"));
+    let after = fresh(servers, &fixture("smollm2-mixed.gguf"));
     assert_ne!(before, after, "the variant shows");
-    let buffers = || servers.each_ref().map(RpcServer::buffers);
+    let buffers = || servers.iter().map(RpcServer::buffers).collect::<Vec<_>>();
 
     let (_folder, path) = copied("smollm2.gguf");
-    let server = Server::start(&path, &over(&servers, on()));
+    let server = Server::start(&path, &over(servers, on()));
     assert_eq!(answer(&server), before);
     let loaded = buffers();
+    let with_swapped: Vec<usize> = loaded.iter().zip(swapped).map(|(a, b)| a + b).collect();
     for _ in 0..3 {
         replace(&path, &fixture("smollm2-mixed.gguf"));
         let report = server.control("reload");
         assert_eq!(taken(&report), (8, 0));
-        for port in servers.each_ref().map(|server| server.port) {
+        for port in servers.iter().map(|server| server.port) {
             assert!(report.to_string().contains(&port.to_string()), "{report}");
         }
         assert_eq!(answer(&server), after);
-        assert_eq!(buffers(), loaded.map(|buffers| buffers + 4));
+        assert_eq!(buffers(), with_swapped);
         replace(&path, &fixture("smollm2.gguf"));
         assert_eq!(taken(&server.control("reload")), (0, 8));
         assert_eq!(answer(&server), before);
         assert_eq!(buffers(), loaded);
     }
     end(server);
+}
+
+#[test]
+fn a_swap_on_two_servers() {
+    a_swap_is_a_fresh_start_and_frees_what_it_replaced(&two_servers(), &[4, 4]);
+}
+
+#[test]
+fn a_swap_on_three_servers() {
+    let mut servers = two_servers();
+    servers.push(RpcServer::start());
+    a_swap_is_a_fresh_start_and_frees_what_it_replaced(&servers, &[2, 4, 2]);
 }
 
 /// A llama-server that sleeps has freed its model, and goes on.

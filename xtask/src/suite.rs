@@ -138,8 +138,13 @@ const CHECKS: &[Check] = &[
     )
     .unless(llama_cpp::missing),
     Check::programs("drop-in in llama-server's modes", "server_modes").unless(llama_cpp::missing),
-    Check::programs("drop-in in llama-server over two RPC servers", "rpc")
+    Check::programs("drop-in in llama-server over RPC servers", "rpc")
         .unless(llama_cpp::missing_dl),
+    Check::programs(
+        "hot-swap in llama-server on several simulated GPUs",
+        "dropin_devices",
+    )
+    .unless(llama_cpp::missing),
     Check::programs("rounds in llama-perplexity from source", "dropin_rounds")
         .unless(llama_cpp::missing),
     Check::programs(

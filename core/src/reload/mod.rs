@@ -136,7 +136,10 @@ impl Engine {
         let began = Instant::now();
         let mut registry = self.state.lock();
         let mut report = Report::default();
-        let result = registry.revert(store, &mut report);
+        let mut result = registry.revert(store, &mut report);
+        if result.is_ok() {
+            result = registry.bring_back(store, &mut report);
+        }
         *self.changed.lock() = registry.changed();
         report.finish(began, result)
     }
@@ -157,7 +160,10 @@ impl Engine {
         let began = Instant::now();
         let mut registry = self.state.lock();
         let mut report = Report::default();
-        let result = registry.overlay(store, revert, set, &mut report);
+        let mut result = registry.overlay(store, revert, set, &mut report);
+        if result.is_ok() {
+            result = registry.bring_back(store, &mut report);
+        }
         *self.changed.lock() = registry.changed();
         report.finish(began, result)
     }

@@ -156,6 +156,16 @@ pub trait Store: Sync {
         0
     }
 
+    /// Returns the memory that `changes` need where devices have none: all of it is host memory.
+    fn need_on_host(&self, changes: &[Change<'_>]) -> Need {
+        let need = self.need(changes);
+        Need {
+            host: need.host + need.device,
+            device: 0,
+            ..need
+        }
+    }
+
     /// Returns the group of a tensor. Tensors of a group are laid out and switched together.
     fn group(&self, tensor: usize) -> usize;
 

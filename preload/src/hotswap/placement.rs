@@ -20,8 +20,8 @@ use crate::streaming::load;
 /// Tokens of the batch that llama.cpp checks its devices with.
 const BATCH: i64 = 512;
 
-/// Returns the buffer type for new bytes of a tensor, in host memory if `on_host` is true;
-/// `None` when no device can use them.
+/// Returns the buffer type for bytes of a tensor; `None` when no device can use them. With `on_host`, it is
+/// one of host memory that can be read back: the tensor is there until its device has memory.
 pub fn choose(
     model: &Model,
     instance: &Instance,
@@ -38,7 +38,9 @@ pub fn choose(
     let supported = |&(device, buft): &(*mut Device, *mut BufferType)| {
         supports(model.ggml, instance, ne, ty, op, buft, device)
     };
-    if let Some((_, buft)) = own.filter(|_| !on_host).filter(supported) {
+    if on_host {
+        others.retain(|&(device, buft)| buft == plain_memory(model) || !is_cpu(model.ggml, device));
+    } else if let Some((_, buft)) = own.filter(supported) {
         return Some(buft);
     }
     if own.is_none() && has_override(model, instance, ne, op, &others) {

@@ -1,12 +1,13 @@
 //! The program's tensors as the reload engine sees them.
 
-use std::ffi::c_void;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{CStr, c_void};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 use sidecar_core::error::DeviceError;
 use sidecar_core::error::{Error, Result};
-use sidecar_core::gguf::FileId;
+use sidecar_core::gguf::{FileId, TypeInfo};
 use sidecar_core::memory::usable;
 use sidecar_core::parallel::Threads;
 use sidecar_core::reload::{
@@ -14,9 +15,10 @@ use sidecar_core::reload::{
     OverlaySource, Report, StageError, Store, Trigger, content_of, hash_bytes,
 };
 
-use crate::ggml::{Descriptor, Ggml, OwnBuffer, Tensor};
+use crate::ggml::{BufferType, Descriptor, Ggml, OwnBuffer, Tensor};
 use crate::hotswap::placement::{self, extents};
 use crate::program::barrier::{MODEL_FREED, Replaced};
+use crate::program::groups::Bytes;
 use crate::program::models::{Instance, Model};
 use crate::program::{barrier, own_cache, sched};
 use crate::streaming;
@@ -70,9 +72,22 @@ pub fn hash_some(model: &Arc<Model>, next: &mut usize) -> bool {
 }
 
 /// New descriptors and buffers for instances, filled and not yet in use.
+#[derive(Default)]
 pub struct Staged {
     next: Vec<Next>,
     effects: Vec<Effect>,
+}
+
+impl Staged {
+    /// Returns what was staged so far, to return to with [`Staged::truncate`].
+    fn so_far(&self) -> (usize, usize) {
+        (self.next.len(), self.effects.len())
+    }
+
+    fn truncate(&mut self, (next, effects): (usize, usize)) {
+        self.next.truncate(next);
+        self.effects.truncate(effects);
+    }
 }
 
 /// The next descriptor of an instance.
@@ -82,12 +97,36 @@ struct Next {
     to: Descriptor,
     /// The buffer of the new bytes; `None` when it returns to the original bytes.
     private: Option<OwnBuffer>,
+    /// Which bytes it has, if it is in host memory because its device has none.
+    displaced: Option<Bytes>,
+}
+
+/// Where tensors of a device are staged.
+#[derive(Clone, Copy, PartialEq)]
+enum Place {
+    /// Where a fresh load would have them.
+    AsLoaded,
+    /// In host memory.
+    Host,
 }
 
 impl ProgramStore<'_> {
-    fn is_private(&self, tensor: usize) -> bool {
+    /// Whether a tensor has other bytes than those that the program loaded.
+    fn has_new_bytes(&self, tensor: usize) -> bool {
         let instances = &self.0.tensors[tensor].instances;
-        instances[0].private.lock().is_some()
+        let displaced = self.0.groups.displaced_bytes(tensor);
+        instances[0].private.lock().is_some() && displaced != Some(Bytes::Original)
+    }
+
+    /// Whether a tensor is in the memory of a device.
+    fn is_on_device(&self, tensor: usize) -> bool {
+        let first = &self.0.tensors[tensor].instances[0];
+        placement::device_buffer_type(self.0, first).is_some_and(|(_, own)| {
+            let private = first.private.lock();
+            private
+                .as_ref()
+                .is_none_or(|buffer| buffer.buffer_type() == own)
+        })
     }
 
     /// Reads the current bytes of a tensor in the file that the program loaded.
@@ -169,9 +208,10 @@ impl ProgramStore<'_> {
 
     /// Whether an instance is a copy that a fresh load would not need: it reads new bytes in the
     /// buffer of the first instance.
-    fn shares_buffer(&self, new_data: &NewData<'_>, ne: &[i64], instance: &Instance) -> bool {
-        let chosen = |of| placement::choose(self.0, of, ne, new_data.ty, false);
-        let first = &self.0.tensors[new_data.tensor].instances[0];
+    fn shares_buffer(&self, tensor: usize, ty: &TypeInfo, instance: &Instance) -> bool {
+        let ne = self.extents(tensor);
+        let chosen = |of| placement::choose(self.0, of, &ne, ty, false);
+        let first = &self.0.tensors[tensor].instances[0];
         instance.is_copy() && chosen(instance) == chosen(first)
     }
 
@@ -188,24 +228,27 @@ impl ProgramStore<'_> {
         Some(format!("{:?}: {reason}", model.name(change.tensor())))
     }
 
-    fn stage_swap(
+    /// Stages other bytes for a tensor, or the bytes that it has in another place.
+    fn stage_bytes(
         &self,
-        new_data: &NewData<'_>,
-        on_out_of_memory: OnOutOfMemory,
+        new: &New<'_>,
+        place: Place,
+        outcome: Outcome,
         staged: &mut Staged,
     ) -> Result<(), StageError> {
         let model = self.0;
         let ggml = model.ggml;
+        let &New { tensor, ty, .. } = new;
+        let name = model.name(tensor);
         let failed = |reason: String| StageError::Read {
-            tensor: new_data.tensor,
-            reason: format!("{:?}: {reason}", model.name(new_data.tensor)),
+            tensor,
+            reason: format!("{name:?}: {reason}"),
         };
-        let tensor = &model.tensors[new_data.tensor];
-        let ne = self.extents(new_data.tensor);
+        let ne = self.extents(tensor);
         let mut bytes = Vec::new();
         let mut places = Vec::new();
-        for (number, instance) in tensor.instances.iter().enumerate() {
-            if self.shares_buffer(new_data, &ne, instance)
+        for (number, instance) in model.tensors[tensor].instances.iter().enumerate() {
+            if self.shares_buffer(tensor, ty, instance)
                 && let Some(first) = staged.next.last()
             {
                 staged.next.push(Next {
@@ -220,62 +263,249 @@ impl ProgramStore<'_> {
                     "the process ends, or the program has freed the model".into(),
                 ));
             }
-            let on = |on_host| {
-                let buft = placement::choose(model, instance, &ne, new_data.ty, on_host);
-                let buft = buft.ok_or_else(|| {
-                    failed(format!(
-                        "no device of this program supports {}",
-                        new_data.ty.name()
-                    ))
-                })?;
-                let name = model.name(new_data.tensor);
-                let out_of_memory = |requested, free| DeviceError::OutOfMemory {
-                    device: ggml.buffer_type_name(buft),
-                    requested,
-                    free,
-                };
-                let own = placement::device_buffer_type(model, instance).filter(|_| !on_host);
-                if let Some(free) = own.and_then(|(device, _)| ggml.free_memory(device))
-                    && usable(free) < new_data.nbytes
-                {
-                    return Ok(Err(out_of_memory(new_data.nbytes, free)));
-                }
-                let made = model
-                    .pool
-                    .buffer(ggml, buft, new_data.ty.id as i32, &ne, name);
-                Ok(made.map_err(|requested| out_of_memory(requested, 0)))
+            let chosen = |on_host| {
+                let buft = placement::choose(model, instance, &ne, ty, on_host);
+                buft.ok_or_else(|| {
+                    failed(format!("no device of this program supports {}", ty.name()))
+                })
             };
-            let mut made = on(false)?;
-            if made.is_err() && on_out_of_memory == OnOutOfMemory::Fallback {
-                made = on(true)?;
-            }
-            let (buffer, new) = made.map_err(StageError::OutOfMemory)?;
-            write_tensor(ggml, new_data, &buffer, new, &mut bytes)
+            let at_home = chosen(false)?;
+            let buft = match place {
+                Place::Host if placement::device_buffer_type(model, instance).is_some() => {
+                    chosen(true)?
+                }
+                _ => at_home,
+            };
+            let (buffer, made) = self.allocate(instance, buft, ty, &ne, name)?;
+            new.write_to(ggml, instance, (&buffer, made), &mut bytes)
                 .map_err(|error| failed(format!("cannot read it: {error}")))?;
             // SAFETY: a new tensor that is not shared.
-            let to = unsafe { ggml.descriptor(new) };
+            let to = unsafe { ggml.descriptor(made) };
             places.push(placement::describe(ggml, &to));
-            if placement::fresh_load_duplicates(model, instance, &ne, new_data.ty) {
+            if placement::fresh_load_duplicates(model, instance, &ne, ty) {
                 log::warn!(
-                    "{:?}: input and output share this matrix, and a fresh load in {} would have two copies: the last bits of the results can differ from a fresh load",
-                    model.name(new_data.tensor),
-                    new_data.ty.name()
+                    "{name:?}: input and output share this matrix, and a fresh load in {} would have two copies: the last bits of the results can differ from a fresh load",
+                    ty.name()
                 );
             }
             staged.next.push(Next {
-                tensor: new_data.tensor,
+                tensor,
                 instance: number,
                 to,
                 private: Some(buffer),
+                displaced: (buft != at_home).then_some(new.kind),
             });
         }
         places.dedup();
         staged.effects.push(Effect {
-            tensor: new_data.tensor,
-            outcome: Outcome::Swapped,
+            tensor,
+            outcome,
             placement: places.join(", "),
         });
         Ok(())
+    }
+
+    /// Allocates a buffer of a type for a tensor.
+    fn allocate(
+        &self,
+        instance: &Instance,
+        buft: *mut BufferType,
+        ty: &TypeInfo,
+        ne: &[i64],
+        name: &CStr,
+    ) -> Result<(OwnBuffer, *mut Tensor), StageError> {
+        let (model, ggml) = (self.0, self.0.ggml);
+        let out_of_memory = |requested, free| {
+            StageError::OutOfMemory(DeviceError::OutOfMemory {
+                device: ggml.buffer_type_name(buft),
+                requested,
+                free,
+            })
+        };
+        let own = placement::device_buffer_type(model, instance).filter(|own| own.1 == buft);
+        if let Some(free) = own.and_then(|(device, _)| ggml.free_memory(device)) {
+            let size = OwnBuffer::size_for(ggml, buft, ty.id as i32, ne);
+            let size = size.map_err(|requested| out_of_memory(requested, free))?;
+            if usable(free) < size {
+                return Err(out_of_memory(size, free));
+            }
+        }
+        let made = model.pool.buffer(ggml, buft, ty.id as i32, ne, name);
+        made.map_err(|requested| out_of_memory(requested, 0))
+    }
+
+    /// Stages the return of a tensor to the bytes that the program loaded, where it loaded them.
+    fn stage_return(&self, tensor: usize, outcome: Outcome, staged: &mut Staged) {
+        let instances = &self.0.tensors[tensor].instances;
+        for (number, instance) in instances.iter().enumerate() {
+            staged.next.push(Next {
+                tensor,
+                instance: number,
+                to: instance.original,
+                private: None,
+                displaced: None,
+            });
+        }
+        staged.effects.push(Effect {
+            tensor,
+            outcome,
+            placement: placement::describe(self.0.ggml, &instances[0].original),
+        });
+    }
+
+    /// Stages changes of one group.
+    fn stage_group(
+        &self,
+        changes: &[&Change<'_>],
+        place: Place,
+        staged: &mut Staged,
+    ) -> Result<(), StageError> {
+        for &change in changes {
+            match change {
+                Change::Swap(new_data) => {
+                    let new = New::of_file(new_data);
+                    self.stage_bytes(&new, place, Outcome::Swapped, staged)?;
+                }
+                &Change::Return(tensor) => match place {
+                    Place::AsLoaded => self.stage_return(tensor, Outcome::Returned, staged),
+                    Place::Host => {
+                        let new = New::moved(self.0, tensor, Bytes::Original)?;
+                        self.stage_bytes(&new, place, Outcome::Returned, staged)?;
+                    }
+                },
+                &Change::InPlace(tensor) => staged.effects.push(Effect {
+                    tensor,
+                    outcome: Outcome::InPlace,
+                    placement: String::new(),
+                }),
+            }
+        }
+        Ok(())
+    }
+
+    /// Stages changes of a group in host memory, and moves its other tensors there.
+    fn stage_group_on_host(
+        &self,
+        group: usize,
+        changes: &[&Change<'_>],
+        staged: &mut Staged,
+    ) -> Result<(), StageError> {
+        self.stage_group(changes, Place::Host, staged)?;
+        for tensor in self.others_on_device(group, changes) {
+            let kind = match self.has_new_bytes(tensor) {
+                true => Bytes::New,
+                false => Bytes::Original,
+            };
+            let new = New::moved(self.0, tensor, kind)?;
+            self.stage_bytes(&new, Place::Host, Outcome::Moved, staged)?;
+        }
+        Ok(())
+    }
+
+    /// Stages the return of displaced tensors of a group to their device.
+    fn stage_back(
+        &self,
+        tensors: &[(usize, Bytes)],
+        staged: &mut Staged,
+    ) -> Result<(), StageError> {
+        for &(tensor, kind) in tensors {
+            match kind {
+                Bytes::Original => self.stage_return(tensor, Outcome::Moved, staged),
+                Bytes::New => {
+                    let new = New::moved(self.0, tensor, kind)?;
+                    self.stage_bytes(&new, Place::AsLoaded, Outcome::Moved, staged)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the tensors of a group on a device that no change gives other bytes to.
+    fn others_on_device(&self, group: usize, changes: &[&Change<'_>]) -> Vec<usize> {
+        let is_changed = |tensor| changes.iter().any(|change| change.tensor() == tensor);
+        let members = self.0.groups.members(group);
+        members
+            .filter(|&tensor| !is_changed(tensor) && self.is_on_device(tensor))
+            .collect()
+    }
+}
+
+/// Bytes for a tensor.
+struct New<'a> {
+    tensor: usize,
+    ty: &'static TypeInfo,
+    kind: Bytes,
+    /// Where they are in a file; `None`: where the tensor has them.
+    source: Option<NewData<'a>>,
+}
+
+impl<'a> New<'a> {
+    fn of_file(new_data: &NewData<'a>) -> New<'a> {
+        New {
+            tensor: new_data.tensor,
+            ty: new_data.ty,
+            kind: Bytes::New,
+            source: Some(*new_data),
+        }
+    }
+
+    /// Returns bytes that a tensor has: its original ones, or those in use.
+    fn moved(model: &Model, tensor: usize, kind: Bytes) -> Result<New<'a>, StageError> {
+        let instance = &model.tensors[tensor].instances[0];
+        let id = descriptor_of(model.ggml, instance, kind).ty;
+        let ty = TypeInfo::from_id(id as u32).ok_or_else(|| StageError::Read {
+            tensor,
+            reason: format!("{:?}: its type {id} is unknown", model.name(tensor)),
+        })?;
+        Ok(New {
+            tensor,
+            ty,
+            kind,
+            source: None,
+        })
+    }
+
+    /// Writes them to a new tensor for an instance. `bytes` has those of a file once they were read.
+    fn write_to(
+        &self,
+        ggml: &'static Ggml,
+        instance: &Instance,
+        (buffer, tensor): (&OwnBuffer, *mut Tensor),
+        bytes: &mut Vec<u8>,
+    ) -> std::io::Result<()> {
+        match &self.source {
+            Some(new_data) => write_tensor(ggml, new_data, buffer, tensor, bytes),
+            None => {
+                let from = descriptor_of(ggml, instance, self.kind);
+                copy_tensor(ggml, instance, &from, tensor);
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Returns where an instance has bytes.
+fn descriptor_of(ggml: &Ggml, instance: &Instance, kind: Bytes) -> Descriptor {
+    match kind {
+        Bytes::Original => instance.original,
+        // SAFETY: the model is alive while it is reloaded ([`Model::reloading`]), and only a reload
+        // writes to its tensors.
+        Bytes::New => unsafe { ggml.descriptor(instance.tensor.0) },
+    }
+}
+
+/// Copies the bytes of an instance to a new tensor of the same type and shape.
+fn copy_tensor(ggml: &'static Ggml, instance: &Instance, from: &Descriptor, to: *mut Tensor) {
+    // SAFETY: the model is alive while it is reloaded, so its tensor and both of its buffers are; the
+    // new tensor is not shared.
+    unsafe {
+        let mut source = ggml.copy_struct(instance.tensor.0);
+        let source = source.tensor();
+        ggml.describe(source, from);
+        let len = (ggml.f.ggml_nbytes)(source);
+        let mut bytes = vec![0u8; len];
+        (ggml.f.ggml_backend_tensor_get)(source, bytes.as_mut_ptr().cast(), 0, len);
+        (ggml.f.ggml_backend_tensor_set)(to, bytes.as_ptr().cast(), 0, len);
     }
 }
 
@@ -315,7 +545,7 @@ impl Store for ProgramStore<'_> {
     type Staged = Staged;
 
     fn live_hash(&self, tensor: usize, known: Option<Hash>) -> Option<Hash> {
-        if self.is_private(tensor) {
+        if self.has_new_bytes(tensor) {
             return known;
         }
         let tensor_of = &self.0.tensors[tensor];
@@ -336,7 +566,7 @@ impl Store for ProgramStore<'_> {
     fn modified_mapped_offset(&self, tensor: usize, id: &FileId) -> Option<u64> {
         let tensor_of = &self.0.tensors[tensor];
         let mapped = tensor_of.instances.iter().all(|instance| instance.mapped);
-        if self.is_private(tensor) || !mapped {
+        if self.has_new_bytes(tensor) || !mapped {
             return None;
         }
         let file = &self.0.files[tensor_of.file];
@@ -345,7 +575,7 @@ impl Store for ProgramStore<'_> {
     }
 
     fn can_return(&self, tensor: usize, hash: Hash) -> bool {
-        if !self.is_private(tensor) {
+        if !self.has_new_bytes(tensor) {
             return false;
         }
         let tensor_of = &self.0.tensors[tensor];
@@ -409,15 +639,29 @@ impl Store for ProgramStore<'_> {
             let Change::Swap(new_data) = change else {
                 continue;
             };
-            let ne = self.extents(new_data.tensor);
             for instance in &model.tensors[new_data.tensor].instances {
-                if self.shares_buffer(new_data, &ne, instance) {
+                if self.shares_buffer(new_data.tensor, new_data.ty, instance) {
                     continue;
                 }
                 match placement::device_buffer_type(model, instance) {
                     Some(_) => need.device += new_data.nbytes,
                     None => need.host += new_data.nbytes,
                 }
+            }
+        }
+        need
+    }
+
+    fn need_on_host(&self, changes: &[Change<'_>]) -> Need {
+        let mut need = self.need(changes);
+        need.host += std::mem::take(&mut need.device);
+        let changes: Vec<&Change<'_>> = changes.iter().collect();
+        let groups: BTreeSet<usize> = changes.iter().map(|of| self.group(of.tensor())).collect();
+        for group in groups {
+            for tensor in self.others_on_device(group, &changes) {
+                let tensor = &self.0.tensors[tensor].instances[0];
+                // SAFETY: the model is alive while it is reloaded, and its tensors are.
+                need.host += unsafe { (self.0.ggml.f.ggml_nbytes)(tensor.tensor.0) } as u64;
             }
         }
         need
@@ -443,7 +687,7 @@ impl Store for ProgramStore<'_> {
     }
 
     fn group(&self, tensor: usize) -> usize {
-        tensor
+        self.0.groups.of_tensor(tensor)
     }
 
     fn stage(
@@ -451,10 +695,7 @@ impl Store for ProgramStore<'_> {
         changes: &[Change<'_>],
         on_out_of_memory: OnOutOfMemory,
     ) -> Result<Option<Staged>, StageError> {
-        let mut staged = Staged {
-            next: Vec::new(),
-            effects: Vec::new(),
-        };
+        let mut staged = Staged::default();
         if !self.is_wanted() {
             return Err(StageError::Device(DeviceError::Failed {
                 device: "host".into(),
@@ -470,33 +711,41 @@ impl Store for ProgramStore<'_> {
                 return Err(StageError::Refused { tensor, reason });
             }
         }
+        let mut groups: BTreeMap<usize, Vec<&Change<'_>>> = BTreeMap::new();
         for change in changes {
-            match change {
-                Change::Swap(new_data) => {
-                    self.stage_swap(new_data, on_out_of_memory, &mut staged)?
+            let group = self.group(change.tensor());
+            groups.entry(group).or_default().push(change);
+        }
+        for (group, changes) in groups {
+            let so_far = staged.so_far();
+            match self.stage_group(&changes, Place::AsLoaded, &mut staged) {
+                Err(StageError::OutOfMemory(_)) if on_out_of_memory == OnOutOfMemory::Fallback => {
+                    staged.truncate(so_far);
+                    self.stage_group_on_host(group, &changes, &mut staged)?;
                 }
-                Change::Return(tensor) => {
-                    let instances = &self.0.tensors[*tensor].instances;
-                    for (number, instance) in instances.iter().enumerate() {
-                        staged.next.push(Next {
-                            tensor: *tensor,
-                            instance: number,
-                            to: instance.original,
-                            private: None,
-                        });
-                    }
-                    let at = &instances[0].original;
-                    staged.effects.push(Effect {
-                        tensor: *tensor,
-                        outcome: Outcome::Returned,
-                        placement: placement::describe(self.0.ggml, at),
-                    });
-                }
-                Change::InPlace(tensor) => staged.effects.push(Effect {
-                    tensor: *tensor,
-                    outcome: Outcome::InPlace,
-                    placement: String::new(),
-                }),
+                result => result?,
+            }
+        }
+        Ok((!staged.effects.is_empty()).then_some(staged))
+    }
+
+    fn stage_displaced(&self) -> Result<Option<Staged>, StageError> {
+        let mut groups: BTreeMap<usize, Vec<(usize, Bytes)>> = BTreeMap::new();
+        for (tensor, bytes) in self.0.groups.displaced() {
+            groups
+                .entry(self.group(tensor))
+                .or_default()
+                .push((tensor, bytes));
+        }
+        let mut staged = Staged::default();
+        if groups.is_empty() || !self.is_wanted() || self.0.obstacle().is_some() {
+            return Ok(None);
+        }
+        for tensors in groups.values() {
+            let so_far = staged.so_far();
+            match self.stage_back(tensors, &mut staged) {
+                Err(StageError::OutOfMemory(_)) => staged.truncate(so_far),
+                result => result?,
             }
         }
         Ok((!staged.effects.is_empty()).then_some(staged))
@@ -538,6 +787,7 @@ impl Store for ProgramStore<'_> {
                     // tensor; its new buffer is kept in `private`, or is the original one.
                     unsafe { model.ggml.describe(instance.tensor.0, &next.to) };
                     std::mem::swap(&mut *instance.private.lock(), &mut next.private);
+                    model.groups.displace(next.tensor, next.displaced);
                 }
                 for &tensor in &tensors {
                     own_cache::changed(&model, tensor);

@@ -14,6 +14,7 @@
 //! | [`loads`] | the models that the program is loading |
 //! | [`derived`] | weights that are from no file, and how far they are known |
 //! | [`graph`] | what a graph reads |
+//! | [`groups`] | tensors that are placed together: the routed experts of a layer |
 //! | [`barrier`] | switches between evaluations |
 //! | [`pool`] | buffers of replaced tensors, for the next ones |
 
@@ -21,6 +22,7 @@ pub mod barrier;
 pub mod capability;
 pub mod derived;
 pub mod graph;
+pub mod groups;
 pub mod loads;
 pub mod models;
 pub mod own_cache;

@@ -26,6 +26,7 @@ use crate::process::journal;
 use crate::process::maps::Maps;
 use crate::program::barrier::{self, ModelSet};
 use crate::program::graph::UsedWeight;
+use crate::program::groups::Groups;
 use crate::program::loads::{self, Load};
 use crate::program::own_hotswap::OwnHotSwap;
 use crate::program::pool::Pool;
@@ -77,6 +78,8 @@ pub struct Model {
     pub devices: Vec<DevicePointer>,
     /// False after the program freed any of its memory.
     alive: AtomicBool,
+    /// Which of its tensors are placed together.
+    pub groups: Groups,
     /// Buffers of replaced tensors.
     pub pool: Pool,
     /// Held while its tensors are read, staged and replaced.
@@ -591,6 +594,12 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
     let files: Vec<TrackedFile> = load.files.into_iter().map(TrackedFile::new).collect();
     let places = tensors.iter().map(|tensor| (tensor.file, tensor.info));
     let engine = Engine::new(&files, places, Config::get().staging_bytes);
+    let names = tensors.iter().map(|tensor| {
+        let header = &files[tensor.file].gguf.header;
+        let name = header.name(&header.tensors[tensor.info]);
+        name.to_str().unwrap_or_default()
+    });
+    let groups = Groups::of(names);
     let model = Arc::new(Model {
         number: REGISTERED.next.fetch_add(1, Ordering::Relaxed),
         ggml,
@@ -610,6 +619,7 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
             .map(|&device| DevicePointer(device))
             .collect(),
         alive: AtomicBool::new(true),
+        groups,
         pool: Pool::default(),
         reloading: Mutex::new(()),
         blocked: Mutex::new(None),

@@ -1,0 +1,292 @@
+//! Hot-swap in llama-server from source, whose layers are on several simulated GPUs: what it answers is what a new
+//! server with the same devices answers, and where a device is full the experts of a layer stay together.
+
+mod hosts;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::CStr;
+use std::path::{Path, PathBuf};
+
+use hosts::servers::end;
+use hosts::{other_bytes, taken};
+use serde_json::{Value, json};
+use testkit::fixtures::fixture;
+use testkit::host::{DropIn, replace, request as request_at};
+use testkit::server::{Answer, Options, Request, Server, quantize};
+use testkit::sim_ggml::SimGgml;
+
+/// Memory of the host that a simulated GPU can read.
+const HOST: &str = "SIM_Host";
+const PROMPT: &str = "Once upon a time, in a village between two rivers, there lived";
+
+/// A server with its layers on so many devices.
+fn on_devices(sim: &SimGgml, count: usize, drop_in: DropIn) -> Options {
+    let devices: Vec<String> = (0..count).map(|number| format!("SIM{number}")).collect();
+    // Layers on each, besides the output.
+    let split = ["1", "1,1", "1,1,2"][count - 1];
+    let arguments = ["--device", &devices.join(","), "--tensor-split", split, "-ngl", "99"];
+    Options {
+        arguments: arguments.map(str::to_owned).into(),
+        variables: sim.variables().to_vec(),
+        drop_in,
+        ..Options::new(1)
+    }
+}
+
+fn simulated(count: usize, settings: &[(&str, &str)]) -> SimGgml {
+    let count = count.to_string();
+    SimGgml::new(&[&[("SIM_GGML_DEVICES", &*count)], settings].concat())
+}
+
+/// A prompt, whose graph is made anew, and tokens, whose graph is used again.
+fn answer(server: &Server) -> Answer {
+    server.complete(&Request {
+        cache_prompt: false,
+        ..Request::new(PROMPT, 12)
+    })
+}
+
+/// What a server without the drop-in that is started with a file answers.
+fn fresh(count: usize, model: &Path) -> Answer {
+    let sim = simulated(count, &[]);
+    let server = Server::start(model, &on_devices(&sim, count, DropIn::Absent));
+    let answer = answer(&server);
+    end(server);
+    sim.report().assert_ordered();
+    answer
+}
+
+/// The same model with all matrices in larger and in smaller types, and with other bytes of one matrix.
+struct Variants {
+    folder: tempfile::TempDir,
+    original: PathBuf,
+    others: [PathBuf; 3],
+}
+
+impl Variants {
+    fn of(name: &str, tensor: &CStr) -> Variants {
+        let folder = tempfile::tempdir().expect("a folder");
+        let original = fixture(name);
+        let quantised = |ty: &str| {
+            let path = folder.path().join(ty);
+            quantize(&original, &path, ty, &["--pure"]);
+            path
+        };
+        let others = [
+            quantised("Q8_0"),
+            quantised("Q4_0"),
+            other_bytes(folder.path(), name, tensor),
+        ];
+        Variants {
+            folder,
+            original,
+            others,
+        }
+    }
+
+    fn dense() -> Variants {
+        Variants::of("small.gguf", c"blk.1.ffn_up.weight")
+    }
+
+    fn mixture() -> Variants {
+        Variants::of("small-moe.gguf", c"blk.1.ffn_up_exps.weight")
+    }
+}
+
+/// Swaps a model between files while it answers, and tries one that is cut off.
+fn swaps_are_fresh_starts(count: usize, variants: &Variants) {
+    let path = variants.folder.path().join("model.gguf");
+    replace(&path, &variants.original);
+    let original = fresh(count, &variants.original);
+    let sim = simulated(count, &[]);
+    let server = Server::start(&path, &on_devices(&sim, count, DropIn::On(Vec::new())));
+    assert_eq!(answer(&server), original);
+    let swap = |file: &Path| {
+        std::thread::scope(|scope| {
+            let text = scope.spawn(|| server.complete(&Request::new(PROMPT, 60)));
+            replace(&path, file);
+            let report = server.control("reload");
+            assert!(!text.join().expect("an answer").text.is_empty());
+            report
+        })
+    };
+    for other in &variants.others {
+        let expected = fresh(count, other);
+        assert_ne!(expected, original, "the variant shows");
+        let report = swap(other);
+        let used = [taken(&report).0 as usize, count].into_iter().min();
+        for number in 0..used.expect("two numbers") {
+            let place = format!("SIM{number}");
+            let is_used = taken(&report).0 == 1 || report.to_string().contains(&place);
+            assert!(is_used, "{place}: {report}");
+        }
+        assert_eq!(answer(&server), expected, "{}", other.display());
+    }
+    let cut = variants.folder.path().join("cut.gguf");
+    let bytes = std::fs::read(&variants.others[0]).expect("a model");
+    std::fs::write(&cut, &bytes[..bytes.len() / 2]).expect("free space");
+    let kept = answer(&server);
+    let report = swap(&cut);
+    assert_eq!(report["reports"][0]["files"][0]["cause"], "incomplete", "{report}");
+    assert_eq!(answer(&server), kept);
+    assert_ne!(taken(&swap(&variants.original)).1, 0);
+    assert_eq!(answer(&server), original);
+    end(server);
+    let report = sim.report();
+    report.assert_ordered();
+    for device in &report.devices {
+        assert!(device.memory.peak > 1 << 20, "{:?}", device.memory);
+        assert!(device.kernel_ns > 0);
+    }
+}
+
+#[test]
+fn a_dense_model_on_two_devices() {
+    swaps_are_fresh_starts(2, &Variants::dense());
+}
+
+#[test]
+fn a_dense_model_on_three_devices() {
+    swaps_are_fresh_starts(3, &Variants::dense());
+}
+
+#[test]
+fn a_mixture_on_two_devices() {
+    swaps_are_fresh_starts(2, &Variants::mixture());
+}
+
+#[test]
+fn a_mixture_on_three_devices() {
+    swaps_are_fresh_starts(3, &Variants::mixture());
+}
+
+/// Where the experts of each layer are that a reload or a swap has changed.
+fn places(reply: &Value) -> BTreeMap<String, BTreeSet<String>> {
+    let tensors = reply["reports"][0]["tensors"].as_array().expect("a list");
+    let mut places: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for tensor in tensors {
+        let text = |name: &str| tensor[name].as_str().expect("a text").to_owned();
+        let (name, place) = (text("name"), text("place"));
+        if let Some((layer, _)) = name.split_once(".ffn_").filter(|_| name.contains("_exps")) {
+            places.entry(layer.to_owned()).or_default().insert(place);
+        }
+    }
+    places
+}
+
+/// Sets overlays of tensors and reverts those that match `revert`.
+fn swap(server: &Server, revert: Option<&str>, tensor: Option<&str>, from: &Path) -> Value {
+    let overlays = tensor.map(|tensor| json!({"tensor": tensor, "from": from}));
+    let overlays: Vec<Value> = overlays.into_iter().collect();
+    let request = json!({"cmd": "swap", "revert": revert, "overlays": overlays});
+    let reply = request_at(server.socket(), &request);
+    assert_eq!(reply["ok"], true, "{reply}");
+    reply
+}
+
+/// Memory of a device that has the mixture, and so many MiB more, of which 64 stay free.
+fn memory_for(mib: u64) -> String {
+    let sim = simulated(1, &[]);
+    let server = Server::start(
+        &fixture("small-moe.gguf"),
+        &on_devices(&sim, 1, DropIn::Absent),
+    );
+    answer(&server);
+    end(server);
+    (sim.report().devices[0].memory.peak.div_ceil(1 << 20) + mib).to_string()
+}
+
+/// The device has memory for the experts of one layer more.
+#[test]
+fn experts_of_a_layer_stay_together_where_a_device_is_full() {
+    let variants = Variants::mixture();
+    let (original, larger) = (&variants.original, &variants.others[0]);
+    let expected = [original, larger].map(|file| fresh(1, file));
+    let path = variants.folder.path().join("model.gguf");
+    replace(&path, original);
+    let sim = simulated(1, &[("SIM_GGML_MEMORY_MB", &memory_for(92))]);
+    let server = Server::start(&path, &on_devices(&sim, 1, DropIn::On(Vec::new())));
+    assert_eq!(answer(&server), expected[0]);
+    let only = |place: &str| BTreeSet::from([place.to_owned()]);
+
+    replace(&path, larger);
+    let report = server.control("reload");
+    let all: Vec<BTreeSet<String>> = places(&report).into_values().collect();
+    assert!(all.iter().all(|of| of.len() == 1), "{report}");
+    assert!(
+        all.contains(&only("SIM0")) && all.contains(&only(HOST)),
+        "{report}"
+    );
+    assert_eq!(answer(&server), expected[1]);
+    replace(&path, original);
+    let report = server.control("reload");
+    assert!(
+        places(&report).values().all(|of| *of == only("SIM0")),
+        "{report}"
+    );
+    assert_eq!(answer(&server), expected[0]);
+
+    // One matrix of a layer that has no memory takes the others with it, and all return as soon as
+    // there is some.
+    let change = |revert: Option<&str>, tensor: Option<&str>| {
+        let reply = swap(&server, revert, tensor, larger);
+        (places(&reply), answer(&server), reply)
+    };
+    let (places, both, reply) = change(None, Some(r"blk\.0\.ffn_.*_exps.*"));
+    assert_eq!(places["blk.0"], only("SIM0"), "{reply}");
+    let (places, _, reply) = change(None, Some(r"blk\.1\.ffn_.*_exps.*"));
+    assert_eq!(places["blk.1"], only(HOST), "{reply}");
+    let (places, same, reply) = change(Some(r"blk\.1\..*"), None);
+    assert_eq!((&places["blk.1"], same), (&only("SIM0"), both), "{reply}");
+    let (places, with_down, reply) = change(None, Some(r"blk\.1\.ffn_down_exps.*"));
+    assert_eq!(places["blk.1"], only(HOST), "{reply}");
+    let tensors = reply["reports"][0]["tensors"].as_array().expect("a list");
+    assert_eq!(tensors.len(), 3, "{reply}");
+    let (places, _, reply) = change(Some(r"blk\.0\..*"), None);
+    assert!(places.values().all(|of| *of == only("SIM0")), "{reply}");
+    assert_eq!(places.len(), 2, "{reply}");
+    let (_, same, _) = change(None, Some(r"blk\.0\.ffn_.*_exps.*"));
+    assert_eq!(same, with_down);
+    let (_, same, _) = change(Some(".*"), None);
+    assert_eq!(same, expected[0]);
+    end(server);
+    sim.report().assert_ordered();
+}
+
+/// Each allocation of a reload fails once: what is answered is what a new server answers.
+#[test]
+fn each_allocation_fails_once() {
+    let variants = Variants::mixture();
+    let (original, larger) = (&variants.original, &variants.others[0]);
+    let expected = [original, larger].map(|file| fresh(2, file));
+    let run = |failing: Option<u64>| {
+        let fault = failing.map(|number| format!("alloc_buffer:{number}"));
+        let faults = fault.as_deref().map(|fault| ("SIM_GGML_FAIL", fault));
+        let sim = simulated(2, &faults.into_iter().collect::<Vec<_>>());
+        let path = variants.folder.path().join("model.gguf");
+        replace(&path, original);
+        let server = Server::start(&path, &on_devices(&sim, 2, DropIn::On(Vec::new())));
+        assert_eq!(answer(&server), expected[0]);
+        replace(&path, larger);
+        let report = server.control("reload");
+        assert_ne!(taken(&report), (0, 0), "{failing:?}: {report}");
+        assert_eq!(answer(&server), expected[1], "{failing:?}: {report}");
+        end(server);
+        let report = sim.report();
+        report.assert_ordered();
+        assert_eq!(report.failed, u64::from(failing.is_some()));
+        report.calls("alloc_buffer")
+    };
+    let loaded = {
+        let sim = simulated(2, &[]);
+        let server = Server::start(original, &on_devices(&sim, 2, DropIn::On(Vec::new())));
+        answer(&server);
+        end(server);
+        sim.report().calls("alloc_buffer")
+    };
+    let all = run(None);
+    assert!(all > loaded, "{loaded} of {all}");
+    for number in loaded + 1..=all {
+        run(Some(number));
+    }
+}
