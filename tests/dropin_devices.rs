@@ -19,18 +19,53 @@ use testkit::sim_ggml::SimGgml;
 const HOST: &str = "SIM_Host";
 const PROMPT: &str = "Once upon a time, in a village between two rivers, there lived";
 
-/// A server with its layers on so many devices.
-fn on_devices(sim: &SimGgml, count: usize, drop_in: DropIn) -> Options {
-    let devices: Vec<String> = (0..count).map(|number| format!("SIM{number}")).collect();
-    // Layers on each, besides the output.
-    let split = ["1", "1,1", "1,1,2"][count - 1];
-    let arguments = ["--device", &devices.join(","), "--tensor-split", split, "-ngl", "99"];
+/// How a model is on devices.
+#[derive(Clone, Copy)]
+struct Split {
+    devices: usize,
+    mode: &'static str,
+    arguments: &'static [&'static str],
+}
+
+/// Layers are on so many devices.
+const fn layers(devices: usize) -> Split {
+    Split {
+        devices,
+        mode: "layer",
+        arguments: &[],
+    }
+}
+
+/// Each matrix is on so many devices, by parts.
+const fn tensors(devices: usize) -> Split {
+    Split {
+        mode: "tensor",
+        ..layers(devices)
+    }
+}
+
+fn options(sim: &SimGgml, split: Split, drop_in: DropIn) -> Options {
+    let devices: Vec<String> = (0..split.devices).map(|at| format!("SIM{at}")).collect();
+    // Of three devices, the last one has more than the output.
+    let parts = ["1", "1,1", "1,1,2"][split.devices - 1];
+    let devices = devices.join(",");
+    let arguments = ["--device", &devices, "--tensor-split", parts, "-ngl", "99"];
+    let arguments = [
+        &arguments[..],
+        &["--split-mode", split.mode],
+        split.arguments,
+    ]
+    .concat();
     Options {
-        arguments: arguments.map(str::to_owned).into(),
+        arguments: arguments.into_iter().map(str::to_owned).collect(),
         variables: sim.variables().to_vec(),
         drop_in,
         ..Options::new(1)
     }
+}
+
+fn on() -> DropIn {
+    DropIn::On(Vec::new())
 }
 
 fn simulated(count: usize, settings: &[(&str, &str)]) -> SimGgml {
@@ -47,9 +82,9 @@ fn answer(server: &Server) -> Answer {
 }
 
 /// What a server without the drop-in that is started with a file answers.
-fn fresh(count: usize, model: &Path) -> Answer {
-    let sim = simulated(count, &[]);
-    let server = Server::start(model, &on_devices(&sim, count, DropIn::Absent));
+fn fresh(split: Split, model: &Path) -> Answer {
+    let sim = simulated(split.devices, &[]);
+    let server = Server::start(model, &options(&sim, split, DropIn::Absent));
     let answer = answer(&server);
     end(server);
     sim.report().assert_ordered();
@@ -94,12 +129,13 @@ impl Variants {
 }
 
 /// Swaps a model between files while it answers, and tries one that is cut off.
-fn swaps_are_fresh_starts(count: usize, variants: &Variants) {
+fn swaps_are_fresh_starts(split: Split, variants: &Variants) {
+    let count = split.devices;
     let path = variants.folder.path().join("model.gguf");
     replace(&path, &variants.original);
-    let original = fresh(count, &variants.original);
+    let original = fresh(split, &variants.original);
     let sim = simulated(count, &[]);
-    let server = Server::start(&path, &on_devices(&sim, count, DropIn::On(Vec::new())));
+    let server = Server::start(&path, &options(&sim, split, on()));
     assert_eq!(answer(&server), original);
     let swap = |file: &Path| {
         std::thread::scope(|scope| {
@@ -111,7 +147,7 @@ fn swaps_are_fresh_starts(count: usize, variants: &Variants) {
         })
     };
     for other in &variants.others {
-        let expected = fresh(count, other);
+        let expected = fresh(split, other);
         assert_ne!(expected, original, "the variant shows");
         let report = swap(other);
         let used = [taken(&report).0 as usize, count].into_iter().min();
@@ -127,7 +163,10 @@ fn swaps_are_fresh_starts(count: usize, variants: &Variants) {
     std::fs::write(&cut, &bytes[..bytes.len() / 2]).expect("free space");
     let kept = answer(&server);
     let report = swap(&cut);
-    assert_eq!(report["reports"][0]["files"][0]["cause"], "incomplete", "{report}");
+    assert_eq!(
+        report["reports"][0]["files"][0]["cause"], "incomplete",
+        "{report}"
+    );
     assert_eq!(answer(&server), kept);
     assert_ne!(taken(&swap(&variants.original)).1, 0);
     assert_eq!(answer(&server), original);
@@ -141,23 +180,41 @@ fn swaps_are_fresh_starts(count: usize, variants: &Variants) {
 }
 
 #[test]
-fn a_dense_model_on_two_devices() {
-    swaps_are_fresh_starts(2, &Variants::dense());
+fn layers_of_a_dense_model() {
+    for devices in [2, 3] {
+        swaps_are_fresh_starts(layers(devices), &Variants::dense());
+    }
 }
 
 #[test]
-fn a_dense_model_on_three_devices() {
-    swaps_are_fresh_starts(3, &Variants::dense());
+fn layers_of_a_mixture() {
+    for devices in [2, 3] {
+        swaps_are_fresh_starts(layers(devices), &Variants::mixture());
+    }
 }
 
 #[test]
-fn a_mixture_on_two_devices() {
-    swaps_are_fresh_starts(2, &Variants::mixture());
+fn layers_of_a_mixture_with_experts_in_host_memory() {
+    let split = Split {
+        arguments: &["--cpu-moe"],
+        ..layers(2)
+    };
+    swaps_are_fresh_starts(split, &Variants::mixture());
+}
+
+/// ggml splits each matrix over the devices, by the type that it has.
+#[test]
+fn parts_of_a_dense_model() {
+    for devices in [2, 3] {
+        swaps_are_fresh_starts(tensors(devices), &Variants::dense());
+    }
 }
 
 #[test]
-fn a_mixture_on_three_devices() {
-    swaps_are_fresh_starts(3, &Variants::mixture());
+fn parts_of_a_mixture() {
+    for devices in [2, 3] {
+        swaps_are_fresh_starts(tensors(devices), &Variants::mixture());
+    }
 }
 
 /// Where the experts of each layer are that a reload or a swap has changed.
@@ -189,7 +246,7 @@ fn memory_for(mib: u64) -> String {
     let sim = simulated(1, &[]);
     let server = Server::start(
         &fixture("small-moe.gguf"),
-        &on_devices(&sim, 1, DropIn::Absent),
+        &options(&sim, layers(1), DropIn::Absent),
     );
     answer(&server);
     end(server);
@@ -201,11 +258,11 @@ fn memory_for(mib: u64) -> String {
 fn experts_of_a_layer_stay_together_where_a_device_is_full() {
     let variants = Variants::mixture();
     let (original, larger) = (&variants.original, &variants.others[0]);
-    let expected = [original, larger].map(|file| fresh(1, file));
+    let expected = [original, larger].map(|file| fresh(layers(1), file));
     let path = variants.folder.path().join("model.gguf");
     replace(&path, original);
     let sim = simulated(1, &[("SIM_GGML_MEMORY_MB", &memory_for(92))]);
-    let server = Server::start(&path, &on_devices(&sim, 1, DropIn::On(Vec::new())));
+    let server = Server::start(&path, &options(&sim, layers(1), on()));
     assert_eq!(answer(&server), expected[0]);
     let only = |place: &str| BTreeSet::from([place.to_owned()]);
 
@@ -258,14 +315,14 @@ fn experts_of_a_layer_stay_together_where_a_device_is_full() {
 fn each_allocation_fails_once() {
     let variants = Variants::mixture();
     let (original, larger) = (&variants.original, &variants.others[0]);
-    let expected = [original, larger].map(|file| fresh(2, file));
+    let expected = [original, larger].map(|file| fresh(layers(2), file));
     let run = |failing: Option<u64>| {
         let fault = failing.map(|number| format!("alloc_buffer:{number}"));
         let faults = fault.as_deref().map(|fault| ("SIM_GGML_FAIL", fault));
         let sim = simulated(2, &faults.into_iter().collect::<Vec<_>>());
         let path = variants.folder.path().join("model.gguf");
         replace(&path, original);
-        let server = Server::start(&path, &on_devices(&sim, 2, DropIn::On(Vec::new())));
+        let server = Server::start(&path, &options(&sim, layers(2), on()));
         assert_eq!(answer(&server), expected[0]);
         replace(&path, larger);
         let report = server.control("reload");
@@ -279,7 +336,7 @@ fn each_allocation_fails_once() {
     };
     let loaded = {
         let sim = simulated(2, &[]);
-        let server = Server::start(original, &on_devices(&sim, 2, DropIn::On(Vec::new())));
+        let server = Server::start(original, &options(&sim, layers(2), on()));
         answer(&server);
         end(server);
         sim.report().calls("alloc_buffer")

@@ -18,8 +18,8 @@ use std::sync::Arc;
 use sidecar_core::logger;
 
 use crate::ggml::{
-    Backend, Buffer, Context, CopyCallback, Ggml, Graph, Registration, STATUS_FAILED,
-    STATUS_SUCCESS, Sched, Tensor,
+    Backend, Buffer, BufferType, Context, CopyCallback, Device, Ggml, Graph, Registration,
+    STATUS_FAILED, STATUS_SUCCESS, Sched, Tensor, split,
 };
 use crate::hotswap::reloader;
 use crate::loader::caller::{Arguments, Caller, Hook, hooks};
@@ -113,6 +113,7 @@ fn replacement(hook: Hook) -> *const c_void {
         Hook::GgufInit => gguf_opened as *const c_void,
         Hook::GgufInitStream => gguf_stream_opened as *const c_void,
         Hook::TensorAlloc => tensor_alloc as *const c_void,
+        Hook::TensorsAlloc => tensors_alloc as *const c_void,
         Hook::BufferGetSize => buffer_get_size as *const c_void,
         Hook::BufferFree => buffer_free as *const c_void,
         Hook::BackendFree => backend_free as *const c_void,
@@ -131,6 +132,7 @@ fn replacement(hook: Hook) -> *const c_void {
         Hook::TensorSetAsync => part_set as *const c_void,
         Hook::TensorCopy => part_copy as *const c_void,
         Hook::OffloadOp => offload_op as *const c_void,
+        Hook::MetaDevice => meta_device as *const c_void,
         Hook::FunctionLookup => function_looked_up as *const c_void,
         Hook::ReloadChangedTensors => reload_changed_tensors as *const c_void,
     }
@@ -170,6 +172,8 @@ fn destination(hook: Hook, return_address: usize, arguments: &Arguments) -> *con
     if opens_file {
         lifecycle::report_settings();
     }
+    // Devices are made before files are opened.
+    let is_early = opens_file || hook == Hook::MetaDevice;
     let in_parts = parts::current().is_some();
     let wanted = match hook {
         Hook::BackendCompute => in_parts || !thread::is_inside(),
@@ -183,6 +187,8 @@ fn destination(hook: Hook, return_address: usize, arguments: &Arguments) -> *con
         Hook::FunctionLookup => {
             (loads::is_loading() || !loads::sees_lookups()) && !thread::is_inside()
         }
+        // Of one device, each tensor is placed with `ggml_backend_tensor_alloc`.
+        Hook::TensorsAlloc => split::is_any() && !thread::is_inside(),
         Hook::SchedSetEvalCallback => placement::offloads() && !thread::is_inside(),
         Hook::SchedSetCopyCallback => lifecycle::uses_copies() && !thread::is_inside(),
         _ => !thread::is_inside(),
@@ -190,7 +196,7 @@ fn destination(hook: Hook, return_address: usize, arguments: &Arguments) -> *con
     // An evaluation that was begun is finished in the same way, also when the drop-in was turned
     // off since: copies of the program may have been left out.
     let is_on = in_parts || lifecycle::is_on();
-    if !wanted || !is_on || (!opens_file && loads::is_empty()) {
+    if !wanted || !is_on || (!is_early && loads::is_empty()) {
         return real;
     }
     let _inside = Inside::enter();
@@ -371,6 +377,30 @@ unsafe extern "C-unwind" fn tensor_alloc(
     result
 }
 
+/// Places all tensors of a context in a new buffer.
+unsafe extern "C-unwind" fn tensors_alloc(context: *mut Context, buft: *mut BufferType) -> usize {
+    let (call, inside) = entered();
+    let is_split = call.ggml.is_split(buft);
+    // Of one device, what it calls is seen.
+    let inside = Some(inside).filter(|_| is_split);
+    let real = meant!(call, *mut Context, *mut BufferType);
+    // SAFETY: the arguments of the call.
+    let buffer = unsafe { real(context, buft) };
+    if is_split && buffer != 0 && loads::is_loading() {
+        // SAFETY: the tensors of the context were just placed.
+        guarded(|| unsafe {
+            let f = &call.ggml.f;
+            let mut tensor = (f.ggml_get_first_tensor)(context);
+            while !tensor.is_null() {
+                loads::tensor_placed(call.ggml, tensor, buffer as *mut Buffer);
+                tensor = (f.ggml_get_next_tensor)(context, tensor);
+            }
+        });
+    }
+    drop(inside);
+    buffer
+}
+
 unsafe extern "C-unwind" fn buffer_get_size(buffer: *mut Buffer) -> usize {
     let (call, _inside) = entered();
     if call.caller.is_llama() {
@@ -504,6 +534,25 @@ unsafe extern "C-unwind" fn copy_weight(
         Some((function, data)) => unsafe { function(backend, weight, copy, part, data) },
         None => false,
     }
+}
+
+/// Makes a device that stands for others.
+unsafe extern "C-unwind" fn meta_device(
+    devices: *mut *mut Device,
+    count: usize,
+    get_split: *mut c_void,
+    data: *mut c_void,
+) -> usize {
+    let (call, _inside) = entered();
+    let real = meant!(call, *mut *mut Device, usize, *mut c_void, *mut c_void);
+    // SAFETY: the arguments of the call.
+    let made = unsafe { real(devices, count, get_split, data) };
+    if made != 0 && !devices.is_null() {
+        // SAFETY: the real function has just read so many.
+        let devices = unsafe { std::slice::from_raw_parts(devices, count) };
+        guarded(|| split::note(made as *mut Device, devices));
+    }
+    made
 }
 
 unsafe extern "C-unwind" fn sched_reserve(sched: *mut Sched, graph: *mut Graph) -> usize {

@@ -5,6 +5,7 @@
 //! | module | contents |
 //! |---|---|
 //! | [`own`] | contexts and buffers of the drop-in |
+//! | [`split`] | devices that stand for several |
 //! | [`remote`] | buffers on other machines, which wait to be freed |
 //! | [`custom`] | a view that calls a function when it is evaluated |
 //! | [`layout`] | the offsets of the fields of tensors |
@@ -29,6 +30,7 @@ mod layout;
 mod one_device;
 mod own;
 mod remote;
+pub mod split;
 mod sys;
 mod types;
 
@@ -156,10 +158,23 @@ impl Ggml {
         }
     }
 
-    /// Returns the bytes that a device can still allocate; `None` if it does not report them.
+    /// Returns the bytes that a device can still allocate; `None` if it does not report them. Of a device that
+    /// stands for several, it is the smallest number.
     pub fn free_memory(&self, device: *mut Device) -> Option<u64> {
-        let (free, total) = self.memory_of(device);
-        (total > 0).then_some(free)
+        let free = |device| {
+            let (free, total) = self.memory_of(device);
+            (total > 0).then_some(free)
+        };
+        let of_several = split::devices(device);
+        let smallest = of_several.iter().map(|&device| free(device)).min();
+        smallest.unwrap_or_else(|| free(device))
+    }
+
+    /// Whether ggml splits tensors in a buffer type over several devices, which are known.
+    pub fn is_split(&self, buft: *mut BufferType) -> bool {
+        // SAFETY: a live buffer type, which is static.
+        let device = unsafe { (self.f.ggml_backend_buft_get_device)(buft) };
+        !split::devices(device).is_empty()
     }
 
     /// Returns the bytes that a device can still allocate, and all bytes that it has; 0 if it does
@@ -234,7 +249,7 @@ impl Ggml {
         !device.is_null() && unsafe { (self.f.ggml_backend_dev_type)(device) } == DEVICE_CPU
     }
 
-    /// Returns the name of a device's backend.
+    /// Returns the name of a device's backend; empty for a device that stands for several.
     ///
     /// # Safety
     ///
@@ -244,7 +259,10 @@ impl Ggml {
         // SAFETY: as the caller ensures; the name of a registration is a static string.
         unsafe {
             let registration = (f.ggml_backend_dev_backend_reg)(device);
-            CStr::from_ptr((f.ggml_backend_reg_name)(registration))
+            match registration.is_null() {
+                true => c"",
+                false => CStr::from_ptr((f.ggml_backend_reg_name)(registration)),
+            }
         }
     }
 

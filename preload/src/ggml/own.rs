@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_int, c_void};
 
 use super::remote;
 use super::types::{Buffer, BufferType, Context, DEVICE_CPU, InitParams, Tensor, USAGE_WEIGHTS};
-use super::{Ggml, TensorStruct};
+use super::{Descriptor, Ggml, TensorStruct};
 
 impl Ggml {
     /// Makes a context for `tensors` tensors without data; `None` when there is no memory.
@@ -81,9 +81,15 @@ pub struct OwnBuffer {
     buffer: *mut Buffer,
     /// The size in bytes.
     size: u64,
-    /// Its tensor: some backends keep pointers to it. It is in no context, of which ik_llama.cpp has
-    /// at most 64.
-    tensor: TensorStruct,
+    tensor: Home,
+}
+
+/// Where the tensor of a buffer is: backends keep pointers to it.
+enum Home {
+    /// In no context, of which ik_llama.cpp has at most 64.
+    Struct(TensorStruct),
+    /// In a context, which is kept: ggml places it itself, as it splits it over several devices.
+    Context { _kept: OwnContext },
 }
 
 // SAFETY: ggml ties no buffer to a thread.
@@ -108,6 +114,9 @@ impl OwnBuffer {
         name: &CStr,
     ) -> Result<(OwnBuffer, *mut Tensor), u64> {
         let size = OwnBuffer::size_for(ggml, buft, ty, ne)?;
+        if ggml.is_split(buft) {
+            return OwnBuffer::split(ggml, buft, ty, ne, name, size);
+        }
         let tensor = ggml.tensor_struct(ty, ne).ok_or(0u64)?;
         // SAFETY: a live buffer type.
         let buffer = unsafe { (ggml.f.ggml_backend_buft_alloc_buffer)(buft, size as usize) };
@@ -118,7 +127,7 @@ impl OwnBuffer {
             ggml,
             buffer,
             size,
-            tensor,
+            tensor: Home::Struct(tensor),
         };
         let tensor = own.place_tensor(name);
         // SAFETY: a live buffer.
@@ -132,11 +141,76 @@ impl OwnBuffer {
         Ok((own, tensor))
     }
 
+    /// Allocates the parts of a tensor on several devices. Each of them has memory for all of it: ggml ends the
+    /// process where one has none (`ggml_backend_meta_buffer_type_alloc_buffer_n`).
+    fn split(
+        ggml: &'static Ggml,
+        buft: *mut BufferType,
+        ty: i32,
+        ne: &[i64],
+        name: &CStr,
+        size: u64,
+    ) -> Result<(OwnBuffer, *mut Tensor), u64> {
+        let context = ggml.context(1).ok_or(0u64)?;
+        let tensor = context.tensor(ty, ne);
+        // SAFETY: a tensor of a new context, which has no other one; a live buffer type.
+        let buffer = unsafe {
+            (ggml.f.ggml_set_name)(tensor, name.as_ptr());
+            (ggml.f.ggml_backend_alloc_ctx_tensors_from_buft)(context.raw(), buft)
+        };
+        if buffer.is_null() {
+            return Err(size);
+        }
+        // SAFETY: a live buffer.
+        unsafe { (ggml.f.ggml_backend_buffer_set_usage)(buffer, USAGE_WEIGHTS) };
+        let tensor_of = Home::Context { _kept: context };
+        let own = OwnBuffer {
+            ggml,
+            buffer,
+            size,
+            tensor: tensor_of,
+        };
+        Ok((own, tensor))
+    }
+
+    /// Returns the descriptor for a tensor of the program that takes the place of the buffer's tensor.
+    ///
+    /// # Safety
+    ///
+    /// `tensor` is the buffer's.
+    pub unsafe fn descriptor(&self, tensor: *const Tensor) -> Descriptor {
+        // SAFETY: as the caller ensures; a live buffer.
+        unsafe {
+            let found = self.ggml.descriptor(tensor);
+            match self.tensor {
+                Home::Struct(_) => found,
+                // The parts are at the start of their buffers.
+                Home::Context { .. } => Descriptor {
+                    data: (self.ggml.f.ggml_backend_buffer_get_base)(self.buffer),
+                    ..found
+                },
+            }
+        }
+    }
+
+    /// Enters a tensor of the program that has the descriptor of this buffer, if ggml finds the parts of a
+    /// tensor by its address.
+    ///
+    /// # Safety
+    ///
+    /// No other thread uses the tensor or the buffer.
+    pub unsafe fn enter(&self, tensor: *mut Tensor) {
+        if matches!(self.tensor, Home::Context { .. }) {
+            // SAFETY: as the caller ensures.
+            unsafe { (self.ggml.f.ggml_backend_buffer_init_tensor)(self.buffer, tensor) };
+        }
+    }
+
     /// Gives the buffer to another tensor, which must not need more than its size; returns both.
     /// No tensor uses the buffer any more.
     pub fn reuse(self, ty: i32, ne: &[i64], name: &CStr) -> Result<(OwnBuffer, *mut Tensor), u64> {
         let mut own = self;
-        own.tensor = own.ggml.tensor_struct(ty, ne).ok_or(0u64)?;
+        own.tensor = Home::Struct(own.ggml.tensor_struct(ty, ne).ok_or(0u64)?);
         let tensor = own.place_tensor(name);
         Ok((own, tensor))
     }
@@ -156,7 +230,10 @@ impl OwnBuffer {
 
     /// Places its tensor at the start of the buffer.
     fn place_tensor(&mut self, name: &CStr) -> *mut Tensor {
-        let (f, tensor) = (&self.ggml.f, self.tensor.tensor());
+        let Home::Struct(home) = &mut self.tensor else {
+            unreachable!("buffers of several devices are not used again")
+        };
+        let (f, tensor) = (&self.ggml.f, home.tensor());
         // SAFETY: the tensor is new and not shared; the buffer is live and has the size that its
         // type returns for the tensor.
         unsafe {

@@ -9,8 +9,8 @@ use std::ffi::CStr;
 
 use parking_lot::Mutex;
 
-use super::Ggml;
-use super::types::{Buffer, BufferType};
+use super::types::{Buffer, BufferType, Device};
+use super::{Ggml, split};
 
 /// The name of ggml's RPC backend.
 const RPC: &CStr = c"RPC";
@@ -48,7 +48,10 @@ pub unsafe fn is_remote(ggml: &Ggml, buft: *mut BufferType) -> bool {
     // SAFETY: as the caller ensures; devices are static.
     unsafe {
         let device = (ggml.f.ggml_backend_buft_get_device)(buft);
-        !device.is_null() && ggml.backend_name(device) == RPC
+        let mut all = split::devices(device);
+        all.push(device);
+        let is_rpc = |&device: &*mut Device| ggml.backend_name(device) == RPC;
+        !device.is_null() && all.iter().any(is_rpc)
     }
 }
 

@@ -114,6 +114,8 @@ functions! {
     ggml_view_tensor(*mut Context, *mut Tensor) -> *mut Tensor;
     ggml_view_1d(*mut Context, *mut Tensor, i64, usize) -> *mut Tensor;
     ggml_set_name(*mut Tensor, *const c_char) -> *mut Tensor;
+    ggml_get_first_tensor(*const Context) -> *mut Tensor;
+    ggml_get_next_tensor(*const Context, *mut Tensor) -> *mut Tensor;
     ggml_get_name(*const Tensor) -> *const c_char;
     ggml_get_data(*const Tensor) -> *mut c_void;
     ggml_nbytes(*const Tensor) -> usize;
@@ -136,6 +138,8 @@ functions! {
     ggml_build_forward_expand(*mut Graph, *mut Tensor);
     ggml_graph_n_nodes(*mut Graph) -> c_int;
     ggml_graph_node(*mut Graph, c_int) -> *mut Tensor;
+    ggml_backend_alloc_ctx_tensors_from_buft(*mut Context, *mut BufferType) -> *mut Buffer;
+    ggml_backend_buffer_init_tensor(*mut Buffer, *mut Tensor) -> c_int;
     ggml_backend_buffer_free(*mut Buffer);
     ggml_backend_buffer_clear(*mut Buffer, u8);
     ggml_backend_buffer_get_base(*mut Buffer) -> *mut c_void;

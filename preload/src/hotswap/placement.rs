@@ -12,7 +12,9 @@ use std::sync::atomic::Ordering;
 
 use sidecar_core::gguf::TypeInfo;
 
-use crate::ggml::{BufferType, DEVICE_CPU, Descriptor, Device, Ggml, LAST_PLAIN_DEVICE, Tensor};
+use crate::ggml::{
+    BufferType, DEVICE_CPU, Descriptor, Device, Ggml, LAST_PLAIN_DEVICE, Tensor, split,
+};
 use crate::program::loads;
 use crate::program::models::{Instance, Model};
 use crate::streaming::load;
@@ -331,20 +333,33 @@ fn supports(
     }
 }
 
-/// Returns the name of the buffer type of a descriptor.
+/// Returns the name of the buffer type of a descriptor; of one that stands for several, their names.
 pub fn describe(ggml: &Ggml, descriptor: &Descriptor) -> String {
-    // SAFETY: the buffer of a descriptor in use is live.
-    let buft = unsafe { (ggml.f.ggml_backend_buffer_get_type)(descriptor.buffer) };
-    ggml.buffer_type_name(buft)
+    // SAFETY: the buffer of a descriptor in use is live, and devices are static.
+    let (buft, device) = unsafe {
+        let buft = (ggml.f.ggml_backend_buffer_get_type)(descriptor.buffer);
+        (buft, (ggml.f.ggml_backend_buft_get_device)(buft))
+    };
+    let of_several = split::devices(device);
+    let names = of_several.into_iter().map(|device| {
+        // SAFETY: as above.
+        let buft = unsafe { (ggml.f.ggml_backend_dev_buffer_type)(device) };
+        ggml.buffer_type_name(buft)
+    });
+    let names: Vec<String> = names.collect();
+    match names.is_empty() {
+        true => ggml.buffer_type_name(buft),
+        false => names.join(" + "),
+    }
 }
 
-/// Whether ggml splits an instance over several devices. The device that stands for them
-/// finds the instance by its address.
-pub fn is_split_by_ggml(model: &Model, instance: &Instance) -> bool {
-    let f = &model.ggml.f;
+/// Whether ggml splits an instance over several devices, and made their device before the drop-in saw it.
+pub fn is_split_over_unknown(model: &Model, instance: &Instance) -> bool {
+    let (f, buft) = (&model.ggml.f, instance.original_buffer_type.0);
     // SAFETY: live buffer types and devices, which are static.
-    unsafe {
-        let device = (f.ggml_backend_buft_get_device)(instance.original_buffer_type.0);
-        !device.is_null() && (f.ggml_backend_dev_type)(device) > LAST_PLAIN_DEVICE
-    }
+    let is_plain = unsafe {
+        let device = (f.ggml_backend_buft_get_device)(buft);
+        device.is_null() || (f.ggml_backend_dev_type)(device) <= LAST_PLAIN_DEVICE
+    };
+    !is_plain && !model.ggml.is_split(buft)
 }

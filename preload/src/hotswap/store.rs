@@ -279,8 +279,8 @@ impl ProgramStore<'_> {
             let (buffer, made) = self.allocate(instance, buft, ty, &ne, name)?;
             new.write_to(ggml, instance, (&buffer, made), &mut bytes)
                 .map_err(|error| failed(format!("cannot read it: {error}")))?;
-            // SAFETY: a new tensor that is not shared.
-            let to = unsafe { ggml.descriptor(made) };
+            // SAFETY: the tensor of this buffer, which is not shared.
+            let to = unsafe { buffer.descriptor(made) };
             places.push(placement::describe(ggml, &to));
             if placement::fresh_load_duplicates(model, instance, &ne, ty) {
                 log::warn!(
@@ -610,9 +610,9 @@ impl Store for ProgramStore<'_> {
             "the program keeps views of it, which a swap would not change".into()
         } else if instances
             .clone()
-            .any(|instance| placement::is_split_by_ggml(model, instance))
+            .any(|instance| placement::is_split_over_unknown(model, instance))
         {
-            "ggml splits it over several devices".into()
+            "ggml splits it over several devices, which are not known".into()
         } else if let Some(why) = own_cache::refuses(model, new_data.tensor, new_data.ty.id as i32)
         {
             why
@@ -785,7 +785,12 @@ impl Store for ProgramStore<'_> {
                     let instance = &model.tensors[next.tensor].instances[next.instance];
                     // SAFETY: no evaluation runs and the model is alive, so nothing reads the
                     // tensor; its new buffer is kept in `private`, or is the original one.
-                    unsafe { model.ggml.describe(instance.tensor.0, &next.to) };
+                    unsafe {
+                        model.ggml.describe(instance.tensor.0, &next.to);
+                        if let Some(buffer) = &next.private {
+                            buffer.enter(instance.tensor.0);
+                        }
+                    }
                     std::mem::swap(&mut *instance.private.lock(), &mut next.private);
                     model.groups.displace(next.tensor, next.displaced);
                 }

@@ -30,6 +30,7 @@ macro_rules! hooks {
             GgufInit = gguf_init_from_file,
             GgufInitStream = gguf_init_from_file_ptr,
             TensorAlloc = ggml_backend_tensor_alloc,
+            TensorsAlloc = ggml_backend_alloc_ctx_tensors_from_buft,
             BufferGetSize = ggml_backend_buffer_get_size,
             BufferFree = ggml_backend_buffer_free,
             BackendFree = ggml_backend_free,
@@ -48,6 +49,7 @@ macro_rules! hooks {
             TensorSetAsync = ggml_backend_tensor_set_async,
             TensorCopy = ggml_backend_tensor_copy,
             OffloadOp = ggml_backend_offload_op,
+            MetaDevice = ggml_backend_meta_device,
             FunctionLookup = ggml_backend_reg_get_proc_address,
             ReloadChangedTensors = llama_reload_changed_tensors,
         }

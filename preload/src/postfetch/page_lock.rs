@@ -126,6 +126,9 @@ fn functions(ggml: &Ggml, device: *mut Device) -> Option<(Register, Unregister)>
     // SAFETY: a live device; ggml's backends give the functions of these names these types.
     unsafe {
         let backend = (f.ggml_backend_dev_backend_reg)(device);
+        if backend.is_null() {
+            return None;
+        }
         let find = |name: &CStr| {
             let found = (f.ggml_backend_reg_get_proc_address)(backend, name.as_ptr());
             (!found.is_null()).then_some(found)

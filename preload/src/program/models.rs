@@ -469,11 +469,17 @@ unsafe fn read_copy(model: &Model, instances: &[Instance], weight: &mut UsedWeig
     true
 }
 
-/// Records that a graph has a view of this tensor. Returns whether it is the first.
+/// Records that a graph has a view of this tensor, which the calling thread is about to allocate. Returns
+/// whether it is the first.
 pub fn note_view(tensor: *mut Tensor) -> bool {
     let mut is_first = false;
     with_instance(tensor, |of| {
         is_first = !of.viewed.swap(true, Ordering::SeqCst);
+        if let Some(buffer) = &*of.private.lock() {
+            // A buffer of several devices forgets tensors with the views that an earlier graph had.
+            // SAFETY: evaluations of the model wait for each other, and this thread begins one.
+            unsafe { buffer.enter(of.tensor.0) };
+        }
     });
     is_first
 }
