@@ -73,7 +73,7 @@ fn simulated(count: usize, settings: &[(&str, &str)]) -> SimGgml {
     SimGgml::new(&[&[("SIM_GGML_DEVICES", &*count)], settings].concat())
 }
 
-/// A prompt, whose graph is made anew, and tokens, whose graph is used again.
+/// A prompt, whose graph is made again, and tokens, whose graph is used again.
 fn answer(server: &Server) -> Answer {
     server.complete(&Request {
         cache_prompt: false,

@@ -545,7 +545,7 @@ fn ratio(of: f64, to: f64) -> f64 {
 }
 
 impl Setting {
-    /// Whether two settings differ in nothing but the threads of prompts.
+    /// Whether two settings differ in the threads of prompts alone.
     pub fn is_like(&self, other: &Setting) -> bool {
         let batch_threads = other.batch_threads;
         *other

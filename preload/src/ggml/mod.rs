@@ -5,8 +5,8 @@
 //! | module | contents |
 //! |---|---|
 //! | [`own`] | contexts and buffers of the drop-in |
-//! | [`split`] | devices that stand for several |
 //! | [`remote`] | buffers on other machines, which wait to be freed |
+//! | [`split`] | devices that stand for several |
 //! | [`custom`] | a view that calls a function when it is evaluated |
 //! | [`layout`] | the offsets of the fields of tensors |
 //! | [`sys`] | the functions of ggml's C API |
