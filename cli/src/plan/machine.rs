@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use sidecar_core::gguf::FileId;
 use sidecar_core::protocol::{Event, Measure, Measured, Work};
 
+use super::others::Since;
 use super::shape::ExpertAt;
 use crate::launch::child;
 use crate::launch::executable::Executable;
@@ -28,6 +29,8 @@ use crate::trial::{self, Program};
 
 /// The list of measurements.
 const KEPT: Kept = Kept { name: "measured" };
+/// The share of the processors that other programs may take during a measurement.
+const DISTURBED: f64 = 0.15;
 /// The longest time of a measurement.
 const LONGEST: Duration = Duration::from_secs(900);
 /// Rows of a matrix of an expert that a thread takes at a time, with a single token
@@ -45,11 +48,15 @@ struct Entry {
     stamps: Vec<(u64, i64)>,
     wanted: Measure,
     found: Measured,
+    #[serde(default)]
+    disturbed: Option<f64>,
 }
 
 /// What was measured with the program's ggml.
 pub struct Found {
     pub measured: Measured,
+    /// The share of the processors that other programs took meanwhile, if that was too much.
+    pub disturbed: Option<f64>,
     /// Whether it is of an earlier run, and where it is kept.
     pub is_kept: bool,
     pub path: Option<PathBuf>,
@@ -80,11 +87,15 @@ pub fn measure(
     if let Some(known) = entries.iter().find(|of| is_same(of)).filter(|_| !again) {
         return Ok(Found {
             measured: known.found.clone(),
+            disturbed: known.disturbed,
             is_kept: true,
             path: KEPT.path(),
         });
     }
+    let since = Since::now();
     let measured = run(of, &program, &wanted)?;
+    let share = since.and_then(|since| since.share());
+    let disturbed = share.filter(|share| *share > DISTURBED);
     entries.retain(|of| !is_same(of));
     entries.push(Entry {
         machine: kept::machine(),
@@ -92,9 +103,11 @@ pub fn measure(
         stamps,
         wanted,
         found: measured.clone(),
+        disturbed,
     });
     Ok(Found {
         measured,
+        disturbed,
         is_kept: false,
         path: KEPT.write(entries)?,
     })

@@ -6,6 +6,7 @@
 //! | [`runs`] | what runs of the program show |
 //! | [`search`] | the settings that are predicted |
 //! | [`machine`] | what is measured on this machine |
+//! | [`others`] | what other programs take of the processors |
 //! | [`shape`] | the matrices of a model |
 //! | [`options`] | options of llama.cpp's programs |
 //! | [`model`] | how long a token takes |
@@ -13,6 +14,7 @@
 mod machine;
 mod model;
 mod options;
+mod others;
 #[cfg(test)]
 mod published;
 mod report;
@@ -171,6 +173,7 @@ fn plan(options: &PlanOptions) -> Result<Plan> {
         report::Source {
             whose,
             is_kept: found.is_kept,
+            disturbed: found.disturbed,
             path: found.path,
             cores,
             threads,

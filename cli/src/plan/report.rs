@@ -29,6 +29,8 @@ pub struct Source {
     /// What limits the memory.
     pub whose: &'static str,
     pub is_kept: bool,
+    /// The share of the processors that other programs took during the measurement, if that was too much.
+    pub disturbed: Option<f64>,
     pub path: Option<PathBuf>,
     pub cores: u32,
     pub threads: u32,
@@ -76,6 +78,7 @@ pub struct Plan {
     calibration: Runs,
     kept_in: Option<PathBuf>,
     is_kept: bool,
+    disturbed: Option<f64>,
     prompt_tokens: f64,
     answer_tokens: f64,
     /// The settings, best first.
@@ -140,6 +143,7 @@ impl Plan {
             calibration: facts.runs.clone(),
             kept_in: source.path,
             is_kept: source.is_kept,
+            disturbed: source.disturbed,
             prompt_tokens: facts.tokens.0,
             answer_tokens: facts.tokens.1,
             choices,
@@ -176,6 +180,15 @@ impl Plan {
                 ""
             };
             line("measured", format!("{when}kept in {}", path.display()));
+        }
+        if let Some(share) = self.disturbed {
+            line(
+                "disturbed",
+                format!(
+                    "other programs used {:.0} % of the processors: these predictions are worth little; run plan again with --measure when they have ended",
+                    100.0 * share
+                ),
+            );
         }
         if let Some(of) = &self.measured {
             let start = match of.start_seconds > 0.0 {
