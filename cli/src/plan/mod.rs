@@ -30,7 +30,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use options::Known;
 use report::Plan;
-use search::{Candidate, Facts, FileSpeeds, OnGpu, Runs, Setting};
+use search::{Candidate, EQUAL, Facts, FileSpeeds, OnGpu, Runs, Setting};
 use shape::Shape;
 use sidecar_core::config;
 use sidecar_core::memory::free_memory;
@@ -158,6 +158,10 @@ fn plan(options: &PlanOptions) -> Result<Plan> {
         }
     }
     candidates.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
+    // Of those that are equal to the best one, the one with the fewest changes is first.
+    let best = candidates.first().map_or(0.0, |of| of.seconds);
+    let equal = candidates.partition_point(|of| of.seconds < best * (1.0 + EQUAL));
+    candidates[..equal].sort_by_key(|of| of.setting.changes(&facts.typed));
     ensure!(
         !candidates.is_empty(),
         "no setting lets this model run here: {}",

@@ -11,7 +11,7 @@ use serde::Serialize;
 use super::model::Time;
 use super::options::Known;
 use super::runs::Baseline;
-use super::search::{Candidate, Facts, FileSpeeds, Memory, Runs, Setting};
+use super::search::{Candidate, EQUAL, Facts, FileSpeeds, Memory, Runs, Setting};
 use super::shape::Bytes;
 use crate::launch::child::quoted;
 use crate::sizes::{Table, size_text};
@@ -21,8 +21,6 @@ use crate::sizes::{Table, size_text};
 const ERROR: f64 = 0.15;
 const ERROR_OF_DISK: f64 = 0.3;
 const ERROR_OF_GPU: f64 = 0.3;
-/// What is not slower than this is listed as equal.
-const EQUAL: f64 = 0.02;
 
 /// Where figures are from.
 pub struct Source {

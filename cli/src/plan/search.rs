@@ -25,6 +25,8 @@ const POST_FETCH: &str = "--post-fetch";
 const EXPERT_CACHE: &str = "--expert-cache";
 const PAGE_LOCK: &str = "--page-lock";
 
+/// What is not slower than this, as a share, is equal.
+pub const EQUAL: f64 = 0.02;
 /// Why a number of threads is not predicted.
 const NOT_MEASURED: &str = "this number of threads was not measured";
 
@@ -474,10 +476,11 @@ impl Facts {
         let places = self.places(known);
         // Mapped, read into memory, streamed.
         let can_choose = known.has(options::LOAD_MODE) || known.has(options::NO_MMAP);
-        let has_experts = self.shape.expert_layers > 0;
+        // What is in memory gains nothing from being read from the disk.
+        let can_stream = self.file.is_some();
         let mut files = vec![(true, false), (false, false), (true, true)];
         files.retain(|&(mapped, streams)| {
-            (mapped == self.typed.mapped || can_choose) && (has_experts || !streams)
+            (mapped == self.typed.mapped || can_choose) && (can_stream || !streams)
         });
         let can_differ = known.has(options::BATCH_THREADS);
         for &threads in &all_threads {
@@ -545,6 +548,20 @@ fn ratio(of: f64, to: f64) -> f64 {
 }
 
 impl Setting {
+    /// Returns how many choices differ from those of another setting.
+    pub fn changes(&self, other: &Setting) -> usize {
+        let differing = [
+            self.threads != other.threads,
+            self.batch_threads != other.batch_threads,
+            self.repacked != other.repacked,
+            self.mapped != other.mapped,
+            self.batch != other.batch,
+            self.gpu != other.gpu,
+            self.streams != other.streams,
+        ];
+        differing.into_iter().filter(|differs| *differs).count()
+    }
+
     /// Whether two settings differ in the threads of prompts alone.
     pub fn is_like(&self, other: &Setting) -> bool {
         let batch_threads = other.batch_threads;
