@@ -149,7 +149,7 @@ impl Comparison {
         let words = &options.command;
         let requests = match &options.prompts {
             Some(path) => prompts::read(path, options.tokens)?,
-            None => prompts::long_and_short(options.tokens),
+            None => prompts::long_and_short(prompts::LONGEST, options.tokens),
         };
         let longest = Duration::from_secs(options.seconds.max(1));
         let program = Program::new(words, requests, longest)?;

@@ -163,11 +163,16 @@ pub fn field(text: &str, name: &str) -> u64 {
     number.unwrap_or(0)
 }
 
-/// Returns the session of a process; see proc_pid_stat(5).
+/// Returns the fields of proc_pid_stat(5), from the third on: the name before them may have spaces.
+pub fn stat_fields(text: &str) -> Option<impl Iterator<Item = &str>> {
+    let (_, fields) = text.rsplit_once(") ")?;
+    Some(fields.split_whitespace())
+}
+
+/// Returns the session of a process.
 fn session_of(process: i32) -> Option<i32> {
     let stat = fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
-    let (_, fields) = stat.rsplit_once(") ")?;
-    fields.split(' ').nth(3)?.parse().ok()
+    stat_fields(&stat)?.nth(3)?.parse().ok()
 }
 
 #[cfg(test)]
@@ -204,7 +209,6 @@ mod tests {
 
     fn lives(process: i32) -> bool {
         let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
-        stat.rsplit_once(") ")
-            .is_some_and(|(_, state)| !state.starts_with('Z'))
+        stat_fields(&stat).is_some_and(|mut fields| fields.next() != Some("Z"))
     }
 }

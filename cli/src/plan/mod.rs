@@ -90,7 +90,8 @@ pub fn run(options: &PlanOptions) -> Result<()> {
 
 fn plan(options: &PlanOptions) -> Result<Plan> {
     let words = &options.command;
-    let requests = prompts::of_tokens(options.prompt_tokens, options.answer_tokens.min(ANSWER));
+    let requests =
+        prompts::long_and_short(options.prompt_tokens, options.answer_tokens.min(ANSWER));
     let longest = Duration::from_secs(options.seconds.max(1));
     let mut program = Program::new(words, requests, longest)?;
     let known = Known::of(words)?;

@@ -2,6 +2,8 @@
 
 use std::fs;
 
+use crate::launch::session::stat_fields;
+
 /// The time that the processors have worked, and that this process and its ended children have.
 pub struct Since {
     all: Ticks,
@@ -50,11 +52,9 @@ fn ticks(text: &str) -> Option<Ticks> {
     })
 }
 
-/// Reads the times of a process and its ended children: the fields 14 to 17 (proc(5)).
+/// Reads the times of a process and its ended children: the fields 14 to 17.
 fn own_ticks(text: &str) -> Option<u64> {
-    // The name of the program may have spaces.
-    let (_, fields) = text.rsplit_once(')')?;
-    let times = fields.split_whitespace().skip(11).take(4);
+    let times = stat_fields(text)?.skip(11).take(4);
     times.map(|field| field.parse::<u64>().ok()).sum()
 }
 

@@ -1,7 +1,7 @@
 //! What runs of the program show: as it was typed and, where the model does not fit into memory, with experts
 //! from disk.
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use serde::Serialize;
 
 use super::model::{Calibration, Time};
@@ -35,11 +35,7 @@ pub fn calibrate(program: &mut Program, facts: &mut Facts) -> Result<Option<Base
             return Ok(None);
         }
     };
-    let mut speeds = speeds_of(&run);
-    if run.seconds < SHORT {
-        let again = speeds_of(&program.run(None, false)?.0);
-        speeds = both(facts, speeds, again);
-    }
+    let speeds = repeated(program, None, &run, facts)?;
     let typed = facts.typed;
     facts.runs.typed = calibrations(facts, &typed, &speeds);
     if facts.file.is_some() {
@@ -57,24 +53,21 @@ pub fn calibrate(program: &mut Program, facts: &mut Facts) -> Result<Option<Base
 fn stream(program: &Program, facts: &mut Facts) -> Result<()> {
     progress("running it with experts from disk");
     let flags = [STREAM.to_owned()];
-    let found = program.run(Some(&flags), false).and_then(|(run, events)| {
-        let obstacle = events.stream_obstacle();
-        let mut speeds = speeds_of(&run);
-        if obstacle.is_none() && run.seconds < SHORT {
-            let again = speeds_of(&program.run(Some(&flags), false)?.0);
-            speeds = both(facts, speeds, again);
-        }
-        Ok((speeds, obstacle))
-    });
+    let found =
+        program
+            .run(Some(&flags), false)
+            .and_then(|(run, events)| match events.stream_obstacle() {
+                Some(obstacle) => bail!(obstacle),
+                None => repeated(program, Some(&flags), &run, facts),
+            });
     match found {
-        Ok((speeds, None)) => {
+        Ok(speeds) => {
             let setting = Setting {
                 streams: true,
                 ..facts.typed
             };
             facts.runs.streamed = calibrations(facts, &setting, &speeds);
         }
-        Ok((_, obstacle)) => facts.runs.stream_obstacle = obstacle,
         Err(error) => facts.runs.stream_obstacle = Some(unless_interrupted(error)?),
     }
     Ok(())
@@ -86,7 +79,7 @@ fn calibrations(facts: &mut Facts, setting: &Setting, speeds: &Speeds) -> Option
     let prompt_seconds = 1.0 / speeds.prompt.rate()?;
     let token_seconds = 1.0 / speeds.answer.rate()?;
     let tokens = speeds.prompt.tokens as f64;
-    let (token, prompt) = facts.uncalibrated(setting, tokens).ok()?;
+    let (_, token, prompt) = facts.uncalibrated(setting, tokens).ok()?;
     if let Some(file) = facts
         .file
         .as_mut()
@@ -132,9 +125,19 @@ fn unless_interrupted(error: anyhow::Error) -> Result<String> {
     }
 }
 
-/// Returns the speeds of two runs: the faster ones, as the first run may have waited for the disk that the
-/// second one no longer needs; where all runs wait for it, their mean.
-fn both(facts: &Facts, one: Speeds, other: Speeds) -> Speeds {
+/// Returns the speeds of a run. A short one is repeated: the faster speeds count, as the first run may have
+/// waited for the disk that the second one no longer needs; where all runs wait for it, their mean.
+fn repeated(
+    program: &Program,
+    flags: Option<&[String]>,
+    run: &Run,
+    facts: &Facts,
+) -> Result<Speeds> {
+    let one = speeds_of(run);
+    if run.seconds >= SHORT {
+        return Ok(one);
+    }
+    let other = speeds_of(&program.run(flags, false)?.0);
     let of_both = |a: Speed, b: Speed| match facts.file.is_some() {
         true => Speed {
             tokens: a.tokens.midpoint(b.tokens),
@@ -143,8 +146,8 @@ fn both(facts: &Facts, one: Speeds, other: Speeds) -> Speeds {
         false if b.rate() > a.rate() => b,
         false => a,
     };
-    Speeds {
+    Ok(Speeds {
         prompt: of_both(one.prompt, other.prompt),
         answer: of_both(one.answer, other.answer),
-    }
+    })
 }

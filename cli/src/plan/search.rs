@@ -225,10 +225,7 @@ impl Facts {
 
     /// Returns the prediction of a setting, or why the program could not run with it.
     pub fn predict(&self, setting: &Setting) -> Result<Candidate, String> {
-        let model = self.shape.model();
-        let place = self.place(setting, &model)?;
-        let token = place.token(&model);
-        let prompt = place.prompt(&model, self.tokens.0);
+        let (place, token, prompt) = self.uncalibrated(setting, self.tokens.0)?;
         let (token, prompt) = self.calibrated(setting, token, prompt);
         Ok(Candidate {
             setting: *setting,
@@ -239,16 +236,17 @@ impl Facts {
         })
     }
 
-    /// Returns what is predicted without any run: the times of a single token, and of one of a prompt of
-    /// so many tokens.
+    /// Returns what is predicted without any run: where the model is computed, the time of a single token, and
+    /// that of one of a prompt of so many tokens.
     pub fn uncalibrated(
         &self,
         setting: &Setting,
         prompt_tokens: f64,
-    ) -> Result<(Time, Time), String> {
+    ) -> Result<(Place, Time, Time), String> {
         let model = self.shape.model();
         let place = self.place(setting, &model)?;
-        Ok((place.token(&model), place.prompt(&model, prompt_tokens)))
+        let prompt = place.prompt(&model, prompt_tokens);
+        Ok((place, place.token(&model), prompt))
     }
 
     fn memory(&self, setting: &Setting, place: &Place) -> Memory {
@@ -437,7 +435,8 @@ impl Facts {
             return (assumed(&token), assumed(&prompt));
         };
         let (mut slower, mut slower_batch) = (1.0, 1.0);
-        if setting.gpu.is_none() {
+        // Where the disk is waited for, it is most of what is no product, and waits for no thread.
+        if setting.gpu.is_none() && token.disk == 0.0 {
             let repacked = self.typed.repacked && streamed.is_none();
             let of = |threads| self.products(threads, repacked).unwrap_or_default();
             let (here, typed) = (of(setting.threads), of(self.typed.threads));
@@ -450,10 +449,6 @@ impl Facts {
                 here.other_batch + here.routed_batch,
                 typed.other_batch + typed.routed_batch,
             );
-        }
-        // What is no product is then above all the disk, which waits for no thread.
-        if token.disk > 0.0 {
-            (slower, slower_batch) = (1.0, 1.0);
         }
         (
             token.calibrated(&run.token, slower),

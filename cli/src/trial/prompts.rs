@@ -7,8 +7,9 @@ use anyhow::{Context, Result, ensure};
 
 /// A text for prompts.
 const TEXT: &str = include_str!("prompt.txt");
-/// Words of the long prompt, and of the short one.
-const LONG_WORDS: usize = 384;
+/// Tokens of the long prompt, at most.
+pub const LONGEST: u32 = 512;
+/// Words of the short prompt.
 const SHORT_WORDS: usize = 24;
 /// Tokens of the answer to the long prompt.
 const SHORT_ANSWER: u32 = 4;
@@ -45,17 +46,12 @@ impl Request {
     }
 }
 
-/// Returns a long prompt with a short answer, and a short prompt with an answer of so many tokens.
-pub fn long_and_short(tokens: u32) -> Vec<Request> {
-    of_tokens(u32::MAX, tokens)
-}
-
-/// Returns a prompt of about so many tokens, 512 at most, with a short answer, and a short prompt with an answer
-/// of `answer` tokens.
-pub fn of_tokens(prompt: u32, answer: u32) -> Vec<Request> {
+/// Returns a prompt of about so many tokens, [`LONGEST`] at most, with a short answer, and a short prompt with an
+/// answer of `answer` tokens.
+pub fn long_and_short(prompt: u32, answer: u32) -> Vec<Request> {
     // A token is about three quarters of an English word.
-    let words = (prompt as usize).saturating_mul(3) / 4;
-    let words = words.clamp(1, LONG_WORDS);
+    let words = prompt.min(LONGEST) as usize * 3 / 4;
+    let words = words.max(1);
     vec![
         Request::of_words(words, SHORT_ANSWER),
         Request::of_words(words.min(SHORT_WORDS), answer),
