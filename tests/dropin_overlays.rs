@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{Duration, UNIX_EPOCH};
 
-use hosts::{TOKENS, copied, fresh, on, taken};
+use hosts::{TOKENS, copied, fresh, on, swap_request, taken};
 use serde_json::{Value, json};
 use sidecar_core::gguf::{Access, GgufFile};
 use testkit::fixtures::fixture;
@@ -18,13 +18,7 @@ use testkit::writer::{F32, Gguf};
 
 /// Sets overlays of a running host and reverts those that match `revert`.
 fn swap(host: &Host, revert: Option<&str>, overlays: &[(&str, &Path)]) -> Value {
-    let overlays = overlays.iter();
-    let overlays = overlays.map(|(tensor, from)| json!({"tensor": tensor, "from": from}));
-    host.request(&json!({
-        "cmd": "swap",
-        "revert": revert,
-        "overlays": overlays.collect::<Vec<_>>(),
-    }))
+    host.request(&swap_request(revert, overlays))
 }
 
 /// `llama-sidecar swap --live`.

@@ -13,15 +13,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use hosts::servers::end;
-use hosts::{copied, taken, traced};
+use hosts::servers::{PREFIX, end};
+use hosts::{copied, on, taken, traced};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, replace};
 use testkit::server::{Answer, Options, RPC_SERVER, Request, Server, llama_cpp_dl, quantize};
 
 /// How long a server may take to start, and to read what it was sent.
 const PATIENCE: Duration = Duration::from_secs(300);
-const PROMPT: &str = "Once upon a time, in a village between two rivers, there lived";
 /// Tokens of an answer: enough that most of its evaluations keep the graph of the one before.
 const TOKENS: usize = 12;
 
@@ -134,10 +133,6 @@ fn over(servers: &[RpcServer], drop_in: DropIn) -> Options {
     }
 }
 
-fn on() -> DropIn {
-    DropIn::On(Vec::new())
-}
-
 fn answer(server: &Server) -> Answer {
     server.complete(&request(TOKENS))
 }
@@ -145,7 +140,7 @@ fn answer(server: &Server) -> Answer {
 fn request(tokens: usize) -> Request {
     Request {
         cache_prompt: false,
-        ..Request::new(PROMPT, tokens)
+        ..Request::new(PREFIX, tokens)
     }
 }
 
@@ -275,7 +270,7 @@ fn swaps_in_the_middle_of_prompts_fail_no_part_of_them() {
     let server = Server::start(&path, &options);
     let prompt = Request {
         cache_prompt: false,
-        ..Request::new(&PROMPT.repeat(12), 1)
+        ..Request::new(&PREFIX.repeat(12), 1)
     };
     let before = server.complete(&prompt);
     std::thread::scope(|scope| {

@@ -9,7 +9,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use sidecar_core::gguf::{Access, GgufFile};
 use testkit::fixtures::{cache, fixture};
 pub use testkit::host::taken;
@@ -21,6 +21,17 @@ pub const TOKENS: usize = 8;
 /// Hot-swap on, without polling.
 pub fn on() -> DropIn {
     DropIn::On(Vec::new())
+}
+
+/// A request that sets overlays and reverts those that match `revert`.
+pub fn swap_request(revert: Option<&str>, overlays: &[(&str, &Path)]) -> Value {
+    let overlays = overlays.iter();
+    let overlays = overlays.map(|(tensor, from)| json!({"tensor": tensor, "from": from}));
+    json!({
+        "cmd": "swap",
+        "revert": revert,
+        "overlays": overlays.collect::<Vec<_>>(),
+    })
 }
 
 /// A folder with a copy of a fixture.

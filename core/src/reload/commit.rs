@@ -361,10 +361,10 @@ fn stage<S: Store>(
         return Ok(None);
     }
     let check = || {
-        let need = match on_out_of_memory {
-            OnOutOfMemory::Fail => store.need(&changes),
-            OnOutOfMemory::Fallback => store.need_on_host(&changes),
-        };
+        let mut need = store.need(&changes);
+        if on_out_of_memory == OnOutOfMemory::Fallback {
+            need.host += std::mem::take(&mut need.device) + store.moved_along(&changes);
+        }
         budget::check(Config::get().memory_bytes, need)
     };
     let mut checked = check();

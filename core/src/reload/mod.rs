@@ -121,9 +121,7 @@ impl Engine {
                 }
             }
         }
-        if result.is_ok() {
-            result = registry.bring_back(store, &mut report);
-        }
+        let result = result.and_then(|()| registry.bring_back(store, &mut report));
         *self.changed.lock() = registry.changed();
         report.finish(began, result)
     }
@@ -136,10 +134,8 @@ impl Engine {
         let began = Instant::now();
         let mut registry = self.state.lock();
         let mut report = Report::default();
-        let mut result = registry.revert(store, &mut report);
-        if result.is_ok() {
-            result = registry.bring_back(store, &mut report);
-        }
+        let result = registry.revert(store, &mut report);
+        let result = result.and_then(|()| registry.bring_back(store, &mut report));
         *self.changed.lock() = registry.changed();
         report.finish(began, result)
     }
@@ -160,10 +156,8 @@ impl Engine {
         let began = Instant::now();
         let mut registry = self.state.lock();
         let mut report = Report::default();
-        let mut result = registry.overlay(store, revert, set, &mut report);
-        if result.is_ok() {
-            result = registry.bring_back(store, &mut report);
-        }
+        let result = registry.overlay(store, revert, set, &mut report);
+        let result = result.and_then(|()| registry.bring_back(store, &mut report));
         *self.changed.lock() = registry.changed();
         report.finish(began, result)
     }

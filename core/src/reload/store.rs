@@ -156,14 +156,9 @@ pub trait Store: Sync {
         0
     }
 
-    /// Returns the memory that `changes` need where devices have none: all of it is host memory.
-    fn need_on_host(&self, changes: &[Change<'_>]) -> Need {
-        let need = self.need(changes);
-        Need {
-            host: need.host + need.device,
-            device: 0,
-            ..need
-        }
+    /// Returns the bytes of other tensors that go to host memory with `changes`, where a device is out of memory.
+    fn moved_along(&self, _changes: &[Change<'_>]) -> u64 {
+        0
     }
 
     /// Returns the group of a tensor. Tensors of a group are laid out and switched together.

@@ -174,7 +174,7 @@ impl Ggml {
     pub fn is_split(&self, buft: *mut BufferType) -> bool {
         // SAFETY: a live buffer type, which is static.
         let device = unsafe { (self.f.ggml_backend_buft_get_device)(buft) };
-        !split::devices(device).is_empty()
+        split::is_known(device)
     }
 
     /// Returns the bytes that a device can still allocate, and all bytes that it has; 0 if it does
@@ -190,11 +190,10 @@ impl Ggml {
     pub fn special_types(&self, cpu: *mut Device) -> Vec<*mut BufferType> {
         type GetExtra = unsafe extern "C-unwind" fn(*mut Device) -> *mut *mut BufferType;
         let name = c"ggml_backend_dev_get_extra_bufts";
-        // SAFETY: a live device has a registration; ggml-backend.h gives the function this
-        // type, and its result is an array that ends with null, or null.
+        // SAFETY: a live device; ggml-backend.h gives the function this type, and its result is an
+        // array that ends with null, or null.
         let list = unsafe {
-            let registration = (self.f.ggml_backend_dev_backend_reg)(cpu);
-            let found = (self.f.ggml_backend_reg_get_proc_address)(registration, name.as_ptr());
+            let found = self.device_function(cpu, name);
             match found.is_null() {
                 true => std::ptr::null_mut(),
                 false => std::mem::transmute::<*mut c_void, GetExtra>(found)(cpu),
@@ -249,6 +248,22 @@ impl Ggml {
         !device.is_null() && unsafe { (self.f.ggml_backend_dev_type)(device) } == DEVICE_CPU
     }
 
+    /// Returns a function of a device's backend by name; null if it has none, as a device that stands for several.
+    ///
+    /// # Safety
+    ///
+    /// A live device of this copy.
+    pub unsafe fn device_function(&self, device: *mut Device, name: &CStr) -> *mut c_void {
+        // SAFETY: as the caller ensures.
+        unsafe {
+            let registration = (self.f.ggml_backend_dev_backend_reg)(device);
+            match registration.is_null() {
+                true => std::ptr::null_mut(),
+                false => (self.f.ggml_backend_reg_get_proc_address)(registration, name.as_ptr()),
+            }
+        }
+    }
+
     /// Returns the name of a device's backend; empty for a device that stands for several.
     ///
     /// # Safety
@@ -266,11 +281,20 @@ impl Ggml {
         }
     }
 
-    /// Returns the name of a buffer type.
+    /// Returns the name of a buffer type; of one that stands for several, their names.
     pub fn buffer_type_name(&self, buft: *mut BufferType) -> String {
-        // SAFETY: a live buffer type has a name.
-        let name = unsafe { CStr::from_ptr((self.f.ggml_backend_buft_name)(buft)) };
-        name.to_string_lossy().into_owned()
+        // SAFETY: live buffer types and devices, which are static and have names.
+        unsafe {
+            let name = |buft| CStr::from_ptr((self.f.ggml_backend_buft_name)(buft));
+            let of_several = split::devices((self.f.ggml_backend_buft_get_device)(buft));
+            let parts = of_several.into_iter();
+            let parts = parts.map(|device| (self.f.ggml_backend_dev_buffer_type)(device));
+            let names: Vec<_> = parts.map(|buft| name(buft).to_string_lossy()).collect();
+            match names.is_empty() {
+                true => name(buft).to_string_lossy().into_owned(),
+                false => names.join(" + "),
+            }
+        }
     }
 
     /// Reads the fields that a switch replaces.

@@ -163,12 +163,11 @@ impl OwnBuffer {
         }
         // SAFETY: a live buffer.
         unsafe { (ggml.f.ggml_backend_buffer_set_usage)(buffer, USAGE_WEIGHTS) };
-        let tensor_of = Home::Context { _kept: context };
         let own = OwnBuffer {
             ggml,
             buffer,
             size,
-            tensor: tensor_of,
+            tensor: Home::Context { _kept: context },
         };
         Ok((own, tensor))
     }

@@ -24,6 +24,11 @@ pub fn is_any() -> bool {
     !KNOWN.lock().is_empty()
 }
 
+/// Whether a device stands for others, which are known.
+pub fn is_known(device: *mut Device) -> bool {
+    KNOWN.lock().iter().any(|of| of.0 == device as usize)
+}
+
 /// Returns the devices that a device stands for; none if that is not known, or it is a plain one.
 pub fn devices(device: *mut Device) -> Vec<*mut Device> {
     let known = KNOWN.lock();

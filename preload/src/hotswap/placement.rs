@@ -12,9 +12,7 @@ use std::sync::atomic::Ordering;
 
 use sidecar_core::gguf::TypeInfo;
 
-use crate::ggml::{
-    BufferType, DEVICE_CPU, Descriptor, Device, Ggml, LAST_PLAIN_DEVICE, Tensor, split,
-};
+use crate::ggml::{BufferType, DEVICE_CPU, Descriptor, Device, Ggml, LAST_PLAIN_DEVICE, Tensor};
 use crate::program::loads;
 use crate::program::models::{Instance, Model};
 use crate::streaming::load;
@@ -333,24 +331,11 @@ fn supports(
     }
 }
 
-/// Returns the name of the buffer type of a descriptor; of one that stands for several, their names.
+/// Returns the name of the buffer type of a descriptor.
 pub fn describe(ggml: &Ggml, descriptor: &Descriptor) -> String {
-    // SAFETY: the buffer of a descriptor in use is live, and devices are static.
-    let (buft, device) = unsafe {
-        let buft = (ggml.f.ggml_backend_buffer_get_type)(descriptor.buffer);
-        (buft, (ggml.f.ggml_backend_buft_get_device)(buft))
-    };
-    let of_several = split::devices(device);
-    let names = of_several.into_iter().map(|device| {
-        // SAFETY: as above.
-        let buft = unsafe { (ggml.f.ggml_backend_dev_buffer_type)(device) };
-        ggml.buffer_type_name(buft)
-    });
-    let names: Vec<String> = names.collect();
-    match names.is_empty() {
-        true => ggml.buffer_type_name(buft),
-        false => names.join(" + "),
-    }
+    // SAFETY: the buffer of a descriptor in use is live.
+    let buft = unsafe { (ggml.f.ggml_backend_buffer_get_type)(descriptor.buffer) };
+    ggml.buffer_type_name(buft)
 }
 
 /// Whether ggml splits an instance over several devices, and made their device before the drop-in saw it.

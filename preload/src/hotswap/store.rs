@@ -652,19 +652,18 @@ impl Store for ProgramStore<'_> {
         need
     }
 
-    fn need_on_host(&self, changes: &[Change<'_>]) -> Need {
-        let mut need = self.need(changes);
-        need.host += std::mem::take(&mut need.device);
+    fn moved_along(&self, changes: &[Change<'_>]) -> u64 {
         let changes: Vec<&Change<'_>> = changes.iter().collect();
         let groups: BTreeSet<usize> = changes.iter().map(|of| self.group(of.tensor())).collect();
-        for group in groups {
-            for tensor in self.others_on_device(group, &changes) {
-                let tensor = &self.0.tensors[tensor].instances[0];
-                // SAFETY: the model is alive while it is reloaded, and its tensors are.
-                need.host += unsafe { (self.0.ggml.f.ggml_nbytes)(tensor.tensor.0) } as u64;
-            }
-        }
-        need
+        let others = groups
+            .into_iter()
+            .flat_map(|group| self.others_on_device(group, &changes));
+        let bytes = |tensor: usize| {
+            let first = &self.0.tensors[tensor].instances[0];
+            // SAFETY: the model is alive while it is reloaded, and its tensors are.
+            unsafe { (self.0.ggml.f.ggml_nbytes)(first.tensor.0) as u64 }
+        };
+        others.map(bytes).sum()
     }
 
     fn release_unused(&self) -> bool {

@@ -157,9 +157,8 @@ impl Processor {
                 if device.is_null() {
                     return Err("the program's ggml has no backend for the processor".into());
                 }
-                let registration = (ggml.f.ggml_backend_dev_backend_reg)(device);
                 let name = c"ggml_backend_set_n_threads";
-                let found = (ggml.f.ggml_backend_reg_get_proc_address)(registration, name.as_ptr());
+                let found = ggml.device_function(device, name);
                 if found.is_null() {
                     return Err(missing(name));
                 }

@@ -122,15 +122,10 @@ fn lock(model: &Arc<Model>) {
 
 /// Returns the functions of a device's backend that lock memory and release it.
 fn functions(ggml: &Ggml, device: *mut Device) -> Option<(Register, Unregister)> {
-    let f = &ggml.f;
     // SAFETY: a live device; ggml's backends give the functions of these names these types.
     unsafe {
-        let backend = (f.ggml_backend_dev_backend_reg)(device);
-        if backend.is_null() {
-            return None;
-        }
         let find = |name: &CStr| {
-            let found = (f.ggml_backend_reg_get_proc_address)(backend, name.as_ptr());
+            let found = ggml.device_function(device, name);
             (!found.is_null()).then_some(found)
         };
         let register = find(c"ggml_backend_register_host_buffer")?;
