@@ -302,6 +302,41 @@ fn experts_of_a_layer_stay_together_where_a_device_is_full() {
     sim.report().assert_ordered();
 }
 
+/// CUDA compares addresses and shapes before it replays a graph, but no types. Memory that one type had is given to
+/// another one of the same size.
+#[test]
+fn no_graph_is_replayed_that_was_captured_with_another_type() {
+    for (split, name) in [(layers(1), "small.gguf"), (tensors(2), "small.gguf")] {
+        let folder = tempfile::tempdir().expect("a folder");
+        let original = fixture(name);
+        let [first, between, last] = ["Q4_0", "Q8_0", "IQ4_NL"].map(|ty| {
+            let path = folder.path().join(ty);
+            quantize(&original, &path, ty, &["--pure"]);
+            path
+        });
+        let run = |captures: &str| {
+            let sim = simulated(split.devices, &[("SIM_GGML_CAPTURE", captures)]);
+            let server = Server::start(&original, &options(&sim, split, on()));
+            let to = |file| swap(&server, None, Some(r"blk\.1\.ffn_up\.weight"), file);
+            to(&first);
+            let answer = || server.complete(&Request::new(PREFIX, 12));
+            answer();
+            to(&between);
+            to(&last);
+            // The prompt is kept but for its last token: no other graph comes between.
+            let answer = answer();
+            end(server);
+            let report = sim.report();
+            report.assert_ordered();
+            (answer, report.replays)
+        };
+        let (expected, none) = run("0");
+        let (found, replays) = run("1");
+        assert!(none == 0 && replays > 0, "{none} {replays}");
+        assert_eq!(found, expected);
+    }
+}
+
 /// Each allocation of a reload fails once: what is answered is what a new server answers.
 #[test]
 fn each_allocation_fails_once() {

@@ -16,6 +16,8 @@ thread; the program waits until it was made, which orders the threads, not the s
     set, get   copy to `weights` and from the result, synchronously
     lock       page-locks the memory that is copied
     free       frees the device memory
+    move       gives `weights` the address of the result
+    retype     gives `weights` another type
 """
 
 import concurrent.futures
@@ -26,6 +28,8 @@ import sys
 
 COUNT = 1 << 18
 BYTES = 4 * COUNT
+# Of a tensor: where its address is, and a type of numbers of the same size.
+DATA, I32 = 248, 26
 
 folder, *steps = sys.argv[1:]
 (base_path,) = glob.glob(os.path.join(folder, "libggml-base*.so"))
@@ -94,6 +98,11 @@ def lock():
         assert c.CFUNCTYPE(c.c_bool, P, SIZE)(function)(c.addressof(memory), BYTES)
 
 
+def change(offset, field, value):
+    """Changes a field of `weights`, a struct ggml_tensor."""
+    field.from_address(weights + offset).value = value
+
+
 ACTIONS = {
     "copy": lambda stream: copy(stream, weights, source, 0, BYTES),
     "compute": lambda stream: compute(stream, graph),
@@ -106,6 +115,8 @@ ACTIONS = {
     "get": lambda _: tensor_get(result, target, 0, BYTES),
     "lock": lambda _: lock(),
     "free": lambda _: free(buffer),
+    "move": lambda _: change(DATA, c.c_void_p, P.from_address(result + DATA).value),
+    "retype": lambda _: change(0, c.c_int, I32),
 }
 
 

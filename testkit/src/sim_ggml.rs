@@ -24,6 +24,8 @@ pub struct Report {
     pub failed: u64,
     /// Calls without effect, on demand.
     pub ignored: u64,
+    /// Graphs that were replayed as they had been captured.
+    pub replays: u64,
     /// Accesses of device memory.
     pub accesses: u64,
     /// Accesses that nothing orders.

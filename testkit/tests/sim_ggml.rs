@@ -321,6 +321,30 @@ fn freed_memory_is_not_used() {
     assert_eq!(report.unknown_memory, 2, "{:?}", report.examples);
 }
 
+/// As ggml's CUDA backend has it: what comes for the second time is captured, and a type is not compared.
+#[test]
+fn graphs_are_replayed_while_nothing_changes() {
+    let replays = |made| {
+        let (result, report) = steps(&[], made);
+        report.assert_ordered();
+        (result, report.replays)
+    };
+    let twice = replays("set compute:a compute:a sync:a get");
+    assert_eq!(twice, ("3.0 3.0".into(), 0));
+    let often = replays("set compute:a compute:a compute:a compute:a sync:a get");
+    assert_eq!(often, ("3.0 3.0".into(), 2));
+    let moved =
+        replays("set compute:a compute:a compute:a move compute:a compute:a compute:a sync:a get");
+    assert_eq!(moved, ("24.0 24.0".into(), 2));
+    let retyped = replays("set compute:a compute:a compute:a retype compute:a sync:a get");
+    assert_eq!(retyped, ("3.0 3.0".into(), 2));
+    let (result, report) = steps(
+        &[("SIM_GGML_CAPTURE", "0")],
+        "set compute:a compute:a compute:a sync:a get",
+    );
+    assert_eq!((&*result, report.replays), ("3.0 3.0", 0));
+}
+
 /// A link of 1 GB/s, and kernels that read 1 GB/s.
 #[test]
 fn page_locked_copies_overlap_kernels_and_others_hold_up_their_caller() {

@@ -3,7 +3,9 @@
 use std::ffi::{CStr, c_int, c_void};
 
 use super::remote;
-use super::types::{Buffer, BufferType, Context, DEVICE_CPU, InitParams, Tensor, USAGE_WEIGHTS};
+use super::types::{
+    Buffer, BufferType, Context, DEVICE_CPU, F32, InitParams, Tensor, USAGE_WEIGHTS,
+};
 use super::{Descriptor, Ggml, TensorStruct};
 
 impl Ggml {
@@ -129,7 +131,7 @@ impl OwnBuffer {
             size,
             tensor: Home::Struct(tensor),
         };
-        let tensor = own.place_tensor(name);
+        let tensor = own.place_tensor(ty, name);
         // SAFETY: a live buffer.
         unsafe {
             (ggml.f.ggml_backend_buffer_set_usage)(buffer, USAGE_WEIGHTS);
@@ -151,9 +153,14 @@ impl OwnBuffer {
         name: &CStr,
         size: u64,
     ) -> Result<(OwnBuffer, *mut Tensor), u64> {
-        let context = ggml.context(1).ok_or(0u64)?;
+        let context = ggml.context(2).ok_or(0u64)?;
+        let offset = OwnBuffer::offset_for(ggml, buft, ty);
+        if offset > 0 {
+            // Each device gets all of a tensor whose name is unknown.
+            context.tensor(F32, &[(offset / size_of::<f32>()) as i64]);
+        }
         let tensor = context.tensor(ty, ne);
-        // SAFETY: a tensor of a new context, which has no other one; a live buffer type.
+        // SAFETY: a tensor of a new context; a live buffer type.
         let buffer = unsafe {
             (ggml.f.ggml_set_name)(tensor, name.as_ptr());
             (ggml.f.ggml_backend_alloc_ctx_tensors_from_buft)(context.raw(), buft)
@@ -183,11 +190,15 @@ impl OwnBuffer {
             let found = self.ggml.descriptor(tensor);
             match self.tensor {
                 Home::Struct(_) => found,
-                // The parts are at the start of their buffers.
-                Home::Context { .. } => Descriptor {
-                    data: (self.ggml.f.ggml_backend_buffer_get_base)(self.buffer),
-                    ..found
-                },
+                // The tensor's own address does not tell where its parts are.
+                Home::Context { .. } => {
+                    let base = (self.ggml.f.ggml_backend_buffer_get_base)(self.buffer);
+                    let at = OwnBuffer::offset_for(self.ggml, self.buffer_type(), found.ty);
+                    Descriptor {
+                        data: base.byte_add(at),
+                        ..found
+                    }
+                }
             }
         }
     }
@@ -210,7 +221,7 @@ impl OwnBuffer {
     pub fn reuse(self, ty: i32, ne: &[i64], name: &CStr) -> Result<(OwnBuffer, *mut Tensor), u64> {
         let mut own = self;
         own.tensor = Home::Struct(own.ggml.tensor_struct(ty, ne).ok_or(0u64)?);
-        let tensor = own.place_tensor(name);
+        let tensor = own.place_tensor(ty, name);
         Ok((own, tensor))
     }
 
@@ -224,11 +235,23 @@ impl OwnBuffer {
         let context = ggml.context(1).ok_or(0u64)?;
         let tensor = context.tensor(ty, ne);
         // SAFETY: a live buffer type, and a tensor of a live context.
-        Ok(unsafe { (ggml.f.ggml_backend_buft_get_alloc_size)(buft, tensor) } as u64)
+        let tensor = unsafe { (ggml.f.ggml_backend_buft_get_alloc_size)(buft, tensor) };
+        Ok((tensor + OwnBuffer::offset_for(ggml, buft, ty)) as u64)
     }
 
-    /// Places its tensor at the start of the buffer.
-    fn place_tensor(&mut self, name: &CStr) -> *mut Tensor {
+    /// Returns where a buffer has its tensor. Types of one size have different offsets: before CUDA replays a graph
+    /// that it captured, it compares addresses and shapes, and no types (`ggml_cuda_graph_update_required`).
+    fn offset_for(ggml: &Ggml, buft: *mut BufferType, ty: i32) -> usize {
+        // SAFETY: types up to one that exists, and a live buffer type.
+        unsafe {
+            let size = |ty| ((ggml.f.ggml_type_size)(ty), (ggml.f.ggml_blck_size)(ty));
+            let others = (0..ty).filter(|&other| size(other) == size(ty)).count();
+            others * (ggml.f.ggml_backend_buft_get_alignment)(buft)
+        }
+    }
+
+    /// Places its tensor in the buffer.
+    fn place_tensor(&mut self, ty: i32, name: &CStr) -> *mut Tensor {
         let Home::Struct(home) = &mut self.tensor else {
             unreachable!("buffers of several devices are not used again")
         };
@@ -238,7 +261,8 @@ impl OwnBuffer {
         unsafe {
             (f.ggml_set_name)(tensor, name.as_ptr());
             let base = (f.ggml_backend_buffer_get_base)(self.buffer);
-            (f.ggml_backend_tensor_alloc)(self.buffer, tensor, base);
+            let at = OwnBuffer::offset_for(self.ggml, self.buffer_type(), ty);
+            (f.ggml_backend_tensor_alloc)(self.buffer, tensor, base.byte_add(at));
         }
         tensor
     }

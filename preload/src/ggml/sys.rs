@@ -148,6 +148,7 @@ functions! {
     ggml_backend_buffer_set_usage(*mut Buffer, c_int);
     ggml_backend_buffer_get_usage(*mut Buffer) -> c_int;
     ggml_backend_buft_alloc_buffer(*mut BufferType, usize) -> *mut Buffer;
+    ggml_backend_buft_get_alignment(*mut BufferType) -> usize;
     ggml_backend_buft_get_alloc_size(*mut BufferType, *const Tensor) -> usize;
     ggml_backend_buft_get_device(*mut BufferType) -> *mut Device = one_device::buft_get_device;
     ggml_backend_buft_is_host(*mut BufferType) -> bool;

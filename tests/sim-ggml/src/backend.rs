@@ -11,7 +11,6 @@ use crate::ggml::{
     FAILED, GPU, Graph, Properties, Registry, SUCCESS, Tensor,
 };
 use crate::host::HostThread;
-use crate::kernel::Snapshot;
 use crate::memory::{Block, POISON};
 use crate::order::Use;
 use crate::routing;
@@ -340,9 +339,10 @@ extern "C" fn compute(backend: *mut Backend, graph: *mut Graph) -> c_int {
     if count_in(backend, Call::GraphCompute) == Effect::Fails {
         return FAILED;
     }
+    let stream = stream(backend);
     // SAFETY: the host passes a graph.
-    let snapshot = unsafe { Snapshot::of(graph) };
-    stream(backend).submit(|worker| snapshot.run(worker));
+    let snapshot = unsafe { stream.captures.lock().expect("no panic").of(graph) };
+    stream.submit(move |worker| snapshot.run(worker));
     SUCCESS
 }
 

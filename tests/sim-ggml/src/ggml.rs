@@ -49,6 +49,9 @@ impl Tensor {
     }
 }
 
+/// Where a graph has its identifier, the last field of `struct ggml_cgraph`, if it has one.
+const GRAPH_IDENTIFIER: usize = 88;
+
 /// A graph, which only ggml looks into.
 pub enum Graph {}
 /// A context of ggml, which only ggml looks into.
@@ -230,6 +233,8 @@ pub struct Ggml {
     graph_add_node: extern "C" fn(*mut Graph, *mut Tensor),
     init: extern "C" fn(InitParams) -> *mut Context,
     free: extern "C" fn(*mut Context),
+    /// Whether its graphs have identifiers.
+    graphs_have_identifiers: bool,
 }
 
 // SAFETY: pointers to functions, and to the CPU device, which ggml never frees.
@@ -310,8 +315,8 @@ impl Ggml {
             ));
         }
         // SAFETY: the fields have the types of these functions.
-        unsafe {
-            Ok(Ggml {
+        let mut ggml = unsafe {
+            Ggml {
                 version,
                 operations: operations(loaded.symbol("ggml_op_name")?)?,
                 cpu,
@@ -326,8 +331,30 @@ impl Ggml {
                 graph_add_node: loaded.symbol("ggml_graph_add_node")?,
                 init: loaded.symbol("ggml_init")?,
                 free: loaded.symbol("ggml_free")?,
-            })
-        }
+                graphs_have_identifiers: false,
+            }
+        };
+        ggml.graphs_have_identifiers = ggml.size_of_graph() == GRAPH_IDENTIFIER + 8;
+        Ok(ggml)
+    }
+
+    /// Returns the size of a graph's struct, which its nodes follow.
+    fn size_of_graph(&self) -> usize {
+        let (context, graph) = self.graph(1);
+        // SAFETY: a new graph; the pointer follows the three numbers of the struct.
+        let nodes = unsafe { graph.cast::<usize>().add(2).read() };
+        (self.free)(context);
+        nodes - graph as usize
+    }
+
+    /// Makes a graph without nodes.
+    fn graph(&self, size: usize) -> (*mut Context, *mut Graph) {
+        let context = (self.init)(InitParams {
+            size: (self.graph_overhead)(size, false) + 4096,
+            memory: null_mut(),
+            no_alloc: true,
+        });
+        (context, (self.new_graph)(context, size, false))
     }
 
     /// Returns a table of a buffer type.
@@ -374,6 +401,21 @@ impl Ggml {
     /// Returns a buffer of the CPU's functions over memory that it does not free.
     pub fn cpu_buffer(&self, memory: *mut c_void, size: usize) -> *mut Buffer {
         (self.buffer_from_ptr)(memory, size)
+    }
+
+    /// Returns the host's identifier of a graph; 0 where it has none.
+    pub fn graph_identifier(&self, graph: *mut Graph) -> u64 {
+        if !self.graphs_have_identifiers {
+            return 0;
+        }
+        // SAFETY: the last field of the struct.
+        unsafe {
+            graph
+                .cast::<u8>()
+                .add(GRAPH_IDENTIFIER)
+                .cast::<u64>()
+                .read()
+        }
     }
 
     /// Returns the nodes of a graph.
@@ -425,13 +467,7 @@ impl Ggml {
 
     /// Computes nodes on a CPU backend.
     pub fn compute(&self, cpu: *mut Backend, nodes: &[*mut Tensor]) {
-        let size = nodes.len() + 1;
-        let context = (self.init)(InitParams {
-            size: (self.graph_overhead)(size, false) + 4096,
-            memory: null_mut(),
-            no_alloc: true,
-        });
-        let graph = (self.new_graph)(context, size, false);
+        let (context, graph) = self.graph(nodes.len() + 1);
         for &node in nodes {
             (self.graph_add_node)(graph, node);
         }

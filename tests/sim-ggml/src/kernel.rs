@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use std::ptr::null_mut;
 use std::sync::Arc;
 
-use crate::ggml::{COMPUTE, Graph, Tensor};
+use crate::ggml::{COMPUTE, Tensor};
 use crate::memory::Block;
 use crate::routing;
 use crate::sim::{Product, sim};
@@ -15,6 +15,21 @@ use crate::work::Work;
 
 /// A graph as it was when the host submitted it.
 pub struct Snapshot {
+    /// Nodes and their sources.
+    tensors: Vec<Tensor>,
+    /// Indices of the sources of each.
+    sources: Vec<[Option<usize>; 10]>,
+    /// Indices of the nodes.
+    nodes: Vec<usize>,
+}
+
+// SAFETY: the pointers of the tensors lead into device memory, or are never followed.
+unsafe impl Send for Snapshot {}
+// SAFETY: as above, and nothing is changed.
+unsafe impl Sync for Snapshot {}
+
+/// A run of a graph.
+struct Run {
     /// Nodes and their sources; pointers between them lead into this vector.
     tensors: Vec<Tensor>,
     /// Indices of the nodes.
@@ -23,17 +38,13 @@ pub struct Snapshot {
     places: Vec<Option<(Arc<Block>, usize)>>,
 }
 
-// SAFETY: the pointers of the tensors lead into the snapshot itself, into device memory, or are
-// never followed.
-unsafe impl Send for Snapshot {}
-
 impl Snapshot {
     /// Copies the nodes of a graph.
     ///
     /// # Safety
     ///
-    /// The graph is valid.
-    pub unsafe fn of(graph: *mut Graph) -> Snapshot {
+    /// The nodes of a valid graph.
+    pub unsafe fn of(graph: &[*mut Tensor]) -> Snapshot {
         let mut indices = HashMap::new();
         let mut tensors: Vec<Tensor> = Vec::new();
         let mut add = |tensor: *mut Tensor| {
@@ -45,7 +56,7 @@ impl Snapshot {
         };
         let mut nodes = Vec::new();
         let mut sources = Vec::new();
-        for node in sim().ggml.nodes(graph) {
+        for &node in graph {
             // SAFETY: the caller's promise.
             for source in unsafe { (*node).src } {
                 if !source.is_null() {
@@ -58,23 +69,36 @@ impl Snapshot {
             let index = |source: &*mut Tensor| indices.get(source).copied();
             sources.push(tensor.src.each_ref().map(index));
         }
-        let base = tensors.as_mut_ptr();
-        for (tensor, sources) in tensors.iter_mut().zip(sources) {
-            // SAFETY: inside of the vector.
-            tensor.src =
-                sources.map(|index| index.map_or(null_mut(), |index| unsafe { base.add(index) }));
-            tensor.view_src = null_mut();
-            tensor.buffer = null_mut();
-        }
         Snapshot {
             tensors,
+            sources,
             nodes,
-            places: Vec::new(),
         }
     }
 
     /// Computes it on a stream.
-    pub fn run(mut self, worker: &mut Worker) {
+    pub fn run(&self, worker: &mut Worker) {
+        let mut tensors = self.tensors.clone();
+        let base = tensors.as_mut_ptr();
+        for (tensor, sources) in tensors.iter_mut().zip(&self.sources) {
+            // SAFETY: inside of the vector.
+            let pointer =
+                |index: Option<usize>| index.map_or(null_mut(), |index| unsafe { base.add(index) });
+            tensor.src = sources.map(pointer);
+            tensor.view_src = null_mut();
+            tensor.buffer = null_mut();
+        }
+        let run = Run {
+            tensors,
+            nodes: self.nodes.clone(),
+            places: Vec::new(),
+        };
+        run.on(worker);
+    }
+}
+
+impl Run {
+    fn on(mut self, worker: &mut Worker) {
         let operations = &sim().ggml.operations;
         // Graphs of a scheduler may mark the nodes that are to be computed.
         let marks = self

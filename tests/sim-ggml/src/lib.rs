@@ -32,6 +32,7 @@
 //! | `SIM_GGML_HOST_TFLOPS` | 0 | its operations of products; 0: no limit. The longer of both times counts |
 //! | `SIM_GGML_COMPUTE` | 1 | 0: kernels and copies move nothing and only take their time; numbers of experts are made at random, the same in each run. `sums`: all is computed except routed products, which become numbers made from all bytes of the experts and from the input: a GPU computes a product in a small part of the time in which a disk reads its experts, and a CPU does not |
 //! | `SIM_GGML_ROUTES` | none | a file with the numbers of experts for that: a line `LAYER,EXPERT` for each expert of each token |
+//! | `SIM_GGML_CAPTURE` | 1 | 0: no graph is captured and replayed |
 //! | `SIM_GGML_THREADS` | 1 | threads for the kernels of a stream |
 //! | `SIM_GGML_FAIL` | none | `alloc_buffer:3`: the third call of that function fails; more than one, separated by commas; `all` for each call |
 //! | `SIM_GGML_IGNORE` | none | the same for calls that order: they have no effect. `event_wait@2:3`: the third of stream 2. The threads of a host call in any order; the calls of one stream have the same order in each run |
@@ -46,8 +47,8 @@
 //! |---|---|
 //! | `backend` | the functions that ggml calls |
 //! | `report` | what was called, what was found, and what it took in virtual time |
-//! | `cpu`, `kernel` | graphs of the host's CPU backend; kernels of the device |
-//! | `stream` | streams, each with a thread that does its work in order, and events |
+//! | `cpu` | graphs of the host's CPU backend |
+//! | `stream`, `capture`, `kernel` | streams, each with a thread that does its work in order, and events; graphs that are replayed; kernels of the device |
 //! | `clock` | the clock of a process that measures time itself |
 //! | `sums` | what stands for routed products where they are not computed |
 //! | `host`, `work` | threads of the host; how much work a node is |
@@ -59,6 +60,7 @@
 
 mod backend;
 mod calls;
+mod capture;
 mod clock;
 mod cpu;
 mod ggml;

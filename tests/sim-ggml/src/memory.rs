@@ -4,7 +4,6 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, RwLock};
 
 use libc::{MAP_ANONYMOUS, MAP_FAILED, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED};
@@ -29,11 +28,13 @@ pub struct Block {
 }
 
 impl Block {
-    fn new(device: usize, size: usize, computes: bool) -> Option<Block> {
+    /// Allocates at an address, if that is free.
+    fn new(device: usize, size: usize, computes: bool, at: usize) -> Option<Block> {
         if !computes {
             return Some(Block {
                 device,
                 seen: map(
+                    at,
                     size,
                     PROT_NONE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
@@ -51,10 +52,10 @@ impl Block {
         }
         // SAFETY: the file is new, and only this function has its descriptor.
         let fits = unsafe { libc::ftruncate(file, size as libc::off_t) } == 0;
-        let real = fits
-            .then(|| map(size, PROT_READ | PROT_WRITE, MAP_SHARED, file))
+        let seen = fits
+            .then(|| map(at, size, PROT_NONE, MAP_SHARED, file))
             .flatten();
-        let seen = real.and_then(|_| map(size, PROT_NONE, MAP_SHARED, file));
+        let real = seen.and_then(|_| map(0, size, PROT_READ | PROT_WRITE, MAP_SHARED, file));
         // SAFETY: the mappings keep the file.
         unsafe { libc::close(file) };
         let block = Block {
@@ -89,9 +90,10 @@ impl Drop for Block {
     }
 }
 
-fn map(size: usize, protection: c_int, flags: c_int, file: c_int) -> Option<usize> {
-    // SAFETY: a new mapping at an address that the kernel chooses.
-    let address = unsafe { libc::mmap(null_mut(), size, protection, flags, file, 0) };
+/// Maps memory, at an address if that is free.
+fn map(at: usize, size: usize, protection: c_int, flags: c_int, file: c_int) -> Option<usize> {
+    // SAFETY: a new mapping; no other one is replaced.
+    let address = unsafe { libc::mmap(at as *mut _, size, protection, flags, file, 0) };
     (address != MAP_FAILED).then_some(address as usize)
 }
 
@@ -103,6 +105,8 @@ pub struct Memory {
     locked: RwLock<BTreeMap<usize, usize>>,
     /// By device.
     used: Mutex<BTreeMap<usize, Used>>,
+    /// Addresses that were freed, by size: the next allocation of the size has the last one.
+    freed: Mutex<BTreeMap<usize, Vec<usize>>>,
 }
 
 /// Bytes of the memory of a device.
@@ -133,7 +137,14 @@ impl Memory {
             used.now += size;
             used.peak = used.peak.max(used.now);
         }
-        let Some(block) = Block::new(device, size, computes).map(Arc::new) else {
+        let freed = self
+            .freed
+            .lock()
+            .expect("no panic")
+            .get_mut(&size)
+            .and_then(Vec::pop);
+        let block = Block::new(device, size, computes, freed.unwrap_or(0));
+        let Some(block) = block.map(Arc::new) else {
             self.release(device, size);
             return None;
         };
@@ -145,6 +156,8 @@ impl Memory {
     /// Frees device memory. Work that uses it keeps it until it ends.
     pub fn free(&self, block: &Block) {
         self.blocks.write().expect("no panic").remove(&block.seen);
+        let mut freed = self.freed.lock().expect("no panic");
+        freed.entry(block.size).or_default().push(block.seen);
         self.release(block.device, block.size);
     }
 
@@ -169,7 +182,7 @@ impl Memory {
     /// Allocates page-locked memory of the host.
     pub fn alloc_locked(&self, size: usize) -> Option<usize> {
         let (protection, flags) = (PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS);
-        let address = map(size.max(1), protection, flags, -1)?;
+        let address = map(0, size.max(1), protection, flags, -1)?;
         self.lock(address, size);
         Some(address)
     }

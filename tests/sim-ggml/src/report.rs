@@ -97,6 +97,7 @@ fn of(sim: &Sim) -> Value {
         "calls": calls,
         "failed": failed,
         "ignored": ignored,
+        "replays": sim.replays.load(Ordering::Relaxed),
         "accesses": sim.accesses.load(Ordering::Relaxed),
         "unordered": findings.unordered,
         "unknown_memory": findings.unknown,

@@ -33,6 +33,8 @@ pub struct Settings {
     pub computes: bool,
     /// Whether routed products are replaced by sums of the bytes that they read.
     pub sums: bool,
+    /// Whether graphs are captured and replayed.
+    pub captures: bool,
     /// Threads of each stream's kernels.
     pub threads: i32,
     /// The smallest batch for which the device takes an operation with weights in host memory.
@@ -61,6 +63,7 @@ impl Settings {
             host_flops: unless_zero(number("SIM_GGML_HOST_TFLOPS", 0.0)? * 1e3),
             computes: sums || number("SIM_GGML_COMPUTE", 1.0)? != 0.0,
             sums,
+            captures: number("SIM_GGML_CAPTURE", 1.0)? != 0.0,
             threads: number("SIM_GGML_THREADS", 1.0)? as i32,
             offload_batch: number("GGML_OP_OFFLOAD_MIN_BATCH", 32.0)? as i64,
             faults: Faults {

@@ -108,6 +108,8 @@ pub struct Sim {
     pub counts: Counts,
     pub devices: Vec<OfDevice>,
     pub accesses: AtomicU64,
+    /// Graphs that were replayed.
+    pub replays: AtomicU64,
     pub findings: Mutex<Findings>,
     pub products: Mutex<Vec<Product>>,
     /// Names of streams and threads, by their number.
@@ -146,6 +148,7 @@ pub fn start(settings: Settings, ggml: Ggml, after_first_finding: fn(&Sim)) {
         memory: Memory::default(),
         counts: Counts::default(),
         accesses: AtomicU64::new(0),
+        replays: AtomicU64::new(0),
         findings: Mutex::default(),
         products: Mutex::default(),
         participants: Mutex::default(),
