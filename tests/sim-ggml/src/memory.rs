@@ -105,8 +105,8 @@ pub struct Memory {
     locked: RwLock<BTreeMap<usize, usize>>,
     /// By device.
     used: Mutex<BTreeMap<usize, Used>>,
-    /// Addresses that were freed, by size: the next allocation of the size has the last one.
-    freed: Mutex<BTreeMap<usize, Vec<usize>>>,
+    /// Addresses that were freed, by device and size: the next allocation of the size has the last one.
+    freed: Mutex<BTreeMap<(usize, usize), Vec<usize>>>,
 }
 
 /// Bytes of the memory of a device.
@@ -141,7 +141,7 @@ impl Memory {
             .freed
             .lock()
             .expect("no panic")
-            .get_mut(&size)
+            .get_mut(&(device, size))
             .and_then(Vec::pop);
         let block = Block::new(device, size, computes, freed.unwrap_or(0));
         let Some(block) = block.map(Arc::new) else {
@@ -157,7 +157,10 @@ impl Memory {
     pub fn free(&self, block: &Block) {
         self.blocks.write().expect("no panic").remove(&block.seen);
         let mut freed = self.freed.lock().expect("no panic");
-        freed.entry(block.size).or_default().push(block.seen);
+        freed
+            .entry((block.device, block.size))
+            .or_default()
+            .push(block.seen);
         self.release(block.device, block.size);
     }
 
