@@ -12,7 +12,7 @@ use testkit::host::{DropIn, replace, taken};
 use testkit::sim_ggml::SimGgml;
 
 use super::running::{Evaluation, Running, TOKENS};
-use super::subject::{Start, Subject};
+use super::subject::{Gpu, Start, Subject};
 
 /// A column of the table.
 pub struct Capability {
@@ -25,7 +25,7 @@ pub struct Capability {
 }
 
 /// All of them, in the order of the table.
-pub const CAPABILITIES: [Capability; 9] = [
+pub const CAPABILITIES: [Capability; 10] = [
     Capability::new("idle", idle),
     Capability::new("hot-swap", swap),
     Capability::new("and back", swap_back),
@@ -53,6 +53,14 @@ pub const CAPABILITIES: [Capability; 9] = [
         },
         test: own_cache,
     },
+    Capability {
+        title: "several GPUs",
+        lacks: |subject| match subject.split_modes {
+            [] => Some("the program has no setting for several simulated GPUs"),
+            _ => None,
+        },
+        test: several_gpus,
+    },
 ];
 
 impl Capability {
@@ -79,21 +87,20 @@ struct Started {
 }
 
 impl Started {
-    fn new(subject: &Subject, model: &str, drop_in: DropIn, gpu: Option<&SimGgml>) -> Started {
-        Started::with(subject, &fixture(model), drop_in, gpu, false)
+    fn new(subject: &Subject, model: &str, drop_in: DropIn) -> Started {
+        Started::with(subject, &fixture(model), drop_in, None)
     }
 
-    /// On a GPU, with llama.cpp's own expert cache.
-    fn cached(subject: &Subject, model: &Path, gpu: &SimGgml) -> Started {
-        Started::with(subject, model, DropIn::with(&[]), Some(gpu), true)
+    /// With the drop-in and simulated GPUs.
+    fn on_gpu(subject: &Subject, model: &Path, gpu: &SimGgml, used: Gpu) -> Started {
+        Started::with(subject, model, DropIn::with(&[]), Some((gpu, used)))
     }
 
     fn with(
         subject: &Subject,
         model: &Path,
         drop_in: DropIn,
-        gpu: Option<&SimGgml>,
-        own_cache: bool,
+        gpu: Option<(&SimGgml, Gpu)>,
     ) -> Started {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("model.gguf");
@@ -103,7 +110,6 @@ impl Started {
             model: &path,
             drop_in,
             gpu,
-            own_cache,
         });
         Started {
             host,
@@ -113,7 +119,7 @@ impl Started {
     }
 
     fn on(subject: &Subject, model: &str, variables: &[(&'static str, &str)]) -> Started {
-        Started::new(subject, model, DropIn::with(variables), None)
+        Started::new(subject, model, DropIn::with(variables))
     }
 
     /// Replaces the model and lets the drop-in look at it.
@@ -136,8 +142,8 @@ fn of_fresh(subject: &Subject, fresh: &str, found: &Evaluation) -> Evaluation {
 }
 
 fn idle(subject: &Subject) {
-    let mut with = Started::new(subject, MODEL, DropIn::Idle, None);
-    let mut without = Started::new(subject, MODEL, DropIn::Absent, None);
+    let mut with = Started::new(subject, MODEL, DropIn::Idle);
+    let mut without = Started::new(subject, MODEL, DropIn::Absent);
     let found = with.host.evaluate(None);
     assert!(!found.result.is_empty(), "no output");
     assert_eq!(found, without.host.evaluate(None));
@@ -215,14 +221,15 @@ fn post_fetch(subject: &Subject) {
     let decode = [("GGML_OP_OFFLOAD_MIN_BATCH", "1")];
     let gpu = SimGgml::new(&decode);
     let early = DropIn::with(&[("LLAMA_POSTFETCH_MODE", "on")]);
-    let mut host = Started::new(subject, MIXTURE, early, Some(&gpu));
+    let used = Gpu::AllButExperts;
+    let mut host = Started::with(subject, &fixture(MIXTURE), early, Some((&gpu, used)));
     let found = host.host.evaluate(None);
     let status = host.host.request(&json!({"cmd": "status"}));
     let figures = &status["post_fetch"];
     assert!(figures["early_bytes"].as_u64() > Some(0), "{status}");
     drop(host);
     let gpu = SimGgml::new(&decode);
-    let mut without = Started::new(subject, MIXTURE, DropIn::with(&[]), Some(&gpu));
+    let mut without = Started::on_gpu(subject, &fixture(MIXTURE), &gpu, used);
     assert_eq!(found, without.host.evaluate(Some(found.number)));
 }
 
@@ -234,7 +241,7 @@ fn own_cache(subject: &Subject) {
     exchange_experts(&variant);
     let results = [vec![&variant], vec![&variant, &original]].map(|files| {
         let gpu = SimGgml::new(&[]);
-        let mut host = Started::cached(subject, &original, &gpu);
+        let mut host = Started::on_gpu(subject, &original, &gpu, Gpu::OwnCache);
         for file in &files {
             let (swapped, returned) = taken(&host.reload(file));
             assert_eq!(swapped > 0, *file == &variant);
@@ -247,11 +254,36 @@ fn own_cache(subject: &Subject) {
         drop(host);
         let last = files.last().expect("a file");
         let gpu = SimGgml::new(&[]);
-        let mut fresh = Started::cached(subject, last, &gpu);
+        let mut fresh = Started::on_gpu(subject, last, &gpu, Gpu::OwnCache);
         assert_eq!(found, fresh.host.evaluate(Some(found.number)));
         found.result
     });
     assert_ne!(results[0], results[1], "the variant shows");
+}
+
+/// A swap and its return on two GPUs, divided in each way that the program has.
+fn several_gpus(subject: &Subject) {
+    for &mode in subject.split_modes {
+        let gpus = || SimGgml::new(&[("SIM_GGML_DEVICES", "2")]);
+        let (gpu, used) = (gpus(), Gpu::Split(mode));
+        let mut host = Started::on_gpu(subject, &fixture(MODEL), &gpu, used);
+        let results = [VARIANT, MODEL].map(|file| {
+            let reply = host.reload(&fixture(file));
+            let (swapped, returned) = taken(&reply);
+            assert_eq!(swapped > 0, file == VARIANT, "{mode}: {reply}");
+            assert_eq!(returned > 0, file == MODEL, "{mode}: {reply}");
+            let reply = reply.to_string();
+            for device in ["SIM0", "SIM1"] {
+                assert!(reply.contains(device), "{mode}: {reply}");
+            }
+            let found = host.host.evaluate(None);
+            let gpu = gpus();
+            let mut fresh = Started::on_gpu(subject, &fixture(file), &gpu, used);
+            assert_eq!(found, fresh.host.evaluate(Some(found.number)), "{mode}");
+            found
+        });
+        assert_ne!(results[0].result, results[1].result, "the variant shows");
+    }
 }
 
 /// Lets the gate experts of two layers change places.

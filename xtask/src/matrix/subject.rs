@@ -27,6 +27,8 @@ pub struct Subject {
     pub experts_on_gpu: bool,
     /// Whether it has an option for llama.cpp's own expert cache.
     pub has_own_cache: bool,
+    /// How it can divide a model over several simulated GPUs.
+    pub split_modes: &'static [&'static str],
     kind: Kind,
 }
 
@@ -52,16 +54,23 @@ pub struct Start<'a> {
     pub model: &'a Path,
     /// How the drop-in takes part.
     pub drop_in: DropIn,
-    /// A simulated GPU for all but the experts.
-    pub gpu: Option<&'a SimGgml>,
-    /// Whether llama.cpp keeps experts on the GPU.
-    pub own_cache: bool,
+    /// Simulated GPUs, and what they are for.
+    pub gpu: Option<(&'a SimGgml, Gpu)>,
 }
 
-/// The arguments with which programs use the simulated GPU and keep experts in host memory.
-const GPU: [&str; 3] = ["--device", "SIM0", "-cmoe"];
-/// The arguments with which a third of the mixture's experts has a slot in llama.cpp's own cache.
-const OWN_CACHE: [&str; 2] = ["--moe-cache-mib", "150"];
+/// What a program uses simulated GPUs for.
+#[derive(Clone, Copy)]
+pub enum Gpu {
+    /// One, for all but the experts.
+    AllButExperts,
+    /// The same, and a third of the mixture's experts has a slot in llama.cpp's own cache.
+    OwnCache,
+    /// Two, for the whole model, which is divided in this way.
+    Split(&'static str),
+}
+
+/// How a model is divided by the programs of llama.cpp.
+const SPLIT_MODES: &[&str] = &["layer", "tensor"];
 /// A text for llama-perplexity.
 const TEXT: &str = include_str!("../../../hosts/c/text.txt");
 
@@ -127,12 +136,14 @@ pub fn all() -> Vec<Subject> {
         all.push(Subject {
             missing: build::missing(),
             has_own_cache: has_own_cache(name),
+            split_modes: SPLIT_MODES,
             ..Subject::of(name, name, &format!("b{built}"), kind(llama_cpp))
         });
         let version = format!("b{built}, GGML_BACKEND_DL");
         all.push(Subject {
             missing: build::missing_dl(),
             has_own_cache: has_own_cache(name),
+            split_modes: SPLIT_MODES,
             ..Subject::of(name_dl, name, &version, kind(llama_cpp_dl))
         });
     }
@@ -140,6 +151,7 @@ pub fn all() -> Vec<Subject> {
     let older = Kind::Server(older_llama_cpp);
     all.push(Subject {
         missing: build::missing_older(),
+        split_modes: SPLIT_MODES,
         ..Subject::of(OLDER, "llama-server", &version, older)
     });
     let ik_kinds = [
@@ -172,6 +184,7 @@ impl Subject {
             no_gpu: None,
             experts_on_gpu: false,
             has_own_cache: false,
+            split_modes: &[],
             kind,
         }
     }
@@ -200,18 +213,20 @@ impl Subject {
                 *program,
                 start.model,
                 &start.drop_in,
-                |command| start.add_gpu(command, &[]),
+                |command| {
+                    if let Some((gpu, _)) = start.gpu {
+                        gpu.prepare(command);
+                    }
+                },
             )),
             Kind::Server(build) => {
                 let mut options = Options::new(1);
                 options.build = *build;
                 options.drop_in = start.drop_in.clone();
-                if let Some(gpu) = start.gpu {
+                if let Some((gpu, used)) = start.gpu {
                     options.variables = gpu.variables().to_vec();
-                    options.arguments = GPU.map(str::to_owned).to_vec();
-                }
-                if start.own_cache {
-                    options.arguments.extend(OWN_CACHE.map(str::to_owned));
+                    let arguments = used.arguments().into_iter();
+                    options.arguments = arguments.map(str::to_owned).collect();
                 }
                 Box::new(Server::start(start.model, &options))
             }
@@ -247,7 +262,7 @@ impl Subject {
                     true => command.args(["-cnv", "--chat-template", "chatml"]),
                     false => command.args(["-no-cnv", "-n", "6", "-p", PROMPT]),
                 };
-                start.add_gpu(&mut command, &GPU);
+                start.add_gpu(&mut command, Gpu::arguments);
                 Box::new(Program::start(command, &start.drop_in, waits))
             }
             Kind::Perplexity(build) => {
@@ -260,7 +275,7 @@ impl Subject {
                 let text = start.folder.join("text");
                 std::fs::write(&text, TEXT.repeat(100)).expect("free space");
                 command.arg("-f").arg(text);
-                start.add_gpu(&mut command, &GPU);
+                start.add_gpu(&mut command, Gpu::arguments);
                 Box::new(Program::start(command, &start.drop_in, false))
             }
             Kind::Bench(build) => {
@@ -270,7 +285,7 @@ impl Subject {
                     _ => "2",
                 };
                 command.args(["--no-warmup", "-p", "8", "-n", "0", "-r", repetitions]);
-                start.add_gpu(&mut command, &["-dev", "SIM0", "-ncmoe", "99"]);
+                start.add_gpu(&mut command, Gpu::arguments_for_bench);
                 Box::new(Program::start(command, &start.drop_in, false))
             }
         }
@@ -278,14 +293,30 @@ impl Subject {
 }
 
 impl Start<'_> {
-    /// Adds the simulated GPU, and the arguments with which a program keeps experts in host memory.
-    fn add_gpu(&self, command: &mut Command, arguments: &[&str]) {
-        if let Some(gpu) = self.gpu {
+    /// Adds the simulated GPUs, and the arguments for their use.
+    fn add_gpu(&self, command: &mut Command, arguments: fn(Gpu) -> Vec<&'static str>) {
+        if let Some((gpu, used)) = self.gpu {
             gpu.prepare(command);
-            command.args(arguments);
+            command.args(arguments(used));
         }
-        if self.own_cache {
-            command.args(OWN_CACHE);
+    }
+}
+
+impl Gpu {
+    /// Arguments of llama.cpp's programs.
+    fn arguments(self) -> Vec<&'static str> {
+        match self {
+            Gpu::AllButExperts => vec!["--device", "SIM0", "-cmoe"],
+            Gpu::OwnCache => vec!["--device", "SIM0", "-cmoe", "--moe-cache-mib", "150"],
+            Gpu::Split(mode) => vec!["--device", "SIM0,SIM1", "-ngl", "99", "--split-mode", mode],
+        }
+    }
+
+    /// Arguments of llama-bench, which has no cache of its own.
+    fn arguments_for_bench(self) -> Vec<&'static str> {
+        match self {
+            Gpu::Split(mode) => vec!["-dev", "SIM0/SIM1", "-ngl", "99", "-sm", mode],
+            Gpu::AllButExperts | Gpu::OwnCache => vec!["-dev", "SIM0", "-ncmoe", "99"],
         }
     }
 }
