@@ -7,11 +7,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::CStr;
 use std::path::{Path, PathBuf};
 
-use hosts::servers::{PREFIX, end};
-use hosts::{on, other_bytes, swap_request, taken};
+use hosts::servers::{PREFIX, end, speculate, with_arguments, with_draft};
+use hosts::{copied, on, other_bytes, swap_request, taken};
 use serde_json::Value;
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, replace, request};
+use testkit::mixtures::Mixture;
 use testkit::server::{Answer, Options, Request, Server, quantize};
 use testkit::sim_ggml::SimGgml;
 
@@ -86,7 +87,7 @@ fn fresh(split: Split, model: &Path) -> Answer {
     answer
 }
 
-/// The same model with all matrices in larger and in smaller types, and with other bytes of one matrix.
+/// The same model with all matrices in larger and in smaller types, and with other bytes.
 struct Variants {
     folder: tempfile::TempDir,
     original: PathBuf,
@@ -94,19 +95,20 @@ struct Variants {
 }
 
 impl Variants {
+    /// Other bytes are those of one matrix.
     fn of(name: &str, tensor: &CStr) -> Variants {
         let folder = tempfile::tempdir().expect("a folder");
-        let original = fixture(name);
+        let other = other_bytes(folder.path(), name, tensor);
+        Variants::with(folder, fixture(name), other)
+    }
+
+    fn with(folder: tempfile::TempDir, original: PathBuf, other: PathBuf) -> Variants {
         let quantised = |ty: &str| {
             let path = folder.path().join(ty);
             quantize(&original, &path, ty, &["--pure"]);
             path
         };
-        let others = [
-            quantised("Q8_0"),
-            quantised("Q4_0"),
-            other_bytes(folder.path(), name, tensor),
-        ];
+        let others = [quantised("Q8_0"), quantised("Q4_0"), other];
         Variants {
             folder,
             original,
@@ -120,6 +122,17 @@ impl Variants {
 
     fn mixture() -> Variants {
         Variants::of("small-moe.gguf", c"blk.1.ffn_up_exps.weight")
+    }
+
+    /// Other bytes are those of all tensors.
+    fn written(mixture: Mixture) -> Variants {
+        let folder = tempfile::tempdir().expect("a folder");
+        let [original, other] = [0, 1].map(|variant| {
+            let path = folder.path().join(format!("variant-{variant}"));
+            mixture.write_variant(variant, &path).expect("free space");
+            path
+        });
+        Variants::with(folder, original, other)
     }
 }
 
@@ -209,6 +222,65 @@ fn parts_of_a_mixture() {
     for devices in [2, 3] {
         swaps_are_fresh_starts(tensors(devices), &Variants::mixture());
     }
+}
+
+#[test]
+fn experts_with_biases() {
+    for split in [layers(2), tensors(3)] {
+        swaps_are_fresh_starts(split, &Variants::written(Mixture::GptOss));
+    }
+}
+
+#[test]
+fn experts_with_gate_and_up_in_one_matrix() {
+    for split in [layers(3), tensors(2)] {
+        swaps_are_fresh_starts(split, &Variants::written(Mixture::MergedGateUp));
+    }
+}
+
+/// The layers of the target are on two devices, and the draft is on one of them.
+#[test]
+fn a_target_and_its_draft() {
+    let start = |sim: &SimGgml, target: &Path, draft: &Path, drop_in: DropIn| {
+        let options = with_draft(options(sim, layers(2), drop_in), draft);
+        let draft = ["--spec-draft-device", "SIM1", "--spec-draft-ngl", "99"];
+        Server::start(target, &with_arguments(options, &draft))
+    };
+    let expected = |target: &str, draft: &str| {
+        let sim = simulated(2, &[]);
+        let server = start(&sim, &fixture(target), &fixture(draft), DropIn::Absent);
+        let answer = speculate(&server);
+        end(server);
+        answer
+    };
+    let (_folder, target) = copied("small-moe.gguf");
+    let (_folder, draft) = copied("small.gguf");
+    let sim = simulated(2, &[]);
+    let server = start(&sim, &target, &draft, on());
+    assert_eq!(speculate(&server), expected("small-moe.gguf", "small.gguf"));
+    for (new_target, new_draft) in [
+        ("small-moe.gguf", "small-mixed.gguf"),
+        ("small-moe-mixed.gguf", "small-mixed.gguf"),
+        ("small-moe-mixed.gguf", "small.gguf"),
+    ] {
+        replace(&target, &fixture(new_target));
+        replace(&draft, &fixture(new_draft));
+        let report = server.control("reload");
+        let changed = |model: usize| {
+            let count = |what: &str| report["reports"][model][what].as_u64();
+            count("swapped") > Some(0) || count("returned") > Some(0)
+        };
+        assert!(changed(0) || changed(1), "{report}");
+        assert_eq!(
+            speculate(&server),
+            expected(new_target, new_draft),
+            "{report}"
+        );
+    }
+    end(server);
+    let report = sim.report();
+    report.assert_ordered();
+    assert!(report.replays > 0);
 }
 
 /// Where the experts of each layer are that a reload or a swap has changed.

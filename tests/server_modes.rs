@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use hosts::servers::{
-    ENDS, PREFIX, TOKENS, answers, end, layers, reload_and_erase, reload_at, stock, with_arguments,
-    without_drop_in, write_adapter,
+    ENDS, PREFIX, TOKENS, answers, end, layers, reload_and_erase, reload_at, speculate, stock,
+    with_arguments, with_draft, without_drop_in, write_adapter,
 };
 use hosts::{copied, taken, traced};
 use serde_json::{Value, json};
@@ -147,40 +147,17 @@ fn a_model_with_an_adapter_is_swapped_and_the_adapter_is_no_model() {
     end(server);
 }
 
-/// The text of a greedy answer, with the numbers of drafted and accepted tokens.
-fn speculate(server: &Server) -> Value {
-    let body = json!({
-        "prompt": PREFIX, "n_predict": TOKENS, "temperature": 0, "ignore_eos": true,
-        "cache_prompt": false,
-    });
-    let answer = server.ask("/completion", &body);
-    let timings = &answer["timings"];
-    json!({
-        "text": answer["content"], "evaluated": timings["prompt_n"],
-        "drafted": timings["draft_n"], "accepted": timings["draft_n_accepted"],
-    })
-}
-
 #[test]
 fn a_target_and_its_draft_are_swapped() {
-    let arguments = |draft: &Path| {
-        let draft = draft.display().to_string();
-        [
-            PLAIN,
-            "--spec-type",
-            "draft-simple",
-            "--spec-draft-model",
-            &draft,
-        ]
-        .map(str::to_owned)
-    };
     let start_with = |target: &Path, draft: &Path, drop_in: DropIn| {
         let options = Options {
-            arguments: arguments(draft).into(),
             drop_in,
             ..Options::new(1)
         };
-        Server::start(target, &options)
+        Server::start(
+            target,
+            &with_draft(with_arguments(options, &[PLAIN]), draft),
+        )
     };
     let expected = |target: &str, draft: &str| {
         let server = start_with(&fixture(target), &fixture(draft), DropIn::Absent);

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::{Command, Output};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use testkit::host::{DropIn, built};
 use testkit::server::{Answer, Options, Request, Server};
 use testkit::writer::{F32, Gguf, Kv, Tensor};
@@ -29,11 +29,10 @@ pub fn without_drop_in(slots: usize) -> Options {
 }
 
 /// Adds arguments of the server.
-pub fn with_arguments(options: Options, arguments: &[&str]) -> Options {
-    Options {
-        arguments: arguments.iter().map(|word| (*word).to_owned()).collect(),
-        ..options
-    }
+pub fn with_arguments(mut options: Options, arguments: &[&str]) -> Options {
+    let arguments = arguments.iter().map(|word| (*word).to_owned());
+    options.arguments.extend(arguments);
+    options
 }
 
 /// Answers of each slot, one after the other, to prompts with a common prefix; the first
@@ -127,4 +126,25 @@ pub fn write_adapter(path: &Path) {
         }
     }
     adapter.write(path).expect("free space");
+}
+
+/// Options of a server that guesses tokens with a draft model.
+pub fn with_draft(options: Options, draft: &Path) -> Options {
+    let draft = draft.display().to_string();
+    let arguments = ["--spec-type", "draft-simple", "--spec-draft-model", &draft];
+    with_arguments(options, &arguments)
+}
+
+/// The text of a greedy answer, with the numbers of drafted and accepted tokens.
+pub fn speculate(server: &Server) -> Value {
+    let body = json!({
+        "prompt": PREFIX, "n_predict": TOKENS, "temperature": 0, "ignore_eos": true,
+        "cache_prompt": false,
+    });
+    let answer = server.ask("/completion", &body);
+    let timings = &answer["timings"];
+    json!({
+        "text": answer["content"], "evaluated": timings["prompt_n"],
+        "drafted": timings["draft_n"], "accepted": timings["draft_n_accepted"],
+    })
 }

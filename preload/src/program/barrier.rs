@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize
 use std::time::{Duration, Instant};
 
 use once_cell::sync::{Lazy, OnceCell};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use sidecar_core::reload::{Pauses, Switched};
 
 /// How long a switch waits for evaluations to end. Evaluations of large models on slow
@@ -101,6 +101,8 @@ struct Barrier {
     linked: AtomicPtr<Slot>,
     /// Why nothing can be switched any more.
     refused: OnceCell<&'static str>,
+    /// Waits for evaluations that the program left and does not wait for.
+    finish_abandoned: OnceCell<fn()>,
     /// How often a slot became idle or was freed.
     rests: AtomicU64,
     /// Whether a switch is pending or runs.
@@ -133,6 +135,7 @@ struct Switch {
 static BARRIER: Barrier = Barrier {
     linked: AtomicPtr::new(std::ptr::null_mut()),
     refused: OnceCell::new(),
+    finish_abandoned: OnceCell::new(),
     rests: AtomicU64::new(0),
     pending: AtomicBool::new(false),
     shut: AtomicBool::new(false),
@@ -154,7 +157,7 @@ pub struct Slot {
     /// slot is free.
     key: AtomicUsize,
     state: AtomicU32,
-    /// When the state was last set to [`BEGUN`], in milliseconds of the process.
+    /// When the state was last set to [`BEGUN`] or [`RETURNED`], in milliseconds of the process.
     since: AtomicU64,
     /// Whether a backend may still run the last evaluation.
     in_flight: AtomicBool,
@@ -206,7 +209,9 @@ impl Slot {
     }
 
     /// Makes switches read the slot, from its first use on. Called once, by one thread at a time.
-    pub fn link(&'static self) {
+    /// `finish_abandoned` waits for evaluations that were left and did not go on since.
+    pub fn link(&'static self, finish_abandoned: fn()) {
+        let _ = BARRIER.finish_abandoned.set(finish_abandoned);
         let before = BARRIER.linked.load(Ordering::SeqCst);
         self.before.store(before, Ordering::SeqCst);
         BARRIER
@@ -336,6 +341,7 @@ impl Slot {
     /// Leaves an evaluation that a backend may still run.
     pub fn leave_running(&self) {
         self.in_flight.store(true, Ordering::SeqCst);
+        self.since.store(now_ms(), Ordering::SeqCst);
         self.settle(RETURNED);
     }
 
@@ -348,6 +354,21 @@ impl Slot {
     /// Whether an evaluation was left that a backend may still run.
     pub fn has_returned(&self) -> bool {
         self.state.load(Ordering::SeqCst) == RETURNED
+    }
+
+    /// Whether an evaluation was left that a backend may still run, and the decode did not go on since.
+    pub fn is_returned_and_abandoned(&self) -> bool {
+        self.has_returned() && self.is_abandoned()
+    }
+
+    /// Records that an evaluation that was left has ended. Nothing else leaves one meanwhile.
+    pub fn end_if_returned(&self) {
+        let order = Ordering::SeqCst;
+        let ended = self.state.compare_exchange(RETURNED, IDLE, order, order);
+        if ended.is_ok() {
+            self.in_flight.store(false, order);
+            BARRIER.rests.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     /// Leaves a function of ggml after which nothing runs.
@@ -619,6 +640,9 @@ fn wait(
             break Err(refusal);
         }
         BARRIER.changed.wait_for(&mut switch, RECHECK_INTERVAL);
+        if let Some(finish) = BARRIER.finish_abandoned.get() {
+            MutexGuard::unlocked(&mut switch, finish);
+        }
     };
     switch.pending = None;
     BARRIER.pending.store(false, Ordering::SeqCst);
@@ -721,7 +745,7 @@ mod tests {
         let viewed = &tensors_of(1, true);
         static SLOT: Slot = Slot::free();
         let slot = &SLOT;
-        slot.link();
+        slot.link(|| ());
         slot.claim(0x1000);
         let set_graph = |stays_valid, survives_if_no_views| {
             slot.set_graph(&SlotGraph {

@@ -7,6 +7,7 @@
 //! | [`routing`] | the moment at which the experts of a layer are known |
 //! | [`parts`] | the graph whose parts a thread evaluates |
 //! | [`sched`] | schedulers, their evaluations and kept graphs |
+//! | [`completion`] | evaluations that the program does not wait for |
 //! | [`watched`] | the nodes of a scheduler's graph at which routed experts are known |
 //! | [`own_cache`] | the expert cache that the program has of its own |
 //! | [`models`] | the models that the program loaded |
@@ -20,6 +21,7 @@
 
 pub mod barrier;
 pub mod capability;
+pub mod completion;
 pub mod derived;
 pub mod graph;
 pub mod groups;

@@ -35,6 +35,7 @@ use parking_lot::Mutex;
 
 use crate::ggml::{self, Ggml, Graph, Sched};
 use crate::program::barrier::{self, ModelSet, Slot, SlotGraph};
+use crate::program::completion::Completion;
 use crate::program::graph::{self, Backends, ComparedField, GraphReads, Outputs};
 use crate::program::models::{self, Model};
 use crate::program::watched::Watched;
@@ -59,6 +60,7 @@ pub struct Scheduler {
     graph: Mutex<KeptGraph>,
     /// The nodes of its graph at which routed experts are known.
     pub(super) watched: Watched,
+    completion: Completion,
 }
 
 /// The schedulers of the program.
@@ -239,6 +241,22 @@ unsafe fn find_others(ggml: &Ggml, reads: &mut GraphReads) {
     }
 }
 
+/// Whether the program has more than one scheduler: it may not wait for the last evaluation of each.
+fn are_several() -> bool {
+    let live = Scheduler::all().filter(|scheduler| scheduler.slot.key() != 0);
+    live.count() > 1
+}
+
+/// Waits for evaluations that the program does not wait for.
+fn finish_abandoned() {
+    for scheduler in Scheduler::all() {
+        if scheduler.slot.is_returned_and_abandoned() {
+            let ended = || scheduler.slot.end_if_returned();
+            scheduler.completion.wait(scheduler.ggml(), ended);
+        }
+    }
+}
+
 impl Scheduler {
     const fn free() -> Scheduler {
         Scheduler {
@@ -252,6 +270,7 @@ impl Scheduler {
             is_unwanted: AtomicBool::new(false),
             graph: Mutex::new(KeptGraph::NONE),
             watched: Watched::none(),
+            completion: Completion::new(),
         }
     }
 
@@ -277,7 +296,7 @@ impl Scheduler {
         let frees = TABLE.frees.load(Ordering::SeqCst);
         scheduler.frees.store(frees, Ordering::Relaxed);
         if freed.is_none() {
-            scheduler.slot.link();
+            scheduler.slot.link(finish_abandoned);
             TABLE.used.store(used.len() + 1, Ordering::Release);
         }
         // Before that, neither a switch nor another thread finds it.
@@ -399,7 +418,10 @@ impl Scheduler {
     pub fn leave_compute(&self) {
         match self.ends_with_compute() {
             true => self.slot.leave_ended(),
-            false => self.slot.leave_running(),
+            false => {
+                let leave = || self.slot.leave_running();
+                self.completion.record(self.ggml(), leave);
+            }
         }
     }
 
@@ -550,6 +572,8 @@ impl Scheduler {
         self.generation.store(built_in, Ordering::Relaxed);
         let frees = TABLE.frees.load(Ordering::SeqCst);
         self.frees.store(frees, Ordering::Relaxed);
+        // SAFETY: as the caller ensures.
+        unsafe { self.completion.prepare(ggml, &backends, are_several()) };
         self.slot.set_graph(&SlotGraph {
             is_kept: keeps,
             stays_valid,

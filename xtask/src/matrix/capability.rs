@@ -239,51 +239,63 @@ fn own_cache(subject: &Subject) {
     let (original, variant) = (fixture(MIXTURE), folder.path().join("variant.gguf"));
     fs::copy(&original, &variant).expect("free space");
     exchange_experts(&variant);
-    let results = [vec![&variant], vec![&variant, &original]].map(|files| {
-        let gpu = SimGgml::new(&[]);
-        let mut host = Started::on_gpu(subject, &original, &gpu, Gpu::OwnCache);
-        for file in &files {
-            let (swapped, returned) = taken(&host.reload(file));
-            assert_eq!(swapped > 0, *file == &variant);
-            assert_eq!(returned > 0, *file == &original);
-        }
-        let found = host.host.evaluate(None);
-        let status = host.host.request(&json!({"cmd": "status"}));
-        let layers = &status["own_expert_cache"]["layers"];
-        assert!(layers.as_u64() > Some(0), "{status}");
-        drop(host);
-        let last = files.last().expect("a file");
-        let gpu = SimGgml::new(&[]);
-        let mut fresh = Started::on_gpu(subject, last, &gpu, Gpu::OwnCache);
-        assert_eq!(found, fresh.host.evaluate(Some(found.number)));
-        found.result
-    });
-    assert_ne!(results[0], results[1], "the variant shows");
+    swap_on_gpus(
+        subject,
+        &[],
+        Gpu::OwnCache,
+        [&original, &variant],
+        |host, _| {
+            let status = host.request(&json!({"cmd": "status"}));
+            let layers = &status["own_expert_cache"]["layers"];
+            assert!(layers.as_u64() > Some(0), "{status}");
+        },
+    );
 }
 
-/// A swap and its return on two GPUs, divided in each way that the program has.
+/// A swap, and a swap with the return, on two GPUs, divided in each way that the program has.
 fn several_gpus(subject: &Subject) {
+    let files = [MODEL, VARIANT].map(fixture);
     for &mode in subject.split_modes {
-        let gpus = || SimGgml::new(&[("SIM_GGML_DEVICES", "2")]);
-        let (gpu, used) = (gpus(), Gpu::Split(mode));
-        let mut host = Started::on_gpu(subject, &fixture(MODEL), &gpu, used);
-        let results = [VARIANT, MODEL].map(|file| {
-            let reply = host.reload(&fixture(file));
-            let (swapped, returned) = taken(&reply);
-            assert_eq!(swapped > 0, file == VARIANT, "{mode}: {reply}");
-            assert_eq!(returned > 0, file == MODEL, "{mode}: {reply}");
+        let two = [("SIM_GGML_DEVICES", "2")];
+        let files = [&*files[0], &*files[1]];
+        swap_on_gpus(subject, &two, Gpu::Split(mode), files, |_, reply| {
             let reply = reply.to_string();
             for device in ["SIM0", "SIM1"] {
                 assert!(reply.contains(device), "{mode}: {reply}");
             }
-            let found = host.host.evaluate(None);
-            let gpu = gpus();
-            let mut fresh = Started::on_gpu(subject, &fixture(file), &gpu, used);
-            assert_eq!(found, fresh.host.evaluate(Some(found.number)), "{mode}");
-            found
         });
-        assert_ne!(results[0].result, results[1].result, "the variant shows");
     }
+}
+
+/// Swaps a model to a variant, and to the variant and back, in two processes on simulated GPUs; what they compute is
+/// what new ones compute. `check` gets each host after its evaluation, and the reply to its last swap.
+fn swap_on_gpus(
+    subject: &Subject,
+    settings: &[(&str, &str)],
+    used: Gpu,
+    [original, variant]: [&Path; 2],
+    check: impl Fn(&dyn Running, &Value),
+) {
+    let results = [vec![variant], vec![variant, original]].map(|files| {
+        let gpu = SimGgml::new(settings);
+        let mut host = Started::on_gpu(subject, original, &gpu, used);
+        let mut last = Value::Null;
+        for &file in &files {
+            last = host.reload(file);
+            let (swapped, returned) = taken(&last);
+            assert_eq!(swapped > 0, file == variant, "{last}");
+            assert_eq!(returned > 0, file == original, "{last}");
+        }
+        let found = host.host.evaluate(None);
+        check(&*host.host, &last);
+        drop(host);
+        let file = files.last().expect("a file");
+        let gpu = SimGgml::new(settings);
+        let mut fresh = Started::on_gpu(subject, file, &gpu, used);
+        assert_eq!(found, fresh.host.evaluate(Some(found.number)), "{last}");
+        found.result
+    });
+    assert_ne!(results[0], results[1], "the variant shows");
 }
 
 /// Lets the gate experts of two layers change places.
