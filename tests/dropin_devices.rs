@@ -180,6 +180,7 @@ fn swaps_are_fresh_starts(split: Split, variants: &Variants) {
     end(server);
     let report = sim.report();
     report.assert_ordered();
+    assert!(report.calls("copy_tensor_async") > 0);
     for device in &report.devices {
         assert!(device.memory.peak > 1 << 20, "{:?}", device.memory);
         assert!(device.kernel_ns > 0);

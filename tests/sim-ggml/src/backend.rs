@@ -286,7 +286,7 @@ const BACKEND: BackendInterface = BackendInterface {
     get_async: Some(get_async),
     set_2d_async: None,
     get_2d_async: None,
-    copy_async: None,
+    copy_async: Some(copy_async),
     synchronize: Some(synchronize),
     plans: [None; 4],
     compute,
@@ -509,6 +509,57 @@ extern "C" fn get_async(
 ) {
     sim().count(Call::GetTensorAsync);
     Copy::new(tensor, data, offset, size, Direction::FromDevice).submit(stream(backend));
+}
+
+/// Copies between two devices, or in one, on the stream that has the source, as ggml's CUDA backend does, after what was
+/// submitted to both, as `ggml_backend_tensor_copy_async` states. False where a side is not of this backend.
+///
+/// CUDA's does not wait for the stream of the target. Without that, the sums of `ggml-backend-meta.cpp` over several
+/// devices are overwritten while they are read, where the backend has no function for these sums.
+extern "C" fn copy_async(
+    from: *mut Backend,
+    to: *mut Backend,
+    source: *const Tensor,
+    target: *mut Tensor,
+) -> bool {
+    // SAFETY: the host passes backends that it did not free.
+    let is_stream = |backend: *mut Backend| unsafe { (*backend).guid == &GUID };
+    if !is_stream(from) || !is_stream(to) {
+        return false;
+    }
+    // SAFETY: the host passes tensors.
+    let (source, target) = unsafe { (&*source, &*target) };
+    let of = |backend: *mut Backend, tensor: &Tensor| {
+        let found = sim().memory.find(tensor.data as usize);
+        found.filter(|(block, _)| block.device == stream(backend).device)
+    };
+    let (Some(read), Some(written)) = (of(from, source), of(to, target)) else {
+        return false;
+    };
+    count_in(from, Call::CopyTensorAsync);
+    let size = sim().ggml.nbytes(target);
+    let name = format!("copy of {}", source.name());
+    let (from, to) = (stream(from), stream(to));
+    if !std::ptr::eq(from, to) {
+        from.wait_until(to.recording());
+    }
+    from.submit(move |worker| {
+        worker.copy(Direction::FromDevice, size, true);
+        let of_worker = worker.uses(name);
+        for (place, writes) in [(&read, false), (&written, true)] {
+            let (block, offset) = place;
+            let range = *offset as u64..(offset + size) as u64;
+            sim().access(block, range, writes, &of_worker, &worker.moment.clock);
+        }
+        if let (Some(bytes), Some(place)) = (read.0.at(read.1), written.0.at(written.1)) {
+            // SAFETY: both tensors have this many bytes.
+            unsafe { place.copy_from(bytes, size) };
+        }
+    });
+    if !std::ptr::eq(from, to) {
+        to.wait_until(from.recording());
+    }
+    true
 }
 
 // Buffers.

@@ -39,6 +39,7 @@ calls! {
     ClearBuffer = "clear_buffer",
     SetTensorAsync = "set_tensor_async",
     GetTensorAsync = "get_tensor_async",
+    CopyTensorAsync = "copy_tensor_async",
     GraphCompute = "graph_compute",
     Synchronize = "synchronize",
     EventNew = "event_new",
@@ -67,6 +68,7 @@ impl Call {
         matches!(
             self,
             Call::SetTensorAsync
+                | Call::CopyTensorAsync
                 | Call::GraphCompute
                 | Call::Synchronize
                 | Call::EventRecord

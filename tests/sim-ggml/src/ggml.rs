@@ -64,6 +64,7 @@ type Set = extern "C" fn(*mut Buffer, *mut Tensor, *const c_void, usize, usize);
 type Get = extern "C" fn(*mut Buffer, *const Tensor, *mut c_void, usize, usize);
 type SetAsync = extern "C" fn(*mut Backend, *mut Tensor, *const c_void, usize, usize);
 type GetAsync = extern "C" fn(*mut Backend, *const Tensor, *mut c_void, usize, usize);
+type CopyAsync = extern "C" fn(*mut Backend, *mut Backend, *const Tensor, *mut Tensor) -> bool;
 /// A function that this backend leaves out.
 type Absent = Option<extern "C" fn()>;
 
@@ -104,7 +105,7 @@ pub struct BackendInterface {
     pub get_async: Option<GetAsync>,
     pub set_2d_async: Absent,
     pub get_2d_async: Absent,
-    pub copy_async: Absent,
+    pub copy_async: Option<CopyAsync>,
     pub synchronize: Option<extern "C" fn(*mut Backend)>,
     pub plans: [Absent; 4],
     pub compute: extern "C" fn(*mut Backend, *mut Graph) -> c_int,

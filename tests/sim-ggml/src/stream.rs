@@ -195,12 +195,17 @@ impl Stream {
     /// Lets further work come after an event.
     pub fn wait_for(&self, event: &Event) {
         if let Some(recording) = event.last() {
-            self.submit(move |worker| {
-                let moment = recording.wait();
-                worker.figures.waited_for_events += worker.advance(moment.time);
-                worker.moment.clock.join(&moment.clock);
-            });
+            self.wait_until(recording);
         }
+    }
+
+    /// Lets further work come after a state of a stream.
+    pub fn wait_until(&self, recording: Arc<Recording>) {
+        self.submit(move |worker| {
+            let moment = recording.wait();
+            worker.figures.waited_for_events += worker.advance(moment.time);
+            worker.moment.clock.join(&moment.clock);
+        });
     }
 }
 
