@@ -396,7 +396,7 @@ fn no_graph_is_replayed_that_was_captured_with_another_type() {
             answer();
             to(&between);
             to(&last);
-            // The prompt is kept but for its last token: no other graph comes between.
+            // Of the prompt, only the last token is evaluated: no other graph comes between.
             let answer = answer();
             end(server);
             let report = sim.report();

@@ -844,10 +844,10 @@ fn a_prompt_in_parts() {
 
 #[test]
 fn from_source_early_copies() {
-    let run = same_as_without(&on().from_source(), &COMMANDS);
+    let run = same_as_without(&on().built_from_source(), &COMMANDS);
     assert!(count(&run.figures, "layers_ahead") >= 3, "{}", run.figures);
     copied_none_itself(&run.figures);
-    let decoding = on().from_source().device(DECODE.0, DECODE.1);
+    let decoding = on().built_from_source().device(DECODE.0, DECODE.1);
     let checked = decoding.with("LLAMA_POSTFETCH_DEBUG", "1");
     let run = same_as_without(&checked, &COMMANDS);
     assert_eq!(count(&run.figures, "mismatches"), 0);
@@ -856,9 +856,9 @@ fn from_source_early_copies() {
 /// Large batches take experts that have slots of llama.cpp from the device, the others early.
 #[test]
 fn from_source_early_copies_beside_its_own_cache() {
-    let setup = on().from_source().option("own-cache=20");
+    let setup = on().built_from_source().option("own-cache=20");
     let run = same_as_without(&setup, &COMMANDS);
-    let without = on().from_source().run(&COMMANDS);
+    let without = on().built_from_source().run(&COMMANDS);
     assert_eq!(run.answers[0], without.answers[0]);
     copied_none_itself(&run.figures);
     let early = |run: &Run| count(&run.figures, "early_bytes");
@@ -867,13 +867,13 @@ fn from_source_early_copies_beside_its_own_cache() {
 
 #[test]
 fn from_source_slots() {
-    let expected = offloaded().from_source().run(&DECODING).answers;
+    let expected = offloaded().built_from_source().run(&DECODING).answers;
     for (setup, slots, computes) in [
         (cached("26"), 4, false),
         (cached("auto"), 8, false),
         (cached_beside_cpu("26"), 4, true),
     ] {
-        let checked = setup.from_source().with("LLAMA_POSTFETCH_DEBUG", "1");
+        let checked = setup.built_from_source().with("LLAMA_POSTFETCH_DEBUG", "1");
         let run = checked.run(&DECODING);
         let figures = &run.figures;
         copied_none_itself(figures);
@@ -892,34 +892,34 @@ fn from_source_slots() {
 
 #[test]
 fn from_source_a_wait_that_is_left_out_is_found() {
-    let setup = locked(on()).device(DECODE.0, DECODE.1).from_source();
+    let setup = locked(on()).device(DECODE.0, DECODE.1).built_from_source();
     let commands = ["prompt 40", "prompt 40"];
     each_wait_of_a_product_is_found(&setup, &commands, 12);
     assert!(is_found(&setup, &commands, "event_wait@2:all"));
-    let setup = locked(cached("26")).from_source();
+    let setup = locked(cached("26")).built_from_source();
     each_wait_of_a_product_is_found(&setup, &["prompt 40", "hashes 2"], 9);
 }
 
 #[test]
 fn from_source_calls_that_fail() {
     let commands = ["prompt 40", "prompt 64"];
-    let plain = Setup::default().from_source().run(&commands);
+    let plain = Setup::default().built_from_source().run(&commands);
     each_call_fails_once(
         &plain.report,
-        &on().from_source(),
+        &on().built_from_source(),
         &commands,
         &plain.answers,
     );
-    slots_without_calls(Setup::from_source);
+    slots_without_calls(Setup::built_from_source);
 }
 
 #[test]
 fn from_source_swaps_reach_slots() {
     let setups = [
-        cached("auto").from_source(),
-        cached_beside_cpu("26").from_source(),
+        cached("auto").built_from_source(),
+        cached_beside_cpu("26").built_from_source(),
     ];
-    swaps_reach_slots(&offloaded().from_source(), &setups);
+    swaps_reach_slots(&offloaded().built_from_source(), &setups);
 }
 
 #[test]
@@ -1105,7 +1105,7 @@ fn two_gpus() {
         "prompt 33",
         "hashes 6",
     ];
-    for host in [Setup::default(), Setup::default().from_source()] {
+    for host in [Setup::default(), Setup::default().built_from_source()] {
         let expected = host.clone().two_gpus().run(&commands).answers;
         let ways = [
             ("LLAMA_POSTFETCH_MODE", "on", "fetch"),

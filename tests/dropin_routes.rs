@@ -180,7 +180,7 @@ fn all_formats_have_the_same_routes() {
     assert!(!is_cut);
     assert_eq!(
         by_context(&read).into_values().collect::<Vec<_>>(),
-        [ids.clone()]
+        std::slice::from_ref(&ids)
     );
     let text = std::fs::read_to_string(&table).expect("a table");
     let mut lines = text.lines();

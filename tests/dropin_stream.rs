@@ -52,15 +52,20 @@ fn a_guess_changes_no_result() {
     }
 }
 
-/// Experts that the program copies to a GPU are read from disk as soon as their layer is routed, with
-/// early copies and without.
+/// Experts that the program copies to a GPU, or to the first of two, are read from disk as soon as their layer is routed,
+/// with early copies and without.
 #[test]
 fn experts_that_are_copied_to_a_gpu() {
     let commands = ["prompt 40", "prompt 64", "hashes 3", "prompt 33"];
     let model = fixture("small-moe.gguf");
     let layers = ExpertIndex::of([&GgufFile::open(&model, Access::Read).expect("a model")]);
     let layers = layers.layers().count() as u64;
-    for host in [Setup::default(), Setup::default().from_source()] {
+    let hosts = [
+        Setup::default(),
+        Setup::default().built_from_source(),
+        Setup::default().built_from_source().two_gpus(),
+    ];
+    for host in hosts {
         let expected = host.run(&commands).answers;
         for (mode, memory) in [("off", ""), ("off", "8"), ("on", "")] {
             let setup = host
@@ -128,7 +133,7 @@ fn two_contexts_at_a_time() {
 
 #[test]
 fn a_model_can_be_freed_and_another_loaded() {
-    WAYS.map(free_and_load);
+    WAYS.into_iter().for_each(free_and_load);
 }
 
 fn free_and_load(way: &[(&'static str, &str)]) {
@@ -154,7 +159,7 @@ fn free_and_load(way: &[(&'static str, &str)]) {
 
 #[test]
 fn a_swapped_matrix_is_no_longer_read() {
-    WAYS.map(swap_and_return);
+    WAYS.into_iter().for_each(swap_and_return);
 }
 
 fn swap_and_return(way: &[(&'static str, &str)]) {

@@ -61,7 +61,7 @@ impl Setup {
     }
 
     /// On llama.cpp from source, whose scheduler calls back before it copies weights.
-    pub fn from_source(mut self) -> Setup {
+    pub fn built_from_source(mut self) -> Setup {
         self.from_source = true;
         self
     }
