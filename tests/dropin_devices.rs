@@ -375,6 +375,32 @@ fn experts_of_a_layer_stay_together_where_a_device_is_full() {
     sim.report().assert_ordered();
 }
 
+/// The device has memory for one variant beside the original: another one takes its memory, by way of the host's.
+#[test]
+fn a_variant_takes_the_memory_of_the_one_before() {
+    let variants = Variants::mixture();
+    let [larger, smaller, _] = &variants.others;
+    let path = variants.folder.path().join("model.gguf");
+    replace(&path, &variants.original);
+    let bytes = std::fs::metadata(larger).expect("a model").len();
+    let memory = memory_for(64 + bytes.div_ceil(1 << 20) + 2);
+    let sim = simulated(1, &[("SIM_GGML_MEMORY_MB", &memory)]);
+    let server = Server::start(&path, &options(&sim, layers(1), on()));
+    answer(&server);
+    for file in [larger, smaller, larger] {
+        replace(&path, file);
+        let report = server.control("reload");
+        let places = places(&report);
+        let on_device = BTreeSet::from(["SIM0".to_owned()]);
+        assert!(places.values().all(|of| *of == on_device), "{report}");
+        assert_eq!(answer(&server), fresh(layers(1), file), "{report}");
+    }
+    end(server);
+    let report = sim.report();
+    report.assert_ordered();
+    assert!(report.first().memory.peak <= memory.parse::<u64>().expect("a number") << 20);
+}
+
 /// CUDA compares addresses and shapes before it replays a graph, but no types. Memory that one type had is given to
 /// another one of the same size.
 #[test]
@@ -410,19 +436,18 @@ fn no_graph_is_replayed_that_was_captured_with_another_type() {
     }
 }
 
-/// Each allocation of a reload fails once: what is answered is what a new server answers.
-#[test]
-fn each_allocation_fails_once() {
-    let variants = Variants::mixture();
-    let (original, larger) = (&variants.original, &variants.others[0]);
-    let expected = [original, larger].map(|file| fresh(layers(2), file));
+/// Each allocation of a reload fails once that may fail: what is answered is what a new server answers.
+fn each_allocation_fails_once(split: Split, files: [&Path; 2], may_fail: fn(u64) -> bool) {
+    let [original, larger] = files;
+    let expected = [original, larger].map(|file| fresh(split, file));
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("model.gguf");
     let run = |failing: Option<u64>| {
         let fault = failing.map(|number| format!("alloc_buffer:{number}"));
         let faults = fault.as_deref().map(|fault| ("SIM_GGML_FAIL", fault));
-        let sim = simulated(2, &faults.into_iter().collect::<Vec<_>>());
-        let path = variants.folder.path().join("model.gguf");
+        let sim = simulated(split.devices, &faults.into_iter().collect::<Vec<_>>());
         replace(&path, original);
-        let server = Server::start(&path, &options(&sim, layers(2), on()));
+        let server = Server::start(&path, &options(&sim, split, on()));
         assert_eq!(answer(&server), expected[0]);
         replace(&path, larger);
         let report = server.control("reload");
@@ -435,15 +460,30 @@ fn each_allocation_fails_once() {
         report.calls("alloc_buffer")
     };
     let loaded = {
-        let sim = simulated(2, &[]);
-        let server = Server::start(original, &options(&sim, layers(2), on()));
+        let sim = simulated(split.devices, &[]);
+        let server = Server::start(original, &options(&sim, split, on()));
         answer(&server);
         end(server);
         sim.report().calls("alloc_buffer")
     };
     let all = run(None);
     assert!(all > loaded, "{loaded} of {all}");
-    for number in loaded + 1..=all {
-        run(Some(number));
+    for number in (0..all - loaded).filter(|&number| may_fail(number)) {
+        run(Some(loaded + 1 + number));
     }
+}
+
+#[test]
+fn each_allocation_of_a_mixture_fails_once() {
+    let variants = Variants::mixture();
+    let files = [&*variants.original, &*variants.others[0]];
+    each_allocation_fails_once(layers(2), files, |_| true);
+}
+
+/// Of each tensor, an allocation is tried on each of both devices before ggml's own, which end the process if they fail.
+#[test]
+fn each_allocation_that_is_tried_fails_once() {
+    let files = ["small.gguf", "small-mixed.gguf"].map(fixture);
+    let files = [&*files[0], &*files[1]];
+    each_allocation_fails_once(tensors(2), files, |number| number % 4 < 2);
 }

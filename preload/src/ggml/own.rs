@@ -2,11 +2,11 @@
 
 use std::ffi::{CStr, c_int, c_void};
 
-use super::remote;
 use super::types::{
     Buffer, BufferType, Context, DEVICE_CPU, F32, InitParams, Tensor, USAGE_WEIGHTS,
 };
 use super::{Descriptor, Ggml, TensorStruct};
+use super::{remote, split};
 
 impl Ggml {
     /// Makes a context for `tensors` tensors without data; `None` when there is no memory.
@@ -143,8 +143,9 @@ impl OwnBuffer {
         Ok((own, tensor))
     }
 
-    /// Allocates the parts of a tensor on several devices. Each of them has memory for all of it: ggml ends the
-    /// process where one has none (`ggml_backend_meta_buffer_type_alloc_buffer_n`).
+    /// Allocates the parts of a tensor on several devices. ggml ends the process where one has no memory for its part
+    /// (`ggml_backend_meta_buffer_type_alloc_buffer_n`), so memory for all of it is allocated on each of them first,
+    /// and freed.
     fn split(
         ggml: &'static Ggml,
         buft: *mut BufferType,
@@ -153,6 +154,15 @@ impl OwnBuffer {
         name: &CStr,
         size: u64,
     ) -> Result<(OwnBuffer, *mut Tensor), u64> {
+        // SAFETY: a live buffer type, whose device and the devices that it stands for live as long.
+        unsafe {
+            let device = (ggml.f.ggml_backend_buft_get_device)(buft);
+            let on_each = split::devices(device).into_iter().map(|device| {
+                let buft = (ggml.f.ggml_backend_dev_buffer_type)(device);
+                OwnBuffer::for_tensor(ggml, buft, ty, ne, name)
+            });
+            on_each.collect::<Result<Vec<_>, u64>>()?;
+        }
         let context = ggml.context(2).ok_or(0u64)?;
         let offset = OwnBuffer::offset_for(ggml, buft, ty);
         if offset > 0 {
