@@ -7,8 +7,8 @@ mod hosts;
 use std::process::Command;
 
 use hosts::{
-    TOKENS, copied, count, counted_by_host, fresh, on, same_with_streaming, seen, streamed_text,
-    streaming, swap_and_back, taken, traced,
+    TOKENS, copied, count, counted_by_host, fresh, on, other_bytes, same_with_streaming, seen,
+    streamed_text, streaming, swap_and_back, taken, traced,
 };
 use sidecar_core::trace::{NOT_ROUTED, RouteReader, RouteRecord};
 use testkit::fixtures::fixture;
@@ -53,6 +53,30 @@ fn experts_on_the_device() {
         &fixture("small-moe-mixed.gguf"),
         4,
     );
+}
+
+/// Variants change matrices of the first device and of the second. One device shows twice: each has memory and queues of
+/// its own.
+#[test]
+fn layers_on_two_devices() {
+    let program = Program::NodeVulkanDevices(2);
+    let mixed = fixture("small-moe-mixed.gguf");
+    swap_and_back(program, "small-moe.gguf", &mixed, 4);
+    let folder = tempfile::tempdir().expect("a folder");
+    let last = other_bytes(folder.path(), "small.gguf", c"blk.3.ffn_up.weight");
+    swap_and_back(program, "small.gguf", &last, 1);
+    let (_folder, path) = copied("small.gguf");
+    let mut host = Host::start(program, &path, &on());
+    host.text(4);
+    for (variant, device) in [
+        (&fixture("small-mixed.gguf"), "Vulkan0"),
+        (&last, "Vulkan1"),
+    ] {
+        replace(&path, variant);
+        let report = host.control("reload").to_string();
+        assert!(report.contains(device), "{report}");
+    }
+    assert_eq!(host.end(), Some(0));
 }
 
 /// Steps of one text with swaps between them; the hash of each.

@@ -46,6 +46,8 @@ pub enum Program {
     /// node-llama-cpp with the Vulkan library, on a software device, with this many
     /// layers there.
     NodeVulkan(u32),
+    /// The same with all layers on this many devices, which are one: each has memory and queues of its own.
+    NodeVulkanDevices(usize),
     /// Python with ctypes.
     Python,
     /// The same, counting experts itself.
@@ -106,7 +108,7 @@ impl Program {
         let hosts = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../hosts");
         let mut command;
         match self {
-            Program::Node | Program::NodeVulkan(_) => {
+            Program::Node | Program::NodeVulkan(_) | Program::NodeVulkanDevices(_) => {
                 // Modules are found from where the program is.
                 let program = fixture("node").join("host.mjs");
                 command = Command::new("node");
@@ -114,6 +116,11 @@ impl Program {
                 if let Program::NodeVulkan(layers) = self {
                     command.arg(layers.to_string());
                     on_software_device(&mut command);
+                }
+                if let Program::NodeVulkanDevices(count) = self {
+                    command.arg("99");
+                    on_software_device(&mut command);
+                    command.env("GGML_VK_VISIBLE_DEVICES", vec!["0"; count].join(","));
                 }
             }
             Program::Python

@@ -102,7 +102,7 @@ pub fn swap_and_back(program: Program, original: &str, variant: &Path, tensors: 
     assert_eq!(host.text(TOKENS), before);
     // A GPU backend keeps kernels and memory for later. A leak grows in each round.
     let rounds = match program {
-        Program::NodeVulkan(_) => 5,
+        Program::NodeVulkan(_) | Program::NodeVulkanDevices(_) => 5,
         _ => 1,
     };
     for round in 1..=rounds {
