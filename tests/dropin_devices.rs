@@ -284,6 +284,46 @@ fn a_target_and_its_draft() {
     assert!(report.replays > 0);
 }
 
+/// The last layer of the model drafts, in a context of its own.
+#[test]
+fn a_model_that_drafts_itself() {
+    let variants = Variants::written(Mixture::Predicting);
+    let path = variants.folder.path().join("model.gguf");
+    replace(&path, &variants.original);
+    let start = |sim: &SimGgml, model: &Path, drop_in: DropIn| {
+        let options = options(sim, layers(2), drop_in);
+        Server::start(
+            model,
+            &with_arguments(options, &["--spec-type", "draft-mtp"]),
+        )
+    };
+    let expected = |model: &Path| {
+        let sim = simulated(2, &[]);
+        let server = start(&sim, model, DropIn::Absent);
+        let answer = speculate(&server);
+        end(server);
+        assert!(answer["drafted"].as_u64() > Some(0), "{answer}");
+        answer
+    };
+    let sim = simulated(2, &[]);
+    let server = start(&sim, &path, on());
+    assert_eq!(speculate(&server), expected(&variants.original));
+    let mut of_draft = 0;
+    for file in variants.others.iter().chain([&variants.original]) {
+        replace(&path, file);
+        let report = server.control("reload");
+        assert_ne!(taken(&report), (0, 0), "{report}");
+        of_draft += u64::from(report.to_string().contains("blk.4.nextn.eh_proj"));
+        assert_eq!(speculate(&server), expected(file), "{report}");
+    }
+    // It has one type in the original and in the first variant.
+    assert_eq!(of_draft, 3);
+    end(server);
+    let report = sim.report();
+    report.assert_ordered();
+    assert!(report.replays > 0);
+}
+
 /// Where the experts of each layer are that a reload or a swap has changed.
 fn places(reply: &Value) -> BTreeMap<String, BTreeSet<String>> {
     let tensors = reply["reports"][0]["tensors"].as_array().expect("a list");

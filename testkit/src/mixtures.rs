@@ -36,6 +36,8 @@ pub enum Mixture {
     /// As Command with experts: gate and up in one matrix, a shared expert, and a first layer
     /// without experts.
     MergedGateUp,
+    /// The same with a layer that predicts the token after the next (MTP).
+    Predicting,
     /// As Qwen2: a shared expert with a gate of its own, and matrices of two types.
     SharedExpert,
     /// As DeepSeek-V2 for ik_llama.cpp: attention with latent keys and values, whose projections are
@@ -52,6 +54,11 @@ impl Mixture {
         }
     }
 
+    /// Whether its architecture is that of Command with experts.
+    fn is_command(self) -> bool {
+        matches!(self, Mixture::MergedGateUp | Mixture::Predicting)
+    }
+
     /// Writes the model.
     pub fn write(self, path: &Path) -> std::io::Result<()> {
         self.write_variant(0, path)
@@ -65,7 +72,7 @@ impl Mixture {
     fn architecture(self) -> &'static str {
         match self {
             Mixture::GptOss => "gpt-oss",
-            Mixture::MergedGateUp => "cohere2moe",
+            Mixture::MergedGateUp | Mixture::Predicting => "cohere2moe",
             Mixture::SharedExpert => "qwen2moe",
             Mixture::Latent => "deepseek2",
         }
@@ -76,7 +83,7 @@ impl Mixture {
         let mut model = Writer::new(self.architecture(), variant);
         match self {
             Mixture::GptOss => model.key("attention.sliding_window", Kv::U32(32)),
-            Mixture::MergedGateUp => {
+            Mixture::MergedGateUp | Mixture::Predicting => {
                 model.key("attention.sliding_window", Kv::U32(32));
                 model.key("logit_scale", Kv::F32(0.25));
                 model.key("leading_dense_block_count", Kv::U32(1));
@@ -103,11 +110,21 @@ impl Mixture {
         model.matrix("token_embd.weight", &[WIDTH, TOKENS as i64], Q8_0, 0);
         model.ones("output_norm.weight");
         model.matrix("output.weight", &[WIDTH, TOKENS as i64], Q8_0, WEIGHT);
-        for layer in 0..LAYERS {
-            let mut layer = model.layer(layer);
+        let predicting = u32::from(self == Mixture::Predicting);
+        if predicting > 0 {
+            model.key("block_count", Kv::U32(LAYERS + predicting));
+            model.key("nextn_predict_layers", Kv::U32(predicting));
+        }
+        for number in 0..LAYERS + predicting {
+            let mut layer = model.layer(number);
             match self {
                 Mixture::Latent => layer.latent_attention(),
-                _ => layer.attention(self != Mixture::MergedGateUp),
+                _ => layer.attention(!self.is_command()),
+            }
+            if number == LAYERS {
+                layer.ones("nextn.enorm.weight");
+                layer.ones("nextn.hnorm.weight");
+                layer.matrix("nextn.eh_proj.weight", &[2 * WIDTH, WIDTH], Q8_0);
             }
             match self {
                 Mixture::GptOss => {
@@ -121,8 +138,8 @@ impl Mixture {
                         layer.floats(&name, &[WIDTH, EXPERTS.into()], -1);
                     }
                 }
-                Mixture::MergedGateUp if layer.number == 0 => layer.dense(""),
-                Mixture::Latent if layer.number == 0 => {
+                Mixture::MergedGateUp | Mixture::Predicting if number == 0 => layer.dense(""),
+                Mixture::Latent if number == 0 => {
                     layer.ones("ffn_norm.weight");
                     layer.dense("");
                 }
@@ -131,7 +148,7 @@ impl Mixture {
                     layer.experts(["gate", "up", "down"].map(|name| (name, 1, Q4_0)));
                     layer.dense("_shexp");
                 }
-                Mixture::MergedGateUp => {
+                Mixture::MergedGateUp | Mixture::Predicting => {
                     layer.experts([("gate_up", 2, MXFP4), ("down", 1, Q8_0)]);
                     layer.dense("_shexp");
                 }
