@@ -53,6 +53,9 @@ pub struct SwapOptions {
     /// Swap in the program that listens at this socket, and leave its files as they are.
     #[arg(long, value_name = "SOCKET", conflicts_with_all = ["model", "dry_run", "reload"])]
     live: Option<PathBuf>,
+    /// Print the reply of the running program as JSON.
+    #[arg(long, requires = "live")]
+    json: bool,
     /// Quantise the tensors of --from to this type first, for example q4_K.
     #[arg(long = "as", value_name = "TYPE", requires = "from")]
     as_type: Option<String>,
@@ -174,8 +177,13 @@ pub fn run(options: &SwapOptions) -> Result<()> {
         (Some(model), None) => model,
         (_, Some(socket)) => {
             return match (&source, &options.from) {
-                (Some(of), Some(named)) => live::set(socket, of.tensor.as_str(), &of.path, named),
-                _ => live::restore(socket, options.tensor.as_ref().map(Regex::as_str)),
+                (Some(of), Some(named)) => {
+                    live::set(socket, of.tensor.as_str(), &of.path, named, options.json)
+                }
+                _ => {
+                    let tensor = options.tensor.as_ref().map(Regex::as_str);
+                    live::restore(socket, tensor, options.json)
+                }
             };
         }
         (None, None) => bail!("name a model, or a socket with --live"),

@@ -9,13 +9,13 @@ use crate::control;
 
 /// Sets overlays: the tensors that match take type and bytes from another model. `named` is the
 /// model that the user named, from which `from` may be quantised.
-pub fn set(socket: &Path, tensor: &str, from: &Path, named: &Path) -> Result<()> {
+pub fn set(socket: &Path, tensor: &str, from: &Path, named: &Path, as_json: bool) -> Result<()> {
     let overlay = Overlay {
         tensor: tensor.into(),
         from: absolute(from)?,
         named: (from != named).then(|| absolute(named)).transpose()?,
     };
-    send(socket, None, vec![overlay])
+    send(socket, None, vec![overlay], as_json)
 }
 
 /// Returns a path for a request, which has text only.
@@ -32,11 +32,11 @@ fn absolute(path: &Path) -> Result<String> {
 }
 
 /// Reverts the overlays of the tensors that match; of all without a pattern.
-pub fn restore(socket: &Path, tensor: Option<&str>) -> Result<()> {
-    send(socket, Some(tensor.unwrap_or(".*")), Vec::new())
+pub fn restore(socket: &Path, tensor: Option<&str>, as_json: bool) -> Result<()> {
+    send(socket, Some(tensor.unwrap_or(".*")), Vec::new(), as_json)
 }
 
-fn send(socket: &Path, revert: Option<&str>, overlays: Vec<Overlay>) -> Result<()> {
+fn send(socket: &Path, revert: Option<&str>, overlays: Vec<Overlay>, as_json: bool) -> Result<()> {
     let revert = revert.map(str::to_owned);
-    control::run(socket, &Request::Swap { revert, overlays }, false)
+    control::run(socket, &Request::Swap { revert, overlays }, as_json)
 }

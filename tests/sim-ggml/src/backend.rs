@@ -2,10 +2,11 @@
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ptr::{null, null_mut};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use crate::calls::{Call, Effect};
+use crate::capture::Captures;
 use crate::ggml::{
     Backend, BackendInterface, Buffer, BufferInterface, BufferType, Device, DeviceInterface, Event,
     FAILED, GPU, Graph, Properties, Registry, SUCCESS, Tensor,
@@ -207,7 +208,11 @@ extern "C" fn init(device: *mut Device, _: *const c_char) -> *mut Backend {
         guid: &GUID,
         interface: BACKEND,
         device,
-        context: Box::into_raw(Box::new(Stream::start(number_of(device)))).cast(),
+        context: Box::into_raw(Box::new(OfBackend {
+            stream: Stream::start(number_of(device)),
+            captures: Mutex::default(),
+        }))
+        .cast(),
     }))
 }
 
@@ -295,9 +300,20 @@ const BACKEND: BackendInterface = BackendInterface {
     optimize: None,
 };
 
-fn stream<'a>(backend: *mut Backend) -> &'a Stream {
+/// A backend of the host.
+struct OfBackend {
+    stream: Stream,
+    /// The graphs that it replays.
+    captures: Mutex<Captures>,
+}
+
+fn of_backend<'a>(backend: *mut Backend) -> &'a OfBackend {
     // SAFETY: a backend of `init` that the host did not free.
     unsafe { &*(*backend).context.cast() }
+}
+
+fn stream<'a>(backend: *mut Backend) -> &'a Stream {
+    &of_backend(backend).stream
 }
 
 fn count_in(backend: *mut Backend, call: Call) -> Effect {
@@ -312,7 +328,7 @@ extern "C" fn backend_name(backend: *mut Backend) -> *const c_char {
 extern "C" fn backend_free(backend: *mut Backend) {
     // SAFETY: made by `init`.
     unsafe {
-        drop(Box::from_raw((*backend).context.cast::<Stream>()));
+        drop(Box::from_raw((*backend).context.cast::<OfBackend>()));
         drop(Box::from_raw(backend));
     }
 }
@@ -339,9 +355,9 @@ extern "C" fn compute(backend: *mut Backend, graph: *mut Graph) -> c_int {
     if count_in(backend, Call::GraphCompute) == Effect::Fails {
         return FAILED;
     }
-    let stream = stream(backend);
+    let OfBackend { stream, captures } = of_backend(backend);
     // SAFETY: the host passes a graph.
-    let snapshot = unsafe { stream.captures.lock().expect("no panic").of(graph) };
+    let snapshot = unsafe { captures.lock().expect("no panic").of(graph) };
     stream.submit(move |worker| snapshot.run(worker));
     SUCCESS
 }

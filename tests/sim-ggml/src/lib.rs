@@ -48,7 +48,8 @@
 //! | `backend` | the functions that ggml calls |
 //! | `report` | what was called, what was found, and what it took in virtual time |
 //! | `cpu` | graphs of the host's CPU backend |
-//! | `stream`, `capture`, `kernel` | streams, each with a thread that does its work in order, and events; graphs that are replayed; kernels of the device |
+//! | `capture`, `kernel` | graphs that are replayed; kernels of the device |
+//! | `stream` | streams, each with a thread that does its work in order, and events |
 //! | `clock` | the clock of a process that measures time itself |
 //! | `sums` | what stands for routed products where they are not computed |
 //! | `host`, `work` | threads of the host; how much work a node is |

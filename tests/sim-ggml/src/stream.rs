@@ -5,7 +5,6 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 
-use crate::capture::Captures;
 use crate::ggml::Backend;
 use crate::host::HostThread;
 use crate::order::{Use, Who};
@@ -127,8 +126,6 @@ pub struct Stream {
     pub number: usize,
     /// The number of its device.
     pub device: usize,
-    /// The graphs that it replays.
-    pub captures: Mutex<Captures>,
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
@@ -176,7 +173,6 @@ impl Stream {
         Stream {
             number,
             device,
-            captures: Mutex::default(),
             shared,
             thread: Some(thread.spawn(run).expect("a thread starts")),
         }

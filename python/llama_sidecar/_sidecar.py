@@ -1,0 +1,276 @@
+"""Requests to a program that runs with the drop-in. docs/protocol.md has their answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Iterable, Mapping, Sequence
+
+from ._files import command_path
+
+Reply = dict[str, Any]
+
+_LONGEST_REPLY = 1 << 30
+# How often a request is sent again to a socket with too many clients, and after how many seconds.
+_ATTEMPTS = 20
+_PAUSE = 0.2
+
+
+class SidecarError(Exception):
+    """A request that was refused, or failed. The text has what failed, and the next step.
+
+    `reply` is the answer of the program; empty if there was none.
+    """
+
+    def __init__(self, text: str, reply: Mapping[str, Any] | None = None) -> None:
+        super().__init__(text)
+        self.reply: Reply = dict(reply or {})
+
+
+class Unreachable(SidecarError):
+    """No program answers at the socket."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The routed experts of a layer."""
+
+    number: int
+    tokens: int
+    counts: Sequence[int]
+    """How often each expert was used. An array where numpy is installed, else a list."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The expert counts of a model."""
+
+    tokens: int
+    experts_used: int
+    layers: Sequence[Layer]
+    raw: Reply
+    """All fields, as docs/trace-formats.md lists them."""
+
+    def counts(self) -> Any:
+        """Returns the counts of all layers: rows are layers. An array where numpy is installed, else a list."""
+        return _array([list(map(int, layer.counts)) for layer in self.layers])
+
+
+def _array(numbers: list[Any]) -> Any:
+    try:
+        import numpy
+    except ImportError:
+        return numbers
+    if len({len(row) for row in numbers if isinstance(row, list)}) > 1:
+        return numbers
+    return numpy.array(numbers, dtype=numpy.uint64)
+
+
+class Sidecar:
+    """A program that runs with the drop-in, by the path of its control socket.
+
+    Each method is one connection, so that an object can be used by several threads. Methods raise
+    :class:`SidecarError` with the message of the program.
+
+    >>> Sidecar("/nowhere").ping()
+    Traceback (most recent call last):
+      ...
+    llama_sidecar._sidecar.Unreachable: no program answers at /nowhere: start it with llama-sidecar run --socket /nowhere
+    """
+
+    def __init__(self, socket: str | os.PathLike[str], timeout: float | None = None) -> None:
+        """`timeout` in seconds is how long an answer is waited for; without, as long as it takes."""
+        self.socket = Path(socket)
+        self.timeout = timeout
+
+    def request(self, command: str, **fields: Any) -> Reply:
+        """Sends a request and returns its answer."""
+        sent = json.dumps({"cmd": command, **fields}).encode() + b"\n"
+        reply = self._exchange(sent)
+        for _ in range(_ATTEMPTS):
+            if not reply.get("busy"):
+                break
+            time.sleep(_PAUSE)
+            reply = self._exchange(sent)
+        return _checked(reply)
+
+    def _exchange(self, sent: bytes) -> Reply:
+        try:
+            with socket.socket(socket.AF_UNIX) as client:
+                client.settimeout(self.timeout)
+                client.connect(os.fspath(self.socket))
+                client.sendall(sent)
+                with client.makefile("rb") as answer:
+                    line = answer.readline(_LONGEST_REPLY)
+        except TimeoutError as error:
+            text = f"{self.socket} gave no answer in {self.timeout} s: wait longer (timeout=)"
+            raise Unreachable(text) from error
+        except OSError as error:
+            text = f"no program answers at {self.socket}: start it with llama-sidecar run --socket {self.socket}"
+            raise Unreachable(text) from error
+        if not line.endswith(b"\n"):
+            raise Unreachable(f"the program at {self.socket} ended before it answered")
+        reply: Reply = json.loads(line)
+        return reply
+
+    def ping(self) -> None:
+        """Checks that a program answers."""
+        self.request("ping")
+
+    def status(self) -> Reply:
+        """Returns models, swapped tensors, what is delayed and why."""
+        return self.request("status")
+
+    def reload(self) -> list[Reply]:
+        """Uses the changed files of all models; returns a report for each, after the switch."""
+        return _reports(self.request("reload"))
+
+    def swap(
+        self,
+        tensor: str,
+        source: str | os.PathLike[str],
+        as_type: str | None = None,
+        *,
+        imatrix: str | os.PathLike[str] | None = None,
+        revert: str | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> list[Reply]:
+        """Gives tensors type and bytes of another model; returns a report for each model, after the switch.
+
+        `tensor` is a regular expression for whole names, `source` a GGUF file. With `as_type`, such as "q4_K", the
+        tensors are quantised first, with an importance matrix if there is one; `progress` gets the lines that the
+        command prints meanwhile. `revert` are the names of overlays that end in the same switch.
+        """
+        if as_type is None:
+            return self.swaps({tensor: source}, revert)
+        path = str(Path(source).resolve(strict=True))
+        if revert is not None:
+            raise ValueError("revert and as_type are two switches: call restore() first")
+        arguments = ["--live", str(self.socket), "--tensor", tensor, "--from", path]
+        arguments += ["--as", as_type, "--json"]
+        if imatrix is not None:
+            arguments += ["--imatrix", os.fspath(imatrix)]
+        return _reports(_checked(_command(["swap", *arguments], progress)))
+
+    def swaps(self, sources: Mapping[str, str | os.PathLike[str]], revert: str | None = None) -> list[Reply]:
+        """Gives several groups of tensors bytes of other models in one switch: a source for each regular expression."""
+        overlays = [
+            {"tensor": tensor, "from": str(Path(source).resolve(strict=True))}
+            for tensor, source in sources.items()
+        ]
+        fields = {"revert": revert} if revert is not None else {}
+        return _reports(self.request("swap", overlays=overlays, **fields))
+
+    def restore(self, tensor: str = ".*") -> list[Reply]:
+        """Ends the overlays of the tensors whose names match; returns a report for each model."""
+        return _reports(self.request("swap", revert=tensor, overlays=[]))
+
+    def revert(self) -> list[Reply]:
+        """Returns all tensors to their originals, and freezes reloads; returns a report for each model."""
+        return _reports(self.request("revert"))
+
+    def unfreeze(self) -> None:
+        """Permits reloads after :meth:`revert`."""
+        self.request("unfreeze")
+
+    def overlays(self) -> list[Reply]:
+        """Returns the tensors of all models that have other bytes: name, types, source and state."""
+        return [tensor for model in self.status()["models"] for tensor in model["changed"]]
+
+    def round(self, start: bool = False) -> Reply:
+        """Waits for the end of a round of llama-perplexity, of a new one with `start`; returns number and exit status."""
+        return self.request("round", **({"start": True} if start else {}))
+
+    def round_end(self) -> None:
+        """Lets a program with rounds end."""
+        self.request("round-end")
+
+    def trace(self) -> list[Trace]:
+        """Returns the expert counts of each model."""
+        return [_trace(trace) for trace in self.request("trace")["traces"]]
+
+    def reset_trace(self) -> None:
+        """Starts counting experts again."""
+        self.request("trace-reset")
+
+    def mark(self, text: str) -> None:
+        """Notes a text at the current position of the routes."""
+        self.request("mark", text=text)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics by name and labels, as in docs/protocol.md.
+
+        >>> _metrics("# HELP a b\\na 1\\na_total{model=\\"1\\"} 2.5\\n")
+        {'a': 1.0, 'a_total{model="1"}': 2.5}
+        """
+        return _metrics(self.request("metrics")["text"])
+
+
+def _checked(reply: Reply) -> Reply:
+    if reply.get("ok") is True:
+        return reply
+    raise SidecarError(_failure(reply), reply)
+
+
+def _failure(reply: Reply) -> str:
+    """Returns why a request failed: the program's own words."""
+    if reply.get("error"):
+        return str(reply["error"])
+    texts = list(_failures(reply.get("reports", [])))
+    return "; ".join(texts) or "the program refused the request, and gave no reason"
+
+
+def _failures(reports: Iterable[Reply]) -> Iterable[str]:
+    for report in reports:
+        if report.get("error"):
+            yield str(report["error"])
+        if report.get("failure"):
+            yield str(report["failure"])
+        for file in report.get("files", []):
+            if file.get("cause"):
+                yield f"{file['path']}: {file.get('reason') or file['cause']}"
+
+
+def _reports(reply: Reply) -> list[Reply]:
+    reports: list[Reply] = reply["reports"]
+    return reports
+
+
+def _trace(raw: Reply) -> Trace:
+    layers = [
+        Layer(layer["layer"], layer["tokens"], _array(layer["counts"])) for layer in raw["layers"]
+    ]
+    return Trace(raw["tokens"], raw["experts_used"], layers, raw)
+
+
+def _metrics(text: str) -> dict[str, float]:
+    lines = (line for line in text.splitlines() if line and not line.startswith("#"))
+    pairs = (line.rsplit(" ", 1) for line in lines)
+    return {name: float(value) for name, value in pairs}
+
+
+def _command(arguments: list[str], progress: Callable[[str], None] | None) -> Reply:
+    """Runs the command and returns the JSON that it prints."""
+    with tempfile.TemporaryFile("w+") as answer:
+        child = subprocess.Popen(
+            [command_path(), *arguments], stdout=answer, stderr=subprocess.PIPE, text=True
+        )
+        printed: list[str] = []
+        with child:
+            assert child.stderr is not None
+            for line in child.stderr:
+                printed.append(line.rstrip())
+                if progress is not None:
+                    progress(line.rstrip())
+        answer.seek(0)
+        text = answer.read()
+    if text.strip():
+        reply: Reply = json.loads(text)
+        return reply
+    raise SidecarError("\n".join(printed).removeprefix("Error: "))
