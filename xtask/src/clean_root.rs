@@ -140,6 +140,7 @@ pub fn check() -> Result<()> {
     let known = known.find(|file| file.to_string_lossy().contains("llama"));
     ensure!(known.is_none(), "dpkg kept {known:?}");
     archive(&root, &packages.archive, &written)?;
+    wheel(&root, &packages.wheel)?;
     println!("the packages work on a clean root, and removing leaves nothing");
     Ok(())
 }
@@ -148,10 +149,7 @@ pub fn check() -> Result<()> {
 fn same_bytes(folder: &Path) -> Result<Packages> {
     let packages = dist::make(&folder.join("first"))?;
     let again = dist::make(&folder.join("second"))?;
-    for (first, second) in [
-        (&packages.archive, &again.archive),
-        (&packages.deb, &again.deb),
-    ] {
+    for (first, second) in packages.all().into_iter().zip(again.all()) {
         ensure!(
             fs::read(first)? == fs::read(second)?,
             "{} and {} differ: make the packages from the same files only",
@@ -319,4 +317,33 @@ fn archive(root: &Root, archive: &Path, expected: &str) -> Result<()> {
         ensure!(path.exists(), "the archive has no {file}");
     }
     programs(root, &prefix, expected)
+}
+
+/// Installs the wheel with the root's own pip, and uses it as a new user does: a server, a swap and a trace.
+fn wheel(root: &Root, wheel: &Path) -> Result<()> {
+    let name = wheel.file_name().unwrap_or_default().to_string_lossy();
+    copy(wheel, &root.path(&name))?;
+    let mixture = root.path("mixture.gguf");
+    fs::copy(fixture("small-moe.gguf"), &mixture)?;
+    let script = crate::run::root().join("python/tests/first_use.py");
+    copy(&script, &root.path("first_use.py"))?;
+    let began = std::time::Instant::now();
+    let pip = ["pip", "install", "--no-index", "--break-system-packages"];
+    root.output(&[&["python3", "-m"], &pip[..], &[&format!("/{name}")]].concat())?;
+    let installed = began.elapsed().as_secs_f64();
+    let server = "/opt/llama.cpp/llama-server";
+    let used = root.output(&["python3", "/first_use.py", server, "/mixture.gguf"])?;
+    println!("pip installed the wheel in {installed:.1} s; after that:\n{used}");
+    let version = root.output(&["/usr/local/bin/llama-sidecar", "--version"])?;
+    ensure!(version.starts_with("llama-sidecar "), "{version}");
+    root.output(&[
+        "python3",
+        "-m",
+        "pip",
+        "uninstall",
+        "--yes",
+        "--break-system-packages",
+        "llama-sidecar",
+    ])?;
+    Ok(())
 }

@@ -1,5 +1,5 @@
-//! Makes the packages: an archive that runs where it is unpacked, and a package for Debian and
-//! its descendants. The same files give the same bytes.
+//! Makes the packages: an archive that runs where it is unpacked, a package for Debian and its
+//! descendants, and for pip a wheel and the sources. The same files give the same bytes.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -31,11 +31,22 @@ pub struct Glibc(pub u32, pub u32);
 pub struct Packages {
     /// To be unpacked anywhere.
     pub archive: PathBuf,
+    /// For pip.
+    pub wheel: PathBuf,
+    /// For pip where no wheel fits: it builds with cargo.
+    pub sources: PathBuf,
     /// For dpkg.
     pub deb: PathBuf,
 }
 
-/// Builds in release mode and makes both packages in a folder.
+impl Packages {
+    /// Returns all of them.
+    pub fn all(&self) -> [&Path; 4] {
+        [&self.archive, &self.wheel, &self.sources, &self.deb]
+    }
+}
+
+/// Builds in release mode and makes the packages in a folder.
 pub fn make(out: &Path) -> Result<Packages> {
     fs::create_dir_all(out)?;
     let folder = tempfile::tempdir()?;
@@ -45,13 +56,35 @@ pub fn make(out: &Path) -> Result<Packages> {
     let glibc = needed(&tree)?;
     documents(&tree.join("share/doc/llama-sidecar"))?;
     let epoch = epoch()?;
+    let (wheel, sources) = for_pip(&tree, glibc, epoch, out)?;
     let packages = Packages {
         archive: out.join(format!("{name}.tar.gz")),
+        wheel,
+        sources,
         deb: out.join(format!("llama-sidecar_{VERSION}_amd64.deb")),
     };
     tar(folder.path(), &name, epoch, &packages.archive)?;
     deb(folder.path(), &tree, glibc, epoch, &packages.deb)?;
     Ok(packages)
+}
+
+/// Makes the wheel from the installed tree, and the package of the sources.
+fn for_pip(tree: &Path, glibc: Glibc, epoch: u64, out: &Path) -> Result<(PathBuf, PathBuf)> {
+    let names = output(
+        command("python3", &root())
+            .arg("python/build_backend.py")
+            .arg(tree)
+            .arg(glibc.to_string())
+            .arg(out)
+            .env("SOURCE_DATE_EPOCH", epoch.to_string()),
+    )?;
+    let mut names = names.lines().map(|name| out.join(name));
+    let mut next = || {
+        names
+            .next()
+            .context("python/build_backend.py printed no name")
+    };
+    Ok((next()?, next()?))
 }
 
 /// The time of every entry, in seconds.

@@ -197,7 +197,7 @@ pub fn browser() -> Result<PathBuf> {
 }
 
 /// Debian packages that a C program is built and run with, and dpkg with what it calls.
-const ROOT_PACKAGES: [&str; 10] = [
+const ROOT_PACKAGES: [&str; 12] = [
     "base-files",
     "coreutils",
     "dash",
@@ -207,14 +207,16 @@ const ROOT_PACKAGES: [&str; 10] = [
     "libc6-dev",
     "libstdc++6",
     "pkgconf",
+    "python3",
+    "python3-pip",
     "sed",
 ];
 
 /// Makes the root of a small Debian system, to be copied; an error states why that is not possible.
 pub fn clean_root() -> Result<PathBuf> {
-    let target = cache().join("clean-root");
+    let target = cache().join("clean-root-python");
     if !target.exists() {
-        let folder = scratch("clean-root")?;
+        let folder = scratch("clean-root-python")?;
         // No package counts as installed.
         let packages = download(
             &folder,

@@ -222,8 +222,9 @@ fn main() -> Result<()> {
                 None => install::target_folder()?.join("dist"),
             };
             let packages = dist::make(&out)?;
-            println!("{}", packages.archive.display());
-            println!("{}", packages.deb.display());
+            for package in packages.all() {
+                println!("{}", package.display());
+            }
             Ok(())
         }
         Command::Check(check) => check.run(),

@@ -47,8 +47,8 @@
 //! |---|---|
 //! | `backend` | the functions that ggml calls |
 //! | `report` | what was called, what was found, and what it took in virtual time |
-//! | `cpu` | graphs of the host's CPU backend |
-//! | `capture`, `kernel` | graphs that are replayed; kernels of the device |
+//! | `capture` | graphs that are replayed |
+//! | `cpu`, `kernel` | graphs of the host's CPU backend; kernels of the device |
 //! | `stream` | streams, each with a thread that does its work in order, and events |
 //! | `clock` | the clock of a process that measures time itself |
 //! | `sums` | what stands for routed products where they are not computed |
