@@ -35,6 +35,8 @@ FILES = {
     "lib/libllama_sidecar.so": "lib/libllama_sidecar.so.0",
     "include/llama_sidecar.h": "include/llama_sidecar.h",
 }
+# What is built on a machine is for this machine.
+LOCAL = "linux_x86_64"
 NOTICES = "share/doc/llama-sidecar"
 
 
@@ -76,6 +78,17 @@ def _name() -> str:
     return f"llama_sidecar-{_version()}"
 
 
+def _info(tag: str) -> dict[str, str]:
+    """The files of dist-info."""
+    scripts = "".join(f"{name} = {target}\n" for name, target in _project()["scripts"].items())
+    return {
+        "METADATA": _metadata(),
+        "WHEEL": f"Wheel-Version: 1.0\nGenerator: llama-sidecar\nRoot-Is-Purelib: false\nTag: {tag}\n",
+        "entry_points.txt": f"[console_scripts]\n{scripts}",
+        "licenses/LICENSE": (ROOT / "LICENSE").read_text(),
+    }
+
+
 def _pack_wheel(tree: Path, platform: str, out: Path) -> str:
     entries: dict[str, tuple[bytes, int]] = {}
     for path in sorted((ROOT / "python/llama_sidecar").iterdir()):
@@ -86,14 +99,7 @@ def _pack_wheel(tree: Path, platform: str, out: Path) -> str:
         entries[f"llama_sidecar/{name}"] = ((tree / installed).read_bytes(), mode)
     info = f"{_name()}.dist-info"
     tag = f"py3-none-{platform}"
-    scripts = "".join(f"{name} = {target}\n" for name, target in _project()["scripts"].items())
-    wheel = f"Wheel-Version: 1.0\nGenerator: llama-sidecar\nRoot-Is-Purelib: false\nTag: {tag}\n"
-    for name, text in [
-        ("METADATA", _metadata()),
-        ("WHEEL", wheel),
-        ("entry_points.txt", f"[console_scripts]\n{scripts}"),
-        ("licenses/LICENSE", (ROOT / "LICENSE").read_text()),
-    ]:
+    for name, text in _info(tag).items():
         entries[f"{info}/{name}"] = (text.encode(), 0o644)
     for name in ["THIRD-PARTY.txt", "rust-standard-library.html"]:
         if (tree / NOTICES / name).exists():
@@ -152,6 +158,15 @@ def build_sdist(sdist_directory: str, config_settings: object = None) -> str:
     return file
 
 
+def prepare_metadata_for_build_wheel(directory: str, config_settings: object = None) -> str:
+    folder = f"{_name()}.dist-info"
+    for name, text in _info(f"py3-none-{LOCAL}").items():
+        path = Path(directory) / folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
 def build_wheel(
     wheel_directory: str, config_settings: object = None, metadata_directory: object = None
 ) -> str:
@@ -160,7 +175,7 @@ def build_wheel(
         done = subprocess.run([*install, "--prefix", folder], cwd=ROOT)
         if done.returncode != 0:
             raise SystemExit("llama-sidecar is built with cargo: install Rust 1.90 or later, and gcc")
-        return _pack_wheel(Path(folder), "linux_x86_64", Path(wheel_directory))
+        return _pack_wheel(Path(folder), LOCAL, Path(wheel_directory))
 
 
 if __name__ == "__main__":

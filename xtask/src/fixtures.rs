@@ -121,6 +121,15 @@ pub fn llama_cpp_python() -> Result<()> {
     .context("llama-cpp-python from PyPI")
 }
 
+/// Makes a virtual environment with the tools that check a wheel, and numpy, if it is not there.
+pub fn python_tools() -> Result<()> {
+    let tools = "auditwheel==6.8.2 mypy==2.4.1 numpy==2.4.6 twine==7.0.0";
+    environment("python-tools", tools, |pip| {
+        pip.args(tools.split(' '));
+    })
+    .context("auditwheel, mypy, numpy and twine from PyPI")
+}
+
 /// The version of llama-cpp-python.
 pub fn llama_cpp_python_version() -> &'static str {
     LLAMA_CPP_PYTHON.rsplit('=').next().unwrap_or_default()

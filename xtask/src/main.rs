@@ -7,7 +7,7 @@
 //! | `suite` | the commands of the README |
 //! | `matrix` | what the drop-in does in each program, as a table |
 //! | `bench` | the benches, and docs/benchmarks.md |
-//! | `clean_root` | the packages on a clean root |
+//! | `clean_root`, `wheel` | the packages on a clean root; the wheel and its Python module |
 //! | `soak` | a long run of llama-server while its model is swapped |
 //! | `ik_llama_cpp` | programs of ik_llama.cpp from source |
 //! | `llama_cpp` | programs of llama.cpp from source |
@@ -47,6 +47,7 @@ mod third_party;
 mod toolchain;
 mod tsan;
 mod variables;
+mod wheel;
 
 use std::path::PathBuf;
 
@@ -135,6 +136,9 @@ struct Check {
     /// daily test (daily); writes docs/model-architectures.md if all are tested
     #[arg(long, value_name = "PATTERN", num_args = 0..=1, default_missing_value = "")]
     archs: Option<String>,
+    /// The wheel, and the Python module in it
+    #[arg(long)]
+    wheel: bool,
     /// The report of an expert trace in a browser
     #[arg(long)]
     report: bool,
@@ -243,10 +247,11 @@ impl Check {
             return soak::run(minutes);
         }
         type Run = fn() -> Result<()>;
-        let checks: [(bool, Run); 10] = [
+        let checks: [(bool, Run); 11] = [
             (self.abi, abi::check),
             (self.package, packaging::check),
             (self.dist, clean_root::check),
+            (self.wheel, wheel::check),
             (self.report, report::check),
             (self.msrv, msrv::check),
             (self.asan, sanitize::asan),

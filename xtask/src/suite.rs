@@ -16,7 +16,7 @@ use crate::install::{DebugInfo, install, target_folder};
 use crate::run::{SKIPPED, command, exists, root, run};
 use crate::{
     abi, archs, clean_root, cmake, fixtures, header, ik_llama_cpp, llama_cpp, matrix, msrv,
-    packaging, prose, report, sanitize, toolchain,
+    packaging, prose, report, sanitize, toolchain, wheel,
 };
 
 /// How many minutes the checks take on two cores when only the project itself is to be built.
@@ -174,6 +174,11 @@ const CHECKS: &[Check] = &[
         clean_root::check,
     )
     .unless(clean_root::missing),
+    Check::new(
+        "wheel: auditwheel, twine, mypy, doctests, llama-server, llama-cpp-python",
+        wheel::check,
+    )
+    .unless(wheel::missing),
     Check::new(
         "C examples, find_package, address sanitizer",
         sanitize::asan,
