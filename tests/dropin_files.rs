@@ -107,7 +107,7 @@ fn a_file_is_used_once_it_has_been_quiet() {
     let mut host = watched("200");
     model(2.0).replace(&path).expect("free space");
     eventually("the swap", || {
-        figure(&host, "llama_sidecar_generation") == 1.0
+        figure(&host, "llama_sidecar_switches_total") == 1.0
     });
     assert_eq!(host.ask("decode"), result(2.0));
     assert_eq!(host.end(), Some(0));
@@ -117,7 +117,7 @@ fn a_file_is_used_once_it_has_been_quiet() {
     let host = watched("3600000");
     model(2.0).replace(&path).expect("free space");
     std::thread::sleep(Duration::from_millis(200));
-    assert_eq!(figure(&host, "llama_sidecar_generation"), 0.0);
+    assert_eq!(figure(&host, "llama_sidecar_switches_total"), 0.0);
     assert_eq!(report(&host.control("reload"))["swapped"], 1);
     assert_eq!(host.end(), Some(0));
 }
@@ -243,11 +243,11 @@ fn a_graph_in_the_way_is_not_tried_against_while_the_host_rests() {
             &host,
             "llama_sidecar_waiting_seconds{obstacle=\"kept_graph\"}",
         ) > 0.0
-            || figure(&host, "llama_sidecar_generation") == 1.0
+            || figure(&host, "llama_sidecar_switches_total") == 1.0
     });
     host.ask("decode");
     eventually("the swap", || {
-        figure(&host, "llama_sidecar_generation") == 1.0
+        figure(&host, "llama_sidecar_switches_total") == 1.0
     });
     assert_eq!(host.ask("decode"), result(2.0));
     assert!(host.control("status")["models"][0]["blocked"].is_null());
@@ -313,7 +313,7 @@ fn metrics_have_the_text_format_of_prometheus() {
     }
     assert_eq!(typed["llama_sidecar_pause_seconds"], "histogram");
     for (name, value) in [
-        ("llama_sidecar_generation", 1.0),
+        ("llama_sidecar_switches_total", 1.0),
         ("llama_sidecar_tensors_swapped_total", 1.0),
         ("llama_sidecar_evaluations_total", 5.0),
         ("llama_sidecar_staged_bytes_total", 2048.0),

@@ -12,6 +12,7 @@
 //! | [`trial`] | a run of a program, and its speeds |
 //! | [`tune`] | which tensors can be quantised further, and types for a size |
 //! | [`launch`] | programs with the drop-in |
+//! | [`exporter`] | metrics of running programs, for Prometheus |
 //! | [`control`] | requests to a running program |
 //! | [`report`] | expert traces, and what caches of experts would hit |
 //! | [`inspect`] | models without a program |
@@ -19,6 +20,7 @@
 
 mod compare;
 mod control;
+mod exporter;
 mod generate;
 mod inspect;
 mod launch;
@@ -31,6 +33,7 @@ mod swap;
 mod trial;
 mod tune;
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -117,7 +120,7 @@ enum Command {
     /// Files that differ from what the program loaded count as changed.
     Unfreeze(Control),
     /// Print metrics of a running program in the text format of Prometheus.
-    Metrics(Control),
+    Metrics(MetricsOptions),
     /// Reload changed files in a running program and wait for the result.
     ///
     /// The exit status is 1 if a changed file is not in use afterwards, or if the slots of
@@ -194,6 +197,21 @@ struct Control {
     json: bool,
 }
 
+/// Where metrics are from, and where they go.
+#[derive(clap::Args)]
+struct MetricsOptions {
+    /// Path of the control socket, from LLAMA_SIDECAR_CONTROL of the program; with --listen also a pattern, such as
+    /// '/run/llama/*.sock'. Can be repeated.
+    #[arg(long, env = "LLAMA_SIDECAR_CONTROL", required = true)]
+    socket: Vec<String>,
+    /// Print JSON.
+    #[arg(long, conflicts_with = "listen")]
+    json: bool,
+    /// Serve the metrics of all programs at this address for Prometheus (OpenMetrics), for example 127.0.0.1:9464.
+    #[arg(long, value_name = "ADDRESS")]
+    listen: Option<SocketAddr>,
+}
+
 fn main() -> ExitCode {
     allow_many_open_files();
     let result = match Arguments::parse().command {
@@ -208,7 +226,14 @@ fn main() -> ExitCode {
         Command::Status { at, hash: false } => control::run(&at.socket, &Request::Status, at.json),
         Command::Revert(at) => control::run(&at.socket, &Request::Revert, at.json),
         Command::Unfreeze(at) => control::run(&at.socket, &Request::Unfreeze, at.json),
-        Command::Metrics(at) => control::run(&at.socket, &Request::Metrics, at.json),
+        Command::Metrics(MetricsOptions {
+            socket,
+            listen: Some(address),
+            ..
+        }) => exporter::serve(address, &socket),
+        Command::Metrics(MetricsOptions { socket, json, .. }) => socket
+            .iter()
+            .try_for_each(|socket| control::run(socket.as_ref(), &Request::Metrics, json)),
         Command::Reload { at, server } => control::reload(&at.socket, &server, at.json),
         Command::Trace { at, reset: true } => {
             control::run(&at.socket, &Request::TraceReset, at.json)

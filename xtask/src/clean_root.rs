@@ -325,8 +325,10 @@ fn wheel(root: &Root, wheel: &Path) -> Result<()> {
     copy(wheel, &root.path(&name))?;
     let mixture = root.path("mixture.gguf");
     fs::copy(fixture("small-moe.gguf"), &mixture)?;
-    let script = crate::run::root().join("python/tests/first_use.py");
-    copy(&script, &root.path("first_use.py"))?;
+    for script in ["first_use.py", "programs.py"] {
+        let from = crate::run::root().join("python/tests").join(script);
+        copy(&from, &root.path(script))?;
+    }
     let began = std::time::Instant::now();
     let pip = ["pip", "install", "--no-index", "--break-system-packages"];
     root.output(&[&["python3", "-m"], &pip[..], &[&format!("/{name}")]].concat())?;

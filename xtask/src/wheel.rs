@@ -1,4 +1,4 @@
-//! The wheel, with the tools of its field: `cargo xtask check --wheel`.
+//! The wheel, with the tools of its field, and what its command serves: `cargo xtask check --wheel`.
 
 use std::fs;
 use std::path::Path;
@@ -72,9 +72,10 @@ fn used(python: &std::process::Command, folder: &Path) -> Result<()> {
         script.arg(root().join("python/tests").join(name));
         script
     };
-    run(script("first_use.py")
-        .arg(llama_cpp("llama-server"))
-        .arg(&mixture))?;
+    for name in ["first_use.py", "exporter.py"] {
+        let server = llama_cpp("llama-server");
+        run(script(name).args([&server, &mixture]))?;
+    }
     fixtures::llama_cpp_python()?;
     run(script("in_llama_cpp_python.py")
         .arg(cache().join("llama-cpp-python/bin/python"))

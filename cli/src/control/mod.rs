@@ -8,4 +8,4 @@
 mod requests;
 pub mod server;
 
-pub use requests::{ask, check_connection, check_unused, parsed, reload, run};
+pub use requests::{ask, ask_within, check_connection, check_unused, parsed, reload, run};

@@ -190,7 +190,7 @@ fn peer(stream: &UnixStream) -> io::Result<u32> {
 pub fn ask(socket: &Path, request: &Request) -> Result<Value> {
     let deadline = Instant::now() + PATIENCE;
     loop {
-        let answer = ask_once(socket, request)?;
+        let answer = ask_once(socket, request, None)?;
         if answer["busy"] != true || Instant::now() >= deadline {
             return Ok(answer);
         }
@@ -198,8 +198,15 @@ pub fn ask(socket: &Path, request: &Request) -> Result<Value> {
     }
 }
 
-fn ask_once(socket: &Path, request: &Request) -> Result<Value> {
+/// Sends a request and returns the reply, if it begins in this time.
+pub fn ask_within(socket: &Path, request: &Request, time: Duration) -> Result<Value> {
+    ask_once(socket, request, Some(time))
+}
+
+fn ask_once(socket: &Path, request: &Request, time: Option<Duration>) -> Result<Value> {
     let mut stream = connect(socket, request)?;
+    stream.set_read_timeout(time)?;
+    stream.set_write_timeout(time)?;
     // A connection that is turned away is closed: what was sent before has the reason.
     let sent = stream.write_all(protocol::line(request).as_bytes());
     let mut answer = Vec::new();

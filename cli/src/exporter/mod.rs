@@ -1,0 +1,75 @@
+//! `llama-sidecar metrics --listen`: the metrics of several programs, for Prometheus.
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`http`] | a server for one page |
+//! | [`families`] | metrics of several programs, as one page |
+
+mod families;
+mod http;
+
+use std::net::{SocketAddr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use sidecar_core::protocol::{Metrics, Request};
+
+use crate::control;
+use crate::exporter::families::Families;
+
+/// The type of a page in OpenMetrics.
+const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// How long a program may take to answer; Prometheus waits for ten seconds.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Serves the metrics of all programs whose sockets match, until the process ends.
+pub fn serve(address: SocketAddr, patterns: &[String]) -> Result<()> {
+    for pattern in patterns {
+        glob::Pattern::new(pattern)
+            .with_context(|| format!("--socket {pattern}: this is no pattern"))?;
+    }
+    let listener = TcpListener::bind(address).with_context(|| {
+        format!("cannot listen at {address}: use a free port and an address of this machine")
+    })?;
+    eprintln!(
+        "metrics of {} at {}/metrics",
+        patterns.join(", "),
+        listener.local_addr()?
+    );
+    http::serve(&listener, "/metrics", CONTENT_TYPE, || page(patterns))
+}
+
+/// Returns the metrics of the programs whose sockets match now.
+fn page(patterns: &[String]) -> String {
+    let mut families = Families::default();
+    for socket in sockets(patterns) {
+        families.add(
+            &socket.display().to_string(),
+            metrics(&socket).ok().as_deref(),
+        );
+    }
+    families.to_text()
+}
+
+fn sockets(patterns: &[String]) -> Vec<PathBuf> {
+    let found = patterns
+        .iter()
+        .filter_map(|pattern| glob::glob(pattern).ok());
+    let mut sockets: Vec<PathBuf> = found.flatten().filter_map(Result::ok).collect();
+    // A path without wildcards is a program that should run.
+    let plain = patterns
+        .iter()
+        .filter(|pattern| !pattern.contains(['*', '?', '[']));
+    sockets.extend(plain.map(PathBuf::from));
+    sockets.sort();
+    sockets.dedup();
+    sockets
+}
+
+fn metrics(socket: &Path) -> Result<String> {
+    let answer = control::ask_within(socket, &Request::Metrics, PATIENCE)?;
+    ensure!(answer["ok"] == true, "it refuses");
+    Ok(control::parsed::<Metrics>(&answer)?.text)
+}
