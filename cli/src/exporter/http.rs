@@ -88,7 +88,7 @@ impl Read for Limited<'_> {
     }
 }
 
-/// What a client wants.
+/// What a client requests.
 #[derive(Debug, PartialEq, Eq)]
 enum Requested {
     /// A path, without its query.

@@ -73,3 +73,37 @@ fn metrics(socket: &Path) -> Result<String> {
     ensure!(answer["ok"] == true, "it refuses");
     Ok(control::parsed::<Metrics>(&answer)?.text)
 }
+
+#[cfg(test)]
+mod tests {
+    use regex::Regex;
+    use sidecar_core::protocol::Metric;
+
+    /// The examples for Prometheus and Grafana name metrics that exist.
+    #[test]
+    fn examples_name_metrics() {
+        const ALERTS: &str = include_str!("../../../packaging/examples/prometheus-alerts.yml");
+        const DASHBOARD: &str = include_str!("../../../packaging/examples/grafana-dashboard.json");
+        let known: Vec<&str> = Metric::all().iter().map(|metric| metric.name).collect();
+        let name = Regex::new(r"llama_sidecar_(\w+)").expect("a pattern");
+        for (file, least) in [(ALERTS, 5), (DASHBOARD, 10)] {
+            let mut names: Vec<&str> = name
+                .captures_iter(file)
+                .map(|found| found.get(1).expect("a group").as_str())
+                .collect();
+            names.sort_unstable();
+            names.dedup();
+            assert!(names.len() >= least, "{names:?}");
+            for name in names {
+                let family = name.trim_end_matches("_bucket");
+                assert!(name == "up" || known.contains(&family), "{name}");
+            }
+        }
+        let dashboard: serde_json::Value = serde_json::from_str(DASHBOARD).expect("JSON");
+        assert!(
+            dashboard["panels"]
+                .as_array()
+                .is_some_and(|panels| panels.len() >= 10)
+        );
+    }
+}
