@@ -1,7 +1,7 @@
 //! Evaluations that the program does not wait for, such as the last one of a draft model.
 //!
-//! A switch has to know when such an evaluation has ended, and no call of the program shows it. Where a program has more than one
-//! scheduler, an event of each device is recorded after each evaluation; a pending switch waits for these.
+//! A switch has to know when such an evaluation has ended, and no call of the program shows it. Where a program has
+//! more than one scheduler, an event of each device is recorded after each evaluation; a pending switch waits for these.
 
 use parking_lot::Mutex;
 
