@@ -2,7 +2,6 @@
 //! installed before. There dpkg installs the package, its programs run, and dpkg removes it.
 
 use std::collections::BTreeSet;
-use std::ffi::CStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -12,7 +11,7 @@ use regex::Regex;
 use testkit::fixtures::{cache, fixture};
 use testkit::server::llama_cpp;
 
-use crate::dist::{self, Glibc, Packages, files};
+use crate::dist::{self, Packages, files};
 use crate::install::copy;
 use crate::run::{command, exists, output, run};
 use crate::{fixtures, llama_cpp, packaging};
@@ -29,22 +28,13 @@ const DATABASES: [&str; 4] = [
     "var/lib/dpkg",
     "var/log/dpkg.log",
 ];
-/// From this version on, std's functions that glibc may lack bind to it.
-const TOO_NEW: Glibc = Glibc(2, 39);
 
 /// Returns why this check cannot run here, if so.
 pub fn missing() -> Option<String> {
-    // SAFETY: the string is a constant of the C library.
-    let glibc = unsafe { CStr::from_ptr(libc::gnu_get_libc_version()) };
-    let glibc = glibc.to_string_lossy();
-    let is_too_new = Glibc::parse(&format!("GLIBC_{glibc}")).is_none_or(|glibc| glibc >= TOO_NEW);
-    if is_too_new {
-        return Some(format!(
-            "packages built here would need glibc {TOO_NEW}, because this machine has {glibc}"
-        ));
-    }
     let root = || fixtures::clean_root().and_then(|_| mounts());
-    llama_cpp::missing().or_else(|| root().err().map(|error| format!("{error:#}")))
+    dist::missing()
+        .or_else(llama_cpp::missing)
+        .or_else(|| root().err().map(|error| format!("{error:#}")))
 }
 
 /// The options of `unshare` that work here.

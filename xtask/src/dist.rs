@@ -2,6 +2,7 @@
 //! descendants, and for pip a wheel and the sources. The same files give the same bytes.
 
 use std::collections::BTreeSet;
+use std::ffi::CStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -23,9 +24,12 @@ const LIBRARIES: [&str; 4] = [
     "ld-linux-x86-64.so.2",
 ];
 
+/// From this version on, std's functions that glibc may lack bind to it.
+const TOO_NEW: Glibc = Glibc(2, 39);
+
 /// A version of glibc.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Glibc(pub u32, pub u32);
+struct Glibc(u32, u32);
 
 /// The packages that were made.
 pub struct Packages {
@@ -44,6 +48,17 @@ impl Packages {
     pub fn all(&self) -> [&Path; 4] {
         [&self.archive, &self.wheel, &self.sources, &self.deb]
     }
+}
+
+/// Returns why packages cannot be made here, if so.
+pub fn missing() -> Option<String> {
+    // SAFETY: the string is a constant of the C library.
+    let glibc = unsafe { CStr::from_ptr(libc::gnu_get_libc_version()) };
+    let glibc = glibc.to_string_lossy();
+    let is_too_new = Glibc::parse(&format!("GLIBC_{glibc}")).is_none_or(|glibc| glibc >= TOO_NEW);
+    is_too_new.then(|| {
+        format!("packages built here would need glibc {TOO_NEW}, because this machine has {glibc}")
+    })
 }
 
 /// Builds in release mode and makes the packages in a folder.
@@ -280,7 +295,7 @@ fn symbols<'a>(elf: &'a Elf, version: u16) -> Vec<&'a str> {
 
 impl Glibc {
     /// Parses the name of a symbol's version.
-    pub fn parse(name: &str) -> Option<Glibc> {
+    fn parse(name: &str) -> Option<Glibc> {
         let mut numbers = name.strip_prefix("GLIBC_")?.split('.');
         let mut number = || numbers.next()?.parse().ok();
         Some(Glibc(number()?, number()?))

@@ -25,7 +25,9 @@ assert isinstance(trace.layers[0].counts, numpy.ndarray)
 /// Why this check cannot run here, if so.
 pub fn missing() -> Option<String> {
     let tools = || fixtures::python_tools().and_then(|()| fixtures::llama_cpp_python());
-    built::missing().or_else(|| tools().err().map(|error| format!("{error:#}")))
+    dist::missing()
+        .or_else(built::missing)
+        .or_else(|| tools().err().map(|error| format!("{error:#}")))
 }
 
 /// Makes the wheel and the source distribution; checks their form, their types and their examples, and uses the module.
