@@ -4,7 +4,7 @@ mod hosts;
 
 use std::ffi::CString;
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -486,6 +486,8 @@ fn with_terminal(command: &mut Command) -> File {
             null.cast(),
         );
         assert_eq!(failed, 0, "a pseudo terminal");
+        // A command that had it, too, would never lose its terminal.
+        libc::fcntl(keys, libc::F_SETFD, libc::FD_CLOEXEC);
         (OwnedFd::from_raw_fd(keys), OwnedFd::from_raw_fd(terminal))
     };
     // SAFETY: system calls that may be made between fork and exec.
@@ -519,6 +521,52 @@ fn a_key_reaches_the_program_once() {
     keys.write_all(b"\x1c").expect("a terminal");
     assert_eq!(line(), "last");
     assert_eq!(child.wait().expect("it ends").code(), Some(9));
+}
+
+#[test]
+fn top_shows_a_program_as_lines_and_in_a_terminal() {
+    let cli = testkit::host::built("release/llama-sidecar");
+    let mut host = Host::start(Program::C, &fixture("smollm2.gguf"), &on());
+    host.text(TOKENS);
+    let top = |more: &[&str]| {
+        let mut words = vec![cli.display().to_string(), "top".into(), "--socket".into()];
+        words.push(host.socket().display().to_string());
+        words.extend(more.iter().map(|&word| word.to_owned()));
+        words
+    };
+    let words = top(&["--samples", "2", "--interval", "0.1"]);
+    let output = Command::new(&words[0]).args(&words[1..]).output();
+    let lines = String::from_utf8(output.expect("it starts").stdout).expect("text");
+    let of_process = format!("{}: process {}: ", host.socket().display(), host.id());
+    assert_eq!(lines.matches(&of_process).count(), 2, "{lines}");
+    assert!(lines.contains("smollm2.gguf: 272 tensors"), "{lines}");
+
+    let mut command = Command::new("sh");
+    let in_terminal = "exec \"$@\" <>/dev/tty >&0 2>&1";
+    command.args(["-c", in_terminal, "sh"]).args(top(&[]));
+    let mut keys = with_terminal(&mut command);
+    let size = libc::winsize {
+        ws_row: 24,
+        ws_col: 100,
+        ws_xpixel: 0,
+        ws_ypixel: 0,
+    };
+    // SAFETY: a terminal, and the struct that the request takes.
+    let set = unsafe { libc::ioctl(keys.as_raw_fd(), libc::TIOCSWINSZ, &raw const size) };
+    assert_eq!(set, 0, "a terminal has a size");
+    let mut child = command.spawn().expect("it starts");
+    let mut shown = String::new();
+    // Spaces are not written.
+    for (text, key) in [("smollm2.gguf:", b"r"), ("done", b"q")] {
+        while !shown.contains(text) {
+            let mut bytes = [0; 4096];
+            let read = keys.read(&mut bytes).expect("the command runs");
+            shown += &String::from_utf8_lossy(&bytes[..read]);
+        }
+        keys.write_all(key).expect("a terminal");
+    }
+    assert_eq!(child.wait().expect("it ends").code(), Some(0));
+    assert_eq!(host.end(), Some(0));
 }
 
 /// The program is in a process group of its own.

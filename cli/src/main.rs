@@ -12,6 +12,7 @@
 //! | [`trial`] | a run of a program, and its speeds |
 //! | [`tune`] | which tensors can be quantised further, and types for a size |
 //! | [`launch`] | programs with the drop-in |
+//! | [`top`] | what running programs hold and fetch now |
 //! | [`exporter`] | metrics of running programs, for Prometheus |
 //! | [`control`] | requests to a running program |
 //! | [`report`] | expert traces, and what caches of experts would hit |
@@ -30,6 +31,7 @@ mod report;
 mod sizes;
 mod space;
 mod swap;
+mod top;
 mod trial;
 mod tune;
 
@@ -119,6 +121,10 @@ enum Command {
     ///
     /// Files that differ from what the program loaded count as changed.
     Unfreeze(Control),
+    /// Show what running programs hold and fetch: models, swaps, experts by layer, disk and link.
+    ///
+    /// Prints lines where the output is no terminal.
+    Top(top::TopOptions),
     /// Print metrics of a running program in the text format of Prometheus.
     Metrics(MetricsOptions),
     /// Reload changed files in a running program and wait for the result.
@@ -234,6 +240,7 @@ fn main() -> ExitCode {
         Command::Metrics(MetricsOptions { socket, json, .. }) => socket
             .iter()
             .try_for_each(|socket| control::run(socket.as_ref(), &Request::Metrics, json)),
+        Command::Top(options) => top::run(&options),
         Command::Reload { at, server } => control::reload(&at.socket, &server, at.json),
         Command::Trace { at, reset: true } => {
             control::run(&at.socket, &Request::TraceReset, at.json)

@@ -1,0 +1,188 @@
+//! What is known of a program after two samples, as lines.
+
+use std::path::Path;
+
+use sidecar_core::protocol::{ModelStatus, PostFetchFigures, StreamFigures};
+
+use crate::sizes::{percent, size_text};
+use crate::top::sample::{Program, Sample};
+
+/// A line.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Fact {
+    /// The line.
+    pub text: String,
+    /// Whether something is wrong.
+    pub is_alarm: bool,
+}
+
+fn fact(text: String) -> Fact {
+    Fact {
+        text,
+        is_alarm: false,
+    }
+}
+
+fn alarm(text: String) -> Fact {
+    Fact {
+        text,
+        is_alarm: true,
+    }
+}
+
+/// Returns what is known of a program.
+pub fn of(program: &Program) -> Vec<Fact> {
+    let sample = match &program.now {
+        Ok(sample) => sample,
+        Err(error) => return vec![alarm(error.clone())],
+    };
+    let status = &sample.status;
+    let evaluations = program.rate(|sample| Some(sample.status.evaluations as f64));
+    let tokens = program.rate(tokens);
+    let mut facts = vec![fact(format!(
+        "process {}: {} evaluations{}{}",
+        status.pid,
+        status.evaluations,
+        a_second(", ", evaluations, "/s"),
+        a_second(", ", tokens, " tokens/s"),
+    ))];
+    if status.generation > 0 {
+        facts.push(fact(format!(
+            "{} swaps, pause at most {} us",
+            status.generation, status.longest_pause_us
+        )));
+    }
+    if let Some(waiting) = &status.waiting {
+        let obstacle = waiting.obstacle.as_deref().unwrap_or("its turn");
+        let seconds = waiting.seconds;
+        facts.push(alarm(format!(
+            "a swap waits for {seconds:.0} s: {obstacle}"
+        )));
+    }
+    if status.frozen {
+        facts.push(fact("reloads are frozen after a revert".into()));
+    }
+    for (at, model) in status.models.iter().enumerate() {
+        facts.extend(of_model(program, at, model));
+    }
+    if let Some(figures) = status
+        .post_fetch
+        .as_ref()
+        .filter(|figures| !figures.is_empty())
+    {
+        facts.push(post_fetch(program, figures));
+    }
+    if let Some(own) = &status.own_expert_cache {
+        let bytes = size_text(own.bytes as f64);
+        let layers = own.layers;
+        facts.push(fact(format!(
+            "llama.cpp's own expert cache: {bytes} for {layers} layers"
+        )));
+    }
+    facts.extend(
+        status
+            .no_effect
+            .iter()
+            .map(|none| alarm(none.sentence.clone())),
+    );
+    for (cause, count) in &status.failures {
+        facts.push(alarm(format!(
+            "{count} files or reloads not taken: {cause}"
+        )));
+    }
+    facts
+}
+
+fn a_second(before: &str, rate: Option<f64>, unit: &str) -> String {
+    rate.map_or(String::new(), |rate| format!("{before}{rate:.1}{unit}"))
+}
+
+/// Tokens that were evaluated, where experts are counted.
+fn tokens(sample: &Sample) -> Option<f64> {
+    let layers = sample.uses.iter().flatten();
+    layers
+        .map(|layer| layer.tokens)
+        .max()
+        .map(|tokens| tokens as f64)
+}
+
+fn of_model(program: &Program, at: usize, model: &ModelStatus) -> Vec<Fact> {
+    let file = model.files.first().map_or("", String::as_str);
+    let name = Path::new(file).file_name().unwrap_or_default();
+    let mut text = format!("{}: {} tensors", name.display(), model.tensors);
+    if !model.changed.is_empty() {
+        let bytes = size_text(model.private_bytes as f64);
+        text += &format!(", {} swapped ({bytes} more)", model.changed.len());
+    }
+    let mut facts = vec![fact(text)];
+    if let Some(blocked) = &model.blocked {
+        let (attempts, error) = (blocked.attempts, &blocked.error);
+        facts.push(alarm(format!(
+            "not reloaded after {attempts} attempts: {error}"
+        )));
+    }
+    facts.extend(
+        model
+            .obstacle
+            .iter()
+            .map(|obstacle| alarm(obstacle.clone())),
+    );
+    if let Some(stream) = &model.stream {
+        facts.push(streaming(program, at, stream));
+    }
+    facts
+}
+
+fn streaming(program: &Program, at: usize, stream: &StreamFigures) -> Fact {
+    if stream.resting {
+        return fact("experts from disk: all are in memory".into());
+    }
+    let rate = |figure: fn(&StreamFigures) -> f64| {
+        program.rate(|sample| sample.status.models.get(at)?.stream.as_ref().map(figure))
+    };
+    let checked = rate(|stream| stream.checked_bytes as f64);
+    let resident = rate(|stream| stream.resident_bytes as f64);
+    let read = rate(|stream| (stream.read_bytes + stream.guessed_bytes) as f64);
+    let waited = rate(|stream| stream.waited_seconds);
+    let in_memory = checked.zip(resident).filter(|(checked, _)| *checked > 0.0);
+    let held = (stream.held_bytes > 0).then_some(stream.held_bytes as f64);
+    let waited = waited.filter(|waited| *waited > 0.0);
+    let parts = [
+        read.map(|read| format!("{}/s read", size_text(read))),
+        in_memory
+            .map(|(checked, resident)| format!("{} were in memory", percent(resident / checked))),
+        waited.map(|waited| format!("evaluations wait {} of the time", percent(waited.min(1.0)))),
+        held.map(|held| format!("{} held", size_text(held))),
+    ];
+    listed("experts from disk", parts.into_iter().flatten())
+}
+
+fn post_fetch(program: &Program, figures: &PostFetchFigures) -> Fact {
+    let rate = |figure: fn(&PostFetchFigures) -> u64| {
+        program.rate(|sample| {
+            sample
+                .status
+                .post_fetch
+                .as_ref()
+                .map(|of| figure(of) as f64)
+        })
+    };
+    let early = rate(|of| of.early_bytes);
+    let (hits, misses) = (rate(|of| of.cache_hits), rate(|of| of.cache_misses));
+    let there = hits
+        .zip(misses)
+        .filter(|(hits, misses)| hits + misses > 0.0);
+    let kept = (figures.cache_bytes > 0).then_some(figures.cache_bytes as f64);
+    let parts = [
+        early.map(|early| format!("{}/s early", size_text(early))),
+        there.map(|(hits, misses)| format!("{} were there", percent(hits / (hits + misses)))),
+        kept.map(|kept| format!("{} for experts that stay", size_text(kept))),
+    ];
+    listed("experts to a GPU", parts.into_iter().flatten())
+}
+
+/// Returns a line of a heading and its parts.
+fn listed(heading: &str, parts: impl Iterator<Item = String>) -> Fact {
+    let parts: Vec<String> = parts.collect();
+    fact(format!("{heading}: {}", parts.join(", ")))
+}

@@ -1,0 +1,68 @@
+//! `llama-sidecar top`: what running programs hold and fetch now.
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`screen`] | a terminal, and its keys |
+//! | [`facts`] | what is known of a program after two samples, as lines |
+//! | [`sample`] | programs, and what they answer |
+
+mod facts;
+mod sample;
+mod screen;
+
+use std::io::{IsTerminal, Write, stdout};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+
+use crate::top::sample::Program;
+
+/// The programs, and how often they are asked.
+#[derive(clap::Args)]
+pub struct TopOptions {
+    /// Path of the control socket, from LLAMA_SIDECAR_CONTROL of the program. Can be repeated.
+    #[arg(long, env = "LLAMA_SIDECAR_CONTROL", required = true)]
+    socket: Vec<PathBuf>,
+    /// Seconds between two samples.
+    #[arg(long, default_value = "1")]
+    interval: f64,
+    /// End after this many samples.
+    #[arg(long, value_name = "NUMBER")]
+    samples: Option<u64>,
+}
+
+/// Shows the programs in the terminal, or prints lines where the output is none.
+pub fn run(options: &TopOptions) -> Result<()> {
+    ensure!(
+        (0.1..=3600.0).contains(&options.interval),
+        "--interval {}: use 0.1 to 3600 seconds",
+        options.interval
+    );
+    let interval = Duration::from_secs_f64(options.interval);
+    let programs: Vec<Program> = options.socket.iter().cloned().map(Program::new).collect();
+    match stdout().is_terminal() {
+        true => screen::show(programs, interval, options.samples),
+        false => print(programs, interval, options.samples),
+    }
+}
+
+/// Prints the facts of each program at each sample.
+fn print(mut programs: Vec<Program>, interval: Duration, samples: Option<u64>) -> Result<()> {
+    let mut number = 0;
+    loop {
+        for program in &mut programs {
+            program.update();
+            let mut out = stdout().lock();
+            for fact in facts::of(program) {
+                writeln!(out, "{}: {}", program.socket.display(), fact.text)?;
+            }
+            out.flush()?;
+        }
+        number += 1;
+        if samples.is_some_and(|samples| number >= samples) {
+            return Ok(());
+        }
+        std::thread::sleep(interval);
+    }
+}

@@ -1,0 +1,287 @@
+//! A terminal, and its keys.
+
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use anyhow::Result;
+use ratatui::Frame;
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
+use ratatui::layout::{Constraint, Layout};
+use ratatui::style::{Color, Modifier, Style};
+use ratatui::text::Line;
+use ratatui::widgets::{Block, Paragraph, Wrap};
+use sidecar_core::protocol::{Reply, Request};
+use sidecar_core::trace::LayerCounts;
+
+use crate::control;
+use crate::top::facts;
+use crate::top::sample::Program;
+
+/// How long a key is waited for until the screen is drawn again.
+const TICK: Duration = Duration::from_millis(200);
+/// Uses of an expert, from none to the most of its layer.
+const LEVELS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+const KEYS: &str = "q quit   Tab next program   r reload   v revert and freeze   u unfreeze";
+
+const NOT_COUNTED: &str = "start the program with --expert-trace-stats to see its experts by layer";
+
+/// Programs that a thread updates.
+type Shared = Arc<Mutex<Vec<Program>>>;
+
+/// Shows programs until a key ends it, or so many samples were taken.
+pub fn show(programs: Vec<Program>, interval: Duration, samples: Option<u64>) -> Result<()> {
+    let programs: Shared = Arc::new(Mutex::new(programs));
+    let ended = sampler(programs.clone(), interval, samples);
+    let mut terminal = ratatui::try_init()?;
+    let shown = Screen::new(programs).run(&mut terminal, &ended);
+    ratatui::restore();
+    shown
+}
+
+/// Starts the thread that takes samples; it sends when it ends.
+fn sampler(programs: Shared, interval: Duration, samples: Option<u64>) -> Receiver<()> {
+    let (ends, ended) = channel();
+    std::thread::spawn(move || {
+        let mut number = 0;
+        while samples.is_none_or(|samples| number < samples) {
+            // A program that does not answer does not stop the screen, which has the lock only to draw.
+            let mut asked = programs.lock().expect("no panic").clone();
+            for (at, program) in asked.iter_mut().enumerate() {
+                program.update();
+                programs.lock().expect("no panic")[at] = program.clone();
+            }
+            number += 1;
+            std::thread::sleep(interval);
+        }
+        let _ = ends.send(());
+    });
+    ended
+}
+
+struct Screen {
+    programs: Shared,
+    /// The position of the program that is shown.
+    shown: usize,
+    /// What the last key did.
+    message: String,
+    done: (Sender<String>, Receiver<String>),
+}
+
+impl Screen {
+    fn new(programs: Shared) -> Screen {
+        Screen {
+            programs,
+            shown: 0,
+            message: String::new(),
+            done: channel(),
+        }
+    }
+
+    fn run(&mut self, terminal: &mut ratatui::DefaultTerminal, ended: &Receiver<()>) -> Result<()> {
+        loop {
+            if let Ok(message) = self.done.1.try_recv() {
+                self.message = message;
+            }
+            terminal.draw(|frame| self.draw(frame))?;
+            if ended.try_recv().is_ok() {
+                return Ok(());
+            }
+            if !event::poll(TICK)? {
+                continue;
+            }
+            let Event::Key(key) = event::read()? else {
+                continue;
+            };
+            if key.kind != KeyEventKind::Press {
+                continue;
+            }
+            match key.code {
+                KeyCode::Char('q') | KeyCode::Esc => return Ok(()),
+                KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => {
+                    return Ok(());
+                }
+                KeyCode::Tab | KeyCode::Right => self.shown += 1,
+                KeyCode::Char('r') => self.send("reload", Request::Reload),
+                KeyCode::Char('v') => self.send("revert", Request::Revert),
+                KeyCode::Char('u') => self.send("unfreeze", Request::Unfreeze),
+                _ => {}
+            }
+        }
+    }
+
+    /// Sends a request to the program that is shown, on a thread: a switch may have to wait.
+    fn send(&mut self, name: &'static str, request: Request) {
+        let socket = {
+            let programs = self.programs.lock().expect("no panic");
+            programs[self.shown % programs.len()].socket.clone()
+        };
+        let done = self.done.0.clone();
+        self.message = format!("{name} …");
+        std::thread::spawn(move || {
+            let answer = control::ask(&socket, &request)
+                .and_then(|answer| control::parsed::<Reply>(&answer));
+            let message = match answer {
+                Ok(Reply { ok: true, .. }) => format!("{name}: done"),
+                Ok(Reply { error, .. }) => {
+                    format!(
+                        "{name}: {}",
+                        error.unwrap_or_else(|| "see llama-sidecar status".into())
+                    )
+                }
+                Err(error) => format!("{name}: {error:#}"),
+            };
+            let _ = done.send(message);
+        });
+    }
+
+    fn draw(&self, frame: &mut Frame) {
+        let programs = self.programs.lock().expect("no panic");
+        let program = &programs[self.shown % programs.len()];
+        let facts: Vec<Line> = facts::of(program)
+            .into_iter()
+            .map(|fact| match fact.is_alarm {
+                true => Line::styled(fact.text, Style::new().fg(Color::Red)),
+                false => Line::raw(fact.text),
+            })
+            .collect();
+        // Long lines are wrapped.
+        let width = frame.area().width.saturating_sub(2).max(1) as usize;
+        let height: usize = facts
+            .iter()
+            .map(|line| line.width().div_ceil(width).max(1))
+            .sum();
+        let height = height as u16 + 2;
+        let [top, map, foot] = Layout::vertical([
+            Constraint::Length(height.min(frame.area().height / 2 + 2)),
+            Constraint::Min(0),
+            Constraint::Length(2),
+        ])
+        .areas(frame.area());
+        let title = format!(
+            " {} ({} of {}) ",
+            program.socket.display(),
+            self.shown % programs.len() + 1,
+            programs.len()
+        );
+        let facts = Paragraph::new(facts).wrap(Wrap { trim: false });
+        frame.render_widget(facts.block(Block::bordered().title(title)), top);
+        let layers = program.recent(0);
+        let width = map.width.saturating_sub(8) as usize;
+        let mut rows: Vec<Line> = layers.iter().map(|layer| row(layer, width)).collect();
+        if rows.is_empty() {
+            rows.push(Line::raw(NOT_COUNTED));
+        }
+        let shown = map.height.saturating_sub(2) as usize;
+        if rows.len() > shown && shown > 0 {
+            let more = rows.len() + 1 - shown;
+            rows.truncate(shown - 1);
+            rows.push(Line::raw(format!(
+                "{more} more layers: the window is too low"
+            )));
+        }
+        let block = Block::bordered().title(" experts in use, by layer ");
+        frame.render_widget(Paragraph::new(rows).block(block), map);
+        let keys = Line::styled(KEYS, Style::new().add_modifier(Modifier::DIM));
+        frame.render_widget(Paragraph::new(vec![Line::raw(&*self.message), keys]), foot);
+    }
+}
+
+/// A layer as a row of its experts; several experts are one character where the row is too short.
+fn row(layer: &LayerCounts, width: usize) -> Line<'static> {
+    let experts = layer.experts.len().max(1);
+    let each = experts.div_ceil(width.max(1));
+    let sums: Vec<u64> = layer
+        .experts
+        .chunks(each)
+        .map(|counts| counts.iter().sum())
+        .collect();
+    let most = sums.iter().copied().max().unwrap_or(0).max(1);
+    let level = |sum: &u64| LEVELS[(sum * (LEVELS.len() as u64 - 1)).div_ceil(most) as usize];
+    let text: String = sums.iter().map(level).collect();
+    Line::styled(
+        format!("{:>4} {text}", layer.layer),
+        Style::new().fg(Color::Cyan),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use ratatui::Terminal;
+    use ratatui::backend::TestBackend;
+
+    use super::*;
+    use crate::top::sample::Sample;
+
+    /// What the screen shows of a program that answers this.
+    fn screen(size: (u16, u16), now: Result<Sample, String>) -> String {
+        let mut program = Program::new("/run/llama.sock".into());
+        program.now = now;
+        let screen = Screen::new(Arc::new(Mutex::new(vec![program])));
+        let mut terminal = Terminal::new(TestBackend::new(size.0, size.1)).expect("a terminal");
+        terminal.draw(|frame| screen.draw(frame)).expect("memory");
+        terminal.backend().to_string()
+    }
+
+    #[test]
+    fn facts_and_experts_are_shown_in_windows_of_any_size() {
+        let status = r#"{"pid": 7, "evaluations": 42, "generation": 3, "longest_pause_us": 5, "frozen": true,
+            "waiting": {"obstacle": "evaluation", "seconds": 4.0}, "failures": {"damaged": 2},
+            "no_effect": [{"requested": "streaming", "sentence": "nothing is streamed: on a GPU"}],
+            "models": [{"files": ["/models/a.gguf"], "tensors": 9, "private_bytes": 2048,
+                "changed": [{"name": "t"}], "blocked": {"error": "cut off", "attempts": 3},
+                "stream": {"held_bytes": 1048576}}]}"#;
+        let layer = |layer| LayerCounts {
+            layer,
+            tokens: 1,
+            experts: vec![1; 8],
+            locality: None,
+        };
+        let sample = || Sample {
+            at: std::time::Instant::now(),
+            status: serde_json::from_str(status).expect("a status"),
+            uses: vec![(0..30).map(layer).collect()],
+        };
+        let shown = screen((100, 40), Ok(sample()));
+        for text in [
+            "process 7: 42 evaluations",
+            "3 swaps, pause at most 5 us",
+            "a swap waits for 4 s: evaluation",
+            "reloads are frozen",
+            "a.gguf: 9 tensors, 1 swapped (2.00 KiB more)",
+            "not reloaded after 3 attempts: cut off",
+            "experts from disk: 1.00 MiB held",
+            "nothing is streamed: on a GPU",
+            "2 files or reloads not taken: damaged",
+            "   0 ████████",
+            "more layers: the window is too low",
+            KEYS,
+        ] {
+            assert!(shown.contains(text), "{text}:\n{shown}");
+        }
+        for size in [(1, 1), (5, 3), (40, 12), (400, 100)] {
+            screen(size, Ok(sample()));
+        }
+        let refused = screen((60, 12), Err("no program answers".into()));
+        assert!(refused.contains("no program answers"), "{refused}");
+        assert!(refused.contains("--expert-trace-stats"), "{refused}");
+    }
+
+    #[test]
+    fn a_row_has_all_experts() {
+        let layer = LayerCounts {
+            layer: 7,
+            tokens: 4,
+            experts: vec![0, 1, 8, 4],
+            locality: None,
+        };
+        assert_eq!(row(&layer, 10).to_string(), "   7  ▁█▄");
+        assert_eq!(row(&layer, 2).to_string(), "   7 ▁█");
+        assert_eq!(row(&layer, 0).to_string(), "   7 █");
+        let unused = LayerCounts {
+            experts: vec![0; 3],
+            ..layer
+        };
+        assert_eq!(row(&unused, 10).to_string(), "   7    ");
+    }
+}
