@@ -248,10 +248,10 @@ fn a_prompt_reads_the_next_layers_and_gives_the_last_one_back() {
         assert!(guessed + 1 >= ahead, "{layer}: {guessed}");
     }
     let counts = reader.counts();
-    // One matrix may be read as it is routed: where all places are taken at that moment, it is not read ahead.
-    let (read, rounding) = (counts.read_bytes, 4096 * 24);
-    assert!(read + rounding >= 24 * MATRIX, "{counts:?}");
-    assert!(read <= 25 * MATRIX + rounding, "{counts:?}");
+    assert!(
+        counts.read_bytes.abs_diff(24 * MATRIX) <= 4096 * 24,
+        "{counts:?}"
+    );
     assert!(counts.held_bytes <= 48 * SPAN);
     assert!(fixture.has_bytes_of_file());
 }
