@@ -43,10 +43,10 @@ pub fn show(programs: Vec<Program>, interval: Duration, samples: Option<u64>) ->
 fn sampler(programs: Shared, interval: Duration, samples: Option<u64>) -> Receiver<()> {
     let (ends, ended) = channel();
     std::thread::spawn(move || {
+        // A program that does not answer does not stop the screen, which has the lock only to draw.
+        let mut asked = programs.lock().expect("no panic").clone();
         let mut number = 0;
         while samples.is_none_or(|samples| number < samples) {
-            // A program that does not answer does not stop the screen, which has the lock only to draw.
-            let mut asked = programs.lock().expect("no panic").clone();
             for (at, program) in asked.iter_mut().enumerate() {
                 program.update();
                 programs.lock().expect("no panic")[at] = program.clone();
