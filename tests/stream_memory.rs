@@ -239,19 +239,17 @@ fn a_prompt_reads_the_next_layers_and_gives_the_last_one_back() {
     // Two layers.
     let reader = fixture.reader(48);
     let all: Vec<u32> = (0..EXPERTS).collect();
+    let layer_bytes = 24 * MATRIX.next_multiple_of(4096);
     for layer in 0..LAYERS as usize {
         route_batch(&reader, layer, &all);
         reader.finish();
-        // At least one layer ahead of this one, in half of the memory.
-        let guessed = reader.counts().guessed_bytes / MATRIX;
-        let ahead = (layer as u64 + 1).min(u64::from(LAYERS) - 1) * 24;
-        assert!(guessed + 1 >= ahead, "{layer}: {guessed}");
+        // One layer ahead of this one, in half of the memory.
+        let guessed = reader.counts().guessed_bytes;
+        let ahead = (layer as u64 + 1).min(u64::from(LAYERS) - 1);
+        assert_eq!(guessed, ahead * layer_bytes, "{layer}");
     }
     let counts = reader.counts();
-    assert!(
-        counts.read_bytes.abs_diff(24 * MATRIX) <= 4096 * 24,
-        "{counts:?}"
-    );
+    assert_eq!(counts.read_bytes, layer_bytes, "{counts:?}");
     assert!(counts.held_bytes <= 48 * SPAN);
     assert!(fixture.has_bytes_of_file());
 }

@@ -764,6 +764,9 @@ impl Shared {
             if !matrices.has(unit % UNITS) || bytes == 0 {
                 continue;
             }
+            // A matrix may begin and end inside a page. What does not fit besides the reads that are under way
+            // is not read ahead at all.
+            let bytes = bytes.next_multiple_of(self.page) + self.page;
             let fit = (left / bytes).min(self.layers[unit / UNITS].1.into()) as u32;
             let experts = (0..fit).filter(|expert| residents.is_absent(unit, *expert));
             let mut absent = ExpertSet::EMPTY;
