@@ -17,15 +17,18 @@
 //! | [`control`] | requests to a running program |
 //! | [`report`] | expert traces, and what caches of experts would hit |
 //! | [`inspect`] | models without a program |
+//! | [`http`], [`page`] | a server for a few pages, and how pages look |
 //! | [`sizes`], [`output`], [`space`] | sizes, shares and tables as text; texts in files, progress; free space |
 
 mod compare;
 mod control;
 mod exporter;
 mod generate;
+mod http;
 mod inspect;
 mod launch;
 mod output;
+mod page;
 mod plan;
 mod report;
 mod sizes;

@@ -171,8 +171,8 @@ fn fetch_node(target: &Path) -> Result<()> {
 
 /// Debian packages with a Vulkan device in software.
 const VULKAN_PACKAGES: [&str; 2] = ["libvulkan1", "mesa-vulkan-drivers"];
-/// A Debian package with a browser for the check of the expert trace's report.
-const BROWSER_PACKAGE: &str = "chromium";
+/// Debian packages with a browser, and what drives it.
+const BROWSER_PACKAGES: [&str; 2] = ["chromium", "chromium-driver"];
 /// Where Debian's packages have their libraries.
 pub const DEBIAN_LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
 
@@ -198,9 +198,9 @@ pub fn vulkan() -> Result<PathBuf> {
 /// Makes a folder with Debian's browser, without installing anything; an error states why that
 /// is not possible.
 pub fn browser() -> Result<PathBuf> {
-    let target = cache().join("browser");
+    let target = cache().join("browser-driver");
     if !target.exists() {
-        std::fs::rename(unpacked("browser", &[BROWSER_PACKAGE])?, &target)?;
+        std::fs::rename(unpacked("browser-driver", &BROWSER_PACKAGES)?, &target)?;
     }
     Ok(target)
 }

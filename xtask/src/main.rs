@@ -8,6 +8,7 @@
 //! | `matrix` | what the drop-in does in each program, as a table |
 //! | `bench` | the benches, and docs/benchmarks.md |
 //! | `clean_root`, `wheel` | the packages on a clean root; the wheel and its Python module |
+//! | `pages` | pages of the command in a browser |
 //! | `soak` | a long run of llama-server while its model is swapped |
 //! | `ik_llama_cpp` | programs of ik_llama.cpp from source |
 //! | `llama_cpp` | programs of llama.cpp from source |
@@ -15,7 +16,7 @@
 //! | `packaging` | the installed tree, away from the repository |
 //! | `sanitize`, `tsan` | AddressSanitizer, valgrind, miri, fuzzing; ThreadSanitizer |
 //! | `abi` | what the shared library exports |
-//! | `cmake`, `report` | the C and C++ examples; a report in a browser |
+//! | `cmake`, `browser` | the C and C++ examples; a real browser |
 //! | `dist`, `fixtures`, `msrv` | packages; downloads and fixtures; the oldest Rust |
 //! | `header` | the header, generated |
 //! | `install` | the library and the command in the places where users find them |
@@ -26,6 +27,7 @@
 mod abi;
 mod archs;
 mod bench;
+mod browser;
 mod clean_root;
 mod cmake;
 mod dist;
@@ -37,8 +39,8 @@ mod llama_cpp;
 mod matrix;
 mod msrv;
 mod packaging;
+mod pages;
 mod prose;
-mod report;
 mod run;
 mod sanitize;
 mod soak;
@@ -139,9 +141,9 @@ struct Check {
     /// The wheel, and the Python module in it
     #[arg(long)]
     wheel: bool,
-    /// The report of an expert trace in a browser
+    /// Pages of the command in a browser
     #[arg(long)]
-    report: bool,
+    pages: bool,
     /// The oldest supported Rust
     #[arg(long)]
     msrv: bool,
@@ -252,7 +254,7 @@ impl Check {
             (self.package, packaging::check),
             (self.dist, clean_root::check),
             (self.wheel, wheel::check),
-            (self.report, report::check),
+            (self.pages, pages::check),
             (self.msrv, msrv::check),
             (self.asan, sanitize::asan),
             (self.valgrind, sanitize::valgrind),

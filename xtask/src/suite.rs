@@ -16,7 +16,7 @@ use crate::install::{DebugInfo, install, target_folder};
 use crate::run::{SKIPPED, command, exists, root, run};
 use crate::{
     abi, archs, clean_root, cmake, fixtures, header, ik_llama_cpp, llama_cpp, matrix, msrv,
-    packaging, prose, report, sanitize, toolchain, wheel,
+    packaging, pages, prose, sanitize, toolchain, wheel,
 };
 
 /// How many minutes the checks take on two cores when only the project itself is to be built.
@@ -162,7 +162,7 @@ const CHECKS: &[Check] = &[
         archs::check("daily")
     })
     .unless(archs::missing),
-    Check::new("report of an expert trace in a browser", report::check).unless(report::missing),
+    Check::new("pages of the command in a browser", pages::check).unless(pages::missing),
     Check::new("C examples, top-level CMake", cmake::test_top_level),
     Check::new("exported symbols", abi::check),
     Check::new(

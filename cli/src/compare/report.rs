@@ -14,7 +14,7 @@ use super::results::{self, Difference, Logits, Way, mean_and_error};
 use crate::launch::child::quoted;
 use crate::launch::journal::Events;
 use crate::launch::session;
-use crate::report::svg;
+use crate::page;
 use crate::sizes::{Table, size_text};
 use crate::trial::speeds::Speed;
 use crate::trial::{Kind, Run};
@@ -250,28 +250,28 @@ impl Report {
     }
 
     pub fn page(&self) -> String {
-        let mut body = format!("<section><h1>{}</h1><dl>", svg::escape(&self.advice));
+        let mut body = format!("<section><h1>{}</h1><dl>", page::escape(&self.advice));
         for (what, found) in self.about() {
             let _ = write!(
                 body,
                 "<div><dt>{what}<dd class=note>{}</div>",
-                svg::escape(&found)
+                page::escape(&found)
             );
         }
         let _ = write!(
             body,
             "</dl><h2>Speeds</h2><div class=wide>{}</div>",
-            svg::table(self.table())
+            page::table(self.table())
         );
         for (way, sentence) in self.ways.iter().zip(&self.sentences) {
             let _ = write!(
                 body,
                 "<h2>{}</h2><p>{}",
-                svg::escape(&way.name()),
-                svg::escape(sentence)
+                page::escape(&way.name()),
+                page::escape(sentence)
             );
             for line in way.runs.last().into_iter().flat_map(|run| &run.summary) {
-                let _ = write!(body, "<p class=note>{}", svg::escape(line));
+                let _ = write!(body, "<p class=note>{}", page::escape(line));
             }
         }
         let _ = write!(
@@ -279,7 +279,7 @@ impl Report {
             "<p class=note>llama-sidecar {}. Errors are confidence intervals of 95 %. Work is the time of the same tokens, prompts and answers. Logits are compared bit for bit; the number is that of evaluations.</section>",
             self.version
         );
-        svg::document("Comparison", &body)
+        page::document("Comparison", &body)
     }
 }
 

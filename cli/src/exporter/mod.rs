@@ -2,13 +2,11 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | [`http`] | a server for one page |
 //! | [`families`] | metrics of several programs, as one page |
 
 mod families;
-mod http;
 
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -17,6 +15,7 @@ use sidecar_core::protocol::{Metrics, Request};
 
 use crate::control;
 use crate::exporter::families::Families;
+use crate::http::{self, Answer};
 
 /// The type of a page in OpenMetrics.
 const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -30,15 +29,19 @@ pub fn serve(address: SocketAddr, patterns: &[String]) -> Result<()> {
         glob::Pattern::new(pattern)
             .with_context(|| format!("--socket {pattern}: this is no pattern"))?;
     }
-    let listener = TcpListener::bind(address).with_context(|| {
-        format!("cannot listen at {address}: use a free port and an address of this machine")
-    })?;
+    let listener = http::listen(address)?;
     eprintln!(
         "metrics of {} at {}/metrics",
         patterns.join(", "),
         listener.local_addr()?
     );
-    http::serve(&listener, "/metrics", CONTENT_TYPE, || page(patterns))
+    http::serve(&listener, |request| {
+        match (request.method.as_str(), request.path.as_str()) {
+            ("GET", "/metrics") => Answer::of(CONTENT_TYPE, page(patterns)),
+            ("GET", _) => Answer::refused("404 Not Found", "the only page is /metrics"),
+            _ => Answer::refused("405 Method Not Allowed", "only GET is answered"),
+        }
+    })
 }
 
 /// Returns the metrics of the programs whose sockets match now.

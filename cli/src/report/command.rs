@@ -11,9 +11,10 @@ use sidecar_core::trace::{
 };
 
 use crate::output::write_text;
+use crate::page::{self, escape};
 use crate::report::cache::{Caches, Policy};
 use crate::report::pin::Pinned;
-use crate::report::svg::{self, escape};
+use crate::report::svg;
 use crate::report::traces::TraceReport;
 use crate::sizes::{self, Table, percent};
 
@@ -383,7 +384,7 @@ fn page(traces: &[TraceReport]) -> String {
             escape(&title)
         );
     }
-    svg::document("Expert trace", &body)
+    page::document("Expert trace", &body)
 }
 
 fn layers_table(body: &mut String, traced: &TraceReport) {

@@ -2,13 +2,17 @@
 
 use std::path::Path;
 
+use serde::Serialize;
 use sidecar_core::protocol::{ModelStatus, PostFetchFigures, StreamFigures};
 
 use crate::sizes::{percent, size_text};
-use crate::top::sample::{Program, Sample};
+use crate::top::sample::Program;
+
+/// The share of the time for which evaluations wait, from which what they wait for limits them.
+const LIMITS: f64 = 0.25;
 
 /// A line.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq, Serialize)]
 pub struct Fact {
     /// The line.
     pub text: String,
@@ -37,19 +41,19 @@ pub fn of(program: &Program) -> Vec<Fact> {
         Err(error) => return vec![alarm(error.clone())],
     };
     let status = &sample.status;
-    let evaluations = program.rate(|sample| Some(sample.status.evaluations as f64));
-    let tokens = program.rate(tokens);
     let mut facts = vec![fact(format!(
         "process {}: {} evaluations{}{}",
         status.pid,
         status.evaluations,
-        a_second(", ", evaluations, "/s"),
-        a_second(", ", tokens, " tokens/s"),
+        a_second(", ", evaluations_per_second(program), "/s"),
+        a_second(", ", tokens_per_second(program), " tokens/s"),
     ))];
     if status.generation > 0 {
         facts.push(fact(format!(
-            "{} swaps, pause at most {} us",
-            status.generation, status.longest_pause_us
+            "{} swap{}, pause at most {} us",
+            status.generation,
+            if status.generation == 1 { "" } else { "s" },
+            status.longest_pause_us
         )));
     }
     if let Some(waiting) = &status.waiting {
@@ -97,13 +101,20 @@ fn a_second(before: &str, rate: Option<f64>, unit: &str) -> String {
     rate.map_or(String::new(), |rate| format!("{before}{rate:.1}{unit}"))
 }
 
-/// Tokens that were evaluated, where experts are counted.
-fn tokens(sample: &Sample) -> Option<f64> {
-    let layers = sample.uses.iter().flatten();
-    layers
-        .map(|layer| layer.tokens)
-        .max()
-        .map(|tokens| tokens as f64)
+/// Evaluations a second between the last two samples.
+pub fn evaluations_per_second(program: &Program) -> Option<f64> {
+    program.rate(|sample| Some(sample.status.evaluations as f64))
+}
+
+/// Tokens a second between the last two samples, where experts are counted.
+pub fn tokens_per_second(program: &Program) -> Option<f64> {
+    program.rate(|sample| {
+        let layers = sample.uses.iter().flatten();
+        layers
+            .map(|layer| layer.tokens)
+            .max()
+            .map(|tokens| tokens as f64)
+    })
 }
 
 fn of_model(program: &Program, at: usize, model: &ModelStatus) -> Vec<Fact> {
@@ -146,39 +157,50 @@ fn streaming(program: &Program, at: usize, stream: &StreamFigures) -> Fact {
     let waited = rate(|stream| stream.waited_seconds);
     let in_memory = checked.zip(resident).filter(|(checked, _)| *checked > 0.0);
     let held = (stream.held_bytes > 0).then_some(stream.held_bytes as f64);
-    let waited = waited.filter(|waited| *waited > 0.0);
     let parts = [
         read.map(|read| format!("{}/s read", size_text(read))),
         in_memory
             .map(|(checked, resident)| format!("{} were in memory", percent(resident / checked))),
-        waited.map(|waited| format!("evaluations wait {} of the time", percent(waited.min(1.0)))),
+        waiting(waited, "disk"),
         held.map(|held| format!("{} held", size_text(held))),
     ];
     listed("experts from disk", parts.into_iter().flatten())
 }
 
 fn post_fetch(program: &Program, figures: &PostFetchFigures) -> Fact {
-    let rate = |figure: fn(&PostFetchFigures) -> u64| {
-        program.rate(|sample| {
-            sample
-                .status
-                .post_fetch
-                .as_ref()
-                .map(|of| figure(of) as f64)
-        })
+    let rate = |figure: fn(&PostFetchFigures) -> f64| {
+        program.rate(|sample| sample.status.post_fetch.as_ref().map(figure))
     };
-    let early = rate(|of| of.early_bytes);
-    let (hits, misses) = (rate(|of| of.cache_hits), rate(|of| of.cache_misses));
+    let early = rate(|of| of.early_bytes as f64);
+    let waited = rate(|of| of.wait_seconds);
+    let hits = rate(|of| of.cache_hits as f64);
+    let misses = rate(|of| of.cache_misses as f64);
     let there = hits
         .zip(misses)
         .filter(|(hits, misses)| hits + misses > 0.0);
+    let scratch = (figures.scratch_bytes > 0).then_some(figures.scratch_bytes as f64);
     let kept = (figures.cache_bytes > 0).then_some(figures.cache_bytes as f64);
     let parts = [
         early.map(|early| format!("{}/s early", size_text(early))),
         there.map(|(hits, misses)| format!("{} were there", percent(hits / (hits + misses)))),
+        waiting(waited, "link"),
+        scratch.map(|scratch| format!("{} on devices for copies", size_text(scratch))),
         kept.map(|kept| format!("{} for experts that stay", size_text(kept))),
     ];
     listed("experts to a GPU", parts.into_iter().flatten())
+}
+
+/// Returns the share of the time for which evaluations wait, and whether that limits them.
+fn waiting(seconds: Option<f64>, what: &str) -> Option<String> {
+    let share = seconds.filter(|share| *share > 0.0)?.min(1.0);
+    let limits = match share >= LIMITS {
+        true => format!(": the {what} limits"),
+        false => String::new(),
+    };
+    Some(format!(
+        "evaluations wait {} of the time{limits}",
+        percent(share)
+    ))
 }
 
 /// Returns a line of a heading and its parts.

@@ -2,20 +2,26 @@
 //!
 //! | module | contents |
 //! |---|---|
+//! | [`web`] | a page in a browser |
 //! | [`screen`] | a terminal, and its keys |
+//! | [`programs`] | programs that are watched, and actions |
 //! | [`facts`] | what is known of a program after two samples, as lines |
 //! | [`sample`] | programs, and what they answer |
 
 mod facts;
+mod programs;
 mod sample;
 mod screen;
+mod web;
 
 use std::io::{IsTerminal, Write, stdout};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
 
+use crate::top::programs::Programs;
 use crate::top::sample::Program;
 
 /// The programs, and how often they are asked.
@@ -28,11 +34,17 @@ pub struct TopOptions {
     #[arg(long, default_value = "1")]
     interval: f64,
     /// End after this many samples.
-    #[arg(long, value_name = "NUMBER")]
+    #[arg(long, value_name = "NUMBER", conflicts_with = "web")]
     samples: Option<u64>,
+    /// Show them on a page at this address, for example 127.0.0.1:9465, and print what to open.
+    #[arg(long, value_name = "ADDRESS")]
+    web: Option<SocketAddr>,
+    /// Permit reload, revert and unfreeze on the page.
+    #[arg(long, requires = "web")]
+    allow_control: bool,
 }
 
-/// Shows the programs in the terminal, or prints lines where the output is none.
+/// Shows the programs in the terminal or on a page, or prints lines where the output is no terminal.
 pub fn run(options: &TopOptions) -> Result<()> {
     ensure!(
         (0.1..=3600.0).contains(&options.interval),
@@ -41,8 +53,12 @@ pub fn run(options: &TopOptions) -> Result<()> {
     );
     let interval = Duration::from_secs_f64(options.interval);
     let programs: Vec<Program> = options.socket.iter().cloned().map(Program::new).collect();
+    if let Some(address) = options.web {
+        let programs = Programs::of(programs);
+        return web::show(programs, interval, address, options.allow_control);
+    }
     match stdout().is_terminal() {
-        true => screen::show(programs, interval, options.samples),
+        true => screen::show(Programs::of(programs), interval, options.samples),
         false => print(programs, interval, options.samples),
     }
 }

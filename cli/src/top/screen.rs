@@ -1,7 +1,6 @@
 //! A terminal, and its keys.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::Result;
@@ -11,12 +10,10 @@ use ratatui::layout::{Constraint, Layout};
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::Line;
 use ratatui::widgets::{Block, Paragraph, Wrap};
-use sidecar_core::protocol::{Reply, Request};
 use sidecar_core::trace::LayerCounts;
 
-use crate::control;
 use crate::top::facts;
-use crate::top::sample::Program;
+use crate::top::programs::{Action, Programs};
 
 /// How long a key is waited for until the screen is drawn again.
 const TICK: Duration = Duration::from_millis(200);
@@ -26,41 +23,17 @@ const KEYS: &str = "q quit   Tab next program   r reload   v revert and freeze  
 
 const NOT_COUNTED: &str = "start the program with --expert-trace-stats to see its experts by layer";
 
-/// Programs that a thread updates.
-type Shared = Arc<Mutex<Vec<Program>>>;
-
 /// Shows programs until a key ends it, or so many samples were taken.
-pub fn show(programs: Vec<Program>, interval: Duration, samples: Option<u64>) -> Result<()> {
-    let programs: Shared = Arc::new(Mutex::new(programs));
-    let ended = sampler(programs.clone(), interval, samples);
+pub fn show(programs: Programs, interval: Duration, samples: Option<u64>) -> Result<()> {
+    let ended = programs.watch(interval, samples);
     let mut terminal = ratatui::try_init()?;
     let shown = Screen::new(programs).run(&mut terminal, &ended);
     ratatui::restore();
     shown
 }
 
-/// Starts the thread that takes samples; it sends when it ends.
-fn sampler(programs: Shared, interval: Duration, samples: Option<u64>) -> Receiver<()> {
-    let (ends, ended) = channel();
-    std::thread::spawn(move || {
-        // A program that does not answer does not stop the screen, which has the lock only to draw.
-        let mut asked = programs.lock().expect("no panic").clone();
-        let mut number = 0;
-        while samples.is_none_or(|samples| number < samples) {
-            for (at, program) in asked.iter_mut().enumerate() {
-                program.update();
-                programs.lock().expect("no panic")[at] = program.clone();
-            }
-            number += 1;
-            std::thread::sleep(interval);
-        }
-        let _ = ends.send(());
-    });
-    ended
-}
-
 struct Screen {
-    programs: Shared,
+    programs: Programs,
     /// The position of the program that is shown.
     shown: usize,
     /// What the last key did.
@@ -69,7 +42,7 @@ struct Screen {
 }
 
 impl Screen {
-    fn new(programs: Shared) -> Screen {
+    fn new(programs: Programs) -> Screen {
         Screen {
             programs,
             shown: 0,
@@ -102,33 +75,26 @@ impl Screen {
                     return Ok(());
                 }
                 KeyCode::Tab | KeyCode::Right => self.shown += 1,
-                KeyCode::Char('r') => self.send("reload", Request::Reload),
-                KeyCode::Char('v') => self.send("revert", Request::Revert),
-                KeyCode::Char('u') => self.send("unfreeze", Request::Unfreeze),
+                KeyCode::Char('r') => self.send(Action::Reload),
+                KeyCode::Char('v') => self.send(Action::Revert),
+                KeyCode::Char('u') => self.send(Action::Unfreeze),
                 _ => {}
             }
         }
     }
 
-    /// Sends a request to the program that is shown, on a thread: a switch may have to wait.
-    fn send(&mut self, name: &'static str, request: Request) {
+    /// Acts on the program that is shown, on a thread: a switch may have to wait.
+    fn send(&mut self, action: Action) {
         let socket = {
-            let programs = self.programs.lock().expect("no panic");
+            let programs = self.programs.look();
             programs[self.shown % programs.len()].socket.clone()
         };
         let done = self.done.0.clone();
+        let name = action.name();
         self.message = format!("{name} …");
         std::thread::spawn(move || {
-            let answer = control::ask(&socket, &request)
-                .and_then(|answer| control::parsed::<Reply>(&answer));
-            let message = match answer {
-                Ok(Reply { ok: true, .. }) => format!("{name}: done"),
-                Ok(Reply { error, .. }) => {
-                    format!(
-                        "{name}: {}",
-                        error.unwrap_or_else(|| "see llama-sidecar status".into())
-                    )
-                }
+            let message = match action.apply(&socket) {
+                Ok(()) => format!("{name}: done"),
                 Err(error) => format!("{name}: {error:#}"),
             };
             let _ = done.send(message);
@@ -136,7 +102,7 @@ impl Screen {
     }
 
     fn draw(&self, frame: &mut Frame) {
-        let programs = self.programs.lock().expect("no panic");
+        let programs = self.programs.look();
         let program = &programs[self.shown % programs.len()];
         let facts: Vec<Line> = facts::of(program)
             .into_iter()
@@ -211,13 +177,13 @@ mod tests {
     use ratatui::backend::TestBackend;
 
     use super::*;
-    use crate::top::sample::Sample;
+    use crate::top::sample::{Program, Sample};
 
     /// What the screen shows of a program that answers this.
     fn screen(size: (u16, u16), now: Result<Sample, String>) -> String {
         let mut program = Program::new("/run/llama.sock".into());
         program.now = now;
-        let screen = Screen::new(Arc::new(Mutex::new(vec![program])));
+        let screen = Screen::new(Programs::of(vec![program]));
         let mut terminal = Terminal::new(TestBackend::new(size.0, size.1)).expect("a terminal");
         terminal.draw(|frame| screen.draw(frame)).expect("memory");
         terminal.backend().to_string()

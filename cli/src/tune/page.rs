@@ -7,7 +7,8 @@ use super::groups::role;
 use super::model::layer;
 use super::results::Results;
 use super::tables;
-use crate::report::svg::{self, escape};
+use crate::page::{document, escape, table};
+use crate::report::svg;
 
 /// Returns a self-contained page.
 pub fn page(results: &Results<'_>) -> String {
@@ -23,7 +24,7 @@ pub fn page(results: &Results<'_>) -> String {
             "<h2>Recipe for {}</h2><p class=note>{}</p><div class=wide>{}</div>{}",
             escape(&tables::goal_text(results)),
             escape(&tables::verdicts(results, recipe)).replace('\n', "<br>"),
-            svg::table(tables::comparison(results, recipe)),
+            table(tables::comparison(results, recipe)),
             sizes(results)
         );
         let mut rows = String::new();
@@ -70,9 +71,9 @@ pub fn page(results: &Results<'_>) -> String {
         body,
         "<h2>Divergence against saved bytes</h2><p class=note>Each group with each candidate: what the change saves, and what it adds to the divergence.</p>{}<h2>Measurements</h2><div class=wide>{}</div></section>",
         savings(results),
-        svg::table(tables::measurements(results))
+        table(tables::measurements(results))
     );
-    svg::document("Tuning", &body)
+    document("Tuning", &body)
 }
 
 /// Returns row and column of a group: its layer and its role, or all of them.

@@ -1,0 +1,217 @@
+//! A server for a few small pages: one request a connection, whose body is not read.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+
+/// How long a client may take to send its request, and to read each part of the answer.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// The longest head of a request in bytes.
+const LONGEST_HEAD: usize = 8 << 10;
+/// The most headers of a request.
+const MOST_HEADERS: usize = 64;
+/// Clients that are served at a time; further ones are refused.
+const MOST_CLIENTS: usize = 16;
+
+/// A request.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Request {
+    pub method: String,
+    /// The path, without its query.
+    pub path: String,
+    headers: Vec<(String, String)>,
+}
+
+impl Request {
+    /// Whether the request has a header.
+    pub fn has(&self, name: &str) -> bool {
+        let mut names = self.headers.iter();
+        names.any(|(of, _)| of.eq_ignore_ascii_case(name))
+    }
+
+    /// Returns the value of a header; `None` if the request has none or several of this name.
+    pub fn header(&self, name: &str) -> Option<&str> {
+        let mut found = self
+            .headers
+            .iter()
+            .filter(|(of, _)| of.eq_ignore_ascii_case(name));
+        let (_, value) = found.next()?;
+        found.next().is_none().then_some(value)
+    }
+}
+
+/// An answer.
+#[derive(Debug)]
+pub struct Answer {
+    pub status: &'static str,
+    pub content_type: &'static str,
+    /// Further headers, each with its line end.
+    pub headers: String,
+    pub body: String,
+}
+
+impl Answer {
+    /// An answer with content.
+    pub fn of(content_type: &'static str, body: String) -> Answer {
+        Answer {
+            status: "200 OK",
+            content_type,
+            headers: String::new(),
+            body,
+        }
+    }
+
+    /// A refusal, with its reason as text.
+    pub fn refused(status: &'static str, reason: &str) -> Answer {
+        Answer {
+            status,
+            content_type: "text/plain; charset=utf-8",
+            headers: String::new(),
+            body: format!("{reason}\n"),
+        }
+    }
+}
+
+/// Listens at an address.
+pub fn listen(address: SocketAddr) -> Result<TcpListener> {
+    TcpListener::bind(address).with_context(|| {
+        format!("cannot listen at {address}: use a free port and an address of this machine")
+    })
+}
+
+/// Answers requests, until the process ends.
+pub fn serve(listener: &TcpListener, answer: impl Fn(&Request) -> Answer + Sync) -> Result<()> {
+    let clients = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for client in listener.incoming() {
+            // A client that left before it was accepted, or no file descriptors: the next one may be served.
+            let Ok(client) = client else {
+                std::thread::sleep(Duration::from_millis(10));
+                continue;
+            };
+            if clients.fetch_add(1, Ordering::Relaxed) >= MOST_CLIENTS {
+                clients.fetch_sub(1, Ordering::Relaxed);
+                continue;
+            }
+            let (clients, answer) = (&clients, &answer);
+            scope.spawn(move || {
+                // The client's own failure.
+                let _ = serve_client(&client, answer);
+                clients.fetch_sub(1, Ordering::Relaxed);
+            });
+        }
+        Ok(())
+    })
+}
+
+fn serve_client(
+    mut client: &TcpStream,
+    answer: &(impl Fn(&Request) -> Answer + Sync),
+) -> std::io::Result<()> {
+    client.set_read_timeout(Some(PATIENCE))?;
+    client.set_write_timeout(Some(PATIENCE))?;
+    let until = Instant::now() + PATIENCE;
+    let answer = match requested(Limited { client, until })? {
+        Some(request) => answer(&request),
+        None => Answer::refused("400 Bad Request", "this is no request of HTTP/1"),
+    };
+    let head = format!(
+        "HTTP/1.1 {}\r\nContent-Type: {}\r\nContent-Length: {}\r\nConnection: close\r\n\
+         X-Content-Type-Options: nosniff\r\n{}\r\n",
+        answer.status,
+        answer.content_type,
+        answer.body.len(),
+        answer.headers
+    );
+    client.write_all(head.as_bytes())?;
+    client.write_all(answer.body.as_bytes())
+}
+
+/// A client that has to send all of its request in time.
+struct Limited<'a> {
+    client: &'a TcpStream,
+    until: Instant,
+}
+
+impl Read for Limited<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        if Instant::now() > self.until {
+            return Err(std::io::ErrorKind::TimedOut.into());
+        }
+        self.client.read(buffer)
+    }
+}
+
+/// Reads the head of a request; `None` if there is none.
+pub fn requested(mut client: impl Read) -> std::io::Result<Option<Request>> {
+    let mut head = vec![0; LONGEST_HEAD];
+    let mut len = 0;
+    loop {
+        let read = client.read(&mut head[len..])?;
+        len += read;
+        let mut headers = [httparse::EMPTY_HEADER; MOST_HEADERS];
+        let mut parsed = httparse::Request::new(&mut headers);
+        match parsed.parse(&head[..len]) {
+            Ok(httparse::Status::Complete(_)) => return Ok(request_of(&parsed)),
+            Ok(httparse::Status::Partial) if read > 0 => {}
+            _ => return Ok(None),
+        }
+    }
+}
+
+fn request_of(parsed: &httparse::Request<'_, '_>) -> Option<Request> {
+    let path = parsed.path?.split('?').next()?;
+    let headers = parsed.headers.iter().map(|header| {
+        let value = std::str::from_utf8(header.value).ok()?;
+        Some((header.name.to_owned(), value.to_owned()))
+    });
+    Some(Request {
+        method: parsed.method?.to_owned(),
+        path: path.to_owned(),
+        headers: headers.collect::<Option<_>>()?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Option<Request> {
+        requested(text.as_bytes()).expect("no read error")
+    }
+
+    #[test]
+    fn requests_are_read_with_limits() {
+        let path = |text: &str| read(text).expect("a request").path;
+        assert_eq!(path("GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n"), "/metrics");
+        assert_eq!(path("GET /metrics?a=b HTTP/1.0\n\n"), "/metrics");
+        assert_eq!(read("POST / HTTP/1.1\r\n\r\n").expect("one").method, "POST");
+        for damaged in [
+            "",
+            "GET\r\n\r\n",
+            "GET / HTTP/2\r\n\r\n",
+            "GET / a HTTP/1.1\r\n\r\n",
+            "GET / HTTP/1.1\r\nHost: a",
+            "GET / HTTP/1.1\r\nHost : a\r\n\r\n",
+            &format!("GET /{} HTTP/1.1\r\n\r\n", "a".repeat(9000)),
+            &format!("GET / HTTP/1.1\r\n{}\r\n", "A: b\r\n".repeat(65)),
+            &format!("GET / HTTP/1.1\r\n{}\r\n", "A: b\r\n".repeat(2000)),
+        ] {
+            assert_eq!(read(damaged), None, "{damaged:.40}");
+        }
+        let bytes = requested(&b"GET / HTTP/1.1\r\nHost: \xff\r\n\r\n"[..]);
+        assert_eq!(bytes.expect("no read error"), None);
+    }
+
+    #[test]
+    fn a_header_counts_if_there_is_one() {
+        let request = read("GET / HTTP/1.1\r\nhost: a:1\r\nOrigin: b\r\nORIGIN: c\r\n\r\n");
+        let request = request.expect("a request");
+        assert_eq!(request.header("Host"), Some("a:1"));
+        assert_eq!(request.header("Origin"), None);
+        assert_eq!(request.header("Authorization"), None);
+    }
+}

@@ -1,0 +1,48 @@
+//! Pages without external files, in light and dark.
+
+use crate::sizes::Table;
+
+/// The look of pages.
+pub const STYLE: &str = "\
+:root{color-scheme:light dark;--ink:#1c2026;--soft:#667;--paper:#fff;--line:#d8dbe2}\
+@media(prefers-color-scheme:dark){:root{--ink:#e8eaf0;--soft:#9aa3b2;--paper:#14171c;--line:#333a45}}\
+body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,sans-serif}\
+main{max-width:76rem;margin:0 auto;padding:1.5rem}\
+section+section{margin-top:4rem;border-top:1px solid var(--line)}\
+h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2.2rem}\
+.note{color:var(--soft);overflow-wrap:anywhere}.wide{overflow-x:auto}\
+dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(14rem,1fr));gap:.8rem;margin:0}\
+dl div{border:1px solid var(--line);border-radius:.5rem;padding:.6rem .8rem}\
+dt{color:var(--soft);font-size:.85rem}dd{margin:0;font-size:1.15rem;font-variant-numeric:tabular-nums}\
+table{border-collapse:collapse;font-variant-numeric:tabular-nums;width:100%}\
+th,td{padding:.25rem .7rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}\
+th{color:var(--soft);font-weight:500}svg{max-width:100%;height:auto}.wide svg{max-width:none}\
+@media print{.wide{overflow:visible}.wide svg{max-width:100%}h2{break-after:avoid}tr{break-inside:avoid}}";
+
+/// Returns a self-contained page. `body` has markup.
+pub fn document(title: &str, body: &str) -> String {
+    format!(
+        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content=\"width=device-width, initial-scale=1\"><title>{}</title><style>{STYLE}</style><main>{body}</main></html>\n",
+        escape(title)
+    )
+}
+
+/// Returns a table for a page. Its cells have names from files and from the command line.
+pub fn table(mut table: Table) -> String {
+    for cell in table.rows.iter_mut().flatten() {
+        *cell = escape(cell);
+    }
+    table.as_html()
+}
+
+/// Escapes text for HTML and SVG.
+pub fn escape(text: &str) -> String {
+    let escaped = |character: char| match character {
+        '<' => "&lt;".into(),
+        '>' => "&gt;".into(),
+        '&' => "&amp;".into(),
+        '"' => "&quot;".into(),
+        other => other.to_string(),
+    };
+    text.chars().map(escaped).collect()
+}
