@@ -21,6 +21,14 @@ const MOUNTS: [&[&str]; 2] = [&["--mount"], &["--mount", "--map-root-user"]];
 /// Makes devices and processes visible in a root, and runs a command there.
 const ENTER: &str =
     "mount --rbind /proc \"$0/proc\" && mount --rbind /dev \"$0/dev\" && exec chroot \"$0\" \"$@\"";
+/// As [`ENTER`], where only /run and /tmp can be written, as in a service with `ProtectSystem=strict`.
+const ENTER_READ_ONLY: &str = "mount --bind \"$0\" \"$0\" && mount -o remount,bind,ro \"$0\" \
+    && mount -t tmpfs none \"$0/run\" && mount -t tmpfs none \"$0/tmp\" \
+    && mount --rbind /proc \"$0/proc\" && mount --rbind /dev \"$0/dev\" && exec chroot \"$0\" \"$@\"";
+/// Starts what its arguments name as a service, and prints the status of its socket `$0`.
+const SERVICE: &str = "mkdir ${0%/*} && \"$@\" & process=$!
+    for attempt in $(seq 600); do sleep 0.1; llama-sidecar status --socket $0 2>/dev/null && break; done
+    kill $process; wait $process";
 /// What dpkg and ldconfig keep about all packages.
 const DATABASES: [&str; 4] = [
     "etc/ld.so.cache",
@@ -76,10 +84,14 @@ impl Root {
 
     /// A command in the root, with nothing of this environment.
     fn command(&self, words: &[&str]) -> Command {
+        self.entered(ENTER, words)
+    }
+
+    fn entered(&self, enter: &str, words: &[&str]) -> Command {
         let mut inside = command("unshare", Path::new("/"));
         inside
             .args(self.mounts)
-            .args(["sh", "-c", ENTER])
+            .args(["sh", "-c", enter])
             .arg(self.folder.path())
             .args(words)
             .env_clear()
@@ -122,6 +134,7 @@ pub fn check() -> Result<()> {
     container(&root, &written)?;
     c_program(&root)?;
     units(&root)?;
+    service(&root)?;
     text(&root, &["dpkg", "--purge", "llama-sidecar"])?;
     let after = root.files()?;
     let differ: Vec<_> = before.symmetric_difference(&after).collect();
@@ -284,12 +297,38 @@ fn units(root: &Root) -> Result<()> {
     }
     // It ends well also after it reported keys that it does not know.
     let verified = command("systemd-analyze", folder.path())
-        .args(["verify", "--man=no", "./llama-server.service"])
+        .args(["verify", "--man=no"])
+        .args(["./llama-server.service", "./llama-sidecar-metrics.service"])
         .output()?;
     let report = String::from_utf8_lossy(&verified.stderr).into_owned();
     ensure!(
         verified.status.success() && !report.contains("llama-"),
         "systemd-analyze reports: {report}"
+    );
+    Ok(())
+}
+
+/// Starts the service of the example where only its folder in /run and /tmp can be written.
+fn service(root: &Root) -> Result<()> {
+    let unit = root.path("usr/share/doc/llama-sidecar/examples/llama-server.service");
+    let unit = fs::read_to_string(unit)?;
+    ensure!(unit.contains("\nProtectSystem=strict\n"), "{unit}");
+    let start = unit
+        .lines()
+        .find_map(|line| line.strip_prefix("ExecStart="))
+        .context("a command in the unit")?
+        .replace("%t/%N", "/run/llama-server")
+        .replace("/usr/local/bin/", "/opt/llama.cpp/")
+        .replace("/srv/models/", "/")
+        .replace("--port 8080", "--port 0 --offline");
+    let run = |words: &[&str]| output(&mut root.entered(ENTER_READ_ONLY, words));
+    ensure!(run(&["touch", "/etc/file"]).is_err(), "/etc can be written");
+    let socket = "/run/llama-server/sidecar.sock";
+    let started: Vec<&str> = start.split(' ').collect();
+    let status = run(&[&["sh", "-c", SERVICE, socket], &started[..]].concat())?;
+    ensure!(
+        status.contains("/model.gguf"),
+        "the service has no status: {status}"
     );
     Ok(())
 }

@@ -17,6 +17,7 @@
 //! | `sanitize`, `tsan` | AddressSanitizer, valgrind, miri, fuzzing; ThreadSanitizer |
 //! | `abi` | what the shared library exports |
 //! | `cmake`, `browser` | the C and C++ examples; a real browser |
+//! | `site` | the documentation as a site |
 //! | `dist`, `fixtures`, `msrv` | packages; downloads and fixtures; the oldest Rust |
 //! | `header` | the header, generated |
 //! | `install` | the library and the command in the places where users find them |
@@ -43,6 +44,7 @@ mod pages;
 mod prose;
 mod run;
 mod sanitize;
+mod site;
 mod soak;
 mod suite;
 mod third_party;
@@ -94,6 +96,8 @@ enum Command {
         #[arg(long)]
         check: bool,
     },
+    /// Make the documentation as a site, and check its links
+    Site,
     /// Write include/llama_sidecar.h
     Header {
         /// Compare it only
@@ -204,6 +208,7 @@ fn main() -> Result<()> {
         Command::Prose => prose::check(),
         Command::Docs { check: false } => variables::write(),
         Command::Docs { check: true } => variables::check(),
+        Command::Site => site::make().map(|_| ()),
         Command::Header { check: false } => header::write(),
         Command::Header { check: true } => header::check(),
         Command::Install {

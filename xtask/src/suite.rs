@@ -16,7 +16,7 @@ use crate::install::{DebugInfo, install, target_folder};
 use crate::run::{SKIPPED, command, exists, root, run};
 use crate::{
     abi, archs, clean_root, cmake, fixtures, header, ik_llama_cpp, llama_cpp, matrix, msrv,
-    packaging, pages, prose, sanitize, toolchain, wheel,
+    packaging, pages, prose, sanitize, site, toolchain, wheel,
 };
 
 /// How many minutes the checks take on two cores when only the project itself is to be built.
@@ -64,6 +64,10 @@ const CHECKS: &[Check] = &[
         let reason = "cargo-audit is not installed (cargo install cargo-audit)";
         (!exists("cargo-audit")).then(|| reason.into())
     }),
+    Check::new("documentation as a site, and its links", || {
+        site::make().map(|_| ())
+    })
+    .unless(site::missing),
     Check::new("header is current", header::check),
     Check::new("fixtures", || fixtures::make().map(|_| ())),
     Check::new("rust tests", || {
@@ -200,7 +204,7 @@ fn no_slow_disk() -> Option<String> {
 }
 
 fn cargo_deny() -> Result<PathBuf> {
-    toolchain::program("cargo-deny", "0.20.2")
+    toolchain::program("cargo-deny", "0.20.2", &[])
 }
 
 /// Checks what `deny.toml` states, except for advisories: their database is not in a registry.

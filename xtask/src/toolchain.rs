@@ -29,8 +29,8 @@ pub fn rust(name: &str, components: &[&str]) -> Result<()> {
     .with_context(|| format!("cannot install Rust {name}"))
 }
 
-/// Builds a program of crates.io into the cache unless it is there; returns its path.
-pub fn program(name: &str, version: &str) -> Result<PathBuf> {
+/// Builds a program of crates.io, with options of `cargo install`, into the cache unless it is there; returns its path.
+pub fn program(name: &str, version: &str, options: &[&str]) -> Result<PathBuf> {
     let folder = cache().join(format!("{name}-{version}"));
     let program = folder.join("bin").join(name);
     if !program.exists() {
@@ -47,7 +47,8 @@ pub fn program(name: &str, version: &str) -> Result<PathBuf> {
                 version,
                 "--root",
             ])
-            .arg(&folder))
+            .arg(&folder)
+            .args(options))
         .with_context(|| format!("cannot build {name} {version}"))?;
     }
     Ok(program)
