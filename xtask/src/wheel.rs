@@ -78,6 +78,16 @@ fn used(python: &std::process::Command, folder: &Path) -> Result<()> {
         let server = llama_cpp("llama-server");
         run(script(name).args([&server, &mixture]))?;
     }
+    run(script("notebook.py")
+        .arg(root().join("python/examples/tune_a_layer.ipynb"))
+        .env("LLAMA_PERPLEXITY", llama_cpp("llama-perplexity"))
+        .env("MODEL", fixture("smollm2.gguf"))
+        .env("TEXT", root().join("hosts/c/text.txt"))
+        .envs([
+            ("TYPES", "q8_0 q4_K q2_K"),
+            ("CONTEXT", "128"),
+            ("CHUNKS", "3"),
+        ]))?;
     fixtures::llama_cpp_python()?;
     run(script("in_llama_cpp_python.py")
         .arg(cache().join("llama-cpp-python/bin/python"))
