@@ -4,7 +4,8 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | `suite` | the commands of the README |
+//! | `demo` | the demo of the README |
+//! | `suite` | its tests |
 //! | `matrix` | what the drop-in does in each program, as a table |
 //! | `bench` | the benches, and docs/benchmarks.md |
 //! | `clean_root`, `wheel` | the packages on a clean root; the wheel and its Python module |
@@ -31,6 +32,7 @@ mod bench;
 mod browser;
 mod clean_root;
 mod cmake;
+mod demo;
 mod dist;
 mod fixtures;
 mod header;
@@ -176,7 +178,7 @@ struct Check {
 
 fn main() -> Result<()> {
     match Command::parse() {
-        Command::Demo => suite::demo(),
+        Command::Demo => demo::run_all(),
         Command::Test => suite::test(),
         Command::Bench { name: None, .. } => bench::all(),
         Command::Bench {

@@ -1,4 +1,4 @@
-//! The commands of the README: the tests and the demo.
+//! The tests of the README.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -6,13 +6,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, bail};
 use testkit::fixtures::cache;
-use testkit::host::{DropIn, Host, Program, Transcript, preload_library, replace};
 use testkit::memory_limit::MemoryLimit;
 use testkit::slow_disk::{SlowDisk, Speed};
 
-use crate::install::{DebugInfo, install, target_folder};
+use crate::install::target_folder;
 use crate::run::{SKIPPED, command, exists, root, run};
 use crate::{
     abi, archs, clean_root, cmake, fixtures, header, ik_llama_cpp, llama_cpp, matrix, msrv,
@@ -196,7 +195,7 @@ const CHECKS: &[Check] = &[
 ];
 
 /// Why no emulated disk can be mounted here, if so.
-fn no_slow_disk() -> Option<String> {
+pub fn no_slow_disk() -> Option<String> {
     let built = target_folder().ok()?.join("release/slow-disk").exists();
     let speed = Speed::new(0, 1000);
     // The test fails where the program is missing.
@@ -457,91 +456,6 @@ pub fn test() -> Result<()> {
         bail!("{failed} of {} checks failed", CHECKS.len());
     }
     Ok(())
-}
-
-/// Inspects a model, loads it lazily and swaps its tensors, in link mode and in a program.
-pub fn demo() -> Result<()> {
-    let fixtures = fixtures::make()?;
-    let stage = target_folder()?.join("stage");
-    install(&stage, DebugInfo::Separate)?;
-    let examples = cmake::build("c_examples", &[])?;
-    let model = fixtures.join("smollm2.gguf");
-    let variant = fixtures.join("smollm2-mixed.gguf");
-
-    tell("A real model, SmolLM2-135M. Only its header is read.");
-    run(command("sh", &root())
-        .args(["-c", "\"$1\" inspect \"$2\" | head -n 20", "sh"])
-        .arg(stage.join("bin/llama-sidecar"))
-        .arg(&model))?;
-    tell("A C program opens it lazily: it reads three tensors and has no more in memory.");
-    run(command(examples.join("lazy_load"), &root()).arg(&model))?;
-    tell(
-        "Another C program has it loaded while the file changes: eight tensors change to another quantisation, and back.",
-    );
-    run(command(examples.join("hot_swap"), &target_folder()?)
-        .arg(&model)
-        .arg(&variant))?;
-    tell("A layer of experts, split over three devices, changes its quantisation twice, and back.");
-    run(command(examples.join("moe_walk"), &target_folder()?)
-        .args(["moe.gguf", "moe-q8_0.gguf", "moe-mixed.gguf"].map(|name| fixtures.join(name))))?;
-    tell("All tensors are loaded at once: at most nine allocations, at the speed of memory.");
-    run(command(stage.join("bin/llama-sidecar"), &root())
-        .arg("load")
-        .arg(&model))?;
-    tell("The programs are lazy_load.c, hot_swap.c and moe_walk.c in c_examples.");
-    live_swap(&model, &variant)
-}
-
-/// Swaps tensors in an unchanged program, with the drop-in.
-fn live_swap(model: &Path, variant: &Path) -> Result<()> {
-    const TOKENS: usize = 16;
-    cmake::build_hosts()?;
-    tell("Now an unchanged program, with the drop-in: node-llama-cpp, as npm delivers it.");
-    let preload = preload_library();
-    println!(
-        "LD_PRELOAD={} LLAMA_HOTSWAP_ENABLED=1 node host.mjs model.gguf",
-        preload.display()
-    );
-    let folder = tempfile::tempdir()?;
-    let path = folder.path().join("model.gguf");
-    replace(&path, model);
-    let on = DropIn::On(Vec::new());
-    let mut host = Host::start(Program::Node, &path, &on);
-    let mut fresh = Host::start(Program::Node, variant, &on);
-
-    let before = host.text(TOKENS);
-    let first = |text: &Transcript| text.hashes.first().cloned().unwrap_or_default();
-    println!("before the swap  {}", host.ask("read"));
-    println!("                 first logits {}", first(&before));
-    for (to, heading) in [(variant, "after the swap"), (model, "and back")] {
-        replace(&path, to);
-        let began = Instant::now();
-        let report = &host.control("reload")["reports"][0];
-        println!(
-            "                 {} tensors swapped, {} returned, in {:.1} ms; pause {:.1} us",
-            report["swapped"],
-            report["returned"],
-            began.elapsed().as_secs_f64() * 1e3,
-            report["ms"]["switch"].as_f64().unwrap_or(0.0) * 1e3,
-        );
-        let text = host.text(TOKENS);
-        println!("{heading:16} {}", host.ask("read"));
-        println!("                 first logits {}", first(&text));
-        let (reference, whose) = match to == variant {
-            true => (fresh.text(TOKENS), "a new process with the new file"),
-            false => (before.clone(), "before the swap"),
-        };
-        ensure!(
-            text == reference,
-            "{text:?} is not what {whose} writes: {reference:?}"
-        );
-        println!("                 bit-identical to {whose}: {TOKENS} x logits");
-    }
-    Ok(())
-}
-
-fn tell(text: &str) {
-    println!("\n>> {text}\n");
 }
 
 #[cfg(test)]
