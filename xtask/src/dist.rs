@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use goblin::elf::Elf;
 
-use crate::install::{DebugInfo, copy, install};
+use crate::install::{DebugInfo, copy, install, target_folder};
 use crate::run::{command, output, root, run};
 use crate::third_party;
 
@@ -81,6 +81,19 @@ pub fn make(out: &Path) -> Result<Packages> {
     tar(folder.path(), &name, epoch, &packages.archive)?;
     deb(folder.path(), &tree, glibc, epoch, &packages.deb)?;
     Ok(packages)
+}
+
+/// The crates for crates.io: the library, and what it needs.
+const CRATES: [&str; 3] = ["gguf-write", "llama-sidecar-core", "llama-sidecar"];
+
+/// Packs the crates, builds each from its package, and uploads nothing.
+pub fn crates() -> Result<()> {
+    let crates = CRATES.iter().flat_map(|name| ["--package", name]);
+    run(command("cargo", &root())
+        .args(["publish", "--quiet", "--dry-run", "--allow-dirty"])
+        .arg("--target-dir")
+        .arg(target_folder()?.join("publish"))
+        .args(crates))
 }
 
 /// Makes the wheel from the installed tree, and the package of the sources.

@@ -144,6 +144,9 @@ struct Check {
     /// daily test (daily); writes docs/model-architectures.md if all are tested
     #[arg(long, value_name = "PATTERN", num_args = 0..=1, default_missing_value = "")]
     archs: Option<String>,
+    /// The crates for crates.io
+    #[arg(long)]
+    crates: bool,
     /// The wheel, and the Python module in it
     #[arg(long)]
     wheel: bool,
@@ -256,10 +259,11 @@ impl Check {
             return soak::run(minutes);
         }
         type Run = fn() -> Result<()>;
-        let checks: [(bool, Run); 11] = [
+        let checks: [(bool, Run); 12] = [
             (self.abi, abi::check),
             (self.package, packaging::check),
             (self.dist, clean_root::check),
+            (self.crates, dist::crates),
             (self.wheel, wheel::check),
             (self.pages, pages::check),
             (self.msrv, msrv::check),

@@ -14,7 +14,7 @@ use testkit::slow_disk::{SlowDisk, Speed};
 use crate::install::target_folder;
 use crate::run::{SKIPPED, command, exists, root, run};
 use crate::{
-    abi, archs, clean_root, cmake, fixtures, header, ik_llama_cpp, llama_cpp, matrix, msrv,
+    abi, archs, clean_root, cmake, dist, fixtures, header, ik_llama_cpp, llama_cpp, matrix, msrv,
     packaging, pages, prose, sanitize, site, toolchain, wheel,
 };
 
@@ -177,6 +177,7 @@ const CHECKS: &[Check] = &[
         clean_root::check,
     )
     .unless(clean_root::missing),
+    Check::new("crates, cargo publish --dry-run", dist::crates),
     Check::new(
         "wheel: auditwheel, twine, mypy, doctests, llama-server, llama-cpp-python",
         wheel::check,
