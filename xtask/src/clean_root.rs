@@ -59,7 +59,7 @@ fn mounts() -> Result<&'static [&'static str]> {
 }
 
 /// A copy of the clean root, removed in the end.
-struct Root {
+pub struct Root {
     folder: tempfile::TempDir,
     mounts: &'static [&'static str],
 }
@@ -78,7 +78,19 @@ impl Root {
         })
     }
 
-    fn path(&self, path: &str) -> PathBuf {
+    /// A root with the programs of llama.cpp.
+    pub fn with_llama_cpp() -> Result<Root> {
+        let root = Root::new()?;
+        fs::create_dir(root.path("opt"))?;
+        run(command("cp", Path::new("/"))
+            .args(["--archive", "--dereference"])
+            .arg(llama_cpp(""))
+            .arg(root.path("opt/llama.cpp")))?;
+        Ok(root)
+    }
+
+    /// Where a path of the root is.
+    pub fn path(&self, path: &str) -> PathBuf {
         self.folder.path().join(path.trim_start_matches('/'))
     }
 
@@ -115,15 +127,10 @@ impl Root {
 pub fn check() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let packages = same_bytes(folder.path())?;
-    let root = Root::new()?;
+    let root = Root::with_llama_cpp()?;
     let model = root.path("model.gguf");
     fs::hard_link(fixture("smollm2.gguf"), &model)
         .or_else(|_| fs::copy(fixture("smollm2.gguf"), &model).map(|_| ()))?;
-    fs::create_dir(root.path("opt"))?;
-    run(command("cp", Path::new("/"))
-        .args(["--archive", "--dereference"])
-        .arg(llama_cpp(""))
-        .arg(root.path("opt/llama.cpp")))?;
     copy(&packages.deb, &root.path("llama-sidecar.deb"))?;
 
     let before = root.files()?;
@@ -211,7 +218,7 @@ fn package(root: &Root) -> Result<()> {
 }
 
 /// The program, which writes a few tokens.
-const COMPLETE: [&str; 12] = [
+pub const COMPLETE: [&str; 12] = [
     "/opt/llama.cpp/llama-completion",
     "--model",
     "/model.gguf",

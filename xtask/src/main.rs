@@ -8,6 +8,7 @@
 //! | `suite` | its tests |
 //! | `matrix` | what the drop-in does in each program, as a table |
 //! | `bench` | the benches, and docs/benchmarks.md |
+//! | `image` | the image of the example, built and run |
 //! | `clean_root`, `wheel` | the packages on a clean root; the wheel and its Python module |
 //! | `pages` | pages of the command in a browser |
 //! | `soak` | a long run of llama-server while its model is swapped |
@@ -37,6 +38,7 @@ mod dist;
 mod fixtures;
 mod header;
 mod ik_llama_cpp;
+mod image;
 mod install;
 mod llama_cpp;
 mod matrix;
@@ -144,6 +146,9 @@ struct Check {
     /// daily test (daily); writes docs/model-architectures.md if all are tested
     #[arg(long, value_name = "PATTERN", num_args = 0..=1, default_missing_value = "")]
     archs: Option<String>,
+    /// The image of the example
+    #[arg(long)]
+    image: bool,
     /// The crates for crates.io
     #[arg(long)]
     crates: bool,
@@ -259,10 +264,11 @@ impl Check {
             return soak::run(minutes);
         }
         type Run = fn() -> Result<()>;
-        let checks: [(bool, Run); 12] = [
+        let checks: [(bool, Run); 13] = [
             (self.abi, abi::check),
             (self.package, packaging::check),
             (self.dist, clean_root::check),
+            (self.image, image::check),
             (self.crates, dist::crates),
             (self.wheel, wheel::check),
             (self.pages, pages::check),

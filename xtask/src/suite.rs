@@ -14,8 +14,8 @@ use testkit::slow_disk::{SlowDisk, Speed};
 use crate::install::target_folder;
 use crate::run::{SKIPPED, command, exists, root, run};
 use crate::{
-    abi, archs, clean_root, cmake, dist, fixtures, header, ik_llama_cpp, llama_cpp, matrix, msrv,
-    packaging, pages, prose, sanitize, site, toolchain, wheel,
+    abi, archs, clean_root, cmake, dist, fixtures, header, ik_llama_cpp, image, llama_cpp, matrix,
+    msrv, packaging, pages, prose, sanitize, site, toolchain, wheel,
 };
 
 /// How many minutes the checks take on two cores when only the project itself is to be built.
@@ -177,6 +177,7 @@ const CHECKS: &[Check] = &[
         clean_root::check,
     )
     .unless(clean_root::missing),
+    Check::new("image of the example, buildah", image::check).unless(image::missing),
     Check::new("crates, cargo publish --dry-run", dist::crates),
     Check::new(
         "wheel: auditwheel, twine, mypy, doctests, llama-server, llama-cpp-python",
