@@ -540,6 +540,7 @@ fn top_shows_a_program_as_lines_and_in_a_terminal() {
     let of_process = format!("{}: process {}: ", host.socket().display(), host.id());
     assert_eq!(lines.matches(&of_process).count(), 2, "{lines}");
     assert!(lines.contains("smollm2.gguf: 272 tensors"), "{lines}");
+    assert!(lines.contains(": in CPU_"), "{lines}");
 
     let mut command = Command::new("sh");
     let in_terminal = "exec \"$@\" <>/dev/tty >&0 2>&1";

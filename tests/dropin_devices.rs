@@ -136,6 +136,15 @@ impl Variants {
     }
 }
 
+/// The bytes of the model's tensors by buffer type.
+fn loaded_bytes(server: &Server) -> BTreeMap<String, u64> {
+    let status = server.control("status");
+    let of_types = status["models"][0]["loaded_bytes"].as_object();
+    let of_types = of_types.expect("buffer types").iter();
+    let bytes = of_types.map(|(name, bytes)| (name.clone(), bytes.as_u64().expect("a number")));
+    bytes.collect()
+}
+
 /// Swaps a model between files while it answers, and tries one that is cut off.
 fn swaps_are_fresh_starts(split: Split, variants: &Variants) {
     let count = split.devices;
@@ -145,6 +154,19 @@ fn swaps_are_fresh_starts(split: Split, variants: &Variants) {
     let sim = simulated(count, &[]);
     let server = Server::start(&path, &options(&sim, split, on()));
     assert_eq!(answer(&server), original);
+    let loaded = loaded_bytes(&server);
+    assert!(
+        (0..count).all(|number| loaded
+            .keys()
+            .any(|name| name.contains(&format!("SIM{number}")))),
+        "{loaded:?}"
+    );
+    // The token embeddings may be on a device and in host memory.
+    let file = std::fs::metadata(&path).expect("a model").len();
+    assert!(
+        (file / 10 * 9..file * 2).contains(&loaded.values().sum()),
+        "{loaded:?}"
+    );
     let swap = |file: &Path| {
         std::thread::scope(|scope| {
             let text = scope.spawn(|| server.complete(&Request::new(PREFIX, 60)));

@@ -341,6 +341,9 @@ fn print_status(out: &mut impl Write, status: &Status) -> Result<()> {
                 blocked.seconds, blocked.attempts, blocked.error
             )?;
         }
+        for (buffer, bytes) in &model.loaded_bytes {
+            writeln!(out, "  {bytes} bytes were loaded into {buffer}")?;
+        }
         writeln!(
             out,
             "  {} bytes in buffers of swapped tensors, content {}",

@@ -126,6 +126,13 @@ fn of_model(program: &Program, at: usize, model: &ModelStatus) -> Vec<Fact> {
         text += &format!(", {} swapped ({bytes} more)", model.changed.len());
     }
     let mut facts = vec![fact(text)];
+    let memory = model.loaded_bytes.iter();
+    let memory: Vec<_> = memory
+        .map(|(buffer, bytes)| format!("{buffer} {}", size_text(*bytes as f64)))
+        .collect();
+    if !memory.is_empty() {
+        facts.push(fact(format!("in {}", memory.join(", "))));
+    }
     if let Some(blocked) = &model.blocked {
         let (attempts, error) = (blocked.attempts, &blocked.error);
         facts.push(alarm(format!(

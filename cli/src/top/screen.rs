@@ -194,7 +194,8 @@ mod tests {
         let status = r#"{"pid": 7, "evaluations": 42, "generation": 3, "longest_pause_us": 5, "frozen": true,
             "waiting": {"obstacle": "evaluation", "seconds": 4.0}, "failures": {"damaged": 2},
             "no_effect": [{"requested": "streaming", "sentence": "nothing is streamed: on a GPU"}],
-            "models": [{"files": ["/models/a.gguf"], "tensors": 9, "private_bytes": 2048,
+            "models": [{"files": ["/models/a.gguf"], "tensors": 9,
+                "loaded_bytes": {"CPU_Mapped": 1048576, "CUDA0": 3145728}, "private_bytes": 2048,
                 "changed": [{"name": "t"}], "blocked": {"error": "cut off", "attempts": 3},
                 "stream": {"held_bytes": 1048576}}]}"#;
         let layer = |layer| LayerCounts {
@@ -215,6 +216,7 @@ mod tests {
             "a swap waits for 4 s: evaluation",
             "reloads are frozen",
             "a.gguf: 9 tensors, 1 swapped (2.00 KiB more)",
+            "in CPU_Mapped 1.00 MiB, CUDA0 3.00 MiB",
             "not reloaded after 3 attempts: cut off",
             "experts from disk: 1.00 MiB held",
             "nothing is streamed: on a GPU",

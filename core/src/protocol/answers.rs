@@ -159,6 +159,8 @@ pub struct ModelStatus {
     pub changed: Vec<TensorStatus>,
     /// Tensors that have an overlay.
     pub overlays: Vec<Overlay>,
+    /// Bytes of the tensors as they were loaded, by buffer type, which names the device.
+    pub loaded_bytes: BTreeMap<String, u64>,
     /// Memory of swapped tensors.
     pub private_bytes: u64,
     /// Memory of replaced tensors, which the next swap uses.

@@ -280,6 +280,12 @@ impl Metric {
         &["model"],
         "Time since reloads of a model began to fail; 0 when the last one succeeded.",
     );
+    pub const LOADED: Metric = Metric::new(
+        "loaded_bytes",
+        Kind::Gauge,
+        &["model", "buffer"],
+        "Bytes of tensors as the program loaded them, by model and buffer type.",
+    );
     pub const PRIVATE: Metric = Metric::new(
         "private_bytes",
         Kind::Gauge,
@@ -328,6 +334,7 @@ impl Metric {
                 Metric::PAUSES,
                 Metric::WAITING,
                 Metric::BLOCKED,
+                Metric::LOADED,
                 Metric::PRIVATE,
             ],
             of(StreamFigures::METRICS),

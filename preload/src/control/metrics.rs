@@ -1,6 +1,5 @@
 //! Figures for operators, in the text format of Prometheus (version 0.0.4).
 
-use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use sidecar_core::protocol::{
@@ -47,11 +46,16 @@ pub fn text() -> String {
         (number(model), seconds)
     });
     out.metric(&Metric::BLOCKED, blocked);
-    let private = models.iter().flat_map(|model| {
-        let by_place = private_bytes(model).into_iter();
-        by_place.map(|(place, bytes)| (vec![model.number.to_string(), place], bytes as f64))
-    });
-    out.metric(&Metric::PRIVATE, private);
+    for (metric, bytes) in [
+        (&Metric::LOADED, Model::loaded_by_type as fn(&Model) -> _),
+        (&Metric::PRIVATE, Model::private_by_type),
+    ] {
+        let of_models = models.iter().flat_map(|model| {
+            let by_place = bytes(model).into_iter();
+            by_place.map(|(place, bytes)| (vec![model.number.to_string(), place], bytes as f64))
+        });
+        out.metric(metric, of_models);
+    }
     let streams = models
         .iter()
         .filter_map(|model| Some((number(model), streaming::figures(model)?)));
@@ -111,17 +115,6 @@ fn pauses(out: &mut Page) {
     out.value(&bucket, Metric::PAUSES.labels, &["+Inf".into()], all);
     out.value(&format!("{name}_sum"), &[], &[], pauses.total.as_secs_f64());
     out.value(&format!("{name}_count"), &[], &[], all);
-}
-
-/// Returns the memory of the swapped tensors of a model, by buffer type.
-fn private_bytes(model: &Model) -> BTreeMap<String, u64> {
-    let mut by_place = BTreeMap::new();
-    for instance in model.tensors.iter().flat_map(|tensor| &tensor.instances) {
-        if let Some(buffer) = &*instance.private.lock() {
-            *by_place.entry(buffer.place()).or_default() += buffer.size();
-        }
-    }
-    by_place
 }
 
 /// A page that is being written.

@@ -215,6 +215,7 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
         on_original: model.tensors.len() - changed.len(),
         changed,
         overlays: overlays.collect(),
+        loaded_bytes: model.loaded_by_type(),
         private_bytes: model.private_bytes(),
         kept_bytes: model.pool.bytes(),
         blocked: model.blocked.lock().clone().map(|blocked| Blocked {

@@ -3,7 +3,7 @@
 //! A model is complete when a graph reads one of its tensors; until then it is one of
 //! [`loads`]. A model is removed when the program frees any of its memory.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ffi::{CStr, CString};
 use std::ops::Range;
 use std::path::PathBuf;
@@ -205,6 +205,33 @@ impl Model {
             instances.any(|instance| !instance.is_copy() && instance.private.lock().is_some())
         };
         self.tensors.iter().filter(is_swapped).count()
+    }
+
+    /// Returns the bytes of its tensors as the program loaded them, by buffer type.
+    pub fn loaded_by_type(&self) -> BTreeMap<String, u64> {
+        let mut types: HashMap<*mut BufferType, u64> = HashMap::new();
+        for tensor in &self.tensors {
+            let bytes = self.info(tensor).nbytes;
+            for instance in &tensor.instances {
+                *types.entry(instance.original_buffer_type.0).or_default() += bytes;
+            }
+        }
+        let mut by_name = BTreeMap::new();
+        for (buft, bytes) in types.into_iter().filter(|(buft, _)| !buft.is_null()) {
+            *by_name.entry(self.ggml.buffer_type_name(buft)).or_default() += bytes;
+        }
+        by_name
+    }
+
+    /// Returns the bytes that its swapped tensors hold beside the model, by buffer type.
+    pub fn private_by_type(&self) -> BTreeMap<String, u64> {
+        let mut by_name = BTreeMap::new();
+        for instance in self.tensors.iter().flat_map(|tensor| &tensor.instances) {
+            if let Some(buffer) = &*instance.private.lock() {
+                *by_name.entry(buffer.place()).or_default() += buffer.size();
+            }
+        }
+        by_name
     }
 
     /// Returns the bytes that its swapped tensors hold beside the model.
