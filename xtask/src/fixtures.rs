@@ -123,12 +123,13 @@ pub fn llama_cpp_python() -> Result<()> {
 
 /// Makes a virtual environment with the tools that check a wheel and metrics, and numpy, if it is not there.
 pub fn python_tools() -> Result<()> {
-    let tools = "auditwheel==6.8.2 ipykernel==7.4.0 matplotlib==3.11.2 mypy==2.4.1 nbclient==0.11.0 numpy==2.4.6 \
-                 prometheus-client==0.23.1 twine==7.0.0";
+    let tools = "auditwheel==6.8.2 grafana-foundation-sdk==1769699998!10.1.0 ipykernel==7.4.0 matplotlib==3.11.2 \
+                 mypy==2.4.1 nbclient==0.11.0 numpy==2.4.6 prometheus-client==0.23.1 promql-parser==0.12.0 \
+                 pyyaml==6.0.4 twine==7.0.0";
     environment("python-tools", tools, |pip| {
         pip.args(tools.split(' '));
     })
-    .context("auditwheel, matplotlib, mypy, nbclient, numpy, prometheus-client and twine from PyPI")
+    .context("auditwheel, Grafana's data model, matplotlib, mypy, nbclient, numpy, parsers of metrics, PromQL and YAML, and twine from PyPI")
 }
 
 /// The version of llama-cpp-python.
