@@ -150,6 +150,16 @@ enum Command {
         #[arg(long)]
         reset: bool,
     },
+    /// Mask experts of a running program: they are never chosen, and the others have the weights that they would have
+    /// without them.
+    ///
+    /// The program runs with --expert-masks. 'revert' removes all masks.
+    Mask {
+        #[command(flatten)]
+        at: Control,
+        #[command(flatten)]
+        options: control::mask::MaskOptions,
+    },
     /// Note a text at the current position of the routes of a running program.
     ///
     /// The program runs with --expert-trace-routes. Routes before and after a mark belong to
@@ -249,6 +259,9 @@ fn main() -> ExitCode {
             control::run(&at.socket, &Request::TraceReset, at.json)
         }
         Command::Trace { at, reset: false } => control::run(&at.socket, &Request::Trace, at.json),
+        Command::Mask { at, options } => options
+            .request()
+            .and_then(|request| control::run(&at.socket, &request, at.json)),
         Command::Mark { at, text } => control::run(&at.socket, &Request::Mark { text }, at.json),
         Command::Round { at, end: true, .. } => {
             control::run(&at.socket, &Request::RoundEnd, at.json)

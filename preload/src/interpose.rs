@@ -15,6 +15,7 @@ use std::panic::AssertUnwindSafe;
 use std::path::Path;
 use std::sync::Arc;
 
+use sidecar_core::config::Config;
 use sidecar_core::logger;
 
 use crate::ggml::{
@@ -30,7 +31,7 @@ use crate::program::models::Model;
 use crate::program::parts::{self, Parts, Requested};
 use crate::program::sched::{self, Allocated, Scheduler};
 use crate::program::weight_copies::{self, WeightCopy};
-use crate::program::{loads, models, own_cache, routing};
+use crate::program::{loads, masks, models, own_cache, routing};
 use crate::rounds;
 use crate::streaming::load;
 use crate::trace::counts;
@@ -354,6 +355,9 @@ fn opened_file(call: &Call, path: &Path) {
             loads::file_opened(call.ggml, &path);
             load::file_opened(call.caller, call.ggml);
             counts::file_opened(call.caller);
+            if Config::get().expert_masks {
+                masks::install(call.caller, call.ggml);
+            }
         });
     }
 }

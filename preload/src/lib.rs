@@ -12,6 +12,7 @@
 //! | [`rounds`] | rounds: llama-perplexity evaluates again and again |
 //! | [`hotswap`], [`postfetch`] | hot-swap; experts in host memory are copied early to the GPU that multiplies |
 //! | [`streaming`], [`trace`] | experts from disk as soon as they are routed; which experts are used |
+//! | [`masking`] | experts that are never chosen |
 //! | [`logits`] | hashes of what evaluations computed |
 //! | [`measure`] | how fast the program's ggml multiplies and copies |
 //! | [`program`] | the program's models, graphs and schedulers, and the events of capabilities |
@@ -34,6 +35,7 @@ mod interpose;
 mod lifecycle;
 mod loader;
 mod logits;
+mod masking;
 mod measure;
 mod postfetch;
 mod process;

@@ -15,6 +15,7 @@ use sidecar_core::protocol::{Event, NoEffect};
 use crate::control::{self, clients};
 use crate::hotswap::reloader::{self, HotSwap};
 use crate::logits::Logits;
+use crate::masking::ExpertMasks;
 use crate::measure::Measurements;
 use crate::postfetch::PostFetch;
 use crate::postfetch::page_lock::PageLock;
@@ -30,9 +31,10 @@ use crate::trace::routes::Routes;
 use crate::trace::saliency::Saliency;
 
 /// The capabilities, in the order in which events are reported to them.
-static CAPABILITIES: [&dyn Capability; 11] = [
+static CAPABILITIES: [&dyn Capability; 12] = [
     &Rounds,
     &Logits,
+    &ExpertMasks,
     &Measurements,
     &ExpertTrace,
     &Routes,

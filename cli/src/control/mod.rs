@@ -2,9 +2,11 @@
 //!
 //! | module | contents |
 //! |---|---|
+//! | [`mask`] | masks of experts from the command line |
 //! | [`requests`] | requests, and their replies as text |
 //! | [`server`] | the slots of a llama-server |
 
+pub mod mask;
 mod requests;
 pub mod server;
 

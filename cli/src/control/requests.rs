@@ -14,8 +14,8 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use sidecar_core::config::{Config, Variable};
 use sidecar_core::protocol::{
-    self, Hashes, Metrics, ModelReload, ReloadReport, Reloads, Reply, Request, Round, Status,
-    TensorState, Traces,
+    self, Hashes, LayerMask, Metrics, ModelReload, ReloadReport, Reloads, Reply, Request, Round,
+    Status, TensorState, Traces,
 };
 use sidecar_core::summary;
 use sidecar_core::trace::{from_json, to_text};
@@ -65,6 +65,15 @@ pub fn run(socket: &Path, request: &Request, as_json: bool) -> Result<()> {
             Request::Hash => print_hashes(&mut out, &parsed(&answer)?)?,
             Request::Trace => print_traces(&mut out, &parsed(&answer)?)?,
             Request::TraceReset => writeln!(out, "all counts are 0")?,
+            Request::Mask { masks, clear } => {
+                if *clear {
+                    writeln!(out, "masks of other layers are removed")?;
+                }
+                for LayerMask { layer, experts } in masks {
+                    let experts: Vec<String> = experts.iter().map(u32::to_string).collect();
+                    writeln!(out, "layer {layer}: masked {}", experts.join(", "))?;
+                }
+            }
             Request::Mark { text } => writeln!(out, "marked: {text}")?,
             Request::Round { .. } => {
                 let Round { round, exit, .. } = parsed(&answer)?;
@@ -284,6 +293,7 @@ fn flags_for(request: &Request) -> &'static [&'static str] {
             &["--hotswap"]
         }
         Request::Trace | Request::TraceReset => &["--expert-trace-stats"],
+        Request::Mask { .. } => &["--expert-masks"],
         Request::Mark { .. } => &["--expert-trace-routes PATH"],
         Request::Round { .. } | Request::RoundEnd => &["--rounds"],
         Request::Ping | Request::Status | Request::Metrics | Request::Hash => &[
@@ -353,6 +363,14 @@ fn print_status(out: &mut impl Write, status: &Status) -> Result<()> {
                 .as_deref()
                 .unwrap_or("not hashed yet (status --hash)")
         )?;
+        for LayerMask { layer, experts } in &model.masks {
+            let experts: Vec<String> = experts.iter().map(u32::to_string).collect();
+            writeln!(
+                out,
+                "  layer {layer}: masked experts {}",
+                experts.join(", ")
+            )?;
+        }
         if let Some(stream) = &model.stream {
             writeln!(out, "  experts: {}", summary::streaming(stream))?;
         }

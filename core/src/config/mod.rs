@@ -144,6 +144,7 @@ impl Config {
             trace_routes: values.path("LLAMA_EXPERT_TRACE_ROUTES"),
             trace_weights: values.switch("LLAMA_EXPERT_TRACE_WEIGHTS"),
             trace_saliency: values.path("LLAMA_EXPERT_TRACE_SALIENCY"),
+            expert_masks: values.switch("LLAMA_EXPERT_MASKS"),
             expert_stream: values
                 .expert_stream(expert_stream_predict || expert_stream_trace.is_some()),
             expert_stream_predict,

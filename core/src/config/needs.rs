@@ -16,7 +16,7 @@ struct Need {
 pub const CAPABILITIES: &str = "--hotswap, --stream-experts, --post-fetch, --expert-cache, --page-lock, --rounds or an --expert-trace-* option";
 
 /// A variable is in one row at most.
-static NEEDS: [Need; 12] = [
+static NEEDS: [Need; 13] = [
     Need {
         variables: &["LLAMA_SIDECAR_CONTROL", "LLAMA_SIDECAR_STRICT"],
         is_met: Config::is_used,
@@ -37,6 +37,11 @@ static NEEDS: [Need; 12] = [
         variables: &["LLAMA_SIDECAR_ROUNDS"],
         is_met: |config| config.control.is_some() || config.control_file.is_some(),
         next: "also set LLAMA_SIDECAR_CONTROL (--socket) or LLAMA_HOTSWAP_CONTROL_FILE, through which rounds are requested",
+    },
+    Need {
+        variables: &["LLAMA_EXPERT_MASKS"],
+        is_met: |config| config.control.is_some(),
+        next: "also set LLAMA_SIDECAR_CONTROL (--socket), through which masks are requested",
     },
     Need {
         variables: &["LLAMA_HOTSWAP_STATUS_FILE"],

@@ -169,6 +169,8 @@ pub struct Config {
     pub trace_weights: bool,
     /// `LLAMA_EXPERT_TRACE_SALIENCY`.
     pub trace_saliency: Option<PathBuf>,
+    /// `LLAMA_EXPERT_MASKS`.
+    pub expert_masks: bool,
     /// `LLAMA_EXPERT_STREAM`.
     pub expert_stream: ExpertStream,
     /// `LLAMA_EXPERT_STREAM_PREDICT`.
@@ -216,6 +218,7 @@ impl Config {
             || streams
             || self.program_postfetch.is_used()
             || self.rounds
+            || self.expert_masks
             || self.logits_hashes.is_some()
             || self.measure.is_some()
     }

@@ -216,6 +216,13 @@ pub static VARIABLES: &[Variable] = &[
         flag: Some("expert-trace-saliency"),
     },
     Variable {
+        name: "LLAMA_EXPERT_MASKS",
+        default: Value("0"),
+        kind: Switch,
+        help: "drop-in: build graphs in which experts can be masked through the control socket, so that they are never chosen",
+        flag: Some("expert-masks"),
+    },
+    Variable {
         name: "LLAMA_EXPERT_STREAM",
         default: Value("off"),
         kind: Kind::Choice {

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::figures::{OwnExpertCache, PostFetchFigures, StreamFigures};
-use super::requests::Overlay;
+use super::requests::{LayerMask, Overlay};
 
 /// Whether a request was carried out.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -125,6 +125,7 @@ impl NoEffect {
     pub const STREAMING: &str = "streaming";
     pub const POST_FETCH: &str = "post-fetch";
     pub const PAGE_LOCK: &str = "page lock";
+    pub const MASKS: &str = "expert masks";
     pub const LOGITS: &str = "hashes of logits";
     pub const ROUNDS: &str = "rounds";
     pub const CONTROL_FILE: &str = "control file";
@@ -169,6 +170,9 @@ pub struct ModelStatus {
     pub blocked: Option<Blocked>,
     /// Hash of the tensors in use, where all hashes are known.
     pub content_hash: Option<String>,
+    /// Experts that are masked.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub masks: Vec<LayerMask>,
     /// Figures of expert streaming, if experts of the model are streamed.
     pub stream: Option<StreamFigures>,
     /// Why hot-swap is on and can swap none of its tensors, if so.

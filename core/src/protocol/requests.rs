@@ -26,6 +26,15 @@ pub enum Request {
         #[serde(default)]
         overlays: Vec<Overlay>,
     },
+    /// Masks experts: they are never chosen.
+    Mask {
+        /// Layers, each with the experts that are masked in place of those before.
+        #[serde(default)]
+        masks: Vec<LayerMask>,
+        /// Whether layers that are not named have no mask any more.
+        #[serde(default)]
+        clear: bool,
+    },
     /// Requests a content hash of each model.
     Hash,
     /// Requests metrics in the text format of Prometheus.
@@ -47,6 +56,15 @@ pub enum Request {
     },
     /// Lets a program with rounds end.
     RoundEnd,
+}
+
+/// Experts of a layer that are never chosen.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LayerMask {
+    /// Number of the layer.
+    pub layer: u32,
+    /// Numbers of the experts.
+    pub experts: Vec<u32>,
 }
 
 /// Tensors that take type and bytes from another file than the model's.

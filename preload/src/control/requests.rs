@@ -20,6 +20,7 @@ use crate::control::{clients, metrics};
 use crate::hotswap::overlays::Overlays;
 use crate::hotswap::reloader::on_thread;
 use crate::hotswap::{placement, reloader};
+use crate::masking;
 use crate::postfetch;
 use crate::program::capability::Effect;
 use crate::program::models::{Instance, Model};
@@ -85,6 +86,7 @@ fn answer(request: Request, client: &UnixStream) -> Result<Value, String> {
         })),
         Request::Revert => {
             reloader::freeze();
+            masking::clear()?;
             json!(on_thread(|| with_each_model(reloader::revert)))
         }
         Request::Unfreeze => {
@@ -96,6 +98,10 @@ fn answer(request: Request, client: &UnixStream) -> Result<Value, String> {
                 Ok(reloads) => json!(reloads),
                 Err(reason) => json!(Reply::refused(reason)),
             }
+        }
+        Request::Mask { masks, clear } => {
+            masking::set(&masks, clear)?;
+            json!(Reply::done())
         }
         Request::Hash => json!(hashes(client)),
         Request::Metrics => json!(Metrics {
@@ -228,6 +234,7 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
             .engine
             .content_hash(false)
             .map(|hash| format!("{hash:032x}")),
+        masks: masking::of_model(model),
         stream: streaming::figures(model),
         obstacle: Config::get().hotswap.then(|| model.obstacle()).flatten(),
         uncounted: counts::uncounted(model),

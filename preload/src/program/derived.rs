@@ -15,7 +15,9 @@ struct Kind {
 }
 
 /// The known kinds.
-const KINDS: [Kind; 5] = [
+const KINDS: [Kind; 6] = [
+    // The drop-in's own: `masks::MASK`.
+    Kind::of(b".ffn_gate_inp.mask"),
     // Adapters are from a file of their own, which is not watched.
     Kind::of(b".lora_a"),
     Kind::of(b".lora_b"),

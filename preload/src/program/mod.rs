@@ -10,6 +10,7 @@
 //! | [`completion`] | evaluations that the program does not wait for |
 //! | [`watched`] | the nodes of a scheduler's graph at which routed experts are known |
 //! | [`own_cache`] | the expert cache that the program has of its own |
+//! | [`masks`] | masks of routers |
 //! | [`models`] | the models that the program loaded |
 //! | [`own_hotswap`] | the hot-swap that a program has of its own |
 //! | [`loads`] | the models that the program is loading |
@@ -26,6 +27,7 @@ pub mod derived;
 pub mod graph;
 pub mod groups;
 pub mod loads;
+pub mod masks;
 pub mod models;
 pub mod own_cache;
 pub mod own_hotswap;

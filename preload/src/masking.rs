@@ -1,0 +1,178 @@
+//! Experts that are never chosen, on request.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use sidecar_core::config::Config;
+use sidecar_core::protocol::{LayerMask, NoEffect};
+use sidecar_core::trace::ModelMeta;
+
+use crate::program::barrier::{self, ModelSet};
+use crate::program::capability::{Capability, Effect};
+use crate::program::masks::{self, Mask};
+use crate::program::models::{self, Model};
+
+static EFFECT: Effect = Effect::of(NoEffect::MASKS);
+
+const NO_MASKS: &str =
+    "the graphs of this program have no masks: start it with --expert-masks (LLAMA_EXPERT_MASKS=1)";
+const NO_ROUTERS: &str = "no router of this program can be masked: no layer of experts was evaluated, its matrices are divided over devices or on another machine, or its llama.cpp calls ggml's functions directly (ik_llama.cpp, static builds)";
+
+/// Masks of experts, as a capability.
+pub struct ExpertMasks;
+
+impl Capability for ExpertMasks {
+    fn is_enabled(&self) -> bool {
+        Config::get().expert_masks
+    }
+
+    fn model_freed(&self, model: &Model) {
+        masks::model_freed(model);
+    }
+
+    fn no_effect(&self) -> Vec<NoEffect> {
+        let can_mask = |model: &Arc<Model>| !masks::of_model(model).is_empty();
+        match models::models().iter().any(can_mask) {
+            true => Vec::new(),
+            false => vec![EFFECT.report(format!("--expert-masks: {NO_ROUTERS}"), true)],
+        }
+    }
+}
+
+/// Returns the experts of a model that are masked.
+pub fn of_model(model: &Model) -> Vec<LayerMask> {
+    let masks = masks::of_model(model).into_values();
+    let masked = masks.map(|mask| LayerMask {
+        layer: mask.layer,
+        experts: mask.masked().into_iter().collect(),
+    });
+    masked.filter(|mask| !mask.experts.is_empty()).collect()
+}
+
+/// Masks experts of layers in place of those that these layers had; with `clear`, other layers have none any more.
+pub fn set(requested: &[LayerMask], clear: bool) -> Result<(), String> {
+    if !Config::get().expert_masks {
+        return Err(NO_MASKS.into());
+    }
+    let models = models::models();
+    let with_masks = models.iter().map(|model| (model, masks::of_model(model)));
+    let with_masks: Vec<_> = with_masks.filter(|(_, masks)| !masks.is_empty()).collect();
+    let [(model, masks)] = with_masks.as_slice() else {
+        return Err(match with_masks.len() {
+            0 => NO_ROUTERS.into(),
+            count => format!(
+                "{count} models with experts are loaded, and masks are for one: load one model"
+            ),
+        });
+    };
+    let mut next: BTreeMap<u32, BTreeSet<u32>> = BTreeMap::new();
+    if clear {
+        next.extend(masks.keys().map(|layer| (*layer, BTreeSet::new())));
+    }
+    for of_layer in requested {
+        let experts: BTreeSet<u32> = of_layer.experts.iter().copied().collect();
+        let layer = of_layer.layer;
+        let mask = masks.get(&layer).ok_or_else(|| {
+            let known: Vec<String> = masks.keys().map(u32::to_string).collect();
+            format!(
+                "layer {layer} has no router that can be masked: use {}",
+                known.join(", ")
+            )
+        })?;
+        if let Some(expert) = experts.iter().find(|expert| **expert >= mask.experts) {
+            let last = mask.experts - 1;
+            return Err(format!(
+                "layer {layer} has no expert {expert}: use 0 to {last}"
+            ));
+        }
+        Routing::of(model).check(mask, &experts)?;
+        next.insert(layer, experts);
+    }
+    write(model, masks, next)
+}
+
+/// Masks no expert of any model.
+pub fn clear() -> Result<(), String> {
+    for model in models::models() {
+        let masks = masks::of_model(&model);
+        let masked = masks.iter().filter(|(_, mask)| !mask.masked().is_empty());
+        let next: BTreeMap<_, _> = masked.map(|(layer, _)| (*layer, BTreeSet::new())).collect();
+        if !next.is_empty() {
+            write(&model, &masks, next)?;
+        }
+    }
+    Ok(())
+}
+
+/// Writes masks between two evaluations.
+fn write(
+    model: &Arc<Model>,
+    masks: &BTreeMap<u32, Arc<Mask>>,
+    next: BTreeMap<u32, BTreeSet<u32>>,
+) -> Result<(), String> {
+    let masks = masks.clone();
+    let of_model = model.clone();
+    // Kept graphs stay valid: no model is named.
+    let written = barrier::between_evaluations(
+        ModelSet::default(),
+        || model.is_alive(),
+        move || {
+            if of_model.is_alive() {
+                for (layer, experts) in &next {
+                    masks[layer].write(experts.clone());
+                }
+            }
+        },
+    );
+    written.map_err(str::to_owned)
+}
+
+/// How a model chooses experts, as its file states it.
+struct Routing {
+    /// Experts that a token uses.
+    used: u64,
+    /// Groups of experts, and how many of them a token uses; one group where there are none.
+    groups: (u64, u64),
+}
+
+impl Routing {
+    fn of(model: &Model) -> Routing {
+        let files = || model.files.iter().map(|file| &file.gguf);
+        let about = ModelMeta::of(files());
+        let number = |name: &str| {
+            let key = format!("{}.{name}", about.architecture);
+            let key = files().find_map(|file| file.header.key(key.as_bytes()));
+            key.and_then(|key| key.as_u64()).unwrap_or(0)
+        };
+        let groups = number("expert_group_count").max(1);
+        let used = number("expert_group_used_count");
+        Routing {
+            used: about.experts_used,
+            groups: (groups, if used == 0 { groups } else { used }),
+        }
+    }
+
+    /// Fails unless as many experts as a token uses are left, whichever groups are chosen.
+    fn check(&self, mask: &Mask, masked: &BTreeSet<u32>) -> Result<(), String> {
+        let (layer, used) = (mask.layer, self.used);
+        if used == 0 {
+            return Err("the model's file does not state how many experts a token uses".into());
+        }
+        let (groups, chosen) = self.groups;
+        let each = (u64::from(mask.experts) / groups).max(1);
+        let mut left = vec![each; groups as usize];
+        for expert in masked {
+            if let Some(left) = left.get_mut((u64::from(*expert) / each) as usize) {
+                *left -= 1;
+            }
+        }
+        left.sort_unstable();
+        let fewest: u64 = left.iter().take(chosen as usize).sum();
+        match fewest >= used {
+            true => Ok(()),
+            false => Err(format!(
+                "layer {layer} would have {fewest} experts to choose from, and a token uses {used}: mask fewer"
+            )),
+        }
+    }
+}

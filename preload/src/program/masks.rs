@@ -1,0 +1,288 @@
+//! Masks of routers: tensors that are added to the scores of experts.
+//!
+//! libllama builds a layer of experts from a product with `blk.N.ffn_gate_inp.weight`, the scores. Its calls of
+//! `ggml_mul_mat` come here, and get the sum of the product and of a mask: zero for an expert that may be chosen, minus
+//! infinity for one that may not. Softmax and sigmoid make zero of minus infinity, so that the others have the weights
+//! that they would have without that expert. A bias that only counts for the choice, `blk.N.exp_probs_b.bias`, could
+//! exceed that zero: its sum, from `ggml_add`, gets the mask, too.
+//!
+//! The masks are in all graphs from the start. A mask of zeros changes no score, and another mask is other bytes of the
+//! same tensor, so that a graph that is used again needs no change.
+
+use std::cell::Cell;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ffi::{CString, c_void};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use parking_lot::{Mutex, RwLock};
+
+use crate::ggml::{Buffer, Context, F32, Ggml, OwnBuffer, Tensor};
+use crate::loader::caller::Caller;
+use crate::loader::redirect::Redirection;
+use crate::process::thread::Inside;
+use crate::program::graph;
+use crate::program::models::{Model, TensorPointer};
+
+const ROUTER: &[u8] = b".ffn_gate_inp.weight";
+const CHOICE_BIAS: &[u8] = b".exp_probs_b.bias";
+/// What names of masks end with.
+pub const MASK: &str = ".ffn_gate_inp.mask";
+
+static PRODUCT: Redirection = Redirection::of(c"ggml_mul_mat");
+static SUM: Redirection = Redirection::of(c"ggml_add");
+/// The copy of ggml whose calls are redirected.
+static GGML: AtomicPtr<Ggml> = AtomicPtr::new(std::ptr::null_mut());
+/// The masks, by the address of their router.
+static MASKS: RwLock<Option<HashMap<usize, Arc<Mask>>>> = RwLock::new(None);
+
+thread_local! {
+    /// The mask of the layer that this thread builds.
+    static LAST: Cell<Option<(u32, TensorPointer)>> = const { Cell::new(None) };
+}
+
+/// A function of two operands.
+type Binary = unsafe extern "C-unwind" fn(*mut Context, *mut Tensor, *mut Tensor) -> *mut Tensor;
+
+/// The mask of a router.
+pub struct Mask {
+    ggml: &'static Ggml,
+    /// The number of the layer.
+    pub layer: u32,
+    /// The number of its experts.
+    pub experts: u32,
+    tensor: TensorPointer,
+    _buffer: Mutex<OwnBuffer>,
+    masked: Mutex<BTreeSet<u32>>,
+}
+
+/// Lets libllama build graphs with masks; `caller` has opened a file of a model.
+pub fn install(caller: &Caller, ggml: &'static Ggml) {
+    if !caller.is_llama() || ggml.ops.fused.is_some() {
+        return;
+    }
+    let before = GGML.swap(std::ptr::from_ref(ggml).cast_mut(), Ordering::AcqRel);
+    if !before.is_null() && !std::ptr::eq(before, ggml) {
+        // There is one function to go on to.
+        GGML.store(before, Ordering::Release);
+        return;
+    }
+    for (redirection, to) in [
+        (&PRODUCT, product as Binary as usize),
+        (&SUM, sum as Binary as usize),
+    ] {
+        let real = caller.symbol(redirection.name()) as usize;
+        // SAFETY: the type that ggml.h gives; libllama stays loaded once its ggml is known.
+        unsafe { redirection.install(to, real, |object| caller.is(object)) };
+    }
+}
+
+/// Replaces `ggml_mul_mat`.
+unsafe extern "C-unwind" fn product(
+    context: *mut Context,
+    a: *mut Tensor,
+    b: *mut Tensor,
+) -> *mut Tensor {
+    // SAFETY: the arguments of the call, to the function that was called before.
+    unsafe {
+        let real: Binary = std::mem::transmute(PRODUCT.before());
+        let product = real(context, a, b);
+        match ggml().and_then(|ggml| Some((ggml, layer_of(ggml, a, ROUTER)?))) {
+            Some((ggml, layer)) => masked(ggml, context, product, mask_of(ggml, a, layer)),
+            None => product,
+        }
+    }
+}
+
+/// Replaces `ggml_add`.
+unsafe extern "C-unwind" fn sum(
+    context: *mut Context,
+    a: *mut Tensor,
+    b: *mut Tensor,
+) -> *mut Tensor {
+    // SAFETY: the arguments of the call, to the function that was called before.
+    unsafe {
+        let real: Binary = std::mem::transmute(SUM.before());
+        let sum = real(context, a, b);
+        match ggml().and_then(|ggml| Some((ggml, layer_of(ggml, b, CHOICE_BIAS)?))) {
+            Some((ggml, layer)) => {
+                let last = LAST.get().filter(|(of, _)| *of == layer);
+                masked(ggml, context, sum, last.map(|(_, mask)| mask))
+            }
+            None => sum,
+        }
+    }
+}
+
+fn ggml() -> Option<&'static Ggml> {
+    // SAFETY: from a reference that lives for ever.
+    unsafe { GGML.load(Ordering::Acquire).as_ref() }
+}
+
+/// Returns the sum of scores and a mask.
+///
+/// # Safety
+///
+/// Scores of a live context, one row of them with a number for each expert.
+unsafe fn masked(
+    ggml: &Ggml,
+    context: *mut Context,
+    scores: *mut Tensor,
+    mask: Option<TensorPointer>,
+) -> *mut Tensor {
+    match mask {
+        // SAFETY: as the caller ensures; the mask lives as long as its model.
+        Some(mask) => unsafe { (ggml.f.ggml_add)(context, scores, mask.0) },
+        None => scores,
+    }
+}
+
+/// Returns the layer of a weight whose name ends so.
+///
+/// # Safety
+///
+/// A live tensor, or null.
+unsafe fn layer_of(ggml: &Ggml, tensor: *mut Tensor, end: &[u8]) -> Option<u32> {
+    if tensor.is_null() {
+        return None;
+    }
+    // SAFETY: as the caller ensures.
+    layer_in(unsafe { graph::name(ggml, tensor) }, end)
+}
+
+fn layer_in(name: &[u8], end: &[u8]) -> Option<u32> {
+    let number = name.strip_prefix(b"blk.")?.strip_suffix(end)?;
+    std::str::from_utf8(number).ok()?.parse().ok()
+}
+
+/// Returns the mask of a router, which is made with its first graph.
+///
+/// # Safety
+///
+/// A live tensor of this copy.
+unsafe fn mask_of(ggml: &'static Ggml, router: *mut Tensor, layer: u32) -> Option<TensorPointer> {
+    let key = router as usize;
+    let known = MASKS
+        .read()
+        .as_ref()
+        .and_then(|masks| masks.get(&key).cloned());
+    let known = known.map_or_else(
+        || {
+            let _inside = Inside::enter();
+            // SAFETY: as the caller ensures.
+            let mask = Arc::new(unsafe { Mask::new(ggml, router, layer) }?);
+            let mut masks = MASKS.write();
+            Some(
+                masks
+                    .get_or_insert_default()
+                    .entry(key)
+                    .or_insert(mask)
+                    .clone(),
+            )
+        },
+        Some,
+    );
+    let found = known.map(|mask| mask.tensor);
+    LAST.set(found.map(|mask| (layer, mask)));
+    found
+}
+
+impl Mask {
+    /// Makes a mask of zeros on the device of a router.
+    ///
+    /// # Safety
+    ///
+    /// A live tensor of this copy.
+    unsafe fn new(ggml: &'static Ggml, router: *mut Tensor, layer: u32) -> Option<Mask> {
+        let (f, at) = (&ggml.f, &ggml.layout);
+        // SAFETY: as the caller ensures; the buffer and its type are live.
+        unsafe {
+            let buffer: *mut Buffer = at.read(router, at.buffer);
+            if buffer.is_null() {
+                return None;
+            }
+            let loaded = (f.ggml_backend_buffer_get_type)(buffer);
+            if ggml.is_split(loaded) || crate::ggml::is_remote(ggml, loaded) {
+                return None;
+            }
+            let device = (f.ggml_backend_buft_get_device)(loaded);
+            let buft = match device.is_null() || (f.ggml_backend_buft_is_host)(loaded) {
+                true => (f.ggml_backend_cpu_buffer_type)(),
+                false => (f.ggml_backend_dev_buffer_type)(device),
+            };
+            let experts = at.read::<[i64; 4]>(router, at.ne)[1];
+            let name = CString::new(format!("blk.{layer}{MASK}")).ok()?;
+            let (buffer, tensor) =
+                OwnBuffer::for_tensor(ggml, buft, F32, &[experts], &name).ok()?;
+            let mask = Mask {
+                ggml,
+                layer,
+                experts: u32::try_from(experts).ok()?,
+                tensor: TensorPointer(tensor),
+                _buffer: Mutex::new(buffer),
+                masked: Mutex::default(),
+            };
+            mask.write(BTreeSet::new());
+            Some(mask)
+        }
+    }
+
+    /// Returns the experts that are never chosen.
+    pub fn masked(&self) -> BTreeSet<u32> {
+        self.masked.lock().clone()
+    }
+
+    /// Masks these experts, and no others. No evaluation runs.
+    pub fn write(&self, masked: BTreeSet<u32>) {
+        let score = |expert| match masked.contains(&expert) {
+            true => f32::NEG_INFINITY,
+            false => 0.0,
+        };
+        let scores: Vec<f32> = (0..self.experts).map(score).collect();
+        let bytes = size_of_val(&*scores);
+        let scores = scores.as_ptr().cast::<c_void>();
+        // SAFETY: a live tensor of so many numbers, which nothing reads now.
+        unsafe { (self.ggml.f.ggml_backend_tensor_set)(self.tensor.0, scores, 0, bytes) };
+        *self.masked.lock() = masked;
+    }
+}
+
+/// Returns the masks of a model by layer.
+pub fn of_model(model: &Model) -> BTreeMap<u32, Arc<Mask>> {
+    let masks = MASKS.read();
+    let Some(masks) = masks.as_ref() else {
+        return BTreeMap::new();
+    };
+    let instances = model.tensors.iter().flat_map(|tensor| &tensor.instances);
+    let found = instances.filter_map(|instance| masks.get(&(instance.tensor.0 as usize)));
+    found.map(|mask| (mask.layer, mask.clone())).collect()
+}
+
+/// Forgets the masks of a model that the program is about to free.
+pub fn model_freed(model: &Model) {
+    if let Some(masks) = MASKS.write().as_mut() {
+        for instance in model.tensors.iter().flat_map(|tensor| &tensor.instances) {
+            masks.remove(&(instance.tensor.0 as usize));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layers_are_read_from_names() {
+        assert_eq!(layer_in(b"blk.17.ffn_gate_inp.weight", ROUTER), Some(17));
+        assert_eq!(layer_in(b"blk.3.exp_probs_b.bias", CHOICE_BIAS), Some(3));
+        for other in [
+            &b"blk.3.ffn_gate_inp_shexp.weight"[..],
+            b"blk.x.ffn_gate_inp.weight",
+            b"ffn_gate_inp.weight",
+            b"blk.3.ffn_gate_inp.bias",
+            b"blk.-3.ffn_gate_inp.weight",
+        ] {
+            assert_eq!(layer_in(other, ROUTER), None);
+        }
+    }
+}
