@@ -7,6 +7,7 @@
 //! |---|---|
 //! | [`generate`] | man pages and shell completions |
 //! | [`swap`] | tensors from one model's files to another's or to a running program, and back |
+//! | [`prune`] | a model without some of its experts |
 //! | [`plan`] | what to type for a model on this machine |
 //! | [`compare`] | a program with and without the drop-in |
 //! | [`trial`] | a run of a program, and its speeds |
@@ -30,6 +31,7 @@ mod launch;
 mod output;
 mod page;
 mod plan;
+mod prune;
 mod report;
 mod sizes;
 mod space;
@@ -110,6 +112,10 @@ enum Command {
     /// stays as it is. An interrupted command continues where it was. With --size or --bpw, a
     /// recipe is chosen, measured and compared with uniform types.
     Tune(Box<tune::TuneOptions>),
+    /// Write a model without some of its experts.
+    ///
+    /// A program with 'llama-sidecar mask' shows before what the new model computes.
+    Prune(prune::PruneOptions),
     /// Show the models of a running program and their swapped tensors.
     Status {
         #[command(flatten)]
@@ -253,6 +259,7 @@ fn main() -> ExitCode {
         Command::Metrics(MetricsOptions { socket, json, .. }) => socket
             .iter()
             .try_for_each(|socket| control::run(socket.as_ref(), &Request::Metrics, json)),
+        Command::Prune(options) => prune::run(&options),
         Command::Top(options) => top::run(&options),
         Command::Reload { at, server } => control::reload(&at.socket, &server, at.json),
         Command::Trace { at, reset: true } => {

@@ -88,7 +88,7 @@ pub fn set(requested: &[LayerMask], clear: bool) -> Result<(), String> {
         Routing::of(model).check(mask, &experts)?;
         next.insert(layer, experts);
     }
-    write(model, masks, next)
+    set_between(model, masks, next)
 }
 
 /// Masks no expert of any model.
@@ -98,14 +98,14 @@ pub fn clear() -> Result<(), String> {
         let masked = masks.iter().filter(|(_, mask)| !mask.masked().is_empty());
         let next: BTreeMap<_, _> = masked.map(|(layer, _)| (*layer, BTreeSet::new())).collect();
         if !next.is_empty() {
-            write(&model, &masks, next)?;
+            set_between(&model, &masks, next)?;
         }
     }
     Ok(())
 }
 
-/// Writes masks between two evaluations.
-fn write(
+/// Sets masks between two evaluations.
+fn set_between(
     model: &Arc<Model>,
     masks: &BTreeMap<u32, Arc<Mask>>,
     next: BTreeMap<u32, BTreeSet<u32>>,
@@ -113,18 +113,18 @@ fn write(
     let masks = masks.clone();
     let of_model = model.clone();
     // Kept graphs stay valid: no model is named.
-    let written = barrier::between_evaluations(
+    let set = barrier::between_evaluations(
         ModelSet::default(),
         || model.is_alive(),
         move || {
             if of_model.is_alive() {
                 for (layer, experts) in &next {
-                    masks[layer].write(experts.clone());
+                    masks[layer].set(experts.clone());
                 }
             }
         },
     );
-    written.map_err(str::to_owned)
+    set.map_err(str::to_owned)
 }
 
 /// How a model chooses experts, as its file states it.

@@ -93,6 +93,8 @@ const CHECKS: &[Check] = &[
     Check::programs("drop-in in real hosts", "dropin"),
     Check::programs("drop-in with bad files, revert and metrics", "dropin_files"),
     Check::programs("drop-in with overlays", "dropin_overlays"),
+    Check::programs("masks of experts, and pruned models", "dropin_masks")
+        .unless(llama_cpp::missing),
     Check::programs(
         "drop-in with graphs of a stand-in for libllama",
         "dropin_graphs",

@@ -1,6 +1,6 @@
 //! Masks of experts from the command line.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use sidecar_core::protocol::{LayerMask, Request};
@@ -29,20 +29,7 @@ impl MaskOptions {
     /// Returns the request.
     pub fn request(self) -> Result<Request> {
         let mut masks = match &self.file {
-            Some(path) => {
-                let size = std::fs::metadata(path).map(|found| found.len());
-                let read = size.and_then(|size| match size <= LARGEST {
-                    true => std::fs::read_to_string(path),
-                    false => Err(std::io::Error::other("it is larger than 64 MiB")),
-                });
-                let text = read.with_context(|| format!("cannot read {}", path.display()))?;
-                serde_json::from_str::<Vec<LayerMask>>(&text).with_context(|| {
-                    format!(
-                        "{}: expected [{{\"layer\": 3, \"experts\": [3, 17]}}, ...]",
-                        path.display()
-                    )
-                })?
-            }
+            Some(path) => read(path)?,
             None => Vec::new(),
         };
         masks.extend(self.layer.map(|layer| LayerMask {
@@ -58,4 +45,20 @@ impl MaskOptions {
             clear: self.clear,
         })
     }
+}
+
+/// Reads experts by layer.
+pub fn read(path: &Path) -> Result<Vec<LayerMask>> {
+    let size = std::fs::metadata(path).map(|found| found.len());
+    let read = size.and_then(|size| match size <= LARGEST {
+        true => std::fs::read_to_string(path),
+        false => Err(std::io::Error::other("it is larger than 64 MiB")),
+    });
+    let text = read.with_context(|| format!("cannot read {}", path.display()))?;
+    serde_json::from_str(&text).with_context(|| {
+        format!(
+            "{}: expected [{{\"layer\": 3, \"experts\": [3, 17]}}, ...]",
+            path.display()
+        )
+    })
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 use sidecar_core::files;
-use sidecar_core::gguf::{Access, HeaderWriter, ValueType, open_model, write_data};
+use sidecar_core::gguf::{Access, HeaderWriter, Pieces, copy_value, open_model, write_data};
 use sidecar_core::gguf::{GgufFile, TensorInfo};
 
 use super::mix::Mix;
@@ -38,19 +38,7 @@ pub fn header(plan: &Plan<'_>, mix: &Mix<'_>) -> Result<Vec<u8>> {
         if REPLACED.contains(&&*key.name) || is_from_matrix {
             continue;
         }
-        let mut bytes = Vec::new();
-        if key.array {
-            bytes.extend((key.ty as u32).to_le_bytes());
-            bytes.extend(key.count.to_le_bytes());
-        } else if key.ty == ValueType::String {
-            bytes.extend(key.len.to_le_bytes());
-        }
-        let start = bytes.len();
-        bytes.resize(start + usize::try_from(key.len)?, 0);
-        first.source.read_at(&mut bytes[start..], key.offset)?;
-        let ty = if key.array { ValueType::Array } else { key.ty };
-        let name = std::str::from_utf8(&key.name).context("a key of the model is not UTF-8")?;
-        header.raw(name, ty as u32, &bytes);
+        copy_value(&mut header, first, key)?;
     }
     header.value("general.quantization_version", &QUANTIZATION_VERSION);
     header.value("general.file_type", &mix.file_type().0);
@@ -107,10 +95,10 @@ pub fn write(plan: &Plan<'_>, mix: &Mix<'_>, sweep: &mut Sweep<'_>, path: &Path)
             Some(candidate) => find(&sources[&candidate], part.tensor.name)
                 .with_context(|| format!("'{}' is missing in the work folder", part.tensor.name))?,
         };
-        let data = Data {
-            file: from,
-            at: info.offset,
-        };
+        let data = Pieces::of(
+            from,
+            std::iter::once(info.offset..info.offset + info.nbytes),
+        );
         write_data(&mut out, data, info.nbytes, ALIGNMENT.into()).with_context(explain)?;
     }
     out.flush().with_context(explain)?;
@@ -125,20 +113,4 @@ fn find<'a>(files: &'a [GgufFile], name: &str) -> Option<(&'a GgufFile, &'a Tens
         let at = file.header.find(&name)?;
         Some((file, &file.header.tensors[at]))
     })
-}
-
-/// Reads a file from a position on.
-struct Data<'a> {
-    file: &'a GgufFile,
-    at: u64,
-}
-
-impl std::io::Read for Data<'_> {
-    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
-        let left = self.file.source.id().size.saturating_sub(self.at);
-        let count = left.min(buffer.len() as u64) as usize;
-        self.file.source.read_at(&mut buffer[..count], self.at)?;
-        self.at += count as u64;
-        Ok(count)
-    }
 }

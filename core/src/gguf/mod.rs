@@ -61,6 +61,6 @@ pub use tensor::{TensorInfo, strides};
 pub use types::{Dialect, TYPES, TypeInfo};
 pub use value::{KeyValue, Strings, Value, ValueType};
 pub use write::{
-    HeaderWriter, MetadataValue, TYPE_AND_OFFSET, TooLarge, padded, padding, retype, type_fields,
-    write_data,
+    HeaderWriter, MetadataValue, Pieces, TYPE_AND_OFFSET, TooLarge, copy_value, padded, padding,
+    retype, type_fields, write_data,
 };

@@ -26,8 +26,71 @@
 
 pub use gguf_write::{HeaderWriter, MetadataValue, TooLarge, padded, padding, write_data};
 
+use std::collections::VecDeque;
+use std::io;
+use std::ops::Range;
+
+use super::file::GgufFile;
 use super::header::Header;
 use super::types::TypeInfo;
+use super::value::{KeyValue, ValueType};
+
+/// Adds a key of another file to a header, with the bytes of its value.
+///
+/// # Errors
+///
+/// Fails when the value cannot be read, or the key is not UTF-8.
+pub fn copy_value(header: &mut HeaderWriter, file: &GgufFile, key: &KeyValue) -> io::Result<()> {
+    let mut bytes = Vec::new();
+    if key.array {
+        bytes.extend((key.ty as u32).to_le_bytes());
+        bytes.extend(key.count.to_le_bytes());
+    } else if key.ty == ValueType::String {
+        bytes.extend(key.len.to_le_bytes());
+    }
+    let start = bytes.len();
+    let len = usize::try_from(key.len).map_err(io::Error::other)?;
+    bytes.resize(start + len, 0);
+    file.source.read_at(&mut bytes[start..], key.offset)?;
+    let ty = if key.array { ValueType::Array } else { key.ty };
+    let name = std::str::from_utf8(&key.name)
+        .map_err(|_| io::Error::other(format!("the key {:?} is not UTF-8", key.name_lossy())))?;
+    header.raw(name, ty as u32, &bytes);
+    Ok(())
+}
+
+/// Reads ranges of a file, one after the other.
+pub struct Pieces<'a> {
+    file: &'a GgufFile,
+    ranges: VecDeque<Range<u64>>,
+}
+
+impl<'a> Pieces<'a> {
+    /// Reads these ranges.
+    pub fn of(file: &'a GgufFile, ranges: impl IntoIterator<Item = Range<u64>>) -> Pieces<'a> {
+        Pieces {
+            file,
+            ranges: ranges.into_iter().collect(),
+        }
+    }
+}
+
+impl io::Read for Pieces<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        while self.ranges.front().is_some_and(|range| range.is_empty()) {
+            self.ranges.pop_front();
+        }
+        let Some(range) = self.ranges.front_mut() else {
+            return Ok(0);
+        };
+        let count = (range.end - range.start).min(buffer.len() as u64) as usize;
+        self.file
+            .source
+            .read_at(&mut buffer[..count], range.start)?;
+        range.start += count as u64;
+        Ok(count)
+    }
+}
 
 /// Bytes of the type and the offset of a tensor info, which follow each other.
 pub const TYPE_AND_OFFSET: usize = 4 + 8;

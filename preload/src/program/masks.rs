@@ -7,13 +7,14 @@
 //! exceed that zero: its sum, from `ggml_add`, gets the mask, too.
 //!
 //! The masks are in all graphs from the start. A mask of zeros changes no score, and another mask is other bytes of the
-//! same tensor, so that a graph that is used again needs no change.
+//! same tensor, so that a graph that is used again needs no change. They are written by the next evaluation, before it
+//! computes: its thread can wait for what its devices still compute.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::{CString, c_void};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 
@@ -35,6 +36,10 @@ static SUM: Redirection = Redirection::of(c"ggml_add");
 static GGML: AtomicPtr<Ggml> = AtomicPtr::new(std::ptr::null_mut());
 /// The masks, by the address of their router.
 static MASKS: RwLock<Option<HashMap<usize, Arc<Mask>>>> = RwLock::new(None);
+/// Whether any mask is to be written.
+static ANY_STALE: AtomicBool = AtomicBool::new(false);
+/// Held by the evaluation that writes masks.
+static WRITING: Mutex<()> = Mutex::new(());
 
 thread_local! {
     /// The mask of the layer that this thread builds.
@@ -54,6 +59,8 @@ pub struct Mask {
     tensor: TensorPointer,
     _buffer: Mutex<OwnBuffer>,
     masked: Mutex<BTreeSet<u32>>,
+    /// Whether the tensor is to be written.
+    is_stale: AtomicBool,
 }
 
 /// Lets libllama build graphs with masks; `caller` has opened a file of a model.
@@ -221,8 +228,9 @@ impl Mask {
                 tensor: TensorPointer(tensor),
                 _buffer: Mutex::new(buffer),
                 masked: Mutex::default(),
+                is_stale: AtomicBool::new(false),
             };
-            mask.write(BTreeSet::new());
+            mask.write();
             Some(mask)
         }
     }
@@ -232,8 +240,16 @@ impl Mask {
         self.masked.lock().clone()
     }
 
-    /// Masks these experts, and no others. No evaluation runs.
-    pub fn write(&self, masked: BTreeSet<u32>) {
+    /// Masks these experts, and no others, from the next evaluation on. No evaluation runs.
+    pub fn set(&self, masked: BTreeSet<u32>) {
+        *self.masked.lock() = masked;
+        self.is_stale.store(true, Ordering::SeqCst);
+        ANY_STALE.store(true, Ordering::SeqCst);
+    }
+
+    /// Writes the tensor. Nothing reads it meanwhile.
+    fn write(&self) {
+        let masked = self.masked();
         let score = |expert| match masked.contains(&expert) {
             true => f32::NEG_INFINITY,
             false => 0.0,
@@ -241,10 +257,30 @@ impl Mask {
         let scores: Vec<f32> = (0..self.experts).map(score).collect();
         let bytes = size_of_val(&*scores);
         let scores = scores.as_ptr().cast::<c_void>();
-        // SAFETY: a live tensor of so many numbers, which nothing reads now.
+        // SAFETY: a live tensor of so many numbers.
         unsafe { (self.ggml.f.ggml_backend_tensor_set)(self.tensor.0, scores, 0, bytes) };
-        *self.masked.lock() = masked;
     }
+}
+
+/// Writes the masks that were set since the last evaluation. An evaluation is about to begin; `synchronize` waits for
+/// what its devices still compute. No other one runs that began before the masks were set, and those that began since
+/// wait here.
+pub fn write_changed(synchronize: impl FnOnce()) {
+    if !ANY_STALE.load(Ordering::SeqCst) {
+        return;
+    }
+    let _turn = WRITING.lock();
+    if !ANY_STALE.load(Ordering::SeqCst) {
+        return;
+    }
+    let _inside = Inside::enter();
+    synchronize();
+    let masks = MASKS.read();
+    let masks = masks.iter().flat_map(HashMap::values);
+    for mask in masks.filter(|mask| mask.is_stale.swap(false, Ordering::SeqCst)) {
+        mask.write();
+    }
+    ANY_STALE.store(false, Ordering::SeqCst);
 }
 
 /// Returns the masks of a model by layer.

@@ -39,7 +39,7 @@ use crate::program::completion::Completion;
 use crate::program::graph::{self, Backends, ComparedField, GraphReads, Outputs};
 use crate::program::models::{self, Model};
 use crate::program::watched::Watched;
-use crate::program::{derived, own_cache};
+use crate::program::{derived, masks, own_cache};
 
 /// A scheduler of the program, or a backend that is used without one. When the program frees it,
 /// another takes its place.
@@ -395,6 +395,7 @@ impl Scheduler {
         }
         self.slot.enter_compute();
         own_cache::write_changed();
+        masks::write_changed(|| self.synchronize());
         TABLE.evaluations.fetch_add(1, Ordering::Relaxed);
         self.restore_if_invalidated();
         // Only a graph that is rebuilt takes the new generation: this one stays stale.

@@ -1,0 +1,329 @@
+//! Masks of experts in llama-server: what a new server computes with the pruned model, and what stays as it was.
+
+mod hosts;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use hosts::on;
+use hosts::servers::{PREFIX, end};
+use serde_json::{Value, json};
+use testkit::fixtures::fixture;
+use testkit::host::{DropIn, built};
+use testkit::mixtures::Mixture;
+use testkit::server::{Answer, Options, Request, Server};
+use testkit::sim_ggml::SimGgml;
+
+/// How a masked server compares with the pruned model.
+#[derive(Clone, Copy, PartialEq)]
+enum Same {
+    /// Bit for bit: scores become weights one by one, or among the chosen experts.
+    Bits,
+    /// But for rounding: a softmax adds as many numbers as a layer has experts, in another order, and so does ggml's
+    /// product of a router whose number of rows is no multiple of four.
+    Rounded,
+}
+
+/// Experts by layer.
+type Experts = BTreeMap<u64, Vec<u64>>;
+
+/// On the CPU, or on a simulated GPU.
+fn options(sim: Option<&SimGgml>, drop_in: DropIn) -> Options {
+    let mut options = Options {
+        drop_in,
+        ..Options::new(1)
+    };
+    if let Some(sim) = sim {
+        options.variables = sim.variables().to_vec();
+        let device = ["--device", "SIM0", "-ngl", "99"];
+        options.arguments = device.map(str::to_owned).to_vec();
+    }
+    options
+}
+
+fn with_masks() -> DropIn {
+    let variables = ["LLAMA_EXPERT_MASKS", "LLAMA_EXPERT_TRACE_STATS"];
+    DropIn::On(variables.map(|name| (name, "1".to_owned())).to_vec())
+}
+
+fn answer(server: &Server) -> Answer {
+    server.complete(&Request {
+        cache_prompt: false,
+        ..Request::new(PREFIX, 12)
+    })
+}
+
+fn fresh(sim: Option<&SimGgml>, model: &Path) -> Answer {
+    let server = Server::start(model, &options(sim, DropIn::Absent));
+    let answer = answer(&server);
+    end(server);
+    answer
+}
+
+/// `llama-sidecar` with a file of experts.
+fn with_experts(experts: &Experts, arguments: &[&str]) -> Output {
+    let layers = experts.iter();
+    let list: Vec<Value> = layers
+        .map(|(layer, experts)| json!({"layer": layer, "experts": experts}))
+        .collect();
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    std::fs::write(file.path(), json!(list).to_string()).expect("free space");
+    let path = file.path().to_str().expect("a name");
+    let arguments = arguments
+        .iter()
+        .map(|&word| if word == "FILE" { path } else { word });
+    Command::new(built("release/llama-sidecar"))
+        .args(arguments)
+        .output()
+        .expect("the command starts")
+}
+
+fn mask(server: &Server, experts: &Experts) {
+    let socket = server.socket().to_str().expect("a name");
+    let output = with_experts(
+        experts,
+        &["mask", "--socket", socket, "--clear", "--file", "FILE"],
+    );
+    assert!(output.status.success(), "{output:?}");
+}
+
+/// Writes the model without these experts.
+fn prune(model: &Path, experts: &Experts, to: &Path) {
+    let (from, to) = (
+        model.to_str().expect("a name"),
+        to.to_str().expect("a name"),
+    );
+    let output = with_experts(experts, &["prune", from, "--experts", "FILE", "-o", to]);
+    assert!(output.status.success(), "{output:?}");
+}
+
+/// How often each expert of each layer was used since the last call.
+fn used(server: &Server) -> BTreeMap<u64, Vec<u64>> {
+    let trace = server.control("trace");
+    server.control("trace-reset");
+    let layers = trace["traces"][0]["layers"].as_array().expect("layers");
+    let number = |value: &Value| value.as_u64().expect("a number");
+    let counts = |layer: &Value| {
+        layer["counts"]
+            .as_array()
+            .expect("counts")
+            .iter()
+            .map(number)
+            .collect()
+    };
+    layers
+        .iter()
+        .map(|layer| (number(&layer["layer"]), counts(layer)))
+        .collect()
+}
+
+/// So many experts of each layer, from the most used one or from the least used one on.
+fn chosen(used: &BTreeMap<u64, Vec<u64>>, count: usize, most: bool) -> Experts {
+    let of_layer = |counts: &Vec<u64>| {
+        let mut all: Vec<u64> = (0..counts.len() as u64).collect();
+        all.sort_by_key(|expert| counts[*expert as usize]);
+        if most {
+            all.reverse();
+        }
+        all.truncate(count);
+        all.sort_unstable();
+        all
+    };
+    used.iter()
+        .map(|(layer, counts)| (*layer, of_layer(counts)))
+        .collect()
+}
+
+/// Masks experts in a server and compares with new servers of pruned models.
+fn masks_are_pruned_models(sim: Option<&SimGgml>, model: &Path, cuts: &[usize], same: Same) {
+    let plain = fresh(sim, model);
+    let server = Server::start(model, &options(sim, with_masks()));
+    used(&server);
+    assert_eq!(answer(&server), plain, "masks of zeros change nothing");
+    let before = used(&server);
+    let folder = tempfile::tempdir().expect("a folder");
+    let pruned = folder.path().join("pruned.gguf");
+    for &count in cuts {
+        for most in [true, false] {
+            let experts = chosen(&before, count, most);
+            mask(&server, &experts);
+            let masked = answer(&server);
+            let after = used(&server);
+            for (layer, experts) in &experts {
+                for expert in experts {
+                    assert_eq!(
+                        after[layer][*expert as usize], 0,
+                        "layer {layer}, expert {expert}"
+                    );
+                }
+            }
+            assert!(
+                !most || masked != plain,
+                "the most used experts are missing"
+            );
+            prune(model, &experts, &pruned);
+            let expected = fresh(sim, &pruned);
+            let what = format!("{count} experts, most used: {most}");
+            match same {
+                Same::Bits => assert_eq!(masked, expected, "{what}"),
+                Same::Rounded => {
+                    let [one, two] = [&masked, &expected].map(|of| first_logprob(of));
+                    assert!((one - two).abs() < 0.2, "{what}: {one} {two}");
+                }
+            }
+            std::fs::remove_file(&pruned).expect("a file");
+        }
+    }
+    server.control("revert");
+    assert_eq!(answer(&server), plain);
+    end(server);
+}
+
+/// The log-probability of the first token.
+fn first_logprob(answer: &Answer) -> f64 {
+    let first = &answer.probabilities[0]["logprob"];
+    first.as_f64().expect("a number")
+}
+
+fn written(mixture: Mixture, folder: &Path) -> PathBuf {
+    let path = folder.join("model.gguf");
+    mixture.write(&path).expect("free space");
+    path
+}
+
+#[test]
+fn a_mixture() {
+    masks_are_pruned_models(None, &fixture("small-moe.gguf"), &[1, 3, 6], Same::Rounded);
+}
+
+#[test]
+fn a_mixture_with_biases() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = written(Mixture::GptOss, folder.path());
+    masks_are_pruned_models(None, &model, &[4, 16, 28], Same::Bits);
+}
+
+#[test]
+fn a_mixture_with_gate_and_up_in_one_matrix() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = written(Mixture::MergedGateUp, folder.path());
+    masks_are_pruned_models(None, &model, &[4, 16, 28], Same::Bits);
+}
+
+#[test]
+fn a_mixture_with_a_shared_expert() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = written(Mixture::SharedExpert, folder.path());
+    masks_are_pruned_models(None, &model, &[1, 8, 28], Same::Rounded);
+}
+
+#[test]
+fn mixtures_on_a_simulated_gpu() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for mixture in [Mixture::GptOss, Mixture::MergedGateUp] {
+        let sim = SimGgml::new(&[]);
+        let model = written(mixture, folder.path());
+        masks_are_pruned_models(Some(&sim), &model, &[4, 28], Same::Bits);
+        sim.report().assert_ordered();
+    }
+}
+
+#[test]
+fn a_mask_of_what_a_text_does_not_use_changes_nothing() {
+    let model = fixture("small-moe.gguf");
+    let server = Server::start(&model, &options(None, with_masks()));
+    used(&server);
+    let plain = answer(&server);
+    let used = used(&server);
+    let unused = |counts: &Vec<u64>| {
+        let experts = (0..).zip(counts).filter(|(_, count)| **count == 0);
+        experts.map(|(expert, _)| expert).collect::<Vec<u64>>()
+    };
+    let experts: Experts = used
+        .iter()
+        .map(|(layer, counts)| (*layer, unused(counts)))
+        .collect();
+    assert!(experts.values().any(|of| !of.is_empty()), "{used:?}");
+    mask(&server, &experts);
+    assert_eq!(answer(&server), plain);
+    let status = server.control("status");
+    let masked = status["models"][0]["masks"].as_array().expect("masks");
+    assert_eq!(
+        masked.len(),
+        experts.values().filter(|of| !of.is_empty()).count()
+    );
+    end(server);
+}
+
+#[test]
+fn masks_that_cannot_be_are_refused() {
+    let refused = |server: &Server, experts: &Experts, reason: &str| {
+        let socket = server.socket().to_str().expect("a name");
+        let output = with_experts(experts, &["mask", "--socket", socket, "--file", "FILE"]);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            !output.status.success() && error.contains(reason),
+            "{error}"
+        );
+    };
+    let of = |layer: u64, experts: &[u64]| Experts::from([(layer, experts.to_vec())]);
+    let model = fixture("small-moe.gguf");
+    let server = Server::start(&model, &options(None, with_masks()));
+    let plain = answer(&server);
+    refused(
+        &server,
+        &of(4, &[0]),
+        "layer 4 has no router that can be masked: use 0, 1, 2, 3",
+    );
+    refused(&server, &of(0, &[8]), "layer 0 has no expert 8: use 0 to 7");
+    let all = [0, 1, 2, 3, 4, 5, 6];
+    refused(
+        &server,
+        &of(0, &all),
+        "layer 0 would have 1 experts to choose from, and a token uses 2",
+    );
+    assert_eq!(answer(&server), plain);
+    end(server);
+    let server = Server::start(&model, &options(None, on()));
+    refused(&server, &of(0, &[1]), "start it with --expert-masks");
+    end(server);
+    let dense = Server::start(&fixture("small.gguf"), &options(None, with_masks()));
+    answer(&dense);
+    refused(
+        &dense,
+        &of(0, &[1]),
+        "no router of this program can be masked",
+    );
+    let status = dense.control("status");
+    assert!(
+        status.to_string().contains("--expert-masks: no router"),
+        "{status}"
+    );
+    end(dense);
+
+    let folder = tempfile::tempdir().expect("a folder");
+    let to = folder.path().join("pruned.gguf");
+    let pruned = |experts: &Experts, reason: &str| {
+        let (from, to) = (
+            model.to_str().expect("a name"),
+            to.to_str().expect("a name"),
+        );
+        let output = with_experts(experts, &["prune", from, "--experts", "FILE", "-o", to]);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            !output.status.success() && error.contains(reason),
+            "{error}"
+        );
+    };
+    pruned(&of(0, &[1]), "llama.cpp has one number for all layers");
+    pruned(&of(9, &[1]), "layer 9 has no experts");
+    let each = |experts: &[u64]| {
+        (0..4)
+            .map(|layer| (layer, experts.to_vec()))
+            .collect::<Experts>()
+    };
+    pruned(&each(&all), "layer 0 keeps 1 experts, and a token uses 2");
+    pruned(&each(&[8]), "layer 0 has no expert 8");
+    assert!(!to.exists());
+}
