@@ -20,7 +20,7 @@ use testkit::sim_ggml::SimGgml;
 enum Same {
     /// Bit for bit: scores become weights one by one, or among the chosen experts.
     Bits,
-    /// But for rounding: a softmax adds as many numbers as a layer has experts, in another order, and so does ggml's
+    /// Except for rounding: a softmax adds as many numbers as a layer has experts, in another order, and so does ggml's
     /// product of a router whose number of rows is no multiple of four.
     Rounded,
 }
@@ -168,7 +168,7 @@ fn masks_are_pruned_models(sim: Option<&SimGgml>, model: &Path, cuts: &[usize], 
             match same {
                 Same::Bits => assert_eq!(masked, expected, "{what}"),
                 Same::Rounded => {
-                    let [one, two] = [&masked, &expected].map(|of| first_logprob(of));
+                    let [one, two] = [&masked, &expected].map(first_logprob);
                     assert!((one - two).abs() < 0.2, "{what}: {one} {two}");
                 }
             }

@@ -31,7 +31,8 @@
 //! | module | contents |
 //! |---|---|
 //! | `shards` | models in several files |
-//! | `file`, `write` | a file on disk; new files, and headers with other types |
+//! | `write` | new files, and headers with other types |
+//! | `file` | a file on disk |
 //! | `header` | the header of a file |
 //! | `cursor` | integers and strings of a header, with bounds checks |
 //! | `error`, `names` | errors of the parser; the names of tensors, with an index |
