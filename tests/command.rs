@@ -5,6 +5,7 @@ mod hosts;
 use std::ffi::CString;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -13,7 +14,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use hosts::{TOKENS, on};
-use serde_json::Value;
+use serde_json::{Value, json};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program};
 use testkit::sim_ggml::SimGgml;
@@ -568,6 +569,101 @@ fn top_shows_a_program_as_lines_and_in_a_terminal() {
     }
     assert_eq!(child.wait().expect("it ends").code(), Some(0));
     assert_eq!(host.end(), Some(0));
+}
+
+/// Listens at a socket as a program that is damaged, or hostile: answers each request with a text, slowly if `drips`.
+fn hostile(socket: PathBuf, text: String, drips: bool) {
+    let listener = UnixListener::bind(socket).expect("a new socket");
+    std::thread::spawn(move || {
+        for client in listener.incoming() {
+            let (mut client, text) = (client.expect("a client"), text.clone());
+            std::thread::spawn(move || {
+                let mut request = String::new();
+                let _ = BufReader::new(&client).read_line(&mut request);
+                while drips && client.write_all(b" ").is_ok() {
+                    std::thread::sleep(Duration::from_millis(50));
+                }
+                let _ = client.write_all(text.as_bytes());
+            });
+        }
+    });
+}
+
+#[test]
+fn top_and_metrics_of_hostile_programs() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let control = "\u{1b}]0;title\u{7}\u{9b}";
+    let own = json!({"ok": true, "pid": 9, "models": [], "text":
+        "# TYPE llama_sidecar_a gauge\nllama_sidecar_a 1\n# TYPE llama_sidecar_up gauge\nllama_sidecar_up 7\nnone\n"});
+    let models = format!("{{\"ok\":true,\"models\":[{}{{}}]}}", "{},".repeat(300_000));
+    let named =
+        json!({"ok": true, "pid": 7, "models": [{"files": [control], "obstacle": control}]});
+    let endless = "x".repeat(20 << 20);
+    for (name, text, drips) in [
+        ("own", own.to_string(), false),
+        ("drips", String::new(), true),
+        ("models", models, false),
+        ("named", named.to_string(), false),
+        (
+            "busy",
+            json!({"ok": false, "busy": true, "error": "too many"}).to_string(),
+            false,
+        ),
+        ("endless", endless, false),
+    ] {
+        hostile(folder.path().join(name), text + "\n", drips);
+    }
+    let cli = testkit::host::built("release/llama-sidecar");
+    let mut top = Command::new(&cli);
+    top.args(["top", "--samples", "1"]);
+    for name in ["own", "drips", "models", "named", "busy", "endless"] {
+        top.arg("--socket").arg(folder.path().join(name));
+    }
+    let output = top.output().expect("it starts");
+    let lines = String::from_utf8(output.stdout).expect("text");
+    assert_eq!(output.status.code(), Some(0), "{lines}");
+    assert!(
+        !lines.chars().any(|of| of.is_control() && of != '\n'),
+        "{lines:?}"
+    );
+    for text in [
+        "own: process 9",
+        "drips: ",
+        "does not answer in time",
+        "models: it answers for 300001 models: at most 64 are shown",
+        "named: \\u{1b}]0;title\\u{7}\\u{9b}",
+        "busy: too many",
+        "endless: ",
+    ] {
+        assert!(lines.contains(text), "{text}: {lines}");
+    }
+    let mut metrics = Command::new(&cli)
+        .args(["metrics", "--listen", "127.0.0.1:0", "--socket"])
+        .arg(folder.path().join("*"))
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    let mut line = String::new();
+    let mut errors = BufReader::new(metrics.stderr.take().expect("a pipe"));
+    errors.read_line(&mut line).expect("an address");
+    let address = line.trim_end().rsplit(' ').next().expect("an address");
+    let address = address.trim_end_matches("/metrics");
+    let mut client = TcpStream::connect(address).expect("it listens");
+    client
+        .write_all(b"GET /metrics HTTP/1.0\r\n\r\n")
+        .expect("a request");
+    let mut page = String::new();
+    client.read_to_string(&mut page).expect("a page");
+    let label = format!("socket=\"{}\"", folder.path().join("own").display());
+    for sample in ["llama_sidecar_a", "llama_sidecar_up"] {
+        assert!(page.contains(&format!("{sample}{{{label}}} 1\n")), "{page}");
+    }
+    assert!(
+        page.contains("/drips\"} 0\n") && !page.contains("none"),
+        "{page}"
+    );
+    metrics.kill().expect("a process");
+    metrics.wait().expect("it ends");
 }
 
 /// The program is in a process group of its own.

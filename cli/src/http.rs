@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-/// How long a client may take to send its request, and to read each part of the answer.
+/// How long a client may take to send its request.
+const HEAD_PATIENCE: Duration = Duration::from_secs(2);
+/// How long it may take to read each part of the answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The longest head of a request in bytes.
 const LONGEST_HEAD: usize = 8 << 10;
@@ -92,28 +94,45 @@ pub fn serve(listener: &TcpListener, answer: impl Fn(&Request) -> Answer + Sync)
                 std::thread::sleep(Duration::from_millis(10));
                 continue;
             };
-            if clients.fetch_add(1, Ordering::Relaxed) >= MOST_CLIENTS {
-                clients.fetch_sub(1, Ordering::Relaxed);
+            let place = Place::of(&clients);
+            if clients.load(Ordering::Relaxed) > MOST_CLIENTS {
                 continue;
             }
-            let (clients, answer) = (&clients, &answer);
-            scope.spawn(move || {
+            let answer = &answer;
+            // Without a thread, the client is refused.
+            let _ = std::thread::Builder::new().spawn_scoped(scope, move || {
+                let _place = place;
                 // The client's own failure.
                 let _ = serve_client(&client, answer);
-                clients.fetch_sub(1, Ordering::Relaxed);
             });
         }
         Ok(())
     })
 }
 
+/// A client that is served.
+struct Place<'a>(&'a AtomicUsize);
+
+impl Place<'_> {
+    fn of(clients: &AtomicUsize) -> Place<'_> {
+        clients.fetch_add(1, Ordering::Relaxed);
+        Place(clients)
+    }
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 fn serve_client(
     mut client: &TcpStream,
     answer: &(impl Fn(&Request) -> Answer + Sync),
 ) -> std::io::Result<()> {
-    client.set_read_timeout(Some(PATIENCE))?;
+    client.set_read_timeout(Some(HEAD_PATIENCE))?;
     client.set_write_timeout(Some(PATIENCE))?;
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + HEAD_PATIENCE;
     let answer = match requested(Limited { client, until })? {
         Some(request) => answer(&request),
         None => Answer::refused("400 Bad Request", "this is no request of HTTP/1"),

@@ -287,7 +287,7 @@ fn main() -> ExitCode {
         // A reader that closes its end, for example `head`, is not a failure.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("llama-sidecar: {}", sentence(&error));
+            eprintln!("llama-sidecar: {}", output::printable(&sentence(&error)));
             ExitCode::FAILURE
         }
     }

@@ -1,5 +1,6 @@
 //! Texts for files that the user names, and progress.
 
+use std::io::{self, Write};
 use std::path::Path;
 
 use anyhow::{Context, Result};
@@ -7,6 +8,31 @@ use sidecar_core::files;
 
 /// The shortest first line by which a report is known.
 const FIRST_LINE: usize = 12;
+
+/// Text that may be from another program, for a terminal: control characters are written as escapes.
+pub fn printable(text: &str) -> String {
+    let escaped = |character: char| match character {
+        '\n' | '\t' => character.to_string(),
+        other if other.is_control() => other.escape_default().to_string(),
+        other => other.to_string(),
+    };
+    text.chars().map(escaped).collect()
+}
+
+/// Writes [`printable`] text.
+pub struct Printable<W>(pub W);
+
+impl<W: Write> Write for Printable<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let text = printable(&String::from_utf8_lossy(bytes));
+        self.0.write_all(text.as_bytes())?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
+}
 
 /// Prints on standard error what a command does now.
 pub fn progress(line: &str) {
@@ -28,4 +54,18 @@ pub fn write_text(path: &Path, text: &str) -> Result<()> {
         eprintln!("llama-sidecar: {path}: the earlier file is kept as {kept}");
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn control_characters_are_escaped() {
+        let mut out = Printable(Vec::new());
+        let title = "\u{1b}]0;title\u{7}";
+        writeln!(out, "{title}\t\u{9b}ä").expect("memory");
+        let written = String::from_utf8(out.0).expect("text");
+        assert_eq!(written, "\\u{1b}]0;title\\u{7}\t\\u{9b}ä\n");
+    }
 }

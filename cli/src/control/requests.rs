@@ -10,6 +10,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use sidecar_core::config::{Config, Variable};
@@ -21,17 +22,20 @@ use sidecar_core::summary;
 use sidecar_core::trace::{from_json, to_text};
 
 use crate::control::server::ServerOptions;
+use crate::output::Printable;
 
 /// How long a request is repeated while other clients have all connections.
 const PATIENCE: Duration = Duration::from_secs(30);
 const BUSY_PAUSE: Duration = Duration::from_millis(20);
 /// The longest reply in bytes. A status names each changed tensor of each model.
 const LONGEST_REPLY: u64 = 1 << 30;
+/// The longest reply that is asked for again and again.
+const LONGEST_SAMPLE: u64 = 16 << 20;
 
 /// Sends a request and prints the reply, as text or as JSON.
 pub fn run(socket: &Path, request: &Request, as_json: bool) -> Result<()> {
     let answer = ask(socket, request)?;
-    let mut out = stdout().lock();
+    let mut out = Printable(stdout().lock());
     if as_json {
         writeln!(out, "{answer:#}")?;
     } else if answer["error"].is_null() {
@@ -112,7 +116,7 @@ pub fn reload(socket: &Path, server: &ServerOptions, as_json: bool) -> Result<()
         }
         erased = Some(result);
     }
-    let mut out = stdout().lock();
+    let mut out = Printable(stdout().lock());
     if as_json {
         writeln!(out, "{answer:#}")?;
     } else {
@@ -159,7 +163,7 @@ pub fn check_unused(socket: &Path) -> Result<()> {
 
 /// Returns the process that listens at a socket, by its number in this process namespace.
 fn process_at(socket: &Path) -> Result<u32> {
-    let process = peer(&connect(socket, &Request::Reload)?);
+    let process = peer(&connect(socket, &Request::Reload, None)?);
     let socket = socket.display();
     let process =
         process.with_context(|| format!("cannot find the process that listens at {socket}"))?;
@@ -207,19 +211,53 @@ pub fn ask(socket: &Path, request: &Request) -> Result<Value> {
     }
 }
 
-/// Sends a request and returns the reply, if it begins in this time.
+/// Sends a request and returns the reply, if it is complete in this time and short. A refusal is an error.
 pub fn ask_within(socket: &Path, request: &Request, time: Duration) -> Result<Value> {
-    ask_once(socket, request, Some(time))
+    let until = Instant::now() + time;
+    loop {
+        let answer = ask_once(socket, request, Some(until))?;
+        if answer["busy"] != true || Instant::now() + BUSY_PAUSE >= until {
+            done(&answer)?;
+            return Ok(answer);
+        }
+        std::thread::sleep(BUSY_PAUSE);
+    }
 }
 
-fn ask_once(socket: &Path, request: &Request, time: Option<Duration>) -> Result<Value> {
-    let mut stream = connect(socket, request)?;
-    stream.set_read_timeout(time)?;
-    stream.set_write_timeout(time)?;
+/// A program that has to answer until then, if there is such a time.
+struct Answering {
+    stream: UnixStream,
+    until: Option<Instant>,
+}
+
+impl Read for Answering {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if let Some(until) = self.until {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(ErrorKind::TimedOut.into());
+            }
+            self.stream.set_read_timeout(Some(left))?;
+        }
+        self.stream.read(buffer)
+    }
+}
+
+fn ask_once(socket: &Path, request: &Request, until: Option<Instant>) -> Result<Value> {
+    let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+    let mut stream = connect(socket, request, left)?;
+    stream.set_write_timeout(left)?;
     // A connection that is turned away is closed: what was sent before has the reason.
     let sent = stream.write_all(protocol::line(request).as_bytes());
+    let longest = until.map_or(LONGEST_REPLY, |_| LONGEST_SAMPLE);
     let mut answer = Vec::new();
-    let read = BufReader::new(stream.take(LONGEST_REPLY)).read_until(b'\n', &mut answer);
+    let reply = Answering { stream, until }.take(longest);
+    let read = BufReader::new(reply).read_until(b'\n', &mut answer);
+    if until.is_some() {
+        // What came until then is no answer.
+        read.as_ref()
+            .map_err(|error| anyhow!("{} does not answer in time: {error}", socket.display()))?;
+    }
     if answer.is_empty() {
         sent.and(read)
             .with_context(|| format!("no reply from {}", socket.display()))?;
@@ -240,10 +278,11 @@ fn ask_once(socket: &Path, request: &Request, time: Option<Duration>) -> Result<
 
 /// Checks that a program listens. The error names the flags that permit `request`.
 pub fn check_connection(socket: &Path, request: &Request) -> Result<()> {
-    connect(socket, request).map(drop)
+    connect(socket, request, None).map(drop)
 }
 
-fn connect(socket: &Path, request: &Request) -> Result<UnixStream> {
+/// Connects, and waits for at most so long while other clients wait to be accepted.
+fn connect(socket: &Path, request: &Request, time: Option<Duration>) -> Result<UnixStream> {
     let refused = |error: io::Error| {
         let next = match error.kind() {
             ErrorKind::PermissionDenied => match owner_of(socket) {
@@ -253,6 +292,9 @@ fn connect(socket: &Path, request: &Request) -> Result<UnixStream> {
                 None => "its folder belongs to others: run this command as the user of the program"
                     .into(),
             },
+            ErrorKind::WouldBlock => {
+                "the program is stopped, or too many clients wait: try again".into()
+            }
             _ => {
                 let flags = flags_for(request);
                 let (flag, which) = match flags {
@@ -271,7 +313,19 @@ fn connect(socket: &Path, request: &Request) -> Result<UnixStream> {
         };
         anyhow!("cannot connect to {}: {error}; {next}", socket.display())
     };
-    UnixStream::connect(socket).map_err(refused)
+    let connected = || -> io::Result<UnixStream> {
+        let stream = net::socket_with(
+            AddressFamily::UNIX,
+            SocketType::STREAM,
+            SocketFlags::CLOEXEC,
+            None,
+        )?;
+        // unix(7): the timeout of sending is that of connecting.
+        net::sockopt::set_socket_timeout(&stream, net::sockopt::Timeout::Send, time)?;
+        net::connect(&stream, &SocketAddrUnix::new(socket)?)?;
+        Ok(stream.into())
+    };
+    connected().map_err(refused)
 }
 
 /// Returns the user who owns a file, with the name if it is known.

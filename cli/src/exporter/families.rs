@@ -1,10 +1,24 @@
 //! Metrics of several programs as one page in OpenMetrics (<https://prometheus.io/docs/specs/om/open_metrics_spec/>):
 //! each family once, with the samples of all programs, whose sockets are labels.
 
+use std::collections::HashSet;
 use std::fmt::Write;
+use std::sync::LazyLock;
+
+use regex::Regex;
 
 /// Whether a program answers.
 const UP: &str = "llama_sidecar_up";
+
+/// A sample: its name, its labels and its value. A program may answer anything, and a page with one line that is none
+/// is refused as a whole.
+static SAMPLE: LazyLock<Regex> = LazyLock::new(|| {
+    let label = r#"[a-z_]+="(?:[^"\\]|\\["\\n])*""#;
+    let sample = format!(r#"^(llama_sidecar_[a-z0-9_]+)(?:\{{({label}(?:,{label})*)\}})? (\S+)$"#);
+    Regex::new(&sample).expect("a pattern")
+});
+static LABEL: LazyLock<Regex> =
+    LazyLock::new(|| Regex::new(r#"([a-z_]+)="(?:[^"\\]|\\["\\n])*""#).expect("a pattern"));
 
 /// Families in the order in which they were found.
 #[derive(Default)]
@@ -21,6 +35,8 @@ struct Family {
     kind: String,
     help: String,
     samples: String,
+    /// Names and labels of the samples.
+    known: HashSet<String>,
 }
 
 impl Families {
@@ -37,32 +53,34 @@ impl Families {
                 .strip_prefix("# TYPE ")
                 .and_then(|rest| rest.split_once(' '))
             {
-                family = Some(self.family(name, kind, help));
+                family = self.family(name, kind, help);
             } else if let (Some(at), false) = (family, line.starts_with('#')) {
-                let samples = &mut self.families[at].samples;
-                if let Some(line) = labelled(line, &label) {
-                    let _ = writeln!(samples, "{line}");
-                }
+                self.families[at].add(line, &label);
             }
         }
     }
 
     /// Returns the position of a family, which is added if it is new.
-    fn family(&mut self, name: &str, kind: &str, help: &str) -> usize {
+    fn family(&mut self, name: &str, kind: &str, help: &str) -> Option<usize> {
+        let is_known = ["counter", "gauge", "histogram"].contains(&kind);
+        if !is_known || !name.starts_with("llama_sidecar_") || name == UP || name.contains(' ') {
+            return None;
+        }
         let name = name
             .strip_suffix("_total")
             .filter(|_| kind == "counter")
             .unwrap_or(name);
         let known = self.families.iter().position(|family| family.name == name);
-        known.unwrap_or_else(|| {
+        Some(known.unwrap_or_else(|| {
             self.families.push(Family {
                 name: name.into(),
                 kind: kind.into(),
                 help: help.into(),
                 samples: String::new(),
+                known: HashSet::new(),
             });
             self.families.len() - 1
-        })
+        }))
     }
 
     /// Returns the page.
@@ -85,6 +103,7 @@ impl Families {
             kind,
             help,
             samples,
+            ..
         } in &self.families
         {
             let _ = write!(
@@ -96,13 +115,33 @@ impl Families {
     }
 }
 
-/// Adds a label to a sample: `name{a="b"} 1` or `name 1`.
-fn labelled(line: &str, label: &str) -> Option<String> {
-    match line.split_once('{') {
-        Some((name, rest)) => Some(format!("{name}{{{label},{rest}")),
-        None => {
-            let (name, value) = line.split_once(' ')?;
-            Some(format!("{name}{{{label}}} {value}"))
+impl Family {
+    /// Adds a sample with a further label, if it is one of this family.
+    fn add(&mut self, line: &str, label: &str) {
+        let Some(found) = SAMPLE.captures(line) else {
+            return;
+        };
+        let (name, value) = (&found[1], &found[3]);
+        let labels = found.get(2).map_or("", |labels| labels.as_str());
+        let names: Vec<&str> = LABEL
+            .captures_iter(labels)
+            .map(|found| found.extract::<1>().1[0])
+            .collect();
+        let are_different = names.iter().collect::<HashSet<_>>().len() == names.len();
+        let ending = name.strip_prefix(&*self.name);
+        let is_own = match (self.kind.as_str(), ending) {
+            ("counter", Some("_total")) | ("gauge", Some("")) => true,
+            ("histogram", Some("_bucket")) => names.contains(&"le"),
+            ("histogram", Some("_sum" | "_count")) => true,
+            _ => false,
+        };
+        if !is_own || !are_different || names.contains(&"socket") || value.parse::<f64>().is_err() {
+            return;
+        }
+        let more = if labels.is_empty() { "" } else { "," };
+        let sample = format!("{name}{{{label}{more}{labels}}}");
+        if self.known.insert(sample.clone()) {
+            let _ = writeln!(self.samples, "{sample} {value}");
         }
     }
 }
@@ -117,6 +156,28 @@ fn escaped(label: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn lines_that_are_no_samples_are_left_out() {
+        let text = "garbage\n# TYPE llama_sidecar_up gauge\nllama_sidecar_up 1\n# TYPE x gauge\nx 1\n\
+                    # TYPE llama_sidecar_a gauge\nllama_sidecar_a{socket=\"b\"} 1\nllama_sidecar_a x\n\
+                    llama_sidecar_a{b=\"1\",b=\"2\"} 1\nllama_sidecar_a_total 1\nllama_sidecar_a 1 # {a=\"b\"} 1\n\
+                    llama_sidecar_a{b=\"}\\\"\"} 2\nllama_sidecar_a{b=\"}\\\"\"} 3\n\
+                    # TYPE llama_sidecar_c counter\nllama_sidecar_c 1\nllama_sidecar_c_total 4\n\
+                    # TYPE llama_sidecar_d unknown\nllama_sidecar_d 1\n";
+        let mut families = Families::default();
+        families.add("s", Some(text));
+        let page = families.to_text();
+        let samples: Vec<&str> = page.lines().filter(|line| !line.starts_with('#')).collect();
+        assert_eq!(
+            samples,
+            [
+                "llama_sidecar_up{socket=\"s\"} 1",
+                "llama_sidecar_a{socket=\"s\",b=\"}\\\"\"} 2",
+                "llama_sidecar_c_total{socket=\"s\"} 4",
+            ]
+        );
+    }
 
     #[test]
     fn a_family_has_the_samples_of_all_programs() {

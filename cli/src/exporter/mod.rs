@@ -46,12 +46,22 @@ pub fn serve(address: SocketAddr, patterns: &[String]) -> Result<()> {
 
 /// Returns the metrics of the programs whose sockets match now.
 fn page(patterns: &[String]) -> String {
+    let sockets = sockets(patterns);
+    // At once: Prometheus waits for all of them together.
+    let texts: Vec<_> = std::thread::scope(|scope| {
+        let asked = sockets.iter().map(|socket| {
+            let ask = std::thread::Builder::new();
+            ask.spawn_scoped(scope, || metrics(socket).ok())
+        });
+        let asked: Vec<_> = asked.collect();
+        let answers = asked.into_iter();
+        answers
+            .map(|thread| thread.ok()?.join().ok().flatten())
+            .collect()
+    });
     let mut families = Families::default();
-    for socket in sockets(patterns) {
-        families.add(
-            &socket.display().to_string(),
-            metrics(&socket).ok().as_deref(),
-        );
+    for (socket, text) in sockets.iter().zip(texts) {
+        families.add(&socket.display().to_string(), text.as_deref());
     }
     families.to_text()
 }

@@ -21,6 +21,7 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 
+use crate::output::printable;
 use crate::top::programs::Programs;
 use crate::top::sample::Program;
 
@@ -71,7 +72,8 @@ fn print(mut programs: Vec<Program>, interval: Duration, samples: Option<u64>) -
             program.update();
             let mut out = stdout().lock();
             for fact in facts::of(program) {
-                writeln!(out, "{}: {}", program.socket.display(), fact.text)?;
+                let text = printable(&fact.text).replace('\n', " ");
+                writeln!(out, "{}: {text}", program.socket.display())?;
             }
             out.flush()?;
         }

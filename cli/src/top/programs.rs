@@ -5,13 +5,16 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use anyhow::{Result, bail};
-use sidecar_core::protocol::{Reply, Request};
+use anyhow::Result;
+use sidecar_core::protocol::Request;
 
 use crate::control;
 use crate::top::sample::Program;
 
-/// Programs that a thread takes samples of.
+/// How long an action may take. A switch waits a minute for an evaluation.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Programs that threads take samples of.
 #[derive(Clone)]
 pub struct Programs(Arc<Mutex<Vec<Program>>>);
 
@@ -26,24 +29,24 @@ impl Programs {
         self.0.lock().expect("no panic")
     }
 
-    /// Starts the thread that takes samples, for ever or so many; it sends when it ends.
+    /// Starts a thread for each program that takes samples, for ever or so many; what is returned is disconnected when
+    /// all have ended.
     pub fn watch(&self, interval: Duration, samples: Option<u64>) -> Receiver<()> {
         let (ends, ended) = channel();
-        let programs = self.clone();
-        std::thread::spawn(move || {
-            // A program that does not answer does not stop what is shown, which has the lock only to draw.
-            let mut asked = programs.look().clone();
-            let mut number = 0;
-            while samples.is_none_or(|samples| number < samples) {
-                for (at, program) in asked.iter_mut().enumerate() {
+        for (at, mut program) in self.look().clone().into_iter().enumerate() {
+            let (programs, ends) = (self.clone(), ends.clone());
+            std::thread::spawn(move || {
+                let _ends = ends;
+                let mut number = 0;
+                while samples.is_none_or(|samples| number < samples) {
+                    // Without the lock: a program that does not answer delays no other one.
                     program.update();
                     programs.look()[at] = program.clone();
+                    number += 1;
+                    std::thread::sleep(interval);
                 }
-                number += 1;
-                std::thread::sleep(interval);
-            }
-            let _ = ends.send(());
-        });
+            });
+        }
         ended
     }
 }
@@ -78,14 +81,6 @@ impl Action {
             Action::Revert => Request::Revert,
             Action::Unfreeze => Request::Unfreeze,
         };
-        match control::parsed(&control::ask(socket, &request)?)? {
-            Reply { ok: true, .. } => Ok(()),
-            Reply { error, .. } => {
-                bail!(
-                    "{}",
-                    error.unwrap_or_else(|| "see llama-sidecar status".into())
-                )
-            }
-        }
+        control::ask_within(socket, &request, PATIENCE).map(drop)
     }
 }

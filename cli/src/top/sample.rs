@@ -1,9 +1,11 @@
 //! Programs, and what they answer.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
+use sidecar_core::experts::{MAX_EXPERTS, MAX_LAYERS};
 use sidecar_core::protocol::{Request, Status, Traces};
 use sidecar_core::trace::{LayerCounts, from_json};
 
@@ -11,6 +13,8 @@ use crate::control;
 
 /// How long a program may take to answer.
 const PATIENCE: Duration = Duration::from_secs(2);
+/// The most models of a program.
+const MOST_MODELS: usize = 64;
 
 /// A program, and its last two samples.
 #[derive(Clone)]
@@ -18,12 +22,11 @@ pub struct Program {
     /// Its socket.
     pub socket: PathBuf,
     /// The last sample, or why there is none.
-    pub now: Result<Sample, String>,
-    before: Option<Sample>,
+    pub now: Result<Arc<Sample>, String>,
+    before: Option<Arc<Sample>>,
 }
 
 /// What a program answered at a moment.
-#[derive(Clone)]
 pub struct Sample {
     /// When.
     pub at: Instant,
@@ -45,17 +48,24 @@ impl Program {
 
     /// Takes a sample.
     pub fn update(&mut self) {
-        let next = self.ask().map_err(|error| format!("{error:#}"));
+        let next = self.ask().map(Arc::new);
+        let next = next.map_err(|error| format!("{error:#}"));
         let last = std::mem::replace(&mut self.now, next);
         self.before = last.ok();
     }
 
     fn ask(&self) -> Result<Sample> {
         let ask = |request: &Request| control::ask_within(&self.socket, request, PATIENCE);
-        let status: Status = control::parsed(&ask(&Request::Status)?)?;
+        let answer = ask(&Request::Status)?;
+        let models = answer["models"].as_array().map_or(0, Vec::len);
+        ensure!(
+            models <= MOST_MODELS,
+            "it answers for {models} models: at most {MOST_MODELS} are shown"
+        );
+        let status: Status = control::parsed(&answer)?;
         // A program that counts no experts refuses the request.
-        let traces = ask(&Request::Trace)?;
-        let traces: Traces = control::parsed(&traces).unwrap_or_default();
+        let traces = ask(&Request::Trace).and_then(|answer| control::parsed(&answer));
+        let traces: Traces = traces.unwrap_or_default();
         Ok(Sample {
             at: Instant::now(),
             status,
@@ -64,6 +74,11 @@ impl Program {
                 .iter()
                 .filter_map(|trace| from_json(trace).ok())
                 .map(|(_, counts)| counts.layers)
+                .filter(|layers| {
+                    let mut experts = layers.iter().map(|layer| layer.experts.len());
+                    layers.len() <= MAX_LAYERS as usize
+                        && experts.all(|count| count <= MAX_EXPERTS as usize)
+                })
                 .collect(),
         })
     }
@@ -79,8 +94,9 @@ impl Program {
 
     /// Returns the uses of experts of a model between the last two samples.
     pub fn recent(&self, model: usize) -> Vec<LayerCounts> {
-        let uses =
-            |sample: Option<&Sample>| sample.and_then(|sample| sample.uses.get(model).cloned());
+        let uses = |sample: Option<&Arc<Sample>>| {
+            sample.and_then(|sample| sample.uses.get(model).cloned())
+        };
         let mut now = uses(self.now.as_ref().ok()).unwrap_or_default();
         let before = uses(self.before.as_ref()).unwrap_or_default();
         for (layer, before) in now.iter_mut().zip(&before) {

@@ -1,6 +1,6 @@
 //! A terminal, and its keys.
 
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::time::Duration;
 
 use anyhow::Result;
@@ -57,7 +57,7 @@ impl Screen {
                 self.message = message;
             }
             terminal.draw(|frame| self.draw(frame))?;
-            if ended.try_recv().is_ok() {
+            if ended.try_recv() == Err(TryRecvError::Disconnected) {
                 return Ok(());
             }
             if !event::poll(TICK)? {
@@ -173,6 +173,8 @@ fn row(layer: &LayerCounts, width: usize) -> Line<'static> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
 
@@ -182,7 +184,7 @@ mod tests {
     /// What the screen shows of a program that answers this.
     fn screen(size: (u16, u16), now: Result<Sample, String>) -> String {
         let mut program = Program::new("/run/llama.sock".into());
-        program.now = now;
+        program.now = now.map(Arc::new);
         let screen = Screen::new(Programs::of(vec![program]));
         let mut terminal = Terminal::new(TestBackend::new(size.0, size.1)).expect("a terminal");
         terminal.draw(|frame| screen.draw(frame)).expect("memory");

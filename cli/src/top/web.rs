@@ -12,7 +12,9 @@
 //!
 //! The token follows `#` in the address, so that browsers send it neither to this server nor to another one.
 
+use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use anyhow::Result;
@@ -92,6 +94,7 @@ pub fn show(
         programs,
         interval,
         allow_control,
+        running: Mutex::default(),
     };
     println!("http://{}/#{}", listener.local_addr()?, site.token);
     let _ended = site.programs.watch(interval, None);
@@ -103,6 +106,25 @@ struct Site {
     programs: Programs,
     interval: Duration,
     allow_control: bool,
+    /// The positions of programs with an action that runs.
+    running: Mutex<BTreeSet<usize>>,
+}
+
+/// An action that runs.
+struct Running<'a>(&'a Mutex<BTreeSet<usize>>, usize);
+
+impl Running<'_> {
+    /// `None` while one of the same program runs.
+    fn of(all: &Mutex<BTreeSet<usize>>, program: usize) -> Option<Running<'_>> {
+        let is_new = all.lock().expect("no panic").insert(program);
+        is_new.then_some(Running(all, program))
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        self.0.lock().expect("no panic").remove(&self.1);
+    }
 }
 
 impl Site {
@@ -125,8 +147,11 @@ impl Site {
             return false;
         };
         let without_port = host.rsplit_once(':').map_or(host, |(name, _)| name);
+        let in_brackets = host
+            .strip_prefix('[')
+            .and_then(|rest| rest.strip_suffix(']'));
         let is_address = host.parse::<SocketAddr>().is_ok()
-            || host.parse::<IpAddr>().is_ok()
+            || in_brackets.unwrap_or(host).parse::<IpAddr>().is_ok()
             || without_port == "localhost";
         let is_same = |origin: &str| origin.strip_prefix("http://") == Some(host);
         is_address && (!request.has("Origin") || request.header("Origin").is_some_and(is_same))
@@ -175,10 +200,13 @@ impl Site {
             let (number, action) = path.strip_prefix("/programs/")?.split_once('/')?;
             let number: usize = number.parse().ok()?;
             let socket = self.programs.look().get(number)?.socket.clone();
-            Some((socket, Action::named(action)?))
+            Some((number, socket, Action::named(action)?))
         };
-        let Some((socket, action)) = named() else {
+        let Some((number, socket, action)) = named() else {
             return Answer::refused("404 Not Found", "there is no such program or action");
+        };
+        let Some(_running) = Running::of(&self.running, number) else {
+            return Answer::refused("409 Conflict", "an action of this program still runs");
         };
         match action.apply(&socket) {
             Ok(()) => Answer::of("text/plain; charset=utf-8", "done\n".into()),
@@ -223,6 +251,7 @@ mod tests {
             programs: Programs::of(vec![Program::new("/nowhere".into())]),
             interval: Duration::from_secs(1),
             allow_control,
+            running: Mutex::default(),
         }
     }
 
@@ -243,6 +272,7 @@ mod tests {
             OWN,
             "Host: 127.0.0.1\r\n",
             "Host: [::1]:80\r\n",
+            "Host: [::1]\r\n",
             "Host: localhost:8080\r\n",
             "Host: localhost\r\nOrigin: http://localhost\r\n",
         ] {
