@@ -29,7 +29,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const BUSY_PAUSE: Duration = Duration::from_millis(20);
 /// The longest reply in bytes. A status names each changed tensor of each model.
 const LONGEST_REPLY: u64 = 1 << 30;
-/// The longest reply that is asked for again and again.
+/// The longest reply to a request with a time limit.
 const LONGEST_SAMPLE: u64 = 16 << 20;
 
 /// Sends a request and prints the reply, as text or as JSON.
