@@ -11,7 +11,7 @@ use hosts::servers::{PREFIX, end};
 use serde_json::{Value, json};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, built};
-use testkit::mixtures::Mixture;
+use testkit::mixtures::{GROUPS, Mixture};
 use testkit::server::{Answer, Options, Request, Server};
 use testkit::sim_ggml::SimGgml;
 
@@ -118,25 +118,42 @@ fn used(server: &Server) -> BTreeMap<u64, Vec<u64>> {
         .collect()
 }
 
-/// So many experts of each layer, from the most used one or from the least used one on.
-fn chosen(used: &BTreeMap<u64, Vec<u64>>, count: usize, most: bool) -> Experts {
-    let of_layer = |counts: &Vec<u64>| {
-        let mut all: Vec<u64> = (0..counts.len() as u64).collect();
-        all.sort_by_key(|expert| counts[*expert as usize]);
+/// So many experts of each layer, from the most used one or from the least used one on; the same number in each group.
+fn chosen(used: &BTreeMap<u64, Vec<u64>>, count: usize, groups: usize, most: bool) -> Experts {
+    let of_group = |counts: &[u64], group: usize| {
+        let each = counts.len() / groups;
+        let mut all: Vec<usize> = (group * each..(group + 1) * each).collect();
+        all.sort_by_key(|expert| counts[*expert]);
         if most {
             all.reverse();
         }
-        all.truncate(count);
+        all.truncate(count / groups);
         all.sort_unstable();
         all
     };
-    used.iter()
+    let of_layer = |counts: &[u64]| {
+        let experts = (0..groups).flat_map(|group| of_group(counts, group));
+        experts.map(|expert| expert as u64).collect()
+    };
+    let layers = used.iter();
+    layers
         .map(|(layer, counts)| (*layer, of_layer(counts)))
         .collect()
 }
 
 /// Masks experts in a server and compares with new servers of pruned models.
 fn masks_are_pruned_models(sim: Option<&SimGgml>, model: &Path, cuts: &[usize], same: Same) {
+    groups_are_pruned_models(sim, model, 1, cuts, same);
+}
+
+/// The same with a model whose experts are in so many groups.
+fn groups_are_pruned_models(
+    sim: Option<&SimGgml>,
+    model: &Path,
+    groups: usize,
+    cuts: &[usize],
+    same: Same,
+) {
     let plain = fresh(sim, model);
     let server = Server::start(model, &options(sim, with_masks()));
     used(&server);
@@ -146,7 +163,7 @@ fn masks_are_pruned_models(sim: Option<&SimGgml>, model: &Path, cuts: &[usize], 
     let pruned = folder.path().join("pruned.gguf");
     for &count in cuts {
         for most in [true, false] {
-            let experts = chosen(&before, count, most);
+            let experts = chosen(&before, count, groups, most);
             mask(&server, &experts);
             let masked = answer(&server);
             let after = used(&server);
@@ -209,6 +226,17 @@ fn a_mixture_with_gate_and_up_in_one_matrix() {
     let folder = tempfile::tempdir().expect("a folder");
     let model = written(Mixture::MergedGateUp, folder.path());
     masks_are_pruned_models(None, &model, &[4, 16, 28], Same::Bits);
+}
+
+#[test]
+fn a_mixture_with_groups_and_a_bias_for_the_choice() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = written(Mixture::Grouped, folder.path());
+    let groups = GROUPS as usize;
+    groups_are_pruned_models(None, &model, groups, &[4, 16, 20], Same::Bits);
+    let sim = SimGgml::new(&[]);
+    groups_are_pruned_models(Some(&sim), &model, groups, &[16], Same::Bits);
+    sim.report().assert_ordered();
 }
 
 #[test]

@@ -10,6 +10,8 @@ use crate::writer::{F32, Gguf, Kv, MXFP4, Q4_0, Q8_0, Tensor, nbytes, pattern};
 const LAYERS: u32 = 4;
 /// Experts of a layer.
 pub const EXPERTS: u32 = 32;
+/// Groups of the experts of [`Mixture::Grouped`].
+pub const GROUPS: u32 = 4;
 /// Experts that a token uses.
 pub const USED: u32 = 4;
 /// Tokens of the vocabulary.
@@ -38,6 +40,8 @@ pub enum Mixture {
     MergedGateUp,
     /// The same with a layer that predicts the token after the next (MTP).
     Predicting,
+    /// As Ling: scores from a sigmoid, a bias for the choice alone, groups of experts, and a shared expert.
+    Grouped,
     /// As Qwen2: a shared expert with a gate of its own, and matrices of two types.
     SharedExpert,
     /// As DeepSeek-V2 for ik_llama.cpp: attention with latent keys and values, whose projections are
@@ -73,6 +77,7 @@ impl Mixture {
         match self {
             Mixture::GptOss => "gpt-oss",
             Mixture::MergedGateUp | Mixture::Predicting => "cohere2moe",
+            Mixture::Grouped => "bailingmoe2",
             Mixture::SharedExpert => "qwen2moe",
             Mixture::Latent => "deepseek2",
         }
@@ -91,6 +96,14 @@ impl Mixture {
                 model.key("expert_weights_norm", Kv::Bool(true));
             }
             Mixture::SharedExpert => {}
+            Mixture::Grouped => {
+                const SIGMOID: u32 = 2;
+                model.key("expert_shared_count", Kv::U32(1));
+                model.key("expert_gating_func", Kv::U32(SIGMOID));
+                model.key("expert_group_count", Kv::U32(GROUPS));
+                model.key("expert_group_used_count", Kv::U32(2));
+                model.key("expert_weights_norm", Kv::Bool(true));
+            }
             Mixture::Latent => {
                 for (key, value) in [
                     ("leading_dense_block_count", 1),
@@ -119,6 +132,7 @@ impl Mixture {
             let mut layer = model.layer(number);
             match self {
                 Mixture::Latent => layer.latent_attention(),
+                Mixture::Grouped => layer.joint_attention(),
                 _ => layer.attention(!self.is_command()),
             }
             if number == LAYERS {
@@ -150,6 +164,12 @@ impl Mixture {
                 }
                 Mixture::MergedGateUp | Mixture::Predicting => {
                     layer.experts([("gate_up", 2, MXFP4), ("down", 1, Q8_0)]);
+                    layer.dense("_shexp");
+                }
+                Mixture::Grouped => {
+                    layer.ones("ffn_norm.weight");
+                    layer.experts(["gate", "up", "down"].map(|name| (name, 1, Q4_0)));
+                    layer.floats("exp_probs_b.bias", &[EXPERTS.into()], 0);
                     layer.dense("_shexp");
                 }
                 Mixture::SharedExpert => {
@@ -285,6 +305,18 @@ impl Layer<'_> {
         }
         let columns = i64::from(HEADS) * HEAD;
         self.matrix("attn_output.weight", &[columns, WIDTH], Q8_0);
+    }
+
+    /// Queries, keys and values in one matrix, and norms of queries and keys.
+    fn joint_attention(&mut self) {
+        self.ones("attn_norm.weight");
+        for name in ["attn_q_norm.weight", "attn_k_norm.weight"] {
+            let name = self.name(name);
+            self.model.ones_of(&name, HEAD);
+        }
+        let (queries, keys) = (i64::from(HEADS) * HEAD, i64::from(KV_HEADS) * HEAD);
+        self.matrix("attn_qkv.weight", &[WIDTH, queries + 2 * keys], Q8_0);
+        self.matrix("attn_output.weight", &[queries, WIDTH], Q8_0);
     }
 
     fn latent_attention(&mut self) {
