@@ -10,9 +10,9 @@ use hosts::on;
 use hosts::servers::{PREFIX, end};
 use serde_json::{Value, json};
 use testkit::fixtures::fixture;
-use testkit::host::{DropIn, built};
+use testkit::host::{DropIn, built, preload_library};
 use testkit::mixtures::{GROUPS, Mixture};
-use testkit::server::{Answer, Options, Request, Server};
+use testkit::server::{Answer, Options, Request, Server, llama_cpp};
 use testkit::sim_ggml::SimGgml;
 
 /// How a masked server compares with the pruned model.
@@ -282,6 +282,69 @@ fn a_mask_of_what_a_text_does_not_use_changes_nothing() {
         experts.values().filter(|of| !of.is_empty()).count()
     );
     end(server);
+}
+
+/// A router never chooses experts with this bias.
+const NEVER: f32 = -1000.0;
+
+#[test]
+fn the_search_finds_experts_that_are_never_chosen() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = folder.path().join("model.gguf");
+    let mut described = Mixture::Grouped.describe(0);
+    let mut never = Experts::new();
+    for layer in 0..u64::from(Mixture::Grouped.layers()) {
+        let name = format!("blk.{layer}.exp_probs_b.bias");
+        let mut tensors = described.tensors.iter_mut();
+        let bias = tensors.find(|tensor| tensor.name == name).expect("a bias");
+        bias.data.fill(0);
+        // One of each group of eight.
+        let experts: Vec<u64> = (0..4)
+            .map(|group| group * 8 + (layer + group) % 8)
+            .collect();
+        for expert in &experts {
+            bias.data[*expert as usize * 4..][..4].copy_from_slice(&NEVER.to_le_bytes());
+        }
+        never.insert(layer, experts);
+    }
+    described.write(&model).expect("free space");
+    let list = folder.path().join("list.json");
+    let text = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("hosts/c/text.txt");
+    for by in ["saliency", "count"] {
+        let output = Command::new(built("release/llama-sidecar"))
+            .arg("prune")
+            .arg(&model)
+            .args(["--leave-out", "12.5%", "--ctx", "128", "--chunks", "12"])
+            .args(["--rounds", "4", "--by", by, "--threads", "1", "--text"])
+            .arg(&text)
+            .arg("--check")
+            .arg(&text)
+            .arg("--program")
+            .arg(llama_cpp("llama-perplexity"))
+            .arg("--save")
+            .arg(&list)
+            .env("LLAMA_SIDECAR_PRELOAD", preload_library())
+            .output()
+            .expect("the command starts");
+        assert!(output.status.success(), "{output:?}");
+        let found: Vec<Value> =
+            serde_json::from_slice(&std::fs::read(&list).expect("a list")).expect("JSON");
+        let expected: Vec<Value> = never
+            .iter()
+            .map(|(layer, experts)| json!({"layer": layer, "experts": experts}))
+            .collect();
+        assert_eq!(found, expected, "{by}");
+        let table = String::from_utf8(output.stdout).expect("text");
+        let lines: Vec<&str> = table.lines().collect();
+        // None, four of each layer, exchanges, and the other text.
+        assert_eq!(lines.len(), 5, "{table}");
+        for line in &lines[1..] {
+            assert!(
+                line.contains(" 0.000000 ") && line.contains("100.00 %"),
+                "{table}"
+            );
+        }
+    }
 }
 
 #[test]

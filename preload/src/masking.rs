@@ -26,16 +26,18 @@ impl Capability for ExpertMasks {
         Config::get().expert_masks
     }
 
+    fn model_complete(&self, model: &Arc<Model>) {
+        if !masks::of_model(model).is_empty() {
+            EFFECT.note();
+        }
+    }
+
     fn model_freed(&self, model: &Model) {
         masks::model_freed(model);
     }
 
     fn no_effect(&self) -> Vec<NoEffect> {
-        let can_mask = |model: &Arc<Model>| !masks::of_model(model).is_empty();
-        match models::models().iter().any(can_mask) {
-            true => Vec::new(),
-            false => vec![EFFECT.report(format!("--expert-masks: {NO_ROUTERS}"), true)],
-        }
+        EFFECT.missing(|| format!("--expert-masks: {NO_ROUTERS}"))
     }
 }
 

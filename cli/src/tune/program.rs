@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Signal, set_parent_process_death_signal};
 use serde::de::DeserializeOwned;
 use sidecar_core::files;
-use sidecar_core::protocol::{Overlay, Reply, Request, Round};
+use sidecar_core::protocol::{LayerMask, Overlay, Reply, Request, Round};
 
 use super::statistics::Statistics;
 use crate::control;
@@ -85,8 +85,14 @@ impl Program {
         Ok(())
     }
 
-    /// Starts the program with the drop-in. Its first evaluation begins.
-    pub fn start(&self, model: &Path, base: &Path, log: &Path) -> Result<Running> {
+    /// Starts the program with the drop-in and further variables. Its first evaluation begins.
+    pub fn start(
+        &self,
+        model: &Path,
+        base: &Path,
+        log: &Path,
+        variables: &[(&str, &str)],
+    ) -> Result<Running> {
         let preload = preload_library()?;
         if let Some(obstacle) = self.executable.obstacle(&preload) {
             bail!("{obstacle}");
@@ -108,7 +114,8 @@ impl Program {
             .env_remove("LLAMA_HOTSWAP_CONTROL_FILE")
             .env_remove("LLAMA_HOTSWAP_STATUS_FILE")
             .env("LLAMA_SIDECAR_HOTSWAP", "1")
-            .env("LLAMA_HOTSWAP_POLL_MS", "0");
+            .env("LLAMA_HOTSWAP_POLL_MS", "0")
+            .envs(variables.iter().copied());
         let mut running = Running {
             child: command.spawn()?,
             log: log.to_owned(),
@@ -152,6 +159,20 @@ impl Running {
         Ok((statistics, began.elapsed().as_secs_f64()))
     }
 
+    /// Masks experts in place of those before, and evaluates. Returns the statistics and the time.
+    pub fn measure_masked(&mut self, masks: &[LayerMask]) -> Result<(Statistics, f64)> {
+        let began = Instant::now();
+        let reply: Reply = self.ask(&Request::Mask {
+            masks: masks.to_vec(),
+            clear: true,
+        })?;
+        if let Some(error) = reply.error {
+            bail!("the program does not mask experts: {error}");
+        }
+        let statistics = self.round(true)?;
+        Ok((statistics, began.elapsed().as_secs_f64()))
+    }
+
     fn round(&mut self, start: bool) -> Result<Statistics> {
         let reply: Round = self.ask(&Request::Round { start })?;
         ensure!(
@@ -166,8 +187,7 @@ impl Running {
         file.seek(SeekFrom::Start(self.read))?;
         let mut output = Vec::new();
         self.read += file.read_to_end(&mut output)? as u64;
-        Statistics::parse(&String::from_utf8_lossy(&output))
-            .with_context(|| format!("see {}", self.log.display()))
+        Statistics::parse(&String::from_utf8_lossy(&output)).with_context(|| last_lines(&self.log))
     }
 
     /// Sends a request and waits for its reply.

@@ -195,7 +195,9 @@ impl<'a> Sweep<'a> {
         let plan = self.plan;
         let log = plan.folder.join("perplexity.log");
         let began = std::time::Instant::now();
-        let mut running = plan.program.start(&plan.model.path, &self.base, &log)?;
+        let mut running = plan
+            .program
+            .start(&plan.model.path, &self.base, &log, &[])?;
         let found = running.first()?;
         match self.record.find(BASELINE) {
             Some(known) => ensure!(

@@ -1,21 +1,19 @@
-//! A model without some of its experts.
+//! The pruned model.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufWriter, Write};
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use sidecar_core::experts::ExpertIndex;
 use sidecar_core::files;
 use sidecar_core::gguf::{
-    Access, GgufFile, HeaderWriter, Pieces, TensorInfo, Value, copy_value, open_model, write_data,
+    GgufFile, HeaderWriter, Pieces, TensorInfo, Value, copy_value, write_data,
 };
 use sidecar_core::protocol::LayerMask;
 
-use crate::control::mask;
 use crate::output::progress;
-use crate::sizes::size_text;
 use crate::space::Need;
 
 /// What names of tensors end with that have a part for each expert, after `blk.N.`.
@@ -36,38 +34,6 @@ const LEFT_OUT: [&[u8]; 4] = [
     b"split.tensors.count",
 ];
 
-/// The model, and what it does without.
-#[derive(clap::Args)]
-pub struct PruneOptions {
-    /// The model: a GGUF file, or any shard of one.
-    model: PathBuf,
-    /// The experts to leave out, as JSON: [{"layer": 3, "experts": [3, 17]}, ...]. llama.cpp has one number of
-    /// experts for all layers: the same number in each.
-    #[arg(long, value_name = "FILE")]
-    experts: PathBuf,
-    /// The new model.
-    #[arg(short, long, value_name = "GGUF")]
-    output: PathBuf,
-}
-
-/// Writes the model without these experts.
-pub fn run(options: &PruneOptions) -> Result<()> {
-    let files = open_model(&options.model, Access::Read)
-        .with_context(|| format!("cannot read the model {}", options.model.display()))?;
-    let pruned = Pruned::of(&files, &mask::read(&options.experts)?)?;
-    pruned.write(&options.output)?;
-    progress(&format!(
-        "{} has {} of {} experts in each of {} layers: {} of {}",
-        options.output.display(),
-        pruned.left,
-        pruned.experts,
-        pruned.kept.len(),
-        size_text(pruned.size()? as f64),
-        size_text(files.iter().map(|file| file.source.id().size).sum::<u64>() as f64)
-    ));
-    Ok(())
-}
-
 /// A tensor of the new model.
 struct Part<'a> {
     file: &'a GgufFile,
@@ -85,19 +51,22 @@ impl Part<'_> {
     }
 }
 
-/// A model without some of its experts.
-struct Pruned<'a> {
-    files: &'a [GgufFile],
+/// The experts of a model, as its file states them.
+pub struct Mixture {
     architecture: String,
-    /// The experts that stay, by layer.
-    kept: BTreeMap<u32, Vec<u64>>,
-    /// Experts of a layer, before and after.
-    experts: u64,
-    left: u64,
+    /// Layers with experts.
+    pub layers: BTreeSet<u32>,
+    /// Experts of a layer.
+    pub experts: u64,
+    /// Experts that a token uses.
+    pub used: u64,
+    /// Groups of experts; one where there are none.
+    pub groups: u64,
 }
 
-impl<'a> Pruned<'a> {
-    fn of(files: &'a [GgufFile], masks: &[LayerMask]) -> Result<Pruned<'a>> {
+impl Mixture {
+    /// Reads the header of a model.
+    pub fn of(files: &[GgufFile]) -> Result<Mixture> {
         let first = files.first().context("a model has a file")?;
         let key = first.header.key(b"general.architecture");
         let architecture = match key.map(|key| first.value(key)) {
@@ -120,19 +89,52 @@ impl<'a> Pruned<'a> {
             experts % groups == 0,
             "{experts} experts are not in {groups} equal groups"
         );
+        let index = ExpertIndex::of(files);
+        Ok(Mixture {
+            architecture,
+            layers: index.layers().map(|(layer, _)| layer).collect(),
+            experts,
+            used,
+            groups,
+        })
+    }
+}
+
+/// A model without some of its experts.
+pub struct Pruned<'a> {
+    files: &'a [GgufFile],
+    mixture: &'a Mixture,
+    /// The experts that stay, by layer.
+    kept: BTreeMap<u32, Vec<u64>>,
+    /// How many these are in a layer.
+    pub left: u64,
+}
+
+impl<'a> Pruned<'a> {
+    /// A model without these experts.
+    pub fn of(
+        files: &'a [GgufFile],
+        mixture: &'a Mixture,
+        masks: &[LayerMask],
+    ) -> Result<Pruned<'a>> {
+        let &Mixture {
+            experts,
+            used,
+            groups,
+            ref layers,
+            ..
+        } = mixture;
         let mut removed: BTreeMap<u32, BTreeSet<u64>> = BTreeMap::new();
         for mask in masks {
             let of_layer = removed.entry(mask.layer).or_default();
             of_layer.extend(mask.experts.iter().map(|expert| u64::from(*expert)));
         }
-        let index = ExpertIndex::of(files);
-        let layers: BTreeSet<u32> = index.layers().map(|(layer, _)| layer).collect();
         if let Some(layer) = removed.keys().find(|layer| !layers.contains(layer)) {
             bail!("layer {layer} has no experts");
         }
         let mut kept = BTreeMap::new();
         let mut left = None;
-        for layer in layers {
+        for &layer in layers {
             let gone = removed.remove(&layer).unwrap_or_default();
             if let Some(expert) = gone.iter().find(|expert| **expert >= experts) {
                 bail!("layer {layer} has no expert {expert}: it has {experts}");
@@ -158,9 +160,8 @@ impl<'a> Pruned<'a> {
         }
         Ok(Pruned {
             files,
-            architecture,
+            mixture,
             kept,
-            experts,
             left: left.context("the model has no layer with experts")?,
         })
     }
@@ -204,12 +205,12 @@ impl<'a> Pruned<'a> {
         }
         let last = ne.last_mut().context("a tensor has an extent")?;
         ensure!(
-            *last == self.experts && info.nbytes.is_multiple_of(self.experts),
+            *last == self.mixture.experts && info.nbytes.is_multiple_of(self.mixture.experts),
             "'{name}' has {last} parts for {} experts",
-            self.experts
+            self.mixture.experts
         );
         *last = self.left;
-        let each = info.nbytes / self.experts;
+        let each = info.nbytes / self.mixture.experts;
         let pieces = kept.iter().map(|expert| {
             let start = all.start + expert * each;
             start..start + each
@@ -223,7 +224,7 @@ impl<'a> Pruned<'a> {
 
     fn header(&self, parts: &[Part<'_>]) -> Result<Vec<u8>> {
         let first = &self.files[0];
-        let count = format!("{}.expert_count", self.architecture);
+        let count = format!("{}.expert_count", self.mixture.architecture);
         let mut header = HeaderWriter::new(u32::try_from(first.header.alignment)?);
         for key in &first.header.keys {
             if *key.name == *count.as_bytes() {
@@ -239,12 +240,13 @@ impl<'a> Pruned<'a> {
         Ok(header.finish())
     }
 
-    fn size(&self) -> Result<u64> {
+    /// Returns the bytes of its tensors.
+    pub fn size(&self) -> Result<u64> {
         Ok(self.parts()?.iter().map(Part::nbytes).sum())
     }
 
     /// Writes the model. Its path has the old content, or all of the new.
-    fn write(&self, path: &Path) -> Result<()> {
+    pub fn write(&self, path: &Path) -> Result<()> {
         let explain = || format!("cannot write {}", path.display());
         let parts = self.parts()?;
         let header = self.header(&parts)?;
@@ -271,5 +273,19 @@ impl<'a> Pruned<'a> {
             ));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+impl Mixture {
+    /// One layer of so many experts in so many groups.
+    pub fn for_tests(experts: u64, groups: u64) -> Mixture {
+        Mixture {
+            architecture: "test".into(),
+            layers: BTreeSet::from([0]),
+            experts,
+            used: 1,
+            groups,
+        }
     }
 }

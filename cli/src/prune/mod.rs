@@ -1,0 +1,75 @@
+//! `llama-sidecar prune`: what a mixture of experts can do without, and the model without it.
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`search`] | experts to leave out, by measurements |
+//! | [`model`] | the pruned model |
+
+mod model;
+mod search;
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use sidecar_core::gguf::{Access, open_model};
+use sidecar_core::protocol::LayerMask;
+
+use crate::control::mask;
+use crate::output::{progress, write_text};
+use crate::prune::model::{Mixture, Pruned};
+use crate::prune::search::SearchOptions;
+use crate::sizes::size_text;
+
+/// The model, and what it does without.
+#[derive(clap::Args)]
+#[command(group = clap::ArgGroup::new("which").required(true).args(["experts", "leave_out"]))]
+pub struct PruneOptions {
+    /// The model: a GGUF file, or any shard of one.
+    model: PathBuf,
+    /// The experts to leave out, as JSON: [{"layer": 3, "experts": [3, 17]}, ...]. llama.cpp has one number of
+    /// experts for all layers: the same number in each.
+    #[arg(long, value_name = "FILE")]
+    experts: Option<PathBuf>,
+    #[command(flatten)]
+    search: SearchOptions,
+    /// Write the list of the experts that were chosen.
+    #[arg(long, value_name = "FILE", requires = "leave_out")]
+    save: Option<PathBuf>,
+    /// Write the pruned model.
+    #[arg(
+        short,
+        long,
+        value_name = "GGUF",
+        required_unless_present = "leave_out"
+    )]
+    output: Option<PathBuf>,
+}
+
+/// Finds the experts to leave out, or takes those of a file, and writes the model without them.
+pub fn run(options: &PruneOptions) -> Result<()> {
+    let files = open_model(&options.model, Access::Read)
+        .with_context(|| format!("cannot read the model {}", options.model.display()))?;
+    let mixture = Mixture::of(&files)?;
+    let masks: Vec<LayerMask> = match &options.experts {
+        Some(path) => mask::read(path)?,
+        None => search::run(&options.search, &options.model, &mixture)?,
+    };
+    let pruned = Pruned::of(&files, &mixture, &masks)?;
+    if let Some(path) = &options.save {
+        write_text(path, &format!("{}\n", serde_json::to_string(&masks)?))?;
+    }
+    if let Some(path) = &options.output {
+        pruned.write(path)?;
+        let before: u64 = files.iter().map(|file| file.source.id().size).sum();
+        progress(&format!(
+            "{} has {} of {} experts in each of {} layers: {} of {}",
+            path.display(),
+            pruned.left,
+            mixture.experts,
+            mixture.layers.len(),
+            size_text(pruned.size()? as f64),
+            size_text(before as f64)
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,332 @@
+//! Experts to leave out, by measurements in one running llama-perplexity.
+//!
+//! A first evaluation measures how much each expert contributes. Parts of the experts that contribute least are masked, a
+//! step after the other, and each step is evaluated. What is left of the budget goes into exchanges: in one layer, the
+//! expert that contributes most of those that are masked for the one that contributes least of the others. An exchange
+//! stays if the divergence is smaller.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::ValueEnum;
+use serde_json::Value;
+use sidecar_core::protocol::LayerMask;
+
+use crate::launch::executable::Executable;
+use crate::output::progress;
+use crate::prune::model::Mixture;
+use crate::sizes::{Table, share};
+use crate::tune::program::{Program, Running};
+use crate::tune::statistics::Statistics;
+
+/// Parts of the way to the share that are evaluated.
+const STEPS: u64 = 4;
+
+/// What a list of experts is ordered by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum By {
+    /// Mean of gate weight times norm of the output, over the tokens of an expert (REAP).
+    Saliency,
+    /// Number of tokens.
+    Count,
+}
+
+/// How the experts are found.
+#[derive(clap::Args)]
+pub struct SearchOptions {
+    /// Find the experts to leave out: this share of each layer, for example 25%.
+    #[arg(long, value_name = "SHARE", value_parser = share, requires = "text")]
+    leave_out: Option<f64>,
+    /// The text to evaluate.
+    #[arg(long, value_name = "FILE", requires = "leave_out")]
+    text: Option<PathBuf>,
+    /// Another text, to evaluate once with the experts that were found: they fit the first one.
+    #[arg(long, value_name = "FILE", requires = "leave_out")]
+    check: Option<PathBuf>,
+    /// The order in which experts are tried.
+    #[arg(long, value_enum, default_value = "saliency")]
+    by: By,
+    /// Evaluations of the text with masks, at most.
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    rounds: u32,
+    /// Tokens of a chunk of the text.
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(16..))]
+    ctx: u32,
+    /// Number of chunks to evaluate; all by default.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    chunks: Option<u32>,
+    /// Threads that evaluate; as many as there are processors by default.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    threads: Option<u32>,
+    /// The program that evaluates.
+    #[arg(long, value_name = "PROGRAM", default_value = "llama-perplexity")]
+    program: OsString,
+    /// Further arguments of the program, after `--`.
+    #[arg(last = true)]
+    arguments: Vec<String>,
+}
+
+/// Experts of each layer, those that contribute least first.
+type Order = BTreeMap<u32, Vec<u32>>;
+
+/// Returns experts to leave out, and prints what they cost.
+pub fn run(options: &SearchOptions, model: &Path, mixture: &Mixture) -> Result<Vec<LayerMask>> {
+    let (Some(share), Some(text)) = (options.leave_out, &options.text) else {
+        bail!("--leave-out and --text are needed");
+    };
+    let each = mixture.experts / mixture.groups;
+    let count = (share * each as f64).round() as u64 * mixture.groups;
+    ensure!(
+        count > 0 && mixture.experts - count >= mixture.used,
+        "{:.1} % of {} experts are {count}: leave out at least {}, and keep the {} that a token uses",
+        share * 100.0,
+        mixture.experts,
+        mixture.groups,
+        mixture.used
+    );
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let program = Program {
+        executable: Executable::find(&options.program)
+            .context("pass the path of llama.cpp's llama-perplexity with --program")?,
+        context: options.ctx,
+        threads: options.threads.map_or(threads, |threads| threads as usize),
+        arguments: options.arguments.clone(),
+    };
+    let folder = tempfile::tempdir()?;
+    let (base, log) = (folder.path().join("base"), folder.path().join("log"));
+    progress("evaluating the text with the model as it is");
+    program.write_base(model, text, options.chunks, &base, &log)?;
+    progress("measuring how much each expert contributes");
+    let saliency = folder.path().join("saliency.json");
+    let path = saliency
+        .to_str()
+        .context("the temporary folder has a name in UTF-8")?;
+    let mut running =
+        program.start(model, &base, &log, &[("LLAMA_EXPERT_TRACE_SALIENCY", path)])?;
+    let as_it_is = running.first()?;
+    running.end()?;
+    let order = order(&std::fs::read_to_string(&saliency)?, options.by, mixture)?;
+    let mut running = program.start(model, &base, &log, &[("LLAMA_EXPERT_MASKS", "1")])?;
+    running.first()?;
+    let mut search = Search {
+        mixture,
+        running: &mut running,
+        left: options.rounds,
+        rows: vec![row("none", &as_it_is)],
+    };
+    let found = search.find(&order, count)?;
+    let mut table = Table::new([
+        "left out of a layer",
+        "KL divergence",
+        "same top",
+        "perplexity",
+    ]);
+    table.rows = search.rows;
+    running.end()?;
+    if let Some(check) = &options.check {
+        progress("evaluating the other text");
+        program.write_base(model, check, options.chunks, &base, &log)?;
+        let mut running = program.start(model, &base, &log, &[("LLAMA_EXPERT_MASKS", "1")])?;
+        running.first()?;
+        let (statistics, _) = running.measure_masked(&found)?;
+        table.rows.push(row("the other text", &statistics));
+        running.end()?;
+    }
+    print!("{}", table.as_text());
+    Ok(found)
+}
+
+/// Reads the contribution of each expert.
+fn order(text: &str, by: By, mixture: &Mixture) -> Result<Order> {
+    let measured: Value =
+        serde_json::from_str(text).context("the drop-in wrote no contributions")?;
+    let layers = measured["layers"].as_array().context("layers")?;
+    let mut order = Order::new();
+    for layer in layers {
+        let number = layer["layer"].as_u64().context("a layer has a number")? as u32;
+        let numbers = |name: &str| -> Vec<f64> {
+            let values = layer[name].as_array().map_or(&[][..], Vec::as_slice);
+            values
+                .iter()
+                .map(|value| value.as_f64().unwrap_or(0.0))
+                .collect()
+        };
+        let counts = numbers("counts");
+        ensure!(
+            counts.iter().any(|count| *count > 0.0),
+            "layer {number} has no contributions: use --by count with another program, or report its architecture"
+        );
+        let worth = match by {
+            By::Saliency => numbers("saliency"),
+            By::Count => counts,
+        };
+        ensure!(
+            worth.len() as u64 == mixture.experts,
+            "layer {number} has {} experts",
+            worth.len()
+        );
+        let mut experts: Vec<u32> = (0..worth.len() as u32).collect();
+        experts.sort_by(|one, two| worth[*one as usize].total_cmp(&worth[*two as usize]));
+        order.insert(number, experts);
+    }
+    ensure!(
+        order.keys().eq(&mixture.layers),
+        "not all layers with experts were measured: {:?}",
+        order.keys()
+    );
+    Ok(order)
+}
+
+fn row(what: &str, statistics: &Statistics) -> Vec<String> {
+    vec![
+        what.to_owned(),
+        format!("{:.6} ± {:.6}", statistics.kld.mean, statistics.kld.error),
+        format!("{:.2} %", statistics.same_top.mean),
+        format!("{:.4}", statistics.ppl.mean),
+    ]
+}
+
+struct Search<'a> {
+    mixture: &'a Mixture,
+    running: &'a mut Running,
+    /// Evaluations that may follow.
+    left: u32,
+    rows: Vec<Vec<String>>,
+}
+
+impl Search<'_> {
+    fn find(&mut self, order: &Order, count: u64) -> Result<Vec<LayerMask>> {
+        let groups = self.mixture.groups;
+        let steps = (1..=STEPS).map(|step| count / groups * step / STEPS * groups);
+        let mut steps: Vec<u64> = steps.filter(|part| *part > 0).collect();
+        steps.dedup();
+        // With a small budget, the last step counts.
+        let skipped = steps.len().saturating_sub(self.left as usize);
+        let mut best = None;
+        for part in &steps[skipped..] {
+            let masks = self.first(order, *part);
+            let statistics = self.measure(&masks)?;
+            self.rows.push(row(&part.to_string(), &statistics));
+            best = Some((masks, statistics));
+        }
+        let (mut masks, mut best) = best.context("no evaluation was permitted")?;
+        let mut tried = 0;
+        let mut exchanges = 0;
+        let layers: Vec<u32> = order.keys().copied().collect();
+        // Each pass looks one place further on both sides of the border.
+        for distance in 0.. {
+            let mut any = false;
+            for layer in &layers {
+                if self.left == 0 {
+                    break;
+                }
+                let Some(next) = self.exchanged(&masks, order, *layer, distance) else {
+                    continue;
+                };
+                any = true;
+                tried += 1;
+                let statistics = self.measure(&next)?;
+                if statistics.kld.mean < best.kld.mean {
+                    (masks, best) = (next, statistics);
+                    exchanges += 1;
+                }
+            }
+            if !any {
+                break;
+            }
+        }
+        if tried > 0 {
+            let what = format!("{count}, {exchanges} of {tried} exchanges");
+            self.rows.push(row(&what, &best));
+        }
+        Ok(masks)
+    }
+
+    /// The first experts of an order, the same number in each group.
+    fn first(&self, order: &Order, count: u64) -> Vec<LayerMask> {
+        let groups = self.mixture.groups;
+        let masks = order.iter().map(|(layer, experts)| {
+            let of_group = |group| {
+                let mut experts = experts.iter().copied();
+                let of_group = experts
+                    .by_ref()
+                    .filter(move |expert| self.group(*expert) == group);
+                of_group
+                    .take((count / groups) as usize)
+                    .collect::<Vec<u32>>()
+            };
+            let mut experts: Vec<u32> = (0..groups).flat_map(of_group).collect();
+            experts.sort_unstable();
+            LayerMask {
+                layer: *layer,
+                experts,
+            }
+        });
+        masks.collect()
+    }
+
+    fn group(&self, expert: u32) -> u64 {
+        u64::from(expert) / (self.mixture.experts / self.mixture.groups)
+    }
+
+    /// Exchanges an expert of a layer for another one of its group, so many places from the border; `None` where there
+    /// are none.
+    fn exchanged(
+        &self,
+        masks: &[LayerMask],
+        order: &Order,
+        layer: u32,
+        distance: usize,
+    ) -> Option<Vec<LayerMask>> {
+        let at = masks.iter().position(|mask| mask.layer == layer)?;
+        let masked = |expert: &u32| masks[at].experts.contains(expert);
+        let order = &order[&layer];
+        let out = *order
+            .iter()
+            .rev()
+            .filter(|expert| masked(expert))
+            .nth(distance)?;
+        let same_group = |expert: &&u32| self.group(**expert) == self.group(out);
+        let mut others = order
+            .iter()
+            .filter(|expert| !masked(expert))
+            .filter(same_group);
+        let new = *others.nth(distance)?;
+        let mut next = masks.to_vec();
+        let experts = &mut next[at].experts;
+        experts.retain(|expert| *expert != out);
+        experts.push(new);
+        experts.sort_unstable();
+        Some(next)
+    }
+
+    fn measure(&mut self, masks: &[LayerMask]) -> Result<Statistics> {
+        self.left -= 1;
+        let (statistics, seconds) = self.running.measure_masked(masks)?;
+        progress(&format!(
+            "divergence {:.6} ({seconds:.1} s; {} evaluations may follow)",
+            statistics.kld.mean, self.left
+        ));
+        Ok(statistics)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_order_is_that_of_the_contributions() {
+        let mixture = Mixture::for_tests(4, 1);
+        let text =
+            r#"{"layers": [{"layer": 0, "counts": [5, 1, 0, 9], "saliency": [0.5, 0.9, 0, 0.1]}]}"#;
+        let of = |by| order(text, by, &mixture).expect("contributions")[&0].clone();
+        assert_eq!(of(By::Saliency), [2, 3, 0, 1]);
+        assert_eq!(of(By::Count), [2, 1, 0, 3]);
+        assert!(order(r#"{"layers": []}"#, By::Count, &mixture).is_err());
+        let none = r#"{"layers": [{"layer": 0, "counts": [0, 0, 0, 0]}]}"#;
+        assert!(order(none, By::Count, &mixture).is_err());
+    }
+}
