@@ -4,12 +4,14 @@
 
 mod hosts;
 
+use std::path::Path;
 use std::process::Command;
 
 use hosts::{
     TOKENS, copied, count, counted_by_host, fresh, on, other_bytes, same_with_streaming, seen,
     streamed_text, streaming, swap_and_back, taken, traced,
 };
+use serde_json::{Value, json};
 use sidecar_core::trace::{NOT_ROUTED, RouteReader, RouteRecord};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, replace};
@@ -302,4 +304,50 @@ fn experts_that_stay_on_the_device() {
         assert!(figures["obstacle"].is_null(), "{figures}");
         assert!(count(&figures, "cache_on_cpu") > 0, "{figures}");
     }
+}
+
+#[test]
+fn masks_are_pruned_models_on_the_device() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = folder.path().join("model.gguf");
+    let mixture = Mixture::MergedGateUp;
+    mixture.write(&model).expect("free space");
+    let program = Program::PythonCountingVulkan;
+    let with_masks = DropIn::On(vec![("LLAMA_EXPERT_MASKS", "1".to_owned())]);
+    let hashes_of = |host: &mut Host| ["prompt 40", "hashes 4"].map(|command| host.ask(command));
+    let hashes = |model: &Path| {
+        let mut host = Host::start(program, model, &DropIn::Absent);
+        let hashes = hashes_of(&mut host);
+        assert_eq!(host.end(), Some(0));
+        hashes
+    };
+    let mut host = Host::start(program, &model, &with_masks);
+    let plain = hashes_of(&mut host);
+    assert_eq!(plain, hashes(&model), "masks of zeros change nothing");
+    // The first layer has no experts.
+    let masks: Vec<Value> = (1..=mixture.layers())
+        .map(|layer| json!({"layer": layer, "experts": [0, 5, 17 + layer, 31]}))
+        .collect();
+    let reply = host.request(&json!({"cmd": "mask", "masks": masks}));
+    assert_eq!(reply["ok"], true, "{reply}");
+    let masked = hashes_of(&mut host);
+    let (list, pruned) = (
+        folder.path().join("list"),
+        folder.path().join("pruned.gguf"),
+    );
+    std::fs::write(&list, json!(masks).to_string()).expect("free space");
+    let written = Command::new(testkit::host::built("release/llama-sidecar"))
+        .arg("prune")
+        .arg(&model)
+        .arg("--experts")
+        .arg(&list)
+        .arg("-o")
+        .arg(&pruned)
+        .status();
+    assert!(written.expect("it starts").success());
+    assert_eq!(masked, hashes(&pruned));
+    assert_ne!(masked, plain);
+    host.control("revert");
+    assert_eq!(hashes_of(&mut host), plain);
+    assert_eq!(host.end(), Some(0));
 }
