@@ -6,7 +6,6 @@
 //! stays if the divergence is smaller.
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -14,11 +13,10 @@ use clap::ValueEnum;
 use serde_json::Value;
 use sidecar_core::protocol::LayerMask;
 
-use crate::launch::executable::Executable;
 use crate::output::progress;
 use crate::prune::model::Mixture;
 use crate::sizes::{Table, share};
-use crate::tune::program::{Program, Running};
+use crate::tune::program::{EvaluationOptions, Running};
 use crate::tune::statistics::Statistics;
 
 /// Parts of the way to the share that are evaluated.
@@ -51,21 +49,8 @@ pub struct SearchOptions {
     /// Evaluations of the text with masks, at most.
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     rounds: u32,
-    /// Tokens of a chunk of the text.
-    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(16..))]
-    ctx: u32,
-    /// Number of chunks to evaluate; all by default.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    chunks: Option<u32>,
-    /// Threads that evaluate; as many as there are processors by default.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
-    threads: Option<u32>,
-    /// The program that evaluates.
-    #[arg(long, value_name = "PROGRAM", default_value = "llama-perplexity")]
-    program: OsString,
-    /// Further arguments of the program, after `--`.
-    #[arg(last = true)]
-    arguments: Vec<String>,
+    #[command(flatten)]
+    evaluation: EvaluationOptions,
 }
 
 /// Experts of each layer, those that contribute least first.
@@ -86,18 +71,12 @@ pub fn run(options: &SearchOptions, model: &Path, mixture: &Mixture) -> Result<V
         mixture.groups,
         mixture.used
     );
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let program = Program {
-        executable: Executable::find(&options.program)
-            .context("pass the path of llama.cpp's llama-perplexity with --program")?,
-        context: options.ctx,
-        threads: options.threads.map_or(threads, |threads| threads as usize),
-        arguments: options.arguments.clone(),
-    };
+    let program = options.evaluation.program(None)?;
+    let chunks = options.evaluation.chunks;
     let folder = tempfile::tempdir()?;
     let (base, log) = (folder.path().join("base"), folder.path().join("log"));
     progress("evaluating the text with the model as it is");
-    program.write_base(model, text, options.chunks, &base, &log)?;
+    program.write_base(model, text, chunks, &base, &log)?;
     progress("measuring how much each expert contributes");
     let saliency = folder.path().join("saliency.json");
     let path = saliency
@@ -127,7 +106,7 @@ pub fn run(options: &SearchOptions, model: &Path, mixture: &Mixture) -> Result<V
     running.end()?;
     if let Some(check) = &options.check {
         progress("evaluating the other text");
-        program.write_base(model, check, options.chunks, &base, &log)?;
+        program.write_base(model, check, chunks, &base, &log)?;
         let mut running = program.start(model, &base, &log, &[("LLAMA_EXPERT_MASKS", "1")])?;
         running.first()?;
         let (statistics, _) = running.measure_masked(&found)?;

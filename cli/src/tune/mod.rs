@@ -34,7 +34,6 @@ mod tables;
 mod write;
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
@@ -45,7 +44,6 @@ use regex::Regex;
 use sidecar_core::files;
 use sidecar_core::reload::hash_bytes;
 
-use crate::launch::executable::Executable;
 use crate::sizes::size;
 use crate::space::Need;
 use candidate::{Candidate, Origin};
@@ -54,7 +52,7 @@ use identity::Identities;
 use imatrix::Matrix;
 use kept::Quantizer;
 use model::{Model, Tensor};
-use program::Program;
+use program::{EvaluationOptions, Program};
 use record::{BASE_LOGITS, Record, make_folder};
 use results::{Goal, Results};
 pub use sweep::ggml_library;
@@ -108,24 +106,11 @@ pub struct TuneOptions {
     /// an interruption. Default: MODEL.tune.
     #[arg(long, value_name = "DIR")]
     work: Option<PathBuf>,
-    /// Tokens of a chunk of the text. With --base, those of its chunks.
-    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(16..))]
-    ctx: u32,
-    /// Number of chunks to evaluate; all by default.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    chunks: Option<u32>,
-    /// Threads that quantise and evaluate; as many as there are processors by default.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
-    threads: Option<u32>,
-    /// The program that evaluates.
-    #[arg(long, value_name = "PROGRAM", default_value = "llama-perplexity")]
-    program: OsString,
     /// The libggml-base.so that quantises; that of the program by default.
     #[arg(long, value_name = "LIBRARY")]
     ggml: Option<PathBuf>,
-    /// Further arguments of the program, after `--`.
-    #[arg(last = true)]
-    arguments: Vec<String>,
+    #[command(flatten)]
+    evaluation: EvaluationOptions,
 }
 
 /// Measures what is not known yet, and prints and writes the results.
@@ -184,19 +169,9 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
         .map(|candidate| candidate.outcomes(&sources, matrix.as_ref()));
     let outcomes: Vec<_> = outcomes.collect::<Result<_>>()?;
 
-    let threads = options
-        .threads
-        .map_or_else(processors, |threads| threads as usize);
-    let program = Program {
-        executable: Executable::find(&options.program)
-            .context("pass the path of llama.cpp's llama-perplexity with --program")?,
-        context: match &options.base {
-            Some(base) => base_context(base)?,
-            None => options.ctx,
-        },
-        threads,
-        arguments: options.arguments.clone(),
-    };
+    let context = options.base.as_deref().map(base_context).transpose()?;
+    let program = options.evaluation.program(context)?;
+    let threads = program.threads;
     let folder = work_folder(options, &model);
     let is_new = !folder.exists();
     let folder = make_folder(&folder)?;
@@ -432,6 +407,7 @@ fn parameters(
         (
             "chunks",
             options
+                .evaluation
                 .chunks
                 .map_or("all".into(), |chunks| chunks.to_string()),
         ),
@@ -509,7 +485,7 @@ fn make_base(
         .text
         .as_deref()
         .context("no text: pass --text or --base")?;
-    if let (Some(chunks), Some(vocabulary)) = (options.chunks, source.vocabulary()) {
+    if let (Some(chunks), Some(vocabulary)) = (options.evaluation.chunks, source.vocabulary()) {
         let tokens = u64::from(program.context - 1 - program.context / 2);
         let bytes = tokens.saturating_mul(vocabulary.saturating_mul(2).saturating_add(10));
         for need in Need::of([(path.as_path(), bytes.saturating_mul(chunks.into()))])? {
@@ -524,7 +500,7 @@ fn make_base(
     program.write_base(
         &source.path,
         text,
-        options.chunks,
+        options.evaluation.chunks,
         &part,
         &folder.join("base.log"),
     )?;

@@ -1,5 +1,6 @@
 //! llama-perplexity: once for the base logits, and as a process that evaluates again and again.
 
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::net::UnixStream;
@@ -18,6 +19,42 @@ use super::statistics::Statistics;
 use crate::control;
 use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::journal::{JOURNAL, Journal};
+
+/// How a text is evaluated.
+#[derive(clap::Args)]
+pub struct EvaluationOptions {
+    /// Tokens of a chunk of the text; with base logits, those of their chunks.
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(16..))]
+    ctx: u32,
+    /// Number of chunks to evaluate; all by default.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub chunks: Option<u32>,
+    /// Threads that quantise and evaluate; as many as there are processors by default.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    threads: Option<u32>,
+    /// The program that evaluates.
+    #[arg(long, value_name = "PROGRAM", default_value = "llama-perplexity")]
+    program: OsString,
+    /// Further arguments of the program, after `--`.
+    #[arg(last = true)]
+    arguments: Vec<String>,
+}
+
+impl EvaluationOptions {
+    /// Returns the program, with tokens of a chunk in place of those of the options.
+    pub fn program(&self, context: Option<u32>) -> Result<Program> {
+        let processors = || std::thread::available_parallelism().map_or(1, usize::from);
+        Ok(Program {
+            executable: Executable::find(&self.program)
+                .context("pass the path of llama.cpp's llama-perplexity with --program")?,
+            context: context.unwrap_or(self.ctx),
+            threads: self
+                .threads
+                .map_or_else(processors, |threads| threads as usize),
+            arguments: self.arguments.clone(),
+        })
+    }
+}
 
 /// How a program evaluates.
 pub struct Program {
