@@ -308,7 +308,7 @@ fn the_search_finds_experts_that_are_never_chosen() {
         never.insert(layer, experts);
     }
     described.write(&model).expect("free space");
-    let list = folder.path().join("list.json");
+    let [list, page] = ["list.json", "report.html"].map(|name| folder.path().join(name));
     let text = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("hosts/c/text.txt");
     for by in ["saliency", "count"] {
         let output = Command::new(built("release/llama-sidecar"))
@@ -323,6 +323,8 @@ fn the_search_finds_experts_that_are_never_chosen() {
             .arg(llama_cpp("llama-perplexity"))
             .arg("--save")
             .arg(&list)
+            .arg("--report")
+            .arg(&page)
             .env("LLAMA_SIDECAR_PRELOAD", preload_library())
             .output()
             .expect("the command starts");
@@ -334,6 +336,8 @@ fn the_search_finds_experts_that_are_never_chosen() {
             .map(|(layer, experts)| json!({"layer": layer, "experts": experts}))
             .collect();
         assert_eq!(found, expected, "{by}");
+        let page = std::fs::read_to_string(&page).expect("a page");
+        assert_eq!(page.matches("100.00 %").count(), 4, "{page}");
         let table = String::from_utf8(output.stdout).expect("text");
         let lines: Vec<&str> = table.lines().collect();
         // None, four of each layer, exchanges, and the other text.

@@ -16,9 +16,10 @@ use sidecar_core::protocol::LayerMask;
 
 use crate::control::mask;
 use crate::output::{progress, write_text};
+use crate::page;
 use crate::prune::model::{Mixture, Pruned};
-use crate::prune::search::SearchOptions;
-use crate::sizes::size_text;
+use crate::prune::search::{Found, SearchOptions};
+use crate::sizes::{Table, size_text};
 
 /// The model, and what it does without.
 #[derive(clap::Args)]
@@ -32,6 +33,12 @@ pub struct PruneOptions {
     experts: Option<PathBuf>,
     #[command(flatten)]
     search: SearchOptions,
+    /// Print JSON.
+    #[arg(long, requires = "leave_out")]
+    json: bool,
+    /// Write the measurements as a self-contained HTML page.
+    #[arg(long, value_name = "FILE", requires = "leave_out")]
+    report: Option<PathBuf>,
     /// Write the list of the experts that were chosen.
     #[arg(long, value_name = "FILE", requires = "leave_out")]
     save: Option<PathBuf>,
@@ -52,7 +59,11 @@ pub fn run(options: &PruneOptions) -> Result<()> {
     let mixture = Mixture::of(&files)?;
     let masks: Vec<LayerMask> = match &options.experts {
         Some(path) => mask::read(path)?,
-        None => search::run(&options.search, &options.model, &mixture)?,
+        None => {
+            let found = search::run(&options.search, &options.model, &mixture)?;
+            show(options, &found)?;
+            found.experts
+        }
     };
     let pruned = Pruned::of(&files, &mixture, &masks)?;
     if let Some(path) = &options.save {
@@ -70,6 +81,30 @@ pub fn run(options: &PruneOptions) -> Result<()> {
             size_text(pruned.size()? as f64),
             size_text(before as f64)
         ));
+    }
+    Ok(())
+}
+
+/// Prints what was measured, and writes it as a page.
+fn show(options: &PruneOptions, found: &Found) -> Result<()> {
+    if let Some(path) = &options.report {
+        let layers = found.experts.iter().map(|mask| {
+            let experts: Vec<String> = mask.experts.iter().map(u32::to_string).collect();
+            vec![mask.layer.to_string(), experts.join(", ")]
+        });
+        let mut chosen = Table::new(["layer", "experts to leave out"]);
+        chosen.rows = layers.collect();
+        let body = format!(
+            "<section><h1>{}</h1><p class=note>What the model can do without, against the model as it is.</p><div class=wide>{}</div><h2>Experts</h2><div class=wide>{}</div></section>",
+            page::escape(&options.model.display().to_string()),
+            page::table(found.table()),
+            page::table(chosen)
+        );
+        write_text(path, &page::document("Pruning", &body))?;
+    }
+    match options.json {
+        true => println!("{:#}", serde_json::to_value(found)?),
+        false => print!("{}", found.table().as_text()),
     }
     Ok(())
 }

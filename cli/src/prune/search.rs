@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
+use serde::Serialize;
 use serde_json::Value;
 use sidecar_core::protocol::LayerMask;
 
@@ -56,8 +57,48 @@ pub struct SearchOptions {
 /// Experts of each layer, those that contribute least first.
 type Order = BTreeMap<u32, Vec<u32>>;
 
-/// Returns experts to leave out, and prints what they cost.
-pub fn run(options: &SearchOptions, model: &Path, mixture: &Mixture) -> Result<Vec<LayerMask>> {
+/// What was found.
+#[derive(Serialize)]
+pub struct Found {
+    /// The experts to leave out.
+    pub experts: Vec<LayerMask>,
+    /// What was measured on the way.
+    steps: Vec<Step>,
+}
+
+/// A measurement.
+#[derive(Serialize)]
+struct Step {
+    /// How many experts of a layer are masked.
+    what: String,
+    #[serde(flatten)]
+    statistics: Statistics,
+}
+
+impl Found {
+    /// Returns the measurements as a table.
+    pub fn table(&self) -> Table {
+        let mut table = Table::new([
+            "left out of a layer",
+            "KL divergence",
+            "same top",
+            "perplexity",
+        ]);
+        let rows = self.steps.iter().map(|Step { what, statistics }| {
+            vec![
+                what.clone(),
+                format!("{:.6} ± {:.6}", statistics.kld.mean, statistics.kld.error),
+                format!("{:.2} %", statistics.same_top.mean),
+                format!("{:.4}", statistics.ppl.mean),
+            ]
+        });
+        table.rows = rows.collect();
+        table
+    }
+}
+
+/// Returns experts to leave out, and what they cost.
+pub fn run(options: &SearchOptions, model: &Path, mixture: &Mixture) -> Result<Found> {
     let (Some(share), Some(text)) = (options.leave_out, &options.text) else {
         bail!("--leave-out and --text are needed");
     };
@@ -93,16 +134,10 @@ pub fn run(options: &SearchOptions, model: &Path, mixture: &Mixture) -> Result<V
         mixture,
         running: &mut running,
         left: options.rounds,
-        rows: vec![row("none", &as_it_is)],
+        steps: vec![step("none", &as_it_is)],
     };
     let found = search.find(&order, count)?;
-    let mut table = Table::new([
-        "left out of a layer",
-        "KL divergence",
-        "same top",
-        "perplexity",
-    ]);
-    table.rows = search.rows;
+    let mut steps = search.steps;
     running.end()?;
     if let Some(check) = &options.check {
         progress("evaluating the other text");
@@ -110,11 +145,13 @@ pub fn run(options: &SearchOptions, model: &Path, mixture: &Mixture) -> Result<V
         let mut running = program.start(model, &base, &log, &[("LLAMA_EXPERT_MASKS", "1")])?;
         running.first()?;
         let (statistics, _) = running.measure_masked(&found)?;
-        table.rows.push(row("the other text", &statistics));
+        steps.push(step("the other text", &statistics));
         running.end()?;
     }
-    print!("{}", table.as_text());
-    Ok(found)
+    Ok(Found {
+        experts: found,
+        steps,
+    })
 }
 
 /// Reads the contribution of each expert.
@@ -158,13 +195,11 @@ fn order(text: &str, by: By, mixture: &Mixture) -> Result<Order> {
     Ok(order)
 }
 
-fn row(what: &str, statistics: &Statistics) -> Vec<String> {
-    vec![
-        what.to_owned(),
-        format!("{:.6} ± {:.6}", statistics.kld.mean, statistics.kld.error),
-        format!("{:.2} %", statistics.same_top.mean),
-        format!("{:.4}", statistics.ppl.mean),
-    ]
+fn step(what: &str, statistics: &Statistics) -> Step {
+    Step {
+        what: what.to_owned(),
+        statistics: *statistics,
+    }
 }
 
 struct Search<'a> {
@@ -172,7 +207,7 @@ struct Search<'a> {
     running: &'a mut Running,
     /// Evaluations that may follow.
     left: u32,
-    rows: Vec<Vec<String>>,
+    steps: Vec<Step>,
 }
 
 impl Search<'_> {
@@ -187,7 +222,7 @@ impl Search<'_> {
         for part in &steps[skipped..] {
             let masks = self.first(order, *part);
             let statistics = self.measure(&masks)?;
-            self.rows.push(row(&part.to_string(), &statistics));
+            self.steps.push(step(&part.to_string(), &statistics));
             best = Some((masks, statistics));
         }
         let (mut masks, mut best) = best.context("no evaluation was permitted")?;
@@ -218,7 +253,7 @@ impl Search<'_> {
         }
         if tried > 0 {
             let what = format!("{count}, {exchanges} of {tried} exchanges");
-            self.rows.push(row(&what, &best));
+            self.steps.push(step(&what, &best));
         }
         Ok(masks)
     }

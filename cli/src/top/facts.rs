@@ -133,6 +133,13 @@ fn of_model(program: &Program, at: usize, model: &ModelStatus) -> Vec<Fact> {
     if !memory.is_empty() {
         facts.push(fact(format!("in {}", memory.join(", "))));
     }
+    if !model.masks.is_empty() {
+        let experts: usize = model.masks.iter().map(|mask| mask.experts.len()).sum();
+        let layers = model.masks.len();
+        facts.push(fact(format!(
+            "{experts} experts of {layers} layers are masked"
+        )));
+    }
     if let Some(blocked) = &model.blocked {
         let (attempts, error) = (blocked.attempts, &blocked.error);
         facts.push(alarm(format!(

@@ -197,7 +197,7 @@ mod tests {
             "waiting": {"obstacle": "evaluation", "seconds": 4.0}, "failures": {"damaged": 2},
             "no_effect": [{"requested": "streaming", "sentence": "nothing is streamed: on a GPU"}],
             "models": [{"files": ["/models/a.gguf"], "tensors": 9,
-                "loaded_bytes": {"CPU_Mapped": 1048576, "CUDA0": 3145728}, "private_bytes": 2048,
+                "masks": [{"layer": 2, "experts": [1, 5]}], "loaded_bytes": {"CPU_Mapped": 1048576, "CUDA0": 3145728}, "private_bytes": 2048,
                 "changed": [{"name": "t"}], "blocked": {"error": "cut off", "attempts": 3},
                 "stream": {"held_bytes": 1048576}}]}"#;
         let layer = |layer| LayerCounts {
@@ -219,6 +219,7 @@ mod tests {
             "reloads are frozen",
             "a.gguf: 9 tensors, 1 swapped (2.00 KiB more)",
             "in CPU_Mapped 1.00 MiB, CUDA0 3.00 MiB",
+            "2 experts of 1 layers are masked",
             "not reloaded after 3 attempts: cut off",
             "experts from disk: 1.00 MiB held",
             "nothing is streamed: on a GPU",
