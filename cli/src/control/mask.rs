@@ -1,9 +1,13 @@
 //! Masks of experts from the command line.
 
+use std::fs::File;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use sidecar_core::protocol::{LayerMask, Request};
+
+use crate::sizes::size_text;
 
 /// The most bytes of a file with masks.
 const LARGEST: u64 = 64 << 20;
@@ -49,16 +53,32 @@ impl MaskOptions {
 
 /// Reads experts by layer.
 pub fn read(path: &Path) -> Result<Vec<LayerMask>> {
-    let size = std::fs::metadata(path).map(|found| found.len());
-    let read = size.and_then(|size| match size <= LARGEST {
-        true => std::fs::read_to_string(path),
-        false => Err(std::io::Error::other("it is larger than 64 MiB")),
-    });
-    let text = read.with_context(|| format!("cannot read {}", path.display()))?;
+    // Not its size: that of a device or a pipe is 0.
+    let mut text = String::new();
+    let read = File::open(path).and_then(|file| file.take(LARGEST + 1).read_to_string(&mut text));
+    let bytes = read.with_context(|| format!("cannot read {}", path.display()))?;
+    ensure!(
+        bytes as u64 <= LARGEST,
+        "cannot read {}: it is larger than {}",
+        path.display(),
+        size_text(LARGEST as f64)
+    );
     serde_json::from_str(&text).with_context(|| {
         format!(
             "{}: expected [{{\"layer\": 3, \"experts\": [3, 17]}}, ...]",
             path.display()
         )
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_without_end_are_refused() {
+        let error = read(Path::new("/dev/zero")).expect_err("no masks");
+        assert!(error.to_string().contains("larger than 64"), "{error}");
+        assert!(read(Path::new("/nowhere")).is_err());
+    }
 }
