@@ -219,9 +219,9 @@ fn a_constructor_may_wait_for_a_thread_that_calls() {
 /// in pages that are copied for it.
 #[test]
 fn the_loader_has_little_to_do() {
-    /// There are 2,065, one for each place that can panic among them. Each dependency with tables of strings
-    /// adds hundreds.
-    const MOST_RELOCATIONS: usize = 2200;
+    /// There are 2,231, one for each place that can panic among them. A capability adds about 50 (masks: 54), and each
+    /// dependency with tables of strings hundreds.
+    const MOST_RELOCATIONS: usize = 2300;
     let dynamic = Command::new("readelf")
         .arg("-dW")
         .arg(preload_library())

@@ -1,6 +1,5 @@
 //! Experts that are never chosen, on request.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use sidecar_core::config::Config;
@@ -43,10 +42,10 @@ impl Capability for ExpertMasks {
 
 /// Returns the experts of a model that are masked.
 pub fn of_model(model: &Model) -> Vec<LayerMask> {
-    let masks = masks::of_model(model).into_values();
+    let masks = masks::of_model(model).into_iter();
     let masked = masks.map(|mask| LayerMask {
         layer: mask.layer,
-        experts: mask.masked().into_iter().collect(),
+        experts: mask.masked(),
     });
     masked.filter(|mask| !mask.experts.is_empty()).collect()
 }
@@ -67,20 +66,24 @@ pub fn set(requested: &[LayerMask], clear: bool) -> Result<(), String> {
             ),
         });
     };
-    let mut next: BTreeMap<u32, BTreeSet<u32>> = BTreeMap::new();
+    let mut next = Vec::new();
     if clear {
-        next.extend(masks.keys().map(|layer| (*layer, BTreeSet::new())));
+        next.extend(masks.iter().map(|mask| (mask.clone(), Vec::new())));
     }
-    for of_layer in requested {
-        let experts: BTreeSet<u32> = of_layer.experts.iter().copied().collect();
-        let layer = of_layer.layer;
-        let mask = masks.get(&layer).ok_or_else(|| {
-            let known: Vec<String> = masks.keys().map(u32::to_string).collect();
-            format!(
-                "layer {layer} has no router that can be masked: use {}",
-                known.join(", ")
-            )
-        })?;
+    for LayerMask { layer, experts } in requested {
+        let mask = masks
+            .iter()
+            .find(|mask| mask.layer == *layer)
+            .ok_or_else(|| {
+                let known: Vec<String> = masks.iter().map(|mask| mask.layer.to_string()).collect();
+                format!(
+                    "layer {layer} has no router that can be masked: use {}",
+                    known.join(", ")
+                )
+            })?;
+        let mut experts = experts.clone();
+        experts.sort_unstable();
+        experts.dedup();
         if let Some(expert) = experts.iter().find(|expert| **expert >= mask.experts) {
             let last = mask.experts - 1;
             return Err(format!(
@@ -88,45 +91,37 @@ pub fn set(requested: &[LayerMask], clear: bool) -> Result<(), String> {
             ));
         }
         Routing::of(model).check(mask, &experts)?;
-        next.insert(layer, experts);
+        next.push((mask.clone(), experts));
     }
-    set_between(model, masks, next)
+    set_between(model, next)
 }
 
 /// Masks no expert of any model.
 pub fn clear() -> Result<(), String> {
     for model in models::models() {
-        let masks = masks::of_model(&model);
-        let masked = masks.iter().filter(|(_, mask)| !mask.masked().is_empty());
-        let next: BTreeMap<_, _> = masked.map(|(layer, _)| (*layer, BTreeSet::new())).collect();
+        let masks = masks::of_model(&model).into_iter();
+        let masked = masks.filter(|mask| !mask.masked().is_empty());
+        let next: Vec<_> = masked.map(|mask| (mask, Vec::new())).collect();
         if !next.is_empty() {
-            set_between(&model, &masks, next)?;
+            set_between(&model, next)?;
         }
     }
     Ok(())
 }
 
-/// Sets masks between two evaluations.
-fn set_between(
-    model: &Arc<Model>,
-    masks: &BTreeMap<u32, Arc<Mask>>,
-    next: BTreeMap<u32, BTreeSet<u32>>,
-) -> Result<(), String> {
-    let masks = masks.clone();
+/// Sets masks between two evaluations; the last one for a router counts.
+fn set_between(model: &Arc<Model>, next: Vec<(Arc<Mask>, Vec<u32>)>) -> Result<(), String> {
     let of_model = model.clone();
-    // Kept graphs stay valid: no model is named.
-    let set = barrier::between_evaluations(
-        ModelSet::default(),
-        || model.is_alive(),
-        move || {
-            if of_model.is_alive() {
-                for (layer, experts) in &next {
-                    masks[layer].set(experts.clone());
-                }
+    let work = move || {
+        if of_model.is_alive() {
+            for (mask, experts) in &next {
+                mask.set(experts.clone());
             }
-        },
-    );
-    set.map_err(str::to_owned)
+        }
+    };
+    // Kept graphs stay valid: no model is named.
+    barrier::between_evaluations(ModelSet::default(), || model.is_alive(), work)
+        .map_err(str::to_owned)
 }
 
 /// How a model chooses experts, as its file states it.
@@ -155,7 +150,7 @@ impl Routing {
     }
 
     /// Fails unless as many experts as a token uses are left, whichever groups are chosen.
-    fn check(&self, mask: &Mask, masked: &BTreeSet<u32>) -> Result<(), String> {
+    fn check(&self, mask: &Mask, masked: &[u32]) -> Result<(), String> {
         let (layer, used) = (mask.layer, self.used);
         if used == 0 {
             return Err("the model's file does not state how many experts a token uses".into());

@@ -17,12 +17,13 @@ const PAGES: [Page; 2] = [
     ("docs/protocol.md", "metrics", Metric::table),
 ];
 /// The sections of the page, with the beginnings of the names.
-const SECTIONS: [(&str, &[&str]); 4] = [
+const SECTIONS: [(&str, &[&str]); 5] = [
     (
         "Hot-swap and general settings",
         &["LLAMA_HOTSWAP_", "LLAMA_SIDECAR_"],
     ),
     ("Expert trace", &["LLAMA_EXPERT_TRACE_"]),
+    ("Masks of experts", &["LLAMA_EXPERT_MASKS"]),
     ("Experts from disk", &["LLAMA_EXPERT_STREAM"]),
     ("Post-fetch", &["LLAMA_POSTFETCH_"]),
 ];

@@ -13,7 +13,7 @@ struct Need {
 }
 
 /// The flags that turn something on.
-pub const CAPABILITIES: &str = "--hotswap, --stream-experts, --post-fetch, --expert-cache, --page-lock, --rounds or an --expert-trace-* option";
+pub const CAPABILITIES: &str = "--hotswap, --stream-experts, --post-fetch, --expert-cache, --page-lock, --rounds, --expert-masks or an --expert-trace-* option";
 
 /// A variable is in one row at most.
 static NEEDS: [Need; 13] = [

@@ -11,7 +11,6 @@
 //! computes: its thread can wait for what its devices still compute.
 
 use std::cell::Cell;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::{CString, c_void};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
@@ -34,8 +33,8 @@ static PRODUCT: Redirection = Redirection::of(c"ggml_mul_mat");
 static SUM: Redirection = Redirection::of(c"ggml_add");
 /// The copy of ggml whose calls are redirected.
 static GGML: AtomicPtr<Ggml> = AtomicPtr::new(std::ptr::null_mut());
-/// The masks, by the address of their router.
-static MASKS: RwLock<Option<HashMap<usize, Arc<Mask>>>> = RwLock::new(None);
+/// The masks of all models. A list: there are as many as layers.
+static MASKS: RwLock<Vec<Arc<Mask>>> = RwLock::new(Vec::new());
 /// Whether any mask is to be written.
 static ANY_STALE: AtomicBool = AtomicBool::new(false);
 /// Held by the evaluation that writes masks.
@@ -52,13 +51,15 @@ type Binary = unsafe extern "C-unwind" fn(*mut Context, *mut Tensor, *mut Tensor
 /// The mask of a router.
 pub struct Mask {
     ggml: &'static Ggml,
+    /// The address of the router.
+    router: usize,
     /// The number of the layer.
     pub layer: u32,
     /// The number of its experts.
     pub experts: u32,
     tensor: TensorPointer,
     _buffer: Mutex<OwnBuffer>,
-    masked: Mutex<BTreeSet<u32>>,
+    masked: Mutex<Vec<u32>>,
     /// Whether the tensor is to be written.
     is_stale: AtomicBool,
 }
@@ -168,30 +169,31 @@ fn layer_in(name: &[u8], end: &[u8]) -> Option<u32> {
 ///
 /// A live tensor of this copy.
 unsafe fn mask_of(ggml: &'static Ggml, router: *mut Tensor, layer: u32) -> Option<TensorPointer> {
-    let key = router as usize;
-    let known = MASKS
-        .read()
-        .as_ref()
-        .and_then(|masks| masks.get(&key).cloned());
+    let known = find(router as usize);
     let known = known.map_or_else(
         || {
             let _inside = Inside::enter();
             // SAFETY: as the caller ensures.
             let mask = Arc::new(unsafe { Mask::new(ggml, router, layer) }?);
             let mut masks = MASKS.write();
-            Some(
-                masks
-                    .get_or_insert_default()
-                    .entry(key)
-                    .or_insert(mask)
-                    .clone(),
-            )
+            let before = masks.iter().find(|of| of.router == mask.router);
+            let mask = before.unwrap_or(&mask).clone();
+            if before.is_none() {
+                masks.push(mask.clone());
+            }
+            Some(mask)
         },
         Some,
     );
     let found = known.map(|mask| mask.tensor);
     LAST.set(found.map(|mask| (layer, mask)));
     found
+}
+
+/// Returns the mask of a router, by its address.
+fn find(router: usize) -> Option<Arc<Mask>> {
+    let masks = MASKS.read();
+    masks.iter().find(|mask| mask.router == router).cloned()
 }
 
 impl Mask {
@@ -223,6 +225,7 @@ impl Mask {
                 OwnBuffer::for_tensor(ggml, buft, F32, &[experts], &name).ok()?;
             let mask = Mask {
                 ggml,
+                router: router as usize,
                 layer,
                 experts: u32::try_from(experts).ok()?,
                 tensor: TensorPointer(tensor),
@@ -235,13 +238,13 @@ impl Mask {
         }
     }
 
-    /// Returns the experts that are never chosen.
-    pub fn masked(&self) -> BTreeSet<u32> {
+    /// Returns the experts that are never chosen, ascending.
+    pub fn masked(&self) -> Vec<u32> {
         self.masked.lock().clone()
     }
 
     /// Masks these experts, and no others, from the next evaluation on. No evaluation runs.
-    pub fn set(&self, masked: BTreeSet<u32>) {
+    pub fn set(&self, masked: Vec<u32>) {
         *self.masked.lock() = masked;
         self.is_stale.store(true, Ordering::SeqCst);
         ANY_STALE.store(true, Ordering::SeqCst);
@@ -275,32 +278,32 @@ pub fn write_changed(synchronize: impl FnOnce()) {
     }
     let _inside = Inside::enter();
     synchronize();
-    let masks = MASKS.read();
-    let masks = masks.iter().flat_map(HashMap::values);
-    for mask in masks.filter(|mask| mask.is_stale.swap(false, Ordering::SeqCst)) {
-        mask.write();
+    for mask in MASKS.read().iter() {
+        if mask.is_stale.swap(false, Ordering::SeqCst) {
+            mask.write();
+        }
     }
     ANY_STALE.store(false, Ordering::SeqCst);
 }
 
-/// Returns the masks of a model by layer.
-pub fn of_model(model: &Model) -> BTreeMap<u32, Arc<Mask>> {
+/// Whether a model has a tensor at an address.
+fn has(model: &Model, address: usize) -> bool {
+    let mut instances = model.tensors.iter().flat_map(|tensor| &tensor.instances);
+    instances.any(|instance| instance.tensor.0 as usize == address)
+}
+
+/// Returns the masks of a model, by layer.
+pub fn of_model(model: &Model) -> Vec<Arc<Mask>> {
     let masks = MASKS.read();
-    let Some(masks) = masks.as_ref() else {
-        return BTreeMap::new();
-    };
-    let instances = model.tensors.iter().flat_map(|tensor| &tensor.instances);
-    let found = instances.filter_map(|instance| masks.get(&(instance.tensor.0 as usize)));
-    found.map(|mask| (mask.layer, mask.clone())).collect()
+    let of_model = masks.iter().filter(|mask| has(model, mask.router));
+    let mut of_model: Vec<_> = of_model.cloned().collect();
+    of_model.sort_unstable_by_key(|mask| mask.layer);
+    of_model
 }
 
 /// Forgets the masks of a model that the program is about to free.
 pub fn model_freed(model: &Model) {
-    if let Some(masks) = MASKS.write().as_mut() {
-        for instance in model.tensors.iter().flat_map(|tensor| &tensor.instances) {
-            masks.remove(&(instance.tensor.0 as usize));
-        }
-    }
+    MASKS.write().retain(|mask| !has(model, mask.router));
 }
 
 #[cfg(test)]

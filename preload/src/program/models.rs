@@ -209,11 +209,14 @@ impl Model {
 
     /// Returns the bytes of its tensors as the program loaded them, by buffer type.
     pub fn loaded_by_type(&self) -> BTreeMap<String, u64> {
-        let mut types: HashMap<*mut BufferType, u64> = HashMap::new();
+        let mut types: Vec<(*mut BufferType, u64)> = Vec::new();
         for tensor in &self.tensors {
             let bytes = self.info(tensor).nbytes;
-            for instance in &tensor.instances {
-                *types.entry(instance.original_buffer_type.0).or_default() += bytes;
+            for buft in tensor.instances.iter().map(|of| of.original_buffer_type.0) {
+                match types.iter_mut().find(|(known, _)| *known == buft) {
+                    Some((_, sum)) => *sum += bytes,
+                    None => types.push((buft, bytes)),
+                }
             }
         }
         let mut by_name = BTreeMap::new();
