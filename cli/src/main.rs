@@ -19,7 +19,8 @@
 //! | [`report`] | expert traces, and what caches of experts would hit |
 //! | [`inspect`] | models without a program |
 //! | [`http`], [`page`] | a server for a few pages, and how pages look |
-//! | [`sizes`], [`output`], [`space`] | sizes, shares and tables as text; texts in files, progress; free space |
+//! | [`output`] | texts and models in files, progress |
+//! | [`sizes`], [`space`] | sizes, shares and tables as text; free space |
 
 mod compare;
 mod control;

@@ -1,10 +1,13 @@
-//! Texts for files that the user names, and progress.
+//! Texts and models for files that the user names, and progress.
 
-use std::io::{self, Write};
-use std::path::Path;
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use sidecar_core::files;
+use sidecar_core::gguf::{Pieces, write_data};
+
+use crate::space::Need;
 
 /// The shortest first line by which a report is known.
 const FIRST_LINE: usize = 12;
@@ -39,6 +42,41 @@ pub fn progress(line: &str) {
     eprintln!("llama-sidecar: {line}");
 }
 
+/// Writes a model with this header and these tensors, and returns its bytes. The path has the old content, or all of the
+/// new; a model that is there is never written over.
+pub fn write_model(
+    path: &Path,
+    header: &[u8],
+    alignment: u64,
+    tensors: Vec<Pieces<'_>>,
+) -> Result<u64> {
+    let explain = || format!("cannot write {}", path.display());
+    let bytes = header.len() as u64 + tensors.iter().map(Pieces::size).sum::<u64>();
+    for need in Need::of([(path, bytes)])? {
+        need.check()?;
+    }
+    let file = files::beside(path).with_context(explain)?;
+    let mut out = BufWriter::new(file.as_file());
+    out.write_all(header).with_context(explain)?;
+    for data in tensors {
+        let size = data.size();
+        write_data(&mut out, data, size, alignment).with_context(explain)?;
+    }
+    out.flush().with_context(explain)?;
+    drop(out);
+    let kept = files::persist(file, path, |_| false).with_context(explain)?;
+    report_kept(path, kept);
+    Ok(bytes)
+}
+
+/// Prints where an earlier file is kept, if there was one.
+fn report_kept(path: &Path, kept: Option<PathBuf>) {
+    if let Some(kept) = kept {
+        let (path, kept) = (path.display(), kept.display());
+        progress(&format!("{path}: the earlier file is kept as {kept}"));
+    }
+}
+
 /// Writes a text to a file. An earlier file with the same first line is a report of the same kind
 /// and goes; any other is kept, and standard error has its path.
 pub fn write_text(path: &Path, text: &str) -> Result<()> {
@@ -49,10 +87,7 @@ pub fn write_text(path: &Path, text: &str) -> Result<()> {
     };
     let kept = files::write(path, text.as_bytes(), replaces)
         .with_context(|| format!("cannot write {}", path.display()))?;
-    if let Some(kept) = kept {
-        let (path, kept) = (path.display(), kept.display());
-        eprintln!("llama-sidecar: {path}: the earlier file is kept as {kept}");
-    }
+    report_kept(path, kept);
     Ok(())
 }
 

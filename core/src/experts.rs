@@ -23,13 +23,70 @@
 use std::fmt;
 use std::ops::Range;
 
-use crate::gguf::GgufFile;
+use crate::gguf::{GgufFile, Value};
 
 /// Layers that are indexed: llama.cpp loads 512 at most. The limit bounds the memory that
 /// a malformed file can make callers reserve.
 pub const MAX_LAYERS: u32 = 1 << 12;
 /// Experts per layer that are indexed: llama.cpp loads 512 at most.
 pub const MAX_EXPERTS: u32 = 1 << 12;
+
+/// How a model chooses experts, as its files state it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Routing {
+    /// `general.architecture`; empty if there is none.
+    pub architecture: String,
+    /// Experts of a layer (`expert_count`); 0 when not stated.
+    pub experts: u64,
+    /// Experts that a token uses (`expert_used_count`); 0 when not stated.
+    pub used: u64,
+    /// Groups of experts (`expert_group_count`); one where there are none.
+    pub groups: u64,
+    /// Groups that a token uses (`expert_group_used_count`); all where that is not stated.
+    pub groups_used: u64,
+}
+
+impl Routing {
+    /// Reads the headers of a model's files.
+    pub fn of<'a>(files: impl IntoIterator<Item = &'a GgufFile>) -> Routing {
+        let files: Vec<&GgufFile> = files.into_iter().collect();
+        let find = |name: &str| {
+            let mut files = files.iter();
+            files.find_map(|file| Some((*file, file.header.key(name.as_bytes())?)))
+        };
+        let architecture = find("general.architecture").map(|(file, key)| file.value(key));
+        let architecture = match architecture {
+            Some(Ok(Value::Text(text))) => String::from_utf8_lossy(&text).into_owned(),
+            _ => String::new(),
+        };
+        let number = |name: &str| {
+            let (_, key) = find(&format!("{architecture}.{name}"))?;
+            key.as_u64().filter(|number| *number > 0)
+        };
+        let groups = number("expert_group_count").unwrap_or(1);
+        Routing {
+            experts: number("expert_count").unwrap_or(0),
+            used: number("expert_used_count").unwrap_or(0),
+            groups,
+            groups_used: number("expert_group_used_count").unwrap_or(groups),
+            architecture,
+        }
+    }
+
+    /// Returns how many of so many experts a token can choose from without these, if it uses the groups with the fewest.
+    pub fn fewest_without(&self, experts: u64, masked: impl IntoIterator<Item = u32>) -> u64 {
+        let each = (experts / self.groups).max(1);
+        // More groups than experts are no groups.
+        let mut left = vec![each; self.groups.min(experts) as usize];
+        for expert in masked {
+            if let Some(left) = left.get_mut((u64::from(expert) / each) as usize) {
+                *left = left.saturating_sub(1);
+            }
+        }
+        left.sort_unstable();
+        left.iter().take(self.groups_used as usize).sum()
+    }
+}
 
 /// A weight matrix of an expert.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -340,6 +397,19 @@ fn number(text: &str) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_token_can_use_the_groups_with_the_fewest_experts() {
+        let routing = |groups, groups_used| Routing {
+            groups,
+            groups_used,
+            ..Routing::default()
+        };
+        assert_eq!(routing(1, 1).fewest_without(8, [0, 7]), 6);
+        assert_eq!(routing(4, 2).fewest_without(8, []), 4);
+        assert_eq!(routing(4, 2).fewest_without(8, [0, 1, 5]), 1);
+        assert_eq!(routing(u64::MAX, 1).fewest_without(2, [0, 1, 2]), 0);
+    }
 
     fn parse(name: &str) -> Option<(u32, Projection, Option<u32>)> {
         ExpertName::parse(name).map(|e| (e.layer, e.projection, e.expert))

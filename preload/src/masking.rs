@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use sidecar_core::config::Config;
+use sidecar_core::experts::Routing;
 use sidecar_core::protocol::{LayerMask, NoEffect};
-use sidecar_core::trace::ModelMeta;
 
 use crate::program::barrier::{self, ModelSet};
 use crate::program::capability::{Capability, Effect};
@@ -66,6 +66,7 @@ pub fn set(requested: &[LayerMask], clear: bool) -> Result<(), String> {
             ),
         });
     };
+    let routing = Routing::of(model.files.iter().map(|file| &file.gguf));
     let mut next = Vec::new();
     if clear {
         next.extend(masks.iter().map(|mask| (mask.clone(), Vec::new())));
@@ -90,7 +91,7 @@ pub fn set(requested: &[LayerMask], clear: bool) -> Result<(), String> {
                 "layer {layer} has no expert {expert}: use 0 to {last}"
             ));
         }
-        Routing::of(model).check(mask, &experts)?;
+        check(&routing, mask, &experts)?;
         next.push((mask.clone(), experts));
     }
     set_between(model, next)
@@ -124,52 +125,17 @@ fn set_between(model: &Arc<Model>, next: Vec<(Arc<Mask>, Vec<u32>)>) -> Result<(
         .map_err(str::to_owned)
 }
 
-/// How a model chooses experts, as its file states it.
-struct Routing {
-    /// Experts that a token uses.
-    used: u64,
-    /// Groups of experts, and how many of them a token uses; one group where there are none.
-    groups: (u64, u64),
-}
-
-impl Routing {
-    fn of(model: &Model) -> Routing {
-        let files = || model.files.iter().map(|file| &file.gguf);
-        let about = ModelMeta::of(files());
-        let number = |name: &str| {
-            let key = format!("{}.{name}", about.architecture);
-            let key = files().find_map(|file| file.header.key(key.as_bytes()));
-            key.and_then(|key| key.as_u64()).unwrap_or(0)
-        };
-        let groups = number("expert_group_count").max(1);
-        let used = number("expert_group_used_count");
-        Routing {
-            used: about.experts_used,
-            groups: (groups, if used == 0 { groups } else { used }),
-        }
+/// Fails unless as many experts as a token uses are left, whichever groups are chosen.
+fn check(routing: &Routing, mask: &Mask, masked: &[u32]) -> Result<(), String> {
+    let (layer, used) = (mask.layer, routing.used);
+    if used == 0 {
+        return Err("the model's file does not state how many experts a token uses".into());
     }
-
-    /// Fails unless as many experts as a token uses are left, whichever groups are chosen.
-    fn check(&self, mask: &Mask, masked: &[u32]) -> Result<(), String> {
-        let (layer, used) = (mask.layer, self.used);
-        if used == 0 {
-            return Err("the model's file does not state how many experts a token uses".into());
-        }
-        let (groups, chosen) = self.groups;
-        let each = (u64::from(mask.experts) / groups).max(1);
-        let mut left = vec![each; groups as usize];
-        for expert in masked {
-            if let Some(left) = left.get_mut((u64::from(*expert) / each) as usize) {
-                *left -= 1;
-            }
-        }
-        left.sort_unstable();
-        let fewest: u64 = left.iter().take(chosen as usize).sum();
-        match fewest >= used {
-            true => Ok(()),
-            false => Err(format!(
-                "layer {layer} would have {fewest} experts to choose from, and a token uses {used}: mask fewer"
-            )),
-        }
+    let fewest = routing.fewest_without(mask.experts.into(), masked.iter().copied());
+    match fewest >= used {
+        true => Ok(()),
+        false => Err(format!(
+            "layer {layer} would have {fewest} experts to choose from, and a token uses {used}: mask fewer"
+        )),
     }
 }

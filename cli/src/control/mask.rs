@@ -51,6 +51,12 @@ impl MaskOptions {
     }
 }
 
+/// Returns numbers of experts as text.
+pub fn text(experts: &[u32]) -> String {
+    let experts: Vec<String> = experts.iter().map(u32::to_string).collect();
+    experts.join(", ")
+}
+
 /// Reads experts by layer.
 pub fn read(path: &Path) -> Result<Vec<LayerMask>> {
     // Not its size: that of a device or a pipe is 0.

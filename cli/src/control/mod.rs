@@ -2,8 +2,8 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | [`mask`] | masks of experts from the command line |
 //! | [`requests`] | requests, and their replies as text |
+//! | [`mask`] | masks of experts from the command line |
 //! | [`server`] | the slots of a llama-server |
 
 pub mod mask;

@@ -21,6 +21,7 @@ use sidecar_core::protocol::{
 use sidecar_core::summary;
 use sidecar_core::trace::{from_json, to_text};
 
+use crate::control::mask;
 use crate::control::server::ServerOptions;
 use crate::output::Printable;
 
@@ -74,8 +75,7 @@ pub fn run(socket: &Path, request: &Request, as_json: bool) -> Result<()> {
                     writeln!(out, "masks of other layers are removed")?;
                 }
                 for LayerMask { layer, experts } in masks {
-                    let experts: Vec<String> = experts.iter().map(u32::to_string).collect();
-                    writeln!(out, "layer {layer}: masked {}", experts.join(", "))?;
+                    writeln!(out, "layer {layer}: masked {}", mask::text(experts))?;
                 }
             }
             Request::Mark { text } => writeln!(out, "marked: {text}")?,
@@ -418,12 +418,8 @@ fn print_status(out: &mut impl Write, status: &Status) -> Result<()> {
                 .unwrap_or("not hashed yet (status --hash)")
         )?;
         for LayerMask { layer, experts } in &model.masks {
-            let experts: Vec<String> = experts.iter().map(u32::to_string).collect();
-            writeln!(
-                out,
-                "  layer {layer}: masked experts {}",
-                experts.join(", ")
-            )?;
+            let experts = mask::text(experts);
+            writeln!(out, "  layer {layer}: masked experts {experts}")?;
         }
         if let Some(stream) = &model.stream {
             writeln!(out, "  experts: {}", summary::streaming(stream))?;

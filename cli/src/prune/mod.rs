@@ -11,6 +11,7 @@ mod search;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
+use sidecar_core::files;
 use sidecar_core::gguf::{Access, open_model};
 use sidecar_core::protocol::LayerMask;
 
@@ -54,9 +55,16 @@ pub struct PruneOptions {
 
 /// Finds the experts to leave out, or takes those of a file, and writes the model without them.
 pub fn run(options: &PruneOptions) -> Result<()> {
-    let files = open_model(&options.model, Access::Read)
+    let model = open_model(&options.model, Access::Read)
         .with_context(|| format!("cannot read the model {}", options.model.display()))?;
-    let mixture = Mixture::of(&files)?;
+    let mixture = Mixture::of(&model)?;
+    for path in [&options.output, &options.save, &options.report]
+        .into_iter()
+        .flatten()
+    {
+        // Not after the measurements.
+        files::check(path).with_context(|| format!("cannot write {}", path.display()))?;
+    }
     let masks: Vec<LayerMask> = match &options.experts {
         Some(path) => mask::read(path)?,
         None => {
@@ -65,20 +73,20 @@ pub fn run(options: &PruneOptions) -> Result<()> {
             found.experts
         }
     };
-    let pruned = Pruned::of(&files, &mixture, &masks)?;
+    let pruned = Pruned::of(&model, &mixture, &masks)?;
     if let Some(path) = &options.save {
         write_text(path, &format!("{}\n", serde_json::to_string(&masks)?))?;
     }
     if let Some(path) = &options.output {
-        pruned.write(path)?;
-        let before: u64 = files.iter().map(|file| file.source.id().size).sum();
+        let size = pruned.write(path)?;
+        let before: u64 = model.iter().map(|file| file.source.id().size).sum();
         progress(&format!(
             "{} has {} of {} experts in each of {} layers: {} of {}",
             path.display(),
             pruned.left,
-            mixture.experts,
+            mixture.routing.experts,
             mixture.layers.len(),
-            size_text(pruned.size()? as f64),
+            size_text(size as f64),
             size_text(before as f64)
         ));
     }
@@ -88,10 +96,10 @@ pub fn run(options: &PruneOptions) -> Result<()> {
 /// Prints what was measured, and writes it as a page.
 fn show(options: &PruneOptions, found: &Found) -> Result<()> {
     if let Some(path) = &options.report {
-        let layers = found.experts.iter().map(|mask| {
-            let experts: Vec<String> = mask.experts.iter().map(u32::to_string).collect();
-            vec![mask.layer.to_string(), experts.join(", ")]
-        });
+        let layers = found
+            .experts
+            .iter()
+            .map(|mask| vec![mask.layer.to_string(), mask::text(&mask.experts)]);
         let mut chosen = Table::new(["layer", "experts to leave out"]);
         chosen.rows = layers.collect();
         let body = format!(

@@ -1,20 +1,15 @@
 //! The pruned model.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{BufWriter, Write};
 use std::ops::Range;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use sidecar_core::experts::ExpertIndex;
-use sidecar_core::files;
-use sidecar_core::gguf::{
-    GgufFile, HeaderWriter, Pieces, TensorInfo, Value, copy_value, write_data,
-};
+use sidecar_core::experts::{ExpertIndex, Routing};
+use sidecar_core::gguf::{GgufFile, HeaderWriter, Pieces, TensorInfo, copy_value};
 use sidecar_core::protocol::LayerMask;
 
-use crate::output::progress;
-use crate::space::Need;
+use crate::output::write_model;
 
 /// What names of tensors end with that have a part for each expert, after `blk.N.`.
 const ROUTERS: [&str; 3] = [
@@ -51,51 +46,41 @@ impl Part<'_> {
     }
 }
 
-/// The experts of a model, as its file states them.
+/// The experts of a model, as its files state them.
 pub struct Mixture {
-    architecture: String,
+    /// How they are chosen.
+    pub routing: Routing,
     /// Layers with experts.
     pub layers: BTreeSet<u32>,
-    /// Experts of a layer.
-    pub experts: u64,
-    /// Experts that a token uses.
-    pub used: u64,
-    /// Groups of experts; one where there are none.
-    pub groups: u64,
 }
 
 impl Mixture {
-    /// Reads the header of a model.
+    /// Reads the headers of a model.
     pub fn of(files: &[GgufFile]) -> Result<Mixture> {
-        let first = files.first().context("a model has a file")?;
-        let key = first.header.key(b"general.architecture");
-        let architecture = match key.map(|key| first.value(key)) {
-            Some(Ok(Value::Text(text))) => String::from_utf8(text)?,
-            _ => bail!("the model has no general.architecture"),
-        };
-        let number = |name: &str| {
-            let key = first
-                .header
-                .key(format!("{architecture}.{name}").as_bytes());
-            key.and_then(|key| key.as_u64())
-        };
-        let experts = number("expert_count").filter(|count| *count > 0);
-        let experts = experts.with_context(|| {
-            format!("the model has no {architecture}.expert_count: it is no mixture of experts, or an older file")
-        })?;
-        let used = number("expert_used_count").context("the model has no expert_used_count")?;
-        let groups = number("expert_group_count").unwrap_or(1).max(1);
+        let routing = Routing::of(files);
+        let Routing {
+            architecture,
+            experts,
+            used,
+            groups,
+            ..
+        } = &routing;
+        ensure!(
+            *experts > 0,
+            "the model has no {architecture}.expert_count: it is no mixture of experts, or an older file"
+        );
+        ensure!(
+            *used > 0,
+            "the model has no {architecture}.expert_used_count"
+        );
         ensure!(
             experts % groups == 0,
             "{experts} experts are not in {groups} equal groups"
         );
         let index = ExpertIndex::of(files);
         Ok(Mixture {
-            architecture,
             layers: index.layers().map(|(layer, _)| layer).collect(),
-            experts,
-            used,
-            groups,
+            routing,
         })
     }
 }
@@ -117,13 +102,13 @@ impl<'a> Pruned<'a> {
         mixture: &'a Mixture,
         masks: &[LayerMask],
     ) -> Result<Pruned<'a>> {
-        let &Mixture {
+        let Mixture { routing, layers } = mixture;
+        let &Routing {
             experts,
             used,
             groups,
-            ref layers,
             ..
-        } = mixture;
+        } = routing;
         let mut removed: BTreeMap<u32, BTreeSet<u64>> = BTreeMap::new();
         for mask in masks {
             let of_layer = removed.entry(mask.layer).or_default();
@@ -152,9 +137,10 @@ impl<'a> Pruned<'a> {
                 (0..groups).all(|group| in_group(group) * groups == count),
                 "layer {layer} keeps different numbers of experts in its {groups} groups: a group would have experts of another one"
             );
+            let fewest = routing.fewest_without(experts, gone.iter().map(|expert| *expert as u32));
             ensure!(
-                count >= used,
-                "layer {layer} keeps {count} experts, and a token uses {used}"
+                fewest >= used,
+                "layer {layer} keeps {fewest} experts, and a token uses {used}"
             );
             kept.insert(layer, of_layer);
         }
@@ -205,12 +191,13 @@ impl<'a> Pruned<'a> {
         }
         let last = ne.last_mut().context("a tensor has an extent")?;
         ensure!(
-            *last == self.mixture.experts && info.nbytes.is_multiple_of(self.mixture.experts),
+            *last == self.mixture.routing.experts
+                && info.nbytes.is_multiple_of(self.mixture.routing.experts),
             "'{name}' has {last} parts for {} experts",
-            self.mixture.experts
+            self.mixture.routing.experts
         );
         *last = self.left;
-        let each = info.nbytes / self.mixture.experts;
+        let each = info.nbytes / self.mixture.routing.experts;
         let pieces = kept.iter().map(|expert| {
             let start = all.start + expert * each;
             start..start + each
@@ -224,7 +211,7 @@ impl<'a> Pruned<'a> {
 
     fn header(&self, parts: &[Part<'_>]) -> Result<Vec<u8>> {
         let first = &self.files[0];
-        let count = format!("{}.expert_count", self.mixture.architecture);
+        let count = format!("{}.expert_count", self.mixture.routing.architecture);
         let mut header = HeaderWriter::new(u32::try_from(first.header.alignment)?);
         for key in &first.header.keys {
             if *key.name == *count.as_bytes() {
@@ -240,39 +227,15 @@ impl<'a> Pruned<'a> {
         Ok(header.finish())
     }
 
-    /// Returns the bytes of its tensors.
-    pub fn size(&self) -> Result<u64> {
-        Ok(self.parts()?.iter().map(Part::nbytes).sum())
-    }
-
-    /// Writes the model. Its path has the old content, or all of the new.
-    pub fn write(&self, path: &Path) -> Result<()> {
-        let explain = || format!("cannot write {}", path.display());
+    /// Writes the model, and returns its bytes. Its path has the old content, or all of the new.
+    pub fn write(&self, path: &Path) -> Result<u64> {
         let parts = self.parts()?;
         let header = self.header(&parts)?;
-        let bytes = header.len() as u64 + parts.iter().map(Part::nbytes).sum::<u64>();
-        for need in Need::of([(path, bytes)])? {
-            need.check()?;
-        }
-        let file = files::beside(path).with_context(explain)?;
-        let mut out = BufWriter::new(file.as_file());
-        out.write_all(&header).with_context(explain)?;
         let alignment = self.files[0].header.alignment;
-        for part in parts {
-            let nbytes = part.nbytes();
-            let data = Pieces::of(part.file, part.pieces);
-            write_data(&mut out, data, nbytes, alignment).with_context(explain)?;
-        }
-        out.flush().with_context(explain)?;
-        drop(out);
-        if let Some(kept) = files::persist(file, path, |_| false).with_context(explain)? {
-            progress(&format!(
-                "{}: the earlier file is kept as {}",
-                path.display(),
-                kept.display()
-            ));
-        }
-        Ok(())
+        let tensors = parts
+            .into_iter()
+            .map(|part| Pieces::of(part.file, part.pieces));
+        write_model(path, &header, alignment, tensors.collect())
     }
 }
 
@@ -281,11 +244,14 @@ impl Mixture {
     /// One layer of so many experts in so many groups.
     pub fn for_tests(experts: u64, groups: u64) -> Mixture {
         Mixture {
-            architecture: "test".into(),
+            routing: Routing {
+                architecture: "test".into(),
+                experts,
+                used: 1,
+                groups,
+                groups_used: groups,
+            },
             layers: BTreeSet::from([0]),
-            experts,
-            used: 1,
-            groups,
         }
     }
 }

@@ -102,15 +102,17 @@ pub fn run(options: &SearchOptions, model: &Path, mixture: &Mixture) -> Result<F
     let (Some(share), Some(text)) = (options.leave_out, &options.text) else {
         bail!("--leave-out and --text are needed");
     };
-    let each = mixture.experts / mixture.groups;
-    let count = (share * each as f64).round() as u64 * mixture.groups;
+    let routing = &mixture.routing;
+    let each = routing.experts / routing.groups;
+    let of_group = (share * each as f64).round() as u64;
+    let count = of_group * routing.groups;
     ensure!(
-        count > 0 && mixture.experts - count >= mixture.used,
+        count > 0 && (each - of_group) * routing.groups_used >= routing.used,
         "{:.1} % of {} experts are {count}: leave out at least {}, and keep the {} that a token uses",
         share * 100.0,
-        mixture.experts,
-        mixture.groups,
-        mixture.used
+        mixture.routing.experts,
+        mixture.routing.groups,
+        mixture.routing.used
     );
     let program = options.evaluation.program(None)?;
     let chunks = options.evaluation.chunks;
@@ -179,7 +181,7 @@ fn order(text: &str, by: By, mixture: &Mixture) -> Result<Order> {
             By::Count => counts,
         };
         ensure!(
-            worth.len() as u64 == mixture.experts,
+            worth.len() as u64 == mixture.routing.experts,
             "layer {number} has {} experts",
             worth.len()
         );
@@ -212,7 +214,7 @@ struct Search<'a> {
 
 impl Search<'_> {
     fn find(&mut self, order: &Order, count: u64) -> Result<Vec<LayerMask>> {
-        let groups = self.mixture.groups;
+        let groups = self.mixture.routing.groups;
         let steps = (1..=STEPS).map(|step| count / groups * step / STEPS * groups);
         let mut steps: Vec<u64> = steps.filter(|part| *part > 0).collect();
         steps.dedup();
@@ -260,7 +262,7 @@ impl Search<'_> {
 
     /// The first experts of an order, the same number in each group.
     fn first(&self, order: &Order, count: u64) -> Vec<LayerMask> {
-        let groups = self.mixture.groups;
+        let groups = self.mixture.routing.groups;
         let masks = order.iter().map(|(layer, experts)| {
             let of_group = |group| {
                 let mut experts = experts.iter().copied();
@@ -282,7 +284,7 @@ impl Search<'_> {
     }
 
     fn group(&self, expert: u32) -> u64 {
-        u64::from(expert) / (self.mixture.experts / self.mixture.groups)
+        u64::from(expert) / (self.mixture.routing.experts / self.mixture.routing.groups)
     }
 
     /// Exchanges an expert of a layer for another one of its group, so many places from the border; `None` where there

@@ -1,17 +1,15 @@
 //! A model with other types, as `llama-quantize` writes it.
 
 use std::collections::BTreeMap;
-use std::io::{BufWriter, Write};
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use sidecar_core::files;
-use sidecar_core::gguf::{Access, HeaderWriter, Pieces, copy_value, open_model, write_data};
+use sidecar_core::gguf::{Access, HeaderWriter, Pieces, copy_value, open_model};
 use sidecar_core::gguf::{GgufFile, TensorInfo};
 
 use super::mix::Mix;
 use super::sweep::{Plan, Sweep};
-use crate::space::Need;
+use crate::output::write_model;
 
 /// The alignment that `llama-quantize` uses.
 const ALIGNMENT: u32 = 32;
@@ -76,34 +74,23 @@ fn shortened(text: &str) -> &str {
 
 /// Writes a model. Its path has the old content, or all of the new.
 pub fn write(plan: &Plan<'_>, mix: &Mix<'_>, sweep: &mut Sweep<'_>, path: &Path) -> Result<()> {
-    let explain = || format!("cannot write {}", path.display());
-    for need in Need::of([(path, mix.bytes)])? {
-        need.check()?;
-    }
     let mut sources: BTreeMap<usize, Vec<GgufFile>> = BTreeMap::new();
     for candidate in mix.parts.iter().filter_map(|part| part.candidate) {
         if let std::collections::btree_map::Entry::Vacant(entry) = sources.entry(candidate) {
             entry.insert(open_model(&sweep.file(candidate)?, Access::Read)?);
         }
     }
-    let file = files::beside(path).with_context(explain)?;
-    let mut out = BufWriter::new(file.as_file());
-    out.write_all(&header(plan, mix)?).with_context(explain)?;
-    for part in &mix.parts {
+    let tensors = mix.parts.iter().map(|part| {
         let (from, info) = match part.candidate {
             None => (part.tensor.file, part.tensor.info),
             Some(candidate) => find(&sources[&candidate], part.tensor.name)
                 .with_context(|| format!("'{}' is missing in the work folder", part.tensor.name))?,
         };
-        let data = Pieces::of(
-            from,
-            std::iter::once(info.offset..info.offset + info.nbytes),
-        );
-        write_data(&mut out, data, info.nbytes, ALIGNMENT.into()).with_context(explain)?;
-    }
-    out.flush().with_context(explain)?;
-    drop(out);
-    files::persist(file, path, |_| false).with_context(explain)?;
+        let bytes = info.offset..info.offset + info.nbytes;
+        Ok(Pieces::of(from, std::iter::once(bytes)))
+    });
+    let tensors = tensors.collect::<Result<_>>()?;
+    write_model(path, &header(plan, mix)?, ALIGNMENT.into(), tensors)?;
     Ok(())
 }
 

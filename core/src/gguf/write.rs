@@ -73,6 +73,12 @@ impl<'a> Pieces<'a> {
             ranges: ranges.into_iter().collect(),
         }
     }
+
+    /// Returns the bytes that are left to read.
+    pub fn size(&self) -> u64 {
+        let ranges = self.ranges.iter();
+        ranges.map(|range| range.end - range.start).sum()
+    }
 }
 
 impl io::Read for Pieces<'_> {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::counters::ExpertLayout;
-use crate::experts::{ExpertIndex, Projection};
+use crate::experts::{ExpertIndex, Projection, Routing};
 use crate::gguf::{GgufFile, Value};
 
 /// Name, architecture and files of a traced model.
@@ -46,13 +46,11 @@ impl ModelMeta {
                 _ => String::new(),
             }
         };
-        let architecture = text("general.architecture");
-        let used = format!("{architecture}.expert_used_count");
-        let used = first.header.key(used.as_bytes());
+        let routing = Routing::of(files.iter().copied());
         ModelMeta {
             name: text("general.name"),
-            experts_used: used.and_then(|key| key.as_u64()).unwrap_or(0),
-            architecture,
+            experts_used: routing.used,
+            architecture: routing.architecture,
             expert_bytes: expert_bytes(&ExpertIndex::of(files.iter().copied())),
             files: files
                 .iter()

@@ -169,22 +169,18 @@ fn layer_in(name: &[u8], end: &[u8]) -> Option<u32> {
 ///
 /// A live tensor of this copy.
 unsafe fn mask_of(ggml: &'static Ggml, router: *mut Tensor, layer: u32) -> Option<TensorPointer> {
-    let known = find(router as usize);
-    let known = known.map_or_else(
-        || {
-            let _inside = Inside::enter();
-            // SAFETY: as the caller ensures.
-            let mask = Arc::new(unsafe { Mask::new(ggml, router, layer) }?);
-            let mut masks = MASKS.write();
-            let before = masks.iter().find(|of| of.router == mask.router);
-            let mask = before.unwrap_or(&mask).clone();
-            if before.is_none() {
-                masks.push(mask.clone());
-            }
-            Some(mask)
-        },
-        Some,
-    );
+    let known = find(router as usize).or_else(|| {
+        let _inside = Inside::enter();
+        // SAFETY: as the caller ensures.
+        let mask = Arc::new(unsafe { Mask::new(ggml, router, layer) }?);
+        let mut masks = MASKS.write();
+        let before = masks.iter().find(|of| of.router == mask.router);
+        let mask = before.unwrap_or(&mask).clone();
+        if before.is_none() {
+            masks.push(mask.clone());
+        }
+        Some(mask)
+    });
     let found = known.map(|mask| mask.tensor);
     LAST.set(found.map(|mask| (layer, mask)));
     found
