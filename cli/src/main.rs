@@ -8,6 +8,7 @@
 //! | [`generate`] | man pages and shell completions |
 //! | [`swap`] | tensors from one model's files to another's or to a running program, and back |
 //! | [`prune`] | a model without some of its experts |
+//! | [`margins`] | what it costs and gains to prefer experts in memory |
 //! | [`plan`] | what to type for a model on this machine |
 //! | [`compare`] | a program with and without the drop-in |
 //! | [`trial`] | a run of a program, and its speeds |
@@ -29,6 +30,7 @@ mod generate;
 mod http;
 mod inspect;
 mod launch;
+mod margins;
 mod output;
 mod page;
 mod plan;
@@ -48,6 +50,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 use launch::{child, doctor, run};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use sidecar_core::config::margin;
 use sidecar_core::protocol::Request;
 
 /// Inspects and changes GGUF models, and controls programs that run with llama-sidecar.
@@ -117,6 +120,11 @@ enum Command {
     ///
     /// A program with 'llama-sidecar mask' shows before what the new model computes.
     Prune(prune::PruneOptions),
+    /// Measure what it costs and gains to prefer experts in memory ('run --stream-prefer').
+    ///
+    /// Starts llama-perplexity once, with experts from disk. For each margin, the text is evaluated one token at a time:
+    /// the divergence from the model as it is, the bytes that are read, and the speed.
+    Margins(margins::MarginsOptions),
     /// Show the models of a running program and their swapped tensors.
     Status {
         #[command(flatten)]
@@ -166,6 +174,16 @@ enum Command {
         at: Control,
         #[command(flatten)]
         options: control::mask::MaskOptions,
+    },
+    /// Set the margin within which a running program prefers experts in memory.
+    ///
+    /// The program runs with --stream-prefer and --accept-changed-results.
+    Prefer {
+        #[command(flatten)]
+        at: Control,
+        /// The largest difference of scores, 0 to 1. With 0, no expert is replaced.
+        #[arg(long, value_name = "MARGIN", value_parser = margin)]
+        margin: f32,
     },
     /// Note a text at the current position of the routes of a running program.
     ///
@@ -270,6 +288,10 @@ fn main() -> ExitCode {
         Command::Mask { at, options } => options
             .request()
             .and_then(|request| control::run(&at.socket, &request, at.json)),
+        Command::Margins(options) => margins::run(&options),
+        Command::Prefer { at, margin } => {
+            control::run(&at.socket, &Request::Prefer { margin }, at.json)
+        }
         Command::Mark { at, text } => control::run(&at.socket, &Request::Mark { text }, at.json),
         Command::Round { at, end: true, .. } => {
             control::run(&at.socket, &Request::RoundEnd, at.json)

@@ -46,6 +46,13 @@ pub fn streaming(figures: &StreamFigures) -> String {
             figures.guesses
         );
     }
+    if figures.chosen > 0 {
+        text += &format!(
+            ", {:.1} % of the chosen experts were replaced by others in memory (margin {}), which changes results",
+            percent(figures.replaced, figures.chosen),
+            figures.margin
+        );
+    }
     if figures.resting {
         text += "; all experts are in memory now, so that streaming rests";
     }

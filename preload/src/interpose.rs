@@ -33,7 +33,7 @@ use crate::program::sched::{self, Allocated, Scheduler};
 use crate::program::weight_copies::{self, WeightCopy};
 use crate::program::{loads, masks, models, own_cache, routing};
 use crate::rounds;
-use crate::streaming::load;
+use crate::streaming::{self, load};
 use crate::trace::counts;
 use crate::{lifecycle, logits, measure, postfetch};
 
@@ -633,8 +633,8 @@ unsafe extern "C" fn ids_known(
     if lifecycle::is_on() {
         // SAFETY: the arguments of the call.
         guarded(|| unsafe {
-            routing::known(node, thread, place, |routed| {
-                lifecycle::report(|to| to.routed(routed));
+            routing::known(node, thread, place, streaming::prefer, |routed| {
+                lifecycle::report(|to| to.routed(routed))
             });
         });
     }

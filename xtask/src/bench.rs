@@ -16,7 +16,7 @@ struct Bench {
     note: &'static str,
 }
 
-const BENCHES: [Bench; 12] = [
+const BENCHES: [Bench; 13] = [
     Bench {
         name: "load",
         heading: "Opening and loading",
@@ -104,6 +104,13 @@ cores: both cost the same on both sides, and the longer prompts are limited by t
 with the load and three single tokens, and their share of the disk's bandwidth is that of the prompt's time.",
     },
     Bench {
+        name: "margins",
+        heading: "Experts in memory preferred",
+        note: "The experts of this mixture were made from one dense model, and are more alike than those of a model that was \
+trained as a mixture: the bytes and the speed are what a margin gains, and the divergence is that of this model. \
+`llama-sidecar margins` measures another one.",
+    },
+    Bench {
         name: "tune",
         heading: "Tuning",
         note: "A row is a sweep with one type: the time of the whole command, with the start of the program, the \
@@ -165,6 +172,7 @@ fn figures(bench: &Bench, arguments: &[String]) -> Result<String> {
         "expert_cache",
         "stream",
         "stream_gpu",
+        "margins",
         "tune",
         "plan",
     ]
@@ -175,7 +183,7 @@ fn figures(bench: &Bench, arguments: &[String]) -> Result<String> {
     if ["postfetch_host", "expert_cache", "stream_gpu"].contains(&bench.name) {
         cmake::sim_ggml()?;
     }
-    if ["tune", "stream_gpu", "plan"].contains(&bench.name) {
+    if ["margins", "tune", "stream_gpu", "plan"].contains(&bench.name) {
         llama_cpp::make()?;
     }
     if ["stream", "stream_gpu", "plan"].contains(&bench.name) {

@@ -103,6 +103,8 @@ const CHECKS: &[Check] = &[
         .unless(llama_cpp::missing),
     Check::programs("drop-in with routes of each token", "dropin_routes"),
     Check::programs("drop-in with experts from disk", "dropin_stream"),
+    Check::programs("experts in memory that are preferred", "dropin_prefer")
+        .unless(llama_cpp::missing),
     Check::programs(
         "drop-in while a streamed model is loaded",
         "dropin_stream_load",

@@ -78,6 +78,10 @@ pub fn run(socket: &Path, request: &Request, as_json: bool) -> Result<()> {
                     writeln!(out, "layer {layer}: masked {}", mask::text(experts))?;
                 }
             }
+            Request::Prefer { margin } => writeln!(
+                out,
+                "experts in memory replace others whose scores are higher by less than {margin}"
+            )?,
             Request::Mark { text } => writeln!(out, "marked: {text}")?,
             Request::Round { .. } => {
                 let Round { round, exit, .. } = parsed(&answer)?;
@@ -348,6 +352,7 @@ fn flags_for(request: &Request) -> &'static [&'static str] {
         }
         Request::Trace | Request::TraceReset => &["--expert-trace-stats"],
         Request::Mask { .. } => &["--expert-masks"],
+        Request::Prefer { .. } => &["--stream-prefer MARGIN --accept-changed-results"],
         Request::Mark { .. } => &["--expert-trace-routes PATH"],
         Request::Round { .. } | Request::RoundEnd => &["--rounds"],
         Request::Ping | Request::Status | Request::Metrics | Request::Hash => &[

@@ -251,6 +251,9 @@ pub fn run(options: &RunOptions) -> Result<()> {
     }
     let program = prepared.program()?;
     let config = &prepared.config;
+    if config.expert_stream_prefer.is_some() && config.preference().is_none() {
+        bail!("{}", config.without_effect.join("; "));
+    }
     if let Some(sentence) = config.unwritable().into_iter().next() {
         bail!("{sentence}");
     }

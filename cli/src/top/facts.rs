@@ -169,6 +169,8 @@ fn streaming(program: &Program, at: usize, stream: &StreamFigures) -> Fact {
     let resident = rate(|stream| stream.resident_bytes as f64);
     let read = rate(|stream| (stream.read_bytes + stream.guessed_bytes) as f64);
     let waited = rate(|stream| stream.waited_seconds);
+    let chosen = rate(|stream| stream.chosen as f64);
+    let replaced = rate(|stream| stream.replaced as f64);
     let in_memory = checked.zip(resident).filter(|(checked, _)| *checked > 0.0);
     let held = (stream.held_bytes > 0).then_some(stream.held_bytes as f64);
     let parts = [
@@ -176,6 +178,15 @@ fn streaming(program: &Program, at: usize, stream: &StreamFigures) -> Fact {
         in_memory
             .map(|(checked, resident)| format!("{} were in memory", percent(resident / checked))),
         waiting(waited, "disk"),
+        chosen
+            .zip(replaced)
+            .filter(|(chosen, _)| *chosen > 0.0)
+            .map(|(chosen, replaced)| {
+                format!(
+                    "{} replaced by others in memory",
+                    percent(replaced / chosen)
+                )
+            }),
         held.map(|held| format!("{} held", size_text(held))),
     ];
     listed("experts from disk", parts.into_iter().flatten())

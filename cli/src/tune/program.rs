@@ -13,7 +13,7 @@ use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Signal, set_parent_process_death_signal};
 use serde::de::DeserializeOwned;
 use sidecar_core::files;
-use sidecar_core::protocol::{LayerMask, Overlay, Reply, Request, Round};
+use sidecar_core::protocol::{LayerMask, Overlay, Reply, Request, Round, Status, StreamFigures};
 
 use super::statistics::Statistics;
 use crate::control;
@@ -52,6 +52,7 @@ impl EvaluationOptions {
                 .threads
                 .map_or_else(processors, |threads| threads as usize),
             arguments: self.arguments.clone(),
+            variables: Vec::new(),
         })
     }
 }
@@ -64,6 +65,8 @@ pub struct Program {
     pub threads: usize,
     /// Further arguments.
     pub arguments: Vec<String>,
+    /// Variables of the drop-in in all evaluations. Without any, the base logits are made without it.
+    pub variables: Vec<(&'static str, String)>,
 }
 
 /// A running program. It ends when this is dropped, and when this process ends.
@@ -112,6 +115,9 @@ impl Program {
             command.args(["--chunks", &chunks.to_string()]);
         }
         command.arg("--kl-divergence-base").arg(base);
+        if !self.variables.is_empty() {
+            self.load_drop_in(&mut command)?;
+        }
         let status = command.spawn()?.wait()?;
         ensure!(
             status.success(),
@@ -119,6 +125,19 @@ impl Program {
             self.executable.path.display(),
             last_lines(log)
         );
+        Ok(())
+    }
+
+    /// Loads the drop-in into the program.
+    fn load_drop_in(&self, command: &mut Command) -> Result<()> {
+        let preload = preload_library()?;
+        if let Some(obstacle) = self.executable.obstacle(&preload) {
+            bail!("{obstacle}");
+        }
+        let variables = self.variables.iter().map(|(name, value)| (name, value));
+        command
+            .env("LD_PRELOAD", ld_preload(&preload))
+            .envs(variables);
         Ok(())
     }
 
@@ -130,21 +149,17 @@ impl Program {
         log: &Path,
         variables: &[(&str, &str)],
     ) -> Result<Running> {
-        let preload = preload_library()?;
-        if let Some(obstacle) = self.executable.obstacle(&preload) {
-            bail!("{obstacle}");
-        }
         let folder = tempfile::Builder::new()
             .prefix("llama-sidecar-")
             .tempdir()?;
         let socket = folder.path().join("socket");
         let journal = Journal::new()?;
         let mut command = self.command(model, &new_log(log)?)?;
+        self.load_drop_in(&mut command)?;
         command
             .arg("--kl-divergence")
             .arg("--kl-divergence-base")
             .arg(base)
-            .env("LD_PRELOAD", ld_preload(&preload))
             .env(JOURNAL, journal.path())
             .env("LLAMA_SIDECAR_CONTROL", &socket)
             .env("LLAMA_SIDECAR_ROUNDS", "1")
@@ -210,7 +225,21 @@ impl Running {
         Ok((statistics, began.elapsed().as_secs_f64()))
     }
 
-    fn round(&mut self, start: bool) -> Result<Statistics> {
+    /// Sets the margin within which experts in memory are preferred.
+    pub fn set_margin(&self, margin: f32) -> Result<()> {
+        let reply: Reply = self.ask(&Request::Prefer { margin })?;
+        reply.error.map_or(Ok(()), |error| bail!("{error}"))
+    }
+
+    /// Returns the figures of the experts from disk.
+    pub fn streamed(&self) -> Result<StreamFigures> {
+        let status: Status = self.ask(&Request::Status)?;
+        let streamed = status.models.into_iter().find_map(|model| model.stream);
+        streamed.context("no experts of the model are read from disk")
+    }
+
+    /// Waits for the end of the present evaluation, or of a new one.
+    pub fn round(&mut self, start: bool) -> Result<Statistics> {
         let reply: Round = self.ask(&Request::Round { start })?;
         ensure!(
             reply.ok && reply.exit == 0,

@@ -27,7 +27,7 @@ pub use needs::CAPABILITIES;
 pub use settings::{
     CacheSize, Config, ExpertStream, Misses, PostFetch, PostFetchMode, ProgramPostFetch,
 };
-pub use variables::{DefaultValue, Kind, VARIABLES, Variable, overrides, split, table};
+pub use variables::{DefaultValue, Kind, VARIABLES, Variable, margin, overrides, split, table};
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -109,6 +109,9 @@ impl Config {
         };
         let expert_stream_predict = values.switch("LLAMA_EXPERT_STREAM_PREDICT");
         let expert_stream_trace = values.path("LLAMA_EXPERT_STREAM_TRACE");
+        let expert_stream_prefer = values.get("LLAMA_EXPERT_STREAM_PREFER", |value| {
+            utf8(value).and_then(margin)
+        });
         let trace_per_layer = values.switch("LLAMA_EXPERT_TRACE_PER_LAYER");
         let control_file = values.path("LLAMA_HOTSWAP_CONTROL_FILE");
         let rounds = values.switch("LLAMA_SIDECAR_ROUNDS") || control_file.is_some();
@@ -145,10 +148,15 @@ impl Config {
             trace_weights: values.switch("LLAMA_EXPERT_TRACE_WEIGHTS"),
             trace_saliency: values.path("LLAMA_EXPERT_TRACE_SALIENCY"),
             expert_masks: values.switch("LLAMA_EXPERT_MASKS"),
-            expert_stream: values
-                .expert_stream(expert_stream_predict || expert_stream_trace.is_some()),
+            expert_stream: values.expert_stream(
+                expert_stream_predict
+                    || expert_stream_trace.is_some()
+                    || expert_stream_prefer.is_some(),
+            ),
             expert_stream_predict,
             expert_stream_trace,
+            expert_stream_prefer,
+            accepts_changed_results: values.switch("LLAMA_EXPERT_STREAM_ACCEPT_CHANGES"),
             expert_stream_memory: values.mib("LLAMA_EXPERT_STREAM_MEMORY_MB"),
             split: values.text("LLAMA_SIDECAR_SPLIT"),
             cpu_moe: values.switch("LLAMA_SIDECAR_CPU_MOE"),

@@ -16,7 +16,7 @@ struct Need {
 pub const CAPABILITIES: &str = "--hotswap, --stream-experts, --post-fetch, --expert-cache, --page-lock, --rounds, --expert-masks or an --expert-trace-* option";
 
 /// A variable is in one row at most.
-static NEEDS: [Need; 13] = [
+static NEEDS: [Need; 15] = [
     Need {
         variables: &["LLAMA_SIDECAR_CONTROL", "LLAMA_SIDECAR_STRICT"],
         is_met: Config::is_used,
@@ -71,6 +71,16 @@ static NEEDS: [Need; 13] = [
         ],
         is_met: |config| config.expert_stream.streams(),
         next: "set LLAMA_EXPERT_STREAM=auto (--stream-experts)",
+    },
+    Need {
+        variables: &["LLAMA_EXPERT_STREAM_PREFER"],
+        is_met: |config| config.accepts_changed_results && config.expert_stream.streams(),
+        next: "it changes results: also pass --accept-changed-results (LLAMA_EXPERT_STREAM_ACCEPT_CHANGES=1), after 'llama-sidecar margins' has measured by how much",
+    },
+    Need {
+        variables: &["LLAMA_EXPERT_STREAM_ACCEPT_CHANGES"],
+        is_met: |config| config.expert_stream_prefer.is_some(),
+        next: "also set LLAMA_EXPERT_STREAM_PREFER (--stream-prefer)",
     },
     Need {
         variables: &[

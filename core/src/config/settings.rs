@@ -131,7 +131,7 @@ impl ExpertStream {
 }
 
 /// The settings in force.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Config {
     /// `LLAMA_SIDECAR_HOTSWAP`; where it is not set, `LLAMA_HOTSWAP_ENABLED`.
     pub hotswap: bool,
@@ -177,6 +177,10 @@ pub struct Config {
     pub expert_stream_predict: bool,
     /// `LLAMA_EXPERT_STREAM_TRACE`.
     pub expert_stream_trace: Option<PathBuf>,
+    /// `LLAMA_EXPERT_STREAM_PREFER`, also where changed results are not accepted.
+    pub expert_stream_prefer: Option<f32>,
+    /// `LLAMA_EXPERT_STREAM_ACCEPT_CHANGES`.
+    pub accepts_changed_results: bool,
     /// `LLAMA_EXPERT_STREAM_MEMORY_MB`, in bytes.
     pub expert_stream_memory: Option<u64>,
     /// `LLAMA_POSTFETCH_*`.
@@ -221,6 +225,12 @@ impl Config {
             || self.expert_masks
             || self.logits_hashes.is_some()
             || self.measure.is_some()
+    }
+
+    /// Returns the margin within which experts in memory are preferred, if they are.
+    pub fn preference(&self) -> Option<f32> {
+        self.expert_stream_prefer
+            .filter(|_| self.accepts_changed_results)
     }
 
     /// Returns whether expert use is counted.

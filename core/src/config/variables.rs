@@ -247,6 +247,20 @@ pub static VARIABLES: &[Variable] = &[
         flag: Some("stream-trace"),
     },
     Variable {
+        name: "LLAMA_EXPERT_STREAM_PREFER",
+        default: Described("none"),
+        kind: Text(|text| margin(text).map(drop)),
+        help: "drop-in: prefer experts in memory: an expert that is to be read is replaced by one in memory if their scores differ by less than this, 0 to 1. [Changes results](docs/streaming.md#experts-in-memory-are-preferred). `LLAMA_EXPERT_STREAM` is then `auto` unless it is set",
+        flag: Some("stream-prefer"),
+    },
+    Variable {
+        name: "LLAMA_EXPERT_STREAM_ACCEPT_CHANGES",
+        default: Value("0"),
+        kind: Switch,
+        help: "drop-in: accept that `LLAMA_EXPERT_STREAM_PREFER` changes results",
+        flag: Some("accept-changed-results"),
+    },
+    Variable {
         name: "LLAMA_EXPERT_STREAM_MEMORY_MB",
         default: Described("automatic"),
         kind: MIB,
@@ -519,6 +533,13 @@ impl Variable {
         let number = number.filter(|number| (least..=most).contains(number));
         number.ok_or_else(|| format!("expected a number of {unit} from {least} to {most}"))
     }
+}
+
+/// Parses the margin within which experts in memory are preferred.
+pub fn margin(text: &str) -> Result<f32, String> {
+    let margin = text.parse().ok();
+    let margin = margin.filter(|margin| (0.0..=1.0).contains(margin));
+    margin.ok_or_else(|| "expected a number from 0 to 1, such as 0.05".into())
 }
 
 /// Parses an amount of memory in bytes; `None` for `auto`.

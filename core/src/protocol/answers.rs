@@ -123,6 +123,7 @@ impl NoEffect {
     pub const ROUTES: &str = "routes";
     pub const SALIENCY: &str = "saliency";
     pub const STREAMING: &str = "streaming";
+    pub const PREFERENCE: &str = "preference of experts in memory";
     pub const POST_FETCH: &str = "post-fetch";
     pub const PAGE_LOCK: &str = "page lock";
     pub const MASKS: &str = "expert masks";

@@ -140,6 +140,12 @@ figures! {
         Counter hits: u64 => "stream_hits_total",
         /// Number of routed experts of layers with a guess.
         Counter guessable: u64,
+        /// Number of choices of experts of which some may be replaced (`LLAMA_EXPERT_STREAM_PREFER`).
+        Counter chosen: u64 => "stream_chosen_total",
+        /// Number of chosen experts that were replaced by others in memory.
+        Counter replaced: u64 => "stream_replaced_total",
+        /// The largest difference of scores at which an expert in memory replaces another one.
+        Gauge margin: f32 => "stream_margin",
         /// Number of read-ahead calls that failed.
         Counter failed: u64,
         /// Number of page faults of the process that waited for a disk.
@@ -382,6 +388,12 @@ impl Number for u64 {
 impl Number for f64 {
     fn number(self) -> f64 {
         self
+    }
+}
+
+impl Number for f32 {
+    fn number(self) -> f64 {
+        self.into()
     }
 }
 

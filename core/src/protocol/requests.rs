@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 /// A request to the drop-in.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "cmd", rename_all = "kebab-case")]
 pub enum Request {
     /// Checks that a drop-in listens.
@@ -34,6 +34,11 @@ pub enum Request {
         /// Whether layers that are not named have no mask any more.
         #[serde(default)]
         clear: bool,
+    },
+    /// Sets the margin within which experts in memory are preferred.
+    Prefer {
+        /// The largest difference of scores, 0 to 1.
+        margin: f32,
     },
     /// Requests a content hash of each model.
     Hash,
@@ -118,6 +123,10 @@ mod tests {
         let set = json!([{"tensor": "output", "from": "/other.gguf"}]);
         for (request, json) in [
             (mark, json!({"cmd": "mark", "text": "next"})),
+            (
+                Request::Prefer { margin: 0.25 },
+                json!({"cmd": "prefer", "margin": 0.25}),
+            ),
             (
                 swap(None, &[overlay]),
                 json!({"cmd": "swap", "overlays": set}),

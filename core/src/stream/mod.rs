@@ -11,6 +11,7 @@
 //! | [`reader`](Reader) | threads that read ahead; figures |
 //! | [`residents`](Mapped) | experts in memory of the process, in place of pages of their file |
 //! | `router` | a guess at the routing of the next layer |
+//! | [`preference`](Ranking) | a choice that prefers experts in memory: the one part that changes results |
 //! | `requests`, `pages` | experts to be read; the page cache of a file |
 //! | `memory` | private memory in place of pages of a mapped file |
 //!
@@ -20,16 +21,18 @@
 //! | what stays in memory | the kernel decides | the reader decides, within the free memory |
 //! | used for | models that fit into memory; files that cannot be read directly | models that do not fit |
 //!
-//! A reader changes no byte, and can stop at any time. It must have the files open that the program has
+//! A reader changes no byte of a file, and can stop at any time. It must have the files open that the program has
 //! mapped.
 
 mod memory;
 mod pages;
+mod preference;
 mod reader;
 mod requests;
 mod residents;
 mod router;
 
 pub use pages::{WINDOW, page_size, read_ahead};
+pub use preference::Ranking;
 pub use reader::{Matrices, Reader, Settings};
 pub use residents::Mapped;

@@ -5,13 +5,14 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
 use once_cell::sync::OnceCell;
 
 use super::pages::{self, Residency, WINDOW};
+use super::preference::Ranking;
 use super::requests::{ExpertSet, Requests, UNITS, Unit};
 use super::residents::{Mapped, Reason, Residents};
 use super::router::Routers;
@@ -194,6 +195,8 @@ struct Shared {
     reported: AtomicBool,
     ended: AtomicBool,
     began: Instant,
+    /// The margin of [`Reader::prefer`]: the bits of an `f32`.
+    margin: AtomicU32,
     figures: Figures,
 }
 
@@ -263,6 +266,8 @@ struct Figures {
     guesses: AtomicU64,
     hits: AtomicU64,
     guessable: AtomicU64,
+    chosen: AtomicU64,
+    replaced: AtomicU64,
     failed: AtomicU64,
     /// Nanoseconds in which evaluations waited for experts.
     waited: AtomicU64,
@@ -403,6 +408,7 @@ impl Reader {
             reported: AtomicBool::new(false),
             ended: AtomicBool::new(false),
             began: Instant::now(),
+            margin: AtomicU32::new(0),
             figures: Figures {
                 faults_before: faults,
                 faults_seen: AtomicU64::new(faults),
@@ -532,6 +538,24 @@ impl Reader {
         }
     }
 
+    /// Whether experts are kept in memory of the process.
+    pub fn is_in_memory(&self) -> bool {
+        self.shared.residents.is_some()
+    }
+
+    /// Sets the margin of [`Reader::prefer`]; without, it is 0.
+    pub fn set_margin(&self, margin: f32) {
+        self.shared
+            .margin
+            .store(margin.to_bits(), Ordering::Relaxed);
+    }
+
+    /// Replaces experts that a layer, by its position, has chosen and of which matrices are to be read by experts in memory
+    /// of the process whose scores are less by the margin at most. Returns whether the ranking was understood.
+    pub fn prefer(&self, layer: usize, matrices: Matrices, ranking: &mut Ranking<'_>) -> bool {
+        self.shared.prefer(layer, matrices, ranking)
+    }
+
     /// Reads nothing any more. The program may unmap its files after this call.
     pub fn end(&self) {
         self.shared.ended.store(true, Ordering::SeqCst);
@@ -610,6 +634,9 @@ impl Reader {
             guesses: get(&figures.guesses),
             hits: get(&figures.hits),
             guessable: get(&figures.guessable),
+            chosen: get(&figures.chosen),
+            replaced: get(&figures.replaced),
+            margin: shared.margin(),
             failed: get(&figures.failed),
             major_faults: pages::major_faults().saturating_sub(figures.faults_before),
             seconds: get(&figures.active) as f64 * 1e-9,
@@ -724,6 +751,37 @@ impl Shared {
         for (lane, requested) in self.lanes.iter().zip(requested) {
             lane.wake(requested, usize::MAX);
         }
+    }
+
+    fn margin(&self) -> f32 {
+        f32::from_bits(self.margin.load(Ordering::Relaxed))
+    }
+
+    fn prefer(&self, layer: usize, matrices: Matrices, ranking: &mut Ranking<'_>) -> bool {
+        let (Some(residents), Some(&(_, experts))) = (&self.residents, self.layers.get(layer))
+        else {
+            return false;
+        };
+        if ranking.experts != experts as usize {
+            return false;
+        }
+        let units = (0..UNITS).map(|projection| (projection, layer * UNITS + projection));
+        let units = units
+            .filter(|(projection, unit)| matrices.has(*projection) && self.unit_bytes[*unit] > 0);
+        let mut here = ExpertSet::EMPTY;
+        for expert in 0..experts {
+            let mut units = units.clone().map(|(_, unit)| unit);
+            if !units.any(|unit| residents.is_absent(unit, expert)) {
+                here.insert(expert);
+            }
+        }
+        let Some(replaced) = ranking.prefer(&here, self.margin()) else {
+            return false;
+        };
+        let tokens = ranking.order.len() / ranking.experts;
+        add(&self.figures.chosen, (tokens * ranking.used) as u64);
+        add(&self.figures.replaced, replaced);
+        true
     }
 
     /// Notes a use of experts of a unit, and returns those that are to be brought into memory of the process.

@@ -30,6 +30,12 @@ impl ExpertSet {
         self.0[expert as usize / BITS] |= 1 << (expert as usize % BITS);
     }
 
+    /// Whether it has an expert.
+    pub fn contains(&self, expert: u32) -> bool {
+        let word = self.0.get(expert as usize / BITS);
+        word.is_some_and(|word| word >> (expert as usize % BITS) & 1 != 0)
+    }
+
     /// Returns the experts, ascending.
     pub fn iter(&self) -> impl Iterator<Item = u32> {
         let words = (0u32..).zip(self.0);

@@ -103,6 +103,10 @@ fn answer(request: Request, client: &UnixStream) -> Result<Value, String> {
             masking::set(&masks, clear)?;
             json!(Reply::done())
         }
+        Request::Prefer { margin } => {
+            streaming::set_margin(margin)?;
+            json!(Reply::done())
+        }
         Request::Hash => json!(hashes(client)),
         Request::Metrics => json!(Metrics {
             ok: true,

@@ -12,16 +12,17 @@
 //!
 //! Each node has a record, with what the ids are for ([`Watched`](crate::program::watched)).
 
+use std::borrow::Cow;
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use sidecar_core::config::Config;
 use sidecar_core::experts::ExpertName;
-use sidecar_core::stream::Matrices;
+use sidecar_core::stream::{Matrices, Ranking};
 use sidecar_core::trace::Ids;
 
-use crate::ggml::{Callback, Ggml, Graph, Sched, Tensor};
+use crate::ggml::{Callback, F32, Ggml, Graph, Sched, Tensor};
 use crate::program::graph::{GraphReads, OP_NONE, UsedWeight};
 use crate::program::models::{self, Model, TensorPointer};
 use crate::program::sched::Scheduler;
@@ -39,6 +40,18 @@ pub struct Routed<'a> {
     pub ids: Ids<'a>,
     /// The input of the router for a single token; `None` for several.
     pub hidden: Option<&'a [f32]>,
+}
+
+/// The experts of a layer in the order of their scores, of which the first are about to be used.
+pub struct Ranked<'a> {
+    /// The model.
+    pub model: &'a Arc<Model>,
+    /// The number of the layer.
+    pub layer: u32,
+    /// Matrices that are in the mapping of their file.
+    pub mapped: Matrices,
+    /// The ranking; what is used is chosen by its order after the call.
+    pub ranking: Ranking<'a>,
 }
 
 /// Whether parts of the graph of a scheduler are evaluated on other devices than the CPU.
@@ -109,12 +122,18 @@ pub unsafe fn watch(
         }
         let of_layer = |input: &&RouterInput| (input.0, input.1) == (model.number, name.layer);
         let hidden = inputs.iter().find(of_layer);
+        let is_ranked = Config::get().preference().is_some() && weight.after_ids == weight.ids;
+        // SAFETY: as the caller ensures.
+        let ranked_by_logits = is_ranked
+            .then(|| unsafe { ranking_of(ggml, sched, weight.ids, on_cpu) })
+            .flatten();
         *place.lock() = Some(Record {
             ids: TensorPointer(weight.ids),
             node: weight.after_ids as usize,
             layer: name.layer,
             matrices: vec![matrix],
             hidden: hidden.map(|(.., input)| *input),
+            ranked_by_logits,
             model,
         });
         used += 1;
@@ -159,6 +178,60 @@ fn router_inputs(reads: &GraphReads) -> Vec<RouterInput> {
     reads.weights.iter().filter_map(input).collect()
 }
 
+/// Whether ids are the first ones of each row of sorted scores in memory of the CPU, and these scores are logits; `None` if
+/// that is not known.
+///
+/// # Safety
+///
+/// As for [`watch`].
+unsafe fn ranking_of(
+    ggml: &Ggml,
+    sched: *mut Sched,
+    ids: *mut Tensor,
+    on_cpu: bool,
+) -> Option<bool> {
+    // SAFETY: sources of a live node are live.
+    unsafe {
+        let sorted = ggml.layout.source(ids, 0);
+        if sorted.is_null() || op_name(ggml, sorted) != "ARGSORT" {
+            return None;
+        }
+        let scores = ggml.layout.source(sorted, 0);
+        let in_memory = |tensor| on_cpu || is_on_cpu(ggml, sched, tensor);
+        if scores.is_null() || !in_memory(sorted) || !in_memory(scores) {
+            return None;
+        }
+        let mut from = scores;
+        loop {
+            match &*op_name(ggml, from) {
+                "MUL_MAT" => return Some(true),
+                "SOFT_MAX" | "UNARY" | "SQRT" | "SET_ROWS" => return Some(false),
+                // A bias, a mask, or another shape.
+                "ADD" | "RESHAPE" => from = ggml.layout.source(from, 0),
+                _ => return None,
+            }
+            if from.is_null() {
+                return None;
+            }
+        }
+    }
+}
+
+/// Returns the name of the operation of a tensor.
+///
+/// # Safety
+///
+/// A live tensor of this copy.
+unsafe fn op_name<'a>(ggml: &Ggml, tensor: *const Tensor) -> Cow<'a, str> {
+    // SAFETY: as the caller ensures; ggml names each of its operations, in static memory.
+    unsafe {
+        CStr::from_ptr((ggml.f.ggml_op_name)(
+            ggml.layout.read(tensor, ggml.layout.op),
+        ))
+    }
+    .to_string_lossy()
+}
+
 /// Whether the CPU evaluates a node.
 ///
 /// # Safety
@@ -174,18 +247,15 @@ unsafe fn is_on_cpu(ggml: &Ggml, sched: *mut Sched, node: *mut Tensor) -> bool {
 
 fn note_unknown(ggml: &Ggml, layer: u32, ids: *mut Tensor) {
     if !UNKNOWN.swap(true, Ordering::Relaxed) {
-        // SAFETY: the ids are a live tensor, and ggml names each of its operations.
-        let op = unsafe {
-            let op = ggml.layout.read(ids, ggml.layout.op);
-            CStr::from_ptr((ggml.f.ggml_op_name)(op)).to_string_lossy()
-        };
+        // SAFETY: the ids are a live tensor.
+        let op = unsafe { op_name(ggml, ids) };
         log::warn!(
             "layer {layer}: the routed ids come from the operation {op}, where VIEW is expected; the experts of such layers are read as without streaming"
         );
     }
 }
 
-/// Calls `report` with the experts of a node whose ids are complete.
+/// Calls `rank` with the ranking of a node whose ids are complete, if it has one, and `report` with its experts.
 ///
 /// # Safety
 ///
@@ -194,6 +264,7 @@ pub unsafe fn known(
     node: *mut Tensor,
     thread: c_int,
     place: *mut c_void,
+    rank: impl FnOnce(&mut Ranked<'_>),
     report: impl FnOnce(&Routed<'_>),
 ) {
     if thread != 0 {
@@ -218,6 +289,17 @@ pub unsafe fn known(
             mapped.insert(*projection);
         }
     }
+    if let Some(logits) = record.ranked_by_logits
+        // SAFETY: the node is being evaluated, and what it views was computed just before.
+        && let Some(ranking) = unsafe { ranking(ggml, record.ids.0, logits) }
+    {
+        rank(&mut Ranked {
+            model: &record.model,
+            layer: record.layer,
+            mapped,
+            ranking,
+        });
+    }
     // SAFETY: the node is being evaluated: its data is complete, and has the bytes of its
     // extents. So has the input of the router, which the next nodes read.
     unsafe {
@@ -232,6 +314,48 @@ pub unsafe fn known(
             ids,
             hidden: hidden.and_then(|tensor| floats_of(ggml, tensor.0)),
         });
+    }
+}
+
+/// Returns the ranking of which ids are the first ones.
+///
+/// # Safety
+///
+/// [`ranking_of`] knows it. What the ids view is complete, nothing else uses it for `'a`, and nothing writes to the
+/// scores.
+unsafe fn ranking<'a>(ggml: &Ggml, ids: *mut Tensor, logits: bool) -> Option<Ranking<'a>> {
+    let layout = &ggml.layout;
+    // SAFETY: as the caller ensures; the elements of both are 32 bits wide, and the rows follow each other.
+    unsafe {
+        let sorted = layout.source(ids, 0);
+        let scores = layout.source(sorted, 0);
+        let extents = |of: *mut Tensor| layout.read::<[i64; 4]>(of, layout.ne);
+        let strides = |of: *mut Tensor| layout.read::<[usize; 4]>(of, layout.nb);
+        let data = |of: *mut Tensor| layout.read::<*mut u8>(of, layout.data);
+        let [experts, tokens, 1, 1] = extents(sorted) else {
+            return None;
+        };
+        let [used, of_ids, 1, 1] = extents(ids) else {
+            return None;
+        };
+        let len = usize::try_from(experts.checked_mul(tokens)?).ok()?;
+        let row = usize::try_from(experts).ok()? * 4;
+        let is_packed = |of| strides(of)[..2] == [4, row] && extents(of) == extents(sorted);
+        let is_known = is_packed(sorted)
+            && is_packed(scores)
+            && of_ids == tokens
+            && strides(ids)[..2] == [4, row]
+            && data(ids) == data(sorted)
+            && layout.read::<i32>(scores, layout.ty) == F32;
+        let (order, scores) = (data(sorted).cast::<i32>(), data(scores).cast::<f32>());
+        let is_usable = is_known && order.is_aligned() && scores.is_aligned();
+        (is_usable && !order.is_null() && !scores.is_null()).then(|| Ranking {
+            scores: std::slice::from_raw_parts(scores, len),
+            order: std::slice::from_raw_parts_mut(order, len),
+            experts: row / 4,
+            used: used.max(0) as usize,
+            logits,
+        })
     }
 }
 
@@ -350,7 +474,6 @@ pub unsafe fn ids_at<'a>(
 ///
 /// A live tensor in host memory whose data is complete, and stays for `'a`.
 unsafe fn floats_of<'a>(ggml: &Ggml, tensor: *const Tensor) -> Option<&'a [f32]> {
-    const F32: i32 = 0;
     let layout = &ggml.layout;
     // SAFETY: as the caller ensures.
     unsafe {

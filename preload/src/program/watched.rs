@@ -25,6 +25,8 @@ pub struct Record {
     pub matrices: Vec<(Projection, TensorPointer, usize)>,
     /// The input of the router.
     pub hidden: Option<TensorPointer>,
+    /// Whether the ids are the first of a ranking, and its scores are logits.
+    pub ranked_by_logits: Option<bool>,
 }
 
 /// A record that a node points to, for as long as the process lives.

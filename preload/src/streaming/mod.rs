@@ -8,4 +8,4 @@
 pub mod load;
 mod readers;
 
-pub use readers::{Streaming, figures, read_again};
+pub use readers::{Streaming, figures, prefer, read_again, set_margin};

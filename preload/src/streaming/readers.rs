@@ -22,13 +22,18 @@ use crate::process::maps::Maps;
 use crate::program::barrier::ModelSet;
 use crate::program::capability::{Capability, Effect};
 use crate::program::models::{Instance, Model};
-use crate::program::routing::{self, Routed};
+use crate::program::routing::{self, Ranked, Routed};
 use crate::program::sched::Scheduler;
 use crate::program::weight_copies::{self, WeightCopy};
 use crate::streaming::load;
 
 /// Whether layers of models that are freed were scheduled, and why no layer of others is.
 static EFFECT: Effect = Effect::of(NoEffect::STREAMING);
+
+/// Whether experts in memory were preferred in a layer.
+static PREFERENCE: Effect = Effect::of(NoEffect::PREFERENCE);
+/// Why none is.
+const NOT_PREFERRED: &str = "experts in memory are not preferred: no layer was computed on the CPU whose scores llama.cpp sorts there, and whose experts are kept in memory of the process; limit that memory with --stream-memory, or see docs/streaming.md";
 
 /// Expert streaming, as a capability.
 pub struct Streaming;
@@ -199,7 +204,7 @@ impl Capability for Streaming {
             return Vec::new();
         };
         let is_idle = |stream: &Stream| stream.reader.layers() == 0;
-        match streams.iter().any(|stream| !is_idle(stream)) || !load::has_any() {
+        let mut missing = match streams.iter().any(|stream| !is_idle(stream)) || !load::has_any() {
             true => EFFECT.obstacles(),
             false => EFFECT.missing(|| match streams.first() {
                 Some(stream) => format!(
@@ -208,7 +213,11 @@ impl Capability for Streaming {
                 ),
                 None => "nothing was streamed: no evaluated model has routed experts".into(),
             }),
+        };
+        if Config::get().preference().is_some() {
+            missing.extend(PREFERENCE.missing(|| NOT_PREFERRED.into()));
         }
+        missing
     }
 }
 
@@ -225,6 +234,38 @@ pub fn read_again(model: &Model) {
     if let Some(stream) = streams.iter().find(|stream| stream.model == model.number) {
         stream.reader.read_again();
     }
+}
+
+/// Replaces experts that a layer has chosen, and of which matrices are to be read, by experts in memory.
+pub fn prefer(ranked: &mut Ranked<'_>) {
+    let streams = STREAMS.read();
+    let of_model = |stream: &&Stream| stream.model == ranked.model.number;
+    if let Some(stream) = streams.iter().find(of_model)
+        && let Some(layer) = stream.reader.position(ranked.layer)
+        && stream
+            .reader
+            .prefer(layer, ranked.mapped, &mut ranked.ranking)
+    {
+        PREFERENCE.note();
+    }
+}
+
+/// Sets the margin within which experts in memory are preferred, in all models that are streamed.
+pub fn set_margin(margin: f32) -> Result<(), String> {
+    if Config::get().preference().is_none() {
+        return Err("experts in memory are not preferred in this program: start it with --stream-prefer and --accept-changed-results (LLAMA_EXPERT_STREAM_PREFER=0, LLAMA_EXPERT_STREAM_ACCEPT_CHANGES=1)".into());
+    }
+    if !(0.0..=1.0).contains(&margin) {
+        return Err(format!("the margin is {margin}: use a number from 0 to 1"));
+    }
+    let streams = STREAMS.read();
+    if !streams.iter().any(|stream| stream.reader.is_in_memory()) {
+        return Err(NOT_PREFERRED.into());
+    }
+    streams
+        .iter()
+        .for_each(|stream| stream.reader.set_margin(margin));
+    Ok(())
 }
 
 /// Requests the experts of the layer that has bytes at an address, of which the program is about to copy
@@ -328,6 +369,7 @@ fn start(model: &Arc<Model>) {
         Ok(reader) => {
             log::info!("streaming the routed experts of {path}");
             let mapped = addresses(model, &reader);
+            reader.set_margin(config.preference().unwrap_or(0.0));
             STREAMS.write().push(Stream {
                 model: model.number,
                 set: model.as_set(),

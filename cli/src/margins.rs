@@ -1,0 +1,160 @@
+//! `llama-sidecar margins`: what it costs and gains to prefer experts in memory.
+//!
+//! A running llama-perplexity evaluates a text once for each margin, one token at a time, as answers are computed, with
+//! experts from disk.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, ensure};
+use serde::Serialize;
+use sidecar_core::config::margin;
+use sidecar_core::files;
+use sidecar_core::protocol::StreamFigures;
+
+use crate::output::{progress, write_text};
+use crate::page;
+use crate::sizes::{Table, percent, size_text};
+use crate::tune::program::EvaluationOptions;
+use crate::tune::statistics::Statistics;
+
+/// Chunks of the text, where the options state none: each token is an evaluation of its own.
+const CHUNKS: u32 = 4;
+
+/// The model, the text and the margins.
+#[derive(clap::Args)]
+pub struct MarginsOptions {
+    /// The model: a GGUF file, or any shard of one. It does not fit into the memory.
+    model: PathBuf,
+    /// The text to evaluate; 4 chunks of it, if --chunks is not set.
+    #[arg(long, value_name = "FILE")]
+    text: PathBuf,
+    /// Margins to measure, with commas between them.
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "0,0.02,0.05,0.1,0.2", value_parser = margin)]
+    margins: Vec<f32>,
+    /// MiB of memory for experts; by default what is free.
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u32).range(1..))]
+    memory: Option<u32>,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+    /// Write the measurements as a self-contained HTML page.
+    #[arg(long, value_name = "FILE")]
+    report: Option<PathBuf>,
+    #[command(flatten)]
+    evaluation: EvaluationOptions,
+}
+
+/// What was measured with a margin.
+#[derive(Serialize)]
+struct Measured {
+    margin: f32,
+    #[serde(flatten)]
+    statistics: Statistics,
+    /// Share of the chosen experts that were replaced.
+    replaced: f64,
+    /// Bytes of experts that were to be read for a token.
+    read_bytes: f64,
+    /// Tokens per second.
+    speed: f64,
+}
+
+impl Measured {
+    /// From the figures before and after an evaluation.
+    fn of(
+        margin: f32,
+        statistics: Statistics,
+        before: &StreamFigures,
+        after: &StreamFigures,
+    ) -> Result<Measured> {
+        let more = |figure: fn(&StreamFigures) -> f64| figure(after) - figure(before);
+        let (tokens, seconds) = (more(|of| of.tokens as f64), more(|of| of.seconds));
+        let chosen = more(|of| of.chosen as f64);
+        ensure!(
+            tokens > 0.0 && seconds > 0.0 && chosen > 0.0,
+            "margin {margin}: no choice of the model's experts was understood: see docs/streaming.md"
+        );
+        Ok(Measured {
+            margin,
+            statistics,
+            replaced: more(|of| of.replaced as f64) / chosen,
+            read_bytes: more(|of| of.checked_bytes as f64 - of.resident_bytes as f64) / tokens,
+            speed: tokens / seconds,
+        })
+    }
+
+    fn row(&self) -> Vec<String> {
+        let Statistics { kld, same_top, ppl } = &self.statistics;
+        vec![
+            self.margin.to_string(),
+            format!("{:.6} ± {:.6}", kld.mean, kld.error),
+            format!("{:.2} %", same_top.mean),
+            format!("{:.4}", ppl.mean),
+            percent(self.replaced),
+            size_text(self.read_bytes),
+            format!("{:.2}", self.speed),
+        ]
+    }
+}
+
+/// Measures the margins one after the other.
+pub fn run(options: &MarginsOptions) -> Result<()> {
+    if let Some(path) = &options.report {
+        // Not after the measurements.
+        files::check(path).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    let mut program = options.evaluation.program(None)?;
+    let one_at_a_time = ["--ubatch-size", "1"].map(str::to_owned);
+    program.arguments.splice(0..0, one_at_a_time);
+    program.variables = vec![
+        ("LLAMA_EXPERT_STREAM_PREFER", "0".into()),
+        ("LLAMA_EXPERT_STREAM_ACCEPT_CHANGES", "1".into()),
+    ];
+    let memory = options
+        .memory
+        .map(|mib| ("LLAMA_EXPERT_STREAM_MEMORY_MB", mib.to_string()));
+    program.variables.extend(memory);
+    let chunks = options.evaluation.chunks.or(Some(CHUNKS));
+    let folder = tempfile::tempdir()?;
+    let (base, log) = (folder.path().join("base"), folder.path().join("log"));
+    progress("evaluating the text with the model as it is");
+    program.write_base(&options.model, &options.text, chunks, &base, &log)?;
+    let mut running = program.start(&options.model, &base, &log, &[])?;
+    progress("evaluating it again, which fills the memory");
+    running.first()?;
+    let mut measured = Vec::new();
+    for &margin in &options.margins {
+        running.set_margin(margin)?;
+        let before = running.streamed()?;
+        let statistics = running.round(true)?;
+        let next = Measured::of(margin, statistics, &before, &running.streamed()?)?;
+        progress(&format!(
+            "margin {margin}: divergence {:.6}, {:.2} tokens/s",
+            statistics.kld.mean, next.speed
+        ));
+        measured.push(next);
+    }
+    running.end()?;
+    let mut table = Table::new([
+        "margin",
+        "KL divergence",
+        "same top",
+        "perplexity",
+        "replaced",
+        "read for a token",
+        "tokens/s",
+    ]);
+    table.rows = measured.iter().map(Measured::row).collect();
+    match options.json {
+        true => println!("{:#}", serde_json::to_value(&measured)?),
+        false => print!("{}", table.as_text()),
+    }
+    if let Some(path) = &options.report {
+        let body = format!(
+            "<section><h1>{}</h1><p class=note>What it costs and gains to prefer experts in memory, against the model as it is.</p><div class=wide>{}</div></section>",
+            page::escape(&options.model.display().to_string()),
+            page::table(table)
+        );
+        write_text(path, &page::document("Margins", &body))?;
+    }
+    Ok(())
+}
