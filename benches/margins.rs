@@ -19,7 +19,7 @@ const CONTEXT: &str = "128";
 const CHUNKS: &str = "2";
 const THREADS: &str = "2";
 /// Memory of the program, for a model of 447 MB.
-const MEMORY: u64 = 240 << 20;
+const MEMORY: u64 = 400 << 20;
 const DISKS: [Speed; 2] = [Speed::new(1000, 500), Speed::new(100, 1000)];
 
 /// Measures a disk, with the margins in turn so many times. Returns the measurements by margin.

@@ -8,11 +8,12 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use sidecar_core::gguf::{Access, GgufFile};
 use tempfile::TempDir;
 use testkit::fixtures::fixture;
 use testkit::host::built;
+use testkit::mixtures::{EXPERTS, GROUPS, Mixture};
 use testkit::server::{self, llama, llama_cpp};
 
 /// Text with more tokens than the chunks.
@@ -508,4 +509,110 @@ fn an_interruption_states_how_to_continue() {
     let found = lines.find(|line| line.contains("run the same command again to continue"));
     assert!(found.is_some(), "no such line");
     assert_eq!(child.wait().expect("it ends").signal(), Some(libc::SIGTERM));
+}
+
+/// A mixture whose routers never choose a quarter of the experts, and lists of these and of others.
+fn with_spare_experts(folder: &Path) -> (PathBuf, [PathBuf; 2]) {
+    const NEVER: f32 = -1000.0;
+    let mut described = Mixture::Grouped.describe(0);
+    let mut lists = [Vec::new(), Vec::new()];
+    for layer in 0..Mixture::Grouped.layers() {
+        let name = format!("blk.{layer}.exp_probs_b.bias");
+        let mut tensors = described.tensors.iter_mut();
+        let bias = tensors.find(|tensor| tensor.name == name).expect("a bias");
+        bias.data.fill(0);
+        let each = EXPERTS / GROUPS;
+        let groups = (0..GROUPS).flat_map(|group| [group * each, group * each + 1]);
+        let spare: Vec<u32> = groups.collect();
+        for expert in &spare {
+            bias.data[*expert as usize * 4..][..4].copy_from_slice(&NEVER.to_le_bytes());
+        }
+        let used: Vec<u32> = spare.iter().map(|expert| expert + 2).collect();
+        for (list, experts) in lists.iter_mut().zip([spare, used]) {
+            list.push(json!({"layer": layer, "experts": experts}));
+        }
+    }
+    let model = folder.join("model.gguf");
+    described.write(&model).expect("free space");
+    let paths = ["spare.json", "used.json"].map(|name| folder.join(name));
+    for (path, list) in paths.iter().zip(lists) {
+        fs::write(path, json!(list).to_string()).expect("free space");
+    }
+    (model, paths)
+}
+
+#[test]
+fn experts_and_types_are_chosen_together() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (model, [spare, used]) = with_spare_experts(folder.path());
+    let text = |path: &Path| path.to_str().expect("text").to_owned();
+    let work = folder.path().join("work");
+    let now = fs::metadata(&model).expect("a model").len();
+    let chosen = |size: u64, to: &str| {
+        let (size, to) = (size.to_string(), folder.path().join(to));
+        let arguments = [
+            "--types",
+            "q4_0",
+            "--cut",
+            &text(&used),
+            "--cut",
+            &text(&spare),
+            "--size",
+            &size,
+            "--json",
+            "--write",
+            &text(&to),
+        ];
+        let output = done(&mut measure(&model, &work, &arguments));
+        let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        let recipe = &report["recipe"];
+        assert_eq!(recipe["cut"], "spare");
+        assert_eq!(recipe["bytes"], fs::metadata(&to).expect("a model").len());
+        // As many experts as ggml multiplies in the same order: the figures are those of a new process.
+        let base = work.join("base.logits");
+        assert_eq!(figures(&recipe["statistics"]), fresh(&to, &base), "{size}");
+        report
+    };
+    let pruned = folder.path().join("pruned.gguf");
+    done(
+        Command::new(built("release/llama-sidecar"))
+            .arg("prune")
+            .arg(&model)
+            .arg("--experts")
+            .arg(&spare)
+            .arg("-o")
+            .arg(&pruned),
+    );
+    // What is never chosen costs nothing, so that no tensor needs fewer bits.
+    let fewer = fs::metadata(&pruned).expect("a model").len() + 4096;
+    assert!(fewer < now * 95 / 100);
+    let report = chosen(fewer, "fewer.gguf");
+    assert!(tensors(&folder.path().join("fewer.gguf")) == tensors(&pruned));
+    let kld = |of: &Value| of["statistics"]["kld"]["mean"].as_f64().expect("a number");
+    assert_eq!(kld(&report["recipe"]), report["baseline"]["kld"]["mean"]);
+    let [of_used, of_spare] = [0, 1].map(|at| kld(&report["cuts"][at]));
+    assert!(of_used > of_spare + 1e-4, "{of_used} {of_spare}");
+    // With a smaller size, some do, beside it.
+    let report = chosen(fewer * 95 / 100, "smaller.gguf");
+    assert!(kld(&report["recipe"]) > of_spare);
+    assert!(tensors(&folder.path().join("smaller.gguf")) != tensors(&pruned));
+    let page = fs::read_to_string(work.join("report.html")).expect("a page");
+    assert!(page.contains("Fewer experts") && page.contains("without the experts of spare"));
+    for (list, reason) in [
+        (
+            r#"[{"layer": 0, "experts": [1]}]"#,
+            "layer 0 keeps different numbers of experts in its 4 groups",
+        ),
+        (
+            r#"[{"layer": 77, "experts": [1]}]"#,
+            "layer 77 has no experts",
+        ),
+        ("7", "expected [{"),
+    ] {
+        let bad = folder.path().join("bad.json");
+        fs::write(&bad, list).expect("free space");
+        let refused = measure(&model, &work, &["--types", "q4_0", "--cut", &text(&bad)]).output();
+        let refused = String::from_utf8(refused.expect("it starts").stderr).expect("text");
+        assert!(refused.contains(reason), "{refused}");
+    }
 }

@@ -7,12 +7,13 @@
 //! |---|---|
 //! | [`generate`] | man pages and shell completions |
 //! | [`swap`] | tensors from one model's files to another's or to a running program, and back |
-//! | [`prune`] | a model without some of its experts |
+//! | [`prune`] | what a mixture of experts can do without |
 //! | [`margins`] | what it costs and gains to prefer experts in memory |
 //! | [`plan`] | what to type for a model on this machine |
 //! | [`compare`] | a program with and without the drop-in |
 //! | [`trial`] | a run of a program, and its speeds |
 //! | [`tune`] | which tensors can be quantised further, and types for a size |
+//! | [`pruned`] | a model without some of its experts |
 //! | [`launch`] | programs with the drop-in |
 //! | [`top`] | what running programs hold and fetch now |
 //! | [`exporter`] | metrics of running programs, for Prometheus |
@@ -35,6 +36,7 @@ mod output;
 mod page;
 mod plan;
 mod prune;
+mod pruned;
 mod report;
 mod sizes;
 mod space;

@@ -125,7 +125,7 @@ pub fn run(options: &MarginsOptions) -> Result<()> {
     for &margin in &options.margins {
         running.set_margin(margin)?;
         let before = running.streamed()?;
-        let statistics = running.round(true)?;
+        let statistics = running.evaluate()?;
         let next = Measured::of(margin, statistics, &before, &running.streamed()?)?;
         progress(&format!(
             "margin {margin}: divergence {:.6}, {:.2} tokens/s",

@@ -46,10 +46,15 @@ pub fn streaming(figures: &StreamFigures) -> String {
             figures.guesses
         );
     }
-    if figures.chosen > 0 {
+    if figures.replaced > 0 {
         text += &format!(
-            ", {:.1} % of the chosen experts were replaced by others in memory (margin {}), which changes results",
+            ", {:.1} % of the chosen experts were replaced by others in memory, which changes results (margin {})",
             percent(figures.replaced, figures.chosen),
+            figures.margin
+        );
+    } else if figures.chosen > 0 {
+        text += &format!(
+            ", no chosen expert was replaced by one in memory (margin {})",
             figures.margin
         );
     }

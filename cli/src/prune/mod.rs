@@ -3,9 +3,7 @@
 //! | module | contents |
 //! |---|---|
 //! | [`search`] | experts to leave out, by measurements |
-//! | [`model`] | the pruned model |
 
-mod model;
 mod search;
 
 use std::path::PathBuf;
@@ -18,8 +16,8 @@ use sidecar_core::protocol::LayerMask;
 use crate::control::mask;
 use crate::output::{progress, write_text};
 use crate::page;
-use crate::prune::model::{Mixture, Pruned};
 use crate::prune::search::{Found, SearchOptions};
+use crate::pruned::{Mixture, Pruned};
 use crate::sizes::{Table, size_text};
 
 /// The model, and what it does without.

@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
@@ -15,7 +16,7 @@ use serde_json::Value;
 use sidecar_core::protocol::LayerMask;
 
 use crate::output::progress;
-use crate::prune::model::Mixture;
+use crate::pruned::Mixture;
 use crate::sizes::{Table, share};
 use crate::tune::program::{EvaluationOptions, Running};
 use crate::tune::statistics::Statistics;
@@ -146,7 +147,8 @@ pub fn run(options: &SearchOptions, model: &Path, mixture: &Mixture) -> Result<F
         program.write_base(model, check, chunks, &base, &log)?;
         let mut running = program.start(model, &base, &log, &[("LLAMA_EXPERT_MASKS", "1")])?;
         running.first()?;
-        let (statistics, _) = running.measure_masked(&found)?;
+        running.mask(&found)?;
+        let statistics = running.evaluate()?;
         steps.push(step("the other text", &statistics));
         running.end()?;
     }
@@ -320,10 +322,14 @@ impl Search<'_> {
 
     fn measure(&mut self, masks: &[LayerMask]) -> Result<Statistics> {
         self.left -= 1;
-        let (statistics, seconds) = self.running.measure_masked(masks)?;
+        let began = Instant::now();
+        self.running.mask(masks)?;
+        let statistics = self.running.evaluate()?;
         progress(&format!(
-            "divergence {:.6} ({seconds:.1} s; {} evaluations may follow)",
-            statistics.kld.mean, self.left
+            "divergence {:.6} ({:.1} s; {} evaluations may follow)",
+            statistics.kld.mean,
+            began.elapsed().as_secs_f64(),
+            self.left
         ));
         Ok(statistics)
     }

@@ -19,6 +19,8 @@ pub struct Part<'a> {
 pub struct Mix<'a> {
     /// A candidate for each group; none if the group stays as it is.
     pub choices: Vec<Option<usize>>,
+    /// The cut, by position.
+    pub cut: Option<usize>,
     /// All tensors, in the order of the file.
     pub parts: Vec<Part<'a>>,
     /// Size of the file.

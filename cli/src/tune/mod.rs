@@ -44,6 +44,7 @@ use regex::Regex;
 use sidecar_core::files;
 use sidecar_core::reload::hash_bytes;
 
+use crate::pruned::Mixture;
 use crate::sizes::size;
 use crate::space::Need;
 use candidate::{Candidate, Origin};
@@ -56,7 +57,7 @@ use program::{EvaluationOptions, Program};
 use record::{BASE_LOGITS, Record, make_folder};
 use results::{Goal, Results};
 pub use sweep::ggml_library;
-use sweep::{Plan, Sweep};
+use sweep::{Cut, Plan, Sweep};
 
 /// The model, the candidates, and the goal.
 #[derive(clap::Args)]
@@ -87,6 +88,10 @@ pub struct TuneOptions {
     /// Only tensors whose whole names match. Others stay as they are.
     #[arg(long, value_name = "REGEX")]
     only: Option<Regex>,
+    /// Experts that the model may do without, as 'prune --save' writes them; may be repeated. With --size, the lists and
+    /// the types are chosen together.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["bpw", "prepare"])]
+    cut: Vec<PathBuf>,
     /// Choose types so that the file is not larger than this, for example 5G.
     #[arg(long, value_name = "BYTES", value_parser = size)]
     size: Option<u64>,
@@ -158,6 +163,15 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
         );
     }
 
+    let mixture = match options.cut.is_empty() {
+        true => None,
+        false => Some(Mixture::of(&model.files)?),
+    };
+    let cuts = mixture.iter().flat_map(|mixture| {
+        let read = |path: &PathBuf| Cut::read(path, &model, mixture);
+        options.cut.iter().map(read)
+    });
+    let cuts: Vec<Cut<'_>> = cuts.collect::<Result<_>>()?;
     let tensors = model.quantizable(options.only.as_ref())?;
     let sources = same_in(source, &tensors)?;
     let groups = match options.group.is_empty() {
@@ -228,6 +242,7 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
         candidates,
         outcomes,
         contents,
+        cuts,
         program: &program,
         folder: folder.clone(),
     };
@@ -236,8 +251,10 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
             plan.quantizer.check(&plan.sources, outcomes)?;
         }
     }
-    let total =
-        1 + groups.len() * plan.candidates.len() + goal.map_or(0, |_| 1 + plan.candidates.len());
+    let total = 1
+        + groups.len() * plan.candidates.len()
+        + plan.cuts.len()
+        + goal.map_or(0, |_| 1 + plan.candidates.len());
     // Fails if no mix fits, before anything that takes time.
     let results = Results::new(&plan, groups, goal)?;
     for note in notes::before(&plan) {

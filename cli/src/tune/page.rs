@@ -18,6 +18,13 @@ pub fn page(results: &Results<'_>) -> String {
         escape(&plan.model.path.display().to_string()),
         escape(&tables::sentence(&results.baseline))
     );
+    if let Some(cuts) = tables::cuts(results) {
+        let _ = write!(
+            body,
+            "<h2>Fewer experts</h2><div class=wide>{}</div>",
+            table(cuts)
+        );
+    }
     if let Some(recipe) = &results.recipe {
         let _ = write!(
             body,

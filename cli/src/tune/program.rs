@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Signal, set_parent_process_death_signal};
@@ -141,7 +141,7 @@ impl Program {
         Ok(())
     }
 
-    /// Starts the program with the drop-in and further variables. Its first evaluation begins.
+    /// Starts the program with the drop-in and these variables. Its first evaluation begins.
     pub fn start(
         &self,
         model: &Path,
@@ -194,10 +194,8 @@ impl Running {
         self.round(false)
     }
 
-    /// Puts the tensors of an earlier call back, uses these, and evaluates. Returns the
-    /// statistics and the time.
-    pub fn measure(&mut self, overlays: &[Overlay]) -> Result<(Statistics, f64)> {
-        let began = Instant::now();
+    /// Puts the tensors of an earlier call back, and uses these.
+    pub fn swap(&self, overlays: &[Overlay]) -> Result<()> {
         let reply: Reply = self.ask(&Request::Swap {
             revert: Some(".*".into()),
             overlays: overlays.to_vec(),
@@ -207,28 +205,28 @@ impl Running {
             "the program did not use the tensors: {}",
             reply.error.as_deref().unwrap_or("see its log")
         );
-        let statistics = self.round(true)?;
-        Ok((statistics, began.elapsed().as_secs_f64()))
+        Ok(())
     }
 
-    /// Masks experts in place of those before, and evaluates. Returns the statistics and the time.
-    pub fn measure_masked(&mut self, masks: &[LayerMask]) -> Result<(Statistics, f64)> {
-        let began = Instant::now();
+    /// Masks experts in place of those of an earlier call.
+    pub fn mask(&self, masks: &[LayerMask]) -> Result<()> {
         let reply: Reply = self.ask(&Request::Mask {
             masks: masks.to_vec(),
             clear: true,
         })?;
-        if let Some(error) = reply.error {
-            bail!("the program does not mask experts: {error}");
+        match reply.error {
+            Some(error) => bail!("the program does not mask experts: {error}"),
+            None => Ok(()),
         }
-        let statistics = self.round(true)?;
-        Ok((statistics, began.elapsed().as_secs_f64()))
     }
 
     /// Sets the margin within which experts in memory are preferred.
     pub fn set_margin(&self, margin: f32) -> Result<()> {
         let reply: Reply = self.ask(&Request::Prefer { margin })?;
-        reply.error.map_or(Ok(()), |error| bail!("{error}"))
+        match reply.error {
+            Some(error) => bail!("{error}"),
+            None => Ok(()),
+        }
     }
 
     /// Returns the figures of the experts from disk.
@@ -238,8 +236,13 @@ impl Running {
         streamed.context("no experts of the model are read from disk")
     }
 
+    /// Evaluates again.
+    pub fn evaluate(&mut self) -> Result<Statistics> {
+        self.round(true)
+    }
+
     /// Waits for the end of the present evaluation, or of a new one.
-    pub fn round(&mut self, start: bool) -> Result<Statistics> {
+    fn round(&mut self, start: bool) -> Result<Statistics> {
         let reply: Round = self.ask(&Request::Round { start })?;
         ensure!(
             reply.ok && reply.exit == 0,

@@ -7,9 +7,10 @@ use sidecar_core::gguf::padded;
 
 use super::groups::Group;
 use super::mix::{Mix, Part};
+use super::model::{self, Tensor};
 use super::recipe::{self, Choice};
 use super::statistics::{Figure, Statistics};
-use super::sweep::{Chosen, Plan, Sweep};
+use super::sweep::{Change, Chosen, Plan, Sweep};
 use super::write;
 use crate::sizes::size_text;
 
@@ -45,6 +46,8 @@ pub struct Results<'a> {
     pub baseline: Statistics,
     /// For each group and each candidate.
     pub measured: Vec<Vec<Statistics>>,
+    /// For each cut.
+    pub cuts: Vec<Statistics>,
     pub recipe: Option<Recipe<'a>>,
     pub uniform: Vec<Uniform<'a>>,
 }
@@ -65,6 +68,7 @@ impl<'a> Results<'a> {
         let results = Results {
             baseline: zero,
             measured: vec![vec![zero; plan.candidates.len()]; groups.len()],
+            cuts: vec![zero; plan.cuts.len()],
             plan,
             groups,
             goal,
@@ -72,7 +76,7 @@ impl<'a> Results<'a> {
             uniform: Vec::new(),
         };
         if goal.is_some() {
-            results.budget()?;
+            results.budgets()?;
         }
         Ok(results)
     }
@@ -88,19 +92,24 @@ impl<'a> Results<'a> {
                 let what = format!("{} as {}", results.groups[group].name, of.name);
                 let mut choices = vec![None; results.groups.len()];
                 choices[group] = Some(candidate);
-                let chosen = results.chosen(&choices);
-                results.measured[group][candidate] = sweep.measure(&what, &chosen)?;
+                let change = results.change(&choices, None);
+                results.measured[group][candidate] = sweep.measure(&what, change)?;
             }
+        }
+        for (cut, of) in plan.cuts.iter().enumerate() {
+            let what = format!("without the experts of {}", of.name);
+            let change = results.change(&[], Some(cut));
+            results.cuts[cut] = sweep.measure(&what, change)?;
         }
         if results.goal.is_some() {
             results.recipe = Some(results.choose(sweep)?);
             for (candidate, of) in plan.candidates.iter().enumerate() {
                 let choices = vec![Some(candidate); results.groups.len()];
                 let what = format!("all as {}", of.name);
-                let statistics = sweep.measure(&what, &results.chosen(&choices))?;
+                let statistics = sweep.measure(&what, results.change(&choices, None))?;
                 results.uniform.push(Uniform {
                     candidate,
-                    mix: results.mix(choices)?,
+                    mix: results.mix(choices, None)?,
                     statistics,
                 });
             }
@@ -110,7 +119,17 @@ impl<'a> Results<'a> {
 
     /// Returns the model as it is.
     pub fn as_it_is(&self) -> Result<Mix<'a>> {
-        self.mix(vec![None; self.groups.len()])
+        self.without(None)
+    }
+
+    /// Returns the model with all tensors as they are, and a cut.
+    pub fn without(&self, cut: Option<usize>) -> Result<Mix<'a>> {
+        self.mix(vec![None; self.groups.len()], cut)
+    }
+
+    /// Returns the cuts, and none.
+    fn all_cuts(&self) -> impl Iterator<Item = Option<usize>> {
+        std::iter::once(None).chain((0..self.plan.cuts.len()).map(Some))
     }
 
     /// Returns the bytes of the file that the goal permits, if there is one, and of its header.
@@ -128,39 +147,55 @@ impl<'a> Results<'a> {
         }))
     }
 
-    /// Returns the bytes that the groups can have. Fails if no mix fits.
-    fn budget(&self) -> Result<u64> {
+    /// Returns the bytes that the groups can have with each cut that permits a mix. Fails if none does.
+    fn budgets(&self) -> Result<Vec<(Option<usize>, u64)>> {
         let (limit, header) = self.limit()?.context("no goal")?;
-        let groups = (0..self.groups.len()).map(|group| self.bytes_now(group));
-        let fixed = self.as_it_is()?.bytes - groups.sum::<u64>();
         let weights = self.plan.model.elements() as f64;
-        let least = (0..self.groups.len()).map(|group| {
-            let choices = self.choices(group).into_iter();
-            choices.map(|choice| choice.bytes).min().unwrap_or(0)
-        });
-        let least = fixed + least.sum::<u64>();
+        let mut found = Vec::new();
+        let mut smallest = u64::MAX;
+        for cut in self.all_cuts() {
+            let groups = (0..self.groups.len()).map(|group| self.choices(group, cut));
+            let groups: Vec<Vec<Choice>> = groups.collect::<Result<_>>()?;
+            let sum = |bytes: fn(&[Choice]) -> u64| groups.iter().map(|of| bytes(of)).sum::<u64>();
+            // The last choice of a group is to stay as it is.
+            let now = sum(|of| of.last().map_or(0, |choice| choice.bytes));
+            let fixed = self.without(cut)?.bytes - now;
+            let least = fixed + sum(|of| of.iter().map(|choice| choice.bytes).min().unwrap_or(0));
+            smallest = smallest.min(least);
+            if least <= limit {
+                found.push((cut, limit - fixed));
+            }
+        }
         ensure!(
-            least <= limit,
-            "no mix of these types is as small as the limit: the smallest has {least} bytes ({}, {:.3} bits a weight); raise --size or --bpw, or add a smaller type to --types",
-            size_text(least as f64),
-            (least - header) as f64 * 8.0 / weights
+            !found.is_empty(),
+            "no mix of these types is as small as the limit: the smallest has {smallest} bytes ({}, {:.3} bits a weight); raise --size or --bpw, or add a smaller type to --types",
+            size_text(smallest as f64),
+            smallest.saturating_sub(header) as f64 * 8.0 / weights
         );
-        Ok(limit - fixed)
+        Ok(found)
     }
 
     fn choose(&self, sweep: &mut Sweep<'a>) -> Result<Recipe<'a>> {
-        let groups = 0..self.groups.len();
-        let choices: Vec<Vec<Choice>> = groups.map(|group| self.choices(group)).collect();
-        let found = recipe::allocate(&choices, self.budget()?);
-        let found = found.context("no mix fits the limit")?;
-        let chosen = choices.iter().zip(&found);
-        let cost: f64 = chosen.map(|(of, at)| of[*at].cost).sum();
-        // The last choice of a group is to stay as it is.
+        let mut best: Option<(f64, Option<usize>, Vec<usize>)> = None;
+        for (cut, budget) in self.budgets()? {
+            let groups = 0..self.groups.len();
+            let choices: Vec<Vec<Choice>> = groups
+                .map(|group| self.choices(group, cut))
+                .collect::<Result<_>>()?;
+            let found = recipe::allocate(&choices, budget).context("no mix fits the limit")?;
+            let chosen = choices.iter().zip(&found);
+            let cost: f64 = chosen.map(|(of, at)| of[*at].cost).sum();
+            let cost = cost + cut.map_or(0.0, |cut| self.beyond(&self.cuts[cut]));
+            if best.as_ref().is_none_or(|(least, ..)| cost < *least) {
+                best = Some((cost, cut, found));
+            }
+        }
+        let (cost, cut, found) = best.context("no mix fits the limit")?;
         let candidates = found
             .iter()
             .map(|at| (*at < self.plan.candidates.len()).then_some(*at));
-        let mix = self.mix(candidates.collect())?;
-        let statistics = sweep.measure("the recipe", &self.chosen(&mix.choices))?;
+        let mix = self.mix(candidates.collect(), cut)?;
+        let statistics = sweep.measure("the recipe", self.change(&mix.choices, cut))?;
         Ok(Recipe {
             mix,
             expected: self.baseline.kld.mean + cost,
@@ -168,36 +203,45 @@ impl<'a> Results<'a> {
         })
     }
 
-    /// Returns the choices for a group: each candidate, then the group as it is.
-    fn choices(&self, group: usize) -> Vec<Choice> {
+    /// Returns the choices for a group beside a cut: each candidate, then the group as it is.
+    fn choices(&self, group: usize, cut: Option<usize>) -> Result<Vec<Choice>> {
         let of = &self.groups[group];
-        let candidates = (0..self.plan.candidates.len()).map(|candidate| Choice {
-            bytes: of
-                .tensors
-                .iter()
-                .map(|at| in_file(self.plan.outcomes[candidate][*at].bytes))
-                .sum(),
-            cost: self.added(group, candidate),
-        });
-        let as_it_is = Choice {
-            bytes: self.bytes_now(group),
-            cost: 0.0,
+        let sum = |bytes: &dyn Fn(usize) -> u64| -> Result<u64> {
+            let tensors = of.tensors.iter();
+            let left = tensors.map(|at| Ok(in_file(self.left(*at, bytes(*at), cut)?)));
+            left.sum()
         };
+        let candidates = (0..self.plan.candidates.len()).map(|candidate| {
+            Ok(Choice {
+                bytes: sum(&|at| self.plan.outcomes[candidate][at].bytes)?,
+                cost: self.added(group, candidate),
+            })
+        });
+        let as_it_is =
+            sum(&|at| self.plan.tensors[at].info.nbytes).map(|bytes| Choice { bytes, cost: 0.0 });
         candidates.chain([as_it_is]).collect()
     }
 
-    /// Returns the bytes of a group in the model's file.
-    fn bytes_now(&self, group: usize) -> u64 {
-        let tensors = self.groups[group].tensors.iter();
-        tensors
-            .map(|at| in_file(self.plan.tensors[*at].info.nbytes))
-            .sum()
+    /// Returns what a cut leaves of the bytes of a tensor.
+    fn left(&self, tensor: usize, bytes: u64, cut: Option<usize>) -> Result<u64> {
+        match cut {
+            Some(cut) => {
+                let Tensor { file, info, .. } = self.plan.tensors[tensor];
+                self.plan.cuts[cut].pruned.left_of(file, info, bytes)
+            }
+            None => Ok(bytes),
+        }
     }
 
     /// Returns what a candidate for a group adds to the divergence. Less than nothing, which only a
     /// better reference makes possible, is zero within the errors.
     pub fn added(&self, group: usize, candidate: usize) -> f64 {
-        let (now, before) = (self.measured[group][candidate].kld, self.baseline.kld);
+        self.beyond(&self.measured[group][candidate])
+    }
+
+    /// Returns how far a divergence is beyond that of the model as it is.
+    fn beyond(&self, statistics: &Statistics) -> f64 {
+        let (now, before) = (statistics.kld, self.baseline.kld);
         let added = now.mean - before.mean;
         match added < 0.0 && now.is_equal_to(&before) {
             true => 0.0,
@@ -252,26 +296,44 @@ impl<'a> Results<'a> {
         .collect()
     }
 
-    fn mix(&self, choices: Vec<Option<usize>>) -> Result<Mix<'a>> {
+    fn change(&self, choices: &[Option<usize>], cut: Option<usize>) -> Change {
+        Change {
+            chosen: self.chosen(choices),
+            cut,
+        }
+    }
+
+    fn mix(&self, choices: Vec<Option<usize>>, cut: Option<usize>) -> Result<Mix<'a>> {
         let plan = self.plan;
         let chosen: BTreeMap<&str, Chosen> = self
             .chosen(&choices)
             .into_iter()
             .map(|of| (plan.tensors[of.tensor].name, of))
             .collect();
+        let mut elements = 0;
         let parts = plan.model.tensors().into_iter().map(|tensor| {
             let candidate = chosen.get(tensor.name);
             let outcome = candidate.map(|of| plan.outcomes[of.candidate][of.tensor]);
-            Part {
+            let bytes = outcome.map_or(tensor.info.nbytes, |outcome| outcome.bytes);
+            let left = |count: u64| match cut {
+                Some(cut) => plan.cuts[cut]
+                    .pruned
+                    .left_of(tensor.file, tensor.info, count),
+                None => Ok(count),
+            };
+            elements += left(model::elements(tensor.info))?;
+            Ok(Part {
                 ty: outcome.map_or(tensor.info.ty, |outcome| outcome.ty),
-                bytes: outcome.map_or(tensor.info.nbytes, |outcome| outcome.bytes),
+                bytes: left(bytes)?,
                 candidate: candidate.map(|of| of.candidate),
                 tensor,
-            }
+            })
         });
+        let parts = parts.collect::<Result<_>>()?;
         let mut mix = Mix {
             choices,
-            parts: parts.collect(),
+            cut,
+            parts,
             bytes: 0,
             bits_per_weight: 0.0,
         };
@@ -282,7 +344,7 @@ impl<'a> Results<'a> {
             .iter()
             .map(|part| part.bytes as f64 * 8.0)
             .sum::<f64>();
-        mix.bits_per_weight = bits / plan.model.elements().max(1) as f64;
+        mix.bits_per_weight = bits / elements.max(1) as f64;
         Ok(mix)
     }
 }

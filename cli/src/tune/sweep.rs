@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
-use sidecar_core::protocol::Overlay;
+use sidecar_core::protocol::{LayerMask, Overlay};
 use sidecar_core::reload::hash_bytes;
 
 use super::candidate::{Candidate, Origin, Outcome};
@@ -14,6 +15,8 @@ use super::model::{Model, Tensor, elements};
 use super::program::{Program, Running};
 use super::record::{Measurement, Record};
 use super::statistics::Statistics;
+use crate::control::mask;
+use crate::pruned::{Mixture, Pruned};
 
 /// The key of the measurement without overlays.
 const BASELINE: &str = "baseline";
@@ -31,9 +34,43 @@ pub struct Plan<'a> {
     pub outcomes: Vec<Vec<Outcome>>,
     /// Hashes of the candidates that are files.
     pub contents: Vec<String>,
+    /// Experts that the model may do without.
+    pub cuts: Vec<Cut<'a>>,
     pub quantizer: Quantizer<'a>,
     pub program: &'a Program,
     pub folder: PathBuf,
+}
+
+/// Experts that the model may do without.
+pub struct Cut<'a> {
+    /// The name of the list, without its extension.
+    pub name: String,
+    pub masks: Vec<LayerMask>,
+    pub pruned: Pruned<'a>,
+}
+
+impl<'a> Cut<'a> {
+    /// Reads a list of experts.
+    pub fn read(path: &Path, model: &'a Model, mixture: &'a Mixture) -> Result<Cut<'a>> {
+        let masks = mask::read(path)?;
+        let pruned = Pruned::of(&model.files, mixture, &masks)
+            .with_context(|| format!("--cut {}", path.display()))?;
+        let name = path.file_stem().unwrap_or_default().to_string_lossy();
+        Ok(Cut {
+            name: name.into_owned(),
+            masks,
+            pruned,
+        })
+    }
+}
+
+/// What is measured: the model with changes.
+#[derive(Debug, Clone, Default)]
+pub struct Change {
+    /// Tensors that have a candidate.
+    pub chosen: Vec<Chosen>,
+    /// The cut, by position.
+    pub cut: Option<usize>,
 }
 
 /// Measures, and keeps what was measured.
@@ -66,12 +103,14 @@ impl Plan<'_> {
         is_type && std::ptr::eq(now.file, source.file) && std::ptr::eq(now.info.ty, outcome.ty)
     }
 
-    /// Identifies a set of overlays, independently of other tensors and candidates.
-    fn key(&self, chosen: &[Chosen]) -> String {
-        if chosen.is_empty() {
+    /// Identifies a change, independently of other tensors, candidates and cuts.
+    fn key(&self, change: &Change) -> String {
+        let masks = change.cut.map_or(&[][..], |cut| &self.cuts[cut].masks);
+        if change.chosen.is_empty() && masks.is_empty() {
             return BASELINE.into();
         }
-        let mut parts: Vec<String> = chosen
+        let mut parts: Vec<String> = change
+            .chosen
             .iter()
             .map(|of| {
                 let outcome = self.outcomes[of.candidate][of.tensor];
@@ -80,6 +119,10 @@ impl Plan<'_> {
                 format!("{name} {} {content}\n", outcome.ty.name())
             })
             .collect();
+        let masks = masks
+            .iter()
+            .map(|mask| format!("layer {} without {:?}\n", mask.layer, mask.experts));
+        parts.extend(masks);
         parts.sort();
         format!("{:032x}", hash_bytes(parts.concat().as_bytes()))
     }
@@ -111,16 +154,15 @@ impl<'a> Sweep<'a> {
 
     /// Returns the statistics of the model as it is.
     pub fn baseline(&mut self) -> Result<Statistics> {
-        self.measure("the model as it is", &[])
+        self.measure("the model as it is", Change::default())
     }
 
-    /// Returns the statistics with candidates for some tensors.
-    pub fn measure(&mut self, what: &str, chosen: &[Chosen]) -> Result<Statistics> {
-        let changed = chosen
-            .iter()
-            .filter(|candidate| !self.plan.is_unchanged(**candidate));
-        let chosen: Vec<Chosen> = changed.copied().collect();
-        let key = self.plan.key(&chosen);
+    /// Returns the statistics with a change.
+    pub fn measure(&mut self, what: &str, mut change: Change) -> Result<Statistics> {
+        change
+            .chosen
+            .retain(|candidate| !self.plan.is_unchanged(*candidate));
+        let key = self.plan.key(&change);
         self.done += 1;
         self.bar.set_message(what.to_owned());
         if let Some(known) = self.record.find(&key) {
@@ -131,7 +173,7 @@ impl<'a> Sweep<'a> {
             self.bar.set_length(self.total as u64);
             return Ok(statistics);
         }
-        let overlays = self.overlays(&chosen)?;
+        let overlays = self.overlays(&change.chosen)?;
         let is_first = self.running.is_none();
         self.start()?;
         // The first evaluation was that of the model as it is.
@@ -139,10 +181,17 @@ impl<'a> Sweep<'a> {
             return Ok(known.statistics);
         }
         let running = self.running.as_mut().context("no program runs")?;
-        let (statistics, seconds) = running
-            .measure(&overlays)
+        let began = Instant::now();
+        let cuts = &self.plan.cuts;
+        let statistics = running
+            .swap(&overlays)
+            .and_then(|()| match cuts.is_empty() {
+                true => Ok(()),
+                false => running.mask(change.cut.map_or(&[], |cut| &cuts[cut].masks)),
+            })
+            .and_then(|()| running.evaluate())
             .with_context(|| format!("cannot measure {what}"))?;
-        self.add(key, what, seconds, statistics)?;
+        self.add(key, what, began.elapsed().as_secs_f64(), statistics)?;
         Ok(statistics)
     }
 
@@ -194,10 +243,12 @@ impl<'a> Sweep<'a> {
         }
         let plan = self.plan;
         let log = plan.folder.join("perplexity.log");
-        let began = std::time::Instant::now();
+        let began = Instant::now();
+        let masks = [("LLAMA_EXPERT_MASKS", "1")];
+        let variables = &masks[..plan.cuts.len().min(1)];
         let mut running = plan
             .program
-            .start(&plan.model.path, &self.base, &log, &[])?;
+            .start(&plan.model.path, &self.base, &log, variables)?;
         let found = running.first()?;
         match self.record.find(BASELINE) {
             Some(known) => ensure!(

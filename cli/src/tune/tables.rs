@@ -28,6 +28,9 @@ pub fn text(results: &Results<'_>, folder: &Path, written: Option<&Path>) -> Str
         sentence(baseline),
         measurements(results).as_text()
     );
+    if let Some(cuts) = cuts(results) {
+        let _ = write!(text, "\n{}", cuts.as_text());
+    }
     if results.groups.is_empty() {
         return text;
     }
@@ -72,7 +75,8 @@ fn quantize_command(results: &Results<'_>, mix: &Mix<'_>, recipe: &Path) -> Opti
     let plan = results.plan;
     let (_, name) = mix.file_type();
     let of_files = |at: usize| matches!(plan.candidates[at].origin, Origin::Files(_));
-    let differs = plan.model.path != plan.quantizer.source.path
+    let differs = mix.cut.is_some()
+        || plan.model.path != plan.quantizer.source.path
         || mix.choices.iter().flatten().any(|at| of_files(*at))
         || ["F32", "F16", "BF16", "NVFP4"].contains(&name);
     if differs {
@@ -92,6 +96,34 @@ fn quantize_command(results: &Results<'_>, mix: &Mix<'_>, recipe: &Path) -> Opti
         name.into(),
     ]);
     Some(words.join(" "))
+}
+
+/// Returns the name of the cut of a mix.
+fn cut_name<'a>(results: &'a Results<'_>, mix: &Mix<'_>) -> Option<&'a str> {
+    mix.cut.map(|cut| &*results.plan.cuts[cut].name)
+}
+
+/// Returns a row for each cut, if there are any.
+pub fn cuts(results: &Results<'_>) -> Option<Table> {
+    let mut table = Table::new([
+        "without the experts of",
+        "experts left",
+        "size",
+        "KLD",
+        "same top %",
+        "PPL",
+    ]);
+    for (at, (cut, statistics)) in results.plan.cuts.iter().zip(&results.cuts).enumerate() {
+        let bytes = results.without(Some(at)).map_or(0, |mix| mix.bytes);
+        let mut row = vec![
+            cut.name.clone(),
+            cut.pruned.left.to_string(),
+            size_text(bytes as f64),
+        ];
+        row.extend(cells(statistics));
+        table.rows.push(row);
+    }
+    (!table.rows.is_empty()).then_some(table)
 }
 
 /// Returns the limit of the recipe.
@@ -175,7 +207,11 @@ pub fn comparison(results: &Results<'_>, recipe: &Recipe<'_>) -> Table {
         row.extend(cells(statistics));
         table.rows.push(row);
     };
-    add("recipe".into(), &recipe.mix, &recipe.statistics);
+    let name = match cut_name(results, &recipe.mix) {
+        Some(cut) => format!("recipe, without the experts of {cut}"),
+        None => "recipe".into(),
+    };
+    add(name, &recipe.mix, &recipe.statistics);
     for of in &results.uniform {
         let name = &results.plan.candidates[of.candidate].name;
         add(format!("all as {name}"), &of.mix, &of.statistics);
@@ -243,6 +279,7 @@ pub fn json(results: &Results<'_>) -> Value {
             });
         all["expected_kld"] = recipe.expected.into();
         all["choices"] = Value::Object(choices.collect());
+        all["cut"] = cut_name(results, &recipe.mix).into();
         all
     });
     let uniform = results.uniform.iter().map(|of| {
@@ -250,9 +287,13 @@ pub fn json(results: &Results<'_>) -> Value {
         all["candidate"] = plan.candidates[of.candidate].name.clone().into();
         all
     });
+    let cuts = plan.cuts.iter().zip(&results.cuts).map(|(cut, statistics)| {
+        json!({"cut": cut.name, "experts": cut.masks, "statistics": statistics})
+    });
     json!({
         "model": plan.model.path,
         "baseline": results.baseline,
+        "cuts": cuts.collect::<Vec<_>>(),
         "groups": groups.collect::<Vec<_>>(),
         "recipe": recipe,
         "uniform": uniform.collect::<Vec<_>>(),

@@ -8,6 +8,7 @@ use sidecar_core::gguf::{Access, HeaderWriter, Pieces, copy_value, open_model};
 use sidecar_core::gguf::{GgufFile, TensorInfo};
 
 use super::mix::Mix;
+use super::model::Tensor;
 use super::sweep::{Plan, Sweep};
 use crate::output::write_model;
 
@@ -31,9 +32,17 @@ pub fn header(plan: &Plan<'_>, mix: &Mix<'_>) -> Result<Vec<u8>> {
         b"split.tensors.count",
     ];
     let imatrix = plan.quantizer.matrix;
+    let pruned = mix.cut.map(|cut| &plan.cuts[cut].pruned);
+    let count = pruned.map(|pruned| (pruned.count_key(), pruned.left));
     for key in &first.header.keys {
         let is_from_matrix = imatrix.is_some() && key.name.starts_with(b"quantize.imatrix.");
         if REPLACED.contains(&&*key.name) || is_from_matrix {
+            continue;
+        }
+        if let Some((count, left)) = &count
+            && *key.name == *count.as_bytes()
+        {
+            header.value(count, &u32::try_from(*left)?);
             continue;
         }
         copy_value(&mut header, first, key)?;
@@ -57,9 +66,12 @@ pub fn header(plan: &Plan<'_>, mix: &Mix<'_>) -> Result<Vec<u8>> {
         }
     }
     for part in &mix.parts {
-        let info = part.tensor.info;
-        let extents = &info.ne[..info.n_dims as usize];
-        header.tensor(part.tensor.name.as_bytes(), extents, part.ty.id, part.bytes)?;
+        let Tensor { name, file, info } = part.tensor;
+        let extents = match pruned {
+            Some(pruned) => pruned.part(file, info)?.ne,
+            None => info.ne[..info.n_dims as usize].to_vec(),
+        };
+        header.tensor(name.as_bytes(), &extents, part.ty.id, part.bytes)?;
     }
     Ok(header.finish())
 }
@@ -86,8 +98,11 @@ pub fn write(plan: &Plan<'_>, mix: &Mix<'_>, sweep: &mut Sweep<'_>, path: &Path)
             Some(candidate) => find(&sources[&candidate], part.tensor.name)
                 .with_context(|| format!("'{}' is missing in the work folder", part.tensor.name))?,
         };
-        let bytes = info.offset..info.offset + info.nbytes;
-        Ok(Pieces::of(from, std::iter::once(bytes)))
+        let pieces = match mix.cut {
+            Some(cut) => plan.cuts[cut].pruned.part(from, info)?.pieces,
+            None => std::iter::once(info.offset..info.offset + info.nbytes).collect(),
+        };
+        Ok(Pieces::of(from, pieces))
     });
     let tensors = tensors.collect::<Result<_>>()?;
     write_model(path, &header(plan, mix)?, ALIGNMENT.into(), tensors)?;

@@ -1,4 +1,4 @@
-//! The pruned model.
+//! A model without some of its experts.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -30,15 +30,18 @@ const LEFT_OUT: [&[u8]; 4] = [
 ];
 
 /// A tensor of the new model.
-struct Part<'a> {
+pub struct Part<'a> {
     file: &'a GgufFile,
     info: &'a TensorInfo,
-    ne: Vec<u64>,
-    pieces: Vec<Range<u64>>,
+    /// Its extents.
+    pub ne: Vec<u64>,
+    /// What it has of the file.
+    pub pieces: Vec<Range<u64>>,
 }
 
 impl Part<'_> {
-    fn nbytes(&self) -> u64 {
+    /// Returns its bytes.
+    pub fn nbytes(&self) -> u64 {
         self.pieces
             .iter()
             .map(|piece| piece.end - piece.start)
@@ -161,7 +164,23 @@ impl<'a> Pruned<'a> {
         tensors.map(|(file, info)| self.part(file, info)).collect()
     }
 
-    fn part(&self, file: &'a GgufFile, info: &'a TensorInfo) -> Result<Part<'a>> {
+    /// Returns what is left of so many elements of a tensor, or of its bytes in any type.
+    pub fn left_of(&self, file: &GgufFile, info: &TensorInfo, whole: u64) -> Result<u64> {
+        let part = self.part(file, info)?;
+        let extents = &info.ne[..info.n_dims as usize];
+        Ok(match (extents.last(), part.ne.last()) {
+            (Some(before), Some(left)) if before != left => whole / before * left,
+            _ => whole,
+        })
+    }
+
+    /// Returns the key with the number of experts.
+    pub fn count_key(&self) -> String {
+        format!("{}.expert_count", self.mixture.routing.architecture)
+    }
+
+    /// Returns a tensor of this model, of a file that has it whole.
+    pub fn part<'b>(&self, file: &'b GgufFile, info: &'b TensorInfo) -> Result<Part<'b>> {
         let all = info.offset..info.offset + info.nbytes;
         let mut ne = info.ne[..info.n_dims as usize].to_vec();
         let whole = Part {
@@ -211,7 +230,7 @@ impl<'a> Pruned<'a> {
 
     fn header(&self, parts: &[Part<'_>]) -> Result<Vec<u8>> {
         let first = &self.files[0];
-        let count = format!("{}.expert_count", self.mixture.routing.architecture);
+        let count = self.count_key();
         let mut header = HeaderWriter::new(u32::try_from(first.header.alignment)?);
         for key in &first.header.keys {
             if *key.name == *count.as_bytes() {
