@@ -1,6 +1,7 @@
 //! Measures what it gains and costs to prefer experts in memory (`llama-sidecar margins`), on emulated disks.
 //!
-//! Run it with `cargo xtask bench margins`; `cargo bench --bench margins -- --quick` has one disk and each margin once.
+//! Run it with `cargo xtask bench margins`; `cargo bench --bench margins -- --quick` has one disk and each margin once,
+//! and `--margins=0,0.05` are the margins.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -17,13 +18,18 @@ const TEXT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/hot-swap.md");
 const MARGINS: &str = "0,0.02,0.05,0.1,0.2";
 const CONTEXT: &str = "128";
 const CHUNKS: &str = "2";
-const THREADS: &str = "2";
+const THREADS: &str = "1";
 /// Memory of the program, for a model of 447 MB.
 const MEMORY: u64 = 400 << 20;
 const DISKS: [Speed; 2] = [Speed::new(1000, 500), Speed::new(100, 1000)];
 
 /// Measures a disk, with the margins in turn so many times. Returns the measurements by margin.
-fn measure(speed: Speed, times: usize, limit: &MemoryLimit) -> BTreeMap<String, Vec<Value>> {
+fn measure(
+    margins: &str,
+    speed: Speed,
+    times: usize,
+    limit: &MemoryLimit,
+) -> BTreeMap<String, Vec<Value>> {
     let disk = SlowDisk::mount(&fixture("moe.gguf"), speed).expect("an emulated disk");
     disk.read_ahead_kb(128).expect("a disk has read-ahead");
     let mut command = Command::new(built("release/llama-sidecar"));
@@ -32,7 +38,7 @@ fn measure(speed: Speed, times: usize, limit: &MemoryLimit) -> BTreeMap<String, 
         .arg(disk.path())
         .args(["--text", TEXT, "--ctx", CONTEXT, "--chunks", CHUNKS])
         .args(["--threads", THREADS, "--margins"])
-        .arg(vec![MARGINS; times].join(","))
+        .arg(vec![margins; times].join(","))
         .arg("--program")
         .arg(llama_cpp("llama-perplexity"))
         .arg("--json")
@@ -51,13 +57,16 @@ fn measure(speed: Speed, times: usize, limit: &MemoryLimit) -> BTreeMap<String, 
 
 fn main() {
     let is_quick = std::env::args().any(|argument| argument == "--quick");
+    let mut named =
+        std::env::args().filter_map(|of| Some(of.strip_prefix("--margins=")?.to_owned()));
+    let margins = named.next().unwrap_or_else(|| MARGINS.to_owned());
     let (disks, times) = match is_quick {
         true => (&DISKS[..1], 1),
         false => (&DISKS[..], 3),
     };
     let limit = MemoryLimit::new(MEMORY).expect("a control group");
     println!(
-        "A mixture of 30 layers of 8 experts, 2 per token, 447 MB, made from SmolLM2-135M, in llama-perplexity with {} MiB of memory: {CHUNKS} chunks of {CONTEXT} tokens, one token at a time, {THREADS} threads. Medians of {times}, the margins in turn; ratio to the margin 0. Limit: the margin 0 changes nothing, and has a divergence of 0.\n",
+        "A mixture of 30 layers of 8 experts, 2 per token, 447 MB, made from SmolLM2-135M, in llama-perplexity with {} MiB of memory: {CHUNKS} chunks of {CONTEXT} tokens, one token at a time, {THREADS} thread. Medians of {times}, the margins in turn; ratio to the margin 0. Limit: the margin 0 changes nothing, and has a divergence of 0.\n",
         MEMORY >> 20
     );
     println!(
@@ -66,7 +75,7 @@ fn main() {
     println!("|---|---|---|---|---|---|---|---|");
     for speed in disks {
         let mut first = None;
-        for (margin, measured) in measure(*speed, times, &limit) {
+        for (margin, measured) in measure(&margins, *speed, times, &limit) {
             let of = |pointer: &str| {
                 let values = measured.iter().map(|of| of.pointer(pointer)?.as_f64());
                 let mut values: Vec<f64> = values.map(|of| of.expect("a figure")).collect();
