@@ -9,11 +9,13 @@ use std::process::{Command, Output};
 use hosts::on;
 use hosts::servers::{PREFIX, end};
 use serde_json::{Value, json};
+use sidecar_core::gguf::{Access, GgufFile, TensorInfo, open_model};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, built, preload_library};
 use testkit::mixtures::{GROUPS, Mixture};
 use testkit::server::{Answer, Options, Request, Server, llama_cpp};
 use testkit::sim_ggml::SimGgml;
+use testkit::writer::{Gguf, write_shards};
 
 /// How a masked server compares with the pruned model.
 #[derive(Clone, Copy, PartialEq)]
@@ -282,6 +284,93 @@ fn a_mask_of_what_a_text_does_not_use_changes_nothing() {
         experts.values().filter(|of| !of.is_empty()).count()
     );
     end(server);
+}
+
+#[test]
+fn shards_of_a_model_are_pruned_to_shards() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name);
+    let mixture = Mixture::GptOss;
+    let one = written(mixture, folder.path());
+    // As GGUF-Tool-Suite has them: the first shard has no tensors.
+    let mut first = mixture.describe(0);
+    let tensors = std::mem::take(&mut first.tensors);
+    let mut files = vec![first];
+    files.extend(tensors.chunks(tensors.len().div_ceil(2)).map(|part| Gguf {
+        tensors: part.to_vec(),
+        ..Gguf::default()
+    }));
+    let shards = write_shards(folder.path(), files);
+
+    let each = |layer: u64| (layer, vec![layer, layer + 7, 20, 31]);
+    let experts: Experts = (0..mixture.layers().into()).map(each).collect();
+    let (pruned, first) = (path("pruned-one.gguf"), path("pruned-00001-of-00003.gguf"));
+    prune(&one, &experts, &pruned);
+    // Any shard names the model, and either name the new one.
+    prune(&shards[1], &experts, &first);
+    prune(&shards[0], &experts, &path("again.gguf"));
+    assert!(!path("again.gguf").exists());
+    let of_shards = |name: &str| -> Vec<PathBuf> {
+        let shard = |number| path(&format!("{name}-{number:05}-of-00003.gguf"));
+        (1..=3).map(shard).collect()
+    };
+    let contents = |paths: &[PathBuf]| -> Vec<Vec<u8>> {
+        let read = |path| std::fs::read(path).expect("a shard");
+        paths.iter().map(read).collect()
+    };
+    let (shards_of_pruned, again) = (of_shards("pruned"), of_shards("again"));
+    assert_eq!(contents(&shards_of_pruned), contents(&again));
+
+    let tensors = |path: &Path| -> BTreeMap<String, Vec<u8>> {
+        let files = open_model(path, Access::Read).expect("a model");
+        let of_file = |file: &GgufFile| -> Vec<(String, Vec<u8>)> {
+            let read = |info: &TensorInfo| {
+                let name = file.header.name(info).to_string_lossy().into_owned();
+                let mut bytes = vec![0; info.nbytes as usize];
+                let read = file.source.read_at(&mut bytes, info.offset);
+                read.expect("the bytes of a tensor");
+                (format!("{name} {} {:?}", info.ty.name(), info.ne), bytes)
+            };
+            file.header.tensors.iter().map(read).collect()
+        };
+        files.iter().flat_map(of_file).collect()
+    };
+    // A shard of the new model has the tensors of the shard that it comes from.
+    for (before, after) in shards.iter().zip(&shards_of_pruned) {
+        let names = |path: &Path| -> Vec<String> {
+            let file = GgufFile::open(path, Access::Read).expect("a shard");
+            let infos = file.header.tensors.iter();
+            let name = |info| file.header.name(info).to_string_lossy().into_owned();
+            infos.map(name).collect()
+        };
+        assert_eq!(names(before), names(after));
+    }
+    assert!(
+        tensors(&shards_of_pruned[2]) == tensors(&pruned),
+        "other tensors than those of the model in one file"
+    );
+    assert_eq!(fresh(None, &first), fresh(None, &pruned));
+
+    let refused = |to: &str, reason: &str| {
+        let (from, to) = (shards[0].to_str().expect("a name"), path(to));
+        let to = to.to_str().expect("a name");
+        let output = with_experts(&experts, &["prune", from, "--experts", "FILE", "-o", to]);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            !output.status.success() && error.contains(reason),
+            "{error}"
+        );
+    };
+    refused(
+        "new-00002-of-00003.gguf",
+        "the model has 3 shards: name the first one, which ends in '-00001-of-00003.gguf'",
+    );
+    // One shard of an earlier model is there.
+    for number in [1, 2] {
+        std::fs::remove_file(&again[number]).expect("a shard");
+    }
+    refused("again.gguf", "never written over");
+    assert!(!again[1].exists() && !again[2].exists());
 }
 
 /// A router never chooses experts with this bias.

@@ -8,10 +8,10 @@ use llama_sidecar::device::{Device, HostDevice};
 use llama_sidecar::model::{Model, Options, Placement, State};
 use sidecar_core::error::Error;
 use sidecar_core::experts::{ExpertIndex, ExpertName, Projection};
-use sidecar_core::gguf::{Access, GgufFile, Value, shard_name};
+use sidecar_core::gguf::{Access, GgufFile, Value};
 use tempfile::TempDir;
 use testkit::fixtures::fixture;
-use testkit::writer::{F16, F32, Gguf, Kv, Q4_0, Q8_0, vocabulary, weights};
+use testkit::writer::{F16, F32, Gguf, Kv, Q4_0, Q8_0, vocabulary, weights, write_shards};
 
 fn sample() -> Gguf {
     Gguf::default()
@@ -55,22 +55,6 @@ fn zero_copy(model: &Model, index: usize) -> Vec<u8> {
     let bytes = model.host_bytes(&view).expect("readable in place");
     // SAFETY: nothing reloads or writes the file, and the model outlives the copy.
     unsafe { &*bytes }.to_vec()
-}
-
-/// Writes `files` as the shards of one model, with the keys that gguf-split writes.
-fn write_shards(folder: &Path, files: Vec<Gguf>) -> Vec<PathBuf> {
-    let count = files.len();
-    let total: usize = files.iter().map(|file| file.tensors.len()).sum();
-    let keyed = files.into_iter().enumerate().map(|(no, file)| {
-        let path = folder.join(shard_name("m", no as u64, count as u64));
-        file.kv("split.no", Kv::U16(no as u16))
-            .kv("split.count", Kv::U16(count as u16))
-            .kv("split.tensors.count", Kv::I32(total as i32))
-            .write(&path)
-            .unwrap();
-        path
-    });
-    keyed.collect()
 }
 
 fn three_shards() -> Vec<Gguf> {

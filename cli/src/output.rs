@@ -1,11 +1,13 @@
 //! Texts and models for files that the user names, and progress.
 
+use std::fs;
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use sidecar_core::files;
 use sidecar_core::gguf::{Pieces, write_data};
+use tempfile::NamedTempFile;
 
 use crate::space::Need;
 
@@ -42,30 +44,64 @@ pub fn progress(line: &str) {
     eprintln!("llama-sidecar: {line}");
 }
 
-/// Writes a model with this header and these tensors, and returns its bytes. The path has the old content, or all of the
-/// new; a model that is there is never written over.
-pub fn write_model(
-    path: &Path,
-    header: &[u8],
-    alignment: u64,
-    tensors: Vec<Pieces<'_>>,
-) -> Result<u64> {
-    let explain = || format!("cannot write {}", path.display());
-    let bytes = header.len() as u64 + tensors.iter().map(Pieces::size).sum::<u64>();
-    for need in Need::of([(path, bytes)])? {
+/// A file of a new model.
+pub struct NewFile<'a> {
+    pub path: PathBuf,
+    pub header: Vec<u8>,
+    pub alignment: u64,
+    pub tensors: Vec<Pieces<'a>>,
+}
+
+impl NewFile<'_> {
+    fn size(&self) -> u64 {
+        self.header.len() as u64 + self.tensors.iter().map(Pieces::size).sum::<u64>()
+    }
+
+    /// Writes the file beside its path, and flushes it to the disk.
+    fn write(self) -> io::Result<NamedTempFile> {
+        let file = files::beside(&self.path)?;
+        let mut out = BufWriter::new(file.as_file());
+        out.write_all(&self.header)?;
+        for data in self.tensors {
+            let size = data.size();
+            write_data(&mut out, data, size, self.alignment)?;
+        }
+        out.flush()?;
+        drop(out);
+        file.as_file().sync_all()?;
+        Ok(file)
+    }
+}
+
+/// Writes the files of a model, and returns their bytes. A model that is there is never written over.
+///
+/// All files are complete before the first one gets its path, and the first shard is the last one that gets it. After an
+/// error, no path has a file of the new model.
+pub fn write_model(model: Vec<NewFile<'_>>) -> Result<u64> {
+    let explain = |path: &Path| format!("cannot write {}", path.display());
+    let bytes = model.iter().map(NewFile::size).sum();
+    for need in Need::of(model.iter().map(|file| (&*file.path, file.size())))? {
         need.check()?;
     }
-    let file = files::beside(path).with_context(explain)?;
-    let mut out = BufWriter::new(file.as_file());
-    out.write_all(header).with_context(explain)?;
-    for data in tensors {
-        let size = data.size();
-        write_data(&mut out, data, size, alignment).with_context(explain)?;
+    let write = |file: NewFile<'_>| {
+        let path = file.path.clone();
+        let written = file.write().with_context(|| explain(&path))?;
+        Ok((written, path))
+    };
+    let written = model.into_iter().map(write).collect::<Result<Vec<_>>>()?;
+    let mut placed = Vec::new();
+    for (file, path) in written.into_iter().rev() {
+        match files::persist(file, &path, |_| false) {
+            Ok(kept) => report_kept(&path, kept),
+            Err(error) => {
+                for path in placed {
+                    let _ = fs::remove_file(path);
+                }
+                return Err(error).with_context(|| explain(&path));
+            }
+        }
+        placed.push(path);
     }
-    out.flush().with_context(explain)?;
-    drop(out);
-    let kept = files::persist(file, path, |_| false).with_context(explain)?;
-    report_kept(path, kept);
     Ok(bytes)
 }
 
@@ -94,6 +130,38 @@ pub fn write_text(path: &Path, text: &str) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn shards_get_their_paths_together() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = |name: &str| folder.path().join(name);
+        let shard = |name: &str| NewFile {
+            path: path(name),
+            header: b"GGUF".to_vec(),
+            alignment: 32,
+            tensors: Vec::new(),
+        };
+        let model = || ["1", "2", "3"].map(shard).into();
+        fs::write(path("1"), "GGUF of another model").expect("a file");
+        fs::write(path("3"), "notes").expect("a file");
+        let error = write_model(model()).expect_err("a model is there");
+        assert!(
+            format!("{error:#}").contains("never written over"),
+            "{error:#}"
+        );
+        let names = || {
+            let entries = fs::read_dir(folder.path()).expect("a folder");
+            let name = |entry: io::Result<fs::DirEntry>| entry.expect("an entry").file_name();
+            let mut names: Vec<_> = entries.map(name).collect();
+            names.sort();
+            names
+        };
+        assert_eq!(names(), ["1", "3.~1~"]);
+        fs::remove_file(path("1")).expect("a file");
+        assert_eq!(write_model(model()).expect("free paths"), 3 * 4);
+        assert_eq!(names(), ["1", "2", "3", "3.~1~"]);
+        assert_eq!(fs::read(path("3.~1~")).expect("a file"), b"notes");
+    }
 
     #[test]
     fn control_characters_are_escaped() {

@@ -2,14 +2,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
-use std::path::Path;
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
 use sidecar_core::experts::{ExpertIndex, Routing};
 use sidecar_core::gguf::{GgufFile, HeaderWriter, Pieces, TensorInfo, copy_value};
 use sidecar_core::protocol::LayerMask;
 
-use crate::output::write_model;
+use crate::output::{NewFile, write_model};
 
 /// What names of tensors end with that have a part for each expert, after `blk.N.`.
 const ROUTERS: [&str; 3] = [
@@ -21,17 +21,11 @@ const ROUTERS: [&str; 3] = [
 const EXPERTS: &str = "_exps.";
 /// What the names of other tensors of layers with experts contain.
 const SHARED: [&str; 4] = ["_shexp", "_chexp", "ffn_gate_inp_s", "ffn_norm_exps"];
-/// Keys that describe shards, and one that the writer adds.
-const LEFT_OUT: [&[u8]; 4] = [
-    b"general.alignment",
-    b"split.no",
-    b"split.count",
-    b"split.tensors.count",
-];
+/// The key that the writer adds.
+const ALIGNMENT: &[u8] = b"general.alignment";
 
-/// A tensor of the new model.
+/// A tensor of a new file.
 pub struct Part<'a> {
-    file: &'a GgufFile,
     info: &'a TensorInfo,
     /// Its extents.
     pub ne: Vec<u64>,
@@ -155,15 +149,6 @@ impl<'a> Pruned<'a> {
         })
     }
 
-    /// Returns the tensors of the new model.
-    fn parts(&self) -> Result<Vec<Part<'a>>> {
-        let tensors = self.files.iter().flat_map(|file| {
-            let infos = file.header.tensors.iter();
-            infos.map(move |info| (file, info))
-        });
-        tensors.map(|(file, info)| self.part(file, info)).collect()
-    }
-
     /// Returns what is left of so many elements of a tensor, or of its bytes in any type.
     pub fn left_of(&self, file: &GgufFile, info: &TensorInfo, whole: u64) -> Result<u64> {
         let part = self.part(file, info)?;
@@ -180,11 +165,10 @@ impl<'a> Pruned<'a> {
     }
 
     /// Returns a tensor of this model, of a file that has it whole.
-    pub fn part<'b>(&self, file: &'b GgufFile, info: &'b TensorInfo) -> Result<Part<'b>> {
+    pub fn part<'b>(&self, file: &GgufFile, info: &'b TensorInfo) -> Result<Part<'b>> {
         let all = info.offset..info.offset + info.nbytes;
         let mut ne = info.ne[..info.n_dims as usize].to_vec();
         let whole = Part {
-            file,
             info,
             ne: ne.clone(),
             pieces: std::iter::once(all.clone()).collect(),
@@ -228,33 +212,44 @@ impl<'a> Pruned<'a> {
         })
     }
 
-    fn header(&self, parts: &[Part<'_>]) -> Result<Vec<u8>> {
-        let first = &self.files[0];
+    /// The header of a file of the new model. It has as many tensors as before, so that keys of shards stay.
+    fn header(&self, file: &GgufFile, parts: &[Part<'_>]) -> Result<Vec<u8>> {
         let count = self.count_key();
-        let mut header = HeaderWriter::new(u32::try_from(first.header.alignment)?);
-        for key in &first.header.keys {
+        let mut header = HeaderWriter::new(u32::try_from(file.header.alignment)?);
+        for key in &file.header.keys {
             if *key.name == *count.as_bytes() {
                 header.value(&count, &u32::try_from(self.left)?);
-            } else if !LEFT_OUT.contains(&&*key.name) {
-                copy_value(&mut header, first, key)?;
+            } else if *key.name != *ALIGNMENT {
+                copy_value(&mut header, file, key)?;
             }
         }
         for part in parts {
-            let name = part.file.header.name(part.info).to_bytes();
+            let name = file.header.name(part.info).to_bytes();
             header.tensor(name, &part.ne, part.info.ty.id, part.nbytes())?;
         }
         Ok(header.finish())
     }
 
-    /// Writes the model, and returns its bytes. Its path has the old content, or all of the new.
-    pub fn write(&self, path: &Path) -> Result<u64> {
-        let parts = self.parts()?;
-        let header = self.header(&parts)?;
-        let alignment = self.files[0].header.alignment;
-        let tensors = parts
-            .into_iter()
-            .map(|part| Pieces::of(part.file, part.pieces));
-        write_model(path, &header, alignment, tensors.collect())
+    /// Writes the files of the model to as many paths, and returns their bytes.
+    pub fn write(&self, paths: Vec<PathBuf>) -> Result<u64> {
+        let files = self.files.iter().zip(paths);
+        let new = files.map(|(file, path)| self.file(file, path));
+        write_model(new.collect::<Result<_>>()?)
+    }
+
+    fn file(&self, file: &'a GgufFile, path: PathBuf) -> Result<NewFile<'a>> {
+        let infos = file.header.tensors.iter();
+        let parts: Vec<_> = infos
+            .map(|info| self.part(file, info))
+            .collect::<Result<_>>()?;
+        let header = self.header(file, &parts)?;
+        let tensors = parts.into_iter().map(|part| Pieces::of(file, part.pieces));
+        Ok(NewFile {
+            path,
+            header,
+            alignment: file.header.alignment,
+            tensors: tensors.collect(),
+        })
     }
 }
 

@@ -5,7 +5,7 @@
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use gguf_write::{HeaderWriter, write_data};
 
@@ -187,6 +187,22 @@ impl Gguf {
         }
         Ok(())
     }
+}
+
+/// Writes files as the shards of one model, `m`, with the keys that gguf-split writes.
+pub fn write_shards(folder: &Path, files: Vec<Gguf>) -> Vec<PathBuf> {
+    let count = files.len();
+    let total: usize = files.iter().map(|file| file.tensors.len()).sum();
+    let keyed = files.into_iter().enumerate().map(|(no, file)| {
+        let path = folder.join(format!("m-{:05}-of-{count:05}.gguf", no + 1));
+        file.kv("split.no", Kv::U16(no as u16))
+            .kv("split.count", Kv::U16(count as u16))
+            .kv("split.tensors.count", Kv::I32(total as i32))
+            .write(&path)
+            .expect("free space");
+        path
+    });
+    keyed.collect()
 }
 
 /// Returns `len` pseudo-random bytes of this seed.

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use sidecar_core::files;
-use sidecar_core::gguf::{Access, open_model};
+use sidecar_core::gguf::{Access, new_paths, open_model};
 use sidecar_core::protocol::LayerMask;
 
 use crate::control::mask;
@@ -41,7 +41,8 @@ pub struct PruneOptions {
     /// Write the list of the experts that were chosen.
     #[arg(long, value_name = "FILE", requires = "leave_out")]
     save: Option<PathBuf>,
-    /// Write the pruned model.
+    /// Write the pruned model. That of a model in shards has as many: name the first one (NAME-00001-of-00003.gguf), or
+    /// NAME.gguf.
     #[arg(
         short,
         long,
@@ -56,10 +57,12 @@ pub fn run(options: &PruneOptions) -> Result<()> {
     let model = open_model(&options.model, Access::Read)
         .with_context(|| format!("cannot read the model {}", options.model.display()))?;
     let mixture = Mixture::of(&model)?;
-    for path in [&options.output, &options.save, &options.report]
-        .into_iter()
-        .flatten()
-    {
+    let outputs = match &options.output {
+        Some(path) => new_paths(path, model.len() as u64).context("cannot write the model")?,
+        None => Vec::new(),
+    };
+    let others = [&options.save, &options.report];
+    for path in outputs.iter().chain(others.into_iter().flatten()) {
         // Not after the measurements.
         files::check(path).with_context(|| format!("cannot write {}", path.display()))?;
     }
@@ -75,12 +78,12 @@ pub fn run(options: &PruneOptions) -> Result<()> {
     if let Some(path) = &options.save {
         write_text(path, &format!("{}\n", serde_json::to_string(&masks)?))?;
     }
-    if let Some(path) = &options.output {
-        let size = pruned.write(path)?;
+    if let Some(first) = outputs.first().cloned() {
+        let size = pruned.write(outputs)?;
         let before: u64 = model.iter().map(|file| file.source.id().size).sum();
         progress(&format!(
             "{} has {} of {} experts in each of {} layers: {} of {}",
-            path.display(),
+            first.display(),
             pruned.left,
             mixture.routing.experts,
             mixture.layers.len(),

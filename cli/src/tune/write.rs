@@ -10,7 +10,7 @@ use sidecar_core::gguf::{GgufFile, TensorInfo};
 use super::mix::Mix;
 use super::model::Tensor;
 use super::sweep::{Plan, Sweep};
-use crate::output::write_model;
+use crate::output::{NewFile, write_model};
 
 /// The alignment that `llama-quantize` uses.
 const ALIGNMENT: u32 = 32;
@@ -105,7 +105,12 @@ pub fn write(plan: &Plan<'_>, mix: &Mix<'_>, sweep: &mut Sweep<'_>, path: &Path)
         Ok(Pieces::of(from, pieces))
     });
     let tensors = tensors.collect::<Result<_>>()?;
-    write_model(path, &header(plan, mix)?, ALIGNMENT.into(), tensors)?;
+    write_model(vec![NewFile {
+        path: path.to_owned(),
+        header: header(plan, mix)?,
+        alignment: ALIGNMENT.into(),
+        tensors,
+    }])?;
     Ok(())
 }
 

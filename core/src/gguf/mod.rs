@@ -57,7 +57,7 @@ pub use file::{Access, FileId, GgufFile, OpenError, Source};
 pub use header::{DEFAULT_ALIGNMENT, Header};
 pub use pattern::NamePattern;
 pub use scales::{ScaleClass, ScaleFormat};
-pub use shards::{open_model, shard_name};
+pub use shards::{new_paths, open_model, shard_name};
 pub use tensor::{TensorInfo, strides};
 pub use types::{Dialect, TYPES, TypeInfo};
 pub use value::{KeyValue, Strings, Value, ValueType};

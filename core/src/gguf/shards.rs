@@ -5,7 +5,7 @@
 //! `NAME-00001-of-00003.gguf`.
 
 use std::collections::HashMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::file::{Access, GgufFile, OpenError};
 
@@ -16,6 +16,42 @@ const TENSORS_KEY: &str = "split.tensors.count";
 /// Returns the file name of shard `number` (from 0) of `count`.
 pub fn shard_name(prefix: &str, number: u64, count: u64) -> String {
     format!("{prefix}-{:05}-of-{count:05}.gguf", number + 1)
+}
+
+/// Returns the paths of a new model of so many files.
+///
+/// `path` is that of one file. Of several, it is the first one, or what their names begin with,
+/// with or without `.gguf`.
+pub fn new_paths(path: &Path, count: u64) -> Result<Vec<PathBuf>, OpenError> {
+    if count <= 1 {
+        return Ok(vec![path.to_owned()]);
+    }
+    let refused = |reason| OpenError::Shard {
+        path: path.to_owned(),
+        reason,
+    };
+    let name = path.file_name().and_then(|name| name.to_str());
+    let name = name.ok_or_else(|| refused("the name of a file in UTF-8 is expected".into()))?;
+    let prefix = match parse_name(name) {
+        Some((prefix, 0, of)) if of == count => prefix,
+        Some(_) => {
+            return Err(refused(format!(
+                "the model has {count} shards: name the first one, which ends in '{}', or their name without the numbers",
+                shard_name("", 0, count)
+            )));
+        }
+        None => name.strip_suffix(".gguf").unwrap_or(name),
+    };
+    let shard = |number| path.with_file_name(shard_name(prefix, number, count));
+    Ok((0..count).map(shard).collect())
+}
+
+/// Reads the name of a shard: what it begins with, its number (from 0), and the count.
+fn parse_name(name: &str) -> Option<(&str, u64, u64)> {
+    let (rest, count) = name.strip_suffix(".gguf")?.rsplit_once("-of-")?;
+    let (prefix, number) = rest.rsplit_once('-')?;
+    let (number, count) = (number.parse::<u64>().ok()?, count.parse().ok()?);
+    Some((prefix, number.checked_sub(1)?, count))
 }
 
 /// Opens all files of a model. `path` is the file or any of its shards.
@@ -131,4 +167,29 @@ fn check_tensors(files: &[GgufFile], total: Option<u64>) -> Result<(), OpenError
         });
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn new_shards_are_named_by_the_first_one_or_without_numbers() {
+        let paths = |path: &str, count| new_paths(Path::new(path), count);
+        let both = ["a/m-00001-of-00002.gguf", "a/m-00002-of-00002.gguf"].map(PathBuf::from);
+        for path in ["a/m-00001-of-00002.gguf", "a/m.gguf", "a/m"] {
+            assert_eq!(paths(path, 2).expect("paths"), both, "{path}");
+        }
+        let one = "a/m-00003-of-00002.gguf";
+        assert_eq!(paths(one, 1).expect("a path"), [PathBuf::from(one)]);
+        for path in [
+            "m-00002-of-00002.gguf",
+            "m-00001-of-00003.gguf",
+            "m-1-of-3.gguf",
+        ] {
+            let error = paths(path, 2).expect_err(path).to_string();
+            assert!(error.contains("ends in '-00001-of-00002.gguf'"), "{error}");
+        }
+        assert!(paths("..", 2).is_err());
+    }
 }
