@@ -24,6 +24,22 @@ const SHARED: [&str; 4] = ["_shexp", "_chexp", "ffn_gate_inp_s", "ffn_norm_exps"
 /// The key that the writer adds.
 const ALIGNMENT: &[u8] = b"general.alignment";
 
+/// Returns the layer and the rest of a name.
+fn in_layer(name: &str) -> Option<(u32, &str)> {
+    let (layer, role) = name.strip_prefix("blk.")?.split_once('.')?;
+    Some((layer.parse().ok()?, role))
+}
+
+fn is_shared(role: &str) -> bool {
+    SHARED.iter().any(|shared| role.contains(shared))
+}
+
+/// Returns the layer of a tensor with matrices, biases or scales of experts.
+pub fn of_experts(name: &str) -> Option<u32> {
+    let (layer, role) = in_layer(name)?;
+    (role.contains(EXPERTS) && !is_shared(role)).then_some(layer)
+}
+
 /// A tensor of a new file.
 pub struct Part<'a> {
     info: &'a TensorInfo,
@@ -174,15 +190,12 @@ impl<'a> Pruned<'a> {
             pieces: std::iter::once(all.clone()).collect(),
         };
         let name = file.header.name(info).to_string_lossy();
-        let in_layer = name
-            .strip_prefix("blk.")
-            .and_then(|rest| rest.split_once('.'));
         let Some((kept, role)) =
-            in_layer.and_then(|(layer, role)| Some((self.kept.get(&layer.parse().ok()?)?, role)))
+            in_layer(&name).and_then(|(layer, role)| Some((self.kept.get(&layer)?, role)))
         else {
             return Ok(whole);
         };
-        if SHARED.iter().any(|shared| role.contains(shared)) {
+        if is_shared(role) {
             return Ok(whole);
         }
         if !ROUTERS.contains(&role) && !role.contains(EXPERTS) {

@@ -3,7 +3,9 @@
 //! | module | contents |
 //! |---|---|
 //! | [`search`] | experts to leave out, by measurements |
+//! | [`duplicates`] | experts with the same matrices |
 
+mod duplicates;
 mod search;
 
 use std::path::PathBuf;
@@ -69,7 +71,9 @@ pub fn run(options: &PruneOptions) -> Result<()> {
     let masks: Vec<LayerMask> = match &options.experts {
         Some(path) => mask::read(path)?,
         None => {
-            let found = search::run(&options.search, &options.model, &mixture)?;
+            let duplicates = duplicates::of(&model, &mixture)
+                .with_context(|| format!("cannot read {}", options.model.display()))?;
+            let found = search::run(&options.search, &options.model, &mixture, &duplicates)?;
             show(options, &found)?;
             found.experts
         }

@@ -1,11 +1,12 @@
 //! Experts to leave out, by measurements in one running llama-perplexity.
 //!
 //! A first evaluation measures how much each expert contributes. Parts of the experts that contribute least are masked, a
-//! step after the other, and each step is evaluated. What is left of the budget goes into exchanges: in one layer, the
-//! expert that contributes most of those that are masked for the one that contributes least of the others. An exchange
-//! stays if the divergence is smaller.
+//! step after the other, and each step is evaluated. What is left of the budget goes into exchanges. The first ones mask
+//! experts that have the matrices of another one, in all layers at once or layer by layer. The others exchange, in one
+//! layer, the expert that contributes most of those that are masked for the one that contributes least of the others. An
+//! exchange stays if the divergence is smaller.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -16,6 +17,7 @@ use serde_json::Value;
 use sidecar_core::protocol::LayerMask;
 
 use crate::output::progress;
+use crate::prune::duplicates::Duplicates;
 use crate::pruned::Mixture;
 use crate::sizes::{Table, share};
 use crate::tune::program::{EvaluationOptions, Running};
@@ -99,7 +101,12 @@ impl Found {
 }
 
 /// Returns experts to leave out, and what they cost.
-pub fn run(options: &SearchOptions, model: &Path, mixture: &Mixture) -> Result<Found> {
+pub fn run(
+    options: &SearchOptions,
+    model: &Path,
+    mixture: &Mixture,
+    duplicates: &Duplicates,
+) -> Result<Found> {
     let (Some(share), Some(text)) = (options.leave_out, &options.text) else {
         bail!("--leave-out and --text are needed");
     };
@@ -139,7 +146,7 @@ pub fn run(options: &SearchOptions, model: &Path, mixture: &Mixture) -> Result<F
         left: options.rounds,
         steps: vec![step("none", &as_it_is)],
     };
-    let found = search.find(&order, count)?;
+    let found = search.find(order, duplicates, count)?;
     let mut steps = search.steps;
     running.end()?;
     if let Some(check) = &options.check {
@@ -206,6 +213,31 @@ fn step(what: &str, statistics: &Statistics) -> Step {
     }
 }
 
+/// Returns an order in which experts come first that have a duplicate that contributes more.
+fn duplicates_first(order: &Order, duplicates: &Duplicates) -> Order {
+    let layers = order.iter().map(|(layer, experts)| {
+        let mut first: BTreeSet<u32> = BTreeSet::new();
+        for set in duplicates.get(layer).into_iter().flatten() {
+            let most = experts.iter().rfind(|expert| set.contains(expert));
+            first.extend(set.iter().filter(|expert| Some(*expert) != most));
+        }
+        let (mut experts, others): (Vec<u32>, Vec<u32>) =
+            experts.iter().partition(|expert| first.contains(expert));
+        experts.extend(others);
+        (*layer, experts)
+    });
+    layers.collect()
+}
+
+/// The masks with the smallest divergence so far.
+struct Best {
+    masks: Vec<LayerMask>,
+    statistics: Statistics,
+    /// Exchanges that were measured, and those that stayed.
+    tried: u32,
+    stayed: u32,
+}
+
 struct Search<'a> {
     mixture: &'a Mixture,
     running: &'a mut Running,
@@ -215,7 +247,12 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    fn find(&mut self, order: &Order, count: u64) -> Result<Vec<LayerMask>> {
+    fn find(
+        &mut self,
+        mut order: Order,
+        duplicates: &Duplicates,
+        count: u64,
+    ) -> Result<Vec<LayerMask>> {
         let groups = self.mixture.routing.groups;
         let steps = (1..=STEPS).map(|step| count / groups * step / STEPS * groups);
         let mut steps: Vec<u64> = steps.filter(|part| *part > 0).collect();
@@ -224,14 +261,37 @@ impl Search<'_> {
         let skipped = steps.len().saturating_sub(self.left as usize);
         let mut best = None;
         for part in &steps[skipped..] {
-            let masks = self.first(order, *part);
+            let masks = self.first(&order, *part);
             let statistics = self.measure(&masks)?;
             self.steps.push(step(&part.to_string(), &statistics));
-            best = Some((masks, statistics));
+            best = Some(Best {
+                masks,
+                statistics,
+                tried: 0,
+                stayed: 0,
+            });
         }
-        let (mut masks, mut best) = best.context("no evaluation was permitted")?;
-        let mut tried = 0;
-        let mut exchanges = 0;
+        let mut best = best.context("no evaluation was permitted")?;
+        let other_order = duplicates_first(&order, duplicates);
+        let other = self.first(&other_order, count);
+        let differing: Vec<usize> = (0..other.len())
+            .filter(|&at| other[at] != best.masks[at])
+            .collect();
+        // All of them, and each one where that is worse.
+        let all = std::iter::once(&*differing);
+        let each = differing.chunks(1).filter(|_| differing.len() > 1);
+        for part in all.chain(each) {
+            let mut next = best.masks.clone();
+            for &at in part {
+                next[at] = other[at].clone();
+            }
+            if next != best.masks && self.left > 0 && self.exchange(&mut best, next)? {
+                for &at in part {
+                    let layer = other[at].layer;
+                    order.insert(layer, other_order[&layer].clone());
+                }
+            }
+        }
         let layers: Vec<u32> = order.keys().copied().collect();
         // Each pass looks one place further on both sides of the border.
         for distance in 0.. {
@@ -240,26 +300,34 @@ impl Search<'_> {
                 if self.left == 0 {
                     break;
                 }
-                let Some(next) = self.exchanged(&masks, order, *layer, distance) else {
+                let Some(next) = self.exchanged(&best.masks, &order, *layer, distance) else {
                     continue;
                 };
                 any = true;
-                tried += 1;
-                let statistics = self.measure(&next)?;
-                if statistics.kld.mean < best.kld.mean {
-                    (masks, best) = (next, statistics);
-                    exchanges += 1;
-                }
+                self.exchange(&mut best, next)?;
             }
             if !any {
                 break;
             }
         }
-        if tried > 0 {
-            let what = format!("{count}, {exchanges} of {tried} exchanges");
-            self.steps.push(step(&what, &best));
+        if best.tried > 0 {
+            let what = format!("{count}, {} of {} exchanges", best.stayed, best.tried);
+            self.steps.push(step(&what, &best.statistics));
         }
-        Ok(masks)
+        Ok(best.masks)
+    }
+
+    /// Measures masks, which are the best ones if their divergence is smaller; returns whether it is.
+    fn exchange(&mut self, best: &mut Best, next: Vec<LayerMask>) -> Result<bool> {
+        let statistics = self.measure(&next)?;
+        best.tried += 1;
+        let stays = statistics.kld.mean < best.statistics.kld.mean;
+        if stays {
+            best.masks = next;
+            best.statistics = statistics;
+            best.stayed += 1;
+        }
+        Ok(stays)
     }
 
     /// The first experts of an order, the same number in each group.
@@ -338,6 +406,14 @@ impl Search<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn of_duplicates_the_one_that_contributes_most_comes_later() {
+        let order = Order::from([(0, vec![4, 0, 3, 1, 2]), (1, vec![1, 0])]);
+        let duplicates = Duplicates::from([(0, vec![vec![0, 1, 2]])]);
+        let expected = Order::from([(0, vec![0, 1, 4, 3, 2]), (1, vec![1, 0])]);
+        assert_eq!(duplicates_first(&order, &duplicates), expected);
+    }
 
     #[test]
     fn the_order_is_that_of_the_contributions() {
