@@ -374,6 +374,8 @@ fn shards_of_a_model_are_pruned_to_shards() {
     assert!(!again[1].exists() && !again[2].exists());
 }
 
+const TEXT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/hosts/c/text.txt");
+
 /// A router never chooses experts with this bias.
 const NEVER: f32 = -1000.0;
 
@@ -396,10 +398,22 @@ fn the_search_finds_experts_that_are_never_chosen() {
         never.insert(layer.into(), experts);
     }
     described.write(&model).expect("free space");
-    for by in ["saliency", "count"] {
-        let arguments = ["--leave-out", "12.5%", "--rounds", "4", "--by", by];
+    let trace = folder.path().join("trace.json");
+    let [from, trace] = [&model, &trace].map(|path| path.to_str().expect("a name"));
+    let traced = Command::new(built("release/llama-sidecar"))
+        .args(["run", "--quiet", "--expert-trace-output", trace, "--"])
+        .arg(llama_cpp("llama-perplexity"))
+        .args([
+            "-m", from, "-c", "128", "--chunks", "12", "-t", "1", "-f", TEXT,
+        ])
+        .env("LLAMA_SIDECAR_PRELOAD", preload_library())
+        .output()
+        .expect("the command starts");
+    assert!(traced.status.success(), "{traced:?}");
+    for by in [["--by", "saliency"], ["--by", "count"], ["--trace", trace]] {
+        let arguments = [&["--leave-out", "12.5%", "--rounds", "4"][..], &by].concat();
         let found = found(&model, &arguments);
-        assert_eq!(found.experts, never, "{by}");
+        assert_eq!(found.experts, never, "{by:?}");
         assert_eq!(found.page.matches("100.00 %").count(), 4, "{}", found.page);
         // None, four of each layer, exchanges, and the other text.
         assert_eq!(found.lines.len(), 4, "{:?}", found.lines);
@@ -435,15 +449,21 @@ impl Found {
 fn found(model: &Path, arguments: &[&str]) -> Found {
     let folder = tempfile::tempdir().expect("a folder");
     let [list, page] = ["list.json", "report.html"].map(|name| folder.path().join(name));
-    let text = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("hosts/c/text.txt");
     let output = Command::new(built("release/llama-sidecar"))
         .arg("prune")
         .arg(model)
         .args(arguments)
-        .args(["--ctx", "128", "--chunks", "12", "--threads", "1", "--text"])
-        .arg(&text)
-        .arg("--check")
-        .arg(&text)
+        .args([
+            "--ctx",
+            "128",
+            "--chunks",
+            "12",
+            "--threads",
+            "1",
+            "--text",
+            TEXT,
+        ])
+        .args(["--check", TEXT])
         .arg("--program")
         .arg(llama_cpp("llama-perplexity"))
         .arg("--save")

@@ -15,6 +15,7 @@ use clap::ValueEnum;
 use serde::Serialize;
 use serde_json::Value;
 use sidecar_core::protocol::LayerMask;
+use sidecar_core::trace;
 
 use crate::output::progress;
 use crate::prune::duplicates::Duplicates;
@@ -50,6 +51,14 @@ pub struct SearchOptions {
     /// The order in which experts are tried.
     #[arg(long, value_enum, default_value = "saliency")]
     by: By,
+    /// The order of the counts in an expert trace of an earlier run (JSON), in place of --by.
+    #[arg(
+        long,
+        value_name = "FILE",
+        conflicts_with = "by",
+        requires = "leave_out"
+    )]
+    trace: Option<PathBuf>,
     /// Evaluations of the text with masks, at most.
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     rounds: u32,
@@ -122,24 +131,41 @@ pub fn run(
         mixture.routing.groups,
         mixture.routing.used
     );
+    let order_of_trace = options
+        .trace
+        .as_deref()
+        .map(|path| {
+            traced(path)
+                .and_then(|counts| order(counts, mixture))
+                .with_context(|| format!("--trace {}", path.display()))
+        })
+        .transpose()?;
     let program = options.evaluation.program(None)?;
     let chunks = options.evaluation.chunks;
     let folder = tempfile::tempdir()?;
     let (base, log) = (folder.path().join("base"), folder.path().join("log"));
     progress("evaluating the text with the model as it is");
     program.write_base(model, text, chunks, &base, &log)?;
-    progress("measuring how much each expert contributes");
-    let saliency = folder.path().join("saliency.json");
-    let path = saliency
-        .to_str()
-        .context("the temporary folder has a name in UTF-8")?;
-    let mut running =
-        program.start(model, &base, &log, &[("LLAMA_EXPERT_TRACE_SALIENCY", path)])?;
-    let as_it_is = running.first()?;
-    running.end()?;
-    let order = order(&std::fs::read_to_string(&saliency)?, options.by, mixture)?;
+    let order = match order_of_trace {
+        Some(order) => order,
+        None => {
+            progress("measuring how much each expert contributes");
+            let saliency = folder.path().join("saliency.json");
+            let path = saliency
+                .to_str()
+                .context("the temporary folder has a name in UTF-8")?;
+            let variables = [("LLAMA_EXPERT_TRACE_SALIENCY", path)];
+            let mut running = program.start(model, &base, &log, &variables)?;
+            running.first()?;
+            running.end()?;
+            order(
+                measured(&std::fs::read_to_string(&saliency)?, options.by)?,
+                mixture,
+            )?
+        }
+    };
     let mut running = program.start(model, &base, &log, &[("LLAMA_EXPERT_MASKS", "1")])?;
-    running.first()?;
+    let as_it_is = running.first()?;
     let mut search = Search {
         mixture,
         running: &mut running,
@@ -165,45 +191,61 @@ pub fn run(
     })
 }
 
-/// Reads the contribution of each expert.
-fn order(text: &str, by: By, mixture: &Mixture) -> Result<Order> {
+/// What each expert of each layer contributes.
+type Contributions = BTreeMap<u32, Vec<f64>>;
+
+/// Reads what was measured.
+fn measured(text: &str, by: By) -> Result<Contributions> {
     let measured: Value =
         serde_json::from_str(text).context("the drop-in wrote no contributions")?;
-    let layers = measured["layers"].as_array().context("layers")?;
-    let mut order = Order::new();
-    for layer in layers {
-        let number = layer["layer"].as_u64().context("a layer has a number")? as u32;
-        let numbers = |name: &str| -> Vec<f64> {
-            let values = layer[name].as_array().map_or(&[][..], Vec::as_slice);
-            values
-                .iter()
-                .map(|value| value.as_f64().unwrap_or(0.0))
-                .collect()
-        };
-        let counts = numbers("counts");
+    let name = match by {
+        By::Saliency => "saliency",
+        By::Count => "counts",
+    };
+    let layers = measured["layers"].as_array().context("layers")?.iter();
+    let layers = layers.map(|layer| {
+        let number = layer["layer"].as_u64().context("a layer has a number")?;
+        let values = layer[name].as_array().map_or(&[][..], Vec::as_slice);
+        let values = values.iter().map(|value| value.as_f64().unwrap_or(0.0));
+        Ok((number as u32, values.collect()))
+    });
+    layers.collect()
+}
+
+/// Reads how many tokens used each expert from an expert trace.
+fn traced(path: &Path) -> Result<Contributions> {
+    let (_, trace) = trace::read(path)?;
+    let layers = trace.layers.into_iter().map(|layer| {
+        let counts = layer.experts.into_iter().map(|count| count as f64);
+        (layer.layer, counts.collect())
+    });
+    Ok(layers.collect())
+}
+
+/// Orders the experts of each layer, those that contribute least first.
+fn order(contributions: Contributions, mixture: &Mixture) -> Result<Order> {
+    ensure!(
+        contributions.keys().eq(&mixture.layers),
+        "contributions are known of the layers {:?}, and these have experts: {:?}",
+        contributions.keys(),
+        mixture.layers
+    );
+    let layers = contributions.into_iter().map(|(layer, worth)| {
         ensure!(
-            counts.iter().any(|count| *count > 0.0),
-            "layer {number} has no contributions: use --by count with another program, or report its architecture"
+            worth.iter().any(|worth| *worth > 0.0),
+            "layer {layer} has no contributions: use --by count, --trace or another program, or report its architecture"
         );
-        let worth = match by {
-            By::Saliency => numbers("saliency"),
-            By::Count => counts,
-        };
         ensure!(
             worth.len() as u64 == mixture.routing.experts,
-            "layer {number} has {} experts",
-            worth.len()
+            "the contributions of layer {layer} are those of {} experts, and the model has {}",
+            worth.len(),
+            mixture.routing.experts
         );
         let mut experts: Vec<u32> = (0..worth.len() as u32).collect();
         experts.sort_by(|one, two| worth[*one as usize].total_cmp(&worth[*two as usize]));
-        order.insert(number, experts);
-    }
-    ensure!(
-        order.keys().eq(&mixture.layers),
-        "not all layers with experts were measured: {:?}",
-        order.keys()
-    );
-    Ok(order)
+        Ok((layer, experts))
+    });
+    layers.collect()
 }
 
 fn step(what: &str, statistics: &Statistics) -> Step {
@@ -420,11 +462,16 @@ mod tests {
         let mixture = Mixture::for_tests(4, 1);
         let text =
             r#"{"layers": [{"layer": 0, "counts": [5, 1, 0, 9], "saliency": [0.5, 0.9, 0, 0.1]}]}"#;
-        let of = |by| order(text, by, &mixture).expect("contributions")[&0].clone();
-        assert_eq!(of(By::Saliency), [2, 3, 0, 1]);
-        assert_eq!(of(By::Count), [2, 1, 0, 3]);
-        assert!(order(r#"{"layers": []}"#, By::Count, &mixture).is_err());
-        let none = r#"{"layers": [{"layer": 0, "counts": [0, 0, 0, 0]}]}"#;
-        assert!(order(none, By::Count, &mixture).is_err());
+        let of = |text, by| order(measured(text, by).expect("contributions"), &mixture);
+        assert_eq!(of(text, By::Saliency).expect("an order")[&0], [2, 3, 0, 1]);
+        assert_eq!(of(text, By::Count).expect("an order")[&0], [2, 1, 0, 3]);
+        for bad in [
+            r#"{"layers": []}"#,
+            r#"{"layers": [{"layer": 0, "counts": [0, 0, 0, 0]}]}"#,
+            r#"{"layers": [{"layer": 0, "counts": [1, 2, 3]}]}"#,
+            r#"{"layers": [{"layer": 1, "counts": [1, 2, 3, 4]}]}"#,
+        ] {
+            assert!(of(bad, By::Count).is_err(), "{bad}");
+        }
     }
 }
