@@ -86,7 +86,7 @@ mod tests {
                 copy(tensor, from, to);
             }
         }
-        // The last byte of a matrix of expert 2 differs, and nothing but the bias of expert 4.
+        // The last byte of a matrix of expert 2 differs, and only the bias of expert 4.
         let last = copy(2, 1, 2);
         copy(1, 0, 4);
         copy(2, 0, 4);
