@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
+use crate::deadline::Deadline;
+
 /// How long a client may take to send its request.
 const HEAD_PATIENCE: Duration = Duration::from_secs(2);
 /// How long it may take to read each part of the answer.
@@ -130,10 +132,12 @@ fn serve_client(
     mut client: &TcpStream,
     answer: &(impl Fn(&Request) -> Answer + Sync),
 ) -> std::io::Result<()> {
-    client.set_read_timeout(Some(HEAD_PATIENCE))?;
     client.set_write_timeout(Some(PATIENCE))?;
-    let until = Instant::now() + HEAD_PATIENCE;
-    let answer = match requested(Limited { client, until })? {
+    let request = Deadline {
+        stream: client,
+        until: Some(Instant::now() + HEAD_PATIENCE),
+    };
+    let answer = match requested(request)? {
         Some(request) => answer(&request),
         None => Answer::refused("400 Bad Request", "this is no request of HTTP/1"),
     };
@@ -147,21 +151,6 @@ fn serve_client(
     );
     client.write_all(head.as_bytes())?;
     client.write_all(answer.body.as_bytes())
-}
-
-/// A client that has to send all of its request in time.
-struct Limited<'a> {
-    client: &'a TcpStream,
-    until: Instant,
-}
-
-impl Read for Limited<'_> {
-    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
-        if Instant::now() > self.until {
-            return Err(std::io::ErrorKind::TimedOut.into());
-        }
-        self.client.read(buffer)
-    }
 }
 
 /// Reads the head of a request; `None` if there is none.

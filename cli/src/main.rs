@@ -21,11 +21,13 @@
 //! | [`report`] | expert traces, and what caches of experts would hit |
 //! | [`inspect`] | models without a program |
 //! | [`http`], [`page`] | a server for a few pages, and how pages look |
+//! | [`deadline`] | a stream that has to deliver in time |
 //! | [`output`] | texts and models in files, progress |
 //! | [`sizes`], [`space`] | sizes, shares and tables as text; free space |
 
 mod compare;
 mod control;
+mod deadline;
 mod exporter;
 mod generate;
 mod http;

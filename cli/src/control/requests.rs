@@ -23,6 +23,7 @@ use sidecar_core::trace::{from_json, to_text};
 
 use crate::control::mask;
 use crate::control::server::ServerOptions;
+use crate::deadline::Deadline;
 use crate::output::Printable;
 
 /// How long a request is repeated while other clients have all connections.
@@ -228,25 +229,6 @@ pub fn ask_within(socket: &Path, request: &Request, time: Duration) -> Result<Va
     }
 }
 
-/// A program that has to answer until then, if there is such a time.
-struct Answering {
-    stream: UnixStream,
-    until: Option<Instant>,
-}
-
-impl Read for Answering {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        if let Some(until) = self.until {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(ErrorKind::TimedOut.into());
-            }
-            self.stream.set_read_timeout(Some(left))?;
-        }
-        self.stream.read(buffer)
-    }
-}
-
 fn ask_once(socket: &Path, request: &Request, until: Option<Instant>) -> Result<Value> {
     let left = until.map(|until| until.saturating_duration_since(Instant::now()));
     let mut stream = connect(socket, request, left)?;
@@ -255,7 +237,7 @@ fn ask_once(socket: &Path, request: &Request, until: Option<Instant>) -> Result<
     let sent = stream.write_all(protocol::line(request).as_bytes());
     let longest = until.map_or(LONGEST_REPLY, |_| LONGEST_SAMPLE);
     let mut answer = Vec::new();
-    let reply = Answering { stream, until }.take(longest);
+    let reply = Deadline { stream, until }.take(longest);
     let read = BufReader::new(reply).read_until(b'\n', &mut answer);
     if until.is_some() {
         // What came until then is no answer.

@@ -1,0 +1,29 @@
+//! A stream that has to deliver until a moment.
+
+use std::io::{self, ErrorKind, Read};
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+
+/// The shortest time for which a read waits: zero would be without end.
+const SHORTEST: Duration = Duration::from_millis(1);
+
+/// A stream whose reads fail from a moment on, if there is such a moment.
+pub struct Deadline<S> {
+    pub stream: S,
+    pub until: Option<Instant>,
+}
+
+impl<S: Read + AsFd> Read for Deadline<S> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if let Some(until) = self.until {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(ErrorKind::TimedOut.into());
+            }
+            set_socket_timeout(&self.stream, Timeout::Recv, Some(left.max(SHORTEST)))?;
+        }
+        self.stream.read(buffer)
+    }
+}
