@@ -5,22 +5,25 @@ use std::ops::Range;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
-use sidecar_core::experts::{ExpertIndex, Routing};
+use sidecar_core::experts::{ExpertIndex, ExpertName, Routing};
 use sidecar_core::gguf::{GgufFile, HeaderWriter, Pieces, TensorInfo, copy_value};
 use sidecar_core::protocol::LayerMask;
 
 use crate::output::{NewFile, write_model};
 
 /// What names of tensors end with that have a part for each expert, after `blk.N.`.
-const ROUTERS: [&str; 3] = [
+const ROUTERS: [&str; 5] = [
     "ffn_gate_inp.weight",
     "ffn_gate_inp.bias",
     "exp_probs_b.bias",
+    "exp_probs_b",
+    "exp_probs_b_vl.bias",
 ];
 /// What the names of matrices of experts contain, and their biases and scales.
 const EXPERTS: &str = "_exps.";
-/// What the names of other tensors of layers with experts contain.
-const SHARED: [&str; 4] = ["_shexp", "_chexp", "ffn_gate_inp_s", "ffn_norm_exps"];
+/// What the names of other tensors of layers with experts contain: shared experts, scales and norms of inputs, and experts
+/// of attention, which have a router of their own.
+const SHARED: [&str; 4] = ["_shexp", "ffn_gate_inp_s", "ffn_norm_exps", "attn_v_exps"];
 /// The key that the writer adds.
 const ALIGNMENT: &[u8] = b"general.alignment";
 
@@ -91,10 +94,11 @@ impl Mixture {
             "{experts} experts are not in {groups} equal groups"
         );
         let index = ExpertIndex::of(files);
-        Ok(Mixture {
-            layers: index.layers().map(|(layer, _)| layer).collect(),
-            routing,
-        })
+        let layers: BTreeSet<u32> = index.layers().map(|(layer, _)| layer).collect();
+        for layer in &layers {
+            routing.check_layer(*layer).map_err(anyhow::Error::msg)?;
+        }
+        Ok(Mixture { layers, routing })
     }
 }
 
@@ -200,6 +204,10 @@ impl<'a> Pruned<'a> {
         }
         if !ROUTERS.contains(&role) && !role.contains(EXPERTS) {
             ensure!(
+                ExpertName::parse(&name).is_none(),
+                "'{name}' has one expert, as in older files: convert the model with a current llama.cpp first"
+            );
+            ensure!(
                 !role.contains("exp") && !role.contains("gate_inp"),
                 "'{name}' is not known: it may have a part for each expert"
             );
@@ -277,8 +285,61 @@ impl Mixture {
                 used: 1,
                 groups,
                 groups_used: groups,
+                by_token: Vec::new(),
             },
             layers: BTreeSet::from([0]),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use sidecar_core::gguf::Access;
+    use testkit::writer::{F32, Gguf};
+
+    use super::*;
+
+    #[test]
+    fn tensors_have_parts_for_experts_or_none_or_are_refused() {
+        let mixture = Mixture::for_tests(8, 1);
+        let mask = LayerMask {
+            layer: 0,
+            experts: vec![0, 1, 2],
+        };
+        let last = |name: &str, ne: &[i64]| -> Result<u64> {
+            let file = tempfile::NamedTempFile::new()?;
+            let model = Gguf::default().tensor(name, ne, F32, 1);
+            model.write(file.path())?;
+            let files = [GgufFile::open(file.path(), Access::Read)?];
+            let pruned = Pruned::of(&files, &mixture, std::slice::from_ref(&mask))?;
+            let part = pruned.part(&files[0], &files[0].header.tensors[0])?;
+            part.ne.last().copied().context("an extent")
+        };
+        for (name, ne) in [
+            ("blk.0.ffn_gate_inp.weight", &[4, 8][..]),
+            ("blk.0.exp_probs_b", &[8]),
+            ("blk.0.exp_probs_b.bias", &[8]),
+            ("blk.0.ffn_down_exps.weight", &[4, 4, 8]),
+            ("blk.0.ffn_down_exps.scale", &[8]),
+        ] {
+            assert_eq!(last(name, ne).expect(name), 5, "{name}");
+        }
+        for name in [
+            "blk.0.ffn_gate_inp_shexp.weight",
+            "blk.0.attn_v_exps.weight",
+            "blk.0.ffn_down.weight",
+            "blk.1.ffn_down_exps.weight",
+        ] {
+            assert_eq!(last(name, &[4, 8]).expect(name), 8, "{name}");
+        }
+        for (name, reason) in [
+            // As in GroveMoE: an expert for several of the others.
+            ("blk.0.ffn_down_chexps.weight", "is not known"),
+            ("blk.0.ffn_down.3.weight", "older files"),
+            ("blk.0.ffn_down_exps.weight", "has 7 parts for 8 experts"),
+        ] {
+            let error = last(name, &[4, 7]).expect_err(name).to_string();
+            assert!(error.contains(reason), "{error}");
         }
     }
 }

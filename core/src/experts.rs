@@ -44,7 +44,12 @@ pub struct Routing {
     pub groups: u64,
     /// Groups that a token uses (`expert_group_used_count`); all where that is not stated.
     pub groups_used: u64,
+    /// Layers in which a table has the experts of each token of the vocabulary, as in DeepSeek-V4.
+    pub by_token: Vec<u32>,
 }
+
+/// What the name of a table with the experts of each token ends with.
+const TABLE: &str = ".ffn_gate_tid2eid.weight";
 
 impl Routing {
     /// Reads the headers of a model's files.
@@ -63,13 +68,29 @@ impl Routing {
             let (_, key) = find(&format!("{architecture}.{name}"))?;
             key.as_u64().filter(|number| *number > 0)
         };
+        let tensors = files.iter().flat_map(|file| {
+            let infos = file.header.tensors.iter();
+            infos.map(|info| file.header.name(info).to_string_lossy())
+        });
+        let by_table = |name: &str| self::number(name.strip_prefix("blk.")?.strip_suffix(TABLE)?);
         let groups = number("expert_group_count").unwrap_or(1);
         Routing {
             experts: number("expert_count").unwrap_or(0),
             used: number("expert_used_count").unwrap_or(0),
             groups,
             groups_used: number("expert_group_used_count").unwrap_or(groups),
+            by_token: tensors.filter_map(|name| by_table(&name)).collect(),
             architecture,
+        }
+    }
+
+    /// Fails for a layer whose experts are not chosen by their scores: none can be left out.
+    pub fn check_layer(&self, layer: u32) -> Result<(), String> {
+        match self.by_token.contains(&layer) {
+            true => Err(format!(
+                "layer {layer} takes the experts of each token from a table (blk.{layer}{TABLE}), not by their scores: leave its experts as they are"
+            )),
+            false => Ok(()),
         }
     }
 
@@ -396,7 +417,10 @@ fn number(text: &str) -> Option<u32> {
 
 #[cfg(test)]
 mod tests {
+    use testkit::writer::{F32, Gguf};
+
     use super::*;
+    use crate::gguf::Access;
 
     #[test]
     fn a_token_can_use_the_groups_with_the_fewest_experts() {
@@ -409,6 +433,21 @@ mod tests {
         assert_eq!(routing(4, 2).fewest_without(8, []), 4);
         assert_eq!(routing(4, 2).fewest_without(8, [0, 1, 5]), 1);
         assert_eq!(routing(u64::MAX, 1).fewest_without(2, [0, 1, 2]), 0);
+    }
+
+    #[test]
+    fn a_table_of_tokens_chooses_experts() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        Gguf::default()
+            .tensor("blk.3.ffn_gate_tid2eid.weight", &[2, 32], F32, 1)
+            .tensor("blk.4.ffn_gate_inp.weight", &[32, 8], F32, 2)
+            .write(file.path())
+            .expect("free space");
+        let file = GgufFile::open(file.path(), Access::Read).expect("a model");
+        let routing = Routing::of([&file]);
+        let error = routing.check_layer(3).expect_err("a table");
+        assert!(error.contains("blk.3.ffn_gate_tid2eid.weight"), "{error}");
+        assert_eq!(routing.check_layer(4), Ok(()));
     }
 
     fn parse(name: &str) -> Option<(u32, Projection, Option<u32>)> {

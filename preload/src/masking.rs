@@ -125,12 +125,13 @@ fn set_between(model: &Arc<Model>, next: Vec<(Arc<Mask>, Vec<u32>)>) -> Result<(
         .map_err(str::to_owned)
 }
 
-/// Fails unless as many experts as a token uses are left, whichever groups are chosen.
+/// Fails unless experts are chosen by their scores, and as many as a token uses are left, whichever groups are chosen.
 fn check(routing: &Routing, mask: &Mask, masked: &[u32]) -> Result<(), String> {
     let (layer, used) = (mask.layer, routing.used);
     if used == 0 {
         return Err("the model's file does not state how many experts a token uses".into());
     }
+    routing.check_layer(layer)?;
     let fewest = routing.fewest_without(mask.experts.into(), masked.iter().copied());
     match fewest >= used {
         true => Ok(()),

@@ -3,8 +3,8 @@
 //! libllama builds a layer of experts from a product with `blk.N.ffn_gate_inp.weight`, the scores. Its calls of
 //! `ggml_mul_mat` come here, and get the sum of the product and of a mask: zero for an expert that may be chosen, minus
 //! infinity for one that may not. Softmax and sigmoid make zero of minus infinity, so that the others have the weights
-//! that they would have without that expert. A bias that only counts for the choice, `blk.N.exp_probs_b.bias`, could
-//! exceed that zero: its sum, from `ggml_add`, gets the mask, too.
+//! that they would have without that expert. A bias that only counts for the choice, `blk.N.exp_probs_b`, could exceed that
+//! zero: its sum, from `ggml_add`, gets the mask, too.
 //!
 //! The masks are in all graphs from the start. A mask of zeros changes no score, and another mask is other bytes of the
 //! same tensor, so that a graph that is used again needs no change. They are written by the next evaluation, before it
@@ -24,8 +24,14 @@ use crate::process::thread::Inside;
 use crate::program::graph;
 use crate::program::models::{Model, TensorPointer};
 
-const ROUTER: &[u8] = b".ffn_gate_inp.weight";
-const CHOICE_BIAS: &[u8] = b".exp_probs_b.bias";
+/// What the name of a router ends with.
+const ROUTER: &[&[u8]] = &[b".ffn_gate_inp.weight"];
+/// What names of biases for the choice end with: in most models, in Hunyuan 3, and for tokens of images.
+const CHOICE_BIAS: &[&[u8]] = &[
+    b".exp_probs_b.bias",
+    b".exp_probs_b",
+    b".exp_probs_b_vl.bias",
+];
 /// What names of masks end with.
 pub const MASK: &str = ".ffn_gate_inp.mask";
 
@@ -145,21 +151,22 @@ unsafe fn masked(
     }
 }
 
-/// Returns the layer of a weight whose name ends so.
+/// Returns the layer of a weight whose name ends in one of these ways.
 ///
 /// # Safety
 ///
 /// A live tensor, or null.
-unsafe fn layer_of(ggml: &Ggml, tensor: *mut Tensor, end: &[u8]) -> Option<u32> {
+unsafe fn layer_of(ggml: &Ggml, tensor: *mut Tensor, ends: &[&[u8]]) -> Option<u32> {
     if tensor.is_null() {
         return None;
     }
     // SAFETY: as the caller ensures.
-    layer_in(unsafe { graph::name(ggml, tensor) }, end)
+    layer_in(unsafe { graph::name(ggml, tensor) }, ends)
 }
 
-fn layer_in(name: &[u8], end: &[u8]) -> Option<u32> {
-    let number = name.strip_prefix(b"blk.")?.strip_suffix(end)?;
+fn layer_in(name: &[u8], ends: &[&[u8]]) -> Option<u32> {
+    let rest = name.strip_prefix(b"blk.")?;
+    let number = ends.iter().find_map(|end| rest.strip_suffix(*end))?;
     std::str::from_utf8(number).ok()?.parse().ok()
 }
 
@@ -309,7 +316,13 @@ mod tests {
     #[test]
     fn layers_are_read_from_names() {
         assert_eq!(layer_in(b"blk.17.ffn_gate_inp.weight", ROUTER), Some(17));
-        assert_eq!(layer_in(b"blk.3.exp_probs_b.bias", CHOICE_BIAS), Some(3));
+        for bias in [
+            &b"blk.3.exp_probs_b.bias"[..],
+            b"blk.3.exp_probs_b",
+            b"blk.3.exp_probs_b_vl.bias",
+        ] {
+            assert_eq!(layer_in(bias, CHOICE_BIAS), Some(3));
+        }
         for other in [
             &b"blk.3.ffn_gate_inp_shexp.weight"[..],
             b"blk.x.ffn_gate_inp.weight",
