@@ -5,8 +5,11 @@
 //   load MODEL  frees the model before and loads another one: `loaded`, or `failed`
 //   evaluate    evaluates fixed tokens from an empty memory: a hash of the logits of all tokens,
 //               and how many of them are no numbers; `failed` with the step and its code
+//   evaluate FILE  the same, and writes the logits to a file
 //   counts      with HOST_COUNT: how often each expert was used since the model was loaded, by the
 //               callback that llama.cpp has for looking at an evaluation; JSON
+//   scores      with HOST_COUNT: the operation that makes scores of the router's product: `none`,
+//               SOFT_MAX, SIGMOID, or another name of ggml's
 //   end         ends the process
 //
 // HOST_EXPERTS_ON_CPU keeps routed experts in host memory, as llama.cpp's flag -cmoe does.
@@ -59,6 +62,7 @@ void llama_log_set(void (*callback)(int, const char *, void *), void * user_data
 void ggml_backend_load_all(void);
 void * ggml_backend_cpu_buffer_type(void);
 const char * ggml_get_name(const struct ggml_tensor * tensor);
+const char * ggml_op_desc(const struct ggml_tensor * tensor);
 void ggml_backend_tensor_get(const struct ggml_tensor * tensor, void * data, size_t offset, size_t size);
 
 #define MOST_TOKENS 40
@@ -71,6 +75,7 @@ static uint64_t counts[MOST_LAYERS][MOST_EXPERTS];
 // Layers of the present evaluation whose experts are counted: grovemoe selects them once more, for
 // the smaller experts beside them.
 static bool counted[MOST_LAYERS];
+static char scores[32] = "none";
 
 static void quiet(int level, const char * text, void * user_data) {
     (void) level, (void) text, (void) user_data;
@@ -81,7 +86,12 @@ static void quiet(int level, const char * text, void * user_data) {
 static bool count_experts(struct ggml_tensor * tensor, bool ask, void * user_data) {
     (void) user_data;
     static const char topk[] = "ffn_moe_topk-";
+    static const char probs[] = "ffn_moe_probs-";
     const char * name = ggml_get_name(tensor);
+    // Views of the tensor have longer names.
+    if (strncmp(name, probs, strlen(probs)) == 0 && !strchr(name, ' ')) {
+        snprintf(scores, sizeof(scores), "%s", ggml_op_desc(tensor));
+    }
     if (strncmp(name, topk, strlen(topk)) != 0) {
         return !ask;
     }
@@ -164,8 +174,8 @@ static bool load(const char * path) {
     return context != NULL;
 }
 
-// Evaluates tokens and adds their logits to the hash. Returns the code of libllama.
-static int32_t evaluate(int32_t first, int32_t n_tokens, uint64_t * hash, int * not_numbers) {
+// Evaluates tokens, adds their logits to the hash, and writes them to a file, if there is one. Returns the code of libllama.
+static int32_t evaluate(int32_t first, int32_t n_tokens, uint64_t * hash, int * not_numbers, FILE * file) {
     const int32_t size = llama_vocab_n_tokens(llama_model_get_vocab(model));
     int32_t tokens[MOST_TOKENS];
     int8_t outputs[MOST_TOKENS];
@@ -179,6 +189,9 @@ static int32_t evaluate(int32_t first, int32_t n_tokens, uint64_t * hash, int * 
     code = code ? code : llama_decode(context, batch);
     for (int32_t i = 0; !code && i < n_tokens; i++) {
         const float * logits = llama_get_logits_ith(context, i);
+        if (file) {
+            fwrite(logits, sizeof(*logits), (size_t) size, file);
+        }
         for (int32_t token = 0; token < size; token++) {
             uint32_t bits;
             memcpy(&bits, &logits[token], sizeof(bits));
@@ -190,7 +203,7 @@ static int32_t evaluate(int32_t first, int32_t n_tokens, uint64_t * hash, int * 
 }
 
 // The last evaluation has the shape of the first one, whose graph libllama then uses again.
-static void evaluate_all(void) {
+static void evaluate_all(const char * path) {
     static const int32_t steps[] = {1, 1, 12, 36, 1, 1};
     uint64_t hash = 0xcbf29ce484222325;
     int not_numbers = 0;
@@ -198,16 +211,30 @@ static void evaluate_all(void) {
     if (memory) {
         llama_memory_clear(memory, true);
     }
-    int32_t next = 0;
-    for (size_t step = 0; step < sizeof(steps) / sizeof(*steps); step++) {
-        const int32_t code = evaluate(next, steps[step], &hash, &not_numbers);
+    FILE * file = path ? fopen(path, "wb") : NULL;
+    if (path && !file) {
+        perror(path);
+        exit(1);
+    }
+    int32_t next = 0, code = 0;
+    size_t step = 0;
+    for (; step < sizeof(steps) / sizeof(*steps); step++) {
+        code = evaluate(next, steps[step], &hash, &not_numbers, file);
         if (code) {
-            printf("failed %zu %d\n", step, code);
-            return;
+            break;
         }
         next += steps[step];
     }
-    printf("%016" PRIx64 " %d\n", hash, not_numbers);
+    // The answer comes when the file is complete.
+    if (file && fclose(file) != 0) {
+        perror(path);
+        exit(1);
+    }
+    if (code) {
+        printf("failed %zu %d\n", step, code);
+    } else {
+        printf("%016" PRIx64 " %d\n", hash, not_numbers);
+    }
 }
 
 int main(void) {
@@ -221,7 +248,11 @@ int main(void) {
         if (strncmp(line, "load ", 5) == 0) {
             puts(load(line + 5) ? "loaded" : "failed");
         } else if (strcmp(line, "evaluate") == 0) {
-            evaluate_all();
+            evaluate_all(NULL);
+        } else if (strncmp(line, "evaluate ", 9) == 0) {
+            evaluate_all(line + 9);
+        } else if (strcmp(line, "scores") == 0) {
+            puts(scores);
         } else if (strcmp(line, "counts") == 0) {
             write_counts();
         } else {

@@ -1,15 +1,15 @@
 //! The drop-in with models of every architecture: `cargo xtask check --archs`.
 //!
 //! llama.cpp's `test-llama-archs` writes tiny models with random weights. Each capability of the
-//! drop-in runs with each of them, and every tensor is swapped and returned. What is refused, and
-//! why, is written to docs/model-architectures.md.
+//! drop-in runs with each of them, every tensor is swapped and returned, and masks of experts are
+//! compared with pruned models. What is refused, and why, is written to docs/model-architectures.md.
 //!
 //! Modules, top to bottom:
 //!
 //! | module | contents |
 //! |---|---|
 //! | `page` | the page with the results |
-//! | `modes`, `swaps` | capabilities that change no result; hot-swap of every tensor |
+//! | `modes`, `swaps`, `masks` | capabilities that change no result; hot-swap of every tensor; masks of experts |
 //! | `programs` | the programs that write and evaluate the models |
 //! | `model`, `models`, `process` | a model with a changed tensor; which models are tested; processes that evaluate models |
 
@@ -23,6 +23,7 @@ use ggml_quantize::Ggml;
 use regex::Regex;
 use testkit::server::{LlamaCpp, llama_cpp};
 
+mod masks;
 mod model;
 mod models;
 mod modes;
@@ -128,7 +129,7 @@ fn test_one(
         evaluate(on_cpu, Device::Cpu)?,
         evaluate(simulated, Device::Simulated)?,
     ];
-    let counted = process::counted(path).map_err(anyhow::Error::msg)?;
+    let counted = process::routed(path).map_err(anyhow::Error::msg)?.counts;
     ensure!(
         counted.is_empty() != model.has_experts(),
         "the program itself counts {counted:?}"
@@ -144,6 +145,14 @@ fn test_one(
     // Files are written for each swap: in memory, where that is possible.
     let folder = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir())?;
     let ggml = Ggml::open(&llama_cpp("libggml-base.so"))?;
+    let mut cuts = Vec::new();
+    // Of two experts that a token uses, none can be masked.
+    if form == Form::MoreExperts && model.has_experts() {
+        match masks::cut(path, on_cpu, folder.path()) {
+            Ok(found) => cuts = found,
+            Err(why) => failed.push(format!("masks: {why:#}")),
+        }
+    }
     // Other tensors of the second form are those of the first one.
     let (tensors, reference) = match form {
         Form::Upstream => ((0..model.tensors()).collect(), on_cpu),
@@ -158,8 +167,14 @@ fn test_one(
     ensure!(failed.is_empty(), "{}", failed.join("\n  "));
     Ok(Tested {
         form,
+        name: path
+            .file_stem()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned(),
         has_experts: model.has_experts(),
         modes,
         swaps,
+        cuts,
     })
 }

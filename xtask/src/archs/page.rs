@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
+use super::masks::{Cut, Outcome as Masked, TOLERANCE};
 use super::model::Change;
 use super::models::Form;
 use super::modes::MODES;
@@ -11,10 +12,13 @@ use super::swaps::{Outcome, Swap};
 /// What was tested with a model.
 pub struct Tested {
     pub form: Form,
+    pub name: String,
     pub has_experts: bool,
     /// Indices of the modes that passed.
     pub modes: Vec<usize>,
     pub swaps: Vec<Swap>,
+    /// Numbers of experts that were masked.
+    pub cuts: Vec<Cut>,
 }
 
 const INTRODUCTION: &str = "# Architectures
@@ -64,12 +68,25 @@ const UNREAD: &str = "
 In at least one of the models, other bytes of these tensors change no logits, neither by a swap nor by a fresh load:
 ";
 
+const MASKS: &str = "
+## Masks of experts
+
+Of 8 experts, of which 3 are used, the most used ones of each layer are [masked](pruning.md) on the CPU. Logits are compared
+with those of the model that `llama-sidecar prune` writes, in a process without the drop-in; without masks, they must be those
+from before. They are equal in every bit, except where a sum has another order: a softmax of all experts, and the product of
+a router whose rows are no multiple of four. refact has experts that llama.cpp does not evaluate.
+
+| experts left | models with equal logits | models with sums in another order | largest difference, as a part of the largest logit |
+|---|---|---|---|
+";
+
 /// Returns the page for models that were all tested.
 pub fn page(tested: &[Tested], version: &str) -> String {
     let mut page = INTRODUCTION.to_owned();
     let _ = writeln!(page, "Tested with llama.cpp {version}.\n");
     modes(&mut page, tested);
     swaps(&mut page, tested);
+    masks(&mut page, tested);
     page
 }
 
@@ -167,6 +184,41 @@ fn swaps(page: &mut String, tested: &[Tested]) {
     *page += UNREAD;
     let names: Vec<_> = unread.iter().map(|name| format!("`{name}`")).collect();
     let _ = writeln!(page, "{}.", names.join(", "));
+}
+
+fn masks(page: &mut String, tested: &[Tested]) {
+    *page += MASKS;
+    let mut equal: BTreeMap<u64, usize> = BTreeMap::new();
+    let mut rounded: BTreeMap<u64, (usize, f32)> = BTreeMap::new();
+    let mut refused: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for model in tested {
+        for cut in &model.cuts {
+            match &cut.outcome {
+                Masked::Equal => *equal.entry(cut.left).or_default() += 1,
+                Masked::Rounded(differs) => {
+                    let (models, most) = rounded.entry(cut.left).or_default();
+                    (*models, *most) = (*models + 1, most.max(*differs));
+                }
+                Masked::Refused(reason) => {
+                    refused.entry(reason).or_default().insert(&model.name);
+                }
+            }
+        }
+    }
+    let lefts: BTreeSet<u64> = equal.keys().chain(rounded.keys()).copied().collect();
+    for left in lefts {
+        let equal = equal.get(&left).unwrap_or(&0);
+        let (rounded, most) = rounded.get(&left).unwrap_or(&(0, 0.0));
+        let _ = writeln!(page, "| {left} | {equal} | {rounded} | {most:.1e} |");
+    }
+    let _ = writeln!(
+        page,
+        "\nA difference may be {TOLERANCE:.0e}. Refused, by reason:\n\n| reason | models |\n|---|---|"
+    );
+    for (reason, models) in refused {
+        let models: Vec<_> = models.into_iter().collect();
+        let _ = writeln!(page, "| {reason} | {} |", models.join(", "));
+    }
 }
 
 /// Returns the first names of a set, and how many more it has.

@@ -31,6 +31,19 @@ impl fmt::Display for Device {
 /// How often each expert of each layer was used.
 pub type Counts = BTreeMap<(u64, u64), u64>;
 
+/// What a program without the drop-in says about the experts of a model.
+pub struct Routed {
+    pub counts: Counts,
+    /// The operation that makes scores of the router's product, by ggml's name.
+    pub scores: String,
+}
+
+/// All logits of an evaluation.
+pub struct Logits {
+    pub hash: String,
+    pub values: Vec<f32>,
+}
+
 /// A process with one model at a time.
 pub struct Process {
     pub host: Host,
@@ -67,7 +80,22 @@ impl Process {
 
     /// Returns the hash of all logits; `Err` has why there is none.
     pub fn evaluate(&mut self) -> Result<String, String> {
-        let Some(answer) = self.host.ask_or_end("evaluate") else {
+        self.evaluated("evaluate")
+    }
+
+    /// Returns all logits, which the process writes to a file.
+    pub fn logits(&mut self, path: &Path) -> Result<Logits, String> {
+        let hash = self.evaluated(&format!("evaluate {}", path.display()))?;
+        let bytes = std::fs::read(path).map_err(|error| error.to_string())?;
+        let values = bytes.as_chunks().0.iter();
+        Ok(Logits {
+            hash,
+            values: values.map(|bytes| f32::from_le_bytes(*bytes)).collect(),
+        })
+    }
+
+    fn evaluated(&mut self, command: &str) -> Result<String, String> {
+        let Some(answer) = self.host.ask_or_end(command) else {
             let log = self.host.log();
             let last = log.iter().rev().find(|line| !line.trim().is_empty());
             return Err(format!(
@@ -114,8 +142,21 @@ impl Reference {
 
     /// Loads a model and returns the hash of its logits.
     pub fn evaluate(&mut self, model: &Path) -> Result<String, String> {
+        self.with(model, Process::evaluate)
+    }
+
+    /// Loads a model and returns its logits, which the process writes to a file.
+    pub fn logits(&mut self, model: &Path, path: &Path) -> Result<Logits, String> {
+        self.with(model, |process| process.logits(path))
+    }
+
+    fn with<T>(
+        &mut self,
+        model: &Path,
+        evaluate: impl FnOnce(&mut Process) -> Result<T, String>,
+    ) -> Result<T, String> {
         let found = match self.process.load(model) {
-            true => self.process.evaluate(),
+            true => evaluate(&mut self.process),
             false => Err("the program cannot load it".into()),
         };
         if found.is_err() {
@@ -125,8 +166,8 @@ impl Reference {
     }
 }
 
-/// Returns how often each expert of a model is used, by the program's own count.
-pub fn counted(model: &Path) -> Result<Counts, String> {
+/// Returns how often each expert of a model is used, by the program's own count, and how experts get their scores.
+pub fn routed(model: &Path) -> Result<Routed, String> {
     let count = |command: &mut Command| {
         command.env("HOST_COUNT", "1");
     };
@@ -136,6 +177,7 @@ pub fn counted(model: &Path) -> Result<Counts, String> {
     }
     process.evaluate()?;
     let answer: Value = serde_json::from_str(&process.host.ask("counts")).expect("JSON");
+    let scores = process.host.ask("scores");
     process.end();
     let counts = answer.as_object().expect("an object").iter();
     let number = |text: &str| text.parse::<u64>().expect("a number");
@@ -144,7 +186,10 @@ pub fn counted(model: &Path) -> Result<Counts, String> {
         let count = count.as_u64().expect("a count");
         ((number(layer), number(expert)), count)
     });
-    Ok(counts.collect())
+    Ok(Routed {
+        counts: counts.collect(),
+        scores,
+    })
 }
 
 /// Returns the counts of the only model in the answer to a request for traces.

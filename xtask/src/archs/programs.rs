@@ -10,7 +10,7 @@ use testkit::server::llama_cpp;
 use super::models::{DAILY, DAILY_MORE, Form, Models, folder};
 use crate::cmake;
 use crate::fixtures::scratch;
-use crate::run::{command, run};
+use crate::run::{command, root, run};
 
 /// llama.cpp's program that writes models, and the same with 8 experts, of which 3 are used.
 const WRITERS: [&str; 2] = ["test-llama-archs", "test-llama-archs-8-experts"];
@@ -43,8 +43,10 @@ pub fn build(source: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Builds the program that evaluates models.
+/// Builds the program that evaluates models, and the command that prunes them.
 pub fn build_host() -> Result<()> {
+    let build = ["build", "--quiet", "--release", "-p", "llama-sidecar-cli"];
+    run(command("cargo", &root()).args(build))?;
     cmake::sim_ggml()?;
     cmake::build_architectures(None).map(|_| ())
 }
