@@ -31,7 +31,7 @@ impl fmt::Display for Device {
 /// How often each expert of each layer was used.
 pub type Counts = BTreeMap<(u64, u64), u64>;
 
-/// What a program without the drop-in says about the experts of a model.
+/// The experts of a model in a program without the drop-in.
 pub struct Routed {
     pub counts: Counts,
     /// The operation that makes scores of the router's product, by ggml's name.
