@@ -71,10 +71,11 @@ In at least one of the models, other bytes of these tensors change no logits, ne
 const MASKS: &str = "
 ## Masks of experts
 
-Of 8 experts, of which 3 are used, the most used ones of each layer are [masked](pruning.md) on the CPU. Logits are compared
-with those of the model that `llama-sidecar prune` writes, in a process without the drop-in; without masks, they must be those
-from before. They are equal in every bit, except where a sum has another order: a softmax of all experts, and the product of
-a router whose rows are no multiple of four. refact has experts that llama.cpp does not evaluate.
+Of 8 experts (64 in deepseek2), of which 3 are used, the most used ones of each layer are [masked](pruning.md) on the CPU.
+Logits are compared with those of the model that `llama-sidecar prune` writes, in a process without the drop-in; without masks,
+they must be those from before. Biases for the choice have values that exceed all scores. Logits must be equal in every bit,
+except where a sum has another order: a softmax of all experts, and the product of a router whose rows are no multiple of
+four. refact has experts that llama.cpp does not evaluate.
 
 | experts left | models with equal logits | models with sums in another order | largest difference, as a part of the largest logit |
 |---|---|---|---|
