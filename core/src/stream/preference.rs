@@ -35,34 +35,31 @@ impl Ranking<'_> {
         if !self.is_valid() {
             return None;
         }
-        let mut here = *here;
+        let (used, logits) = (self.used, self.logits);
+        let choose = |order: &[i32], scores: &[f32], here: &ExpertSet| {
+            let row = Row {
+                order,
+                scores,
+                logits,
+            };
+            row.choose(used, here, margin)
+        };
+        let mut needed = *here;
         if self.order.len() > self.experts {
-            let mut needed = here;
             for (order, scores) in self.rows() {
-                let chosen = Row {
-                    order,
-                    scores,
-                    logits: self.logits,
-                }
-                .choose(self.used, &here, margin);
+                let chosen = choose(order, scores, here);
                 chosen
                     .iter()
                     .for_each(|at| needed.insert(order[at as usize] as u32));
             }
-            here = needed;
         }
         let mut replaced = 0;
         let rows = self.order.chunks_exact_mut(self.experts);
         for (order, scores) in rows.zip(self.scores.chunks_exact(self.experts)) {
-            let chosen = Row {
-                order,
-                scores,
-                logits: self.logits,
-            }
-            .choose(self.used, &here, margin);
+            let chosen = choose(order, scores, &needed);
             // Ascending, so that none is overwritten before it is moved.
             for (to, at) in chosen.iter().enumerate() {
-                replaced += u64::from(at as usize >= self.used);
+                replaced += u64::from(at as usize >= used);
                 order[to] = order[at as usize];
             }
         }

@@ -550,8 +550,8 @@ impl Reader {
             .store(margin.to_bits(), Ordering::Relaxed);
     }
 
-    /// Replaces experts that a layer, by its position, has chosen and of which matrices are to be read by experts in memory
-    /// of the process whose scores are less by the margin at most. Returns whether the ranking was understood.
+    /// Replaces experts that a layer, by its position, has chosen, and of which matrices are to be read, by experts in memory
+    /// of the process whose scores differ by less than the margin. Returns whether the ranking was understood.
     pub fn prefer(&self, layer: usize, matrices: Matrices, ranking: &mut Ranking<'_>) -> bool {
         self.shared.prefer(layer, matrices, ranking)
     }
