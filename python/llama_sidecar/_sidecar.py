@@ -199,6 +199,15 @@ class Sidecar:
         """Starts counting experts again."""
         self.request("trace-reset")
 
+    def mask(self, experts: Mapping[int, Iterable[int]], clear: bool = False) -> None:
+        """Masks these experts, by layer, in place of those before; with `clear`, other layers have no mask."""
+        masks = [{"layer": layer, "experts": list(of_layer)} for layer, of_layer in experts.items()]
+        self.request("mask", masks=masks, clear=clear)
+
+    def prefer(self, margin: float) -> None:
+        """Sets the margin within which experts in memory are preferred, 0 to 1."""
+        self.request("prefer", margin=margin)
+
     def mark(self, text: str) -> None:
         """Notes a text at the current position of the routes."""
         self.request("mark", text=text)

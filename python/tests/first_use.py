@@ -35,7 +35,7 @@ try:
 except Unreachable as error:
     assert f"--socket {socket}" in str(error)
 
-with LlamaServer(server, model, "--hotswap", "--expert-trace-stats") as running:
+with LlamaServer(server, model, "--hotswap", "--expert-trace-stats", "--expert-masks") as running:
     sidecar, ask = running.sidecar, running.ask
     original = ask()
     sidecar.ping()
@@ -60,6 +60,19 @@ with LlamaServer(server, model, "--hotswap", "--expert-trace-stats") as running:
     for layer in trace.layers:
         assert sum(map(int, layer.counts)) == layer.tokens * trace.experts_used > 0, layer
     done(f"first trace: {trace.tokens} tokens in {len(counts)} layers, {type(counts).__name__}")
+
+    layer = trace.layers[0]
+    expert = max(range(len(layer.counts)), key=lambda number: layer.counts[number])
+    sidecar.mask({layer.number: [expert]})
+    sidecar.reset_trace()
+    masked = ask()
+    (trace,) = sidecar.trace()
+    assert trace.layers[0].counts[expert] == 0 and masked != original
+    sidecar.mask({}, clear=True)
+    assert ask() == original
+    refused("use 0 to", lambda: sidecar.mask({layer.number: [9999]}))
+    refused("--accept-changed-results", lambda: sidecar.prefer(0.1))
+    done("first mask")
 
     # The file of a pattern must exist, and has to have tensors of these names and shapes.
     refused("no tensor", lambda: sidecar.swap("blk.99.none", model))
