@@ -7,9 +7,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use hosts::servers::{PREFIX, end};
+use hosts::{IN_MEMORY, count, fresh, streamed_text, streaming};
 use serde_json::Value;
 use testkit::fixtures::fixture;
-use testkit::host::{DropIn, built, preload_library};
+use testkit::host::{DropIn, Program, built, preload_library};
 use testkit::mixtures::Mixture;
 use testkit::server::{Answer, Options, Request, Server, llama_cpp};
 
@@ -131,6 +132,18 @@ fn gate_and_up_in_one_matrix() {
 fn groups_and_a_bias_for_the_choice() {
     let folder = tempfile::tempdir().expect("a folder");
     margins_of(&written(Mixture::Grouped, folder.path()), "3");
+}
+
+#[test]
+fn without_a_margin_other_programs_write_the_same() {
+    let model = fixture("moe.gguf");
+    let drop_in = streaming(&[&[IN_MEMORY][..], &preferring("0")].concat());
+    for program in [Program::Node, Program::Python, Program::CTwoThreads] {
+        let (text, figures) = streamed_text(program, &model, &drop_in);
+        assert_eq!(text, fresh(program, &model));
+        assert!(count(&figures, "chosen") > 0, "{figures}");
+        assert_eq!(count(&figures, "replaced"), 0, "{figures}");
+    }
 }
 
 #[test]
