@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use llama_sidecar::device::{Device, HostDevice};
 use llama_sidecar::model::{Model, Options, Placement, State};
 use sidecar_core::error::Error;
-use sidecar_core::experts::{ExpertIndex, ExpertName, Projection};
+use sidecar_core::experts::{ExpertIndex, ExpertName, Projection, Routing};
 use sidecar_core::gguf::{Access, GgufFile, Value};
 use tempfile::TempDir;
 use testkit::fixtures::fixture;
@@ -529,4 +529,19 @@ fn experts_are_found_by_what_they_are_and_by_name() {
     assert_eq!(index.slice(7, Projection::Down, 8), None);
     assert_eq!(index.slice(30, Projection::Gate, 0), None);
     assert!(ExpertName::parse("blk.7.attn_q.weight").is_none());
+}
+
+#[test]
+fn a_table_of_tokens_chooses_experts() {
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    Gguf::default()
+        .tensor("blk.3.ffn_gate_tid2eid.weight", &[2, 32], F32, 1)
+        .tensor("blk.4.ffn_gate_inp.weight", &[32, 8], F32, 2)
+        .write(file.path())
+        .expect("free space");
+    let file = GgufFile::open(file.path(), Access::Read).expect("a model");
+    let routing = Routing::of([&file]);
+    let error = routing.check_layer(3).expect_err("a table");
+    assert!(error.contains("blk.3.ffn_gate_tid2eid.weight"), "{error}");
+    assert_eq!(routing.check_layer(4), Ok(()));
 }

@@ -417,10 +417,7 @@ fn number(text: &str) -> Option<u32> {
 
 #[cfg(test)]
 mod tests {
-    use testkit::writer::{F32, Gguf};
-
     use super::*;
-    use crate::gguf::Access;
 
     #[test]
     fn a_token_can_use_the_groups_with_the_fewest_experts() {
@@ -433,21 +430,6 @@ mod tests {
         assert_eq!(routing(4, 2).fewest_without(8, []), 4);
         assert_eq!(routing(4, 2).fewest_without(8, [0, 1, 5]), 1);
         assert_eq!(routing(u64::MAX, 1).fewest_without(2, [0, 1, 2]), 0);
-    }
-
-    #[test]
-    fn a_table_of_tokens_chooses_experts() {
-        let file = tempfile::NamedTempFile::new().expect("a file");
-        Gguf::default()
-            .tensor("blk.3.ffn_gate_tid2eid.weight", &[2, 32], F32, 1)
-            .tensor("blk.4.ffn_gate_inp.weight", &[32, 8], F32, 2)
-            .write(file.path())
-            .expect("free space");
-        let file = GgufFile::open(file.path(), Access::Read).expect("a model");
-        let routing = Routing::of([&file]);
-        let error = routing.check_layer(3).expect_err("a table");
-        assert!(error.contains("blk.3.ffn_gate_tid2eid.weight"), "{error}");
-        assert_eq!(routing.check_layer(4), Ok(()));
     }
 
     fn parse(name: &str) -> Option<(u32, Projection, Option<u32>)> {
