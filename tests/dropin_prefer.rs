@@ -244,6 +244,45 @@ fn a_model_that_fits_is_named() {
 }
 
 #[test]
+fn what_margins_cannot_measure_is_named() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let short = folder.path().join("short.txt");
+    std::fs::write(&short, "Once upon a time").expect("free space");
+    let short = short.to_str().expect("a name");
+    let text = concat!(env!("CARGO_MANIFEST_DIR"), "/hosts/c/text.txt");
+    for (model, text, reason) in [
+        ("small.gguf", text, "has no experts"),
+        (
+            "small-moe.gguf",
+            short,
+            "the text is too short for one chunk",
+        ),
+        ("small-moe.gguf", text, "pass a smaller --memory"),
+    ] {
+        let (model, program) = (fixture(model), llama_cpp("llama-perplexity"));
+        let [model, program] = [&model, &program].map(|path| path.to_str().expect("a name"));
+        let arguments = [
+            "margins",
+            model,
+            "--text",
+            text,
+            "--ctx",
+            "128",
+            "--chunks",
+            "3",
+            "--program",
+            program,
+        ];
+        let output = command(&arguments);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            !output.status.success() && error.contains(reason),
+            "{error}"
+        );
+    }
+}
+
+#[test]
 fn margins_are_measured() {
     let text = concat!(env!("CARGO_MANIFEST_DIR"), "/hosts/c/text.txt");
     let model = fixture("small-moe.gguf");

@@ -8,7 +8,9 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 use sidecar_core::config::margin;
+use sidecar_core::experts::ExpertIndex;
 use sidecar_core::files;
+use sidecar_core::gguf::{Access, open_model};
 use sidecar_core::protocol::StreamFigures;
 
 use crate::output::{progress, write_text};
@@ -102,6 +104,13 @@ pub fn run(options: &MarginsOptions) -> Result<()> {
         // Not after the measurements.
         files::check(path).with_context(|| format!("cannot write {}", path.display()))?;
     }
+    let model = open_model(&options.model, Access::Read)
+        .with_context(|| format!("cannot read the model {}", options.model.display()))?;
+    ensure!(
+        ExpertIndex::of(&model).layers().next().is_some(),
+        "{} has no experts: name a mixture of experts",
+        options.model.display()
+    );
     let mut program = options.evaluation.program(None)?;
     let one_at_a_time = ["--ubatch-size", "1"].map(str::to_owned);
     program.arguments.splice(0..0, one_at_a_time);
@@ -123,7 +132,9 @@ pub fn run(options: &MarginsOptions) -> Result<()> {
     running.first()?;
     let mut measured = Vec::new();
     for &margin in &options.margins {
-        running.set_margin(margin)?;
+        running
+            .set_margin(margin)
+            .context("the experts are to exceed the memory for them: pass a smaller --memory")?;
         let before = running.streamed()?;
         let statistics = running.evaluate()?;
         let next = Measured::of(margin, statistics, &before, &running.streamed()?)?;

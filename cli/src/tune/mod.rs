@@ -462,31 +462,6 @@ fn base_context(path: &Path) -> Result<u32> {
     Ok(context)
 }
 
-/// Fails if base logits have another size than their first numbers imply: llama-perplexity ends
-/// without an error where the text is too short for a chunk, or the disk is full.
-fn check_base(path: &Path) -> Result<()> {
-    let explain = || format!("cannot read {}", path.display());
-    let mut file = std::fs::File::open(path).with_context(explain)?;
-    let found = file.metadata().with_context(explain)?.len();
-    let mut start = [0; 20];
-    let read = file.read_exact(&mut start);
-    read.context("the text is too short for one chunk: pass a longer text, or a smaller --ctx")?;
-    let number = |at: usize| {
-        let bytes = [start[at], start[at + 1], start[at + 2], start[at + 3]];
-        u64::from(u32::from_le_bytes(bytes))
-    };
-    let (context, vocabulary, chunks) = (number(8), number(12), number(16));
-    let rows = context.saturating_sub(1).saturating_sub(context / 2);
-    let row = 2 * (2 * vocabulary.div_ceil(2) + 4);
-    let chunk = (4 * context).saturating_add(rows.saturating_mul(row));
-    let expected = chunk.saturating_mul(chunks).saturating_add(20);
-    ensure!(
-        chunks > 0 && found == expected,
-        "expected {expected} bytes of {chunks} chunks, found {found}: free some space, or pass a longer text"
-    );
-    Ok(())
-}
-
 /// Makes the base logits, if the work folder has none.
 fn make_base(
     options: &TuneOptions,
@@ -521,12 +496,6 @@ fn make_base(
         &part,
         &folder.join("base.log"),
     )?;
-    check_base(&part).with_context(|| {
-        format!(
-            "the base logits are not complete; see {}",
-            folder.join("base.log").display()
-        )
-    })?;
     let written = std::fs::File::open(&part).and_then(|file| {
         file.sync_all()?;
         std::fs::rename(&part, &path)

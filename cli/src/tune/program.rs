@@ -125,7 +125,8 @@ impl Program {
             self.executable.path.display(),
             last_lines(log)
         );
-        Ok(())
+        check_base(base)
+            .with_context(|| format!("the base logits are not complete; see {}", log.display()))
     }
 
     /// Loads the drop-in into the program.
@@ -284,6 +285,31 @@ impl Drop for Running {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// Fails if base logits have another size than their first numbers imply: llama-perplexity ends
+/// without an error where the text is too short for a chunk, or the disk is full.
+fn check_base(path: &Path) -> Result<()> {
+    let explain = || format!("cannot read {}", path.display());
+    let mut file = std::fs::File::open(path).with_context(explain)?;
+    let found = file.metadata().with_context(explain)?.len();
+    let mut start = [0; 20];
+    let read = file.read_exact(&mut start);
+    read.context("the text is too short for one chunk: pass a longer text, or a smaller --ctx")?;
+    let number = |at: usize| {
+        let bytes = [start[at], start[at + 1], start[at + 2], start[at + 3]];
+        u64::from(u32::from_le_bytes(bytes))
+    };
+    let (context, vocabulary, chunks) = (number(8), number(12), number(16));
+    let rows = context.saturating_sub(1).saturating_sub(context / 2);
+    let row = 2 * (2 * vocabulary.div_ceil(2) + 4);
+    let chunk = (4 * context).saturating_add(rows.saturating_mul(row));
+    let expected = chunk.saturating_mul(chunks).saturating_add(20);
+    ensure!(
+        chunks > 0 && found == expected,
+        "expected {expected} bytes of {chunks} chunks, found {found}: free some space, or pass a longer text"
+    );
+    Ok(())
 }
 
 fn new_log(path: &Path) -> Result<File> {
