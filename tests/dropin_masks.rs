@@ -13,7 +13,7 @@ use sidecar_core::gguf::{Access, GgufFile, TensorInfo, open_model};
 use sidecar_core::protocol::LayerMask;
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, built, preload_library};
-use testkit::mixtures::{EXPERTS, GROUPS, Mixture};
+use testkit::mixtures::{EXPERTS, GROUPS, Mixture, data, never_choose, part};
 use testkit::server::{Answer, Options, Request, Server, llama_cpp};
 use testkit::sim_ggml::SimGgml;
 use testkit::writer::{Gguf, Kv, write_shards};
@@ -376,9 +376,6 @@ fn shards_of_a_model_are_pruned_to_shards() {
 
 const TEXT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/hosts/c/text.txt");
 
-/// A router never chooses experts with this bias.
-const NEVER: f32 = -1000.0;
-
 #[test]
 fn the_search_finds_experts_that_are_never_chosen() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -386,15 +383,11 @@ fn the_search_finds_experts_that_are_never_chosen() {
     let mut described = Mixture::Grouped.describe(0);
     let mut never = Experts::new();
     for layer in 0..Mixture::Grouped.layers() {
-        let bias = data(&mut described, layer, "exp_probs_b.bias");
-        bias.fill(0);
         // One of each group of eight.
         let experts: Vec<u64> = (0..4)
             .map(|group| group * 8 + (u64::from(layer) + group) % 8)
             .collect();
-        for expert in &experts {
-            part(bias, *expert).copy_from_slice(&NEVER.to_le_bytes());
-        }
+        never_choose(&mut described, layer, &experts);
         never.insert(layer.into(), experts);
     }
     described.write(&model).expect("free space");
@@ -505,22 +498,6 @@ fn by_scores(used: u32) -> Gguf {
         data(&mut described, layer, "exp_probs_b.bias").fill(0);
     }
     described
-}
-
-/// The data of a tensor of a layer.
-fn data<'a>(described: &'a mut Gguf, layer: u32, role: &str) -> &'a mut Vec<u8> {
-    let name = format!("blk.{layer}.{role}");
-    let mut tensors = described.tensors.iter_mut();
-    &mut tensors
-        .find(|tensor| tensor.name == name)
-        .expect("a tensor")
-        .data
-}
-
-/// The part of an expert in the data of a tensor.
-fn part(data: &mut [u8], expert: u64) -> &mut [u8] {
-    let each = data.len() / EXPERTS as usize;
-    &mut data[expert as usize * each..][..each]
 }
 
 /// Changes a router: the function gets the numbers of an expert.

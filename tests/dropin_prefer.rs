@@ -3,7 +3,7 @@
 
 mod hosts;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output};
 
 use hosts::servers::{PREFIX, end};
@@ -14,6 +14,7 @@ use testkit::host::{DropIn, Program, built, preload_library};
 use testkit::mixtures::Mixture;
 use testkit::server::{Answer, Options, Request, Server, llama_cpp};
 
+const TEXT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/hosts/c/text.txt");
 /// A third of the experts of the fixture, in MiB.
 const MEMORY: &str = "16";
 
@@ -78,12 +79,6 @@ fn prefer(server: &Server, margin: &str) -> Output {
     command(&["prefer", "--socket", socket, "--margin", margin])
 }
 
-fn written(mixture: Mixture, folder: &Path) -> PathBuf {
-    let path = folder.join("model.gguf");
-    mixture.write(&path).expect("free space");
-    path
-}
-
 /// A margin of 0 changes no bit; a margin of 1 takes what is in memory, and reads less.
 fn margins_of(model: &Path, memory: &str) {
     let streamed = start(model, memory, &[]);
@@ -111,6 +106,14 @@ fn margins_of(model: &Path, memory: &str) {
     end(server);
 }
 
+/// The same with a mixture of testkit.
+fn margins_of_mixture(mixture: Mixture) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = folder.path().join("model.gguf");
+    mixture.write(&model).expect("free space");
+    margins_of(&model, "3");
+}
+
 #[test]
 fn probabilities_of_a_softmax() {
     margins_of(&fixture("small-moe.gguf"), MEMORY);
@@ -118,20 +121,17 @@ fn probabilities_of_a_softmax() {
 
 #[test]
 fn logits() {
-    let folder = tempfile::tempdir().expect("a folder");
-    margins_of(&written(Mixture::GptOss, folder.path()), "3");
+    margins_of_mixture(Mixture::GptOss);
 }
 
 #[test]
 fn gate_and_up_in_one_matrix() {
-    let folder = tempfile::tempdir().expect("a folder");
-    margins_of(&written(Mixture::MergedGateUp, folder.path()), "3");
+    margins_of_mixture(Mixture::MergedGateUp);
 }
 
 #[test]
 fn groups_and_a_bias_for_the_choice() {
-    let folder = tempfile::tempdir().expect("a folder");
-    margins_of(&written(Mixture::Grouped, folder.path()), "3");
+    margins_of_mixture(Mixture::Grouped);
 }
 
 #[test]
@@ -249,15 +249,14 @@ fn what_margins_cannot_measure_is_named() {
     let short = folder.path().join("short.txt");
     std::fs::write(&short, "Once upon a time").expect("free space");
     let short = short.to_str().expect("a name");
-    let text = concat!(env!("CARGO_MANIFEST_DIR"), "/hosts/c/text.txt");
     for (model, text, reason) in [
-        ("small.gguf", text, "has no experts"),
+        ("small.gguf", TEXT, "has no experts"),
         (
             "small-moe.gguf",
             short,
             "the text is too short for one chunk",
         ),
-        ("small-moe.gguf", text, "pass a smaller --memory"),
+        ("small-moe.gguf", TEXT, "pass a smaller --memory"),
     ] {
         let (model, program) = (fixture(model), llama_cpp("llama-perplexity"));
         let [model, program] = [&model, &program].map(|path| path.to_str().expect("a name"));
@@ -284,7 +283,6 @@ fn what_margins_cannot_measure_is_named() {
 
 #[test]
 fn margins_are_measured() {
-    let text = concat!(env!("CARGO_MANIFEST_DIR"), "/hosts/c/text.txt");
     let model = fixture("small-moe.gguf");
     let [model, program] = [&model, &llama_cpp("llama-perplexity")]
         .map(|path| path.to_str().expect("a name").to_owned());
@@ -295,7 +293,7 @@ fn margins_are_measured() {
         "margins",
         &model,
         "--text",
-        text,
+        TEXT,
         "--margins",
         "0,1",
         "--memory",

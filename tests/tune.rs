@@ -13,7 +13,7 @@ use sidecar_core::gguf::{Access, GgufFile};
 use tempfile::TempDir;
 use testkit::fixtures::fixture;
 use testkit::host::built;
-use testkit::mixtures::{EXPERTS, GROUPS, Mixture};
+use testkit::mixtures::{EXPERTS, GROUPS, Mixture, never_choose};
 use testkit::server::{self, llama, llama_cpp};
 
 /// Text with more tokens than the chunks.
@@ -513,21 +513,14 @@ fn an_interruption_states_how_to_continue() {
 
 /// A mixture whose routers never choose a quarter of the experts, and lists of these and of others.
 fn with_spare_experts(folder: &Path) -> (PathBuf, [PathBuf; 2]) {
-    const NEVER: f32 = -1000.0;
     let mut described = Mixture::Grouped.describe(0);
     let mut lists = [Vec::new(), Vec::new()];
     for layer in 0..Mixture::Grouped.layers() {
-        let name = format!("blk.{layer}.exp_probs_b.bias");
-        let mut tensors = described.tensors.iter_mut();
-        let bias = tensors.find(|tensor| tensor.name == name).expect("a bias");
-        bias.data.fill(0);
-        let each = EXPERTS / GROUPS;
-        let groups = (0..GROUPS).flat_map(|group| [group * each, group * each + 1]);
-        let spare: Vec<u32> = groups.collect();
-        for expert in &spare {
-            bias.data[*expert as usize * 4..][..4].copy_from_slice(&NEVER.to_le_bytes());
-        }
-        let used: Vec<u32> = spare.iter().map(|expert| expert + 2).collect();
+        let each = u64::from(EXPERTS / GROUPS);
+        let groups = (0..GROUPS.into()).flat_map(|group| [group * each, group * each + 1]);
+        let spare: Vec<u64> = groups.collect();
+        never_choose(&mut described, layer, &spare);
+        let used: Vec<u64> = spare.iter().map(|expert| expert + 2).collect();
         for (list, experts) in lists.iter_mut().zip([spare, used]) {
             list.push(json!({"layer": layer, "experts": experts}));
         }

@@ -2,12 +2,9 @@
 
 use std::io::{self, ErrorKind, Read};
 use std::os::fd::AsFd;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
-
-/// The shortest time for which a read waits: zero would be without end.
-const SHORTEST: Duration = Duration::from_millis(1);
 
 /// A stream whose reads fail from a moment on, if there is such a moment.
 pub struct Deadline<S> {
@@ -22,7 +19,7 @@ impl<S: Read + AsFd> Read for Deadline<S> {
             if left.is_zero() {
                 return Err(ErrorKind::TimedOut.into());
             }
-            set_socket_timeout(&self.stream, Timeout::Recv, Some(left.max(SHORTEST)))?;
+            set_socket_timeout(&self.stream, Timeout::Recv, Some(left))?;
         }
         self.stream.read(buffer)
     }

@@ -9,11 +9,10 @@ use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 use sidecar_core::config::margin;
 use sidecar_core::experts::ExpertIndex;
-use sidecar_core::files;
 use sidecar_core::gguf::{Access, open_model};
 use sidecar_core::protocol::StreamFigures;
 
-use crate::output::{progress, write_text};
+use crate::output::{check_writable, progress, write_text};
 use crate::page;
 use crate::sizes::{Table, percent, size_text};
 use crate::tune::program::EvaluationOptions;
@@ -85,16 +84,14 @@ impl Measured {
     }
 
     fn row(&self) -> Vec<String> {
-        let Statistics { kld, same_top, ppl } = &self.statistics;
-        vec![
-            self.margin.to_string(),
-            format!("{:.6} ± {:.6}", kld.mean, kld.error),
-            format!("{:.2} %", same_top.mean),
-            format!("{:.4}", ppl.mean),
+        let mut row = vec![self.margin.to_string()];
+        row.extend(self.statistics.cells());
+        row.extend([
             percent(self.replaced),
             size_text(self.read_bytes),
             format!("{:.2}", self.speed),
-        ]
+        ]);
+        row
     }
 }
 
@@ -102,7 +99,7 @@ impl Measured {
 pub fn run(options: &MarginsOptions) -> Result<()> {
     if let Some(path) = &options.report {
         // Not after the measurements.
-        files::check(path).with_context(|| format!("cannot write {}", path.display()))?;
+        check_writable(path)?;
     }
     let model = open_model(&options.model, Access::Read)
         .with_context(|| format!("cannot read the model {}", options.model.display()))?;
@@ -160,12 +157,10 @@ pub fn run(options: &MarginsOptions) -> Result<()> {
         false => print!("{}", table.as_text()),
     }
     if let Some(path) = &options.report {
-        let body = format!(
-            "<section><h1>{}</h1><p class=note>What it costs and gains to prefer experts in memory, against the model as it is.</p><div class=wide>{}</div></section>",
-            page::escape(&options.model.display().to_string()),
-            page::table(table)
-        );
-        write_text(path, &page::document("Margins", &body))?;
+        let note =
+            "What it costs and gains to prefer experts in memory, against the model as it is.";
+        let page = page::measurements("Margins", &options.model, note, [(None, table)]);
+        write_text(path, &page)?;
     }
     Ok(())
 }

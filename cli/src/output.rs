@@ -44,6 +44,11 @@ pub fn progress(line: &str) {
     eprintln!("llama-sidecar: {line}");
 }
 
+/// Fails if a file cannot be written.
+pub fn check_writable(path: &Path) -> Result<()> {
+    files::check(path).with_context(|| format!("cannot write {}", path.display()))
+}
+
 /// A file of a new model.
 pub struct NewFile<'a> {
     pub path: PathBuf,

@@ -1,5 +1,7 @@
 //! Pages without external files, in light and dark.
 
+use std::path::Path;
+
 use crate::sizes::Table;
 
 /// The look of pages.
@@ -25,6 +27,27 @@ pub fn document(title: &str, body: &str) -> String {
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content=\"width=device-width, initial-scale=1\"><title>{}</title><style>{STYLE}</style><main>{body}</main></html>\n",
         escape(title)
     )
+}
+
+/// Returns a page about a model: a note, and tables, each below its heading, if it has one.
+pub fn measurements<'a>(
+    title: &str,
+    model: &Path,
+    note: &str,
+    tables: impl IntoIterator<Item = (Option<&'a str>, Table)>,
+) -> String {
+    let model = escape(&model.display().to_string());
+    let mut body = format!(
+        "<section><h1>{model}</h1><p class=note>{}</p>",
+        escape(note)
+    );
+    for (heading, of) in tables {
+        if let Some(heading) = heading {
+            body += &format!("<h2>{}</h2>", escape(heading));
+        }
+        body += &format!("<div class=wide>{}</div>", table(of));
+    }
+    document(title, &(body + "</section>"))
 }
 
 /// Returns a table for a page. Its cells have names from files and from the command line.

@@ -49,6 +49,36 @@ pub enum Mixture {
     Latent,
 }
 
+/// A router never chooses an expert of [`Mixture::Grouped`] with this bias for the choice.
+const NEVER: f32 = -1000.0;
+
+/// Returns the data of a tensor of a layer.
+///
+/// # Panics
+///
+/// Panics if there is none.
+pub fn data<'a>(model: &'a mut Gguf, layer: u32, role: &str) -> &'a mut Vec<u8> {
+    let name = format!("blk.{layer}.{role}");
+    let mut tensors = model.tensors.iter_mut();
+    let tensor = tensors.find(|tensor| tensor.name == name);
+    &mut tensor.expect("a tensor").data
+}
+
+/// Returns the part of an expert in the data of a tensor.
+pub fn part(data: &mut [u8], expert: u64) -> &mut [u8] {
+    let each = data.len() / EXPERTS as usize;
+    &mut data[expert as usize * each..][..each]
+}
+
+/// Lets the router of a layer of [`Mixture::Grouped`] never choose these experts; the others have no bias.
+pub fn never_choose(model: &mut Gguf, layer: u32, experts: &[u64]) {
+    let bias = data(model, layer, "exp_probs_b.bias");
+    bias.fill(0);
+    for expert in experts {
+        part(bias, *expert).copy_from_slice(&NEVER.to_le_bytes());
+    }
+}
+
 impl Mixture {
     /// Returns the number of layers with experts.
     pub fn layers(self) -> u32 {

@@ -11,12 +11,11 @@ mod search;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
-use sidecar_core::files;
 use sidecar_core::gguf::{Access, new_paths, open_model};
 use sidecar_core::protocol::LayerMask;
 
 use crate::control::mask;
-use crate::output::{progress, write_text};
+use crate::output::{check_writable, progress, write_text};
 use crate::page;
 use crate::prune::search::{Found, SearchOptions};
 use crate::pruned::{Mixture, Pruned};
@@ -66,7 +65,7 @@ pub fn run(options: &PruneOptions) -> Result<()> {
     let others = [&options.save, &options.report];
     for path in outputs.iter().chain(others.into_iter().flatten()) {
         // Not after the measurements.
-        files::check(path).with_context(|| format!("cannot write {}", path.display()))?;
+        check_writable(path)?;
     }
     let masks: Vec<LayerMask> = match &options.experts {
         Some(path) => mask::read(path)?,
@@ -107,13 +106,10 @@ fn show(options: &PruneOptions, found: &Found) -> Result<()> {
             .map(|mask| vec![mask.layer.to_string(), mask::text(&mask.experts)]);
         let mut chosen = Table::new(["layer", "experts to leave out"]);
         chosen.rows = layers.collect();
-        let body = format!(
-            "<section><h1>{}</h1><p class=note>What the model can do without, against the model as it is.</p><div class=wide>{}</div><h2>Experts</h2><div class=wide>{}</div></section>",
-            page::escape(&options.model.display().to_string()),
-            page::table(found.table()),
-            page::table(chosen)
-        );
-        write_text(path, &page::document("Pruning", &body))?;
+        let note = "What the model can do without, against the model as it is.";
+        let tables = [(None, found.table()), (Some("Experts"), chosen)];
+        let page = page::measurements("Pruning", &options.model, note, tables);
+        write_text(path, &page)?;
     }
     match options.json {
         true => println!("{:#}", serde_json::to_value(found)?),

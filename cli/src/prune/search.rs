@@ -97,12 +97,9 @@ impl Found {
             "perplexity",
         ]);
         let rows = self.steps.iter().map(|Step { what, statistics }| {
-            vec![
-                what.clone(),
-                format!("{:.6} ± {:.6}", statistics.kld.mean, statistics.kld.error),
-                format!("{:.2} %", statistics.same_top.mean),
-                format!("{:.4}", statistics.ppl.mean),
-            ]
+            let mut row = vec![what.clone()];
+            row.extend(statistics.cells());
+            row
         });
         table.rows = rows.collect();
         table

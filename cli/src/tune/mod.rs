@@ -41,9 +41,9 @@ use anyhow::{Context, Result, ensure};
 use ggml_quantize::Ggml;
 use indicatif::ProgressBar;
 use regex::Regex;
-use sidecar_core::files;
 use sidecar_core::reload::hash_bytes;
 
+use crate::output::check_writable;
 use crate::pruned::Mixture;
 use crate::sizes::size;
 use crate::space::Need;
@@ -150,7 +150,7 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
     let source = reference.as_ref().unwrap_or(&model);
     if let Some(path) = &options.write {
         // Not after the measurements.
-        files::check(path).with_context(|| format!("--write: cannot write {}", path.display()))?;
+        check_writable(path).context("--write")?;
     }
     let matrix = options.imatrix.as_deref().map(Matrix::load).transpose()?;
     let candidates = options.types.iter().map(|text| Candidate::parse(text));

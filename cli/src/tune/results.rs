@@ -7,7 +7,7 @@ use sidecar_core::gguf::padded;
 
 use super::groups::Group;
 use super::mix::{Mix, Part};
-use super::model::{self, Tensor};
+use super::model;
 use super::recipe::{self, Choice};
 use super::statistics::{Figure, Statistics};
 use super::sweep::{Change, Chosen, Plan, Sweep};
@@ -52,6 +52,15 @@ pub struct Results<'a> {
     pub uniform: Vec<Uniform<'a>>,
 }
 
+/// What a recipe can choose from beside a cut.
+struct Selection {
+    cut: Option<usize>,
+    /// For each group its candidates, then the group as it is.
+    choices: Vec<Vec<Choice>>,
+    /// Bytes that all groups can have.
+    budget: u64,
+}
+
 impl<'a> Results<'a> {
     /// Returns results without measurements. Fails if no mix fits the goal.
     pub fn new(plan: &'a Plan<'a>, groups: Vec<Group>, goal: Option<Goal>) -> Result<Results<'a>> {
@@ -76,7 +85,7 @@ impl<'a> Results<'a> {
             uniform: Vec::new(),
         };
         if goal.is_some() {
-            results.budgets()?;
+            results.selections()?;
         }
         Ok(results)
     }
@@ -127,11 +136,6 @@ impl<'a> Results<'a> {
         self.mix(vec![None; self.groups.len()], cut)
     }
 
-    /// Returns the cuts, and none.
-    fn all_cuts(&self) -> impl Iterator<Item = Option<usize>> {
-        std::iter::once(None).chain((0..self.plan.cuts.len()).map(Some))
-    }
-
     /// Returns the bytes of the file that the goal permits, if there is one, and of its header.
     pub fn limit(&self) -> Result<Option<(u64, u64)>> {
         let now = self.as_it_is()?;
@@ -147,23 +151,28 @@ impl<'a> Results<'a> {
         }))
     }
 
-    /// Returns the bytes that the groups can have with each cut that permits a mix. Fails if none does.
-    fn budgets(&self) -> Result<Vec<(Option<usize>, u64)>> {
+    /// Returns what a recipe can choose from with each cut, and with none, as far as that permits a mix. Fails if nothing
+    /// does.
+    fn selections(&self) -> Result<Vec<Selection>> {
         let (limit, header) = self.limit()?.context("no goal")?;
         let weights = self.plan.model.elements() as f64;
         let mut found = Vec::new();
         let mut smallest = u64::MAX;
-        for cut in self.all_cuts() {
+        for cut in std::iter::once(None).chain((0..self.plan.cuts.len()).map(Some)) {
             let groups = (0..self.groups.len()).map(|group| self.choices(group, cut));
-            let groups: Vec<Vec<Choice>> = groups.collect::<Result<_>>()?;
-            let sum = |bytes: fn(&[Choice]) -> u64| groups.iter().map(|of| bytes(of)).sum::<u64>();
+            let choices: Vec<Vec<Choice>> = groups.collect::<Result<_>>()?;
+            let sum = |bytes: fn(&[Choice]) -> u64| choices.iter().map(|of| bytes(of)).sum::<u64>();
             // The last choice of a group is to stay as it is.
             let now = sum(|of| of.last().map_or(0, |choice| choice.bytes));
             let fixed = self.without(cut)?.bytes - now;
             let least = fixed + sum(|of| of.iter().map(|choice| choice.bytes).min().unwrap_or(0));
             smallest = smallest.min(least);
             if least <= limit {
-                found.push((cut, limit - fixed));
+                found.push(Selection {
+                    cut,
+                    choices,
+                    budget: limit - fixed,
+                });
             }
         }
         ensure!(
@@ -177,11 +186,12 @@ impl<'a> Results<'a> {
 
     fn choose(&self, sweep: &mut Sweep<'a>) -> Result<Recipe<'a>> {
         let mut best: Option<(f64, Option<usize>, Vec<usize>)> = None;
-        for (cut, budget) in self.budgets()? {
-            let groups = 0..self.groups.len();
-            let choices: Vec<Vec<Choice>> = groups
-                .map(|group| self.choices(group, cut))
-                .collect::<Result<_>>()?;
+        for Selection {
+            cut,
+            choices,
+            budget,
+        } in self.selections()?
+        {
             let found = recipe::allocate(&choices, budget).context("no mix fits the limit")?;
             let chosen = choices.iter().zip(&found);
             let cost: f64 = chosen.map(|(of, at)| of[*at].cost).sum();
@@ -208,8 +218,8 @@ impl<'a> Results<'a> {
         let of = &self.groups[group];
         let sum = |bytes: &dyn Fn(usize) -> u64| -> Result<u64> {
             let tensors = of.tensors.iter();
-            let left = tensors.map(|at| Ok(in_file(self.left(*at, bytes(*at), cut)?)));
-            left.sum()
+            let left = tensors.map(|at| self.plan.left(cut, &self.plan.tensors[*at], bytes(*at)));
+            left.map(|bytes| bytes.map(in_file)).sum()
         };
         let candidates = (0..self.plan.candidates.len()).map(|candidate| {
             Ok(Choice {
@@ -220,17 +230,6 @@ impl<'a> Results<'a> {
         let as_it_is =
             sum(&|at| self.plan.tensors[at].info.nbytes).map(|bytes| Choice { bytes, cost: 0.0 });
         candidates.chain([as_it_is]).collect()
-    }
-
-    /// Returns what a cut leaves of the bytes of a tensor.
-    fn left(&self, tensor: usize, bytes: u64, cut: Option<usize>) -> Result<u64> {
-        match cut {
-            Some(cut) => {
-                let Tensor { file, info, .. } = self.plan.tensors[tensor];
-                self.plan.cuts[cut].pruned.left_of(file, info, bytes)
-            }
-            None => Ok(bytes),
-        }
     }
 
     /// Returns what a candidate for a group adds to the divergence. Less than nothing, which only a
@@ -315,16 +314,10 @@ impl<'a> Results<'a> {
             let candidate = chosen.get(tensor.name);
             let outcome = candidate.map(|of| plan.outcomes[of.candidate][of.tensor]);
             let bytes = outcome.map_or(tensor.info.nbytes, |outcome| outcome.bytes);
-            let left = |count: u64| match cut {
-                Some(cut) => plan.cuts[cut]
-                    .pruned
-                    .left_of(tensor.file, tensor.info, count),
-                None => Ok(count),
-            };
-            elements += left(model::elements(tensor.info))?;
+            elements += plan.left(cut, &tensor, model::elements(tensor.info))?;
             Ok(Part {
                 ty: outcome.map_or(tensor.info.ty, |outcome| outcome.ty),
-                bytes: left(bytes)?,
+                bytes: plan.left(cut, &tensor, bytes)?,
                 candidate: candidate.map(|of| of.candidate),
                 tensor,
             })

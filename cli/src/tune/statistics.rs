@@ -34,6 +34,15 @@ impl Figure {
 }
 
 impl Statistics {
+    /// Returns cells of a table: the divergence with its error, the same top tokens, and the perplexity.
+    pub fn cells(&self) -> [String; 3] {
+        [
+            format!("{:.6} ± {:.6}", self.kld.mean, self.kld.error),
+            format!("{:.2} %", self.same_top.mean),
+            format!("{:.4}", self.ppl.mean),
+        ]
+    }
+
     /// Finds the statistics in the output of one evaluation.
     pub fn parse(output: &str) -> Result<Statistics> {
         static LINES: LazyLock<[Regex; 3]> = LazyLock::new(|| {

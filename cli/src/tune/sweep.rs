@@ -103,6 +103,17 @@ impl Plan<'_> {
         is_type && std::ptr::eq(now.file, source.file) && std::ptr::eq(now.info.ty, outcome.ty)
     }
 
+    /// Returns what a cut leaves of so many elements of a tensor, or of its bytes in any type.
+    pub fn left(&self, cut: Option<usize>, tensor: &Tensor<'_>, whole: u64) -> Result<u64> {
+        match cut {
+            Some(cut) => {
+                let pruned = &self.cuts[cut].pruned;
+                pruned.left_of(tensor.file, tensor.info, whole)
+            }
+            None => Ok(whole),
+        }
+    }
+
     /// Identifies a change, independently of other tensors, candidates and cuts.
     fn key(&self, change: &Change) -> String {
         let masks = change.cut.map_or(&[][..], |cut| &self.cuts[cut].masks);

@@ -133,9 +133,7 @@ mod tests {
     use super::*;
 
     fn set(experts: &[u32]) -> ExpertSet {
-        let mut set = ExpertSet::EMPTY;
-        experts.iter().for_each(|expert| set.insert(*expert));
-        set
+        experts.iter().copied().collect()
     }
 
     /// Sorts rows of four scores, chooses two of each, and returns the choices and how many are others.

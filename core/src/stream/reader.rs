@@ -768,13 +768,11 @@ impl Shared {
         let units = (0..UNITS).map(|projection| (projection, layer * UNITS + projection));
         let units = units
             .filter(|(projection, unit)| matrices.has(*projection) && self.unit_bytes[*unit] > 0);
-        let mut here = ExpertSet::EMPTY;
-        for expert in 0..experts {
-            let mut units = units.clone().map(|(_, unit)| unit);
-            if !units.any(|unit| residents.is_absent(unit, expert)) {
-                here.insert(expert);
-            }
-        }
+        let is_here = |expert: &u32| {
+            let mut units = units.clone();
+            !units.any(|(_, unit)| residents.is_absent(unit, *expert))
+        };
+        let here: ExpertSet = (0..experts).filter(is_here).collect();
         let Some(replaced) = ranking.prefer(&here, self.margin()) else {
             return false;
         };
@@ -827,8 +825,7 @@ impl Shared {
             let bytes = bytes.next_multiple_of(self.page) + self.page;
             let fit = (left / bytes).min(self.layers[unit / UNITS].1.into()) as u32;
             let experts = (0..fit).filter(|expert| residents.is_absent(unit, *expert));
-            let mut absent = ExpertSet::EMPTY;
-            experts.for_each(|expert| absent.insert(expert));
+            let absent: ExpertSet = experts.collect();
             if absent.len() > 0 {
                 let guessed = &self.lane(unit).guessed;
                 guessed.add(unit, &absent);

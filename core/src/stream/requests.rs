@@ -20,9 +20,7 @@ impl ExpertSet {
 
     /// Returns the set of the first experts, at most [`MAX_EXPERTS`].
     pub fn first(experts: u32) -> ExpertSet {
-        let mut set = ExpertSet::EMPTY;
-        (0..experts.min(MAX_EXPERTS)).for_each(|expert| set.insert(expert));
-        set
+        (0..experts.min(MAX_EXPERTS)).collect()
     }
 
     /// Adds an expert, which must be less than [`MAX_EXPERTS`].
@@ -55,6 +53,15 @@ impl ExpertSet {
     pub fn common(&self, other: &ExpertSet) -> u32 {
         let both = self.0.iter().zip(&other.0);
         both.map(|(one, two)| (one & two).count_ones()).sum()
+    }
+}
+
+impl FromIterator<u32> for ExpertSet {
+    /// Collects experts, which must be less than [`MAX_EXPERTS`].
+    fn from_iter<I: IntoIterator<Item = u32>>(experts: I) -> ExpertSet {
+        let mut set = ExpertSet::EMPTY;
+        experts.into_iter().for_each(|expert| set.insert(expert));
+        set
     }
 }
 
@@ -170,9 +177,7 @@ mod tests {
     use super::*;
 
     fn set(experts: &[u32]) -> ExpertSet {
-        let mut set = ExpertSet::EMPTY;
-        experts.iter().for_each(|expert| set.insert(*expert));
-        set
+        experts.iter().copied().collect()
     }
 
     fn taken(requests: &Requests, unit: Unit) -> Vec<u32> {

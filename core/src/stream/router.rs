@@ -129,14 +129,12 @@ impl Router {
             .map(product)
             .zip(0..)
             .collect();
-        let mut set = ExpertSet::EMPTY;
-        if (1..=scores.len()).contains(&input.used) {
-            scores.select_nth_unstable_by(input.used - 1, |a, b| b.0.total_cmp(&a.0));
-            scores[..input.used]
-                .iter()
-                .for_each(|(_, expert)| set.insert(*expert));
+        if !(1..=scores.len()).contains(&input.used) {
+            return ExpertSet::EMPTY;
         }
-        set
+        scores.select_nth_unstable_by(input.used - 1, |a, b| b.0.total_cmp(&a.0));
+        let best = scores[..input.used].iter();
+        best.map(|(_, expert)| *expert).collect()
     }
 }
 

@@ -115,8 +115,7 @@ impl Capability for Streaming {
 
     fn routed(&self, routed: &Routed<'_>) {
         let streams = STREAMS.read();
-        let of_model = |stream: &&Stream| stream.model == routed.model.number;
-        if let Some(stream) = streams.iter().find(of_model)
+        if let Some(stream) = of_model(&streams, routed.model)
             && let Some(layer) = stream.reader.position(routed.layer)
         {
             let reader = &stream.reader;
@@ -228,10 +227,15 @@ fn end_readers() {
     }
 }
 
+/// Returns the reader of a model.
+fn of_model<'a>(streams: &'a [Stream], model: &Model) -> Option<&'a Stream> {
+    streams.iter().find(|stream| stream.model == model.number)
+}
+
 /// Reads the experts of a model again, whose file was written in place.
 pub fn read_again(model: &Model) {
     let streams = STREAMS.read();
-    if let Some(stream) = streams.iter().find(|stream| stream.model == model.number) {
+    if let Some(stream) = of_model(&streams, model) {
         stream.reader.read_again();
     }
 }
@@ -239,8 +243,7 @@ pub fn read_again(model: &Model) {
 /// Replaces experts that a layer has chosen, and of which matrices are to be read, by experts in memory.
 pub fn prefer(ranked: &mut Ranked<'_>) {
     let streams = STREAMS.read();
-    let of_model = |stream: &&Stream| stream.model == ranked.model.number;
-    if let Some(stream) = streams.iter().find(of_model)
+    if let Some(stream) = of_model(&streams, ranked.model)
         && let Some(layer) = stream.reader.position(ranked.layer)
         && stream
             .reader
@@ -379,8 +382,7 @@ fn start(model: &Arc<Model>) {
                 copied: AtomicUsize::new(usize::MAX),
                 noted: AtomicBool::new(false),
             });
-            let is_new = |stream: &&Stream| stream.model == model.number;
-            if let Some(stream) = STREAMS.read().iter().find(is_new) {
+            if let Some(stream) = of_model(&STREAMS.read(), model) {
                 read_hottest(&stream.reader);
             }
         }
@@ -502,8 +504,7 @@ fn addresses(model: &Model, reader: &Reader) -> Vec<MappedMatrix> {
 /// Returns the figures of a model, if its experts are streamed.
 pub fn figures(model: &Model) -> Option<StreamFigures> {
     let streams = STREAMS.read();
-    let stream = streams.iter().find(|stream| stream.model == model.number)?;
-    Some(stream.reader.counts())
+    Some(of_model(&streams, model)?.reader.counts())
 }
 
 /// Notes in the journal whether the experts of a model are streamed.

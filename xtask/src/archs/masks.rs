@@ -96,16 +96,15 @@ pub fn cut(model: &Path, reference: &mut Reference, folder: &Path) -> Result<Vec
                         // whose rows are no multiple of four in another order.
                         let is_rounded = routed.scores == "SOFT_MAX" || !left.is_multiple_of(4);
                         let differs = difference(&masked.values, &found.values);
-                        match is_rounded {
-                            true => ensure!(differs <= TOLERANCE, "{left} left: {differs}"),
-                            false => ensure!(
+                        if is_rounded {
+                            ensure!(differs <= TOLERANCE, "{left} left: {differs}");
+                            Outcome::Rounded(differs)
+                        } else {
+                            ensure!(
                                 masked.hash == found.hash,
                                 "{left} left: not equal, {differs} of the largest logit"
-                            ),
-                        }
-                        match is_rounded {
-                            true => Outcome::Rounded(differs),
-                            false => Outcome::Equal,
+                            );
+                            Outcome::Equal
                         }
                     }
                 }
