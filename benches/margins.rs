@@ -16,6 +16,8 @@ use testkit::slow_disk::{SlowDisk, Speed};
 
 const TEXT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/hot-swap.md");
 const MARGINS: &str = "0,0.02,0.05,0.1,0.2";
+/// The evaluation without a margin that differs by rounding alone.
+const ROUNDING: &str = "rounding";
 const CONTEXT: &str = "128";
 const CHUNKS: &str = "2";
 const THREADS: &str = "1";
@@ -30,7 +32,7 @@ fn measure(
     times: usize,
     limit: &MemoryLimit,
 ) -> BTreeMap<String, Vec<Value>> {
-    let disk = SlowDisk::mount(&fixture("moe.gguf"), speed).expect("an emulated disk");
+    let disk = SlowDisk::mount(&fixture("moe-parts.gguf"), speed).expect("an emulated disk");
     disk.read_ahead_kb(128).expect("a disk has read-ahead");
     let mut command = Command::new(built("release/llama-sidecar"));
     command
@@ -46,12 +48,17 @@ fn measure(
     limit.apply(&mut command);
     let output = command.output().expect("it starts");
     assert!(output.status.success(), "{output:?}");
-    let measured: Vec<Value> = serde_json::from_slice(&output.stdout).expect("JSON");
+    let measured: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     let mut by_margin: BTreeMap<String, Vec<Value>> = BTreeMap::new();
-    for of in measured {
+    for of in measured["margins"].as_array().expect("margins") {
         let margin = of["margin"].as_f64().expect("a margin") as f32;
-        by_margin.entry(margin.to_string()).or_default().push(of);
+        by_margin
+            .entry(margin.to_string())
+            .or_default()
+            .push(of.clone());
     }
+    let rounding = measured["rounding"].clone();
+    by_margin.entry(ROUNDING.into()).or_default().push(rounding);
     by_margin
 }
 
@@ -66,7 +73,7 @@ fn main() {
     };
     let limit = MemoryLimit::new(MEMORY).expect("a control group");
     println!(
-        "A mixture of 30 layers of 8 experts, 2 per token, 447 MB, made from SmolLM2-135M, in llama-perplexity with {} MiB of memory: {CHUNKS} chunks of {CONTEXT} tokens, one token at a time, {THREADS} thread. Medians of {times}, the margins in turn; ratio to the margin 0. Limit: the margin 0 changes nothing, and has a divergence of 0.\n",
+        "A mixture of 30 layers of 8 experts that differ, 2 per token, 447 MB, made from SmolLM2-135M, in llama-perplexity with {} MiB of memory: {CHUNKS} chunks of {CONTEXT} tokens, one token at a time, {THREADS} thread. Medians of {times}, the margins in turn; ratio to the margin 0. Limit: the margin 0 changes nothing, and has a divergence of 0.\n",
         MEMORY >> 20
     );
     println!(
@@ -75,7 +82,22 @@ fn main() {
     println!("|---|---|---|---|---|---|---|---|");
     for speed in disks {
         let mut first = None;
-        for (margin, measured) in measure(&margins, *speed, times, &limit) {
+        let disk = format!(
+            "{:.1} ms, {:.1} GB/s",
+            speed.latency.as_secs_f64() * 1e3,
+            speed.bandwidth as f64 / 1e9
+        );
+        let mut measured = measure(&margins, *speed, times, &limit);
+        for rounding in measured.remove(ROUNDING).into_iter().flatten().take(1) {
+            let of = |pointer: &str| rounding.pointer(pointer).and_then(Value::as_f64);
+            println!(
+                "| {disk} | 0, flash attention {} | {:.6} | {:.4} | | | | |",
+                rounding["flash_attention"].as_str().expect("a setting"),
+                of("/kld/mean").expect("a figure"),
+                of("/ppl/mean").expect("a figure")
+            );
+        }
+        for (margin, measured) in measured {
             let of = |pointer: &str| {
                 let values = measured.iter().map(|of| of.pointer(pointer)?.as_f64());
                 let mut values: Vec<f64> = values.map(|of| of.expect("a figure")).collect();
@@ -83,9 +105,7 @@ fn main() {
             };
             let tokens = of("/speed");
             println!(
-                "| {:.1} ms, {:.1} GB/s | {margin} | {:.6} | {:.4} | {:.1} % | {:.2} | {tokens:.2} | {:.2} |",
-                speed.latency.as_secs_f64() * 1e3,
-                speed.bandwidth as f64 / 1e9,
+                "| {disk} | {margin} | {:.6} | {:.4} | {:.1} % | {:.2} | {tokens:.2} | {:.2} |",
                 of("/kld/mean"),
                 of("/ppl/mean"),
                 of("/replaced") * 100.0,

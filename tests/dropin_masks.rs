@@ -10,13 +10,12 @@ use hosts::on;
 use hosts::servers::{PREFIX, end};
 use serde_json::{Value, json};
 use sidecar_core::gguf::{Access, GgufFile, TensorInfo, open_model};
-use sidecar_core::protocol::LayerMask;
 use testkit::fixtures::fixture;
-use testkit::host::{DropIn, built, preload_library};
-use testkit::mixtures::{EXPERTS, GROUPS, Mixture, data, never_choose, part};
-use testkit::server::{Answer, Options, Request, Server, llama_cpp};
+use testkit::host::{DropIn, built};
+use testkit::mixtures::{GROUPS, Mixture};
+use testkit::server::{Answer, Options, Request, Server};
 use testkit::sim_ggml::SimGgml;
-use testkit::writer::{Gguf, Kv, write_shards};
+use testkit::writer::{Gguf, write_shards};
 
 /// How a masked server compares with the pruned model.
 #[derive(Clone, Copy, PartialEq)]
@@ -46,8 +45,16 @@ fn options(sim: Option<&SimGgml>, drop_in: DropIn) -> Options {
 }
 
 fn with_masks() -> DropIn {
-    let variables = ["LLAMA_EXPERT_MASKS", "LLAMA_EXPERT_TRACE_STATS"];
-    DropIn::On(variables.map(|name| (name, "1".to_owned())).to_vec())
+    let variables = [
+        ("LLAMA_EXPERT_MASKS", "1"),
+        ("LLAMA_EXPERT_TRACE_STATS", "1"),
+        ("LLAMA_SIDECAR_HOTSWAP", "0"),
+    ];
+    DropIn::On(
+        variables
+            .map(|(name, value)| (name, value.to_owned()))
+            .to_vec(),
+    )
 }
 
 fn answer(server: &Server) -> Answer {
@@ -195,7 +202,12 @@ fn groups_are_pruned_models(
             std::fs::remove_file(&pruned).expect("a file");
         }
     }
-    server.control("revert");
+    let reverted = server.control("revert");
+    assert!(
+        reverted["ok"] == true && reverted["unmasked"].as_u64() > Some(0),
+        "{reverted}"
+    );
+    assert!(server.control("status")["frozen"] == false, "no hot-swap");
     assert_eq!(answer(&server), plain);
     end(server);
 }
@@ -372,219 +384,6 @@ fn shards_of_a_model_are_pruned_to_shards() {
     }
     refused("again.gguf", "never written over");
     assert!(!again[1].exists() && !again[2].exists());
-}
-
-const TEXT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/hosts/c/text.txt");
-
-#[test]
-fn the_search_finds_experts_that_are_never_chosen() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let model = folder.path().join("model.gguf");
-    let mut described = Mixture::Grouped.describe(0);
-    let mut never = Experts::new();
-    for layer in 0..Mixture::Grouped.layers() {
-        // One of each group of eight.
-        let experts: Vec<u64> = (0..4)
-            .map(|group| group * 8 + (u64::from(layer) + group) % 8)
-            .collect();
-        never_choose(&mut described, layer, &experts);
-        never.insert(layer.into(), experts);
-    }
-    described.write(&model).expect("free space");
-    let trace = folder.path().join("trace.json");
-    let [from, trace] = [&model, &trace].map(|path| path.to_str().expect("a name"));
-    let traced = Command::new(built("release/llama-sidecar"))
-        .args(["run", "--quiet", "--expert-trace-output", trace, "--"])
-        .arg(llama_cpp("llama-perplexity"))
-        .args([
-            "-m", from, "-c", "128", "--chunks", "12", "-t", "1", "-f", TEXT,
-        ])
-        .env("LLAMA_SIDECAR_PRELOAD", preload_library())
-        .output()
-        .expect("the command starts");
-    assert!(traced.status.success(), "{traced:?}");
-    for by in [["--by", "saliency"], ["--by", "count"], ["--trace", trace]] {
-        let arguments = [&["--leave-out", "12.5%", "--rounds", "4"][..], &by].concat();
-        let found = found(&model, &arguments);
-        assert_eq!(found.experts, never, "{by:?}");
-        assert_eq!(found.page.matches("100.00 %").count(), 4, "{}", found.page);
-        // None, four of each layer, exchanges, and the other text.
-        assert_eq!(found.lines.len(), 4, "{:?}", found.lines);
-        for line in &found.lines {
-            assert!(
-                line.contains(" 0.000000 ") && line.contains("100.00 %"),
-                "{line}"
-            );
-        }
-    }
-}
-
-/// What 'llama-sidecar prune --leave-out' finds.
-struct Found {
-    experts: Experts,
-    /// The lines of the table.
-    lines: Vec<String>,
-    page: String,
-}
-
-impl Found {
-    /// The divergence of a line of the table that has this label.
-    fn divergence(&self, label: &str) -> f64 {
-        let mut lines = self.lines.iter();
-        let values = lines.find_map(|line| line.trim().strip_prefix(label));
-        let first = values.and_then(|values| values.split_whitespace().next());
-        let divergence = first.and_then(|first| first.parse().ok());
-        divergence.unwrap_or_else(|| panic!("no line {label}: {:?}", self.lines))
-    }
-}
-
-/// Searches with a text that is also the other text.
-fn found(model: &Path, arguments: &[&str]) -> Found {
-    let folder = tempfile::tempdir().expect("a folder");
-    let [list, page] = ["list.json", "report.html"].map(|name| folder.path().join(name));
-    let output = Command::new(built("release/llama-sidecar"))
-        .arg("prune")
-        .arg(model)
-        .args(arguments)
-        .args([
-            "--ctx",
-            "128",
-            "--chunks",
-            "12",
-            "--threads",
-            "1",
-            "--text",
-            TEXT,
-        ])
-        .args(["--check", TEXT])
-        .arg("--program")
-        .arg(llama_cpp("llama-perplexity"))
-        .arg("--save")
-        .arg(&list)
-        .arg("--report")
-        .arg(&page)
-        .env("LLAMA_SIDECAR_PRELOAD", preload_library())
-        .output()
-        .expect("the command starts");
-    assert!(output.status.success(), "{output:?}");
-    let experts: Vec<LayerMask> =
-        serde_json::from_slice(&std::fs::read(&list).expect("a list")).expect("JSON");
-    let experts = experts.into_iter().map(|mask| {
-        let experts = mask.experts.into_iter().map(u64::from);
-        (u64::from(mask.layer), experts.collect())
-    });
-    let table = String::from_utf8(output.stdout).expect("text");
-    Found {
-        experts: experts.collect(),
-        lines: table.lines().skip(1).map(str::to_owned).collect(),
-        page: std::fs::read_to_string(&page).expect("a page"),
-    }
-}
-
-/// A mixture whose experts are chosen by their scores alone and weighted by sigmoids of these.
-fn by_scores(used: u32) -> Gguf {
-    let mut described = Mixture::Grouped.describe(0);
-    for (key, value) in [
-        ("expert_used_count", Kv::U32(used)),
-        ("expert_group_count", Kv::U32(1)),
-        ("expert_group_used_count", Kv::U32(1)),
-        ("expert_weights_norm", Kv::Bool(false)),
-    ] {
-        let mut keys = described.kvs.iter_mut();
-        let key = keys.find(|(name, _)| name.ends_with(&format!(".{key}")));
-        key.expect("a key").1 = value;
-    }
-    for layer in 0..Mixture::Grouped.layers() {
-        data(&mut described, layer, "exp_probs_b.bias").fill(0);
-    }
-    described
-}
-
-/// Changes a router: the function gets the numbers of an expert.
-fn change_scores(data: &mut [u8], expert: u64, change: impl FnOnce(&mut [f32])) {
-    let row = part(data, expert);
-    let number = |bytes: &[u8]| f32::from_le_bytes(bytes.try_into().expect("4 bytes"));
-    let mut numbers: Vec<f32> = row.chunks_exact(4).map(number).collect();
-    change(&mut numbers);
-    let bytes: Vec<u8> = numbers.into_iter().flat_map(f32::to_le_bytes).collect();
-    row.copy_from_slice(&bytes);
-}
-
-#[test]
-fn the_search_finds_experts_without_output() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let model = folder.path().join("model.gguf");
-    // Sigmoids of scores are 1 or 0. An expert whose score is always 0 comes between these, and in its place comes one
-    // with the weight 0.
-    let mut described = by_scores(26);
-    let mut without = Experts::new();
-    for layer in 0..Mixture::Grouped.layers() {
-        let first = u64::from(layer);
-        let experts: Vec<u64> = (0..4).map(|at| at * 8 + (first + at) % 8).collect();
-        let router = data(&mut described, layer, "ffn_gate_inp.weight");
-        for expert in 0..EXPERTS.into() {
-            let factor = if experts.contains(&expert) { 0.0 } else { 1e6 };
-            change_scores(router, expert, |row| {
-                row.iter_mut().for_each(|x| *x *= factor)
-            });
-        }
-        let down = data(&mut described, layer, "ffn_down_exps.weight");
-        for expert in &experts {
-            part(down, *expert).fill(0);
-        }
-        without.insert(first, experts);
-    }
-    described.write(&model).expect("free space");
-    let share = ["--leave-out", "12.5%", "--rounds"];
-    let by_saliency = found(&model, &[&share[..], &["8"]].concat());
-    assert_eq!(by_saliency.experts, without);
-    // Tokens use these experts as often as others. Without them, only the order of sums is another one.
-    let by_count = found(&model, &[&share[..], &["1", "--by", "count"]].concat());
-    let [saliency, count] = [&by_saliency, &by_count].map(|found| found.divergence("4 "));
-    assert!(saliency < count / 10.0, "{saliency} {count}");
-}
-
-#[test]
-fn the_search_finds_duplicates() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let model = folder.path().join("model.gguf");
-    let mut described = by_scores(1);
-    let pair = |layer: u32| [u64::from(layer) + 5, u64::from(layer) * 3 + 17];
-    for layer in 0..Mixture::Grouped.layers() {
-        let [one, two] = pair(layer);
-        for role in ["gate", "up", "down"] {
-            let matrices = data(&mut described, layer, &format!("ffn_{role}_exps.weight"));
-            if role == "down" {
-                // They contribute more than others: each scale is twice as large.
-                let blocks = part(matrices, one).chunks_exact_mut(18);
-                blocks.for_each(|block| block[1] += 4);
-            }
-            let matrix = part(matrices, one).to_vec();
-            part(matrices, two).copy_from_slice(&matrix);
-        }
-        // Tokens of one find the other one: its scores are about the same.
-        let router = data(&mut described, layer, "ffn_gate_inp.weight");
-        let mut scores = Vec::new();
-        change_scores(router, one, |row| scores = row.to_vec());
-        change_scores(router, two, |row| {
-            for (at, x) in row.iter_mut().enumerate() {
-                *x = scores[at] + scores[(at + 1) % scores.len()] / 4096.0;
-            }
-        });
-    }
-    described.write(&model).expect("free space");
-    // One evaluation without those that contribute least, and one without duplicates.
-    let found = found(&model, &["--leave-out", "3.125%", "--rounds", "2"]);
-    for (layer, experts) in &found.experts {
-        let pair = pair(*layer as u32);
-        assert!(
-            experts.len() == 1 && pair.contains(&experts[0]),
-            "layer {layer}: {experts:?}; {:?}",
-            found.lines
-        );
-    }
-    let (least, duplicates) = (found.divergence("1 "), found.divergence("the other text"));
-    assert!(duplicates < least / 10.0, "{:?}", found.lines);
 }
 
 #[test]

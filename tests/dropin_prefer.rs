@@ -198,7 +198,8 @@ fn without_the_word_nothing_happens() {
     let run = command(&["run", "--stream-prefer", "0.5", "--", "/bin/true"]);
     let error = String::from_utf8_lossy(&run.stderr);
     assert!(
-        !run.status.success() && error.contains("it changes results"),
+        !run.status.success()
+            && error.contains("/bin/true was not started: --stream-prefer changes results"),
         "{error}"
     );
     for margin in ["2", "nan", "much"] {
@@ -312,9 +313,9 @@ fn margins_are_measured() {
     ];
     let output = command(&arguments);
     assert!(output.status.success(), "{output:?}");
-    let measured: Vec<Value> = serde_json::from_slice(&output.stdout).expect("JSON");
+    let measured: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     let of = |at: usize, pointer: &str| {
-        measured[at]
+        measured["margins"][at]
             .pointer(pointer)
             .and_then(Value::as_f64)
             .expect("a figure")
@@ -327,6 +328,9 @@ fn margins_are_measured() {
     assert!(of(0, "/kld/mean").abs() < 1e-4 && of(0, "/same_top/mean") == 100.0);
     assert!(of(1, "/kld/mean") > 10.0 * of(0, "/kld/mean").abs() && of(1, "/replaced") > 0.05);
     assert!(of(1, "/read_bytes") < of(0, "/read_bytes"));
+    let rounding = &measured["rounding"];
+    assert!(rounding["flash_attention"] == "off", "{rounding}");
+    assert!(rounding["kld"]["mean"].as_f64() > Some(0.0), "{rounding}");
     let page = std::fs::read_to_string(page).expect("a page");
     assert!(page.contains("tokens/s"), "{page}");
 }

@@ -590,7 +590,9 @@ fn experts_and_types_are_chosen_together() {
     assert!(kld(&report["recipe"]) > of_spare);
     assert!(tensors(&folder.path().join("smaller.gguf")) != tensors(&pruned));
     let page = fs::read_to_string(work.join("report.html")).expect("a page");
-    assert!(page.contains("Fewer experts") && page.contains("without the experts of spare"));
+    assert!(
+        page.contains("Fewer experts") && page.contains("without the experts of the list 'spare'")
+    );
     for (list, reason) in [
         (
             r#"[{"layer": 0, "experts": [1]}]"#,

@@ -13,6 +13,7 @@
 //! | [`compare`] | a program with and without the drop-in |
 //! | [`trial`] | a run of a program, and its speeds |
 //! | [`tune`] | which tensors can be quantised further, and types for a size |
+//! | [`evaluation`] | evaluations of a text, and how far the results of a changed model differ |
 //! | [`pruned`] | a model without some of its experts |
 //! | [`launch`] | programs with the drop-in |
 //! | [`top`] | what running programs hold and fetch now |
@@ -28,6 +29,7 @@
 mod compare;
 mod control;
 mod deadline;
+mod evaluation;
 mod exporter;
 mod generate;
 mod http;

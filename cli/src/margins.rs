@@ -12,11 +12,13 @@ use sidecar_core::experts::ExpertIndex;
 use sidecar_core::gguf::{Access, open_model};
 use sidecar_core::protocol::StreamFigures;
 
+use crate::evaluation::interruption;
+use crate::evaluation::program::EvaluationOptions;
+use crate::evaluation::session::Session;
+use crate::evaluation::statistics::Statistics;
 use crate::output::{check_writable, progress, write_text};
 use crate::page;
 use crate::sizes::{Table, percent, size_text};
-use crate::tune::program::EvaluationOptions;
-use crate::tune::statistics::Statistics;
 
 /// Chunks of the text, where the options state none: each token is an evaluation of its own.
 const CHUNKS: u32 = 4;
@@ -32,9 +34,13 @@ pub struct MarginsOptions {
     /// Margins to measure, with commas between them.
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "0,0.02,0.05,0.1,0.2", value_parser = margin)]
     margins: Vec<f32>,
-    /// MiB of memory for experts; by default what is free.
+    /// MiB of memory for experts, to measure what a smaller machine gains; by default what is free.
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u32).range(1..))]
     memory: Option<u32>,
+    /// The folder for the base logits, which are removed at the end, and for the log, which stays after a failure. By default
+    /// that of temporary files.
+    #[arg(long, value_name = "DIR")]
+    work: Option<PathBuf>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -95,6 +101,46 @@ impl Measured {
     }
 }
 
+/// What was measured so far.
+#[derive(Default, Serialize)]
+struct Results {
+    /// The model as it is, with the other setting of flash attention.
+    rounding: Option<Rounding>,
+    margins: Vec<Measured>,
+}
+
+/// An evaluation that differs from the base by rounding alone.
+#[derive(Serialize)]
+struct Rounding {
+    flash_attention: &'static str,
+    #[serde(flatten)]
+    statistics: Statistics,
+}
+
+impl Results {
+    fn table(&self) -> Table {
+        let mut table = Table::new([
+            "margin",
+            "KL divergence",
+            "same top",
+            "perplexity",
+            "replaced",
+            "read for a token",
+            "tokens/s",
+        ]);
+        let rounding = self.rounding.iter().map(|rounding| {
+            let mut row = vec![format!("0, flash attention {}", rounding.flash_attention)];
+            row.extend(rounding.statistics.cells());
+            row.extend(["", "", ""].map(str::to_owned));
+            row
+        });
+        table.rows = rounding
+            .chain(self.margins.iter().map(Measured::row))
+            .collect();
+        table
+    }
+}
+
 /// Measures the margins one after the other.
 pub fn run(options: &MarginsOptions) -> Result<()> {
     if let Some(path) = &options.report {
@@ -120,14 +166,33 @@ pub fn run(options: &MarginsOptions) -> Result<()> {
         .map(|mib| ("LLAMA_EXPERT_STREAM_MEMORY_MB", mib.to_string()));
     program.variables.extend(memory);
     let chunks = options.evaluation.chunks.or(Some(CHUNKS));
-    let folder = tempfile::tempdir()?;
-    let (base, log) = (folder.path().join("base"), folder.path().join("log"));
-    progress("evaluating the text with the model as it is");
-    program.write_base(&options.model, &options.text, chunks, &base, &log)?;
-    let mut running = program.start(&options.model, &base, &log, &[])?;
+    let mut session = Session::new(
+        program,
+        (&options.model, &model),
+        &[&options.text],
+        chunks,
+        options.work.as_deref(),
+    )?;
+    let mut results = Results::default();
+    let result = measure(options, &mut session, &mut results);
+    // Whatever failed: the evaluations may have taken hours.
+    let shown = show(options, &session, &results);
+    interruption::end_by_signal();
+    result?;
+    shown?;
+    session.end();
+    Ok(())
+}
+
+fn measure(
+    options: &MarginsOptions,
+    session: &mut Session<'_>,
+    results: &mut Results,
+) -> Result<()> {
+    session.use_text(&options.text)?;
+    let mut running = session.start(&[])?;
     progress("evaluating it again, which fills the memory");
     running.first()?;
-    let mut measured = Vec::new();
     for &margin in &options.margins {
         running
             .set_margin(margin)
@@ -139,27 +204,31 @@ pub fn run(options: &MarginsOptions) -> Result<()> {
             "margin {margin}: divergence {:.6}, {:.2} tokens/s",
             statistics.kld.mean, next.speed
         ));
-        measured.push(next);
+        results.margins.push(next);
     }
     running.end()?;
-    let mut table = Table::new([
-        "margin",
-        "KL divergence",
-        "same top",
-        "perplexity",
-        "replaced",
-        "read for a token",
-        "tokens/s",
-    ]);
-    table.rows = measured.iter().map(Measured::row).collect();
+    let rounding = session.evaluate_rounding()?;
+    results.rounding = rounding.map(|(flash_attention, statistics)| Rounding {
+        flash_attention,
+        statistics,
+    });
+    Ok(())
+}
+
+/// Prints what was measured, and writes the page.
+fn show(options: &MarginsOptions, session: &Session<'_>, results: &Results) -> Result<()> {
+    if results.margins.is_empty() {
+        return Ok(());
+    }
     match options.json {
-        true => println!("{:#}", serde_json::to_value(&measured)?),
-        false => print!("{}", table.as_text()),
+        true => println!("{:#}", serde_json::to_value(results)?),
+        false => print!("{}", results.table().as_text()),
     }
     if let Some(path) = &options.report {
         let note =
             "What it costs and gains to prefer experts in memory, against the model as it is.";
-        let page = page::measurements("Margins", &options.model, note, [(None, table)]);
+        let tables = [(None, results.table())];
+        let page = page::measurements("Margins", &options.model, note, &session.facts(), tables);
         write_text(path, &page)?;
     }
     Ok(())

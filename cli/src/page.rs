@@ -29,11 +29,12 @@ pub fn document(title: &str, body: &str) -> String {
     )
 }
 
-/// Returns a page about a model: a note, and tables, each below its heading, if it has one.
+/// Returns a page about a model: a note, tables, each below its heading, if it has one, and how they were made.
 pub fn measurements<'a>(
     title: &str,
     model: &Path,
     note: &str,
+    facts: &[(&str, String)],
     tables: impl IntoIterator<Item = (Option<&'a str>, Table)>,
 ) -> String {
     let model = escape(&model.display().to_string());
@@ -46,6 +47,10 @@ pub fn measurements<'a>(
             body += &format!("<h2>{}</h2>", escape(heading));
         }
         body += &format!("<div class=wide>{}</div>", table(of));
+    }
+    body += "<h2>How it was measured</h2>";
+    for (name, fact) in facts {
+        body += &format!("<p class=note>{}: {}</p>", escape(name), escape(fact));
     }
     document(title, &(body + "</section>"))
 }

@@ -97,17 +97,19 @@ pub fn set(requested: &[LayerMask], clear: bool) -> Result<(), String> {
     set_between(model, next)
 }
 
-/// Masks no expert of any model.
-pub fn clear() -> Result<(), String> {
+/// Masks no expert of any model. Returns how many layers had masks.
+pub fn clear() -> Result<u64, String> {
+    let mut cleared = 0;
     for model in models::models() {
         let masks = masks::of_model(&model).into_iter();
         let masked = masks.filter(|mask| !mask.masked().is_empty());
         let next: Vec<_> = masked.map(|mask| (mask, Vec::new())).collect();
+        cleared += next.len() as u64;
         if !next.is_empty() {
             set_between(&model, next)?;
         }
     }
-    Ok(())
+    Ok(cleared)
 }
 
 /// Sets masks between two evaluations; the last one for a router counts.

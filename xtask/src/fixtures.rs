@@ -55,12 +55,19 @@ fn make_now() -> Result<PathBuf> {
 
 /// Makes the model of 3.2 GB, if it is missing.
 pub fn make_large() -> Result<()> {
+    make_others("--large")
+}
+
+/// Makes the mixture whose experts differ, if it is missing.
+pub fn make_parts() -> Result<()> {
+    make_others("--parts")
+}
+
+fn make_others(which: &str) -> Result<()> {
     let fixtures = make()?;
     let model = cache().join("smollm2-source.gguf");
     let upstream = fixtures.join("upstream");
-    run(script()?
-        .arg("--large")
-        .args([&model, &upstream, &fixtures]))
+    run(script()?.arg(which).args([&model, &upstream, &fixtures]))
 }
 
 /// The program that makes models.

@@ -194,7 +194,10 @@ fn main() -> Result<()> {
             arguments,
         } => bench::one(&name, &arguments),
         Command::Fixtures { large: false } => fixtures::make().map(|_| ()),
-        Command::Fixtures { large: true } => fixtures::make_large(),
+        Command::Fixtures { large: true } => {
+            fixtures::make_parts()?;
+            fixtures::make_large()
+        }
         Command::Hosts { names, build } => {
             if let Err(reason) = fixtures::vulkan() {
                 println!("no software Vulkan device: {reason:#}");

@@ -95,6 +95,7 @@ const CHECKS: &[Check] = &[
     Check::programs("drop-in with overlays", "dropin_overlays"),
     Check::programs("masks of experts, and pruned models", "dropin_masks")
         .unless(llama_cpp::missing),
+    Check::programs("experts to leave out", "prune").unless(llama_cpp::missing),
     Check::programs(
         "drop-in with graphs of a stand-in for libllama",
         "dropin_graphs",

@@ -11,7 +11,7 @@ use sidecar_core::memory::free_memory;
 use sidecar_core::protocol::Event;
 
 use super::results::{self, Difference, Logits, Way, mean_and_error};
-use crate::launch::child::quoted;
+use crate::launch::child::without_secrets;
 use crate::launch::journal::Events;
 use crate::launch::session;
 use crate::page;
@@ -21,8 +21,6 @@ use crate::trial::{Kind, Run};
 
 /// The version of the file.
 const FORMAT: u32 = 1;
-/// Options whose values are secrets.
-const SECRETS: [&str; 4] = ["--api-key", "--hf-token", "-hft", "--api-key-file"];
 /// Starts of the lines in which ggml names devices.
 const DEVICES: [&str; 2] = ["  Device ", "ggml_vulkan: "];
 
@@ -303,37 +301,5 @@ fn rate(way: &Way, of: fn(&Run) -> &Speed) -> String {
         (Some((mean, error)), _) => format!("{mean:.2} ±{error:.2}"),
         (None, Some(rate)) => format!("{rate:.2}"),
         (None, None) => "-".into(),
-    }
-}
-
-/// Returns a command for others to read: without keys, and without the user's folder.
-fn without_secrets(words: &[OsString]) -> String {
-    let home = std::env::var("HOME").unwrap_or_default();
-    let mut is_secret = false;
-    let words = words.iter().map(|word| {
-        let text = quoted(word);
-        if std::mem::replace(&mut is_secret, SECRETS.iter().any(|of| word == *of)) {
-            return "...".into();
-        }
-        match text.strip_prefix(&home).filter(|_| !home.is_empty()) {
-            Some(rest) if rest.starts_with('/') => format!("~{rest}"),
-            _ => text,
-        }
-    });
-    words.collect::<Vec<String>>().join(" ")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_report_has_no_keys() {
-        let words = ["llama-server", "--api-key", "secret", "-m", "a model.gguf"];
-        let words: Vec<OsString> = words.map(OsString::from).to_vec();
-        assert_eq!(
-            without_secrets(&words),
-            "llama-server --api-key ... -m 'a model.gguf'"
-        );
     }
 }

@@ -1,5 +1,6 @@
 //! Masks of experts from the command line.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -12,15 +13,18 @@ use crate::sizes::size_text;
 /// The most bytes of a file with masks.
 const LARGEST: u64 = 64 << 20;
 
+/// No layer has so many experts.
+const MOST_EXPERTS: u32 = 1 << 16;
+
 /// Which experts are masked.
 #[derive(clap::Args)]
 pub struct MaskOptions {
     /// The layer of --experts.
     #[arg(long, requires = "experts")]
     layer: Option<u32>,
-    /// Numbers of experts, with commas between them; they take the place of those that were masked in the layer.
-    #[arg(long, value_delimiter = ',', requires = "layer")]
-    experts: Vec<u32>,
+    /// Numbers of experts, such as 3,17 or 0-3; they take the place of those that were masked in the layer.
+    #[arg(long, value_name = "LIST", value_parser = numbers, requires = "layer")]
+    experts: Option<Numbers>,
     /// A file with masks of several layers, as JSON: [{"layer": 3, "experts": [3, 17]}, ...].
     #[arg(long, value_name = "FILE", conflicts_with = "layer")]
     file: Option<PathBuf>,
@@ -38,7 +42,7 @@ impl MaskOptions {
         };
         masks.extend(self.layer.map(|layer| LayerMask {
             layer,
-            experts: self.experts,
+            experts: self.experts.map_or_else(Vec::new, |Numbers(list)| list),
         }));
         ensure!(
             self.clear || !masks.is_empty(),
@@ -51,13 +55,41 @@ impl MaskOptions {
     }
 }
 
+/// Numbers of experts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Numbers(Vec<u32>);
+
+/// Reads numbers and ranges of numbers.
+fn numbers(text: &str) -> Result<Numbers, String> {
+    let expected =
+        || format!("expected numbers such as 3,17 or 0-3, found '{text}'; --clear removes masks");
+    let number = |text: &str| -> Option<u32> {
+        text.trim()
+            .parse()
+            .ok()
+            .filter(|number| *number < MOST_EXPERTS)
+    };
+    let range = |part: &str| match part.split_once('-') {
+        Some((first, last)) => Some((number(first)?, number(last)?)),
+        None => number(part).map(|number| (number, number)),
+    };
+    let mut all = Vec::new();
+    for part in text.split(',') {
+        let (first, last) = range(part)
+            .filter(|(first, last)| first <= last)
+            .ok_or_else(expected)?;
+        all.extend(first..=last);
+    }
+    Ok(Numbers(all))
+}
+
 /// Returns numbers of experts as text.
 pub fn text(experts: &[u32]) -> String {
     let experts: Vec<String> = experts.iter().map(u32::to_string).collect();
     experts.join(", ")
 }
 
-/// Reads experts by layer.
+/// Reads experts by layer. Each layer is named once, and each of its experts.
 pub fn read(path: &Path) -> Result<Vec<LayerMask>> {
     // Not its size: that of a device or a pipe is 0.
     let mut text = String::new();
@@ -69,12 +101,26 @@ pub fn read(path: &Path) -> Result<Vec<LayerMask>> {
         path.display(),
         size_text(LARGEST as f64)
     );
-    serde_json::from_str(&text).with_context(|| {
+    let masks: Vec<LayerMask> = serde_json::from_str(&text).with_context(|| {
         format!(
             "{}: expected [{{\"layer\": 3, \"experts\": [3, 17]}}, ...]",
             path.display()
         )
-    })
+    })?;
+    ensure!(!masks.is_empty(), "{} names no layer", path.display());
+    let mut layers = BTreeSet::new();
+    for LayerMask { layer, experts } in &masks {
+        let path = path.display();
+        ensure!(layers.insert(layer), "{path} names layer {layer} twice");
+        let mut named = BTreeSet::new();
+        for expert in experts {
+            ensure!(
+                named.insert(expert),
+                "{path} names expert {expert} of layer {layer} twice"
+            );
+        }
+    }
+    Ok(masks)
 }
 
 #[cfg(test)]
@@ -86,5 +132,41 @@ mod tests {
         let error = read(Path::new("/dev/zero")).expect_err("no masks");
         assert!(error.to_string().contains("larger than 64"), "{error}");
         assert!(read(Path::new("/nowhere")).is_err());
+    }
+
+    #[test]
+    fn each_expert_is_named_once() {
+        let of = |text: &str| {
+            let file = tempfile::NamedTempFile::new().expect("a file");
+            std::fs::write(&file, text).expect("free space");
+            read(file.path())
+        };
+        assert!(of(r#"[{"layer": 1, "experts": [2, 3]}, {"layer": 2, "experts": []}]"#).is_ok());
+        for (text, reason) in [
+            ("[]", "no layer"),
+            (
+                r#"[{"layer": 1, "experts": [2, 2]}]"#,
+                "expert 2 of layer 1 twice",
+            ),
+            (
+                r#"[{"layer": 1, "experts": [2]}, {"layer": 1, "experts": []}]"#,
+                "layer 1 twice",
+            ),
+            ("{}", "expected [{"),
+        ] {
+            let error = of(text).expect_err("no masks");
+            assert!(error.to_string().contains(reason), "{error}");
+        }
+    }
+
+    #[test]
+    fn numbers_and_ranges_are_read() {
+        let of = |text| numbers(text).map(|Numbers(list)| list);
+        assert_eq!(of("3, 17"), Ok(vec![3, 17]));
+        assert_eq!(of("0-2,9"), Ok(vec![0, 1, 2, 9]));
+        for text in ["", "1,", "a", "3-1", "-1", "0-4294967295"] {
+            let error = of(text).expect_err("no numbers");
+            assert!(error.contains("3,17 or 0-3"), "{error}");
+        }
     }
 }

@@ -60,11 +60,20 @@ pub fn run(socket: &Path, request: &Request, as_json: bool) -> Result<()> {
                 }
             }
             Request::Revert => {
-                print_reloads(&mut out, &parsed(&answer)?)?;
-                writeln!(
-                    out,
-                    "reloads are frozen: run 'llama-sidecar unfreeze' to permit them"
-                )?;
+                let reloads: Reloads = parsed(&answer)?;
+                print_reloads(&mut out, &reloads)?;
+                if reloads.unmasked > 0 {
+                    writeln!(out, "masks of {} layers are removed", reloads.unmasked)?;
+                }
+                match reloads.reports.is_empty() {
+                    // Without hot-swap, there are only masks.
+                    true if reloads.unmasked == 0 => writeln!(out, "nothing to revert")?,
+                    true => {}
+                    false => writeln!(
+                        out,
+                        "reloads are frozen: run 'llama-sidecar unfreeze' to permit them"
+                    )?,
+                }
             }
             Request::Unfreeze => writeln!(out, "reloads are permitted")?,
             Request::Metrics => write!(out, "{}", parsed::<Metrics>(&answer)?.text)?,
@@ -329,9 +338,8 @@ fn owner_of(path: &Path) -> Option<String> {
 /// Returns the flag of `run` with which a program can answer a request.
 fn flags_for(request: &Request) -> &'static [&'static str] {
     match request {
-        Request::Reload | Request::Revert | Request::Unfreeze | Request::Swap { .. } => {
-            &["--hotswap"]
-        }
+        Request::Reload | Request::Unfreeze | Request::Swap { .. } => &["--hotswap"],
+        Request::Revert => &["--hotswap", "--expert-masks"],
         Request::Trace | Request::TraceReset => &["--expert-trace-stats"],
         Request::Mask { .. } => &["--expert-masks"],
         Request::Prefer { .. } => &["--stream-prefer MARGIN --accept-changed-results"],
@@ -342,6 +350,7 @@ fn flags_for(request: &Request) -> &'static [&'static str] {
             "--stream-experts",
             "--post-fetch",
             "--expert-trace-stats",
+            "--expert-masks",
         ],
     }
 }

@@ -6,7 +6,7 @@
 //! [`witness`] in the group reports the signals that it gets.
 
 use std::collections::BTreeMap;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -36,6 +36,9 @@ const REPORT_TIME: Duration = Duration::from_millis(100);
 /// For how long a signal of the group counts as that of this process: programs such as `timeout`
 /// send both.
 const SAME_SIGNAL: Duration = Duration::from_secs(1);
+
+/// Options whose values are secrets.
+const SECRETS: [&str; 4] = ["--api-key", "--hf-token", "-hft", "--api-key-file"];
 
 /// The command line word for [`witness`].
 pub const WITNESS: &str = "witness";
@@ -254,9 +257,36 @@ pub fn quoted(word: &OsStr) -> String {
     }
 }
 
+/// Returns a command for others to read: without keys, and without the user's folder.
+pub fn without_secrets(words: &[OsString]) -> String {
+    let home = std::env::var("HOME").unwrap_or_default();
+    let mut is_secret = false;
+    let words = words.iter().map(|word| {
+        let text = quoted(word);
+        if std::mem::replace(&mut is_secret, SECRETS.iter().any(|of| word == *of)) {
+            return "...".into();
+        }
+        match text.strip_prefix(&home).filter(|_| !home.is_empty()) {
+            Some(rest) if rest.starts_with('/') => format!("~{rest}"),
+            _ => text,
+        }
+    });
+    words.collect::<Vec<String>>().join(" ")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_report_has_no_keys() {
+        let words = ["llama-server", "--api-key", "secret", "-m", "a model.gguf"];
+        let words: Vec<OsString> = words.map(OsString::from).to_vec();
+        assert_eq!(
+            without_secrets(&words),
+            "llama-server --api-key ... -m 'a model.gguf'"
+        );
+    }
 
     #[test]
     fn words_come_back_from_a_shell() {

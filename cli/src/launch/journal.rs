@@ -30,7 +30,11 @@ fn has_failed(status: ExitStatus) -> bool {
 
 impl Journal {
     pub fn new() -> Result<Journal> {
-        let file = NamedTempFile::with_prefix("llama-sidecar-");
+        Journal::in_folder(&std::env::temp_dir())
+    }
+
+    pub fn in_folder(folder: &Path) -> Result<Journal> {
+        let file = NamedTempFile::with_prefix_in("llama-sidecar-", folder);
         Ok(Journal(file.context(
             "cannot create a temporary file: set TMPDIR to a folder with free space",
         )?))

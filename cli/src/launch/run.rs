@@ -252,7 +252,10 @@ pub fn run(options: &RunOptions) -> Result<()> {
     let program = prepared.program()?;
     let config = &prepared.config;
     if config.expert_stream_prefer.is_some() && config.preference().is_none() {
-        bail!("{}", config.without_effect.join("; "));
+        bail!(
+            "{} was not started: --stream-prefer changes results: also pass --accept-changed-results, after 'llama-sidecar margins' has measured by how much",
+            program.path.display()
+        );
     }
     if let Some(sentence) = config.unwritable().into_iter().next() {
         bail!("{sentence}");

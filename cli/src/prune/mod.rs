@@ -8,16 +8,18 @@
 mod duplicates;
 mod search;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
-use sidecar_core::gguf::{Access, new_paths, open_model};
+use anyhow::{Context, Result, ensure};
+use sidecar_core::gguf::{Access, GgufFile, new_paths, open_model};
 use sidecar_core::protocol::LayerMask;
 
 use crate::control::mask;
+use crate::evaluation::interruption;
+use crate::evaluation::session::Session;
 use crate::output::{check_writable, progress, write_text};
 use crate::page;
-use crate::prune::search::{Found, SearchOptions};
+use crate::prune::search::{Found, Plan, SearchOptions};
 use crate::pruned::{Mixture, Pruned};
 use crate::sizes::{Table, size_text};
 
@@ -42,24 +44,27 @@ pub struct PruneOptions {
     /// Write the list of the experts that were chosen.
     #[arg(long, value_name = "FILE", requires = "leave_out")]
     save: Option<PathBuf>,
-    /// Write the pruned model. That of a model in shards has as many: name the first one (NAME-00001-of-00003.gguf), or
+    /// The folder for the base logits, which are removed at the end, and for the log, which stays after a failure. By default
+    /// that of temporary files. The base logits of 100 chunks of 512 tokens take 7.8 GB for a vocabulary of 152 thousand.
+    #[arg(long, value_name = "DIR", requires = "leave_out")]
+    work: Option<PathBuf>,
+    /// Write the pruned model, and evaluate it once. That of a model in shards has as many: name the first one (NAME-00001-of-00003.gguf), or
     /// NAME.gguf.
-    #[arg(
-        short,
-        long,
-        value_name = "GGUF",
-        required_unless_present = "leave_out"
-    )]
+    #[arg(short, long, value_name = "GGUF")]
     output: Option<PathBuf>,
 }
 
 /// Finds the experts to leave out, or takes those of a file, and writes the model without them.
 pub fn run(options: &PruneOptions) -> Result<()> {
-    let model = open_model(&options.model, Access::Read)
+    let files = open_model(&options.model, Access::Read)
         .with_context(|| format!("cannot read the model {}", options.model.display()))?;
-    let mixture = Mixture::of(&model)?;
+    let mixture = Mixture::of(&files)?;
+    ensure!(
+        options.experts.is_none() || options.output.is_some(),
+        "name the new model: pass -o GGUF"
+    );
     let outputs = match &options.output {
-        Some(path) => new_paths(path, model.len() as u64).context("cannot write the model")?,
+        Some(path) => new_paths(path, files.len() as u64).context("cannot write the model")?,
         None => Vec::new(),
     };
     let others = [&options.save, &options.report];
@@ -67,38 +72,98 @@ pub fn run(options: &PruneOptions) -> Result<()> {
         // Not after the measurements.
         check_writable(path)?;
     }
-    let masks: Vec<LayerMask> = match &options.experts {
-        Some(path) => mask::read(path)?,
-        None => {
-            let duplicates = duplicates::of(&model, &mixture)
-                .with_context(|| format!("cannot read {}", options.model.display()))?;
-            let found = search::run(&options.search, &options.model, &mixture, &duplicates)?;
-            show(options, &found)?;
-            found.experts
-        }
+    let model = Model {
+        path: &options.model,
+        files: &files,
+        mixture: &mixture,
     };
-    let pruned = Pruned::of(&model, &mixture, &masks)?;
-    if let Some(path) = &options.save {
-        write_text(path, &format!("{}\n", serde_json::to_string(&masks)?))?;
+    match &options.experts {
+        Some(path) => model.write(&mask::read(path)?, outputs),
+        None => {
+            let result = search(options, &model, outputs);
+            interruption::end_by_signal();
+            result
+        }
     }
-    if let Some(first) = outputs.first().cloned() {
-        let size = pruned.write(outputs)?;
-        let before: u64 = model.iter().map(|file| file.source.id().size).sum();
+}
+
+/// A mixture of experts, and its files.
+pub struct Model<'a> {
+    path: &'a Path,
+    files: &'a [GgufFile],
+    mixture: &'a Mixture,
+}
+
+impl Model<'_> {
+    /// Writes the model without these experts. Without paths, only checks that they can be left out.
+    fn write(&self, masks: &[LayerMask], to: Vec<PathBuf>) -> Result<()> {
+        let pruned = Pruned::of(self.files, self.mixture, masks)?;
+        let Some(first) = to.first().cloned() else {
+            return Ok(());
+        };
+        let size = pruned.write(to)?;
+        let before: u64 = self.files.iter().map(|file| file.source.id().size).sum();
         progress(&format!(
             "{} has {} of {} experts in each of {} layers: {} of {}",
             first.display(),
             pruned.left,
-            mixture.routing.experts,
-            mixture.layers.len(),
+            self.mixture.routing.experts,
+            self.mixture.layers.len(),
             size_text(size as f64),
             size_text(before as f64)
         ));
+        Ok(())
+    }
+}
+
+/// Searches, prints and writes what was found, and writes the model.
+fn search(options: &PruneOptions, model: &Model<'_>, outputs: Vec<PathBuf>) -> Result<()> {
+    let plan = options.search.plan(model.mixture)?;
+    let mut session =
+        options
+            .search
+            .session(&options.model, model.files, options.work.as_deref())?;
+    let mut found = Found::default();
+    let result = measure(&plan, model, &mut session, outputs, &mut found);
+    // Whatever failed: the evaluations may have taken hours.
+    let shown = show(options, &session, &found);
+    result?;
+    shown?;
+    session.end();
+    Ok(())
+}
+
+fn measure(
+    plan: &Plan<'_>,
+    model: &Model<'_>,
+    session: &mut Session<'_>,
+    outputs: Vec<PathBuf>,
+    found: &mut Found,
+) -> Result<()> {
+    let duplicates = duplicates::of(model.files, model.mixture)
+        .with_context(|| format!("cannot read {}", model.path.display()))?;
+    search::run(plan, session, &duplicates, found)?;
+    let first = outputs.first().cloned();
+    model.write(&found.experts, outputs)?;
+    if let Some(first) = first {
+        progress("evaluating the new model");
+        found.add("the new model", &session.evaluate(&first)?);
     }
     Ok(())
 }
 
-/// Prints what was measured, and writes it as a page.
-fn show(options: &PruneOptions, found: &Found) -> Result<()> {
+/// Prints what was measured, and writes the list and the page.
+fn show(options: &PruneOptions, session: &Session<'_>, found: &Found) -> Result<()> {
+    if found.is_empty() {
+        return Ok(());
+    }
+    if let Some(path) = options.save.as_ref().filter(|_| !found.experts.is_empty()) {
+        write_text(
+            path,
+            &format!("{}\n", serde_json::to_string(&found.experts)?),
+        )?;
+    }
+    let note = found.note();
     if let Some(path) = &options.report {
         let layers = found
             .experts
@@ -106,14 +171,25 @@ fn show(options: &PruneOptions, found: &Found) -> Result<()> {
             .map(|mask| vec![mask.layer.to_string(), mask::text(&mask.experts)]);
         let mut chosen = Table::new(["layer", "experts to leave out"]);
         chosen.rows = layers.collect();
-        let note = "What the model can do without, against the model as it is.";
+        let sentence = "What the model can do without, against the model as it is.";
+        let sentence = [Some(sentence), note.as_deref()];
+        let sentence: Vec<&str> = sentence.into_iter().flatten().collect();
         let tables = [(None, found.table()), (Some("Experts"), chosen)];
-        let page = page::measurements("Pruning", &options.model, note, tables);
+        let page = page::measurements(
+            "Pruning",
+            &options.model,
+            &sentence.join(" "),
+            &session.facts(),
+            tables,
+        );
         write_text(path, &page)?;
     }
     match options.json {
         true => println!("{:#}", serde_json::to_value(found)?),
         false => print!("{}", found.table().as_text()),
+    }
+    if let Some(note) = note {
+        progress(&note);
     }
     Ok(())
 }

@@ -4,7 +4,8 @@
 //! step after the other, and each step is evaluated. What is left of the budget goes into exchanges. The first ones mask
 //! experts that have the matrices of another one, in all layers at once or layer by layer. The others exchange, in one
 //! layer, the expert that contributes most of those that are masked for the one that contributes least of the others. An
-//! exchange stays if the divergence is smaller.
+//! exchange stays if the divergence is smaller by more than the error of the difference; and, if there is another text, if
+//! it is not larger there.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -14,18 +15,23 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use serde::Serialize;
 use serde_json::Value;
+use sidecar_core::gguf::GgufFile;
 use sidecar_core::protocol::LayerMask;
 use sidecar_core::trace;
 
+use crate::evaluation::program::{EvaluationOptions, Running};
+use crate::evaluation::session::Session;
+use crate::evaluation::statistics::{Statistics, is_smaller};
 use crate::output::progress;
 use crate::prune::duplicates::Duplicates;
 use crate::pruned::Mixture;
 use crate::sizes::{Table, share};
-use crate::tune::program::{EvaluationOptions, Running};
-use crate::tune::statistics::Statistics;
 
 /// Parts of the way to the share that are evaluated.
 const STEPS: u64 = 4;
+
+/// Variables of a program that masks experts.
+const MASKS: [(&str, &str); 1] = [("LLAMA_EXPERT_MASKS", "1")];
 
 /// What a list of experts is ordered by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -45,7 +51,8 @@ pub struct SearchOptions {
     /// The text to evaluate.
     #[arg(long, value_name = "FILE", requires = "leave_out")]
     text: Option<PathBuf>,
-    /// Another text, to evaluate once with the experts that were found: they fit the first one.
+    /// Another text, to evaluate with the experts that were found: they fit the first one. Exchanges that diverge more there
+    /// are undone.
     #[arg(long, value_name = "FILE", requires = "leave_out")]
     check: Option<PathBuf>,
     /// The order in which experts are tried.
@@ -69,123 +76,256 @@ pub struct SearchOptions {
 /// Experts of each layer, those that contribute least first.
 type Order = BTreeMap<u32, Vec<u32>>;
 
-/// What was found.
-#[derive(Serialize)]
+/// What was found so far.
+#[derive(Default, Serialize)]
 pub struct Found {
     /// The experts to leave out.
     pub experts: Vec<LayerMask>,
     /// What was measured on the way.
     steps: Vec<Step>,
+    /// The text that is evaluated now.
+    #[serde(skip)]
+    text: String,
 }
 
 /// A measurement.
 #[derive(Serialize)]
 struct Step {
+    /// The name of the text.
+    text: String,
     /// How many experts of a layer are masked.
     what: String,
     #[serde(flatten)]
     statistics: Statistics,
+    /// Whether nothing is left out, so that the difference is rounding.
+    #[serde(skip)]
+    is_rounding: bool,
 }
 
 impl Found {
+    /// Returns whether nothing was measured.
+    pub fn is_empty(&self) -> bool {
+        self.steps.is_empty()
+    }
+
+    /// Adds a measurement.
+    pub fn add(&mut self, what: &str, statistics: &Statistics) {
+        self.steps.push(Step {
+            text: self.text.clone(),
+            what: what.to_owned(),
+            statistics: *statistics,
+            is_rounding: false,
+        });
+    }
+
     /// Returns the measurements as a table.
     pub fn table(&self) -> Table {
         let mut table = Table::new([
+            "text",
             "left out of a layer",
             "KL divergence",
             "same top",
             "perplexity",
         ]);
-        let rows = self.steps.iter().map(|Step { what, statistics }| {
-            let mut row = vec![what.clone()];
-            row.extend(statistics.cells());
+        let rows = self.steps.iter().map(|step| {
+            let mut row = vec![step.text.clone(), step.what.clone()];
+            row.extend(step.statistics.cells());
             row
         });
         table.rows = rows.collect();
         table
     }
+
+    /// Returns a sentence where the text does not show what the experts are worth.
+    pub fn note(&self) -> Option<String> {
+        let rounding = self.steps.iter().find(|step| step.is_rounding)?;
+        let last = self.steps.last()?;
+        let (rounding, last) = (&rounding.statistics.kld, &last.statistics.kld);
+        (last.mean <= rounding.mean || last.is_equal_to(rounding)).then(|| {
+            "The divergence of the last line is no larger than that of rounding: the evaluated tokens show no cost.".into()
+        })
+    }
 }
 
-/// Returns experts to leave out, and what they cost.
-pub fn run(
-    options: &SearchOptions,
-    model: &Path,
-    mixture: &Mixture,
-    duplicates: &Duplicates,
-) -> Result<Found> {
-    let (Some(share), Some(text)) = (options.leave_out, &options.text) else {
-        bail!("--leave-out and --text are needed");
-    };
+/// Which experts are left out, and how they are found.
+pub struct Plan<'a> {
+    options: &'a SearchOptions,
+    mixture: &'a Mixture,
+    text: &'a Path,
+    /// Experts to leave out of each layer.
+    count: u64,
+    /// The order of a trace.
+    order: Option<Order>,
+}
+
+impl SearchOptions {
+    /// Fails if so many experts cannot be left out.
+    pub fn plan<'a>(&'a self, mixture: &'a Mixture) -> Result<Plan<'a>> {
+        let (Some(share), Some(text)) = (self.leave_out, &self.text) else {
+            bail!("--leave-out and --text are needed");
+        };
+        let order = self
+            .trace
+            .as_deref()
+            .map(|path| {
+                traced(path)
+                    .and_then(|counts| order(counts, mixture))
+                    .with_context(|| {
+                        format!(
+                            "--trace {}: pass a trace of this model, see docs/expert-trace.md",
+                            path.display()
+                        )
+                    })
+            })
+            .transpose()?;
+        Ok(Plan {
+            options: self,
+            mixture,
+            text,
+            count: count(share, mixture)?,
+            order,
+        })
+    }
+
+    /// Prepares the evaluations.
+    pub fn session<'a>(
+        &self,
+        model: &'a Path,
+        files: &[GgufFile],
+        work: Option<&Path>,
+    ) -> Result<Session<'a>> {
+        let texts: Vec<&Path> = [&self.text, &self.check]
+            .into_iter()
+            .flatten()
+            .map(|text| &**text)
+            .collect();
+        let program = self.evaluation.program(None)?;
+        Session::new(
+            program,
+            (model, files),
+            &texts,
+            self.evaluation.chunks,
+            work,
+        )
+    }
+}
+
+/// Returns how many experts a share of a layer is: the same number of each group.
+fn count(share: f64, mixture: &Mixture) -> Result<u64> {
     let routing = &mixture.routing;
     let each = routing.experts / routing.groups;
-    let of_group = (share * each as f64).round() as u64;
-    let count = of_group * routing.groups;
+    // With fewer in each group, a token would have too few to choose from.
+    let most = each - routing.used.div_ceil(routing.groups_used);
     ensure!(
-        count > 0 && (each - of_group) * routing.groups_used >= routing.used,
-        "{:.1} % of {} experts are {count}: leave out at least {}, and keep the {} that a token uses",
-        share * 100.0,
-        mixture.routing.experts,
-        mixture.routing.groups,
-        mixture.routing.used
+        most > 0,
+        "a token uses {} of the {} experts that it may choose from: none can be left out",
+        routing.used,
+        each * routing.groups_used
     );
-    let order_of_trace = options
-        .trace
-        .as_deref()
-        .map(|path| {
-            traced(path)
-                .and_then(|counts| order(counts, mixture))
-                .with_context(|| format!("--trace {}", path.display()))
-        })
-        .transpose()?;
-    let program = options.evaluation.program(None)?;
-    let chunks = options.evaluation.chunks;
-    let folder = tempfile::tempdir()?;
-    let (base, log) = (folder.path().join("base"), folder.path().join("log"));
-    progress("evaluating the text with the model as it is");
-    program.write_base(model, text, chunks, &base, &log)?;
-    let order = match order_of_trace {
-        Some(order) => order,
-        None => {
-            progress("measuring how much each expert contributes");
-            let saliency = folder.path().join("saliency.json");
-            let path = saliency
-                .to_str()
-                .context("the temporary folder has a name in UTF-8")?;
-            let variables = [("LLAMA_EXPERT_TRACE_SALIENCY", path)];
-            let mut running = program.start(model, &base, &log, &variables)?;
-            running.first()?;
-            running.end()?;
-            order(
-                measured(&std::fs::read_to_string(&saliency)?, options.by)?,
-                mixture,
-            )?
-        }
+    let of_group = (share * each as f64).round() as u64;
+    let percent = |of: u64| of as f64 / each as f64 * 100.0;
+    ensure!(
+        (1..=most).contains(&of_group),
+        "{} % of {} experts are {}: pass --leave-out {}% to {}%, since a token uses {}",
+        share * 100.0,
+        routing.experts,
+        of_group * routing.groups,
+        percent(1),
+        percent(most),
+        routing.used
+    );
+    let count = of_group * routing.groups;
+    progress(&format!(
+        "leaving out {count} of {} experts in each of {} layers ({:.1} %)",
+        routing.experts,
+        mixture.layers.len(),
+        percent(of_group)
+    ));
+    Ok(count)
+}
+
+/// Measures experts to leave out, and what they cost.
+pub fn run(
+    plan: &Plan<'_>,
+    session: &mut Session<'_>,
+    duplicates: &Duplicates,
+    found: &mut Found,
+) -> Result<()> {
+    session.use_text(plan.text)?;
+    found.text = name(plan.text);
+    let order = match &plan.order {
+        Some(order) => order.clone(),
+        None => measured_order(plan, session)?,
     };
-    let mut running = program.start(model, &base, &log, &[("LLAMA_EXPERT_MASKS", "1")])?;
-    let as_it_is = running.first()?;
-    let mut search = Search {
-        mixture,
-        running: &mut running,
-        left: options.rounds,
-        steps: vec![step("none", &as_it_is)],
-    };
-    let found = search.find(order, duplicates, count)?;
-    let mut steps = search.steps;
-    running.end()?;
-    if let Some(check) = &options.check {
-        progress("evaluating the other text");
-        program.write_base(model, check, chunks, &base, &log)?;
-        let mut running = program.start(model, &base, &log, &[("LLAMA_EXPERT_MASKS", "1")])?;
-        running.first()?;
-        running.mask(&found)?;
-        let statistics = running.evaluate()?;
-        steps.push(step("the other text", &statistics));
-        running.end()?;
+    let rounding = session.evaluate_rounding()?;
+    let mut running = session.start(&MASKS)?;
+    found.add("none", &running.first()?);
+    if let Some((set, statistics)) = rounding {
+        found.add(&format!("none, flash attention {set}"), &statistics);
+        found.steps.last_mut().expect("a step").is_rounding = true;
     }
-    Ok(Found {
-        experts: found,
-        steps,
-    })
+    let mut search = Search {
+        mixture: plan.mixture,
+        running: &mut running,
+        left: plan.options.rounds,
+        found,
+    };
+    let before = search.find(order, duplicates, plan.count)?;
+    running.end()?;
+    match &plan.options.check {
+        Some(text) => check(text, plan.count, &before, session, found),
+        None => Ok(()),
+    }
+}
+
+/// Evaluates another text: without the exchanges, which fit the first one, and with them. Those stay if they diverge less
+/// here, too.
+fn check(
+    text: &Path,
+    count: u64,
+    before: &[LayerMask],
+    session: &mut Session<'_>,
+    found: &mut Found,
+) -> Result<()> {
+    session.use_text(text)?;
+    found.text = name(text);
+    let mut running = session.start(&MASKS)?;
+    found.add("none", &running.first()?);
+    running.mask(before)?;
+    let first = running.evaluate()?;
+    found.add(&count.to_string(), &first);
+    if found.experts != before {
+        running.mask(&found.experts)?;
+        let exchanged = running.evaluate()?;
+        found.add(&format!("{count}, with exchanges"), &exchanged);
+        if exchanged.kld.mean > first.kld.mean {
+            progress("the exchanges fit the first text alone, and are undone");
+            found.experts = before.to_vec();
+        }
+    }
+    running.end()
+}
+
+/// Measures how much each expert contributes.
+fn measured_order(plan: &Plan<'_>, session: &Session<'_>) -> Result<Order> {
+    progress("measuring how much each expert contributes");
+    let saliency = session.path("saliency.json");
+    let path = saliency
+        .to_str()
+        .context("the folder of temporary files has a name in UTF-8: pass --work")?;
+    let mut running = session.start(&[("LLAMA_EXPERT_TRACE_SALIENCY", path)])?;
+    running.first()?;
+    running.end()?;
+    let text = std::fs::read_to_string(&saliency)?;
+    order(measured(&text, plan.options.by)?, plan.mixture)
+}
+
+/// The name of a text in tables.
+fn name(text: &Path) -> String {
+    text.file_name()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .into()
 }
 
 /// What each expert of each layer contributes.
@@ -245,13 +385,6 @@ fn order(contributions: Contributions, mixture: &Mixture) -> Result<Order> {
     layers.collect()
 }
 
-fn step(what: &str, statistics: &Statistics) -> Step {
-    Step {
-        what: what.to_owned(),
-        statistics: *statistics,
-    }
-}
-
 /// Returns an order in which experts come first that have a duplicate that contributes more.
 fn duplicates_first(order: &Order, duplicates: &Duplicates) -> Order {
     let layers = order.iter().map(|(layer, experts)| {
@@ -271,7 +404,9 @@ fn duplicates_first(order: &Order, duplicates: &Duplicates) -> Order {
 /// The masks with the smallest divergence so far.
 struct Best {
     masks: Vec<LayerMask>,
-    statistics: Statistics,
+    /// The divergence of each chunk.
+    chunks: Vec<f64>,
+    count: u64,
     /// Exchanges that were measured, and those that stayed.
     tried: u32,
     stayed: u32,
@@ -282,10 +417,11 @@ struct Search<'a> {
     running: &'a mut Running,
     /// Evaluations that may follow.
     left: u32,
-    steps: Vec<Step>,
+    found: &'a mut Found,
 }
 
 impl Search<'_> {
+    /// Returns the experts to leave out before the exchanges.
     fn find(
         &mut self,
         mut order: Order,
@@ -302,15 +438,18 @@ impl Search<'_> {
         for part in &steps[skipped..] {
             let masks = self.first(&order, *part);
             let statistics = self.measure(&masks)?;
-            self.steps.push(step(&part.to_string(), &statistics));
+            self.found.add(&part.to_string(), &statistics);
             best = Some(Best {
                 masks,
-                statistics,
+                chunks: self.running.chunks().to_vec(),
+                count,
                 tried: 0,
                 stayed: 0,
             });
         }
         let mut best = best.context("no evaluation was permitted")?;
+        let before = best.masks.clone();
+        self.found.experts.clone_from(&before);
         let other_order = duplicates_first(&order, duplicates);
         let other = self.first(&other_order, count);
         let differing: Vec<usize> = (0..other.len())
@@ -349,22 +488,34 @@ impl Search<'_> {
                 break;
             }
         }
-        if best.tried > 0 {
-            let what = format!("{count}, {} of {} exchanges", best.stayed, best.tried);
-            self.steps.push(step(&what, &best.statistics));
-        }
-        Ok(best.masks)
+        progress(&format!(
+            "{} of {} exchanges diverge less by more than the error of the difference",
+            best.stayed, best.tried
+        ));
+        Ok(before)
     }
 
-    /// Measures masks, which are the best ones if their divergence is smaller; returns whether it is.
+    /// Measures masks, which are the best ones if their divergence is smaller by more than the error of the difference;
+    /// returns whether it is.
     fn exchange(&mut self, best: &mut Best, next: Vec<LayerMask>) -> Result<bool> {
         let statistics = self.measure(&next)?;
         best.tried += 1;
-        let stays = statistics.kld.mean < best.statistics.kld.mean;
+        let stays = is_smaller(self.running.chunks(), &best.chunks);
         if stays {
-            best.masks = next;
-            best.statistics = statistics;
             best.stayed += 1;
+            best.chunks = self.running.chunks().to_vec();
+            self.found.experts.clone_from(&next);
+            best.masks = next;
+            let exchanges = if best.stayed == 1 {
+                "exchange"
+            } else {
+                "exchanges"
+            };
+            let what = format!("{}, with {} {exchanges}", best.count, best.stayed);
+            if best.stayed > 1 {
+                self.found.steps.pop();
+            }
+            self.found.add(&what, &statistics);
         }
         Ok(stays)
     }

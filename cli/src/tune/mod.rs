@@ -12,8 +12,8 @@
 //! | [`sweep`] | measurements |
 //! | [`identity`], [`kept`] | hashes of models; quantised tensors |
 //! | [`candidate`], [`groups`], [`mix`] | a type for a tensor; tensors that get a type together; types for all tensors |
-//! | [`program`], [`record`] | the program that evaluates; the work folder |
-//! | [`imatrix`], [`recipe`], [`statistics`], [`model`] | importance matrices; the choice of types; averages and errors; the tensors of a model |
+//! | [`record`] | the work folder |
+//! | [`imatrix`], [`recipe`], [`model`] | importance matrices; the choice of types; the tensors of a model |
 
 mod candidate;
 mod groups;
@@ -24,17 +24,14 @@ mod mix;
 mod model;
 mod notes;
 mod page;
-pub mod program;
 mod recipe;
 mod record;
 mod results;
-pub mod statistics;
 mod sweep;
 mod tables;
 mod write;
 
 use std::collections::BTreeMap;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
@@ -43,17 +40,17 @@ use indicatif::ProgressBar;
 use regex::Regex;
 use sidecar_core::reload::hash_bytes;
 
+use crate::evaluation::base::{self, Base};
+use crate::evaluation::program::{EvaluationOptions, Program};
 use crate::output::check_writable;
 use crate::pruned::Mixture;
 use crate::sizes::size;
-use crate::space::Need;
 use candidate::{Candidate, Origin};
 use groups::By;
 use identity::Identities;
 use imatrix::Matrix;
 use kept::Quantizer;
 use model::{Model, Tensor};
-use program::{EvaluationOptions, Program};
 use record::{BASE_LOGITS, Record, make_folder};
 use results::{Goal, Results};
 pub use sweep::ggml_library;
@@ -172,6 +169,13 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
         options.cut.iter().map(read)
     });
     let cuts: Vec<Cut<'_>> = cuts.collect::<Result<_>>()?;
+    for (at, of) in cuts.iter().enumerate() {
+        ensure!(
+            cuts[..at].iter().all(|before| before.name != of.name),
+            "--cut has '{}' twice: the name of a list is that of its file, without folder and extension",
+            of.name
+        );
+    }
     let tensors = model.quantizable(options.only.as_ref())?;
     let sources = same_in(source, &tensors)?;
     let groups = match options.group.is_empty() {
@@ -183,8 +187,8 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
         .map(|candidate| candidate.outcomes(&sources, matrix.as_ref()));
     let outcomes: Vec<_> = outcomes.collect::<Result<_>>()?;
 
-    let context = options.base.as_deref().map(base_context).transpose()?;
-    let program = options.evaluation.program(context)?;
+    let base = options.base.as_deref().map(Base::read).transpose()?;
+    let program = options.evaluation.program(base.map(|base| base.context))?;
     let threads = program.threads;
     let folder = work_folder(options, &model);
     let is_new = !folder.exists();
@@ -270,7 +274,7 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
         None if options.prepare => PathBuf::new(),
         None => make_base(options, &program, source, &folder)?,
     };
-    if let Some(note) = notes::of_tokens(&base) {
+    if let Some(note) = Base::read(&base).ok().and_then(|base| base.note()) {
         eprintln!("llama-sidecar: {note}");
     }
     let mut sweep = Sweep::new(&plan, base, record, total)?;
@@ -448,20 +452,6 @@ fn environment() -> String {
     variables.join(" ")
 }
 
-/// Returns the number of tokens of a chunk in base logits.
-fn base_context(path: &Path) -> Result<u32> {
-    let mut start = [0; 12];
-    let read = std::fs::File::open(path).and_then(|mut file| file.read_exact(&mut start));
-    read.with_context(|| format!("cannot read {}", path.display()))?;
-    let context = u32::from_le_bytes([start[8], start[9], start[10], start[11]]);
-    ensure!(
-        start.starts_with(b"_logits_") && (16..1 << 20).contains(&context),
-        "{} has no base logits: pass a file that 'llama-perplexity --kl-divergence-base' wrote",
-        path.display()
-    );
-    Ok(context)
-}
-
 /// Makes the base logits, if the work folder has none.
 fn make_base(
     options: &TuneOptions,
@@ -477,12 +467,13 @@ fn make_base(
         .text
         .as_deref()
         .context("no text: pass --text or --base")?;
-    if let (Some(chunks), Some(vocabulary)) = (options.evaluation.chunks, source.vocabulary()) {
-        let tokens = u64::from(program.context - 1 - program.context / 2);
-        let bytes = tokens.saturating_mul(vocabulary.saturating_mul(2).saturating_add(10));
-        for need in Need::of([(path.as_path(), bytes.saturating_mul(chunks.into()))])? {
-            need.check().context("the base logits do not fit: pass fewer --chunks, or name a folder on a larger disk with --work")?;
-        }
+    if let Some(chunks) = options.evaluation.chunks {
+        base::check(
+            &path,
+            program.context,
+            chunks,
+            base::vocabulary(&source.files),
+        )?;
     }
     eprintln!(
         "llama-sidecar: making the base logits with {}",

@@ -106,12 +106,6 @@ impl Model {
         tensors.map(elements).sum()
     }
 
-    /// Returns the number of tokens that the model knows.
-    pub fn vocabulary(&self) -> Option<u64> {
-        let tokens = self.files[0].header.key(b"tokenizer.ggml.tokens")?;
-        Some(tokens.count)
-    }
-
     /// Reads all files and returns a hash of their content.
     pub fn hash(&self) -> Result<Hash> {
         let mut all = Vec::new();

@@ -1,23 +1,16 @@
 //! What a user must know beside the figures.
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use anyhow::Result;
-use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
-use signal_hook::low_level::emulate_default_handler;
 
 use super::candidate::Origin;
 use super::mix::file_type;
 use super::results::{Recipe, Results};
 use super::sweep::Plan;
-use crate::launch::child;
+use crate::evaluation::interruption;
 use crate::sizes::size_text;
 
-/// With fewer tokens, the errors are large.
-const ENOUGH_TOKENS: u64 = 100 * 512;
 /// Types of which a larger one is proposed.
 const PROPOSED: [&str; 6] = ["q3_K", "q4_K", "q5_0", "q5_K", "q6_K", "q8_0"];
 
@@ -52,17 +45,6 @@ pub fn fallbacks(plan: &Plan<'_>) -> Vec<String> {
     let all = plan.candidates.iter().zip(&plan.outcomes);
     all.flat_map(|(candidate, outcomes)| candidate.fallbacks(outcomes))
         .collect()
-}
-
-/// Returns a warning where base logits have few tokens.
-pub fn of_tokens(base: &Path) -> Option<String> {
-    let mut start = [0; 20];
-    File::open(base).ok()?.read_exact_at(&mut start, 0).ok()?;
-    let number = |at: usize| start[at..at + 4].try_into().ok().map(u32::from_le_bytes);
-    let (context, chunks) = (number(8)?, number(16)?);
-    (u64::from(context) * u64::from(chunks) < ENOUGH_TOKENS).then(|| {
-        format!("{chunks} chunks of {context} tokens are few: use about 100 chunks of 512 tokens before you rely on the choice")
-    })
 }
 
 /// Returns what to do where a recipe is much smaller than it may be.
@@ -126,18 +108,11 @@ pub fn of_failure(folder: &Path) -> String {
 
 /// Prints how to continue when a key or a signal ends this process.
 pub fn on_interruption(folder: &Path) -> Result<()> {
-    let is_ignored = child::ignored_signals();
-    let signals = [SIGINT, SIGTERM]
-        .into_iter()
-        .filter(|signal| !is_ignored(*signal));
-    let mut signals = Signals::new(signals)?;
     let folder = folder.display().to_string();
-    let thread = std::thread::Builder::new().name("signals".into());
-    thread.spawn(move || {
-        for signal in signals.forever() {
-            eprintln!("\nllama-sidecar: interrupted; {folder} has what was measured: run the same command again to continue");
-            let _ = emulate_default_handler(signal);
-        }
-    })?;
-    Ok(())
+    interruption::on_signals(move |signal| {
+        eprintln!(
+            "\nllama-sidecar: interrupted; {folder} has what was measured: run the same command again to continue"
+        );
+        interruption::end_now(signal);
+    })
 }

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use sidecar_core::files::{self, folder_of};
 use sidecar_core::protocol;
 
-use super::statistics::Statistics;
+use crate::evaluation::statistics::Statistics;
 
 /// The base logits in a work folder.
 pub const BASE_LOGITS: &str = "base.logits";
@@ -186,7 +186,7 @@ pub fn make_folder(path: &Path) -> Result<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tune::statistics::Figure;
+    use crate::evaluation::statistics::Figure;
 
     fn measurement(key: &str) -> Measurement {
         let figure = Figure {

@@ -9,9 +9,9 @@ use super::groups::Group;
 use super::mix::{Mix, Part};
 use super::model;
 use super::recipe::{self, Choice};
-use super::statistics::{Figure, Statistics};
 use super::sweep::{Change, Chosen, Plan, Sweep};
 use super::write;
+use crate::evaluation::statistics::{Figure, Statistics};
 use crate::sizes::size_text;
 
 /// The limit for a recipe.
@@ -106,7 +106,7 @@ impl<'a> Results<'a> {
             }
         }
         for (cut, of) in plan.cuts.iter().enumerate() {
-            let what = format!("without the experts of {}", of.name);
+            let what = format!("without the experts of the list '{}'", of.name);
             let change = results.change(&[], Some(cut));
             results.cuts[cut] = sweep.measure(&what, change)?;
         }

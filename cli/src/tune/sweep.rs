@@ -12,10 +12,10 @@ use sidecar_core::reload::hash_bytes;
 use super::candidate::{Candidate, Origin, Outcome};
 use super::kept::Quantizer;
 use super::model::{Model, Tensor, elements};
-use super::program::{Program, Running};
 use super::record::{Measurement, Record};
-use super::statistics::Statistics;
 use crate::control::mask;
+use crate::evaluation::program::{Program, Running};
+use crate::evaluation::statistics::Statistics;
 use crate::pruned::{Mixture, Pruned};
 
 /// The key of the measurement without overlays.

@@ -11,8 +11,8 @@ use super::mix::Mix;
 use super::notes;
 use super::record::write_atomically;
 use super::results::{Goal, Recipe, Results};
-use super::statistics::{Figure, Statistics};
 use super::sweep::Plan;
+use crate::evaluation::statistics::{Figure, Statistics};
 use crate::launch::child::quoted;
 use crate::sizes::{Table, size_text};
 
@@ -208,7 +208,7 @@ pub fn comparison(results: &Results<'_>, recipe: &Recipe<'_>) -> Table {
         table.rows.push(row);
     };
     let name = match cut_name(results, &recipe.mix) {
-        Some(cut) => format!("recipe, without the experts of {cut}"),
+        Some(cut) => format!("recipe, without the experts of the list '{cut}'"),
         None => "recipe".into(),
     };
     add(name, &recipe.mix, &recipe.statistics);

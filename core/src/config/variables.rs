@@ -537,7 +537,7 @@ impl Variable {
 
 /// Parses the margin within which experts in memory are preferred.
 pub fn margin(text: &str) -> Result<f32, String> {
-    let margin = text.parse().ok();
+    let margin = text.trim().parse().ok();
     let margin = margin.filter(|margin| (0.0..=1.0).contains(margin));
     margin.ok_or_else(|| "expected a number from 0 to 1, such as 0.05".into())
 }

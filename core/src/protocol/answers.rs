@@ -260,6 +260,8 @@ pub struct Reloads {
     pub ok: bool,
     /// A report for each model.
     pub reports: Vec<ModelReload>,
+    /// Layers whose masks of experts were removed.
+    pub unmasked: u64,
 }
 
 /// Result of a reload of one model.

@@ -84,11 +84,7 @@ fn answer(request: Request, client: &UnixStream) -> Result<Value, String> {
         Request::Reload => json!(on_thread(|| {
             with_each_model(|model| reloader::reload(model, Trigger::Command))
         })),
-        Request::Revert => {
-            reloader::freeze();
-            masking::clear()?;
-            json!(on_thread(|| with_each_model(reloader::revert)))
-        }
+        Request::Revert => json!(revert()?),
         Request::Unfreeze => {
             reloader::unfreeze();
             json!(Reply::done())
@@ -274,6 +270,24 @@ fn state(model: &Model, instance: &Instance) -> TensorState {
     }
 }
 
+/// Removes all masks, returns all tensors to their originals, and freezes reloads. Without hot-swap, masks are all that
+/// there is.
+fn revert() -> Result<Reloads, String> {
+    let config = Config::get();
+    let unmasked = masking::clear()?;
+    if config.expert_masks && !config.hotswap {
+        return Ok(Reloads {
+            ok: true,
+            unmasked,
+            ..Reloads::default()
+        });
+    }
+    reloader::freeze();
+    let mut reloads = on_thread(|| with_each_model(reloader::revert));
+    reloads.unmasked = unmasked;
+    Ok(reloads)
+}
+
 /// Reverts overlays of all models, and sets others.
 fn swap(revert: Option<&str>, overlays: &[Overlay]) -> Result<Reloads, String> {
     let overlays = Overlays::find(revert, overlays)?;
@@ -303,7 +317,11 @@ fn with_each_model(work: impl Fn(&Arc<Model>) -> Result<Report, Error>) -> Reloa
             }
         });
     }
-    Reloads { ok, reports }
+    Reloads {
+        ok,
+        reports,
+        unmasked: 0,
+    }
 }
 
 fn reload_report(model: &Model, report: &Report) -> ReloadReport {

@@ -33,7 +33,7 @@ static EFFECT: Effect = Effect::of(NoEffect::STREAMING);
 /// Whether experts in memory were preferred in a layer.
 static PREFERENCE: Effect = Effect::of(NoEffect::PREFERENCE);
 /// Why none is.
-const NOT_PREFERRED: &str = "experts in memory are not preferred: no layer was computed on the CPU whose scores llama.cpp sorts there, and whose experts are kept in memory of the process; limit that memory with --stream-memory, or see docs/streaming.md";
+const NOT_PREFERRED: &str = "experts in memory are not preferred: no layer was computed on the CPU whose scores llama.cpp sorts there, and whose experts are kept in memory of the process, or all experts fit into it; limit that memory with --stream-memory, or see docs/streaming.md";
 
 /// Expert streaming, as a capability.
 pub struct Streaming;

@@ -6,6 +6,9 @@ use anyhow::{Context, Result, ensure};
 use regex::Regex;
 use serde::{Deserialize, Serialize};
 
+/// A difference of so many standard errors counts.
+const ERRORS: f64 = 2.0;
+
 /// A mean and its standard error.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Figure {
@@ -29,15 +32,57 @@ impl Figure {
     pub fn is_equal_to(&self, other: &Figure) -> bool {
         // Not `hypot`: its symbol needs glibc 2.35.
         let error = (self.error * self.error + other.error * other.error).sqrt();
-        (self.mean - other.mean).abs() <= 2.0 * error
+        (self.mean - other.mean).abs() <= ERRORS * error
     }
+}
+
+/// Returns the divergence of each chunk from the lines of an evaluation: a line has the mean of its chunk and of all
+/// before it, with five digits after the point.
+pub fn of_chunks(output: &str) -> Vec<f64> {
+    let mut sum = 0.0;
+    let mut chunks = Vec::new();
+    for line in output.lines() {
+        // The number of the chunk, then means and errors: of the perplexity, its logarithm, and the divergence.
+        let mut means = line
+            .split('±')
+            .map(|part| part.split_whitespace().next_back());
+        let number = line
+            .split_whitespace()
+            .next()
+            .and_then(|of| of.parse().ok());
+        let mean = means.nth(2).flatten().and_then(|of| of.parse::<f64>().ok());
+        let count = chunks.len() + 1;
+        if let Some(mean) = mean.filter(|_| number == Some(count)) {
+            let total = mean * count as f64;
+            chunks.push(total - sum);
+            sum = total;
+        }
+    }
+    chunks
+}
+
+/// Returns whether the mean of the differences between chunks is smaller than zero by more than two of its standard errors.
+///
+/// Both evaluations are of the same text. What the text does to both is not in the differences, so that these have smaller
+/// errors than the divergences.
+pub fn is_smaller(chunks: &[f64], than: &[f64]) -> bool {
+    let count = chunks.len() as f64;
+    if chunks.len() != than.len() || chunks.len() < 2 {
+        return false;
+    }
+    let differences = || chunks.iter().zip(than).map(|(one, other)| one - other);
+    let mean = differences().sum::<f64>() / count;
+    let squares = differences().map(|of| (of - mean) * (of - mean));
+    let error = (squares.sum::<f64>() / (count - 1.0) / count).sqrt();
+    mean < -ERRORS * error
 }
 
 impl Statistics {
     /// Returns cells of a table: the divergence with its error, the same top tokens, and the perplexity.
     pub fn cells(&self) -> [String; 3] {
         [
-            format!("{:.6} ± {:.6}", self.kld.mean, self.kld.error),
+            // Rounding makes it a little smaller than zero.
+            format!("{:.6} ± {:.6}", self.kld.mean.max(0.0), self.kld.error),
             format!("{:.2} %", self.same_top.mean),
             format!("{:.4}", self.ppl.mean),
         ]
@@ -54,9 +99,7 @@ impl Statistics {
         let find = |regex: &Regex| {
             // The last one: a program may print an earlier evaluation.
             let found = regex.captures_iter(output).last();
-            let found = found.context(
-                "the output has no statistics of the divergence: use a text of at least one chunk more, and see the log",
-            )?;
+            let found = found.context("the output has no statistics of the divergence")?;
             let number = |at| {
                 let text = found.get(at).map_or("", |found| found.as_str());
                 let number: Option<f64> = text.parse().ok().filter(|of: &f64| of.is_finite());
@@ -109,6 +152,33 @@ Same top p: 90.588 ± 0.647 %
         assert_eq!(found.kld, figure(0.0, 0.000571));
         assert_eq!(found.same_top, figure(90.588, 0.647));
         assert_eq!(found.ppl, figure(95.04923, 4.861047));
+    }
+
+    #[test]
+    fn chunks_are_compared_in_pairs() {
+        let lines = "\
+chunk             PPL               ln(PPL(Q)/PPL(base))          KL Divergence              Δp RMS            Same top p
+   1      31.9381 ±   14.7254       0.00900 ±    0.02531       0.01899 ±    0.00234     3.520 ±  0.544 %    88.889 ±  3.991 %
+   2      26.1648 ±    8.4881       0.01792 ±    0.01655       0.01569 ±    0.00157     3.295 ±  0.376 %    90.476 ±  2.626 %
+   3      24.2935 ±    6.1426       0.01185 ±    0.01252       0.01409 ±    0.00127     3.070 ±  0.302 %    91.534 ±  2.030 %
+";
+        let chunks = of_chunks(&format!("load: 1 ± 2 ± 3 ± 4\n{lines}{OUTPUT}"));
+        let expected = [0.01899, 0.01239, 0.01089];
+        assert!(chunks.len() == 3, "{chunks:?}");
+        let close = |(one, other): (&f64, &f64)| (one - other).abs() < 1e-9;
+        assert!(chunks.iter().zip(&expected).all(close), "{chunks:?}");
+        // The chunks differ more from each other than each one from its pair.
+        let less: Vec<f64> = chunks.iter().map(|of| of - 0.001).collect();
+        assert!(is_smaller(&less, &chunks) && !is_smaller(&chunks, &less));
+        assert!(!is_smaller(&chunks, &chunks));
+        assert!(
+            !is_smaller(&[0.0, 0.02, 0.02], &chunks),
+            "within the errors"
+        );
+        assert!(
+            !is_smaller(&less[..1], &chunks[..1]),
+            "one chunk has no error"
+        );
     }
 
     #[test]

@@ -15,7 +15,9 @@ use serde::de::DeserializeOwned;
 use sidecar_core::files;
 use sidecar_core::protocol::{LayerMask, Overlay, Reply, Request, Round, Status, StreamFigures};
 
-use super::statistics::Statistics;
+use super::base::Base;
+use super::interruption;
+use super::statistics::{self, Statistics};
 use crate::control;
 use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::journal::{JOURNAL, Journal};
@@ -75,8 +77,10 @@ pub struct Running {
     log: PathBuf,
     /// The size of the log before the evaluation.
     read: u64,
+    /// The divergence of each chunk in the last evaluation.
+    chunks: Vec<f64>,
     socket: PathBuf,
-    _folder: tempfile::TempDir,
+    folder: tempfile::TempDir,
 }
 
 impl Program {
@@ -100,7 +104,29 @@ impl Program {
         Ok(command)
     }
 
-    /// Writes base logits.
+    /// Fails if the drop-in is not there or cannot be loaded into the program.
+    pub fn check(&self) -> Result<()> {
+        let preload = preload_library()?;
+        match self.executable.obstacle(&preload) {
+            Some(obstacle) => bail!("{obstacle}"),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns a value of `--flash-attn` that differs from that of the arguments. Without one, llama.cpp uses flash
+    /// attention where it can.
+    pub fn other_flash_attention(&self) -> &'static str {
+        let is_off = |pair: &[String]| {
+            ["-fa", "--flash-attn"].contains(&&*pair[0])
+                && ["off", "disabled", "false", "0"].contains(&&*pair[1])
+        };
+        match self.arguments.windows(2).any(is_off) {
+            true => "on",
+            false => "off",
+        }
+    }
+
+    /// Writes base logits, and returns their sizes.
     pub fn write_base(
         &self,
         model: &Path,
@@ -108,7 +134,7 @@ impl Program {
         chunks: Option<u32>,
         base: &Path,
         log: &Path,
-    ) -> Result<()> {
+    ) -> Result<Base> {
         let mut command = self.command(model, &new_log(log)?)?;
         command.arg("--file").arg(text);
         if let Some(chunks) = chunks {
@@ -118,23 +144,23 @@ impl Program {
         if !self.variables.is_empty() {
             self.load_drop_in(&mut command)?;
         }
-        let status = command.spawn()?.wait()?;
+        let mut child = command.spawn()?;
+        interruption::follow(&child, None);
+        let status = child.wait()?;
         ensure!(
             status.success(),
             "{} made no base logits ({status}): {}",
             self.executable.path.display(),
             last_lines(log)
         );
-        check_base(base)
-            .with_context(|| format!("the base logits are not complete; see {}", log.display()))
+        Base::read_complete(base)
+            .with_context(|| format!("the base logits cannot be used; {}", last_lines(log)))
     }
 
     /// Loads the drop-in into the program.
     fn load_drop_in(&self, command: &mut Command) -> Result<()> {
+        self.check()?;
         let preload = preload_library()?;
-        if let Some(obstacle) = self.executable.obstacle(&preload) {
-            bail!("{obstacle}");
-        }
         let variables = self.variables.iter().map(|(name, value)| (name, value));
         command
             .env("LD_PRELOAD", ld_preload(&preload))
@@ -154,7 +180,7 @@ impl Program {
             .prefix("llama-sidecar-")
             .tempdir()?;
         let socket = folder.path().join("socket");
-        let journal = Journal::new()?;
+        let journal = Journal::in_folder(folder.path())?;
         let mut command = self.command(model, &new_log(log)?)?;
         self.load_drop_in(&mut command)?;
         command
@@ -173,9 +199,11 @@ impl Program {
             child: command.spawn()?,
             log: log.to_owned(),
             read: 0,
+            chunks: Vec::new(),
             socket,
-            _folder: folder,
+            folder,
         };
+        interruption::follow(&running.child, Some(running.folder.path()));
         // The drop-in listens from its first evaluation on.
         while UnixStream::connect(&running.socket).is_err() {
             if let Some(status) = running.child.try_wait()? {
@@ -257,7 +285,14 @@ impl Running {
         file.seek(SeekFrom::Start(self.read))?;
         let mut output = Vec::new();
         self.read += file.read_to_end(&mut output)? as u64;
-        Statistics::parse(&String::from_utf8_lossy(&output)).with_context(|| last_lines(&self.log))
+        let output = String::from_utf8_lossy(&output);
+        self.chunks = statistics::of_chunks(&output);
+        Statistics::parse(&output).with_context(|| last_lines(&self.log))
+    }
+
+    /// Returns the divergence of each chunk in the last evaluation.
+    pub fn chunks(&self) -> &[f64] {
+        &self.chunks
     }
 
     /// Sends a request and waits for its reply.
@@ -285,31 +320,6 @@ impl Drop for Running {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
-}
-
-/// Fails if base logits have another size than their first numbers imply: llama-perplexity ends
-/// without an error where the text is too short for a chunk, or the disk is full.
-fn check_base(path: &Path) -> Result<()> {
-    let explain = || format!("cannot read {}", path.display());
-    let mut file = std::fs::File::open(path).with_context(explain)?;
-    let found = file.metadata().with_context(explain)?.len();
-    let mut start = [0; 20];
-    let read = file.read_exact(&mut start);
-    read.context("the text is too short for one chunk: pass a longer text, or a smaller --ctx")?;
-    let number = |at: usize| {
-        let bytes = [start[at], start[at + 1], start[at + 2], start[at + 3]];
-        u64::from(u32::from_le_bytes(bytes))
-    };
-    let (context, vocabulary, chunks) = (number(8), number(12), number(16));
-    let rows = context.saturating_sub(1).saturating_sub(context / 2);
-    let row = 2 * (2 * vocabulary.div_ceil(2) + 4);
-    let chunk = (4 * context).saturating_add(rows.saturating_mul(row));
-    let expected = chunk.saturating_mul(chunks).saturating_add(20);
-    ensure!(
-        chunks > 0 && found == expected,
-        "expected {expected} bytes of {chunks} chunks, found {found}: free some space, or pass a longer text"
-    );
-    Ok(())
 }
 
 fn new_log(path: &Path) -> Result<File> {

@@ -1,0 +1,158 @@
+//! Evaluations of one model and of what is made from it.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use sidecar_core::gguf::GgufFile;
+use tempfile::TempDir;
+
+use super::base::{self, Base};
+use super::interruption;
+use super::program::{Program, Running};
+use super::statistics::Statistics;
+use crate::launch::child::without_secrets;
+use crate::output::progress;
+
+/// A model, a text, and a folder with base logits that goes at the end. The log of the program stays after a failure.
+pub struct Session<'a> {
+    pub program: Program,
+    model: &'a Path,
+    chunks: Option<u32>,
+    folder: TempDir,
+    log: PathBuf,
+    has_ended: bool,
+    base: Option<Base>,
+}
+
+impl<'a> Session<'a> {
+    /// Prepares evaluations of these texts; the folder is in `work`, or where temporary files are. Fails before anything
+    /// is evaluated if something is missing.
+    pub fn new(
+        program: Program,
+        (model, files): (&'a Path, &[GgufFile]),
+        texts: &[&Path],
+        chunks: Option<u32>,
+        work: Option<&Path>,
+    ) -> Result<Session<'a>> {
+        for text in texts {
+            File::open(text).with_context(|| format!("cannot read the text {}", text.display()))?;
+        }
+        program.check()?;
+        let parent = work.map_or_else(std::env::temp_dir, Path::to_owned);
+        let explain = || format!("cannot write to {}", parent.display());
+        let mut names = tempfile::Builder::new();
+        let folder = names.prefix("llama-sidecar-").tempdir_in(&parent);
+        let folder = folder.with_context(explain)?;
+        if let Some(chunks) = chunks {
+            let vocabulary = base::vocabulary(files);
+            base::check(folder.path(), program.context, chunks, vocabulary)?;
+        }
+        let log = names.suffix(".log").tempfile_in(&parent);
+        let (_, log) = log.with_context(explain)?.keep()?;
+        let session = Session {
+            program,
+            model,
+            chunks,
+            folder,
+            log,
+            has_ended: false,
+            base: None,
+        };
+        interruption::watch()?;
+        Ok(session)
+    }
+
+    fn base_path(&self) -> PathBuf {
+        self.folder.path().join("base.logits")
+    }
+
+    /// Returns the path of a file in the folder.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// Evaluates a text with the model as it is: what follows is compared with this.
+    pub fn use_text(&mut self, text: &Path) -> Result<()> {
+        progress(&format!(
+            "evaluating {} with the model as it is",
+            text.display()
+        ));
+        let base = self.base_path();
+        let base = self
+            .program
+            .write_base(self.model, text, self.chunks, &base, &self.log)?;
+        if let Some(note) = base.note() {
+            progress(&note);
+        }
+        self.base = Some(base);
+        Ok(())
+    }
+
+    /// Starts the program with these variables. Its first evaluation begins.
+    pub fn start(&self, variables: &[(&str, &str)]) -> Result<Running> {
+        self.start_with(self.model, variables)
+    }
+
+    fn start_with(&self, model: &Path, variables: &[(&str, &str)]) -> Result<Running> {
+        self.program
+            .start(model, &self.base_path(), &self.log, variables)
+    }
+
+    /// Evaluates another model once.
+    pub fn evaluate(&self, model: &Path) -> Result<Statistics> {
+        let mut running = self.start_with(model, &[])?;
+        let statistics = running.first()?;
+        running.end()?;
+        Ok(statistics)
+    }
+
+    /// Evaluates the model with the other setting of flash attention: its results differ by rounding alone. Returns what
+    /// it was set to, and the statistics; `None` if the program cannot do it.
+    pub fn evaluate_rounding(&mut self) -> Result<Option<(&'static str, Statistics)>> {
+        let set = self.program.other_flash_attention();
+        progress(&format!(
+            "evaluating it with flash attention {set}: the difference is rounding alone"
+        ));
+        let before = self.program.arguments.len();
+        let added = ["--flash-attn", set].map(str::to_owned);
+        self.program.arguments.extend(added);
+        let result = self.evaluate(self.model);
+        self.program.arguments.truncate(before);
+        match result {
+            Ok(statistics) => Ok(Some((set, statistics))),
+            Err(error) if interruption::signal().is_some() => Err(error),
+            Err(error) => {
+                progress(&format!("the size of rounding is not known: {error:#}"));
+                Ok(None)
+            }
+        }
+    }
+
+    /// Returns what a reader of the figures must know.
+    pub fn facts(&self) -> Vec<(&'static str, String)> {
+        let words: Vec<_> = std::env::args_os().collect();
+        vec![
+            ("command", without_secrets(&words)),
+            (
+                "evaluated",
+                self.base.map_or_else(String::new, |base| base.to_string()),
+            ),
+            ("version", env!("CARGO_PKG_VERSION").into()),
+        ]
+    }
+
+    /// Removes everything.
+    pub fn end(mut self) {
+        self.has_ended = true;
+    }
+}
+
+impl Drop for Session<'_> {
+    fn drop(&mut self) {
+        if self.has_ended || interruption::signal().is_some() {
+            // It only takes space.
+            let _ = std::fs::remove_file(&self.log);
+        }
+    }
+}
