@@ -106,7 +106,8 @@ fn main() {
             let tokens = of("/speed");
             println!(
                 "| {disk} | {margin} | {:.6} | {:.4} | {:.1} % | {:.2} | {tokens:.2} | {:.2} |",
-                of("/kld/mean"),
+                // Rounding makes it a little smaller than zero.
+                of("/kld/mean").max(0.0),
                 of("/ppl/mean"),
                 of("/replaced") * 100.0,
                 of("/read_bytes") / 1e6,

@@ -122,9 +122,10 @@ enum Command {
     /// stays as it is. An interrupted command continues where it was. With --size or --bpw, a
     /// recipe is chosen, measured and compared with uniform types.
     Tune(Box<tune::TuneOptions>),
-    /// Write a model without some of its experts.
+    /// Find experts that a model can do without, and write the model without them.
     ///
-    /// A program with 'llama-sidecar mask' shows before what the new model computes.
+    /// With --leave-out, llama-perplexity measures what each cut costs, by masks in the running program, before a model is
+    /// written. Key or signal: what was measured is printed and saved. With --experts, a list of an earlier search is used.
     Prune(prune::PruneOptions),
     /// Measure what it costs and gains to prefer experts in memory ('run --stream-prefer').
     ///

@@ -28,7 +28,7 @@ pub struct EvaluationOptions {
     /// Tokens of a chunk of the text; with base logits, those of their chunks.
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(16..))]
     ctx: u32,
-    /// Number of chunks to evaluate; all by default.
+    /// Number of chunks to evaluate; by default all, and 4 for 'margins'.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub chunks: Option<u32>,
     /// Threads that quantise and evaluate; as many as there are processors by default.

@@ -4,7 +4,7 @@
 //! step after the other, and each step is evaluated. What is left of the budget goes into exchanges. The first ones mask
 //! experts that have the matrices of another one, in all layers at once or layer by layer. The others exchange, in one
 //! layer, the expert that contributes most of those that are masked for the one that contributes least of the others. An
-//! exchange stays if the divergence is smaller by more than the error of the difference; and, if there is another text, if
+//! exchange stays if the divergence is smaller by more than two errors of the difference; and, if there is another text, if
 //! it is not larger there.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -489,13 +489,13 @@ impl Search<'_> {
             }
         }
         progress(&format!(
-            "{} of {} exchanges diverge less by more than the error of the difference",
+            "{} of {} exchanges diverge less by more than two errors of the difference",
             best.stayed, best.tried
         ));
         Ok(before)
     }
 
-    /// Measures masks, which are the best ones if their divergence is smaller by more than the error of the difference;
+    /// Measures masks, which are the best ones if their divergence is smaller by more than two errors of the difference;
     /// returns whether it is.
     fn exchange(&mut self, best: &mut Best, next: Vec<LayerMask>) -> Result<bool> {
         let statistics = self.measure(&next)?;
