@@ -1,4 +1,5 @@
-//! `llama-sidecar prune --leave-out`: the experts that it finds, what it measures, and what stays after a failure.
+//! `llama-sidecar prune --leave-out`: the experts that it finds, what it measures, and what stays after a failure; the last
+//! also of `margins`.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -422,6 +423,42 @@ fn an_interruption_loses_no_measurement_and_leaves_nothing() {
         assert_eq!(output.status.signal(), Some(15), "{output:?}");
         let printed = String::from_utf8_lossy(&output.stdout);
         assert!(printed.lines().count() >= lines, "{printed}");
+        if lines > 0 {
+            let page = std::fs::read_to_string(folder.path().join("report.html"));
+            assert!(page.expect("a page").contains("ended early"));
+        }
         assert_eq!(names(folder.path()), files, "{output:?}");
     }
+}
+
+#[test]
+fn an_interruption_loses_no_margin_and_leaves_nothing() {
+    use std::os::unix::process::ExitStatusExt;
+    let folder = tempfile::tempdir().expect("a folder");
+    let child = Command::new(built("release/llama-sidecar"))
+        .arg("margins")
+        .arg(fixture("small-moe.gguf"))
+        .args([
+            "--text",
+            TEXT,
+            "--ctx",
+            "128",
+            "--chunks",
+            "2",
+            "--threads",
+            "1",
+        ])
+        .args(["--memory", "20", "--margins", &["0"; 1000].join(",")])
+        .arg("--program")
+        .arg(llama_cpp("llama-perplexity"))
+        .env("LLAMA_SIDECAR_PRELOAD", preload_library())
+        .env("TMPDIR", folder.path())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
+    let output = interrupted(child.expect("the command starts"), "margin 0: divergence");
+    assert_eq!(output.status.signal(), Some(15), "{output:?}");
+    let printed = String::from_utf8_lossy(&output.stdout);
+    assert!(printed.lines().count() >= 2, "{printed}");
+    assert_eq!(names(folder.path()), [""; 0], "{output:?}");
 }

@@ -12,7 +12,6 @@ use sidecar_core::experts::ExpertIndex;
 use sidecar_core::gguf::{Access, open_model};
 use sidecar_core::protocol::StreamFigures;
 
-use crate::evaluation::interruption;
 use crate::evaluation::program::EvaluationOptions;
 use crate::evaluation::session::Session;
 use crate::evaluation::statistics::Statistics;
@@ -176,12 +175,8 @@ pub fn run(options: &MarginsOptions) -> Result<()> {
     let mut results = Results::default();
     let result = measure(options, &mut session, &mut results);
     // Whatever failed: the evaluations may have taken hours.
-    let shown = show(options, &session, &results);
-    interruption::end_by_signal();
-    result?;
-    shown?;
-    session.end();
-    Ok(())
+    let shown = show(options, &session, &results, result.is_ok());
+    session.end(result, shown)
 }
 
 fn measure(
@@ -216,7 +211,12 @@ fn measure(
 }
 
 /// Prints what was measured, and writes the page.
-fn show(options: &MarginsOptions, session: &Session<'_>, results: &Results) -> Result<()> {
+fn show(
+    options: &MarginsOptions,
+    session: &Session<'_>,
+    results: &Results,
+    is_complete: bool,
+) -> Result<()> {
     if results.margins.is_empty() {
         return Ok(());
     }
@@ -225,10 +225,21 @@ fn show(options: &MarginsOptions, session: &Session<'_>, results: &Results) -> R
         false => print!("{}", results.table().as_text()),
     }
     if let Some(path) = &options.report {
-        let note =
-            "What it costs and gains to prefer experts in memory, against the model as it is.";
+        let sentences = [
+            Some(
+                "What it costs and gains to prefer experts in memory, against the model as it is.",
+            ),
+            page::incomplete(is_complete),
+        ];
+        let sentences: Vec<&str> = sentences.into_iter().flatten().collect();
         let tables = [(None, results.table())];
-        let page = page::measurements("Margins", &options.model, note, &session.facts(), tables);
+        let page = page::measurements(
+            "Margins",
+            &options.model,
+            &sentences.join(" "),
+            &session.facts(),
+            tables,
+        );
         write_text(path, &page)?;
     }
     Ok(())

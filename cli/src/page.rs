@@ -29,6 +29,11 @@ pub fn document(title: &str, body: &str) -> String {
     )
 }
 
+/// Returns a sentence for a page whose measurements ended early.
+pub fn incomplete(is_complete: bool) -> Option<&'static str> {
+    (!is_complete).then_some("The measurements ended early: by an error, or by the user.")
+}
+
 /// Returns a page about a model: a note, tables, each below its heading, if it has one, and how they were made.
 pub fn measurements<'a>(
     title: &str,

@@ -41,7 +41,7 @@ pub fn on_signals(mut call: impl FnMut(i32) + Send + 'static) -> Result<()> {
 pub fn watch() -> Result<()> {
     on_signals(|signal| match SIGNAL.swap(signal, Ordering::SeqCst) {
         0 => {
-            eprintln!("\nllama-sidecar: interrupted; what was measured follows");
+            eprintln!("\nllama-sidecar: interrupted; a second signal ends at once");
             with_program(Followed::end);
         }
         _ => end_now(signal),

@@ -142,9 +142,16 @@ impl<'a> Session<'a> {
         ]
     }
 
-    /// Removes everything.
-    pub fn end(mut self) {
-        self.has_ended = true;
+    /// Ends after evaluations and after the output of their results: returns the first error, and prints the other one. If a
+    /// signal came, this process ends by it.
+    pub fn end(mut self, evaluated: Result<()>, shown: Result<()>) -> Result<()> {
+        self.has_ended = evaluated.is_ok();
+        drop(self);
+        if let (Err(_), Err(error)) = (&evaluated, &shown) {
+            progress(&format!("{error:#}"));
+        }
+        interruption::end_by_signal();
+        evaluated.and(shown)
     }
 }
 

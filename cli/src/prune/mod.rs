@@ -15,7 +15,6 @@ use sidecar_core::gguf::{Access, GgufFile, new_paths, open_model};
 use sidecar_core::protocol::LayerMask;
 
 use crate::control::mask;
-use crate::evaluation::interruption;
 use crate::evaluation::session::Session;
 use crate::output::{check_writable, progress, write_text};
 use crate::page;
@@ -79,11 +78,7 @@ pub fn run(options: &PruneOptions) -> Result<()> {
     };
     match &options.experts {
         Some(path) => model.write(&mask::read(path)?, outputs),
-        None => {
-            let result = search(options, &model, outputs);
-            interruption::end_by_signal();
-            result
-        }
+        None => search(options, &model, outputs),
     }
 }
 
@@ -126,11 +121,8 @@ fn search(options: &PruneOptions, model: &Model<'_>, outputs: Vec<PathBuf>) -> R
     let mut found = Found::default();
     let result = measure(&plan, model, &mut session, outputs, &mut found);
     // Whatever failed: the evaluations may have taken hours.
-    let shown = show(options, &session, &found);
-    result?;
-    shown?;
-    session.end();
-    Ok(())
+    let shown = show(options, &session, &found, result.is_ok());
+    session.end(result, shown)
 }
 
 fn measure(
@@ -153,7 +145,12 @@ fn measure(
 }
 
 /// Prints what was measured, and writes the list and the page.
-fn show(options: &PruneOptions, session: &Session<'_>, found: &Found) -> Result<()> {
+fn show(
+    options: &PruneOptions,
+    session: &Session<'_>,
+    found: &Found,
+    is_complete: bool,
+) -> Result<()> {
     if found.is_empty() {
         return Ok(());
     }
@@ -171,14 +168,17 @@ fn show(options: &PruneOptions, session: &Session<'_>, found: &Found) -> Result<
             .map(|mask| vec![mask.layer.to_string(), mask::text(&mask.experts)]);
         let mut chosen = Table::new(["layer", "experts to leave out"]);
         chosen.rows = layers.collect();
-        let sentence = "What the model can do without, against the model as it is.";
-        let sentence = [Some(sentence), note.as_deref()];
-        let sentence: Vec<&str> = sentence.into_iter().flatten().collect();
+        let sentences = [
+            Some("What the model can do without, against the model as it is."),
+            page::incomplete(is_complete),
+            note.as_deref(),
+        ];
+        let sentences: Vec<&str> = sentences.into_iter().flatten().collect();
         let tables = [(None, found.table()), (Some("Experts"), chosen)];
         let page = page::measurements(
             "Pruning",
             &options.model,
-            &sentence.join(" "),
+            &sentences.join(" "),
             &session.facts(),
             tables,
         );

@@ -214,13 +214,14 @@ impl SearchOptions {
 fn count(share: f64, mixture: &Mixture) -> Result<u64> {
     let routing = &mixture.routing;
     let each = routing.experts / routing.groups;
+    let groups = routing.groups_used.min(routing.groups);
     // With fewer in each group, a token would have too few to choose from.
-    let most = each - routing.used.div_ceil(routing.groups_used);
+    let most = each.saturating_sub(routing.used.div_ceil(groups));
     ensure!(
         most > 0,
         "a token uses {} of the {} experts that it may choose from: none can be left out",
         routing.used,
-        each * routing.groups_used
+        each * groups
     );
     let of_group = (share * each as f64).round() as u64;
     let percent = |of: u64| of as f64 / each as f64 * 100.0;
@@ -596,6 +597,28 @@ impl Search<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_token_keeps_as_many_experts_as_it_uses() {
+        let mixture = |experts, groups, used, groups_used| {
+            let mut mixture = Mixture::for_tests(experts, groups);
+            mixture.routing.used = used;
+            mixture.routing.groups_used = groups_used;
+            mixture
+        };
+        let of = |share, mixture| count(share, &mixture).ok();
+        assert_eq!(of(0.25, mixture(8, 1, 2, 1)), Some(2));
+        assert_eq!(of(0.33, mixture(8, 1, 2, 1)), Some(3));
+        assert_eq!(of(0.75, mixture(8, 1, 2, 1)), Some(6));
+        assert_eq!(of(0.9, mixture(8, 1, 2, 1)), None);
+        assert_eq!(of(0.01, mixture(8, 1, 2, 1)), None);
+        // Three of four groups: each keeps at least two of eight.
+        assert_eq!(of(0.75, mixture(32, 4, 6, 3)), Some(24));
+        assert_eq!(of(0.75, mixture(32, 4, 7, 3)), None);
+        // A file may state anything.
+        assert_eq!(of(0.5, mixture(8, 2, 9, 1 << 40)), None);
+        assert_eq!(of(0.5, mixture(8, 1, 8, 1)), None);
+    }
 
     #[test]
     fn of_duplicates_the_one_that_contributes_most_comes_later() {
