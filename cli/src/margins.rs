@@ -31,7 +31,7 @@ pub struct MarginsOptions {
     #[arg(long, value_name = "FILE")]
     text: PathBuf,
     /// Margins to measure, with commas between them.
-    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "0,0.02,0.05,0.1,0.2", value_parser = margin)]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "0,0.01,0.02,0.05,0.1,0.2", value_parser = margin)]
     margins: Vec<f32>,
     /// MiB of memory for experts, to measure what a smaller machine gains; by default what is free.
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u32).range(1..))]
@@ -231,12 +231,11 @@ fn show(
             ),
             page::incomplete(is_complete),
         ];
-        let sentences: Vec<&str> = sentences.into_iter().flatten().collect();
         let tables = [(None, results.table())];
         let page = page::measurements(
             "Margins",
             &options.model,
-            &sentences.join(" "),
+            &sentences,
             &session.facts(),
             tables,
         );

@@ -34,18 +34,19 @@ pub fn incomplete(is_complete: bool) -> Option<&'static str> {
     (!is_complete).then_some("The measurements ended early: by an error, or by the user.")
 }
 
-/// Returns a page about a model: a note, tables, each below its heading, if it has one, and how they were made.
+/// Returns a page about a model: sentences, tables, each below its heading, if it has one, and how they were made.
 pub fn measurements<'a>(
     title: &str,
     model: &Path,
-    note: &str,
+    sentences: &[Option<&str>],
     facts: &[(&str, String)],
     tables: impl IntoIterator<Item = (Option<&'a str>, Table)>,
 ) -> String {
     let model = escape(&model.display().to_string());
+    let sentences: Vec<&str> = sentences.iter().copied().flatten().collect();
     let mut body = format!(
         "<section><h1>{model}</h1><p class=note>{}</p>",
-        escape(note)
+        escape(&sentences.join(" "))
     );
     for (heading, of) in tables {
         if let Some(heading) = heading {

@@ -173,12 +173,11 @@ fn show(
             page::incomplete(is_complete),
             note.as_deref(),
         ];
-        let sentences: Vec<&str> = sentences.into_iter().flatten().collect();
         let tables = [(None, found.table()), (Some("Experts"), chosen)];
         let page = page::measurements(
             "Pruning",
             &options.model,
-            &sentences.join(" "),
+            &sentences,
             &session.facts(),
             tables,
         );
