@@ -425,19 +425,32 @@ impl Search<'_> {
     /// Returns the experts to leave out before the exchanges.
     fn find(
         &mut self,
-        mut order: Order,
+        order: Order,
         duplicates: &Duplicates,
         count: u64,
     ) -> Result<Vec<LayerMask>> {
+        let mut best = self.steps(&order, count)?;
+        let before = best.masks.clone();
+        self.found.experts.clone_from(&before);
+        let order = self.exchange_duplicates(&mut best, order, duplicates)?;
+        self.exchange_at_border(&mut best, &order)?;
+        progress(&format!(
+            "{} of {} exchanges diverge less by more than two errors of the difference",
+            best.stayed, best.tried
+        ));
+        Ok(before)
+    }
+
+    /// Measures parts of the way. Returns the last one, which counts if the budget is small.
+    fn steps(&mut self, order: &Order, count: u64) -> Result<Best> {
         let groups = self.mixture.routing.groups;
         let steps = (1..=STEPS).map(|step| count / groups * step / STEPS * groups);
         let mut steps: Vec<u64> = steps.filter(|part| *part > 0).collect();
         steps.dedup();
-        // With a small budget, the last step counts.
         let skipped = steps.len().saturating_sub(self.left as usize);
         let mut best = None;
         for part in &steps[skipped..] {
-            let masks = self.first(&order, *part);
+            let masks = self.first(order, *part);
             let statistics = self.measure(&masks)?;
             self.found.add(&part.to_string(), &statistics);
             best = Some(Best {
@@ -448,15 +461,22 @@ impl Search<'_> {
                 stayed: 0,
             });
         }
-        let mut best = best.context("no evaluation was permitted")?;
-        let before = best.masks.clone();
-        self.found.experts.clone_from(&before);
+        best.context("no evaluation was permitted")
+    }
+
+    /// Masks duplicates in place of what contributes least: all of them, and each one where that is worse. Returns the
+    /// order that led to the masks.
+    fn exchange_duplicates(
+        &mut self,
+        best: &mut Best,
+        mut order: Order,
+        duplicates: &Duplicates,
+    ) -> Result<Order> {
         let other_order = duplicates_first(&order, duplicates);
-        let other = self.first(&other_order, count);
+        let other = self.first(&other_order, best.count);
         let differing: Vec<usize> = (0..other.len())
             .filter(|&at| other[at] != best.masks[at])
             .collect();
-        // All of them, and each one where that is worse.
         let all = std::iter::once(&*differing);
         let each = differing.chunks(1).filter(|_| differing.len() > 1);
         for part in all.chain(each) {
@@ -464,36 +484,35 @@ impl Search<'_> {
             for &at in part {
                 next[at] = other[at].clone();
             }
-            if next != best.masks && self.left > 0 && self.exchange(&mut best, next)? {
+            if next != best.masks && self.left > 0 && self.exchange(best, next)? {
                 for &at in part {
                     let layer = other[at].layer;
                     order.insert(layer, other_order[&layer].clone());
                 }
             }
         }
-        let layers: Vec<u32> = order.keys().copied().collect();
-        // Each pass looks one place further on both sides of the border.
+        Ok(order)
+    }
+
+    /// Exchanges experts at the border between those that are masked and the others, one layer after the other. Each pass
+    /// looks one place further on both sides.
+    fn exchange_at_border(&mut self, best: &mut Best, order: &Order) -> Result<()> {
         for distance in 0.. {
             let mut any = false;
-            for layer in &layers {
+            for layer in order.keys() {
                 if self.left == 0 {
-                    break;
+                    return Ok(());
                 }
-                let Some(next) = self.exchanged(&best.masks, &order, *layer, distance) else {
-                    continue;
-                };
-                any = true;
-                self.exchange(&mut best, next)?;
+                if let Some(next) = self.exchanged(&best.masks, order, *layer, distance) {
+                    any = true;
+                    self.exchange(best, next)?;
+                }
             }
             if !any {
                 break;
             }
         }
-        progress(&format!(
-            "{} of {} exchanges diverge less by more than two errors of the difference",
-            best.stayed, best.tried
-        ));
-        Ok(before)
+        Ok(())
     }
 
     /// Measures masks, which are the best ones if their divergence is smaller by more than two errors of the difference;
