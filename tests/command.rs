@@ -857,7 +857,7 @@ fn a_missing_socket_is_reported_with_the_flags_that_make_one() {
     for (request, flag) in [
         (
             "metrics",
-            "where FLAG is --hotswap, --stream-experts, --post-fetch or",
+            "where FLAG is --hotswap, --stream-experts, --post-fetch, --expert-trace-stats or",
         ),
         ("reload", "run --hotswap --socket /no/such/socket --"),
         ("trace", "run --expert-trace-stats --socket"),

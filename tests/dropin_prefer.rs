@@ -252,11 +252,7 @@ fn what_margins_cannot_measure_is_named() {
     let short = short.to_str().expect("a name");
     for (model, text, reason) in [
         ("small.gguf", TEXT, "has no experts"),
-        (
-            "small-moe.gguf",
-            short,
-            "the text is too short for one chunk",
-        ),
+        ("small-moe.gguf", short, "the text is too short"),
         ("small-moe.gguf", TEXT, "pass a smaller --memory"),
     ] {
         let (model, program) = (fixture(model), llama_cpp("llama-perplexity"));

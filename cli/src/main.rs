@@ -24,6 +24,7 @@
 //! | [`http`], [`page`] | a server for a few pages, and how pages look |
 //! | [`deadline`] | a stream that has to deliver in time |
 //! | [`output`] | texts and models in files, progress |
+//! | [`interruption`] | keys and signals that end a command that measures |
 //! | [`sizes`], [`space`] | sizes, shares and tables as text; free space |
 
 mod compare;
@@ -34,6 +35,7 @@ mod exporter;
 mod generate;
 mod http;
 mod inspect;
+mod interruption;
 mod launch;
 mod margins;
 mod output;

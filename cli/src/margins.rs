@@ -12,7 +12,7 @@ use sidecar_core::experts::ExpertIndex;
 use sidecar_core::gguf::{Access, open_model};
 use sidecar_core::protocol::StreamFigures;
 
-use crate::evaluation::program::EvaluationOptions;
+use crate::evaluation::program::{EvaluationOptions, NO_VARIABLES};
 use crate::evaluation::session::Session;
 use crate::evaluation::statistics::Statistics;
 use crate::output::{check_writable, progress, write_text};
@@ -185,7 +185,7 @@ fn measure(
     results: &mut Results,
 ) -> Result<()> {
     session.use_text(&options.text)?;
-    let mut running = session.start(&[])?;
+    let mut running = session.start(&NO_VARIABLES)?;
     progress("evaluating it again, which fills the memory");
     running.first()?;
     for &margin in &options.margins {

@@ -9,6 +9,7 @@ use sidecar_core::files;
 use sidecar_core::gguf::{Pieces, write_data};
 use tempfile::NamedTempFile;
 
+use crate::interruption;
 use crate::space::Need;
 
 /// The shortest first line by which a report is known.
@@ -68,6 +69,9 @@ impl NewFile<'_> {
         let mut out = BufWriter::new(file.as_file());
         out.write_all(&self.header)?;
         for data in self.tensors {
+            if interruption::signal().is_some() {
+                return Err(io::Error::other("interrupted by a signal"));
+            }
             let size = data.size();
             write_data(&mut out, data, size, self.alignment)?;
         }
@@ -78,6 +82,14 @@ impl NewFile<'_> {
     }
 }
 
+/// Fails if the files of a model do not fit on the disk.
+pub fn check_space(model: &[NewFile<'_>]) -> Result<()> {
+    for need in Need::of(model.iter().map(|file| (&*file.path, file.size())))? {
+        need.check()?;
+    }
+    Ok(())
+}
+
 /// Writes the files of a model, and returns their bytes. A model that is there is never written over.
 ///
 /// All files are complete before the first one gets its path, and the first shard is the last one that gets it. After an
@@ -85,9 +97,7 @@ impl NewFile<'_> {
 pub fn write_model(model: Vec<NewFile<'_>>) -> Result<u64> {
     let explain = |path: &Path| format!("cannot write {}", path.display());
     let bytes = model.iter().map(NewFile::size).sum();
-    for need in Need::of(model.iter().map(|file| (&*file.path, file.size())))? {
-        need.check()?;
-    }
+    check_space(&model)?;
     let write = |file: NewFile<'_>| {
         let path = file.path.clone();
         let written = file.write().with_context(|| explain(&path))?;

@@ -9,7 +9,7 @@ use sidecar_core::experts::{ExpertIndex, ExpertName, Routing};
 use sidecar_core::gguf::{GgufFile, HeaderWriter, Pieces, TensorInfo, copy_value};
 use sidecar_core::protocol::LayerMask;
 
-use crate::output::{NewFile, write_model};
+use crate::output::{NewFile, check_space, write_model};
 
 /// What names of tensors end with that have a part for each expert, after `blk.N.`.
 const ROUTERS: [&str; 5] = [
@@ -161,11 +161,13 @@ impl<'a> Pruned<'a> {
             );
             kept.insert(layer, of_layer);
         }
+        let left = left.context("the model has no layer with experts")?;
+        ensure!(left < experts, "the list leaves out no expert");
         Ok(Pruned {
             files,
             mixture,
             kept,
-            left: left.context("the model has no layer with experts")?,
+            left,
         })
     }
 
@@ -252,10 +254,20 @@ impl<'a> Pruned<'a> {
     }
 
     /// Writes the files of the model to as many paths, and returns their bytes.
-    pub fn write(&self, paths: Vec<PathBuf>) -> Result<u64> {
+    pub fn write(&self, paths: &[PathBuf]) -> Result<u64> {
+        write_model(self.new_files(paths)?)
+    }
+
+    /// Fails if the files of the model cannot be made, or do not fit on the disk.
+    pub fn check(&self, paths: &[PathBuf]) -> Result<()> {
+        check_space(&self.new_files(paths)?)
+    }
+
+    fn new_files(&self, paths: &[PathBuf]) -> Result<Vec<NewFile<'a>>> {
         let files = self.files.iter().zip(paths);
-        let new = files.map(|(file, path)| self.file(file, path));
-        write_model(new.collect::<Result<_>>()?)
+        files
+            .map(|(file, path)| self.file(file, path.clone()))
+            .collect()
     }
 
     fn file(&self, file: &'a GgufFile, path: PathBuf) -> Result<NewFile<'a>> {

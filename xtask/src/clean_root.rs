@@ -25,10 +25,11 @@ const ENTER: &str =
 const ENTER_READ_ONLY: &str = "mount --bind \"$0\" \"$0\" && mount -o remount,bind,ro \"$0\" \
     && mount -t tmpfs none \"$0/run\" && mount -t tmpfs none \"$0/tmp\" \
     && mount --rbind /proc \"$0/proc\" && mount --rbind /dev \"$0/dev\" && exec chroot \"$0\" \"$@\"";
-/// Starts what its arguments name as a service, and prints the status of its socket `$0`.
+/// Starts what its arguments name as a service, and prints the status of its socket `$0`. A server without a handler of
+/// SIGTERM yet ends by it.
 const SERVICE: &str = "mkdir ${0%/*} && \"$@\" & process=$!
     for attempt in $(seq 600); do sleep 0.1; llama-sidecar status --socket $0 2>/dev/null && break; done
-    kill $process; wait $process";
+    kill $process; wait $process || test $? = 143";
 /// What dpkg and ldconfig keep about all packages.
 const DATABASES: [&str; 4] = [
     "etc/ld.so.cache",

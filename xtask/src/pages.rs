@@ -63,11 +63,8 @@ fn reports(browser: &Browser, folder: &Path) -> Result<()> {
             .arg(&page))?;
         browser.open(&format!("file://{}", page.display()))?;
         let cells = "[...document.querySelectorAll('title')].filter(of => of.textContent.startsWith('layer ')).length";
-        let cells = browser.value(cells)?;
-        ensure!(
-            cells == layers * experts,
-            "{cells} cells in the browser, {layers} layers of {experts} experts"
-        );
+        // The browser opens the page before it has read all of it.
+        browser.wait_for(&format!("{cells} === {}", layers * experts))?;
         pictures(browser, folder, &format!("report-{layers}x{experts}"))?;
     }
     Ok(())

@@ -80,6 +80,8 @@ fn numbers(text: &str) -> Result<Numbers, String> {
             .ok_or_else(expected)?;
         all.extend(first..=last);
     }
+    all.sort_unstable();
+    all.dedup();
     Ok(Numbers(all))
 }
 

@@ -81,8 +81,10 @@ pub fn run(socket: &Path, request: &Request, as_json: bool) -> Result<()> {
             Request::Trace => print_traces(&mut out, &parsed(&answer)?)?,
             Request::TraceReset => writeln!(out, "all counts are 0")?,
             Request::Mask { masks, clear } => {
-                if *clear {
-                    writeln!(out, "masks of other layers are removed")?;
+                match (clear, masks.is_empty()) {
+                    (true, true) => writeln!(out, "all masks are removed")?,
+                    (true, false) => writeln!(out, "masks of other layers are removed")?,
+                    (false, _) => {}
                 }
                 for LayerMask { layer, experts } in masks {
                     writeln!(out, "layer {layer}: masked {}", mask::text(experts))?;

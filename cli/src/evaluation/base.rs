@@ -11,6 +11,8 @@ use crate::space::Need;
 
 /// The bytes before the tokens: a name of 8 bytes, and the numbers of [`Base`].
 const START: usize = 20;
+/// An error.
+pub const TOO_SHORT: &str = "the text is too short: llama-perplexity needs the tokens of two chunks; pass a longer text, or a smaller --ctx";
 /// llama-perplexity computes no statistics of fewer evaluated tokens.
 const FEWEST_TOKENS: u64 = 100;
 /// With fewer tokens, the errors are large.
@@ -52,10 +54,7 @@ impl Base {
     pub fn read_complete(path: &Path) -> Result<Base> {
         let explain = || format!("cannot read {}", path.display());
         let found = path.metadata().with_context(explain)?.len();
-        ensure!(
-            found >= START as u64,
-            "the text is too short for one chunk: pass a longer text, or a smaller --ctx"
-        );
+        ensure!(found >= START as u64, "{TOO_SHORT}");
         let base = Base::read(path)?;
         let expected = base.bytes();
         ensure!(

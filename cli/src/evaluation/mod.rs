@@ -6,11 +6,9 @@
 //! |---|---|
 //! | [`session`] | evaluations of one model and of what is made from it |
 //! | [`program`] | the program: once for the base logits, and as a process that evaluates again and again |
-//! | [`interruption`] | keys and signals |
 //! | [`base`], [`statistics`] | base logits; averages and errors |
 
 pub mod base;
-pub mod interruption;
 pub mod program;
 pub mod session;
 pub mod statistics;

@@ -1,6 +1,6 @@
 //! llama-perplexity: once for the base logits, and as a process that evaluates again and again.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::net::UnixStream;
@@ -14,13 +14,23 @@ use rustix::process::{Signal, set_parent_process_death_signal};
 use serde::de::DeserializeOwned;
 use sidecar_core::files;
 use sidecar_core::protocol::{LayerMask, Overlay, Reply, Request, Round, Status, StreamFigures};
+use tempfile::TempDir;
 
 use super::base::Base;
-use super::interruption;
 use super::statistics::{self, Statistics};
 use crate::control;
+use crate::interruption;
 use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::journal::{JOURNAL, Journal};
+
+/// Variables of a program that masks experts.
+pub const MASKS: [(&str, &str); 1] = [("LLAMA_EXPERT_MASKS", "1")];
+/// No further variables.
+pub const NO_VARIABLES: [(&str, &str); 0] = [];
+/// The name of the socket in its folder.
+const SOCKET: &str = "socket";
+/// The most bytes of a path in `sockaddr_un`, without the NUL at its end.
+const LONGEST_SOCKET: usize = 107;
 
 /// How a text is evaluated.
 #[derive(clap::Args)]
@@ -45,6 +55,10 @@ pub struct EvaluationOptions {
 impl EvaluationOptions {
     /// Returns the program, with tokens of a chunk in place of those of the options.
     pub fn program(&self, context: Option<u32>) -> Result<Program> {
+        let of_model = |word: &&String| ["-m", "--model"].contains(&word.as_str());
+        if let Some(word) = self.arguments.iter().find(of_model) {
+            bail!("'{word}' after -- names another model: the command has one already");
+        }
         let processors = || std::thread::available_parallelism().map_or(1, usize::from);
         Ok(Program {
             executable: Executable::find(&self.program)
@@ -80,7 +94,7 @@ pub struct Running {
     /// The divergence of each chunk in the last evaluation.
     chunks: Vec<f64>,
     socket: PathBuf,
-    folder: tempfile::TempDir,
+    _folder: TempDir,
 }
 
 impl Program {
@@ -104,8 +118,9 @@ impl Program {
         Ok(command)
     }
 
-    /// Fails if the drop-in is not there or cannot be loaded into the program.
+    /// Fails if the drop-in is not there or cannot be loaded into the program, or if no socket can be made.
     pub fn check(&self) -> Result<()> {
+        socket_folder()?;
         let preload = preload_library()?;
         match self.executable.obstacle(&preload) {
             Some(obstacle) => bail!("{obstacle}"),
@@ -113,14 +128,16 @@ impl Program {
         }
     }
 
-    /// Returns a value of `--flash-attn` that differs from that of the arguments. Without one, llama.cpp uses flash
-    /// attention where it can.
+    /// Returns a value of `--flash-attn` that differs from that of the arguments or of the environment; the last one counts.
+    /// Without one, llama.cpp uses flash attention where it can.
     pub fn other_flash_attention(&self) -> &'static str {
-        let is_off = |pair: &[String]| {
-            ["-fa", "--flash-attn"].contains(&&*pair[0])
-                && ["off", "disabled", "false", "0"].contains(&&*pair[1])
-        };
-        match self.arguments.windows(2).any(is_off) {
+        let names = ["-fa", "--flash-attn"];
+        let mut pairs = self.arguments.windows(2);
+        let set = pairs.rfind(|pair| names.contains(&&*pair[0]));
+        let set = set.map(|pair| pair[1].clone());
+        let set = set.or_else(|| std::env::var("LLAMA_ARG_FLASH_ATTN").ok());
+        let is_off = |set: String| ["off", "disabled", "false", "0"].contains(&&*set);
+        match set.is_some_and(is_off) {
             true => "on",
             false => "off",
         }
@@ -145,7 +162,7 @@ impl Program {
             self.load_drop_in(&mut command)?;
         }
         let mut child = command.spawn()?;
-        interruption::follow(&child, None);
+        interruption::follow(&child);
         let status = child.wait()?;
         ensure!(
             status.success(),
@@ -174,12 +191,10 @@ impl Program {
         model: &Path,
         base: &Path,
         log: &Path,
-        variables: &[(&str, &str)],
+        variables: &[(&str, impl AsRef<OsStr>)],
     ) -> Result<Running> {
-        let folder = tempfile::Builder::new()
-            .prefix("llama-sidecar-")
-            .tempdir()?;
-        let socket = folder.path().join("socket");
+        let folder = socket_folder()?;
+        let socket = folder.path().join(SOCKET);
         let journal = Journal::in_folder(folder.path())?;
         let mut command = self.command(model, &new_log(log)?)?;
         self.load_drop_in(&mut command)?;
@@ -194,16 +209,16 @@ impl Program {
             .env_remove("LLAMA_HOTSWAP_STATUS_FILE")
             .env("LLAMA_SIDECAR_HOTSWAP", "1")
             .env("LLAMA_HOTSWAP_POLL_MS", "0")
-            .envs(variables.iter().copied());
+            .envs(variables.iter().map(|(name, value)| (name, value)));
         let mut running = Running {
             child: command.spawn()?,
             log: log.to_owned(),
             read: 0,
             chunks: Vec::new(),
             socket,
-            folder,
+            _folder: folder,
         };
-        interruption::follow(&running.child, Some(running.folder.path()));
+        interruption::follow(&running.child);
         // The drop-in listens from its first evaluation on.
         while UnixStream::connect(&running.socket).is_err() {
             if let Some(status) = running.child.try_wait()? {
@@ -320,6 +335,26 @@ impl Drop for Running {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// Makes a folder for a socket.
+fn socket_folder() -> Result<TempDir> {
+    let parent = std::env::temp_dir();
+    let make = || tempfile::Builder::new().prefix("llama-sidecar-").tempdir();
+    let folder = interruption::make_temporary(make, TempDir::path);
+    let folder = folder.with_context(|| {
+        format!(
+            "cannot write to {}: set TMPDIR to another folder",
+            parent.display()
+        )
+    })?;
+    let length = folder.path().join(SOCKET).as_os_str().len();
+    ensure!(
+        length <= LONGEST_SOCKET,
+        "the path of a socket in {} has {length} bytes, and unix(7) permits {LONGEST_SOCKET}: set TMPDIR to a folder with a shorter path",
+        parent.display()
+    );
+    Ok(folder)
 }
 
 fn new_log(path: &Path) -> Result<File> {

@@ -1,23 +1,28 @@
 //! Evaluations of one model and of what is made from it.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
-use sidecar_core::gguf::GgufFile;
+use anyhow::{Context, Result, ensure};
+use sidecar_core::gguf::{FileId, GgufFile};
 use tempfile::TempDir;
 
-use super::base::{self, Base};
-use super::interruption;
-use super::program::{Program, Running};
+use super::base::{self, Base, TOO_SHORT};
+use super::program::{NO_VARIABLES, Program, Running};
 use super::statistics::Statistics;
+use crate::interruption;
 use crate::launch::child::without_secrets;
 use crate::output::progress;
+
+/// Divergences that are smaller are those of rounded base logits.
+const LEAST: f64 = 2e-6;
 
 /// A model, a text, and a folder with base logits that goes at the end. The log of the program stays after a failure.
 pub struct Session<'a> {
     pub program: Program,
     model: &'a Path,
+    files: &'a [GgufFile],
     chunks: Option<u32>,
     folder: TempDir,
     log: PathBuf,
@@ -30,37 +35,39 @@ impl<'a> Session<'a> {
     /// is evaluated if something is missing.
     pub fn new(
         program: Program,
-        (model, files): (&'a Path, &[GgufFile]),
+        (model, files): (&'a Path, &'a [GgufFile]),
         texts: &[&Path],
         chunks: Option<u32>,
         work: Option<&Path>,
     ) -> Result<Session<'a>> {
         for text in texts {
-            File::open(text).with_context(|| format!("cannot read the text {}", text.display()))?;
+            check_text(text, program.context)
+                .with_context(|| format!("cannot use the text {}", text.display()))?;
         }
         program.check()?;
         let parent = work.map_or_else(std::env::temp_dir, Path::to_owned);
         let explain = || format!("cannot write to {}", parent.display());
         let mut names = tempfile::Builder::new();
-        let folder = names.prefix("llama-sidecar-").tempdir_in(&parent);
-        let folder = folder.with_context(explain)?;
+        names.prefix("llama-sidecar-");
+        interruption::watch()?;
+        let make = || names.tempdir_in(&parent);
+        let folder = interruption::make_temporary(make, TempDir::path).with_context(explain)?;
         if let Some(chunks) = chunks {
             let vocabulary = base::vocabulary(files);
             base::check(folder.path(), program.context, chunks, vocabulary)?;
         }
-        let log = names.suffix(".log").tempfile_in(&parent);
-        let (_, log) = log.with_context(explain)?.keep()?;
-        let session = Session {
+        let make = || Ok(names.suffix(".log").tempfile_in(&parent)?.keep()?.1);
+        let log = interruption::make_temporary(make, PathBuf::as_path).with_context(explain)?;
+        Ok(Session {
             program,
             model,
+            files,
             chunks,
             folder,
             log,
             has_ended: false,
             base: None,
-        };
-        interruption::watch()?;
-        Ok(session)
+        })
     }
 
     fn base_path(&self) -> PathBuf {
@@ -78,6 +85,7 @@ impl<'a> Session<'a> {
             "evaluating {} with the model as it is",
             text.display()
         ));
+        self.check_model()?;
         let base = self.base_path();
         let base = self
             .program
@@ -90,18 +98,30 @@ impl<'a> Session<'a> {
     }
 
     /// Starts the program with these variables. Its first evaluation begins.
-    pub fn start(&self, variables: &[(&str, &str)]) -> Result<Running> {
-        self.start_with(self.model, variables)
+    pub fn start(&self, variables: &[(&str, impl AsRef<OsStr>)]) -> Result<Running> {
+        self.check_model()?;
+        self.program
+            .start(self.model, &self.base_path(), &self.log, variables)
     }
 
-    fn start_with(&self, model: &Path, variables: &[(&str, &str)]) -> Result<Running> {
-        self.program
-            .start(model, &self.base_path(), &self.log, variables)
+    /// Fails if a file of the model is another one by now: figures of two models mean nothing.
+    fn check_model(&self) -> Result<()> {
+        for file in self.files {
+            let path = file.source.path();
+            let now = FileId::of_path(path);
+            ensure!(
+                now.is_ok_and(|now| now.same_stamp(&file.source.id())),
+                "{} was replaced or written during the measurements: start again",
+                path.display()
+            );
+        }
+        Ok(())
     }
 
     /// Evaluates another model once.
     pub fn evaluate(&self, model: &Path) -> Result<Statistics> {
-        let mut running = self.start_with(model, &[])?;
+        let (base, log) = (self.base_path(), &self.log);
+        let mut running = self.program.start(model, &base, log, &NO_VARIABLES)?;
         let statistics = running.first()?;
         running.end()?;
         Ok(statistics)
@@ -120,6 +140,13 @@ impl<'a> Session<'a> {
         let result = self.evaluate(self.model);
         self.program.arguments.truncate(before);
         match result {
+            // Also in base logits, numbers are rounded.
+            Ok(statistics) if statistics.kld.mean < LEAST => {
+                progress(
+                    "the size of rounding is not known: the program computes the same with both settings",
+                );
+                Ok(None)
+            }
             Ok(statistics) => Ok(Some((set, statistics))),
             Err(error) if interruption::signal().is_some() => Err(error),
             Err(error) => {
@@ -153,6 +180,17 @@ impl<'a> Session<'a> {
         interruption::end_by_signal();
         evaluated.and(shown)
     }
+}
+
+/// Fails if a text cannot be evaluated. A token has at least one byte.
+fn check_text(text: &Path, context: u32) -> Result<()> {
+    let found = File::open(text)?.metadata()?;
+    ensure!(!found.is_dir(), "it is a folder");
+    ensure!(
+        !found.is_file() || found.len() >= 2 * u64::from(context),
+        "{TOO_SHORT}"
+    );
+    Ok(())
 }
 
 impl Drop for Session<'_> {

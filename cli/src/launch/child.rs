@@ -26,6 +26,8 @@ use signal_hook::iterator::{Signals, SignalsInfo};
 use signal_hook::low_level::emulate_default_handler;
 use signal_hook::low_level::siginfo::{Cause, Origin};
 
+use crate::interruption;
+
 /// Signals with which users control a program.
 const PASSED_ON: [i32; 6] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
 
@@ -131,7 +133,7 @@ pub fn witness() -> Result<()> {
 pub fn spawn(command: &mut Command, group: Group) -> Result<Child> {
     // The child starts with the signals ignored that this process ignores (nohup, a script's `&`).
     // A program with a handler of its own gets them, so all are passed on.
-    let is_ignored = ignored_signals();
+    let is_ignored = interruption::ignored_signals();
     let ignored: Vec<i32> = PASSED_ON
         .into_iter()
         .filter(|signal| is_ignored(*signal))
@@ -224,14 +226,6 @@ pub fn end_like(status: ExitStatus) -> ! {
         std::process::exit(128 + signal);
     }
     std::process::exit(status.code().unwrap_or(1));
-}
-
-/// Returns a function that returns which signals this process ignores.
-pub fn ignored_signals() -> impl Fn(i32) -> bool {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
-    move |signal| mask.unwrap_or(0) >> (signal - 1) & 1 == 1
 }
 
 /// Returns the line of a program's errors that has the cause: the first that reports an error, else

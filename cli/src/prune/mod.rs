@@ -10,7 +10,7 @@ mod search;
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use sidecar_core::gguf::{Access, GgufFile, new_paths, open_model};
 use sidecar_core::protocol::LayerMask;
 
@@ -29,25 +29,30 @@ pub struct PruneOptions {
     /// The model: a GGUF file, or any shard of one.
     model: PathBuf,
     /// The experts to leave out, as JSON: [{"layer": 3, "experts": [3, 17]}, ...]. llama.cpp has one number of
-    /// experts for all layers: the same number in each.
+    /// experts for all layers: the same number in each. With --text, what they cost is measured.
     #[arg(long, value_name = "FILE")]
     experts: Option<PathBuf>,
     #[command(flatten)]
     search: SearchOptions,
     /// Print JSON.
-    #[arg(long, requires = "leave_out")]
+    #[arg(long, requires = "text")]
     json: bool,
     /// Write the measurements as a self-contained HTML page.
-    #[arg(long, value_name = "FILE", requires = "leave_out")]
+    #[arg(long, value_name = "FILE", requires = "text")]
     report: Option<PathBuf>,
     /// Write the list of the experts that were chosen.
-    #[arg(long, value_name = "FILE", requires = "leave_out")]
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "text",
+        conflicts_with = "experts"
+    )]
     save: Option<PathBuf>,
     /// The folder for the base logits, which are removed at the end, and for the log, which stays after a failure. By default
     /// that of temporary files. The base logits of 100 chunks of 512 tokens take 7.8 GB for a vocabulary of 152 thousand.
-    #[arg(long, value_name = "DIR", requires = "leave_out")]
+    #[arg(long, value_name = "DIR", requires = "text")]
     work: Option<PathBuf>,
-    /// Write the pruned model; after a search, it is evaluated. That of a model in shards has as many: name the first one (NAME-00001-of-00003.gguf), or
+    /// Write the pruned model; with --text, it is evaluated. That of a model in shards has as many: name the first one (NAME-00001-of-00003.gguf), or
     /// NAME.gguf.
     #[arg(short, long, value_name = "GGUF")]
     output: Option<PathBuf>,
@@ -58,49 +63,63 @@ pub fn run(options: &PruneOptions) -> Result<()> {
     let files = open_model(&options.model, Access::Read)
         .with_context(|| format!("cannot read the model {}", options.model.display()))?;
     let mixture = Mixture::of(&files)?;
-    ensure!(
-        options.experts.is_none() || options.output.is_some(),
-        "name the new model: pass -o GGUF"
-    );
     let outputs = match &options.output {
         Some(path) => new_paths(path, files.len() as u64).context("cannot write the model")?,
         None => Vec::new(),
     };
     let others = [&options.save, &options.report];
-    for path in outputs.iter().chain(others.into_iter().flatten()) {
+    let mut paths: Vec<&PathBuf> = outputs.iter().chain(others.into_iter().flatten()).collect();
+    for path in &paths {
         // Not after the measurements.
         check_writable(path)?;
+    }
+    paths.sort_unstable();
+    if let Some(twice) = paths.windows(2).find(|pair| pair[0] == pair[1]) {
+        bail!(
+            "{} is named twice: each file needs a path of its own",
+            twice[0].display()
+        );
     }
     let model = Model {
         path: &options.model,
         files: &files,
         mixture: &mixture,
+        outputs,
     };
-    match &options.experts {
-        Some(path) => model.write(&mask::read(path)?, outputs),
-        None => search(options, &model, outputs),
+    let given = options.experts.as_deref().map(mask::read).transpose()?;
+    match (given, &options.search.text) {
+        (Some(masks), None) => {
+            ensure!(
+                !model.outputs.is_empty(),
+                "pass -o GGUF to write the new model, or --text FILE to measure what the list costs"
+            );
+            model.write(&masks)
+        }
+        (given, _) => search(options, &model, given),
     }
 }
 
-/// A mixture of experts, and its files.
+/// A mixture of experts, its files, and those of the new model.
 pub struct Model<'a> {
     path: &'a Path,
     files: &'a [GgufFile],
     mixture: &'a Mixture,
+    outputs: Vec<PathBuf>,
 }
 
 impl Model<'_> {
-    /// Writes the model without these experts. Without paths, only checks that they can be left out.
-    fn write(&self, masks: &[LayerMask], to: Vec<PathBuf>) -> Result<()> {
-        let pruned = Pruned::of(self.files, self.mixture, masks)?;
-        let Some(first) = to.first().cloned() else {
-            return Ok(());
-        };
-        let size = pruned.write(to)?;
+    fn without(&self, masks: &[LayerMask]) -> Result<Pruned<'_>> {
+        Pruned::of(self.files, self.mixture, masks)
+    }
+
+    /// Writes the model without these experts.
+    fn write(&self, masks: &[LayerMask]) -> Result<()> {
+        let pruned = self.without(masks)?;
+        let size = pruned.write(&self.outputs)?;
         let before: u64 = self.files.iter().map(|file| file.source.id().size).sum();
         progress(&format!(
             "{} has {} of {} experts in each of {} layers: {} of {}",
-            first.display(),
+            self.outputs[0].display(),
             pruned.left,
             self.mixture.routing.experts,
             self.mixture.layers.len(),
@@ -111,15 +130,17 @@ impl Model<'_> {
     }
 }
 
-/// Searches, prints and writes what was found, and writes the model.
-fn search(options: &PruneOptions, model: &Model<'_>, outputs: Vec<PathBuf>) -> Result<()> {
-    let plan = options.search.plan(model.mixture)?;
+/// Searches, or measures what was given, prints and writes what was found, and writes the model.
+fn search(options: &PruneOptions, model: &Model<'_>, given: Option<Vec<LayerMask>>) -> Result<()> {
+    let plan = options.search.plan(model.mixture, given)?;
+    // Any experts of the same number take as much space.
+    model.without(&plan.any_experts())?.check(&model.outputs)?;
     let mut session =
         options
             .search
             .session(&options.model, model.files, options.work.as_deref())?;
     let mut found = Found::default();
-    let result = measure(&plan, model, &mut session, outputs, &mut found);
+    let result = measure(&plan, model, &mut session, &mut found);
     // Whatever failed: the evaluations may have taken hours.
     let shown = show(options, &session, &found, result.is_ok());
     session.end(result, shown)
@@ -129,17 +150,17 @@ fn measure(
     plan: &Plan<'_>,
     model: &Model<'_>,
     session: &mut Session<'_>,
-    outputs: Vec<PathBuf>,
     found: &mut Found,
 ) -> Result<()> {
-    let duplicates = duplicates::of(model.files, model.mixture)
-        .with_context(|| format!("cannot read {}", model.path.display()))?;
-    search::run(plan, session, &duplicates, found)?;
-    let first = outputs.first().cloned();
-    model.write(&found.experts, outputs)?;
-    if let Some(first) = first {
+    let duplicates = || {
+        duplicates::of(model.files, model.mixture)
+            .with_context(|| format!("cannot read {}", model.path.display()))
+    };
+    search::run(plan, session, duplicates, found)?;
+    if let Some(first) = model.outputs.first() {
+        model.write(&found.experts)?;
         progress("evaluating the new model");
-        found.add("the new model", &session.evaluate(&first)?);
+        found.add("the new model", &session.evaluate(first)?);
     }
     Ok(())
 }
@@ -154,41 +175,43 @@ fn show(
     if found.is_empty() {
         return Ok(());
     }
-    if let Some(path) = options.save.as_ref().filter(|_| !found.experts.is_empty()) {
-        write_text(
-            path,
-            &format!("{}\n", serde_json::to_string(&found.experts)?),
-        )?;
-    }
-    let note = found.note();
-    if let Some(path) = &options.report {
-        let layers = found
-            .experts
-            .iter()
-            .map(|mask| vec![mask.layer.to_string(), mask::text(&mask.experts)]);
-        let mut chosen = Table::new(["layer", "experts to leave out"]);
-        chosen.rows = layers.collect();
-        let sentences = [
-            Some("What the model can do without, against the model as it is."),
-            page::incomplete(is_complete),
-            note.as_deref(),
-        ];
-        let tables = [(None, found.table()), (Some("Experts"), chosen)];
-        let page = page::measurements(
-            "Pruning",
-            &options.model,
-            &sentences,
-            &session.facts(),
-            tables,
-        );
-        write_text(path, &page)?;
-    }
+    let note = found.note().filter(|_| is_complete);
     match options.json {
         true => println!("{:#}", serde_json::to_value(found)?),
         false => print!("{}", found.table().as_text()),
     }
-    if let Some(note) = note {
-        progress(&note);
+    if let Some(note) = &note {
+        progress(note);
     }
-    Ok(())
+    let saved = match &options.save {
+        Some(path) if !found.experts.is_empty() => write_text(
+            path,
+            &format!("{}\n", serde_json::to_string(&found.experts)?),
+        ),
+        _ => Ok(()),
+    };
+    // Also if the list cannot be written.
+    let reported = match &options.report {
+        Some(path) => {
+            let sentences = [
+                Some("What the model can do without, against the model as it is."),
+                page::incomplete(is_complete),
+                note.as_deref(),
+            ];
+            let layers = found
+                .experts
+                .iter()
+                .map(|mask| vec![mask.layer.to_string(), mask::text(&mask.experts)]);
+            let mut chosen = Table::new(["layer", "experts to leave out"]);
+            chosen.rows = layers.collect();
+            let tables = [(None, found.table()), (Some("Experts"), chosen)];
+            let (model, facts) = (&options.model, session.facts());
+            write_text(
+                path,
+                &page::measurements("Pruning", model, &sentences, &facts, tables),
+            )
+        }
+        None => Ok(()),
+    };
+    saved.and(reported)
 }

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
 use serde::Serialize;
 use serde_json::Value;
@@ -19,7 +19,7 @@ use sidecar_core::gguf::GgufFile;
 use sidecar_core::protocol::LayerMask;
 use sidecar_core::trace;
 
-use crate::evaluation::program::{EvaluationOptions, Running};
+use crate::evaluation::program::{EvaluationOptions, MASKS, Running};
 use crate::evaluation::session::Session;
 use crate::evaluation::statistics::{Statistics, is_smaller};
 use crate::output::progress;
@@ -30,8 +30,8 @@ use crate::sizes::{Table, share};
 /// Parts of the way to the share that are evaluated.
 const STEPS: u64 = 4;
 
-/// Variables of a program that masks experts.
-const MASKS: [(&str, &str); 1] = [("LLAMA_EXPERT_MASKS", "1")];
+/// The model as it is, in tables.
+const NONE: &str = "none";
 
 /// What a list of experts is ordered by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -49,25 +49,29 @@ pub struct SearchOptions {
     #[arg(long, value_name = "SHARE", value_parser = share, requires = "text")]
     leave_out: Option<f64>,
     /// The text to evaluate.
-    #[arg(long, value_name = "FILE", requires = "leave_out")]
-    text: Option<PathBuf>,
+    #[arg(long, value_name = "FILE")]
+    pub text: Option<PathBuf>,
     /// Another text, to evaluate with the experts that were found: they fit the first one. Exchanges that diverge more there
     /// are undone.
-    #[arg(long, value_name = "FILE", requires = "leave_out")]
+    #[arg(long, value_name = "FILE", requires = "text")]
     check: Option<PathBuf>,
     /// The order in which experts are tried.
-    #[arg(long, value_enum, default_value = "saliency")]
+    #[arg(
+        long,
+        value_enum,
+        default_value = "saliency",
+        conflicts_with = "experts"
+    )]
     by: By,
     /// The order of the counts in an expert trace of an earlier run (JSON), in place of --by.
     #[arg(
         long,
         value_name = "FILE",
-        conflicts_with = "by",
-        requires = "leave_out"
+        conflicts_with_all = ["by", "experts"]
     )]
     trace: Option<PathBuf>,
     /// Evaluations of the text with masks, at most.
-    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    #[arg(long, value_name = "N", default_value_t = 16, conflicts_with = "experts", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     rounds: u32,
     #[command(flatten)]
     evaluation: EvaluationOptions,
@@ -97,9 +101,9 @@ struct Step {
     what: String,
     #[serde(flatten)]
     statistics: Statistics,
-    /// Whether nothing is left out, so that the difference is rounding.
+    /// Whether experts are left out.
     #[serde(skip)]
-    is_rounding: bool,
+    is_cut: bool,
 }
 
 impl Found {
@@ -108,13 +112,17 @@ impl Found {
         self.steps.is_empty()
     }
 
-    /// Adds a measurement.
+    /// Adds a measurement without some experts.
     pub fn add(&mut self, what: &str, statistics: &Statistics) {
+        self.push(what, statistics, true);
+    }
+
+    fn push(&mut self, what: &str, statistics: &Statistics, is_cut: bool) {
         self.steps.push(Step {
             text: self.text.clone(),
             what: what.to_owned(),
             statistics: *statistics,
-            is_rounding: false,
+            is_cut,
         });
     }
 
@@ -136,13 +144,14 @@ impl Found {
         table
     }
 
-    /// Returns a sentence where the text does not show what the experts are worth.
+    /// Returns a sentence where the last cut costs no more than rounding, as far as its text shows.
     pub fn note(&self) -> Option<String> {
-        let rounding = self.steps.iter().find(|step| step.is_rounding)?;
-        let last = self.steps.last()?;
-        let (rounding, last) = (&rounding.statistics.kld, &last.statistics.kld);
-        (last.mean <= rounding.mean || last.is_equal_to(rounding)).then(|| {
-            "The divergence of the last line is no larger than that of rounding: the evaluated tokens show no cost.".into()
+        let cut = self.steps.last().filter(|step| step.is_cut)?;
+        let mut of_text = self.steps.iter().filter(|step| step.text == cut.text);
+        let rounding = of_text.rfind(|step| !step.is_cut && step.what != NONE)?;
+        let [rounding, kld] = [rounding, cut].map(|step| &step.statistics.kld);
+        (kld.mean <= rounding.mean || kld.is_equal_to(rounding)).then(|| {
+            "The divergence of the last line is within the errors of that of rounding alone: the evaluated tokens show no cost.".into()
         })
     }
 }
@@ -154,44 +163,56 @@ pub struct Plan<'a> {
     text: &'a Path,
     /// Experts to leave out of each layer.
     count: u64,
-    /// The order of a trace.
-    order: Option<Order>,
+    source: Source,
+}
+
+/// Where the experts come from.
+enum Source {
+    Measured,
+    Traced(Order),
+    Given(Vec<LayerMask>),
 }
 
 impl SearchOptions {
     /// Fails if so many experts cannot be left out.
-    pub fn plan<'a>(&'a self, mixture: &'a Mixture) -> Result<Plan<'a>> {
-        let (Some(share), Some(text)) = (self.leave_out, &self.text) else {
-            bail!("--leave-out and --text are needed");
-        };
-        let order = self
-            .trace
-            .as_deref()
-            .map(|path| {
-                traced(path)
-                    .and_then(|counts| order(counts, mixture))
-                    .with_context(|| {
-                        format!(
-                            "--trace {}: pass a trace of this model, see docs/expert-trace.md",
-                            path.display()
-                        )
-                    })
-            })
-            .transpose()?;
-        Ok(Plan {
+    pub fn plan<'a>(
+        &'a self,
+        mixture: &'a Mixture,
+        given: Option<Vec<LayerMask>>,
+    ) -> Result<Plan<'a>> {
+        let text = self.text.as_deref().context("--text is needed")?;
+        let plan = |count, source| Plan {
             options: self,
             mixture,
             text,
-            count: count(share, mixture)?,
-            order,
-        })
+            count,
+            source,
+        };
+        if let Some(masks) = given {
+            let count = masks.first().map_or(0, |mask| mask.experts.len());
+            return Ok(plan(count as u64, Source::Given(masks)));
+        }
+        let share = self.leave_out.context("--leave-out is needed")?;
+        let source = match &self.trace {
+            None => Source::Measured,
+            Some(path) => {
+                let order = traced(path).and_then(|counts| order(counts, mixture));
+                Source::Traced(order.with_context(|| {
+                    format!(
+                        "--trace {}: pass a trace of this model, see docs/expert-trace.md",
+                        path.display()
+                    )
+                })?)
+            }
+        };
+        Ok(plan(count(share, mixture)?, source))
     }
 
     /// Prepares the evaluations.
     pub fn session<'a>(
         &self,
         model: &'a Path,
-        files: &[GgufFile],
+        files: &'a [GgufFile],
         work: Option<&Path>,
     ) -> Result<Session<'a>> {
         let texts: Vec<&Path> = [&self.text, &self.check]
@@ -245,38 +266,68 @@ fn count(share: f64, mixture: &Mixture) -> Result<u64> {
     Ok(count)
 }
 
+impl Plan<'_> {
+    /// As many experts of each layer as are left out, or those that are given.
+    pub fn any_experts(&self) -> Vec<LayerMask> {
+        if let Source::Given(masks) = &self.source {
+            return masks.clone();
+        }
+        let layers = self.mixture.layers.iter();
+        let all = (0..self.mixture.routing.experts as u32).collect();
+        let order: Order = layers.map(|layer| (*layer, Vec::clone(&all))).collect();
+        first(self.mixture, &order, self.count)
+    }
+}
+
 /// Measures experts to leave out, and what they cost.
 pub fn run(
     plan: &Plan<'_>,
     session: &mut Session<'_>,
-    duplicates: &Duplicates,
+    duplicates: impl FnOnce() -> Result<Duplicates>,
     found: &mut Found,
 ) -> Result<()> {
     session.use_text(plan.text)?;
     found.text = name(plan.text);
-    let order = match &plan.order {
-        Some(order) => order.clone(),
-        None => measured_order(plan, session)?,
+    let order = match &plan.source {
+        Source::Measured => Some(measured_order(plan, session)?),
+        Source::Traced(order) => Some(order.clone()),
+        Source::Given(_) => None,
     };
-    let rounding = session.evaluate_rounding()?;
-    let mut running = session.start(&MASKS)?;
-    found.add("none", &running.first()?);
-    if let Some((set, statistics)) = rounding {
-        found.add(&format!("none, flash attention {set}"), &statistics);
-        found.steps.last_mut().expect("a step").is_rounding = true;
-    }
-    let mut search = Search {
-        mixture: plan.mixture,
-        running: &mut running,
-        left: plan.options.rounds,
-        found,
+    let mut running = start(session, found)?;
+    let before = match order {
+        Some(order) => {
+            let mut search = Search {
+                mixture: plan.mixture,
+                running: &mut running,
+                left: plan.options.rounds,
+                found,
+            };
+            search.find(order, &duplicates()?, plan.count)?
+        }
+        None => {
+            let given = plan.any_experts();
+            running.mask(&given)?;
+            found.add(&plan.count.to_string(), &running.evaluate()?);
+            found.experts.clone_from(&given);
+            given
+        }
     };
-    let before = search.find(order, duplicates, plan.count)?;
     running.end()?;
     match &plan.options.check {
         Some(text) => check(text, plan.count, &before, session, found),
         None => Ok(()),
     }
+}
+
+/// Starts a program that masks experts, and adds the model as it is, also with other rounding.
+fn start(session: &mut Session<'_>, found: &mut Found) -> Result<Running> {
+    let rounding = session.evaluate_rounding()?;
+    let mut running = session.start(&MASKS)?;
+    found.push(NONE, &running.first()?, false);
+    if let Some((set, statistics)) = rounding {
+        found.push(&format!("none, flash attention {set}"), &statistics, false);
+    }
+    Ok(running)
 }
 
 /// Evaluates another text: without the exchanges, which fit the first one, and with them. Those stay if they diverge less
@@ -290,8 +341,7 @@ fn check(
 ) -> Result<()> {
     session.use_text(text)?;
     found.text = name(text);
-    let mut running = session.start(&MASKS)?;
-    found.add("none", &running.first()?);
+    let mut running = start(session, found)?;
     running.mask(before)?;
     let first = running.evaluate()?;
     found.add(&count.to_string(), &first);
@@ -311,10 +361,7 @@ fn check(
 fn measured_order(plan: &Plan<'_>, session: &Session<'_>) -> Result<Order> {
     progress("measuring how much each expert contributes");
     let saliency = session.path("saliency.json");
-    let path = saliency
-        .to_str()
-        .context("the folder of temporary files has a name in UTF-8: pass --work")?;
-    let mut running = session.start(&[("LLAMA_EXPERT_TRACE_SALIENCY", path)])?;
+    let mut running = session.start(&[("LLAMA_EXPERT_TRACE_SALIENCY", &saliency)])?;
     running.first()?;
     running.end()?;
     let text = std::fs::read_to_string(&saliency)?;
@@ -402,6 +449,30 @@ fn duplicates_first(order: &Order, duplicates: &Duplicates) -> Order {
     layers.collect()
 }
 
+/// The first experts of an order, the same number in each group.
+fn first(mixture: &Mixture, order: &Order, count: u64) -> Vec<LayerMask> {
+    let groups = mixture.routing.groups;
+    let masks = order.iter().map(|(layer, experts)| {
+        let of_group = |number| {
+            let experts = experts.iter().copied();
+            let of_group = experts.filter(move |expert| group(mixture, *expert) == number);
+            of_group.take((count / groups) as usize)
+        };
+        let mut experts: Vec<u32> = (0..groups).flat_map(of_group).collect();
+        experts.sort_unstable();
+        LayerMask {
+            layer: *layer,
+            experts,
+        }
+    });
+    masks.collect()
+}
+
+/// The group of an expert.
+fn group(mixture: &Mixture, expert: u32) -> u64 {
+    u64::from(expert) / (mixture.routing.experts / mixture.routing.groups)
+}
+
 /// The masks with the smallest divergence so far.
 struct Best {
     masks: Vec<LayerMask>,
@@ -434,10 +505,12 @@ impl Search<'_> {
         self.found.experts.clone_from(&before);
         let order = self.exchange_duplicates(&mut best, order, duplicates)?;
         self.exchange_at_border(&mut best, &order)?;
-        progress(&format!(
-            "{} of {} exchanges diverge less by more than two errors of the difference",
-            best.stayed, best.tried
-        ));
+        if best.tried > 0 {
+            progress(&format!(
+                "{} of {} exchanges diverge less by more than two errors of the difference",
+                best.stayed, best.tried
+            ));
+        }
         Ok(before)
     }
 
@@ -450,7 +523,7 @@ impl Search<'_> {
         let skipped = steps.len().saturating_sub(self.left as usize);
         let mut best = None;
         for part in &steps[skipped..] {
-            let masks = self.first(order, *part);
+            let masks = first(self.mixture, order, *part);
             let statistics = self.measure(&masks)?;
             self.found.add(&part.to_string(), &statistics);
             best = Some(Best {
@@ -473,7 +546,7 @@ impl Search<'_> {
         duplicates: &Duplicates,
     ) -> Result<Order> {
         let other_order = duplicates_first(&order, duplicates);
-        let other = self.first(&other_order, best.count);
+        let other = first(self.mixture, &other_order, best.count);
         let differing: Vec<usize> = (0..other.len())
             .filter(|&at| other[at] != best.masks[at])
             .collect();
@@ -540,33 +613,6 @@ impl Search<'_> {
         Ok(stays)
     }
 
-    /// The first experts of an order, the same number in each group.
-    fn first(&self, order: &Order, count: u64) -> Vec<LayerMask> {
-        let groups = self.mixture.routing.groups;
-        let masks = order.iter().map(|(layer, experts)| {
-            let of_group = |group| {
-                let mut experts = experts.iter().copied();
-                let of_group = experts
-                    .by_ref()
-                    .filter(move |expert| self.group(*expert) == group);
-                of_group
-                    .take((count / groups) as usize)
-                    .collect::<Vec<u32>>()
-            };
-            let mut experts: Vec<u32> = (0..groups).flat_map(of_group).collect();
-            experts.sort_unstable();
-            LayerMask {
-                layer: *layer,
-                experts,
-            }
-        });
-        masks.collect()
-    }
-
-    fn group(&self, expert: u32) -> u64 {
-        u64::from(expert) / (self.mixture.routing.experts / self.mixture.routing.groups)
-    }
-
     /// Exchanges an expert of a layer for another one of its group, so many places from the border; `None` where there
     /// are none.
     fn exchanged(
@@ -584,7 +630,7 @@ impl Search<'_> {
             .rev()
             .filter(|expert| masked(expert))
             .nth(distance)?;
-        let same_group = |expert: &&u32| self.group(**expert) == self.group(out);
+        let same_group = |expert: &&u32| group(self.mixture, **expert) == group(self.mixture, out);
         let mut others = order
             .iter()
             .filter(|expert| !masked(expert))
@@ -604,8 +650,8 @@ impl Search<'_> {
         self.running.mask(masks)?;
         let statistics = self.running.evaluate()?;
         progress(&format!(
-            "divergence {:.6} ({:.1} s; {} evaluations may follow)",
-            statistics.kld.mean,
+            "divergence {:.6} ({:.1} s; {} more may follow)",
+            statistics.kld.mean.max(0.0),
             began.elapsed().as_secs_f64(),
             self.left
         ));

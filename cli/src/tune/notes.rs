@@ -8,7 +8,7 @@ use super::candidate::Origin;
 use super::mix::file_type;
 use super::results::{Recipe, Results};
 use super::sweep::Plan;
-use crate::evaluation::interruption;
+use crate::interruption;
 use crate::sizes::size_text;
 
 /// Types of which a larger one is proposed.

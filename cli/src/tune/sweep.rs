@@ -14,7 +14,7 @@ use super::kept::Quantizer;
 use super::model::{Model, Tensor, elements};
 use super::record::{Measurement, Record};
 use crate::control::mask;
-use crate::evaluation::program::{Program, Running};
+use crate::evaluation::program::{MASKS, Program, Running};
 use crate::evaluation::statistics::Statistics;
 use crate::pruned::{Mixture, Pruned};
 
@@ -255,8 +255,7 @@ impl<'a> Sweep<'a> {
         let plan = self.plan;
         let log = plan.folder.join("perplexity.log");
         let began = Instant::now();
-        let masks = [("LLAMA_EXPERT_MASKS", "1")];
-        let variables = &masks[..plan.cuts.len().min(1)];
+        let variables = &MASKS[..plan.cuts.len().min(1)];
         let mut running = plan
             .program
             .start(&plan.model.path, &self.base, &log, variables)?;
