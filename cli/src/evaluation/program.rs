@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use rustix::process::{Signal, set_parent_process_death_signal};
 use serde::de::DeserializeOwned;
 use sidecar_core::files;
@@ -27,6 +27,8 @@ use crate::launch::journal::{JOURNAL, Journal};
 pub const MASKS: [(&str, &str); 1] = [("LLAMA_EXPERT_MASKS", "1")];
 /// No further variables.
 pub const NO_VARIABLES: [(&str, &str); 0] = [];
+/// The most characters of a line of a log in a message.
+const LONGEST_LINE: usize = 200;
 /// The name of the socket in its folder.
 const SOCKET: &str = "socket";
 /// The most bytes of a path in `sockaddr_un`, without the NUL at its end.
@@ -170,8 +172,8 @@ impl Program {
             self.executable.path.display(),
             last_lines(log)
         );
-        Base::read_complete(base)
-            .with_context(|| format!("the base logits cannot be used; {}", last_lines(log)))
+        // The reason comes first.
+        Base::read_complete(base).map_err(|error| anyhow!("{error:#}; {}", last_lines(log)))
     }
 
     /// Loads the drop-in into the program.
@@ -366,9 +368,10 @@ fn new_log(path: &Path) -> Result<File> {
 fn last_lines(log: &Path) -> String {
     let text = fs::read(log).unwrap_or_default();
     let text = String::from_utf8_lossy(&text[text.len().saturating_sub(4096)..]);
-    let lines: Vec<&str> = text
-        .lines()
-        .filter(|line| !line.trim().is_empty())
+    let lines = text.lines().filter(|line| !line.trim().is_empty());
+    // A line of perplexities has no end.
+    let lines: Vec<String> = lines
+        .map(|line| line.chars().take(LONGEST_LINE).collect())
         .collect();
     let last = lines[lines.len().saturating_sub(3)..].join(" / ");
     format!("its log {} ends with: {last}", log.display())
