@@ -83,16 +83,21 @@ pub fn follow(child: &Child) {
     }
 }
 
-/// Makes a file or a folder that takes only space after this process.
+/// Makes a file or a folder that takes only space after this process. No signal comes between.
 pub fn make_temporary<T>(
     make: impl FnOnce() -> io::Result<T>,
     path: impl FnOnce(&T) -> &Path,
 ) -> io::Result<T> {
-    // No signal comes between.
     let mut owned = owned();
     let made = make()?;
     owned.paths.push(path(&made).to_owned());
     Ok(made)
+}
+
+/// Makes something while no signal ends this process.
+pub fn undisturbed<T>(make: impl FnOnce() -> T) -> T {
+    let _owned = owned();
+    make()
 }
 
 /// Returns the signal that came.

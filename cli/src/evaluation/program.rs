@@ -360,7 +360,8 @@ fn socket_folder() -> Result<TempDir> {
 }
 
 fn new_log(path: &Path) -> Result<File> {
-    let file = files::write(path, &[], |_| true).and_then(|_| files::append(path));
+    let make = || files::write(path, &[], |_| true).and_then(|_| files::append(path));
+    let file = interruption::undisturbed(make);
     file.with_context(|| format!("cannot write {}", path.display()))
 }
 
