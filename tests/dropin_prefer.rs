@@ -250,10 +250,17 @@ fn what_margins_cannot_measure_is_named() {
     let short = folder.path().join("short.txt");
     std::fs::write(&short, "Once upon a time").expect("free space");
     let short = short.to_str().expect("a name");
-    for (model, text, reason) in [
-        ("small.gguf", TEXT, "has no experts"),
-        ("small-moe.gguf", short, "the text is too short"),
-        ("small-moe.gguf", TEXT, "pass a smaller --memory"),
+    let memory = ["--memory", "100"];
+    for (model, text, more, reason) in [
+        ("small.gguf", TEXT, &[][..], "has no experts"),
+        ("small-moe.gguf", short, &[], "the text is too short"),
+        ("small-moe.gguf", TEXT, &[], "pass a smaller --memory"),
+        (
+            "small-moe.gguf",
+            TEXT,
+            &memory,
+            "fit into 100 MiB: pass a smaller --memory",
+        ),
     ] {
         let (model, program) = (fixture(model), llama_cpp("llama-perplexity"));
         let [model, program] = [&model, &program].map(|path| path.to_str().expect("a name"));
@@ -269,7 +276,7 @@ fn what_margins_cannot_measure_is_named() {
             "--program",
             program,
         ];
-        let output = command(&arguments);
+        let output = command(&[&arguments[..], more].concat());
         let error = String::from_utf8_lossy(&output.stderr);
         assert!(
             !output.status.success() && error.contains(reason),

@@ -5,11 +5,10 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde::Serialize;
 use sidecar_core::config::margin;
-use sidecar_core::experts::ExpertIndex;
-use sidecar_core::gguf::{Access, open_model};
+use sidecar_core::gguf::{Access, GgufFile, open_model};
 use sidecar_core::protocol::StreamFigures;
 
 use crate::evaluation::program::{EvaluationOptions, NO_VARIABLES};
@@ -17,6 +16,7 @@ use crate::evaluation::session::Session;
 use crate::evaluation::statistics::Statistics;
 use crate::output::{check_writable, progress, write_text};
 use crate::page;
+use crate::pruned::of_experts;
 use crate::sizes::{Table, percent, size_text};
 
 /// Chunks of the text, where the options state none: each token is an evaluation of its own.
@@ -148,11 +148,19 @@ pub fn run(options: &MarginsOptions) -> Result<()> {
     }
     let model = open_model(&options.model, Access::Read)
         .with_context(|| format!("cannot read the model {}", options.model.display()))?;
+    let bytes = bytes_of_experts(&model);
     ensure!(
-        ExpertIndex::of(&model).layers().next().is_some(),
+        bytes > 0,
         "{} has no experts: name a mixture of experts",
         options.model.display()
     );
+    let fits = |mib: &u32| u64::from(*mib) << 20 >= bytes;
+    if let Some(mib) = options.memory.filter(fits) {
+        bail!(
+            "the experts take {}, and fit into {mib} MiB: pass a smaller --memory",
+            size_text(bytes as f64)
+        );
+    }
     let mut program = options.evaluation.program(None)?;
     let one_at_a_time = ["--ubatch-size", "1"].map(str::to_owned);
     program.arguments.splice(0..0, one_at_a_time);
@@ -177,6 +185,16 @@ pub fn run(options: &MarginsOptions) -> Result<()> {
     // Whatever failed: the evaluations may have taken hours.
     let shown = show(options, &session, &results, result.is_ok());
     session.end(result, shown)
+}
+
+fn bytes_of_experts(files: &[GgufFile]) -> u64 {
+    let of_file = |file: &GgufFile| {
+        let tensors = file.header.tensors.iter();
+        let name = |info| file.header.name(info).to_string_lossy();
+        let experts = tensors.filter(|info| of_experts(&name(info)).is_some());
+        experts.map(|info| info.nbytes).sum::<u64>()
+    };
+    files.iter().map(of_file).sum()
 }
 
 fn measure(
