@@ -100,7 +100,7 @@ pub fn run(options: &PruneOptions) -> Result<()> {
 }
 
 /// A mixture of experts, its files, and those of the new model.
-pub struct Model<'a> {
+struct Model<'a> {
     path: &'a Path,
     files: &'a [GgufFile],
     mixture: &'a Mixture,
