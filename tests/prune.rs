@@ -36,24 +36,29 @@ impl Found {
     }
 }
 
-/// `prune` with these arguments, and files in a folder.
-fn prune(model: &Path, arguments: &[&str], folder: &Path) -> Command {
+/// A command that evaluates with one thread.
+fn measuring(name: &str, model: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(built("release/llama-sidecar"));
     command
-        .arg("prune")
+        .arg(name)
         .arg(model)
-        .args(arguments)
         .args(["--ctx", "128", "--threads", "1"])
         .arg("--program")
         .arg(llama_cpp("llama-perplexity"))
-        .arg("--save")
-        .arg(folder.join("list.json"))
-        .arg("--report")
-        .arg(folder.join("report.html"))
+        .args(arguments)
         .env("LLAMA_SIDECAR_PRELOAD", preload_library())
-        .env("TMPDIR", folder)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
+    command
+}
+
+/// `prune` with these arguments, and files in a folder.
+fn prune(model: &Path, arguments: &[&str], folder: &Path) -> Command {
+    let [list, page] = ["list.json", "report.html"].map(|name| folder.join(name));
+    let [list, page] = [&list, &page].map(|path| path.to_str().expect("a name"));
+    let files = ["--save", list, "--report", page];
+    let mut command = measuring("prune", model, &[&files, arguments].concat());
+    command.env("TMPDIR", folder);
     command
 }
 
@@ -316,8 +321,9 @@ fn the_new_model_is_evaluated() {
         &fixture("small-moe.gguf"),
         &[&SEARCH[..], &to].concat(),
         folder.path(),
-    );
-    let output = { output }.output().expect("the command starts");
+    )
+    .output()
+    .expect("the command starts");
     assert!(output.status.success(), "{output:?}");
     let printed: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     let steps = printed["steps"].as_array().expect("steps");
@@ -462,31 +468,13 @@ fn a_list_that_cannot_be_written_loses_no_measurement() {
     let lost = folder.path().join("lost");
     std::fs::create_dir(&lost).expect("a folder");
     let model = fixture("small-moe.gguf");
-    let mut command = Command::new(built("release/llama-sidecar"));
-    let command = command
-        .arg("prune")
-        .arg(&model)
-        .args(SEARCH)
-        .args([
-            "--ctx",
-            "128",
-            "--chunks",
-            "4",
-            "--rounds",
-            "1",
-            "--threads",
-            "1",
-        ])
-        .arg("--program")
-        .arg(llama_cpp("llama-perplexity"))
-        .arg("--save")
-        .arg(lost.join("list.json"))
-        .arg("--report")
-        .arg(folder.path().join("report.html"))
-        .env("LLAMA_SIDECAR_PRELOAD", preload_library())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    let output = at_line(command, "measuring how much", |_| {
+    let [list, page] = [lost.join("list.json"), folder.path().join("report.html")];
+    let [list, page] = [&list, &page].map(|path| path.to_str().expect("a name"));
+    let more = [
+        "--chunks", "4", "--rounds", "1", "--save", list, "--report", page,
+    ];
+    let mut command = measuring("prune", &model, &[&SEARCH[..], &more].concat());
+    let output = at_line(&mut command, "measuring how much", |_| {
         std::fs::remove_dir(&lost).expect("a folder");
     });
     let [printed, error] =
@@ -508,19 +496,16 @@ fn a_list_is_measured() {
         .collect();
     std::fs::write(&given, serde_json::json!(masks).to_string()).expect("free space");
     let measured = |more: &[&str]| {
-        Command::new(built("release/llama-sidecar"))
-            .arg("prune")
-            .arg(fixture("small-moe.gguf"))
-            .arg("--experts")
-            .arg(&given)
-            .args(["--ctx", "128", "--chunks", "4", "--threads", "1"])
-            .args(more)
-            .arg("--program")
-            .arg(llama_cpp("llama-perplexity"))
-            .env("LLAMA_SIDECAR_PRELOAD", preload_library())
-            .env("LLAMA_ARG_FLASH_ATTN", "off")
-            .output()
-            .expect("the command starts")
+        let list = given.to_str().expect("a name");
+        let first = ["--experts", list, "--chunks", "4"];
+        measuring(
+            "prune",
+            &fixture("small-moe.gguf"),
+            &[&first, more].concat(),
+        )
+        .env("LLAMA_ARG_FLASH_ATTN", "off")
+        .output()
+        .expect("the command starts")
     };
     let to = model.to_str().expect("a name");
     let output = measured(&["--text", TEXT, "--check", TEXT, "--json", "-o", to]);
@@ -596,28 +581,20 @@ fn an_interruption_loses_no_measurement_and_leaves_nothing() {
 fn an_interruption_loses_no_margin_and_leaves_nothing() {
     use std::os::unix::process::ExitStatusExt;
     let folder = tempfile::tempdir().expect("a folder");
-    let mut command = Command::new(built("release/llama-sidecar"));
-    let command = command
-        .arg("margins")
-        .arg(fixture("small-moe.gguf"))
-        .args([
-            "--text",
-            TEXT,
-            "--ctx",
-            "128",
-            "--chunks",
-            "2",
-            "--threads",
-            "1",
-        ])
-        .args(["--memory", "20", "--margins", &["0"; 1000].join(",")])
-        .arg("--program")
-        .arg(llama_cpp("llama-perplexity"))
-        .env("LLAMA_SIDECAR_PRELOAD", preload_library())
-        .env("TMPDIR", folder.path())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    let output = interrupted(command, "margin 0: divergence");
+    let margins = ["0"; 1000].join(",");
+    let arguments = [
+        "--text",
+        TEXT,
+        "--chunks",
+        "2",
+        "--memory",
+        "20",
+        "--margins",
+        &margins,
+    ];
+    let mut command = measuring("margins", &fixture("small-moe.gguf"), &arguments);
+    command.env("TMPDIR", folder.path());
+    let output = interrupted(&mut command, "margin 0: divergence");
     assert_eq!(output.status.signal(), Some(15), "{output:?}");
     let printed = String::from_utf8_lossy(&output.stdout);
     assert!(printed.lines().count() >= 2, "{printed}");

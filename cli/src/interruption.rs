@@ -45,7 +45,7 @@ fn owned() -> MutexGuard<'static, Owned> {
 
 /// Returns a function that returns which signals this process ignores.
 pub fn ignored_signals() -> impl Fn(i32) -> bool {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
     move |signal| mask.unwrap_or(0) >> (signal - 1) & 1 == 1

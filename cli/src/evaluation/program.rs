@@ -122,11 +122,16 @@ impl Program {
 
     /// Fails if the drop-in is not there or cannot be loaded into the program, or if no socket can be made.
     pub fn check(&self) -> Result<()> {
-        socket_folder()?;
+        self.drop_in()?;
+        socket_folder().map(drop)
+    }
+
+    /// Returns the path of the drop-in. Fails if it cannot be loaded into the program.
+    fn drop_in(&self) -> Result<PathBuf> {
         let preload = preload_library()?;
         match self.executable.obstacle(&preload) {
             Some(obstacle) => bail!("{obstacle}"),
-            None => Ok(()),
+            None => Ok(preload),
         }
     }
 
@@ -178,8 +183,7 @@ impl Program {
 
     /// Loads the drop-in into the program.
     fn load_drop_in(&self, command: &mut Command) -> Result<()> {
-        self.check()?;
-        let preload = preload_library()?;
+        let preload = self.drop_in()?;
         let variables = self.variables.iter().map(|(name, value)| (name, value));
         command
             .env("LD_PRELOAD", ld_preload(&preload))

@@ -52,8 +52,8 @@ pub struct PruneOptions {
     /// that of temporary files. The base logits of 100 chunks of 512 tokens take 7.8 GB for a vocabulary of 152 thousand.
     #[arg(long, value_name = "DIR", requires = "text")]
     work: Option<PathBuf>,
-    /// Write the pruned model; with --text, it is evaluated. That of a model in shards has as many: name the first one (NAME-00001-of-00003.gguf), or
-    /// NAME.gguf.
+    /// Write the pruned model; with --text, it is evaluated. That of a model in shards has as many: name the first one
+    /// (NAME-00001-of-00003.gguf), or NAME.gguf.
     #[arg(short, long, value_name = "GGUF")]
     output: Option<PathBuf>,
 }
