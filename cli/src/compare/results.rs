@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 
+use crate::evaluation::statistics::Figure;
 use crate::trial::Run;
 
 /// 97.5 % quantiles of Student's t distribution, by degrees of freedom from 1 on.
@@ -48,13 +49,10 @@ impl Ratio {
 
 /// Returns the mean and the half-width of its confidence interval of 95 %; `None` of less than two.
 pub fn mean_and_error(values: &[f64]) -> Option<(f64, f64)> {
-    let count = values.len() as f64;
-    let mean = values.iter().sum::<f64>() / count;
-    let squares = values.iter().map(|value| (value - mean) * (value - mean));
-    let freedom = values.len().checked_sub(2)?;
-    let variance = squares.sum::<f64>() / (count - 1.0);
+    let Figure { mean, error } = Figure::of(values)?;
+    let freedom = values.len() - 2;
     let quantile = QUANTILES[freedom.min(QUANTILES.len() - 1)];
-    Some((mean, quantile * (variance / count).sqrt()))
+    Some((mean, quantile * error))
 }
 
 /// Whether the logits of a way are those of the program.

@@ -28,6 +28,16 @@ pub struct Statistics {
 }
 
 impl Figure {
+    /// Returns the mean of values and its standard error; `None` of less than two.
+    pub fn of(values: &[f64]) -> Option<Figure> {
+        let count = values.len() as f64;
+        let mean = values.iter().sum::<f64>() / count;
+        let squares = values.iter().map(|value| (value - mean) * (value - mean));
+        let variance = squares.sum::<f64>() / (count - 1.0);
+        let error = (variance / count).sqrt();
+        (values.len() > 1).then_some(Figure { mean, error })
+    }
+
     /// Returns whether the difference of two figures is within two standard errors.
     pub fn is_equal_to(&self, other: &Figure) -> bool {
         // Not `hypot`: its symbol needs glibc 2.35.
@@ -66,15 +76,10 @@ pub fn of_chunks(output: &str) -> Vec<f64> {
 /// Both evaluations are of the same text. What the text does to both is not in the differences, so that these have smaller
 /// errors than the divergences.
 pub fn is_smaller(chunks: &[f64], than: &[f64]) -> bool {
-    let count = chunks.len() as f64;
-    if chunks.len() != than.len() || chunks.len() < 2 {
-        return false;
-    }
-    let differences = || chunks.iter().zip(than).map(|(one, other)| one - other);
-    let mean = differences().sum::<f64>() / count;
-    let squares = differences().map(|of| (of - mean) * (of - mean));
-    let error = (squares.sum::<f64>() / (count - 1.0) / count).sqrt();
-    mean < -ERRORS * error
+    let pairs = chunks.iter().zip(than);
+    let differences: Vec<f64> = pairs.map(|(one, other)| one - other).collect();
+    let difference = Figure::of(&differences).filter(|_| chunks.len() == than.len());
+    difference.is_some_and(|of| of.mean < -ERRORS * of.error)
 }
 
 impl Statistics {
