@@ -26,7 +26,7 @@ use sidecar_core::gguf::GgufFile;
 use sidecar_core::memory::{free_memory, usable};
 use sidecar_core::stream::{WINDOW, read_ahead};
 
-use crate::ggml::{Buffer, BufferType, DEVICE_CPU, Device, Ggml, Tensor};
+use crate::ggml::{Buffer, BufferType, DEVICE_CPU, Device, Ggml, Tensor, USAGE_WEIGHTS};
 use crate::loader::caller::Caller;
 use crate::loader::loaded;
 use crate::loader::redirect::Redirection;
@@ -329,6 +329,9 @@ fn id_of(file: c_int) -> Option<FileId> {
 
 /// Replaces `ggml_backend_dev_supports_op` in libllama, which chooses the buffer type of a
 /// tensor by it.
+///
+/// Where libllama and ggml are one object, ggml's scheduler calls it, too: for a placed weight, whose
+/// operation no backend would compute after another answer than the backend's.
 unsafe extern "C-unwind" fn supports_op(device: *mut Device, node: *const Tensor) -> bool {
     type SupportsOp = unsafe extern "C-unwind" fn(*mut Device, *const Tensor) -> bool;
     // SAFETY: the function of this type that was called before, with its arguments; a copy of
@@ -369,7 +372,9 @@ unsafe fn refused_weight<'a>(
         }
         let weight: *mut Tensor = layout.read(node, layout.src);
         let buffer: *mut Buffer = layout.read(weight, layout.buffer);
-        if buffer.is_null() {
+        // libllama chooses with an empty buffer; buffers of placed weights have their usage, also those of no
+        // bytes (`no_alloc`).
+        if buffer.is_null() || (ggml.f.ggml_backend_buffer_get_usage)(buffer) == USAGE_WEIGHTS {
             return None;
         }
         let name = CStr::from_ptr((ggml.f.ggml_get_name)(weight));
@@ -382,13 +387,10 @@ unsafe fn refused_weight<'a>(
 /// Whether routed experts are kept out of a buffer type of a device: a special buffer type of
 /// the CPU would hold a copy of them. False where libllama still chooses such types.
 pub fn keeps_experts_out(ggml: &Ggml, device: *mut Device, buft: *mut BufferType) -> bool {
-    let f = &ggml.f;
-    // SAFETY: a live device; the other function takes nothing.
     std::ptr::eq(ggml, GGML.load(Ordering::Acquire))
-        && unsafe {
-            (f.ggml_backend_dev_type)(device) == DEVICE_CPU
-                && buft != (f.ggml_backend_cpu_buffer_type)()
-        }
+        // SAFETY: a live device.
+        && unsafe { (ggml.f.ggml_backend_dev_type)(device) } == DEVICE_CPU
+        && ggml.special_types(device).contains(&buft)
 }
 
 /// Replaces `llama_set_warmup`, which makes evaluations route to all experts.
