@@ -590,7 +590,7 @@ unsafe extern "C-unwind" fn sched_alloc_graph(sched: *mut Sched, graph: *mut Gra
         // SAFETY: the arguments of the call are live, and the graph is allocated.
         guarded(|| unsafe {
             if lifecycle::uses_routing() {
-                routing::watch(scheduler, sched, &reads, backends.on_cpu, ids_known);
+                routing::watch(scheduler, sched, &reads, &backends, ids_known);
             }
             if !backends.on_cpu {
                 postfetch::graph_split(scheduler, sched, graph, &reads);

@@ -11,7 +11,7 @@ use std::ffi::{c_int, c_void};
 
 use super::layout::{FusedOps, Ops, TensorLayout};
 use super::sys::Functions;
-use super::types::{Callback, InitParams, Tensor};
+use super::types::{Callback, Device, InitParams, Tensor};
 
 /// The most bytes of parameters (`GGML_MAX_OP_PARAMS`).
 const PARAMETERS: usize = 64;
@@ -85,13 +85,13 @@ impl Custom {
     ///
     /// # Safety
     ///
-    /// As there, with layout and operations of the same copy of ggml.
+    /// As there, with layout, operations and functions of the same copy of ggml.
     ///
     /// [`Ggml::call_at_view`]: super::Ggml::call_at_view
     pub unsafe fn call_at_view(
         &self,
-        layout: &TensorLayout,
-        ops: &Ops,
+        (f, layout, ops): (&Functions, &TensorLayout, &Ops),
+        cpu: *mut Device,
         node: *mut Tensor,
         function: Callback,
         data: *const c_void,
@@ -107,6 +107,8 @@ impl Custom {
             if op != ops.view && !ops.fused.is_some_and(reshapes) && !ours {
                 return false;
             }
+            let mut before = vec![0u8; self.parameters.len()];
+            parameters.copy_to_nonoverlapping(before.as_mut_ptr(), before.len());
             let template = self.parameters.as_ptr();
             template.copy_to_nonoverlapping(parameters, self.parameters.len());
             parameters
@@ -115,7 +117,15 @@ impl Custom {
             let user_data = parameters.add(self.user_data);
             user_data.cast::<usize>().write_unaligned(data as usize);
             layout.write(node, layout.op, self.op);
+            // The scheduler asserts that a backend evaluates each node, if it splits the graph again.
+            let supported = (f.ggml_backend_dev_supports_op)(cpu, node);
+            if !supported {
+                before
+                    .as_ptr()
+                    .copy_to_nonoverlapping(parameters, before.len());
+                layout.write(node, layout.op, op);
+            }
+            supported
         }
-        true
     }
 }

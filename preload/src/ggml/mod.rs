@@ -363,7 +363,7 @@ impl Ggml {
     }
 
     /// Turns a view into a node that calls a function, on one thread; returns whether the tensor
-    /// is a view, or was turned before.
+    /// is a view, or was turned before, and the CPU supports such a node.
     ///
     /// # Safety
     ///
@@ -371,14 +371,14 @@ impl Ggml {
     /// The function and its data live as long as the graph.
     pub unsafe fn call_at_view(
         &self,
+        cpu: *mut Device,
         node: *mut Tensor,
         function: Callback,
         data: *const c_void,
     ) -> bool {
-        let (layout, ops) = (&self.layout, &self.ops);
+        let of = (&self.f, &self.layout, &self.ops);
         // SAFETY: as the caller ensures.
-        let turn =
-            |custom: &Custom| unsafe { custom.call_at_view(layout, ops, node, function, data) };
+        let turn = |custom: &Custom| unsafe { custom.call_at_view(of, cpu, node, function, data) };
         self.custom().is_some_and(turn)
     }
 

@@ -23,7 +23,7 @@ use sidecar_core::stream::{Matrices, Ranking};
 use sidecar_core::trace::Ids;
 
 use crate::ggml::{Callback, F32, Ggml, Graph, Sched, Tensor};
-use crate::program::graph::{GraphReads, OP_NONE, UsedWeight};
+use crate::program::graph::{Backends, GraphReads, OP_NONE, UsedWeight};
 use crate::program::models::{self, Model, TensorPointer};
 use crate::program::sched::Scheduler;
 use crate::program::watched::{Place, Record};
@@ -77,10 +77,14 @@ pub unsafe fn watch(
     scheduler: &Scheduler,
     sched: *mut Sched,
     reads: &GraphReads,
-    on_cpu: bool,
+    backends: &Backends,
     function: Callback,
 ) {
     let ggml = scheduler.ggml();
+    let on_cpu = backends.on_cpu;
+    let Some(&cpu) = backends.devices.last() else {
+        return;
+    };
     scheduler.watched.set_mixed(!on_cpu);
     let mut places = scheduler.watched.places.lock();
     let mut used = 0;
@@ -115,7 +119,7 @@ pub unsafe fn watch(
             if !on_cpu && !node.is_null() && !is_on_cpu(ggml, sched, node) {
                 continue;
             }
-            if node.is_null() || !ggml.call_at_view(node, function, data) {
+            if node.is_null() || !ggml.call_at_view(cpu, node, function, data) {
                 note_unknown(ggml, name.layer, weight.ids);
                 continue;
             }
@@ -250,7 +254,7 @@ fn note_unknown(ggml: &Ggml, layer: u32, ids: *mut Tensor) {
         // SAFETY: the ids are a live tensor.
         let op = unsafe { op_name(ggml, ids) };
         log::warn!(
-            "layer {layer}: the routed ids come from the operation {op}, where VIEW is expected; the experts of such layers are read as without streaming"
+            "layer {layer}: the routed ids come from the operation {op}, where a VIEW is expected that the CPU can replace; the experts of such layers are read as without streaming"
         );
     }
 }
