@@ -352,7 +352,7 @@ fn opened_file(call: &Call, path: &Path) {
     if let Ok(path) = std::path::absolute(path) {
         guarded(|| {
             measure::run_once(call.ggml, &|name| call.caller.symbol(name));
-            loads::file_opened(call.ggml, &path);
+            loads::file_opened(call.caller, call.ggml, &path);
             load::file_opened(call.caller, call.ggml);
             counts::file_opened(call.caller);
             if Config::get().expert_masks {
@@ -375,10 +375,25 @@ unsafe extern "C-unwind" fn tensor_alloc(
     guarded(|| unsafe {
         own_cache::tensor_placed(call.ggml, tensor, buffer);
         if loads::is_loading() {
-            loads::tensor_placed(call.ggml, tensor, buffer);
+            weight_placed(&call, tensor, buffer);
         }
     });
     result
+}
+
+/// Records a tensor that may be a weight, and watches its buffer if it is.
+///
+/// # Safety
+///
+/// Both are live and of the copy of the call.
+unsafe fn weight_placed(call: &Call, tensor: *mut Tensor, buffer: *mut Buffer) {
+    report_freed(&models::tensor_placed(tensor));
+    // SAFETY: as the caller ensures.
+    unsafe {
+        if loads::tensor_placed(call.ggml, tensor, buffer) {
+            call.ggml.watch(buffer, buffer_ends);
+        }
+    }
 }
 
 /// Places all tensors of a context in a new buffer.
@@ -396,7 +411,7 @@ unsafe extern "C-unwind" fn tensors_alloc(context: *mut Context, buft: *mut Buff
             let f = &call.ggml.f;
             let mut tensor = (f.ggml_get_first_tensor)(context);
             while !tensor.is_null() {
-                loads::tensor_placed(call.ggml, tensor, buffer as *mut Buffer);
+                weight_placed(&call, tensor, buffer as *mut Buffer);
                 tensor = (f.ggml_get_next_tensor)(context, tensor);
             }
         });
@@ -427,6 +442,14 @@ unsafe extern "C-unwind" fn buffer_free(buffer: *mut Buffer) -> usize {
     let real = meant!(call, *mut Buffer);
     // SAFETY: the argument of the call.
     unsafe { real(buffer) }
+}
+
+/// A buffer with weights is about to be freed, by a call that may not have arrived here.
+fn buffer_ends(buffer: *mut Buffer) {
+    if lifecycle::is_on() {
+        let _inside = Inside::enter();
+        guarded(|| report_freed(&models::buffer_freed(buffer)));
+    }
 }
 
 unsafe extern "C-unwind" fn backend_free(backend: *mut Backend) -> usize {

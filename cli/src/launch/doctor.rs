@@ -227,7 +227,11 @@ fn findings(events: &Events, scheduler: Option<String>) {
                     "this model has no routed experts to trace or to stream",
                 ),
                 layers => {
-                    let found = format!("trace works: {layers} layers with routed experts");
+                    let mut no_effect = events.no_effect();
+                    let found = match no_effect.find(|of| of.requested == NoEffect::TRACE) {
+                        Some(of) => format!("trace does not work: {}", of.sentence),
+                        None => format!("trace works: {layers} layers with routed experts"),
+                    };
                     line("experts", &found);
                     streaming(path, events);
                     let found = match (&scheduler, events.post_fetches(path)) {

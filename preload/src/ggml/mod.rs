@@ -6,6 +6,7 @@
 //! |---|---|
 //! | [`own`] | contexts and buffers of the drop-in |
 //! | [`remote`] | buffers on other machines, which wait to be freed |
+//! | [`ends`] | the end of a buffer, seen at the buffer itself |
 //! | [`split`] | devices that stand for several |
 //! | [`custom`] | a view that calls a function when it is evaluated |
 //! | [`layout`] | the offsets of the fields of tensors |
@@ -26,6 +27,7 @@ use sidecar_core::protocol;
 use crate::process::journal;
 
 mod custom;
+mod ends;
 mod layout;
 mod one_device;
 mod own;
@@ -55,6 +57,8 @@ pub struct Ggml {
     pub graph_view: Option<GraphView>,
     /// How a node calls a function; determined on first use.
     custom: OnceCell<Option<Custom>>,
+    /// The offset of `free_buffer` in buffers, if it is known; determined on first use.
+    free_buffer_at: OnceCell<Option<usize>>,
 }
 
 /// The fields of a tensor that a switch replaces.
@@ -116,6 +120,7 @@ impl Ggml {
                     graph_view: (!view.is_null())
                         .then(|| unsafe { std::mem::transmute::<*mut c_void, GraphView>(view) }),
                     custom: OnceCell::new(),
+                    free_buffer_at: OnceCell::new(),
                 }));
                 copies.push(copy);
                 Some(copy)

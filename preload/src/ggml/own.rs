@@ -277,6 +277,11 @@ impl OwnBuffer {
         tensor
     }
 
+    /// Returns the address of its struct, to compare.
+    pub fn address(&self) -> usize {
+        self.buffer as usize
+    }
+
     /// Sets all bytes to zero.
     pub fn clear(&self) {
         // SAFETY: a live buffer.

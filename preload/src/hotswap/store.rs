@@ -779,6 +779,7 @@ impl Store for ProgramStore<'_> {
                     return Err(REFUSED_MEANWHILE);
                 }
                 let mut next = next.lock();
+                model.check_tensors(next.iter().map(|next| (next.tensor, next.instance)))?;
                 own_cache::check(&model, next.iter().map(|next| (next.tensor, next.to.ty)))?;
                 for next in next.iter_mut() {
                     let instance = &model.tensors[next.tensor].instances[next.instance];

@@ -15,13 +15,13 @@
 //! may wait for a thread that calls an exported function.
 
 use std::ffi::{CStr, c_int, c_void};
-use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 
 use once_cell::sync::OnceCell;
 
 use crate::ggml::Ggml;
 use crate::loader::loaded::{self, Place};
+use crate::process::memory::Memory;
 
 /// Calls a macro with the table of interposed functions: a [`Hook`] and the exported name.
 macro_rules! hooks {
@@ -359,10 +359,13 @@ fn register(place: Place, unloads: u64) -> &'static Caller {
 fn by_arguments(hook: Hook, arguments: &Arguments) -> Option<(&'static Caller, *mut c_void)> {
     /// Hooks have three arguments at most.
     const ARGUMENTS: usize = 3;
+    let memory = Memory::open();
     arguments.iter().take(ARGUMENTS).find_map(|argument| {
         let mut words = [0; 1 + WORDS];
         words[0] = *argument;
-        copy_of_memory(*argument, &mut words[1..]);
+        if let Some(memory) = &memory {
+            memory.copy(*argument, &mut words[1..]);
+        }
         words.into_iter().find_map(|word| {
             let found = loaded::look(|objects, scratch| {
                 loaded::in_own_group(objects, scratch, word, hook.name(), this_library())
@@ -374,19 +377,6 @@ fn by_arguments(hook: Hook, arguments: &Arguments) -> Option<(&'static Caller, *
 
 /// How many words are read of what an argument points to.
 const WORDS: usize = 24;
-
-/// Copies memory as far as it can be read.
-fn copy_of_memory(address: usize, words: &mut [usize]) {
-    let Ok(memory) = std::fs::File::open("/proc/self/mem") else {
-        return;
-    };
-    let Ok(offset) = libc::off_t::try_from(address) else {
-        return;
-    };
-    let bytes = size_of_val(words);
-    // SAFETY: the kernel writes at most the size of `words`, or fails.
-    unsafe { libc::pread(memory.as_raw_fd(), words.as_mut_ptr().cast(), bytes, offset) };
-}
 
 /// Keeps the object of an address loaded.
 fn keep_loaded(address: *const c_void) {

@@ -16,7 +16,9 @@ pub fn note(model: &Model, effect: &Effect) {
         return;
     }
     let path = model.files[0].gguf.source.path().display().to_string();
-    let obstacle = obstacle(model, &buffer_types).map(str::to_owned);
+    let obstacle = obstacle(model, &buffer_types)
+        .map(str::to_owned)
+        .or_else(|| model.unreached.post_fetch.clone());
     if let Some(obstacle) = &obstacle {
         let sentence = format!("post-fetch: no experts of {path} are copied: {obstacle}");
         log::warn!("{sentence}");

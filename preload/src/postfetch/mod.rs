@@ -189,6 +189,9 @@ impl Capability for PostFetch {
 
     fn model_complete(&self, model: &Arc<Model>) {
         if self.is_enabled() {
+            if model.unreached.post_fetch.is_some() {
+                state::refuse(model.ggml);
+            }
             experts::note(model, &EFFECT);
         }
     }

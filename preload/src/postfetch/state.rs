@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::{Mutex, MutexGuard, RwLock};
 use sidecar_core::config::{Config, PostFetchMode};
 
 use super::biases::Biases;
@@ -154,9 +154,21 @@ pub fn states() -> impl Iterator<Item = &'static Mutex<State>> {
     STATES.iter().filter(|_| is_on())
 }
 
-/// Returns the state of a scheduler; `None` while post-fetch is off.
+/// Returns the state of a scheduler; `None` while post-fetch is off, or unsafe in its copy of ggml.
 pub fn state_of(scheduler: &Scheduler) -> Option<MutexGuard<'static, State>> {
-    is_on().then(|| STATES[scheduler.number()].lock())
+    let is_safe = is_on()
+        && !UNSAFE
+            .read()
+            .contains(&std::ptr::from_ref(scheduler.ggml()).addr());
+    is_safe.then(|| STATES[scheduler.number()].lock())
+}
+
+/// Copies of ggml in which calls do not arrive that post-fetch needs.
+static UNSAFE: RwLock<Vec<usize>> = RwLock::new(Vec::new());
+
+/// Turns post-fetch off in a copy of ggml.
+pub fn refuse(ggml: &Ggml) {
+    UNSAFE.write().push(std::ptr::from_ref(ggml).addr());
 }
 
 /// Whether post-fetch is enabled.

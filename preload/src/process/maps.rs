@@ -43,6 +43,7 @@ struct Map {
     path: Vec<u8>,
     /// Whether it is shared, and for reading alone.
     is_plain: bool,
+    is_code: bool,
 }
 
 /// The mapped files.
@@ -61,6 +62,7 @@ impl Maps {
                 inode: text(4)?.parse().ok()?,
                 path: fields.get(5)?.trim_ascii().to_vec(),
                 is_plain: text(1)? == "r--s",
+                is_code: text(1)?.contains('x'),
             })
         };
         Maps(text.split(|&byte| byte == b'\n').filter_map(line).collect())
@@ -87,6 +89,12 @@ impl Maps {
         let first = first.map_or(at, |second| second - 1);
         let last = last.unwrap_or(at);
         Some(self.0[first].addresses.start..self.0[last].addresses.end)
+    }
+
+    /// Whether an address is in memory that can be executed.
+    pub fn is_code(&self, address: usize) -> bool {
+        let map = self.0.iter().find(|map| map.addresses.contains(&address));
+        map.is_some_and(|map| map.is_code)
     }
 
     /// Whether bytes of a file from an offset on are mapped at an address, shared and for reading alone.
@@ -124,6 +132,7 @@ mod tests {
             inode,
             path: b"/model".to_vec(),
             is_plain: inode == 8,
+            is_code: false,
         };
         let maps = Maps(vec![
             map(100, 10, 0, 7),

@@ -24,6 +24,7 @@ use sidecar_core::gguf::{Access, GgufFile, Value};
 use sidecar_core::protocol::Event;
 
 use crate::ggml::{Buffer, Ggml, Tensor};
+use crate::loader::caller::Caller;
 use crate::process::journal;
 use crate::process::maps::Maps;
 use crate::program::derived;
@@ -35,6 +36,8 @@ pub struct Load {
     thread: ThreadId,
     /// The copy of ggml that opened its files.
     pub ggml: &'static Ggml,
+    /// The object that opened its files.
+    pub caller: &'static Caller,
     /// Its only file, or its first shard.
     pub path: PathBuf,
     /// Its files that have tensors.
@@ -141,7 +144,7 @@ pub fn addresses() -> Range<usize> {
 }
 
 /// Records a GGUF file that the program opened on this thread.
-pub fn file_opened(ggml: &'static Ggml, path: &Path) {
+pub fn file_opened(caller: &'static Caller, ggml: &'static Ggml, path: &Path) {
     let gguf = match GgufFile::open(path, Access::Read) {
         Ok(gguf) => gguf,
         Err(error) => {
@@ -190,6 +193,7 @@ pub fn file_opened(ggml: &'static Ggml, path: &Path) {
                 number,
                 thread,
                 ggml,
+                caller,
                 path: first,
                 files: vec![gguf],
                 tensors: Vec::new(),
@@ -263,12 +267,12 @@ pub fn note_kept_out(name: &CStr) {
     }
 }
 
-/// Records a tensor that was given memory.
+/// Records a tensor that was given memory. Returns whether it is a weight of a model that is being loaded.
 ///
 /// # Safety
 ///
 /// A live tensor of this copy of ggml that has a name.
-pub unsafe fn tensor_placed(ggml: &'static Ggml, tensor: *mut Tensor, buffer: *mut Buffer) {
+pub unsafe fn tensor_placed(ggml: &'static Ggml, tensor: *mut Tensor, buffer: *mut Buffer) -> bool {
     // SAFETY: as the caller ensures.
     let (name, ne, address) = unsafe {
         let name = CStr::from_ptr((ggml.f.ggml_get_name)(tensor));
@@ -286,7 +290,7 @@ pub unsafe fn tensor_placed(ggml: &'static Ggml, tensor: *mut Tensor, buffer: *m
         if ggml.ops.fused.is_some() && name.to_bytes().starts_with(b"blk.") && !is_derived {
             loads.note_altered(ggml, name);
         }
-        return;
+        return false;
     }
     SHARED.lowest.fetch_min(tensor, Ordering::Relaxed);
     SHARED.highest.fetch_max(tensor + 1, Ordering::Relaxed);
@@ -307,6 +311,7 @@ pub unsafe fn tensor_placed(ggml: &'static Ggml, tensor: *mut Tensor, buffer: *m
             of,
         }),
     }
+    true
 }
 
 /// Takes the load that has the first of these tensors that any has.

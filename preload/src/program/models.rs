@@ -22,8 +22,10 @@ use sidecar_core::reload::{Cause, Engine, TrackedFile};
 use crate::ggml::{
     self, Buffer, BufferType, Descriptor, Device, Ggml, OwnBuffer, Tensor, TensorStruct,
 };
+use crate::loader::reach::Unreached;
 use crate::process::journal;
 use crate::process::maps::Maps;
+use crate::process::memory::Memory;
 use crate::program::barrier::{self, ModelSet};
 use crate::program::graph::UsedWeight;
 use crate::program::groups::Groups;
@@ -71,6 +73,12 @@ pub struct Model {
     pub unclear: Option<CString>,
     /// The hot-swap that the program has of its own, if the drop-in's is on.
     pub own_hotswap: Option<OwnHotSwap>,
+    /// Why capabilities are unsafe in this program.
+    pub unreached: Unreached,
+    /// Whether the end of each of its buffers is watched.
+    is_watched: bool,
+    /// Set once its memory is found to be another than that which was registered.
+    lost: OnceCell<()>,
     /// The name of what a graph reads in memory for weights although no file has it: perhaps a copy
     /// of weights, which a swap would not change.
     unknown: OnceCell<CString>,
@@ -162,6 +170,9 @@ unsafe impl Sync for BufferTypePointer {}
 /// Registered tensors by address: the model, the index of the tensor, and the index of the
 /// instance.
 type Index = HashMap<usize, (Arc<Model>, usize, usize)>;
+
+/// Why nothing is swapped in a model.
+const LOST: &str = "its memory is not that which the program loaded: the program freed it by a call that the drop-in does not see; report it with the version of the program";
 
 /// The models that the program has loaded.
 struct Registered {
@@ -257,6 +268,12 @@ impl Model {
                 "the program was loading several models at once, and {name:?} may belong to any of them: load one model after the other"
             ));
         }
+        if self.lost.get().is_some() {
+            return Some(LOST.into());
+        }
+        if let Some(unreached) = &self.unreached.hot_swap {
+            return Some(unreached.clone());
+        }
         if self.own_hotswap == Some(OwnHotSwap::MayBeCalled) {
             return Some(OwnHotSwap::MayBeCalled.sentence().into());
         }
@@ -269,6 +286,63 @@ impl Model {
         has_other.then(|| {
             "the program's ggml has no functions for its devices: keep the model on the CPU".into()
         })
+    }
+
+    /// Returns why nothing may be written to it or read from it, if so: its tensors, their buffers and the mappings of its
+    /// files are not those that were registered, because a call that freed them did not arrive.
+    pub fn check(&self) -> Result<(), &'static str> {
+        let maps = Maps::read();
+        let is_mapped = |tensor: &ModelTensor, instance: &Instance| {
+            maps.is_of(instance.original.data, &self.files[tensor.file].gguf)
+        };
+        let is_there = |tensor: &ModelTensor| {
+            let mut instances = tensor.instances.iter();
+            instances.all(|instance| !instance.mapped || is_mapped(tensor, instance))
+        };
+        let all = (0..self.tensors.len()).flat_map(|tensor| {
+            let instances = 0..self.tensors[tensor].instances.len();
+            instances.map(move |instance| (tensor, instance))
+        });
+        match self.tensors.iter().all(is_there) {
+            true => self.check_tensors(all),
+            false => self.is_lost(),
+        }
+    }
+
+    /// The same for some of its tensors and their buffers: an index of a tensor and of an instance.
+    pub fn check_tensors(
+        &self,
+        mut instances: impl Iterator<Item = (usize, usize)>,
+    ) -> Result<(), &'static str> {
+        let (ggml, layout) = (self.ggml, &self.ggml.layout);
+        let memory = Memory::open();
+        let is_same = |memory: &Memory, (tensor, number): (usize, usize)| {
+            let instance = &self.tensors[tensor].instances[number];
+            let read = |field| memory.word(instance.tensor.0 as usize + field);
+            let original = instance.original.buffer;
+            let is_private = |buffer| {
+                let private = instance.private.lock();
+                private.as_ref().is_some_and(|of| of.address() == buffer)
+            };
+            let ne = self.ne(tensor).iter().enumerate();
+            let mut extents = ne.map(|(at, &n)| read(layout.ne + at * 8) == Some(n as usize));
+            read(layout.buffer)
+                .is_some_and(|buffer| buffer == original as usize || is_private(buffer))
+                && extents.all(|same| same)
+                && (!self.is_watched || ggml.is_watched(memory, original))
+        };
+        match memory.is_some_and(|memory| instances.all(|of| is_same(&memory, of))) {
+            true => Ok(()),
+            false => self.is_lost(),
+        }
+    }
+
+    fn is_lost(&self) -> Result<(), &'static str> {
+        let had_obstacle = self.obstacle().is_some();
+        if self.lost.set(()).is_ok() && !had_obstacle {
+            self.report_obstacle();
+        }
+        Err(LOST)
     }
 
     /// Records the name of what a graph reads in memory for weights although no file has it.
@@ -636,6 +710,15 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
         name.to_str().unwrap_or_default()
     });
     let groups = Groups::of(names);
+    let memory = Memory::open();
+    let is_watched = memory.is_some_and(|memory| {
+        let mut instances = tensors.iter().flat_map(|tensor| &tensor.instances);
+        instances.all(|instance| ggml.is_watched(&memory, instance.original.buffer))
+    });
+    // SAFETY: devices live as long as the process.
+    let has_gpu = devices
+        .iter()
+        .any(|&device| unsafe { !ggml.is_cpu(device) });
     let model = Arc::new(Model {
         number: REGISTERED.next.fetch_add(1, Ordering::Relaxed),
         ggml,
@@ -649,6 +732,9 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
         altered,
         unclear: load.unclear,
         own_hotswap,
+        unreached: Unreached::of(load.caller, has_gpu, is_watched),
+        is_watched,
+        lost: OnceCell::new(),
         unknown: OnceCell::new(),
         devices: devices
             .iter()
@@ -688,6 +774,15 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
 pub fn buffer_freed(buffer: *mut Buffer) -> Vec<Arc<Model>> {
     loads::buffer_freed(buffer);
     remove(|instance| instance.original.buffer == buffer)
+}
+
+/// Forgets the models that have a tensor at this address, which is given memory: their memory was freed by a call that
+/// did not arrive. Returns them.
+pub fn tensor_placed(tensor: *mut Tensor) -> Vec<Arc<Model>> {
+    match is_registered(tensor) {
+        true => remove(|instance| instance.tensor.0 == tensor),
+        false => Vec::new(),
+    }
 }
 
 /// Forgets the models that have tensors at these addresses, whose memory is about to be

@@ -340,7 +340,8 @@ fn start(model: &Arc<Model>) {
         log::warn!("{path}: it has no routed experts, so nothing of it is streamed");
         return;
     };
-    if let Some(obstacle) = memory.obstacle() {
+    let unreached = model.unreached.streaming.clone();
+    if let Some(obstacle) = unreached.or_else(|| memory.obstacle().map(str::to_owned)) {
         log::warn!("{path}: {obstacle}");
         if !model.kept_out.is_empty() {
             log::warn!(
@@ -348,7 +349,7 @@ fn start(model: &Arc<Model>) {
                 model.kept_out.len()
             );
         }
-        note_start(&path, Some(obstacle.into()));
+        note_start(&path, Some(obstacle));
         return;
     }
     load::finish(model);

@@ -192,6 +192,8 @@ impl Capability for ExpertTrace {
         let counts = keeps && (!routed.is_empty() || unknown.is_some());
         let of = &SCHEDULERS[scheduler.number()];
         of.counts.store(counts, Ordering::Relaxed);
+        // Its graph was dropped by a call that did not arrive: only a first evaluation waits for so long on the CPU.
+        of.leave_out();
         let mut known = of.graph.lock();
         // Counts add up; routes and saliency have a place for one set of experts in each layer.
         let several = several_in_a_layer(&routed);
@@ -289,6 +291,10 @@ impl Capability for ExpertTrace {
         let Some(traces) = TRACES.try_read() else {
             return Vec::new();
         };
+        let obstacles = EFFECT.obstacles();
+        if !obstacles.is_empty() {
+            return obstacles;
+        }
         if traces.is_empty() {
             let sentence = "nothing was counted: no evaluated model has routed experts";
             return vec![EFFECT.report(sentence.into(), false)];
@@ -505,6 +511,13 @@ impl ModelTrace {
         }
         let files_now = files().map(|file| (file.source.path().to_owned(), file.source.id()));
         let content: Content = files_now.collect();
+        if let Some(unreached) = &model.unreached.trace {
+            let path = model.path.display();
+            EFFECT.log_obstacle(format!(
+                "the experts of {path} are not counted: {unreached}"
+            ));
+            return None;
+        }
         let mut traces = TRACES.write();
         if let Some(trace) = traces.iter().find(|trace| trace.content == content) {
             let mut loads = trace.loads.lock();
