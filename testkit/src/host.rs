@@ -34,6 +34,9 @@ const LOG_DELAY: Duration = Duration::from_secs(60);
 const VULKAN_LIBRARIES: &str =
     "node/node_modules/@node-llama-cpp/linux-x64-vulkan/bins/linux-x64-vulkan";
 
+/// The addon among the packages of llama.node.
+const LLAMA_NODE: &str = "node_modules/@fugood/node-llama-linux-x64/index.node";
+
 /// Keeps the weights of a program out of the CPU's special buffer types. Which types of weights
 /// those take depends on the processor; the weights are not mapped then, and cannot be read back.
 const PLAIN_BUFFERS: (&str, &str) = ("HOST_PLAIN_BUFFERS", "1");
@@ -74,6 +77,10 @@ pub enum Program {
     CThreadSanitizer,
     /// ik_llama.cpp in Python, with options that `hosts/python/ik_llama.py` lists.
     IkLlama(&'static [&'static str]),
+    /// llama.node: llama.cpp in one object, whose calls the compiler has bound.
+    LlamaNode,
+    /// xllamacpp: llama.cpp in one object, whose calls go through the loader.
+    Xllamacpp,
     /// C, linked with the newest libllama from source, for models of any architecture;
     /// `hosts/architectures/host.c` lists its commands. It starts without a model.
     Architectures,
@@ -171,6 +178,20 @@ impl Program {
                 command = Command::new(ik_llama_file("bin/python"));
                 command.arg(hosts.join("python/ik_llama.py")).arg(model);
                 command.args(options);
+            }
+            Program::LlamaNode => {
+                command = Command::new("sh");
+                command
+                    .args(["-c", "exec node \"$0\" \"$@\" 3>&1 1>&2"])
+                    .arg(hosts.join("node/llama_node.js"))
+                    .arg(cache().join("llama-node").join(LLAMA_NODE))
+                    .arg(model);
+            }
+            Program::Xllamacpp => {
+                command = Command::new(cache().join("xllamacpp/bin/python"));
+                command
+                    .arg(hosts.join("python/xllamacpp_host.py"))
+                    .arg(model);
             }
             Program::C | Program::CMapped | Program::CTwoThreads | Program::CThreadSanitizer => {
                 let folder = match self {

@@ -38,7 +38,7 @@ fn make_now() -> Result<PathBuf> {
     std::fs::create_dir_all(&fixtures)?;
     let node = fixtures.join("node");
     if !node.exists() {
-        fetch_node(&node).context("node-llama-cpp and its libraries from npm")?;
+        install_node(&node, &NODE_PACKAGES).context("node-llama-cpp and its libraries from npm")?;
     }
     copy(&root().join("hosts/node/host.mjs"), &node.join("host.mjs"))?;
     let upstream = fixtures.join("upstream");
@@ -107,6 +107,10 @@ pub fn python() -> Result<PathBuf> {
 
 /// ik_llama.cpp with its Python bindings, prebuilt. Their own dependencies are not used here.
 pub const IK_LLAMA: &str = "ik-llama-cpp-python==0.1.5";
+/// llama.cpp in one object, prebuilt.
+const XLLAMACPP: &str = "xllamacpp==2026.10.11549";
+/// The same for Node, optimised at link time.
+const LLAMA_NODE: &str = "@fugood/node-llama-linux-x64@1.7.15";
 /// llama-cpp-python, for libraries that are built already.
 const LLAMA_CPP_PYTHON: &str = "llama-cpp-python==0.3.36";
 
@@ -126,6 +130,22 @@ pub fn llama_cpp_python() -> Result<()> {
             .env("CMAKE_ARGS", "-DLLAMA_BUILD=OFF");
     })
     .context("llama-cpp-python from PyPI")
+}
+
+/// Makes a virtual environment with xllamacpp, if it is not there. Its own dependencies are not used here.
+pub fn xllamacpp() -> Result<()> {
+    environment("xllamacpp", XLLAMACPP, |pip| {
+        pip.args(["--no-deps", "--only-binary", ":all:", XLLAMACPP]);
+    })
+    .context("xllamacpp from PyPI")
+}
+
+/// Gets llama.node, if it is not there.
+pub fn llama_node() -> Result<()> {
+    match cache().join("llama-node") {
+        target if target.exists() => Ok(()),
+        target => install_node(&target, &[LLAMA_NODE]).context("llama.node from npm"),
+    }
 }
 
 /// Makes a virtual environment with the tools that check a wheel and metrics, and numpy, if it is not there.
@@ -163,8 +183,9 @@ fn environment(name: &str, package: &str, arguments: impl FnOnce(&mut Command)) 
     Ok(std::fs::write(installed, package)?)
 }
 
-fn fetch_node(target: &Path) -> Result<()> {
-    println!("downloading {}", NODE_PACKAGES.join(", "));
+/// Installs packages from npm into a folder of the cache.
+fn install_node(target: &Path, packages: &[&str]) -> Result<()> {
+    println!("downloading {}", packages.join(", "));
     let folder = scratch("node")?;
     std::fs::write(
         folder.join("package.json"),
@@ -174,7 +195,7 @@ fn fetch_node(target: &Path) -> Result<()> {
     run(command("npm", &folder)
         .args(["install", "--omit=optional", "--ignore-scripts"])
         .args(["--no-audit", "--no-fund", "--silent"])
-        .args(NODE_PACKAGES))?;
+        .args(packages))?;
     Ok(std::fs::rename(folder, target)?)
 }
 

@@ -122,6 +122,10 @@ const CHECKS: &[Check] = &[
     )
     .unless(llama_cpp::missing),
     Check::programs("drop-in in ik_llama.cpp", "ik_llama"),
+    Check::programs(
+        "drop-in in programs with llama.cpp in one object",
+        "programs",
+    ),
     Check::programs("drop-in in ik_llama.cpp from source", "ik_llama_source")
         .unless(ik_llama_cpp::missing),
     Check::programs("drop-in with nothing enabled", "idle"),
@@ -270,6 +274,8 @@ impl Check {
 pub fn hosts() -> Result<()> {
     fixtures::ik_llama()?;
     fixtures::llama_cpp_python()?;
+    fixtures::xllamacpp()?;
+    fixtures::llama_node()?;
     cmake::build_loader()?;
     cmake::sim_ggml()?;
     cmake::build_hosts().map(|_| ())
