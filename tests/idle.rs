@@ -215,6 +215,163 @@ fn a_constructor_may_wait_for_a_thread_that_calls() {
     same("loader", &steps, &["1", UNLOADED[1]]);
 }
 
+/// A library whose tables a test changes. Addresses of its tables are offsets in the file.
+struct Library(Vec<u8>);
+
+impl Library {
+    fn u32(&mut self, at: usize) -> &mut [u8; 4] {
+        self.0[at..].first_chunk_mut().expect("in the file")
+    }
+
+    fn u64(&mut self, at: usize) -> &mut [u8; 8] {
+        self.0[at..].first_chunk_mut().expect("in the file")
+    }
+
+    fn offset(&mut self, at: usize) -> usize {
+        u64::from_le_bytes(*self.u64(at)) as usize
+    }
+
+    /// Returns where the program header of a kind is.
+    fn header(&mut self, kind: u32) -> usize {
+        let first = self.offset(32);
+        let mut all = (first..).step_by(56);
+        all.find(|at| *self.u32(*at) == kind.to_le_bytes())
+            .expect("a header")
+    }
+
+    /// Returns where the entry of a tag is in the dynamic section. Entries that end it follow its last one.
+    fn dynamic(&mut self, tag: u64) -> usize {
+        let header = self.header(2);
+        let first = self.offset(header + 8);
+        let mut all = (first..).step_by(16);
+        all.find(|at| *self.u64(*at) == tag.to_le_bytes())
+            .expect("an entry")
+    }
+
+    fn table(&mut self, tag: u64) -> usize {
+        let entry = self.dynamic(tag);
+        self.offset(entry + 8)
+    }
+
+    fn set_tag(&mut self, tag: u64, to: u64) {
+        let entry = self.dynamic(tag);
+        *self.u64(entry) = to.to_le_bytes();
+    }
+
+    fn set_value(&mut self, tag: u64, to: u64) {
+        let entry = self.dynamic(tag);
+        *self.u64(entry + 8) = to.to_le_bytes();
+    }
+
+    fn fill(&mut self, from: usize, words: u32, value: u32) {
+        for at in 0..words as usize {
+            *self.u32(from + 4 * at) = value.to_le_bytes();
+        }
+    }
+
+    /// Returns words at the start of a table.
+    fn words<const N: usize>(&mut self, from: usize) -> [u32; N] {
+        std::array::from_fn(|at| u32::from_le_bytes(*self.u32(from + 4 * at)))
+    }
+}
+
+#[test]
+fn a_library_with_damaged_tables_changes_nothing() {
+    const HASH: u64 = 4;
+    const STRINGS: u64 = 5;
+    const SYMBOLS: u64 = 6;
+    const SONAME: u64 = 14;
+    const GNU_HASH: u64 = 0x6fff_fef5;
+    /// A tag without a meaning.
+    const NONE: u64 = 0x6fff_fdf0;
+    fn let_all_pass(library: &mut Library) -> (usize, u32) {
+        let table = library.table(GNU_HASH);
+        let [buckets, _, filters, _] = library.words(table);
+        library.fill(table + 16, 2 * filters, u32::MAX);
+        (table + 16 + 8 * filters as usize, buckets)
+    }
+    fn fill_hash(library: &mut Library, bucket: u32, entry: u32) {
+        library.set_tag(GNU_HASH, NONE);
+        let table = library.table(HASH);
+        let [buckets, entries] = library.words(table);
+        library.fill(table + 8, buckets, bucket);
+        library.fill(table + 8 + 4 * buckets as usize, entries, entry);
+    }
+    type Damage = fn(&mut Library);
+    let damages: [(&str, Damage); 13] = [
+        ("the buckets lead out of the file", |library| {
+            let (table, buckets) = let_all_pass(library);
+            library.fill(table, buckets, 0x7fff_ffff);
+        }),
+        ("the chains have no end", |library| {
+            let (table, buckets) = let_all_pass(library);
+            let [_, first] = library.words(table);
+            library.fill(table, buckets, first);
+            library.fill(table + 4 * buckets as usize, 64, 0);
+        }),
+        ("the number of filters is wrong", |library| {
+            let table = library.table(GNU_HASH);
+            library.fill(table + 8, 1, 1 << 31);
+        }),
+        ("the number of buckets is wrong", |library| {
+            let_all_pass(library);
+            let table = library.table(GNU_HASH);
+            library.fill(table, 1, u32::MAX);
+        }),
+        ("a chain is a circle", |library| fill_hash(library, 1, 1)),
+        ("a chain leads out of the file", |library| {
+            fill_hash(library, 0x7fff_fff0, 0x7fff_fff0);
+        }),
+        ("there are no hashes", |library| {
+            library.set_tag(GNU_HASH, NONE);
+            library.set_tag(HASH, NONE + 1);
+        }),
+        ("the table of hashes begins at its end", |library| {
+            // A part of the file that is loaded for writing is the last one.
+            let end = library.0.len() as u64;
+            library.set_value(GNU_HASH, end.next_multiple_of(1 << 12) - 8);
+        }),
+        ("its name is far away", |library| {
+            library.set_value(SONAME, 0x7fff_ffff_ffff);
+        }),
+        ("its name is before its strings", |library| {
+            library.set_value(SONAME, u64::MAX);
+        }),
+        ("the names of its symbols are far away", |library| {
+            let_all_pass(library);
+            let table = library.table(SYMBOLS);
+            for symbol in 1..4 {
+                library.fill(table + 24 * symbol, 1, 0xffff_fff0);
+            }
+        }),
+        ("its symbols are far away", |library| {
+            library.set_value(SYMBOLS, 0x7fff_ffff_0000);
+        }),
+        ("its strings have no end", |library| {
+            let end = library.0.len() as u64;
+            library.set_value(STRINGS, end);
+        }),
+    ];
+    let folder = tempfile::tempdir().expect("a folder");
+    let bytes = std::fs::read(built("hosts-loader/liblone.so")).expect("a library");
+    let mut differ = Vec::new();
+    for (what, damage) in damages {
+        let mut library = Library(bytes.clone());
+        damage(&mut library);
+        let path = folder.path().join("damaged.so");
+        std::fs::write(&path, library.0).expect("a file");
+        let damaged = format!("local={}", path.display());
+        let steps = [&damaged, "local=./libplugin1.so", "call=1:go"];
+        let without = seen(&mut loader("loader", &steps));
+        let with = seen(loader("loader", &steps).env("LD_PRELOAD", preload_library()));
+        assert_eq!(without.code, Some(0), "{what}: {without:?}");
+        if with != without {
+            differ.push((what, with));
+        }
+    }
+    assert!(differ.is_empty(), "{differ:#?}");
+}
+
 /// The loader's work in each program of a command: libraries to load, and addresses to relocate
 /// in pages that are copied for it.
 #[test]

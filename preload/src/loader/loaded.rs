@@ -7,13 +7,16 @@
 //! read with `dlerror`. Crates for ELF read files: they need the sizes of tables, which a
 //! loaded object does not have.
 //!
-//! The rules are those of glibc's loader (`elf/dl-lookup.c`).
+//! The rules are those of glibc's loader (`elf/dl-lookup.c`), except that nothing in an object is
+//! trusted: programs open libraries with damaged tables, of which the loader reads none. All
+//! reads are bounded by the part of the object that has the table (`Memory`), and all
+//! walks by [`MOST_STEPS`]. Indirect functions count as missing: ggml has none, and a damaged one would be run.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::hash::{DefaultHasher, Hasher};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use libc::{Elf64_Phdr, Elf64_Sym, dl_phdr_info};
+use libc::{Elf64_Phdr, Elf64_Sym, PF_R, PF_W, PF_X, dl_phdr_info};
 
 /// The addresses and the name of an object. Two are equal when the same file is loaded at
 /// the same addresses.
@@ -35,32 +38,54 @@ pub struct Object {
     /// The loader's name: a path; null or empty for the main program.
     name: *const c_char,
     base: usize,
+    headers: *const [Elf64_Phdr],
     /// The pages that the loader made read-only after it had filled the slots in them.
     read_only: (usize, usize),
     tables: Tables,
 }
 
-/// The tables of a dynamic section; 0 for a table that is missing.
+/// The tables of a dynamic section; empty where one is missing.
 #[derive(Clone, Copy, Default)]
 struct Tables {
-    dynamic: usize,
-    strings: usize,
-    symbols: usize,
-    gnu_hash: usize,
-    hash: usize,
-    versions: usize,
-    defined_versions: usize,
-    needed_versions: usize,
+    dynamic: Memory,
+    strings: Memory,
+    symbols: Memory,
+    gnu_hash: Memory,
+    hash: Memory,
+    versions: Memory,
+    defined_versions: Memory,
+    needed_versions: Memory,
     soname: Option<usize>,
-    relocations: Relocations,
-    plt_relocations: Relocations,
+    relocations: Memory,
+    plt_relocations: Memory,
 }
 
+/// Memory of a loaded object that may be read: a table, and what follows it in its part of the
+/// object.
 #[derive(Clone, Copy, Default)]
-struct Relocations {
+struct Memory {
     start: usize,
     bytes: usize,
 }
+
+/// A type of which all bit patterns are valid.
+///
+/// # Safety
+///
+/// It consists of integers.
+unsafe trait Plain: Copy {}
+// SAFETY: integers.
+unsafe impl Plain for u16 {}
+// SAFETY: as above.
+unsafe impl Plain for u32 {}
+// SAFETY: as above.
+unsafe impl Plain for u64 {}
+// SAFETY: as above.
+unsafe impl Plain for usize {}
+// SAFETY: as above.
+unsafe impl Plain for Elf64_Sym {}
+// SAFETY: as above.
+unsafe impl<T: Plain, const N: usize> Plain for [T; N] {}
 
 /// A reference of an object to a name that it does not define.
 #[derive(Debug, Clone, Copy)]
@@ -105,7 +130,6 @@ const STB_WEAK: u8 = 2;
 const STB_GNU_UNIQUE: u8 = 10;
 const STT_NOTYPE: u8 = 0;
 const STT_FUNC: u8 = 2;
-const STT_GNU_IFUNC: u8 = 10;
 const STV_INTERNAL: u8 = 1;
 const STV_HIDDEN: u8 = 2;
 /// The bit of a version index that hides the symbol from references without a version.
@@ -113,20 +137,78 @@ const VERSION_HIDDEN: u16 = 0x8000;
 /// The first index of a version after the first version of an object.
 const LATER_VERSION: u16 = 3;
 
-const SYMBOL_BYTES: usize = size_of::<Elf64_Sym>();
 /// `struct Elf64_Rela`: offset, info, addend.
-const RELOCATION_BYTES: usize = 24;
+type Relocation = [usize; 3];
 const R_X86_64_GLOB_DAT: u32 = 6;
 const R_X86_64_JUMP_SLOT: u32 = 7;
 
-/// Reads a value of a loaded object.
-///
-/// # Safety
-///
-/// The address is in a table of an object that is loaded.
-unsafe fn read<T: Copy>(address: usize) -> T {
-    // SAFETY: as the caller ensures; tables may be aligned for less than `T`.
-    unsafe { std::ptr::read_unaligned(address as *const T) }
+/// Entries of a chain or a list that are read at most: damaged ones have no end, and the
+/// loader's lock is held meanwhile. Linkers make chains of a few entries.
+const MOST_STEPS: usize = 1 << 16;
+
+impl Memory {
+    fn is_empty(self) -> bool {
+        self.bytes == 0
+    }
+
+    /// Returns this memory without what follows its first bytes.
+    fn first(self, bytes: usize) -> Memory {
+        let bytes = bytes.min(self.bytes);
+        Memory { bytes, ..self }
+    }
+
+    /// Returns bytes at an offset; `None` if they are not all in this memory.
+    fn slice(&self, offset: usize, bytes: usize) -> Option<&[u8]> {
+        if self.is_empty() || bytes > self.bytes.checked_sub(offset)? {
+            return None;
+        }
+        // SAFETY: in a part of an object that is loaded and may be read.
+        Some(unsafe { std::slice::from_raw_parts((self.start + offset) as *const u8, bytes) })
+    }
+
+    /// Returns the value at an offset; `None` if it is not in this memory.
+    fn read<T: Plain>(&self, offset: usize) -> Option<T> {
+        let bytes = self.slice(offset, size_of::<T>())?;
+        // SAFETY: as many bytes as the type has, all of whose bit patterns are valid; tables may be
+        // aligned for less.
+        Some(unsafe { bytes.as_ptr().cast::<T>().read_unaligned() })
+    }
+
+    /// Returns an entry of a table.
+    fn entry<T: Plain>(&self, index: usize) -> Option<T> {
+        self.read(index.checked_mul(size_of::<T>())?)
+    }
+
+    /// Returns the entries of a table.
+    fn entries<T: Plain>(self) -> impl Iterator<Item = T> {
+        (0..).map_while(move |index| self.entry(index))
+    }
+
+    /// Returns the string at an offset; empty if it does not end in this memory, or is too long for
+    /// a path.
+    fn text(&self, offset: usize) -> &CStr {
+        let left = self.bytes.saturating_sub(offset);
+        let bytes = self.slice(offset, left.min(libc::PATH_MAX as usize));
+        let text = bytes.and_then(|bytes| CStr::from_bytes_until_nul(bytes).ok());
+        text.unwrap_or(c"")
+    }
+
+    /// Whether the string at an offset is this one.
+    fn has_text(&self, offset: usize, text: &CStr) -> bool {
+        let text = text.to_bytes_with_nul();
+        self.slice(offset, text.len()) == Some(text)
+    }
+
+    /// Returns the offsets of the entries of a list: each has, `field` bytes behind its start, the
+    /// distance to the next one, which is 0 in the last one.
+    fn list(self, first: usize, field: usize) -> impl Iterator<Item = usize> {
+        let next = move |at: &usize| match self.read::<u32>(at + field)? {
+            0 => None,
+            distance => Some(at + distance as usize),
+        };
+        let all = std::iter::successors(Some(first), next).take(MOST_STEPS);
+        all.take_while(move |at| *at < self.bytes)
+    }
 }
 
 /// Calls `visit` with each loaded object, in load order, until it returns false. No object
@@ -344,17 +426,6 @@ fn headers(info: &dl_phdr_info) -> &[Elf64_Phdr] {
     unsafe { std::slice::from_raw_parts(info.dlpi_phdr, usize::from(info.dlpi_phnum)) }
 }
 
-/// Returns the pages that the loader makes read-only after relocation: first address and end.
-fn read_only_pages(info: &dl_phdr_info) -> (usize, usize) {
-    let headers = headers(info);
-    let part = headers.iter().find(|h| h.p_type == libc::PT_GNU_RELRO);
-    part.map_or((0, 0), |part| {
-        let start = (info.dlpi_addr as usize).wrapping_add(part.p_vaddr as usize);
-        let end = start.wrapping_add(part.p_memsz as usize);
-        (page_of(start), page_of(end))
-    })
-}
-
 /// Returns the first address of the page of an address.
 fn page_of(address: usize) -> usize {
     address & !(page_bytes() - 1)
@@ -395,62 +466,89 @@ impl Slot {
 
 impl Object {
     fn of(info: &dl_phdr_info) -> Object {
+        let base = info.dlpi_addr as usize;
+        Object::new(Place::of(info), info.dlpi_name, base, headers(info))
+    }
+
+    fn new(place: Place, name: *const c_char, base: usize, headers: &[Elf64_Phdr]) -> Object {
+        let header = |kind| headers.iter().find(|header| header.p_type == kind);
+        // Where the loader makes pages read-only after relocation.
+        let read_only = header(libc::PT_GNU_RELRO).map_or((0, 0), |part| {
+            let start = base.wrapping_add(part.p_vaddr as usize);
+            let end = start.wrapping_add(part.p_memsz as usize);
+            (page_of(start), page_of(end))
+        });
         let mut object = Object {
-            place: Place::of(info),
-            name: info.dlpi_name,
-            base: info.dlpi_addr as usize,
-            read_only: read_only_pages(info),
+            place,
+            name,
+            base,
+            headers,
+            read_only,
             tables: Tables::default(),
         };
-        let dynamic = headers(info).iter().find(|h| h.p_type == libc::PT_DYNAMIC);
-        if let Some(dynamic) = dynamic {
-            object.tables.dynamic = object.base.wrapping_add(dynamic.p_vaddr as usize);
+        if let Some(dynamic) = header(libc::PT_DYNAMIC) {
+            let start = base.wrapping_add(dynamic.p_vaddr as usize);
+            object.tables.dynamic = object.memory(start, PF_R).unwrap_or_default();
             object.read_tables();
         }
         object
     }
 
+    /// Returns the memory from an address to the end of the part of this object that has it;
+    /// `None` where no part has it, or not for this access.
+    fn memory(&self, start: usize, access: u32) -> Option<Memory> {
+        // SAFETY: the loader's headers of a loaded object.
+        let headers = unsafe { &*self.headers };
+        let parts = headers
+            .iter()
+            .filter(|h| h.p_type == libc::PT_LOAD && h.p_flags & access != 0);
+        let mut rests = parts.filter_map(|part| {
+            let offset = start.wrapping_sub(self.base.wrapping_add(part.p_vaddr as usize));
+            let bytes = (part.p_memsz as usize).checked_sub(offset)?;
+            start.checked_add(bytes)?;
+            (bytes > 0).then_some(Memory { start, bytes })
+        });
+        rests.next()
+    }
+
     fn read_tables(&mut self) {
         let mut found = self.tables;
+        let (mut relocations, mut plt_relocations) = (0, 0);
         for (tag, value) in self.dynamic() {
             match tag {
-                DT_STRTAB => found.strings = self.address(value),
-                DT_SYMTAB => found.symbols = self.address(value),
-                DT_GNU_HASH => found.gnu_hash = self.address(value),
-                DT_HASH => found.hash = self.address(value),
-                DT_VERSYM => found.versions = self.address(value),
-                DT_VERDEF => found.defined_versions = self.address(value),
-                DT_VERNEED => found.needed_versions = self.address(value),
+                DT_STRTAB => found.strings = self.table(value),
+                DT_SYMTAB => found.symbols = self.table(value),
+                DT_GNU_HASH => found.gnu_hash = self.table(value),
+                DT_HASH => found.hash = self.table(value),
+                DT_VERSYM => found.versions = self.table(value),
+                DT_VERDEF => found.defined_versions = self.table(value),
+                DT_VERNEED => found.needed_versions = self.table(value),
                 DT_SONAME => found.soname = Some(value),
-                DT_RELA => found.relocations.start = self.address(value),
-                DT_RELASZ => found.relocations.bytes = value,
-                DT_JMPREL => found.plt_relocations.start = self.address(value),
-                DT_PLTRELSZ => found.plt_relocations.bytes = value,
+                DT_RELA => found.relocations = self.table(value),
+                DT_RELASZ => relocations = value,
+                DT_JMPREL => found.plt_relocations = self.table(value),
+                DT_PLTRELSZ => plt_relocations = value,
                 _ => {}
             }
         }
+        found.relocations = found.relocations.first(relocations);
+        found.plt_relocations = found.plt_relocations.first(plt_relocations);
         self.tables = found;
     }
 
     /// Returns the entries of the dynamic section.
     fn dynamic(&self) -> impl Iterator<Item = (usize, usize)> {
-        let start = self.tables.dynamic;
-        let entries = (0..).map_while(move |number: usize| {
-            // SAFETY: the section ends with DT_NULL, where this stops.
-            let entry = unsafe { read::<[usize; 2]>(start + number * 16) };
-            (entry[0] != DT_NULL).then_some((entry[0], entry[1]))
-        });
-        entries.take(if start == 0 { 0 } else { usize::MAX })
+        let entries = self.tables.dynamic.entries::<[usize; 2]>();
+        let entries = entries.take_while(|[tag, _]| *tag != DT_NULL);
+        entries.map(|[tag, value]| (tag, value))
     }
 
-    /// Returns the address of a table; 0 if it is outside of the object. The loader has
-    /// replaced offsets by addresses where the section can be written.
-    fn address(&self, value: usize) -> usize {
-        let moved = self.base.wrapping_add(value);
-        [value, moved]
-            .into_iter()
-            .find(|address| self.contains(*address))
-            .unwrap_or(0)
+    /// Returns a table; an empty one if it is outside of the object. The loader has replaced
+    /// offsets by addresses where the section can be written.
+    fn table(&self, value: usize) -> Memory {
+        let starts = [value, self.base.wrapping_add(value)];
+        let found = starts.iter().find_map(|start| self.memory(*start, PF_R));
+        found.unwrap_or_default()
     }
 
     /// Whether an address is in this object.
@@ -467,26 +565,15 @@ impl Object {
         unsafe { CStr::from_ptr(self.name) }
     }
 
-    fn string(&self, offset: usize) -> &CStr {
-        if self.tables.strings == 0 {
-            return c"";
-        }
-        // SAFETY: offsets of an object lead to C strings in its table.
-        unsafe { CStr::from_ptr((self.tables.strings + offset) as *const c_char) }
-    }
-
     fn needed(&self) -> impl Iterator<Item = &CStr> {
         let names = self.dynamic().filter(|(tag, _)| *tag == DT_NEEDED);
-        names.map(|(_, offset)| self.string(offset))
+        names.map(|(_, offset)| self.tables.strings.text(offset))
     }
 
     /// Whether a dependency of this name means this object.
     fn is_called(&self, name: &CStr) -> bool {
-        if self
-            .tables
-            .soname
-            .is_some_and(|soname| self.string(soname) == name)
-        {
+        let is_soname = |offset| self.tables.strings.has_text(offset, name);
+        if self.tables.soname.is_some_and(is_soname) {
             return true;
         }
         let (path, name) = (self.name().to_bytes(), name.to_bytes());
@@ -496,162 +583,78 @@ impl Object {
         }
     }
 
-    fn symbol(&self, index: usize) -> Elf64_Sym {
-        // SAFETY: indices come from the object's own tables.
-        unsafe { read(self.tables.symbols + index * SYMBOL_BYTES) }
-    }
-
     fn version_index(&self, symbol: usize) -> u16 {
-        match self.tables.versions {
-            0 => 0,
-            // SAFETY: the table has an entry for each symbol.
-            table => unsafe { read(table + symbol * 2) },
-        }
+        self.tables.versions.entry(symbol).unwrap_or(0)
     }
 
     /// Whether it defines a function of this name.
     pub fn defines(&self, name: &CStr) -> bool {
-        self.any_definition(name, |_| true)
+        self.functions(name).next().is_some()
     }
 
     /// Whether it defines versions of a function.
     pub fn defines_versions_of(&self, name: &CStr) -> bool {
-        self.tables.defined_versions != 0 && self.defines(name)
+        !self.tables.defined_versions.is_empty() && self.defines(name)
     }
 
     /// Whether it defines a function of this name at this address.
     pub fn defines_at(&self, name: &CStr, address: usize) -> bool {
-        self.any_definition(name, |symbol| {
-            // The resolver of an indirect function chooses among functions of its object.
-            symbol.st_info & 15 == STT_GNU_IFUNC || self.address_of(symbol) == address
-        })
-    }
-
-    fn any_definition(&self, name: &CStr, accept: impl Fn(&Elf64_Sym) -> bool) -> bool {
-        let mut found = false;
-        self.named(name, |index| {
-            let symbol = self.symbol(index);
-            found = is_definition(&symbol) && accept(&symbol);
-            !found
-        });
-        found
-    }
-
-    fn address_of(&self, symbol: &Elf64_Sym) -> usize {
-        match symbol.st_shndx {
-            SHN_ABS => symbol.st_value as usize,
-            _ => self.base.wrapping_add(symbol.st_value as usize),
-        }
+        self.functions(name).any(|(_, found)| found == address)
     }
 
     /// Returns the address of a function that this object defines, in the version of a
-    /// reference. Runs the resolver of an indirect function.
+    /// reference.
     pub fn definition(&self, name: &CStr, version: Option<Version>) -> Option<usize> {
+        // The default of several versions, if there is no older one.
         let mut later = None;
         let mut laters = 0;
-        let mut exact = None;
-        self.named(name, |index| {
-            let symbol = self.symbol(index);
-            if !is_definition(&symbol) {
-                return true;
-            }
-            let full = self.version_index(index);
+        for (symbol, address) in self.functions(name) {
+            let full = self.version_index(symbol);
             let (index, hidden) = (full & !VERSION_HIDDEN, full & VERSION_HIDDEN != 0);
             let matches = match version {
-                _ if self.tables.versions == 0 => true,
+                _ if self.tables.versions.is_empty() => true,
                 Some(wanted) => {
                     let own = self.version_name(index);
                     own == Some(wanted) || own.is_none() && !hidden
                 }
-                None if index < LATER_VERSION => true,
-                // The default of several versions, if there is no older one.
-                None => {
-                    if !hidden {
-                        later.get_or_insert(symbol);
-                        laters += 1;
-                    }
-                    false
-                }
+                None => index < LATER_VERSION,
             };
             if matches {
-                exact = Some(symbol);
+                return Some(address);
             }
-            !matches
-        });
-        let symbol = exact.or(later.filter(|_| laters == 1))?;
-        let mut address = self.address_of(&symbol);
-        if symbol.st_info & 15 == STT_GNU_IFUNC {
-            // SAFETY: the object is loaded; the function of an indirect symbol returns the address.
-            let resolver: extern "C" fn() -> usize = unsafe { std::mem::transmute(address) };
-            address = resolver();
+            if version.is_none() && !hidden {
+                later.get_or_insert(address);
+                laters += 1;
+            }
         }
-        Some(address)
+        later.filter(|_| laters == 1)
     }
 
     /// Returns the version of an index of defined symbols; `None` for the object's own name.
     fn version_name(&self, index: u16) -> Option<Version> {
-        let mut at = self.tables.defined_versions;
-        if at == 0 || index <= 1 {
-            return None;
-        }
         // struct Elf64_Verdef: u16 version, flags, index, count; u32 hash, aux, next.
-        loop {
-            // SAFETY: each entry has the offset of the next one; the last one has 0.
-            let (found, hash, next) = unsafe {
-                (
-                    read::<u16>(at + 4),
-                    read::<u32>(at + 8),
-                    read::<u32>(at + 16),
-                )
-            };
-            if found & !VERSION_HIDDEN == index {
-                return Some(Version(hash));
-            }
-            if next == 0 {
-                return None;
-            }
-            at += next as usize;
-        }
+        let table = self.tables.defined_versions;
+        let entries = table.list(0, 16).map(|at| (at + 4, at + 8));
+        find_version(table, entries, index)
     }
 
     /// Returns the version of an index of undefined symbols.
     fn needed_version(&self, index: u16) -> Option<Version> {
-        let mut at = self.tables.needed_versions;
-        if at == 0 || index <= 1 {
-            return None;
-        }
-        loop {
-            // SAFETY: struct Elf64_Verneed: u16 version, count; u32 file, aux, next.
-            let (aux, next) = unsafe { (read::<u32>(at + 8), read::<u32>(at + 12)) };
-            let mut entry = at + aux as usize;
-            loop {
-                // SAFETY: struct Elf64_Vernaux: u32 hash; u16 flags, index; u32 name, next.
-                let (hash, found, next) = unsafe {
-                    (
-                        read::<u32>(entry),
-                        read::<u16>(entry + 6),
-                        read::<u32>(entry + 12),
-                    )
-                };
-                if found & !VERSION_HIDDEN == index {
-                    return Some(Version(hash));
-                }
-                if next == 0 {
-                    break;
-                }
-                entry += next as usize;
-            }
-            if next == 0 {
-                return None;
-            }
-            at += next as usize;
-        }
+        // struct Elf64_Verneed: u16 version, count; u32 file, aux, next.
+        // struct Elf64_Vernaux: u32 hash; u16 flags, index; u32 name, next.
+        let table = self.tables.needed_versions;
+        let files = table.list(0, 12);
+        let entries = files.flat_map(|file| {
+            let first = table.read::<u32>(file + 8).unwrap_or(0);
+            table.list(file + first as usize, 12)
+        });
+        find_version(table, entries.map(|at| (at + 6, at)), index)
     }
 
     /// Returns the reference of this object to a name, if it has one.
     pub fn reference(&self, name: &CStr) -> Option<Reference> {
         let (_, _, index) = self.relocations_for(name).next()?;
-        let symbol = self.symbol(index);
+        let symbol: Elf64_Sym = self.tables.symbols.entry(index)?;
         let version = self.version_index(index) & !VERSION_HIDDEN;
         Some(Reference {
             weak: symbol.st_info >> 4 == STB_WEAK,
@@ -667,14 +670,16 @@ impl Object {
         let (start, end) = self.read_only;
         self.relocations_for(name)
             .filter(|(_, kind, _)| [R_X86_64_GLOB_DAT, R_X86_64_JUMP_SLOT].contains(kind))
-            .map(move |(offset, ..)| {
-                let address = self.base.wrapping_add(offset);
-                Slot {
-                    address,
-                    read_only: (start..end).contains(&address),
-                }
+            .map(|(offset, ..)| self.base.wrapping_add(offset))
+            .filter(|address| {
+                let memory = self.memory(*address, PF_W);
+                address.is_multiple_of(align_of::<AtomicUsize>())
+                    && memory.is_some_and(|memory| memory.bytes >= size_of::<AtomicUsize>())
             })
-            .filter(|slot| self.contains(slot.address))
+            .map(move |address| Slot {
+                address,
+                read_only: (start..end).contains(&address),
+            })
     }
 
     /// Returns the relocations for a name: offset of the slot, kind, and index of the symbol.
@@ -682,103 +687,300 @@ impl Object {
         let tables = [self.tables.plt_relocations, self.tables.relocations];
         tables
             .into_iter()
-            .filter(|table| table.start != 0 && self.tables.symbols != 0)
-            .flat_map(|table| {
-                let count = table.bytes / RELOCATION_BYTES;
-                (0..count).map(move |number| table.start + number * RELOCATION_BYTES)
-            })
-            .map(|relocation| {
-                // SAFETY: within the table; info is the symbol's index and the kind.
-                unsafe { (read::<usize>(relocation), read::<u64>(relocation + 8)) }
-            })
-            .map(|(offset, info)| (offset, info as u32, (info >> 32) as usize))
-            .filter(move |&(_, _, index)| {
-                index != 0 && self.string(self.symbol(index).st_name as usize) == name
-            })
+            .flat_map(|table| table.entries::<Relocation>())
+            // Info is the symbol's index and the kind.
+            .map(|[offset, info, _]| (offset, info as u32, info >> 32))
+            .filter(move |&(_, _, index)| index != 0 && self.is_named(index, name))
     }
 
-    /// Calls `visit` with the index of each symbol of a name until it returns false.
-    fn named(&self, name: &CStr, mut visit: impl FnMut(usize) -> bool) {
-        let found = |index: usize| {
-            let symbol = self.symbol(index);
-            self.string(symbol.st_name as usize) == name && !visit(index)
+    /// Whether a symbol has this name.
+    fn is_named(&self, index: usize, name: &CStr) -> bool {
+        let symbol = self.tables.symbols.entry::<Elf64_Sym>(index);
+        symbol.is_some_and(|of| self.tables.strings.has_text(of.st_name as usize, name))
+    }
+
+    /// Returns the functions of a name that this object defines: index of the symbol, and address.
+    fn functions(&self, name: &CStr) -> impl Iterator<Item = (usize, usize)> {
+        let hashed = self.in_gnu_hash(name);
+        // `DT_HASH` has the number of symbols in its second word.
+        let all = match self.tables.gnu_hash.is_empty() {
+            true => self.tables.hash.entry::<u32>(1).unwrap_or(0),
+            false => 0,
         };
-        if self.tables.symbols == 0 {
-            return;
-        }
-        if self.tables.gnu_hash != 0 {
-            self.in_gnu_hash(name, found);
-        } else if self.tables.hash != 0 {
-            self.in_hash(name, found);
-        }
+        let all = (0..all as usize).take(MOST_STEPS);
+        hashed
+            .into_iter()
+            .flatten()
+            .chain(all)
+            .filter(move |index| self.is_named(*index, name))
+            .filter_map(|index| {
+                let symbol: Elf64_Sym = self.tables.symbols.entry(index)?;
+                let address = self.base.wrapping_add(symbol.st_value as usize);
+                // It may be called.
+                self.memory(address, PF_X)?;
+                is_definition(&symbol).then_some((index, address))
+            })
     }
 
-    /// Searches `DT_GNU_HASH` until `found` returns true.
-    fn in_gnu_hash(&self, name: &CStr, mut found: impl FnMut(usize) -> bool) {
+    /// Returns the symbols that may have a name, according to `DT_GNU_HASH`.
+    fn in_gnu_hash(&self, name: &CStr) -> Option<impl Iterator<Item = usize>> {
         let table = self.tables.gnu_hash;
         let hash = name.to_bytes().iter().fold(5381u32, |hash, byte| {
             hash.wrapping_mul(33).wrapping_add(u32::from(*byte))
         });
-        // SAFETY: four words, then the filter, the buckets, and a chain that ends with an
-        // odd hash.
-        unsafe {
-            let [buckets, first, filters, shift] = read::<[u32; 4]>(table);
-            if buckets == 0 || filters == 0 {
-                return;
-            }
-            let filter = read::<u64>(table + 16 + 8 * ((hash / 64) % filters) as usize);
-            let bits = (1u64 << (hash % 64)) | (1u64 << (hash.wrapping_shr(shift) % 64));
-            if filter & bits != bits {
-                return;
-            }
-            let bucket = table + 16 + 8 * filters as usize;
-            let chain = bucket + 4 * buckets as usize;
-            let mut index = read::<u32>(bucket + 4 * (hash % buckets) as usize);
-            if index < first {
-                return;
-            }
-            loop {
-                let entry = read::<u32>(chain + 4 * (index - first) as usize);
-                if (entry | 1) == (hash | 1) && found(index as usize) || entry & 1 != 0 {
-                    return;
-                }
-                index += 1;
-            }
+        // Four words, then the filter, the buckets, and chains that end with an odd hash.
+        let [buckets, first, filters, shift] = table.read::<[u32; 4]>(0)?;
+        let filter = 16 + 8 * (hash / 64).checked_rem(filters)? as usize;
+        let filter = table.read::<u64>(filter)?;
+        let bits = (1u64 << (hash % 64)) | (1u64 << (hash.wrapping_shr(shift) % 64));
+        if filter & bits != bits {
+            return None;
         }
-    }
-
-    /// Searches `DT_HASH` until `found` returns true.
-    fn in_hash(&self, name: &CStr, mut found: impl FnMut(usize) -> bool) {
-        let table = self.tables.hash;
-        let hash = name.to_bytes().iter().fold(0u32, |hash, byte| {
-            let hash = (hash << 4).wrapping_add(u32::from(*byte));
-            let high = hash & 0xf000_0000;
-            (hash ^ (high >> 24)) & !high
+        let bucket = 16 + 8 * filters as usize;
+        let chain = bucket + 4 * buckets as usize;
+        let index = table.read::<u32>(bucket + 4 * hash.checked_rem(buckets)? as usize)?;
+        let start = index.checked_sub(first)? as usize;
+        let mut has_ended = false;
+        let entries = (start..).map_while(move |at| {
+            let entry = table.read::<u32>(chain + 4 * at).filter(|_| !has_ended)?;
+            has_ended = entry & 1 != 0;
+            Some((at + first as usize, entry))
         });
-        // SAFETY: two words, then the buckets, and chains that end with 0.
-        unsafe {
-            let buckets = read::<u32>(table);
-            if buckets == 0 {
-                return;
-            }
-            let chain = table + 8 + 4 * buckets as usize;
-            let mut index = read::<u32>(table + 8 + 4 * (hash % buckets) as usize);
-            while index != 0 {
-                if found(index as usize) {
-                    return;
-                }
-                index = read::<u32>(chain + 4 * index as usize);
-            }
-        }
+        let entries = entries.take(MOST_STEPS);
+        let found = entries.filter(move |(_, entry)| entry | 1 == hash | 1);
+        Some(found.map(|(index, _)| index))
     }
+}
+
+/// Returns the version of an index in a table. Each entry has an offset of its index, and of its hash.
+fn find_version(
+    table: Memory,
+    entries: impl Iterator<Item = (usize, usize)>,
+    index: u16,
+) -> Option<Version> {
+    // The first two indices have no version.
+    let mut entries = entries.take(if index <= 1 { 0 } else { MOST_STEPS });
+    let (_, hash) = entries.find(|(at, _)| {
+        let found = table.read::<u16>(*at);
+        found.is_some_and(|found| found & !VERSION_HIDDEN == index)
+    })?;
+    table.read(hash).map(Version)
 }
 
 /// Whether the loader takes a symbol for a definition of a function.
 fn is_definition(symbol: &Elf64_Sym) -> bool {
     let (binding, kind) = (symbol.st_info >> 4, symbol.st_info & 15);
-    symbol.st_shndx != SHN_UNDEF
-        && (symbol.st_value != 0 || symbol.st_shndx == SHN_ABS)
+    ![SHN_UNDEF, SHN_ABS].contains(&symbol.st_shndx)
+        && symbol.st_value != 0
         && [STB_GLOBAL, STB_WEAK, STB_GNU_UNIQUE].contains(&binding)
-        && [STT_NOTYPE, STT_FUNC, STT_GNU_IFUNC].contains(&kind)
+        && [STT_NOTYPE, STT_FUNC].contains(&kind)
         && ![STV_INTERNAL, STV_HIDDEN].contains(&(symbol.st_other & 3))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::hash::BuildHasher;
+
+    // SAFETY: integers.
+    unsafe impl Plain for Elf64_Phdr {}
+
+    /// A library, laid out as the loader does, between pages that cannot be read.
+    struct Image {
+        base: usize,
+        headers: Vec<Elf64_Phdr>,
+        /// What has tables: where damages are made.
+        tables: Vec<Memory>,
+        /// Names of symbols.
+        names: Vec<std::ffi::CString>,
+    }
+
+    impl Image {
+        fn of(path: &str) -> Image {
+            let file = std::fs::read(path).expect("a library");
+            let file = Memory {
+                start: file.as_ptr() as usize,
+                bytes: file.len(),
+            };
+            let first = file.read::<u64>(32).expect("a header") as usize;
+            let count = file.read::<u16>(56).expect("a header").into();
+            let headers = Memory {
+                start: file.start + first,
+                bytes: file.bytes - first,
+            };
+            let headers: Vec<Elf64_Phdr> = headers.entries().take(count).collect();
+            let parts = || headers.iter().filter(|h| h.p_type == libc::PT_LOAD);
+            let end = parts().map(|part| part.p_vaddr + part.p_memsz).max();
+            let bytes = end.expect("a part") as usize;
+            let (pages, page) = (bytes.next_multiple_of(page_bytes()), page_bytes());
+            // SAFETY: a new mapping, in which the loaded pages lie between two others.
+            let base = unsafe {
+                let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+                let none = std::ptr::null_mut();
+                let all = libc::mmap(none, pages + 2 * page, libc::PROT_NONE, flags, -1, 0);
+                assert_ne!(all, libc::MAP_FAILED);
+                let inner = all.byte_add(page);
+                libc::mprotect(inner, pages, libc::PROT_READ | libc::PROT_WRITE);
+                // The last part ends where the page behind it begins.
+                inner as usize + (pages - bytes) / 16 * 16
+            };
+            for part in parts() {
+                let offset = part.p_offset as usize;
+                let bytes = file
+                    .slice(offset, part.p_filesz as usize)
+                    .expect("in the file");
+                let to = (base + part.p_vaddr as usize) as *mut u8;
+                // SAFETY: in the mapping.
+                unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+            }
+            let mut image = Image {
+                base,
+                headers,
+                tables: Vec::new(),
+                names: Vec::new(),
+            };
+            let found = image.object().tables;
+            image.tables = vec![
+                found.dynamic.first(
+                    16 * found
+                        .dynamic
+                        .entries()
+                        .take_while(|[tag, _]: &[usize; 2]| *tag != 0)
+                        .count(),
+                ),
+                found.gnu_hash.first(2048),
+                found.hash.first(2048),
+                found.symbols.first(4096),
+                found.strings.first(4096),
+                found.versions.first(512),
+                found.defined_versions.first(512),
+                found.needed_versions.first(256),
+                found.relocations.first(4096),
+                found.plt_relocations.first(2048),
+            ];
+            image.tables.retain(|table| table.bytes > 8);
+            let symbols = found.symbols.entries::<Elf64_Sym>().skip(1).take(200);
+            let names = symbols.map(|symbol| found.strings.text(symbol.st_name as usize));
+            image.names = names
+                .filter(|name| !name.is_empty())
+                .map(CStr::to_owned)
+                .collect();
+            image
+        }
+
+        fn object(&self) -> Object {
+            let place = Place {
+                start: self.base,
+                end: usize::MAX,
+                name: 0,
+            };
+            Object::new(place, std::ptr::null(), self.base, &self.headers)
+        }
+    }
+
+    /// Reads everything that a name leads to.
+    fn visit(object: &Object, name: &CStr) -> usize {
+        let version = Some(Version(7));
+        object.slots(name).for_each(|slot| {
+            slot.get();
+        });
+        object.is_called(name);
+        object.defines_versions_of(name);
+        object.defines_at(name, 1);
+        object.needed().count()
+            + object.definition(name, None).unwrap_or(0)
+            + object.definition(name, version).unwrap_or(0)
+            + usize::from(object.reference(name).is_some())
+    }
+
+    /// Returns the files of the C library and of the loader.
+    fn libraries() -> Vec<String> {
+        let mut found = Vec::new();
+        each(|info| {
+            // SAFETY: the loader's name is a C string.
+            let name = unsafe { CStr::from_ptr(info.dlpi_name) }.to_string_lossy();
+            if name.contains("/libc.so") || name.contains("/ld-linux") {
+                found.push(name.into_owned());
+            }
+            true
+        });
+        found
+    }
+
+    /// A library that is damaged, as the loader does not notice, is read without leaving its memory.
+    #[test]
+    fn damaged_tables_are_read_within_the_object() {
+        let long = std::env::var_os("SIDECAR_LONG_TESTS").is_some();
+        let rounds = if long { 500_000 } else { 10_000 };
+        let libraries = libraries();
+        assert_eq!(libraries.len(), 2, "{libraries:?}");
+        for path in libraries {
+            let image = Image::of(&path);
+            let whole = image.object();
+            let defined = image
+                .names
+                .iter()
+                .filter(|name| whole.defines(name))
+                .count();
+            assert!(defined > 10, "{defined} functions in {path}");
+            assert!(image.tables.len() > 6, "{}", image.tables.len());
+            let seed = std::hash::RandomState::new().hash_one(0);
+            println!("{path}: seed {seed}");
+            let fixed = std::hash::BuildHasherDefault::<DefaultHasher>::default();
+            for round in 0..rounds {
+                let random = |which: u32| fixed.hash_one((seed, round, which)) as usize;
+                let mut before = Vec::new();
+                for damage in 0..1 + random(0) % 3 {
+                    let random = |which| random(1 + 10 * damage as u32 + which);
+                    let table = image.tables[random(0) % image.tables.len()];
+                    let at = table.start + random(1) % (table.bytes - 8);
+                    let value: u64 = match random(2) % 5 {
+                        0 => random(3) as u64,
+                        1 => (random(3) % 0x10000) as u64,
+                        2 => u64::MAX - (random(3) % 64) as u64,
+                        3 => (image.base + random(3) % (1 << 22)) as u64,
+                        _ => 0,
+                    };
+                    let bytes = [1, 2, 4, 8][random(4) % 4];
+                    let place = at as *mut u8;
+                    // SAFETY: in the table.
+                    unsafe {
+                        before.push((place, place.cast::<u64>().read_unaligned()));
+                        place.copy_from_nonoverlapping((&raw const value).cast(), bytes);
+                    }
+                }
+                let object = image.object();
+                for which in 100..103 {
+                    visit(&object, &image.names[random(which) % image.names.len()]);
+                }
+                for (place, value) in before.into_iter().rev() {
+                    // SAFETY: as above.
+                    unsafe { place.cast::<u64>().write_unaligned(value) };
+                }
+            }
+            let after = image
+                .names
+                .iter()
+                .filter(|name| image.object().defines(name));
+            assert_eq!(after.count(), defined);
+        }
+    }
+
+    #[test]
+    fn the_definition_of_a_function_is_the_loaders() {
+        for (name, address) in [
+            (c"getpid", libc::getpid as *const () as usize),
+            (c"mmap", libc::mmap as *const () as usize),
+            (
+                c"dl_iterate_phdr",
+                libc::dl_iterate_phdr as *const () as usize,
+            ),
+        ] {
+            let found = look(|objects, _| {
+                let object = objects.iter().find(|object| object.contains(address));
+                object.and_then(|object| object.definition(name, None))
+            });
+            assert_eq!(found.flatten(), Some(address), "{name:?}");
+        }
+    }
 }
