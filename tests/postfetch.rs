@@ -162,6 +162,62 @@ fn answered_bytes(
     Some(unsafe { std::slice::from_raw_parts(host, expert.nbytes as usize) }.to_vec())
 }
 
+#[test]
+fn a_download_is_of_its_expert_while_others_use_the_memory() {
+    let fixture = Fixture::new();
+    let fetch = fixture.fetch(|_| ());
+    let right: Vec<Vec<u8>> = (0..EXPERTS)
+        .map(|expert| expert_bytes(&fixture.model, 0, expert))
+        .collect();
+    let (ended, downloads) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !ended.load(Ordering::Relaxed) {
+                    for (expert, right) in right.iter().enumerate() {
+                        if let Some(found) = fetch.download(0, expert as u32) {
+                            assert!(found.expect("no error") == *right, "expert {expert}");
+                            downloads.fetch_add(1, Ordering::Relaxed);
+                        }
+                    }
+                }
+            });
+        }
+        let deadline = std::time::Instant::now() + Duration::from_secs(60);
+        for round in 0.. {
+            let expert = round * 7 % EXPERTS;
+            fetch.schedule(0, &[expert as i32]);
+            fetch.acquire(0, expert);
+            fetch.release_layer(0);
+            let is_late = std::time::Instant::now() > deadline;
+            if round > 2000 && downloads.load(Ordering::Relaxed) > 100 || is_late {
+                break;
+            }
+        }
+        ended.store(true, Ordering::Relaxed);
+    });
+    assert!(downloads.into_inner() > 100);
+    fixture.end(fetch);
+}
+
+#[test]
+fn a_forked_child_ends_without_the_device() {
+    let fixture = Fixture::new();
+    let fetch = fixture.fetch(|_| ());
+    // SAFETY: the child frees the scheduler and ends.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let freed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(fetch)));
+        // SAFETY: ends the child without destructors.
+        unsafe { libc::_exit(i32::from(freed.is_err())) };
+    }
+    let mut status = -1;
+    // SAFETY: waits for the child.
+    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+    assert_eq!(status, 0);
+    fixture.end(fetch);
+}
+
 fn check_bytes(fetch: &PostFetch, layer: u32, expert: u32, answer: &Acquired) {
     let right = expert_bytes(fetch.model(), layer, expert);
     if let Some(bytes) = answered_bytes(fetch, layer, expert, answer) {

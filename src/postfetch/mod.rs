@@ -101,6 +101,8 @@ use shared::{Backoff, Shared};
 pub struct PostFetch {
     shared: Arc<Shared>,
     fetcher: Option<JoinHandle<()>>,
+    /// The process in which thread and device can be used.
+    process: u32,
 }
 
 impl PostFetch {
@@ -120,7 +122,11 @@ impl PostFetch {
         if shared.gpu.is_some() && fetcher.is_none() {
             shared.disable("cannot start a thread");
         }
-        PostFetch { shared, fetcher }
+        PostFetch {
+            shared,
+            fetcher,
+            process: std::process::id(),
+        }
     }
 
     /// Starts to copy the down-projections of these experts of a layer, in this order, and
@@ -252,8 +258,12 @@ impl PostFetch {
         gpu.device.stream_wait(stream, done)
     }
 
-    /// Copies an expert back from the device; `None` unless the expert is there and was acquired.
+    /// Copies an expert back from the device; `None` unless the expert is there and was acquired, and
+    /// stays there meanwhile.
     pub fn download(&self, layer: u32, expert: u32) -> Option<Result<Vec<u8>, DeviceError>> {
+        let slot = self.shared.plan.layer(layer)?.slot(expert)?;
+        let transfer = || Some(self.shared.table.lock().lookup(slot).1.ok()?.id);
+        let before = transfer()?;
         let found = self.query(layer, expert);
         let (gpu, weights) = (self.shared.gpu.as_ref()?, found.expert?);
         if found.device_address == 0 {
@@ -261,7 +271,9 @@ impl PostFetch {
         }
         let offset = found.device_address - gpu.memory.address();
         let mut bytes = vec![0; weights.nbytes as usize];
-        Some(gpu.memory.read(offset, &mut bytes).map(|()| bytes))
+        let read = gpu.memory.read(offset, &mut bytes).map(|()| bytes);
+        // After a release by another thread, the memory may have had other experts.
+        (transfer() == Some(before)).then_some(read)
     }
 
     /// Returns the layer whose down-projections a tensor of the model holds. Only base weights
@@ -296,6 +308,11 @@ impl PostFetch {
 
 impl Drop for PostFetch {
     fn drop(&mut self) {
+        if std::process::id() != self.process {
+            // A forked child has no such thread, and can use neither the locks nor the device.
+            std::mem::forget((self.shared.clone(), self.fetcher.take()));
+            return;
+        }
         self.shared.table.lock().stop();
         self.shared.work.notify();
         if let Some(fetcher) = self.fetcher.take() {
