@@ -72,6 +72,7 @@ static void parameters(const char * path) {
     params.n_devices = 2;
     params.device    = 2;
     LOAD_FAILS(path, &params, LLAMA_SIDECAR_STATUS_NOT_FOUND, "device 2");
+    CHECK(strstr(llama_sidecar_last_error(), path) != NULL);
     LOAD_FAILS(NULL, NULL, LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "path");
 
     // The device is too small: nothing is loaded, and the model stays usable.
@@ -194,6 +195,47 @@ static void struct_sizes(const struct llama_model * model) {
     FILLS(llama_expert_stream_params, 16, llama_expert_stream_default_params(&room.known));
 }
 
+static int n_logged = 0;
+
+// A callback may come while the library holds locks that the call would wait for.
+static void log_that_reloads(uint32_t level, const char * text, void * context) {
+    struct llama_sidecar_report * report = NULL;
+    CHECK(level > 0 && strlen(text) > 0);
+    FAILS(llama_sidecar_reload((struct llama_context *) context, &report),
+          LLAMA_SIDECAR_STATUS_BUSY, "log callback");
+    n_logged++;
+}
+
+static void callbacks(const char * path) {
+    static char bytes[1 << 20];
+    FILE *      file = fopen(path, "rb");
+    CHECK(file != NULL);
+    size_t size = fread(bytes, 1, sizeof(bytes), file);
+    CHECK(size > 0 && fclose(file) == 0);
+    write_file(bytes, size);
+    struct llama_sidecar_params params;
+    params.struct_size = sizeof(params);
+    OK(llama_sidecar_default_params(&params));
+    // Not a value that a C compiler writes. It counts as true.
+    memset(&params.hotswap, 2, 1);
+    struct llama_model * model = llama_model_load(BAD_FILE, &params);
+    CHECK(model != NULL);
+    struct llama_context * context = llama_sidecar_context_new(model);
+    CHECK(context != NULL);
+    // The file is replaced by one that is ignored, which is logged.
+    CHECK(remove(BAD_FILE) == 0);
+    write_file("JPEG....", 8);
+    OK(llama_sidecar_log_set(log_that_reloads, context));
+    struct llama_sidecar_report * report = NULL;
+    OK(llama_sidecar_reload(context, &report));
+    OK(llama_sidecar_log_set(NULL, NULL));
+    CHECK(n_logged == 1);
+    OK(llama_sidecar_report_free(report));
+    OK(llama_sidecar_context_free(context));
+    OK(llama_sidecar_model_free(model));
+    CHECK(remove(BAD_FILE) == 0);
+}
+
 static void report_sizes(const char * path) {
     struct llama_sidecar_params params;
     params.struct_size = sizeof(params);
@@ -272,6 +314,7 @@ int main(int argc, char ** argv) {
     handles(model, context);
     lookups(model);
     struct_sizes(model);
+    callbacks(argv[1]);
     report_sizes(argv[1]);
     moments(model, context);
     streams(model);

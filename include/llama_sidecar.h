@@ -15,6 +15,9 @@
  *    with an older header keeps working, with the fields that it knows.
  *  - Threads: every call can be made from any thread, unless its description states otherwise.
  *  - Pointers must be valid for the call. They can be NULL only where the description allows it.
+ *  - A bool that a program passes or returns is true unless all its bits are 0.
+ *  - Callbacks must return: no C++ exception, longjmp or end of the thread may leave them. Their
+ *    descriptions state which calls they can make.
  *  - Strings are NUL-terminated: UTF-8, or the raw bytes of the file. The caller frees only
  *    handles; each description states how long a returned pointer is valid.
  *  - Sizes and offsets are in bytes, times in microseconds, unless the name states otherwise.
@@ -267,7 +270,9 @@ struct llama_sidecar_expert_tensor {
 };
 
 /**
- * Receives a log message. Can be called from any thread.
+ * Receives a log message. Can be called from any thread, inside of any call, while the library holds
+ * locks. Calls that take a handle fail with LLAMA_SIDECAR_STATUS_BUSY in it; it must not wait for
+ * another thread that makes such a call.
  *
  * @param level 1 error, 2 warning, 3 information, 4 debugging.
  * @param text Message without a newline. Valid during the call only.
@@ -359,7 +364,8 @@ struct llama_sidecar_model_info {
 
 /**
  * Receives the progress of llama_sidecar_model_load_all, on the thread that made that call. The
- * last call has `done` equal to `total`. There is no call if nothing is to be loaded.
+ * last call has `done` equal to `total`. There is no call if nothing is to be loaded. It can make any
+ * call, except that it must not reload this model.
  *
  * @param done Bytes loaded so far.
  * @param total Bytes to load.
@@ -820,6 +826,8 @@ enum llama_sidecar_status llama_sidecar_expert_tensor_get_info(const struct llam
  * the lowest level that is logged.
  *
  * @param callback NULL restores standard error.
+ * @param user_data Passed to `callback`. It must stay valid until the callback is replaced and the
+ * calls of the library that other threads have begun before have ended.
  */
 enum llama_sidecar_status llama_sidecar_log_set(llama_sidecar_log_callback callback,
                                                 void *user_data);
@@ -880,8 +888,8 @@ enum llama_sidecar_status llama_sidecar_model_get_info(const struct llama_model 
  * Loads every tensor that is not loaded yet to its device.
  *
  * @param progress Can be NULL. If it returns false, the call frees what it loaded and fails with
- * LLAMA_SIDECAR_STATUS_CANCELLED. It must not reload this model.
- * @param user_data Passed to `progress`.
+ * LLAMA_SIDECAR_STATUS_CANCELLED.
+ * @param user_data Passed to `progress`; not used after the call.
  * @param report Receives the result; can be NULL.
  */
 enum llama_sidecar_status llama_sidecar_model_load_all(const struct llama_model *model,
@@ -910,7 +918,10 @@ enum llama_sidecar_status llama_postfetch_default_params(struct llama_postfetch_
 struct llama_postfetch *llama_postfetch_init(const struct llama_model *model,
                                              const struct llama_postfetch_params *params);
 
-/** Frees a scheduler. Waits for its copies and for the work of streams that use its experts. */
+/**
+ * Frees a scheduler. Waits for its copies and for the work of streams that use its experts. In a
+ * forked child, which cannot use the device, it frees the handle alone.
+ */
 enum llama_sidecar_status llama_postfetch_free(struct llama_postfetch *postfetch);
 
 /**
@@ -991,8 +1002,8 @@ enum llama_sidecar_status llama_postfetch_hand_back(const struct llama_postfetch
 
 /**
  * Copies an expert from the device to `buffer`, for debugging. Fails with
- * LLAMA_SIDECAR_STATUS_NOT_FOUND if the expert is not on the device or `size` is not its size in
- * bytes.
+ * LLAMA_SIDECAR_STATUS_NOT_FOUND if the expert is not on the device, `size` is not its size in bytes,
+ * or another thread releases the expert meanwhile.
  */
 enum llama_sidecar_status llama_postfetch_download(const struct llama_postfetch *postfetch,
                                                    uint32_t layer,

@@ -5,6 +5,7 @@
 //! library. An id is never reused, so a freed handle is never taken for a live one.
 
 use std::any::Any;
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -26,6 +27,20 @@ struct Table {
 
 static TABLE: Lazy<RwLock<Table>> = Lazy::new(RwLock::default);
 
+thread_local! {
+    /// Whether a callback runs on this thread while the library holds locks.
+    static IS_REFUSED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs a callback that may come while this thread holds locks of objects: calls with handles fail in
+/// it, because they would wait for the thread itself.
+pub(super) fn without_handles(callback: impl FnOnce()) {
+    // A thread that is ending has no variable any more.
+    let before = IS_REFUSED.try_with(|is_refused| is_refused.replace(true));
+    callback();
+    let _ = IS_REFUSED.try_with(|is_refused| is_refused.set(before.unwrap_or(false)));
+}
+
 /// A type that C uses through a pointer to an opaque struct.
 pub(super) trait Handle {
     /// The object of the handle. Each handle type has an object type of its own.
@@ -46,6 +61,12 @@ pub(super) fn new<H: Handle>(object: H::Object) -> *mut H {
 /// Returns the object of a handle. The result keeps the object alive, also when another thread
 /// frees the handle.
 pub(super) fn get<H: Handle>(handle: *const H) -> Result<Arc<H::Object>, Failure> {
+    if IS_REFUSED.try_with(Cell::get).unwrap_or(false) {
+        return Err(Failure::new(
+            llama_sidecar_status::Busy,
+            "a log callback cannot make calls with handles: make them after it has returned",
+        ));
+    }
     let table = TABLE.read();
     let object = table.alive.get(&(handle as u64)).cloned();
     let found = object.is_some();

@@ -3,10 +3,13 @@
 use std::ffi::{CString, c_char, c_void};
 use std::sync::Arc;
 
+use super::handle;
 use super::status::{llama_sidecar_status, status};
 use sidecar_core::logger;
 
-/// Receives a log message. Can be called from any thread.
+/// Receives a log message. Can be called from any thread, inside of any call, while the library holds
+/// locks. Calls that take a handle fail with LLAMA_SIDECAR_STATUS_BUSY in it; it must not wait for
+/// another thread that makes such a call.
 ///
 /// @param level 1 error, 2 warning, 3 information, 4 debugging.
 /// @param text Message without a newline. Valid during the call only.
@@ -17,6 +20,8 @@ pub type llama_sidecar_log_callback =
 /// the lowest level that is logged.
 ///
 /// @param callback NULL restores standard error.
+/// @param user_data Passed to `callback`. It must stay valid until the callback is replaced and the
+/// calls of the library that other threads have begun before have ended.
 ///
 /// # Safety
 ///
@@ -31,8 +36,10 @@ pub unsafe extern "C" fn llama_sidecar_log_set(
         logger::set_sink(callback.map(|callback| {
             Arc::new(move |level: log::Level, text: &str| {
                 let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
-                // SAFETY: the caller guarantees calls on any thread.
-                unsafe { callback(level as u32, text.as_ptr(), user_data as *mut c_void) }
+                handle::without_handles(|| {
+                    // SAFETY: the caller guarantees calls on any thread.
+                    unsafe { callback(level as u32, text.as_ptr(), user_data as *mut c_void) }
+                });
             }) as Arc<logger::Sink>
         }));
         Ok(())

@@ -12,7 +12,8 @@
 //! | `device`, `experts`, `metadata` | devices, expert tensors and metadata of a model |
 //! | `postfetch`, `stream`, `trace` | post-fetch; expert streaming; expert traces |
 //! | `model` | models |
-//! | `handle`, `params`, `log` | handles; parameters for opening a model; log messages |
+//! | `params`, `log` | parameters for opening a model; log messages |
+//! | `handle` | handles |
 //! | `status` | status codes, the last error of each thread, the boundary that catches panics |
 #![allow(non_camel_case_types, reason = "names as C programs write them")]
 
@@ -53,6 +54,68 @@ unsafe trait SizedStruct: Copy {
     const FIRST: usize;
 }
 
+/// A type of which every bit pattern is valid.
+///
+/// # Safety
+///
+/// That is so.
+unsafe trait AnyBits {}
+// SAFETY: integers and pointers, and a struct of one.
+unsafe impl AnyBits for u32 {}
+// SAFETY: as above.
+unsafe impl AnyBits for u64 {}
+// SAFETY: as above.
+unsafe impl AnyBits for usize {}
+// SAFETY: as above.
+unsafe impl<T> AnyBits for *const T {}
+// SAFETY: as above.
+unsafe impl AnyBits for Flag {}
+
+/// A struct that the library reads. C programs can put any bytes into it.
+///
+/// # Safety
+///
+/// All fields are [`AnyBits`]; the macro [`parameters`] checks that.
+unsafe trait Parameters: SizedStruct {}
+
+/// Declares a struct that the library reads, by its first size and its fields.
+macro_rules! parameters {
+    ($name:ident, $first:literal, $($field:ident),+) => {
+        // The pattern fails to compile if a field is missing.
+        const _: fn($name) = |$name { $($field),+ }| {
+            fn check<T: super::AnyBits>(_: T) {}
+            $(check($field);)+
+        };
+
+        // SAFETY: repr(C), starts with struct_size, plain fields.
+        unsafe impl SizedStruct for $name {
+            const NAME: &'static str = stringify!($name);
+            const FIRST: usize = $first;
+        }
+
+        // SAFETY: checked above.
+        unsafe impl super::Parameters for $name {}
+    };
+}
+use parameters;
+
+/// A `bool` that a C program passes or returns: true for every byte but 0. A `bool` of Rust has two bytes only.
+#[repr(transparent)]
+#[derive(Debug, Clone, Copy)]
+pub struct Flag(u8);
+
+impl From<bool> for Flag {
+    fn from(value: bool) -> Flag {
+        Flag(value.into())
+    }
+}
+
+impl From<Flag> for bool {
+    fn from(flag: Flag) -> bool {
+        flag.0 != 0
+    }
+}
+
 /// Copies the fields of `value` that the caller knows to `out`.
 ///
 /// # Safety
@@ -78,9 +141,9 @@ unsafe fn fill<T: SizedStruct>(out: *mut T, value: &T) -> Result<(), status::Fai
 /// # Safety
 ///
 /// As for [`fill`].
-unsafe fn read<T: SizedStruct>(input: *const T, defaults: T) -> Result<T, status::Failure> {
+unsafe fn read<T: Parameters>(input: *const T, defaults: T) -> Result<T, status::Failure> {
     let mut value = defaults;
-    // SAFETY: the caller's struct has at least `size` readable bytes.
+    // SAFETY: the caller's struct has at least `size` readable bytes, and every bit pattern is valid.
     unsafe {
         let size = size_of_out(input.cast_mut())?.min(size_of::<T>());
         let target = std::ptr::from_mut(&mut value).cast::<u8>();
@@ -199,6 +262,30 @@ unsafe fn put_text(text: &str, buffer: *mut c_char, size: usize) -> Result<usize
 mod tests {
     use super::*;
 
+    /// Reads a struct with every value in every byte behind the size, except in pointers, and uses it.
+    #[track_caller]
+    pub(super) fn use_with_every_byte<T: Parameters>(
+        defaults: T,
+        pointers: std::ops::Range<usize>,
+        mut used: impl FnMut(&T),
+    ) {
+        for at in (size_of::<usize>()..size_of::<T>()).filter(|at| !pointers.contains(at)) {
+            for byte in 0..=u8::MAX {
+                let mut input = defaults;
+                // SAFETY: in the struct, of which every bit pattern is valid.
+                unsafe {
+                    std::ptr::from_mut(&mut input)
+                        .cast::<u8>()
+                        .add(at)
+                        .write(byte)
+                };
+                // SAFETY: the struct begins with its size.
+                let value = unsafe { read(&input, defaults) }.expect("the size is right");
+                used(&value);
+            }
+        }
+    }
+
     /// A struct whose first version ended before `added`.
     #[repr(C)]
     #[derive(Debug, Clone, Copy, PartialEq)]
@@ -208,11 +295,7 @@ mod tests {
         added: u64,
     }
 
-    // SAFETY: repr(C), starts with struct_size, plain fields.
-    unsafe impl SizedStruct for Grown {
-        const NAME: &'static str = "grown";
-        const FIRST: usize = 16;
-    }
+    parameters!(Grown, 16, struct_size, known, added);
 
     const PRESENT: Grown = Grown {
         struct_size: size_of::<Grown>(),

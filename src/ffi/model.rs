@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use super::handle::{self, Handle};
 use super::params::llama_sidecar_params;
-use super::status::{call, llama_sidecar_status, status};
-use super::{SizedStruct, fill, read, text};
+use super::status::{Failure, call, llama_sidecar_status, status};
+use super::{Flag, SizedStruct, fill, read, text};
 use crate::model::{Model, Progress};
 use parking_lot::Mutex;
 use sidecar_core::gguf::Strings;
@@ -83,10 +83,19 @@ pub unsafe extern "C" fn llama_model_load(
         let path = Path::new(std::ffi::OsStr::from_bytes(path.to_bytes()));
         // SAFETY: the strings are the caller's, or our own defaults.
         let options = unsafe { chosen.options() }?;
-        let model = Model::open(path, options)?;
+        let model = Model::open(path, options).map_err(|error| of_path(path, error.into()))?;
         Ok(handle::new(OpenModel::new(model)))
     });
     opened.unwrap_or(std::ptr::null_mut())
+}
+
+/// Adds the path to a failure that does not name it.
+fn of_path(path: &Path, mut failure: Failure) -> Failure {
+    let path = path.display().to_string();
+    if !failure.message.contains(&path) {
+        failure.message = format!("{path}: {}", failure.message);
+    }
+    failure
 }
 
 /// Frees the handle of a model. The model itself lives until its contexts, post-fetch schedulers and
@@ -160,13 +169,14 @@ pub unsafe extern "C" fn llama_sidecar_model_get_info(
 }
 
 /// Receives the progress of llama_sidecar_model_load_all, on the thread that made that call. The
-/// last call has `done` equal to `total`. There is no call if nothing is to be loaded.
+/// last call has `done` equal to `total`. There is no call if nothing is to be loaded. It can make any
+/// call, except that it must not reload this model.
 ///
 /// @param done Bytes loaded so far.
 /// @param total Bytes to load.
 /// @return false to cancel the load, also in the last call.
 pub type llama_sidecar_progress =
-    Option<unsafe extern "C" fn(done: u64, total: u64, user_data: *mut c_void) -> bool>;
+    Option<unsafe extern "C" fn(done: u64, total: u64, user_data: *mut c_void) -> Flag>;
 
 /// Result of llama_sidecar_model_load_all.
 #[repr(C)]
@@ -194,8 +204,8 @@ unsafe impl SizedStruct for llama_sidecar_load_report {
 /// Loads every tensor that is not loaded yet to its device.
 ///
 /// @param progress Can be NULL. If it returns false, the call frees what it loaded and fails with
-/// LLAMA_SIDECAR_STATUS_CANCELLED. It must not reload this model.
-/// @param user_data Passed to `progress`.
+/// LLAMA_SIDECAR_STATUS_CANCELLED.
+/// @param user_data Passed to `progress`; not used after the call.
 /// @param report Receives the result; can be NULL.
 ///
 /// # Safety
@@ -213,7 +223,7 @@ pub unsafe extern "C" fn llama_sidecar_model_load_all(
         let open = handle::get(model)?;
         let done = open.model.load_all(|Progress { done, total }| {
             // SAFETY: the caller gave the function for this call.
-            progress.is_none_or(|progress| unsafe { progress(done, total, user_data) })
+            progress.is_none_or(|progress| unsafe { progress(done, total, user_data) }.into())
         })?;
         if report.is_null() {
             return Ok(());

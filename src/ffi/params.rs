@@ -1,7 +1,7 @@
 //! Parameters for opening a model.
 
 use super::status::{Failure, llama_sidecar_status, status};
-use super::{SizedStruct, fill};
+use super::{Flag, SizedStruct, fill, parameters};
 use crate::device::{Device, DeviceError, HostDevice};
 use crate::model::{Options, Placement};
 use sidecar_core::config::{self, Config};
@@ -17,15 +17,15 @@ pub struct llama_sidecar_params {
     /// Set by the caller to sizeof(struct llama_sidecar_params).
     pub struct_size: usize,
     /// Allow reloads to replace tensors. Default: LLAMA_HOTSWAP_ENABLED.
-    pub hotswap: bool,
+    pub hotswap: Flag,
     /// Map files into memory, so that tensors can be used in place. If a file cannot be mapped, it
     /// is read instead. Default: true.
-    pub use_mmap: bool,
+    pub use_mmap: Flag,
     /// Keep routed experts in host memory (device 0). Default: LLAMA_SIDECAR_CPU_MOE.
-    pub cpu_moe: bool,
+    pub cpu_moe: Flag,
     /// Use the CUDA devices of the machine as devices 1, 2, ...; n_devices and device_bytes are
     /// then ignored. Default: false.
-    pub use_cuda: bool,
+    pub use_cuda: Flag,
     /// Number of devices in host memory, 1 to 64. Device 0 is the memory of the process; the others
     /// simulate GPUs. Default: 1.
     pub n_devices: u32,
@@ -45,11 +45,21 @@ pub struct llama_sidecar_params {
     pub override_tensor: *const c_char,
 }
 
-// SAFETY: repr(C), starts with struct_size, plain fields.
-unsafe impl SizedStruct for llama_sidecar_params {
-    const NAME: &'static str = "llama_sidecar_params";
-    const FIRST: usize = 56;
-}
+parameters!(
+    llama_sidecar_params,
+    56,
+    struct_size,
+    hotswap,
+    use_mmap,
+    cpu_moe,
+    use_cuda,
+    n_devices,
+    device,
+    device_bytes,
+    staging_bytes,
+    split,
+    override_tensor
+);
 
 impl llama_sidecar_params {
     pub(super) fn defaults() -> llama_sidecar_params {
@@ -57,10 +67,10 @@ impl llama_sidecar_params {
         sidecar_core::logger::init();
         llama_sidecar_params {
             struct_size: size_of::<llama_sidecar_params>(),
-            hotswap: config.hotswap,
-            use_mmap: true,
-            cpu_moe: config.cpu_moe,
-            use_cuda: false,
+            hotswap: config.hotswap.into(),
+            use_mmap: true.into(),
+            cpu_moe: config.cpu_moe.into(),
+            use_cuda: false.into(),
             n_devices: 1,
             device: 0,
             device_bytes: 0,
@@ -93,7 +103,7 @@ impl llama_sidecar_params {
                 "" => Vec::new(),
                 split => config::split(split).map_err(Failure::argument)?,
             },
-            cpu_moe: self.cpu_moe,
+            cpu_moe: self.cpu_moe.into(),
             overrides: config::overrides(overrides).map_err(Failure::argument)?,
         };
         let device = |i| -> Arc<dyn Device> {
@@ -104,7 +114,7 @@ impl llama_sidecar_params {
             HostDevice::with_capacity(format!("host{i}"), capacity)
         };
         let mut devices: Vec<Arc<dyn Device>> = Vec::new();
-        match self.use_cuda {
+        match self.use_cuda.into() {
             true => {
                 devices.push(device(0));
                 devices.extend(cuda_devices().map_err(Error::from)?);
@@ -112,12 +122,12 @@ impl llama_sidecar_params {
             false => devices.extend((0..self.n_devices).map(device)),
         }
         Ok(Options {
-            access: if self.use_mmap {
+            access: if self.use_mmap.into() {
                 Access::Map
             } else {
                 Access::Read
             },
-            hotswap: self.hotswap,
+            hotswap: self.hotswap.into(),
             devices,
             placement,
             staging_bytes: self.staging_bytes,
@@ -165,4 +175,26 @@ pub unsafe extern "C" fn llama_sidecar_default_params(
 ) -> llama_sidecar_status {
     // SAFETY: as the caller guarantees.
     status(|| unsafe { fill(params, &llama_sidecar_params::defaults()) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::mem::offset_of;
+
+    #[test]
+    fn every_byte_can_be_in_a_field() {
+        let pointers = offset_of!(llama_sidecar_params, split)..size_of::<llama_sidecar_params>();
+        let mut refused = 0;
+        super::super::tests::use_with_every_byte(
+            llama_sidecar_params::defaults(),
+            pointers,
+            |of| {
+                // SAFETY: the strings are those of the defaults.
+                refused += usize::from(unsafe { of.options() }.is_err());
+            },
+        );
+        // Numbers of devices are, and CUDA where there is no driver.
+        assert!(refused >= 3 * 255);
+    }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::handle::{self, Handle};
 use super::model::llama_model;
 use super::status::{Failure, call, llama_sidecar_status, status};
-use super::{SizedStruct, fill, put, put_text, read, text};
+use super::{Flag, SizedStruct, fill, parameters, put, put_text, read, text};
 use crate::device::{AsyncDevice, DeviceError, Stream};
 use crate::postfetch::{Acquired, Options, PostFetch, REASONS, Reason, State};
 use sidecar_core::trace;
@@ -32,18 +32,18 @@ pub struct llama_postfetch_params {
     /// Set by the caller to sizeof(struct llama_postfetch_params).
     pub struct_size: usize,
     /// Enable copies. Default: LLAMA_POSTFETCH_ENABLE, or true.
-    pub enable: bool,
+    pub enable: Flag,
     /// Use the CPU for every expert. Default: LLAMA_POSTFETCH_FORCE_CPU.
-    pub force_cpu: bool,
+    pub force_cpu: Flag,
     /// Wait for a copy in flight. Default: LLAMA_POSTFETCH_BLOCK_ON_MISS, or true.
-    pub block_on_miss: bool,
+    pub block_on_miss: Flag,
     /// Use separate streams for copies and for kernels. Default:
     /// LLAMA_POSTFETCH_USE_DEDICATED_STREAMS, or true.
-    pub dedicated_streams: bool,
+    pub dedicated_streams: Flag,
     /// Page-lock the model in place. Default: LLAMA_POSTFETCH_PAGE_LOCK, or true.
-    pub page_lock: bool,
+    pub page_lock: Flag,
     /// Log every transfer. Default: LLAMA_POSTFETCH_DEBUG.
-    pub debug: bool,
+    pub debug: Flag,
     /// Ordinal of the CUDA device, after CUDA_VISIBLE_DEVICES. Default: 0.
     pub device: u32,
     /// Maximum number of copies in flight, 1 to 1024. Default: LLAMA_POSTFETCH_MAX_TRANSFERS, or 8.
@@ -72,11 +72,26 @@ pub struct llama_postfetch_params {
     pub cache_half_life: u64,
 }
 
-// SAFETY: repr(C), starts with struct_size, plain fields.
-unsafe impl SizedStruct for llama_postfetch_params {
-    const NAME: &'static str = "llama_postfetch_params";
-    const FIRST: usize = 56;
-}
+parameters!(
+    llama_postfetch_params,
+    56,
+    struct_size,
+    enable,
+    force_cpu,
+    block_on_miss,
+    dedicated_streams,
+    page_lock,
+    debug,
+    device,
+    max_transfers,
+    cpu_limit,
+    n_active,
+    scratchpad_bytes,
+    spin_us,
+    patience_us,
+    cache_bytes,
+    cache_half_life
+);
 
 impl llama_postfetch_params {
     fn defaults() -> llama_postfetch_params {
@@ -85,12 +100,12 @@ impl llama_postfetch_params {
         let config = &options.config;
         llama_postfetch_params {
             struct_size: size_of::<llama_postfetch_params>(),
-            enable: config.enable,
-            force_cpu: config.force_cpu,
-            block_on_miss: config.block_on_miss,
-            dedicated_streams: config.dedicated_streams,
-            page_lock: config.page_lock,
-            debug: config.debug,
+            enable: config.enable.into(),
+            force_cpu: config.force_cpu.into(),
+            block_on_miss: config.block_on_miss.into(),
+            dedicated_streams: config.dedicated_streams.into(),
+            page_lock: config.page_lock.into(),
+            debug: config.debug.into(),
             device: 0,
             max_transfers: config.max_transfers,
             cpu_limit: config.cpu_limit,
@@ -112,19 +127,19 @@ impl llama_postfetch_params {
         }
         Ok(Options {
             config: sidecar_core::config::PostFetch {
-                enable: self.enable,
-                force_cpu: self.force_cpu,
-                block_on_miss: self.block_on_miss,
+                enable: self.enable.into(),
+                force_cpu: self.force_cpu.into(),
+                block_on_miss: self.block_on_miss.into(),
                 max_transfers: self.max_transfers,
                 scratchpad_bytes: self.scratchpad_bytes,
-                dedicated_streams: self.dedicated_streams,
+                dedicated_streams: self.dedicated_streams.into(),
                 cpu_limit: self.cpu_limit,
-                page_lock: self.page_lock,
+                page_lock: self.page_lock.into(),
                 cache_bytes: self.cache_bytes,
                 cache_half_life: u32::try_from(self.cache_half_life).unwrap_or(u32::MAX),
                 spin: Duration::from_micros(self.spin_us),
                 timeout: Duration::from_micros(self.patience_us),
-                debug: self.debug,
+                debug: self.debug.into(),
             },
             active: self.n_active,
         })
@@ -187,7 +202,8 @@ fn open_device(_index: usize) -> Result<Arc<dyn AsyncDevice>, DeviceError> {
     Err(crate::device::without_cuda())
 }
 
-/// Frees a scheduler. Waits for its copies and for the work of streams that use its experts.
+/// Frees a scheduler. Waits for its copies and for the work of streams that use its experts. In a
+/// forked child, which cannot use the device, it frees the handle alone.
 #[unsafe(no_mangle)]
 pub extern "C" fn llama_postfetch_free(postfetch: *mut llama_postfetch) -> llama_sidecar_status {
     status(|| handle::free(postfetch))
@@ -502,8 +518,8 @@ pub unsafe extern "C" fn llama_postfetch_hand_back(
 }
 
 /// Copies an expert from the device to `buffer`, for debugging. Fails with
-/// LLAMA_SIDECAR_STATUS_NOT_FOUND if the expert is not on the device or `size` is not its size in
-/// bytes.
+/// LLAMA_SIDECAR_STATUS_NOT_FOUND if the expert is not on the device, `size` is not its size in bytes,
+/// or another thread releases the expert meanwhile.
 ///
 /// # Safety
 ///
@@ -706,14 +722,14 @@ pub unsafe extern "C" fn llama_postfetch_get_stats(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llama_postfetch_describe(
     postfetch: *const llama_postfetch,
-    json: bool,
+    json: Flag,
     buffer: *mut c_char,
     size: usize,
 ) -> usize {
     let written = call(|| {
         let postfetch = handle::get(postfetch)?;
         let (stats, mode) = (postfetch.stats(), postfetch.mode());
-        let text = match json {
+        let text = match json.into() {
             true => stats.to_json(&mode).to_string(),
             false => stats.to_text(&mode),
         };
@@ -721,4 +737,19 @@ pub unsafe extern "C" fn llama_postfetch_describe(
         unsafe { put_text(&text, buffer, size) }
     });
     written.unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_byte_can_be_in_a_field() {
+        let mut refused = 0;
+        super::super::tests::use_with_every_byte(llama_postfetch_params::defaults(), 0..0, |of| {
+            refused += usize::from(of.options().is_err());
+        });
+        // Numbers of transfers are.
+        assert!(refused >= 2 * 255);
+    }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::handle::{self, Handle};
 use super::model::llama_model;
 use super::status::{Failure, call, llama_sidecar_status, status};
-use super::{SizedStruct, fill, read, routed_ids};
+use super::{Flag, SizedStruct, fill, parameters, read, routed_ids};
 use crate::model::Model;
 use sidecar_core::config::{Config, ExpertStream};
 use sidecar_core::memory::free_memory;
@@ -46,19 +46,22 @@ pub struct llama_expert_stream_params {
     pub struct_size: usize,
     /// Check every layer. Otherwise, only a sample of layers is checked while all experts are in
     /// memory. Default: whether LLAMA_EXPERT_STREAM is "on".
-    pub always: bool,
+    pub always: Flag,
     /// Also read the experts that the router of the next layer would choose for the hidden state of
     /// llama_expert_stream_schedule. Default: LLAMA_EXPERT_STREAM_PREDICT.
-    pub predict: bool,
+    pub predict: Flag,
     /// Number of threads, 1 to 64. Default: half of the processors, from 1 to 4.
     pub n_threads: u32,
 }
 
-// SAFETY: repr(C), starts with struct_size, plain fields.
-unsafe impl SizedStruct for llama_expert_stream_params {
-    const NAME: &'static str = "llama_expert_stream_params";
-    const FIRST: usize = 16;
-}
+parameters!(
+    llama_expert_stream_params,
+    16,
+    struct_size,
+    always,
+    predict,
+    n_threads
+);
 
 impl llama_expert_stream_params {
     fn defaults() -> llama_expert_stream_params {
@@ -66,8 +69,8 @@ impl llama_expert_stream_params {
         sidecar_core::logger::init();
         llama_expert_stream_params {
             struct_size: size_of::<llama_expert_stream_params>(),
-            always: config.expert_stream == ExpertStream::On,
-            predict: config.expert_stream_predict,
+            always: (config.expert_stream == ExpertStream::On).into(),
+            predict: config.expert_stream_predict.into(),
             n_threads: Settings::default_threads() as u32,
         }
     }
@@ -80,8 +83,8 @@ impl llama_expert_stream_params {
             )));
         }
         Ok(Settings {
-            always: self.always,
-            predict: self.predict,
+            always: self.always.into(),
+            predict: self.predict.into(),
             threads: self.n_threads as usize,
             look_ahead_bytes: Settings::look_ahead_in(free_memory().map(|(bytes, _)| bytes)),
         })
@@ -317,4 +320,20 @@ pub unsafe extern "C" fn llama_expert_stream_get_stats(
         // SAFETY: as the caller guarantees.
         unsafe { fill(stats, &value) }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_byte_can_be_in_a_field() {
+        let defaults = llama_expert_stream_params::defaults();
+        let mut refused = 0;
+        super::super::tests::use_with_every_byte(defaults, 0..0, |of| {
+            refused += usize::from(of.settings().is_err());
+        });
+        // Numbers of threads are.
+        assert!(refused >= 3 * 255);
+    }
 }

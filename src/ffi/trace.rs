@@ -15,7 +15,7 @@ use parking_lot::{Condvar, Mutex};
 use super::handle::{self, Handle};
 use super::model::llama_model;
 use super::status::{Failure, call, llama_sidecar_status, status};
-use super::{put_text, routed_ids, text};
+use super::{Flag, put_text, routed_ids, text};
 use sidecar_core::config::Config;
 use sidecar_core::parallel::without_signals;
 use sidecar_core::trace::{
@@ -335,14 +335,19 @@ pub unsafe extern "C" fn llama_expert_trace_write(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llama_expert_trace_summary(
     trace: *const llama_expert_trace,
-    per_layer: bool,
+    per_layer: Flag,
     buffer: *mut c_char,
     size: usize,
 ) -> usize {
     let written = call(|| {
         let owned = handle::get(trace)?;
         let most = Config::get().trace_top;
-        let text = to_text(&owned.about, &owned.counters.snapshot(), per_layer, most);
+        let text = to_text(
+            &owned.about,
+            &owned.counters.snapshot(),
+            per_layer.into(),
+            most,
+        );
         // SAFETY: as the caller guarantees.
         unsafe { put_text(&text, buffer, size) }
     });
