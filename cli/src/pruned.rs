@@ -77,7 +77,6 @@ impl Mixture {
         let Routing {
             architecture,
             experts,
-            used,
             groups,
             ..
         } = &routing;
@@ -86,16 +85,16 @@ impl Mixture {
             "the model has no {architecture}.expert_count: it is no mixture of experts, or an older file"
         );
         ensure!(
-            *used > 0,
-            "the model has no {architecture}.expert_used_count"
-        );
-        ensure!(
             experts % groups == 0,
             "{experts} experts are not in {groups} equal groups"
         );
         let index = ExpertIndex::of(files);
         let layers: BTreeSet<u32> = index.layers().map(|(layer, _)| layer).collect();
         for layer in &layers {
+            ensure!(
+                routing.used_in(*layer) > 0,
+                "the model has no {architecture}.expert_used_count for layer {layer}"
+            );
             routing.check_layer(*layer).map_err(anyhow::Error::msg)?;
         }
         Ok(Mixture { layers, routing })
@@ -121,10 +120,7 @@ impl<'a> Pruned<'a> {
     ) -> Result<Pruned<'a>> {
         let Mixture { routing, layers } = mixture;
         let &Routing {
-            experts,
-            used,
-            groups,
-            ..
+            experts, groups, ..
         } = routing;
         let mut removed: BTreeMap<u32, BTreeSet<u64>> = BTreeMap::new();
         for mask in masks {
@@ -154,6 +150,7 @@ impl<'a> Pruned<'a> {
                 (0..groups).all(|group| in_group(group) * groups == count),
                 "layer {layer} keeps different numbers of experts in its {groups} groups: a group would have experts of another one"
             );
+            let used = routing.used_in(layer);
             let fewest = routing.fewest_without(experts, gone.iter().map(|expert| *expert as u32));
             ensure!(
                 fewest >= used,
@@ -294,7 +291,7 @@ impl Mixture {
             routing: Routing {
                 architecture: "test".into(),
                 experts,
-                used: 1,
+                used: vec![1],
                 groups,
                 groups_used: groups,
                 by_token: Vec::new(),

@@ -23,7 +23,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use crate::gguf::{GgufFile, Value};
+use crate::gguf::{GgufFile, KeyValue, Value};
 
 /// Layers that are indexed: llama.cpp loads 512 at most. The limit bounds the memory that
 /// a malformed file can make callers reserve.
@@ -38,8 +38,8 @@ pub struct Routing {
     pub architecture: String,
     /// Experts of a layer (`expert_count`); 0 when not stated.
     pub experts: u64,
-    /// Experts that a token uses (`expert_used_count`); 0 when not stated.
-    pub used: u64,
+    /// Experts that a token uses (`expert_used_count`): one number for all layers, or one for each; empty when not stated.
+    pub used: Vec<u64>,
     /// Groups of experts (`expert_group_count`); one where there are none.
     pub groups: u64,
     /// Groups that a token uses (`expert_group_used_count`); all where that is not stated.
@@ -64,9 +64,14 @@ impl Routing {
             Some(Ok(Value::Text(text))) => String::from_utf8_lossy(&text).into_owned(),
             _ => String::new(),
         };
-        let number = |name: &str| {
-            let (_, key) = find(&format!("{architecture}.{name}"))?;
-            key.as_u64().filter(|number| *number > 0)
+        let of_model = |name: &str| find(&format!("{architecture}.{name}"));
+        let number = |name: &str| of_model(name)?.1.as_u64().filter(|number| *number > 0);
+        let numbers = |(file, key): (&GgufFile, &KeyValue)| match key.array {
+            false => Some(vec![key.as_u64()?]),
+            true => {
+                let values = file.elements(key, 0, MAX_LAYERS.into()).ok()?;
+                values.iter().map(Value::as_u64).collect()
+            }
         };
         let tensors = files.iter().flat_map(|file| {
             let infos = file.header.tensors.iter();
@@ -76,12 +81,28 @@ impl Routing {
         let groups = number("expert_group_count").unwrap_or(1);
         Routing {
             experts: number("expert_count").unwrap_or(0),
-            used: number("expert_used_count").unwrap_or(0),
+            used: of_model("expert_used_count")
+                .and_then(numbers)
+                .unwrap_or_default(),
             groups,
             groups_used: number("expert_group_used_count").unwrap_or(groups),
             by_token: tensors.filter_map(|name| by_table(&name)).collect(),
             architecture,
         }
+    }
+
+    /// Returns how many experts a token uses in a layer; 0 when not stated.
+    pub fn used_in(&self, layer: u32) -> u64 {
+        let of_layer = match self.used.as_slice() {
+            [all] => Some(all),
+            each => each.get(layer as usize),
+        };
+        of_layer.copied().unwrap_or(0)
+    }
+
+    /// Returns the most experts that a token uses in a layer; 0 when not stated.
+    pub fn most_used(&self) -> u64 {
+        self.used.iter().copied().max().unwrap_or(0)
     }
 
     /// Fails for a layer whose experts are not chosen by their scores: none can be left out.

@@ -110,6 +110,7 @@ pub fn model_complete(model: &Arc<Model>) {
             files: model.files.len(),
             tensors: model.tensors.len(),
             expert_layers: ExpertIndex::of(files).layers().count(),
+            experts_used: model.experts_used().into_iter().collect(),
         }
     });
 }

@@ -67,6 +67,7 @@ pub fn set(requested: &[LayerMask], clear: bool) -> Result<(), String> {
         });
     };
     let routing = Routing::of(model.files.iter().map(|file| &file.gguf));
+    let in_force = model.experts_used();
     let mut next = Vec::new();
     if clear {
         next.extend(masks.iter().map(|mask| (mask.clone(), Vec::new())));
@@ -91,7 +92,8 @@ pub fn set(requested: &[LayerMask], clear: bool) -> Result<(), String> {
                 "layer {layer} has no expert {expert}: use 0 to {last}"
             ));
         }
-        check(&routing, mask, &experts)?;
+        let used = in_force.get(layer).copied();
+        check(&routing, used, mask, &experts)?;
         next.push((mask.clone(), experts));
     }
     set_between(model, next)
@@ -127,12 +129,14 @@ fn set_between(model: &Arc<Model>, next: Vec<(Arc<Mask>, Vec<u32>)>) -> Result<(
         .map_err(str::to_owned)
 }
 
-/// Fails unless experts are chosen by their scores, and as many as a token uses are left, whichever groups are chosen.
-fn check(routing: &Routing, mask: &Mask, masked: &[u32]) -> Result<(), String> {
-    let (layer, used) = (mask.layer, routing.used);
-    if used == 0 {
-        return Err("the model's file does not state how many experts a token uses".into());
-    }
+/// Fails unless experts are chosen by their scores, and as many as a token `uses` are left, whichever groups are chosen.
+fn check(routing: &Routing, uses: Option<u64>, mask: &Mask, masked: &[u32]) -> Result<(), String> {
+    let layer = mask.layer;
+    let Some(used) = uses else {
+        return Err(format!(
+            "no graph of the program reads the experts of layer {layer}: mask them after an evaluation with that layer"
+        ));
+    };
     routing.check_layer(layer)?;
     let fewest = routing.fewest_without(mask.experts.into(), masked.iter().copied());
     match fewest >= used {

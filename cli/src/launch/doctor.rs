@@ -215,6 +215,7 @@ fn findings(events: &Events, scheduler: Option<String>) {
             files,
             tensors,
             expert_layers,
+            experts_used,
         } = event
         {
             line(
@@ -233,7 +234,7 @@ fn findings(events: &Events, scheduler: Option<String>) {
                         None => format!("trace works: {layers} layers with routed experts"),
                     };
                     line("experts", &found);
-                    streaming(path, events);
+                    streaming(path, experts_used, events);
                     let found = match (&scheduler, events.post_fetches(path)) {
                         (_, None) => "off: a LLAMA_POSTFETCH_* variable excludes the GPU".into(),
                         (_, Some(Err(obstacle))) => format!("no effect: {obstacle}"),
@@ -318,14 +319,14 @@ fn expert_cache(events: &Events, traces: &[TraceReport]) {
 }
 
 /// Prints whether the experts of a model can be streamed, and what that would do.
-fn streaming(path: &str, events: &Events) {
+fn streaming(path: &str, experts_used: &[(u32, u64)], events: &Events) {
     match events.streams(path) {
         Some(Ok(())) => line("streaming", "works in this program"),
         // What it would do is of no use.
         Some(Err(obstacle)) => return line("streaming", &format!("does not work: {obstacle}")),
         None => line("streaming", UNKNOWN_YET),
     }
-    match stream::describe(Path::new(path)) {
+    match stream::describe(Path::new(path), experts_used) {
         Ok(lines) => lines.iter().for_each(|(what, found)| line(what, found)),
         Err(error) => line("sizes", &format!("cannot read the model: {error:#}")),
     }

@@ -211,6 +211,7 @@ mod tests {
             files: 1,
             tensors: 1,
             expert_layers,
+            experts_used: Vec::new(),
         };
         let start = |path: &str, obstacle: Option<&str>| Event::StreamStart {
             path: path.into(),

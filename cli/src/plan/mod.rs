@@ -98,7 +98,7 @@ fn plan(options: &PlanOptions) -> Result<Plan> {
     let path = options::value_in(words, options::MODEL).context(
         "the command names no model: pass -m MODEL.gguf (a model of -hf is a file in the cache of llama.cpp)",
     )?;
-    let shape = Shape::read(Path::new(&path))?;
+    let shape = Shape::read(Path::new(&path), &options::overrides(words))?;
     let (free, whose) = free_memory().context("cannot read the free memory in /proc")?;
     let works = shape.works(free);
     let (cores, threads) = config::cores_and_threads();

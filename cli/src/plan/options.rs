@@ -1,5 +1,6 @@
 //! Options of llama.cpp's programs in a command.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::process::{Command, Stdio};
 
@@ -43,6 +44,8 @@ pub const GPU_LAYERS: Name = valued(&["--gpu-layers", "--n-gpu-layers", "-ngl"])
 pub const HOST_LAYERS: Name = valued(&["--n-cpu-moe", "-ncmoe"]);
 pub const ALL_HOST: Name = bare(&["--cpu-moe", "-cmoe"]);
 pub const MOE_CACHE: Name = valued(&["--moe-cache-mib"]);
+
+const OVERRIDES: Name = valued(&["--override-kv"]);
 
 /// The options that a program has.
 pub struct Known {
@@ -111,21 +114,39 @@ impl Known {
     }
 }
 
-/// Returns the index of the last use of an option, and its value if that is in the same word.
-fn find(words: &[OsString], of: Name) -> Option<(usize, Option<String>)> {
-    let found = |word: &OsString| {
+/// Returns the indices of the uses of an option, and the values that are in the same word.
+fn uses(words: &[OsString], of: Name) -> impl DoubleEndedIterator<Item = (usize, Option<String>)> {
+    let found = move |(at, word): (usize, &OsString)| {
         let word = word.to_string_lossy();
         let name = |name: &&str| *name == word;
         if of.names.iter().any(name) {
-            return Some(None);
+            return Some((at, None));
         }
         let (name, value) = word.split_once('=')?;
         let is = of.has_value && of.names.contains(&name);
-        is.then(|| Some(value.to_owned()))
+        is.then(|| (at, Some(value.to_owned())))
     };
-    let mut uses = words.iter().enumerate().skip(1);
-    uses.rfind(|(_, word)| found(word).is_some())
-        .and_then(|(at, word)| Some((at, found(word)?)))
+    words.iter().enumerate().skip(1).filter_map(found)
+}
+
+/// Returns the last use of an option.
+fn find(words: &[OsString], of: Name) -> Option<(usize, Option<String>)> {
+    uses(words, of).next_back()
+}
+
+/// Returns the numbers of the metadata that a command replaces; of several for a key, the first counts.
+pub fn overrides(words: &[OsString]) -> BTreeMap<String, u64> {
+    let mut numbers = BTreeMap::new();
+    for (at, value) in uses(words, OVERRIDES) {
+        let value = value.or_else(|| Some(words.get(at + 1)?.to_string_lossy().into_owned()));
+        for one in value.unwrap_or_default().split(',') {
+            let number = one.split_once("=int:");
+            if let Some((key, Ok(number))) = number.map(|(key, of)| (key, of.parse())) {
+                numbers.entry(key.to_owned()).or_insert(number);
+            }
+        }
+    }
+    numbers
 }
 
 /// Whether a command has an option.
@@ -189,5 +210,13 @@ mod tests {
         remove(&mut command, CONTEXT);
         assert!(!is_in(&command, CONTEXT) && is_in(&command, MODEL));
         assert_eq!(value_in(&words("p -m"), MODEL), None);
+    }
+
+    #[test]
+    fn the_first_override_of_a_key_counts() {
+        let command =
+            words("p --override-kv a.x=int:3,a.y=bool:true --override-kv=a.x=int:4,b=int:5");
+        let expected = [("a.x".to_owned(), 3), ("b".to_owned(), 5)];
+        assert_eq!(overrides(&command), expected.into());
     }
 }

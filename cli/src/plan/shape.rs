@@ -1,14 +1,13 @@
 //! The matrices of a model, and which of them are measured.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
-use sidecar_core::experts::{ExpertName, Projection};
+use sidecar_core::experts::{ExpertName, Projection, Routing};
 use sidecar_core::gguf::{self, Access, GgufFile, TensorInfo, TypeInfo};
 use sidecar_core::protocol::{Matrix, Repacked, Work};
-use sidecar_core::trace::ModelMeta;
 
 use super::model::{Model, Products};
 
@@ -51,7 +50,7 @@ pub struct Shape {
     /// Layers with routed experts.
     pub expert_layers: u32,
     pub experts: u64,
-    /// Experts of a token; 0 if no layer has any.
+    /// Experts of a token, of several numbers the largest; 0 if no layer has any.
     pub used: u64,
     /// Bytes of a token of context, with keys and values in F16, if known.
     pub context_bytes: Option<u64>,
@@ -87,11 +86,11 @@ pub struct Bytes {
 }
 
 impl Shape {
-    /// Reads the headers of a model.
-    pub fn read(path: &Path) -> Result<Shape> {
+    /// Reads the headers of a model, of which a program replaces some numbers.
+    pub fn read(path: &Path, overrides: &BTreeMap<String, u64>) -> Result<Shape> {
         let files = gguf::open_model(path, Access::Read)
             .with_context(|| format!("cannot read the model {}", path.display()))?;
-        let shape = Shape::of(&files);
+        let shape = Shape::of(&files, overrides);
         ensure!(
             !shape.matrices.is_empty(),
             "{} has no layers: pass the model itself",
@@ -110,8 +109,13 @@ impl Shape {
         Ok(shape)
     }
 
-    fn of(files: &[GgufFile]) -> Shape {
-        let used = ModelMeta::of(files).experts_used;
+    fn of(files: &[GgufFile], overrides: &BTreeMap<String, u64>) -> Shape {
+        let mut routing = Routing::of(files);
+        let replaced = overrides.get(&format!("{}.expert_used_count", routing.architecture));
+        // llama.cpp replaces a number, and no array.
+        if let ([used], Some(other)) = (routing.used.as_mut_slice(), replaced) {
+            *used = *other;
+        }
         let largest = files.iter().max_by_key(|file| file.source.id().size);
         let largest = largest.expect("a model has a file");
         let mut shape = Shape {
@@ -120,7 +124,7 @@ impl Shape {
             layers: 0,
             expert_layers: 0,
             experts: 0,
-            used,
+            used: routing.most_used(),
             context_bytes: None,
             context: 0,
             width: 0,
@@ -132,7 +136,7 @@ impl Shape {
             for tensor in &file.header.tensors {
                 let name = file.header.name(tensor).to_string_lossy();
                 shape.all_bytes += tensor.nbytes;
-                shape.add(&name, tensor);
+                shape.add(&name, tensor, &routing);
                 let is_routed = ExpertName::parse(&name).is_some();
                 if is_routed && std::ptr::eq(file, largest) {
                     let experts = tensor.ne[2].max(1);
@@ -158,11 +162,11 @@ impl Shape {
                 .extend(tensors.map(|of| found(of, 0, Role::Output, 0)));
         }
         shape.expert_layers = shape.layers_of(Role::Routed).len() as u32;
-        shape.read_metadata(&files[0]);
+        shape.read_metadata(&files[0], &routing.architecture, overrides);
         shape
     }
 
-    fn add(&mut self, name: &str, tensor: &TensorInfo) {
+    fn add(&mut self, name: &str, tensor: &TensorInfo, routing: &Routing) {
         if name == "output.weight" {
             self.matrices.push(found(tensor, 0, Role::Output, 0));
             return;
@@ -181,7 +185,7 @@ impl Shape {
         let of = match ExpertName::parse(name) {
             Some(of) => {
                 self.is_split |= of.expert.is_some();
-                let mut found = found(tensor, layer, Role::Routed, self.used);
+                let mut found = found(tensor, layer, Role::Routed, routing.used_in(layer));
                 found.matrix.own_inputs = of.projection == Projection::Down;
                 found
             }
@@ -195,11 +199,16 @@ impl Shape {
         self.matrices.push(of);
     }
 
-    fn read_metadata(&mut self, first: &GgufFile) {
-        let architecture = ModelMeta::of([first]).architecture;
+    fn read_metadata(
+        &mut self,
+        first: &GgufFile,
+        architecture: &str,
+        overrides: &BTreeMap<String, u64>,
+    ) {
         let number = |name: &str| {
             let key = format!("{architecture}.{name}");
-            first.header.key(key.as_bytes())?.as_u64()
+            let of_file = || first.header.key(key.as_bytes())?.as_u64();
+            overrides.get(&key).copied().or_else(of_file)
         };
         self.context = number("context_length").unwrap_or(0);
         let heads = number("attention.head_count");
@@ -250,13 +259,17 @@ impl Shape {
     pub fn model(&self) -> Model {
         let routed = self.bytes().routed as f64;
         let experts = self.experts.max(1) as f64;
-        let used = (self.used as f64).min(experts);
+        let of_token = |of: &Found| {
+            let share = of.matrix.used as f64 / of.matrix.experts as f64;
+            of.bytes as f64 * share.min(1.0)
+        };
+        let routed_token: f64 = self.with_role(Role::Routed).map(of_token).sum();
         Model {
             expert_layers: f64::from(self.expert_layers),
             experts,
-            used,
+            used: routed_token / routed.max(1.0) * experts,
             routed,
-            routed_token: routed * used / experts,
+            routed_token,
         }
     }
 

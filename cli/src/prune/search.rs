@@ -236,25 +236,24 @@ fn count(share: f64, mixture: &Mixture) -> Result<u64> {
     let routing = &mixture.routing;
     let each = routing.experts / routing.groups;
     let groups = routing.groups_used.min(routing.groups);
+    let used = routing.most_used();
     // With fewer in each group, a token would have too few to choose from.
-    let most = each.saturating_sub(routing.used.div_ceil(groups));
+    let most = each.saturating_sub(used.div_ceil(groups));
     ensure!(
         most > 0,
-        "a token uses {} of the {} experts that it may choose from: none can be left out",
-        routing.used,
+        "a token uses {used} of the {} experts that it may choose from: none can be left out",
         each * groups
     );
     let of_group = (share * each as f64).round() as u64;
     let percent = |of: u64| of as f64 / each as f64 * 100.0;
     ensure!(
         (1..=most).contains(&of_group),
-        "{} % of {} experts are {}: pass --leave-out {}% to {}%, since a token uses {}",
+        "{} % of {} experts are {}: pass --leave-out {}% to {}%, since a token uses {used}",
         share * 100.0,
         routing.experts,
         of_group * routing.groups,
         percent(1),
-        percent(most),
-        routing.used
+        percent(most)
     );
     let count = of_group * routing.groups;
     progress(&format!(
@@ -667,7 +666,7 @@ mod tests {
     fn a_token_keeps_as_many_experts_as_it_uses() {
         let mixture = |experts, groups, used, groups_used| {
             let mut mixture = Mixture::for_tests(experts, groups);
-            mixture.routing.used = used;
+            mixture.routing.used = vec![used];
             mixture.routing.groups_used = groups_used;
             mixture
         };

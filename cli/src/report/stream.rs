@@ -1,5 +1,6 @@
 //! What expert streaming would do with a model on this machine.
 
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::ops::Range;
@@ -13,7 +14,6 @@ use sidecar_core::experts::ExpertIndex;
 use sidecar_core::gguf::{self, Access, GgufFile};
 use sidecar_core::memory::free_memory;
 use sidecar_core::stream::WINDOW;
-use sidecar_core::trace::ModelMeta;
 
 /// The bytes of a read.
 const PIECE: usize = WINDOW as usize;
@@ -24,10 +24,11 @@ const PERIOD: Duration = Duration::from_millis(200);
 /// Measurements at each depth.
 const ROUNDS: usize = 5;
 
-/// Returns a name and a sentence for each finding about a model with routed experts.
-pub fn describe(model: &Path) -> Result<Vec<(&'static str, String)>> {
+/// Returns a name and a sentence for each finding about a model with routed experts, of which a token uses so many in each
+/// layer.
+pub fn describe(model: &Path, used: &[(u32, u64)]) -> Result<Vec<(&'static str, String)>> {
     let files = gguf::open_model(model, Access::Read)?;
-    let sizes = Sizes::of(&files);
+    let sizes = Sizes::of(&files, &used.iter().copied().collect());
     let mut lines = vec![("sizes", sizes.sentence())];
     let Some((free, whose)) = free_memory() else {
         lines.push(("memory", "cannot read the free memory in /proc".into()));
@@ -63,8 +64,8 @@ struct Sizes {
     layers: usize,
     /// The most experts of a layer.
     experts: u32,
-    /// Experts that a token uses in a layer; 0 when not known.
-    used: u64,
+    /// The fewest and the most experts that a token uses in a layer; none when not known.
+    used: Option<(u64, u64)>,
     expert_bytes: u64,
     other_bytes: u64,
     /// Bytes of the experts that a token uses in all layers.
@@ -72,13 +73,16 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn of(files: &[GgufFile]) -> Sizes {
+    fn of(files: &[GgufFile], used: &BTreeMap<u32, u64>) -> Sizes {
         let index = ExpertIndex::of(files);
-        let used = ModelMeta::of(files).experts_used;
         let mut sizes = Sizes {
             layers: 0,
             experts: 0,
-            used,
+            used: used
+                .values()
+                .min()
+                .copied()
+                .zip(used.values().max().copied()),
             expert_bytes: 0,
             other_bytes: 0,
             token_bytes: 0.0,
@@ -92,7 +96,8 @@ impl Sizes {
             sizes.layers += 1;
             sizes.experts = sizes.experts.max(experts);
             sizes.expert_bytes += bytes;
-            sizes.token_bytes += bytes as f64 * used as f64 / f64::from(experts);
+            let of_token = used.get(&layer).map_or(0, |used| *used);
+            sizes.token_bytes += bytes as f64 * of_token as f64 / f64::from(experts);
         }
         let tensors = files.iter().flat_map(|file| &file.header.tensors);
         let all: u64 = tensors.map(|tensor| tensor.nbytes).sum();
@@ -101,12 +106,15 @@ impl Sizes {
     }
 
     fn sentence(&self) -> String {
+        let all = mb(self.token_bytes);
         let of_token = match self.used {
-            0 => "the file does not say how many a token uses".into(),
-            used => format!(
-                "a token uses {used} of them in each layer, {:.1} MB in all",
-                mb(self.token_bytes)
-            ),
+            None => "how many a token uses is not known".into(),
+            Some((fewest, most)) if fewest == most => {
+                format!("a token uses {most} of them in each layer, {all:.1} MB in all")
+            }
+            Some((fewest, most)) => {
+                format!("a token uses {fewest} to {most} of them in a layer, {all:.1} MB in all")
+            }
         };
         format!(
             "{} layers of {} experts: {:.0} MB of routed experts, {:.0} MB of other tensors; {of_token}",
@@ -267,19 +275,22 @@ fn read_randomly(file: &File, pieces: u64, seed: u64) -> io::Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use testkit::writer::{F32, Gguf, Kv, Q4_0};
+    use testkit::writer::{F32, Gguf, Q4_0};
 
     fn sizes() -> Sizes {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("model.gguf");
         Gguf::default()
-            .kv("llama.expert_used_count", Kv::U32(2))
             .tensor("blk.0.ffn_down_exps.weight", &[64, 32, 8], Q4_0, 1)
             .tensor("blk.2.ffn_down_exps.weight", &[64, 32, 4], Q4_0, 2)
             .tensor("output.weight", &[64, 64], F32, 3)
             .write(&path)
             .expect("a file");
-        Sizes::of(&gguf::open_model(&path, Access::Read).expect("a model"))
+        let used = BTreeMap::from([(0, 2), (2, 2)]);
+        Sizes::of(
+            &gguf::open_model(&path, Access::Read).expect("a model"),
+            &used,
+        )
     }
 
     /// The bytes of an expert.
@@ -314,7 +325,7 @@ mod tests {
         let expected = Sizes {
             layers: 2,
             experts: 8,
-            used: 2,
+            used: Some((2, 2)),
             expert_bytes: 12 * EXPERT,
             other_bytes: 64 * 64 * 4,
             token_bytes: (2 * 2 * EXPERT) as f64,
@@ -348,12 +359,12 @@ mod tests {
             "{sentence}"
         );
         let unknown = Sizes {
-            used: 0,
+            used: None,
             token_bytes: 0.0,
             ..sizes
         };
         assert_eq!(unknown.bound(0.5, &disk), None);
-        assert!(unknown.sentence().contains("the file does not say"));
+        assert!(unknown.sentence().contains("is not known"));
     }
 
     #[test]

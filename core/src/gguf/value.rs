@@ -36,17 +36,7 @@ impl KeyValue {
         if self.array {
             return None;
         }
-        let signed = match self.ty {
-            ValueType::U8 | ValueType::U16 | ValueType::U32 | ValueType::U64 => {
-                return Some(self.scalar);
-            }
-            ValueType::I8 => i64::from(self.scalar as i8),
-            ValueType::I16 => i64::from(self.scalar as i16),
-            ValueType::I32 => i64::from(self.scalar as i32),
-            ValueType::I64 => self.scalar as i64,
-            _ => return None,
-        };
-        u64::try_from(signed).ok()
+        Value::of_bits(self.ty, self.scalar)?.as_u64()
     }
 
     pub(super) fn inline(bytes: &[u8]) -> u64 {
@@ -86,7 +76,23 @@ impl Value {
         {
             return None;
         }
-        let bits = KeyValue::inline(bytes);
+        match ty {
+            ValueType::String => Some(Value::Text(bytes.to_vec())),
+            _ => Value::of_bits(ty, KeyValue::inline(bytes)),
+        }
+    }
+
+    /// Returns a non-negative integer; `None` for any other value.
+    pub fn as_u64(&self) -> Option<u64> {
+        match *self {
+            Value::Unsigned(number) => Some(number),
+            Value::Signed(number) => number.try_into().ok(),
+            _ => None,
+        }
+    }
+
+    /// Decodes a value of a fixed size from its little-endian bits.
+    fn of_bits(ty: ValueType, bits: u64) -> Option<Value> {
         Some(match ty {
             ValueType::U8 | ValueType::U16 | ValueType::U32 | ValueType::U64 => {
                 Value::Unsigned(bits)
@@ -98,8 +104,7 @@ impl Value {
             ValueType::F32 => Value::Single(f32::from_bits(bits as u32)),
             ValueType::F64 => Value::Double(f64::from_bits(bits)),
             ValueType::Bool => Value::Bool(bits != 0),
-            ValueType::String => Value::Text(bytes.to_vec()),
-            ValueType::Array => return None,
+            ValueType::String | ValueType::Array => return None,
         })
     }
 }

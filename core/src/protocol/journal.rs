@@ -45,6 +45,9 @@ pub enum Event {
         files: usize,
         tensors: usize,
         expert_layers: usize,
+        /// Experts that a token uses in each layer that was evaluated.
+        #[serde(default)]
+        experts_used: Vec<(u32, u64)>,
     },
     /// A reload changed tensors or failed. `differ` tensors of the model differ from the loaded
     /// ones after it.

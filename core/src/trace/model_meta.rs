@@ -15,7 +15,7 @@ pub struct ModelMeta {
     pub architecture: String,
     /// The files of the model.
     pub files: Vec<FileMeta>,
-    /// Experts per token; 0 when not known.
+    /// Experts per token, of several numbers the largest; 0 when not known.
     pub experts_used: u64,
     /// Bytes of one expert of each layer, as the files have it; of different ones, the largest.
     pub expert_bytes: BTreeMap<u32, u64>,
@@ -49,7 +49,7 @@ impl ModelMeta {
         let routing = Routing::of(files.iter().copied());
         ModelMeta {
             name: text("general.name"),
-            experts_used: routing.used,
+            experts_used: routing.most_used(),
             architecture: routing.architecture,
             expert_bytes: expert_bytes(&ExpertIndex::of(files.iter().copied())),
             files: files

@@ -8,7 +8,6 @@
 //! (`select_weight_buft` in llama.cpp).
 
 use std::ffi::{CStr, c_int};
-use std::sync::atomic::Ordering;
 
 use sidecar_core::gguf::TypeInfo;
 
@@ -319,7 +318,7 @@ fn supports(
             let batch = float(&[whole(0), BATCH, whole(2), whole(3)]);
             (f.ggml_mul_mat)(c, weight, batch)
         } else if op == ops.mul_mat_id {
-            let used = instance.experts_used.load(Ordering::Relaxed);
+            let used = instance.experts_used().max(1) as i64;
             let batch = float(&[whole(0), used, BATCH]);
             (f.ggml_mul_mat_id)(c, weight, batch, integers(&[used, BATCH]))
         } else if op == ops.add {

@@ -8,7 +8,7 @@ use std::ffi::{CStr, CString};
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::time::Instant;
 
 use once_cell::sync::OnceCell;
@@ -143,8 +143,8 @@ pub struct Instance {
     viewed: AtomicBool,
     /// Whether the program keeps another tensor that is a view of it.
     kept_view: AtomicBool,
-    /// Experts used per token by the operation that reads it.
-    pub experts_used: AtomicI64,
+    /// Experts per token of the operation that reads it: [`Instance::experts_used`].
+    experts_used: AtomicU64,
     /// Its buffer, if the drop-in allocated it.
     pub private: Mutex<Option<OwnBuffer>>,
 }
@@ -371,6 +371,20 @@ impl Model {
         obstacle.is_some()
     }
 
+    /// Returns the experts that a token uses in each layer by the graphs that read its experts: options of a program replace
+    /// the number of the file.
+    pub fn experts_used(&self) -> BTreeMap<u32, u64> {
+        let mut by_layer = BTreeMap::new();
+        for (at, tensor) in self.tensors.iter().enumerate() {
+            let of_name = self.name(at).to_str().ok().and_then(ExpertName::parse);
+            let used = tensor.instances.iter().map(Instance::experts_used).max();
+            if let (Some(name), Some(used @ 1..)) = (of_name, used) {
+                by_layer.insert(name.layer, used);
+            }
+        }
+        by_layer
+    }
+
     /// Returns the shape of a tensor.
     pub fn ne(&self, tensor: usize) -> &[u64; 4] {
         let tensor = &self.tensors[tensor];
@@ -405,7 +419,7 @@ impl Instance {
             shared: AtomicBool::new(false),
             viewed: AtomicBool::new(false),
             kept_view: AtomicBool::new(false),
-            experts_used: AtomicI64::new(1),
+            experts_used: AtomicU64::new(0),
             private: Mutex::new(None),
         }
     }
@@ -435,6 +449,11 @@ impl Instance {
             0 => None,
             op => Some(op),
         }
+    }
+
+    /// Returns the experts that a token uses by the graphs that read it; 0 before a graph reads it.
+    pub fn experts_used(&self) -> u64 {
+        self.experts_used.load(Ordering::Relaxed)
     }
 
     /// Returns an operation that reads it and is neither a matrix product nor a look-up of
@@ -625,9 +644,15 @@ fn note_use(model: &Model, tensor: usize, instance: usize, weight: &UsedWeight) 
     }
     if !weight.ids.is_null() {
         let layout = &model.ggml.layout;
-        // SAFETY: the ids are a live tensor of the graph.
-        let used: i64 = unsafe { layout.read(weight.ids, layout.ne) };
-        instance.experts_used.store(used, Ordering::Relaxed);
+        // SAFETY: the ids and the weight are live tensors of the graph.
+        let [used, experts] = unsafe {
+            let experts = layout.read::<[i64; 4]>(weight.tensor, layout.ne)[2];
+            [layout.read(weight.ids, layout.ne), experts].map(|of: i64| of.max(0) as u64)
+        };
+        // A warm-up routes to all experts, and follows the graph that libllama reserves memory with.
+        if used < experts || instance.experts_used() == 0 {
+            instance.experts_used.store(used, Ordering::Relaxed);
+        }
     }
 }
 

@@ -61,8 +61,6 @@ struct ModelTrace {
     loads: Mutex<Vec<u64>>,
     counters: Trace,
     about: ModelMeta,
-    /// Experts per token: those of the last evaluation, before it those of the metadata.
-    experts_used: AtomicU64,
     /// By the position of the layer.
     evaluations: Box<[Evaluations]>,
     /// The names of its experts, if they are printed.
@@ -87,6 +85,8 @@ type Content = Vec<(PathBuf, FileId)>;
 /// Numbers of evaluations of a layer.
 #[derive(Default)]
 struct Evaluations {
+    /// Experts per token of the last one that was counted.
+    used: AtomicU64,
     /// Those that were counted.
     counted: AtomicU64,
     /// Without known ids.
@@ -200,13 +200,19 @@ impl Capability for ExpertTrace {
         if let Some(routed) = several {
             routed.refuse_several();
         }
-        let first = routed.first().filter(|_| several.is_none());
+        let ggml = scheduler.ggml();
+        // Rows of routes have places for the most experts of a layer.
         // SAFETY: the graph is live.
-        let queue = first.and_then(|routed| unsafe { routed.routes(scheduler.ggml()) });
-        let saliency = first.and_then(|routed| routed.trace.saliency.clone());
+        let most = routed
+            .iter()
+            .rev()
+            .max_by_key(|routed| unsafe { routed.used(ggml) });
+        let most = most.filter(|_| several.is_none());
+        // SAFETY: as above.
+        let queue = most.and_then(|routed| unsafe { routed.routes(ggml) });
+        let saliency = most.and_then(|routed| routed.trace.saliency.clone());
         // SAFETY: as above.
         unsafe {
-            let ggml = scheduler.ggml();
             known.routes.renew(queue, ggml, graph);
             known.saliency.renew(saliency, ggml, graph);
         }
@@ -534,7 +540,6 @@ impl ModelTrace {
         let trace = Arc::new(ModelTrace {
             content,
             loads: Mutex::new(vec![model.number]),
-            experts_used: AtomicU64::new(about.experts_used),
             evaluations: layout
                 .layers()
                 .iter()
@@ -590,10 +595,15 @@ impl ModelTrace {
 
     /// Returns its metadata, with the experts per token that evaluations use.
     fn about(&self) -> ModelMeta {
-        ModelMeta {
-            experts_used: self.experts_used.load(Ordering::Relaxed),
-            ..self.about.clone()
+        let mut about = self.about.clone();
+        let used = self
+            .evaluations
+            .iter()
+            .map(|of| of.used.load(Ordering::Relaxed));
+        if let Some(most) = used.max().filter(|most| *most > 0) {
+            about.experts_used = most;
         }
+        about
     }
 
     /// Returns a line with the number of evaluations that are not counted; none if all are.
@@ -653,6 +663,17 @@ impl ModelTrace {
 }
 
 impl Routed {
+    /// Returns the experts per token in the graph.
+    ///
+    /// # Safety
+    ///
+    /// The graph is live.
+    unsafe fn used(&self, ggml: &Ggml) -> usize {
+        // SAFETY: as the caller ensures.
+        let used: i64 = unsafe { ggml.layout.read(self.ids, ggml.layout.ne) };
+        used.max(0) as usize
+    }
+
     /// Returns what takes the routes of the graph, if they are written. A warm-up has none.
     ///
     /// # Safety
@@ -662,13 +683,13 @@ impl Routed {
         let trace = &self.trace;
         let path = trace.routes_path.as_ref()?;
         // SAFETY: as the caller ensures.
-        let used: i64 = unsafe { ggml.layout.read(self.ids, ggml.layout.ne) };
-        if trace.is_warm_up(self.layer, used.max(0) as usize) {
+        let used = unsafe { self.used(ggml) };
+        if trace.is_warm_up(self.layer, used) {
             return None;
         }
         let queue = || {
             let (name, layers) = (&trace.about.name, trace.counters.layout().layers());
-            Queue::new(path.clone(), name, layers, used as usize)
+            Queue::new(path.clone(), name, layers, used)
         };
         let queue = trace.routes.get_or_init(queue).as_ref()?;
         queue.resume();
@@ -697,10 +718,9 @@ impl Routed {
 
     /// Counts ids.
     fn count(&self, ids: &Ids<'_>) {
-        let used = &self.trace.experts_used;
-        used.store(ids.used as u64, Ordering::Relaxed);
-        let counted = &self.trace.evaluations[self.layer].counted;
-        counted.fetch_add(1, Ordering::Relaxed);
+        let of_layer = &self.trace.evaluations[self.layer];
+        of_layer.used.store(ids.used as u64, Ordering::Relaxed);
+        of_layer.counted.fetch_add(1, Ordering::Relaxed);
         self.trace.counters.record_batch(self.layer, ids);
         self.trace.is_changed.store(true, Ordering::Relaxed);
         if let Some(names) = &self.trace.names {

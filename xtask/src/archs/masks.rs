@@ -58,7 +58,7 @@ pub fn cut(model: &Path, reference: &mut Reference, folder: &Path) -> Result<Vec
         evaluate(&mut process)? == expected,
         "masks of zeros change logits"
     );
-    let most = routing.experts - routing.used;
+    let most = routing.experts - routing.most_used();
     let mut cuts = Vec::new();
     for count in [1, routing.experts / 2, most] {
         let left = routing.experts - count;
