@@ -6,16 +6,17 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use hosts::on;
 use hosts::servers::{PREFIX, end};
+use hosts::{on, swap_request, taken};
 use serde_json::{Value, json};
+use sidecar_core::experts::Routing;
 use sidecar_core::gguf::{Access, GgufFile, TensorInfo, open_model};
 use testkit::fixtures::fixture;
-use testkit::host::{DropIn, built};
+use testkit::host::{DropIn, Host, Program, built};
 use testkit::mixtures::{GROUPS, Mixture};
 use testkit::server::{Answer, Options, Request, Server};
 use testkit::sim_ggml::SimGgml;
-use testkit::writer::{Gguf, write_shards};
+use testkit::writer::{Gguf, Kv, write_shards};
 
 /// How a masked server compares with the pruned model.
 #[derive(Clone, Copy, PartialEq)]
@@ -456,4 +457,129 @@ fn masks_that_cannot_be_are_refused() {
     pruned(&each(&all), "layer 0 keeps 1 experts, and a token uses 2");
     pruned(&each(&[8]), "layer 0 has no expert 8");
     assert!(!to.exists());
+}
+
+/// The C host, with masks and what else these variables set.
+fn masking_host(model: &Path, variables: &[(&'static str, &str)]) -> Host {
+    let masks = [
+        ("LLAMA_EXPERT_MASKS", "1"),
+        ("LLAMA_EXPERT_TRACE_STATS", "1"),
+    ];
+    let drop_in = DropIn::with(&[&masks[..], variables].concat());
+    let mut host = Host::start(Program::C, model, &drop_in);
+    host.text(2);
+    host
+}
+
+/// Masks experts of layer 0; returns the reason of a refusal.
+fn refusal(host: &Host, experts: &[u32]) -> Option<String> {
+    let masks = json!([{"layer": 0, "experts": experts}]);
+    let answer = host.request(&json!({"cmd": "mask", "masks": masks}));
+    answer["error"].as_str().map(str::to_owned)
+}
+
+#[test]
+fn a_mask_leaves_as_many_experts_as_the_program_uses() {
+    let model = fixture("small-moe.gguf");
+    let file = GgufFile::open(&model, Access::Read).expect("a model");
+    let key = format!("{}.expert_used_count", Routing::of([&file]).architecture);
+    for used in [4, 1] {
+        let number = format!("{key}={used}");
+        let mut host = masking_host(&model, &[("HOST_OVERRIDE", &number)]);
+        // A warm-up routes to all experts, and does not count.
+        host.ask("warmup");
+        let most = 8 - used;
+        let all: Vec<u32> = (0..8).collect();
+        let reason = refusal(&host, &all[..most + 1]).expect("too many");
+        let expected = format!(
+            "would have {} experts to choose from, and a token uses {used}",
+            used - 1
+        );
+        assert!(reason.contains(&expected), "{reason}");
+        assert_eq!(refusal(&host, &all[..most]), None);
+        host.control("trace-reset");
+        host.text(12);
+        let counts = &host.control("trace")["traces"][0]["layers"][0]["counts"];
+        let counts: Vec<u64> = serde_json::from_value(counts.clone()).expect("counts");
+        assert!(counts[..most].iter().all(|count| *count == 0), "{counts:?}");
+        assert!(counts[most..].iter().all(|count| *count > 0), "{counts:?}");
+        assert_eq!(host.end(), Some(0));
+    }
+}
+
+#[test]
+fn a_number_of_experts_for_each_layer_is_read() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("model.gguf");
+    let mut described = Mixture::SharedExpert.describe(0);
+    let mut keys = described.kvs.iter_mut();
+    let used = keys.find(|(name, _)| name.ends_with(".expert_used_count"));
+    used.expect("a key").1 = Kv::I32s(vec![4; 4]);
+    described.write(&path).expect("free space");
+    let host = masking_host(&path, &[]);
+    let all: Vec<u32> = (0..29).collect();
+    let reason = refusal(&host, &all).expect("too many");
+    assert!(reason.contains("a token uses 4"), "{reason}");
+    assert_eq!(refusal(&host, &all[..28]), None);
+    assert_eq!(host.end(), Some(0));
+    let each = |layer: u64| (layer, vec![1, 2, 3]);
+    let pruned = folder.path().join("pruned.gguf");
+    prune(&path, &(0..4).map(each).collect(), &pruned);
+    let mut host = Host::start(Program::C, &pruned, &DropIn::Absent);
+    host.text(2);
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn what_ends_with_a_model_is_said_when_it_is_loaded_again() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = folder.path().join("model.gguf");
+    std::fs::copy(fixture("small-moe.gguf"), &model).expect("free space");
+    let from = fixture("small-moe-mixed.gguf");
+    let mut host = masking_host(&model, &[]);
+    assert_eq!(refusal(&host, &[1]), None);
+    let swap = swap_request(None, &[(".*ffn_down_exps.weight", &from)]);
+    let (swapped, _) = taken(&host.request(&swap));
+    assert!(swapped > 0);
+    assert_eq!(host.ask("free"), "freed");
+    let released = "no model is loaded: the program released it";
+    for asleep in [
+        refusal(&host, &[1]),
+        host.request(&swap)["error"].as_str().map(str::to_owned),
+    ] {
+        let asleep = asleep.expect("a refusal");
+        assert!(asleep.starts_with(released), "{asleep}");
+    }
+    let status = host.control("status");
+    assert!(
+        status["no_model"]
+            .as_str()
+            .is_some_and(|why| why.starts_with(released)),
+        "{status}"
+    );
+    host.ask(&format!("load {}", model.display()));
+    host.text(2);
+    let ended = |host: &Host| -> Vec<String> {
+        let status = host.control("status");
+        let found = status["no_effect"].as_array().into_iter().flatten();
+        let sentences = found.filter_map(|found| found["sentence"].as_str());
+        sentences
+            .filter(|of| of.contains("loaded it again"))
+            .map(str::to_owned)
+            .collect()
+    };
+    let found = ended(&host);
+    assert_eq!(found.len(), 2, "{found:?}");
+    assert!(
+        found[0].contains("without the masks of 1 layer(s)"),
+        "{found:?}"
+    );
+    assert!(found[1].contains("without 4 overlay(s)"), "{found:?}");
+    assert_eq!(host.logged("loaded it again").len(), 2);
+    // Requested again, they are there.
+    assert_eq!(refusal(&host, &[1]), None);
+    assert_eq!(ended(&host).len(), 1);
+    assert_eq!(taken(&host.request(&swap)).0, swapped);
+    assert_eq!(ended(&host), [""; 0]);
+    assert_eq!(host.end(), Some(0));
 }

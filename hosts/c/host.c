@@ -19,6 +19,7 @@
 // HOST_READ_AT_MATMUL makes the program read experts as ik_llama.cpp does. HOST_EXPERTS_ON_CPU
 // keeps routed experts in host memory, and all else on the GPU. HOST_PLAIN_BUFFERS keeps weights
 // out of the CPU's special buffer types (CPU_REPACK, AMX), as llama.cpp's flag --no-repack does.
+// HOST_OVERRIDE replaces a number of the metadata, as llama.cpp's flag --override-kv does: KEY=NUMBER.
 #include <inttypes.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -43,6 +44,14 @@ struct llama_batch {
 struct llama_model_tensor_buft_override {
     const char * pattern;
     struct ggml_backend_buffer_type * buft;
+};
+struct llama_model_kv_override {
+    int32_t tag; // 0: a whole number
+    char key[128];
+    union {
+        int64_t number;
+        char text[128];
+    };
 };
 struct llama_model;
 struct llama_context;
@@ -131,6 +140,12 @@ static void load(const char * path) {
             exit(1);
         }
         of_model.words[18] = 0; // use_extra_bufts, among other flags
+    }
+    static struct llama_model_kv_override replaced[2];
+    const char * override = getenv("HOST_OVERRIDE");
+    if (override && sscanf(override, "%127[^=]=%" SCNd64, replaced[0].key, &replaced[0].number) == 2) {
+        const void * first = replaced;
+        memcpy(&of_model.words[16], &first, sizeof(first)); // kv_overrides
     }
     model = llama_model_load_from_file(path, of_model);
     struct params params = llama_context_default_params();

@@ -7,11 +7,12 @@ use sidecar_core::experts::Routing;
 use sidecar_core::protocol::{LayerMask, NoEffect};
 
 use crate::program::barrier::{self, ModelSet};
-use crate::program::capability::{Capability, Effect};
+use crate::program::capability::{Capability, Effect, Ended};
 use crate::program::masks::{self, Mask};
 use crate::program::models::{self, Model};
 
 static EFFECT: Effect = Effect::of(NoEffect::MASKS);
+static ENDED: Ended = Ended::of(NoEffect::MASKS);
 
 const NO_MASKS: &str =
     "the graphs of this program have no masks: start it with --expert-masks (LLAMA_EXPERT_MASKS=1)";
@@ -29,14 +30,20 @@ impl Capability for ExpertMasks {
         if !masks::of_model(model).is_empty() {
             EFFECT.note();
         }
+        ENDED.loaded(model);
     }
 
     fn model_freed(&self, model: &Model) {
+        let masked = of_model(model).len();
+        let masks = || format!("the masks of {masked} layer(s)");
+        ENDED.note(model, (masked > 0).then(masks));
         masks::model_freed(model);
     }
 
     fn no_effect(&self) -> Vec<NoEffect> {
-        EFFECT.missing(|| format!("--expert-masks: {NO_ROUTERS}"))
+        let mut missing = EFFECT.missing(|| format!("--expert-masks: {NO_ROUTERS}"));
+        missing.extend(ENDED.reports());
+        missing
     }
 }
 
@@ -55,7 +62,7 @@ pub fn set(requested: &[LayerMask], clear: bool) -> Result<(), String> {
     if !Config::get().expert_masks {
         return Err(NO_MASKS.into());
     }
-    let models = models::models();
+    let models = models::loaded()?;
     let with_masks = models.iter().map(|model| (model, masks::of_model(model)));
     let with_masks: Vec<_> = with_masks.filter(|(_, masks)| !masks.is_empty()).collect();
     let [(model, masks)] = with_masks.as_slice() else {
@@ -96,7 +103,9 @@ pub fn set(requested: &[LayerMask], clear: bool) -> Result<(), String> {
         check(&routing, used, mask, &experts)?;
         next.push((mask.clone(), experts));
     }
-    set_between(model, next)
+    set_between(model, next)?;
+    ENDED.set_again(model);
+    Ok(())
 }
 
 /// Masks no expert of any model. Returns how many layers had masks.
@@ -110,6 +119,7 @@ pub fn clear() -> Result<u64, String> {
         if !next.is_empty() {
             set_between(&model, next)?;
         }
+        ENDED.set_again(&model);
     }
     Ok(cleared)
 }

@@ -136,7 +136,14 @@ pub fn reload(socket: &Path, server: &ServerOptions, as_json: bool) -> Result<()
     if as_json {
         writeln!(out, "{answer:#}")?;
     } else {
-        print_reloads(&mut out, &parsed(&answer)?)?;
+        let reloads: Reloads = parsed(&answer)?;
+        print_reloads(&mut out, &reloads)?;
+        if reloads.reports.is_empty() {
+            writeln!(
+                out,
+                "nothing to reload: no model is loaded, and the next load reads the files as they are"
+            )?;
+        }
         if let Some(Ok(count)) = erased {
             writeln!(out, "{count} slots of the server emptied")?;
         }
@@ -382,6 +389,9 @@ fn print_status(out: &mut impl Write, status: &Status) -> Result<()> {
     }
     for found in &status.no_effect {
         writeln!(out, "{}", summary::no_effect(found))?;
+    }
+    if let Some(no_model) = &status.no_model {
+        writeln!(out, "{no_model}")?;
     }
     for model in &status.models {
         writeln!(

@@ -86,13 +86,15 @@ impl Events {
     }
 
     /// Returns the number of tensors that differ from the loaded ones: of each model after its last
-    /// reload, also if the program has freed the model since.
+    /// reload, also if the program has freed the model at its end.
     pub fn differing(&self) -> usize {
         let mut last = BTreeMap::new();
         for entry in &self.0 {
-            if let Event::Reload { model, differ, .. } = &entry.event {
-                last.insert((entry.pid, model), differ);
-            }
+            match &entry.event {
+                Event::Reload { model, differ, .. } => last.insert((entry.pid, model), differ),
+                Event::Freed { model } => last.remove(&(entry.pid, model)),
+                _ => None,
+            };
         }
         last.into_values().sum()
     }
@@ -201,8 +203,34 @@ impl Events {
 }
 
 #[cfg(test)]
+impl Events {
+    /// Events of one process.
+    pub fn of(events: &[Event]) -> Events {
+        let entries = events.iter().cloned();
+        Events(entries.map(|event| Entry { pid: 1, event }).collect())
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn tensors_of_a_model_that_was_loaded_again_do_not_differ() {
+        let reload = |model, differ| Event::Reload {
+            model,
+            differ,
+            swapped: 1,
+            returned: 0,
+            refused: 0,
+            failure: None,
+        };
+        let differing = |events: &[Event]| Events::of(events).differing();
+        let mut events = vec![reload(1, 2), reload(2, 1), reload(1, 3)];
+        assert_eq!(differing(&events), 4);
+        events.push(Event::Freed { model: 1 });
+        assert_eq!(differing(&events), 1);
+    }
 
     #[test]
     fn experts_are_streamed_if_those_of_all_models_are() {
@@ -217,10 +245,7 @@ mod tests {
             path: path.into(),
             obstacle: obstacle.map(str::to_owned),
         };
-        let obstacle = |events: &[Event]| {
-            let entries = events.iter().cloned();
-            Events(entries.map(|event| Entry { pid: 1, event }).collect()).stream_obstacle()
-        };
+        let obstacle = |events: &[Event]| Events::of(events).stream_obstacle();
         let (dense, moe) = (model("dense", 0), model("moe", 2));
         let none = obstacle(std::slice::from_ref(&dense)).expect("no experts");
         assert!(none.starts_with("no model has routed experts"), "{none}");

@@ -101,6 +101,9 @@ pub struct Status {
     /// What was requested and had no effect.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub no_effect: Vec<NoEffect>,
+    /// Why there are no models, if there are none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub no_model: Option<String>,
     pub models: Vec<ModelStatus>,
 }
 
@@ -131,6 +134,8 @@ impl NoEffect {
     pub const ROUNDS: &str = "rounds";
     pub const CONTROL_FILE: &str = "control file";
     pub const SOCKET: &str = "control socket";
+    /// Of the trace, in a process without a mixture.
+    pub const NO_EXPERTS: &str = "nothing was counted: no evaluated model has routed experts";
 }
 
 /// A switch that waits for the program.

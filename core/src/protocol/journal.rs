@@ -59,6 +59,9 @@ pub enum Event {
         refused: u64,
         failure: Option<String>,
     },
+    /// The program has freed a model with tensors that differ from the loaded ones, and loaded another one, or the same
+    /// again.
+    Freed { model: u64 },
     /// An expert trace was written, or not.
     Trace { path: String, error: Option<String> },
     /// What was requested had no effect, when the process ended.

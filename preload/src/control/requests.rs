@@ -173,6 +173,7 @@ fn status() -> Status {
             .map(|(cause, count)| (cause.name().into(), count))
             .collect(),
         no_effect: NO_EFFECT.get().map_or_else(Vec::new, |find| find()),
+        no_model: models::loaded().err(),
         models: models::models().iter().map(model_status).collect(),
     }
 }

@@ -56,7 +56,7 @@ impl Overlays {
     /// alone otherwise.
     pub fn find(revert: Option<&str>, overlays: &[Overlay]) -> Result<Overlays, String> {
         let revert = revert.map(NamePattern::parse).transpose()?;
-        let models = models::models();
+        let models = models::loaded()?;
         let mut sources = Sources::default();
         let mut wanted = Vec::new();
         // For each tensor of each model, the last overlay that names it. Patterns can be large,
@@ -185,9 +185,7 @@ fn find_in_model(
 
 /// Returns why an overlay names no tensor.
 fn no_match(pattern: &str, models: &[Arc<Model>]) -> String {
-    let Some(model) = models.first() else {
-        return "the program has no model yet: request overlays after its first evaluation".into();
-    };
+    let model = models.first().expect("a model is loaded");
     let names = (0..model.tensors.len().min(3)).map(|at| model.name(at).to_string_lossy());
     format!(
         "no tensor's whole name matches '{pattern}': names have the form {}; run 'llama-sidecar inspect' to list them",

@@ -22,7 +22,7 @@ use sidecar_core::reload::{Cause, Hash, Outcome, OverlaySource, Report, Trigger}
 use crate::ggml;
 use crate::hotswap::store;
 use crate::process::{journal, thread};
-use crate::program::capability::{Capability, Effect};
+use crate::program::capability::{Capability, Effect, Ended};
 use crate::program::models::{self, Blocked, Model};
 use crate::program::{barrier, sched};
 
@@ -57,6 +57,10 @@ const MIN_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Why tensors of models that are freed could not be swapped.
 static EFFECT: Effect = Effect::of(NoEffect::HOT_SWAP);
+/// Overlays of models that are freed.
+static ENDED: Ended = Ended::of(NoEffect::HOT_SWAP);
+/// The numbers of models that were freed with swapped tensors.
+static FREED: Mutex<Vec<u64>> = Mutex::new(Vec::new());
 
 /// Hot-swap, as a capability.
 pub struct HotSwap;
@@ -73,6 +77,14 @@ impl Capability for HotSwap {
         }
     }
 
+    /// A program that ends frees its models, too, and loads no other.
+    fn model_complete(&self, model: &Arc<Model>) {
+        for model in FREED.lock().drain(..) {
+            journal::note(|| Event::Freed { model });
+        }
+        ENDED.loaded(model);
+    }
+
     /// Frees the buffers of swapped tensors. That cannot wait until the last reference to the
     /// model goes: the program may unload its backends next. A running reload stops before
     /// its next tensor, and frees what it staged.
@@ -80,6 +92,13 @@ impl Capability for HotSwap {
         note_obstacle(model);
         barrier::notify();
         let _no_reload = model.reloading.try_lock_for(MODEL_FREE_TIMEOUT);
+        if model.swapped() > 0 {
+            FREED.lock().push(model.number);
+        }
+        let overlays = model.engine.changed();
+        let overlays = overlays.iter().filter(|of| of.overlay.is_some()).count();
+        let what = || format!("{overlays} overlay(s)");
+        ENDED.note(model, (overlays > 0).then(what));
         for instance in model.tensors.iter().flat_map(|tensor| &tensor.instances) {
             *instance.private.lock() = None;
         }
@@ -94,7 +113,9 @@ impl Capability for HotSwap {
         models::models()
             .iter()
             .for_each(|model| note_obstacle(model));
-        EFFECT.obstacles()
+        let mut missing = EFFECT.obstacles();
+        missing.extend(ENDED.reports());
+        missing
     }
 }
 
@@ -293,6 +314,9 @@ pub fn swap(
     }
     let result = unless_frozen(model, || store::overlay(model, revert, set));
     if !was_frozen(&result) {
+        if !(revert.is_empty() && set.is_empty()) {
+            ENDED.set_again(model);
+        }
         COUNTS.lock().add(&result);
         result
             .iter()
@@ -307,6 +331,7 @@ pub fn revert(model: &Arc<Model>) -> Result<Report> {
         return Err(Error::HotSwapOff);
     }
     let result = exclusively(model, || store::revert(model));
+    ENDED.set_again(model);
     note(model, &result);
     result
 }

@@ -1,6 +1,8 @@
 //! What a capability is informed of.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -106,6 +108,65 @@ pub trait Capability: Sync {
     /// of the process, after a model is complete, if it is enabled.
     fn no_effect(&self) -> Vec<NoEffect> {
         Vec::new()
+    }
+}
+
+/// What requests have set on models, and ended when the program freed these: a model that is loaded again is as its files are.
+pub struct Ended {
+    requested: &'static str,
+    /// By the path of the model, whether it was loaded again, and what ended.
+    of: Mutex<BTreeMap<PathBuf, (bool, String)>>,
+}
+
+impl Ended {
+    /// Of a capability, nothing yet.
+    pub const fn of(requested: &'static str) -> Ended {
+        Ended {
+            requested,
+            of: Mutex::new(BTreeMap::new()),
+        }
+    }
+
+    /// Notes what ends with a model; nothing if `what` is none.
+    pub fn note(&self, model: &Model, what: Option<String>) {
+        if let Some(what) = what {
+            self.of.lock().insert(model.path.clone(), (false, what));
+        }
+    }
+
+    /// Logs what a model that is complete had before it was freed.
+    pub fn loaded(&self, model: &Model) {
+        if let Some((is_loaded, what)) = self.of.lock().get_mut(&model.path) {
+            *is_loaded = true;
+            log::warn!("{}", Ended::sentence(&model.path, what));
+        }
+    }
+
+    /// Forgets what ended with an earlier load of a model: a request has set it anew.
+    pub fn set_again(&self, model: &Model) {
+        self.of.lock().remove(&model.path);
+    }
+
+    /// Returns what models that were loaded again do not have any more.
+    pub fn reports(&self) -> Vec<NoEffect> {
+        // The process may end while another thread holds the lock.
+        let of = self.of.try_lock();
+        let loaded = of
+            .iter()
+            .flat_map(|of| of.iter().filter(|(_, (is_loaded, _))| *is_loaded));
+        let report = |(path, (_, what)): (&PathBuf, &(bool, String))| NoEffect {
+            requested: self.requested.into(),
+            sentence: Ended::sentence(path, what),
+            so_far: false,
+        };
+        loaded.map(report).collect()
+    }
+
+    fn sentence(path: &Path, what: &str) -> String {
+        let path = path.display();
+        format!(
+            "{path}: the program freed the model and loaded it again, without {what}: request them again"
+        )
     }
 }
 

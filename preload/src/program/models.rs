@@ -488,6 +488,16 @@ pub fn models() -> Vec<Arc<Model>> {
     REGISTERED.models.read().clone()
 }
 
+/// Returns all models. Fails where there is none, with the reason.
+pub fn loaded() -> Result<Vec<Arc<Model>>, String> {
+    let models = models();
+    match (models.is_empty(), REGISTERED.next.load(Ordering::Relaxed)) {
+        (false, _) => Ok(models),
+        (true, 1) => Err("no model is loaded yet: repeat this after the first evaluation".into()),
+        (true, _) => Err("no model is loaded: the program released it, and with it masks and swapped tensors; let the program load it again, with a request for text, and repeat this".into()),
+    }
+}
+
 /// Returns a fast check that is true for all registered tensors, and for few others.
 pub fn may_be_registered() -> impl Fn(*mut Tensor) -> bool {
     let (addresses, copies) = (loads::addresses(), REGISTERED.copies.read().clone());
