@@ -11,7 +11,7 @@ use clap::{Arg, ArgAction, ArgMatches, FromArgMatches, Parser};
 use sidecar_core::config::{
     CAPABILITIES, CacheSize, Config, ExpertStream, Kind, VARIABLES, Variable,
 };
-use sidecar_core::protocol::Event;
+use sidecar_core::protocol::{Event, NoEffect};
 use sidecar_core::summary;
 
 use crate::control;
@@ -374,6 +374,17 @@ fn summary(config: &Config, events: &Events) -> Vec<String> {
         None => format!("trace written to {path}; run 'llama-sidecar report {path}' to see it"),
         Some(error) => format!("cannot write the trace to {path}: {error}"),
     }));
+    // Another process of the command may have counted experts.
+    let counted = events.iter().any(|event| {
+        matches!(
+            event,
+            Event::Model {
+                expert_layers: 1..,
+                ..
+            }
+        )
+    });
+    no_effect.retain(|found| !counted || found.sentence != NoEffect::NO_EXPERTS);
     // Last, because the figures above are wrong or missing then.
     for found in no_effect {
         let line = summary::no_effect(found);
@@ -461,6 +472,29 @@ fn setting(text: &str) -> Result<Setting, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_dense_model_beside_a_mixture_has_nothing_to_count() {
+        let model = |expert_layers| Event::Model {
+            path: "model".into(),
+            files: 1,
+            tensors: 1,
+            expert_layers,
+            experts_used: Vec::new(),
+        };
+        let found = NoEffect {
+            requested: NoEffect::TRACE.into(),
+            sentence: NoEffect::NO_EXPERTS.into(),
+            so_far: false,
+        };
+        let nothing = Event::NoEffect { found };
+        let config = Config::parse(|_| None);
+        let last = |events: &[Event]| summary(&config, &Events::of(events)).pop();
+        let alone = last(&[model(0), nothing.clone()]).expect("a line");
+        assert!(alone.contains("nothing was counted"), "{alone}");
+        let beside = last(&[model(0), nothing, model(2)]).expect("a line");
+        assert!(!beside.contains("nothing was counted"), "{beside}");
+    }
 
     #[test]
     fn a_variable_that_run_sets_itself_is_refused_by_name() {

@@ -302,8 +302,7 @@ impl Capability for ExpertTrace {
             return obstacles;
         }
         if traces.is_empty() {
-            let sentence = "nothing was counted: no evaluated model has routed experts";
-            return vec![EFFECT.report(sentence.into(), false)];
+            return vec![EFFECT.report(NoEffect::NO_EXPERTS.into(), false)];
         }
         let uncounted = traces.iter().filter_map(|trace| trace.uncounted());
         let missing: Vec<_> = uncounted
