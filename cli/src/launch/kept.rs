@@ -32,8 +32,13 @@ impl Kept {
             let folder = std::env::var_os(name).filter(|folder| !folder.is_empty());
             folder.map(PathBuf::from)
         };
-        let data =
-            folder("XDG_DATA_HOME").or_else(|| Some(folder("HOME")?.join(".local/share")))?;
+        self.path_in(folder("XDG_DATA_HOME"), folder("HOME"))
+    }
+
+    fn path_in(&self, data: Option<PathBuf>, home: Option<PathBuf>) -> Option<PathBuf> {
+        // Accounts of services have a home that is not there, which root could create.
+        let home = home.filter(|home| home.is_dir());
+        let data = data.or_else(|| Some(home?.join(".local/share")))?;
         Some(data.join(format!("llama-sidecar/{}.json", self.name)))
     }
 
@@ -74,4 +79,22 @@ impl Kept {
 /// Returns the name of this machine: entries of others do not count.
 pub fn machine() -> String {
     uname().nodename().to_string_lossy().into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_home_that_is_not_there_has_no_list() {
+        let kept = Kept { name: "test" };
+        let there = tempfile::tempdir().expect("a folder");
+        let path =
+            |data: Option<&str>, home: PathBuf| kept.path_in(data.map(PathBuf::from), Some(home));
+        let expected = there.path().join(".local/share/llama-sidecar/test.json");
+        assert_eq!(path(None, there.path().into()), Some(expected));
+        assert_eq!(path(None, there.path().join("none")), None);
+        let of_data = Some("/data/llama-sidecar/test.json".into());
+        assert_eq!(path(Some("/data"), there.path().join("none")), of_data);
+    }
 }
