@@ -405,6 +405,25 @@ fn any_shard_opens_the_model() {
 }
 
 #[test]
+fn further_shards_may_state_other_counts_of_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut files = three_shards();
+    let paths = write_shards(folder.path(), files.clone());
+    let names = |path| Model::open(path, Options::host()).unwrap().tensor_count();
+    let before = names(&paths[0]);
+    for (number, count) in [(1, Some(2)), (2, None)] {
+        let mut file = std::mem::take(&mut files[number])
+            .kv("split.no", Kv::U16(number as u16))
+            .kv("split.tensors.count", Kv::I32(3));
+        if let Some(count) = count {
+            file = file.kv("split.count", Kv::U16(count));
+        }
+        file.write(&paths[number]).unwrap();
+    }
+    assert_eq!(names(&paths[0]), before);
+}
+
+#[test]
 fn wrong_shards_are_named() {
     let fails = |break_it: &dyn Fn(&[PathBuf]), file: &str, words: &str| {
         let folder = tempfile::tempdir().unwrap();
@@ -453,7 +472,7 @@ fn wrong_shards_are_named() {
             plain.write(&paths[1]).unwrap();
         },
         "m-00002-of-00003",
-        "'split.count' is none, expected 3",
+        "'split.no' is none, expected 1",
     );
     fails(
         &|paths| std::fs::write(&paths[2], "not a model").unwrap(),

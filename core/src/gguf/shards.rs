@@ -57,7 +57,7 @@ fn parse_name(name: &str) -> Option<(&str, u64, u64)> {
 /// Opens all files of a model. `path` is the file or any of its shards.
 ///
 /// Files are returned in the order of their numbers. Each tensor name is in one file only. All
-/// files have the same counts of files and tensors.
+/// files have the same count of tensors. That of files is the one of `path`: llama.cpp reads no other.
 pub fn open_model(path: &Path, access: Access) -> Result<Vec<GgufFile>, OpenError> {
     let named = GgufFile::open(path, access)?;
     let count = integer(&named, COUNT_KEY)?.unwrap_or(0);
@@ -85,7 +85,6 @@ pub fn open_model(path: &Path, access: Access) -> Result<Vec<GgufFile>, OpenErro
                 GgufFile::open(&shard, access)?
             }
         };
-        check_member(&file, COUNT_KEY, Some(count))?;
         check_member(&file, NUMBER_KEY, Some(number))?;
         check_member(&file, TENSORS_KEY, total)?;
         files.push(file);
