@@ -47,6 +47,9 @@ pub struct SwapOptions {
     /// Print the changes, and make none.
     #[arg(long)]
     dry_run: bool,
+    /// Also change a file that is named by the hash of its content, as in caches of downloads.
+    #[arg(long, conflicts_with = "live")]
+    force: bool,
     /// Reload the files in the program that listens at this socket, and wait for the result.
     #[arg(long, value_name = "SOCKET")]
     reload: Option<PathBuf>,
@@ -203,6 +206,9 @@ fn swap(path: &Path, options: &SwapOptions, source: Option<&Source>) -> Result<b
     let paths = open_model(path, Access::Read)?;
     let paths: Vec<_> = paths.iter().map(path_of).collect();
     let targets = Target::lock_all(&paths)?;
+    if source.is_some() && !options.force {
+        targets.iter().try_for_each(Target::check_name)?;
+    }
     // Opened again, because another swap may have replaced it before the lock.
     let model = open_model(path, Access::Read)?;
     ensure!(

@@ -42,6 +42,26 @@ impl Target {
         }
     }
 
+    /// Fails for a file that is named by the hash of its content: programs take it for what they have downloaded.
+    pub fn check_name(&self) -> Result<()> {
+        let folder = self.path.parent().and_then(Path::file_name);
+        let name = self
+            .path
+            .file_name()
+            .and_then(|name| name.to_str())
+            .unwrap_or_default();
+        let hash = name.strip_prefix("sha256-").unwrap_or(name);
+        let is_hash =
+            matches!(hash.len(), 40 | 64) && hash.bytes().all(|of| of.is_ascii_hexdigit());
+        ensure!(
+            !is_hash || folder.is_none_or(|folder| folder != "blobs"),
+            "{} is {}, a file that is named by the hash of its content: each program that shares the cache would take the changed file for the original; copy the model and swap in the copy, or pass --force",
+            self.named.display(),
+            self.path.display()
+        );
+        Ok(())
+    }
+
     /// Fails if the path names another file than the locked one, or if the file has changed.
     pub fn look_again(&self) -> Result<()> {
         for path in [&self.named, &self.path] {

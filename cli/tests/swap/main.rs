@@ -206,6 +206,32 @@ fn of_many_shards_only_those_that_change_are_written() {
 }
 
 #[test]
+fn a_file_that_is_named_by_its_hash_changes_only_by_force() {
+    let it = Fixture::new(32);
+    let before = bytes(&it.model);
+    let (folder, hash) = (it.folder.path(), "0123456789abcdef".repeat(4));
+    std::fs::create_dir(folder.join("blobs")).expect("a folder");
+    let snapshot = folder.join("model-q4.gguf");
+    for name in [hash.clone(), format!("sha256-{hash}")] {
+        let blob = folder.join("blobs").join(&name);
+        std::fs::copy(&it.model, &blob).expect("free space");
+        let _ = std::fs::remove_file(&snapshot);
+        std::os::unix::fs::symlink(&blob, &snapshot).expect("a link");
+        let link = path(&snapshot);
+        let all = [&link, "--tensor", "blk.1.*", "--from", &it.other];
+        fails(
+            &all,
+            &["named by the hash of its content", "--force", &name],
+        );
+        assert_eq!(bytes(&blob), before);
+        succeeds(&[&all[..], &["--force"]].concat());
+        assert_ne!(bytes(&blob), before);
+        succeeds(&[&link, "--restore"]);
+        assert_eq!(bytes(&blob), before);
+    }
+}
+
+#[test]
 fn swap_errors_are_one_sentence_and_change_no_file() {
     let it = Fixture::new(32);
     let before = bytes(&it.model);
