@@ -10,7 +10,7 @@ use std::time::Duration;
 use sidecar_core::config::Config;
 use sidecar_core::experts::ExpertIndex;
 use sidecar_core::logger;
-use sidecar_core::protocol::{Event, NoEffect};
+use sidecar_core::protocol::{Event, NoEffect, path_text};
 
 use crate::control::{self, clients};
 use crate::hotswap::reloader::{self, HotSwap};
@@ -106,7 +106,7 @@ pub fn model_complete(model: &Arc<Model>) {
     journal::note_once(|| {
         let files = model.files.iter().map(|file| &file.gguf);
         Event::Model {
-            path: model.files[0].gguf.source.path().display().to_string(),
+            path: path_text(model.files[0].gguf.source.path()),
             files: model.files.len(),
             tensors: model.tensors.len(),
             expert_layers: ExpertIndex::of(files).layers().count(),

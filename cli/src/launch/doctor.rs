@@ -4,13 +4,13 @@ use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::io::{Read, Seek};
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use sidecar_core::config::Config;
-use sidecar_core::protocol::{Event, NoEffect, is_tried_ggml};
+use sidecar_core::protocol::{Event, NoEffect, is_tried_ggml, path_of};
 
 use crate::launch::child::{self, Group};
 use crate::launch::executable::{Executable, ld_preload, preload_library};
@@ -326,7 +326,7 @@ fn streaming(path: &str, experts_used: &[(u32, u64)], events: &Events) {
         Some(Err(obstacle)) => return line("streaming", &format!("does not work: {obstacle}")),
         None => line("streaming", UNKNOWN_YET),
     }
-    match stream::describe(Path::new(path), experts_used) {
+    match stream::describe(&path_of(path), experts_used) {
         Ok(lines) => lines.iter().for_each(|(what, found)| line(what, found)),
         Err(error) => line("sizes", &format!("cannot read the model: {error:#}")),
     }

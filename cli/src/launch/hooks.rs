@@ -2,7 +2,9 @@
 //! dynamic loader, and why other hooks are not reachable.
 
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::fs::File;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use goblin::elf::Elf;
@@ -51,14 +53,19 @@ struct Library {
 
 /// Returns the files that a process has mapped as executable.
 pub fn mapped(pid: u32) -> BTreeSet<PathBuf> {
-    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
-    let executable = maps.lines().filter_map(|line| {
+    executable(&std::fs::read(format!("/proc/{pid}/maps")).unwrap_or_default())
+}
+
+/// Returns the files that are mapped as executable, by the text of `/proc/PID/maps`.
+fn executable(maps: &[u8]) -> BTreeSet<PathBuf> {
+    let path = |line: &[u8]| {
         // address, permissions, offset, device, inode, path
-        let path = &line[line.find('/')?..];
-        let permissions = line.split(' ').nth(1)?;
-        permissions.contains('x').then(|| PathBuf::from(path))
-    });
-    executable.collect()
+        let mut fields = line.split(|&byte| byte == b' ');
+        let path = &line[line.iter().position(|&byte| byte == b'/')?..];
+        let is_executable = fields.nth(1)?.contains(&b'x');
+        is_executable.then(|| PathBuf::from(OsStr::from_bytes(path)))
+    };
+    maps.split(|&byte| byte == b'\n').filter_map(path).collect()
 }
 
 /// Returns a line with the number of reachable hooks, and a line for each cause why others are
@@ -234,4 +241,18 @@ fn map(path: &Path) -> Option<Mmap> {
     // SAFETY: the file is a program or library in use, which installers replace as a whole
     // and do not truncate; the mapping outlives its readers.
     unsafe { Mmap::map(&file) }.ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_of_mapped_files_are_bytes() {
+        let maps = b"00400000-00452000 r-xp 00000000 08:02 173521 /caf\xe9/a b.so\n\
+            00651000-00652000 r--p 00051000 08:02 173522 /models/caf\xe9.gguf\n\
+            7ffc0000-7ffc1000 r-xp 00000000 00:00 0 [vdso]\n";
+        let expected = PathBuf::from(OsStr::from_bytes(b"/caf\xe9/a b.so"));
+        assert_eq!(executable(maps), BTreeSet::from([expected]));
+    }
 }

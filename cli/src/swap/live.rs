@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use sidecar_core::protocol::{Overlay, Request};
+use sidecar_core::protocol::{Overlay, Request, path_text};
 
 use crate::control;
 
@@ -22,13 +22,7 @@ pub fn set(socket: &Path, tensor: &str, from: &Path, named: &Path, as_json: bool
 fn absolute(path: &Path) -> Result<String> {
     let found = path.canonicalize();
     let found = found.with_context(|| format!("cannot find {}", path.display()))?;
-    let text = found.to_str().with_context(|| {
-        format!(
-            "{} is not UTF-8: rename the file or its folder",
-            found.display()
-        )
-    })?;
-    Ok(text.to_owned())
+    Ok(path_text(&found))
 }
 
 /// Reverts the overlays of the tensors that match; of all without a pattern.

@@ -11,7 +11,7 @@ use sidecar_core::error::Error;
 use sidecar_core::protocol::{
     Blocked, FileEvent, FileStatus, Hashes, Metrics, Milliseconds, ModelHash, ModelReload,
     ModelStatus, NoEffect, Overlay, ReloadReport, Reloads, Reply, Request, Round, Status,
-    TensorChange, TensorState, TensorStatus, Traces, Waiting,
+    TensorChange, TensorState, TensorStatus, Traces, Waiting, path_text,
 };
 use sidecar_core::reload::{Outcome, Report, Trigger};
 
@@ -182,9 +182,9 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
     let paths = model
         .files
         .iter()
-        .map(|file| file.gguf.source.path().display().to_string());
+        .map(|file| path_text(file.gguf.source.path()));
     let known = model.engine.changed();
-    let path = |from: &PathBuf| from.display().to_string();
+    let path = |from: &PathBuf| path_text(from);
     let mut changed = Vec::new();
     for (index, tensor) in model.tensors.iter().enumerate() {
         let instances = tensor
@@ -328,7 +328,7 @@ fn with_each_model(work: impl Fn(&Arc<Model>) -> Result<Report, Error>) -> Reloa
 fn reload_report(model: &Model, report: &Report) -> ReloadReport {
     let count = |outcome| report.count(outcome);
     let files = report.files.iter().map(|file| FileStatus {
-        path: file.path.display().to_string(),
+        path: path_text(&file.path),
         event: match file.ignored {
             None => FileEvent::Taken,
             Some(_) => FileEvent::Ignored,

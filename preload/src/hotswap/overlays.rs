@@ -1,11 +1,10 @@
 //! Overlays: the tensors that a request names in the models of the program.
 
 use std::collections::{BTreeMap, HashMap};
-use std::path::Path;
 use std::sync::Arc;
 
 use sidecar_core::gguf::{FileId, NamePattern};
-use sidecar_core::protocol::Overlay;
+use sidecar_core::protocol::{Overlay, path_of};
 use sidecar_core::reload::OverlaySource;
 
 use crate::program::models::{self, Model};
@@ -126,13 +125,13 @@ impl Sources {
         if let Some(known) = self.by_path.get(from) {
             return Ok(*known);
         }
-        let path = Path::new(from);
+        let path = path_of(from);
         if !path.is_absolute() {
             return Err(format!(
                 "'{from}' is not an absolute path: the program has another working directory"
             ));
         }
-        let id = FileId::of_path(path).ok();
+        let id = FileId::of_path(&path).ok();
         let known = id.and_then(|id| self.opened.iter().position(|source| source.has_opened(&id)));
         let index = known.unwrap_or(self.opened.len());
         if index == MOST_SOURCES {
@@ -141,9 +140,9 @@ impl Sources {
             ));
         }
         if known.is_none() {
-            let source = OverlaySource::open(path).map_err(|error| error.to_string())?;
+            let source = OverlaySource::open(&path).map_err(|error| error.to_string())?;
             self.opened.push(match &overlay.named {
-                Some(named) => source.named(Path::new(named)),
+                Some(named) => source.named(&path_of(named)),
                 None => source,
             });
         }

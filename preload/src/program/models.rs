@@ -16,7 +16,7 @@ use parking_lot::{Mutex, RwLock};
 use sidecar_core::config::Config;
 use sidecar_core::experts::ExpertName;
 use sidecar_core::gguf::TensorInfo;
-use sidecar_core::protocol::Event;
+use sidecar_core::protocol::{Event, path_text};
 use sidecar_core::reload::{Cause, Engine, TrackedFile};
 
 use crate::ggml::{
@@ -361,10 +361,10 @@ impl Model {
             false => None,
         };
         if let Some(obstacle) = &obstacle {
-            let path = self.path.display();
+            let path = path_text(&self.path);
             log::warn!("{path}: hot-swap stays off: {obstacle}");
             journal::note_once(|| Event::HotSwapObstacle {
-                path: path.to_string(),
+                path: path.clone(),
                 obstacle: obstacle.clone(),
             });
         }

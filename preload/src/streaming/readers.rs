@@ -12,7 +12,7 @@ use parking_lot::{Mutex, RwLock};
 use sidecar_core::config::{Config, ExpertStream};
 use sidecar_core::experts::ExpertName;
 use sidecar_core::memory::{free_memory, usable};
-use sidecar_core::protocol::{Event, NoEffect, StreamFigures};
+use sidecar_core::protocol::{Event, NoEffect, StreamFigures, path_text};
 use sidecar_core::stream::{Mapped, Matrices, Reader, Settings};
 use sidecar_core::trace::{self, Ids};
 
@@ -328,7 +328,7 @@ impl Stream {
 
 /// Makes a reader for a model whose experts are in the mapping of its files.
 fn start(model: &Arc<Model>) {
-    let path = model.files[0].gguf.source.path().display().to_string();
+    let path = path_text(model.files[0].gguf.source.path());
     if !load::is_for_streaming(model) {
         // No obstacle: the program is as fast without.
         return journal::note_once(|| Event::StreamStart {
