@@ -351,7 +351,7 @@ fn opened_file(call: &Call, path: &Path) {
     // The program may change its working directory later.
     if let Ok(path) = std::path::absolute(path) {
         guarded(|| {
-            measure::run_once(call.ggml, &|name| call.caller.symbol(name));
+            measure::run_once(call.ggml, &path, &|name| call.caller.symbol(name));
             loads::file_opened(call.caller, call.ggml, &path);
             load::file_opened(call.caller, call.ggml);
             counts::file_opened(call.caller);

@@ -14,17 +14,17 @@ use memmap2::Mmap;
 use rustix::fs::{Advice, fadvise};
 use serde::{Deserialize, Serialize};
 use sidecar_core::gguf::FileId;
-use sidecar_core::protocol::{Event, Measure, Measured, Work};
+use sidecar_core::protocol::{Event, Measure, Measured, Work, path_of};
 
 use super::others::Since;
 use super::shape::ExpertAt;
 use crate::launch::child;
 use crate::launch::executable::Executable;
-use crate::launch::journal::Journal;
+use crate::launch::journal::{Events, Journal};
 use crate::launch::kept::{self, Kept};
 use crate::launch::run::{Prepared, RunOptions};
 use crate::launch::session::Session;
-use crate::output;
+use crate::output::{self, progress};
 use crate::trial::{self, Program};
 
 /// The list of measurements.
@@ -93,7 +93,7 @@ pub fn measure(
         });
     }
     let since = Since::now();
-    let measured = run(of, &program, &wanted)?;
+    let (measured, _) = run(of, &program, &wanted)?;
     let share = since.and_then(|since| since.share());
     let disturbed = share.filter(|share| *share > DISTURBED);
     entries.retain(|of| !is_same(of));
@@ -118,8 +118,23 @@ fn stamp(path: &Path) -> (u64, i64) {
     FileId::of_path(path).map_or((0, 0), |of| (of.size, of.mtime))
 }
 
+/// Returns the model that a program opens: variables, a name of a download or a list may name it.
+pub fn model_of(of: &Program) -> Result<PathBuf> {
+    progress("starting the program for the path of its model, which the command does not name");
+    let nothing = Measure {
+        works: Vec::new(),
+        threads: Vec::new(),
+    };
+    let (_, events) = run(of, &Executable::find(&of.words[0])?, &nothing)?;
+    let path = events.iter().find_map(|event| match event {
+        Event::Opened { path } => Some(path_of(path)),
+        _ => None,
+    });
+    path.context("the program opened no model: pass -m MODEL.gguf")
+}
+
 /// Starts the program with the drop-in, which measures in place of loading the model.
-fn run(of: &Program, program: &Executable, wanted: &Measure) -> Result<Measured> {
+fn run(of: &Program, program: &Executable, wanted: &Measure) -> Result<(Measured, Events)> {
     let folder = tempfile::Builder::new()
         .prefix("llama-sidecar-")
         .tempdir()?;
@@ -148,7 +163,7 @@ fn run(of: &Program, program: &Executable, wanted: &Measure) -> Result<Measured>
         _ => None,
     });
     match found {
-        Some((found, None)) => Ok(found),
+        Some((found, None)) => Ok((found, events)),
         Some((_, Some(error))) => bail!("the program's ggml cannot be measured: {error}"),
         None => {
             let printed = trial::text_of(&mut log)?;

@@ -95,10 +95,11 @@ fn plan(options: &PlanOptions) -> Result<Plan> {
     let longest = Duration::from_secs(options.seconds.max(1));
     let mut program = Program::new(words, requests, longest)?;
     let known = Known::of(words)?;
-    let path = options::value_in(words, options::MODEL).context(
-        "the command names no model: pass -m MODEL.gguf (a model of -hf is a file in the cache of llama.cpp)",
-    )?;
-    let shape = Shape::read(Path::new(&path), &options::overrides(words))?;
+    let path = match options::value_in(words, options::MODEL) {
+        Some(path) => PathBuf::from(path),
+        None => machine::model_of(&program)?,
+    };
+    let shape = Shape::read(&path, &options::overrides(words))?;
     let (free, whose) = free_memory().context("cannot read the free memory in /proc")?;
     let works = shape.works(free);
     let (cores, threads) = config::cores_and_threads();
@@ -114,13 +115,7 @@ fn plan(options: &PlanOptions) -> Result<Plan> {
             .collect::<Vec<_>>()
             .join(", ")
     ));
-    let found = machine::measure(
-        &program,
-        Path::new(&path),
-        &works,
-        &numbers,
-        options.measure,
-    )?;
+    let found = machine::measure(&program, &path, &works, &numbers, options.measure)?;
     let context = options::number_in(words, options::CONTEXT).filter(|&of| of > 0);
     let trace = options.trace.as_deref().map(hits_of_trace).transpose()?;
     let repacks = !found.measured.repacked.is_empty();

@@ -1,7 +1,8 @@
 //! Options of llama.cpp's programs in a command.
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
@@ -98,7 +99,7 @@ impl Known {
         let Some(name) = self.name(of) else {
             return;
         };
-        if value_in(words, of).as_deref() == Some(value) {
+        if value_in(words, of).is_some_and(|known| known == value) {
             return;
         }
         remove(words, of);
@@ -115,22 +116,26 @@ impl Known {
 }
 
 /// Returns the indices of the uses of an option, and the values that are in the same word.
-fn uses(words: &[OsString], of: Name) -> impl DoubleEndedIterator<Item = (usize, Option<String>)> {
+fn uses(
+    words: &[OsString],
+    of: Name,
+) -> impl DoubleEndedIterator<Item = (usize, Option<OsString>)> {
     let found = move |(at, word): (usize, &OsString)| {
-        let word = word.to_string_lossy();
-        let name = |name: &&str| *name == word;
-        if of.names.iter().any(name) {
+        let word = word.as_bytes();
+        let name = |name: &[u8]| of.names.iter().any(|known| known.as_bytes() == name);
+        if name(word) {
             return Some((at, None));
         }
-        let (name, value) = word.split_once('=')?;
-        let is = of.has_value && of.names.contains(&name);
+        let equals = word.iter().position(|&byte| byte == b'=')?;
+        let value = OsStr::from_bytes(&word[equals + 1..]);
+        let is = of.has_value && name(&word[..equals]);
         is.then(|| (at, Some(value.to_owned())))
     };
     words.iter().enumerate().skip(1).filter_map(found)
 }
 
 /// Returns the last use of an option.
-fn find(words: &[OsString], of: Name) -> Option<(usize, Option<String>)> {
+fn find(words: &[OsString], of: Name) -> Option<(usize, Option<OsString>)> {
     uses(words, of).next_back()
 }
 
@@ -138,8 +143,9 @@ fn find(words: &[OsString], of: Name) -> Option<(usize, Option<String>)> {
 pub fn overrides(words: &[OsString]) -> BTreeMap<String, u64> {
     let mut numbers = BTreeMap::new();
     for (at, value) in uses(words, OVERRIDES) {
-        let value = value.or_else(|| Some(words.get(at + 1)?.to_string_lossy().into_owned()));
-        for one in value.unwrap_or_default().split(',') {
+        let value = value.as_ref().or_else(|| words.get(at + 1));
+        let value = value.map(|of| of.to_string_lossy()).unwrap_or_default();
+        for one in value.split(',') {
             let number = one.split_once("=int:");
             if let Some((key, Ok(number))) = number.map(|(key, of)| (key, of.parse())) {
                 numbers.entry(key.to_owned()).or_insert(number);
@@ -155,14 +161,14 @@ pub fn is_in(words: &[OsString], of: Name) -> bool {
 }
 
 /// Returns the value of an option in a command; the last one counts.
-pub fn value_in(words: &[OsString], of: Name) -> Option<String> {
+pub fn value_in(words: &[OsString], of: Name) -> Option<OsString> {
     let (at, value) = find(words, of)?;
-    value.or_else(|| Some(words.get(at + 1)?.to_string_lossy().into_owned()))
+    value.or_else(|| words.get(at + 1).cloned())
 }
 
 /// Returns the number that an option has in a command.
 pub fn number_in(words: &[OsString], of: Name) -> Option<u64> {
-    value_in(words, of)?.parse().ok()
+    value_in(words, of)?.to_str()?.parse().ok()
 }
 
 /// Removes an option from a command.

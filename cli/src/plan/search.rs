@@ -651,8 +651,9 @@ impl Setting {
         let repack = options::value_in(words, options::REPACK);
         let load = options::value_in(words, options::LOAD_MODE);
         let is_repacked =
-            !options::is_in(words, options::NO_REPACK) && repack.as_deref() != Some("0");
-        let mapped = load.is_none_or(|mode| mode == "auto" || mode.contains("mmap"));
+            !options::is_in(words, options::NO_REPACK) && repack.is_none_or(|of| of != "0");
+        let mapped =
+            load.is_none_or(|mode| mode == "auto" || mode.to_string_lossy().contains("mmap"));
         Setting {
             threads,
             batch_threads: number(options::BATCH_THREADS).map_or(threads, |of| of as u32),

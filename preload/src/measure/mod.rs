@@ -14,7 +14,9 @@ use std::time::{Duration, Instant};
 
 use products::Products;
 use sidecar_core::config::Config;
-use sidecar_core::protocol::{Event, Measure, Measured, OnDevice, OnProcessor, Repacked, Work};
+use sidecar_core::protocol::{
+    Event, Measure, Measured, OnDevice, OnProcessor, Repacked, Work, path_text,
+};
 
 use crate::ggml::{
     Backend, BufferType, DEVICE_CPU, DEVICE_GPU, DEVICE_IGPU, Device, F32, Ggml, OwnBuffer, Tensor,
@@ -41,12 +43,15 @@ impl Capability for Measurements {
 /// Finds a function of the program's ggml.
 type Symbol<'a> = &'a dyn Fn(&CStr) -> *mut c_void;
 
-/// Measures what is requested, and ends the process: the program is about to load a model, which is not needed
+/// Measures what is requested, and ends the process: the program is about to load a `model`, which is not needed
 /// then. Returns if nothing is requested.
-pub fn run_once(ggml: &'static Ggml, symbol: Symbol<'_>) {
+pub fn run_once(ggml: &'static Ggml, model: &Path, symbol: Symbol<'_>) {
     let Some(path) = &Config::get().measure else {
         return;
     };
+    journal::note(|| Event::Opened {
+        path: path_text(model),
+    });
     let result = read(path).and_then(|wanted| measure(ggml, symbol, &wanted));
     journal::note(|| {
         let (found, error) = match result {
