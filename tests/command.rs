@@ -2,11 +2,12 @@
 
 mod hosts;
 
-use std::ffi::CString;
+use std::ffi::{CString, OsStr};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
@@ -15,7 +16,9 @@ use std::time::Duration;
 
 use hosts::{TOKENS, on};
 use serde_json::{Value, json};
-use testkit::fixtures::fixture;
+use sidecar_core::experts::Routing;
+use sidecar_core::gguf::{Access, GgufFile};
+use testkit::fixtures::{fixture, upstream_libraries};
 use testkit::host::{DropIn, Host, Program};
 use testkit::sim_ggml::SimGgml;
 
@@ -923,6 +926,29 @@ fn doctor_reports_what_works_and_why_not() {
         assert_eq!(status.code(), Some(1));
         assert!(text.contains(sentence), "{sentence}: {text}");
     }
+}
+
+#[test]
+fn doctor_counts_what_the_program_uses_of_a_file_with_any_name() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join(OsStr::from_bytes(b"caf\xe9\n.gguf"));
+    std::fs::copy(fixture("small-moe.gguf"), &path).expect("free space");
+    let file = GgufFile::open(&path, Access::Read).expect("a model");
+    let key = format!("{}.expert_used_count", Routing::of([&file]).architecture);
+    let output = Command::new(testkit::host::built("release/llama-sidecar"))
+        .args(["doctor", "--"])
+        .arg(testkit::host::built("hosts-c/host"))
+        .arg(upstream_libraries())
+        .arg(&path)
+        .env("HOST_OVERRIDE", format!("{key}=4"))
+        .output()
+        .expect("it starts");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(text.contains("/caf\\xE9\\x0A.gguf, "), "{text}");
+    assert!(
+        text.contains("a token uses 4 of them in each layer"),
+        "{text}"
+    );
 }
 
 #[test]

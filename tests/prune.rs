@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use sidecar_core::protocol::LayerMask;
 use testkit::fixtures::fixture;
-use testkit::host::{built, preload_library};
+use testkit::host::{DropIn, built, preload_library};
 use testkit::mixtures::{EXPERTS, Mixture, data, never_choose, part};
-use testkit::server::llama_cpp;
+use testkit::server::{Options, Request, Server, llama_cpp};
 use testkit::writer::{Gguf, Kv};
 
 /// Experts by layer.
@@ -599,4 +599,46 @@ fn an_interruption_loses_no_margin_and_leaves_nothing() {
     let printed = String::from_utf8_lossy(&output.stdout);
     assert!(printed.lines().count() >= 2, "{printed}");
     assert_eq!(names(folder.path()), [""; 0], "{output:?}");
+}
+
+/// The layer of the model that drafts is not computed while a text is evaluated.
+#[test]
+fn a_layer_that_predicts_further_tokens_loses_as_many_experts() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (model, pruned) = (
+        folder.path().join("model.gguf"),
+        folder.path().join("pruned.gguf"),
+    );
+    Mixture::Predicting.write(&model).expect("free space");
+    let to = pruned.to_str().expect("a name");
+    let found = [
+        "--leave-out",
+        "25%",
+        "--rounds",
+        "1",
+        "--chunks",
+        "2",
+        "--text",
+        TEXT,
+        "-o",
+        to,
+    ];
+    let output = prune(&model, &found, folder.path())
+        .output()
+        .expect("it starts");
+    assert!(output.status.success(), "{output:?}");
+    let list = list(folder.path());
+    assert!(list.keys().copied().eq(1..4), "{list:?}");
+    let answer = |arguments: &[&str]| {
+        let options = Options {
+            arguments: arguments.iter().map(|&word| word.to_owned()).collect(),
+            drop_in: DropIn::Absent,
+            ..Options::new(1)
+        };
+        let server = Server::start(&pruned, &options);
+        let answer = server.complete(&Request::new("The capital of France is", 12));
+        assert!(server.end().0.success());
+        answer.text
+    };
+    assert_eq!(answer(&["--spec-type", "draft-mtp"]), answer(&[]));
 }

@@ -611,3 +611,32 @@ fn experts_and_types_are_chosen_together() {
         assert!(refused.contains(reason), "{refused}");
     }
 }
+
+#[test]
+fn layers_that_predict_further_tokens_stay_as_they_are() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (model, work) = (folder.path().join("model.gguf"), folder.path().join("work"));
+    Mixture::Predicting.write(&model).expect("free space");
+    let output = done(&mut measure(
+        &model,
+        &work,
+        &["--types", "q4_0", "--by", "layer"],
+    ));
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        error.contains("layers from 4 on predict further tokens"),
+        "{error}"
+    );
+    let printed = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        printed.contains("blk.3") && !printed.contains("blk.4"),
+        "{printed}"
+    );
+    let only = ["--types", "q4_0", "--only", r"blk\.4\..*"];
+    let output = measure(&model, &work, &only).output().expect("it starts");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        !output.status.success() && error.contains("name other tensors"),
+        "{error}"
+    );
+}

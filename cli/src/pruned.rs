@@ -99,6 +99,18 @@ impl Mixture {
         }
         Ok(Mixture { layers, routing })
     }
+
+    /// Returns the layers with experts that are computed for each token: not those that predict further tokens.
+    pub fn computed(&self) -> impl Iterator<Item = u32> {
+        let layers = self.layers.iter().copied();
+        layers.filter(|layer| !self.routing.predicting.contains(layer))
+    }
+
+    /// Returns the masks of layers that are computed for each token.
+    pub fn masks_of_computed(&self, masks: &[LayerMask]) -> Vec<LayerMask> {
+        let computed = |mask: &&LayerMask| !self.routing.predicting.contains(&mask.layer);
+        masks.iter().filter(computed).cloned().collect()
+    }
 }
 
 /// A model without some of its experts.
@@ -112,7 +124,8 @@ pub struct Pruned<'a> {
 }
 
 impl<'a> Pruned<'a> {
-    /// A model without these experts.
+    /// A model without these experts. A layer that predicts further tokens and is not in the list leaves out the last experts
+    /// of each group, as many as the other layers: which tokens it drafts changes no result.
     pub fn of(
         files: &'a [GgufFile],
         mixture: &'a Mixture,
@@ -133,7 +146,13 @@ impl<'a> Pruned<'a> {
         let mut kept = BTreeMap::new();
         let mut left = None;
         for &layer in layers {
-            let gone = removed.remove(&layer).unwrap_or_default();
+            let stay = left.unwrap_or(experts) / groups;
+            let gone = match removed.remove(&layer) {
+                None if routing.predicting.contains(&layer) => (0..experts)
+                    .filter(|expert| expert % (experts / groups) >= stay)
+                    .collect(),
+                listed => listed.unwrap_or_default(),
+            };
             if let Some(expert) = gone.iter().find(|expert| **expert >= experts) {
                 bail!("layer {layer} has no expert {expert}: it has {experts}");
             }
@@ -294,6 +313,7 @@ impl Mixture {
                 used: vec![1],
                 groups,
                 groups_used: groups,
+                predicting: 0..0,
                 by_token: Vec::new(),
             },
             layers: BTreeSet::from([0]),
@@ -307,6 +327,28 @@ mod tests {
     use testkit::writer::{F32, Gguf};
 
     use super::*;
+
+    #[test]
+    fn a_layer_that_predicts_further_tokens_leaves_out_as_many_experts() {
+        let mut mixture = Mixture::for_tests(8, 2);
+        mixture.layers = BTreeSet::from([0, 1, 2]);
+        mixture.routing.predicting = 2..3;
+        let mask = |layer, experts: &[u32]| LayerMask {
+            layer,
+            experts: experts.to_vec(),
+        };
+        let kept = |masks: &[LayerMask]| {
+            let pruned = Pruned::of(&[], &mixture, masks)?;
+            anyhow::Ok(pruned.kept[&2].clone())
+        };
+        let both = [mask(0, &[0, 5]), mask(1, &[1, 4])];
+        assert_eq!(kept(&both).expect("a model"), [0, 1, 2, 4, 5, 6]);
+        let all = [&both[..], &[mask(2, &[1, 7])]].concat();
+        assert_eq!(kept(&all).expect("a model"), [0, 2, 3, 4, 5, 6]);
+        assert_eq!(mixture.masks_of_computed(&all), both);
+        let error = kept(&both[..1]).expect_err("layer 1 is not in the list");
+        assert!(error.to_string().contains("layer 1 keeps 8"), "{error}");
+    }
 
     #[test]
     fn tensors_have_parts_for_experts_or_none_or_are_refused() {

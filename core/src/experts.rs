@@ -44,6 +44,8 @@ pub struct Routing {
     pub groups: u64,
     /// Groups that a token uses (`expert_group_used_count`); all where that is not stated.
     pub groups_used: u64,
+    /// Layers that predict further tokens (MTP, `nextn_predict_layers`): the last ones, which are computed with options alone.
+    pub predicting: Range<u32>,
     /// Layers in which a table has the experts of each token of the vocabulary, as in DeepSeek-V4.
     pub by_token: Vec<u32>,
 }
@@ -79,7 +81,12 @@ impl Routing {
         });
         let by_table = |name: &str| self::number(name.strip_prefix("blk.")?.strip_suffix(TABLE)?);
         let groups = number("expert_group_count").unwrap_or(1);
+        let layers = number("block_count").unwrap_or(0);
+        let predicting = number("nextn_predict_layers").filter(|number| *number < layers);
+        let predicting = predicting.unwrap_or(0);
+        let layer = |number: u64| number.min(MAX_LAYERS.into()) as u32;
         Routing {
+            predicting: layer(layers.saturating_sub(predicting))..layer(layers),
             experts: number("expert_count").unwrap_or(0),
             used: of_model("expert_used_count")
                 .and_then(numbers)
@@ -439,6 +446,36 @@ fn number(text: &str) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_file_has_one_number_of_used_experts_or_one_for_each_layer() {
+        use testkit::writer::{Gguf, Kv};
+        let routing = |used| {
+            let file = tempfile::NamedTempFile::new().expect("a file");
+            let keys = [
+                ("block_count", Kv::U32(4)),
+                ("nextn_predict_layers", Kv::U32(1)),
+                ("expert_used_count", used),
+            ];
+            let model = keys
+                .into_iter()
+                .fold(Gguf::default(), |model, (key, value)| {
+                    model.kv(&format!("llama.{key}"), value)
+                });
+            model.write(file.path()).expect("free space");
+            let file = GgufFile::open(file.path(), crate::gguf::Access::Read);
+            Routing::of([&file.expect("a model")])
+        };
+        let one = routing(Kv::U32(2));
+        assert_eq!((one.used_in(0), one.used_in(9), one.most_used()), (2, 2, 2));
+        assert_eq!(one.predicting, 3..4);
+        let each = routing(Kv::I32s(vec![0, 4, 2]));
+        assert_eq!([0, 1, 2, 3].map(|layer| each.used_in(layer)), [0, 4, 2, 0]);
+        assert_eq!(each.most_used(), 4);
+        for unknown in [Kv::I32s(vec![1, -1]), Kv::Text("2".into())] {
+            assert_eq!(routing(unknown).most_used(), 0);
+        }
+    }
 
     #[test]
     fn a_token_can_use_the_groups_with_the_fewest_experts() {

@@ -8,7 +8,7 @@ use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use sidecar_core::config::Config;
-use sidecar_core::experts::ExpertIndex;
+use sidecar_core::experts::{ExpertIndex, Routing};
 use sidecar_core::logger;
 use sidecar_core::protocol::{Event, NoEffect, path_text};
 
@@ -104,12 +104,18 @@ pub fn model_complete(model: &Arc<Model>) {
     static STARTED: Once = Once::new();
     STARTED.call_once(start);
     journal::note_once(|| {
-        let files = model.files.iter().map(|file| &file.gguf);
+        let files = || model.files.iter().map(|file| &file.gguf);
+        let predicting = Routing::of(files()).predicting;
+        let layers = ExpertIndex::of(files());
+        let layers = layers
+            .layers()
+            .filter(|(layer, _)| !predicting.contains(layer));
         Event::Model {
             path: path_text(model.files[0].gguf.source.path()),
             files: model.files.len(),
             tensors: model.tensors.len(),
-            expert_layers: ExpertIndex::of(files).layers().count(),
+            expert_layers: layers.count(),
+            predicting: (!predicting.is_empty()).then_some(predicting.start),
             experts_used: model.experts_used().into_iter().collect(),
         }
     });

@@ -215,6 +215,7 @@ fn findings(events: &Events, scheduler: Option<String>) {
             files,
             tensors,
             expert_layers,
+            predicting,
             experts_used,
         } = event
         {
@@ -222,6 +223,12 @@ fn findings(events: &Events, scheduler: Option<String>) {
                 "model",
                 &format!("{path}, {tensors} tensors in {files} file(s)"),
             );
+            if let Some(first) = predicting {
+                let found = format!(
+                    "from {first} on predict further tokens (MTP), and are computed with --spec-type draft-mtp alone"
+                );
+                line("layers", &found);
+            }
             match expert_layers {
                 0 => line(
                     "experts",

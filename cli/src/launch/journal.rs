@@ -239,6 +239,7 @@ mod tests {
             files: 1,
             tensors: 1,
             expert_layers,
+            predicting: None,
             experts_used: Vec::new(),
         };
         let start = |path: &str, obstacle: Option<&str>| Event::StreamStart {

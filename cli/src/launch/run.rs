@@ -480,6 +480,7 @@ mod tests {
             files: 1,
             tensors: 1,
             expert_layers,
+            predicting: None,
             experts_used: Vec::new(),
         };
         let found = NoEffect {

@@ -176,9 +176,8 @@ impl Shape {
         let Some(layer) = layer.filter(|_| tensor.n_dims >= 2 && name.ends_with(".weight")) else {
             return;
         };
-        // Layers that predict several tokens are evaluated with options alone; small convolutions are no
-        // products.
-        if name.contains(".nextn.") || name.contains("conv1d") {
+        // Small convolutions are no products.
+        if routing.predicting.contains(&layer) || name.contains("conv1d") {
             return;
         }
         self.layers = self.layers.max(layer + 1);

@@ -86,6 +86,17 @@ pub fn run(options: &PruneOptions) -> Result<()> {
         mixture: &mixture,
         outputs,
     };
+    let not_computed = &mixture.routing.predicting;
+    if mixture
+        .layers
+        .iter()
+        .any(|layer| not_computed.contains(layer))
+    {
+        progress(&format!(
+            "layers from {} on predict further tokens (MTP), and are not measured: without a list of theirs, they leave out the last experts of each group, which changes what is drafted and no result",
+            not_computed.start
+        ));
+    }
     let given = options.experts.as_deref().map(mask::read).transpose()?;
     match (given, &options.search.text) {
         (Some(masks), None) => {
@@ -158,7 +169,7 @@ fn measure(
     };
     search::run(plan, session, duplicates, found)?;
     if let Some(first) = model.outputs.first() {
-        model.write(&found.experts)?;
+        model.write(&plan.with_given(&found.experts))?;
         progress("evaluating the new model");
         found.add("the new model", &session.evaluate(first)?);
     }

@@ -266,14 +266,24 @@ fn count(share: f64, mixture: &Mixture) -> Result<u64> {
 }
 
 impl Plan<'_> {
+    /// Returns the experts of all layers: those that were found, and those that are given of layers that are not measured.
+    pub fn with_given(&self, found: &[LayerMask]) -> Vec<LayerMask> {
+        let mut all = found.to_vec();
+        if let Source::Given(masks) = &self.source {
+            let found = |mask: &&LayerMask| found.iter().any(|of| of.layer == mask.layer);
+            all.extend(masks.iter().filter(|mask| !found(mask)).cloned());
+        }
+        all
+    }
+
     /// As many experts of each layer as are left out, or those that are given.
     pub fn any_experts(&self) -> Vec<LayerMask> {
         if let Source::Given(masks) = &self.source {
             return masks.clone();
         }
-        let layers = self.mixture.layers.iter();
+        let layers = self.mixture.computed();
         let all = (0..self.mixture.routing.experts as u32).collect();
-        let order: Order = layers.map(|layer| (*layer, Vec::clone(&all))).collect();
+        let order: Order = layers.map(|layer| (layer, Vec::clone(&all))).collect();
         first(self.mixture, &order, self.count)
     }
 }
@@ -304,7 +314,7 @@ pub fn run(
             search.find(order, &duplicates()?, plan.count)?
         }
         None => {
-            let given = plan.any_experts();
+            let given = plan.mixture.masks_of_computed(&plan.any_experts());
             running.mask(&given)?;
             found.add(&plan.count.to_string(), &running.evaluate()?);
             found.experts.clone_from(&given);
@@ -407,9 +417,10 @@ fn traced(path: &Path) -> Result<Contributions> {
 }
 
 /// Orders the experts of each layer, those that contribute least first.
-fn order(contributions: Contributions, mixture: &Mixture) -> Result<Order> {
+fn order(mut contributions: Contributions, mixture: &Mixture) -> Result<Order> {
+    contributions.retain(|layer, _| !mixture.routing.predicting.contains(layer));
     ensure!(
-        contributions.keys().eq(&mixture.layers),
+        contributions.keys().copied().eq(mixture.computed()),
         "contributions are known of the layers {:?}, and these have experts: {:?}",
         contributions.keys(),
         mixture.layers

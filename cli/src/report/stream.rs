@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use memmap2::MmapMut;
-use sidecar_core::experts::ExpertIndex;
+use sidecar_core::experts::{ExpertIndex, Routing};
 use sidecar_core::gguf::{self, Access, GgufFile};
 use sidecar_core::memory::free_memory;
 use sidecar_core::stream::WINDOW;
@@ -87,7 +87,11 @@ impl Sizes {
             other_bytes: 0,
             token_bytes: 0.0,
         };
-        for (layer, experts) in index.layers() {
+        let predicting = Routing::of(files).predicting;
+        for (layer, experts) in index
+            .layers()
+            .filter(|(layer, _)| !predicting.contains(layer))
+        {
             let tensors = index
                 .tensors()
                 .iter()

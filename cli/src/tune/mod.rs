@@ -176,7 +176,7 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
             of.name
         );
     }
-    let tensors = model.quantizable(options.only.as_ref())?;
+    let tensors = model.computed(model.quantizable(options.only.as_ref())?)?;
     let sources = same_in(source, &tensors)?;
     let groups = match options.group.is_empty() {
         true => groups::by(&tensors, options.by),

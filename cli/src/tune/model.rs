@@ -5,8 +5,11 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use ggml_quantize::{Shape, rules};
 use regex::Regex;
+use sidecar_core::experts::Routing;
 use sidecar_core::gguf::{Access, GgufFile, TensorInfo, Value, open_model};
 use sidecar_core::reload::{Hash, hash_bytes, hash_source};
+
+use crate::output::progress;
 
 /// An open model.
 pub struct Model {
@@ -76,6 +79,29 @@ impl Model {
             first.name,
             self.why_kept(&first).unwrap_or_default()
         );
+        Ok(tensors)
+    }
+
+    /// Returns the tensors that an evaluation of a text reads: not those of layers that predict further tokens (MTP).
+    pub fn computed<'a>(&self, mut tensors: Vec<Tensor<'a>>) -> Result<Vec<Tensor<'a>>> {
+        let predicting = Routing::of(&self.files).predicting;
+        let all = tensors.len();
+        tensors.retain(|tensor| layer(tensor.name).is_none_or(|of| !predicting.contains(&of)));
+        let note = format!(
+            "layers from {} on predict further tokens (MTP), which no evaluation of a text computes",
+            predicting.start
+        );
+        ensure!(
+            !tensors.is_empty(),
+            "{}: {note}: name other tensors",
+            self.path.display()
+        );
+        if tensors.len() < all {
+            progress(&format!(
+                "{note}: {} tensors stay as they are",
+                all - tensors.len()
+            ));
+        }
         Ok(tensors)
     }
 

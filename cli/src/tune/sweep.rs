@@ -58,7 +58,7 @@ impl<'a> Cut<'a> {
         let name = path.file_stem().unwrap_or_default().to_string_lossy();
         Ok(Cut {
             name: name.into_owned(),
-            masks,
+            masks: mixture.masks_of_computed(&masks),
             pruned,
         })
     }

@@ -45,6 +45,9 @@ pub enum Event {
         files: usize,
         tensors: usize,
         expert_layers: usize,
+        /// The first layer of those that predict further tokens, if there are any.
+        #[serde(default)]
+        predicting: Option<u32>,
         /// Experts that a token uses in each layer that was evaluated.
         #[serde(default)]
         experts_used: Vec<(u32, u64)>,
