@@ -634,7 +634,7 @@ fn top_and_metrics_of_hostile_programs() {
         "drips: ",
         "does not answer in time",
         "models: it answers for 300001 models: at most 64 are shown",
-        "named: \\u{1b}]0;title\\u{7}\\u{9b}",
+        "named: \\u001b]0;title\\u0007\\u009b",
         "busy: too many",
         "endless: ",
     ] {

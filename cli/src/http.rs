@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use sidecar_core::text;
 
 use crate::deadline::Deadline;
 
@@ -74,7 +75,7 @@ impl Answer {
             status,
             content_type: "text/plain; charset=utf-8",
             headers: String::new(),
-            body: format!("{reason}\n"),
+            body: format!("{}\n", text::lines(reason)),
         }
     }
 }

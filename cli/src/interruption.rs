@@ -65,7 +65,8 @@ pub fn on_signals(mut call: impl FnMut(i32) + Send + 'static) -> Result<()> {
 pub fn watch() -> Result<()> {
     on_signals(|signal| match SIGNAL.swap(signal, Ordering::SeqCst) {
         0 => {
-            eprintln!("\nllama-sidecar: interrupted; a second signal ends at once");
+            eprintln!("");
+            eprintln!("llama-sidecar: interrupted; a second signal ends at once");
             owned().end_process();
         }
         _ => end_now(signal),

@@ -26,6 +26,13 @@
 //! | [`output`] | texts and models in files, progress |
 //! | [`interruption`] | keys and signals that end a command that measures |
 //! | [`sizes`], [`space`] | sizes, shares and tables as text; free space |
+//! | [`print`] | standard output and standard error |
+
+#![warn(clippy::print_stdout, clippy::print_stderr)]
+
+// Before all modules: they use its macros.
+#[macro_use]
+mod print;
 
 mod compare;
 mod control;
@@ -53,8 +60,9 @@ mod tune;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::process::ExitCode;
+use std::process::{ExitCode, exit};
 
+use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
 use launch::{child, doctor, run};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -267,7 +275,17 @@ struct MetricsOptions {
 
 fn main() -> ExitCode {
     allow_many_open_files();
-    let result = match Arguments::parse().command {
+    let arguments = Arguments::try_parse().unwrap_or_else(|error| match error.kind() {
+        ErrorKind::DisplayHelp
+        | ErrorKind::DisplayVersion
+        | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => error.exit(),
+        // An argument may be the name of any file.
+        _ => {
+            eprintln!("{}", error.to_string().trim_end());
+            exit(error.exit_code())
+        }
+    });
+    let result = match arguments.command {
         Command::Inspect { file, json } => inspect::run(&file, json),
         Command::Run(options) => run::run(&options),
         Command::Doctor(options) => doctor::run(&options),
@@ -319,7 +337,7 @@ fn main() -> ExitCode {
         // A reader that closes its end, for example `head`, is not a failure.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("llama-sidecar: {}", output::printable(&sentence(&error)));
+            eprintln!("llama-sidecar: {}", sentence(&error));
             ExitCode::FAILURE
         }
     }

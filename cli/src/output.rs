@@ -15,31 +15,6 @@ use crate::space::Need;
 /// The shortest first line by which a report is known.
 const FIRST_LINE: usize = 12;
 
-/// Text that may be from another program, for a terminal: control characters are written as escapes.
-pub fn printable(text: &str) -> String {
-    let escaped = |character: char| match character {
-        '\n' | '\t' => character.to_string(),
-        other if other.is_control() => other.escape_default().to_string(),
-        other => other.to_string(),
-    };
-    text.chars().map(escaped).collect()
-}
-
-/// Writes [`printable`] text.
-pub struct Printable<W>(pub W);
-
-impl<W: Write> Write for Printable<W> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let text = printable(&String::from_utf8_lossy(bytes));
-        self.0.write_all(text.as_bytes())?;
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.0.flush()
-    }
-}
-
 /// Prints on standard error what a command does now.
 pub fn progress(line: &str) {
     eprintln!("llama-sidecar: {line}");
@@ -176,14 +151,5 @@ mod tests {
         assert_eq!(write_model(model()).expect("free paths"), 3 * 4);
         assert_eq!(names(), ["1", "2", "3", "3.~1~"]);
         assert_eq!(fs::read(path("3.~1~")).expect("a file"), b"notes");
-    }
-
-    #[test]
-    fn control_characters_are_escaped() {
-        let mut out = Printable(Vec::new());
-        let title = "\u{1b}]0;title\u{7}";
-        writeln!(out, "{title}\t\u{9b}ä").expect("memory");
-        let written = String::from_utf8(out.0).expect("text");
-        assert_eq!(written, "\\u{1b}]0;title\\u{7}\t\\u{9b}ä\n");
     }
 }

@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use sidecar_core::text::html;
+
 use crate::sizes::Table;
 
 /// The look of pages.
@@ -25,7 +27,7 @@ th{color:var(--soft);font-weight:500}svg{max-width:100%;height:auto}.wide svg{ma
 pub fn document(title: &str, body: &str) -> String {
     format!(
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content=\"width=device-width, initial-scale=1\"><title>{}</title><style>{STYLE}</style><main>{body}</main></html>\n",
-        escape(title)
+        html(title)
     )
 }
 
@@ -42,41 +44,21 @@ pub fn measurements<'a>(
     facts: &[(&str, String)],
     tables: impl IntoIterator<Item = (Option<&'a str>, Table)>,
 ) -> String {
-    let model = escape(&model.display().to_string());
+    let model = html(&model.display().to_string());
     let sentences: Vec<&str> = sentences.iter().copied().flatten().collect();
     let mut body = format!(
         "<section><h1>{model}</h1><p class=note>{}</p>",
-        escape(&sentences.join(" "))
+        html(&sentences.join(" "))
     );
     for (heading, of) in tables {
         if let Some(heading) = heading {
-            body += &format!("<h2>{}</h2>", escape(heading));
+            body += &format!("<h2>{}</h2>", html(heading));
         }
-        body += &format!("<div class=wide>{}</div>", table(of));
+        body += &format!("<div class=wide>{}</div>", of.as_html());
     }
     body += "<h2>How it was measured</h2>";
     for (name, fact) in facts {
-        body += &format!("<p class=note>{}: {}</p>", escape(name), escape(fact));
+        body += &format!("<p class=note>{}: {}</p>", html(name), html(fact));
     }
     document(title, &(body + "</section>"))
-}
-
-/// Returns a table for a page. Its cells have names from files and from the command line.
-pub fn table(mut table: Table) -> String {
-    for cell in table.rows.iter_mut().flatten() {
-        *cell = escape(cell);
-    }
-    table.as_html()
-}
-
-/// Escapes text for HTML and SVG.
-pub fn escape(text: &str) -> String {
-    let escaped = |character: char| match character {
-        '<' => "&lt;".into(),
-        '>' => "&gt;".into(),
-        '&' => "&amp;".into(),
-        '"' => "&quot;".into(),
-        other => other.to_string(),
-    };
-    text.chars().map(escaped).collect()
 }

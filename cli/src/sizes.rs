@@ -2,6 +2,8 @@
 
 use std::fmt::Write;
 
+use sidecar_core::text;
+
 /// Reads a size: `24G` or `24GiB` in powers of 1024, `24GB` in powers of 1000; also K, M and T.
 pub fn size(text: &str) -> Result<u64, String> {
     let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
@@ -76,10 +78,22 @@ impl Table {
 
     /// Returns the table for a terminal, aligned to the right.
     pub fn as_text(&self) -> String {
-        let lines = || std::iter::once(&self.head).chain(&self.rows);
-        let width = |column: usize| lines().map(|cells| cells[column].chars().count()).max();
+        let plain = |cells: &Vec<String>| {
+            cells
+                .iter()
+                .map(|cell| text::line(cell).into_owned())
+                .collect()
+        };
+        let lines = std::iter::once(&self.head).chain(&self.rows).map(plain);
+        let lines: Vec<Vec<String>> = lines.collect();
+        let width = |column: usize| {
+            lines
+                .iter()
+                .map(|cells| cells[column].chars().count())
+                .max()
+        };
         let mut text = String::new();
-        for cells in lines() {
+        for cells in &lines {
             for (column, cell) in cells.iter().enumerate() {
                 let gap = if column == 0 { "" } else { "  " };
                 let _ = write!(text, "{gap}{cell:>0$}", width(column).unwrap_or(0));
@@ -89,10 +103,12 @@ impl Table {
         text
     }
 
-    /// Returns the table for a page. The cells have no markup.
+    /// Returns the table for a page.
     pub fn as_html(&self) -> String {
         let row = |cells: &[String], tag: &str| {
-            let cells = cells.iter().map(|cell| format!("<{tag}>{cell}"));
+            let cells = cells
+                .iter()
+                .map(|cell| format!("<{tag}>{}", text::html(cell)));
             format!("<tr>{}</tr>", cells.collect::<String>())
         };
         let rows = self.rows.iter().map(|cells| row(cells, "td"));

@@ -20,6 +20,7 @@
 //! | [`logger`] | messages |
 //! | [`config`] | variables |
 //! | [`files`] | files in folders that other users may write |
+//! | [`text`] | text from outside, for each kind of output |
 pub mod config;
 pub mod error;
 pub mod experts;
@@ -34,4 +35,5 @@ pub mod protocol;
 pub mod reload;
 pub mod stream;
 pub mod summary;
+pub mod text;
 pub mod trace;

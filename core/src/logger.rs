@@ -10,6 +10,7 @@ use log::{Level, LevelFilter, Log, Metadata, Record};
 use parking_lot::RwLock;
 
 use crate::config::Config;
+use crate::text;
 
 /// Target of messages that a variable of their own requests, for example
 /// `LLAMA_POSTFETCH_DEBUG`: written at every value of `LLAMA_SIDECAR_LOG`.
@@ -57,8 +58,10 @@ impl Log for Messages {
         }
         // The lock is not held while the sink runs: a sink may log or replace itself.
         let sink = SINK.read().clone();
+        let message = record.args().to_string();
+        let message = text::line(&message);
         match sink {
-            Some(sink) => sink(record.level(), &record.args().to_string()),
+            Some(sink) => sink(record.level(), &message),
             // A host may have closed its standard error: a failed write is ignored.
             None => {
                 // One write for the whole line: the host writes to the same descriptor.
@@ -68,7 +71,7 @@ impl Log for Messages {
                     Level::Info => "info",
                     Level::Debug | Level::Trace => "debug",
                 };
-                let line = format!("llama-sidecar: {level}: {}\n", record.args());
+                let line = format!("llama-sidecar: {level}: {message}\n");
                 let _ = std::io::stderr().write_all(line.as_bytes());
             }
         }

@@ -7,6 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use crate::device::DeviceError;
 use sidecar_core::error::Error;
 use sidecar_core::gguf::OpenError;
+use sidecar_core::text;
 
 /// Result of a call. The meaning of a value never changes.
 #[repr(C)]
@@ -96,8 +97,7 @@ thread_local! {
 }
 
 fn remember(failure: &Failure) {
-    let message = failure.message.replace('\0', "\u{fffd}");
-    let message = CString::new(message).expect("no NUL is left");
+    let message = CString::new(&*text::line(&failure.message)).expect("no NUL is left");
     // A thread that is ending may have destroyed its last error.
     let _ = LAST.try_with(|last| *last.borrow_mut() = (failure.status, message));
 }

@@ -17,6 +17,7 @@ use anyhow::{Context, Result, bail, ensure};
 use report::Report;
 use results::{Computed, Logits, Way};
 use sidecar_core::protocol::Event;
+use sidecar_core::text;
 
 use crate::launch::gains;
 use crate::launch::journal::Events;
@@ -102,7 +103,11 @@ pub fn run(options: &CompareOptions) -> Result<()> {
     output::write_text(&page, &report.page())?;
     let noted = note_gain(report, &options.command)?;
     if !options.json {
-        println!("written: {}, {}", options.output.display(), page.display());
+        println!(
+            "written: {}, {}",
+            text::path(&options.output),
+            text::path(&page)
+        );
         if let Some(noted) = noted {
             println!("{noted}");
         }

@@ -9,6 +9,7 @@ use anyhow::Result;
 use serde::Serialize;
 use sidecar_core::memory::free_memory;
 use sidecar_core::protocol::Event;
+use sidecar_core::text::{self, html};
 
 use super::results::{self, Difference, Logits, Way, mean_and_error};
 use crate::launch::child::without_secrets;
@@ -237,7 +238,7 @@ impl Report {
     pub fn text(&self) -> String {
         let mut text = String::new();
         for (what, found) in self.about() {
-            let _ = writeln!(text, "{what:8} {found}");
+            let _ = writeln!(text, "{what:8} {}", text::line(&found));
         }
         let _ = write!(text, "\n{}\n", self.table().as_text());
         for sentence in &self.sentences {
@@ -248,28 +249,19 @@ impl Report {
     }
 
     pub fn page(&self) -> String {
-        let mut body = format!("<section><h1>{}</h1><dl>", page::escape(&self.advice));
+        let mut body = format!("<section><h1>{}</h1><dl>", html(&self.advice));
         for (what, found) in self.about() {
-            let _ = write!(
-                body,
-                "<div><dt>{what}<dd class=note>{}</div>",
-                page::escape(&found)
-            );
+            let _ = write!(body, "<div><dt>{what}<dd class=note>{}</div>", html(&found));
         }
         let _ = write!(
             body,
             "</dl><h2>Speeds</h2><div class=wide>{}</div>",
-            page::table(self.table())
+            self.table().as_html()
         );
         for (way, sentence) in self.ways.iter().zip(&self.sentences) {
-            let _ = write!(
-                body,
-                "<h2>{}</h2><p>{}",
-                page::escape(&way.name()),
-                page::escape(sentence)
-            );
+            let _ = write!(body, "<h2>{}</h2><p>{}", html(&way.name()), html(sentence));
             for line in way.runs.last().into_iter().flat_map(|run| &run.summary) {
-                let _ = write!(body, "<p class=note>{}", page::escape(line));
+                let _ = write!(body, "<p class=note>{}", html(line));
             }
         }
         let _ = write!(

@@ -2,7 +2,7 @@
 //! `mark`, `round` and `ping`:
 //! requests to the control socket of a running program.
 
-use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write, stdout};
+use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
@@ -18,13 +18,13 @@ use sidecar_core::protocol::{
     self, Hashes, LayerMask, Metrics, ModelReload, ReloadReport, Reloads, Reply, Request, Round,
     Status, TensorState, Traces,
 };
-use sidecar_core::summary;
 use sidecar_core::trace::{from_json, to_text};
+use sidecar_core::{summary, text};
 
 use crate::control::mask;
 use crate::control::server::ServerOptions;
 use crate::deadline::Deadline;
-use crate::output::Printable;
+use crate::print::stdout;
 
 /// How long a request is repeated while other clients have all connections.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -36,14 +36,18 @@ const LONGEST_SAMPLE: u64 = 16 << 20;
 
 /// Sends a request and prints the reply, as text or as JSON.
 pub fn run(socket: &Path, request: &Request, as_json: bool) -> Result<()> {
-    let answer = ask(socket, request)?;
-    let mut out = Printable(stdout().lock());
+    let mut answer = ask(socket, request)?;
+    let mut out = stdout();
     if as_json {
         writeln!(out, "{answer:#}")?;
     } else if answer["error"].is_null() {
+        // Metrics are lines.
+        if !matches!(request, Request::Metrics) {
+            text::one_line(&mut answer);
+        }
         // A refused request has a reply with nothing to print.
         match request {
-            Request::Ping => writeln!(out, "llama-sidecar listens at {}", socket.display())?,
+            Request::Ping => writeln!(out, "llama-sidecar listens at {}", text::path(socket))?,
             Request::Status => print_status(&mut out, &parsed(&answer)?)?,
             Request::Reload => print_reloads(&mut out, &parsed(&answer)?)?,
             Request::Swap { revert, overlays } => {
@@ -94,7 +98,7 @@ pub fn run(socket: &Path, request: &Request, as_json: bool) -> Result<()> {
                 out,
                 "experts in memory replace others whose scores are higher by less than {margin}"
             )?,
-            Request::Mark { text } => writeln!(out, "marked: {text}")?,
+            Request::Mark { text } => writeln!(out, "marked: {}", text::line(text))?,
             Request::Round { .. } => {
                 let Round { round, exit, .. } = parsed(&answer)?;
                 writeln!(out, "round {round} has ended with {exit}")?;
@@ -132,10 +136,11 @@ pub fn reload(socket: &Path, server: &ServerOptions, as_json: bool) -> Result<()
         }
         erased = Some(result);
     }
-    let mut out = Printable(stdout().lock());
+    let mut out = stdout();
     if as_json {
         writeln!(out, "{answer:#}")?;
     } else {
+        text::one_line(&mut answer);
         let reloads: Reloads = parsed(&answer)?;
         print_reloads(&mut out, &reloads)?;
         if reloads.reports.is_empty() {

@@ -6,6 +6,7 @@ use std::fmt::Write;
 use std::sync::LazyLock;
 
 use regex::Regex;
+use sidecar_core::text;
 
 /// Whether a program answers.
 const UP: &str = "llama_sidecar_up";
@@ -43,10 +44,11 @@ impl Families {
     /// Adds what the program at a socket reports, in Prometheus' text format; `None` if it does not answer.
     pub fn add(&mut self, socket: &str, text: Option<&str>) {
         self.up.push((socket.to_owned(), text.is_some()));
-        let label = format!("socket=\"{}\"", escaped(socket));
+        let label = format!("socket=\"{}\"", text::label(socket));
         let mut help = "";
         let mut family = None;
-        for line in text.unwrap_or_default().lines() {
+        let lines = text.unwrap_or_default().lines();
+        for line in lines.filter(|line| !line.contains(text::is_hidden)) {
             if let Some(rest) = line.strip_prefix("# HELP ") {
                 help = rest.split_once(' ').map_or("", |(_, help)| help);
             } else if let Some((name, kind)) = line
@@ -94,7 +96,7 @@ impl Families {
             let _ = writeln!(
                 page,
                 "{UP}{{socket=\"{}\"}} {}",
-                escaped(socket),
+                text::label(socket),
                 u8::from(*is_up)
             );
         }
@@ -144,13 +146,6 @@ impl Family {
             let _ = writeln!(self.samples, "{sample} {value}");
         }
     }
-}
-
-fn escaped(label: &str) -> String {
-    label
-        .replace('\\', "\\\\")
-        .replace('"', "\\\"")
-        .replace('\n', "\\n")
 }
 
 #[cfg(test)]

@@ -9,6 +9,9 @@ use llama_sidecar::model::{Model, Options};
 use serde_json::{Value as Json, json};
 use sidecar_core::experts::Projection;
 use sidecar_core::gguf::{KeyValue, Value};
+use sidecar_core::text;
+
+use crate::print::stdout;
 
 /// Number of array elements in the output.
 const SHOWN: u64 = 5;
@@ -16,12 +19,12 @@ const SHOWN: u64 = 5;
 /// Prints a model to standard output.
 pub fn run(file: &Path, as_json: bool) -> Result<()> {
     let model = Model::open(file, Options::host())?;
-    let described = describe(&model)?;
-    let mut out = std::io::stdout().lock();
+    let mut described = describe(&model)?;
+    let mut out = stdout();
     if as_json {
-        serde_json::to_writer_pretty(&mut out, &described).map_err(std::io::Error::from)?;
-        writeln!(out)?;
+        writeln!(out, "{described:#}")?;
     } else {
+        text::one_line(&mut described);
         print(&mut out, &described)?;
     }
     Ok(out.flush()?)
@@ -189,10 +192,9 @@ fn print(out: &mut impl Write, model: &Json) -> std::io::Result<()> {
     Ok(())
 }
 
-/// A string without its quotes and on one line, anything else as JSON.
+/// A string without its quotes, anything else as JSON.
 fn plain(value: &Json) -> String {
-    match value.as_str() {
-        Some(text) => text.replace(['\n', '\r'], " "),
-        None => value.to_string(),
-    }
+    value
+        .as_str()
+        .map_or_else(|| value.to_string(), str::to_owned)
 }

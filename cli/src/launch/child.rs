@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
@@ -20,6 +21,7 @@ use rustix::process::{
     Pid, Resource, Rlimit, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group,
     setrlimit, test_kill_process_group, waitid,
 };
+use sidecar_core::text;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::exfiltrator::origin::WithOrigin;
 use signal_hook::iterator::{Signals, SignalsInfo};
@@ -241,9 +243,20 @@ pub fn cause(errors: &str) -> Option<&str> {
     lines.clone().find(reports).or(lines.next_back())
 }
 
-/// Quotes a word for a shell.
+/// Quotes a word for a shell, in one line.
 pub fn quoted(word: &OsStr) -> String {
     let text = word.to_string_lossy();
+    if word
+        .to_str()
+        .is_none_or(|text| text.contains(text::is_hidden))
+    {
+        let byte = |byte: &u8| match byte {
+            b'\'' | b'\\' | ..b' ' | 0x7f.. => format!("\\x{byte:02x}"),
+            plain => char::from(*plain).to_string(),
+        };
+        let bytes = word.as_bytes().iter().map(byte);
+        return format!("$'{}'", bytes.collect::<String>());
+    }
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
     match !text.is_empty() && text.chars().all(plain) {
         true => text.into_owned(),
@@ -284,10 +297,20 @@ mod tests {
 
     #[test]
     fn words_come_back_from_a_shell() {
-        for word in ["plain", "two words", "it's", "", "$HOME"] {
-            let script = format!("printf %s {}", quoted(OsStr::new(word)));
-            let output = Command::new("sh").args(["-c", &script]).output();
-            assert_eq!(output.expect("a shell").stdout, word.as_bytes());
+        let words = [
+            "plain",
+            "two words",
+            "it's",
+            "",
+            "$HOME",
+            "\u{1b}[31mä'\\\n0",
+        ];
+        let words = words.iter().map(|word| word.as_bytes());
+        for word in words.chain([&b"\xff1"[..]]) {
+            let script = format!("printf %s {}", quoted(OsStr::from_bytes(word)));
+            assert!(!script.contains(text::is_hidden), "{script}");
+            let output = Command::new("bash").args(["-c", &script]).output();
+            assert_eq!(output.expect("a shell").stdout, word);
         }
     }
 }

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 use sidecar_core::config::Config;
 use sidecar_core::protocol::{Event, NoEffect, is_tried_ggml, path_of};
+use sidecar_core::text;
 
 use crate::launch::child::{self, Group};
 use crate::launch::executable::{Executable, ld_preload, preload_library};
@@ -340,5 +341,5 @@ fn streaming(path: &str, experts_used: &[(u32, u64)], events: &Events) {
 }
 
 fn line(what: &str, found: &str) {
-    println!("{what:11} {found}");
+    println!("{what:11} {}", text::line(found));
 }

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use serde::Serialize;
+use sidecar_core::text;
 
 use super::model::Time;
 use super::options::Known;
@@ -160,7 +161,7 @@ impl Plan {
         let best = &self.choices[0];
         let typed = self.choices.iter().find(|of| of.command == self.typed);
         let mut line = |name: &str, value: String| {
-            let _ = writeln!(text, "{name:<11} {value}");
+            let _ = writeln!(text, "{name:<11} {}", text::line(&value));
         };
         line("model", self.model_text());
         line("machine", self.machine_text());

@@ -5,13 +5,15 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use sidecar_core::gguf::{Access, open_model};
+use sidecar_core::text::{self, html};
 use sidecar_core::trace::{
     LayerStats, coverage, divergence, experts_for, overlap, ranking, to_activations,
     to_logical_count, to_ranked_csv, to_rankings,
 };
 
 use crate::output::write_text;
-use crate::page::{self, escape};
+use crate::page;
+use crate::print::stdout;
 use crate::report::cache::{Caches, Policy};
 use crate::report::pin::Pinned;
 use crate::report::svg;
@@ -112,11 +114,13 @@ pub fn run(options: &ReportOptions) -> Result<()> {
 fn write(options: &ReportOptions, text: &str) -> Result<()> {
     match &options.output {
         Some(path) => write_text(path, text),
-        None => {
-            use std::io::Write;
-            Ok(std::io::stdout().write_all(text.as_bytes())?)
-        }
+        None => print(text),
     }
+}
+
+fn print(text: &str) -> Result<()> {
+    use std::io::Write;
+    Ok(stdout().write_all(text.as_bytes())?)
 }
 
 fn for_memory(traced: &TraceReport, memory: u64, speed: Option<u64>) -> Result<String> {
@@ -140,12 +144,11 @@ fn pin(options: &ReportOptions, traced: &TraceReport, share: f64) -> Result<()> 
             None => traced.open_model()?,
         };
         pinned.write_ranges(&files, path)?;
-        let _ = writeln!(text, "  their byte ranges: {}", path.display());
+        let _ = writeln!(text, "  their byte ranges: {}", text::path(path));
     } else {
         let _ = writeln!(text, "  their byte ranges: name a file with -o");
     }
-    use std::io::Write;
-    Ok(std::io::stdout().write_all(text.as_bytes())?)
+    print(&text)
 }
 
 /// Explains the columns of [`differences`].
@@ -160,7 +163,10 @@ fn comparisons(traces: &[TraceReport]) -> Vec<(String, Option<Table>)> {
     let Some((first, others)) = traces.split_first() else {
         return Vec::new();
     };
-    let title = |other: &TraceReport| format!("{} against {}", other.label, first.label);
+    let title = |other: &TraceReport| {
+        let title = format!("{} against {}", other.label, first.label);
+        text::line(&title).into_owned()
+    };
     let others = others.iter();
     others
         .map(|other| (title(other), differences(first, other)))
@@ -279,8 +285,8 @@ fn unseen(traced: &TraceReport) -> Option<String> {
 
 fn title(traced: &TraceReport) -> String {
     match traced.about.name.as_str() {
-        "" => traced.label.clone(),
-        name => format!("{name} ({})", traced.label),
+        "" => text::line(&traced.label).into_owned(),
+        name => text::line(&format!("{name} ({})", traced.label)).into_owned(),
     }
 }
 
@@ -331,20 +337,16 @@ fn as_text(traced: &TraceReport) -> String {
 fn page(traces: &[TraceReport]) -> String {
     let mut body = String::new();
     for traced in traces {
-        let _ = write!(body, "<section><h1>{}</h1>", escape(&title(traced)));
+        let _ = write!(body, "<section><h1>{}</h1>", html(&title(traced)));
         body.push_str("<dl>");
         for (name, value) in facts(traced) {
-            let _ = write!(
-                body,
-                "<div><dt>{name}</dt><dd>{}</dd></div>",
-                escape(&value)
-            );
+            let _ = write!(body, "<div><dt>{name}</dt><dd>{}</dd></div>", html(&value));
         }
         body.push_str("</dl>");
         if let Some(unseen) = unseen(traced) {
             let _ = write!(body, "<p><strong>{unseen}</strong></p>");
         }
-        let files = traced.about.files.iter().map(|file| escape(&file.path));
+        let files = traced.about.files.iter().map(|file| html(&file.path));
         let _ = write!(
             body,
             "<p class=note>{}</p>",
@@ -381,7 +383,7 @@ fn page(traces: &[TraceReport]) -> String {
         let _ = write!(
             body,
             "<section><h1>{}</h1><p class=note>{note}</p><div class=wide>{table}</div></section>",
-            escape(&title)
+            html(&title)
         );
     }
     page::document("Expert trace", &body)

@@ -7,6 +7,7 @@ use std::path::Path;
 use anyhow::Result;
 use sidecar_core::experts::{ExpertIndex, Projection};
 use sidecar_core::gguf::GgufFile;
+use sidecar_core::text;
 use sidecar_core::trace::{LayerCounts, coverage, hits};
 
 use crate::output::write_text;
@@ -137,7 +138,7 @@ impl Pinned {
         slices.sort_unstable();
         let mut text = String::from("offset,bytes,layer,expert,file\n");
         for (file, offset, bytes, layer, expert) in slices {
-            let path = field(&files[file].source.path().to_string_lossy());
+            let path = text::csv(&files[file].source.path().to_string_lossy());
             let _ = writeln!(text, "{offset},{bytes},{layer},{expert},{path}");
         }
         text
@@ -146,14 +147,6 @@ impl Pinned {
     /// Writes the byte ranges to a file.
     pub fn write_ranges(&self, files: &[GgufFile], path: &Path) -> Result<()> {
         write_text(path, &self.as_ranges(files))
-    }
-}
-
-/// Returns a text as a field of CSV (RFC 4180).
-fn field(text: &str) -> String {
-    match text.contains([',', '"', '\n', '\r']) {
-        true => format!("\"{}\"", text.replace('"', "\"\"")),
-        false => text.into(),
     }
 }
 

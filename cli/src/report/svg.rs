@@ -2,9 +2,9 @@
 
 use std::fmt::Write;
 
+use sidecar_core::text::html;
 use sidecar_core::trace::coverage;
 
-use crate::page::escape;
 use crate::report::traces::TraceReport;
 
 /// Colours for a share against even use: never, less than a quarter, a quarter, a half, even,
@@ -126,7 +126,7 @@ pub fn cells(
         let _ = write!(
             svg,
             "<text x=\"{x}\" y=\"{y}\" transform=\"rotate(-40 {x} {y})\" fill=\"#808a99\">{}</text>",
-            escape(column)
+            html(column)
         );
     }
     for (at, row) in rows.iter().enumerate() {
@@ -135,7 +135,7 @@ pub fn cells(
             "<text x=\"{}\" y=\"{}\" text-anchor=\"end\" fill=\"#808a99\">{}</text>",
             left - 6,
             TOP + at * HIGH + 13,
-            escape(row)
+            html(row)
         );
     }
     for (row, column, ratio, text) in cells {
@@ -147,7 +147,7 @@ pub fn cells(
             WIDE - 2,
             HIGH - 2,
             COLOURS[colour(*ratio)],
-            escape(text)
+            html(text)
         );
     }
     for (at, (colour, meaning)) in COLOURS
@@ -169,7 +169,7 @@ fn legend_entry(svg: &mut String, (x, y): (usize, usize), colour: &str, meaning:
         "<rect x=\"{x}\" y=\"{y}\" width=\"14\" height=\"14\" fill=\"{colour}\" stroke=\"#808a99\"/><text x=\"{}\" y=\"{}\" fill=\"#808a99\">{}</text>",
         x + 18,
         y + 11,
-        escape(meaning)
+        html(meaning)
     );
 }
 
@@ -230,10 +230,10 @@ pub fn scatter(across: &str, up: &str, points: &[(f64, f64, String, bool)]) -> S
         "<text x=\"{}\" y=\"{}\" fill=\"#808a99\" text-anchor=\"middle\">{}</text><text x=\"{}\" y=\"{}\" fill=\"#808a99\">{}</text>",
         LEFT + WIDE / 2.0,
         bottom + 36.0,
-        escape(across),
+        html(across),
         LEFT + 4.0,
         TOP + 10.0,
-        escape(up)
+        html(up)
     );
     for (at_x, at_y, name, is_filled) in points {
         let fill = if *is_filled { "#3573b1" } else { "none" };
@@ -242,7 +242,7 @@ pub fn scatter(across: &str, up: &str, points: &[(f64, f64, String, bool)]) -> S
             "<circle cx=\"{:.1}\" cy=\"{:.1}\" r=\"5\" fill=\"{fill}\" stroke=\"#3573b1\" stroke-width=\"1.5\"><title>{}: {at_x:.2}, {at_y:.6}</title></circle>",
             x(*at_x),
             y(*at_y),
-            escape(name)
+            html(name)
         );
         if points.len() <= 12 {
             let _ = write!(
@@ -250,7 +250,7 @@ pub fn scatter(across: &str, up: &str, points: &[(f64, f64, String, bool)]) -> S
                 "<text x=\"{:.1}\" y=\"{:.1}\" fill=\"#808a99\">{}</text>",
                 x(*at_x) + 8.0,
                 y(*at_y) + 4.0,
-                escape(name)
+                html(name)
             );
         }
     }
@@ -262,7 +262,7 @@ pub fn scatter(across: &str, up: &str, points: &[(f64, f64, String, bool)]) -> S
 fn start(label: &str, width: f64, height: f64) -> String {
     format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\" role=\"img\" aria-label=\"{}\" font-family=\"system-ui,sans-serif\" font-size=\"11\">",
-        escape(label)
+        html(label)
     )
 }
 

@@ -10,6 +10,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use regex::Regex;
 use sidecar_core::gguf::{Access, GgufFile, NamePattern, TensorInfo, open_model};
 use sidecar_core::protocol::{Request, Status};
+use sidecar_core::text;
 use tempfile::TempDir;
 
 use crate::control::{self, server};
@@ -423,7 +424,7 @@ fn carry_out(plan: Plan<'_>, options: &SwapOptions) -> Result<bool> {
         println!(
             "{} bytes are needed in {}",
             need.bytes,
-            need.folder.display()
+            text::path(&need.folder)
         );
         need.check()?;
     }
@@ -464,7 +465,7 @@ fn describe(change: &Change<'_>) {
     let new: u64 = change.changed.iter().map(|&at| nbytes(&parts[at])).sum();
     println!(
         "{}: {} of {} tensors change; {new} bytes of them, {} are copied as they are",
-        change.file.source.path().display(),
+        text::path(change.file.source.path()),
         change.changed.len(),
         parts.len(),
         total - new
@@ -473,7 +474,7 @@ fn describe(change: &Change<'_>) {
         let old = &change.file.header.tensors[at];
         println!(
             "  {:40} {} -> {}",
-            parts[at].name().to_string_lossy(),
+            text::line(&parts[at].name().to_string_lossy()),
             old.ty.name(),
             parts[at].info.ty.name()
         );

@@ -5,6 +5,8 @@ use std::path::Path;
 use serde::Serialize;
 use sidecar_core::protocol::{ModelStatus, PostFetchFigures, StreamFigures};
 
+use sidecar_core::text;
+
 use crate::sizes::{percent, size_text};
 use crate::top::sample::Program;
 
@@ -22,15 +24,15 @@ pub struct Fact {
 
 fn fact(text: String) -> Fact {
     Fact {
-        text,
+        text: text::line(&text).into_owned(),
         is_alarm: false,
     }
 }
 
 fn alarm(text: String) -> Fact {
     Fact {
-        text,
         is_alarm: true,
+        ..fact(text)
     }
 }
 

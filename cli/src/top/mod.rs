@@ -21,7 +21,9 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 
-use crate::output::printable;
+use sidecar_core::text;
+
+use crate::print;
 use crate::top::programs::Programs;
 use crate::top::sample::Program;
 
@@ -70,10 +72,10 @@ fn print(mut programs: Vec<Program>, interval: Duration, samples: Option<u64>) -
     loop {
         for program in &mut programs {
             program.update();
-            let mut out = stdout().lock();
+            let mut out = print::stdout();
+            let socket = text::path(&program.socket);
             for fact in facts::of(program) {
-                let text = printable(&fact.text).replace('\n', " ");
-                writeln!(out, "{}: {text}", program.socket.display())?;
+                writeln!(out, "{socket}: {}", fact.text)?;
             }
             out.flush()?;
         }

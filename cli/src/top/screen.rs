@@ -10,6 +10,7 @@ use ratatui::layout::{Constraint, Layout};
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::Line;
 use ratatui::widgets::{Block, Paragraph, Wrap};
+use sidecar_core::text;
 use sidecar_core::trace::LayerCounts;
 
 use crate::top::facts;
@@ -126,7 +127,7 @@ impl Screen {
         .areas(frame.area());
         let title = format!(
             " {} ({} of {}) ",
-            program.socket.display(),
+            text::path(&program.socket),
             self.shown % programs.len() + 1,
             programs.len()
         );

@@ -20,6 +20,7 @@ use std::time::Duration;
 use anyhow::Result;
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::Serialize;
+use sidecar_core::text;
 
 use crate::http::{self, Answer, Request};
 use crate::page::STYLE;
@@ -64,7 +65,7 @@ struct LayerView {
 impl From<&Program> for ProgramView {
     fn from(program: &Program) -> ProgramView {
         ProgramView {
-            socket: program.socket.display().to_string(),
+            socket: text::path(&program.socket),
             answers: program.now.is_ok(),
             facts: facts::of(program),
             evaluations_per_second: facts::evaluations_per_second(program),

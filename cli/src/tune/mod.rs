@@ -39,6 +39,7 @@ use ggml_quantize::Ggml;
 use indicatif::ProgressBar;
 use regex::Regex;
 use sidecar_core::reload::hash_bytes;
+use sidecar_core::text;
 
 use crate::evaluation::base::{self, Base};
 use crate::evaluation::program::{EvaluationOptions, Program};
@@ -280,7 +281,7 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
     let mut sweep = Sweep::new(&plan, base, record, total)?;
     if options.prepare {
         for candidate in 0..plan.candidates.len() {
-            println!("{}", sweep.file(candidate)?.display());
+            println!("{}", text::path(&sweep.file(candidate)?));
         }
         return Ok(());
     }

@@ -7,7 +7,9 @@ use super::groups::role;
 use super::model::layer;
 use super::results::Results;
 use super::tables;
-use crate::page::{document, escape, table};
+use sidecar_core::text::html;
+
+use crate::page::document;
 use crate::report::svg;
 
 /// Returns a self-contained page.
@@ -15,34 +17,29 @@ pub fn page(results: &Results<'_>) -> String {
     let plan = results.plan;
     let mut body = format!(
         "<section><h1>{}</h1><p class=note>As it is: {}.</p>",
-        escape(&plan.model.path.display().to_string()),
-        escape(&tables::sentence(&results.baseline))
+        html(&plan.model.path.display().to_string()),
+        html(&tables::sentence(&results.baseline))
     );
     if let Some(cuts) = tables::cuts(results) {
         let _ = write!(
             body,
             "<h2>Fewer experts</h2><div class=wide>{}</div>",
-            table(cuts)
+            cuts.as_html()
         );
     }
     if let Some(recipe) = &results.recipe {
         let _ = write!(
             body,
             "<h2>Recipe for {}</h2><p class=note>{}</p><div class=wide>{}</div>{}",
-            escape(&tables::goal_text(results)),
-            escape(&tables::verdicts(results, recipe)).replace('\n', "<br>"),
-            table(tables::comparison(results, recipe)),
+            html(&tables::goal_text(results)),
+            html(&tables::verdicts(results, recipe)).replace('\n', "<br>"),
+            tables::comparison(results, recipe).as_html(),
             sizes(results)
         );
         let mut rows = String::new();
         for (group, choice) in results.groups.iter().zip(&recipe.mix.choices) {
             let name = choice.map_or("as it is", |at| plan.candidates[at].name.as_str());
-            let _ = write!(
-                rows,
-                "<tr><td>{}<td>{}</tr>",
-                escape(&group.name),
-                escape(name)
-            );
+            let _ = write!(rows, "<tr><td>{}<td>{}</tr>", html(&group.name), html(name));
         }
         let _ = write!(
             body,
@@ -66,7 +63,7 @@ pub fn page(results: &Results<'_>) -> String {
     for candidates in maps {
         if by_layer {
             let name = &plan.candidates[candidates.start].name;
-            let _ = write!(body, "<h3>{}</h3>", escape(name));
+            let _ = write!(body, "<h3>{}</h3>", html(name));
         }
         let _ = write!(
             body,
@@ -78,7 +75,7 @@ pub fn page(results: &Results<'_>) -> String {
         body,
         "<h2>Divergence against saved bytes</h2><p class=note>Each group with each candidate: what the change saves, and what it adds to the divergence.</p>{}<h2>Measurements</h2><div class=wide>{}</div></section>",
         savings(results),
-        table(tables::measurements(results))
+        tables::measurements(results).as_html()
     );
     document("Tuning", &body)
 }

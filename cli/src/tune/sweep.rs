@@ -8,6 +8,7 @@ use anyhow::{Context, Result, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
 use sidecar_core::protocol::{LayerMask, Overlay};
 use sidecar_core::reload::hash_bytes;
+use sidecar_core::text;
 
 use super::candidate::{Candidate, Origin, Outcome};
 use super::kept::Quantizer;
@@ -175,7 +176,7 @@ impl<'a> Sweep<'a> {
             .retain(|candidate| !self.plan.is_unchanged(*candidate));
         let key = self.plan.key(&change);
         self.done += 1;
-        self.bar.set_message(what.to_owned());
+        self.bar.set_message(text::line(what).into_owned());
         if let Some(known) = self.record.find(&key) {
             let statistics = known.statistics;
             // Known measurements take no time, which an estimate must not use.
@@ -225,7 +226,7 @@ impl<'a> Sweep<'a> {
                 bar.set_style(ProgressStyle::with_template(
                     "quantising to {msg} {wide_bar} {percent} %, {eta} left",
                 )?);
-                bar.set_message(of.name.clone());
+                bar.set_message(text::line(&of.name).into_owned());
                 let outcomes = &plan.outcomes[candidate];
                 let made = plan
                     .quantizer

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use anyhow::Result;
 use serde_json::{Value, json};
+use sidecar_core::text;
 
 use super::candidate::Origin;
 use super::mix::Mix;
@@ -24,7 +25,7 @@ pub fn text(results: &Results<'_>, folder: &Path, written: Option<&Path>) -> Str
     let baseline = &results.baseline;
     let mut text = format!(
         "{}\nas it is: {}\n\n{}",
-        results.plan.model.path.display(),
+        text::path(&results.plan.model.path),
         sentence(baseline),
         measurements(results).as_text()
     );
@@ -61,9 +62,9 @@ pub fn text(results: &Results<'_>, folder: &Path, written: Option<&Path>) -> Str
         };
     }
     if let Some(path) = written {
-        let _ = writeln!(text, "written: {}", path.display());
+        let _ = writeln!(text, "written: {}", text::path(path));
     }
-    let _ = writeln!(text, "page: {}", folder.join("report.html").display());
+    let _ = writeln!(text, "page: {}", text::path(&folder.join("report.html")));
     let _ = writeln!(text, "{}", notes::of_folder(folder));
     text
 }
@@ -308,8 +309,12 @@ pub fn tensor_types(results: &Results<'_>, mix: &Mix<'_>) -> Vec<String> {
         .iter()
         .filter(|part| model.is_quantizable(&part.tensor));
     // llama-quantize converts the expressions to lower case, but not the names.
-    let name =
-        |name: &str| regex::escape(name).replace(|letter: char| letter.is_ascii_uppercase(), ".");
+    let name = |name: &str| {
+        regex::escape(name).replace(
+            |of: char| of.is_ascii_uppercase() || text::is_hidden(of),
+            ".",
+        )
+    };
     parts
         .map(|part| format!("^{}$={}", name(part.tensor.name), part.ty.name()))
         .collect()
@@ -319,7 +324,7 @@ pub fn tensor_types(results: &Results<'_>, mix: &Mix<'_>) -> Vec<String> {
 /// group has the part of the group's divergence that its number of weights is.
 fn per_tensor(results: &Results<'_>, value: impl Fn(usize, usize, f64) -> f64) -> String {
     let plan = results.plan;
-    let tensors = plan.tensors.iter().map(|tensor| tensor.name);
+    let tensors = plan.tensors.iter().map(|tensor| text::csv(tensor.name));
     let mut text = format!("QTYPE,{}\n", tensors.collect::<Vec<_>>().join(","));
     for (candidate, name) in names(results) {
         let mut row = vec![UNMEASURED.to_owned(); plan.tensors.len()];
@@ -376,7 +381,7 @@ fn tensor_map(plan: &Plan<'_>, candidate: usize) -> String {
             text,
             "{}::{}:shape={shape}:dtype={}:elements={}:bytes={bytes}",
             file_name(file),
-            tensor.name,
+            text::line(tensor.name),
             ty.name(),
             super::model::elements(tensor.info),
         );

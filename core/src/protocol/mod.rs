@@ -45,13 +45,14 @@ pub use requests::*;
 
 use serde::Serialize;
 
+use crate::text;
+
 /// Returns a value as one line of JSON, with its end.
 ///
 /// # Panics
 ///
 /// Panics on a map whose keys are not text.
 pub fn line(value: &impl Serialize) -> String {
-    let mut line = serde_json::to_string(value).expect("a map whose keys are text");
-    line.push('\n');
-    line
+    let json = serde_json::to_string(value).expect("a map whose keys are text");
+    format!("{}\n", text::line(&json))
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::experts::MAX_LAYERS;
-use crate::files;
+use crate::{files, text};
 
 use super::locality::{Locality, Window};
 use super::model_meta::{FileMeta, ModelMeta};
@@ -250,6 +250,7 @@ pub fn to_text(
         "" => "model",
         name => name,
     };
+    let name = text::line(name);
     let _ = writeln!(
         text,
         "{name}: {} activations in {} layers, {} of {} experts unused, {:.1} s",

@@ -8,11 +8,12 @@ use super::export::to_text;
 use super::model_meta::ModelMeta;
 use super::snapshot::Snapshot;
 use crate::config::{Config, Variable};
+use crate::text;
 
 /// Prints whole lines to standard error. A program may have closed it: a failed write is ignored.
 pub fn print(lines: &str) {
     if !lines.is_empty() {
-        let _ = io::stderr().write_all(lines.as_bytes());
+        let _ = io::stderr().write_all(text::lines(lines).as_bytes());
     }
 }
 
@@ -37,7 +38,7 @@ pub fn enabled(config: &Config) -> String {
     ];
     for (name, path) in files {
         if let Some(path) = path {
-            let _ = writeln!(text, "[EXPERT-TRACE]   {name}: {}", path.display());
+            let _ = writeln!(text, "[EXPERT-TRACE]   {name}: {}", text::path(path));
         }
     }
     text
@@ -63,7 +64,7 @@ pub fn log_unwritten(path: &Path, error: &io::Error) {
 
 /// Prints that the output file has all counts.
 pub fn print_exported(path: &Path) {
-    let path = path.display();
+    let path = text::path(path);
     print(&format!("[EXPERT-TRACE] Statistics exported to {path}\n"));
 }
 

@@ -6,6 +6,7 @@ use sidecar_core::protocol::{
     CacheLayer, Figure, Metric, OwnExpertCache, PostFetchFigures, ProcessFigures, StreamFigures,
 };
 use sidecar_core::reload::Pauses;
+use sidecar_core::text;
 
 use crate::hotswap::reloader;
 use crate::postfetch;
@@ -151,11 +152,7 @@ impl Page {
         let _ = write!(self.0, "llama_sidecar_{name}");
         for (at, (label, text)) in labels.iter().zip(texts).enumerate() {
             let open = if at == 0 { '{' } else { ',' };
-            let text = text
-                .replace('\\', "\\\\")
-                .replace('"', "\\\"")
-                .replace('\n', "\\n");
-            let _ = write!(self.0, "{open}{label}=\"{text}\"");
+            let _ = write!(self.0, "{open}{label}=\"{}\"", text::label(text));
         }
         let close = if texts.is_empty() { "" } else { "}" };
         let _ = writeln!(self.0, "{close} {value}");
@@ -176,7 +173,7 @@ mod tests {
         page.metric(&metric, [(vec!["1".into(), "a\"b\\c\n".into()], 5.0)]);
         let expected = "# HELP llama_sidecar_private_bytes Bytes.\n\
              # TYPE llama_sidecar_private_bytes gauge\n\
-             llama_sidecar_private_bytes{model=\"1\",buffer=\"a\\\"b\\\\c\\n\"} 5\n";
+             llama_sidecar_private_bytes{model=\"1\",buffer=\"a\\\"b\\\\c\\\\n\"} 5\n";
         assert_eq!(page.0, expected);
     }
 

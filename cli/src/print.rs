@@ -1,0 +1,53 @@
+//! Standard output and standard error. All text is plain: see [`text`].
+//!
+//! The macros take the place of those of the standard library in the whole command. Text for [`print!`] and [`println!`] can
+//! have several lines: names in it are made parts of a line before. What [`eprintln!`] writes is one message.
+
+use std::fmt::Arguments;
+use std::io::{self, StdoutLock, Write};
+
+use sidecar_core::text;
+
+macro_rules! print {
+    ($($argument:tt)*) => { $crate::print::output(format_args!($($argument)*)) };
+}
+
+macro_rules! println {
+    ($($argument:tt)*) => { $crate::print::output(format_args!("{}\n", format_args!($($argument)*))) };
+}
+
+macro_rules! eprintln {
+    ($($argument:tt)*) => { $crate::print::message(format_args!($($argument)*)) };
+}
+
+/// Prints text on standard output.
+#[expect(clippy::print_stdout, reason = "the one place")]
+pub fn output(text: Arguments<'_>) {
+    std::print!("{}", text::lines(&text.to_string()));
+}
+
+/// Prints a message on standard error. Its further lines are indented: none looks like a message of its own.
+#[expect(clippy::print_stderr, reason = "the one place")]
+pub fn message(text: Arguments<'_>) {
+    std::eprintln!("{}", text::lines(&text.to_string()).replace('\n', "\n  "));
+}
+
+/// Returns standard output for plain text, where a reader that closes its end is an error.
+pub fn stdout() -> Plain<StdoutLock<'static>> {
+    Plain(io::stdout().lock())
+}
+
+/// Writes plain text.
+pub struct Plain<W>(pub W);
+
+impl<W: Write> Write for Plain<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let text = String::from_utf8_lossy(bytes);
+        self.0.write_all(text::lines(&text).as_bytes())?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
+}
