@@ -17,6 +17,7 @@ from ._files import command_path
 Reply = dict[str, Any]
 
 _LONGEST_REPLY = 1 << 30
+_PART = 1 << 16
 # How often a request is sent again to a socket with too many clients, and after how many seconds.
 _ATTEMPTS = 20
 _PAUSE = 0.2
@@ -85,39 +86,46 @@ class Sidecar:
     """
 
     def __init__(self, socket: str | os.PathLike[str], timeout: float | None = None) -> None:
-        """`timeout` in seconds is how long an answer is waited for; without, as long as it takes."""
+        """`timeout` in seconds is until when an answer has to be complete; without, it takes as long as it takes."""
         self.socket = Path(socket)
         self.timeout = timeout
 
     def request(self, command: str, **fields: Any) -> Reply:
         """Sends a request and returns its answer."""
         sent = json.dumps({"cmd": command, **fields}).encode() + b"\n"
-        reply = self._exchange(sent)
+        until = None if self.timeout is None else time.monotonic() + self.timeout
+        reply = self._exchange(sent, until)
         for _ in range(_ATTEMPTS):
-            if not reply.get("busy"):
+            if not reply.get("busy") or (until is not None and time.monotonic() + _PAUSE >= until):
                 break
             time.sleep(_PAUSE)
-            reply = self._exchange(sent)
+            reply = self._exchange(sent, until)
         return _checked(reply)
 
-    def _exchange(self, sent: bytes) -> Reply:
+    def _exchange(self, sent: bytes, until: float | None) -> Reply:
+        line = bytearray()
         try:
             with socket.socket(socket.AF_UNIX) as client:
-                client.settimeout(self.timeout)
+                client.settimeout(_left(until))
                 client.connect(os.fspath(self.socket))
                 client.sendall(sent)
-                with client.makefile("rb") as answer:
-                    line = answer.readline(_LONGEST_REPLY)
-        except TimeoutError as error:
+                while not line.endswith(b"\n") and len(line) < _LONGEST_REPLY:
+                    client.settimeout(_left(until))
+                    part = client.recv(_PART)
+                    if not part:
+                        break
+                    line += part
+        except (TimeoutError, BlockingIOError) as error:
             text = f"{self.socket} gave no answer in {self.timeout} s: wait longer (timeout=)"
             raise Unreachable(text) from error
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise Unreachable(f"the program at {self.socket} ended before it answered") from error
         except OSError as error:
             text = f"no program answers at {self.socket}: start it with llama-sidecar run --socket {self.socket}"
             raise Unreachable(text) from error
         if not line.endswith(b"\n"):
             raise Unreachable(f"the program at {self.socket} ended before it answered")
-        reply: Reply = json.loads(line)
-        return reply
+        return _read(_object, line)
 
     def ping(self) -> None:
         """Checks that a program answers."""
@@ -181,7 +189,8 @@ class Sidecar:
 
     def overlays(self) -> list[Reply]:
         """Returns the tensors of all models that have other bytes: name, types, source and state."""
-        return [tensor for model in self.status()["models"] for tensor in model["changed"]]
+        changed: list[Reply] = _read(_overlays, self.status())
+        return changed
 
     def round(self, start: bool = False) -> Reply:
         """Waits for the end of a round of llama-perplexity, of a new one with `start`; returns number and exit status."""
@@ -193,7 +202,8 @@ class Sidecar:
 
     def trace(self) -> list[Trace]:
         """Returns the expert counts of each model."""
-        return [_trace(trace) for trace in self.request("trace")["traces"]]
+        traces: list[Trace] = _read(_traces, self.request("trace"))
+        return traces
 
     def reset_trace(self) -> None:
         """Starts counting experts again."""
@@ -218,13 +228,40 @@ class Sidecar:
         >>> _metrics("# HELP a b\\na 1\\na_total{model=\\"1\\"} 2.5\\n")
         {'a': 1.0, 'a_total{model="1"}': 2.5}
         """
-        return _metrics(self.request("metrics")["text"])
+        metrics: dict[str, float] = _read(lambda reply: _metrics(reply["text"]), self.request("metrics"))
+        return metrics
+
+
+def _left(until: float | None) -> float | None:
+    """Returns the seconds until a moment; fails after it."""
+    if until is None:
+        return None
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _read(read: Callable[[Any], Any], answer: Any) -> Any:
+    """Returns what a function finds in an answer; one of another form is an error of the program."""
+    try:
+        return read(answer)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        text = f"the answer has not the expected form ({error!r}): use the module of the version that runs"
+        raise SidecarError(text, answer if isinstance(answer, dict) else None) from error
+
+
+def _object(text: bytes | str) -> Reply:
+    reply = json.loads(text)
+    if not isinstance(reply, dict):
+        raise TypeError(f"{type(reply).__name__} in place of an object")
+    return reply
 
 
 def _checked(reply: Reply) -> Reply:
     if reply.get("ok") is True:
         return reply
-    raise SidecarError(_failure(reply), reply)
+    raise SidecarError(_read(_failure, reply), reply)
 
 
 def _failure(reply: Reply) -> str:
@@ -247,8 +284,23 @@ def _failures(reports: Iterable[Reply]) -> Iterable[str]:
 
 
 def _reports(reply: Reply) -> list[Reply]:
-    reports: list[Reply] = reply["reports"]
+    reports: list[Reply] = _read(_list_of_reports, reply)
     return reports
+
+
+def _list_of_reports(reply: Reply) -> list[Reply]:
+    reports = reply["reports"]
+    if not all(isinstance(report, dict) for report in reports):
+        raise TypeError("a report is not an object")
+    return list(reports)
+
+
+def _overlays(status: Reply) -> list[Reply]:
+    return [tensor for model in status["models"] for tensor in model["changed"]]
+
+
+def _traces(reply: Reply) -> list[Trace]:
+    return [_trace(trace) for trace in reply["traces"]]
 
 
 def _trace(raw: Reply) -> Trace:
@@ -280,6 +332,6 @@ def _command(arguments: list[str], progress: Callable[[str], None] | None) -> Re
         answer.seek(0)
         text = answer.read()
     if text.strip():
-        reply: Reply = json.loads(text)
+        reply: Reply = _read(_object, text)
         return reply
     raise SidecarError("\n".join(printed).removeprefix("Error: "))

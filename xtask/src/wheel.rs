@@ -78,6 +78,7 @@ fn used(python: &std::process::Command, folder: &Path) -> Result<()> {
         let server = llama_cpp("llama-server");
         run(script(name).args([&server, &mixture]))?;
     }
+    run(&mut script("replies.py"))?;
     run(script("operators.py").arg(root().join("packaging/examples")))?;
     run(script("notebook.py")
         .arg(root().join("python/examples/tune_a_layer.ipynb"))

@@ -1,0 +1,99 @@
+"""Programs that are damaged, stopped or slow: a deadline holds for the whole answer, and each odd answer is one type of error.
+
+    python3 replies.py
+"""
+
+import json
+import socket
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from llama_sidecar import Sidecar, SidecarError, Unreachable
+
+folder = Path(tempfile.mkdtemp())
+
+
+def program(name, answer):
+    """A socket whose clients get what `answer` sends."""
+    path = folder / name
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+
+    def serve():
+        while True:
+            client, _ = listener.accept()
+            threading.Thread(target=one, args=[client], daemon=True).start()
+
+    def one(client):
+        with client:
+            try:
+                client.recv(1 << 16)
+                answer(client)
+            except OSError:
+                pass
+
+    threading.Thread(target=serve, daemon=True).start()
+    return path
+
+
+def drips(client):
+    """A byte now and then, as long as there is a reader."""
+    while True:
+        client.sendall(b" ")
+        time.sleep(0.02)
+
+
+def calls(sidecar):
+    return [
+        sidecar.ping,
+        sidecar.status,
+        sidecar.reload,
+        sidecar.restore,
+        sidecar.revert,
+        sidecar.overlays,
+        sidecar.trace,
+        sidecar.metrics,
+        lambda: sidecar.mask({0: [1]}),
+    ]
+
+
+busy = b'{"ok": false, "busy": true, "error": "too many"}\n'
+for number, answer in enumerate([drips, lambda client: time.sleep(60)]):
+    for call in calls(Sidecar(program(f"slow{number}", answer), timeout=0.2)):
+        # Without a deadline, the test does not end.
+        try:
+            call()
+        except Unreachable as error:
+            assert "gave no answer in 0.2 s" in str(error), error
+        else:
+            raise AssertionError(f"{call} has an answer")
+
+texts = ["", "[]", "3", "null", "{", "\xff", '"a"', "[" * 100_000, '{"ok": 1}', '{"ok": false, "reports": 3}']
+good = {"ok": True}
+odd = [None, 3, "a", [3], [None], ["a"], [{}], [[]], {}, [{"changed": 3}], [{"layers": 1}], [{"files": [3]}]]
+for key in ("reports", "models", "traces", "text"):
+    texts += [json.dumps(good | {key: value}) for value in odd]
+texts.append(json.dumps({"ok": False, "reports": [{"files": [{"cause": "x"}]}]}))
+for number, text in enumerate(texts):
+    path = program(f"odd{number}", lambda client, text=text: client.sendall(text.encode("latin1") + b"\n"))
+    for call in calls(Sidecar(path, timeout=60)):
+        try:
+            call()
+        except SidecarError:
+            pass
+closed = program("closed", lambda client: None)
+for call in calls(Sidecar(closed, timeout=60)):
+    try:
+        call()
+    except Unreachable as error:
+        assert "ended before it answered" in str(error), error
+    else:
+        raise AssertionError(f"{call} has an answer")
+try:
+    Sidecar(program("busy", lambda client: client.sendall(busy)), timeout=0.5).ping()
+except SidecarError as error:
+    assert str(error) == "too many", error
+print(f"{len(texts)} odd answers are errors of one type, and slow programs end at the deadline")
