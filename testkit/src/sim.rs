@@ -1,6 +1,8 @@
 //! The simulated CUDA driver, from inside the process that uses it.
 
 use std::ffi::{CString, c_char, c_void};
+use std::ops::Range;
+use std::time::Duration;
 
 use libc::{RTLD_NOW, dlopen, dlsym};
 
@@ -59,16 +61,61 @@ impl Sim {
         count(name.as_ptr())
     }
 
+    /// The copies of streams since the last call: where their bytes are in the process, and the time
+    /// between the records around each.
+    pub fn copies(&self) -> Vec<(Range<u64>, Duration)> {
+        let text = self.text("sim_cuda_copies");
+        let numbers = |line: &str| -> Option<(Range<u64>, Duration)> {
+            let mut words = line.split(' ').map(|word| word.parse().ok());
+            let range = words.next()??..words.next()??;
+            Some((range, Duration::from_nanos(words.next()??)))
+        };
+        let lines = text
+            .lines()
+            .map(|line| numbers(line).expect("three numbers"));
+        lines.collect()
+    }
+
+    /// How long a stream waited for events: from each call that made it wait, and from the record
+    /// before that call.
+    pub fn waited(&self, stream: u64) -> Range<Duration> {
+        type Waited = unsafe extern "C" fn(u64, *mut [u64; 2]);
+        let mut waited = [0; 2];
+        // SAFETY: the type that the simulation declares.
+        unsafe {
+            std::mem::transmute::<*mut c_void, Waited>(self.symbol("sim_cuda_waited"))(
+                stream,
+                &mut waited,
+            );
+        }
+        let [least, most] = waited.map(Duration::from_nanos);
+        least..most
+    }
+
+    /// How long this thread polled events until they were reached, since the last call.
+    pub fn polled(&self) -> Duration {
+        // SAFETY: the type that the simulation declares.
+        let polled = unsafe {
+            std::mem::transmute::<*mut c_void, extern "C" fn() -> u64>(
+                self.symbol("sim_cuda_polled"),
+            )
+        };
+        Duration::from_nanos(polled())
+    }
+
     /// What callers did wrong so far, and what is not freed now.
     pub fn problems(&self) -> Vec<String> {
-        type Problems = extern "C" fn(*mut u8, usize) -> usize;
-        // SAFETY: the type that the simulation declares.
-        let problems = unsafe {
-            std::mem::transmute::<*mut c_void, Problems>(self.symbol("sim_cuda_problems"))
-        };
-        let mut text = vec![0; 1 << 16];
-        let len = problems(text.as_mut_ptr(), text.len()).min(text.len());
-        let text = String::from_utf8_lossy(&text[..len]).into_owned();
+        let text = self.text("sim_cuda_problems");
         text.lines().map(str::to_owned).collect()
+    }
+
+    /// The text of an exported function that writes one.
+    fn text(&self, name: &str) -> String {
+        type Write = extern "C" fn(*mut u8, usize) -> usize;
+        // SAFETY: the type that the simulation declares.
+        let write = unsafe { std::mem::transmute::<*mut c_void, Write>(self.symbol(name)) };
+        let mut text = vec![0; 1 << 16];
+        let len = write(text.as_mut_ptr(), text.len()).min(text.len());
+        String::from_utf8_lossy(&text[..len]).into_owned()
     }
 }

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::order::{Accesses, Clock};
 use crate::state::{
@@ -14,7 +14,29 @@ use crate::state::{
 /// The first context is this, the next ones follow.
 const CONTEXT: usize = 0xc0de_0001;
 
+/// The polls of a thread: the event that it waits for since a moment, and the time of all waits.
+#[derive(Default)]
+pub struct Polled {
+    waits: Option<(u64, Instant)>,
+    pub time: Duration,
+}
+
+impl Polled {
+    fn note(&mut self, event: u64, done: bool, now: Instant) {
+        let since = self.waits.filter(|waits| waits.0 == event);
+        match (done, since) {
+            (false, None) => self.waits = Some((event, now)),
+            (true, Some((_, since))) => {
+                self.time += now - since;
+                self.waits = None;
+            }
+            _ => {}
+        }
+    }
+}
+
 thread_local! {
+    pub static POLLED: RefCell<Polled> = RefCell::default();
     static CONTEXTS: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -371,6 +393,7 @@ exports! {
             done: 0,
             destroyed: false,
             quit: false,
+            figures: Default::default(),
         };
         sim.streams.insert(id, new);
         std::thread::spawn(move || work(id));
@@ -461,7 +484,10 @@ exports! {
     fn cuEventQuery(id: u64) {
         let (mut sim, _) = enter_device("cuEventQuery")?;
         let found = event(&mut sim, id, "cuEventQuery")?;
-        if found.reached < found.recorded || found.at.is_some_and(|at| at > Instant::now()) {
+        let now = Instant::now();
+        let done = found.reached >= found.recorded && found.at.is_none_or(|at| at <= now);
+        POLLED.with_borrow_mut(|polled| polled.note(id, done, now));
+        if !done {
             return Err(code::NOT_READY);
         }
         let clock = found.clock.clone();

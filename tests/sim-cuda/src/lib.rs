@@ -30,6 +30,7 @@
 //! | `SIM_CUDA_FAIL` | none | `cuEventRecord:3`: the third call of that function fails |
 //! | `SIM_CUDA_LOSE` | 0 | the device is lost at the n-th call |
 //! | `SIM_CUDA_HANG` | 0 | the n-th recorded event, and all after it, never completes |
+//! | `SIM_CUDA_HOLD` | 0 | 1: copies do not begin until it is 0 again |
 
 #![allow(
     non_snake_case,
@@ -68,6 +69,46 @@ pub unsafe extern "C" fn sim_cuda_set(name: *const c_char, value: u64) {
     // SAFETY: the caller's promise.
     let name = unsafe { CStr::from_ptr(name) }.to_string_lossy();
     lock().set(&name, value);
+    SIM.changed.notify_all();
+}
+
+/// Writes the copies to devices that streams made since the last call, a line each: the first and the last
+/// address in the process, and the nanoseconds between the records around it. Returns the length.
+///
+/// # Safety
+///
+/// `buffer` holds `size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sim_cuda_copies(buffer: *mut u8, size: usize) -> usize {
+    let line = |(range, time): (std::ops::Range<u64>, std::time::Duration)| {
+        format!("{} {} {}\n", range.start, range.end, time.as_nanos())
+    };
+    let text: String = lock().copied.drain(..).map(line).collect();
+    // SAFETY: the caller's promise.
+    unsafe { buffer.copy_from_nonoverlapping(text.as_ptr(), text.len().min(size)) };
+    text.len()
+}
+
+/// Writes for how many nanoseconds a stream waited for events: from each call that made it wait, and
+/// from the record before that call.
+///
+/// # Safety
+///
+/// `waited` holds two numbers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sim_cuda_waited(stream: u64, waited: *mut [u64; 2]) {
+    let sim = lock();
+    let found = sim.streams.get(&stream).map(|stream| stream.figures.waited);
+    let waited_ns = found.unwrap_or_default().map(|time| time.as_nanos() as u64);
+    // SAFETY: the caller's promise.
+    unsafe { waited.write(waited_ns) };
+}
+
+/// Returns for how many nanoseconds this thread polled events until they were reached, since the last
+/// call.
+#[unsafe(no_mangle)]
+pub extern "C" fn sim_cuda_polled() -> u64 {
+    driver::POLLED.with_borrow_mut(|polled| std::mem::take(polled).time.as_nanos() as u64)
 }
 
 /// How often a function was called; also `pageable`, copies from pageable memory, and `total`.

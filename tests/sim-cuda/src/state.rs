@@ -44,6 +44,7 @@ pub struct Config {
     pub fail: Option<(String, u64)>,
     pub lose: u64,
     pub hang: u64,
+    pub hold: bool,
 }
 
 impl Config {
@@ -59,6 +60,7 @@ impl Config {
             fail: None,
             lose: 0,
             hang: 0,
+            hold: false,
         };
         for (name, value) in std::env::vars() {
             if name == "SIM_CUDA_FAIL" {
@@ -82,6 +84,7 @@ impl Config {
             "SIM_CUDA_REGISTER" => self.registers = value != 0,
             "SIM_CUDA_LOSE" => self.lose = value,
             "SIM_CUDA_HANG" => self.hang = value,
+            "SIM_CUDA_HOLD" => self.hold = value != 0,
             _ => return false,
         }
         true
@@ -146,6 +149,18 @@ pub struct Stream {
     pub done: u64,
     pub destroyed: bool,
     pub quit: bool,
+    pub figures: Figures,
+}
+
+/// The times of a stream, by the clock of the simulation.
+#[derive(Default)]
+pub struct Figures {
+    /// The record that the stream is at: where nothing follows it yet.
+    recorded: Option<Instant>,
+    /// Copies to the device since the last record: where in the process the first one begins and the last one ends.
+    copies: Option<(Instant, std::ops::Range<u64>)>,
+    /// How long it waited for events: from the call that made it wait, and from the record before.
+    pub waited: [Duration; 2],
 }
 
 #[derive(Default)]
@@ -174,6 +189,8 @@ pub struct Sim {
     pub problems: Vec<String>,
     pub calls: HashMap<String, u64>,
     pub lost: bool,
+    /// Copies between two records, and the time between them.
+    pub copied: Vec<(std::ops::Range<u64>, Duration)>,
     next: u64,
 }
 
@@ -195,6 +212,7 @@ pub static SIM: LazyLock<Shared> = LazyLock::new(|| Shared {
         problems: Vec::new(),
         calls: HashMap::new(),
         lost: false,
+        copied: Vec::new(),
         next: 0,
     }),
     changed: Condvar::new(),
@@ -216,6 +234,7 @@ impl Sim {
         self.seen = Clock::default();
         self.problems.clear();
         self.calls.clear();
+        self.copied.clear();
         self.lost = false;
     }
 
@@ -467,11 +486,27 @@ pub fn work(id: u64) {
                 .unwrap_or_else(|poison| poison.into_inner());
             continue;
         };
-        let start = since.max(stream.free_at);
+        let mut start = since.max(stream.free_at);
         let device = stream.device;
+        let record = stream.figures.recorded.take();
         let mut end = start;
         match work {
             Work::Copy(copy) => {
+                while sim.config.hold && !stopped(&sim, id) {
+                    sim = SIM
+                        .changed
+                        .wait(sim)
+                        .unwrap_or_else(|poison| poison.into_inner());
+                    start = Instant::now();
+                }
+                if let Some(stream) = sim.streams.get_mut(&id)
+                    && copy.to_device
+                {
+                    let new = (record.unwrap_or(start), copy.host_range());
+                    let first = stream.figures.copies.take().unwrap_or(new);
+                    let all = first.1.start..copy.host_range().end;
+                    stream.figures.copies = Some((first.0, all));
+                }
                 end = sim.occupy_link(device, &copy, start);
                 move_bytes(&mut sim, &copy);
                 drop(sim);
@@ -483,6 +518,14 @@ pub fn work(id: u64) {
                     event.reached = event.reached.max(time);
                     event.at = Some(start);
                 }
+                let figures = sim.streams.get_mut(&id).map(|stream| &mut stream.figures);
+                let copies = figures.and_then(|figures| {
+                    figures.recorded = Some(start);
+                    figures.copies.take()
+                });
+                if let Some((from, range)) = copies {
+                    sim.copied.push((range, start - from));
+                }
             }
             Work::Wait(event, time) => loop {
                 if stopped(&sim, id) {
@@ -491,9 +534,13 @@ pub fn work(id: u64) {
                 match sim.events.get(&event) {
                     Some(event) if event.reached < time => {}
                     found => {
-                        end = found
-                            .and_then(|found| found.at)
-                            .map_or(end, |at| at.max(end));
+                        let at = found.and_then(|found| found.at).unwrap_or(end);
+                        end = at.max(end);
+                        if let Some(stream) = sim.streams.get_mut(&id) {
+                            let [called, recorded] = &mut stream.figures.waited;
+                            *called += end - start;
+                            *recorded += at.saturating_duration_since(record.unwrap_or(start));
+                        }
                         break;
                     }
                 }
