@@ -384,6 +384,7 @@ fn schedule_rejects_repeated_and_invalid_ids() {
 fn max_transfers_limits_copies_and_keeps_their_order() {
     let it = Fixture::new();
     it.sim.set("SIM_CUDA_LATENCY_NS", 200_000_000);
+    it.sim.set("SIM_CUDA_HOLD", 1);
     let fetch = it.fetch(|options| {
         options.config.max_transfers = 2;
         options.active = 8;
@@ -395,6 +396,7 @@ fn max_transfers_limits_copies_and_keeps_their_order() {
         std::thread::yield_now();
     }
     assert_eq!(it.sim.count("cuMemcpyHtoDAsync_v2"), 2);
+    it.sim.set("SIM_CUDA_HOLD", 0);
     // When one is ready, those before it are, and those that are further away are not.
     assert_eq!(fetch.acquire(0, 8).reason, Reason::None);
     for (expert, state) in [
@@ -693,22 +695,114 @@ fn acquire_on_takes_one_stream_an_expert() {
     it.end(fetch);
 }
 
+/// Copies that have not begun: a stream waits for them, and its caller does not.
+#[test]
+fn acquire_on_waits_for_no_copy() {
+    let ids = [1, 5, 9, 13];
+    for max_transfers in [1, 3, 4, 5] {
+        for block in [true, false] {
+            let it = Fixture::new();
+            it.sim.set("SIM_CUDA_HOLD", 1);
+            let fetch = it.fetch(|options| {
+                options.config.max_transfers = max_transfers;
+                options.config.block_on_miss = block;
+            });
+            let mut kernels = Kernels::new(&it.sim);
+            let stream = fetch.compute_stream().unwrap();
+            fetch.schedule(0, &ids);
+            let expected = match block {
+                true => (State::CopyInFlight, Reason::None),
+                false => (State::CopyInFlight, Reason::Missed),
+            };
+            let acquire = |id: i32| {
+                // SAFETY: the stream lives as long as the scheduler.
+                let answer = unsafe { fetch.acquire_on(0, id as u32, stream) };
+                (id, answer)
+            };
+            let answers = ids.map(acquire);
+            for (id, answer) in answers {
+                assert_eq!((answer.state, answer.reason), expected, "{max_transfers}");
+                assert_eq!(fetch.query(0, id as u32).state, State::CopyInFlight);
+            }
+            it.sim.set("SIM_CUDA_HOLD", 0);
+            ids.iter().for_each(|&id| until_ready(&fetch, 0, id as u32));
+            for (id, answer) in ids.map(acquire) {
+                assert_eq!(answer.reason, Reason::None);
+                let right = expert_bytes(&it.model, 0, id as u32);
+                let read = kernels.read(stream, answer.device_address, right.len());
+                kernels.finish(stream);
+                // SAFETY: inside the page-locked memory; the stream is done.
+                let read = unsafe { std::slice::from_raw_parts(read, right.len()) };
+                assert!(read == right, "a kernel saw other bytes");
+            }
+            assert_eq!(fetch.stats().stream_waits, if block { 4 } else { 0 });
+            fetch.release_layer(0);
+            kernels.free();
+            drop(kernels);
+            it.end(fetch);
+        }
+    }
+}
+
+/// The caller waits for each copy, or for none, however many are under way at a time.
+#[test]
+fn acquire_waits_for_copies_if_it_may() {
+    let ids = [1, 5, 9, 13];
+    for max_transfers in [1, 3, 4, 5] {
+        for block in [true, false] {
+            let it = Fixture::new();
+            let fetch = it.fetch(|options| {
+                options.config.max_transfers = max_transfers;
+                options.config.block_on_miss = block;
+            });
+            it.sim.set("SIM_CUDA_HOLD", u64::from(!block));
+            let on_device = if block { 4 } else { 0 };
+            assert_eq!(run_layer(&fetch, 0, &ids), on_device);
+            it.sim.set("SIM_CUDA_HOLD", 0);
+            it.end(fetch);
+        }
+    }
+}
+
+/// Where copies go through buffers, their bytes are read first: the CPU computes what a stream cannot
+/// wait for yet.
+#[test]
+fn acquire_on_leaves_what_is_staged_to_the_cpu() {
+    let it = Fixture::of(&large_file(), Access::Map);
+    it.sim.set("SIM_CUDA_HOLD", 1);
+    let fetch = it.fetch(|options| {
+        options.config.page_lock = false;
+        // More than all buffers: 139,264 bytes each.
+        options.config.scratchpad_bytes = 4 << 20;
+        options.config.max_transfers = 16;
+    });
+    let stream = fetch.compute_stream().unwrap();
+    let ids: Vec<i32> = (0..16).rev().collect();
+    fetch.schedule(0, &ids);
+    // SAFETY: the stream lives as long as the scheduler.
+    let acquire = |id: &i32| unsafe { fetch.acquire_on(0, *id as u32, stream) };
+    let reasons: BTreeSet<u32> = ids.iter().map(acquire).map(|a| a.reason as u32).collect();
+    let expected = [Reason::None, Reason::Missed].map(|reason| reason as u32);
+    assert!(reasons.is_subset(&BTreeSet::from(expected)), "{reasons:?}");
+    assert!(reasons.contains(&expected[1]));
+    it.sim.set("SIM_CUDA_HOLD", 0);
+    fetch.release_layer(0);
+    assert_eq!(run_layer(&fetch, 0, &ids), 16);
+    it.end(fetch);
+}
+
 /// The simulation reports a stream that does not wait for a copy.
 #[test]
 fn the_simulation_sees_a_stream_that_does_not_wait() {
     let it = Fixture::new();
-    it.sim.set("SIM_CUDA_LATENCY_NS", 5_000_000);
-    let fetch = it.fetch(|options| options.config.block_on_miss = false);
+    it.sim.set("SIM_CUDA_HOLD", 1);
+    let fetch = it.fetch(|_| ());
     let mut kernels = Kernels::new(&it.sim);
     let stream = fetch.compute_stream().unwrap();
     fetch.schedule(0, &[1]);
-    let address = loop {
-        // SAFETY: the stream lives as long as the scheduler.
-        let answer = unsafe { fetch.acquire_on(0, 1, stream) };
-        if answer.device_address != 0 {
-            break answer.device_address;
-        }
-    };
+    // SAFETY: the stream lives as long as the scheduler.
+    let address = unsafe { fetch.acquire_on(0, 1, stream) }.device_address;
+    assert_ne!(address, 0);
     assert_eq!(
         it.sim
             .problems()
@@ -719,6 +813,7 @@ fn the_simulation_sees_a_stream_that_does_not_wait() {
     );
     let other = kernels.device.create_stream().unwrap();
     kernels.read(other, address, 64);
+    it.sim.set("SIM_CUDA_HOLD", 0);
     let problems = it.sim.problems();
     assert!(
         problems.iter().any(|p| p.contains("may still write")),
@@ -1291,6 +1386,26 @@ fn the_cuda_context_of_the_program_is_kept() {
 }
 
 #[test]
+fn a_forked_child_frees_nothing_of_its_parent() {
+    let it = Fixture::new();
+    let fetch = it.fetch(|_| ());
+    run_layer(&fetch, 0, &[1, 2]);
+    // SAFETY: the child only drops what it got, and ends.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let freed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(fetch)));
+        // SAFETY: ends the child.
+        unsafe { libc::_exit(i32::from(freed.is_err())) };
+    }
+    let mut status = 0;
+    // SAFETY: writes the status of the child.
+    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+    assert_eq!(status, 0);
+    assert_eq!(run_layer(&fetch, 0, &[3, 4]), 2);
+    it.end(fetch);
+}
+
+#[test]
 fn devices_are_counted_and_chosen() {
     let it = Fixture::new();
     it.sim.set("SIM_CUDA_DEVICES", 3);
@@ -1340,12 +1455,7 @@ fn only_base_weights_are_fetched() {
 #[test]
 fn debug_lines_have_the_documented_format() {
     let it = Fixture::new();
-    let lines = Arc::new(parking_lot::Mutex::new(Vec::new()));
-    let sink = lines.clone();
-    logger::init();
-    logger::set_sink(Some(Arc::new(move |_, line: &str| {
-        sink.lock().push(line.to_owned())
-    })));
+    let lines = log_lines();
     let fetch = it.fetch(|options| options.config.debug = true);
     run_layer(&fetch, 0, &[4, 9]);
     logger::set_sink(None);
@@ -1360,6 +1470,187 @@ fn debug_lines_have_the_documented_format() {
     assert!(pf[3].starts_with("[PF] Layer 0: Transfer: 0.") && pf[3].contains("Overlap: "));
     drop(lines);
     it.end(fetch);
+}
+
+/// Collects the lines of the log.
+fn log_lines() -> Arc<parking_lot::Mutex<Vec<String>>> {
+    let lines = Arc::new(parking_lot::Mutex::new(Vec::new()));
+    let sink = lines.clone();
+    logger::init();
+    logger::set_sink(Some(Arc::new(move |_, line: &str| {
+        sink.lock().push(line.to_owned())
+    })));
+    lines
+}
+
+/// Transfer, total and overlap of a line of the log about a layer that has ended.
+fn ended(line: &str) -> Option<[f64; 3]> {
+    let (_, rest) = line.split_once(": Transfer: ")?;
+    let numbers = rest.split(|c: char| !c.is_ascii_digit() && c != '.');
+    let numbers: Vec<f64> = numbers.filter_map(|word| word.parse().ok()).collect();
+    numbers.try_into().ok()
+}
+
+/// A layer has a line when its copies have ended, and the waits of streams for them.
+#[test]
+fn debug_lines_have_all_times_of_a_layer() {
+    for on_stream in [false, true] {
+        let it = Fixture::new();
+        it.sim.set("SIM_CUDA_LATENCY_NS", 1_000_000);
+        let lines = log_lines();
+        let fetch = it.fetch(|options| options.config.debug = true);
+        let stream = fetch.compute_stream().unwrap();
+        let visits = 10;
+        for visit in 0..visits {
+            it.sim.set("SIM_CUDA_HOLD", u64::from(on_stream));
+            let ids = [1, 5, 9, 13];
+            fetch.schedule(visit % 2, &ids);
+            for id in ids {
+                let answer = match on_stream {
+                    // SAFETY: the stream lives as long as the scheduler.
+                    true => unsafe { fetch.acquire_on(visit % 2, id as u32, stream) },
+                    false => fetch.acquire(visit % 2, id as u32),
+                };
+                assert_eq!(answer.reason, Reason::None);
+            }
+            fetch.release_layer(visit % 2);
+            it.sim.set("SIM_CUDA_HOLD", 0);
+            let has_line = || lines.lock().iter().filter_map(|line| ended(line)).count();
+            let since = std::time::Instant::now();
+            while has_line() <= visit as usize {
+                assert!(since.elapsed() < Duration::from_secs(20), "no line");
+                // Looks again whether the stream has come to its waits.
+                fetch.release_layer(visit % 2);
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        logger::set_sink(None);
+        let times: Vec<_> = lines.lock().iter().filter_map(|line| ended(line)).collect();
+        assert_eq!(times.len(), visits as usize);
+        for [transfer, total, overlap] in times {
+            // Rounded to 0.01.
+            assert!(
+                0.0 < transfer && transfer < total + 0.02,
+                "{transfer} {total}"
+            );
+            assert!(overlap < 100.0, "all copies were waited for: {overlap}");
+        }
+        it.end(fetch);
+    }
+}
+
+#[test]
+fn unused_copies_overlap_with_nothing() {
+    let ids = [1, 5, 9, 13];
+    let it = Fixture::new();
+    let fetch = it.fetch(|options| options.config.block_on_miss = false);
+    it.sim.set("SIM_CUDA_HOLD", 1);
+    fetch.schedule(0, &ids);
+    ids.iter().for_each(|&id| {
+        let answer = fetch.acquire(0, id as u32);
+        assert_eq!(answer.reason, Reason::Missed);
+    });
+    assert_eq!(fetch.stats().overlap(), None);
+    it.sim.set("SIM_CUDA_HOLD", 0);
+    ids.iter().for_each(|&id| until_ready(&fetch, 0, id as u32));
+    let stats = fetch.stats();
+    assert_eq!((stats.unused_copies, stats.unused), (4, stats.transfer));
+    assert_eq!(
+        (stats.overlap(), stats.fallback_rate()),
+        (Some(0.0), Some(1.0))
+    );
+    // What is used after all has ended before, and nothing waited for it.
+    ids.iter().for_each(|&id| {
+        assert_eq!(fetch.acquire(0, id as u32).reason, Reason::None);
+    });
+    fetch.release_layer(0);
+    let stats = fetch.stats();
+    assert_eq!((stats.unused_copies, stats.unused), (0, Duration::ZERO));
+    assert_eq!((stats.early_copies, stats.waits), (4, 0));
+    assert_eq!(
+        (stats.overlap(), stats.fallback_rate()),
+        (Some(1.0), Some(0.5))
+    );
+    it.end(fetch);
+}
+
+/// The times of random schedules are those of the simulation's clock. Waits lie between what the
+/// simulation saw of them and what their calls took.
+#[test]
+fn overlap_is_that_of_the_simulated_clock() {
+    const N: usize = 139_264;
+    let near = |a: Duration, b: Duration| a.abs_diff(b) < Duration::from_micros(1) + b / 100_000;
+    for (seed, max_transfers) in [1, 2, 8, 8].into_iter().enumerate() {
+        let it = Fixture::of(&large_file(), Access::Map);
+        it.sim.set("SIM_CUDA_LINK_MBPS", 400);
+        let fetch = it.fetch(|options| {
+            options.config.max_transfers = max_transfers;
+            options.config.block_on_miss = seed != 3;
+            options.config.scratchpad_bytes = 8 << 20;
+        });
+        let mut kernels = Kernels::new(&it.sim);
+        let stream = fetch.compute_stream().unwrap();
+        let base = fetch.query(0, 0).expert.unwrap().host.unwrap() as u64;
+        let (mut transfer, mut unused) = (Duration::ZERO, Duration::ZERO);
+        let (mut least, mut most) = (Duration::ZERO, Duration::ZERO);
+        for ids in routes(seed as u64, 40) {
+            let work = Duration::from_micros(ids.iter().sum::<i32>() as u64 * 40);
+            fetch.schedule(0, &ids);
+            std::thread::sleep(work);
+            let mut used = BTreeSet::new();
+            for &id in &ids {
+                it.sim.polled();
+                let began = std::time::Instant::now();
+                let answer = match id % 4 {
+                    0 | 1 => fetch.acquire(0, id as u32),
+                    // SAFETY: the stream lives as long as the scheduler.
+                    2 => unsafe { fetch.acquire_on(0, id as u32, stream) },
+                    _ => continue,
+                };
+                most += began.elapsed();
+                least += it.sim.polled();
+                if answer.reason == Reason::None {
+                    used.insert(id as u64);
+                    kernels.read(stream, answer.device_address, 64);
+                }
+            }
+            ids.iter().for_each(|&id| until_ready(&fetch, 0, id as u32));
+            kernels.finish(stream);
+            fetch.release_layer(0);
+            for (range, time) in it.sim.copies() {
+                let first = (range.start - base) / N as u64;
+                let experts = first..(range.end - base).div_ceil(N as u64);
+                transfer += time;
+                if used.range(experts).next().is_none() {
+                    unused += time;
+                }
+            }
+            let stats = fetch.stats();
+            assert!(near(stats.transfer, transfer), "{stats:?} {transfer:?}");
+            assert!(near(stats.unused, unused), "{stats:?} {unused:?}");
+            assert!(
+                least <= stats.wait && stats.wait <= most,
+                "{stats:?} {least:?} {most:?}"
+            );
+            let streams = it.sim.waited(stream.0);
+            let slack = Duration::from_micros(1) + streams.end / 100_000;
+            assert!(
+                streams.start <= stats.stream_wait + slack
+                    && stats.stream_wait <= streams.end + slack,
+                "{stats:?} {streams:?}"
+            );
+            let lost = stats.wait + streams.end + unused;
+            let overlap = (1.0 - lost.as_secs_f64() / transfer.as_secs_f64()).max(0.0);
+            assert!(stats.overlap().unwrap() >= overlap - 1e-3);
+        }
+        let stats = fetch.stats();
+        println!("{}", stats.to_text(&fetch.mode()));
+        assert!(seed != 3 || stats.stream_waits == 0);
+        assert!(stats.unused_copies > 0);
+        kernels.free();
+        drop(kernels);
+        it.end(fetch);
+    }
 }
 
 /// One use of everything; every answer's bytes are checked.

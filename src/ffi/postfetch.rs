@@ -248,7 +248,9 @@ pub unsafe extern "C" fn llama_postfetch_fill_cache(
 
 /// Starts to copy the down-projections of `n` experts of a layer to the device, in this order.
 /// Returns without waiting. Call it once per layer as soon as the routed ids are known, with the
-/// ids of all tokens. Ids can repeat. Experts in the cache are not copied.
+/// ids of all tokens, token after token. Ids can repeat. Experts in the cache are not copied. The
+/// variables LLAMA_EXPERT_TRACE_* count the ids, unless the program has a trace of the model
+/// (llama_expert_trace_new).
 ///
 /// An expert that does not fit into the scratchpad, or that the layer does not have, must be
 /// computed on the CPU; llama_postfetch_acquire answers so.
@@ -319,7 +321,7 @@ pub enum llama_postfetch_reason {
     NotScheduled = 5,
     /// The scratchpad was full.
     NoRoom = 6,
-    /// The copy is in flight and block_on_miss is false.
+    /// The copy is in flight and block_on_miss is false, or cannot be submitted to a stream yet.
     Missed = 7,
     /// The data of the expert could not be read.
     ReadFailed = 8,
@@ -462,7 +464,10 @@ pub unsafe extern "C" fn llama_postfetch_acquire(
 }
 
 /// Does the same as llama_postfetch_acquire, but the CUDA stream waits for the copy instead of the
-/// caller. Work that is submitted to the stream after the call can use device_data. After the
+/// caller. The caller waits for no copy: a queued copy is submitted at once, in its turn, however many
+/// are in flight. While copies before it go through page-locked buffers, the CPU computes the expert
+/// (LLAMA_POSTFETCH_REASON_MISSED). If block_on_miss is false, the CPU also computes each expert whose
+/// copy is not complete. Work that is submitted to the stream after the call can use device_data. After the
 /// expert is released, its memory is overwritten only when the work submitted to the stream before
 /// the release is complete. Only one stream can acquire an expert.
 ///
@@ -629,9 +634,9 @@ pub struct llama_postfetch_stats {
     pub n_stream_hits: u64,
     /// Number of answers for which the caller waited.
     pub n_waits: u64,
-    /// Total time that callers waited, in microseconds.
+    /// Total time that callers waited, in microseconds by the clock of the host.
     pub wait_us: u64,
-    /// Total time of copies on the device, in microseconds.
+    /// Total time of copies, in microseconds by the clock of the device.
     pub transfer_us: u64,
     /// Number of driver errors.
     pub n_errors: u64,
@@ -643,8 +648,9 @@ pub struct llama_postfetch_stats {
     pub scratchpad_peak: u64,
     /// Bytes of the model that are page-locked in place.
     pub locked_bytes: u64,
-    /// Overlap of copies with computation: 1 - wait_us / transfer_us; negative if no copy was timed
-    /// yet.
+    /// Overlap of copies with computation: the share of the time of copies for which nothing waited
+    /// and which was not spent on unused copies, 1 - (wait_us + stream_wait_us + unused_us) /
+    /// transfer_us, at least 0; negative if no copy was timed yet.
     pub overlap: f64,
     /// Device memory of the cache in bytes; 0 without a cache.
     pub cache_bytes: u64,
@@ -654,6 +660,19 @@ pub struct llama_postfetch_stats {
     pub n_cache_misses: u64,
     /// Number of experts that were replaced in the cache by another.
     pub n_cache_evictions: u64,
+    /// Number of copies that a stream of the caller waited for.
+    pub n_stream_waits: u64,
+    /// Total time that streams waited for copies, in microseconds by the clock of the device.
+    pub stream_wait_us: u64,
+    /// Number of copies that had ended when their first expert was acquired for the device.
+    pub n_early_copies: u64,
+    /// Number of copies that ended, and of which no expert was acquired for the device. Copies to the
+    /// cache do not count, because they stay there.
+    pub n_unused_copies: u64,
+    /// Total time of these copies, in microseconds by the clock of the device.
+    pub unused_us: u64,
+    /// Share of answers to use the CPU, 0 to 1; negative without answers.
+    pub fallback_rate: f64,
 }
 
 // SAFETY: repr(C), starts with struct_size, plain fields.
@@ -703,6 +722,12 @@ pub unsafe extern "C" fn llama_postfetch_get_stats(
             n_cache_hits: found.cache_hits,
             n_cache_misses: found.cache_misses,
             n_cache_evictions: found.evictions,
+            n_stream_waits: found.stream_waits,
+            stream_wait_us: found.stream_wait.as_micros() as u64,
+            n_early_copies: found.early_copies,
+            n_unused_copies: found.unused_copies,
+            unused_us: found.unused.as_micros() as u64,
+            fallback_rate: found.fallback_rate().unwrap_or(-1.0),
         };
         // SAFETY: as the caller guarantees.
         unsafe { fill(stats, &value) }

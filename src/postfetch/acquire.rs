@@ -80,6 +80,13 @@ pub(super) fn acquire(shared: &Shared, layer: u32, expert: u32, access: Access) 
     acquired
 }
 
+/// The wait of one call.
+struct Wait {
+    backoff: Backoff,
+    /// Whether the caller waited.
+    waited: bool,
+}
+
 /// One call for an expert of the model.
 struct Request<'a> {
     shared: &'a Shared,
@@ -90,28 +97,28 @@ struct Request<'a> {
 
 impl Request<'_> {
     fn acquire(&self, gpu: &DeviceState, access: Access) -> Acquired {
-        let mut wait = None;
+        // Begins before the copy is known to be under way: no part of a wait is left out.
+        let mut wait = Wait {
+            backoff: Backoff::new(),
+            waited: false,
+        };
         let acquired = loop {
             if let Some(acquired) = self.choose(gpu, access, &mut wait) {
                 break acquired;
             }
         };
-        if let Some(took) = wait.as_ref().map(Backoff::elapsed) {
+        if wait.waited {
+            let took = wait.backoff.elapsed();
             let mut stats = self.shared.stats.lock();
             stats.waits += 1;
             stats.wait += took;
-            self.shared.times.lock()[self.planned.position].waited += took;
+            self.shared.times.lock()[self.planned.position].times.waited += took;
         }
         acquired
     }
 
     /// Chooses device or CPU; `None` after a wait, and when the transfer is not the same any more.
-    fn choose(
-        &self,
-        gpu: &DeviceState,
-        access: Access,
-        wait: &mut Option<Backoff>,
-    ) -> Option<Acquired> {
+    fn choose(&self, gpu: &DeviceState, access: Access, wait: &mut Wait) -> Option<Acquired> {
         let shared = self.shared;
         let (position, held) = {
             let table = shared.table.lock();
@@ -123,33 +130,35 @@ impl Request<'_> {
             Err(reason) => return Some(self.on_cpu(State::CpuOnly, reason, position)),
         };
         let state = self.state(gpu, id, phase)?;
-        let blocks = match access {
-            Access::Query => false,
-            Access::Host => shared.options.config.block_on_miss,
-            Access::Stream(stream) if matches!(phase, Phase::InFlight | Phase::Ready) => {
-                if let Err(reason) = self.hand_over(gpu, id, stream) {
+        let is_ready = state == State::GpuReady;
+        let may_wait = shared.options.config.block_on_miss;
+        let missed = || Some(self.on_cpu(state, Reason::Missed, position));
+        match access {
+            Access::Query if is_ready => return self.on_device(gpu, id, position, state),
+            Access::Host if is_ready => return self.used(gpu, id, position, state, wait),
+            Access::Query => return missed(),
+            _ if !is_ready && !may_wait => return missed(),
+            Access::Stream(stream) if is_ready || phase == Phase::InFlight => {
+                if let Err(reason) = self.hand_over(gpu, id, state, stream) {
                     return Some(self.on_cpu(state, reason, position));
                 }
-                let acquired = self.on_device(gpu, id, position, state)?;
+                let acquired = self.used(gpu, id, position, state, wait)?;
                 shared.stats.lock().stream_hits += 1;
                 return Some(acquired);
             }
-            // The stream waits for an event, which is recorded after the copy is issued.
-            Access::Stream(_) => true,
-        };
-        if state == State::GpuReady {
-            return self.on_device(gpu, id, position, state);
+            // The stream waits for an event, which is recorded when the copy is issued.
+            Access::Stream(_) if !shared.table.lock().need(id) => return missed(),
+            Access::Stream(_) if !wait.waited => shared.work.notify(),
+            Access::Stream(_) | Access::Host => {}
         }
-        let is_over = |wait: &Backoff| wait.elapsed() > shared.options.config.timeout;
-        let reason = if !blocks {
-            Reason::Missed
-        } else if shared.is_off() {
+        let reason = if shared.is_off() {
             shared.initial_fallback
-        } else if wait.as_ref().is_some_and(is_over) {
+        } else if wait.backoff.elapsed() > shared.options.config.timeout {
             shared.disable(LATE);
             Reason::TimedOut
         } else {
-            wait.get_or_insert_with(Backoff::new).pause();
+            wait.waited = true;
+            wait.backoff.pause();
             return None;
         };
         Some(self.on_cpu(state, reason, position))
@@ -177,14 +186,54 @@ impl Request<'_> {
         }
     }
 
-    /// Makes a stream wait for a transfer.
-    fn hand_over(&self, gpu: &DeviceState, id: TransferId, stream: Stream) -> Result<(), Reason> {
-        self.shared.table.lock().claim(id, stream)?;
-        let waits = gpu.device.stream_wait(stream, gpu.events[id.index].ready);
+    /// Makes a stream wait for a transfer. Records where the wait of the stream begins.
+    fn hand_over(
+        &self,
+        gpu: &DeviceState,
+        id: TransferId,
+        state: State,
+        stream: Stream,
+    ) -> Result<(), Reason> {
+        let shared = self.shared;
+        let events = &gpu.events[id.index];
+        let is_first = shared.table.lock().claim(id, stream)?;
+        if is_first && state == State::CopyInFlight {
+            match gpu.device.record(events.needed, stream) {
+                Ok(()) => shared.table.lock().holds_stream(id),
+                Err(error) => shared.note_error(&error),
+            }
+        }
+        let waits = gpu.device.stream_wait(stream, events.ready);
         waits.map_err(|error| {
-            self.shared.note_error(&error);
+            shared.note_error(&error);
             Reason::DeviceFailed
         })
+    }
+
+    /// Answers with the device, and counts the use of the transfer.
+    fn used(
+        &self,
+        gpu: &DeviceState,
+        id: TransferId,
+        position: u32,
+        state: State,
+        wait: &Wait,
+    ) -> Option<Acquired> {
+        let shared = self.shared;
+        let acquired = self.on_device(gpu, id, position, state)?;
+        let mut table = shared.table.lock();
+        if let Some(unused) = table.note_use(id) {
+            let mut stats = shared.stats.lock();
+            stats.early_copies += u64::from(state == State::GpuReady && !wait.waited);
+            if let Some(time) = unused {
+                stats.unused_copies -= 1;
+                stats.unused -= time;
+                let of_layer = &mut shared.times.lock()[self.planned.position].times;
+                // A line of the log may have begun the sums again.
+                of_layer.unused = of_layer.unused.saturating_sub(time);
+            }
+        }
+        Some(acquired)
     }
 
     /// Answers with the device; `None` when the expert is not in this transfer any more.

@@ -50,6 +50,8 @@ pub(super) struct TransferEvents {
     pub start: Event,
     /// The copy is done.
     pub ready: Event,
+    /// The caller's stream needs the bytes.
+    pub needed: Event,
     /// The caller's stream has used the bytes.
     pub consumed: Event,
 }
@@ -146,6 +148,7 @@ impl DeviceState {
             Ok(TransferEvents {
                 start: event()?,
                 ready: event()?,
+                needed: event()?,
                 consumed: event()?,
             })
         };

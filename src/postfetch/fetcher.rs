@@ -78,7 +78,7 @@ impl CopyQueue for Fetcher<'_> {
 
     fn issue(&mut self, issue: Issue) {
         let shared = self.shared;
-        let events = shared.collect_times(self.gpu);
+        shared.collect_last(self.gpu, issue.id.index);
         let copy = Copy2d {
             to: self.gpu.memory.address() + issue.offset,
             to_pitch: issue.pitch as usize,
@@ -89,7 +89,6 @@ impl CopyQueue for Fetcher<'_> {
         };
         let mut source_in_use = false;
         let result = self.copy_in(&issue, copy, &mut source_in_use);
-        drop(events);
         let mut table = shared.table.lock();
         match result {
             Ok(()) => {
@@ -119,6 +118,7 @@ impl CopyQueue for Fetcher<'_> {
         match self.gpu.device.is_done(ready) {
             Ok(true) => {
                 shared.table.lock().complete(id);
+                shared.log_ended(self.gpu);
             }
             Ok(false) if since.elapsed() > shared.options.config.timeout => {
                 shared.disable(LATE);
@@ -164,6 +164,7 @@ impl Fetcher<'_> {
                 unsafe { device.copy_in(stream, copy)? };
             }
             None => {
+                shared.table.lock().stage();
                 shared.stats.lock().staged_copies += 1;
                 self.staged(&issue.weights, copy, source_in_use)?;
             }

@@ -41,6 +41,7 @@ mod transfer_table;
 use std::ops::Range;
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use crate::device::{AsyncDevice, DeviceError, Stream};
 use crate::model::Model;
@@ -142,6 +143,9 @@ impl PostFetch {
             let (mut table, mut stats) = (shared.table.lock(), shared.stats.lock());
             let before = stats.experts;
             let bytes = table.schedule(&shared.model, planned, ids, &mut stats);
+            // Before a copy begins.
+            let began = &mut shared.times.lock()[planned.position].began;
+            began.get_or_insert_with(Instant::now);
             (stats.experts - before, bytes)
         };
         shared.work.notify();
@@ -229,8 +233,10 @@ impl PostFetch {
             && let Some(slots) = slots(planned)
         {
             shared.release(gpu, slots);
+            shared.log_ended(gpu);
             if shared.options.config.debug {
-                shared.log_layer(gpu, planned);
+                // The fetching thread watches the copies that are still under way.
+                shared.work.notify();
             }
         }
     }
@@ -296,7 +302,7 @@ impl PostFetch {
     pub fn stats(&self) -> Stats {
         let shared = &*self.shared;
         if let Some(gpu) = &shared.gpu {
-            drop(shared.collect_times(gpu));
+            shared.collect_times(gpu);
         }
         let mut stats = *shared.stats.lock();
         shared.table.lock().note_sizes(&mut stats);

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, MutexGuard};
 use sidecar_core::config;
 use sidecar_core::fetch::Work;
+use sidecar_core::fetch::transfer_log::Times;
 
 use super::cache::Cache;
 use super::device_state::DeviceState;
@@ -49,9 +50,9 @@ impl Options {
 /// Times of a layer since its last line in the log.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct LayerTimes {
+    /// When it was scheduled.
     pub began: Option<Instant>,
-    pub transfer: Duration,
-    pub waited: Duration,
+    pub times: Times,
 }
 
 /// A scheduler without its thread.
@@ -64,9 +65,9 @@ pub(super) struct Shared {
     pub gpu: Option<DeviceState>,
     /// The reason of all answers while the device is not used.
     pub initial_fallback: Reason,
-    /// Locked after the table, if both are.
+    /// Locked after the table and before the times, if both are.
     pub stats: Mutex<Stats>,
-    /// Held while events of transfers are recorded, or their times are read.
+    /// Held while times of transfers are read.
     pub timing: Mutex<()>,
     /// Times of each layer, for the log.
     pub times: Mutex<Vec<LayerTimes>>,

@@ -34,12 +34,22 @@ pub struct Stats {
     pub hits: u64,
     /// Hits for which a stream of the caller waits instead of the caller.
     pub stream_hits: u64,
-    /// Acquisitions that waited for a copy.
+    /// Acquisitions whose caller waited.
     pub waits: u64,
-    /// Total time of those waits.
+    /// Total time of those waits, by the clock of the host.
     pub wait: Duration,
-    /// Total time of the copies on the device.
+    /// Copies that a stream of the caller waited for.
+    pub stream_waits: u64,
+    /// Total time of those waits, by the clock of the device.
+    pub stream_wait: Duration,
+    /// Total time of the copies, by the clock of the device.
     pub transfer: Duration,
+    /// Copies that had ended when their first expert was acquired for the device.
+    pub early_copies: u64,
+    /// Copies to the scratchpad that ended, and of which no expert was acquired for the device.
+    pub unused_copies: u64,
+    /// Total time of those copies.
+    pub unused: Duration,
     /// Errors of the driver.
     pub errors: u64,
     /// Experts that were acquired for the CPU, by reason.
@@ -61,10 +71,15 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// Returns the share of the copies' time without a wait, 0 to 1; `None` before a copy was
-    /// timed.
+    /// Returns the [`overlap`]; `None` before a copy was timed.
     pub fn overlap(&self) -> Option<f64> {
-        overlap(self.transfer.as_secs_f64(), self.wait.as_secs_f64())
+        overlap(self.transfer, self.wait + self.stream_wait, self.unused)
+    }
+
+    /// Returns the share of acquisitions for the CPU, 0 to 1; `None` before one was made.
+    pub fn fallback_rate(&self) -> Option<f64> {
+        let all = self.hits + self.all_fallbacks();
+        (all > 0).then(|| self.all_fallbacks() as f64 / all as f64)
     }
 
     /// Returns the experts that were acquired for the CPU, for all reasons.
@@ -103,10 +118,16 @@ impl Stats {
             "stream_hits": self.stream_hits,
             "waits": self.waits,
             "wait_us": self.wait.as_micros() as u64,
+            "stream_waits": self.stream_waits,
+            "stream_wait_us": self.stream_wait.as_micros() as u64,
             "transfer_us": self.transfer.as_micros() as u64,
+            "early_copies": self.early_copies,
+            "unused_copies": self.unused_copies,
+            "unused_us": self.unused.as_micros() as u64,
             "overlap": self.overlap(),
             "driver_errors": self.errors,
             "cpu": self.all_fallbacks(),
+            "fallback_rate": self.fallback_rate(),
             "cpu_by_reason": self.reasons().collect::<std::collections::BTreeMap<_, _>>(),
             "scratchpad_bytes": self.scratchpad_bytes,
             "scratchpad_peak": self.scratchpad_peak,
@@ -122,13 +143,14 @@ impl Stats {
     pub fn to_text(&self, mode: &str) -> String {
         let mib = |bytes: u64| bytes as f64 / (1 << 20) as f64;
         let mut text = format!(
-            "{mode}\n{} experts in {} copies ({} through buffers), {:.1} MiB\n{} answers on the device, {} on the CPU\n",
+            "{mode}\n{} experts in {} copies ({} through buffers), {:.1} MiB\n{} answers on the device, {} on the CPU ({:.1}%)\n",
             self.experts,
             self.copies,
             self.staged_copies,
             mib(self.bytes),
             self.hits,
-            self.all_fallbacks()
+            self.all_fallbacks(),
+            self.fallback_rate().unwrap_or(0.0) * 100.0
         );
         for (reason, count) in self.reasons() {
             let _ = writeln!(text, "  CPU, {reason}: {count}");
@@ -136,9 +158,11 @@ impl Stats {
         if let Some(overlap) = self.overlap() {
             let _ = writeln!(
                 text,
-                "Transfer: {:.2} ms, Waited: {:.2} ms, Overlap: {:.1}%",
+                "Transfer: {:.2} ms, Waited: {:.2} ms, streams {:.2} ms, Unused: {:.2} ms, Overlap: {:.1}%",
                 self.transfer.as_secs_f64() * 1e3,
                 self.wait.as_secs_f64() * 1e3,
+                self.stream_wait.as_secs_f64() * 1e3,
+                self.unused.as_secs_f64() * 1e3,
                 overlap * 100.0
             );
         }

@@ -24,6 +24,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::time::Duration;
 
 use super::cache::Cache;
 use super::plan::{ExpertWeights, PlannedLayer, padded};
@@ -88,8 +89,28 @@ struct Transfer {
     stream: Option<Stream>,
     /// Released, but the end of the caller's work in `stream` is not recorded yet.
     awaiting_consumer: bool,
-    /// Done, but its time is not collected yet: the slot of its first expert.
-    untimed: Option<usize>,
+    /// Whether something is copied: the bytes were not in the cache.
+    is_copy: bool,
+    /// Whether an expert was acquired for the device.
+    used: bool,
+    /// Whether a stream of the caller waits for its copy.
+    holds_stream: bool,
+    /// Its time, as long as it counts as unused.
+    unused: Option<Duration>,
+    /// The last copy that is done, but whose times are not collected yet.
+    untimed: Option<Untimed>,
+}
+
+/// A copy that is done, and whose times are to be collected.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Untimed {
+    pub id: TransferId,
+    /// The slot of its first expert.
+    pub slot: usize,
+    /// Whether a stream waited for it.
+    pub held_stream: bool,
+    /// Whether an expert was acquired for the device, or stays in the cache.
+    used: bool,
 }
 
 /// A transfer for the fetching thread to issue.
@@ -148,6 +169,10 @@ pub(super) struct TransferTable {
     pub waits: Vec<Consumed>,
     /// Transfers that are issuing or in flight.
     in_flight: u32,
+    /// Transfers up to this number are issued however many are in flight: a stream needs them.
+    needed: u64,
+    /// The fetching thread fills page-locked buffers.
+    staging: bool,
     stopped: bool,
     /// The device may use some memory for ever.
     pub leaked: bool,
@@ -170,6 +195,8 @@ impl TransferTable {
             cache,
             waits: Vec::with_capacity(transfers),
             in_flight: 0,
+            needed: 0,
+            staging: false,
             stopped: false,
             leaked: false,
             failures: 0,
@@ -373,6 +400,10 @@ impl TransferTable {
         transfer.placed = true;
         transfer.weights = Some(weights);
         transfer.stream = None;
+        transfer.is_copy = phase == Phase::Queued;
+        transfer.used = false;
+        transfer.holds_stream = false;
+        transfer.unused = None;
         self.hold_rows(index, first_slot, rows);
         self.id(index)
     }
@@ -415,13 +446,14 @@ impl TransferTable {
         }
     }
 
-    /// Gives the next transfer to the fetching thread, unless `most` are under way.
-    /// [`TransferTable::issued`] or [`TransferTable::fail`] has to follow.
+    /// Gives the next transfer to the fetching thread, unless `most` are under way and no stream needs
+    /// it. [`TransferTable::issued`] or [`TransferTable::fail`] has to follow.
     pub fn begin_issue(&mut self, most: u32) -> Option<Issue> {
-        if self.in_flight >= most {
+        let index = *self.queue.front()?;
+        if self.in_flight >= most && self.transfers[index].number > self.needed {
             return None;
         }
-        let index = self.queue.pop_front()?;
+        self.queue.pop_front();
         self.in_flight += 1;
         let id = self.id(index);
         let transfer = &mut self.transfers[index];
@@ -442,6 +474,21 @@ impl TransferTable {
     pub fn issued(&mut self, id: TransferId) {
         debug_assert_eq!(self.transfers[id.index].phase, Phase::Issuing);
         self.transfers[id.index].phase = Phase::InFlight;
+        self.staging = false;
+    }
+
+    /// Notes that the copy of the issuing transfer goes through page-locked buffers.
+    pub fn stage(&mut self) {
+        self.staging = true;
+    }
+
+    /// Requests that a transfer is issued now, because a stream needs it. Returns false while the
+    /// fetching thread may wait for buffers.
+    pub fn need(&mut self, id: TransferId) -> bool {
+        if self.is_current(id) {
+            self.needed = self.needed.max(id.number);
+        }
+        !self.staging
     }
 
     /// Notes that the stream is past a transfer, and so past all transfers before it. Returns
@@ -459,7 +506,15 @@ impl TransferTable {
             match transfer.phase {
                 Phase::InFlight => {
                     transfer.phase = Phase::Ready;
-                    transfer.untimed = Some(transfer.first_slot);
+                    transfer.untimed = Some(Untimed {
+                        id: TransferId {
+                            index,
+                            number: transfer.number,
+                        },
+                        slot: transfer.first_slot,
+                        held_stream: transfer.holds_stream,
+                        used: transfer.used || transfer.memory.cached.is_some(),
+                    });
                     self.in_flight -= 1;
                 }
                 Phase::Stuck => transfer.phase = Phase::Ready,
@@ -491,6 +546,7 @@ impl TransferTable {
     fn fail_at(&mut self, index: usize, reason: Reason, source_in_use: bool) {
         self.failures += 1;
         let transfer = &mut self.transfers[index];
+        self.staging &= transfer.phase != Phase::Issuing;
         if matches!(transfer.phase, Phase::Issuing | Phase::InFlight) {
             self.in_flight -= 1;
         }
@@ -514,16 +570,43 @@ impl TransferTable {
         self.settle(index);
     }
 
-    /// Reserves a transfer for a stream of the caller.
-    pub fn claim(&mut self, id: TransferId, stream: Stream) -> Result<(), Reason> {
+    /// Reserves a transfer for a stream of the caller. Returns whether the stream did not have it.
+    pub fn claim(&mut self, id: TransferId, stream: Stream) -> Result<bool, Reason> {
         if !self.is_current(id) {
             return Err(Reason::NotScheduled);
         }
         // Experts that are copied together are for one stream.
-        match *self.transfers[id.index].stream.get_or_insert(stream) == stream {
-            true => Ok(()),
-            false => Err(Reason::DeviceFailed),
+        match self.transfers[id.index].stream.replace(stream) {
+            None => Ok(true),
+            Some(before) if before == stream => Ok(false),
+            Some(before) => {
+                self.transfers[id.index].stream = Some(before);
+                Err(Reason::DeviceFailed)
+            }
         }
+    }
+
+    /// Notes that a stream waits for a transfer. A transfer that is done holds up no stream.
+    pub fn holds_stream(&mut self, id: TransferId) {
+        let transfer = &mut self.transfers[id.index];
+        if transfer.number == id.number && transfer.phase == Phase::InFlight {
+            transfer.holds_stream = true;
+        }
+    }
+
+    /// Notes that an expert of a transfer is acquired for the device. Returns `None` unless it is the
+    /// first one of a copy, and otherwise the time of the copy if that counts as unused so far.
+    pub fn note_use(&mut self, id: TransferId) -> Option<Option<Duration>> {
+        let transfer = &mut self.transfers[id.index];
+        let is_first = transfer.number == id.number && !transfer.used && transfer.is_copy;
+        if !is_first {
+            return None;
+        }
+        transfer.used = true;
+        if let Some(untimed) = transfer.untimed.as_mut().filter(|of| of.id == id) {
+            untimed.used = true;
+        }
+        Some(transfer.unused.take())
     }
 
     /// Forgets the slot of the cache that a transfer did not fill.
@@ -630,14 +713,31 @@ impl TransferTable {
         self.waits.retain(|&waiting| waiting != wait);
     }
 
-    /// Takes a transfer whose time is to be collected, with the slot of its first expert.
-    pub fn take_untimed(&mut self) -> Option<(TransferId, usize)> {
-        let index = self
-            .transfers
-            .iter()
-            .position(|transfer| transfer.untimed.is_some())?;
-        let slot = self.transfers[index].untimed.take()?;
-        Some((self.id(index), slot))
+    /// Returns the first copy in a range of transfers whose times are to be collected.
+    pub fn untimed(&self, mut range: Range<usize>) -> Option<Untimed> {
+        range.find_map(|index| self.transfers[index].untimed)
+    }
+
+    /// Notes that the times of a copy are collected. Returns whether the copy is unused so far.
+    pub fn timed(&mut self, id: TransferId, time: Duration) -> bool {
+        let transfer = &mut self.transfers[id.index];
+        let unused = transfer.untimed.take().is_some_and(|of| !of.used);
+        if unused && transfer.number == id.number {
+            transfer.unused = Some(time);
+        }
+        unused
+    }
+
+    /// Returns whether experts in a range of slots are held, or copies of theirs are under way or not
+    /// timed.
+    pub fn is_busy(&self, slots: &Range<usize>) -> bool {
+        let is_held = |slot: &ExpertSlot| matches!(slot, ExpertSlot::Held { .. });
+        self.slots[slots.clone()].iter().any(is_held)
+            || self.transfers.iter().any(|of| {
+                let untimed = of.untimed.is_some_and(|of| slots.contains(&of.slot));
+                let under_way = !matches!(of.phase, Phase::Free | Phase::Ready);
+                untimed || under_way && slots.contains(&of.first_slot)
+            })
     }
 
     /// Returns whether an id still names the same use of its transfer.

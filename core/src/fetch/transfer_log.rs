@@ -15,12 +15,22 @@ pub fn expert(id: u64, bytes: u64, offset: u64) {
     log::debug!(target: REQUESTED, "[PF]   Expert {id}: {bytes} bytes @ offset {offset}");
 }
 
-/// Logs how long the copies of a layer took, how long ago they were requested, and how long computing
-/// waited for them.
-pub fn ended(layer: u32, transfer: Duration, total: Duration, waited: Duration) {
-    let overlap = overlap(transfer.as_secs_f64(), waited.as_secs_f64()).unwrap_or(0.0);
+/// Times of copies.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Times {
+    /// Of all copies.
+    pub transfer: Duration,
+    /// For which computing waited for copies.
+    pub waited: Duration,
+    /// Of copies that were not used.
+    pub unused: Duration,
+}
+
+/// Logs the times of the copies of a layer, and the time from their request to their end and to that of
+/// the layer. Without copies, nothing had to overlap.
+pub fn ended(layer: u32, times: Times, total: Duration) {
+    let overlap = overlap(times.transfer, times.waited, times.unused).unwrap_or(1.0);
+    let ms = |time: Duration| time.as_secs_f64() * 1e3;
     log::debug!(target: REQUESTED, "[PF] Layer {layer}: Transfer: {:.2} ms, Total: {:.2} ms, Overlap: {:.1}%",
-        transfer.as_secs_f64() * 1e3,
-        total.as_secs_f64() * 1e3,
-        overlap * 100.0);
+        ms(times.transfer), ms(total), overlap * 100.0);
 }

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -178,8 +179,10 @@ figures! {
         Counter left_out_bytes: u64,
         /// Time of the early copies.
         Counter copy_seconds: f64 => "post_fetch_copy_seconds_total",
-        /// Time for which computing waited for early copies.
+        /// Time for which computing waited for early copies: from when the program needed them.
         Counter wait_seconds: f64 => "post_fetch_wait_seconds_total",
+        /// Time of early copies that were not used.
+        Counter unused_seconds: f64 => "post_fetch_unused_seconds_total",
         /// Number of early copies whose bytes differ from the model (`LLAMA_POSTFETCH_DEBUG=1`).
         Counter mismatches: u64,
         /// Memory on devices that is used for early copies.
@@ -233,16 +236,22 @@ figures! {
     }
 }
 
-/// Returns the share of the copies' time without a wait, 0 to 1; `None` without copies. Both times
-/// are in seconds.
-pub fn overlap(transfer: f64, waited: f64) -> Option<f64> {
-    (transfer > 0.0).then(|| (1.0 - waited / transfer).max(0.0))
+/// Returns the overlap of copies with computing: the share of their time, 0 to 1, for which nothing
+/// waited and which was not spent on unused copies, `1 - (waited + unused) / transfer`; `None` without
+/// copies.
+///
+/// Waits of several threads and streams add up, so the overlap can be greater than that, never less.
+pub fn overlap(transfer: Duration, waited: Duration, unused: Duration) -> Option<f64> {
+    let lost = (waited + unused).as_secs_f64() / transfer.as_secs_f64();
+    (!transfer.is_zero()).then(|| (1.0 - lost).max(0.0))
 }
 
 impl PostFetchFigures {
-    /// Returns the share of the copies' time without a wait, 0 to 1; `None` without copies.
+    /// Returns the [`overlap`]; `None` without copies.
     pub fn overlap(&self) -> Option<f64> {
-        overlap(self.copy_seconds, self.wait_seconds)
+        let time = |seconds| Duration::try_from_secs_f64(seconds).unwrap_or_default();
+        let (waited, unused) = (self.wait_seconds, self.unused_seconds);
+        overlap(time(self.copy_seconds), time(waited), time(unused))
     }
 
     /// Whether no experts were copied, and nothing is locked.

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use sidecar_core::config::Config;
 use sidecar_core::experts::ExpertName;
-use sidecar_core::fetch::transfer_log;
+use sidecar_core::fetch::transfer_log::{self, Times};
 
 use super::cache::Cache;
 use super::figures::FIGURES;
@@ -119,11 +119,14 @@ impl Layer {
             return;
         };
         let times = || self.products.iter().map(|of| of.transfer.times());
-        let transfer = times().map(|of| of.transfer).sum();
-        let waited = times().map(|of| of.waited).sum();
+        let sum = Times {
+            transfer: times().map(|of| of.transfer).sum(),
+            waited: times().map(|of| of.waited).sum(),
+            unused: times().map(|of| of.unused).sum(),
+        };
         let end = times().filter_map(|of| of.end).max();
         let total = end.map_or(Duration::ZERO, |end| end - requested);
-        transfer_log::ended(self.number, transfer, total, waited);
+        transfer_log::ended(self.number, sum, total);
     }
 }
 

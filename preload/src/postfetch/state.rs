@@ -265,9 +265,15 @@ impl State {
     /// Ends an evaluation that did not fail. A program may begin the next one before it waits.
     pub fn end(&mut self) {
         self.drain();
-        if Config::get().postfetch.debug {
-            let layers = self.plan.iter_mut().flat_map(|plan| &mut plan.layers);
-            layers.for_each(Layer::log_ended);
+        for layer in self.plan.iter_mut().flat_map(|plan| &mut plan.layers) {
+            // Experts in slots stay there for later evaluations.
+            if layer.slots.is_none() {
+                let transfers = layer.products.iter().map(|product| &product.transfer);
+                transfers.for_each(|transfer| transfer.count_unused());
+            }
+            if Config::get().postfetch.debug {
+                layer.log_ended();
+            }
         }
         if !std::mem::take(&mut self.begun) || self.order != Order::Unknown {
             return;

@@ -81,6 +81,8 @@ pub struct Times {
     pub transfer: Duration,
     /// For which computing waited for them.
     pub waited: Duration,
+    /// Of its copies, if they were not used.
+    pub unused: Duration,
     /// When they were complete.
     pub end: Option<Instant>,
 }
@@ -128,6 +130,15 @@ impl Transfer {
     /// Returns its times since it was last idle.
     pub fn times(&self) -> Times {
         *self.times.lock()
+    }
+
+    /// Counts its copies as unused if they are complete and computing did not need them.
+    pub fn count_unused(&self) {
+        let mut times = self.times.lock();
+        if times.end.is_some() && self.needed.load(Ordering::Relaxed) == 0 {
+            times.unused = times.transfer;
+            FIGURES.lock().unused_seconds += times.unused.as_secs_f64();
+        }
     }
 
     /// Whether its copies are issued: later work can wait for them on the device.
@@ -200,6 +211,7 @@ impl Transfer {
         let times = Times {
             transfer: end - begun,
             waited: end.saturating_duration_since(needed),
+            unused: Duration::ZERO,
             end: Some(end),
         };
         let mut figures = FIGURES.lock();
