@@ -4,6 +4,7 @@
 //! the drop-in call [`init`].
 
 use std::io::Write;
+use std::mem::MaybeUninit;
 use std::sync::{Arc, Once};
 
 use log::{Level, LevelFilter, Log, Metadata, Record};
@@ -37,6 +38,32 @@ pub fn init() {
         for message in &Config::get().rejected {
             log::error!("{message}");
         }
+    }
+}
+
+/// Writes to a pipe or a socket. A reader that is gone does not end the process by SIGPIPE.
+pub fn without_sigpipe<T>(write: impl FnOnce() -> T) -> T {
+    let mut pipe = MaybeUninit::<libc::sigset_t>::uninit();
+    let mut before = MaybeUninit::<libc::sigset_t>::uninit();
+    let mut pending = MaybeUninit::<libc::sigset_t>::uninit();
+    let now = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: sets that are filled before they are read. A SIGPIPE of this write is taken before the
+    // mask is restored; one that was pending before is the program's.
+    unsafe {
+        libc::sigemptyset(pipe.as_mut_ptr());
+        libc::sigaddset(pipe.as_mut_ptr(), libc::SIGPIPE);
+        libc::pthread_sigmask(libc::SIG_BLOCK, pipe.as_ptr(), before.as_mut_ptr());
+        libc::sigemptyset(pending.as_mut_ptr());
+        libc::sigpending(pending.as_mut_ptr());
+        let written = write();
+        if libc::sigismember(pending.as_ptr(), libc::SIGPIPE) == 0 {
+            libc::sigtimedwait(pipe.as_ptr(), std::ptr::null_mut(), &now);
+        }
+        libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut());
+        written
     }
 }
 

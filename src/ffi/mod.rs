@@ -10,7 +10,8 @@
 //! | `reload` | reloads and their reports |
 //! | `context`, `tensor` | contexts; tensors |
 //! | `device`, `experts`, `metadata` | devices, expert tensors and metadata of a model |
-//! | `postfetch`, `stream`, `trace` | post-fetch; expert streaming; expert traces |
+//! | `postfetch`, `stream` | post-fetch; expert streaming |
+//! | `trace` | expert traces |
 //! | `model` | models |
 //! | `params`, `log` | parameters for opening a model; log messages |
 //! | `handle` | handles |

@@ -2,6 +2,7 @@
 
 use std::ffi::{OsStr, c_char, c_void};
 use std::io::ErrorKind;
+use std::ops::Deref;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::time::Duration;
@@ -9,6 +10,7 @@ use std::time::Duration;
 use super::handle::{self, Handle};
 use super::model::llama_model;
 use super::status::{Failure, call, llama_sidecar_status, status};
+use super::trace::Scheduled;
 use super::{Flag, SizedStruct, fill, parameters, put, put_text, read, text};
 use crate::device::{AsyncDevice, DeviceError, Stream};
 use crate::postfetch::{Acquired, Options, PostFetch, REASONS, Reason, State};
@@ -21,8 +23,22 @@ pub struct llama_postfetch {
 }
 
 impl Handle for llama_postfetch {
-    type Object = PostFetch;
+    type Object = Scheduler;
     const NAME: &'static str = "llama_postfetch";
+}
+
+/// A scheduler, and the counts of its model, if the variables of the trace request them.
+pub(super) struct Scheduler {
+    postfetch: PostFetch,
+    scheduled: Option<Arc<Scheduled>>,
+}
+
+impl Deref for Scheduler {
+    type Target = PostFetch;
+
+    fn deref(&self) -> &PostFetch {
+        &self.postfetch
+    }
 }
 
 /// Parameters of llama_postfetch_init. Initialise with llama_postfetch_default_params.
@@ -184,10 +200,11 @@ pub unsafe extern "C" fn llama_postfetch_init(
             chosen = unsafe { read(params, chosen) }?;
         }
         let device = chosen.device as usize;
-        let made = PostFetch::new(open.model.clone(), chosen.options()?, || {
-            open_device(device)
-        });
-        Ok(handle::new(made))
+        let options = chosen.options()?;
+        Ok(handle::new(Scheduler {
+            postfetch: PostFetch::new(open.model.clone(), options, || open_device(device)),
+            scheduled: Scheduled::of(&open.model),
+        }))
     });
     made.unwrap_or(std::ptr::null_mut())
 }
@@ -276,7 +293,11 @@ pub unsafe extern "C" fn llama_postfetch_schedule(
             return Err(Failure::null("ids"));
         }
         // SAFETY: not null, with `n` elements as the caller guarantees.
-        postfetch.schedule(layer, unsafe { std::slice::from_raw_parts(ids, n) });
+        let ids = unsafe { std::slice::from_raw_parts(ids, n) };
+        postfetch.schedule(layer, ids);
+        if let Some(scheduled) = &postfetch.scheduled {
+            scheduled.count(layer, ids);
+        }
         Ok(())
     })
 }

@@ -1,26 +1,27 @@
 //! Expert traces.
 //!
-//! A trace does at its end what the variables request: when it is freed, or at exit.
+//! A trace does at its end what the variables request: when it is freed, or at exit. What schedulers of
+//! post-fetch are given is counted for the variables, too, in models of which the program has no trace.
 
 use std::ffi::{CStr, OsStr, c_char};
 use std::os::unix::ffi::OsStrExt;
 use std::panic::catch_unwind;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Once};
-use std::thread::JoinHandle;
+use std::sync::{Arc, Once, Weak};
+use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 
 use super::handle::{self, Handle};
 use super::model::llama_model;
 use super::status::{Failure, call, llama_sidecar_status, status};
 use super::{Flag, put_text, routed_ids, text};
+use crate::model::Model;
 use sidecar_core::config::Config;
-use sidecar_core::parallel::without_signals;
 use sidecar_core::trace::{
-    ExpertLayout, ExpertNames, Ids, ModelMeta, NAMES_EVERY, Trace, enabled, log_unwritten,
-    numbered, print, print_exported, print_summary, print_used, to_text, write,
+    ExpertLayout, ExpertNames, Ids, ModelMeta, Trace, enabled, log_unwritten, numbered, print,
+    print_exported, print_summary, to_text, write,
 };
 
 /// Usage counters for the routed experts of a model.
@@ -33,18 +34,59 @@ impl Handle for llama_expert_trace {
     const NAME: &'static str = "llama_expert_trace";
 }
 
-/// Counters and the model that they belong to.
+/// A trace of the program.
 pub(super) struct OwnedTrace {
-    counters: Trace,
-    about: ModelMeta,
-    /// The names that are printed, if they are.
-    names: Option<Arc<ExpertNames>>,
+    counts: Counts,
     /// How many traces the process made before.
     number: usize,
-    is_finished: AtomicBool,
+    /// What counts for the model otherwise.
+    scheduled: Option<Arc<Scheduled>>,
 }
 
 impl OwnedTrace {
+    fn finish(&self) {
+        self.counts.finish(|| self.number);
+    }
+}
+
+impl Drop for OwnedTrace {
+    fn drop(&mut self) {
+        if let Some(scheduled) = &self.scheduled {
+            scheduled.own_traces.fetch_sub(1, Ordering::Relaxed);
+        }
+        self.finish();
+    }
+}
+
+/// The number of traces that the process made.
+static MADE: AtomicUsize = AtomicUsize::new(0);
+
+/// Counters and the model that they belong to.
+struct Counts {
+    counters: Trace,
+    about: ModelMeta,
+    /// The names that are printed, if they are.
+    names: Option<ExpertNames>,
+    is_finished: AtomicBool,
+}
+
+impl Counts {
+    /// Makes the counters of a model; `None` if it has no routed experts.
+    fn of(model: &Model) -> Option<Counts> {
+        let layout = ExpertLayout::of(model.experts());
+        if layout.layers().is_empty() {
+            return None;
+        }
+        start();
+        let names = || ExpertNames::of(model.gguf_files());
+        Some(Counts {
+            counters: Trace::with_locality(layout),
+            about: ModelMeta::of(model.gguf_files()),
+            names: Config::get().trace_names.then(names),
+            is_finished: AtomicBool::new(false),
+        })
+    }
+
     fn position(&self, layer: u32) -> Result<usize, Failure> {
         self.counters.layout().position(layer).ok_or_else(|| {
             Failure::new(
@@ -54,19 +96,25 @@ impl OwnedTrace {
         })
     }
 
-    /// Prints and writes what the variables request at the end of a trace, once.
-    fn finish(&self) {
+    /// Counts ids; `layer` is a position in the layout.
+    fn record(&self, layer: usize, ids: &Ids<'_>) {
+        self.counters.record_batch(layer, ids);
+        if let Some(names) = &self.names {
+            names.print(layer, ids);
+        }
+    }
+
+    /// Prints and writes what the variables request at the end of a trace, once. The file gets a number
+    /// among those of all traces.
+    fn finish(&self, number: impl FnOnce() -> usize) {
         let config = Config::get();
         if self.is_finished.swap(true, Ordering::Relaxed) || !config.traces() {
             return;
         }
-        if self.names.is_some() {
-            print_used();
-        }
         let snapshot = self.counters.snapshot_with_locality();
         print_summary(config, &self.about, &snapshot);
         if let Some(path) = &config.trace_output {
-            let path = numbered(path, self.number);
+            let path = numbered(path, number());
             match write(&path, &self.about, &snapshot) {
                 Ok(()) => print_exported(&path),
                 Err(error) => log_unwritten(&path, &error),
@@ -75,17 +123,58 @@ impl OwnedTrace {
     }
 }
 
-impl Drop for OwnedTrace {
-    fn drop(&mut self) {
-        self.finish();
+/// What the schedulers of a model are given, as long as the program has no trace of the model.
+pub(super) struct Scheduled {
+    model: Weak<Model>,
+    counts: Counts,
+    own_traces: AtomicUsize,
+}
+
+/// Those of all models until the end of the process.
+static SCHEDULED: Mutex<Vec<Arc<Scheduled>>> = Mutex::new(Vec::new());
+/// How long the end of the process waits for another thread that makes one.
+const LONGEST_WAIT: Duration = Duration::from_secs(2);
+
+impl Scheduled {
+    /// Returns the counts of a model; `None` if no variable requests them, or without routed experts.
+    pub fn of(model: &Arc<Model>) -> Option<Arc<Scheduled>> {
+        if !Config::get().traces() {
+            return None;
+        }
+        let mut all = SCHEDULED.lock();
+        let is_same = |of: &&Arc<Scheduled>| of.model.as_ptr() == Arc::as_ptr(model);
+        if let Some(found) = all.iter().find(is_same) {
+            return Some(found.clone());
+        }
+        all.push(Arc::new(Scheduled {
+            model: Arc::downgrade(model),
+            counts: Counts::of(model)?,
+            own_traces: AtomicUsize::new(0),
+        }));
+        all.last().cloned()
+    }
+
+    /// Counts the ids of the tokens of a layer, token after token.
+    pub fn count(&self, layer: u32, ids: &[i32]) {
+        let Ok(layer) = self.counts.position(layer) else {
+            return;
+        };
+        if self.own_traces.load(Ordering::Relaxed) > 0 {
+            return;
+        }
+        // SAFETY: integers without padding.
+        let bytes = unsafe { std::slice::from_raw_parts(ids.as_ptr().cast(), size_of_val(ids)) };
+        let used = self.counts.about.experts_used as usize;
+        let is_whole = ids.len().is_multiple_of(used.max(1));
+        let used = if used > 0 && is_whole {
+            used
+        } else {
+            ids.len()
+        };
+        self.counts.record(layer, &Ids::packed(bytes, used));
     }
 }
 
-/// The thread that prints names.
-static PRINTER: Mutex<Option<JoinHandle<()>>> = Mutex::new(None);
-/// Whether the thread is to end.
-static ENDS: Mutex<bool> = Mutex::new(false);
-static END: Condvar = Condvar::new();
 /// The process that made the first trace.
 static PROCESS: AtomicUsize = AtomicUsize::new(0);
 
@@ -102,37 +191,25 @@ fn start() {
         // SAFETY: only registers the function. The C library calls it before this library is
         // unloaded.
         unsafe { libc::atexit(at_exit) };
-        if config.trace_names {
-            let printer = std::thread::Builder::new().name("llama-sidecar-n".into());
-            match without_signals(|| printer.spawn(print_names)) {
-                Ok(printer) => *PRINTER.lock() = Some(printer),
-                Err(error) => log::error!("cannot start the thread that prints names: {error}"),
-            }
-        }
     });
 }
 
-fn print_names() {
-    let mut ends = ENDS.lock();
-    while !*ends {
-        END.wait_for(&mut ends, NAMES_EVERY);
-        print_used();
-    }
-}
-
-/// Ends the thread, and the traces that were not freed.
+/// Ends the traces that were not freed.
 extern "C" fn at_exit() {
-    // In a forked child there is no thread, and the traces are those of its parent.
+    // In a forked child, the traces are those of its parent.
     if PROCESS.load(Ordering::Relaxed) != std::process::id() as usize {
         return;
     }
     let _ = catch_unwind(|| {
-        *ENDS.lock() = true;
-        END.notify_all();
-        let printer = PRINTER.lock().take();
-        let _ = printer.map(JoinHandle::join);
         for trace in handle::all::<llama_expert_trace>() {
             trace.finish();
+        }
+        let scheduled = SCHEDULED.try_lock_for(LONGEST_WAIT);
+        for Scheduled { counts, .. } in scheduled.iter().flat_map(|all| all.iter().map(|of| &**of))
+        {
+            if counts.counters.snapshot().activations() > 0 {
+                counts.finish(|| MADE.fetch_add(1, Ordering::Relaxed));
+            }
         }
     });
 }
@@ -145,9 +222,12 @@ extern "C" fn at_exit() {
 /// (docs/expert-trace.md).
 ///
 /// The variables LLAMA_EXPERT_TRACE_STATS, _NAMES, _PER_LAYER, _TOP and _OUTPUT add what they state,
-/// on standard error: the first trace of the process prints which of them are on, a thread prints the
-/// names, and summary and file follow when the trace is freed, or at exit. The second trace of the
-/// process writes to stats-2.json, and so on.
+/// on standard error: the first trace of the process prints which of them are on, the thread that
+/// records prints the names, and summary and file follow when the trace is freed, or at exit. The second
+/// trace of the process writes to stats-2.json, and so on.
+///
+/// As long as a model has no trace, the variables count what llama_postfetch_schedule is given, and
+/// summary and file follow at exit. So each use is counted once.
 ///
 /// @return The trace, or NULL on failure: for example, when the model has no routed experts. Free
 /// it with llama_expert_trace_free.
@@ -155,22 +235,20 @@ extern "C" fn at_exit() {
 pub extern "C" fn llama_expert_trace_new(model: *const llama_model) -> *mut llama_expert_trace {
     let made = call(|| {
         let open = handle::get(model)?;
-        let layout = ExpertLayout::of(open.model.experts());
-        if layout.layers().is_empty() {
-            return Err(Failure::new(
+        let counts = Counts::of(&open.model).ok_or_else(|| {
+            Failure::new(
                 llama_sidecar_status::NotFound,
                 "the model has no routed experts (tensors such as blk.0.ffn_gate_exps.weight)",
-            ));
+            )
+        })?;
+        let scheduled = Scheduled::of(&open.model);
+        if let Some(scheduled) = &scheduled {
+            scheduled.own_traces.fetch_add(1, Ordering::Relaxed);
         }
-        static MADE: AtomicUsize = AtomicUsize::new(0);
-        start();
-        let names = || Arc::new(ExpertNames::of(open.model.experts()));
         Ok(handle::new(OwnedTrace {
-            counters: Trace::with_locality(layout),
-            about: ModelMeta::of(open.model.gguf_files()),
-            names: Config::get().trace_names.then(names),
+            counts,
             number: MADE.fetch_add(1, Ordering::Relaxed),
-            is_finished: AtomicBool::new(false),
+            scheduled,
         }))
     });
     made.unwrap_or(std::ptr::null_mut())
@@ -194,10 +272,11 @@ pub extern "C" fn llama_expert_trace_record(
 ) -> llama_sidecar_status {
     status(|| {
         let owned = handle::get(trace)?;
-        let layer = owned.position(layer)?;
-        owned.counters.record(layer, expert);
-        if let Some(names) = &owned.names {
-            names.note(layer, &Ids::one(&expert.to_ne_bytes()));
+        let counted = &owned.counts;
+        let layer = counted.position(layer)?;
+        counted.counters.record(layer, expert);
+        if let Some(names) = &counted.names {
+            names.print(layer, &Ids::one(&expert.to_ne_bytes()));
         }
         Ok(())
     })
@@ -228,14 +307,12 @@ pub unsafe extern "C" fn llama_expert_trace_record_batch(
 ) -> llama_sidecar_status {
     status(|| {
         let owned = handle::get(trace)?;
-        let layer = owned.position(layer)?;
+        let counted = &owned.counts;
+        let layer = counted.position(layer)?;
         // SAFETY: as the caller guarantees.
         let ids = unsafe { routed_ids(ids, n_used, n_tokens, used_stride, token_stride) }?;
         if let Some(ids) = ids {
-            owned.counters.record_batch(layer, &ids);
-            if let Some(names) = &owned.names {
-                names.note(layer, &ids);
-            }
+            counted.record(layer, &ids);
         }
         Ok(())
     })
@@ -262,11 +339,12 @@ pub unsafe extern "C" fn llama_expert_trace_counts(
 ) -> llama_sidecar_status {
     status(|| {
         let owned = handle::get(trace)?;
-        let layer = owned.position(layer)?;
+        let counted = &owned.counts;
+        let layer = counted.position(layer)?;
         if counts.is_null() && n_counts > 0 {
             return Err(Failure::null("counts"));
         }
-        let snapshot = owned.counters.snapshot();
+        let snapshot = counted.counters.snapshot();
         let layer = &snapshot.layers[layer];
         for (at, &count) in layer.experts.iter().take(n_counts).enumerate() {
             // SAFETY: not null and valid for `n_counts` writes, as the caller guarantees.
@@ -291,7 +369,7 @@ pub extern "C" fn llama_expert_trace_reset(
     trace: *const llama_expert_trace,
 ) -> llama_sidecar_status {
     status(|| {
-        handle::get(trace)?.counters.reset();
+        handle::get(trace)?.counts.counters.reset();
         Ok(())
     })
 }
@@ -310,10 +388,16 @@ pub unsafe extern "C" fn llama_expert_trace_write(
 ) -> llama_sidecar_status {
     status(|| {
         let owned = handle::get(trace)?;
+        let counted = &owned.counts;
         // SAFETY: as the caller guarantees.
         let path: &CStr = unsafe { text(path, "path")? };
         let path = Path::new(OsStr::from_bytes(path.to_bytes()));
-        write(path, &owned.about, &owned.counters.snapshot_with_locality()).map_err(|error| {
+        write(
+            path,
+            &counted.about,
+            &counted.counters.snapshot_with_locality(),
+        )
+        .map_err(|error| {
             Failure::new(
                 llama_sidecar_status::Io,
                 format!("cannot write {}: {error}", path.display()),
@@ -341,10 +425,11 @@ pub unsafe extern "C" fn llama_expert_trace_summary(
 ) -> usize {
     let written = call(|| {
         let owned = handle::get(trace)?;
+        let counted = &owned.counts;
         let most = Config::get().trace_top;
         let text = to_text(
-            &owned.about,
-            &owned.counters.snapshot(),
+            &counted.about,
+            &counted.counters.snapshot(),
             per_layer.into(),
             most,
         );

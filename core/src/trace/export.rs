@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use crate::experts::MAX_LAYERS;
 use crate::{files, text};
 
+use super::formats::to_activations;
 use super::locality::{Locality, Window};
 use super::model_meta::{FileMeta, ModelMeta};
 use super::snapshot::{LayerCounts, Snapshot};
@@ -30,6 +31,7 @@ use super::snapshot::{LayerCounts, Snapshot};
 /// | `seconds` | time since the trace was made or reset |
 /// | `layers` | `layer` (number), `tokens`, `counts` (activations by expert), `expert_bytes` (bytes of one expert, if known), `locality` (if recorded) |
 /// | `locality` | [`Locality`]: `first`, `lru`, `lfu` (curves), `window`: `tokens`, `first`, `lru`, `best` |
+/// | `total_tokens`, `expert_activations`, `per_layer` | the same counts by number, see [`to_activations`] |
 pub const SCHEMA: &str = "llama-sidecar/expert-trace/1";
 
 /// Returns counts as JSON, in the format [`SCHEMA`].
@@ -59,7 +61,7 @@ pub fn to_json(meta: &ModelMeta, snapshot: &Snapshot) -> Value {
         }
         json
     });
-    json!({
+    let mut json = json!({
         "schema": SCHEMA,
         "version": env!("CARGO_PKG_VERSION"),
         "model": {
@@ -73,7 +75,11 @@ pub fn to_json(meta: &ModelMeta, snapshot: &Snapshot) -> Value {
         "rejected": snapshot.rejected,
         "seconds": snapshot.time.as_secs_f64(),
         "layers": layers.collect::<Vec<_>>(),
-    })
+    });
+    if let (Value::Object(json), Value::Object(more)) = (&mut json, to_activations(snapshot)) {
+        json.extend(more);
+    }
+    json
 }
 
 /// Reads a file of JSON in the format [`SCHEMA`]. The error has the path, and the kind
@@ -320,6 +326,12 @@ mod tests {
         assert!(from_json(&json!({"schema": SCHEMA, "layers": [{"layer": -1}]})).is_err());
         assert_eq!(json["model"]["name"], "a \"model\"");
         assert_eq!(json["layers"][0]["counts"], json!([2, 0, 1]));
+        assert_eq!(json["total_tokens"], 3);
+        assert_eq!(json["expert_activations"], json!({"0": 2, "1": 1, "2": 1}));
+        assert_eq!(
+            json["per_layer"],
+            json!({"0": {"0": 2, "2": 1}, "1": {"1": 1}})
+        );
         assert_eq!(
             (&json["tokens"], &json["activations"]),
             (&json!(3), &json!(4))

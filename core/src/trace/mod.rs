@@ -39,7 +39,7 @@ pub use formats::{hottest, ranking, to_activations, to_logical_count, to_ranked_
 pub use ids::Ids;
 pub use locality::{Locality, Recorder, WINDOW_IDS, Window, hits};
 pub use model_meta::{FileMeta, ModelMeta};
-pub use names::{ExpertNames, NAMES_EVERY, print_used};
+pub use names::ExpertNames;
 pub use requested::{enabled, log_unwritten, print, print_exported, print_summary};
 pub use routes::{
     LONGEST_MARK, NOT_ROUTED, RouteFormat, RouteLayout, RouteReader, RouteRecord, RouteWriter,

@@ -28,11 +28,12 @@ use serde_json::Value;
 use sidecar_core::config::Config;
 use sidecar_core::experts::{ExpertIndex, ExpertName};
 use sidecar_core::gguf::FileId;
+use sidecar_core::logger::without_sigpipe;
 use sidecar_core::protocol::{Event, NoEffect, Uncounted};
 use sidecar_core::summary;
 use sidecar_core::trace::{
-    ExpertLayout, ExpertNames, Ids, ModelMeta, NAMES_EVERY, Trace, enabled, log_unwritten,
-    numbered, print, print_exported, print_summary, print_used, to_json, write,
+    ExpertLayout, ExpertNames, Ids, ModelMeta, Trace, enabled, log_unwritten, numbered, print,
+    print_exported, print_summary, to_json, write,
 };
 
 use crate::ggml::{Ggml, Tensor};
@@ -64,7 +65,7 @@ struct ModelTrace {
     /// By the position of the layer.
     evaluations: Box<[Evaluations]>,
     /// The names of its experts, if they are printed.
-    names: Option<Arc<ExpertNames>>,
+    names: Option<ExpertNames>,
     /// The file of its routes, if they are written.
     routes_path: Option<PathBuf>,
     /// Takes its routes once it is known how many experts a token uses.
@@ -149,9 +150,6 @@ impl Capability for ExpertTrace {
     fn start(&self) {
         let config = Config::get();
         print(&enabled(config));
-        if config.trace_names {
-            thread::spawn("llama-sidecar-n", print_names);
-        }
         if let Some(period) = config.trace_every {
             thread::spawn("llama-sidecar-w", move || write_every(period));
         }
@@ -288,7 +286,7 @@ impl Capability for ExpertTrace {
 
     fn finish(&self) {
         if self.is_enabled() {
-            write_without_sigpipe();
+            without_sigpipe(write_all);
         }
     }
 
@@ -544,9 +542,7 @@ impl ModelTrace {
                 .iter()
                 .map(|_| Evaluations::default())
                 .collect(),
-            names: config
-                .trace_names
-                .then(|| Arc::new(ExpertNames::of(&experts))),
+            names: config.trace_names.then(|| ExpertNames::of(files())),
             routes_path: path(&config.trace_routes),
             routes: OnceLock::new(),
             saliency,
@@ -723,16 +719,8 @@ impl Routed {
         self.trace.counters.record_batch(self.layer, ids);
         self.trace.is_changed.store(true, Ordering::Relaxed);
         if let Some(names) = &self.trace.names {
-            names.note(self.layer, ids);
+            names.print(self.layer, ids);
         }
-    }
-}
-
-/// Prints the names of experts as evaluations use them; for a thread of its own.
-fn print_names() {
-    while !barrier::is_shut() {
-        std::thread::sleep(NAMES_EVERY);
-        print_used();
     }
 }
 
@@ -774,30 +762,9 @@ pub fn reset() {
     }
 }
 
-/// Writes the trace at the end of the process. A reader that is gone must not end the
-/// process by SIGPIPE, which would change its exit status.
-fn write_without_sigpipe() {
-    let mut pipe = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-    let mut before = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-    let now = libc::timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    // SAFETY: sets that are filled before they are read; a pending SIGPIPE is taken before
-    // the mask is restored.
-    unsafe {
-        libc::sigemptyset(pipe.as_mut_ptr());
-        libc::sigaddset(pipe.as_mut_ptr(), libc::SIGPIPE);
-        libc::pthread_sigmask(libc::SIG_BLOCK, pipe.as_ptr(), before.as_mut_ptr());
-        write_all();
-        libc::sigtimedwait(pipe.as_ptr(), std::ptr::null_mut(), &now);
-        libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut());
-    }
-}
-
+/// Writes the trace at the end of the process.
 fn write_all() {
     let config = Config::get();
-    print_used();
     // The process ends: a thread that holds the lock may never release it.
     let Some(traces) = TRACES.try_read_for(LONGEST_WRITE) else {
         return;
