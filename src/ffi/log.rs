@@ -1,11 +1,42 @@
-//! Log messages for C callers.
+//! Log messages for C callers, and the message about a preload of this library.
 
-use std::ffi::{CString, c_char, c_void};
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::io::Write;
 use std::sync::Arc;
 
 use super::handle;
 use super::status::{llama_sidecar_status, status};
 use sidecar_core::logger;
+
+/// Runs when the library is loaded.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static LOADED: extern "C" fn() = loaded;
+
+/// Reports a preload of this library, which changes nothing in a program: the drop-in does.
+extern "C" fn loaded() {
+    // SAFETY: reads the environment before any other thread of the program can exist.
+    let preload = unsafe { libc::getenv(c"LD_PRELOAD".as_ptr()) };
+    if preload.is_null() {
+        return;
+    }
+    // SAFETY: a string of the environment, which this thread does not change meanwhile.
+    let preload = unsafe { CStr::from_ptr(preload) }.to_bytes();
+    if has_this_library(preload) {
+        let message = b"llama-sidecar: warning: LD_PRELOAD has libllama_sidecar.so, which only programs that link it use: preload libllama_sidecar_preload.so instead, or start the program with 'llama-sidecar run'\n";
+        let _ = logger::without_sigpipe(|| std::io::stderr().write_all(message));
+    }
+}
+
+/// Returns whether a value of LD_PRELOAD has this library.
+fn has_this_library(preload: &[u8]) -> bool {
+    let mut paths = preload.split(|byte| matches!(byte, b' ' | b':'));
+    paths.any(|path| {
+        let name = path.rsplit(|&byte| byte == b'/').next();
+        let end = name.and_then(|name| name.strip_prefix(b"libllama_sidecar.so"));
+        end.is_some_and(|version| version.is_empty() || version[0] == b'.')
+    })
+}
 
 /// Receives a log message. Can be called from any thread, inside of any call, while the library holds
 /// locks. Calls that take a handle fail with LLAMA_SIDECAR_STATUS_BUSY in it; it must not wait for
@@ -44,4 +75,27 @@ pub unsafe extern "C" fn llama_sidecar_log_set(
         }));
         Ok(())
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::has_this_library;
+
+    #[test]
+    fn a_preload_of_this_library_is_told_from_one_of_the_drop_in() {
+        for preload in [
+            "libllama_sidecar.so",
+            "/a/b.so:/lib/libllama_sidecar.so.0",
+            "x /l/libllama_sidecar.so",
+        ] {
+            assert!(has_this_library(preload.as_bytes()), "{preload}");
+        }
+        for preload in [
+            "",
+            "/lib/libllama_sidecar_preload.so",
+            "libllama_sidecar.so/other.so",
+        ] {
+            assert!(!has_this_library(preload.as_bytes()), "{preload}");
+        }
+    }
 }
