@@ -62,10 +62,9 @@ int main(int argc, char ** argv) {
     printf("resident memory grew by %" PRIu64 " bytes for %" PRIu64 " bytes touched, of %" PRIu64
            " in the file\n",
            grown, touched, info.file_bytes);
-    // The kernel also maps neighbouring pages that are in the page cache: at each end of a tensor up
+    // So the rest was not read. The kernel also maps neighbouring pages that are in the page cache: at each end of a tensor up
     // to a huge page of 2 MiB.
     CHECK(grown < touched + 3 * 2 * (2u << 20));
-    CHECK(grown < info.file_bytes / 4);
 
     // Loads one tensor into a buffer of its own. Its data is the same.
     const struct llama_sidecar_tensor_info in_file = tensor_info(model, 1);

@@ -71,7 +71,7 @@ enum llama_sidecar_status {
     /** The feature is disabled for this model. */
     LLAMA_SIDECAR_STATUS_DISABLED = 11,
     /** Internal error. Nothing was changed. Report the message as a bug of llama-sidecar. */
-    LLAMA_SIDECAR_STATUS_INTERNAL = 12,
+    LLAMA_SIDECAR_STATUS_INTERNAL = 12
 };
 
 /** Kind of memory of a device. */
@@ -79,7 +79,7 @@ enum llama_sidecar_device_kind {
     /** Memory of the process. */
     LLAMA_SIDECAR_DEVICE_KIND_HOST = 0,
     /** Memory of an NVIDIA GPU. */
-    LLAMA_SIDECAR_DEVICE_KIND_CUDA = 1,
+    LLAMA_SIDECAR_DEVICE_KIND_CUDA = 1
 };
 
 /** A weight matrix of an expert. */
@@ -91,7 +91,7 @@ enum llama_sidecar_projection {
     /** Gate and up in one matrix. */
     LLAMA_SIDECAR_PROJECTION_GATE_UP = 2,
     /** Down. */
-    LLAMA_SIDECAR_PROJECTION_DOWN = 3,
+    LLAMA_SIDECAR_PROJECTION_DOWN = 3
 };
 
 /** State of the copy of an expert. */
@@ -101,7 +101,7 @@ enum llama_postfetch_state {
     /** The copy is queued or in flight. */
     LLAMA_POSTFETCH_STATE_COPY_IN_FLIGHT = 1,
     /** The copy is on the device. */
-    LLAMA_POSTFETCH_STATE_GPU_READY = 2,
+    LLAMA_POSTFETCH_STATE_GPU_READY = 2
 };
 
 /** Reason why an expert must be computed on the CPU. */
@@ -120,7 +120,7 @@ enum llama_postfetch_reason {
     LLAMA_POSTFETCH_REASON_NOT_SCHEDULED = 5,
     /** The scratchpad was full. */
     LLAMA_POSTFETCH_REASON_NO_ROOM = 6,
-    /** The copy is in flight and block_on_miss is false. */
+    /** The copy is in flight and block_on_miss is false, or cannot be submitted to a stream yet. */
     LLAMA_POSTFETCH_REASON_MISSED = 7,
     /** The data of the expert could not be read. */
     LLAMA_POSTFETCH_REASON_READ_FAILED = 8,
@@ -129,7 +129,7 @@ enum llama_postfetch_reason {
     /** The copy exceeded patience_us. */
     LLAMA_POSTFETCH_REASON_TIMED_OUT = 10,
     /** The expert is not in host memory. */
-    LLAMA_POSTFETCH_REASON_ELSEWHERE = 11,
+    LLAMA_POSTFETCH_REASON_ELSEWHERE = 11
 };
 
 /** Outcome of a reload for one tensor. */
@@ -148,7 +148,7 @@ enum llama_sidecar_outcome {
      * Same data, new placement: the layout of a sibling changed, a device ran out of memory, or a
      * device has enough memory again.
      */
-    LLAMA_SIDECAR_OUTCOME_MOVED = 5,
+    LLAMA_SIDECAR_OUTCOME_MOVED = 5
 };
 
 /** Outcome of a reload for one file. */
@@ -156,7 +156,7 @@ enum llama_sidecar_file_event {
     /** The tensors of the file are now in use. */
     LLAMA_SIDECAR_FILE_EVENT_TAKEN = 0,
     /** The file was skipped; its tensors are unchanged. */
-    LLAMA_SIDECAR_FILE_EVENT_IGNORED = 1,
+    LLAMA_SIDECAR_FILE_EVENT_IGNORED = 1
 };
 
 /** State of a tensor since the model was opened. */
@@ -166,7 +166,7 @@ enum llama_sidecar_tensor_state {
     /** The tensor is in buffers of its own, with other data or another layout. */
     LLAMA_SIDECAR_TENSOR_STATE_DETACHED = 1,
     /** The tensor and its layer are in host memory, because a device did not have enough memory. */
-    LLAMA_SIDECAR_TENSOR_STATE_FALLBACK_CPU = 2,
+    LLAMA_SIDECAR_TENSOR_STATE_FALLBACK_CPU = 2
 };
 
 /** Axis along which a tensor is split. */
@@ -178,7 +178,7 @@ enum llama_sidecar_axis {
      */
     LLAMA_SIDECAR_AXIS_ROWS = 1,
     /** Not split: the part is the whole tensor. */
-    LLAMA_SIDECAR_AXIS_NONE = 2,
+    LLAMA_SIDECAR_AXIS_NONE = 2
 };
 
 /**
@@ -512,9 +512,9 @@ struct llama_postfetch_stats {
     uint64_t n_stream_hits;
     /** Number of answers for which the caller waited. */
     uint64_t n_waits;
-    /** Total time that callers waited, in microseconds. */
+    /** Total time that callers waited, in microseconds by the clock of the host. */
     uint64_t wait_us;
-    /** Total time of copies on the device, in microseconds. */
+    /** Total time of copies, in microseconds by the clock of the device. */
     uint64_t transfer_us;
     /** Number of driver errors. */
     uint64_t n_errors;
@@ -527,8 +527,9 @@ struct llama_postfetch_stats {
     /** Bytes of the model that are page-locked in place. */
     uint64_t locked_bytes;
     /**
-     * Overlap of copies with computation: 1 - wait_us / transfer_us; negative if no copy was timed
-     * yet.
+     * Overlap of copies with computation: the share of the time of copies for which nothing waited
+     * and which was not spent on unused copies, 1 - (wait_us + stream_wait_us + unused_us) /
+     * transfer_us, at least 0; negative if no copy was timed yet.
      */
     double overlap;
     /** Device memory of the cache in bytes; 0 without a cache. */
@@ -539,6 +540,21 @@ struct llama_postfetch_stats {
     uint64_t n_cache_misses;
     /** Number of experts that were replaced in the cache by another. */
     uint64_t n_cache_evictions;
+    /** Number of copies that a stream of the caller waited for. */
+    uint64_t n_stream_waits;
+    /** Total time that streams waited for copies, in microseconds by the clock of the device. */
+    uint64_t stream_wait_us;
+    /** Number of copies that had ended when their first expert was acquired for the device. */
+    uint64_t n_early_copies;
+    /**
+     * Number of copies that ended, and of which no expert was acquired for the device. Copies to the
+     * cache do not count, because they stay there.
+     */
+    uint64_t n_unused_copies;
+    /** Total time of these copies, in microseconds by the clock of the device. */
+    uint64_t unused_us;
+    /** Share of answers to use the CPU, 0 to 1; negative without answers. */
+    double fallback_rate;
 };
 
 /** Counts and durations of a reload. */
@@ -744,7 +760,7 @@ struct llama_sidecar_tensor_part {
 
 #ifdef __cplusplus
 extern "C" {
-#endif // __cplusplus
+#endif /* __cplusplus */
 
 /**
  * Creates an evaluation context of a model. Use one context per evaluating thread. The context
@@ -938,7 +954,9 @@ enum llama_sidecar_status llama_postfetch_fill_cache(const struct llama_postfetc
 /**
  * Starts to copy the down-projections of `n` experts of a layer to the device, in this order.
  * Returns without waiting. Call it once per layer as soon as the routed ids are known, with the
- * ids of all tokens. Ids can repeat. Experts in the cache are not copied.
+ * ids of all tokens, token after token. Ids can repeat. Experts in the cache are not copied. The
+ * variables LLAMA_EXPERT_TRACE_* count the ids, unless the program has a trace of the model
+ * (llama_expert_trace_new).
  *
  * An expert that does not fit into the scratchpad, or that the layer does not have, must be
  * computed on the CPU; llama_postfetch_acquire answers so.
@@ -971,7 +989,10 @@ enum llama_sidecar_status llama_postfetch_acquire(const struct llama_postfetch *
 
 /**
  * Does the same as llama_postfetch_acquire, but the CUDA stream waits for the copy instead of the
- * caller. Work that is submitted to the stream after the call can use device_data. After the
+ * caller. The caller waits for no copy: a queued copy is submitted at once, in its turn, however many
+ * are in flight. While copies before it go through page-locked buffers, the CPU computes the expert
+ * (LLAMA_POSTFETCH_REASON_MISSED). If block_on_miss is false, the CPU also computes each expert whose
+ * copy is not complete. Work that is submitted to the stream after the call can use device_data. After the
  * expert is released, its memory is overwritten only when the work submitted to the stream before
  * the release is complete. Only one stream can acquire an expert.
  *
@@ -1286,9 +1307,12 @@ enum llama_sidecar_status llama_sidecar_tensor_read(const struct llama_model *mo
  * (docs/expert-trace.md).
  *
  * The variables LLAMA_EXPERT_TRACE_STATS, _NAMES, _PER_LAYER, _TOP and _OUTPUT add what they state,
- * on standard error: the first trace of the process prints which of them are on, a thread prints the
- * names, and summary and file follow when the trace is freed, or at exit. The second trace of the
- * process writes to stats-2.json, and so on.
+ * on standard error: the first trace of the process prints which of them are on, the thread that
+ * records prints the names, and summary and file follow when the trace is freed, or at exit. The second
+ * trace of the process writes to stats-2.json, and so on.
+ *
+ * As long as a model has no trace, the variables count what llama_postfetch_schedule is given, and
+ * summary and file follow at exit. So each use is counted once.
  *
  * @return The trace, or NULL on failure: for example, when the model has no routed experts. Free
  * it with llama_expert_trace_free.
@@ -1367,6 +1391,6 @@ size_t llama_expert_trace_summary(const struct llama_expert_trace *trace,
 
 #ifdef __cplusplus
 }  // extern "C"
-#endif  // __cplusplus
+#endif  /* __cplusplus */
 
 #endif  /* LLAMA_SIDECAR_H */

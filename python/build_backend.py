@@ -34,6 +34,7 @@ FILES = {
     "lib/libllama_sidecar_preload.so": "lib/libllama_sidecar_preload.so",
     "lib/libllama_sidecar.so": "lib/libllama_sidecar.so.0",
     "include/llama_sidecar.h": "include/llama_sidecar.h",
+    "include/llama_sidecar_hooks.h": "include/llama_sidecar_hooks.h",
 }
 # What is built on a machine is for this machine.
 LOCAL = "linux_x86_64"

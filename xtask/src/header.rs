@@ -16,7 +16,8 @@ fn generate() -> Result<String> {
         .with_src(root().join("src/ffi/mod.rs"));
     let mut text = Vec::new();
     builder.generate()?.write(&mut text);
-    let header = with_short_comments(&without_safety_sections(&String::from_utf8(text)?));
+    let header = in_c89(&String::from_utf8(text)?);
+    let header = with_short_comments(&without_safety_sections(&header));
     let functions = header.matches("llama_model_load(").count();
     ensure!(
         functions == 1,
@@ -49,6 +50,12 @@ fn version() -> Result<String> {
 #define LLAMA_SIDECAR_VERSION_NUMBER {}",
         major * 1_000_000 + minor * 1000 + patch
     ))
+}
+
+/// Replaces what C89 does not have: a comma after the last enumerator, and comments of one line.
+fn in_c89(header: &str) -> String {
+    let header = header.replace(",\n};", "\n};");
+    header.replace("// __cplusplus", "/* __cplusplus */")
 }
 
 /// Removes the sections on safety. Clippy requires them for unsafe functions of Rust; the

@@ -71,10 +71,9 @@ pub fn install(prefix: &Path, debug_info: DebugInfo) -> Result<()> {
         &built.join("libllama_sidecar.a"),
         &lib.join("libllama_sidecar.a"),
     )?;
-    copy(
-        &root().join("include/llama_sidecar.h"),
-        &prefix.join("include/llama_sidecar.h"),
-    )?;
+    for header in ["include/llama_sidecar.h", "include/llama_sidecar_hooks.h"] {
+        copy(&root().join(header), &prefix.join(header))?;
+    }
 
     run(command(prefix.join("bin/llama-sidecar"), &root())
         .arg("generate")

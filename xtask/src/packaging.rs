@@ -10,9 +10,10 @@ use crate::install::{DebugInfo, install_to};
 use crate::run::{command, output, root, run};
 
 /// Files of the installed tree, below the prefix.
-pub const FILES: [&str; 16] = [
+pub const FILES: [&str; 17] = [
     "bin/llama-sidecar",
     "include/llama_sidecar.h",
+    "include/llama_sidecar_hooks.h",
     "lib/libllama_sidecar.a",
     "lib/libllama_sidecar.so",
     "lib/libllama_sidecar.so.0",

@@ -32,7 +32,7 @@ pub fn valgrind() -> Result<()> {
         "c_examples-valgrind",
         &[format!("-DCMAKE_TEST_LAUNCHER={launcher}")],
     )?;
-    let elsewhere = "^(swap_under_load|postfetch_[^mg].*|postfetch_ggml_.*)$";
+    let elsewhere = "^(swap_under_load|postfetch_[^mg].*|postfetch_ggml_.*|hooks_.*)$";
     cmake::ctest(&build, &["--exclude-regex", elsewhere])
 }
 
