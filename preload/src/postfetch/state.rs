@@ -13,7 +13,7 @@ use super::choice::Method;
 use super::figures::FIGURES;
 use super::instance;
 use super::marked::Marked;
-use super::plan::{Devices, Layer, LayerSlots, Plan};
+use super::plan::{Devices, LayerSlots, Plan};
 use super::transfer::Fetcher;
 use crate::ggml::{Device, Ggml};
 use crate::program::sched::{Allocated, SLOTS, Scheduler};
